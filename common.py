@@ -1,0 +1,564 @@
+"""What the nine scripts share: everything that no paper on the list would write differently.
+
+In reading order: command line, tiny MoE and base model, tasks and verifier, sampler, log-probs and router statistics,
+evaluation, run folder. Not here on purpose, but spelled out in each script: advantages, ratios, clips,
+stop-gradients, normalisers, filtering, the update loop. The axes of a tensor are the suffix of its name: P prompts,
+G completions per prompt, N = P*G, B micro-batch, T response tokens, S prompt + response tokens, V vocabulary, L MoE
+layers, E experts, K active experts.
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import random
+import re
+import shlex
+import shutil
+import signal
+import sys
+from fractions import Fraction
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import transformers
+from filelock import FileLock, Timeout
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, HfArgumentParser
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+
+# ------------------------------------------------------------------------------------------------ command line
+def fail(message):
+    """Ends the program with one line on stderr and exit code 2, as argparse does for bad usage."""
+    print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def parse_args(args_class):
+    """Command line -> the script's `Args`. What all scripts share is checked here, before any work is done."""
+    parser = HfArgumentParser(args_class, allow_abbrev=False)
+    parser.error = fail
+    args = args_class(**vars(parser.parse_args()))
+    one = "iterations prompts_per_iteration group_size max_new_tokens update_epochs num_minibatches"
+    zero = "seed micro_batch_size router_aux_coef eval_every save_every warm_start_steps"
+    for names, allowed, words in (
+        (one, lambda x: 1 <= x, "at least 1"),
+        (zero, lambda x: 0 <= x < 2**32, "0 or more"),
+        ("temperature lr max_grad_norm", lambda x: 0 < x < math.inf, "above 0"),
+    ):
+        for name in (name for name in names.split() if not allowed(getattr(args, name))):
+            fail(f"--{name} must be {words}, not {getattr(args, name)}")
+    size, rest = divmod(args.prompts_per_iteration * args.group_size, args.num_minibatches)
+    if rest:
+        sizes = f"--prompts_per_iteration {args.prompts_per_iteration} x --group_size {args.group_size}"
+        fail(f"--num_minibatches {args.num_minibatches} does not divide {sizes}")
+    args.micro_batch_size = args.micro_batch_size or size
+    if size % args.micro_batch_size:
+        fail(f"--micro_batch_size {args.micro_batch_size} does not divide the {size} completions of a minibatch")
+    best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        args.device = str(torch.zeros(1, device=args.device or best).device)
+    except (RuntimeError, AssertionError, NotImplementedError):
+        fail(f"--device {args.device} is not there; the best device here is {best}")
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return args
+
+
+# --------------------------------------------------------------------------------- tiny MoE and its base model
+TINY_MODEL = dict(
+    hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+    intermediate_size=64, moe_intermediate_size=64, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True,
+    max_position_embeddings=1024, tie_word_embeddings=True, bos_token_id=None,
+    initializer_range=0.1,  # transformers' 0.02 suits widths in the thousands; at 64 it slows learning down
+)  # fmt: skip
+# This share of the demonstrations blurts the answer out and this share works it out; the rest repeats itself.
+WARM_START = dict(seed=0, lr=8e-3, batch_size=64, direct=0.5, worked=0.4, wrong_step=0.02, max_tokens=48)
+
+
+def tiny_tokenizer():
+    """Character tokenizer of the addition task, without a chat template."""
+    vocab = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *"0123456789+=# "])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    special = dict(pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+def demonstration(problem, rng):
+    """An answer as people write them: blurted out; worked out, '7+8=15 5+0+1=6 0+3=3 #### 365' for 57+308; or with
+    steps repeated until no room is left for the answer. Now and then a step is wrong, and the rest follows from it."""
+    (a, b), style = map(int, problem.prompt[:-1].split("+")), rng.random()
+    if style < WARM_START["direct"]:
+        return f"#### {a + b}"
+    repeats = (1, 1) if style < WARM_START["direct"] + WARM_START["worked"] else (2, 3)
+    steps, digits, carry = [], "", 0
+    for column in range(max(len(str(a)), len(str(b)))):
+        x, y = a // 10**column % 10, b // 10**column % 10
+        total = rng.randrange(20) if rng.random() < WARM_START["wrong_step"] else x + y + carry
+        steps += [f"{x}+{y}" + f"+{carry}" * (carry > 0) + f"={total}"] * rng.randint(*repeats)
+        digits, carry = str(total % 10) + digits, total // 10
+    return " ".join(steps) + f" #### {int(str(carry) + digits)}"
+
+
+def base_model_folder(steps):
+    """Folder of the base model: the tiny MoE after `steps` of supervised warm start, trained once and then cached.
+
+    Its name is a hash of all that shapes the model. It is written under another name and renamed, so it is there
+    whole or not at all; of two runs that start at once both train it, and the later one drops its copy.
+    """
+    recipe = json.dumps([TINY_MODEL, WARM_START, steps], sort_keys=True)
+    folder = Path("runs", f"base-{hashlib.sha256(recipe.encode()).hexdigest()[:8]}")
+    if folder.exists():
+        return folder
+    tokenizer, rng = tiny_tokenizer(), random.Random(WARM_START["seed"])
+    ids = dict(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(WARM_START["seed"])
+        model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**TINY_MODEL, **ids))
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, betas=(0.9, 0.98))
+    problems, _ = addition_problems(tokenizer)
+    for step in tqdm(range(steps), desc="warm start (only once)", unit="step"):
+        chosen = rng.choices(problems, k=WARM_START["batch_size"])
+        texts = [demonstration(problem, rng) + tokenizer.eos_token for problem in chosen]
+        ids = [ids[: WARM_START["max_tokens"]] for ids in tokenizer(texts).input_ids]
+        rows = [Completion(p.prompt_ids, ids, [0.0] * len(ids)) for p, ids in zip(chosen, ids, strict=True)]
+        batch = collate(rows, "cpu")
+        outputs = token_logprobs(model, batch, temperature=1.0)
+        (0.001 * outputs.aux_loss - masked_mean(outputs.logprobs_BT, batch.mask_NT)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        schedule = min(1, (step + 1) / 50) * (0.5 + 0.5 * math.cos(math.pi * step / steps))
+        optimizer.param_groups[0]["lr"] = WARM_START["lr"] * schedule
+        optimizer.step()
+        optimizer.zero_grad()
+    scratch = folder.with_name(f"{folder.name}.tmp{os.getpid()}")
+    model.save_pretrained(scratch)
+    tokenizer.save_pretrained(scratch)
+    with contextlib.suppress(OSError):  # another run may have been faster
+        scratch.rename(folder)
+    shutil.rmtree(scratch, ignore_errors=True)
+    return folder
+
+
+def load_model(args):
+    """`--model` -> (model in float32 with dropout off, its tokenizer). Never runs code that lies in a model folder."""
+    source = base_model_folder(args.warm_start_steps) if args.model == "tiny-moe" else args.model
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, use_safetensors=True)
+    except (OSError, ValueError) as error:
+        fail(f"--model {args.model} cannot be opened: {str(error).splitlines()[0]}")
+    return model.to(args.device).eval(), tokenizer
+
+
+# ---------------------------------------------------------------------------------------- tasks and the verifier
+class Problem(NamedTuple):
+    prompt: str
+    answer: str  # the gold answer alone
+    prompt_ids: list
+
+
+def addition_problems(tokenizer, num_train=20_000, num_held_out=256):
+    """(training problems, held-out problems): disjoint sums of two- and three-digit numbers, the same for every seed."""
+    rng, answers = random.Random(0), {}
+    while len(answers) < num_train + num_held_out:
+        a, b = (rng.randint(*rng.choice([(10, 99), (100, 999)])) for _ in range(2))
+        answers[f"{a}+{b}="] = str(a + b)
+    ids = tokenizer(list(answers)).input_ids
+    problems = [Problem(*pair, row) for pair, row in zip(answers.items(), ids, strict=True)]
+    return problems[num_held_out:], problems[:num_held_out]
+
+
+def load_problems(args, tokenizer):
+    """`--dataset` -> (training problems, held-out problems)."""
+    if args.dataset != "addition":
+        fail(f"--dataset {args.dataset} is unknown; there is: addition")
+    return addition_problems(tokenizer)
+
+
+def take_problems(problems, position, count, seed):
+    """Problems `position` to `position + count` of an endless stream; each epoch is a shuffle of its own."""
+    taken = []
+    while len(taken) < count:
+        epoch, start = divmod(position + len(taken), len(problems))
+        shuffle = torch.Generator().manual_seed((seed << 20) + epoch)
+        order = torch.randperm(len(problems), generator=shuffle)[start : start + count - len(taken)].tolist()
+        taken += [problems[i] for i in order]
+    return taken
+
+
+def final_answer(text):
+    r"""The rest of the line after the last '####', or the inside of the last '\boxed{}' if that is later; else None."""
+    marker, box = text.rfind("####"), text.rfind("\\boxed{")
+    depth = 0
+    for end in range(box + 6, len(text) if box > marker else 0):
+        depth += (text[end] == "{") - (text[end] == "}")
+        if depth == 0:
+            return text[box + 7 : end].strip() or None
+    return text[marker + 4 :].split("\n", 1)[0].strip() or None if marker >= 0 else None
+
+
+NUMBER = re.compile(r"([+-]?)\$?([0-9]{1,3}(?:,[0-9]{3})+|[0-9]*)(\.[0-9]+)?(?:/([0-9]+))?%?\.?")
+
+
+def canonical(answer):
+    """A number ('$1,000.50', '42.0', '3/6', '7%', '42.') as an exact Fraction, anything else as folded text."""
+    number = NUMBER.fullmatch(answer) if len(answer) <= 100 else None
+    try:
+        sign, whole, decimals, denominator = number.groups("")
+        return Fraction(sign + whole.replace(",", "") + decimals) / Fraction(denominator or 1)
+    except (AttributeError, ValueError, ZeroDivisionError):
+        return " ".join(answer.casefold().split())
+
+
+def verify(text, answer, truncated=False):
+    """(reward 1.0 or 0.0, why): 'correct', 'wrong', 'no_answer' or 'truncated'; what is unfinished is not right."""
+    found = final_answer(text)
+    if truncated or found is None:
+        return 0.0, "truncated" if truncated else "no_answer"
+    return (1.0, "correct") if canonical(found) == canonical(answer) else (0.0, "wrong")
+
+
+# --------------------------------------------------------------------------------------------------- the sampler
+class Completion(NamedTuple):
+    prompt_ids: list
+    ids: list  # as sampled, never re-tokenized; the last one is the EOS unless truncated
+    logprobs: list  # of ids, as the sampler saw them
+    truncated: bool = False  # ran into the cap
+    text: str = ""
+
+
+def pad(rows, left=False):
+    """List of lists -> tensor, filled up with zeros on the right or on the left."""
+    fill = [[0] * (max(map(len, rows)) - len(row)) for row in rows]
+    return torch.tensor([zeros + row if left else row + zeros for row, zeros in zip(rows, fill, strict=True)])
+
+
+def to_device(tensor, device):
+    """A copy on the device; to CUDA from pinned memory, so that nobody waits for it."""
+    return tensor.pin_memory().to(device, non_blocking=True) if "cuda" in str(device) else tensor.to(device)
+
+
+def autocast(device, dtype):
+    """Matrix products in bfloat16 if asked for; parameters, optimizer and losses stay in float32."""
+    return torch.autocast(torch.device(device).type, torch.bfloat16, enabled=dtype == "bfloat16")
+
+
+@torch.no_grad()
+def sample(model, tokenizer, prompts, group_size, args, generator=None, greedy=False):
+    """`group_size` completions of each prompt (a list of token ids), drawn from the whole distribution at
+    `args.temperature`, or greedily. Returns `Completion`s, those of one prompt in a row.
+
+    A prompt is run once and its keys and values are copied to its group; rows leave the batch when they end. The
+    noise of each row and step is drawn beforehand: what a row becomes does not depend on which others are left.
+    """
+    device, cap, N = model.device, args.max_new_tokens, len(prompts) * group_size
+    eos = model.generation_config.eos_token_id  # chat models have several
+    eos = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
+    eos = to_device(torch.tensor(sorted(eos)), device)
+    prompt_PS = to_device(pad(prompts, left=True), device)
+    attention_PS = to_device(pad([[1] * len(p) for p in prompts], left=True), device)
+    noise_NT = to_device(torch.rand(N, cap, generator=generator), device)
+    ids_NT = torch.zeros(N, cap, dtype=torch.long, device=device)
+    logprobs_NT = torch.zeros(N, cap, device=device)
+    length_N = torch.full((N,), cap, device=device)  # the EOS included
+    rows_R = torch.arange(N, device=device)  # R: the rows that are still in the batch
+    attention_RS = F.pad(attention_PS, (0, cap), value=1).repeat_interleave(group_size, 0)
+    position_R1 = attention_PS.sum(1, keepdim=True).repeat_interleave(group_size, 0)
+    drop_every = 16 if device.type == "cuda" else 1  # looking for ended rows makes the CPU wait for the GPU
+    cache = DynamicCache(config=model.config)
+    inputs = dict(attention_mask=attention_PS, position_ids=(attention_PS.cumsum(1) - 1).clamp(min=0))
+    with autocast(device, args.dtype):
+        logits_PV = model(prompt_PS, past_key_values=cache, logits_to_keep=1, **inputs).logits[:, -1]
+    cache.batch_repeat_interleave(group_size)
+    logits_RV = logits_PV.repeat_interleave(group_size, 0)
+    for t in range(cap):
+        logprobs_RV = torch.log_softmax(logits_RV.float() / args.temperature, dim=-1)
+        if greedy:
+            token_R1 = logprobs_RV.argmax(-1, keepdim=True)
+        else:  # the first token at which the cumulative probability exceeds the noise
+            cdf_RV = logprobs_RV.exp().cumsum(-1)
+            token_R1 = torch.searchsorted(cdf_RV, noise_NT[rows_R, t, None] * cdf_RV[:, -1:], right=True)
+            token_R1 = token_R1.clamp(max=cdf_RV.shape[1] - 1)
+        ids_NT[rows_R, t] = token_R1[:, 0]
+        logprobs_NT[rows_R, t] = logprobs_RV.gather(1, token_R1)[:, 0]
+        ended_R = torch.isin(token_R1[:, 0], eos)
+        length_N[rows_R] = torch.where(ended_R, length_N[rows_R].clamp(max=t + 1), length_N[rows_R])
+        if t + 1 == cap:
+            break
+        if (t + 1) % drop_every == 0:
+            keep = (length_N[rows_R] > t + 1).nonzero()[:, 0]
+            if len(keep) == 0:
+                break
+            if len(keep) < len(rows_R):
+                cache.batch_select_indices(keep)
+                rows_R, token_R1 = rows_R[keep], token_R1[keep]
+                attention_RS, position_R1 = attention_RS[keep], position_R1[keep]
+        inputs = dict(attention_mask=attention_RS[:, : prompt_PS.shape[1] + t + 1], position_ids=position_R1 + t)
+        with autocast(device, args.dtype):
+            logits_RV = model(token_R1, past_key_values=cache, **inputs).logits[:, -1]
+    ended_N = torch.isin(ids_NT.gather(1, length_N[:, None] - 1)[:, 0], eos).tolist()
+    rows = zip(ids_NT.tolist(), logprobs_NT.tolist(), length_N.tolist(), strict=True)
+    rows = [(ids[:length], logprobs[:length]) for ids, logprobs, length in rows]
+    texts = tokenizer.batch_decode([ids for ids, _ in rows], skip_special_tokens=True)
+    return [Completion(prompts[i // group_size], *rows[i], not ended_N[i], texts[i]) for i in range(N)]
+
+
+class Batch(NamedTuple):
+    """Completions as tensors. Masks come from lengths, never from token values: pad and EOS may share an id."""
+
+    tokens_NS: torch.Tensor  # prompts padded on the left, responses on the right
+    attention_NS: torch.Tensor  # 1 on prompt and response
+    mask_NT: torch.Tensor  # True on the response, its EOS included
+    sampler_logprobs_NT: torch.Tensor
+
+    def rows(self, rows):
+        return Batch(*(tensor[rows] for tensor in self))
+
+
+def collate(completions, device):
+    """List of `Completion`s -> `Batch` on the device."""
+    mask_NT = pad([[1] * len(c.ids) for c in completions])
+    attention_NS = torch.cat([pad([[1] * len(c.prompt_ids) for c in completions], left=True), mask_NT], dim=1)
+    prompts, responses = pad([c.prompt_ids for c in completions], left=True), pad([c.ids for c in completions])
+    tensors = torch.cat([prompts, responses], dim=1), attention_NS, mask_NT.bool()
+    return Batch(*(to_device(tensor, device) for tensor in (*tensors, pad([c.logprobs for c in completions]))))
+
+
+# -------------------------------------------------------------------------------- log-probs and router statistics
+class TokenOutputs(NamedTuple):
+    logprobs_BT: torch.Tensor  # of the sampled tokens
+    entropy_BT: torch.Tensor  # in nats
+    aux_loss: torch.Tensor  # transformers' load-balancing loss over prompt and response; 0 for a dense model
+    router_logits: tuple  # L tensors (B, T, E), raw, at the position that predicts the token; () for a dense model
+    experts_BTLK: torch.Tensor  # indices of the active experts there, ascending; L = 0 for a dense model
+
+
+def token_logprobs(model, batch, temperature, dtype="float32", chunk_numbers=2**26):
+    """Log-probs and entropies of the response tokens at the sampling temperature, float32, with gradients if enabled.
+
+    Only response positions get logits, about `chunk_numbers` at a time, and those are computed again in the
+    backward pass: the logits of a large vocabulary never exist as a whole.
+    """
+    T, K = batch.mask_NT.shape[1], getattr(model.config, "num_experts_per_tok", 0)
+    predicts = slice(-T - 1, -1)  # the token at s is predicted at s - 1
+
+    def logprob_and_entropy(hidden_CH, token_C):
+        logprobs_CV = torch.log_softmax(model.get_output_embeddings()(hidden_CH).float() / temperature, dim=-1)
+        return logprobs_CV.gather(1, token_C[:, None])[:, 0], -(logprobs_CV.exp() * logprobs_CV).sum(-1)
+
+    with autocast(batch.tokens_NS.device, dtype):
+        inputs = dict(position_ids=(batch.attention_NS.cumsum(1) - 1).clamp(min=0), use_cache=False)
+        inputs |= dict(output_router_logits=True) if K else {}
+        output = model.base_model(batch.tokens_NS, attention_mask=batch.attention_NS, **inputs)
+        flat = output.last_hidden_state[:, predicts].flatten(0, 1), batch.tokens_NS[:, -T:].flatten()
+        chunks = list(zip(*(x.split(max(1, chunk_numbers // model.config.vocab_size)) for x in flat), strict=True))
+        if len(chunks) == 1:
+            parts = [logprob_and_entropy(*flat)]
+        else:
+            parts = [checkpoint(logprob_and_entropy, *chunk, use_reentrant=False) for chunk in chunks]
+    logprobs_BT, entropy_BT = (torch.cat(part).view_as(batch.mask_NT) for part in zip(*parts, strict=True))
+    if not K:
+        nothing = torch.empty(*batch.mask_NT.shape, 0, 0, device=logprobs_BT.device)
+        return TokenOutputs(logprobs_BT, entropy_BT, nothing.sum(), (), nothing)
+    layers = tuple(layer.float() for layer in output.router_logits)  # each (B*S, E)
+    aux_loss = load_balancing_loss_func(layers, layers[0].shape[-1], K, batch.attention_NS)  # padding excluded
+    layers = tuple(layer.view(*batch.tokens_NS.shape, -1)[:, predicts] for layer in layers)
+    experts_BTLK = torch.stack([layer.detach().topk(K).indices.sort().values for layer in layers], dim=2)
+    return TokenOutputs(logprobs_BT, entropy_BT, aux_loss, layers, experts_BTLK)
+
+
+def masked_mean(x, mask):
+    """Mean of x where the mask of the same shape is 1, and 0 if it never is; a NaN elsewhere does no harm."""
+    return torch.where(mask.bool(), x, 0).sum() / mask.sum().clamp(min=1)
+
+
+@torch.no_grad()
+def router_stats(outputs, old_experts_BTLK, mask_BT):
+    """Means over response tokens and layers: entropy of the router in nats, share of tokens whose set of active
+    experts is no longer the old policy's, and (L*E numbers) the share of a layer's load that each expert carries."""
+    if not outputs.router_logits:
+        return {}
+    num_experts, num_active = outputs.router_logits[0].shape[-1], old_experts_BTLK.shape[-1]
+    flips_BTL = (outputs.experts_BTLK != old_experts_BTLK).any(-1)
+    entropy = [torch.special.entr(layer.softmax(-1)).sum(-1) for layer in outputs.router_logits]
+    counts_LE = F.one_hot(outputs.experts_BTLK[mask_BT], num_experts).sum((0, 2))
+    return {
+        "router_entropy": masked_mean(sum(entropy) / len(entropy), mask_BT),
+        "expert_flip_frac": masked_mean(flips_BTL.float().mean(-1), mask_BT),
+        "load": (counts_LE / (mask_BT.sum().clamp(min=1) * num_active)).flatten(),
+    }
+
+
+class Meter:
+    """Weighted means over the micro-batches of an iteration, kept on the device until read; '..._max' is a maximum."""
+
+    def __init__(self):
+        self.sums, self.weights = {}, {}
+
+    def add(self, prefix, values, weight):
+        for name, value in values.items():
+            key, value = f"{prefix}/{name}", torch.as_tensor(value).detach()
+            old, is_max = self.sums.get(key, 0 * value), name.endswith("_max")
+            self.sums[key] = torch.maximum(old, value) if is_max else old + value * weight
+            self.weights[key] = 1 if is_max else self.weights.get(key, 0) + weight
+
+    def means(self):
+        means = {key: (value / self.weights[key]).tolist() for key, value in self.sums.items()}
+        load = means.pop("moe/load", None)
+        return means | ({"moe/load_max": max(load), "moe/load_min": min(load)} if load else {})
+
+
+# ---------------------------------------------------------------------------------------------------- evaluation
+def describe(completions, verdicts):
+    """Shares and lengths in a list of completions and their (reward, why); 'direct' has nothing before the answer."""
+    why, lengths = [why for _, why in verdicts], [len(c.ids) for c in completions]
+    direct = [c.text.lstrip().startswith(("####", "\\boxed{")) for c in completions]
+    shares = dict(accuracy="correct", truncated_frac="truncated", no_answer_frac="no_answer")
+    result = {key: why.count(word) / len(why) for key, word in shares.items()}
+    result |= {"response_len_mean": sum(lengths) / len(lengths), "response_len_max": max(lengths)}
+    return result | {"direct_frac": sum(direct) / len(direct)}
+
+
+def evaluate(model, tokenizer, problems, args):
+    """Held-out problems, each answered once greedily and once at the training temperature with fixed noise."""
+    result, generator, size = {}, torch.Generator().manual_seed(0), args.prompts_per_iteration * args.group_size
+    for name in ("greedy", "sampled"):
+        completions = []
+        for start in range(0, len(problems), size):
+            prompts = [problem.prompt_ids for problem in problems[start : start + size]]
+            completions += sample(model, tokenizer, prompts, 1, args, generator, greedy=name == "greedy")
+        pairs = list(zip(completions, problems, strict=True))
+        result[name] = describe(completions, [verify(c.text, p.answer, c.truncated) for c, p in pairs])
+    return result | {"examples": [[p.prompt, c.text] for c, p in pairs[:3]]}
+
+
+# ------------------------------------------------------------------------------------------------ the run folder
+MAY_CHANGE = {"device", "iterations", "eval_every", "save_every", "resume", "run_dir", "tensorboard"}
+
+
+class Run:
+    """The run folder: metrics.jsonl, samples.jsonl and one checkpoint-<iteration>, which is always whole.
+
+    A checkpoint is a transformers folder (weights, configuration, tokenizer) with the rest of the state beside it.
+    It is written under another name, renamed, and only then is its predecessor removed.
+    """
+
+    def __init__(self, args):
+        self.args, self.stop, script = args, False, Path(sys.argv[0]).stem
+        self.settings = {"script": script, **vars(args)}
+        self.folder = Path(args.run_dir or f"runs/{script}-seed{args.seed}")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.lock = FileLock(self.folder / "lock")
+            self.lock.acquire(timeout=0)
+        except Timeout:
+            fail(f"{self.folder} is in use by another process")
+        except OSError as error:
+            fail(f"--run_dir {self.folder} cannot be written: {error.strerror}")
+        if (self.folder / "metrics.jsonl").exists() and not args.resume:
+            fail(f"{self.folder} holds another run: go on with it by --resume, or give another --run_dir")
+        if args.tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                fail("--tensorboard needs a package: pip install tensorboard")
+            self.writer = SummaryWriter(self.folder)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.on_signal)
+
+    def on_signal(self, number, frame):
+        """The first signal ends the run after this iteration's save, the second one at once."""
+        signal.signal(number, signal.SIG_DFL)
+        self.stop = True
+
+    def checkpoint(self):
+        """The newest checkpoint's folder, or None."""
+        return max(self.folder.glob("checkpoint-*[0-9]"), default=None)
+
+    def restore(self, model, generator, **parts):
+        """Loads the newest checkpoint, if any, into the model, generator and parts (what else has a state_dict).
+        Returns the state: iterations done, position in the data, and what the script added."""
+        folder, state = self.checkpoint(), {"iteration": 0, "position": 0}
+        if folder:
+            try:
+                saved = torch.load(folder / "trainer_state.pt", weights_only=True)
+                policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
+                model.load_state_dict(policy.state_dict())
+                generator.set_state(saved["generator"])
+                for name, part in parts.items():
+                    part.load_state_dict(saved["parts"][name])
+                state, settings = saved["state"], saved["settings"]
+            except Exception as error:
+                fail(f"--resume: {folder} cannot be read: {str(error).splitlines()[0]}")
+            for name, value in self.settings.items():
+                if settings.get(name) != value and name not in MAY_CHANGE:
+                    fail(f"--resume: {folder} was made with {name} {settings.get(name)}, not {value}")
+        for path in (self.folder / "metrics.jsonl", self.folder / "samples.jsonl"):  # drop what came later
+            lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+            lines = [line for line in lines if line.endswith("}\n")]
+            path.write_text("".join(x for x in lines if json.loads(x)["iteration"] <= state["iteration"]))
+        self.bar = tqdm(total=self.args.iterations, initial=state["iteration"], desc=self.settings["script"])
+        return state
+
+    def due(self, every, iteration):
+        """Whether what happens each `every` iterations (0: never) and after the last one happens now."""
+        return iteration == self.args.iterations or bool(every and iteration % every == 0)
+
+    def log(self, iteration, metrics, problems, completions, verdicts):
+        """A line in metrics.jsonl, the first completions of some prompts in samples.jsonl, and the progress bar."""
+        metrics = {f"rollout/{key}": value for key, value in describe(completions, verdicts).items()} | metrics
+        first = range(0, len(completions), max(1, len(completions) // 4))
+        samples = [(completions[i].text, *verdicts[i]) for i in first]
+        prompts = [problems[i * len(problems) // len(completions)].prompt for i in first]
+        samples = [dict(zip(("prompt", "completion", "reward", "verdict"), (p, *s), strict=True)) for p, s in zip(prompts, samples, strict=True)]
+        for name, lines in (("metrics.jsonl", [metrics]), ("samples.jsonl", samples)):
+            with open(self.folder / name, "a") as file:
+                file.writelines(json.dumps({"iteration": iteration, **line}) + "\n" for line in lines)
+        for key, value in metrics.items() if self.args.tensorboard else ():
+            self.writer.add_scalar(key, value, iteration)
+        if "eval/accuracy" in metrics:
+            tqdm.write(f"iteration {iteration:4d}: held-out accuracy {metrics['eval/accuracy']:.3f}")
+        shown = {"reward": "rollout/reward_mean", "length": "rollout/response_len_mean", "entropy": "losses/entropy"}
+        self.bar.set_postfix({name: f"{metrics[key]:.3g}" for name, key in shown.items()}, refresh=False)
+        self.bar.update()
+
+    def save(self, state, model, tokenizer, generator, **parts):
+        """Writes the checkpoint; after a signal, also ends the program with the command that goes on."""
+        folder, scratch = self.folder / f"checkpoint-{state['iteration']:06d}", self.folder / "checkpoint.tmp"
+        shutil.rmtree(scratch, ignore_errors=True)
+        model.save_pretrained(scratch)
+        tokenizer.save_pretrained(scratch)
+        saved = dict(state=state, settings=self.settings, generator=generator.get_state())
+        parts = {name: part.state_dict() for name, part in parts.items()}
+        torch.save({**saved, "parts": parts}, scratch / "trainer_state.pt")
+        scratch.rename(folder)
+        for old in set(self.folder.glob("checkpoint-*[0-9]")) - {folder}:
+            shutil.rmtree(old)
+        if self.stop:
+            self.bar.close()
+            command = shlex.join(["python", *sys.argv, *["--resume"][: "--resume" not in sys.argv]])
+            print(f"stopped after iteration {state['iteration']}; to go on: {command}", file=sys.stderr)
+            raise SystemExit(130)
+
+    def finish(self, before, after):
+        """Held-out results before and after training, with sampled completions to look at."""
+        self.bar.close()
+        print(f"\n{'held-out problems':28}{'before':>8}{'after':>8}")
+        for text, how, key in (
+            ("greedy accuracy", "greedy", "accuracy"),
+            ("sampled accuracy", "sampled", "accuracy"),
+            ("  answers without working", "sampled", "direct_frac"),
+            ("  cut off at the cap", "sampled", "truncated_frac"),
+            ("  response length, tokens", "sampled", "response_len_mean"),
+        ):
+            print(f"{text:28}{before[how][key]:8.3g}{after[how][key]:8.3g}")
+        for (prompt, first), (_, last) in zip(before["examples"], after["examples"], strict=True):
+            print(f"\n{prompt}\n  before  {first}\n  after   {last}")
+        print(f"\nthe trained model: {self.checkpoint()}")
