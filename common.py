@@ -396,6 +396,12 @@ def router_stats(outputs, old_experts_BTLK, mask_BT):
     }
 
 
+def check_finite(iteration, **tensors):
+    """Ends the run before a NaN or an infinity reaches the weights; the last checkpoint stays as it is."""
+    for name in (name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()):
+        fail(f"iteration {iteration}: {name} is not finite")
+
+
 class Meter:
     """Weighted means over the micro-batches of an iteration, kept on the device until read; '..._max' is a maximum."""
 
@@ -514,10 +520,9 @@ class Run:
     def log(self, iteration, metrics, problems, completions, verdicts):
         """A line in metrics.jsonl, the first completions of some prompts in samples.jsonl, and the progress bar."""
         metrics = {f"rollout/{key}": value for key, value in describe(completions, verdicts).items()} | metrics
-        first = range(0, len(completions), max(1, len(completions) // 4))
-        samples = [(completions[i].text, *verdicts[i]) for i in first]
-        prompts = [problems[i * len(problems) // len(completions)].prompt for i in first]
-        samples = [dict(zip(("prompt", "completion", "reward", "verdict"), (p, *s), strict=True)) for p, s in zip(prompts, samples, strict=True)]
+        N, P = len(completions), len(problems)
+        shown = [(problems[i * P // N].prompt, completions[i].text, verdicts[i][1]) for i in range(0, N, -(-N // 4))]
+        samples = [dict(zip(("prompt", "completion", "verdict"), row, strict=True)) for row in shown]
         for name, lines in (("metrics.jsonl", [metrics]), ("samples.jsonl", samples)):
             with open(self.folder / name, "a") as file:
                 file.writelines(json.dumps({"iteration": iteration, **line}) + "\n" for line in lines)
