@@ -1,14 +1,15 @@
 """What the nine scripts share: everything that no paper on the list would write differently.
 
-In reading order: command line, tiny MoE and base model, tasks and verifier, sampler, log-probs and router statistics,
-evaluation, run folder. Not here on purpose, but spelled out in each script: advantages, ratios, clips,
-stop-gradients, normalisers, filtering, the update loop. The axes of a tensor are the suffix of its name: P prompts,
-G completions per prompt, N = P*G, B micro-batch, T response tokens, S prompt + response tokens, V vocabulary, L MoE
-layers, E experts, K active experts.
+In reading order: command line, tiny MoE and base model, tasks and verifier, sampler, log-probs and router
+statistics, evaluation, run folder. Spelled out in each script instead: advantages, ratios, clips, stop-gradients,
+normalisers, filtering, the update loop. The suffix of a tensor's name gives its axes: P prompts, G completions per
+prompt, N = P*G, B micro-batch, T response tokens, S prompt + response, V vocabulary, L MoE layers, E experts,
+K active experts.
 """
 
 import contextlib
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -29,11 +30,11 @@ from filelock import FileLock, Timeout
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, HfArgumentParser
+from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 
-# ------------------------------------------------------------------------------------------------ command line
+# ---------------------------------------------------------------------------------------------- command line
 def fail(message):
     """Ends the program with one line on stderr and exit code 2, as argparse does for bad usage."""
     print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
@@ -41,14 +42,14 @@ def fail(message):
 
 
 def parse_args(args_class):
-    """Command line -> the script's `Args`. What all scripts share is checked here, before any work is done."""
+    """Command line -> the script's `Args`; the shared ones are checked here, before any work is done."""
     parser = HfArgumentParser(args_class, allow_abbrev=False)
     parser.error = fail
     args = args_class(**vars(parser.parse_args()))
     one = "iterations prompts_per_iteration group_size max_new_tokens update_epochs num_minibatches"
     zero = "seed micro_batch_size router_aux_coef eval_every save_every warm_start_steps"
     for names, allowed, words in (
-        (one, lambda x: 1 <= x, "at least 1"),
+        (one, lambda x: 1 <= x < math.inf, "at least 1"),
         (zero, lambda x: 0 <= x < 2**32, "0 or more"),
         ("temperature lr max_grad_norm", lambda x: 0 < x < math.inf, "above 0"),
     ):
@@ -60,7 +61,7 @@ def parse_args(args_class):
         fail(f"--num_minibatches {args.num_minibatches} does not divide {sizes}")
     args.micro_batch_size = args.micro_batch_size or size
     if size % args.micro_batch_size:
-        fail(f"--micro_batch_size {args.micro_batch_size} does not divide the {size} completions of a minibatch")
+        fail(f"--micro_batch_size {args.micro_batch_size} does not divide a minibatch of {size} completions")
     best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         args.device = str(torch.zeros(1, device=args.device or best).device)
@@ -71,29 +72,20 @@ def parse_args(args_class):
     return args
 
 
-# --------------------------------------------------------------------------------- tiny MoE and its base model
+# ------------------------------------------------------------------------------- tiny MoE and its base model
 TINY_MODEL = dict(
     hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
     intermediate_size=64, moe_intermediate_size=64, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True,
     max_position_embeddings=1024, tie_word_embeddings=True, bos_token_id=None,
-    initializer_range=0.1,  # transformers' 0.02 suits widths in the thousands; at 64 it slows learning down
-)  # fmt: skip
-# This share of the demonstrations blurts the answer out and this share works it out; the rest repeats itself.
+    initializer_range=0.1,  # transformers' 0.02 is for widths in the thousands; at 64 it slows learning down
+)
+# A share `direct` of the demonstrations blurts the answer out, `worked` works it out, the rest repeats itself.
 WARM_START = dict(seed=0, lr=8e-3, batch_size=64, direct=0.5, worked=0.4, wrong_step=0.02, max_tokens=48)
 
 
-def tiny_tokenizer():
-    """Character tokenizer of the addition task, without a chat template."""
-    vocab = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *"0123456789+=# "])}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
-    special = dict(pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
-
-
 def demonstration(problem, rng):
-    """An answer as people write them: blurted out; worked out, '7+8=15 5+0+1=6 0+3=3 #### 365' for 57+308; or with
-    steps repeated until no room is left for the answer. Now and then a step is wrong, and the rest follows from it."""
+    """An answer as people write them: blurted out; worked out, '7+8=15 5+0+1=6 0+3=3 #### 365' for 57+308; or
+    with steps repeated until no room is left for the answer. A step may be wrong, and the rest follows from it."""
     (a, b), style = map(int, problem.prompt[:-1].split("+")), rng.random()
     if style < WARM_START["direct"]:
         return f"#### {a + b}"
@@ -108,27 +100,29 @@ def demonstration(problem, rng):
 
 
 def base_model_folder(steps):
-    """Folder of the base model: the tiny MoE after `steps` of supervised warm start, trained once and then cached.
-
-    Its name is a hash of all that shapes the model. It is written under another name and renamed, so it is there
-    whole or not at all; of two runs that start at once both train it, and the later one drops its copy.
-    """
+    """Folder of the base model, the tiny MoE after `steps` of supervised warm start: trained once, then cached.
+    Its name is a hash of all that shapes the model. It is renamed into place, so it is there whole or not at all; of
+    two runs that start at once both train it, and the later one drops its copy."""
     recipe = json.dumps([TINY_MODEL, WARM_START, steps], sort_keys=True)
     folder = Path("runs", f"base-{hashlib.sha256(recipe.encode()).hexdigest()[:8]}")
     if folder.exists():
         return folder
-    tokenizer, rng = tiny_tokenizer(), random.Random(WARM_START["seed"])
-    ids = dict(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id)
+    rng, vocab = random.Random(WARM_START["seed"]), ["<pad>", "<eos>", "<unk>", *"0123456789+=# "]
+    backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocab)}, unk_token="<unk>"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    names = dict(pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **names)  # a token per character
+    config = transformers.Qwen3MoeConfig(vocab_size=len(vocab), pad_token_id=0, eos_token_id=1, **TINY_MODEL)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(WARM_START["seed"])
-        model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**TINY_MODEL, **ids))
+        model = transformers.Qwen3MoeForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, betas=(0.9, 0.98))
-    problems, _ = addition_problems(tokenizer)
-    for step in tqdm(range(steps), desc="warm start (only once)", unit="step"):
+    problems, _ = load_problems("addition", tokenizer)
+    for step in tqdm(range(steps), desc="warm start (only once)", unit="step", mininterval=0.5):
         chosen = rng.choices(problems, k=WARM_START["batch_size"])
         texts = [demonstration(problem, rng) + tokenizer.eos_token for problem in chosen]
-        ids = [ids[: WARM_START["max_tokens"]] for ids in tokenizer(texts).input_ids]
-        rows = [Completion(p.prompt_ids, ids, [0.0] * len(ids)) for p, ids in zip(chosen, ids, strict=True)]
+        cut = [ids[: WARM_START["max_tokens"]] for ids in tokenizer(texts).input_ids]
+        rows = [Completion(p.prompt_ids, ids, [0.0] * len(ids)) for p, ids in zip(chosen, cut, strict=True)]
         batch = collate(rows, "cpu")
         outputs = token_logprobs(model, batch, temperature=1.0)
         (0.001 * outputs.aux_loss - masked_mean(outputs.logprobs_BT, batch.mask_NT)).backward()
@@ -147,7 +141,7 @@ def base_model_folder(steps):
 
 
 def load_model(args):
-    """`--model` -> (model in float32 with dropout off, its tokenizer). Never runs code that lies in a model folder."""
+    """`--model` -> (model in float32 with dropout off, its tokenizer); runs no code that lies in a model folder."""
     source = base_model_folder(args.warm_start_steps) if args.model == "tiny-moe" else args.model
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
@@ -157,15 +151,17 @@ def load_model(args):
     return model.to(args.device).eval(), tokenizer
 
 
-# ---------------------------------------------------------------------------------------- tasks and the verifier
+# -------------------------------------------------------------------------------------- tasks and the verifier
 class Problem(NamedTuple):
     prompt: str
     answer: str  # the gold answer alone
     prompt_ids: list
 
 
-def addition_problems(tokenizer, num_train=20_000, num_held_out=256):
-    """(training problems, held-out problems): disjoint sums of two- and three-digit numbers, the same for every seed."""
+def load_problems(dataset, tokenizer, num_train=20_000, num_held_out=256):
+    """`--dataset` -> (training, held-out) problems; addition: disjoint sums, the same for all seeds and scripts."""
+    if dataset != "addition":
+        fail(f"--dataset {dataset} is unknown; there is: addition")
     rng, answers = random.Random(0), {}
     while len(answers) < num_train + num_held_out:
         a, b = (rng.randint(*rng.choice([(10, 99), (100, 999)])) for _ in range(2))
@@ -175,26 +171,16 @@ def addition_problems(tokenizer, num_train=20_000, num_held_out=256):
     return problems[num_held_out:], problems[:num_held_out]
 
 
-def load_problems(args, tokenizer):
-    """`--dataset` -> (training problems, held-out problems)."""
-    if args.dataset != "addition":
-        fail(f"--dataset {args.dataset} is unknown; there is: addition")
-    return addition_problems(tokenizer)
-
-
 def take_problems(problems, position, count, seed):
     """Problems `position` to `position + count` of an endless stream; each epoch is a shuffle of its own."""
-    taken = []
-    while len(taken) < count:
-        epoch, start = divmod(position + len(taken), len(problems))
-        shuffle = torch.Generator().manual_seed((seed << 20) + epoch)
-        order = torch.randperm(len(problems), generator=shuffle)[start : start + count - len(taken)].tolist()
-        taken += [problems[i] for i in order]
-    return taken
+    size, seeds = len(problems), range((seed << 20) + position // len(problems), 2**63)
+    shuffles = (torch.randperm(size, generator=torch.Generator().manual_seed(s)).tolist() for s in seeds)
+    order = itertools.islice(itertools.chain.from_iterable(shuffles), position % size, position % size + count)
+    return [problems[i] for i in order]
 
 
 def final_answer(text):
-    r"""The rest of the line after the last '####', or the inside of the last '\boxed{}' if that is later; else None."""
+    r"""The rest of the line after the last '####', or what is in the last '\boxed{}' if that is later; else None."""
     marker, box = text.rfind("####"), text.rfind("\\boxed{")
     depth = 0
     for end in range(box + 6, len(text) if box > marker else 0):
@@ -218,14 +204,14 @@ def canonical(answer):
 
 
 def verify(text, answer, truncated=False):
-    """(reward 1.0 or 0.0, why): 'correct', 'wrong', 'no_answer' or 'truncated'; what is unfinished is not right."""
+    """(reward, why): 1.0 'correct', 0.0 'wrong', 'no_answer' or 'truncated', since what is cut off is not right."""
     found = final_answer(text)
     if truncated or found is None:
         return 0.0, "truncated" if truncated else "no_answer"
     return (1.0, "correct") if canonical(found) == canonical(answer) else (0.0, "wrong")
 
 
-# --------------------------------------------------------------------------------------------------- the sampler
+# ------------------------------------------------------------------------------------------------- the sampler
 class Completion(NamedTuple):
     prompt_ids: list
     ids: list  # as sampled, never re-tokenized; the last one is the EOS unless truncated
@@ -234,52 +220,43 @@ class Completion(NamedTuple):
     text: str = ""
 
 
-def pad(rows, left=False):
-    """List of lists -> tensor, filled up with zeros on the right or on the left."""
+def pad(rows, device, left=False):
+    """List of lists -> tensor on the device, with zeros on the right or left; to CUDA without waiting for the copy."""
     fill = [[0] * (max(map(len, rows)) - len(row)) for row in rows]
-    return torch.tensor([zeros + row if left else row + zeros for row, zeros in zip(rows, fill, strict=True)])
-
-
-def to_device(tensor, device):
-    """A copy on the device; to CUDA from pinned memory, so that nobody waits for it."""
-    return tensor.pin_memory().to(device, non_blocking=True) if "cuda" in str(device) else tensor.to(device)
-
-
-def autocast(device, dtype):
-    """Matrix products in bfloat16 if asked for; parameters, optimizer and losses stay in float32."""
-    return torch.autocast(torch.device(device).type, torch.bfloat16, enabled=dtype == "bfloat16")
+    rows = torch.tensor([zeros + row if left else row + zeros for row, zeros in zip(rows, fill, strict=True)])
+    return rows.pin_memory().to(device, non_blocking=True) if "cuda" in str(device) else rows.to(device)
 
 
 @torch.no_grad()
 def sample(model, tokenizer, prompts, group_size, args, generator=None, greedy=False):
-    """`group_size` completions of each prompt (a list of token ids), drawn from the whole distribution at
-    `args.temperature`, or greedily. Returns `Completion`s, those of one prompt in a row.
-
-    A prompt is run once and its keys and values are copied to its group; rows leave the batch when they end. The
-    noise of each row and step is drawn beforehand: what a row becomes does not depend on which others are left.
-    """
+    """`group_size` completions of each prompt (token ids), drawn from the whole distribution at `args.temperature`,
+    or greedily: a list of `Completion`s, those of one prompt in a row. A prompt is run once and its keys and values
+    are copied to its group; rows leave the batch when they end. The noise of each row and step is drawn beforehand,
+    so what a row becomes does not depend on which others are left."""
     device, cap, N = model.device, args.max_new_tokens, len(prompts) * group_size
     eos = model.generation_config.eos_token_id  # chat models have several
     eos = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
-    eos = to_device(torch.tensor(sorted(eos)), device)
-    prompt_PS = to_device(pad(prompts, left=True), device)
-    attention_PS = to_device(pad([[1] * len(p) for p in prompts], left=True), device)
-    noise_NT = to_device(torch.rand(N, cap, generator=generator), device)
-    ids_NT = torch.zeros(N, cap, dtype=torch.long, device=device)
-    logprobs_NT = torch.zeros(N, cap, device=device)
-    length_N = torch.full((N,), cap, device=device)  # the EOS included
-    rows_R = torch.arange(N, device=device)  # R: the rows that are still in the batch
+    eos = torch.tensor(sorted(eos), device=device)
+    prompt_PS, attention_PS = (pad(x, device, left=True) for x in (prompts, [[1] * len(p) for p in prompts]))
+    noise_NT = torch.rand(N, cap, generator=generator).to(device)
+    ids_NT, logprobs_NT = torch.zeros_like(noise_NT, dtype=torch.long), torch.zeros_like(noise_NT)
+    rows_R = torch.arange(N, device=device)  # R: the rows that are still here
+    ended_R = torch.zeros_like(rows_R, dtype=torch.bool)
     attention_RS = F.pad(attention_PS, (0, cap), value=1).repeat_interleave(group_size, 0)
     position_R1 = attention_PS.sum(1, keepdim=True).repeat_interleave(group_size, 0)
     drop_every = 16 if device.type == "cuda" else 1  # looking for ended rows makes the CPU wait for the GPU
-    cache = DynamicCache(config=model.config)
-    inputs = dict(attention_mask=attention_PS, position_ids=(attention_PS.cumsum(1) - 1).clamp(min=0))
-    with autocast(device, args.dtype):
-        logits_PV = model(prompt_PS, past_key_values=cache, logits_to_keep=1, **inputs).logits[:, -1]
+    cache = transformers.DynamicCache(config=model.config)
+
+    def next_logits(tokens, attention, positions):
+        inputs = dict(attention_mask=attention, position_ids=positions, past_key_values=cache, logits_to_keep=1)
+        with torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
+            return model(tokens, **inputs).logits[:, -1].float()
+
+    logits_PV = next_logits(prompt_PS, attention_PS, (attention_PS.cumsum(1) - 1).clamp(min=0))
     cache.batch_repeat_interleave(group_size)
     logits_RV = logits_PV.repeat_interleave(group_size, 0)
     for t in range(cap):
-        logprobs_RV = torch.log_softmax(logits_RV.float() / args.temperature, dim=-1)
+        logprobs_RV = torch.log_softmax(logits_RV / args.temperature, dim=-1)
         if greedy:
             token_R1 = logprobs_RV.argmax(-1, keepdim=True)
         else:  # the first token at which the cumulative probability exceeds the noise
@@ -288,26 +265,23 @@ def sample(model, tokenizer, prompts, group_size, args, generator=None, greedy=F
             token_R1 = token_R1.clamp(max=cdf_RV.shape[1] - 1)
         ids_NT[rows_R, t] = token_R1[:, 0]
         logprobs_NT[rows_R, t] = logprobs_RV.gather(1, token_R1)[:, 0]
-        ended_R = torch.isin(token_R1[:, 0], eos)
-        length_N[rows_R] = torch.where(ended_R, length_N[rows_R].clamp(max=t + 1), length_N[rows_R])
-        if t + 1 == cap:
-            break
+        ended_R |= torch.isin(token_R1[:, 0], eos)
         if (t + 1) % drop_every == 0:
-            keep = (length_N[rows_R] > t + 1).nonzero()[:, 0]
-            if len(keep) == 0:
-                break
+            keep = (~ended_R).nonzero()[:, 0]
             if len(keep) < len(rows_R):
                 cache.batch_select_indices(keep)
-                rows_R, token_R1 = rows_R[keep], token_R1[keep]
+                rows_R, ended_R, token_R1 = rows_R[keep], ended_R[keep], token_R1[keep]
                 attention_RS, position_R1 = attention_RS[keep], position_R1[keep]
-        inputs = dict(attention_mask=attention_RS[:, : prompt_PS.shape[1] + t + 1], position_ids=position_R1 + t)
-        with autocast(device, args.dtype):
-            logits_RV = model(token_R1, past_key_values=cache, **inputs).logits[:, -1]
-    ended_N = torch.isin(ids_NT.gather(1, length_N[:, None] - 1)[:, 0], eos).tolist()
-    rows = zip(ids_NT.tolist(), logprobs_NT.tolist(), length_N.tolist(), strict=True)
-    rows = [(ids[:length], logprobs[:length]) for ids, logprobs, length in rows]
-    texts = tokenizer.batch_decode([ids for ids, _ in rows], skip_special_tokens=True)
-    return [Completion(prompts[i // group_size], *rows[i], not ended_N[i], texts[i]) for i in range(N)]
+        if t + 1 == cap or len(rows_R) == 0:
+            break
+        logits_RV = next_logits(token_R1, attention_RS[:, : prompt_PS.shape[1] + t + 1], position_R1 + t)
+    # A completion ends with its first EOS: rows may have run on until they were dropped.
+    is_eos_NT = torch.isin(ids_NT, eos)
+    ended_N, end_N = is_eos_NT.any(1).tolist(), (is_eos_NT.int().argmax(1) + 1).tolist()
+    rows = [slice(0, end if ended else cap) for end, ended in zip(end_N, ended_N, strict=True)]
+    ids, logprobs = ([x[r] for x, r in zip(y.tolist(), rows, strict=True)] for y in (ids_NT, logprobs_NT))
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    return [Completion(prompts[i // group_size], ids[i], logprobs[i], not ended_N[i], texts[i]) for i in range(N)]
 
 
 class Batch(NamedTuple):
@@ -324,51 +298,47 @@ class Batch(NamedTuple):
 
 def collate(completions, device):
     """List of `Completion`s -> `Batch` on the device."""
-    mask_NT = pad([[1] * len(c.ids) for c in completions])
-    attention_NS = torch.cat([pad([[1] * len(c.prompt_ids) for c in completions], left=True), mask_NT], dim=1)
-    prompts, responses = pad([c.prompt_ids for c in completions], left=True), pad([c.ids for c in completions])
-    tensors = torch.cat([prompts, responses], dim=1), attention_NS, mask_NT.bool()
-    return Batch(*(to_device(tensor, device) for tensor in (*tensors, pad([c.logprobs for c in completions]))))
+    prompts, responses = [c.prompt_ids for c in completions], [c.ids for c in completions]
+    ones = [[[1] * len(ids) for ids in side] for side in (prompts, responses)]
+    tokens_NS = torch.cat([pad(prompts, device, left=True), pad(responses, device)], dim=1)
+    attention_NS = torch.cat([pad(ones[0], device, left=True), pad(ones[1], device)], dim=1)
+    return Batch(tokens_NS, attention_NS, pad(ones[1], device).bool(), pad([c.logprobs for c in completions], device))
 
 
-# -------------------------------------------------------------------------------- log-probs and router statistics
+# ------------------------------------------------------------------------------ log-probs and router statistics
 class TokenOutputs(NamedTuple):
     logprobs_BT: torch.Tensor  # of the sampled tokens
     entropy_BT: torch.Tensor  # in nats
     aux_loss: torch.Tensor  # transformers' load-balancing loss over prompt and response; 0 for a dense model
-    router_logits: tuple  # L tensors (B, T, E), raw, at the position that predicts the token; () for a dense model
+    router_logits: tuple  # L tensors (B, T, E), raw, at the position that predicts the token; () if dense
     experts_BTLK: torch.Tensor  # indices of the active experts there, ascending; L = 0 for a dense model
 
 
 def token_logprobs(model, batch, temperature, dtype="float32", chunk_numbers=2**26):
-    """Log-probs and entropies of the response tokens at the sampling temperature, float32, with gradients if enabled.
-
+    """Log-probs and entropies of the response tokens at the sampling temperature, float32, with gradients if on.
     Only response positions get logits, about `chunk_numbers` at a time, and those are computed again in the
-    backward pass: the logits of a large vocabulary never exist as a whole.
-    """
+    backward pass: the logits of a large vocabulary never exist as a whole."""
     T, K = batch.mask_NT.shape[1], getattr(model.config, "num_experts_per_tok", 0)
     predicts = slice(-T - 1, -1)  # the token at s is predicted at s - 1
 
     def logprob_and_entropy(hidden_CH, token_C):
-        logprobs_CV = torch.log_softmax(model.get_output_embeddings()(hidden_CH).float() / temperature, dim=-1)
+        logits_CV = model.get_output_embeddings()(hidden_CH).float() / temperature
+        logprobs_CV = torch.log_softmax(logits_CV, dim=-1)
         return logprobs_CV.gather(1, token_C[:, None])[:, 0], -(logprobs_CV.exp() * logprobs_CV).sum(-1)
 
-    with autocast(batch.tokens_NS.device, dtype):
+    with torch.autocast(batch.tokens_NS.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
         inputs = dict(position_ids=(batch.attention_NS.cumsum(1) - 1).clamp(min=0), use_cache=False)
         inputs |= dict(output_router_logits=True) if K else {}
         output = model.base_model(batch.tokens_NS, attention_mask=batch.attention_NS, **inputs)
         flat = output.last_hidden_state[:, predicts].flatten(0, 1), batch.tokens_NS[:, -T:].flatten()
-        chunks = list(zip(*(x.split(max(1, chunk_numbers // model.config.vocab_size)) for x in flat), strict=True))
-        if len(chunks) == 1:
-            parts = [logprob_and_entropy(*flat)]
-        else:
-            parts = [checkpoint(logprob_and_entropy, *chunk, use_reentrant=False) for chunk in chunks]
+        chunks = zip(*(x.split(max(1, chunk_numbers // model.config.vocab_size)) for x in flat), strict=True)
+        parts = [checkpoint(logprob_and_entropy, *chunk, use_reentrant=False) for chunk in chunks]
     logprobs_BT, entropy_BT = (torch.cat(part).view_as(batch.mask_NT) for part in zip(*parts, strict=True))
     if not K:
         nothing = torch.empty(*batch.mask_NT.shape, 0, 0, device=logprobs_BT.device)
         return TokenOutputs(logprobs_BT, entropy_BT, nothing.sum(), (), nothing)
     layers = tuple(layer.float() for layer in output.router_logits)  # each (B*S, E)
-    aux_loss = load_balancing_loss_func(layers, layers[0].shape[-1], K, batch.attention_NS)  # padding excluded
+    aux_loss = load_balancing_loss_func(layers, layers[0].shape[-1], K, batch.attention_NS)  # without padding
     layers = tuple(layer.view(*batch.tokens_NS.shape, -1)[:, predicts] for layer in layers)
     experts_BTLK = torch.stack([layer.detach().topk(K).indices.sort().values for layer in layers], dim=2)
     return TokenOutputs(logprobs_BT, entropy_BT, aux_loss, layers, experts_BTLK)
@@ -382,12 +352,12 @@ def masked_mean(x, mask):
 @torch.no_grad()
 def router_stats(outputs, old_experts_BTLK, mask_BT):
     """Means over response tokens and layers: entropy of the router in nats, share of tokens whose set of active
-    experts is no longer the old policy's, and (L*E numbers) the share of a layer's load that each expert carries."""
+    experts is not the old policy's any more, and (L*E numbers) each expert's share of the load of its layer."""
     if not outputs.router_logits:
         return {}
     num_experts, num_active = outputs.router_logits[0].shape[-1], old_experts_BTLK.shape[-1]
-    flips_BTL = (outputs.experts_BTLK != old_experts_BTLK).any(-1)
     entropy = [torch.special.entr(layer.softmax(-1)).sum(-1) for layer in outputs.router_logits]
+    flips_BTL = (outputs.experts_BTLK != old_experts_BTLK).any(-1)
     counts_LE = F.one_hot(outputs.experts_BTLK[mask_BT], num_experts).sum((0, 2))
     return {
         "router_entropy": masked_mean(sum(entropy) / len(entropy), mask_BT),
@@ -403,7 +373,7 @@ def check_finite(iteration, **tensors):
 
 
 class Meter:
-    """Weighted means over the micro-batches of an iteration, kept on the device until read; '..._max' is a maximum."""
+    """Weighted means over an iteration's micro-batches, kept on the device until read; '..._max' is a maximum."""
 
     def __init__(self):
         self.sums, self.weights = {}, {}
@@ -421,15 +391,14 @@ class Meter:
         return means | ({"moe/load_max": max(load), "moe/load_min": min(load)} if load else {})
 
 
-# ---------------------------------------------------------------------------------------------------- evaluation
+# -------------------------------------------------------------------------------------------------- evaluation
 def describe(completions, verdicts):
-    """Shares and lengths in a list of completions and their (reward, why); 'direct' has nothing before the answer."""
+    """Shares and lengths in a list of completions with (reward, why); 'direct' has nothing before the answer."""
     why, lengths = [why for _, why in verdicts], [len(c.ids) for c in completions]
-    direct = [c.text.lstrip().startswith(("####", "\\boxed{")) for c in completions]
-    shares = dict(accuracy="correct", truncated_frac="truncated", no_answer_frac="no_answer")
-    result = {key: why.count(word) / len(why) for key, word in shares.items()}
-    result |= {"response_len_mean": sum(lengths) / len(lengths), "response_len_max": max(lengths)}
-    return result | {"direct_frac": sum(direct) / len(direct)}
+    words = dict(accuracy="correct", truncated_frac="truncated", no_answer_frac="no_answer")
+    shares = {key: why.count(word) / len(why) for key, word in words.items()}
+    shares["direct_frac"] = sum(c.text.lstrip().startswith(("####", "\\boxed{")) for c in completions) / len(why)
+    return shares | {"response_len_mean": sum(lengths) / len(why), "response_len_max": max(lengths)}
 
 
 def evaluate(model, tokenizer, problems, args):
@@ -445,21 +414,21 @@ def evaluate(model, tokenizer, problems, args):
     return result | {"examples": [[p.prompt, c.text] for c, p in pairs[:3]]}
 
 
-# ------------------------------------------------------------------------------------------------ the run folder
+# ---------------------------------------------------------------------------------------------- the run folder
 MAY_CHANGE = {"device", "iterations", "eval_every", "save_every", "resume", "run_dir", "tensorboard"}
 
 
 class Run:
     """The run folder: metrics.jsonl, samples.jsonl and one checkpoint-<iteration>, which is always whole.
 
-    A checkpoint is a transformers folder (weights, configuration, tokenizer) with the rest of the state beside it.
-    It is written under another name, renamed, and only then is its predecessor removed.
+    A checkpoint is a transformers folder (weights, configuration, tokenizer) with the rest of the state beside it,
+    written under another name and renamed; only then is its predecessor removed.
     """
 
     def __init__(self, args):
-        self.args, self.stop, script = args, False, Path(sys.argv[0]).stem
-        self.settings = {"script": script, **vars(args)}
-        self.folder = Path(args.run_dir or f"runs/{script}-seed{args.seed}")
+        self.args, self.stop, self.script = args, False, Path(sys.argv[0]).stem
+        self.settings = {"script": self.script, **vars(args)}
+        self.folder = Path(args.run_dir or f"runs/{self.script}-seed{args.seed}")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock = FileLock(self.folder / "lock")
@@ -489,7 +458,7 @@ class Run:
         return max(self.folder.glob("checkpoint-*[0-9]"), default=None)
 
     def restore(self, model, generator, **parts):
-        """Loads the newest checkpoint, if any, into the model, generator and parts (what else has a state_dict).
+        """Loads the newest checkpoint, if any, into model, generator and parts (whatever has a state_dict).
         Returns the state: iterations done, position in the data, and what the script added."""
         folder, state = self.checkpoint(), {"iteration": 0, "position": 0}
         if folder:
@@ -510,7 +479,7 @@ class Run:
             lines = path.read_text().splitlines(keepends=True) if path.exists() else []
             lines = [line for line in lines if line.endswith("}\n")]
             path.write_text("".join(x for x in lines if json.loads(x)["iteration"] <= state["iteration"]))
-        self.bar = tqdm(total=self.args.iterations, initial=state["iteration"], desc=self.settings["script"])
+        self.bar = tqdm(total=self.args.iterations, initial=state["iteration"], desc=self.script, mininterval=0.5)
         return state
 
     def due(self, every, iteration):
@@ -518,11 +487,13 @@ class Run:
         return iteration == self.args.iterations or bool(every and iteration % every == 0)
 
     def log(self, iteration, metrics, problems, completions, verdicts):
-        """A line in metrics.jsonl, the first completions of some prompts in samples.jsonl, and the progress bar."""
+        """A line in metrics.jsonl, four completions in samples.jsonl, what matters most on the progress bar."""
         metrics = {f"rollout/{key}": value for key, value in describe(completions, verdicts).items()} | metrics
-        N, P = len(completions), len(problems)
-        shown = [(problems[i * P // N].prompt, completions[i].text, verdicts[i][1]) for i in range(0, N, -(-N // 4))]
-        samples = [dict(zip(("prompt", "completion", "verdict"), row, strict=True)) for row in shown]
+        group, quarter = len(completions) // len(problems), -(-len(completions) // 4)
+        samples = [
+            {"prompt": problems[i // group].prompt, "completion": completions[i].text, "verdict": verdicts[i][1]}
+            for i in range(0, len(completions), quarter)
+        ]
         for name, lines in (("metrics.jsonl", [metrics]), ("samples.jsonl", samples)):
             with open(self.folder / name, "a") as file:
                 file.writelines(json.dumps({"iteration": iteration, **line}) + "\n" for line in lines)
@@ -530,7 +501,7 @@ class Run:
             self.writer.add_scalar(key, value, iteration)
         if "eval/accuracy" in metrics:
             tqdm.write(f"iteration {iteration:4d}: held-out accuracy {metrics['eval/accuracy']:.3f}")
-        shown = {"reward": "rollout/reward_mean", "length": "rollout/response_len_mean", "entropy": "losses/entropy"}
+        shown = dict(reward="rollout/reward_mean", length="rollout/response_len_mean", entropy="losses/entropy")
         self.bar.set_postfix({name: f"{metrics[key]:.3g}" for name, key in shown.items()}, refresh=False)
         self.bar.update()
 
@@ -553,17 +524,12 @@ class Run:
             raise SystemExit(130)
 
     def finish(self, before, after):
-        """Held-out results before and after training, with sampled completions to look at."""
+        """Prints the held-out results before and after training, and some sampled completions."""
         self.bar.close()
-        print(f"\n{'held-out problems':28}{'before':>8}{'after':>8}")
-        for text, how, key in (
-            ("greedy accuracy", "greedy", "accuracy"),
-            ("sampled accuracy", "sampled", "accuracy"),
-            ("  answers without working", "sampled", "direct_frac"),
-            ("  cut off at the cap", "sampled", "truncated_frac"),
-            ("  response length, tokens", "sampled", "response_len_mean"),
-        ):
-            print(f"{text:28}{before[how][key]:8.3g}{after[how][key]:8.3g}")
+        columns = [before["greedy"], after["greedy"], before["sampled"], after["sampled"]]
+        print(f"\n{'held-out problems':20}{'greedy':>8}{'after':>9}{'sampled':>11}{'after':>9}")
+        for key in before["greedy"]:
+            print(f"{key:20}" + "{:8.3g} ->{:7.3g}{:10.3g} ->{:7.3g}".format(*(column[key] for column in columns)))
         for (prompt, first), (_, last) in zip(before["examples"], after["examples"], strict=True):
-            print(f"\n{prompt}\n  before  {first}\n  after   {last}")
+            print(f"\n{prompt}\n  before: {first}\n  after:  {last}")
         print(f"\nthe trained model: {self.checkpoint()}")

@@ -77,7 +77,7 @@ def compute_advantages(rewards_PG, args):
 
 
 def overlong_penalty(lengths_N, truncated_N, args):
-    """[4] Soft punishment (N,): 0 up to L_max - L_cache tokens, then linear to -1 at L_max, and -1 if cut off."""
+    """[4] Soft punishment, (N,): 0 up to L_max - L_cache tokens, then linear to -1 at L_max, -1 if cut."""
     penalty_N = ((args.max_new_tokens - args.overlong_cache) - lengths_N) / args.overlong_cache
     return torch.where(truncated_N, -1, penalty_N.clamp(-1, 0))
 
@@ -120,7 +120,7 @@ def main(args):
         fail(f"--max_sampling_rounds must be at least 1, not {args.max_sampling_rounds}")
     run = Run(args)
     model, tokenizer = load_model(args)
-    train_problems, held_out_problems = load_problems(args, tokenizer)
+    train_problems, held_out_problems = load_problems(args.dataset, tokenizer)
     generator = torch.Generator().manual_seed(args.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0)
     parts = {"optimizer": optimizer}  # what a checkpoint holds beside the policy
@@ -131,7 +131,7 @@ def main(args):
     for iteration in range(state["iteration"] + 1, args.iterations + 1):
         # -------------------------------------------------------------------------------------------- rollout
         meter, rollout_start = Meter(), time.time()
-        # [2] Dynamic sampling: rounds of as many prompts as there are groups missing; uniform groups are dropped.
+        # [2] Dynamic sampling: each round draws what is missing, uniform groups are dropped.
         generated, kept, counts = [], [], {"kept": 0, "dropped_all_right": 0, "dropped_all_wrong": 0}
         rounds, missing = 0, args.prompts_per_iteration
         while missing and rounds < args.max_sampling_rounds:
@@ -142,17 +142,18 @@ def main(args):
             for i, problem in enumerate(problems):
                 group = completions[i * args.group_size : (i + 1) * args.group_size]
                 group = [(problem, c, verify(c.text, problem.answer, c.truncated)) for c in group]
-                right = sum(why == "correct" for _, _, (_, why) in group)
+                right = sum(verdict == "correct" for _, _, (_, verdict) in group)
                 mixed = 0 < right < args.group_size
                 counts["kept" if mixed else "dropped_all_right" if right else "dropped_all_wrong"] += 1
                 generated += group
                 kept += group if mixed else []
             rounds, missing = rounds + 1, args.prompts_per_iteration - counts["kept"]
         if missing:
-            tqdm.write(f"iteration {iteration}: {counts['kept']} mixed groups in {rounds} rounds, {missing} missing")
+            tqdm.write(f"iteration {iteration}: after {rounds} rounds {missing} mixed groups are missing")
         if not kept:
-            tqdm.write("there is nothing to learn from groups that are all right or all wrong: the run ends here")
-            state["iteration"], state["after"] = iteration, evaluate(model, tokenizer, held_out_problems, args)
+            tqdm.write("every group is all right or all wrong, which teaches nothing: the run ends here")
+            state["after"] = evaluate(model, tokenizer, held_out_problems, args)
+            state["iteration"] = iteration
             run.save(state, model, tokenizer, generator, **parts)
             break
         counts |= {"generated": len(generated) // args.group_size, "sampling_rounds": rounds}

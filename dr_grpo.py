@@ -101,7 +101,7 @@ def main(args):
         fail("--group_size must be at least 2: the mean of the group is the baseline")
     run = Run(args)
     model, tokenizer = load_model(args)
-    train_problems, held_out_problems = load_problems(args, tokenizer)
+    train_problems, held_out_problems = load_problems(args.dataset, tokenizer)
     generator = torch.Generator().manual_seed(args.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0)
     parts = {"optimizer": optimizer}  # what a checkpoint holds beside the policy

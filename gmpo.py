@@ -56,7 +56,7 @@ class Args:
     tensorboard: bool = HfArg(default=False, help="also write the metrics for TensorBoard")
     warm_start_steps: int = HfArg(default=1200, help="supervised steps of the tiny MoE before RL")
     # the algorithm's own
-    log_ratio_clip: float = HfArg(default=0.4, help="bound on the log of the ratio, up where A > 0, else down")
+    log_ratio_clip: float = HfArg(default=0.4, help="bound on |log r|: above if A > 0, else below")
     clip_level: Literal["token", "sequence"] = HfArg(default="token", help="tokens, or their mean")
 
 
@@ -105,7 +105,7 @@ def main(args):
         fail("--group_size must be at least 2: the mean of the group is the baseline")
     run = Run(args)
     model, tokenizer = load_model(args)
-    train_problems, held_out_problems = load_problems(args, tokenizer)
+    train_problems, held_out_problems = load_problems(args.dataset, tokenizer)
     generator = torch.Generator().manual_seed(args.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0)
     parts = {"optimizer": optimizer}  # what a checkpoint holds beside the policy

@@ -31,8 +31,8 @@ import torch
 from torch import nn
 from transformers.hf_argparser import HfArg
 
-from common import Meter, Run, autocast, check_finite, collate, evaluate, fail, load_model, load_problems
-from common import masked_mean, parse_args, router_stats, sample, take_problems, token_logprobs, verify
+from common import Meter, Run, check_finite, collate, evaluate, fail, load_model, load_problems, masked_mean
+from common import parse_args, router_stats, sample, take_problems, token_logprobs, verify
 
 
 @dataclass
@@ -43,8 +43,8 @@ class Args:
     model: str = HfArg(default="tiny-moe", help="tiny-moe, or a folder or hub id of a causal language model")
     dataset: str = HfArg(default="addition", help="addition: sums of two- and three-digit numbers")
     iterations: int = HfArg(default=60, help="rounds of rollout and update")
-    prompts_per_iteration: int = HfArg(default=256, help="prompts in a rollout")  # as many completions as the siblings
-    group_size: int = HfArg(default=1, help="completions per prompt")  # the critic is the baseline, not a group
+    prompts_per_iteration: int = HfArg(default=256, help="prompts in a rollout")  # 32 x 8
+    group_size: int = HfArg(default=1, help="completions per prompt")  # no groups here
     max_new_tokens: int = HfArg(default=48, help="cap on the length of a completion")
     temperature: float = HfArg(default=1.0, help="of sampling, and so of all log-probs")
     lr: float = HfArg(default=2e-4, help="AdamW's learning rate, constant")
@@ -66,7 +66,7 @@ class Args:
     gamma: float = HfArg(default=1.0, help="discount per token")
     gae_lambda: float = HfArg(default=0.95, help="lambda of GAE")
     value_coef: float = HfArg(default=0.5, help="weight of the value loss")
-    value_clip: float = HfArg(default=0.2, help="the value may move this far from the rollout's [0: any distance]")
+    value_clip: float = HfArg(default=0.2, help="how far a value may move [0: any distance]")
     entropy_coef: float = HfArg(default=0.0, help="weight of the entropy bonus")
 
 
@@ -80,9 +80,9 @@ class Critic(nn.Module):
         nn.init.zeros_(self.head.weight)
 
     def forward(self, batch, dtype):
-        """Values, (B, T + 1): before each response token, at the position that predicts it, and after the last."""
+        """Values, (B, T + 1): V_t, read where token t is predicted, and the value after the last column."""
         positions = (batch.attention_NS.cumsum(1) - 1).clamp(min=0)
-        with autocast(batch.tokens_NS.device, dtype):
+        with torch.autocast(positions.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
             inputs = {"attention_mask": batch.attention_NS, "position_ids": positions, "use_cache": False}
             hidden_BSH = self.body(batch.tokens_NS, **inputs).last_hidden_state
         return self.head(hidden_BSH[:, -batch.mask_NT.shape[1] - 1 :].float())[..., 0]
@@ -91,8 +91,8 @@ class Critic(nn.Module):
 def compute_gae(rewards_BT, values_BT, mask_BT, gamma, lam):
     """(advantages, returns), both (B, T), 0 on padding: generalized advantage estimation on response tokens.
 
-    Responses begin at t = 0 and the value after their last token is 0; for one that was cut off, the caller adds
-    gamma times the value there to its last reward, which comes to the same.
+    Responses begin at t = 0, and the value after their last token is 0; for one that was cut off, the caller
+    adds gamma times the value there to its last reward, which comes to the same.
     """
     mask_BT = mask_BT.bool()
     rewards_BT, values_BT = torch.where(mask_BT, rewards_BT, 0), torch.where(mask_BT, values_BT, 0)
@@ -112,7 +112,7 @@ def whiten(x_BT, mask_BT):
 
 
 def value_loss(values_BT, old_values_BT, returns_BT, mask_BT, num_tokens, args):
-    """Mean over the tokens of the optimizer step of the squared error, the worse one of V and of V held near V_old."""
+    """Mean squared error over the tokens of the step: that of V, or of V kept near V_old if that is larger."""
     error_BT = (values_BT - returns_BT) ** 2
     if args.value_clip:
         near_BT = old_values_BT + (values_BT - old_values_BT).clamp(-args.value_clip, args.value_clip)
@@ -123,7 +123,7 @@ def value_loss(values_BT, old_values_BT, returns_BT, mask_BT, num_tokens, args):
 def policy_loss(
     logprobs_BT, old_logprobs_BT, advantages_BT, mask_BT, num_sequences, num_tokens, args,
 ):
-    """The clipped term of -J on a micro-batch; the micro-batches of an optimizer step add up to the step's loss.
+    """The clipped term of -J on a micro-batch; the micro-batches of an optimizer step add up to the step's.
 
     mask_BT (bool or float) is 1 on response tokens, the EOS included; whatever stands elsewhere does no harm.
     num_sequences and num_tokens count the whole optimizer step. Returns (loss, stats), the stats being means
@@ -151,10 +151,10 @@ def policy_loss(
 def main(args):
     # -------------------------------------------------------------------------------------------------- setup
     if args.group_size != 1:
-        fail("--group_size must be 1: the critic is the baseline, and more prompts serve it better")
+        fail("--group_size must be 1: the critic is the baseline, not a group")
     run = Run(args)
     model, tokenizer = load_model(args)
-    train_problems, held_out_problems = load_problems(args, tokenizer)
+    train_problems, held_out_problems = load_problems(args.dataset, tokenizer)
     generator = torch.Generator().manual_seed(args.seed)
     critic, ref_model = Critic(model), copy.deepcopy(model)
     optimizer = torch.optim.AdamW([*model.parameters(), *critic.parameters()], lr=args.lr, weight_decay=0.0)
@@ -227,8 +227,8 @@ def main(args):
                         num_sequences, num_tokens, args,
                     )
                     critic_loss = value_loss(
-                        critic(micro, args.dtype)[:, :-1], old_values_NT[rows], returns_NT[rows], micro.mask_NT,
-                        num_tokens, args,
+                        critic(micro, args.dtype)[:, :-1], old_values_NT[rows], returns_NT[rows],
+                        micro.mask_NT, num_tokens, args,
                     )
                     entropy = torch.where(micro.mask_NT, outputs.entropy_BT, 0).sum() / num_tokens
                     total = loss + args.value_coef * critic_loss - args.entropy_coef * entropy
@@ -238,7 +238,8 @@ def main(args):
                     meter.add("losses", stats, micro.mask_NT.sum())
                     meter.add("moe", router, micro.mask_NT.sum())
                     meter.add("moe", {"aux_loss": outputs.aux_loss}, len(rows))
-                    meter.add("losses", {"policy_loss": loss / share, "value_loss": critic_loss / share}, len(rows))
+                    meter.add("losses", {"policy_loss": loss / share}, len(rows))
+                    meter.add("losses", {"value_loss": critic_loss / share}, len(rows))
                     if epoch == step == 0:  # nothing has been updated yet, so the ratio has to be 1
                         error_BT = (outputs.logprobs_BT - old_logprobs_NT[rows]).exp() - 1
                         error = torch.where(micro.mask_NT, error_BT, 0).abs().max()

@@ -57,7 +57,7 @@ class Args:
     tensorboard: bool = HfArg(default=False, help="also write the metrics for TensorBoard")
     warm_start_steps: int = HfArg(default=1200, help="supervised steps of the tiny MoE before RL")
     # the algorithm's own
-    log_ratio_clip: float = HfArg(default=0.4, help="bound on the log of the ratio, up where A > 0, else down")
+    log_ratio_clip: float = HfArg(default=0.4, help="bound on |log r|: above if A > 0, else below")
     gamma_min: float = HfArg(default=0.8, help="floor of the router shift factor gamma")
     shift: Literal["damped", "literal", "before_clip"] = HfArg(default="damped", help="how gamma enters")
 
@@ -71,7 +71,7 @@ def compute_advantages(rewards_PG, args):
 
 
 def active_scores(router_logits, experts_BTLK):
-    """log p of the given experts, log p = log-softmax over all experts: L tensors (B, T, E) -> (B, T, L, K)."""
+    """log p of the given experts, where p is the softmax over all: L tensors (B, T, E) -> (B, T, L, K)."""
     layers = [logits_BTE.log_softmax(-1) for logits_BTE in router_logits]
     return torch.stack([scores.gather(-1, experts_BTLK[:, :, i]) for i, scores in enumerate(layers)], dim=2)
 
@@ -125,7 +125,7 @@ def main(args):
     model, tokenizer = load_model(args)
     if not hasattr(model.config, "num_experts_per_tok"):
         fail(f"--model {args.model} is dense, there is no router that could shift: use gmpo.py")
-    train_problems, held_out_problems = load_problems(args, tokenizer)
+    train_problems, held_out_problems = load_problems(args.dataset, tokenizer)
     generator = torch.Generator().manual_seed(args.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0)
     parts = {"optimizer": optimizer}  # what a checkpoint holds beside the policy
