@@ -228,7 +228,7 @@ def pad(rows, device, left=False):
 
 
 @torch.no_grad()
-def sample(model, tokenizer, prompts, group_size, args, generator=None, greedy=False):
+def sample(model, tokenizer, prompts, group_size, args, generator=None, greedy=False, drop_every=None):
     """`group_size` completions of each prompt (token ids), drawn from the whole distribution at `args.temperature`,
     or greedily: a list of `Completion`s, those of one prompt in a row. A prompt is run once and its keys and values
     are copied to its group; rows leave the batch when they end. The noise of each row and step is drawn beforehand,
@@ -244,7 +244,7 @@ def sample(model, tokenizer, prompts, group_size, args, generator=None, greedy=F
     ended_R = torch.zeros_like(rows_R, dtype=torch.bool)
     attention_RS = F.pad(attention_PS, (0, cap), value=1).repeat_interleave(group_size, 0)
     position_R1 = attention_PS.sum(1, keepdim=True).repeat_interleave(group_size, 0)
-    drop_every = 16 if device.type == "cuda" else 1  # looking for ended rows makes the CPU wait for the GPU
+    drop_every = drop_every or (16 if device.type == "cuda" else 1)  # to look for ended rows is to wait for the GPU
     cache = transformers.DynamicCache(config=model.config)
 
     def next_logits(tokens, attention, positions):
@@ -381,9 +381,11 @@ class Meter:
     def add(self, prefix, values, weight):
         for name, value in values.items():
             key, value = f"{prefix}/{name}", torch.as_tensor(value).detach()
-            old, is_max = self.sums.get(key, 0 * value), name.endswith("_max")
-            self.sums[key] = torch.maximum(old, value) if is_max else old + value * weight
-            self.weights[key] = 1 if is_max else self.weights.get(key, 0) + weight
+            if name.endswith("_max"):
+                self.sums[key], self.weights[key] = torch.maximum(self.sums.get(key, value), value), 1
+            else:
+                self.sums[key] = self.sums.get(key, 0) + value * weight
+                self.weights[key] = self.weights.get(key, 0) + weight
 
     def means(self):
         means = {key: (value / self.weights[key]).tolist() for key, value in self.sums.items()}

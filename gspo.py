@@ -83,10 +83,10 @@ def policy_loss(
     mask_BT, advantages_B1 = mask_BT.bool(), advantages_B.view(len(mask_BT), -1)  # may be (B, T)
     # Masked and clamped before exp, since 0 * inf is NaN, in the backward pass too.
     logratio_BT = torch.where(mask_BT, logprobs_BT - old_logprobs_BT, 0).clamp(-20, 20)
-    # [1] s_i = exp(1/|o_i| sum_t log r_it), the same for all tokens of a completion
+    # [1] s_i = exp(1/|o_i| sum_t log r_it): one for all tokens
     mean_B1 = logratio_BT.sum(1, keepdim=True) / mask_BT.sum(1, keepdim=True).clamp(min=1)
     ratio_BT = mean_B1.exp().expand_as(logratio_BT)
-    if args.variant == "gspo_token":  # s_it = sg[s_i] pi / sg[pi]: the value of s_i, the gradient of its own token
+    if args.variant == "gspo_token":  # s_it = sg[s_i] pi / sg[pi]: value of s_i, own gradient
         own_BT = torch.where(mask_BT, logprobs_BT - logprobs_BT.detach(), 0).exp()
         ratio_BT = ratio_BT.detach() * own_BT
     clipped_BT = ratio_BT.clamp(1 - args.clip_eps_low, 1 + args.clip_eps_high)

@@ -112,7 +112,7 @@ def whiten(x_BT, mask_BT):
 
 
 def value_loss(values_BT, old_values_BT, returns_BT, mask_BT, num_tokens, args):
-    """Mean squared error over the tokens of the step: that of V, or of V kept near V_old if that is larger."""
+    """Mean squared error over the tokens of the step, of V or of V kept near V_old: the larger one."""
     error_BT = (values_BT - returns_BT) ** 2
     if args.value_clip:
         near_BT = old_values_BT + (values_BT - old_values_BT).clamp(-args.value_clip, args.value_clip)

@@ -1,0 +1,150 @@
+"""Router logits, the aux loss, expert statistics, and rspo on other architectures than the tiny Qwen3 MoE."""
+
+import copy
+
+import pytest
+import torch
+from conftest import script_args
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from common import Completion, Meter, collate, router_stats, token_logprobs
+
+SHAPE = dict(vocab_size=40, hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=4,
+             num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2)  # fmt: skip
+MODELS = {
+    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2)),
+    "olmoe": lambda: OlmoeForCausalLM(OlmoeConfig(**SHAPE, num_experts=6, num_experts_per_tok=3)),
+    "qwen3_moe": lambda: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**SHAPE, head_dim=8, moe_intermediate_size=16, num_experts=8, num_experts_per_tok=2)
+    ),
+}
+
+
+def batch_of(seed=0):
+    g = torch.Generator().manual_seed(seed)
+    rows = []
+    for prompt, length in ((3, 5), (6, 2), (1, 7), (4, 4)):
+        ids = torch.randint(3, 40, (prompt + length,), generator=g).tolist()
+        rows.append(Completion(ids[:prompt], ids[prompt:], [0.0] * length))
+    return collate(rows, "cpu")
+
+
+@pytest.fixture(params=MODELS)
+def moe(request):
+    torch.manual_seed(0)
+    return MODELS[request.param]().eval()
+
+
+def test_router_logits_are_raw_logits_at_the_predicting_position(moe):
+    """Rows do not sum to 1, and the row of token t is what the router says of token t - 1."""
+    batch = batch_of()
+    outputs = token_logprobs(moe, batch, 1.0)
+    K = moe.config.num_experts_per_tok
+    assert len(outputs.router_logits) == 3 and outputs.experts_BTLK.shape == (4, 7, 3, K)
+    assert any((layer.sum(-1) - 1).abs().max() > 1e-2 for layer in outputs.router_logits)
+    alone = moe(batch.tokens_NS[2:3, 5:], output_router_logits=True)  # prompt of 1 and response of 7, no padding
+    for layer, reference in zip(outputs.router_logits, alone.router_logits, strict=True):
+        torch.testing.assert_close(layer[2], reference[:-1].float(), atol=1e-5, rtol=1e-4)
+        assert torch.equal(layer[2].topk(K).indices.sort().values, reference[:-1].topk(K).indices.sort().values)
+
+
+def test_aux_loss_is_that_of_transformers_and_reaches_the_router(moe):
+    batch = batch_of()
+    outputs = token_logprobs(moe, batch, 1.0)
+    positions = (batch.attention_NS.cumsum(1) - 1).clamp(min=0)
+    inputs = dict(attention_mask=batch.attention_NS, position_ids=positions, output_router_logits=True)
+    torch.testing.assert_close(outputs.aux_loss, moe(batch.tokens_NS, **inputs).aux_loss.float())
+    moe.zero_grad()
+    outputs.aux_loss.backward()
+    routers = [p for name, p in moe.named_parameters() if "gate" in name and "proj" not in name]
+    assert len(routers) == 3 and all(p.grad.abs().sum() > 0 for p in routers)
+
+
+def test_policy_gradient_reaches_router_and_experts(moe):
+    token_logprobs(moe, batch_of(), 1.0).logprobs_BT.sum().backward()
+    missing = [name for name, p in moe.named_parameters() if p.grad is None or p.grad.abs().sum() == 0]
+    assert not missing
+
+
+def test_rspo_on_any_moe(moe):
+    """gamma is exactly 1 before an update, below 1 after one, equals a literal computation, and trains no router."""
+    import rspo
+
+    batch = batch_of()
+    with torch.no_grad():
+        old = token_logprobs(moe, batch, 1.0)
+        old_scores = rspo.active_scores(old.router_logits, old.experts_BTLK)
+        again = token_logprobs(moe, batch, 1.0)
+        gamma = rspo.router_shift(rspo.active_scores(again.router_logits, old.experts_BTLK), old_scores)
+    assert (gamma[batch.mask_NT] == 1).all()
+    new_model = copy.deepcopy(moe)
+    with torch.no_grad():
+        for p in new_model.parameters():
+            p.add_(0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
+    new = token_logprobs(new_model, batch, 1.0)
+    gamma = rspo.router_shift(rspo.active_scores(new.router_logits, old.experts_BTLK), old_scores)
+    K, L = moe.config.num_experts_per_tok, 3
+    for b in range(4):
+        for t in range(batch.mask_NT[b].sum()):
+            shift = 0.0
+            for layer in range(L):
+                before = old.router_logits[layer][b, t].double().log_softmax(0)
+                after = new.router_logits[layer][b, t].double().log_softmax(0)
+                for e in before.topk(K).indices.tolist():
+                    shift += abs(after[e] - before[e]).item() / (L * K)
+            assert gamma[b, t].item() == pytest.approx(2.718281828459045**-shift, rel=1e-4)
+    assert gamma[batch.mask_NT].max() < 1
+    module, args = script_args("rspo")
+    zero = torch.zeros(4)
+    loss, _ = module.policy_loss(
+        new.logprobs_BT.detach(), old.logprobs_BT, zero + 1, batch.mask_NT, 4, 18, args, router_shift_BT=gamma
+    )
+    assert not loss.requires_grad
+
+
+def test_router_stats_by_hand(moe):
+    """Flips, load and entropy over response tokens only, against counting."""
+    batch = batch_of()
+    with torch.no_grad():
+        outputs = token_logprobs(moe, batch, 1.0)
+    old = outputs.experts_BTLK.clone()
+    old[0, 0, 1, 0] = -1  # a change in one of three layers of one of 18 tokens
+    old[:, :, 2][~batch.mask_NT] = -1  # padding must not count
+    stats = router_stats(outputs, old, batch.mask_NT)
+    assert stats["expert_flip_frac"].item() == pytest.approx(1 / 3 / 18, rel=1e-5)
+    E, K = outputs.router_logits[0].shape[-1], moe.config.num_experts_per_tok
+    load = stats["load"].view(3, E)
+    torch.testing.assert_close(load.sum(1), torch.ones(3))
+    counted = sum((outputs.experts_BTLK[b, t, 0] == 1).sum() for b, t in batch.mask_NT.nonzero()) / (18 * K)
+    assert load[0, 1].item() == pytest.approx(counted.item(), rel=1e-6)
+    meter = Meter()
+    meter.add("moe", stats, 18)
+    means = meter.means()
+    assert means["moe/load_max"] == pytest.approx(load.max().item())
+    assert means["moe/load_min"] == pytest.approx(load.min().item())
+    assert 0 < means["moe/router_entropy"] <= torch.tensor(float(E)).log().item()
+
+
+def test_a_dense_model_has_no_router():
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE)).eval()
+    batch = batch_of()
+    outputs = token_logprobs(model, batch, 1.0)
+    assert outputs.aux_loss == 0 and outputs.router_logits == () and outputs.experts_BTLK.shape == (4, 7, 0, 0)
+    assert router_stats(outputs, outputs.experts_BTLK, batch.mask_NT) == {}
+
+
+def test_meter_weighs_and_keeps_maxima():
+    meter = Meter()
+    meter.add("losses", {"a": torch.tensor(1.0), "b_max": torch.tensor(-3.0)}, 1)
+    meter.add("losses", {"a": torch.tensor(4.0), "b_max": torch.tensor(-5.0)}, 2)
+    assert meter.means() == {"losses/a": 3.0, "losses/b_max": -3.0}

@@ -1,0 +1,190 @@
+"""The sampler against the training forward and against a slow loop without cache; masks, layout, truncation."""
+
+import copy
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from common import Completion, collate, pad, sample, take_problems, token_logprobs
+
+
+def settings(**changes):
+    return SimpleNamespace(**({"max_new_tokens": 24, "temperature": 0.7, "dtype": "float32"} | changes))
+
+
+def prompts_of(tokenizer, *texts):
+    return [tokenizer(text).input_ids for text in texts]
+
+
+MIXED = ("57+308=", "12+34=", "999+999=", "5=", "100+20=")
+
+
+@torch.no_grad()
+def slow_sample(model, prompt, noise, temperature, cap, eos):
+    """One completion by full forwards of the unpadded sequence: no cache, no batch, no mask."""
+    ids, logprobs = list(prompt), []
+    for t in range(cap):
+        logits = model(torch.tensor([ids])).logits[0, -1].double() / temperature
+        logp = logits.log_softmax(0)
+        token = int((logp.exp().cumsum(0) <= noise[t].item()).sum().clamp(max=len(logp) - 1))
+        ids.append(token)
+        logprobs.append(logp[token].item())
+        if token in eos:
+            break
+    return ids[len(prompt) :], logprobs
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+def test_logprobs_equal_those_of_the_training_forward(tiny_model, temperature):
+    """14: mixed prompt lengths, shared prefixes, rows that ended and were dropped, temperature other than 1."""
+    model, tokenizer = tiny_model
+    args, generator = settings(temperature=temperature), torch.Generator().manual_seed(1)
+    completions = sample(model, tokenizer, prompts_of(tokenizer, *MIXED), 8, args, generator)
+    assert len({len(c.ids) for c in completions}) > 3, "rows should end at different steps"
+    batch = collate(completions, "cpu")
+    with torch.no_grad():
+        outputs = token_logprobs(model, batch, temperature)
+    gap = (outputs.logprobs_BT - batch.sampler_logprobs_NT)[batch.mask_NT].abs().max()
+    assert gap < 1e-4
+    with torch.no_grad():  # and the test can tell: the log-probs at another temperature are different ones
+        other = token_logprobs(model, batch, temperature + 0.2).logprobs_BT
+    assert (other - batch.sampler_logprobs_NT)[batch.mask_NT].abs().max() > 1e-2
+
+
+def test_prefix_sharing_and_row_dropping_change_nothing(tiny_model):
+    """The same noise gives the same tokens one by one, without cache, padding or neighbours."""
+    model, tokenizer = tiny_model
+    args, prompts = settings(temperature=1.0), prompts_of(tokenizer, *MIXED)
+    completions = sample(model, tokenizer, prompts, 4, args, torch.Generator().manual_seed(2))
+    noise = torch.rand(20, args.max_new_tokens, generator=torch.Generator().manual_seed(2))
+    for i, c in enumerate(completions):
+        ids, logprobs = slow_sample(model, prompts[i // 4], noise[i], 1.0, args.max_new_tokens, {tokenizer.eos_token_id})
+        assert c.ids == ids
+        torch.testing.assert_close(torch.tensor(c.logprobs), torch.tensor(logprobs), atol=1e-4, rtol=0)
+
+
+def test_layout_and_ends(tiny_model):
+    """Row i * G + g belongs to prompt i; the one EOS is the last token; no EOS means cut off at the cap."""
+    model, tokenizer = tiny_model
+    prompts = prompts_of(tokenizer, *MIXED)
+    completions = sample(model, tokenizer, prompts, 6, settings(max_new_tokens=12), torch.Generator().manual_seed(3))
+    assert [c.prompt_ids for c in completions] == [p for p in prompts for _ in range(6)]
+    for c in completions:
+        assert c.ids.count(tokenizer.eos_token_id) == (not c.truncated)
+        assert len(c.ids) == 12 if c.truncated else c.ids[-1] == tokenizer.eos_token_id
+        assert c.text == tokenizer.decode([i for i in c.ids if i != tokenizer.eos_token_id])
+        assert len(c.logprobs) == len(c.ids)
+    assert 0 < sum(c.truncated for c in completions) < len(completions)
+
+
+def test_samples_follow_the_whole_distribution(tiny_model):
+    """No top-k, no top-p, no temperature from elsewhere: first-token frequencies are the softmax, tails included."""
+    model, tokenizer = copy.deepcopy(tiny_model[0]), tiny_model[1]
+    model.generation_config.update(top_k=1, temperature=0.01, top_p=0.1, do_sample=True)  # must not leak in
+    prompt, n = prompts_of(tokenizer, "57+308=")[0], 40_000
+    args = settings(max_new_tokens=1, temperature=1.5)
+    completions = sample(model, tokenizer, [prompt], n, args, torch.Generator().manual_seed(4))
+    with torch.no_grad():
+        p = (model(torch.tensor([prompt])).logits[0, -1] / 1.5).softmax(0)
+    counts = Counter(c.ids[0] for c in completions)
+    for token, probability in enumerate(p.tolist()):
+        sigma = (probability * (1 - probability) / n) ** 0.5
+        assert counts[token] / n == pytest.approx(probability, abs=5 * sigma + 1e-5)
+
+
+def test_greedy_is_the_argmax(tiny_model):
+    model, tokenizer = tiny_model
+    prompts = prompts_of(tokenizer, *MIXED)
+    for prompt, c in zip(prompts, sample(model, tokenizer, prompts, 1, settings(), greedy=True), strict=True):
+        ids = list(prompt)
+        for token in c.ids:
+            with torch.no_grad():
+                assert model(torch.tensor([ids])).logits[0, -1].argmax() == token
+            ids.append(token)
+
+
+def test_first_eos_counts_when_rows_are_dropped_late(tiny_model, monkeypatch):
+    """On a GPU ended rows run on for a while; what they make after their EOS must not get into the completion."""
+    model, tokenizer = tiny_model
+    prompts = prompts_of(tokenizer, *MIXED)
+    now = sample(model, tokenizer, prompts, 4, settings(), torch.Generator().manual_seed(5), drop_every=1)
+    late = sample(model, tokenizer, prompts, 4, settings(), torch.Generator().manual_seed(5), drop_every=7)
+    assert [c.ids for c in now] == [c.ids for c in late]
+    assert [c.truncated for c in now] == [c.truncated for c in late]
+
+
+def test_several_eos_ids_and_pad_that_is_eos(tiny_model):
+    """All ids of the generation config end a completion, and a pad that shares the EOS's id masks nothing away."""
+    model, tokenizer = copy.deepcopy(tiny_model[0]), copy.deepcopy(tiny_model[1])
+    tokenizer.pad_token = tokenizer.eos_token
+    hash_id = tokenizer("#").input_ids[0]
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, hash_id]
+    completions = sample(model, tokenizer, prompts_of(tokenizer, *MIXED), 6, settings(), torch.Generator().manual_seed(6))
+    ends = Counter(c.ids[-1] for c in completions if not c.truncated)
+    assert ends[hash_id] > 0
+    assert all(token not in (hash_id, tokenizer.eos_token_id) for c in completions for token in c.ids[:-1])
+    mask = collate(completions, "cpu").mask_NT
+    assert mask.sum(1).tolist() == [len(c.ids) for c in completions]
+
+
+def test_the_eos_is_trained_and_what_follows_is_masked(tiny_model):
+    """A gradient reaches the log-prob of the EOS itself, and none comes from the columns after it."""
+    import grpo
+
+    model, tokenizer = tiny_model
+    eos = tokenizer.eos_token_id
+    rows = [Completion([5, 6], [7, 8, eos], [0.0] * 3), Completion([5], [7, 8, 9, 10, eos], [0.0] * 5)]
+    batch = collate(rows, "cpu")
+    assert batch.tokens_NS.tolist() == [[5, 6, 7, 8, eos, 0, 0], [0, 5, 7, 8, 9, 10, eos]]
+    assert batch.attention_NS.tolist() == [[1, 1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1, 1]]
+    assert batch.mask_NT.tolist() == [[True, True, True, False, False], [True] * 5]
+    lp = torch.zeros(2, 5, dtype=torch.float64, requires_grad=True)
+    loss, _ = grpo.policy_loss(lp, torch.zeros(2, 5), torch.tensor([1.0, -1.0]), batch.mask_NT, 2, 8, grpo.Args())
+    loss.backward()
+    assert (lp.grad[0, :3] != 0).all() and (lp.grad[0, 3:] == 0).all() and (lp.grad[1] != 0).all()
+
+
+def test_logprob_of_a_row_does_not_depend_on_its_padding(tiny_model):
+    model, tokenizer = tiny_model
+    rows = [Completion(p, [7, 8, 9, 1], [0.0] * 4) for p in prompts_of(tokenizer, *MIXED)]
+    rows.append(Completion([5] * 20, [6] * 15, [0.0] * 15))
+    with torch.no_grad():
+        together = token_logprobs(model, collate(rows, "cpu"), 1.0)
+        for i, row in enumerate(rows):
+            alone = token_logprobs(model, collate([row], "cpu"), 1.0)
+            n = len(row.ids)
+            torch.testing.assert_close(together.logprobs_BT[i, :n], alone.logprobs_BT[0], atol=1e-5, rtol=0)
+            torch.testing.assert_close(together.entropy_BT[i, :n], alone.entropy_BT[0], atol=1e-5, rtol=0)
+            assert torch.equal(together.experts_BTLK[i, :n], alone.experts_BTLK[0])
+
+
+def test_chunked_logits_are_the_same(tiny_model):
+    """Log-probs, entropies and gradients do not depend on how many logits exist at a time."""
+    model, tokenizer = copy.deepcopy(tiny_model[0]), tiny_model[1]
+    batch = collate([Completion(p, [7, 8, 9, 1], [0.0] * 4) for p in prompts_of(tokenizer, *MIXED)], "cpu")
+    results = []
+    for chunk_numbers in (2**26, 3 * 17, 1):
+        outputs = token_logprobs(model, batch, 0.7, chunk_numbers=chunk_numbers)
+        (outputs.logprobs_BT.sum() + outputs.entropy_BT.sum()).backward()
+        grads = torch.cat([p.grad.flatten() for p in model.parameters()])
+        results.append((outputs.logprobs_BT, outputs.entropy_BT, grads))
+        model.zero_grad()
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], atol=1e-5, rtol=1e-5)
+
+
+def test_pad():
+    assert pad([[1], [2, 3]], "cpu").tolist() == [[1, 0], [2, 3]]
+    assert pad([[1], [2, 3]], "cpu", left=True).tolist() == [[0, 1], [2, 3]]
+
+
+def test_every_epoch_is_a_permutation_and_position_is_all_the_state():
+    problems = list(range(10))
+    stream = take_problems(problems, 0, 35, seed=1)
+    for epoch in range(3):
+        assert sorted(stream[10 * epoch : 10 * epoch + 10]) == problems
+    assert stream[:10] != stream[10:20] and stream[:10] != take_problems(problems, 0, 10, seed=2)
+    pieces = [take_problems(problems, position, 5, seed=1) for position in range(0, 35, 5)]
+    assert sum(pieces, []) == stream
