@@ -1,10 +1,9 @@
 """What the nine scripts share: everything that no paper on the list would write differently.
 
-In reading order: command line, tiny MoE and base model, tasks and verifier, sampler, log-probs and router
-statistics, evaluation, run folder. Spelled out in each script instead: advantages, ratios, clips, stop-gradients,
-normalisers, filtering, the update loop. The suffix of a tensor's name gives its axes: P prompts, G completions per
-prompt, N = P*G, B micro-batch, T response tokens, S prompt + response, V vocabulary, L MoE layers, E experts,
-K active experts.
+In order: command line, tiny MoE and base model, tasks and verifier, sampler, log-probs and router statistics,
+evaluation, run folder. Each script spells out for itself: advantages, ratios, clips, stop-gradients,
+normalisers, filtering, the update loop. The suffix of a tensor's name gives its axes: P prompts, G per
+prompt, N = P*G, B micro-batch, T response, S prompt + response, V vocabulary, L layers, K of E experts.
 """
 
 import contextlib
@@ -19,6 +18,7 @@ import shlex
 import shutil
 import signal
 import sys
+from collections import namedtuple
 from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
@@ -30,11 +30,9 @@ from filelock import FileLock, Timeout
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 
-# ---------------------------------------------------------------------------------------------- command line
 def fail(message):
     """Ends the program with one line on stderr and exit code 2, as argparse does for bad usage."""
     print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
@@ -43,23 +41,19 @@ def fail(message):
 
 def parse_args(args_class):
     """Command line -> the script's `Args`; the shared ones are checked here, before any work is done."""
-    parser = HfArgumentParser(args_class, allow_abbrev=False)
+    parser = transformers.HfArgumentParser(args_class, allow_abbrev=False)
     parser.error = fail
     args = args_class(**vars(parser.parse_args()))
-    one = "iterations prompts_per_iteration group_size max_new_tokens update_epochs num_minibatches"
-    zero = "seed micro_batch_size router_aux_coef eval_every save_every warm_start_steps"
-    for names, allowed, words in (
-        (one, lambda x: 1 <= x < math.inf, "at least 1"),
-        (zero, lambda x: 0 <= x < 2**32, "0 or more"),
-        ("temperature lr max_grad_norm", lambda x: 0 < x < math.inf, "above 0"),
-    ):
-        for name in (name for name in names.split() if not allowed(getattr(args, name))):
+    counts = "iterations prompts_per_iteration group_size max_new_tokens update_epochs num_minibatches"
+    others = "seed micro_batch_size router_aux_coef eval_every save_every warm_start_steps"
+    rates = "temperature lr max_grad_norm"
+    for names, low, words in (counts, 1, "at least 1"), (others, 0, "0 or more"), (rates, 5e-324, "above 0"):
+        for name in (name for name in names.split() if not low <= getattr(args, name) < 2**32):
             fail(f"--{name} must be {words}, not {getattr(args, name)}")
     size, rest = divmod(args.prompts_per_iteration * args.group_size, args.num_minibatches)
+    args.micro_batch_size = args.micro_batch_size or max(1, size)
     if rest:
-        sizes = f"--prompts_per_iteration {args.prompts_per_iteration} x --group_size {args.group_size}"
-        fail(f"--num_minibatches {args.num_minibatches} does not divide {sizes}")
-    args.micro_batch_size = args.micro_batch_size or size
+        fail(f"--num_minibatches {args.num_minibatches} does not divide prompts_per_iteration x group_size")
     if size % args.micro_batch_size:
         fail(f"--micro_batch_size {args.micro_batch_size} does not divide a minibatch of {size} completions")
     best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
@@ -72,20 +66,19 @@ def parse_args(args_class):
     return args
 
 
-# ------------------------------------------------------------------------------- tiny MoE and its base model
 TINY_MODEL = dict(
     hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
     intermediate_size=64, moe_intermediate_size=64, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True,
-    max_position_embeddings=1024, tie_word_embeddings=True, bos_token_id=None,
-    initializer_range=0.1,  # transformers' 0.02 is for widths in the thousands; at 64 it slows learning down
+    tie_word_embeddings=True, bos_token_id=None, initializer_range=0.1,  # 0.02 is for widths in the thousands
 )
-# A share `direct` of the demonstrations blurts the answer out, `worked` works it out, the rest repeats itself.
+# This share of the demonstrations blurts the answer out (direct) or works it out (worked); the rest rambles.
 WARM_START = dict(seed=0, lr=8e-3, batch_size=64, direct=0.5, worked=0.4, wrong_step=0.02, max_tokens=48)
+PRECISE_AND_SAFE = dict(dtype=torch.float32, use_safetensors=True)  # how weights are loaded, always
 
 
 def demonstration(problem, rng):
-    """An answer as people write them: blurted out; worked out, '7+8=15 5+0+1=6 0+3=3 #### 365' for 57+308; or
-    with steps repeated until no room is left for the answer. A step may be wrong, and the rest follows from it."""
+    """An answer as people write them: blurted out, worked out ('7+8=15 5+0+1=6 0+3=3 #### 365' for 57+308) or
+    with repetitions until there is no room for the answer. Now and then a step is wrong, and so the rest."""
     (a, b), style = map(int, problem.prompt[:-1].split("+")), rng.random()
     if style < WARM_START["direct"]:
         return f"#### {a + b}"
@@ -100,9 +93,8 @@ def demonstration(problem, rng):
 
 
 def base_model_folder(steps):
-    """Folder of the base model, the tiny MoE after `steps` of supervised warm start: trained once, then cached.
-    Its name is a hash of all that shapes the model. It is renamed into place, so it is there whole or not at all; of
-    two runs that start at once both train it, and the later one drops its copy."""
+    """Folder of the base model, the tiny MoE after `steps` of supervised warm start, trained once and cached.
+    It is named by a hash of all that shapes it, and renamed into place: it is there whole or not at all."""
     recipe = json.dumps([TINY_MODEL, WARM_START, steps], sort_keys=True)
     folder = Path("runs", f"base-{hashlib.sha256(recipe.encode()).hexdigest()[:8]}")
     if folder.exists():
@@ -110,24 +102,22 @@ def base_model_folder(steps):
     rng, vocab = random.Random(WARM_START["seed"]), ["<pad>", "<eos>", "<unk>", *"0123456789+=# "]
     backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocab)}, unk_token="<unk>"))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
-    names = dict(pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **names)  # a token per character
+    fast = transformers.PreTrainedTokenizerFast
+    tokenizer = fast(tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>")
     config = transformers.Qwen3MoeConfig(vocab_size=len(vocab), pad_token_id=0, eos_token_id=1, **TINY_MODEL)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(WARM_START["seed"])
-        model = transformers.Qwen3MoeForCausalLM(config)
+    torch.manual_seed(WARM_START["seed"])
+    model = transformers.Qwen3MoeForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, betas=(0.9, 0.98))
     problems, _ = load_problems("addition", tokenizer)
     for step in tqdm(range(steps), desc="warm start (only once)", unit="step", mininterval=0.5):
         chosen = rng.choices(problems, k=WARM_START["batch_size"])
         texts = [demonstration(problem, rng) + tokenizer.eos_token for problem in chosen]
-        cut = [ids[: WARM_START["max_tokens"]] for ids in tokenizer(texts).input_ids]
-        rows = [Completion(p.prompt_ids, ids, [0.0] * len(ids)) for p, ids in zip(chosen, cut, strict=True)]
-        batch = collate(rows, "cpu")
+        rows = zip(chosen, tokenizer(texts).input_ids, strict=True)
+        batch = collate([Completion(p.prompt_ids, ids[: WARM_START["max_tokens"]], []) for p, ids in rows], "cpu")
         outputs = token_logprobs(model, batch, temperature=1.0)
         (0.001 * outputs.aux_loss - masked_mean(outputs.logprobs_BT, batch.mask_NT)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        schedule = min(1, (step + 1) / 50) * (0.5 + 0.5 * math.cos(math.pi * step / steps))
+        schedule = min(1, (step + 1) / 50) * math.cos(math.pi / 2 * step / steps) ** 2  # warm-up and cosine
         optimizer.param_groups[0]["lr"] = WARM_START["lr"] * schedule
         optimizer.step()
         optimizer.zero_grad()
@@ -141,25 +131,21 @@ def base_model_folder(steps):
 
 
 def load_model(args):
-    """`--model` -> (model in float32 with dropout off, its tokenizer); runs no code that lies in a model folder."""
+    """`--model` -> (model in float32 with dropout off, its tokenizer); runs no code from a model folder."""
     source = base_model_folder(args.warm_start_steps) if args.model == "tiny-moe" else args.model
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, use_safetensors=True)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+        model = transformers.AutoModelForCausalLM.from_pretrained(source, **PRECISE_AND_SAFE)
     except (OSError, ValueError) as error:
         fail(f"--model {args.model} cannot be opened: {str(error).splitlines()[0]}")
     return model.to(args.device).eval(), tokenizer
 
 
-# -------------------------------------------------------------------------------------- tasks and the verifier
-class Problem(NamedTuple):
-    prompt: str
-    answer: str  # the gold answer alone
-    prompt_ids: list
+Problem = namedtuple("Problem", "prompt answer prompt_ids")  # answer: the gold answer alone
 
 
 def load_problems(dataset, tokenizer, num_train=20_000, num_held_out=256):
-    """`--dataset` -> (training, held-out) problems; addition: disjoint sums, the same for all seeds and scripts."""
+    """`--dataset` -> (training, held-out) problems, disjoint and the same for all seeds and scripts."""
     if dataset != "addition":
         fail(f"--dataset {dataset} is unknown; there is: addition")
     rng, answers = random.Random(0), {}
@@ -175,12 +161,12 @@ def take_problems(problems, position, count, seed):
     """Problems `position` to `position + count` of an endless stream; each epoch is a shuffle of its own."""
     size, seeds = len(problems), range((seed << 20) + position // len(problems), 2**63)
     shuffles = (torch.randperm(size, generator=torch.Generator().manual_seed(s)).tolist() for s in seeds)
-    order = itertools.islice(itertools.chain.from_iterable(shuffles), position % size, position % size + count)
-    return [problems[i] for i in order]
+    stream = itertools.chain.from_iterable(shuffles)
+    return [problems[i] for i in itertools.islice(stream, position % size, position % size + count)]
 
 
 def final_answer(text):
-    r"""The rest of the line after the last '####', or what is in the last '\boxed{}' if that is later; else None."""
+    r"""The rest of the line after the last '####', or the inside of the last '\boxed{}' if later, or None."""
     marker, box = text.rfind("####"), text.rfind("\\boxed{")
     depth = 0
     for end in range(box + 6, len(text) if box > marker else 0):
@@ -190,12 +176,10 @@ def final_answer(text):
     return text[marker + 4 :].split("\n", 1)[0].strip() or None if marker >= 0 else None
 
 
-NUMBER = re.compile(r"([+-]?)\$?([0-9]{1,3}(?:,[0-9]{3})+|[0-9]*)(\.[0-9]+)?(?:/([0-9]+))?%?\.?")
-
-
 def canonical(answer):
-    """A number ('$1,000.50', '42.0', '3/6', '7%', '42.') as an exact Fraction, anything else as folded text."""
-    number = NUMBER.fullmatch(answer) if len(answer) <= 100 else None
+    """A number ('$1,000.50', '42.0', '3/6', '7%', '42.') as a Fraction, anything else as folded text."""
+    pattern = r"([+-]?)\$?([0-9]{1,3}(?:,[0-9]{3})+|[0-9]*)(\.[0-9]+)?(?:/([0-9]+))?%?\.?"
+    number = re.fullmatch(pattern, answer) if len(answer) <= 100 else None
     try:
         sign, whole, decimals, denominator = number.groups("")
         return Fraction(sign + whole.replace(",", "") + decimals) / Fraction(denominator or 1)
@@ -204,14 +188,13 @@ def canonical(answer):
 
 
 def verify(text, answer, truncated=False):
-    """(reward, why): 1.0 'correct', 0.0 'wrong', 'no_answer' or 'truncated', since what is cut off is not right."""
+    """(reward, why): 1.0 'correct'; 0.0 'wrong', 'no_answer' or 'truncated': what is cut off is not right."""
     found = final_answer(text)
     if truncated or found is None:
         return 0.0, "truncated" if truncated else "no_answer"
     return (1.0, "correct") if canonical(found) == canonical(answer) else (0.0, "wrong")
 
 
-# ------------------------------------------------------------------------------------------------- the sampler
 class Completion(NamedTuple):
     prompt_ids: list
     ids: list  # as sampled, never re-tokenized; the last one is the EOS unless truncated
@@ -221,7 +204,7 @@ class Completion(NamedTuple):
 
 
 def pad(rows, device, left=False):
-    """List of lists -> tensor on the device, with zeros on the right or left; to CUDA without waiting for the copy."""
+    """List of lists -> tensor on the device, zeros on the right or left; CUDA does not wait for the copy."""
     fill = [[0] * (max(map(len, rows)) - len(row)) for row in rows]
     rows = torch.tensor([zeros + row if left else row + zeros for row, zeros in zip(rows, fill, strict=True)])
     return rows.pin_memory().to(device, non_blocking=True) if "cuda" in str(device) else rows.to(device)
@@ -229,10 +212,9 @@ def pad(rows, device, left=False):
 
 @torch.no_grad()
 def sample(model, tokenizer, prompts, group_size, args, generator=None, greedy=False, drop_every=None):
-    """`group_size` completions of each prompt (token ids), drawn from the whole distribution at `args.temperature`,
-    or greedily: a list of `Completion`s, those of one prompt in a row. A prompt is run once and its keys and values
-    are copied to its group; rows leave the batch when they end. The noise of each row and step is drawn beforehand,
-    so what a row becomes does not depend on which others are left."""
+    """`group_size` completions of each prompt (token ids) in a row, from the whole distribution or greedy. A
+    prompt is run once, its cache copied to its group; rows leave the batch when they end. All noise is drawn
+    in advance, so that what a row becomes does not depend on which others are left."""
     device, cap, N = model.device, args.max_new_tokens, len(prompts) * group_size
     eos = model.generation_config.eos_token_id  # chat models have several
     eos = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
@@ -244,14 +226,12 @@ def sample(model, tokenizer, prompts, group_size, args, generator=None, greedy=F
     ended_R = torch.zeros_like(rows_R, dtype=torch.bool)
     attention_RS = F.pad(attention_PS, (0, cap), value=1).repeat_interleave(group_size, 0)
     position_R1 = attention_PS.sum(1, keepdim=True).repeat_interleave(group_size, 0)
-    drop_every = drop_every or (16 if device.type == "cuda" else 1)  # to look for ended rows is to wait for the GPU
+    drop_every = drop_every or (16 if device.type == "cuda" else 1)  # looking for ended rows stalls a GPU
     cache = transformers.DynamicCache(config=model.config)
-
     def next_logits(tokens, attention, positions):
-        inputs = dict(attention_mask=attention, position_ids=positions, past_key_values=cache, logits_to_keep=1)
+        inputs = dict(attention_mask=attention, position_ids=positions, past_key_values=cache)
         with torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
-            return model(tokens, **inputs).logits[:, -1].float()
-
+            return model(tokens, **inputs, logits_to_keep=1).logits[:, -1].float()
     logits_PV = next_logits(prompt_PS, attention_PS, (attention_PS.cumsum(1) - 1).clamp(min=0))
     cache.batch_repeat_interleave(group_size)
     logits_RV = logits_PV.repeat_interleave(group_size, 0)
@@ -277,16 +257,16 @@ def sample(model, tokenizer, prompts, group_size, args, generator=None, greedy=F
         logits_RV = next_logits(token_R1, attention_RS[:, : prompt_PS.shape[1] + t + 1], position_R1 + t)
     # A completion ends with its first EOS: rows may have run on until they were dropped.
     is_eos_NT = torch.isin(ids_NT, eos)
-    ended_N, end_N = is_eos_NT.any(1).tolist(), (is_eos_NT.int().argmax(1) + 1).tolist()
-    rows = [slice(0, end if ended else cap) for end, ended in zip(end_N, ended_N, strict=True)]
-    ids, logprobs = ([x[r] for x, r in zip(y.tolist(), rows, strict=True)] for y in (ids_NT, logprobs_NT))
+    end_N = torch.where(is_eos_NT.any(1), is_eos_NT.int().argmax(1) + 1, cap).tolist()
+    lists = ids_NT.tolist(), logprobs_NT.tolist()
+    ids, logprobs = ([row[:n] for row, n in zip(rows, end_N, strict=True)] for rows in lists)
+    prompts, cut = [p for p in prompts for _ in range(group_size)], (~is_eos_NT.any(1)).tolist()
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    return [Completion(prompts[i // group_size], ids[i], logprobs[i], not ended_N[i], texts[i]) for i in range(N)]
+    return [Completion(*row) for row in zip(prompts, ids, logprobs, cut, texts, strict=True)]
 
 
 class Batch(NamedTuple):
-    """Completions as tensors. Masks come from lengths, never from token values: pad and EOS may share an id."""
-
+    """Completions as tensors. Masks come from lengths, never from token values: pad and EOS may be one id."""
     tokens_NS: torch.Tensor  # prompts padded on the left, responses on the right
     attention_NS: torch.Tensor  # 1 on prompt and response
     mask_NT: torch.Tensor  # True on the response, its EOS included
@@ -302,10 +282,10 @@ def collate(completions, device):
     ones = [[[1] * len(ids) for ids in side] for side in (prompts, responses)]
     tokens_NS = torch.cat([pad(prompts, device, left=True), pad(responses, device)], dim=1)
     attention_NS = torch.cat([pad(ones[0], device, left=True), pad(ones[1], device)], dim=1)
-    return Batch(tokens_NS, attention_NS, pad(ones[1], device).bool(), pad([c.logprobs for c in completions], device))
+    logprobs_NT = pad([c.logprobs for c in completions], device)
+    return Batch(tokens_NS, attention_NS, pad(ones[1], device).bool(), logprobs_NT)
 
 
-# ------------------------------------------------------------------------------ log-probs and router statistics
 class TokenOutputs(NamedTuple):
     logprobs_BT: torch.Tensor  # of the sampled tokens
     entropy_BT: torch.Tensor  # in nats
@@ -315,17 +295,15 @@ class TokenOutputs(NamedTuple):
 
 
 def token_logprobs(model, batch, temperature, dtype="float32", chunk_numbers=2**26):
-    """Log-probs and entropies of the response tokens at the sampling temperature, float32, with gradients if on.
-    Only response positions get logits, about `chunk_numbers` at a time, and those are computed again in the
-    backward pass: the logits of a large vocabulary never exist as a whole."""
+    """Log-probs and entropies of the response tokens at the sampling temperature, float32, with gradients.
+    Only response positions get logits, `chunk_numbers` at a time, computed again in the backward pass, so the
+    logits of a large vocabulary never exist as a whole."""
     T, K = batch.mask_NT.shape[1], getattr(model.config, "num_experts_per_tok", 0)
     predicts = slice(-T - 1, -1)  # the token at s is predicted at s - 1
-
     def logprob_and_entropy(hidden_CH, token_C):
         logits_CV = model.get_output_embeddings()(hidden_CH).float() / temperature
         logprobs_CV = torch.log_softmax(logits_CV, dim=-1)
         return logprobs_CV.gather(1, token_C[:, None])[:, 0], -(logprobs_CV.exp() * logprobs_CV).sum(-1)
-
     with torch.autocast(batch.tokens_NS.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
         inputs = dict(position_ids=(batch.attention_NS.cumsum(1) - 1).clamp(min=0), use_cache=False)
         inputs |= dict(output_router_logits=True) if K else {}
@@ -335,8 +313,7 @@ def token_logprobs(model, batch, temperature, dtype="float32", chunk_numbers=2**
         parts = [checkpoint(logprob_and_entropy, *chunk, use_reentrant=False) for chunk in chunks]
     logprobs_BT, entropy_BT = (torch.cat(part).view_as(batch.mask_NT) for part in zip(*parts, strict=True))
     if not K:
-        nothing = torch.empty(*batch.mask_NT.shape, 0, 0, device=logprobs_BT.device)
-        return TokenOutputs(logprobs_BT, entropy_BT, nothing.sum(), (), nothing)
+        return TokenOutputs(logprobs_BT, entropy_BT, 0.0, (), logprobs_BT.new_empty(*logprobs_BT.shape, 0, 0))
     layers = tuple(layer.float() for layer in output.router_logits)  # each (B*S, E)
     aux_loss = load_balancing_loss_func(layers, layers[0].shape[-1], K, batch.attention_NS)  # without padding
     layers = tuple(layer.view(*batch.tokens_NS.shape, -1)[:, predicts] for layer in layers)
@@ -351,8 +328,8 @@ def masked_mean(x, mask):
 
 @torch.no_grad()
 def router_stats(outputs, old_experts_BTLK, mask_BT):
-    """Means over response tokens and layers: entropy of the router in nats, share of tokens whose set of active
-    experts is not the old policy's any more, and (L*E numbers) each expert's share of the load of its layer."""
+    """Means over response tokens and layers: router entropy (nats), share of tokens whose active experts are
+    not the old policy's any more, (L*E numbers) the share of its layer's load that an expert carries."""
     if not outputs.router_logits:
         return {}
     num_experts, num_active = outputs.router_logits[0].shape[-1], old_experts_BTLK.shape[-1]
@@ -366,14 +343,8 @@ def router_stats(outputs, old_experts_BTLK, mask_BT):
     }
 
 
-def check_finite(iteration, **tensors):
-    """Ends the run before a NaN or an infinity reaches the weights; the last checkpoint stays as it is."""
-    for name in (name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()):
-        fail(f"iteration {iteration}: {name} is not finite")
-
-
 class Meter:
-    """Weighted means over an iteration's micro-batches, kept on the device until read; '..._max' is a maximum."""
+    """Weighted means over an iteration's micro-batches, on the device until read; '..._max' is a maximum."""
 
     def __init__(self):
         self.sums, self.weights = {}, {}
@@ -393,43 +364,38 @@ class Meter:
         return means | ({"moe/load_max": max(load), "moe/load_min": min(load)} if load else {})
 
 
-# -------------------------------------------------------------------------------------------------- evaluation
 def describe(completions, verdicts):
-    """Shares and lengths in a list of completions with (reward, why); 'direct' has nothing before the answer."""
+    """Shares and lengths in completions with their (reward, why); 'direct' has nothing before the answer."""
     why, lengths = [why for _, why in verdicts], [len(c.ids) for c in completions]
     words = dict(accuracy="correct", truncated_frac="truncated", no_answer_frac="no_answer")
     shares = {key: why.count(word) / len(why) for key, word in words.items()}
-    shares["direct_frac"] = sum(c.text.lstrip().startswith(("####", "\\boxed{")) for c in completions) / len(why)
+    shares["direct_frac"] = sum(c.text.lstrip().startswith(("####", "\\box")) for c in completions) / len(why)
     return shares | {"response_len_mean": sum(lengths) / len(why), "response_len_max": max(lengths)}
 
 
 def evaluate(model, tokenizer, problems, args):
-    """Held-out problems, each answered once greedily and once at the training temperature with fixed noise."""
-    result, generator, size = {}, torch.Generator().manual_seed(0), args.prompts_per_iteration * args.group_size
+    """Held-out problems, answered once greedily and once at the training temperature with fixed noise."""
+    result, size = {}, args.prompts_per_iteration * args.group_size
     for name in ("greedy", "sampled"):
         completions = []
-        for start in range(0, len(problems), size):
-            prompts = [problem.prompt_ids for problem in problems[start : start + size]]
-            completions += sample(model, tokenizer, prompts, 1, args, generator, greedy=name == "greedy")
+        for i in range(0, len(problems), size):
+            prompts = [problem.prompt_ids for problem in problems[i : i + size]]
+            noise = torch.Generator().manual_seed(i)
+            completions += sample(model, tokenizer, prompts, 1, args, noise, greedy=name == "greedy")
         pairs = list(zip(completions, problems, strict=True))
         result[name] = describe(completions, [verify(c.text, p.answer, c.truncated) for c, p in pairs])
     return result | {"examples": [[p.prompt, c.text] for c, p in pairs[:3]]}
 
 
-# ---------------------------------------------------------------------------------------------- the run folder
-MAY_CHANGE = {"device", "iterations", "eval_every", "save_every", "resume", "run_dir", "tensorboard"}
-
-
 class Run:
-    """The run folder: metrics.jsonl, samples.jsonl and one checkpoint-<iteration>, which is always whole.
-
-    A checkpoint is a transformers folder (weights, configuration, tokenizer) with the rest of the state beside it,
-    written under another name and renamed; only then is its predecessor removed.
-    """
+    """The run folder: metrics.jsonl, samples.jsonl and a checkpoint, always whole: a transformers folder with
+    the rest of the state in it, renamed into place before its predecessor is removed."""
 
     def __init__(self, args):
         self.args, self.stop, self.script = args, False, Path(sys.argv[0]).stem
-        self.settings = {"script": self.script, **vars(args)}
+        may_change = {"device", "iterations", "eval_every", "save_every", "resume", "run_dir", "tensorboard"}
+        fixed = {key: value for key, value in vars(args).items() if key not in may_change}
+        self.settings = {"script": self.script, **fixed}
         self.folder = Path(args.run_dir or f"runs/{self.script}-seed{args.seed}")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -451,22 +417,21 @@ class Run:
             signal.signal(number, self.on_signal)
 
     def on_signal(self, number, frame):
-        """The first signal ends the run after this iteration's save, the second one at once."""
+        """The first signal ends the run after this iteration and its save, the second one at once."""
         signal.signal(number, signal.SIG_DFL)
+        command = shlex.join(["python", *sys.argv, *["--resume"][: "--resume" not in sys.argv]])
+        tqdm.write(f"stopping after this iteration; to go on: {command}", file=sys.stderr)
         self.stop = True
 
-    def checkpoint(self):
-        """The newest checkpoint's folder, or None."""
-        return max(self.folder.glob("checkpoint-*[0-9]"), default=None)
-
     def restore(self, model, generator, **parts):
-        """Loads the newest checkpoint, if any, into model, generator and parts (whatever has a state_dict).
-        Returns the state: iterations done, position in the data, and what the script added."""
-        folder, state = self.checkpoint(), {"iteration": 0, "position": 0}
+        """Loads the newest checkpoint, if any, into model, generator and parts (with a state_dict). Returns
+        the state: iterations done, position in the data, and what the script added."""
+        state = {"iteration": 0, "position": 0}
+        folder = max(self.folder.glob("checkpoint-*[0-9]"), default=None)
         if folder:
             try:
                 saved = torch.load(folder / "trainer_state.pt", weights_only=True)
-                policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
+                policy = transformers.AutoModelForCausalLM.from_pretrained(folder, **PRECISE_AND_SAFE)
                 model.load_state_dict(policy.state_dict())
                 generator.set_state(saved["generator"])
                 for name, part in parts.items():
@@ -474,28 +439,30 @@ class Run:
                 state, settings = saved["state"], saved["settings"]
             except Exception as error:
                 fail(f"--resume: {folder} cannot be read: {str(error).splitlines()[0]}")
-            for name, value in self.settings.items():
-                if settings.get(name) != value and name not in MAY_CHANGE:
-                    fail(f"--resume: {folder} was made with {name} {settings.get(name)}, not {value}")
+            for name in (name for name in self.settings if self.settings[name] != settings.get(name)):
+                fail(f"--resume: {folder} has {name} {settings.get(name)}, not {self.settings[name]}")
         for path in (self.folder / "metrics.jsonl", self.folder / "samples.jsonl"):  # drop what came later
             lines = path.read_text().splitlines(keepends=True) if path.exists() else []
             lines = [line for line in lines if line.endswith("}\n")]
             path.write_text("".join(x for x in lines if json.loads(x)["iteration"] <= state["iteration"]))
-        self.bar = tqdm(total=self.args.iterations, initial=state["iteration"], desc=self.script, mininterval=0.5)
+        self.bar = tqdm(initial=state["iteration"], total=self.args.iterations, desc=self.script)
         return state
+
+    def check_finite(self, iteration, **tensors):
+        """Ends the run before a NaN or an infinity reaches the weights; the last checkpoint stays."""
+        for name in (name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()):
+            fail(f"iteration {iteration}: {name} is not finite")
 
     def due(self, every, iteration):
         """Whether what happens each `every` iterations (0: never) and after the last one happens now."""
         return iteration == self.args.iterations or bool(every and iteration % every == 0)
 
     def log(self, iteration, metrics, problems, completions, verdicts):
-        """A line in metrics.jsonl, four completions in samples.jsonl, what matters most on the progress bar."""
-        metrics = {f"rollout/{key}": value for key, value in describe(completions, verdicts).items()} | metrics
-        group, quarter = len(completions) // len(problems), -(-len(completions) // 4)
-        samples = [
-            {"prompt": problems[i // group].prompt, "completion": completions[i].text, "verdict": verdicts[i][1]}
-            for i in range(0, len(completions), quarter)
-        ]
+        """A line in metrics.jsonl, four completions in samples.jsonl, the bar."""
+        shares, group = describe(completions, verdicts), len(completions) // len(problems)
+        metrics = {f"rollout/{key}": value for key, value in shares.items()} | metrics
+        rows = zip(problems[:4], completions[::group], verdicts[::group], strict=False)
+        samples = [{"prompt": p.prompt, "completion": c.text, "verdict": why} for p, c, (_, why) in rows]
         for name, lines in (("metrics.jsonl", [metrics]), ("samples.jsonl", samples)):
             with open(self.folder / name, "a") as file:
                 file.writelines(json.dumps({"iteration": iteration, **line}) + "\n" for line in lines)
@@ -503,26 +470,22 @@ class Run:
             self.writer.add_scalar(key, value, iteration)
         if "eval/accuracy" in metrics:
             tqdm.write(f"iteration {iteration:4d}: held-out accuracy {metrics['eval/accuracy']:.3f}")
-        shown = dict(reward="rollout/reward_mean", length="rollout/response_len_mean", entropy="losses/entropy")
-        self.bar.set_postfix({name: f"{metrics[key]:.3g}" for name, key in shown.items()}, refresh=False)
+        self.bar.set_postfix_str(f"reward {metrics['rollout/reward_mean']:.2f}", refresh=False)
         self.bar.update()
 
     def save(self, state, model, tokenizer, generator, **parts):
-        """Writes the checkpoint; after a signal, also ends the program with the command that goes on."""
+        """Writes the checkpoint and, after a signal, ends the program."""
         folder, scratch = self.folder / f"checkpoint-{state['iteration']:06d}", self.folder / "checkpoint.tmp"
         shutil.rmtree(scratch, ignore_errors=True)
         model.save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
         saved = dict(state=state, settings=self.settings, generator=generator.get_state())
-        parts = {name: part.state_dict() for name, part in parts.items()}
-        torch.save({**saved, "parts": parts}, scratch / "trainer_state.pt")
+        saved["parts"] = {name: part.state_dict() for name, part in parts.items()}
+        torch.save(saved, scratch / "trainer_state.pt")
         scratch.rename(folder)
         for old in set(self.folder.glob("checkpoint-*[0-9]")) - {folder}:
             shutil.rmtree(old)
         if self.stop:
-            self.bar.close()
-            command = shlex.join(["python", *sys.argv, *["--resume"][: "--resume" not in sys.argv]])
-            print(f"stopped after iteration {state['iteration']}; to go on: {command}", file=sys.stderr)
             raise SystemExit(130)
 
     def finish(self, before, after):
@@ -530,8 +493,8 @@ class Run:
         self.bar.close()
         columns = [before["greedy"], after["greedy"], before["sampled"], after["sampled"]]
         print(f"\n{'held-out problems':20}{'greedy':>8}{'after':>9}{'sampled':>11}{'after':>9}")
-        for key in before["greedy"]:
-            print(f"{key:20}" + "{:8.3g} ->{:7.3g}{:10.3g} ->{:7.3g}".format(*(column[key] for column in columns)))
+        for key, *x in zip(before["greedy"], *(column.values() for column in columns), strict=True):
+            print(f"{key:20}{x[0]:8.3g} ->{x[1]:6.3g}{x[2]:11.3g} ->{x[3]:6.3g}")
         for (prompt, first), (_, last) in zip(before["examples"], after["examples"], strict=True):
             print(f"\n{prompt}\n  before: {first}\n  after:  {last}")
-        print(f"\nthe trained model: {self.checkpoint()}")
+        print(f"\nthe trained model: {max(self.folder.glob('checkpoint-*[0-9]'))}")

@@ -15,11 +15,13 @@ The root of the family: grpo.py is the child, and its header lists the differenc
 Left open by the papers, chosen here: the critic is a second copy of the base model with a linear head that
 starts at zero, and V_t is read where o_t is predicted; after the last token V is 0, or the critic's value
 there if the completion was cut off; one completion per prompt, so that a rollout is as large as the
-siblings'; gamma 1, so a right answer is worth the same however long it is; beta 0.02; c_v 0.5; c_e 0; one
-learning rate for both models, each with a gradient norm of its own.
+siblings'; gamma 1, so a right answer is worth the same however long it is; beta 0.02; c_v 0.5; c_e 0; a
+gradient norm of its own for each model, and a higher learning rate for the critic, which has to learn from
+nothing to see a wrong step (at the policy's 2e-4 it explains 2 % of the variance of the returns in the last
+ten iterations, at 2e-3 18 %).
 
 Run:    python ppo.py
-Expect: greedy held-out accuracy from 0.45 to
+Expect: greedy held-out accuracy from 0.45 to 0.95 or more in about two and a half minutes on two CPU cores.
 """
 
 import copy
@@ -31,7 +33,7 @@ import torch
 from torch import nn
 from transformers.hf_argparser import HfArg
 
-from common import Meter, Run, check_finite, collate, evaluate, fail, load_model, load_problems, masked_mean
+from common import Meter, Run, collate, evaluate, fail, load_model, load_problems, masked_mean
 from common import parse_args, router_stats, sample, take_problems, token_logprobs, verify
 
 
@@ -68,6 +70,7 @@ class Args:
     value_coef: float = HfArg(default=0.5, help="weight of the value loss")
     value_clip: float = HfArg(default=0.2, help="how far a value may move [0: any distance]")
     entropy_coef: float = HfArg(default=0.0, help="weight of the entropy bonus")
+    critic_lr: float = HfArg(default=2e-3, help="AdamW's learning rate of the critic, constant")
 
 
 class Critic(nn.Module):
@@ -157,7 +160,9 @@ def main(args):
     train_problems, held_out_problems = load_problems(args.dataset, tokenizer)
     generator = torch.Generator().manual_seed(args.seed)
     critic, ref_model = Critic(model), copy.deepcopy(model)
-    optimizer = torch.optim.AdamW([*model.parameters(), *critic.parameters()], lr=args.lr, weight_decay=0.0)
+    critic_group = {"params": list(critic.parameters()), "lr": args.critic_lr}
+    policy_group = {"params": list(model.parameters()), "lr": args.lr}
+    optimizer = torch.optim.AdamW([policy_group, critic_group], weight_decay=0.0)
     parts = {"optimizer": optimizer}  # what a checkpoint holds beside the policy
     parts |= {"reference": ref_model, "critic": critic}
     state = run.restore(model, generator, **parts)
@@ -246,7 +251,7 @@ def main(args):
                         meter.add("losses", {"first_step_ratio_error_max": error}, 1)
                 grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
                 critic_norm = torch.nn.utils.clip_grad_norm_(critic.parameters(), args.max_grad_norm)
-                check_finite(iteration, loss=total, grad_norm=grad_norm, critic_grad_norm=critic_norm)
+                run.check_finite(iteration, loss=total, grad_norm=grad_norm, critic_grad_norm=critic_norm)
                 optimizer.step()
                 optimizer.zero_grad()
                 meter.add("charts", {"grad_norm": grad_norm}, 1)

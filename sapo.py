@@ -25,7 +25,7 @@ from typing import Literal
 import torch
 from transformers.hf_argparser import HfArg
 
-from common import Meter, Run, check_finite, collate, evaluate, fail, load_model, load_problems, masked_mean
+from common import Meter, Run, collate, evaluate, fail, load_model, load_problems, masked_mean
 from common import parse_args, router_stats, sample, take_problems, token_logprobs, verify
 
 
@@ -162,7 +162,7 @@ def main(args):
                         error = torch.where(micro.mask_NT, error_BT, 0).abs().max()
                         meter.add("losses", {"first_step_ratio_error_max": error}, 1)
                 grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-                check_finite(iteration, loss=loss, grad_norm=grad_norm)
+                run.check_finite(iteration, loss=loss, grad_norm=grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
                 meter.add("charts", {"grad_norm": grad_norm}, 1)

@@ -42,7 +42,11 @@ def test_first_step_gradient(variant):
     lp, old, adv, mask = on_policy()
     lengths, N = mask.sum(1, keepdim=True), 4
     per_sequence = adv[:, None] / (N * lengths) * mask
-    expected = {"dapo": adv[:, None] / 10 * mask, "cispo": adv[:, None] / 10 * mask, "dr_grpo": adv[:, None] / (N * 48) * mask}
+    expected = {
+        "dapo": adv[:, None] / 10 * mask,
+        "cispo": adv[:, None] / 10 * mask,
+        "dr_grpo": adv[:, None] / (N * 48) * mask,
+    }
     if name == "ppo":
         adv = torch.arange(16, dtype=F64).view(4, 4) - 7
         expected["ppo"] = adv / 10 * mask
@@ -57,7 +61,11 @@ def test_group_advantages():
     for name in set(SCRIPTS) - {"ppo"}:
         module, args = script_args(name)
         A = module.compute_advantages(rewards, args)
-        expected = [[0.75, -0.25, -0.25, -0.25], [-1, -1, -1, 3]] if name == "dr_grpo" else [[1.5, -0.5, -0.5, -0.5]] * 2
+        expected = (
+            [[0.75, -0.25, -0.25, -0.25], [-1, -1, -1, 3]]
+            if name == "dr_grpo"
+            else [[1.5, -0.5, -0.5, -0.5]] * 2
+        )
         if name != "dr_grpo":
             expected[1] = [-0.5, -0.5, -0.5, 1.5]
         torch.testing.assert_close(A, tensor(expected), rtol=1e-5, atol=1e-5)
@@ -96,7 +104,9 @@ def test_gspo_token():
     s = 1.0689391
     grad, J = gradient("gspo", lp, old, tensor([2.0]), mask, changes=wide)
     assert J == pytest.approx(2 * s, abs=1e-7)
-    token_grad, token_J = gradient("gspo", lp, old, tensor([2.0]), mask, changes={**wide, "variant": "gspo_token"})
+    token_grad, token_J = gradient(
+        "gspo", lp, old, tensor([2.0]), mask, changes={**wide, "variant": "gspo_token"}
+    )
     assert token_J == pytest.approx(J, rel=1e-12)
     torch.testing.assert_close(token_grad, grad, rtol=1e-12, atol=0)
     A = tensor([[1.0, -2.0, 3.0]])
@@ -132,7 +142,10 @@ def test_gmpo_is_below_the_arithmetic_mean_and_tames_an_outlier():
     for A in (1.0, -1.0):
         for _ in range(20):
             log_r, zero = torch.randn(1, 8, generator=g, dtype=F64), torch.zeros(1, 8, dtype=F64)
-            mask, wide = torch.ones(1, 8), {"clip_eps_low": 1 - math.exp(-0.4), "clip_eps_high": math.exp(0.4) - 1}
+            mask, wide = (
+                torch.ones(1, 8),
+                {"clip_eps_low": 1 - math.exp(-0.4), "clip_eps_high": math.exp(0.4) - 1},
+            )
             _, gm = gradient("gmpo", log_r, zero, tensor([A]), mask)
             _, am = gradient("grpo", log_r, zero, tensor([A]), mask, changes=wide)
             assert abs(gm) <= abs(am) + 1e-12
@@ -205,10 +218,16 @@ def test_cispo():
 def test_normalisers_agree_for_equal_lengths():
     """9"""
     g = torch.Generator().manual_seed(1)
-    old, mask, adv = -torch.rand(6, 5, generator=g, dtype=F64), torch.ones(6, 5), torch.randn(6, generator=g, dtype=F64)
+    old, mask, adv = (
+        -torch.rand(6, 5, generator=g, dtype=F64),
+        torch.ones(6, 5),
+        torch.randn(6, generator=g, dtype=F64),
+    )
     lp = old + 0.4 * torch.randn(6, 5, generator=g, dtype=F64)
     same = {"clip_eps_low": 0.2, "clip_eps_high": 0.2}
-    (_, grpo), (_, dapo), (_, dr) = (gradient(n, lp, old, adv, mask, changes=same) for n in ("grpo", "dapo", "dr_grpo"))
+    (_, grpo), (_, dapo), (_, dr) = (
+        gradient(n, lp, old, adv, mask, changes=same) for n in ("grpo", "dapo", "dr_grpo")
+    )
     assert dapo == pytest.approx(grpo, rel=1e-12) and dr == pytest.approx(grpo * 5 / 48, rel=1e-12)
 
 
@@ -231,7 +250,9 @@ def test_gae_by_hand():
     torch.testing.assert_close(ppo.compute_gae(rewards, values, mask, 1.0, 0.0)[0], tensor([[0.1, 0.1, 0.3]]))
     bad = float("nan")
     wide = [torch.cat([x, tensor([[y, y]])], dim=1) for x, y in ((rewards, bad), (values, bad), (mask, 0))]
-    rows = [torch.cat([x, torch.rand(1, 5, dtype=F64) if i < 2 else torch.ones(1, 5)]) for i, x in enumerate(wide)]
+    rows = [
+        torch.cat([x, torch.rand(1, 5, dtype=F64) if i < 2 else torch.ones(1, 5)]) for i, x in enumerate(wide)
+    ]
     A2, returns2 = ppo.compute_gae(*rows, 1.0, 0.95)
     torch.testing.assert_close(A2[:1, :3], A)
     torch.testing.assert_close(returns2[:1, :3], returns)
@@ -247,7 +268,9 @@ def test_gae_equals_the_sum_of_discounted_deltas():
     mask = torch.arange(6)[None] < torch.tensor(lengths)[:, None]
     A, _ = ppo.compute_gae(rewards, values, mask, gamma, lam)
     for i, n in enumerate(lengths):
-        delta = [rewards[i, t] + gamma * (values[i, t + 1] if t + 1 < n else 0) - values[i, t] for t in range(n)]
+        delta = [
+            rewards[i, t] + gamma * (values[i, t + 1] if t + 1 < n else 0) - values[i, t] for t in range(n)
+        ]
         for t in range(n):
             literal = sum((gamma * lam) ** k * delta[t + k] for k in range(n - t))
             torch.testing.assert_close(A[i, t], literal)
@@ -263,10 +286,17 @@ def test_value_loss_and_whitening():
     loss.backward()
     assert loss.item() == pytest.approx((0.09 + 0.01) / 2) and v.grad.tolist() == [[0.0, pytest.approx(0.1)]]
     free = script_args("ppo", value_clip=0.0)[1]
-    assert ppo.value_loss(tensor([[0.9]]), tensor([[0.5]]), tensor([[1.0]]), tensor([[1]]), 1, free) == pytest.approx(0.01)
-    x, mask = tensor([[1.0, 2, 3, float("nan")], [9, 5, float("inf"), 0]]), tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
+    assert ppo.value_loss(
+        tensor([[0.9]]), tensor([[0.5]]), tensor([[1.0]]), tensor([[1]]), 1, free
+    ) == pytest.approx(0.01)
+    x, mask = (
+        tensor([[1.0, 2, 3, float("nan")], [9, 5, float("inf"), 0]]),
+        tensor([[1, 1, 1, 0], [1, 1, 0, 0]]),
+    )
     white = ppo.whiten(x, mask)[mask.bool()]
-    assert white.mean().item() == pytest.approx(0, abs=1e-12) and white.var(unbiased=False).item() == pytest.approx(1)
+    assert white.mean().item() == pytest.approx(0, abs=1e-12) and white.var(
+        unbiased=False
+    ).item() == pytest.approx(1)
 
 
 def k3_of(log_ratio_ref_over_pi):
@@ -290,7 +320,9 @@ def test_k3_is_the_kl_in_expectation():
     g = torch.Generator().manual_seed(3)
     pi, ref = (torch.randn(5, generator=g, dtype=F64).log_softmax(0) for _ in range(2))
     kl = (pi.exp() * (pi - ref)).sum().item()
-    assert sum(pi[a].exp().item() * k3_of((ref - pi)[a].item()) for a in range(5)) == pytest.approx(kl, rel=1e-10)
+    assert sum(pi[a].exp().item() * k3_of((ref - pi)[a].item()) for a in range(5)) == pytest.approx(
+        kl, rel=1e-10
+    )
 
 
 def test_corrected_k3_has_the_gradient_of_the_kl():

@@ -16,7 +16,11 @@ CASES = {
     "dapo": ("dapo", {}, ()),
     "gspo": ("gspo", {"clip_eps_low": 0.05, "clip_eps_high": 0.07}, ()),
     "gspo_token": ("gspo", {"clip_eps_low": 0.05, "clip_eps_high": 0.07, "variant": "gspo_token"}, ()),
-    "gspo_token, A_it": ("gspo", {"clip_eps_low": 0.2, "clip_eps_high": 0.2, "variant": "gspo_token"}, ("A_BT",)),
+    "gspo_token, A_it": (
+        "gspo",
+        {"clip_eps_low": 0.2, "clip_eps_high": 0.2, "variant": "gspo_token"},
+        ("A_BT",),
+    ),
     "cispo": ("cispo", {"is_weight_cap": 1.2}, ()),
     "cispo, PPO mask": ("cispo", {"ppo_mask": True}, ()),
     "gmpo": ("gmpo", {"log_ratio_clip": 0.2}, ()),
@@ -56,7 +60,9 @@ def loss_and_grad(module, args, lp, old, adv, mask, extra, split=None, N=None, t
     total = 0
     for rows in torch.arange(len(lp)).split(split or len(lp)):
         kwargs = {key: value[rows] for key, value in extra.items()}
-        loss, stats = module.policy_loss(lp[rows], old[rows], adv[rows], mask[rows], N, tokens, args, **kwargs)
+        loss, stats = module.policy_loss(
+            lp[rows], old[rows], adv[rows], mask[rows], N, tokens, args, **kwargs
+        )
         assert all(torch.isfinite(torch.as_tensor(value)).all() for value in stats.values()), stats
         total = total + loss
     total.backward()

@@ -51,10 +51,14 @@ def test_router_logits_are_raw_logits_at_the_predicting_position(moe):
     K = moe.config.num_experts_per_tok
     assert len(outputs.router_logits) == 3 and outputs.experts_BTLK.shape == (4, 7, 3, K)
     assert any((layer.sum(-1) - 1).abs().max() > 1e-2 for layer in outputs.router_logits)
-    alone = moe(batch.tokens_NS[2:3, 5:], output_router_logits=True)  # prompt of 1 and response of 7, no padding
+    alone = moe(
+        batch.tokens_NS[2:3, 5:], output_router_logits=True
+    )  # prompt of 1 and response of 7, no padding
     for layer, reference in zip(outputs.router_logits, alone.router_logits, strict=True):
         torch.testing.assert_close(layer[2], reference[:-1].float(), atol=1e-5, rtol=1e-4)
-        assert torch.equal(layer[2].topk(K).indices.sort().values, reference[:-1].topk(K).indices.sort().values)
+        assert torch.equal(
+            layer[2].topk(K).indices.sort().values, reference[:-1].topk(K).indices.sort().values
+        )
 
 
 def test_aux_loss_is_that_of_transformers_and_reaches_the_router(moe):
@@ -139,7 +143,9 @@ def test_a_dense_model_has_no_router():
     model = LlamaForCausalLM(LlamaConfig(**SHAPE)).eval()
     batch = batch_of()
     outputs = token_logprobs(model, batch, 1.0)
-    assert outputs.aux_loss == 0 and outputs.router_logits == () and outputs.experts_BTLK.shape == (4, 7, 0, 0)
+    assert (
+        outputs.aux_loss == 0 and outputs.router_logits == () and outputs.experts_BTLK.shape == (4, 7, 0, 0)
+    )
     assert router_stats(outputs, outputs.experts_BTLK, batch.mask_NT) == {}
 
 

@@ -60,7 +60,9 @@ def test_prefix_sharing_and_row_dropping_change_nothing(tiny_model):
     completions = sample(model, tokenizer, prompts, 4, args, torch.Generator().manual_seed(2))
     noise = torch.rand(20, args.max_new_tokens, generator=torch.Generator().manual_seed(2))
     for i, c in enumerate(completions):
-        ids, logprobs = slow_sample(model, prompts[i // 4], noise[i], 1.0, args.max_new_tokens, {tokenizer.eos_token_id})
+        ids, logprobs = slow_sample(
+            model, prompts[i // 4], noise[i], 1.0, args.max_new_tokens, {tokenizer.eos_token_id}
+        )
         assert c.ids == ids
         torch.testing.assert_close(torch.tensor(c.logprobs), torch.tensor(logprobs), atol=1e-4, rtol=0)
 
@@ -69,7 +71,9 @@ def test_layout_and_ends(tiny_model):
     """Row i * G + g belongs to prompt i; the one EOS is the last token; no EOS means cut off at the cap."""
     model, tokenizer = tiny_model
     prompts = prompts_of(tokenizer, *MIXED)
-    completions = sample(model, tokenizer, prompts, 6, settings(max_new_tokens=12), torch.Generator().manual_seed(3))
+    completions = sample(
+        model, tokenizer, prompts, 6, settings(max_new_tokens=12), torch.Generator().manual_seed(3)
+    )
     assert [c.prompt_ids for c in completions] == [p for p in prompts for _ in range(6)]
     for c in completions:
         assert c.ids.count(tokenizer.eos_token_id) == (not c.truncated)
@@ -121,7 +125,9 @@ def test_several_eos_ids_and_pad_that_is_eos(tiny_model):
     tokenizer.pad_token = tokenizer.eos_token
     hash_id = tokenizer("#").input_ids[0]
     model.generation_config.eos_token_id = [tokenizer.eos_token_id, hash_id]
-    completions = sample(model, tokenizer, prompts_of(tokenizer, *MIXED), 6, settings(), torch.Generator().manual_seed(6))
+    completions = sample(
+        model, tokenizer, prompts_of(tokenizer, *MIXED), 6, settings(), torch.Generator().manual_seed(6)
+    )
     ends = Counter(c.ids[-1] for c in completions if not c.truncated)
     assert ends[hash_id] > 0
     assert all(token not in (hash_id, tokenizer.eos_token_id) for c in completions for token in c.ids[:-1])
@@ -141,7 +147,9 @@ def test_the_eos_is_trained_and_what_follows_is_masked(tiny_model):
     assert batch.attention_NS.tolist() == [[1, 1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1, 1]]
     assert batch.mask_NT.tolist() == [[True, True, True, False, False], [True] * 5]
     lp = torch.zeros(2, 5, dtype=torch.float64, requires_grad=True)
-    loss, _ = grpo.policy_loss(lp, torch.zeros(2, 5), torch.tensor([1.0, -1.0]), batch.mask_NT, 2, 8, grpo.Args())
+    loss, _ = grpo.policy_loss(
+        lp, torch.zeros(2, 5), torch.tensor([1.0, -1.0]), batch.mask_NT, 2, 8, grpo.Args()
+    )
     loss.backward()
     assert (lp.grad[0, :3] != 0).all() and (lp.grad[0, 3:] == 0).all() and (lp.grad[1] != 0).all()
 

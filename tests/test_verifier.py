@@ -23,7 +23,18 @@ WRONG = [
     ("#### 10000000000000000000000001", "10000000000000000000000000"), ("#### 0.1", "0.10000000000000001"),
     ("#### -", "0"), ("#### $", "0"), ("#### .", "0"), ("#### 1_000", "1000"), ("#### 0x10", "16"),
 ]  # fmt: skip
-NO_ANSWER = ["", "365", "### 365", "####", "####\n365", "#### \n", "\\boxed{}", "\\boxed{365", "boxed{365}", "57+308=365"]
+NO_ANSWER = [
+    "",
+    "365",
+    "### 365",
+    "####",
+    "####\n365",
+    "#### \n",
+    "\\boxed{}",
+    "\\boxed{365",
+    "boxed{365}",
+    "57+308=365",
+]
 
 
 @pytest.mark.parametrize("text, gold", RIGHT)
@@ -47,7 +58,9 @@ def test_what_is_cut_off_is_never_right():
     assert verify("", "36", truncated=True) == (0.0, "truncated")
 
 
-@pytest.mark.parametrize("piece", ["{", "}", "{}", "\\boxed{", "#### ", "9", "9,", "9/", "a\n", "\\boxed{{", "-", "\u0663"])
+@pytest.mark.parametrize(
+    "piece", ["{", "}", "{}", "\\boxed{", "#### ", "9", "9,", "9/", "a\n", "\\boxed{{", "-", "\u0663"]
+)
 def test_a_megabyte_takes_no_time(piece):
     text = "\\boxed{" + piece * (10**6 // len(piece))
     start = time.perf_counter()
