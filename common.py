@@ -72,7 +72,7 @@ TINY_MODEL = dict(
     tie_word_embeddings=True, bos_token_id=None, initializer_range=0.1,  # 0.02 is for widths in the thousands
 )
 # This share of the demonstrations blurts the answer out (direct) or works it out (worked); the rest rambles.
-WARM_START = dict(seed=0, lr=8e-3, batch_size=64, direct=0.5, worked=0.4, wrong_step=0.02, max_tokens=48)
+WARM_START = dict(seed=0, lr=8e-3, batch_size=64, direct=0.5, worked=0.4, wrong_step=0.02, cap=48)
 PRECISE_AND_SAFE = dict(dtype=torch.float32, use_safetensors=True)  # how weights are loaded, always
 
 
@@ -113,7 +113,7 @@ def base_model_folder(steps):
         chosen = rng.choices(problems, k=WARM_START["batch_size"])
         texts = [demonstration(problem, rng) + tokenizer.eos_token for problem in chosen]
         rows = zip(chosen, tokenizer(texts).input_ids, strict=True)
-        batch = collate([Completion(p.prompt_ids, ids[: WARM_START["max_tokens"]], []) for p, ids in rows], "cpu")
+        batch = collate([Completion(p.prompt_ids, ids[: WARM_START["cap"]], []) for p, ids in rows], "cpu")
         outputs = token_logprobs(model, batch, temperature=1.0)
         (0.001 * outputs.aux_loss - masked_mean(outputs.logprobs_BT, batch.mask_NT)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

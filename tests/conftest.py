@@ -1,6 +1,9 @@
+import contextlib
 import dataclasses
 import importlib
+import io
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -21,11 +24,33 @@ def script_args(name, **changes):
     return module, dataclasses.replace(module.Args(), **changes)
 
 
-def run(name, *flags, cwd=ROOT, timeout=300):
-    """Runs a script as a user would, without a network."""
-    command = [sys.executable, str(ROOT / f"{name}.py"), *map(str, flags)]
-    env = os.environ | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
+def run_process(name, *flags, timeout=600):
+    """A script as a user runs it: a process of its own, on the CPU, without a network."""
+    command = [sys.executable, f"{name}.py", *map(str, flags)]
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout)
+
+
+def run(name, *flags):
+    """The same in this process, which saves the imports; what a user would see as a traceback fails."""
+    import common
+
+    module, out, err, code = importlib.import_module(name), io.StringIO(), io.StringIO(), 0
+    argv, cwd = sys.argv, os.getcwd()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    sys.argv = [f"{name}.py", *map(str, flags)]
+    os.chdir(ROOT)
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            module.main(common.parse_args(module.Args))
+    except SystemExit as exit:
+        code = exit.code
+    finally:
+        sys.argv = argv
+        os.chdir(cwd)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return subprocess.CompletedProcess(name, code or 0, out.getvalue(), err.getvalue())
 
 
 @pytest.fixture(scope="session")

@@ -30,9 +30,17 @@ def on_policy():
 
 
 VARIANTS = {
-    "grpo": {}, "gspo": {}, "gspo_token": {"variant": "gspo_token"}, "gmpo": {}, "rspo": {}, "sapo": {},
-    "dapo": {}, "cispo": {}, "dr_grpo": {}, "ppo": {},
-}  # fmt: skip
+    "grpo": {},
+    "gspo": {},
+    "gspo_token": {"variant": "gspo_token"},
+    "gmpo": {},
+    "rspo": {},
+    "sapo": {},
+    "dapo": {},
+    "cispo": {},
+    "dr_grpo": {},
+    "ppo": {},
+}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -98,7 +106,8 @@ def test_clip_table(name, A, r, value, slope):
 
 
 def test_gspo_token():
-    """4: the sequence ratio by hand; gspo_token is gspo for a shared A, and weighs each token by its own A."""
+    """4: the sequence ratio by hand; gspo_token is gspo for a shared A, and weighs each token by its own
+    A."""
     lp, old, mask = tensor([[0.1, -0.1, 0.2]]), torch.zeros(1, 3, dtype=F64), torch.ones(1, 3, dtype=F64)
     wide = {"clip_eps_low": 0.5, "clip_eps_high": 0.5}
     s = 1.0689391
@@ -137,7 +146,8 @@ def test_gmpo_without_clip_is_gspo_without_clip():
 
 
 def test_gmpo_is_below_the_arithmetic_mean_and_tames_an_outlier():
-    """6: |A| GM <= |A| AM per response with the same clip; one token at log r = 10 of 100 weighs e^0.1, not e^10."""
+    """6: |A| GM <= |A| AM per response with the same clip; one token at log r = 10 of 100 weighs e^0.1,
+    not e^10."""
     g = torch.Generator().manual_seed(0)
     for A in (1.0, -1.0):
         for _ in range(20):
@@ -202,7 +212,8 @@ def test_no_gradient_through_the_router_shift():
 
 
 def test_cispo():
-    """8: the weight is capped at the cap itself, the token keeps its gradient; the PPO mask gives dapo's gradient."""
+    """8: the weight is capped at the cap itself, the token keeps its gradient; the PPO mask gives dapo's
+    gradient."""
     lp, old, adv, mask = on_policy()
     lp = lp + 1.5 * torch.sin(torch.arange(16, dtype=F64)).view(4, 4)
     grad, _ = gradient("cispo", lp, old, adv, mask, changes={"is_weight_cap": 2.0})

@@ -1,4 +1,5 @@
-"""Every script's policy_loss against the literal double loop of reference.py: value and gradient, in float64."""
+"""Every script's policy_loss against the literal double loop of reference.py: value and gradient, in
+float64."""
 
 import pytest
 import reference
@@ -119,7 +120,8 @@ def test_permutation_inside_a_group_changes_nothing(case):
 
 @pytest.mark.parametrize("garbage", [0.0, 1e30, float("inf"), float("nan")])
 def test_padding_changes_nothing(case, garbage):
-    """More columns of padding, and whatever stands in padding, NaN too: same loss, same gradient, 0 on padding."""
+    """More columns of padding, and whatever stands in padding, NaN too: same loss, same gradient, 0 on
+    padding."""
     name, module, args, wants = case
     lp, old, adv, mask, _, extra = data(name, wants)
     loss, grad = loss_and_grad(module, args, lp, old, adv, mask, extra)

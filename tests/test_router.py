@@ -18,8 +18,18 @@ from transformers import (
 
 from common import Completion, Meter, collate, router_stats, token_logprobs
 
-SHAPE = dict(vocab_size=40, hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=4,
-             num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2)  # fmt: skip
+SHAPE = dict(
+    vocab_size=40,
+    hidden_size=32,
+    intermediate_size=32,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
 MODELS = {
     "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2)),
     "olmoe": lambda: OlmoeForCausalLM(OlmoeConfig(**SHAPE, num_experts=6, num_experts_per_tok=3)),
@@ -80,7 +90,8 @@ def test_policy_gradient_reaches_router_and_experts(moe):
 
 
 def test_rspo_on_any_moe(moe):
-    """gamma is exactly 1 before an update, below 1 after one, equals a literal computation, and trains no router."""
+    """gamma is exactly 1 before an update, below 1 after one, equals a literal computation, and trains no
+    router."""
     import rspo
 
     batch = batch_of()

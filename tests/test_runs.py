@@ -1,22 +1,23 @@
-"""The scripts as a user runs them: as subprocesses, on the CPU, without a network."""
+"""The scripts as a user runs them, on the CPU and without a network."""
 
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, run
+from conftest import ROOT, SCRIPTS, run, run_process
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-SMALL = ("--warm_start_steps", 60, "--prompts_per_iteration", 8, "--group_size", 4, "--max_new_tokens", 20,
-         "--num_minibatches", 2, "--eval_every", 2, "--iterations", 3)  # fmt: skip
+SMALL = """--prompts_per_iteration 16 --group_size 4 --max_new_tokens 32 --num_minibatches 2 --eval_every 2
+--iterations 3""".split()
 TIMES = {"charts/tokens_per_second", "charts/rollout_seconds", "charts/update_seconds"}
 
 
 def small(name, *flags):
-    """Small enough for a second or two; ppo has no groups, and dapo's overlong zone has to fit."""
-    own = {"ppo": ("--prompts_per_iteration", 32, "--group_size", 1), "dapo": ("--overlong_cache", 5)}
-    return run(name, *SMALL, *own.get(name, ()), *flags)
+    """The default base model, but small rollouts: about a second. ppo has no groups."""
+    own = ("--prompts_per_iteration", 64, "--group_size", 1) if name == "ppo" else ()
+    return run(name, *SMALL, *own, *flags)
 
 
 def metrics(folder):
@@ -28,12 +29,18 @@ def untimed(folder):
 
 
 COMMON_KEYS = {
-    *(f"rollout/{k}" for k in "reward_mean accuracy response_len_mean response_len_max truncated_frac no_answer_frac "
-      "sampler_kl".split()),
+    *(
+        f"rollout/{k}"
+        for k in "reward_mean accuracy response_len_mean response_len_max truncated_frac no_answer_frac "
+        "sampler_kl".split()
+    ),
     *(f"losses/{k}" for k in "policy_loss entropy approx_kl ratio_max first_step_ratio_error_max".split()),
     *(f"moe/{k}" for k in "aux_loss load_max load_min router_entropy expert_flip_frac".split()),
-    *(f"charts/{k}" for k in "learning_rate grad_norm tokens_per_second rollout_seconds update_seconds".split()),
-}  # fmt: skip
+    *(
+        f"charts/{k}"
+        for k in "learning_rate grad_norm tokens_per_second rollout_seconds update_seconds".split()
+    ),
+}
 CLIPS = {"losses/clipfrac_low", "losses/clipfrac_high"}
 GROUPS = {"rollout/frac_zero_std_groups"}
 EXTRA_KEYS = {
@@ -41,14 +48,33 @@ EXTRA_KEYS = {
     "grpo": CLIPS | GROUPS | {"losses/kl_ref"},
     "rspo": CLIPS | GROUPS | {"moe/router_shift"},
     "sapo": GROUPS,
-    "dapo": CLIPS | GROUPS | {f"rollout/groups_{k}" for k in "kept dropped_all_right dropped_all_wrong generated "
-                              "sampling_rounds".split()},
-}  # fmt: skip
+    "dapo": CLIPS
+    | GROUPS
+    | {
+        f"rollout/groups_{k}"
+        for k in "kept dropped_all_right dropped_all_wrong generated sampling_rounds".split()
+    },
+}
+
+
+@pytest.fixture(scope="session")
+def nine(tmp_path_factory):
+    """(result, run folder) of each script, run as processes, two at a time."""
+    folder = tmp_path_factory.mktemp("nine")
+    run_process("grpo", "--iterations", 1, "--run_dir", folder / "base")  # trains the base
+
+    def start(name):
+        own = ("--prompts_per_iteration", 64, "--group_size", 1) if name == "ppo" else ()
+        return run_process(name, *SMALL, *own, "--run_dir", folder / name)
+
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(start, SCRIPTS))
+    return {name: (result, folder / name) for name, result in zip(SCRIPTS, results, strict=True)}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_each_script_runs_and_logs_sensible_numbers(name, tmp_path):
-    result = small(name, "--run_dir", tmp_path)
+def test_each_script_runs_and_logs_sensible_numbers(name, nine):
+    result, tmp_path = nine[name]
     assert result.returncode == 0, result.stderr
     lines = metrics(tmp_path)
     assert [line["iteration"] for line in lines] == [1, 2, 3]
@@ -59,14 +85,14 @@ def test_each_script_runs_and_logs_sensible_numbers(name, tmp_path):
         # The ratio of the first inner step is 1: old log-probs and update share one forward.
         assert line["losses/first_step_ratio_error_max"] < 1e-4
         assert abs(line["rollout/sampler_kl"]) < 1e-4
-        assert 0 <= line["rollout/accuracy"] <= 1 and 0 < line["rollout/response_len_mean"] <= 20
+        assert 0 <= line["rollout/accuracy"] <= 1 and 0 < line["rollout/response_len_mean"] <= 32
         assert 0 < line["losses/entropy"] < math.log(17) and line["losses/approx_kl"] >= 0
         assert line["losses/ratio_max"] >= 1 and 0 < line["charts/grad_norm"] < 100
         assert line["moe/load_min"] < 1 / 8 < line["moe/load_max"] and line["moe/aux_loss"] >= 1.9
         assert ("eval/accuracy" in line) == (line["iteration"] > 1)
     if name == "dapo":
         kept = [line["rollout/groups_kept"] for line in lines]
-        assert all(k <= 8 for k in kept) and sum(line["rollout/groups_generated"] for line in lines) >= sum(
+        assert all(k <= 16 for k in kept) and sum(line["rollout/groups_generated"] for line in lines) >= sum(
             kept
         )
         for line in lines:
@@ -83,12 +109,18 @@ def test_each_script_runs_and_logs_sensible_numbers(name, tmp_path):
 
 
 OPTIONS = [
-    ("grpo", "--kl_is_corrected", "--ref_reset_every", 2), ("grpo", "--kl_coef", 0), ("dapo", "--overlong", "filter"),
-    ("dapo", "--overlong", "none", "--max_sampling_rounds", 1), ("gspo", "--variant", "gspo_token"),
-    ("cispo", "--ppo_mask"), ("gmpo", "--clip_level", "sequence"), ("rspo", "--shift", "literal"),
-    ("rspo", "--shift", "before_clip"), ("ppo", "--value_clip", 0, "--entropy_coef", 0.01, "--gae_lambda", 1),
-    ("grpo", "--update_epochs", 3, "--micro_batch_size", 4, "--temperature", 0.8, "--dtype", "bfloat16"),
-]  # fmt: skip
+    ("grpo", "--kl_is_corrected", "--ref_reset_every", 2),
+    ("grpo", "--kl_coef", 0),
+    ("dapo", "--overlong", "filter"),
+    ("dapo", "--overlong", "none", "--max_sampling_rounds", 1),
+    ("gspo", "--variant", "gspo_token"),
+    ("cispo", "--ppo_mask"),
+    ("gmpo", "--clip_level", "sequence"),
+    ("rspo", "--shift", "literal"),
+    ("rspo", "--shift", "before_clip"),
+    ("ppo", "--value_clip", 0, "--entropy_coef", 0.01, "--gae_lambda", 1),
+    ("grpo", "--update_epochs", 3, "--micro_batch_size", 8, "--temperature", 0.8, "--dtype", "bfloat16"),
+]
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda o: " ".join(map(str, o)))
@@ -97,6 +129,15 @@ def test_every_option_runs(option, tmp_path):
     result = small(name, "--run_dir", tmp_path, "--iterations", 2, *flags)
     assert result.returncode == 0, result.stderr
     assert all(math.isfinite(value) for line in metrics(tmp_path) for value in line.values())
+
+
+def test_dapo_says_so_when_no_group_is_mixed(tmp_path):
+    """A base model that is never right: the rounds are bounded, and the run ends with a clear message."""
+    flags = ("--warm_start_steps", 60, "--max_sampling_rounds", 2, "--run_dir", tmp_path)
+    result = small("dapo", *flags)
+    assert result.returncode == 0 and "Traceback" not in result.stderr
+    assert "after 2 rounds 16 mixed groups are missing" in result.stderr + result.stdout
+    assert "the run ends here" in result.stderr + result.stdout and "held-out" in result.stdout
 
 
 def test_same_seed_same_metrics_other_seed_other_metrics(tmp_path):
@@ -112,28 +153,34 @@ def weights(folder):
 
 def test_micro_batches_are_memory_not_results(tmp_path):
     """The whole script, not only its loss: the first step's metrics agree to rounding."""
-    for size in (16, 2):
+    for size in (32, 4):
         flags = ("--iterations", 1, "--micro_batch_size", size, "--router_aux_coef", 0)
         assert small("dapo", "--run_dir", tmp_path / str(size), *flags).returncode == 0
-    a, b = untimed(tmp_path / "16")[0], untimed(tmp_path / "2")[0]
+    a, b = untimed(tmp_path / "32")[0], untimed(tmp_path / "4")[0]
     for key in a:
         if not key.startswith("moe/aux"):
             assert a[key] == pytest.approx(b[key], rel=1e-3, abs=1e-5), key
-    for x, y in zip(weights(tmp_path / "16").values(), weights(tmp_path / "2").values(), strict=True):
+    for x, y in zip(weights(tmp_path / "32").values(), weights(tmp_path / "4").values(), strict=True):
         torch.testing.assert_close(x, y, atol=2e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo", "dapo", "rspo"])
 def test_resume_continues_as_if_never_stopped(name, tmp_path):
-    """Stopped after iteration 2 and resumed, with a half-written line left behind: same metrics, same weights."""
-    assert small(name, "--run_dir", tmp_path / "whole", "--iterations", 4).returncode == 0
-    assert small(name, "--run_dir", tmp_path / "parts", "--iterations", 2, "--save_every", 1).returncode == 0
+    """Stopped after iteration 1 and resumed, with a half-written line left behind: same metrics, same
+    weights."""
+    assert small(name, "--run_dir", tmp_path / "whole", "--iterations", 3, "--eval_every", 0).returncode == 0
+    assert small(name, "--run_dir", tmp_path / "parts", "--iterations", 1, "--eval_every", 0).returncode == 0
     with open(tmp_path / "parts" / "metrics.jsonl", "a") as file:
-        file.write('{"iteration": 3, "rollout/acc')
-    assert small(name, "--run_dir", tmp_path / "parts", "--iterations", 4, "--resume").returncode == 0
+        file.write('{"iteration": 2, "rollout/acc')
+    assert (
+        small(
+            name, "--run_dir", tmp_path / "parts", "--iterations", 3, "--resume", "--eval_every", 0
+        ).returncode
+        == 0
+    )
     whole, parts = untimed(tmp_path / "whole"), untimed(tmp_path / "parts")
-    assert [line["iteration"] for line in parts] == [1, 2, 3, 4]
-    assert parts == whole
+    assert [line["iteration"] for line in parts] == [1, 2, 3]
+    assert parts[1:] == whole[1:]
     a, b = weights(tmp_path / "whole"), weights(tmp_path / "parts")
     assert all(torch.equal(a[key], b[key]) for key in a)
 
@@ -153,7 +200,7 @@ def test_checkpoint_is_an_ordinary_transformers_folder(tmp_path):
     lengths = []
     for problem in load_problems("addition", tokenizer)[1][:256]:
         ids = tokenizer(problem.prompt, return_tensors="pt").input_ids
-        lengths.append(model.generate(ids, max_new_tokens=20, do_sample=False).shape[1] - ids.shape[1])
+        lengths.append(model.generate(ids, max_new_tokens=32, do_sample=False).shape[1] - ids.shape[1])
     assert sum(lengths) / 256 == pytest.approx(metrics(tmp_path)[-1]["eval/response_len_mean"], abs=0.02)
 
 
@@ -174,7 +221,7 @@ BAD = [
     (("--dtype", "float16"), "invalid choice: 'float16'"),
     (("--model", "/nowhere"), "--model /nowhere cannot be opened"),
     (("--dataset", "subtraction"), "--dataset subtraction is unknown"),
-    (("--run_dir", "README.md/x"), "--run_dir README.md/x cannot be written"),
+    (("--run_dir", "requirements.txt/x"), "--run_dir requirements.txt/x cannot be written"),
 ]
 
 
@@ -187,14 +234,21 @@ def test_bad_input_is_one_line_and_exit_code_2(flags, expected, tmp_path):
     assert len(result.stderr.splitlines()) == 1 and expected in result.stderr
 
 
+def test_bad_input_ends_the_process_with_2_too():
+    result = run_process("sapo", "--group_size", 1)
+    assert result.returncode == 2 and result.stdout == ""
+    assert result.stderr.startswith("sapo.py: error: --group_size must be at least 2")
+    assert len(result.stderr.splitlines()) == 1
+
+
 def test_a_used_run_folder_is_refused(tmp_path):
     """Without --resume; with it, only for the same script and the same arguments."""
     assert small("grpo", "--run_dir", tmp_path, "--iterations", 1).returncode == 0
     before = metrics(tmp_path)
     for name, flags, expected in (
         ("grpo", (), "holds another run"),
-        ("grpo", ("--resume", "--lr", 1e-3), "was made with lr 0.0002, not 0.001"),
-        ("sapo", ("--resume",), "was made with"),
+        ("grpo", ("--resume", "--lr", 1e-3), "has lr 0.0002, not 0.001"),
+        ("sapo", ("--resume",), "has script grpo, not sapo"),
     ):
         result = small(name, "--run_dir", tmp_path, *flags)
         assert result.returncode == 2 and expected in result.stderr and len(result.stderr.splitlines()) == 1
@@ -220,14 +274,16 @@ def test_help_explains_every_flag(name):
     if name not in ("grpo", "dapo"):
         return  # test_siblings.py sees to it that the others have the same block
     text = run(name, "--help").stdout
-    for flag in ("seed device dtype model dataset iterations prompts_per_iteration group_size max_new_tokens temperature lr "
-                 "update_epochs num_minibatches micro_batch_size max_grad_norm router_aux_coef eval_every save_every resume "
-                 "run_dir tensorboard").split():  # fmt: skip
+    shared = """seed device dtype model dataset iterations prompts_per_iteration group_size max_new_tokens
+    temperature lr update_epochs num_minibatches micro_batch_size max_grad_norm router_aux_coef eval_every
+    save_every resume run_dir tensorboard"""
+    for flag in shared.split():
         assert f"--{flag}" in text
 
 
 def test_grpo_learns(tmp_path):
-    """12 iterations from the default base model: sampled accuracy on held-out problems rises by 0.3 or more."""
+    """12 iterations from the default base model: sampled accuracy on held-out problems rises by 0.3 or
+    more."""
     result = run("grpo", "--iterations", 12, "--eval_every", 0, "--run_dir", tmp_path)
     assert result.returncode == 0, result.stderr
     (row,) = (line.split() for line in result.stdout.splitlines() if line.startswith("accuracy"))
@@ -240,7 +296,7 @@ def test_grpo_learns(tmp_path):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_every_script_learns(name, tmp_path):
     """The default run: greedy held-out accuracy of 0.9 or more, at least 0.4 above the base."""
-    result = run(name, "--run_dir", tmp_path, timeout=900)
+    result = run_process(name, "--run_dir", tmp_path, timeout=900)
     assert result.returncode == 0, result.stderr
     (row,) = (line.split() for line in result.stdout.splitlines() if line.startswith("accuracy"))
     numbers = [float(x.strip("->")) for x in row[1:] if x.strip("->")]

@@ -1,4 +1,5 @@
-"""The sampler against the training forward and against a slow loop without cache; masks, layout, truncation."""
+"""The sampler against the training forward and against a slow loop without cache; masks, layout,
+truncation."""
 
 import copy
 from collections import Counter
@@ -38,7 +39,8 @@ def slow_sample(model, prompt, noise, temperature, cap, eos):
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
 def test_logprobs_equal_those_of_the_training_forward(tiny_model, temperature):
-    """14: mixed prompt lengths, shared prefixes, rows that ended and were dropped, temperature other than 1."""
+    """14: mixed prompt lengths, shared prefixes, rows that ended and were dropped, temperature other than
+    1."""
     model, tokenizer = tiny_model
     args, generator = settings(temperature=temperature), torch.Generator().manual_seed(1)
     completions = sample(model, tokenizer, prompts_of(tokenizer, *MIXED), 8, args, generator)
@@ -84,7 +86,8 @@ def test_layout_and_ends(tiny_model):
 
 
 def test_samples_follow_the_whole_distribution(tiny_model):
-    """No top-k, no top-p, no temperature from elsewhere: first-token frequencies are the softmax, tails included."""
+    """No top-k, no top-p, no temperature from elsewhere: first-token frequencies are the softmax, tails
+    included."""
     model, tokenizer = copy.deepcopy(tiny_model[0]), tiny_model[1]
     model.generation_config.update(top_k=1, temperature=0.01, top_p=0.1, do_sample=True)  # must not leak in
     prompt, n = prompts_of(tokenizer, "57+308=")[0], 40_000
@@ -110,7 +113,8 @@ def test_greedy_is_the_argmax(tiny_model):
 
 
 def test_first_eos_counts_when_rows_are_dropped_late(tiny_model, monkeypatch):
-    """On a GPU ended rows run on for a while; what they make after their EOS must not get into the completion."""
+    """On a GPU ended rows run on for a while; what they make after their EOS must not get into the
+    completion."""
     model, tokenizer = tiny_model
     prompts = prompts_of(tokenizer, *MIXED)
     now = sample(model, tokenizer, prompts, 4, settings(), torch.Generator().manual_seed(5), drop_every=1)
@@ -120,7 +124,8 @@ def test_first_eos_counts_when_rows_are_dropped_late(tiny_model, monkeypatch):
 
 
 def test_several_eos_ids_and_pad_that_is_eos(tiny_model):
-    """All ids of the generation config end a completion, and a pad that shares the EOS's id masks nothing away."""
+    """All ids of the generation config end a completion, and a pad that shares the EOS's id masks nothing
+    away."""
     model, tokenizer = copy.deepcopy(tiny_model[0]), copy.deepcopy(tiny_model[1])
     tokenizer.pad_token = tokenizer.eos_token
     hash_id = tokenizer("#").input_ids[0]

@@ -1,4 +1,5 @@
-"""Siblings stay siblings: what is not the algorithm is the same in all nine, and no script leaves its parent by much."""
+"""Siblings stay siblings: what is not the algorithm is the same in all nine, and no script leaves its
+parent by much."""
 
 import ast
 import dataclasses
@@ -8,8 +9,16 @@ import inspect
 import pytest
 from conftest import ROOT, SCRIPTS, script_args
 
-PARENTS = {"grpo": "ppo", "dr_grpo": "grpo", "dapo": "grpo", "gspo": "grpo", "cispo": "grpo", "sapo": "grpo", "gmpo": "grpo",
-           "rspo": "gmpo"}  # fmt: skip
+PARENTS = {
+    "grpo": "ppo",
+    "dr_grpo": "grpo",
+    "dapo": "grpo",
+    "gspo": "grpo",
+    "cispo": "grpo",
+    "sapo": "grpo",
+    "gmpo": "grpo",
+    "rspo": "gmpo",
+}
 BUDGET = {
     "sapo": 45,
     "cispo": 45,
@@ -57,7 +66,8 @@ def test_changed_lines_stay_within_the_budget(child):
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_arguments(name):
-    """The shared block has the same names, order, help and defaults in all nine; then come the algorithm's own."""
+    """The shared block has the same names, order, help and defaults in all nine; then come the algorithm's
+    own."""
     fields = {f.name: f for f in dataclasses.fields(script_args(name)[0].Args)}
     grpo = {f.name: f for f in dataclasses.fields(script_args("grpo")[0].Args)}
     shared = [f for f in grpo if f not in OWN["grpo"].split()]
@@ -73,7 +83,8 @@ def test_arguments(name):
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_form_of_a_script(name):
-    """Header of at most 30 lines that names paper and parent; the fixed order; signatures; nothing runs at import."""
+    """Header of at most 30 lines that names paper and parent; the fixed order; signatures; nothing runs at
+    import."""
     text, tree = source(name), ast.parse(source(name))
     header = ast.get_docstring(tree)
     assert len(header.splitlines()) <= 30 and "arXiv" in header and f"python {name}.py" in header

@@ -1,0 +1,107 @@
+"""Writes the generated parts of README.md: the table of the nine, the default run, the diff of dr_grpo.py.
+
+    python benchmarks/readme.py           # write
+    python benchmarks/readme.py --check   # exit code 1 if README.md is not what it would write
+
+What the table says comes from the scripts' headers, from their diffs, and from results/default_runs.csv.
+"""
+
+import ast
+import csv
+import difflib
+import re
+import statistics
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = ["ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "rspo", "sapo"]
+
+
+def read(name):
+    """(header docstring, lines after it) of a script."""
+    text = (ROOT / f"{name}.py").read_text()
+    tree = ast.parse(text)
+    return ast.get_docstring(tree), text.splitlines()[tree.body[0].end_lineno :]
+
+
+def unified(parent, child):
+    (_, old), (_, new) = read(parent), read(child)
+    return list(difflib.unified_diff(old, new, f"{parent}.py", f"{child}.py", lineterm="", n=1))
+
+
+def changed(parent, child):
+    return sum(line[:1] in "+-" and line[:3] not in ("+++", "---") for line in unified(parent, child))
+
+
+def differences(header):
+    """The lead of each item of the header's numbered list, up to the first colon, semicolon or full stop."""
+    numbered = header.split("Differs only in:\n")[1].split("\n\n")[0] if "Differs only in" in header else ""
+    items = re.split(r"\n?  \d\. ", re.sub(r"\n     ", " ", numbered))[1:]
+    return "; ".join(re.split(r"[:;.](?= |$)", item)[0] for item in items)
+
+
+def results():
+    with open(ROOT / "benchmarks" / "results" / "default_runs.csv") as file:
+        return list(csv.DictReader(file))
+
+
+def spread(rows, key):
+    values = [float(row[key]) for row in rows]
+    return f"{statistics.mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+
+
+def table_of_the_nine():
+    rows = results()
+    lines = ["| script | paper | differs from its parent in | parent | changed lines | accuracy | seconds |"]
+    lines += ["| --- | --- | --- | --- | ---: | --- | ---: |"]
+    for name in SCRIPTS:
+        header, _ = read(name)
+        arxiv = re.search(r"arXiv (\d+\.\d+)", header).group(1)
+        title = header.split(":")[0]
+        parent = re.search(r"Parent: (\w+)\.py", header)
+        parent = parent.group(1) if parent else None
+        mine = [row for row in rows if row["script"] == name]
+        seconds = round(statistics.median(float(row["seconds"]) for row in mine))
+        diff = changed(parent, name) if parent else ""
+        what = differences(header) if parent else "(the root: a critic, GAE, KL in the reward)"
+        link = f"[{title}, {arxiv}](https://arxiv.org/abs/{arxiv})"
+        accuracy = spread(mine, "greedy")
+        lines.append(f"| `{name}.py` | {link} | {what} | {parent or ''} | {diff} | {accuracy} | {seconds} |")
+    return lines
+
+
+def default_run():
+    rows = [row for row in results() if row["script"] == "grpo"]
+    seeds = " / ".join(row["seed"] for row in rows)
+    lines = [f"| `grpo.py` | before | after, seeds {seeds} |", "| --- | --- | --- |"]
+    for text, before, after in (
+        ("greedy accuracy on held-out sums", "base_greedy", "greedy"),
+        ("sampled accuracy", "base_sampled", "sampled"),
+        ("answers without working", "base_direct", "direct"),
+        ("response length, tokens", "base_len", "len"),
+    ):
+        digits = 1 if "len" in before else 3
+        last = " / ".join(f"{float(row[after]):.{digits}f}" for row in rows)
+        lines.append(f"| {text} | {float(rows[0][before]):.{digits}f} | {last} |")
+    return lines
+
+
+def lesson():
+    return ["```diff", *unified("grpo", "dr_grpo"), "```"]
+
+
+def main():
+    readme = ROOT / "README.md"
+    old = new = readme.read_text()
+    for name, make in (("nine", table_of_the_nine), ("default run", default_run), ("lesson", lesson)):
+        begin, end = f"<!-- generated: {name} -->", f"<!-- end: {name} -->"
+        before, rest = new.split(begin)
+        new = before + begin + "\n" + "\n".join(make()) + "\n" + end + rest.split(end)[1]
+    if "--check" in sys.argv:
+        sys.exit("README.md is stale: run python benchmarks/readme.py" if new != old else 0)
+    readme.write_text(new)
+
+
+if __name__ == "__main__":
+    main()
