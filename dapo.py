@@ -151,7 +151,7 @@ def main(args):
         if missing:
             tqdm.write(f"iteration {iteration}: after {rounds} rounds {missing} mixed groups are missing")
         if not kept:
-            tqdm.write("every group is all right or all wrong, which teaches nothing: the run ends here")
+            tqdm.write(f"groups that are all right or all wrong teach nothing: the run ends here, {counts}")
             state["after"] = evaluate(model, tokenizer, held_out_problems, args)
             state["iteration"] = iteration
             run.save(state, model, tokenizer, generator, **parts)

@@ -1,14 +1,12 @@
-"""PPO: Proximal Policy Optimization (arXiv 1707.06347), as language models use it (InstructGPT, arXiv
-2203.02155).
+"""PPO: Proximal Policy Optimization (arXiv 1707.06347), as in InstructGPT (arXiv 2203.02155).
 
-  J = 1/(sum_i |o_i|) sum_i sum_t min(r_it A_it, clip(r_it, 1 - eps, 1 + eps) A_it) - c_v value loss + c_e
-  entropy
+  J = 1/(sum_i |o_i|) sum_i sum_t min(r_it A_it, clip(r_it, 1 - eps, 1 + eps) A_it) - c_v L_V + c_e entropy
 
   r_it = pi(o_it) / pi_old(o_it)
   A_it = sum_k (gamma lambda)^k delta_i,t+k, whitened (GAE);  delta_t = rew_t + gamma V_t+1 - V_t
   rew_it = -beta log(pi_old(o_it) / pi_ref(o_it)), and the verifier's reward R_i on top at the last token
-  value loss = mean over tokens of max((V - returns)^2, (V_old + clip(V - V_old, -0.2, 0.2) - returns)^2),
-  where the returns are A + V_old before whitening
+  L_V  = mean over tokens of max((V - returns)^2, (V_old + clip(V - V_old, -0.2, 0.2) - returns)^2), where the
+  returns are A + V_old before whitening
 
 The root of the family: grpo.py is the child, and its header lists the differences.
 
@@ -18,7 +16,7 @@ there if the completion was cut off; one completion per prompt, so that a rollou
 siblings'; gamma 1, so a right answer is worth the same however long it is; beta 0.02; c_v 0.5; c_e 0; a
 gradient norm of its own for each model, and a higher learning rate for the critic, which has to learn from
 nothing to see a wrong step (at the policy's 2e-4 it explains 2 % of the variance of the returns in the last
-ten iterations, at 2e-3 18 %).
+ten iterations of each of seeds 1, 2, 3; at 2e-3, 8 to 18 %).
 
 Run:    python ppo.py
 Expect: greedy held-out accuracy from 0.45 to 0.95 or more in about two and a half minutes on two CPU cores.
