@@ -6,10 +6,10 @@
   A_i   = (R_i - mean) / std, over the rewards of the G completions of the same prompt
 
 Parent: grpo.py. Differs only in:
-  1. The weight is capped, not the update: REINFORCE with a truncated importance weight. The gradient flows
-     through log pi alone, so every token keeps one, also those whose ratio has left the range of PPO.
+  1. Capped weight: REINFORCE with a truncated importance weight, in place of a clipped update. The gradient
+     flows through log pi alone, so every token keeps one, also those whose ratio has left the range of PPO.
   2. Token-mean: every token of the step counts the same.
-  3. No KL and no reference model.
+  3. No KL: and so no reference model.
 
 Left open by the paper, chosen here: the cap, which the paper tunes but does not print; --is_weight_cap 5 is
 the cap on the weight itself, not an offset from 1. No lower bound, as in the paper. --ppo_mask is the paper's

@@ -3,8 +3,7 @@
   J = 1/(sum_i |o_i|) sum_i sum_t min(r_it A_i, clip(r_it, 1 - eps_low, 1 + eps_high) A_i)
 
   r_it = pi(o_it) / pi_old(o_it)
-  A_i  = (R_i - mean) / std, over the rewards of the G completions of the same prompt, of which some but not
-  all are right
+  A_i  = (R_i - mean) / std, over the rewards of the G completions of the same prompt, some of them right
 
 Parent: grpo.py. Differs only in:
   1. Clip-higher: eps_high 0.28 over eps_low 0.2, more room for tokens that were rare.
@@ -14,7 +13,7 @@ Parent: grpo.py. Differs only in:
   3. Token-mean: every token of the step counts the same, in long completions and in short ones.
   4. Overlong reward shaping: R falls by up to 1 over the last L_cache tokens below the cap (soft), or what is
      cut off gets no gradient (filter), or neither (none).
-  5. No KL and no reference model.
+  5. No KL: and so no reference model.
 
 Left open by the paper, chosen here: a round draws only as many prompts as groups are missing, so that nothing
 but uniform groups is thrown away, and after --max_sampling_rounds training goes on with what there is; a

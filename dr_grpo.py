@@ -7,10 +7,10 @@
   L_max = --max_new_tokens, a constant
 
 Parent: grpo.py. Differs only in:
-  1. No division by the std: it gives prompts that are almost always or almost never solved more weight.
-  2. A constant normaliser instead of 1/|o_i|: the mean over a completion's own tokens punishes a long wrong
-     answer less per token than a short one, and rewards a short right answer more.
-  3. No KL and no reference model.
+  1. No std: dividing by it gives prompts that are almost always or almost never solved more weight.
+  2. Constant normaliser: instead of 1/|o_i|, since the mean over a completion's own tokens punishes a long
+     wrong answer less per token than a short one, and rewards a short right answer more.
+  3. No KL: and so no reference model.
 
 Left open by the paper, chosen here: L_max (the paper's code takes the generation budget, and so do we). The
 baseline is the mean with the completion itself in it, as in the paper; leaving it out would only scale A by

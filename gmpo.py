@@ -1,15 +1,15 @@
 """GMPO: Geometric-Mean Policy Optimization (arXiv 2507.20673).
 
-  J = 1/N sum_i A_i exp( 1/|o_i| sum_t c_it ),  c_it = min(l_it, eps) where A_i > 0, max(l_it, -eps) where A_i
-  < 0
+  J = 1/N sum_i A_i exp( 1/|o_i| sum_t c_it )
 
+  c_it = min(l_it, eps) where A_i > 0, max(l_it, -eps) where A_i < 0
   l_it = log(pi(o_it) / pi_old(o_it))
   A_i  = (R_i - mean) / std, over the rewards of the G completions of the same prompt
 
 Parent: grpo.py. Differs only in:
-  1. The geometric mean of a completion's clipped ratios instead of their arithmetic mean, taken in log space:
-     one token whose ratio explodes moves the weight of the completion by a factor of e^(l/|o|), not by e^l.
-  2. No KL and no reference model.
+  1. Geometric mean: of a completion's clipped ratios, taken in log space, instead of the arithmetic mean; one
+     token whose ratio explodes moves the weight of the completion by a factor of e^(l/|o|), not by e^l.
+  2. No KL: and so no reference model.
 
 This is sgn(A_i) (prod_t |min(r_it A_i, clip(r_it, e^-eps, e^eps) A_i)|)^(1/|o_i|), the paper's formula; eps
 0.4, the paper's, bounds the log of the ratio.

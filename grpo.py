@@ -7,8 +7,8 @@
   k3_it = x - log x - 1, x = pi_ref(o_it) / pi(o_it): an estimate of KL(pi || pi_ref), never negative
 
 Parent: ppo.py. Differs only in:
-  1. The baseline is the mean reward of the group: no critic, no GAE, one advantage for a whole completion.
-  2. The KL to the reference is a term of the loss, not of the reward.
+  1. Group baseline: the mean reward of the group; no critic, no GAE, one advantage for a whole completion.
+  2. KL in the loss: a term of its own there, not a part of the reward.
   3. Sequence-mean: tokens are averaged within a completion, then completions are averaged.
 
 Left open by the paper, chosen here: the unbiased std plus 1e-6, with advantages of exactly 0 for a group of

@@ -6,9 +6,8 @@
   A_i = (R_i - mean) / std, over the rewards of the G completions of the same prompt
 
 Parent: grpo.py. Differs only in:
-  1. One ratio for a completion, the geometric mean of those of its tokens: it is clipped, and dropped, as a
-     whole.
-  2. No KL and no reference model.
+  1. Sequence ratio: one for a completion, the geometric mean of those of its tokens, clipped as a whole.
+  2. No KL: and so no reference model.
 
 Left open by the paper, chosen here: the range. The paper's, 3e-4 and 4e-4, is for answers of thousands of
 tokens; the mean of some 25 log-ratios scatters more, and that range would clip 48 % of our tokens in the

@@ -5,8 +5,8 @@
   r_it = pi(o_it) / pi_old(o_it)
   A_it = sum_k (gamma lambda)^k delta_i,t+k, whitened (GAE);  delta_t = rew_t + gamma V_t+1 - V_t
   rew_it = -beta log(pi_old(o_it) / pi_ref(o_it)), and the verifier's reward R_i on top at the last token
-  L_V  = mean over tokens of max((V - returns)^2, (V_old + clip(V - V_old, -0.2, 0.2) - returns)^2), where the
-  returns are A + V_old before whitening
+  L_V  = mean over tokens of max((V - returns)^2, (V_old + clip(V - V_old, -0.2, 0.2) - returns)^2)
+  returns = A + V_old, before A is whitened
 
 The root of the family: grpo.py is the child, and its header lists the differences.
 

@@ -1,16 +1,15 @@
-"""RSPO: Router-Shift Policy Optimization (Towards Stable and Effective Reinforcement Learning for MoEs, arXiv
-2510.23027).
+"""RSPO: Router-Shift Policy Optimization (arXiv 2510.23027).
 
   J = 1/N sum_i A_i exp( 1/|o_i| sum_t (c_it + log gamma_it) ),  c_it as in gmpo.py
 
   gamma_it = sg[max(gamma_min, exp(-1/L sum_l 1/K sum_k |log p_l(e_lk) - log p_old,l(e_lk)|))]
-  p_l      = softmax over all experts of the router logits of layer l where o_it is predicted; e_lk are the K
-  experts that were active there under the old policy; sg[] stops the gradient
+  p_l      = softmax over all experts of layer l's router logits at the position that predicts o_it
+  e_lk     = the K experts that were active there under the old policy;  sg[] stops the gradient
 
 Parent: gmpo.py. Differs only in:
-  1. gamma, 1 as long as the router does as it did in the rollout and smaller the more it has shifted, damps
-     the completions whose ratio compares two different subnetworks.
-  2. The clip is per token only.
+  1. Router shift: gamma, 1 as long as the router does as it did in the rollout and smaller the more it has
+     shifted, damps the completions whose ratio compares two different subnetworks.
+  2. Token-level clip only: no --clip_level.
 
 Left open by the paper, chosen here: gamma multiplies the weight whatever the sign of A (--shift damped). The
 formula as printed raises the product to the power sgn(A), which makes the weight larger where A < 0 and the

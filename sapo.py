@@ -1,15 +1,15 @@
 """SAPO: Soft Adaptive Policy Optimization (arXiv 2511.20347).
 
-  J = 1/N sum_i 1/|o_i| sum_t f(r_it) A_i,  f(r) = sigmoid(tau (r - 1)) 4 / tau,  tau = tau_pos if A_i > 0
-  else tau_neg
+  J = 1/N sum_i 1/|o_i| sum_t f(r_it) A_i
 
+  f(r) = sigmoid(tau (r - 1)) 4 / tau,  tau = tau_pos if A_i > 0 else tau_neg
   r_it = pi(o_it) / pi_old(o_it)
   A_i  = (R_i - mean) / std, over the rewards of the G completions of the same prompt
 
 Parent: grpo.py. Differs only in:
-  1. A soft gate f instead of the clip and the min: f'(r) = sech^2(tau (r - 1) / 2) is 1 at r = 1 and fades on
-     both sides, faster for A < 0, so a token that has moved far is damped but never dropped.
-  2. No KL and no reference model.
+  1. Soft gate: f takes the place of the clip and the min; f'(r) = sech^2(tau (r - 1) / 2) is 1 at r = 1 and
+     fades on both sides, faster for A < 0, so a token that has moved far is damped but never dropped.
+  2. No KL: and so no reference model.
 
 f(1) = 2 / tau, not 1: the logged loss is on another scale than that of the siblings; its gradient is not.
 Left open by the paper, chosen here: nothing; tau_pos 1.0 and tau_neg 1.05 are the paper's.

@@ -35,10 +35,11 @@ def changed(parent, child):
 
 
 def differences(header):
-    """The lead of each item of the header's numbered list, up to the first colon, semicolon or full stop."""
+    """What stands before the colon in each item of the header's numbered list."""
     numbered = header.split("Differs only in:\n")[1].split("\n\n")[0] if "Differs only in" in header else ""
     items = re.split(r"\n?  \d\. ", re.sub(r"\n     ", " ", numbered))[1:]
-    return "; ".join(re.split(r"[:;.](?= |$)", item)[0] for item in items)
+    leads = [item.split(":")[0] for item in items]
+    return ", ".join(lead if lead.startswith("KL") else lead[0].lower() + lead[1:] for lead in leads)
 
 
 def results():
@@ -57,7 +58,7 @@ def table_of_the_nine():
     lines += ["| --- | --- | --- | --- | ---: | --- | ---: |"]
     for name in SCRIPTS:
         header, _ = read(name)
-        arxiv = re.search(r"arXiv (\d+\.\d+)", header).group(1)
+        arxiv = re.search(r"arXiv\s+(\d+\.\d+)", header).group(1)
         title = header.split(":")[0]
         parent = re.search(r"Parent: (\w+)\.py", header)
         parent = parent.group(1) if parent else None

@@ -1,5 +1,6 @@
 import contextlib
 import dataclasses
+import functools
 import importlib
 import io
 import os
@@ -31,14 +32,16 @@ def run_process(name, *flags, timeout=600):
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout)
 
 
-def run(name, *flags):
-    """The same in this process, which saves the imports; what a user would see as a traceback fails."""
+def run(name, *flags, held_out=256):
+    """The same in this process, which saves the imports, and with fewer held-out problems if that is enough;
+    what a user would see as a traceback fails."""
     import common
 
     module, out, err, code = importlib.import_module(name), io.StringIO(), io.StringIO(), 0
     argv, cwd = sys.argv, os.getcwd()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     sys.argv = [f"{name}.py", *map(str, flags)]
+    module.load_problems = functools.partial(common.load_problems, num_held_out=held_out)
     os.chdir(ROOT)
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -47,10 +50,27 @@ def run(name, *flags):
         code = exit.code
     finally:
         sys.argv = argv
+        module.load_problems = common.load_problems
         os.chdir(cwd)
         for number, handler in handlers.items():
             signal.signal(number, handler)
     return subprocess.CompletedProcess(name, code or 0, out.getvalue(), err.getvalue())
+
+
+def pytest_collection_finish(session):
+    """Trains the default base model, if it is not cached, beside the tests that do not need it."""
+    if any("test_runs" in item.nodeid for item in session.items):
+        code = "import common, grpo; common.base_model_folder(grpo.Args().warm_start_steps)"
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        session.base_model = subprocess.Popen(
+            [sys.executable, "-c", code], cwd=ROOT, env=env, stderr=subprocess.DEVNULL
+        )
+
+
+@pytest.fixture(scope="session")
+def base_model(request):
+    """Waits until the default base model is there."""
+    assert request.session.base_model.wait(timeout=600) == 0
 
 
 @pytest.fixture(scope="session")
