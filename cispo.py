@@ -13,11 +13,12 @@ Parent: grpo.py. Differs only in:
 
 Left open by the paper, chosen here: the cap, which the paper tunes but does not print; --is_weight_cap 5 is
 the cap on the weight itself, not an offset from 1. No lower bound, as in the paper. --ppo_mask is the paper's
-unified form: the uncapped weight times PPO's mask M_it, whose gradient is exactly that of clipped PPO
-(dapo.py's).
+unified form with PPO's mask M_it and without a cap, whose gradient is exactly that of the clipped objective
+at the same bounds (dapo.py's, with --clip_eps_high 0.28).
 
 Run:    python cispo.py
-Expect: as grpo.py, greedy held-out accuracy from 0.45 to 0.98 or more in about two minutes on two CPU cores.
+Expect: as grpo.py, greedy held-out accuracy from 0.45 to 0.98 or more in about half a minute on two CPU
+        cores, and one minute more for the base model, the first time.
 """
 
 import time
@@ -35,7 +36,7 @@ from common import parse_args, router_stats, sample, take_problems, token_logpro
 class Args:
     seed: int = HfArg(default=1, help="seed of the prompts' order and of the sampling")
     device: str = HfArg(default="", help="cuda, mps or cpu [the best there is]")
-    dtype: Literal["float32", "bfloat16"] = HfArg(default="float32", help="of matrix products")
+    dtype: Literal["float32", "bfloat16"] = HfArg(default="float32", help="precision of matrix products")
     model: str = HfArg(default="tiny-moe", help="tiny-moe, or a folder or hub id of a causal language model")
     dataset: str = HfArg(default="addition", help="addition: sums of two- and three-digit numbers")
     iterations: int = HfArg(default=60, help="rounds of rollout and update")
@@ -57,7 +58,7 @@ class Args:
     warm_start_steps: int = HfArg(default=1200, help="supervised steps of the tiny MoE before RL")
     # the algorithm's own
     is_weight_cap: float = HfArg(default=5.0, help="cap on the importance weight itself")
-    ppo_mask: bool = HfArg(default=False, help="no cap, but PPO's mask, with the two bounds below")
+    ppo_mask: bool = HfArg(default=False, help="PPO's mask at the two bounds below; no cap")
     clip_eps_low: float = HfArg(default=0.2, help="the ratio is clipped at 1 - this")
     clip_eps_high: float = HfArg(default=0.2, help="the ratio is clipped at 1 + this")
 
@@ -66,7 +67,7 @@ def compute_advantages(rewards_PG, args):
     """Rewards -> advantages, both (P, G): A = (R - mean) / std in each group, 0 if its rewards are equal."""
     advantages_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
     advantages_PG = advantages_PG / (rewards_PG.std(1, keepdim=True) + 1e-6)
-    # The mean of equal floats may be off by rounding, and a tiny std would make advantages of that.
+    # The mean of equal floats may be off by rounding, which a tiny std would blow up into advantages.
     return torch.where((rewards_PG == rewards_PG[:, :1]).all(1, keepdim=True), 0, advantages_PG)
 
 
@@ -84,7 +85,7 @@ def policy_loss(
     logratio_BT = torch.where(mask_BT, logprobs_BT - old_logprobs_BT, 0).clamp(-20, 20)
     ratio_BT = logratio_BT.exp()
     weight_BT = ratio_BT.clamp(max=args.is_weight_cap)
-    low_BT, high_BT = ratio_BT < 0, ratio_BT > args.is_weight_cap  # there is no lower bound
+    low_BT, high_BT = torch.zeros_like(mask_BT), ratio_BT > args.is_weight_cap  # no lower bound
     if args.ppo_mask:  # M_it = 0 where A > 0 and r > 1 + eps_high, and where A < 0 and r < 1 - eps_low
         low_BT = (advantages_B1 < 0) & (ratio_BT < 1 - args.clip_eps_low)
         high_BT = (advantages_B1 > 0) & (ratio_BT > 1 + args.clip_eps_high)
@@ -160,13 +161,14 @@ def main(args):
                         outputs.logprobs_BT, old_logprobs_NT[rows], advantages_N[rows], micro.mask_NT,
                         num_sequences, num_tokens, args,
                     )
+                    # The aux loss is not a sum over tokens: it alone depends, a little, on the micro-batches.
                     (loss + args.router_aux_coef * outputs.aux_loss * share).backward()
                     stats["entropy"] = masked_mean(outputs.entropy_BT, micro.mask_NT)
                     router = router_stats(outputs, old_experts_NTLK[rows], micro.mask_NT)
                     meter.add("losses", stats, micro.mask_NT.sum())
                     meter.add("moe", router, micro.mask_NT.sum())
                     meter.add("moe", {"aux_loss": outputs.aux_loss}, len(rows))
-                    meter.add("losses", {"policy_loss": loss / share}, len(rows))
+                    meter.add("losses", {"policy_loss": loss / share}, len(rows))  # as of a whole step
                     if epoch == step == 0:  # nothing has been updated yet, so the ratio has to be 1
                         error_BT = (outputs.logprobs_BT - old_logprobs_NT[rows]).exp() - 1
                         error = torch.where(micro.mask_NT, error_BT, 0).abs().max()
@@ -188,13 +190,12 @@ def main(args):
             "charts/update_seconds": end - update_start,
         }
         if run.due(args.eval_every, iteration):
-            state["after"] = evaluate(model, tokenizer, held_out_problems, args)
-            after = state["after"]["greedy"]
+            after = evaluate(model, tokenizer, held_out_problems, args)["greedy"]
             metrics |= {f"eval/{key}": after[key] for key in ("accuracy", "response_len_mean")}
         run.log(iteration, metrics, problems, completions, verdicts)
         if run.due(args.save_every, iteration) or run.stop:
             run.save(state, model, tokenizer, generator, **parts)
-    run.finish(state["before"], state["after"])
+    run.finish(state["before"], evaluate(model, tokenizer, held_out_problems, args))
 
 
 if __name__ == "__main__":

@@ -35,12 +35,12 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 def fail(message):
     """Ends the program with one line on stderr and exit code 2, as argparse does for bad usage."""
-    print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
+    print(f"{Path(sys.argv[0]).name}: error: {message}".splitlines()[0], file=sys.stderr)
     raise SystemExit(2)
 
 
 def parse_args(args_class):
-    """Command line -> the script's `Args`; the shared ones are checked here, before any work is done."""
+    """Command line -> the script's `Args`; shared ones are checked here, before any work is done."""
     parser = transformers.HfArgumentParser(args_class, allow_abbrev=False)
     parser.error = fail
     args = args_class(**vars(parser.parse_args()))
@@ -49,7 +49,9 @@ def parse_args(args_class):
     rates = "temperature lr max_grad_norm"
     for names, low, words in (counts, 1, "at least 1"), (others, 0, "0 or more"), (rates, 5e-324, "above 0"):
         for name in (name for name in names.split() if not low <= getattr(args, name) < 2**32):
-            fail(f"--{name} must be {words}, not {getattr(args, name)}")
+            fail(f"--{name} must be {words} and below 2**32, not {getattr(args, name)}")
+    if args.dataset != "addition":
+        fail(f"--dataset {args.dataset} is unknown; there is: addition")
     size, rest = divmod(args.prompts_per_iteration * args.group_size, args.num_minibatches)
     args.micro_batch_size = args.micro_batch_size or max(1, size)
     if rest:
@@ -73,7 +75,7 @@ TINY_MODEL = dict(
 )
 # This share of the demonstrations blurts the answer out (direct) or works it out (worked); the rest rambles.
 WARM_START = dict(seed=0, lr=8e-3, batch_size=64, direct=0.5, worked=0.4, wrong_step=0.02, cap=48)
-PRECISE_AND_SAFE = dict(dtype=torch.float32, use_safetensors=True)  # how weights are loaded, always
+LOAD = dict(dtype=torch.float32, use_safetensors=True, trust_remote_code=False)  # for all weights
 
 
 def demonstration(problem, rng):
@@ -94,16 +96,16 @@ def demonstration(problem, rng):
 
 def base_model_folder(steps):
     """Folder of the base model, the tiny MoE after `steps` of supervised warm start, trained once and cached.
-    It is named by a hash of all that shapes it, and renamed into place: it is there whole or not at all."""
+    It is named by a hash of its settings, and renamed into place: it is there whole or not at all."""
     recipe = json.dumps([TINY_MODEL, WARM_START, steps], sort_keys=True)
     folder = Path("runs", f"base-{hashlib.sha256(recipe.encode()).hexdigest()[:8]}")
     if folder.exists():
         return folder
     rng, vocab = random.Random(WARM_START["seed"]), ["<pad>", "<eos>", "<unk>", *"0123456789+=# "]
-    backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocab)}, unk_token="<unk>"))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
-    fast = transformers.PreTrainedTokenizerFast
-    tokenizer = fast(tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>")
+    raw = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocab)}, unk_token="<unk>"))
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    special = dict(eos_token="<eos>", pad_token="<pad>")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=raw, **special)
     config = transformers.Qwen3MoeConfig(vocab_size=len(vocab), pad_token_id=0, eos_token_id=1, **TINY_MODEL)
     torch.manual_seed(WARM_START["seed"])
     model = transformers.Qwen3MoeForCausalLM(config)
@@ -134,11 +136,17 @@ def load_model(args):
     """`--model` -> (model in float32 with dropout off, its tokenizer); runs no code from a model folder."""
     source = base_model_folder(args.warm_start_steps) if args.model == "tiny-moe" else args.model
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
-        model = transformers.AutoModelForCausalLM.from_pretrained(source, **PRECISE_AND_SAFE)
-    except (OSError, ValueError) as error:
-        fail(f"--model {args.model} cannot be opened: {str(error).splitlines()[0]}")
-    return model.to(args.device).eval(), tokenizer
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        model = transformers.AutoModelForCausalLM.from_pretrained(source, **LOAD).to(args.device).eval()
+        ids = torch.tensor([tokenizer("1+1=").input_ids], device=args.device, dtype=torch.long)
+        with torch.no_grad():  # token_logprobs() takes the output of the head for the logits
+            logits = model.get_output_embeddings()(model.base_model(ids).last_hidden_state)
+            gap = (logits - model(ids).logits).abs().max()
+    except Exception as error:  # transformers has no type of its own for a folder that it cannot use
+        fail(f"--model {args.model} cannot be opened: {type(error).__name__} {error}")
+    if gap > 1e-3:
+        fail(f"--model {args.model} scales or caps the logits of its head, which is not supported")
+    return model, tokenizer
 
 
 Problem = namedtuple("Problem", "prompt answer prompt_ids")  # answer: the gold answer alone
@@ -146,8 +154,6 @@ Problem = namedtuple("Problem", "prompt answer prompt_ids")  # answer: the gold 
 
 def load_problems(dataset, tokenizer, num_train=20_000, num_held_out=256):
     """`--dataset` -> (training, held-out) problems, disjoint and the same for all seeds and scripts."""
-    if dataset != "addition":
-        fail(f"--dataset {dataset} is unknown; there is: addition")
     rng, answers = random.Random(0), {}
     while len(answers) < num_train + num_held_out:
         a, b = (rng.randint(*rng.choice([(10, 99), (100, 999)])) for _ in range(2))
@@ -212,7 +218,7 @@ def pad(rows, device, left=False):
 
 @torch.no_grad()
 def sample(model, tokenizer, prompts, group_size, args, generator=None, greedy=False, drop_every=None):
-    """`group_size` completions of each prompt (token ids) in a row, from the whole distribution or greedy. A
+    """`group_size` completions per prompt (token ids), side by side, from the whole distribution or greedy. A
     prompt is run once, its cache copied to its group; rows leave the batch when they end. All noise is drawn
     in advance, so that what a row becomes does not depend on which others are left."""
     device, cap, N = model.device, args.max_new_tokens, len(prompts) * group_size
@@ -271,7 +277,6 @@ class Batch(NamedTuple):
     attention_NS: torch.Tensor  # 1 on prompt and response
     mask_NT: torch.Tensor  # True on the response, its EOS included
     sampler_logprobs_NT: torch.Tensor
-
     def rows(self, rows):
         return Batch(*(tensor[rows] for tensor in self))
 
@@ -345,7 +350,6 @@ def router_stats(outputs, old_experts_BTLK, mask_BT):
 
 class Meter:
     """Weighted means over an iteration's micro-batches, on the device until read; '..._max' is a maximum."""
-
     def __init__(self):
         self.sums, self.weights = {}, {}
 
@@ -390,12 +394,10 @@ def evaluate(model, tokenizer, problems, args):
 class Run:
     """The run folder: metrics.jsonl, samples.jsonl and a checkpoint, always whole: a transformers folder with
     the rest of the state in it, renamed into place before its predecessor is removed."""
-
     def __init__(self, args):
         self.args, self.stop, self.script = args, False, Path(sys.argv[0]).stem
         may_change = {"device", "iterations", "eval_every", "save_every", "resume", "run_dir", "tensorboard"}
-        fixed = {key: value for key, value in vars(args).items() if key not in may_change}
-        self.settings = {"script": self.script, **fixed}
+        self.settings = {"script": self.script} | {k: v for k, v in vars(args).items() if k not in may_change}
         self.folder = Path(args.run_dir or f"runs/{self.script}-seed{args.seed}")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -416,8 +418,7 @@ class Run:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.on_signal)
 
-    def on_signal(self, number, frame):
-        """The first signal ends the run after this iteration and its save, the second one at once."""
+    def on_signal(self, number, frame):  # the first one ends the run after its iteration's save
         signal.signal(number, signal.SIG_DFL)
         command = shlex.join(["python", *sys.argv, *["--resume"][: "--resume" not in sys.argv]])
         tqdm.write(f"stopping after this iteration; to go on: {command}", file=sys.stderr)
@@ -430,15 +431,15 @@ class Run:
         folder = max(self.folder.glob("checkpoint-*[0-9]"), default=None)
         if folder:
             try:
-                saved = torch.load(folder / "trainer_state.pt", weights_only=True)
-                policy = transformers.AutoModelForCausalLM.from_pretrained(folder, **PRECISE_AND_SAFE)
+                saved = torch.load(folder / "trainer_state.pt", weights_only=True, map_location="cpu")
+                policy = transformers.AutoModelForCausalLM.from_pretrained(folder, **LOAD)
                 model.load_state_dict(policy.state_dict())
                 generator.set_state(saved["generator"])
                 for name, part in parts.items():
                     part.load_state_dict(saved["parts"][name])
                 state, settings = saved["state"], saved["settings"]
             except Exception as error:
-                fail(f"--resume: {folder} cannot be read: {str(error).splitlines()[0]}")
+                fail(f"--resume: {folder} cannot be read: {type(error).__name__} {error}")
             for name in (name for name in self.settings if self.settings[name] != settings.get(name)):
                 fail(f"--resume: {folder} has {name} {settings.get(name)}, not {self.settings[name]}")
         for path in (self.folder / "metrics.jsonl", self.folder / "samples.jsonl"):  # drop what came later
@@ -453,8 +454,7 @@ class Run:
         for name in (name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()):
             fail(f"iteration {iteration}: {name} is not finite")
 
-    def due(self, every, iteration):
-        """Whether what happens each `every` iterations (0: never) and after the last one happens now."""
+    def due(self, every, iteration):  # each `every` iterations (0: never), and after the last one
         return iteration == self.args.iterations or bool(every and iteration % every == 0)
 
     def log(self, iteration, metrics, problems, completions, verdicts):
@@ -492,7 +492,7 @@ class Run:
         """Prints the held-out results before and after training, and some sampled completions."""
         self.bar.close()
         columns = [before["greedy"], after["greedy"], before["sampled"], after["sampled"]]
-        print(f"\n{'held-out problems':20}{'greedy':>8}{'after':>9}{'sampled':>11}{'after':>9}")
+        print(f"\n{'held-out problems':20}  greedy: before, after; sampled: before, after")
         for key, *x in zip(before["greedy"], *(column.values() for column in columns), strict=True):
             print(f"{key:20}{x[0]:8.3g} ->{x[1]:6.3g}{x[2]:11.3g} ->{x[3]:6.3g}")
         for (prompt, first), (_, last) in zip(before["examples"], after["examples"], strict=True):

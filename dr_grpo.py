@@ -17,7 +17,8 @@ baseline is the mean with the completion itself in it, as in the paper; leaving 
 G/(G-1).
 
 Run:    python dr_grpo.py
-Expect: as grpo.py, greedy held-out accuracy from 0.45 to 0.98 or more in about two minutes on two CPU cores.
+Expect: as grpo.py, greedy held-out accuracy from 0.45 to 0.98 or more in about half a minute on two CPU
+        cores, and one minute more for the base model, the first time.
 """
 
 import time
@@ -35,7 +36,7 @@ from common import parse_args, router_stats, sample, take_problems, token_logpro
 class Args:
     seed: int = HfArg(default=1, help="seed of the prompts' order and of the sampling")
     device: str = HfArg(default="", help="cuda, mps or cpu [the best there is]")
-    dtype: Literal["float32", "bfloat16"] = HfArg(default="float32", help="of matrix products")
+    dtype: Literal["float32", "bfloat16"] = HfArg(default="float32", help="precision of matrix products")
     model: str = HfArg(default="tiny-moe", help="tiny-moe, or a folder or hub id of a causal language model")
     dataset: str = HfArg(default="addition", help="addition: sums of two- and three-digit numbers")
     iterations: int = HfArg(default=60, help="rounds of rollout and update")
@@ -153,13 +154,14 @@ def main(args):
                         outputs.logprobs_BT, old_logprobs_NT[rows], advantages_N[rows], micro.mask_NT,
                         num_sequences, num_tokens, args,
                     )
+                    # The aux loss is not a sum over tokens: it alone depends, a little, on the micro-batches.
                     (loss + args.router_aux_coef * outputs.aux_loss * share).backward()
                     stats["entropy"] = masked_mean(outputs.entropy_BT, micro.mask_NT)
                     router = router_stats(outputs, old_experts_NTLK[rows], micro.mask_NT)
                     meter.add("losses", stats, micro.mask_NT.sum())
                     meter.add("moe", router, micro.mask_NT.sum())
                     meter.add("moe", {"aux_loss": outputs.aux_loss}, len(rows))
-                    meter.add("losses", {"policy_loss": loss / share}, len(rows))
+                    meter.add("losses", {"policy_loss": loss / share}, len(rows))  # as of a whole step
                     if epoch == step == 0:  # nothing has been updated yet, so the ratio has to be 1
                         error_BT = (outputs.logprobs_BT - old_logprobs_NT[rows]).exp() - 1
                         error = torch.where(micro.mask_NT, error_BT, 0).abs().max()
@@ -181,13 +183,12 @@ def main(args):
             "charts/update_seconds": end - update_start,
         }
         if run.due(args.eval_every, iteration):
-            state["after"] = evaluate(model, tokenizer, held_out_problems, args)
-            after = state["after"]["greedy"]
+            after = evaluate(model, tokenizer, held_out_problems, args)["greedy"]
             metrics |= {f"eval/{key}": after[key] for key in ("accuracy", "response_len_mean")}
         run.log(iteration, metrics, problems, completions, verdicts)
         if run.due(args.save_every, iteration) or run.stop:
             run.save(state, model, tokenizer, generator, **parts)
-    run.finish(state["before"], state["after"])
+    run.finish(state["before"], evaluate(model, tokenizer, held_out_problems, args))
 
 
 if __name__ == "__main__":

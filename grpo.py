@@ -2,23 +2,26 @@
 
   J = 1/N sum_i 1/|o_i| sum_t [ min(r_it A_i, clip(r_it, 1 - eps, 1 + eps) A_i) - beta k3_it ]
 
+  N     = completions o_i in an optimizer step, |o_i| tokens long
   r_it  = pi(o_it) / pi_old(o_it)
   A_i   = (R_i - mean) / std, over the rewards of the G completions of the same prompt
   k3_it = x - log x - 1, x = pi_ref(o_it) / pi(o_it): an estimate of KL(pi || pi_ref), never negative
 
 Parent: ppo.py. Differs only in:
-  1. Group baseline: the mean reward of the group; no critic, no GAE, one advantage for a whole completion.
+  1. Group baseline: the mean reward of the group; no critic, no GAE, no whitening, no entropy bonus, and one
+     advantage for a whole completion.
   2. KL in the loss: a term of its own there, not a part of the reward.
   3. Sequence-mean: tokens are averaged within a completion, then completions are averaged.
 
 Left open by the paper, chosen here: the unbiased std plus 1e-6, with advantages of exactly 0 for a group of
 equal rewards; eps 0.2; four optimizer steps per rollout, where the paper takes one (r is then 1 and no clip
 binds). Beyond the paper: --kl_is_corrected (DeepSeek-V3.2: k3 times r, whose gradient is that of the
-KL) and --ref_reset_every (ProRL: the policy becomes the reference every n iterations).
+KL) and --ref_reset_every (ProRL: the policy becomes the reference every n iterations;
+the optimizer keeps its state).
 
 Run:    python grpo.py
-Expect: greedy held-out accuracy from 0.45 to 0.98 or more in about two minutes on two CPU cores, one of which
-        goes into the base model; answers without working go from half to almost none.
+Expect: greedy held-out accuracy from 0.45 to 0.98 or more; answers without working go from half to almost
+        none. About half a minute on two CPU cores, and one minute more the first time, for the base model.
 """
 
 import copy
@@ -37,7 +40,7 @@ from common import parse_args, router_stats, sample, take_problems, token_logpro
 class Args:
     seed: int = HfArg(default=1, help="seed of the prompts' order and of the sampling")
     device: str = HfArg(default="", help="cuda, mps or cpu [the best there is]")
-    dtype: Literal["float32", "bfloat16"] = HfArg(default="float32", help="of matrix products")
+    dtype: Literal["float32", "bfloat16"] = HfArg(default="float32", help="precision of matrix products")
     model: str = HfArg(default="tiny-moe", help="tiny-moe, or a folder or hub id of a causal language model")
     dataset: str = HfArg(default="addition", help="addition: sums of two- and three-digit numbers")
     iterations: int = HfArg(default=60, help="rounds of rollout and update")
@@ -69,7 +72,7 @@ def compute_advantages(rewards_PG, args):
     """Rewards -> advantages, both (P, G): A = (R - mean) / std in each group, 0 if its rewards are equal."""
     advantages_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
     advantages_PG = advantages_PG / (rewards_PG.std(1, keepdim=True) + 1e-6)
-    # The mean of equal floats may be off by rounding, and a tiny std would make advantages of that.
+    # The mean of equal floats may be off by rounding, which a tiny std would blow up into advantages.
     return torch.where((rewards_PG == rewards_PG[:, :1]).all(1, keepdim=True), 0, advantages_PG)
 
 
@@ -175,13 +178,14 @@ def main(args):
                         num_sequences, num_tokens, args,
                         ref_logprobs_BT=ref_logprobs_NT[rows],
                     )
+                    # The aux loss is not a sum over tokens: it alone depends, a little, on the micro-batches.
                     (loss + args.router_aux_coef * outputs.aux_loss * share).backward()
                     stats["entropy"] = masked_mean(outputs.entropy_BT, micro.mask_NT)
                     router = router_stats(outputs, old_experts_NTLK[rows], micro.mask_NT)
                     meter.add("losses", stats, micro.mask_NT.sum())
                     meter.add("moe", router, micro.mask_NT.sum())
                     meter.add("moe", {"aux_loss": outputs.aux_loss}, len(rows))
-                    meter.add("losses", {"policy_loss": loss / share}, len(rows))
+                    meter.add("losses", {"policy_loss": loss / share}, len(rows))  # as of a whole step
                     if epoch == step == 0:  # nothing has been updated yet, so the ratio has to be 1
                         error_BT = (outputs.logprobs_BT - old_logprobs_NT[rows]).exp() - 1
                         error = torch.where(micro.mask_NT, error_BT, 0).abs().max()
@@ -205,13 +209,12 @@ def main(args):
             "charts/update_seconds": end - update_start,
         }
         if run.due(args.eval_every, iteration):
-            state["after"] = evaluate(model, tokenizer, held_out_problems, args)
-            after = state["after"]["greedy"]
+            after = evaluate(model, tokenizer, held_out_problems, args)["greedy"]
             metrics |= {f"eval/{key}": after[key] for key in ("accuracy", "response_len_mean")}
         run.log(iteration, metrics, problems, completions, verdicts)
         if run.due(args.save_every, iteration) or run.stop:
             run.save(state, model, tokenizer, generator, **parts)
-    run.finish(state["before"], state["after"])
+    run.finish(state["before"], evaluate(model, tokenizer, held_out_problems, args))
 
 
 if __name__ == "__main__":

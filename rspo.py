@@ -13,11 +13,12 @@ Parent: gmpo.py. Differs only in:
 
 Left open by the paper, chosen here: gamma multiplies the weight whatever the sign of A (--shift damped). The
 formula as printed raises the product to the power sgn(A), which makes the weight larger where A < 0 and the
-router has shifted: --shift literal. --shift before_clip is the paper's second form, gamma times the ratio
-inside the clip. A dense model is refused: there it would be gmpo.py.
+router has shifted: --shift literal. --shift before_clip is the form of the paper's second version, gamma
+times the ratio inside the clip; it damps both signs too. A dense model is refused: there it would be gmpo.py.
 
 Run:    python rspo.py
-Expect: as grpo.py, greedy held-out accuracy from 0.45 to 0.98 or more in about two minutes on two CPU cores.
+Expect: as grpo.py, greedy held-out accuracy from 0.45 to 0.98 or more in about half a minute on two CPU
+        cores, and one minute more for the base model, the first time.
 """
 
 import time
@@ -35,7 +36,7 @@ from common import parse_args, router_stats, sample, take_problems, token_logpro
 class Args:
     seed: int = HfArg(default=1, help="seed of the prompts' order and of the sampling")
     device: str = HfArg(default="", help="cuda, mps or cpu [the best there is]")
-    dtype: Literal["float32", "bfloat16"] = HfArg(default="float32", help="of matrix products")
+    dtype: Literal["float32", "bfloat16"] = HfArg(default="float32", help="precision of matrix products")
     model: str = HfArg(default="tiny-moe", help="tiny-moe, or a folder or hub id of a causal language model")
     dataset: str = HfArg(default="addition", help="addition: sums of two- and three-digit numbers")
     iterations: int = HfArg(default=60, help="rounds of rollout and update")
@@ -65,7 +66,7 @@ def compute_advantages(rewards_PG, args):
     """Rewards -> advantages, both (P, G): A = (R - mean) / std in each group, 0 if its rewards are equal."""
     advantages_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
     advantages_PG = advantages_PG / (rewards_PG.std(1, keepdim=True) + 1e-6)
-    # The mean of equal floats may be off by rounding, and a tiny std would make advantages of that.
+    # The mean of equal floats may be off by rounding, which a tiny std would blow up into advantages.
     return torch.where((rewards_PG == rewards_PG[:, :1]).all(1, keepdim=True), 0, advantages_PG)
 
 
@@ -93,6 +94,7 @@ def policy_loss(
     mask_BT, advantages_B1 = mask_BT.bool(), advantages_B[:, None]
     # Masked and clamped before exp, since 0 * inf is NaN, in the backward pass too.
     logratio_BT = torch.where(mask_BT, logprobs_BT - old_logprobs_BT, 0).clamp(-20, 20)
+    ratio_BT = logratio_BT.exp()
     l_BT, eps = logratio_BT, args.log_ratio_clip
     # [1] sg[max(gamma, gamma_min)], and 1 on padding
     gamma_BT = torch.ones_like(logratio_BT) if router_shift_BT is None else router_shift_BT.detach()
@@ -104,8 +106,8 @@ def policy_loss(
     # c = min(l, eps) where A > 0, max(l, -eps) where A < 0
     c_BT = torch.where(advantages_B1 > 0, l_BT.clamp(max=eps), l_BT.clamp(min=-eps))
     stats = {
-        "approx_kl": masked_mean(logratio_BT.exp() - 1 - logratio_BT, mask_BT),
-        "ratio_max": logratio_BT.max().exp(),
+        "approx_kl": masked_mean(ratio_BT - 1 - logratio_BT, mask_BT),
+        "ratio_max": ratio_BT.max(),
         # Only where the clip binds, that is, where it takes the gradient away.
         "clipfrac_low": masked_mean(((l_BT < c_BT) & (advantages_B1 < 0)).float(), mask_BT),
         "clipfrac_high": masked_mean(((l_BT > c_BT) & (advantages_B1 > 0)).float(), mask_BT),
@@ -181,6 +183,7 @@ def main(args):
                         num_sequences, num_tokens, args,
                         router_shift_BT=gamma_BT,
                     )
+                    # The aux loss is not a sum over tokens: it alone depends, a little, on the micro-batches.
                     (loss + args.router_aux_coef * outputs.aux_loss * share).backward()
                     stats["entropy"] = masked_mean(outputs.entropy_BT, micro.mask_NT)
                     router = router_stats(outputs, old_experts_NTLK[rows], micro.mask_NT)
@@ -188,7 +191,7 @@ def main(args):
                     router["router_shift"] = masked_mean(gamma_BT, micro.mask_NT)
                     meter.add("moe", router, micro.mask_NT.sum())
                     meter.add("moe", {"aux_loss": outputs.aux_loss}, len(rows))
-                    meter.add("losses", {"policy_loss": loss / share}, len(rows))
+                    meter.add("losses", {"policy_loss": loss / share}, len(rows))  # as of a whole step
                     if epoch == step == 0:  # nothing has been updated yet, so the ratio has to be 1
                         error_BT = (outputs.logprobs_BT - old_logprobs_NT[rows]).exp() - 1
                         error = torch.where(micro.mask_NT, error_BT, 0).abs().max()
@@ -210,13 +213,12 @@ def main(args):
             "charts/update_seconds": end - update_start,
         }
         if run.due(args.eval_every, iteration):
-            state["after"] = evaluate(model, tokenizer, held_out_problems, args)
-            after = state["after"]["greedy"]
+            after = evaluate(model, tokenizer, held_out_problems, args)["greedy"]
             metrics |= {f"eval/{key}": after[key] for key in ("accuracy", "response_len_mean")}
         run.log(iteration, metrics, problems, completions, verdicts)
         if run.due(args.save_every, iteration) or run.stop:
             run.save(state, model, tokenizer, generator, **parts)
-    run.finish(state["before"], state["after"])
+    run.finish(state["before"], evaluate(model, tokenizer, held_out_problems, args))
 
 
 if __name__ == "__main__":

@@ -1,17 +1,16 @@
-"""Runs the nine scripts with their defaults on some seeds and collects the results in
-results/default_runs.csv.
+"""Runs the nine scripts with their defaults on some seeds and collects the results in results/default_runs.csv.
 
-    python benchmarks/default_runs.py [--seeds 1 2 3] [--jobs 2] [--only grpo sapo]
+    python benchmarks/default_runs.py --fresh [--seeds 1 2 3] [--jobs 2] [--only grpo sapo]
 
-Each run is a process of its own with one thread; a sweep that was cut off goes on where it stopped, since
-runs that
-are in the CSV or have a checkpoint are continued, not repeated.
+Each run is a process of its own with one thread. Without --fresh, a sweep that was cut off goes on: what is in the
+CSV is done, and a run that has a checkpoint is resumed.
 """
 
 import argparse
 import csv
 import json
 import os
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ["ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "rspo", "sapo"]
+RUNS = ROOT / "runs" / "default_runs"
 CSV = ROOT / "benchmarks" / "results" / "default_runs.csv"
 COLUMNS = """script seed base_greedy base_sampled base_direct base_len greedy sampled direct len completions
 explained_variance_last10 first_step_ratio_error_max seconds commit""".split()
@@ -31,8 +31,8 @@ def parse_table(stdout):
 
 
 def one_run(script, seed, commit):
-    folder = ROOT / "runs" / f"{script}-seed{seed}"
-    command = [sys.executable, f"{script}.py", "--seed", str(seed), "--resume"]
+    folder = RUNS / f"{script}-seed{seed}"
+    command = [sys.executable, f"{script}.py", "--seed", str(seed), "--resume", "--run_dir", str(folder)]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     if result.returncode:
@@ -65,9 +65,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--fresh", action="store_true", help="throw away the CSV and earlier runs of this command")
     parser.add_argument("--only", nargs="+", default=SCRIPTS, choices=SCRIPTS)
     args = parser.parse_args()
     CSV.parent.mkdir(exist_ok=True)
+    if args.fresh:
+        CSV.unlink(missing_ok=True)
+        shutil.rmtree(RUNS, ignore_errors=True)
     rows = list(csv.DictReader(CSV.read_text().splitlines())) if CSV.exists() else []
     done = {(row["script"], int(row["seed"])) for row in rows}
     git = ["git", "rev-parse", "--short", "HEAD"]

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from conftest import script_args
+from conftest import run, script_args
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -165,3 +165,14 @@ def test_meter_weighs_and_keeps_maxima():
     meter.add("losses", {"a": torch.tensor(1.0), "b_max": torch.tensor(-3.0)}, 1)
     meter.add("losses", {"a": torch.tensor(4.0), "b_max": torch.tensor(-5.0)}, 2)
     assert meter.means() == {"losses/a": 3.0, "losses/b_max": -3.0}
+
+
+def test_a_model_that_caps_its_logits_is_refused(tmp_path, tiny_model):
+    """Its log-probs would silently differ between sampler and training forward."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    config = Gemma2Config(**{**SHAPE, "vocab_size": 17}, head_dim=8, final_logit_softcapping=1.0)
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path)
+    tiny_model[1].save_pretrained(tmp_path)
+    result = run("grpo", "--model", tmp_path, "--run_dir", tmp_path / "run")
+    assert result.returncode == 2 and "scales or caps the logits" in result.stderr

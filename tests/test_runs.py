@@ -147,6 +147,14 @@ def test_same_seed_same_metrics_other_seed_other_metrics(tmp_path):
     assert untimed(tmp_path / "a") != untimed(tmp_path / "c")
 
 
+def test_resume_with_nothing_left_to_do(tmp_path):
+    """Fewer iterations than were done already: the table of the trained model, and no change."""
+    assert small("grpo", "--run_dir", tmp_path, "--iterations", 2).returncode == 0
+    before = metrics(tmp_path)
+    result = small("grpo", "--run_dir", tmp_path, "--iterations", 1, "--resume")
+    assert result.returncode == 0 and "held-out" in result.stdout and metrics(tmp_path) == before
+
+
 def weights(folder):
     return AutoModelForCausalLM.from_pretrained(max(folder.glob("checkpoint-*[0-9]"))).state_dict()
 
@@ -225,6 +233,7 @@ BAD = [
     (("--device", "cuda:7"), "--device cuda:7 is not there"),
     (("--dtype", "float16"), "invalid choice: 'float16'"),
     (("--model", "/nowhere"), "--model /nowhere cannot be opened"),
+    (("--model", "tests"), "--model tests cannot be opened"),
     (("--dataset", "subtraction"), "--dataset subtraction is unknown"),
     (("--run_dir", "requirements.txt/x"), "--run_dir requirements.txt/x cannot be written"),
 ]
