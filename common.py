@@ -494,7 +494,7 @@ class Run:
         columns = [before["greedy"], after["greedy"], before["sampled"], after["sampled"]]
         print(f"\n{'held-out problems':20}  greedy: before, after; sampled: before, after")
         for key, *x in zip(before["greedy"], *(column.values() for column in columns), strict=True):
-            print(f"{key:20}{x[0]:8.3g} ->{x[1]:6.3g}{x[2]:11.3g} ->{x[3]:6.3g}")
+            print(f"{key:20}{x[0]:8.3g} ->{x[1]:8.3g}{x[2]:11.3g} ->{x[3]:8.3g}")
         for (prompt, first), (_, last) in zip(before["examples"], after["examples"], strict=True):
             print(f"\n{prompt}\n  before: {first}\n  after:  {last}")
         print(f"\nthe trained model: {max(self.folder.glob('checkpoint-*[0-9]'))}")

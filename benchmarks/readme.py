@@ -79,8 +79,8 @@ def default_run():
     for text, before, after in (
         ("greedy accuracy on held-out sums", "base_greedy", "greedy"),
         ("sampled accuracy", "base_sampled", "sampled"),
-        ("answers without working", "base_direct", "direct"),
-        ("response length, tokens", "base_len", "len"),
+        ("answers without working (sampled)", "base_direct", "direct"),
+        ("response length in tokens (sampled)", "base_len", "len"),
     ):
         digits = 1 if "len" in before else 3
         last = " / ".join(f"{float(row[after]):.{digits}f}" for row in rows)
