@@ -1,9 +1,9 @@
-"""Runs the nine scripts with their defaults on some seeds and collects the results in results/default_runs.csv.
+"""Runs the nine scripts with their defaults on some seeds and collects the results in a CSV, default_runs.csv.
 
     python benchmarks/default_runs.py --fresh [--seeds 1 2 3] [--jobs 2] [--only grpo sapo]
 
-Each run is a process of its own with one thread. Without --fresh, a sweep that was cut off goes on: what is in the
-CSV is done, and a run that has a checkpoint is resumed.
+Each run is a process of its own with one thread. Without --fresh, a sweep that was cut off goes on: what is in
+the CSV is done, and a run that has a checkpoint is resumed.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--fresh", action="store_true", help="throw away the CSV and earlier runs of this command")
+    parser.add_argument("--fresh", action="store_true", help="throw away earlier results")
     parser.add_argument("--only", nargs="+", default=SCRIPTS, choices=SCRIPTS)
     args = parser.parse_args()
     CSV.parent.mkdir(exist_ok=True)
