@@ -1,9 +1,9 @@
-"""Runs the nine scripts with their defaults on some seeds and collects the results in a CSV, default_runs.csv.
+"""Runs the nine scripts with their defaults on some seeds and collects the results in default_runs.csv.
 
     python benchmarks/default_runs.py --fresh [--seeds 1 2 3] [--jobs 2] [--only grpo sapo]
 
-Each run is a process of its own with one thread. Without --fresh, a sweep that was cut off goes on: what is in
-the CSV is done, and a run that has a checkpoint is resumed.
+Each run is a process of its own with one thread. Without --fresh, a sweep that was cut off goes on: what is
+in the CSV is done, and a run that has a checkpoint is resumed.
 """
 
 import argparse
