@@ -138,10 +138,10 @@ def load_model(args):
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         model = transformers.AutoModelForCausalLM.from_pretrained(source, **LOAD).to(args.device).eval()
-        ids = torch.tensor([tokenizer("1+1=").input_ids], device=args.device, dtype=torch.long)
-        with torch.no_grad():  # token_logprobs() takes the output of the head for the logits
-            logits = model.get_output_embeddings()(model.base_model(ids).last_hidden_state)
-            gap = (logits - model(ids).logits).abs().max()
+        batch = collate([Completion(tokenizer("1+1=").input_ids, [0], [0.0])], args.device)
+        with torch.no_grad():  # the two ways to a log-prob, the sampler's and the update's, have to agree
+            logits = model(batch.tokens_NS[:, :-1]).logits[:, -1].float()
+            gap = (logits.log_softmax(-1)[:, :1] - token_logprobs(model, batch, 1.0).logprobs_BT).abs().max()
     except Exception as error:  # transformers has no type of its own for a folder that it cannot use
         fail(f"--model {args.model} cannot be opened: {type(error).__name__} {error}")
     if gap > 1e-3:

@@ -365,3 +365,19 @@ def test_corrected_k3_has_the_gradient_of_the_kl():
     torch.testing.assert_close(expected_gradient(True), kl_grad, rtol=1e-10, atol=1e-12)
     assert (expected_gradient(False) - kl_grad).abs().max() > 1e-2
     assert (expected_gradient(True, detach=True) - kl_grad).abs().max() > 1e-2
+
+
+def test_bootstrap_of_a_cut_off_completion_through_its_last_reward():
+    """Adding gamma V after the end to the last reward, as ppo.py does, is GAE with V there instead of 0."""
+    import ppo
+
+    g = torch.Generator().manual_seed(5)
+    rewards, values = torch.randn(1, 4, generator=g, dtype=F64), torch.randn(1, 5, generator=g, dtype=F64)
+    gamma, lam, literal = 0.9, 0.8, 0.0
+    last = rewards.clone()
+    last[0, 3] += gamma * values[0, 4]
+    A, _ = ppo.compute_gae(last, values[:, :4], torch.ones(1, 4), gamma, lam)
+    for t in reversed(range(4)):
+        delta = rewards[0, t] + gamma * values[0, t + 1] - values[0, t]
+        literal = delta + gamma * lam * literal
+        torch.testing.assert_close(A[0, t], literal)
