@@ -171,7 +171,9 @@ def test_a_model_that_caps_its_logits_is_refused(tmp_path, tiny_model):
     """Its log-probs would silently differ between sampler and training forward."""
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
-    config = Gemma2Config(**{**SHAPE, "vocab_size": 17}, head_dim=8, final_logit_softcapping=1.0)
+    torch.manual_seed(0)
+    shape = {**SHAPE, "vocab_size": 17, "initializer_range": 1.0}  # logits of a trained size
+    config = Gemma2Config(**shape, head_dim=8, final_logit_softcapping=1.0)
     Gemma2ForCausalLM(config).save_pretrained(tmp_path)
     tiny_model[1].save_pretrained(tmp_path)
     result = run("grpo", "--model", tmp_path, "--run_dir", tmp_path / "run")
