@@ -1,24 +1,22 @@
 """What the nine scripts share: everything that no paper on the list would write differently.
 
-In order: command line, tiny MoE and base model, tasks and verifier, sampler, log-probs and router statistics,
-evaluation, run folder. Each script spells out for itself: advantages, ratios, clips, stop-gradients,
-normalisers, filtering, the update loop. The suffix of a tensor's name gives its axes: P prompts, G per
-prompt, N = P*G, B micro-batch, T response, S prompt + response, V vocabulary, L layers, K of E experts.
+In order: command line, model, data, verifier, sampler, log-probs and router statistics, evaluation, run
+folder. Each script spells out for itself: advantages, ratios, clips, stop-gradients, normalisers, filtering,
+the update loop. The suffix of a tensor's name gives its axes: P prompts, G per prompt, N = P*G, B micro-
+batch, R rows not yet ended, T response, S prompt + response, V vocabulary, L layers, K of E experts.
 """
 
 import contextlib
+import functools
 import hashlib
-import itertools
 import json
-import math
-import os
 import random
 import re
 import shlex
 import shutil
 import signal
 import sys
-from collections import namedtuple
+from collections import Counter, namedtuple
 from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
@@ -26,125 +24,78 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 import transformers
-from filelock import FileLock, Timeout
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from filelock import FileLock
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+import addition
 
 
 def fail(message):
     """Ends the program with one line on stderr and exit code 2, as argparse does for bad usage."""
-    print(f"{Path(sys.argv[0]).name}: error: {message}".splitlines()[0], file=sys.stderr)
+    print(f"{Path(sys.argv[0]).name}: error: {' '.join(str(message).split())}", file=sys.stderr)
     raise SystemExit(2)
 
 
+@contextlib.contextmanager
+def one_line(message):
+    """Whatever goes wrong inside ends the program with `message` and the reason, not with a traceback."""
+    try:
+        yield
+    except Exception as error:
+        fail(f"{message}: {type(error).__name__} {error.__cause__ or error}")
+
+
+RANGES = (  # lowest and highest value of the numbers among the arguments, the algorithms' own too
+    (1, 1e9, "iterations prompts_per_iteration group_size max_new_tokens update_epochs num_minibatches"),
+    (1, 1e9, "num_held_out max_sampling_rounds"),
+    (0, 1e9, "seed micro_batch_size router_aux_coef eval_every save_every warm_start_steps ref_reset_every"),
+    (0, 1e9, "clip_eps_high kl_coef value_coef value_clip entropy_coef"),
+    (1e-9, 1e9, "temperature lr critic_lr max_grad_norm is_weight_cap log_ratio_clip tau_pos tau_neg"),
+    (0, 1, "clip_eps_low gamma gae_lambda gamma_min"),
+)
+LOAD = dict(dtype=torch.float32, use_safetensors=True, trust_remote_code=False)  # for all weights
+
+
 def parse_args(args_class):
-    """Command line -> the script's `Args`; shared ones are checked here, before any work is done."""
+    """Command line -> the script's `Args`, its numbers checked before any work is done."""
     parser = transformers.HfArgumentParser(args_class, allow_abbrev=False)
     parser.error = fail
     args = args_class(**vars(parser.parse_args()))
-    counts = "iterations prompts_per_iteration group_size max_new_tokens update_epochs num_minibatches"
-    others = "seed micro_batch_size router_aux_coef eval_every save_every warm_start_steps"
-    rates = "temperature lr max_grad_norm"
-    for names, low, words in (counts, 1, "at least 1"), (others, 0, "0 or more"), (rates, 5e-324, "above 0"):
-        for name in (name for name in names.split() if not low <= getattr(args, name) < 2**32):
-            fail(f"--{name} must be {words} and below 2**32, not {getattr(args, name)}")
-    if args.dataset != "addition":
-        fail(f"--dataset {args.dataset} is unknown; there is: addition")
+    for low, high, names in RANGES:
+        for name in (name for name in names.split() if not low <= getattr(args, name, low) <= high):
+            fail(f"--{name} must be from {low:g} to {high:g}, not {getattr(args, name)}")
     size, rest = divmod(args.prompts_per_iteration * args.group_size, args.num_minibatches)
     args.micro_batch_size = args.micro_batch_size or max(1, size)
-    if rest:
-        fail(f"--num_minibatches {args.num_minibatches} does not divide prompts_per_iteration x group_size")
-    if size % args.micro_batch_size:
-        fail(f"--micro_batch_size {args.micro_batch_size} does not divide a minibatch of {size} completions")
+    if rest or size % args.micro_batch_size:
+        words = f"prompts_per_iteration x group_size / {args.num_minibatches} / {args.micro_batch_size}"
+        fail(f"--num_minibatches, --micro_batch_size: {words} is not a whole number")
     best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    try:
+    with one_line(f"--device {args.device} is not there, the best device here is {best}"):
         args.device = str(torch.zeros(1, device=args.device or best).device)
-    except (RuntimeError, AssertionError, NotImplementedError):
-        fail(f"--device {args.device} is not there; the best device here is {best}")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     return args
 
 
-TINY_MODEL = dict(
-    hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-    intermediate_size=64, moe_intermediate_size=64, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True,
-    tie_word_embeddings=True, bos_token_id=None, initializer_range=0.1,  # 0.02 is for widths in the thousands
-)
-# This share of the demonstrations blurts the answer out (direct) or works it out (worked); the rest rambles.
-WARM_START = dict(seed=0, lr=8e-3, batch_size=64, direct=0.5, worked=0.4, wrong_step=0.02, cap=48)
-LOAD = dict(dtype=torch.float32, use_safetensors=True, trust_remote_code=False)  # for all weights
-
-
-def demonstration(problem, rng):
-    """An answer as people write them: blurted out, worked out ('7+8=15 5+0+1=6 0+3=3 #### 365' for 57+308) or
-    with repetitions until there is no room for the answer. Now and then a step is wrong, and so the rest."""
-    (a, b), style = map(int, problem.prompt[:-1].split("+")), rng.random()
-    if style < WARM_START["direct"]:
-        return f"#### {a + b}"
-    repeats = (1, 1) if style < WARM_START["direct"] + WARM_START["worked"] else (2, 3)
-    steps, digits, carry = [], "", 0
-    for column in range(max(len(str(a)), len(str(b)))):
-        x, y = a // 10**column % 10, b // 10**column % 10
-        total = rng.randrange(20) if rng.random() < WARM_START["wrong_step"] else x + y + carry
-        steps += [f"{x}+{y}" + f"+{carry}" * (carry > 0) + f"={total}"] * rng.randint(*repeats)
-        digits, carry = str(total % 10) + digits, total // 10
-    return " ".join(steps) + f" #### {int(str(carry) + digits)}"
-
-
-def base_model_folder(steps):
-    """Folder of the base model, the tiny MoE after `steps` of supervised warm start, trained once and cached.
-    It is named by a hash of its settings, and renamed into place: it is there whole or not at all."""
-    recipe = json.dumps([TINY_MODEL, WARM_START, steps], sort_keys=True)
-    folder = Path("runs", f"base-{hashlib.sha256(recipe.encode()).hexdigest()[:8]}")
-    if folder.exists():
-        return folder
-    rng, vocab = random.Random(WARM_START["seed"]), ["<pad>", "<eos>", "<unk>", *"0123456789+=# "]
-    raw = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocab)}, unk_token="<unk>"))
-    raw.pre_tokenizer, raw.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
-    special = dict(eos_token="<eos>", pad_token="<pad>")
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=raw, **special)
-    config = transformers.Qwen3MoeConfig(vocab_size=len(vocab), pad_token_id=0, eos_token_id=1, **TINY_MODEL)
-    torch.manual_seed(WARM_START["seed"])
-    model = transformers.Qwen3MoeForCausalLM(config)
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, betas=(0.9, 0.98))
-    problems, _ = load_problems("addition", tokenizer)
-    for step in tqdm(range(steps), desc="warm start (only once)", unit="step", mininterval=0.5):
-        chosen = rng.choices(problems, k=WARM_START["batch_size"])
-        texts = [demonstration(problem, rng) + tokenizer.eos_token for problem in chosen]
-        rows = zip(chosen, tokenizer(texts).input_ids, strict=True)
-        batch = collate([Completion(p.prompt_ids, ids[: WARM_START["cap"]], []) for p, ids in rows], "cpu")
-        outputs = token_logprobs(model, batch, temperature=1.0)
-        (0.001 * outputs.aux_loss - masked_mean(outputs.logprobs_BT, batch.mask_NT)).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        schedule = min(1, (step + 1) / 50) * math.cos(math.pi / 2 * step / steps) ** 2  # warm-up and cosine
-        optimizer.param_groups[0]["lr"] = WARM_START["lr"] * schedule
-        optimizer.step()
-        optimizer.zero_grad()
-    scratch = folder.with_name(f"{folder.name}.tmp{os.getpid()}")
-    model.save_pretrained(scratch)
-    tokenizer.save_pretrained(scratch)
-    with contextlib.suppress(OSError):  # another run may have been faster
-        scratch.rename(folder)
-    shutil.rmtree(scratch, ignore_errors=True)
-    return folder
-
-
 def load_model(args):
     """`--model` -> (model in float32 with dropout off, its tokenizer); runs no code from a model folder."""
-    source = base_model_folder(args.warm_start_steps) if args.model == "tiny-moe" else args.model
-    try:
+    source = addition.base_model(args.warm_start_steps) if args.model == "tiny-moe" else args.model
+    with one_line(f"--model {args.model} cannot be used"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         model = transformers.AutoModelForCausalLM.from_pretrained(source, **LOAD).to(args.device).eval()
-        batch = collate([Completion(tokenizer("1+1=").input_ids, [0], [0.0])], args.device)
-        with torch.no_grad():  # the two ways to a log-prob, the sampler's and the update's, have to agree
-            logits = model(batch.tokens_NS[:, :-1]).logits[:, -1].float()
-            gap = (logits.log_softmax(-1)[:, :1] - token_logprobs(model, batch, 1.0).logprobs_BT).abs().max()
-    except Exception as error:  # transformers has no type of its own for a folder that it cannot use
-        fail(f"--model {args.model} cannot be opened: {type(error).__name__} {error}")
-    if gap > 1e-3:
+        for layer in model.modules() if args.gradient_checkpointing else ():
+            if isinstance(layer, GradientCheckpointingLayer):  # its activations are computed twice, not kept
+                options = dict(use_reentrant=False, preserve_rng_state=False)
+                layer.forward = functools.partial(checkpoint, layer.forward, **options)
+        # The two ways to a log-prob, the sampler's and the update's, have to agree.
+        prompts, probe = tokenizer(["1+1=", "10+10="]).input_ids, type(args)(max_new_tokens=2)
+        batch = collate(sample(model, tokenizer, prompts, 2, probe, greedy=True), args.device)
+        with torch.no_grad():
+            gap_NT = token_logprobs(model, batch, 1.0).logprobs_BT - batch.sampler_logprobs_NT
+    if not gap_NT[batch.mask_NT].abs().max() < 1e-3:
         fail(f"--model {args.model} scales or caps the logits of its head, which is not supported")
     return model, tokenizer
 
@@ -152,23 +103,69 @@ def load_model(args):
 Problem = namedtuple("Problem", "prompt answer prompt_ids")  # answer: the gold answer alone
 
 
-def load_problems(dataset, tokenizer, num_train=20_000, num_held_out=256):
-    """`--dataset` -> (training, held-out) problems, disjoint and the same for all seeds and scripts."""
-    rng, answers = random.Random(0), {}
-    while len(answers) < num_train + num_held_out:
-        a, b = (rng.randint(*rng.choice([(10, 99), (100, 999)])) for _ in range(2))
-        answers[f"{a}+{b}="] = str(a + b)
-    ids = tokenizer(list(answers)).input_ids
+def read_dataset(args):
+    r"""`--dataset` -> [(prompt, gold answer)] in random order, the same for all seeds. A prompt is text or a
+    list of chat messages; gold is what follows '####' or fills a '\boxed{}' in its column, or all of it."""
+    if args.dataset == "addition":
+        return addition.problems()
+    import datasets  # takes a second, so only where it is needed
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    name, split, rows = args.dataset, args.dataset_split, []
+    with one_line(f"--dataset {name} cannot be read"):
+        if Path(name).is_file():
+            kind = "parquet" if name.endswith(".parquet") else "json"
+            table = datasets.load_dataset(kind, data_files={split: name}, split=split)
+        else:
+            table = datasets.load_dataset(name, args.dataset_config or None, split=split)
+    found = f"the columns are {', '.join(table.column_names)}"
+    for column in {args.prompt_column, args.answer_column} - set(table.column_names):
+        fail(f"--dataset {name} has no column {column}; {found}")
+    pairs = zip(table[args.prompt_column], table[args.answer_column], strict=True)
+    for number, (prompt, answer) in enumerate(pairs, 1):
+        answer = "" if answer is None else str(answer).strip()
+        gold = final_answer(answer) if "####" in answer or "\\boxed{" in answer else answer
+        if not prompt or not gold:
+            fail(f"--dataset {name}, row {number}: no {'gold answer' if prompt else 'prompt'}; {found}")
+        rows.append((prompt, gold))
+    return random.Random(0).sample(rows, len(rows))
+
+
+def render(prompt, tokenizer, args):
+    """A prompt as the model reads it: through the chat template, where there is one."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if args.instruction:
+        messages[-1] = messages[-1] | {"content": f"{messages[-1]['content']}\n{args.instruction}"}
+    if args.system_prompt:
+        messages.insert(0, {"role": "system", "content": args.system_prompt})
+    if tokenizer.chat_template:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    if len(messages) > 1:
+        raise ValueError("chat messages and --system_prompt need a tokenizer with a chat template")
+    return messages[0]["content"]
+
+
+def load_problems(args, model, tokenizer):
+    """`--dataset` -> (training, `--num_held_out` held-out) problems, disjoint and the same for all seeds."""
+    pairs = read_dataset(args)
+    with one_line(f"--dataset {args.dataset}: a prompt cannot be used"):
+        answers = {render(prompt, tokenizer, args): answer for prompt, answer in pairs}
+        ids = tokenizer(list(answers), add_special_tokens=not tokenizer.chat_template).input_ids
     problems = [Problem(*pair, row) for pair, row in zip(answers.items(), ids, strict=True)]
-    return problems[num_held_out:], problems[:num_held_out]
+    longest, limit = max(map(len, ids)), getattr(model.config, "max_position_embeddings", float("inf"))
+    if longest + args.max_new_tokens > limit:
+        fail(f"--max_new_tokens: with a prompt of {longest} tokens, the model's limit of {limit} is exceeded")
+    if len(problems) <= args.num_held_out:
+        fail(f"--num_held_out {args.num_held_out} leaves none of {len(problems)} problems for training")
+    return problems[args.num_held_out :], problems[: args.num_held_out]
 
 
 def take_problems(problems, position, count, seed):
     """Problems `position` to `position + count` of an endless stream; each epoch is a shuffle of its own."""
-    size, seeds = len(problems), range((seed << 20) + position // len(problems), 2**63)
-    shuffles = (torch.randperm(size, generator=torch.Generator().manual_seed(s)).tolist() for s in seeds)
-    stream = itertools.chain.from_iterable(shuffles)
-    return [problems[i] for i in itertools.islice(stream, position % size, position % size + count)]
+    size, generator = len(problems), torch.Generator()
+    epochs = range(position // size, (position + count - 1) // size + 1)
+    shuffles = [torch.randperm(size, generator=generator.manual_seed((seed << 20) + e)) for e in epochs]
+    return [problems[i] for i in torch.cat(shuffles)[position % size :][:count].tolist()]
 
 
 def final_answer(text):
@@ -224,24 +221,23 @@ def sample(model, tokenizer, prompts, group_size, args, generator=None, greedy=F
     device, cap, N = model.device, args.max_new_tokens, len(prompts) * group_size
     eos = model.generation_config.eos_token_id  # chat models have several
     eos = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
-    eos = torch.tensor(sorted(eos), device=device)
+    eos = torch.tensor(sorted(eos), device=device, dtype=torch.long)
     prompt_PS, attention_PS = (pad(x, device, left=True) for x in (prompts, [[1] * len(p) for p in prompts]))
     noise_NT = torch.rand(N, cap, generator=generator).to(device)
     ids_NT, logprobs_NT = torch.zeros_like(noise_NT, dtype=torch.long), torch.zeros_like(noise_NT)
-    rows_R = torch.arange(N, device=device)  # R: the rows that are still here
+    rows_R = torch.arange(N, device=device)
     ended_R = torch.zeros_like(rows_R, dtype=torch.bool)
-    attention_RS = F.pad(attention_PS, (0, cap), value=1).repeat_interleave(group_size, 0)
-    position_R1 = attention_PS.sum(1, keepdim=True).repeat_interleave(group_size, 0)
     drop_every = drop_every or (16 if device.type == "cuda" else 1)  # looking for ended rows stalls a GPU
     cache = transformers.DynamicCache(config=model.config)
-    def next_logits(tokens, attention, positions):
+    tokens, attention, positions = prompt_PS, attention_PS, (attention_PS.cumsum(1) - 1).clamp(min=0)
+    for t in range(cap):
         inputs = dict(attention_mask=attention, position_ids=positions, past_key_values=cache)
         with torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
-            return model(tokens, **inputs, logits_to_keep=1).logits[:, -1].float()
-    logits_PV = next_logits(prompt_PS, attention_PS, (attention_PS.cumsum(1) - 1).clamp(min=0))
-    cache.batch_repeat_interleave(group_size)
-    logits_RV = logits_PV.repeat_interleave(group_size, 0)
-    for t in range(cap):
+            logits_RV = model(tokens, **inputs, logits_to_keep=1).logits[:, -1].float()
+        if t == 0:  # each prompt was run once; from here on there is a row for each completion
+            cache.batch_repeat_interleave(group_size)
+            per_prompt = logits_RV, attention, positions
+            logits_RV, attention, positions = (x.repeat_interleave(group_size, 0) for x in per_prompt)
         logprobs_RV = torch.log_softmax(logits_RV / args.temperature, dim=-1)
         if greedy:
             token_R1 = logprobs_RV.argmax(-1, keepdim=True)
@@ -257,10 +253,10 @@ def sample(model, tokenizer, prompts, group_size, args, generator=None, greedy=F
             if len(keep) < len(rows_R):
                 cache.batch_select_indices(keep)
                 rows_R, ended_R, token_R1 = rows_R[keep], ended_R[keep], token_R1[keep]
-                attention_RS, position_R1 = attention_RS[keep], position_R1[keep]
-        if t + 1 == cap or len(rows_R) == 0:
+                attention, positions = attention[keep], positions[keep]
+        if len(rows_R) == 0:
             break
-        logits_RV = next_logits(token_R1, attention_RS[:, : prompt_PS.shape[1] + t + 1], position_R1 + t)
+        tokens, attention, positions = token_R1, F.pad(attention, (0, 1), value=1), positions[:, -1:] + 1
     # A completion ends with its first EOS: rows may have run on until they were dropped.
     is_eos_NT = torch.isin(ids_NT, eos)
     end_N = torch.where(is_eos_NT.any(1), is_eos_NT.int().argmax(1) + 1, cap).tolist()
@@ -337,33 +333,27 @@ def router_stats(outputs, old_experts_BTLK, mask_BT):
     not the old policy's any more, (L*E numbers) the share of its layer's load that an expert carries."""
     if not outputs.router_logits:
         return {}
-    num_experts, num_active = outputs.router_logits[0].shape[-1], old_experts_BTLK.shape[-1]
     entropy = [torch.special.entr(layer.softmax(-1)).sum(-1) for layer in outputs.router_logits]
     flips_BTL = (outputs.experts_BTLK != old_experts_BTLK).any(-1)
-    counts_LE = F.one_hot(outputs.experts_BTLK[mask_BT], num_experts).sum((0, 2))
+    counts_LE = F.one_hot(outputs.experts_BTLK[mask_BT], outputs.router_logits[0].shape[-1]).sum((0, 2))
     return {
         "router_entropy": masked_mean(sum(entropy) / len(entropy), mask_BT),
         "expert_flip_frac": masked_mean(flips_BTL.float().mean(-1), mask_BT),
-        "load": (counts_LE / (mask_BT.sum().clamp(min=1) * num_active)).flatten(),
+        "load": (counts_LE / counts_LE.sum(1, keepdim=True).clamp(min=1)).flatten(),
     }
 
 
-class Meter:
-    """Weighted means over an iteration's micro-batches, on the device until read; '..._max' is a maximum."""
-    def __init__(self):
-        self.sums, self.weights = {}, {}
-
+class Meter(dict):
+    """{key: [(value, weight), ...]} of an iteration's micro-batches, on the device until it is read."""
     def add(self, prefix, values, weight):
         for name, value in values.items():
-            key, value = f"{prefix}/{name}", torch.as_tensor(value).detach()
-            if name.endswith("_max"):
-                self.sums[key], self.weights[key] = torch.maximum(self.sums.get(key, value), value), 1
-            else:
-                self.sums[key] = self.sums.get(key, 0) + value * weight
-                self.weights[key] = self.weights.get(key, 0) + weight
+            self.setdefault(f"{prefix}/{name}", []).append((torch.as_tensor(value).detach(), weight))
 
-    def means(self):
-        means = {key: (value / self.weights[key]).tolist() for key, value in self.sums.items()}
+    def means(self):  # and the maximum of what is called '..._max'
+        means = {}
+        for key, pairs in self.items():
+            mean = sum(value * weight for value, weight in pairs) / sum(weight for _, weight in pairs)
+            means[key] = (max(value for value, _ in pairs) if key.endswith("_max") else mean).tolist()
         load = means.pop("moe/load", None)
         return means | ({"moe/load_max": max(load), "moe/load_min": min(load)} if load else {})
 
@@ -391,29 +381,28 @@ def evaluate(model, tokenizer, problems, args):
     return result | {"examples": [[p.prompt, c.text] for c, p in pairs[:3]]}
 
 
+def checksums(folder):
+    """Of the weights of a checkpoint, in hexadecimal."""
+    return [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("*.safetensors"))]
+
+
 class Run:
     """The run folder: metrics.jsonl, samples.jsonl and a checkpoint, always whole: a transformers folder with
     the rest of the state in it, renamed into place before its predecessor is removed."""
     def __init__(self, args):
-        self.args, self.stop, self.script = args, False, Path(sys.argv[0]).stem
+        self.args, self.script, self.stop, self.uniform = args, Path(sys.argv[0]).stem, False, 0
         may_change = {"device", "iterations", "eval_every", "save_every", "resume", "run_dir", "tensorboard"}
         self.settings = {"script": self.script} | {k: v for k, v in vars(args).items() if k not in may_change}
         self.folder = Path(args.run_dir or f"runs/{self.script}-seed{args.seed}")
-        try:
+        with one_line(f"--run_dir {self.folder} cannot be written, or is in use by another process"):
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock = FileLock(self.folder / "lock")
             self.lock.acquire(timeout=0)
-        except Timeout:
-            fail(f"{self.folder} is in use by another process")
-        except OSError as error:
-            fail(f"--run_dir {self.folder} cannot be written: {error.strerror}")
         if (self.folder / "metrics.jsonl").exists() and not args.resume:
             fail(f"{self.folder} holds another run: go on with it by --resume, or give another --run_dir")
         if args.tensorboard:
-            try:
+            with one_line("--tensorboard needs a package (pip install tensorboard)"):
                 from torch.utils.tensorboard import SummaryWriter
-            except ImportError:
-                fail("--tensorboard needs a package: pip install tensorboard")
             self.writer = SummaryWriter(self.folder)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.on_signal)
@@ -430,22 +419,25 @@ class Run:
         state = {"iteration": 0, "position": 0}
         folder = max(self.folder.glob("checkpoint-*[0-9]"), default=None)
         if folder:
-            try:
+            with one_line(f"--resume: {folder} cannot be read"):
                 saved = torch.load(folder / "trainer_state.pt", weights_only=True, map_location="cpu")
+                state, settings = saved["state"], saved["settings"]
+                for name in (name for name in self.settings if self.settings[name] != settings.get(name)):
+                    fail(f"--resume: {folder} has {name} {settings.get(name)}, not {self.settings[name]}")
+                if checksums(folder) != saved["checksums"]:
+                    raise ValueError("the weights are not those that were written")
                 policy = transformers.AutoModelForCausalLM.from_pretrained(folder, **LOAD)
                 model.load_state_dict(policy.state_dict())
                 generator.set_state(saved["generator"])
                 for name, part in parts.items():
                     part.load_state_dict(saved["parts"][name])
-                state, settings = saved["state"], saved["settings"]
-            except Exception as error:
-                fail(f"--resume: {folder} cannot be read: {type(error).__name__} {error}")
-            for name in (name for name in self.settings if self.settings[name] != settings.get(name)):
-                fail(f"--resume: {folder} has {name} {settings.get(name)}, not {self.settings[name]}")
-        for path in (self.folder / "metrics.jsonl", self.folder / "samples.jsonl"):  # drop what came later
-            lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-            lines = [line for line in lines if line.endswith("}\n")]
-            path.write_text("".join(x for x in lines if json.loads(x)["iteration"] <= state["iteration"]))
+        with one_line(f"--resume: {self.folder} cannot be used"):
+            for path in (self.folder / "metrics.jsonl", self.folder / "samples.jsonl"):
+                lines = path.read_text().splitlines() if path.exists() else []
+                whole = [line for line in lines if line.endswith("}")]  # the last may be half a line
+                kept = [line for line in whole if json.loads(line)["iteration"] <= state["iteration"]]
+                path.with_suffix(".tmp").write_text("".join(f"{line}\n" for line in kept))
+                path.with_suffix(".tmp").replace(path)
         self.bar = tqdm(initial=state["iteration"], total=self.args.iterations, desc=self.script)
         return state
 
@@ -458,42 +450,49 @@ class Run:
         return iteration == self.args.iterations or bool(every and iteration % every == 0)
 
     def log(self, iteration, metrics, problems, completions, verdicts):
-        """A line in metrics.jsonl, four completions in samples.jsonl, the bar."""
+        """A line in metrics.jsonl, four completions in samples.jsonl, the bar; a word about a collapse."""
         shares, group = describe(completions, verdicts), len(completions) // len(problems)
         metrics = {f"rollout/{key}": value for key, value in shares.items()} | metrics
         rows = zip(problems[:4], completions[::group], verdicts[::group], strict=False)
         samples = [{"prompt": p.prompt, "completion": c.text, "verdict": why} for p, c, (_, why) in rows]
-        for name, lines in (("metrics.jsonl", [metrics]), ("samples.jsonl", samples)):
-            with open(self.folder / name, "a") as file:
-                file.writelines(json.dumps({"iteration": iteration, **line}) + "\n" for line in lines)
+        with one_line(f"{self.folder} cannot be written, the last checkpoint is whole"):
+            for name, lines in (("metrics.jsonl", [metrics]), ("samples.jsonl", samples)):
+                with open(self.folder / name, "a") as file:
+                    file.writelines(json.dumps({"iteration": iteration, **line}) + "\n" for line in lines)
         for key, value in metrics.items() if self.args.tensorboard else ():
             self.writer.add_scalar(key, value, iteration)
         if "eval/accuracy" in metrics:
             tqdm.write(f"iteration {iteration:4d}: held-out accuracy {metrics['eval/accuracy']:.3f}")
+        rewards = torch.tensor([reward for reward, _ in verdicts]).view(len(problems) if group > 1 else 1, -1)
+        self.uniform = self.uniform + 1 if (rewards == rewards[:, :1]).all() else 0
+        if self.uniform == 10:
+            counts = ", ".join(f"{n} {why}" for why, n in Counter(why for _, why in verdicts).items())
+            tqdm.write(f"collapse: for 10 iterations no group had two different rewards; now {counts}")
         self.bar.set_postfix_str(f"reward {metrics['rollout/reward_mean']:.2f}", refresh=False)
         self.bar.update()
 
     def save(self, state, model, tokenizer, generator, **parts):
         """Writes the checkpoint and, after a signal, ends the program."""
         folder, scratch = self.folder / f"checkpoint-{state['iteration']:06d}", self.folder / "checkpoint.tmp"
-        shutil.rmtree(scratch, ignore_errors=True)
-        model.save_pretrained(scratch)
-        tokenizer.save_pretrained(scratch)
-        saved = dict(state=state, settings=self.settings, generator=generator.get_state())
-        saved["parts"] = {name: part.state_dict() for name, part in parts.items()}
-        torch.save(saved, scratch / "trainer_state.pt")
-        scratch.rename(folder)
+        with one_line(f"{folder} cannot be written, the checkpoint before it is whole"):
+            shutil.rmtree(scratch, ignore_errors=True)
+            model.save_pretrained(scratch)
+            tokenizer.save_pretrained(scratch)
+            saved = dict(state=state, settings=self.settings, generator=generator.get_state())
+            saved["parts"] = {name: part.state_dict() for name, part in parts.items()}
+            torch.save(saved | {"checksums": checksums(scratch)}, scratch / "trainer_state.pt")
+            scratch.rename(folder)
         for old in set(self.folder.glob("checkpoint-*[0-9]")) - {folder}:
-            shutil.rmtree(old)
+            shutil.rmtree(old, ignore_errors=True)
         if self.stop:
             raise SystemExit(130)
 
     def finish(self, before, after):
         """Prints the held-out results before and after training, and some sampled completions."""
         self.bar.close()
-        columns = [before["greedy"], after["greedy"], before["sampled"], after["sampled"]]
         print(f"\n{'held-out problems':20}  greedy: before, after; sampled: before, after")
-        for key, *x in zip(before["greedy"], *(column.values() for column in columns), strict=True):
+        for key in before["greedy"]:
+            x = [result[name][key] for name in ("greedy", "sampled") for result in (before, after)]
             print(f"{key:20}{x[0]:8.3g} ->{x[1]:8.3g}{x[2]:11.3g} ->{x[3]:8.3g}")
         for (prompt, first), (_, last) in zip(before["examples"], after["examples"], strict=True):
             print(f"\n{prompt}\n  before: {first}\n  after:  {last}")

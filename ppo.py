@@ -42,7 +42,14 @@ class Args:
     device: str = HfArg(default="", help="cuda, mps or cpu [the best there is]")
     dtype: Literal["float32", "bfloat16"] = HfArg(default="float32", help="precision of matrix products")
     model: str = HfArg(default="tiny-moe", help="tiny-moe, or a folder or hub id of a causal language model")
-    dataset: str = HfArg(default="addition", help="addition: sums of two- and three-digit numbers")
+    dataset: str = HfArg(default="addition", help="addition, or a JSON-lines or parquet file, or a hub id")
+    dataset_config: str = HfArg(default="", help="configuration of a hub dataset, if it has several")
+    dataset_split: str = HfArg(default="train", help="split of the dataset")
+    prompt_column: str = HfArg(default="question", help="column of the prompts: text or chat messages")
+    answer_column: str = HfArg(default="answer", help="column of the gold answers, GSM8K's '####' or not")
+    num_held_out: int = HfArg(default=256, help="problems kept apart for evaluation")
+    system_prompt: str = HfArg(default="", help="system message before each prompt")
+    instruction: str = HfArg(default="", help="text on a line of its own after each prompt")
     iterations: int = HfArg(default=60, help="rounds of rollout and update")
     prompts_per_iteration: int = HfArg(default=256, help="prompts in a rollout")  # 32 x 8
     group_size: int = HfArg(default=1, help="completions per prompt")  # no groups here
@@ -52,6 +59,7 @@ class Args:
     update_epochs: int = HfArg(default=1, help="passes over a rollout")
     num_minibatches: int = HfArg(default=4, help="optimizer steps per pass")
     micro_batch_size: int = HfArg(default=0, help="completions per forward pass [0: a whole minibatch]")
+    gradient_checkpointing: bool = HfArg(default=False, help="recompute activations: less memory, more time")
     max_grad_norm: float = HfArg(default=1.0, help="gradients are scaled down to this norm")
     router_aux_coef: float = HfArg(default=0.001, help="weight of the load-balancing loss of an MoE")
     eval_every: int = HfArg(default=10, help="iterations between evaluations [0: only at the end]")
@@ -156,7 +164,7 @@ def main(args):
         fail("--group_size must be 1: the critic is the baseline, not a group")
     run = Run(args)
     model, tokenizer = load_model(args)
-    train_problems, held_out_problems = load_problems(args.dataset, tokenizer)
+    train_problems, held_out_problems = load_problems(args, model, tokenizer)
     generator = torch.Generator().manual_seed(args.seed)
     critic, ref_model = Critic(model), copy.deepcopy(model)
     critic_group = {"params": list(critic.parameters()), "lr": args.critic_lr}
@@ -251,7 +259,8 @@ def main(args):
                         meter.add("losses", {"first_step_ratio_error_max": error}, 1)
                 grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
                 critic_norm = torch.nn.utils.clip_grad_norm_(critic.parameters(), args.max_grad_norm)
-                run.check_finite(iteration, loss=total, grad_norm=grad_norm, critic_grad_norm=critic_norm)
+                norms = {"grad_norm": grad_norm, "critic_grad_norm": critic_norm}
+                run.check_finite(iteration, rewards=rewards_N, loss=total, **norms)
                 optimizer.step()
                 optimizer.zero_grad()
                 meter.add("charts", {"grad_norm": grad_norm}, 1)

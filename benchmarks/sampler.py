@@ -12,7 +12,6 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import transformers
@@ -49,9 +48,9 @@ def main():
     pairs = parser.parse_args().pairs
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    args = SimpleNamespace(**vars(Args()) | {"device": "cpu"})
+    args = Args(device="cpu")
     model, tokenizer = load_model(args)
-    prompts = [p.prompt_ids for p in load_problems("addition", tokenizer)[0][: args.prompts_per_iteration]]
+    prompts = [p.prompt_ids for p in load_problems(args, model, tokenizer)[0][: args.prompts_per_iteration]]
     generator = torch.Generator().manual_seed(0)
     rates = {"sampler": [], "generate": []}
     for pair in range(-1, pairs):  # the first pair is a warm-up

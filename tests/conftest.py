@@ -1,6 +1,5 @@
 import contextlib
 import dataclasses
-import functools
 import importlib
 import io
 import os
@@ -40,8 +39,8 @@ def run(name, *flags, held_out=256):
     module, out, err, code = importlib.import_module(name), io.StringIO(), io.StringIO(), 0
     argv, cwd = sys.argv, os.getcwd()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    sys.argv = [f"{name}.py", *map(str, flags)]
-    module.load_problems = functools.partial(common.load_problems, num_held_out=held_out)
+    few = () if "--num_held_out" in flags else ("--num_held_out", held_out)
+    sys.argv = [f"{name}.py", *map(str, (*flags, *few))]
     os.chdir(ROOT)
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -50,7 +49,6 @@ def run(name, *flags, held_out=256):
         code = exit.code
     finally:
         sys.argv = argv
-        module.load_problems = common.load_problems
         os.chdir(cwd)
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -60,7 +58,7 @@ def run(name, *flags, held_out=256):
 def pytest_collection_finish(session):
     """Trains the default base model, if it is not cached, beside the tests that do not need it."""
     if any("test_runs" in item.nodeid for item in session.items):
-        code = "import common, grpo; common.base_model_folder(grpo.Args().warm_start_steps)"
+        code = "import addition, grpo; addition.base_model(grpo.Args().warm_start_steps)"
         env = os.environ | {"OMP_NUM_THREADS": "1"}
         session.base_model = subprocess.Popen(
             [sys.executable, "-c", code], cwd=ROOT, env=env, stderr=subprocess.DEVNULL
@@ -76,12 +74,12 @@ def base_model(request):
 @pytest.fixture(scope="session")
 def tiny_model():
     """A tiny MoE after a few supervised steps, with its tokenizer: not a good one, but not random either."""
-    import common
+    import addition
 
     cwd = os.getcwd()
     os.chdir(ROOT)
     try:
-        folder = common.base_model_folder(60)
+        folder = addition.base_model(60)
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         return model, transformers.AutoTokenizer.from_pretrained(folder)
     finally:

