@@ -1,0 +1,192 @@
+"""Other models than the tiny MoE: four architectures with a byte-level BPE tokenizer that is trained here."""
+
+import copy
+import importlib
+import json
+
+import pytest
+import torch
+from conftest import run, script_args
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from common import collate, load_model, load_problems, sample, token_logprobs
+
+QUESTIONS = [f"Ann has {a} apples and buys {'many, ' * (a % 4)}{b}. How many?" for a in range(12) for b in "379"]
+SHAPE = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)
+SHAPE |= dict(num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.3)
+MOE = dict(num_experts_per_tok=2)
+FAMILIES = {
+    "llama": lambda **k: LlamaForCausalLM(LlamaConfig(**SHAPE, **k)),
+    "qwen3_moe": lambda **k: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**SHAPE, **MOE, **k, num_experts=4, moe_intermediate_size=16, head_dim=8)
+    ),
+    "mixtral": lambda **k: MixtralForCausalLM(MixtralConfig(**SHAPE, **MOE, **k, num_local_experts=4)),
+    "olmoe": lambda **k: OlmoeForCausalLM(OlmoeConfig(**SHAPE, **MOE, **k, num_experts=4)),
+}
+CHAT = """{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
+
+
+def bpe_tokenizer(**special):
+    raw = Tokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    names = ["<|end|>", "<|user|>", "<|system|>", "<|assistant|>", "<|endoftext|>"]
+    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=names, initial_alphabet=alphabet, show_progress=False)
+    raw.train_from_iterator(QUESTIONS, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|end|>", **special)
+
+
+@pytest.fixture(scope="session", params=FAMILIES)
+def family(request, tmp_path_factory):
+    """(name, folder of the model, JSON lines). Many EOS ids, no pad, a template, hostile generation defaults."""
+    folder = tmp_path_factory.mktemp(request.param)
+    tokenizer = bpe_tokenizer(chat_template=CHAT)
+    torch.manual_seed(0)
+    model = FAMILIES[request.param](vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=0)
+    # Random models rarely stop: with a twelfth of the vocabulary for EOS, they sometimes do.
+    model.generation_config.eos_token_id = list(range(0, len(tokenizer), 12))
+    model.generation_config.update(top_k=1, temperature=0.01, do_sample=True)
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    with open(folder / "data.jsonl", "w") as file:
+        for i, question in enumerate(QUESTIONS):
+            print(json.dumps({"question": question, "answer": f"Let's see. #### {i}"}), file=file)
+    return request.param, folder / "model", folder / "data.jsonl"
+
+
+def arguments(name, model, data, **changes):
+    return script_args(name, model=str(model), dataset=str(data), device="cpu", num_held_out=8, **changes)[1]
+
+
+def test_sampler_and_training_forward_agree(family):
+    """14, on each architecture, float32, prompts of mixed length, temperature not 1: below 1e-4."""
+    args = arguments("grpo", *family[1:], max_new_tokens=16, temperature=0.8)
+    model, tokenizer = load_model(args)
+    train, _ = load_problems(args, model, tokenizer)
+    prompts = [p.prompt_ids for p in train[:10]]
+    assert len({len(p) for p in prompts}) > 2
+    completions = sample(model, tokenizer, prompts, 4, args, torch.Generator().manual_seed(0))
+    assert len({len(c.ids) for c in completions}) > 3 and 0 < sum(c.truncated for c in completions) < 40
+    batch = collate(completions, "cpu")
+    with torch.no_grad():
+        gap = token_logprobs(model, batch, 0.8).logprobs_BT - batch.sampler_logprobs_NT
+    assert gap[batch.mask_NT].abs().max() < 1e-4
+
+
+SMALL = "--iterations 2 --prompts_per_iteration 4 --group_size 4 --max_new_tokens 12 --num_minibatches 2".split()
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "rspo"])
+def test_scripts_run_on_any_architecture(name, family, tmp_path, monkeypatch):
+    """A run from a JSON-lines file; its checkpoint opens with plain transformers, and answers greedily what the
+    script's last evaluation did."""
+    kind, folder, data = family
+    module = importlib.import_module(name)
+    # A random model never finds the answer: the parity of its length is a reward that it can learn.
+    reward = {0: (1.0, "correct"), 1: (0.0, "wrong")}
+    monkeypatch.setattr(module, "verify", lambda text, answer, truncated: reward[len(text) % 2])
+    flags = (*SMALL, "--lr", 1e-3, "--model", folder, "--dataset", data, "--run_dir", tmp_path)
+    result = run(name, *flags, held_out=8)
+    if name == "rspo" and kind == "llama":
+        assert result.returncode == 2 and "gmpo.py" in result.stderr
+        return
+    assert result.returncode == 0, result.stderr
+    line = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert line["losses/first_step_ratio_error_max"] < 1e-4 and line["charts/grad_norm"] > 0
+    assert ("moe/router_entropy" in line) == (kind != "llama")
+
+    (checkpoint,) = tmp_path.glob("checkpoint-*")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
+    before = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    assert any(not torch.equal(before[key], value) for key, value in model.state_dict().items())
+    args = arguments(name, folder, data, max_new_tokens=12)
+    problems = load_problems(args, model, tokenizer)[1]
+    ours = [c.ids for c in sample(model, tokenizer, [p.prompt_ids for p in problems], 1, args, greedy=True)]
+    lengths = []
+    for problem, ids in zip(problems, ours, strict=True):
+        prompt = torch.tensor([problem.prompt_ids])
+        options = dict(max_new_tokens=12, do_sample=False, pad_token_id=0)
+        theirs = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+        assert theirs[0, prompt.shape[1] :].tolist() == ids
+        lengths.append(len(ids))
+    assert line["eval/response_len_mean"] == pytest.approx(sum(lengths) / len(lengths))
+
+
+def test_gradient_checkpointing_changes_memory_only(family):
+    """Same log-probs, same gradients, the router's and its aux loss's too; sampling works; a copy of the model
+    (the reference) has its own layers."""
+    args = arguments("grpo", *family[1:], max_new_tokens=8)
+    model, tokenizer = load_model(args)
+    prompts = [p.prompt_ids for p in load_problems(args, model, tokenizer)[0][:4]]
+    batch = collate(sample(model, tokenizer, prompts, 2, args, torch.Generator().manual_seed(0)), "cpu")
+    args.gradient_checkpointing = True
+    saving, _ = load_model(args)
+    gradients, saved = [], []
+    for m in (model, saving):
+        bytes_saved = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda x, log=bytes_saved: (log.append(x.numel()), x)[1], lambda x: x
+        ):
+            outputs = token_logprobs(m, batch, 1.0)
+        (outputs.logprobs_BT.sum() + 0.1 * outputs.aux_loss).backward()
+        gradients.append({key: p.grad for key, p in m.named_parameters()})
+        saved.append(sum(bytes_saved))
+    for key, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][key], gradient, atol=1e-6, rtol=1e-4)
+    assert saved[1] < 0.7 * saved[0]
+
+    reference = copy.deepcopy(saving)
+    with torch.no_grad():
+        for p in saving.parameters():
+            p.add_(0.1)
+        moved = token_logprobs(saving, batch, 1.0).logprobs_BT
+        torch.testing.assert_close(
+            token_logprobs(reference, batch, 1.0).logprobs_BT, token_logprobs(model, batch, 1.0).logprobs_BT
+        )
+    assert (moved - outputs.logprobs_BT).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("special", [{}, {"pad_token": "<|end|>"}, {"pad_token": "<|endoftext|>"}])
+def test_pad_tokens_do_not_matter(special, family, tmp_path):
+    """None at all, shared with EOS, or one of its own: the same completions and log-probs."""
+    kind, folder, data = family
+    if kind not in ("llama", "qwen3_moe"):
+        return
+    results = []
+    for tokenizer in (bpe_tokenizer(chat_template=CHAT, **special), AutoTokenizer.from_pretrained(folder)):
+        args = arguments("grpo", folder, data, max_new_tokens=8)
+        model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        prompts = [p.prompt_ids for p in load_problems(args, model, tokenizer)[0][:4]]
+        results.append(sample(model, tokenizer, prompts, 4, args, torch.Generator().manual_seed(0)))
+        assert collate(results[-1], "cpu").mask_NT.sum(1).tolist() == [len(c.ids) for c in results[-1]]
+    assert results[0] == results[1]
+
+
+def test_chat_template_system_prompt_and_instruction(family):
+    kind, folder, data = family
+    args = arguments("grpo", folder, data, system_prompt="Be brief.", instruction="After ####.")
+    model, tokenizer = load_model(args)
+    train, held_out = load_problems(args, model, tokenizer)
+    texts = {f"<|system|>Be brief.<|end|><|user|>{q}\nAfter ####.<|end|><|assistant|>" for q in QUESTIONS}
+    assert {p.prompt for p in train + held_out} == texts
+    assert all(tokenizer.decode(p.prompt_ids) == p.prompt for p in train)
+    tokenizer.chat_template = None
+    args.system_prompt = args.instruction = ""
+    train, held_out = load_problems(args, model, tokenizer)
+    assert {p.prompt for p in train + held_out} == set(QUESTIONS)
+    assert all(tokenizer.decode(p.prompt_ids) == p.prompt for p in train)
