@@ -1,9 +1,8 @@
 """What the nine scripts share: everything that no paper on the list would write differently.
 
 In order: command line, model, data, verifier, sampler, log-probs and router statistics, evaluation, run
-folder. Each script spells out for itself: advantages, ratios, clips, stop-gradients, normalisers, filtering,
-the update loop. The suffix of a tensor's name gives its axes: P prompts, G per prompt, N = P*G, B micro-
-batch, R rows not yet ended, T response, S prompt + response, V vocabulary, L layers, K of E experts.
+folder. The suffix of a tensor's name gives its axes: P prompts, G per prompt, N = P*G, B micro-batch, R rows
+not yet ended, T response, S prompt + response, V vocabulary, L layers, K of E experts.
 """
 
 import contextlib
@@ -16,6 +15,7 @@ import shlex
 import shutil
 import signal
 import sys
+import zipfile
 from collections import Counter, namedtuple
 from fractions import Fraction
 from pathlib import Path
@@ -225,8 +225,7 @@ def sample(model, tokenizer, prompts, group_size, args, generator=None, greedy=F
     prompt_PS, attention_PS = (pad(x, device, left=True) for x in (prompts, [[1] * len(p) for p in prompts]))
     noise_NT = torch.rand(N, cap, generator=generator).to(device)
     ids_NT, logprobs_NT = torch.zeros_like(noise_NT, dtype=torch.long), torch.zeros_like(noise_NT)
-    rows_R = torch.arange(N, device=device)
-    ended_R = torch.zeros_like(rows_R, dtype=torch.bool)
+    rows_R, ended_R = torch.arange(N, device=device), torch.zeros(N, dtype=torch.bool, device=device)
     drop_every = drop_every or (16 if device.type == "cuda" else 1)  # looking for ended rows stalls a GPU
     cache = transformers.DynamicCache(config=model.config)
     tokens, attention, positions = prompt_PS, attention_PS, (attention_PS.cumsum(1) - 1).clamp(min=0)
@@ -424,8 +423,9 @@ class Run:
                 state, settings = saved["state"], saved["settings"]
                 for name in (name for name in self.settings if self.settings[name] != settings.get(name)):
                     fail(f"--resume: {folder} has {name} {settings.get(name)}, not {self.settings[name]}")
-                if checksums(folder) != saved["checksums"]:
-                    raise ValueError("the weights are not those that were written")
+                zip_error = zipfile.ZipFile(folder / "trainer_state.pt").testzip()
+                if zip_error or checksums(folder) != saved["checksums"]:
+                    raise ValueError("its files are not as they were written")
                 policy = transformers.AutoModelForCausalLM.from_pretrained(folder, **LOAD)
                 model.load_state_dict(policy.state_dict())
                 generator.set_state(saved["generator"])

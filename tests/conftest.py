@@ -8,9 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-import torch
-import transformers
+os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+import transformers  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ["ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "rspo", "sapo"]

@@ -24,7 +24,9 @@ from transformers import (
 
 from common import collate, load_model, load_problems, sample, token_logprobs
 
-QUESTIONS = [f"Ann has {a} apples and buys {'many, ' * (a % 4)}{b}. How many?" for a in range(12) for b in "379"]
+QUESTIONS = [
+    f"Ann has {a} apples and buys {'many, ' * (a % 4)}{b}. How many?" for a in range(12) for b in "379"
+]
 SHAPE = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)
 SHAPE |= dict(num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.3)
 MOE = dict(num_experts_per_tok=2)
@@ -46,14 +48,16 @@ def bpe_tokenizer(**special):
     raw.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     names = ["<|end|>", "<|user|>", "<|system|>", "<|assistant|>", "<|endoftext|>"]
-    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=names, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=names, initial_alphabet=alphabet, show_progress=False
+    )
     raw.train_from_iterator(QUESTIONS, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|end|>", **special)
 
 
 @pytest.fixture(scope="session", params=FAMILIES)
 def family(request, tmp_path_factory):
-    """(name, folder of the model, JSON lines). Many EOS ids, no pad, a template, hostile generation defaults."""
+    """(name, model folder, JSON lines). Many EOS ids, no pad, a template, hostile generation defaults."""
     folder = tmp_path_factory.mktemp(request.param)
     tokenizer = bpe_tokenizer(chat_template=CHAT)
     torch.manual_seed(0)
@@ -88,13 +92,15 @@ def test_sampler_and_training_forward_agree(family):
     assert gap[batch.mask_NT].abs().max() < 1e-4
 
 
-SMALL = "--iterations 2 --prompts_per_iteration 4 --group_size 4 --max_new_tokens 12 --num_minibatches 2".split()
+SMALL = (
+    "--iterations 2 --prompts_per_iteration 4 --group_size 4 --max_new_tokens 12 --num_minibatches 2".split()
+)
 
 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "rspo"])
 def test_scripts_run_on_any_architecture(name, family, tmp_path, monkeypatch):
-    """A run from a JSON-lines file; its checkpoint opens with plain transformers, and answers greedily what the
-    script's last evaluation did."""
+    """A run from a JSON-lines file; its checkpoint opens with plain transformers, and answers greedily what
+    the script's last evaluation did."""
     kind, folder, data = family
     module = importlib.import_module(name)
     # A random model never finds the answer: the parity of its length is a reward that it can learn.
@@ -111,7 +117,10 @@ def test_scripts_run_on_any_architecture(name, family, tmp_path, monkeypatch):
     assert ("moe/router_entropy" in line) == (kind != "llama")
 
     (checkpoint,) = tmp_path.glob("checkpoint-*")
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(checkpoint),
+        AutoTokenizer.from_pretrained(checkpoint),
+    )
     before = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     assert any(not torch.equal(before[key], value) for key, value in model.state_dict().items())
     args = arguments(name, folder, data, max_new_tokens=12)
@@ -128,8 +137,8 @@ def test_scripts_run_on_any_architecture(name, family, tmp_path, monkeypatch):
 
 
 def test_gradient_checkpointing_changes_memory_only(family):
-    """Same log-probs, same gradients, the router's and its aux loss's too; sampling works; a copy of the model
-    (the reference) has its own layers."""
+    """Same log-probs, same gradients, the router's and its aux loss's too; sampling works; a copy of the
+    model (the reference) has its own layers."""
     args = arguments("grpo", *family[1:], max_new_tokens=8)
     model, tokenizer = load_model(args)
     prompts = [p.prompt_ids for p in load_problems(args, model, tokenizer)[0][:4]]

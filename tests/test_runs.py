@@ -218,58 +218,6 @@ def test_checkpoint_is_an_ordinary_transformers_folder(tmp_path):
     assert lengths == pytest.approx(metrics(tmp_path)[-1]["eval/response_len_mean"], abs=1e-5)
 
 
-BAD = [
-    (("--grup_size", 8), "unrecognized arguments: --grup_size"),
-    (("--group_size", 1), "--group_size must be at least 2"),
-    (("--group_size", 0), "--group_size must be at least 1"),
-    (("--group_size", "many"), "invalid int value: 'many'"),
-    (("--num_minibatches", 3), "--num_minibatches 3 does not divide"),
-    (("--micro_batch_size", 5), "--micro_batch_size 5 does not divide"),
-    (("--temperature", 0), "--temperature must be above 0"),
-    (("--temperature", "nan"), "--temperature must be above 0"),
-    (("--lr", -1), "--lr must be above 0"),
-    (("--iterations", 0), "--iterations must be at least 1"),
-    (("--seed", -1), "--seed must be 0 or more"),
-    (("--device", "tpu9"), "--device tpu9 is not there"),
-    (("--device", "cuda:7"), "--device cuda:7 is not there"),
-    (("--dtype", "float16"), "invalid choice: 'float16'"),
-    (("--model", "/nowhere"), "--model /nowhere cannot be opened"),
-    (("--model", "tests"), "--model tests cannot be opened"),
-    (("--dataset", "subtraction"), "--dataset subtraction is unknown"),
-    (("--run_dir", "requirements.txt/x"), "--run_dir requirements.txt/x cannot be written"),
-]
-
-
-@pytest.mark.parametrize(
-    "flags, expected", BAD, ids=lambda x: " ".join(map(str, x)) if isinstance(x, tuple) else ""
-)
-def test_bad_input_is_one_line_and_exit_code_2(flags, expected, tmp_path):
-    result = run("grpo", "--warm_start_steps", 60, "--run_dir", tmp_path / "run", *flags)
-    assert result.returncode == 2 and result.stdout == ""
-    assert len(result.stderr.splitlines()) == 1 and expected in result.stderr
-
-
-def test_bad_input_ends_the_process_with_2_too():
-    result = run_process("sapo", "--group_size", 1)
-    assert result.returncode == 2 and result.stdout == ""
-    assert result.stderr.startswith("sapo.py: error: --group_size must be at least 2")
-    assert len(result.stderr.splitlines()) == 1
-
-
-def test_a_used_run_folder_is_refused(tmp_path):
-    """Without --resume; with it, only for the same script and the same arguments."""
-    assert small("grpo", "--run_dir", tmp_path, "--iterations", 1).returncode == 0
-    before = metrics(tmp_path)
-    for name, flags, expected in (
-        ("grpo", (), "holds another run"),
-        ("grpo", ("--resume", "--lr", 1e-3), "has lr 0.0002, not 0.001"),
-        ("sapo", ("--resume",), "has script grpo, not sapo"),
-    ):
-        result = small(name, "--run_dir", tmp_path, *flags)
-        assert result.returncode == 2 and expected in result.stderr and len(result.stderr.splitlines()) == 1
-    assert metrics(tmp_path) == before
-
-
 def test_rspo_refuses_a_dense_model(tmp_path, tiny_model):
     from transformers import LlamaConfig, LlamaForCausalLM
 
