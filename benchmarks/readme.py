@@ -88,6 +88,16 @@ def default_run():
     return lines
 
 
+def smollm2():
+    with open(ROOT / "benchmarks" / "results" / "smollm2.csv") as file:
+        rows = [row for row in csv.DictReader(file) if row["greedy_held_out"]]
+    cells = [[row["iteration"] for row in rows], [f"{float(row['greedy_held_out']):.3f}" for row in rows]]
+    cells.append([f"{float(row['seconds']) / 60:.0f}" for row in rows])
+    names = ("iteration", "greedy accuracy, 128 held-out sums", "minutes of rollouts and updates")
+    lines = [f"| {name} | {' | '.join(row)} |" for name, row in zip(names, cells, strict=True)]
+    return [lines[0], "| --- |" + " ---: |" * len(rows), *lines[1:]]
+
+
 def lesson():
     return ["```diff", *unified("grpo", "dr_grpo"), "```"]
 
@@ -95,7 +105,8 @@ def lesson():
 def main():
     readme = ROOT / "README.md"
     old = new = readme.read_text()
-    for name, make in (("nine", table_of_the_nine), ("default run", default_run), ("lesson", lesson)):
+    parts = {"nine": table_of_the_nine, "default run": default_run, "lesson": lesson, "smollm2": smollm2}
+    for name, make in parts.items():
         begin, end = f"<!-- generated: {name} -->", f"<!-- end: {name} -->"
         before, rest = new.split(begin)
         new = before + begin + "\n" + "\n".join(make()) + "\n" + end + rest.split(end)[1]

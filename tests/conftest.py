@@ -59,7 +59,7 @@ def run(name, *flags, held_out=256):
 
 def pytest_collection_finish(session):
     """Trains the default base model, if it is not cached, beside the tests that do not need it."""
-    if any("test_runs" in item.nodeid for item in session.items):
+    if any("base_model" in item.fixturenames for item in session.items):
         code = "import addition, grpo; addition.base_model(grpo.Args().warm_start_steps)"
         env = os.environ | {"OMP_NUM_THREADS": "1"}
         session.base_model = subprocess.Popen(
