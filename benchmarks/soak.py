@@ -2,7 +2,7 @@
 
     python benchmarks/soak.py [--iterations 2000]
 
-Prints the largest resident memory in the second and in the last quarter, and the largest number of open files.
+Prints the largest resident memory and the largest number of open files in the second and in the last quarter.
 Exit code 1 if memory differs by more than 2 % or a file stays open. A run that is cut off starts again.
 """
 
@@ -15,12 +15,14 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-FLAGS = """--warm_start_steps 60 --prompts_per_iteration 4 --group_size 4 --max_new_tokens 8 --num_minibatches 2
---num_held_out 8 --eval_every 50 --save_every 50 --run_dir""".split()
+FLAGS = """--warm_start_steps 60 --prompts_per_iteration 4 --group_size 4 --max_new_tokens 8
+--num_minibatches 2 --num_held_out 8 --eval_every 50 --save_every 50 --run_dir""".split()
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--iterations", type=int, default=2000)
     iterations = parser.parse_args().iterations
     folder = ROOT / "runs" / f"soak-{os.getpid()}"
@@ -44,7 +46,9 @@ def main():
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["iteration", "resident_mib", "open_files"])
         writer.writerows((done, f"{mib:.1f}", files) for done, mib, files in rows)
-    quarters = [[row for row in rows if q * iterations < 4 * row[0] <= (q + 1) * iterations] for q in range(4)]
+    quarters = [
+        [row for row in rows if q * iterations < 4 * row[0] <= (q + 1) * iterations] for q in range(4)
+    ]
     second, last = (max(row[1] for row in quarters[q]) for q in (1, 3))
     files = [max(row[2] for row in quarters[q]) for q in (1, 3)]
     print(f"resident memory {second:.0f} MiB -> {last:.0f} MiB, open files {files[0]} -> {files[1]}")
