@@ -9,7 +9,6 @@ import contextlib
 import functools
 import hashlib
 import json
-import random
 import re
 import shlex
 import shutil
@@ -30,7 +29,7 @@ from tqdm import tqdm
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-import addition
+import tasks
 
 
 def fail(message):
@@ -82,7 +81,7 @@ def parse_args(args_class):
 
 def load_model(args):
     """`--model` -> (model in float32 with dropout off, its tokenizer); runs no code from a model folder."""
-    source = addition.base_model(args.warm_start_steps) if args.model == "tiny-moe" else args.model
+    source = tasks.base_model(args.warm_start_steps) if args.model == "tiny-moe" else args.model
     with one_line(f"--model {args.model} cannot be used"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         model = transformers.AutoModelForCausalLM.from_pretrained(source, **LOAD).to(args.device).eval()
@@ -91,7 +90,8 @@ def load_model(args):
                 options = dict(use_reentrant=False, preserve_rng_state=False)
                 layer.forward = functools.partial(checkpoint, layer.forward, **options)
         # The two ways to a log-prob, the sampler's and the update's, have to agree.
-        prompts, probe = tokenizer(["1+1=", "10+10="]).input_ids, type(args)(max_new_tokens=2)
+        prompts = tokenizer(["1", "2", "10+10="]).input_ids  # of several lengths, so that some are packed
+        probe = type(args)(max_new_tokens=2)
         batch = collate(sample(model, tokenizer, prompts, 2, probe, greedy=True), args.device)
         with torch.no_grad():
             gap_NT = token_logprobs(model, batch, 1.0).logprobs_BT - batch.sampler_logprobs_NT
@@ -101,34 +101,6 @@ def load_model(args):
 
 
 Problem = namedtuple("Problem", "prompt answer prompt_ids")  # answer: the gold answer alone
-
-
-def read_dataset(args):
-    r"""`--dataset` -> [(prompt, gold answer)] in random order, the same for all seeds. A prompt is text or a
-    list of chat messages; gold is what follows '####' or fills a '\boxed{}' in its column, or all of it."""
-    if args.dataset == "addition":
-        return addition.problems()
-    import datasets  # takes a second, so only where it is needed
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    name, split, rows = args.dataset, args.dataset_split, []
-    with one_line(f"--dataset {name} cannot be read"):
-        if Path(name).is_file():
-            kind = "parquet" if name.endswith(".parquet") else "json"
-            table = datasets.load_dataset(kind, data_files={split: name}, split=split)
-        else:
-            table = datasets.load_dataset(name, args.dataset_config or None, split=split)
-    found = f"the columns are {', '.join(table.column_names)}"
-    for column in {args.prompt_column, args.answer_column} - set(table.column_names):
-        fail(f"--dataset {name} has no column {column}; {found}")
-    pairs = zip(table[args.prompt_column], table[args.answer_column], strict=True)
-    for number, (prompt, answer) in enumerate(pairs, 1):
-        answer = "" if answer is None else str(answer).strip()
-        gold = final_answer(answer) if "####" in answer or "\\boxed{" in answer else answer
-        if not prompt or not gold:
-            fail(f"--dataset {name}, row {number}: no {'gold answer' if prompt else 'prompt'}; {found}")
-        rows.append((prompt, gold))
-    return random.Random(0).sample(rows, len(rows))
 
 
 def render(prompt, tokenizer, args):
@@ -147,7 +119,7 @@ def render(prompt, tokenizer, args):
 
 def load_problems(args, model, tokenizer):
     """`--dataset` -> (training, `--num_held_out` held-out) problems, disjoint and the same for all seeds."""
-    pairs = read_dataset(args)
+    pairs = tasks.read_dataset(args)
     with one_line(f"--dataset {args.dataset}: a prompt cannot be used"):
         answers = {render(prompt, tokenizer, args): answer for prompt, answer in pairs}
         ids = tokenizer(list(answers), add_special_tokens=not tokenizer.chat_template).input_ids
@@ -208,12 +180,12 @@ class Completion(NamedTuple):
 
 def pad(rows, device, left=False):
     """List of lists -> tensor on the device, zeros on the right or left; CUDA does not wait for the copy."""
-    fill = [[0] * (max(map(len, rows)) - len(row)) for row in rows]
-    rows = torch.tensor([zeros + row if left else row + zeros for row, zeros in zip(rows, fill, strict=True)])
+    width, side = max(map(len, rows)), -1 if left else 1
+    rows = torch.tensor([(row[::side] + [0] * (width - len(row)))[::side] for row in rows])
     return rows.pin_memory().to(device, non_blocking=True) if "cuda" in str(device) else rows.to(device)
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def sample(model, tokenizer, prompts, group_size, args, generator=None, greedy=False, drop_every=None):
     """`group_size` completions per prompt (token ids), side by side, from the whole distribution or greedy. A
     prompt is run once, its cache copied to its group; rows leave the batch when they end. All noise is drawn
@@ -279,11 +251,14 @@ class Batch(NamedTuple):
 def collate(completions, device):
     """List of `Completion`s -> `Batch` on the device."""
     prompts, responses = [c.prompt_ids for c in completions], [c.ids for c in completions]
-    ones = [[[1] * len(ids) for ids in side] for side in (prompts, responses)]
-    tokens_NS = torch.cat([pad(prompts, device, left=True), pad(responses, device)], dim=1)
-    attention_NS = torch.cat([pad(ones[0], device, left=True), pad(ones[1], device)], dim=1)
+    prompt_NP, response_NT = pad(prompts, device, left=True), pad(responses, device)
+    lengths = [[len(p), len(r)] for p, r in zip(prompts, responses, strict=True)]
+    prompt_N1, response_N1 = pad(lengths, device).split(1, dim=1)
+    mask_NT = torch.arange(response_NT.shape[1], device=device) < response_N1
+    is_prompt_NP = torch.arange(prompt_NP.shape[1], device=device).flip(0) < prompt_N1
     logprobs_NT = pad([c.logprobs for c in completions], device)
-    return Batch(tokens_NS, attention_NS, pad(ones[1], device).bool(), logprobs_NT)
+    pairs = (prompt_NP, response_NT), (is_prompt_NP.long(), mask_NT.long())
+    return Batch(*(torch.cat(pair, dim=1) for pair in pairs), mask_NT, logprobs_NT)
 
 
 class TokenOutputs(NamedTuple):
@@ -294,31 +269,54 @@ class TokenOutputs(NamedTuple):
     experts_BTLK: torch.Tensor  # indices of the active experts there, ascending; L = 0 for a dense model
 
 
+def forward_packed(body, batch, **inputs):
+    """The model without its head on the batch's sequences, laid side by side in rows as long as the longest
+    (first fit, longest first), since half of a padded batch would be padding. position_ids that begin anew
+    keep them apart. Returns its output, each token's index in the flattened rows (B, S), and a mask of the
+    rows' tokens."""
+    real_BS, lengths = batch.attention_NS.bool(), batch.attention_NS.sum(1).tolist()
+    positions_BS, width = (batch.attention_NS.cumsum(1) - 1).clamp(min=0), max(lengths)
+    room, starts = [], [0] * len(lengths)
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        row = next((row for row, free in enumerate(room) if free >= lengths[i]), len(room))
+        room += [width] * (row == len(room))
+        starts[i] = width * (row + 1) - room[row]
+        room[row] -= lengths[i]
+    index_BS = torch.tensor(starts, device=real_BS.device)[:, None] + positions_BS
+    rows = torch.zeros(3, len(room) * width, dtype=torch.long, device=real_BS.device)
+    values = batch.tokens_NS, positions_BS, batch.attention_NS
+    rows[:, index_BS[real_BS]] = torch.stack([value_BS[real_BS] for value_BS in values])
+    tokens, positions, real = rows.view(3, len(room), width)
+    return body(tokens, position_ids=positions, use_cache=False, **inputs), index_BS, real
+
+
 def token_logprobs(model, batch, temperature, dtype="float32", chunk_numbers=2**26):
-    """Log-probs and entropies of the response tokens at the sampling temperature, float32, with gradients.
-    Only response positions get logits, `chunk_numbers` at a time, computed again in the backward pass, so the
-    logits of a large vocabulary never exist as a whole."""
-    T, K = batch.mask_NT.shape[1], getattr(model.config, "num_experts_per_tok", 0)
-    predicts = slice(-T - 1, -1)  # the token at s is predicted at s - 1
+    """Log-probs and entropies of the response tokens at the sampling temperature, float32, with gradients; 0
+    on padding. Only response tokens get logits, `chunk_numbers` at a time, computed again in the backward
+    pass if there are several chunks: the logits of a large vocabulary never exist as a whole."""
+    mask_BT, K = batch.mask_NT, getattr(model.config, "num_experts_per_tok", 0)
+    T, is_moe = mask_BT.shape[1], dict(output_router_logits=True) if K else {}
     def logprob_and_entropy(hidden_CH, token_C):
         logits_CV = model.get_output_embeddings()(hidden_CH).float() / temperature
         logprobs_CV = torch.log_softmax(logits_CV, dim=-1)
         return logprobs_CV.gather(1, token_C[:, None])[:, 0], -(logprobs_CV.exp() * logprobs_CV).sum(-1)
-    with torch.autocast(batch.tokens_NS.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
-        inputs = dict(position_ids=(batch.attention_NS.cumsum(1) - 1).clamp(min=0), use_cache=False)
-        inputs |= dict(output_router_logits=True) if K else {}
-        output = model.base_model(batch.tokens_NS, attention_mask=batch.attention_NS, **inputs)
-        flat = output.last_hidden_state[:, predicts].flatten(0, 1), batch.tokens_NS[:, -T:].flatten()
-        chunks = zip(*(x.split(max(1, chunk_numbers // model.config.vocab_size)) for x in flat), strict=True)
-        parts = [checkpoint(logprob_and_entropy, *chunk, use_reentrant=False) for chunk in chunks]
-    logprobs_BT, entropy_BT = (torch.cat(part).view_as(batch.mask_NT) for part in zip(*parts, strict=True))
+    with torch.autocast(mask_BT.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+        output, index_BS, real = forward_packed(model.base_model, batch, **is_moe)
+        predicts_BT = index_BS[:, -T - 1 : -1]  # the token at s is predicted at s - 1
+        flat = output.last_hidden_state.flatten(0, 1)[predicts_BT[mask_BT]], batch.tokens_NS[:, -T:][mask_BT]
+        chunks = [x.split(max(1, chunk_numbers // model.config.vocab_size)) for x in flat]
+        recompute = functools.partial(checkpoint, logprob_and_entropy, use_reentrant=False)
+        run = recompute if len(chunks[0]) > 1 else logprob_and_entropy
+        parts = [run(*chunk) for chunk in zip(*chunks, strict=True)]
+    zeros_BT, columns = torch.zeros(mask_BT.shape, device=mask_BT.device), zip(*parts, strict=True)
+    logprobs_BT, entropy_BT = (zeros_BT.masked_scatter(mask_BT, torch.cat(column)) for column in columns)
     if not K:
         return TokenOutputs(logprobs_BT, entropy_BT, 0.0, (), logprobs_BT.new_empty(*logprobs_BT.shape, 0, 0))
-    layers = tuple(layer.float() for layer in output.router_logits)  # each (B*S, E)
-    aux_loss = load_balancing_loss_func(layers, layers[0].shape[-1], K, batch.attention_NS)  # without padding
-    layers = tuple(layer.view(*batch.tokens_NS.shape, -1)[:, predicts] for layer in layers)
-    experts_BTLK = torch.stack([layer.detach().topk(K).indices.sort().values for layer in layers], dim=2)
-    return TokenOutputs(logprobs_BT, entropy_BT, aux_loss, layers, experts_BTLK)
+    layers = tuple(layer.float() for layer in output.router_logits)  # each (rows * width, E)
+    aux_loss = load_balancing_loss_func(layers, layers[0].shape[-1], K, real)  # without padding
+    experts = torch.stack([layer.detach().topk(K).indices.sort().values for layer in layers], dim=1)
+    layers = tuple(layer[predicts_BT] for layer in layers)
+    return TokenOutputs(logprobs_BT, entropy_BT, aux_loss, layers, experts[predicts_BT])
 
 
 def masked_mean(x, mask):

@@ -32,8 +32,8 @@ import torch
 from torch import nn
 from transformers.hf_argparser import HfArg
 
-from common import Meter, Run, collate, evaluate, fail, load_model, load_problems, masked_mean
-from common import parse_args, router_stats, sample, take_problems, token_logprobs, verify
+from common import Meter, Run, collate, evaluate, fail, forward_packed, load_model, load_problems
+from common import masked_mean, parse_args, router_stats, sample, take_problems, token_logprobs, verify
 
 
 @dataclass
@@ -91,11 +91,10 @@ class Critic(nn.Module):
 
     def forward(self, batch, dtype):
         """Values, (B, T + 1): V_t, read where token t is predicted, and the value after the last column."""
-        positions = (batch.attention_NS.cumsum(1) - 1).clamp(min=0)
-        with torch.autocast(positions.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
-            inputs = {"attention_mask": batch.attention_NS, "position_ids": positions, "use_cache": False}
-            hidden_BSH = self.body(batch.tokens_NS, **inputs).last_hidden_state
-        return self.head(hidden_BSH[:, -batch.mask_NT.shape[1] - 1 :].float())[..., 0]
+        with torch.autocast(batch.mask_NT.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+            output, index_BS, _ = forward_packed(self.body, batch)
+        index_BT = index_BS[:, -batch.mask_NT.shape[1] - 1 :]
+        return self.head(output.last_hidden_state.flatten(0, 1)[index_BT].float())[..., 0]
 
 
 def compute_gae(rewards_BT, values_BT, mask_BT, gamma, lam):

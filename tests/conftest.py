@@ -60,7 +60,7 @@ def run(name, *flags, held_out=256):
 def pytest_collection_finish(session):
     """Trains the default base model, if it is not cached, beside the tests that do not need it."""
     if any("base_model" in item.fixturenames for item in session.items):
-        code = "import addition, grpo; addition.base_model(grpo.Args().warm_start_steps)"
+        code = "import tasks, grpo; tasks.base_model(grpo.Args().warm_start_steps)"
         env = os.environ | {"OMP_NUM_THREADS": "1"}
         session.base_model = subprocess.Popen(
             [sys.executable, "-c", code], cwd=ROOT, env=env, stderr=subprocess.DEVNULL
@@ -76,12 +76,12 @@ def base_model(request):
 @pytest.fixture(scope="session")
 def tiny_model():
     """A tiny MoE after a few supervised steps, with its tokenizer: not a good one, but not random either."""
-    import addition
+    import tasks
 
     cwd = os.getcwd()
     os.chdir(ROOT)
     try:
-        folder = addition.base_model(60)
+        folder = tasks.base_model(60)
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         return model, transformers.AutoTokenizer.from_pretrained(folder)
     finally:

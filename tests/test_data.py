@@ -6,7 +6,8 @@ import pytest
 from conftest import script_args
 from datasets import Dataset
 
-from common import load_problems, read_dataset, take_problems
+from common import load_problems, take_problems
+from tasks import read_dataset
 
 
 def arguments(path, **changes):

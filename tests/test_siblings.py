@@ -105,7 +105,7 @@ def test_form_of_a_script(name):
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_every_argument_is_read(name):
-    text = source(name) + source("common")
+    text = source(name) + source("common") + source("tasks")
     for field in dataclasses.fields(script_args(name)[0].Args):
         assert f"args.{field.name}" in text, f"--{field.name} does nothing"
 

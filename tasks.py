@@ -1,8 +1,8 @@
-"""The default job: sums of two- and three-digit numbers, and a base model that sometimes gets them right.
+"""Where problems come from: the default job, or a dataset.
 
-The base model is a tiny mixture of experts after a short supervised warm start on mixed demonstrations:
-answers that are blurted out, answers that are worked out, and a few that ramble. Nothing here is needed with
---model and --dataset of your own. Only common.py imports this file.
+The default job is sums of two- and three-digit numbers, and a base model that sometimes gets them right: a
+tiny mixture of experts after a short supervised warm start on mixed demonstrations, answers that are blurted
+out, answers that are worked out, and a few that ramble. Only common.py imports this file.
 """
 
 import hashlib
@@ -28,13 +28,43 @@ TINY_MODEL = dict(
 WARM_START = dict(seed=0, lr=8e-3, batch_size=64, direct=0.5, worked=0.4, wrong_step=0.02, cap=48)
 
 
-def problems():
+def sums():
     """20,256 different sums of two- and three-digit numbers: [(prompt, answer)]."""
     rng, answers = random.Random(0), {}
     while len(answers) < 20_256:
         a, b = (rng.randint(*rng.choice([(10, 99), (100, 999)])) for _ in range(2))
         answers[f"{a}+{b}="] = str(a + b)
     return list(answers.items())
+
+
+def read_dataset(args):
+    r"""`--dataset` -> [(prompt, gold answer)] in random order, the same for all seeds. A prompt is text or a
+    list of chat messages; gold is what follows '####' or fills a '\boxed{}' in its column, or all of it."""
+    if args.dataset == "addition":
+        return sums()
+    import datasets  # takes a second, so only where it is needed
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    name, split, rows = args.dataset, args.dataset_split, []
+    with common.one_line(f"--dataset {name} cannot be read"):
+        if Path(name).is_file():
+            kind = "parquet" if name.endswith(".parquet") else "json"
+            table = datasets.load_dataset(kind, data_files={split: name}, split=split)
+        else:
+            table = datasets.load_dataset(name, args.dataset_config or None, split=split)
+    found = f"the columns are {', '.join(table.column_names)}"
+    for column in (args.prompt_column, args.answer_column):
+        if column not in table.column_names:
+            common.fail(f"--dataset {name} has no column {column}; {found}")
+    pairs = zip(table[args.prompt_column], table[args.answer_column], strict=True)
+    for number, (prompt, answer) in enumerate(pairs, 1):
+        answer = "" if answer is None else str(answer).strip()
+        gold = common.final_answer(answer) if "####" in answer or "\\boxed{" in answer else answer
+        if not prompt or not gold:
+            missing = "gold answer" if prompt else "prompt"
+            common.fail(f"--dataset {name}, row {number}: no {missing}; {found}")
+        rows.append((prompt, gold))
+    return random.Random(0).sample(rows, len(rows))
 
 
 def demonstration(prompt, rng):
@@ -76,7 +106,7 @@ def train_base_model(folder, steps):
     torch.manual_seed(WARM_START["seed"])
     model = transformers.Qwen3MoeForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, betas=(0.9, 0.98))
-    prompts = [prompt for prompt, _ in problems()[256:]]  # the others are held out
+    prompts = [prompt for prompt, _ in sums()[256:]]  # the others are held out
     for step in tqdm(range(steps), desc="warm start (only once)", unit="step", mininterval=0.5):
         chosen = rng.choices(prompts, k=WARM_START["batch_size"])
         texts = [demonstration(prompt, rng) + tokenizer.eos_token for prompt in chosen]
