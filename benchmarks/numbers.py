@@ -1,0 +1,99 @@
+"""What figures.py and readme.py compute from the CSVs in results/: means, curves, intervals."""
+
+import csv
+import math
+import statistics
+from collections import defaultdict
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+SCRIPTS = ["ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "rspo", "sapo"]
+STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # 97.5 % quantile of Student's t, by number of seeds
+
+
+def table(name):
+    """Rows of results/<name>.csv, numbers as floats, an empty field as None."""
+
+    def number(text):
+        try:
+            return float(text)
+        except ValueError:
+            return text or None
+
+    words = ("script", "variant", "commit", "flags", "ended", "axis", "chosen")
+    with open(RESULTS / f"{name}.csv") as file:
+        rows = list(csv.DictReader(file))
+    return [{k: v if k in words else number(v) for k, v in row.items()} for row in rows]
+
+
+def runs(name):
+    """{(script, variant): [row of results/<name>.csv, by seed]}."""
+    groups = defaultdict(list)
+    for row in table(name):
+        groups[row["script"], row["variant"]].append(row)
+    return groups
+
+
+def curves(name):
+    """{(script, variant): {seed: [row of results/<name>_curves.csv, by iteration]}}, with `x`, the number of
+    completions generated so far."""
+    groups = defaultdict(lambda: defaultdict(list))
+    for row in table(f"{name}_curves"):
+        rows = groups[row["script"], row["variant"]][int(row["seed"])]
+        row["x"] = row["generated"] + (rows[-1]["x"] if rows else 0)
+        rows.append(row)
+    return groups
+
+
+def held_out(rows, start):
+    """[(completions generated, held-out accuracy)] of a run, from `start`, the accuracy of the base model."""
+    return [(0.0, start)] + [(row["x"], row["held_out"]) for row in rows if row["held_out"] is not None]
+
+
+def interpolate(points, x):
+    """The value at x of a curve of straight lines through the points."""
+    for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
+        if x0 <= x <= x1:
+            return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+    return points[-1][1]
+
+
+def area(points, end):
+    """Mean height of the curve from 0 to `end`."""
+    points = [point for point in points if point[0] < end] + [(end, interpolate(points, end))]
+    pairs = zip(points, points[1:], strict=False)
+    return sum((x1 - x0) * (y0 + y1) / 2 for (x0, y0), (x1, y1) in pairs) / end
+
+
+def reaches(points, height):
+    """Where the curve is first at this height or above, None if it never is."""
+    return next((x for x, y in points if y >= height), None)
+
+
+def tail(rows, column, count=10):
+    """Mean of a column over the last `count` iterations that have it."""
+    values = [row[column] for row in rows if row.get(column) is not None][-count:]
+    return statistics.mean(values) if values else None
+
+
+def mean_std(values, digits=3):
+    return f"{statistics.mean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}"
+
+
+def difference(ours, theirs):
+    """(mean, half width of its 95 % interval) of the differences between values paired by seed."""
+    deltas = [a - b for a, b in zip(ours, theirs, strict=True)]
+    error = statistics.stdev(deltas) / math.sqrt(len(deltas))
+    return statistics.mean(deltas), STUDENT[len(deltas)] * error
+
+
+def verdict(ours, theirs):
+    """Is `ours` larger? By the 95 % interval of the paired differences."""
+    mean, half = difference(ours, theirs)
+    word = "shown" if mean > half else "the opposite" if mean < -half else "not shown"
+    return f"{word} ({mean:+.3g} ± {half:.2g})"
+
+
+def exponent(xs, ys):
+    """Slope of the straight line through the points, both axes logarithmic."""
+    return statistics.linear_regression([math.log(x) for x in xs], [math.log(y) for y in ys]).slope
