@@ -1,21 +1,26 @@
-"""Writes the generated parts of README.md: the table of the nine, the default run, the diff of dr_grpo.py.
+"""Writes the generated parts of README.md and of benchmarks/README.md.
 
     python benchmarks/readme.py           # write
-    python benchmarks/readme.py --check   # exit code 1 if README.md is not what it would write
+    python benchmarks/readme.py --check   # exit code 1 if a file is not what it would write
 
-What the table says comes from the scripts' headers, from their diffs, and from results/default_runs.csv.
+What the tables say comes from the scripts' headers, from their diffs, and from the CSVs in results/.
+A verdict is a rule, not an opinion: "shown" if the 95 % interval of the differences between two variants,
+paired by seed, is on the predicted side of zero, "the opposite" if it is on the other, else "not shown".
 """
 
 import ast
-import csv
 import difflib
 import re
 import statistics
 import sys
+import textwrap
 from pathlib import Path
 
+import evidence
+
 ROOT = Path(__file__).parent.parent
-SCRIPTS = ["ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "rspo", "sapo"]
+SCRIPTS = evidence.SCRIPTS
+END = 14_000  # completions that every run of the nine has generated
 
 
 def read(name):
@@ -42,77 +47,415 @@ def differences(header):
     return ", ".join(lead if lead.startswith("KL") else lead[0].lower() + lead[1:] for lead in leads)
 
 
-def results():
-    with open(ROOT / "benchmarks" / "results" / "default_runs.csv") as file:
-        return list(csv.DictReader(file))
+def markdown(header, rows, align=""):
+    """`align`: a letter per column, r for right."""
+    cells = ["---:" if letter == "r" else "---" for letter in align.ljust(len(header), "l")]
+    return [f"| {' | '.join(map(str, row))} |" for row in (header, cells, *rows)]
 
 
-def spread(rows, key):
-    values = [float(row[key]) for row in rows]
-    return f"{statistics.mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
-
-
-def table_of_the_nine():
-    rows = results()
-    lines = ["| script | paper | differs from its parent in | parent | changed lines | accuracy | seconds |"]
-    lines += ["| --- | --- | --- | --- | ---: | --- | ---: |"]
+def nine():
+    rows = []
     for name in SCRIPTS:
         header, _ = read(name)
         arxiv = re.search(r"arXiv\s+(\d+\.\d+)", header).group(1)
-        title = header.split(":")[0]
         parent = re.search(r"Parent: (\w+)\.py", header)
         parent = parent.group(1) if parent else None
-        mine = [row for row in rows if row["script"] == name]
-        seconds = round(statistics.median(float(row["seconds"]) for row in mine))
-        diff = changed(parent, name) if parent else ""
         what = differences(header) if parent else "(the root: a critic, GAE, KL in the reward)"
-        link = f"[{title}, {arxiv}](https://arxiv.org/abs/{arxiv})"
-        accuracy = spread(mine, "greedy")
-        lines.append(f"| `{name}.py` | {link} | {what} | {parent or ''} | {diff} | {accuracy} | {seconds} |")
-    return lines
+        link = f"[{header.split(':')[0]}, {arxiv}](https://arxiv.org/abs/{arxiv})"
+        rows.append([f"`{name}.py`", link, what, parent or "", changed(parent, name) if parent else ""])
+    return markdown(
+        ["script", "paper", "differs from its parent in", "parent", "changed lines"], rows, "llllr"
+    )
+
+
+def rollout_points(rows):
+    """[(completions generated, accuracy of the rollouts, trailing mean of five iterations)] of a run."""
+    values = [row["accuracy"] for row in rows]
+    means = [statistics.mean(values[max(0, i - 4) : i + 1]) for i in range(len(values))]
+    return [(0.0, values[0])] + [(row["x"], mean) for row, mean in zip(rows, means, strict=True)]
+
+
+def curve_table():
+    runs, curves, rows = evidence.runs("nine"), evidence.curves("nine"), []
+    for name in SCRIPTS:
+        mine, lines = runs[name, "default"], curves[name, "default"]
+        points = {seed: rollout_points(x) for seed, x in lines.items()}
+        greedy = [
+            evidence.area(evidence.held_out(lines[int(row["seed"])], row["before_greedy_accuracy"]), END)
+            for row in mine
+        ]
+        reached = [evidence.reaches(x, 0.9) for x in points.values()]
+        rows.append(
+            [
+                f"`{name}.py`",
+                evidence.mean_std([row["after_greedy_accuracy"] for row in mine]),
+                evidence.mean_std([row["after_sampled_accuracy"] for row in mine]),
+                evidence.mean_std(greedy),
+                evidence.mean_std([evidence.area(x, END) for x in points.values()]),
+                "not all" if None in reached else evidence.mean_std([x / 1000 for x in reached], 1),
+                round(statistics.median(row["seconds"] for row in mine)),
+            ]
+        )
+    header = ["script", "greedy", "temperature 1", "area, greedy", "area, temperature 1"]
+    return markdown([*header, "thousand completions to 0.9", "seconds"], rows, "lrrrrrr")
 
 
 def default_run():
-    rows = [row for row in results() if row["script"] == "grpo"]
-    seeds = " / ".join(row["seed"] for row in rows)
-    lines = [f"| `grpo.py` | before | after, seeds {seeds} |", "| --- | --- | --- |"]
-    for text, before, after in (
-        ("greedy accuracy on held-out sums", "base_greedy", "greedy"),
-        ("sampled accuracy", "base_sampled", "sampled"),
-        ("answers without working (sampled)", "base_direct", "direct"),
-        ("response length in tokens (sampled)", "base_len", "len"),
+    rows = evidence.runs("nine")["grpo", "default"]
+    lines = []
+    for text, how, key, digits in (
+        ("greedy accuracy on held-out sums", "greedy", "accuracy", 3),
+        ("accuracy at temperature 1", "sampled", "accuracy", 3),
+        ("answers without working (temperature 1)", "sampled", "direct", 3),
+        ("response length in tokens (temperature 1)", "sampled", "response", 1),
     ):
-        digits = 1 if "len" in before else 3
-        last = " / ".join(f"{float(row[after]):.{digits}f}" for row in rows)
-        lines.append(f"| {text} | {float(rows[0][before]):.{digits}f} | {last} |")
-    return lines
+        last = " / ".join(f"{row[f'after_{how}_{key}']:.{digits}f}" for row in rows)
+        lines.append([text, f"{rows[0][f'before_{how}_{key}']:.{digits}f}", last])
+    seeds = " / ".join(f"{row['seed']:.0f}" for row in rows)
+    return markdown(["`grpo.py`", "before", f"after, seeds {seeds}"], lines)
 
 
 def smollm2():
-    with open(ROOT / "benchmarks" / "results" / "smollm2.csv") as file:
-        rows = [row for row in csv.DictReader(file) if row["greedy_held_out"]]
-    cells = [[row["iteration"] for row in rows], [f"{float(row['greedy_held_out']):.3f}" for row in rows]]
-    cells.append([f"{float(row['seconds']) / 60:.0f}" for row in rows])
-    names = ("iteration", "greedy accuracy, 128 held-out sums", "minutes of rollouts and updates")
-    lines = [f"| {name} | {' | '.join(row)} |" for name, row in zip(names, cells, strict=True)]
-    return [lines[0], "| --- |" + " ---: |" * len(rows), *lines[1:]]
+    rows = [row for row in evidence.table("smollm2") if row["greedy_held_out"] is not None]
+    cells = [
+        ["greedy accuracy, 128 held-out sums", *(f"{row['greedy_held_out']:.3f}" for row in rows)],
+        ["minutes of rollouts and updates", *(f"{row['seconds'] / 60:.0f}" for row in rows)],
+    ]
+    return markdown(["iteration", *(f"{row['iteration']:.0f}" for row in rows)], cells, "l" + "r" * len(rows))
 
 
 def lesson():
     return ["```diff", *unified("grpo", "dr_grpo"), "```"]
 
 
+def three(values, digits=2):
+    low, middle, high = min(values), statistics.median(values), max(values)
+    return [f"{value:.{digits}f}" for value in (low, middle, high)]
+
+
+def sampler():
+    rows = evidence.table("sampler")
+    ours, theirs = ([row[f"{name}_tokens_per_second"] for row in rows] for name in ("sampler", "generate"))
+    ratios = three([a / b for a, b in zip(ours, theirs, strict=True)])
+    text = "ratio     min {}  median {}  max {}".format(*ratios)
+    count = f"tokens/s (median of {len(rows)})"
+    both = [
+        f"{name:10}{statistics.median(x):10.0f} {count}"
+        for name, x in (("sampler", ours), ("generate", theirs))
+    ]
+    return ["```", *both, text, "```"]
+
+
+def speed():
+    rows = evidence.table("trl_speed")
+    columns = {"iteration": [], "sampling": [], "the rest": []}
+    lines = []
+    for row in rows:
+        for name, value in {
+            "iteration": lambda side, row=row: row[f"{side}_seconds"],
+            "sampling": lambda side, row=row: row[f"{side}_sampling"],
+            "the rest": lambda side, row=row: row[f"{side}_seconds"] - row[f"{side}_sampling"],
+        }.items():
+            columns[name].append((value("ours"), value("trl")))
+    for name, pairs in columns.items():
+        ours, theirs = (statistics.median(side) for side in zip(*pairs, strict=True))
+        ratios = " / ".join(three([a / b for a, b in pairs]))
+        lines.append([name, f"{ours:.3f} s", f"{theirs:.3f} s", ratios])
+    peaks = [max(row[f"{side}_peak_mib"] for row in rows) for side in ("ours", "trl")]
+    lines.append(["peak memory", *(f"{peak:.0f} MiB" for peak in peaks), f"{peaks[0] / peaks[1]:.2f}"])
+    tokens = [statistics.mean(row[f"{side}_tokens"] for row in rows) for side in ("ours", "trl")]
+    lines.append(["tokens per iteration", *(f"{x:.0f}" for x in tokens), f"{tokens[0] / tokens[1]:.2f}"])
+    header = [f"{len(rows)} interleaved pairs", "`grpo.py`", "TRL", "ratio (min / median / max)"]
+    return markdown(header, lines, "lrrr")
+
+
+def scaling():
+    rows, lines = evidence.table("scaling"), []
+    for axis in dict.fromkeys(row["axis"] for row in rows):
+        mine = [row for row in rows if row["axis"] == axis]
+        for row in mine:
+            share = f"{row['products']:.0%}", f"{row['attention']:.0%}"
+            times = f"{row['rollout_seconds']:.2f}", f"{row['update_seconds']:.2f}"
+            lines.append([f"{axis} {row['value']:.0f}", f"{row['parameters'] / 1e6:.2f} M", *times, *share])
+        x = [row["value"] for row in mine]
+        slopes = (
+            evidence.exponent(x, [row[f"{key}_seconds"] for row in mine]) for key in ("rollout", "update")
+        )
+        lines.append([f"**exponent**, {axis}", "", *(f"**{slope:.2f}**" for slope in slopes), "", ""])
+    header = ["", "parameters", "rollout, s", "update, s", "matrix products", "attention"]
+    return markdown(header, lines, "lrrrrr")
+
+
+# ------------------------------------------------------------------------------------ the papers' claims
+
+
+def per_seed(name, key, column, count=10):
+    """Mean of a column over the last `count` iterations, for each seed in order."""
+    lines = evidence.curves(name)[key]
+    return [evidence.tail(lines[seed], column, count) for seed in sorted(lines)]
+
+
+def whole(name, key, column):
+    return per_seed(name, key, column, 10_000)
+
+
+def one_step():
+    curves, runs, lines = evidence.curves("one_step"), evidence.runs("one_step"), []
+    base = curves["grpo", "one"]
+    for script in ("grpo", "gspo", "gmpo", "rspo", "sapo", "dr_grpo", "cispo"):
+        mine = curves[script, "one"]
+        same, gaps = [], []
+        for seed, rows in mine.items():
+            pairs = [(a["reward"], b["reward"]) for a, b in zip(rows, base[seed], strict=True)]
+            same.append(next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs)))
+            gaps += [abs(a - b) for a, b in pairs]
+        final = [row["after_sampled_accuracy"] for row in runs[script, "one"]]
+        cells = ["/".join(map(str, same)), f"{max(gaps):.3f}", evidence.mean_std(final)]
+        lines.append([script + (" (no KL)" if script == "grpo" else ""), *cells])
+    header = ["script", "first iterations with grpo's mean reward to the digit, by seed"]
+    header += ["largest difference of a mean reward", "accuracy at temperature 1 at the end"]
+    return markdown(header, lines, "lrrr")
+
+
+def compared(name, keys, columns, reference, count=10):
+    """Rows of means over the last iterations, and a verdict against the reference for each column."""
+    lines = []
+    for words, key in keys.items():
+        cells = [words]
+        for column, (digits, sign) in columns.items():
+            mine = per_seed(name, key, column, count)
+            cell = evidence.mean_std(mine, digits)
+            if key != reference and sign:
+                other = per_seed(name, reference, column, count)
+                pair = (mine, other) if sign > 0 else (other, mine)
+                cell += f"<br>{evidence.verdict(*pair)}"
+            cells.append(cell)
+        lines.append(cells)
+    return lines
+
+
+def clip_higher():
+    lines = []
+    for steps in ("4", "16"):
+        keys = {
+            f"{steps} steps, eps high {high}": ("dapo", f"steps{steps}-high{high}")
+            for high in ("0.2", "0.28", "0.5", "1.0")
+        }
+        columns = {"entropy": (4, 1), "clip_high": (4, 0), "accuracy": (3, 0)}
+        lines += compared("clip_higher", keys, columns, ("dapo", f"steps{steps}-high0.2"))
+    return markdown(["dapo", "entropy (higher than at 0.2?)", "clipped above", "accuracy"], lines)
+
+
+def wrong_length():
+    keys = {"Dr. GRPO": ("dr_grpo", "default"), "GRPO, no KL": ("grpo", "kl0")}
+    lines = []
+    for words, key in keys.items():
+        first = [
+            evidence.tail(rows[:3], "len_wrong", 3) for rows in evidence.curves("wrong_length")[key].values()
+        ]
+        last, right = (per_seed("wrong_length", key, x) for x in ("len_wrong", "len_right"))
+        growth = evidence.verdict(last, first)
+        lines.append([words, *(evidence.mean_std(x, 1) for x in (first, last, right)), growth])
+    pair = [per_seed("wrong_length", key, "len_wrong") for key in (keys["GRPO, no KL"], keys["Dr. GRPO"])]
+    lines.append(["GRPO's are longer than Dr. GRPO's", "", "", "", evidence.verdict(*pair)])
+    header = ["", "wrong, first 3 iterations", "wrong, last 10", "right, last 10", "wrong answers grow"]
+    return markdown(header, lines)
+
+
+def dynamic_sampling():
+    curves, runs, lines, areas = (
+        evidence.curves("dynamic_sampling"),
+        evidence.runs("dynamic_sampling"),
+        [],
+        {},
+    )
+    for words, variant in {"without": "drop", "with dynamic sampling": "refill"}.items():
+        mine = curves["dapo", variant]
+        areas[variant] = [evidence.area(rollout_points(rows), 13_000) for rows in mine.values()]
+        generated = [row["generated"] for row in runs["dapo", variant]]
+        final = [row["after_sampled_accuracy"] for row in runs["dapo", variant]]
+        updates = [len(rows) for rows in mine.values()]
+        cells = [
+            f"{min(generated):.0f} to {max(generated):.0f}",
+            updates[0],
+            evidence.mean_std(areas[variant]),
+        ]
+        lines.append([words, *cells, evidence.mean_std(final)])
+    lines.append(["larger area with it", "", "", evidence.verdict(areas["refill"], areas["drop"]), ""])
+    return markdown(
+        ["", "completions generated", "iterations", "area, 13,000 completions", "at the end"], lines
+    )
+
+
+def overlong():
+    keys = {name: ("dapo", name) for name in ("none", "filter", "soft")}
+    columns = {"truncated": (4, -1), "len": (1, -1), "accuracy": (3, 1), "direct": (3, 0)}
+    lines = compared("overlong", keys, columns, ("dapo", "none"))
+    for line, key in zip(lines, keys.values(), strict=True):
+        areas = [evidence.area(rollout_points(x), 13_000) for x in evidence.curves("overlong")[key].values()]
+        line.append(evidence.mean_std(areas))
+    header = ["", "cut off (fewer than none?)", "length (shorter?)", "accuracy (higher?)", "direct answers"]
+    return markdown([*header, "area, 13,000 completions"], lines)
+
+
+def gradient_share():
+    lines = []
+    for steps in ("4", "16"):
+        for words, script in {"CISPO": "cispo", "GRPO, no KL": "grpo"}.items():
+            key = (script, f"steps{steps}")
+            tokens, gradient = (whole("gradient_share", key, x) for x in ("outside", "outside_gradient"))
+            cells = [f"{statistics.mean(x):.2%}" for x in (tokens, gradient)]
+            shown = evidence.verdict(gradient, tokens) if script == "cispo" else ""
+            lines.append([f"{words}, {steps} steps", *cells, shown])
+    header = [
+        "",
+        "tokens outside PPO's range",
+        "their share of the gradient's norm",
+        "more than of the tokens",
+    ]
+    return markdown(header, lines, "lrrl")
+
+
+def stale_ratio():
+    keys = {"GRPO, no KL": ("grpo", "stale"), "CISPO": ("cispo", "stale"), "GSPO": ("gspo", "stale")}
+    keys |= {"GMPO": ("gmpo", "stale"), "RSPO": ("rspo", "stale")}
+    columns = {"log_ratio_p99": (4, -1), "log_ratio_up_max": (2, -1), "log_ratio_down_max": (2, -1)}
+    lines = compared("stale_ratio", keys, columns | {"accuracy": (3, 0)}, ("grpo", "stale"), 20)
+    header = ["", "99 % of \\|log r\\| below (narrower than GRPO's?)", "largest log r", "largest -log r"]
+    return markdown([*header, "accuracy, mean of all iterations"], lines)
+
+
+def router_shift():
+    lines = []
+    for rate in ("3e-4", "1e-3"):
+        keys = {f"{script}, lr {rate}": (script, f"lr{rate}") for script in ("gmpo", "rspo")}
+        columns = {"accuracy": (3, 1), "flips": (3, -1), "shift": (3, 0), "log_ratio_p99": (3, -1)}
+        for words, key in keys.items():
+            cells = []
+            for column, (digits, sign) in columns.items():
+                mine = per_seed("router_shift", key, column)
+                if None in mine:
+                    cells.append("")
+                    continue
+                cell = evidence.mean_std(mine, digits)
+                if key[0] == "rspo" and sign:
+                    other = per_seed("router_shift", ("gmpo", f"lr{rate}"), column)
+                    cell += f"<br>{evidence.verdict(*((mine, other) if sign > 0 else (other, mine)))}"
+                cells.append(cell)
+            lines.append([words, *cells])
+    header = ["64 steps per rollout", "accuracy (higher?)", "experts changed (fewer?)", "gamma"]
+    return markdown([*header, "99 % of \\|log r\\| below (narrower?)"], lines)
+
+
+def sapo_taus():
+    keys = {"tau 1.0 / 1.0": ("sapo", "equal"), "1.0 / 1.05 (paper)": ("sapo", "paper")}
+    keys |= {"1.05 / 1.0 (reversed)": ("sapo", "reversed"), "1.0 / 2.0": ("sapo", "strong")}
+    keys |= {"2.0 / 1.0": ("sapo", "strong-reversed")}
+    columns = {"accuracy": (3, 1), "entropy": (4, 0), "log_ratio_p99": (3, -1)}
+    lines = compared("sapo_taus", keys, columns, ("sapo", "equal"))
+    return markdown(
+        ["tau_pos / tau_neg", "accuracy (higher than equal?)", "entropy", "99 % of \\|log r\\|"], lines
+    )
+
+
+def falls(name):
+    """Of the runs at each setting: mean accuracy at the end, and how many ended below the base model."""
+    runs, lines = evidence.runs(name), []
+    settings = sorted({key[1] for key in runs}, key=lambda v: (int(v.split("steps")[1]), float(v[2:6])))
+    for script in SCRIPTS:
+        cells = []
+        for setting in settings:
+            rows = runs.get((script, setting))
+            if rows:
+                low = sum(
+                    (row["after_sampled_accuracy"] or 0) < row["before_sampled_accuracy"] for row in rows
+                )
+                cells.append(f"{low} of {len(rows)}")
+        if cells:
+            lines.append([script, *cells])
+    words = [v.replace("lr", "").replace("-steps", ", ") for v in settings]
+    return markdown(["lr, steps", *words], lines, "l" + "r" * len(words))
+
+
+def stability():
+    return falls("stability")
+
+
+def stability_calibrated():
+    return falls("stability_calibrated")
+
+
+def calibrate():
+    rows = [row for row in evidence.table("calibrate") if row["chosen"]]
+    first = {}
+    for row in evidence.table("calibrate"):
+        first.setdefault(row["script"], row)
+    lines = [
+        [row["script"], f"{first[row['script']]['share']:.2%}", f"`{row['flags']}`", f"{row['share']:.2%}"]
+        for row in rows
+    ]
+    return markdown(["script", "clipped with its own range", "calibrated range", "clipped"], lines, "lrlr")
+
+
+def departures():
+    """Measured numbers that the table of departures cites."""
+    clip = {}
+    for variant in ("paper", "own"):
+        low, high = (whole("ranges", ("gspo", variant), f"clip_{side}") for side in ("low", "high"))
+        clip[variant] = statistics.mean(a + b for a, b in zip(low, high, strict=True))
+    slow, own = (
+        [row["explained_variance_last10"] for row in evidence.runs(name)[key]]
+        for name, key in (("ranges", ("ppo", "slow-critic")), ("nine", ("ppo", "default")))
+    )
+    return textwrap.wrap(
+        f"gspo clips {clip['paper']:.0%} of the tokens with the paper's range and {clip['own']:.0%} with"
+        f" ours, in the first ten iterations. ppo's critic explains {min(own):.0%} to {max(own):.0%} of the"
+        f" variance of the returns in the last ten iterations, and {min(slow):.0%} to {max(slow):.0%} with"
+        " the policy's learning rate (`python benchmarks/sweep.py ranges nine`).",
+        width=118,
+    )
+
+
+def soak():
+    rows = evidence.table("soak")
+    second, last = rows[len(rows) // 4 : len(rows) // 2], rows[3 * len(rows) // 4 :]
+    memory = [max(row["resident_mib"] for row in part) for part in (second, last)]
+    files = max(row["open_files"] for row in rows)
+    return textwrap.wrap(
+        f"{rows[-1]['iteration']:.0f} iterations of a very small configuration: at most {memory[0]:.0f} MiB"
+        f" in the second quarter and {memory[1]:.0f} MiB in the last, and never more than {files:.0f}"
+        " open files (`python benchmarks/soak.py`).",
+        width=118,
+    )
+
+
+PARTS = {
+    "README.md": [default_run, curve_table, nine, lesson, speed, sampler, smollm2, departures, soak],
+    "benchmarks/README.md": [
+        *(curve_table, stability, calibrate, stability_calibrated, one_step, clip_higher, wrong_length),
+        *(dynamic_sampling, overlong, gradient_share, stale_ratio, router_shift, sapo_taus, speed, scaling),
+    ],
+}
+
+
 def main():
-    readme = ROOT / "README.md"
-    old = new = readme.read_text()
-    parts = {"nine": table_of_the_nine, "default run": default_run, "lesson": lesson, "smollm2": smollm2}
-    for name, make in parts.items():
-        begin, end = f"<!-- generated: {name} -->", f"<!-- end: {name} -->"
-        before, rest = new.split(begin)
-        new = before + begin + "\n" + "\n".join(make()) + "\n" + end + rest.split(end)[1]
-    if "--check" in sys.argv:
-        sys.exit("README.md is stale: run python benchmarks/readme.py" if new != old else 0)
-    readme.write_text(new)
+    stale = []
+    for name, makers in PARTS.items():
+        path = ROOT / name
+        old = new = path.read_text()
+        for make in makers:
+            title = make.__name__.replace("_", " ")
+            begin, end = f"<!-- generated: {title} -->", f"<!-- end: {title} -->"
+            if begin not in new:
+                sys.exit(f"{name} has no part '{title}'")
+            before, rest = new.split(begin)
+            new = before + begin + "\n" + "\n".join(make()) + "\n" + end + rest.split(end)[1]
+        if new != old:
+            stale.append(name)
+        if "--check" not in sys.argv:
+            path.write_text(new)
+    if "--check" in sys.argv and stale:
+        sys.exit(f"{', '.join(stale)}: stale, run python benchmarks/readme.py")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ Prints the ratio of each interleaved pair as min / median / max.
 """
 
 import argparse
+import csv
 import statistics
 import sys
 import time
@@ -19,6 +20,8 @@ import transformers
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from common import load_model, load_problems, pad, sample
 from grpo import Args
+
+CSV = Path(__file__).parent / "results" / "sampler.csv"
 
 
 @torch.no_grad()
@@ -64,6 +67,12 @@ def main():
             if pair >= 0:
                 rates[name].append(tokens / (time.perf_counter() - start))
     ratios = sorted(a / b for a, b in zip(rates["sampler"], rates["generate"], strict=True))
+    with open(CSV, "w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["pair", *(f"{name}_tokens_per_second" for name in rates)])
+        writer.writerows(
+            (i, *map(round, pair)) for i, pair in enumerate(zip(*rates.values(), strict=True), 1)
+        )
     for name, values in rates.items():
         print(f"{name:10}{statistics.median(values):10.0f} tokens/s (median of {pairs})")
     print(f"ratio     min {ratios[0]:.2f}  median {statistics.median(ratios):.2f}  max {ratios[-1]:.2f}")

@@ -171,8 +171,13 @@ def experiments():
         flags = ("--iterations", "20", "--lr", "3e-4", "--num_minibatches", "16", *QUICK)
         yield from variants("sapo_taus", "sapo", five, options, *flags)
 
+    def ranges():
+        paper = {"paper": "--clip_eps_low 3e-4 --clip_eps_high 4e-4", "own": ""}
+        yield from variants("ranges", "gspo", seeds, paper, "--iterations", "10", *QUICK)
+        yield from variants("ranges", "ppo", seeds, {"slow-critic": "--critic_lr 2e-4"}, *QUICK)
+
     named = [nine, one_step, clip_higher, wrong_length, dynamic_sampling, overlong, gradient_share]
-    named += [stale_ratio, router_shift, sapo_taus]
+    named += [stale_ratio, router_shift, sapo_taus, ranges]
     return {function.__name__: function for function in named} | {
         "stability": lambda: stability("stability", None),
         "stability_calibrated": lambda: stability("stability_calibrated", calibrated()),

@@ -1,0 +1,290 @@
+"""Draws the figures in benchmarks/figures/ from the CSVs in results/.
+
+    python benchmarks/figures.py [nine stability ...]     # all whose CSVs are there, if none is named
+
+Lines differ in style and lightness, not only in colour, so that they can be told apart in greyscale.
+"""
+
+import statistics
+import sys
+from pathlib import Path
+
+import evidence
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+FIGURES = Path(__file__).parent / "figures"
+STYLES = [("#000000", "-"), ("#0072b2", "--"), ("#e69f00", ":"), ("#cc79a7", "-."), ("#999999", "-")]
+NAMES = {
+    "ppo": "PPO",
+    "grpo": "GRPO",
+    "dr_grpo": "Dr. GRPO",
+    "dapo": "DAPO",
+    "gspo": "GSPO",
+    "cispo": "CISPO",
+    "gmpo": "GMPO",
+    "rspo": "RSPO",
+    "sapo": "SAPO",
+}
+plt.rcParams.update(
+    {
+        "font.size": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.titlesize": 9,
+        "legend.frameon": False,
+        "svg.hashsalt": "figures",
+    }
+)
+
+
+def save(figure, name):
+    FIGURES.mkdir(exist_ok=True)
+    figure.savefig(FIGURES / f"{name}.png", dpi=110, metadata={"Software": None})
+    plt.close(figure)
+
+
+def smooth(values, width=5):
+    """Trailing mean over `width` iterations."""
+    return [statistics.mean(values[max(0, i - width + 1) : i + 1]) for i in range(len(values))]
+
+
+def mean_band(runs, column, width=5):
+    """(x, mean, std) over the seeds, at the iterations that have a value."""
+    lines = []
+    for rows in runs.values():
+        rows = [row for row in rows if row.get(column) is not None]
+        lines.append(([row["x"] for row in rows], smooth([row[column] for row in rows], width)))
+    length = min(len(xs) for xs, _ in lines)
+    columns = [[ys[i] for _, ys in lines] for i in range(length)]
+    xs = [statistics.mean(xs[i] for xs, _ in lines) for i in range(length)]
+    means = [statistics.mean(ys) for ys in columns]
+    return xs, means, [statistics.stdev(ys) if len(ys) > 1 else 0.0 for ys in columns]
+
+
+def draw(axis, runs, column, style, label=None, width=5, band=True):
+    xs, means, stds = mean_band(runs, column, width)
+    color, dashes = style
+    axis.plot(xs, means, color=color, linestyle=dashes, linewidth=1.5, label=label)
+    if band:
+        low = [m - s for m, s in zip(means, stds, strict=True)]
+        high = [m + s for m, s in zip(means, stds, strict=True)]
+        axis.fill_between(xs, low, high, color=color, alpha=0.15, linewidth=0)
+
+
+def nine():
+    curves = evidence.curves("nine")
+    groups = [("ppo", "grpo", "dr_grpo"), ("dapo", "gspo", "cispo"), ("gmpo", "rspo", "sapo")]
+    rows = [
+        ("held_out", "greedy accuracy,\nheld-out sums", (0.4, 1.0), 1),
+        ("accuracy", "accuracy at temperature 1,\nsums not seen before", (0.2, 1.0), 5),
+        ("len", "response length\n(tokens)", None, 5),
+        ("entropy", "entropy\n(nats per token)", None, 5),
+    ]
+    figure, axes = plt.subplots(len(rows), 3, figsize=(8.6, 8.4), sharex=True, sharey="row")
+    for i, (column, words, limits, width) in enumerate(rows):
+        for j, group in enumerate(groups):
+            axis = axes[i, j]
+            for (script, _), runs in curves.items():
+                if script not in group:
+                    draw(axis, runs, column, ("#cccccc", "-"), width=width, band=False)
+            for script, style in zip(group, STYLES, strict=False):
+                draw(axis, curves[script, "default"], column, style, NAMES[script], width)
+            if limits:
+                axis.set_ylim(*limits)
+            if i == 0:
+                axis.legend(loc="lower right")
+            if j == 0:
+                axis.set_ylabel(words)
+            if i == len(rows) - 1:
+                axis.set_xlabel("completions generated")
+                axis.set_xlim(0, 15400)
+    figure.tight_layout()
+    save(figure, "nine")
+
+
+def heat(name):
+    runs = evidence.runs(name)
+    scripts = [script for script in evidence.SCRIPTS if any(key[0] == script for key in runs)]
+    rates = ["1e-4", "3e-4", "1e-3"]
+    steps = [k for k in ("1", "4", "16") if any(key[1].endswith(f"steps{k}") for key in runs)]
+    figure, axes = plt.subplots(3, 3, figsize=(8.6, 7.4))
+    for axis in axes.flat[len(scripts) :]:
+        axis.axis("off")
+    for axis, script in zip(axes.flat, scripts, strict=False):
+        values = []
+        for rate in rates:
+            groups = [runs[script, f"lr{rate}-steps{k}"] for k in steps]
+            values.append([[row["after_sampled_accuracy"] or 0.0 for row in rows] for rows in groups])
+        means = [[statistics.mean(cell) for cell in row] for row in values]
+        axis.imshow(means, cmap="gray", vmin=0, vmax=1, origin="lower", aspect="auto")
+        for y, row in enumerate(values):
+            for x, cell in enumerate(row):
+                mean = statistics.mean(cell)
+                text = f"{mean:.2f}\n({min(cell):.2f} to {max(cell):.2f})"
+                axis.text(x, y, text, ha="center", va="center", color="black" if mean > 0.5 else "white")
+        axis.set_title(NAMES[script])
+        axis.set_xticks(range(len(steps)), steps)
+        axis.set_yticks(range(len(rates)), rates)
+        axis.spines[:].set_visible(False)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("learning rate")
+    for axis in axes[-1]:
+        axis.set_xlabel("optimizer steps per rollout")
+    figure.tight_layout()
+    save(figure, name)
+
+
+def stability():
+    heat("stability")
+
+
+def stability_calibrated():
+    heat("stability_calibrated")
+
+
+def before_the_fall():
+    """What the metrics do in the runs with 16 steps per rollout, at the learning rate where some fall."""
+    curves = evidence.curves("stability")
+    rows = [
+        ("accuracy", "accuracy"),
+        ("log_ratio_p99", "99 % of |log r|\nare below"),
+        ("outside", "tokens outside\nPPO's range"),
+        ("flips", "experts changed\n(share of tokens)"),
+        ("grad_norm", "gradient norm"),
+    ]
+    groups = [("ppo", "grpo", "dr_grpo"), ("dapo", "gspo", "cispo"), ("gmpo", "rspo", "sapo")]
+    figure, axes = plt.subplots(len(rows), 3, figsize=(8.6, 8.8), sharex=True, sharey="row")
+    for i, (column, words) in enumerate(rows):
+        for j, group in enumerate(groups):
+            for script, style in zip(group, STYLES, strict=False):
+                runs = curves[script, "lr1e-3-steps16"]
+                for k, lines in enumerate(runs.values()):
+                    xs = [row["iteration"] for row in lines]
+                    ys = [row[column] for row in lines]
+                    label = NAMES[script] if k == 0 else None
+                    axes[i, j].plot(xs, ys, color=style[0], linestyle=style[1], linewidth=1, label=label)
+            if column in ("log_ratio_p99", "grad_norm"):
+                axes[i, j].set_yscale("log")
+            if i == 0:
+                axes[i, j].legend(loc="upper right")
+            if j == 0:
+                axes[i, j].set_ylabel(words)
+            if i == len(rows) - 1:
+                axes[i, j].set_xlabel("iteration")
+    figure.tight_layout()
+    save(figure, "before_the_fall")
+
+
+def panels(name, lines, columns, width=5, x="completions generated", scale=None):
+    """One panel per column; `lines`: {label: (script, variant)}."""
+    curves = evidence.curves(name)
+    figure, axes = plt.subplots(1, len(columns), figsize=(8.6, 2.7), squeeze=False)
+    for axis, (column, words) in zip(axes[0], columns.items(), strict=True):
+        for (label, key), style in zip(lines.items(), STYLES, strict=False):
+            draw(axis, curves[key], column, style, label, width)
+        axis.set_title(words)
+        axis.set_xlabel(x)
+        if scale:
+            axis.set_yscale(scale)
+    axes[0, 0].legend()
+    figure.tight_layout()
+    save(figure, name)
+
+
+def one_step():
+    names = ("grpo", "gspo", "gmpo", "rspo", "sapo")
+    lines = {f"{NAMES[name]}{', no KL' * (name == 'grpo')}": (name, "one") for name in names}
+    panels("one_step", lines, {"accuracy": "accuracy at temperature 1", "entropy": "entropy"})
+
+
+def clip_higher():
+    curves = evidence.curves("clip_higher")
+    figure, axes = plt.subplots(1, 4, figsize=(8.6, 2.7))
+    for i, steps in enumerate(("4", "16")):
+        for j, (column, words) in enumerate({"entropy": "entropy", "accuracy": "accuracy"}.items()):
+            axis = axes[2 * i + j]
+            for high, style in zip(("0.2", "0.28", "0.5", "1.0"), STYLES, strict=False):
+                runs = curves["dapo", f"steps{steps}-high{high}"]
+                draw(axis, runs, column, style, f"eps high {high}", band=False)
+            axis.set_title(f"{words}, {steps} steps")
+            axis.set_xlabel("completions")
+    axes[0].legend()
+    figure.tight_layout()
+    save(figure, "clip_higher")
+
+
+def wrong_length():
+    lines = {"GRPO, no KL": ("grpo", "kl0"), "Dr. GRPO": ("dr_grpo", "default")}
+    columns = {"len_wrong": "length of wrong answers", "len_right": "length of right answers"}
+    panels("wrong_length", lines, columns | {"accuracy": "accuracy"})
+
+
+def dynamic_sampling():
+    lines = {"with dynamic sampling": ("dapo", "refill"), "without": ("dapo", "drop")}
+    panels("dynamic_sampling", lines, {"accuracy": "accuracy at temperature 1", "entropy": "entropy"})
+
+
+def overlong():
+    lines = {name: ("dapo", name) for name in ("soft", "filter", "none")}
+    columns = {"accuracy": "accuracy", "len": "response length", "truncated": "share cut off at the cap"}
+    panels("overlong", lines, columns)
+
+
+def stale_ratio():
+    names = ("grpo", "cispo", "gspo", "gmpo", "rspo")
+    lines = {NAMES[name]: (name, "stale") for name in names}
+    columns = {"log_ratio_p99": "99 % of |log r| are below", "log_ratio_up_max": "largest log r"}
+    panels("stale_ratio", lines, columns | {"accuracy": "accuracy"}, scale="log")
+
+
+def router_shift():
+    curves = evidence.curves("router_shift")
+    rates = ("3e-4", "1e-3")
+    figure, axes = plt.subplots(4, 2, figsize=(8.6, 7.4), sharex=True, sharey="row")
+    rows = [("accuracy", "accuracy"), ("flips", "experts changed\n(share of tokens)")]
+    rows += [("shift", "RSPO's gamma\nbefore its floor"), ("log_ratio_p99", "99 % of |log r|\nare below")]
+    for j, rate in enumerate(rates):
+        for i, (column, words) in enumerate(rows):
+            for script, style in zip(("gmpo", "rspo"), STYLES, strict=False):
+                for k, lines in enumerate(curves[script, f"lr{rate}"].values()):
+                    if lines[0].get(column) is None:
+                        continue
+                    xs, ys = [row["iteration"] for row in lines], [row[column] for row in lines]
+                    label = NAMES[script] if k == 0 else None
+                    axes[i, j].plot(xs, ys, color=style[0], linestyle=style[1], linewidth=1, label=label)
+            if j == 0:
+                axes[i, j].set_ylabel(words)
+        axes[0, j].set_title(f"learning rate {rate}, 64 steps per rollout, five seeds")
+        axes[0, j].legend()
+        axes[-1, j].set_xlabel("iteration")
+    figure.tight_layout()
+    save(figure, "router_shift")
+
+
+def sapo_taus():
+    names = ("paper", "equal", "reversed", "strong", "strong-reversed")
+    lines = {name: ("sapo", name) for name in names}
+    panels(
+        "sapo_taus", lines, {"accuracy": "accuracy", "entropy": "entropy", "log_ratio_p99": "|log r|, 99 %"}
+    )
+
+
+ALL = [nine, stability, stability_calibrated, before_the_fall, one_step, clip_higher, wrong_length]
+ALL += [dynamic_sampling, overlong, stale_ratio, router_shift, sapo_taus]
+
+
+def main():
+    wanted = sys.argv[1:] or [function.__name__ for function in ALL]
+    for function in ALL:
+        if function.__name__ in wanted:
+            try:
+                function()
+            except FileNotFoundError as error:
+                print(f"{function.__name__}: no {error.filename} yet")
+
+
+if __name__ == "__main__":
+    main()
