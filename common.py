@@ -270,12 +270,14 @@ class TokenOutputs(NamedTuple):
 
 
 def forward_packed(body, batch, **inputs):
-    """The model without its head on the batch's sequences, laid side by side in rows as long as the longest
-    (first fit, longest first), since half of a padded batch would be padding. position_ids that begin anew
-    keep them apart. Returns its output, each token's index in the flattened rows (B, S), and a mask of the
-    rows' tokens."""
+    """The model without its head on the batch's sequences, laid side by side (first fit, longest first), since
+    half of a padded batch would be padding. position_ids that begin anew keep them apart. Returns its output,
+    each token's index in the flattened rows (B, S), and a mask of the rows' tokens."""
     real_BS, lengths = batch.attention_NS.bool(), batch.attention_NS.sum(1).tolist()
-    positions_BS, width = (batch.attention_NS.cumsum(1) - 1).clamp(min=0), max(lengths)
+    positions_BS = (batch.attention_NS.cumsum(1) - 1).clamp(min=0)
+    width, most = max(lengths), sorted(lengths)[len(lengths) * 3 // 4]
+    if width > 1.3 * most:  # the longest are few: two of the others have to fit into a row
+        width = max(width, 2 * most)
     room, starts = [], [0] * len(lengths)
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         row = next((row for row, free in enumerate(room) if free >= lengths[i]), len(room))
