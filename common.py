@@ -270,7 +270,7 @@ class TokenOutputs(NamedTuple):
 
 
 def forward_packed(body, batch, **inputs):
-    """The model without its head on the batch's sequences, laid side by side (first fit, longest first), since
+    """The model without its head on the batch's sequences, laid side by side (first fit, longest first):
     half of a padded batch would be padding. position_ids that begin anew keep them apart. Returns its output,
     each token's index in the flattened rows (B, S), and a mask of the rows' tokens."""
     real_BS, lengths = batch.attention_NS.bool(), batch.attention_NS.sum(1).tolist()
