@@ -75,7 +75,10 @@ def draw(axis, runs, column, style, label=None, width=5, band=True):
 
 
 def nine():
-    curves = evidence.curves("nine")
+    curves, runs = evidence.curves("nine"), evidence.runs("nine")
+    for key, seeds in curves.items():  # the greedy curve begins at the base model
+        for rows in seeds.values():
+            rows.insert(0, {"x": 0, "held_out": runs[key][0]["before_greedy_accuracy"]})
     groups = [("ppo", "grpo", "dr_grpo"), ("dapo", "gspo", "cispo"), ("gmpo", "rspo", "sapo")]
     rows = [
         ("held_out", "greedy accuracy,\nheld-out sums", (0.4, 1.0), 1),
@@ -83,7 +86,7 @@ def nine():
         ("len", "response length\n(tokens)", None, 5),
         ("entropy", "entropy\n(nats per token)", None, 5),
     ]
-    figure, axes = plt.subplots(len(rows), 3, figsize=(8.6, 8.4), sharex=True, sharey="row")
+    figure, axes = plt.subplots(len(rows), 3, figsize=(8.6, 7.0), sharex=True, sharey="row")
     for i, (column, words, limits, width) in enumerate(rows):
         for j, group in enumerate(groups):
             axis = axes[i, j]
