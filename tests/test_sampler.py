@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common import Completion, collate, pad, sample, take_problems, token_logprobs
+from common import Completion, collate, forward_packed, pad, sample, take_problems, token_logprobs
 
 
 def settings(**changes):
@@ -201,3 +201,37 @@ def test_every_epoch_is_a_permutation_and_position_is_all_the_state():
     assert stream[:10] != stream[10:20] and stream[:10] != take_problems(problems, 0, 10, seed=2)
     pieces = [take_problems(problems, position, 5, seed=1) for position in range(0, 35, 5)]
     assert sum(pieces, []) == stream
+
+
+@pytest.mark.parametrize("lengths", [(3, 9, 4, 4, 2), (5, 5, 5, 5), (4, 5, 4, 6, 4, 5, 30), (1, 1), (7,)])
+def test_packed_sequences_do_not_see_each_other(tiny_model, lengths):
+    """Side by side in shared rows, each sequence has the log-probs, entropies, experts and gradients that it
+    has alone; and rows are shared."""
+    model, _ = tiny_model
+    model = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(sum(lengths))
+
+    def ids(count):
+        return torch.randint(3, model.config.vocab_size, (count,), generator=generator).tolist()
+
+    rows = [Completion(ids(1 + i % 3), ids(n), [0.0] * n) for i, n in enumerate(lengths)]
+    together = token_logprobs(model, collate(rows, "cpu"), 0.9)
+    together.logprobs_BT.sum().backward()
+    gradient = model.get_input_embeddings().weight.grad.clone()
+    model.zero_grad()
+    for i, row in enumerate(rows):
+        alone = token_logprobs(model, collate([row], "cpu"), 0.9)
+        alone.logprobs_BT.sum().backward()
+        n = len(row.ids)
+        for name in ("logprobs_BT", "entropy_BT", "experts_BTLK"):
+            a, b = getattr(together, name)[i], getattr(alone, name)[0]
+            torch.testing.assert_close(a[:n], b, atol=1e-5, rtol=0)
+        assert (together.logprobs_BT[i, n:] == 0).all() and (together.entropy_BT[i, n:] == 0).all()
+        for a, b in zip(together.router_logits, alone.router_logits, strict=True):
+            torch.testing.assert_close(a[i, :n], b[0], atol=1e-4, rtol=0)
+    torch.testing.assert_close(gradient, model.get_input_embeddings().weight.grad, atol=1e-4, rtol=1e-3)
+    with torch.no_grad():
+        _, index, real = forward_packed(model.base_model, collate(rows, "cpu"))
+    assert real.sum() == sum(len(row.prompt_ids) + len(row.ids) for row in rows)
+    if len(set(lengths)) > 2:
+        assert len(real) < len(rows)
