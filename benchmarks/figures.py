@@ -181,7 +181,7 @@ def before_the_fall():
     save(figure, "before_the_fall")
 
 
-def panels(name, lines, columns, width=5, x="completions generated", scale=None):
+def panels(name, lines, columns, width=5):
     """One panel per column; `lines`: {label: (script, variant)}."""
     curves = evidence.curves(name)
     figure, axes = plt.subplots(1, len(columns), figsize=(8.6, 2.7), squeeze=False)
@@ -189,9 +189,9 @@ def panels(name, lines, columns, width=5, x="completions generated", scale=None)
         for (label, key), style in zip(lines.items(), STYLES, strict=False):
             draw(axis, curves[key], column, style, label, width)
         axis.set_title(words)
-        axis.set_xlabel(x)
-        if scale:
-            axis.set_yscale(scale)
+        axis.set_xlabel("completions generated")
+        if column == "log_ratio_p99":
+            axis.set_yscale("log")
     axes[0, 0].legend()
     figure.tight_layout()
     save(figure, name)
@@ -240,7 +240,7 @@ def stale_ratio():
     names = ("grpo", "cispo", "gspo", "gmpo", "rspo")
     lines = {NAMES[name]: (name, "stale") for name in names}
     columns = {"log_ratio_p99": "99 % of |log r| are below", "log_ratio_up_max": "largest log r"}
-    panels("stale_ratio", lines, columns | {"accuracy": "accuracy"}, scale="log")
+    panels("stale_ratio", lines, columns | {"accuracy": "accuracy"})
 
 
 def router_shift():

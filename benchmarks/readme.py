@@ -321,6 +321,12 @@ def stale_ratio():
     keys |= {"GMPO": ("gmpo", "stale"), "RSPO": ("rspo", "stale")}
     columns = {"log_ratio_p99": (4, -1), "log_ratio_up_max": (2, -1), "log_ratio_down_max": (2, -1)}
     lines = compared("stale_ratio", keys, columns | {"accuracy": (3, 0)}, ("grpo", "stale"), 20)
+    for rate in ("3e-4", "1e-3"):
+        names = ("grpo", "cispo", "gspo", "gmpo", "rspo")
+        keys = {f"{name.upper()}, lr {rate}": (name, f"lr{rate}-steps16") for name in names}
+        lines += compared(
+            "stability", keys, columns | {"accuracy": (3, 0)}, ("grpo", f"lr{rate}-steps16"), 20
+        )
     header = ["", "99 % of \\|log r\\| below (narrower than GRPO's?)", "largest log r", "largest -log r"]
     return markdown([*header, "accuracy, mean of all iterations"], lines)
 
