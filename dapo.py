@@ -10,7 +10,7 @@ Parent: grpo.py. Differs only in:
   1. Clip-higher: eps_high 0.28 over eps_low 0.2, more room for tokens that were rare.
   2. Dynamic sampling: prompts are drawn until the batch is full of groups that are neither all right nor all
      wrong, as the verifier judges, whatever the shaped reward. Fewer iterations, since each generates more:
-     36 of them generate about 7 % less than 60 of grpo.py.
+     36 of them generate about as much as 60 of grpo.py.
   3. Token-mean: every token of the step counts the same, in long completions and in short ones.
   4. Overlong reward shaping: R falls by up to 1 over the last L_cache tokens below the cap (soft), or what is
      cut off gets no gradient (filter), or neither (none).

@@ -413,8 +413,10 @@ def departures():
         [row["explained_variance_last10"] for row in evidence.runs(name)[key]]
         for name, key in (("ranges", ("ppo", "slow-critic")), ("nine", ("ppo", "default")))
     )
+    errors = max(row["first_step_ratio_error_max"] for row in evidence.table("nine"))
     return textwrap.wrap(
-        f"gspo clips {clip['paper']:.0%} of the tokens with the paper's range and {clip['own']:.0%} with"
+        f"The largest |r - 1| at the first step of an iteration is {errors:g} in the 45 runs of the figure."
+        f" gspo clips {clip['paper']:.0%} of the tokens with the paper's range and {clip['own']:.0%} with"
         f" ours, in the first ten iterations. ppo's critic explains {min(own):.0%} to {max(own):.0%} of the"
         f" variance of the returns in the last ten iterations, and {min(slow):.0%} to {max(slow):.0%} with"
         " the policy's learning rate (`python benchmarks/sweep.py ranges nine`).",
