@@ -268,11 +268,20 @@ def router_shift():
 
 
 def sapo_taus():
-    names = ("paper", "equal", "reversed", "strong", "strong-reversed")
-    lines = {name: ("sapo", name) for name in names}
-    panels(
-        "sapo_taus", lines, {"accuracy": "accuracy", "entropy": "entropy", "log_ratio_p99": "|log r|, 99 %"}
-    )
+    curves = evidence.curves("sapo_taus")
+    figure, axes = plt.subplots(1, 4, figsize=(8.6, 2.7))
+    pairs = {"1.0 / 1.0": "equal", "1.0 / 1.05": "paper", "1.05 / 1.0": "reversed"}
+    pairs |= {"1.0 / 2.0": "strong", "2.0 / 1.0": "strong-reversed"}
+    for i, rate in enumerate(("3e-4", "1e-3")):
+        for j, column in enumerate(("accuracy", "log_ratio_p99")):
+            axis = axes[2 * i + j]
+            for (label, name), style in zip(pairs.items(), STYLES, strict=True):
+                draw(axis, curves["sapo", f"{name}-lr{rate}"], column, style, label, band=False)
+            axis.set_title(f"{'accuracy' if j == 0 else '99 % of |log r|'}, lr {rate}")
+            axis.set_xlabel("completions")
+    axes[0].legend(title="tau_pos / tau_neg")
+    figure.tight_layout()
+    save(figure, "sapo_taus")
 
 
 ALL = [nine, stability, stability_calibrated, before_the_fall, one_step, clip_higher, wrong_length]

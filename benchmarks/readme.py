@@ -354,14 +354,14 @@ def router_shift():
 
 
 def sapo_taus():
-    keys = {"tau 1.0 / 1.0": ("sapo", "equal"), "1.0 / 1.05 (paper)": ("sapo", "paper")}
-    keys |= {"1.05 / 1.0 (reversed)": ("sapo", "reversed"), "1.0 / 2.0": ("sapo", "strong")}
-    keys |= {"2.0 / 1.0": ("sapo", "strong-reversed")}
-    columns = {"accuracy": (3, 1), "entropy": (4, 0), "log_ratio_p99": (3, -1)}
-    lines = compared("sapo_taus", keys, columns, ("sapo", "equal"))
-    return markdown(
-        ["tau_pos / tau_neg", "accuracy (higher than equal?)", "entropy", "99 % of \\|log r\\|"], lines
-    )
+    lines, names = [], {"1.0 / 1.0": "equal", "1.0 / 1.05 (paper)": "paper", "1.05 / 1.0": "reversed"}
+    for rate in ("3e-4", "1e-3"):
+        pairs = names | {"1.0 / 2.0": "strong", "2.0 / 1.0": "strong-reversed"}
+        keys = {f"{words}, lr {rate}": ("sapo", f"{name}-lr{rate}") for words, name in pairs.items()}
+        columns = {"accuracy": (3, 1), "entropy": (4, 0), "log_ratio_p99": (3, -1)}
+        lines += compared("sapo_taus", keys, columns, ("sapo", f"equal-lr{rate}"))
+    header = ["tau_pos / tau_neg", "accuracy (higher than equal?)", "entropy"]
+    return markdown([*header, "99 % of \\|log r\\| below (narrower?)"], lines)
 
 
 def falls(name):

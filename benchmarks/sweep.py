@@ -168,8 +168,10 @@ def experiments():
         pairs = {"paper": (1.0, 1.05), "equal": (1.0, 1.0), "reversed": (1.05, 1.0)}
         pairs |= {"strong": (1.0, 2.0), "strong-reversed": (2.0, 1.0)}
         options = {name: f"--tau_pos {pos} --tau_neg {neg}" for name, (pos, neg) in pairs.items()}
-        flags = ("--iterations", "20", "--lr", "3e-4", "--num_minibatches", "16", *QUICK)
-        yield from variants("sapo_taus", "sapo", five, options, *flags)
+        for lr in ("3e-4", "1e-3"):
+            flags = ("--iterations", "20", "--lr", lr, "--num_minibatches", "16", *QUICK)
+            named = {f"{name}-lr{lr}": own for name, own in options.items()}
+            yield from variants("sapo_taus", "sapo", five, named, *flags)
 
     def ranges():
         paper = {"paper": "--clip_eps_low 3e-4 --clip_eps_high 4e-4", "own": ""}
