@@ -198,9 +198,23 @@ def panels(name, lines, columns, width=5):
 
 
 def one_step():
-    names = ("grpo", "gspo", "gmpo", "rspo", "sapo")
-    lines = {f"{NAMES[name]}{', no KL' * (name == 'grpo')}": (name, "one") for name in names}
-    panels("one_step", lines, {"accuracy": "accuracy at temperature 1", "entropy": "entropy"})
+    """Five curves that coincide, so each is drawn thinner than the one below it; two others for contrast."""
+    curves = evidence.curves("one_step")
+    figure, axes = plt.subplots(1, 2, figsize=(8.6, 3.2))
+    names = ("grpo", "gspo", "gmpo", "rspo", "sapo", "dr_grpo", "cispo")
+    colors = ("#dddddd", "#e69f00", "#56b4e9", "#999999", "#000000", "#cc79a7", "#0072b2")
+    for axis, column in zip(axes, ("accuracy", "entropy"), strict=True):
+        for name, color, width in zip(names, colors, (10, 7.5, 5, 2.5, 1, 1.2, 1.2), strict=True):
+            xs, means, _ = mean_band(curves[name, "one"], column)
+            dashes = {"dr_grpo": "--", "cispo": ":"}.get(name, "-")
+            label = NAMES[name] + ", no KL" * (name == "grpo")
+            axis.plot(xs, means, color=color, linewidth=width, linestyle=dashes, label=label)
+        axis.set_title({"accuracy": "accuracy at temperature 1"}.get(column, column))
+        axis.set_xlabel("completions generated")
+        axis.set_xlim(0, 15400)
+    axes[1].legend()
+    figure.tight_layout()
+    save(figure, "one_step")
 
 
 def clip_higher():

@@ -160,7 +160,7 @@ def experiments():
 
     def router_shift():
         for lr in ("3e-4", "1e-3"):
-            flags = ("--iterations", "30", "--lr", lr, *steps_flags(64), *QUICK)
+            flags = ("--iterations", "20", "--lr", lr, *steps_flags(64), *QUICK)
             yield from variants("router_shift", "gmpo", five, {f"lr{lr}": ""}, *flags)
             yield from variants("router_shift", "rspo", five, {f"lr{lr}": ""}, *flags)
 
