@@ -218,17 +218,18 @@ def one_step():
 
 
 def clip_higher():
-    curves = evidence.curves("clip_higher")
-    figure, axes = plt.subplots(1, 4, figsize=(8.6, 2.7))
-    for i, steps in enumerate(("4", "16")):
-        for j, (column, words) in enumerate({"entropy": "entropy", "accuracy": "accuracy"}.items()):
-            axis = axes[2 * i + j]
-            for high, style in zip(("0.2", "0.28", "0.5", "1.0"), STYLES, strict=False):
-                runs = curves["dapo", f"steps{steps}-high{high}"]
-                draw(axis, runs, column, style, f"eps high {high}", band=False)
-            axis.set_title(f"{words}, {steps} steps")
-            axis.set_xlabel("completions")
-    axes[0].legend()
+    wide, narrow = evidence.curves("clip_higher"), evidence.curves("clip_higher_narrow")
+    figure, axes = plt.subplots(1, 3, figsize=(8.6, 2.7))
+    for axis, steps in zip(axes, ("4", "16"), strict=False):
+        for high, style in zip(("0.2", "0.28", "0.5", "1.0"), STYLES, strict=False):
+            draw(axis, wide["dapo", f"steps{steps}-high{high}"], "entropy", style, f"eps high {high}")
+        axis.set_title(f"entropy, {steps} steps, eps low 0.2")
+    for high, style in zip(("0.02", "0.028", "0.1"), STYLES, strict=False):
+        draw(axes[2], narrow["dapo", f"high{high}"], "entropy", style, f"eps high {high}")
+    axes[2].set_title("entropy, 16 steps, eps low 0.02")
+    for axis in axes:
+        axis.set_xlabel("completions generated")
+        axis.legend()
     figure.tight_layout()
     save(figure, "clip_higher")
 

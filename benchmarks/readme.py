@@ -243,7 +243,13 @@ def clip_higher():
         }
         columns = {"entropy": (4, 1), "clip_high": (4, 0), "accuracy": (3, 0)}
         lines += compared("clip_higher", keys, columns, ("dapo", f"steps{steps}-high0.2"))
-    return markdown(["dapo", "entropy (higher than at 0.2?)", "clipped above", "accuracy"], lines)
+    keys = {
+        f"16 steps, eps low 0.02, high {high}": ("dapo", f"high{high}") for high in ("0.02", "0.028", "0.1")
+    }
+    lines += compared("clip_higher_narrow", keys, columns, ("dapo", "high0.02"))
+    return markdown(
+        ["dapo", "entropy (higher than in the first row of its kind?)", "clipped above", "accuracy"], lines
+    )
 
 
 def wrong_length():

@@ -128,6 +128,12 @@ def experiments():
             named = {f"steps{steps}-high{high}": flags for high, flags in options.items()}
             yield from variants("clip_higher", "dapo", five, named, "--num_minibatches", steps, *QUICK)
 
+    def clip_higher_narrow():  # where the clip binds: both bounds a tenth of the paper's, then higher
+        options = {high: f"--clip_eps_low 0.02 --clip_eps_high {high}" for high in ("0.02", "0.028", "0.1")}
+        common = ("--iterations", "20", "--num_minibatches", "16", *QUICK)
+        named = {f"high{high}": flags for high, flags in options.items()}
+        yield from variants("clip_higher_narrow", "dapo", five, named, *common)
+
     def wrong_length():
         common = ("--iterations", "60", "--max_new_tokens", "96", *QUICK)
         options = {"kl0": "--kl_coef 0"}
@@ -178,7 +184,16 @@ def experiments():
         yield from variants("ranges", "gspo", seeds, paper, "--iterations", "10", *QUICK)
         yield from variants("ranges", "ppo", seeds, {"slow-critic": "--critic_lr 2e-4"}, *QUICK)
 
-    named = [nine, one_step, clip_higher, wrong_length, dynamic_sampling, overlong, gradient_share]
+    named = [
+        nine,
+        one_step,
+        clip_higher,
+        clip_higher_narrow,
+        wrong_length,
+        dynamic_sampling,
+        overlong,
+        gradient_share,
+    ]
     named += [stale_ratio, router_shift, sapo_taus, ranges]
     return {function.__name__: function for function in named} | {
         "stability": lambda: stability("stability", None),
