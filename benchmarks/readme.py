@@ -147,25 +147,24 @@ def sampler():
 
 
 def speed():
-    rows = evidence.table("trl_speed")
-    columns = {"iteration": [], "sampling": [], "the rest": []}
-    lines = []
-    for row in rows:
-        for name, value in {
-            "iteration": lambda side, row=row: row[f"{side}_seconds"],
-            "sampling": lambda side, row=row: row[f"{side}_sampling"],
-            "the rest": lambda side, row=row: row[f"{side}_seconds"] - row[f"{side}_sampling"],
-        }.items():
-            columns[name].append((value("ours"), value("trl")))
-    for name, pairs in columns.items():
-        ours, theirs = (statistics.median(side) for side in zip(*pairs, strict=True))
-        ratios = " / ".join(three([a / b for a, b in pairs]))
-        lines.append([name, f"{ours:.3f} s", f"{theirs:.3f} s", ratios])
-    peaks = [max(row[f"{side}_peak_mib"] for row in rows) for side in ("ours", "trl")]
-    lines.append(["peak memory", *(f"{peak:.0f} MiB" for peak in peaks), f"{peaks[0] / peaks[1]:.2f}"])
-    tokens = [statistics.mean(row[f"{side}_tokens"] for row in rows) for side in ("ours", "trl")]
-    lines.append(["tokens per iteration", *(f"{x:.0f}" for x in tokens), f"{tokens[0] / tokens[1]:.2f}"])
-    header = [f"{len(rows)} interleaved pairs", "`grpo.py`", "TRL", "ratio (min / median / max)"]
+    table, lines = evidence.table("trl_speed"), []
+    for lr, words in ((1e-9, "weights stay"), (2e-4, "while it learns")):
+        rows = [row for row in table if row["lr"] == lr]
+        pairs = {"iteration": [(row["ours_seconds"], row["trl_seconds"]) for row in rows]}
+        pairs["sampling"] = [(row["ours_sampling"], row["trl_sampling"]) for row in rows]
+        both = zip(pairs["iteration"], pairs["sampling"], strict=True)
+        pairs["the rest"] = [(a - c, b - d) for (a, b), (c, d) in both]
+        for name, values in pairs.items():
+            ours, theirs = (statistics.median(side) for side in zip(*values, strict=True))
+            ratios = " / ".join(three([a / b for a, b in values]))
+            lines.append([f"{words}: {name}", f"{ours:.3f} s", f"{theirs:.3f} s", ratios])
+        peaks = [max(row[f"{side}_peak_mib"] for row in rows) for side in ("ours", "trl")]
+        cells = [f"{words}: peak memory", *(f"{peak:.0f} MiB" for peak in peaks)]
+        lines.append([*cells, f"{peaks[0] / peaks[1]:.2f}"])
+        tokens = [statistics.mean(row[f"{side}_tokens"] for row in rows) for side in ("ours", "trl")]
+        cells = [f"{words}: tokens sampled", *(f"{count:.0f}" for count in tokens)]
+        lines.append([*cells, f"{tokens[0] / tokens[1]:.2f}"])
+    header = [f"2 x {len(table) // 2} interleaved pairs", "`grpo.py`", "TRL", "ratio (min / median / max)"]
     return markdown(header, lines, "lrrr")
 
 

@@ -1,12 +1,13 @@
 """Times an iteration of grpo.py against TRL's GRPOTrainer on the same work, in interleaved pairs.
 
-    python benchmarks/trl_speed.py [--pairs 21] [--threads 2] [--lr 1e-9]
+    python benchmarks/trl_speed.py [--pairs 21] [--threads 2] [--lr 1e-9 2e-4]
 
 Same work: the base model of the default job and its tokenizer, 32 prompts x 8 completions of at most 48
 tokens at temperature 1, then four optimizer steps of AdamW on 64 completions each, clip range 0.2, KL 0.04
 to a reference, sequence-mean, float32, the same reward function and the same number of threads. With the
-default learning rate the weights stay where they are, so that the lengths of both sides come from the same
-distribution. TRL samples with transformers' generate(). Each side is a process of its own that waits while
+first learning rate the weights stay where they are, so that the lengths of both sides come from the same
+distribution; with the second, that of grpo.py, both learn, and their answers become worked ones of much the
+same length. TRL samples with transformers' generate(). Each side is a process of its own that waits while
 the other one works. The first pair is warm-up and is not counted. Writes results/trl_speed.csv.
 """
 
@@ -160,8 +161,51 @@ def trl(pairs, lr, pipe):
         trainer.train()
 
 
-def summary(ratios):
-    return f"min {min(ratios):.2f}  median {statistics.median(ratios):.2f}  max {max(ratios):.2f}"
+COLUMNS = ["seconds", "sampling", "tokens", "peak_mib"]
+
+
+def interleaved(pairs, threads, lr):
+    """[{ours_seconds, ..., trl_seconds, ...}], a row for each pair of iterations after the warm-up."""
+    env = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, __file__, "--pairs", str(pairs), "--lr", lr, "--worker"]
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    names = ("ours", "trl")
+    workers = {name: subprocess.Popen([*command, name], cwd=ROOT, env=env, **pipes) for name in names}
+    rows = []
+    for pair in range(pairs + 1):
+        row = {"lr": lr, "pair": pair}
+        for name in names if pair % 2 else names[::-1]:  # who goes first alternates
+            workers[name].stdin.write("go\n")
+            workers[name].stdin.flush()
+            values = workers[name].stdout.readline().split()
+            if not values:
+                sys.exit(f"the worker {name} ended: run it alone with --worker {name} to see why")
+            values = (round(float(value), 4) for value in values)
+            row |= {f"{name}_{key}": value for key, value in zip(COLUMNS, values, strict=True)}
+        rows.append(row)
+    for worker in workers.values():
+        worker.stdin.close()
+        worker.wait()
+    return rows[1:]
+
+
+def report(rows):
+    for name in ("ours", "trl"):
+        column = {key: [row[f"{name}_{key}"] for row in rows] for key in COLUMNS}
+        middle = {key: statistics.median(values) for key, values in column.items()}
+        rest = statistics.median(a - b for a, b in zip(column["seconds"], column["sampling"], strict=True))
+        print(
+            f"{name:5} {middle['seconds']:.3f} s per iteration: sampling {middle['sampling']:.3f},"
+            f" the rest {rest:.3f}; {middle['tokens']:.0f} tokens; peak {max(column['peak_mib']):.0f} MiB"
+        )
+    for words, seconds in (
+        ("time", lambda row, name: row[f"{name}_seconds"]),
+        ("sampling", lambda row, name: row[f"{name}_sampling"]),
+        ("rest", lambda row, name: row[f"{name}_seconds"] - row[f"{name}_sampling"]),
+    ):
+        ratios = [seconds(row, "ours") / seconds(row, "trl") for row in rows]
+        values = f"min {min(ratios):.2f}  median {statistics.median(ratios):.2f}  max {max(ratios):.2f}"
+        print(f"ratio of the {words:9}{values}", flush=True)
 
 
 def main():
@@ -169,57 +213,24 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--pairs", type=int, default=21)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--lr", type=float, default=1e-9)
+    parser.add_argument("--lr", nargs="+", default=["1e-9", "2e-4"])
     parser.add_argument("--worker", choices=["ours", "trl"], help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         pipe = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)  # whatever the trainers print goes to stderr
-        {"ours": ours, "trl": trl}[args.worker](args.pairs + 1, args.lr, pipe)
+        {"ours": ours, "trl": trl}[args.worker](args.pairs + 1, float(args.lr[0]), pipe)
         return
-    env = os.environ | {"OMP_NUM_THREADS": str(args.threads), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, __file__, "--pairs", str(args.pairs), "--lr", str(args.lr), "--worker"]
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    workers = {
-        name: subprocess.Popen([*command, name], cwd=ROOT, env=env, **pipes) for name in ("ours", "trl")
-    }
-    columns = ["seconds", "sampling", "tokens", "peak_mib"]
-    rows = []
-    for pair in range(args.pairs + 1):
-        row = {}
-        for name in sorted(workers, reverse=pair % 2 == 1):  # who goes first alternates
-            workers[name].stdin.write("go\n")
-            workers[name].stdin.flush()
-            values = workers[name].stdout.readline().split()
-            if not values:
-                sys.exit(f"the worker {name} ended: run it alone with --worker {name} to see why")
-            row |= {f"{name}_{column}": float(x) for column, x in zip(columns, values, strict=True)}
-        rows.append(row)
-    for worker in workers.values():
-        worker.stdin.close()
-        worker.wait()
-    git = ["git", "rev-parse", "--short", "HEAD"]
+    git, rows = ["git", "rev-parse", "--short", "HEAD"], []
     commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    for lr in args.lr:
+        print(f"learning rate {lr}")
+        rows += interleaved(args.pairs, args.threads, lr)
+        report([row for row in rows if row["lr"] == lr])
     with open(CSV, "w", newline="") as file:
-        writer = csv.DictWriter(file, ["pair", *rows[0], "threads", "commit"], lineterminator="\n")
+        writer = csv.DictWriter(file, [*rows[0], "threads", "commit"], lineterminator="\n")
         writer.writeheader()
-        for pair, row in enumerate(rows[1:], 1):
-            rounded = {key: round(value, 4) for key, value in row.items()}
-            writer.writerow({"pair": pair} | rounded | {"threads": args.threads, "commit": commit})
-    for name in workers:
-        column = {key: [row[f"{name}_{key}"] for row in rows[1:]] for key in columns}
-        middle = {key: statistics.median(values) for key, values in column.items()}
-        update = statistics.median(a - b for a, b in zip(column["seconds"], column["sampling"], strict=True))
-        print(
-            f"{name:5} {middle['seconds']:.3f} s per iteration: sampling {middle['sampling']:.3f},"
-            f" the rest {update:.3f}; {middle['tokens']:.0f} tokens; peak {max(column['peak_mib']):.0f} MiB"
-        )
-    for words, seconds in (
-        ("time", lambda row, name: row[f"{name}_seconds"]),
-        ("sampling", lambda row, name: row[f"{name}_sampling"]),
-        ("rest", lambda row, name: row[f"{name}_seconds"] - row[f"{name}_sampling"]),
-    ):
-        print(f"ratio of the {words:9}", summary([seconds(r, "ours") / seconds(r, "trl") for r in rows[1:]]))
+        writer.writerows(row | {"threads": args.threads, "commit": commit} for row in rows)
 
 
 if __name__ == "__main__":
