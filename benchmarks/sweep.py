@@ -208,7 +208,7 @@ def rambling_base():
     before = dict(tasks.WARM_START)
     tasks.WARM_START.update(direct=0.1, worked=0.3)
     try:
-        return tasks.base_model(1200)
+        return str(tasks.base_model(1200))
     finally:
         tasks.WARM_START.update(before)
 
