@@ -111,9 +111,9 @@ def nine():
 def heat(name):
     runs = evidence.runs(name)
     scripts = [script for script in evidence.SCRIPTS if any(key[0] == script for key in runs)]
-    rates = ["1e-4", "3e-4", "1e-3"]
+    rates = [lr for lr in ("1e-4", "3e-4", "1e-3") if any(f"lr{lr}-" in key[1] for key in runs)]
     steps = [k for k in ("1", "4", "16") if any(key[1].endswith(f"steps{k}") for key in runs)]
-    figure, axes = plt.subplots(3, 3, figsize=(8.6, 7.4))
+    figure, axes = plt.subplots(3, 3, figsize=(8.6, 2.5 * len(rates)))
     for axis in axes.flat[len(scripts) :]:
         axis.axis("off")
     for axis, script in zip(axes.flat, scripts, strict=False):
