@@ -392,6 +392,28 @@ def stability():
     return falls("stability")
 
 
+def before_the_fall():
+    """Means over iterations 2 to 6 of the runs at the highest learning rate with 16 steps, and how they end."""
+    curves, runs, lines = evidence.curves("stability"), evidence.runs("stability"), []
+    key = "lr1e-3-steps16"
+    for script in SCRIPTS:
+        cells = [script]
+        for column, digits in (("log_ratio_p99", 2), ("outside", 3), ("flips", 3), ("grad_norm", 2)):
+            means = [statistics.mean(r[column] for r in rows[1:6]) for rows in curves[script, key].values()]
+            cells.append(f"{statistics.mean(means):.{digits}f}")
+        clipped = [
+            statistics.mean((r["clip_low"] or 0) + (r["clip_high"] or 0) for r in rows[1:6])
+            for rows in curves[script, key].values()
+        ]
+        lowest = [min(row["accuracy"] for row in rows) for rows in curves[script, key].values()]
+        final = [row["after_sampled_accuracy"] or 0 for row in runs[script, key]]
+        cells += [f"{statistics.mean(clipped):.3f}", f"{statistics.mean(lowest):.2f}"]
+        lines.append([*cells, evidence.mean_std(final, 2)])
+    header = ["script", "99 % of \\|log r\\| below", "tokens outside PPO's range", "experts changed"]
+    header += ["gradient norm", "clipped", "lowest accuracy of 20 iterations", "accuracy at the end"]
+    return markdown(header, lines, "lrrrrrrr")
+
+
 def stability_calibrated():
     return falls("stability_calibrated")
 
@@ -445,7 +467,16 @@ def soak():
 PARTS = {
     "README.md": [default_run, curve_table, nine, lesson, speed, sampler, smollm2, departures, soak],
     "benchmarks/README.md": [
-        *(curve_table, stability, calibrate, stability_calibrated, one_step, clip_higher, wrong_length),
+        *(
+            curve_table,
+            stability,
+            before_the_fall,
+            calibrate,
+            stability_calibrated,
+            one_step,
+            clip_higher,
+            wrong_length,
+        ),
         *(dynamic_sampling, overlong, gradient_share, stale_ratio, router_shift, sapo_taus, speed, scaling),
     ],
 }
