@@ -393,7 +393,7 @@ def stability():
 
 
 def before_the_fall():
-    """Means over iterations 2 to 6 of the runs at the highest learning rate with 16 steps, and how they end."""
+    """Means over iterations 2 to 6 at the highest learning rate with 16 steps, and how the runs end."""
     curves, runs, lines = evidence.curves("stability"), evidence.runs("stability"), []
     key = "lr1e-3-steps16"
     for script in SCRIPTS:
