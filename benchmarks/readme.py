@@ -268,28 +268,20 @@ def wrong_length():
 
 
 def dynamic_sampling():
-    curves, runs, lines, areas = (
-        evidence.curves("dynamic_sampling"),
-        evidence.runs("dynamic_sampling"),
-        [],
-        {},
-    )
+    curves, runs = evidence.curves("dynamic_sampling"), evidence.runs("dynamic_sampling")
+    lines, areas, equal = [], {}, {}
     for words, variant in {"without": "drop", "with dynamic sampling": "refill"}.items():
-        mine = curves["dapo", variant]
-        areas[variant] = [evidence.area(rollout_points(rows), 13_000) for rows in mine.values()]
+        mine = curves["dapo", variant].values()
+        areas[variant] = [evidence.area(rollout_points(rows), 13_000) for rows in mine]
+        equal[variant] = [evidence.tail(rows[:36], "accuracy", 5) for rows in mine]
         generated = [row["generated"] for row in runs["dapo", variant]]
         final = [row["after_sampled_accuracy"] for row in runs["dapo", variant]]
-        updates = [len(rows) for rows in mine.values()]
-        cells = [
-            f"{min(generated):.0f} to {max(generated):.0f}",
-            updates[0],
-            evidence.mean_std(areas[variant]),
-        ]
-        lines.append([words, *cells, evidence.mean_std(final)])
-    lines.append(["larger area with it", "", "", evidence.verdict(areas["refill"], areas["drop"]), ""])
-    return markdown(
-        ["", "completions generated", "iterations", "area, 13,000 completions", "at the end"], lines
-    )
+        cells = [f"{min(generated):.0f} to {max(generated):.0f}", evidence.mean_std(areas[variant])]
+        lines.append([words, *cells, evidence.mean_std(equal[variant]), evidence.mean_std(final)])
+    verdicts = [evidence.verdict(x["refill"], x["drop"]) for x in (areas, equal)]
+    lines.append(["higher with it?", "", *verdicts, ""])
+    header = ["", "completions generated", "area, 13,000 completions", "accuracy, iterations 32 to 36"]
+    return markdown([*header, "at the end"], lines)
 
 
 def overlong():
