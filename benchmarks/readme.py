@@ -10,6 +10,7 @@ paired by seed, is on the predicted side of zero, "the opposite" if it is on the
 
 import ast
 import difflib
+import itertools
 import re
 import statistics
 import sys
@@ -362,20 +363,18 @@ def sapo_taus():
 
 
 def falls(name):
-    """Of the runs at each setting: mean accuracy at the end, and how many ended below the base model."""
-    runs, lines = evidence.runs(name), []
-    settings = sorted({key[1] for key in runs}, key=lambda v: (int(v.split("steps")[1]), float(v[2:6])))
+    """Of the runs at each setting: how many had an iteration 0.2 or more below an earlier one."""
+    curves, lines = evidence.curves(name), []
+    settings = sorted({key[1] for key in curves}, key=lambda v: (int(v.split("steps")[1]), float(v[2:6])))
+
+    def fell(rows):
+        highest = itertools.accumulate((row["accuracy"] for row in rows), max)
+        return any(high - row["accuracy"] >= 0.2 for high, row in zip(highest, rows, strict=True))
+
     for script in SCRIPTS:
-        cells = []
-        for setting in settings:
-            rows = runs.get((script, setting))
-            if rows:
-                low = sum(
-                    (row["after_sampled_accuracy"] or 0) < row["before_sampled_accuracy"] for row in rows
-                )
-                cells.append(f"{low} of {len(rows)}")
-        if cells:
-            lines.append([script, *cells])
+        groups = [curves[script, v].values() for v in settings if (script, v) in curves]
+        if groups:
+            lines.append([script, *(f"{sum(map(fell, runs))} of {len(runs)}" for runs in groups)])
     words = [v.replace("lr", "").replace("-steps", ", ") for v in settings]
     return markdown(["lr, steps", *words], lines, "l" + "r" * len(words))
 
