@@ -97,3 +97,8 @@ def verdict(ours, theirs):
 def exponent(xs, ys):
     """Slope of the straight line through the points, both axes logarithmic."""
     return statistics.linear_regression([math.log(x) for x in xs], [math.log(y) for y in ys]).slope
+
+
+def rank_correlation(xs, ys):
+    """Spearman's: the correlation of the ranks (no ties expected)."""
+    return statistics.correlation(*([sorted(values).index(value) for value in values] for values in (xs, ys)))

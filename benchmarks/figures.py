@@ -126,8 +126,10 @@ def heat(name):
         for y, row in enumerate(values):
             for x, cell in enumerate(row):
                 mean = statistics.mean(cell)
-                text = f"{mean:.2f}\n({min(cell):.2f} to {max(cell):.2f})"
-                axis.text(x, y, text, ha="center", va="center", color="black" if mean > 0.5 else "white")
+                color = "black" if mean > 0.5 else "white"
+                axis.text(x, y + 0.12, f"{mean:.2f}", ha="center", va="center", color=color, size=11)
+                text = f"± {statistics.stdev(cell):.2f}"
+                axis.text(x, y - 0.22, text, ha="center", va="center", color=color, size=8)
         axis.set_title(NAMES[script])
         axis.set_xticks(range(len(steps)), steps)
         axis.set_yticks(range(len(rates)), rates)
@@ -172,7 +174,7 @@ def before_the_fall():
             if column in ("log_ratio_p99", "grad_norm"):
                 axes[i, j].set_yscale("log")
             if i == 0:
-                axes[i, j].legend(loc="upper right")
+                axes[i, j].legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, fontsize=8)
             if j == 0:
                 axes[i, j].set_ylabel(words)
             if i == len(rows) - 1:

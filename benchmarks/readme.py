@@ -385,24 +385,30 @@ def stability():
 
 def before_the_fall():
     """Means over iterations 2 to 6 at the highest learning rate with 16 steps, and how the runs end."""
-    curves, runs, lines = evidence.curves("stability"), evidence.runs("stability"), []
+    curves, runs, table = evidence.curves("stability"), evidence.runs("stability"), []
     key = "lr1e-3-steps16"
     for script in SCRIPTS:
-        cells = [script]
-        for column, digits in (("log_ratio_p99", 2), ("outside", 3), ("flips", 3), ("grad_norm", 2)):
-            means = [statistics.mean(r[column] for r in rows[1:6]) for rows in curves[script, key].values()]
-            cells.append(f"{statistics.mean(means):.{digits}f}")
-        clipped = [
-            statistics.mean((r["clip_low"] or 0) + (r["clip_high"] or 0) for r in rows[1:6])
-            for rows in curves[script, key].values()
+        lines = curves[script, key].values()
+        early = [
+            row | {"clipped": (row["clip_low"] or 0) + (row["clip_high"] or 0)}
+            for x in lines
+            for row in x[1:6]
         ]
-        lowest = [min(row["accuracy"] for row in rows) for rows in curves[script, key].values()]
-        final = [row["after_sampled_accuracy"] or 0 for row in runs[script, key]]
-        cells += [f"{statistics.mean(clipped):.3f}", f"{statistics.mean(lowest):.2f}"]
-        lines.append([*cells, evidence.mean_std(final, 2)])
-    header = ["script", "99 % of \\|log r\\| below", "tokens outside PPO's range", "experts changed"]
-    header += ["gradient norm", "clipped", "lowest accuracy of 20 iterations", "accuracy at the end"]
-    return markdown(header, lines, "lrrrrrrr")
+        columns = ("log_ratio_p99", "outside", "clipped", "flips", "grad_norm")
+        lowest = statistics.mean(min(row["accuracy"] for row in rows) for rows in lines)
+        final = statistics.mean(row["after_sampled_accuracy"] or 0 for row in runs[script, key])
+        table.append([*(statistics.mean(row[x] for row in early) for x in columns), lowest, final])
+    digits = (2, 3, 3, 3, 2, 2, 2)
+    rows = [
+        [script, *(f"{value:.{n}f}" for value, n in zip(values, digits, strict=True))]
+        for script, values in zip(SCRIPTS, table, strict=True)
+    ]
+    *columns, _, final = zip(*table, strict=True)
+    ranks = (f"{evidence.rank_correlation(column, final):+.2f}" for column in columns)
+    rows.append(["rank correlation with the last column", *ranks, "", ""])
+    header = ["script", "99 % of \\|log r\\| below", "tokens outside PPO's range", "clipped"]
+    header += ["experts changed", "gradient norm", "lowest accuracy of 20 iterations", "accuracy at the end"]
+    return markdown(header, rows, "lrrrrrrr")
 
 
 def stability_calibrated():

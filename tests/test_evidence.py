@@ -37,6 +37,11 @@ def test_exponent_of_a_power():
     assert evidence.exponent([1, 2, 4, 8], [3 * x**1.5 for x in (1, 2, 4, 8)]) == pytest.approx(1.5)
 
 
+def test_rank_correlation_sees_only_the_order():
+    assert evidence.rank_correlation([1, 10, 100, 1000], [2, 3, 5, 7]) == pytest.approx(1)
+    assert evidence.rank_correlation([1, 10, 100, 1000], [7, 5, 2, 3]) == pytest.approx(-0.8)
+
+
 def test_every_experiment_has_arguments_that_its_scripts_take(monkeypatch):
     monkeypatch.setattr(sweep, "rambling_base", lambda: "tiny-moe")
     folders = []
