@@ -346,9 +346,22 @@ def router_shift():
                     other = per_seed("router_shift", ("gmpo", f"lr{rate}"), column)
                     cell += f"<br>{evidence.verdict(*((mine, other) if sign > 0 else (other, mine)))}"
                 cells.append(cell)
+            following, with_gamma = [], []
+            for rows in evidence.curves("router_shift")[key].values():
+                changes = [b["accuracy"] - a["accuracy"] for a, b in zip(rows, rows[1:], strict=False)]
+                flips = [row["flips"] for row in rows]
+                following.append(statistics.correlation(flips[:-1], changes))
+                if key[0] == "rspo":
+                    with_gamma.append(statistics.correlation(flips, [row["shift"] for row in rows]))
+            zeros = [0.0] * len(following)
+            word = evidence.verdict(zeros, following).split(" (")[0]  # is the correlation negative?
+            cells.append(f"{evidence.mean_std(following, 2)}<br>{word}")
+            cells.append(evidence.mean_std(with_gamma, 2) if with_gamma else "")
             lines.append([words, *cells])
     header = ["64 steps per rollout", "accuracy (higher?)", "experts changed (fewer?)", "gamma"]
-    return markdown([*header, "99 % of \\|log r\\| below (narrower?)"], lines)
+    header += ["99 % of \\|log r\\| below (narrower?)", "correlation of changed experts with the next change"]
+    header[-1] += " of accuracy (negative?)"
+    return markdown([*header, "correlation of changed experts with gamma"], lines)
 
 
 def sapo_taus():
