@@ -296,7 +296,7 @@ def sapo_taus():
                 draw(axis, curves["sapo", f"{name}-lr{rate}"], column, style, label, band=False)
             axis.set_title(f"{'accuracy' if j == 0 else '99 % of |log r|'}, lr {rate}")
             axis.set_xlabel("completions")
-    axes[0].legend(title="tau_pos / tau_neg")
+    axes[0].legend(title="tau_pos / tau_neg", fontsize=8)
     figure.tight_layout()
     save(figure, "sapo_taus")
 

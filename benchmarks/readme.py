@@ -366,13 +366,15 @@ def router_shift():
 
 def sapo_taus():
     lines, names = [], {"1.0 / 1.0": "equal", "1.0 / 1.05 (paper)": "paper", "1.05 / 1.0": "reversed"}
+    names |= {"1.0 / 2.0": "strong", "2.0 / 1.0": "strong-reversed"}
     for rate in ("3e-4", "1e-3"):
-        pairs = names | {"1.0 / 2.0": "strong", "2.0 / 1.0": "strong-reversed"}
-        keys = {f"{words}, lr {rate}": ("sapo", f"{name}-lr{rate}") for words, name in pairs.items()}
-        columns = {"accuracy": (3, 1), "entropy": (4, 0), "log_ratio_p99": (3, -1)}
-        lines += compared("sapo_taus", keys, columns, ("sapo", f"equal-lr{rate}"))
-    header = ["tau_pos / tau_neg", "accuracy (higher than equal?)", "entropy"]
-    return markdown([*header, "99 % of \\|log r\\| below (narrower?)"], lines)
+        for words, name in names.items():
+            sign = -1 if name.endswith("reversed") else 1  # reversed is predicted to be worse
+            columns = {"accuracy": (3, sign), "entropy": (4, 0), "log_ratio_p99": (3, 0)}
+            keys = {f"{words}, lr {rate}": ("sapo", f"{name}-lr{rate}")}
+            lines += compared("sapo_taus", keys, columns, ("sapo", f"equal-lr{rate}"))
+    header = ["tau_pos / tau_neg", "accuracy (higher than with equal ones, lower if reversed?)", "entropy"]
+    return markdown([*header, "99 % of \\|log r\\| below"], lines)
 
 
 def falls(name):
