@@ -82,7 +82,7 @@ def nine():
     groups = [("ppo", "grpo", "dr_grpo"), ("dapo", "gspo", "cispo"), ("gmpo", "rspo", "sapo")]
     rows = [
         ("held_out", "greedy accuracy,\nheld-out sums", (0.4, 1.0), 1),
-        ("accuracy", "accuracy at temperature 1,\nsums not seen before", (0.2, 1.0), 5),
+        ("accuracy", "accuracy of the rollouts,\ntemperature 1", (0.2, 1.0), 5),
         ("len", "response length\n(tokens)", None, 5),
         ("entropy", "entropy\n(nats per token)", None, 5),
     ]
@@ -150,7 +150,7 @@ def stability_calibrated():
     heat("stability_calibrated")
 
 
-def before_the_fall():
+def during_the_fall():
     """What the metrics do in the runs with 16 steps per rollout, at the learning rate where some fall."""
     curves = evidence.curves("stability")
     rows = [
@@ -180,7 +180,7 @@ def before_the_fall():
             if i == len(rows) - 1:
                 axes[i, j].set_xlabel("iteration")
     figure.tight_layout()
-    save(figure, "before_the_fall")
+    save(figure, "during_the_fall")
 
 
 def panels(name, lines, columns, width=5):
@@ -301,7 +301,7 @@ def sapo_taus():
     save(figure, "sapo_taus")
 
 
-ALL = [nine, stability, stability_calibrated, before_the_fall, one_step, clip_higher, wrong_length]
+ALL = [nine, stability, stability_calibrated, during_the_fall, one_step, clip_higher, wrong_length]
 ALL += [dynamic_sampling, overlong, stale_ratio, router_shift, sapo_taus]
 
 

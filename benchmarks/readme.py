@@ -11,6 +11,7 @@ paired by seed, is on the predicted side of zero, "the opposite" if it is on the
 import ast
 import difflib
 import itertools
+import math
 import re
 import statistics
 import sys
@@ -213,7 +214,7 @@ def one_step():
         cells = ["/".join(map(str, same)), f"{max(gaps):.3f}", evidence.mean_std(final)]
         lines.append([script + (" (no KL)" if script == "grpo" else ""), *cells])
     header = ["script", "first iterations with grpo's mean reward to the digit, by seed"]
-    header += ["largest difference of a mean reward", "accuracy at temperature 1 at the end"]
+    header += ["largest difference of a mean reward", "held-out accuracy after the run"]
     return markdown(header, lines, "lrrr")
 
 
@@ -253,19 +254,19 @@ def clip_higher():
 
 
 def wrong_length():
-    keys = {"Dr. GRPO": ("dr_grpo", "default"), "GRPO, no KL": ("grpo", "kl0")}
-    lines = []
+    keys, lines = {"Dr. GRPO": ("dr_grpo", "default"), "GRPO, no KL": ("grpo", "kl0")}, []
     for words, key in keys.items():
-        first = [
-            evidence.tail(rows[:3], "len_wrong", 3) for rows in evidence.curves("wrong_length")[key].values()
-        ]
-        last, right = (per_seed("wrong_length", key, x) for x in ("len_wrong", "len_right"))
-        growth = evidence.verdict(last, first)
-        lines.append([words, *(evidence.mean_std(x, 1) for x in (first, last, right)), growth])
+        runs = evidence.curves("wrong_length")[key].values()
+        first = [evidence.tail(rows[:3], "len_wrong", 3) for rows in runs]
+        last, right, accuracy = (
+            per_seed("wrong_length", key, x) for x in ("len_wrong", "len_right", "accuracy")
+        )
+        cells = [evidence.mean_std(x, 1) for x in (first, last, right)]
+        lines.append([words, *cells, evidence.mean_std(accuracy), evidence.verdict(last, first)])
     pair = [per_seed("wrong_length", key, "len_wrong") for key in (keys["GRPO, no KL"], keys["Dr. GRPO"])]
-    lines.append(["GRPO's are longer than Dr. GRPO's", "", "", "", evidence.verdict(*pair)])
-    header = ["", "wrong, first 3 iterations", "wrong, last 10", "right, last 10", "wrong answers grow"]
-    return markdown(header, lines)
+    lines.append(["GRPO's are longer than Dr. GRPO's?", "", evidence.verdict(*pair), "", "", ""])
+    header = ["", "wrong, first 3 iterations", "wrong, last 10", "right, last 10", "accuracy, last 10"]
+    return markdown([*header, "wrong answers grow?"], lines)
 
 
 def dynamic_sampling():
@@ -282,7 +283,7 @@ def dynamic_sampling():
     verdicts = [evidence.verdict(x["refill"], x["drop"]) for x in (areas, equal)]
     lines.append(["higher with it?", "", *verdicts, ""])
     header = ["", "completions generated", "area, 13,000 completions", "accuracy, iterations 32 to 36"]
-    return markdown([*header, "at the end"], lines)
+    return markdown([*header, "held-out, after the run"], lines)
 
 
 def overlong():
@@ -292,7 +293,13 @@ def overlong():
     for line, key in zip(lines, keys.values(), strict=True):
         areas = [evidence.area(rollout_points(x), 13_000) for x in evidence.curves("overlong")[key].values()]
         line.append(evidence.mean_std(areas))
-    header = ["", "cut off (fewer than none?)", "length (shorter?)", "accuracy (higher?)", "direct answers"]
+    header = [
+        "",
+        "cut off (fewer than without?)",
+        "length (shorter?)",
+        "accuracy (higher?)",
+        "direct answers",
+    ]
     return markdown([*header, "area, 13,000 completions"], lines)
 
 
@@ -302,29 +309,35 @@ def gradient_share():
         for words, script in {"CISPO": "cispo", "GRPO, no KL": "grpo"}.items():
             key = (script, f"steps{steps}")
             tokens, gradient = (whole("gradient_share", key, x) for x in ("outside", "outside_gradient"))
-            cells = [f"{statistics.mean(x):.2%}" for x in (tokens, gradient)]
-            shown = evidence.verdict(gradient, tokens) if script == "cispo" else ""
+            chance = [math.sqrt(share) for share in tokens]
+            cells = [f"{statistics.mean(x):.2%}" for x in (tokens, chance, gradient)]
+            shown = evidence.verdict(gradient, chance) if script == "cispo" else ""
             lines.append([f"{words}, {steps} steps", *cells, shown])
-    header = [
-        "",
-        "tokens outside PPO's range",
-        "their share of the gradient's norm",
-        "more than of the tokens",
-    ]
-    return markdown(header, lines, "lrrl")
+    header = ["", "tokens outside PPO's range", "norm expected of as many random tokens"]
+    return markdown(
+        [*header, "their share of the gradient's norm", "more than random tokens?"], lines, "lrrrl"
+    )
 
 
 def stale_ratio():
-    keys = {"GRPO, no KL": ("grpo", "stale"), "CISPO": ("cispo", "stale"), "GSPO": ("gspo", "stale")}
-    keys |= {"GMPO": ("gmpo", "stale"), "RSPO": ("rspo", "stale")}
     columns = {"log_ratio_p99": (4, -1), "log_ratio_up_max": (2, -1), "log_ratio_down_max": (2, -1)}
-    lines = compared("stale_ratio", keys, columns | {"accuracy": (3, 0)}, ("grpo", "stale"), 20)
-    for rate in ("3e-4", "1e-3"):
-        names = ("grpo", "cispo", "gspo", "gmpo", "rspo")
-        keys = {f"{name.upper()}, lr {rate}": (name, f"lr{rate}-steps16") for name in names}
-        lines += compared(
-            "stability", keys, columns | {"accuracy": (3, 0)}, ("grpo", f"lr{rate}-steps16"), 20
-        )
+    columns |= {"accuracy": (3, 0)}
+    lines = []
+    for rate in ("1e-4", "3e-4", "1e-3"):
+        for script in ("grpo", "cispo", "gspo", "gmpo", "rspo"):
+            # grpo without KL and everything at 1e-4 have runs of their own, the rest is in the stability map
+            reference = ("grpo", "stale" if rate == "1e-4" else f"lr{rate}")
+            ours = ("stale_ratio", (script, "stale")) if rate == "1e-4" else None
+            ours = ours or ("stability", (script, f"lr{rate}-steps16"))
+            ours = ("stale_ratio", reference) if script == "grpo" else ours
+            cells = [f"{'GRPO, no KL' if script == 'grpo' else script.upper()}, lr {rate}"]
+            for column, (digits, sign) in columns.items():
+                mine = whole(*ours, column)
+                cell = evidence.mean_std(mine, digits)
+                if sign and script != "grpo":
+                    cell += f"<br>{evidence.verdict(whole('stale_ratio', reference, column), mine)}"
+                cells.append(cell)
+            lines.append(cells)
     header = ["", "99 % of \\|log r\\| below (narrower than GRPO's?)", "largest log r", "largest -log r"]
     return markdown([*header, "accuracy, mean of all iterations"], lines)
 
@@ -377,19 +390,26 @@ def sapo_taus():
     return markdown([*header, "99 % of \\|log r\\| below"], lines)
 
 
+def drops(rows):
+    """How far the accuracy of each iteration is below the highest one so far."""
+    highest = itertools.accumulate((row["accuracy"] for row in rows), max)
+    return [high - row["accuracy"] for high, row in zip(highest, rows, strict=True)]
+
+
 def falls(name):
     """Of the runs at each setting: how many had an iteration 0.2 or more below an earlier one."""
     curves, lines = evidence.curves(name), []
     settings = sorted({key[1] for key in curves}, key=lambda v: (int(v.split("steps")[1]), float(v[2:6])))
 
-    def fell(rows):
-        highest = itertools.accumulate((row["accuracy"] for row in rows), max)
-        return any(high - row["accuracy"] >= 0.2 for high, row in zip(highest, rows, strict=True))
-
     for script in SCRIPTS:
         groups = [curves[script, v].values() for v in settings if (script, v) in curves]
         if groups:
-            lines.append([script, *(f"{sum(map(fell, runs))} of {len(runs)}" for runs in groups)])
+            lines.append(
+                [
+                    script,
+                    *(f"{sum(max(drops(rows)) >= 0.2 for rows in runs)} of {len(runs)}" for runs in groups),
+                ]
+            )
     words = [v.replace("lr", "").replace("-steps", ", ") for v in settings]
     return markdown(["lr, steps", *words], lines, "l" + "r" * len(words))
 
@@ -398,7 +418,7 @@ def stability():
     return falls("stability")
 
 
-def before_the_fall():
+def during_the_fall():
     """Means over iterations 2 to 6 at the highest learning rate with 16 steps, and how the runs end."""
     curves, runs, table = evidence.curves("stability"), evidence.runs("stability"), []
     key = "lr1e-3-steps16"
@@ -410,9 +430,9 @@ def before_the_fall():
             for row in x[1:6]
         ]
         columns = ("log_ratio_p99", "outside", "clipped", "flips", "grad_norm")
-        lowest = statistics.mean(min(row["accuracy"] for row in rows) for rows in lines)
+        drop = statistics.mean(max(drops(rows)) for rows in lines)
         final = statistics.mean(row["after_sampled_accuracy"] or 0 for row in runs[script, key])
-        table.append([*(statistics.mean(row[x] for row in early) for x in columns), lowest, final])
+        table.append([*(statistics.mean(row[x] for row in early) for x in columns), drop, final])
     digits = (2, 3, 3, 3, 2, 2, 2)
     rows = [
         [script, *(f"{value:.{n}f}" for value, n in zip(values, digits, strict=True))]
@@ -422,7 +442,12 @@ def before_the_fall():
     ranks = (f"{evidence.rank_correlation(column, final):+.2f}" for column in columns)
     rows.append(["rank correlation with the last column", *ranks, "", ""])
     header = ["script", "99 % of \\|log r\\| below", "tokens outside PPO's range", "clipped"]
-    header += ["experts changed", "gradient norm", "lowest accuracy of 20 iterations", "accuracy at the end"]
+    header += [
+        "experts changed",
+        "gradient norm",
+        "largest drop of the accuracy",
+        "held-out accuracy after the run",
+    ]
     return markdown(header, rows, "lrrrrrrr")
 
 
@@ -482,7 +507,7 @@ PARTS = {
         *(
             curve_table,
             stability,
-            before_the_fall,
+            during_the_fall,
             calibrate,
             stability_calibrated,
             one_step,

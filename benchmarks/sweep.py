@@ -163,6 +163,9 @@ def experiments():
     def stale_ratio():
         for script, own in {"grpo": "--kl_coef 0", "gspo": "", "gmpo": "", "rspo": "", "cispo": ""}.items():
             yield from variants("stale_ratio", script, five, {"stale": own}, "--iterations", "20", *stale)
+        for lr in ("3e-4", "1e-3"):  # to compare with the siblings' runs of the stability map
+            flags = ("--iterations", "20", "--lr", lr, *steps_flags(16), *QUICK)
+            yield from variants("stale_ratio", "grpo", seeds, {f"lr{lr}": "--kl_coef 0"}, *flags)
 
     def router_shift():
         for lr in ("3e-4", "1e-3"):
