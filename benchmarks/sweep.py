@@ -77,6 +77,7 @@ def steps_flags(steps):
     return ("--num_minibatches", str(steps // passes), "--update_epochs", str(passes))
 
 
+RAMBLING = "the base model that rambles"  # a word that a run replaces by its folder
 QUICK = ("--eval_every", "0", "--save_every", "0")
 # Ranges at which the clip binds on the same share of tokens: see calibrate.py.
 CALIBRATED = RESULTS / "calibrate.csv"
@@ -150,7 +151,7 @@ def experiments():
 
     def overlong():
         options = {name: f"--overlong {name}" for name in ("soft", "filter", "none")}
-        common = ("--model", rambling_base(), "--eval_every", "2", "--save_every", "0")
+        common = ("--model", RAMBLING, "--eval_every", "2", "--save_every", "0")
         yield from variants("overlong", "dapo", five, options, *common)
 
     def gradient_share():
@@ -257,7 +258,8 @@ def run(job, commit):
     import common
 
     script = importlib.import_module(job.script)
-    words = ["--seed", str(job.seed), "--run_dir", str(job.folder / "run"), *job.flags]
+    flags = [rambling_base() if word == RAMBLING else word for word in job.flags]
+    words = ["--seed", str(job.seed), "--run_dir", str(job.folder / "run"), *flags]
     sys.argv = [f"{job.script}.py", *words]
     ended, result, models = "", {}, []
     real_log, real_load, real_finish = common.Run.log, script.load_model, common.Run.finish

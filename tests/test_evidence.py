@@ -43,7 +43,6 @@ def test_rank_correlation_sees_only_the_order():
 
 
 def test_every_experiment_has_arguments_that_its_scripts_take(monkeypatch):
-    monkeypatch.setattr(sweep, "rambling_base", lambda: "tiny-moe")
     folders = []
     for jobs in sweep.experiments().values():
         for job in jobs():
