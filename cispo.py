@@ -17,8 +17,8 @@ unified form with PPO's mask M_it and without a cap, whose gradient is exactly t
 at the same bounds (dapo.py's, with --clip_eps_high 0.28).
 
 Run:    python cispo.py
-Expect: as grpo.py, greedy held-out accuracy from 0.45 to 0.98 or more in about half a minute on two CPU
-        cores, and one minute more for the base model, the first time.
+Expect: as grpo.py, greedy held-out accuracy from 0.45 to 0.97 or more in about half a minute on two CPU
+        cores, and half a minute more for the base model, the first time.
 """
 
 import time

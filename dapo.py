@@ -22,8 +22,8 @@ completion cut off at the cap, which has lost its EOS, gets the full punishment 
 -1, ours 1 or 0, so the punishment weighs more here.
 
 Run:    python dapo.py
-Expect: as grpo.py, greedy held-out accuracy from 0.45 to 0.98 or more in about half a minute on two CPU
-        cores, and one minute more for the base model, the first time.
+Expect: as grpo.py, greedy held-out accuracy from 0.45 to 0.97 or more in about half a minute on two CPU
+        cores, and half a minute more for the base model, the first time.
 """
 
 import time

@@ -17,8 +17,8 @@ baseline is the mean with the completion itself in it, as in the paper; leaving 
 G/(G-1).
 
 Run:    python dr_grpo.py
-Expect: as grpo.py, greedy held-out accuracy from 0.45 to 0.98 or more in about half a minute on two CPU
-        cores, and one minute more for the base model, the first time.
+Expect: as grpo.py, greedy held-out accuracy from 0.45 to 0.97 or more in about half a minute on two CPU
+        cores, and half a minute more for the base model, the first time.
 """
 
 import time

@@ -17,8 +17,8 @@ Left open by the paper, chosen here: nothing. --clip_level sequence clips the me
 counter-example, in which one clip removes the gradient of a whole completion.
 
 Run:    python gmpo.py
-Expect: as grpo.py, greedy held-out accuracy from 0.45 to 0.98 or more in about half a minute on two CPU
-        cores, and one minute more for the base model, the first time.
+Expect: as grpo.py, greedy held-out accuracy from 0.45 to 0.97 or more in about half a minute on two CPU
+        cores, and half a minute more for the base model, the first time.
 """
 
 import time

@@ -20,8 +20,8 @@ KL) and --ref_reset_every (ProRL: the policy becomes the reference every n itera
 the optimizer keeps its state).
 
 Run:    python grpo.py
-Expect: greedy held-out accuracy from 0.45 to 0.98 or more; answers without working go from half to almost
-        none. About half a minute on two CPU cores, and one minute more the first time, for the base model.
+Expect: greedy held-out accuracy from 0.45 to 0.97 or more; answers without working go from half to almost
+        none. About half a minute on two CPU cores, and half a minute more the first time, for the base model.
 """
 
 import copy

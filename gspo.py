@@ -17,8 +17,8 @@ gradient are those of gspo as long as A is the same for all tokens; it exists fo
 not, which policy_loss then takes in place of (B,). sg[] stops the gradient.
 
 Run:    python gspo.py
-Expect: as grpo.py, greedy held-out accuracy from 0.45 to 0.98 or more in about half a minute on two CPU
-        cores, and one minute more for the base model, the first time.
+Expect: as grpo.py, greedy held-out accuracy from 0.45 to 0.97 or more in about half a minute on two CPU
+        cores, and half a minute more for the base model, the first time.
 """
 
 import time

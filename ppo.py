@@ -19,8 +19,8 @@ nothing to see a wrong step (at the policy's 2e-4 it explains 2 % of the varianc
 ten iterations of each of seeds 1, 2, 3; at 2e-3, 8 to 18 %).
 
 Run:    python ppo.py
-Expect: greedy held-out accuracy from 0.45 to 0.95 or more in about one minute on two CPU cores, and one
-        minute more for the base model, the first time.
+Expect: greedy held-out accuracy from 0.45 to 0.95 or more in about one minute on two CPU cores, and half
+        a minute more for the base model, the first time.
 """
 
 import copy
@@ -93,8 +93,8 @@ class Critic(nn.Module):
         """Values, (B, T + 1): V_t, read where token t is predicted, and the value after the last column."""
         with torch.autocast(batch.mask_NT.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
             output, index_BS, _ = forward_packed(self.body, batch)
-        index_BT = index_BS[:, -batch.mask_NT.shape[1] - 1 :]
-        return self.head(output.last_hidden_state.flatten(0, 1)[index_BT].float())[..., 0]
+        index_BU = index_BS[:, -batch.mask_NT.shape[1] - 1 :]  # U = T + 1
+        return self.head(output.last_hidden_state.flatten(0, 1)[index_BU].float())[..., 0]
 
 
 def compute_gae(rewards_BT, values_BT, mask_BT, gamma, lam):

@@ -17,8 +17,8 @@ router has shifted: --shift literal. --shift before_clip is the form of the pape
 times the ratio inside the clip; it damps both signs too. A dense model is refused: there it would be gmpo.py.
 
 Run:    python rspo.py
-Expect: as grpo.py, greedy held-out accuracy from 0.45 to 0.98 or more in about half a minute on two CPU
-        cores, and one minute more for the base model, the first time.
+Expect: as grpo.py, greedy held-out accuracy from 0.45 to 0.97 or more in about half a minute on two CPU
+        cores, and half a minute more for the base model, the first time.
 """
 
 import time

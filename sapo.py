@@ -15,8 +15,8 @@ f(1) = 2 / tau, not 1: the logged loss is on another scale than that of the sibl
 Left open by the paper, chosen here: nothing; tau_pos 1.0 and tau_neg 1.05 are the paper's.
 
 Run:    python sapo.py
-Expect: as grpo.py, greedy held-out accuracy from 0.45 to 0.98 or more in about half a minute on two CPU
-        cores, and one minute more for the base model, the first time.
+Expect: as grpo.py, greedy held-out accuracy from 0.45 to 0.97 or more in about half a minute on two CPU
+        cores, and half a minute more for the base model, the first time.
 """
 
 import time
