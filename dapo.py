@@ -2,28 +2,30 @@
 
   J = 1/(sum_i |o_i|) sum_i sum_t min(r_it A_i, clip(r_it, 1 - eps_low, 1 + eps_high) A_i)
 
-  r_it = pi(o_it) / pi_old(o_it)
-  A_i  = (R_i - mean) / std, over the rewards of the G completions of the same prompt, some but not all of
-  them right
+  o_i    a completion of |o_i| tokens, its EOS included; sum_i: over those of an optimizer step
+  r_it   = pi(o_it) / pi_old(o_it), where pi_old made the completion
+  A_i    = (R_i - mean) / std, over the rewards R of the G completions of the same prompt, some but not
+         all of them right
 
 Parent: grpo.py. Differs only in:
   1. Clip-higher: eps_high 0.28 over eps_low 0.2, more room for tokens that were rare.
-  2. Dynamic sampling: prompts are drawn until the batch is full of groups that are neither all right nor all
-     wrong, as the verifier judges, whatever the shaped reward. Fewer iterations, since each generates more:
-     36 of them generate about as much as 60 of grpo.py.
+  2. Dynamic sampling: prompts are drawn until the batch is full of groups that are neither all right
+     nor all wrong, as the verifier judges, whatever the shaped reward. Each iteration generates more,
+     so there are fewer: 36 of them generate about as much as 60 of grpo.py.
   3. Token-mean: every token of the step counts the same, in long completions and in short ones.
-  4. Overlong reward shaping: R falls by up to 1 over the last L_cache tokens below the cap (soft), or what is
-     cut off gets no gradient (filter), or neither (none).
+  4. Overlong reward shaping: R falls by up to 1 over the last L_cache tokens below the cap (soft), or
+     what is cut off gets no gradient (filter), or neither (none).
   5. No KL: and so no reference model.
 
-Left open by the paper, chosen here: a round draws only as many prompts as groups are missing, so that nothing
-but uniform groups is thrown away, and after --max_sampling_rounds training goes on with what there is; a
-completion cut off at the cap, which has lost its EOS, gets the full punishment of -1. The paper's R is 1 or
--1, ours 1 or 0, so the punishment weighs more here.
+Left open by the paper, chosen here: a round draws only as many prompts as groups are missing, so that
+only uniform groups are thrown away, and after --max_sampling_rounds training goes on with what there
+is; a completion cut off at the cap, which has lost its EOS, gets the full punishment of -1. The paper's
+R is 1 or -1, ours 1 or 0, so the punishment weighs more here. Where the paper writes the token count of
+one prompt's group, it is that of the whole optimizer step here, as in its code.
 
 Run:    python dapo.py
-Expect: as grpo.py, greedy held-out accuracy from 0.45 to 0.97 or more in about half a minute on two CPU
-        cores, and half a minute more for the base model, the first time.
+Expect: as grpo.py, greedy held-out accuracy from between 0.4 and 0.5 to 0.97 or more in half a minute
+        on one CPU core, and one minute more for the base model, the first time.
 """
 
 import time
@@ -31,25 +33,28 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from tqdm import tqdm
 from transformers.hf_argparser import HfArg
 
-from common import Meter, Run, collate, evaluate, fail, load_model, load_problems, masked_mean
-from common import parse_args, router_stats, sample, take_problems, token_logprobs, verify
+from common import collate, describe, evaluate, load_model, load_problems, load_verifier
+from common import router_stats, sample, take_problems, token_logprobs, transcripts
+from harness import Meter, Run, UserError, launch
 
 
 @dataclass
 class Args:
     seed: int = HfArg(default=1, help="seed of the prompts' order and of the sampling")
     device: str = HfArg(default="", help="cuda, mps or cpu [the best there is]")
-    dtype: Literal["float32", "bfloat16"] = HfArg(default="float32", help="precision of matrix products")
-    model: str = HfArg(default="tiny-moe", help="tiny-moe, or a folder or hub id of a causal language model")
-    dataset: str = HfArg(default="addition", help="addition, or a JSON-lines or parquet file, or a hub id")
+    dtype: Literal["float32", "bfloat16"] = HfArg(default="float32", help="of matrix products")
+    model: str = HfArg(default="tiny-moe", help="tiny-moe, or a folder or hub id of a language model")
+    dataset: str = HfArg(default="addition", help="addition, a .jsonl or .parquet file, or a hub id")
     dataset_config: str = HfArg(default="", help="configuration of a hub dataset, if it has several")
-    dataset_split: str = HfArg(default="train", help="split of the dataset")
+    dataset_split: str = HfArg(default="train", help="split of a hub dataset")
     prompt_column: str = HfArg(default="question", help="column of the prompts: text or chat messages")
-    answer_column: str = HfArg(default="answer", help="column of the gold answers, GSM8K's '####' or not")
+    answer_column: str = HfArg(
+        default="answer", help="column of the gold answers, after '####' or alone"
+    )
     num_held_out: int = HfArg(default=256, help="problems kept apart for evaluation")
+    reward: str = HfArg(default="", help="FILE.py:FUNCTION in place of common.verify")
     system_prompt: str = HfArg(default="", help="system message before each prompt")
     instruction: str = HfArg(default="", help="text on a line of its own after each prompt")
     iterations: int = HfArg(default=36, help="rounds of rollout and update")  # see [2]
@@ -60,8 +65,8 @@ class Args:
     lr: float = HfArg(default=2e-4, help="AdamW's learning rate, constant")
     update_epochs: int = HfArg(default=1, help="passes over a rollout")
     num_minibatches: int = HfArg(default=4, help="optimizer steps per pass")
-    micro_batch_size: int = HfArg(default=0, help="completions per forward pass [0: a whole minibatch]")
-    gradient_checkpointing: bool = HfArg(default=False, help="recompute activations: less memory, more time")
+    micro_batch_size: int = HfArg(default=0, help="completions per forward pass [0: a minibatch]")
+    gradient_checkpointing: bool = HfArg(default=False, help="less memory, more time")
     max_grad_norm: float = HfArg(default=1.0, help="gradients are scaled down to this norm")
     router_aux_coef: float = HfArg(default=0.001, help="weight of the load-balancing loss of an MoE")
     eval_every: int = HfArg(default=10, help="iterations between evaluations [0: only at the end]")
@@ -78,54 +83,79 @@ class Args:
     max_sampling_rounds: int = HfArg(default=10, help="rounds to fill the batch with mixed groups")
 
 
-def compute_advantages(rewards_PG, args):
-    """Rewards -> advantages, both (P, G): A = (R - mean) / std in each group, 0 if its rewards are equal."""
+def masked_mean(x, mask):
+    """Mean of x where the mask is 1; 0 if it never is. What lies outside is ignored, even NaN."""
+    return torch.where(mask.bool(), x, 0).sum() / mask.sum().clamp(min=1)
+
+
+def compute_advantages(rewards_PG):
+    """Of rewards (P, G): A = (R - mean) / std in each group, 0 if its rewards are equal; (P, G)."""
     advantages_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
     advantages_PG = advantages_PG / (rewards_PG.std(1, keepdim=True) + 1e-6)
     # The mean of equal floats may be off by rounding, which a tiny std would blow up into advantages.
-    return torch.where((rewards_PG == rewards_PG[:, :1]).all(1, keepdim=True), 0, advantages_PG)
+    is_uniform_P1 = (rewards_PG == rewards_PG[:, :1]).all(1, keepdim=True)
+    return torch.where(is_uniform_P1, 0, advantages_PG)
 
 
-def overlong_penalty(lengths_N, args):
+def overlong_penalty(lengths_N, max_new_tokens, overlong_cache):
     """[4] Soft punishment, (N,): 0 up to L_max - L_cache tokens, then linear to -1 at L_max."""
-    return (((args.max_new_tokens - args.overlong_cache) - lengths_N) / args.overlong_cache).clamp(-1, 0)
+    return ((max_new_tokens - overlong_cache - lengths_N) / overlong_cache).clamp(-1, 0)
 
 
 def policy_loss(
-    logprobs_BT, old_logprobs_BT, advantages_B, mask_BT, num_sequences, num_tokens, args,
+    logprobs_BT,
+    old_logprobs_BT,
+    advantages_BT,
+    mask_BT,
+    *,
+    clip_eps_low=0.2,
+    clip_eps_high=0.28,
+    num_tokens=None,
 ):
-    """-J of the header on a micro-batch; the micro-batches of an optimizer step add up to the step's loss.
+    """-J of the header on a micro-batch; those of an optimizer step add up to the step's loss.
 
-    mask_BT (bool or float) is 1 on response tokens, the EOS included; whatever stands elsewhere does no harm.
-    num_sequences and num_tokens count the whole optimizer step. Returns (loss, stats), the stats being means
-    over the tokens given here.
+    logprobs_BT      of the sampled tokens under the current policy, with gradient; nats
+    old_logprobs_BT  the same under the policy that made the batch
+    advantages_BT    (B, 1), or (B, T) for one per token
+    mask_BT          1 on response tokens, the EOS included (bool or float); the rest is ignored
+    num_tokens       response tokens in the whole optimizer step [None: those given here]
+
+    Returns (loss, stats): a scalar, and {name: scalar}, means over the tokens given here.
     """
-    mask_BT, advantages_B1 = mask_BT.bool(), advantages_B[:, None]
+    assert advantages_BT.dim() == 2, "advantages_BT is (B, 1) or (B, T)"
+    mask_BT = mask_BT.bool()
+    if num_tokens is None:
+        num_tokens = mask_BT.sum()
     # Masked and clamped before exp, since 0 * inf is NaN, in the backward pass too.
     logratio_BT = torch.where(mask_BT, logprobs_BT - old_logprobs_BT, 0).clamp(-20, 20)
     ratio_BT = logratio_BT.exp()
-    clipped_BT = ratio_BT.clamp(1 - args.clip_eps_low, 1 + args.clip_eps_high)
-    # min(r A, clip(r) A), the pessimistic one of the two: for A < 0 that is the one with the larger ratio.
-    objective_BT = torch.min(ratio_BT * advantages_B1, clipped_BT * advantages_B1)
+    clipped_BT = ratio_BT.clamp(1 - clip_eps_low, 1 + clip_eps_high)
+    # min(r A, clip(r) A): the pessimistic one of the two, for A < 0 that with the larger ratio
+    objective_BT = torch.min(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
+    # Where the clip binds, that is, where it takes the gradient away.
+    clips_low_BT = (ratio_BT < clipped_BT) & (advantages_BT < 0)
+    clips_high_BT = (ratio_BT > clipped_BT) & (advantages_BT > 0)
     stats = {
         "approx_kl": masked_mean(ratio_BT - 1 - logratio_BT, mask_BT),
         "ratio_max": ratio_BT.max(),
-        # Only where the clip binds, that is, where it takes the gradient away.
-        "clipfrac_low": masked_mean(((ratio_BT < clipped_BT) & (advantages_B1 < 0)).float(), mask_BT),
-        "clipfrac_high": masked_mean(((ratio_BT > clipped_BT) & (advantages_B1 > 0)).float(), mask_BT),
+        "clipfrac_low": masked_mean(clips_low_BT.float(), mask_BT),
+        "clipfrac_high": masked_mean(clips_high_BT.float(), mask_BT),
     }
-    # [3] Token-mean: sum_i sum_t / sum_i |o_i|
+    # [3] Token-mean: 1/(sum_i |o_i|) sum_i sum_t
     loss = -torch.where(mask_BT, objective_BT, 0).sum() / num_tokens
     return loss, stats
 
 
 def main(args):
-    # -------------------------------------------------------------------------------------------------- setup
+    # ---------------------------------------------------------------------------------------- setup
     if args.group_size < 2:
-        fail("--group_size must be at least 2: the mean of the group is the baseline")
+        raise UserError("--group_size must be at least 2: the mean of the group is the baseline")
     if args.overlong == "soft" and not 0 < args.overlong_cache < args.max_new_tokens:
-        fail(f"--overlong_cache must be between 1 and --max_new_tokens - 1, not {args.overlong_cache}")
+        raise UserError(
+            f"--overlong_cache must be between 0 and --max_new_tokens, not {args.overlong_cache}"
+        )
     run = Run(args)
+    verify = load_verifier(args)
     model, tokenizer = load_model(args)
     train_problems, held_out_problems = load_problems(args, model, tokenizer)
     generator = torch.Generator().manual_seed(args.seed)
@@ -133,118 +163,152 @@ def main(args):
     parts = {"optimizer": optimizer}  # what a checkpoint holds beside the policy
     state = run.restore(model, generator, **parts)
     if "before" not in state:
-        state["before"] = evaluate(model, tokenizer, held_out_problems, args)
+        state["before"] = evaluate(model, tokenizer, held_out_problems, args, verify)
 
     for iteration in range(state["iteration"] + 1, args.iterations + 1):
-        # -------------------------------------------------------------------------------------------- rollout
-        meter, rollout_start = Meter(), time.time()
+        # ---------------------------------------------------------------------------------- rollout
+        meter = Meter()
+        rollout_start = time.time()
         # [2] Dynamic sampling: each round draws what is missing, uniform groups are dropped.
-        generated, kept, counts = [], [], {"kept": 0, "dropped_all_right": 0, "dropped_all_wrong": 0}
-        rounds, missing = 0, args.prompts_per_iteration
-        while missing and rounds < args.max_sampling_rounds:
+        generated = []  # (problem, completion, verdict) of all completions
+        kept = []  # the same of mixed groups
+        counts = {"kept": 0, "dropped_all_right": 0, "dropped_all_wrong": 0, "sampling_rounds": 0}
+        missing = args.prompts_per_iteration
+        while missing > 0 and counts["sampling_rounds"] < args.max_sampling_rounds:
             problems = take_problems(train_problems, state["position"], missing, args.seed)
             state["position"] += len(problems)
             prompts = [problem.prompt_ids for problem in problems]
             completions = sample(model, tokenizer, prompts, args.group_size, args, generator)
             for i, problem in enumerate(problems):
-                group = completions[i * args.group_size : (i + 1) * args.group_size]
-                group = [(problem, c, verify(c.text, problem.answer, c.truncated)) for c in group]
-                right = sum(verdict == "correct" for _, _, (_, verdict) in group)
-                mixed = 0 < right < args.group_size
-                counts["kept" if mixed else "dropped_all_right" if right else "dropped_all_wrong"] += 1
+                group = []
+                for c in completions[i * args.group_size : (i + 1) * args.group_size]:
+                    group.append((problem, c, verify(c.text, problem.answer, c.truncated)))
+                num_right = sum(why == "correct" for _, _, (_, why) in group)
+                if num_right == args.group_size:
+                    counts["dropped_all_right"] += 1
+                elif num_right == 0:
+                    counts["dropped_all_wrong"] += 1
+                else:
+                    counts["kept"] += 1
+                    kept += group
                 generated += group
-                kept += group if mixed else []
-            rounds, missing = rounds + 1, args.prompts_per_iteration - counts["kept"]
-        if missing:
-            tqdm.write(f"iteration {iteration}: after {rounds} rounds {missing} mixed groups are missing")
+            counts["sampling_rounds"] += 1
+            missing = args.prompts_per_iteration - counts["kept"]
+        if missing > 0:
+            rounds = counts["sampling_rounds"]
+            run.say(f"iteration {iteration}: after {rounds} rounds {missing} mixed groups are missing")
         if not kept:
-            tqdm.write(f"groups that are all right or all wrong teach nothing: the run ends here, {counts}")
+            run.say(
+                f"groups that are all right or all wrong teach nothing: the run ends here, {counts}"
+            )
             state["iteration"] = iteration
             run.save(state, model, tokenizer, generator, **parts)
             break
-        counts |= {"generated": len(generated) // args.group_size, "sampling_rounds": rounds}
+        counts["generated"] = len(generated) // args.group_size
         _, completions, verdicts = zip(*kept, strict=True)
-        batch, update_start = collate(completions, args.device), time.time()
+        batch = collate(completions, args.device)
+        update_start = time.time()
 
-        # --------------------------------------------------------------------------------------------- reward
+        # ----------------------------------------------------------------------------------- reward
         rewards_N = torch.tensor([reward for reward, _ in verdicts])
         if args.overlong == "soft":
             lengths_N = torch.tensor([len(c.ids) for c in completions])
-            rewards_N += overlong_penalty(lengths_N, args)
+            rewards_N += overlong_penalty(lengths_N, args.max_new_tokens, args.overlong_cache)
         if args.overlong == "filter":
-            whole_N = torch.tensor([not c.truncated for c in completions], device=args.device)
-            batch = batch._replace(mask_NT=batch.mask_NT & whole_N[:, None])
+            is_whole_N = torch.tensor([not c.truncated for c in completions], device=args.device)
+            batch = batch._replace(mask_BT=batch.mask_BT & is_whole_N[:, None])
         rewards_PG = rewards_N.view(-1, args.group_size)
 
-        # ----------------------------------------------------------------------------------------- advantages
-        advantages_N = compute_advantages(rewards_PG, args).flatten().to(args.device)
+        # ------------------------------------------------------------------------------- advantages
+        advantages_N1 = compute_advantages(rewards_PG).view(-1, 1).to(args.device)
 
-        # -------------------------------------------------------- old log-probs, by the forward of the update
-        # Of the same rows in the same micro-batches as below: the first step's ratio is 1 to the last bit.
+        # ---------------------------------------------- old log-probs, by the forward of the update
+        # Of the same rows in the same micro-batches as below, so that the first ratio is exactly 1.
         num_minibatches = min(args.num_minibatches, len(completions))
-        minibatches = torch.arange(len(completions), device=args.device).tensor_split(num_minibatches)
-        micro_batches = [rows for minibatch in minibatches for rows in minibatch.split(args.micro_batch_size)]
-        old_logprobs, old_experts = [], []
+        rows_N = torch.arange(len(completions), device=args.device)
+        minibatches = rows_N.tensor_split(num_minibatches)
+        old_logprobs = []
+        old_experts = []
         with torch.no_grad():
-            for rows in micro_batches:
-                outputs = token_logprobs(model, batch.rows(rows), args.temperature, args.dtype)
-                old_logprobs.append(outputs.logprobs_BT)
-                old_experts.append(outputs.experts_BTLK)
-        old_logprobs_NT, old_experts_NTLK = torch.cat(old_logprobs), torch.cat(old_experts)
-        sampler_logratio_NT = old_logprobs_NT - batch.sampler_logprobs_NT
-        sampler_kl_NT = sampler_logratio_NT.exp() - 1 - sampler_logratio_NT
-        meter.add("rollout", {"sampler_kl": masked_mean(sampler_kl_NT, batch.mask_NT)}, 1)
+            for minibatch in minibatches:
+                for rows in minibatch.split(args.micro_batch_size):
+                    micro = batch.rows(rows)
+                    outputs = token_logprobs(model, micro, args.temperature, args.dtype)
+                    old_logprobs.append(outputs.logprobs_BT)
+                    old_experts.append(outputs.experts_BTLK)
+        old_logprobs_NT = torch.cat(old_logprobs)
+        old_experts_NTLK = torch.cat(old_experts)
+        # KL(sampler || policy), 0 but for rounding: both see the same weights.
+        log_x_NT = old_logprobs_NT - batch.sampler_logprobs_BT
+        sampler_kl = masked_mean(log_x_NT.exp() - 1 - log_x_NT, batch.mask_BT)
+        meter.add("rollout", {"sampler_kl": sampler_kl}, 1)
 
-        # --------------------------------------------------------------------------------------------- update
+        # ----------------------------------------------------------------------------------- update
         for epoch in range(args.update_epochs):
             for step, minibatch in enumerate(minibatches):
-                num_sequences, num_tokens = len(minibatch), batch.mask_NT[minibatch].sum().clamp(min=1)
+                num_sequences = len(minibatch)
+                num_tokens = batch.mask_BT[minibatch].sum().clamp(min=1)  # filter may leave none
+                step_loss = 0.0
                 for rows in minibatch.split(args.micro_batch_size):
-                    micro, share = batch.rows(rows), len(rows) / num_sequences
+                    micro = batch.rows(rows)
                     outputs = token_logprobs(model, micro, args.temperature, args.dtype)
                     loss, stats = policy_loss(
-                        outputs.logprobs_BT, old_logprobs_NT[rows], advantages_N[rows], micro.mask_NT,
-                        num_sequences, num_tokens, args,
+                        outputs.logprobs_BT,
+                        old_logprobs_NT[rows],
+                        advantages_N1[rows],
+                        micro.mask_BT,
+                        clip_eps_low=args.clip_eps_low,
+                        clip_eps_high=args.clip_eps_high,
+                        num_tokens=num_tokens,
                     )
-                    # The aux loss is not a sum over tokens: it alone depends, a little, on the micro-batches.
-                    (loss + args.router_aux_coef * outputs.aux_loss * share).backward()
-                    stats["entropy"] = masked_mean(outputs.entropy_BT, micro.mask_NT)
-                    router = router_stats(outputs, old_experts_NTLK[rows], micro.mask_NT)
-                    meter.add("losses", stats, micro.mask_NT.sum())
-                    meter.add("moe", router, micro.mask_NT.sum())
+                    # The aux loss is a mean over tokens of its micro-batch, so it gets the
+                    # micro-batch's share. It alone depends, a little, on how a step is split.
+                    share = len(rows) / num_sequences
+                    total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
+                    total_loss.backward()
+                    step_loss += loss.detach()
+                    num_micro_tokens = micro.mask_BT.sum()
+                    stats["entropy"] = masked_mean(outputs.entropy_BT, micro.mask_BT)
+                    meter.add("losses", stats, num_micro_tokens)
+                    router = router_stats(outputs, old_experts_NTLK[rows], micro.mask_BT)
+                    meter.add("moe", router, num_micro_tokens)
                     meter.add("moe", {"aux_loss": outputs.aux_loss}, len(rows))
-                    meter.add("losses", {"policy_loss": loss / share}, len(rows))  # as of a whole step
-                    if epoch == step == 0:  # nothing has been updated yet, so the ratio has to be 1
+                    if epoch == 0 and step == 0:  # nothing has been updated yet: the ratio has to be 1
                         error_BT = (outputs.logprobs_BT - old_logprobs_NT[rows]).exp() - 1
-                        error = torch.where(micro.mask_NT, error_BT, 0).abs().max()
+                        error = torch.where(micro.mask_BT, error_BT, 0).abs().max()
                         meter.add("losses", {"first_step_ratio_error_max": error}, 1)
                 grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-                run.check_finite(iteration, rewards=rewards_PG, loss=loss, grad_norm=grad_norm)
+                run.check_finite(iteration, rewards=rewards_PG, loss=step_loss, grad_norm=grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
+                meter.add("losses", {"policy_loss": step_loss}, num_sequences)
                 meter.add("charts", {"grad_norm": grad_norm}, 1)
 
-        # ----------------------------------------------------------------------------- log, evaluate and save
-        state["iteration"], end = iteration, time.time()
+        # ------------------------------------------------------------------- log, evaluate and save
+        end = time.time()
+        state["iteration"] = iteration
         problems, completions, verdicts = zip(*generated, strict=True)
-        problems = problems[:: args.group_size]
-        metrics = meter.means() | {
-            **{f"rollout/groups_{key}": count for key, count in counts.items()},
+        is_uniform_P = (rewards_PG == rewards_PG[:, :1]).all(1)
+        metrics = {
+            **meter.means(),
+            **describe(completions, verdicts, args.group_size, prefix="rollout/"),
+            **{f"rollout/groups_{name}": count for name, count in counts.items()},
             "rollout/reward_mean": rewards_PG.mean().item(),
-            "rollout/frac_zero_std_groups": (rewards_PG == rewards_PG[:, :1]).all(1).float().mean().item(),
+            "rollout/frac_zero_std_groups": is_uniform_P.float().mean().item(),
             "charts/learning_rate": args.lr,
             "charts/tokens_per_second": sum(len(c.ids) for c in completions) / (end - rollout_start),
             "charts/rollout_seconds": update_start - rollout_start,
             "charts/update_seconds": end - update_start,
         }
-        if run.due(args.eval_every, iteration):
-            after = evaluate(model, tokenizer, held_out_problems, args)["greedy"]
-            metrics |= {f"eval/{key}": after[key] for key in ("accuracy", "response_len_mean")}
-        run.log(iteration, metrics, problems, completions, verdicts)
-        if run.due(args.save_every, iteration) or run.stop:
+        if run.is_due(args.eval_every, iteration):
+            after = evaluate(model, tokenizer, held_out_problems, args, verify)["greedy"]
+            metrics["eval/accuracy"] = after["accuracy"]
+            metrics["eval/response_len_mean"] = after["response_len_mean"]
+        run.log(iteration, metrics, transcripts(problems[:: args.group_size], completions, verdicts))
+        if run.is_due(args.save_every, iteration) or run.stop:
             run.save(state, model, tokenizer, generator, **parts)
-    run.finish(state["before"], evaluate(model, tokenizer, held_out_problems, args))
+    run.finish(state["before"], evaluate(model, tokenizer, held_out_problems, args, verify))
 
 
 if __name__ == "__main__":
-    main(parse_args(Args))
+    launch(main, Args)

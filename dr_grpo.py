@@ -1,24 +1,25 @@
-"""Dr. GRPO: GRPO Done Right (Understanding R1-Zero-Like Training: A Critical Perspective, arXiv 2503.20783).
+"""Dr. GRPO: GRPO Done Right (arXiv 2503.20783).
 
-  J = 1/(N L_max) sum_i sum_t min(r_it A_i, clip(r_it, 1 - eps, 1 + eps) A_i)
+  J = mean_i 1/L_max sum_t min(r_it A_i, clip(r_it, 1 - eps, 1 + eps) A_i)
 
-  r_it = pi(o_it) / pi_old(o_it)
-  A_i  = R_i - mean, over the rewards of the G completions of the same prompt
-  L_max = --max_new_tokens, a constant
+  o_i    a completion of |o_i| tokens, its EOS included; mean_i: over those of an optimizer step
+  r_it   = pi(o_it) / pi_old(o_it), where pi_old made the completion
+  A_i    = R_i - mean, over the rewards R of the G completions of the same prompt
+  L_max  = --max_new_tokens, a constant
 
 Parent: grpo.py. Differs only in:
   1. No std: dividing by it gives prompts that are almost always or almost never solved more weight.
-  2. Constant normaliser: instead of 1/|o_i|, since the mean over a completion's own tokens punishes a long
-     wrong answer less per token than a short one, and rewards a short right answer more.
+  2. Constant normaliser: instead of 1/|o_i|, since the mean over a completion's own tokens punishes a
+     long wrong answer less per token than a short one, and rewards a short right answer more.
   3. No KL: and so no reference model.
 
-Left open by the paper, chosen here: L_max (the paper's code takes the generation budget, and so do we). The
-baseline is the mean with the completion itself in it, as in the paper; leaving it out would only scale A by
-G/(G-1).
+Left open by the paper, chosen here: L_max. The paper's formula has no normaliser at all (a plain sum
+over tokens); its code divides by a constant and takes the generation budget for it, and so do we. The
+mean has the completion itself in it, as in the paper; leaving it out would only scale A by G/(G-1).
 
 Run:    python dr_grpo.py
-Expect: as grpo.py, greedy held-out accuracy from 0.45 to 0.97 or more in about half a minute on two CPU
-        cores, and half a minute more for the base model, the first time.
+Expect: as grpo.py, greedy held-out accuracy from between 0.4 and 0.5 to 0.97 or more in half a minute
+        on one CPU core, and one minute more for the base model, the first time.
 """
 
 import time
@@ -28,22 +29,26 @@ from typing import Literal
 import torch
 from transformers.hf_argparser import HfArg
 
-from common import Meter, Run, collate, evaluate, fail, load_model, load_problems, masked_mean
-from common import parse_args, router_stats, sample, take_problems, token_logprobs, verify
+from common import collate, describe, evaluate, load_model, load_problems, load_verifier
+from common import router_stats, sample, take_problems, token_logprobs, transcripts
+from harness import Meter, Run, UserError, launch
 
 
 @dataclass
 class Args:
     seed: int = HfArg(default=1, help="seed of the prompts' order and of the sampling")
     device: str = HfArg(default="", help="cuda, mps or cpu [the best there is]")
-    dtype: Literal["float32", "bfloat16"] = HfArg(default="float32", help="precision of matrix products")
-    model: str = HfArg(default="tiny-moe", help="tiny-moe, or a folder or hub id of a causal language model")
-    dataset: str = HfArg(default="addition", help="addition, or a JSON-lines or parquet file, or a hub id")
+    dtype: Literal["float32", "bfloat16"] = HfArg(default="float32", help="of matrix products")
+    model: str = HfArg(default="tiny-moe", help="tiny-moe, or a folder or hub id of a language model")
+    dataset: str = HfArg(default="addition", help="addition, a .jsonl or .parquet file, or a hub id")
     dataset_config: str = HfArg(default="", help="configuration of a hub dataset, if it has several")
-    dataset_split: str = HfArg(default="train", help="split of the dataset")
+    dataset_split: str = HfArg(default="train", help="split of a hub dataset")
     prompt_column: str = HfArg(default="question", help="column of the prompts: text or chat messages")
-    answer_column: str = HfArg(default="answer", help="column of the gold answers, GSM8K's '####' or not")
+    answer_column: str = HfArg(
+        default="answer", help="column of the gold answers, after '####' or alone"
+    )
     num_held_out: int = HfArg(default=256, help="problems kept apart for evaluation")
+    reward: str = HfArg(default="", help="FILE.py:FUNCTION in place of common.verify")
     system_prompt: str = HfArg(default="", help="system message before each prompt")
     instruction: str = HfArg(default="", help="text on a line of its own after each prompt")
     iterations: int = HfArg(default=60, help="rounds of rollout and update")
@@ -54,8 +59,8 @@ class Args:
     lr: float = HfArg(default=2e-4, help="AdamW's learning rate, constant")
     update_epochs: int = HfArg(default=1, help="passes over a rollout")
     num_minibatches: int = HfArg(default=4, help="optimizer steps per pass")
-    micro_batch_size: int = HfArg(default=0, help="completions per forward pass [0: a whole minibatch]")
-    gradient_checkpointing: bool = HfArg(default=False, help="recompute activations: less memory, more time")
+    micro_batch_size: int = HfArg(default=0, help="completions per forward pass [0: a minibatch]")
+    gradient_checkpointing: bool = HfArg(default=False, help="less memory, more time")
     max_grad_norm: float = HfArg(default=1.0, help="gradients are scaled down to this norm")
     router_aux_coef: float = HfArg(default=0.001, help="weight of the load-balancing loss of an MoE")
     eval_every: int = HfArg(default=10, help="iterations between evaluations [0: only at the end]")
@@ -69,46 +74,71 @@ class Args:
     clip_eps_high: float = HfArg(default=0.2, help="the ratio is clipped at 1 + this")
 
 
-def compute_advantages(rewards_PG, args):
-    """Rewards -> advantages, both (P, G): A = R - mean in each group [1], 0 if its rewards are equal."""
+def masked_mean(x, mask):
+    """Mean of x where the mask is 1; 0 if it never is. What lies outside is ignored, even NaN."""
+    return torch.where(mask.bool(), x, 0).sum() / mask.sum().clamp(min=1)
+
+
+def compute_advantages(rewards_PG):
+    """Of rewards (P, G): A = R - mean in each group [1], 0 if its rewards are equal; (P, G)."""
     advantages_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
     # The mean of equal floats may be off by rounding.
-    return torch.where((rewards_PG == rewards_PG[:, :1]).all(1, keepdim=True), 0, advantages_PG)
+    is_uniform_P1 = (rewards_PG == rewards_PG[:, :1]).all(1, keepdim=True)
+    return torch.where(is_uniform_P1, 0, advantages_PG)
 
 
 def policy_loss(
-    logprobs_BT, old_logprobs_BT, advantages_B, mask_BT, num_sequences, num_tokens, args,
+    logprobs_BT,
+    old_logprobs_BT,
+    advantages_BT,
+    mask_BT,
+    *,
+    clip_eps_low=0.2,
+    clip_eps_high=0.2,
+    max_new_tokens,
+    num_sequences=None,
 ):
-    """-J of the header on a micro-batch; the micro-batches of an optimizer step add up to the step's loss.
+    """-J of the header on a micro-batch; those of an optimizer step add up to the step's loss.
 
-    mask_BT (bool or float) is 1 on response tokens, the EOS included; whatever stands elsewhere does no harm.
-    num_sequences and num_tokens count the whole optimizer step. Returns (loss, stats), the stats being means
-    over the tokens given here.
+    logprobs_BT      of the sampled tokens under the current policy, with gradient; nats
+    old_logprobs_BT  the same under the policy that made the batch
+    advantages_BT    (B, 1), or (B, T) for one per token
+    mask_BT          1 on response tokens, the EOS included (bool or float); the rest is ignored
+    max_new_tokens   L_max, the cap on the length of a completion
+    num_sequences    completions in the whole optimizer step [None: those given here]
+
+    Returns (loss, stats): a scalar, and {name: scalar}, means over the tokens given here.
     """
-    mask_BT, advantages_B1 = mask_BT.bool(), advantages_B[:, None]
+    assert advantages_BT.dim() == 2, "advantages_BT is (B, 1) or (B, T)"
+    mask_BT = mask_BT.bool()
+    if num_sequences is None:
+        num_sequences = len(mask_BT)
     # Masked and clamped before exp, since 0 * inf is NaN, in the backward pass too.
     logratio_BT = torch.where(mask_BT, logprobs_BT - old_logprobs_BT, 0).clamp(-20, 20)
     ratio_BT = logratio_BT.exp()
-    clipped_BT = ratio_BT.clamp(1 - args.clip_eps_low, 1 + args.clip_eps_high)
-    # min(r A, clip(r) A), the pessimistic one of the two: for A < 0 that is the one with the larger ratio.
-    objective_BT = torch.min(ratio_BT * advantages_B1, clipped_BT * advantages_B1)
+    clipped_BT = ratio_BT.clamp(1 - clip_eps_low, 1 + clip_eps_high)
+    # min(r A, clip(r) A): the pessimistic one of the two, for A < 0 that with the larger ratio
+    objective_BT = torch.min(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
+    # Where the clip binds, that is, where it takes the gradient away.
+    clips_low_BT = (ratio_BT < clipped_BT) & (advantages_BT < 0)
+    clips_high_BT = (ratio_BT > clipped_BT) & (advantages_BT > 0)
     stats = {
         "approx_kl": masked_mean(ratio_BT - 1 - logratio_BT, mask_BT),
         "ratio_max": ratio_BT.max(),
-        # Only where the clip binds, that is, where it takes the gradient away.
-        "clipfrac_low": masked_mean(((ratio_BT < clipped_BT) & (advantages_B1 < 0)).float(), mask_BT),
-        "clipfrac_high": masked_mean(((ratio_BT > clipped_BT) & (advantages_B1 > 0)).float(), mask_BT),
+        "clipfrac_low": masked_mean(clips_low_BT.float(), mask_BT),
+        "clipfrac_high": masked_mean(clips_high_BT.float(), mask_BT),
     }
-    # [2] Constant: 1/(N L_max) sum_i sum_t
-    loss = -torch.where(mask_BT, objective_BT, 0).sum() / (num_sequences * args.max_new_tokens)
+    # [2] Constant: mean_i 1/L_max sum_t
+    loss = -torch.where(mask_BT, objective_BT, 0).sum() / (num_sequences * max_new_tokens)
     return loss, stats
 
 
 def main(args):
-    # -------------------------------------------------------------------------------------------------- setup
+    # ---------------------------------------------------------------------------------------- setup
     if args.group_size < 2:
-        fail("--group_size must be at least 2: the mean of the group is the baseline")
+        raise UserError("--group_size must be at least 2: the mean of the group is the baseline")
     run = Run(args)
+    verify = load_verifier(args)
     model, tokenizer = load_model(args)
     train_problems, held_out_problems = load_problems(args, model, tokenizer)
     generator = torch.Generator().manual_seed(args.seed)
@@ -116,88 +146,114 @@ def main(args):
     parts = {"optimizer": optimizer}  # what a checkpoint holds beside the policy
     state = run.restore(model, generator, **parts)
     if "before" not in state:
-        state["before"] = evaluate(model, tokenizer, held_out_problems, args)
+        state["before"] = evaluate(model, tokenizer, held_out_problems, args, verify)
 
     for iteration in range(state["iteration"] + 1, args.iterations + 1):
-        # -------------------------------------------------------------------------------------------- rollout
-        meter, rollout_start = Meter(), time.time()
-        problems = take_problems(train_problems, state["position"], args.prompts_per_iteration, args.seed)
+        # ---------------------------------------------------------------------------------- rollout
+        meter = Meter()
+        rollout_start = time.time()
+        problems = take_problems(
+            train_problems, state["position"], args.prompts_per_iteration, args.seed
+        )
         state["position"] += len(problems)
         prompts = [problem.prompt_ids for problem in problems]
         completions = sample(model, tokenizer, prompts, args.group_size, args, generator)
-        batch, update_start = collate(completions, args.device), time.time()
+        batch = collate(completions, args.device)
+        update_start = time.time()
 
-        # --------------------------------------------------------------------------------------------- reward
+        # ----------------------------------------------------------------------------------- reward
         answers = [problem.answer for problem in problems for _ in range(args.group_size)]
         pairs = zip(completions, answers, strict=True)
         verdicts = [verify(c.text, answer, c.truncated) for c, answer in pairs]
         rewards_PG = torch.tensor([reward for reward, _ in verdicts]).view(-1, args.group_size)
 
-        # ----------------------------------------------------------------------------------------- advantages
-        advantages_N = compute_advantages(rewards_PG, args).flatten().to(args.device)
+        # ------------------------------------------------------------------------------- advantages
+        advantages_N1 = compute_advantages(rewards_PG).view(-1, 1).to(args.device)
 
-        # -------------------------------------------------------- old log-probs, by the forward of the update
-        # Of the same rows in the same micro-batches as below: the first step's ratio is 1 to the last bit.
-        minibatches = torch.arange(len(completions), device=args.device).tensor_split(args.num_minibatches)
-        micro_batches = [rows for minibatch in minibatches for rows in minibatch.split(args.micro_batch_size)]
-        old_logprobs, old_experts = [], []
+        # ---------------------------------------------- old log-probs, by the forward of the update
+        # Of the same rows in the same micro-batches as below, so that the first ratio is exactly 1.
+        rows_N = torch.arange(len(completions), device=args.device)
+        minibatches = rows_N.tensor_split(args.num_minibatches)
+        old_logprobs = []
+        old_experts = []
         with torch.no_grad():
-            for rows in micro_batches:
-                outputs = token_logprobs(model, batch.rows(rows), args.temperature, args.dtype)
-                old_logprobs.append(outputs.logprobs_BT)
-                old_experts.append(outputs.experts_BTLK)
-        old_logprobs_NT, old_experts_NTLK = torch.cat(old_logprobs), torch.cat(old_experts)
-        sampler_logratio_NT = old_logprobs_NT - batch.sampler_logprobs_NT
-        sampler_kl_NT = sampler_logratio_NT.exp() - 1 - sampler_logratio_NT
-        meter.add("rollout", {"sampler_kl": masked_mean(sampler_kl_NT, batch.mask_NT)}, 1)
+            for minibatch in minibatches:
+                for rows in minibatch.split(args.micro_batch_size):
+                    micro = batch.rows(rows)
+                    outputs = token_logprobs(model, micro, args.temperature, args.dtype)
+                    old_logprobs.append(outputs.logprobs_BT)
+                    old_experts.append(outputs.experts_BTLK)
+        old_logprobs_NT = torch.cat(old_logprobs)
+        old_experts_NTLK = torch.cat(old_experts)
+        # KL(sampler || policy), 0 but for rounding: both see the same weights.
+        log_x_NT = old_logprobs_NT - batch.sampler_logprobs_BT
+        sampler_kl = masked_mean(log_x_NT.exp() - 1 - log_x_NT, batch.mask_BT)
+        meter.add("rollout", {"sampler_kl": sampler_kl}, 1)
 
-        # --------------------------------------------------------------------------------------------- update
+        # ----------------------------------------------------------------------------------- update
         for epoch in range(args.update_epochs):
             for step, minibatch in enumerate(minibatches):
-                num_sequences, num_tokens = len(minibatch), batch.mask_NT[minibatch].sum()
+                num_sequences = len(minibatch)
+                step_loss = 0.0
                 for rows in minibatch.split(args.micro_batch_size):
-                    micro, share = batch.rows(rows), len(rows) / num_sequences
+                    micro = batch.rows(rows)
                     outputs = token_logprobs(model, micro, args.temperature, args.dtype)
                     loss, stats = policy_loss(
-                        outputs.logprobs_BT, old_logprobs_NT[rows], advantages_N[rows], micro.mask_NT,
-                        num_sequences, num_tokens, args,
+                        outputs.logprobs_BT,
+                        old_logprobs_NT[rows],
+                        advantages_N1[rows],
+                        micro.mask_BT,
+                        clip_eps_low=args.clip_eps_low,
+                        clip_eps_high=args.clip_eps_high,
+                        max_new_tokens=args.max_new_tokens,
+                        num_sequences=num_sequences,
                     )
-                    # The aux loss is not a sum over tokens: it alone depends, a little, on the micro-batches.
-                    (loss + args.router_aux_coef * outputs.aux_loss * share).backward()
-                    stats["entropy"] = masked_mean(outputs.entropy_BT, micro.mask_NT)
-                    router = router_stats(outputs, old_experts_NTLK[rows], micro.mask_NT)
-                    meter.add("losses", stats, micro.mask_NT.sum())
-                    meter.add("moe", router, micro.mask_NT.sum())
+                    # The aux loss is a mean over tokens of its micro-batch, so it gets the
+                    # micro-batch's share. It alone depends, a little, on how a step is split.
+                    share = len(rows) / num_sequences
+                    total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
+                    total_loss.backward()
+                    step_loss += loss.detach()
+                    num_micro_tokens = micro.mask_BT.sum()
+                    stats["entropy"] = masked_mean(outputs.entropy_BT, micro.mask_BT)
+                    meter.add("losses", stats, num_micro_tokens)
+                    router = router_stats(outputs, old_experts_NTLK[rows], micro.mask_BT)
+                    meter.add("moe", router, num_micro_tokens)
                     meter.add("moe", {"aux_loss": outputs.aux_loss}, len(rows))
-                    meter.add("losses", {"policy_loss": loss / share}, len(rows))  # as of a whole step
-                    if epoch == step == 0:  # nothing has been updated yet, so the ratio has to be 1
+                    if epoch == 0 and step == 0:  # nothing has been updated yet: the ratio has to be 1
                         error_BT = (outputs.logprobs_BT - old_logprobs_NT[rows]).exp() - 1
-                        error = torch.where(micro.mask_NT, error_BT, 0).abs().max()
+                        error = torch.where(micro.mask_BT, error_BT, 0).abs().max()
                         meter.add("losses", {"first_step_ratio_error_max": error}, 1)
                 grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-                run.check_finite(iteration, rewards=rewards_PG, loss=loss, grad_norm=grad_norm)
+                run.check_finite(iteration, rewards=rewards_PG, loss=step_loss, grad_norm=grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
+                meter.add("losses", {"policy_loss": step_loss}, num_sequences)
                 meter.add("charts", {"grad_norm": grad_norm}, 1)
 
-        # ----------------------------------------------------------------------------- log, evaluate and save
-        state["iteration"], end = iteration, time.time()
-        metrics = meter.means() | {
+        # ------------------------------------------------------------------- log, evaluate and save
+        end = time.time()
+        state["iteration"] = iteration
+        is_uniform_P = (rewards_PG == rewards_PG[:, :1]).all(1)
+        metrics = {
+            **meter.means(),
+            **describe(completions, verdicts, args.group_size, prefix="rollout/"),
             "rollout/reward_mean": rewards_PG.mean().item(),
-            "rollout/frac_zero_std_groups": (rewards_PG == rewards_PG[:, :1]).all(1).float().mean().item(),
+            "rollout/frac_zero_std_groups": is_uniform_P.float().mean().item(),
             "charts/learning_rate": args.lr,
             "charts/tokens_per_second": sum(len(c.ids) for c in completions) / (end - rollout_start),
             "charts/rollout_seconds": update_start - rollout_start,
             "charts/update_seconds": end - update_start,
         }
-        if run.due(args.eval_every, iteration):
-            after = evaluate(model, tokenizer, held_out_problems, args)["greedy"]
-            metrics |= {f"eval/{key}": after[key] for key in ("accuracy", "response_len_mean")}
-        run.log(iteration, metrics, problems, completions, verdicts)
-        if run.due(args.save_every, iteration) or run.stop:
+        if run.is_due(args.eval_every, iteration):
+            after = evaluate(model, tokenizer, held_out_problems, args, verify)["greedy"]
+            metrics["eval/accuracy"] = after["accuracy"]
+            metrics["eval/response_len_mean"] = after["response_len_mean"]
+        run.log(iteration, metrics, transcripts(problems, completions, verdicts))
+        if run.is_due(args.save_every, iteration) or run.stop:
             run.save(state, model, tokenizer, generator, **parts)
-    run.finish(state["before"], evaluate(model, tokenizer, held_out_problems, args))
+    run.finish(state["before"], evaluate(model, tokenizer, held_out_problems, args, verify))
 
 
 if __name__ == "__main__":
-    main(parse_args(Args))
+    launch(main, Args)

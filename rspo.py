@@ -1,24 +1,30 @@
 """RSPO: Router-Shift Policy Optimization (arXiv 2510.23027).
 
-  J = 1/N sum_i A_i exp( 1/|o_i| sum_t (c_it + log gamma_it) ),  c_it as in gmpo.py
+  J = mean_i A_i exp(1/|o_i| sum_t (c_it + log gamma_it))
 
-  gamma_it = sg[max(gamma_min, exp(-1/L sum_l 1/K sum_k |log p_l(e_lk) - log p_old,l(e_lk)|))]
-  p_l      = softmax over all experts of layer l's router logits at the position that predicts o_it
-  e_lk     = the K experts that were active there under the old policy;  sg[] stops the gradient
+  o_i       a completion of |o_i| tokens, its EOS included; mean_i: over those of an optimizer step
+  c_it      = min(l_it, eps) if A_i > 0, max(l_it, -eps) if A_i < 0
+  l_it      = log(pi(o_it) / pi_old(o_it)), where pi_old made the completion
+  gamma_it  = sg[max(gamma_min, exp(-1/L sum_l 1/K sum_k |log p_l(e_lk) - log p_old,l(e_lk)|))]
+  p_l       = softmax over all experts of layer l's router logits, where o_it is predicted
+  e_lk      the K experts that were active there under the old policy; sg[] stops the gradient
+  A_i       = (R_i - mean) / std, over the rewards R of the G completions of the same prompt
 
 Parent: gmpo.py. Differs only in:
-  1. Router shift: gamma, 1 as long as the router does as it did in the rollout and smaller the more it has
-     shifted, damps the completions whose ratio compares two different subnetworks.
+  1. Router shift: gamma, 1 as long as the router does as it did in the rollout and smaller the more it
+     has shifted, damps the completions whose ratio compares two different subnetworks.
   2. Token-level clip only: no --clip_level.
 
-Left open by the paper, chosen here: gamma multiplies the weight whatever the sign of A (--shift damped). The
-formula as printed raises the product to the power sgn(A), which makes the weight larger where A < 0 and the
-router has shifted: --shift literal. --shift before_clip is the form of the paper's second version, gamma
-times the ratio inside the clip; it damps both signs too. A dense model is refused: there it would be gmpo.py.
+Left open by the paper, chosen here: how gamma enters. --shift damped multiplies each token's weight by
+gamma after the token-level clip, whatever the sign of A. --shift literal is the printed formula, whose
+product is raised to the power sgn(A): it makes the weight larger where A < 0 and the router has
+shifted. --shift before_clip is the paper's second version, and what public implementations do: gamma
+times the ratio inside the clip; it damps both signs too. A dense model is refused: there it would be
+gmpo.py.
 
 Run:    python rspo.py
-Expect: as grpo.py, greedy held-out accuracy from 0.45 to 0.97 or more in about half a minute on two CPU
-        cores, and half a minute more for the base model, the first time.
+Expect: as grpo.py, greedy held-out accuracy from between 0.4 and 0.5 to 0.97 or more in half a minute
+        on one CPU core, and one minute more for the base model, the first time.
 """
 
 import time
@@ -28,22 +34,26 @@ from typing import Literal
 import torch
 from transformers.hf_argparser import HfArg
 
-from common import Meter, Run, collate, evaluate, fail, load_model, load_problems, masked_mean
-from common import parse_args, router_stats, sample, take_problems, token_logprobs, verify
+from common import collate, describe, evaluate, load_model, load_problems, load_verifier
+from common import router_stats, sample, take_problems, token_logprobs, transcripts
+from harness import Meter, Run, UserError, launch
 
 
 @dataclass
 class Args:
     seed: int = HfArg(default=1, help="seed of the prompts' order and of the sampling")
     device: str = HfArg(default="", help="cuda, mps or cpu [the best there is]")
-    dtype: Literal["float32", "bfloat16"] = HfArg(default="float32", help="precision of matrix products")
-    model: str = HfArg(default="tiny-moe", help="tiny-moe, or a folder or hub id of a causal language model")
-    dataset: str = HfArg(default="addition", help="addition, or a JSON-lines or parquet file, or a hub id")
+    dtype: Literal["float32", "bfloat16"] = HfArg(default="float32", help="of matrix products")
+    model: str = HfArg(default="tiny-moe", help="tiny-moe, or a folder or hub id of a language model")
+    dataset: str = HfArg(default="addition", help="addition, a .jsonl or .parquet file, or a hub id")
     dataset_config: str = HfArg(default="", help="configuration of a hub dataset, if it has several")
-    dataset_split: str = HfArg(default="train", help="split of the dataset")
+    dataset_split: str = HfArg(default="train", help="split of a hub dataset")
     prompt_column: str = HfArg(default="question", help="column of the prompts: text or chat messages")
-    answer_column: str = HfArg(default="answer", help="column of the gold answers, GSM8K's '####' or not")
+    answer_column: str = HfArg(
+        default="answer", help="column of the gold answers, after '####' or alone"
+    )
     num_held_out: int = HfArg(default=256, help="problems kept apart for evaluation")
+    reward: str = HfArg(default="", help="FILE.py:FUNCTION in place of common.verify")
     system_prompt: str = HfArg(default="", help="system message before each prompt")
     instruction: str = HfArg(default="", help="text on a line of its own after each prompt")
     iterations: int = HfArg(default=60, help="rounds of rollout and update")
@@ -54,8 +64,8 @@ class Args:
     lr: float = HfArg(default=2e-4, help="AdamW's learning rate, constant")
     update_epochs: int = HfArg(default=1, help="passes over a rollout")
     num_minibatches: int = HfArg(default=4, help="optimizer steps per pass")
-    micro_batch_size: int = HfArg(default=0, help="completions per forward pass [0: a whole minibatch]")
-    gradient_checkpointing: bool = HfArg(default=False, help="recompute activations: less memory, more time")
+    micro_batch_size: int = HfArg(default=0, help="completions per forward pass [0: a minibatch]")
+    gradient_checkpointing: bool = HfArg(default=False, help="less memory, more time")
     max_grad_norm: float = HfArg(default=1.0, help="gradients are scaled down to this norm")
     router_aux_coef: float = HfArg(default=0.001, help="weight of the load-balancing loss of an MoE")
     eval_every: int = HfArg(default=10, help="iterations between evaluations [0: only at the end]")
@@ -67,21 +77,30 @@ class Args:
     # the algorithm's own
     log_ratio_clip: float = HfArg(default=0.4, help="bound on |log r|: above if A > 0, else below")
     gamma_min: float = HfArg(default=0.8, help="floor of the router shift factor gamma")
-    shift: Literal["damped", "literal", "before_clip"] = HfArg(default="damped", help="how gamma enters")
+    shift: Literal["damped", "literal", "before_clip"] = HfArg(default="damped", help="see the header")
 
 
-def compute_advantages(rewards_PG, args):
-    """Rewards -> advantages, both (P, G): A = (R - mean) / std in each group, 0 if its rewards are equal."""
+def masked_mean(x, mask):
+    """Mean of x where the mask is 1; 0 if it never is. What lies outside is ignored, even NaN."""
+    return torch.where(mask.bool(), x, 0).sum() / mask.sum().clamp(min=1)
+
+
+def compute_advantages(rewards_PG):
+    """Of rewards (P, G): A = (R - mean) / std in each group, 0 if its rewards are equal; (P, G)."""
     advantages_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
     advantages_PG = advantages_PG / (rewards_PG.std(1, keepdim=True) + 1e-6)
     # The mean of equal floats may be off by rounding, which a tiny std would blow up into advantages.
-    return torch.where((rewards_PG == rewards_PG[:, :1]).all(1, keepdim=True), 0, advantages_PG)
+    is_uniform_P1 = (rewards_PG == rewards_PG[:, :1]).all(1, keepdim=True)
+    return torch.where(is_uniform_P1, 0, advantages_PG)
 
 
 def active_scores(router_logits, experts_BTLK):
-    """log p of the given experts, where p is the softmax over all: L tensors (B, T, E) -> (B, T, L, K)."""
-    layers = [logits_BTE.log_softmax(-1) for logits_BTE in router_logits]
-    return torch.stack([scores.gather(-1, experts_BTLK[:, :, i]) for i, scores in enumerate(layers)], dim=2)
+    """log p of the given experts, p the softmax over all: L tensors (B, T, E) -> (B, T, L, K)."""
+    scores = []
+    for layer, logits_BTE in enumerate(router_logits):
+        logp_BTE = logits_BTE.log_softmax(-1)
+        scores.append(logp_BTE.gather(-1, experts_BTLK[:, :, layer]))
+    return torch.stack(scores, dim=2)
 
 
 def router_shift(scores_BTLK, old_scores_BTLK):
@@ -90,144 +109,202 @@ def router_shift(scores_BTLK, old_scores_BTLK):
 
 
 def policy_loss(
-    logprobs_BT, old_logprobs_BT, advantages_B, mask_BT, num_sequences, num_tokens, args,
+    logprobs_BT,
+    old_logprobs_BT,
+    advantages_B1,
+    mask_BT,
+    *,
+    log_ratio_clip=0.4,
+    gamma_min=0.8,
+    shift="damped",
     router_shift_BT=None,
+    num_sequences=None,
 ):
-    """-J of the header on a micro-batch; the micro-batches of an optimizer step add up to the step's loss.
+    """-J of the header on a micro-batch; those of an optimizer step add up to the step's loss.
 
-    mask_BT (bool or float) is 1 on response tokens, the EOS included; whatever stands elsewhere does no harm.
-    num_sequences and num_tokens count the whole optimizer step. Returns (loss, stats), the stats being means
-    over the tokens given here.
+    logprobs_BT      of the sampled tokens under the current policy, with gradient; nats
+    old_logprobs_BT  the same under the policy that made the batch
+    advantages_B1    one per completion
+    router_shift_BT  gamma, without its floor [None: 1]
+    mask_BT          1 on response tokens, the EOS included (bool or float); the rest is ignored
+    num_sequences    completions in the whole optimizer step [None: those given here]
+
+    Returns (loss, stats): a scalar, and {name: scalar}, means over the tokens given here.
     """
-    mask_BT, advantages_B1 = mask_BT.bool(), advantages_B[:, None]
+    assert advantages_B1.shape == (len(mask_BT), 1), "advantages_B1 is (B, 1)"
+    mask_BT = mask_BT.bool()
+    if num_sequences is None:
+        num_sequences = len(mask_BT)
     # Masked and clamped before exp, since 0 * inf is NaN, in the backward pass too.
     logratio_BT = torch.where(mask_BT, logprobs_BT - old_logprobs_BT, 0).clamp(-20, 20)
     ratio_BT = logratio_BT.exp()
-    l_BT, eps = logratio_BT, args.log_ratio_clip
     # [1] sg[max(gamma, gamma_min)], and 1 on padding
-    gamma_BT = torch.ones_like(logratio_BT) if router_shift_BT is None else router_shift_BT.detach()
-    log_gamma_BT = torch.where(mask_BT, gamma_BT.clamp(min=args.gamma_min).log(), 0)
-    if args.shift == "literal":
-        log_gamma_BT = advantages_B1.sign() * log_gamma_BT
-    if args.shift == "before_clip":
-        l_BT, log_gamma_BT = logratio_BT + log_gamma_BT, torch.zeros_like(log_gamma_BT)
-    # c = min(l, eps) where A > 0, max(l, -eps) where A < 0
-    c_BT = torch.where(advantages_B1 > 0, l_BT.clamp(max=eps), l_BT.clamp(min=-eps))
+    log_gamma_BT = torch.zeros_like(logratio_BT)
+    if router_shift_BT is not None:
+        gamma_BT = router_shift_BT.detach().clamp(min=gamma_min)
+        log_gamma_BT = torch.where(mask_BT, gamma_BT.log(), 0)
+    l_BT = logratio_BT
+    if shift == "before_clip":
+        l_BT = logratio_BT + log_gamma_BT
+    # c_t = min(l_t, eps) where A > 0, max(l_t, -eps) where A < 0
+    from_above_BT = l_BT.clamp(max=log_ratio_clip)
+    from_below_BT = l_BT.clamp(min=-log_ratio_clip)
+    c_BT = torch.where(advantages_B1 > 0, from_above_BT, from_below_BT)
+    if shift == "damped":
+        weight_BT = c_BT + log_gamma_BT
+    elif shift == "literal":
+        weight_BT = c_BT + advantages_B1.sign() * log_gamma_BT
+    else:  # gamma is in l already
+        weight_BT = c_BT
+    # Where the clip binds, that is, where it takes the gradient away.
+    clips_low_BT = (l_BT < c_BT) & (advantages_B1 < 0)
+    clips_high_BT = (l_BT > c_BT) & (advantages_B1 > 0)
     stats = {
         "approx_kl": masked_mean(ratio_BT - 1 - logratio_BT, mask_BT),
         "ratio_max": ratio_BT.max(),
-        # Only where the clip binds, that is, where it takes the gradient away.
-        "clipfrac_low": masked_mean(((l_BT < c_BT) & (advantages_B1 < 0)).float(), mask_BT),
-        "clipfrac_high": masked_mean(((l_BT > c_BT) & (advantages_B1 > 0)).float(), mask_BT),
+        "clipfrac_low": masked_mean(clips_low_BT.float(), mask_BT),
+        "clipfrac_high": masked_mean(clips_high_BT.float(), mask_BT),
     }
-    # [1] A exp(1/|o_i| sum_t (c_it + log gamma_it))
-    mean_B = torch.where(mask_BT, c_BT + log_gamma_BT, 0).sum(1) / mask_BT.sum(1).clamp(min=1)
-    loss = -(advantages_B * mean_B.exp()).sum() / num_sequences
+    # A exp(1/|o_i| sum_t (c_it + log gamma_it)); on padding both are 0
+    length_B1 = mask_BT.sum(1, keepdim=True).clamp(min=1)
+    mean_B1 = weight_BT.sum(1, keepdim=True) / length_B1
+    objective_B1 = advantages_B1 * mean_B1.exp()
+    loss = -objective_B1.sum() / num_sequences
     return loss, stats
 
 
 def main(args):
-    # -------------------------------------------------------------------------------------------------- setup
+    # ---------------------------------------------------------------------------------------- setup
     if args.group_size < 2:
-        fail("--group_size must be at least 2: the mean of the group is the baseline")
+        raise UserError("--group_size must be at least 2: the mean of the group is the baseline")
     run = Run(args)
+    verify = load_verifier(args)
     model, tokenizer = load_model(args)
-    if not hasattr(model.config, "num_experts_per_tok"):
-        fail(f"--model {args.model} is dense, there is no router that could shift: use gmpo.py")
+    if not getattr(model.config, "num_experts_per_tok", 0):
+        raise UserError(
+            f"--model {args.model} is dense, there is no router that could shift: use gmpo.py"
+        )
     train_problems, held_out_problems = load_problems(args, model, tokenizer)
     generator = torch.Generator().manual_seed(args.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0)
     parts = {"optimizer": optimizer}  # what a checkpoint holds beside the policy
     state = run.restore(model, generator, **parts)
     if "before" not in state:
-        state["before"] = evaluate(model, tokenizer, held_out_problems, args)
+        state["before"] = evaluate(model, tokenizer, held_out_problems, args, verify)
 
     for iteration in range(state["iteration"] + 1, args.iterations + 1):
-        # -------------------------------------------------------------------------------------------- rollout
-        meter, rollout_start = Meter(), time.time()
-        problems = take_problems(train_problems, state["position"], args.prompts_per_iteration, args.seed)
+        # ---------------------------------------------------------------------------------- rollout
+        meter = Meter()
+        rollout_start = time.time()
+        problems = take_problems(
+            train_problems, state["position"], args.prompts_per_iteration, args.seed
+        )
         state["position"] += len(problems)
         prompts = [problem.prompt_ids for problem in problems]
         completions = sample(model, tokenizer, prompts, args.group_size, args, generator)
-        batch, update_start = collate(completions, args.device), time.time()
+        batch = collate(completions, args.device)
+        update_start = time.time()
 
-        # --------------------------------------------------------------------------------------------- reward
+        # ----------------------------------------------------------------------------------- reward
         answers = [problem.answer for problem in problems for _ in range(args.group_size)]
         pairs = zip(completions, answers, strict=True)
         verdicts = [verify(c.text, answer, c.truncated) for c, answer in pairs]
         rewards_PG = torch.tensor([reward for reward, _ in verdicts]).view(-1, args.group_size)
 
-        # ----------------------------------------------------------------------------------------- advantages
-        advantages_N = compute_advantages(rewards_PG, args).flatten().to(args.device)
+        # ------------------------------------------------------------------------------- advantages
+        advantages_N1 = compute_advantages(rewards_PG).view(-1, 1).to(args.device)
 
-        # -------------------------------------------------------- old log-probs, by the forward of the update
-        # Of the same rows in the same micro-batches as below: the first step's ratio is 1 to the last bit.
-        minibatches = torch.arange(len(completions), device=args.device).tensor_split(args.num_minibatches)
-        micro_batches = [rows for minibatch in minibatches for rows in minibatch.split(args.micro_batch_size)]
-        old_logprobs, old_experts, old_scores = [], [], []
+        # ---------------------------------------------- old log-probs, by the forward of the update
+        # Of the same rows in the same micro-batches as below, so that the first ratio is exactly 1.
+        rows_N = torch.arange(len(completions), device=args.device)
+        minibatches = rows_N.tensor_split(args.num_minibatches)
+        old_logprobs = []
+        old_experts = []
+        old_scores = []
         with torch.no_grad():
-            for rows in micro_batches:
-                outputs = token_logprobs(model, batch.rows(rows), args.temperature, args.dtype)
-                old_logprobs.append(outputs.logprobs_BT)
-                old_experts.append(outputs.experts_BTLK)
-                old_scores.append(active_scores(outputs.router_logits, outputs.experts_BTLK))
-        old_logprobs_NT, old_experts_NTLK = torch.cat(old_logprobs), torch.cat(old_experts)
+            for minibatch in minibatches:
+                for rows in minibatch.split(args.micro_batch_size):
+                    micro = batch.rows(rows)
+                    outputs = token_logprobs(model, micro, args.temperature, args.dtype)
+                    old_logprobs.append(outputs.logprobs_BT)
+                    old_experts.append(outputs.experts_BTLK)
+                    old_scores.append(active_scores(outputs.router_logits, outputs.experts_BTLK))
+        old_logprobs_NT = torch.cat(old_logprobs)
+        old_experts_NTLK = torch.cat(old_experts)
         old_scores_NTLK = torch.cat(old_scores)
-        sampler_logratio_NT = old_logprobs_NT - batch.sampler_logprobs_NT
-        sampler_kl_NT = sampler_logratio_NT.exp() - 1 - sampler_logratio_NT
-        meter.add("rollout", {"sampler_kl": masked_mean(sampler_kl_NT, batch.mask_NT)}, 1)
+        # KL(sampler || policy), 0 but for rounding: both see the same weights.
+        log_x_NT = old_logprobs_NT - batch.sampler_logprobs_BT
+        sampler_kl = masked_mean(log_x_NT.exp() - 1 - log_x_NT, batch.mask_BT)
+        meter.add("rollout", {"sampler_kl": sampler_kl}, 1)
 
-        # --------------------------------------------------------------------------------------------- update
+        # ----------------------------------------------------------------------------------- update
         for epoch in range(args.update_epochs):
             for step, minibatch in enumerate(minibatches):
-                num_sequences, num_tokens = len(minibatch), batch.mask_NT[minibatch].sum()
+                num_sequences = len(minibatch)
+                step_loss = 0.0
                 for rows in minibatch.split(args.micro_batch_size):
-                    micro, share = batch.rows(rows), len(rows) / num_sequences
+                    micro = batch.rows(rows)
                     outputs = token_logprobs(model, micro, args.temperature, args.dtype)
                     scores_BTLK = active_scores(outputs.router_logits, old_experts_NTLK[rows])
-                    gamma_BT = router_shift(scores_BTLK, old_scores_NTLK[rows])
+                    shift_BT = router_shift(scores_BTLK, old_scores_NTLK[rows])
                     loss, stats = policy_loss(
-                        outputs.logprobs_BT, old_logprobs_NT[rows], advantages_N[rows], micro.mask_NT,
-                        num_sequences, num_tokens, args,
-                        router_shift_BT=gamma_BT,
+                        outputs.logprobs_BT,
+                        old_logprobs_NT[rows],
+                        advantages_N1[rows],
+                        micro.mask_BT,
+                        log_ratio_clip=args.log_ratio_clip,
+                        gamma_min=args.gamma_min,
+                        shift=args.shift,
+                        router_shift_BT=shift_BT,
+                        num_sequences=num_sequences,
                     )
-                    # The aux loss is not a sum over tokens: it alone depends, a little, on the micro-batches.
-                    (loss + args.router_aux_coef * outputs.aux_loss * share).backward()
-                    stats["entropy"] = masked_mean(outputs.entropy_BT, micro.mask_NT)
-                    router = router_stats(outputs, old_experts_NTLK[rows], micro.mask_NT)
-                    meter.add("losses", stats, micro.mask_NT.sum())
-                    router["router_shift"] = masked_mean(gamma_BT, micro.mask_NT)
-                    meter.add("moe", router, micro.mask_NT.sum())
+                    # The aux loss is a mean over tokens of its micro-batch, so it gets the
+                    # micro-batch's share. It alone depends, a little, on how a step is split.
+                    share = len(rows) / num_sequences
+                    total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
+                    total_loss.backward()
+                    step_loss += loss.detach()
+                    num_micro_tokens = micro.mask_BT.sum()
+                    stats["entropy"] = masked_mean(outputs.entropy_BT, micro.mask_BT)
+                    meter.add("losses", stats, num_micro_tokens)
+                    router = router_stats(outputs, old_experts_NTLK[rows], micro.mask_BT)
+                    router["router_shift"] = masked_mean(shift_BT, micro.mask_BT)
+                    meter.add("moe", router, num_micro_tokens)
                     meter.add("moe", {"aux_loss": outputs.aux_loss}, len(rows))
-                    meter.add("losses", {"policy_loss": loss / share}, len(rows))  # as of a whole step
-                    if epoch == step == 0:  # nothing has been updated yet, so the ratio has to be 1
+                    if epoch == 0 and step == 0:  # nothing has been updated yet: the ratio has to be 1
                         error_BT = (outputs.logprobs_BT - old_logprobs_NT[rows]).exp() - 1
-                        error = torch.where(micro.mask_NT, error_BT, 0).abs().max()
+                        error = torch.where(micro.mask_BT, error_BT, 0).abs().max()
                         meter.add("losses", {"first_step_ratio_error_max": error}, 1)
                 grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-                run.check_finite(iteration, rewards=rewards_PG, loss=loss, grad_norm=grad_norm)
+                run.check_finite(iteration, rewards=rewards_PG, loss=step_loss, grad_norm=grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
+                meter.add("losses", {"policy_loss": step_loss}, num_sequences)
                 meter.add("charts", {"grad_norm": grad_norm}, 1)
 
-        # ----------------------------------------------------------------------------- log, evaluate and save
-        state["iteration"], end = iteration, time.time()
-        metrics = meter.means() | {
+        # ------------------------------------------------------------------- log, evaluate and save
+        end = time.time()
+        state["iteration"] = iteration
+        is_uniform_P = (rewards_PG == rewards_PG[:, :1]).all(1)
+        metrics = {
+            **meter.means(),
+            **describe(completions, verdicts, args.group_size, prefix="rollout/"),
             "rollout/reward_mean": rewards_PG.mean().item(),
-            "rollout/frac_zero_std_groups": (rewards_PG == rewards_PG[:, :1]).all(1).float().mean().item(),
+            "rollout/frac_zero_std_groups": is_uniform_P.float().mean().item(),
             "charts/learning_rate": args.lr,
             "charts/tokens_per_second": sum(len(c.ids) for c in completions) / (end - rollout_start),
             "charts/rollout_seconds": update_start - rollout_start,
             "charts/update_seconds": end - update_start,
         }
-        if run.due(args.eval_every, iteration):
-            after = evaluate(model, tokenizer, held_out_problems, args)["greedy"]
-            metrics |= {f"eval/{key}": after[key] for key in ("accuracy", "response_len_mean")}
-        run.log(iteration, metrics, problems, completions, verdicts)
-        if run.due(args.save_every, iteration) or run.stop:
+        if run.is_due(args.eval_every, iteration):
+            after = evaluate(model, tokenizer, held_out_problems, args, verify)["greedy"]
+            metrics["eval/accuracy"] = after["accuracy"]
+            metrics["eval/response_len_mean"] = after["response_len_mean"]
+        run.log(iteration, metrics, transcripts(problems, completions, verdicts))
+        if run.is_due(args.save_every, iteration) or run.stop:
             run.save(state, model, tokenizer, generator, **parts)
-    run.finish(state["before"], evaluate(model, tokenizer, held_out_problems, args))
+    run.finish(state["before"], evaluate(model, tokenizer, held_out_problems, args, verify))
 
 
 if __name__ == "__main__":
-    main(parse_args(Args))
+    launch(main, Args)

@@ -1,15 +1,18 @@
-"""Writes the generated parts of README.md and of benchmarks/README.md.
+r"""Writes the generated parts of README.md and of benchmarks/README.md.
 
     python benchmarks/readme.py           # write
-    python benchmarks/readme.py --check   # exit code 1 if a file is not what it would write
+    python benchmarks/readme.py --check   # exit code 1 if a part is stale, or in neither file
 
-What the tables say comes from the scripts' headers, from their diffs, and from the CSVs in results/.
-A verdict is a rule, not an opinion: "shown" if the 95 % interval of the differences between two variants,
-paired by seed, is on the predicted side of zero, "the opposite" if it is on the other, else "not shown".
+A part stands between <!-- generated: NAME --> and <!-- end: NAME -->, in whichever file has these
+two comments. What it says comes from the scripts' headers, from their diffs, and from the CSVs in
+results/. A verdict is a rule, not an opinion: "shown" if the 95% interval of the differences
+between two variants, paired by seed, is on the predicted side of zero, "the opposite" if it is on
+the other side, else "not shown".
 """
 
 import ast
 import difflib
+import functools
 import itertools
 import math
 import re
@@ -21,8 +24,59 @@ from pathlib import Path
 import evidence
 
 ROOT = Path(__file__).parent.parent
+FILES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md"]
 SCRIPTS = evidence.SCRIPTS
 END = 14_000  # completions that every run of the nine has generated
+WIDTH = 118  # of a line of prose
+
+read_curves = functools.cache(evidence.curves)
+read_runs = functools.cache(evidence.runs)
+
+
+def markdown(header, rows, align=""):
+    """A table; `align`: a letter per column, r for right."""
+    rules = ["---:" if letter == "r" else "---" for letter in align.ljust(len(header), "l")]
+    return [f"| {' | '.join(map(str, row))} |" for row in (header, rules, *rows)]
+
+
+def anchor(heading):
+    """What GitHub makes of a heading for links to it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+# -------------------------------------------------------------------------------------- the scripts
+
+# GitHub's math, to stand between $` and `$. No vertical bar: it would end a cell of the table.
+CLIPPED = r"\min(r_{it}A_i,\,\mathrm{clip}(r_{it},1-\epsilon,1+\epsilon)A_i)"
+SEQUENCE_MEAN = r"\frac1N\sum_i\frac1{\lvert o_i\rvert}\sum_t"
+TOKEN_MEAN = r"\frac1{\sum_i\lvert o_i\rvert}\sum_i\sum_t"
+OBJECTIVES = {
+    "ppo": TOKEN_MEAN + CLIPPED.replace("A_i", "A_{it}") + r"-c_v L_V+c_e H",
+    "grpo": SEQUENCE_MEAN + r"\left[" + CLIPPED + r"-\beta\,k_{it}\right]",
+    "dr_grpo": r"\frac1{N L_{\max}}\sum_i\sum_t" + CLIPPED,
+    "dapo": TOKEN_MEAN
+    + r"\min(r_{it}A_i,\,\mathrm{clip}(r_{it},1-\epsilon_{\mathrm{low}},"
+    + r"1+\epsilon_{\mathrm{high}})A_i)",
+    "gspo": r"\frac1N\sum_i"
+    + r"\min(s_iA_i,\,\mathrm{clip}(s_i,1-\epsilon_{\mathrm{low}},1+\epsilon_{\mathrm{high}})A_i)",
+    "cispo": TOKEN_MEAN + r"\mathrm{sg}[\min(r_{it},\mathrm{cap})]\,A_i\log\pi(o_{it})",
+    "gmpo": r"\frac1N\sum_iA_i\exp\left(\frac1{\lvert o_i\rvert}\sum_t c_{it}\right)",
+    "rspo": r"\frac1N\sum_iA_i\exp\left(\frac1{\lvert o_i\rvert}"
+    + r"\sum_t(c_{it}+\log\gamma_{it})\right)",
+    "sapo": SEQUENCE_MEAN + r" f(r_{it})\,A_i,\quad f(r)=\frac4{\tau_i}\,\sigma(\tau_i(r-1))",
+}
+LEGEND = r"""
+A step has $`N`$ completions $`o_i`$ of $`\lvert o_i\rvert`$ tokens. The ratio
+$`r_{it}=\pi(o_{it})/\pi_{\mathrm{old}}(o_{it})`$ is to the policy that made the batch;
+$`s_i=\exp(\frac1{\lvert o_i\rvert}\sum_t\log r_{it})`$. $`A_i`$ is the reward less the mean of its
+group, over the std of the group (dr_grpo: without the std); ppo's $`A_{it}`$ is GAE, whitened.
+$`L_V`$ is the critic's loss, $`H`$ the entropy, and $`L_{\max}`$ the cap on a completion's length.
+$`k_{it}=x-\log x-1`$ with $`x=\pi_{\mathrm{ref}}(o_{it})/\pi(o_{it})`$. $`\mathrm{sg}`$ stops
+the gradient. $`c_{it}`$ is $`\min(\log r_{it},\epsilon)`$ where $`A_i`$ is positive and
+$`\max(\log r_{it},-\epsilon)`$ where it is negative. $`\gamma_{it}`$ is 1 while the router does
+as it did in the rollout, and smaller the more it has shifted. $`\sigma`$ is the sigmoid, and
+$`\tau_i`$ is `tau_pos` where $`A_i`$ is positive, else `tau_neg`.
+"""
 
 
 def read(name):
@@ -32,385 +86,207 @@ def read(name):
     return ast.get_docstring(tree), text.splitlines()[tree.body[0].end_lineno :]
 
 
-def unified(parent, child):
-    (_, old), (_, new) = read(parent), read(child)
-    return list(difflib.unified_diff(old, new, f"{parent}.py", f"{child}.py", lineterm="", n=1))
-
-
-def changed(parent, child):
-    return sum(line[:1] in "+-" and line[:3] not in ("+++", "---") for line in unified(parent, child))
+def changed_lines(parent, child):
+    """Lines added and lines removed, the header docstring aside."""
+    _, old = read(parent)
+    _, new = read(child)
+    diff = list(difflib.unified_diff(old, new, lineterm=""))
+    after_the_names = diff[2:]
+    return sum(line.startswith(("+", "-")) for line in after_the_names)
 
 
 def differences(header):
     """What stands before the colon in each item of the header's numbered list."""
-    numbered = header.split("Differs only in:\n")[1].split("\n\n")[0] if "Differs only in" in header else ""
-    items = re.split(r"\n?  \d\. ", re.sub(r"\n     ", " ", numbered))[1:]
-    leads = [item.split(":")[0] for item in items]
-    return ", ".join(lead if lead.startswith("KL") else lead[0].lower() + lead[1:] for lead in leads)
-
-
-def markdown(header, rows, align=""):
-    """`align`: a letter per column, r for right."""
-    cells = ["---:" if letter == "r" else "---" for letter in align.ljust(len(header), "l")]
-    return [f"| {' | '.join(map(str, row))} |" for row in (header, cells, *rows)]
+    numbered = header.split("Differs only in:")[1].split("\n\n")[0]
+    leads = []
+    for item in re.split(r"\n\s*\d\. ", numbered)[1:]:
+        lead = " ".join(item.split(":")[0].split())
+        is_acronym = lead[:2].isupper()
+        leads.append(lead if is_acronym else lead[0].lower() + lead[1:])
+    return ", ".join(leads)
 
 
 def nine():
     rows = []
     for name in SCRIPTS:
         header, _ = read(name)
+        title = header.split(":")[0]
         arxiv = re.search(r"arXiv\s+(\d+\.\d+)", header).group(1)
+        script = f"[`{name}.py`]({name}.py)<br>[{title}, {arxiv}](https://arxiv.org/abs/{arxiv})"
+        formula = f"$`{OBJECTIVES[name]}`$"
         parent = re.search(r"Parent: (\w+)\.py", header)
-        parent = parent.group(1) if parent else None
-        what = differences(header) if parent else "(the root: a critic, GAE, KL in the reward)"
-        link = f"[{header.split(':')[0]}, {arxiv}](https://arxiv.org/abs/{arxiv})"
-        rows.append([f"`{name}.py`", link, what, parent or "", changed(parent, name) if parent else ""])
-    return markdown(
-        ["script", "paper", "differs from its parent in", "parent", "changed lines"], rows, "llllr"
+        if parent:
+            count = changed_lines(parent[1], name)
+            rows.append([script, formula, differences(header), parent[1], count])
+        else:
+            rows.append([script, formula, "(the root: a critic, GAE, KL in the reward)", "", ""])
+    header = ["script and paper", "objective, maximised", "what differs from its parent", "parent"]
+    return [*markdown([*header, "changed lines"], rows, "llllr"), *LEGEND.rstrip().splitlines()]
+
+
+def policy_loss(name):
+    """(signature, docstring, rest) of a script's `policy_loss`, each a list of lines."""
+    text = (ROOT / f"{name}.py").read_text()
+    functions = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
+    (function,) = [node for node in functions if node.name == "policy_loss"]
+    docstring = function.body[0]
+    lines = text.splitlines()
+    return (
+        lines[function.lineno - 1 : docstring.lineno - 1],
+        lines[docstring.lineno - 1 : docstring.end_lineno],
+        lines[docstring.end_lineno : function.end_lineno],
     )
 
 
+def lesson():
+    """The diff of grpo's and sapo's policy_loss, the docstring included only if it differs."""
+    old_signature, old_docstring, old_rest = policy_loss("grpo")
+    new_signature, new_docstring, new_rest = policy_loss("sapo")
+    if old_docstring == new_docstring:
+        old_docstring = []
+        new_docstring = []
+    old = [*old_signature, *old_docstring, *old_rest]
+    new = [*new_signature, *new_docstring, *new_rest]
+    lines = ["```diff"]
+    for line in difflib.unified_diff(old, new, "grpo.py", "sapo.py", lineterm="", n=1):
+        # Line numbers would count from the beginning of the function, not of the file.
+        lines.append("@@ policy_loss @@" if line.startswith("@@") else line)
+    return [*lines, "```"]
+
+
+def departures():
+    """Measured numbers that the table of departures cites."""
+    clip = {}
+    for variant in ("paper", "own"):
+        low = whole("ranges", ("gspo", variant), "clip_low")
+        high = whole("ranges", ("gspo", variant), "clip_high")
+        clip[variant] = statistics.mean(a + b for a, b in zip(low, high, strict=True))
+    slow = [row["explained_variance_last10"] for row in read_runs("ranges")["ppo", "slow-critic"]]
+    own = [row["explained_variance_last10"] for row in read_runs("nine")["ppo", "default"]]
+    errors = [row["first_step_ratio_error_max"] for row in evidence.table("nine")]
+    text = (
+        f"The largest |r - 1| at the first step of an iteration is {max(errors):g} in the"
+        f" {len(errors)} runs of the figure. gspo clips {clip['paper']:.0%} of the tokens with the"
+        f" paper's range and {clip['own']:.0%} with ours, in the first ten iterations. ppo's critic"
+        f" explains {min(own):.0%} to {max(own):.0%} of the variance of the returns in the last ten"
+        f" iterations, and {min(slow):.0%} to {max(slow):.0%} with the policy's learning rate"
+        " (`python benchmarks/sweep.py ranges nine`)."
+    )
+    return textwrap.wrap(text, WIDTH)
+
+
+# ------------------------------------------------------------ benchmarks/README.md: the default job
+
+
+def contents():
+    """Links to the sections of benchmarks/README.md."""
+    lines = []
+    text = re.sub(r"^```.*?^```", "", FILES[1].read_text(), flags=re.DOTALL | re.MULTILINE)
+    for level, heading in re.findall(r"^(##+) (.+)$", text, flags=re.MULTILINE):
+        indent = "  " * (len(level) - 2)
+        lines.append(f"{indent}- [{heading}](#{anchor(heading)})")
+    return lines
+
+
+def base_model():
+    """The accuracy from which the runs of the tables start, unless a table says otherwise."""
+    greedy = set()
+    sampled = set()
+    for path in evidence.RESULTS.glob("*_curves.csv"):
+        for row in evidence.table(path.stem.removesuffix("_curves")):
+            # Another model, or another cap on the length, has another accuracy.
+            if "--model" not in row["flags"] and "--max_new_tokens" not in row["flags"]:
+                greedy.add(f"{row['before_greedy_accuracy']:.3f}")
+                sampled.add(f"{row['before_sampled_accuracy']:.3f}")
+    text = (
+        f"In the runs of this page the base model has an accuracy of {' or '.join(sorted(greedy))}"
+        f" greedy and {' or '.join(sorted(sampled))} at temperature 1 on the 256 held-out sums."
+    )
+    return textwrap.wrap(text, WIDTH)
+
+
 def rollout_points(rows):
-    """[(completions generated, accuracy of the rollouts, trailing mean of five iterations)] of a run."""
+    """[(completions generated, accuracy of the rollouts, trailing mean of five iterations)]."""
     values = [row["accuracy"] for row in rows]
-    means = [statistics.mean(values[max(0, i - 4) : i + 1]) for i in range(len(values))]
-    return [(0.0, values[0])] + [(row["x"], mean) for row, mean in zip(rows, means, strict=True)]
+    points = [(0.0, values[0])]
+    for i, row in enumerate(rows):
+        points.append((row["x"], statistics.mean(values[max(0, i - 4) : i + 1])))
+    return points
 
 
 def curve_table():
-    runs, curves, rows = evidence.runs("nine"), evidence.curves("nine"), []
+    lines = []
     for name in SCRIPTS:
-        mine, lines = runs[name, "default"], curves[name, "default"]
-        points = {seed: rollout_points(x) for seed, x in lines.items()}
-        greedy = [
-            evidence.area(evidence.held_out(lines[int(row["seed"])], row["before_greedy_accuracy"]), END)
-            for row in mine
+        mine = read_runs("nine")[name, "default"]
+        curves = read_curves("nine")[name, "default"]
+        greedy = []
+        for row in mine:
+            curve = evidence.held_out(curves[int(row["seed"])], row["before_greedy_accuracy"])
+            greedy.append(evidence.area(curve, END))
+        points = [rollout_points(rows) for rows in curves.values()]
+        reached = [evidence.reaches(curve, 0.9) for curve in points]
+        thousands = "not all"
+        if None not in reached:
+            thousands = evidence.mean_std([x / 1000 for x in reached], 1)
+        cells = [
+            evidence.mean_std([row["after_greedy_accuracy"] for row in mine]),
+            evidence.mean_std([row["after_sampled_accuracy"] for row in mine]),
+            evidence.mean_std(greedy),
+            evidence.mean_std([evidence.area(curve, END) for curve in points]),
+            thousands,
+            round(statistics.median(row["seconds"] for row in mine)),
         ]
-        reached = [evidence.reaches(x, 0.9) for x in points.values()]
-        rows.append(
-            [
-                f"`{name}.py`",
-                evidence.mean_std([row["after_greedy_accuracy"] for row in mine]),
-                evidence.mean_std([row["after_sampled_accuracy"] for row in mine]),
-                evidence.mean_std(greedy),
-                evidence.mean_std([evidence.area(x, END) for x in points.values()]),
-                "not all" if None in reached else evidence.mean_std([x / 1000 for x in reached], 1),
-                round(statistics.median(row["seconds"] for row in mine)),
-            ]
-        )
+        lines.append([f"`{name}.py`", *cells])
     header = ["script", "greedy", "temperature 1", "area, greedy", "area, temperature 1"]
-    return markdown([*header, "thousand completions to 0.9", "seconds"], rows, "lrrrrrr")
+    return markdown([*header, "thousand completions to 0.9", "seconds"], lines, "lrrrrrr")
 
 
 def default_run():
-    rows = evidence.runs("nine")["grpo", "default"]
+    rows = read_runs("nine")["grpo", "default"]
     lines = []
-    for text, how, key, digits in (
-        ("greedy accuracy on held-out sums", "greedy", "accuracy", 3),
-        ("accuracy at temperature 1", "sampled", "accuracy", 3),
-        ("answers without working (temperature 1)", "sampled", "direct", 3),
-        ("response length in tokens (temperature 1)", "sampled", "response", 1),
+    for text, column, digits in (
+        ("greedy accuracy on held-out sums", "greedy_accuracy", 3),
+        ("accuracy at temperature 1", "sampled_accuracy", 3),
+        ("answers without working (temperature 1)", "sampled_direct", 3),
+        ("response length in tokens (temperature 1)", "sampled_response", 1),
     ):
-        last = " / ".join(f"{row[f'after_{how}_{key}']:.{digits}f}" for row in rows)
-        lines.append([text, f"{rows[0][f'before_{how}_{key}']:.{digits}f}", last])
+        before = f"{rows[0]['before_' + column]:.{digits}f}"
+        after = " / ".join(f"{row['after_' + column]:.{digits}f}" for row in rows)
+        lines.append([text, before, after])
     seeds = " / ".join(f"{row['seed']:.0f}" for row in rows)
     return markdown(["`grpo.py`", "before", f"after, seeds {seeds}"], lines)
 
 
-def smollm2():
-    rows = [row for row in evidence.table("smollm2") if row["greedy_held_out"] is not None]
-    cells = [
-        ["greedy accuracy, 128 held-out sums", *(f"{row['greedy_held_out']:.3f}" for row in rows)],
-        ["minutes of rollouts and updates", *(f"{row['seconds'] / 60:.0f}" for row in rows)],
-    ]
-    return markdown(["iteration", *(f"{row['iteration']:.0f}" for row in rows)], cells, "l" + "r" * len(rows))
-
-
-def lesson():
-    return ["```diff", *unified("grpo", "dr_grpo"), "```"]
-
-
-def three(values, digits=2):
-    low, middle, high = min(values), statistics.median(values), max(values)
-    return [f"{value:.{digits}f}" for value in (low, middle, high)]
-
-
-def sampler():
-    rows = evidence.table("sampler")
-    ours, theirs = ([row[f"{name}_tokens_per_second"] for row in rows] for name in ("sampler", "generate"))
-    ratios = three([a / b for a, b in zip(ours, theirs, strict=True)])
-    text = "ratio     min {}  median {}  max {}".format(*ratios)
-    count = f"tokens/s (median of {len(rows)})"
-    both = [
-        f"{name:10}{statistics.median(x):10.0f} {count}"
-        for name, x in (("sampler", ours), ("generate", theirs))
-    ]
-    return ["```", *both, text, "```"]
-
-
-def speed():
-    table, lines = evidence.table("trl_speed"), []
-    for lr, words in ((1e-9, "weights stay"), (2e-4, "while it learns")):
-        rows = [row for row in table if row["lr"] == lr]
-        pairs = {"iteration": [(row["ours_seconds"], row["trl_seconds"]) for row in rows]}
-        pairs["sampling"] = [(row["ours_sampling"], row["trl_sampling"]) for row in rows]
-        both = zip(pairs["iteration"], pairs["sampling"], strict=True)
-        pairs["the rest"] = [(a - c, b - d) for (a, b), (c, d) in both]
-        for name, values in pairs.items():
-            ours, theirs = (statistics.median(side) for side in zip(*values, strict=True))
-            ratios = " / ".join(three([a / b for a, b in values]))
-            lines.append([f"{words}: {name}", f"{ours:.3f} s", f"{theirs:.3f} s", ratios])
-        peaks = [max(row[f"{side}_peak_mib"] for row in rows) for side in ("ours", "trl")]
-        cells = [f"{words}: peak memory", *(f"{peak:.0f} MiB" for peak in peaks)]
-        lines.append([*cells, f"{peaks[0] / peaks[1]:.2f}"])
-        tokens = [statistics.mean(row[f"{side}_tokens"] for row in rows) for side in ("ours", "trl")]
-        cells = [f"{words}: tokens sampled", *(f"{count:.0f}" for count in tokens)]
-        lines.append([*cells, f"{tokens[0] / tokens[1]:.2f}"])
-    header = [f"2 x {len(table) // 2} interleaved pairs", "`grpo.py`", "TRL", "ratio (min / median / max)"]
-    return markdown(header, lines, "lrrr")
-
-
-def scaling():
-    rows, lines = evidence.table("scaling"), []
-    for axis in dict.fromkeys(row["axis"] for row in rows):
-        mine = [row for row in rows if row["axis"] == axis]
-        for row in mine:
-            share = f"{row['products']:.0%}", f"{row['attention']:.0%}"
-            times = f"{row['rollout_seconds']:.2f}", f"{row['update_seconds']:.2f}"
-            lines.append([f"{axis} {row['value']:.0f}", f"{row['parameters'] / 1e6:.2f} M", *times, *share])
-        x = [row["value"] for row in mine]
-        slopes = (
-            evidence.exponent(x, [row[f"{key}_seconds"] for row in mine]) for key in ("rollout", "update")
-        )
-        lines.append([f"**exponent**, {axis}", "", *(f"**{slope:.2f}**" for slope in slopes), "", ""])
-    header = ["", "parameters", "rollout, s", "update, s", "matrix products", "attention"]
-    return markdown(header, lines, "lrrrrr")
-
-
-# ------------------------------------------------------------------------------------ the papers' claims
-
-
-def per_seed(name, key, column, count=10):
-    """Mean of a column over the last `count` iterations, for each seed in order."""
-    lines = evidence.curves(name)[key]
-    return [evidence.tail(lines[seed], column, count) for seed in sorted(lines)]
-
-
-def whole(name, key, column):
-    return per_seed(name, key, column, 10_000)
-
-
-def one_step():
-    curves, runs, lines = evidence.curves("one_step"), evidence.runs("one_step"), []
-    base = curves["grpo", "one"]
-    for script in ("grpo", "gspo", "gmpo", "rspo", "sapo", "dr_grpo", "cispo"):
-        mine = curves[script, "one"]
-        same, gaps = [], []
-        for seed, rows in mine.items():
-            pairs = [(a["reward"], b["reward"]) for a, b in zip(rows, base[seed], strict=True)]
-            same.append(next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs)))
-            gaps += [abs(a - b) for a, b in pairs]
-        final = [row["after_sampled_accuracy"] for row in runs[script, "one"]]
-        cells = ["/".join(map(str, same)), f"{max(gaps):.3f}", evidence.mean_std(final)]
-        lines.append([script + (" (no KL)" if script == "grpo" else ""), *cells])
-    header = ["script", "first iterations with grpo's mean reward to the digit, by seed"]
-    header += ["largest difference of a mean reward", "held-out accuracy after the run"]
-    return markdown(header, lines, "lrrr")
-
-
-def compared(name, keys, columns, reference, count=10):
-    """Rows of means over the last iterations, and a verdict against the reference for each column."""
-    lines = []
-    for words, key in keys.items():
-        cells = [words]
-        for column, (digits, sign) in columns.items():
-            mine = per_seed(name, key, column, count)
-            cell = evidence.mean_std(mine, digits)
-            if key != reference and sign:
-                other = per_seed(name, reference, column, count)
-                pair = (mine, other) if sign > 0 else (other, mine)
-                cell += f"<br>{evidence.verdict(*pair)}"
-            cells.append(cell)
-        lines.append(cells)
-    return lines
-
-
-def clip_higher():
-    lines = []
-    for steps in ("4", "16"):
-        keys = {
-            f"{steps} steps, eps high {high}": ("dapo", f"steps{steps}-high{high}")
-            for high in ("0.2", "0.28", "0.5", "1.0")
-        }
-        columns = {"entropy": (4, 1), "clip_high": (4, 0), "accuracy": (3, 0)}
-        lines += compared("clip_higher", keys, columns, ("dapo", f"steps{steps}-high0.2"))
-    keys = {
-        f"16 steps, eps low 0.02, high {high}": ("dapo", f"high{high}") for high in ("0.02", "0.028", "0.1")
-    }
-    lines += compared("clip_higher_narrow", keys, columns, ("dapo", "high0.02"))
-    return markdown(
-        ["dapo", "entropy (higher than in the first row of its kind?)", "clipped above", "accuracy"], lines
-    )
-
-
-def wrong_length():
-    keys, lines = {"Dr. GRPO": ("dr_grpo", "default"), "GRPO, no KL": ("grpo", "kl0")}, []
-    for words, key in keys.items():
-        runs = evidence.curves("wrong_length")[key].values()
-        first = [evidence.tail(rows[:3], "len_wrong", 3) for rows in runs]
-        last, right, accuracy = (
-            per_seed("wrong_length", key, x) for x in ("len_wrong", "len_right", "accuracy")
-        )
-        cells = [evidence.mean_std(x, 1) for x in (first, last, right)]
-        lines.append([words, *cells, evidence.mean_std(accuracy), evidence.verdict(last, first)])
-    pair = [per_seed("wrong_length", key, "len_wrong") for key in (keys["GRPO, no KL"], keys["Dr. GRPO"])]
-    lines.append(["GRPO's are longer than Dr. GRPO's?", "", evidence.verdict(*pair), "", "", ""])
-    header = ["", "wrong, first 3 iterations", "wrong, last 10", "right, last 10", "accuracy, last 10"]
-    return markdown([*header, "wrong answers grow?"], lines)
-
-
-def dynamic_sampling():
-    curves, runs = evidence.curves("dynamic_sampling"), evidence.runs("dynamic_sampling")
-    lines, areas, equal = [], {}, {}
-    for words, variant in {"without": "drop", "with dynamic sampling": "refill"}.items():
-        mine = curves["dapo", variant].values()
-        areas[variant] = [evidence.area(rollout_points(rows), 13_000) for rows in mine]
-        equal[variant] = [evidence.tail(rows[:36], "accuracy", 5) for rows in mine]
-        generated = [row["generated"] for row in runs["dapo", variant]]
-        final = [row["after_sampled_accuracy"] for row in runs["dapo", variant]]
-        cells = [f"{min(generated):.0f} to {max(generated):.0f}", evidence.mean_std(areas[variant])]
-        lines.append([words, *cells, evidence.mean_std(equal[variant]), evidence.mean_std(final)])
-    verdicts = [evidence.verdict(x["refill"], x["drop"]) for x in (areas, equal)]
-    lines.append(["higher with it?", "", *verdicts, ""])
-    header = ["", "completions generated", "area, 13,000 completions", "accuracy, iterations 32 to 36"]
-    return markdown([*header, "held-out, after the run"], lines)
-
-
-def overlong():
-    keys = {name: ("dapo", name) for name in ("none", "filter", "soft")}
-    columns = {"truncated": (4, -1), "len": (1, -1), "accuracy": (3, 1), "direct": (3, 0)}
-    lines = compared("overlong", keys, columns, ("dapo", "none"))
-    for line, key in zip(lines, keys.values(), strict=True):
-        areas = [evidence.area(rollout_points(x), 13_000) for x in evidence.curves("overlong")[key].values()]
-        line.append(evidence.mean_std(areas))
-    header = [
-        "",
-        "cut off (fewer than without?)",
-        "length (shorter?)",
-        "accuracy (higher?)",
-        "direct answers",
-    ]
-    return markdown([*header, "area, 13,000 completions"], lines)
-
-
-def gradient_share():
-    lines = []
-    for steps in ("4", "16"):
-        for words, script in {"CISPO": "cispo", "GRPO, no KL": "grpo"}.items():
-            key = (script, f"steps{steps}")
-            tokens, gradient = (whole("gradient_share", key, x) for x in ("outside", "outside_gradient"))
-            chance = [math.sqrt(share) for share in tokens]
-            cells = [f"{statistics.mean(x):.2%}" for x in (tokens, chance, gradient)]
-            shown = evidence.verdict(gradient, chance) if script == "cispo" else ""
-            lines.append([f"{words}, {steps} steps", *cells, shown])
-    header = ["", "tokens outside PPO's range", "norm expected of as many random tokens"]
-    return markdown(
-        [*header, "their share of the gradient's norm", "more than random tokens?"], lines, "lrrrl"
-    )
-
-
-def stale_ratio():
-    columns = {"log_ratio_p99": (4, -1), "log_ratio_up_max": (2, -1), "log_ratio_down_max": (2, -1)}
-    columns |= {"accuracy": (3, 0)}
-    lines = []
-    for rate in ("1e-4", "3e-4", "1e-3"):
-        for script in ("grpo", "cispo", "gspo", "gmpo", "rspo"):
-            # grpo without KL and everything at 1e-4 have runs of their own, the rest is in the stability map
-            reference = ("grpo", "stale" if rate == "1e-4" else f"lr{rate}")
-            ours = ("stale_ratio", (script, "stale")) if rate == "1e-4" else None
-            ours = ours or ("stability", (script, f"lr{rate}-steps16"))
-            ours = ("stale_ratio", reference) if script == "grpo" else ours
-            cells = [f"{'GRPO, no KL' if script == 'grpo' else script.upper()}, lr {rate}"]
-            for column, (digits, sign) in columns.items():
-                mine = whole(*ours, column)
-                cell = evidence.mean_std(mine, digits)
-                if sign and script != "grpo":
-                    cell += f"<br>{evidence.verdict(whole('stale_ratio', reference, column), mine)}"
-                cells.append(cell)
-            lines.append(cells)
-    header = ["", "99 % of \\|log r\\| below (narrower than GRPO's?)", "largest log r", "largest -log r"]
-    return markdown([*header, "accuracy, mean of all iterations"], lines)
-
-
-def router_shift():
-    lines = []
-    for rate in ("3e-4", "1e-3"):
-        keys = {f"{script}, lr {rate}": (script, f"lr{rate}") for script in ("gmpo", "rspo")}
-        columns = {"accuracy": (3, 1), "flips": (3, -1), "shift": (3, 0), "log_ratio_p99": (3, -1)}
-        for words, key in keys.items():
-            cells = []
-            for column, (digits, sign) in columns.items():
-                mine = per_seed("router_shift", key, column)
-                if None in mine:
-                    cells.append("")
-                    continue
-                cell = evidence.mean_std(mine, digits)
-                if key[0] == "rspo" and sign:
-                    other = per_seed("router_shift", ("gmpo", f"lr{rate}"), column)
-                    cell += f"<br>{evidence.verdict(*((mine, other) if sign > 0 else (other, mine)))}"
-                cells.append(cell)
-            following, with_gamma = [], []
-            for rows in evidence.curves("router_shift")[key].values():
-                changes = [b["accuracy"] - a["accuracy"] for a, b in zip(rows, rows[1:], strict=False)]
-                flips = [row["flips"] for row in rows]
-                following.append(statistics.correlation(flips[:-1], changes))
-                if key[0] == "rspo":
-                    with_gamma.append(statistics.correlation(flips, [row["shift"] for row in rows]))
-            zeros = [0.0] * len(following)
-            word = evidence.verdict(zeros, following).split(" (")[0]  # is the correlation negative?
-            cells.append(f"{evidence.mean_std(following, 2)}<br>{word}")
-            cells.append(evidence.mean_std(with_gamma, 2) if with_gamma else "")
-            lines.append([words, *cells])
-    header = ["64 steps per rollout", "accuracy (higher?)", "experts changed (fewer?)", "gamma"]
-    header += ["99 % of \\|log r\\| below (narrower?)", "correlation of changed experts with the next change"]
-    header[-1] += " of accuracy (negative?)"
-    return markdown([*header, "correlation of changed experts with gamma"], lines)
-
-
-def sapo_taus():
-    lines, names = [], {"1.0 / 1.0": "equal", "1.0 / 1.05 (paper)": "paper", "1.05 / 1.0": "reversed"}
-    names |= {"1.0 / 2.0": "strong", "2.0 / 1.0": "strong-reversed"}
-    for rate in ("3e-4", "1e-3"):
-        for words, name in names.items():
-            sign = -1 if name.endswith("reversed") else 1  # reversed is predicted to be worse
-            columns = {"accuracy": (3, sign), "entropy": (4, 0), "log_ratio_p99": (3, 0)}
-            keys = {f"{words}, lr {rate}": ("sapo", f"{name}-lr{rate}")}
-            lines += compared("sapo_taus", keys, columns, ("sapo", f"equal-lr{rate}"))
-    header = ["tau_pos / tau_neg", "accuracy (higher than with equal ones, lower if reversed?)", "entropy"]
-    return markdown([*header, "99 % of \\|log r\\| below"], lines)
+# ---------------------------------------------------------------------------------------- stability
 
 
 def drops(rows):
     """How far the accuracy of each iteration is below the highest one so far."""
-    highest = itertools.accumulate((row["accuracy"] for row in rows), max)
-    return [high - row["accuracy"] for high, row in zip(highest, rows, strict=True)]
+    values = [row["accuracy"] for row in rows]
+    highest = itertools.accumulate(values, max)
+    return [high - value for high, value in zip(highest, values, strict=True)]
 
 
 def falls(name):
     """Of the runs at each setting: how many had an iteration 0.2 or more below an earlier one."""
-    curves, lines = evidence.curves(name), []
-    settings = sorted({key[1] for key in curves}, key=lambda v: (int(v.split("steps")[1]), float(v[2:6])))
 
+    def steps_and_rate(setting):
+        rate, steps = re.fullmatch(r"lr(.+)-steps(.+)", setting).groups()
+        return int(steps), float(rate)
+
+    curves = read_curves(name)
+    settings = sorted({setting for _, setting in curves}, key=steps_and_rate)
+    lines = []
     for script in SCRIPTS:
-        groups = [curves[script, v].values() for v in settings if (script, v) in curves]
-        if groups:
-            lines.append(
-                [
-                    script,
-                    *(f"{sum(max(drops(rows)) >= 0.2 for rows in runs)} of {len(runs)}" for runs in groups),
-                ]
-            )
-    words = [v.replace("lr", "").replace("-steps", ", ") for v in settings]
+        cells = []
+        for setting in settings:
+            if (script, setting) in curves:
+                runs = curves[script, setting].values()
+                fell = sum(max(drops(rows)) >= 0.2 for rows in runs)
+                cells.append(f"{fell} of {len(runs)}")
+        if cells:
+            lines.append([script, *cells])
+    words = [setting.replace("lr", "").replace("-steps", ", ") for setting in settings]
     return markdown(["lr, steps", *words], lines, "l" + "r" * len(words))
 
 
@@ -418,125 +294,773 @@ def stability():
     return falls("stability")
 
 
+def stability_calibrated():
+    return falls("stability_calibrated")
+
+
 def during_the_fall():
-    """Means over iterations 2 to 6 at the highest learning rate with 16 steps, and how the runs end."""
-    curves, runs, table = evidence.curves("stability"), evidence.runs("stability"), []
-    key = "lr1e-3-steps16"
+    """Means over iterations 2 to 6 at the highest rate with 16 steps, and how the runs end."""
+    setting = "lr1e-3-steps16"
+    table = []
     for script in SCRIPTS:
-        lines = curves[script, key].values()
-        early = [
-            row | {"clipped": (row["clip_low"] or 0) + (row["clip_high"] or 0)}
-            for x in lines
-            for row in x[1:6]
-        ]
-        columns = ("log_ratio_p99", "outside", "clipped", "flips", "grad_norm")
-        drop = statistics.mean(max(drops(rows)) for rows in lines)
-        final = statistics.mean(row["after_sampled_accuracy"] or 0 for row in runs[script, key])
-        table.append([*(statistics.mean(row[x] for row in early) for x in columns), drop, final])
+        runs = read_curves("stability")[script, setting].values()
+        early = [row for rows in runs for row in rows[1:6]]
+        clipped = [(row["clip_low"] or 0) + (row["clip_high"] or 0) for row in early]
+        after = [row["after_sampled_accuracy"] for row in read_runs("stability")[script, setting]]
+        table.append(
+            [
+                statistics.mean(row["log_ratio_p99"] for row in early),
+                statistics.mean(row["outside"] for row in early),
+                statistics.mean(clipped),
+                statistics.mean(row["flips"] for row in early),
+                statistics.mean(row["grad_norm"] for row in early),
+                statistics.mean(max(drops(rows)) for rows in runs),
+                statistics.mean(accuracy or 0 for accuracy in after),
+            ]
+        )
     digits = (2, 3, 3, 3, 2, 2, 2)
-    rows = [
-        [script, *(f"{value:.{n}f}" for value, n in zip(values, digits, strict=True))]
-        for script, values in zip(SCRIPTS, table, strict=True)
-    ]
+    lines = []
+    for script, values in zip(SCRIPTS, table, strict=True):
+        cells = [f"{value:.{n}f}" for value, n in zip(values, digits, strict=True)]
+        lines.append([script, *cells])
     *columns, _, final = zip(*table, strict=True)
-    ranks = (f"{evidence.rank_correlation(column, final):+.2f}" for column in columns)
-    rows.append(["rank correlation with the last column", *ranks, "", ""])
-    header = ["script", "99 % of \\|log r\\| below", "tokens outside PPO's range", "clipped"]
-    header += [
+    ranks = [f"{evidence.rank_correlation(column, final):+.2f}" for column in columns]
+    lines.append(["rank correlation with the last column", *ranks, "", ""])
+    header = [
+        "script",
+        r"99% of \|log r\| below",
+        "tokens outside PPO's range",
+        "clipped",
         "experts changed",
         "gradient norm",
         "largest drop of the accuracy",
         "held-out accuracy after the run",
     ]
-    return markdown(header, rows, "lrrrrrrr")
-
-
-def stability_calibrated():
-    return falls("stability_calibrated")
+    return markdown(header, lines, "lrrrrrrr")
 
 
 def calibrate():
-    rows = [row for row in evidence.table("calibrate") if row["chosen"]]
-    first = {}
+    own = {}
+    chosen = []
     for row in evidence.table("calibrate"):
-        first.setdefault(row["script"], row)
-    lines = [
-        [row["script"], f"{first[row['script']]['share']:.2%}", f"`{row['flags']}`", f"{row['share']:.2%}"]
-        for row in rows
+        own.setdefault(row["script"], row["share"])  # the first row has the script's own range
+        if row["chosen"]:
+            chosen.append(row)
+    lines = []
+    for row in chosen:
+        shares = f"{own[row['script']]:.2%}", f"{row['share']:.2%}"
+        lines.append([row["script"], shares[0], f"`{row['flags']}`", shares[1]])
+    header = ["script", "clipped with its own range", "calibrated range", "clipped"]
+    return markdown(header, lines, "lrlr")
+
+
+# ------------------------------------------------------------------------------- the papers' claims
+
+
+def per_seed(name, key, column, count=10):
+    """Mean of a column over the last `count` iterations, for each seed in order."""
+    runs = read_curves(name)[key]
+    return [evidence.tail(runs[seed], column, count) for seed in sorted(runs)]
+
+
+def whole(name, key, column):
+    """The same over all iterations."""
+    return per_seed(name, key, column, 10_000)
+
+
+def verdict(ours, theirs, sign):
+    """`sign`: 1 if ours is predicted to be larger, -1 if smaller."""
+    return evidence.verdict(ours, theirs) if sign > 0 else evidence.verdict(theirs, ours)
+
+
+def compared(name, variants, columns, reference):
+    """Rows of means over the last ten iterations, each with a verdict against the reference.
+
+    `variants`: {words: key}. `columns`: {column: (digits, sign of the prediction, 0 for none)}.
+    """
+    lines = []
+    for words, key in variants.items():
+        cells = [words]
+        for column, (digits, sign) in columns.items():
+            mine = per_seed(name, key, column)
+            cell = evidence.mean_std(mine, digits)
+            if key != reference and sign:
+                cell += f"<br>{verdict(mine, per_seed(name, reference, column), sign)}"
+            cells.append(cell)
+        lines.append(cells)
+    return lines
+
+
+SAME = ("gspo", "gmpo", "rspo", "sapo")  # as grpo without KL, with one step per rollout
+OTHER = ("dr_grpo", "cispo")  # these have other normalisers
+
+
+def reward_gaps(script):
+    """Largest difference from grpo's mean reward in an iteration, for each seed."""
+    curves = read_curves("one_step")
+    gaps = []
+    for seed, rows in curves[script, "one"].items():
+        pairs = zip(rows, curves["grpo", "one"][seed], strict=True)
+        gaps.append(max(abs(a["reward"] - b["reward"]) for a, b in pairs))
+    return gaps
+
+
+def one_step_verdict():
+    """Is the one of OTHER that is nearest to grpo further from it than each of SAME, by seed?"""
+    nearest = [min(gaps) for gaps in zip(*map(reward_gaps, OTHER), strict=True)]
+    furthest = [max(gaps) for gaps in zip(*map(reward_gaps, SAME), strict=True)]
+    return verdict(nearest, furthest, 1)
+
+
+def one_step():
+    curves = read_curves("one_step")
+    base = curves["grpo", "one"]
+    lines = []
+    for script in ("grpo", *SAME, *OTHER):
+        agreeing = []
+        for seed, rows in curves[script, "one"].items():
+            agrees = [a["reward"] == b["reward"] for a, b in zip(rows, base[seed], strict=True)]
+            agreeing.append(agrees.index(False) if False in agrees else len(agrees))
+        final = [row["after_sampled_accuracy"] for row in read_runs("one_step")[script, "one"]]
+        cells = [
+            script + (" (no KL)" if script == "grpo" else ""),
+            "/".join(map(str, agreeing)),
+            f"{max(reward_gaps(script)):.3f}",
+            evidence.mean_std(final),
+        ]
+        lines.append(cells)
+    question = "are the last two further from grpo than the four above?"
+    lines.append([question, "", one_step_verdict(), ""])
+    header = [
+        "script",
+        "iterations before the mean reward differs from grpo's, by seed (60: never)",
+        "largest difference of a mean reward",
+        "held-out accuracy after the run",
     ]
-    return markdown(["script", "clipped with its own range", "calibrated range", "clipped"], lines, "lrlr")
+    return markdown(header, lines, "lrrr")
 
 
-def departures():
-    """Measured numbers that the table of departures cites."""
-    clip = {}
-    for variant in ("paper", "own"):
-        low, high = (whole("ranges", ("gspo", variant), f"clip_{side}") for side in ("low", "high"))
-        clip[variant] = statistics.mean(a + b for a, b in zip(low, high, strict=True))
-    slow, own = (
-        [row["explained_variance_last10"] for row in evidence.runs(name)[key]]
-        for name, key in (("ranges", ("ppo", "slow-critic")), ("nine", ("ppo", "default")))
+def clip_higher():
+    columns = {"entropy": (4, 1), "clip_high": (4, 0), "accuracy": (3, 0)}
+    lines = []
+    for steps in ("4", "16"):
+        variants = {}
+        for high in ("0.2", "0.28", "0.5", "1.0"):
+            variants[f"{steps} steps, eps high {high}"] = ("dapo", f"steps{steps}-high{high}")
+        lines += compared("clip_higher", variants, columns, ("dapo", f"steps{steps}-high0.2"))
+    variants = {}
+    for high in ("0.02", "0.028", "0.1"):
+        variants[f"16 steps, eps low 0.02, high {high}"] = ("dapo", f"high{high}")
+    lines += compared("clip_higher_narrow", variants, columns, ("dapo", "high0.02"))
+    entropy = "entropy (higher than in the first row of its kind?)"
+    return markdown(["dapo", entropy, "clipped above", "accuracy"], lines)
+
+
+def first_and_last(key, column):
+    """Means over the first three and the last ten iterations, of the runs of wrong_length."""
+    runs = read_curves("wrong_length")[key]
+    first = [evidence.tail(runs[seed][:3], column, 3) for seed in sorted(runs)]
+    return first, per_seed("wrong_length", key, column)
+
+
+def wrong_length():
+    lines = []
+    last = {}
+    for words, key in {"Dr. GRPO": ("dr_grpo", "default"), "GRPO, no KL": ("grpo", "kl0")}.items():
+        first, last[words] = first_and_last(key, "len_wrong")
+        cells = [
+            evidence.mean_std(first, 1),
+            evidence.mean_std(last[words], 1),
+            evidence.mean_std(per_seed("wrong_length", key, "len_right"), 1),
+            evidence.mean_std(per_seed("wrong_length", key, "accuracy")),
+            verdict(last[words], first, 1),
+        ]
+        lines.append([words, *cells])
+    longer = verdict(last["GRPO, no KL"], last["Dr. GRPO"], 1)
+    lines.append(["GRPO's are longer than Dr. GRPO's?", "", longer, "", "", ""])
+    header = ["", "wrong, first 3 iterations", "wrong, last 10", "right, last 10"]
+    return markdown([*header, "accuracy, last 10", "wrong answers grow?"], lines)
+
+
+def areas(name, key):
+    """Of the rollouts' accuracy over the first 13,000 completions, for each seed."""
+    return [evidence.area(rollout_points(rows), 13_000) for rows in read_curves(name)[key].values()]
+
+
+def after_36_updates(key):
+    runs = read_curves("dynamic_sampling")[key].values()
+    return [evidence.tail(rows[:36], "accuracy", 5) for rows in runs]
+
+
+def dynamic_sampling():
+    name = "dynamic_sampling"
+    without = ("dapo", "drop")
+    refill = ("dapo", "refill")
+    lines = []
+    for words, key in {"without": without, "with dynamic sampling": refill}.items():
+        generated = [row["generated"] for row in read_runs(name)[key]]
+        final = [row["after_sampled_accuracy"] for row in read_runs(name)[key]]
+        cells = [
+            f"{min(generated):.0f} to {max(generated):.0f}",
+            evidence.mean_std(areas(name, key)),
+            evidence.mean_std(after_36_updates(key)),
+            evidence.mean_std(final),
+        ]
+        lines.append([words, *cells])
+    by_area = verdict(areas(name, refill), areas(name, without), 1)
+    by_updates = verdict(after_36_updates(refill), after_36_updates(without), 1)
+    lines.append(["higher with it?", "", by_area, by_updates, ""])
+    header = [
+        "",
+        "completions generated",
+        "area, 13,000 completions",
+        "accuracy, iterations 32 to 36",
+    ]
+    return markdown([*header, "held-out, after the run"], lines)
+
+
+def overlong():
+    variants = {name: ("dapo", name) for name in ("none", "filter", "soft")}
+    columns = {"truncated": (4, -1), "len": (1, -1), "accuracy": (3, 1), "direct": (3, 0)}
+    lines = compared("overlong", variants, columns, ("dapo", "none"))
+    for line, key in zip(lines, variants.values(), strict=True):
+        line.append(evidence.mean_std(areas("overlong", key)))
+    header = ["", "cut off (fewer than without?)", "length (shorter?)", "accuracy (higher?)"]
+    return markdown([*header, "direct answers", "area, 13,000 completions"], lines)
+
+
+def gradient_shares(script, steps):
+    """By seed: share of tokens outside PPO's range, expected norm of as many, norm of theirs."""
+    key = (script, f"steps{steps}")
+    tokens = whole("gradient_share", key, "outside")
+    gradient = whole("gradient_share", key, "outside_gradient")
+    return tokens, [math.sqrt(share) for share in tokens], gradient
+
+
+def gradient_share():
+    lines = []
+    for steps in ("4", "16"):
+        for words, script in {"CISPO": "cispo", "GRPO, no KL": "grpo"}.items():
+            tokens, chance, gradient = gradient_shares(script, steps)
+            cells = [f"{statistics.mean(values):.2%}" for values in (tokens, chance, gradient)]
+            shown = verdict(gradient, chance, 1) if script == "cispo" else ""
+            lines.append([f"{words}, {steps} steps", *cells, shown])
+    header = ["", "tokens outside PPO's range", "norm expected of as many random tokens"]
+    header += ["their share of the gradient's norm", "more than random tokens?"]
+    return markdown(header, lines, "lrrrl")
+
+
+def stale(script, rate, column):
+    """Mean over all iterations of a run with 16 steps per rollout, for each seed."""
+    if rate == "1e-4":
+        return whole("stale_ratio", (script, "stale"), column)
+    if script == "grpo":  # without KL
+        return whole("stale_ratio", (script, f"lr{rate}"), column)
+    return whole("stability", (script, f"lr{rate}-steps16"), column)
+
+
+RATES = ("1e-4", "3e-4", "1e-3")
+SPREAD = ("log_ratio_p99", "log_ratio_up_max", "log_ratio_down_max")  # of the log-ratios
+
+
+def stale_ratio():
+    columns = {"log_ratio_p99": 4, "log_ratio_up_max": 2, "log_ratio_down_max": 2, "accuracy": 3}
+    lines = []
+    for rate in RATES:
+        for script in ("grpo", "cispo", "gspo", "gmpo", "rspo"):
+            words = "GRPO, no KL" if script == "grpo" else script.upper()
+            cells = [f"{words}, lr {rate}"]
+            for column, digits in columns.items():
+                mine = stale(script, rate, column)
+                cell = evidence.mean_std(mine, digits)
+                if script != "grpo" and column in SPREAD:
+                    cell += f"<br>{verdict(mine, stale('grpo', rate, column), -1)}"
+                cells.append(cell)
+            lines.append(cells)
+    header = ["", r"99% of \|log r\| below (narrower than GRPO's?)", "largest log r"]
+    return markdown([*header, "largest -log r", "accuracy, mean of all iterations"], lines)
+
+
+def shift_before_fall(key):
+    """Correlation of the changed experts with the next change of the accuracy, for each seed."""
+    correlations = []
+    for rows in read_curves("router_shift")[key].values():
+        pairs = itertools.pairwise(row["accuracy"] for row in rows)
+        changes = [after - before for before, after in pairs]
+        flips = [row["flips"] for row in rows[:-1]]
+        correlations.append(statistics.correlation(flips, changes))
+    return correlations
+
+
+def shift_and_gamma(key):
+    correlations = []
+    for rows in read_curves("router_shift")[key].values():
+        flips = [row["flips"] for row in rows]
+        correlations.append(statistics.correlation(flips, [row["shift"] for row in rows]))
+    return correlations
+
+
+def is_negative(values):
+    return verdict(values, [0.0] * len(values), -1)
+
+
+def router_shift():
+    name = "router_shift"
+    columns = {"accuracy": (3, 1), "flips": (3, -1), "shift": (3, 0), "log_ratio_p99": (3, -1)}
+    lines = []
+    for rate in ("3e-4", "1e-3"):
+        gmpo = ("gmpo", f"lr{rate}")
+        for script in ("gmpo", "rspo"):
+            key = (script, f"lr{rate}")
+            cells = [f"{script}, lr {rate}"]
+            for column, (digits, sign) in columns.items():
+                mine = per_seed(name, key, column)
+                if None in mine:  # gmpo has no gamma
+                    cells.append("")
+                    continue
+                cell = evidence.mean_std(mine, digits)
+                if script == "rspo" and sign:
+                    cell += f"<br>{verdict(mine, per_seed(name, gmpo, column), sign)}"
+                cells.append(cell)
+            following = shift_before_fall(key)
+            word = first_word(is_negative(following))
+            cells.append(f"{evidence.mean_std(following, 2)}<br>{word}")
+            cells.append(evidence.mean_std(shift_and_gamma(key), 2) if script == "rspo" else "")
+            lines.append(cells)
+    header = [
+        "64 steps per rollout",
+        "accuracy (higher?)",
+        "experts changed (fewer?)",
+        "gamma",
+        r"99% of \|log r\| below (narrower?)",
+        "correlation of changed experts with the next change of accuracy (negative?)",
+        "correlation of changed experts with gamma",
+    ]
+    return markdown(header, lines)
+
+
+def sapo_taus():
+    names = {
+        "1.0 / 1.0": "equal",
+        "1.0 / 1.05 (paper)": "paper",
+        "1.05 / 1.0": "reversed",
+        "1.0 / 2.0": "strong",
+        "2.0 / 1.0": "strong-reversed",
+    }
+    lines = []
+    for rate in ("3e-4", "1e-3"):
+        for words, name in names.items():
+            sign = -1 if name.endswith("reversed") else 1  # reversed is predicted to be worse
+            columns = {"accuracy": (3, sign), "entropy": (4, 0), "log_ratio_p99": (3, 0)}
+            variants = {f"{words}, lr {rate}": ("sapo", f"{name}-lr{rate}")}
+            lines += compared("sapo_taus", variants, columns, ("sapo", f"equal-lr{rate}"))
+    accuracy = "accuracy (higher than with equal ones, lower if reversed?)"
+    header = ["tau_pos / tau_neg", accuracy, "entropy", r"99% of \|log r\| below"]
+    return markdown(header, lines)
+
+
+# -------------------------------------------------------------------- the claims in the main README
+#
+# Each of the functions below returns [(verdict, what was measured)]. The words beside a verdict say
+# how a number came out, whichever way that is, so that they stay true when the CSVs change.
+
+
+def first_word(verdict):
+    return verdict.split(" (")[0]
+
+
+def overall(*verdicts):
+    """One word for several comparisons: theirs if they agree, else "not shown"."""
+    words = {first_word(each) for each in verdicts}
+    return words.pop() if len(words) == 1 else "not shown"
+
+
+def apart(ours, theirs, more, less):
+    """The mean difference in words: '0.44 ± 0.14 shorter'."""
+    mean, half = evidence.difference(ours, theirs)
+    digits = 3
+    if half > 0:  # two digits of the interval, and as many decimals of the mean
+        digits = max(0, 1 - math.floor(math.log10(half)))
+    return f"{abs(mean):.{digits}f} ± {half:.{digits}f} {more if mean > 0 else less}"
+
+
+def seen_one_step():
+    gaps = {script: f"{script} {max(reward_gaps(script)):.3f}" for script in (*SAME, *OTHER)}
+    same = ", ".join(gaps[script] for script in SAME)
+    other = " and ".join(gaps[script] for script in OTHER)
+    text = f"largest distance of a mean reward from grpo's: {same}, against {other}"
+    return [(first_word(one_step_verdict()), text)]
+
+
+def seen_clip_higher():
+    def entropies(name, high, low):
+        return [per_seed(name, ("dapo", variant), "entropy") for variant in (high, low)]
+
+    four = entropies("clip_higher", "steps4-high0.28", "steps4-high0.2")
+    sixteen = entropies("clip_higher", "steps16-high0.28", "steps16-high0.2")
+    narrow = entropies("clip_higher_narrow", "high0.028", "high0.02")
+    text = (
+        f"with 0.28 in place of 0.2, the entropy is {apart(*four, 'higher', 'lower')} (4 steps per"
+        f" rollout) and {apart(*sixteen, 'higher', 'lower')} (16 steps)"
     )
-    errors = max(row["first_step_ratio_error_max"] for row in evidence.table("nine"))
-    return textwrap.wrap(
-        f"The largest |r - 1| at the first step of an iteration is {errors:g} in the 45 runs of the figure."
-        f" gspo clips {clip['paper']:.0%} of the tokens with the paper's range and {clip['own']:.0%} with"
-        f" ours, in the first ten iterations. ppo's critic explains {min(own):.0%} to {max(own):.0%} of the"
-        f" variance of the returns in the last ten iterations, and {min(slow):.0%} to {max(slow):.0%} with"
-        " the policy's learning rate (`python benchmarks/sweep.py ranges nine`).",
-        width=118,
+    more = (
+        "with bounds a tenth as wide, so that the clip binds, it is"
+        f" {apart(*narrow, 'higher', 'lower')}"
     )
+    first = overall(verdict(*four, 1), verdict(*sixteen, 1))
+    return [(first, text), (first_word(verdict(*narrow, 1)), more)]
+
+
+def seen_wrong_length():
+    _, grpo = first_and_last(("grpo", "kl0"), "len_wrong")
+    first, dr_grpo = first_and_last(("dr_grpo", "default"), "len_wrong")
+    against = apart(grpo, dr_grpo, "tokens longer", "tokens shorter")
+    growth = apart(dr_grpo, first, "tokens longer", "tokens shorter")
+    return [
+        (
+            first_word(verdict(grpo, dr_grpo, 1)),
+            f"GRPO's wrong answers end {against} than Dr. GRPO's",
+        ),
+        (
+            first_word(verdict(dr_grpo, first, -1)),
+            f"Dr. GRPO's end {growth} than they began",
+        ),
+    ]
+
+
+def seen_dynamic_sampling():
+    refill = ("dapo", "refill")
+    drop = ("dapo", "drop")
+    by_area = areas("dynamic_sampling", refill), areas("dynamic_sampling", drop)
+    by_updates = after_36_updates(refill), after_36_updates(drop)
+    height = apart(*by_area, "higher", "lower")
+    accuracy = apart(*by_updates, "higher", "lower")
+    return [
+        (
+            first_word(verdict(*by_area, 1)),
+            f"at equally many generated completions, the mean of the accuracy is {height} with it",
+        ),
+        (
+            first_word(verdict(*by_updates, 1)),
+            f"after equally many updates, the accuracy is {accuracy} with it",
+        ),
+    ]
+
+
+def seen_overlong():
+    def against_none(name, column):
+        return [per_seed("overlong", ("dapo", variant), column) for variant in (name, "none")]
+
+    items = []
+    for name, words in {"soft": "soft punishment", "filter": "filtering"}.items():
+        cut_off = against_none(name, "truncated")
+        length = against_none(name, "len")
+        accuracy = against_none(name, "accuracy")
+        text = (
+            f"{words}: the share cut off is {apart(*cut_off, 'higher', 'lower')} than with neither,"
+            f" answers are {apart(*length, 'tokens longer', 'tokens shorter')}, the accuracy is"
+            f" {apart(*accuracy, 'higher', 'lower')}"
+        )
+        items.append((overall(verdict(*cut_off, -1), verdict(*length, -1)), text))
+    return items
+
+
+def seen_gradient_share():
+    verdicts = []
+    texts = []
+    for steps in ("4", "16"):
+        tokens, chance, gradient = gradient_shares("cispo", steps)
+        verdicts.append(verdict(gradient, chance, 1))
+        texts.append(
+            f"with {steps} steps per rollout, {statistics.mean(tokens):.2%} of the tokens have"
+            f" {statistics.mean(gradient):.1%} of the gradient's norm, where as many random ones"
+            f" would have {statistics.mean(chance):.1%}"
+        )
+    _, _, under_grpo = gradient_shares("grpo", "16")
+    texts.append(f"under GRPO they have {max(under_grpo):.1%}")
+    return [(overall(*verdicts), "; ".join(texts))]
+
+
+def seen_stale_ratio():
+    verdicts = []
+    texts = []
+    for rate in RATES:
+        widths = []
+        for script in ("grpo", "gspo", "gmpo"):
+            mine = stale(script, rate, "log_ratio_p99")
+            widths.append(f"{statistics.mean(mine):.3g}")
+            if script != "grpo":
+                verdicts.append(verdict(mine, stale("grpo", rate, "log_ratio_p99"), -1))
+        texts.append(f"{' / '.join(widths)} (lr {rate})")
+    text = rf"99% of \|log r\| are below, in grpo / gspo / gmpo: {', '.join(texts)}"
+    return [(overall(*verdicts), text)]
+
+
+def seen_router_shift():
+    shifts = []
+    following = []
+    accuracies = []
+    differences = []
+    for rate in ("3e-4", "1e-3"):
+        values = {}
+        for script in ("gmpo", "rspo"):
+            key = (script, f"lr{rate}")
+            correlations = shift_before_fall(key)
+            shifts.append(is_negative(correlations))
+            following.append(f"{statistics.mean(correlations):+.2f} ({script}, lr {rate})")
+            values[script] = per_seed("router_shift", key, "accuracy")
+        accuracies.append(verdict(values["rspo"], values["gmpo"], 1))
+        difference = apart(values["rspo"], values["gmpo"], "higher", "lower")
+        differences.append(f"{difference} (lr {rate})")
+    text = f"changed experts correlate with the next change of accuracy by {', '.join(following)}"
+    more = f"rspo's accuracy against gmpo's is {', '.join(differences)}"
+    return [(overall(*shifts), text), (overall(*accuracies), more)]
+
+
+def seen_sapo_taus():
+    items = []
+    for name, words, sign in (("paper", "1.0 / 1.05", 1), ("reversed", "1.05 / 1.0", -1)):
+        verdicts = []
+        texts = []
+        for rate in ("3e-4", "1e-3"):
+            mine = per_seed("sapo_taus", ("sapo", f"{name}-lr{rate}"), "accuracy")
+            equal = per_seed("sapo_taus", ("sapo", f"equal-lr{rate}"), "accuracy")
+            verdicts.append(verdict(mine, equal, sign))
+            texts.append(f"{apart(mine, equal, 'higher', 'lower')} (lr {rate})")
+        text = f"with {words} the accuracy against equal ones is {', '.join(texts)}"
+        items.append((overall(*verdicts), text))
+    return items
+
+
+CLAIMS = (  # heading of the section, what the paper says, what is seen
+    (
+        "(a) One step per rollout",
+        "(from the formulas) all ratios are 1, so grpo without KL, gspo, gmpo, rspo and sapo have"
+        " one curve; dr_grpo and cispo do not",
+        seen_one_step,
+    ),
+    (
+        "(b) Clip-higher and entropy",
+        "DAPO: a wider range above 1 keeps the entropy higher",
+        seen_clip_higher,
+    ),
+    (
+        "(c) The length of wrong answers",
+        "Dr. GRPO: dividing by the length makes wrong answers grow; without it they do not",
+        seen_wrong_length,
+    ),
+    (
+        "(d) Dynamic sampling",
+        "DAPO: refilling the batch with mixed groups learns faster, even if what is thrown away"
+        " is counted",
+        seen_dynamic_sampling,
+    ),
+    (
+        "(e) Overlong answers",
+        "DAPO: on a base that rambles, punishing or filtering what is cut off shortens answers"
+        " and costs no accuracy",
+        seen_overlong,
+    ),
+    (
+        "(f) Tokens that the clip drops",
+        "MiniMax-M1: PPO's clip drops tokens that matter; CISPO keeps their gradient",
+        seen_gradient_share,
+    ),
+    (
+        "(g) Log-ratios under stale data",
+        "GSPO, GMPO: the log-ratios stay closer to 0 than GRPO's",
+        seen_stale_ratio,
+    ),
+    (
+        "(h) Router shift and collapse",
+        "RSPO: experts change before the reward falls, and rspo is more stable than gmpo",
+        seen_router_shift,
+    ),
+    (
+        "(i) The two temperatures of SAPO",
+        "SAPO: tau_neg above tau_pos is more stable than equal ones, and the reverse less",
+        seen_sapo_taus,
+    ),
+)
+
+
+def claims():
+    rows = []
+    for heading, paper, seen in CLAIMS:
+        (word, text), *others = seen()
+        cell = f"[**{word}**](benchmarks/README.md#{anchor(heading)}): {text}"
+        for other_word, other_text in others:
+            cell += f"<br>**{other_word}**: {other_text}"
+        rows.append([heading, paper, cell])
+    return markdown(["claim", "what the paper says", "what is seen here"], rows)
+
+
+# -------------------------------------------------------------------------------------------- speed
+
+
+def three(values):
+    """The lowest, the middle and the highest."""
+    chosen = min(values), statistics.median(values), max(values)
+    return [f"{value:.2f}" for value in chosen]
+
+
+def sampler():
+    rows = evidence.table("sampler")
+    lines = []
+    for name in ("sampler", "generate"):
+        rate = statistics.median(row[f"{name}_tokens_per_second"] for row in rows)
+        lines.append(f"{name:10}{rate:10.0f} tokens/s (median of {len(rows)})")
+    ratios = [row["sampler_tokens_per_second"] / row["generate_tokens_per_second"] for row in rows]
+    lines.append("ratio     min {}  median {}  max {}".format(*three(ratios)))
+    return ["```", *lines, "```"]
+
+
+def speed():
+    table = evidence.table("trl_speed")
+    lines = []
+    for lr, words in ((1e-9, "weights stay"), (2e-4, "while it learns")):
+        rows = [row for row in table if row["lr"] == lr]
+        seconds = {}
+        for side in ("ours", "trl"):
+            iteration = [row[f"{side}_seconds"] for row in rows]
+            sampling = [row[f"{side}_sampling"] for row in rows]
+            rest = [row[f"{side}_seconds"] - row[f"{side}_sampling"] for row in rows]
+            seconds[side] = {"iteration": iteration, "sampling": sampling, "the rest": rest}
+        for name, ours in seconds["ours"].items():
+            theirs = seconds["trl"][name]
+            ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+            medians = [f"{statistics.median(values):.3f} s" for values in (ours, theirs)]
+            lines.append([f"{words}: {name}", *medians, " / ".join(three(ratios))])
+        peaks = [max(row[f"{side}_peak_mib"] for row in rows) for side in ("ours", "trl")]
+        cells = [f"{peak:.0f} MiB" for peak in peaks]
+        lines.append([f"{words}: peak memory", *cells, f"{peaks[0] / peaks[1]:.2f}"])
+        tokens = [
+            statistics.mean(row[f"{side}_tokens"] for row in rows) for side in ("ours", "trl")
+        ]
+        cells = [f"{count:.0f}" for count in tokens]
+        lines.append([f"{words}: tokens sampled", *cells, f"{tokens[0] / tokens[1]:.2f}"])
+    pairs = f"2 x {len(table) // 2} interleaved pairs"
+    return markdown([pairs, "`grpo.py`", "TRL", "ratio (min / median / max)"], lines, "lrrr")
+
+
+def scaling():
+    rows = evidence.table("scaling")
+    axes = dict.fromkeys(row["axis"] for row in rows)
+    lines = []
+    for axis in axes:
+        mine = [row for row in rows if row["axis"] == axis]
+        for row in mine:
+            cells = [
+                f"{axis} {row['value']:.0f}",
+                f"{row['parameters'] / 1e6:.2f} M",
+                f"{row['rollout_seconds']:.2f}",
+                f"{row['update_seconds']:.2f}",
+                f"{row['products']:.0%}",
+                f"{row['attention']:.0%}",
+            ]
+            lines.append(cells)
+        slopes = []
+        for key in ("rollout_seconds", "update_seconds"):
+            slope = evidence.exponent([row["value"] for row in mine], [row[key] for row in mine])
+            slopes.append(f"**{slope:.2f}**")
+        lines.append([f"**exponent**, {axis}", "", *slopes, "", ""])
+    header = ["", "parameters", "rollout, s", "update, s", "matrix products", "attention"]
+    return markdown(header, lines, "lrrrrr")
+
+
+# ---------------------------------------------------------------------- runs that survive, SmolLM2
 
 
 def soak():
     rows = evidence.table("soak")
-    second, last = rows[len(rows) // 4 : len(rows) // 2], rows[3 * len(rows) // 4 :]
-    memory = [max(row["resident_mib"] for row in part) for part in (second, last)]
+    quarter = len(rows) // 4
+    second = max(row["resident_mib"] for row in rows[quarter : 2 * quarter])
+    last = max(row["resident_mib"] for row in rows[3 * quarter :])
     files = max(row["open_files"] for row in rows)
-    return textwrap.wrap(
-        f"{rows[-1]['iteration']:.0f} iterations of a very small configuration: at most {memory[0]:.0f} MiB"
-        f" in the second quarter and {memory[1]:.0f} MiB in the last, and never more than {files:.0f}"
-        " open files (`python benchmarks/soak.py`).",
-        width=118,
+    text = (
+        f"{rows[-1]['iteration']:.0f} iterations of a very small configuration: at most"
+        f" {second:.0f} MiB in the second quarter and {last:.0f} MiB in the last, and never more"
+        f" than {files:.0f} open files (`python benchmarks/soak.py`)."
     )
+    return textwrap.wrap(text, WIDTH)
 
 
-PARTS = {
-    "README.md": [default_run, curve_table, nine, lesson, speed, sampler, smollm2, departures, soak],
-    "benchmarks/README.md": [
-        *(
-            curve_table,
-            stability,
-            during_the_fall,
-            calibrate,
-            stability_calibrated,
-            one_step,
-            clip_higher,
-            wrong_length,
-        ),
-        *(dynamic_sampling, overlong, gradient_share, stale_ratio, router_shift, sapo_taus, speed, scaling),
-    ],
-}
+def smollm2():
+    rows = [row for row in evidence.table("smollm2") if row["greedy_held_out"] is not None]
+    iterations = [f"{row['iteration']:.0f}" for row in rows]
+    accuracy = [f"{row['greedy_held_out']:.3f}" for row in rows]
+    minutes = [f"{row['seconds'] / 60:.0f}" for row in rows]
+    cells = [
+        ["greedy accuracy, 128 held-out sums", *accuracy],
+        ["minutes of rollouts and updates", *minutes],
+    ]
+    return markdown(["iteration", *iterations], cells, "l" + "r" * len(rows))
+
+
+MAKERS = (
+    nine,
+    lesson,
+    claims,
+    departures,
+    contents,
+    base_model,
+    curve_table,
+    default_run,
+    stability,
+    during_the_fall,
+    calibrate,
+    stability_calibrated,
+    one_step,
+    clip_higher,
+    wrong_length,
+    dynamic_sampling,
+    overlong,
+    gradient_share,
+    stale_ratio,
+    router_shift,
+    sapo_taus,
+    sampler,
+    speed,
+    scaling,
+    soak,
+    smollm2,
+)
+PARTS = {make.__name__.replace("_", " "): make for make in MAKERS}
+BEGIN = "<!-- generated: "
+PART = re.compile(BEGIN + r"([a-z0-9 ]+) -->.*?<!-- end: \1 -->", re.DOTALL)
+
+
+def filled(text):
+    """(the text with its parts as they are made now, the names of these parts)."""
+    names = PART.findall(text)
+
+    def made(match):
+        name = match[1]
+        if name not in PARTS:
+            return match[0]
+        return "\n".join([f"{BEGIN}{name} -->", *PARTS[name](), f"<!-- end: {name} -->"])
+
+    return PART.sub(made, text), names
 
 
 def main():
-    stale = []
-    for name, makers in PARTS.items():
-        path = ROOT / name
-        old = new = path.read_text()
-        for make in makers:
-            title = make.__name__.replace("_", " ")
-            begin, end = f"<!-- generated: {title} -->", f"<!-- end: {title} -->"
-            if begin not in new:
-                sys.exit(f"{name} has no part '{title}'")
-            before, rest = new.split(begin)
-            new = before + begin + "\n" + "\n".join(make()) + "\n" + end + rest.split(end)[1]
-        if new != old:
-            stale.append(name)
-        if "--check" not in sys.argv:
+    check = "--check" in sys.argv
+    complaints = []
+    there = []
+    for path in FILES:
+        old = path.read_text()
+        new, names = filled(old)
+        there += names
+        if old.count(BEGIN) != len(names):
+            complaints.append(f"{path}: a part has no end")
+        if check and new != old:
+            complaints.append(f"{path}: stale, run python benchmarks/readme.py")
+        if not check:
             path.write_text(new)
-    if "--check" in sys.argv and stale:
-        sys.exit(f"{', '.join(stale)}: stale, run python benchmarks/readme.py")
+    complaints += [f"part '{name}' is in neither file" for name in PARTS if name not in there]
+    complaints += [f"there is no part '{name}'" for name in there if name not in PARTS]
+    if complaints:
+        sys.exit("\n".join(complaints))
 
 
 if __name__ == "__main__":

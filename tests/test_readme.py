@@ -1,9 +1,44 @@
-"""The generated parts of the README are what the code and the results say."""
+"""The READMEs: generated parts are up to date, links point to something, the first is one page."""
 
+import re
 import subprocess
 import sys
+from collections import Counter
 
+import pytest
 from conftest import ROOT
+
+sys.path.append(str(ROOT / "benchmarks"))
+import readme
+
+README = ROOT / "README.md"
+BENCHMARKS = ROOT / "benchmarks" / "README.md"
+
+
+def without_blocks(text):
+    """The text without fenced blocks of code."""
+    return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(path):
+    """What GitHub makes of the headings: lower case, no punctuation, hyphens for spaces, and a
+    number behind a name that was there before."""
+    found = set()
+    seen = Counter()
+    for heading in re.findall(r"^#{1,6} +(.+)$", without_blocks(path.read_text()), re.MULTILINE):
+        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)  # of a link: its text
+        name = re.sub(r"[^\w\- ]", "", words.strip().lower()).replace(" ", "-")
+        found.add(f"{name}-{seen[name]}" if seen[name] else name)
+        seen[name] += 1
+    return found
+
+
+def links(path):
+    """The targets of links and images that are not on the web."""
+    text = without_blocks(path.read_text())
+    text = re.sub(r"`[^`\n]*`", "", text)  # nothing in code is a link
+    targets = re.findall(r"\]\(([^)\s]+)\)", text)
+    return [target for target in targets if not re.match(r"[a-z]+:", target)]
 
 
 def test_generated_parts_are_up_to_date():
@@ -12,8 +47,65 @@ def test_generated_parts_are_up_to_date():
     assert result.returncode == 0, result.stderr
 
 
+def test_no_generated_part_is_missing():
+    main_page = README.read_text()
+    both = main_page + BENCHMARKS.read_text()
+    for name in readme.PARTS:
+        assert both.count(f"<!-- generated: {name} -->") == 1, name
+        assert both.count(f"<!-- end: {name} -->") == 1, name
+    for name in ("nine", "lesson", "claims", "departures"):
+        assert f"<!-- generated: {name} -->" in main_page
+
+
+@pytest.mark.parametrize("damage", ["stale", "missing", "unknown", "without an end"])
+def test_check_sees(damage, tmp_path, monkeypatch):
+    """--check passes before the damage and fails after it; writing mends what is stale."""
+    path = tmp_path / "README.md"
+    other = tmp_path / "other.md"
+    parts = {"one": lambda: ["1"], "two": lambda: ["2"]}
+    monkeypatch.setattr(readme, "PARTS", parts)
+    monkeypatch.setattr(readme, "FILES", [path, other])
+    good = "<!-- generated: one -->\n1\n<!-- end: one -->\n"
+    path.write_text(good)
+    other.write_text(good.replace("one", "two").replace("1", "2"))
+    monkeypatch.setattr(sys, "argv", ["readme.py", "--check"])
+    readme.main()
+    bad = {
+        "stale": good.replace("1", "3"),
+        "missing": "nothing\n",
+        "unknown": good + good.replace("one", "three"),
+        "without an end": good + "<!-- generated: one -->\n",
+    }
+    path.write_text(bad[damage])
+    with pytest.raises(SystemExit) as failure:
+        readme.main()
+    assert failure.value.code not in (None, 0)
+    assert path.read_text() == bad[damage]
+    if damage == "stale":
+        monkeypatch.setattr(sys, "argv", ["readme.py"])
+        readme.main()
+        assert path.read_text() == good
+
+
+def test_the_main_readme_is_one_page():
+    assert len(README.read_text().splitlines()) <= 150
+
+
+@pytest.mark.parametrize("path", [README, BENCHMARKS], ids=["README.md", "benchmarks/README.md"])
+def test_links_point_to_something(path):
+    targets = links(path)
+    assert targets
+    for target in targets:
+        name, _, anchor = target.partition("#")
+        file = path.parent / name if name else path
+        assert file.exists(), target
+        if anchor:
+            assert file.suffix == ".md" and anchor in anchors(file), target
+
+
 def test_the_two_commands_are_there_and_ci_runs_the_second():
-    readme, ci = (ROOT / "README.md").read_text(), (ROOT / ".ci" / "run").read_text()
-    assert "pip install -r requirements.txt && python grpo.py" in readme
-    assert "pip install -r requirements.txt && python -m pytest" in readme
+    main_page = README.read_text()
+    ci = (ROOT / ".ci" / "run").read_text()
+    assert "pip install -r requirements.txt && python grpo.py" in main_page
+    assert "pip install -r requirements.txt && python -m pytest" in main_page
     assert "pip install -r requirements.txt && python -m pytest" in ci
