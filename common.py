@@ -1,10 +1,9 @@
-"""What one studies beside a script: verifier, problems, the tiny model, sampler, log-probs, router
-statistics.
+"""What one studies beside a script: verifier, problems, tiny model, sampler, log-probs, statistics.
 
-The suffix of a tensor's name gives its axes: P prompts, G completions per prompt, N = P*G the
-completions of a rollout, B the rows of the batch at hand (all N or a micro-batch), R the rows that the
-sampler still works on, T response tokens, S prompt + response, V vocabulary, L layers, E experts, K
-active experts, 1 a kept axis.
+The suffix of a tensor's name gives its axes: P prompts, G completions per prompt, N = P*G completions
+of a rollout, B rows of the batch at hand (all N or a micro-batch), R rows that are still being sampled,
+T response tokens, S prompt + response, V vocabulary, L layers, E experts, K active experts, 1 a kept
+axis.
 """
 
 import dataclasses
@@ -24,6 +23,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from filelock import FileLock
+from safetensors import SafetensorError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
@@ -34,47 +34,137 @@ from harness import UserError, read_rows
 
 # ----------------------------------------------------------------------------------------- verifier
 
+MAX_ANSWER = 1000  # characters; what is longer is no answer
+NAME = r"^[\s$]*(?:[a-zA-Z]|\\(?:alpha|beta|theta|lambda|phi|omega)) ?= ?"  # the x= of x=5
+# What an answer may be written with, and how to write it plainly, in this order.
+NOTATION = [
+    (r"\*\*|\\[()]", " "),
+    (r"(?<!\\)\${1,2}((?:[^$\\]|\\.)+)\${1,2}", r" \1 "),  # $...$ around a formula
+    (r"−", "-"),
+    (r"\\!", ""),
+    (r"\{,\}|(?<=[0-9])\\,(?=[0-9]{3})", ","),
+    (r"~(?=[a-zA-Z])|(?<!\\)\\[,;: ]|\\(?:left|right|displaystyle)(?![a-zA-Z])", " "),
+    (r"\\(?:text|textbf|mathrm|mathbf|mbox) ?\{([^{}]*)\}", r" \1 "),
+    (r"\\[dt]frac", r"\\frac"),
+    (r"\\(frac|sqrt) ?([0-9])", r"\\\1{\2}"),  # \frac12 is \frac{1}2, ...
+    (r"(\\frac\{[^{}]*\}) ?([0-9])", r"\1{\2}"),  # ... and that \frac{1}{2}
+    (r"\\frac ?\{(-?[^{}+ -]*(?:\{[^{}]*\})?)\} ?\{([0-9]+)\}", r" \1/\2"),  # a/b
+    (r" ?([\^_]) ?\{([^{}])\}", r"\1\2"),  # x^{2} is x^2
+    (r"\s+", " "),
+    (r"^ | ?\.? ?$", ""),
+    (r"^(?i:(?:the )?(?:final )?answer(?: is:?|:) )", ""),
+    (r"^\(([A-Z])\)$", r"\1"),  # the choice (A)
+    (r"^([+-]?) ?\\?\$ ?([+-]?[0-9.,]+)(?i: dollars?| usd)?", r"\1\2 dollars"),
+    (r"([0-9]) ?\\?%$", r"\1 percent"),
+    (r" ?(?:\^ ?\{?\\circ\}?|°)", " degrees"),
+    (r"(?<=[0-9])(?=[a-zA-Z]{2})", " "),  # 5cm is 5 cm
+    (r"(?<= )([mck]?m|in|inches|ft|feet|miles) ?\^2", r"square \1"),
+    (r"(?<= )([mck]?m|in|inches|ft|feet|miles) ?\^3", r"cubic \1"),
+]
+# What may stand behind a number, and be left out: nothing that multiplies it, as "million" does.
+UNITS = "|".join(
+    """
+    dollar usd cent percent degree mm cm km mile foot feet ft inch inche in yard meter centimeter
+    kilometer gram kg kilogram pound lb ounce oz ton liter ml gallon cup second minute hour hr day week
+    month year mph unit point time person people child children student man men woman women boy girl
+    friend apple ball book box boxe card coin cookie egg game item marble page piece step ticket toy way
+    """.split()
+)
+UNIT = rf"(?:(?i:{UNITS})s?|[mghsL])"  # one letter counts as it is written: 5 M is no length
+MEASURED = rf"(.*[0-9])((?: (?:square |cubic )?{UNIT})?(?:(?: per |/){UNIT})?)"
+
 
 def final_answer(text):
-    r"""The rest of the line after the last '####', or the inside of the last '\boxed{}' if later, or
-    None."""
-    marker, box = text.rfind("####"), text.rfind("\\boxed{")
+    r"""What the last '\boxed' holds, or the line after the last '####' if that is later, or None."""
+    marker = text.rfind("####")
+    box = text.rfind("\\boxed")
+    found = ""
+    if box > marker:
+        start = box + len("\\boxed")
+        found = boxed(text[start : start + MAX_ANSWER].lstrip(" "))
+    if not found and marker >= 0:
+        start = marker + len("####")
+        line = text[start : start + MAX_ANSWER].split("\n")[0]
+        found = line if len(line) < MAX_ANSWER else ""
+    return found.strip() or None
+
+
+def boxed(text):
+    r"""What the braces hold that `text` begins with, "" if they stay open; of '\boxed 12' the 12."""
+    if not text.startswith("{"):
+        return re.match(r"[^\n$]*", text)[0]
     depth = 0
-    for end in range(box + 6, len(text) if box > marker else 0):
-        depth += (text[end] == "{") - (text[end] == "}")
+    for brace in re.finditer(r"(?<!\\)[{}]", text):
+        depth += 1 if brace[0] == "{" else -1
         if depth == 0:
-            return text[box + 7 : end].strip() or None
-    return text[marker + 4 :].split("\n", 1)[0].strip() or None if marker >= 0 else None
+            return text[1 : brace.start()]
+    return ""
+
+
+def number(text):
+    """'-1,000.50', '1/2' or '2 1/2' as a Fraction, else None. A quotient that is an integer is no
+    number: it is the question, not the answer."""
+    integer = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)"  # \d would match digits of any alphabet
+    if re.fullmatch(rf"[+-]? ?(?=\.?[0-9]){integer}?(?:\.[0-9]+)?", text):
+        return Fraction(re.sub("[, ]", "", text))
+    quotient = re.fullmatch(r"([+-]?) ?(?:([0-9]+) )?([0-9]+) ?/ ?([0-9]+)", text)
+    if quotient is None:
+        return None
+    whole, above, below = (int(part) for part in quotient.groups("0")[1:])
+    if below == 0 or above % below == 0 or (whole > 0 and above > below):
+        return None
+    value = whole + Fraction(above, below)
+    return -value if quotient[1] == "-" else value
 
 
 def canonical(answer):
-    """A number ('$1,000.50', '42.0', '3/6', '7%', '42.') as a Fraction, anything else as folded
-    text."""
-    pattern = r"([+-]?)\$?([0-9]{1,3}(?:,[0-9]{3})+|[0-9]*)(\.[0-9]+)?(?:/([0-9]+))?%?\.?"
-    number = re.fullmatch(pattern, answer) if len(answer) <= 100 else None
-    try:
-        sign, whole, decimals, denominator = number.groups("")
-        return Fraction(sign + whole.replace(",", "") + decimals) / Fraction(denominator or 1)
-    except (AttributeError, ValueError, ZeroDivisionError):
-        return " ".join(answer.casefold().split())
+    """An answer as it is written -> (value, unit): a Fraction and the unit behind it, if any, or the
+    plain text of what is no number."""
+    if len(answer) > MAX_ANSWER:
+        return answer, ""
+    text = answer.strip()
+    if number(text) is not None:
+        return number(text), ""
+    for pattern, plain in NOTATION:
+        text = re.sub(pattern, plain, text)
+    measured = re.fullmatch(MEASURED, text.strip())
+    if measured and number(measured[1]) is not None:
+        unit = re.sub(r"(?<=\w\w)s\b", "", measured[2].lower())
+        return number(measured[1]), unit
+    # In text a blank counts only between words and numbers.
+    return re.sub(r" ?([^\w ]) ?", r"\1", text.strip().casefold()), ""
+
+
+def is_same(found, gold):
+    """Whether two answers are the same number or else the same text, however written. A unit counts if
+    both have one, and so does a name, as in x=5."""
+    if ("=" in found) != ("=" in gold):
+        found = re.sub(NAME, "", found)
+        gold = re.sub(NAME, "", gold)
+    found_value, found_unit = canonical(found)
+    gold_value, gold_unit = canonical(gold)
+    if found_unit and gold_unit and found_unit != gold_unit:
+        return False
+    return found_value == gold_value
 
 
 def verify(text, answer, truncated=False):
-    """(reward, why): 1.0 'correct'; 0.0 'wrong', 'no_answer' or 'truncated': what is cut off is not
-    right."""
+    """(reward, why): 1.0 and 'correct', or 0.0 and 'wrong', 'no_answer' or, if cut off, 'truncated'."""
     found = final_answer(text)
-    if truncated or found is None:
-        return 0.0, "truncated" if truncated else "no_answer"
-    return (1.0, "correct") if canonical(found) == canonical(answer) else (0.0, "wrong")
+    if truncated:
+        return 0.0, "truncated"
+    if found is None:
+        return 0.0, "no_answer"
+    if is_same(found, answer):
+        return 1.0, "correct"
+    return 0.0, "wrong"
 
 
 VERDICTS = ("correct", "wrong", "no_answer", "truncated")
 
 
 def load_verifier(args):
-    """`--reward FILE.py:FUNCTION` -> that function, to be called in the place of `verify`; without the
-    flag `verify` itself. Its reward may be any finite number, its second result has to be one of
-    VERDICTS."""
+    """`verify`, or in its place the function that `--reward FILE.py:FUNCTION` names."""
     if not args.reward:
         return verify
     path, _, name = args.reward.rpartition(":")
@@ -85,9 +175,9 @@ def load_verifier(args):
 
     def checked(text, answer, truncated=False):
         reward, why = function(text, answer, truncated)
-        if why not in VERDICTS or not math.isfinite(reward):
-            expected = f"a finite number and one of {', '.join(VERDICTS)}"
-            raise UserError(f"--reward {args.reward} returned {reward} and {why}, not {expected}")
+        if not math.isfinite(reward) or why not in VERDICTS:
+            message = f"returned {reward}, {why}, not a finite number and one of {', '.join(VERDICTS)}"
+            raise UserError(f"--reward {args.reward} {message}")
         return float(reward), why
 
     return checked
@@ -105,23 +195,18 @@ class Problem(NamedTuple):
 def addition_problems():
     """20,256 different sums of two- and three-digit numbers: [(prompt, gold answer)]."""
     rng = random.Random(0)
-
-    def number():
-        low, high = rng.choice([(10, 99), (100, 999)])
-        return rng.randint(low, high)
-
+    ranges = [(10, 99), (100, 999)]
     answers = {}
     while len(answers) < 20_256:
-        a = number()
-        b = number()
+        a = rng.randint(*rng.choice(ranges))
+        b = rng.randint(*rng.choice(ranges))
         answers[f"{a}+{b}="] = str(a + b)
     return list(answers.items())
 
 
 def read_dataset(args):
     r"""`--dataset` -> [(prompt, gold answer)] in random order, the same for all seeds. A prompt is text
-    or a list of chat messages; gold is what follows '####' or fills a '\boxed{}' in its column, or all
-    of it."""
+    or a list of chat messages; gold follows '####', fills a '\boxed{}', or is all of its column."""
     if args.dataset == "addition":
         return addition_problems()
     rows = read_rows(args.dataset, args.dataset_config, args.dataset_split)
@@ -136,14 +221,15 @@ def read_dataset(args):
         gold = gold_answer(row.get(args.answer_column))
         for part, value in (("prompt", prompt), ("gold answer", gold)):
             if not value:
-                raise UserError(f"--dataset {args.dataset}, row {number}: no {part} to read; {found}")
+                raise UserError(
+                    f"--dataset {args.dataset}, row {number}: no {part} that can be read; {found}"
+                )
         pairs.append((prompt, gold))
     return random.Random(0).sample(pairs, len(pairs))
 
 
 def gold_answer(value):
-    """The gold answer in a cell of the answer column, None if there is none that can be read
-    exactly."""
+    """The gold answer in a cell of the answer column; None if it cannot be read exactly."""
     if isinstance(value, str) and ("####" in value or "\\boxed{" in value):
         return final_answer(value)
     text = str(value).strip()
@@ -157,72 +243,59 @@ def gold_answer(value):
 
 def render(prompt, tokenizer, args):
     """A prompt as the model reads it: through the chat template, where there is one."""
-    if isinstance(prompt, str):
-        messages = [{"role": "user", "content": prompt}]
-    else:
-        messages = list(prompt)
-    if args.instruction:
-        last = messages[-1]
-        messages[-1] = {**last, "content": f"{last['content']}\n{args.instruction}"}
-    if args.system_prompt:
-        messages.insert(0, {"role": "system", "content": args.system_prompt})
-    if tokenizer.chat_template:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    if len(messages) > 1:
-        raise ValueError("chat messages and --system_prompt need a tokenizer with a chat template")
-    return messages[0]["content"]
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    try:
+        if args.instruction:
+            last = messages[-1]
+            messages[-1] = {**last, "content": f"{last['content']}\n{args.instruction}"}
+        if args.system_prompt:
+            messages.insert(0, {"role": "system", "content": args.system_prompt})
+        if tokenizer.chat_template:
+            return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        if len(messages) > 1:
+            raise ValueError("chat messages and --system_prompt need a tokenizer with a chat template")
+        return str(messages[0]["content"])
+    except Exception as error:  # templates raise their own
+        raise UserError(f"--dataset: the prompt {prompt!r:.60} cannot be used") from error
 
 
 def load_problems(args, model, tokenizer):
-    """`--dataset` -> (training, `--num_held_out` held-out) problems, disjoint and the same for all
-    seeds."""
+    """`--dataset` -> (training, held-out) problems, disjoint, the same for all seeds."""
     answers = {}
-    try:
-        for prompt, answer in read_dataset(args):
-            text = render(prompt, tokenizer, args)
-            if canonical(answers.setdefault(text, answer)) != canonical(answer):
-                raise ValueError(f"{text!r:.60} has two answers, {answers[text]} and {answer}")
-        add_special_tokens = not tokenizer.chat_template  # a template writes its own
-        ids = tokenizer(list(answers), add_special_tokens=add_special_tokens).input_ids
-        check_token_ids(ids, model, tokenizer)
-    except UserError:
-        raise
-    except Exception as error:  # templates and tokenizers may raise anything
-        raise UserError(f"--dataset {args.dataset}: a prompt cannot be used") from error
+    for prompt, answer in read_dataset(args):
+        text = render(prompt, tokenizer, args)
+        first = answers.setdefault(text, answer)
+        if not is_same(first, answer):
+            raise UserError(f"--dataset: {text!r:.60} has two gold answers, {first} and {answer}")
+    if len(answers) <= args.num_held_out:
+        raise UserError(f"--num_held_out {args.num_held_out} leaves none of {len(answers)} problems")
+    add_special_tokens = not tokenizer.chat_template  # a template writes its own
+    ids = tokenizer(list(answers), add_special_tokens=add_special_tokens).input_ids
+    check_token_ids(ids, model, tokenizer)
     longest = max(len(row) for row in ids)
     limit = getattr(model.config, "max_position_embeddings", math.inf)
     if longest + args.max_new_tokens > limit:
-        raise UserError(
-            f"--max_new_tokens {args.max_new_tokens}: with a prompt of {longest} tokens, "
-            f"the model's limit of {limit} is exceeded"
-        )
-    problems = []
-    for (prompt, answer), prompt_ids in zip(answers.items(), ids, strict=True):
-        problems.append(Problem(prompt, answer, prompt_ids))
-    if len(problems) <= args.num_held_out:
-        raise UserError(
-            f"--num_held_out {args.num_held_out} leaves none of {len(problems)} problems for training"
-        )
+        message = f"with a prompt of {longest} tokens, the model's limit of {limit} is exceeded"
+        raise UserError(f"--max_new_tokens {args.max_new_tokens}: {message}")
+    problems = [Problem(*pair, row) for pair, row in zip(answers.items(), ids, strict=True)]
     return problems[args.num_held_out :], problems[: args.num_held_out]
 
 
 def check_token_ids(rows, model, tokenizer):
-    """ValueError for prompts that the model has no embedding for, or that are mostly unknown to its
-    tokenizer."""
+    """UserError for tokens that the model has no embedding for, or that its tokenizer does not know."""
     ids = [token for row in rows for token in row]
     size = model.get_input_embeddings().num_embeddings
-    if max(ids, default=0) >= size:
-        raise ValueError(
-            f"the tokenizer makes token {max(ids)}, but the model has only {size} embeddings"
-        )
+    if max(ids) >= size:
+        raise UserError(f"--model: its tokenizer makes token {max(ids)}, it has {size} embeddings")
     unknown = ids.count(tokenizer.unk_token_id)
     if unknown > len(ids) / 10:
-        raise ValueError(f"the tokenizer does not know {unknown} of the prompts' {len(ids)} tokens")
+        raise UserError(
+            f"--model: its tokenizer does not know {unknown} of {len(ids)} tokens of prompts"
+        )
 
 
 def take_problems(problems, position, count, seed):
-    """Problems `position` to `position + count` of an endless stream; each epoch is a shuffle of its
-    own."""
+    """Problems `position` to `position + count` of an endless stream, shuffled anew in each epoch."""
     size = len(problems)
     first_epoch = position // size
     last_epoch = (position + count - 1) // size
@@ -290,9 +363,7 @@ def demonstration(prompt, rng, recipe):
 
 
 def base_model(steps, recipe=WARM_START):
-    """Folder of the tiny MoE after `steps` of supervised warm start, trained once and cached under
-    runs/.
-
+    """Folder of the tiny MoE after `steps` of supervised warm start, trained once, cached under runs/.
     It is named by a hash of its settings, and renamed into place: it is there whole or not at all."""
     settings = json.dumps([TINY_MODEL, recipe, steps], sort_keys=True)
     name = hashlib.sha256(settings.encode()).hexdigest()[:8]
@@ -306,7 +377,7 @@ def base_model(steps, recipe=WARM_START):
                 model.save_pretrained(scratch)
                 tokenizer.save_pretrained(scratch)
                 scratch.rename(folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise UserError(f"--model tiny-moe: its folder {folder} cannot be written") from error
     return folder
 
@@ -342,10 +413,8 @@ def train_base_model(steps, recipe):
         answers = [demonstration(prompt, rng, recipe) + tokenizer.eos_token for prompt in chosen]
         prompt_ids = tokenizer(chosen).input_ids
         answer_ids = tokenizer(answers).input_ids
-        rows = []
-        for prompt, answer in zip(prompt_ids, answer_ids, strict=True):
-            rows.append(Completion(prompt, answer[: recipe["cap"]], logprobs=[]))
-        batch = collate(rows, "cpu")
+        pairs = zip(prompt_ids, answer_ids, strict=True)
+        batch = collate([Completion(p, a[: recipe["cap"]], logprobs=[]) for p, a in pairs], "cpu")
         outputs = token_logprobs(model, batch, temperature=1.0)
         loss = 0.001 * outputs.aux_loss - masked_mean(outputs.logprobs_BT, batch.mask_BT)
         loss.backward()
@@ -358,12 +427,8 @@ def train_base_model(steps, recipe):
     return model, tokenizer
 
 
-# ------------------------------------------------------------------------------------------ loading
-
-
 def load_model(args):
-    """`--model` -> (model in float32 with dropout off, its tokenizer). Runs no code from a model
-    folder."""
+    """`--model` -> (model in float32 with dropout off, its tokenizer). Runs no code from its folder."""
     source = args.model
     if args.model == "tiny-moe":
         # Its operators are too small for more than one thread: with several, each spends its time
@@ -373,48 +438,33 @@ def load_model(args):
         source = base_model(args.warm_start_steps)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        options = {"dtype": torch.float32, "use_safetensors": True, "trust_remote_code": False}
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
-            source,
-            dtype=torch.float32,
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
+            source, output_loading_info=True, **options
         )
-        check_loading(report)
+        # Where weights and architecture do not fit, transformers goes on with random ones.
+        misfits = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
+        if misfits:
+            raise ValueError(f"its weights do not fit its config: {str(misfits):.200}")
         model = model.to(args.device).eval()
         if args.gradient_checkpointing:
-            recompute_activations(model)
+            recompute = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+            for layer in model.modules():
+                if isinstance(layer, GradientCheckpointingLayer):
+                    layer.forward = functools.partial(recompute, layer.forward)
         check_logprobs(model, tokenizer, args)
+    except UserError:
+        raise
     except Exception as error:  # damaged folders and strange architectures may raise anything
         raise UserError(f"--model {args.model} cannot be used") from error
     return model, tokenizer
 
 
-def check_loading(report):
-    """ValueError if weights and architecture do not fit: transformers would go on with random
-    weights."""
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        names = sorted(map(str, report[kind]))
-        if names:
-            raise ValueError(f"{len(names)} {kind.replace('_keys', '')} tensors, such as {names[0]}")
-
-
-def recompute_activations(model):
-    """`--gradient_checkpointing`: a layer's activations are computed again in the backward pass, not
-    kept."""
-    for layer in model.modules():
-        if isinstance(layer, GradientCheckpointingLayer):
-            layer.forward = functools.partial(
-                checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
-            )
-
-
 def check_logprobs(model, tokenizer, args):
-    """Compares the two ways to a log-prob, that of the sampler and that of the update, on three prompts
-    of different length. ValueError if they do not agree. Where only sequences that share a row go wrong
-    (not every architecture keeps them apart), the model gets a row for each sequence from here on."""
+    """UserError unless the two ways to a log-prob, the sampler's and the update's, agree. Where they do
+    so only without sequences that share a row, the model gets a row for each from here on."""
     if not end_ids(model, tokenizer):
-        raise ValueError("neither tokenizer nor generation config have an end-of-sequence token")
+        raise UserError(f"--model {args.model} has no end-of-sequence token, nor has its tokenizer")
     prompts = tokenizer(["1", "2", "10+10="]).input_ids
     check_token_ids(prompts, model, tokenizer)
     settings = dataclasses.replace(args, max_new_tokens=2, temperature=1.0, dtype="float32")
@@ -427,11 +477,9 @@ def check_logprobs(model, tokenizer, args):
         gap = (logprobs_BT - batch.sampler_logprobs_BT)[batch.mask_BT].abs().max().item()
         if gap < 1e-3:
             return
-    if not math.isfinite(gap):
-        raise ValueError("its log-probs are not finite numbers")
-    raise ValueError(
-        f"the log-probs of the same tokens differ by {gap:.2g} between the sampler (cached keys and values) "
-        "and the training forward; models that scale or cap the logits of their head are not supported"
+    raise UserError(
+        f"--model {args.model}: log-probs of the same tokens differ by {gap:.2g} between the sampler "
+        "(with a cache) and the training forward; scaled or capped logits, or NaN weights, do that"
     )
 
 
@@ -449,11 +497,9 @@ class Completion(NamedTuple):
 def pad(rows, device, left=False):
     """List of lists -> tensor on the device, with zeros on the right, or on the left."""
     width = max(len(row) for row in rows)
-    padded = []
-    for row in rows:
-        zeros = [0] * (width - len(row))
-        padded.append(zeros + row if left else row + zeros)
-    return torch.tensor(padded).to(device)
+    zeros = [[0] * (width - len(row)) for row in rows]
+    pairs = zip(zeros, rows, strict=True) if left else zip(rows, zeros, strict=True)
+    return torch.tensor([first + second for first, second in pairs]).to(device)
 
 
 def end_ids(model, tokenizer):
@@ -466,13 +512,10 @@ def end_ids(model, tokenizer):
 
 @torch.inference_mode()
 def sample(model, tokenizer, prompts, group_size, args, generator=None, greedy=False, drop_every=None):
-    """`group_size` completions for each prompt (a list of token ids), side by side: [Completion].
-
-    They are drawn from the whole distribution at `--temperature` (no top-k, no top-p), or greedily.
-    Each prompt is run once, and its cache copied to its group; rows leave the batch when they have
-    ended. All noise is drawn in advance, so what a row becomes does not depend on which others are
-    left.
-    """
+    """`group_size` completions for each prompt (token ids), side by side: [Completion]. They come from
+    the whole distribution at `--temperature` (no top-k, no top-p), or greedily. A prompt is run once,
+    and its cache copied to its group; rows leave the batch when they have ended. All noise is drawn in
+    advance, so that what a row becomes does not depend on which others are left."""
     device = model.device
     N = len(prompts) * group_size
     max_new_tokens = args.max_new_tokens
@@ -508,7 +551,13 @@ def sample(model, tokenizer, prompts, group_size, args, generator=None, greedy=F
         if greedy:
             token_R1 = logprobs_RV.argmax(dim=-1, keepdim=True)
         else:
-            token_R1 = draw(logprobs_RV, noise_NT[rows_R, t, None])
+            # the first token at which the cumulative probability exceeds the noise
+            cumulative_RV = logprobs_RV.exp().cumsum(-1)
+            threshold_R1 = (
+                noise_NT[rows_R, t, None] * cumulative_RV[:, -1:]
+            )  # which is 1 but for rounding
+            token_R1 = torch.searchsorted(cumulative_RV, threshold_R1, right=True)
+            token_R1 = token_R1.clamp(max=cumulative_RV.shape[1] - 1)
         ids_NT[rows_R, t] = token_R1[:, 0]
         logprobs_NT[rows_R, t] = logprobs_RV.gather(1, token_R1)[:, 0]
 
@@ -540,20 +589,11 @@ def sample(model, tokenizer, prompts, group_size, args, generator=None, greedy=F
     return [c._replace(text=text) for c, text in zip(completions, texts, strict=True)]
 
 
-def draw(logprobs_RV, noise_R1):
-    """The first token at which the cumulative probability exceeds the noise, (R, 1)."""
-    cumulative_RV = logprobs_RV.exp().cumsum(-1)
-    total_R1 = cumulative_RV[:, -1:]  # 1 but for rounding
-    token_R1 = torch.searchsorted(cumulative_RV, noise_R1 * total_R1, right=True)
-    return token_R1.clamp(max=logprobs_RV.shape[1] - 1)
-
-
 # ---------------------------------------------------------------------------------------- log-probs
 
 
 class Batch(NamedTuple):
-    """Completions as tensors. Masks come from lengths, never from token values: pad and EOS may be one
-    id."""
+    """Completions as tensors. Masks come from lengths, never from token values: pad may be EOS."""
 
     tokens_BS: torch.Tensor  # prompts padded on the left, responses on the right
     attention_BS: torch.Tensor  # 1 on prompt and response
@@ -582,8 +622,7 @@ def collate(completions, device):
 
 
 def row_width(lengths):
-    """How many tokens a packed row holds: the longest sequence, or two typical ones if that is more and
-    the longest are few."""
+    """Tokens in a packed row: the longest sequence, or two typical ones if the longest are few."""
     longest = max(lengths)
     typical = sorted(lengths)[len(lengths) * 3 // 4]  # three of four are no longer
     if longest > 1.3 * typical:
@@ -593,7 +632,6 @@ def row_width(lengths):
 
 def first_fit(lengths, width):
     """Puts sequences into rows of `width` tokens, the longest first, each into the first row with room.
-
     Returns the place of each one's first token in the flattened rows, and the number of rows."""
     starts = [0] * len(lengths)
     room = []  # what is left in each row
@@ -609,21 +647,15 @@ def first_fit(lengths, width):
 
 
 def forward_packed(body, batch, **inputs):
-    """Runs `body`, a model without its head, on the batch's sequences laid side by side: half of a
-    padded batch would be padding. position_ids that begin anew keep the sequences of a row apart.
-
-    Returns the body's output over the packed rows, each token's place in the flattened rows, (B, S),
-    and a mask of the tokens in the rows.
-    """
+    """Runs `body`, a model without its head, on the sequences laid side by side (half of a padded batch
+    would be padding); position_ids that begin anew keep them apart. Returns its output, each token's
+    place in the flattened rows, (B, S), and a mask of the tokens in the rows."""
     real_BS = batch.attention_BS.bool()
     lengths = batch.attention_BS.sum(1).tolist()
     if getattr(body, "one_sequence_per_row", False):  # see check_logprobs
-        width = max(lengths)
-        num_rows = len(lengths)
-        starts = [width * i for i in range(num_rows)]
-    else:
-        width = row_width(lengths)
-        starts, num_rows = first_fit(lengths, width)
+        lengths = [max(lengths)] * len(lengths)
+    width = row_width(lengths)
+    starts, num_rows = first_fit(lengths, width)
     positions_BS = (batch.attention_BS.cumsum(1) - 1).clamp(min=0)
     place_BS = torch.tensor(starts, device=real_BS.device)[:, None] + positions_BS
 
@@ -648,12 +680,9 @@ class TokenOutputs(NamedTuple):
 
 
 def token_logprobs(model, batch, temperature, dtype="float32", chunk_numbers=2**26):
-    """Log-probs and entropies of the response tokens at the sampling temperature, float32, with
-    gradients.
-
-    Only response tokens get logits, and no more than `chunk_numbers` of them exist at a time: if that
-    takes several chunks, each is computed again in the backward pass.
-    """
+    """Log-probs and entropies of the response tokens at the sampling temperature, in float32. No more
+    than `chunk_numbers` logits exist at a time: if that takes several chunks, each is computed again in
+    the backward pass."""
     mask_BT = batch.mask_BT
     T = mask_BT.shape[1]
     K = getattr(model.config, "num_experts_per_tok", 0)
@@ -671,14 +700,12 @@ def token_logprobs(model, batch, temperature, dtype="float32", chunk_numbers=2**
         hidden = output.last_hidden_state.flatten(0, 1)[predicts_BT[mask_BT]]
         tokens = batch.tokens_BS[:, -T:][mask_BT]
         chunk_size = max(1, chunk_numbers // model.config.vocab_size)
-        if len(tokens) <= chunk_size:
-            logprobs, entropy = logprob_and_entropy(hidden, tokens)
+        chunks = list(zip(hidden.split(chunk_size), tokens.split(chunk_size), strict=True))
+        if len(chunks) == 1:
+            parts = [logprob_and_entropy(*chunks[0])]
         else:
-            parts = []
-            for chunk in zip(hidden.split(chunk_size), tokens.split(chunk_size), strict=True):
-                parts.append(checkpoint(logprob_and_entropy, *chunk, use_reentrant=False))
-            logprobs = torch.cat([part[0] for part in parts])
-            entropy = torch.cat([part[1] for part in parts])
+            parts = [checkpoint(logprob_and_entropy, *chunk, use_reentrant=False) for chunk in chunks]
+        logprobs, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
     zeros_BT = torch.zeros(mask_BT.shape, device=mask_BT.device)
     logprobs_BT = zeros_BT.masked_scatter(mask_BT, logprobs)
     entropy_BT = zeros_BT.masked_scatter(mask_BT, entropy)
@@ -704,13 +731,9 @@ def masked_mean(x, mask):
 
 @torch.no_grad()
 def router_stats(outputs, old_experts_BTLK, mask_BT):
-    """Of the response tokens, {} for a dense model:
-
-    router_entropy    mean over layers, in nats
-    expert_flip_frac  share of tokens whose active experts are not those of the old policy, mean over
-                      layers
-    load              share of its layer's load that each expert carries, (L*E,)
-    """
+    """Of the response tokens: router_entropy in nats and expert_flip_frac, the share whose active
+    experts are not the old policy's any more, both means over layers; load (L*E,), the share of its
+    layer's load that an expert carries. Nothing for a dense model."""
     if not outputs.router_logits:
         return {}
     entropies = [torch.special.entr(logits.softmax(-1)).sum(-1) for logits in outputs.router_logits]
@@ -747,22 +770,16 @@ def describe(completions, verdicts, group_size=1, prefix=""):
 
 
 def transcripts(problems, completions, verdicts):
-    """The first completion of each of the first four problems, to be read: [{prompt, completion,
-    verdict}]."""
+    """The first completion of each of the first four problems: [{prompt, completion, verdict}]."""
     group_size = len(completions) // len(problems)
-    samples = []
-    for i, problem in enumerate(problems[:4]):
-        text = completions[i * group_size].text
-        _, why = verdicts[i * group_size]
-        samples.append({"prompt": problem.prompt, "completion": text, "verdict": why})
-    return samples
+    rows = zip(problems, completions[::group_size], verdicts[::group_size], strict=True)
+    samples = [{"prompt": p.prompt, "completion": c.text, "verdict": why} for p, c, (_, why) in rows]
+    return samples[:4]
 
 
 def evaluate(model, tokenizer, problems, args, verify):
-    """Held-out problems, answered once greedily and once at the training temperature with fixed noise.
-
-    Returns {"greedy": ..., "sampled": ..., both as `describe` has them, "examples": [[prompt,
-    text]]}."""
+    """Held-out problems, answered once greedily and once at the training temperature with fixed noise:
+    {"greedy", "sampled": as by `describe`, "examples": [[prompt, text]]}."""
     results = {}
     batch_size = args.prompts_per_iteration * args.group_size
     for name in ("greedy", "sampled"):
@@ -770,11 +787,9 @@ def evaluate(model, tokenizer, problems, args, verify):
         for start in range(0, len(problems), batch_size):
             prompts = [problem.prompt_ids for problem in problems[start : start + batch_size]]
             noise = torch.Generator().manual_seed(start)
-            greedy = name == "greedy"
-            completions += sample(model, tokenizer, prompts, 1, args, noise, greedy)
-        verdicts = []
-        for problem, c in zip(problems, completions, strict=True):
-            verdicts.append(verify(c.text, problem.answer, c.truncated))
+            completions += sample(model, tokenizer, prompts, 1, args, noise, greedy=name == "greedy")
+        pairs = zip(problems, completions, strict=True)
+        verdicts = [verify(c.text, problem.answer, c.truncated) for problem, c in pairs]
         results[name] = describe(completions, verdicts)
     results["examples"] = [[p.prompt, c.text] for p, c in zip(problems[:3], completions, strict=False)]
     return results

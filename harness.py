@@ -28,11 +28,8 @@ class UserError(Exception):
 
 
 def launch(main, args_class):
-    """Parses the command line into `args_class` and calls `main(args)`.
-
-    A UserError ends the program with one line on stderr and exit code 2. Anything else is a bug and
-    shows its traceback.
-    """
+    """Calls `main` with the command line as `args_class`. A UserError ends the program with one line on
+    stderr and exit code 2; anything else is a bug and shows its traceback."""
     # A prompt may hold letters that the terminal cannot show; printing it must not end a run.
     sys.stdout.reconfigure(errors="backslashreplace")
     transformers.utils.logging.set_verbosity_error()
@@ -48,7 +45,7 @@ def launch(main, args_class):
         sys.exit(2)
 
 
-# ------------------------------------------------------------------------------------- command line
+# --------------------------------------------------------------------------- command line and data
 
 # Lowest and highest value of the scripts' numbers. A script has some of the names, not all.
 RANGES = [
@@ -86,9 +83,7 @@ def parse_args(args_class):
     if args.micro_batch_size == 0:
         args.micro_batch_size = minibatch_size
     if minibatch_size % args.micro_batch_size > 0:
-        raise UserError(
-            f"--micro_batch_size does not divide a minibatch of {minibatch_size} completions"
-        )
+        raise UserError(f"--micro_batch_size does not divide a minibatch of {minibatch_size}")
     args.device = resolve_device(args.device)
     if args.model != args_class.model and args.lr == args_class.lr:
         message = f"--lr {args.lr:g} suits {args_class.model}; for a model of your own 1e-6 is typical"
@@ -98,9 +93,7 @@ def parse_args(args_class):
 
 def resolve_device(name):
     """The device's full name ("cuda:0"); the best one here if `name` is empty."""
-    best = "cpu"
-    if torch.backends.mps.is_available():
-        best = "mps"
+    best = "mps" if torch.backends.mps.is_available() else "cpu"
     if torch.cuda.is_available():
         best = "cuda"
     try:
@@ -109,15 +102,9 @@ def resolve_device(name):
         raise UserError(f"--device {name} is not there; the best one here is {best}") from error
 
 
-# --------------------------------------------------------------------------------------- data files
-
-
 def read_rows(name, config, split):
-    """`--dataset` -> its rows as dicts: a JSON-lines file, a parquet file, or a hub id.
-
-    Files are read directly, so that a name means nothing but itself, numbers keep their digits, and no
-    cache holds an older version.
-    """
+    """`--dataset` -> its rows as dicts: a JSON-lines file, a parquet file, or a hub id. Files are read
+    directly: a name means nothing but itself, numbers keep their digits, no cache is in between."""
     path = Path(name)
     try:
         if path.suffix == ".parquet":
@@ -151,8 +138,7 @@ def read_json_lines(path):
 
 
 class Meter:
-    """Averages what an iteration's updates report. Values stay on the device until `means` is
-    called."""
+    """Averages what the updates of an iteration report. Values stay on the device until `means`."""
 
     def __init__(self):
         self.pairs = {}  # key: [(value, weight), ...]
@@ -164,16 +150,15 @@ class Meter:
             self.pairs.setdefault(f"{prefix}/{name}", []).append((value, weight))
 
     def means(self):
-        """{key: weighted mean}. Of a key that ends in "_max" it is the maximum, and a vector gives two
-        keys: the largest and the smallest of its means."""
+        """{key: weighted mean}; of what is called "..._max" the maximum. A vector gives two keys, for
+        the largest and the smallest of its means."""
         means = {}
         for key, pairs in self.pairs.items():
-            if key.endswith("_max"):
-                means[key] = max(value for value, _ in pairs).item()
-                continue
             total_weight = sum(weight for _, weight in pairs)
             mean = sum(value * weight for value, weight in pairs) / total_weight
-            if mean.dim() == 0:
+            if key.endswith("_max"):
+                means[key] = max(value for value, _ in pairs).item()
+            elif mean.dim() == 0:
                 means[key] = mean.item()
             else:
                 means[f"{key}_max"] = mean.max().item()
@@ -185,9 +170,7 @@ class Meter:
 
 STATE = "trainer_state.pt"  # in a checkpoint: all that is not the policy
 CHECKPOINT = re.compile(r"checkpoint-\d{6}")  # a copy such as checkpoint-best-2 belongs to the user
-MAY_CHANGE = {  # on resuming
-    *("iterations", "eval_every", "save_every", "device", "resume", "run_dir", "tensorboard"),
-}
+MAY_CHANGE = "iterations eval_every save_every device resume run_dir tensorboard".split()  # on resuming
 
 
 def file_hash(path):
@@ -197,10 +180,8 @@ def file_hash(path):
 
 
 def checkpoint_hashes(folder):
-    """{file name: hash} of a checkpoint. The state is left out: it holds them, and checksums of its
-    own."""
-    names = sorted(path.name for path in folder.iterdir() if path.name != STATE)
-    return {name: file_hash(folder / name) for name in names}
+    """{file name: hash} of a checkpoint, without the state, which holds them and its own checksums."""
+    return {path.name: file_hash(path) for path in folder.iterdir() if path.name != STATE}
 
 
 def read_checkpoint(folder):
@@ -263,10 +244,8 @@ class Run:
 
     def settings(self):
         """{name: value} of the arguments that shape a run, and hashes of the files that they name."""
-        settings = {"script": self.script}
-        for name, value in vars(self.args).items():
-            if name not in MAY_CHANGE:
-                settings[name] = value
+        settings = {name: value for name, value in vars(self.args).items() if name not in MAY_CHANGE}
+        settings["script"] = self.script
         reward_file, _, _ = self.args.reward.rpartition(":")  # FILE.py:FUNCTION
         for name, path in (("dataset", self.args.dataset), ("reward", reward_file)):
             if Path(path).is_file():
@@ -275,11 +254,10 @@ class Run:
 
     def compare_settings(self):
         """UserError if the folder's run was started with other settings."""
-        path = self.folder / "settings.json"
         try:
-            theirs = dict(json.loads(path.read_text()))
+            theirs = dict(json.loads((self.folder / "settings.json").read_text()))
         except (OSError, ValueError, TypeError) as error:
-            raise UserError(f"--resume: {path} cannot be read") from error
+            raise UserError(f"--resume: settings.json in {self.folder} cannot be read") from error
         ours = self.settings()
         for name in sorted(ours.keys() | theirs.keys()):
             if ours.get(name) != theirs.get(name):
@@ -295,8 +273,7 @@ class Run:
         return SummaryWriter(self.folder)
 
     def on_signal(self, number, frame):
-        """The first signal ends the run after its iteration, with a checkpoint; the second one at
-        once."""
+        """The first signal ends the run after its iteration and a checkpoint, the second at once."""
         signal.signal(number, signal.SIG_DFL)
         words = ["python", *sys.argv]
         if "--resume" not in words:
@@ -305,9 +282,8 @@ class Run:
         self.stop = True
 
     def restore(self, model, generator, **parts):
-        """Loads the newest checkpoint, if there is one, into model, generator and parts (anything with
-        a state_dict). Returns the state: a dict with the iterations done, the position in the data, and
-        what the script put there."""
+        """Loads the newest checkpoint, if any, into model, generator and parts (by their state_dict).
+        Returns the state: iterations done, position in the data, and what the script put there."""
         state = {"iteration": 0, "position": 0}
         checkpoints = self.checkpoints()
         if checkpoints:
@@ -347,16 +323,13 @@ class Run:
 
     def is_due(self, every, iteration):
         """True after each `every` iterations (0: never) and after the last one."""
-        is_last = iteration == self.args.iterations
-        return is_last or (every > 0 and iteration % every == 0)
+        return iteration == self.args.iterations or (every > 0 and iteration % every == 0)
 
     def check_finite(self, iteration, **tensors):
         """UserError before a NaN or an infinity reaches the weights."""
         for name, tensor in tensors.items():
             if not torch.isfinite(tensor).all():
-                raise UserError(
-                    f"iteration {iteration}: {name} is not finite; the last checkpoint is whole"
-                )
+                raise UserError(f"iteration {iteration}: {name} is not finite")
 
     def log(self, iteration, metrics, samples):
         """Appends a line of metrics and the samples (dicts), moves the bar on, reports a collapse."""

@@ -96,8 +96,7 @@ class Critic(nn.Module):
         nn.init.zeros_(self.head.weight)
 
     def forward(self, batch, dtype):
-        """Values, (B, T + 1): V_t, read where token t is predicted, and the value after the last
-        column."""
+        """Values, (B, T + 1): V_t, read where token t is predicted, and V after the last column."""
         with torch.autocast(batch.mask_BT.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
             output, place_BS, _ = forward_packed(self.body, batch)
         num_values = batch.mask_BT.shape[1] + 1
