@@ -81,23 +81,28 @@ def final_answer(text):
     found = ""
     if box > marker:
         start = box + len("\\boxed")
-        found = boxed(text[start : start + MAX_ANSWER].lstrip(" "))
+        found = boxed(text[start : start + MAX_ANSWER])
     if not found and marker >= 0:
         start = marker + len("####")
-        line = text[start : start + MAX_ANSWER].split("\n")[0]
-        found = line if len(line) < MAX_ANSWER else ""
+        found = first_line(text[start : start + MAX_ANSWER])
     return found.strip() or None
+
+
+def first_line(text):
+    """The first line; "" if there may be more of it."""
+    line = text.split("\n")[0]
+    return line if len(line) < MAX_ANSWER else ""
 
 
 def boxed(text):
     r"""What the braces hold that `text` begins with, "" if they stay open; of '\boxed 12' the 12."""
-    if not text.startswith("{"):
-        return re.match(r"[^\n$]*", text)[0]
+    if not text.lstrip(" ").startswith("{"):
+        return first_line(text).split("$")[0]
     depth = 0
     for brace in re.finditer(r"(?<!\\)[{}]", text):
         depth += 1 if brace[0] == "{" else -1
         if depth == 0:
-            return text[1 : brace.start()]
+            return text[text.index("{") + 1 : brace.start()]
     return ""
 
 
