@@ -2,21 +2,17 @@
 
     python benchmarks/calibrate.py [--target 0.02] [--jobs 2]
 
-The papers' ranges are not comparable: they bound a token's ratio, its logarithm, a weight, or a sequence's
-ratio. Here each range keeps its shape and is scaled by bisection, on ten iterations with learning rate 1e-4
-and 16 optimizer steps per rollout (seed 1), until `--target` of the tokens are clipped. Writes
-results/calibrate.csv, which the experiment stability_calibrated of sweep.py reads. Runs that are there are
-not repeated.
+The papers' ranges are not comparable: they bound a token's ratio, its logarithm, a weight, or a
+sequence's ratio. Here each range keeps its shape and is scaled by bisection, on ten iterations with
+learning rate 1e-4 and 16 optimizer steps per rollout (seed 1), until `--target` of the tokens are
+clipped. Writes results/calibrate.csv, which the experiment stability_calibrated of sweep.py reads. Runs
+that are there are not repeated.
 """
 
 import argparse
 import csv
-import json
 import math
 import multiprocessing
-import os
-import subprocess
-import sys
 from multiprocessing.pool import ThreadPool
 
 import sweep
@@ -38,38 +34,40 @@ def flags_at(script, scale):
     words = []
     for flag, (center, bound) in RANGES[script].items():
         value = center + (bound - center) * scale
-        words += [f"--{flag}", f"{min(value, 1.0) if flag == 'clip_eps_low' else value:.3g}"]
+        if flag == "clip_eps_low":
+            value = min(value, 1.0)
+        words += [f"--{flag}", f"{value:.3g}"]
     return tuple(words)
 
 
 def clipped_share(script, flags, commit):
     """Mean share of tokens that the clip takes the gradient from (cispo: whose weight is capped)."""
     variant = "_".join(word.strip("-") for word in flags)
-    job = sweep.Job(
-        "calibrate",
-        script,
-        variant,
-        1,
-        ("--iterations", "10", "--lr", "1e-4", *sweep.steps_flags(16), *flags, *sweep.QUICK),
-    )
-    if not (job.folder / "result.json").exists():
+    shared = ("--iterations", "10", "--lr", "1e-4", *sweep.steps_flags(16))
+    job = sweep.Job("calibrate", script, variant, 1, (*shared, *flags, *sweep.QUICK))
+    if not job.has_ended:
         process = multiprocessing.get_context("fork").Process(target=sweep.run, args=(job, commit))
         process.start()
         process.join()
-    lines = (job.folder / "run" / "metrics.jsonl").read_text().splitlines()
-    keys = ("losses/clipfrac_low", "losses/clipfrac_high")
-    return sum(json.loads(line).get(key, 0) for line in lines for key in keys) / len(lines)
+    lines = sweep.read_metrics(job)
+    total = 0.0
+    for line in lines:
+        total += line.get("losses/clipfrac_low", 0)
+        total += line.get("losses/clipfrac_high", 0)
+    return total / len(lines)
 
 
 def calibrate(script, target, commit):
     """Bisection over the logarithm of the scale; a wider range clips less."""
     tried = []
-    low, high = math.log(1e-3), math.log(30)
+    low = math.log(1e-3)
+    high = math.log(30)
     scale = 1.0
     for _ in range(8):
         flags = flags_at(script, scale)
         share = clipped_share(script, flags, commit)
-        tried.append({"script": script, "scale": round(scale, 4), "flags": " ".join(flags), "share": share})
+        row = {"script": script, "scale": round(scale, 4), "flags": " ".join(flags), "share": share}
+        tried.append(row)
         if share > target:
             low = math.log(scale)
         else:
@@ -78,8 +76,9 @@ def calibrate(script, target, commit):
             break
         scale = math.exp((low + high) / 2)
     best = min(tried, key=lambda row: abs(row["share"] - target))
-    print(f"{script:8} {best['flags']}: {best['share']:.2%} clipped (own range: {tried[0]['share']:.2%})")
-    return [row | {"chosen": "yes" if row is best else ""} for row in tried]
+    own = tried[0]["share"]
+    print(f"{script:8} {best['flags']}: {best['share']:.2%} clipped (own range: {own:.2%})")
+    return [row | {"chosen": "yes" if row is best else "", "commit": commit} for row in tried]
 
 
 def main():
@@ -88,18 +87,15 @@ def main():
     parser.add_argument("--target", type=float, default=0.02)
     parser.add_argument("--jobs", type=int, default=2)
     args = parser.parse_args()
-    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    sys.path.insert(0, str(sweep.ROOT))
-    os.chdir(sweep.ROOT)
-    git = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    commit = sweep.prepare()
     with ThreadPool(args.jobs) as pool:
         tables = pool.map(lambda script: calibrate(script, args.target, commit), RANGES, chunksize=1)
-    rows = [row | {"commit": commit} for table in tables for row in table]
+    rows = [row for table in tables for row in table]
     with open(sweep.CALIBRATED, "w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
-        writer.writerows({key: sweep.short(value) for key, value in row.items()} for row in rows)
+        for row in rows:
+            writer.writerow({column: sweep.short(value) for column, value in row.items()})
 
 
 if __name__ == "__main__":

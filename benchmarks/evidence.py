@@ -23,7 +23,11 @@ def table(name):
     words = ("script", "variant", "commit", "flags", "ended", "axis", "chosen")
     with open(RESULTS / f"{name}.csv") as file:
         rows = list(csv.DictReader(file))
-    return [{k: v if k in words else number(v) for k, v in row.items()} for row in rows]
+    for row in rows:
+        for column, text in row.items():
+            if column not in words:
+                row[column] = number(text)
+    return rows
 
 
 def runs(name):
@@ -35,8 +39,8 @@ def runs(name):
 
 
 def curves(name):
-    """{(script, variant): {seed: [row of results/<name>_curves.csv, by iteration]}}, with `x`, the number of
-    completions generated so far."""
+    """{(script, variant): {seed: [row of results/<name>_curves.csv, by iteration]}}, with `x`: how many
+    completions were generated so far."""
     groups = defaultdict(lambda: defaultdict(list))
     for row in table(f"{name}_curves"):
         rows = groups[row["script"], row["variant"]][int(row["seed"])]
@@ -46,8 +50,10 @@ def curves(name):
 
 
 def held_out(rows, start):
-    """[(completions generated, held-out accuracy)] of a run, from `start`, the accuracy of the base model."""
-    return [(0.0, start)] + [(row["x"], row["held_out"]) for row in rows if row["held_out"] is not None]
+    """[(completions generated, held-out accuracy)] of a run, from `start`, the accuracy of the base
+    model."""
+    measured = [row for row in rows if row["held_out"] is not None]
+    return [(0.0, start)] + [(row["x"], row["held_out"]) for row in measured]
 
 
 def interpolate(points, x):
@@ -61,8 +67,10 @@ def interpolate(points, x):
 def area(points, end):
     """Mean height of the curve from 0 to `end`."""
     points = [point for point in points if point[0] < end] + [(end, interpolate(points, end))]
-    pairs = zip(points, points[1:], strict=False)
-    return sum((x1 - x0) * (y0 + y1) / 2 for (x0, y0), (x1, y1) in pairs) / end
+    areas = []
+    for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
+        areas.append((x1 - x0) * (y0 + y1) / 2)
+    return sum(areas) / end
 
 
 def reaches(points, height):
@@ -90,15 +98,24 @@ def difference(ours, theirs):
 def verdict(ours, theirs):
     """Is `ours` larger? By the 95 % interval of the paired differences."""
     mean, half = difference(ours, theirs)
-    word = "shown" if mean > half else "the opposite" if mean < -half else "not shown"
+    if mean > half:
+        word = "shown"
+    elif mean < -half:
+        word = "the opposite"
+    else:
+        word = "not shown"
     return f"{word} ({mean:+.3g} ± {half:.2g})"
 
 
 def exponent(xs, ys):
     """Slope of the straight line through the points, both axes logarithmic."""
-    return statistics.linear_regression([math.log(x) for x in xs], [math.log(y) for y in ys]).slope
+    log_xs = [math.log(x) for x in xs]
+    log_ys = [math.log(y) for y in ys]
+    return statistics.linear_regression(log_xs, log_ys).slope
 
 
 def rank_correlation(xs, ys):
     """Spearman's: the correlation of the ranks (no ties expected)."""
-    return statistics.correlation(*([sorted(values).index(value) for value in values] for values in (xs, ys)))
+    x_ranks = [sorted(xs).index(x) for x in xs]
+    y_ranks = [sorted(ys).index(y) for y in ys]
+    return statistics.correlation(x_ranks, y_ranks)

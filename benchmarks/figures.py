@@ -28,6 +28,7 @@ NAMES = {
     "rspo": "RSPO",
     "sapo": "SAPO",
 }
+GROUPS = [("ppo", "grpo", "dr_grpo"), ("dapo", "gspo", "cispo"), ("gmpo", "rspo", "sapo")]
 plt.rcParams.update(
     {
         "font.size": 9,
@@ -56,12 +57,19 @@ def mean_band(runs, column, width=5):
     lines = []
     for rows in runs.values():
         rows = [row for row in rows if row.get(column) is not None]
-        lines.append(([row["x"] for row in rows], smooth([row[column] for row in rows], width)))
+        xs = [row["x"] for row in rows]
+        ys = smooth([row[column] for row in rows], width)
+        lines.append((xs, ys))
     length = min(len(xs) for xs, _ in lines)
-    columns = [[ys[i] for _, ys in lines] for i in range(length)]
-    xs = [statistics.mean(xs[i] for xs, _ in lines) for i in range(length)]
-    means = [statistics.mean(ys) for ys in columns]
-    return xs, means, [statistics.stdev(ys) if len(ys) > 1 else 0.0 for ys in columns]
+    mean_xs = []
+    means = []
+    stds = []
+    for i in range(length):
+        mean_xs.append(statistics.mean(xs[i] for xs, _ in lines))
+        ys_here = [ys[i] for _, ys in lines]
+        means.append(statistics.mean(ys_here))
+        stds.append(statistics.stdev(ys_here) if len(ys_here) > 1 else 0.0)
+    return mean_xs, means, stds
 
 
 def draw(axis, runs, column, style, label=None, width=5, band=True):
@@ -75,11 +83,12 @@ def draw(axis, runs, column, style, label=None, width=5, band=True):
 
 
 def nine():
-    curves, runs = evidence.curves("nine"), evidence.runs("nine")
+    curves = evidence.curves("nine")
+    runs = evidence.runs("nine")
     for key, seeds in curves.items():  # the greedy curve begins at the base model
+        start = runs[key][0]["before_greedy_accuracy"]
         for rows in seeds.values():
-            rows.insert(0, {"x": 0, "held_out": runs[key][0]["before_greedy_accuracy"]})
-    groups = [("ppo", "grpo", "dr_grpo"), ("dapo", "gspo", "cispo"), ("gmpo", "rspo", "sapo")]
+            rows.insert(0, {"x": 0, "held_out": start})
     rows = [
         ("held_out", "greedy accuracy,\nheld-out sums", (0.4, 1.0), 1),
         ("accuracy", "accuracy of the rollouts,\ntemperature 1", (0.2, 1.0), 5),
@@ -88,11 +97,11 @@ def nine():
     ]
     figure, axes = plt.subplots(len(rows), 3, figsize=(8.6, 7.0), sharex=True, sharey="row")
     for i, (column, words, limits, width) in enumerate(rows):
-        for j, group in enumerate(groups):
+        for j, group in enumerate(GROUPS):
             axis = axes[i, j]
-            for (script, _), runs in curves.items():
+            for (script, _), seeds in curves.items():
                 if script not in group:
-                    draw(axis, runs, column, ("#cccccc", "-"), width=width, band=False)
+                    draw(axis, seeds, column, ("#cccccc", "-"), width=width, band=False)
             for script, style in zip(group, STYLES, strict=False):
                 draw(axis, curves[script, "default"], column, style, NAMES[script], width)
             if limits:
@@ -109,27 +118,29 @@ def nine():
 
 
 def heat(name):
-    runs = evidence.runs(name)
-    scripts = [script for script in evidence.SCRIPTS if any(key[0] == script for key in runs)]
-    rates = [lr for lr in ("1e-4", "3e-4", "1e-3") if any(f"lr{lr}-" in key[1] for key in runs)]
-    steps = [k for k in ("1", "4", "16") if any(key[1].endswith(f"steps{k}") for key in runs)]
+    """A map for each script: its accuracy by learning rate and steps per rollout."""
+    runs = evidence.runs(name)  # a variant is called "lr3e-4-steps16"
+    has_run = {script for script, _ in runs}
+    has_rate = {variant.removeprefix("lr").rsplit("-steps")[0] for _, variant in runs}
+    has_steps = {variant.rsplit("-steps")[1] for _, variant in runs}
+    scripts = [script for script in evidence.SCRIPTS if script in has_run]
+    rates = [rate for rate in ("1e-4", "3e-4", "1e-3") if rate in has_rate]
+    steps = [k for k in ("1", "4", "16") if k in has_steps]
     figure, axes = plt.subplots(3, 3, figsize=(8.6, 2.5 * len(rates)))
     for axis in axes.flat[len(scripts) :]:
         axis.axis("off")
     for axis, script in zip(axes.flat, scripts, strict=False):
-        values = []
-        for rate in rates:
-            groups = [runs[script, f"lr{rate}-steps{k}"] for k in steps]
-            values.append([[row["after_sampled_accuracy"] or 0.0 for row in rows] for rows in groups])
-        means = [[statistics.mean(cell) for cell in row] for row in values]
+        means = [[0.0] * len(steps) for _ in rates]
+        for y, rate in enumerate(rates):
+            for x, k in enumerate(steps):
+                rows = runs[script, f"lr{rate}-steps{k}"]
+                accuracies = [row["after_sampled_accuracy"] or 0.0 for row in rows]  # 0 if it broke off
+                mean = statistics.mean(accuracies)
+                means[y][x] = mean
+                look = {"ha": "center", "va": "center", "color": "black" if mean > 0.5 else "white"}
+                axis.text(x, y + 0.12, f"{mean:.2f}", size=11, **look)
+                axis.text(x, y - 0.22, f"± {statistics.stdev(accuracies):.2f}", size=8, **look)
         axis.imshow(means, cmap="gray", vmin=0, vmax=1, origin="lower", aspect="auto")
-        for y, row in enumerate(values):
-            for x, cell in enumerate(row):
-                mean = statistics.mean(cell)
-                color = "black" if mean > 0.5 else "white"
-                axis.text(x, y + 0.12, f"{mean:.2f}", ha="center", va="center", color=color, size=11)
-                text = f"± {statistics.stdev(cell):.2f}"
-                axis.text(x, y - 0.22, text, ha="center", va="center", color=color, size=8)
         axis.set_title(NAMES[script])
         axis.set_xticks(range(len(steps)), steps)
         axis.set_yticks(range(len(rates)), rates)
@@ -150,8 +161,19 @@ def stability_calibrated():
     heat("stability_calibrated")
 
 
+def draw_each(axis, runs, column, style, label):
+    """A line for each seed, by iteration."""
+    color, dashes = style
+    for rows in runs.values():
+        xs = [row["iteration"] for row in rows]
+        ys = [row[column] for row in rows]
+        axis.plot(xs, ys, color=color, linestyle=dashes, linewidth=1, label=label)
+        label = None  # once is enough
+
+
 def during_the_fall():
-    """What the metrics do in the runs with 16 steps per rollout, at the learning rate where some fall."""
+    """What the metrics do in the runs with 16 steps per rollout, at the learning rate where some
+    fall."""
     curves = evidence.curves("stability")
     rows = [
         ("accuracy", "accuracy"),
@@ -160,17 +182,12 @@ def during_the_fall():
         ("flips", "experts changed\n(share of tokens)"),
         ("grad_norm", "gradient norm"),
     ]
-    groups = [("ppo", "grpo", "dr_grpo"), ("dapo", "gspo", "cispo"), ("gmpo", "rspo", "sapo")]
     figure, axes = plt.subplots(len(rows), 3, figsize=(8.6, 8.8), sharex=True, sharey="row")
     for i, (column, words) in enumerate(rows):
-        for j, group in enumerate(groups):
+        for j, group in enumerate(GROUPS):
             for script, style in zip(group, STYLES, strict=False):
                 runs = curves[script, "lr1e-3-steps16"]
-                for k, lines in enumerate(runs.values()):
-                    xs = [row["iteration"] for row in lines]
-                    ys = [row[column] for row in lines]
-                    label = NAMES[script] if k == 0 else None
-                    axes[i, j].plot(xs, ys, color=style[0], linestyle=style[1], linewidth=1, label=label)
+                draw_each(axes[i, j], runs, column, style, NAMES[script])
             if column in ("log_ratio_p99", "grad_norm"):
                 axes[i, j].set_yscale("log")
             if i == 0:
@@ -200,18 +217,25 @@ def panels(name, lines, columns, width=5):
 
 
 def one_step():
-    """Five curves that coincide, so each is drawn thinner than the one below it; two others for contrast."""
+    """Five curves that coincide, so each is drawn thinner than the one below it; two others for
+    contrast."""
     curves = evidence.curves("one_step")
     figure, axes = plt.subplots(1, 2, figsize=(8.6, 3.2))
-    names = ("grpo", "gspo", "gmpo", "rspo", "sapo", "dr_grpo", "cispo")
-    colors = ("#dddddd", "#e69f00", "#56b4e9", "#999999", "#000000", "#cc79a7", "#0072b2")
-    for axis, column in zip(axes, ("accuracy", "entropy"), strict=True):
-        for name, color, width in zip(names, colors, (10, 7.5, 5, 2.5, 1, 1.2, 1.2), strict=True):
-            xs, means, _ = mean_band(curves[name, "one"], column)
-            dashes = {"dr_grpo": "--", "cispo": ":"}.get(name, "-")
-            label = NAMES[name] + ", no KL" * (name == "grpo")
+    looks = {  # script: (label, colour, line width, dashes)
+        "grpo": ("GRPO, no KL", "#dddddd", 10, "-"),
+        "gspo": ("GSPO", "#e69f00", 7.5, "-"),
+        "gmpo": ("GMPO", "#56b4e9", 5, "-"),
+        "rspo": ("RSPO", "#999999", 2.5, "-"),
+        "sapo": ("SAPO", "#000000", 1, "-"),
+        "dr_grpo": ("Dr. GRPO", "#cc79a7", 1.2, "--"),
+        "cispo": ("CISPO", "#0072b2", 1.2, ":"),
+    }
+    titles = {"accuracy": "accuracy at temperature 1", "entropy": "entropy"}
+    for axis, (column, words) in zip(axes, titles.items(), strict=True):
+        for script, (label, color, width, dashes) in looks.items():
+            xs, means, _ = mean_band(curves[script, "one"], column)
             axis.plot(xs, means, color=color, linewidth=width, linestyle=dashes, label=label)
-        axis.set_title({"accuracy": "accuracy at temperature 1"}.get(column, column))
+        axis.set_title(words)
         axis.set_xlabel("completions generated")
         axis.set_xlim(0, 15400)
     axes[1].legend()
@@ -220,7 +244,8 @@ def one_step():
 
 
 def clip_higher():
-    wide, narrow = evidence.curves("clip_higher"), evidence.curves("clip_higher_narrow")
+    wide = evidence.curves("clip_higher")
+    narrow = evidence.curves("clip_higher_narrow")
     figure, axes = plt.subplots(1, 3, figsize=(8.6, 2.7))
     for axis, steps in zip(axes, ("4", "16"), strict=False):
         for high, style in zip(("0.2", "0.28", "0.5", "1.0"), STYLES, strict=False):
@@ -238,8 +263,12 @@ def clip_higher():
 
 def wrong_length():
     lines = {"GRPO, no KL": ("grpo", "kl0"), "Dr. GRPO": ("dr_grpo", "default")}
-    columns = {"len_wrong": "length of wrong answers", "len_right": "length of right answers"}
-    panels("wrong_length", lines, columns | {"accuracy": "accuracy"})
+    columns = {
+        "len_wrong": "length of wrong answers",
+        "len_right": "length of right answers",
+        "accuracy": "accuracy",
+    }
+    panels("wrong_length", lines, columns)
 
 
 def dynamic_sampling():
@@ -249,32 +278,41 @@ def dynamic_sampling():
 
 def overlong():
     lines = {name: ("dapo", name) for name in ("soft", "filter", "none")}
-    columns = {"accuracy": "accuracy", "len": "response length", "truncated": "share cut off at the cap"}
+    columns = {
+        "accuracy": "accuracy",
+        "len": "response length",
+        "truncated": "share cut off at the cap",
+    }
     panels("overlong", lines, columns)
 
 
 def stale_ratio():
     names = ("grpo", "cispo", "gspo", "gmpo", "rspo")
     lines = {NAMES[name]: (name, "stale") for name in names}
-    columns = {"log_ratio_p99": "99 % of |log r| are below", "log_ratio_up_max": "largest log r"}
-    panels("stale_ratio", lines, columns | {"accuracy": "accuracy"})
+    columns = {
+        "log_ratio_p99": "99 % of |log r| are below",
+        "log_ratio_up_max": "largest log r",
+        "accuracy": "accuracy",
+    }
+    panels("stale_ratio", lines, columns)
 
 
 def router_shift():
     curves = evidence.curves("router_shift")
     rates = ("3e-4", "1e-3")
     figure, axes = plt.subplots(4, 2, figsize=(8.6, 7.4), sharex=True, sharey="row")
-    rows = [("accuracy", "accuracy"), ("flips", "experts changed\n(share of tokens)")]
-    rows += [("shift", "RSPO's gamma\nbefore its floor"), ("log_ratio_p99", "99 % of |log r|\nare below")]
+    rows = [
+        ("accuracy", "accuracy"),
+        ("flips", "experts changed\n(share of tokens)"),
+        ("shift", "RSPO's gamma\nbefore its floor"),
+        ("log_ratio_p99", "99 % of |log r|\nare below"),
+    ]
     for j, rate in enumerate(rates):
         for i, (column, words) in enumerate(rows):
             for script, style in zip(("gmpo", "rspo"), STYLES, strict=False):
-                for k, lines in enumerate(curves[script, f"lr{rate}"].values()):
-                    if lines[0].get(column) is None:
-                        continue
-                    xs, ys = [row["iteration"] for row in lines], [row[column] for row in lines]
-                    label = NAMES[script] if k == 0 else None
-                    axes[i, j].plot(xs, ys, color=style[0], linestyle=style[1], linewidth=1, label=label)
+                if column == "shift" and script == "gmpo":
+                    continue  # it has none
+                draw_each(axes[i, j], curves[script, f"lr{rate}"], column, style, NAMES[script])
             if j == 0:
                 axes[i, j].set_ylabel(words)
         axes[0, j].set_title(f"learning rate {rate}, 64 steps per rollout, five seeds")
@@ -287,8 +325,13 @@ def router_shift():
 def sapo_taus():
     curves = evidence.curves("sapo_taus")
     figure, axes = plt.subplots(1, 4, figsize=(8.6, 2.7))
-    pairs = {"1.0 / 1.0": "equal", "1.0 / 1.05": "paper", "1.05 / 1.0": "reversed"}
-    pairs |= {"1.0 / 2.0": "strong", "2.0 / 1.0": "strong-reversed"}
+    pairs = {
+        "1.0 / 1.0": "equal",
+        "1.0 / 1.05": "paper",
+        "1.05 / 1.0": "reversed",
+        "1.0 / 2.0": "strong",
+        "2.0 / 1.0": "strong-reversed",
+    }
     for i, rate in enumerate(("3e-4", "1e-3")):
         for j, column in enumerate(("accuracy", "log_ratio_p99")):
             axis = axes[2 * i + j]
@@ -301,8 +344,20 @@ def sapo_taus():
     save(figure, "sapo_taus")
 
 
-ALL = [nine, stability, stability_calibrated, during_the_fall, one_step, clip_higher, wrong_length]
-ALL += [dynamic_sampling, overlong, stale_ratio, router_shift, sapo_taus]
+ALL = [
+    nine,
+    stability,
+    stability_calibrated,
+    during_the_fall,
+    one_step,
+    clip_higher,
+    wrong_length,
+    dynamic_sampling,
+    overlong,
+    stale_ratio,
+    router_shift,
+    sapo_taus,
+]
 
 
 def main():

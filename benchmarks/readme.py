@@ -139,16 +139,11 @@ def policy_loss(name):
 
 
 def lesson():
-    """The diff of grpo's and sapo's policy_loss, the docstring included only if it differs."""
-    old_signature, old_docstring, old_rest = policy_loss("grpo")
-    new_signature, new_docstring, new_rest = policy_loss("sapo")
-    if old_docstring == new_docstring:
-        old_docstring = []
-        new_docstring = []
-    old = [*old_signature, *old_docstring, *old_rest]
-    new = [*new_signature, *new_docstring, *new_rest]
+    """The diff of grpo's and sapo's policy_loss, below the docstring."""
+    _, _, old = policy_loss("grpo")
+    _, _, new = policy_loss("sapo")
     lines = ["```diff"]
-    for line in difflib.unified_diff(old, new, "grpo.py", "sapo.py", lineterm="", n=1):
+    for line in difflib.unified_diff(old, new, "grpo.py", "sapo.py", lineterm="", n=0):
         # Line numbers would count from the beginning of the function, not of the file.
         lines.append("@@ policy_loss @@" if line.startswith("@@") else line)
     return [*lines, "```"]
@@ -665,8 +660,9 @@ def sapo_taus():
 # how a number came out, whichever way that is, so that they stay true when the CSVs change.
 
 
-def first_word(verdict):
-    return verdict.split(" (")[0]
+def first_word(text):
+    """Of what `verdict` returns: the verdict without the numbers."""
+    return text.split(" (")[0]
 
 
 def overall(*verdicts):
@@ -800,7 +796,7 @@ def seen_router_shift():
     shifts = []
     following = []
     accuracies = []
-    differences = []
+    texts = []
     for rate in ("3e-4", "1e-3"):
         values = {}
         for script in ("gmpo", "rspo"):
@@ -811,15 +807,18 @@ def seen_router_shift():
             values[script] = per_seed("router_shift", key, "accuracy")
         accuracies.append(verdict(values["rspo"], values["gmpo"], 1))
         difference = apart(values["rspo"], values["gmpo"], "higher", "lower")
-        differences.append(f"{difference} (lr {rate})")
+        texts.append(f"{difference} (lr {rate})")
     text = f"changed experts correlate with the next change of accuracy by {', '.join(following)}"
-    more = f"rspo's accuracy against gmpo's is {', '.join(differences)}"
+    more = f"rspo's accuracy, compared with gmpo's: {', '.join(texts)}"
     return [(overall(*shifts), text), (overall(*accuracies), more)]
 
 
 def seen_sapo_taus():
     items = []
-    for name, words, sign in (("paper", "1.0 / 1.05", 1), ("reversed", "1.05 / 1.0", -1)):
+    for name, words, sign in (
+        ("paper", "tau_pos 1.0, tau_neg 1.05", 1),
+        ("reversed", "tau_pos 1.05, tau_neg 1.0", -1),
+    ):
         verdicts = []
         texts = []
         for rate in ("3e-4", "1e-3"):
@@ -827,7 +826,7 @@ def seen_sapo_taus():
             equal = per_seed("sapo_taus", ("sapo", f"equal-lr{rate}"), "accuracy")
             verdicts.append(verdict(mine, equal, sign))
             texts.append(f"{apart(mine, equal, 'higher', 'lower')} (lr {rate})")
-        text = f"with {words} the accuracy against equal ones is {', '.join(texts)}"
+        text = f"accuracy with {words}, compared with equal ones: {', '.join(texts)}"
         items.append((overall(*verdicts), text))
     return items
 
@@ -934,9 +933,9 @@ def speed():
         peaks = [max(row[f"{side}_peak_mib"] for row in rows) for side in ("ours", "trl")]
         cells = [f"{peak:.0f} MiB" for peak in peaks]
         lines.append([f"{words}: peak memory", *cells, f"{peaks[0] / peaks[1]:.2f}"])
-        tokens = [
-            statistics.mean(row[f"{side}_tokens"] for row in rows) for side in ("ours", "trl")
-        ]
+        tokens = []
+        for side in ("ours", "trl"):
+            tokens.append(statistics.mean(row[f"{side}_tokens"] for row in rows))
         cells = [f"{count:.0f}" for count in tokens]
         lines.append([f"{words}: tokens sampled", *cells, f"{tokens[0] / tokens[1]:.2f}"])
     pairs = f"2 x {len(table) // 2} interleaved pairs"

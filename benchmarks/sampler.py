@@ -1,19 +1,21 @@
-"""Tokens per second of the sampler against `model.generate()`: same model, prompts, cap and temperature, in
-turn.
+"""Tokens per second of the sampler against `model.generate()`: same model, prompts, cap, temperature.
 
     python benchmarks/sampler.py [--pairs 11]
 
-Both sample the same 32 prompts, 8 completions each, from the default base model, trained if not cached.
-Prints the ratio of each interleaved pair as min / median / max.
+Both sample, in turn, the same 32 prompts, 8 completions each, from the default base model, trained if
+not cached, with two threads unless OMP_NUM_THREADS says otherwise. Prints the ratio of each interleaved
+pair as min / median / max.
 """
 
 import argparse
 import csv
+import os
 import statistics
 import sys
 import time
 from pathlib import Path
 
+os.environ.setdefault("OMP_NUM_THREADS", "2")  # before torch is there
 import torch
 import transformers
 
@@ -26,37 +28,39 @@ CSV = Path(__file__).parent / "results" / "sampler.csv"
 
 @torch.no_grad()
 def generate(model, tokenizer, prompts, group_size, args):
-    """The same work by transformers, as a trainer would ask for it; returns the number of tokens up to the
-    EOS."""
-    ids, attention = pad(prompts, "cpu", left=True), pad([[1] * len(p) for p in prompts], "cpu", left=True)
-    ids, attention = ids.repeat_interleave(group_size, 0), attention.repeat_interleave(group_size, 0)
+    """The same work by transformers, as a trainer would ask for it; returns the number of tokens up to
+    the EOS."""
+    prompt_length = max(len(prompt) for prompt in prompts)
+    ids = pad(prompts, "cpu", left=True)
+    attention = pad([[1] * len(prompt) for prompt in prompts], "cpu", left=True)
     output = model.generate(
-        ids,
-        attention_mask=attention,
+        ids.repeat_interleave(group_size, dim=0),
+        attention_mask=attention.repeat_interleave(group_size, dim=0),
         max_new_tokens=args.max_new_tokens,
         do_sample=True,
         temperature=args.temperature,
         top_k=0,
         top_p=1.0,
         pad_token_id=tokenizer.pad_token_id,
-    )[:, ids.shape[1] :]
-    return (output != tokenizer.pad_token_id).sum().item()
+    )
+    responses = output[:, prompt_length:]
+    return (responses != tokenizer.pad_token_id).sum().item()
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--pairs", type=int, default=11)
-    pairs = parser.parse_args().pairs
+    num_pairs = parser.parse_args().pairs
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     args = Args(device="cpu")
     model, tokenizer = load_model(args)
-    prompts = [p.prompt_ids for p in load_problems(args, model, tokenizer)[0][: args.prompts_per_iteration]]
+    problems, _ = load_problems(args, model, tokenizer)
+    prompts = [problem.prompt_ids for problem in problems[: args.prompts_per_iteration]]
     generator = torch.Generator().manual_seed(0)
     rates = {"sampler": [], "generate": []}
-    for pair in range(-1, pairs):  # the first pair is a warm-up
+    for pair in range(-1, num_pairs):  # the first pair is a warm-up
         for name in rates:
             start = time.perf_counter()
             if name == "sampler":
@@ -66,16 +70,17 @@ def main():
                 tokens = generate(model, tokenizer, prompts, args.group_size, args)
             if pair >= 0:
                 rates[name].append(tokens / (time.perf_counter() - start))
-    ratios = sorted(a / b for a, b in zip(rates["sampler"], rates["generate"], strict=True))
+    pairs = list(zip(rates["sampler"], rates["generate"], strict=True))
     with open(CSV, "w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["pair", *(f"{name}_tokens_per_second" for name in rates)])
-        writer.writerows(
-            (i, *map(round, pair)) for i, pair in enumerate(zip(*rates.values(), strict=True), 1)
-        )
+        writer.writerow(["pair", "sampler_tokens_per_second", "generate_tokens_per_second"])
+        for i, (ours, theirs) in enumerate(pairs, 1):
+            writer.writerow([i, round(ours), round(theirs)])
     for name, values in rates.items():
-        print(f"{name:10}{statistics.median(values):10.0f} tokens/s (median of {pairs})")
-    print(f"ratio     min {ratios[0]:.2f}  median {statistics.median(ratios):.2f}  max {ratios[-1]:.2f}")
+        print(f"{name:10}{statistics.median(values):10.0f} tokens/s (median of {num_pairs})")
+    ratios = sorted(ours / theirs for ours, theirs in pairs)
+    median = statistics.median(ratios)
+    print(f"ratio     min {ratios[0]:.2f}  median {median:.2f}  max {ratios[-1]:.2f}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Sums of one- and two-digit numbers as chat messages, in JSON lines: the data of the README's example run.
+"""Sums of one- and two-digit numbers as chat messages, in JSON lines: for the README's example run.
 
     python benchmarks/small_sums.py runs/small_sums.jsonl
 
-Each of the 4,000 rows has a column `question`, a list of messages with one solved sum and the sum to solve,
-and a column `answer`. The solved sum shows the form: asked without it, the model writes no '####'.
+Each of the 4,000 rows has a column `question`, a list of messages with one solved sum and the sum to
+solve, and a column `answer`. The solved sum shows the form: asked without it, the model writes no
+'####'.
 """
 
 import json
@@ -11,20 +12,29 @@ import random
 import sys
 from pathlib import Path
 
+SHOWN = [("system", "Add the numbers."), ("user", "25 + 14"), ("assistant", "#### 39")]
+
 
 def main():
     if len(sys.argv) != 2:
         sys.exit(__doc__)
-    rng, sums = random.Random(0), {}
+    rng = random.Random(0)
+
+    def number():
+        low, high = rng.choice([(0, 9), (10, 99)])
+        return rng.randint(low, high)
+
+    sums = {}
     while len(sums) < 4000:
-        a, b = (rng.randint(*rng.choice([(0, 9), (10, 99)])) for _ in range(2))
+        a = number()
+        b = number()
         sums[f"{a} + {b}"] = a + b
     path = Path(sys.argv[1])
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w") as file:
         for question, answer in sums.items():
-            texts = ("system", "Add the numbers."), ("user", "25 + 14"), ("assistant", "#### 39")
-            messages = [{"role": role, "content": text} for role, text in (*texts, ("user", question))]
+            turns = [*SHOWN, ("user", question)]
+            messages = [{"role": role, "content": text} for role, text in turns]
             print(json.dumps({"question": messages, "answer": str(answer)}), file=file)
 
 

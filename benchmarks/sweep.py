@@ -1,15 +1,15 @@
 """Runs the experiments of benchmarks/README.md and collects them in benchmarks/results/.
 
-    python benchmarks/sweep.py nine [--jobs 2] [--fresh]     # or another experiment, or several, or all
+    python benchmarks/sweep.py nine [--jobs 2] [--fresh]     # or another experiment, several, or all
     python benchmarks/sweep.py --list
 
-Each run is a process of its own with one thread, with its folder under runs/sweep/. A sweep that is cut off
-goes on where it was: what has ended is not run again. --fresh throws earlier runs away. For an experiment X,
-results/X.csv has a row for each run and results/X_curves.csv one for each iteration.
+Each run is a process of its own with one thread, with its folder under runs/sweep/. A sweep that is cut
+off goes on where it was: what has ended is not run again. --fresh throws earlier runs away. For an
+experiment X, results/X.csv has a row for each run and results/X_curves.csv one for each iteration.
 
-The scripts run as they are. Beside their own metrics, a run records what the claims are about and no script
-logs: the range of the log-ratios, the lengths of right and wrong answers, and, where asked for, the share of
-the gradient that comes from tokens which PPO's clip would drop.
+The scripts run as they are. Beside their own metrics, a run records what the claims are about and no
+script logs: the range of the log-ratios, the lengths of right and wrong answers, and, where asked for,
+the share of the gradient that comes from tokens which PPO's clip would drop.
 """
 
 import argparse
@@ -24,6 +24,7 @@ import shutil
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,6 +71,20 @@ class Job(NamedTuple):
     def folder(self):
         return RUNS / self.experiment / f"{self.script}_{self.variant}_{self.seed}"
 
+    @property
+    def has_ended(self):
+        return (self.folder / "result.json").exists()
+
+
+# -------------------------------------------------------------------------------------- experiments
+
+THREE = (1, 2, 3)  # seeds
+FIVE = (1, 2, 3, 4, 5)
+QUICK = ("--eval_every", "0", "--save_every", "0")
+RAMBLING = "the base model that rambles"  # a word that a run replaces by its folder
+# Ranges at which the clip binds on the same share of tokens: see calibrate.py.
+CALIBRATED = RESULTS / "calibrate.csv"
+
 
 def steps_flags(steps):
     """Optimizer steps per rollout: up to 16 minibatches, then several passes."""
@@ -77,26 +92,11 @@ def steps_flags(steps):
     return ("--num_minibatches", str(steps // passes), "--update_epochs", str(passes))
 
 
-RAMBLING = "the base model that rambles"  # a word that a run replaces by its folder
-QUICK = ("--eval_every", "0", "--save_every", "0")
-# Ranges at which the clip binds on the same share of tokens: see calibrate.py.
-CALIBRATED = RESULTS / "calibrate.csv"
-
-
 def calibrated():
     """{script: flags} from results/calibrate.csv."""
     with open(CALIBRATED) as file:
-        return {row["script"]: tuple(row["flags"].split()) for row in csv.DictReader(file) if row["chosen"]}
-
-
-def stability(name, ranges):
-    for lr, steps, script in itertools.product(("1e-4", "3e-4", "1e-3"), (1, 4, 16), SCRIPTS):
-        if ranges is not None and (steps == 1 or lr == "1e-4" or script not in ranges):
-            continue  # nothing is clipped at the first step, and little at a low learning rate
-        more = () if ranges is None else ranges[script]
-        flags = ("--iterations", "20", "--lr", lr, *steps_flags(steps), *more, *QUICK)
-        for seed in (1, 2, 3):
-            yield Job(name, script, f"lr{lr}-steps{steps}", seed, flags)
+        rows = list(csv.DictReader(file))
+    return {row["script"]: tuple(row["flags"].split()) for row in rows if row["chosen"]}
 
 
 def variants(name, script, seeds, options, *shared):
@@ -106,89 +106,126 @@ def variants(name, script, seeds, options, *shared):
             yield Job(name, script, variant, seed, (*shared, *flags.split()))
 
 
+def nine():
+    for seed in FIVE:
+        for script in SCRIPTS:
+            every = "1" if script == "dapo" else "2"
+            yield Job("nine", script, "default", seed, ("--eval_every", every, "--save_every", "0"))
+
+
+def one_step():
+    shared = ("--num_minibatches", "1", "--eval_every", "5", "--save_every", "0")
+    yield from variants("one_step", "grpo", THREE, {"one": "--kl_coef 0"}, *shared)
+    for script in ("gspo", "gmpo", "rspo", "sapo", "dr_grpo", "cispo"):
+        yield from variants("one_step", script, THREE, {"one": ""}, *shared)
+
+
+def clip_higher():
+    for steps in ("4", "16"):
+        options = {}
+        for high in ("0.2", "0.28", "0.5", "1.0"):
+            options[f"steps{steps}-high{high}"] = f"--clip_eps_high {high}"
+        yield from variants("clip_higher", "dapo", FIVE, options, "--num_minibatches", steps, *QUICK)
+
+
+def clip_higher_narrow():
+    """Where the clip binds: both bounds a tenth of the paper's, then the upper one higher."""
+    shared = ("--iterations", "20", "--num_minibatches", "16", *QUICK)
+    options = {}
+    for high in ("0.02", "0.028", "0.1"):
+        options[f"high{high}"] = f"--clip_eps_low 0.02 --clip_eps_high {high}"
+    yield from variants("clip_higher_narrow", "dapo", FIVE, options, *shared)
+
+
+def wrong_length():
+    shared = ("--iterations", "40", "--max_new_tokens", "96", *QUICK)
+    yield from variants("wrong_length", "grpo", FIVE, {"kl0": "--kl_coef 0"}, *shared)
+    yield from variants("wrong_length", "dr_grpo", FIVE, {"default": ""}, *shared)
+
+
+def dynamic_sampling():
+    shared = ("--overlong", "none", "--save_every", "0")
+    options = {
+        "refill": "--iterations 36 --eval_every 1",
+        "drop": "--iterations 60 --eval_every 2 --max_sampling_rounds 1",
+    }
+    yield from variants("dynamic_sampling", "dapo", FIVE, options, *shared)
+
+
+def overlong():
+    shared = ("--model", RAMBLING, "--eval_every", "2", "--save_every", "0")
+    options = {name: f"--overlong {name}" for name in ("soft", "filter", "none")}
+    yield from variants("overlong", "dapo", FIVE, options, *shared)
+
+
+def gradient_share():
+    for steps in ("4", "16"):
+        shared = ("--iterations", "12", "--num_minibatches", steps, *QUICK)
+        name = f"steps{steps}"
+        yield from variants("gradient_share", "cispo", THREE, {name: ""}, *shared)
+        yield from variants("gradient_share", "grpo", THREE, {name: "--kl_coef 0"}, *shared)
+
+
+def stale_ratio():
+    stale = ("--iterations", "20", "--lr", "1e-4", "--num_minibatches", "16", *QUICK)
+    yield from variants("stale_ratio", "grpo", FIVE, {"stale": "--kl_coef 0"}, *stale)
+    for script in ("gspo", "gmpo", "rspo", "cispo"):
+        yield from variants("stale_ratio", script, FIVE, {"stale": ""}, *stale)
+    for lr in ("3e-4", "1e-3"):  # to compare with the siblings' runs of the stability map
+        flags = ("--iterations", "20", "--lr", lr, *steps_flags(16), *QUICK)
+        yield from variants("stale_ratio", "grpo", THREE, {f"lr{lr}": "--kl_coef 0"}, *flags)
+
+
+def router_shift():
+    for lr in ("3e-4", "1e-3"):
+        flags = ("--iterations", "20", "--lr", lr, *steps_flags(64), *QUICK)
+        yield from variants("router_shift", "gmpo", FIVE, {f"lr{lr}": ""}, *flags)
+        yield from variants("router_shift", "rspo", FIVE, {f"lr{lr}": ""}, *flags)
+
+
+def sapo_taus():
+    pairs = {
+        "paper": (1.0, 1.05),
+        "equal": (1.0, 1.0),
+        "reversed": (1.05, 1.0),
+        "strong": (1.0, 2.0),
+        "strong-reversed": (2.0, 1.0),
+    }
+    for lr in ("3e-4", "1e-3"):
+        flags = ("--iterations", "20", "--lr", lr, "--num_minibatches", "16", *QUICK)
+        options = {}
+        for name, (pos, neg) in pairs.items():
+            options[f"{name}-lr{lr}"] = f"--tau_pos {pos} --tau_neg {neg}"
+        yield from variants("sapo_taus", "sapo", FIVE, options, *flags)
+
+
+def ranges():
+    paper = {"paper": "--clip_eps_low 3e-4 --clip_eps_high 4e-4", "own": ""}
+    yield from variants("ranges", "gspo", THREE, paper, "--iterations", "10", *QUICK)
+    yield from variants("ranges", "ppo", THREE, {"slow-critic": "--critic_lr 2e-4"}, *QUICK)
+
+
+def stability():
+    for lr, steps, script in itertools.product(("1e-4", "3e-4", "1e-3"), (1, 4, 16), SCRIPTS):
+        flags = ("--iterations", "20", "--lr", lr, *steps_flags(steps), *QUICK)
+        for seed in THREE:
+            yield Job("stability", script, f"lr{lr}-steps{steps}", seed, flags)
+
+
+def stability_calibrated():
+    """Nothing is clipped at the first step, and little at a low learning rate: both are left out."""
+    own_ranges = calibrated()
+    for lr, steps, script in itertools.product(("3e-4", "1e-3"), (4, 16), SCRIPTS):
+        if script in own_ranges:
+            own = own_ranges[script]
+            flags = ("--iterations", "20", "--lr", lr, *steps_flags(steps), *own, *QUICK)
+            for seed in THREE:
+                yield Job("stability_calibrated", script, f"lr{lr}-steps{steps}", seed, flags)
+
+
 def experiments():
     """{name: function that yields its jobs}."""
-    seeds, five = (1, 2, 3), (1, 2, 3, 4, 5)
-    stale = ("--lr", "1e-4", "--num_minibatches", "16", *QUICK)
-
-    def nine():
-        for seed in five:
-            for script in SCRIPTS:
-                every = "1" if script == "dapo" else "2"
-                yield Job("nine", script, "default", seed, ("--eval_every", every, "--save_every", "0"))
-
-    def one_step():
-        flags = {name: "" for name in ("gspo", "gmpo", "rspo", "sapo", "dr_grpo", "cispo")}
-        for script, own in ({"grpo": "--kl_coef 0"} | flags).items():
-            common = ("--num_minibatches", "1", "--eval_every", "5", "--save_every", "0")
-            yield from variants("one_step", script, seeds, {"one": own}, *common)
-
-    def clip_higher():
-        options = {high: f"--clip_eps_high {high}" for high in ("0.2", "0.28", "0.5", "1.0")}
-        for steps in ("4", "16"):
-            named = {f"steps{steps}-high{high}": flags for high, flags in options.items()}
-            yield from variants("clip_higher", "dapo", five, named, "--num_minibatches", steps, *QUICK)
-
-    def clip_higher_narrow():  # where the clip binds: both bounds a tenth of the paper's, then higher
-        options = {high: f"--clip_eps_low 0.02 --clip_eps_high {high}" for high in ("0.02", "0.028", "0.1")}
-        common = ("--iterations", "20", "--num_minibatches", "16", *QUICK)
-        named = {f"high{high}": flags for high, flags in options.items()}
-        yield from variants("clip_higher_narrow", "dapo", five, named, *common)
-
-    def wrong_length():
-        common = ("--iterations", "40", "--max_new_tokens", "96", *QUICK)
-        options = {"kl0": "--kl_coef 0"}
-        yield from variants("wrong_length", "grpo", five, options, *common)
-        yield from variants("wrong_length", "dr_grpo", five, {"default": ""}, *common)
-
-    def dynamic_sampling():
-        common = ("--overlong", "none", "--save_every", "0")
-        options = {
-            "refill": "--iterations 36 --eval_every 1",
-            "drop": "--iterations 60 --eval_every 2 --max_sampling_rounds 1",
-        }
-        yield from variants("dynamic_sampling", "dapo", five, options, *common)
-
-    def overlong():
-        options = {name: f"--overlong {name}" for name in ("soft", "filter", "none")}
-        common = ("--model", RAMBLING, "--eval_every", "2", "--save_every", "0")
-        yield from variants("overlong", "dapo", five, options, *common)
-
-    def gradient_share():
-        for steps in ("4", "16"):
-            common = ("--iterations", "12", "--num_minibatches", steps, *QUICK)
-            yield from variants("gradient_share", "cispo", seeds, {f"steps{steps}": ""}, *common)
-            options = {f"steps{steps}": "--kl_coef 0"}
-            yield from variants("gradient_share", "grpo", seeds, options, *common)
-
-    def stale_ratio():
-        for script, own in {"grpo": "--kl_coef 0", "gspo": "", "gmpo": "", "rspo": "", "cispo": ""}.items():
-            yield from variants("stale_ratio", script, five, {"stale": own}, "--iterations", "20", *stale)
-        for lr in ("3e-4", "1e-3"):  # to compare with the siblings' runs of the stability map
-            flags = ("--iterations", "20", "--lr", lr, *steps_flags(16), *QUICK)
-            yield from variants("stale_ratio", "grpo", seeds, {f"lr{lr}": "--kl_coef 0"}, *flags)
-
-    def router_shift():
-        for lr in ("3e-4", "1e-3"):
-            flags = ("--iterations", "20", "--lr", lr, *steps_flags(64), *QUICK)
-            yield from variants("router_shift", "gmpo", five, {f"lr{lr}": ""}, *flags)
-            yield from variants("router_shift", "rspo", five, {f"lr{lr}": ""}, *flags)
-
-    def sapo_taus():
-        pairs = {"paper": (1.0, 1.05), "equal": (1.0, 1.0), "reversed": (1.05, 1.0)}
-        pairs |= {"strong": (1.0, 2.0), "strong-reversed": (2.0, 1.0)}
-        options = {name: f"--tau_pos {pos} --tau_neg {neg}" for name, (pos, neg) in pairs.items()}
-        for lr in ("3e-4", "1e-3"):
-            flags = ("--iterations", "20", "--lr", lr, "--num_minibatches", "16", *QUICK)
-            named = {f"{name}-lr{lr}": own for name, own in options.items()}
-            yield from variants("sapo_taus", "sapo", five, named, *flags)
-
-    def ranges():
-        paper = {"paper": "--clip_eps_low 3e-4 --clip_eps_high 4e-4", "own": ""}
-        yield from variants("ranges", "gspo", seeds, paper, "--iterations", "10", *QUICK)
-        yield from variants("ranges", "ppo", seeds, {"slow-critic": "--critic_lr 2e-4"}, *QUICK)
-
-    named = [
+    functions = [
         nine,
         one_step,
         clip_higher,
@@ -197,54 +234,114 @@ def experiments():
         dynamic_sampling,
         overlong,
         gradient_share,
+        stale_ratio,
+        router_shift,
+        sapo_taus,
+        ranges,
+        stability,
+        stability_calibrated,
     ]
-    named += [stale_ratio, router_shift, sapo_taus, ranges]
-    return {function.__name__: function for function in named} | {
-        "stability": lambda: stability("stability", None),
-        "stability_calibrated": lambda: stability("stability_calibrated", calibrated()),
-    }
+    return {function.__name__: function for function in functions}
+
+
+# ---------------------------------------------------------------------------------------------- run
+
+
+def prepare(threads=1):
+    """The environment of all runs, to be called before anything imports torch. Returns the commit."""
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    sys.path.insert(0, str(ROOT))
+    os.chdir(ROOT)
+    git = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(git, capture_output=True, text=True).stdout.strip()
 
 
 def rambling_base():
     """Folder of a base model whose demonstrations ramble three times out of five."""
-    import tasks
+    import common
 
-    before = dict(tasks.WARM_START)
-    tasks.WARM_START.update(direct=0.1, worked=0.3)
-    try:
-        return str(tasks.base_model(1200))
-    finally:
-        tasks.WARM_START.update(before)
+    recipe = common.WARM_START | dict(direct=0.1, worked=0.3)
+    return str(common.base_model(1200, recipe))
 
 
 def probe(policy_loss, gradient_of=None):
-    """The same policy_loss with more stats; `gradient_of`: the model whose gradient is taken apart."""
+    """The same policy_loss with more stats; `gradient_of`: a list with the model whose gradient is
+    taken apart."""
     import torch
 
-    def wrapper(logprobs, old, advantages, mask, *args, **keywords):
-        loss, stats = policy_loss(logprobs, old, advantages, mask, *args, **keywords)
-        mask = mask.bool()
-        logratio = torch.where(mask, logprobs - old, 0).detach()
-        if not mask.any():
+    def gradient_norm(slope_BT, logprobs_BT):
+        """Of the gradient in the weights that this slope of the loss in the log-probs makes."""
+        parameters = list(gradient_of[0].parameters())
+        total = (slope_BT * logprobs_BT).sum()
+        gradients = torch.autograd.grad(total, parameters, retain_graph=True, allow_unused=True)
+        return sum((g**2).sum() for g in gradients if g is not None).sqrt()
+
+    def wrapper(logprobs_BT, old_logprobs_BT, advantages_BT, mask_BT, **keywords):
+        loss, stats = policy_loss(logprobs_BT, old_logprobs_BT, advantages_BT, mask_BT, **keywords)
+        mask_BT = mask_BT.bool()
+        if not mask_BT.any():
             return loss, stats
-        signs = advantages.sign() if advantages.dim() == 2 else advantages.sign()[:, None]
-        outside = (signs * logratio > 0) & ((logratio.exp() - 1).abs() > 0.2)  # where PPO's clip binds
-        stats["log_ratio_up_max"], stats["log_ratio_down_max"] = logratio.max(), -logratio.min()
-        stats["log_ratio_p99"] = logratio[mask].abs().quantile(0.99)
-        stats["outside"] = outside.sum() / mask.sum()
+        logratio_BT = torch.where(mask_BT, logprobs_BT - old_logprobs_BT, 0).detach()
+        is_far_BT = (logratio_BT.exp() - 1).abs() > 0.2
+        outside_BT = is_far_BT & (advantages_BT.sign() * logratio_BT > 0)  # where PPO's clip binds
+        stats["log_ratio_up_max"] = logratio_BT.max()
+        stats["log_ratio_down_max"] = -logratio_BT.min()
+        stats["log_ratio_p99"] = logratio_BT[mask_BT].abs().quantile(0.99)
+        stats["outside"] = outside_BT.sum() / mask_BT.sum()
         if gradient_of:
-            (slope,) = torch.autograd.grad(loss, logprobs, retain_graph=True)
-            norms = []
-            for part in (torch.where(outside, slope, 0), slope):
-                parameters = list(gradient_of[0].parameters())
-                gradient = torch.autograd.grad(
-                    (part * logprobs).sum(), parameters, retain_graph=True, allow_unused=True
-                )
-                norms.append(sum((g**2).sum() for g in gradient if g is not None).sqrt())
-            stats["outside_gradient"] = norms[0] / norms[1].clamp(min=1e-12)
+            (slope_BT,) = torch.autograd.grad(loss, logprobs_BT, retain_graph=True)
+            outside_norm = gradient_norm(torch.where(outside_BT, slope_BT, 0), logprobs_BT)
+            norm = gradient_norm(slope_BT, logprobs_BT)
+            stats["outside_gradient"] = outside_norm / norm.clamp(min=1e-12)
         return loss, stats
 
     return wrapper
+
+
+def mean_lengths(completions, verdicts):
+    """{"len_right": ..., "len_wrong": ...}: of right answers, if there are any, and of all others."""
+    lengths = {"len_right": [], "len_wrong": []}
+    for completion, (_, why) in zip(completions, verdicts, strict=True):
+        name = "len_right" if why == "correct" else "len_wrong"
+        lengths[name].append(len(completion.ids))
+    return {name: sum(values) / len(values) for name, values in lengths.items() if values}
+
+
+def watch(script, takes_gradient_apart):
+    """Makes a script record more than it logs. Returns a dict that holds its held-out results when it
+    has ended."""
+    import harness
+
+    held_out = {}
+    models = []
+    real_describe = script.describe
+    real_load = script.load_model
+    real_finish = harness.Run.finish
+
+    def describe(completions, verdicts, group_size, prefix):
+        metrics = real_describe(completions, verdicts, group_size, prefix)
+        more = mean_lengths(completions, verdicts)
+        return {**metrics, **more, "generated": len(completions)}
+
+    def load_model(args):
+        model, tokenizer = real_load(args)
+        models.append(model)
+        return model, tokenizer
+
+    def finish(self, before, after):
+        for when, results in (("before", before), ("after", after)):
+            for how in ("greedy", "sampled"):
+                for key in ("accuracy", "direct_frac", "response_len_mean", "truncated_frac"):
+                    held_out[f"{when}_{how}_{key.split('_')[0]}"] = results[how][key]
+        real_finish(self, before, after)
+
+    script.describe = describe
+    script.load_model = load_model
+    script.policy_loss = probe(script.policy_loss, models if takes_gradient_apart else None)
+    harness.Run.finish = finish
+    return held_out
 
 
 def run(job, commit):
@@ -255,83 +352,125 @@ def run(job, commit):
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.chdir(ROOT)
-    import common
+    import harness
 
     script = importlib.import_module(job.script)
     flags = [rambling_base() if word == RAMBLING else word for word in job.flags]
-    words = ["--seed", str(job.seed), "--run_dir", str(job.folder / "run"), *flags]
-    sys.argv = [f"{job.script}.py", *words]
-    ended, result, models = "", {}, []
-    real_log, real_load, real_finish = common.Run.log, script.load_model, common.Run.finish
-
-    def logged(self, iteration, metrics, problems, completions, verdicts):
-        lengths = {True: [], False: []}
-        for completion, (_, why) in zip(completions, verdicts, strict=True):
-            lengths[why == "correct"].append(len(completion.ids))
-        for name, right in (("len_right", True), ("len_wrong", False)):
-            if lengths[right]:
-                metrics[name] = sum(lengths[right]) / len(lengths[right])
-        metrics["generated"] = len(completions)
-        metrics["seconds"] = metrics["charts/rollout_seconds"] + metrics["charts/update_seconds"]
-        real_log(self, iteration, metrics, problems, completions, verdicts)
-
-    def load(args):
-        model, tokenizer = real_load(args)
-        models.append(model)
-        return model, tokenizer
-
-    def finish(self, before, after):
-        for when, both in (("before", before), ("after", after)):
-            for how in ("greedy", "sampled"):
-                for key in ("accuracy", "direct_frac", "response_len_mean", "truncated_frac"):
-                    result[f"{when}_{how}_{key.split('_')[0]}"] = both[how][key]
-        real_finish(self, before, after)
-
-    common.Run.log, common.Run.finish, script.load_model = logged, finish, load
-    script.policy_loss = probe(script.policy_loss, models if job.experiment == "gradient_share" else None)
+    run_dir = job.folder / "run"
+    sys.argv = [f"{job.script}.py", "--seed", str(job.seed), "--run_dir", str(run_dir), *flags]
+    held_out = watch(script, takes_gradient_apart=job.experiment == "gradient_share")
+    ended = ""
     try:
-        script.main(common.parse_args(script.Args))
-    except SystemExit:
-        ended = (job.folder / "log").read_text().splitlines()[-1].replace(str(ROOT) + "/", "")
-    for folder in (job.folder / "run").glob("checkpoint-*"):
+        script.main(harness.parse_args(script.Args))
+    except harness.UserError as error:  # a number that is not finite is a result
+        traceback.print_exc()
+        message = " ".join(str(error).split())
+        ended = f"{job.script}.py: error: {message}".replace(f"{ROOT}/", "")
+    for folder in run_dir.glob("checkpoint-*"):
         shutil.rmtree(folder)
-    result |= {"ended": ended, "commit": commit}
-    (job.folder / "result.tmp").write_text(json.dumps(result))
-    (job.folder / "result.tmp").rename(job.folder / "result.json")
+    scratch = job.folder / "result.tmp"
+    scratch.write_text(json.dumps({**held_out, "ended": ended, "commit": commit}))
+    scratch.rename(job.folder / "result.json")
+
+
+def run_all(name, jobs, num_processes, commit):
+    """Runs what has not ended yet, several at a time."""
+    context = multiprocessing.get_context("fork")
+    todo = [job for job in jobs if not job.has_ended]
+    running = []  # (process, job)
+    done = 0
+    start = time.time()
+    while todo or running:
+        for pair in list(running):
+            process, job = pair
+            if process.is_alive():
+                continue
+            running.remove(pair)
+            done += 1
+            minutes = (time.time() - start) / 60
+            left = len(todo) + len(running)
+            failed = "" if job.has_ended else f" FAILED, see {job.folder}/log"
+            print(f"{minutes:5.1f} min {name} {done}, left {left}: {job[1:4]}{failed}", flush=True)
+        while todo and len(running) < num_processes:
+            job = todo.pop(0)
+            process = context.Process(target=run, args=(job, commit))
+            process.start()
+            running.append((process, job))
+        time.sleep(0.05)
+
+
+# ------------------------------------------------------------------------------------------ collect
 
 
 def short(value):
     return f"{value:.4g}" if isinstance(value, float) else value
 
 
+def read_metrics(job):
+    """Its lines of metrics.jsonl, with the seconds of each iteration."""
+    path = job.folder / "run" / "metrics.jsonl"
+    if not path.exists():
+        return []
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        line["seconds"] = line["charts/rollout_seconds"] + line["charts/update_seconds"]
+    return lines
+
+
+def summary(job, lines):
+    """What a run's row has beside the result: {column: value}."""
+    ratio_errors = [line["losses/first_step_ratio_error_max"] for line in lines]
+    explained = [line.get("losses/explained_variance") for line in lines[-10:]]
+    has_critic = bool(explained) and explained[0] is not None
+    return {
+        "explained_variance_last10": sum(explained) / len(explained) if has_critic else "",
+        "first_step_ratio_error_max": max(ratio_errors, default=""),
+        "generated": sum(line["generated"] for line in lines),
+        "seconds": round(sum(line["seconds"] for line in lines), 1),
+        "flags": " ".join(job.flags),
+    }
+
+
+def write_csv(path, rows):
+    """A column that is empty everywhere is left out, but for `ended`."""
+    names = {}  # in order
+    for row in rows:
+        names.update(row)
+    columns = []
+    for column in names:
+        if column == "ended" or any(row.get(column, "") != "" for row in rows):
+            columns.append(column)
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n", extrasaction="ignore")
+        writer.writeheader()
+        for row in rows:
+            writer.writerow({column: short(value) for column, value in row.items()})
+
+
 def collect(name, jobs):
     """The two CSVs of an experiment, from the runs that have ended."""
-    rows, curves = [], []
+    rows = []
+    curves = []
     for job in jobs:
-        if not (job.folder / "result.json").exists():
+        if not job.has_ended:
             continue
         result = json.loads((job.folder / "result.json").read_text())
-        path = job.folder / "run" / "metrics.jsonl"
-        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        lines = read_metrics(job)
         key = {"script": job.script, "variant": job.variant, "seed": job.seed}
-        generated = sum(line["generated"] for line in lines)
-        seconds = round(sum(line["seconds"] for line in lines), 1)
-        ratio_error = max((line["losses/first_step_ratio_error_max"] for line in lines), default="")
-        explained = [line.get("losses/explained_variance") for line in lines[-10:]]
-        explained = sum(explained) / len(explained) if explained and explained[0] is not None else ""
-        more = {"explained_variance_last10": explained, "first_step_ratio_error_max": ratio_error}
-        row = key | result | more | {"generated": generated, "seconds": seconds, "flags": " ".join(job.flags)}
-        rows.append(row)
+        rows.append({**key, **result, **summary(job, lines)})
         for line in lines:
             values = {column: short(line.get(source, "")) for column, source in CURVES.items()}
-            curves.append(key | {"iteration": line["iteration"]} | values)
-    for suffix, table in (("", rows), ("_curves", curves)):
-        columns = list(dict.fromkeys(key for row in table for key in row))
-        columns = [c for c in columns if any(row.get(c, "") != "" for row in table) or c == "ended"]
-        with open(RESULTS / f"{name}{suffix}.csv", "w", newline="") as file:
-            writer = csv.DictWriter(file, columns, lineterminator="\n", extrasaction="ignore")
-            writer.writeheader()
-            writer.writerows({c: short(v) for c, v in row.items()} for row in table)
+            curves.append({**key, "iteration": line["iteration"], **values})
+    write_csv(RESULTS / f"{name}.csv", rows)
+    write_csv(RESULTS / f"{name}_curves.csv", curves)
+
+
+def print_list(known):
+    for name, function in known.items():
+        if name == "stability_calibrated" and not CALIBRATED.exists():
+            continue
+        jobs = list(function())
+        print(f"{name:22}{sum(job.has_ended for job in jobs)} of {len(jobs)} runs")
 
 
 def main():
@@ -340,51 +479,27 @@ def main():
     parser.add_argument("names", nargs="*", help="experiments, or all")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--fresh", action="store_true", help="throw earlier runs away")
-    parser.add_argument("--list", action="store_true", help="print the experiments and what has been run")
+    parser.add_argument(
+        "--list", action="store_true", help="print the experiments and what has been run"
+    )
     args = parser.parse_args()
     known = experiments()
     names = list(known) if args.names == ["all"] else args.names
-    if unknown := set(names) - set(known):
+    unknown = [name for name in names if name not in known]
+    if unknown:
         parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(known)}")
     if args.list:
-        for name, jobs in known.items():
-            if name != "stability_calibrated" or CALIBRATED.exists():
-                jobs = list(jobs())
-                print(
-                    f"{name:22}{sum((j.folder / 'result.json').exists() for j in jobs)} of {len(jobs)} runs"
-                )
+        print_list(known)
         return
-    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    sys.path.insert(0, str(ROOT))
-    os.chdir(ROOT)
-    import tasks
+    commit = prepare()
+    import common
 
-    tasks.base_model(1200)  # once, before there are several processes
-    git = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-    context = multiprocessing.get_context("fork")
+    common.base_model(1200)  # once, before there are several processes
     for name in names:
-        jobs = list(known[name]())
         if args.fresh:
             shutil.rmtree(RUNS / name, ignore_errors=True)
-        todo = [job for job in jobs if not (job.folder / "result.json").exists()]
-        running, done, start = [], 0, time.time()
-        while todo or running:
-            for process, job in [pair for pair in running if not pair[0].is_alive()]:
-                running.remove((process, job))
-                done += 1
-                minutes = (time.time() - start) / 60
-                failed = "" if (job.folder / "result.json").exists() else f" FAILED, see {job.folder}/log"
-                print(
-                    f"{minutes:5.1f} min {name} {done}, left {len(todo) + len(running)}: {job[1:4]}{failed}"
-                )
-                sys.stdout.flush()
-            while todo and len(running) < args.jobs:
-                job = todo.pop(0)
-                process = context.Process(target=run, args=(job, commit))
-                process.start()
-                running.append((process, job))
-            time.sleep(0.05)
+        jobs = list(known[name]())
+        run_all(name, jobs, args.jobs, commit)
         collect(name, jobs)
 
 

@@ -2,13 +2,14 @@
 
     python benchmarks/trl_speed.py [--pairs 21] [--threads 2] [--lr 1e-9 2e-4]
 
-Same work: the base model of the default job and its tokenizer, 32 prompts x 8 completions of at most 48
-tokens at temperature 1, then four optimizer steps of AdamW on 64 completions each, clip range 0.2, KL 0.04
-to a reference, sequence-mean, float32, the same reward function and the same number of threads. With the
-first learning rate the weights stay where they are, so that the lengths of both sides come from the same
-distribution; with the second, that of grpo.py, both learn, and their answers become worked ones of much the
-same length. TRL samples with transformers' generate(). Each side is a process of its own that waits while
-the other one works. The first pair is warm-up and is not counted. Writes results/trl_speed.csv.
+Same work: the base model of the default job and its tokenizer, 32 prompts x 8 completions of at most
+48 tokens at temperature 1, then four optimizer steps of AdamW on 64 completions each, clip range 0.2,
+KL 0.04 to a reference, sequence-mean, float32, the same reward function and the same number of threads.
+With the first learning rate the weights stay where they are, so that the lengths of both sides come
+from the same distribution; with the second, that of grpo.py, both learn, and their answers become
+worked ones of much the same length. TRL samples with transformers' generate(). Each side is a process
+of its own that waits while the other one works. The first pair is warm-up and is not counted. Writes
+results/trl_speed.csv.
 """
 
 import argparse
@@ -24,6 +25,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 CSV = ROOT / "benchmarks" / "results" / "trl_speed.csv"
+COLUMNS = ["seconds", "sampling", "tokens", "peak_mib"]  # what a worker says of an iteration
+QUIET = ["--eval_every", "0", "--save_every", "0"]
 sys.path.insert(0, str(ROOT))
 sys.argv[0] = "grpo.py"
 
@@ -32,14 +35,15 @@ class Turns:
     """The worker's side: waits for its turn, works for an iteration, and says what it took."""
 
     def __init__(self, pipe):
-        self.pipe, self.sampling, self.tokens = pipe, 0.0, 0
+        self.pipe = pipe
         self.wait()
 
     def wait(self):
         if not sys.stdin.readline():
             raise SystemExit
         self.start = time.perf_counter()
-        self.sampling, self.tokens = 0.0, 0
+        self.sampling = 0.0
+        self.tokens = 0
 
     def done(self):
         seconds = time.perf_counter() - self.start
@@ -48,11 +52,20 @@ class Turns:
         self.wait()
 
 
-def ours(pairs, lr, pipe):
-    import common
+def parsed(*words):
     import grpo
+    import harness
 
-    real_sample, real_log = common.sample, common.Run.log
+    sys.argv[1:] = words
+    return harness.parse_args(grpo.Args)
+
+
+def ours(pairs, lr, pipe):
+    import grpo
+    import harness
+
+    real_sample = grpo.sample
+    real_log = harness.Run.log
 
     def sample(*args, **kwargs):
         start = time.perf_counter()
@@ -66,23 +79,16 @@ def ours(pairs, lr, pipe):
         turns.done()
 
     def evaluate(*args):
-        return {name: {} for name in ("greedy", "sampled")} | {"examples": []}
+        return {"greedy": {}, "sampled": {}, "examples": []}
 
-    grpo.sample, common.Run.log, grpo.evaluate = sample, log, evaluate
+    grpo.sample = sample
+    grpo.evaluate = evaluate
+    harness.Run.log = log
     with tempfile.TemporaryDirectory() as folder:
+        words = ["--iterations", str(pairs + 1), "--lr", str(lr), "--run_dir", folder]
+        args = parsed(*words, *QUIET)
         turns = Turns(pipe)
-        grpo.main(parsed("--iterations", str(pairs + 1), "--lr", str(lr), "--run_dir", folder, *QUIET))
-
-
-QUIET = ["--eval_every", "0", "--save_every", "0"]
-
-
-def parsed(*words):
-    import common
-    import grpo
-
-    sys.argv[1:] = words
-    return common.parse_args(grpo.Args)
+        grpo.main(args)
 
 
 def trl(pairs, lr, pipe):
@@ -100,8 +106,11 @@ def trl(pairs, lr, pipe):
     eos = tokenizer.eos_token_id
 
     def reward(completions, completion_ids, answer, **kwargs):
-        both = zip(completions, completion_ids, answer, strict=True)
-        return [common.verify(text, gold, ids[-1] != eos)[0] for text, ids, gold in both]
+        rewards = []
+        for text, ids, gold in zip(completions, completion_ids, answer, strict=True):
+            value, _ = common.verify(text, gold, truncated=ids[-1] != eos)
+            rewards.append(value)
+        return rewards
 
     class Trainer(GRPOTrainer):
         def _generate_single_turn(self, *args, **kwargs):
@@ -161,27 +170,33 @@ def trl(pairs, lr, pipe):
         trainer.train()
 
 
-COLUMNS = ["seconds", "sampling", "tokens", "peak_mib"]
-
-
 def interleaved(pairs, threads, lr):
     """[{ours_seconds, ..., trl_seconds, ...}], a row for each pair of iterations after the warm-up."""
     env = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, __file__, "--pairs", str(pairs), "--lr", lr, "--worker"]
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    names = ("ours", "trl")
-    workers = {name: subprocess.Popen([*command, name], cwd=ROOT, env=env, **pipes) for name in names}
+    workers = {}
+    for name in ("ours", "trl"):
+        workers[name] = subprocess.Popen(
+            [*command, name],
+            cwd=ROOT,
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
     rows = []
     for pair in range(pairs + 1):
         row = {"lr": lr, "pair": pair}
-        for name in names if pair % 2 else names[::-1]:  # who goes first alternates
+        order = ("ours", "trl") if pair % 2 == 1 else ("trl", "ours")  # who goes first alternates
+        for name in order:
             workers[name].stdin.write("go\n")
             workers[name].stdin.flush()
             values = workers[name].stdout.readline().split()
             if not values:
                 sys.exit(f"the worker {name} ended: run it alone with --worker {name} to see why")
-            values = (round(float(value), 4) for value in values)
-            row |= {f"{name}_{key}": value for key, value in zip(COLUMNS, values, strict=True)}
+            for key, value in zip(COLUMNS, values, strict=True):
+                row[f"{name}_{key}"] = round(float(value), 4)
         rows.append(row)
     for worker in workers.values():
         worker.stdin.close()
@@ -190,22 +205,26 @@ def interleaved(pairs, threads, lr):
 
 
 def report(rows):
+    """Prints the medians of both sides, and the ratios."""
+    times = {}  # side: {part: [seconds, by pair]}
     for name in ("ours", "trl"):
-        column = {key: [row[f"{name}_{key}"] for row in rows] for key in COLUMNS}
-        middle = {key: statistics.median(values) for key, values in column.items()}
-        rest = statistics.median(a - b for a, b in zip(column["seconds"], column["sampling"], strict=True))
+        seconds = [row[f"{name}_seconds"] for row in rows]
+        sampling = [row[f"{name}_sampling"] for row in rows]
+        rest = [a - b for a, b in zip(seconds, sampling, strict=True)]
+        times[name] = {"time": seconds, "sampling": sampling, "rest": rest}
+        tokens = statistics.median(row[f"{name}_tokens"] for row in rows)
+        peak = max(row[f"{name}_peak_mib"] for row in rows)
         print(
-            f"{name:5} {middle['seconds']:.3f} s per iteration: sampling {middle['sampling']:.3f},"
-            f" the rest {rest:.3f}; {middle['tokens']:.0f} tokens; peak {max(column['peak_mib']):.0f} MiB"
+            f"{name:5} {statistics.median(seconds):.3f} s per iteration:"
+            f" sampling {statistics.median(sampling):.3f}, the rest {statistics.median(rest):.3f};"
+            f" {tokens:.0f} tokens; peak {peak:.0f} MiB"
         )
-    for words, seconds in (
-        ("time", lambda row, name: row[f"{name}_seconds"]),
-        ("sampling", lambda row, name: row[f"{name}_sampling"]),
-        ("rest", lambda row, name: row[f"{name}_seconds"] - row[f"{name}_sampling"]),
-    ):
-        ratios = [seconds(row, "ours") / seconds(row, "trl") for row in rows]
-        values = f"min {min(ratios):.2f}  median {statistics.median(ratios):.2f}  max {max(ratios):.2f}"
-        print(f"ratio of the {words:9}{values}", flush=True)
+    for part in ("time", "sampling", "rest"):
+        pairs = zip(times["ours"][part], times["trl"][part], strict=True)
+        ratios = [ours / trl for ours, trl in pairs]
+        middle = statistics.median(ratios)
+        values = f"min {min(ratios):.2f}  median {middle:.2f}  max {max(ratios):.2f}"
+        print(f"ratio of the {part:9}{values}", flush=True)
 
 
 def main():
@@ -219,14 +238,17 @@ def main():
     if args.worker:
         pipe = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)  # whatever the trainers print goes to stderr
-        {"ours": ours, "trl": trl}[args.worker](args.pairs + 1, float(args.lr[0]), pipe)
+        work = ours if args.worker == "ours" else trl
+        work(args.pairs + 1, float(args.lr[0]), pipe)
         return
-    git, rows = ["git", "rev-parse", "--short", "HEAD"], []
+    git = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    rows = []
     for lr in args.lr:
         print(f"learning rate {lr}")
-        rows += interleaved(args.pairs, args.threads, lr)
-        report([row for row in rows if row["lr"] == lr])
+        pairs = interleaved(args.pairs, args.threads, lr)
+        report(pairs)
+        rows += pairs
     with open(CSV, "w", newline="") as file:
         writer = csv.DictWriter(file, [*rows[0], "threads", "commit"], lineterminator="\n")
         writer.writeheader()

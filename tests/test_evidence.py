@@ -1,4 +1,4 @@
-"""What the evidence rests on: areas, verdicts, exponents, the probe, the arguments of the experiments."""
+"""What the evidence rests on: areas, verdicts, exponents, the experiments, the probe, a run."""
 
 import importlib
 import sys
@@ -11,6 +11,7 @@ from conftest import ROOT
 import cispo
 import common
 import dr_grpo
+import harness
 
 sys.path.append(str(ROOT / "benchmarks"))
 import evidence
@@ -21,13 +22,16 @@ def test_area_of_a_broken_line():
     points = [(0, 0.2), (100, 0.6), (300, 1.0)]
     assert evidence.area(points, 100) == pytest.approx(0.4)
     assert evidence.area(points, 200) == pytest.approx((40 + 70) / 200)  # it ends between two points
-    assert evidence.reaches(points, 0.6) == 100 and evidence.reaches(points, 1.1) is None
+    assert evidence.reaches(points, 0.6) == 100
+    assert evidence.reaches(points, 1.1) is None
 
 
 def test_verdict_is_the_interval_of_paired_differences():
-    low, high = [0.1, 0.5, 0.9, 0.3, 0.7], [0.21, 0.59, 1.0, 0.41, 0.79]  # 0.1 apart, give or take 0.01
+    low = [0.1, 0.5, 0.9, 0.3, 0.7]
+    high = [0.21, 0.59, 1.0, 0.41, 0.79]  # 0.1 more, give or take 0.01
     mean, half = evidence.difference(high, low)
-    assert mean == pytest.approx(0.1) and half == pytest.approx(2.78 * 0.01 / 5**0.5, rel=1e-6)
+    assert mean == pytest.approx(0.1)
+    assert half == pytest.approx(2.78 * 0.01 / 5**0.5, rel=1e-6)
     assert evidence.verdict(high, low).startswith("shown")
     assert evidence.verdict(low, high).startswith("the opposite")
     assert evidence.verdict([0.1, 0.3, 0.2], [0.2, 0.1, 0.25]).startswith("not shown")
@@ -49,27 +53,69 @@ def test_every_experiment_has_arguments_that_its_scripts_take(monkeypatch):
             folders.append(job.folder)
             words = ["--seed", str(job.seed), "--run_dir", "x", *job.flags]
             monkeypatch.setattr(sys, "argv", [f"{job.script}.py", *words])
-            common.parse_args(importlib.import_module(job.script).Args)
+            harness.parse_args(importlib.import_module(job.script).Args)
     assert len(folders) == len(set(folders)) > 500
 
 
+def test_the_rambling_base_has_a_recipe_of_its_own(monkeypatch):
+    """And leaves that of the default job as it is."""
+    default = dict(common.WARM_START)
+    recipes = []
+    monkeypatch.setattr(common, "base_model", lambda steps, recipe: recipes.append(recipe))
+    sweep.rambling_base()
+    assert recipes == [{**default, "direct": 0.1, "worked": 0.3}]
+    assert default == common.WARM_START
+
+
 def test_the_probe_changes_no_gradient_and_finds_what_the_clip_drops():
-    """Its share of the gradient is 0 under GRPO's clip, where those tokens have none, and all of it when all
-    tokens are outside."""
-    args = dr_grpo.Args()
+    """Its share of the gradient is 0 under GRPO's clip, where those tokens have none, and between 0 and
+    1 where nothing is clipped."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(4, 6, generator=generator) * 0.5)
-    old, mask = torch.zeros(4, 6), torch.ones(4, 6, dtype=torch.bool)
-    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0])
     model = SimpleNamespace(parameters=lambda: [weight])
-    inputs = (old, advantages, mask, 4, 24, args)
-    loss, stats = sweep.probe(dr_grpo.policy_loss, [model])(weight * 1.0, *inputs)
-    (gradient,) = torch.autograd.grad(loss, weight)
-    (plain,) = torch.autograd.grad(dr_grpo.policy_loss(weight * 1.0, *inputs)[0], weight)
-    assert torch.equal(gradient, plain)
-    share = ((weight.exp() - 1) * advantages[:, None] > 0.2).float().mean()
-    assert stats["outside"] == share > 0 and stats["outside_gradient"] == 0
-    cispo_inputs = (old, advantages, mask, 4, 24, cispo.Args())
-    _, stats = sweep.probe(cispo.policy_loss, [model])(weight * 1.0, *cispo_inputs)
+    advantages = torch.tensor([[1.0], [-1.0], [1.0], [-1.0]])
+    mask = torch.ones(4, 6, dtype=torch.bool)
+    inputs = (weight * 1.0, torch.zeros(4, 6), advantages, mask)
+    plain_loss, _ = dr_grpo.policy_loss(*inputs, max_new_tokens=6)
+    loss, stats = sweep.probe(dr_grpo.policy_loss, [model])(*inputs, max_new_tokens=6)
+    (plain_gradient,) = torch.autograd.grad(plain_loss, weight, retain_graph=True)
+    (gradient,) = torch.autograd.grad(loss, weight, retain_graph=True)
+    assert torch.equal(gradient, plain_gradient)
+    share = ((weight.exp() - 1) * advantages > 0.2).float().mean()
+    assert stats["outside"] == share > 0
+    assert stats["outside_gradient"] == 0
+    _, stats = sweep.probe(cispo.policy_loss, [model])(*inputs)
     assert 0 < stats["outside_gradient"] < 1
-    assert stats["log_ratio_up_max"] == weight.max() and stats["log_ratio_down_max"] == -weight.min()
+    assert stats["log_ratio_up_max"] == weight.max()
+    assert stats["log_ratio_down_max"] == -weight.min()
+
+
+def test_lengths_of_right_and_wrong_answers():
+    completions = [SimpleNamespace(ids=[0] * length) for length in (3, 5, 8, 12)]
+    verdicts = [(1.0, "correct"), (0.0, "wrong"), (1.0, "correct"), (0.0, "truncated")]
+    assert sweep.mean_lengths(completions, verdicts) == {"len_right": 5.5, "len_wrong": 8.5}
+    assert sweep.mean_lengths(completions[:1], verdicts[:1]) == {"len_right": 3}
+
+
+def test_runs_are_collected_with_what_no_script_logs(monkeypatch, tmp_path):
+    """A run that ends as it should, and one that breaks off: that is a result too."""
+    monkeypatch.setattr(sweep, "RUNS", tmp_path / "runs")
+    monkeypatch.setattr(sweep, "RESULTS", tmp_path)
+    monkeypatch.setattr(evidence, "RESULTS", tmp_path)
+    flags = ["--device", "cpu", "--warm_start_steps", "60", "--iterations", "2"]
+    flags += ["--prompts_per_iteration", "4", "--num_held_out", "8"]
+    whole = sweep.Job("tiny", "grpo", "whole", 1, tuple(flags))
+    broken = sweep.Job("tiny", "grpo", "broken", 1, (*flags, "--lr", "1e9"))
+    sweep.run_all("tiny", [whole, broken], 1, "abc1234")
+    sweep.collect("tiny", [whole, broken])
+    first, second = evidence.table("tiny")
+    assert first["ended"] == ""
+    assert 0 <= first["after_sampled_accuracy"] <= 1
+    assert first["generated"] == 64
+    assert first["commit"] == "abc1234"
+    assert second["ended"].startswith("grpo.py: error: iteration 1: ")
+    assert second["after_sampled_accuracy"] is None
+    rows = evidence.curves("tiny")["grpo", "whole"][1]
+    assert [row["x"] for row in rows] == [32, 64]
+    for column in ("len_wrong", "log_ratio_p99", "outside", "seconds"):
+        assert all(row[column] is not None for row in rows)
