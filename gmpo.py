@@ -111,6 +111,7 @@ def policy_loss(
     """
     assert advantages_B1.shape == (len(mask_BT), 1), "advantages_B1 is (B, 1)"
     mask_BT = mask_BT.bool()
+    length_B1 = mask_BT.sum(1, keepdim=True).clamp(min=1)
     if num_sequences is None:
         num_sequences = len(mask_BT)
     # Masked and clamped before exp, since 0 * inf is NaN, in the backward pass too.
@@ -135,7 +136,6 @@ def policy_loss(
         "clipfrac_high": masked_mean(clips_high_BT.float(), mask_BT),
     }
     # A exp(1/|o_i| sum_t c_it); on padding c is 0
-    length_B1 = mask_BT.sum(1, keepdim=True).clamp(min=1)
     mean_B1 = c_BT.sum(1, keepdim=True) / length_B1
     objective_B1 = advantages_B1 * mean_B1.exp()
     loss = -objective_B1.sum() / num_sequences

@@ -121,6 +121,7 @@ def policy_loss(
     """
     assert advantages_BT.dim() == 2, "advantages_BT is (B, 1) or (B, T)"
     mask_BT = mask_BT.bool()
+    length_B1 = mask_BT.sum(1, keepdim=True).clamp(min=1)
     if num_sequences is None:
         num_sequences = len(mask_BT)
     # Masked and clamped before exp, since 0 * inf is NaN, in the backward pass too.
@@ -148,7 +149,6 @@ def policy_loss(
         objective_BT = objective_BT - kl_coef * k3_BT
         stats["kl_ref"] = masked_mean(k3_BT, mask_BT)
     # [3] Sequence-mean: mean_i 1/|o_i| sum_t
-    length_B1 = mask_BT.sum(1, keepdim=True).clamp(min=1)
     objective_B1 = torch.where(mask_BT, objective_BT, 0).sum(1, keepdim=True) / length_B1
     loss = -objective_B1.sum() / num_sequences
     return loss, stats

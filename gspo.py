@@ -116,12 +116,12 @@ def policy_loss(
         "gspo has one advantage per completion"
     )
     mask_BT = mask_BT.bool()
+    length_B1 = mask_BT.sum(1, keepdim=True).clamp(min=1)
     if num_sequences is None:
         num_sequences = len(mask_BT)
     # Masked and clamped before exp, since 0 * inf is NaN, in the backward pass too.
     logratio_BT = torch.where(mask_BT, logprobs_BT - old_logprobs_BT, 0).clamp(-20, 20)
     # [1] s_i = exp(1/|o_i| sum_t log r_it), one for all tokens
-    length_B1 = mask_BT.sum(1, keepdim=True).clamp(min=1)
     ratio_B1 = (logratio_BT.sum(1, keepdim=True) / length_B1).exp()
     ratio_BT = ratio_B1.expand_as(logratio_BT)
     if variant == "gspo_token":

@@ -15,8 +15,6 @@ import zipfile
 from decimal import Decimal
 from pathlib import Path
 
-import datasets
-import pyarrow.parquet
 import torch
 import transformers
 from filelock import FileLock
@@ -108,10 +106,14 @@ def read_rows(name, config, split):
     path = Path(name)
     try:
         if path.suffix == ".parquet":
+            import pyarrow.parquet  # here and below: 80 MB that few runs need
+
             rows = pyarrow.parquet.read_table(path).to_pylist()
         elif path.suffix in (".json", ".jsonl") or path.is_file():
             rows = read_json_lines(path)
         else:
+            import datasets
+
             datasets.logging.set_verbosity(datasets.logging.CRITICAL)
             rows = datasets.load_dataset(name, config or None, split=split).to_list()
         if not rows:

@@ -145,7 +145,7 @@ def value_loss(values_BT, old_values_BT, returns_BT, mask_BT, *, value_clip=0.2,
     """
     mask_BT = mask_BT.bool()
     if num_tokens is None:
-        num_tokens = mask_BT.sum()
+        num_tokens = mask_BT.sum().clamp(min=1)
     error_BT = (values_BT - returns_BT) ** 2
     if value_clip > 0:
         # max of the errors of V and of V kept near V_old
@@ -177,7 +177,7 @@ def policy_loss(
     assert advantages_BT.dim() == 2, "advantages_BT is (B, 1) or (B, T)"
     mask_BT = mask_BT.bool()
     if num_tokens is None:
-        num_tokens = mask_BT.sum()
+        num_tokens = mask_BT.sum().clamp(min=1)
     # Masked and clamped before exp, since 0 * inf is NaN, in the backward pass too.
     logratio_BT = torch.where(mask_BT, logprobs_BT - old_logprobs_BT, 0).clamp(-20, 20)
     ratio_BT = logratio_BT.exp()

@@ -110,6 +110,7 @@ def policy_loss(
     """
     assert advantages_BT.dim() == 2, "advantages_BT is (B, 1) or (B, T)"
     mask_BT = mask_BT.bool()
+    length_B1 = mask_BT.sum(1, keepdim=True).clamp(min=1)
     if num_sequences is None:
         num_sequences = len(mask_BT)
     # Masked and clamped before exp, since 0 * inf is NaN, in the backward pass too.
@@ -126,7 +127,6 @@ def policy_loss(
         "gate_slope": masked_mean(4 * gate_BT * (1 - gate_BT), mask_BT),
     }
     # Sequence-mean: mean_i 1/|o_i| sum_t
-    length_B1 = mask_BT.sum(1, keepdim=True).clamp(min=1)
     objective_B1 = torch.where(mask_BT, objective_BT, 0).sum(1, keepdim=True) / length_B1
     loss = -objective_B1.sum() / num_sequences
     return loss, stats
