@@ -2,8 +2,8 @@
 
   J = 1/(sum_i |o_i|) sum_i sum_t sg[min(r_it, cap)] A_i log pi(o_it)
 
-  o_i    a completion of |o_i| tokens, its EOS included; sum_i: over those of an optimizer step
-  r_it   = pi(o_it) / pi_old(o_it), where pi_old made the completion; sg[] stops the gradient
+  o_i    a completion of |o_i| tokens, its EOS included; sum_i: over all of an optimizer step
+  r_it   = pi(o_it) / pi_old(o_it), where pi_old generated the completion; sg[] stops the gradient
   A_i    = (R_i - mean) / std, over the rewards R of the G completions of the same prompt
 
 Parent: grpo.py. Differs only in:
@@ -13,15 +13,16 @@ Parent: grpo.py. Differs only in:
   2. Token-mean: every token of the step counts the same.
   3. No KL: and so no reference model.
 
-Left open by the paper, chosen here: the cap, which the paper tunes but does not print; --is_weight_cap
-5 is the cap on the weight itself, not an offset from 1. There is no lower bound, as in the paper. Where
-the paper writes the token count of one prompt's group, it is that of the whole optimizer step here.
---ppo_mask is the paper's unified form with PPO's mask M_it and without a cap, whose gradient is exactly
+Left open by the paper: the cap, which it tunes but does not print. --is_weight_cap 5 is the cap on
+the weight itself, not an offset from 1; there is no lower bound, as in the paper. Departs from the
+paper: the token count is that of the whole optimizer step, where the paper's formula has that of one
+prompt's group.
+--ppo_mask is the paper's unified form with PPO's mask M_it and without a cap; its gradient is exactly
 that of the clipped objective at the same bounds (dapo.py's, with --clip_eps_high 0.28).
 
 Run:    python cispo.py
-Expect: as grpo.py, greedy held-out accuracy from between 0.4 and 0.5 to 0.97 or more in half a minute
-        on one CPU core, and one minute more for the base model, the first time.
+Expect: on sums of two numbers, as grpo.py: greedy held-out accuracy from 0.4-0.5 to at least 0.97 in
+        half a minute on one CPU core, after one minute for the base model, the first time.
 """
 
 import time
@@ -39,8 +40,10 @@ from harness import Meter, Run, UserError, launch
 @dataclass
 class Args:
     seed: int = HfArg(default=1, help="seed of the prompts' order and of the sampling")
-    device: str = HfArg(default="", help="cuda, mps or cpu [the best there is]")
-    dtype: Literal["float32", "bfloat16"] = HfArg(default="float32", help="of matrix products")
+    device: str = HfArg(default="", help="cuda, mps or cpu [the best available]")
+    dtype: Literal["float32", "bfloat16"] = HfArg(
+        default="float32", help="precision of matrix products"
+    )
     model: str = HfArg(default="tiny-moe", help="tiny-moe, or a folder or hub id of a language model")
     dataset: str = HfArg(default="addition", help="addition, a .jsonl or .parquet file, or a hub id")
     dataset_config: str = HfArg(default="", help="configuration of a hub dataset, if it has several")
@@ -57,17 +60,17 @@ class Args:
     prompts_per_iteration: int = HfArg(default=32, help="prompts in a rollout")
     group_size: int = HfArg(default=8, help="completions per prompt")
     max_new_tokens: int = HfArg(default=48, help="cap on the length of a completion")
-    temperature: float = HfArg(default=1.0, help="of sampling, and so of all log-probs")
+    temperature: float = HfArg(default=1.0, help="sampling temperature, also that of all log-probs")
     lr: float = HfArg(default=2e-4, help="AdamW's learning rate, constant")
     update_epochs: int = HfArg(default=1, help="passes over a rollout")
     num_minibatches: int = HfArg(default=4, help="optimizer steps per pass")
     micro_batch_size: int = HfArg(default=0, help="completions per forward pass [0: a minibatch]")
     gradient_checkpointing: bool = HfArg(default=False, help="less memory, more time")
-    max_grad_norm: float = HfArg(default=1.0, help="gradients are scaled down to this norm")
+    max_grad_norm: float = HfArg(default=1.0, help="gradients are clipped to this norm")
     router_aux_coef: float = HfArg(default=0.001, help="weight of the load-balancing loss of an MoE")
     eval_every: int = HfArg(default=10, help="iterations between evaluations [0: only at the end]")
     save_every: int = HfArg(default=20, help="iterations between checkpoints [0: only at the end]")
-    resume: bool = HfArg(default=False, help="go on with the run in --run_dir")
+    resume: bool = HfArg(default=False, help="continue the run in --run_dir")
     run_dir: str = HfArg(default="", help="output folder [runs/<script>-seed<seed>]")
     tensorboard: bool = HfArg(default=False, help="also write the metrics for TensorBoard")
     warm_start_steps: int = HfArg(default=1200, help="supervised steps of the tiny MoE before RL")
@@ -79,12 +82,12 @@ class Args:
 
 
 def masked_mean(x, mask):
-    """Mean of x where the mask is 1; 0 if it never is. What lies outside is ignored, even NaN."""
+    """Mean of x where the mask is 1; 0 if it never is. Masked-out values are ignored, even NaN."""
     return torch.where(mask.bool(), x, 0).sum() / mask.sum().clamp(min=1)
 
 
 def compute_advantages(rewards_PG):
-    """Of rewards (P, G): A = (R - mean) / std in each group, 0 if its rewards are equal; (P, G)."""
+    """Rewards -> advantages, (P, G): A = (R - mean) / std in each group, 0 if all rewards are equal."""
     advantages_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
     advantages_PG = advantages_PG / (rewards_PG.std(1, keepdim=True) + 1e-6)
     # The mean of equal floats may be off by rounding, which a tiny std would blow up into advantages.
@@ -104,21 +107,21 @@ def policy_loss(
     clip_eps_high=0.2,
     num_tokens=None,
 ):
-    """-J of the header on a micro-batch; those of an optimizer step add up to the step's loss.
+    """The micro-batch's share of the loss -J; the shares of an optimizer step add up to its loss.
 
-    logprobs_BT      of the sampled tokens under the current policy, with gradient; nats
+    logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
     old_logprobs_BT  the same under the policy that made the batch
-    advantages_BT    (B, 1), or (B, T) for one per token
+    advantages_BT    (B, 1), broadcast over the tokens, or (B, T)
     mask_BT          1 on response tokens, the EOS included (bool or float); the rest is ignored
-    num_tokens       response tokens in the whole optimizer step [None: those given here]
+    num_tokens       response tokens in the whole optimizer step [None: this is the whole step]
 
-    Returns (loss, stats): a scalar, and {name: scalar}, means over the tokens given here.
+    Returns (loss, stats): a scalar, and {name: scalar}, means and a maximum over the given tokens.
     """
-    assert advantages_BT.dim() == 2, "advantages_BT is (B, 1) or (B, T)"
+    assert advantages_BT.shape in ((len(mask_BT), 1), mask_BT.shape), "advantages_BT: (B, 1) or (B, T)"
     mask_BT = mask_BT.bool()
     if num_tokens is None:
         num_tokens = mask_BT.sum().clamp(min=1)
-    # Masked and clamped before exp, since 0 * inf is NaN, in the backward pass too.
+    # Masked before exp, since 0 * inf is NaN, in the backward pass too; clamped to keep exp finite.
     logratio_BT = torch.where(mask_BT, logprobs_BT - old_logprobs_BT, 0).clamp(-20, 20)
     ratio_BT = logratio_BT.exp()
     if ppo_mask:
@@ -131,16 +134,16 @@ def policy_loss(
         clips_high_BT = ratio_BT > is_weight_cap
         weight_BT = ratio_BT.clamp(max=is_weight_cap)
     # [1] sg[min(r, cap)] A log pi
-    objective_BT = weight_BT.detach() * advantages_BT * logprobs_BT
+    objective_BT = weight_BT.detach() * advantages_BT * torch.where(mask_BT, logprobs_BT, 0)
     stats = {
         "approx_kl": masked_mean(ratio_BT - 1 - logratio_BT, mask_BT),
-        "ratio_max": ratio_BT.max(),
+        "ratio_max": torch.where(mask_BT, ratio_BT, 0).max(),
         "clipfrac_low": masked_mean(clips_low_BT.float(), mask_BT),
         "clipfrac_high": masked_mean(clips_high_BT.float(), mask_BT),
     }
     # [2] Token-mean: 1/(sum_i |o_i|) sum_i sum_t
     loss = -torch.where(mask_BT, objective_BT, 0).sum() / num_tokens
-    return loss, stats
+    return loss, {name: value.detach() for name, value in stats.items()}
 
 
 def main(args):
@@ -169,7 +172,7 @@ def main(args):
         prompts = [problem.prompt_ids for problem in problems]
         completions = sample(model, tokenizer, prompts, args.group_size, args, generator)
         batch = collate(completions, args.device)
-        update_start = time.time()
+        rollout_end = time.time()
 
         # ----------------------------------------------------------------------------------- reward
         answers = [problem.answer for problem in problems for _ in range(args.group_size)]
@@ -181,7 +184,8 @@ def main(args):
         advantages_N1 = compute_advantages(rewards_PG).view(-1, 1).to(args.device)
 
         # ---------------------------------------------- old log-probs, by the forward of the update
-        # Of the same rows in the same micro-batches as below, so that the first ratio is exactly 1.
+        # Not the sampler's, which differ by rounding: with the same rows in the same micro-batches as
+        # in the update, which is why they are not shuffled, the first ratio is exactly 1.
         rows_N = torch.arange(len(completions), device=args.device)
         minibatches = rows_N.tensor_split(args.num_minibatches)
         old_logprobs = []
@@ -195,9 +199,10 @@ def main(args):
                     old_experts.append(outputs.experts_BTLK)
         old_logprobs_NT = torch.cat(old_logprobs)
         old_experts_NTLK = torch.cat(old_experts)
-        # KL(sampler || policy), 0 but for rounding: both see the same weights.
-        log_x_NT = old_logprobs_NT - batch.sampler_logprobs_BT
-        sampler_kl = masked_mean(log_x_NT.exp() - 1 - log_x_NT, batch.mask_BT)
+        # KL(sampler || policy), zero up to rounding: both use the same weights.
+        sampler_logratio_NT = old_logprobs_NT - batch.sampler_logprobs_BT
+        sampler_k3_NT = sampler_logratio_NT.exp() - 1 - sampler_logratio_NT
+        sampler_kl = masked_mean(sampler_k3_NT, batch.mask_BT)
         meter.add("rollout", {"sampler_kl": sampler_kl}, 1)
 
         # ----------------------------------------------------------------------------------- update
@@ -220,8 +225,8 @@ def main(args):
                         clip_eps_high=args.clip_eps_high,
                         num_tokens=num_tokens,
                     )
-                    # The aux loss is a mean over tokens of its micro-batch, so it gets the
-                    # micro-batch's share. It alone depends, a little, on how a step is split.
+                    # The aux loss is a mean over its micro-batch, so it is weighted by the share of the
+                    # step in it. It alone depends, slightly, on how a step is split.
                     share = len(rows) / num_sequences
                     total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
                     total_loss.backward()
@@ -254,8 +259,8 @@ def main(args):
             "rollout/frac_zero_std_groups": is_uniform_P.float().mean().item(),
             "charts/learning_rate": args.lr,
             "charts/tokens_per_second": sum(len(c.ids) for c in completions) / (end - rollout_start),
-            "charts/rollout_seconds": update_start - rollout_start,
-            "charts/update_seconds": end - update_start,
+            "charts/rollout_seconds": rollout_end - rollout_start,
+            "charts/update_seconds": end - rollout_end,
         }
         if run.is_due(args.eval_every, iteration):
             after = evaluate(model, tokenizer, held_out_problems, args, verify)["greedy"]
@@ -264,6 +269,7 @@ def main(args):
         run.log(iteration, metrics, transcripts(problems, completions, verdicts))
         if run.is_due(args.save_every, iteration) or run.stop:
             run.save(state, model, tokenizer, generator, **parts)
+        run.exit_if_stopped()
     run.finish(state["before"], evaluate(model, tokenizer, held_out_problems, args, verify))
 
 

@@ -107,8 +107,7 @@ def boxed(text):
 
 
 def number(text):
-    """'-1,000.50', '1/2' or '2 1/2' as a Fraction, else None. A quotient that is an integer is no
-    number: it is the question, not the answer."""
+    """'-1,000.50', '1/2', '2 1/2' -> Fraction; None for text, and for 36/2, which is not worked out."""
     integer = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)"  # \d would match digits of any alphabet
     if re.fullmatch(rf"[+-]? ?(?=\.?[0-9]){integer}?(?:\.[0-9]+)?", text):
         return Fraction(re.sub("[, ]", "", text))
@@ -155,9 +154,9 @@ def is_same(found, gold):
 
 def verify(text, answer, truncated=False):
     """(reward, why): 1.0 and 'correct', or 0.0 and 'wrong', 'no_answer' or, if cut off, 'truncated'."""
-    found = final_answer(text)
     if truncated:
         return 0.0, "truncated"
+    found = final_answer(text)
     if found is None:
         return 0.0, "no_answer"
     if is_same(found, answer):
@@ -287,7 +286,7 @@ def load_problems(args, model, tokenizer):
 
 
 def check_token_ids(rows, model, tokenizer):
-    """UserError for tokens that the model has no embedding for, or that its tokenizer does not know."""
+    """UserError if the model has no embedding for a token, or more than a tenth are unknown tokens."""
     ids = [token for row in rows for token in row]
     size = model.get_input_embeddings().num_embeddings
     if max(ids) >= size:
@@ -342,15 +341,14 @@ WARM_START = dict(
 
 
 def demonstration(prompt, rng, recipe):
-    """An answer as people write them: at once ('#### 365'), worked out ('7+8=15 5+0+1=6 0+3=3 #### 365'
-    for 57+308), or with repetitions until there is no room for the answer. Now and then a step is
-    wrong, and with it all that follows."""
+    """An answer at once ('#### 365'), or worked out ('7+8=15 5+0+1=6 0+3=3 #### 365' for 57+308), or
+    with each step two or three times, so that the cap cuts off the answer of a long sum. Now and then a
+    step is wrong, and with it all that follows."""
     a, b = [int(number) for number in prompt[:-1].split("+")]
     style = rng.random()
     if style < recipe["direct"]:
         return f"#### {a + b}"
-    most_repeats = 1 if style < recipe["direct"] + recipe["worked"] else 3
-    least_repeats = 1 if most_repeats == 1 else 2
+    repeats = (1, 1) if style < recipe["direct"] + recipe["worked"] else (2, 3)
     steps = []
     digits = ""
     carry = 0
@@ -361,15 +359,15 @@ def demonstration(prompt, rng, recipe):
         if rng.random() < recipe["wrong_step"]:
             total = rng.randrange(20)
         step = f"{x}+{y}+{carry}={total}" if carry else f"{x}+{y}={total}"
-        steps += [step] * rng.randint(least_repeats, most_repeats)
+        steps += [step] * rng.randint(*repeats)
         digits = str(total % 10) + digits
         carry = total // 10
     return " ".join(steps) + f" #### {int(str(carry) + digits)}"
 
 
 def base_model(steps, recipe=WARM_START):
-    """Folder of the tiny MoE after `steps` of supervised warm start, trained once, cached under runs/.
-    It is named by a hash of its settings, and renamed into place: it is there whole or not at all."""
+    """Folder of the tiny MoE after `steps` of supervised warm start, trained once and kept under runs/.
+    Its name is a hash of its settings, and it is renamed into place: what is there is whole."""
     settings = json.dumps([TINY_MODEL, recipe, steps], sort_keys=True)
     name = hashlib.sha256(settings.encode()).hexdigest()[:8]
     folder = Path("runs", f"base-{name}")
@@ -454,6 +452,7 @@ def load_model(args):
         model = model.to(args.device).eval()
         if args.gradient_checkpointing:
             recompute = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+            # transformers' own switch works in train() only, which would turn dropout on.
             for layer in model.modules():
                 if isinstance(layer, GradientCheckpointingLayer):
                     layer.forward = functools.partial(recompute, layer.forward)
@@ -466,8 +465,8 @@ def load_model(args):
 
 
 def check_logprobs(model, tokenizer, args):
-    """UserError unless the two ways to a log-prob, the sampler's and the update's, agree. Where they do
-    so only without sequences that share a row, the model gets a row for each from here on."""
+    """Compares the sampler's log-probs with the update's, on short prompts. Some architectures mix up
+    sequences that share a row; for these, packing is turned off. UserError if they differ even then."""
     if not end_ids(model, tokenizer):
         raise UserError(f"--model {args.model} has no end-of-sequence token, nor has its tokenizer")
     prompts = tokenizer(["1", "2", "10+10="]).input_ids
@@ -531,7 +530,7 @@ def sample(model, tokenizer, prompts, group_size, args, generator=None, greedy=F
     ids_NT = torch.zeros_like(noise_NT, dtype=torch.long)
     logprobs_NT = torch.zeros_like(noise_NT)
 
-    rows_R = torch.arange(N, device=device)  # which of the N completions are still being written
+    rows_R = torch.arange(N, device=device)  # the completions that the rows belong to
     ended_R = torch.zeros(N, dtype=torch.bool, device=device)
     cache = transformers.DynamicCache(config=model.config)
     tokens = pad(prompts, device, left=True)
@@ -556,12 +555,10 @@ def sample(model, tokenizer, prompts, group_size, args, generator=None, greedy=F
         if greedy:
             token_R1 = logprobs_RV.argmax(dim=-1, keepdim=True)
         else:
-            # the first token at which the cumulative probability exceeds the noise
+            # The inverse of the cumulative distribution, whose end is 1 up to rounding.
             cumulative_RV = logprobs_RV.exp().cumsum(-1)
-            threshold_R1 = (
-                noise_NT[rows_R, t, None] * cumulative_RV[:, -1:]
-            )  # which is 1 but for rounding
-            token_R1 = torch.searchsorted(cumulative_RV, threshold_R1, right=True)
+            noise_R1 = noise_NT[rows_R, t, None] * cumulative_RV[:, -1:]
+            token_R1 = torch.searchsorted(cumulative_RV, noise_R1, right=True)
             token_R1 = token_R1.clamp(max=cumulative_RV.shape[1] - 1)
         ids_NT[rows_R, t] = token_R1[:, 0]
         logprobs_NT[rows_R, t] = logprobs_RV.gather(1, token_R1)[:, 0]
@@ -627,9 +624,10 @@ def collate(completions, device):
 
 
 def row_width(lengths):
-    """Tokens in a packed row: the longest sequence, or two typical ones if the longest are few."""
+    """Tokens in a packed row: the longest sequence, or two typical ones where that is more, lest a few
+    long sequences leave half of every other row empty."""
     longest = max(lengths)
-    typical = sorted(lengths)[len(lengths) * 3 // 4]  # three of four are no longer
+    typical = sorted(lengths)[len(lengths) * 3 // 4]  # three quarters are no longer
     if longest > 1.3 * typical:
         return max(longest, 2 * typical)
     return longest
@@ -652,9 +650,12 @@ def first_fit(lengths, width):
 
 
 def forward_packed(body, batch, **inputs):
-    """Runs `body`, a model without its head, on the sequences laid side by side (half of a padded batch
-    would be padding); position_ids that begin anew keep them apart. Returns its output, each token's
-    place in the flattened rows, (B, S), and a mask of the tokens in the rows."""
+    """Runs `body`, a model without its head, on the batch's sequences, packed side by side into rows.
+
+    Where position_ids begin anew, transformers keeps the sequences of a row apart, as long as no
+    attention_mask is passed. Returns the body's output over the packed rows, each token's place in the
+    flattened rows, (B, S), and a mask of the real tokens among them.
+    """
     real_BS = batch.attention_BS.bool()
     lengths = batch.attention_BS.sum(1).tolist()
     if getattr(body, "one_sequence_per_row", False):  # see check_logprobs
@@ -675,19 +676,18 @@ def forward_packed(body, batch, **inputs):
 
 
 class TokenOutputs(NamedTuple):
-    """What the training forward says of each response token. A dense model has L = 0."""
+    """What the training forward returns for each response token. A dense model has L = 0."""
 
     logprobs_BT: torch.Tensor  # of the sampled tokens; 0 on padding
     entropy_BT: torch.Tensor  # in nats; 0 on padding
     aux_loss: torch.Tensor  # transformers' load-balancing loss over prompt and response; 0 if dense
     router_logits: tuple  # L tensors (B, T, E), raw, at the position that predicts the token
-    experts_BTLK: torch.Tensor  # indices of the active experts there, ascending
+    experts_BTLK: torch.Tensor  # active experts there, sorted, so that equal sets compare equal
 
 
 def token_logprobs(model, batch, temperature, dtype="float32", chunk_numbers=2**26):
-    """Log-probs and entropies of the response tokens at the sampling temperature, in float32. No more
-    than `chunk_numbers` logits exist at a time: if that takes several chunks, each is computed again in
-    the backward pass."""
+    """Log-probs and entropies of the response tokens at the sampling temperature, in float32. If there
+    are more than `chunk_numbers` logits, they are made in chunks, once more in the backward pass."""
     mask_BT = batch.mask_BT
     T = mask_BT.shape[1]
     K = getattr(model.config, "num_experts_per_tok", 0)
@@ -716,7 +716,7 @@ def token_logprobs(model, batch, temperature, dtype="float32", chunk_numbers=2**
     entropy_BT = zeros_BT.masked_scatter(mask_BT, entropy)
     if not K:
         no_experts_BTLK = zeros_BT.new_empty(*mask_BT.shape, 0, 0)
-        return TokenOutputs(logprobs_BT, entropy_BT, 0.0, (), no_experts_BTLK)
+        return TokenOutputs(logprobs_BT, entropy_BT, zeros_BT.sum(), (), no_experts_BTLK)
 
     layers = [logits.float() for logits in output.router_logits]  # each (packed tokens, E)
     num_experts = layers[0].shape[-1]
@@ -727,7 +727,7 @@ def token_logprobs(model, batch, temperature, dtype="float32", chunk_numbers=2**
 
 
 def masked_mean(x, mask):
-    """Mean of x where the mask is 1; 0 if it never is. What lies outside is ignored, even NaN."""
+    """Mean of x where the mask is 1; 0 if it never is. Each script has a copy, to go with its loss."""
     return torch.where(mask.bool(), x, 0).sum() / mask.sum().clamp(min=1)
 
 
@@ -736,9 +736,9 @@ def masked_mean(x, mask):
 
 @torch.no_grad()
 def router_stats(outputs, old_experts_BTLK, mask_BT):
-    """Of the response tokens: router_entropy in nats and expert_flip_frac, the share whose active
-    experts are not the old policy's any more, both means over layers; load (L*E,), the share of its
-    layer's load that an expert carries. Nothing for a dense model."""
+    """Of the response tokens: router_entropy (nats) and expert_flip_frac (share whose active experts
+    differ from the old policy's), both means over layers; load (L*E,), the share of its layer's load
+    that each expert carries. {} for a dense model."""
     if not outputs.router_logits:
         return {}
     entropies = [torch.special.entr(logits.softmax(-1)).sum(-1) for logits in outputs.router_logits]

@@ -2,30 +2,30 @@
 
   J = 1/(sum_i |o_i|) sum_i sum_t min(r_it A_i, clip(r_it, 1 - eps_low, 1 + eps_high) A_i)
 
-  o_i    a completion of |o_i| tokens, its EOS included; sum_i: over those of an optimizer step
-  r_it   = pi(o_it) / pi_old(o_it), where pi_old made the completion
-  A_i    = (R_i - mean) / std, over the rewards R of the G completions of the same prompt, some but not
-         all of them right
+  o_i    a completion of |o_i| tokens, its EOS included; sum_i: over all of an optimizer step
+  r_it   = pi(o_it) / pi_old(o_it), where pi_old generated the completion
+  A_i    = (R_i - mean) / std, over the rewards R of the G completions of the same prompt, of which
+         some but not all are right
 
 Parent: grpo.py. Differs only in:
   1. Clip-higher: eps_high 0.28 over eps_low 0.2, more room for tokens that were rare.
   2. Dynamic sampling: prompts are drawn until the batch is full of groups that are neither all right
-     nor all wrong, as the verifier judges, whatever the shaped reward. Each iteration generates more,
-     so there are fewer: 36 of them generate about as much as 60 of grpo.py.
+     nor all wrong, as the verifier judges, whatever the shaped reward. An iteration generates more,
+     so there are fewer: 36 of them generate about as many completions as 60 of grpo.py.
   3. Token-mean: every token of the step counts the same, in long completions and in short ones.
   4. Overlong reward shaping: R falls by up to 1 over the last L_cache tokens below the cap (soft), or
-     what is cut off gets no gradient (filter), or neither (none).
+     truncated completions get no gradient (filter), or neither (none).
   5. No KL: and so no reference model.
 
-Left open by the paper, chosen here: a round draws only as many prompts as groups are missing, so that
-only uniform groups are thrown away, and after --max_sampling_rounds training goes on with what there
-is; a completion cut off at the cap, which has lost its EOS, gets the full punishment of -1. The paper's
-R is 1 or -1, ours 1 or 0, so the punishment weighs more here. Where the paper writes the token count of
-one prompt's group, it is that of the whole optimizer step here, as in its code.
+Left open by the paper: how many prompts a round draws (here as many as groups are missing) and for
+how long (--max_sampling_rounds, then training continues with what there is). A truncated completion,
+which has lost its EOS, gets the full punishment of -1. Departs from the paper: R is 1 or 0, not 1 or
+-1, so the punishment weighs more; the token count is that of the whole optimizer step, where
+the paper's formula has that of one prompt's group.
 
 Run:    python dapo.py
-Expect: as grpo.py, greedy held-out accuracy from between 0.4 and 0.5 to 0.97 or more in half a minute
-        on one CPU core, and one minute more for the base model, the first time.
+Expect: on sums of two numbers, as grpo.py: greedy held-out accuracy from 0.4-0.5 to at least 0.97 in
+        half a minute on one CPU core, after one minute for the base model, the first time.
 """
 
 import time
@@ -43,8 +43,10 @@ from harness import Meter, Run, UserError, launch
 @dataclass
 class Args:
     seed: int = HfArg(default=1, help="seed of the prompts' order and of the sampling")
-    device: str = HfArg(default="", help="cuda, mps or cpu [the best there is]")
-    dtype: Literal["float32", "bfloat16"] = HfArg(default="float32", help="of matrix products")
+    device: str = HfArg(default="", help="cuda, mps or cpu [the best available]")
+    dtype: Literal["float32", "bfloat16"] = HfArg(
+        default="float32", help="precision of matrix products"
+    )
     model: str = HfArg(default="tiny-moe", help="tiny-moe, or a folder or hub id of a language model")
     dataset: str = HfArg(default="addition", help="addition, a .jsonl or .parquet file, or a hub id")
     dataset_config: str = HfArg(default="", help="configuration of a hub dataset, if it has several")
@@ -61,17 +63,17 @@ class Args:
     prompts_per_iteration: int = HfArg(default=32, help="prompts in a rollout")
     group_size: int = HfArg(default=8, help="completions per prompt")
     max_new_tokens: int = HfArg(default=48, help="cap on the length of a completion")
-    temperature: float = HfArg(default=1.0, help="of sampling, and so of all log-probs")
+    temperature: float = HfArg(default=1.0, help="sampling temperature, also that of all log-probs")
     lr: float = HfArg(default=2e-4, help="AdamW's learning rate, constant")
     update_epochs: int = HfArg(default=1, help="passes over a rollout")
     num_minibatches: int = HfArg(default=4, help="optimizer steps per pass")
     micro_batch_size: int = HfArg(default=0, help="completions per forward pass [0: a minibatch]")
     gradient_checkpointing: bool = HfArg(default=False, help="less memory, more time")
-    max_grad_norm: float = HfArg(default=1.0, help="gradients are scaled down to this norm")
+    max_grad_norm: float = HfArg(default=1.0, help="gradients are clipped to this norm")
     router_aux_coef: float = HfArg(default=0.001, help="weight of the load-balancing loss of an MoE")
     eval_every: int = HfArg(default=10, help="iterations between evaluations [0: only at the end]")
     save_every: int = HfArg(default=20, help="iterations between checkpoints [0: only at the end]")
-    resume: bool = HfArg(default=False, help="go on with the run in --run_dir")
+    resume: bool = HfArg(default=False, help="continue the run in --run_dir")
     run_dir: str = HfArg(default="", help="output folder [runs/<script>-seed<seed>]")
     tensorboard: bool = HfArg(default=False, help="also write the metrics for TensorBoard")
     warm_start_steps: int = HfArg(default=1200, help="supervised steps of the tiny MoE before RL")
@@ -84,12 +86,12 @@ class Args:
 
 
 def masked_mean(x, mask):
-    """Mean of x where the mask is 1; 0 if it never is. What lies outside is ignored, even NaN."""
+    """Mean of x where the mask is 1; 0 if it never is. Masked-out values are ignored, even NaN."""
     return torch.where(mask.bool(), x, 0).sum() / mask.sum().clamp(min=1)
 
 
 def compute_advantages(rewards_PG):
-    """Of rewards (P, G): A = (R - mean) / std in each group, 0 if its rewards are equal; (P, G)."""
+    """Rewards -> advantages, (P, G): A = (R - mean) / std in each group, 0 if all rewards are equal."""
     advantages_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
     advantages_PG = advantages_PG / (rewards_PG.std(1, keepdim=True) + 1e-6)
     # The mean of equal floats may be off by rounding, which a tiny std would blow up into advantages.
@@ -112,38 +114,38 @@ def policy_loss(
     clip_eps_high=0.28,
     num_tokens=None,
 ):
-    """-J of the header on a micro-batch; those of an optimizer step add up to the step's loss.
+    """The micro-batch's share of the loss -J; the shares of an optimizer step add up to its loss.
 
-    logprobs_BT      of the sampled tokens under the current policy, with gradient; nats
+    logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
     old_logprobs_BT  the same under the policy that made the batch
-    advantages_BT    (B, 1), or (B, T) for one per token
+    advantages_BT    (B, 1), broadcast over the tokens, or (B, T)
     mask_BT          1 on response tokens, the EOS included (bool or float); the rest is ignored
-    num_tokens       response tokens in the whole optimizer step [None: those given here]
+    num_tokens       response tokens in the whole optimizer step [None: this is the whole step]
 
-    Returns (loss, stats): a scalar, and {name: scalar}, means over the tokens given here.
+    Returns (loss, stats): a scalar, and {name: scalar}, means and a maximum over the given tokens.
     """
-    assert advantages_BT.dim() == 2, "advantages_BT is (B, 1) or (B, T)"
+    assert advantages_BT.shape in ((len(mask_BT), 1), mask_BT.shape), "advantages_BT: (B, 1) or (B, T)"
     mask_BT = mask_BT.bool()
     if num_tokens is None:
         num_tokens = mask_BT.sum().clamp(min=1)
-    # Masked and clamped before exp, since 0 * inf is NaN, in the backward pass too.
+    # Masked before exp, since 0 * inf is NaN, in the backward pass too; clamped to keep exp finite.
     logratio_BT = torch.where(mask_BT, logprobs_BT - old_logprobs_BT, 0).clamp(-20, 20)
     ratio_BT = logratio_BT.exp()
     clipped_BT = ratio_BT.clamp(1 - clip_eps_low, 1 + clip_eps_high)
-    # min(r A, clip(r) A): the pessimistic one of the two, for A < 0 that with the larger ratio
+    # PPO's pessimistic bound, the smaller of r A and clip(r) A
     objective_BT = torch.min(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
-    # Where the clip binds, that is, where it takes the gradient away.
+    # Where the clip binds: there it takes the gradient away.
     clips_low_BT = (ratio_BT < clipped_BT) & (advantages_BT < 0)
     clips_high_BT = (ratio_BT > clipped_BT) & (advantages_BT > 0)
     stats = {
         "approx_kl": masked_mean(ratio_BT - 1 - logratio_BT, mask_BT),
-        "ratio_max": ratio_BT.max(),
+        "ratio_max": torch.where(mask_BT, ratio_BT, 0).max(),
         "clipfrac_low": masked_mean(clips_low_BT.float(), mask_BT),
         "clipfrac_high": masked_mean(clips_high_BT.float(), mask_BT),
     }
     # [3] Token-mean: 1/(sum_i |o_i|) sum_i sum_t
     loss = -torch.where(mask_BT, objective_BT, 0).sum() / num_tokens
-    return loss, stats
+    return loss, {name: value.detach() for name, value in stats.items()}
 
 
 def main(args):
@@ -151,9 +153,7 @@ def main(args):
     if args.group_size < 2:
         raise UserError("--group_size must be at least 2: the mean of the group is the baseline")
     if args.overlong == "soft" and not 0 < args.overlong_cache < args.max_new_tokens:
-        raise UserError(
-            f"--overlong_cache must be between 0 and --max_new_tokens, not {args.overlong_cache}"
-        )
+        raise UserError("--overlong_cache must be above 0 and below --max_new_tokens")
     run = Run(args)
     verify = load_verifier(args)
     model, tokenizer = load_model(args)
@@ -198,16 +198,14 @@ def main(args):
             rounds = counts["sampling_rounds"]
             run.say(f"iteration {iteration}: after {rounds} rounds {missing} mixed groups are missing")
         if not kept:
-            run.say(
-                f"groups that are all right or all wrong teach nothing: the run ends here, {counts}"
-            )
+            run.say(f"no mixed group, and so nothing to learn from: the run ends here, {counts}")
             state["iteration"] = iteration
             run.save(state, model, tokenizer, generator, **parts)
             break
         counts["generated"] = len(generated) // args.group_size
         _, completions, verdicts = zip(*kept, strict=True)
         batch = collate(completions, args.device)
-        update_start = time.time()
+        rollout_end = time.time()
 
         # ----------------------------------------------------------------------------------- reward
         rewards_N = torch.tensor([reward for reward, _ in verdicts])
@@ -223,7 +221,8 @@ def main(args):
         advantages_N1 = compute_advantages(rewards_PG).view(-1, 1).to(args.device)
 
         # ---------------------------------------------- old log-probs, by the forward of the update
-        # Of the same rows in the same micro-batches as below, so that the first ratio is exactly 1.
+        # Not the sampler's, which differ by rounding: with the same rows in the same micro-batches as
+        # in the update, which is why they are not shuffled, the first ratio is exactly 1.
         num_minibatches = min(args.num_minibatches, len(completions))
         rows_N = torch.arange(len(completions), device=args.device)
         minibatches = rows_N.tensor_split(num_minibatches)
@@ -238,9 +237,10 @@ def main(args):
                     old_experts.append(outputs.experts_BTLK)
         old_logprobs_NT = torch.cat(old_logprobs)
         old_experts_NTLK = torch.cat(old_experts)
-        # KL(sampler || policy), 0 but for rounding: both see the same weights.
-        log_x_NT = old_logprobs_NT - batch.sampler_logprobs_BT
-        sampler_kl = masked_mean(log_x_NT.exp() - 1 - log_x_NT, batch.mask_BT)
+        # KL(sampler || policy), zero up to rounding: both use the same weights.
+        sampler_logratio_NT = old_logprobs_NT - batch.sampler_logprobs_BT
+        sampler_k3_NT = sampler_logratio_NT.exp() - 1 - sampler_logratio_NT
+        sampler_kl = masked_mean(sampler_k3_NT, batch.mask_BT)
         meter.add("rollout", {"sampler_kl": sampler_kl}, 1)
 
         # ----------------------------------------------------------------------------------- update
@@ -261,8 +261,8 @@ def main(args):
                         clip_eps_high=args.clip_eps_high,
                         num_tokens=num_tokens,
                     )
-                    # The aux loss is a mean over tokens of its micro-batch, so it gets the
-                    # micro-batch's share. It alone depends, a little, on how a step is split.
+                    # The aux loss is a mean over its micro-batch, so it is weighted by the share of the
+                    # step in it. It alone depends, slightly, on how a step is split.
                     share = len(rows) / num_sequences
                     total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
                     total_loss.backward()
@@ -297,8 +297,8 @@ def main(args):
             "rollout/frac_zero_std_groups": is_uniform_P.float().mean().item(),
             "charts/learning_rate": args.lr,
             "charts/tokens_per_second": sum(len(c.ids) for c in completions) / (end - rollout_start),
-            "charts/rollout_seconds": update_start - rollout_start,
-            "charts/update_seconds": end - update_start,
+            "charts/rollout_seconds": rollout_end - rollout_start,
+            "charts/update_seconds": end - rollout_end,
         }
         if run.is_due(args.eval_every, iteration):
             after = evaluate(model, tokenizer, held_out_problems, args, verify)["greedy"]
@@ -307,6 +307,7 @@ def main(args):
         run.log(iteration, metrics, transcripts(problems[:: args.group_size], completions, verdicts))
         if run.is_due(args.save_every, iteration) or run.stop:
             run.save(state, model, tokenizer, generator, **parts)
+        run.exit_if_stopped()
     run.finish(state["before"], evaluate(model, tokenizer, held_out_problems, args, verify))
 
 

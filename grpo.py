@@ -2,8 +2,8 @@
 
   J = mean_i 1/|o_i| sum_t [ min(r_it A_i, clip(r_it, 1 - eps, 1 + eps) A_i) - beta k3_it ]
 
-  o_i    a completion of |o_i| tokens, its EOS included; mean_i: over those of an optimizer step
-  r_it   = pi(o_it) / pi_old(o_it), where pi_old made the completion
+  o_i    a completion of |o_i| tokens, its EOS included; mean_i: over all of an optimizer step
+  r_it   = pi(o_it) / pi_old(o_it), where pi_old generated the completion
   A_i    = (R_i - mean) / std, over the rewards R of the G completions of the same prompt
   k3_it  = x - log x - 1, x = pi_ref(o_it) / pi(o_it): an estimate of KL(pi || pi_ref), never negative
 
@@ -13,16 +13,17 @@ Parent: ppo.py. Differs only in:
   2. KL in the loss: a term of its own there, not a part of the reward.
   3. Sequence-mean: tokens are averaged within a completion, then completions are averaged.
 
-Left open by the paper, chosen here: the unbiased std plus 1e-6, with advantages of exactly 0 for a
-group of equal rewards; eps 0.2; four optimizer steps per rollout, where the paper takes one (r is then
-1 and no clip binds). Beyond the paper: --kl_is_corrected (DeepSeek-V3.2: k3 times r, whose gradient is
-that of the KL) and --ref_reset_every (ProRL: the policy becomes the reference every n iterations; the
-optimizer keeps its state). With --kl_coef 0 there is no reference model at all.
+Left open by the paper: the std (here unbiased, plus 1e-6, and advantages are exactly 0 in a group of
+equal rewards) and eps (here 0.2). Departs from the paper: four optimizer steps per rollout, where the
+paper takes one, so that r is not always 1 and the clip can bind. Beyond the paper: --kl_is_corrected
+(DeepSeek-V3.2: k3 times r, whose gradient is that of the KL) and --ref_reset_every (ProRL: the
+reference becomes a copy of the policy every n iterations; the optimizer keeps its state). With
+--kl_coef 0 there is no reference model.
 
 Run:    python grpo.py
-Expect: greedy held-out accuracy from between 0.4 and 0.5 to 0.97 or more; answers without working go
-        from half to almost none. Half a minute on one CPU core, and one minute more the first time, for
-        the base model.
+Expect: on sums of two numbers, greedy held-out accuracy from 0.4-0.5 to at least 0.97; answers at
+        once, without working, go from half to almost none. Half a minute on one CPU core, after one
+        minute for the base model, the first time.
 """
 
 import copy
@@ -41,8 +42,10 @@ from harness import Meter, Run, UserError, launch
 @dataclass
 class Args:
     seed: int = HfArg(default=1, help="seed of the prompts' order and of the sampling")
-    device: str = HfArg(default="", help="cuda, mps or cpu [the best there is]")
-    dtype: Literal["float32", "bfloat16"] = HfArg(default="float32", help="of matrix products")
+    device: str = HfArg(default="", help="cuda, mps or cpu [the best available]")
+    dtype: Literal["float32", "bfloat16"] = HfArg(
+        default="float32", help="precision of matrix products"
+    )
     model: str = HfArg(default="tiny-moe", help="tiny-moe, or a folder or hub id of a language model")
     dataset: str = HfArg(default="addition", help="addition, a .jsonl or .parquet file, or a hub id")
     dataset_config: str = HfArg(default="", help="configuration of a hub dataset, if it has several")
@@ -59,17 +62,17 @@ class Args:
     prompts_per_iteration: int = HfArg(default=32, help="prompts in a rollout")
     group_size: int = HfArg(default=8, help="completions per prompt")
     max_new_tokens: int = HfArg(default=48, help="cap on the length of a completion")
-    temperature: float = HfArg(default=1.0, help="of sampling, and so of all log-probs")
+    temperature: float = HfArg(default=1.0, help="sampling temperature, also that of all log-probs")
     lr: float = HfArg(default=2e-4, help="AdamW's learning rate, constant")
     update_epochs: int = HfArg(default=1, help="passes over a rollout")
     num_minibatches: int = HfArg(default=4, help="optimizer steps per pass")
     micro_batch_size: int = HfArg(default=0, help="completions per forward pass [0: a minibatch]")
     gradient_checkpointing: bool = HfArg(default=False, help="less memory, more time")
-    max_grad_norm: float = HfArg(default=1.0, help="gradients are scaled down to this norm")
+    max_grad_norm: float = HfArg(default=1.0, help="gradients are clipped to this norm")
     router_aux_coef: float = HfArg(default=0.001, help="weight of the load-balancing loss of an MoE")
     eval_every: int = HfArg(default=10, help="iterations between evaluations [0: only at the end]")
     save_every: int = HfArg(default=20, help="iterations between checkpoints [0: only at the end]")
-    resume: bool = HfArg(default=False, help="go on with the run in --run_dir")
+    resume: bool = HfArg(default=False, help="continue the run in --run_dir")
     run_dir: str = HfArg(default="", help="output folder [runs/<script>-seed<seed>]")
     tensorboard: bool = HfArg(default=False, help="also write the metrics for TensorBoard")
     warm_start_steps: int = HfArg(default=1200, help="supervised steps of the tiny MoE before RL")
@@ -77,17 +80,17 @@ class Args:
     clip_eps_low: float = HfArg(default=0.2, help="the ratio is clipped at 1 - this")
     clip_eps_high: float = HfArg(default=0.2, help="the ratio is clipped at 1 + this")
     kl_coef: float = HfArg(default=0.04, help="beta, the weight of the KL to the reference [0: none]")
-    kl_is_corrected: bool = HfArg(default=False, help="multiply k3 by the ratio r")
-    ref_reset_every: int = HfArg(default=0, help="iterations between resets to the policy [0: none]")
+    kl_is_corrected: bool = HfArg(default=False, help="multiply k3 by r: unbiased gradient")
+    ref_reset_every: int = HfArg(default=0, help="iterations until the reference is reset [0: never]")
 
 
 def masked_mean(x, mask):
-    """Mean of x where the mask is 1; 0 if it never is. What lies outside is ignored, even NaN."""
+    """Mean of x where the mask is 1; 0 if it never is. Masked-out values are ignored, even NaN."""
     return torch.where(mask.bool(), x, 0).sum() / mask.sum().clamp(min=1)
 
 
 def compute_advantages(rewards_PG):
-    """Of rewards (P, G): A = (R - mean) / std in each group, 0 if its rewards are equal; (P, G)."""
+    """Rewards -> advantages, (P, G): A = (R - mean) / std in each group, 0 if all rewards are equal."""
     advantages_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
     advantages_PG = advantages_PG / (rewards_PG.std(1, keepdim=True) + 1e-6)
     # The mean of equal floats may be off by rounding, which a tiny std would blow up into advantages.
@@ -108,34 +111,34 @@ def policy_loss(
     ref_logprobs_BT=None,
     num_sequences=None,
 ):
-    """-J of the header on a micro-batch; those of an optimizer step add up to the step's loss.
+    """The micro-batch's share of the loss -J; the shares of an optimizer step add up to its loss.
 
-    logprobs_BT      of the sampled tokens under the current policy, with gradient; nats
+    logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
     old_logprobs_BT  the same under the policy that made the batch
-    ref_logprobs_BT  the same under the reference [None: no KL]
-    advantages_BT    (B, 1), or (B, T) for one per token
+    advantages_BT    (B, 1), broadcast over the tokens, or (B, T)
     mask_BT          1 on response tokens, the EOS included (bool or float); the rest is ignored
-    num_sequences    completions in the whole optimizer step [None: those given here]
+    ref_logprobs_BT  log-probs under the reference [None: no KL]
+    num_sequences    completions in the whole optimizer step [None: this is the whole step]
 
-    Returns (loss, stats): a scalar, and {name: scalar}, means over the tokens given here.
+    Returns (loss, stats): a scalar, and {name: scalar}, means and a maximum over the given tokens.
     """
-    assert advantages_BT.dim() == 2, "advantages_BT is (B, 1) or (B, T)"
+    assert advantages_BT.shape in ((len(mask_BT), 1), mask_BT.shape), "advantages_BT: (B, 1) or (B, T)"
     mask_BT = mask_BT.bool()
     length_B1 = mask_BT.sum(1, keepdim=True).clamp(min=1)
     if num_sequences is None:
         num_sequences = len(mask_BT)
-    # Masked and clamped before exp, since 0 * inf is NaN, in the backward pass too.
+    # Masked before exp, since 0 * inf is NaN, in the backward pass too; clamped to keep exp finite.
     logratio_BT = torch.where(mask_BT, logprobs_BT - old_logprobs_BT, 0).clamp(-20, 20)
     ratio_BT = logratio_BT.exp()
     clipped_BT = ratio_BT.clamp(1 - clip_eps_low, 1 + clip_eps_high)
-    # min(r A, clip(r) A): the pessimistic one of the two, for A < 0 that with the larger ratio
+    # PPO's pessimistic bound, the smaller of r A and clip(r) A
     objective_BT = torch.min(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
-    # Where the clip binds, that is, where it takes the gradient away.
+    # Where the clip binds: there it takes the gradient away.
     clips_low_BT = (ratio_BT < clipped_BT) & (advantages_BT < 0)
     clips_high_BT = (ratio_BT > clipped_BT) & (advantages_BT > 0)
     stats = {
         "approx_kl": masked_mean(ratio_BT - 1 - logratio_BT, mask_BT),
-        "ratio_max": ratio_BT.max(),
+        "ratio_max": torch.where(mask_BT, ratio_BT, 0).max(),
         "clipfrac_low": masked_mean(clips_low_BT.float(), mask_BT),
         "clipfrac_high": masked_mean(clips_high_BT.float(), mask_BT),
     }
@@ -143,15 +146,15 @@ def policy_loss(
         # [2] k3 = x - log x - 1, x = pi_ref / pi
         log_x_BT = torch.where(mask_BT, ref_logprobs_BT - logprobs_BT, 0).clamp(-20, 20)
         k3_BT = log_x_BT.exp() - log_x_BT - 1
+        stats["kl_ref"] = masked_mean(k3_BT, mask_BT)
         if kl_is_corrected:
             # r is not detached: in expectation the gradient is that of KL(pi || pi_ref).
             k3_BT = ratio_BT * k3_BT
         objective_BT = objective_BT - kl_coef * k3_BT
-        stats["kl_ref"] = masked_mean(k3_BT, mask_BT)
     # [3] Sequence-mean: mean_i 1/|o_i| sum_t
     objective_B1 = torch.where(mask_BT, objective_BT, 0).sum(1, keepdim=True) / length_B1
     loss = -objective_B1.sum() / num_sequences
-    return loss, stats
+    return loss, {name: value.detach() for name, value in stats.items()}
 
 
 def main(args):
@@ -185,7 +188,7 @@ def main(args):
         prompts = [problem.prompt_ids for problem in problems]
         completions = sample(model, tokenizer, prompts, args.group_size, args, generator)
         batch = collate(completions, args.device)
-        update_start = time.time()
+        rollout_end = time.time()
 
         # ----------------------------------------------------------------------------------- reward
         answers = [problem.answer for problem in problems for _ in range(args.group_size)]
@@ -197,7 +200,8 @@ def main(args):
         advantages_N1 = compute_advantages(rewards_PG).view(-1, 1).to(args.device)
 
         # ---------------------------------------------- old log-probs, by the forward of the update
-        # Of the same rows in the same micro-batches as below, so that the first ratio is exactly 1.
+        # Not the sampler's, which differ by rounding: with the same rows in the same micro-batches as
+        # in the update, which is why they are not shuffled, the first ratio is exactly 1.
         rows_N = torch.arange(len(completions), device=args.device)
         minibatches = rows_N.tensor_split(args.num_minibatches)
         old_logprobs = []
@@ -217,9 +221,10 @@ def main(args):
         old_experts_NTLK = torch.cat(old_experts)
         if args.kl_coef > 0:
             ref_logprobs_NT = torch.cat(ref_logprobs)
-        # KL(sampler || policy), 0 but for rounding: both see the same weights.
-        log_x_NT = old_logprobs_NT - batch.sampler_logprobs_BT
-        sampler_kl = masked_mean(log_x_NT.exp() - 1 - log_x_NT, batch.mask_BT)
+        # KL(sampler || policy), zero up to rounding: both use the same weights.
+        sampler_logratio_NT = old_logprobs_NT - batch.sampler_logprobs_BT
+        sampler_k3_NT = sampler_logratio_NT.exp() - 1 - sampler_logratio_NT
+        sampler_kl = masked_mean(sampler_k3_NT, batch.mask_BT)
         meter.add("rollout", {"sampler_kl": sampler_kl}, 1)
 
         # ----------------------------------------------------------------------------------- update
@@ -245,8 +250,8 @@ def main(args):
                         ref_logprobs_BT=ref_logprobs_BT,
                         num_sequences=num_sequences,
                     )
-                    # The aux loss is a mean over tokens of its micro-batch, so it gets the
-                    # micro-batch's share. It alone depends, a little, on how a step is split.
+                    # The aux loss is a mean over its micro-batch, so it is weighted by the share of the
+                    # step in it. It alone depends, slightly, on how a step is split.
                     share = len(rows) / num_sequences
                     total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
                     total_loss.backward()
@@ -281,8 +286,8 @@ def main(args):
             "rollout/frac_zero_std_groups": is_uniform_P.float().mean().item(),
             "charts/learning_rate": args.lr,
             "charts/tokens_per_second": sum(len(c.ids) for c in completions) / (end - rollout_start),
-            "charts/rollout_seconds": update_start - rollout_start,
-            "charts/update_seconds": end - update_start,
+            "charts/rollout_seconds": rollout_end - rollout_start,
+            "charts/update_seconds": end - rollout_end,
         }
         if run.is_due(args.eval_every, iteration):
             after = evaluate(model, tokenizer, held_out_problems, args, verify)["greedy"]
@@ -291,6 +296,7 @@ def main(args):
         run.log(iteration, metrics, transcripts(problems, completions, verdicts))
         if run.is_due(args.save_every, iteration) or run.stop:
             run.save(state, model, tokenizer, generator, **parts)
+        run.exit_if_stopped()
     run.finish(state["before"], evaluate(model, tokenizer, held_out_problems, args, verify))
 
 

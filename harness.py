@@ -1,7 +1,7 @@
-"""What keeps a run on its feet: command line, run folder, metrics, checkpoint and resume.
+"""The plumbing of a run: command line, metrics, run folder, checkpoint and resume.
 
-Nothing here knows a token, a reward or a policy. To study an algorithm you need not read this file, and
-a loss that you copy does not need it. Functions stand in the order in which a run uses them.
+To study an algorithm you need not read this file, and a loss that you copy does not need it: nothing
+here computes with tokens, rewards or policies. Functions stand in the order in which a run uses them.
 """
 
 import hashlib
@@ -38,8 +38,7 @@ def launch(main, args_class):
         message = str(error)
         if error.__cause__ is not None:
             message += f": {type(error.__cause__).__name__} {error.__cause__}"
-        one_line = " ".join(message.split())
-        print(f"{Path(sys.argv[0]).name}: error: {one_line}", file=sys.stderr)
+        print(f"{Path(sys.argv[0]).name}: error: {' '.join(message.split())}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -148,11 +147,11 @@ class Meter:
     def add(self, prefix, values, weight):
         """`values`: {name: number or tensor}; `weight`: how many tokens or sequences they speak for."""
         for name, value in values.items():
-            value = torch.as_tensor(value).detach()
-            self.pairs.setdefault(f"{prefix}/{name}", []).append((value, weight))
+            pairs = self.pairs.setdefault(f"{prefix}/{name}", [])
+            pairs.append((torch.as_tensor(value).detach(), weight))
 
     def means(self):
-        """{key: weighted mean}; of what is called "..._max" the maximum. A vector gives two keys, for
+        """{key: weighted mean}, or the maximum for keys ending in "_max". A vector gives two keys, for
         the largest and the smallest of its means."""
         means = {}
         for key, pairs in self.pairs.items():
@@ -226,8 +225,7 @@ class Run:
             message = f"--run_dir {self.folder} cannot be written, or is in use by another process"
             raise UserError(message) from error
         if has_begun and not args.resume:
-            message = "holds another run: go on with it by --resume, or give another --run_dir"
-            raise UserError(f"{self.folder} {message}")
+            raise UserError(f"{self.folder} holds another run: --resume it, or give another --run_dir")
         if has_begun:
             self.compare_settings()
         if args.tensorboard:
@@ -314,8 +312,8 @@ class Run:
             return
         try:
             *lines, _ = path.read_text().split("\n")  # what has no newline after it was cut off
-            kept = [line + "\n" for line in lines if json.loads(line)["iteration"] <= iteration]
-            write_whole(path, "".join(kept))
+            kept = [line for line in lines if json.loads(line)["iteration"] <= iteration]
+            write_whole(path, "".join(line + "\n" for line in kept))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"--resume: {path} cannot be used") from error
 
@@ -356,10 +354,10 @@ class Run:
         self.bar.update()
 
     def save(self, state, model, tokenizer, generator, **parts):
-        """Writes a checkpoint in place of the one before. After a signal it then ends the program."""
+        """Writes a checkpoint in place of the one before."""
         folder = self.folder / f"checkpoint-{state['iteration']:06d}"
         scratch = self.folder / "checkpoint.tmp"
-        older = [path for path in self.checkpoints() if path != folder]
+        older = self.checkpoints()
         try:
             shutil.rmtree(scratch, ignore_errors=True)
             model.save_pretrained(scratch)
@@ -376,6 +374,9 @@ class Run:
             raise UserError(f"{folder} cannot be written; the checkpoint before it is whole") from error
         for path in older:
             shutil.rmtree(path, ignore_errors=True)
+
+    def exit_if_stopped(self):
+        """After a signal, and the checkpoint that it asks for, ends the program."""
         if self.stop:
             sys.exit(130)
 

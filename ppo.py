@@ -2,27 +2,27 @@
 
   J = 1/(sum_i |o_i|) sum_i sum_t min(r_it A_it, clip(r_it, 1 - eps, 1 + eps) A_it) - c_v L_V + c_e H
 
-  o_i      a completion of |o_i| tokens, its EOS included; sum_i: over those of an optimizer step
-  r_it     = pi(o_it) / pi_old(o_it), where pi_old made the completion
+  o_i      a completion of |o_i| tokens, its EOS included; sum_i: over all of an optimizer step
+  r_it     = pi(o_it) / pi_old(o_it), where pi_old generated the completion
   A_it     = sum_k (gamma lambda)^k delta_i,t+k, whitened (GAE);  delta_t = rew_t + gamma V_t+1 - V_t
-  rew_it   = -beta log(pi_old(o_it) / pi_ref(o_it)), and at the last token the verifier's reward R_i too
-  L_V      = mean over tokens of max((V - ret)^2, (V_old + clip(V - V_old, -0.2, 0.2) - ret)^2)
+  rew_it   = -beta log(pi_old(o_it) / pi_ref(o_it)), plus the verifier's reward R_i at the last token
+  L_V      = mean over tokens of max((V - ret)^2, (V_old + clip(V - V_old, -d, d) - ret)^2)
   ret_it   = A_it + V_old,it, before A is whitened;  H: mean entropy over tokens
 
 The root of the family: grpo.py is the child, and its header lists the differences.
 
-Left open by the papers, chosen here: the critic is a second copy of the base model with a linear head
-that starts at zero, and V_t is read where o_t is predicted; after the last token V is 0, or the
-critic's value there if the completion was cut off; one completion per prompt, so that a rollout is as
-large as the siblings'; gamma 1, so a right answer is worth the same however long it is; beta 0.02; c_v
-0.5; c_e 0; a gradient norm of its own for each model, and a higher learning rate for the critic, which
-has to learn from nothing to see a wrong step (at the policy's 2e-4 it explains 2 to 4 % of the variance
-of the returns in the last ten iterations, at 2e-3 8 to 14 %). With --kl_coef 0 there is no reference
-model at all.
+Left open by the papers: the critic (here a second copy of the base model with a linear head that
+starts at zero; V_t is read where o_t is predicted, and after the last token V is 0, or the critic's
+value there if the completion was truncated); gamma 1, so that a right answer is worth the same
+however long it is; beta 0.02; d 0.2; c_e 0; c_v 0.5, which matters only where the critic's gradient
+is clipped, since the two models share no weights. One completion for each of 256 prompts: as many
+completions as the siblings'. The critic has a higher learning rate, since it has to learn from
+nothing: at the policy's 2e-4 it explains 2 to 4 % of the variance of the returns in the last ten
+iterations, at 2e-3 8 to 14 %. With --kl_coef 0 there is no reference.
 
 Run:    python ppo.py
-Expect: greedy held-out accuracy from between 0.4 and 0.5 to 0.95 or more in one minute on one CPU core,
-        and one minute more for the base model, the first time.
+Expect: on sums of two numbers, greedy held-out accuracy from 0.4-0.5 to at least 0.95 in one minute
+        on one CPU core, after one minute for the base model, the first time.
 """
 
 import copy
@@ -42,8 +42,10 @@ from harness import Meter, Run, UserError, launch
 @dataclass
 class Args:
     seed: int = HfArg(default=1, help="seed of the prompts' order and of the sampling")
-    device: str = HfArg(default="", help="cuda, mps or cpu [the best there is]")
-    dtype: Literal["float32", "bfloat16"] = HfArg(default="float32", help="of matrix products")
+    device: str = HfArg(default="", help="cuda, mps or cpu [the best available]")
+    dtype: Literal["float32", "bfloat16"] = HfArg(
+        default="float32", help="precision of matrix products"
+    )
     model: str = HfArg(default="tiny-moe", help="tiny-moe, or a folder or hub id of a language model")
     dataset: str = HfArg(default="addition", help="addition, a .jsonl or .parquet file, or a hub id")
     dataset_config: str = HfArg(default="", help="configuration of a hub dataset, if it has several")
@@ -60,17 +62,17 @@ class Args:
     prompts_per_iteration: int = HfArg(default=256, help="prompts in a rollout")  # 32 x 8
     group_size: int = HfArg(default=1, help="completions per prompt")  # no groups here
     max_new_tokens: int = HfArg(default=48, help="cap on the length of a completion")
-    temperature: float = HfArg(default=1.0, help="of sampling, and so of all log-probs")
+    temperature: float = HfArg(default=1.0, help="sampling temperature, also that of all log-probs")
     lr: float = HfArg(default=2e-4, help="AdamW's learning rate, constant")
     update_epochs: int = HfArg(default=1, help="passes over a rollout")
     num_minibatches: int = HfArg(default=4, help="optimizer steps per pass")
     micro_batch_size: int = HfArg(default=0, help="completions per forward pass [0: a minibatch]")
     gradient_checkpointing: bool = HfArg(default=False, help="less memory, more time")
-    max_grad_norm: float = HfArg(default=1.0, help="gradients are scaled down to this norm")
+    max_grad_norm: float = HfArg(default=1.0, help="gradients are clipped to this norm")
     router_aux_coef: float = HfArg(default=0.001, help="weight of the load-balancing loss of an MoE")
     eval_every: int = HfArg(default=10, help="iterations between evaluations [0: only at the end]")
     save_every: int = HfArg(default=20, help="iterations between checkpoints [0: only at the end]")
-    resume: bool = HfArg(default=False, help="go on with the run in --run_dir")
+    resume: bool = HfArg(default=False, help="continue the run in --run_dir")
     run_dir: str = HfArg(default="", help="output folder [runs/<script>-seed<seed>]")
     tensorboard: bool = HfArg(default=False, help="also write the metrics for TensorBoard")
     warm_start_steps: int = HfArg(default=1200, help="supervised steps of the tiny MoE before RL")
@@ -105,7 +107,7 @@ class Critic(nn.Module):
 
 
 def masked_mean(x, mask):
-    """Mean of x where the mask is 1; 0 if it never is. What lies outside is ignored, even NaN."""
+    """Mean of x where the mask is 1; 0 if it never is. Masked-out values are ignored, even NaN."""
     return torch.where(mask.bool(), x, 0).sum() / mask.sum().clamp(min=1)
 
 
@@ -164,38 +166,38 @@ def policy_loss(
     clip_eps_high=0.2,
     num_tokens=None,
 ):
-    """The clipped term of -J on a micro-batch; those of an optimizer step add up to the step's.
+    """The micro-batch's share of the clipped term of -J; the shares of an optimizer step add up to it.
 
-    logprobs_BT      of the sampled tokens under the current policy, with gradient; nats
+    logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
     old_logprobs_BT  the same under the policy that made the batch
-    advantages_BT    (B, 1), or (B, T) for one per token
+    advantages_BT    (B, 1), broadcast over the tokens, or (B, T)
     mask_BT          1 on response tokens, the EOS included (bool or float); the rest is ignored
-    num_tokens       response tokens in the whole optimizer step [None: those given here]
+    num_tokens       response tokens in the whole optimizer step [None: this is the whole step]
 
-    Returns (loss, stats): a scalar, and {name: scalar}, means over the tokens given here.
+    Returns (loss, stats): a scalar, and {name: scalar}, means and a maximum over the given tokens.
     """
-    assert advantages_BT.dim() == 2, "advantages_BT is (B, 1) or (B, T)"
+    assert advantages_BT.shape in ((len(mask_BT), 1), mask_BT.shape), "advantages_BT: (B, 1) or (B, T)"
     mask_BT = mask_BT.bool()
     if num_tokens is None:
         num_tokens = mask_BT.sum().clamp(min=1)
-    # Masked and clamped before exp, since 0 * inf is NaN, in the backward pass too.
+    # Masked before exp, since 0 * inf is NaN, in the backward pass too; clamped to keep exp finite.
     logratio_BT = torch.where(mask_BT, logprobs_BT - old_logprobs_BT, 0).clamp(-20, 20)
     ratio_BT = logratio_BT.exp()
     clipped_BT = ratio_BT.clamp(1 - clip_eps_low, 1 + clip_eps_high)
-    # min(r A, clip(r) A): the pessimistic one of the two, for A < 0 that with the larger ratio
+    # PPO's pessimistic bound, the smaller of r A and clip(r) A
     objective_BT = torch.min(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
-    # Where the clip binds, that is, where it takes the gradient away.
+    # Where the clip binds: there it takes the gradient away.
     clips_low_BT = (ratio_BT < clipped_BT) & (advantages_BT < 0)
     clips_high_BT = (ratio_BT > clipped_BT) & (advantages_BT > 0)
     stats = {
         "approx_kl": masked_mean(ratio_BT - 1 - logratio_BT, mask_BT),
-        "ratio_max": ratio_BT.max(),
+        "ratio_max": torch.where(mask_BT, ratio_BT, 0).max(),
         "clipfrac_low": masked_mean(clips_low_BT.float(), mask_BT),
         "clipfrac_high": masked_mean(clips_high_BT.float(), mask_BT),
     }
     # Token-mean: 1/(sum_i |o_i|) sum_i sum_t
     loss = -torch.where(mask_BT, objective_BT, 0).sum() / num_tokens
-    return loss, stats
+    return loss, {name: value.detach() for name, value in stats.items()}
 
 
 def main(args):
@@ -230,7 +232,7 @@ def main(args):
         prompts = [problem.prompt_ids for problem in problems]
         completions = sample(model, tokenizer, prompts, args.group_size, args, generator)
         batch = collate(completions, args.device)
-        update_start = time.time()
+        rollout_end = time.time()
 
         # ----------------------------------------------------------------------------------- reward
         answers = [problem.answer for problem in problems for _ in range(args.group_size)]
@@ -239,7 +241,8 @@ def main(args):
         rewards_N = torch.tensor([reward for reward, _ in verdicts], device=args.device)
 
         # ---------------------------------------------- old log-probs, by the forward of the update
-        # Of the same rows in the same micro-batches as below, so that the first ratio is exactly 1.
+        # Not the sampler's, which differ by rounding: with the same rows in the same micro-batches as
+        # in the update, which is why they are not shuffled, the first ratio is exactly 1.
         rows_N = torch.arange(len(completions), device=args.device)
         minibatches = rows_N.tensor_split(args.num_minibatches)
         old_logprobs = []
@@ -259,9 +262,10 @@ def main(args):
                     values.append(critic(micro, args.dtype))
         old_logprobs_NT = torch.cat(old_logprobs)
         old_experts_NTLK = torch.cat(old_experts)
-        # KL(sampler || policy), 0 but for rounding: both see the same weights.
-        log_x_NT = old_logprobs_NT - batch.sampler_logprobs_BT
-        sampler_kl = masked_mean(log_x_NT.exp() - 1 - log_x_NT, batch.mask_BT)
+        # KL(sampler || policy), zero up to rounding: both use the same weights.
+        sampler_logratio_NT = old_logprobs_NT - batch.sampler_logprobs_BT
+        sampler_k3_NT = sampler_logratio_NT.exp() - 1 - sampler_logratio_NT
+        sampler_kl = masked_mean(sampler_k3_NT, batch.mask_BT)
         meter.add("rollout", {"sampler_kl": sampler_kl}, 1)
 
         # ------------------------------------------------------------------------------- advantages
@@ -316,8 +320,8 @@ def main(args):
                     )
                     entropy = torch.where(micro.mask_BT, outputs.entropy_BT, 0).sum() / num_tokens
                     total_loss = loss + args.value_coef * critic_loss - args.entropy_coef * entropy
-                    # The aux loss is a mean over tokens of its micro-batch, so it gets the
-                    # micro-batch's share. It alone depends, a little, on how a step is split.
+                    # The aux loss is a mean over its micro-batch, so it is weighted by the share of the
+                    # step in it. It alone depends, slightly, on how a step is split.
                     share = len(rows) / num_sequences
                     total_loss = total_loss + args.router_aux_coef * outputs.aux_loss * share
                     total_loss.backward()
@@ -352,8 +356,8 @@ def main(args):
             "rollout/reward_mean": rewards_N.mean().item(),
             "charts/learning_rate": args.lr,
             "charts/tokens_per_second": sum(len(c.ids) for c in completions) / (end - rollout_start),
-            "charts/rollout_seconds": update_start - rollout_start,
-            "charts/update_seconds": end - update_start,
+            "charts/rollout_seconds": rollout_end - rollout_start,
+            "charts/update_seconds": end - rollout_end,
         }
         if run.is_due(args.eval_every, iteration):
             after = evaluate(model, tokenizer, held_out_problems, args, verify)["greedy"]
@@ -362,6 +366,7 @@ def main(args):
         run.log(iteration, metrics, transcripts(problems, completions, verdicts))
         if run.is_due(args.save_every, iteration) or run.stop:
             run.save(state, model, tokenizer, generator, **parts)
+        run.exit_if_stopped()
     run.finish(state["before"], evaluate(model, tokenizer, held_out_problems, args, verify))
 
 

@@ -2,24 +2,25 @@
 
   J = mean_i 1/|o_i| sum_t f(r_it) A_i
 
-  o_i    a completion of |o_i| tokens, its EOS included; mean_i: over those of an optimizer step
+  o_i    a completion of |o_i| tokens, its EOS included; mean_i: over all of an optimizer step
   f(r)   = sigmoid(tau (r - 1)) 4 / tau,  tau = tau_pos if A_i > 0 else tau_neg
-  r_it   = pi(o_it) / pi_old(o_it), where pi_old made the completion
+  r_it   = pi(o_it) / pi_old(o_it), where pi_old generated the completion
   A_i    = (R_i - mean) / std, over the rewards R of the G completions of the same prompt
 
 Parent: grpo.py. Differs only in:
-  1. Soft gate: f takes the place of the clip and the min; f'(r) = sech^2(tau (r - 1) / 2) is 1 at r = 1
-     and fades on both sides, faster for A < 0, so a token that has moved far is damped but never
+  1. Soft gate: f takes the place of the clip and the min; f'(r) = sech^2(tau (r - 1) / 2) is 1 at r =
+     1 and fades on both sides, faster for A < 0, so a token that has moved far is damped but never
      dropped.
   2. No KL: and so no reference model.
 
 f(1) = 2 / tau, not 1: the logged loss is on another scale than that of the siblings; its gradient is
-not. losses/gate_slope is the mean of f'(r): 1 as long as nothing has moved.
-Left open by the paper, chosen here: nothing; tau_pos 1.0 and tau_neg 1.05 are the paper's.
+not.
+losses/gate_slope is the mean of f'(r): 1 as long as nothing has moved.
+Left open by the paper: nothing; tau_pos 1.0 and tau_neg 1.05 are the paper's.
 
 Run:    python sapo.py
-Expect: as grpo.py, greedy held-out accuracy from between 0.4 and 0.5 to 0.97 or more in half a minute
-        on one CPU core, and one minute more for the base model, the first time.
+Expect: on sums of two numbers, as grpo.py: greedy held-out accuracy from 0.4-0.5 to at least 0.97 in
+        half a minute on one CPU core, after one minute for the base model, the first time.
 """
 
 import time
@@ -37,8 +38,10 @@ from harness import Meter, Run, UserError, launch
 @dataclass
 class Args:
     seed: int = HfArg(default=1, help="seed of the prompts' order and of the sampling")
-    device: str = HfArg(default="", help="cuda, mps or cpu [the best there is]")
-    dtype: Literal["float32", "bfloat16"] = HfArg(default="float32", help="of matrix products")
+    device: str = HfArg(default="", help="cuda, mps or cpu [the best available]")
+    dtype: Literal["float32", "bfloat16"] = HfArg(
+        default="float32", help="precision of matrix products"
+    )
     model: str = HfArg(default="tiny-moe", help="tiny-moe, or a folder or hub id of a language model")
     dataset: str = HfArg(default="addition", help="addition, a .jsonl or .parquet file, or a hub id")
     dataset_config: str = HfArg(default="", help="configuration of a hub dataset, if it has several")
@@ -55,17 +58,17 @@ class Args:
     prompts_per_iteration: int = HfArg(default=32, help="prompts in a rollout")
     group_size: int = HfArg(default=8, help="completions per prompt")
     max_new_tokens: int = HfArg(default=48, help="cap on the length of a completion")
-    temperature: float = HfArg(default=1.0, help="of sampling, and so of all log-probs")
+    temperature: float = HfArg(default=1.0, help="sampling temperature, also that of all log-probs")
     lr: float = HfArg(default=2e-4, help="AdamW's learning rate, constant")
     update_epochs: int = HfArg(default=1, help="passes over a rollout")
     num_minibatches: int = HfArg(default=4, help="optimizer steps per pass")
     micro_batch_size: int = HfArg(default=0, help="completions per forward pass [0: a minibatch]")
     gradient_checkpointing: bool = HfArg(default=False, help="less memory, more time")
-    max_grad_norm: float = HfArg(default=1.0, help="gradients are scaled down to this norm")
+    max_grad_norm: float = HfArg(default=1.0, help="gradients are clipped to this norm")
     router_aux_coef: float = HfArg(default=0.001, help="weight of the load-balancing loss of an MoE")
     eval_every: int = HfArg(default=10, help="iterations between evaluations [0: only at the end]")
     save_every: int = HfArg(default=20, help="iterations between checkpoints [0: only at the end]")
-    resume: bool = HfArg(default=False, help="go on with the run in --run_dir")
+    resume: bool = HfArg(default=False, help="continue the run in --run_dir")
     run_dir: str = HfArg(default="", help="output folder [runs/<script>-seed<seed>]")
     tensorboard: bool = HfArg(default=False, help="also write the metrics for TensorBoard")
     warm_start_steps: int = HfArg(default=1200, help="supervised steps of the tiny MoE before RL")
@@ -75,12 +78,12 @@ class Args:
 
 
 def masked_mean(x, mask):
-    """Mean of x where the mask is 1; 0 if it never is. What lies outside is ignored, even NaN."""
+    """Mean of x where the mask is 1; 0 if it never is. Masked-out values are ignored, even NaN."""
     return torch.where(mask.bool(), x, 0).sum() / mask.sum().clamp(min=1)
 
 
 def compute_advantages(rewards_PG):
-    """Of rewards (P, G): A = (R - mean) / std in each group, 0 if its rewards are equal; (P, G)."""
+    """Rewards -> advantages, (P, G): A = (R - mean) / std in each group, 0 if all rewards are equal."""
     advantages_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
     advantages_PG = advantages_PG / (rewards_PG.std(1, keepdim=True) + 1e-6)
     # The mean of equal floats may be off by rounding, which a tiny std would blow up into advantages.
@@ -98,22 +101,22 @@ def policy_loss(
     tau_neg=1.05,
     num_sequences=None,
 ):
-    """-J of the header on a micro-batch; those of an optimizer step add up to the step's loss.
+    """The micro-batch's share of the loss -J; the shares of an optimizer step add up to its loss.
 
-    logprobs_BT      of the sampled tokens under the current policy, with gradient; nats
+    logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
     old_logprobs_BT  the same under the policy that made the batch
-    advantages_BT    (B, 1), or (B, T) for one per token
+    advantages_BT    (B, 1), broadcast over the tokens, or (B, T)
     mask_BT          1 on response tokens, the EOS included (bool or float); the rest is ignored
-    num_sequences    completions in the whole optimizer step [None: those given here]
+    num_sequences    completions in the whole optimizer step [None: this is the whole step]
 
-    Returns (loss, stats): a scalar, and {name: scalar}, means over the tokens given here.
+    Returns (loss, stats): a scalar, and {name: scalar}, means and a maximum over the given tokens.
     """
-    assert advantages_BT.dim() == 2, "advantages_BT is (B, 1) or (B, T)"
+    assert advantages_BT.shape in ((len(mask_BT), 1), mask_BT.shape), "advantages_BT: (B, 1) or (B, T)"
     mask_BT = mask_BT.bool()
     length_B1 = mask_BT.sum(1, keepdim=True).clamp(min=1)
     if num_sequences is None:
         num_sequences = len(mask_BT)
-    # Masked and clamped before exp, since 0 * inf is NaN, in the backward pass too.
+    # Masked before exp, since 0 * inf is NaN, in the backward pass too; clamped to keep exp finite.
     logratio_BT = torch.where(mask_BT, logprobs_BT - old_logprobs_BT, 0).clamp(-20, 20)
     ratio_BT = logratio_BT.exp()
     # [1] f(r) A, f(r) = sigmoid(tau (r - 1)) 4 / tau
@@ -122,14 +125,14 @@ def policy_loss(
     objective_BT = gate_BT * 4 / tau_BT * advantages_BT
     stats = {
         "approx_kl": masked_mean(ratio_BT - 1 - logratio_BT, mask_BT),
-        "ratio_max": ratio_BT.max(),
+        "ratio_max": torch.where(mask_BT, ratio_BT, 0).max(),
         # f'(r) = 4 sigmoid (1 - sigmoid): how much of a token's gradient the gate lets through
         "gate_slope": masked_mean(4 * gate_BT * (1 - gate_BT), mask_BT),
     }
     # Sequence-mean: mean_i 1/|o_i| sum_t
     objective_B1 = torch.where(mask_BT, objective_BT, 0).sum(1, keepdim=True) / length_B1
     loss = -objective_B1.sum() / num_sequences
-    return loss, stats
+    return loss, {name: value.detach() for name, value in stats.items()}
 
 
 def main(args):
@@ -158,7 +161,7 @@ def main(args):
         prompts = [problem.prompt_ids for problem in problems]
         completions = sample(model, tokenizer, prompts, args.group_size, args, generator)
         batch = collate(completions, args.device)
-        update_start = time.time()
+        rollout_end = time.time()
 
         # ----------------------------------------------------------------------------------- reward
         answers = [problem.answer for problem in problems for _ in range(args.group_size)]
@@ -170,7 +173,8 @@ def main(args):
         advantages_N1 = compute_advantages(rewards_PG).view(-1, 1).to(args.device)
 
         # ---------------------------------------------- old log-probs, by the forward of the update
-        # Of the same rows in the same micro-batches as below, so that the first ratio is exactly 1.
+        # Not the sampler's, which differ by rounding: with the same rows in the same micro-batches as
+        # in the update, which is why they are not shuffled, the first ratio is exactly 1.
         rows_N = torch.arange(len(completions), device=args.device)
         minibatches = rows_N.tensor_split(args.num_minibatches)
         old_logprobs = []
@@ -184,9 +188,10 @@ def main(args):
                     old_experts.append(outputs.experts_BTLK)
         old_logprobs_NT = torch.cat(old_logprobs)
         old_experts_NTLK = torch.cat(old_experts)
-        # KL(sampler || policy), 0 but for rounding: both see the same weights.
-        log_x_NT = old_logprobs_NT - batch.sampler_logprobs_BT
-        sampler_kl = masked_mean(log_x_NT.exp() - 1 - log_x_NT, batch.mask_BT)
+        # KL(sampler || policy), zero up to rounding: both use the same weights.
+        sampler_logratio_NT = old_logprobs_NT - batch.sampler_logprobs_BT
+        sampler_k3_NT = sampler_logratio_NT.exp() - 1 - sampler_logratio_NT
+        sampler_kl = masked_mean(sampler_k3_NT, batch.mask_BT)
         meter.add("rollout", {"sampler_kl": sampler_kl}, 1)
 
         # ----------------------------------------------------------------------------------- update
@@ -206,8 +211,8 @@ def main(args):
                         tau_neg=args.tau_neg,
                         num_sequences=num_sequences,
                     )
-                    # The aux loss is a mean over tokens of its micro-batch, so it gets the
-                    # micro-batch's share. It alone depends, a little, on how a step is split.
+                    # The aux loss is a mean over its micro-batch, so it is weighted by the share of the
+                    # step in it. It alone depends, slightly, on how a step is split.
                     share = len(rows) / num_sequences
                     total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
                     total_loss.backward()
@@ -240,8 +245,8 @@ def main(args):
             "rollout/frac_zero_std_groups": is_uniform_P.float().mean().item(),
             "charts/learning_rate": args.lr,
             "charts/tokens_per_second": sum(len(c.ids) for c in completions) / (end - rollout_start),
-            "charts/rollout_seconds": update_start - rollout_start,
-            "charts/update_seconds": end - update_start,
+            "charts/rollout_seconds": rollout_end - rollout_start,
+            "charts/update_seconds": end - rollout_end,
         }
         if run.is_due(args.eval_every, iteration):
             after = evaluate(model, tokenizer, held_out_problems, args, verify)["greedy"]
@@ -250,6 +255,7 @@ def main(args):
         run.log(iteration, metrics, transcripts(problems, completions, verdicts))
         if run.is_due(args.save_every, iteration) or run.stop:
             run.save(state, model, tokenizer, generator, **parts)
+        run.exit_if_stopped()
     run.finish(state["before"], evaluate(model, tokenizer, held_out_problems, args, verify))
 
 
