@@ -116,7 +116,10 @@ def policy_loss(
     Returns (loss, stats): a scalar, and {name: scalar}, means and a maximum over the given tokens.
     """
     assert advantages_BT.shape in ((len(mask_BT), 1), mask_BT.shape), "advantages_BT: (B, 1) or (B, T)"
-    assert variant == "gspo_token" or (variant == "gspo" and advantages_BT.shape[1] == 1)
+    assert variant in ("gspo", "gspo_token")
+    assert variant == "gspo_token" or advantages_BT.shape[1] == 1, (
+        "gspo has one advantage for all tokens"
+    )
     mask_BT = mask_BT.bool()
     length_B1 = mask_BT.sum(1, keepdim=True).clamp(min=1)
     if num_sequences is None:
