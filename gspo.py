@@ -117,9 +117,7 @@ def policy_loss(
     """
     assert advantages_BT.shape in ((len(mask_BT), 1), mask_BT.shape), "advantages_BT: (B, 1) or (B, T)"
     assert variant in ("gspo", "gspo_token")
-    assert variant == "gspo_token" or advantages_BT.shape[1] == 1, (
-        "gspo has one advantage for all tokens"
-    )
+    assert variant == "gspo_token" or advantages_BT.shape[1] == 1, "one advantage per completion"
     mask_BT = mask_BT.bool()
     length_B1 = mask_BT.sum(1, keepdim=True).clamp(min=1)
     if num_sequences is None:

@@ -148,12 +148,15 @@ def value_loss(values_BT, old_values_BT, returns_BT, mask_BT, *, value_clip=0.2,
     mask_BT = mask_BT.bool()
     if num_tokens is None:
         num_tokens = mask_BT.sum().clamp(min=1)
-    error_BT = (values_BT - returns_BT) ** 2
+    # Masked before the square, since 0 * NaN is NaN, in the backward pass too.
+    error_BT = torch.where(mask_BT, values_BT - returns_BT, 0)
+    squared_BT = error_BT**2
     if value_clip > 0:
         # max of the errors of V and of V kept near V_old
-        near_BT = old_values_BT + (values_BT - old_values_BT).clamp(-value_clip, value_clip)
-        error_BT = torch.max(error_BT, (near_BT - returns_BT) ** 2)
-    return torch.where(mask_BT, error_BT, 0).sum() / num_tokens
+        moved_BT = torch.where(mask_BT, values_BT - old_values_BT, 0).clamp(-value_clip, value_clip)
+        near_error_BT = torch.where(mask_BT, old_values_BT + moved_BT - returns_BT, 0)
+        squared_BT = torch.max(squared_BT, near_error_BT**2)
+    return squared_BT.sum() / num_tokens
 
 
 def policy_loss(
