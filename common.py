@@ -92,8 +92,8 @@ def gold_answer(value):
 
 def render(prompt, tokenizer, args):
     """A prompt as the model reads it: through the chat template, where there is one."""
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     try:
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         if args.instruction:
             last = messages[-1]
             messages[-1] = {**last, "content": f"{last['content']}\n{args.instruction}"}

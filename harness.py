@@ -244,8 +244,9 @@ class Run:
 
     def settings(self):
         """{name: value} of the arguments that shape a run, and hashes of the files that they name."""
-        settings = {name: value for name, value in vars(self.args).items() if name not in MAY_CHANGE}
-        settings["script"] = self.script
+        settings = {"script": self.script, **vars(self.args)}
+        for name in MAY_CHANGE:
+            del settings[name]
         reward_file, _, _ = self.args.reward.rpartition(":")  # FILE.py:FUNCTION
         for name, path in (("dataset", self.args.dataset), ("reward", reward_file)):
             if Path(path).is_file():
@@ -259,7 +260,7 @@ class Run:
         except (OSError, ValueError, TypeError) as error:
             raise UserError(f"--resume: settings.json in {self.folder} cannot be read") from error
         ours = self.settings()
-        for name in sorted(ours.keys() | theirs.keys()):
+        for name in [*ours, *theirs]:
             if ours.get(name) != theirs.get(name):
                 raise UserError(
                     f"--resume: {self.folder} has {name} {theirs.get(name)}, not {ours.get(name)}"

@@ -1,6 +1,7 @@
 import contextlib
 import dataclasses
 import importlib
+import inspect
 import io
 import os
 import signal
@@ -16,7 +17,7 @@ import transformers  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ["ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "rspo", "sapo"]
-torch.set_num_threads(2)
+torch.set_num_threads(1)  # as the scripts do with the tiny model
 transformers.utils.logging.disable_progress_bar()
 
 
@@ -26,27 +27,54 @@ def script_args(name, **changes):
     return module, dataclasses.replace(module.Args(), **changes)
 
 
+def keywords_of(function, args, **given):
+    """{keyword: value} for all keywords of a loss: those given, and each of the others from the field
+    of its name in Args. Left out, so that they keep their defaults, are only the normaliser and extra
+    tensors. What is given and is not a keyword fails."""
+    keywords = dict(given)
+    parameters = inspect.signature(function).parameters
+    names = [name for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY]
+    assert set(given) <= set(names), f"{set(given) - set(names)} are no keywords"
+    for name in names:
+        is_flag = name not in ("num_sequences", "num_tokens") and not name.endswith("_BT")
+        if is_flag and name not in given:
+            keywords[name] = getattr(args, name)
+    return keywords
+
+
+def normaliser_of(function, num_sequences, num_tokens):
+    """The one of the two that the loss has, by its keyword."""
+    both = {"num_sequences": num_sequences, "num_tokens": num_tokens}
+    return {name: both[name] for name in inspect.signature(function).parameters if name in both}
+
+
 def run_process(name, *flags, timeout=600):
     """A script as a user runs it: a process of its own, on the CPU, without a network."""
     command = [sys.executable, f"{name}.py", *map(str, flags)]
     env = os.environ | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout, check=False
+    )
 
 
 def run(name, *flags, held_out=256):
-    """The same in this process, which saves the imports, and with fewer held-out problems if that is enough;
-    what a user would see as a traceback fails."""
-    import common
+    """The same in this process, which saves the imports, and with fewer held-out problems if that is
+    enough; what a user would see as a traceback fails."""
+    import harness
 
-    module, out, err, code = importlib.import_module(name), io.StringIO(), io.StringIO(), 0
-    argv, cwd = sys.argv, os.getcwd()
+    module = importlib.import_module(name)
+    out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")  # launch sets its error handler
+    err = io.StringIO()
+    code = 0
+    argv = sys.argv
+    cwd = os.getcwd()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     few = () if "--num_held_out" in flags else ("--num_held_out", held_out)
     sys.argv = [f"{name}.py", *map(str, (*flags, *few))]
     os.chdir(ROOT)
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            module.main(common.parse_args(module.Args))
+            harness.launch(module.main, module.Args)
     except SystemExit as exit:
         code = exit.code
     finally:
@@ -54,13 +82,15 @@ def run(name, *flags, held_out=256):
         os.chdir(cwd)
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    return subprocess.CompletedProcess(name, code or 0, out.getvalue(), err.getvalue())
+    out.flush()
+    text = out.buffer.getvalue().decode()
+    return subprocess.CompletedProcess(name, code or 0, text, err.getvalue())
 
 
 def pytest_collection_finish(session):
     """Trains the default base model, if it is not cached, beside the tests that do not need it."""
     if any("base_model" in item.fixturenames for item in session.items):
-        code = "import tasks, grpo; tasks.base_model(grpo.Args().warm_start_steps)"
+        code = "import common, grpo; common.base_model(grpo.Args().warm_start_steps)"
         env = os.environ | {"OMP_NUM_THREADS": "1"}
         session.base_model = subprocess.Popen(
             [sys.executable, "-c", code], cwd=ROOT, env=env, stderr=subprocess.DEVNULL
@@ -75,14 +105,28 @@ def base_model(request):
 
 @pytest.fixture(scope="session")
 def tiny_model():
-    """A tiny MoE after a few supervised steps, with its tokenizer: not a good one, but not random either."""
-    import tasks
+    """A tiny MoE after a few supervised steps, with its tokenizer: not a good one, but not random
+    either."""
+    import common
 
     cwd = os.getcwd()
     os.chdir(ROOT)
     try:
-        folder = tasks.base_model(60)
+        folder = common.base_model(60)
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         return model, transformers.AutoTokenizer.from_pretrained(folder)
     finally:
         os.chdir(cwd)
+
+
+@pytest.fixture
+def reward_file(tmp_path):
+    """Writes a verifier of one's own: the body of `def reward(text, answer, truncated)` -> the value of
+    `--reward`."""
+
+    def write(*lines):
+        path = tmp_path / "rewards.py"
+        path.write_text("def reward(text, answer, truncated):\n    " + "\n    ".join(lines) + "\n")
+        return f"{path}:reward"
+
+    return write

@@ -1,8 +1,10 @@
-"""The nine objectives once more, as a slow double loop over sequences and tokens, straight from the papers.
+"""The nine objectives once more, as a slow double loop over sequences and tokens, straight from the
+papers.
 
-Nothing here is shared with the scripts: the tests compare the two. All of it works on float64 scalars with
-autograd, so that a literal gradient comes with each literal value.
-"""
+Nothing here is shared with the scripts: the tests compare the two. All of it works on float64 scalars
+with autograd, so that a literal gradient comes with each literal value. `adv` is (B, T) here, also
+where all tokens of a completion have the same advantage; objectives with one ratio per completion read
+its first."""
 
 import math
 
@@ -21,17 +23,20 @@ def ratio(lp, old, i, t):
     return torch.exp(lp[i, t] - old[i, t])
 
 
-def mean_log_ratio(lp, old, lengths, i):
-    return sum(lp[i, t] - old[i, t] for t in range(lengths[i])) / lengths[i]
+def sum_log_ratio(lp, old, lengths, i):
+    return sum(lp[i, t] - old[i, t] for t in range(lengths[i]))
+
+
+def clipped(r, a, args):
+    """min(r A, clip(r) A)"""
+    return torch.min(r * a, clip(r, 1 - args.clip_eps_low, 1 + args.clip_eps_high) * a)
 
 
 def ppo(lp, old, adv, lengths, args, extra):
     total = 0
     for i, n in enumerate(lengths):
         for t in range(n):
-            r = ratio(lp, old, i, t)
-            clipped = clip(r, 1 - args.clip_eps_low, 1 + args.clip_eps_high)
-            total += torch.min(r * adv[i, t], clipped * adv[i, t])
+            total += clipped(ratio(lp, old, i, t), adv[i, t], args)
     return total / sum(lengths)
 
 
@@ -41,7 +46,7 @@ def grpo(lp, old, adv, lengths, args, extra):
         inner = 0
         for t in range(n):
             r = ratio(lp, old, i, t)
-            term = torch.min(r * adv[i], clip(r, 1 - args.clip_eps_low, 1 + args.clip_eps_high) * adv[i])
+            term = clipped(r, adv[i, t], args)
             if "ref_logprobs_BT" in extra:
                 x = torch.exp(extra["ref_logprobs_BT"][i, t] - lp[i, t])  # pi_ref / pi_theta
                 k3 = x - torch.log(x) - 1
@@ -55,8 +60,7 @@ def dr_grpo(lp, old, adv, lengths, args, extra):
     total = 0
     for i, n in enumerate(lengths):
         for t in range(n):
-            r = ratio(lp, old, i, t)
-            total += torch.min(r * adv[i], clip(r, 1 - args.clip_eps_low, 1 + args.clip_eps_high) * adv[i])
+            total += clipped(ratio(lp, old, i, t), adv[i, t], args)
     return total / (len(lengths) * args.max_new_tokens)
 
 
@@ -64,25 +68,22 @@ def dapo(lp, old, adv, lengths, args, extra):
     total = 0
     for i, n in enumerate(lengths):
         for t in range(n):
-            r = ratio(lp, old, i, t)
-            total += torch.min(r * adv[i], clip(r, 1 - args.clip_eps_low, 1 + args.clip_eps_high) * adv[i])
+            total += clipped(ratio(lp, old, i, t), adv[i, t], args)
     return total / sum(lengths)
 
 
 def gspo(lp, old, adv, lengths, args, extra):
     total = 0
     for i, n in enumerate(lengths):
-        s = torch.exp(mean_log_ratio(lp, old, lengths, i))
-        low, high = 1 - args.clip_eps_low, 1 + args.clip_eps_high
+        s = torch.exp(sum_log_ratio(lp, old, lengths, i) / n)
         if args.variant == "gspo":
-            total += torch.min(s * adv[i], clip(s, low, high) * adv[i])
+            total += clipped(s, adv[i, 0], args)
         else:
-            per_token = 0
+            inner = 0
             for t in range(n):
                 s_it = s.detach() * torch.exp(lp[i, t]) / torch.exp(lp[i, t]).detach()
-                a = adv[i, t] if adv.dim() == 2 else adv[i]
-                per_token += torch.min(s_it * a, clip(s_it, low, high) * a)
-            total += per_token / n
+                inner += clipped(s_it, adv[i, t], args)
+            total += inner / n
     return total / len(lengths)
 
 
@@ -92,37 +93,48 @@ def cispo(lp, old, adv, lengths, args, extra):
         for t in range(n):
             r = ratio(lp, old, i, t).detach()
             if args.ppo_mask:
-                too_high = adv[i] > 0 and r > 1 + args.clip_eps_high
-                too_low = adv[i] < 0 and r < 1 - args.clip_eps_low
+                too_high = adv[i, t] > 0 and r > 1 + args.clip_eps_high
+                too_low = adv[i, t] < 0 and r < 1 - args.clip_eps_low
                 weight = 0.0 if too_high or too_low else r
             else:
                 weight = min(r, args.is_weight_cap)
-            total += weight * adv[i] * lp[i, t]
+            total += weight * adv[i, t] * lp[i, t]
     return total / sum(lengths)
 
 
 def gmpo(lp, old, adv, lengths, args, extra):
-    """The paper's product of |min(r A, clip(r) A)|, not the scripts' log space."""
-    total, low, high = 0, math.exp(-args.log_ratio_clip), math.exp(args.log_ratio_clip)
+    """The paper's product of |min(r A, clip(r) A)|, not the scripts' log space. For the counter-example
+    the sum of the log-ratios, clipped at +-eps on the side that A asks for, and only then divided by
+    |o|."""
+    total = 0
+    eps = args.log_ratio_clip
     for i, n in enumerate(lengths):
-        if adv[i] == 0:
+        a = adv[i, 0]
+        if a == 0:
             continue
         if args.clip_level == "token":
             product = 1
             for t in range(n):
                 r = ratio(lp, old, i, t)
-                product = product * torch.min(r * adv[i], clip(r, low, high) * adv[i]).abs()
-            total += product ** (1 / n) * sign(adv[i])
+                product = product * torch.min(r * a, clip(r, math.exp(-eps), math.exp(eps)) * a).abs()
+            total += product ** (1 / n) * sign(a)
         else:
-            s = torch.exp(mean_log_ratio(lp, old, lengths, i))
-            total += torch.min(s * adv[i], clip(s, low, high) * adv[i])
+            whole = sum_log_ratio(lp, old, lengths, i)
+            if a > 0:
+                whole = torch.clamp(whole, max=eps)
+            else:
+                whole = torch.clamp(whole, min=-eps)
+            total += a * torch.exp(whole / n)
     return total / len(lengths)
 
 
 def rspo(lp, old, adv, lengths, args, extra):
-    total, low, high = 0, math.exp(-args.log_ratio_clip), math.exp(args.log_ratio_clip)
+    total = 0
+    low = math.exp(-args.log_ratio_clip)
+    high = math.exp(args.log_ratio_clip)
     for i, n in enumerate(lengths):
-        a, product = adv[i], 1
+        a = adv[i, 0]
+        product = 1
         if a == 0:
             continue
         for t in range(n):
@@ -130,7 +142,9 @@ def rspo(lp, old, adv, lengths, args, extra):
             gamma = max(extra["router_shift_BT"][i, t].item(), args.gamma_min)
             if args.shift == "before_clip":
                 w = w * gamma
-            if args.shift == "literal":  # [prod (min(w^sgn, clip(w^sgn)) gamma)]^(sgn / |o|), as printed
+            if (
+                args.shift == "literal"
+            ):  # [prod (min(w^sgn, clip(w^sgn)) gamma)]^(sgn / |o|), as printed
                 powered = w ** sign(a)
                 product = product * torch.min(powered, clip(powered, low, high)) * gamma
             else:
@@ -143,8 +157,9 @@ def rspo(lp, old, adv, lengths, args, extra):
 def sapo(lp, old, adv, lengths, args, extra):
     total = 0
     for i, n in enumerate(lengths):
-        tau, inner = args.tau_pos if adv[i] > 0 else args.tau_neg, 0
+        inner = 0
         for t in range(n):
-            inner += 4 / tau / (1 + torch.exp(-tau * (ratio(lp, old, i, t) - 1))) * adv[i]
+            tau = args.tau_pos if adv[i, t] > 0 else args.tau_neg
+            inner += 4 / tau / (1 + torch.exp(-tau * (ratio(lp, old, i, t) - 1))) * adv[i, t]
         total += inner / n
     return total / len(lengths)

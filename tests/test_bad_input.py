@@ -1,4 +1,5 @@
-"""What a user can get wrong: one line on stderr that names it, exit code 2, nothing lost, no traceback."""
+"""What a user can get wrong: one line on stderr that names it, exit code 2, nothing lost, no
+traceback."""
 
 import json
 import os
@@ -11,21 +12,16 @@ import pytest
 import torch
 from conftest import ROOT, run, run_process
 from safetensors.torch import load_file, save_file
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-SMALL = (
-    "--prompts_per_iteration 4 --group_size 4 --max_new_tokens 8 --num_minibatches 2 --iterations 1".split()
-)
-SMALL += ["--warm_start_steps", 60]
+SMALL = """--prompts_per_iteration 4 --group_size 4 --max_new_tokens 8 --num_minibatches 2
+--iterations 1 --warm_start_steps 60""".split()
+OWN_LR = ("--lr", "1e-6")  # with --model; without it there is a warning, a second line
 
 
 def refused(name, *flags, expected):
-    result = run(name, *SMALL, *flags, held_out=8)
+    own = OWN_LR if "--model" in flags else ()
+    result = run(name, *SMALL, *own, *flags, held_out=8)
     assert result.returncode == 2, (result.stdout, result.stderr)
     lines = result.stderr.splitlines()
     assert len(lines) == 1 and lines[0].startswith(f"{name}.py: error: "), result.stderr
@@ -45,9 +41,9 @@ FLAGS = [
     ("grpo", "--group_size many", "invalid int value: 'many'"),
     ("grpo", "--group_size 2.5", "invalid int value: '2.5'"),
     ("ppo", "--group_size 8", "--group_size must be 1"),
-    ("grpo", "--num_minibatches 3", "is not a whole number"),
+    ("grpo", "--num_minibatches 3", "--num_minibatches does not divide 16 completions"),
     ("grpo", "--num_minibatches 0", "--num_minibatches must be from 1 to"),
-    ("grpo", "--micro_batch_size 5", "is not a whole number"),
+    ("grpo", "--micro_batch_size 5", "--micro_batch_size does not divide a minibatch of 8"),
     ("grpo", "--micro_batch_size -1", "--micro_batch_size must be from 0 to"),
     ("grpo", "--temperature 0", "--temperature must be from 1e-09 to"),
     ("grpo", "--temperature nan", "--temperature must be from"),
@@ -55,6 +51,7 @@ FLAGS = [
     ("grpo", "--lr -1", "--lr must be from"),
     ("grpo", "--max_grad_norm 0", "--max_grad_norm must be from"),
     ("grpo", "--iterations 0", "--iterations must be from 1 to"),
+    ("grpo", "--iterations 1000000", "--iterations must be from 1 to"),
     ("grpo", "--max_new_tokens 0", "--max_new_tokens must be from 1 to"),
     ("grpo", "--seed -1", "--seed must be from 0 to"),
     ("grpo", "--num_held_out 0", "--num_held_out must be from 1 to"),
@@ -64,10 +61,11 @@ FLAGS = [
     ("grpo", "--clip_eps_high -0.2", "--clip_eps_high must be from 0 to"),
     ("grpo", "--kl_coef nan", "--kl_coef must be from 0 to"),
     ("grpo", "--ref_reset_every -1", "--ref_reset_every must be from 0 to"),
+    ("grpo", "--ref_reset_every 2 --kl_coef 0", "--ref_reset_every needs a --kl_coef above 0"),
     ("ppo", "--gae_lambda 1.1", "--gae_lambda must be from 0 to 1"),
     ("ppo", "--critic_lr 0", "--critic_lr must be from"),
     ("dapo", "--overlong strict", "invalid choice: 'strict'"),
-    ("dapo", "--overlong_cache 8", "--overlong_cache must be between 1 and"),
+    ("dapo", "--overlong_cache 8", "--overlong_cache must be above 0 and below"),
     ("dapo", "--max_sampling_rounds 0", "--max_sampling_rounds must be from 1 to"),
     ("gspo", "--variant token", "invalid choice: 'token'"),
     ("cispo", "--is_weight_cap 0", "--is_weight_cap must be from"),
@@ -96,27 +94,40 @@ def line(**row):
 
 
 GOOD = line(question="1+1=", answer="2")
+ENOUGH = b"".join(line(question=f"{i}+1=", answer=str(i + 1)) for i in range(12))
 DATASETS = [
     ("missing.jsonl", None, "missing.jsonl cannot be read"),
     ("empty.jsonl", b"", "empty.jsonl cannot be read"),
     ("blank.jsonl", b"\n\n", "blank.jsonl"),
-    ("text.jsonl", GOOD + b"what?\n", ("text.jsonl cannot be read", "row 1")),
-    ("half.jsonl", GOOD * 2 + GOOD[:12], "half.jsonl cannot be read"),
+    ("text.jsonl", GOOD + b"what?\n", ("text.jsonl cannot be read", "line 2")),
+    ("half.jsonl", GOOD * 2 + GOOD[:12], ("half.jsonl cannot be read", "line 3")),
     ("latin.jsonl", "{'ü'}".encode("latin1"), "latin.jsonl cannot be read"),
     ("numbers.jsonl", b"1\n2\n", "numbers.jsonl"),
     ("bytes.parquet", b"PAR1 and no more", "bytes.parquet cannot be read"),
-    ("columns.jsonl", line(text="a", label=3), ("has no column question", "the columns are text, label")),
+    (
+        "columns.jsonl",
+        line(text="a", label=3),
+        ("has no column question", "the columns are text, label"),
+    ),
     ("column.jsonl", line(question="a", label=3), ("has no column answer", "question, label")),
-    ("null.jsonl", GOOD + line(question="a", answer=None), ("row 2: no gold answer", "question, answer")),
+    (
+        "null.jsonl",
+        GOOD + line(question="a", answer=None),
+        ("row 2: no gold answer", "question, answer"),
+    ),
     ("absent.jsonl", GOOD * 2 + line(question="a"), ("absent.jsonl, row 3", "no gold answer")),
     ("marker.jsonl", line(question="a", answer="so it is ####"), "row 1: no gold answer"),
     ("box.jsonl", GOOD + line(question="a", answer="\\boxed{1"), "row 2: no gold answer"),
     ("prompt.jsonl", GOOD + line(question="", answer="1"), "row 2: no prompt"),
     ("chat.jsonl", line(question=[{"role": "user", "content": "a"}] * 2, answer="1"), "chat template"),
-    ("roles.jsonl", line(question=[{"from": "user", "value": "a"}], answer="1"), "a prompt cannot be used"),
-    ("number.jsonl", line(question=7, answer="1"), "a prompt cannot be used"),
+    (
+        "roles.jsonl",
+        line(question=[{"from": "user", "value": "a"}], answer="1"),
+        ("--dataset: the prompt", "cannot be used"),
+    ),
+    ("number.jsonl", line(question=7, answer="1"), ("--dataset: the prompt 7", "cannot be used")),
     ("few.jsonl", GOOD * 20, "--num_held_out 8 leaves none of 1 problems"),
-    ("long.jsonl", line(question="1" * 40_000, answer="1") + GOOD, "the model's limit of 32768"),
+    ("long.jsonl", line(question="1" * 40_000, answer="1") + ENOUGH, "the model's limit of 32768"),
 ]
 
 
@@ -128,9 +139,8 @@ def test_datasets(name, content, expected, tmp_path, tiny_model):
 
 
 def test_dataset_splits_and_hub_ids(tmp_path, tiny_model):
-    refused(
-        "grpo", "--run_dir", tmp_path, "--dataset", "no-such-house/no-such-data", expected="cannot be read"
-    )
+    flags = ("--run_dir", tmp_path, "--dataset", "no-such-house/no-such-data")
+    refused("grpo", *flags, expected="cannot be read")
 
 
 def damage(folder, how):
@@ -154,7 +164,8 @@ def damage(folder, how):
         (folder / "model.safetensors").unlink()
     elif how == "weights of another shape":
         weights = load_file(folder / "model.safetensors")
-        save_file({k: w.repeat_interleave(2, 0) for k, w in weights.items()}, folder / "model.safetensors")
+        doubled = {key: w.repeat_interleave(2, 0) for key, w in weights.items()}
+        save_file(doubled, folder / "model.safetensors")
     elif how == "code in the folder":
         config = json.loads((folder / "config.json").read_text())
         config |= {
@@ -170,8 +181,9 @@ def damage(folder, how):
         LlamaForCausalLM(config).save_pretrained(folder)
 
 
-MODELS = """no config; config is not JSON; unknown architecture; no tokenizer; no weights; truncated weights;
-pickled weights; weights of another shape; code in the folder; an encoder; a vocabulary that is too small"""
+MODELS = """no config; config is not JSON; unknown architecture; no tokenizer; no weights;
+truncated weights; pickled weights; weights of another shape; code in the folder; an encoder;
+a vocabulary that is too small"""
 
 
 @pytest.mark.parametrize("how", [how.strip() for how in MODELS.split(";")])
@@ -180,13 +192,16 @@ def test_model_folders(how, tmp_path, tiny_model):
     for part in tiny_model:
         part.save_pretrained(folder)
     damage(folder, how)
-    refused(
-        "grpo", "--run_dir", tmp_path / "run", "--model", folder, expected=f"--model {folder} cannot be used"
-    )
+    expected = f"--model {folder} cannot be used"
+    if how == "a vocabulary that is too small":
+        expected = ("--model", "4 embeddings")
+    refused("grpo", "--run_dir", tmp_path / "run", "--model", folder, expected=expected)
     assert not (folder / "ran").exists()
 
 
-@pytest.mark.parametrize("model", ["/nowhere", "tests", "requirements.txt", "no-such-house/no-such-model"])
+@pytest.mark.parametrize(
+    "model", ["/nowhere", "tests", "requirements.txt", "no-such-house/no-such-model"]
+)
 def test_what_is_no_model(model, tmp_path):
     refused("grpo", "--run_dir", tmp_path, "--model", model, expected=f"--model {model} cannot be used")
 
@@ -198,7 +213,8 @@ def test_a_model_without_the_cache_that_sampling_needs(tmp_path, tiny_model):
     config = MambaConfig(vocab_size=17, hidden_size=16, num_hidden_layers=1, state_size=4)
     MambaForCausalLM(config).save_pretrained(tmp_path / "mamba")
     tiny_model[1].save_pretrained(tmp_path / "mamba")
-    refused("grpo", "--run_dir", tmp_path / "run", "--model", tmp_path / "mamba", expected="cannot be used")
+    flags = ("--run_dir", tmp_path / "run", "--model", tmp_path / "mamba")
+    refused("grpo", *flags, expected="cannot be used")
 
 
 def test_a_prompt_that_does_not_fit_the_positions(tmp_path, tiny_model):
@@ -207,7 +223,8 @@ def test_a_prompt_that_does_not_fit_the_positions(tmp_path, tiny_model):
     tiny_model[1].save_pretrained(tmp_path / "gpt2")
     flags = ("--run_dir", tmp_path / "run", "--model", tmp_path / "gpt2")
     refused("grpo", *flags, expected="with a prompt of 8 tokens, the model's limit of 12 is exceeded")
-    assert run("grpo", *SMALL, *flags, "--max_new_tokens", 4, held_out=8).returncode == 0
+    own = (*flags, *OWN_LR, "--max_new_tokens", 4)
+    assert run("grpo", *SMALL, *own, held_out=8).returncode == 0
 
 
 @pytest.fixture(scope="module")
@@ -253,8 +270,8 @@ def tamper(checkpoint, how):
     elif how == "no weights":
         weights.unlink()
     elif how == "other weights":
-        tensors = load_file(weights)
-        save_file({key: 2 * tensor for key, tensor in tensors.items()}, weights, metadata={"format": "pt"})
+        doubled = {key: 2 * tensor for key, tensor in load_file(weights).items()}
+        save_file(doubled, weights, metadata={"format": "pt"})
     elif how == "no config":
         (checkpoint / "config.json").unlink()
     elif how == "a file":
@@ -262,9 +279,9 @@ def tamper(checkpoint, how):
         checkpoint.write_text("")
 
 
-CHECKPOINTS = """truncated state; no state; text for state; code in the state; a state of something else;
-a flipped bit in the weights; a flipped bit in the optimizer; truncated weights; no weights; other weights;
-no config; a file"""
+CHECKPOINTS = """truncated state; no state; text for state; code in the state;
+a state of something else; a flipped bit in the weights; a flipped bit in the optimizer;
+truncated weights; no weights; other weights; no config; a file"""
 
 
 @pytest.mark.parametrize("how", [how.strip() for how in CHECKPOINTS.split(";")])
@@ -279,16 +296,30 @@ def test_checkpoints(how, finished, tmp_path):
     assert (folder / "metrics.jsonl").read_bytes() == before and not (checkpoint / "ran").exists()
 
 
-def test_a_used_run_folder(finished, tmp_path):
-    """Refused without --resume; with it, only for the same script and the same arguments."""
+def test_a_used_run_folder(finished, tmp_path, monkeypatch):
+    """Refused without --resume; with it, only for the same script and the same arguments, which is
+    found out before anything is loaded."""
+    import common
+
     folder = tmp_path / "run"
     shutil.copytree(finished, folder)
     before = (folder / "metrics.jsonl").read_bytes()
+    for name in ("base_model", "read_dataset"):
+        monkeypatch.setattr(common, name, lambda *args: pytest.fail("loaded"))
     refused("grpo", "--run_dir", folder, expected="holds another run")
     refused("grpo", "--run_dir", folder, "--resume", "--lr", 1e-3, expected="has lr 0.0002, not 0.001")
     refused("sapo", "--run_dir", folder, "--resume", expected="has script grpo, not sapo")
+    settings = folder / "settings.json"
+    for content in (None, "", "[1]", "{no json}"):
+        settings.unlink(missing_ok=True)
+        if content is not None:
+            settings.write_text(content)
+        refused("grpo", "--run_dir", folder, "--resume", expected=("--resume: ", "settings.json"))
+    monkeypatch.undo()
+    shutil.copy(finished / "settings.json", settings)
     (folder / "metrics.jsonl").write_bytes(b"{no json}\n" + before)
-    refused("grpo", "--run_dir", folder, "--resume", expected=f"--resume: {folder} cannot be used")
+    expected = f"--resume: {folder / 'metrics.jsonl'} cannot be used"
+    refused("grpo", "--run_dir", folder, "--resume", expected=expected)
 
 
 def test_a_second_process(tmp_path, tiny_model):
@@ -296,8 +327,10 @@ def test_a_second_process(tmp_path, tiny_model):
     from filelock import FileLock
 
     (tmp_path / "run").mkdir()
-    code = f"import filelock; l = filelock.FileLock({str(tmp_path / 'run' / 'lock')!r}); l.acquire(); input()"
-    other = subprocess.Popen([sys.executable, "-c", f"print('up', flush=True); {code}"], stdin=-1, stdout=-1)
+    path = str(tmp_path / "run" / "lock")
+    code = f"import filelock; lock = filelock.FileLock({path!r}); lock.acquire(); input()"
+    command = [sys.executable, "-c", f"print('up', flush=True); {code}"]
+    other = subprocess.Popen(command, stdin=-1, stdout=-1)
     try:
         other.stdout.readline()
         while True:  # until the other one has it
@@ -313,8 +346,8 @@ def test_a_second_process(tmp_path, tiny_model):
 
 
 def test_a_full_disk(finished, tmp_path, tiny_model):
-    """A file-size limit stands in for the full disk: the checkpoint cannot be written, the one before stays,
-    and the run goes on from there."""
+    """A file-size limit stands in for the full disk: the checkpoint cannot be written, the one before
+    stays, and the run goes on from there."""
     folder = tmp_path / "run"
     shutil.copytree(finished, folder)
     (checkpoint,) = folder.glob("checkpoint-*")
@@ -327,27 +360,28 @@ def test_a_full_disk(finished, tmp_path, tiny_model):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert result.returncode == 2
-    assert "cannot be written, the checkpoint before it is whole: SafetensorError" in result.stderr
+    assert "cannot be written; the checkpoint before it is whole: SafetensorError" in result.stderr
     assert "Traceback" not in result.stderr
     assert [path.name for path in folder.glob("checkpoint-*[0-9]")] == [checkpoint.name]
     assert sorted((path.name, path.read_bytes()) for path in checkpoint.iterdir()) == before
     assert run("grpo", *SMALL, *flags, held_out=8).returncode == 0
-    assert [json.loads(x)["iteration"] for x in (folder / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(x)["iteration"] for x in lines] == [1, 2]
 
 
 def test_a_folder_that_becomes_read_only(tmp_path, tiny_model, monkeypatch):
     """The metrics cannot be written any more: one line."""
-    import common
+    import harness
 
     def log(self, *args):
-        (self.folder / "metrics.jsonl").unlink()
+        (self.folder / "metrics.jsonl").unlink(missing_ok=True)
         (self.folder / "metrics.jsonl").mkdir()
         return original(self, *args)
 
-    original = common.Run.log
-    monkeypatch.setattr(common.Run, "log", log)
+    original = harness.Run.log
+    monkeypatch.setattr(harness.Run, "log", log)
     result = run("grpo", *SMALL, "--run_dir", tmp_path / "run", held_out=8)
-    assert result.returncode == 2 and "cannot be written, the last checkpoint is whole" in result.stderr
+    assert result.returncode == 2 and "cannot be written; the last checkpoint is whole" in result.stderr
 
 
 def test_the_process_ends_with_2_too():

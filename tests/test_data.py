@@ -6,8 +6,7 @@ import pytest
 from conftest import script_args
 from datasets import Dataset
 
-from common import load_problems, take_problems
-from tasks import read_dataset
+from common import load_problems, read_dataset, take_problems
 
 
 def arguments(path, **changes):

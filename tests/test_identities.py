@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import SCRIPTS, script_args
+from conftest import SCRIPTS, keywords_of, script_args
 
 F64 = torch.float64
 
@@ -13,12 +13,12 @@ def tensor(x):
     return torch.tensor(x, dtype=F64)
 
 
-def gradient(name, lp, old, adv, mask, N=None, tokens=None, changes=None, **extra):
-    """dJ/dlp = -d(loss)/dlp, and J."""
+def gradient(name, lp, old, adv, mask, changes=None, **extra):
+    """dJ/dlp = -d(loss)/dlp, and J; the normaliser is that of the rows given. `adv` is (B, 1) or
+    (B, T)."""
     module, args = script_args(name, **(changes or {}))
     lp = lp.detach().clone().requires_grad_()
-    N, tokens = N or len(lp), tokens or mask.sum().item()
-    loss, _ = module.policy_loss(lp, old, adv, mask, N, tokens, args, **extra)
+    loss, _ = module.policy_loss(lp, old, adv, mask, **keywords_of(module.policy_loss, args, **extra))
     loss.backward()
     return -lp.grad, -loss.item()
 
@@ -26,7 +26,7 @@ def gradient(name, lp, old, adv, mask, N=None, tokens=None, changes=None, **extr
 def on_policy():
     mask = tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1], [1, 1, 0, 0]])
     lp = -torch.arange(1, 17, dtype=F64).view(4, 4) / 7
-    return lp, lp.clone(), tensor([1.5, -0.5, 0.25, -2.0]), mask
+    return lp, lp.clone(), tensor([[1.5], [-0.5], [0.25], [-2.0]]), mask
 
 
 VARIANTS = {
@@ -49,11 +49,11 @@ def test_first_step_gradient(variant):
     name = variant.split("_token")[0]
     lp, old, adv, mask = on_policy()
     lengths, N = mask.sum(1, keepdim=True), 4
-    per_sequence = adv[:, None] / (N * lengths) * mask
+    per_sequence = adv / (N * lengths) * mask
     expected = {
-        "dapo": adv[:, None] / 10 * mask,
-        "cispo": adv[:, None] / 10 * mask,
-        "dr_grpo": adv[:, None] / (N * 48) * mask,
+        "dapo": adv / 10 * mask,
+        "cispo": adv / 10 * mask,
+        "dr_grpo": adv / (N * 48) * mask,
     }
     if name == "ppo":
         adv = torch.arange(16, dtype=F64).view(4, 4) - 7
@@ -67,15 +67,11 @@ def test_group_advantages():
     """2: with and without the std; groups do not mix."""
     rewards = tensor([[1, 0, 0, 0], [3, 3, 3, 7]])
     for name in set(SCRIPTS) - {"ppo"}:
-        module, args = script_args(name)
-        A = module.compute_advantages(rewards, args)
-        expected = (
-            [[0.75, -0.25, -0.25, -0.25], [-1, -1, -1, 3]]
-            if name == "dr_grpo"
-            else [[1.5, -0.5, -0.5, -0.5]] * 2
-        )
-        if name != "dr_grpo":
-            expected[1] = [-0.5, -0.5, -0.5, 1.5]
+        module, _ = script_args(name)
+        A = module.compute_advantages(rewards)
+        expected = [[1.5, -0.5, -0.5, -0.5], [-0.5, -0.5, -0.5, 1.5]]
+        if name == "dr_grpo":
+            expected = [[0.75, -0.25, -0.25, -0.25], [-1, -1, -1, 3]]
         torch.testing.assert_close(A, tensor(expected), rtol=1e-5, atol=1e-5)
 
 
@@ -83,10 +79,10 @@ def test_group_advantages():
 @pytest.mark.parametrize("name", sorted(set(SCRIPTS) - {"ppo"}))
 def test_equal_rewards_give_exactly_zero(name, dtype):
     """2: the float32 mean of seven times 0.1 is not 0.1, and that must not become an advantage."""
-    module, args = script_args(name)
+    module, _ = script_args(name)
     rewards = torch.full((2, 7), 0.1, dtype=dtype)
     rewards[1, 3] = 0.2
-    A = module.compute_advantages(rewards, args)
+    A = module.compute_advantages(rewards)
     assert (A[0] == 0).all() and (A[1] != 0).all()
 
 
@@ -98,23 +94,26 @@ CLIP_TABLE = [(-10, 0.5, -8, 0), (-10, 1.5, -15, -15), (10, 1.5, 12, 0), (10, 0.
 def test_clip_table(name, A, r, value, slope):
     """3: one token, eps 0.2: the pessimistic side of the clip under either sign."""
     scale = 1 / 48 if name == "dr_grpo" else 1
-    adv = tensor([[A]]) if name == "ppo" else tensor([A])
     changes = {"clip_eps_low": 0.2, "clip_eps_high": 0.2}
-    grad, J = gradient(name, tensor([[math.log(r)]]), tensor([[0.0]]), adv, tensor([[1]]), changes=changes)
+    grad, J = gradient(
+        name, tensor([[math.log(r)]]), tensor([[0.0]]), tensor([[A]]), tensor([[1]]), changes
+    )
     assert J == pytest.approx(value * scale, rel=1e-12)
     assert grad.item() == pytest.approx(slope * scale, rel=1e-12)
 
 
 def test_gspo_token():
-    """4: the sequence ratio by hand; gspo_token is gspo for a shared A, and weighs each token by its own
-    A."""
-    lp, old, mask = tensor([[0.1, -0.1, 0.2]]), torch.zeros(1, 3, dtype=F64), torch.ones(1, 3, dtype=F64)
+    """4: the sequence ratio by hand; gspo_token is gspo for a shared A, and weighs each token by its
+    own A."""
+    lp = tensor([[0.1, -0.1, 0.2]])
+    old = torch.zeros(1, 3, dtype=F64)
+    mask = torch.ones(1, 3, dtype=F64)
     wide = {"clip_eps_low": 0.5, "clip_eps_high": 0.5}
     s = 1.0689391
-    grad, J = gradient("gspo", lp, old, tensor([2.0]), mask, changes=wide)
+    grad, J = gradient("gspo", lp, old, tensor([[2.0]]), mask, changes=wide)
     assert J == pytest.approx(2 * s, abs=1e-7)
     token_grad, token_J = gradient(
-        "gspo", lp, old, tensor([2.0]), mask, changes={**wide, "variant": "gspo_token"}
+        "gspo", lp, old, tensor([[2.0]]), mask, changes={**wide, "variant": "gspo_token"}
     )
     assert token_J == pytest.approx(J, rel=1e-12)
     torch.testing.assert_close(token_grad, grad, rtol=1e-12, atol=0)
@@ -127,7 +126,9 @@ def test_sapo_gate():
     """5: f'(1) = 1 for every tau, f'(2) at tau 1 by hand, and f(1) = 2 / tau."""
     for A, tau in ((1.0, 1.0), (-1.0, 1.05)):
         for r in (0.2, 1.0, 2.0):
-            grad, J = gradient("sapo", tensor([[math.log(r)]]), tensor([[0.0]]), tensor([A]), tensor([[1]]))
+            grad, J = gradient(
+                "sapo", tensor([[math.log(r)]]), tensor([[0.0]]), tensor([[A]]), tensor([[1]])
+            )
             slope = 1 / math.cosh(tau * (r - 1) / 2) ** 2
             assert grad.item() == pytest.approx(slope * r * A, rel=1e-12)
             if r == 1:
@@ -149,22 +150,41 @@ def test_gmpo_is_below_the_arithmetic_mean_and_tames_an_outlier():
     """6: |A| GM <= |A| AM per response with the same clip; one token at log r = 10 of 100 weighs e^0.1,
     not e^10."""
     g = torch.Generator().manual_seed(0)
+    wide = {"clip_eps_low": 1 - math.exp(-0.4), "clip_eps_high": math.exp(0.4) - 1}
+    zero = torch.zeros(1, 8, dtype=F64)
+    mask = torch.ones(1, 8)
     for A in (1.0, -1.0):
         for _ in range(20):
-            log_r, zero = torch.randn(1, 8, generator=g, dtype=F64), torch.zeros(1, 8, dtype=F64)
-            mask, wide = (
-                torch.ones(1, 8),
-                {"clip_eps_low": 1 - math.exp(-0.4), "clip_eps_high": math.exp(0.4) - 1},
-            )
-            _, gm = gradient("gmpo", log_r, zero, tensor([A]), mask)
-            _, am = gradient("grpo", log_r, zero, tensor([A]), mask, changes=wide)
+            log_r = torch.randn(1, 8, generator=g, dtype=F64)
+            _, gm = gradient("gmpo", log_r, zero, tensor([[A]]), mask)
+            _, am = gradient("grpo", log_r, zero, tensor([[A]]), mask, changes=wide)
             assert abs(gm) <= abs(am) + 1e-12
-    log_r, mask = torch.zeros(1, 100, dtype=F64), torch.ones(1, 100)
+    log_r = torch.zeros(1, 100, dtype=F64)
+    mask = torch.ones(1, 100)
     log_r[0, 7] = 10.0
-    gmpo, _ = gradient("gmpo", log_r, torch.zeros(1, 100, dtype=F64), tensor([-1.0]), mask)
-    grpo, _ = gradient("grpo", log_r, torch.zeros(1, 100, dtype=F64), tensor([-1.0]), mask)
+    gmpo, _ = gradient("gmpo", log_r, torch.zeros(1, 100, dtype=F64), tensor([[-1.0]]), mask)
+    grpo, _ = gradient("grpo", log_r, torch.zeros(1, 100, dtype=F64), tensor([[-1.0]]), mask)
     assert gmpo[0, 7].item() == pytest.approx(-math.exp(0.1) / 100, rel=1e-12)
     assert grpo[0, 7].item() == pytest.approx(-math.exp(10) / 100, rel=1e-12)
+
+
+def test_gmpo_clip_of_the_whole_product():
+    """The counter-example of the paper: the sum of the log-ratios is clipped, on the side that A asks
+    for, and then divided by |o|. Where it binds, the whole completion has no gradient."""
+    log_r = tensor([[0.3, 0.3, 0.3]])
+    old = torch.zeros(1, 3, dtype=F64)
+    mask = torch.ones(1, 3)
+    changes = {"clip_level": "sequence", "log_ratio_clip": 0.4}
+    grad, J = gradient("gmpo", log_r, old, tensor([[1.0]]), mask, changes)
+    assert J == pytest.approx(math.exp(0.4 / 3), rel=1e-12) and (grad == 0).all()
+    grad, J = gradient("gmpo", log_r, old, tensor([[-1.0]]), mask, changes)
+    assert J == pytest.approx(-math.exp(0.9 / 3), rel=1e-12)
+    torch.testing.assert_close(grad, torch.full_like(grad, -math.exp(0.3) / 3), rtol=1e-12, atol=0)
+    # The mirror image, and a sum inside the range: 0.3 is less than 0.4, though their mean is the same.
+    grad, J = gradient("gmpo", -log_r, old, tensor([[-1.0]]), mask, changes)
+    assert J == pytest.approx(-math.exp(-0.4 / 3), rel=1e-12) and (grad == 0).all()
+    grad, J = gradient("gmpo", log_r[:, :1], old[:, :1], tensor([[1.0]]), mask[:, :1], changes)
+    assert J == pytest.approx(math.exp(0.3), rel=1e-12) and grad.item() == pytest.approx(math.exp(0.3))
 
 
 def test_rspo_against_gmpo():
@@ -174,19 +194,24 @@ def test_rspo_against_gmpo():
     base_grad, base_J = gradient("gmpo", lp, old, adv, mask)
     for shift in ("damped", "literal", "before_clip"):
         for gamma in (None, torch.ones(4, 4, dtype=F64)):
-            grad, J = gradient("rspo", lp, old, adv, mask, changes={"shift": shift}, router_shift_BT=gamma)
+            grad, J = gradient(
+                "rspo", lp, old, adv, mask, changes={"shift": shift}, router_shift_BT=gamma
+            )
             assert J == pytest.approx(base_J, rel=1e-12)
             torch.testing.assert_close(grad, base_grad, rtol=1e-12, atol=1e-15)
     for gamma, c in ((0.9, 0.9), (0.3, 0.8)):  # 0.3 is below the floor
         gamma = torch.full((4, 4), gamma, dtype=F64)
         damped, _ = gradient("rspo", lp, old, adv, mask, router_shift_BT=gamma)
-        literal, _ = gradient("rspo", lp, old, adv, mask, changes={"shift": "literal"}, router_shift_BT=gamma)
+        literal, _ = gradient(
+            "rspo", lp, old, adv, mask, changes={"shift": "literal"}, router_shift_BT=gamma
+        )
         torch.testing.assert_close(damped, base_grad * c, rtol=1e-12, atol=1e-15)
-        torch.testing.assert_close(literal, base_grad * c ** adv.sign()[:, None], rtol=1e-12, atol=1e-15)
+        torch.testing.assert_close(literal, base_grad * c ** adv.sign(), rtol=1e-12, atol=1e-15)
 
 
 def test_router_shift_by_hand():
-    """7: two layers, K = 2, layer 1 from (.5, .25) to (.4, .3); a constant on all logits changes nothing."""
+    """7: two layers, K = 2, layer 1 from (.5, .25) to (.4, .3); a constant on all logits changes
+    nothing."""
     import rspo
 
     old = tensor([0.5, 0.25, 0.15, 0.10]).log(), tensor([0.1, 0.2, 0.3, 0.4]).log()
@@ -197,7 +222,9 @@ def test_router_shift_by_hand():
     gamma = rspo.router_shift(rspo.active_scores(new, experts), old_scores)
     assert gamma.item() == pytest.approx(0.903602, abs=1e-6)
     shifted = tuple(layer + 3.7 for layer in new)
-    torch.testing.assert_close(rspo.router_shift(rspo.active_scores(shifted, experts), old_scores), gamma)
+    torch.testing.assert_close(
+        rspo.router_shift(rspo.active_scores(shifted, experts), old_scores), gamma
+    )
     assert rspo.router_shift(old_scores, old_scores).item() == 1.0
 
 
@@ -207,18 +234,19 @@ def test_no_gradient_through_the_router_shift():
     gamma = torch.full((4, 4), 0.9, dtype=F64, requires_grad=True)
     module, args = script_args("rspo")
     lp = lp.requires_grad_()
-    module.policy_loss(lp, old, adv, mask, 4, 10, args, router_shift_BT=gamma)[0].backward()
+    keywords = keywords_of(module.policy_loss, args, router_shift_BT=gamma)
+    module.policy_loss(lp, old, adv, mask, **keywords)[0].backward()
     assert gamma.grad is None and lp.grad.abs().sum() > 0
 
 
 def test_cispo():
-    """8: the weight is capped at the cap itself, the token keeps its gradient; the PPO mask gives dapo's
-    gradient."""
+    """8: the weight is capped at the cap itself, the token keeps its gradient; the PPO mask gives
+    dapo's gradient."""
     lp, old, adv, mask = on_policy()
     lp = lp + 1.5 * torch.sin(torch.arange(16, dtype=F64)).view(4, 4)
     grad, _ = gradient("cispo", lp, old, adv, mask, changes={"is_weight_cap": 2.0})
     weight = (lp - old).exp().clamp(max=2.0)
-    torch.testing.assert_close(grad, weight * adv[:, None] / 10 * mask, rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(grad, weight * adv / 10 * mask, rtol=1e-12, atol=1e-15)
     bounds = {"clip_eps_low": 0.2, "clip_eps_high": 0.28}
     masked, _ = gradient("cispo", lp, old, adv, mask, changes={"ppo_mask": True, **bounds})
     dapo, _ = gradient("dapo", lp, old, adv, mask, changes=bounds)
@@ -229,24 +257,23 @@ def test_cispo():
 def test_normalisers_agree_for_equal_lengths():
     """9"""
     g = torch.Generator().manual_seed(1)
-    old, mask, adv = (
-        -torch.rand(6, 5, generator=g, dtype=F64),
-        torch.ones(6, 5),
-        torch.randn(6, generator=g, dtype=F64),
-    )
+    old = -torch.rand(6, 5, generator=g, dtype=F64)
+    mask = torch.ones(6, 5)
+    adv = torch.randn(6, 1, generator=g, dtype=F64)
     lp = old + 0.4 * torch.randn(6, 5, generator=g, dtype=F64)
     same = {"clip_eps_low": 0.2, "clip_eps_high": 0.2}
-    (_, grpo), (_, dapo), (_, dr) = (
-        gradient(n, lp, old, adv, mask, changes=same) for n in ("grpo", "dapo", "dr_grpo")
-    )
+    _, grpo = gradient("grpo", lp, old, adv, mask, same)
+    _, dapo = gradient("dapo", lp, old, adv, mask, same)
+    _, dr = gradient("dr_grpo", lp, old, adv, mask, same)
     assert dapo == pytest.approx(grpo, rel=1e-12) and dr == pytest.approx(grpo * 5 / 48, rel=1e-12)
 
 
 def test_soft_overlong_punishment():
     """10: what is cut off has 20 tokens too."""
-    module, args = script_args("dapo", max_new_tokens=20, overlong_cache=8)
+    module, _ = script_args("dapo")
     lengths = torch.tensor([3, 12, 16, 20])
-    assert module.overlong_penalty(lengths, args).tolist() == [0, 0, -0.5, -1]
+    penalty = module.overlong_penalty(lengths, max_new_tokens=20, overlong_cache=8)
+    assert penalty.tolist() == [0, 0, -0.5, -1]
 
 
 def test_gae_by_hand():
@@ -258,11 +285,15 @@ def test_gae_by_hand():
     torch.testing.assert_close(A, tensor([[0.46575, 0.385, 0.3]]))
     torch.testing.assert_close(returns, tensor([[0.96575, 0.985, 1.0]]))
     torch.testing.assert_close(ppo.compute_gae(rewards, values, mask, 1.0, 1.0)[0], 1 - values)
-    torch.testing.assert_close(ppo.compute_gae(rewards, values, mask, 1.0, 0.0)[0], tensor([[0.1, 0.1, 0.3]]))
+    torch.testing.assert_close(
+        ppo.compute_gae(rewards, values, mask, 1.0, 0.0)[0], tensor([[0.1, 0.1, 0.3]])
+    )
     bad = float("nan")
-    wide = [torch.cat([x, tensor([[y, y]])], dim=1) for x, y in ((rewards, bad), (values, bad), (mask, 0))]
+    padding = ((rewards, bad), (values, bad), (mask, 0))
+    wide = [torch.cat([x, tensor([[y, y]])], dim=1) for x, y in padding]
     rows = [
-        torch.cat([x, torch.rand(1, 5, dtype=F64) if i < 2 else torch.ones(1, 5)]) for i, x in enumerate(wide)
+        torch.cat([x, torch.rand(1, 5, dtype=F64) if i < 2 else torch.ones(1, 5)])
+        for i, x in enumerate(wide)
     ]
     A2, returns2 = ppo.compute_gae(*rows, 1.0, 0.95)
     torch.testing.assert_close(A2[:1, :3], A)
@@ -280,7 +311,8 @@ def test_gae_equals_the_sum_of_discounted_deltas():
     A, _ = ppo.compute_gae(rewards, values, mask, gamma, lam)
     for i, n in enumerate(lengths):
         delta = [
-            rewards[i, t] + gamma * (values[i, t + 1] if t + 1 < n else 0) - values[i, t] for t in range(n)
+            rewards[i, t] + gamma * (values[i, t + 1] if t + 1 < n else 0) - values[i, t]
+            for t in range(n)
         ]
         for t in range(n):
             literal = sum((gamma * lam) ** k * delta[t + k] for k in range(n - t))
@@ -290,33 +322,50 @@ def test_gae_equals_the_sum_of_discounted_deltas():
 def test_value_loss_and_whitening():
     import ppo
 
-    _, args = script_args("ppo")
     # The clipped value is 0.7: too far from 1 by 0.3, so the larger error counts and has no gradient.
     v = tensor([[0.9, 0.1]]).requires_grad_()
-    loss = ppo.value_loss(v, tensor([[0.5, 0.0]]), tensor([[1.0, 0.0]]), tensor([[1, 1]]), 2, args)
+    inputs = v, tensor([[0.5, 0.0]]), tensor([[1.0, 0.0]]), tensor([[1, 1]])
+    loss = ppo.value_loss(*inputs, value_clip=0.2, num_tokens=2)
     loss.backward()
-    assert loss.item() == pytest.approx((0.09 + 0.01) / 2) and v.grad.tolist() == [[0.0, pytest.approx(0.1)]]
-    free = script_args("ppo", value_clip=0.0)[1]
-    assert ppo.value_loss(
-        tensor([[0.9]]), tensor([[0.5]]), tensor([[1.0]]), tensor([[1]]), 1, free
-    ) == pytest.approx(0.01)
-    x, mask = (
-        tensor([[1.0, 2, 3, float("nan")], [9, 5, float("inf"), 0]]),
-        tensor([[1, 1, 1, 0], [1, 1, 0, 0]]),
-    )
+    assert loss.item() == pytest.approx((0.09 + 0.01) / 2)
+    assert v.grad.tolist() == [[0.0, pytest.approx(0.1)]]
+    assert ppo.value_loss(*inputs, num_tokens=4).item() == pytest.approx(loss.item() / 2)
+    assert ppo.value_loss(*inputs) == ppo.value_loss(*inputs, num_tokens=None) == loss
+    first = [x[:, :1] for x in inputs]
+    assert ppo.value_loss(*first, value_clip=0.0).item() == pytest.approx(0.01)
+    x = tensor([[1.0, 2, 3, float("nan")], [9, 5, float("inf"), 0]])
+    mask = tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
     white = ppo.whiten(x, mask)[mask.bool()]
-    assert white.mean().item() == pytest.approx(0, abs=1e-12) and white.var(
-        unbiased=False
-    ).item() == pytest.approx(1)
+    assert white.mean().item() == pytest.approx(0, abs=1e-12)
+    assert white.var(unbiased=False).item() == pytest.approx(1)
+
+
+@pytest.mark.parametrize("value_clip", [0.2, 0.0])
+@pytest.mark.parametrize("where", ["values", "old values", "returns"])
+def test_value_loss_ignores_padding(where, value_clip):
+    """13: NaN in the padding changes neither the loss nor the gradient, and num_tokens=None counts the
+    mask."""
+    import ppo
+
+    inputs = {
+        "values": tensor([[0.8, 0.1]]),
+        "old values": tensor([[0.7, 0.0]]),
+        "returns": tensor([[1.0, 0.0]]),
+    }
+    inputs[where][0, 1] = float("nan")
+    inputs["values"].requires_grad_()
+    loss = ppo.value_loss(*inputs.values(), tensor([[1, 0]]), value_clip=value_clip)
+    loss.backward()
+    assert loss.item() == pytest.approx(0.04)
+    assert inputs["values"].grad.tolist() == [[pytest.approx(-0.4), 0.0]]
 
 
 def k3_of(log_ratio_ref_over_pi):
     """The KL term that grpo computes for one token: its loss at kl_coef 1 with A = 0."""
     module, args = script_args("grpo", kl_coef=1.0)
     lp = tensor([[-1.0]])
-    loss, stats = module.policy_loss(
-        lp, lp, tensor([0.0]), tensor([[1]]), 1, 1, args, ref_logprobs_BT=lp + log_ratio_ref_over_pi
-    )
+    keywords = keywords_of(module.policy_loss, args, ref_logprobs_BT=lp + log_ratio_ref_over_pi)
+    loss, stats = module.policy_loss(lp, lp, tensor([[0.0]]), tensor([[1]]), **keywords)
     assert loss.item() == stats["kl_ref"].item()
     return loss.item()
 
@@ -353,9 +402,9 @@ def test_corrected_k3_has_the_gradient_of_the_kl():
                 k3 = (x - lp).exp() - (x - lp) - 1
                 loss = ((lp - old[a]).exp().detach() * k3).sum()
             else:
-                loss, _ = module.policy_loss(
-                    lp, old[a].view(1, 1), tensor([0.0]), tensor([[1]]), 1, 1, args, ref_logprobs_BT=x
-                )
+                keywords = keywords_of(module.policy_loss, args, ref_logprobs_BT=x)
+                inputs = lp, old[a].view(1, 1), tensor([[0.0]]), tensor([[1]])
+                loss, _ = module.policy_loss(*inputs, **keywords)
             total = total + old[a].exp() * loss
         return torch.autograd.grad(total, theta)[0]
 
@@ -368,11 +417,13 @@ def test_corrected_k3_has_the_gradient_of_the_kl():
 
 
 def test_bootstrap_of_a_cut_off_completion_through_its_last_reward():
-    """Adding gamma V after the end to the last reward, as ppo.py does, is GAE with V there instead of 0."""
+    """Adding gamma V after the end to the last reward, as ppo.py does, is GAE with V there instead of
+    0."""
     import ppo
 
     g = torch.Generator().manual_seed(5)
-    rewards, values = torch.randn(1, 4, generator=g, dtype=F64), torch.randn(1, 5, generator=g, dtype=F64)
+    rewards = torch.randn(1, 4, generator=g, dtype=F64)
+    values = torch.randn(1, 5, generator=g, dtype=F64)
     gamma, lam, literal = 0.9, 0.8, 0.0
     last = rewards.clone()
     last[0, 3] += gamma * values[0, 4]

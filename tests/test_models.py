@@ -1,7 +1,7 @@
-"""Other models than the tiny MoE: four architectures with a byte-level BPE tokenizer that is trained here."""
+"""Other models than the tiny MoE: four architectures with a byte-level BPE tokenizer that is trained
+here."""
 
 import copy
-import importlib
 import json
 
 import pytest
@@ -57,7 +57,8 @@ def bpe_tokenizer(**special):
 
 @pytest.fixture(scope="session", params=FAMILIES)
 def family(request, tmp_path_factory):
-    """(name, model folder, JSON lines). Many EOS ids, no pad, a template, hostile generation defaults."""
+    """(name, model folder, JSON lines). Many EOS ids, no pad, a template, hostile generation
+    defaults."""
     folder = tmp_path_factory.mktemp(request.param)
     tokenizer = bpe_tokenizer(chat_template=CHAT)
     torch.manual_seed(0)
@@ -74,7 +75,8 @@ def family(request, tmp_path_factory):
 
 
 def arguments(name, model, data, **changes):
-    return script_args(name, model=str(model), dataset=str(data), device="cpu", num_held_out=8, **changes)[1]
+    changes |= {"model": str(model), "dataset": str(data), "device": "cpu", "num_held_out": 8}
+    return script_args(name, **changes)[1]
 
 
 def test_sampler_and_training_forward_agree(family):
@@ -88,26 +90,23 @@ def test_sampler_and_training_forward_agree(family):
     assert len({len(c.ids) for c in completions}) > 3 and 0 < sum(c.truncated for c in completions) < 40
     batch = collate(completions, "cpu")
     with torch.no_grad():
-        gap = token_logprobs(model, batch, 0.8).logprobs_BT - batch.sampler_logprobs_NT
-    assert gap[batch.mask_NT].abs().max() < 1e-4
+        gap = token_logprobs(model, batch, 0.8).logprobs_BT - batch.sampler_logprobs_BT
+    assert gap[batch.mask_BT].abs().max() < 1e-4
 
 
-SMALL = (
-    "--iterations 2 --prompts_per_iteration 4 --group_size 4 --max_new_tokens 12 --num_minibatches 2".split()
-)
+SMALL = """--iterations 2 --prompts_per_iteration 4 --group_size 4 --max_new_tokens 12
+--num_minibatches 2""".split()
 
 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "rspo"])
-def test_scripts_run_on_any_architecture(name, family, tmp_path, monkeypatch):
-    """A run from a JSON-lines file; its checkpoint opens with plain transformers, and answers greedily what
-    the script's last evaluation did."""
+def test_scripts_run_on_any_architecture(name, family, tmp_path, reward_file):
+    """A run from a JSON-lines file; its checkpoint opens with plain transformers, and answers greedily
+    what the script's last evaluation did."""
     kind, folder, data = family
-    module = importlib.import_module(name)
     # A random model never finds the answer: the parity of its length is a reward that it can learn.
-    reward = {0: (1.0, "correct"), 1: (0.0, "wrong")}
-    monkeypatch.setattr(module, "verify", lambda text, answer, truncated: reward[len(text) % 2])
-    flags = (*SMALL, "--lr", 1e-3, "--model", folder, "--dataset", data, "--run_dir", tmp_path)
-    result = run(name, *flags, held_out=8)
+    reward = reward_file('return (1.0, "correct") if len(text) % 2 == 0 else (0.0, "wrong")')
+    flags = (*SMALL, "--lr", 1e-3, "--model", folder, "--dataset", data, "--reward", reward)
+    result = run(name, *flags, "--run_dir", tmp_path, held_out=8)
     if name == "rspo" and kind == "llama":
         assert result.returncode == 2 and "gmpo.py" in result.stderr
         return
@@ -117,15 +116,14 @@ def test_scripts_run_on_any_architecture(name, family, tmp_path, monkeypatch):
     assert ("moe/router_entropy" in line) == (kind != "llama")
 
     (checkpoint,) = tmp_path.glob("checkpoint-*")
-    model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(checkpoint),
-        AutoTokenizer.from_pretrained(checkpoint),
-    )
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     before = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     assert any(not torch.equal(before[key], value) for key, value in model.state_dict().items())
     args = arguments(name, folder, data, max_new_tokens=12)
     problems = load_problems(args, model, tokenizer)[1]
-    ours = [c.ids for c in sample(model, tokenizer, [p.prompt_ids for p in problems], 1, args, greedy=True)]
+    prompts = [p.prompt_ids for p in problems]
+    ours = [c.ids for c in sample(model, tokenizer, prompts, 1, args, greedy=True)]
     lengths = []
     for problem, ids in zip(problems, ours, strict=True):
         prompt = torch.tensor([problem.prompt_ids])
@@ -137,8 +135,8 @@ def test_scripts_run_on_any_architecture(name, family, tmp_path, monkeypatch):
 
 
 def test_gradient_checkpointing_changes_memory_only(family):
-    """Same log-probs, same gradients, the router's and its aux loss's too; sampling works; a copy of the
-    model (the reference) has its own layers."""
+    """Same log-probs, same gradients, the router's and its aux loss's too; sampling works; a copy of
+    the model (the reference) has its own layers."""
     args = arguments("grpo", *family[1:], max_new_tokens=8)
     model, tokenizer = load_model(args)
     prompts = [p.prompt_ids for p in load_problems(args, model, tokenizer)[0][:4]]
@@ -165,7 +163,8 @@ def test_gradient_checkpointing_changes_memory_only(family):
             p.add_(0.1)
         moved = token_logprobs(saving, batch, 1.0).logprobs_BT
         torch.testing.assert_close(
-            token_logprobs(reference, batch, 1.0).logprobs_BT, token_logprobs(model, batch, 1.0).logprobs_BT
+            token_logprobs(reference, batch, 1.0).logprobs_BT,
+            token_logprobs(model, batch, 1.0).logprobs_BT,
         )
     assert (moved - outputs.logprobs_BT).abs().max() > 1e-2
 
@@ -177,12 +176,13 @@ def test_pad_tokens_do_not_matter(special, family, tmp_path):
     if kind not in ("llama", "qwen3_moe"):
         return
     results = []
-    for tokenizer in (bpe_tokenizer(chat_template=CHAT, **special), AutoTokenizer.from_pretrained(folder)):
+    other = bpe_tokenizer(chat_template=CHAT, **special)
+    for tokenizer in (other, AutoTokenizer.from_pretrained(folder)):
         args = arguments("grpo", folder, data, max_new_tokens=8)
         model = AutoModelForCausalLM.from_pretrained(folder).eval()
         prompts = [p.prompt_ids for p in load_problems(args, model, tokenizer)[0][:4]]
         results.append(sample(model, tokenizer, prompts, 4, args, torch.Generator().manual_seed(0)))
-        assert collate(results[-1], "cpu").mask_NT.sum(1).tolist() == [len(c.ids) for c in results[-1]]
+        assert collate(results[-1], "cpu").mask_BT.sum(1).tolist() == [len(c.ids) for c in results[-1]]
     assert results[0] == results[1]
 
 
@@ -191,7 +191,9 @@ def test_chat_template_system_prompt_and_instruction(family):
     args = arguments("grpo", folder, data, system_prompt="Be brief.", instruction="After ####.")
     model, tokenizer = load_model(args)
     train, held_out = load_problems(args, model, tokenizer)
-    texts = {f"<|system|>Be brief.<|end|><|user|>{q}\nAfter ####.<|end|><|assistant|>" for q in QUESTIONS}
+    texts = {
+        f"<|system|>Be brief.<|end|><|user|>{q}\nAfter ####.<|end|><|assistant|>" for q in QUESTIONS
+    }
     assert {p.prompt for p in train + held_out} == texts
     assert all(tokenizer.decode(p.prompt_ids) == p.prompt for p in train)
     tokenizer.chat_template = None

@@ -1,4 +1,5 @@
-"""Killed with SIGKILL at any moment and resumed: the same metrics and, bit for bit, the same weights."""
+"""Killed with SIGKILL at any moment and resumed: the same metrics and, bit for bit, the same
+weights."""
 
 import json
 import os
@@ -14,16 +15,16 @@ from safetensors.torch import load_file
 
 pytestmark = pytest.mark.usefixtures("base_model")
 
-FLAGS = """--prompts_per_iteration 8 --group_size 4 --max_new_tokens 32 --num_minibatches 2 --eval_every 2
---iterations 5 --save_every 1 --num_held_out 8""".split()
+FLAGS = """--prompts_per_iteration 8 --group_size 4 --max_new_tokens 32 --num_minibatches 2
+--eval_every 2 --iterations 5 --save_every 1 --num_held_out 8""".split()
 TIMES = {"charts/tokens_per_second", "charts/rollout_seconds", "charts/update_seconds"}
 
-# Runs the script once for each argument 'what:n', in a forked child that kills itself the n-th time it comes
-# to `what`, and, for 'end', until it ends. Forked, since the imports take longer than the run.
+# Runs the script once for each argument 'what:n', in a forked child that kills itself the n-th time it
+# comes to `what`, and, for 'end', until it ends. Forked, since the imports take longer than the run.
 HARNESS = """
 import importlib, os, pathlib, shutil, signal, sys
 name, points, sys.argv = sys.argv[1], sys.argv[2].split(","), [f"{sys.argv[1]}.py", *sys.argv[3:]]
-import torch, common
+import torch, harness
 script = importlib.import_module(name)
 
 def die():
@@ -35,8 +36,9 @@ def arm(what, n):
         count[0] += 1
         return count[0] == n
     owner, attribute = {"step": (torch.optim.AdamW, "step"), "save": (torch, "save"),
-        "log": (common.Run, "log"), "rename": (pathlib.Path, "rename"),
-        "remove": (shutil, "rmtree"), "sample": (script, "sample")}[what]
+        "log": (harness.Run, "log"), "rename": (pathlib.Path, "rename"),
+        "replace": (pathlib.Path, "replace"), "remove": (shutil, "rmtree"),
+        "sample": (script, "sample")}[what]
     original = getattr(owner, attribute)
     def deadly(*args, **keywords):
         if what == "remove" and "checkpoint-" not in str(args[0]) or not due():
@@ -56,7 +58,7 @@ for point in points:
     if pid == 0:
         if point != "end":
             arm(point.split(":")[0], int(point.split(":")[1]))
-        script.main(common.parse_args(script.Args))
+        harness.launch(script.main, script.Args)
         os._exit(0)
     status = os.waitpid(pid, 0)[1]
     died = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
@@ -67,7 +69,17 @@ for point in points:
 
 def harness(name, points, folder):
     own = ("--prompts_per_iteration", "32", "--group_size", "1") if name == "ppo" else ()
-    command = [sys.executable, "-c", HARNESS, name, ",".join(points), *FLAGS, *own, "--run_dir", str(folder)]
+    command = [
+        sys.executable,
+        "-c",
+        HARNESS,
+        name,
+        ",".join(points),
+        *FLAGS,
+        *own,
+        "--run_dir",
+        str(folder),
+    ]
     env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     result = subprocess.run([*command, "--resume"], cwd=ROOT, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-2000:]
@@ -78,7 +90,11 @@ def outcome(folder):
     samples = (folder / "samples.jsonl").read_text()
     (checkpoint,) = folder.glob("checkpoint-*")
     lines = [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
-    return lines, samples, {key: w.tolist() for key, w in load_file(checkpoint / "model.safetensors").items()}
+    return (
+        lines,
+        samples,
+        {key: w.tolist() for key, w in load_file(checkpoint / "model.safetensors").items()},
+    )
 
 
 def check(name, points, tmp_path):
@@ -89,13 +105,14 @@ def check(name, points, tmp_path):
     assert parts == whole
 
 
-EVERYWHERE = ["step:1", "save:1", "rename:2", "log:2", "remove:1", "sample:1"]  # in the order of the run
+EVERYWHERE = "replace:1 step:1 save:1 rename:2 log:2 remove:1 sample:1 replace:2".split()
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo", "dapo", "rspo"])
 def test_killed_at_every_kind_of_moment(name, tmp_path):
-    """Before the first checkpoint, inside one, between writing and renaming it, half-way through a line of
-    metrics, while the old checkpoint is removed, in a rollout; and at random steps."""
+    """Before the settings are there, before the first checkpoint, inside one, between writing and
+    renaming it, half-way through a line of metrics, while the old checkpoint is removed, in a rollout,
+    between the two files that a resumed run cuts; and at random steps."""
     rng = random.Random(name)
     check(name, [*EVERYWHERE, *(f"step:{rng.randint(1, 2)}" for _ in range(2))], tmp_path)
 
@@ -120,20 +137,19 @@ def test_killed_at_random_moments(name, tmp_path):
 
 def test_a_signal_ends_the_run_after_a_checkpoint(tmp_path):
     """SIGTERM: the iteration is finished and saved, the command to go on is printed, and it works."""
-    command = [sys.executable, "grpo.py", *FLAGS, "--iterations", "500", "--run_dir", str(tmp_path / "run")]
+    flags = [*FLAGS, "--iterations", "500", "--run_dir", str(tmp_path / "run")]
+    command = [sys.executable, "grpo.py", *flags]
     env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=-3, stderr=-1, text=True)
-    while (
-        not (tmp_path / "run" / "metrics.jsonl").exists()
-        or not (tmp_path / "run/metrics.jsonl").stat().st_size
-    ):
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    while not metrics.exists() or metrics.stat().st_size == 0:
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     error = process.communicate(timeout=60)[1]
     assert process.returncode == 130 and "Traceback" not in error
     (line,) = (line for line in error.replace("\r", "\n").splitlines() if "to go on: " in line)
-    expected = f"python grpo.py {' '.join(FLAGS)} --iterations 500 --run_dir {tmp_path / 'run'} --resume"
+    expected = f"python grpo.py {' '.join(flags)} --resume"
     assert line.split("to go on: ")[1].strip() == expected
     (checkpoint,) = (tmp_path / "run").glob("checkpoint-*")
     done = int(checkpoint.name.split("-")[1])
@@ -143,7 +159,8 @@ def test_a_signal_ends_the_run_after_a_checkpoint(tmp_path):
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, monkeypatch):
-    """Before the optimizer step: it names iteration and tensor; the last checkpoint has finite weights."""
+    """Before the optimizer step: it names iteration and tensor; the last checkpoint has finite
+    weights."""
     import grpo
 
     original, calls = grpo.policy_loss, []
@@ -161,13 +178,24 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, monkeypatch):
     assert all(w.isfinite().all() for w in load_file(checkpoint / "model.safetensors").values())
 
 
-def test_collapse_is_reported_once(tmp_path, monkeypatch):
-    """A run whose groups all have equal rewards says so after ten such iterations, and why they failed."""
-    import grpo
+def collapses(result):
+    assert result.returncode == 0, result.stderr
+    return [x for x in (result.stdout + result.stderr).splitlines() if x.startswith("collapse")]
 
-    monkeypatch.setattr(grpo, "verify", lambda text, answer, truncated: (0.0, "wrong"))
-    flags = [*FLAGS, "--iterations", 13, "--save_every", 0, "--eval_every", 0, "--run_dir", tmp_path]
-    result = run("grpo", *flags)
-    assert result.returncode == 0
-    (line,) = (x for x in (result.stdout + result.stderr).splitlines() if x.startswith("collapse"))
-    assert line == "collapse: for 10 iterations no group had two different rewards; now 32 wrong"
+
+def test_collapse_is_reported_once(tmp_path, reward_file):
+    """A run whose groups all have equal rewards says so after ten such iterations."""
+    reward = reward_file('return 0.5, "wrong"')
+    flags = [*FLAGS, "--save_every", 0, "--eval_every", 0, "--reward", reward]
+    result = run("grpo", *flags, "--iterations", 13, "--run_dir", tmp_path / "run")
+    assert collapses(result) == ["collapse: for 10 iterations no group had two different rewards"]
+    result = run("grpo", *flags, "--iterations", 9, "--run_dir", tmp_path / "short")
+    assert collapses(result) == []
+
+
+def test_nothing_collapses_without_groups(tmp_path, reward_file):
+    """ppo has one completion per prompt, and so no share of uniform groups."""
+    reward = reward_file('return 0.5, "wrong"')
+    flags = [*FLAGS, "--prompts_per_iteration", 32, "--group_size", 1, "--reward", reward]
+    flags += ["--save_every", 0, "--eval_every", 0, "--run_dir", tmp_path / "run"]
+    assert collapses(run("ppo", *flags, "--iterations", 13)) == []

@@ -1,10 +1,12 @@
-"""Router logits, the aux loss, expert statistics, and rspo on other architectures than the tiny Qwen3 MoE."""
+"""Router logits, the aux loss, expert statistics, and rspo on other architectures than the tiny Qwen3
+MoE."""
 
 import copy
+import re
 
 import pytest
 import torch
-from conftest import run, script_args
+from conftest import keywords_of, run, script_args
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -16,7 +18,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from common import Completion, Meter, collate, router_stats, token_logprobs
+from common import Completion, collate, router_stats, token_logprobs
+from harness import Meter
 
 SHAPE = dict(
     vocab_size=40,
@@ -31,10 +34,14 @@ SHAPE = dict(
     eos_token_id=2,
 )
 MODELS = {
-    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2)),
+    "mixtral": lambda: MixtralForCausalLM(
+        MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2)
+    ),
     "olmoe": lambda: OlmoeForCausalLM(OlmoeConfig(**SHAPE, num_experts=6, num_experts_per_tok=3)),
     "qwen3_moe": lambda: Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(**SHAPE, head_dim=8, moe_intermediate_size=16, num_experts=8, num_experts_per_tok=2)
+        Qwen3MoeConfig(
+            **SHAPE, head_dim=8, moe_intermediate_size=16, num_experts=8, num_experts_per_tok=2
+        )
     ),
 }
 
@@ -61,9 +68,8 @@ def test_router_logits_are_raw_logits_at_the_predicting_position(moe):
     K = moe.config.num_experts_per_tok
     assert len(outputs.router_logits) == 3 and outputs.experts_BTLK.shape == (4, 7, 3, K)
     assert any((layer.sum(-1) - 1).abs().max() > 1e-2 for layer in outputs.router_logits)
-    alone = moe(
-        batch.tokens_NS[2:3, 5:], output_router_logits=True
-    )  # prompt of 1 and response of 7, no padding
+    # Its prompt of 1 and its response of 7, without padding.
+    alone = moe(batch.tokens_BS[2:3, 5:], output_router_logits=True)
     for layer, reference in zip(outputs.router_logits, alone.router_logits, strict=True):
         torch.testing.assert_close(layer[2], reference[:-1].float(), atol=1e-5, rtol=1e-4)
         assert torch.equal(
@@ -74,9 +80,9 @@ def test_router_logits_are_raw_logits_at_the_predicting_position(moe):
 def test_aux_loss_is_that_of_transformers_and_reaches_the_router(moe):
     batch = batch_of()
     outputs = token_logprobs(moe, batch, 1.0)
-    positions = (batch.attention_NS.cumsum(1) - 1).clamp(min=0)
-    inputs = dict(attention_mask=batch.attention_NS, position_ids=positions, output_router_logits=True)
-    torch.testing.assert_close(outputs.aux_loss, moe(batch.tokens_NS, **inputs).aux_loss.float())
+    positions = (batch.attention_BS.cumsum(1) - 1).clamp(min=0)
+    inputs = dict(attention_mask=batch.attention_BS, position_ids=positions, output_router_logits=True)
+    torch.testing.assert_close(outputs.aux_loss, moe(batch.tokens_BS, **inputs).aux_loss.float())
     moe.zero_grad()
     outputs.aux_loss.backward()
     routers = [p for name, p in moe.named_parameters() if "gate" in name and "proj" not in name]
@@ -90,8 +96,8 @@ def test_policy_gradient_reaches_router_and_experts(moe):
 
 
 def test_rspo_on_any_moe(moe):
-    """gamma is exactly 1 before an update, below 1 after one, equals a literal computation, and trains no
-    router."""
+    """gamma is exactly 1 before an update, below 1 after one, equals a literal computation, and trains
+    no router."""
     import rspo
 
     batch = batch_of()
@@ -100,7 +106,7 @@ def test_rspo_on_any_moe(moe):
         old_scores = rspo.active_scores(old.router_logits, old.experts_BTLK)
         again = token_logprobs(moe, batch, 1.0)
         gamma = rspo.router_shift(rspo.active_scores(again.router_logits, old.experts_BTLK), old_scores)
-    assert (gamma[batch.mask_NT] == 1).all()
+    assert (gamma[batch.mask_BT] == 1).all()
     new_model = copy.deepcopy(moe)
     with torch.no_grad():
         for p in new_model.parameters():
@@ -109,7 +115,7 @@ def test_rspo_on_any_moe(moe):
     gamma = rspo.router_shift(rspo.active_scores(new.router_logits, old.experts_BTLK), old_scores)
     K, L = moe.config.num_experts_per_tok, 3
     for b in range(4):
-        for t in range(batch.mask_NT[b].sum()):
+        for t in range(batch.mask_BT[b].sum()):
             shift = 0.0
             for layer in range(L):
                 before = old.router_logits[layer][b, t].double().log_softmax(0)
@@ -117,12 +123,11 @@ def test_rspo_on_any_moe(moe):
                 for e in before.topk(K).indices.tolist():
                     shift += abs(after[e] - before[e]).item() / (L * K)
             assert gamma[b, t].item() == pytest.approx(2.718281828459045**-shift, rel=1e-4)
-    assert gamma[batch.mask_NT].max() < 1
+    assert gamma[batch.mask_BT].max() < 1
     module, args = script_args("rspo")
-    zero = torch.zeros(4)
-    loss, _ = module.policy_loss(
-        new.logprobs_BT.detach(), old.logprobs_BT, zero + 1, batch.mask_NT, 4, 18, args, router_shift_BT=gamma
-    )
+    keywords = keywords_of(module.policy_loss, args, router_shift_BT=gamma)
+    inputs = new.logprobs_BT.detach(), old.logprobs_BT, torch.ones(4, 1), batch.mask_BT
+    loss, _ = module.policy_loss(*inputs, **keywords)
     assert not loss.requires_grad
 
 
@@ -133,13 +138,14 @@ def test_router_stats_by_hand(moe):
         outputs = token_logprobs(moe, batch, 1.0)
     old = outputs.experts_BTLK.clone()
     old[0, 0, 1, 0] = -1  # a change in one of three layers of one of 18 tokens
-    old[:, :, 2][~batch.mask_NT] = -1  # padding must not count
-    stats = router_stats(outputs, old, batch.mask_NT)
+    old[:, :, 2][~batch.mask_BT] = -1  # padding must not count
+    stats = router_stats(outputs, old, batch.mask_BT)
     assert stats["expert_flip_frac"].item() == pytest.approx(1 / 3 / 18, rel=1e-5)
     E, K = outputs.router_logits[0].shape[-1], moe.config.num_experts_per_tok
     load = stats["load"].view(3, E)
     torch.testing.assert_close(load.sum(1), torch.ones(3))
-    counted = sum((outputs.experts_BTLK[b, t, 0] == 1).sum() for b, t in batch.mask_NT.nonzero()) / (18 * K)
+    chosen = sum((outputs.experts_BTLK[b, t, 0] == 1).sum() for b, t in batch.mask_BT.nonzero())
+    counted = chosen / (18 * K)
     assert load[0, 1].item() == pytest.approx(counted.item(), rel=1e-6)
     meter = Meter()
     meter.add("moe", stats, 18)
@@ -154,10 +160,9 @@ def test_a_dense_model_has_no_router():
     model = LlamaForCausalLM(LlamaConfig(**SHAPE)).eval()
     batch = batch_of()
     outputs = token_logprobs(model, batch, 1.0)
-    assert (
-        outputs.aux_loss == 0 and outputs.router_logits == () and outputs.experts_BTLK.shape == (4, 7, 0, 0)
-    )
-    assert router_stats(outputs, outputs.experts_BTLK, batch.mask_NT) == {}
+    assert outputs.aux_loss == 0 and outputs.router_logits == ()
+    assert outputs.experts_BTLK.shape == (4, 7, 0, 0)
+    assert router_stats(outputs, outputs.experts_BTLK, batch.mask_BT) == {}
 
 
 def test_meter_weighs_and_keeps_maxima():
@@ -165,6 +170,16 @@ def test_meter_weighs_and_keeps_maxima():
     meter.add("losses", {"a": torch.tensor(1.0), "b_max": torch.tensor(-3.0)}, 1)
     meter.add("losses", {"a": torch.tensor(4.0), "b_max": torch.tensor(-5.0)}, 2)
     assert meter.means() == {"losses/a": 3.0, "losses/b_max": -3.0}
+    assert [weight for _, weight in meter.pairs["losses/a"]] == [1, 2]
+
+
+def test_meter_takes_a_vector_apart_after_averaging_it():
+    """The largest and the smallest of the means: an expert that is busy in one micro-batch only is not
+    busy."""
+    meter = Meter()
+    meter.add("moe", {"load": torch.tensor([0.9, 0.1, 0.5])}, 1)
+    meter.add("moe", {"load": torch.tensor([0.1, 0.5, 0.5])}, 3)
+    assert meter.means() == pytest.approx({"moe/load_max": 0.5, "moe/load_min": 0.3})
 
 
 def test_a_model_that_caps_its_logits_is_refused(tmp_path, tiny_model):
@@ -177,4 +192,5 @@ def test_a_model_that_caps_its_logits_is_refused(tmp_path, tiny_model):
     Gemma2ForCausalLM(config).save_pretrained(tmp_path)
     tiny_model[1].save_pretrained(tmp_path)
     result = run("grpo", "--model", tmp_path, "--run_dir", tmp_path / "run")
-    assert result.returncode == 2 and "scales or caps the logits" in result.stderr
+    assert result.returncode == 2 and "the training forward" in result.stderr
+    assert re.search(r"scaled? or cap(ped)? (the )?logits", result.stderr)

@@ -1,5 +1,6 @@
 """The scripts as a user runs them, on the CPU and without a network."""
 
+import importlib
 import json
 import math
 from concurrent.futures import ThreadPoolExecutor
@@ -11,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytestmark = pytest.mark.usefixtures("base_model")
 
-SMALL = """--prompts_per_iteration 16 --group_size 4 --max_new_tokens 32 --num_minibatches 2 --eval_every 2
---iterations 3""".split()
+SMALL = """--prompts_per_iteration 16 --group_size 4 --max_new_tokens 32 --num_minibatches 2
+--eval_every 2 --iterations 3""".split()
 TIMES = {"charts/tokens_per_second", "charts/rollout_seconds", "charts/update_seconds"}
 
 
@@ -30,32 +31,26 @@ def untimed(folder):
     return [{key: value for key, value in line.items() if key not in TIMES} for line in metrics(folder)]
 
 
-COMMON_KEYS = {
-    *(
-        f"rollout/{k}"
-        for k in "reward_mean accuracy response_len_mean response_len_max truncated_frac no_answer_frac "
-        "sampler_kl".split()
-    ),
-    *(f"losses/{k}" for k in "policy_loss entropy approx_kl ratio_max first_step_ratio_error_max".split()),
-    *(f"moe/{k}" for k in "aux_loss load_max load_min router_entropy expert_flip_frac".split()),
-    *(
-        f"charts/{k}"
-        for k in "learning_rate grad_norm tokens_per_second rollout_seconds update_seconds".split()
-    ),
-}
-CLIPS = {"losses/clipfrac_low", "losses/clipfrac_high"}
-GROUPS = {"rollout/frac_zero_std_groups"}
+def keys(prefix, names):
+    return {prefix + name for name in names.split()}
+
+
+COMMON_KEYS = (
+    keys("rollout/", "reward_mean accuracy response_len_mean response_len_max truncated_frac")
+    | keys("rollout/", "no_answer_frac direct_frac sampler_kl")
+    | keys("losses/", "policy_loss entropy approx_kl ratio_max first_step_ratio_error_max")
+    | keys("moe/", "aux_loss load_max load_min router_entropy expert_flip_frac")
+    | keys("charts/", "learning_rate grad_norm tokens_per_second rollout_seconds update_seconds")
+)
+CLIPS = keys("losses/", "clipfrac_low clipfrac_high")
+GROUPS = keys("rollout/", "frac_zero_std_groups frac_solved_groups")
+DAPO = "kept dropped_all_right dropped_all_wrong generated sampling_rounds"
 EXTRA_KEYS = {
-    "ppo": CLIPS | {"losses/value_loss", "losses/explained_variance", "losses/kl_ref"},
+    "ppo": CLIPS | keys("losses/", "value_loss explained_variance kl_ref"),
     "grpo": CLIPS | GROUPS | {"losses/kl_ref"},
     "rspo": CLIPS | GROUPS | {"moe/router_shift"},
-    "sapo": GROUPS,
-    "dapo": CLIPS
-    | GROUPS
-    | {
-        f"rollout/groups_{k}"
-        for k in "kept dropped_all_right dropped_all_wrong generated sampling_rounds".split()
-    },
+    "sapo": GROUPS | {"losses/gate_slope"},
+    "dapo": CLIPS | GROUPS | keys("rollout/groups_", DAPO),
 }
 
 
@@ -80,8 +75,8 @@ def test_each_script_runs_and_logs_sensible_numbers(name, nine):
     lines = metrics(tmp_path)
     assert [line["iteration"] for line in lines] == [1, 2, 3]
     for line in lines:
-        keys = {key for key in line if not key.startswith(("eval/", "iteration", "rollout/direct"))}
-        assert keys == COMMON_KEYS | EXTRA_KEYS.get(name, CLIPS | GROUPS)
+        logged = {key for key in line if not key.startswith(("eval/", "iteration"))}
+        assert logged == COMMON_KEYS | EXTRA_KEYS.get(name, CLIPS | GROUPS)
         assert all(math.isfinite(value) for value in line.values())
         # The ratio of the first inner step is 1: old log-probs and update share one forward.
         assert line["losses/first_step_ratio_error_max"] < 1e-4
@@ -90,22 +85,30 @@ def test_each_script_runs_and_logs_sensible_numbers(name, nine):
         assert 0 < line["losses/entropy"] < math.log(17) and line["losses/approx_kl"] >= 0
         assert line["losses/ratio_max"] >= 1 and 0 < line["charts/grad_norm"] < 100
         assert line["moe/load_min"] < 1 / 8 < line["moe/load_max"] and line["moe/aux_loss"] >= 1.9
-        assert ("eval/accuracy" in line) == (line["iteration"] > 1)
+        evaluated = {"eval/accuracy", "eval/response_len_mean"} if line["iteration"] > 1 else set()
+        assert {key for key in line if key.startswith("eval/")} == evaluated
     if name == "dapo":
         kept = [line["rollout/groups_kept"] for line in lines]
-        assert all(k <= 16 for k in kept) and sum(line["rollout/groups_generated"] for line in lines) >= sum(
-            kept
-        )
+        generated = [line["rollout/groups_generated"] for line in lines]
+        assert all(k <= 16 for k in kept) and sum(generated) > sum(kept)
         for line in lines:
-            dropped = line["rollout/groups_dropped_all_right"] + line["rollout/groups_dropped_all_wrong"]
+            right = line["rollout/groups_dropped_all_right"]
+            dropped = right + line["rollout/groups_dropped_all_wrong"]
             assert line["rollout/groups_kept"] + dropped == line["rollout/groups_generated"]
+            solved = (line["rollout/groups_kept"] + right) / line["rollout/groups_generated"]
+            assert line["rollout/frac_solved_groups"] == pytest.approx(solved)
     if name == "rspo":
         assert all(0.5 < line["moe/router_shift"] < 1 for line in lines)
+    if name == "sapo":
+        assert all(0.5 < line["losses/gate_slope"] < 1 for line in lines)
     samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert {s["verdict"] for s in samples} <= {"correct", "wrong", "no_answer", "truncated"}
     assert "held-out" in result.stdout and "Traceback" not in result.stderr
     checkpoint = tmp_path / "checkpoint-000003"
-    assert str(checkpoint) in result.stdout and not list(tmp_path.glob("checkpoint*tmp"))
+    assert str(checkpoint) in result.stdout and not list(tmp_path.glob("*tmp*"))
+    files = {"lock", "settings.json", "metrics.jsonl", "samples.jsonl", checkpoint.name}
+    assert {path.name for path in tmp_path.iterdir()} == files
+    assert json.loads((tmp_path / "settings.json").read_text())["script"] == name
 
 
 OPTIONS = [
@@ -119,7 +122,17 @@ OPTIONS = [
     ("rspo", "--shift", "literal"),
     ("rspo", "--shift", "before_clip"),
     ("ppo", "--value_clip", 0, "--entropy_coef", 0.01, "--gae_lambda", 1),
-    ("grpo", "--update_epochs", 3, "--micro_batch_size", 8, "--temperature", 0.8, "--dtype", "bfloat16"),
+    (
+        "grpo",
+        "--update_epochs",
+        3,
+        "--micro_batch_size",
+        8,
+        "--temperature",
+        0.8,
+        "--dtype",
+        "bfloat16",
+    ),
 ]
 
 
@@ -131,8 +144,107 @@ def test_every_option_runs(option, tmp_path):
     assert all(math.isfinite(value) for line in metrics(tmp_path) for value in line.values())
 
 
+def checkpoint_parts(folder):
+    """Names of what a checkpoint holds beside the policy."""
+    (checkpoint,) = folder.glob("checkpoint-*")
+    return set(torch.load(checkpoint / "trainer_state.pt", weights_only=True)["parts"])
+
+
+@pytest.mark.parametrize("kl_coef", [0, 0.04])
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_without_a_kl_there_is_no_reference(name, kl_coef, tmp_path, monkeypatch):
+    """With --kl_coef 0: one model alone goes through the forward of the update, the checkpoint holds no
+    other, and no KL is logged."""
+    module = importlib.import_module(name)
+    original = module.token_logprobs
+    models = []
+
+    def token_logprobs(model, *args):
+        if not any(model is other for other in models):
+            models.append(model)
+        return original(model, *args)
+
+    monkeypatch.setattr(module, "token_logprobs", token_logprobs)
+    result = small(name, "--run_dir", tmp_path, "--iterations", 1, "--kl_coef", kl_coef)
+    assert result.returncode == 0, result.stderr
+    expected = {"optimizer", "critic"} if name == "ppo" else {"optimizer"}
+    if kl_coef > 0:
+        expected.add("reference")
+    assert checkpoint_parts(tmp_path) == expected
+    assert len(models) == (2 if kl_coef > 0 else 1)
+    assert ("losses/kl_ref" in metrics(tmp_path)[0]) == (kl_coef > 0)
+
+
+def solved_by_hand(completions, group_size):
+    """Share of groups with a right completion, and of all that are right, as the reward below says."""
+    right = [len(c.text) % 2 == 0 and not c.truncated for c in completions]
+    groups = [right[i : i + group_size] for i in range(0, len(right), group_size)]
+    return sum(map(any, groups)) / len(groups), sum(right) / len(right)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo"])
+def test_solved_groups_by_hand(name, tmp_path, monkeypatch, reward_file):
+    """rollout/frac_solved_groups is pass@G over all groups that were generated: dapo counts those that
+    it drops."""
+    module = importlib.import_module(name)
+    original = module.sample
+    rounds = []
+
+    def sample(*args):
+        rounds.append(original(*args))
+        return rounds[-1]
+
+    monkeypatch.setattr(module, "sample", sample)
+    reward = reward_file(
+        "if truncated:",
+        '    return 0.0, "truncated"',
+        'return (1.0, "correct") if len(text) % 2 == 0 else (0.0, "wrong")',
+    )
+    flags = ("--max_new_tokens", 20, "--reward", reward)
+    result = small(name, "--run_dir", tmp_path / "run", *flags)
+    assert result.returncode == 0, result.stderr
+    dropped = 0
+    for line in metrics(tmp_path / "run"):
+        count = line.get("rollout/groups_sampling_rounds", 1)
+        completions = sum(rounds[:count], [])
+        del rounds[:count]
+        solved, accuracy = solved_by_hand(completions, 4)
+        assert line["rollout/frac_solved_groups"] == pytest.approx(solved) and 0 < solved < 1
+        assert line["rollout/accuracy"] == pytest.approx(accuracy)
+        dropped += line.get("rollout/groups_dropped_all_wrong", 0)
+    assert not rounds and (dropped > 0) == (name == "dapo")
+
+
+def test_describe_by_hand():
+    """Shares of completions, lengths, and pass@G where there are groups."""
+    from common import Completion, describe
+
+    texts = ["#### 3", "1+2=3 #### 3", " \\boxed{3}", "1+", "no", "so \\boxed{3}"]
+    reasons = ["wrong", "correct", "wrong", "truncated", "no_answer", "correct"]
+    completions = []
+    for i, text in enumerate(texts):
+        completions.append(Completion([1], list(range(i + 1)), [0.0] * (i + 1), text=text))
+    verdicts = [(float(why == "correct"), why) for why in reasons]
+    shares = describe(completions, verdicts)
+    assert shares == pytest.approx(
+        {
+            "accuracy": 2 / 6,
+            "truncated_frac": 1 / 6,
+            "no_answer_frac": 1 / 6,
+            "direct_frac": 2 / 6,
+            "response_len_mean": 3.5,
+            "response_len_max": 6,
+        }
+    )
+    for group_size, solved in ((2, 2 / 3), (3, 1), (6, 1)):
+        grouped = describe(completions, verdicts, group_size, prefix="x/")
+        assert grouped.pop("x/frac_solved_groups") == pytest.approx(solved)
+        assert grouped == {f"x/{key}": value for key, value in shares.items()}
+
+
 def test_dapo_says_so_when_no_group_is_mixed(tmp_path):
-    """A base model that is never right: the rounds are bounded, and the run ends with a clear message."""
+    """A base model that is never right: the rounds are bounded, and the run ends with a clear
+    message."""
     flags = ("--warm_start_steps", 60, "--max_sampling_rounds", 2, "--run_dir", tmp_path)
     result = small("dapo", *flags)
     assert result.returncode == 0 and "Traceback" not in result.stderr
@@ -176,16 +288,18 @@ def test_micro_batches_are_memory_not_results(tmp_path):
 def test_resume_continues_as_if_never_stopped(name, tmp_path):
     """Stopped after iteration 1 and resumed, with a half-written line left behind: same metrics, same
     weights."""
-    assert small(name, "--run_dir", tmp_path / "whole", "--iterations", 3, "--eval_every", 0).returncode == 0
-    assert small(name, "--run_dir", tmp_path / "parts", "--iterations", 1, "--eval_every", 0).returncode == 0
-    with open(tmp_path / "parts" / "metrics.jsonl", "a") as file:
-        file.write('{"iteration": 2, "rollout/acc')
     assert (
-        small(
-            name, "--run_dir", tmp_path / "parts", "--iterations", 3, "--resume", "--eval_every", 0
-        ).returncode
+        small(name, "--run_dir", tmp_path / "whole", "--iterations", 3, "--eval_every", 0).returncode
         == 0
     )
+    assert (
+        small(name, "--run_dir", tmp_path / "parts", "--iterations", 1, "--eval_every", 0).returncode
+        == 0
+    )
+    with open(tmp_path / "parts" / "metrics.jsonl", "a") as file:
+        file.write('{"iteration": 2, "rollout/acc')
+    rest = ("--iterations", 3, "--resume", "--eval_every", 0)
+    assert small(name, "--run_dir", tmp_path / "parts", *rest).returncode == 0
     whole, parts = untimed(tmp_path / "whole"), untimed(tmp_path / "parts")
     assert [line["iteration"] for line in parts] == [1, 2, 3]
     assert parts[1:] == whole[1:]
@@ -201,17 +315,21 @@ def test_checkpoint_is_an_ordinary_transformers_folder(tmp_path):
     result = small("grpo", "--run_dir", tmp_path, "--save_every", 1, held_out=256)
     assert result.returncode == 0, result.stderr
     (checkpoint,) = tmp_path.glob("checkpoint-*")
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
-        path.name for path in checkpoint.iterdir()
-    }
+    names = {path.name for path in checkpoint.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     problems = load_problems(grpo.Args(), model, tokenizer)[1]
-    inputs = tokenizer([p.prompt for p in problems], return_tensors="pt", padding=True, padding_side="left")
-    answers = model.generate(**inputs, max_new_tokens=32, do_sample=False)[:, inputs.input_ids.shape[1] :]
+    inputs = tokenizer(
+        [p.prompt for p in problems], return_tensors="pt", padding=True, padding_side="left"
+    )
+    answers = model.generate(**inputs, max_new_tokens=32, do_sample=False)[
+        :, inputs.input_ids.shape[1] :
+    ]
     texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
     truncated = (answers != tokenizer.eos_token_id).all(dim=1).tolist()
-    verdicts = [verify(text, p.answer, cut) for text, p, cut in zip(texts, problems, truncated, strict=True)]
+    rows = zip(texts, problems, truncated, strict=True)
+    verdicts = [verify(text, p.answer, cut) for text, p, cut in rows]
     accuracy = sum(reward for reward, _ in verdicts) / len(problems)
     lengths = (answers != tokenizer.pad_token_id).sum(dim=1).float().mean().item()
     assert accuracy == pytest.approx(metrics(tmp_path)[-1]["eval/accuracy"], abs=1e-9)
@@ -226,7 +344,7 @@ def test_rspo_refuses_a_dense_model(tmp_path, tiny_model):
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path / "dense")
     tiny_model[1].save_pretrained(tmp_path / "dense")
-    result = run("rspo", "--model", tmp_path / "dense", "--run_dir", tmp_path / "run")
+    result = run("rspo", "--model", tmp_path / "dense", "--lr", 1e-6, "--run_dir", tmp_path / "run")
     assert result.returncode == 2 and "dense" in result.stderr and "gmpo.py" in result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert small("gmpo", "--model", tmp_path / "dense", "--run_dir", tmp_path / "gmpo").returncode == 0
@@ -237,9 +355,9 @@ def test_help_explains_every_flag(name):
     if name not in ("grpo", "dapo"):
         return  # test_siblings.py sees to it that the others have the same block
     text = run(name, "--help").stdout
-    shared = """seed device dtype model dataset iterations prompts_per_iteration group_size max_new_tokens
-    temperature lr update_epochs num_minibatches micro_batch_size max_grad_norm router_aux_coef eval_every
-    save_every resume run_dir tensorboard"""
+    shared = """seed device dtype model dataset reward iterations prompts_per_iteration group_size
+    max_new_tokens temperature lr update_epochs num_minibatches micro_batch_size max_grad_norm
+    router_aux_coef eval_every save_every resume run_dir tensorboard"""
     for flag in shared.split():
         assert f"--{flag}" in text
 
@@ -250,7 +368,8 @@ def test_grpo_learns(tmp_path):
     result = run("grpo", "--iterations", 12, "--eval_every", 0, "--run_dir", tmp_path)
     assert result.returncode == 0, result.stderr
     (row,) = (line.split() for line in result.stdout.splitlines() if line.startswith("accuracy"))
-    greedy_before, greedy_after, before, after = (float(x.strip("->")) for x in row[1:] if x.strip("->"))
+    numbers = [float(x.strip("->")) for x in row[1:] if x.strip("->")]
+    _, greedy_after, before, after = numbers
     assert 0.2 <= before <= 0.6, "base pass@1"
     assert after >= before + 0.3 and greedy_after >= 0.9
 

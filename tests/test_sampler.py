@@ -39,8 +39,8 @@ def slow_sample(model, prompt, noise, temperature, cap, eos):
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
 def test_logprobs_equal_those_of_the_training_forward(tiny_model, temperature):
-    """14: mixed prompt lengths, shared prefixes, rows that ended and were dropped, temperature other than
-    1."""
+    """14: mixed prompt lengths, shared prefixes, rows that ended and were dropped, temperature other
+    than 1."""
     model, tokenizer = tiny_model
     args, generator = settings(temperature=temperature), torch.Generator().manual_seed(1)
     completions = sample(model, tokenizer, prompts_of(tokenizer, *MIXED), 8, args, generator)
@@ -48,11 +48,11 @@ def test_logprobs_equal_those_of_the_training_forward(tiny_model, temperature):
     batch = collate(completions, "cpu")
     with torch.no_grad():
         outputs = token_logprobs(model, batch, temperature)
-    gap = (outputs.logprobs_BT - batch.sampler_logprobs_NT)[batch.mask_NT].abs().max()
+    gap = (outputs.logprobs_BT - batch.sampler_logprobs_BT)[batch.mask_BT].abs().max()
     assert gap < 1e-4
-    with torch.no_grad():  # and the test can tell: the log-probs at another temperature are different ones
+    with torch.no_grad():  # the test can tell: the log-probs at another temperature are other ones
         other = token_logprobs(model, batch, temperature + 0.2).logprobs_BT
-    assert (other - batch.sampler_logprobs_NT)[batch.mask_NT].abs().max() > 1e-2
+    assert (other - batch.sampler_logprobs_BT)[batch.mask_BT].abs().max() > 1e-2
 
 
 def test_prefix_sharing_and_row_dropping_change_nothing(tiny_model):
@@ -70,7 +70,8 @@ def test_prefix_sharing_and_row_dropping_change_nothing(tiny_model):
 
 
 def test_layout_and_ends(tiny_model):
-    """Row i * G + g belongs to prompt i; the one EOS is the last token; no EOS means cut off at the cap."""
+    """Row i * G + g belongs to prompt i; the one EOS is the last token; no EOS means cut off at the
+    cap."""
     model, tokenizer = tiny_model
     prompts = prompts_of(tokenizer, *MIXED)
     completions = sample(
@@ -89,7 +90,8 @@ def test_samples_follow_the_whole_distribution(tiny_model):
     """No top-k, no top-p, no temperature from elsewhere: first-token frequencies are the softmax, tails
     included."""
     model, tokenizer = copy.deepcopy(tiny_model[0]), tiny_model[1]
-    model.generation_config.update(top_k=1, temperature=0.01, top_p=0.1, do_sample=True)  # must not leak in
+    # These must not leak in.
+    model.generation_config.update(top_k=1, temperature=0.01, top_p=0.1, do_sample=True)
     prompt, n = prompts_of(tokenizer, "57+308=")[0], 40_000
     args = settings(max_new_tokens=1, temperature=1.5)
     completions = sample(model, tokenizer, [prompt], n, args, torch.Generator().manual_seed(4))
@@ -104,7 +106,9 @@ def test_samples_follow_the_whole_distribution(tiny_model):
 def test_greedy_is_the_argmax(tiny_model):
     model, tokenizer = tiny_model
     prompts = prompts_of(tokenizer, *MIXED)
-    for prompt, c in zip(prompts, sample(model, tokenizer, prompts, 1, settings(), greedy=True), strict=True):
+    for prompt, c in zip(
+        prompts, sample(model, tokenizer, prompts, 1, settings(), greedy=True), strict=True
+    ):
         ids = list(prompt)
         for token in c.ids:
             with torch.no_grad():
@@ -117,15 +121,19 @@ def test_first_eos_counts_when_rows_are_dropped_late(tiny_model, monkeypatch):
     completion."""
     model, tokenizer = tiny_model
     prompts = prompts_of(tokenizer, *MIXED)
-    now = sample(model, tokenizer, prompts, 4, settings(), torch.Generator().manual_seed(5), drop_every=1)
-    late = sample(model, tokenizer, prompts, 4, settings(), torch.Generator().manual_seed(5), drop_every=7)
+    now = sample(
+        model, tokenizer, prompts, 4, settings(), torch.Generator().manual_seed(5), drop_every=1
+    )
+    late = sample(
+        model, tokenizer, prompts, 4, settings(), torch.Generator().manual_seed(5), drop_every=7
+    )
     assert [c.ids for c in now] == [c.ids for c in late]
     assert [c.truncated for c in now] == [c.truncated for c in late]
 
 
 def test_several_eos_ids_and_pad_that_is_eos(tiny_model):
-    """All ids of the generation config end a completion, and a pad that shares the EOS's id masks nothing
-    away."""
+    """All ids of the generation config end a completion, and a pad that shares the EOS's id masks
+    nothing away."""
     model, tokenizer = copy.deepcopy(tiny_model[0]), copy.deepcopy(tiny_model[1])
     tokenizer.pad_token = tokenizer.eos_token
     hash_id = tokenizer("#").input_ids[0]
@@ -135,8 +143,10 @@ def test_several_eos_ids_and_pad_that_is_eos(tiny_model):
     )
     ends = Counter(c.ids[-1] for c in completions if not c.truncated)
     assert ends[hash_id] > 0
-    assert all(token not in (hash_id, tokenizer.eos_token_id) for c in completions for token in c.ids[:-1])
-    mask = collate(completions, "cpu").mask_NT
+    assert all(
+        token not in (hash_id, tokenizer.eos_token_id) for c in completions for token in c.ids[:-1]
+    )
+    mask = collate(completions, "cpu").mask_BT
     assert mask.sum(1).tolist() == [len(c.ids) for c in completions]
 
 
@@ -148,13 +158,12 @@ def test_the_eos_is_trained_and_what_follows_is_masked(tiny_model):
     eos = tokenizer.eos_token_id
     rows = [Completion([5, 6], [7, 8, eos], [0.0] * 3), Completion([5], [7, 8, 9, 10, eos], [0.0] * 5)]
     batch = collate(rows, "cpu")
-    assert batch.tokens_NS.tolist() == [[5, 6, 7, 8, eos, 0, 0], [0, 5, 7, 8, 9, 10, eos]]
-    assert batch.attention_NS.tolist() == [[1, 1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1, 1]]
-    assert batch.mask_NT.tolist() == [[True, True, True, False, False], [True] * 5]
+    assert batch.tokens_BS.tolist() == [[5, 6, 7, 8, eos, 0, 0], [0, 5, 7, 8, 9, 10, eos]]
+    assert batch.attention_BS.tolist() == [[1, 1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1, 1]]
+    assert batch.mask_BT.tolist() == [[True, True, True, False, False], [True] * 5]
     lp = torch.zeros(2, 5, dtype=torch.float64, requires_grad=True)
-    loss, _ = grpo.policy_loss(
-        lp, torch.zeros(2, 5), torch.tensor([1.0, -1.0]), batch.mask_NT, 2, 8, grpo.Args()
-    )
+    advantages = torch.tensor([[1.0], [-1.0]])
+    loss, _ = grpo.policy_loss(lp, torch.zeros(2, 5), advantages, batch.mask_BT)
     loss.backward()
     assert (lp.grad[0, :3] != 0).all() and (lp.grad[0, 3:] == 0).all() and (lp.grad[1] != 0).all()
 
@@ -168,15 +177,21 @@ def test_logprob_of_a_row_does_not_depend_on_its_padding(tiny_model):
         for i, row in enumerate(rows):
             alone = token_logprobs(model, collate([row], "cpu"), 1.0)
             n = len(row.ids)
-            torch.testing.assert_close(together.logprobs_BT[i, :n], alone.logprobs_BT[0], atol=1e-5, rtol=0)
-            torch.testing.assert_close(together.entropy_BT[i, :n], alone.entropy_BT[0], atol=1e-5, rtol=0)
+            torch.testing.assert_close(
+                together.logprobs_BT[i, :n], alone.logprobs_BT[0], atol=1e-5, rtol=0
+            )
+            torch.testing.assert_close(
+                together.entropy_BT[i, :n], alone.entropy_BT[0], atol=1e-5, rtol=0
+            )
             assert torch.equal(together.experts_BTLK[i, :n], alone.experts_BTLK[0])
 
 
 def test_chunked_logits_are_the_same(tiny_model):
     """Log-probs, entropies and gradients do not depend on how many logits exist at a time."""
     model, tokenizer = copy.deepcopy(tiny_model[0]), tiny_model[1]
-    batch = collate([Completion(p, [7, 8, 9, 1], [0.0] * 4) for p in prompts_of(tokenizer, *MIXED)], "cpu")
+    batch = collate(
+        [Completion(p, [7, 8, 9, 1], [0.0] * 4) for p in prompts_of(tokenizer, *MIXED)], "cpu"
+    )
     results = []
     for chunk_numbers in (2**26, 3 * 17, 1):
         outputs = token_logprobs(model, batch, 0.7, chunk_numbers=chunk_numbers)
@@ -203,10 +218,12 @@ def test_every_epoch_is_a_permutation_and_position_is_all_the_state():
     assert sum(pieces, []) == stream
 
 
-@pytest.mark.parametrize("lengths", [(3, 9, 4, 4, 2), (5, 5, 5, 5), (4, 5, 4, 6, 4, 5, 30), (1, 1), (7,)])
+@pytest.mark.parametrize(
+    "lengths", [(3, 9, 4, 4, 2), (5, 5, 5, 5), (4, 5, 4, 6, 4, 5, 30), (1, 1), (7,)]
+)
 def test_packed_sequences_do_not_see_each_other(tiny_model, lengths):
-    """Side by side in shared rows, each sequence has the log-probs, entropies, experts and gradients that it
-    has alone; and rows are shared."""
+    """Side by side in shared rows, each sequence has the log-probs, entropies, experts and gradients
+    that it has alone; and rows are shared."""
     model, _ = tiny_model
     model = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(sum(lengths))
