@@ -114,7 +114,7 @@ def load_problems(args, model, tokenizer):
     for prompt, answer in read_dataset(args):
         text = render(prompt, tokenizer, args)
         first = answers.setdefault(text, answer)
-        if not is_same(first, answer):
+        if first != answer and not is_same(first, answer):
             raise UserError(f"--dataset: {text!r:.60} has two gold answers, {first} and {answer}")
     if len(answers) <= args.num_held_out:
         raise UserError(f"--num_held_out {args.num_held_out} leaves none of {len(answers)} problems")

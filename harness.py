@@ -38,7 +38,7 @@ def launch(main, args_class):
         message = str(error)
         if error.__cause__ is not None:
             message += f": {type(error.__cause__).__name__} {error.__cause__}"
-        print(f"{Path(sys.argv[0]).name}: error: {' '.join(message.split())}", file=sys.stderr)
+        tqdm.write(f"{Path(sys.argv[0]).name}: error: {' '.join(message.split())}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -303,7 +303,8 @@ class Run:
                 raise UserError(f"--resume: {folder} cannot be read") from error
         self.cut_lines("metrics.jsonl", state["iteration"])
         self.cut_lines("samples.jsonl", state["iteration"])
-        self.bar = tqdm(total=self.args.iterations, initial=state["iteration"], desc=self.script)
+        self.bar = tqdm(desc=self.script, initial=state["iteration"], total=self.args.iterations)
+        self.bar.leave = False  # it makes room for the results, or for an error
         return state
 
     def cut_lines(self, name, iteration):
@@ -318,8 +319,7 @@ class Run:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"--resume: {path} cannot be used") from error
 
-    def say(self, message):
-        """Prints a line above the progress bar."""
+    def say(self, message):  # above the progress bar
         tqdm.write(message)
 
     def is_due(self, every, iteration):
@@ -358,7 +358,6 @@ class Run:
         """Writes a checkpoint in place of the one before."""
         folder = self.folder / f"checkpoint-{state['iteration']:06d}"
         scratch = self.folder / "checkpoint.tmp"
-        older = self.checkpoints()
         try:
             shutil.rmtree(scratch, ignore_errors=True)
             model.save_pretrained(scratch)
@@ -373,7 +372,7 @@ class Run:
             scratch.rename(folder)
         except Exception as error:  # torch and safetensors have their own for a full disk
             raise UserError(f"{folder} cannot be written; the checkpoint before it is whole") from error
-        for path in older:
+        for path in self.checkpoints()[:-1]:
             shutil.rmtree(path, ignore_errors=True)
 
     def exit_if_stopped(self):

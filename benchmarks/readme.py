@@ -66,16 +66,12 @@ OBJECTIVES = {
     "sapo": SEQUENCE_MEAN + r" f(r_{it})\,A_i,\quad f(r)=\frac4{\tau_i}\,\sigma(\tau_i(r-1))",
 }
 LEGEND = r"""
-A step has $`N`$ completions $`o_i`$ of $`\lvert o_i\rvert`$ tokens. The ratio
-$`r_{it}=\pi(o_{it})/\pi_{\mathrm{old}}(o_{it})`$ is to the policy that made the batch;
-$`s_i=\exp(\frac1{\lvert o_i\rvert}\sum_t\log r_{it})`$. $`A_i`$ is the reward less the mean of its
-group, over the std of the group (dr_grpo: without the std); ppo's $`A_{it}`$ is GAE, whitened.
-$`L_V`$ is the critic's loss, $`H`$ the entropy, and $`L_{\max}`$ the cap on a completion's length.
-$`k_{it}=x-\log x-1`$ with $`x=\pi_{\mathrm{ref}}(o_{it})/\pi(o_{it})`$. $`\mathrm{sg}`$ stops
-the gradient. $`c_{it}`$ is $`\min(\log r_{it},\epsilon)`$ where $`A_i`$ is positive and
-$`\max(\log r_{it},-\epsilon)`$ where it is negative. $`\gamma_{it}`$ is 1 while the router does
-as it did in the rollout, and smaller the more it has shifted. $`\sigma`$ is the sigmoid, and
-$`\tau_i`$ is `tau_pos` where $`A_i`$ is positive, else `tau_neg`.
+A step has $`N`$ completions $`o_i`$; $`r_{it}=\pi(o_{it})/\pi_{\mathrm{old}}(o_{it})`$; $`A_i`$ is the
+reward less the mean of its group, over the group's std (dr_grpo: without), ppo's $`A_{it}`$ whitened
+GAE; $`L_V`$ the critic's loss, $`H`$ the entropy; $`k_{it}=x-\log x-1`$, $`x=\pi_{\mathrm{ref}}/\pi`$;
+$`s_i=\exp(\frac1{\lvert o_i\rvert}\sum_t\log r_{it})`$; $`c_{it}`$ is $`\log r_{it}`$, bounded above by
+$`\epsilon`$ if $`A_i`$ is positive, else below by $`-\epsilon`$; $`\gamma_{it}`$ falls below 1 as the
+router shifts; $`\mathrm{sg}`$ stops the gradient; $`\tau_i`$ is `tau_pos` or `tau_neg`.
 """
 
 
@@ -139,9 +135,11 @@ def policy_loss(name):
 
 
 def lesson():
-    """The diff of grpo's and sapo's policy_loss, below the docstring."""
+    """The diff of grpo's and sapo's policy_loss, between the docstring and the statistics."""
     _, _, old = policy_loss("grpo")
     _, _, new = policy_loss("sapo")
+    old = old[: old.index("    stats = {")]
+    new = new[: new.index("    stats = {")]
     lines = ["```diff"]
     for line in difflib.unified_diff(old, new, "grpo.py", "sapo.py", lineterm="", n=0):
         # Line numbers would count from the beginning of the function, not of the file.
