@@ -25,7 +25,7 @@ the paper's formula has that of one prompt's group.
 
 Run:    python dapo.py
 Expect: on sums of two numbers, as grpo.py: greedy held-out accuracy from 0.4-0.5 to at least 0.97 in
-        half a minute on one CPU core, after one minute for the base model, the first time.
+        forty seconds on one CPU core, after one minute for the base model, the first time.
 """
 
 import time

@@ -19,7 +19,7 @@ as in the paper; leaving it out would only scale A by G/(G-1).
 
 Run:    python dr_grpo.py
 Expect: on sums of two numbers, as grpo.py: greedy held-out accuracy from 0.4-0.5 to at least 0.97 in
-        half a minute on one CPU core, after one minute for the base model, the first time.
+        forty seconds on one CPU core, after one minute for the base model, the first time.
 """
 
 import time

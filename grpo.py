@@ -22,7 +22,7 @@ reference becomes a copy of the policy every n iterations; the optimizer keeps i
 
 Run:    python grpo.py
 Expect: on sums of two numbers, greedy held-out accuracy from 0.4-0.5 to at least 0.97; answers at
-        once, without working, go from half to almost none. Half a minute on one CPU core, after one
+        once, without working, go from half to almost none. Forty seconds on one CPU core, after one
         minute for the base model, the first time.
 """
 

@@ -22,7 +22,7 @@ it exists for advantages (B, T) that are not.
 
 Run:    python gspo.py
 Expect: on sums of two numbers, as grpo.py: greedy held-out accuracy from 0.4-0.5 to at least 0.97 in
-        half a minute on one CPU core, after one minute for the base model, the first time.
+        forty seconds on one CPU core, after one minute for the base model, the first time.
 """
 
 import time

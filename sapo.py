@@ -20,7 +20,7 @@ Left open by the paper: nothing; tau_pos 1.0 and tau_neg 1.05 are the paper's.
 
 Run:    python sapo.py
 Expect: on sums of two numbers, as grpo.py: greedy held-out accuracy from 0.4-0.5 to at least 0.97 in
-        half a minute on one CPU core, after one minute for the base model, the first time.
+        forty seconds on one CPU core, after one minute for the base model, the first time.
 """
 
 import time
