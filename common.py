@@ -1,4 +1,4 @@
-"""What one studies beside a script: problems, tiny model, sampler, verifier, log-probs, statistics.
+"""What all scripts share: problems, tiny model, sampler, verifier, log-probs, statistics.
 
 The suffix of a tensor's name gives its axes: P prompts, G completions per prompt, N = P*G completions
 of a rollout, B rows of the batch at hand (all N or a micro-batch), R rows that are still being sampled,
@@ -55,7 +55,7 @@ def addition_problems():
 
 def read_dataset(args):
     r"""`--dataset` -> [(prompt, gold answer)] in random order, the same for all seeds. A prompt is text
-    or a list of chat messages; gold follows '####', fills a '\boxed{}', or is all of its column."""
+    or a list of chat messages; gold follows '####', fills a '\boxed{}', or is the whole cell."""
     if args.dataset == "addition":
         return addition_problems()
     rows = read_rows(args.dataset, args.dataset_config, args.dataset_split)
@@ -187,8 +187,8 @@ WARM_START = dict(
 
 def demonstration(prompt, rng, recipe):
     """An answer at once ('#### 365'), or worked out ('7+8=15 5+0+1=6 0+3=3 #### 365' for 57+308), or
-    with each step two or three times, so that the cap cuts off the answer of a long sum. Now and then a
-    step is wrong, and with it all that follows."""
+    with each step two or three times, so that the cap cuts off the answer of a long sum. Now and then
+    the result of a step is drawn at random, and its carry and digit go into the rest."""
     a, b = [int(number) for number in prompt[:-1].split("+")]
     style = rng.random()
     if style < recipe["direct"]:
@@ -255,7 +255,9 @@ def train_base_model(steps, recipe):
     torch.manual_seed(recipe["seed"])
     model = transformers.Qwen3MoeForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, betas=(0.9, 0.98))
-    prompts = [prompt for prompt, _ in addition_problems()[256:]]  # the others are held out
+    prompts = [
+        prompt for prompt, _ in addition_problems()[256:]
+    ]  # the first 256 are held out by default
     for step in tqdm(range(steps), desc="warm start (only once)", unit="step", mininterval=0.5):
         chosen = rng.choices(prompts, k=recipe["batch_size"])
         answers = [demonstration(prompt, rng, recipe) + tokenizer.eos_token for prompt in chosen]
@@ -279,8 +281,8 @@ def load_model(args):
     """`--model` -> (model in float32 with dropout off, its tokenizer). Runs no code from its folder."""
     source = args.model
     if args.model == "tiny-moe":
-        # Its operators are too small for more than one thread: with several, each spends its time
-        # waiting for the others, ten times as long when another program uses a core.
+        # Its operators are so small that several threads mostly wait for each other, and ten times
+        # longer when another program occupies a core.
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)
         source = base_model(args.warm_start_steps)
@@ -361,10 +363,10 @@ def end_ids(model, tokenizer):
 
 @torch.inference_mode()
 def sample(model, tokenizer, prompts, group_size, args, generator=None, greedy=False, drop_every=None):
-    """`group_size` completions for each prompt (token ids), side by side: [Completion]. They come from
-    the whole distribution at `--temperature` (no top-k, no top-p), or greedily. A prompt is run once,
-    and its cache copied to its group; rows leave the batch when they have ended. All noise is drawn in
-    advance, so that what a row becomes does not depend on which others are left."""
+    """[Completion], `group_size` for each prompt (a list of token ids), next to each other. They come
+    from the whole distribution at `--temperature` (no top-k, no top-p), or greedily. A prompt is run
+    once, and its cache copied to its group; rows leave the batch when they have ended. All noise is
+    drawn in advance, so that what a row becomes does not depend on which others are left."""
     device = model.device
     N = len(prompts) * group_size
     max_new_tokens = args.max_new_tokens
@@ -375,7 +377,7 @@ def sample(model, tokenizer, prompts, group_size, args, generator=None, greedy=F
     ids_NT = torch.zeros_like(noise_NT, dtype=torch.long)
     logprobs_NT = torch.zeros_like(noise_NT)
 
-    rows_R = torch.arange(N, device=device)  # the completions that the rows belong to
+    rows_R = torch.arange(N, device=device)  # which completion each row is
     ended_R = torch.zeros(N, dtype=torch.bool, device=device)
     cache = transformers.DynamicCache(config=model.config)
     tokens = pad(prompts, device, left=True)
@@ -479,7 +481,8 @@ MEASURED = rf"(.*[0-9])((?: (?:square |cubic )?{UNIT})?(?:(?: per |/){UNIT})?)"
 
 
 def final_answer(text):
-    r"""What the last '\boxed' holds, or the line after the last '####' if that is later, or None."""
+    r"""What the last '\boxed' holds, or what follows the last '####' on its line if that is later or
+    the box holds nothing; None if there is neither."""
     marker = text.rfind("####")
     box = text.rfind("\\boxed")
     found = ""
@@ -618,8 +621,8 @@ def collate(completions, device):
 
 
 def row_width(lengths):
-    """Tokens in a packed row: the longest sequence, or two typical ones where that is more, lest a few
-    long sequences leave half of every other row empty."""
+    """Tokens in a packed row: the longest sequence, and where that is much longer than a typical one,
+    at least two typical ones, lest a few long sequences leave half of every other row empty."""
     longest = max(lengths)
     typical = sorted(lengths)[len(lengths) * 3 // 4]  # three quarters are no longer
     if longest > 1.3 * typical:
@@ -680,8 +683,8 @@ class TokenOutputs(NamedTuple):
 
 
 def token_logprobs(model, batch, temperature, dtype="float32", chunk_numbers=2**26):
-    """Log-probs and entropies of the response tokens at the sampling temperature, in float32. If there
-    are more than `chunk_numbers` logits, they are made in chunks, once more in the backward pass."""
+    """Log-probs and entropies of the response tokens at the sampling temperature, in float32. More than
+    `chunk_numbers` logits are made in chunks, and again in the backward pass, to save memory."""
     mask_BT = batch.mask_BT
     T = mask_BT.shape[1]
     K = getattr(model.config, "num_experts_per_tok", 0)
@@ -695,8 +698,8 @@ def token_logprobs(model, batch, temperature, dtype="float32", chunk_numbers=2**
 
     with torch.autocast(mask_BT.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
         output, place_BS, real = forward_packed(model.base_model, batch, **router_kwargs)
-        predicts_BT = place_BS[:, -T - 1 : -1]  # the token at s is predicted at s - 1
-        hidden = output.last_hidden_state.flatten(0, 1)[predicts_BT[mask_BT]]
+        predictor_BT = place_BS[:, -T - 1 : -1]  # the token at s is predicted at s - 1
+        hidden = output.last_hidden_state.flatten(0, 1)[predictor_BT[mask_BT]]
         tokens = batch.tokens_BS[:, -T:][mask_BT]
         chunk_size = max(1, chunk_numbers // model.config.vocab_size)
         chunks = list(zip(hidden.split(chunk_size), tokens.split(chunk_size), strict=True))
@@ -715,7 +718,7 @@ def token_logprobs(model, batch, temperature, dtype="float32", chunk_numbers=2**
     layers = [logits.float() for logits in output.router_logits]  # each (packed tokens, E)
     num_experts = layers[0].shape[-1]
     aux_loss = load_balancing_loss_func(tuple(layers), num_experts, K, real)  # without padding
-    router_logits = tuple(logits[predicts_BT] for logits in layers)
+    router_logits = tuple(logits[predictor_BT] for logits in layers)
     experts = [logits.detach().topk(K).indices.sort().values for logits in router_logits]
     return TokenOutputs(logprobs_BT, entropy_BT, aux_loss, router_logits, torch.stack(experts, dim=2))
 
@@ -779,7 +782,7 @@ def transcripts(problems, completions, verdicts):
 
 def evaluate(model, tokenizer, problems, args, verify):
     """Held-out problems, answered once greedily and once at the training temperature with fixed noise:
-    {"greedy", "sampled": as by `describe`, "examples": [[prompt, text]]}."""
+    {"greedy", "sampled": as by `describe`, "examples": [[prompt, sampled text]]}."""
     results = {}
     batch_size = args.prompts_per_iteration * args.group_size
     for name in ("greedy", "sampled"):

@@ -73,7 +73,7 @@ class Args:
     tensorboard: bool = HfArg(default=False, help="also write the metrics for TensorBoard")
     warm_start_steps: int = HfArg(default=1200, help="supervised steps of the tiny MoE before RL")
     # the algorithm's own
-    log_ratio_clip: float = HfArg(default=0.4, help="bound on |log r|: above if A > 0, else below")
+    log_ratio_clip: float = HfArg(default=0.4, help="log r at most this if A > 0, else at least -this")
     clip_level: Literal["token", "sequence"] = HfArg(default="token", help="each token, or their sum")
 
 
@@ -124,12 +124,12 @@ def policy_loss(
         # [1] c_t = min(l_t, eps) where A > 0, max(l_t, -eps) where A < 0
         l_BT = logratio_BT
     else:
-        # The counter-example: the same for the whole product, that is for the sum, (B, 1), of the l_t.
+        # The paper's counter-example, one clip for a completion: l, and c, is the sum, (B, 1).
         l_BT = logratio_BT.sum(1, keepdim=True)
     capped_BT = l_BT.clamp(max=log_ratio_clip)
     floored_BT = l_BT.clamp(min=-log_ratio_clip)
     c_BT = torch.where(advantages_B1 > 0, capped_BT, floored_BT)
-    # Where the clip binds: there it takes the gradient away.
+    # Where the clip takes the gradient away: A < 0 and l < -eps, or A > 0 and l > eps.
     clips_low_BT = (l_BT < c_BT) & (advantages_B1 < 0)
     clips_high_BT = (l_BT > c_BT) & (advantages_B1 > 0)
     stats = {
@@ -139,8 +139,8 @@ def policy_loss(
         "clipfrac_high": masked_mean(clips_high_BT.float(), mask_BT),
     }
     # A exp(1/|o_i| sum_t c_it); on padding c is 0
-    log_mean_B1 = c_BT.sum(1, keepdim=True) / length_B1
-    objective_B1 = advantages_B1 * log_mean_B1.exp()
+    log_geometric_mean_B1 = c_BT.sum(1, keepdim=True) / length_B1
+    objective_B1 = advantages_B1 * log_geometric_mean_B1.exp()
     loss = -objective_B1.sum() / num_sequences
     return loss, {name: value.detach() for name, value in stats.items()}
 
@@ -155,9 +155,9 @@ def main(args):
     train_problems, held_out_problems = load_problems(args, model, tokenizer)
     generator = torch.Generator().manual_seed(args.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0)
-    parts = {"optimizer": optimizer}  # what a checkpoint holds beside the policy
+    parts = {"optimizer": optimizer}  # what a checkpoint holds besides the policy
     state = run.restore(model, generator, **parts)
-    if "before" not in state:
+    if "before" not in state:  # a resumed run has it already
         state["before"] = evaluate(model, tokenizer, held_out_problems, args, verify)
 
     for iteration in range(state["iteration"] + 1, args.iterations + 1):
@@ -182,9 +182,9 @@ def main(args):
         # ------------------------------------------------------------------------------- advantages
         advantages_N1 = compute_advantages(rewards_PG).view(-1, 1).to(args.device)
 
-        # ---------------------------------------------- old log-probs, by the forward of the update
-        # Not the sampler's, which differ by rounding: with the same rows in the same micro-batches as
-        # in the update, which is why they are not shuffled, the first ratio is exactly 1.
+        # -------------------------------------------------------------- old and reference log-probs
+        # Recomputed, since the sampler's log-probs differ by rounding. Rows are not shuffled, so that
+        # this pass and the update use the same micro-batches: the first ratio is then exactly 1.
         rows_N = torch.arange(len(completions), device=args.device)
         minibatches = rows_N.tensor_split(args.num_minibatches)
         old_logprobs = []
@@ -222,7 +222,7 @@ def main(args):
                         num_sequences=num_sequences,
                     )
                     # The aux loss is a mean over its micro-batch, so it is weighted by the share of the
-                    # step in it. It alone depends, slightly, on how a step is split.
+                    # step in it; it alone depends, slightly, on --micro_batch_size.
                     share = len(rows) / num_sequences
                     total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
                     total_loss.backward()

@@ -134,7 +134,7 @@ def policy_loss(
     clipped_BT = ratio_BT.clamp(1 - clip_eps_low, 1 + clip_eps_high)
     # PPO's pessimistic bound, the smaller of r A and clip(r) A
     objective_BT = torch.min(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
-    # Where the clip binds: there it takes the gradient away.
+    # Where the clip takes the gradient away: A < 0 and r < 1 - eps, or A > 0 and r > 1 + eps.
     clips_low_BT = (ratio_BT < clipped_BT) & (advantages_BT < 0)
     clips_high_BT = (ratio_BT > clipped_BT) & (advantages_BT > 0)
     stats = {
@@ -159,9 +159,9 @@ def main(args):
     train_problems, held_out_problems = load_problems(args, model, tokenizer)
     generator = torch.Generator().manual_seed(args.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0)
-    parts = {"optimizer": optimizer}  # what a checkpoint holds beside the policy
+    parts = {"optimizer": optimizer}  # what a checkpoint holds besides the policy
     state = run.restore(model, generator, **parts)
-    if "before" not in state:
+    if "before" not in state:  # a resumed run has it already
         state["before"] = evaluate(model, tokenizer, held_out_problems, args, verify)
 
     for iteration in range(state["iteration"] + 1, args.iterations + 1):
@@ -186,9 +186,9 @@ def main(args):
         # ------------------------------------------------------------------------------- advantages
         advantages_N1 = compute_advantages(rewards_PG).view(-1, 1).to(args.device)
 
-        # ---------------------------------------------- old log-probs, by the forward of the update
-        # Not the sampler's, which differ by rounding: with the same rows in the same micro-batches as
-        # in the update, which is why they are not shuffled, the first ratio is exactly 1.
+        # -------------------------------------------------------------- old and reference log-probs
+        # Recomputed, since the sampler's log-probs differ by rounding. Rows are not shuffled, so that
+        # this pass and the update use the same micro-batches: the first ratio is then exactly 1.
         rows_N = torch.arange(len(completions), device=args.device)
         minibatches = rows_N.tensor_split(args.num_minibatches)
         old_logprobs = []
@@ -227,7 +227,7 @@ def main(args):
                         num_sequences=num_sequences,
                     )
                     # The aux loss is a mean over its micro-batch, so it is weighted by the share of the
-                    # step in it. It alone depends, slightly, on how a step is split.
+                    # step in it; it alone depends, slightly, on --micro_batch_size.
                     share = len(rows) / num_sequences
                     total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
                     total_loss.backward()

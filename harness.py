@@ -186,7 +186,7 @@ def checkpoint_hashes(folder):
 
 
 def read_checkpoint(folder):
-    """What `Run.save` saved beside the policy. ValueError if a file is not as it was written."""
+    """What `Run.save` saved besides the policy. ValueError if a file is not as it was written."""
     damaged = zipfile.ZipFile(folder / STATE).testzip()
     if damaged is not None:
         raise ValueError(f"{STATE} is damaged at {damaged}")
@@ -201,7 +201,7 @@ def read_checkpoint(folder):
 class Run:
     """The folder of a run, `--run_dir`. Only one process at a time may hold it.
 
-    settings.json      the arguments; whoever resumes must have the same
+    settings.json      the arguments; a resumed run must have the same
     metrics.jsonl      a line for each iteration
     samples.jsonl      some completions of each iteration
     checkpoint-NNNNNN  the newest checkpoint: a transformers folder with the rest of the state in it,

@@ -15,10 +15,10 @@ Left open by the papers: the critic (here a second copy of the base model with a
 starts at zero; V_t is read where o_t is predicted, and after the last token V is 0, or the critic's
 value there if the completion was truncated); gamma 1, so that a right answer is worth the same
 however long it is; beta 0.02; d 0.2; c_e 0; c_v 0.5, which matters only where the critic's gradient
-is clipped, since the two models share no weights. One completion for each of 256 prompts: as many
-completions as the siblings'. The critic has a higher learning rate, since it has to learn from
-nothing: at the policy's 2e-4 it explains 2 to 4 % of the variance of the returns in the last ten
-iterations, at 2e-3 8 to 14 %. With --kl_coef 0 there is no reference.
+is clipped, since the models share no weights and AdamW ignores the scale of a gradient. One completion
+for each of 256 prompts: as many completions as the siblings'. The critic has a higher learning rate,
+since it has to learn from nothing: at the policy's 2e-4 it explains 2 to 4 % of the variance of the
+returns in the last ten iterations, at 2e-3 8 to 14 %. With --kl_coef 0 there is no reference.
 
 Run:    python ppo.py
 Expect: on sums of two numbers, greedy held-out accuracy from 0.4-0.5 to at least 0.95 in one minute
@@ -115,7 +115,7 @@ def compute_gae(rewards_BT, values_BT, mask_BT, gamma, lam):
     """(advantages, returns), both (B, T), 0 on padding: generalized advantage estimation.
 
     Responses begin at t = 0, and the value after their last token is 0; for one that was cut off, the
-    caller adds gamma times the value there to its last reward, which comes to the same.
+    caller adds gamma times the value there to its last reward, which is the same as bootstrapping.
     """
     mask_BT = mask_BT.bool()
     rewards_BT = torch.where(mask_BT, rewards_BT, 0)
@@ -189,7 +189,7 @@ def policy_loss(
     clipped_BT = ratio_BT.clamp(1 - clip_eps_low, 1 + clip_eps_high)
     # PPO's pessimistic bound, the smaller of r A and clip(r) A
     objective_BT = torch.min(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
-    # Where the clip binds: there it takes the gradient away.
+    # Where the clip takes the gradient away: A < 0 and r < 1 - eps, or A > 0 and r > 1 + eps.
     clips_low_BT = (ratio_BT < clipped_BT) & (advantages_BT < 0)
     clips_high_BT = (ratio_BT > clipped_BT) & (advantages_BT > 0)
     stats = {
@@ -216,12 +216,12 @@ def main(args):
     critic_group = {"params": list(critic.parameters()), "lr": args.critic_lr}
     policy_group = {"params": list(model.parameters()), "lr": args.lr}
     optimizer = torch.optim.AdamW([policy_group, critic_group], weight_decay=0.0)
-    parts = {"optimizer": optimizer, "critic": critic}  # what a checkpoint holds beside the policy
+    parts = {"optimizer": optimizer, "critic": critic}  # what a checkpoint holds besides the policy
     if args.kl_coef > 0:
         ref_model = copy.deepcopy(model)
         parts["reference"] = ref_model
     state = run.restore(model, generator, **parts)
-    if "before" not in state:
+    if "before" not in state:  # a resumed run has it already
         state["before"] = evaluate(model, tokenizer, held_out_problems, args, verify)
 
     for iteration in range(state["iteration"] + 1, args.iterations + 1):
@@ -243,9 +243,9 @@ def main(args):
         verdicts = [verify(c.text, answer, c.truncated) for c, answer in pairs]
         rewards_N = torch.tensor([reward for reward, _ in verdicts], device=args.device)
 
-        # ---------------------------------------------- old log-probs, by the forward of the update
-        # Not the sampler's, which differ by rounding: with the same rows in the same micro-batches as
-        # in the update, which is why they are not shuffled, the first ratio is exactly 1.
+        # -------------------------------------------------------------- old and reference log-probs
+        # Recomputed, since the sampler's log-probs differ by rounding. Rows are not shuffled, so that
+        # this pass and the update use the same micro-batches: the first ratio is then exactly 1.
         rows_N = torch.arange(len(completions), device=args.device)
         minibatches = rows_N.tensor_split(args.num_minibatches)
         old_logprobs = []
@@ -277,13 +277,13 @@ def main(args):
         length_N1 = batch.mask_BT.sum(1, keepdim=True)
         value_after_N1 = values_NU.gather(1, length_N1)
         is_cut_off_N1 = torch.tensor([[c.truncated] for c in completions], device=args.device)
-        # rew_t = -beta log(pi_old / pi_ref); at the last token, R and, if there is no EOS, gamma V
-        # after it
+        # rew_t = -beta log(pi_old / pi_ref); the last token adds R, and gamma V if it was cut off
         last_reward_N1 = rewards_N[:, None] + is_cut_off_N1 * args.gamma * value_after_N1
         token_rewards_NT = torch.zeros_like(old_logprobs_NT)
         if args.kl_coef > 0:
             log_ratio_NT = torch.where(batch.mask_BT, old_logprobs_NT - torch.cat(ref_logprobs), 0)
             token_rewards_NT = -args.kl_coef * log_ratio_NT
+            # The plain estimator, of pi_old; grpo.py's kl_ref is k3, of the policy during the update.
             meter.add("losses", {"kl_ref": masked_mean(log_ratio_NT, batch.mask_BT)}, 1)
         token_rewards_NT = token_rewards_NT.scatter_add(1, length_N1 - 1, last_reward_N1)
         advantages_NT, returns_NT = compute_gae(
@@ -324,7 +324,7 @@ def main(args):
                     entropy = torch.where(micro.mask_BT, outputs.entropy_BT, 0).sum() / num_tokens
                     total_loss = loss + args.value_coef * critic_loss - args.entropy_coef * entropy
                     # The aux loss is a mean over its micro-batch, so it is weighted by the share of the
-                    # step in it. It alone depends, slightly, on how a step is split.
+                    # step in it; it alone depends, slightly, on --micro_batch_size.
                     share = len(rows) / num_sequences
                     total_loss = total_loss + args.router_aux_coef * outputs.aux_loss * share
                     total_loss.backward()

@@ -15,12 +15,12 @@ Parent: gmpo.py. Differs only in:
      has shifted, damps completions whose ratio compares two different subnetworks.
   2. Token-level clip only: no --clip_level.
 
-Left open by the paper: how gamma enters, since text and formula differ. --shift damped (J above) is
-the text, gamma "after token-level clipping", and damps both signs of A. --shift literal is the formula
-as printed, c + sgn(A) log gamma: its product is raised to the power sgn(A), so it amplifies A < 0 where
-the router has shifted. --shift before_clip is the paper's second version, and what public
-implementations do: gamma times the ratio inside the clip; it damps both signs. A dense model is
-refused: there it is gmpo.py.
+Left open by the paper's first version: how gamma enters, since its text and its formula differ. --shift
+damped (J above) is the text, gamma "after token-level clipping", whatever the sign of A. --shift
+literal is the formula as printed, c + sgn(A) log gamma: its product is raised to the power sgn(A), so
+it amplifies A < 0 where the router has shifted. --shift before_clip is the second version, and what
+public implementations do: gamma times the ratio, then clipped, so for A > 0 a ratio up to e^eps / gamma
+keeps its gradient. A dense model is refused: there it is gmpo.py.
 
 Run:    python rspo.py
 Expect: on sums of two numbers, as grpo.py: greedy held-out accuracy from 0.4-0.5 to at least 0.97 in
@@ -77,7 +77,7 @@ class Args:
     tensorboard: bool = HfArg(default=False, help="also write the metrics for TensorBoard")
     warm_start_steps: int = HfArg(default=1200, help="supervised steps of the tiny MoE before RL")
     # the algorithm's own
-    log_ratio_clip: float = HfArg(default=0.4, help="bound on |log r|: above if A > 0, else below")
+    log_ratio_clip: float = HfArg(default=0.4, help="log r at most this if A > 0, else at least -this")
     gamma_min: float = HfArg(default=0.8, help="floor of the router shift factor gamma")
     shift: Literal["damped", "literal", "before_clip"] = HfArg(default="damped", help="see the header")
 
@@ -106,7 +106,7 @@ def active_scores(router_logits, experts_BTLK):
 
 
 def router_shift(scores_BTLK, old_scores_BTLK):
-    """[1] gamma = exp(-1/L sum_l 1/K sum_k |log p - log p_old|), (B, T), still without floor."""
+    """[1] gamma, (B, T), before its floor: exp(-1/L sum_l 1/K sum_k |log p - log p_old|)."""
     return (-(scores_BTLK - old_scores_BTLK).abs().mean(dim=(2, 3))).exp()
 
 
@@ -160,7 +160,7 @@ def policy_loss(
         log_weight_BT = c_BT + advantages_B1.sign() * log_gamma_BT
     else:  # before_clip: gamma is in l already
         log_weight_BT = c_BT
-    # Where the clip binds: there it takes the gradient away.
+    # Where the clip takes the gradient away: A < 0 and l < -eps, or A > 0 and l > eps.
     clips_low_BT = (l_BT < c_BT) & (advantages_B1 < 0)
     clips_high_BT = (l_BT > c_BT) & (advantages_B1 > 0)
     stats = {
@@ -169,9 +169,9 @@ def policy_loss(
         "clipfrac_low": masked_mean(clips_low_BT.float(), mask_BT),
         "clipfrac_high": masked_mean(clips_high_BT.float(), mask_BT),
     }
-    # A exp(1/|o_i| sum_t (c_it + log gamma_it)); on padding both are 0
-    log_mean_B1 = log_weight_BT.sum(1, keepdim=True) / length_B1
-    objective_B1 = advantages_B1 * log_mean_B1.exp()
+    # A exp(1/|o_i| sum_t log weight_it); on padding log weight is 0
+    log_geometric_mean_B1 = log_weight_BT.sum(1, keepdim=True) / length_B1
+    objective_B1 = advantages_B1 * log_geometric_mean_B1.exp()
     loss = -objective_B1.sum() / num_sequences
     return loss, {name: value.detach() for name, value in stats.items()}
 
@@ -190,9 +190,9 @@ def main(args):
     train_problems, held_out_problems = load_problems(args, model, tokenizer)
     generator = torch.Generator().manual_seed(args.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0)
-    parts = {"optimizer": optimizer}  # what a checkpoint holds beside the policy
+    parts = {"optimizer": optimizer}  # what a checkpoint holds besides the policy
     state = run.restore(model, generator, **parts)
-    if "before" not in state:
+    if "before" not in state:  # a resumed run has it already
         state["before"] = evaluate(model, tokenizer, held_out_problems, args, verify)
 
     for iteration in range(state["iteration"] + 1, args.iterations + 1):
@@ -217,9 +217,9 @@ def main(args):
         # ------------------------------------------------------------------------------- advantages
         advantages_N1 = compute_advantages(rewards_PG).view(-1, 1).to(args.device)
 
-        # ---------------------------------------------- old log-probs, by the forward of the update
-        # Not the sampler's, which differ by rounding: with the same rows in the same micro-batches as
-        # in the update, which is why they are not shuffled, the first ratio is exactly 1.
+        # -------------------------------------------------------------- old and reference log-probs
+        # Recomputed, since the sampler's log-probs differ by rounding. Rows are not shuffled, so that
+        # this pass and the update use the same micro-batches: the first ratio is then exactly 1.
         rows_N = torch.arange(len(completions), device=args.device)
         minibatches = rows_N.tensor_split(args.num_minibatches)
         old_logprobs = []
@@ -251,7 +251,7 @@ def main(args):
                     micro = batch.rows(rows)
                     outputs = token_logprobs(model, micro, args.temperature, args.dtype)
                     scores_BTLK = active_scores(outputs.router_logits, old_experts_NTLK[rows])
-                    shift_BT = router_shift(scores_BTLK, old_scores_NTLK[rows])
+                    gamma_BT = router_shift(scores_BTLK, old_scores_NTLK[rows])
                     loss, stats = policy_loss(
                         outputs.logprobs_BT,
                         old_logprobs_NT[rows],
@@ -260,11 +260,11 @@ def main(args):
                         log_ratio_clip=args.log_ratio_clip,
                         gamma_min=args.gamma_min,
                         shift=args.shift,
-                        router_shift_BT=shift_BT,
+                        router_shift_BT=gamma_BT,
                         num_sequences=num_sequences,
                     )
                     # The aux loss is a mean over its micro-batch, so it is weighted by the share of the
-                    # step in it. It alone depends, slightly, on how a step is split.
+                    # step in it; it alone depends, slightly, on --micro_batch_size.
                     share = len(rows) / num_sequences
                     total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
                     total_loss.backward()
@@ -273,7 +273,7 @@ def main(args):
                     stats["entropy"] = masked_mean(outputs.entropy_BT, micro.mask_BT)
                     meter.add("losses", stats, num_micro_tokens)
                     router = router_stats(outputs, old_experts_NTLK[rows], micro.mask_BT)
-                    router["router_shift"] = masked_mean(shift_BT, micro.mask_BT)
+                    router["router_shift"] = masked_mean(gamma_BT, micro.mask_BT)
                     meter.add("moe", router, num_micro_tokens)
                     meter.add("moe", {"aux_loss": outputs.aux_loss}, len(rows))
                     if epoch == 0 and step == 0:  # nothing has been updated yet: the ratio has to be 1
