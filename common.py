@@ -579,10 +579,11 @@ def load_verifier(args):
         raise UserError(f"--reward {args.reward} cannot be loaded as FILE.py:FUNCTION") from error
 
     def checked(text, answer, truncated=False):
-        reward, why = function(text, answer, truncated)
-        if not math.isfinite(reward) or why not in verdicts:
-            message = f"returned {reward}, {why}, not a finite number and one of {', '.join(verdicts)}"
-            raise UserError(f"--reward {args.reward} {message}")
+        result = function(text, answer, truncated)
+        reward, why = result if isinstance(result, tuple) and len(result) == 2 else (math.nan, "")
+        if not isinstance(reward, (int, float)) or not math.isfinite(reward) or why not in verdicts:
+            expected = f"(a finite number, one of {', '.join(verdicts)})"
+            raise UserError(f"--reward {args.reward} returned {result!r:.80}, not {expected}")
         return float(reward), why
 
     return checked
@@ -773,10 +774,13 @@ def describe(completions, verdicts, group_size=1, prefix=""):
 
 
 def transcripts(problems, completions, verdicts):
-    """The first completion of each of the first four problems: [{prompt, completion, verdict}]."""
+    """The first completion of each of the first four problems, to be read: [dict]."""
     group_size = len(completions) // len(problems)
     rows = zip(problems, completions[::group_size], verdicts[::group_size], strict=True)
-    samples = [{"prompt": p.prompt, "completion": c.text, "verdict": why} for p, c, (_, why) in rows]
+    samples = []
+    for p, c, (reward, why) in rows:
+        sample = {"prompt": p.prompt, "completion": c.text, "answer": p.answer}
+        samples.append({**sample, "reward": reward, "verdict": why})
     return samples[:4]
 
 

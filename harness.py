@@ -123,13 +123,13 @@ def read_rows(name, config, split):
 
 
 def read_json_lines(path):
-    """[dict]; ValueError with the number of a line that is none."""
+    """[dict]; ValueError with the number of a line that is no JSON object."""
     rows = []
     text = path.read_text(encoding="utf-8")
     for number, line in enumerate(text.split("\n"), 1):  # other separators are allowed inside a string
         if line.strip():
             try:
-                rows.append(dict(json.loads(line, parse_float=Decimal)))
+                rows.append({**json.loads(line, parse_float=Decimal)})
             except (ValueError, TypeError) as error:
                 raise ValueError(f"line {number}: {error}") from error
     return rows
@@ -225,7 +225,9 @@ class Run:
             message = f"--run_dir {self.folder} cannot be written, or is in use by another process"
             raise UserError(message) from error
         if has_begun and not args.resume:
-            raise UserError(f"{self.folder} holds another run: --resume it, or give another --run_dir")
+            raise UserError(
+                f"{self.folder} holds a run: --resume continues it, --run_dir starts another"
+            )
         if has_begun:
             self.compare_settings()
         if args.tensorboard:
@@ -276,10 +278,8 @@ class Run:
     def on_signal(self, number, frame):
         """The first signal ends the run after its iteration and a checkpoint, the second at once."""
         signal.signal(number, signal.SIG_DFL)
-        words = ["python", *sys.argv]
-        if "--resume" not in words:
-            words.append("--resume")
-        tqdm.write(f"stopping after this iteration; to go on: {shlex.join(words)}", file=sys.stderr)
+        words = ["python", *sys.argv] if "--resume" in sys.argv else ["python", *sys.argv, "--resume"]
+        tqdm.write(f"stopping after this iteration; to resume: {shlex.join(words)}", file=sys.stderr)
         self.stop = True
 
     def restore(self, model, generator, **parts):

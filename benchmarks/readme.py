@@ -67,11 +67,11 @@ OBJECTIVES = {
 }
 LEGEND = r"""
 A step has $`N`$ completions $`o_i`$; $`r_{it}=\pi(o_{it})/\pi_{\mathrm{old}}(o_{it})`$; $`A_i`$ is the
-reward less the mean of its group, over the group's std (dr_grpo: without), ppo's $`A_{it}`$ whitened
-GAE; $`L_V`$ the critic's loss, $`H`$ the entropy; $`k_{it}=x-\log x-1`$, $`x=\pi_{\mathrm{ref}}/\pi`$;
-$`s_i=\exp(\frac1{\lvert o_i\rvert}\sum_t\log r_{it})`$; $`c_{it}`$ is $`\log r_{it}`$, bounded above by
-$`\epsilon`$ if $`A_i`$ is positive, else below by $`-\epsilon`$; $`\gamma_{it}`$ falls below 1 as the
-router shifts; $`\mathrm{sg}`$ stops the gradient; $`\tau_i`$ is `tau_pos` or `tau_neg`.
+reward minus its group's mean, divided by the group's std (dr_grpo: not divided); ppo's
+$`A_{it}`$ is whitened GAE, $`L_V`$ the critic's loss, $`H`$ the entropy; $`k_{it}=x-\log x-1`$,
+$`x=\pi_{\mathrm{ref}}/\pi`$; $`s_i=\exp(\frac1{\lvert o_i\rvert}\sum_t\log r_{it})`$; $`c_{it}`$ is $`\log r_{it}`$,
+bounded above by $`\epsilon`$ if $`A_i`$ is positive, else below by $`-\epsilon`$; $`\gamma_{it}`$ falls
+below 1 as the router shifts; $`\mathrm{sg}`$ stops the gradient; $`\tau_i`$ is `tau_pos` or `tau_neg`.
 """
 
 
@@ -117,7 +117,10 @@ def nine():
         else:
             rows.append([script, formula, "(the root: a critic, GAE, KL in the reward)", "", ""])
     header = ["script and paper", "objective, maximised", "what differs from its parent", "parent"]
-    return [*markdown([*header, "changed lines"], rows, "llllr"), *LEGEND.rstrip().splitlines()]
+    return [
+        *markdown([*header, "changed lines, header aside"], rows, "llllr"),
+        *LEGEND.rstrip().splitlines(),
+    ]
 
 
 def policy_loss(name):

@@ -306,7 +306,7 @@ def test_a_used_run_folder(finished, tmp_path, monkeypatch):
     before = (folder / "metrics.jsonl").read_bytes()
     for name in ("base_model", "read_dataset"):
         monkeypatch.setattr(common, name, lambda *args: pytest.fail("loaded"))
-    refused("grpo", "--run_dir", folder, expected="holds another run")
+    refused("grpo", "--run_dir", folder, expected="holds a run")
     refused("grpo", "--run_dir", folder, "--resume", "--lr", 1e-3, expected="has lr 0.0002, not 0.001")
     refused("sapo", "--run_dir", folder, "--resume", expected="has script grpo, not sapo")
     settings = folder / "settings.json"

@@ -275,6 +275,15 @@ def test_the_line_of_damaged_json_is_named(tmp_path):
     assert "line 4" in str(refusal.value.__cause__)
 
 
+@pytest.mark.parametrize("text", ['[{"question": "1+1=", "answer": "2"}]', "[1]", "3", '"question"'])
+def test_lines_that_are_no_objects(text, tmp_path):
+    """A list of one row with two columns must not be read as a row with one column."""
+    path = tmp_path / "data.json"
+    path.write_text(text + "\n")
+    with pytest.raises(UserError, match="cannot be read"):
+        golds(path)
+
+
 def test_the_same_prompt_with_two_gold_answers(tmp_path, tiny_model):
     rows = [("1+1=", "2"), ("2+2=", "4"), ("1+1=", "2.0"), ("2+2=", "5")]
     path = tmp_path / "data.jsonl"
@@ -394,6 +403,12 @@ def length(text, answer, truncated):
 def word(text, answer, truncated):
     return 1.0, "perfect"
 
+def no_pair(text, answer, truncated):
+    return 1.0
+
+def no_reward(text, answer, truncated):
+    return None, "wrong"
+
 def not_a_number(text, answer, truncated):
     return float("nan"), "wrong"
 """
@@ -424,8 +439,10 @@ def test_a_reward_of_ones_own(reward_file, tmp_path, tiny_model):
 @pytest.mark.parametrize(
     "function, expected",
     [
-        ("word", "returned 1.0, perfect, not a finite number and one of correct, wrong"),
-        ("not_a_number", "returned nan, wrong"),
+        ("word", "returned (1.0, 'perfect'), not (a finite number, one of correct, wrong"),
+        ("not_a_number", "returned (nan, 'wrong'), not (a finite number"),
+        ("no_pair", "returned 1.0, not (a finite number"),
+        ("no_reward", "returned (None, 'wrong'), not (a finite number"),
         ("nothing", "cannot be loaded as FILE.py:FUNCTION: KeyError 'nothing'"),
     ],
 )

@@ -148,9 +148,9 @@ def test_a_signal_ends_the_run_after_a_checkpoint(tmp_path):
     process.send_signal(signal.SIGTERM)
     error = process.communicate(timeout=60)[1]
     assert process.returncode == 130 and "Traceback" not in error
-    (line,) = (line for line in error.replace("\r", "\n").splitlines() if "to go on: " in line)
+    (line,) = (line for line in error.replace("\r", "\n").splitlines() if "to resume: " in line)
     expected = f"python grpo.py {' '.join(flags)} --resume"
-    assert line.split("to go on: ")[1].strip() == expected
+    assert line.split("to resume: ")[1].strip() == expected
     (checkpoint,) = (tmp_path / "run").glob("checkpoint-*")
     done = int(checkpoint.name.split("-")[1])
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == done
