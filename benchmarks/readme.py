@@ -67,11 +67,11 @@ OBJECTIVES = {
 }
 LEGEND = r"""
 A step has $`N`$ completions $`o_i`$; $`r_{it}=\pi(o_{it})/\pi_{\mathrm{old}}(o_{it})`$; $`A_i`$ is the
-reward minus its group's mean, divided by the group's std (dr_grpo: not divided); ppo's
-$`A_{it}`$ is whitened GAE, $`L_V`$ the critic's loss, $`H`$ the entropy; $`k_{it}=x-\log x-1`$,
-$`x=\pi_{\mathrm{ref}}/\pi`$; $`s_i=\exp(\frac1{\lvert o_i\rvert}\sum_t\log r_{it})`$; $`c_{it}`$ is $`\log r_{it}`$,
-bounded above by $`\epsilon`$ if $`A_i`$ is positive, else below by $`-\epsilon`$; $`\gamma_{it}`$ falls
-below 1 as the router shifts; $`\mathrm{sg}`$ stops the gradient; $`\tau_i`$ is `tau_pos` or `tau_neg`.
+reward minus its group's mean, divided by the group's std (not in dr_grpo), ppo's $`A_{it}`$ whitened
+GAE; $`L_V`$ the critic's loss, $`H`$ the entropy; $`k_{it}=x-\log x-1`$, $`x=\pi_{\mathrm{ref}}/\pi`$;
+$`s_i=\exp(\frac1{\lvert o_i\rvert}\sum_t\log r_{it})`$; $`c_{it}`$ is $`\log r_{it}`$, at most
+$`\epsilon`$ if $`A_i`$ is positive, else at least $`-\epsilon`$; $`\gamma_{it}`$ falls below 1 as the
+router shifts; $`\mathrm{sg}`$ stops the gradient; $`\tau_i`$ is `tau_pos` or `tau_neg`.
 """
 
 
