@@ -3,19 +3,17 @@
     python benchmarks/sampler.py [--pairs 11]
 
 Both sample, in turn, the same 32 prompts, 8 completions each, from the default base model, trained if
-not cached, with two threads unless OMP_NUM_THREADS says otherwise. Prints the ratio of each interleaved
+not cached, on one thread unless OMP_NUM_THREADS says otherwise. Prints the ratio of each interleaved
 pair as min / median / max.
 """
 
 import argparse
 import csv
-import os
 import statistics
 import sys
 import time
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "2")  # before torch is there
 import torch
 import transformers
 
