@@ -580,11 +580,13 @@ def load_verifier(args):
 
     def checked(text, answer, truncated=False):
         result = function(text, answer, truncated)
-        reward, why = result if isinstance(result, tuple) and len(result) == 2 else (math.nan, "")
-        if not isinstance(reward, (int, float)) or not math.isfinite(reward) or why not in verdicts:
-            expected = f"(a finite number, one of {', '.join(verdicts)})"
-            raise UserError(f"--reward {args.reward} returned {result!r:.80}, not {expected}")
-        return float(reward), why
+        if isinstance(result, tuple) and len(result) == 2:
+            reward, why = result
+            is_number = isinstance(reward, (int, float)) and math.isfinite(reward)
+            if is_number and why in verdicts:
+                return float(reward), why
+        expected = f"(a finite number, one of {', '.join(verdicts)})"
+        raise UserError(f"--reward {args.reward} returned {result!r:.80}, not {expected}")
 
     return checked
 

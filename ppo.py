@@ -140,10 +140,10 @@ def whiten(x_BT, mask_BT):
 
 
 def value_loss(values_BT, old_values_BT, returns_BT, mask_BT, *, value_clip=0.2, num_tokens=None):
-    """L_V of the header on a micro-batch; those of an optimizer step add up to the step's loss.
+    """The micro-batch's share of L_V; the shares of an optimizer step add up to its loss.
 
     values_BT, old_values_BT, returns_BT, mask_BT: (B, T), the first with gradient. value_clip 0 takes
-    the squared error of V alone. num_tokens counts the whole optimizer step [None: those given here].
+    the squared error of V alone. num_tokens counts the whole optimizer step [None: this is it].
     """
     mask_BT = mask_BT.bool()
     if num_tokens is None:
@@ -241,7 +241,7 @@ def main(args):
         answers = [problem.answer for problem in problems for _ in range(args.group_size)]
         pairs = zip(completions, answers, strict=True)
         verdicts = [verify(c.text, answer, c.truncated) for c, answer in pairs]
-        rewards_N = torch.tensor([reward for reward, _ in verdicts], device=args.device)
+        rewards_N = torch.tensor([reward for reward, _ in verdicts])
 
         # -------------------------------------------------------------- old and reference log-probs
         # Recomputed, since the sampler's log-probs differ by rounding. Rows are not shuffled, so that
@@ -278,7 +278,8 @@ def main(args):
         value_after_N1 = values_NU.gather(1, length_N1)
         is_cut_off_N1 = torch.tensor([[c.truncated] for c in completions], device=args.device)
         # rew_t = -beta log(pi_old / pi_ref); the last token adds R, and gamma V if it was cut off
-        last_reward_N1 = rewards_N[:, None] + is_cut_off_N1 * args.gamma * value_after_N1
+        rewards_N1 = rewards_N[:, None].to(args.device)
+        last_reward_N1 = rewards_N1 + is_cut_off_N1 * args.gamma * value_after_N1
         token_rewards_NT = torch.zeros_like(old_logprobs_NT)
         if args.kl_coef > 0:
             log_ratio_NT = torch.where(batch.mask_BT, old_logprobs_NT - torch.cat(ref_logprobs), 0)
