@@ -6,6 +6,7 @@ T response tokens, S prompt + response, V vocabulary, L layers, E experts, K act
 axis.
 """
 
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -297,6 +298,9 @@ def load_model(args):
         if misfits:
             raise ValueError(f"its weights do not fit its config: {str(misfits):.200}")
         model = model.to(args.device).eval()
+        # Of CUDA's kernels cuDNN's attention would be taken in bfloat16. It plans anew for each shape, so
+        # for each token sampled, and with masks is reported to be wrong (pytorch#193893, #196678).
+        torch.backends.cuda.enable_cudnn_sdp(False)
         if args.gradient_checkpointing:
             recompute = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
             # transformers' own switch works in train() only, which would turn dropout on.
@@ -318,7 +322,7 @@ def check_logprobs(model, tokenizer, args):
         raise UserError(f"--model {args.model} has no end-of-sequence token, nor has its tokenizer")
     prompts = tokenizer(["1", "2", "10+10="]).input_ids
     check_token_ids(prompts, model, tokenizer)
-    settings = dataclasses.replace(args, max_new_tokens=2, temperature=1.0, dtype="float32")
+    settings = dataclasses.replace(args, max_new_tokens=2, temperature=1.0, rollout_batch_size=6)
     completions = sample(model, tokenizer, prompts, 2, settings, greedy=True)
     batch = collate(completions, model.device)
     for one_sequence_per_row in (False, True):
@@ -332,6 +336,36 @@ def check_logprobs(model, tokenizer, args):
         f"--model {args.model}: log-probs of the same tokens differ by {gap:.2g} between the sampler "
         "(with a cache) and the training forward; scaled or capped logits, or NaN weights, do that"
     )
+
+
+def working_copy(master, dtype):
+    """The model that computes: in float32 `master` itself, else a copy of it in `dtype`, whose gradients
+    are added in float32 to the master's, as they come, and take no memory of their own."""
+    if dtype == "float32":
+        return master
+
+    def hand_over(weight, master_weight):
+        if master_weight.grad is None:
+            master_weight.grad = weight.grad.float()
+        else:
+            master_weight.grad += weight.grad
+        weight.grad = None
+
+    model = copy.deepcopy(master)
+    # Weights only: positions are computed from buffers, which need their float32.
+    for weight, master_weight in zip(model.parameters(), master.parameters(), strict=True):
+        weight.data = weight.data.to(getattr(torch, dtype))
+        hook = functools.partial(hand_over, master_weight=master_weight)
+        weight.register_post_accumulate_grad_hook(hook)
+    return model
+
+
+@torch.no_grad()
+def refresh(model, master):
+    """Copies the master's weights into the model that computes, where these are two."""
+    if model is not master:
+        for weight, master_weight in zip(model.parameters(), master.parameters(), strict=True):
+            weight.copy_(master_weight)
 
 
 # ------------------------------------------------------------------------------------------ sampler
@@ -361,19 +395,31 @@ def end_ids(model, tokenizer):
     return sorted({*ids, tokenizer.eos_token_id} - {None})
 
 
-@torch.inference_mode()
 def sample(model, tokenizer, prompts, group_size, args, generator=None, greedy=False, drop_every=None):
     """[Completion], `group_size` for each prompt (a list of token ids), next to each other. They come
-    from the whole distribution at `--temperature` (no top-k, no top-p), or greedily. A prompt is run
-    once, and its cache copied to its group; rows leave the batch when they have ended. All noise is
-    drawn in advance, so that what a row becomes does not depend on which others are left."""
+    from the whole distribution at `--temperature` (no top-k, no top-p), or greedily. All noise is drawn
+    in advance: what a completion becomes does not depend on which others are sampled with it."""
+    noise_NT = torch.rand(len(prompts) * group_size, args.max_new_tokens, generator=generator)
+    prompts_at_a_time = max(1, args.rollout_batch_size // group_size)
+    completions = []
+    for start in range(0, len(prompts), prompts_at_a_time):
+        chunk = prompts[start : start + prompts_at_a_time]
+        noise = noise_NT[start * group_size : (start + len(chunk)) * group_size]
+        completions += sample_batch(model, tokenizer, chunk, noise, args.temperature, greedy, drop_every)
+    return completions
+
+
+@torch.inference_mode()
+def sample_batch(model, tokenizer, prompts, noise_NT, temperature, greedy, drop_every):
+    """`sample` for as many prompts as are run together. A prompt is run once, and its cache copied to
+    its group; rows leave the batch when they have ended."""
     device = model.device
-    N = len(prompts) * group_size
-    max_new_tokens = args.max_new_tokens
+    N, max_new_tokens = noise_NT.shape
+    group_size = N // len(prompts)
     ends = torch.tensor(end_ids(model, tokenizer), device=device, dtype=torch.long)
     if drop_every is None:
         drop_every = 16 if device.type == "cuda" else 1  # looking for ended rows makes a GPU wait
-    noise_NT = torch.rand(N, max_new_tokens, generator=generator).to(device)
+    noise_NT = noise_NT.to(device)
     ids_NT = torch.zeros_like(noise_NT, dtype=torch.long)
     logprobs_NT = torch.zeros_like(noise_NT)
 
@@ -384,21 +430,20 @@ def sample(model, tokenizer, prompts, group_size, args, generator=None, greedy=F
     attention = pad([[1] * len(prompt) for prompt in prompts], device, left=True)
     positions = (attention.cumsum(1) - 1).clamp(min=0)
     for t in range(max_new_tokens):
-        with torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
-            output = model(
-                tokens,
-                attention_mask=attention,
-                position_ids=positions,
-                past_key_values=cache,
-                logits_to_keep=1,
-            )
+        output = model(
+            tokens,
+            attention_mask=attention,
+            position_ids=positions,
+            past_key_values=cache,
+            logits_to_keep=1,
+        )
         logits_RV = output.logits[:, -1].float()
         if t == 0:  # from a row for each prompt to a row for each completion
             cache.batch_repeat_interleave(group_size)
             logits_RV = logits_RV.repeat_interleave(group_size, dim=0)
             attention = attention.repeat_interleave(group_size, dim=0)
             positions = positions.repeat_interleave(group_size, dim=0)
-        logprobs_RV = torch.log_softmax(logits_RV / args.temperature, dim=-1)
+        logprobs_RV = torch.log_softmax(logits_RV / temperature, dim=-1)
         if greedy:
             token_R1 = logprobs_RV.argmax(dim=-1, keepdim=True)
         else:
@@ -411,16 +456,17 @@ def sample(model, tokenizer, prompts, group_size, args, generator=None, greedy=F
         logprobs_NT[rows_R, t] = logprobs_RV.gather(1, token_R1)[:, 0]
 
         ended_R |= torch.isin(token_R1[:, 0], ends)
-        if (t + 1) % drop_every == 0 and ended_R.any():
+        if (t + 1) % drop_every == 0:
             kept = (~ended_R).nonzero()[:, 0]
             if len(kept) == 0:
                 break
-            cache.batch_select_indices(kept)
-            rows_R = rows_R[kept]
-            ended_R = ended_R[kept]
-            token_R1 = token_R1[kept]
-            attention = attention[kept]
-            positions = positions[kept]
+            if len(kept) < len(rows_R):
+                cache.batch_select_indices(kept)
+                rows_R = rows_R[kept]
+                ended_R = ended_R[kept]
+                token_R1 = token_R1[kept]
+                attention = attention[kept]
+                positions = positions[kept]
         tokens = token_R1
         attention = F.pad(attention, (0, 1), value=1)
         positions = positions[:, -1:] + 1
@@ -594,7 +640,8 @@ def load_verifier(args):
 # ---------------------------------------------------------------------------------------- log-probs
 
 
-class Batch(NamedTuple):
+@dataclasses.dataclass
+class Batch:
     """Completions as tensors. Masks come from lengths, never from token values: pad may be EOS."""
 
     tokens_BS: torch.Tensor  # prompts padded on the left, responses on the right
@@ -604,7 +651,14 @@ class Batch(NamedTuple):
 
     def rows(self, rows):
         """The batch of these rows alone."""
-        return Batch(*(tensor[rows] for tensor in self))
+        tensors = (self.tokens_BS, self.attention_BS, self.mask_BT, self.sampler_logprobs_BT)
+        return Batch(*(tensor[rows] for tensor in tensors))
+
+    @functools.cached_property
+    def lengths(self):
+        """(tokens of each sequence, tokens of each one's mask), lists. Only here does the host wait for a
+        GPU: packing needs them, and so do shapes that would otherwise be found by waiting again."""
+        return torch.stack([self.attention_BS.sum(1), self.mask_BT.sum(1)]).tolist()
 
 
 def collate(completions, device):
@@ -656,19 +710,23 @@ def forward_packed(body, batch, **inputs):
     attention_mask is passed. Returns the body's output over the packed rows, each token's place in the
     flattened rows, (B, S), and a mask of the real tokens among them.
     """
-    real_BS = batch.attention_BS.bool()
-    lengths = batch.attention_BS.sum(1).tolist()
+    device = batch.attention_BS.device
+    lengths, _ = batch.lengths
     if getattr(body, "one_sequence_per_row", False):  # see check_logprobs
         lengths = [max(lengths)] * len(lengths)
     width = row_width(lengths)
     starts, num_rows = first_fit(lengths, width)
+    size = num_rows * width
     positions_BS = (batch.attention_BS.cumsum(1) - 1).clamp(min=0)
-    place_BS = torch.tensor(starts, device=real_BS.device)[:, None] + positions_BS
+    starts_B = torch.tensor(starts, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    place_BS = starts_B[:, None] + positions_BS
+    # Padding goes to one place more, behind the rows: left out by a boolean index, it would be counted
+    # first, and the host wait for it.
+    target_BS = torch.where(batch.attention_BS.bool(), place_BS, size)
 
     def packed(x_BS):
-        flat = torch.zeros(num_rows * width, dtype=torch.long, device=real_BS.device)
-        flat[place_BS[real_BS]] = x_BS[real_BS]
-        return flat.view(num_rows, width)
+        flat = torch.zeros(size + 1, dtype=torch.long, device=device)
+        return flat.index_put((target_BS,), x_BS)[:size].view(num_rows, width)
 
     tokens = packed(batch.tokens_BS)
     output = body(tokens, position_ids=packed(positions_BS), use_cache=False, **inputs)
@@ -681,48 +739,51 @@ class TokenOutputs(NamedTuple):
     logprobs_BT: torch.Tensor  # of the sampled tokens; 0 on padding
     entropy_BT: torch.Tensor  # in nats; 0 on padding
     aux_loss: torch.Tensor  # transformers' load-balancing loss over prompt and response; 0 if dense
-    router_logits: tuple  # L tensors (B, T, E), raw, at the position that predicts the token
+    router_logits: tuple  # L tensors (B, T, E), raw, at the position that predicts the token; detached
     experts_BTLK: torch.Tensor  # active experts there, sorted, so that equal sets compare equal
 
 
-def token_logprobs(model, batch, temperature, dtype="float32", chunk_numbers=2**26):
-    """Log-probs and entropies of the response tokens at the sampling temperature, in float32. More than
-    `chunk_numbers` logits are made in chunks, and again in the backward pass, to save memory."""
+def token_logprobs(model, batch, temperature, entropy_grad=False, chunk_numbers=2**26):
+    """Log-probs and entropies of the response tokens at the sampling temperature, in float32; entropies
+    with a gradient only if asked for. More than `chunk_numbers` logits are made in chunks, and again in
+    the backward pass, to save memory."""
     mask_BT = batch.mask_BT
-    T = mask_BT.shape[1]
+    B, T = mask_BT.shape
     K = getattr(model.config, "num_experts_per_tok", 0)
     router_kwargs = {"output_router_logits": True} if K else {}
     head = model.get_output_embeddings()
 
     def logprob_and_entropy(hidden, tokens):
         logprobs = torch.log_softmax(head(hidden).float() / temperature, dim=-1)
-        entropy = -(logprobs.exp() * logprobs).sum(-1)
+        with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
+            entropy = -(logprobs.exp() * logprobs).sum(-1)
         return logprobs.gather(1, tokens[:, None])[:, 0], entropy
 
-    with torch.autocast(mask_BT.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
-        output, place_BS, real = forward_packed(model.base_model, batch, **router_kwargs)
-        predictor_BT = place_BS[:, -T - 1 : -1]  # the token at s is predicted at s - 1
-        hidden = output.last_hidden_state.flatten(0, 1)[predictor_BT[mask_BT]]
-        tokens = batch.tokens_BS[:, -T:][mask_BT]
-        chunk_size = max(1, chunk_numbers // model.config.vocab_size)
-        chunks = list(zip(hidden.split(chunk_size), tokens.split(chunk_size), strict=True))
-        if len(chunks) == 1:
-            parts = [logprob_and_entropy(*chunks[0])]
-        else:
-            parts = [checkpoint(logprob_and_entropy, *chunk, use_reentrant=False) for chunk in chunks]
-        logprobs, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
-    zeros_BT = torch.zeros(mask_BT.shape, device=mask_BT.device)
-    logprobs_BT = zeros_BT.masked_scatter(mask_BT, logprobs)
-    entropy_BT = zeros_BT.masked_scatter(mask_BT, entropy)
+    output, place_BS, real = forward_packed(model.base_model, batch, **router_kwargs)
+    predictor_BT = place_BS[:, -T - 1 : -1]  # the token at s is predicted at s - 1
+    _, lengths = batch.lengths
+    token = mask_BT.flatten().nonzero_static(size=sum(lengths))[:, 0]  # where the response tokens are
+    hidden = output.last_hidden_state.flatten(0, 1)[predictor_BT.flatten()[token]]
+    tokens = batch.tokens_BS[:, -T:].flatten()[token]
+    chunk_size = max(1, chunk_numbers // model.config.vocab_size)
+    chunks = list(zip(hidden.split(chunk_size), tokens.split(chunk_size), strict=True))
+    if len(chunks) == 1:
+        parts = [logprob_and_entropy(*chunks[0])]
+    else:
+        parts = [checkpoint(logprob_and_entropy, *chunk, use_reentrant=False) for chunk in chunks]
+    logprobs, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
+    zeros = torch.zeros(B * T, device=mask_BT.device)
+    logprobs_BT = zeros.index_put((token,), logprobs).view(B, T)
+    entropy_BT = zeros.index_put((token,), entropy).view(B, T)
     if not K:
-        no_experts_BTLK = zeros_BT.new_empty(*mask_BT.shape, 0, 0)
-        return TokenOutputs(logprobs_BT, entropy_BT, zeros_BT.sum(), (), no_experts_BTLK)
+        no_experts_BTLK = zeros.new_empty(B, T, 0, 0)
+        return TokenOutputs(logprobs_BT, entropy_BT, zeros.sum(), (), no_experts_BTLK)
 
     layers = [logits.float() for logits in output.router_logits]  # each (packed tokens, E)
     num_experts = layers[0].shape[-1]
     aux_loss = load_balancing_loss_func(tuple(layers), num_experts, K, real)  # without padding
-    router_logits = tuple(logits[predictor_BT] for logits in layers)
-    experts = [logits.detach().topk(K).indices.sort().values for logits in router_logits]
+    router_logits = tuple(logits.detach()[predictor_BT] for logits in layers)
+    experts = [logits.topk(K).indices.sort().values for logits in router_logits]
     return TokenOutputs(logprobs_BT, entropy_BT, aux_loss, router_logits, torch.stack(experts, dim=2))
 
 
@@ -745,8 +806,13 @@ def router_stats(outputs, old_experts_BTLK, mask_BT):
     entropies = [torch.special.entr(logits.softmax(-1)).sum(-1) for logits in outputs.router_logits]
     entropy_BT = sum(entropies) / len(entropies)
     flips_BTL = (outputs.experts_BTLK != old_experts_BTLK).any(-1)
-    num_experts = outputs.router_logits[0].shape[-1]
-    count_LE = F.one_hot(outputs.experts_BTLK[mask_BT], num_experts).sum(dim=(0, 2))
+    L = len(outputs.router_logits)
+    E = outputs.router_logits[0].shape[-1]
+    layer_L1 = torch.arange(L, device=mask_BT.device)[:, None]
+    expert_BTLK = outputs.experts_BTLK + E * layer_L1
+    chosen_BTLK = mask_BT[:, :, None, None].expand_as(expert_BTLK).long()
+    count_LE = torch.zeros(L * E, dtype=torch.long, device=mask_BT.device)
+    count_LE = count_LE.index_add(0, expert_BTLK.flatten(), chosen_BTLK.flatten()).view(L, E)
     return {
         "router_entropy": masked_mean(entropy_BT, mask_BT),
         "expert_flip_frac": masked_mean(flips_BTL.float().mean(-1), mask_BT),
@@ -790,13 +856,10 @@ def evaluate(model, tokenizer, problems, args, verify):
     """Held-out problems, answered once greedily and once at the training temperature with fixed noise:
     {"greedy", "sampled": as by `describe`, "examples": [[prompt, sampled text]]}."""
     results = {}
-    batch_size = args.prompts_per_iteration * args.group_size
+    prompts = [problem.prompt_ids for problem in problems]
     for name in ("greedy", "sampled"):
-        completions = []
-        for start in range(0, len(problems), batch_size):
-            prompts = [problem.prompt_ids for problem in problems[start : start + batch_size]]
-            noise = torch.Generator().manual_seed(start)
-            completions += sample(model, tokenizer, prompts, 1, args, noise, greedy=name == "greedy")
+        noise = torch.Generator().manual_seed(0)
+        completions = sample(model, tokenizer, prompts, 1, args, noise, greedy=name == "greedy")
         pairs = zip(problems, completions, strict=True)
         verdicts = [verify(c.text, problem.answer, c.truncated) for problem, c in pairs]
         results[name] = describe(completions, verdicts)

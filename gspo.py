@@ -32,9 +32,9 @@ from typing import Literal
 import torch
 from transformers.hf_argparser import HfArg
 
-from common import collate, describe, evaluate, load_model, load_problems, load_verifier
-from common import router_stats, sample, take_problems, token_logprobs, transcripts
-from harness import Meter, Run, UserError, launch
+from common import collate, describe, evaluate, load_model, load_problems, load_verifier, refresh
+from common import router_stats, sample, take_problems, token_logprobs, transcripts, working_copy
+from harness import Meter, Run, UserError, launch, plan_memory
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Args:
     seed: int = HfArg(default=1, help="seed of the prompts' order and of the sampling")
     device: str = HfArg(default="", help="cuda, mps or cpu [the best available]")
     dtype: Literal["float32", "bfloat16"] = HfArg(
-        default="float32", help="precision of matrix products"
+        default="float32", help="of weights and cache; AdamW moves float32 weights"
     )
     model: str = HfArg(default="tiny-moe", help="tiny-moe, or a folder or hub id of a language model")
     dataset: str = HfArg(default="addition", help="addition, a .jsonl or .parquet file, or a hub id")
@@ -61,10 +61,11 @@ class Args:
     group_size: int = HfArg(default=8, help="completions per prompt")
     max_new_tokens: int = HfArg(default=48, help="cap on the length of a completion")
     temperature: float = HfArg(default=1.0, help="sampling temperature, also that of all log-probs")
+    rollout_batch_size: int = HfArg(default=0, help="completions sampled at a time [0: a rollout]")
     lr: float = HfArg(default=2e-4, help="AdamW's learning rate, constant")
     update_epochs: int = HfArg(default=1, help="passes over a rollout")
     num_minibatches: int = HfArg(default=4, help="optimizer steps per pass")
-    micro_batch_size: int = HfArg(default=0, help="completions per forward pass [0: a minibatch]")
+    micro_batch_size: int = HfArg(default=0, help="completions per update pass [0: 16,384 tokens]")
     gradient_checkpointing: bool = HfArg(default=False, help="less memory, more time")
     max_grad_norm: float = HfArg(default=1.0, help="gradients are clipped to this norm")
     router_aux_coef: float = HfArg(default=0.001, help="weight of the load-balancing loss of an MoE")
@@ -155,12 +156,15 @@ def main(args):
         raise UserError("--group_size must be at least 2: the mean of the group is the baseline")
     run = Run(args)
     verify = load_verifier(args)
-    model, tokenizer = load_model(args)
+    master, tokenizer = load_model(args)
+    model = working_copy(master, args.dtype)
     train_problems, held_out_problems = load_problems(args, model, tokenizer)
     generator = torch.Generator().manual_seed(args.seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(master.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
     parts = {"optimizer": optimizer}  # what a checkpoint holds besides the policy
-    state = run.restore(model, generator, **parts)
+    plan_memory(args, master, train_problems + held_out_problems, parts)
+    state = run.restore(master, generator, **parts)
+    refresh(model, master)
     if "before" not in state:  # a resumed run has it already
         state["before"] = evaluate(model, tokenizer, held_out_problems, args, verify)
 
@@ -197,7 +201,7 @@ def main(args):
             for minibatch in minibatches:
                 for rows in minibatch.split(args.micro_batch_size):
                     micro = batch.rows(rows)
-                    outputs = token_logprobs(model, micro, args.temperature, args.dtype)
+                    outputs = token_logprobs(model, micro, args.temperature)
                     old_logprobs.append(outputs.logprobs_BT)
                     old_experts.append(outputs.experts_BTLK)
         old_logprobs_NT = torch.cat(old_logprobs)
@@ -215,7 +219,7 @@ def main(args):
                 step_loss = 0.0
                 for rows in minibatch.split(args.micro_batch_size):
                     micro = batch.rows(rows)
-                    outputs = token_logprobs(model, micro, args.temperature, args.dtype)
+                    outputs = token_logprobs(model, micro, args.temperature)
                     loss, stats = policy_loss(
                         outputs.logprobs_BT,
                         old_logprobs_NT[rows],
@@ -242,10 +246,11 @@ def main(args):
                         error_BT = (outputs.logprobs_BT - old_logprobs_NT[rows]).exp() - 1
                         error = torch.where(micro.mask_BT, error_BT, 0).abs().max()
                         meter.add("losses", {"first_step_ratio_error_max": error}, 1)
-                grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-                run.check_finite(iteration, rewards=rewards_PG, loss=step_loss, grad_norm=grad_norm)
+                grad_norm = torch.nn.utils.clip_grad_norm_(master.parameters(), args.max_grad_norm)
+                run.check_finite(iteration, loss=step_loss, grad_norm=grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
+                refresh(model, master)
                 meter.add("losses", {"policy_loss": step_loss}, num_sequences)
                 meter.add("charts", {"grad_norm": grad_norm}, 1)
 
@@ -269,7 +274,7 @@ def main(args):
             metrics["eval/response_len_mean"] = after["response_len_mean"]
         run.log(iteration, metrics, transcripts(problems, completions, verdicts))
         if run.is_due(args.save_every, iteration) or run.stop:
-            run.save(state, model, tokenizer, generator, **parts)
+            run.save(state, master, tokenizer, generator, **parts)
         run.exit_if_stopped()
     run.finish(state["before"], evaluate(model, tokenizer, held_out_problems, args, verify))
 

@@ -49,7 +49,7 @@ RANGES = [
     (1, 1e9, "prompts_per_iteration group_size max_new_tokens update_epochs num_minibatches"),
     (1, 1e9, "num_held_out max_sampling_rounds"),
     (1, 999_999, "iterations"),  # a checkpoint's name has six digits
-    (0, 1e9, "seed micro_batch_size eval_every save_every warm_start_steps ref_reset_every"),
+    (0, 1e9, "seed rollout_batch_size micro_batch_size eval_every save_every warm_start_steps ref_reset_every"),
     (0, 1e9, "router_aux_coef clip_eps_high kl_coef value_coef value_clip entropy_coef"),
     (1e-9, 1e9, "temperature lr critic_lr max_grad_norm"),
     (1e-9, 1e9, "is_weight_cap log_ratio_clip tau_pos tau_neg"),
@@ -77,10 +77,10 @@ def parse_args(args_class):
     minibatch_size, rest = divmod(completions, args.num_minibatches)
     if rest > 0:
         raise UserError(f"--num_minibatches does not divide {completions} completions into equal parts")
-    if args.micro_batch_size == 0:
-        args.micro_batch_size = minibatch_size
-    if minibatch_size % args.micro_batch_size > 0:
-        raise UserError(f"--micro_batch_size does not divide a minibatch of {minibatch_size}")
+    if args.rollout_batch_size == 0:
+        args.rollout_batch_size = completions
+    if args.rollout_batch_size < args.group_size:
+        raise UserError("--rollout_batch_size must be at least --group_size: a group shares its prompt")
     args.device = resolve_device(args.device)
     if args.model != args_class.model and args.lr == args_class.lr:
         message = f"--lr {args.lr:g} suits {args_class.model}; for a model of your own 1e-6 is typical"
@@ -328,8 +328,9 @@ class Run:
 
     def check_finite(self, iteration, **tensors):
         """UserError before a NaN or an infinity reaches the weights."""
-        for name, tensor in tensors.items():
-            if not torch.isfinite(tensor).all():
+        is_finite = torch.stack([torch.isfinite(tensor).all() for tensor in tensors.values()]).tolist()
+        for name, finite in zip(tensors, is_finite, strict=True):
+            if not finite:
                 raise UserError(f"iteration {iteration}: {name} is not finite")
 
     def log(self, iteration, metrics, samples):
@@ -398,3 +399,9 @@ def write_whole(path, text):
     scratch = path.with_name(path.name + ".tmp")
     scratch.write_text(text)
     scratch.replace(path)
+
+
+def plan_memory(args, master, problems, parts):
+    minibatch_size = args.prompts_per_iteration * args.group_size // args.num_minibatches
+    if args.micro_batch_size == 0:
+        args.micro_batch_size = minibatch_size

@@ -35,8 +35,9 @@ from torch import nn
 from transformers.hf_argparser import HfArg
 
 from common import collate, describe, evaluate, forward_packed, load_model, load_problems, load_verifier
-from common import router_stats, sample, take_problems, token_logprobs, transcripts
-from harness import Meter, Run, UserError, launch
+from common import refresh, router_stats, sample, take_problems, token_logprobs, transcripts
+from common import working_copy
+from harness import Meter, Run, UserError, launch, plan_memory
 
 
 @dataclass
@@ -44,7 +45,7 @@ class Args:
     seed: int = HfArg(default=1, help="seed of the prompts' order and of the sampling")
     device: str = HfArg(default="", help="cuda, mps or cpu [the best available]")
     dtype: Literal["float32", "bfloat16"] = HfArg(
-        default="float32", help="precision of matrix products"
+        default="float32", help="of weights and cache; AdamW moves float32 weights"
     )
     model: str = HfArg(default="tiny-moe", help="tiny-moe, or a folder or hub id of a language model")
     dataset: str = HfArg(default="addition", help="addition, a .jsonl or .parquet file, or a hub id")
@@ -63,10 +64,11 @@ class Args:
     group_size: int = HfArg(default=1, help="completions per prompt")  # no groups here
     max_new_tokens: int = HfArg(default=48, help="cap on the length of a completion")
     temperature: float = HfArg(default=1.0, help="sampling temperature, also that of all log-probs")
+    rollout_batch_size: int = HfArg(default=0, help="completions sampled at a time [0: a rollout]")
     lr: float = HfArg(default=2e-4, help="AdamW's learning rate, constant")
     update_epochs: int = HfArg(default=1, help="passes over a rollout")
     num_minibatches: int = HfArg(default=4, help="optimizer steps per pass")
-    micro_batch_size: int = HfArg(default=0, help="completions per forward pass [0: a minibatch]")
+    micro_batch_size: int = HfArg(default=0, help="completions per update pass [0: 16,384 tokens]")
     gradient_checkpointing: bool = HfArg(default=False, help="less memory, more time")
     max_grad_norm: float = HfArg(default=1.0, help="gradients are clipped to this norm")
     router_aux_coef: float = HfArg(default=0.001, help="weight of the load-balancing loss of an MoE")
@@ -97,13 +99,12 @@ class Critic(nn.Module):
         self.head = nn.Linear(model.config.hidden_size, 1, bias=False, device=model.device)
         nn.init.zeros_(self.head.weight)
 
-    def forward(self, batch, dtype):
+    def forward(self, batch):
         """Values, (B, T + 1): V_t, read where token t is predicted, and V after the last column."""
-        with torch.autocast(batch.mask_BT.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
-            output, place_BS, _ = forward_packed(self.body, batch)
+        output, place_BS, _ = forward_packed(self.body, batch)
         num_values = batch.mask_BT.shape[1] + 1
         hidden = output.last_hidden_state.flatten(0, 1)[place_BS[:, -num_values:]]
-        return self.head(hidden.float())[..., 0]
+        return self.head(hidden)[..., 0].float()
 
 
 def masked_mean(x, mask):
@@ -209,18 +210,24 @@ def main(args):
         raise UserError("--group_size must be 1: the critic is the baseline, not a group")
     run = Run(args)
     verify = load_verifier(args)
-    model, tokenizer = load_model(args)
+    master, tokenizer = load_model(args)
+    model = working_copy(master, args.dtype)
     train_problems, held_out_problems = load_problems(args, model, tokenizer)
     generator = torch.Generator().manual_seed(args.seed)
-    critic = Critic(model)
-    critic_group = {"params": list(critic.parameters()), "lr": args.critic_lr}
-    policy_group = {"params": list(model.parameters()), "lr": args.lr}
-    optimizer = torch.optim.AdamW([policy_group, critic_group], weight_decay=0.0)
-    parts = {"optimizer": optimizer, "critic": critic}  # what a checkpoint holds besides the policy
+    master_critic = Critic(master)
+    critic = working_copy(master_critic, args.dtype)
+    critic_group = {"params": list(master_critic.parameters()), "lr": args.critic_lr}
+    policy_group = {"params": list(master.parameters()), "lr": args.lr}
+    optimizer = torch.optim.AdamW([policy_group, critic_group], weight_decay=0.0, fused=True)
+    # what a checkpoint holds besides the policy
+    parts = {"optimizer": optimizer, "critic": master_critic}
     if args.kl_coef > 0:
         ref_model = copy.deepcopy(model)
         parts["reference"] = ref_model
-    state = run.restore(model, generator, **parts)
+    plan_memory(args, master, train_problems + held_out_problems, parts)
+    state = run.restore(master, generator, **parts)
+    refresh(model, master)
+    refresh(critic, master_critic)
     if "before" not in state:  # a resumed run has it already
         state["before"] = evaluate(model, tokenizer, held_out_problems, args, verify)
 
@@ -256,13 +263,13 @@ def main(args):
             for minibatch in minibatches:
                 for rows in minibatch.split(args.micro_batch_size):
                     micro = batch.rows(rows)
-                    outputs = token_logprobs(model, micro, args.temperature, args.dtype)
+                    outputs = token_logprobs(model, micro, args.temperature)
                     old_logprobs.append(outputs.logprobs_BT)
                     old_experts.append(outputs.experts_BTLK)
                     if args.kl_coef > 0:
-                        ref_outputs = token_logprobs(ref_model, micro, args.temperature, args.dtype)
+                        ref_outputs = token_logprobs(ref_model, micro, args.temperature)
                         ref_logprobs.append(ref_outputs.logprobs_BT)
-                    values.append(critic(micro, args.dtype))
+                    values.append(critic(micro))
         old_logprobs_NT = torch.cat(old_logprobs)
         old_experts_NTLK = torch.cat(old_experts)
         # KL(sampler || policy), zero up to rounding: both use the same weights.
@@ -304,7 +311,9 @@ def main(args):
                 step_value_loss = 0.0
                 for rows in minibatch.split(args.micro_batch_size):
                     micro = batch.rows(rows)
-                    outputs = token_logprobs(model, micro, args.temperature, args.dtype)
+                    outputs = token_logprobs(
+                        model, micro, args.temperature, entropy_grad=args.entropy_coef > 0
+                    )
                     loss, stats = policy_loss(
                         outputs.logprobs_BT,
                         old_logprobs_NT[rows],
@@ -315,7 +324,7 @@ def main(args):
                         num_tokens=num_tokens,
                     )
                     critic_loss = value_loss(
-                        critic(micro, args.dtype)[:, :-1],
+                        critic(micro)[:, :-1],
                         old_values_NT[rows],
                         returns_NT[rows],
                         micro.mask_BT,
@@ -341,12 +350,14 @@ def main(args):
                         error_BT = (outputs.logprobs_BT - old_logprobs_NT[rows]).exp() - 1
                         error = torch.where(micro.mask_BT, error_BT, 0).abs().max()
                         meter.add("losses", {"first_step_ratio_error_max": error}, 1)
-                grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-                critic_norm = torch.nn.utils.clip_grad_norm_(critic.parameters(), args.max_grad_norm)
+                grad_norm = torch.nn.utils.clip_grad_norm_(master.parameters(), args.max_grad_norm)
+                critic_norm = torch.nn.utils.clip_grad_norm_(master_critic.parameters(), args.max_grad_norm)
                 norms = {"grad_norm": grad_norm, "critic_grad_norm": critic_norm}
-                run.check_finite(iteration, rewards=rewards_N, loss=step_loss, **norms)
+                run.check_finite(iteration, loss=step_loss, **norms)
                 optimizer.step()
                 optimizer.zero_grad()
+                refresh(model, master)
+                refresh(critic, master_critic)
                 meter.add("losses", {"policy_loss": step_loss}, num_sequences)
                 meter.add("losses", {"value_loss": step_value_loss}, num_sequences)
                 meter.add("charts", {"grad_norm": grad_norm}, 1)
@@ -369,7 +380,7 @@ def main(args):
             metrics["eval/response_len_mean"] = after["response_len_mean"]
         run.log(iteration, metrics, transcripts(problems, completions, verdicts))
         if run.is_due(args.save_every, iteration) or run.stop:
-            run.save(state, model, tokenizer, generator, **parts)
+            run.save(state, master, tokenizer, generator, **parts)
         run.exit_if_stopped()
     run.finish(state["before"], evaluate(model, tokenizer, held_out_problems, args, verify))
 
