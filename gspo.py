@@ -32,9 +32,11 @@ from typing import Literal
 import torch
 from transformers.hf_argparser import HfArg
 
-from common import collate, describe, evaluate, load_model, load_problems, load_verifier, refresh
-from common import router_stats, sample, take_problems, token_logprobs, transcripts, working_copy
-from harness import Meter, Run, UserError, launch, plan_memory
+from common import collate, describe, evaluate, load_model, load_problems, refresh, router_stats, sample
+from common import take_problems, token_logprobs, transcripts, working_copy
+from harness import Meter, Run, UserError, launch
+from memory import plan_memory
+from verifier import load_verifier
 
 
 @dataclass
@@ -53,7 +55,7 @@ class Args:
         default="answer", help="column of the gold answers, after '####' or alone"
     )
     num_held_out: int = HfArg(default=256, help="problems kept apart for evaluation")
-    reward: str = HfArg(default="", help="FILE.py:FUNCTION in place of common.verify")
+    reward: str = HfArg(default="", help="FILE.py:FUNCTION in place of verifier.verify")
     system_prompt: str = HfArg(default="", help="system message before each prompt")
     instruction: str = HfArg(default="", help="text on a line of its own after each prompt")
     iterations: int = HfArg(default=60, help="rounds of rollout and update")
@@ -61,7 +63,7 @@ class Args:
     group_size: int = HfArg(default=8, help="completions per prompt")
     max_new_tokens: int = HfArg(default=48, help="cap on the length of a completion")
     temperature: float = HfArg(default=1.0, help="sampling temperature, also that of all log-probs")
-    rollout_batch_size: int = HfArg(default=0, help="completions sampled at a time [0: a rollout]")
+    rollout_batch_size: int = HfArg(default=0, help="completions sampled at a time [0: all]")
     lr: float = HfArg(default=2e-4, help="AdamW's learning rate, constant")
     update_epochs: int = HfArg(default=1, help="passes over a rollout")
     num_minibatches: int = HfArg(default=4, help="optimizer steps per pass")
@@ -162,9 +164,9 @@ def main(args):
     generator = torch.Generator().manual_seed(args.seed)
     optimizer = torch.optim.AdamW(master.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
     parts = {"optimizer": optimizer}  # what a checkpoint holds besides the policy
-    plan_memory(args, master, train_problems + held_out_problems, parts)
     state = run.restore(master, generator, **parts)
     refresh(model, master)
+    plan_memory(args, master, train_problems + held_out_problems, parts)
     if "before" not in state:  # a resumed run has it already
         state["before"] = evaluate(model, tokenizer, held_out_problems, args, verify)
 

@@ -6,6 +6,7 @@ here computes with tokens, rewards or policies. Functions stand in the order in 
 
 import hashlib
 import json
+import math
 import re
 import shlex
 import shutil
@@ -49,8 +50,9 @@ RANGES = [
     (1, 1e9, "prompts_per_iteration group_size max_new_tokens update_epochs num_minibatches"),
     (1, 1e9, "num_held_out max_sampling_rounds"),
     (1, 999_999, "iterations"),  # a checkpoint's name has six digits
-    (0, 1e9, "seed rollout_batch_size micro_batch_size eval_every save_every warm_start_steps ref_reset_every"),
-    (0, 1e9, "router_aux_coef clip_eps_high kl_coef value_coef value_clip entropy_coef"),
+    (0, 1e9, "seed rollout_batch_size micro_batch_size eval_every save_every warm_start_steps"),
+    (0, 1e9, "ref_reset_every kl_coef router_aux_coef value_coef entropy_coef clip_eps_high"),
+    (0, 1e9, "value_clip"),
     (1e-9, 1e9, "temperature lr critic_lr max_grad_norm"),
     (1e-9, 1e9, "is_weight_cap log_ratio_clip tau_pos tau_neg"),
     (0, 1, "clip_eps_low gamma gae_lambda gamma_min"),
@@ -74,13 +76,10 @@ def parse_args(args_class):
     completions = args.prompts_per_iteration * args.group_size
     if completions > 1_000_000:
         raise UserError(f"--prompts_per_iteration x --group_size is {completions}, more than a million")
-    minibatch_size, rest = divmod(completions, args.num_minibatches)
-    if rest > 0:
+    if completions % args.num_minibatches > 0:
         raise UserError(f"--num_minibatches does not divide {completions} completions into equal parts")
     if args.rollout_batch_size == 0:
         args.rollout_batch_size = completions
-    if args.rollout_batch_size < args.group_size:
-        raise UserError("--rollout_batch_size must be at least --group_size: a group shares its prompt")
     args.device = resolve_device(args.device)
     if args.model != args_class.model and args.lr == args_class.lr:
         message = f"--lr {args.lr:g} suits {args_class.model}; for a model of your own 1e-6 is typical"
@@ -326,11 +325,11 @@ class Run:
         """True after each `every` iterations (0: never) and after the last one."""
         return iteration == self.args.iterations or (every > 0 and iteration % every == 0)
 
-    def check_finite(self, iteration, **tensors):
+    def check_finite(self, iteration, **scalars):
         """UserError before a NaN or an infinity reaches the weights."""
-        is_finite = torch.stack([torch.isfinite(tensor).all() for tensor in tensors.values()]).tolist()
-        for name, finite in zip(tensors, is_finite, strict=True):
-            if not finite:
+        values = torch.stack(list(scalars.values())).tolist()  # a GPU is waited for once
+        for name, value in zip(scalars, values, strict=True):
+            if not math.isfinite(value):
                 raise UserError(f"iteration {iteration}: {name} is not finite")
 
     def log(self, iteration, metrics, samples):
@@ -399,9 +398,3 @@ def write_whole(path, text):
     scratch = path.with_name(path.name + ".tmp")
     scratch.write_text(text)
     scratch.replace(path)
-
-
-def plan_memory(args, master, problems, parts):
-    minibatch_size = args.prompts_per_iteration * args.group_size // args.num_minibatches
-    if args.micro_batch_size == 0:
-        args.micro_batch_size = minibatch_size

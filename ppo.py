@@ -34,10 +34,11 @@ import torch
 from torch import nn
 from transformers.hf_argparser import HfArg
 
-from common import collate, describe, evaluate, forward_packed, load_model, load_problems, load_verifier
-from common import refresh, router_stats, sample, take_problems, token_logprobs, transcripts
-from common import working_copy
-from harness import Meter, Run, UserError, launch, plan_memory
+from common import collate, describe, evaluate, forward_packed, load_model, load_problems, refresh
+from common import router_stats, sample, take_problems, token_logprobs, transcripts, working_copy
+from harness import Meter, Run, UserError, launch
+from memory import plan_memory
+from verifier import load_verifier
 
 
 @dataclass
@@ -56,7 +57,7 @@ class Args:
         default="answer", help="column of the gold answers, after '####' or alone"
     )
     num_held_out: int = HfArg(default=256, help="problems kept apart for evaluation")
-    reward: str = HfArg(default="", help="FILE.py:FUNCTION in place of common.verify")
+    reward: str = HfArg(default="", help="FILE.py:FUNCTION in place of verifier.verify")
     system_prompt: str = HfArg(default="", help="system message before each prompt")
     instruction: str = HfArg(default="", help="text on a line of its own after each prompt")
     iterations: int = HfArg(default=60, help="rounds of rollout and update")
@@ -64,7 +65,7 @@ class Args:
     group_size: int = HfArg(default=1, help="completions per prompt")  # no groups here
     max_new_tokens: int = HfArg(default=48, help="cap on the length of a completion")
     temperature: float = HfArg(default=1.0, help="sampling temperature, also that of all log-probs")
-    rollout_batch_size: int = HfArg(default=0, help="completions sampled at a time [0: a rollout]")
+    rollout_batch_size: int = HfArg(default=0, help="completions sampled at a time [0: all]")
     lr: float = HfArg(default=2e-4, help="AdamW's learning rate, constant")
     update_epochs: int = HfArg(default=1, help="passes over a rollout")
     num_minibatches: int = HfArg(default=4, help="optimizer steps per pass")
@@ -224,10 +225,10 @@ def main(args):
     if args.kl_coef > 0:
         ref_model = copy.deepcopy(model)
         parts["reference"] = ref_model
-    plan_memory(args, master, train_problems + held_out_problems, parts)
     state = run.restore(master, generator, **parts)
     refresh(model, master)
     refresh(critic, master_critic)
+    plan_memory(args, master, train_problems + held_out_problems, parts)
     if "before" not in state:  # a resumed run has it already
         state["before"] = evaluate(model, tokenizer, held_out_problems, args, verify)
 
@@ -351,7 +352,9 @@ def main(args):
                         error = torch.where(micro.mask_BT, error_BT, 0).abs().max()
                         meter.add("losses", {"first_step_ratio_error_max": error}, 1)
                 grad_norm = torch.nn.utils.clip_grad_norm_(master.parameters(), args.max_grad_norm)
-                critic_norm = torch.nn.utils.clip_grad_norm_(master_critic.parameters(), args.max_grad_norm)
+                critic_norm = torch.nn.utils.clip_grad_norm_(
+                    master_critic.parameters(), args.max_grad_norm
+                )
                 norms = {"grad_norm": grad_norm, "critic_grad_norm": critic_norm}
                 run.check_finite(iteration, loss=step_loss, **norms)
                 optimizer.step()

@@ -1,15 +1,31 @@
 """Times an iteration of grpo.py against TRL's GRPOTrainer on the same work, in interleaved pairs.
 
-    python benchmarks/trl_speed.py [--pairs 21] [--threads 2] [--lr 1e-9 2e-4]
+    python benchmarks/trl_speed.py [--cases learning smollm2-float32] [--threads 1 2] [--pairs 21]
 
-Same work: the base model of the default job and its tokenizer, 32 prompts x 8 completions of at most
-48 tokens at temperature 1, then four optimizer steps of AdamW on 64 completions each, clip range 0.2,
-KL 0.04 to a reference, sequence-mean, float32, the same reward function and the same number of threads.
-With the first learning rate the weights stay where they are, so that the lengths of both sides come
-from the same distribution; with the second, that of grpo.py, both learn, and their answers become
-worked ones of much the same length. TRL samples with transformers' generate(). Each side is a process
-of its own that waits while the other one works. The first pair is warm-up and is not counted. Writes
-results/trl_speed.csv.
+Same work: the same weights, tokenizer, prompts and reward function; the same number of completions, of
+at most as many tokens, from the whole distribution at temperature 1; then four optimizer steps of AdamW
+on a quarter of them each, in one pass, clip range 0.2, KL 0.04 to a reference, sequence-mean; the same
+number of threads. TRL samples with transformers' generate(). The cases:
+
+fixed, learning    the default job, 32 prompts x 8 completions of at most 48 tokens in float32. With the
+                   learning rate 1e-9 the weights stay where they are, so that the lengths of both sides
+                   come from the same distribution. With that of grpo.py both learn, and their answers
+                   become worked ones of much the same length.
+smollm2-...        SmolLM2-135M-Instruct with weights that stay, on 16 small sums x 4 completions of at
+                   most 64 tokens. Needs runs/smollm2 (smollm2.py) and runs/small_sums.jsonl
+                   (small_sums.py).
+
+In bfloat16, grpo.py computes with a copy of the weights, and AdamW moves float32 weights. TRL has no
+such thing; what it has is measured in two cases:
+
+smollm2-bfloat16   bf16=True, its default: float32 weights and autocast. AdamW does the same work as
+                   ours, but the forward casts all weights anew for each token that is sampled.
+smollm2-bfloat16-weights
+                   bf16=True and a model loaded in bfloat16 (model_init_kwargs). Nothing is cast, but
+                   AdamW moves bfloat16 weights, which lose steps of less than some 0.4 % of a weight.
+
+Each side is a process of its own that waits while the other one works. The first pair is warm-up and is
+not counted. Rows of results/trl_speed.csv with the same case and threads are replaced, others are kept.
 """
 
 import argparse
@@ -26,9 +42,20 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 CSV = ROOT / "benchmarks" / "results" / "trl_speed.csv"
 COLUMNS = ["seconds", "sampling", "tokens", "peak_mib"]  # what a worker says of an iteration
-QUIET = ["--eval_every", "0", "--save_every", "0"]
+QUIET = "--eval_every 0 --save_every 0"
+SMOLLM2 = (
+    "--model runs/smollm2 --dataset runs/small_sums.jsonl --lr 1e-9"
+    " --prompts_per_iteration 16 --group_size 4 --max_new_tokens 64"
+)
+# name: (pairs, flags of grpo.py, dtype of TRL's weights)
+CASES = {
+    "fixed": (21, "--lr 1e-9", "float32"),
+    "learning": (21, "--lr 2e-4", "float32"),
+    "smollm2-float32": (5, SMOLLM2, "float32"),
+    "smollm2-bfloat16": (5, f"{SMOLLM2} --dtype bfloat16", "float32"),
+    "smollm2-bfloat16-weights": (5, f"{SMOLLM2} --dtype bfloat16", "bfloat16"),
+}
 sys.path.insert(0, str(ROOT))
-sys.argv[0] = "grpo.py"
 
 
 class Turns:
@@ -52,15 +79,16 @@ class Turns:
         self.wait()
 
 
-def parsed(*words):
+def parsed(flags):
+    """The flags as grpo.py would read them."""
     import grpo
     import harness
 
-    sys.argv[1:] = words
+    sys.argv = ["grpo.py", *flags.split()]
     return harness.parse_args(grpo.Args)
 
 
-def ours(pairs, lr, pipe):
+def ours(case, pairs, pipe):
     import grpo
     import harness
 
@@ -84,31 +112,43 @@ def ours(pairs, lr, pipe):
     grpo.sample = sample
     grpo.evaluate = evaluate
     harness.Run.log = log
+    _, flags, _ = CASES[case]
     with tempfile.TemporaryDirectory() as folder:
-        words = ["--iterations", str(pairs + 1), "--lr", str(lr), "--run_dir", folder]
-        args = parsed(*words, *QUIET)
+        args = parsed(f"{flags} {QUIET} --iterations {pairs + 1} --run_dir {folder}")
         turns = Turns(pipe)
         grpo.main(args)
 
 
-def trl(pairs, lr, pipe):
+def trl(case, pairs, pipe):
     import datasets
+    import torch
     import transformers
     from trl import GRPOConfig, GRPOTrainer
 
     import common
+    import verifier
 
-    args = parsed()
+    _, flags, weights = CASES[case]
+    args = parsed(flags)
     model, tokenizer = common.load_model(args)
+    if weights == "bfloat16":
+        model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16)
     problems, _ = common.load_problems(args, model, tokenizer)
     problems = common.take_problems(problems, 0, args.prompts_per_iteration * pairs, args.seed)
+    # TRL is given the prompts as text; it has to read the same tokens in them.
+    for problem in problems:
+        assert tokenizer(problem.prompt).input_ids == problem.prompt_ids
     rows = [{"prompt": problem.prompt, "answer": problem.answer} for problem in problems]
-    eos = tokenizer.eos_token_id
+    ends = common.end_ids(model, tokenizer)
+    steps = args.num_minibatches
+    aux_coef = args.router_aux_coef
+    if not hasattr(model.config, "num_experts"):  # a dense model, for which only 0 is allowed
+        aux_coef = 0.0
 
     def reward(completions, completion_ids, answer, **kwargs):
         rewards = []
         for text, ids, gold in zip(completions, completion_ids, answer, strict=True):
-            value, _ = common.verify(text, gold, truncated=ids[-1] != eos)
+            value, _ = verifier.verify(text, gold, truncated=ids[-1] not in ends)
             rewards.append(value)
         return rewards
 
@@ -122,7 +162,7 @@ def trl(pairs, lr, pipe):
 
     class Wait(transformers.TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step % 4 == 0:
+            if state.global_step % steps == 0:
                 turns.done()
 
     with tempfile.TemporaryDirectory() as folder:
@@ -130,29 +170,29 @@ def trl(pairs, lr, pipe):
             output_dir=folder,
             use_cpu=True,
             seed=args.seed,
-            per_device_train_batch_size=64,
+            per_device_train_batch_size=args.prompts_per_iteration * args.group_size // steps,
             gradient_accumulation_steps=1,
-            steps_per_generation=4,
+            steps_per_generation=steps,
             num_generations=args.group_size,
             max_completion_length=args.max_new_tokens,
-            max_steps=4 * pairs,
+            max_steps=steps * pairs,
             num_iterations=1,
             temperature=args.temperature,
             top_p=1.0,
             top_k=0,
             loss_type="grpo",
-            epsilon=0.2,
+            epsilon=args.clip_eps_high,
             beta=args.kl_coef,
             use_bias_correction_kl=False,
-            router_aux_loss_coef=args.router_aux_coef,
-            learning_rate=lr,
+            router_aux_loss_coef=aux_coef,
+            learning_rate=args.lr,
             lr_scheduler_type="constant",
             weight_decay=0.0,
-            max_grad_norm=1.0,
-            bf16=False,
+            max_grad_norm=args.max_grad_norm,
+            bf16=args.dtype == "bfloat16",
             gradient_checkpointing=False,
             shuffle_dataset=False,
-            logging_steps=4,
+            logging_steps=steps,
             save_strategy="no",
             report_to=[],
             disable_tqdm=True,
@@ -170,10 +210,10 @@ def trl(pairs, lr, pipe):
         trainer.train()
 
 
-def interleaved(pairs, threads, lr):
+def interleaved(case, threads, pairs):
     """[{ours_seconds, ..., trl_seconds, ...}], a row for each pair of iterations after the warm-up."""
     env = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, __file__, "--pairs", str(pairs), "--lr", lr, "--worker"]
+    command = [sys.executable, __file__, "--cases", case, "--pairs", str(pairs), "--worker"]
     workers = {}
     for name in ("ours", "trl"):
         workers[name] = subprocess.Popen(
@@ -187,7 +227,7 @@ def interleaved(pairs, threads, lr):
         )
     rows = []
     for pair in range(pairs + 1):
-        row = {"lr": lr, "pair": pair}
+        row = {"case": case, "threads": threads, "pair": pair}
         order = ("ours", "trl") if pair % 2 == 1 else ("trl", "ours")  # who goes first alternates
         for name in order:
             workers[name].stdin.write("go\n")
@@ -227,32 +267,43 @@ def report(rows):
         print(f"ratio of the {part:9}{values}", flush=True)
 
 
+def write(rows):
+    """Puts the rows into the CSV, in place of those with the same case and threads."""
+    measured = {(row["case"], str(row["threads"])) for row in rows}
+    with open(CSV) as file:
+        old = list(csv.DictReader(file))
+    kept = [row for row in old if (row["case"], row["threads"]) not in measured]
+    with open(CSV, "w", newline="") as file:
+        writer = csv.DictWriter(file, [*rows[0]], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(kept + rows)
+
+
 def main():
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("--pairs", type=int, default=21)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--lr", nargs="+", default=["1e-9", "2e-4"])
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--pairs", type=int, help="[21 of the default job, 5 of SmolLM2]")
     parser.add_argument("--worker", choices=["ours", "trl"], help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         pipe = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)  # whatever the trainers print goes to stderr
         work = ours if args.worker == "ours" else trl
-        work(args.pairs + 1, float(args.lr[0]), pipe)
+        work(args.cases[0], args.pairs + 1, pipe)
         return
     git = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    rows = []
-    for lr in args.lr:
-        print(f"learning rate {lr}")
-        pairs = interleaved(args.pairs, args.threads, lr)
-        report(pairs)
-        rows += pairs
-    with open(CSV, "w", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0], "threads", "commit"], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(row | {"threads": args.threads, "commit": commit} for row in rows)
+    for case in args.cases:
+        for threads in args.threads:
+            pairs, _, _ = CASES[case]
+            if args.pairs is not None:
+                pairs = args.pairs
+            print(f"{case}, threads: {threads}")
+            rows = interleaved(case, threads, pairs)
+            report(rows)
+            write([row | {"commit": commit} for row in rows])  # each case, lest a crash lose all
 
 
 if __name__ == "__main__":

@@ -20,8 +20,9 @@ from test_bad_input import SMALL, refused
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedTokenizerFast
 
-from common import check_logprobs, load_model, load_problems, load_verifier, read_dataset, verify
+from common import check_logprobs, load_model, load_problems, read_dataset
 from harness import UserError, launch
+from verifier import load_verifier, verify
 
 
 def arguments(**changes):

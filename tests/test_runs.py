@@ -308,7 +308,8 @@ def test_resume_continues_as_if_never_stopped(name, tmp_path):
 def test_checkpoint_is_an_ordinary_transformers_folder(tmp_path):
     """Opened with plain transformers, it answers greedily as the script's last evaluation did."""
     import grpo
-    from common import load_problems, verify
+    from common import load_problems
+    from verifier import verify
 
     result = small("grpo", "--run_dir", tmp_path, "--save_every", 1, held_out=256)
     assert result.returncode == 0, result.stderr

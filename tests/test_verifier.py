@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 
-from common import canonical, final_answer, verify
+from verifier import canonical, final_answer, verify
 
 RIGHT = [
     ("#### 365", "365"),

@@ -1,0 +1,127 @@
+"""What memory a run needs on its device: computed before it starts, by the model's config.
+
+To study an algorithm you need not read this file.
+"""
+
+import math
+import os
+
+import torch
+from tqdm import tqdm
+
+from harness import UserError
+
+MICRO_BATCH_TOKENS = 16_384  # in a pass of an update, where --micro_batch_size is 0
+MAX_LOGITS = 2**26  # in common.token_logprobs more are made in chunks
+
+
+def layer_bytes(model, width, size):
+    """What a layer keeps of a token for the backward pass, in rows of `width` tokens, numbers of `size`
+    bytes: the tensors that autograd saves in transformers' Llama, Qwen and Mixtral families."""
+    config = model.config.get_text_config()
+    hidden = config.hidden_size
+    head_dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
+    queries = config.num_attention_heads * head_dim
+    keys = getattr(config, "num_key_value_heads", config.num_attention_heads) * head_dim
+    inner = getattr(config, "intermediate_size", None) or 4 * hidden
+    # Two norms: the input in float32, the output without and with its weight.
+    norms = 2 * (4 * hidden + 2 * size * hidden)
+    # Queries, keys and values (these for each head), the output, and the mask, a row for each token.
+    attention = size * (4 * queries + width)
+    if any(name.endswith("q_norm") for name, _ in model.named_modules()):
+        attention += (4 + size) * (queries + keys)
+    # Gate, its activation, up, and their product.
+    mlp = size * 4 * inner
+    num_active = getattr(config, "num_experts_per_tok", None) or 0
+    if num_active > 0:
+        inner = getattr(config, "moe_intermediate_size", None) or inner
+        # The same of each active expert, its input and output, and the order of the tokens.
+        mlp = num_active * (size * (4 * inner + 2 * hidden) + 24)
+    return norms + attention + mlp
+
+
+def memory_parts(model, args, longest_prompt, num_critics=0, num_references=0):
+    """{part: bytes} that a run needs on its device, by the model's config. Its weights are only counted
+    and may be on "meta".
+
+    "rollout" is the KV cache of `--rollout_batch_size` completions with their logits, "update" the
+    activations of `--micro_batch_size` completions with theirs; the two are never there together.
+    """
+    config = model.config.get_text_config()
+    num_layers = config.num_hidden_layers
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    num_kv_heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+    size = 2 if args.dtype == "bfloat16" else 4
+    width = longest_prompt + args.max_new_tokens
+
+    # One layer's keys are there twice while they grow by a token. Of the logits there are five copies,
+    # four of them in float32: scaled, log-probs, probs and their sums.
+    cache = args.rollout_batch_size * width * num_layers * 2 * num_kv_heads * head_dim * size
+    logits = args.rollout_batch_size * config.vocab_size * (size + 16)
+    rollout = cache + cache // (2 * num_layers) + logits
+
+    num_tokens = args.micro_batch_size * width
+    of_layer = layer_bytes(model, width, size)
+    activations = num_layers * of_layer
+    if args.gradient_checkpointing:  # the layers' inputs, and one layer at a time
+        activations = num_layers * config.hidden_size * size + of_layer
+    num_logits = min(args.micro_batch_size * args.max_new_tokens * config.vocab_size, MAX_LOGITS)
+    update = num_tokens * activations * (1 + num_critics) + 12 * num_logits
+
+    num_weights = sum(weight.numel() for weight in model.parameters())
+    num_trained = num_weights * (1 + num_critics)
+    return {
+        "weights": size * (num_trained + num_references * num_weights),
+        "masters": 4 * num_trained if args.dtype == "bfloat16" else 0,
+        "gradients": 4 * num_trained,
+        "moments": 8 * num_trained,
+        "rollout": rollout,
+        "update": update,
+    }
+
+
+def memory_peak(parts):
+    """Bytes at the largest of the two peaks of an iteration: between updates there are no gradients."""
+    kept = parts["weights"] + parts["masters"] + parts["moments"]
+    return kept + max(parts["rollout"], parts["gradients"] + parts["update"])
+
+
+def device_memory(device):
+    """Bytes that the device has; infinite if it does not say."""
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_properties(device).total_memory
+    if device.startswith("mps"):
+        return torch.mps.recommended_max_memory()
+    if hasattr(os, "sysconf"):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return math.inf
+
+
+def plan_memory(args, model, problems, parts):
+    """Chooses `--micro_batch_size` if it is 0, prints what memory the run needs, and raises a UserError
+    if the device has less. `parts`: what a checkpoint holds, critic and reference among it."""
+    longest_prompt = max(len(problem.prompt_ids) for problem in problems)
+    if args.micro_batch_size == 0:
+        minibatch_size = args.prompts_per_iteration * args.group_size // args.num_minibatches
+        fitting = max(1, MICRO_BATCH_TOKENS // (longest_prompt + args.max_new_tokens))
+        num_micro_batches = math.ceil(minibatch_size / fitting)
+        args.micro_batch_size = math.ceil(minibatch_size / num_micro_batches)  # of much the same size
+    needed = memory_parts(
+        model,
+        args,
+        longest_prompt,
+        num_critics=int("critic" in parts),
+        num_references=int("reference" in parts),
+    )
+    peak = memory_peak(needed)
+    there = device_memory(args.device)
+    unit, name = (2**30, "GiB") if peak > 2**30 else (2**20, "MiB")
+    listed = ", ".join(f"{part} {count / unit:.1f}" for part, count in needed.items() if count > 0)
+    tqdm.write(f"memory in {name}, computed: {listed}; at most {peak / unit:.1f} of {there / unit:.1f}")
+    if peak > there:
+        raise UserError(
+            f"--model {args.model} needs about {peak / 2**30:.1f} GiB on {args.device}, which has "
+            f"{there / 2**30:.1f}; less: --dtype bfloat16, --gradient_checkpointing, or a smaller "
+            f"--micro_batch_size (now {args.micro_batch_size}) or --rollout_batch_size "
+            f"(now {args.rollout_batch_size})"
+        )
