@@ -301,17 +301,22 @@ def load_model(args):
         # token sampled, and with masks is reported to be wrong (pytorch#193893, pytorch#196678).
         torch.backends.cuda.enable_cudnn_sdp(False)
         if args.gradient_checkpointing:
-            recompute = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-            # transformers' own switch works in train() only, which would turn dropout on.
-            for layer in model.modules():
-                if isinstance(layer, GradientCheckpointingLayer):
-                    layer.forward = functools.partial(recompute, layer.forward)
+            checkpoint_layers(model)
         check_logprobs(model, tokenizer, args)
     except UserError:
         raise
     except Exception as error:  # damaged folders and strange architectures may raise anything
         raise UserError(f"--model {args.model} cannot be used") from error
     return model, tokenizer
+
+
+def checkpoint_layers(model):
+    """Makes the layers keep their inputs alone, and compute the rest again in the backward pass.
+    transformers' own switch works in train() only, which would turn dropout on."""
+    recompute = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.forward = functools.partial(recompute, layer.forward)
 
 
 def check_logprobs(model, tokenizer, args):

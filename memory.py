@@ -61,12 +61,17 @@ def memory_parts(model, args, longest_prompt, num_critics=0, num_references=0):
     rollout = cache + cache // (2 * num_layers) + logits
 
     num_tokens = args.micro_batch_size * width
-    of_layer = layer_bytes(model, width, size)
-    activations = num_layers * of_layer
-    if args.gradient_checkpointing:  # the layers' inputs, and one layer at a time
-        activations = num_layers * config.hidden_size * size + of_layer
+    of_layer = num_tokens * layer_bytes(model, width, size)
     num_logits = min(args.micro_batch_size * args.max_new_tokens * config.vocab_size, MAX_LOGITS)
-    update = num_tokens * activations * (1 + num_critics) + 12 * num_logits
+    of_logits = 12 * num_logits  # three in float32: log-probs, probs, and their product or gradient
+    of_norm = num_tokens * config.hidden_size * (4 + 3 * size)  # the last one, and what the head reads
+    update = num_layers * of_layer + of_norm + of_logits
+    if args.gradient_checkpointing:
+        # Each layer's input, and either the logits or, later, one layer with a quarter more for the
+        # gradients on their way through it.
+        of_inputs = num_tokens * num_layers * config.hidden_size * size
+        update = of_inputs + of_norm + max(1.25 * of_layer, of_logits)
+    update += num_critics * (update - of_logits)
 
     num_weights = sum(weight.numel() for weight in model.parameters())
     num_trained = num_weights * (1 + num_critics)

@@ -1,0 +1,182 @@
+"""What memory.py computes, against what a run allocates, counted by torch's profiler."""
+
+import copy
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from torch.profiler import ProfilerActivity, profile
+
+import memory
+from common import Completion, checkpoint_layers, collate, sample, token_logprobs, working_copy
+from harness import UserError
+from memory import memory_parts, memory_peak, plan_memory
+
+PROMPT = 24
+CAP = 104
+
+
+def dense():
+    config = transformers.Qwen2Config(
+        vocab_size=3000,
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    return transformers.Qwen2ForCausalLM(config)
+
+
+def moe():
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=3000,
+        hidden_size=192,
+        moe_intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_experts=16,
+        num_experts_per_tok=4,
+        tie_word_embeddings=True,
+    )
+    return transformers.Qwen3MoeForCausalLM(config)
+
+
+def settings(dtype, **changes):
+    flags = {"dtype": dtype, "max_new_tokens": CAP, "rollout_batch_size": 16, "micro_batch_size": 8}
+    flags |= {"gradient_checkpointing": False, "temperature": 1.0, "device": "cpu", "model": "it"}
+    return SimpleNamespace(**(flags | changes))
+
+
+def peak_bytes(work):
+    """The most bytes that `work` has allocated at one time, beyond those that were there before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    allocated = 0
+    peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        allocated += event.nbytes()
+        peak = max(peak, allocated)
+    return peak
+
+
+@pytest.fixture(params=[dense, moe], ids=["dense", "moe"])
+def master(request):
+    torch.manual_seed(0)
+    model = request.param().eval()
+    model.generation_config.eos_token_id = model.config.vocab_size - 1  # hardly ever sampled
+    model.base_model.one_sequence_per_row = False
+    return model
+
+
+def batch_of(count):
+    """Sequences of 128 tokens and one of 120, so that the attention has a mask."""
+    completions = []
+    for i in range(count):
+        length = CAP if i > 0 else CAP - 8
+        completions.append(Completion([1] * PROMPT, [2] * length, [0.0] * length))
+    return collate(completions, "cpu")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_update(master, dtype, checkpointing):
+    args = settings(dtype, gradient_checkpointing=checkpointing)
+    if checkpointing:
+        checkpoint_layers(master)
+    model = working_copy(master, dtype)
+    batch = batch_of(args.micro_batch_size)
+
+    def update():
+        outputs = token_logprobs(model, batch, args.temperature)
+        (outputs.logprobs_BT.sum() + outputs.aux_loss).backward()
+
+    update()  # from here on the gradients are there
+    counted = peak_bytes(update)
+    assert memory_parts(master, args, PROMPT)["update"] == pytest.approx(counted, rel=0.15)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rollout(master, dtype):
+    args = settings(dtype)
+    model = working_copy(master, dtype)
+    tokenizer = SimpleNamespace(eos_token_id=None, batch_decode=lambda ids, **_: [""] * len(ids))
+    prompts = [[1] * PROMPT] * (args.rollout_batch_size // 4)
+    generator = torch.Generator().manual_seed(0)
+    counted = peak_bytes(lambda: sample(model, tokenizer, prompts, 4, args, generator))
+    assert memory_parts(master, args, PROMPT)["rollout"] == pytest.approx(counted, rel=0.15)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_update_with_logits_in_chunks(master, dtype, monkeypatch):
+    """More logits than MAX_LOGITS are made in chunks, so that they need no more memory than these."""
+    default = inspect.signature(token_logprobs).parameters["chunk_numbers"].default
+    assert default == memory.MAX_LOGITS
+    monkeypatch.setattr(memory, "MAX_LOGITS", 400_000)
+    args = settings(dtype)
+    model = working_copy(master, dtype)
+    batch = batch_of(args.micro_batch_size)
+
+    def update():
+        outputs = token_logprobs(model, batch, args.temperature, chunk_numbers=400_000)
+        (outputs.logprobs_BT.sum() + outputs.aux_loss).backward()
+
+    update()
+    counted = peak_bytes(update)
+    assert memory_parts(master, args, PROMPT)["update"] == pytest.approx(counted, rel=0.15)
+
+
+def tensor_bytes(tensors):
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_stays(master, dtype):
+    """Weights, masters, gradients and moments of a policy and a critic, and a reference."""
+    model = working_copy(master, dtype)
+    reference = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(master.parameters(), fused=True)
+    outputs = token_logprobs(model, batch_of(2), 1.0)
+    (outputs.logprobs_BT.sum() + outputs.aux_loss).backward()
+    optimizer.step()
+    parts = memory_parts(master, settings(dtype), PROMPT, num_references=1)
+    weights = tensor_bytes(model.parameters()) + tensor_bytes(reference.parameters())
+    assert parts["weights"] == weights
+    assert parts["masters"] == (0 if model is master else tensor_bytes(master.parameters()))
+    assert parts["gradients"] == tensor_bytes(weight.grad for weight in master.parameters())
+    moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    assert parts["moments"] == tensor_bytes(moments)
+    # A critic is a second policy, with a head of its own of a few numbers.
+    with_critic = memory_parts(master, settings(dtype), PROMPT, num_critics=1, num_references=1)
+    assert with_critic["moments"] == 2 * parts["moments"]
+    assert with_critic["weights"] - parts["weights"] == tensor_bytes(model.parameters())
+
+
+def test_it_is_said_before_the_run_and_what_does_not_fit_is_refused(master, monkeypatch, capsys):
+    args = settings("float32", micro_batch_size=0, prompts_per_iteration=3, group_size=8)
+    args.num_minibatches = 1
+    problems = [SimpleNamespace(prompt_ids=[1] * PROMPT), SimpleNamespace(prompt_ids=[1])]
+    plan_memory(args, master, problems, {"optimizer": None})
+    assert args.micro_batch_size == 24  # 24 x 128 tokens are less than 16,384
+    line = capsys.readouterr().out
+    needed = memory_parts(master, args, PROMPT)
+    for part, count in needed.items():
+        if count > 0:
+            assert f"{part} {count / 2**20:.1f}" in line
+    assert f"at most {memory_peak(needed) / 2**20:.1f} of" in line
+    monkeypatch.setattr(memory, "device_memory", lambda device: memory_peak(needed) - 1)
+    with pytest.raises(UserError, match="--micro_batch_size"):
+        plan_memory(args, master, problems, {})
+    monkeypatch.setattr(memory, "device_memory", lambda device: memory_peak(needed))
+    plan_memory(args, master, problems, {})
+    with pytest.raises(UserError):
+        plan_memory(args, master, problems, {"critic": None})
+
+
+def test_this_machine_says_what_it_has():
+    assert 2**30 < memory.device_memory("cpu") < 2**50
