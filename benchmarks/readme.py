@@ -19,9 +19,11 @@ import re
 import statistics
 import sys
 import textwrap
+from collections import defaultdict
 from pathlib import Path
 
 import evidence
+import gpu
 
 ROOT = Path(__file__).parent.parent
 FILES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md"]
@@ -904,43 +906,60 @@ def three(values):
     return [f"{value:.2f}" for value in chosen]
 
 
+def by_case(name):
+    """{(case, threads): [row of results/<name>.csv, by pair]}."""
+    groups = defaultdict(list)
+    for row in evidence.table(name):
+        groups[row["case"], f"{row['threads']:.0f}"].append(row)
+    return groups
+
+
 def sampler():
-    rows = evidence.table("sampler")
     lines = []
-    for name in ("sampler", "generate"):
-        rate = statistics.median(row[f"{name}_tokens_per_second"] for row in rows)
-        lines.append(f"{name:10}{rate:10.0f} tokens/s (median of {len(rows)})")
-    ratios = [row["sampler_tokens_per_second"] / row["generate_tokens_per_second"] for row in rows]
-    lines.append("ratio     min {}  median {}  max {}".format(*three(ratios)))
-    return ["```", *lines, "```"]
+    for (case, threads), rows in by_case("sampler").items():
+        rates = {}
+        for name in ("sampler", "generate"):
+            rates[name] = [row[f"{name}_tokens_per_second"] for row in rows]
+        medians = [f"{statistics.median(values):,.0f}" for values in rates.values()]
+        ratios = [a / b for a, b in zip(*rates.values(), strict=True)]
+        lines.append([f"`{case}`", threads, f"{len(rows)}", *medians, " / ".join(three(ratios))])
+    header = ["case", "threads", "pairs", "sampler, tokens/s", "`generate()`, tokens/s"]
+    return markdown([*header, "ratio (min / median / max)"], lines, "lrrrrr")
 
 
 def speed():
-    table = evidence.table("trl_speed")
     lines = []
-    for lr, words in ((1e-9, "weights stay"), (2e-4, "while it learns")):
-        rows = [row for row in table if row["lr"] == lr]
+    for (case, threads), rows in by_case("trl_speed").items():
         seconds = {}
         for side in ("ours", "trl"):
             iteration = [row[f"{side}_seconds"] for row in rows]
             sampling = [row[f"{side}_sampling"] for row in rows]
             rest = [row[f"{side}_seconds"] - row[f"{side}_sampling"] for row in rows]
-            seconds[side] = {"iteration": iteration, "sampling": sampling, "the rest": rest}
-        for name, ours in seconds["ours"].items():
-            theirs = seconds["trl"][name]
-            ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-            medians = [f"{statistics.median(values):.3f} s" for values in (ours, theirs)]
-            lines.append([f"{words}: {name}", *medians, " / ".join(three(ratios))])
+            seconds[side] = [iteration, sampling, rest]
+        medians = [f"{statistics.median(seconds[side][0]):.2f} s" for side in ("ours", "trl")]
+        ratios = []
+        for ours, theirs in zip(seconds["ours"], seconds["trl"], strict=True):
+            ratios.append([a / b for a, b in zip(ours, theirs, strict=True)])
+        iteration, sampling, rest = ratios
+        parts = [f"{statistics.median(values):.2f}" for values in (sampling, rest)]
         peaks = [max(row[f"{side}_peak_mib"] for row in rows) for side in ("ours", "trl")]
-        cells = [f"{peak:.0f} MiB" for peak in peaks]
-        lines.append([f"{words}: peak memory", *cells, f"{peaks[0] / peaks[1]:.2f}"])
         tokens = []
         for side in ("ours", "trl"):
             tokens.append(statistics.mean(row[f"{side}_tokens"] for row in rows))
-        cells = [f"{count:.0f}" for count in tokens]
-        lines.append([f"{words}: tokens sampled", *cells, f"{tokens[0] / tokens[1]:.2f}"])
-    pairs = f"2 x {len(table) // 2} interleaved pairs"
-    return markdown([pairs, "`grpo.py`", "TRL", "ratio (min / median / max)"], lines, "lrrr")
+        cells = [
+            f"`{case}`",
+            threads,
+            f"{len(rows)}",
+            *medians,
+            " / ".join(three(iteration)),
+            " / ".join(parts),
+            " : ".join(f"{peak:,.0f}" for peak in peaks),
+            " : ".join(f"{count:,.0f}" for count in tokens),
+        ]
+        lines.append(cells)
+    header = ["case", "threads", "pairs", "`grpo.py`", "TRL", "ratio (min / median / max)"]
+    header += ["ratio of sampling / of the rest", "peak MiB, ours : TRL", "tokens, ours : TRL"]
+    return markdown(header, lines, "lrrrrrrrr")
 
 
 def scaling():
@@ -985,6 +1004,24 @@ def soak():
     return textwrap.wrap(text, WIDTH)
 
 
+def memory():
+    header = ["model", "way", "stays", "a rollout", "an update", "at most", "GB card"]
+    return markdown(header, gpu.memory_rows(), "llrrrrr")
+
+
+def recipe():
+    lines = ["```", *gpu.recipe_command().split("\n"), "```", ""]
+    parts = gpu.recipe_parts()
+    listed = ", ".join(f"{part} {size / 2**30:.1f}" for part, size in parts.items())
+    peak = gpu.memory_peak(parts) / 2**30
+    text = f"Memory in GiB: {listed}; at most {peak:.1f}. Seconds of an iteration:"
+    lines += [*textwrap.wrap(text, WIDTH), ""]
+    rows = gpu.recipe_seconds()
+    total = sum(seconds for _, _, seconds in rows)
+    cells = [[part, how, f"{seconds:.1f}"] for part, how, seconds in rows]
+    return lines + markdown(["part", "sum", "s"], [*cells, ["together", "", f"{total:.1f}"]], "llr")
+
+
 def smollm2():
     rows = [row for row in evidence.table("smollm2") if row["greedy_held_out"] is not None]
     iterations = [f"{row['iteration']:.0f}" for row in rows]
@@ -1023,6 +1060,8 @@ MAKERS = (
     speed,
     scaling,
     soak,
+    memory,
+    recipe,
     smollm2,
 )
 PARTS = {make.__name__.replace("_", " "): make for make in MAKERS}
