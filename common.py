@@ -404,7 +404,8 @@ def sample(model, tokenizer, prompts, group_size, args, generator=None, greedy=F
     from the whole distribution at `--temperature` (no top-k, no top-p), or greedily. All noise is drawn
     in advance: what a completion becomes does not depend on which others are sampled with it."""
     noise_NT = torch.rand(len(prompts) * group_size, args.max_new_tokens, generator=generator)
-    prompts_at_a_time = max(1, args.rollout_batch_size // group_size)
+    rows_at_a_time = args.rollout_batch_size or len(noise_NT)
+    prompts_at_a_time = max(1, rows_at_a_time // group_size)  # a group is sampled together
     completions = []
     for start in range(0, len(prompts), prompts_at_a_time):
         chunk = prompts[start : start + prompts_at_a_time]
@@ -608,7 +609,7 @@ def token_logprobs(model, batch, temperature, entropy_grad=False, chunk_numbers=
 
     def logprob_and_entropy(hidden, tokens):
         logprobs = torch.log_softmax(head(hidden).float() / temperature, dim=-1)
-        with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
+        with torch.set_grad_enabled(entropy_grad):
             entropy = -(logprobs.exp() * logprobs).sum(-1)
         return logprobs.gather(1, tokens[:, None])[:, 0], entropy
 

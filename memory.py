@@ -110,7 +110,7 @@ def plan_memory(args, model, problems, parts):
         minibatch_size = args.prompts_per_iteration * args.group_size // args.num_minibatches
         fitting = max(1, MICRO_BATCH_TOKENS // (longest_prompt + args.max_new_tokens))
         num_micro_batches = math.ceil(minibatch_size / fitting)
-        args.micro_batch_size = math.ceil(minibatch_size / num_micro_batches)  # of much the same size
+        args.micro_batch_size = math.ceil(minibatch_size / num_micro_batches)
     needed = memory_parts(
         model,
         args,

@@ -76,6 +76,7 @@ def family(request, tmp_path_factory):
 
 def arguments(name, model, data, **changes):
     changes |= {"model": str(model), "dataset": str(data), "device": "cpu", "num_held_out": 8}
+    changes |= {"rollout_batch_size": 1000}  # prompts of different lengths are sampled together
     return script_args(name, **changes)[1]
 
 

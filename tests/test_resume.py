@@ -1,5 +1,5 @@
-"""Killed with SIGKILL at any moment and resumed: the same metrics and, bit for bit, the same
-weights."""
+"""Killed with SIGKILL at any moment and resumed: the same metrics and, bit for bit, the same weights
+and the same state of the optimizer."""
 
 import json
 import os
@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+import torch
 from conftest import ROOT, SCRIPTS, run
 from safetensors.torch import load_file
 
@@ -67,7 +68,7 @@ for point in points:
 """
 
 
-def harness(name, points, folder):
+def harness(name, points, folder, *flags):
     own = ("--prompts_per_iteration", "32", "--group_size", "1") if name == "ppo" else ()
     command = [
         sys.executable,
@@ -77,6 +78,7 @@ def harness(name, points, folder):
         ",".join(points),
         *FLAGS,
         *own,
+        *flags,
         "--run_dir",
         str(folder),
     ]
@@ -85,23 +87,30 @@ def harness(name, points, folder):
     assert result.returncode == 0, result.stderr[-2000:]
 
 
+def as_lists(part):
+    """A state_dict with its tensors as lists, which == compares bit for bit."""
+    if isinstance(part, dict):
+        return {key: as_lists(value) for key, value in part.items()}
+    return part.tolist() if isinstance(part, torch.Tensor) else part
+
+
 def outcome(folder):
+    """(metrics, samples, weights, optimizer and other models) of a run."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     samples = (folder / "samples.jsonl").read_text()
     (checkpoint,) = folder.glob("checkpoint-*")
     lines = [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
-    return (
-        lines,
-        samples,
-        {key: w.tolist() for key, w in load_file(checkpoint / "model.safetensors").items()},
-    )
+    saved = torch.load(checkpoint / "trainer_state.pt", weights_only=True)
+    weights = load_file(checkpoint / "model.safetensors")
+    return lines, samples, as_lists(weights), as_lists(saved["parts"])
 
 
-def check(name, points, tmp_path):
-    harness(name, ["end"], tmp_path / "whole")
-    harness(name, [*points, "end"], tmp_path / "parts")
+def check(name, points, tmp_path, *flags, iterations=5):
+    flags = (*flags, "--iterations", str(iterations))
+    harness(name, ["end"], tmp_path / "whole", *flags)
+    harness(name, [*points, "end"], tmp_path / "parts", *flags)
     whole, parts = outcome(tmp_path / "whole"), outcome(tmp_path / "parts")
-    assert [line["iteration"] for line in parts[0]] == [1, 2, 3, 4, 5]
+    assert [line["iteration"] for line in parts[0]] == list(range(1, iterations + 1))
     assert parts == whole
 
 

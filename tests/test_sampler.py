@@ -2,17 +2,25 @@
 truncation."""
 
 import copy
+import math
+import sys
 from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import script_args
 
-from common import Completion, collate, forward_packed, pad, sample, take_problems, token_logprobs
+import common
+from common import Completion, collate, evaluate, forward_packed, load_problems, pad, sample
+from common import take_problems, token_logprobs
+from harness import parse_args
+from memory import plan_memory
 
 
 def settings(**changes):
-    return SimpleNamespace(**({"max_new_tokens": 24, "temperature": 0.7, "dtype": "float32"} | changes))
+    flags = {"max_new_tokens": 24, "temperature": 0.7, "rollout_batch_size": 1000}
+    return SimpleNamespace(**(flags | changes))
 
 
 def prompts_of(tokenizer, *texts):
@@ -116,7 +124,116 @@ def test_greedy_is_the_argmax(tiny_model):
             ids.append(token)
 
 
-def test_first_eos_counts_when_rows_are_dropped_late(tiny_model, monkeypatch):
+SIZES = {
+    1000: [20],
+    20: [20],
+    4: [4, 4, 4, 4, 4],  # a whole group
+    10: [8, 8, 4],  # two prompts at a time, of five
+    1: [4, 4, 4, 4, 4],  # smaller than a group
+}
+
+
+@pytest.fixture
+def batches(monkeypatch):
+    """How many completions were sampled at a time, a number for each `sample_batch`."""
+    counts = []
+    original = common.sample_batch
+
+    def sample_batch(model, tokenizer, prompts, noise_NT, *args):
+        counts.append(len(noise_NT))
+        return original(model, tokenizer, prompts, noise_NT, *args)
+
+    monkeypatch.setattr(common, "sample_batch", sample_batch)
+    return counts
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_completions_do_not_depend_on_the_rollout_batch_size(greedy, tiny_model, batches):
+    """It is memory, not results: a prompt would get another one's noise, or a group come apart."""
+    model, tokenizer = tiny_model
+    prompts = prompts_of(tokenizer, *MIXED)
+    results = []
+    for size, expected in SIZES.items():
+        args, generator = settings(rollout_batch_size=size), torch.Generator().manual_seed(7)
+        results.append(sample(model, tokenizer, prompts, 4, args, generator, greedy))
+        assert batches == expected
+        batches.clear()
+    for completions in results[1:]:
+        for c, whole in zip(completions, results[0], strict=True):
+            assert c._replace(logprobs=[]) == whole._replace(logprobs=[])
+            assert c.logprobs == pytest.approx(whole.logprobs, abs=1e-5)
+    assert greedy or len({tuple(c.ids) for c in results[0]}) > 10
+
+
+def test_an_evaluation_does_not_depend_on_the_rollout_batch_size(tiny_model, batches):
+    """Accuracies before and after would not be comparable between runs."""
+    _, args = script_args("grpo", num_held_out=20, rollout_batch_size=1000)
+    problems = load_problems(args, *tiny_model)[1]
+    assert len({len(problem.prompt_ids) for problem in problems}) > 1
+
+    def verify(text, answer, truncated):  # that something varies
+        return float(len(text)), "truncated" if truncated else ["wrong", "correct"][len(text) % 2]
+
+    results = []
+    for size, count in ((1000, 1), (20, 1), (7, 3), (1, 20)):
+        args.rollout_batch_size = size
+        results.append(evaluate(*tiny_model, problems, args, verify))
+        assert len(batches) == 2 * count
+        batches.clear()
+    assert results[1:] == results[:-1]
+    assert 0 < results[0]["greedy"]["accuracy"] < 1 and results[0]["greedy"] != results[0]["sampled"]
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo", "dapo"])
+def test_all_are_sampled_at_once_by_default(name, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--device", "cpu"])
+    assert parse_args(script_args(name)[0].Args).rollout_batch_size == 256
+
+
+def planned(model, tokenizer, prompt="999+999=", **changes):
+    """(`--micro_batch_size` that 0 becomes, completions in a minibatch, tokens of each)."""
+    _, args = script_args("grpo", device="cpu", rollout_batch_size=256, **changes)
+    problems = [common.Problem(text, "1", tokenizer(text).input_ids) for text in ("1=", prompt, "2+2=")]
+    plan_memory(args, model, problems, parts={})
+    minibatch_size = args.prompts_per_iteration * args.group_size // args.num_minibatches
+    return args.micro_batch_size, minibatch_size, len(prompt) + args.max_new_tokens
+
+
+def test_a_micro_batch_is_a_whole_minibatch_in_the_default_job(tiny_model):
+    assert planned(*tiny_model) == (64, 64, 8 + 48)
+
+
+PLANS = [
+    {"max_new_tokens": 2000},
+    {"max_new_tokens": 248},  # with the prompt 256 tokens: 64 completions have 16,384
+    {"max_new_tokens": 249},
+    {"max_new_tokens": 500, "prompts_per_iteration": 100},
+    {"max_new_tokens": 10, "prompt": "1" * 900},
+    {"max_new_tokens": 5000, "prompt": "1" * 3192},
+    {"max_new_tokens": 16_376},
+    {"max_new_tokens": 16_377},
+    {"max_new_tokens": 30_000, "num_minibatches": 1},
+]
+
+
+@pytest.mark.parametrize("changes", PLANS, ids=str)
+def test_a_micro_batch_has_at_most_16384_tokens(changes, tiny_model):
+    """Prompt and cap counted; in as few passes as that allows, none larger than it has to be; and a
+    completion that has more tokens gets a pass of its own."""
+    size, minibatch_size, width = planned(*tiny_model, **changes)
+    assert 1 <= size <= minibatch_size
+    assert size * width <= 16_384 or size == 1
+    passes = math.ceil(minibatch_size / size)
+    fewer = math.ceil(minibatch_size / (passes - 1)) if passes > 1 else math.inf
+    assert fewer * width > 16_384
+    assert size == 1 or math.ceil(minibatch_size / (size - 1)) > passes
+
+
+def test_a_micro_batch_size_that_is_given_stays(tiny_model):
+    assert planned(*tiny_model, micro_batch_size=5)[0] == 5
+
+
+def test_first_eos_counts_when_rows_are_dropped_late(tiny_model):
     """On a GPU ended rows run on for a while; what they make after their EOS must not get into the
     completion."""
     model, tokenizer = tiny_model
@@ -186,7 +303,8 @@ def test_logprob_of_a_row_does_not_depend_on_its_padding(tiny_model):
             assert torch.equal(together.experts_BTLK[i, :n], alone.experts_BTLK[0])
 
 
-def test_chunked_logits_are_the_same(tiny_model):
+@pytest.mark.parametrize("entropy_grad", [False, True])
+def test_chunked_logits_are_the_same(entropy_grad, tiny_model):
     """Log-probs, entropies and gradients do not depend on how many logits exist at a time."""
     model, tokenizer = copy.deepcopy(tiny_model[0]), tiny_model[1]
     batch = collate(
@@ -194,13 +312,41 @@ def test_chunked_logits_are_the_same(tiny_model):
     )
     results = []
     for chunk_numbers in (2**26, 3 * 17, 1):
-        outputs = token_logprobs(model, batch, 0.7, chunk_numbers=chunk_numbers)
+        outputs = token_logprobs(model, batch, 0.7, entropy_grad, chunk_numbers)
+        assert outputs.entropy_BT.requires_grad == entropy_grad
         (outputs.logprobs_BT.sum() + outputs.entropy_BT.sum()).backward()
         grads = torch.cat([p.grad.flatten() for p in model.parameters()])
         results.append((outputs.logprobs_BT, outputs.entropy_BT, grads))
         model.zero_grad()
     for other in results[1:]:
         torch.testing.assert_close(other, results[0], atol=1e-5, rtol=1e-5)
+
+
+def gradient_of(model, scalar):
+    return torch.cat([g.flatten() for g in torch.autograd.grad(scalar, list(model.parameters()))])
+
+
+def test_the_gradient_of_the_entropy_is_there_if_asked_for(tiny_model):
+    """Against torch's own entropy of the logits of each completion alone; else there is none."""
+    model, tokenizer = tiny_model
+    rows = [Completion(p, [7, 8, 9, 1], [0.0] * 4) for p in prompts_of(tokenizer, *MIXED)]
+    batch = collate(rows, "cpu")
+    outputs = token_logprobs(model, batch, 0.7, entropy_grad=True)
+    expected = 0.0
+    for row in rows:
+        logits = model(torch.tensor([row.prompt_ids + row.ids])).logits[0, len(row.prompt_ids) - 1 : -1]
+        expected += torch.distributions.Categorical(logits=logits / 0.7).entropy().sum()
+    torch.testing.assert_close(outputs.entropy_BT.sum(), expected)
+    theirs = gradient_of(model, expected)
+    assert theirs.norm() > 0.1
+    torch.testing.assert_close(
+        gradient_of(model, outputs.entropy_BT.sum()), theirs, atol=1e-4, rtol=1e-3
+    )
+    plain = token_logprobs(model, batch, 0.7)
+    assert not plain.entropy_BT.requires_grad and plain.logprobs_BT.requires_grad
+    torch.testing.assert_close(plain.entropy_BT, outputs.entropy_BT.detach())
+    with torch.no_grad():  # old log-probs: no graph, whatever is asked for
+        assert not token_logprobs(model, batch, 0.7, entropy_grad=True).entropy_BT.requires_grad
 
 
 def test_pad():
