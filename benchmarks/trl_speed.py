@@ -12,8 +12,8 @@ fixed, learning    the default job, 32 prompts x 8 completions of at most 48 tok
                    come from the same distribution. With that of grpo.py both learn, and their answers
                    become worked ones of much the same length.
 smollm2-...        SmolLM2-135M-Instruct with weights that stay, on 16 small sums x 4 completions of at
-                   most 64 tokens. Needs runs/smollm2 (smollm2.py) and runs/small_sums.jsonl
-                   (small_sums.py).
+                   most 64 tokens. Needs runs/smollm2 (examples/smollm2.py) and
+                   runs/small_sums.jsonl (examples/small_sums.py).
 
 In bfloat16, grpo.py computes with a copy of the weights, and AdamW moves float32 weights. TRL has no
 such thing; what it has is measured in two cases:

@@ -1,8 +1,8 @@
-"""Sums of one- and two-digit numbers as chat messages, in JSON lines: for the README's example run.
+"""A dataset of your own for --dataset: chat messages in JSON lines. Here sums for a small model.
 
-    python benchmarks/small_sums.py runs/small_sums.jsonl
+    python examples/small_sums.py runs/small_sums.jsonl
 
-Each of the 4,000 rows has a column `question`, a list of messages with one solved sum and the sum to
+Expect: a file, in a second; smollm2.py has the command that trains on it. Each of the 4,000 rows has a column `question`, a list of messages with one solved sum and the sum to
 solve, and a column `answer`. The solved sum shows the form: asked without it, the model writes no
 '####'.
 """

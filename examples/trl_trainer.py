@@ -1,0 +1,121 @@
+"""A loss of this repository in TRL's GRPOTrainer, for what TRL can do: DeepSpeed, FSDP, vLLM, LoRA.
+
+    pip install -r examples/requirements.txt
+    torchrun --nproc-per-node 2 examples/trl_trainer.py --algorithm gspo --use_cpu True
+
+Expect: the default job, with its base model; greedy held-out accuracy from 0.4-0.5 to at least 0.9.
+Flags are those of TRL's GRPOConfig. What TRL does not know goes to the script (--model, --dataset,
+--reward, --clip_eps_low, --kl_coef, ...). Loss, advantages and KL are the script's: TRL's --loss_type,
+--epsilon, --beta and --scale_rewards do nothing. dapo: no dynamic sampling, no overlong shaping. ppo
+(it has a critic) and rspo (it needs the old policy's router scores) do not fit in.
+"""
+
+import importlib
+import inspect
+import sys
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from transformers import HfArgumentParser
+from trl import GRPOConfig, GRPOTrainer
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from common import end_ids, evaluate, load_model, load_problems
+from verifier import load_verifier
+
+ALGORITHMS = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "sapo"]
+# The default job: 60 rollouts of 256 completions, 4 steps of 64 = 2 processes x 2 micro-batches x 16
+DEFAULTS = """--output_dir runs/trl --max_steps 240 --num_generations 8 --max_completion_length 48
+--per_device_train_batch_size 16 --gradient_accumulation_steps 2 --steps_per_generation 8 --top_k 0
+--learning_rate 2e-4 --lr_scheduler_type constant --bf16 False --gradient_checkpointing False
+--save_strategy no --logging_steps 40 --vllm_importance_sampling_correction False"""
+
+
+class PluggedTrainer(GRPOTrainer):
+    """Takes `policy_loss` and `compute_advantages` from `script`, with the values of its flags."""
+
+    def _calculate_rewards(self, *args):
+        rewards = super()._calculate_rewards(*args)  # of all processes, a column for each function
+        self.rewards_PG = rewards.nansum(1).view(-1, self.num_generations)
+        return rewards
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        first = self.accelerator.process_index * len(inputs)
+        advantages_N = self.script.compute_advantages(self.rewards_PG).flatten()
+        return {**output, "advantages": advantages_N[first : first + len(inputs)]}
+
+    def normaliser(self, mask_BT):
+        """What to divide by: N / W, where N is the number of completions or tokens of the whole
+        optimizer step, over its accumulation steps and all W processes.
+        A step's loss is a sum over all its tokens, divided by N. A process adds up the gradients of its
+        micro-batches; the Trainer does not divide them by their number, as TRL sets
+        loss_is_scaled_for_ga. Then DDP, FSDP and DeepSpeed take the mean over processes: divide by W.
+        (With each process's own count, tokens would weigh more where answers are short.)"""
+        accumulation = self.current_gradient_accumulation_steps
+        if "num_sequences" in self.parameters:  # all micro-batches have as many
+            return {"num_sequences": len(mask_BT) * accumulation}
+        slices = self.args.steps_per_generation  # micro-batches that a rollout is cut into
+        assert slices % accumulation == 0, "a step needs more than one rollout"
+        first = self._step % slices // accumulation * accumulation
+        step = self._buffered_inputs[first : first + accumulation]
+        num_tokens = sum(micro["completion_mask"].sum() for micro in step)
+        return {"num_tokens": self.accelerator.reduce(num_tokens.float(), "mean")}
+
+    def _compute_loss(self, model, inputs):
+        mask_BT = inputs["completion_mask"]
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        attention = torch.cat([inputs["prompt_mask"], mask_BT], dim=1)
+        logprobs_BT, _, aux_loss = self._get_per_token_logps_and_entropies(
+            model, ids, attention, mask_BT.shape[1], compute_aux_loss=self.aux_loss_enabled
+        )
+        # With one optimizer step for a rollout, TRL has none.
+        old_logprobs_BT = inputs.get("old_per_token_logps", logprobs_BT.detach())
+        flags = [name for name in self.parameters if hasattr(self.flags, name)]
+        keywords = {name: getattr(self.flags, name) for name in flags} | self.normaliser(mask_BT)
+        if "ref_logprobs_BT" in self.parameters:
+            keywords["ref_logprobs_BT"] = inputs.get("ref_per_token_logps")
+        A_B1 = inputs["advantages"].unsqueeze(1)
+        loss, stats = self.script.policy_loss(logprobs_BT, old_logprobs_BT, A_B1, mask_BT, **keywords)
+        for name, value in stats.items():
+            self._metrics["train"][name].append(self.accelerator.gather(value).mean().item())
+        if self.aux_loss_enabled:
+            loss += self.router_aux_loss_coef * aux_loss / self.current_gradient_accumulation_steps
+        return loss
+
+
+def main(argv, trainer_class=PluggedTrainer):
+    parser = HfArgumentParser(GRPOConfig, allow_abbrev=False)
+    parser.add_argument("--algorithm", choices=ALGORITHMS, default="grpo")
+    config, choice, rest = parser.parse_args_into_dataclasses([*DEFAULTS.split(), *argv], True)
+    script = importlib.import_module(choice.algorithm)
+    (flags,) = HfArgumentParser(script.Args, allow_abbrev=False).parse_args_into_dataclasses(rest)
+    flags.device = str(config.device)
+    flags.max_new_tokens = config.max_completion_length
+    flags.temperature = config.temperature
+    config.beta = getattr(flags, "kl_coef", 0.0)  # above 0, TRL makes a reference
+    verify = load_verifier(flags)
+    model, tokenizer = load_model(flags)
+    problems, held_out = load_problems(flags, model, tokenizer)
+    ends = end_ids(model, tokenizer)
+
+    def reward(completions, completion_ids, answer, **kwargs):
+        rows = zip(completions, completion_ids, answer, strict=True)
+        return [verify(text, gold, ids[-1] not in ends)[0] for text, ids, gold in rows]
+
+    data = Dataset.from_list([{"prompt": p.prompt, "answer": p.answer} for p in problems])
+    trainer = trainer_class(model, reward, config, data, processing_class=tokenizer)
+    trainer.script = script
+    trainer.flags = flags
+    trainer.parameters = inspect.signature(script.policy_loss).parameters
+    trainer.train()
+    trainer.save_model()
+    if trainer.accelerator.is_main_process:  # what was saved is whole, even where FSDP has spread it
+        flags.model = config.output_dir
+        after = evaluate(*load_model(flags), held_out, flags, verify)
+        print(f"greedy accuracy {after['greedy']['accuracy']}; the model is in {config.output_dir}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,95 @@
+"""The losses of this repository in verl 0.9, registered as nine_grpo, nine_dapo and so on.
+
+    pip install verl==0.9.1     # in an environment of its own; it brings transformers 5.10
+    PYTHONPATH=. python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo \
+        actor_rollout_ref.model.external_lib=examples.verl_losses \
+        actor_rollout_ref.actor.policy_loss.loss_mode=nine_gspo ...
+
+Expect: verl's training, with one of our losses. We have not run it, for want of GPUs; the losses are
+compared with verl's, through the function that its actor calls, by benchmarks/verl_losses.py.
+Advantages, KL and entropy bonus are verl's. Numbers come from verl's flags, actor_rollout_ref.actor.*,
+whose defaults are not always the paper's. What makes them those of our scripts:
+
+nine_grpo     use_kl_loss=True kl_loss_coef=0.04 loss_agg_mode=seq-mean-token-mean
+nine_dr_grpo  loss_scale_factor=<longest response>, and algorithm.norm_adv_by_std_in_grpo=False
+nine_dapo     clip_ratio_high=0.28
+nine_gspo     clip_ratio_low=0.003 clip_ratio_high=0.004 (the paper: 0.0003 and 0.0004)
+nine_cispo    clip_ratio_high=4 (verl adds 1: a cap of 5)
+nine_gmpo     clip_ratio_high=0.4
+nine_sapo     (nothing)
+
+loss_agg_mode is that of KL and entropy alone: each loss averages as in its paper. rspo cannot be
+plugged in, since verl hands over no router scores; nor can ppo, whose critic is verl's.
+"""
+
+import importlib
+import inspect
+import sys
+from pathlib import Path
+
+from verl.trainer.ppo.core_algos import register_policy_loss
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+ALGORITHMS = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "sapo"]
+
+
+def from_config(config):
+    """{flag of ours: its value in verl's configuration of the actor}"""
+    return {
+        "clip_eps_low": config.clip_ratio_low,
+        "clip_eps_high": config.clip_ratio_high,
+        "is_weight_cap": 1 + config.clip_ratio_high,
+        "log_ratio_clip": config.clip_ratio_high,
+        "max_new_tokens": config.loss_scale_factor,
+        "tau_pos": config.tau_pos,
+        "tau_neg": config.tau_neg,
+        "variant": "gspo_token",  # the same as gspo, for advantages (B, T)
+    }
+
+
+def step_counts(info, mask_BT):
+    """What a loss divides by: N / W, where N is the number of completions or tokens of the whole
+    optimizer step. verl adds up the gradients of a process's micro-batches as they are, and then takes
+    the mean over the W data-parallel processes, which divides by W."""
+    processes = info.get("dp_size") or 1
+    num_sequences = info.get("global_batch_size") or len(mask_BT)
+    num_tokens = info.get("batch_num_tokens") or mask_BT.sum().clamp(min=1)
+    return {"num_sequences": num_sequences / processes, "num_tokens": num_tokens / processes}
+
+
+def adapted(name):
+    """The policy_loss of a script, with verl's signature."""
+    policy_loss = importlib.import_module(name).policy_loss
+    parameters = inspect.signature(policy_loss).parameters
+
+    def loss(
+        old_log_prob,
+        log_prob,
+        advantages,
+        response_mask,
+        loss_agg_mode="token-mean",
+        config=None,
+        rollout_is_weights=None,
+    ):
+        values = from_config(config) | step_counts(config.global_batch_info, response_mask)
+        keywords = {key: value for key, value in values.items() if key in parameters}
+        if name == "dr_grpo" and config.loss_scale_factor is None:
+            raise ValueError("nine_dr_grpo: set actor.loss_scale_factor to the longest response")
+        if name == "gmpo":
+            # One advantage for each completion: that of its first response token.
+            if rollout_is_weights is not None:
+                raise ValueError("nine_gmpo has no place for rollout_is_weights, which are per token")
+            first_B1 = response_mask.int().argmax(1, keepdim=True)
+            advantages = advantages.gather(1, first_B1)
+        elif rollout_is_weights is not None:
+            # A factor that is never negative may go into A: min, clip and gate only see A's sign.
+            advantages = advantages * rollout_is_weights
+        value, stats = policy_loss(log_prob, old_log_prob, advantages, response_mask, **keywords)
+        return value, {f"actor/{key}": stat.item() for key, stat in stats.items()}
+
+    return loss
+
+
+for algorithm in ALGORITHMS:
+    register_policy_loss(f"nine_{algorithm}")(adapted(algorithm))
