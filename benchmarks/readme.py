@@ -987,6 +987,174 @@ def scaling():
     return markdown(header, lines, "lrrrrr")
 
 
+# ---------------------------------------------------------------- the same losses in TRL and in verl
+
+PLUGGED = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "sapo"]
+# (engine, scripts, case in the CSV, what it does, what the paper has, how to have that)
+ENGINE_DEPARTURES = [
+    (
+        "TRL",
+        "dapo, cispo",
+        "trl",
+        "divides by the mean number of tokens of a rollout's optimizer steps",
+        "the number of tokens that are averaged",
+        "`steps_per_generation` equal to `gradient_accumulation_steps`: one step for a rollout",
+    ),
+    (
+        "TRL",
+        "grpo",
+        "trl, its KL",
+        "multiplies k3 by the ratio (`--kl_is_corrected` here)",
+        "k3",
+        "`use_bias_correction_kl=False`",
+    ),
+    ("TRL", "all but dr_grpo", "advantages", "adds 1e-4 to the std", "not specified; here 1e-6", ""),
+    (
+        "verl",
+        "grpo, dr_grpo, dapo",
+        "dual clip",
+        "dual clip: where A < 0, no gradient once the ratio is above 3",
+        "no such bound",
+        "`clip_ratio_c=1e9`",
+    ),
+    ("verl", "grpo", "k3 clamped", "clamps k3 at 10, without a gradient from there", "k3", "(none)"),
+    (
+        "verl",
+        "grpo, gspo",
+        "token mean",
+        "averages over tokens by default",
+        "tokens of a completion, then completions",
+        "`loss_agg_mode=seq-mean-token-mean`",
+    ),
+    (
+        "verl",
+        "gspo",
+        "range",
+        "clips at 0.2 by default",
+        "3e-4 and 4e-4 (measured: 3e-3 and 4e-3)",
+        "`clip_ratio_low`, `clip_ratio_high`",
+    ),
+    (
+        "verl",
+        "dr_grpo",
+        "padded width",
+        "divides by the longest response of a micro-batch, by default",
+        "a constant",
+        "`loss_scale_factor`",
+    ),
+    (
+        "verl",
+        "cispo",
+        "floor",
+        "raises weights below 0.8, by default",
+        "no lower bound in effect",
+        "`clip_ratio_low=1`",
+    ),
+    (
+        "verl",
+        "cispo",
+        "cap",
+        "caps weights at 1.2, by default",
+        "not printed (measured: 5)",
+        "`clip_ratio_high=4`",
+    ),
+    (
+        "verl",
+        "gmpo",
+        "range",
+        "clips log r at 0.2 by default",
+        "0.4",
+        "`clip_ratio_low=0.4`, `clip_ratio_high=0.4`",
+    ),
+    (
+        "verl",
+        "gmpo",
+        "mean of a micro-batch",
+        "takes the mean of each micro-batch, and adds these up",
+        "the mean of the step",
+        "one micro-batch per process",
+    ),
+    (
+        "verl",
+        "all",
+        "equal rewards",
+        "rounding error over 1e-6 in a group of equal rewards",
+        "0 (here exactly)",
+        "(none)",
+    ),
+    (
+        "(neither)",
+        "dapo, cispo",
+        "own tokens",
+        "a well-known mistake: each process divides by its own tokens",
+        "the number of tokens that are averaged",
+        "",
+    ),
+]
+
+
+def brief(value):
+    """1.4e-06, 0.12, 3; what is no more than rounding in float64 is 0."""
+    return "0" if value < 1e-15 else f"{value:.2g}"
+
+
+def spread(values):
+    low, high = brief(min(values)), brief(max(values))
+    return high if low == high else f"{low} to {high}"
+
+
+def engines():
+    trl = evidence.table("trl_losses")
+    verl = evidence.table("verl_losses")
+    cells = []
+    for name in PLUGGED:
+        row = [f"`{name}`"]
+        for table, column, kind in (
+            (trl, "loss", "plugged"),
+            (trl, "loss", "trl"),
+            (verl, "kind", "plugged"),
+            (verl, "kind", "verl"),
+        ):
+            found = [line for line in table if (line["script"], line[column]) == (name, kind)]
+            if found:
+                value = brief(max(line["value_error"] for line in found))
+                gradient = brief(max(line["gradient_error"] for line in found))
+                row.append(f"{value} / {gradient}")
+            else:
+                row.append("(it has none)")
+        cells.append(row)
+    header = ["script", "ours in TRL", "TRL's own", "ours in verl", "verl's own"]
+    return markdown(header, cells, "lrrrr")
+
+
+def engine_departures():
+    trl = evidence.table("trl_losses")
+    verl = [row for row in evidence.table("verl_losses") if row["kind"] == "departure"]
+    cells = []
+    for engine, scripts, case, what, paper, remedy in ENGINE_DEPARTURES:
+        names = scripts.split(", ")
+        if case == "advantages":
+            errors = [row["advantage_error"] for row in trl if row["loss"] == "trl"]
+            found = f"A off by {brief(max(errors))}"
+        elif case == "equal rewards":
+            (row,) = [row for row in verl if row["case"] == case]
+            found = f"A = {brief(row['value_error'])} for rewards of 0.1"
+        elif case == "mean of a micro-batch":
+            ratios = {
+                row["micro_batches"]: row["gradient_ratio"] for row in verl if row["case"] == case
+            }
+            found = ", ".join(f"x {ratio:.0f} with {count:.0f}" for count, ratio in ratios.items())
+        elif engine == "verl":
+            rows = [row for row in verl if row["case"] == case and row["script"] in names]
+            found = spread([row["gradient_error"] for row in rows])
+        else:
+            rows = [row for row in trl if row["loss"] == case and row["script"] in names]
+            found = spread([row["gradient_error"] for row in rows])
+        cells.append([engine, scripts, what, paper, found, remedy])
+    header = ["in", "script", "what it does", "the paper", "gradient off by", "to have the paper's"]
+    return markdown(header, cells)
+
+
 # ---------------------------------------------------------------------- runs that survive, SmolLM2
 
 
@@ -1059,6 +1227,8 @@ MAKERS = (
     sampler,
     speed,
     scaling,
+    engines,
+    engine_departures,
     soak,
     memory,
     recipe,

@@ -7,9 +7,9 @@ The trainer of examples/trl_trainer.py makes one rollout of 128 completions with
 four optimizer steps of 32 of them, at a rate so high that clips bind. `gradient_error` is the distance
 of the gradient of all parameters, as it is when the optimizer moves, from that of the script's loss on
 the step's 32 completions in one batch in one process, by common.token_logprobs, relative to the norm of
-the latter; all in float32. Three losses: `plugged`, the script's, as in the example; `trl`, TRL's own,
-set to be the script's; `own tokens`, the script's as in the example, but each process divides by its
-own count. Writes results/trl_losses.csv.
+the latter; all in float32. The losses: `plugged`, the script's, as in the example; `trl`, TRL's own,
+set to be the script's; `trl, its KL`, with the KL that is TRL's default; `own tokens`, the script's as
+in the example, but each process divides by its own count. Writes results/trl_losses.csv.
 """
 
 import csv
@@ -35,7 +35,7 @@ JOB = """--use_cpu True --max_steps 4 --per_device_train_batch_size 8 --gradient
 --disable_tqdm True --shuffle_dataset False"""
 # TRL's own loss, set to be that of a script; it has none for gmpo.
 TRL = {
-    "grpo": "--loss_type grpo",
+    "grpo": "--loss_type grpo --use_bias_correction_kl False",
     "dr_grpo": "--loss_type dr_grpo --scale_rewards none",
     "dapo": "--loss_type dapo --epsilon_high 0.28",
     "gspo": "--loss_type grpo --importance_sampling_level sequence --epsilon 3e-3 --epsilon_high 4e-3",
@@ -45,7 +45,7 @@ TRL = {
 SCRIPTS = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "sapo"]
 CASES = [(name, "plugged") for name in SCRIPTS]
 CASES += [(name, "trl") for name in TRL]
-CASES += [("dapo", "own tokens"), ("cispo", "own tokens")]
+CASES += [("grpo", "trl, its KL"), ("dapo", "own tokens"), ("cispo", "own tokens")]
 
 
 def work(name, loss, folder):
@@ -83,23 +83,28 @@ def work(name, loss, folder):
             self.add_callback(Note(self))
 
         def _compute_loss(self, model, inputs):
-            kind = GRPOTrainer if loss == "trl" else trl_trainer.PluggedTrainer
+            kind = GRPOTrainer if loss.startswith("trl") else trl_trainer.PluggedTrainer
             value = kind._compute_loss(self, model, inputs)
             self.losses.append(value.detach())
             return value
 
         def _generate_and_score_completions(self, inputs):
-            kind = GRPOTrainer if loss == "trl" else trl_trainer.PluggedTrainer
+            kind = GRPOTrainer if loss.startswith("trl") else trl_trainer.PluggedTrainer
             return kind._generate_and_score_completions(self, inputs)
 
-        def normaliser(self, mask_BT):
+        def step_counts(self):
+            counts = super().step_counts()
             if loss == "own tokens":
-                return {"num_tokens": mask_BT.sum() * self.current_gradient_accumulation_steps}
-            return super().normaliser(mask_BT)
+                micro = self._buffered_inputs[self._step % self.args.steps_per_generation]
+                own = micro["completion_mask"].sum()
+                counts["num_tokens"] = own * self.current_gradient_accumulation_steps
+            return counts
 
     flags = JOB.split() + ["--output_dir", f"{folder}/model", "--algorithm", name]
-    if loss == "trl":
+    if loss.startswith("trl"):
         flags += TRL[name].split()
+    if loss == "trl, its KL":
+        flags += ["--use_bias_correction_kl", "True"]
     trl_trainer.main(flags, Recorder)
     torch.save(steps, f"{folder}/{os.environ['RANK']}.pt")
 

@@ -3,12 +3,13 @@
     pip install -r examples/requirements.txt
     python examples/reasoning_gym_data.py chain_sum 2000 runs/chain_sum.jsonl min_terms=2 max_terms=2
     python grpo.py --model runs/smollm2 --dataset runs/chain_sum.jsonl --max_new_tokens 16 --lr 5e-6 \
-        --system_prompt "Answer with #### and the number." --iterations 1
+        --instruction "Answer: ####" --iterations 1 --prompts_per_iteration 8 --num_held_out 32
 
 Expect: 1,680 problems (some of the 2,000 are drawn twice) such as "State the final answer to the
-following arithmetic problem: 1663 - 5242 =", in a few seconds. The other command shows that they are read (runs/smollm2: see smollm2.py); to learn takes
-hours on a CPU. Behind the file stand options of the generator. Only for generators with one right
-answer: some judge an answer by a program of their own, which --reward would have to call.
+following arithmetic problem: 1663 - 5242 =", in a few seconds. The other command shows that they are
+read (runs/smollm2: see smollm2.py); to learn takes hours on a CPU. Behind the file stand options of the
+generator. Only for generators with one right answer: some judge an answer by a program of their own,
+which --reward would have to call.
 """
 
 import json

@@ -2,9 +2,9 @@
 
     python examples/small_sums.py runs/small_sums.jsonl
 
-Expect: a file, in a second; smollm2.py has the command that trains on it. Each of the 4,000 rows has a column `question`, a list of messages with one solved sum and the sum to
-solve, and a column `answer`. The solved sum shows the form: asked without it, the model writes no
-'####'.
+Expect: a file, in a second; smollm2.py has the command that trains on it. Each of the 4,000 rows has a
+column `question`, a list of messages with one solved sum and the sum to solve, and a column `answer`.
+The solved sum shows the form: asked without it, the model writes no '####'.
 """
 
 import json

@@ -46,7 +46,7 @@ class PluggedTrainer(GRPOTrainer):
         advantages_N = self.script.compute_advantages(self.rewards_PG).flatten()
         return {**output, "advantages": advantages_N[first : first + len(inputs)]}
 
-    def normaliser(self, mask_BT):
+    def step_counts(self):
         """What to divide by: N / W, where N is the number of completions or tokens of the whole
         optimizer step, over its accumulation steps and all W processes.
         A step's loss is a sum over all its tokens, divided by N. A process adds up the gradients of its
@@ -54,14 +54,13 @@ class PluggedTrainer(GRPOTrainer):
         loss_is_scaled_for_ga. Then DDP, FSDP and DeepSpeed take the mean over processes: divide by W.
         (With each process's own count, tokens would weigh more where answers are short.)"""
         accumulation = self.current_gradient_accumulation_steps
-        if "num_sequences" in self.parameters:  # all micro-batches have as many
-            return {"num_sequences": len(mask_BT) * accumulation}
         slices = self.args.steps_per_generation  # micro-batches that a rollout is cut into
         assert slices % accumulation == 0, "a step needs more than one rollout"
         first = self._step % slices // accumulation * accumulation
-        step = self._buffered_inputs[first : first + accumulation]
-        num_tokens = sum(micro["completion_mask"].sum() for micro in step)
-        return {"num_tokens": self.accelerator.reduce(num_tokens.float(), "mean")}
+        micro_batches = self._buffered_inputs[first : first + accumulation]
+        masks = [micro_batch["completion_mask"] for micro_batch in micro_batches]
+        num_tokens = self.accelerator.reduce(sum(mask.sum() for mask in masks).float(), "mean")
+        return {"num_sequences": sum(map(len, masks)), "num_tokens": num_tokens}
 
     def _compute_loss(self, model, inputs):
         mask_BT = inputs["completion_mask"]
@@ -72,10 +71,10 @@ class PluggedTrainer(GRPOTrainer):
         )
         # With one optimizer step for a rollout, TRL has none.
         old_logprobs_BT = inputs.get("old_per_token_logps", logprobs_BT.detach())
-        flags = [name for name in self.parameters if hasattr(self.flags, name)]
-        keywords = {name: getattr(self.flags, name) for name in flags} | self.normaliser(mask_BT)
-        if "ref_logprobs_BT" in self.parameters:
-            keywords["ref_logprobs_BT"] = inputs.get("ref_per_token_logps")
+        values = vars(self.flags) | self.step_counts()
+        values["ref_logprobs_BT"] = inputs.get("ref_per_token_logps")
+        names = inspect.signature(self.script.policy_loss).parameters
+        keywords = {name: values[name] for name in names if name in values}
         A_B1 = inputs["advantages"].unsqueeze(1)
         loss, stats = self.script.policy_loss(logprobs_BT, old_logprobs_BT, A_B1, mask_BT, **keywords)
         for name, value in stats.items():
@@ -108,13 +107,13 @@ def main(argv, trainer_class=PluggedTrainer):
     trainer = trainer_class(model, reward, config, data, processing_class=tokenizer)
     trainer.script = script
     trainer.flags = flags
-    trainer.parameters = inspect.signature(script.policy_loss).parameters
     trainer.train()
     trainer.save_model()
     if trainer.accelerator.is_main_process:  # what was saved is whole, even where FSDP has spread it
         flags.model = config.output_dir
         after = evaluate(*load_model(flags), held_out, flags, verify)
-        print(f"greedy accuracy {after['greedy']['accuracy']}; the model is in {config.output_dir}")
+        accuracy = {way: after[way]["accuracy"] for way in ("greedy", "sampled")}
+        print(f"held-out accuracy: {accuracy}; the model is in {config.output_dir}")
 
 
 if __name__ == "__main__":

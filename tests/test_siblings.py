@@ -129,6 +129,7 @@ def test_signatures(name):
 def imported(name):
     """The modules of this repository that a file imports, wherever in it."""
     found = set()
+    above = {path.stem for path in (ROOT / "examples").glob("*.py")}
     for node in ast.walk(ast.parse(source(name))):
         if isinstance(node, ast.Import):
             found |= {alias.name.split(".")[0] for alias in node.names}
@@ -137,7 +138,7 @@ def imported(name):
             assert [alias.name for alias in node.names] != ["*"], "not a named import"
             found.add(node.module.split(".")[0])
     ours = {path.stem for path in ROOT.glob("*.py")} | {"benchmarks", "examples", "more", "tests"}
-    return found & ours
+    return found & (ours | above)
 
 
 def test_imports_run_one_way():
@@ -149,6 +150,17 @@ def test_imports_run_one_way():
     for name in SCRIPTS:
         assert imported(name) == {"common", "harness", "memory", "verifier"}
     assert not (ROOT / "tasks.py").exists()
+
+
+def test_examples_stand_above_the_scripts():
+    """An example may import scripts and what is below them, but no other room, and no other example;
+    that no room below imports from examples/ is in the test above."""
+    examples = [path.stem for path in (ROOT / "examples").glob("*.py")]
+    assert "trl_trainer" in examples
+    for name in examples:
+        assert imported(f"examples/{name}") <= {*HOUSE}
+        assert len(source(f"examples/{name}").splitlines()) <= 120
+        assert folds(ast.parse(source(f"examples/{name}"))) == []
 
 
 @pytest.mark.parametrize("name", HOUSE)
