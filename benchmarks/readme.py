@@ -1038,7 +1038,7 @@ ENGINE_DEPARTURES = [
         "verl",
         "dr_grpo",
         "padded width",
-        "divides by the longest response of a micro-batch, by default",
+        "divides by the padded width, by default: the longest response of a micro-batch",
         "a constant",
         "`loss_scale_factor`",
     ),
@@ -1140,10 +1140,10 @@ def engine_departures():
             (row,) = [row for row in verl if row["case"] == case]
             found = f"A = {brief(row['value_error'])} for rewards of 0.1"
         elif case == "mean of a micro-batch":
-            ratios = {
-                row["micro_batches"]: row["gradient_ratio"] for row in verl if row["case"] == case
-            }
-            found = ", ".join(f"x {ratio:.0f} with {count:.0f}" for count, ratio in ratios.items())
+            rows = [row for row in verl if row["case"] == case]
+            ratios = {row["micro_batches"]: row["gradient_ratio"] for row in rows}
+            pairs = [f"x {ratios[count]:.0f} with {count:.0f}" for count in sorted(ratios)]
+            found = f"{', '.join(pairs)} micro-batches"
         elif engine == "verl":
             rows = [row for row in verl if row["case"] == case and row["script"] in names]
             found = spread([row["gradient_error"] for row in rows])
