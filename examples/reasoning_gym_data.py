@@ -7,9 +7,9 @@
 
 Expect: 1,170 different problems such as "State the final answer to the following arithmetic problem:
 15 - 43 =", in a few seconds. Each is a chat, in which another problem and its answer behind "####" show
-the form. The last command shows that they are read (runs/smollm2: see smollm2.py); learning takes hours
-on a CPU. Behind the file stand options of the generator. Only for generators with one right answer:
-some judge an answer by a program of their own, which --reward would have to call.
+the form. The last command shows that they are read: SmolLM2 (see smollm2.py) answers in that form,
+though none of 32 right; two minutes of one core. Behind the file stand options of the generator. Only
+for generators with one right answer: some judge it by a program, which --reward would have to call.
 """
 
 import json

@@ -83,10 +83,9 @@ def fresh(monkeypatch, name, stand_ins):
         stand_in = types.ModuleType(module)
         vars(stand_in).update(content)
         monkeypatch.setitem(sys.modules, module, stand_in)
-    monkeypatch.delitem(sys.modules, f"examples.{name}", raising=False)
     monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
     example = importlib.import_module(f"examples.{name}")
-    monkeypatch.delitem(sys.modules, f"examples.{name}")
+    del sys.modules[f"examples.{name}"]  # the next test has stand-ins of its own
     return example
 
 
