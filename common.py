@@ -30,6 +30,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from harness import UserError, read_rows
+from ranks import gather, share
 from verifier import final_answer, is_same
 
 # ----------------------------------------------------------------------------------------- problems
@@ -403,17 +404,19 @@ def sample(model, tokenizer, prompts, group_size, args, generator=None, greedy=F
     """[Completion], `group_size` for each prompt (a list of token ids), next to each other. They come
     from the whole distribution at `--temperature` (no top-k, no top-p), or greedily. All noise is drawn
     in advance: what a completion becomes does not depend on which others are sampled with it."""
-    noise_NT = torch.rand(len(prompts) * group_size, args.max_new_tokens, generator=generator)
-    rows_at_a_time = args.rollout_batch_size or len(noise_NT)
+    noise_PGT = torch.rand(len(prompts), group_size, args.max_new_tokens, generator=generator)
+    my_prompts = share(prompts)
+    my_noise_PGT = share(noise_PGT)
+    rows_at_a_time = args.rollout_batch_size or len(prompts) * group_size
     prompts_at_a_time = max(1, rows_at_a_time // group_size)  # a group is sampled together
     completions = []
-    for start in range(0, len(prompts), prompts_at_a_time):
-        chunk = prompts[start : start + prompts_at_a_time]
-        noise = noise_NT[start * group_size : (start + len(chunk)) * group_size]
+    for start in range(0, len(my_prompts), prompts_at_a_time):
+        end = start + prompts_at_a_time
+        noise_NT = my_noise_PGT[start:end].flatten(0, 1)
         completions += sample_batch(
-            model, tokenizer, chunk, noise, args.temperature, greedy, drop_every
+            model, tokenizer, my_prompts[start:end], noise_NT, args.temperature, greedy, drop_every
         )
-    return completions
+    return [completion for part in gather(completions) for completion in part]
 
 
 @torch.inference_mode()

@@ -39,6 +39,7 @@ from common import collate, describe, evaluate, load_model, load_problems, refre
 from common import take_problems, token_logprobs, transcripts, working_copy
 from harness import Meter, Run, UserError, launch
 from memory import plan_memory
+from ranks import WORLD, add_up, add_up_gradients, agree, collect, micro_batches
 from verifier import load_verifier
 
 
@@ -185,10 +186,14 @@ def main(args):
             state["position"] += len(problems)
             prompts = [problem.prompt_ids for problem in problems]
             completions = sample(model, tokenizer, prompts, args.group_size, args, generator)
+            answers = [problem.answer for problem in problems for _ in range(args.group_size)]
+            pairs = zip(completions, answers, strict=True)
+            verdicts = agree([verify(c.text, answer, c.truncated) for c, answer in pairs])
+            rows = list(zip(completions, verdicts, strict=True))
             for i, problem in enumerate(problems):
                 group = []
-                for c in completions[i * args.group_size : (i + 1) * args.group_size]:
-                    group.append((problem, c, verify(c.text, problem.answer, c.truncated)))
+                for c, verdict in rows[i * args.group_size : (i + 1) * args.group_size]:
+                    group.append((problem, c, verdict))
                 num_right = sum(why == "correct" for _, _, (_, why) in group)
                 if num_right == args.group_size:
                     counts["dropped_all_right"] += 1
@@ -203,7 +208,7 @@ def main(args):
         if missing > 0:
             rounds = counts["sampling_rounds"]
             run.say(f"iteration {iteration}: after {rounds} rounds {missing} mixed groups are missing")
-        if not kept:
+        if len(kept) < WORLD:
             run.say(f"no mixed group, and so nothing to learn from: the run ends here, {counts}")
             state["iteration"] = iteration
             run.save(state, master, tokenizer, generator, **parts)
@@ -229,33 +234,33 @@ def main(args):
         # -------------------------------------------------------------- old and reference log-probs
         # Recomputed, since the sampler's log-probs differ by rounding. Rows are not shuffled, so that
         # this pass and the update use the same micro-batches: the first ratio is then exactly 1.
-        num_minibatches = min(args.num_minibatches, len(completions))
+        num_minibatches = max(1, min(args.num_minibatches, len(completions) // WORLD))
         rows_N = torch.arange(len(completions), device=args.device)
         minibatches = rows_N.tensor_split(num_minibatches)
         old_logprobs = []
         old_experts = []
         with torch.no_grad():
             for minibatch in minibatches:
-                for rows in minibatch.split(args.micro_batch_size):
+                for rows in micro_batches(minibatch, args.micro_batch_size):
                     micro = batch.rows(rows)
                     outputs = token_logprobs(model, micro, args.temperature)
                     old_logprobs.append(outputs.logprobs_BT)
                     old_experts.append(outputs.experts_BTLK)
-        old_logprobs_NT = torch.cat(old_logprobs)
-        old_experts_NTLK = torch.cat(old_experts)
+        old_logprobs_NT = collect(old_logprobs, minibatches)
+        old_experts_NTLK = collect(old_experts, minibatches)
         # KL(sampler || policy), zero up to rounding: both use the same weights.
         sampler_logratio_NT = old_logprobs_NT - batch.sampler_logprobs_BT
         sampler_k3_NT = sampler_logratio_NT.exp() - 1 - sampler_logratio_NT
         sampler_kl = masked_mean(sampler_k3_NT, batch.mask_BT)
-        meter.add("rollout", {"sampler_kl": sampler_kl}, 1)
+        meter.add_once("rollout", {"sampler_kl": sampler_kl}, 1)
 
         # ----------------------------------------------------------------------------------- update
         for epoch in range(args.update_epochs):
             for step, minibatch in enumerate(minibatches):
                 num_sequences = len(minibatch)
                 num_tokens = batch.mask_BT[minibatch].sum().clamp(min=1)  # filter may mask all
-                step_loss = 0.0
-                for rows in minibatch.split(args.micro_batch_size):
+                step_loss = torch.zeros((), device=args.device)
+                for rows in micro_batches(minibatch, args.micro_batch_size):
                     micro = batch.rows(rows)
                     outputs = token_logprobs(model, micro, args.temperature)
                     loss, stats = policy_loss(
@@ -283,13 +288,15 @@ def main(args):
                         error_BT = (outputs.logprobs_BT - old_logprobs_NT[rows]).exp() - 1
                         error = torch.where(micro.mask_BT, error_BT, 0).abs().max()
                         meter.add("losses", {"first_step_ratio_error_max": error}, 1)
+                add_up(step_loss)
+                add_up_gradients(master)
                 grad_norm = torch.nn.utils.clip_grad_norm_(master.parameters(), args.max_grad_norm)
                 run.check_finite(iteration, loss=step_loss, grad_norm=grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
                 refresh(model, master)
-                meter.add("losses", {"policy_loss": step_loss}, num_sequences)
-                meter.add("charts", {"grad_norm": grad_norm}, 1)
+                meter.add_once("losses", {"policy_loss": step_loss}, num_sequences)
+                meter.add_once("charts", {"grad_norm": grad_norm}, 1)
 
         # ------------------------------------------------------------------- log, evaluate and save
         end = time.time()

@@ -38,6 +38,7 @@ from common import collate, describe, evaluate, load_model, load_problems, refre
 from common import take_problems, token_logprobs, transcripts, working_copy
 from harness import Meter, Run, UserError, launch
 from memory import plan_memory
+from ranks import add_up, add_up_gradients, agree, collect, micro_batches
 from verifier import load_verifier
 
 
@@ -199,7 +200,7 @@ def main(args):
         # ----------------------------------------------------------------------------------- reward
         answers = [problem.answer for problem in problems for _ in range(args.group_size)]
         pairs = zip(completions, answers, strict=True)
-        verdicts = [verify(c.text, answer, c.truncated) for c, answer in pairs]
+        verdicts = agree([verify(c.text, answer, c.truncated) for c, answer in pairs])
         rewards_PG = torch.tensor([reward for reward, _ in verdicts]).view(-1, args.group_size)
 
         # ------------------------------------------------------------------------------- advantages
@@ -215,7 +216,7 @@ def main(args):
         ref_logprobs = []
         with torch.no_grad():
             for minibatch in minibatches:
-                for rows in minibatch.split(args.micro_batch_size):
+                for rows in micro_batches(minibatch, args.micro_batch_size):
                     micro = batch.rows(rows)
                     outputs = token_logprobs(model, micro, args.temperature)
                     old_logprobs.append(outputs.logprobs_BT)
@@ -223,22 +224,22 @@ def main(args):
                     if args.kl_coef > 0:
                         ref_outputs = token_logprobs(ref_model, micro, args.temperature)
                         ref_logprobs.append(ref_outputs.logprobs_BT)
-        old_logprobs_NT = torch.cat(old_logprobs)
-        old_experts_NTLK = torch.cat(old_experts)
+        old_logprobs_NT = collect(old_logprobs, minibatches)
+        old_experts_NTLK = collect(old_experts, minibatches)
         if args.kl_coef > 0:
-            ref_logprobs_NT = torch.cat(ref_logprobs)
+            ref_logprobs_NT = collect(ref_logprobs, minibatches)
         # KL(sampler || policy), zero up to rounding: both use the same weights.
         sampler_logratio_NT = old_logprobs_NT - batch.sampler_logprobs_BT
         sampler_k3_NT = sampler_logratio_NT.exp() - 1 - sampler_logratio_NT
         sampler_kl = masked_mean(sampler_k3_NT, batch.mask_BT)
-        meter.add("rollout", {"sampler_kl": sampler_kl}, 1)
+        meter.add_once("rollout", {"sampler_kl": sampler_kl}, 1)
 
         # ----------------------------------------------------------------------------------- update
         for epoch in range(args.update_epochs):
             for step, minibatch in enumerate(minibatches):
                 num_sequences = len(minibatch)
-                step_loss = 0.0
-                for rows in minibatch.split(args.micro_batch_size):
+                step_loss = torch.zeros((), device=args.device)
+                for rows in micro_batches(minibatch, args.micro_batch_size):
                     micro = batch.rows(rows)
                     outputs = token_logprobs(model, micro, args.temperature)
                     ref_logprobs_BT = None
@@ -272,13 +273,15 @@ def main(args):
                         error_BT = (outputs.logprobs_BT - old_logprobs_NT[rows]).exp() - 1
                         error = torch.where(micro.mask_BT, error_BT, 0).abs().max()
                         meter.add("losses", {"first_step_ratio_error_max": error}, 1)
+                add_up(step_loss)
+                add_up_gradients(master)
                 grad_norm = torch.nn.utils.clip_grad_norm_(master.parameters(), args.max_grad_norm)
                 run.check_finite(iteration, loss=step_loss, grad_norm=grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
                 refresh(model, master)
-                meter.add("losses", {"policy_loss": step_loss}, num_sequences)
-                meter.add("charts", {"grad_norm": grad_norm}, 1)
+                meter.add_once("losses", {"policy_loss": step_loss}, num_sequences)
+                meter.add_once("charts", {"grad_norm": grad_norm}, 1)
         if args.ref_reset_every > 0 and iteration % args.ref_reset_every == 0:
             ref_model.load_state_dict(model.state_dict())
 

@@ -21,6 +21,8 @@ import transformers
 from filelock import FileLock
 from tqdm import tqdm
 
+import ranks
+
 
 class UserError(Exception):
     """What the user can mend, in one sentence that names the flag. `launch` prints it in one line."""
@@ -34,12 +36,16 @@ def launch(main, args_class):
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     try:
+        ranks.join()
         main(parse_args(args_class))
-    except UserError as error:
+        ranks.leave()
+    except (UserError, ranks.LostRank) as error:
         message = str(error)
         if error.__cause__ is not None:
             message += f": {type(error.__cause__).__name__} {error.__cause__}"
-        tqdm.write(f"{Path(sys.argv[0]).name}: error: {' '.join(message.split())}", file=sys.stderr)
+        line = f"{Path(sys.argv[0]).name}: error: {' '.join(message.split())}"
+        if ranks.is_first_to_fail():
+            tqdm.write(line, file=sys.stderr)
         sys.exit(2)
 
 
@@ -78,10 +84,10 @@ def parse_args(args_class):
         raise UserError(f"--prompts_per_iteration x --group_size is {completions}, more than a million")
     if completions % args.num_minibatches > 0:
         raise UserError(f"--num_minibatches does not divide {completions} completions into equal parts")
-    if args.rollout_batch_size == 0:
-        args.rollout_batch_size = completions
+    if completions // args.num_minibatches < ranks.WORLD:
+        raise UserError(f"--num_minibatches leaves fewer completions in one than {ranks.WORLD} ranks")
     args.device = resolve_device(args.device)
-    if args.model != args_class.model and args.lr == args_class.lr:
+    if ranks.RANK == 0 and args.model != args_class.model and args.lr == args_class.lr:
         message = f"--lr {args.lr:g} suits {args_class.model}; for a model of your own 1e-6 is typical"
         print(f"warning: {message}", file=sys.stderr)
     return args
@@ -149,11 +155,16 @@ class Meter:
             pairs = self.pairs.setdefault(f"{prefix}/{name}", [])
             pairs.append((torch.as_tensor(value).detach(), weight))
 
+    def add_once(self, prefix, values, weight):
+        """The same for values that all ranks have in common, which count once."""
+        if ranks.RANK == 0:
+            self.add(prefix, values, weight)
+
     def means(self):
         """{key: weighted mean}, or the maximum for keys ending in "_max". A vector gives two keys, for
         the largest and the smallest of its means."""
         means = {}
-        for key, pairs in self.pairs.items():
+        for key, pairs in ranks.interleave(self.pairs).items():
             total_weight = sum(weight for _, weight in pairs)
             mean = sum(value * weight for value, weight in pairs) / total_weight
             if key.endswith("_max"):
@@ -211,8 +222,17 @@ class Run:
         self.args = args
         self.script = Path(sys.argv[0]).stem
         self.folder = Path(args.run_dir or f"runs/{self.script}-seed{args.seed}")
-        self.stop = False  # a signal sets it
+        self.signalled = False
+        self.stop = False  # one of the ranks was signalled
         self.uniform_iterations = 0
+        if ranks.RANK == 0:
+            self.open_folder()
+        ranks.gather("the folder is there")
+        signal.signal(signal.SIGINT, self.on_signal)
+        signal.signal(signal.SIGTERM, self.on_signal)
+
+    def open_folder(self):
+        """Locks the folder; UserError if it is in use or holds another run."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock = FileLock(self.folder / "lock")
@@ -223,16 +243,14 @@ class Run:
         except (OSError, TimeoutError) as error:
             message = f"--run_dir {self.folder} cannot be written, or is in use by another process"
             raise UserError(message) from error
-        if has_begun and not args.resume:
+        if has_begun and not self.args.resume:
             raise UserError(
                 f"{self.folder} holds a run: --resume continues it, --run_dir starts another"
             )
         if has_begun:
             self.compare_settings()
-        if args.tensorboard:
+        if self.args.tensorboard:
             self.tensorboard = self.open_tensorboard()
-        signal.signal(signal.SIGINT, self.on_signal)
-        signal.signal(signal.SIGTERM, self.on_signal)
 
     def has_begun(self):
         """Whether an iteration was logged or saved. A run that broke off before has nothing to lose."""
@@ -278,8 +296,10 @@ class Run:
         """The first signal ends the run after its iteration and a checkpoint, the second at once."""
         signal.signal(number, signal.SIG_DFL)
         words = ["python", *sys.argv] if "--resume" in sys.argv else ["python", *sys.argv, "--resume"]
-        tqdm.write(f"stopping after this iteration; to resume: {shlex.join(words)}", file=sys.stderr)
-        self.stop = True
+        message = f"stopping after this iteration; to resume: {shlex.join(words)}"
+        if ranks.WORLD == 1:  # of several, see exit_if_stopped
+            tqdm.write(message, file=sys.stderr)
+        self.signalled = True
 
     def restore(self, model, generator, **parts):
         """Loads the newest checkpoint, if any, into model, generator and parts (by their state_dict).
@@ -300,9 +320,11 @@ class Run:
                     part.load_state_dict(saved["parts"][name])
             except Exception as error:  # a damaged file may raise anything
                 raise UserError(f"--resume: {folder} cannot be read") from error
-        self.cut_lines("metrics.jsonl", state["iteration"])
-        self.cut_lines("samples.jsonl", state["iteration"])
-        self.bar = tqdm(desc=self.script, initial=state["iteration"], total=self.args.iterations)
+        if ranks.RANK == 0:
+            self.cut_lines("metrics.jsonl", state["iteration"])
+            self.cut_lines("samples.jsonl", state["iteration"])
+        sizes = {"initial": state["iteration"], "total": self.args.iterations}
+        self.bar = tqdm(desc=self.script, disable=ranks.RANK > 0, **sizes)
         self.bar.leave = False  # it makes room for the results, or for an error
         return state
 
@@ -319,7 +341,8 @@ class Run:
             raise UserError(f"--resume: {path} cannot be used") from error
 
     def say(self, message):  # above the progress bar
-        tqdm.write(message)
+        if ranks.RANK == 0:
+            tqdm.write(message)
 
     def is_due(self, every, iteration):
         """True after each `every` iterations (0: never) and after the last one."""
@@ -334,6 +357,9 @@ class Run:
 
     def log(self, iteration, metrics, samples):
         """Appends a line of metrics and the samples (dicts), moves the bar on, reports a collapse."""
+        self.stop = any(ranks.gather(self.signalled))
+        if ranks.RANK > 0:
+            return
         try:
             with open(self.folder / "metrics.jsonl", "a") as file:
                 file.write(json.dumps({"iteration": iteration, **metrics}) + "\n")
@@ -356,6 +382,8 @@ class Run:
 
     def save(self, state, model, tokenizer, generator, **parts):
         """Writes a checkpoint in place of the one before."""
+        if ranks.RANK > 0:
+            return
         folder = self.folder / f"checkpoint-{state['iteration']:06d}"
         scratch = self.folder / "checkpoint.tmp"
         try:
@@ -378,11 +406,15 @@ class Run:
     def exit_if_stopped(self):
         """After a signal, and the checkpoint that it asks for, ends the program."""
         if self.stop:
+            if ranks.WORLD > 1:
+                self.say("stopped by a signal; to resume: the same command with --resume")
             sys.exit(130)
 
     def finish(self, before, after):
         """Prints the results on held-out problems before and after training, and some completions."""
         self.bar.close()
+        if ranks.RANK > 0:
+            return
         print(f"\n{'held-out problems':20}  greedy: before, after; sampled: before, after")
         for key in before["greedy"]:
             greedy = f"{before['greedy'][key]:8.3g} ->{after['greedy'][key]:8.3g}"

@@ -9,6 +9,7 @@ import os
 import torch
 from tqdm import tqdm
 
+import ranks
 from harness import UserError
 
 MICRO_BATCH_TOKENS = 16_384  # in a pass of an update, where --micro_batch_size is 0
@@ -103,14 +104,17 @@ def device_memory(device):
 
 
 def plan_memory(args, model, problems, parts):
-    """Chooses `--micro_batch_size` if it is 0, prints what memory the run needs, and raises a UserError
-    if the device has less. `parts`: what a checkpoint holds, critic and reference among it."""
+    """Chooses `--rollout_batch_size` and `--micro_batch_size` where they are 0, prints what memory the
+    run needs (one rank of it), and raises a UserError if the device has less. `parts`: what a
+    checkpoint holds, critic and reference among it."""
     longest_prompt = max(len(problem.prompt_ids) for problem in problems)
+    if args.rollout_batch_size == 0:
+        args.rollout_batch_size = math.ceil(args.prompts_per_iteration / ranks.WORLD) * args.group_size
     if args.micro_batch_size == 0:
-        minibatch_size = args.prompts_per_iteration * args.group_size // args.num_minibatches
-        fitting = max(1, MICRO_BATCH_TOKENS // (longest_prompt + args.max_new_tokens))
-        num_micro_batches = math.ceil(minibatch_size / fitting)
-        args.micro_batch_size = math.ceil(minibatch_size / num_micro_batches)
+        completions = args.prompts_per_iteration * args.group_size
+        share = math.ceil(completions // args.num_minibatches / ranks.WORLD)  # of a minibatch
+        fitting = MICRO_BATCH_TOKENS // (longest_prompt + args.max_new_tokens)
+        args.micro_batch_size = max(1, min(share, fitting))
     needed = memory_parts(
         model,
         args,
@@ -120,9 +124,13 @@ def plan_memory(args, model, problems, parts):
     )
     peak = memory_peak(needed)
     there = device_memory(args.device)
+    if not args.device.startswith("cuda"):
+        there /= ranks.WORLD  # the ranks share it
     unit, name = (2**30, "GiB") if peak > 2**30 else (2**20, "MiB")
     listed = ", ".join(f"{part} {count / unit:.1f}" for part, count in needed.items() if count > 0)
-    tqdm.write(f"memory in {name}, computed: {listed}; at most {peak / unit:.1f} of {there / unit:.1f}")
+    if ranks.RANK == 0:
+        line = f"memory in {name}, computed: {listed}; at most {peak / unit:.1f} of {there / unit:.1f}"
+        tqdm.write(line)
     if peak > there:
         raise UserError(
             f"--model {args.model} needs about {peak / 2**30:.1f} GiB on {args.device}, which has "

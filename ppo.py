@@ -38,6 +38,7 @@ from common import collate, describe, evaluate, forward_packed, load_model, load
 from common import router_stats, sample, take_problems, token_logprobs, transcripts, working_copy
 from harness import Meter, Run, UserError, launch
 from memory import plan_memory
+from ranks import add_up, add_up_gradients, agree, collect, micro_batches
 from verifier import load_verifier
 
 
@@ -248,7 +249,7 @@ def main(args):
         # ----------------------------------------------------------------------------------- reward
         answers = [problem.answer for problem in problems for _ in range(args.group_size)]
         pairs = zip(completions, answers, strict=True)
-        verdicts = [verify(c.text, answer, c.truncated) for c, answer in pairs]
+        verdicts = agree([verify(c.text, answer, c.truncated) for c, answer in pairs])
         rewards_N = torch.tensor([reward for reward, _ in verdicts])
 
         # -------------------------------------------------------------- old and reference log-probs
@@ -262,7 +263,7 @@ def main(args):
         values = []
         with torch.no_grad():
             for minibatch in minibatches:
-                for rows in minibatch.split(args.micro_batch_size):
+                for rows in micro_batches(minibatch, args.micro_batch_size):
                     micro = batch.rows(rows)
                     outputs = token_logprobs(model, micro, args.temperature)
                     old_logprobs.append(outputs.logprobs_BT)
@@ -271,16 +272,16 @@ def main(args):
                         ref_outputs = token_logprobs(ref_model, micro, args.temperature)
                         ref_logprobs.append(ref_outputs.logprobs_BT)
                     values.append(critic(micro))
-        old_logprobs_NT = torch.cat(old_logprobs)
-        old_experts_NTLK = torch.cat(old_experts)
+        old_logprobs_NT = collect(old_logprobs, minibatches)
+        old_experts_NTLK = collect(old_experts, minibatches)
         # KL(sampler || policy), zero up to rounding: both use the same weights.
         sampler_logratio_NT = old_logprobs_NT - batch.sampler_logprobs_BT
         sampler_k3_NT = sampler_logratio_NT.exp() - 1 - sampler_logratio_NT
         sampler_kl = masked_mean(sampler_k3_NT, batch.mask_BT)
-        meter.add("rollout", {"sampler_kl": sampler_kl}, 1)
+        meter.add_once("rollout", {"sampler_kl": sampler_kl}, 1)
 
         # ------------------------------------------------------------------------------- advantages
-        values_NU = torch.cat(values)  # U = T + 1: also the value after the last column
+        values_NU = collect(values, minibatches)  # U = T + 1: also the value after the last column
         old_values_NT = values_NU[:, :-1]
         length_N1 = batch.mask_BT.sum(1, keepdim=True)
         value_after_N1 = values_NU.gather(1, length_N1)
@@ -290,17 +291,18 @@ def main(args):
         last_reward_N1 = rewards_N1 + is_cut_off_N1 * args.gamma * value_after_N1
         token_rewards_NT = torch.zeros_like(old_logprobs_NT)
         if args.kl_coef > 0:
-            log_ratio_NT = torch.where(batch.mask_BT, old_logprobs_NT - torch.cat(ref_logprobs), 0)
+            ref_logprobs_NT = collect(ref_logprobs, minibatches)
+            log_ratio_NT = torch.where(batch.mask_BT, old_logprobs_NT - ref_logprobs_NT, 0)
             token_rewards_NT = -args.kl_coef * log_ratio_NT
             # The plain estimator, of pi_old; grpo.py's kl_ref is k3, of the policy during the update.
-            meter.add("losses", {"kl_ref": masked_mean(log_ratio_NT, batch.mask_BT)}, 1)
+            meter.add_once("losses", {"kl_ref": masked_mean(log_ratio_NT, batch.mask_BT)}, 1)
         token_rewards_NT = token_rewards_NT.scatter_add(1, length_N1 - 1, last_reward_N1)
         advantages_NT, returns_NT = compute_gae(
             token_rewards_NT, old_values_NT, batch.mask_BT, args.gamma, args.gae_lambda
         )
         errors = (returns_NT - old_values_NT)[batch.mask_BT]
         explained_variance = 1 - errors.var() / returns_NT[batch.mask_BT].var().clamp(min=1e-8)
-        meter.add("losses", {"explained_variance": explained_variance}, 1)
+        meter.add_once("losses", {"explained_variance": explained_variance}, 1)
         advantages_NT = whiten(advantages_NT, batch.mask_BT)
 
         # ----------------------------------------------------------------------------------- update
@@ -308,9 +310,9 @@ def main(args):
             for step, minibatch in enumerate(minibatches):
                 num_sequences = len(minibatch)
                 num_tokens = batch.mask_BT[minibatch].sum()
-                step_loss = 0.0
-                step_value_loss = 0.0
-                for rows in minibatch.split(args.micro_batch_size):
+                step_loss = torch.zeros((), device=args.device)
+                step_value_loss = torch.zeros((), device=args.device)
+                for rows in micro_batches(minibatch, args.micro_batch_size):
                     micro = batch.rows(rows)
                     outputs = token_logprobs(
                         model, micro, args.temperature, entropy_grad=args.entropy_coef > 0
@@ -351,6 +353,10 @@ def main(args):
                         error_BT = (outputs.logprobs_BT - old_logprobs_NT[rows]).exp() - 1
                         error = torch.where(micro.mask_BT, error_BT, 0).abs().max()
                         meter.add("losses", {"first_step_ratio_error_max": error}, 1)
+                add_up(step_loss)
+                add_up(step_value_loss)
+                add_up_gradients(master)
+                add_up_gradients(master_critic)
                 grad_norm = torch.nn.utils.clip_grad_norm_(master.parameters(), args.max_grad_norm)
                 critic_norm = torch.nn.utils.clip_grad_norm_(
                     master_critic.parameters(), args.max_grad_norm
@@ -361,9 +367,9 @@ def main(args):
                 optimizer.zero_grad()
                 refresh(model, master)
                 refresh(critic, master_critic)
-                meter.add("losses", {"policy_loss": step_loss}, num_sequences)
-                meter.add("losses", {"value_loss": step_value_loss}, num_sequences)
-                meter.add("charts", {"grad_norm": grad_norm}, 1)
+                meter.add_once("losses", {"policy_loss": step_loss}, num_sequences)
+                meter.add_once("losses", {"value_loss": step_value_loss}, num_sequences)
+                meter.add_once("charts", {"grad_norm": grad_norm}, 1)
 
         # ------------------------------------------------------------------- log, evaluate and save
         end = time.time()

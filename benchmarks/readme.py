@@ -1172,6 +1172,15 @@ def soak():
     return textwrap.wrap(text, WIDTH)
 
 
+def two_ranks():
+    rows = evidence.table("two_ranks")
+    lines = []
+    for what in ("alone_rollout", "ranks_rollout", "alone_update", "ranks_update", "together", "ratio"):
+        values = three([row[what] for row in rows])
+        lines.append([NAMES_OF_TWO_RANKS[what], " / ".join(values)])
+    return markdown(["", "lowest / median / highest"], lines, "lr")
+
+
 def memory():
     header = ["model", "way", "stays", "a rollout", "an update", "at most", "GB card"]
     return markdown(header, gpu.memory_rows(), "llrrrrr")
@@ -1202,6 +1211,15 @@ def smollm2():
     return markdown(["iteration", *iterations], cells, "l" + "r" * len(rows))
 
 
+NAMES_OF_TWO_RANKS = {
+    "alone_rollout": "rollout, alone, s",
+    "ranks_rollout": "rollout, two ranks, s",
+    "alone_update": "update, alone, s",
+    "ranks_update": "update, two ranks, s",
+    "together": "of these, in gloo, waiting included, s (mean)",
+    "ratio": "tokens per second, two ranks : sum of two alone",
+}
+
 MAKERS = (
     nine,
     lesson,
@@ -1230,6 +1248,7 @@ MAKERS = (
     engines,
     engine_departures,
     soak,
+    two_ranks,
     memory,
     recipe,
     smollm2,

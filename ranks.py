@@ -1,0 +1,134 @@
+"""What the processes of one run do together. Each is a rank; `torchrun --nproc-per-node W` starts them.
+
+Every rank holds the weights, samples its share of the prompts, and learns from its share of each
+minibatch. Completions, log-probs and gradients are brought together, so that every rank has what one
+process would have. With one process nothing here does anything. To study an algorithm you need not
+read this file.
+"""
+
+import math
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+WORLD = int(os.environ.get("WORLD_SIZE", "1"))  # torchrun sets these three
+RANK = int(os.environ.get("RANK", "0"))
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", "0"))
+
+
+class LostRank(Exception):
+    """Another rank has ended, so that what is done together cannot be done."""
+
+
+def join():
+    """Waits until all ranks are there. NCCL brings together what is on GPUs, gloo the rest."""
+    if WORLD > 1 and not dist.is_initialized():
+        backend = "gloo"
+        if torch.cuda.is_available():
+            torch.cuda.set_device(LOCAL_RANK)
+            backend = "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, timeout=timedelta(minutes=30))
+
+
+def leave():
+    """After the last thing that all ranks do together."""
+    if WORLD > 1:
+        dist.destroy_process_group()
+
+
+def is_first_to_fail():
+    """True for the rank that asks first: it says what is wrong, the others say nothing."""
+    if WORLD == 1:
+        return True
+    try:
+        return dist.distributed_c10d._get_default_store().add("failures", 1) == 1
+    except (RuntimeError, ValueError):  # the store is gone, or never was
+        return RANK == 0
+
+
+def together(collective, *arguments):
+    """Calls a function of torch.distributed, which every rank has to call."""
+    try:
+        collective(*arguments)
+    except RuntimeError as error:
+        raise LostRank(f"rank {RANK} has lost another one") from error
+
+
+def share(items):
+    """This rank's part of a list or of a tensor's rows. The parts are of much the same size."""
+    size, rest = divmod(len(items), WORLD)
+    start = RANK * size + min(RANK, rest)
+    end = start + size
+    if RANK < rest:
+        end += 1
+    return items[start:end]
+
+
+def gather(item):
+    """[the item of each rank], in their order, on every rank."""
+    items = [None] * WORLD
+    if WORLD == 1:
+        return [item]
+    together(dist.all_gather_object, items, item)
+    return items
+
+
+def agree(item):
+    """The item of the first rank, on every rank: a reward need not give the same answer twice."""
+    return gather(item)[0]
+
+
+def interleave(lists):
+    """{key: list} of each rank -> {key: one list}: the first of each rank, then the second of each, ...
+    That is the order of a single process where a step has one micro-batch per rank."""
+    if WORLD == 1:
+        return lists
+    all_lists = gather(lists)
+    keys = dict.fromkeys(key for theirs in all_lists for key in theirs)
+    merged = {key: [] for key in keys}
+    for key, items in merged.items():
+        longest = max(len(theirs.get(key, [])) for theirs in all_lists)
+        for i in range(longest):
+            for theirs in all_lists:
+                items += theirs.get(key, [])[i : i + 1]
+    return merged
+
+
+def micro_batches(minibatch, size):
+    """This rank's rows of a minibatch, in parts of much the same size and of at most `size` rows."""
+    mine = share(minibatch)
+    return mine.tensor_split(math.ceil(len(mine) / size))
+
+
+def collect(parts, minibatches):
+    """What was computed for each of `micro_batches` of each minibatch -> one tensor for all rows."""
+    mine = torch.cat(parts)
+    if WORLD == 1:
+        return mine
+    rows = torch.cat([share(minibatch) for minibatch in minibatches])
+    num_rows = sum(len(minibatch) for minibatch in minibatches)
+    tensor = mine.new_zeros(num_rows, *mine.shape[1:]).index_copy(0, rows, mine)
+    return add_up(tensor)  # in the other ranks' tensors these rows are 0
+
+
+def add_up(tensor):
+    """The sum of the ranks' tensors, in place. Losses are shares of a step's loss, so that they and
+    their gradients are added, and nothing is divided."""
+    if WORLD > 1 and tensor.numel() > 0:
+        together(dist.all_reduce, tensor)
+    return tensor
+
+
+def add_up_gradients(model):
+    """The sum of the ranks' gradients. A weight that no rank has used keeps None, as in one process."""
+    if WORLD == 1:
+        return
+    weights = list(model.parameters())
+    is_used = torch.tensor([weight.grad is not None for weight in weights], device=weights[0].device)
+    for weight, num_ranks in zip(weights, add_up(is_used.long()).tolist(), strict=True):
+        if num_ranks > 0:
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            add_up(weight.grad)
