@@ -3,11 +3,11 @@
     pip install -r examples/requirements.txt
     torchrun --nproc-per-node 2 examples/trl_trainer.py --algorithm gspo --use_cpu True
 
-Expect: the default job, with its base model; greedy held-out accuracy from 0.4-0.5 to at least 0.9.
-Flags are TRL's (GRPOConfig). What TRL does not know goes to the script: --model, --reward, --kl_coef,
-but not what TRL has its own names for (--lr, --iterations, --group_size). Loss, advantages and KL are
-the script's: TRL's --loss_type, --epsilon, --beta and --scale_rewards do nothing. dapo: no dynamic
-sampling, no overlong shaping. Not ppo (it has a critic), nor rspo (it needs the old router scores).
+Expect: the default job; greedy held-out accuracy from 0.4-0.5 to at least 0.9. Flags are TRL's
+(GRPOConfig). What TRL does not know goes to the script: --model, --reward, --kl_coef, but not what TRL
+has names for (--lr, --iterations, --group_size). Loss, advantages and KL are the script's: TRL's
+--loss_type, --epsilon, --beta and --scale_rewards do nothing. dapo: no dynamic sampling, no overlong
+shaping. Not ppo (it has a critic), nor rspo (it needs the old router scores).
 """
 
 import importlib
@@ -109,10 +109,11 @@ def main(argv, trainer_class=PluggedTrainer):
     trainer.flags = flags
     trainer.train()
     trainer.save_model()
-    if trainer.accelerator.is_main_process:  # what was saved is whole, even where FSDP has spread it
-        flags.model = config.output_dir
-        after = evaluate(*load_model(flags), held_out, flags, verify)
-        accuracy = {way: after[way]["accuracy"] for way in ("greedy", "sampled")}
+    trainer.accelerator.wait_for_everyone()
+    flags.model = config.output_dir  # what was saved is whole, even where FSDP has spread it
+    after = evaluate(*load_model(flags), held_out, flags, verify)  # each process samples its share
+    accuracy = {way: after[way]["accuracy"] for way in ("greedy", "sampled")}
+    if trainer.accelerator.is_main_process:
         print(f"held-out accuracy: {accuracy}; the model is in {config.output_dir}")
 
 
