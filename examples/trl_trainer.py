@@ -3,11 +3,10 @@
     pip install -r examples/requirements.txt
     torchrun --nproc-per-node 2 examples/trl_trainer.py --algorithm gspo --use_cpu True
 
-Expect: the default job; greedy held-out accuracy from 0.4-0.5 to at least 0.9. Flags are TRL's
-(GRPOConfig). What TRL does not know goes to the script: --model, --reward, --kl_coef, but not what TRL
-has names for (--lr, --iterations, --group_size). Loss, advantages and KL are the script's: TRL's
---loss_type, --epsilon, --beta and --scale_rewards do nothing. dapo: no dynamic sampling, no overlong
-shaping. Not ppo (it has a critic), nor rspo (it needs the old router scores).
+Expect: greedy held-out accuracy from 0.4-0.5 to at least 0.9. Flags are TRL's (GRPOConfig). What TRL
+does not know goes to the script (--model, --reward, --kl_coef). Loss, advantages and KL are the
+script's: --loss_type, --epsilon, --beta and --scale_rewards do nothing. dapo: no dynamic sampling, no
+overlong shaping. Not ppo (it has a critic), nor rspo (it needs the old router scores).
 """
 
 import importlib
