@@ -16,6 +16,7 @@ from common import Completion, collate, evaluate, forward_packed, load_problems,
 from common import take_problems, token_logprobs
 from harness import parse_args
 from memory import plan_memory
+from ranks import micro_batches
 
 
 def settings(**changes):
@@ -185,9 +186,11 @@ def test_an_evaluation_does_not_depend_on_the_rollout_batch_size(tiny_model, bat
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo", "dapo"])
-def test_all_are_sampled_at_once_by_default(name, monkeypatch):
+def test_all_are_sampled_at_once_by_default(name, monkeypatch, tiny_model):
     monkeypatch.setattr(sys, "argv", [f"{name}.py", "--device", "cpu"])
-    assert parse_args(script_args(name)[0].Args).rollout_batch_size == 256
+    args = parse_args(script_args(name)[0].Args)
+    plan_memory(args, tiny_model[0], [SimpleNamespace(prompt_ids=[1])], parts={})
+    assert args.rollout_batch_size == 256
 
 
 def planned(model, tokenizer, prompt="999+999=", **changes):
@@ -218,15 +221,17 @@ PLANS = [
 
 @pytest.mark.parametrize("changes", PLANS, ids=str)
 def test_a_micro_batch_has_at_most_16384_tokens(changes, tiny_model):
-    """Prompt and cap counted; in as few passes as that allows, none larger than it has to be; and a
-    completion that has more tokens gets a pass of its own."""
+    """Prompt and cap counted; in as few passes as that allows, of much the same size; and a completion
+    that has more tokens gets a pass of its own."""
     size, minibatch_size, width = planned(*tiny_model, **changes)
     assert 1 <= size <= minibatch_size
     assert size * width <= 16_384 or size == 1
     passes = math.ceil(minibatch_size / size)
     fewer = math.ceil(minibatch_size / (passes - 1)) if passes > 1 else math.inf
     assert fewer * width > 16_384
-    assert size == 1 or math.ceil(minibatch_size / (size - 1)) > passes
+    sizes = [len(rows) for rows in micro_batches(torch.arange(minibatch_size), size)]
+    assert len(sizes) == passes and sum(sizes) == minibatch_size
+    assert max(sizes) <= size and max(sizes) - min(sizes) <= 1
 
 
 def test_a_micro_batch_size_that_is_given_stays(tiny_model):
