@@ -6,6 +6,7 @@ T response tokens, S prompt + response, V vocabulary, L layers, E experts, K act
 axis.
 """
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -30,6 +31,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from harness import UserError, read_rows
+from mismatch import Routing, experts_by_completion, find_routers, pad_experts, routing_contexts
+from packing import forward_packed
 from ranks import gather, share
 from verifier import final_answer, is_same
 
@@ -303,6 +306,8 @@ def load_model(args):
         torch.backends.cuda.enable_cudnn_sdp(False)
         if args.gradient_checkpointing:
             checkpoint_layers(model)
+        if args.routing_replay != "none" and not find_routers(model):
+            raise UserError(f"--routing_replay: --model {args.model} is dense, it has no router")
         check_logprobs(model, tokenizer, args)
     except UserError:
         raise
@@ -314,7 +319,8 @@ def load_model(args):
 def checkpoint_layers(model):
     """Makes the layers keep their inputs alone, and compute the rest again in the backward pass.
     transformers' own switch works in train() only, which would turn dropout on."""
-    recompute = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    options = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": routing_contexts}
+    recompute = functools.partial(checkpoint, **options)
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.forward = functools.partial(recompute, layer.forward)
@@ -382,6 +388,7 @@ class Completion(NamedTuple):
     logprobs: list  # of ids, as the sampler saw them
     truncated: bool = False  # ran into the cap
     text: str = ""
+    experts: torch.Tensor | None = None  # (prompt and response, L, K), where the sampler notes them
 
 
 def pad(rows, device, left=False):
@@ -409,18 +416,27 @@ def sample(model, tokenizer, prompts, group_size, args, generator=None, greedy=F
     my_noise_PGT = share(noise_PGT)
     rows_at_a_time = args.rollout_batch_size or len(prompts) * group_size
     prompts_at_a_time = max(1, rows_at_a_time // group_size)  # a group is sampled together
+    notes_experts = args.routing_replay == "r3" or args.rollout_dtype != "same"
+    notes_experts = notes_experts and len(find_routers(model)) > 0
     completions = []
     for start in range(0, len(my_prompts), prompts_at_a_time):
         end = start + prompts_at_a_time
         noise_NT = my_noise_PGT[start:end].flatten(0, 1)
         completions += sample_batch(
-            model, tokenizer, my_prompts[start:end], noise_NT, args.temperature, greedy, drop_every
+            model,
+            tokenizer,
+            my_prompts[start:end],
+            noise_NT,
+            args.temperature,
+            greedy,
+            drop_every,
+            notes_experts,
         )
     return [completion for part in gather(completions) for completion in part]
 
 
 @torch.inference_mode()
-def sample_batch(model, tokenizer, prompts, noise_NT, temperature, greedy, drop_every):
+def sample_batch(model, tokenizer, prompts, noise_NT, temperature, greedy, drop_every, notes_experts):
     """`sample` for as many prompts as are run together. A prompt is run once, and its cache copied to
     its group; rows leave the batch when they have ended."""
     device = model.device
@@ -439,15 +455,19 @@ def sample_batch(model, tokenizer, prompts, noise_NT, temperature, greedy, drop_
     tokens = pad(prompts, device, left=True)
     attention = pad([[1] * len(prompt) for prompt in prompts], device, left=True)
     positions = (attention.cumsum(1) - 1).clamp(min=0)
+    noted = []  # of each step (rows_R, experts of the tokens that were run)
     for t in range(max_new_tokens):
-        output = model(
-            tokens,
-            attention_mask=attention,
-            position_ids=positions,
-            past_key_values=cache,
-            logits_to_keep=1,
-        )
+        with Routing(model) if notes_experts else contextlib.nullcontext() as routing:
+            output = model(
+                tokens,
+                attention_mask=attention,
+                position_ids=positions,
+                past_key_values=cache,
+                logits_to_keep=1,
+            )
         logits_RV = output.logits[:, -1].float()
+        if notes_experts:
+            noted.append((rows_R, torch.stack(routing.noted, dim=1)))
         if t == 0:  # from a row for each prompt to a row for each completion
             cache.batch_repeat_interleave(group_size)
             logits_RV = logits_RV.repeat_interleave(group_size, dim=0)
@@ -485,11 +505,16 @@ def sample_batch(model, tokenizer, prompts, noise_NT, temperature, greedy, drop_
     is_end_NT = torch.isin(ids_NT, ends)
     truncated = (~is_end_NT.any(1)).tolist()
     length_N = torch.where(is_end_NT.any(1), is_end_NT.int().argmax(1) + 1, max_new_tokens)
+    if notes_experts:
+        experts = experts_by_completion(noted, prompts, group_size, length_N.tolist())
     completions = []
     rows = zip(ids_NT.tolist(), logprobs_NT.tolist(), length_N.tolist(), strict=True)
     for i, (ids, logprobs, length) in enumerate(rows):
         prompt_ids = prompts[i // group_size]
-        completions.append(Completion(prompt_ids, ids[:length], logprobs[:length], truncated[i]))
+        completion = Completion(prompt_ids, ids[:length], logprobs[:length], truncated[i])
+        if notes_experts:
+            completion = completion._replace(experts=experts[i])
+        completions.append(completion)
     texts = tokenizer.batch_decode([c.ids for c in completions], skip_special_tokens=True)
     return [c._replace(text=text) for c, text in zip(completions, texts, strict=True)]
 
@@ -505,11 +530,13 @@ class Batch:
     attention_BS: torch.Tensor  # 1 on prompt and response
     mask_BT: torch.Tensor  # True on the response, its EOS included
     sampler_logprobs_BT: torch.Tensor
+    sampler_experts_BSLK: torch.Tensor | None = None  # in the order of the top-k; -1: not known
+    replayed_experts_BSLK: torch.Tensor | None = None  # by the policy; None or -1: its own choice
 
     def rows(self, rows):
         """The batch of these rows alone."""
-        tensors = (self.tokens_BS, self.attention_BS, self.mask_BT, self.sampler_logprobs_BT)
-        return Batch(*(tensor[rows] for tensor in tensors))
+        fields = [getattr(self, field.name) for field in dataclasses.fields(self)]
+        return Batch(*(None if tensor is None else tensor[rows] for tensor in fields))
 
     @functools.cached_property
     def lengths(self):
@@ -526,68 +553,16 @@ def collate(completions, device):
     length_B1 = torch.tensor([[len(c.ids)] for c in completions], device=device)
     is_prompt = torch.arange(prompts.shape[1], device=device).flip(0) < prompt_length_B1
     mask_BT = torch.arange(responses.shape[1], device=device) < length_B1
+    experts_BSLK = None
+    if completions[0].experts is not None:
+        experts_BSLK = pad_experts(completions, prompts.shape[1], responses.shape[1]).to(device)
     return Batch(
         tokens_BS=torch.cat([prompts, responses], dim=1),
         attention_BS=torch.cat([is_prompt, mask_BT], dim=1).long(),
         mask_BT=mask_BT,
         sampler_logprobs_BT=pad([c.logprobs for c in completions], device),
+        sampler_experts_BSLK=experts_BSLK,
     )
-
-
-def row_width(lengths):
-    """Tokens in a packed row: the longest sequence, and where that is much longer than a typical one,
-    at least two typical ones, lest a few long sequences leave half of every other row empty."""
-    longest = max(lengths)
-    typical = sorted(lengths)[len(lengths) * 3 // 4]  # three quarters are no longer
-    if longest > 1.3 * typical:
-        return max(longest, 2 * typical)
-    return longest
-
-
-def first_fit(lengths, width):
-    """Puts sequences into rows of `width` tokens, the longest first, each into the first row with room.
-    Returns the place of each one's first token in the flattened rows, and the number of rows."""
-    starts = [0] * len(lengths)
-    room = []  # what is left in each row
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        row = 0
-        while row < len(room) and room[row] < lengths[i]:
-            row += 1
-        if row == len(room):
-            room.append(width)
-        starts[i] = width * (row + 1) - room[row]
-        room[row] -= lengths[i]
-    return starts, len(room)
-
-
-def forward_packed(body, batch, **inputs):
-    """Runs `body`, a model without its head, on the batch's sequences, packed side by side into rows.
-
-    Where position_ids begin anew, transformers keeps the sequences of a row apart, as long as no
-    attention_mask is passed. Returns the body's output over the packed rows, each token's place in the
-    flattened rows, (B, S), and a mask of the real tokens among them.
-    """
-    device = batch.attention_BS.device
-    lengths, _ = batch.lengths
-    if getattr(body, "one_sequence_per_row", False):  # see check_logprobs
-        lengths = [max(lengths)] * len(lengths)
-    width = row_width(lengths)
-    starts, num_rows = first_fit(lengths, width)
-    size = num_rows * width
-    positions_BS = (batch.attention_BS.cumsum(1) - 1).clamp(min=0)
-    starts_B = torch.tensor(starts, pin_memory=device.type == "cuda").to(device, non_blocking=True)
-    place_BS = starts_B[:, None] + positions_BS
-    # Padding goes to one place more, behind the rows: left out by a boolean index, it would be counted
-    # first, and the host wait for it.
-    target_BS = torch.where(batch.attention_BS.bool(), place_BS, size)
-
-    def packed(x_BS):
-        flat = torch.zeros(size + 1, dtype=torch.long, device=device)
-        return flat.index_put((target_BS,), x_BS)[:size].view(num_rows, width)
-
-    tokens = packed(batch.tokens_BS)
-    output = body(tokens, position_ids=packed(positions_BS), use_cache=False, **inputs)
-    return output, place_BS, packed(batch.attention_BS)
 
 
 class TokenOutputs(NamedTuple):
@@ -597,13 +572,15 @@ class TokenOutputs(NamedTuple):
     entropy_BT: torch.Tensor  # in nats; 0 on padding
     aux_loss: torch.Tensor  # transformers' load-balancing loss over prompt and response; 0 if dense
     router_logits: tuple  # L tensors (B, T, E), raw, at the position that predicts the token; detached
-    experts_BTLK: torch.Tensor  # active experts there, sorted, so that equal sets compare equal
+    experts_BTLK: torch.Tensor  # the router's own choice there, sorted: equal sets compare equal
+    experts_BSLK: torch.Tensor  # its choice for each token, in the order of the top-k
 
 
-def token_logprobs(model, batch, temperature, entropy_grad=False, chunk_numbers=2**26):
+def token_logprobs(model, batch, temperature, entropy_grad=False, chunk_numbers=2**26, replay=True):
     """Log-probs and entropies of the response tokens at the sampling temperature, in float32; entropies
     with a gradient only if asked for. More than `chunk_numbers` logits are made in chunks, and again in
-    the backward pass, to save memory."""
+    the backward pass, to save memory. The routers choose the batch's `replayed_experts_BSLK`, if any,
+    unless `replay` is False, as for a reference."""
     mask_BT = batch.mask_BT
     B, T = mask_BT.shape
     K = getattr(model.config, "num_experts_per_tok", 0)
@@ -616,7 +593,8 @@ def token_logprobs(model, batch, temperature, entropy_grad=False, chunk_numbers=
             entropy = -(logprobs.exp() * logprobs).sum(-1)
         return logprobs.gather(1, tokens[:, None])[:, 0], entropy
 
-    output, place_BS, real = forward_packed(model.base_model, batch, **router_kwargs)
+    replayed_BSLK = batch.replayed_experts_BSLK if replay else None
+    output, place_BS, real = forward_packed(model.base_model, batch, replayed_BSLK, **router_kwargs)
     predictor_BT = place_BS[:, -T - 1 : -1]  # the token at s is predicted at s - 1
     _, lengths = batch.lengths
     token = mask_BT.flatten().nonzero_static(size=sum(lengths))[:, 0]  # where the response tokens are
@@ -633,15 +611,17 @@ def token_logprobs(model, batch, temperature, entropy_grad=False, chunk_numbers=
     logprobs_BT = zeros.index_put((token,), logprobs).view(B, T)
     entropy_BT = zeros.index_put((token,), entropy).view(B, T)
     if not K:
-        no_experts_BTLK = zeros.new_empty(B, T, 0, 0)
-        return TokenOutputs(logprobs_BT, entropy_BT, zeros.sum(), (), no_experts_BTLK)
+        no_experts = zeros.new_empty(B, T, 0, 0)
+        return TokenOutputs(logprobs_BT, entropy_BT, zeros.sum(), (), no_experts, no_experts)
 
     layers = [logits.float() for logits in output.router_logits]  # each (packed tokens, E)
     num_experts = layers[0].shape[-1]
     aux_loss = load_balancing_loss_func(tuple(layers), num_experts, K, real)  # without padding
     router_logits = tuple(logits.detach()[predictor_BT] for logits in layers)
-    experts = [logits.topk(K).indices.sort().values for logits in router_logits]
-    return TokenOutputs(logprobs_BT, entropy_BT, aux_loss, router_logits, torch.stack(experts, dim=2))
+    experts = torch.stack([logits.detach().topk(K).indices for logits in layers], dim=1)
+    experts_BTLK = experts[predictor_BT].sort().values
+    experts_BSLK = experts[place_BS]
+    return TokenOutputs(logprobs_BT, entropy_BT, aux_loss, router_logits, experts_BTLK, experts_BSLK)
 
 
 # Each script has a copy of this one, to go with its loss.

@@ -74,10 +74,12 @@ def memory_parts(model, args, longest_prompt, num_critics=0, num_references=0):
         update = of_inputs + of_norm + max(1.25 * of_layer, of_logits)
     update += num_critics * (update - of_logits)
 
+    copy_size = {"float32": 4, "bfloat16": 2}.get(args.rollout_dtype, size)
     num_weights = sum(weight.numel() for weight in model.parameters())
     num_trained = num_weights * (1 + num_critics)
     return {
         "weights": size * (num_trained + num_references * num_weights),
+        "rollout copy": 0 if args.rollout_dtype == "same" else copy_size * num_weights,
         "masters": 4 * num_trained if args.dtype == "bfloat16" else 0,
         "gradients": 4 * num_trained,
         "moments": 8 * num_trained,
@@ -88,7 +90,7 @@ def memory_parts(model, args, longest_prompt, num_critics=0, num_references=0):
 
 def memory_peak(parts):
     """Bytes at the largest of the two peaks of an iteration: between updates there are no gradients."""
-    kept = parts["weights"] + parts["masters"] + parts["moments"]
+    kept = parts["weights"] + parts["rollout copy"] + parts["masters"] + parts["moments"]
     return kept + max(parts["rollout"], parts["gradients"] + parts["update"])
 
 

@@ -4,7 +4,8 @@ papers.
 Nothing here is shared with the scripts: the tests compare the two. All of it works on float64 scalars
 with autograd, so that a literal gradient comes with each literal value. `adv` is (B, T) here, also
 where all tokens of a completion have the same advantage; objectives with one ratio per completion read
-its first."""
+its first. With `extra["weights"]` (B, T) they are the decoupled objectives: each term has the weight of
+its token, or of its completion, which is the first token's, outside of min and clip."""
 
 import math
 
@@ -27,6 +28,10 @@ def sum_log_ratio(lp, old, lengths, i):
     return sum(lp[i, t] - old[i, t] for t in range(lengths[i]))
 
 
+def weight(extra, i, t=0):
+    return extra["weights"][i, t] if "weights" in extra else 1
+
+
 def clipped(r, a, args):
     """min(r A, clip(r) A)"""
     return torch.min(r * a, clip(r, 1 - args.clip_eps_low, 1 + args.clip_eps_high) * a)
@@ -36,7 +41,7 @@ def ppo(lp, old, adv, lengths, args, extra):
     total = 0
     for i, n in enumerate(lengths):
         for t in range(n):
-            total += clipped(ratio(lp, old, i, t), adv[i, t], args)
+            total += weight(extra, i, t) * clipped(ratio(lp, old, i, t), adv[i, t], args)
     return total / sum(lengths)
 
 
@@ -46,11 +51,16 @@ def grpo(lp, old, adv, lengths, args, extra):
         inner = 0
         for t in range(n):
             r = ratio(lp, old, i, t)
-            term = clipped(r, adv[i, t], args)
+            term = weight(extra, i, t) * clipped(r, adv[i, t], args)
             if "ref_logprobs_BT" in extra:
                 x = torch.exp(extra["ref_logprobs_BT"][i, t] - lp[i, t])  # pi_ref / pi_theta
                 k3 = x - torch.log(x) - 1
-                term = term - args.kl_coef * (r * k3 if args.kl_is_corrected else k3)
+                if args.kl_is_corrected:
+                    # the ratio to what the completion was sampled from: pi / mu
+                    k3 = r * k3
+                    if "rollout_ratio_BT" in extra:
+                        k3 = extra["rollout_ratio_BT"][i, t] * k3
+                term = term - args.kl_coef * k3
             inner += term
         total += inner / n
     return total / len(lengths)
@@ -60,7 +70,7 @@ def dr_grpo(lp, old, adv, lengths, args, extra):
     total = 0
     for i, n in enumerate(lengths):
         for t in range(n):
-            total += clipped(ratio(lp, old, i, t), adv[i, t], args)
+            total += weight(extra, i, t) * clipped(ratio(lp, old, i, t), adv[i, t], args)
     return total / (len(lengths) * args.max_new_tokens)
 
 
@@ -68,7 +78,7 @@ def dapo(lp, old, adv, lengths, args, extra):
     total = 0
     for i, n in enumerate(lengths):
         for t in range(n):
-            total += clipped(ratio(lp, old, i, t), adv[i, t], args)
+            total += weight(extra, i, t) * clipped(ratio(lp, old, i, t), adv[i, t], args)
     return total / sum(lengths)
 
 
@@ -77,12 +87,12 @@ def gspo(lp, old, adv, lengths, args, extra):
     for i, n in enumerate(lengths):
         s = torch.exp(sum_log_ratio(lp, old, lengths, i) / n)
         if args.variant == "gspo":
-            total += clipped(s, adv[i, 0], args)
+            total += weight(extra, i) * clipped(s, adv[i, 0], args)
         else:
             inner = 0
             for t in range(n):
                 s_it = s.detach() * torch.exp(lp[i, t]) / torch.exp(lp[i, t]).detach()
-                inner += clipped(s_it, adv[i, t], args)
+                inner += weight(extra, i, t) * clipped(s_it, adv[i, t], args)
             total += inner / n
     return total / len(lengths)
 
@@ -95,10 +105,10 @@ def cispo(lp, old, adv, lengths, args, extra):
             if args.ppo_mask:
                 too_high = adv[i, t] > 0 and r > 1 + args.clip_eps_high
                 too_low = adv[i, t] < 0 and r < 1 - args.clip_eps_low
-                weight = 0.0 if too_high or too_low else r
+                importance = 0.0 if too_high or too_low else r
             else:
-                weight = min(r, args.is_weight_cap)
-            total += weight * adv[i, t] * lp[i, t]
+                importance = min(r, args.is_weight_cap)
+            total += weight(extra, i, t) * importance * adv[i, t] * lp[i, t]
     return total / sum(lengths)
 
 
@@ -117,14 +127,14 @@ def gmpo(lp, old, adv, lengths, args, extra):
             for t in range(n):
                 r = ratio(lp, old, i, t)
                 product = product * torch.min(r * a, clip(r, math.exp(-eps), math.exp(eps)) * a).abs()
-            total += product ** (1 / n) * sign(a)
+            total += weight(extra, i) * product ** (1 / n) * sign(a)
         else:
             whole = sum_log_ratio(lp, old, lengths, i)
             if a > 0:
                 whole = torch.clamp(whole, max=eps)
             else:
                 whole = torch.clamp(whole, min=-eps)
-            total += a * torch.exp(whole / n)
+            total += weight(extra, i) * a * torch.exp(whole / n)
     return total / len(lengths)
 
 
@@ -150,7 +160,8 @@ def rspo(lp, old, adv, lengths, args, extra):
             else:
                 product = product * torch.min(w * a, clip(w, low, high) * a) / a
                 product = product * (gamma if args.shift == "damped" else 1)
-        total += (product ** (sign(a) / n) if args.shift == "literal" else product ** (1 / n)) * a
+        mean = product ** (sign(a) / n) if args.shift == "literal" else product ** (1 / n)
+        total += weight(extra, i) * mean * a
     return total / len(lengths)
 
 
@@ -160,6 +171,7 @@ def sapo(lp, old, adv, lengths, args, extra):
         inner = 0
         for t in range(n):
             tau = args.tau_pos if adv[i, t] > 0 else args.tau_neg
-            inner += 4 / tau / (1 + torch.exp(-tau * (ratio(lp, old, i, t) - 1))) * adv[i, t]
+            gate = 4 / tau / (1 + torch.exp(-tau * (ratio(lp, old, i, t) - 1)))
+            inner += weight(extra, i, t) * gate * adv[i, t]
         total += inner / n
     return total / len(lengths)

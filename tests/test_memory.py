@@ -49,6 +49,7 @@ def moe():
 def settings(dtype, **changes):
     flags = {"dtype": dtype, "max_new_tokens": CAP, "rollout_batch_size": 16, "micro_batch_size": 8}
     flags |= {"gradient_checkpointing": False, "temperature": 1.0, "device": "cpu", "model": "it"}
+    flags |= {"rollout_dtype": "same", "routing_replay": "none"}
     return SimpleNamespace(**(flags | changes))
 
 

@@ -339,7 +339,7 @@ def test_the_entropy_bonus_of_ppo_has_a_gradient_if_it_counts(coef, tmp_path, mo
     asked = set()
     weights = []
 
-    def token_logprobs(model, batch, temperature, entropy_grad=False):
+    def token_logprobs(model, batch, temperature, entropy_grad=False, replay=True):
         if torch.is_grad_enabled():
             asked.add(entropy_grad)
         return original(model, batch, temperature, entropy_grad=forced or entropy_grad)

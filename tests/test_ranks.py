@@ -17,7 +17,7 @@ SIZES = {
     "dapo": "--prompts_per_iteration 6 --group_size 4 --num_minibatches 2 --max_sampling_rounds 2",
 }
 OTHERS = "--prompts_per_iteration 6 --group_size 4 --num_minibatches 2"
-NOT_COMPARED = ("seconds", "per_second", "sampler_kl")
+NOT_COMPARED = ("seconds", "per_second")
 
 
 def flags(name, folder, *more):
@@ -69,7 +69,8 @@ def outcome(folder):
     metrics = []
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
-        metrics.append({key: row[key] for key in row if not key.endswith(NOT_COMPARED)})
+        kept = {key: row[key] for key in row if not key.endswith(NOT_COMPARED)}
+        metrics.append({key: kept[key] for key in kept if "sampler_" not in key})
     return weights, moments, metrics
 
 

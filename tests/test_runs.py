@@ -36,7 +36,8 @@ def keys(prefix, names):
 
 COMMON_KEYS = (
     keys("rollout/", "reward_mean accuracy response_len_mean response_len_max truncated_frac")
-    | keys("rollout/", "no_answer_frac direct_frac sampler_kl")
+    | keys("rollout/", "no_answer_frac direct_frac sampler_kl sampler_logratio_max")
+    | keys("rollout/", "sampler_sequence_ratio_min sampler_sequence_ratio_max")
     | keys("losses/", "policy_loss entropy approx_kl ratio_max first_step_ratio_error_max")
     | keys("moe/", "aux_loss load_max load_min router_entropy expert_flip_frac")
     | keys("charts/", "learning_rate grad_norm tokens_per_second rollout_seconds update_seconds")

@@ -12,15 +12,17 @@ import torch
 from conftest import script_args
 
 import common
-from common import Completion, collate, evaluate, forward_packed, load_problems, pad, sample
+from common import Completion, collate, evaluate, load_problems, pad, sample
 from common import take_problems, token_logprobs
 from harness import parse_args
 from memory import plan_memory
+from packing import forward_packed
 from ranks import micro_batches
 
 
 def settings(**changes):
     flags = {"max_new_tokens": 24, "temperature": 0.7, "rollout_batch_size": 1000}
+    flags |= {"rollout_dtype": "same", "routing_replay": "none"}
     return SimpleNamespace(**(flags | changes))
 
 

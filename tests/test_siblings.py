@@ -43,9 +43,17 @@ OWN = {
 }
 # Shared arguments whose default differs from grpo.py's; the line says why in a comment.
 OTHER_DEFAULTS = {"ppo": {"prompts_per_iteration", "group_size"}, "dapo": {"iterations"}}
-ROOMS = ["ranks", "harness", "memory", "verifier", "common"]  # of the nine scripts
+ROOMS = [
+    "ranks",
+    "harness",
+    "memory",
+    "verifier",
+    "mismatch",
+    "packing",
+    "common",
+]  # of the nine scripts
 HOUSE = [*ROOMS, *SCRIPTS]
-LIMITS = {"common": 750, "harness": 440}  # lines; of the others 400
+LIMITS = {"common": 750, "harness": 440, "ppo": 420}  # lines; of the others 400
 TWO_MODELS = {"ppo", "grpo"}  # they may hold a reference
 
 
@@ -142,14 +150,18 @@ def imported(name):
 
 
 def test_imports_run_one_way():
-    """ranks <- harness <- memory, verifier <- common <- scripts, and no script knows another one."""
+    """ranks <- harness <- memory, verifier, mismatch <- packing <- common <- scripts, and no script
+    knows another one."""
     assert imported("ranks") == set()
     assert imported("harness") == {"ranks"}
     assert imported("memory") == {"harness", "ranks"}
     assert imported("verifier") == {"harness"}
-    assert imported("common") == {"harness", "ranks", "verifier"}
+    assert imported("mismatch") == {"harness"}
+    assert imported("packing") == {"mismatch"}
+    assert imported("common") == {"harness", "mismatch", "packing", "ranks", "verifier"}
     for name in SCRIPTS:
-        assert imported(name) == set(ROOMS)
+        critic = {"packing"} if name == "ppo" else set()
+        assert imported(name) == set(ROOMS) - {"packing"} | critic
     assert not (ROOT / "tasks.py").exists()
 
 

@@ -1,0 +1,73 @@
+"""Sequences of different lengths side by side in rows, so that an update computes hardly any padding.
+
+To study an algorithm you need not read this file.
+"""
+
+import contextlib
+
+import torch
+
+from mismatch import Routing
+
+
+def row_width(lengths):
+    """Tokens in a packed row: the longest sequence, and where that is much longer than a typical one,
+    at least two typical ones, lest a few long sequences leave half of every other row empty."""
+    longest = max(lengths)
+    typical = sorted(lengths)[len(lengths) * 3 // 4]  # three quarters are no longer
+    if longest > 1.3 * typical:
+        return max(longest, 2 * typical)
+    return longest
+
+
+def first_fit(lengths, width):
+    """Puts sequences into rows of `width` tokens, the longest first, each into the first row with room.
+    Returns the place of each one's first token in the flattened rows, and the number of rows."""
+    starts = [0] * len(lengths)
+    room = []  # what is left in each row
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        row = 0
+        while row < len(room) and room[row] < lengths[i]:
+            row += 1
+        if row == len(room):
+            room.append(width)
+        starts[i] = width * (row + 1) - room[row]
+        room[row] -= lengths[i]
+    return starts, len(room)
+
+
+def forward_packed(body, batch, replayed_BSLK=None, **inputs):
+    """Runs `body`, a model without its head, on the batch's sequences, packed side by side into rows;
+    its routers choose the experts `replayed_BSLK`, where these are given and not -1.
+
+    Where position_ids begin anew, transformers keeps the sequences of a row apart, as long as no
+    attention_mask is passed. Returns the body's output over the packed rows, each token's place in the
+    flattened rows, (B, S), and a mask of the real tokens among them.
+    """
+    device = batch.attention_BS.device
+    lengths, _ = batch.lengths
+    if getattr(body, "one_sequence_per_row", False):  # see check_logprobs
+        lengths = [max(lengths)] * len(lengths)
+    width = row_width(lengths)
+    starts, num_rows = first_fit(lengths, width)
+    size = num_rows * width
+    positions_BS = (batch.attention_BS.cumsum(1) - 1).clamp(min=0)
+    starts_B = torch.tensor(starts, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    place_BS = starts_B[:, None] + positions_BS
+    # Padding goes to one place more, behind the rows: left out by a boolean index, it would be counted
+    # first, and the host wait for it.
+    target_BS = torch.where(batch.attention_BS.bool(), place_BS, size)
+
+    def packed(x_BS):
+        flat = torch.zeros(size + 1, dtype=torch.long, device=device)
+        return flat.index_put((target_BS,), x_BS)[:size].view(num_rows, width)
+
+    routing = contextlib.nullcontext()
+    if replayed_BSLK is not None:
+        experts_LK = replayed_BSLK.shape[2:]
+        experts_TLK = replayed_BSLK.new_full((size + 1, *experts_LK), -1)
+        routing = Routing(body, experts_TLK.index_put((target_BS,), replayed_BSLK)[:size])
+    with routing:
+        tokens = packed(batch.tokens_BS)
+        output = body(tokens, position_ids=packed(positions_BS), use_cache=False, **inputs)
+    return output, place_BS, packed(batch.attention_BS)

@@ -1,0 +1,439 @@
+"""mismatch.py: rounded weights, each script's decoupled objective in float64, and routing replay."""
+
+import copy
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import reference
+import torch
+from conftest import run, script_args
+from test_objectives import CASES, data, loss_and_grad
+from test_router import MODELS, batch_of
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from common import checkpoint_layers, collate, sample, token_logprobs
+from harness import UserError
+from mismatch import Routing, find_routers, mismatch_stats, refresh_rollout_copy, rollout_copy
+from mismatch import rollout_correction, rounded
+
+RULES = ["token_tis", "sequence_tis", "sequence_mis", "geo_mask", "icepop"]
+ONE_RATIO = {"gspo", "gmpo", "rspo"}
+
+
+# ------------------------------------------------------------------------- rollout correction
+
+
+def settings(rule, **changes):
+    flags = {"rollout_cap": 2.0, "rollout_mask_low": 0.9, "rollout_mask_high": 1.1}
+    return SimpleNamespace(rollout_correction=rule, **(flags | changes))
+
+
+def literal_weight(rule, log_rho, one_ratio):
+    """Weights of the tokens of a completion, from the list of its log rho."""
+    mean = math.exp(sum(log_rho) / len(log_rho))
+    product = math.exp(sum(log_rho))
+    rho = [mean] * len(log_rho) if one_ratio else [math.exp(x) for x in log_rho]
+    if rule == "token_tis":
+        return [min(r, 2.0) for r in rho]
+    if rule == "sequence_tis":
+        return [min(product, 2.0) for _ in rho]
+    if rule == "sequence_mis":
+        return [product if product <= 2.0 else 0.0 for _ in rho]
+    if rule == "geo_mask":
+        return [min(r, 2.0) if 0.9 <= mean <= 1.1 else 0.0 for r in rho]
+    return [r if 0.5 <= r <= 5 else 0.0 for r in rho]
+
+
+def sampled_by_another(old, mask, seed, spread=0.8):
+    """A batch whose sampler is some way off, NaN on padding: some tokens far, some completions near."""
+    g = torch.Generator().manual_seed(100 + seed)
+    gap = spread * torch.randn(old.shape, generator=g, dtype=torch.float64)
+    gap[::2] *= 0.1
+    sampler = torch.where(mask, old - gap, torch.nan)
+    return SimpleNamespace(sampler_logprobs_BT=sampler, mask_BT=mask, sampler_experts_BSLK=None)
+
+
+def literal_weights(rule, old, batch, lengths, one_ratio):
+    weights = torch.ones_like(old)
+    for i, n in enumerate(lengths):
+        log_rho = (old - batch.sampler_logprobs_BT)[i, :n].tolist()
+        weights[i, :n] = torch.tensor(literal_weight(rule, log_rho, one_ratio), dtype=old.dtype)
+    return weights
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("one_ratio", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+def test_weights_and_their_statistics(rule, one_ratio, seed):
+    _, old, _, mask, lengths, _ = data((), seed)
+    batch = sampled_by_another(old, mask, seed)
+    correction = rollout_correction(old, batch, settings(rule), one_ratio)
+    assert correction.weights.shape[1] == (1 if one_ratio or "sequence" in rule else old.shape[1])
+    weights = correction.weights.expand_as(old)[mask]
+    expected = literal_weights(rule, old, batch, lengths, one_ratio)[mask]
+    torch.testing.assert_close(weights, expected, rtol=1e-12, atol=1e-12)
+    assert correction.stats["weight_mean"] == pytest.approx(expected.mean().item())
+    zeros = (expected == 0).double().mean().item()
+    assert correction.stats["weight_zero_frac"].item() == pytest.approx(zeros)
+    size = expected.sum() ** 2 / (len(expected) * (expected**2).sum())
+    assert correction.stats["weight_effective_size"] == pytest.approx(size.item())
+    torch.testing.assert_close(correction.rho_BT[mask].log(), (old - batch.sampler_logprobs_BT)[mask])
+
+
+def test_the_data_reaches_every_region():
+    """Weights at the cap, below it and of 0, in each rule that has them."""
+    for rule in RULES:
+        for one_ratio in (False, True):
+            kinds = set()
+            for seed in range(3):
+                _, old, _, mask, lengths, _ = data((), seed)
+                batch = sampled_by_another(old, mask, seed)
+                weights = literal_weights(rule, old, batch, lengths, one_ratio)[mask]
+                kinds |= {"cap" if w == 2 else "zero" if w == 0 else "inside" for w in weights.tolist()}
+            assert "inside" in kinds
+            assert ("zero" in kinds) == (rule in ("sequence_mis", "geo_mask", "icepop"))
+            if not one_ratio and rule == "token_tis" or rule == "sequence_tis":
+                assert "cap" in kinds
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("case", CASES)
+def test_a_factor_on_the_advantage_is_the_decoupled_objective(case, rule):
+    """Value and gradient equal the literal loops, which have w outside of min and clip."""
+    name, changes, wants = CASES[case]
+    module, args = script_args(name, **changes)
+    one_ratio = name in ONE_RATIO and getattr(args, "variant", "") != "gspo_token"
+    for seed in range(2):
+        lp, old, adv, mask, lengths, extra = data(wants, seed)
+        batch = sampled_by_another(old, mask, seed)
+        correction = rollout_correction(old, batch, settings(rule), one_ratio)
+        weights = literal_weights(rule, old, batch, lengths, one_ratio)
+        if name == "grpo" and args.kl_is_corrected:
+            extra["rollout_ratio_BT"] = correction.rho_BT
+        terms = extra | {"weights": weights}
+        literal = -getattr(reference, name)(lp, old, adv.expand_as(lp), lengths, args, terms)
+        (literal_grad,) = torch.autograd.grad(literal, lp)
+        loss, grad = loss_and_grad(module, args, lp, old, correction.weights * adv, mask, extra)
+        torch.testing.assert_close(loss, literal.detach(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(grad, literal_grad, rtol=1e-10, atol=1e-13)
+
+
+def test_without_a_correction_weights_are_exactly_1():
+    _, old, adv, mask, _, _ = data(())
+    correction = rollout_correction(old, sampled_by_another(old, mask, 0), settings("none"))
+    assert torch.equal(correction.weights * adv, adv) and correction.stats == {}
+
+
+@pytest.mark.parametrize("truncated", [False, True])
+def test_weighted_rewards_are_those_of_the_training_policy(truncated):
+    """By enumeration over a vocabulary of five: E_mu[rho f] = E_old[f]; truncation makes it biased."""
+    g = torch.Generator().manual_seed(0)
+    old = torch.randn(5, generator=g, dtype=torch.float64).log_softmax(0)
+    mu = torch.randn(5, generator=g, dtype=torch.float64).log_softmax(0)
+    f = torch.randn(5, generator=g, dtype=torch.float64)
+    mask = torch.ones(5, 1, dtype=torch.bool)  # five completions of one token
+    batch = SimpleNamespace(sampler_logprobs_BT=mu[:, None], mask_BT=mask)
+    cap = 1.0 if truncated else 1e6
+    weights = rollout_correction(old[:, None], batch, settings("token_tis", rollout_cap=cap)).weights
+    gap = ((mu.exp() * weights[:, 0] * f).sum() - (old.exp() * f).sum()).abs()
+    assert gap > 0.01 if truncated else gap < 1e-12
+
+
+def test_corrected_kl_has_the_gradient_of_the_kl_though_another_policy_sampled():
+    """By enumeration: E_mu[grad(rho r k3)] = grad KL(pi || ref); without rho it is not."""
+    module, _ = script_args("grpo")
+    g = torch.Generator().manual_seed(1)
+    logits = torch.randn(5, generator=g, dtype=torch.float64, requires_grad=True)
+    old, ref, mu = (torch.randn(5, generator=g, dtype=torch.float64).log_softmax(0) for _ in range(3))
+    logp = logits.log_softmax(0)
+    kl = (logp.exp() * (logp - ref)).sum()
+    (expected,) = torch.autograd.grad(kl, logits, retain_graph=True)
+    mask = torch.ones(1, 1, dtype=torch.bool)
+    gaps = []
+    for rho in ((old - mu).exp(), torch.ones(5, dtype=torch.float64)):
+        total = 0
+        for o in range(5):
+            one = (logp[o].view(1, 1), old[o].view(1, 1), torch.zeros(1, 1, dtype=torch.float64), mask)
+            keywords = {"ref_logprobs_BT": ref[o].view(1, 1), "rollout_ratio_BT": rho[o].view(1, 1)}
+            loss, _ = module.policy_loss(*one, kl_coef=1.0, kl_is_corrected=True, **keywords)
+            total = total + mu[o].exp() * loss
+        (gradient,) = torch.autograd.grad(total, logits, retain_graph=True)
+        gaps.append((gradient - expected).abs().max().item())
+    assert gaps[0] < 1e-12 and gaps[1] > 0.01
+
+
+def test_mismatch_statistics():
+    _, old, _, mask, lengths, _ = data(())
+    batch = sampled_by_another(old, mask, 0)
+    logratios = [(old - batch.sampler_logprobs_BT)[i, :n].tolist() for i, n in enumerate(lengths)]
+    tokens = [x for row in logratios for x in row]
+    stats = mismatch_stats(old, None, batch)
+    k3 = sum(math.exp(x) - 1 - x for x in tokens) / len(tokens)
+    assert stats["sampler_kl"].item() == pytest.approx(k3)
+    assert stats["sampler_logratio_max"].item() == pytest.approx(max(map(abs, tokens)))
+    ratios = [math.exp(sum(row)) for row in logratios]
+    assert stats["sampler_sequence_ratio_min"].item() == pytest.approx(min(ratios))
+    assert stats["sampler_sequence_ratio_max"].item() == pytest.approx(max(ratios))
+
+
+# -------------------------------------------------------------- rollouts in another precision
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rounding_is_symmetric_and_per_output_channel(bits):
+    weight = torch.randn(3, 5, 7, generator=torch.Generator().manual_seed(0)) * torch.rand(3, 5, 1)
+    weight[0, 0] = 0
+    result = rounded(weight, bits)
+    top = 2 ** (bits - 1) - 1
+    for row, source in zip(result.flatten(0, 1), weight.flatten(0, 1), strict=True):
+        scale = source.abs().max().item() / top
+        levels = (row / (scale or 1)).tolist()
+        assert all(abs(level - round(level)) < 1e-4 and abs(level) < top + 0.5 for level in levels)
+        assert (row - source).abs().max() <= scale / 2 * 1.0001
+    assert torch.equal(rounded(-weight, bits), -result)
+
+
+def test_what_is_rounded_and_when(tiny_model):
+    """Matrices, the experts' too; not embeddings, routers and norms, unless asked for. The copy changes
+    when it is refreshed, and only then; the trained weights never."""
+    master = copy.deepcopy(tiny_model[0])
+    sampler = rollout_copy(master, master, "int4")
+    before = copy.deepcopy(master.state_dict())
+    refresh_rollout_copy(sampler, master, "int4")
+    for (name, weight), kept in zip(sampler.named_parameters(), master.parameters(), strict=True):
+        is_kept = weight.dim() == 1 or "embed" in name or name.endswith("mlp.gate.weight")
+        assert torch.equal(weight, kept) == is_kept, name
+        if not is_kept:
+            assert torch.equal(weight, rounded(kept, 4)), name
+    assert all(torch.equal(before[key], value) for key, value in master.state_dict().items())
+    refresh_rollout_copy(sampler, master, "int4", embeddings=True, routers=True)
+    assert not any(
+        torch.equal(weight, kept)
+        for weight, kept in zip(sampler.parameters(), master.parameters(), strict=True)
+        if weight.dim() > 1
+    )
+    assert rollout_copy(master, master, "same") is master
+    half = rollout_copy(master, master, "bfloat16")
+    refresh_rollout_copy(half, master, "bfloat16")
+    pairs = list(zip(half.parameters(), master.parameters(), strict=True))
+    assert all(torch.equal(weight, kept.bfloat16()) for weight, kept in pairs)
+    assert half.model.rotary_emb.inv_freq.dtype == torch.float32
+
+
+# ----------------------------------------------------------------------------- routing replay
+
+
+@pytest.fixture(params=MODELS)
+def moe(request):
+    torch.manual_seed(0)
+    return MODELS[request.param]().eval()
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return [weight.grad.clone() for weight in model.parameters()]
+
+
+def other_experts(batch, model):
+    """Random experts, different ones, for each real token."""
+    E = len(model.model.layers[0].mlp.gate.weight)
+    L, K = len(find_routers(model)), model.config.num_experts_per_tok
+    g = torch.Generator().manual_seed(3)
+    return torch.rand(*batch.tokens_BS.shape, L, E, generator=g).topk(K).indices
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_forward_that_replays_its_own_experts_changes_nothing(moe, checkpointed):
+    """To the bit, log-probs and gradients; with layers that are computed again too."""
+    if checkpointed:
+        checkpoint_layers(moe)
+    batch = batch_of()
+    live = token_logprobs(moe, batch, 0.7)
+    live_gradients = gradients(moe, live.logprobs_BT.sum())
+    batch.replayed_experts_BSLK = live.experts_BSLK
+    again = token_logprobs(moe, batch, 0.7)
+    assert torch.equal(again.logprobs_BT, live.logprobs_BT)
+    for a, b in zip(gradients(moe, again.logprobs_BT.sum()), live_gradients, strict=True):
+        assert torch.equal(a, b)
+    assert all("forward" not in router.__dict__ for router in find_routers(moe)), "left behind"
+
+
+def test_replayed_experts_are_the_ones_that_compute(moe):
+    """Each weight of an expert has a gradient exactly where that expert is replayed, so does each row
+    of the router where its gate is normalised; with checkpointing all is the same."""
+    batch = batch_of()
+    batch.replayed_experts_BSLK = other_experts(batch, moe)
+    outputs = token_logprobs(moe, batch, 1.0)
+    plain = gradients(moe, outputs.logprobs_BT.sum())
+    assert not torch.equal(
+        outputs.logprobs_BT, token_logprobs(moe, batch, 1.0, replay=False).logprobs_BT
+    )
+    used = batch.replayed_experts_BSLK[batch.attention_BS.bool()]
+    for layer, block in enumerate(moe.model.layers):
+        assert block.mlp.gate.weight.grad.abs().sum() > 0
+        touched = block.mlp.experts.down_proj.grad.abs().sum((1, 2)) > 0
+        assert set(touched.nonzero()[:, 0].tolist()) <= set(used[:, layer].flatten().tolist())
+    saving = copy.deepcopy(moe)
+    checkpoint_layers(saving)
+    again = token_logprobs(saving, batch, 1.0)
+    torch.testing.assert_close(again.logprobs_BT, outputs.logprobs_BT, rtol=0, atol=0)
+    for a, b in zip(gradients(saving, again.logprobs_BT.sum()), plain, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_gate_weights_are_the_live_router_over_the_replayed_experts(moe):
+    """Literally, for one router: softmax over all experts, taken at the replayed ones, and normalised
+    if the model does that; its gradient reaches the logits of the replayed experts."""
+    router = find_routers(moe)[1]
+    hidden = torch.randn(5, moe.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    K = moe.config.num_experts_per_tok
+    E = len(router.weight)
+    experts = torch.stack([torch.randperm(E)[:K] for _ in range(5)])
+    experts[4] = -1  # not known: the router's own choice
+    replayed = experts[:, None].expand(5, len(find_routers(moe)), K)
+    with Routing(moe, replayed) as routing:
+        _, scores, indices = router(hidden)
+    own = (hidden @ router.weight.T).topk(K).indices
+    assert torch.equal(indices[:4], experts[:4]) and torch.equal(indices[4], own[4])
+    assert torch.equal(routing.noted[1], indices)
+    normalises = getattr(moe.config, "norm_topk_prob", True)
+    for row in range(5):
+        p = (hidden[row] @ router.weight.T).double().softmax(0)[indices[row]]
+        expected = p / p.sum() if normalises else p
+        torch.testing.assert_close(scores[row].double(), expected, rtol=1e-4, atol=1e-6)
+    (gradient,) = torch.autograd.grad(scores[0, 0], router.weight)
+    assert (gradient[indices[0]].abs().sum(1) > 0).all()
+
+
+def test_the_reference_and_the_aux_loss_stay_live(moe):
+    batch = batch_of()
+    live = token_logprobs(moe, batch, 1.0)
+    batch.replayed_experts_BSLK = other_experts(batch, moe)
+    reference_outputs = token_logprobs(moe, batch, 1.0, replay=False)
+    assert torch.equal(reference_outputs.logprobs_BT, live.logprobs_BT)
+    with Routing(moe, None):
+        again = token_logprobs(moe, batch, 1.0, replay=False)
+    assert torch.equal(again.aux_loss, live.aux_loss)
+    # The first layer's router reads the same tokens: its logits, and so its part of the aux loss, do
+    # not know what is replayed.
+    replayed = token_logprobs(moe, batch, 1.0)
+    torch.testing.assert_close(replayed.router_logits[0], live.router_logits[0])
+    assert not torch.equal(replayed.router_logits[2], live.router_logits[2])
+
+
+@pytest.mark.parametrize("rollout_batch_size", [0, 4])
+def test_the_sampler_notes_what_the_training_forward_would_choose(tiny_model, rollout_batch_size):
+    """R3 = R2 where the sampler routes as the trainer: prompts of different lengths, rows that leave
+    the batch, every position but the last token's, in the order of the top-k."""
+    model, tokenizer = tiny_model
+    _, args = script_args("grpo", routing_replay="r3", rollout_batch_size=rollout_batch_size)
+    prompts = [tokenizer(text).input_ids for text in ("57+308=", "12+34=", "999+99=", "5=")]
+    completions = sample(model, tokenizer, prompts, 4, args, torch.Generator().manual_seed(0))
+    assert len({len(c.ids) for c in completions}) > 3
+    batch = collate(completions, "cpu")
+    with torch.no_grad():
+        choice = token_logprobs(model, batch, 1.0).experts_BSLK
+    for i, c in enumerate(completions):
+        assert len(c.experts) == len(c.prompt_ids) + len(c.ids) and (c.experts[-1] == -1).all()
+        real = batch.attention_BS[i].bool()
+        assert torch.equal(batch.sampler_experts_BSLK[i, real], c.experts)
+        assert torch.equal(c.experts[:-1], choice[i, real][:-1])
+        assert (batch.sampler_experts_BSLK[i, ~real] == -1).all()
+    stats = mismatch_stats(batch.sampler_logprobs_BT, choice_of(choice, batch), batch)
+    assert stats["sampler_expert_diff_frac"] == 0
+    batch.sampler_experts_BSLK[:, :, 0] = -1
+    stats = mismatch_stats(batch.sampler_logprobs_BT, choice_of(choice, batch), batch)
+    assert stats["sampler_expert_diff_frac"].item() == pytest.approx(1 / 2)
+
+
+def choice_of(experts_BSLK, batch):
+    """Sorted, at the tokens that predict the response."""
+    T = batch.mask_BT.shape[1]
+    return experts_BSLK[:, -T - 1 : -1].sort().values
+
+
+def test_models_without_a_single_top_k_are_refused(tiny_model):
+    config = dict(vocab_size=40, hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
+    torch.manual_seed(0)
+    dense = LlamaForCausalLM(LlamaConfig(**config, intermediate_size=32))
+    assert find_routers(dense) == []
+    latent = dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8)
+    groups = dict(n_routed_experts=8, n_group=4, topk_group=2, num_experts_per_tok=2)
+    deepseek = DeepseekV3ForCausalLM(
+        DeepseekV3Config(
+            **config,
+            **latent,
+            **groups,
+            intermediate_size=32,
+            moe_intermediate_size=16,
+            first_k_dense_replace=0,
+        )
+    )
+    with pytest.raises(UserError, match="routing_replay"), Routing(deepseek):
+        deepseek(torch.tensor([[1, 2, 3]]))
+    assert all("forward" not in router.__dict__ for router in find_routers(deepseek))
+
+
+# --------------------------------------------------------------------------------- whole runs
+
+SMALL = (
+    "--iterations 2 --prompts_per_iteration 6 --group_size 4 --max_new_tokens 16 --num_minibatches 2"
+)
+SMALL = (*SMALL.split(), "--eval_every", "0", "--warm_start_steps", "60")
+
+
+def small(name):
+    if name == "ppo":
+        return [*SMALL[:5], "1", *SMALL[6:]]
+    return [*SMALL]
+
+
+@pytest.mark.parametrize("name", ["ppo", "grpo", "gspo", "rspo"])
+@pytest.mark.parametrize("replay", ["r2", "r3"])
+def test_runs_with_all_of_it(name, replay, tmp_path):
+    flags = "--rollout_dtype int4 --rollout_correction geo_mask --kl_coef 0.04 --kl_is_corrected True"
+    flags = flags.split() if name == "grpo" else flags.split()[:4]
+    result = run(
+        name, *small(name), *flags, "--routing_replay", replay, "--run_dir", tmp_path, held_out=4
+    )
+    assert result.returncode == 0, result.stderr
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        assert line["losses/first_step_ratio_error_max"] == 0, "old and current replay the same"
+        assert line["rollout/sampler_kl"] > 1e-4 and line["rollout/sampler_expert_diff_frac"] > 0
+        assert 0 < line["rollout/weight_effective_size"] <= 1
+
+
+def test_a_stopped_run_goes_on_to_the_bit(tmp_path):
+    flags = (
+        "--rollout_dtype int4 --rollout_correction icepop --routing_replay r3 --save_every 1".split()
+    )
+    lines = []
+    for folder, stops in (("whole", [2]), ("stopped", [1, 2])):
+        for stop in stops:
+            resume = ["--resume"] if stop == 2 and len(stops) > 1 else []
+            rest = ["--iterations", stop, "--run_dir", tmp_path / folder]
+            result = run("gmpo", *SMALL[2:], *flags, *rest, *resume, held_out=4)
+            assert result.returncode == 0, result.stderr
+        lines.append(json.loads((tmp_path / folder / "metrics.jsonl").read_text().splitlines()[-1]))
+    assert lines[0]["rollout/sampler_kl"] > 0
+    for key, value in lines[0].items():
+        assert lines[1][key] == value or "second" in key, key
+
+
+def test_a_copy_in_the_same_precision_changes_nothing(tmp_path):
+    """But for the sampler's log-probs, which may be rounded in another way."""
+    kept = []
+    for i, flags in enumerate(([], ["--rollout_dtype", "float32"])):
+        folder = tmp_path / str(i)
+        result = run("grpo", *small("grpo"), *flags, "--run_dir", folder, held_out=4)
+        assert result.returncode == 0, result.stderr
+        kept.append([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()])
+    for off, on in zip(*kept, strict=True):
+        for key, value in off.items():
+            assert on[key] == value or "second" in key or "sampler" in key, key
+        assert on["rollout/sampler_kl"] < 1e-8
+        assert on["rollout/sampler_expert_diff_frac"] == 0
