@@ -58,10 +58,10 @@ RANGES = [
     (1, 999_999, "iterations"),  # a checkpoint's name has six digits
     (0, 1e9, "seed rollout_batch_size micro_batch_size eval_every save_every warm_start_steps"),
     (0, 1e9, "ref_reset_every kl_coef router_aux_coef value_coef entropy_coef clip_eps_high"),
-    (0, 1e9, "value_clip"),
-    (1e-9, 1e9, "temperature lr critic_lr max_grad_norm"),
+    (0, 1e9, "value_clip pretraining_iterations positive_lm_coef"),
+    (1e-9, 1e9, "temperature lr critic_lr max_grad_norm lambda_alpha"),
     (1e-9, 1e9, "is_weight_cap log_ratio_clip tau_pos tau_neg"),
-    (0, 1, "clip_eps_low gamma gae_lambda gamma_min"),
+    (0, 1, "clip_eps_low gamma gae_lambda gamma_min baseline_decay"),
 ]
 
 
@@ -295,8 +295,11 @@ class Run:
     def on_signal(self, number, frame):
         """The first signal ends the run after its iteration and a checkpoint, the second at once."""
         signal.signal(number, signal.SIG_DFL)
-        words = ["python", *sys.argv] if "--resume" in sys.argv else ["python", *sys.argv, "--resume"]
-        message = f"stopping after this iteration; to resume: {shlex.join(words)}"
+        spec = sys.modules["__main__"].__spec__  # python -m more.rloo has one
+        program = ["-m", spec.name] if spec else sys.argv[:1]
+        flags = sys.argv[1:] if "--resume" in sys.argv else [*sys.argv[1:], "--resume"]
+        command = shlex.join(["python", *program, *flags])
+        message = f"stopping after this iteration; to resume: {command}"
         if ranks.WORLD == 1:  # of several, see exit_if_stopped
             tqdm.write(message, file=sys.stderr)
         self.signalled = True

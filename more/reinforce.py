@@ -1,0 +1,264 @@
+"""REINFORCE with a baseline (Williams, 1992; for language models see arXiv 2402.14740).
+
+  J = mean_i (R_i - b) sum_t log pi(o_it)
+
+  o_i    a completion; sum_t: over its tokens, its EOS included; mean_i: over all of an iteration
+  R_i    the verifier's reward of o_i
+  b      the exponential mean of the rewards of earlier iterations, 0 before the first:
+         after each one, b becomes d b + (1 - d) mean R
+
+Parent: grpo.py. Differs only in:
+  1. Running baseline: b, the same for all prompts; no group, no std. It is known before the rollout,
+     so that it cannot favour an answer, and the gradient of J is unbiased.
+  2. No ratio: the log-prob itself, and so no clip, and one optimizer step per rollout: a second one
+     would use completions that another policy has made.
+  3. No length: log-probs of a completion are added up, since its probability is their product.
+  4. No KL: and so no reference model.
+
+Left open by the paper: d (here 0.9). One completion for each of 256 prompts: as many completions as
+the siblings'. The learning rate is 1e-3, five times the siblings': there is one step per rollout where
+they take four. That J grows with the length of a completion has no part in it, since AdamW ignores the
+scale of a gradient and almost every gradient here is longer than --max_grad_norm. Measured with seed 1:
+RATES
+
+Run:    python -m more.reinforce
+Expect: EXPECT
+"""
+
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from transformers.hf_argparser import HfArg
+
+from common import collate, describe, evaluate, load_model, load_problems, refresh, router_stats, sample
+from common import take_problems, token_logprobs, transcripts, working_copy
+from harness import Meter, Run, UserError, launch
+from memory import plan_memory
+from ranks import add_up, add_up_gradients, agree, collect, micro_batches
+from verifier import load_verifier
+
+
+@dataclass
+class Args:
+    seed: int = HfArg(default=1, help="seed of the prompts' order and of the sampling")
+    device: str = HfArg(default="", help="cuda, mps or cpu [the best available]")
+    dtype: Literal["float32", "bfloat16"] = HfArg(
+        default="float32", help="of weights and cache; AdamW moves float32 weights"
+    )
+    model: str = HfArg(default="tiny-moe", help="tiny-moe, or a folder or hub id of a language model")
+    dataset: str = HfArg(default="addition", help="addition, a .jsonl or .parquet file, or a hub id")
+    dataset_config: str = HfArg(default="", help="configuration of a hub dataset, if it has several")
+    dataset_split: str = HfArg(default="train", help="split of a hub dataset")
+    prompt_column: str = HfArg(default="question", help="column of the prompts: text or chat messages")
+    answer_column: str = HfArg(
+        default="answer", help="column of the gold answers, after '####' or alone"
+    )
+    num_held_out: int = HfArg(default=256, help="problems kept apart for evaluation")
+    reward: str = HfArg(default="", help="FILE.py:FUNCTION in place of verifier.verify")
+    system_prompt: str = HfArg(default="", help="system message before each prompt")
+    instruction: str = HfArg(default="", help="text on a line of its own after each prompt")
+    iterations: int = HfArg(default=60, help="rounds of rollout and update")
+    prompts_per_iteration: int = HfArg(default=256, help="prompts in a rollout")  # 32 x 8
+    group_size: int = HfArg(default=1, help="completions per prompt")  # no groups here
+    max_new_tokens: int = HfArg(default=48, help="cap on the length of a completion")
+    temperature: float = HfArg(default=1.0, help="sampling temperature, also that of all log-probs")
+    rollout_batch_size: int = HfArg(default=0, help="completions sampled at a time [0: all]")
+    lr: float = HfArg(default=1e-3, help="AdamW's learning rate, constant")  # see the header
+    update_epochs: int = HfArg(default=1, help="passes over a rollout")
+    num_minibatches: int = HfArg(default=1, help="optimizer steps per pass")  # see [2]
+    micro_batch_size: int = HfArg(default=0, help="completions per update pass [0: 16,384 tokens]")
+    gradient_checkpointing: bool = HfArg(default=False, help="less memory, more time")
+    max_grad_norm: float = HfArg(default=1.0, help="gradients are clipped to this norm")
+    router_aux_coef: float = HfArg(default=0.001, help="weight of the load-balancing loss of an MoE")
+    eval_every: int = HfArg(default=10, help="iterations between evaluations [0: only at the end]")
+    save_every: int = HfArg(default=20, help="iterations between checkpoints [0: only at the end]")
+    resume: bool = HfArg(default=False, help="continue the run in --run_dir")
+    run_dir: str = HfArg(default="", help="output folder [runs/<script>-seed<seed>]")
+    tensorboard: bool = HfArg(default=False, help="also write the metrics for TensorBoard")
+    warm_start_steps: int = HfArg(default=1200, help="supervised steps of the tiny MoE before RL")
+    # the algorithm's own
+    baseline_decay: float = HfArg(default=0.9, help="d of the running baseline")
+
+
+def masked_mean(x, mask):
+    """Mean of x where the mask is 1; 0 if it never is. Masked-out values are ignored, even NaN."""
+    return torch.where(mask.bool(), x, 0).sum() / mask.sum().clamp(min=1)
+
+
+def compute_advantages(rewards_PG, baseline):
+    """Rewards -> advantages, (P, G): [1] A = R - b."""
+    return rewards_PG - baseline
+
+
+def policy_loss(
+    logprobs_BT,
+    old_logprobs_BT,
+    advantages_BT,
+    mask_BT,
+    *,
+    num_sequences=None,
+):
+    """The micro-batch's share of the loss -J; the shares of an optimizer step add up to its loss.
+
+    logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
+    old_logprobs_BT  the same under the policy that made the batch
+    advantages_BT    (B, 1), broadcast over the tokens, or (B, T)
+    mask_BT          1 on response tokens, the EOS included (bool or float); the rest is ignored
+    num_sequences    completions in the whole optimizer step [None: this is the whole step]
+
+    Returns (loss, stats): a scalar, and {name: scalar}, means and a maximum over the given tokens.
+    """
+    assert advantages_BT.shape in ((len(mask_BT), 1), mask_BT.shape), "advantages_BT: (B, 1) or (B, T)"
+    mask_BT = mask_BT.bool()
+    if num_sequences is None:
+        num_sequences = len(mask_BT)
+    # The ratio, which is 1 as long as there is one step per rollout, is only reported.
+    # Masked before exp, since 0 * inf is NaN, in the backward pass too; clamped to keep exp finite.
+    logratio_BT = torch.where(mask_BT, logprobs_BT - old_logprobs_BT, 0).clamp(-20, 20)
+    ratio_BT = logratio_BT.exp()
+    stats = {
+        "approx_kl": masked_mean(ratio_BT - 1 - logratio_BT, mask_BT),
+        "ratio_max": torch.where(mask_BT, ratio_BT, 0).max(),
+    }
+    # [2] A log pi
+    objective_BT = advantages_BT * torch.where(mask_BT, logprobs_BT, 0)
+    # [3] mean_i sum_t
+    loss = -torch.where(mask_BT, objective_BT, 0).sum() / num_sequences
+    return loss, {name: value.detach() for name, value in stats.items()}
+
+
+def main(args):
+    # ---------------------------------------------------------------------------------------- setup
+    if args.num_minibatches * args.update_epochs > 1:
+        raise UserError("--num_minibatches and --update_epochs must be 1: there is no ratio")
+    run = Run(args)
+    verify = load_verifier(args)
+    master, tokenizer = load_model(args)
+    model = working_copy(master, args.dtype)
+    train_problems, held_out_problems = load_problems(args, model, tokenizer)
+    generator = torch.Generator().manual_seed(args.seed)
+    optimizer = torch.optim.AdamW(master.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
+    parts = {"optimizer": optimizer}  # what a checkpoint holds besides the policy
+    state = run.restore(master, generator, **parts)
+    refresh(model, master)
+    plan_memory(args, master, train_problems + held_out_problems, parts)
+    if "before" not in state:  # a resumed run has it already
+        state["before"] = evaluate(model, tokenizer, held_out_problems, args, verify)
+    if "baseline" not in state:
+        state["baseline"] = 0.0
+
+    for iteration in range(state["iteration"] + 1, args.iterations + 1):
+        # ---------------------------------------------------------------------------------- rollout
+        meter = Meter()
+        rollout_start = time.time()
+        problems = take_problems(
+            train_problems, state["position"], args.prompts_per_iteration, args.seed
+        )
+        state["position"] += len(problems)
+        prompts = [problem.prompt_ids for problem in problems]
+        completions = sample(model, tokenizer, prompts, args.group_size, args, generator)
+        batch = collate(completions, args.device)
+        rollout_end = time.time()
+
+        # ----------------------------------------------------------------------------------- reward
+        answers = [problem.answer for problem in problems for _ in range(args.group_size)]
+        pairs = zip(completions, answers, strict=True)
+        verdicts = agree([verify(c.text, answer, c.truncated) for c, answer in pairs])
+        rewards_PG = torch.tensor([reward for reward, _ in verdicts]).view(-1, args.group_size)
+
+        # ------------------------------------------------------------------------------- advantages
+        advantages_N1 = compute_advantages(rewards_PG, state["baseline"]).view(-1, 1).to(args.device)
+        # [1] b becomes d b + (1 - d) mean R, for the next iteration
+        state["baseline"] *= args.baseline_decay
+        state["baseline"] += (1 - args.baseline_decay) * rewards_PG.mean().item()
+
+        # -------------------------------------------------------------- old and reference log-probs
+        # Recomputed, since the sampler's log-probs differ by rounding. Rows are not shuffled, so that
+        # this pass and the update use the same micro-batches: the first ratio is then exactly 1.
+        rows_N = torch.arange(len(completions), device=args.device)
+        minibatches = rows_N.tensor_split(args.num_minibatches)
+        old_logprobs = []
+        old_experts = []
+        with torch.no_grad():
+            for minibatch in minibatches:
+                for rows in micro_batches(minibatch, args.micro_batch_size):
+                    micro = batch.rows(rows)
+                    outputs = token_logprobs(model, micro, args.temperature)
+                    old_logprobs.append(outputs.logprobs_BT)
+                    old_experts.append(outputs.experts_BTLK)
+        old_logprobs_NT = collect(old_logprobs, minibatches)
+        old_experts_NTLK = collect(old_experts, minibatches)
+        # KL(sampler || policy), zero up to rounding: both use the same weights.
+        sampler_logratio_NT = old_logprobs_NT - batch.sampler_logprobs_BT
+        sampler_k3_NT = sampler_logratio_NT.exp() - 1 - sampler_logratio_NT
+        sampler_kl = masked_mean(sampler_k3_NT, batch.mask_BT)
+        meter.add_once("rollout", {"sampler_kl": sampler_kl}, 1)
+
+        # ----------------------------------------------------------------------------------- update
+        for epoch in range(args.update_epochs):
+            for step, minibatch in enumerate(minibatches):
+                num_sequences = len(minibatch)
+                step_loss = torch.zeros((), device=args.device)
+                for rows in micro_batches(minibatch, args.micro_batch_size):
+                    micro = batch.rows(rows)
+                    outputs = token_logprobs(model, micro, args.temperature)
+                    loss, stats = policy_loss(
+                        outputs.logprobs_BT,
+                        old_logprobs_NT[rows],
+                        advantages_N1[rows],
+                        micro.mask_BT,
+                        num_sequences=num_sequences,
+                    )
+                    # The aux loss is a mean over its micro-batch, so it is weighted by the share of the
+                    # step in it; it alone depends, slightly, on --micro_batch_size.
+                    share = len(rows) / num_sequences
+                    total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
+                    total_loss.backward()
+                    step_loss += loss.detach()
+                    num_micro_tokens = micro.mask_BT.sum()
+                    stats["entropy"] = masked_mean(outputs.entropy_BT, micro.mask_BT)
+                    meter.add("losses", stats, num_micro_tokens)
+                    router = router_stats(outputs, old_experts_NTLK[rows], micro.mask_BT)
+                    meter.add("moe", router, num_micro_tokens)
+                    meter.add("moe", {"aux_loss": outputs.aux_loss}, len(rows))
+                    if epoch == 0 and step == 0:  # nothing has been updated yet: the ratio has to be 1
+                        error_BT = (outputs.logprobs_BT - old_logprobs_NT[rows]).exp() - 1
+                        error = torch.where(micro.mask_BT, error_BT, 0).abs().max()
+                        meter.add("losses", {"first_step_ratio_error_max": error}, 1)
+                add_up(step_loss)
+                add_up_gradients(master)
+                grad_norm = torch.nn.utils.clip_grad_norm_(master.parameters(), args.max_grad_norm)
+                run.check_finite(iteration, loss=step_loss, grad_norm=grad_norm)
+                optimizer.step()
+                optimizer.zero_grad()
+                refresh(model, master)
+                meter.add_once("losses", {"policy_loss": step_loss}, num_sequences)
+                meter.add_once("charts", {"grad_norm": grad_norm}, 1)
+
+        # ------------------------------------------------------------------- log, evaluate and save
+        end = time.time()
+        state["iteration"] = iteration
+        metrics = {
+            **meter.means(),
+            **describe(completions, verdicts, args.group_size, prefix="rollout/"),
+            "rollout/reward_mean": rewards_PG.mean().item(),
+            "charts/learning_rate": args.lr,
+            "charts/tokens_per_second": sum(len(c.ids) for c in completions) / (end - rollout_start),
+            "charts/rollout_seconds": rollout_end - rollout_start,
+            "charts/update_seconds": end - rollout_end,
+        }
+        if run.is_due(args.eval_every, iteration):
+            after = evaluate(model, tokenizer, held_out_problems, args, verify)["greedy"]
+            metrics["eval/accuracy"] = after["accuracy"]
+            metrics["eval/response_len_mean"] = after["response_len_mean"]
+        run.log(iteration, metrics, transcripts(problems, completions, verdicts))
+        if run.is_due(args.save_every, iteration) or run.stop:
+            run.save(state, master, tokenizer, generator, **parts)
+        run.exit_if_stopped()
+    run.finish(state["before"], evaluate(model, tokenizer, held_out_problems, args, verify))
+
+
+if __name__ == "__main__":
+    launch(main, Args)
