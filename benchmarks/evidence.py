@@ -8,6 +8,7 @@ from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
 SCRIPTS = ["ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "rspo", "sapo"]
+MORE = ["more.reinforce", "more.rloo", "more.vapo"]
 STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # 97.5 % quantile of Student's t, by number of seeds
 
 

@@ -28,6 +28,7 @@ import gpu
 ROOT = Path(__file__).parent.parent
 FILES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md"]
 SCRIPTS = evidence.SCRIPTS
+MORE = evidence.MORE
 END = 14_000  # completions that every run of the nine has generated
 WIDTH = 118  # of a line of prose
 
@@ -66,6 +67,11 @@ OBJECTIVES = {
     "rspo": r"\frac1N\sum_iA_i\exp\left(\frac1{\lvert o_i\rvert}"
     + r"\sum_t(c_{it}+\log\gamma_{it})\right)",
     "sapo": SEQUENCE_MEAN + r" f(r_{it})\,A_i,\quad f(r)=\frac4{\tau_i}\,\sigma(\tau_i(r-1))",
+    "more.reinforce": r"\frac1N\sum_i(R_i-b)\sum_t\log\pi(o_{it})",
+    "more.rloo": r"\frac1N\sum_iA_i\sum_t\log\pi(o_{it}),\quad A_i=\frac G{G-1}(R_i-\mathrm{mean}\,R)",
+    "more.vapo": TOKEN_MEAN
+    + r"\min(r_{it}A_{it},\,\mathrm{clip}(r_{it},1-\epsilon_{\mathrm{low}},"
+    + r"1+\epsilon_{\mathrm{high}})A_{it})-\mu L_{\mathrm{LM}}-c_v L_V+c_e H",
 }
 LEGEND = r"""
 A step has $`N`$ completions $`o_i`$; $`r_{it}=\pi(o_{it})/\pi_{\mathrm{old}}(o_{it})`$; $`A_i`$ is the
@@ -77,9 +83,14 @@ router shifts; $`\mathrm{sg}`$ stops the gradient; $`\tau_i`$ is `tau_pos` or `t
 """
 
 
+def path_of(name):
+    """more.rloo -> .../more/rloo.py"""
+    return ROOT / f"{name.replace('.', '/')}.py"
+
+
 def read(name):
     """(header docstring, lines after it) of a script."""
-    text = (ROOT / f"{name}.py").read_text()
+    text = path_of(name).read_text()
     tree = ast.parse(text)
     return ast.get_docstring(tree), text.splitlines()[tree.body[0].end_lineno :]
 
@@ -104,25 +115,41 @@ def differences(header):
     return ", ".join(leads)
 
 
-def nine():
+def parent_of(name):
+    """The script that the header names, None for the root."""
+    header, _ = read(name)
+    found = re.search(r"Parent: (\w+)\.py", header)
+    if not found:
+        return None
+    return found[1] if found[1] in SCRIPTS else f"more.{found[1]}"
+
+
+def objectives(names, folder=""):
+    """A table of scripts; `folder`: how to get to the repository's root from the page."""
     rows = []
-    for name in SCRIPTS:
+    for name in names:
         header, _ = read(name)
         title = header.split(":")[0]
         arxiv = re.search(r"arXiv\s+(\d+\.\d+)", header).group(1)
-        script = f"[`{name}.py`]({name}.py)<br>[{title}, {arxiv}](https://arxiv.org/abs/{arxiv})"
+        path = path_of(name).relative_to(ROOT)
+        script = f"[`{path}`]({folder}{path})<br>[{title}, {arxiv}](https://arxiv.org/abs/{arxiv})"
         formula = f"$`{OBJECTIVES[name]}`$"
-        parent = re.search(r"Parent: (\w+)\.py", header)
+        parent = parent_of(name)
         if parent:
-            count = changed_lines(parent[1], name)
-            rows.append([script, formula, differences(header), parent[1], count])
+            count = changed_lines(parent, name)
+            rows.append([script, formula, differences(header), parent.split(".")[-1], count])
         else:
             rows.append([script, formula, "(the root: a critic, GAE, KL in the reward)", "", ""])
     header = ["script and paper", "objective, maximised", "what differs from its parent", "parent"]
-    return [
-        *markdown([*header, "changed lines, header aside"], rows, "llllr"),
-        *LEGEND.rstrip().splitlines(),
-    ]
+    return markdown([*header, "changed lines, header aside"], rows, "llllr")
+
+
+def nine():
+    return [*objectives(SCRIPTS), *LEGEND.rstrip().splitlines()]
+
+
+def more():
+    return objectives(MORE, folder="../")
 
 
 def policy_loss(name):

@@ -12,8 +12,9 @@ Parent: reinforce.py. Differs only in:
      on o_i; that of grpo.py is not, because of its std. No running mean, nothing more to checkpoint.
 
 Departs from the paper: no KL in the reward, since a verifier, unlike a reward model, need not be kept
-near its training data. Groups of 8, as the siblings have them, where the paper has 2 and 4. The learning
-rate is 1e-3, five times the siblings', since there is one step per rollout where they take four.
+near its training data. Groups of 8, as the siblings have them, where the paper has 2 and 4. The
+learning rate is reinforce.py's, for the reason given there: held-out accuracy at temperature 1 after a
+run with seed 1 is 0.879 at 2e-4, 0.941 at 5e-4, 0.949 at 1e-3 and 0.938 at 2e-3.
 
 Run:    python -m more.rloo
 Expect: EXPECT
@@ -59,7 +60,7 @@ class Args:
     max_new_tokens: int = HfArg(default=48, help="cap on the length of a completion")
     temperature: float = HfArg(default=1.0, help="sampling temperature, also that of all log-probs")
     rollout_batch_size: int = HfArg(default=0, help="completions sampled at a time [0: all]")
-    lr: float = HfArg(default=1e-3, help="AdamW's learning rate, constant")  # see the header
+    lr: float = HfArg(default=5e-4, help="AdamW's learning rate, constant")  # see the header
     update_epochs: int = HfArg(default=1, help="passes over a rollout")
     num_minibatches: int = HfArg(default=1, help="optimizer steps per pass")  # no ratio
     micro_batch_size: int = HfArg(default=0, help="completions per update pass [0: 16,384 tokens]")

@@ -64,7 +64,7 @@ class Args:
     system_prompt: str = HfArg(default="", help="system message before each prompt")
     instruction: str = HfArg(default="", help="text on a line of its own after each prompt")
     iterations: int = HfArg(default=60, help="rounds of rollout and update")
-    prompts_per_iteration: int = HfArg(default=32, help="prompts in a rollout")
+    prompts_per_iteration: int = HfArg(default=32, help="prompts in a rollout")  # [6]
     group_size: int = HfArg(default=8, help="completions per prompt")
     max_new_tokens: int = HfArg(default=48, help="cap on the length of a completion")
     temperature: float = HfArg(default=1.0, help="sampling temperature, also that of all log-probs")
@@ -84,7 +84,7 @@ class Args:
     warm_start_steps: int = HfArg(default=1200, help="supervised steps of the tiny MoE before RL")
     # the algorithm's own
     clip_eps_low: float = HfArg(default=0.2, help="the ratio is clipped at 1 - this")
-    clip_eps_high: float = HfArg(default=0.28, help="the ratio is clipped at 1 + this")
+    clip_eps_high: float = HfArg(default=0.28, help="the ratio is clipped at 1 + this")  # [4]
     kl_coef: float = HfArg(default=0.02, help="beta, the weight of the KL to the reference [0: none]")
     gamma: float = HfArg(default=1.0, help="discount per token")
     lambda_alpha: float = HfArg(default=1.0, help="alpha of lambda = max(0, 1 - 1/(alpha length))")

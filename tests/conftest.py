@@ -17,8 +17,14 @@ import transformers  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ["ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "rspo", "sapo"]
+MORE = ["more.reinforce", "more.rloo", "more.vapo"]
 torch.set_num_threads(1)  # as the scripts do with the tiny model
 transformers.utils.logging.disable_progress_bar()
+
+
+def path_of(name):
+    """more.rloo -> .../more/rloo.py"""
+    return ROOT / f"{name.replace('.', '/')}.py"
 
 
 def script_args(name, **changes):
@@ -50,7 +56,8 @@ def normaliser_of(function, num_sequences, num_tokens):
 
 def run_process(name, *flags, timeout=600):
     """A script as a user runs it: a process of its own, on the CPU, without a network."""
-    command = [sys.executable, f"{name}.py", *map(str, flags)]
+    program = ["-m", name] if name in MORE else [f"{name}.py"]
+    command = [sys.executable, *program, *map(str, flags)]
     env = os.environ | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout, check=False
@@ -70,7 +77,7 @@ def run(name, *flags, held_out=256):
     cwd = os.getcwd()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     few = () if "--num_held_out" in flags else ("--num_held_out", held_out)
-    sys.argv = [f"{name}.py", *map(str, (*flags, *few))]
+    sys.argv = [str(path_of(name)), *map(str, (*flags, *few))]
     os.chdir(ROOT)
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

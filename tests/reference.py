@@ -1,4 +1,4 @@
-"""The nine objectives once more, as a slow double loop over sequences and tokens, straight from the
+"""The objectives once more, as a slow double loop over sequences and tokens, straight from the
 papers.
 
 Nothing here is shared with the scripts: the tests compare the two. All of it works on float64 scalars
@@ -175,3 +175,47 @@ def sapo(lp, old, adv, lengths, args, extra):
             inner += weight(extra, i, t) * gate * adv[i, t]
         total += inner / n
     return total / len(lengths)
+
+
+def reinforce(lp, old, adv, lengths, args, extra):
+    total = 0
+    for i, n in enumerate(lengths):
+        for t in range(n):
+            total += adv[i, t] * lp[i, t]
+    return total / len(lengths)
+
+
+def rloo(lp, old, adv, lengths, args, extra):
+    return reinforce(lp, old, adv, lengths, args, extra)
+
+
+def vapo(lp, old, adv, lengths, args, extra):
+    """Without the LM loss, which is a function of its own."""
+    return ppo(lp, old, adv, lengths, args, extra)
+
+
+def leave_one_out(rewards):
+    """RLOO's advantages of one group, a list."""
+    advantages = []
+    for i, reward in enumerate(rewards):
+        others = [rewards[j] for j in range(len(rewards)) if j != i]
+        advantages.append(reward - sum(others) / len(others))
+    return advantages
+
+
+def gae(rewards, values, gamma, lam):
+    """Advantages of one completion from the sums that GAE abbreviates; lists, V is 0 after the end."""
+    n = len(rewards)
+    delta = [rewards[t] + gamma * (values[t + 1] if t + 1 < n else 0) - values[t] for t in range(n)]
+    return [sum((gamma * lam) ** k * delta[t + k] for k in range(n - t)) for t in range(n)]
+
+
+def positive_lm_loss(lp, is_right, lengths):
+    """Minus the mean log-prob of the tokens of right completions; 0 if there are none."""
+    total = 0
+    count = 0
+    for i, n in enumerate(lengths):
+        if is_right[i]:
+            total -= sum(lp[i, t] for t in range(n))
+            count += n
+    return total / max(count, 1)

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, run, run_process
+from conftest import ROOT, path_of, run, run_process
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -24,7 +24,7 @@ def refused(name, *flags, expected):
     result = run(name, *SMALL, *own, *flags, held_out=8)
     assert result.returncode == 2, (result.stdout, result.stderr)
     lines = result.stderr.splitlines()
-    assert len(lines) == 1 and lines[0].startswith(f"{name}.py: error: "), result.stderr
+    assert len(lines) == 1 and lines[0].startswith(f"{path_of(name).name}: error: "), result.stderr
     for words in [expected] if isinstance(expected, str) else expected:
         assert words in lines[0], lines[0]
     assert result.stdout == ""
@@ -72,6 +72,14 @@ FLAGS = [
     ("gmpo", "--log_ratio_clip -0.4", "--log_ratio_clip must be from"),
     ("rspo", "--gamma_min 2", "--gamma_min must be from 0 to 1"),
     ("sapo", "--tau_neg 0", "--tau_neg must be from"),
+    ("more.reinforce", "--num_minibatches 2", "--num_minibatches and --update_epochs must be 1"),
+    ("more.reinforce", "--update_epochs 2", "--num_minibatches and --update_epochs must be 1"),
+    ("more.reinforce", "--baseline_decay 1.5", "--baseline_decay must be from 0 to 1"),
+    ("more.rloo", "--num_minibatches 2", "--num_minibatches and --update_epochs must be 1"),
+    ("more.rloo", "--group_size 1", "--group_size must be at least 2"),
+    ("more.vapo", "--lambda_alpha 0", "--lambda_alpha must be from"),
+    ("more.vapo", "--positive_lm_coef -1", "--positive_lm_coef must be from 0 to"),
+    ("more.vapo", "--pretraining_iterations -1", "--pretraining_iterations must be from 0 to"),
     ("grpo", "--device tpu9", "--device tpu9 is not there"),
     ("grpo", "--device cuda:7", "--device cuda:7 is not there"),
     ("grpo", "--dtype float16", "invalid choice: 'float16'"),

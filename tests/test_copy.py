@@ -7,19 +7,22 @@ import types
 
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, keywords_of, script_args
+from conftest import MORE, SCRIPTS, keywords_of, path_of, script_args
 
-COPIED = {name: ["masked_mean", "compute_advantages", "policy_loss"] for name in SCRIPTS}
+SIBLINGS = [*SCRIPTS, *MORE]
+COPIED = {name: ["masked_mean", "compute_advantages", "policy_loss"] for name in SIBLINGS}
 COPIED["ppo"] = ["masked_mean", "compute_gae", "whiten", "value_loss", "policy_loss"]
+COPIED["more.vapo"] = [*COPIED["ppo"], "positive_lm_loss"]
 COPIED["rspo"] += ["active_scores", "router_shift"]
 COPIED["dapo"] += ["overlong_penalty"]
 NORMALISERS = {"num_sequences", "num_tokens"}
-LOSSES = [(name, "policy_loss") for name in SCRIPTS] + [("ppo", "value_loss")]
+LOSSES = [(name, "policy_loss") for name in SIBLINGS] + [("ppo", "value_loss")]
+LOSSES += [("more.vapo", "value_loss"), ("more.vapo", "positive_lm_loss")]
 
 
 def copied(name):
     """An empty module with `import torch` and the copied functions of a script."""
-    text = (ROOT / f"{name}.py").read_text()
+    text = path_of(name).read_text()
     parts = {}
     for node in ast.parse(text).body:
         if isinstance(node, ast.FunctionDef) and node.name in COPIED[name]:
@@ -54,7 +57,7 @@ def calls(name, args):
     old = -normal(6, 9, seed=0).abs()
     lp = old + 0.4 * normal(6, 9, seed=1)
     found = [("masked_mean", (lp, mask), {})]
-    if name == "ppo":
+    if "compute_gae" in COPIED[name]:
         rewards = normal(6, 9, seed=2)
         found.append(("compute_gae", (rewards, old, mask, 0.9, 0.8), {}))
         found.append(("whiten", (lp, mask), {}))
@@ -63,9 +66,14 @@ def calls(name, args):
             found.append(("value_loss", inputs, {"value_clip": value_clip}))
             found.append(("value_loss", inputs, {"value_clip": value_clip, "num_tokens": 99}))
     else:
-        found.append(("compute_advantages", (normal(2, 3, seed=3),), {}))
+        baseline = (0.5,) if name == "more.reinforce" else ()
+        found.append(("compute_advantages", (normal(2, 3, seed=3), *baseline), {}))
     if name == "dapo":
         found.append(("overlong_penalty", (torch.tensor([3.0, 12.5, 16.0, 20.0]), 20, 8), {}))
+    if name == "more.vapo":
+        is_right = torch.tensor([[True], [False], [True], [False], [True], [False]])
+        found.append(("positive_lm_loss", (lp, is_right, mask), {}))
+        found.append(("positive_lm_loss", (lp, is_right, mask), {"num_tokens": 99}))
     extra = {}
     if name == "grpo":
         extra["ref_logprobs_BT"] = old + 0.3 * normal(6, 9, seed=4)
@@ -100,7 +108,7 @@ def calls(name, args):
     return found
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", SIBLINGS)
 def test_a_copy_needs_nothing_but_torch(name):
     """The same values and gradients as the script's own."""
     module, args = script_args(name)
@@ -144,7 +152,7 @@ def test_keywords_are_the_flags(name, function):
 def test_main_passes_every_keyword(name, function):
     """Each one once, and a flag as it is: a loss whose flag is not passed on would ignore it."""
     module, args = script_args(name)
-    tree = ast.parse((ROOT / f"{name}.py").read_text())
+    tree = ast.parse(path_of(name).read_text())
     (main,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main")
     found = []
     for node in ast.walk(main):
@@ -159,8 +167,8 @@ def test_main_passes_every_keyword(name, function):
             assert ast.unparse(keyword.value) == f"args.{keyword.arg}"
 
 
-@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "ppo"])
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "ppo"] + ["more.rloo"])
 def test_main_computes_the_advantages_with_the_function_that_is_copied(name):
-    text = (ROOT / f"{name}.py").read_text()
+    text = path_of(name).read_text()
     assert text.count("compute_advantages(rewards_PG)") == 2  # its definition and its use
     assert list(inspect.signature(script_args(name)[0].compute_advantages).parameters) == ["rewards_PG"]

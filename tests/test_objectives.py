@@ -4,7 +4,7 @@ float64."""
 import pytest
 import reference
 import torch
-from conftest import SCRIPTS, keywords_of, normaliser_of, script_args
+from conftest import MORE, SCRIPTS, keywords_of, normaliser_of, script_args
 
 # Narrow ranges where the default would hardly ever bind on the data below.
 NARROW = {"clip_eps_low": 0.05, "clip_eps_high": 0.07}
@@ -35,7 +35,12 @@ CASES = {
     "rspo, before clip": ("rspo", {"log_ratio_clip": 0.2, "shift": "before_clip"}, ("gamma",)),
     "sapo": ("sapo", {"tau_pos": 1.0, "tau_neg": 1.5}, ()),
     "sapo, A_it": ("sapo", {"tau_pos": 1.0, "tau_neg": 1.5}, ("A_BT",)),
+    "reinforce": ("more.reinforce", {}, ()),
+    "reinforce, A_it": ("more.reinforce", {}, ("A_BT",)),
+    "rloo": ("more.rloo", {}, ()),
+    "vapo": ("more.vapo", {}, ("A_BT",)),
 }
+WITHOUT_CLIP = ("sapo", "more.reinforce", "more.rloo")
 
 
 def data(wants, seed=0, groups=3, group_size=4, T=9):
@@ -87,7 +92,8 @@ def case(request):
 def test_equals_the_literal_double_loop(case, seed):
     name, module, args, wants = case
     lp, old, adv, mask, lengths, extra = data(wants, seed)
-    literal = -getattr(reference, name)(lp, old, adv.expand_as(lp), lengths, args, extra)
+    objective = getattr(reference, name.removeprefix("more."))
+    literal = -objective(lp, old, adv.expand_as(lp), lengths, args, extra)
     (literal_grad,) = torch.autograd.grad(literal, lp)
     loss, grad = loss_and_grad(module, args, lp, old, adv, mask, extra)
     assert loss.dtype == torch.float64
@@ -145,7 +151,7 @@ def test_without_a_normaliser_it_is_that_of_the_rows_given(case, count):
     torch.testing.assert_close(loss, results[0][0] / 2, rtol=1e-14, atol=0)
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", [*SCRIPTS, *MORE])
 def test_an_advantage_without_its_second_axis_is_refused(name):
     """A (B,) times a (B, T) is silently wrong where B = T, a (B,) times a (B, 1) always is; and where
     there is one ratio per completion, there is one advantage too."""
@@ -233,7 +239,7 @@ def test_extreme_log_ratios_stay_finite(case):
 def test_clip_fractions_count_where_the_clip_takes_the_gradient(case):
     """Independent of the formula: a token counts exactly if it has an advantage and no gradient."""
     name, module, args, wants = case
-    if name == "sapo" or "ref" in wants or (name == "cispo" and not args.ppo_mask):
+    if name in WITHOUT_CLIP or "ref" in wants or (name == "cispo" and not args.ppo_mask):
         return  # nothing is ever cut off there, or the KL has a gradient of its own
     seen = {"clipfrac_low": 0, "clipfrac_high": 0}
     for seed in range(5):
@@ -274,7 +280,7 @@ def test_gate_slope_is_the_derivative_of_the_gate(wants):
     assert 0 < slope[mask].min() and slope[mask].max() <= 1
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", [*SCRIPTS, *MORE])
 def test_statistics_are_of_the_response_alone(name):
     """By hand: the ratio of padding, 1, is not the largest where all others are below; and no statistic
     keeps the graph of its forward alive."""
@@ -288,14 +294,15 @@ def test_statistics_are_of_the_response_alone(name):
 
 
 def test_what_each_loss_reports():
-    """The same names in all nine; clip fractions wherever there is a clip or a cap."""
+    """The same names in all; clip fractions wherever there is a clip or a cap."""
     base = {"approx_kl", "ratio_max"}
     clips = {"clipfrac_low", "clipfrac_high"}
-    for name in SCRIPTS:
+    for name in (*SCRIPTS, *MORE):
         module, args = script_args(name)
         lp, old, adv, mask, _, _ = data(())
         _, stats = module.policy_loss(lp, old, adv, mask, **keywords_of(module.policy_loss, args))
-        assert set(stats) == base | ({"gate_slope"} if name == "sapo" else clips)
+        others = set() if name in WITHOUT_CLIP else clips
+        assert set(stats) == base | ({"gate_slope"} if name == "sapo" else others)
     module, args = script_args("grpo")
     lp, old, adv, mask, _, extra = data(("ref",))
     keywords = keywords_of(module.policy_loss, args, **extra)

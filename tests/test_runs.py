@@ -17,8 +17,11 @@ TIMES = {"charts/tokens_per_second", "charts/rollout_seconds", "charts/update_se
 
 
 def small(name, *flags, held_out=32):
-    """The default base model, but small rollouts: about a second. ppo has no groups."""
+    """The default base model, but small rollouts: about a second. ppo has no groups, reinforce and rloo
+    take one step."""
     own = ("--prompts_per_iteration", 64, "--group_size", 1) if name == "ppo" else ()
+    if name in ("more.reinforce", "more.rloo"):
+        own = ("--num_minibatches", 1)
     return run(name, *SMALL, *own, *flags, held_out=held_out)
 
 

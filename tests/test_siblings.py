@@ -1,5 +1,5 @@
-"""Siblings stay siblings: what is not the algorithm is the same in all nine, no script leaves its
-parent by much, and the house keeps its form."""
+"""Siblings stay siblings: what is not the algorithm is the same in all nine and in the three of
+more/, no script leaves its parent by much, and the house keeps its form."""
 
 import ast
 import dataclasses
@@ -7,7 +7,7 @@ import difflib
 import inspect
 
 import pytest
-from conftest import ROOT, SCRIPTS, script_args
+from conftest import MORE, ROOT, SCRIPTS, path_of, script_args
 
 PARENTS = {
     "grpo": "ppo",
@@ -18,6 +18,9 @@ PARENTS = {
     "sapo": "grpo",
     "gmpo": "grpo",
     "rspo": "gmpo",
+    "more.reinforce": "grpo",
+    "more.rloo": "more.reinforce",
+    "more.vapo": "ppo",
 }
 BUDGET = {  # changed lines, of shared/DESIGN.md
     "dr_grpo": 55,
@@ -28,6 +31,9 @@ BUDGET = {  # changed lines, of shared/DESIGN.md
     "gmpo": 80,
     "dapo": 140,
     "grpo": 240,
+    "more.reinforce": 100,
+    "more.rloo": 45,
+    "more.vapo": 65,
 }
 OWN = {
     "ppo": "clip_eps_low clip_eps_high kl_coef gamma gae_lambda value_coef value_clip entropy_coef "
@@ -40,25 +46,29 @@ OWN = {
     "gmpo": "log_ratio_clip clip_level",
     "rspo": "log_ratio_clip gamma_min shift",
     "sapo": "tau_pos tau_neg",
+    "more.reinforce": "baseline_decay",
+    "more.rloo": "",
+    "more.vapo": "clip_eps_low clip_eps_high kl_coef gamma lambda_alpha value_coef value_clip "
+    "entropy_coef critic_lr pretraining_iterations positive_lm_coef",
 }
 # Shared arguments whose default differs from grpo.py's; the line says why in a comment.
-OTHER_DEFAULTS = {"ppo": {"prompts_per_iteration", "group_size"}, "dapo": {"iterations"}}
-ROOMS = [
-    "ranks",
-    "harness",
-    "memory",
-    "verifier",
-    "mismatch",
-    "packing",
-    "common",
-]  # of the nine scripts
-HOUSE = [*ROOMS, *SCRIPTS]
-LIMITS = {"common": 750, "harness": 440, "ppo": 420}  # lines; of the others 400
-TWO_MODELS = {"ppo", "grpo"}  # they may hold a reference
+OTHER_DEFAULTS = {
+    "ppo": {"prompts_per_iteration", "group_size"},
+    "dapo": {"iterations"},
+    "more.reinforce": {"prompts_per_iteration", "group_size", "lr", "num_minibatches"},
+    "more.rloo": {"lr", "num_minibatches"},
+}
+# of the nine scripts
+ROOMS = ["ranks", "harness", "memory", "verifier", "mismatch", "packing", "common"]
+SIBLINGS = [*SCRIPTS, *MORE]
+HOUSE = [*ROOMS, *SIBLINGS]
+LIMITS = {"common": 750, "harness": 440, "ppo": 420, "more.vapo": 460}  # lines; of the others 400
+TWO_MODELS = {"ppo", "grpo", "more.vapo"}  # they may hold a reference
+HAS_CRITIC = {"ppo", "more.vapo"}
 
 
 def source(name):
-    return (ROOT / f"{name}.py").read_text()
+    return path_of(name).read_text()
 
 
 def body(name):
@@ -77,7 +87,7 @@ def test_changed_lines_stay_within_the_budget(child):
     assert 0 < changed_lines(PARENTS[child], child) <= BUDGET[child]
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", SIBLINGS)
 def test_arguments(name):
     """The shared block has the same names, order, help and defaults in all nine; then come the
     algorithm's own."""
@@ -94,26 +104,27 @@ def test_arguments(name):
     assert all(f.metadata["help"] for f in fields.values())
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", SIBLINGS)
 def test_form_of_a_script(name):
     """Header of at most 32 lines that names paper and parent; the fixed order; nothing runs at
     import."""
     text = source(name)
     tree = ast.parse(text)
     header = ast.get_docstring(tree)
-    assert tree.body[0].end_lineno <= 32 and "arXiv" in header and f"python {name}.py" in header
+    command = f"python -m {name}" if name in MORE else f"python {name}.py"
+    assert tree.body[0].end_lineno <= 32 and "arXiv" in header and f"    {command}\n" in header
     if name in PARENTS:
-        assert f"Parent: {PARENTS[name]}.py. Differs only in:\n  1. " in header
+        assert f"Parent: {path_of(PARENTS[name]).name}. Differs only in:\n  1. " in header
     kinds = {type(node) for node in tree.body}
     assert kinds <= {ast.Expr, ast.Import, ast.ImportFrom, ast.ClassDef, ast.FunctionDef, ast.If}
     assert [type(node) for node in tree.body].count(ast.Expr) == 1  # the docstring
     functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
-    advantages = "compute_gae" if name == "ppo" else "compute_advantages"
+    advantages = "compute_gae" if name in HAS_CRITIC else "compute_advantages"
     assert functions[:2] == ["masked_mean", advantages] and functions[-2:] == ["policy_loss", "main"]
     assert text.endswith('\n\n\nif __name__ == "__main__":\n    launch(main, Args)\n')
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", SIBLINGS)
 def test_signatures(name):
     """policy_loss: four tensors, then keywords; what belongs to the whole step is one of three."""
     module, _ = script_args(name)
@@ -121,7 +132,8 @@ def test_signatures(name):
     advantages = "advantages_B1" if name in ("gmpo", "rspo") else "advantages_BT"
     positional = [key for key, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert positional == ["logprobs_BT", "old_logprobs_BT", advantages, "mask_BT"]
-    normaliser = "num_tokens" if name in ("ppo", "dapo", "cispo") else "num_sequences"
+    is_token_mean = name in ("ppo", "dapo", "cispo", "more.vapo")
+    normaliser = "num_tokens" if is_token_mean else "num_sequences"
     assert {"num_tokens", "num_sequences"} & set(parameters) == {normaliser}
     assert list(parameters)[-1] == normaliser
     assert ("max_new_tokens" in parameters) == (name == "dr_grpo")
@@ -159,9 +171,11 @@ def test_imports_run_one_way():
     assert imported("mismatch") == {"harness"}
     assert imported("packing") == {"mismatch"}
     assert imported("common") == {"harness", "mismatch", "packing", "ranks", "verifier"}
-    for name in SCRIPTS:
-        critic = {"packing"} if name == "ppo" else set()
-        assert imported(name) == set(ROOMS) - {"packing"} | critic
+    for name in SIBLINGS:
+        needed = set(ROOMS)
+        if name not in HAS_CRITIC:
+            needed.remove("packing")
+        assert imported(name) == needed
     assert not (ROOT / "tasks.py").exists()
 
 
@@ -311,7 +325,7 @@ def test_folds_are_found():
     assert not [line for line in UNFOLDED.strip().splitlines() if folds(ast.parse(line))]
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", SIBLINGS)
 def test_every_argument_is_read(name):
     text = source(name) + "".join(source(room) for room in ROOMS)
     for field in dataclasses.fields(script_args(name)[0].Args):
@@ -323,26 +337,30 @@ def banners(name):
 
 
 def test_banners_come_in_the_same_order():
-    for name in set(SCRIPTS) - {"ppo"}:
+    for name in set(SIBLINGS) - HAS_CRITIC:
         assert banners(name) == banners("grpo")
     assert sorted(banners("ppo")) == sorted(banners("grpo"))
+    assert banners("more.vapo") == banners("ppo")
 
 
 def test_what_is_copied_is_the_same_in_all():
-    """masked_mean in all nine and in common, compute_advantages in all but ppo and dr_grpo."""
+    """masked_mean in all scripts and in common, compute_advantages in all of the nine but ppo and
+    dr_grpo; vapo has ppo's GAE, whitening and value loss."""
 
     def function(name, wanted):
         for node in ast.parse(source(name)).body:
             if isinstance(node, ast.FunctionDef) and node.name == wanted:
                 return ast.get_source_segment(source(name), node)
 
-    assert len({function(name, "masked_mean") for name in ["common", *SCRIPTS]}) == 1
+    assert len({function(name, "masked_mean") for name in ["common", *SIBLINGS]}) == 1
     others = set(SCRIPTS) - {"ppo", "dr_grpo"}
     assert len({function(name, "compute_advantages") for name in others}) == 1
+    for wanted in ("compute_gae", "whiten", "value_loss"):
+        assert function("more.vapo", wanted) == function("ppo", wanted)
 
 
-def test_only_two_scripts_know_a_reference():
-    for name in SCRIPTS:
+def test_only_these_scripts_know_a_reference():
+    for name in SIBLINGS:
         assert ("ref_model" in source(name)) == (name in TWO_MODELS)
 
 
@@ -350,4 +368,4 @@ def test_nothing_chooses_the_algorithm():
     for name in HOUSE:
         assert "args.algo" not in source(name)
     for name in ROOMS:  # below the scripts, no script is known by name
-        assert not [script for script in SCRIPTS if f'"{script}"' in source(name)]
+        assert not [script for script in SIBLINGS if f'"{script}"' in source(name)]
