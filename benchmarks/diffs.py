@@ -92,7 +92,7 @@ def read_until(end, tokens):
 
 def mathml(tex):
     inside = row(read_until("", TOKEN.findall(tex)))
-    return f'<math display="block"><mi>J</mi><mo>=</mo>{inside}</math>'
+    return f'<div class="formula"><math display="block"><mi>J</mi><mo>=</mo>{inside}</math></div>'
 
 
 # ------------------------------------------------------------------------- numbers and their lines
@@ -238,7 +238,8 @@ h2 { margin: 3rem 0 1rem; font: bold 1.25rem ui-monospace, monospace; }
 small { color: var(--faint); font: 0.8rem system-ui, sans-serif; }
 nav ul { list-style: none; margin: 0; padding-left: 1.25rem; border-left: 1px solid var(--line);
   font: 0.9rem/1.5 ui-monospace, monospace; }
-math { overflow-x: auto; margin: 1rem 0; font-size: 1.15rem; }
+nav > ul { border: 0; padding: 0; }
+.formula { overflow-x: auto; padding: 0.5rem 0 1rem; font-size: 1.3rem; }
 pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere;
   font: 12px/1.5 ui-monospace, monospace; }
 .header { max-width: 108ch; margin-bottom: 1rem; padding: 0.75rem 1rem; background: var(--code);
@@ -248,13 +249,13 @@ pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere;
 .right { border-left: 1px solid var(--line); }
 .names b { padding: 0.4rem 0.75rem; background: var(--code); border-bottom: 1px solid var(--line);
   font: bold 13px/1.5 ui-monospace, monospace; }
-.changed .left { background: var(--gone); }
-.changed .right { background: var(--come); }
-.changed pre:empty { background: var(--code); }
+.changed pre { background: var(--code); }
+.changed .left i { background: var(--gone); }
+.changed .right i { background: var(--come); }
 i { position: relative; display: block; padding-left: 3.5em; min-height: 1.5em; font-style: normal; }
 i::before { content: attr(data-n); position: absolute; left: 0; width: 2.75em; text-align: right;
   color: var(--faint); user-select: none; }
-i:target { background: var(--target); }
+.diff i:target, .changed pre i:target { background: var(--target); }
 i[id] { scroll-margin-top: 4rem; }
 summary { padding: 0.15rem 0.75rem; color: var(--faint); background: var(--code); cursor: pointer;
   font-size: 12px; }
@@ -263,12 +264,14 @@ details { border-block: 1px solid var(--line); }
   .names, .same, .changed { display: block; }
   .same .left, .changed pre:empty { display: none; }
   .right { border-left: 0; }
+  .header { white-space: pre; overflow-x: auto; }
+  .formula { font-size: 1.1rem; }
 }
 """
 INTRODUCTION = """
-Each script beside its parent: what only the parent has is red, what only the child has is green. On a
-narrow screen the red lines stand above the green ones. A number in a header leads to its line, and the
-number there leads back. Symbols are explained in the headers.
+What only the parent has is red, what only the child has is green. On a narrow screen the red lines
+stand above the green ones. A number in a header leads to its line, and the number there leads back. The
+headers explain the symbols.
 """
 
 

@@ -33,6 +33,8 @@ RUNS = ROOT / "runs" / "sweep"
 RESULTS = ROOT / "benchmarks" / "results"
 SCRIPTS = ["ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "rspo", "sapo"]
 
+MORE = ["more.reinforce", "more.rloo", "more.vapo"]
+
 CURVES = {  # column: key in metrics.jsonl
     "reward": "rollout/reward_mean",
     "accuracy": "rollout/accuracy",
@@ -111,6 +113,13 @@ def nine():
         for script in SCRIPTS:
             every = "1" if script == "dapo" else "2"
             yield Job("nine", script, "default", seed, ("--eval_every", every, "--save_every", "0"))
+
+
+def more():
+    """And the two parents, on the same machine."""
+    for seed in THREE:
+        for script in (*MORE, "grpo", "ppo"):
+            yield Job("more", script, "default", seed, ("--eval_every", "2", "--save_every", "0"))
 
 
 def one_step():
@@ -227,6 +236,7 @@ def experiments():
     """{name: function that yields its jobs}."""
     functions = [
         nine,
+        more,
         one_step,
         clip_higher,
         clip_higher_narrow,
@@ -357,7 +367,7 @@ def run(job, commit):
     script = importlib.import_module(job.script)
     flags = [rambling_base() if word == RAMBLING else word for word in job.flags]
     run_dir = job.folder / "run"
-    sys.argv = [f"{job.script}.py", "--seed", str(job.seed), "--run_dir", str(run_dir), *flags]
+    sys.argv = [script.__file__, "--seed", str(job.seed), "--run_dir", str(run_dir), *flags]
     held_out = watch(script, takes_gradient_apart=job.experiment == "gradient_share")
     ended = ""
     try:
