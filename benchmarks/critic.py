@@ -2,21 +2,31 @@
 
     python benchmarks/critic.py [--seeds 5]
 
-The policy is the base model and stays as it is. A seed has twenty rollouts of 256 completions. Both
-critics start from the same weights and take four optimizer steps for each rollout, with their scripts'
-functions and defaults: ppo's returns have lambda 0.95, vapo's lambda 1. After each rollout both are
-measured on one frozen set, 1,024 completions of other prompts: the explained variance of their Monte
-Carlo returns. Writes results/critic.csv.
+Measured is the explained variance of the Monte Carlo returns of frozen sets of 1,024 completions, whose
+prompts no critic has seen, after as many optimizer steps of both critics:
+
+same     The policy is the base model and stays as it is. Both critics start from the same weights and
+         learn from the same rollouts of 256 completions, four steps each, with their scripts' functions
+         and defaults: ppo's returns have lambda 0.95, vapo's lambda 1. The set is the base model's.
+base     The scripts as they are, stopped after ten iterations, 40 steps: until then vapo has only
+         trained its critic, while ppo has moved its policy too. The set is the base model's.
+moved    The same two critics, but the set is of ppo's policy after these ten iterations.
+
+Writes results/critic.csv.
 """
 
 import argparse
 import csv
+import shutil
+import subprocess
+import sys
 
 import sweep
 
 commit = sweep.prepare()
 
 import torch  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
 
 import common  # noqa: E402
 import ppo  # noqa: E402
@@ -86,6 +96,25 @@ def learn(script, lam, model, rollouts, test):
     return measured
 
 
+def run(name, seed, iterations):
+    """A script as a user runs it. Returns its last checkpoint."""
+    folder = sweep.RUNS / "critic" / f"{name}_{seed}"
+    shutil.rmtree(folder, ignore_errors=True)
+    program = ["-m", name] if name in sweep.MORE else [f"{name}.py"]
+    flags = ["--seed", seed, "--iterations", iterations, "--run_dir", folder, *sweep.QUICK]
+    command = [sys.executable, *program, *map(str, flags)]
+    subprocess.run(command, cwd=sweep.ROOT, check=True, capture_output=True)
+    (checkpoint,) = folder.glob("checkpoint-*")
+    return checkpoint
+
+
+def critic_of(checkpoint, script, model):
+    critic = script.Critic(model)
+    saved = torch.load(checkpoint / "trainer_state.pt", weights_only=True)
+    critic.load_state_dict(saved["parts"]["critic"])
+    return critic
+
+
 def main():
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
@@ -105,12 +134,25 @@ def main():
             part = problems[start : start + size]
             rollouts.append(rollout(model, tokenizer, part, args, generator))
         test = rollout(model, tokenizer, problems[ROLLOUTS * size :], args, generator)
+        measured = []  # (variant, script, steps, explained variance)
         for script, lam in ((ppo, args.gae_lambda), (vapo, 1.0)):
-            measured = learn(script, lam, model, rollouts, test)
-            for i, value in enumerate(measured):
-                row = {"script": script.__name__, "seed": seed, "steps": i * args.num_minibatches}
-                rows.append({**row, "explained_variance": round(value, 4), "commit": commit})
-            print(seed, script.__name__, [round(value, 3) for value in measured], flush=True)
+            for i, value in enumerate(learn(script, lam, model, rollouts, test)):
+                measured.append(("same", script, i * args.num_minibatches, value))
+        iterations = vapo.Args().pretraining_iterations
+        steps = iterations * args.num_minibatches
+        checkpoints = {script: run(script.__name__, seed, iterations) for script in (ppo, vapo)}
+        moved = AutoModelForCausalLM.from_pretrained(checkpoints[ppo])
+        moved_test = rollout(moved, tokenizer, problems[ROLLOUTS * size :], args, generator)
+        for variant, (batch, rewards_B1, _) in (("base", test), ("moved", moved_test)):
+            for script, checkpoint in checkpoints.items():
+                critic = critic_of(checkpoint, script, model)
+                value = explained_variance(critic, batch, rewards_B1)
+                measured.append((variant, script, steps, value))
+        for variant, script, steps, value in measured:
+            row = {"variant": variant, "script": script.__name__, "seed": seed, "steps": steps}
+            rows.append({**row, "explained_variance": round(value, 4), "commit": commit})
+            if steps == iterations * args.num_minibatches:
+                print(rows[-1], flush=True)
     with open(CSV, "w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()

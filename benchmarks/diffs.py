@@ -261,7 +261,8 @@ summary { padding: 0.15rem 0.75rem; color: var(--faint); background: var(--code)
   font-size: 12px; }
 details { border-block: 1px solid var(--line); }
 @media (max-width: 1100px) {
-  .names, .same, .changed { display: block; }
+  .same, .changed { display: block; }
+  .names { grid-template-columns: auto 1fr; }
   .same .left, .changed pre:empty { display: none; }
   .right { border-left: 0; }
   .header { white-space: pre; overflow-x: auto; }

@@ -239,11 +239,12 @@ def rollout_points(rows):
     return points
 
 
-def curve_table():
+def default_runs(experiment, scripts):
+    """What the default runs of some scripts reach, and how soon."""
     lines = []
-    for name in SCRIPTS:
-        mine = read_runs("nine")[name, "default"]
-        curves = read_curves("nine")[name, "default"]
+    for name in scripts:
+        mine = read_runs(experiment)[name, "default"]
+        curves = read_curves(experiment)[name, "default"]
         greedy = []
         for row in mine:
             curve = evidence.held_out(curves[int(row["seed"])], row["before_greedy_accuracy"])
@@ -261,9 +262,44 @@ def curve_table():
             thousands,
             round(statistics.median(row["seconds"] for row in mine)),
         ]
-        lines.append([f"`{name}.py`", *cells])
+        lines.append([f"`{path_of(name).relative_to(ROOT)}`", *cells])
     header = ["script", "greedy", "temperature 1", "area, greedy", "area, temperature 1"]
     return markdown([*header, "thousand completions to 0.9", "seconds"], lines, "lrrrrrr")
+
+
+def curve_table():
+    return default_runs("nine", SCRIPTS)
+
+
+def more_runs():
+    return default_runs("more", MORE)
+
+
+def explained(variant, script, steps):
+    """The explained variance of results/critic.csv, by seed."""
+    key = (variant, script, steps)
+    rows = evidence.table("critic")
+    return [
+        row["explained_variance"]
+        for row in rows
+        if (row["variant"], row["script"], row["steps"]) == key
+    ]
+
+
+def critic():
+    lines = []
+    for words, variant, counts in (
+        ("as they run, the base model's completions", "base", (40,)),
+        ("as they run, the completions of ppo's policy", "moved", (40,)),
+        ("same rollouts of the base model, its completions", "same", (4, 8, 20, 40, 60, 80)),
+    ):
+        for steps in counts:
+            ours = explained(variant, "more.vapo", steps)
+            theirs = explained(variant, "ppo", steps)
+            cells = [evidence.mean_std(theirs), evidence.mean_std(ours), verdict(ours, theirs, 1)]
+            lines.append([words, steps, *cells])
+    header = ["how the critics have learned, what they explain", "steps", "ppo", "vapo"]
+    return markdown([*header, "vapo's is higher?"], lines, "lrrrl")
 
 
 def default_run():
@@ -1249,6 +1285,9 @@ NAMES_OF_TWO_RANKS = {
 
 MAKERS = (
     nine,
+    more,
+    more_runs,
+    critic,
     lesson,
     claims,
     departures,

@@ -116,9 +116,8 @@ def nine():
 
 
 def more():
-    """And the two parents, on the same machine."""
     for seed in THREE:
-        for script in (*MORE, "grpo", "ppo"):
+        for script in MORE:
             yield Job("more", script, "default", seed, ("--eval_every", "2", "--save_every", "0"))
 
 

@@ -15,7 +15,7 @@ Parent: grpo.py. Differs only in:
   3. No length: log-probs of a completion are added up, since its probability is their product.
   4. No KL: and so no reference model.
 
-Left open by the paper: d (here 0.9). One completion for each of 256 prompts: as many completions as
+Left open: d (here 0.9). One completion for each of 256 prompts: as many completions as
 the siblings'. The learning rate: that J grows with the length of a completion does not matter, since
 AdamW ignores the scale of a gradient; but there is one step per rollout, where the siblings take four.
 Held-out accuracy at temperature 1 after a run with seed 1, from 0.31: 0.914 at their 2e-4, 0.973 at

@@ -3,25 +3,27 @@
   J = 1/(sum_i |o_i|) sum_i sum_t min(r_it A_it, clip(r_it, 1 - eps_low, 1 + eps_high) A_it)
       - mu L_LM - c_v L_V + c_e H
 
-  o_i, r_it, rew_it, V, L_V, H: as in ppo.py: a completion of |o_i| tokens; pi(o_it) / pi_old(o_it);
-         -beta log(pi_old / pi_ref), plus R_i at the last token; the critic, its clipped loss; entropy
-  A_it   = sum_k lambda_i^k delta_i,t+k, whitened;  delta_t = rew_t + V_t+1 - V_t (gamma is 1)
-  lambda_i = max(0, 1 - 1/(alpha |o_i|))
-  ret_it = sum_k rew_i,t+k, what the critic learns: the Monte Carlo return
-  L_LM   = -1/(sum_i |o_i|) sum_i sum_t log pi(o_it), both sums over the right completions of a step
+  o_i    a completion of |o_i| tokens, its EOS included; sum_i: over all of an optimizer step
+  r_it   = pi(o_it) / pi_old(o_it), where pi_old generated the completion
+  A_it   = sum_k (gamma lambda_i)^k delta_i,t+k, whitened;  delta_t = rew_t + gamma V_t+1 - V_t
+  rew_it = -beta log(pi_old(o_it) / pi_ref(o_it)), plus the verifier's reward R_i at the last token
+  L_V    = mean over tokens of max((V - ret)^2, (V_old + clip(V - V_old, -d, d) - ret)^2)
+  ret_it = sum_k gamma^k rew_i,t+k, the Monte Carlo return;  H: mean entropy over tokens
+  L_LM   = mean of -log pi(o_it) over the tokens of all right completions of an optimizer step
 
 Parent: ppo.py. Differs only in:
   1. Value pre-training: in the first iterations the critic learns, and the policy stays as it is.
-  2. Decoupled GAE: lambda 1 for the critic's returns, which do not depend on the critic then.
-  3. Length-adaptive GAE: a lambda for each completion; the longer it is, the further A looks ahead.
+  2. Decoupled GAE: lambda 1 for the returns that the critic learns, another one for the policy's A.
+  3. Length-adaptive GAE: that one is max(0, 1 - 1/(alpha |o_i|)), higher in long completions.
   4. Clip-higher: eps_high 0.28 over eps_low 0.2.
-  5. Positive-example LM loss: right completions are imitated, too.
+  5. Positive-example LM loss: right completions are also imitated, with weight mu.
   6. Groups: 8 completions for each of 32 prompts; the critic is the baseline, and no group is dropped.
 
 Departs from the paper: alpha 1, where it has 0.05 for thousands of tokens: at 20 tokens, about the base
 model's mean, lambda is then ppo.py's 0.95, and with 0.05 it would be 0. Ten iterations of pre-training,
-40 steps of the critic, as --iterations counts them: as many completions as the siblings'. The rest,
-the KL in the reward among it, which the paper's loss has not, is ppo.py's.
+40 steps of the critic, which --iterations counts: as many completions as the siblings'. A completion
+that was cut off has the critic's value there added to its returns, and there is a KL in the reward,
+both as in ppo.py.
 
 Run:    python -m more.vapo
 Expect: EXPECT
@@ -312,7 +314,7 @@ def main(args):
             # The plain estimator, of pi_old; grpo.py's kl_ref is k3, of the policy during the update.
             meter.add_once("losses", {"kl_ref": masked_mean(log_ratio_NT, batch.mask_BT)}, 1)
         token_rewards_NT = token_rewards_NT.scatter_add(1, length_N1 - 1, last_reward_N1)
-        # [2] With lambda 1 returns are Monte Carlo returns, whatever the critic says.
+        # [2] With lambda 1 returns do not depend on the critic, but where a completion was cut off.
         _, returns_NT = compute_gae(token_rewards_NT, old_values_NT, batch.mask_BT, args.gamma, 1.0)
         # [3] lambda_i = max(0, 1 - 1/(alpha |o_i|))
         lambda_N = (1 - 1 / (args.lambda_alpha * length_N1[:, 0])).clamp(min=0)
