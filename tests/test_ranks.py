@@ -8,13 +8,16 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, run
+from conftest import MORE, ROOT, SCRIPTS, run
 from safetensors.torch import load_file
 
 SMALL = "--num_held_out 5 --max_new_tokens 32 --eval_every 1 --save_every 1"
 SIZES = {
     "ppo": "--prompts_per_iteration 24 --num_minibatches 2",
     "dapo": "--prompts_per_iteration 6 --group_size 4 --num_minibatches 2 --max_sampling_rounds 2",
+    "more.reinforce": "--prompts_per_iteration 12",
+    "more.rloo": "--prompts_per_iteration 3 --group_size 4",
+    "more.vapo": "--prompts_per_iteration 3 --num_minibatches 2 --pretraining_iterations 1",
 }
 OTHERS = "--prompts_per_iteration 6 --group_size 4 --num_minibatches 2"
 NOT_COMPARED = ("seconds", "per_second")
@@ -182,8 +185,8 @@ def test_bad_input_is_one_line(tmp_path, base_model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_two_ranks_are_one_process_in_all_nine(name, tmp_path, base_model):
+@pytest.mark.parametrize("name", [*SCRIPTS, *MORE])
+def test_two_ranks_are_one_process_in_all(name, tmp_path, base_model):
     shared = ("--iterations", 3, "--micro_batch_size", 6)
     one = run(name, *flags(name, tmp_path / "1", *shared))
     two = torchrun(2, "none", (name, flags(name, tmp_path / "2", *shared)))
