@@ -22,7 +22,8 @@ Held-out accuracy at temperature 1 after a run with seed 1, from 0.31: 0.914 at 
 5e-4 and at 1e-3, 0.926 at 2e-3. So 5e-4.
 
 Run:    python -m more.reinforce
-Expect: EXPECT
+Expect: on sums of two numbers, greedy held-out accuracy from 0.4-0.5 to at least 0.98 in one minute
+        on one CPU core, after one minute for the base model, the first time.
 """
 
 import time

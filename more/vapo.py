@@ -26,7 +26,8 @@ that was cut off has the critic's value there added to its returns, and there is
 both as in ppo.py.
 
 Run:    python -m more.vapo
-Expect: EXPECT
+Expect: on sums of two numbers, greedy held-out accuracy from 0.4-0.5 to at least 0.95 in one minute
+        on one CPU core, after one minute for the base model, the first time.
 """
 
 import copy
