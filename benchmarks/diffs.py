@@ -242,7 +242,7 @@ nav > ul { border: 0; padding: 0; }
 .formula { overflow-x: auto; padding: 0.5rem 0 1rem; font-size: 1.3rem; }
 pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere;
   font: 12px/1.5 ui-monospace, monospace; }
-.header { max-width: 108ch; margin-bottom: 1rem; padding: 0.75rem 1rem; background: var(--code);
+.header { max-width: 112ch; margin-bottom: 1rem; padding: 0.75rem 1rem; background: var(--code);
   border: 1px solid var(--line); border-radius: 6px; }
 .diff { border: 1px solid var(--line); border-radius: 6px; overflow: hidden; }
 .names, .same, .changed { display: grid; grid-template-columns: 1fr 1fr; }
