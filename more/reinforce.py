@@ -37,6 +37,8 @@ from common import collate, describe, evaluate, load_model, load_problems, refre
 from common import take_problems, token_logprobs, transcripts, working_copy
 from harness import Meter, Run, UserError, launch
 from memory import plan_memory
+from mismatch import RolloutCorrection, RolloutDtype, RoutingReplay, mismatch_stats
+from mismatch import refresh_rollout_copy, rollout_copy, rollout_correction
 from ranks import add_up, add_up_gradients, agree, collect, micro_batches
 from verifier import load_verifier
 
@@ -66,6 +68,12 @@ class Args:
     max_new_tokens: int = HfArg(default=48, help="cap on the length of a completion")
     temperature: float = HfArg(default=1.0, help="sampling temperature, also that of all log-probs")
     rollout_batch_size: int = HfArg(default=0, help="completions sampled at a time [0: all]")
+    rollout_dtype: RolloutDtype = HfArg(default="same", help="of a copy of the weights that samples")
+    rollout_correction: RolloutCorrection = HfArg(default="none", help="weights of completions")
+    rollout_cap: float = HfArg(default=2.0, help="the correction's largest weight")
+    rollout_mask_low: float = HfArg(default=0.95, help="geo_mask: mean ratio that is too low")
+    rollout_mask_high: float = HfArg(default=1.05, help="geo_mask: mean ratio that is too high")
+    routing_replay: RoutingReplay = HfArg(default="none", help="experts of an MoE, see mismatch.py")
     lr: float = HfArg(default=5e-4, help="AdamW's learning rate, constant")  # see the header
     update_epochs: int = HfArg(default=1, help="passes over a rollout")
     num_minibatches: int = HfArg(default=1, help="optimizer steps per pass")  # see [2]
@@ -138,6 +146,7 @@ def main(args):
     verify = load_verifier(args)
     master, tokenizer = load_model(args)
     model = working_copy(master, args.dtype)
+    sampler = rollout_copy(model, master, args.rollout_dtype)
     train_problems, held_out_problems = load_problems(args, model, tokenizer)
     generator = torch.Generator().manual_seed(args.seed)
     optimizer = torch.optim.AdamW(master.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
@@ -154,12 +163,13 @@ def main(args):
         # ---------------------------------------------------------------------------------- rollout
         meter = Meter()
         rollout_start = time.time()
+        refresh_rollout_copy(sampler, master, args.rollout_dtype)
         problems = take_problems(
             train_problems, state["position"], args.prompts_per_iteration, args.seed
         )
         state["position"] += len(problems)
         prompts = [problem.prompt_ids for problem in problems]
-        completions = sample(model, tokenizer, prompts, args.group_size, args, generator)
+        completions = sample(sampler, tokenizer, prompts, args.group_size, args, generator)
         batch = collate(completions, args.device)
         rollout_end = time.time()
 
@@ -180,8 +190,11 @@ def main(args):
         # this pass and the update use the same micro-batches: the first ratio is then exactly 1.
         rows_N = torch.arange(len(completions), device=args.device)
         minibatches = rows_N.tensor_split(args.num_minibatches)
+        if args.routing_replay == "r3":  # the sampler's experts, from here on; r2: the old policy's
+            batch.replayed_experts_BSLK = batch.sampler_experts_BSLK
         old_logprobs = []
         old_experts = []
+        old_choices = []
         with torch.no_grad():
             for minibatch in minibatches:
                 for rows in micro_batches(minibatch, args.micro_batch_size):
@@ -189,13 +202,16 @@ def main(args):
                     outputs = token_logprobs(model, micro, args.temperature)
                     old_logprobs.append(outputs.logprobs_BT)
                     old_experts.append(outputs.experts_BTLK)
+                    if args.routing_replay == "r2":
+                        old_choices.append(outputs.experts_BSLK)
         old_logprobs_NT = collect(old_logprobs, minibatches)
         old_experts_NTLK = collect(old_experts, minibatches)
-        # KL(sampler || policy), zero up to rounding: both use the same weights.
-        sampler_logratio_NT = old_logprobs_NT - batch.sampler_logprobs_BT
-        sampler_k3_NT = sampler_logratio_NT.exp() - 1 - sampler_logratio_NT
-        sampler_kl = masked_mean(sampler_k3_NT, batch.mask_BT)
-        meter.add_once("rollout", {"sampler_kl": sampler_kl}, 1)
+        if args.routing_replay == "r2":
+            batch.replayed_experts_BSLK = collect(old_choices, minibatches)
+        # w, made of rho = pi_old / mu, where mu is the sampler: a factor on A, 1 without a correction
+        correction = rollout_correction(old_logprobs_NT, batch, args)
+        meter.add_once("rollout", correction.stats, 1)
+        meter.add_once("rollout", mismatch_stats(old_logprobs_NT, old_experts_NTLK, batch), 1)
 
         # ----------------------------------------------------------------------------------- update
         for epoch in range(args.update_epochs):
@@ -208,7 +224,7 @@ def main(args):
                     loss, stats = policy_loss(
                         outputs.logprobs_BT,
                         old_logprobs_NT[rows],
-                        advantages_N1[rows],
+                        correction.weights[rows] * advantages_N1[rows],
                         micro.mask_BT,
                         num_sequences=num_sequences,
                     )

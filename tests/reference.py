@@ -181,7 +181,7 @@ def reinforce(lp, old, adv, lengths, args, extra):
     total = 0
     for i, n in enumerate(lengths):
         for t in range(n):
-            total += adv[i, t] * lp[i, t]
+            total += weight(extra, i, t) * adv[i, t] * lp[i, t]
     return total / len(lengths)
 
 

@@ -113,7 +113,7 @@ def test_a_factor_on_the_advantage_is_the_decoupled_objective(case, rule):
         if name == "grpo" and args.kl_is_corrected:
             extra["rollout_ratio_BT"] = correction.rho_BT
         terms = extra | {"weights": weights}
-        literal = -getattr(reference, name)(lp, old, adv.expand_as(lp), lengths, args, terms)
+        literal = -getattr(reference, name.split(".")[-1])(lp, old, adv.expand_as(lp), lengths, args, terms)
         (literal_grad,) = torch.autograd.grad(literal, lp)
         loss, grad = loss_and_grad(module, args, lp, old, correction.weights * adv, mask, extra)
         torch.testing.assert_close(loss, literal.detach(), rtol=1e-12, atol=1e-12)
@@ -387,11 +387,13 @@ SMALL = (*SMALL.split(), "--eval_every", "0", "--warm_start_steps", "60")
 
 def small(name):
     if name == "ppo":
-        return [*SMALL[:5], "1", *SMALL[6:]]
+        return [*SMALL, "--group_size", "1"]
+    if name == "more.rloo":  # it has no ratio
+        return [*SMALL, "--num_minibatches", "1"]
     return [*SMALL]
 
 
-@pytest.mark.parametrize("name", ["ppo", "grpo", "gspo", "rspo"])
+@pytest.mark.parametrize("name", ["ppo", "grpo", "gspo", "rspo", "more.rloo"])
 @pytest.mark.parametrize("replay", ["r2", "r3"])
 def test_runs_with_all_of_it(name, replay, tmp_path):
     flags = "--rollout_dtype int4 --rollout_correction geo_mask --kl_coef 0.04 --kl_is_corrected True"
