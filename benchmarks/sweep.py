@@ -57,6 +57,14 @@ CURVES = {  # column: key in metrics.jsonl
     "outside_gradient": "losses/outside_gradient",
     "flips": "moe/expert_flip_frac",
     "shift": "moe/router_shift",
+    "sampler_kl": "rollout/sampler_kl",
+    "sampler_logratio_max": "rollout/sampler_logratio_max",
+    "sampler_ratio_min": "rollout/sampler_sequence_ratio_min",
+    "sampler_ratio_max": "rollout/sampler_sequence_ratio_max",
+    "sampler_experts": "rollout/sampler_expert_diff_frac",
+    "weight_mean": "rollout/weight_mean",
+    "weight_zero": "rollout/weight_zero_frac",
+    "weight_effective": "rollout/weight_effective_size",
     "grad_norm": "charts/grad_norm",
     "seconds": "seconds",
 }
@@ -207,6 +215,39 @@ def sapo_taus():
         yield from variants("sapo_taus", "sapo", FIVE, options, *flags)
 
 
+def rollout_correction():
+    """grpo with all rules; the others with one, since each run takes its time."""
+    stale = ("--iterations", "20", "--lr", "3e-4", "--num_minibatches", "16", *QUICK)
+    rules = ("token_tis", "sequence_tis", "sequence_mis", "geo_mask", "icepop")
+    options = {"same": "", "int8": "--rollout_dtype int8", "int4": "--rollout_dtype int4"}
+    for rule in rules:
+        options[f"int4-{rule}"] = f"--rollout_dtype int4 --rollout_correction {rule}"
+    yield from variants("rollout_correction", "grpo", FIVE, options, "--kl_coef", "0", *stale)
+    few = {name: options[name] for name in ("same", "int4", "int4-token_tis")}
+    for script in ("gspo", "cispo", "gmpo"):
+        yield from variants("rollout_correction", script, FIVE, few, *stale)
+    fresh = ("--iterations", "20", "--lr", "3e-4", "--num_minibatches", "4", *QUICK)
+    steps4 = {f"steps4-{name}": flags for name, flags in few.items()}
+    yield from variants("rollout_correction", "grpo", FIVE, steps4, "--kl_coef", "0", *fresh)
+
+
+def routing_replay():
+    """Whose experts: its own (none), the old policy's (r2), the sampler's (r3, with a mismatch)."""
+    options = {
+        "none": "",
+        "r2": "--routing_replay r2",
+        "int4": "--rollout_dtype int4",
+        "int4-r2": "--rollout_dtype int4 --routing_replay r2",
+        "int4-r3": "--rollout_dtype int4 --routing_replay r3",
+    }
+    for steps, iterations in ((16, "20"), (64, "10")):
+        flags = ("--iterations", iterations, "--lr", "3e-4", *steps_flags(steps), *QUICK)
+        of_grpo = {f"steps{steps}-{name}": text for name, text in options.items()}
+        yield from variants("routing_replay", "grpo", FIVE, of_grpo, "--kl_coef", "0", *flags)
+        of_rspo = {f"steps{steps}-{name}": options[name] for name in ("none", "int4")}
+        yield from variants("routing_replay", "rspo", FIVE, of_rspo, *flags)
+
+
 def ranges():
     paper = {"paper": "--clip_eps_low 3e-4 --clip_eps_high 4e-4", "own": ""}
     yield from variants("ranges", "gspo", THREE, paper, "--iterations", "10", *QUICK)
@@ -246,6 +287,8 @@ def experiments():
         stale_ratio,
         router_shift,
         sapo_taus,
+        rollout_correction,
+        routing_replay,
         ranges,
         stability,
         stability_calibrated,

@@ -113,7 +113,9 @@ def test_a_factor_on_the_advantage_is_the_decoupled_objective(case, rule):
         if name == "grpo" and args.kl_is_corrected:
             extra["rollout_ratio_BT"] = correction.rho_BT
         terms = extra | {"weights": weights}
-        literal = -getattr(reference, name.split(".")[-1])(lp, old, adv.expand_as(lp), lengths, args, terms)
+        literal = -getattr(reference, name.split(".")[-1])(
+            lp, old, adv.expand_as(lp), lengths, args, terms
+        )
         (literal_grad,) = torch.autograd.grad(literal, lp)
         loss, grad = loss_and_grad(module, args, lp, old, correction.weights * adv, mask, extra)
         torch.testing.assert_close(loss, literal.detach(), rtol=1e-12, atol=1e-12)
