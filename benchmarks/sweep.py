@@ -237,7 +237,6 @@ def routing_replay():
         "none": "",
         "r2": "--routing_replay r2",
         "int4": "--rollout_dtype int4",
-        "int4-r2": "--rollout_dtype int4 --routing_replay r2",
         "int4-r3": "--rollout_dtype int4 --routing_replay r3",
     }
     for steps, iterations in ((16, "20"), (64, "10")):
