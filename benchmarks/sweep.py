@@ -226,9 +226,20 @@ def rollout_correction():
     few = {name: options[name] for name in ("same", "int4", "int4-token_tis")}
     for script in ("gspo", "cispo", "gmpo"):
         yield from variants("rollout_correction", script, FIVE, few, *stale)
-    fresh = ("--iterations", "20", "--lr", "3e-4", "--num_minibatches", "4", *QUICK)
-    steps4 = {f"steps4-{name}": flags for name, flags in few.items()}
-    yield from variants("rollout_correction", "grpo", FIVE, steps4, "--kl_coef", "0", *fresh)
+    for name, lr, steps in (("steps4", "3e-4", "4"), ("lr1e-3", "1e-3", "16")):
+        shared = (
+            "--kl_coef",
+            "0",
+            "--iterations",
+            "20",
+            "--lr",
+            lr,
+            "--num_minibatches",
+            steps,
+            *QUICK,
+        )
+        elsewhere = {f"{name}-{variant}": flags for variant, flags in few.items()}
+        yield from variants("rollout_correction", "grpo", FIVE, elsewhere, *shared)
 
 
 def routing_replay():
