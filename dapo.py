@@ -219,7 +219,7 @@ def main(args):
             rounds = counts["sampling_rounds"]
             run.say(f"iteration {iteration}: after {rounds} rounds {missing} mixed groups are missing")
         if len(kept) < WORLD:
-            run.say(f"no mixed group, and so nothing to learn from: the run ends here, {counts}")
+            run.say(f"too few mixed groups to learn from (ranks: {WORLD}): the run ends here, {counts}")
             state["iteration"] = iteration
             run.save(state, master, tokenizer, generator, **parts)
             break
