@@ -1,6 +1,6 @@
 """Compares the losses in verl with the scripts': value and gradient, in float64, in shares of a step.
 
-    pip install torch==2.13.0 tqdm && pip install verl==0.9.1     # an environment of verl's own
+    pip install torch==2.13.0 verl==0.9.1     # in an environment of its own
     python benchmarks/verl_losses.py
 
 verl's actor calls a loss for each micro-batch of each data-parallel process, adds up the gradients of a

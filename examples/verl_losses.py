@@ -1,6 +1,6 @@
 """The losses of this repository in verl 0.9, registered as nine_grpo, nine_dapo and so on.
 
-    pip install verl==0.9.1     # in an environment of its own; it brings transformers 5.10
+    pip install torch==2.13.0 verl==0.9.1    # in an environment of its own: it has another transformers
     PYTHONPATH=. python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo \
         actor_rollout_ref.model.external_lib=examples.verl_losses \
         actor_rollout_ref.actor.policy_loss.loss_mode=nine_gspo ...

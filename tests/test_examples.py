@@ -3,7 +3,7 @@ and verl are compared with the scripts' in benchmarks/trl_losses.py and benchmar
 stand-ins for these two call the losses as they do, with a step in unequal shares."""
 
 import ast
-import importlib
+import importlib.util
 import json
 import re
 import subprocess
@@ -296,3 +296,25 @@ def test_without_a_path_an_example_says_how_to_run_it(name):
         [sys.executable, ROOT / "examples" / f"{name}.py"], capture_output=True, text=True
     )
     assert result.returncode == 1 and f"python examples/{name}.py" in result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("trl") is None,
+    reason="TRL is not installed: pip install -r examples/requirements.txt",
+)
+def test_the_real_trl_trains_the_default_job(tmp_path, base_model):
+    """Two processes, the command of the header."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    flags = ["--algorithm", "gspo", "--use_cpu", "True", "--output_dir", str(tmp_path / "trl")]
+    result = subprocess.run(
+        [*torchrun, "examples/trl_trainer.py", *flags],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=1800,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    (greedy,) = re.findall(r"held-out accuracy: {'greedy': ([0-9.]+)", result.stdout)
+    assert float(greedy) >= 0.9
