@@ -68,15 +68,15 @@ def share(items):
 
 def gather(item):
     """[the item of each rank], in their order, on every rank."""
-    items = [None] * WORLD
     if WORLD == 1:
         return [item]
+    items = [None] * WORLD
     together(dist.all_gather_object, items, item)
     return items
 
 
 def agree(item):
-    """The item of the first rank, on every rank: a reward need not give the same answer twice."""
+    """The item of the first rank, on every rank: a reward that each computes for itself may differ."""
     return gather(item)[0]
 
 
@@ -92,18 +92,20 @@ def interleave(lists):
         longest = max(len(theirs.get(key, [])) for theirs in all_lists)
         for i in range(longest):
             for theirs in all_lists:
-                items += theirs.get(key, [])[i : i + 1]
+                items += theirs.get(key, [])[i : i + 1]  # none, if it has fewer
     return merged
 
 
 def micro_batches(minibatch, size):
-    """This rank's rows of a minibatch, in parts of much the same size and of at most `size` rows."""
+    """This rank's rows of a minibatch, in parts of much the same size and of at most `size` rows. A
+    minibatch has at least one row for each rank."""
     mine = share(minibatch)
     return mine.tensor_split(math.ceil(len(mine) / size))
 
 
 def collect(parts, minibatches):
-    """What was computed for each of `micro_batches` of each minibatch -> one tensor for all rows."""
+    """What this rank has computed, a tensor for each of its micro-batches in the order of the
+    minibatches -> one tensor on every rank, for the rows of all ranks. The minibatches are all rows."""
     mine = torch.cat(parts)
     if WORLD == 1:
         return mine
