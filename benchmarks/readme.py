@@ -1237,11 +1237,18 @@ def soak():
 
 def two_ranks():
     rows = evidence.table("two_ranks")
+    models = list(dict.fromkeys(row["model"] for row in rows))
     lines = []
-    for what in ("alone_rollout", "ranks_rollout", "alone_update", "ranks_update", "together", "ratio"):
-        values = three([row[what] for row in rows])
-        lines.append([NAMES_OF_TWO_RANKS[what], " / ".join(values)])
-    return markdown(["", "lowest / median / highest"], lines, "lr")
+    for what, words in NAMES_OF_TWO_RANKS.items():
+        cells = []
+        for model in models:
+            values = [row[what] for row in rows if row["model"] == model]
+            chosen = three(values)
+            if len(values) == 1:
+                chosen = chosen[:1]
+            cells.append(" / ".join(chosen))
+        lines.append([words, *cells])
+    return markdown(["lowest / median / highest iteration", *models], lines, "lrr")
 
 
 def memory():
@@ -1279,7 +1286,8 @@ NAMES_OF_TWO_RANKS = {
     "ranks_rollout": "rollout, two ranks, s",
     "alone_update": "update, alone, s",
     "ranks_update": "update, two ranks, s",
-    "together": "of these, in gloo, waiting included, s (mean)",
+    "waiting": "of these, waiting for the other rank, s",
+    "exchange": "of these, exchanging what they have, s",
     "ratio": "tokens per second, two ranks : sum of two alone",
 }
 

@@ -1,12 +1,17 @@
 """Throughput of two ranks against that of two independent processes, run at once, one thread each.
 
-    python benchmarks/two_ranks.py [--iterations 8] [--rounds 3]
+    python benchmarks/two_ranks.py
+    python benchmarks/two_ranks.py --model smollm2 --iterations 1 --pairs 3
 
-The model is the tiny MoE with a hidden size of 512 (14 million random weights), so that computing
-dominates. An independent process runs grpo.py with 16 prompts x 8 completions; two ranks run it with 32
-prompts x 8, which is as much work for each. Rounds alternate. The ratio of tokens per second is that of
-the two ranks to the sum of the two processes. "together" is the time that a rank spends in gloo, with
-its waiting for the other one. Writes results/two_ranks.csv.
+The model is the tiny MoE with a hidden size of 512 (14 million random weights), or SmolLM2-135M on
+small sums, both made in runs/ as examples/smollm2.py says. An independent process runs grpo.py with
+16 prompts x 8 completions (SmolLM2: 8 x 8). Two ranks run it with twice as many prompts, which is as
+much work for each. Runs of the one and of the other alternate. Left out are a run's first iteration
+(SmolLM2: not that, it takes a minute), and those during which other programs used more than a tenth of
+a core; the rest are paired in their order. The ratio of tokens per second is that of the two ranks to
+the sum of the two processes. A rank's time in gloo has two parts, told apart by a barrier before each
+call: it waits for the other rank, then the two exchange what they have. Writes the rows of this model
+in results/two_ranks.csv.
 """
 
 import argparse
@@ -27,50 +32,101 @@ import sweep
 import common
 
 CSV = sweep.RESULTS / "two_ranks.csv"
-FLAGS = "--num_held_out 2 --eval_every 0 --save_every 0 --lr 1e-6 --group_size 8 --max_new_tokens 32"
+FLAGS = "--num_held_out 2 --eval_every 0 --save_every 0 --group_size 8"
+SMOLLM2 = "--model runs/smollm2 --dataset runs/small_sums.jsonl --max_new_tokens 10 --lr 5e-6"
+QUIET = 0.1  # cores
+PROMPTS = {"hidden 512": 16, "smollm2": 8}  # of an independent process
+WARM_UP = {"hidden 512": 1, "smollm2": 0}  # iterations
 
 
-def command(model, folder, prompts, iterations):
-    """The flags of a run."""
-    size = ["--prompts_per_iteration", str(prompts), "--iterations", str(iterations)]
-    return ["--model", str(model), "--run_dir", str(folder), *size, *FLAGS.split()]
+def make_model(name, folder):
+    """The flags that choose the model, which is written to the folder if it is ours."""
+    if name == "smollm2":
+        return SMOLLM2.split()
+    tokenizer = common.character_tokenizer()
+    model = scaling.wider(512, len(tokenizer))
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return ["--model", str(folder), "--max_new_tokens", "32", "--lr", "1e-6"]
 
 
-def measured(folder, processes):
-    """[{rollout, update, rate, together}] of the iterations of a run, the first left out."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def measured(folders, warm_up):
+    """[what to compare of each quiet iteration] of a run of two processes, in one folder or in two."""
+    metrics = []
+    for folder in folders:
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        metrics.append([json.loads(line) for line in lines])
+    noted = []
+    for folder in folders:
+        noted += [json.loads(path.read_text()) for path in sorted(folder.glob("noted-*.json"))]
     rows = []
-    for line in lines[1:]:
-        rollout = line["charts/rollout_seconds"]
-        update = line["charts/update_seconds"]
-        rows.append({"rollout": rollout, "update": update, "rate": line["charts/tokens_per_second"]})
-    seconds = folder / "together.json"
-    together = json.loads(seconds.read_text()) if processes > 1 else 0.0
-    for row in rows:
-        row["together"] = together / len(lines)
+    for number in range(warm_up, len(noted[0])):
+        lines = [of_run[number] for of_run in metrics]
+        both = [of_process[number] for of_process in noted]
+        busy = statistics.mean(note["busy"] for note in both)
+        others = (busy - sum(note["own"] for note in both)) / both[0]["seconds"]
+        if others > QUIET:
+            print(f"left out: other programs used {others:.2f} cores", flush=True)
+            continue
+        rows.append(
+            {
+                "rollout": statistics.mean(line["charts/rollout_seconds"] for line in lines),
+                "update": statistics.mean(line["charts/update_seconds"] for line in lines),
+                "rate": sum(line["charts/tokens_per_second"] for line in lines),
+                "waiting": statistics.mean(note["waiting"] for note in both),
+                "exchange": statistics.mean(note["exchange"] for note in both),
+            }
+        )
     return rows
 
 
+def clocks():
+    """Seconds: of the wall; of all cores that did something; of this process."""
+    with open("/proc/stat") as file:
+        user, nice, system = [int(word) for word in file.readline().split()[1:4]]
+    return {
+        "seconds": time.perf_counter(),
+        "busy": (user + nice + system) / os.sysconf("SC_CLK_TCK"),
+        "own": time.process_time(),
+    }
+
+
 def worker(flags):
-    """A rank that also writes how long it was in gloo."""
+    """A process, or one of two ranks, that also writes how long its iterations took."""
+    import torch.distributed as dist
+
     import grpo
     import harness
     import ranks
 
-    real = ranks.together
-    spent = []
+    real_together = ranks.together
+    real_log = harness.Run.log
+    spent = {"waiting": 0.0, "exchange": 0.0}
+    before = clocks()
+    iterations = []
 
     def together(*arguments):
         start = time.perf_counter()
-        real(*arguments)
-        spent.append(time.perf_counter() - start)
+        dist.barrier()
+        everyone = time.perf_counter()
+        real_together(*arguments)
+        spent["waiting"] += everyone - start
+        spent["exchange"] += time.perf_counter() - everyone
+
+    def log(*arguments):
+        real_log(*arguments)
+        now = clocks()
+        iterations.append({**spent, **{name: now[name] - before[name] for name in now}})
+        before.update(now)
+        spent.update(waiting=0.0, exchange=0.0)
 
     ranks.together = together
+    harness.Run.log = log
     sys.argv = ["grpo.py", *flags]
     harness.launch(grpo.main, grpo.Args)
-    if ranks.RANK == 0:
-        folder = Path(flags[flags.index("--run_dir") + 1])
-        (folder / "together.json").write_text(json.dumps(sum(spent)))
+    folder = Path(flags[flags.index("--run_dir") + 1])
+    (folder / f"noted-{ranks.RANK}.json").write_text(json.dumps(iterations))
 
 
 def start(words):
@@ -83,48 +139,57 @@ def main():
     if "--worker" in sys.argv:
         worker(sys.argv[sys.argv.index("--worker") + 1 :])
         return
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--iterations", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=3)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("--model", choices=list(PROMPTS), default="hidden 512")
+    parser.add_argument("--iterations", type=int, default=8, help="of a run")
+    parser.add_argument("--pairs", type=int, default=10, help="of quiet iterations")
     args = parser.parse_args()
     rows = []
+    if CSV.exists():
+        with open(CSV) as file:
+            rows = [row for row in csv.DictReader(file) if row["model"] != args.model]
+    alone = []
+    ranks = []
     with tempfile.TemporaryDirectory() as scratch:
         scratch = Path(scratch)
-        tokenizer = common.character_tokenizer()
-        model = scaling.wider(512, len(tokenizer))
-        model.generation_config.eos_token_id = tokenizer.eos_token_id
-        model.save_pretrained(scratch / "model")
-        tokenizer.save_pretrained(scratch / "model")
-        for number in range(args.rounds):
-            folders = [scratch / f"alone-{number}-{i}" for i in range(2)]
-            launches = [
-                [__file__, "--worker", *command(scratch / "model", folder, 16, args.iterations)]
-                for folder in folders
-            ]
-            processes = [start(words) for words in launches]
-            for process in processes:
-                assert process.wait() == 0
-            alone = [measured(folder, processes=1) for folder in folders]
-            folder = scratch / f"ranks-{number}"
-            launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
-            words = command(scratch / "model", folder, 32, args.iterations)
-            assert start([*launcher, "--worker", *words]).wait() == 0
-            ranks = measured(folder, processes=2)
-            for first, second, both in zip(*alone, ranks, strict=True):
-                row = {"round": number}
-                for name in ("rollout", "update"):
-                    row[f"alone_{name}"] = round((first[name] + second[name]) / 2, 3)
-                    row[f"ranks_{name}"] = round(both[name], 3)
-                row["together"] = round(both["together"], 3)
-                row["ratio"] = round(both["rate"] / (first["rate"] + second["rate"]), 3)
-                rows.append(row)
+        flags = [*make_model(args.model, scratch / "model"), *FLAGS.split()]
+        flags += ["--iterations", str(args.iterations)]
+
+        def words(folder, prompts):
+            size = ["--prompts_per_iteration", str(prompts), "--run_dir", str(folder)]
+            return [__file__, "--worker", *flags, *size]
+
+        prompts = PROMPTS[args.model]
+        while min(len(alone), len(ranks)) < args.pairs:
+            if len(alone) <= len(ranks):
+                folders = [Path(tempfile.mkdtemp(dir=scratch)) for _ in range(2)]
+                processes = [start(words(folder, prompts)) for folder in folders]
+                for process in processes:
+                    assert process.wait() == 0
+                alone += measured(folders, WARM_UP[args.model])
+                print(f"{len(alone)} iterations of two processes", flush=True)
+            else:
+                folder = Path(tempfile.mkdtemp(dir=scratch))
+                launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+                assert start([*launcher, *words(folder, 2 * prompts)]).wait() == 0
+                ranks += measured([folder], WARM_UP[args.model])
+                print(f"{len(ranks)} iterations of two ranks", flush=True)
+    new_rows = []
+    for independent, together in list(zip(alone, ranks, strict=False))[: args.pairs]:
+        row = {"model": args.model}
+        for part in ("rollout", "update"):
+            row[f"alone_{part}"] = round(independent[part], 3)
+            row[f"ranks_{part}"] = round(together[part], 3)
+        row["waiting"] = round(together["waiting"], 3)
+        row["exchange"] = round(together["exchange"], 3)
+        row["ratio"] = round(together["rate"] / independent["rate"], 3)
+        print(row)
+        new_rows.append(row)
     with open(CSV, "w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+        writer = csv.DictWriter(file, list(new_rows[0]), lineterminator="\n")
         writer.writeheader()
-        writer.writerows(rows)
-    for name in rows[0]:
-        values = sorted(row[name] for row in rows)
-        print(f"{name:15} {values[0]:7.3f} {statistics.median(values):7.3f} {values[-1]:7.3f}")
+        writer.writerows(rows + new_rows)
 
 
 if __name__ == "__main__":
