@@ -54,14 +54,14 @@ def launch(main, args_class):
 # Lowest and highest value of the scripts' numbers. A script has some of the names, not all.
 RANGES = [
     (1, 1e9, "prompts_per_iteration group_size max_new_tokens update_epochs num_minibatches"),
-    (1, 1e9, "num_held_out max_sampling_rounds"),
+    (1, 1e9, "num_held_out max_sampling_rounds rollout_mask_high"),
     (1, 999_999, "iterations"),  # a checkpoint's name has six digits
     (0, 1e9, "seed rollout_batch_size micro_batch_size eval_every save_every warm_start_steps"),
     (0, 1e9, "ref_reset_every kl_coef router_aux_coef value_coef entropy_coef clip_eps_high"),
     (0, 1e9, "value_clip pretraining_iterations positive_lm_coef"),
     (1e-9, 1e9, "temperature lr critic_lr max_grad_norm lambda_alpha"),
-    (1e-9, 1e9, "is_weight_cap log_ratio_clip tau_pos tau_neg"),
-    (0, 1, "clip_eps_low gamma gae_lambda gamma_min baseline_decay"),
+    (1e-9, 1e9, "is_weight_cap log_ratio_clip tau_pos tau_neg rollout_cap"),
+    (0, 1, "clip_eps_low gamma gae_lambda gamma_min baseline_decay rollout_mask_low"),
 ]
 
 

@@ -13,7 +13,7 @@ from test_objectives import CASES, data, loss_and_grad
 from test_router import MODELS, batch_of
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from common import checkpoint_layers, collate, sample, token_logprobs
+from common import checkpoint_layers, collate, load_model, sample, token_logprobs
 from harness import UserError
 from mismatch import Routing, find_routers, mismatch_stats, refresh_rollout_copy, rollout_copy
 from mismatch import rollout_correction, rounded
@@ -357,11 +357,21 @@ def choice_of(experts_BSLK, batch):
     return experts_BSLK[:, -T - 1 : -1].sort().values
 
 
-def test_models_without_a_single_top_k_are_refused(tiny_model):
+def test_models_without_a_single_top_k_are_refused(tiny_model, tmp_path):
     config = dict(vocab_size=40, hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
     torch.manual_seed(0)
     dense = LlamaForCausalLM(LlamaConfig(**config, intermediate_size=32))
     assert find_routers(dense) == []
+    for part in (dense, tiny_model[1]):
+        part.save_pretrained(tmp_path)
+    _, args = script_args("grpo", model=str(tmp_path), device="cpu", routing_replay="r2")
+    with pytest.raises(UserError, match="--routing_replay: .* is dense"):
+        load_model(args)
+    args.routing_replay = "none"
+    args.rollout_dtype = "int8"  # a dense sampler has no experts to note
+    model, tokenizer = load_model(args)
+    completions = sample(model, tokenizer, [[3, 4]], 2, args, torch.Generator().manual_seed(0))
+    assert completions[0].experts is None
     latent = dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8)
     groups = dict(n_routed_experts=8, n_group=4, topk_group=2, num_experts_per_tok=2)
     deepseek = DeepseekV3ForCausalLM(
