@@ -22,7 +22,7 @@ RolloutDtype = Literal["same", "float32", "bfloat16", "int8", "int4"]
 RolloutCorrection = Literal["none", "token_tis", "sequence_tis", "sequence_mis", "geo_mask", "icepop"]
 RoutingReplay = Literal["none", "r2", "r3"]  # r2: the experts of the old policy, r3: of the sampler
 
-# -------------------------------------------------------------- rollouts in another precision
+# -------------------------------------------------------------------- rollouts in another precision
 
 
 def rollout_copy(model, master, rollout_dtype):
@@ -66,7 +66,7 @@ def rounded(weight, bits):
     return (weight / scale).round() * scale
 
 
-# ------------------------------------------------------------------------- rollout correction
+# ------------------------------------------------------------------------------- rollout correction
 
 
 class Correction(NamedTuple):
@@ -106,7 +106,7 @@ def rollout_correction(old_logprobs_BT, batch, args, one_ratio=False):
     rule = args.rollout_correction
     if rule == "none":
         return Correction(torch.ones_like(mean_B1), torch.ones_like(log_rho_BT), {})
-    elif rule == "token_tis":
+    if rule == "token_tis":
         # w_t = min(rho_t, C)
         weights = rho.clamp(max=args.rollout_cap)
     elif rule == "sequence_tis":
@@ -155,7 +155,7 @@ def mismatch_stats(old_logprobs_BT, old_experts_BTLK, batch):
     return stats
 
 
-# ----------------------------------------------------------------------------- routing replay
+# ----------------------------------------------------------------------------------- routing replay
 
 
 def find_routers(model):
