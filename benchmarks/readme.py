@@ -720,6 +720,125 @@ def sapo_taus():
     return markdown(header, lines)
 
 
+# ------------------------------------------------------------- when the sampler is not the trainer
+
+
+def percent(value):
+    return f"{100 * value:.1f} %"
+
+
+def mismatch():
+    lines = []
+    for row in evidence.table("mismatch"):
+        low = row["sampler_sequence_ratio_min"]
+        high = row["sampler_sequence_ratio_max"]
+        experts = row["sampler_expert_diff_frac"]
+        lines.append(
+            [
+                f"{row['model']}, {row['precision']}",
+                f"{max(row['sampler_kl'], 0):.2g}",
+                f"{row['sampler_logratio_max']:.2g}",
+                f"{low:.2g} to {high:.2g}",
+                "" if experts is None else percent(experts),
+                percent(row["geo_mask_zero"]),
+                percent(row["sequence_mis_zero"]),
+                percent(row["icepop_zero"]),
+                f"{row['sampling_time']:.2f}",
+            ]
+        )
+    header = [
+        "",
+        "KL per token",
+        r"largest \|log rho\|",
+        "product of rho over a completion",
+        "other experts",
+        "geo_mask leaves out",
+        "sequence_mis",
+        "icepop",
+        "time of sampling : without a copy",
+    ]
+    return markdown(header, lines, "lrrrrrrrr")
+
+
+def held_out_of(name, key, column="after_sampled_accuracy"):
+    """Of the trained weights after each run, by seed."""
+    rows = sorted(read_runs(name)[key], key=lambda row: row["seed"])
+    return [row[column] for row in rows]
+
+
+def rollout_correction():
+    name = "rollout_correction"
+    lines = []
+    groups = [("grpo", "", "grpo, no KL, 16 steps, lr 3e-4"), ("grpo", "steps4-", "grpo, 4 steps")]
+    groups += [("grpo", "lr1e-3-", "grpo, 16 steps, lr 1e-3")]
+    groups += [(script, "", f"{script}, 16 steps") for script in ("gspo", "cispo", "gmpo")]
+    for script, prefix, words in groups:
+        same = held_out_of(name, (script, f"{prefix}same"))
+        variants = [key[1] for key in read_runs(name) if key[0] == script]
+        for variant in variants:
+            rest = variant.removeprefix(prefix)
+            if not variant.startswith(prefix) or rest.split("-")[0] not in ("same", "int8", "int4"):
+                continue  # of another group
+            key = (script, variant)
+            mine = held_out_of(name, key)
+            cells = [f"{words}: {rest.replace('-', ', ')}", evidence.mean_std(mine)]
+            cells.append("" if rest == "same" else verdict(mine, same, -1))
+            none = held_out_of(name, (script, f"{prefix}int4"))
+            cells.append(verdict(mine, none, 1) if "-" in rest else "")
+            for column, digits in (("sampler_kl", 4), ("weight_zero", 3), ("weight_effective", 2)):
+                values = whole(name, key, column)
+                cells.append("" if None in values else f"{statistics.mean(values):.{digits}f}")
+            lines.append(cells)
+    header = [
+        "",
+        "held-out accuracy",
+        "lower than without a mismatch?",
+        "higher than without a correction?",
+        "KL of sampler and training forward",
+        "tokens of weight 0",
+        "effective sample size",
+    ]
+    return markdown(header, lines)
+
+
+def routing_replay():
+    name = "routing_replay"
+    lines = []
+    for key in read_runs(name):
+        script, variant = key
+        steps, _, rest = variant.partition("-")
+        reference = ("grpo", f"{steps}-{'int4' if 'int4' in rest else 'none'}")
+        cells = [f"{script}, {steps.removeprefix('steps')} steps: {rest.replace('-', ', ')}"]
+        for column, digits in (("log_ratio_p99", 3), ("log_ratio_up_max", 2), ("flips", 3)):
+            mine = whole(name, key, column)
+            cell = evidence.mean_std(mine, digits)
+            if key != reference and column == "log_ratio_p99":
+                cell += f"<br>{verdict(mine, whole(name, reference, column), -1)}"
+            cells.append(cell)
+        mine = whole(name, key, "sampler_kl")
+        cell = f"{max(statistics.mean(mine), 0):.4f}"
+        if rest == "int4-r3":
+            cell += f"<br>{verdict(mine, whole(name, reference, 'sampler_kl'), -1)}"
+        cells.append(cell)
+        mine = held_out_of(name, key)
+        cell = evidence.mean_std(mine)
+        if key != reference:
+            cell += f"<br>{verdict(mine, held_out_of(name, reference), 1)}"
+        cells.append(cell)
+        cells.append(f"{statistics.mean(whole(name, key, 'seconds')):.2f}")
+        lines.append(cells)
+    header = [
+        "",
+        r"99% of \|log r\| below (narrower than grpo, free?)",
+        "largest log r",
+        "experts that would change",
+        "KL of sampler and training forward (smaller?)",
+        "held-out accuracy (higher?)",
+        "seconds per iteration",
+    ]
+    return markdown(header, lines)
+
+
 # -------------------------------------------------------------------- the claims in the main README
 #
 # Each of the functions below returns [(verdict, what was measured)]. The words beside a verdict say
@@ -1316,6 +1435,9 @@ MAKERS = (
     stale_ratio,
     router_shift,
     sapo_taus,
+    mismatch,
+    rollout_correction,
+    routing_replay,
     sampler,
     speed,
     scaling,
