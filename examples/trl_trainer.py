@@ -86,9 +86,7 @@ class PluggedTrainer(GRPOTrainer):
 def main(argv, trainer_class=PluggedTrainer):
     parser = HfArgumentParser(GRPOConfig, allow_abbrev=False)
     parser.add_argument("--algorithm", choices=ALGORITHMS, default="grpo")
-    config, choice, rest = parser.parse_args_into_dataclasses(
-        [*DEFAULTS.split(), *argv], return_remaining_strings=True
-    )
+    config, choice, rest = parser.parse_args_into_dataclasses([*DEFAULTS.split(), *argv], True)
     script = importlib.import_module(choice.algorithm)
     (flags,) = HfArgumentParser(script.Args, allow_abbrev=False).parse_args_into_dataclasses(rest)
     flags.device = str(config.device)
