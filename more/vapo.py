@@ -303,9 +303,7 @@ def main(args):
                     if args.routing_replay == "r2":
                         old_choices.append(outputs.experts_BSLK)
                     if args.kl_coef > 0:
-                        ref_outputs = token_logprobs(
-                            ref_model, micro, args.temperature, replay_experts=False
-                        )
+                        ref_outputs = token_logprobs(ref_model, micro, args.temperature, replay=False)
                         ref_logprobs.append(ref_outputs.logprobs_BT)
                     values.append(critic(micro))
         old_logprobs_NT = collect(old_logprobs, minibatches)

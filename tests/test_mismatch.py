@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import reference
 import torch
-from conftest import run, script_args
+from conftest import MORE, SCRIPTS, run, script_args
 from test_objectives import CASES, data, loss_and_grad
 from test_router import MODELS, batch_of
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -398,20 +398,36 @@ SMALL = (*SMALL.split(), "--eval_every", "0", "--warm_start_steps", "60")
 
 
 def small(name):
-    if name == "ppo":
-        return [*SMALL, "--group_size", "1"]
-    if name == "more.rloo":  # it has no ratio
-        return [*SMALL, "--num_minibatches", "1"]
-    return [*SMALL]
+    flags = [*SMALL]
+    if name in ("ppo", "more.reinforce"):
+        flags += ["--group_size", "1"]
+    if name in ("more.reinforce", "more.rloo"):  # they have no ratio
+        flags += ["--num_minibatches", "1"]
+    return flags
 
 
-@pytest.mark.parametrize("name", ["ppo", "grpo", "gspo", "rspo", "more.rloo"])
-@pytest.mark.parametrize("replay", ["r2", "r3"])
-def test_runs_with_all_of_it(name, replay, tmp_path):
+PAIRS = [(name, replay) for name in [*SCRIPTS, *MORE] for replay in ("r2", "r3")]
+QUICK = [("ppo", "r2"), ("grpo", "r3"), ("gspo", "r3"), ("more.rloo", "r2")]
+SLOW = [pytest.param(*pair, marks=pytest.mark.slow) for pair in PAIRS if pair not in QUICK]
+
+
+@pytest.mark.parametrize("name, replay", QUICK + SLOW)
+def test_runs_with_all_of_it(name, replay, tmp_path, reward_file):
+    # The model is a poor one, but it can learn to make its answers even in length.
+    parity = reward_file('return (1.0, "correct") if len(text) % 2 == 0 else (0.0, "wrong")')
     flags = "--rollout_dtype int4 --rollout_correction geo_mask --kl_coef 0.04 --kl_is_corrected True"
     flags = flags.split() if name == "grpo" else flags.split()[:4]
     result = run(
-        name, *small(name), *flags, "--routing_replay", replay, "--run_dir", tmp_path, held_out=4
+        name,
+        *small(name),
+        *flags,
+        "--routing_replay",
+        replay,
+        "--reward",
+        parity,
+        "--run_dir",
+        tmp_path,
+        held_out=4,
     )
     assert result.returncode == 0, result.stderr
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
