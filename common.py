@@ -306,9 +306,9 @@ def load_model(args):
         torch.backends.cuda.enable_cudnn_sdp(False)
         if args.gradient_checkpointing:
             checkpoint_layers(model)
-        if args.routing_replay != "none" and not find_routers(model):
-            raise UserError(f"--routing_replay: --model {args.model} is dense, it has no router")
         check_logprobs(model, tokenizer, args)
+        if args.routing_replay != "none" or args.rollout_dtype != "same":
+            check_routing(model, tokenizer, args)
     except UserError:
         raise
     except Exception as error:  # damaged folders and strange architectures may raise anything
@@ -347,6 +347,29 @@ def check_logprobs(model, tokenizer, args):
         f"--model {args.model}: log-probs of the same tokens differ by {gap:.2g} between the sampler "
         "(with a cache) and the training forward; scaled or capped logits, or NaN weights, do that"
     )
+
+
+def check_routing(model, tokenizer, args):
+    """Finds out whether a forward pass that replays its own experts changes nothing, as it should, and
+    so whether the sampler's experts can be noted. UserError if not, and --routing_replay is on."""
+    model.base_model.notes_experts = False
+    reason = "it is dense"
+    if find_routers(model):
+        ids = tokenizer("10+10=").input_ids
+        batch = collate([Completion(ids[:1], ids[1:], [0.0] * len(ids[1:]))], model.device)
+        try:
+            with torch.no_grad():
+                with Routing(model):
+                    live = token_logprobs(model, batch, temperature=1.0)
+                batch.replayed_experts_BSLK = live.experts_BSLK
+                replayed = token_logprobs(model, batch, temperature=1.0)
+            gap = (replayed.logprobs_BT - live.logprobs_BT).abs().max().item()
+            model.base_model.notes_experts = gap < 1e-5
+            reason = f"log-probs with its own experts differ by {gap:.2g}"
+        except ValueError as error:
+            reason = str(error)
+    if args.routing_replay != "none" and not model.base_model.notes_experts:
+        raise UserError(f"--routing_replay cannot be used with --model {args.model}: {reason}")
 
 
 def working_copy(master, dtype):
@@ -417,7 +440,7 @@ def sample(model, tokenizer, prompts, group_size, args, generator=None, greedy=F
     rows_at_a_time = args.rollout_batch_size or len(prompts) * group_size
     prompts_at_a_time = max(1, rows_at_a_time // group_size)  # a group is sampled together
     notes_experts = args.routing_replay == "r3" or args.rollout_dtype != "same"
-    notes_experts = notes_experts and len(find_routers(model)) > 0
+    notes_experts = notes_experts and getattr(model.base_model, "notes_experts", False)
     completions = []
     for start in range(0, len(my_prompts), prompts_at_a_time):
         end = start + prompts_at_a_time
@@ -455,7 +478,7 @@ def sample_batch(model, tokenizer, prompts, noise_NT, temperature, greedy, drop_
     tokens = pad(prompts, device, left=True)
     attention = pad([[1] * len(prompt) for prompt in prompts], device, left=True)
     positions = (attention.cumsum(1) - 1).clamp(min=0)
-    noted = []  # of each step (rows_R, experts of the tokens that were run)
+    noted = []  # for experts_by_completion
     for t in range(max_new_tokens):
         with Routing(model) if notes_experts else contextlib.nullcontext() as routing:
             output = model(
@@ -506,7 +529,7 @@ def sample_batch(model, tokenizer, prompts, noise_NT, temperature, greedy, drop_
     truncated = (~is_end_NT.any(1)).tolist()
     length_N = torch.where(is_end_NT.any(1), is_end_NT.int().argmax(1) + 1, max_new_tokens)
     if notes_experts:
-        experts = experts_by_completion(noted, prompts, group_size, length_N.tolist())
+        experts = experts_by_completion(noted, prompts, length_N.tolist())
     completions = []
     rows = zip(ids_NT.tolist(), logprobs_NT.tolist(), length_N.tolist(), strict=True)
     for i, (ids, logprobs, length) in enumerate(rows):
@@ -572,8 +595,11 @@ class TokenOutputs(NamedTuple):
     entropy_BT: torch.Tensor  # in nats; 0 on padding
     aux_loss: torch.Tensor  # transformers' load-balancing loss over prompt and response; 0 if dense
     router_logits: tuple  # L tensors (B, T, E), raw, at the position that predicts the token; detached
-    experts_BTLK: torch.Tensor  # the router's own choice there, sorted: equal sets compare equal
-    experts_BSLK: torch.Tensor  # its choice for each token, in the order of the top-k
+    # What the routers choose by themselves, also where other experts are replayed:
+    experts_BTLK: (
+        torch.Tensor
+    )  # at the position that predicts, sorted, so that equal sets compare equal
+    experts_BSLK: torch.Tensor  # for each token, in the order of the top-k
 
 
 def token_logprobs(model, batch, temperature, entropy_grad=False, chunk_numbers=2**26, replay=True):
@@ -620,7 +646,7 @@ def token_logprobs(model, batch, temperature, entropy_grad=False, chunk_numbers=
     router_logits = tuple(logits.detach()[predictor_BT] for logits in layers)
     experts = torch.stack([logits.detach().topk(K).indices for logits in layers], dim=1)
     experts_BTLK = experts[predictor_BT].sort().values
-    experts_BSLK = experts[place_BS]
+    experts_BSLK = experts[place_BS].int()
     return TokenOutputs(logprobs_BT, entropy_BT, aux_loss, router_logits, experts_BTLK, experts_BSLK)
 
 
@@ -635,9 +661,9 @@ def masked_mean(x, mask):
 
 @torch.no_grad()
 def router_stats(outputs, old_experts_BTLK, mask_BT):
-    """Of the response tokens: router_entropy (nats) and expert_flip_frac (share whose active experts
-    differ from the old policy's), both means over layers; load (L*E,), the share of its layer's load
-    that each expert carries. {} for a dense model."""
+    """Of the response tokens: router_entropy (nats) and expert_flip_frac (share for which the routers
+    choose other experts than under the old policy), both means over layers; load (L*E,), the share of
+    its layer's choices that each expert has. {} for a dense model. What is replayed does not count."""
     if not outputs.router_logits:
         return {}
     entropies = [torch.special.entr(logits.softmax(-1)).sum(-1) for logits in outputs.router_logits]

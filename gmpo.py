@@ -67,7 +67,7 @@ class Args:
     rollout_batch_size: int = HfArg(default=0, help="completions sampled at a time [0: all]")
     rollout_dtype: RolloutDtype = HfArg(default="same", help="of a copy of the weights that samples")
     rollout_correction: RolloutCorrection = HfArg(default="none", help="weights of completions")
-    rollout_cap: float = HfArg(default=2.0, help="the correction's largest weight")
+    rollout_cap: float = HfArg(default=2.0, help="where weights are cut off; not icepop's")
     rollout_mask_low: float = HfArg(default=0.95, help="geo_mask: mean ratio that is too low")
     rollout_mask_high: float = HfArg(default=1.05, help="geo_mask: mean ratio that is too high")
     routing_replay: RoutingReplay = HfArg(default="none", help="experts of an MoE, see mismatch.py")
@@ -116,7 +116,7 @@ def policy_loss(
     """The micro-batch's share of the loss -J; the shares of an optimizer step add up to its loss.
 
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
-    old_logprobs_BT  the same under the policy that made the batch
+    old_logprobs_BT  the same before the first step on this batch
     advantages_B1    one per completion
     mask_BT          1 on response tokens, the EOS included (bool or float); the rest is ignored
     num_sequences    completions in the whole optimizer step [None: this is the whole step]

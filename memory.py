@@ -57,9 +57,14 @@ def memory_parts(model, args, longest_prompt, num_critics=0, num_references=0):
 
     # One layer's keys are there twice while they grow by a token. Of the logits there are five copies,
     # four of them in float32: scaled, log-probs, probs and their sums.
-    cache = args.rollout_batch_size * width * num_layers * 2 * num_kv_heads * head_dim * size
-    logits = args.rollout_batch_size * config.vocab_size * (size + 16)
+    copy_size = {"float32": 4, "bfloat16": 2}.get(args.rollout_dtype, size)
+    rollout_size = max(size, copy_size)  # a copy samples, but the policy itself in evaluations
+    cache = args.rollout_batch_size * width * num_layers * 2 * num_kv_heads * head_dim * rollout_size
+    logits = args.rollout_batch_size * config.vocab_size * (rollout_size + 16)
     rollout = cache + cache // (2 * num_layers) + logits
+    if args.routing_replay == "r3" or args.rollout_dtype != "same":  # experts are noted, and collected
+        num_active = getattr(config, "num_experts_per_tok", None) or 0
+        rollout += 2 * 4 * args.rollout_batch_size * width * num_layers * num_active
 
     num_tokens = args.micro_batch_size * width
     of_layer = num_tokens * layer_bytes(model, width, size)
@@ -74,7 +79,6 @@ def memory_parts(model, args, longest_prompt, num_critics=0, num_references=0):
         update = of_inputs + of_norm + max(1.25 * of_layer, of_logits)
     update += num_critics * (update - of_logits)
 
-    copy_size = {"float32": 4, "bfloat16": 2}.get(args.rollout_dtype, size)
     num_weights = sum(weight.numel() for weight in model.parameters())
     num_trained = num_weights * (1 + num_critics)
     return {

@@ -29,6 +29,9 @@ def rollout_copy(model, master, rollout_dtype):
     """The model that samples: `model` itself with "same", else a copy for `refresh_rollout_copy`."""
     if rollout_dtype == "same":
         return model
+    is_transposed = any(getattr(module, "is_transposed", False) for module in master.modules())
+    if rollout_dtype in ("int8", "int4") and is_transposed:
+        raise UserError(f"--rollout_dtype {rollout_dtype}: the model keeps experts as (in, out)")
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     sampler = copy.deepcopy(master).requires_grad_(False)
     for weight, model_weight in zip(sampler.parameters(), model.parameters(), strict=True):
@@ -44,12 +47,11 @@ def refresh_rollout_copy(sampler, master, rollout_dtype, embeddings=False, route
     if rollout_dtype == "same":
         return
     bits = {"int8": 8, "int4": 4}.get(rollout_dtype)
-    kept = []
+    kept = set()  # ids of weights that are not rounded
     if not embeddings:
-        kept.append(sampler.get_input_embeddings().weight)
+        kept.add(id(sampler.get_input_embeddings().weight))
     if not routers:
-        kept += [weight for router in find_routers(sampler) for weight in router.parameters()]
-    kept = {id(weight) for weight in kept}
+        kept |= {id(weight) for router in find_routers(sampler) for weight in router.parameters()}
     for weight, master_weight in zip(sampler.parameters(), master.parameters(), strict=True):
         if bits and weight.dim() > 1 and id(weight) not in kept:
             weight.copy_(rounded(master_weight, bits))
@@ -58,8 +60,8 @@ def refresh_rollout_copy(sampler, master, rollout_dtype, embeddings=False, route
 
 
 def rounded(weight, bits):
-    """The weight on a symmetric grid of 2^bits - 1 values, one for each output channel; the last axis
-    is the input's."""
+    """The weight with each output channel on a symmetric grid of its own, of 2^bits - 1 values. The
+    last axis is that of the inputs."""
     largest = 2 ** (bits - 1) - 1
     scale = weight.abs().amax(-1, keepdim=True) / largest
     scale = torch.where(scale > 0, scale, 1)
@@ -100,15 +102,14 @@ def rollout_correction(old_logprobs_BT, batch, args, one_ratio=False):
     log_product_B1 = log_rho_BT.sum(1, keepdim=True)
     product_B1 = log_product_B1.clamp(-20, 20).exp()
     mean_B1 = (log_product_B1 / length_B1).exp()  # geometric
-    rho = log_rho_BT.exp()
-    if one_ratio:
-        rho = mean_B1
+    rho_BT = log_rho_BT.exp()
+    ratio = mean_B1 if one_ratio else rho_BT  # what the rules for tokens read
     rule = args.rollout_correction
     if rule == "none":
-        return Correction(torch.ones_like(mean_B1), torch.ones_like(log_rho_BT), {})
+        return Correction(torch.ones_like(mean_B1), torch.ones_like(rho_BT), {})
     if rule == "token_tis":
         # w_t = min(rho_t, C)
-        weights = rho.clamp(max=args.rollout_cap)
+        weights = ratio.clamp(max=args.rollout_cap)
     elif rule == "sequence_tis":
         # w_i = min(prod_t rho_t, C)
         weights = product_B1.clamp(max=args.rollout_cap)
@@ -118,18 +119,18 @@ def rollout_correction(old_logprobs_BT, batch, args, one_ratio=False):
     elif rule == "geo_mask":
         # w_t = min(rho_t, C), and 0 for all of a completion unless low <= mean_i <= high
         is_near_B1 = (args.rollout_mask_low <= mean_B1) & (mean_B1 <= args.rollout_mask_high)
-        weights = torch.where(is_near_B1, rho.clamp(max=args.rollout_cap), 0)
+        weights = torch.where(is_near_B1, ratio.clamp(max=args.rollout_cap), 0)
     elif rule == "icepop":
         # w_t = rho_t, and 0 outside [0.5, 5]
-        weights = torch.where((rho >= 0.5) & (rho <= 5), rho, 0)
+        weights = torch.where((ratio >= 0.5) & (ratio <= 5), ratio, 0)
     counted = weights.expand_as(mask_BT)[mask_BT]
     stats = {
         "weight_mean": counted.mean(),
         "weight_zero_frac": (counted == 0).float().mean(),
         # (sum w)^2 / (n sum w^2): 1 if all weights are equal, 1/n if one of them has everything
-        "weight_effective_size": counted.mean() ** 2 / (counted**2).mean().clamp(min=1e-12),
+        "weight_effective_size": counted.mean() ** 2 / (counted**2).mean().clamp(min=1e-30),
     }
-    return Correction(weights, log_rho_BT.exp(), stats)
+    return Correction(weights, rho_BT, stats)
 
 
 @torch.no_grad()
@@ -163,8 +164,8 @@ def find_routers(model):
     model is dense."""
     for module in model.modules():
         recorders = getattr(module, "_can_record_outputs", None) or {}
-        if "router_logits" in recorders:
-            kind = recorders["router_logits"].target_class
+        kind = getattr(recorders.get("router_logits"), "target_class", None)
+        if kind is not None:
             return [router for router in module.modules() if isinstance(router, kind)]
     return []
 
@@ -191,41 +192,41 @@ class ChosenTopK(TorchFunctionMode):
 
 class Routing:
     """Inside this context the model's routers note the experts that they choose, and choose those of
-    `experts_TLK`, (tokens, L, K) in the order of the top-k, where they are not negative.
+    `replayed`, (tokens, L, K) in the order of the top-k, where they are not negative.
 
     Only the choice is replaced. What a router does with it, its softmax and norm, is its own code over
-    its own logits, so that it still learns.
+    its own logits, so that it still learns. Contexts do not nest.
     """
 
     active = None  # the context that a forward pass is in, for its repetition in a backward pass
 
-    def __init__(self, model, experts_TLK=None):
+    def __init__(self, model, replayed=None):
         self.routers = find_routers(model)
-        self.experts_TLK = experts_TLK
+        self.replayed = replayed
         self.noted = [None] * len(self.routers)  # (tokens, K) of each layer
 
     def __enter__(self):
-        self.outer = Routing.active
+        assert Routing.active is None, "contexts do not nest"
         Routing.active = self
         for layer, router in enumerate(self.routers):
             router.forward = functools.partial(self.route, layer, router.forward)
         return self
 
     def __exit__(self, *exception):
-        Routing.active = self.outer
+        Routing.active = None
         for router in self.routers:
             del router.forward  # what is left is the method of its class
 
-    def route(self, layer, forward, hidden):
+    def route(self, layer, forward, *inputs):
         chosen = None
-        if self.experts_TLK is not None:
-            chosen = self.experts_TLK[:, layer]
+        if self.replayed is not None:
+            chosen = self.replayed[:, layer]
         with ChosenTopK(chosen) as top_k:
-            output = forward(hidden)
+            output = forward(*inputs)
         if len(top_k.indices) != 1:
             name = type(self.routers[layer]).__name__
-            raise UserError(f"--routing_replay: {name} does not choose its experts by one torch.topk")
-        self.noted[layer] = top_k.indices[0]
+            raise ValueError(f"{name} does not choose its experts by one torch.topk")
+        self.noted[layer] = top_k.indices[0].int()
         return output
 
 
@@ -234,19 +235,20 @@ def routing_contexts():
     return contextlib.nullcontext(), Routing.active or contextlib.nullcontext()
 
 
-def experts_by_completion(noted, prompts, group_size, lengths):
+def experts_by_completion(noted, prompts, lengths):
     """The experts that sampling has used -> [(prompt and response, L, K)], a tensor per completion.
 
-    noted    of each step (rows, experts): of the first, all prompts' tokens, padded on the left; then
-             of the token that each row sampled before. The last token of a completion was never run:
-             its experts are -1, not known.
+    noted    of each step (rows that were sampled, (tokens, L, K)): in the first step the tokens are
+             those of all prompts, padded on the left; later, of each row, the one sampled before. The
+             last token of a completion is not needed: its experts are -1, not known.
     lengths  of the responses
     """
-    _, prompt_experts = noted[0]
-    experts_LK = prompt_experts.shape[1:]
-    width = len(prompt_experts) // len(prompts)
-    table = prompt_experts.new_full((len(lengths), width + len(noted), *experts_LK), -1)
-    of_prompts = prompt_experts.view(len(prompts), width, *experts_LK)
+    group_size = len(lengths) // len(prompts)
+    _, of_prompts = noted[0]
+    L, K = of_prompts.shape[1:]
+    of_prompts = of_prompts.view(len(prompts), -1, L, K)
+    width = of_prompts.shape[1]
+    table = of_prompts.new_full((len(lengths), width + len(noted), L, K), -1)
     table[:, :width] = of_prompts.repeat_interleave(group_size, dim=0)
     for step, (rows, experts) in enumerate(noted[1:]):
         table[rows, width + step] = experts

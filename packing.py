@@ -64,9 +64,9 @@ def forward_packed(body, batch, replayed_BSLK=None, **inputs):
 
     routing = contextlib.nullcontext()
     if replayed_BSLK is not None:
-        experts_LK = replayed_BSLK.shape[2:]
-        experts_TLK = replayed_BSLK.new_full((size + 1, *experts_LK), -1)
-        routing = Routing(body, experts_TLK.index_put((target_BS,), replayed_BSLK)[:size])
+        L, K = replayed_BSLK.shape[2:]
+        flat = replayed_BSLK.new_full((size + 1, L, K), -1)  # -1 on padding
+        routing = Routing(body, flat.index_put((target_BS,), replayed_BSLK)[:size])
     with routing:
         tokens = packed(batch.tokens_BS)
         output = body(tokens, position_ids=packed(positions_BS), use_cache=False, **inputs)

@@ -72,7 +72,7 @@ class Args:
     rollout_batch_size: int = HfArg(default=0, help="completions sampled at a time [0: all]")
     rollout_dtype: RolloutDtype = HfArg(default="same", help="of a copy of the weights that samples")
     rollout_correction: RolloutCorrection = HfArg(default="none", help="weights of completions")
-    rollout_cap: float = HfArg(default=2.0, help="the correction's largest weight")
+    rollout_cap: float = HfArg(default=2.0, help="where weights are cut off; not icepop's")
     rollout_mask_low: float = HfArg(default=0.95, help="geo_mask: mean ratio that is too low")
     rollout_mask_high: float = HfArg(default=1.05, help="geo_mask: mean ratio that is too high")
     routing_replay: RoutingReplay = HfArg(default="none", help="experts of an MoE, see mismatch.py")
@@ -184,7 +184,7 @@ def policy_loss(
     """The micro-batch's share of the clipped term of -J; the shares of an optimizer step add up to it.
 
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
-    old_logprobs_BT  the same under the policy that made the batch
+    old_logprobs_BT  the same before the first step on this batch
     advantages_BT    (B, 1), broadcast over the tokens, or (B, T)
     mask_BT          1 on response tokens, the EOS included (bool or float); the rest is ignored
     num_tokens       response tokens in the whole optimizer step [None: this is the whole step]

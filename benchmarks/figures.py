@@ -344,6 +344,53 @@ def sapo_taus():
     save(figure, "sapo_taus")
 
 
+def dots(axis, groups, title):
+    """A row for each of {name: values} with a dot for each value, and a stroke at their mean."""
+    for row, values in enumerate(groups.values()):
+        axis.plot(values, [row] * len(values), "o", color="#0072b2", markersize=4, alpha=0.6)
+        axis.plot(statistics.mean(values), row, "|", color="#000000", markersize=16)
+    axis.set_yticks(range(len(groups)), groups)
+    axis.invert_yaxis()
+    axis.set_title(title)
+
+
+def mismatch():
+    figure, axes = plt.subplots(1, 3, figsize=(9.4, 2.9))
+    precisions = ("bfloat16", "int8", "int4")
+    rows = evidence.table("mismatch")
+    for name, style in zip(dict.fromkeys(row["model"] for row in rows), STYLES, strict=False):
+        of_model = {row["precision"]: row["sampler_kl"] for row in rows if row["model"] == name}
+        color, line = style
+        values = [of_model[precision] for precision in precisions]
+        axes[0].plot(precisions, values, line, color=color, marker="o", label=name)
+    axes[0].set_yscale("log")
+    axes[0].set_title("KL per token, sampler to training forward")
+    axes[0].legend(fontsize=8)
+    runs = evidence.runs("rollout_correction")
+    names = {"none": "int4", "token_tis": "int4-token_tis", "sequence_tis": "int4-sequence_tis"}
+    names |= {"sequence_mis": "int4-sequence_mis", "geo_mask": "int4-geo_mask", "icepop": "int4-icepop"}
+    groups = {"no mismatch": [row["after_sampled_accuracy"] for row in runs["grpo", "same"]]}
+    for label, variant in names.items():
+        values = [row["after_sampled_accuracy"] for row in runs["grpo", variant]]
+        groups[f"int4, {label}"] = values
+    dots(axes[1], groups, "GRPO, 16 steps: held-out accuracy")
+    curves = evidence.curves("routing_replay")
+    groups = {}
+    for label, key in {
+        "GRPO": ("grpo", "steps64-none"),
+        "GRPO, r2": ("grpo", "steps64-r2"),
+        "RSPO": ("rspo", "steps64-none"),
+        "int4: GRPO": ("grpo", "steps64-int4"),
+        "int4: GRPO, r3": ("grpo", "steps64-int4-r3"),
+        "int4: RSPO": ("rspo", "steps64-int4"),
+    }.items():
+        runs_of = curves[key].values()
+        groups[label] = [evidence.tail(rows, "log_ratio_p99", 10_000) for rows in runs_of]
+    dots(axes[2], groups, "64 steps: 99 % of |log r| are below")
+    figure.tight_layout()
+    save(figure, "mismatch")
+
+
 ALL = [
     nine,
     stability,
@@ -357,6 +404,7 @@ ALL = [
     stale_ratio,
     router_shift,
     sapo_taus,
+    mismatch,
 ]
 
 

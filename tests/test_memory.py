@@ -13,6 +13,7 @@ import memory
 from common import Completion, checkpoint_layers, collate, sample, token_logprobs, working_copy
 from harness import UserError
 from memory import memory_parts, memory_peak, plan_memory
+from mismatch import rollout_copy
 
 PROMPT = 24
 CAP = 104
@@ -134,6 +135,20 @@ def test_update_with_logits_in_chunks(master, dtype, monkeypatch):
 
 def tensor_bytes(tensors):
     return sum(tensor.nbytes for tensor in tensors)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_rollout_copy(master, dtype):
+    """Its weights, its cache if that is wider than the policy's, and the experts that it notes."""
+    none = memory_parts(master, settings(dtype), PROMPT)
+    for rollout_dtype in ("float32", "bfloat16"):
+        flags = settings(dtype, rollout_dtype=rollout_dtype)
+        parts = memory_parts(master, flags, PROMPT)
+        sampler = rollout_copy(working_copy(master, dtype), master, rollout_dtype)
+        assert parts["rollout copy"] == tensor_bytes(sampler.parameters())
+        assert parts["rollout"] >= none["rollout"]
+        assert memory_peak(parts) >= memory_peak(none) + parts["rollout copy"]
+    assert none["rollout copy"] == 0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

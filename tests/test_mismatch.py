@@ -11,9 +11,16 @@ import torch
 from conftest import MORE, SCRIPTS, run, script_args
 from test_objectives import CASES, data, loss_and_grad
 from test_router import MODELS, batch_of
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Ernie4_5_MoeConfig,
+    Ernie4_5_MoeForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
-from common import checkpoint_layers, collate, load_model, sample, token_logprobs
+from common import check_routing, checkpoint_layers, collate, load_model, sample, token_logprobs
 from harness import UserError
 from mismatch import Routing, find_routers, mismatch_stats, refresh_rollout_copy, rollout_copy
 from mismatch import rollout_correction, rounded
@@ -166,6 +173,14 @@ def test_corrected_kl_has_the_gradient_of_the_kl_though_another_policy_sampled()
     assert gaps[0] < 1e-12 and gaps[1] > 0.01
 
 
+def test_equal_weights_have_full_effective_size_however_small():
+    mask = torch.ones(4, 40, dtype=torch.bool)
+    batch = SimpleNamespace(sampler_logprobs_BT=torch.full((4, 40), 0.4), mask_BT=mask)
+    correction = rollout_correction(torch.zeros(4, 40), batch, settings("sequence_tis"))
+    assert correction.weights.max() < 1e-6
+    assert correction.stats["weight_effective_size"].item() == pytest.approx(1)
+
+
 def test_mismatch_statistics():
     _, old, _, mask, lengths, _ = data(())
     batch = sampled_by_another(old, mask, 0)
@@ -240,8 +255,8 @@ def gradients(model, loss):
 
 
 def other_experts(batch, model):
-    """Random experts, different ones, for each real token."""
-    E = len(model.model.layers[0].mlp.gate.weight)
+    """Random experts, different ones, for each real token; never the last one of a layer."""
+    E = len(model.model.layers[0].mlp.gate.weight) - 1
     L, K = len(find_routers(model)), model.config.num_experts_per_tok
     g = torch.Generator().manual_seed(3)
     return torch.rand(*batch.tokens_BS.shape, L, E, generator=g).topk(K).indices
@@ -264,8 +279,8 @@ def test_a_forward_that_replays_its_own_experts_changes_nothing(moe, checkpointe
 
 
 def test_replayed_experts_are_the_ones_that_compute(moe):
-    """Each weight of an expert has a gradient exactly where that expert is replayed, so does each row
-    of the router where its gate is normalised; with checkpointing all is the same."""
+    """An expert has a gradient exactly if it is replayed; so has its row of the router, where gates are
+    normalised over the active experts. With checkpointing all is the same."""
     batch = batch_of()
     batch.replayed_experts_BSLK = other_experts(batch, moe)
     outputs = token_logprobs(moe, batch, 1.0)
@@ -275,9 +290,15 @@ def test_replayed_experts_are_the_ones_that_compute(moe):
     )
     used = batch.replayed_experts_BSLK[batch.attention_BS.bool()]
     for layer, block in enumerate(moe.model.layers):
-        assert block.mlp.gate.weight.grad.abs().sum() > 0
-        touched = block.mlp.experts.down_proj.grad.abs().sum((1, 2)) > 0
-        assert set(touched.nonzero()[:, 0].tolist()) <= set(used[:, layer].flatten().tolist())
+        expected = set(used[:, layer].flatten().tolist())
+        assert len(expected) == len(block.mlp.gate.weight) - 1
+        touched = [block.mlp.experts.down_proj.grad.abs().sum((1, 2)) > 0]
+        if getattr(moe.config, "norm_topk_prob", True):
+            # Up to rounding: in the softmax the other logits cancel.
+            rows = block.mlp.gate.weight.grad.abs().sum(1)
+            touched.append(rows > 1e-4 * rows.max())
+        for is_touched in touched:
+            assert set(is_touched.nonzero()[:, 0].tolist()) == expected
     saving = copy.deepcopy(moe)
     checkpoint_layers(saving)
     again = token_logprobs(saving, batch, 1.0)
@@ -316,24 +337,30 @@ def test_the_reference_and_the_aux_loss_stay_live(moe):
     batch.replayed_experts_BSLK = other_experts(batch, moe)
     reference_outputs = token_logprobs(moe, batch, 1.0, replay=False)
     assert torch.equal(reference_outputs.logprobs_BT, live.logprobs_BT)
-    with Routing(moe, None):
-        again = token_logprobs(moe, batch, 1.0, replay=False)
-    assert torch.equal(again.aux_loss, live.aux_loss)
-    # The first layer's router reads the same tokens: its logits, and so its part of the aux loss, do
-    # not know what is replayed.
+    # The first router reads the same tokens whatever is replayed; alone, it has the same aux loss.
     replayed = token_logprobs(moe, batch, 1.0)
     torch.testing.assert_close(replayed.router_logits[0], live.router_logits[0])
     assert not torch.equal(replayed.router_logits[2], live.router_logits[2])
+    moe.model.layers = moe.model.layers[:1]
+    batch.replayed_experts_BSLK = batch.replayed_experts_BSLK[:, :, :1]
+    replayed = token_logprobs(moe, batch, 1.0)
+    live = token_logprobs(moe, batch, 1.0, replay=False)
+    assert not torch.equal(replayed.logprobs_BT, live.logprobs_BT)
+    torch.testing.assert_close(replayed.aux_loss, live.aux_loss)
 
 
-@pytest.mark.parametrize("rollout_batch_size", [0, 4])
-def test_the_sampler_notes_what_the_training_forward_would_choose(tiny_model, rollout_batch_size):
+@pytest.mark.parametrize("rollout_batch_size, drop_every", [(0, 1), (4, 1), (0, 7)])
+def test_the_sampler_notes_what_the_training_forward_would_choose(
+    tiny_model, rollout_batch_size, drop_every
+):
     """R3 = R2 where the sampler routes as the trainer: prompts of different lengths, rows that leave
     the batch, every position but the last token's, in the order of the top-k."""
     model, tokenizer = tiny_model
+    model.base_model.notes_experts = True
     _, args = script_args("grpo", routing_replay="r3", rollout_batch_size=rollout_batch_size)
     prompts = [tokenizer(text).input_ids for text in ("57+308=", "12+34=", "999+99=", "5=")]
-    completions = sample(model, tokenizer, prompts, 4, args, torch.Generator().manual_seed(0))
+    noise = torch.Generator().manual_seed(0)
+    completions = sample(model, tokenizer, prompts, 4, args, noise, drop_every=drop_every)
     assert len({len(c.ids) for c in completions}) > 3
     batch = collate(completions, "cpu")
     with torch.no_grad():
@@ -365,7 +392,7 @@ def test_models_without_a_single_top_k_are_refused(tiny_model, tmp_path):
     for part in (dense, tiny_model[1]):
         part.save_pretrained(tmp_path)
     _, args = script_args("grpo", model=str(tmp_path), device="cpu", routing_replay="r2")
-    with pytest.raises(UserError, match="--routing_replay: .* is dense"):
+    with pytest.raises(UserError, match="--routing_replay .*: it is dense"):
         load_model(args)
     args.routing_replay = "none"
     args.rollout_dtype = "int8"  # a dense sampler has no experts to note
@@ -384,9 +411,27 @@ def test_models_without_a_single_top_k_are_refused(tiny_model, tmp_path):
             first_k_dense_replace=0,
         )
     )
-    with pytest.raises(UserError, match="routing_replay"), Routing(deepseek):
-        deepseek(torch.tensor([[1, 2, 3]]))
-    assert all("forward" not in router.__dict__ for router in find_routers(deepseek))
+    ernie = Ernie4_5_MoeForCausalLM(
+        Ernie4_5_MoeConfig(
+            **config,
+            intermediate_size=32,
+            moe_intermediate_size=16,
+            moe_num_experts=8,
+            moe_k=2,
+            moe_layer_start_index=0,
+        )
+    )
+    for router in find_routers(ernie):  # it adds to its scores before it chooses
+        torch.nn.init.normal_(router.moe_statics.e_score_correction_bias)
+    tokenizer = tiny_model[1]
+    for model, reason in ((deepseek, "by one torch.topk"), (ernie, "own experts differ by")):
+        args.routing_replay = "r2"
+        with pytest.raises(UserError, match=f"--routing_replay .*: .*{reason}"):
+            check_routing(model, tokenizer, args)
+        args.routing_replay = "none"
+        check_routing(model, tokenizer, args)  # to sample with other weights there is no need for it
+        assert not model.base_model.notes_experts and Routing.active is None
+        assert all("forward" not in router.__dict__ for router in find_routers(model))
 
 
 # --------------------------------------------------------------------------------- whole runs
