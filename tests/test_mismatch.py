@@ -416,6 +416,7 @@ def test_models_without_a_single_top_k_are_refused(tiny_model, tmp_path):
             **config,
             intermediate_size=32,
             moe_intermediate_size=16,
+            num_key_value_heads=2,
             moe_num_experts=8,
             moe_k=2,
             moe_layer_start_index=0,
