@@ -238,7 +238,11 @@ def rollout_correction():
             steps,
             *QUICK,
         )
-        elsewhere = {f"{name}-{variant}": flags for variant, flags in few.items()}
+        chosen = dict(few)
+        if lr == "1e-3":  # where it falls
+            for rule in ("sequence_tis", "geo_mask"):
+                chosen[f"int4-{rule}"] = options[f"int4-{rule}"]
+        elsewhere = {f"{name}-{variant}": flags for variant, flags in chosen.items()}
         yield from variants("rollout_correction", "grpo", FIVE, elsewhere, *shared)
 
 
