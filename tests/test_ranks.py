@@ -194,3 +194,17 @@ def test_two_ranks_are_one_process_in_all(name, tmp_path, base_model):
     two = torchrun(2, "none", (name, flags(name, tmp_path / "2", *shared)))
     assert one.returncode == two.returncode == 0, two.stderr[-3000:]
     same_bits(outcome(tmp_path / "1"), outcome(tmp_path / "2"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replay", ["r2", "r3"])
+@pytest.mark.parametrize("name", ["grpo", "dapo"])
+def test_two_ranks_share_a_mismatch(name, replay, tmp_path, base_model):
+    """Weights of completions and experts are those of one process; up to rounding, since a sampler's
+    log-probs depend, in their last bits, on how many rows are sampled together."""
+    mismatch = ("--rollout_dtype", "int4", "--rollout_correction", "token_tis")
+    shared = ("--iterations", 2, "--micro_batch_size", 6, "--routing_replay", replay, *mismatch)
+    one = run(name, *flags(name, tmp_path / "1", *shared))
+    two = torchrun(2, "none", (name, flags(name, tmp_path / "2", *shared)))
+    assert one.returncode == two.returncode == 0, two.stderr[-3000:]
+    close(outcome(tmp_path / "1"), outcome(tmp_path / "2"))
