@@ -311,7 +311,8 @@ def test_recomputed_layers_hand_over_the_same_gradients(masters):
         assert torch.equal(a.grad, b.grad)
 
 
-@pytest.mark.parametrize("name", [pytest.param("grpo", marks=pytest.mark.slow), "ppo"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_a_checkpoint_holds_masters_and_a_killed_run_goes_on(name, tmp_path, base_model):
     """Bit for bit in bfloat16 too: weights, optimizer, critic, reference and metrics. Rounded masters
     would lose what small updates had added up."""
