@@ -92,7 +92,8 @@ def main():
     rows = []
     for name, source, dataset, count, group_size, cap in cases:
         flags = f"--model {source} --dataset {dataset} --max_new_tokens {cap} --num_held_out {count}"
-        sys.argv = ["grpo.py", *flags.split(), "--device", "cpu"]
+        # With another precision than its own, a model is loaded so that it notes its experts.
+        sys.argv = ["grpo.py", *flags.split(), "--device", "cpu", "--rollout_dtype", "float32"]
         args = harness.parse_args(grpo.Args)
         master, tokenizer = common.load_model(args)
         _, problems = common.load_problems(args, master, tokenizer)
