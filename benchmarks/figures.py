@@ -367,13 +367,13 @@ def mismatch():
     axes[0].set_title("KL per token, sampler to training forward")
     axes[0].legend(fontsize=8)
     runs = evidence.runs("rollout_correction")
-    names = {"none": "int4", "token_tis": "int4-token_tis", "sequence_tis": "int4-sequence_tis"}
-    names |= {"sequence_mis": "int4-sequence_mis", "geo_mask": "int4-geo_mask", "icepop": "int4-icepop"}
-    groups = {"no mismatch": [row["after_sampled_accuracy"] for row in runs["grpo", "same"]]}
+    names = {"no mismatch": "same", "int4": "int4"}
+    names |= {f"int4, {rule}": f"int4-{rule}" for rule in ("token_tis", "sequence_tis", "geo_mask")}
+    groups = {}
     for label, variant in names.items():
-        values = [row["after_sampled_accuracy"] for row in runs["grpo", variant]]
-        groups[f"int4, {label}"] = values
-    dots(axes[1], groups, "GRPO, 16 steps: held-out accuracy")
+        rows = runs["grpo", f"lr1e-3-{variant}"]
+        groups[label] = [row["after_sampled_accuracy"] for row in rows]
+    dots(axes[1], groups, "GRPO at 1e-3: held-out accuracy")
     curves = evidence.curves("routing_replay")
     groups = {}
     for label, key in {
@@ -386,7 +386,7 @@ def mismatch():
     }.items():
         runs_of = curves[key].values()
         groups[label] = [evidence.tail(rows, "log_ratio_p99", 10_000) for rows in runs_of]
-    dots(axes[2], groups, "64 steps: 99 % of |log r| are below")
+    dots(axes[2], groups, "99 % of |log r|, 64 steps")
     figure.tight_layout()
     save(figure, "mismatch")
 
