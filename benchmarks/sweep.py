@@ -216,34 +216,25 @@ def sapo_taus():
 
 
 def rollout_correction():
-    """grpo with all rules; the others with one, since each run takes its time."""
-    stale = ("--iterations", "20", "--lr", "3e-4", "--num_minibatches", "16", *QUICK)
+    """grpo with all rules, the others with what helps it; all four also at 4 steps per rollout, and at
+    the learning rate at which grpo falls."""
     rules = ("token_tis", "sequence_tis", "sequence_mis", "geo_mask", "icepop")
     options = {"same": "", "int8": "--rollout_dtype int8", "int4": "--rollout_dtype int4"}
     for rule in rules:
         options[f"int4-{rule}"] = f"--rollout_dtype int4 --rollout_correction {rule}"
-    yield from variants("rollout_correction", "grpo", FIVE, options, "--kl_coef", "0", *stale)
-    few = {name: options[name] for name in ("same", "int4", "int4-token_tis")}
-    for script in ("gspo", "cispo", "gmpo"):
-        yield from variants("rollout_correction", script, FIVE, few, *stale)
-    for name, lr, steps in (("steps4", "3e-4", "4"), ("lr1e-3", "1e-3", "16")):
-        shared = (
-            "--kl_coef",
-            "0",
-            "--iterations",
-            "20",
-            "--lr",
-            lr,
-            "--num_minibatches",
-            steps,
-            *QUICK,
-        )
-        chosen = dict(few)
-        if lr == "1e-3":  # where it falls
-            for rule in ("sequence_tis", "geo_mask"):
-                chosen[f"int4-{rule}"] = options[f"int4-{rule}"]
-        elsewhere = {f"{name}-{variant}": flags for variant, flags in chosen.items()}
-        yield from variants("rollout_correction", "grpo", FIVE, elsewhere, *shared)
+    few = ("same", "int8", "int4", "int4-token_tis")
+    where_it_falls = ("same", "int4", "int4-token_tis", "int4-sequence_tis", "int4-geo_mask")
+    for script in ("grpo", "gspo", "cispo", "gmpo"):
+        own = ("--kl_coef", "0") if script == "grpo" else ()
+        regimes = [  # prefix, learning rate, steps, variants
+            ("", "3e-4", "16", options if script == "grpo" else few),
+            ("steps4-", "3e-4", "4", few),
+            ("lr1e-3-", "1e-3", "16", where_it_falls if script == "grpo" else where_it_falls[:4]),
+        ]
+        for prefix, lr, steps, names in regimes:
+            flags = (*own, "--iterations", "20", "--lr", lr, "--num_minibatches", steps, *QUICK)
+            chosen = {prefix + name: options[name] for name in names}
+            yield from variants("rollout_correction", script, FIVE, chosen, *flags)
 
 
 def routing_replay():
@@ -252,6 +243,7 @@ def routing_replay():
         "none": "",
         "r2": "--routing_replay r2",
         "int4": "--rollout_dtype int4",
+        "int4-r2": "--rollout_dtype int4 --routing_replay r2",
         "int4-r3": "--rollout_dtype int4 --routing_replay r3",
     }
     for steps, iterations in ((16, "20"), (64, "10")):
