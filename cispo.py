@@ -50,7 +50,9 @@ class Args:
         default="float32", help="of weights and cache; AdamW moves float32 weights"
     )
     model: str = HfArg(default="tiny-moe", help="tiny-moe, or a folder or hub id of a language model")
-    dataset: str = HfArg(default="addition", help="addition, a .jsonl or .parquet file, or a hub id")
+    dataset: str = HfArg(
+        default="addition", help="addition, long-addition, a .jsonl or .parquet file, or a hub id"
+    )
     dataset_config: str = HfArg(default="", help="configuration of a hub dataset, if it has several")
     dataset_split: str = HfArg(default="train", help="split of a hub dataset")
     prompt_column: str = HfArg(default="question", help="column of the prompts: text or chat messages")

@@ -57,11 +57,24 @@ def addition_problems():
     return list(answers.items())
 
 
+def long_addition_problems(fewest_digits=8):
+    """20,256 sums of two numbers with as many digits, up to 12: [(prompt, gold answer)]."""
+    rng = random.Random(0)
+    problems = []
+    for _ in range(20_256):
+        digits = rng.randint(fewest_digits, 12)
+        a, b = [rng.randint(10 ** (digits - 1), 10**digits - 1) for _ in "ab"]
+        problems.append((f"{a}+{b}=", str(a + b)))
+    return problems
+
+
 def read_dataset(args):
     r"""`--dataset` -> [(prompt, gold answer)] in random order, the same for all seeds. A prompt is text
     or a list of chat messages; gold follows '####', fills a '\boxed{}', or is the whole cell."""
     if args.dataset == "addition":
         return addition_problems()
+    if args.dataset == "long-addition":
+        return long_addition_problems()
     rows = read_rows(args.dataset, args.dataset_config, args.dataset_split)
     columns = dict.fromkeys(column for row in rows for column in row)
     found = f"the columns are {', '.join(columns)}"
@@ -178,6 +191,12 @@ TINY_MODEL = dict(
     bos_token_id=None,
     initializer_range=0.1,  # transformers' 0.02 is for widths in the thousands
 )
+# For long-addition: deeper, and with more of RoPE's frequencies in the range of its lengths.
+LONG_MODEL = TINY_MODEL | dict(
+    num_hidden_layers=4,
+    num_experts=16,
+    rope_parameters=dict(rope_type="default", rope_theta=100.0),
+)
 WARM_START = dict(
     seed=0,
     lr=8e-3,
@@ -186,13 +205,16 @@ WARM_START = dict(
     worked=0.4,  # share that work the sum out; the rest rambles
     wrong_step=0.02,  # probability of a wrong step, per column
     cap=48,  # tokens of a demonstration
+    long=False,  # sums of 1 to 12 digits: from long ones alone it does not learn which digits to add
 )
+LONG_WARM_START = WARM_START | dict(direct=0.3, worked=0.6, wrong_step=0.01, cap=256, long=True)
 
 
 def demonstration(prompt, rng, recipe):
     """An answer at once ('#### 365'), or worked out ('7+8=15 5+0+1=6 0+3=3 #### 365' for 57+308), or
     with each step two or three times, so that the cap cuts off the answer of a long sum. Now and then
-    the result of a step is drawn at random, and its carry and digit go into the rest."""
+    the result of a step is drawn at random, and its carry and digit go into the rest. In a long sum a
+    step shows all digits that are known: '7+8=15 5 5+0+1=6 65 0+3=3 365 #### 365'."""
     a, b = [int(number) for number in prompt[:-1].split("+")]
     style = rng.random()
     if style < recipe["direct"]:
@@ -208,23 +230,26 @@ def demonstration(prompt, rng, recipe):
         if rng.random() < recipe["wrong_step"]:
             total = rng.randrange(20)
         step = f"{x}+{y}+{carry}={total}" if carry else f"{x}+{y}={total}"
-        steps += [step] * rng.randint(*repeats)
         digits = str(total % 10) + digits
         carry = total // 10
+        if recipe["long"]:
+            step += f" {digits}"
+        steps += [step] * rng.randint(*repeats)
     return " ".join(steps) + f" #### {int(str(carry) + digits)}"
 
 
 def base_model(steps, recipe=WARM_START):
     """Folder of the tiny MoE after `steps` of supervised warm start, trained once and kept under runs/.
     Its name is a hash of its settings, and it is renamed into place: what is there is whole."""
-    settings = json.dumps([TINY_MODEL, recipe, steps], sort_keys=True)
+    architecture = LONG_MODEL if recipe["long"] else TINY_MODEL
+    settings = json.dumps([architecture, recipe, steps], sort_keys=True)
     name = hashlib.sha256(settings.encode()).hexdigest()[:8]
     folder = Path("runs", f"base-{name}")
     try:
         folder.parent.mkdir(exist_ok=True)
         with FileLock(f"{folder}.lock"):  # of two runs that need it, one trains and the other waits
             if not folder.exists():
-                model, tokenizer = train_base_model(steps, recipe)
+                model, tokenizer = train_base_model(steps, recipe, architecture)
                 scratch = folder.with_suffix(".tmp")
                 model.save_pretrained(scratch)
                 tokenizer.save_pretrained(scratch)
@@ -246,7 +271,7 @@ def character_tokenizer():
     )
 
 
-def train_base_model(steps, recipe):
+def train_base_model(steps, recipe, architecture):
     """Fits a new tiny MoE to demonstrations; returns it with its tokenizer."""
     rng = random.Random(recipe["seed"])
     tokenizer = character_tokenizer()
@@ -254,14 +279,13 @@ def train_base_model(steps, recipe):
         vocab_size=len(tokenizer),
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
-        **TINY_MODEL,
+        **architecture,
     )
     torch.manual_seed(recipe["seed"])
     model = transformers.Qwen3MoeForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, betas=(0.9, 0.98))
-    prompts = [
-        prompt for prompt, _ in addition_problems()[256:]
-    ]  # the first 256 are held out by default
+    problems = long_addition_problems(fewest_digits=1) if recipe["long"] else addition_problems()
+    prompts = [prompt for prompt, _ in problems[256:]]  # the first 256 are held out by default
     for step in tqdm(range(steps), desc="warm start (only once)", unit="step", mininterval=0.5):
         chosen = rng.choices(prompts, k=recipe["batch_size"])
         answers = [demonstration(prompt, rng, recipe) + tokenizer.eos_token for prompt in chosen]
@@ -289,7 +313,8 @@ def load_model(args):
         # longer when another program occupies a core.
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)
-        source = base_model(args.warm_start_steps)
+        recipe = LONG_WARM_START if args.dataset == "long-addition" else WARM_START
+        source = base_model(args.warm_start_steps, recipe)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         options = {"dtype": torch.float32, "use_safetensors": True, "trust_remote_code": False}
@@ -441,20 +466,12 @@ def sample(model, tokenizer, prompts, group_size, args, generator=None, greedy=F
     prompts_at_a_time = max(1, rows_at_a_time // group_size)  # a group is sampled together
     notes_experts = args.routing_replay == "r3" or args.rollout_dtype != "same"
     notes_experts = notes_experts and getattr(model.base_model, "notes_experts", False)
+    settings = (args.temperature, greedy, drop_every, notes_experts)
     completions = []
     for start in range(0, len(my_prompts), prompts_at_a_time):
         end = start + prompts_at_a_time
         noise_NT = my_noise_PGT[start:end].flatten(0, 1)
-        completions += sample_batch(
-            model,
-            tokenizer,
-            my_prompts[start:end],
-            noise_NT,
-            args.temperature,
-            greedy,
-            drop_every,
-            notes_experts,
-        )
+        completions += sample_batch(model, tokenizer, my_prompts[start:end], noise_NT, *settings)
     return [completion for part in gather(completions) for completion in part]
 
 
@@ -595,11 +612,10 @@ class TokenOutputs(NamedTuple):
     entropy_BT: torch.Tensor  # in nats; 0 on padding
     aux_loss: torch.Tensor  # transformers' load-balancing loss over prompt and response; 0 if dense
     router_logits: tuple  # L tensors (B, T, E), raw, at the position that predicts the token; detached
-    # What the routers choose by themselves, also where other experts are replayed:
-    experts_BTLK: (
-        torch.Tensor
-    )  # at the position that predicts, sorted, so that equal sets compare equal
-    experts_BSLK: torch.Tensor  # for each token, in the order of the top-k
+    # What the routers choose by themselves, also where other experts are replayed: at the position that
+    # predicts, sorted, so that equal sets compare equal; and for each token, in the order of the top-k.
+    experts_BTLK: torch.Tensor
+    experts_BSLK: torch.Tensor
 
 
 def token_logprobs(model, batch, temperature, entropy_grad=False, chunk_numbers=2**26, replay=True):

@@ -53,6 +53,8 @@ CURVES = {  # column: key in metrics.jsonl
     "log_ratio_up_max": "losses/log_ratio_up_max",
     "log_ratio_down_max": "losses/log_ratio_down_max",
     "log_ratio_p99": "losses/log_ratio_p99",
+    "log_ratio_std": "losses/log_ratio_std",
+    "mean_log_ratio_std": "losses/mean_log_ratio_std",
     "outside": "losses/outside",
     "outside_gradient": "losses/outside_gradient",
     "flips": "moe/expert_flip_frac",
@@ -91,6 +93,15 @@ class Job(NamedTuple):
 THREE = (1, 2, 3)  # seeds
 FIVE = (1, 2, 3, 4, 5)
 QUICK = ("--eval_every", "0", "--save_every", "0")
+# The second regime: long answers, many experts, stale data. Of the papers' constants only gspo's range
+# is not the scripts' default. dapo's punishment begins beyond the longest right answer.
+LONG = """--dataset long-addition --max_new_tokens 256 --num_held_out 128 --num_minibatches 16
+--iterations 15""".split()
+LONG_OWN = {
+    "dapo": ("--overlong_cache", "32"),
+    "gspo": ("--clip_eps_low", "3e-4", "--clip_eps_high", "4e-4"),
+}
+LONG_LR, LONG_HIGH_LR = "3e-4", "1e-3"  # the highest at which all of grpo's seeds learn, and the next
 RAMBLING = "the base model that rambles"  # a word that a run replaces by its folder
 # Ranges at which the clip binds on the same share of tokens: see calibrate.py.
 CALIBRATED = RESULTS / "calibrate.csv"
@@ -278,6 +289,41 @@ def stability_calibrated():
                 yield Job("stability_calibrated", script, f"lr{lr}-steps{steps}", seed, flags)
 
 
+def long_job(name, script, seed, lr, variant, *more):
+    flags = (*LONG, *LONG_OWN.get(script, ()), "--lr", lr, *QUICK, *more)
+    return Job(name, script, variant, seed, flags)
+
+
+def long_nine():
+    for seed, script in itertools.product(FIVE, SCRIPTS):
+        yield long_job("long_nine", script, seed, LONG_LR, "lower")
+
+
+def long_high():
+    for seed, script in itertools.product(THREE, SCRIPTS):
+        yield long_job("long_high", script, seed, LONG_HIGH_LR, "higher")
+
+
+def long_rates():
+    """grpo at the rates between which the choice is."""
+    for seed, lr in itertools.product(THREE, ("3e-4", "1e-3", "3e-3")):
+        yield long_job("long_rates", "grpo", seed, lr, f"lr{lr}")
+
+
+def long_claims():
+    """What is compared with the runs of long_nine."""
+    options = [
+        ("dapo", "high0.2", "--clip_eps_high 0.2"),
+        ("sapo", "equal", "--tau_pos 1.0 --tau_neg 1.0"),
+        ("sapo", "reversed", "--tau_pos 1.05 --tau_neg 1.0"),
+        ("grpo", "free", "--kl_coef 0"),
+        ("grpo", "r2", "--kl_coef 0 --routing_replay r2"),
+        ("gspo", "r2", "--routing_replay r2"),
+    ]
+    for seed, (script, variant, flags) in itertools.product(FIVE, options):
+        yield long_job("long_claims", script, seed, LONG_LR, variant, *flags.split())
+
+
 def experiments():
     """{name: function that yields its jobs}."""
     functions = [
@@ -298,6 +344,10 @@ def experiments():
         ranges,
         stability,
         stability_calibrated,
+        long_rates,
+        long_nine,
+        long_high,
+        long_claims,
     ]
     return {function.__name__: function for function in functions}
 
@@ -347,6 +397,9 @@ def probe(policy_loss, gradient_of=None):
         stats["log_ratio_up_max"] = logratio_BT.max()
         stats["log_ratio_down_max"] = -logratio_BT.min()
         stats["log_ratio_p99"] = logratio_BT[mask_BT].abs().quantile(0.99)
+        stats["log_ratio_std"] = logratio_BT[mask_BT].square().mean().sqrt()  # about 0
+        mean_B = logratio_BT.sum(1) / mask_BT.sum(1).clamp(min=1)  # gspo's ratio, its logarithm
+        stats["mean_log_ratio_std"] = mean_B.square().mean().sqrt()
         stats["outside"] = outside_BT.sum() / mask_BT.sum()
         if gradient_of:
             (slope_BT,) = torch.autograd.grad(loss, logprobs_BT, retain_graph=True)

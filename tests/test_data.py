@@ -1,12 +1,15 @@
 """Datasets: files, columns, gold answers, the held-out split."""
 
 import json
+import random
 
 import pytest
 from conftest import script_args
 from datasets import Dataset
 
-from common import load_problems, read_dataset, take_problems
+from common import LONG_WARM_START, demonstration, load_problems, long_addition_problems, read_dataset
+from common import take_problems
+from verifier import verify
 
 
 def arguments(path, **changes):
@@ -52,6 +55,25 @@ def test_gsm8k_needs_no_flag(tmp_path):
 def test_gold_answers(answer, gold, tmp_path):
     path = write(tmp_path / "data.json", [{"p": "x", "a": answer}])
     assert read_dataset(arguments(path, prompt_column="p", answer_column="a")) == [("x", gold)]
+
+
+def test_long_sums_are_apart_from_the_demonstrations_and_fit_the_cap():
+    """The longest right answer, worked out, has room below the cap, and so below dapo's punishment."""
+    problems = read_dataset(arguments("long-addition"))
+    assert problems == list(dict(problems).items()) and len(problems) == 20_256
+    for prompt, gold in problems:
+        a, b = prompt[:-1].split("+")
+        assert 8 <= len(a) == len(b) <= 12 and int(a) + int(b) == int(gold)
+    demonstrated = {prompt for prompt, _ in long_addition_problems(fewest_digits=1)[256:]}
+    assert {len(prompt) for prompt in demonstrated} == set(range(4, 28, 2))
+    assert demonstrated.isdisjoint(prompt for prompt, _ in problems[:256])
+    recipe = LONG_WARM_START | dict(direct=0.0, worked=1.0, wrong_step=0.0)
+    for prompt, gold in problems:
+        answer = demonstration(prompt, random.Random(0), recipe)
+        assert verify(answer, gold)[1] == "correct"
+        assert 100 < len(answer) < 224
+    example = "7+8=15 5 5+0+1=6 65 0+3=3 365 #### 365"
+    assert demonstration("57+308=", random.Random(0), recipe) == example
 
 
 def test_held_out_problems_are_apart_and_the_same_for_all_seeds(tmp_path, tiny_model):
