@@ -125,6 +125,7 @@ OPTIONS = [
     ("rspo", "--shift", "literal"),
     ("rspo", "--shift", "before_clip"),
     ("ppo", "--value_clip", 0, "--entropy_coef", 0.01, "--gae_lambda", 1),
+    ("rspo", "--dataset", "long-addition", "--warm_start_steps", 2, "--iterations", 1),
     (
         "grpo",
         "--update_epochs",
