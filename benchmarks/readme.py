@@ -429,9 +429,14 @@ def whole(name, key, column):
     return per_seed(name, key, column, 10_000)
 
 
+COMPARED = []  # (verdict, p value) of each comparison made so far, for `holm`
+
+
 def verdict(ours, theirs, sign):
     """`sign`: 1 if ours is predicted to be larger, -1 if smaller."""
-    return evidence.verdict(ours, theirs) if sign > 0 else evidence.verdict(theirs, ours)
+    word = evidence.verdict(ours, theirs) if sign > 0 else evidence.verdict(theirs, ours)
+    COMPARED.append((word, evidence.p_value(ours, theirs)))
+    return word
 
 
 def compared(name, variants, columns, reference):
@@ -1079,6 +1084,25 @@ def claims():
     return markdown(["claim", "what the paper says", "what is seen here"], rows)
 
 
+def holm():
+    """The comparisons behind the table of claims, corrected for their number."""
+    found = []
+    for heading, _, seen in CLAIMS:
+        COMPARED.clear()
+        seen()
+        found += [(heading, word, p) for word, p in COMPARED]
+    adjusted = evidence.holm([p for _, _, p in found])
+    lines = []
+    for (heading, word, p), corrected in zip(found, adjusted, strict=True):
+        if first_word(word) != "not shown":
+            stays = "stays" if corrected < 0.05 else "not shown"
+            link = f"[{heading}](#{anchor(heading)})"
+            lines.append([link, word, f"{p:.2g}", f"{corrected:.2g}", stays])
+    count = f"Of {len(found)} comparisons, {len(lines)} are *shown* or *the opposite* by themselves:"
+    header = ["claim", "by itself", "p", "p, corrected", "after the correction"]
+    return [count, "", *markdown(header, lines, "llrrl")]
+
+
 # -------------------------------------------------------------------------------------------- speed
 
 
@@ -1417,6 +1441,7 @@ MAKERS = (
     critic,
     lesson,
     claims,
+    holm,
     departures,
     contents,
     base_model,

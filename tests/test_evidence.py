@@ -1,6 +1,8 @@
 """What the evidence rests on: areas, verdicts, exponents, the experiments, the probe, a run."""
 
 import importlib
+import math
+import statistics
 import sys
 from types import SimpleNamespace
 
@@ -39,6 +41,21 @@ def test_verdict_is_the_interval_of_paired_differences():
 
 def test_exponent_of_a_power():
     assert evidence.exponent([1, 2, 4, 8], [3 * x**1.5 for x in (1, 2, 4, 8)]) == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("seeds, quantile", [(3, 4.302653), (5, 2.776445)])
+def test_p_value_at_the_quantile_of_students_t(seeds, quantile):
+    values = [float(i) for i in range(seeds)]
+    mean, error = statistics.mean(values), statistics.stdev(values) / math.sqrt(seeds)
+    theirs = [mean - quantile * error] * seeds
+    assert evidence.p_value(values, theirs) == pytest.approx(0.05, abs=1e-6)
+    assert evidence.p_value(theirs, values) == pytest.approx(0.05, abs=1e-6)
+    assert evidence.p_value(values, values) == 1
+
+
+def test_holm_multiplies_by_the_number_that_is_left_and_never_falls():
+    assert evidence.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert evidence.holm([0.6, 0.7]) == [1, 1]
 
 
 def test_rank_correlation_sees_only_the_order():
