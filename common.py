@@ -207,14 +207,14 @@ WARM_START = dict(
     cap=48,  # tokens of a demonstration
     long=False,  # sums of 1 to 12 digits: from long ones alone it does not learn which digits to add
 )
-LONG_WARM_START = WARM_START | dict(direct=0.3, worked=0.6, wrong_step=0.01, cap=256, long=True)
+LONG_WARM_START = WARM_START | dict(cap=192, long=True)
 
 
 def demonstration(prompt, rng, recipe):
     """An answer at once ('#### 365'), or worked out ('7+8=15 5+0+1=6 0+3=3 #### 365' for 57+308), or
     with each step two or three times, so that the cap cuts off the answer of a long sum. Now and then
-    the result of a step is drawn at random, and its carry and digit go into the rest. In a long sum a
-    step shows all digits that are known: '7+8=15 5 5+0+1=6 65 0+3=3 365 #### 365'."""
+    the result of a step is drawn at random, and its carry and digit go into the rest. In a long sum
+    all steps have the same width, and say digit and carry: '7+8+0=15 5 1 5+0+1=06 6 0 0+3+0=03 3 0'."""
     a, b = [int(number) for number in prompt[:-1].split("+")]
     style = rng.random()
     if style < recipe["direct"]:
@@ -230,11 +230,11 @@ def demonstration(prompt, rng, recipe):
         if rng.random() < recipe["wrong_step"]:
             total = rng.randrange(20)
         step = f"{x}+{y}+{carry}={total}" if carry else f"{x}+{y}={total}"
+        if recipe["long"]:
+            step = f"{x}+{y}+{carry}={total:02d} {total % 10} {total // 10}"
+        steps += [step] * rng.randint(*repeats)
         digits = str(total % 10) + digits
         carry = total // 10
-        if recipe["long"]:
-            step += f" {digits}"
-        steps += [step] * rng.randint(*repeats)
     return " ".join(steps) + f" #### {int(str(carry) + digits)}"
 
 

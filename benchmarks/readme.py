@@ -774,9 +774,14 @@ def held_out_of(name, key, column="after_sampled_accuracy"):
 def rollout_correction():
     name = "rollout_correction"
     lines = []
-    groups = [("grpo", "", "grpo, no KL, 16 steps, lr 3e-4"), ("grpo", "steps4-", "grpo, 4 steps")]
-    groups += [("grpo", "lr1e-3-", "grpo, 16 steps, lr 1e-3")]
-    groups += [(script, "", f"{script}, 16 steps") for script in ("gspo", "cispo", "gmpo")]
+    groups = []
+    for prefix, words in (
+        ("", "16 steps, lr 3e-4"),
+        ("steps4-", "4 steps, lr 3e-4"),
+        ("lr1e-3-", "16 steps, lr 1e-3"),
+    ):
+        for script in ("grpo", "gspo", "cispo", "gmpo"):
+            groups.append((script, prefix, f"{script}, {words}"))
     for script, prefix, words in groups:
         same = held_out_of(name, (script, f"{prefix}same"))
         variants = [key[1] for key in read_runs(name) if key[0] == script]
@@ -804,6 +809,27 @@ def rollout_correction():
         "effective sample size",
     ]
     return markdown(header, lines)
+
+
+def mismatch_losses():
+    """What an int4 sampler costs without a correction: is it more for token ratios than for means?"""
+    lines = []
+    for words, prefix in (
+        ("16 steps, lr 3e-4", ""),
+        ("4 steps, lr 3e-4", "steps4-"),
+        ("16 steps, lr 1e-3", "lr1e-3-"),
+    ):
+        losses = {}
+        for script in ("grpo", "cispo", "gspo", "gmpo"):
+            same = held_out_of("rollout_correction", (script, f"{prefix}same"))
+            int4 = held_out_of("rollout_correction", (script, f"{prefix}int4"))
+            losses[script] = [a - b for a, b in zip(same, int4, strict=True)]
+        tokens = [(a + b) / 2 for a, b in zip(losses["grpo"], losses["cispo"], strict=True)]
+        means = [(a + b) / 2 for a, b in zip(losses["gspo"], losses["gmpo"], strict=True)]
+        each = [evidence.mean_std(values) for values in losses.values()]
+        lines.append([words, *each, verdict(tokens, means, 1)])
+    header = ["accuracy lost", "grpo", "cispo", "gspo", "gmpo"]
+    return markdown([*header, "the first two lose more, on average?"], lines)
 
 
 def routing_replay():
@@ -1462,6 +1488,7 @@ MAKERS = (
     sapo_taus,
     mismatch,
     rollout_correction,
+    mismatch_losses,
     routing_replay,
     sampler,
     speed,

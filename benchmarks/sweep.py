@@ -95,10 +95,10 @@ FIVE = (1, 2, 3, 4, 5)
 QUICK = ("--eval_every", "0", "--save_every", "0")
 # The second regime: long answers, many experts, stale data. Of the papers' constants only gspo's range
 # is not the scripts' default. dapo's punishment begins beyond the longest right answer.
-LONG = """--dataset long-addition --max_new_tokens 256 --num_held_out 128 --num_minibatches 16
+LONG = """--dataset long-addition --max_new_tokens 192 --num_held_out 128 --num_minibatches 16
 --iterations 15""".split()
 LONG_OWN = {
-    "dapo": ("--overlong_cache", "32"),
+    "dapo": ("--overlong_cache", "16"),
     "gspo": ("--clip_eps_low", "3e-4", "--clip_eps_high", "4e-4"),
 }
 LONG_LR, LONG_HIGH_LR = "3e-4", "1e-3"  # the highest at which all of grpo's seeds learn, and the next
