@@ -207,7 +207,8 @@ WARM_START = dict(
     cap=48,  # tokens of a demonstration
     long=False,  # sums of 1 to 12 digits: from long ones alone it does not learn which digits to add
 )
-LONG_WARM_START = WARM_START | dict(cap=192, long=True)
+# Nothing rambles: the place of a step in a worked sum says which digits to add.
+LONG_WARM_START = WARM_START | dict(direct=0.4, worked=0.6, cap=192, long=True)
 
 
 def demonstration(prompt, rng, recipe):

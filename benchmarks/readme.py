@@ -765,6 +765,23 @@ def mismatch():
     return markdown(header, lines, "lrrrrrrrr")
 
 
+def mismatch_time():
+    seconds = defaultdict(list)  # by round
+    for row in evidence.table("mismatch_time"):
+        seconds[row["variant"]].append((row["rollout"], row["update"]))
+    base = seconds["no mismatch"]
+    lines = []
+    for variant, pairs in seconds.items():
+        cells = [variant]
+        for part in (0, 1):
+            cells.append(f"{statistics.median(pair[part] for pair in pairs):.2f}")
+            ratios = [a[part] / b[part] for a, b in zip(pairs, base, strict=True)]
+            cells.append(" / ".join(three(ratios)))
+        lines.append(cells)
+    ratio = "ratio (min / median / max)"
+    return markdown(["", "rollout, s", ratio, "update, s", ratio], lines, "lrrrr")
+
+
 def held_out_of(name, key, column="after_sampled_accuracy"):
     """Of the trained weights after each run, by seed."""
     rows = sorted(read_runs(name)[key], key=lambda row: row["seed"])
@@ -856,7 +873,6 @@ def routing_replay():
         if key != reference:
             cell += f"<br>{verdict(mine, held_out_of(name, reference), 1)}"
         cells.append(cell)
-        cells.append(f"{statistics.mean(whole(name, key, 'seconds')):.2f}")
         lines.append(cells)
     header = [
         "",
@@ -865,7 +881,6 @@ def routing_replay():
         "experts that would change",
         "KL of sampler and training forward (smaller?)",
         "held-out accuracy (higher?)",
-        "seconds per iteration",
     ]
     return markdown(header, lines)
 
@@ -1487,6 +1502,7 @@ MAKERS = (
     router_shift,
     sapo_taus,
     mismatch,
+    mismatch_time,
     rollout_correction,
     mismatch_losses,
     routing_replay,
