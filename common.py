@@ -58,7 +58,7 @@ def addition_problems():
 
 
 def long_addition_problems(fewest_digits=8):
-    """20,256 sums of two numbers with as many digits, up to 12: [(prompt, gold answer)]."""
+    """20,256 sums of two numbers of the same length, up to 12 digits: [(prompt, gold answer)]."""
     rng = random.Random(0)
     problems = []
     for _ in range(20_256):
@@ -191,7 +191,7 @@ TINY_MODEL = dict(
     bos_token_id=None,
     initializer_range=0.1,  # transformers' 0.02 is for widths in the thousands
 )
-# For long-addition: deeper, and with more of RoPE's frequencies in the range of its lengths.
+# For long-addition: more layers and experts, and RoPE with a base for lengths of 200.
 LONG_MODEL = TINY_MODEL | dict(
     num_hidden_layers=4,
     num_experts=16,
@@ -205,9 +205,9 @@ WARM_START = dict(
     worked=0.4,  # share that work the sum out; the rest rambles
     wrong_step=0.02,  # probability of a wrong step, per column
     cap=48,  # tokens of a demonstration
-    long=False,  # sums of 1 to 12 digits: from long ones alone it does not learn which digits to add
+    long=False,  # or LONG_MODEL, and sums of 1 to 12 digits in steps of one width
 )
-# Nothing rambles: the place of a step in a worked sum says which digits to add.
+# From long sums alone, or from steps that ramble, it does not learn which digits to add.
 LONG_WARM_START = WARM_START | dict(direct=0.4, worked=0.6, cap=192, long=True)
 
 
@@ -230,9 +230,10 @@ def demonstration(prompt, rng, recipe):
         total = x + y + carry
         if rng.random() < recipe["wrong_step"]:
             total = rng.randrange(20)
-        step = f"{x}+{y}+{carry}={total}" if carry else f"{x}+{y}={total}"
         if recipe["long"]:
             step = f"{x}+{y}+{carry}={total:02d} {total % 10} {total // 10}"
+        else:
+            step = f"{x}+{y}+{carry}={total}" if carry else f"{x}+{y}={total}"
         steps += [step] * rng.randint(*repeats)
         digits = str(total % 10) + digits
         carry = total // 10
@@ -286,7 +287,8 @@ def train_base_model(steps, recipe, architecture):
     model = transformers.Qwen3MoeForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, betas=(0.9, 0.98))
     problems = long_addition_problems(fewest_digits=1) if recipe["long"] else addition_problems()
-    prompts = [prompt for prompt, _ in problems[256:]]  # the first 256 are held out by default
+    # Of addition, the first 256 are held out by default; the long list is another than the one of RL.
+    prompts = [prompt for prompt, _ in problems[256:]]
     for step in tqdm(range(steps), desc="warm start (only once)", unit="step", mininterval=0.5):
         chosen = rng.choices(prompts, k=recipe["batch_size"])
         answers = [demonstration(prompt, rng, recipe) + tokenizer.eos_token for prompt in chosen]

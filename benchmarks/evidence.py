@@ -99,6 +99,7 @@ def difference(ours, theirs):
 def verdict(ours, theirs):
     """Is `ours` larger? By the 95 % interval of the paired differences."""
     mean, half = difference(ours, theirs)
+    mean = round(mean, 12) + 0.0  # what is 0 but for rounding, without a sign
     if mean > half:
         word = "shown"
     elif mean < -half:
@@ -125,7 +126,8 @@ def p_value(ours, theirs):
 
 
 def holm(p_values):
-    """Adjusted so that, of all comparisons, one or more are below 0.05 by chance in 5 % of cases."""
+    """Adjusted p values: the chance that one or more are below 0.05 where there is no difference is at
+    most 5 %."""
     order = sorted(range(len(p_values)), key=p_values.__getitem__)
     adjusted = [0.0] * len(p_values)
     highest = 0.0

@@ -82,6 +82,31 @@ def draw(axis, runs, column, style, label=None, width=5, band=True):
         axis.fill_between(xs, low, high, color=color, alpha=0.15, linewidth=0)
 
 
+def three_by_three(curves, variant, rows, end, place):
+    """A row for each of [(column, words, limits or None, iterations to average)], and a column for each
+    group of three scripts, with the other six in grey."""
+    figure, axes = plt.subplots(len(rows), 3, figsize=(8.6, 7.0), sharex=True, sharey="row")
+    for i, (column, words, limits, width) in enumerate(rows):
+        for j, group in enumerate(GROUPS):
+            axis = axes[i, j]
+            for (script, _), seeds in curves.items():
+                if script not in group:
+                    draw(axis, seeds, column, ("#cccccc", "-"), width=width, band=False)
+            for script, style in zip(group, STYLES, strict=False):
+                draw(axis, curves[script, variant], column, style, NAMES[script], width)
+            if limits:
+                axis.set_ylim(*limits)
+            if i == 0:
+                axis.legend(loc=place)
+            if j == 0:
+                axis.set_ylabel(words)
+            if i == len(rows) - 1:
+                axis.set_xlabel("completions generated")
+                axis.set_xlim(0, end)
+    figure.tight_layout()
+    return figure
+
+
 def nine():
     curves = evidence.curves("nine")
     runs = evidence.runs("nine")
@@ -95,26 +120,27 @@ def nine():
         ("len", "response length\n(tokens)", None, 5),
         ("entropy", "entropy\n(nats per token)", None, 5),
     ]
-    figure, axes = plt.subplots(len(rows), 3, figsize=(8.6, 7.0), sharex=True, sharey="row")
-    for i, (column, words, limits, width) in enumerate(rows):
-        for j, group in enumerate(GROUPS):
-            axis = axes[i, j]
-            for (script, _), seeds in curves.items():
-                if script not in group:
-                    draw(axis, seeds, column, ("#cccccc", "-"), width=width, band=False)
-            for script, style in zip(group, STYLES, strict=False):
-                draw(axis, curves[script, "default"], column, style, NAMES[script], width)
-            if limits:
-                axis.set_ylim(*limits)
-            if i == 0:
-                axis.legend(loc="lower right")
-            if j == 0:
-                axis.set_ylabel(words)
-            if i == len(rows) - 1:
-                axis.set_xlabel("completions generated")
-                axis.set_xlim(0, 15400)
-    figure.tight_layout()
-    save(figure, "nine")
+    save(three_by_three(curves, "default", rows, 15400, "lower right"), "nine")
+
+
+def long_rows():
+    return [
+        ("accuracy", "accuracy of the rollouts,\ntemperature 1", (0.0, 1.0), 1),
+        ("len", "response length\n(tokens)", None, 1),
+        ("entropy", "entropy\n(nats per token)", None, 1),
+        ("log_ratio_p99", "99 % of |log r|\nare below", None, 1),
+        ("flips", "experts changed\n(share of tokens)", None, 1),
+    ]
+
+
+def long_nine():
+    curves = evidence.curves("long_nine")
+    save(three_by_three(curves, "lower", long_rows(), 3840, "lower right"), "long_nine")
+
+
+def long_high():
+    curves = evidence.curves("long_high")
+    save(three_by_three(curves, "higher", long_rows(), 3840, "lower left"), "long_high")
 
 
 def heat(name):
@@ -405,6 +431,8 @@ ALL = [
     router_shift,
     sapo_taus,
     mismatch,
+    long_nine,
+    long_high,
 ]
 
 

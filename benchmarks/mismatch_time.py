@@ -1,4 +1,4 @@
-"""What a rollout copy, a correction and routing replay cost in time, on an otherwise quiet machine.
+"""What a rollout copy, a correction and routing replay cost in time.
 
     python benchmarks/mismatch_time.py [--rounds 5]
 
