@@ -85,7 +85,8 @@ def draw(axis, runs, column, style, label=None, width=5, band=True):
 def three_by_three(curves, variant, rows, end, place):
     """A row for each of [(column, words, limits or None, iterations to average)], and a column for each
     group of three scripts, with the other six in grey."""
-    figure, axes = plt.subplots(len(rows), 3, figsize=(8.6, 7.0), sharex=True, sharey="row")
+    size = (8.6, 1.75 * len(rows))
+    figure, axes = plt.subplots(len(rows), 3, figsize=size, sharex=True, sharey="row")
     for i, (column, words, limits, width) in enumerate(rows):
         for j, group in enumerate(GROUPS):
             axis = axes[i, j]
@@ -140,7 +141,7 @@ def long_nine():
 
 def long_high():
     curves = evidence.curves("long_high")
-    save(three_by_three(curves, "higher", long_rows(), 3840, "lower left"), "long_high")
+    save(three_by_three(curves, "higher", long_rows(), 3840, "upper right"), "long_high")
 
 
 def heat(name):

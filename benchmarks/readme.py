@@ -769,10 +769,6 @@ def long_runs(name, variant):
     return markdown(header, lines, "l" + "r" * 10)
 
 
-def long_nine():
-    return long_runs("long_nine", "lower")
-
-
 def long_high():
     return long_runs("long_high", "higher")
 
@@ -1574,6 +1570,7 @@ MAKERS = (
     stale_ratio,
     router_shift,
     sapo_taus,
+    long_high,
     mismatch,
     mismatch_time,
     rollout_correction,
