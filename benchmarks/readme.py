@@ -731,8 +731,7 @@ def sapo_taus():
 def long_runs(name, variant):
     """What the runs of the second regime end with, and what they do on the way."""
     lines = []
-    for script in SCRIPTS:
-        key = (script, variant)
+    for key in [*((script, variant) for script in SCRIPTS), ("grpo", "free")]:
         if key not in read_runs(name):
             continue
         runs = read_curves(name)[key].values()
@@ -752,7 +751,7 @@ def long_runs(name, variant):
             f"{statistics.mean(whole(name, key, 'flips')):.3f}",
             "" if None in gamma else f"{statistics.mean(gamma):.3f}",
         ]
-        lines.append([script, *cells])
+        lines.append([f"{key[0]}, no KL" if key[1] == "free" else key[0], *cells])
     header = [
         "script",
         "held-out accuracy after the run",

@@ -303,6 +303,8 @@ def long_nine():
 def long_high():
     for seed, script in itertools.product(THREE, SCRIPTS):
         yield long_job("long_high", script, seed, LONG_HIGH_LR, "higher")
+    for seed in THREE:  # grpo is the only one of the eight children with a KL in its loss
+        yield long_job("long_high", "grpo", seed, LONG_HIGH_LR, "free", "--kl_coef", "0")
 
 
 def long_claims():
