@@ -769,7 +769,15 @@ def long_runs(name, variant):
 
 
 def long_high():
-    return long_runs("long_high", "higher")
+    name = "long_high"
+    free = whole(name, ("grpo", "free"), "accuracy")
+    lines = [["grpo, no KL", evidence.mean_std(free), ""]]
+    for script in ("gspo", "cispo", "gmpo", "rspo", "sapo"):
+        mine = whole(name, (script, "higher"), "accuracy")
+        lines.append([script, evidence.mean_std(mine), verdict(mine, free, 1)])
+    header = ["mean of all rollouts", "accuracy", "higher than grpo's without a KL?"]
+    table = markdown(header, lines, "lrl")
+    return [*long_runs(name, "higher"), "", *table]
 
 
 # ------------------------------------------------------------- when the sampler is not the trainer
