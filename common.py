@@ -63,7 +63,8 @@ def long_addition_problems(fewest_digits=8):
     problems = []
     for _ in range(20_256):
         digits = rng.randint(fewest_digits, 12)
-        a, b = [rng.randint(10 ** (digits - 1), 10**digits - 1) for _ in "ab"]
+        a = rng.randint(10 ** (digits - 1), 10**digits - 1)
+        b = rng.randint(10 ** (digits - 1), 10**digits - 1)
         problems.append((f"{a}+{b}=", str(a + b)))
     return problems
 
@@ -205,9 +206,9 @@ WARM_START = dict(
     worked=0.4,  # share that work the sum out; the rest rambles
     wrong_step=0.02,  # probability of a wrong step, per column
     cap=48,  # tokens of a demonstration
-    long=False,  # or LONG_MODEL, and sums of 1 to 12 digits in steps of one width
+    long=False,  # whether it is for long-addition
 )
-# From long sums alone, or from steps that ramble, it does not learn which digits to add.
+# With short sums among the long ones, and with no rambling, it learns sooner which digits to add.
 LONG_WARM_START = WARM_START | dict(direct=0.4, worked=0.6, cap=192, long=True)
 
 
@@ -287,8 +288,7 @@ def train_base_model(steps, recipe, architecture):
     model = transformers.Qwen3MoeForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, betas=(0.9, 0.98))
     problems = long_addition_problems(fewest_digits=1) if recipe["long"] else addition_problems()
-    # Of addition, the first 256 are held out by default; the long list is another than the one of RL.
-    prompts = [prompt for prompt, _ in problems[256:]]
+    prompts = [prompt for prompt, _ in problems[256:]]  # what is held out by default is not in it
     for step in tqdm(range(steps), desc="warm start (only once)", unit="step", mininterval=0.5):
         chosen = rng.choices(prompts, k=recipe["batch_size"])
         answers = [demonstration(prompt, rng, recipe) + tokenizer.eos_token for prompt in chosen]

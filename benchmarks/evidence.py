@@ -99,7 +99,8 @@ def difference(ours, theirs):
 def verdict(ours, theirs):
     """Is `ours` larger? By the 95 % interval of the paired differences."""
     mean, half = difference(ours, theirs)
-    mean = round(mean, 12) + 0.0  # what is 0 but for rounding, without a sign
+    if abs(mean) < 1e-12:
+        mean = 0.0  # what is left is rounding
     if mean > half:
         word = "shown"
     elif mean < -half:
@@ -128,11 +129,13 @@ def p_value(ours, theirs):
 def holm(p_values):
     """Adjusted p values: the chance that one or more are below 0.05 where there is no difference is at
     most 5 %."""
-    order = sorted(range(len(p_values)), key=p_values.__getitem__)
-    adjusted = [0.0] * len(p_values)
+    count = len(p_values)
+    smallest_first = sorted(range(count), key=lambda i: p_values[i])
+    adjusted = [0.0] * count
     highest = 0.0
-    for rank, i in enumerate(order):
-        highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[i]))
+    for rank, i in enumerate(smallest_first):
+        product = (count - rank) * p_values[i]
+        highest = max(highest, min(product, 1.0))  # never below that of a smaller p
         adjusted[i] = highest
     return adjusted
 
