@@ -1,12 +1,15 @@
 """Finds, for each script with a clip, the range at which the clip binds on the same share of tokens.
 
-    python benchmarks/calibrate.py [--target 0.02] [--jobs 2]
+    python benchmarks/calibrate.py [--long] [--target 0.02] [--jobs 2]
 
 The papers' ranges are not comparable: they bound a token's ratio, its logarithm, a weight, or a
 sequence's ratio. Here each range keeps its shape and is scaled by bisection, on ten iterations with
 learning rate 1e-4 and 16 optimizer steps per rollout (seed 1), until `--target` of the tokens are
 clipped. Writes results/calibrate.csv, which the experiment stability_calibrated of sweep.py reads. Runs
 that are there are not repeated.
+
+--long does it for the second regime: on four iterations of its job, at its lower learning rate, into
+results/long_calibrate.csv, which long_calibrated reads.
 """
 
 import argparse
@@ -40,11 +43,18 @@ def flags_at(script, scale):
     return tuple(words)
 
 
-def clipped_share(script, flags, commit):
-    """Mean share of tokens that the clip takes the gradient from (cispo: whose weight is capped)."""
+def short_run(script, flags, is_long):
+    """The job whose clipped tokens are counted."""
     variant = "_".join(word.strip("-") for word in flags)
+    if is_long:
+        more = ("--iterations", "4", *flags)
+        return sweep.long_job("long_calibrate", script, 1, sweep.LONG_LR, variant, *more)
     shared = ("--iterations", "10", "--lr", "1e-4", *sweep.steps_flags(16))
-    job = sweep.Job("calibrate", script, variant, 1, (*shared, *flags, *sweep.QUICK))
+    return sweep.Job("calibrate", script, variant, 1, (*shared, *flags, *sweep.QUICK))
+
+
+def clipped_share(job, commit):
+    """Mean share of tokens that the clip takes the gradient from (cispo: whose weight is capped)."""
     if not job.has_ended:
         process = multiprocessing.get_context("fork").Process(target=sweep.run, args=(job, commit))
         process.start()
@@ -57,7 +67,7 @@ def clipped_share(script, flags, commit):
     return total / len(lines)
 
 
-def calibrate(script, target, commit):
+def calibrate(script, target, is_long, commit):
     """Bisection over the logarithm of the scale; a wider range clips less."""
     tried = []
     low = math.log(1e-3)
@@ -65,7 +75,7 @@ def calibrate(script, target, commit):
     scale = 1.0
     for _ in range(8):
         flags = flags_at(script, scale)
-        share = clipped_share(script, flags, commit)
+        share = clipped_share(short_run(script, flags, is_long), commit)
         row = {"script": script, "scale": round(scale, 4), "flags": " ".join(flags), "share": share}
         tried.append(row)
         if share > target:
@@ -84,14 +94,18 @@ def calibrate(script, target, commit):
 def main():
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("--long", action="store_true", help="for the second regime")
     parser.add_argument("--target", type=float, default=0.02)
     parser.add_argument("--jobs", type=int, default=2)
     args = parser.parse_args()
     commit = sweep.prepare()
     with ThreadPool(args.jobs) as pool:
-        tables = pool.map(lambda script: calibrate(script, args.target, commit), RANGES, chunksize=1)
+        tables = pool.map(
+            lambda script: calibrate(script, args.target, args.long, commit), RANGES, chunksize=1
+        )
     rows = [row for table in tables for row in table]
-    with open(sweep.CALIBRATED, "w", newline="") as file:
+    path = sweep.LONG_CALIBRATED if args.long else sweep.CALIBRATED
+    with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
         for row in rows:

@@ -105,6 +105,7 @@ LONG_LR, LONG_HIGH_LR = "3e-4", "1e-3"  # with seed 1, grpo learns at the one an
 RAMBLING = "the base model that rambles"  # a word that a run replaces by its folder
 # Ranges at which the clip binds on the same share of tokens: see calibrate.py.
 CALIBRATED = RESULTS / "calibrate.csv"
+LONG_CALIBRATED = RESULTS / "long_calibrate.csv"
 
 
 def steps_flags(steps):
@@ -113,9 +114,9 @@ def steps_flags(steps):
     return ("--num_minibatches", str(steps // passes), "--update_epochs", str(passes))
 
 
-def calibrated():
-    """{script: flags} from results/calibrate.csv."""
-    with open(CALIBRATED) as file:
+def calibrated(path):
+    """{script: flags} from what calibrate.py has written."""
+    with open(path) as file:
         rows = list(csv.DictReader(file))
     return {row["script"]: tuple(row["flags"].split()) for row in rows if row["chosen"]}
 
@@ -281,7 +282,7 @@ def stability():
 
 def stability_calibrated():
     """Nothing is clipped at the first step, and little at a low learning rate: both are left out."""
-    own_ranges = calibrated()
+    own_ranges = calibrated(CALIBRATED)
     for lr, steps, script in itertools.product(("3e-4", "1e-3"), (4, 16), SCRIPTS):
         if script in own_ranges:
             own = own_ranges[script]
@@ -321,6 +322,17 @@ def long_claims():
         yield long_job("long_claims", script, seed, LONG_LR, variant, *flags.split())
 
 
+def long_calibrated():
+    """The higher rate, and then the lower, with ranges that clip a common share."""
+    own_ranges = calibrated(LONG_CALIBRATED)
+    for lr, variant in ((LONG_HIGH_LR, "higher"), (LONG_LR, "lower")):
+        for seed in THREE:
+            for script, own in own_ranges.items():
+                yield long_job("long_calibrated", script, seed, lr, variant, *own)
+            free = ("--kl_coef", "0", *own_ranges["grpo"])
+            yield long_job("long_calibrated", "grpo", seed, lr, f"{variant}-free", *free)
+
+
 def experiments():
     """{name: function that yields its jobs}."""
     functions = [
@@ -344,6 +356,7 @@ def experiments():
         long_nine,
         long_high,
         long_claims,
+        long_calibrated,
     ]
     return {function.__name__: function for function in functions}
 
@@ -574,9 +587,11 @@ def collect(name, jobs):
 
 def print_list(known):
     for name, function in known.items():
-        if name == "stability_calibrated" and not CALIBRATED.exists():
+        try:
+            jobs = list(function())
+        except FileNotFoundError as error:
+            print(f"{name:22}needs {Path(error.filename).name}: run calibrate.py")
             continue
-        jobs = list(function())
         print(f"{name:22}{sum(job.has_ended for job in jobs)} of {len(jobs)} runs")
 
 
