@@ -75,16 +75,17 @@ def mean_band(runs, column, width=5):
 def draw(axis, runs, column, style, label=None, width=5, band=True):
     xs, means, stds = mean_band(runs, column, width)
     color, dashes = style
-    axis.plot(xs, means, color=color, linestyle=dashes, linewidth=1.5, label=label)
+    lines = axis.plot(xs, means, color=color, linestyle=dashes, linewidth=1.5, label=label)
     if band:
         low = [m - s for m, s in zip(means, stds, strict=True)]
         high = [m + s for m, s in zip(means, stds, strict=True)]
         axis.fill_between(xs, low, high, color=color, alpha=0.15, linewidth=0)
+    return lines
 
 
-def three_by_three(curves, variant, rows, end, place):
+def three_by_three(curves, variant, rows, x_axis, place):
     """A row for each of [(column, words, limits or None, iterations to average)], and a column for each
-    group of three scripts, with the other six in grey."""
+    group of three scripts, with the other six in grey. `x_axis`: (words, first value, last value)."""
     size = (8.6, 1.75 * len(rows))
     figure, axes = plt.subplots(len(rows), 3, figsize=size, sharex=True, sharey="row")
     for i, (column, words, limits, width) in enumerate(rows):
@@ -102,8 +103,11 @@ def three_by_three(curves, variant, rows, end, place):
             if j == 0:
                 axis.set_ylabel(words)
             if i == len(rows) - 1:
-                axis.set_xlabel("completions generated")
-                axis.set_xlim(0, end)
+                words_of_x, *ends = x_axis
+                axis.set_xlabel(words_of_x)
+                axis.set_xlim(*ends)
+                if words_of_x == "iteration":
+                    axis.set_xticks((1, 5, 10, 15))
     figure.tight_layout()
     return figure
 
@@ -121,28 +125,91 @@ def nine():
         ("len", "response length\n(tokens)", None, 5),
         ("entropy", "entropy\n(nats per token)", None, 5),
     ]
-    save(three_by_three(curves, "default", rows, 15400, "lower right"), "nine")
+    x_axis = ("completions generated", 0, 15400)
+    save(three_by_three(curves, "default", rows, x_axis, "lower right"), "nine")
+
+
+LONG_X = ("iteration", 1, 15)
+
+
+def regimes():
+    """The default job beside the second regime at its two rates: a row for each group of three scripts,
+    with the other six in grey. In the second regime also grpo without its KL."""
+    columns = [
+        ("nine", "default", "the default job", ("completions generated", 0, 15400)),
+        ("long_nine", "lower", "long answers, stale data, lr 3e-4", LONG_X),
+        ("long_high", "higher", "the same, lr 1e-3", LONG_X),
+    ]
+    free = {
+        "long_nine": evidence.curves("long_claims")["grpo", "free"],
+        "long_high": evidence.curves("long_high")["grpo", "free"],
+    }
+    figure, axes = plt.subplots(3, 3, figsize=(8.6, 5.2), sharex="col", sharey=True)
+    for seeds in free.values():
+        by_iteration(seeds)
+    for j, (name, variant, words, (words_of_x, *ends)) in enumerate(columns):
+        curves = evidence.curves(name) if name == "nine" else long_curves(name)
+        for i, group in enumerate(GROUPS):
+            axis = axes[i, j]
+            for script in NAMES:
+                if script not in group:
+                    seeds = curves[script, variant]
+                    draw(axis, seeds, "accuracy", ("#cccccc", "-"), width=1, band=False)
+            for script, style in zip(group, STYLES, strict=False):
+                draw(axis, curves[script, variant], "accuracy", style, NAMES[script], width=1)
+            axis.set_ylim(0, 1)
+            if i == 0:
+                axis.set_title(words)
+            if i == 0 and name in free:
+                (line,) = draw(axis, free[name], "accuracy", STYLES[3], "GRPO, no KL", width=1)
+                axis.legend(handles=[line], loc="lower right" if j == 1 else "upper right")
+            if j == 0:
+                axis.set_ylabel("accuracy")
+                axis.legend(loc="lower right")
+        axes[-1, j].set_xlabel(words_of_x)
+        axes[-1, j].set_xlim(*ends)
+        if words_of_x == "iteration":
+            axes[-1, j].set_xticks((1, 5, 10, 15))
+    figure.tight_layout()
+    save(figure, "regimes")
 
 
 def long_rows():
     return [
         ("accuracy", "accuracy of the rollouts,\ntemperature 1", (0.0, 1.0), 1),
         ("len", "response length\n(tokens)", None, 1),
-        ("entropy", "entropy\n(nats per token)", None, 1),
-        ("log_ratio_p99", "99 % of |log r|\nare below", None, 1),
-        ("flips", "experts changed\n(share of tokens)", None, 1),
+        ("entropy", "entropy\n(nats per token)", (0, None), 1),
+        ("log_ratio_p99", "99 % of |log r|\nare below", (0, None), 1),
+        ("clipped", "tokens clipped\n(share)", (0, None), 1),
+        ("flips", "experts changed\n(share of tokens)", (0, None), 1),
+        ("shift", "RSPO's gamma\nbefore its floor", None, 1),
     ]
 
 
+def by_iteration(seeds):
+    """Not by completions, and with the share of tokens that is clipped on either side."""
+    for rows in seeds.values():
+        for row in rows:
+            row["x"] = row["iteration"]
+            row["clipped"] = (row["clip_low"] or 0) + (row["clip_high"] or 0)
+
+
+def long_curves(name):
+    curves = evidence.curves(name)
+    for seeds in curves.values():
+        by_iteration(seeds)
+    return curves
+
+
 def long_nine():
-    curves = evidence.curves("long_nine")
-    save(three_by_three(curves, "lower", long_rows(), 3840, "lower right"), "long_nine")
+    curves = long_curves("long_nine")
+    save(three_by_three(curves, "lower", long_rows(), LONG_X, "lower right"), "long_nine")
 
 
 def long_high():
-    curves = evidence.curves("long_high")
+    curves = long_curves("long_high")
     curves.pop(("grpo", "free"), None)
-    save(three_by_three(curves, "higher", long_rows(), 3840, "upper right"), "long_high")
+    save(three_by_three(curves, "higher", long_rows(), LONG_X, "upper right"), "long_high")
 
 
 def heat(name):
@@ -433,6 +500,7 @@ ALL = [
     router_shift,
     sapo_taus,
     mismatch,
+    regimes,
     long_nine,
     long_high,
 ]
