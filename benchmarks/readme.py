@@ -1550,6 +1550,8 @@ CLAIMS = (  # heading of the section, what the paper says, what is seen, and in 
 
 def claim_cell(items, heading):
     """Of the main README's table; the first verdict is a link to the section."""
+    if not items:
+        return "(not asked)"
     cells = []
     for word, text in items:
         bold = f"**{word}**"
