@@ -1,6 +1,9 @@
-"""What figures.py and readme.py compute from the CSVs in results/: means, curves, intervals."""
+"""What figures.py, readme.py and second_regime.py make of the CSVs in results/: means, curves,
+intervals, verdicts, tables."""
 
 import csv
+import functools
+import itertools
 import math
 import statistics
 from collections import defaultdict
@@ -9,6 +12,7 @@ from pathlib import Path
 RESULTS = Path(__file__).parent / "results"
 SCRIPTS = ["ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "rspo", "sapo"]
 MORE = ["more.reinforce", "more.rloo", "more.vapo"]
+WIDTH = 118  # of a line of prose
 STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # 97.5 % quantile of Student's t, by number of seeds
 
 
@@ -50,6 +54,11 @@ def curves(name):
     return groups
 
 
+# Of the same, to be read and not to be changed.
+read_runs = functools.cache(runs)
+read_curves = functools.cache(curves)
+
+
 def held_out(rows, start):
     """[(completions generated, held-out accuracy)] of a run, from `start`, the accuracy of the base
     model."""
@@ -85,6 +94,47 @@ def tail(rows, column, count=10):
     return statistics.mean(values) if values else None
 
 
+def per_seed(name, key, column, count=10):
+    """Mean of a column over the last `count` iterations, for each seed in order."""
+    runs = read_curves(name)[key]
+    return [tail(runs[seed], column, count) for seed in sorted(runs)]
+
+
+def whole(name, key, column):
+    """The same over all iterations."""
+    return per_seed(name, key, column, 10_000)
+
+
+def held_out_of(name, key, column="after_sampled_accuracy"):
+    """Of the trained weights after each run, by seed."""
+    rows = sorted(read_runs(name)[key], key=lambda row: row["seed"])
+    return [row[column] for row in rows]
+
+
+def drops(rows):
+    """How far the accuracy of each iteration is below the highest one so far."""
+    values = [row["accuracy"] for row in rows]
+    highest = itertools.accumulate(values, max)
+    return [high - value for high, value in zip(highest, values, strict=True)]
+
+
+def largest_drop(name, key):
+    """For each seed: how far the accuracy of an iteration is below an earlier one, at most."""
+    runs = read_curves(name)[key]
+    return [max(drops(runs[seed])) for seed in sorted(runs)]
+
+
+def shift_before_fall(name, key):
+    """Correlation of the changed experts with the next change of the accuracy, for each seed."""
+    correlations = []
+    for rows in read_curves(name)[key].values():
+        pairs = itertools.pairwise(row["accuracy"] for row in rows)
+        changes = [after - before for before, after in pairs]
+        flips = [row["flips"] for row in rows[:-1]]
+        correlations.append(statistics.correlation(flips, changes))
+    return correlations
+
+
 def mean_std(values, digits=3):
     return f"{statistics.mean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}"
 
@@ -108,6 +158,37 @@ def verdict(ours, theirs):
     else:
         word = "not shown"
     return f"{word} ({mean:+.3g} ± {half:.2g})"
+
+
+def first_word(text):
+    """Of what `verdict` returns: the verdict without the numbers."""
+    return text.split(" (")[0]
+
+
+def directed(ours, theirs, sign):
+    """`sign`: 1 if ours is predicted to be larger, -1 if smaller, 0 if nothing is predicted: then the
+    words are larger, smaller and not shown."""
+    word = verdict(theirs, ours) if sign < 0 else verdict(ours, theirs)
+    if sign == 0:
+        found = first_word(word)
+        unpredicted = {"shown": "larger", "the opposite": "smaller", "not shown": "not shown"}
+        word = word.replace(found, unpredicted[found], 1)
+    return word
+
+
+def overall(*verdicts):
+    """One word for several comparisons: theirs if they agree, else "not shown"."""
+    words = {first_word(each) for each in verdicts}
+    return words.pop() if len(words) == 1 else "not shown"
+
+
+def apart(ours, theirs, more, less):
+    """The mean difference in words: '0.44 ± 0.14 shorter'."""
+    mean, half = difference(ours, theirs)
+    digits = 3
+    if half > 0:  # two digits of the interval, and as many decimals of the mean
+        digits = max(0, 1 - math.floor(math.log10(half)))
+    return f"{abs(mean):.{digits}f} ± {half:.{digits}f} {more if mean > 0 else less}"
 
 
 def p_value(ours, theirs):
@@ -152,3 +233,9 @@ def rank_correlation(xs, ys):
     x_ranks = [sorted(xs).index(x) for x in xs]
     y_ranks = [sorted(ys).index(y) for y in ys]
     return statistics.correlation(x_ranks, y_ranks)
+
+
+def markdown(header, rows, align=""):
+    """A table; `align`: a letter per column, r for right."""
+    rules = ["---:" if letter == "r" else "---" for letter in align.ljust(len(header), "l")]
+    return [f"| {' | '.join(map(str, row))} |" for row in (header, rules, *rows)]

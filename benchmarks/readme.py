@@ -12,8 +12,6 @@ the other side, else "not shown".
 
 import ast
 import difflib
-import functools
-import itertools
 import math
 import re
 import statistics
@@ -24,22 +22,28 @@ from pathlib import Path
 
 import evidence
 import gpu
+import second_regime
+from evidence import (
+    MORE,
+    SCRIPTS,
+    WIDTH,
+    apart,
+    directed,
+    drops,
+    first_word,
+    held_out_of,
+    markdown,
+    overall,
+    per_seed,
+    read_curves,
+    read_runs,
+    shift_before_fall,
+    whole,
+)
 
 ROOT = Path(__file__).parent.parent
 FILES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md"]
-SCRIPTS = evidence.SCRIPTS
-MORE = evidence.MORE
 END = 14_000  # completions that every run of the nine has generated
-WIDTH = 118  # of a line of prose
-
-read_curves = functools.cache(evidence.curves)
-read_runs = functools.cache(evidence.runs)
-
-
-def markdown(header, rows, align=""):
-    """A table; `align`: a letter per column, r for right."""
-    rules = ["---:" if letter == "r" else "---" for letter in align.ljust(len(header), "l")]
-    return [f"| {' | '.join(map(str, row))} |" for row in (header, rules, *rows)]
 
 
 def anchor(heading):
@@ -321,13 +325,6 @@ def default_run():
 # ---------------------------------------------------------------------------------------- stability
 
 
-def drops(rows):
-    """How far the accuracy of each iteration is below the highest one so far."""
-    values = [row["accuracy"] for row in rows]
-    highest = itertools.accumulate(values, max)
-    return [high - value for high, value in zip(highest, values, strict=True)]
-
-
 def falls(name):
     """Of the runs at each setting: how many had an iteration 0.2 or more below an earlier one."""
 
@@ -427,29 +424,7 @@ def ranges(name, first):
 # ------------------------------------------------------------------------------- the papers' claims
 
 
-def per_seed(name, key, column, count=10):
-    """Mean of a column over the last `count` iterations, for each seed in order."""
-    runs = read_curves(name)[key]
-    return [evidence.tail(runs[seed], column, count) for seed in sorted(runs)]
-
-
-def whole(name, key, column):
-    """The same over all iterations."""
-    return per_seed(name, key, column, 10_000)
-
-
 COMPARED = []  # (verdict, p value) of each comparison made so far, for `holm`
-
-
-def directed(ours, theirs, sign):
-    """`sign`: 1 if ours is predicted to be larger, -1 if smaller, 0 if nothing is predicted: then the
-    words are larger, smaller and not shown."""
-    word = evidence.verdict(theirs, ours) if sign < 0 else evidence.verdict(ours, theirs)
-    if sign == 0:
-        found = first_word(word)
-        unpredicted = {"shown": "larger", "the opposite": "smaller", "not shown": "not shown"}
-        word = word.replace(found, unpredicted[found], 1)
-    return word
 
 
 def verdict(ours, theirs, sign):
@@ -667,17 +642,6 @@ def stale_ratio():
     return markdown([*header, "largest -log r", "accuracy, mean of all iterations"], lines)
 
 
-def shift_before_fall(name, key):
-    """Correlation of the changed experts with the next change of the accuracy, for each seed."""
-    correlations = []
-    for rows in read_curves(name)[key].values():
-        pairs = itertools.pairwise(row["accuracy"] for row in rows)
-        changes = [after - before for before, after in pairs]
-        flips = [row["flips"] for row in rows[:-1]]
-        correlations.append(statistics.correlation(flips, changes))
-    return correlations
-
-
 def shift_and_gamma(key):
     correlations = []
     for rows in read_curves("router_shift")[key].values():
@@ -773,264 +737,6 @@ def cispo_and_dapo():
     return markdown(header, [["accuracy, mean of 36 iterations", *cells]], "lrrl")
 
 
-# ---------------------------------------------------------------------------- the second regime
-#
-# Its comparisons are all made in one place, since they are corrected for their number together.
-
-LOW = "long_nine", "lower"  # experiment and variant of the nine, at the lower rate
-HIGH = "long_high", "higher"
-LONG_RATES = {"lower": "3e-4", "higher": "1e-3"}
-FREE = {"long_nine": "long_claims", "long_high": "long_high"}  # where grpo without its KL is
-
-
-def largest_drop(name, key):
-    """For each seed: how far the accuracy of an iteration is below an earlier one, at most."""
-    runs = read_curves(name)[key]
-    return [max(drops(runs[seed])) for seed in sorted(runs)]
-
-
-def calibrated_pairs():
-    """((script, variant) in long_calibrated, experiment and key with its own range) of all its runs."""
-    own = {"higher": "long_high", "lower": "long_nine"}
-    for script, variant in read_runs("long_calibrated"):
-        rate, _, free = variant.partition("-")
-        name = own[rate]
-        source = (FREE[name], (script, "free")) if free else (name, (script, rate))
-        yield (script, variant), source
-
-
-def first_three(values):
-    """Seeds: a calibrated run has no more."""
-    return values[:3]
-
-
-def calibrated_sign(key, measure):
-    """Narrower ranges were to fall less, gspo's wider one more; nothing was said of the other two."""
-    script, variant = key
-    if script == "cispo" or variant.endswith("free"):
-        return 0
-    falls_less = -1 if script == "gspo" else 1
-    return falls_less if measure == "accuracy" else -falls_less
-
-
-MEASURES = {
-    "held_out": "held-out accuracy after the run",
-    "accuracy": "accuracy, mean of all rollouts",
-    "drop": "largest drop",
-}
-
-
-def measured(measure, name, key):
-    """For each seed."""
-    if measure == "held_out":
-        return [value or 0.0 for value in held_out_of(name, key)]
-    if measure == "drop":
-        return largest_drop(name, key)
-    return whole(name, key, "accuracy")
-
-
-@functools.cache
-def long_comparisons():
-    """{what: (ours, theirs, sign)}: values by seed, and the sign of the prediction (see `directed`)."""
-    found = {}
-    for name, variant in (LOW, HIGH):
-        free = FREE[name], ("grpo", "free")
-        for script in SCRIPTS:
-            for measure in MEASURES:
-                mine = measured(measure, name, (script, variant))
-                found[name, script, measure] = mine, measured(measure, *free), 0
-
-    def of_claims(script, variant, column, count=10_000):
-        return per_seed("long_claims", (script, variant), column, count)
-
-    def of_nine(script, column, count=10_000):
-        return per_seed("long_nine", (script, "lower"), column, count)
-
-    entropy = of_nine("dapo", "entropy", 5), of_claims("dapo", "high0.2", "entropy", 5)
-    found["b", "dapo"] = *entropy, 1
-    for script in ("gspo", "gmpo"):
-        width = of_nine(script, "log_ratio_p99"), of_claims("grpo", "free", "log_ratio_p99")
-        found["g", script] = *width, -1
-    for script in ("gmpo", "rspo"):
-        correlations = shift_before_fall("long_high", (script, "higher"))
-        found["h", script] = correlations, [0.0] * len(correlations), -1
-    falls = [largest_drop("long_high", (script, "higher")) for script in ("rspo", "gmpo")]
-    found["h", "drop"] = *falls, -1
-    equal = of_claims("sapo", "equal", "accuracy")
-    found["i", "paper"] = of_nine("sapo", "accuracy"), equal, 1
-    found["i", "reversed"] = of_claims("sapo", "reversed", "accuracy"), equal, -1
-    equal = largest_drop("long_claims", ("sapo", "equal"))
-    found["i", "paper", "drop"] = largest_drop("long_nine", ("sapo", "lower")), equal, -1
-    found["i", "reversed", "drop"] = largest_drop("long_claims", ("sapo", "reversed")), equal, 1
-    free = of_claims("grpo", "free", "accuracy")
-    found["j", "grpo"] = of_claims("grpo", "r2", "accuracy"), free, 1
-    found["j", "gspo"] = of_claims("gspo", "r2", "accuracy"), of_nine("gspo", "accuracy"), 1
-    found["k", "cispo"] = of_nine("cispo", "accuracy"), of_nine("dapo", "accuracy"), 1
-    for key, source in calibrated_pairs():
-        for measure in ("accuracy", "drop"):
-            mine = measured(measure, "long_calibrated", key)
-            theirs = first_three(measured(measure, *source))
-            found["l", *key, measure] = mine, theirs, calibrated_sign(key, measure)
-    return found
-
-
-@functools.cache
-def long_verdicts():
-    """{what: (verdict, p, p after Holm's correction)} for all comparisons of the second regime."""
-    found = long_comparisons()
-    ps = [evidence.p_value(ours, theirs) for ours, theirs, _ in found.values()]
-    words = [directed(*comparison) for comparison in found.values()]
-    return dict(zip(found, zip(words, ps, evidence.holm(ps), strict=True), strict=True))
-
-
-def long_name(key):
-    script, variant = key
-    return f"{script}, no KL" if variant.endswith("free") else script
-
-
-def beside_free(name, variant):
-    """(experiment, key) of the nine, and of grpo without its KL."""
-    return [*((name, (script, variant)) for script in SCRIPTS), (FREE[name], ("grpo", "free"))]
-
-
-def clipped_by_iteration(rows):
-    return [(row["clip_low"] or 0) + (row["clip_high"] or 0) for row in rows]
-
-
-def mean_to_single(runs):
-    """Spread of the mean log-ratio of a completion, divided by that of a single token's: the median."""
-    spread = [row["mean_log_ratio_std"] / row["log_ratio_std"] for rows in runs for row in rows]
-    return f"{statistics.median(spread):.2f}"
-
-
-def long_runs(name, variant):
-    """What the runs of the second regime end with, and what they do on the way."""
-    lines = []
-    for source, key in beside_free(name, variant):
-        runs = read_curves(source)[key].values()
-        greedy = [value or 0.0 for value in held_out_of(source, key, "after_greedy_accuracy")]
-        clipped = [clipped_by_iteration(rows) for rows in runs]
-        early = mean_to_single(rows[:5] for rows in runs)
-        late = mean_to_single(rows[-5:] for rows in runs)
-        gamma = whole(source, key, "shift")
-        cells = [
-            evidence.mean_std(greedy),
-            f"{statistics.mean(max(row['accuracy'] for row in rows) for rows in runs):.3f}",
-            f"{sum(max(drops(rows)) >= 0.2 for rows in runs)} of {len(runs)}",
-            f"{statistics.mean(per_seed(source, key, 'len', 5)):.0f}",
-            f"{statistics.mean(per_seed(source, key, 'entropy', 5)):.3f}",
-            f"{statistics.mean(whole(source, key, 'log_ratio_p99')):.3f}",
-            f"{early}, {late}",
-            f"{statistics.mean(shares[0] for shares in clipped):.3f}",
-            f"{statistics.mean(share for shares in clipped for share in shares):.3f}",
-            f"{statistics.mean(whole(source, key, 'flips')):.3f}",
-            "" if None in gamma else f"{statistics.mean(gamma):.3f}",
-        ]
-        lines.append([long_name(key), *cells])
-    header = [
-        "script",
-        "held-out, greedy",
-        "highest accuracy of an iteration",
-        "fell by 0.2 or more",
-        "length, last 5 iterations",
-        "entropy, last 5",
-        r"99% of \|log r\| below, mean of all",
-        "rms of a completion's mean log r / of a token's log r, first 5 and last 5",
-        "clipped, first iteration",
-        "clipped, mean of all",
-        "experts changed, mean of all",
-        "gamma before its floor, mean of all",
-    ]
-    return markdown(header, lines, "l" + "r" * 11)
-
-
-def against_free(name, variant):
-    """Each of the nine against grpo without its KL: no child of grpo has one."""
-    lines = []
-    for source, key in beside_free(name, variant):
-        script, its_variant = key
-        cells = [long_name(key)]
-        for measure in MEASURES:
-            cell = evidence.mean_std(measured(measure, source, key))
-            if its_variant != "free":
-                cell += f"<br>{long_verdicts()[name, script, measure][0]}"
-            cells.append(cell)
-        lines.append(cells)
-    return markdown(["(compared with the last row)", *MEASURES.values()], lines)
-
-
-def long_nine():
-    return [*long_runs(*LOW), "", *against_free(*LOW)]
-
-
-def long_high():
-    return [*long_runs(*HIGH), "", *against_free(*HIGH)]
-
-
-LONG_CLAIMS = {  # what is compared: (words, decimals)
-    ("b", "dapo"): ("(b) dapo's entropy at the end, 0.28 : 0.2; higher?", 4),
-    ("g", "gspo"): (r"(g) 99% of \|log r\| below, gspo : grpo, no KL; narrower?", 4),
-    ("g", "gmpo"): (r"(g) 99% of \|log r\| below, gmpo : grpo, no KL; narrower?", 4),
-    ("h", "gmpo"): ("(h) correlation of changed experts and next accuracy, gmpo; below 0?", 2),
-    ("h", "rspo"): ("(h) correlation of changed experts and next accuracy, rspo; below 0?", 2),
-    ("h", "drop"): ("(h) largest drop, rspo : gmpo; smaller?", 3),
-    ("i", "paper"): ("(i) accuracy, tau_pos 1.0, tau_neg 1.05 : both 1.0; higher?", 3),
-    ("i", "reversed"): ("(i) accuracy, tau_pos 1.05, tau_neg 1.0 : both 1.0; lower?", 3),
-    ("i", "paper", "drop"): ("(i) largest drop, tau_pos 1.0, tau_neg 1.05 : both 1.0; smaller?", 3),
-    ("i", "reversed", "drop"): ("(i) largest drop, tau_pos 1.05, tau_neg 1.0 : both 1.0; larger?", 3),
-    ("j", "grpo"): ("(j) accuracy of grpo, no KL, with replay : without; higher?", 3),
-    ("j", "gspo"): ("(j) accuracy of gspo, with replay : without; higher?", 3),
-    ("k", "cispo"): ("(k) accuracy, cispo : dapo; higher?", 3),
-}
-
-
-def long_claims():
-    lines = []
-    for what, (words, digits) in LONG_CLAIMS.items():
-        ours, theirs, _ = long_comparisons()[what]
-        word, p, corrected = long_verdicts()[what]
-        values = evidence.mean_std(ours, digits)
-        if any(theirs):
-            values += f" : {evidence.mean_std(theirs, digits)}"
-        lines.append([words, values, word, f"{p:.2g}", f"{corrected:.2g}"])
-    return markdown(["", "mean ± std", "verdict", "p", "p, corrected"], lines, "lllrr")
-
-
-def long_calibrated():
-    lines = []
-    for key, source in calibrated_pairs():
-        rate = LONG_RATES[key[1].split("-")[0]]
-        cells = [f"{long_name(key)}, lr {rate}"]
-        for name, its_key in (source, ("long_calibrated", key)):
-            clipped = []
-            for rows in first_three(list(read_curves(name)[its_key].values())):
-                clipped += clipped_by_iteration(rows)
-            cells.append(f"{statistics.mean(clipped):.3f}")
-        for measure in ("accuracy", "drop"):
-            calibrated, own, _ = long_comparisons()["l", *key, measure]
-            word, _, _ = long_verdicts()["l", *key, measure]
-            cells.append(f"{evidence.mean_std(own)} : {evidence.mean_std(calibrated)}<br>{word}")
-        lines.append(cells)
-    header = ["", "clipped, own range", "clipped, calibrated"]
-    header.append("accuracy, mean of all rollouts, own range : calibrated; higher? (gspo: lower?)")
-    header.append("largest drop, own range : calibrated; smaller? (gspo: larger?)")
-    return markdown(header, lines, "lrr")
-
-
-def long_holm():
-    """Which of the verdicts of the second regime stay when their number is corrected for."""
-    found = long_verdicts()
-    alone = sum(first_word(word) != "not shown" for word, _, _ in found.values())
-    smallest = min(p for _, p, _ in found.values())
-    stay = [" ".join(what) for what, (_, _, corrected) in found.items() if corrected < 0.05]
-    text = (
-        f"Of the {len(found)} comparisons of this section, {alone} have a verdict other than *not"
-        f" shown* by themselves; the smallest p is {smallest:.2g}. After Holm's correction over all of"
-        f" them there stay: {', '.join(stay) or 'none'}."
-    )
-    return textwrap.wrap(text, WIDTH)
-
-
 # ------------------------------------------------------------- when the sampler is not the trainer
 
 
@@ -1084,12 +790,6 @@ def mismatch_time():
         lines.append(cells)
     ratio = "ratio (min / median / max)"
     return markdown(["", "rollout, s", ratio, "update, s", ratio], lines, "lrrrr")
-
-
-def held_out_of(name, key, column="after_sampled_accuracy"):
-    """Of the trained weights after each run, by seed."""
-    rows = sorted(read_runs(name)[key], key=lambda row: row["seed"])
-    return [row[column] for row in rows]
 
 
 def rollout_correction():
@@ -1216,26 +916,6 @@ def routing_replay():
 #
 # Each of the functions below returns [(verdict, what was measured)]. The words beside a verdict say
 # how a number came out, whichever way that is, so that they stay true when the CSVs change.
-
-
-def first_word(text):
-    """Of what `verdict` returns: the verdict without the numbers."""
-    return text.split(" (")[0]
-
-
-def overall(*verdicts):
-    """One word for several comparisons: theirs if they agree, else "not shown"."""
-    words = {first_word(each) for each in verdicts}
-    return words.pop() if len(words) == 1 else "not shown"
-
-
-def apart(ours, theirs, more, less):
-    """The mean difference in words: '0.44 ± 0.14 shorter'."""
-    mean, half = evidence.difference(ours, theirs)
-    digits = 3
-    if half > 0:  # two digits of the interval, and as many decimals of the mean
-        digits = max(0, 1 - math.floor(math.log10(half)))
-    return f"{abs(mean):.{digits}f} ± {half:.{digits}f} {more if mean > 0 else less}"
 
 
 def seen_one_step():
@@ -1405,72 +1085,6 @@ def seen_equal_steps():
     return [(first_word(verdict(*pair, 1)), text)]
 
 
-# The same for the second regime, without counting: its comparisons are corrected by themselves.
-
-
-def long_words(*whats):
-    return overall(*(long_verdicts()[what][0] for what in whats))
-
-
-def long_apart(*what):
-    ours, theirs, _ = long_comparisons()[what]
-    return apart(ours, theirs, "higher", "lower")
-
-
-def long_clip_higher():
-    what = "b", "dapo"
-    text = f"with 0.28 in place of 0.2, the entropy is {long_apart(*what)}"
-    return [(long_words(what), text)]
-
-
-def long_stale_ratio():
-    whats = ("g", "gspo"), ("g", "gmpo")
-    _, grpo, _ = long_comparisons()[whats[0]]
-    widths = [grpo, *(long_comparisons()[what][0] for what in whats)]
-    listed = " / ".join(f"{statistics.mean(width):.3g}" for width in widths)
-    text = rf"99% of \|log r\| are below, in grpo (no KL) / gspo / gmpo: {listed}"
-    return [(long_words(*whats), text)]
-
-
-def long_router_shift():
-    whats = ("h", "gmpo"), ("h", "rspo")
-    found = [statistics.mean(long_comparisons()[what][0]) for what in whats]
-    text = (
-        "at lr 1e-3, changed experts correlate with the next change of accuracy by"
-        f" {found[0]:+.2f} (gmpo), {found[1]:+.2f} (rspo)"
-    )
-    drop = "h", "drop"
-    more = f"rspo's largest drop of the accuracy, compared with gmpo's: {long_apart(*drop)}"
-    return [(long_words(*whats), text), (long_words(drop), more)]
-
-
-def long_sapo_taus():
-    items = []
-    for name, pair in (
-        ("paper", "tau_pos 1.0, tau_neg 1.05"),
-        ("reversed", "tau_pos 1.05, tau_neg 1.0"),
-    ):
-        what = "i", name
-        text = f"accuracy with {pair}, compared with equal ones: {long_apart(*what)}"
-        items.append((long_words(what), text))
-    return items
-
-
-def long_routing_replay():
-    items = []
-    for script in ("grpo", "gspo"):
-        what = "j", script
-        text = f"with replay (r2), {script}'s accuracy is {long_apart(*what)}"
-        items.append((long_words(what), text))
-    return items
-
-
-def long_equal_steps():
-    what = "k", "cispo"
-    text = f"in 15 iterations, cispo's mean accuracy is {long_apart(*what)} than dapo's"
-    return [(long_words(what), text)]
-
-
 def not_asked():
     return []
 
@@ -1487,7 +1101,7 @@ CLAIMS = (  # heading of the section, what the paper says, what is seen, and in 
         "(b) Clip-higher and entropy",
         "DAPO: a wider range above 1 keeps the entropy higher",
         seen_clip_higher,
-        long_clip_higher,
+        second_regime.long_clip_higher,
     ),
     (
         "(c) The length of wrong answers",
@@ -1519,31 +1133,31 @@ CLAIMS = (  # heading of the section, what the paper says, what is seen, and in 
         "(g) Log-ratios under stale data",
         "GSPO, GMPO: the log-ratios stay closer to 0 than GRPO's",
         seen_stale_ratio,
-        long_stale_ratio,
+        second_regime.long_stale_ratio,
     ),
     (
         "(h) Router shift and collapse",
         "RSPO: experts change before the reward falls, and rspo is more stable than gmpo",
         seen_router_shift,
-        long_router_shift,
+        second_regime.long_router_shift,
     ),
     (
         "(i) The two temperatures of SAPO",
         "SAPO: tau_neg above tau_pos is more stable than equal ones, and the reverse less",
         seen_sapo_taus,
-        long_sapo_taus,
+        second_regime.long_sapo_taus,
     ),
     (
         "(j) Routing replay",
         "GSPO: GRPO needs routing replay on an MoE, GSPO does not",
         seen_routing_replay,
-        long_routing_replay,
+        second_regime.long_routing_replay,
     ),
     (
         "(k) CISPO and DAPO at equal steps",
         "MiniMax-M1: CISPO learns faster than DAPO in as many steps",
         seen_equal_steps,
-        long_equal_steps,
+        second_regime.long_equal_steps,
     ),
 )
 
@@ -1949,12 +1563,12 @@ MAKERS = (
     sapo_taus,
     replay,
     cispo_and_dapo,
-    long_nine,
-    long_high,
-    long_claims,
+    second_regime.long_nine,
+    second_regime.long_high,
+    second_regime.long_claims,
     long_calibrate,
-    long_calibrated,
-    long_holm,
+    second_regime.long_calibrated,
+    second_regime.long_holm,
     mismatch,
     mismatch_time,
     rollout_correction,
