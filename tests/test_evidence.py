@@ -39,6 +39,20 @@ def test_verdict_is_the_interval_of_paired_differences():
     assert evidence.verdict([0.1, 0.3, 0.2], [0.2, 0.1, 0.25]).startswith("not shown")
 
 
+def test_a_verdict_follows_the_direction_of_the_prediction():
+    low, high = [0.50, 0.52, 0.51], [0.60, 0.63, 0.61]
+    words = {sign: evidence.first_word(evidence.directed(high, low, sign)) for sign in (1, -1, 0)}
+    assert words == {1: "shown", -1: "the opposite", 0: "larger"}
+    assert evidence.directed(low, high, 0).startswith("smaller (-0.1")
+    unclear = evidence.directed([0.1, 0.3, 0.2], [0.2, 0.1, 0.25], 0)
+    assert evidence.first_word(unclear) == "not shown"
+
+
+def test_the_largest_drop_is_below_the_highest_value_before_it():
+    rows = [{"accuracy": value} for value in (0.5, 0.8, 0.3, 0.9, 0.7)]
+    assert evidence.drops(rows) == pytest.approx([0, 0, 0.5, 0, 0.2])
+
+
 def test_exponent_of_a_power():
     assert evidence.exponent([1, 2, 4, 8], [3 * x**1.5 for x in (1, 2, 4, 8)]) == pytest.approx(1.5)
 
