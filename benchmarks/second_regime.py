@@ -29,12 +29,11 @@ def first_three(values):
 
 
 def calibrated_sign(key, measure):
-    """Narrower ranges were to fall less, gspo's wider one more; nothing was said of the other two."""
+    """Narrower ranges were to fall less, gspo's wider one more; of the rest nothing was predicted."""
     script, variant = key
-    if script == "cispo" or variant.endswith("free"):
+    if measure != "drop" or script == "cispo" or variant.endswith("free"):
         return 0
-    falls_less = -1 if script == "gspo" else 1
-    return falls_less if measure == "accuracy" else -falls_less
+    return 1 if script == "gspo" else -1
 
 
 MEASURES = {
@@ -241,9 +240,23 @@ def long_calibrated():
             cells.append(f"{evidence.mean_std(own)} : {evidence.mean_std(calibrated)}<br>{word}")
         lines.append(cells)
     header = ["", "clipped, own range", "clipped, calibrated"]
-    header.append("accuracy, mean of all rollouts, own range : calibrated; higher? (gspo: lower?)")
+    header.append("accuracy, mean of all rollouts, own range : calibrated")
     header.append("largest drop, own range : calibrated; smaller? (gspo: larger?)")
     return evidence.markdown(header, lines, "lrr")
+
+
+def in_words(what):
+    """Which comparison it is: a key of `long_comparisons`."""
+    if what in LONG_CLAIMS:
+        words, _ = LONG_CLAIMS[what]
+        return words
+    if what[0] == "l":
+        _, *key, measure = what
+        rate = LONG_RATES[key[1].split("-")[0]]
+        return f"{long_name(key)}, calibrated : own range, lr {rate}, {MEASURES[measure]}"
+    name, script, measure = what
+    rate = LONG_RATES["lower" if name == "long_nine" else "higher"]
+    return f"{script} : grpo without a KL, lr {rate}, {MEASURES[measure]}"
 
 
 def long_holm():
@@ -251,11 +264,11 @@ def long_holm():
     found = long_verdicts()
     alone = sum(evidence.first_word(word) != "not shown" for word, _, _ in found.values())
     smallest = min(p for _, p, _ in found.values())
-    stay = [" ".join(what) for what, (_, _, corrected) in found.items() if corrected < 0.05]
+    stay = [in_words(what) for what, (_, _, corrected) in found.items() if corrected < 0.05]
     text = (
         f"Of the {len(found)} comparisons of this section, {alone} have a verdict other than *not"
         f" shown* by themselves; the smallest p is {smallest:.2g}. After Holm's correction over all of"
-        f" them there stay: {', '.join(stay) or 'none'}."
+        f" them the number is {len(stay)}{': ' if stay else ''}{'; '.join(stay)}."
     )
     return textwrap.wrap(text, evidence.WIDTH)
 
