@@ -99,10 +99,12 @@ def main():
     parser.add_argument("--jobs", type=int, default=2)
     args = parser.parse_args()
     commit = sweep.prepare()
+
+    def calibrated(script):
+        return calibrate(script, args.target, args.long, commit)
+
     with ThreadPool(args.jobs) as pool:
-        tables = pool.map(
-            lambda script: calibrate(script, args.target, args.long, commit), RANGES, chunksize=1
-        )
+        tables = pool.map(calibrated, RANGES, chunksize=1)
     rows = [row for table in tables for row in table]
     path = sweep.LONG_CALIBRATED if args.long else sweep.CALIBRATED
     with open(path, "w", newline="") as file:

@@ -83,19 +83,34 @@ def draw(axis, runs, column, style, label=None, width=5, band=True):
     return lines
 
 
+def draw_group(axis, curves, variant, group, column, width):
+    """The scripts of a group, and the others in grey."""
+    for script in NAMES:
+        if script not in group:
+            grey = ("#cccccc", "-")
+            draw(axis, curves[script, variant], column, grey, width=width, band=False)
+    for script, style in zip(group, STYLES, strict=False):
+        draw(axis, curves[script, variant], column, style, NAMES[script], width)
+
+
+def set_x_axis(axis, x_axis):
+    """`x_axis`: (words, first value, last value)."""
+    words, first, last = x_axis
+    axis.set_xlabel(words)
+    axis.set_xlim(first, last)
+    if words == "iteration":
+        axis.set_xticks((1, 5, 10, 15))
+
+
 def three_by_three(curves, variant, rows, x_axis, place):
     """A row for each of [(column, words, limits or None, iterations to average)], and a column for each
-    group of three scripts, with the other six in grey. `x_axis`: (words, first value, last value)."""
+    group of three scripts, with the other six in grey. `x_axis`: see `set_x_axis`."""
     size = (8.6, 1.75 * len(rows))
     figure, axes = plt.subplots(len(rows), 3, figsize=size, sharex=True, sharey="row")
     for i, (column, words, limits, width) in enumerate(rows):
         for j, group in enumerate(GROUPS):
             axis = axes[i, j]
-            for (script, _), seeds in curves.items():
-                if script not in group:
-                    draw(axis, seeds, column, ("#cccccc", "-"), width=width, band=False)
-            for script, style in zip(group, STYLES, strict=False):
-                draw(axis, curves[script, variant], column, style, NAMES[script], width)
+            draw_group(axis, curves, variant, group, column, width)
             if limits:
                 axis.set_ylim(*limits)
             if i == 0:
@@ -103,11 +118,7 @@ def three_by_three(curves, variant, rows, x_axis, place):
             if j == 0:
                 axis.set_ylabel(words)
             if i == len(rows) - 1:
-                words_of_x, *ends = x_axis
-                axis.set_xlabel(words_of_x)
-                axis.set_xlim(*ends)
-                if words_of_x == "iteration":
-                    axis.set_xticks((1, 5, 10, 15))
+                set_x_axis(axis, x_axis)
     figure.tight_layout()
     return figure
 
@@ -147,16 +158,11 @@ def regimes():
     figure, axes = plt.subplots(3, 3, figsize=(8.6, 5.2), sharex="col", sharey=True)
     for seeds in free.values():
         by_iteration(seeds)
-    for j, (name, variant, words, (words_of_x, *ends)) in enumerate(columns):
+    for j, (name, variant, words, x_axis) in enumerate(columns):
         curves = evidence.curves(name) if name == "nine" else long_curves(name)
         for i, group in enumerate(GROUPS):
             axis = axes[i, j]
-            for script in NAMES:
-                if script not in group:
-                    seeds = curves[script, variant]
-                    draw(axis, seeds, "accuracy", ("#cccccc", "-"), width=1, band=False)
-            for script, style in zip(group, STYLES, strict=False):
-                draw(axis, curves[script, variant], "accuracy", style, NAMES[script], width=1)
+            draw_group(axis, curves, variant, group, "accuracy", width=1)
             axis.set_ylim(0, 1)
             if i == 0:
                 axis.set_title(words)
@@ -166,10 +172,7 @@ def regimes():
             if j == 0:
                 axis.set_ylabel("accuracy")
                 axis.legend(loc="lower right")
-        axes[-1, j].set_xlabel(words_of_x)
-        axes[-1, j].set_xlim(*ends)
-        if words_of_x == "iteration":
-            axes[-1, j].set_xticks((1, 5, 10, 15))
+        set_x_axis(axes[-1, j], x_axis)
     figure.tight_layout()
     save(figure, "regimes")
 
@@ -195,6 +198,7 @@ def by_iteration(seeds):
 
 
 def long_curves(name):
+    """The curves of one of the second regime's experiments."""
     curves = evidence.curves(name)
     for seeds in curves.values():
         by_iteration(seeds)
@@ -208,7 +212,6 @@ def long_nine():
 
 def long_high():
     curves = long_curves("long_high")
-    curves.pop(("grpo", "free"), None)
     save(three_by_three(curves, "higher", long_rows(), LONG_X, "upper right"), "long_high")
 
 

@@ -103,9 +103,12 @@ def long_comparisons():
 def long_verdicts():
     """{what: (verdict, p, p after Holm's correction)} for all comparisons of the second regime."""
     found = long_comparisons()
-    ps = [evidence.p_value(ours, theirs) for ours, theirs, _ in found.values()]
-    words = [evidence.directed(*comparison) for comparison in found.values()]
-    return dict(zip(found, zip(words, ps, evidence.holm(ps), strict=True), strict=True))
+    p_values = [evidence.p_value(ours, theirs) for ours, theirs, _ in found.values()]
+    corrected = evidence.holm(p_values)
+    verdicts = {}
+    for what, p, p_corrected in zip(found, p_values, corrected, strict=True):
+        verdicts[what] = evidence.directed(*found[what]), p, p_corrected
+    return verdicts
 
 
 # ------------------------------------------------------------------------------------------- tables
@@ -123,6 +126,13 @@ def beside_free(name, variant):
 
 def clipped_by_iteration(rows):
     return [(row["clip_low"] or 0) + (row["clip_high"] or 0) for row in rows]
+
+
+def falls(runs):
+    """How many fell by 0.2 or more, and how many of these end less than that below their highest."""
+    fallen = [evidence.drops(rows) for rows in runs if max(evidence.drops(rows)) >= 0.2]
+    risen = sum(drops[-1] < 0.2 for drops in fallen)
+    return f"{len(fallen)} of {len(runs)}" + (f", {risen} rose again" if fallen else "")
 
 
 def mean_to_single(runs):
@@ -144,7 +154,9 @@ def long_runs(name, variant):
         cells = [
             evidence.mean_std(greedy),
             f"{statistics.mean(max(row['accuracy'] for row in rows) for rows in runs):.3f}",
-            f"{sum(max(evidence.drops(rows)) >= 0.2 for rows in runs)} of {len(runs)}",
+            f"{statistics.mean(row['accuracy'] for rows in runs for row in rows[:5]):.2f}",
+            f"{statistics.mean(row['accuracy'] for rows in runs for row in rows[-5:]):.2f}",
+            falls(runs),
             f"{statistics.mean(evidence.per_seed(source, key, 'len', 5)):.0f}",
             f"{statistics.mean(evidence.per_seed(source, key, 'entropy', 5)):.3f}",
             f"{statistics.mean(evidence.whole(source, key, 'log_ratio_p99')):.3f}",
@@ -159,8 +171,10 @@ def long_runs(name, variant):
         "script",
         "held-out, greedy",
         "highest accuracy of an iteration",
+        "accuracy, first 5 iterations",
+        "accuracy, last 5",
         "fell by 0.2 or more",
-        "length, last 5 iterations",
+        "length, last 5",
         "entropy, last 5",
         r"99% of \|log r\| below, mean of all",
         "rms of a completion's mean log r / of a token's log r, first 5 and last 5",
@@ -169,7 +183,7 @@ def long_runs(name, variant):
         "experts changed, mean of all",
         "gamma before its floor, mean of all",
     ]
-    return evidence.markdown(header, lines, "l" + "r" * 11)
+    return evidence.markdown(header, lines, "l" + "r" * 13)
 
 
 def against_free(name, variant):
