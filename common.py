@@ -10,27 +10,20 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import hashlib
-import json
 import math
 import os
 import random
 import re
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 import transformers
-from filelock import FileLock
-from safetensors import SafetensorError
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.utils.checkpoint import checkpoint
-from tqdm import tqdm
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from harness import UserError, read_rows
+from harness import TINY_MOE, UserError, read_rows
 from mismatch import Routing, experts_by_completion, find_routers, pad_experts, routing_contexts
 from packing import forward_packed
 from ranks import gather, share
@@ -57,25 +50,11 @@ def addition_problems():
     return list(answers.items())
 
 
-def long_addition_problems(fewest_digits=8):
-    """20,256 sums of two numbers of the same length, up to 12 digits: [(prompt, gold answer)]."""
-    rng = random.Random(0)
-    problems = []
-    for _ in range(20_256):
-        digits = rng.randint(fewest_digits, 12)
-        a = rng.randint(10 ** (digits - 1), 10**digits - 1)
-        b = rng.randint(10 ** (digits - 1), 10**digits - 1)
-        problems.append((f"{a}+{b}=", str(a + b)))
-    return problems
-
-
 def read_dataset(args):
     r"""`--dataset` -> [(prompt, gold answer)] in random order, the same for all seeds. A prompt is text
     or a list of chat messages; gold follows '####', fills a '\boxed{}', or is the whole cell."""
     if args.dataset == "addition":
         return addition_problems()
-    if args.dataset == "long-addition":
-        return long_addition_problems()
     rows = read_rows(args.dataset, args.dataset_config, args.dataset_split)
     columns = dict.fromkeys(column for row in rows for column in row)
     found = f"the columns are {', '.join(columns)}"
@@ -175,149 +154,16 @@ def take_problems(problems, position, count, seed):
     return [problems[i] for i in order[start : start + count]]
 
 
-# ---------------------------------------------------------------- the tiny model and its warm start
-
-TINY_MODEL = dict(
-    hidden_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    intermediate_size=64,
-    moe_intermediate_size=64,
-    num_experts=8,
-    num_experts_per_tok=2,
-    norm_topk_prob=True,
-    tie_word_embeddings=True,
-    bos_token_id=None,
-    initializer_range=0.1,  # transformers' 0.02 is for widths in the thousands
-)
-# For long-addition: more layers and experts, and RoPE with a base for lengths of 200.
-LONG_MODEL = TINY_MODEL | dict(
-    num_hidden_layers=4,
-    num_experts=16,
-    rope_parameters=dict(rope_type="default", rope_theta=100.0),
-)
-WARM_START = dict(
-    seed=0,
-    lr=8e-3,
-    batch_size=64,
-    direct=0.5,  # share of demonstrations that answer at once
-    worked=0.4,  # share that work the sum out; the rest rambles
-    wrong_step=0.02,  # probability of a wrong step, per column
-    cap=48,  # tokens of a demonstration
-    long=False,  # whether it is for long-addition
-)
-# With short sums among the long ones, and with no rambling, it learns sooner which digits to add.
-LONG_WARM_START = WARM_START | dict(direct=0.4, worked=0.6, cap=192, long=True)
-
-
-def demonstration(prompt, rng, recipe):
-    """An answer at once ('#### 365'), or worked out ('7+8=15 5+0+1=6 0+3=3 #### 365' for 57+308), or
-    with each step two or three times, so that the cap cuts off the answer of a long sum. Now and then
-    the result of a step is drawn at random, and its carry and digit go into the rest. In a long sum
-    all steps have the same width, and say digit and carry: '7+8+0=15 5 1 5+0+1=06 6 0 0+3+0=03 3 0'."""
-    a, b = [int(number) for number in prompt[:-1].split("+")]
-    style = rng.random()
-    if style < recipe["direct"]:
-        return f"#### {a + b}"
-    repeats = (1, 1) if style < recipe["direct"] + recipe["worked"] else (2, 3)
-    steps = []
-    digits = ""
-    carry = 0
-    for column in range(max(len(str(a)), len(str(b)))):
-        x = a // 10**column % 10
-        y = b // 10**column % 10
-        total = x + y + carry
-        if rng.random() < recipe["wrong_step"]:
-            total = rng.randrange(20)
-        if recipe["long"]:
-            step = f"{x}+{y}+{carry}={total:02d} {total % 10} {total // 10}"
-        else:
-            step = f"{x}+{y}+{carry}={total}" if carry else f"{x}+{y}={total}"
-        steps += [step] * rng.randint(*repeats)
-        digits = str(total % 10) + digits
-        carry = total // 10
-    return " ".join(steps) + f" #### {int(str(carry) + digits)}"
-
-
-def base_model(steps, recipe=WARM_START):
-    """Folder of the tiny MoE after `steps` of supervised warm start, trained once and kept under runs/.
-    Its name is a hash of its settings, and it is renamed into place: what is there is whole."""
-    architecture = LONG_MODEL if recipe["long"] else TINY_MODEL
-    settings = json.dumps([architecture, recipe, steps], sort_keys=True)
-    name = hashlib.sha256(settings.encode()).hexdigest()[:8]
-    folder = Path("runs", f"base-{name}")
-    try:
-        folder.parent.mkdir(exist_ok=True)
-        with FileLock(f"{folder}.lock"):  # of two runs that need it, one trains and the other waits
-            if not folder.exists():
-                model, tokenizer = train_base_model(steps, recipe, architecture)
-                scratch = folder.with_suffix(".tmp")
-                model.save_pretrained(scratch)
-                tokenizer.save_pretrained(scratch)
-                scratch.rename(folder)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"--model tiny-moe: its folder {folder} cannot be written") from error
-    return folder
-
-
-def character_tokenizer():
-    """Every character a token of its own."""
-    vocabulary = ["<pad>", "<eos>", "<unk>", *"0123456789+=# "]
-    ids = {token: i for i, token in enumerate(vocabulary)}
-    raw = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
-    raw.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    raw.decoder = decoders.Fuse()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=raw, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>"
-    )
-
-
-def train_base_model(steps, recipe, architecture):
-    """Fits a new tiny MoE to demonstrations; returns it with its tokenizer."""
-    rng = random.Random(recipe["seed"])
-    tokenizer = character_tokenizer()
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=len(tokenizer),
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        **architecture,
-    )
-    torch.manual_seed(recipe["seed"])
-    model = transformers.Qwen3MoeForCausalLM(config)
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, betas=(0.9, 0.98))
-    problems = long_addition_problems(fewest_digits=1) if recipe["long"] else addition_problems()
-    prompts = [prompt for prompt, _ in problems[256:]]  # what is held out by default is not in it
-    for step in tqdm(range(steps), desc="warm start (only once)", unit="step", mininterval=0.5):
-        chosen = rng.choices(prompts, k=recipe["batch_size"])
-        answers = [demonstration(prompt, rng, recipe) + tokenizer.eos_token for prompt in chosen]
-        prompt_ids = tokenizer(chosen).input_ids
-        answer_ids = tokenizer(answers).input_ids
-        pairs = zip(prompt_ids, answer_ids, strict=True)
-        batch = collate([Completion(p, a[: recipe["cap"]], logprobs=[]) for p, a in pairs], "cpu")
-        outputs = token_logprobs(model, batch, temperature=1.0)
-        loss = 0.001 * outputs.aux_loss - masked_mean(outputs.logprobs_BT, batch.mask_BT)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        warm_up = min(1, (step + 1) / 50)
-        cosine = math.cos(math.pi / 2 * step / steps) ** 2
-        optimizer.param_groups[0]["lr"] = recipe["lr"] * (warm_up * cosine)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model, tokenizer
+# -------------------------------------------------------------------------------------------- model
 
 
 def load_model(args):
     """`--model` -> (model in float32 with dropout off, its tokenizer). Runs no code from its folder."""
     source = args.model
     if args.model == "tiny-moe":
-        # Its operators are so small that several threads mostly wait for each other, and ten times
-        # longer when another program occupies a core.
-        if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(1)
-        recipe = LONG_WARM_START if args.dataset == "long-addition" else WARM_START
-        source = base_model(args.warm_start_steps, recipe)
+        source = TINY_MOE
+        if not source.is_dir():
+            raise UserError(f"--model tiny-moe: its folder {source} is not there")
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         options = {"dtype": torch.float32, "use_safetensors": True, "trust_remote_code": False}
@@ -329,6 +175,11 @@ def load_model(args):
         if misfits:
             raise ValueError(f"its weights do not fit its config: {str(misfits):.200}")
         model = model.to(args.device).eval()
+        # The operators of a tiny model are so small that several threads mostly wait for each other,
+        # and ten times longer when another program occupies a core.
+        is_tiny = sum(weight.numel() for weight in model.parameters()) < 10_000_000
+        if is_tiny and model.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(1)
         # In bfloat16 CUDA would take cuDNN's attention, which plans anew for each shape, so for each
         # token sampled, and with masks is reported to be wrong (pytorch#193893, pytorch#196678).
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -734,12 +585,12 @@ def transcripts(problems, completions, verdicts):
     return samples[:4]
 
 
-def evaluate(model, tokenizer, problems, args, verify):
-    """Held-out problems, answered once greedily and once at the training temperature with fixed noise:
-    {"greedy", "sampled": as by `describe`, "examples": [[prompt, sampled text]]}."""
+def evaluate(model, tokenizer, problems, args, verify, sampled=False):
+    """Held-out problems, answered greedily and, with `sampled`, also at the training temperature with
+    fixed noise: {"greedy", "sampled": as by `describe`, "examples": [[prompt, last text]]}."""
     results = {}
     prompts = [problem.prompt_ids for problem in problems]
-    for name in ("greedy", "sampled"):
+    for name in ("greedy", "sampled") if sampled else ("greedy",):
         noise = torch.Generator().manual_seed(0)
         completions = sample(model, tokenizer, prompts, 1, args, noise, greedy=name == "greedy")
         pairs = zip(problems, completions, strict=True)

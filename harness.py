@@ -24,6 +24,9 @@ from tqdm import tqdm
 import ranks
 
 
+TINY_MOE = Path(__file__).parent / "tiny_moe"  # the folder that --model tiny-moe means
+
+
 class UserError(Exception):
     """What the user can mend, in one sentence that names the flag. `launch` prints it in one line."""
 
@@ -56,7 +59,7 @@ RANGES = [
     (1, 1e9, "prompts_per_iteration group_size max_new_tokens update_epochs num_minibatches"),
     (1, 1e9, "num_held_out max_sampling_rounds rollout_mask_high"),
     (1, 999_999, "iterations"),  # a checkpoint's name has six digits
-    (0, 1e9, "seed rollout_batch_size micro_batch_size eval_every save_every warm_start_steps"),
+    (0, 1e9, "seed rollout_batch_size micro_batch_size eval_every save_every"),
     (0, 1e9, "ref_reset_every kl_coef router_aux_coef value_coef entropy_coef clip_eps_high"),
     (0, 1e9, "value_clip pretraining_iterations positive_lm_coef"),
     (1e-9, 1e9, "temperature lr critic_lr max_grad_norm lambda_alpha"),
@@ -94,14 +97,12 @@ def parse_args(args_class):
 
 
 def resolve_device(name):
-    """The device's full name ("cuda:0"); the best one here if `name` is empty."""
-    best = "mps" if torch.backends.mps.is_available() else "cpu"
-    if torch.cuda.is_available():
-        best = "cuda"
+    """The device's full name ("cuda:0"); CUDA if it is there, else the CPU, if `name` is empty."""
+    default = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        return str(torch.zeros(1, device=name or best).device)
+        return str(torch.zeros(1, device=name or default).device)
     except Exception as error:  # each backend has exceptions of its own
-        raise UserError(f"--device {name} is not there; the best one here is {best}") from error
+        raise UserError(f"--device {name} is not there; the default here is {default}") from error
 
 
 def read_rows(name, config, split):
@@ -165,7 +166,7 @@ class Meter:
         the largest and the smallest of its means."""
         means = {}
         for key, pairs in ranks.interleave(self.pairs).items():
-            total_weight = sum(weight for _, weight in pairs)
+            total_weight = max(1, sum(weight for _, weight in pairs))  # 0 where no token counts
             mean = sum(value * weight for value, weight in pairs) / total_weight
             if key.endswith("_max"):
                 means[key] = max(value for value, _ in pairs).item()
@@ -270,6 +271,10 @@ class Run:
         for name, path in (("dataset", self.args.dataset), ("reward", reward_file)):
             if Path(path).is_file():
                 settings[f"{name}'s content"] = file_hash(path)
+        if self.args.model == "tiny-moe":
+            for path in sorted(TINY_MOE.glob("*")):
+                if path.suffix in (".json", ".safetensors"):
+                    settings[f"tiny-moe's {path.name}"] = file_hash(path)
         return settings
 
     def compare_settings(self):
@@ -363,12 +368,14 @@ class Run:
         self.stop = any(ranks.gather(self.signalled))
         if ranks.RANK > 0:
             return
+        # JSON has no NaN and no infinity.
+        metrics = {key: value for key, value in metrics.items() if math.isfinite(value)}
         try:
             with open(self.folder / "metrics.jsonl", "a") as file:
-                file.write(json.dumps({"iteration": iteration, **metrics}) + "\n")
+                file.write(json.dumps({"iteration": iteration, **metrics}, allow_nan=False) + "\n")
             with open(self.folder / "samples.jsonl", "a") as file:
                 for sample in samples:
-                    file.write(json.dumps({"iteration": iteration, **sample}) + "\n")
+                    file.write(json.dumps({"iteration": iteration, **sample}, allow_nan=False) + "\n")
         except OSError as error:
             raise UserError(f"{self.folder} cannot be written; the last checkpoint is whole") from error
         if self.args.tensorboard:

@@ -115,7 +115,8 @@ def rollout_correction(old_logprobs_BT, batch, args, one_ratio=False):
         weights = product_B1.clamp(max=args.rollout_cap)
     elif rule == "sequence_mis":
         # w_i = prod_t rho_t, and 0 above C
-        weights = torch.where(product_B1 <= args.rollout_cap, product_B1, 0)
+        is_below_B1 = log_product_B1.exp() <= args.rollout_cap  # before it is clamped
+        weights = torch.where(is_below_B1, product_B1, 0)
     elif rule == "geo_mask":
         # w_t = min(rho_t, C), and 0 for all of a completion unless low <= mean_i <= high
         is_near_B1 = (args.rollout_mask_low <= mean_B1) & (mean_B1 <= args.rollout_mask_high)
@@ -124,11 +125,14 @@ def rollout_correction(old_logprobs_BT, batch, args, one_ratio=False):
         # w_t = rho_t, and 0 outside [0.5, 5]
         weights = torch.where((ratio >= 0.5) & (ratio <= 5), ratio, 0)
     counted = weights.expand_as(mask_BT)[mask_BT]
+    num_tokens = mask_BT.sum().clamp(min=1)
+    mean = counted.sum() / num_tokens
+    mean_square = (counted**2).sum() / num_tokens
     stats = {
-        "weight_mean": counted.mean(),
-        "weight_zero_frac": (counted == 0).float().mean(),
+        "weight_mean": mean,
+        "weight_zero_frac": (counted == 0).sum() / num_tokens,
         # (sum w)^2 / (n sum w^2): 1 if all weights are equal, 1/n if one of them has everything
-        "weight_effective_size": counted.mean() ** 2 / (counted**2).mean().clamp(min=1e-30),
+        "weight_effective_size": mean**2 / mean_square.clamp(min=1e-30),
     }
     return Correction(weights, rho_BT, stats)
 

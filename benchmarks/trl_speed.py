@@ -106,7 +106,7 @@ def ours(case, pairs, pipe):
         real_log(run, *args)
         turns.done()
 
-    def evaluate(*args):
+    def evaluate(*args, sampled):
         return {"greedy": {}, "sampled": {}, "examples": []}
 
     grpo.sample = sample

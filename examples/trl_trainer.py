@@ -110,7 +110,9 @@ def main(argv, trainer_class=PluggedTrainer):
     trainer.save_model()
     trainer.accelerator.wait_for_everyone()
     flags.model = config.output_dir  # what was saved is whole, even where FSDP has spread it
-    after = evaluate(*load_model(flags), held_out, flags, verify)  # each process samples its share
+    after = evaluate(
+        *load_model(flags), held_out, flags, verify, sampled=True
+    )  # each process samples its share
     accuracy = {way: after[way]["accuracy"] for way in ("greedy", "sampled")}
     if trainer.accelerator.is_main_process:
         print(f"held-out accuracy: {accuracy}; the model is in {config.output_dir}")

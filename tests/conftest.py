@@ -16,6 +16,7 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
+TINY_MOE = ROOT / "tiny_moe"
 SCRIPTS = ["ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "rspo", "sapo"]
 MORE = ["more.reinforce", "more.rloo", "more.vapo"]
 torch.set_num_threads(1)  # as the scripts do with the tiny model
@@ -94,36 +95,11 @@ def run(name, *flags, held_out=256):
     return subprocess.CompletedProcess(name, code or 0, text, err.getvalue())
 
 
-def pytest_collection_finish(session):
-    """Trains the default base model, if it is not cached, beside the tests that do not need it."""
-    if any("base_model" in item.fixturenames for item in session.items):
-        code = "import common, grpo; common.base_model(grpo.Args().warm_start_steps)"
-        env = os.environ | {"OMP_NUM_THREADS": "1"}
-        session.base_model = subprocess.Popen(
-            [sys.executable, "-c", code], cwd=ROOT, env=env, stderr=subprocess.DEVNULL
-        )
-
-
-@pytest.fixture(scope="session")
-def base_model(request):
-    """Waits until the default base model is there."""
-    assert request.session.base_model.wait(timeout=600) == 0
-
-
 @pytest.fixture(scope="session")
 def tiny_model():
-    """A tiny MoE after a few supervised steps, with its tokenizer: not a good one, but not random
-    either."""
-    import common
-
-    cwd = os.getcwd()
-    os.chdir(ROOT)
-    try:
-        folder = common.base_model(60)
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        return model, transformers.AutoTokenizer.from_pretrained(folder)
-    finally:
-        os.chdir(cwd)
+    """The base model, with its tokenizer."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(TINY_MOE, dtype=torch.float32).eval()
+    return model, transformers.AutoTokenizer.from_pretrained(TINY_MOE)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 SMALL = """--prompts_per_iteration 4 --group_size 4 --max_new_tokens 8 --num_minibatches 2
---iterations 1 --warm_start_steps 60""".split()
+--iterations 1""".split()
 OWN_LR = ("--lr", "1e-6")  # with --model; without it there is a warning, a second line
 
 
@@ -312,7 +312,7 @@ def test_a_used_run_folder(finished, tmp_path, monkeypatch):
     folder = tmp_path / "run"
     shutil.copytree(finished, folder)
     before = (folder / "metrics.jsonl").read_bytes()
-    for name in ("base_model", "read_dataset"):
+    for name in ("check_logprobs", "read_dataset"):
         monkeypatch.setattr(common, name, lambda *args: pytest.fail("loaded"))
     refused("grpo", "--run_dir", folder, expected="holds a run")
     refused("grpo", "--run_dir", folder, "--resume", "--lr", 1e-3, expected="has lr 0.0002, not 0.001")

@@ -133,7 +133,7 @@ def test_runs_are_collected_with_what_no_script_logs(monkeypatch, tmp_path):
     monkeypatch.setattr(sweep, "RUNS", tmp_path / "runs")
     monkeypatch.setattr(sweep, "RESULTS", tmp_path)
     monkeypatch.setattr(evidence, "RESULTS", tmp_path)
-    flags = ["--device", "cpu", "--warm_start_steps", "60", "--iterations", "2"]
+    flags = ["--device", "cpu", "--iterations", "2"]
     flags += ["--prompts_per_iteration", "4", "--num_held_out", "8"]
     whole = sweep.Job("tiny", "grpo", "whole", 1, tuple(flags))
     broken = sweep.Job("tiny", "grpo", "broken", 1, (*flags, "--lr", "1e9"))

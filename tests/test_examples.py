@@ -303,7 +303,7 @@ def test_without_a_path_an_example_says_how_to_run_it(name):
     importlib.util.find_spec("trl") is None,
     reason="TRL is not installed: pip install -r examples/requirements.txt",
 )
-def test_the_real_trl_trains_the_default_job(tmp_path, base_model):
+def test_the_real_trl_trains_the_default_job(tmp_path):
     """Two processes, the command of the header."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     flags = ["--algorithm", "gspo", "--use_cpu", "True", "--output_dir", str(tmp_path / "trl")]

@@ -14,12 +14,14 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from conftest import ROOT, run, script_args
+from conftest import ROOT, TINY_MOE, run, script_args
 from safetensors.torch import load_file, save_file
 from test_bad_input import SMALL, refused
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedTokenizerFast
 
+import common
+import harness
 from common import check_logprobs, load_model, load_problems, read_dataset
 from harness import UserError, launch
 from verifier import load_verifier, verify
@@ -144,16 +146,31 @@ def test_an_architecture_that_mixes_packed_sequences(name, tmp_path, tiny_model)
 
 
 def test_the_tiny_model_shares_rows(tmp_path):
-    model, _ = load_model(arguments(warm_start_steps=60))
+    model, _ = load_model(arguments())
     assert not model.base_model.one_sequence_per_row
 
 
-def test_a_base_model_that_cannot_be_written(tmp_path, monkeypatch, capsys):
-    """runs is a file here."""
-    (tmp_path / "runs").write_text("")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="--model tiny-moe: its folder runs/base-"):
-        load_model(arguments(warm_start_steps=1))
+def test_the_base_model_is_not_there(tmp_path, monkeypatch):
+    """As where a script was copied without it."""
+    monkeypatch.setattr(common, "TINY_MOE", tmp_path / "tiny_moe")
+    with pytest.raises(UserError, match="--model tiny-moe: its folder .*tiny_moe is not there"):
+        load_model(arguments())
+
+
+def test_a_base_model_that_has_changed(tmp_path, monkeypatch):
+    """A run goes on with the files that it began with; what is no part of the model may change."""
+    folder = shutil.copytree(TINY_MOE, tmp_path / "tiny_moe")
+    for module in (common, harness):
+        monkeypatch.setattr(module, "TINY_MOE", folder)
+    flags = (*SMALL, "--run_dir", tmp_path / "run")
+    assert run("grpo", *flags).returncode == 0
+    (folder / "README.md").write_text("another text")
+    assert run("grpo", *flags, "--resume").returncode == 0
+    for name in ("config.json", "tokenizer_config.json", "model.safetensors"):
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content + b" ")
+        refused("grpo", *flags, "--resume", expected=f"has tiny-moe's {name} ")
+        (folder / name).write_bytes(content)
 
 
 @pytest.mark.parametrize("given, expected", [(None, 1), ("2", 2)])
@@ -162,9 +179,7 @@ def test_the_tiny_model_runs_on_one_thread(given, expected):
     env = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
     if given:
         env["OMP_NUM_THREADS"] = given
-    code = (
-        "import common, grpo, torch; common.load_model(grpo.Args(device='cpu', warm_start_steps=60));"
-    )
+    code = "import common, grpo, torch; common.load_model(grpo.Args(device='cpu'));"
     command = [sys.executable, "-c", code + "print(torch.get_num_threads())"]
     result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert result.stdout.split()[-1] == str(expected), result.stderr

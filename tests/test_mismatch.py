@@ -440,7 +440,7 @@ def test_models_without_a_single_top_k_are_refused(tiny_model, tmp_path):
 SMALL = (
     "--iterations 2 --prompts_per_iteration 6 --group_size 4 --max_new_tokens 16 --num_minibatches 2"
 )
-SMALL = (*SMALL.split(), "--eval_every", "0", "--warm_start_steps", "60")
+SMALL = (*SMALL.split(), "--eval_every", "0")
 
 
 def small(name):

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import reference
 import torch
-from conftest import MORE, ROOT, keywords_of, run_process, script_args
+from conftest import MORE, ROOT, TINY_MOE, keywords_of, run_process, script_args
 from test_runs import CLIPS, COMMON_KEYS, GROUPS, SMALL, keys, metrics, small, untimed, weights
 
 F64 = torch.float64
@@ -219,11 +219,10 @@ def test_positive_lm_loss():
     assert nothing == 0 and (grad == 0).all()
 
 
-def test_vapo_learns_values_first_and_measures_lambda_by_length(tmp_path, base_model, monkeypatch):
+def test_vapo_learns_values_first_and_measures_lambda_by_length(tmp_path, monkeypatch):
     """While the critic is pre-trained the policy stays as it is, to the bit; returns have lambda 1,
     advantages a lambda of each completion's length; the LM loss reads right completions only, and with
     a large weight it falls."""
-    import common
     from transformers import AutoModelForCausalLM
 
     module = importlib.import_module("more.vapo")
@@ -246,8 +245,7 @@ def test_vapo_learns_values_first_and_measures_lambda_by_length(tmp_path, base_m
     monkeypatch.setattr(module, "positive_lm_loss", positive_lm_loss)
     flags = ("--iterations", 4, "--pretraining_iterations", 1, "--lambda_alpha", 0.05)
     flags = (*flags, "--micro_batch_size", 16, "--lr", 1e-3, "--positive_lm_coef", 100)
-    monkeypatch.chdir(ROOT)
-    base = AutoModelForCausalLM.from_pretrained(common.base_model(1200)).state_dict()
+    base = AutoModelForCausalLM.from_pretrained(TINY_MOE).state_dict()
     saved = []
     real_save = module.Run.save
 
@@ -300,15 +298,13 @@ def check_metrics(name, folder):
     return lines
 
 
-def test_rloo_runs(tmp_path, base_model):
+def test_rloo_runs(tmp_path):
     result = small("more.rloo", "--run_dir", tmp_path, "--iterations", 2, held_out=8)
     assert result.returncode == 0 and "held-out" in result.stdout, result.stderr
     check_metrics("more.rloo", tmp_path)
 
 
-def test_the_baseline_is_the_mean_of_earlier_rewards_and_survives_a_stop(
-    tmp_path, base_model, monkeypatch
-):
+def test_the_baseline_is_the_mean_of_earlier_rewards_and_survives_a_stop(tmp_path, monkeypatch):
     """b by hand from the logged rewards, in the advantages and in the checkpoint; stopped and resumed,
     it is the same run."""
     module, _ = script_args("more.reinforce")
@@ -354,7 +350,7 @@ def test_the_line_that_a_stopped_run_prints(given, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_a_stopped_run_prints_a_line_that_works(tmp_path, base_model):
+def test_a_stopped_run_prints_a_line_that_works(tmp_path):
     """python -m more.rloo, SIGTERM, and the printed line as it stands, in a shell."""
     folder = tmp_path / "run"
     flags = [*SMALL, "--num_minibatches", "1", "--iterations", "500", "--run_dir", str(folder)]
@@ -382,7 +378,7 @@ def test_a_stopped_run_prints_a_line_that_works(tmp_path, base_model):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MORE)
-def test_every_script_learns(name, tmp_path, base_model):
+def test_every_script_learns(name, tmp_path):
     """The default run, as of the nine: greedy held-out accuracy of 0.9 or more."""
     result = run_process(name, "--run_dir", tmp_path, timeout=900)
     assert result.returncode == 0, result.stderr

@@ -21,7 +21,7 @@ from common import checkpoint_layers, collate, refresh, sample, token_logprobs, 
 from test_sampler import MIXED, prompts_of, settings
 
 SMALL = """--prompts_per_iteration 6 --group_size 4 --max_new_tokens 12 --num_minibatches 2
---micro_batch_size 5 --iterations 1 --warm_start_steps 60""".split()
+--micro_batch_size 5 --iterations 1""".split()
 OWN = {"grpo": (), "ppo": ("--prompts_per_iteration", 24, "--group_size", 1)}
 
 
@@ -313,7 +313,7 @@ def test_recomputed_layers_hand_over_the_same_gradients(masters):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
-def test_a_checkpoint_holds_masters_and_a_killed_run_goes_on(name, tmp_path, base_model):
+def test_a_checkpoint_holds_masters_and_a_killed_run_goes_on(name, tmp_path):
     """Bit for bit in bfloat16 too: weights, optimizer, critic, reference and metrics. Rounded masters
     would lose what small updates had added up."""
     check(name, ["step:4"], tmp_path, "--dtype", "bfloat16", iterations=2)

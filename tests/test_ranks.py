@@ -102,7 +102,7 @@ def name(request):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, base_model):
+def runs(tmp_path_factory):
     """The folder of the runs: {name}-{world}-{micro batch size}."""
     folder = tmp_path_factory.mktemp("ranks")
     names = ["grpo", "ppo", "dapo"]
@@ -154,14 +154,14 @@ def errors(result):
     return [line for line in result.stderr.splitlines() if "grpo.py: error:" in line]
 
 
-def test_a_signal_to_one_rank_stops_all_after_the_iteration(tmp_path, base_model):
+def test_a_signal_to_one_rank_stops_all_after_the_iteration(tmp_path):
     result = torchrun(2, "signal", ("grpo", flags("grpo", tmp_path, "--iterations", 3)))
     assert result.returncode != 0 and "stopped by a signal" in result.stdout, result.stderr[-2000:]
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-000002"]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-def test_nan_on_one_rank_ends_all_with_one_line(tmp_path, base_model):
+def test_nan_on_one_rank_ends_all_with_one_line(tmp_path):
     result = torchrun(2, "nan", ("grpo", flags("grpo", tmp_path, "--iterations", 3)))
     assert result.returncode != 0
     (line,) = errors(result)
@@ -169,7 +169,7 @@ def test_nan_on_one_rank_ends_all_with_one_line(tmp_path, base_model):
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-000001"]
 
 
-def test_when_one_rank_is_killed_the_others_end_and_say_so(tmp_path, base_model):
+def test_when_one_rank_is_killed_the_others_end_and_say_so(tmp_path):
     start = time.time()
     result = torchrun(2, "kill", ("grpo", flags("grpo", tmp_path, "--iterations", 3)))
     assert result.returncode != 0 and time.time() - start < 60 + 60  # the start is in it
@@ -177,7 +177,7 @@ def test_when_one_rank_is_killed_the_others_end_and_say_so(tmp_path, base_model)
     assert "lost another" in line
 
 
-def test_bad_input_is_one_line(tmp_path, base_model):
+def test_bad_input_is_one_line(tmp_path):
     result = torchrun(2, "none", ("grpo", flags("grpo", tmp_path, "--lr", "-1")))
     assert result.returncode != 0
     (line,) = errors(result)
@@ -188,7 +188,7 @@ def test_bad_input_is_one_line(tmp_path, base_model):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*SCRIPTS, *MORE])
-def test_two_ranks_are_one_process_in_all(name, tmp_path, base_model):
+def test_two_ranks_are_one_process_in_all(name, tmp_path):
     shared = ("--iterations", 3, "--micro_batch_size", 6)
     one = run(name, *flags(name, tmp_path / "1", *shared))
     two = torchrun(2, "none", (name, flags(name, tmp_path / "2", *shared)))
@@ -199,7 +199,7 @@ def test_two_ranks_are_one_process_in_all(name, tmp_path, base_model):
 @pytest.mark.slow
 @pytest.mark.parametrize("replay", ["r2", "r3"])
 @pytest.mark.parametrize("name", ["grpo", "dapo"])
-def test_two_ranks_share_a_mismatch(name, replay, tmp_path, base_model):
+def test_two_ranks_share_a_mismatch(name, replay, tmp_path):
     """Weights of completions and experts are those of one process; up to rounding, since a sampler's
     log-probs depend, in their last bits, on how many rows are sampled together."""
     mismatch = ("--rollout_dtype", "int4", "--rollout_correction", "token_tis")

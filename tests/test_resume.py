@@ -14,8 +14,6 @@ import torch
 from conftest import ROOT, SCRIPTS, run
 from safetensors.torch import load_file
 
-pytestmark = pytest.mark.usefixtures("base_model")
-
 FLAGS = """--prompts_per_iteration 8 --group_size 4 --max_new_tokens 32 --num_minibatches 2
 --eval_every 2 --iterations 5 --save_every 1 --num_held_out 8""".split()
 TIMES = {"charts/tokens_per_second", "charts/rollout_seconds", "charts/update_seconds"}

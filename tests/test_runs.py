@@ -6,10 +6,8 @@ import math
 
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, run, run_process, script_args
+from conftest import SCRIPTS, TINY_MOE, run, run_process
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-pytestmark = pytest.mark.usefixtures("base_model")
 
 SMALL = """--prompts_per_iteration 16 --group_size 4 --max_new_tokens 32 --num_minibatches 2
 --eval_every 2 --iterations 3""".split()
@@ -58,7 +56,7 @@ EXTRA_KEYS = {
 
 
 @pytest.fixture(scope="session")
-def nine(tmp_path_factory, base_model):
+def nine(tmp_path_factory):
     """(result, run folder) of each script; two are processes, with four seconds of imports each."""
     folder = tmp_path_factory.mktemp("nine")
 
@@ -125,7 +123,6 @@ OPTIONS = [
     ("rspo", "--shift", "literal"),
     ("rspo", "--shift", "before_clip"),
     ("ppo", "--value_clip", 0, "--entropy_coef", 0.01, "--gae_lambda", 1),
-    ("rspo", "--dataset", "long-addition", "--warm_start_steps", 2, "--iterations", 1),
     (
         "grpo",
         "--update_epochs",
@@ -248,10 +245,10 @@ def test_describe_by_hand():
         assert grouped == {f"x/{key}": value for key, value in shares.items()}
 
 
-def test_dapo_says_so_when_no_group_is_mixed(tmp_path):
-    """A base model that is never right: the rounds are bounded, and the run ends with a clear
-    message."""
-    flags = ("--warm_start_steps", 60, "--max_sampling_rounds", 2, "--run_dir", tmp_path)
+def test_dapo_says_so_when_no_group_is_mixed(tmp_path, reward_file):
+    """No answer is right: the rounds are bounded, and the run ends with a clear message."""
+    reward = reward_file('return 0.0, "wrong"')
+    flags = ("--max_sampling_rounds", 2, "--reward", reward, "--run_dir", tmp_path / "run")
     result = small("dapo", *flags)
     assert result.returncode == 0 and "Traceback" not in result.stderr
     assert "after 2 rounds 16 mixed groups are missing" in result.stderr + result.stdout
@@ -284,18 +281,14 @@ def moved(folder, base):
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo", "dapo"])
-def test_micro_batches_are_memory_not_results(name, tmp_path, monkeypatch):
+def test_micro_batches_are_memory_not_results(name, tmp_path):
     """The whole script, not only its loss: metrics and weights agree to rounding, also where the last
     micro-batch of a minibatch of 32 is smaller than the others."""
-    from common import base_model
-
-    monkeypatch.chdir(ROOT)
     for size in (0, 32, 4, 5):
         flags = ("--iterations", 1, "--micro_batch_size", size, "--router_aux_coef", 0)
         assert small(name, "--run_dir", tmp_path / str(size), *flags).returncode == 0
-    steps = script_args(name)[1].warm_start_steps
     a = untimed(tmp_path / "32")[0]
-    base = AutoModelForCausalLM.from_pretrained(base_model(steps)).state_dict()
+    base = AutoModelForCausalLM.from_pretrained(TINY_MOE).state_dict()
     whole = moved(tmp_path / "32", base)
     for size in ("0", "4", "5"):
         b = untimed(tmp_path / size)[0]
@@ -408,7 +401,3 @@ def test_every_script_learns(name, dtype, tmp_path):
     numbers = [float(x.strip("->")) for x in row[1:] if x.strip("->")]
     assert numbers[1] >= max(0.9, numbers[0] + 0.4)
     assert max(line["losses/first_step_ratio_error_max"] for line in metrics(tmp_path)) < 1e-4
-
-
-def test_base_models_are_shared_and_left_whole():
-    assert not list((ROOT / "runs").glob("base-*.tmp*"))

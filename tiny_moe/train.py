@@ -1,0 +1,140 @@
+"""The script that made the base model in this folder, by supervised learning from demonstrations.
+
+    python tiny_moe/train.py FOLDER [--steps 1200] [--direct 0.5] [--worked 0.4] ...
+
+Expect: a transformers folder for --model, in a minute on one core. Its weights depend on the processor,
+which is why the base model is shipped: see README.md.
+"""
+
+import math
+import os
+import random
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tqdm import tqdm
+from transformers.hf_argparser import HfArg
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from common import Completion, addition_problems, collate, masked_mean, token_logprobs
+
+ARCHITECTURE = dict(
+    hidden_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    intermediate_size=64,
+    moe_intermediate_size=64,
+    num_experts=8,
+    num_experts_per_tok=2,
+    norm_topk_prob=True,
+    tie_word_embeddings=True,
+    bos_token_id=None,
+    initializer_range=0.1,  # transformers' 0.02 is for widths in the thousands
+)
+
+
+@dataclass
+class Recipe:
+    steps: int = HfArg(default=1200, help="optimizer steps")
+    batch_size: int = HfArg(default=64, help="demonstrations in a step")
+    lr: float = HfArg(default=8e-3, help="the highest learning rate, after 50 steps; then a cosine")
+    direct: float = HfArg(default=0.5, help="share of demonstrations that answer at once")
+    worked: float = HfArg(default=0.4, help="share that work the sum out; the rest rambles")
+    wrong_step: float = HfArg(default=0.02, help="probability of a wrong step, per column")
+    cap: int = HfArg(default=48, help="tokens of a demonstration, the rest is cut off")
+    seed: int = HfArg(default=0, help="of weights and demonstrations")
+
+
+def character_tokenizer():
+    """Every character a token of its own."""
+    vocabulary = ["<pad>", "<eos>", "<unk>", *"0123456789+=# "]
+    ids = {token: i for i, token in enumerate(vocabulary)}
+    raw = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    raw.decoder = decoders.Fuse()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=raw, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>"
+    )
+
+
+def short_step(x, y, carry, total):
+    """A column of a sum: '7+8=15', or '5+0+1=6' with a carry."""
+    return f"{x}+{y}+{carry}={total}" if carry else f"{x}+{y}={total}"
+
+
+def demonstration(prompt, rng, recipe, write_step=short_step):
+    """An answer at once ('#### 365'), or worked out ('7+8=15 5+0+1=6 0+3=3 #### 365' for 57+308), or
+    with each step two or three times, so that the cap cuts off the answer of a long sum. Now and then
+    the result of a step is drawn at random, and its carry and digit go into the rest."""
+    a, b = [int(number) for number in prompt[:-1].split("+")]
+    style = rng.random()
+    if style < recipe.direct:
+        return f"#### {a + b}"
+    repeats = (1, 1) if style < recipe.direct + recipe.worked else (2, 3)
+    steps = []
+    digits = ""
+    carry = 0
+    for column in range(max(len(str(a)), len(str(b)))):
+        x = a // 10**column % 10
+        y = b // 10**column % 10
+        total = x + y + carry
+        if rng.random() < recipe.wrong_step:
+            total = rng.randrange(20)
+        steps += [write_step(x, y, carry, total)] * rng.randint(*repeats)
+        digits = str(total % 10) + digits
+        carry = total // 10
+    return " ".join(steps) + f" #### {int(str(carry) + digits)}"
+
+
+def train(folder, prompts, recipe, architecture, write_step=short_step):
+    """Fits a new tiny MoE to demonstrations for the prompts, and saves it with its tokenizer."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    rng = random.Random(recipe.seed)
+    tokenizer = character_tokenizer()
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=len(tokenizer),
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        **architecture,
+    )
+    torch.manual_seed(recipe.seed)
+    model = transformers.Qwen3MoeForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, betas=(0.9, 0.98))
+    for step in tqdm(range(recipe.steps), unit="step", mininterval=0.5):
+        chosen = rng.choices(prompts, k=recipe.batch_size)
+        answers = [demonstration(prompt, rng, recipe, write_step) for prompt in chosen]
+        prompt_ids = tokenizer(chosen).input_ids
+        answer_ids = tokenizer([answer + tokenizer.eos_token for answer in answers]).input_ids
+        pairs = zip(prompt_ids, answer_ids, strict=True)
+        batch = collate([Completion(p, a[: recipe.cap], logprobs=[]) for p, a in pairs], "cpu")
+        outputs = token_logprobs(model, batch, temperature=1.0)
+        loss = 0.001 * outputs.aux_loss - masked_mean(outputs.logprobs_BT, batch.mask_BT)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        warm_up = min(1, (step + 1) / 50)
+        cosine = math.cos(math.pi / 2 * step / recipe.steps) ** 2
+        optimizer.param_groups[0]["lr"] = recipe.lr * (warm_up * cosine)
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def main():
+    parser = transformers.HfArgumentParser(Recipe, description=__doc__.split("\n")[0])
+    parser.add_argument("folder", help="where the model is written to")
+    recipe, rest = parser.parse_args_into_dataclasses()
+    prompts = [prompt for prompt, _ in addition_problems()]
+    # What is held out by default is not learned.
+    train(rest.folder, prompts[256:], recipe, ARCHITECTURE)
+
+
+if __name__ == "__main__":
+    main()
