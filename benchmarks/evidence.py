@@ -25,7 +25,7 @@ def table(name):
         except ValueError:
             return text or None
 
-    words = ("script", "variant", "commit", "flags", "ended", "axis", "chosen")
+    words = ("script", "variant", "commit", "flags", "ended", "axis")
     with open(RESULTS / f"{name}.csv") as file:
         rows = list(csv.DictReader(file))
     for row in rows:

@@ -185,21 +185,12 @@ def lesson():
 
 def departures():
     """Measured numbers that the table of departures cites."""
-    clip = {}
-    for variant in ("paper", "own"):
-        low = whole("ranges", ("gspo", variant), "clip_low")
-        high = whole("ranges", ("gspo", variant), "clip_high")
-        clip[variant] = statistics.mean(a + b for a, b in zip(low, high, strict=True))
-    slow = [row["explained_variance_last10"] for row in read_runs("ranges")["ppo", "slow-critic"]]
     own = [row["explained_variance_last10"] for row in read_runs("nine")["ppo", "default"]]
     errors = [row["first_step_ratio_error_max"] for row in evidence.table("nine")]
     text = (
         f"The largest |r - 1| at the first step of an iteration is {max(errors):g} in the"
-        f" {len(errors)} runs of the figure. gspo clips {clip['paper']:.0%} of the tokens with the"
-        f" paper's range and {clip['own']:.0%} with ours, in the first ten iterations. ppo's critic"
-        f" explains {min(own):.0%} to {max(own):.0%} of the variance of the returns in the last ten"
-        f" iterations, and {min(slow):.0%} to {max(slow):.0%} with the policy's learning rate"
-        " (`python benchmarks/sweep.py ranges nine`)."
+        f" {len(errors)} runs of the figure. ppo's critic explains {min(own):.0%} to {max(own):.0%} of"
+        " the variance of the returns in the last ten iterations."
     )
     return textwrap.wrap(text, WIDTH)
 
@@ -325,35 +316,25 @@ def default_run():
 # ---------------------------------------------------------------------------------------- stability
 
 
-def falls(name):
+def stability():
     """Of the runs at each setting: how many had an iteration 0.2 or more below an earlier one."""
 
     def steps_and_rate(setting):
         rate, steps = re.fullmatch(r"lr(.+)-steps(.+)", setting).groups()
         return int(steps), float(rate)
 
-    curves = read_curves(name)
+    curves = read_curves("stability")
     settings = sorted({setting for _, setting in curves}, key=steps_and_rate)
     lines = []
     for script in SCRIPTS:
         cells = []
         for setting in settings:
-            if (script, setting) in curves:
-                runs = curves[script, setting].values()
-                fell = sum(max(drops(rows)) >= 0.2 for rows in runs)
-                cells.append(f"{fell} of {len(runs)}")
-        if cells:
-            lines.append([script, *cells])
+            runs = curves[script, setting].values()
+            fell = sum(max(drops(rows)) >= 0.2 for rows in runs)
+            cells.append(f"{fell} of {len(runs)}")
+        lines.append([script, *cells])
     words = [setting.replace("lr", "").replace("-steps", ", ") for setting in settings]
     return markdown(["lr, steps", *words], lines, "l" + "r" * len(words))
-
-
-def stability():
-    return falls("stability")
-
-
-def stability_calibrated():
-    return falls("stability_calibrated")
 
 
 def during_the_fall():
@@ -395,30 +376,6 @@ def during_the_fall():
         "held-out accuracy after the run",
     ]
     return markdown(header, lines, "lrrrrrrr")
-
-
-def calibrate():
-    return ranges("calibrate", "its own range")
-
-
-def long_calibrate():
-    return ranges("long_calibrate", "the script's default range")
-
-
-def ranges(name, first):
-    """What calibrate.py has found; `first`: which range it begins with."""
-    own = {}
-    chosen = []
-    for row in evidence.table(name):
-        own.setdefault(row["script"], row["share"])  # the first row has the script's own range
-        if row["chosen"]:
-            chosen.append(row)
-    lines = []
-    for row in chosen:
-        shares = f"{own[row['script']]:.2%}", f"{row['share']:.2%}"
-        lines.append([row["script"], shares[0], f"`{row['flags']}`", shares[1]])
-    header = ["script", f"clipped with {first}", "calibrated range", "clipped"]
-    return markdown(header, lines, "lrlr")
 
 
 # ------------------------------------------------------------------------------- the papers' claims
@@ -1550,8 +1507,6 @@ MAKERS = (
     default_run,
     stability,
     during_the_fall,
-    calibrate,
-    stability_calibrated,
     one_step,
     clip_higher,
     wrong_length,
@@ -1566,8 +1521,6 @@ MAKERS = (
     second_regime.long_nine,
     second_regime.long_high,
     second_regime.long_claims,
-    long_calibrate,
-    second_regime.long_calibrated,
     second_regime.long_holm,
     mismatch,
     mismatch_time,

@@ -103,22 +103,12 @@ LONG_OWN = {
 }
 LONG_LR, LONG_HIGH_LR = "3e-4", "1e-3"  # with seed 1, grpo learns at the one and falls at the other
 RAMBLING = "the base model that rambles"  # a word that a run replaces by its folder
-# Ranges at which the clip binds on the same share of tokens: see calibrate.py.
-CALIBRATED = RESULTS / "calibrate.csv"
-LONG_CALIBRATED = RESULTS / "long_calibrate.csv"
 
 
 def steps_flags(steps):
     """Optimizer steps per rollout: up to 16 minibatches, then several passes."""
     passes = math.ceil(steps / 16)
     return ("--num_minibatches", str(steps // passes), "--update_epochs", str(passes))
-
-
-def calibrated(path):
-    """{script: flags} from what calibrate.py has written."""
-    with open(path) as file:
-        rows = list(csv.DictReader(file))
-    return {row["script"]: tuple(row["flags"].split()) for row in rows if row["chosen"]}
 
 
 def variants(name, script, seeds, options, *shared):
@@ -267,28 +257,11 @@ def routing_replay():
         yield from variants("routing_replay", "rspo", FIVE, of_rspo, *flags)
 
 
-def ranges():
-    paper = {"paper": "--clip_eps_low 3e-4 --clip_eps_high 4e-4", "own": ""}
-    yield from variants("ranges", "gspo", THREE, paper, "--iterations", "10", *QUICK)
-    yield from variants("ranges", "ppo", THREE, {"slow-critic": "--critic_lr 2e-4"}, *QUICK)
-
-
 def stability():
     for lr, steps, script in itertools.product(("1e-4", "3e-4", "1e-3"), (1, 4, 16), SCRIPTS):
         flags = ("--iterations", "20", "--lr", lr, *steps_flags(steps), *QUICK)
         for seed in THREE:
             yield Job("stability", script, f"lr{lr}-steps{steps}", seed, flags)
-
-
-def stability_calibrated():
-    """Nothing is clipped at the first step, and little at a low learning rate: both are left out."""
-    own_ranges = calibrated(CALIBRATED)
-    for lr, steps, script in itertools.product(("3e-4", "1e-3"), (4, 16), SCRIPTS):
-        if script in own_ranges:
-            own = own_ranges[script]
-            flags = ("--iterations", "20", "--lr", lr, *steps_flags(steps), *own, *QUICK)
-            for seed in THREE:
-                yield Job("stability_calibrated", script, f"lr{lr}-steps{steps}", seed, flags)
 
 
 def long_job(name, script, seed, lr, variant, *more):
@@ -322,17 +295,6 @@ def long_claims():
         yield long_job("long_claims", script, seed, LONG_LR, variant, *flags.split())
 
 
-def long_calibrated():
-    """The higher rate, and then the lower, with ranges that clip a common share."""
-    own_ranges = calibrated(LONG_CALIBRATED)
-    for lr, variant in ((LONG_HIGH_LR, "higher"), (LONG_LR, "lower")):
-        for seed in THREE:
-            for script, own in own_ranges.items():
-                yield long_job("long_calibrated", script, seed, lr, variant, *own)
-            free = ("--kl_coef", "0", *own_ranges["grpo"])
-            yield long_job("long_calibrated", "grpo", seed, lr, f"{variant}-free", *free)
-
-
 def experiments():
     """{name: function that yields its jobs}."""
     functions = [
@@ -350,13 +312,10 @@ def experiments():
         sapo_taus,
         rollout_correction,
         routing_replay,
-        ranges,
         stability,
-        stability_calibrated,
         long_nine,
         long_high,
         long_claims,
-        long_calibrated,
     ]
     return {function.__name__: function for function in functions}
 
@@ -587,11 +546,7 @@ def collect(name, jobs):
 
 def print_list(known):
     for name, function in known.items():
-        try:
-            jobs = list(function())
-        except FileNotFoundError as error:
-            print(f"{name:22}needs {Path(error.filename).name}: run calibrate.py")
-            continue
+        jobs = list(function())
         print(f"{name:22}{sum(job.has_ended for job in jobs)} of {len(jobs)} runs")
 
 
