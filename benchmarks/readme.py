@@ -270,33 +270,6 @@ def more_runs():
     return default_runs("more", MORE)
 
 
-def explained(variant, script, steps):
-    """The explained variance of results/critic.csv, by seed."""
-    key = (variant, script, steps)
-    rows = evidence.table("critic")
-    return [
-        row["explained_variance"]
-        for row in rows
-        if (row["variant"], row["script"], row["steps"]) == key
-    ]
-
-
-def critic():
-    lines = []
-    for words, variant, counts in (
-        ("as they run, the base model's completions", "base", (40,)),
-        ("as they run, the completions of ppo's policy", "moved", (40,)),
-        ("same rollouts of the base model, its completions", "same", (4, 8, 20, 40, 60, 80)),
-    ):
-        for steps in counts:
-            ours = explained(variant, "more.vapo", steps)
-            theirs = explained(variant, "ppo", steps)
-            cells = [evidence.mean_std(theirs), evidence.mean_std(ours), verdict(ours, theirs, 1)]
-            lines.append([words, steps, *cells])
-    header = ["how the critics have learned, what they explain", "steps", "ppo", "vapo"]
-    return markdown([*header, "vapo's is higher?"], lines, "lrrrl")
-
-
 def default_run():
     rows = read_runs("nine")["grpo", "default"]
     lines = []
@@ -730,23 +703,6 @@ def mismatch():
         "icepop",
     ]
     return markdown(header, lines, "lrrrrrrr")
-
-
-def mismatch_time():
-    seconds = defaultdict(list)  # by round
-    for row in evidence.table("mismatch_time"):
-        seconds[row["variant"]].append((row["rollout"], row["update"]))
-    base = seconds["no mismatch"]
-    lines = []
-    for variant, pairs in seconds.items():
-        cells = [variant]
-        for part in (0, 1):
-            cells.append(f"{statistics.median(pair[part] for pair in pairs):.2f}")
-            ratios = [a[part] / b[part] for a, b in zip(pairs, base, strict=True)]
-            cells.append(" / ".join(three(ratios)))
-        lines.append(cells)
-    ratio = "ratio (min / median / max)"
-    return markdown(["", "rollout, s", ratio, "update, s", ratio], lines, "lrrrr")
 
 
 def rollout_correction():
@@ -1226,31 +1182,6 @@ def speed():
     return markdown(header, lines, "lrrrrrrrr")
 
 
-def scaling():
-    rows = evidence.table("scaling")
-    axes = dict.fromkeys(row["axis"] for row in rows)
-    lines = []
-    for axis in axes:
-        mine = [row for row in rows if row["axis"] == axis]
-        for row in mine:
-            cells = [
-                f"{axis} {row['value']:.0f}",
-                f"{row['parameters'] / 1e6:.2f} M",
-                f"{row['rollout_seconds']:.2f}",
-                f"{row['update_seconds']:.2f}",
-                f"{row['products']:.0%}",
-                f"{row['attention']:.0%}",
-            ]
-            lines.append(cells)
-        slopes = []
-        for key in ("rollout_seconds", "update_seconds"):
-            slope = evidence.exponent([row["value"] for row in mine], [row[key] for row in mine])
-            slopes.append(f"**{slope:.2f}**")
-        lines.append([f"**exponent**, {axis}", "", *slopes, "", ""])
-    header = ["", "parameters", "rollout, s", "update, s", "matrix products", "attention"]
-    return markdown(header, lines, "lrrrrr")
-
-
 # ---------------------------------------------------------------- the same losses in TRL and in verl
 
 PLUGGED = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "sapo"]
@@ -1436,22 +1367,6 @@ def soak():
     return textwrap.wrap(text, WIDTH)
 
 
-def two_ranks():
-    rows = evidence.table("two_ranks")
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    lines = []
-    for what, words in NAMES_OF_TWO_RANKS.items():
-        cells = []
-        for model in models:
-            values = [row[what] for row in rows if row["model"] == model]
-            chosen = three(values)
-            if len(values) == 1:
-                chosen = chosen[:1]
-            cells.append(" / ".join(chosen))
-        lines.append([words, *cells])
-    return markdown(["lowest / median / highest iteration", *models], lines, "lrr")
-
-
 def memory():
     header = ["model", "way", "stays", "a rollout", "an update", "at most", "GB card"]
     return markdown(header, gpu.memory_rows(), "llrrrrr")
@@ -1482,21 +1397,10 @@ def smollm2():
     return markdown(["iteration", *iterations], cells, "l" + "r" * len(rows))
 
 
-NAMES_OF_TWO_RANKS = {
-    "alone_rollout": "rollout, alone, s",
-    "ranks_rollout": "rollout, two ranks, s",
-    "alone_update": "update, alone, s",
-    "ranks_update": "update, two ranks, s",
-    "waiting": "of these, waiting for the other rank, s",
-    "exchange": "of these, exchanging what they have, s",
-    "ratio": "tokens per second, two ranks : sum of two alone",
-}
-
 MAKERS = (
     nine,
     more,
     more_runs,
-    critic,
     lesson,
     claims,
     holm,
@@ -1523,18 +1427,15 @@ MAKERS = (
     second_regime.long_claims,
     second_regime.long_holm,
     mismatch,
-    mismatch_time,
     rollout_correction,
     mismatch_losses,
     mismatch_holm,
     routing_replay,
     sampler,
     speed,
-    scaling,
     engines,
     engine_departures,
     soak,
-    two_ranks,
     memory,
     recipe,
     smollm2,
