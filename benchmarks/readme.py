@@ -1377,12 +1377,8 @@ def recipe():
     parts = gpu.recipe_parts()
     listed = ", ".join(f"{part} {size / 2**30:.1f}" for part, size in parts.items())
     peak = gpu.memory_peak(parts) / 2**30
-    text = f"Memory in GiB: {listed}; at most {peak:.1f}. Seconds of an iteration:"
-    lines += [*textwrap.wrap(text, WIDTH), ""]
-    rows = gpu.recipe_seconds()
-    total = sum(seconds for _, _, seconds in rows)
-    cells = [[part, how, f"{seconds:.1f}"] for part, how, seconds in rows]
-    return lines + markdown(["part", "sum", "s"], [*cells, ["together", "", f"{total:.1f}"]], "llr")
+    text = f"Memory in GiB: {listed}; at most {peak:.1f}."
+    return lines + textwrap.wrap(text, WIDTH)
 
 
 def smollm2():
