@@ -1350,21 +1350,7 @@ def engine_departures():
     return markdown(header, cells)
 
 
-# ---------------------------------------------------------------------- runs that survive, SmolLM2
-
-
-def soak():
-    rows = evidence.table("soak")
-    quarter = len(rows) // 4
-    second = max(row["resident_mib"] for row in rows[quarter : 2 * quarter])
-    last = max(row["resident_mib"] for row in rows[3 * quarter :])
-    files = max(row["open_files"] for row in rows)
-    text = (
-        f"{rows[-1]['iteration']:.0f} iterations of a very small configuration: at most"
-        f" {second:.0f} MiB in the second quarter and {last:.0f} MiB in the last, and never more"
-        f" than {files:.0f} open files (`python benchmarks/soak.py`)."
-    )
-    return textwrap.wrap(text, WIDTH)
+# --------------------------------------------------------------------------------- memory, SmolLM2
 
 
 def memory():
@@ -1431,7 +1417,6 @@ MAKERS = (
     speed,
     engines,
     engine_departures,
-    soak,
     memory,
     recipe,
     smollm2,
