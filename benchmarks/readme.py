@@ -12,6 +12,7 @@ the other side, else "not shown".
 
 import ast
 import difflib
+import itertools
 import math
 import re
 import statistics
@@ -639,9 +640,17 @@ def sapo_taus():
     return markdown(header, lines)
 
 
+def replay_runs(script, steps, name):
+    """(experiment, key) of a variant: two of grpo's are runs of rollout_correction."""
+    of_correction = {"none": "same", "int4": "int4"}
+    if (script, steps) == ("grpo", "16") and name in of_correction:
+        return "rollout_correction", (script, of_correction[name])
+    return "routing_replay", (script, f"steps{steps}-{name}")
+
+
 def replay_accuracy(steps, name):
     """grpo's, without a KL: mean of all rollouts, for each seed."""
-    return whole("routing_replay", ("grpo", f"steps{steps}-{name}"), "accuracy")
+    return whole(*replay_runs("grpo", steps, name), "accuracy")
 
 
 def replay():
@@ -789,31 +798,35 @@ def mismatch_losses():
     return [*table, "", f"{question} {verdict(ours, theirs, 1).capitalize()}."]
 
 
+def routing_replay_row(script, steps, name):
+    key = replay_runs(script, steps, name)
+    reference = replay_runs("grpo", steps, "int4" if "int4" in name else "none")
+    cells = [f"{script}, {steps} steps: {name.replace('-', ', ')}"]
+    for column, digits in (("log_ratio_p99", 3), ("log_ratio_up_max", 2), ("flips", 3)):
+        mine = whole(*key, column)
+        cell = evidence.mean_std(mine, digits)
+        if key != reference and column != "flips":
+            cell += f"<br>{verdict(mine, whole(*reference, column), -1)}"
+        cells.append(cell)
+    mine = whole(*key, "sampler_kl")
+    cell = f"{max(statistics.mean(mine), 0):.2g}"
+    if name == "int4-r3":
+        cell += f"<br>{verdict(mine, whole(*reference, 'sampler_kl'), -1)}"
+    cells.append(cell)
+    mine = held_out_of(*key)
+    cell = evidence.mean_std(mine)
+    if key != reference:
+        cell += f"<br>{verdict(mine, held_out_of(*reference), 1)}"
+    cells.append(cell)
+    return cells
+
+
 def routing_replay():
-    name = "routing_replay"
     lines = []
-    for key in read_runs(name):
-        script, variant = key
-        steps, _, rest = variant.partition("-")
-        reference = ("grpo", f"{steps}-{'int4' if 'int4' in rest else 'none'}")
-        cells = [f"{script}, {steps.removeprefix('steps')} steps: {rest.replace('-', ', ')}"]
-        for column, digits in (("log_ratio_p99", 3), ("log_ratio_up_max", 2), ("flips", 3)):
-            mine = whole(name, key, column)
-            cell = evidence.mean_std(mine, digits)
-            if key != reference and column != "flips":
-                cell += f"<br>{verdict(mine, whole(name, reference, column), -1)}"
-            cells.append(cell)
-        mine = whole(name, key, "sampler_kl")
-        cell = f"{max(statistics.mean(mine), 0):.2g}"
-        if rest == "int4-r3":
-            cell += f"<br>{verdict(mine, whole(name, reference, 'sampler_kl'), -1)}"
-        cells.append(cell)
-        mine = held_out_of(name, key)
-        cell = evidence.mean_std(mine)
-        if key != reference:
-            cell += f"<br>{verdict(mine, held_out_of(name, reference), 1)}"
-        cells.append(cell)
-        lines.append(cells)
+    names = {"grpo": ("none", "r2", "int4", "int4-r2", "int4-r3"), "rspo": ("none", "int4")}
+    for steps, script in itertools.product(("16", "64"), names):
+        for name in names[script]:
+            lines.append(routing_replay_row(script, steps, name))
     header = [
         "",
         r"99% of \|log r\| below (narrower than grpo, free?)",
