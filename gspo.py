@@ -14,8 +14,8 @@ Parent: grpo.py. Differs only in:
 
 Left open by the paper: nothing. Departs from the paper: the range. Its 3e-4 and 4e-4 are for answers
 of thousands of tokens; the mean of some 25 log-ratios scatters more, and that range clips half of our
-tokens in the first ten iterations. Ten times as wide, 3e-3 and 4e-3, it clips 12 %; the paper reports
-some 15.
+tokens in the first ten iterations. Ten times as wide, 3e-3 and 4e-3, it clips 12 %
+(benchmarks/results/ranges.csv at 39fcfb3); the paper reports some 15.
 --variant gspo_token: s_it = sg[s_i] pi(o_it) / sg[pi(o_it)], tokens averaged within a completion;
 sg[] stops the gradient. Value and gradient are those of gspo as long as A is the same for all tokens;
 it exists for advantages (B, T) that are not.

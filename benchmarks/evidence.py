@@ -25,7 +25,7 @@ def table(name):
         except ValueError:
             return text or None
 
-    words = ("script", "variant", "commit", "flags", "ended", "axis", "chosen")
+    words = ("script", "variant", "commit", "flags", "ended")
     with open(RESULTS / f"{name}.csv") as file:
         rows = list(csv.DictReader(file))
     for row in rows:
@@ -219,13 +219,6 @@ def holm(p_values):
         highest = max(highest, min(product, 1.0))  # never below that of a smaller p
         adjusted[i] = highest
     return adjusted
-
-
-def exponent(xs, ys):
-    """Slope of the straight line through the points, both axes logarithmic."""
-    log_xs = [math.log(x) for x in xs]
-    log_ys = [math.log(y) for y in ys]
-    return statistics.linear_regression(log_xs, log_ys).slope
 
 
 def rank_correlation(xs, ys):

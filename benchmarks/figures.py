@@ -215,19 +215,13 @@ def long_high():
     save(three_by_three(curves, "higher", long_rows(), LONG_X, "upper right"), "long_high")
 
 
-def heat(name):
+def stability():
     """A map for each script: its accuracy by learning rate and steps per rollout."""
-    runs = evidence.runs(name)  # a variant is called "lr3e-4-steps16"
-    has_run = {script for script, _ in runs}
-    has_rate = {variant.removeprefix("lr").rsplit("-steps")[0] for _, variant in runs}
-    has_steps = {variant.rsplit("-steps")[1] for _, variant in runs}
-    scripts = [script for script in evidence.SCRIPTS if script in has_run]
-    rates = [rate for rate in ("1e-4", "3e-4", "1e-3") if rate in has_rate]
-    steps = [k for k in ("1", "4", "16") if k in has_steps]
-    figure, axes = plt.subplots(3, 3, figsize=(8.6, 2.5 * len(rates)))
-    for axis in axes.flat[len(scripts) :]:
-        axis.axis("off")
-    for axis, script in zip(axes.flat, scripts, strict=False):
+    runs = evidence.runs("stability")
+    rates = ("1e-4", "3e-4", "1e-3")
+    steps = ("1", "4", "16")
+    figure, axes = plt.subplots(3, 3, figsize=(8.6, 7.5))
+    for axis, script in zip(axes.flat, evidence.SCRIPTS, strict=True):
         means = [[0.0] * len(steps) for _ in rates]
         for y, rate in enumerate(rates):
             for x, k in enumerate(steps):
@@ -248,15 +242,7 @@ def heat(name):
     for axis in axes[-1]:
         axis.set_xlabel("optimizer steps per rollout")
     figure.tight_layout()
-    save(figure, name)
-
-
-def stability():
-    heat("stability")
-
-
-def stability_calibrated():
-    heat("stability_calibrated")
+    save(figure, "stability")
 
 
 def draw_each(axis, runs, column, style, label):
@@ -492,7 +478,6 @@ def mismatch():
 ALL = [
     nine,
     stability,
-    stability_calibrated,
     during_the_fall,
     one_step,
     clip_higher,

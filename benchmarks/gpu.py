@@ -1,10 +1,10 @@
-"""What a run on one GPU needs and takes: computed, since none of it was run on a GPU.
+"""What a run on one GPU needs: computed, since none of it was run on a GPU.
 
     python benchmarks/gpu.py
 
 Prints the memory table and the recipe of benchmarks/README.md. Memory comes from memory.py, the
 function that every run calls before it starts; the models are built without weights, from the numbers
-in their published configs. Seconds come from the sums below.
+in their published configs.
 """
 
 import sys
@@ -124,15 +124,7 @@ def memory_rows():
     return rows
 
 
-# The recipe: GSM8K on one H100. The first two numbers are counted (operators of a decoding step of a
-# Qwen2 with 2 and with 4 layers), the others are assumptions.
-LAUNCHES_PER_LAYER = 41
-LAUNCHES_BESIDES = 47
-HOST_SECONDS = 10e-6  # of an operator, in Python and transformers
-BANDWIDTH = 3.35e12  # bytes per second, as the vendor gives it
-FLOPS = 0.25 * 990e12  # a quarter of what the vendor gives for bfloat16
-PROMPT_TOKENS = 100
-ANSWER_TOKENS = 200  # on average; the longest one runs into the cap
+# The recipe: GSM8K on one H100.
 RECIPE = dict(
     dtype="bfloat16",
     max_new_tokens=CAP,
@@ -153,31 +145,9 @@ def recipe_command():
 
 
 def recipe_parts():
-    """(memory by part in bytes, peak) of the recipe."""
+    """Memory of the recipe by part, in bytes."""
     args = settings(**RECIPE)
     return memory_parts(without_weights("Qwen2.5-0.5B"), args, LONGEST_PROMPT, num_references=1)
-
-
-def recipe_seconds():
-    """[[part of an iteration, the sum, seconds]]"""
-    model = without_weights("Qwen2.5-0.5B")
-    num_weights = sum(weight.numel() for weight in model.parameters())
-    launches = LAUNCHES_PER_LAYER * model.config.num_hidden_layers + LAUNCHES_BESIDES
-    host = launches * HOST_SECONDS
-    # A step reads the weights, and the keys and values so far: on average half of the cache.
-    size = recipe_parts()["rollout"]
-    reading = (2 * num_weights + size / 2) / BANDWIDTH
-    sampling = CAP * max(host, reading)
-    completions = RECIPE["prompts_per_iteration"] * RECIPE["group_size"]
-    tokens = completions * (PROMPT_TOKENS + ANSWER_TOKENS)
-    pass_seconds = 2 * num_weights * tokens / FLOPS
-    step = f"{CAP} steps x max({launches} operators x {HOST_SECONDS * 1e6:.0f} us, memory read in"
-    passes = f"2 x {num_weights / 1e9:.2f} B x {tokens:,} tokens / {FLOPS / 1e12:.0f} TFLOPS"
-    return [
-        ["sampling", f"{step} {reading * 1e3:.1f} ms)", sampling],
-        ["old and reference log-probs", f"2 x {passes}", 2 * pass_seconds],
-        ["update, forward and backward", f"3 x {passes}", 3 * pass_seconds],
-    ]
 
 
 def main():
@@ -189,8 +159,6 @@ def main():
     for part, size in parts.items():
         print(f"{part:12} {size / 2**30:6.1f} GiB")
     print(f"{'at most':12} {memory_peak(parts) / 2**30:6.1f} GiB")
-    for part, how, seconds in recipe_seconds():
-        print(f"{part:30} {seconds:6.1f} s = {how}")
 
 
 if __name__ == "__main__":

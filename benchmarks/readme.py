@@ -12,6 +12,7 @@ the other side, else "not shown".
 
 import ast
 import difflib
+import itertools
 import math
 import re
 import statistics
@@ -185,21 +186,12 @@ def lesson():
 
 def departures():
     """Measured numbers that the table of departures cites."""
-    clip = {}
-    for variant in ("paper", "own"):
-        low = whole("ranges", ("gspo", variant), "clip_low")
-        high = whole("ranges", ("gspo", variant), "clip_high")
-        clip[variant] = statistics.mean(a + b for a, b in zip(low, high, strict=True))
-    slow = [row["explained_variance_last10"] for row in read_runs("ranges")["ppo", "slow-critic"]]
     own = [row["explained_variance_last10"] for row in read_runs("nine")["ppo", "default"]]
     errors = [row["first_step_ratio_error_max"] for row in evidence.table("nine")]
     text = (
         f"The largest |r - 1| at the first step of an iteration is {max(errors):g} in the"
-        f" {len(errors)} runs of the figure. gspo clips {clip['paper']:.0%} of the tokens with the"
-        f" paper's range and {clip['own']:.0%} with ours, in the first ten iterations. ppo's critic"
-        f" explains {min(own):.0%} to {max(own):.0%} of the variance of the returns in the last ten"
-        f" iterations, and {min(slow):.0%} to {max(slow):.0%} with the policy's learning rate"
-        " (`python benchmarks/sweep.py ranges nine`)."
+        f" {len(errors)} runs of the figure. ppo's critic explains {min(own):.0%} to {max(own):.0%} of"
+        " the variance of the returns in the last ten iterations."
     )
     return textwrap.wrap(text, WIDTH)
 
@@ -279,33 +271,6 @@ def more_runs():
     return default_runs("more", MORE)
 
 
-def explained(variant, script, steps):
-    """The explained variance of results/critic.csv, by seed."""
-    key = (variant, script, steps)
-    rows = evidence.table("critic")
-    return [
-        row["explained_variance"]
-        for row in rows
-        if (row["variant"], row["script"], row["steps"]) == key
-    ]
-
-
-def critic():
-    lines = []
-    for words, variant, counts in (
-        ("as they run, the base model's completions", "base", (40,)),
-        ("as they run, the completions of ppo's policy", "moved", (40,)),
-        ("same rollouts of the base model, its completions", "same", (4, 8, 20, 40, 60, 80)),
-    ):
-        for steps in counts:
-            ours = explained(variant, "more.vapo", steps)
-            theirs = explained(variant, "ppo", steps)
-            cells = [evidence.mean_std(theirs), evidence.mean_std(ours), verdict(ours, theirs, 1)]
-            lines.append([words, steps, *cells])
-    header = ["how the critics have learned, what they explain", "steps", "ppo", "vapo"]
-    return markdown([*header, "vapo's is higher?"], lines, "lrrrl")
-
-
 def default_run():
     rows = read_runs("nine")["grpo", "default"]
     lines = []
@@ -325,35 +290,25 @@ def default_run():
 # ---------------------------------------------------------------------------------------- stability
 
 
-def falls(name):
+def stability():
     """Of the runs at each setting: how many had an iteration 0.2 or more below an earlier one."""
 
     def steps_and_rate(setting):
         rate, steps = re.fullmatch(r"lr(.+)-steps(.+)", setting).groups()
         return int(steps), float(rate)
 
-    curves = read_curves(name)
+    curves = read_curves("stability")
     settings = sorted({setting for _, setting in curves}, key=steps_and_rate)
     lines = []
     for script in SCRIPTS:
         cells = []
         for setting in settings:
-            if (script, setting) in curves:
-                runs = curves[script, setting].values()
-                fell = sum(max(drops(rows)) >= 0.2 for rows in runs)
-                cells.append(f"{fell} of {len(runs)}")
-        if cells:
-            lines.append([script, *cells])
+            runs = curves[script, setting].values()
+            fell = sum(max(drops(rows)) >= 0.2 for rows in runs)
+            cells.append(f"{fell} of {len(runs)}")
+        lines.append([script, *cells])
     words = [setting.replace("lr", "").replace("-steps", ", ") for setting in settings]
     return markdown(["lr, steps", *words], lines, "l" + "r" * len(words))
-
-
-def stability():
-    return falls("stability")
-
-
-def stability_calibrated():
-    return falls("stability_calibrated")
 
 
 def during_the_fall():
@@ -395,30 +350,6 @@ def during_the_fall():
         "held-out accuracy after the run",
     ]
     return markdown(header, lines, "lrrrrrrr")
-
-
-def calibrate():
-    return ranges("calibrate", "its own range")
-
-
-def long_calibrate():
-    return ranges("long_calibrate", "the script's default range")
-
-
-def ranges(name, first):
-    """What calibrate.py has found; `first`: which range it begins with."""
-    own = {}
-    chosen = []
-    for row in evidence.table(name):
-        own.setdefault(row["script"], row["share"])  # the first row has the script's own range
-        if row["chosen"]:
-            chosen.append(row)
-    lines = []
-    for row in chosen:
-        shares = f"{own[row['script']]:.2%}", f"{row['share']:.2%}"
-        lines.append([row["script"], shares[0], f"`{row['flags']}`", shares[1]])
-    header = ["script", f"clipped with {first}", "calibrated range", "clipped"]
-    return markdown(header, lines, "lrlr")
 
 
 # ------------------------------------------------------------------------------- the papers' claims
@@ -709,9 +640,17 @@ def sapo_taus():
     return markdown(header, lines)
 
 
+def replay_runs(script, steps, name):
+    """(experiment, key) of a variant: two of grpo's are runs of rollout_correction."""
+    of_correction = {"none": "same", "int4": "int4"}
+    if (script, steps) == ("grpo", "16") and name in of_correction:
+        return "rollout_correction", (script, of_correction[name])
+    return "routing_replay", (script, f"steps{steps}-{name}")
+
+
 def replay_accuracy(steps, name):
     """grpo's, without a KL: mean of all rollouts, for each seed."""
-    return whole("routing_replay", ("grpo", f"steps{steps}-{name}"), "accuracy")
+    return whole(*replay_runs("grpo", steps, name), "accuracy")
 
 
 def replay():
@@ -773,23 +712,6 @@ def mismatch():
         "icepop",
     ]
     return markdown(header, lines, "lrrrrrrr")
-
-
-def mismatch_time():
-    seconds = defaultdict(list)  # by round
-    for row in evidence.table("mismatch_time"):
-        seconds[row["variant"]].append((row["rollout"], row["update"]))
-    base = seconds["no mismatch"]
-    lines = []
-    for variant, pairs in seconds.items():
-        cells = [variant]
-        for part in (0, 1):
-            cells.append(f"{statistics.median(pair[part] for pair in pairs):.2f}")
-            ratios = [a[part] / b[part] for a, b in zip(pairs, base, strict=True)]
-            cells.append(" / ".join(three(ratios)))
-        lines.append(cells)
-    ratio = "ratio (min / median / max)"
-    return markdown(["", "rollout, s", ratio, "update, s", ratio], lines, "lrrrr")
 
 
 def rollout_correction():
@@ -876,31 +798,35 @@ def mismatch_losses():
     return [*table, "", f"{question} {verdict(ours, theirs, 1).capitalize()}."]
 
 
+def routing_replay_row(script, steps, name):
+    key = replay_runs(script, steps, name)
+    reference = replay_runs("grpo", steps, "int4" if "int4" in name else "none")
+    cells = [f"{script}, {steps} steps: {name.replace('-', ', ')}"]
+    for column, digits in (("log_ratio_p99", 3), ("log_ratio_up_max", 2), ("flips", 3)):
+        mine = whole(*key, column)
+        cell = evidence.mean_std(mine, digits)
+        if key != reference and column != "flips":
+            cell += f"<br>{verdict(mine, whole(*reference, column), -1)}"
+        cells.append(cell)
+    mine = whole(*key, "sampler_kl")
+    cell = f"{max(statistics.mean(mine), 0):.2g}"
+    if name == "int4-r3":
+        cell += f"<br>{verdict(mine, whole(*reference, 'sampler_kl'), -1)}"
+    cells.append(cell)
+    mine = held_out_of(*key)
+    cell = evidence.mean_std(mine)
+    if key != reference:
+        cell += f"<br>{verdict(mine, held_out_of(*reference), 1)}"
+    cells.append(cell)
+    return cells
+
+
 def routing_replay():
-    name = "routing_replay"
     lines = []
-    for key in read_runs(name):
-        script, variant = key
-        steps, _, rest = variant.partition("-")
-        reference = ("grpo", f"{steps}-{'int4' if 'int4' in rest else 'none'}")
-        cells = [f"{script}, {steps.removeprefix('steps')} steps: {rest.replace('-', ', ')}"]
-        for column, digits in (("log_ratio_p99", 3), ("log_ratio_up_max", 2), ("flips", 3)):
-            mine = whole(name, key, column)
-            cell = evidence.mean_std(mine, digits)
-            if key != reference and column != "flips":
-                cell += f"<br>{verdict(mine, whole(name, reference, column), -1)}"
-            cells.append(cell)
-        mine = whole(name, key, "sampler_kl")
-        cell = f"{max(statistics.mean(mine), 0):.2g}"
-        if rest == "int4-r3":
-            cell += f"<br>{verdict(mine, whole(name, reference, 'sampler_kl'), -1)}"
-        cells.append(cell)
-        mine = held_out_of(name, key)
-        cell = evidence.mean_std(mine)
-        if key != reference:
-            cell += f"<br>{verdict(mine, held_out_of(name, reference), 1)}"
-        cells.append(cell)
-        lines.append(cells)
+    names = {"grpo": ("none", "r2", "int4", "int4-r2", "int4-r3"), "rspo": ("none", "int4")}
+    for steps, script in itertools.product(("16", "64"), names):
+        for name in names[script]:
+            lines.append(routing_replay_row(script, steps, name))
     header = [
         "",
         r"99% of \|log r\| below (narrower than grpo, free?)",
@@ -1269,31 +1195,6 @@ def speed():
     return markdown(header, lines, "lrrrrrrrr")
 
 
-def scaling():
-    rows = evidence.table("scaling")
-    axes = dict.fromkeys(row["axis"] for row in rows)
-    lines = []
-    for axis in axes:
-        mine = [row for row in rows if row["axis"] == axis]
-        for row in mine:
-            cells = [
-                f"{axis} {row['value']:.0f}",
-                f"{row['parameters'] / 1e6:.2f} M",
-                f"{row['rollout_seconds']:.2f}",
-                f"{row['update_seconds']:.2f}",
-                f"{row['products']:.0%}",
-                f"{row['attention']:.0%}",
-            ]
-            lines.append(cells)
-        slopes = []
-        for key in ("rollout_seconds", "update_seconds"):
-            slope = evidence.exponent([row["value"] for row in mine], [row[key] for row in mine])
-            slopes.append(f"**{slope:.2f}**")
-        lines.append([f"**exponent**, {axis}", "", *slopes, "", ""])
-    header = ["", "parameters", "rollout, s", "update, s", "matrix products", "attention"]
-    return markdown(header, lines, "lrrrrr")
-
-
 # ---------------------------------------------------------------- the same losses in TRL and in verl
 
 PLUGGED = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "sapo"]
@@ -1462,37 +1363,7 @@ def engine_departures():
     return markdown(header, cells)
 
 
-# ---------------------------------------------------------------------- runs that survive, SmolLM2
-
-
-def soak():
-    rows = evidence.table("soak")
-    quarter = len(rows) // 4
-    second = max(row["resident_mib"] for row in rows[quarter : 2 * quarter])
-    last = max(row["resident_mib"] for row in rows[3 * quarter :])
-    files = max(row["open_files"] for row in rows)
-    text = (
-        f"{rows[-1]['iteration']:.0f} iterations of a very small configuration: at most"
-        f" {second:.0f} MiB in the second quarter and {last:.0f} MiB in the last, and never more"
-        f" than {files:.0f} open files (`python benchmarks/soak.py`)."
-    )
-    return textwrap.wrap(text, WIDTH)
-
-
-def two_ranks():
-    rows = evidence.table("two_ranks")
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    lines = []
-    for what, words in NAMES_OF_TWO_RANKS.items():
-        cells = []
-        for model in models:
-            values = [row[what] for row in rows if row["model"] == model]
-            chosen = three(values)
-            if len(values) == 1:
-                chosen = chosen[:1]
-            cells.append(" / ".join(chosen))
-        lines.append([words, *cells])
-    return markdown(["lowest / median / highest iteration", *models], lines, "lrr")
+# --------------------------------------------------------------------------------- memory, SmolLM2
 
 
 def memory():
@@ -1505,12 +1376,8 @@ def recipe():
     parts = gpu.recipe_parts()
     listed = ", ".join(f"{part} {size / 2**30:.1f}" for part, size in parts.items())
     peak = gpu.memory_peak(parts) / 2**30
-    text = f"Memory in GiB: {listed}; at most {peak:.1f}. Seconds of an iteration:"
-    lines += [*textwrap.wrap(text, WIDTH), ""]
-    rows = gpu.recipe_seconds()
-    total = sum(seconds for _, _, seconds in rows)
-    cells = [[part, how, f"{seconds:.1f}"] for part, how, seconds in rows]
-    return lines + markdown(["part", "sum", "s"], [*cells, ["together", "", f"{total:.1f}"]], "llr")
+    text = f"Memory in GiB: {listed}; at most {peak:.1f}."
+    return lines + textwrap.wrap(text, WIDTH)
 
 
 def smollm2():
@@ -1525,21 +1392,10 @@ def smollm2():
     return markdown(["iteration", *iterations], cells, "l" + "r" * len(rows))
 
 
-NAMES_OF_TWO_RANKS = {
-    "alone_rollout": "rollout, alone, s",
-    "ranks_rollout": "rollout, two ranks, s",
-    "alone_update": "update, alone, s",
-    "ranks_update": "update, two ranks, s",
-    "waiting": "of these, waiting for the other rank, s",
-    "exchange": "of these, exchanging what they have, s",
-    "ratio": "tokens per second, two ranks : sum of two alone",
-}
-
 MAKERS = (
     nine,
     more,
     more_runs,
-    critic,
     lesson,
     claims,
     holm,
@@ -1550,8 +1406,6 @@ MAKERS = (
     default_run,
     stability,
     during_the_fall,
-    calibrate,
-    stability_calibrated,
     one_step,
     clip_higher,
     wrong_length,
@@ -1566,22 +1420,16 @@ MAKERS = (
     second_regime.long_nine,
     second_regime.long_high,
     second_regime.long_claims,
-    long_calibrate,
-    second_regime.long_calibrated,
     second_regime.long_holm,
     mismatch,
-    mismatch_time,
     rollout_correction,
     mismatch_losses,
     mismatch_holm,
     routing_replay,
     sampler,
     speed,
-    scaling,
     engines,
     engine_departures,
-    soak,
-    two_ranks,
     memory,
     recipe,
     smollm2,

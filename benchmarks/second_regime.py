@@ -13,29 +13,6 @@ LONG_RATES = {"lower": "3e-4", "higher": "1e-3"}
 FREE = {"long_nine": "long_claims", "long_high": "long_high"}  # where grpo without its KL is
 
 
-def calibrated_pairs():
-    """((script, variant) in long_calibrated, experiment and key with its own range) of all its runs."""
-    own = {"higher": "long_high", "lower": "long_nine"}
-    for script, variant in evidence.read_runs("long_calibrated"):
-        rate, _, free = variant.partition("-")
-        name = own[rate]
-        source = (FREE[name], (script, "free")) if free else (name, (script, rate))
-        yield (script, variant), source
-
-
-def first_three(values):
-    """Seeds: a calibrated run has no more."""
-    return values[:3]
-
-
-def calibrated_sign(key, measure):
-    """Narrower ranges were to fall less, gspo's wider one more; of the rest nothing was predicted."""
-    script, variant = key
-    if measure != "drop" or script == "cispo" or variant.endswith("free"):
-        return 0
-    return 1 if script == "gspo" else -1
-
-
 MEASURES = {
     "held_out": "held-out accuracy after the run",
     "accuracy": "accuracy, mean of all rollouts",
@@ -91,11 +68,6 @@ def long_comparisons():
     found["j", "grpo"] = of_claims("grpo", "r2", "accuracy"), free, 1
     found["j", "gspo"] = of_claims("gspo", "r2", "accuracy"), of_nine("gspo", "accuracy"), 1
     found["k", "cispo"] = of_nine("cispo", "accuracy"), of_nine("dapo", "accuracy"), 1
-    for key, source in calibrated_pairs():
-        for measure in ("accuracy", "drop"):
-            mine = measured(measure, "long_calibrated", key)
-            theirs = first_three(measured(measure, *source))
-            found["l", *key, measure] = mine, theirs, calibrated_sign(key, measure)
     return found
 
 
@@ -238,36 +210,11 @@ def long_claims():
     return evidence.markdown(["", "mean ± std", "verdict", "p", "p, corrected"], lines, "lllrr")
 
 
-def long_calibrated():
-    lines = []
-    for key, source in calibrated_pairs():
-        rate = LONG_RATES[key[1].split("-")[0]]
-        cells = [f"{long_name(key)}, lr {rate}"]
-        for name, its_key in (source, ("long_calibrated", key)):
-            clipped = []
-            for rows in first_three(list(evidence.read_curves(name)[its_key].values())):
-                clipped += clipped_by_iteration(rows)
-            cells.append(f"{statistics.mean(clipped):.3f}")
-        for measure in ("accuracy", "drop"):
-            calibrated, own, _ = long_comparisons()["l", *key, measure]
-            word, _, _ = long_verdicts()["l", *key, measure]
-            cells.append(f"{evidence.mean_std(own)} : {evidence.mean_std(calibrated)}<br>{word}")
-        lines.append(cells)
-    header = ["", "clipped, own range", "clipped, calibrated"]
-    header.append("accuracy, mean of all rollouts, own range : calibrated")
-    header.append("largest drop, own range : calibrated; smaller? (gspo: larger?)")
-    return evidence.markdown(header, lines, "lrr")
-
-
 def in_words(what):
     """Which comparison it is: a key of `long_comparisons`."""
     if what in LONG_CLAIMS:
         words, _ = LONG_CLAIMS[what]
         return words
-    if what[0] == "l":
-        _, *key, measure = what
-        rate = LONG_RATES[key[1].split("-")[0]]
-        return f"{long_name(key)}, calibrated : own range, lr {rate}, {MEASURES[measure]}"
     name, script, measure = what
     rate = LONG_RATES["lower" if name == "long_nine" else "higher"]
     return f"{script} : grpo without a KL, lr {rate}, {MEASURES[measure]}"

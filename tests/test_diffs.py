@@ -39,7 +39,6 @@ def test_both_scripts_are_there(name, page):
     """Each line of the child once, in order, with its number; of the parent all lines that are not in
     the child, marked as gone. The two differ exactly where a line is marked."""
     body = section(page, name)
-    body = body[body.index('<div class="diff">') :]
     line = r'<i data-n="(\d+)"[^>]*>(.*?)</i>'
     changed_left = []
     changed_right = []
@@ -92,41 +91,17 @@ def test_links_and_tags(page):
     assert len(ids) == len(set(ids))
     for target in re.findall(r' href="([^"]+)"', page):
         assert target.startswith("#") and target[1:] in ids, target
-    assert not re.search(r"<script|<link|<img|src=|url\(|@import|http", page.split("<section")[0])
+    assert not re.search(r"<link|<img|url\(|@import|http", page.split("<section")[0])
     assert "<script" not in page and "src=" not in re.sub(r"<pre.*?</pre>", "", page, flags=re.DOTALL)
     open_tags = []
 
     class Checker(HTMLParser):
         def handle_starttag(self, tag, attributes):
-            if tag not in ("meta", "mspace"):
+            if tag != "meta":
                 open_tags.append(tag)
 
         def handle_endtag(self, tag):
             assert open_tags.pop() == tag
 
-    Checker().feed(page.replace('"/>', '">'))
+    Checker().feed(page)
     assert open_tags == []
-
-
-@pytest.mark.parametrize(
-    "tex, expected",
-    [
-        (r"\frac1N", "<mfrac><mn>1</mn><mi>N</mi></mfrac>"),
-        (r"\sum_i", "<munder><mo>∑</mo><mi>i</mi></munder>"),
-        (r"r_{it}", "<msub><mi>r</mi><mrow><mi>i</mi><mi>t</mi></mrow></msub>"),
-        (
-            r"\left(\frac ab\right)",
-            "<mrow><mo>(</mo><mfrac><mi>a</mi><mi>b</mi></mfrac><mo>)</mo></mrow>",
-        ),
-        (r"\mathrm{clip}", "<mtext>clip</mtext>"),
-    ],
-)
-def test_mathml(tex, expected):
-    assert f"<mo>=</mo>{expected}</math>" in diffs.mathml(tex)
-
-
-def test_every_objective_is_a_formula(page):
-    """No TeX is left in it."""
-    formulas = re.findall(r"<math.*?</math>", page)
-    assert len(formulas) == len(CHILDREN)
-    assert not [formula for formula in formulas if re.search(r"[\\{}_^]", formula)]

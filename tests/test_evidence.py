@@ -1,4 +1,4 @@
-"""What the evidence rests on: areas, verdicts, exponents, the experiments, the probe, a run."""
+"""What the evidence rests on: areas, verdicts, the experiments, the probe, a run."""
 
 import importlib
 import math
@@ -51,10 +51,6 @@ def test_a_verdict_follows_the_direction_of_the_prediction():
 def test_the_largest_drop_is_below_the_highest_value_before_it():
     rows = [{"accuracy": value} for value in (0.5, 0.8, 0.3, 0.9, 0.7)]
     assert evidence.drops(rows) == pytest.approx([0, 0, 0.5, 0, 0.2])
-
-
-def test_exponent_of_a_power():
-    assert evidence.exponent([1, 2, 4, 8], [3 * x**1.5 for x in (1, 2, 4, 8)]) == pytest.approx(1.5)
 
 
 @pytest.mark.parametrize("seeds, quantile", [(3, 4.302653), (5, 2.776445)])
