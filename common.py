@@ -590,7 +590,8 @@ def evaluate(model, tokenizer, problems, args, verify, sampled=False):
     fixed noise: {"greedy", "sampled": as by `describe`, "examples": [[prompt, last text]]}."""
     results = {}
     prompts = [problem.prompt_ids for problem in problems]
-    for name in ("greedy", "sampled") if sampled else ("greedy",):
+    ways = ["greedy", "sampled"] if sampled else ["greedy"]
+    for name in ways:
         noise = torch.Generator().manual_seed(0)
         completions = sample(model, tokenizer, prompts, 1, args, noise, greedy=name == "greedy")
         pairs = zip(problems, completions, strict=True)

@@ -88,14 +88,18 @@ FIVE = (1, 2, 3, 4, 5)
 QUICK = ("--eval_every", "0", "--save_every", "0")
 # The second regime: long answers, many experts, stale data. Of the papers' constants only gspo's range
 # is not the scripts' default. dapo's punishment begins beyond the longest right answer.
-LONG = """--dataset long-addition --max_new_tokens 192 --num_held_out 128 --num_minibatches 16
---iterations 15""".split()
+LONG = """--model runs/long_addition/model --dataset runs/long_addition/problems.jsonl
+--max_new_tokens 192 --num_held_out 128 --num_minibatches 16 --iterations 15""".split()
 LONG_OWN = {
     "dapo": ("--overlong_cache", "16"),
     "gspo": ("--clip_eps_low", "3e-4", "--clip_eps_high", "4e-4"),
 }
 LONG_LR, LONG_HIGH_LR = "3e-4", "1e-3"  # with seed 1, grpo learns at the one and falls at the other
-RAMBLING = "the base model that rambles"  # a word that a run replaces by its folder
+RAMBLING = "runs/rambling"  # a base model whose demonstrations ramble three times out of five
+MADE = {  # what runs need: {folder: what makes it}
+    RAMBLING: ["tiny_moe/train.py", "--direct", "0.1", "--worked", "0.3"],
+    "runs/long_addition": ["benchmarks/long_addition.py"],
+}
 
 
 def steps_flags(steps):
@@ -330,12 +334,14 @@ def prepare(threads=1):
     return subprocess.run(git, capture_output=True, text=True).stdout.strip()
 
 
-def rambling_base():
-    """Folder of a base model whose demonstrations ramble three times out of five."""
-    import common
-
-    recipe = common.WARM_START | dict(direct=0.1, worked=0.3)
-    return str(common.base_model(1200, recipe))
+def make_what_is_needed(jobs):
+    """The base models and problems that the runs name and that are not there yet."""
+    for folder, command in MADE.items():
+        is_named = any(flag.startswith(folder) for job in jobs for flag in job.flags)
+        if is_named and not Path(folder).exists():
+            scratch = f"{folder}.tmp"
+            subprocess.run([sys.executable, *command, scratch], check=True)
+            Path(scratch).rename(folder)
 
 
 def probe(policy_loss, gradient_of=None):
@@ -430,9 +436,8 @@ def run(job, commit):
     import harness
 
     script = importlib.import_module(job.script)
-    flags = [rambling_base() if word == RAMBLING else word for word in job.flags]
     run_dir = job.folder / "run"
-    sys.argv = [script.__file__, "--seed", str(job.seed), "--run_dir", str(run_dir), *flags]
+    sys.argv = [script.__file__, "--seed", str(job.seed), "--run_dir", str(run_dir), *job.flags]
     held_out = watch(script, takes_gradient_apart=job.experiment == "gradient_share")
     ended = ""
     try:
@@ -565,13 +570,11 @@ def main():
         print_list(known)
         return
     commit = prepare()
-    import common
-
-    common.base_model(1200)  # once, before there are several processes
     for name in names:
         if args.fresh:
             shutil.rmtree(RUNS / name, ignore_errors=True)
         jobs = list(known[name]())
+        make_what_is_needed(jobs)
         run_all(name, jobs, args.jobs, commit)
         collect(name, jobs)
 

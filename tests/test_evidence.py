@@ -11,7 +11,6 @@ import torch
 from conftest import ROOT
 
 import cispo
-import common
 import dr_grpo
 import harness
 
@@ -84,14 +83,23 @@ def test_every_experiment_has_arguments_that_its_scripts_take(monkeypatch):
     assert len(folders) == len(set(folders)) > 500
 
 
-def test_the_rambling_base_has_a_recipe_of_its_own(monkeypatch):
-    """And leaves that of the default job as it is."""
-    default = dict(common.WARM_START)
-    recipes = []
-    monkeypatch.setattr(common, "base_model", lambda steps, recipe: recipes.append(recipe))
-    sweep.rambling_base()
-    assert recipes == [{**default, "direct": 0.1, "worked": 0.3}]
-    assert default == common.WARM_START
+def test_what_runs_need_is_made_once(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    commands = []
+
+    def make(command, check):
+        commands.append(command[1:])
+        (tmp_path / command[-1]).mkdir(parents=True)
+
+    monkeypatch.setattr(sweep.subprocess, "run", make)
+    sweep.make_what_is_needed(list(sweep.nine()))
+    assert commands == []
+    for _ in range(2):
+        sweep.make_what_is_needed([*sweep.overlong(), *sweep.long_nine()])
+    long_addition = ["benchmarks/long_addition.py", "runs/long_addition.tmp"]
+    rambling = ["tiny_moe/train.py", "--direct", "0.1", "--worked", "0.3", "runs/rambling.tmp"]
+    assert commands == [rambling, long_addition]
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"rambling", "long_addition"}
 
 
 def test_the_probe_changes_no_gradient_and_finds_what_the_clip_drops():

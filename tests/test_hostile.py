@@ -162,10 +162,10 @@ def test_a_base_model_that_has_changed(tmp_path, monkeypatch):
     folder = shutil.copytree(TINY_MOE, tmp_path / "tiny_moe")
     for module in (common, harness):
         monkeypatch.setattr(module, "TINY_MOE", folder)
-    flags = (*SMALL, "--run_dir", tmp_path / "run")
-    assert run("grpo", *flags).returncode == 0
+    flags = ("--run_dir", tmp_path / "run")
+    assert run("grpo", *SMALL, *flags, held_out=8).returncode == 0
     (folder / "README.md").write_text("another text")
-    assert run("grpo", *flags, "--resume").returncode == 0
+    assert run("grpo", *SMALL, *flags, "--resume", held_out=8).returncode == 0
     for name in ("config.json", "tokenizer_config.json", "model.safetensors"):
         content = (folder / name).read_bytes()
         (folder / name).write_bytes(content + b" ")
