@@ -2,11 +2,9 @@
 
 Every rank holds the weights, samples its share of the prompts, and learns from its share of each
 minibatch. Completions, log-probs and gradients are brought together, so that every rank has what one
-process would have. With one process nothing here does anything. To study an algorithm you need not
-read this file.
+process would have. With one process nothing here does anything.
 """
 
-import math
 import os
 from datetime import timedelta
 
@@ -22,7 +20,7 @@ class LostRank(Exception):
     """Another rank has ended, so that what is done together cannot be done."""
 
 
-def join():
+def init():
     """Waits until all ranks are there. NCCL brings together what is on GPUs, gloo the rest."""
     if WORLD > 1 and not dist.is_initialized():
         backend = "gloo"
@@ -32,7 +30,7 @@ def join():
         dist.init_process_group(backend, timeout=timedelta(minutes=30))
 
 
-def leave():
+def destroy():
     """After the last thing that all ranks do together."""
     if WORLD > 1:
         dist.destroy_process_group()
@@ -48,7 +46,7 @@ def is_first_to_fail():
         return RANK == 0
 
 
-def together(collective, *arguments):
+def call(collective, *arguments):
     """Calls a function of torch.distributed, which every rank has to call."""
     try:
         collective(*arguments)
@@ -56,7 +54,7 @@ def together(collective, *arguments):
         raise LostRank(f"rank {RANK} has lost another one") from error
 
 
-def share(items):
+def my_share(items):
     """This rank's part of a list or of a tensor's rows. The parts are of much the same size."""
     size, rest = divmod(len(items), WORLD)
     start = RANK * size + min(RANK, rest)
@@ -66,26 +64,26 @@ def share(items):
     return items[start:end]
 
 
-def gather(item):
+def all_gather(item):
     """[the item of each rank], in their order, on every rank."""
     if WORLD == 1:
         return [item]
     items = [None] * WORLD
-    together(dist.all_gather_object, items, item)
+    call(dist.all_gather_object, items, item)
     return items
 
 
-def agree(item):
-    """The item of the first rank, on every rank: a reward that each computes for itself may differ."""
-    return gather(item)[0]
+def all_gather_list(items):
+    """The lists of all ranks as one, on every rank: what `my_share` has cut is whole again."""
+    return [item for part in all_gather(items) for item in part]
 
 
-def interleave(lists):
+def all_gather_interleaved(lists):
     """{key: list} of each rank -> {key: one list}: the first of each rank, then the second of each, ...
     That is the order of a single process where a step has one micro-batch per rank."""
     if WORLD == 1:
         return lists
-    all_lists = gather(lists)
+    all_lists = all_gather(lists)
     keys = dict.fromkeys(key for theirs in all_lists for key in theirs)
     merged = {key: [] for key in keys}
     for key, items in merged.items():
@@ -96,41 +94,34 @@ def interleave(lists):
     return merged
 
 
-def micro_batches(minibatch, size):
-    """This rank's rows of a minibatch, in parts of much the same size and of at most `size` rows. A
-    minibatch has at least one row for each rank."""
-    mine = share(minibatch)
-    return mine.tensor_split(math.ceil(len(mine) / size))
+def all_reduce(tensor):
+    """The sum of the ranks' tensors, in place. Losses of micro-batches sum to a step's loss, so that
+    they and their gradients are added, and nothing is divided."""
+    if WORLD > 1 and tensor.numel() > 0:
+        call(dist.all_reduce, tensor)
+    return tensor
 
 
-def collect(parts, minibatches):
+def all_reduce_gradients(weights):
+    """The sum of the ranks' gradients. A weight that no rank has used keeps None, as in one process."""
+    if WORLD == 1:
+        return
+    weights = list(weights)
+    is_used = torch.tensor([weight.grad is not None for weight in weights], device=weights[0].device)
+    for weight, num_ranks in zip(weights, all_reduce(is_used.long()).tolist(), strict=True):
+        if num_ranks > 0:
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            all_reduce(weight.grad)
+
+
+def all_rows(parts, minibatches):
     """What this rank has computed, a tensor for each of its micro-batches in the order of the
     minibatches -> one tensor on every rank, for the rows of all ranks. The minibatches are all rows."""
     mine = torch.cat(parts)
     if WORLD == 1:
         return mine
-    rows = torch.cat([share(minibatch) for minibatch in minibatches])
+    rows = torch.cat([my_share(minibatch) for minibatch in minibatches])
     num_rows = sum(len(minibatch) for minibatch in minibatches)
     tensor = mine.new_zeros(num_rows, *mine.shape[1:]).index_copy(0, rows, mine)
-    return add_up(tensor)  # in the other ranks' tensors these rows are 0
-
-
-def add_up(tensor):
-    """The sum of the ranks' tensors, in place. Losses are shares of a step's loss, so that they and
-    their gradients are added, and nothing is divided."""
-    if WORLD > 1 and tensor.numel() > 0:
-        together(dist.all_reduce, tensor)
-    return tensor
-
-
-def add_up_gradients(model):
-    """The sum of the ranks' gradients. A weight that no rank has used keeps None, as in one process."""
-    if WORLD == 1:
-        return
-    weights = list(model.parameters())
-    is_used = torch.tensor([weight.grad is not None for weight in weights], device=weights[0].device)
-    for weight, num_ranks in zip(weights, add_up(is_used.long()).tolist(), strict=True):
-        if num_ranks > 0:
-            if weight.grad is None:
-                weight.grad = torch.zeros_like(weight)
-            add_up(weight.grad)
+    return all_reduce(tensor)  # in the other ranks' tensors these rows are 0

@@ -1,15 +1,11 @@
-"""The verifier: which answer a completion gives, and whether it is the gold one.
+"""Which answer a text gives, and whether two answers are the same.
 
 Answers are compared as numbers where both are numbers, in whatever notation, and as text otherwise. No
 algebra is done. It has to be right about what it accepts: a wrong answer that is rewarded is learned.
 """
 
-import math
 import re
-import runpy
 from fractions import Fraction
-
-from harness import UserError
 
 MAX_ANSWER = 1000  # characters; what is longer is no answer
 NAME = r"^[\s$]*(?:[a-zA-Z]|\\(?:alpha|beta|theta|lambda|phi|omega)) ?= ?"  # the x= of x=5
@@ -68,6 +64,19 @@ def final_answer(text):
     return found.strip() or None
 
 
+def gold_answer(value):
+    """The gold answer in a cell of the answer column; None if it cannot be read exactly."""
+    if isinstance(value, str) and ("####" in value or "\\boxed{" in value):
+        return final_answer(value)
+    text = str(value).strip()
+    if isinstance(value, float) and len(text) > 16:  # rounded: 0.1 as float32 is 0.10000000149011612
+        return None
+    # Of what is not text, only plain numbers: no None, date, list, NaN or 1e+30.
+    if isinstance(value, str) or re.fullmatch(r"-?[0-9]+(\.[0-9]+)?", text):
+        return text
+    return None
+
+
 def boxed(text):
     r"""What the braces hold that `text` begins with, "" if they stay open; of '\boxed 12' the 12."""
     if not text.lstrip(" ").startswith("{"):
@@ -124,39 +133,3 @@ def is_same(found, gold):
     if found_unit and gold_unit and found_unit != gold_unit:
         return False
     return found_value == gold_value
-
-
-def verify(text, answer, truncated=False):
-    """(reward, why): 1.0 and 'correct', or 0.0 and 'wrong', 'no_answer' or, if cut off, 'truncated'."""
-    if truncated:
-        return 0.0, "truncated"
-    found = final_answer(text)
-    if found is None:
-        return 0.0, "no_answer"
-    if is_same(found, answer):
-        return 1.0, "correct"
-    return 0.0, "wrong"
-
-
-def load_verifier(args):
-    """`verify`, or in its place the function that `--reward FILE.py:FUNCTION` names."""
-    if not args.reward:
-        return verify
-    verdicts = ("correct", "wrong", "no_answer", "truncated")
-    path, _, name = args.reward.rpartition(":")
-    try:
-        function = runpy.run_path(path)[name]
-    except Exception as error:  # the file may raise anything
-        raise UserError(f"--reward {args.reward} cannot be loaded as FILE.py:FUNCTION") from error
-
-    def checked(text, answer, truncated=False):
-        result = function(text, answer, truncated)
-        if isinstance(result, tuple) and len(result) == 2:
-            reward, why = result
-            is_number = isinstance(reward, (int, float)) and math.isfinite(reward)
-            if is_number and why in verdicts:
-                return float(reward), why
-        expected = f"(a finite number, one of {', '.join(verdicts)})"
-        raise UserError(f"--reward {args.reward} returned {result!r:.80}, not {expected}")
-
-    return checked

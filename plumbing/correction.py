@@ -1,0 +1,134 @@
+"""Weights for completions that the sampler mu made in place of the trainer's policy pi_old.
+
+Engines sample with other kernels, and often with fewer bits, than they train with, so that mu is near,
+but not equal to, the policy that the training forward computes. `--rollout_dtype` makes such a mismatch
+here, and `--rollout_correction` weighs completions by rho = pi_old / mu.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+
+def rollout_weights(
+    old_logprobs_BT,
+    sampler_logprobs_BT,
+    mask_BT,
+    *,
+    rule,
+    cap=2.0,
+    mask_low=0.95,
+    mask_high=1.05,
+    one_ratio=False,
+):
+    """(weights >= 0, (B, T) or, with one for a completion, (B, 1); rho, (B, T)).
+
+    The decoupled objective is w min(r A, clip(r) A), where r = pi / pi_old is clipped as always and w,
+    made of rho = pi_old / mu, is not. As w is not negative, it goes into the min: a factor on A.
+
+    old_logprobs_BT      log-probs of the training forward, before the first step
+    sampler_logprobs_BT  the same as the sampler saw them
+    mask_BT              1 on response tokens
+    rule                 token_tis, sequence_tis, sequence_mis, geo_mask or icepop
+    one_ratio            for objectives with one ratio per completion, which then has one weight: rules
+                         for tokens are applied to the geometric mean of its rho
+
+    Sources: Hilton et al., arXiv 2110.00641 (the decoupled objective); Yao et al. 2025 (truncated and
+    masked weights); the Ling team, arXiv 2510.18855 (icepop).
+    """
+    mask_BT = mask_BT.bool()
+    length_B1 = mask_BT.sum(1, keepdim=True).clamp(min=1)
+    # As in the losses: masked before exp, and clamped to keep exp finite.
+    log_rho_BT = torch.where(mask_BT, old_logprobs_BT - sampler_logprobs_BT, 0).clamp(-20, 20)
+    log_product_B1 = log_rho_BT.sum(1, keepdim=True)
+    product_B1 = log_product_B1.clamp(-20, 20).exp()
+    mean_B1 = (log_product_B1 / length_B1).exp()  # geometric
+    rho_BT = log_rho_BT.exp()
+    ratio = mean_B1 if one_ratio else rho_BT  # what the rules for tokens read
+    if rule == "token_tis":
+        # w_t = min(rho_t, C)
+        weights = ratio.clamp(max=cap)
+    elif rule == "sequence_tis":
+        # w_i = min(prod_t rho_t, C)
+        weights = product_B1.clamp(max=cap)
+    elif rule == "sequence_mis":
+        # w_i = prod_t rho_t, and 0 above C, which the product before it is clamped is compared with
+        weights = torch.where(log_product_B1.exp() <= cap, product_B1, 0)
+    elif rule == "geo_mask":
+        # w_t = min(rho_t, C), and 0 for all of a completion unless low <= mean_i <= high
+        is_near_B1 = (mask_low <= mean_B1) & (mean_B1 <= mask_high)
+        weights = torch.where(is_near_B1, ratio.clamp(max=cap), 0)
+    elif rule == "icepop":
+        # w_t = rho_t, and 0 outside [0.5, 5]
+        weights = torch.where((ratio >= 0.5) & (ratio <= 5), ratio, 0)
+    else:
+        raise ValueError(f"no rule {rule}")
+    return weights, rho_BT
+
+
+class Correction(NamedTuple):
+    """What `rollout_correction` returns."""
+
+    weights: torch.Tensor  # a factor on advantages; all 1 unless --rollout_correction is on
+    rho_NT: torch.Tensor  # pi_old / mu; all 1 unless it is on
+    stats: dict  # {name: scalar} of the mismatch, and of the weights
+
+
+@torch.no_grad()
+def rollout_correction(old, batch, args, one_ratio=False):
+    """The weights that `--rollout_correction` asks for, with what is to be logged.
+
+    old    what common.score has returned for the policy
+    batch  of all rows, with the sampler's log-probs and, where it records them, experts
+    """
+    stats = mismatch_stats(old.logprobs_NT, old.experts_NTLK, batch)
+    if args.rollout_correction == "none":
+        ones_NT = torch.ones_like(old.logprobs_NT)
+        return Correction(ones_NT[:, :1], ones_NT, stats)
+    weights, rho_NT = rollout_weights(
+        old.logprobs_NT,
+        batch.sampler_logprobs_BT,
+        batch.mask_BT,
+        rule=args.rollout_correction,
+        cap=args.rollout_cap,
+        mask_low=args.rollout_mask_low,
+        mask_high=args.rollout_mask_high,
+        one_ratio=one_ratio,
+    )
+    return Correction(weights, rho_NT, stats | weight_stats(weights, batch.mask_BT))
+
+
+def weight_stats(weights, mask_BT):
+    """Of the weights of the tokens in the mask: {name: scalar}."""
+    counted = weights.expand_as(mask_BT)[mask_BT]
+    num_tokens = mask_BT.sum().clamp(min=1)
+    mean = counted.sum() / num_tokens
+    mean_square = (counted**2).sum() / num_tokens
+    return {
+        "weight_mean": mean,
+        "weight_zero_frac": (counted == 0).sum() / num_tokens,
+        # (sum w)^2 / (n sum w^2): 1 if all weights are equal, 1/n if one of them has everything
+        "weight_effective_size": mean**2 / mean_square.clamp(min=1e-30),
+    }
+
+
+def mismatch_stats(old_logprobs_BT, old_experts_BTLK, batch):
+    """How far the training forward is from the sampler, mu: {name: scalar}. All of it is 0, and ratios
+    are 1, up to rounding, where both compute alike."""
+    mask_BT = batch.mask_BT
+    num_tokens = mask_BT.sum().clamp(min=1)
+    logratio_BT = torch.where(mask_BT, old_logprobs_BT - batch.sampler_logprobs_BT, 0)
+    k3_BT = logratio_BT.exp() - 1 - logratio_BT  # its mean is an estimate of KL(mu || pi_old)
+    ratio_B = logratio_BT.sum(1).clamp(-20, 20).exp()
+    stats = {
+        "sampler_kl": torch.where(mask_BT, k3_BT, 0).sum() / num_tokens,
+        "sampler_logratio_max": logratio_BT.abs().max(),
+        "sampler_sequence_ratio_min": ratio_B.min(),
+        "sampler_sequence_ratio_max": ratio_B.max(),
+    }
+    if batch.sampler_experts_BSLK is not None:
+        T = mask_BT.shape[1]
+        experts_BTLK = batch.sampler_experts_BSLK[:, -T - 1 : -1].sort().values
+        differ_BT = (experts_BTLK != old_experts_BTLK).any(-1).float().mean(-1)
+        stats["sampler_expert_diff_frac"] = torch.where(mask_BT, differ_BT, 0).sum() / num_tokens
+    return stats

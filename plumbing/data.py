@@ -1,0 +1,129 @@
+"""Datasets: reading them, writing prompts as the model reads them, the stream of training problems."""
+
+import json
+import random
+from decimal import Decimal
+from pathlib import Path
+
+import torch
+
+from plumbing.answers import gold_answer
+from plumbing.args import UserError
+
+
+class ProblemStream:
+    """An endless stream of training problems, shuffled anew in each epoch, as the seed says."""
+
+    def __init__(self, problems, seed):
+        self.problems = problems
+        self.seed = seed
+        self.position = 0  # how many were taken so far
+
+    def take(self, count):
+        """The next `count` problems."""
+        size = len(self.problems)
+        first_epoch = self.position // size
+        last_epoch = (self.position + count - 1) // size
+        generator = torch.Generator()
+        order = []
+        for epoch in range(first_epoch, last_epoch + 1):
+            generator.manual_seed(self.seed * 2**20 + epoch)  # no two runs have an epoch in common
+            order += torch.randperm(size, generator=generator).tolist()
+        start = self.position % size
+        self.position += count
+        return [self.problems[i] for i in order[start : start + count]]
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+def read_dataset(args):
+    r"""`--dataset` -> [(prompt, gold answer)] in random order, the same for all seeds. A prompt is text
+    or a list of chat messages; gold follows '####', fills a '\boxed{}', or is the whole cell."""
+    rows = read_rows(args.dataset, args.dataset_config, args.dataset_split)
+    columns = dict.fromkeys(column for row in rows for column in row)
+    found = f"the columns are {', '.join(columns)}"
+    for column in (args.prompt_column, args.answer_column):
+        if column not in columns:
+            raise UserError(f"--dataset {args.dataset} has no column {column}; {found}")
+    pairs = []
+    for number, row in enumerate(rows, 1):
+        prompt = row.get(args.prompt_column)
+        gold = gold_answer(row.get(args.answer_column))
+        for part, value in (("prompt", prompt), ("gold answer", gold)):
+            if not value:
+                raise UserError(
+                    f"--dataset {args.dataset}, row {number}: no {part} that can be read; {found}"
+                )
+        pairs.append((prompt, gold))
+    return random.Random(0).sample(pairs, len(pairs))
+
+
+def read_rows(name, config, split):
+    """`--dataset` -> its rows as dicts: a JSON-lines file, a parquet file, or a hub id. Files are read
+    directly: a name means nothing but itself, numbers keep their digits, no cache is in between."""
+    path = Path(name)
+    try:
+        if path.suffix == ".parquet":
+            import pyarrow.parquet  # here and below: 80 MB that few runs need
+
+            rows = pyarrow.parquet.read_table(path).to_pylist()
+        elif path.suffix in (".json", ".jsonl") or path.is_file():
+            rows = read_json_lines(path)
+        else:
+            import datasets
+
+            datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+            rows = datasets.load_dataset(name, config or None, split=split).to_list()
+        if not rows:
+            raise ValueError("there are no rows")
+        return rows
+    except Exception as error:  # the libraries have exceptions of their own for each kind of damage
+        raise UserError(f"--dataset {name} cannot be read") from error
+
+
+def read_json_lines(path):
+    """[dict]; ValueError with the number of a line that is no JSON object."""
+    rows = []
+    text = path.read_text(encoding="utf-8")
+    for number, line in enumerate(text.split("\n"), 1):  # other separators are allowed inside a string
+        if line.strip():
+            try:
+                rows.append({**json.loads(line, parse_float=Decimal)})
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"line {number}: {error}") from error
+    return rows
+
+
+def render(prompt, tokenizer, args):
+    """A prompt as the model reads it: through the chat template, where there is one."""
+    try:
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        if args.instruction:
+            last = messages[-1]
+            messages[-1] = {**last, "content": f"{last['content']}\n{args.instruction}"}
+        if args.system_prompt:
+            messages.insert(0, {"role": "system", "content": args.system_prompt})
+        if tokenizer.chat_template:
+            return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        if len(messages) > 1:
+            raise ValueError("chat messages and --system_prompt need a tokenizer with a chat template")
+        return str(messages[0]["content"])
+    except Exception as error:  # templates raise their own
+        raise UserError(f"--dataset: the prompt {prompt!r:.60} cannot be used") from error
+
+
+def check_token_ids(rows, model, tokenizer):
+    """UserError if the model has no embedding for a token, or more than a tenth are unknown tokens."""
+    ids = [token for row in rows for token in row]
+    size = model.get_input_embeddings().num_embeddings
+    if max(ids) >= size:
+        raise UserError(f"--model: its tokenizer makes token {max(ids)}, it has {size} embeddings")
+    unknown = ids.count(tokenizer.unk_token_id)
+    if unknown > len(ids) / 10:
+        raise UserError(
+            f"--model: its tokenizer does not know {unknown} of {len(ids)} tokens of prompts"
+        )

@@ -1,0 +1,151 @@
+"""A model that is trained: its float32 master weights, the copy that computes, the copy that samples.
+
+In bfloat16 the optimizer moves float32 master weights; the model that computes is a copy whose gradients
+are added to the masters', in float32, as they come. In float32 the two are one object. With
+`--rollout_dtype` a third model samples, in another precision than the one that is trained.
+"""
+
+import copy
+import functools
+
+import torch
+
+from plumbing import ranks
+from plumbing.args import UserError
+from plumbing.routing import find_routers
+
+
+class Trained:
+    """Master weights and the model that computes with them; of a policy as of a critic."""
+
+    def __init__(self, master, dtype):
+        self.master = master
+        self.model = working_copy(master, dtype)
+
+    def parameters(self):
+        """The weights that an optimizer moves."""
+        return self.master.parameters()
+
+    def state_dict(self):
+        return self.master.state_dict()
+
+    def load_state_dict(self, state):
+        self.master.load_state_dict(state)
+        self.refresh()
+
+    def clip_gradients(self, max_norm):
+        """Clips the gradients of all ranks, added up, to this norm; returns the norm before."""
+        ranks.all_reduce_gradients(self.parameters())
+        return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm)
+
+    @torch.no_grad()
+    def refresh(self):
+        """Copies the master's weights into the model that computes, where these are two."""
+        if self.model is not self.master:
+            for weight, master_weight in zip(
+                self.model.parameters(), self.master.parameters(), strict=True
+            ):
+                weight.copy_(master_weight)
+
+
+class Policy(Trained):
+    """A language model with its tokenizer, what was found out about it, and the copy that samples."""
+
+    def __init__(
+        self,
+        master,
+        tokenizer,
+        dtype="float32",
+        rollout_dtype="same",
+        one_sequence_per_row=False,
+        records_experts=False,
+    ):
+        super().__init__(master, dtype)
+        self.tokenizer = tokenizer
+        self.rollout_dtype = rollout_dtype
+        self.one_sequence_per_row = one_sequence_per_row  # see common.check_logprobs
+        self.records_experts = records_experts  # see common.check_routing
+        self.sampler = None
+        if rollout_dtype != "same":
+            self.sampler = self.with_model(rollout_copy(self.model, master, rollout_dtype))
+
+    def with_model(self, model):
+        """A policy with another model of the same architecture, of which the same was found out."""
+        return Policy(
+            model,
+            self.tokenizer,
+            one_sequence_per_row=self.one_sequence_per_row,
+            records_experts=self.records_experts,
+        )
+
+    def frozen_copy(self):
+        """A reference: what computes now, and does not learn."""
+        return self.with_model(copy.deepcopy(self.model).requires_grad_(False))
+
+    def for_sampling(self):
+        """The policy itself, or its copy in --rollout_dtype with the weights of now."""
+        if self.sampler is None:
+            return self
+        refresh_rollout_copy(self.sampler.model, self.master, self.rollout_dtype)
+        return self.sampler
+
+
+def working_copy(master, dtype):
+    """The model that computes: `master` itself in float32, else a copy of it in `dtype`. The gradients
+    of the copy are added to the master's, in float32, as they come, and not kept."""
+    if dtype == "float32":
+        return master
+
+    def hand_over(weight, master_weight):
+        if master_weight.grad is None:
+            master_weight.grad = weight.grad.float()
+        else:
+            master_weight.grad += weight.grad
+        weight.grad = None
+
+    model = copy.deepcopy(master)
+    # Weights only: positions are computed from buffers, which need their float32.
+    for weight, master_weight in zip(model.parameters(), master.parameters(), strict=True):
+        weight.data = weight.data.to(getattr(torch, dtype))
+        hook = functools.partial(hand_over, master_weight=master_weight)
+        weight.register_post_accumulate_grad_hook(hook)
+    return model
+
+
+def rollout_copy(model, master, rollout_dtype):
+    """A copy of `master` that samples, to be filled by `refresh_rollout_copy`."""
+    is_transposed = any(getattr(module, "is_transposed", False) for module in master.modules())
+    if rollout_dtype in ("int8", "int4") and is_transposed:
+        raise UserError(f"--rollout_dtype {rollout_dtype}: the model keeps experts as (in, out)")
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    sampler = copy.deepcopy(master).requires_grad_(False)
+    for weight, model_weight in zip(sampler.parameters(), model.parameters(), strict=True):
+        # int8 and int4 are rounded only: their products are made in --dtype.
+        weight.data = weight.data.to(dtypes.get(rollout_dtype, model_weight.dtype))
+    return sampler
+
+
+@torch.no_grad()
+def refresh_rollout_copy(sampler, master, rollout_dtype, embeddings=False, routers=False):
+    """Copies the master's weights into the sampler, rounded for int8 and int4: all matrices, but
+    embeddings (and a head tied to them) and routers only if asked for."""
+    bits = {"int8": 8, "int4": 4}.get(rollout_dtype)
+    kept = set()  # ids of weights that are not rounded
+    if not embeddings:
+        kept.add(id(sampler.get_input_embeddings().weight))
+    if not routers:
+        kept |= {id(weight) for router in find_routers(sampler) for weight in router.parameters()}
+    for weight, master_weight in zip(sampler.parameters(), master.parameters(), strict=True):
+        if bits and weight.dim() > 1 and id(weight) not in kept:
+            weight.copy_(fake_quantize(master_weight, bits))
+        else:
+            weight.copy_(master_weight)
+
+
+def fake_quantize(weight, bits):
+    """The weight with each output channel on a symmetric grid of its own, of 2^bits - 1 values. The
+    last axis is that of the inputs."""
+    largest = 2 ** (bits - 1) - 1
+    scale = weight.abs().amax(-1, keepdim=True) / largest
+    scale = torch.where(scale > 0, scale, 1)
+    return (weight / scale).round() * scale
