@@ -28,72 +28,43 @@ Expect: on sums of two numbers, as grpo.py: greedy held-out accuracy from 0.43 t
         forty seconds on one CPU core.
 """
 
-import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from transformers.hf_argparser import HfArg
 
-from common import collate, describe, evaluate, load_model, load_problems, refresh, router_stats, sample
-from common import take_problems, token_logprobs, transcripts, working_copy
-from harness import Meter, Run, UserError, launch
-from memory import plan_memory
-from mismatch import RolloutCorrection, RolloutDtype, RoutingReplay, mismatch_stats
-from mismatch import refresh_rollout_copy, rollout_copy, rollout_correction
-from ranks import WORLD, add_up, add_up_gradients, agree, collect, micro_batches
-from verifier import load_verifier
+from common import collate, evaluate, judge, load_policy, load_problems, load_verifier
+from common import sample, score, token_logprobs
+from plumbing import Meter, Run, RunArgs, UserError, flag, iteration_metrics, launch
+from plumbing import plan_memory, ranks, rollout_correction
 
 
 @dataclass
-class Args:
-    seed: int = HfArg(default=1, help="seed of the prompts' order and of the sampling")
-    device: str = HfArg(default="", help="cuda, cpu, or mps (untried) [cuda if it is there]")
-    dtype: Literal["float32", "bfloat16"] = HfArg(
-        default="float32", help="of weights and cache; AdamW moves float32 weights"
-    )
-    model: str = HfArg(default="tiny-moe", help="tiny-moe, or a folder or hub id of a language model")
-    dataset: str = HfArg(default="addition", help="addition, a .jsonl or .parquet file, or a hub id")
-    dataset_config: str = HfArg(default="", help="configuration of a hub dataset, if it has several")
-    dataset_split: str = HfArg(default="train", help="split of a hub dataset")
-    prompt_column: str = HfArg(default="question", help="column of the prompts: text or chat messages")
-    answer_column: str = HfArg(
-        default="answer", help="column of the gold answers, after '####' or alone"
-    )
-    num_held_out: int = HfArg(default=256, help="problems kept apart for evaluation")
-    reward: str = HfArg(default="", help="FILE.py:FUNCTION in place of verifier.verify")
-    system_prompt: str = HfArg(default="", help="system message before each prompt")
-    instruction: str = HfArg(default="", help="text on a line of its own after each prompt")
-    iterations: int = HfArg(default=36, help="rounds of rollout and update")  # see [2]
-    prompts_per_iteration: int = HfArg(default=32, help="prompts in a rollout")
-    group_size: int = HfArg(default=8, help="completions per prompt")
-    max_new_tokens: int = HfArg(default=48, help="cap on the length of a completion")
-    temperature: float = HfArg(default=1.0, help="sampling temperature, also that of all log-probs")
-    rollout_batch_size: int = HfArg(default=0, help="completions sampled at a time [0: all]")
-    rollout_dtype: RolloutDtype = HfArg(default="same", help="of a copy of the weights that samples")
-    rollout_correction: RolloutCorrection = HfArg(default="none", help="weights of completions")
-    rollout_cap: float = HfArg(default=2.0, help="where weights are cut off; not icepop's")
-    rollout_mask_low: float = HfArg(default=0.95, help="geo_mask: mean ratio that is too low")
-    rollout_mask_high: float = HfArg(default=1.05, help="geo_mask: mean ratio that is too high")
-    routing_replay: RoutingReplay = HfArg(default="none", help="experts of an MoE, see mismatch.py")
-    lr: float = HfArg(default=2e-4, help="AdamW's learning rate, constant")
-    update_epochs: int = HfArg(default=1, help="passes over a rollout")
-    num_minibatches: int = HfArg(default=4, help="optimizer steps per pass")
-    micro_batch_size: int = HfArg(default=0, help="completions per update pass [0: 16,384 tokens]")
-    gradient_checkpointing: bool = HfArg(default=False, help="less memory, more time")
-    max_grad_norm: float = HfArg(default=1.0, help="gradients are clipped to this norm")
-    router_aux_coef: float = HfArg(default=0.001, help="weight of the load-balancing loss of an MoE")
-    eval_every: int = HfArg(default=10, help="iterations between evaluations [0: only at the end]")
-    save_every: int = HfArg(default=20, help="iterations between checkpoints [0: only at the end]")
-    resume: bool = HfArg(default=False, help="continue the run in --run_dir")
-    run_dir: str = HfArg(default="", help="output folder [runs/<script>-seed<seed>]")
-    tensorboard: bool = HfArg(default=False, help="also write the metrics for TensorBoard")
+class Args(RunArgs):  # model, data, device, precision, output: see plumbing/args.py, or --help
+    iterations: int = flag(36, "rounds of rollout and update")  # see the header
+    prompts_per_iteration: int = flag(32, "prompts in a rollout")
+    group_size: int = flag(8, "completions per prompt")
+    max_new_tokens: int = flag(48, "cap on the length of a completion")
+    temperature: float = flag(1.0, "sampling temperature, also that of all log-probs")
+    lr: float = flag(2e-4, "AdamW's learning rate, constant")
+    update_epochs: int = flag(1, "passes over a rollout")
+    num_minibatches: int = flag(4, "optimizer steps per pass")
+    max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
+    router_aux_coef: float = flag(0.001, "weight of the load-balancing loss of an MoE")
     # the algorithm's own
-    clip_eps_low: float = HfArg(default=0.2, help="the ratio is clipped at 1 - this")
-    clip_eps_high: float = HfArg(default=0.28, help="the ratio is clipped at 1 + this")
-    overlong: Literal["soft", "filter", "none"] = HfArg(default="soft", help="completions near the cap")
-    overlong_cache: int = HfArg(default=12, help="L_cache: tokens below the cap where soft begins")
-    max_sampling_rounds: int = HfArg(default=10, help="rounds to fill the batch with mixed groups")
+    clip_eps_low: float = flag(0.2, "the ratio is clipped at 1 - this")
+    clip_eps_high: float = flag(0.28, "the ratio is clipped at 1 + this")
+    overlong: Literal["soft", "filter", "none"] = flag("soft", "completions near the cap")
+    overlong_cache: int = flag(12, "L_cache: tokens below the cap where soft begins")
+    max_sampling_rounds: int = flag(10, "rounds to fill the batch with mixed groups")
+
+    def check(self):
+        self.within(0, 1, "clip_eps_low")
+        self.within(1, 1e9, "max_sampling_rounds")
+        if self.group_size < 2:
+            raise UserError("--group_size must be at least 2: the mean of the group is the baseline")
+        if self.overlong == "soft" and not 0 < self.overlong_cache < self.max_new_tokens:
+            raise UserError("--overlong_cache must be above 0 and below --max_new_tokens")
 
 
 def masked_mean(x, mask):
@@ -108,6 +79,32 @@ def compute_advantages(rewards_PG):
     # The mean of equal floats may be off by rounding, which a tiny std would blow up into advantages.
     is_uniform_P1 = (rewards_PG == rewards_PG[:, :1]).all(1, keepdim=True)
     return torch.where(is_uniform_P1, 0, advantages_PG)
+
+
+def mixed_groups(completions, group_size):
+    """[2] The completions of the groups in which some are right, by the verifier's word, and some not."""
+    kept = []
+    for start in range(0, len(completions), group_size):
+        group = completions[start : start + group_size]
+        num_right = sum(c.why == "correct" for c in group)
+        if 0 < num_right < group_size:
+            kept += group
+    return kept
+
+
+def group_counts(completions, group_size, rounds):
+    """What became of the groups that were generated, for the log."""
+    is_right_PG = torch.tensor([c.why == "correct" for c in completions]).view(-1, group_size)
+    num_right = is_right_PG.sum(1).tolist()
+    all_right = num_right.count(group_size)
+    all_wrong = num_right.count(0)
+    return {
+        "rollout/groups_generated": len(num_right),
+        "rollout/groups_kept": len(num_right) - all_right - all_wrong,
+        "rollout/groups_dropped_all_right": all_right,
+        "rollout/groups_dropped_all_wrong": all_wrong,
+        "rollout/groups_sampling_rounds": rounds,
+    }
 
 
 def overlong_penalty(lengths_N, max_new_tokens, overlong_cache):
@@ -125,7 +122,7 @@ def policy_loss(
     clip_eps_high=0.28,
     num_tokens=None,
 ):
-    """The micro-batch's share of the loss -J; the shares of an optimizer step add up to its loss.
+    """The loss -J of a micro-batch over the whole step's count: micro-batches sum to the step's loss.
 
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
     old_logprobs_BT  the same before the first step on this batch
@@ -161,188 +158,107 @@ def policy_loss(
 
 def main(args):
     # ---------------------------------------------------------------------------------------- setup
-    if args.group_size < 2:
-        raise UserError("--group_size must be at least 2: the mean of the group is the baseline")
-    if args.overlong == "soft" and not 0 < args.overlong_cache < args.max_new_tokens:
-        raise UserError("--overlong_cache must be above 0 and below --max_new_tokens")
     run = Run(args)
     verify = load_verifier(args)
-    master, tokenizer = load_model(args)
-    model = working_copy(master, args.dtype)
-    sampler = rollout_copy(model, master, args.rollout_dtype)
-    train_problems, held_out_problems = load_problems(args, model, tokenizer)
-    generator = torch.Generator().manual_seed(args.seed)
-    optimizer = torch.optim.AdamW(master.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
-    parts = {"optimizer": optimizer}  # what a checkpoint holds besides the policy
-    state = run.restore(master, generator, **parts)
-    refresh(model, master)
-    plan_memory(args, master, train_problems + held_out_problems, parts)
-    if "before" not in state:  # a resumed run has it already
-        state["before"] = evaluate(model, tokenizer, held_out_problems, args, verify, sampled=True)
+    policy = load_policy(args)  # the model with its tokenizer
+    problem_stream, held_out = load_problems(args, policy)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
+    generator = torch.Generator().manual_seed(args.seed)  # of the sampler's noise
+    run.restore(policy, generator, problems=problem_stream, optimizer=optimizer)
+    args = plan_memory(args, policy, problem_stream, held_out)
+    if run.before is None:
+        run.before = evaluate(policy, held_out, verify, args, sampled=True)
 
-    after = {}
-    for iteration in range(state["iteration"] + 1, args.iterations + 1):
+    for iteration in range(run.iteration + 1, args.iterations + 1):
         # ---------------------------------------------------------------------------------- rollout
-        meter = Meter()
-        rollout_start = time.time()
-        refresh_rollout_copy(sampler, master, args.rollout_dtype)
+        meter = Meter(iteration)
+        sampler = policy.for_sampling()  # the policy itself, or its copy in --rollout_dtype
         # [2] Dynamic sampling: each round draws what is missing, uniform groups are dropped.
-        generated = []  # (problem, completion, verdict) of all completions
-        kept = []  # the same of mixed groups
-        counts = {"kept": 0, "dropped_all_right": 0, "dropped_all_wrong": 0, "sampling_rounds": 0}
+        generated = []  # all completions, with their verdicts
+        kept = []  # those of mixed groups
+        rounds = 0
         missing = args.prompts_per_iteration
-        while missing > 0 and counts["sampling_rounds"] < args.max_sampling_rounds:
-            problems = take_problems(train_problems, state["position"], missing, args.seed)
-            state["position"] += len(problems)
-            prompts = [problem.prompt_ids for problem in problems]
-            completions = sample(sampler, tokenizer, prompts, args.group_size, args, generator)
-            answers = [problem.answer for problem in problems for _ in range(args.group_size)]
-            pairs = zip(completions, answers, strict=True)
-            verdicts = agree([verify(c.text, answer, c.truncated) for c, answer in pairs])
-            rows = list(zip(completions, verdicts, strict=True))
-            for i, problem in enumerate(problems):
-                group = []
-                for c, verdict in rows[i * args.group_size : (i + 1) * args.group_size]:
-                    group.append((problem, c, verdict))
-                num_right = sum(why == "correct" for _, _, (_, why) in group)
-                if num_right == args.group_size:
-                    counts["dropped_all_right"] += 1
-                elif num_right == 0:
-                    counts["dropped_all_wrong"] += 1
-                else:
-                    counts["kept"] += 1
-                    kept += group
-                generated += group
-            counts["sampling_rounds"] += 1
-            missing = args.prompts_per_iteration - counts["kept"]
+        while missing > 0 and rounds < args.max_sampling_rounds:
+            problems = problem_stream.take(missing)
+            completions = sample(sampler, problems, args.group_size, args, generator)
+            completions = judge(completions, verify)
+            generated += completions
+            kept += mixed_groups(completions, args.group_size)
+            missing = args.prompts_per_iteration - len(kept) // args.group_size
+            rounds += 1
         if missing > 0:
-            rounds = counts["sampling_rounds"]
             run.say(f"iteration {iteration}: after {rounds} rounds {missing} mixed groups are missing")
-        if len(kept) < WORLD:
-            run.say(f"too few mixed groups to learn from (ranks: {WORLD}): the run ends here, {counts}")
-            state["iteration"] = iteration
-            run.save(state, master, tokenizer, generator, **parts)
+        if len(kept) < ranks.WORLD:
+            run.say(f"too few mixed groups to learn from (ranks: {ranks.WORLD}): the run ends here")
+            run.save(iteration)
             break
-        counts["generated"] = len(generated) // args.group_size
-        _, completions, verdicts = zip(*kept, strict=True)
-        batch = collate(completions, args.device)
-        rollout_end = time.time()
+        meter.lap("rollout_seconds")
 
         # ----------------------------------------------------------------------------------- reward
-        rewards_N = torch.tensor([reward for reward, _ in verdicts])
+        rewards_N = torch.tensor([c.reward for c in kept])
         if args.overlong == "soft":
-            lengths_N = torch.tensor([len(c.ids) for c in completions])
+            lengths_N = torch.tensor([len(c.ids) for c in kept])
             rewards_N += overlong_penalty(lengths_N, args.max_new_tokens, args.overlong_cache)
-        if args.overlong == "filter":
-            is_whole_N = torch.tensor([not c.truncated for c in completions], device=args.device)
-            batch = replace(batch, mask_BT=batch.mask_BT & is_whole_N[:, None])
         rewards_PG = rewards_N.view(-1, args.group_size)
 
         # ------------------------------------------------------------------------------- advantages
         advantages_N1 = compute_advantages(rewards_PG).view(-1, 1).to(args.device)
 
         # -------------------------------------------------------------- old and reference log-probs
-        # Recomputed, since the sampler's log-probs differ by rounding. Rows are not shuffled, so that
-        # this pass and the update use the same micro-batches: the first ratio is then exactly 1.
-        num_minibatches = max(1, min(args.num_minibatches, len(completions) // WORLD))
-        rows_N = torch.arange(len(completions), device=args.device)
-        minibatches = rows_N.tensor_split(num_minibatches)
-        if args.routing_replay == "r3":  # the sampler's experts, from here on; r2: the old policy's
-            batch.replayed_experts_BSLK = batch.sampler_experts_BSLK
-        old_logprobs = []
-        old_experts = []
-        old_choices = []
-        with torch.no_grad():
-            for minibatch in minibatches:
-                for rows in micro_batches(minibatch, args.micro_batch_size):
-                    micro = batch.rows(rows)
-                    outputs = token_logprobs(model, micro, args.temperature)
-                    old_logprobs.append(outputs.logprobs_BT)
-                    old_experts.append(outputs.experts_BTLK)
-                    if args.routing_replay == "r2":
-                        old_choices.append(outputs.experts_BSLK)
-        old_logprobs_NT = collect(old_logprobs, minibatches)
-        old_experts_NTLK = collect(old_experts, minibatches)
-        if args.routing_replay == "r2":
-            batch.replayed_experts_BSLK = collect(old_choices, minibatches)
-        # w, made of rho = pi_old / mu, where mu is the sampler: a factor on A, 1 without a correction
-        correction = rollout_correction(old_logprobs_NT, batch, args)
-        meter.add_once("rollout", correction.stats, 1)
-        meter.add_once("rollout", mismatch_stats(old_logprobs_NT, old_experts_NTLK, batch), 1)
+        # Computed again, since the sampler's differ by rounding. The rows are not shuffled, and the
+        # micro-batches are those of the update, so that the first ratio is exactly 1.
+        batch = collate(kept, args)
+        if args.overlong == "filter":  # [4] what was cut off has no gradient
+            is_whole_N1 = torch.tensor([[not c.truncated] for c in kept], device=args.device)
+            batch.mask_BT = batch.mask_BT & is_whole_N1
+        minibatches = batch.minibatches(args.num_minibatches)
+        old = score(policy, batch, minibatches, args)
+        # Weights of 1, and nothing else, unless --rollout_correction is on.
+        correction = rollout_correction(old, batch, args)
+        meter.add_global("rollout", correction.stats)
+        advantages = correction.weights * advantages_N1  # (N, 1), or (N, T) with weights per token
 
         # ----------------------------------------------------------------------------------- update
-        for epoch in range(args.update_epochs):
-            for step, minibatch in enumerate(minibatches):
-                num_sequences = len(minibatch)
+        for _ in range(args.update_epochs):
+            for minibatch in minibatches:
                 num_tokens = batch.mask_BT[minibatch].sum().clamp(min=1)  # filter may mask all
-                step_loss = torch.zeros((), device=args.device)
-                for rows in micro_batches(minibatch, args.micro_batch_size):
-                    micro = batch.rows(rows)
-                    outputs = token_logprobs(model, micro, args.temperature)
+                for rows, micro in batch.micro_batches(minibatch, args.micro_batch_size):
+                    outputs = token_logprobs(policy, micro, args.temperature)
                     loss, stats = policy_loss(
                         outputs.logprobs_BT,
-                        old_logprobs_NT[rows],
-                        correction.weights[rows] * advantages_N1[rows],
+                        old.logprobs_NT[rows],
+                        advantages[rows],
                         micro.mask_BT,
                         clip_eps_low=args.clip_eps_low,
                         clip_eps_high=args.clip_eps_high,
                         num_tokens=num_tokens,
                     )
-                    # The aux loss is a mean over its micro-batch, so it is weighted by the share of the
-                    # step in it; it alone depends, slightly, on --micro_batch_size.
-                    share = len(rows) / num_sequences
-                    total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
+                    fraction = len(rows) / len(minibatch)  # aux_loss is a mean over its micro-batch
+                    total_loss = loss + args.router_aux_coef * outputs.aux_loss * fraction
                     total_loss.backward()
-                    step_loss += loss.detach()
-                    num_micro_tokens = micro.mask_BT.sum()
-                    stats["entropy"] = masked_mean(outputs.entropy_BT, micro.mask_BT)
-                    meter.add("losses", stats, num_micro_tokens)
-                    router = router_stats(outputs, old_experts_NTLK[rows], micro.mask_BT)
-                    meter.add("moe", router, num_micro_tokens)
-                    meter.add("moe", {"aux_loss": outputs.aux_loss}, len(rows))
-                    if epoch == 0 and step == 0:  # nothing has been updated yet: the ratio has to be 1
-                        error_BT = (outputs.logprobs_BT - old_logprobs_NT[rows]).exp() - 1
-                        error = torch.where(micro.mask_BT, error_BT, 0).abs().max()
-                        meter.add("losses", {"first_step_ratio_error_max": error}, 1)
-                add_up(step_loss)
-                add_up_gradients(master)
-                grad_norm = torch.nn.utils.clip_grad_norm_(master.parameters(), args.max_grad_norm)
-                run.check_finite(iteration, loss=step_loss, grad_norm=grad_norm)
+                    meter.add_pass({"policy_loss": loss}, stats, outputs, old, rows, micro.mask_BT)
+                grad_norm = policy.clip_gradients(args.max_grad_norm)  # of the sum over all ranks
+                meter.check_finite(grad_norm=grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
-                refresh(model, master)
-                meter.add_once("losses", {"policy_loss": step_loss}, num_sequences)
-                meter.add_once("charts", {"grad_norm": grad_norm}, 1)
+                policy.refresh()  # in bfloat16, the copy of the weights that computes
+                meter.add_step(len(minibatch), grad_norm)
+        meter.lap("update_seconds")
 
         # ------------------------------------------------------------------- log, evaluate and save
-        end = time.time()
-        state["iteration"] = iteration
-        # From here on everything generated; rewards_PG are still the kept groups' shaped rewards.
-        problems, completions, verdicts = zip(*generated, strict=True)
-        is_uniform_P = (rewards_PG == rewards_PG[:, :1]).all(1)
-        metrics = {
-            **meter.means(),
-            **describe(completions, verdicts, args.group_size, prefix="rollout/"),
-            **{f"rollout/groups_{name}": count for name, count in counts.items()},
-            "rollout/reward_mean": rewards_PG.mean().item(),
-            "rollout/frac_zero_std_groups": is_uniform_P.float().mean().item(),
-            "charts/learning_rate": args.lr,
-            "charts/tokens_per_second": sum(len(c.ids) for c in completions) / (end - rollout_start),
-            "charts/rollout_seconds": rollout_end - rollout_start,
-            "charts/update_seconds": end - rollout_end,
-        }
+        metrics = iteration_metrics(meter, generated, rewards_PG, args)
+        metrics |= group_counts(generated, args.group_size, rounds)
         if run.is_due(args.eval_every, iteration):
             is_last = iteration == args.iterations
-            after = evaluate(model, tokenizer, held_out_problems, args, verify, sampled=is_last)
-            metrics["eval/accuracy"] = after["greedy"]["accuracy"]
-            metrics["eval/response_len_mean"] = after["greedy"]["response_len_mean"]
-        run.log(iteration, metrics, transcripts(problems[:: args.group_size], completions, verdicts))
-        if run.is_due(args.save_every, iteration) or run.stop:
-            run.save(state, master, tokenizer, generator, **parts)
-        run.exit_if_stopped()
-    if "sampled" not in after:  # resumed at its end, or ended early
-        after = evaluate(model, tokenizer, held_out_problems, args, verify, sampled=True)
-    run.finish(state["before"], after)
+            results = evaluate(policy, held_out, verify, args, sampled=is_last)
+            metrics |= results["metrics"]
+            if is_last:
+                run.after = results
+        run.log(iteration, metrics, generated)
+        run.save_if_due(iteration)  # also after a signal, which then ends the program
+    if run.after is None:  # resumed at its end, or ended early
+        run.after = evaluate(policy, held_out, verify, args, sampled=True)
+    run.finish()
 
 
 if __name__ == "__main__":

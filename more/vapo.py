@@ -31,97 +31,63 @@ Expect: on sums of two numbers, greedy held-out accuracy from 0.43 to at least 0
 """
 
 import copy
-import time
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import nn
-from transformers.hf_argparser import HfArg
 
-from common import collate, describe, evaluate, load_model, load_problems, refresh
-from common import router_stats, sample, take_problems, token_logprobs, transcripts, working_copy
-from harness import Meter, Run, launch
-from memory import plan_memory
-from mismatch import RolloutCorrection, RolloutDtype, RoutingReplay, mismatch_stats
-from mismatch import refresh_rollout_copy, rollout_copy, rollout_correction
-from packing import forward_packed
-from ranks import add_up, add_up_gradients, agree, collect, micro_batches
-from verifier import load_verifier
+from common import collate, evaluate, judge, load_policy, load_problems, load_verifier
+from common import sample, score, score_values, token_logprobs
+from plumbing import Meter, Run, RunArgs, Trained, flag, forward_packed, iteration_metrics, launch
+from plumbing import plan_memory, rollout_correction
 
 
 @dataclass
-class Args:
-    seed: int = HfArg(default=1, help="seed of the prompts' order and of the sampling")
-    device: str = HfArg(default="", help="cuda, cpu, or mps (untried) [cuda if it is there]")
-    dtype: Literal["float32", "bfloat16"] = HfArg(
-        default="float32", help="of weights and cache; AdamW moves float32 weights"
-    )
-    model: str = HfArg(default="tiny-moe", help="tiny-moe, or a folder or hub id of a language model")
-    dataset: str = HfArg(default="addition", help="addition, a .jsonl or .parquet file, or a hub id")
-    dataset_config: str = HfArg(default="", help="configuration of a hub dataset, if it has several")
-    dataset_split: str = HfArg(default="train", help="split of a hub dataset")
-    prompt_column: str = HfArg(default="question", help="column of the prompts: text or chat messages")
-    answer_column: str = HfArg(
-        default="answer", help="column of the gold answers, after '####' or alone"
-    )
-    num_held_out: int = HfArg(default=256, help="problems kept apart for evaluation")
-    reward: str = HfArg(default="", help="FILE.py:FUNCTION in place of verifier.verify")
-    system_prompt: str = HfArg(default="", help="system message before each prompt")
-    instruction: str = HfArg(default="", help="text on a line of its own after each prompt")
-    iterations: int = HfArg(default=60, help="rounds of rollout and update")
-    prompts_per_iteration: int = HfArg(default=32, help="prompts in a rollout")  # [6]
-    group_size: int = HfArg(default=8, help="completions per prompt")
-    max_new_tokens: int = HfArg(default=48, help="cap on the length of a completion")
-    temperature: float = HfArg(default=1.0, help="sampling temperature, also that of all log-probs")
-    rollout_batch_size: int = HfArg(default=0, help="completions sampled at a time [0: all]")
-    rollout_dtype: RolloutDtype = HfArg(default="same", help="of a copy of the weights that samples")
-    rollout_correction: RolloutCorrection = HfArg(default="none", help="weights of completions")
-    rollout_cap: float = HfArg(default=2.0, help="where weights are cut off; not icepop's")
-    rollout_mask_low: float = HfArg(default=0.95, help="geo_mask: mean ratio that is too low")
-    rollout_mask_high: float = HfArg(default=1.05, help="geo_mask: mean ratio that is too high")
-    routing_replay: RoutingReplay = HfArg(default="none", help="experts of an MoE, see mismatch.py")
-    lr: float = HfArg(default=2e-4, help="AdamW's learning rate, constant")
-    update_epochs: int = HfArg(default=1, help="passes over a rollout")
-    num_minibatches: int = HfArg(default=4, help="optimizer steps per pass")
-    micro_batch_size: int = HfArg(default=0, help="completions per update pass [0: 16,384 tokens]")
-    gradient_checkpointing: bool = HfArg(default=False, help="less memory, more time")
-    max_grad_norm: float = HfArg(default=1.0, help="gradients are clipped to this norm")
-    router_aux_coef: float = HfArg(default=0.001, help="weight of the load-balancing loss of an MoE")
-    eval_every: int = HfArg(default=10, help="iterations between evaluations [0: only at the end]")
-    save_every: int = HfArg(default=20, help="iterations between checkpoints [0: only at the end]")
-    resume: bool = HfArg(default=False, help="continue the run in --run_dir")
-    run_dir: str = HfArg(default="", help="output folder [runs/<script>-seed<seed>]")
-    tensorboard: bool = HfArg(default=False, help="also write the metrics for TensorBoard")
+class Args(RunArgs):  # model, data, device, precision, output: see plumbing/args.py, or --help
+    iterations: int = flag(60, "rounds of rollout and update")
+    prompts_per_iteration: int = flag(32, "prompts in a rollout")  # [6]
+    group_size: int = flag(8, "completions per prompt")
+    max_new_tokens: int = flag(48, "cap on the length of a completion")
+    temperature: float = flag(1.0, "sampling temperature, also that of all log-probs")
+    lr: float = flag(2e-4, "AdamW's learning rate, constant")
+    update_epochs: int = flag(1, "passes over a rollout")
+    num_minibatches: int = flag(4, "optimizer steps per pass")
+    max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
+    router_aux_coef: float = flag(0.001, "weight of the load-balancing loss of an MoE")
     # the algorithm's own
-    clip_eps_low: float = HfArg(default=0.2, help="the ratio is clipped at 1 - this")
-    clip_eps_high: float = HfArg(default=0.28, help="the ratio is clipped at 1 + this")  # [4]
-    kl_coef: float = HfArg(default=0.02, help="beta, the weight of the KL to the reference [0: none]")
-    gamma: float = HfArg(default=1.0, help="discount per token")
-    lambda_alpha: float = HfArg(default=1.0, help="alpha of lambda = max(0, 1 - 1/(alpha length))")
-    value_coef: float = HfArg(default=0.5, help="weight of the value loss")
-    value_clip: float = HfArg(default=0.2, help="how far a value may move [0: any distance]")
-    entropy_coef: float = HfArg(default=0.0, help="weight of the entropy bonus")
-    critic_lr: float = HfArg(default=2e-3, help="AdamW's learning rate of the critic, constant")
-    pretraining_iterations: int = HfArg(default=10, help="first ones, in which only the critic learns")
-    positive_lm_coef: float = HfArg(default=0.1, help="mu, the weight of the LM loss of right answers")
+    clip_eps_low: float = flag(0.2, "the ratio is clipped at 1 - this")
+    clip_eps_high: float = flag(0.28, "the ratio is clipped at 1 + this")  # [4]
+    kl_coef: float = flag(0.02, "beta, the weight of the KL to the reference [0: none]")
+    gamma: float = flag(1.0, "discount per token")
+    lambda_alpha: float = flag(1.0, "alpha of lambda = max(0, 1 - 1/(alpha length))")
+    value_coef: float = flag(0.5, "weight of the value loss")
+    value_clip: float = flag(0.2, "how far a value may move [0: any distance]")
+    entropy_coef: float = flag(0.0, "weight of the entropy bonus")
+    critic_lr: float = flag(2e-3, "AdamW's learning rate of the critic, constant")
+    pretraining_iterations: int = flag(10, "first ones, in which only the critic learns")
+    positive_lm_coef: float = flag(0.1, "mu, the weight of the LM loss of right answers")
+
+    def check(self):
+        self.within(0, 1, "clip_eps_low", "gamma")
+        self.within(1e-9, 1e9, "critic_lr", "lambda_alpha")
 
 
 class Critic(nn.Module):
     """A copy of the base model with a scalar head that starts at zero."""
 
-    def __init__(self, model):
+    def __init__(self, policy):
         super().__init__()
-        self.body = copy.deepcopy(model.base_model)
-        self.head = nn.Linear(model.config.hidden_size, 1, bias=False, device=model.device)
+        self.one_sequence_per_row = policy.one_sequence_per_row
+        self.body = copy.deepcopy(policy.master.base_model)
+        hidden_size = policy.model.config.hidden_size
+        self.head = nn.Linear(hidden_size, 1, bias=False, device=policy.model.device)
         nn.init.zeros_(self.head.weight)
 
     def forward(self, batch):
-        """Values, (B, T + 1): V_t, read where token t is predicted, and V after the last column."""
-        output, place_BS, _ = forward_packed(self.body, batch)
-        num_values = batch.mask_BT.shape[1] + 1
-        hidden = output.last_hidden_state.flatten(0, 1)[place_BS[:, -num_values:]]
-        return self.head(hidden)[..., 0].float()
+        """Values, (B, U), U = T + 1: V_t, read where token t is predicted, and V after the last column."""
+        packed = forward_packed(self.body, batch, self.one_sequence_per_row)
+        U = batch.mask_BT.shape[1] + 1
+        return self.head(packed.hidden[packed.place_BS[:, -U:]])[..., 0].float()
 
 
 def masked_mean(x, mask):
@@ -158,7 +124,7 @@ def whiten(x_BT, mask_BT):
 
 
 def value_loss(values_BT, old_values_BT, returns_BT, mask_BT, *, value_clip=0.2, num_tokens=None):
-    """The micro-batch's share of L_V; the shares of an optimizer step add up to its loss.
+    """L_V of a micro-batch over the whole step's count: micro-batches sum to the step's L_V.
 
     values_BT, old_values_BT, returns_BT, mask_BT: (B, T), the first with gradient. value_clip 0 takes
     the squared error of V alone. num_tokens counts the whole optimizer step [None: this is it].
@@ -178,7 +144,7 @@ def value_loss(values_BT, old_values_BT, returns_BT, mask_BT, *, value_clip=0.2,
 
 
 def positive_lm_loss(logprobs_BT, is_right_B1, mask_BT, *, num_tokens=None):
-    """The micro-batch's share of L_LM; the shares of an optimizer step add up to it.
+    """L_LM of a micro-batch over the whole step's count: micro-batches sum to the step's L_LM.
 
     is_right_B1 marks right completions. num_tokens counts the tokens of all those in the optimizer step
     [None: this is it].
@@ -199,7 +165,7 @@ def policy_loss(
     clip_eps_high=0.28,
     num_tokens=None,
 ):
-    """The micro-batch's share of the clipped term of -J; the shares of an optimizer step add up to it.
+    """The clipped term of -J over the whole step's count: micro-batches sum to that of the step.
 
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
     old_logprobs_BT  the same before the first step on this batch
@@ -237,100 +203,62 @@ def main(args):
     # ---------------------------------------------------------------------------------------- setup
     run = Run(args)
     verify = load_verifier(args)
-    master, tokenizer = load_model(args)
-    model = working_copy(master, args.dtype)
-    sampler = rollout_copy(model, master, args.rollout_dtype)
-    train_problems, held_out_problems = load_problems(args, model, tokenizer)
-    generator = torch.Generator().manual_seed(args.seed)
-    master_critic = Critic(master)
-    critic = working_copy(master_critic, args.dtype)
-    critic_group = {"params": list(master_critic.parameters()), "lr": args.critic_lr}
-    policy_group = {"params": list(master.parameters()), "lr": args.lr}
+    policy = load_policy(args)  # the model with its tokenizer
+    critic = Trained(Critic(policy), args.dtype)
+    problem_stream, held_out = load_problems(args, policy)
+    policy_group = {"params": list(policy.parameters()), "lr": args.lr}
+    critic_group = {"params": list(critic.parameters()), "lr": args.critic_lr}
     optimizer = torch.optim.AdamW([policy_group, critic_group], weight_decay=0.0, fused=True)
-    # what a checkpoint holds besides the policy
-    parts = {"optimizer": optimizer, "critic": master_critic}
+    generator = torch.Generator().manual_seed(args.seed)  # of the sampler's noise
+    reference = None
     if args.kl_coef > 0:
-        ref_model = copy.deepcopy(model)
-        parts["reference"] = ref_model
-    state = run.restore(master, generator, **parts)
-    refresh(model, master)
-    refresh(critic, master_critic)
-    plan_memory(args, master, train_problems + held_out_problems, parts)
-    if "before" not in state:  # a resumed run has it already
-        state["before"] = evaluate(model, tokenizer, held_out_problems, args, verify, sampled=True)
+        reference = policy.frozen_copy()
+    parts = {"optimizer": optimizer, "critic": critic, "reference": reference}
+    run.restore(policy, generator, problems=problem_stream, **parts)
+    counts = {"num_references": int(args.kl_coef > 0), "num_critics": 1}
+    args = plan_memory(args, policy, problem_stream, held_out, **counts)
+    if run.before is None:
+        run.before = evaluate(policy, held_out, verify, args, sampled=True)
 
-    after = {}
-    for iteration in range(state["iteration"] + 1, args.iterations + 1):
+    for iteration in range(run.iteration + 1, args.iterations + 1):
         # ---------------------------------------------------------------------------------- rollout
-        meter = Meter()
-        rollout_start = time.time()
-        refresh_rollout_copy(sampler, master, args.rollout_dtype)
-        problems = take_problems(
-            train_problems, state["position"], args.prompts_per_iteration, args.seed
-        )
-        state["position"] += len(problems)
-        prompts = [problem.prompt_ids for problem in problems]
-        completions = sample(sampler, tokenizer, prompts, args.group_size, args, generator)
-        batch = collate(completions, args.device)
-        rollout_end = time.time()
+        meter = Meter(iteration)
+        problems = problem_stream.take(args.prompts_per_iteration)
+        sampler = policy.for_sampling()  # the policy itself, or its copy in --rollout_dtype
+        completions = sample(sampler, problems, args.group_size, args, generator)
+        meter.lap("rollout_seconds")
 
         # ----------------------------------------------------------------------------------- reward
-        answers = [problem.answer for problem in problems for _ in range(args.group_size)]
-        pairs = zip(completions, answers, strict=True)
-        verdicts = agree([verify(c.text, answer, c.truncated) for c, answer in pairs])
-        rewards_N = torch.tensor([reward for reward, _ in verdicts])
-        is_right_N1 = torch.tensor([[why == "correct"] for _, why in verdicts], device=args.device)
+        completions = judge(completions, verify)
+        rewards_N1 = torch.tensor([[c.reward] for c in completions], device=args.device)
+        is_right_N1 = torch.tensor([[c.why == "correct"] for c in completions], device=args.device)
 
         # -------------------------------------------------------------- old and reference log-probs
-        # Recomputed, since the sampler's log-probs differ by rounding. Rows are not shuffled, so that
-        # this pass and the update use the same micro-batches: the first ratio is then exactly 1.
-        rows_N = torch.arange(len(completions), device=args.device)
-        minibatches = rows_N.tensor_split(args.num_minibatches)
-        if args.routing_replay == "r3":  # the sampler's experts, from here on; r2: the old policy's
-            batch.replayed_experts_BSLK = batch.sampler_experts_BSLK
-        old_logprobs = []
-        old_experts = []
-        old_choices = []
-        ref_logprobs = []
-        values = []
-        with torch.no_grad():
-            for minibatch in minibatches:
-                for rows in micro_batches(minibatch, args.micro_batch_size):
-                    micro = batch.rows(rows)
-                    outputs = token_logprobs(model, micro, args.temperature)
-                    old_logprobs.append(outputs.logprobs_BT)
-                    old_experts.append(outputs.experts_BTLK)
-                    if args.routing_replay == "r2":
-                        old_choices.append(outputs.experts_BSLK)
-                    if args.kl_coef > 0:
-                        ref_outputs = token_logprobs(ref_model, micro, args.temperature, replay=False)
-                        ref_logprobs.append(ref_outputs.logprobs_BT)
-                    values.append(critic(micro))
-        old_logprobs_NT = collect(old_logprobs, minibatches)
-        old_experts_NTLK = collect(old_experts, minibatches)
-        if args.routing_replay == "r2":
-            batch.replayed_experts_BSLK = collect(old_choices, minibatches)
-        # w, made of rho = pi_old / mu, where mu is the sampler: a factor on A, 1 without a correction
-        correction = rollout_correction(old_logprobs_NT, batch, args)
-        meter.add_once("rollout", correction.stats, 1)
-        meter.add_once("rollout", mismatch_stats(old_logprobs_NT, old_experts_NTLK, batch), 1)
+        # Computed again, since the sampler's differ by rounding. The rows are not shuffled, and the
+        # micro-batches are those of the update, so that the first ratio is exactly 1.
+        batch = collate(completions, args)
+        minibatches = batch.minibatches(args.num_minibatches)
+        old = score(policy, batch, minibatches, args)
+        if args.kl_coef > 0:
+            ref = score(reference, batch, minibatches, args, replay=False)
+        values_NU = score_values(critic, batch, minibatches, args)
+        # Weights of 1, and nothing else, unless --rollout_correction is on.
+        correction = rollout_correction(old, batch, args)
+        meter.add_global("rollout", correction.stats)
 
         # ------------------------------------------------------------------------------- advantages
-        values_NU = collect(values, minibatches)  # U = T + 1: also the value after the last column
+        # rew_t = -beta log(pi_old / pi_ref); the last token adds R, and gamma V if it was cut off
+        token_rewards_NT = torch.zeros_like(old.logprobs_NT)
+        if args.kl_coef > 0:
+            log_ratio_NT = torch.where(batch.mask_BT, old.logprobs_NT - ref.logprobs_NT, 0)
+            token_rewards_NT = -args.kl_coef * log_ratio_NT
+            # The plain estimator, of pi_old; grpo.py's kl_ref is k3, of the policy during the update.
+            meter.add_global("losses", {"kl_ref": masked_mean(log_ratio_NT, batch.mask_BT)})
         old_values_NT = values_NU[:, :-1]
         length_N1 = batch.mask_BT.sum(1, keepdim=True)
         value_after_N1 = values_NU.gather(1, length_N1)
         is_cut_off_N1 = torch.tensor([[c.truncated] for c in completions], device=args.device)
-        # rew_t = -beta log(pi_old / pi_ref); the last token adds R, and gamma V if it was cut off
-        rewards_N1 = rewards_N[:, None].to(args.device)
         last_reward_N1 = rewards_N1 + is_cut_off_N1 * args.gamma * value_after_N1
-        token_rewards_NT = torch.zeros_like(old_logprobs_NT)
-        if args.kl_coef > 0:
-            ref_logprobs_NT = collect(ref_logprobs, minibatches)
-            log_ratio_NT = torch.where(batch.mask_BT, old_logprobs_NT - ref_logprobs_NT, 0)
-            token_rewards_NT = -args.kl_coef * log_ratio_NT
-            # The plain estimator, of pi_old; grpo.py's kl_ref is k3, of the policy during the update.
-            meter.add_once("losses", {"kl_ref": masked_mean(log_ratio_NT, batch.mask_BT)}, 1)
         token_rewards_NT = token_rewards_NT.scatter_add(1, length_N1 - 1, last_reward_N1)
         # [2] With lambda 1 returns do not depend on the critic, but where a completion was cut off.
         _, returns_NT = compute_gae(token_rewards_NT, old_values_NT, batch.mask_BT, args.gamma, 1.0)
@@ -341,27 +269,22 @@ def main(args):
         )
         errors = (returns_NT - old_values_NT)[batch.mask_BT]
         explained_variance = 1 - errors.var() / returns_NT[batch.mask_BT].var().clamp(min=1e-8)
-        meter.add_once("losses", {"explained_variance": explained_variance}, 1)
-        advantages_NT = whiten(advantages_NT, batch.mask_BT)
+        meter.add_global("losses", {"explained_variance": explained_variance})
+        advantages_NT = correction.weights * whiten(advantages_NT, batch.mask_BT)
 
         # ----------------------------------------------------------------------------------- update
-        for epoch in range(args.update_epochs):
-            for step, minibatch in enumerate(minibatches):
-                num_sequences = len(minibatch)
+        for _ in range(args.update_epochs):
+            for minibatch in minibatches:
                 num_tokens = batch.mask_BT[minibatch].sum()
                 num_right_tokens = (batch.mask_BT & is_right_N1)[minibatch].sum().clamp(min=1)
-                step_loss = torch.zeros((), device=args.device)
-                step_value_loss = torch.zeros((), device=args.device)
-                step_lm_loss = torch.zeros((), device=args.device)
-                for rows in micro_batches(minibatch, args.micro_batch_size):
-                    micro = batch.rows(rows)
+                for rows, micro in batch.micro_batches(minibatch, args.micro_batch_size):
                     outputs = token_logprobs(
-                        model, micro, args.temperature, entropy_grad=args.entropy_coef > 0
+                        policy, micro, args.temperature, entropy_grad=args.entropy_coef > 0
                     )
                     loss, stats = policy_loss(
                         outputs.logprobs_BT,
-                        old_logprobs_NT[rows],
-                        correction.weights[rows] * advantages_NT[rows],
+                        old.logprobs_NT[rows],
+                        advantages_NT[rows],
                         micro.mask_BT,
                         clip_eps_low=args.clip_eps_low,
                         clip_eps_high=args.clip_eps_high,
@@ -374,82 +297,53 @@ def main(args):
                         num_tokens=num_right_tokens,
                     )
                     critic_loss = value_loss(
-                        critic(micro)[:, :-1],
+                        critic.model(micro)[:, :-1],
                         old_values_NT[rows],
                         returns_NT[rows],
                         micro.mask_BT,
                         value_clip=args.value_clip,
                         num_tokens=num_tokens,
                     )
+                    # H over the whole step's tokens, as the loss; what is logged is a plain mean.
                     entropy = torch.where(micro.mask_BT, outputs.entropy_BT, 0).sum() / num_tokens
                     total_loss = loss + args.value_coef * critic_loss - args.entropy_coef * entropy
                     # [5] J has -mu L_LM, the loss +mu L_LM
                     total_loss = total_loss + args.positive_lm_coef * lm_loss
-                    # The aux loss is a mean over its micro-batch, so it is weighted by the share of the
-                    # step in it; it alone depends, slightly, on --micro_batch_size.
-                    share = len(rows) / num_sequences
-                    total_loss = total_loss + args.router_aux_coef * outputs.aux_loss * share
+                    fraction = len(rows) / len(minibatch)  # aux_loss is a mean over its micro-batch
+                    total_loss = total_loss + args.router_aux_coef * outputs.aux_loss * fraction
                     total_loss.backward()
-                    step_loss += loss.detach()
-                    step_value_loss += critic_loss.detach()
-                    step_lm_loss += lm_loss.detach()
-                    num_micro_tokens = micro.mask_BT.sum()
-                    stats["entropy"] = masked_mean(outputs.entropy_BT, micro.mask_BT)
-                    meter.add("losses", stats, num_micro_tokens)
-                    router = router_stats(outputs, old_experts_NTLK[rows], micro.mask_BT)
-                    meter.add("moe", router, num_micro_tokens)
-                    meter.add("moe", {"aux_loss": outputs.aux_loss}, len(rows))
-                    if epoch == 0 and step == 0:  # nothing has been updated yet: the ratio has to be 1
-                        error_BT = (outputs.logprobs_BT - old_logprobs_NT[rows]).exp() - 1
-                        error = torch.where(micro.mask_BT, error_BT, 0).abs().max()
-                        meter.add("losses", {"first_step_ratio_error_max": error}, 1)
-                add_up(step_loss)
-                add_up(step_value_loss)
-                add_up(step_lm_loss)
-                add_up_gradients(master)
-                add_up_gradients(master_critic)
-                grad_norm = torch.nn.utils.clip_grad_norm_(master.parameters(), args.max_grad_norm)
-                critic_norm = torch.nn.utils.clip_grad_norm_(
-                    master_critic.parameters(), args.max_grad_norm
-                )
-                norms = {"grad_norm": grad_norm, "critic_grad_norm": critic_norm}
-                run.check_finite(iteration, loss=step_loss, **norms)
+                    losses = {
+                        "policy_loss": loss,
+                        "value_loss": critic_loss,
+                        "positive_lm_loss": lm_loss,
+                    }
+                    meter.add_pass(losses, stats, outputs, old, rows, micro.mask_BT)
+                grad_norm = policy.clip_gradients(args.max_grad_norm)  # of the sum over all ranks
+                critic_norm = critic.clip_gradients(args.max_grad_norm)
+                meter.check_finite(grad_norm=grad_norm, critic_grad_norm=critic_norm)
                 if iteration <= args.pretraining_iterations:
                     # [1] Without gradients AdamW leaves the policy, and its moments, as they are.
-                    master.zero_grad()
+                    policy.master.zero_grad()
                 optimizer.step()
                 optimizer.zero_grad()
-                refresh(model, master)
-                refresh(critic, master_critic)
-                meter.add_once("losses", {"policy_loss": step_loss}, num_sequences)
-                meter.add_once("losses", {"value_loss": step_value_loss}, num_sequences)
-                meter.add_once("losses", {"positive_lm_loss": step_lm_loss}, num_sequences)
-                meter.add_once("charts", {"grad_norm": grad_norm}, 1)
+                policy.refresh()  # in bfloat16, the copy of the weights that computes
+                critic.refresh()
+                meter.add_step(len(minibatch), grad_norm)
+        meter.lap("update_seconds")
 
         # ------------------------------------------------------------------- log, evaluate and save
-        end = time.time()
-        state["iteration"] = iteration
-        metrics = {
-            **meter.means(),
-            **describe(completions, verdicts, args.group_size, prefix="rollout/"),
-            "rollout/reward_mean": rewards_N.mean().item(),
-            "charts/learning_rate": args.lr,
-            "charts/tokens_per_second": sum(len(c.ids) for c in completions) / (end - rollout_start),
-            "charts/rollout_seconds": rollout_end - rollout_start,
-            "charts/update_seconds": end - rollout_end,
-        }
+        metrics = iteration_metrics(meter, completions, rewards_N1, args)
         if run.is_due(args.eval_every, iteration):
             is_last = iteration == args.iterations
-            after = evaluate(model, tokenizer, held_out_problems, args, verify, sampled=is_last)
-            metrics["eval/accuracy"] = after["greedy"]["accuracy"]
-            metrics["eval/response_len_mean"] = after["greedy"]["response_len_mean"]
-        run.log(iteration, metrics, transcripts(problems, completions, verdicts))
-        if run.is_due(args.save_every, iteration) or run.stop:
-            run.save(state, master, tokenizer, generator, **parts)
-        run.exit_if_stopped()
-    if "sampled" not in after:  # resumed at its end
-        after = evaluate(model, tokenizer, held_out_problems, args, verify, sampled=True)
-    run.finish(state["before"], after)
+            results = evaluate(policy, held_out, verify, args, sampled=is_last)
+            metrics |= results["metrics"]
+            if is_last:
+                run.after = results
+        run.log(iteration, metrics, completions)
+        run.save_if_due(iteration)  # also after a signal, which then ends the program
+    if run.after is None:  # resumed at its end
+        run.after = evaluate(policy, held_out, verify, args, sampled=True)
+    run.finish()
 
 
 if __name__ == "__main__":

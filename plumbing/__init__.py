@@ -10,6 +10,7 @@ models.py      loading a model, with what transformers would not complain about
 packing.py     sequences side by side in rows, so that an update computes hardly any padding
 policy.py      master weights, the copy that computes, the copy that samples
 ranks.py       what several processes do together
+reward.py      a reward of the user's own
 routing.py     the experts of an MoE: recorded, and replayed
 run.py         the run's folder: settings, metrics, checkpoints, resume, signals
 

@@ -1,13 +1,14 @@
 """Datasets: reading them, writing prompts as the model reads them, the stream of training problems."""
 
 import json
+import math
 import random
 from decimal import Decimal
 from pathlib import Path
 
 import torch
 
-from plumbing.answers import gold_answer
+from plumbing.answers import gold_answer, is_same
 from plumbing.args import UserError
 
 
@@ -116,13 +117,39 @@ def render(prompt, tokenizer, args):
         raise UserError(f"--dataset: the prompt {prompt!r:.60} cannot be used") from error
 
 
-def check_token_ids(rows, model, tokenizer):
+def render_all(pairs, tokenizer, args):
+    """[(prompt, gold answer)] -> {prompt as the model reads it: gold answer}, each prompt once."""
+    answers = {}
+    for prompt, answer in pairs:
+        text = render(prompt, tokenizer, args)
+        first = answers.setdefault(text, answer)
+        if first != answer and not is_same(first, answer):
+            raise UserError(f"--dataset: {text!r:.60} has two gold answers, {first} and {answer}")
+    if len(answers) <= args.num_held_out:
+        raise UserError(f"--num_held_out {args.num_held_out} leaves none of {len(answers)} problems")
+    return answers
+
+
+def tokenize(prompts, policy, args):
+    """Rendered prompts -> lists of token ids. UserError if they do not suit the model."""
+    add_special_tokens = not policy.tokenizer.chat_template  # a template writes its own
+    rows = policy.tokenizer(prompts, add_special_tokens=add_special_tokens).input_ids
+    check_token_ids(rows, policy)
+    longest = max(len(row) for row in rows)
+    limit = getattr(policy.model.config, "max_position_embeddings", math.inf)
+    if longest + args.max_new_tokens > limit:
+        message = f"with a prompt of {longest} tokens, the model's limit of {limit} is exceeded"
+        raise UserError(f"--max_new_tokens {args.max_new_tokens}: {message}")
+    return rows
+
+
+def check_token_ids(rows, policy):
     """UserError if the model has no embedding for a token, or more than a tenth are unknown tokens."""
     ids = [token for row in rows for token in row]
-    size = model.get_input_embeddings().num_embeddings
+    size = policy.model.get_input_embeddings().num_embeddings
     if max(ids) >= size:
         raise UserError(f"--model: its tokenizer makes token {max(ids)}, it has {size} embeddings")
-    unknown = ids.count(tokenizer.unk_token_id)
+    unknown = ids.count(policy.tokenizer.unk_token_id)
     if unknown > len(ids) / 10:
         raise UserError(
             f"--model: its tokenizer does not know {unknown} of {len(ids)} tokens of prompts"

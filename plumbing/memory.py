@@ -1,19 +1,17 @@
-"""What memory a run needs on its device: computed before it starts, by the model's config.
-
-To study an algorithm you need not read this file.
-"""
+"""What memory a run needs on its device: computed before it starts, by the model's config."""
 
 import math
 import os
+from dataclasses import replace
 
 import torch
 from tqdm import tqdm
 
-import ranks
-from harness import UserError
+from plumbing import ranks
+from plumbing.args import UserError
 
 MICRO_BATCH_TOKENS = 16_384  # in a pass of an update, where --micro_batch_size is 0
-MAX_LOGITS = 2**26  # in common.token_logprobs more are made in chunks
+MAX_LOGITS = 2**26  # more are made in chunks: common.token_logprobs
 
 
 def layer_bytes(model, width, size):
@@ -109,25 +107,19 @@ def device_memory(device):
     return math.inf
 
 
-def plan_memory(args, model, problems, parts):
-    """Chooses `--rollout_batch_size` and `--micro_batch_size` where they are 0, prints what memory the
-    run needs (one rank of it), and raises a UserError if the device has less. `parts`: what a
-    checkpoint holds, critic and reference among it."""
-    longest_prompt = max(len(problem.prompt_ids) for problem in problems)
+def plan_memory(args, policy, problem_stream, held_out, num_references=0, num_critics=0):
+    """`args` with `--rollout_batch_size` and `--micro_batch_size` chosen where they are 0. Prints what
+    memory the run needs (one rank of it), and raises a UserError if the device has less."""
+    longest_prompt = max(len(p.prompt_ids) for p in problem_stream.problems + held_out)
     if args.rollout_batch_size == 0:
-        args.rollout_batch_size = math.ceil(args.prompts_per_iteration / ranks.WORLD) * args.group_size
+        my_prompts = math.ceil(args.prompts_per_iteration / ranks.WORLD)
+        args = replace(args, rollout_batch_size=my_prompts * args.group_size)
     if args.micro_batch_size == 0:
         completions = args.prompts_per_iteration * args.group_size
-        share = math.ceil(completions // args.num_minibatches / ranks.WORLD)  # of a minibatch
+        of_minibatch = math.ceil(completions // args.num_minibatches / ranks.WORLD)
         fitting = MICRO_BATCH_TOKENS // (longest_prompt + args.max_new_tokens)
-        args.micro_batch_size = max(1, min(share, fitting))
-    needed = memory_parts(
-        model,
-        args,
-        longest_prompt,
-        num_critics=int("critic" in parts),
-        num_references=int("reference" in parts),
-    )
+        args = replace(args, micro_batch_size=max(1, min(of_minibatch, fitting)))
+    needed = memory_parts(policy.master, args, longest_prompt, num_critics, num_references)
     peak = memory_peak(needed)
     there = device_memory(args.device)
     if not args.device.startswith("cuda"):
@@ -144,3 +136,4 @@ def plan_memory(args, model, problems, parts):
             f"--micro_batch_size (now {args.micro_batch_size}) or --rollout_batch_size "
             f"(now {args.rollout_batch_size})"
         )
+    return args

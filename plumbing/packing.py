@@ -1,13 +1,11 @@
-"""Sequences of different lengths side by side in rows, so that an update computes hardly any padding.
-
-To study an algorithm you need not read this file.
-"""
+"""Sequences of different lengths side by side in rows, so that an update computes hardly any padding."""
 
 import contextlib
+from typing import NamedTuple
 
 import torch
 
-from mismatch import Routing
+from plumbing.routing import Routing
 
 
 def row_width(lengths):
@@ -36,17 +34,25 @@ def first_fit(lengths, width):
     return starts, len(room)
 
 
-def forward_packed(body, batch, replayed_BSLK=None, **inputs):
+class PackedOutput(NamedTuple):
+    """What a forward pass over packed rows returns, and where in these rows a batch's tokens are."""
+
+    hidden: torch.Tensor  # (packed tokens, H), the last hidden states
+    router_logits: tuple  # L tensors (packed tokens, E), where they were asked for
+    place_BS: torch.Tensor  # of each token, in the flattened rows
+    is_token: torch.Tensor  # (rows, width): False on padding
+
+
+def forward_packed(body, batch, one_sequence_per_row=False, replayed_BSLK=None, **inputs):
     """Runs `body`, a model without its head, on the batch's sequences, packed side by side into rows;
     its routers choose the experts `replayed_BSLK`, where these are given and not -1.
 
     Where position_ids begin anew, transformers keeps the sequences of a row apart, as long as no
-    attention_mask is passed. Returns the body's output over the packed rows, each token's place in the
-    flattened rows, (B, S), and a mask of the real tokens among them.
+    attention_mask is passed.
     """
     device = batch.attention_BS.device
     lengths, _ = batch.lengths
-    if getattr(body, "one_sequence_per_row", False):  # see check_logprobs
+    if one_sequence_per_row:
         lengths = [max(lengths)] * len(lengths)
     width = row_width(lengths)
     starts, num_rows = first_fit(lengths, width)
@@ -70,4 +76,6 @@ def forward_packed(body, batch, replayed_BSLK=None, **inputs):
     with routing:
         tokens = packed(batch.tokens_BS)
         output = body(tokens, position_ids=packed(positions_BS), use_cache=False, **inputs)
-    return output, place_BS, packed(batch.attention_BS)
+    hidden = output.last_hidden_state.flatten(0, 1)
+    router_logits = getattr(output, "router_logits", None) or ()
+    return PackedOutput(hidden, router_logits, place_BS, packed(batch.attention_BS))

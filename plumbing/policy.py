@@ -9,6 +9,7 @@ import copy
 import functools
 
 import torch
+import transformers
 
 from plumbing import ranks
 from plumbing.args import UserError
@@ -77,6 +78,18 @@ class Policy(Trained):
             one_sequence_per_row=self.one_sequence_per_row,
             records_experts=self.records_experts,
         )
+
+    def save_pretrained(self, folder):
+        """Writes master weights and tokenizer, an ordinary transformers folder."""
+        self.master.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+    def load_pretrained(self, folder):
+        """Reads the weights of such a folder."""
+        saved = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
+        )
+        self.load_state_dict(saved.state_dict())
 
     def frozen_copy(self):
         """A reference: what computes now, and does not learn."""

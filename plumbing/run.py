@@ -1,8 +1,4 @@
-"""The plumbing of a run: command line, metrics, run folder, checkpoint and resume.
-
-To study an algorithm you need not read this file, and a loss that you copy does not need it: nothing
-here computes with tokens, rewards or policies. Functions stand in the order in which a run uses them.
-"""
+"""The folder of a run: settings, metrics, samples, checkpoints; resume, and signals."""
 
 import hashlib
 import json
@@ -13,172 +9,14 @@ import shutil
 import signal
 import sys
 import zipfile
-from decimal import Decimal
 from pathlib import Path
 
 import torch
-import transformers
 from filelock import FileLock
 from tqdm import tqdm
 
-import ranks
-
-
-TINY_MOE = Path(__file__).parent / "tiny_moe"  # the folder that --model tiny-moe means
-
-
-class UserError(Exception):
-    """What the user can mend, in one sentence that names the flag. `launch` prints it in one line."""
-
-
-def launch(main, args_class):
-    """Calls `main` with the command line as `args_class`. A UserError ends the program with one line on
-    stderr and exit code 2; anything else is a bug and shows its traceback."""
-    # A prompt may hold letters that the terminal cannot show; printing it must not end a run.
-    sys.stdout.reconfigure(errors="backslashreplace")
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        ranks.join()
-        main(parse_args(args_class))
-        ranks.leave()
-    except (UserError, ranks.LostRank) as error:
-        message = str(error)
-        if error.__cause__ is not None:
-            message += f": {type(error.__cause__).__name__} {error.__cause__}"
-        line = f"{Path(sys.argv[0]).name}: error: {' '.join(message.split())}"
-        if ranks.is_first_to_fail():
-            tqdm.write(line, file=sys.stderr)
-        sys.exit(2)
-
-
-# --------------------------------------------------------------------------- command line and data
-
-# Lowest and highest value of the scripts' numbers. A script has some of the names, not all.
-RANGES = [
-    (1, 1e9, "prompts_per_iteration group_size max_new_tokens update_epochs num_minibatches"),
-    (1, 1e9, "num_held_out max_sampling_rounds rollout_mask_high"),
-    (1, 999_999, "iterations"),  # a checkpoint's name has six digits
-    (0, 1e9, "seed rollout_batch_size micro_batch_size eval_every save_every"),
-    (0, 1e9, "ref_reset_every kl_coef router_aux_coef value_coef entropy_coef clip_eps_high"),
-    (0, 1e9, "value_clip pretraining_iterations positive_lm_coef"),
-    (1e-9, 1e9, "temperature lr critic_lr max_grad_norm lambda_alpha"),
-    (1e-9, 1e9, "is_weight_cap log_ratio_clip tau_pos tau_neg rollout_cap"),
-    (0, 1, "clip_eps_low gamma gae_lambda gamma_min baseline_decay rollout_mask_low"),
-]
-
-
-def parse_args(args_class):
-    """The command line as `args_class`, its values checked before any work is done."""
-
-    def refuse(message):
-        raise UserError(message)
-
-    parser = transformers.HfArgumentParser(args_class, allow_abbrev=False)
-    parser.error = refuse
-    args = args_class(**vars(parser.parse_args()))
-    for low, high, names in RANGES:
-        for name in names.split():
-            value = getattr(args, name, low)
-            if not low <= value <= high:  # a NaN fails this too
-                raise UserError(f"--{name} must be from {low:g} to {high:g}, not {value}")
-    completions = args.prompts_per_iteration * args.group_size
-    if completions > 1_000_000:
-        raise UserError(f"--prompts_per_iteration x --group_size is {completions}, more than a million")
-    if completions % args.num_minibatches > 0:
-        raise UserError(f"--num_minibatches does not divide {completions} completions into equal parts")
-    if completions // args.num_minibatches < ranks.WORLD:
-        raise UserError(f"--num_minibatches leaves fewer completions in one than {ranks.WORLD} ranks")
-    args.device = resolve_device(args.device)
-    if ranks.RANK == 0 and args.model != args_class.model and args.lr == args_class.lr:
-        message = f"--lr {args.lr:g} suits {args_class.model}; for a model of your own 1e-6 is typical"
-        print(f"warning: {message}", file=sys.stderr)
-    return args
-
-
-def resolve_device(name):
-    """The device's full name ("cuda:0"); CUDA if it is there, else the CPU, if `name` is empty."""
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        return str(torch.zeros(1, device=name or default).device)
-    except Exception as error:  # each backend has exceptions of its own
-        raise UserError(f"--device {name} is not there; the default here is {default}") from error
-
-
-def read_rows(name, config, split):
-    """`--dataset` -> its rows as dicts: a JSON-lines file, a parquet file, or a hub id. Files are read
-    directly: a name means nothing but itself, numbers keep their digits, no cache is in between."""
-    path = Path(name)
-    try:
-        if path.suffix == ".parquet":
-            import pyarrow.parquet  # here and below: 80 MB that few runs need
-
-            rows = pyarrow.parquet.read_table(path).to_pylist()
-        elif path.suffix in (".json", ".jsonl") or path.is_file():
-            rows = read_json_lines(path)
-        else:
-            import datasets
-
-            datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-            rows = datasets.load_dataset(name, config or None, split=split).to_list()
-        if not rows:
-            raise ValueError("there are no rows")
-        return rows
-    except Exception as error:  # the libraries have exceptions of their own for each kind of damage
-        raise UserError(f"--dataset {name} cannot be read") from error
-
-
-def read_json_lines(path):
-    """[dict]; ValueError with the number of a line that is no JSON object."""
-    rows = []
-    text = path.read_text(encoding="utf-8")
-    for number, line in enumerate(text.split("\n"), 1):  # other separators are allowed inside a string
-        if line.strip():
-            try:
-                rows.append({**json.loads(line, parse_float=Decimal)})
-            except (ValueError, TypeError) as error:
-                raise ValueError(f"line {number}: {error}") from error
-    return rows
-
-
-# ------------------------------------------------------------------------------------------ metrics
-
-
-class Meter:
-    """Averages what the updates of an iteration report. Values stay on the device until `means`."""
-
-    def __init__(self):
-        self.pairs = {}  # key: [(value, weight), ...]
-
-    def add(self, prefix, values, weight):
-        """`values`: {name: number or tensor}; `weight`: how many tokens or sequences they speak for."""
-        for name, value in values.items():
-            pairs = self.pairs.setdefault(f"{prefix}/{name}", [])
-            pairs.append((torch.as_tensor(value).detach(), weight))
-
-    def add_once(self, prefix, values, weight):
-        """The same for values that all ranks have in common, which count once."""
-        if ranks.RANK == 0:
-            self.add(prefix, values, weight)
-
-    def means(self):
-        """{key: weighted mean}, or the maximum for keys ending in "_max". A vector gives two keys, for
-        the largest and the smallest of its means."""
-        means = {}
-        for key, pairs in ranks.interleave(self.pairs).items():
-            total_weight = max(1, sum(weight for _, weight in pairs))  # 0 where no token counts
-            mean = sum(value * weight for value, weight in pairs) / total_weight
-            if key.endswith("_max"):
-                means[key] = max(value for value, _ in pairs).item()
-            elif mean.dim() == 0:
-                means[key] = mean.item()
-            else:
-                means[f"{key}_max"] = mean.max().item()
-                means[f"{key}_min"] = mean.min().item()
-        return means
-
-
-# ----------------------------------------------------------------------- run folder and checkpoints
+from plumbing import ranks
+from plumbing.args import TINY_MOE, UserError
 
 STATE = "trainer_state.pt"  # in a checkpoint: all that is not the policy
 CHECKPOINT = re.compile(r"checkpoint-\d{6}")  # a copy such as checkpoint-best-2 belongs to the user
@@ -223,12 +61,16 @@ class Run:
         self.args = args
         self.script = Path(sys.argv[0]).stem
         self.folder = Path(args.run_dir or f"runs/{self.script}-seed{args.seed}")
+        self.iteration = 0  # how many are done
+        self.before = None  # held-out results before training, and after it: common.evaluate
+        self.after = None
+        self.numbers = {}  # {name: number} that a script wants in its checkpoints
         self.signalled = False
         self.stop = False  # one of the ranks was signalled
         self.uniform_iterations = 0
         if ranks.RANK == 0:
             self.open_folder()
-        ranks.gather("the folder is there")
+        ranks.all_gather("the folder is there")
         signal.signal(signal.SIGINT, self.on_signal)
         signal.signal(signal.SIGTERM, self.on_signal)
 
@@ -309,32 +151,32 @@ class Run:
             tqdm.write(message, file=sys.stderr)
         self.signalled = True
 
-    def restore(self, model, generator, **parts):
-        """Loads the newest checkpoint, if any, into model, generator and parts (by their state_dict).
-        Returns the state: iterations done, position in the data, and what the script put there."""
-        state = {"iteration": 0, "position": 0}
+    def restore(self, policy, generator, **parts):
+        """Takes charge of what checkpoints hold, and loads the newest one, if any. `parts` have a
+        state_dict; one that is None is left out."""
+        self.policy = policy
+        self.generator = generator
+        self.parts = {name: part for name, part in parts.items() if part is not None}
         checkpoints = self.checkpoints()
         if checkpoints:
             folder = checkpoints[-1]
             try:
                 saved = read_checkpoint(folder)
-                state = saved["state"]
-                policy = transformers.AutoModelForCausalLM.from_pretrained(
-                    folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
-                )
-                model.load_state_dict(policy.state_dict())
+                policy.load_pretrained(folder)
                 generator.set_state(saved["generator"])
-                for name, part in parts.items():
+                for name, part in self.parts.items():
                     part.load_state_dict(saved["parts"][name])
+                self.iteration = saved["iteration"]
+                self.before = saved["before"]
+                self.numbers = saved["numbers"]
             except Exception as error:  # a damaged file may raise anything
                 raise UserError(f"--resume: {folder} cannot be read") from error
         if ranks.RANK == 0:
-            self.cut_lines("metrics.jsonl", state["iteration"])
-            self.cut_lines("samples.jsonl", state["iteration"])
-        sizes = {"initial": state["iteration"], "total": self.args.iterations}
+            self.cut_lines("metrics.jsonl", self.iteration)
+            self.cut_lines("samples.jsonl", self.iteration)
+        sizes = {"initial": self.iteration, "total": self.args.iterations}
         self.bar = tqdm(desc=self.script, disable=ranks.RANK > 0, **sizes)
         self.bar.leave = False  # it makes room for the results, or for an error
-        return state
 
     def cut_lines(self, name, iteration):
         """Drops the lines after `iteration`: they belong to work that will be done again."""
@@ -356,16 +198,10 @@ class Run:
         """True after each `every` iterations (0: never) and after the last one."""
         return iteration == self.args.iterations or (every > 0 and iteration % every == 0)
 
-    def check_finite(self, iteration, **scalars):
-        """UserError before a NaN or an infinity reaches the weights."""
-        values = torch.stack(list(scalars.values())).tolist()  # a GPU is waited for once
-        for name, value in zip(scalars, values, strict=True):
-            if not math.isfinite(value):
-                raise UserError(f"iteration {iteration}: {name} is not finite")
-
-    def log(self, iteration, metrics, samples):
-        """Appends a line of metrics and the samples (dicts), moves the bar on, reports a collapse."""
-        self.stop = any(ranks.gather(self.signalled))
+    def log(self, iteration, metrics, completions):
+        """Appends a line of metrics and some samples, moves the bar on, reports a collapse."""
+        self.iteration = iteration
+        self.stop = any(ranks.all_gather(self.signalled))
         if ranks.RANK > 0:
             return
         # JSON has no NaN and no infinity.
@@ -374,7 +210,7 @@ class Run:
             with open(self.folder / "metrics.jsonl", "a") as file:
                 file.write(json.dumps({"iteration": iteration, **metrics}, allow_nan=False) + "\n")
             with open(self.folder / "samples.jsonl", "a") as file:
-                for sample in samples:
+                for sample in transcripts(completions, self.args.group_size):
                     file.write(json.dumps({"iteration": iteration, **sample}, allow_nan=False) + "\n")
         except OSError as error:
             raise UserError(f"{self.folder} cannot be written; the last checkpoint is whole") from error
@@ -390,20 +226,31 @@ class Run:
         self.bar.set_postfix_str(f"reward {metrics['rollout/reward_mean']:.2f}", refresh=False)
         self.bar.update()
 
-    def save(self, state, model, tokenizer, generator, **parts):
+    def save_if_due(self, iteration):
+        """Writes a checkpoint every so often, at the end, and after a signal, which then ends the
+        program."""
+        if self.is_due(self.args.save_every, iteration) or self.stop:
+            self.save(iteration)
+        if self.stop:
+            if ranks.WORLD > 1:
+                self.say("stopped by a signal; to resume: the same command with --resume")
+            sys.exit(130)
+
+    def save(self, iteration):
         """Writes a checkpoint in place of the one before."""
         if ranks.RANK > 0:
             return
-        folder = self.folder / f"checkpoint-{state['iteration']:06d}"
+        folder = self.folder / f"checkpoint-{iteration:06d}"
         scratch = self.folder / "checkpoint.tmp"
         try:
             shutil.rmtree(scratch, ignore_errors=True)
-            model.save_pretrained(scratch)
-            tokenizer.save_pretrained(scratch)
+            self.policy.save_pretrained(scratch)
             saved = {
-                "state": state,
-                "generator": generator.get_state(),
-                "parts": {name: part.state_dict() for name, part in parts.items()},
+                "iteration": iteration,
+                "before": self.before,
+                "numbers": self.numbers,
+                "generator": self.generator.get_state(),
+                "parts": {name: part.state_dict() for name, part in self.parts.items()},
                 "hashes": checkpoint_hashes(scratch),
             }
             torch.save(saved, scratch / STATE)
@@ -413,18 +260,13 @@ class Run:
         for path in self.checkpoints()[:-1]:
             shutil.rmtree(path, ignore_errors=True)
 
-    def exit_if_stopped(self):
-        """After a signal, and the checkpoint that it asks for, ends the program."""
-        if self.stop:
-            if ranks.WORLD > 1:
-                self.say("stopped by a signal; to resume: the same command with --resume")
-            sys.exit(130)
-
-    def finish(self, before, after):
+    def finish(self):
         """Prints the results on held-out problems before and after training, and some completions."""
         self.bar.close()
         if ranks.RANK > 0:
             return
+        before = self.before
+        after = self.after
         print(f"\n{'held-out problems':20}  greedy: before, after; sampled: before, after")
         for key in before["greedy"]:
             greedy = f"{before['greedy'][key]:8.3g} ->{after['greedy'][key]:8.3g}"
@@ -433,6 +275,15 @@ class Run:
         for (prompt, first), (_, last) in zip(before["examples"], after["examples"], strict=True):
             print(f"\n{prompt}\n  before: {first}\n  after:  {last}")
         print(f"\nthe trained model: {self.checkpoints()[-1]}")
+
+
+def transcripts(completions, group_size):
+    """The first completion of each of the first four problems, to be read: [dict]."""
+    samples = []
+    for c in completions[::group_size][:4]:
+        sample = {"prompt": c.problem.prompt, "completion": c.text, "answer": c.problem.answer}
+        samples.append({**sample, "reward": c.reward, "verdict": c.why})
+    return samples
 
 
 def write_whole(path, text):

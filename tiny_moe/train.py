@@ -20,7 +20,10 @@ from tqdm import tqdm
 from transformers.hf_argparser import HfArg
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from common import Completion, addition_problems, collate, masked_mean, token_logprobs
+from common import Completion, Problem, addition_problems, collate, token_logprobs
+from plumbing.args import RunArgs
+from plumbing.metrics import masked_mean
+from plumbing.policy import Policy
 
 ARCHITECTURE = dict(
     hidden_size=64,
@@ -106,15 +109,18 @@ def train(folder, prompts, recipe, architecture, write_step=short_step):
     )
     torch.manual_seed(recipe.seed)
     model = transformers.Qwen3MoeForCausalLM(config)
+    policy = Policy(model, tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, betas=(0.9, 0.98))
     for step in tqdm(range(recipe.steps), unit="step", mininterval=0.5):
         chosen = rng.choices(prompts, k=recipe.batch_size)
         answers = [demonstration(prompt, rng, recipe, write_step) for prompt in chosen]
         prompt_ids = tokenizer(chosen).input_ids
         answer_ids = tokenizer([answer + tokenizer.eos_token for answer in answers]).input_ids
-        pairs = zip(prompt_ids, answer_ids, strict=True)
-        batch = collate([Completion(p, a[: recipe.cap], logprobs=[]) for p, a in pairs], "cpu")
-        outputs = token_logprobs(model, batch, temperature=1.0)
+        completions = []
+        for prompt, answer in zip(prompt_ids, answer_ids, strict=True):
+            completions.append(Completion(Problem("", "", prompt), answer[: recipe.cap], logprobs=[]))
+        batch = collate(completions, RunArgs(device="cpu"))
+        outputs = token_logprobs(policy, batch, temperature=1.0)
         loss = 0.001 * outputs.aux_loss - masked_mean(outputs.logprobs_BT, batch.mask_BT)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -123,8 +129,7 @@ def train(folder, prompts, recipe, architecture, write_step=short_step):
         optimizer.param_groups[0]["lr"] = recipe.lr * (warm_up * cosine)
         optimizer.step()
         optimizer.zero_grad()
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    policy.save_pretrained(folder)
 
 
 def main():

@@ -1,0 +1,162 @@
+"""What is logged: means over the updates of an iteration, what the routers did, what was sampled."""
+
+import math
+import time
+
+import torch
+
+from plumbing import ranks
+from plumbing.args import UserError
+
+
+class Meter:
+    """Averages what the updates of an iteration report. Values stay on the device until `means`."""
+
+    def __init__(self, iteration):
+        self.iteration = iteration
+        self.pairs = {}  # key: [(value, weight), ...]
+        self.step_losses = {}  # of the optimizer step at hand: {name: this rank's sum}
+        self.num_steps = 0
+        self.laps = {}  # {name: seconds}
+        self.lap_start = time.time()
+
+    def lap(self, name):
+        """Notes the seconds since the lap before."""
+        now = time.time()
+        self.laps[name] = now - self.lap_start
+        self.lap_start = now
+
+    def add(self, prefix, values, weight):
+        """`values`: {name: number or tensor}; `weight`: how many tokens or sequences they speak for."""
+        for name, value in values.items():
+            pairs = self.pairs.setdefault(f"{prefix}/{name}", [])
+            pairs.append((torch.as_tensor(value).detach(), weight))
+
+    def add_global(self, prefix, values, weight=1):
+        """The same for values that all ranks have in common, which count once."""
+        if ranks.RANK == 0:
+            self.add(prefix, values, weight)
+
+    def add_pass(self, losses, stats, outputs, old, rows, mask_BT):
+        """What a micro-batch reports.
+
+        losses   {name: scalar}, which sum over the micro-batches to the losses of a step
+        stats    {name: scalar} over the tokens of the mask
+        outputs  common.TokenOutputs of this pass
+        old      what common.score has returned for all rows; `rows` are those of the micro-batch
+        """
+        for name, loss in losses.items():
+            self.step_losses[name] = self.step_losses.get(name, 0) + loss.detach()
+        num_tokens = mask_BT.sum()
+        entropy = masked_mean(outputs.entropy_BT, mask_BT)
+        self.add("losses", {**stats, "entropy": entropy}, num_tokens)
+        self.add("moe", router_stats(outputs, old.experts_NTLK[rows], mask_BT), num_tokens)
+        self.add("moe", {"aux_loss": outputs.aux_loss}, len(rows))
+        if self.num_steps == 0:  # nothing has been updated yet: the ratio has to be 1
+            error_BT = (outputs.logprobs_BT - old.logprobs_NT[rows]).exp() - 1
+            error = torch.where(mask_BT, error_BT, 0).abs().max()
+            self.add("losses", {"first_step_ratio_error_max": error}, 1)
+
+    def check_finite(self, **norms):
+        """Before the step, UserError if its loss or the norm of a gradient is NaN or infinite."""
+        for loss in self.step_losses.values():
+            ranks.all_reduce(loss)
+        scalars = {"loss": self.step_losses["policy_loss"], **norms}
+        values = torch.stack(list(scalars.values())).tolist()  # a GPU is waited for once
+        for name, value in zip(scalars, values, strict=True):
+            if not math.isfinite(value):
+                raise UserError(f"iteration {self.iteration}: {name} is not finite")
+
+    def add_step(self, num_sequences, grad_norm):
+        """After an optimizer step: its losses, and the norm of the policy's gradient."""
+        self.add_global("losses", self.step_losses, num_sequences)
+        self.add_global("charts", {"grad_norm": grad_norm})
+        self.step_losses = {}
+        self.num_steps += 1
+
+    def means(self):
+        """{key: weighted mean}, or the maximum for keys ending in "_max". A vector gives two keys, for
+        the largest and the smallest of its means."""
+        means = {}
+        for key, pairs in ranks.all_gather_interleaved(self.pairs).items():
+            total_weight = max(1, sum(weight for _, weight in pairs))  # 0 where no token counts
+            mean = sum(value * weight for value, weight in pairs) / total_weight
+            if key.endswith("_max"):
+                means[key] = max(value for value, _ in pairs).item()
+            elif mean.dim() == 0:
+                means[key] = mean.item()
+            else:
+                means[f"{key}_max"] = mean.max().item()
+                means[f"{key}_min"] = mean.min().item()
+        return means
+
+
+def masked_mean(x, mask):
+    """Mean of x where the mask is 1; 0 if it never is. Masked-out values are ignored, even NaN."""
+    return torch.where(mask.bool(), x, 0).sum() / mask.sum().clamp(min=1)
+
+
+@torch.no_grad()
+def router_stats(outputs, old_experts_BTLK, mask_BT):
+    """Of the response tokens: router_entropy (nats) and expert_flip_frac (share for which the routers
+    choose other experts than under the old policy), both means over layers; load (L*E,), the share of
+    its layer's choices that each expert has. {} for a dense model. What is replayed does not count."""
+    if not outputs.router_logits:
+        return {}
+    entropies = [torch.special.entr(logits.softmax(-1)).sum(-1) for logits in outputs.router_logits]
+    entropy_BT = sum(entropies) / len(entropies)
+    flips_BTL = (outputs.experts_BTLK != old_experts_BTLK).any(-1)
+    L = len(outputs.router_logits)
+    E = outputs.router_logits[0].shape[-1]
+    layer_L1 = torch.arange(L, device=mask_BT.device)[:, None]
+    expert_BTLK = outputs.experts_BTLK + E * layer_L1
+    chosen_BTLK = mask_BT[:, :, None, None].expand_as(expert_BTLK).long()
+    count_LE = torch.zeros(L * E, dtype=torch.long, device=mask_BT.device)
+    count_LE = count_LE.index_add(0, expert_BTLK.flatten(), chosen_BTLK.flatten()).view(L, E)
+    return {
+        "router_entropy": masked_mean(entropy_BT, mask_BT),
+        "expert_flip_frac": masked_mean(flips_BTL.float().mean(-1), mask_BT),
+        "load": (count_LE / count_LE.sum(1, keepdim=True).clamp(min=1)).flatten(),
+    }
+
+
+def rollout_summary(completions, group_size=1, prefix=""):
+    """{prefix + name: number} for completions with their verdicts. "direct" is an answer at once, with
+    nothing before it; a "solved" group has at least one right completion (pass@G)."""
+    count = len(completions)
+    lengths = [len(c.ids) for c in completions]
+    reasons = [c.why for c in completions]
+    direct = [c.text.lstrip().startswith(("####", "\\box")) for c in completions]
+    result = {
+        "accuracy": reasons.count("correct") / count,
+        "truncated_frac": reasons.count("truncated") / count,
+        "no_answer_frac": reasons.count("no_answer") / count,
+        "direct_frac": sum(direct) / count,
+        "response_len_mean": sum(lengths) / count,
+        "response_len_max": max(lengths),
+    }
+    if group_size > 1:
+        groups = [reasons[i : i + group_size] for i in range(0, count, group_size)]
+        result["frac_solved_groups"] = sum("correct" in group for group in groups) / len(groups)
+    return {prefix + name: value for name, value in result.items()}
+
+
+def iteration_metrics(meter, completions, rewards, args):
+    """{key: number} of an iteration, for Run.log.
+
+    completions  all that were generated, with their verdicts
+    rewards      (P, G), of those that were learned from, or (N,) where groups are no baseline
+    """
+    metrics = {
+        **meter.means(),
+        **rollout_summary(completions, args.group_size, prefix="rollout/"),
+        "rollout/reward_mean": rewards.mean().item(),
+    }
+    if rewards.dim() == 2 and rewards.shape[1] > 1:
+        is_uniform_P = (rewards == rewards[:, :1]).all(1)
+        metrics["rollout/frac_zero_std_groups"] = is_uniform_P.float().mean().item()
+    num_tokens = sum(len(c.ids) for c in completions)
+    metrics["charts/tokens_per_second"] = num_tokens / sum(meter.laps.values())
+    for name, seconds in meter.laps.items():
+        metrics[f"charts/{name}"] = seconds
+    return metrics
