@@ -2,9 +2,11 @@
 
   J = 1/(sum_i |o_i|) sum_i sum_t sg[min(r_it, cap)] A_i log pi(o_it)
 
-  o_i    a completion of |o_i| tokens, its EOS included; sum_i: over all of an optimizer step
-  r_it   = pi(o_it) / pi_old(o_it), where pi_old generated the completion; sg[] stops the gradient
+  o_i    a completion of |o_i| tokens, EOS included; sum_i: sum over those of one optimizer step
+  r_it   = pi(o_it) / pi_old(o_it); pi_old: the policy before the rollout's first optimizer step
+  sg[]   stops the gradient
   A_i    = (R_i - mean) / std, over the rewards R of the G completions of the same prompt
+  _PG    axes of tensors: P prompts, G completions of each, N = P G, B rows at hand, T tokens, 1 kept
 
 Parent: grpo.py. Differs only in:
   1. Capped weight: REINFORCE with a truncated importance weight, in place of a clipped update. The

@@ -52,8 +52,8 @@ def addition_problems():
 
 
 def load_problems(args, policy):
-    """`--dataset` -> (stream of training problems, list of held-out problems). The two are disjoint, and
-    the held-out ones the same for all seeds."""
+    """`--dataset` -> (stream of training problems, list of held-out ones). No problem is in both, and
+    the held-out ones are the same for all seeds."""
     pairs = addition_problems() if args.dataset == "addition" else read_dataset(args)
     answers = render_all(pairs, policy.tokenizer, args)  # {prompt as the model reads it: gold answer}
     ids = tokenize(list(answers), policy, args)

@@ -2,10 +2,11 @@
 
   J = 1/(sum_i |o_i|) sum_i sum_t min(r_it A_i, clip(r_it, 1 - eps_low, 1 + eps_high) A_i)
 
-  o_i    a completion of |o_i| tokens, its EOS included; sum_i: over all of an optimizer step
-  r_it   = pi(o_it) / pi_old(o_it), where pi_old generated the completion
+  o_i    a completion of |o_i| tokens, EOS included; sum_i: sum over those of one optimizer step
+  r_it   = pi(o_it) / pi_old(o_it); pi_old: the policy before the rollout's first optimizer step
   A_i    = (R_i - mean) / std, over the rewards R of the G completions of the same prompt, of which
          some but not all are right
+  _PG    axes of tensors: P prompts, G completions of each, N = P G, B rows at hand, T tokens, 1 kept
 
 Parent: grpo.py. Differs only in:
   1. Clip-higher: eps_high 0.28 over eps_low 0.2, more room for tokens that were rare.
@@ -82,7 +83,7 @@ def compute_advantages(rewards_PG):
 
 
 def mixed_groups(completions, group_size):
-    """[2] The completions of the groups in which some are right, by the verifier's word, and some not."""
+    """[2] The completions of groups in which some, but not all, are right, as the verifier judges."""
     kept = []
     for start in range(0, len(completions), group_size):
         group = completions[start : start + group_size]

@@ -2,10 +2,11 @@
 
   J = mean_i 1/L_max sum_t min(r_it A_i, clip(r_it, 1 - eps, 1 + eps) A_i)
 
-  o_i    a completion of |o_i| tokens, its EOS included; mean_i: over all of an optimizer step
-  r_it   = pi(o_it) / pi_old(o_it), where pi_old generated the completion
+  o_i    a completion of |o_i| tokens, EOS included; mean_i: mean over those of one optimizer step
+  r_it   = pi(o_it) / pi_old(o_it); pi_old: the policy before the rollout's first optimizer step
   A_i    = R_i - mean, over the rewards R of the G completions of the same prompt
   L_max  = --max_new_tokens, a constant
+  _PG    axes of tensors: P prompts, G completions of each, N = P G, B rows at hand, T tokens, 1 kept
 
 Parent: grpo.py. Differs only in:
   1. No std: dividing by it gives prompts that are almost always or almost never solved more weight.

@@ -2,10 +2,11 @@
 
   J = mean_i A_i exp(1/|o_i| sum_t c_it)
 
-  o_i   a completion of |o_i| tokens, its EOS included; mean_i: over all of an optimizer step
+  o_i   a completion of |o_i| tokens, EOS included; mean_i: mean over those of one optimizer step
   c_it  = min(l_it, eps) if A_i > 0, max(l_it, -eps) if A_i < 0
-  l_it  = log(pi(o_it) / pi_old(o_it)), where pi_old generated the completion
+  l_it  = log(pi(o_it) / pi_old(o_it)); pi_old: the policy before the rollout's first optimizer step
   A_i   = (R_i - mean) / std, over the rewards R of the G completions of the same prompt
+  _PG   axes of tensors: P prompts, G completions of each, N = P G, B rows at hand, T tokens, 1 kept
 
 Parent: grpo.py. Differs only in:
   1. Geometric mean: of a completion's clipped ratios, instead of the arithmetic mean; one token whose

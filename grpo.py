@@ -2,11 +2,11 @@
 
   J = mean_i 1/|o_i| sum_t [ min(r_it A_i, clip(r_it, 1 - eps, 1 + eps) A_i) - beta k3_it ]
 
-  o_i    a completion of |o_i| tokens, its EOS included
-  mean_i mean over the completions of one optimizer step
-  r_it   = pi(o_it) / pi_old(o_it), of one token; pi_old: the policy before this rollout's first step
+  o_i    a completion of |o_i| tokens, EOS included; mean_i: mean over those of one optimizer step
+  r_it   = pi(o_it) / pi_old(o_it); pi_old: the policy before the rollout's first optimizer step
   A_i    = (R_i - mean) / std, over the rewards R of the G completions of the same prompt
   k3_it  = x - log x - 1, x = pi_ref(o_it) / pi(o_it): an estimate of KL(pi || pi_ref), never negative
+  _PG    axes of tensors: P prompts, G completions of each, N = P G, B rows at hand, T tokens, 1 kept
 
 Parent: ppo.py. Differs only in:
   1. Group baseline: the mean reward of the group; no critic, no GAE, no whitening, no entropy bonus,
@@ -15,11 +15,12 @@ Parent: ppo.py. Differs only in:
   3. Sequence-mean: tokens are averaged within a completion, then completions are averaged.
 
 Left open by the paper: the std (here unbiased, plus 1e-6, and advantages are exactly 0 in a group of
-equal rewards) and eps (here 0.2). Departs from the paper: four optimizer steps per rollout, where the
-paper takes one, so that r is not always 1 and the clip can bind. Beyond the paper: --kl_is_corrected
-(DeepSeek-V3.2: k3 times r, whose gradient is that of the KL) and --ref_reset_every (ProRL: the
-reference becomes a copy of the policy every n iterations; the optimizer keeps its state). With
---kl_coef 0 there is no reference model.
+equal rewards) and eps (here 0.2). The ratio is a token's, as in this paper, not that of the whole
+completion, which the R1 report prints. Departs from the paper: four optimizer steps per rollout, where
+the paper takes one, so that r is not always 1 and the clip can bind. Beyond the paper:
+--kl_is_corrected (DeepSeek-V3.2: k3 times r, whose gradient is that of the KL) and --ref_reset_every
+(ProRL: the reference becomes a copy of the policy every n iterations; the optimizer keeps its state).
+With --kl_coef 0 there is no reference model.
 
 Run:    python grpo.py
 Expect: on sums of two numbers, greedy held-out accuracy from 0.43 to at least 0.97; answers at

@@ -2,10 +2,11 @@
 
   J = mean_i min(s_i A_i, clip(s_i, 1 - eps_low, 1 + eps_high) A_i)
 
-  o_i  a completion of |o_i| tokens, its EOS included; mean_i: over all of an optimizer step
-  s_i  = exp(1/|o_i| sum_t log(pi(o_it) / pi_old(o_it))), differentiated; pi_old generated the
-       completion
+  o_i  a completion of |o_i| tokens, EOS included; mean_i: mean over those of one optimizer step
+  s_i  = exp(1/|o_i| sum_t log(pi(o_it) / pi_old(o_it))), differentiated; pi_old: the policy before the
+       rollout's first optimizer step
   A_i  = (R_i - mean) / std, over the rewards R of the G completions of the same prompt
+  _PG  axes of tensors: P prompts, G completions of each, N = P G, B rows at hand, T tokens, 1 kept
 
 Parent: grpo.py. Differs only in:
   1. Sequence ratio: one for a completion, the geometric mean of those of its tokens, clipped as a

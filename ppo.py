@@ -2,12 +2,13 @@
 
   J = 1/(sum_i |o_i|) sum_i sum_t min(r_it A_it, clip(r_it, 1 - eps, 1 + eps) A_it) - c_v L_V + c_e H
 
-  o_i      a completion of |o_i| tokens, its EOS included; sum_i: over all of an optimizer step
-  r_it     = pi(o_it) / pi_old(o_it), where pi_old generated the completion
+  o_i      a completion of |o_i| tokens, EOS included; sum_i: sum over those of one optimizer step
+  r_it     = pi(o_it) / pi_old(o_it); pi_old: the policy before the rollout's first optimizer step
   A_it     = sum_k (gamma lambda)^k delta_i,t+k, whitened (GAE);  delta_t = rew_t + gamma V_t+1 - V_t
   rew_it   = -beta log(pi_old(o_it) / pi_ref(o_it)), plus the verifier's reward R_i at the last token
   L_V      = mean over tokens of max((V - ret)^2, (V_old + clip(V - V_old, -d, d) - ret)^2)
   ret_it   = A_it + V_old,it, before A is whitened;  H: mean entropy over tokens
+  _NT      axes of tensors: N or B rows, T tokens, U = T + 1, 1 a kept axis
 
 The root of the family: grpo.py is the child, and its header lists the differences.
 
@@ -55,7 +56,7 @@ class Args(RunArgs):  # model, data, device, precision, output: see plumbing/arg
     kl_coef: float = flag(0.02, "beta, the weight of the KL to the reference [0: none]")
     gamma: float = flag(1.0, "discount per token")
     gae_lambda: float = flag(0.95, "lambda of GAE")
-    value_coef: float = flag(0.5, "weight of the value loss")
+    value_coef: float = flag(0.5, "weight of the value loss, where the critic's gradient is clipped")
     value_clip: float = flag(0.2, "how far a value may move [0: any distance]")
     entropy_coef: float = flag(0.0, "weight of the entropy bonus")
     critic_lr: float = flag(2e-3, "AdamW's learning rate of the critic, constant")
@@ -77,7 +78,7 @@ class Critic(nn.Module):
         nn.init.zeros_(self.head.weight)
 
     def forward(self, batch):
-        """Values, (B, U), U = T + 1: V_t, read where token t is predicted, and V after the last column."""
+        """Values, (B, U): V_t, read where token t is predicted, and V after the last column."""
         packed = forward_packed(self.body, batch, self.one_sequence_per_row)
         U = batch.mask_BT.shape[1] + 1
         return self.head(packed.hidden[packed.place_BS[:, -U:]])[..., 0].float()

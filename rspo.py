@@ -2,13 +2,14 @@
 
   J = mean_i A_i exp(1/|o_i| sum_t (c_it + log gamma_it))
 
-  o_i       a completion of |o_i| tokens, its EOS included; mean_i: over all of an optimizer step
+  o_i       a completion of |o_i| tokens, EOS included; mean_i: mean over those of one optimizer step
   c_it      = min(l_it, eps) if A_i > 0, max(l_it, -eps) if A_i < 0
-  l_it      = log(pi(o_it) / pi_old(o_it)), where pi_old generated the completion
+  l_it      = log(pi(o_it) / pi_old(o_it)); pi_old: the policy before the rollout's first optimizer step
   gamma_it  = sg[max(gamma_min, exp(-1/L sum_l 1/K sum_k |log p_l(e_lk) - log p_old,l(e_lk)|))]
   p_l       = softmax over all experts of layer l's router logits, where o_it is predicted
   e_lk      the K experts that were active there under the old policy; sg[] stops the gradient
   A_i       = (R_i - mean) / std, over the rewards R of the G completions of the same prompt
+  _PG       axes of tensors: P prompts, G completions each, N = P G, B rows, T tokens, L K as above
 
 Parent: gmpo.py. Differs only in:
   1. Router shift: gamma, 1 while the router does what it did in the rollout and smaller the more it
@@ -20,7 +21,8 @@ damped (J above) is the text, gamma "after token-level clipping", whatever the s
 literal is the formula as printed, c + sgn(A) log gamma: its product is raised to the power sgn(A), so
 it amplifies A < 0 where the router has shifted. --shift before_clip is the second version, and what
 public implementations do: gamma times the ratio, then clipped, so for A > 0 a ratio up to e^eps / gamma
-keeps its gradient. A dense model is refused: there it is gmpo.py.
+keeps its gradient; by default the clip stays where gmpo.py has it. A dense model is refused: there it
+is gmpo.py.
 
 Run:    python rspo.py
 Expect: on sums of two numbers, as grpo.py: greedy held-out accuracy from 0.43 to at least 0.97 in
@@ -91,7 +93,7 @@ def router_shift(scores_BTLK, old_scores_BTLK):
 
 
 def scores_of_active(outputs, batch):
-    """The same of a forward's outputs: of the experts that were active, also where they are replayed."""
+    """The same of what a forward returns, for the experts that were active: replayed, or its own."""
     return active_scores(outputs.router_logits, batch.active_experts(outputs.experts_BTLK))
 
 

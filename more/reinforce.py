@@ -2,10 +2,11 @@
 
   J = mean_i (R_i - b) sum_t log pi(o_it)
 
-  o_i    a completion; sum_t: over its tokens, its EOS included; mean_i: over all of an iteration
+  o_i    a completion; sum_t: over its tokens, EOS included; mean_i: mean over those of an iteration
   R_i    the verifier's reward of o_i
   b      the exponential mean of the rewards of earlier iterations, 0 before the first:
          after each one, b becomes d b + (1 - d) mean R
+  _PG    axes of tensors: P prompts, G completions of each, N = P G, B rows at hand, T tokens, 1 kept
 
 Parent: grpo.py. Differs only in:
   1. Running baseline: b, the same for all prompts; no group, no std. It is known before the rollout,

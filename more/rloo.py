@@ -2,9 +2,10 @@
 
   J = mean_i A_i sum_t log pi(o_it)
 
-  o_i    a completion; sum_t: over its tokens, its EOS included; mean_i: over all of an iteration
+  o_i    a completion; sum_t: over its tokens, EOS included; mean_i: mean over those of an iteration
   A_i    = R_i - mean of the rewards of the other G - 1 completions of the same prompt
          = G / (G - 1) (R_i - mean of the rewards of all G)
+  _PG    axes of tensors: P prompts, G completions of each, N = P G, B rows at hand, T tokens, 1 kept
 
 Parent: reinforce.py. Differs only in:
   1. Leave-one-out baseline: each completion is compared with the others of its prompt. They say
