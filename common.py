@@ -72,14 +72,7 @@ def load_policy(args):
         policy = Policy(master, tokenizer)
         check_logprobs(policy, args)
         check_routing(policy, args)
-        return Policy(
-            master,
-            tokenizer,
-            args.dtype,
-            args.rollout_dtype,
-            one_sequence_per_row=policy.one_sequence_per_row,
-            records_experts=policy.records_experts,
-        )
+        return policy.with_model(master, args.dtype, args.rollout_dtype)
     except UserError:
         raise
     except Exception as error:  # damaged folders and strange architectures may raise anything

@@ -150,11 +150,9 @@ def main(args):
     problem_stream, held_out = load_problems(args, policy)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
     generator = torch.Generator().manual_seed(args.seed)  # of the sampler's noise
-    reference = None
-    if args.kl_coef > 0:
-        reference = policy.frozen_copy()
-    run.restore(policy, generator, problems=problem_stream, optimizer=optimizer, reference=reference)
-    args = plan_memory(args, policy, problem_stream, held_out, num_references=int(args.kl_coef > 0))
+    reference = policy.frozen_copy() if args.kl_coef > 0 else None
+    run.restore(policy, problem_stream, generator, optimizer=optimizer, reference=reference)
+    args = plan_memory(args, policy, problem_stream, held_out, reference=reference)
     if run.before is None:
         run.before = evaluate(policy, held_out, verify, args, sampled=True)
 

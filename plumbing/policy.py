@@ -69,14 +69,10 @@ class Policy(Trained):
         if rollout_dtype != "same":
             self.sampler = self.with_model(rollout_copy(self.model, master, rollout_dtype))
 
-    def with_model(self, model):
-        """A policy with another model of the same architecture, of which the same was found out."""
-        return Policy(
-            model,
-            self.tokenizer,
-            one_sequence_per_row=self.one_sequence_per_row,
-            records_experts=self.records_experts,
-        )
+    def with_model(self, model, dtype="float32", rollout_dtype="same"):
+        """A policy with a model of the same architecture, of which the same was found out."""
+        findings = (self.one_sequence_per_row, self.records_experts)
+        return Policy(model, self.tokenizer, dtype, rollout_dtype, *findings)
 
     def save_pretrained(self, folder):
         """Writes master weights and tokenizer, an ordinary transformers folder."""

@@ -151,11 +151,12 @@ class Run:
             tqdm.write(message, file=sys.stderr)
         self.signalled = True
 
-    def restore(self, policy, generator, **parts):
+    def restore(self, policy, problem_stream, generator, **parts):
         """Takes charge of what checkpoints hold, and loads the newest one, if any. `parts` have a
         state_dict; one that is None is left out."""
         self.policy = policy
         self.generator = generator
+        parts["problem_stream"] = problem_stream
         self.parts = {name: part for name, part in parts.items() if part is not None}
         checkpoints = self.checkpoints()
         if checkpoints:
