@@ -164,7 +164,7 @@ def test_completions_do_not_depend_on_the_rollout_batch_size(greedy, tiny_model,
     for completions in results[1:]:
         for c, whole in zip(completions, results[0], strict=True):
             assert c._replace(logprobs=[]) == whole._replace(logprobs=[])
-            assert c.logprobs == pytest.approx(whole.logprobs, abs=1e-5)
+            assert c.logprobs == pytest.approx(whole.logprobs, abs=1e-4)
     assert greedy or len({tuple(c.ids) for c in results[0]}) > 10
 
 
@@ -180,7 +180,7 @@ def test_an_evaluation_does_not_depend_on_the_rollout_batch_size(tiny_model, bat
     results = []
     for size, count in ((1000, 1), (20, 1), (7, 3), (1, 20)):
         args.rollout_batch_size = size
-        results.append(evaluate(*tiny_model, problems, args, verify))
+        results.append(evaluate(*tiny_model, problems, args, verify, sampled=True))
         assert len(batches) == 2 * count
         batches.clear()
     assert results[1:] == results[:-1]
