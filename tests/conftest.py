@@ -28,7 +28,7 @@ transformers.utils.logging.disable_progress_bar()
 
 
 def remembered(load_problems):
-    """`load_problems`, which takes longer than a small run, once for the problems of the default job."""
+    """`load_problems`, which takes longer than a small run, once for each split of the default job."""
     known = {}
 
     def load_or_remember(args, *model_and_tokenizer):

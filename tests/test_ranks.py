@@ -93,8 +93,8 @@ def close(one, other):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory, sums):
-    """(result of one launch of two ranks, folder of its runs): one has a signal and is resumed, one ends
-    in NaN, one loses a rank."""
+    """(result of one launch of two ranks, folder of its runs): one has a signal and is resumed, one is
+    refused, one ends in NaN, one loses a rank."""
     folder = tmp_path_factory.mktemp("two")
 
     def command(trouble, where, *more, name="grpo", size=6):
