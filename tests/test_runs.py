@@ -12,6 +12,7 @@ from conftest import MORE, SCRIPTS, TINY_MOE, run, run_process
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import common
+import grpo
 
 SMALL = """--prompts_per_iteration 16 --group_size 4 --max_new_tokens 32 --num_minibatches 2
 --eval_every 2 --iterations 3""".split()
@@ -28,7 +29,9 @@ def small(name, *flags, held_out=32):
 
 
 def metrics(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    """The lines of metrics.jsonl; a NaN or an infinity, which is not JSON, fails."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line, parse_constant=pytest.fail) for line in lines]
 
 
 def untimed(folder):
@@ -263,6 +266,21 @@ def test_dapo_says_so_when_no_group_is_mixed(tmp_path, reward_file):
     assert "the run ends here" in result.stderr + result.stdout and "held-out" in result.stdout
 
 
+def test_what_is_not_finite_is_not_logged(tmp_path, monkeypatch):
+    """JSON has no word for it."""
+    original = grpo.policy_loss
+
+    def policy_loss(*args, **keywords):
+        loss, stats = original(*args, **keywords)
+        nonsense = {"approx_kl": torch.tensor(math.nan), "ratio_max": torch.tensor(math.inf)}
+        return loss, stats | nonsense
+
+    monkeypatch.setattr(grpo, "policy_loss", policy_loss)
+    assert small("grpo", "--run_dir", tmp_path, "--iterations", 1).returncode == 0
+    (line,) = metrics(tmp_path)
+    assert {"losses/approx_kl", "losses/ratio_max"}.isdisjoint(line) and "losses/kl_ref" in line
+
+
 def test_same_seed_same_metrics_other_seed_other_metrics(tmp_path):
     for folder, seed in (("a", 1), ("b", 1), ("c", 2)):
         flags = ("--run_dir", tmp_path / folder, "--seed", seed, "--iterations", 1)
@@ -337,7 +355,6 @@ def test_resume_continues_as_if_never_stopped(name, tmp_path):
 
 def test_checkpoint_is_an_ordinary_transformers_folder(tmp_path):
     """Opened with plain transformers, it answers greedily as the script's last evaluation did."""
-    import grpo
     from common import load_problems
     from verifier import verify
 
