@@ -428,40 +428,12 @@ def seconds(text):
     return min(times)
 
 
-@pytest.mark.parametrize(
-    "piece",
-    [
-        "{",
-        "}",
-        "{}",
-        "\\boxed{",
-        "\\boxed ",
-        "#### ",
-        "#",
-        "###x",
-        "9",
-        "9,",
-        "9/",
-        "a\n",
-        "\\boxed{{",
-        "-",
-    ]
-    + [
-        "\u0663",
-        "$",
-        "\\$",
-        "\\",
-        "**",
-        "\\text{",
-        "\\frac",
-        "\\frac{",
-        "\\sqrt{",
-        "x=",
-        "1 ",
-        " cm",
-        " per ",
-    ],
-)
+REPEATED = ["#### ", "\\boxed ", " ", "\n", "a\n", "1 ", " cm", " per ", "\u0663"]
+REPEATED += r"{ } {} # ###x 9 9, 9/ 1/ a - $ \$ \ ** x= \boxed{ \boxed{{".split()
+REPEATED += r"\text{ \frac \frac{ \sqrt{".split()
+
+
+@pytest.mark.parametrize("piece", REPEATED)
 def test_two_megabytes_take_twice_as_long_as_one(piece):
     """Four times, as a search within a search would, are too many."""
     text = piece * (MEGABYTE // len(piece))
@@ -595,11 +567,6 @@ def test_hostile_completions():
             assert reward == 0.0 and why in ("wrong", "no_answer", "truncated"), text[:60]
 
 
-@pytest.mark.parametrize("text", [text for text in HOSTILE if len(text) > 10**5])
-def test_hostile_megabytes_take_linear_time(text):
-    assert seconds(2 * text) < 3 * seconds(text) + SLACK
-
-
 def test_the_final_line_may_be_long_but_the_answer_is_still_found():
     assert verify("x" * MEGABYTE + "#### 365" + "\n" + "y" * MEGABYTE, "365") == (1.0, "correct")
 
@@ -608,25 +575,7 @@ def test_the_final_line_may_be_long_but_the_answer_is_still_found():
 def test_random_text_is_never_an_error(seed):
     """Strings made of the verifier's own syntax: what it calls right equals the gold answer."""
     rng = random.Random(seed)
-    pieces = [
-        "####",
-        "\\boxed{",
-        "{",
-        "}",
-        "365",
-        "36",
-        "5",
-        ".",
-        ",",
-        "/",
-        "$",
-        "%",
-        "-",
-        "+",
-        " ",
-        "\n",
-        "0",
-    ]
+    pieces = [*r"#### \boxed{ { } 365 36 5 . , / $ % - + 0".split(), " ", "\n"]
     for _ in range(500):
         text = "".join(rng.choices(pieces, k=rng.randint(0, 12)))
         reward, why = verify(text, "365")
