@@ -1,5 +1,5 @@
 """Siblings stay siblings: what is not the algorithm is the same in all nine and in the three of
-more/, no script leaves its parent by much, and the house keeps its form."""
+more/, and no script leaves its parent by much."""
 
 import ast
 import dataclasses
@@ -22,7 +22,7 @@ PARENTS = {
     "more.rloo": "more.reinforce",
     "more.vapo": "ppo",
 }
-BUDGET = {  # changed lines, of shared/DESIGN.md
+BUDGET = {  # changed lines: added and removed
     "dr_grpo": 55,
     "sapo": 65,
     "gspo": 65,
@@ -62,7 +62,6 @@ OTHER_DEFAULTS = {
 ROOMS = ["ranks", "harness", "memory", "verifier", "mismatch", "packing", "common"]
 SIBLINGS = [*SCRIPTS, *MORE]
 HOUSE = [*ROOMS, *SIBLINGS]
-LIMITS = {"common": 750, "harness": 450, "ppo": 420, "more.vapo": 460}  # lines; of the others 400
 TWO_MODELS = {"ppo", "grpo", "more.vapo"}  # they may hold a reference
 HAS_CRITIC = {"ppo", "more.vapo"}
 
@@ -176,7 +175,6 @@ def test_imports_run_one_way():
         if name not in HAS_CRITIC:
             needed.remove("packing")
         assert imported(name) == needed
-    assert not (ROOT / "tasks.py").exists()
 
 
 def test_examples_stand_above_the_scripts():
@@ -186,143 +184,6 @@ def test_examples_stand_above_the_scripts():
     assert "trl_trainer" in examples
     for name in examples:
         assert imported(f"examples/{name}") <= {*HOUSE}
-        assert len(source(f"examples/{name}").splitlines()) <= 120
-        assert folds(ast.parse(source(f"examples/{name}"))) == []
-
-
-@pytest.mark.parametrize("name", HOUSE)
-def test_length(name):
-    """Generous limits; a file that comes near has to lose something, not to be folded."""
-    assert len(source(name).splitlines()) <= LIMITS.get(name, 400)
-
-
-@pytest.mark.parametrize("name", HOUSE)
-def test_lines_are_short(name):
-    assert max(map(len, source(name).splitlines())) <= 104
-
-
-PAIRS = {("low", "high")}  # names that belong together and may be assigned in one statement
-
-
-def contains(node, *kinds):
-    return any(isinstance(child, kinds) for child in ast.walk(node))
-
-
-def two_assignments(node):
-    if not isinstance(node, ast.Assign):
-        return False
-    if len(node.targets) > 1:
-        return True  # a = b = ...
-    (target,) = node.targets
-    if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
-        return tuple(ast.unparse(element) for element in target.elts) not in PAIRS
-    return False
-
-
-def logic_in_a_for_header(node):
-    return isinstance(node, ast.For) and contains(node.iter, ast.GeneratorExp, ast.IfExp)
-
-
-def conditional_inside_range(node):
-    is_range = isinstance(node, ast.Call) and ast.unparse(node.func) == "range"
-    return is_range and contains(node, ast.IfExp)
-
-
-def comparison_as_a_slice_bound(node):
-    return isinstance(node, ast.Slice) and contains(node, ast.Compare, ast.BoolOp, ast.Not)
-
-
-def slice_of_a_list_written_out(node):  # [x][:condition]
-    is_slice = isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice)
-    return is_slice and isinstance(node.value, ast.List)
-
-
-def nested_conditionals(node):
-    if not isinstance(node, ast.IfExp):
-        return False
-    return any(contains(part, ast.IfExp) for part in (node.test, node.body, node.orelse))
-
-
-def list_times_bool(node):
-    if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)):
-        return False
-    sides = (node.left, node.right)
-    has_bool = any(
-        isinstance(side, ast.Compare | ast.BoolOp) or contains(side, ast.Not) for side in sides
-    )
-    return has_bool and any(isinstance(side, ast.List) for side in sides)
-
-
-def dict_named_is(node):
-    if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict | ast.DictComp)):
-        return False
-    return ast.unparse(node.targets[0]).startswith("is_")
-
-
-FOLDS = [
-    two_assignments,
-    logic_in_a_for_header,
-    conditional_inside_range,
-    comparison_as_a_slice_bound,
-    slice_of_a_list_written_out,
-    nested_conditionals,
-    list_times_bool,
-    dict_named_is,
-]
-
-
-def folds(tree):
-    """[(line or text, what)] of the ways to save a line that DESIGN.md forbids."""
-    found = []
-    for node in ast.walk(tree):
-        for fold in FOLDS:
-            if fold(node):
-                found.append((getattr(node, "lineno", ast.unparse(node)), fold.__name__))
-    return found
-
-
-@pytest.mark.parametrize("name", HOUSE)
-def test_nothing_is_folded(name):
-    assert folds(ast.parse(source(name))) == []
-
-
-FOLDED = """
-a = b = 1
-a, b = 1, 2
-for x in (y for y in z if y): pass
-for x in z if y else (): pass
-range(3 if x else 0)
-[x for x in range(y or 0 if z else 1)]
-x[: y > 0]
-x[y not in z :]
-[x][:y]
-a if b else c if d else e
-a if (b if c else d) else e
-[x] * (y > 0)
-[x] * (not y)
-is_moe = {"a": 1}
-"""
-UNFOLDED = """
-low, high = 1, 2
-a, b = f()
-a, b = [int(x) for x in y]
-for x in [y for y in z if y]: pass
-[x for x in (y for y in z)]
-x[: y + 1]
-x[y > 0]
-x[:y]
-a if b else c
-(a if b else c) + (d if e else f)
-[0] * (width - len(row))
-is_end = x == y
-kinds = {"a": 1}
-"""
-
-
-def test_folds_are_found():
-    """The checker can tell: each line of the one is found, none of the other."""
-    assert not [line for line in FOLDED.strip().splitlines() if not folds(ast.parse(line))]
-    assert not [line for line in UNFOLDED.strip().splitlines() if folds(ast.parse(line))]
 
 
 @pytest.mark.parametrize("name", SIBLINGS)
