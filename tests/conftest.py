@@ -102,7 +102,7 @@ def run(name, *flags, held_out=256):
     os.chdir(ROOT)
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            harness.launch(module.main, module.Args)
+            launch(module.main, module.Args)
     except SystemExit as exit:
         code = exit.code
     finally:
