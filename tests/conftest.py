@@ -17,7 +17,7 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 import common  # noqa: E402
-import harness  # noqa: E402
+from plumbing.args import launch  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 TINY_MOE = ROOT / "tiny_moe"
@@ -27,22 +27,22 @@ torch.set_num_threads(1)  # as the scripts do with the tiny model
 transformers.utils.logging.disable_progress_bar()
 
 
-def remembered(load_problems):
-    """`load_problems`, which takes longer than a small run, once for each split of the default job."""
+def remembered(tokenize):
+    """`tokenize`, which takes longer than a small run, once for the prompts of the default job."""
     known = {}
 
-    def load_or_remember(args, *model_and_tokenizer):
+    def tokenize_or_remember(prompts, policy, args):
         if (args.dataset, args.model) != ("addition", "tiny-moe"):
-            return load_problems(args, *model_and_tokenizer)
-        key = (args.num_held_out, args.max_new_tokens, args.system_prompt, args.instruction)
+            return tokenize(prompts, policy, args)
+        key = (args.max_new_tokens, args.system_prompt, args.instruction)
         if key not in known:
-            known[key] = load_problems(args, *model_and_tokenizer)
+            known[key] = tokenize(prompts, policy, args)
         return known[key]
 
-    return load_or_remember
+    return tokenize_or_remember
 
 
-common.load_problems = remembered(common.load_problems)  # before a script imports it
+common.tokenize = remembered(common.tokenize)
 
 
 def path_of(name):
