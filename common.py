@@ -443,8 +443,8 @@ class Scores(NamedTuple):
 @torch.no_grad()
 def score(policy, batch, minibatches, args, replay=True, also=None):
     """Log-probs of the sampled tokens under a policy, as `Scores`, in the micro-batches of the update.
-    `also(outputs, micro)` makes one more tensor of a forward's outputs. With r2, the batch's forwards
-    replay from here on the experts that the policy has chosen here."""
+    `also(router_logits, active_experts_BTLK)` makes one more tensor of what the routers do. With r2,
+    what the policy chooses here is what the batch's forwards replay from here on."""
     logprobs = []
     experts = []
     choices = []
@@ -457,7 +457,8 @@ def score(policy, batch, minibatches, args, replay=True, also=None):
             if args.routing_replay == "r2":
                 choices.append(outputs.routing_choices_BSLK)
             if also is not None:
-                others.append(also(outputs, micro))
+                active_BTLK = micro.active_experts(outputs.experts_BTLK)
+                others.append(also(outputs.router_logits, active_BTLK))
     if args.routing_replay == "r2" and replay:
         batch.replayed_experts_BSLK = ranks.all_rows(choices, minibatches)
     return Scores(

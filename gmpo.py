@@ -52,7 +52,6 @@ class Args(RunArgs):  # model, data, device, precision, output: see plumbing/arg
     clip_level: Literal["token", "sequence"] = flag("token", "each token, or their sum")
 
     def check(self):
-        self.within(1e-9, 1e9, "log_ratio_clip")
         if self.group_size < 2:
             raise UserError("--group_size must be at least 2: the mean of the group is the baseline")
 
@@ -100,12 +99,11 @@ def policy_loss(
     # Masked before exp, since 0 * inf is NaN, in the backward pass too; clamped to keep exp finite.
     logratio_BT = torch.where(mask_BT, logprobs_BT - old_logprobs_BT, 0).clamp(-20, 20)
     ratio_BT = logratio_BT.exp()
-    if clip_level == "token":
-        # [1] c_t = min(l_t, eps) where A > 0, max(l_t, -eps) where A < 0
-        l_BT = logratio_BT
-    else:
+    l_BT = logratio_BT
+    if clip_level == "sequence":
         # The paper's counter-example, one clip for a completion: l, and c, is the sum, (B, 1).
         l_BT = logratio_BT.sum(1, keepdim=True)
+    # [1] c_t = min(l_t, eps) where A > 0, max(l_t, -eps) where A < 0
     capped_BT = l_BT.clamp(max=log_ratio_clip)
     floored_BT = l_BT.clamp(min=-log_ratio_clip)
     c_BT = torch.where(advantages_B1 > 0, capped_BT, floored_BT)
@@ -162,7 +160,7 @@ def main(args):
         # Weights of 1, and nothing else, unless --rollout_correction is on.
         correction = rollout_correction(old, batch, args, one_ratio=True)
         meter.add_global("rollout", correction.stats)
-        advantages_N1 = correction.weights * advantages_N1
+        advantages = correction.weights * advantages_N1  # (N, 1), or (N, T) with weights per token
 
         # ----------------------------------------------------------------------------------- update
         for _ in range(args.update_epochs):
@@ -172,7 +170,7 @@ def main(args):
                     loss, stats = policy_loss(
                         outputs.logprobs_BT,
                         old.logprobs_NT[rows],
-                        advantages_N1[rows],
+                        advantages[rows],
                         micro.mask_BT,
                         log_ratio_clip=args.log_ratio_clip,
                         clip_level=args.clip_level,

@@ -131,10 +131,9 @@ def policy_loss(
         stats["kl_ref"] = masked_mean(k3_BT, mask_BT)
         if kl_is_corrected:
             # r is not detached: in expectation the gradient is that of KL(pi || pi_ref).
-            weight_BT = ratio_BT
-            if rollout_ratio_BT is not None:
-                weight_BT = rollout_ratio_BT * ratio_BT
-            k3_BT = weight_BT * k3_BT
+            if rollout_ratio_BT is None:
+                rollout_ratio_BT = torch.ones_like(ratio_BT)
+            k3_BT = rollout_ratio_BT * ratio_BT * k3_BT
         objective_BT = objective_BT - kl_coef * k3_BT
     # [3] Sequence-mean: mean_i 1/|o_i| sum_t
     objective_B1 = torch.where(mask_BT, objective_BT, 0).sum(1, keepdim=True) / length_B1

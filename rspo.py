@@ -58,7 +58,6 @@ class Args(RunArgs):  # model, data, device, precision, output: see plumbing/arg
     shift: Literal["damped", "literal", "before_clip"] = flag("damped", "see the header")
 
     def check(self):
-        self.within(1e-9, 1e9, "log_ratio_clip")
         self.within(0, 1, "gamma_min")
         if self.group_size < 2:
             raise UserError("--group_size must be at least 2: the mean of the group is the baseline")
@@ -90,11 +89,6 @@ def active_scores(router_logits, experts_BTLK):
 def router_shift(scores_BTLK, old_scores_BTLK):
     """[1] gamma, (B, T), before its floor: exp(-1/L sum_l 1/K sum_k |log p - log p_old|)."""
     return (-(scores_BTLK - old_scores_BTLK).abs().mean(dim=(2, 3))).exp()
-
-
-def scores_of_active(outputs, batch):
-    """The same of what a forward returns, for the experts that were active: replayed, or its own."""
-    return active_scores(outputs.router_logits, batch.active_experts(outputs.experts_BTLK))
 
 
 def policy_loss(
@@ -198,11 +192,11 @@ def main(args):
         # micro-batches are those of the update, so that the first ratio is exactly 1.
         batch = collate(completions, args)
         minibatches = batch.minibatches(args.num_minibatches)
-        old = score(policy, batch, minibatches, args, also=scores_of_active)
+        old = score(policy, batch, minibatches, args, also=active_scores)
         # Weights of 1, and nothing else, unless --rollout_correction is on.
         correction = rollout_correction(old, batch, args, one_ratio=True)
         meter.add_global("rollout", correction.stats)
-        advantages_N1 = correction.weights * advantages_N1
+        advantages = correction.weights * advantages_N1  # (N, 1), or (N, T) with weights per token
 
         # ----------------------------------------------------------------------------------- update
         for _ in range(args.update_epochs):
@@ -215,7 +209,7 @@ def main(args):
                     loss, stats = policy_loss(
                         outputs.logprobs_BT,
                         old.logprobs_NT[rows],
-                        advantages_N1[rows],
+                        advantages[rows],
                         micro.mask_BT,
                         log_ratio_clip=args.log_ratio_clip,
                         gamma_min=args.gamma_min,

@@ -11,7 +11,7 @@ from conftest import MORE, SCRIPTS, keywords_of, path_of, script_args
 
 SIBLINGS = [*SCRIPTS, *MORE]
 COPIED = {name: ["masked_mean", "compute_advantages", "policy_loss"] for name in SIBLINGS}
-COPIED["ppo"] = ["masked_mean", "compute_gae", "whiten", "value_loss", "policy_loss"]
+COPIED["ppo"] = ["masked_mean", "compute_gae", "whiten", "token_rewards", "value_loss", "policy_loss"]
 COPIED["more.vapo"] = [*COPIED["ppo"], "positive_lm_loss"]
 COPIED["rspo"] += ["active_scores", "router_shift"]
 COPIED["dapo"] += ["overlong_penalty"]
