@@ -147,7 +147,7 @@ class Run:
         flags = sys.argv[1:] if "--resume" in sys.argv else [*sys.argv[1:], "--resume"]
         command = shlex.join(["python", *program, *flags])
         message = f"stopping after this iteration; to resume: {command}"
-        if ranks.WORLD == 1:  # of several, see exit_if_stopped
+        if ranks.WORLD == 1:  # of several, see save_if_due
             tqdm.write(message, file=sys.stderr)
         self.signalled = True
 
