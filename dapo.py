@@ -214,7 +214,7 @@ def main(args):
             batch.mask_BT = batch.mask_BT & is_whole_N1
         minibatches = batch.minibatches(args.num_minibatches)
         old = score(policy, batch, minibatches, args)
-        # Weights of 1, and nothing else, unless --rollout_correction is on.
+        # Importance weights pi_old / sampler; all 1 unless --rollout_correction is on.
         correction = rollout_correction(old, batch, args)
         meter.add_global("rollout", correction.stats)
         advantages = correction.weights * advantages_N1  # (N, 1), or (N, T) with weights per token

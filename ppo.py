@@ -229,7 +229,7 @@ def main(args):
         if args.kl_coef > 0:
             ref = score(reference, batch, minibatches, args, replay=False)
         values_NU = score_values(critic, batch, minibatches, args)
-        # Weights of 1, and nothing else, unless --rollout_correction is on.
+        # Importance weights pi_old / sampler; all 1 unless --rollout_correction is on.
         correction = rollout_correction(old, batch, args)
         meter.add_global("rollout", correction.stats)
 
