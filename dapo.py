@@ -6,7 +6,7 @@
   r_it   = pi(o_it) / pi_old(o_it); pi_old: the policy before the rollout's first optimizer step
   A_i    = (R_i - mean) / std, over the rewards R of the G completions of the same prompt, of which
          some but not all are right
-  _PG    axes of tensors: P prompts, G completions of each, N = P G, B rows at hand, T tokens, 1 kept
+  _PG    a tensor's axes: P prompts, G completions of each, N = P G, B rows at hand, T tokens, 1 kept
 
 Parent: grpo.py. Differs only in:
   1. Clip-higher: eps_high 0.28 over eps_low 0.2, more room for tokens that were rare.
@@ -15,14 +15,14 @@ Parent: grpo.py. Differs only in:
      so there are fewer: 36 of them generate about as many completions as 60 of grpo.py.
   3. Token-mean: every token of the step counts the same, in long completions and in short ones.
   4. Overlong reward shaping: R falls by up to 1 over the last L_cache tokens below the cap (soft), or
-     truncated completions get no gradient (filter), or neither (none).
+     truncated completions get no gradient and their tokens do not count (filter), or neither (none).
   5. No KL: and so no reference model.
 
 Left open by the paper: how many prompts a round draws (here as many as groups are missing) and for
-how long (--max_sampling_rounds, then training continues with what there is). A truncated completion,
-which has lost its EOS, gets the full punishment of -1. Departs from the paper: R is 1 or 0, not 1 or
--1, so the punishment weighs more; the token count is that of the whole optimizer step, where
-the paper's formula has that of one prompt's group.
+how long (--max_sampling_rounds, then it trains on what there is, and ends if that is nothing). With
+soft, a truncated completion, which has lost its EOS, is punished by -1. Departs from the paper: R is 1
+or 0, not 1 or -1, so the punishment weighs more; the token count is that of the whole optimizer step,
+where the paper's formula has that of one prompt's group.
 
 Run:    python dapo.py
 Expect: on sums of two numbers, as grpo.py: greedy held-out accuracy from 0.43 to at least 0.97 in
@@ -123,7 +123,7 @@ def policy_loss(
     clip_eps_high=0.28,
     num_tokens=None,
 ):
-    """The loss -J of a micro-batch over the whole step's count: micro-batches sum to the step's loss.
+    """The loss -J of a micro-batch, divided by the whole step's count: all add up to the step's loss.
 
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
     old_logprobs_BT  the same before the first step on this batch
@@ -189,7 +189,7 @@ def main(args):
             rounds += 1
         if missing > 0:
             run.say(f"iteration {iteration}: after {rounds} rounds {missing} mixed groups are missing")
-        if len(kept) < ranks.WORLD:
+        if len(kept) < ranks.WORLD:  # of completions, each rank needs one
             run.say(f"too few mixed groups to learn from (ranks: {ranks.WORLD}): the run ends here")
             run.save(iteration)
             break
@@ -205,9 +205,9 @@ def main(args):
         # ------------------------------------------------------------------------------- advantages
         advantages_N1 = compute_advantages(rewards_PG).view(-1, 1).to(args.device)
 
-        # -------------------------------------------------------------- old and reference log-probs
+        # ---------------------------------------------------------------------------- old log-probs
         # Computed again, since the sampler's differ by rounding. The rows are not shuffled, and the
-        # micro-batches are those of the update, so that the first ratio is exactly 1.
+        # micro-batches are those of the update: until the first optimizer step r is exactly 1.
         batch = collate(kept, args)
         if args.overlong == "filter":  # [4] what was cut off has no gradient
             is_whole_N1 = torch.tensor([[not c.truncated] for c in kept], device=args.device)
@@ -234,7 +234,7 @@ def main(args):
                         clip_eps_high=args.clip_eps_high,
                         num_tokens=num_tokens,
                     )
-                    fraction = len(rows) / len(minibatch)  # aux_loss is a mean over its micro-batch
+                    fraction = len(rows) / len(minibatch)  # of the step: aux_loss is the micro-batch's
                     total_loss = loss + args.router_aux_coef * outputs.aux_loss * fraction
                     total_loss.backward()
                     meter.add_pass({"policy_loss": loss}, stats, outputs, old, rows, micro.mask_BT)
@@ -247,7 +247,7 @@ def main(args):
         meter.lap("update_seconds")
 
         # ------------------------------------------------------------------- log, evaluate and save
-        metrics = iteration_metrics(meter, generated, rewards_PG, args)
+        metrics = iteration_metrics(meter, generated, rewards_PG, args)  # rewards: of those kept
         metrics |= group_counts(generated, args.group_size, rounds)
         if run.is_due(args.eval_every, iteration):
             is_last = iteration == args.iterations

@@ -6,7 +6,7 @@
   r_it   = pi(o_it) / pi_old(o_it); pi_old: the policy before the rollout's first optimizer step
   A_i    = (R_i - mean) / std, over the rewards R of the G completions of the same prompt
   k3_it  = x - log x - 1, x = pi_ref(o_it) / pi(o_it): an estimate of KL(pi || pi_ref), never negative
-  _PG    axes of tensors: P prompts, G completions of each, N = P G, B rows at hand, T tokens, 1 kept
+  _PG    a tensor's axes: P prompts, G completions of each, N = P G, B rows at hand, T tokens, 1 kept
 
 Parent: ppo.py. Differs only in:
   1. Group baseline: the mean reward of the group; no critic, no GAE, no whitening, no entropy bonus,
@@ -92,7 +92,7 @@ def policy_loss(
     rollout_ratio_BT=None,
     num_sequences=None,
 ):
-    """The loss -J of a micro-batch over the whole step's count: micro-batches sum to the step's loss.
+    """The loss -J of a micro-batch, divided by the whole step's count: all add up to the step's loss.
 
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
     old_logprobs_BT  the same before the first step on this batch
@@ -170,14 +170,14 @@ def main(args):
         # ------------------------------------------------------------------------------- advantages
         advantages_N1 = compute_advantages(rewards_PG).view(-1, 1).to(args.device)
 
-        # -------------------------------------------------------------- old and reference log-probs
+        # ---------------------------------------------------------------------------- old log-probs
         # Computed again, since the sampler's differ by rounding. The rows are not shuffled, and the
-        # micro-batches are those of the update, so that the first ratio is exactly 1.
+        # micro-batches are those of the update: until the first optimizer step r is exactly 1.
         batch = collate(completions, args)
         minibatches = batch.minibatches(args.num_minibatches)
         old = score(policy, batch, minibatches, args)
         if args.kl_coef > 0:
-            ref = score(reference, batch, minibatches, args, replay=False)
+            ref = score(reference, batch, minibatches, args, replay=False)  # with experts of its own
         # Importance weights pi_old / sampler; all 1 unless --rollout_correction is on.
         correction = rollout_correction(old, batch, args)
         meter.add_global("rollout", correction.stats)
@@ -201,7 +201,7 @@ def main(args):
                         rollout_ratio_BT=correction.rho_NT[rows],
                         num_sequences=len(minibatch),
                     )
-                    fraction = len(rows) / len(minibatch)  # aux_loss is a mean over its micro-batch
+                    fraction = len(rows) / len(minibatch)  # of the step: aux_loss is the micro-batch's
                     total_loss = loss + args.router_aux_coef * outputs.aux_loss * fraction
                     total_loss.backward()
                     meter.add_pass({"policy_loss": loss}, stats, outputs, old, rows, micro.mask_BT)

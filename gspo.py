@@ -6,7 +6,7 @@
   s_i  = exp(1/|o_i| sum_t log(pi(o_it) / pi_old(o_it))), differentiated; pi_old: the policy before the
        rollout's first optimizer step
   A_i  = (R_i - mean) / std, over the rewards R of the G completions of the same prompt
-  _PG  axes of tensors: P prompts, G completions of each, N = P G, B rows at hand, T tokens, 1 kept
+  _PG  a tensor's axes: P prompts, G completions of each, N = P G, B rows at hand, T tokens, 1 kept
 
 Parent: grpo.py. Differs only in:
   1. Sequence ratio: one for a completion, the geometric mean of those of its tokens, clipped as a
@@ -85,7 +85,7 @@ def policy_loss(
     variant="gspo",
     num_sequences=None,
 ):
-    """The loss -J of a micro-batch over the whole step's count: micro-batches sum to the step's loss.
+    """The loss -J of a micro-batch, divided by the whole step's count: all add up to the step's loss.
 
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
     old_logprobs_BT  the same before the first step on this batch
@@ -157,9 +157,9 @@ def main(args):
         # ------------------------------------------------------------------------------- advantages
         advantages_N1 = compute_advantages(rewards_PG).view(-1, 1).to(args.device)
 
-        # -------------------------------------------------------------- old and reference log-probs
+        # ---------------------------------------------------------------------------- old log-probs
         # Computed again, since the sampler's differ by rounding. The rows are not shuffled, and the
-        # micro-batches are those of the update, so that the first ratio is exactly 1.
+        # micro-batches are those of the update: until the first optimizer step r is exactly 1.
         batch = collate(completions, args)
         minibatches = batch.minibatches(args.num_minibatches)
         old = score(policy, batch, minibatches, args)
@@ -183,7 +183,7 @@ def main(args):
                         variant=args.variant,
                         num_sequences=len(minibatch),
                     )
-                    fraction = len(rows) / len(minibatch)  # aux_loss is a mean over its micro-batch
+                    fraction = len(rows) / len(minibatch)  # of the step: aux_loss is the micro-batch's
                     total_loss = loss + args.router_aux_coef * outputs.aux_loss * fraction
                     total_loss.backward()
                     meter.add_pass({"policy_loss": loss}, stats, outputs, old, rows, micro.mask_BT)

@@ -8,7 +8,7 @@
   rew_it   = -beta log(pi_old(o_it) / pi_ref(o_it)), plus the verifier's reward R_i at the last token
   L_V      = mean over tokens of max((V - ret)^2, (V_old + clip(V - V_old, -d, d) - ret)^2)
   ret_it   = A_it + V_old,it, before A is whitened;  H: mean entropy over tokens
-  _NT      axes of tensors: N or B rows, T tokens, U = T + 1, 1 a kept axis
+  _NT      a tensor's axes: N rows of a rollout, B rows at hand, T tokens, U = T + 1, 1 kept
 
 The root of the family: grpo.py is the child, and its header lists the differences.
 
@@ -126,7 +126,7 @@ def token_rewards(rewards_B1, log_ratio_BT, values_BU, is_cut_off_B1, mask_BT, k
 
 
 def value_loss(values_BT, old_values_BT, returns_BT, mask_BT, *, value_clip=0.2, num_tokens=None):
-    """L_V of a micro-batch over the whole step's count: micro-batches sum to the step's L_V.
+    """L_V of a micro-batch, divided by the whole step's count: all add up to the step's L_V.
 
     values_BT, old_values_BT, returns_BT, mask_BT: (B, T), the first with gradient. value_clip 0 takes
     the squared error of V alone. num_tokens counts the whole optimizer step [None: this is it].
@@ -155,7 +155,7 @@ def policy_loss(
     clip_eps_high=0.2,
     num_tokens=None,
 ):
-    """The clipped term of -J over the whole step's count: micro-batches sum to that of the step.
+    """The clipped term of -J, divided by the whole step's count: micro-batches add up to the step's.
 
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
     old_logprobs_BT  the same before the first step on this batch
@@ -220,14 +220,14 @@ def main(args):
         completions = judge(completions, verify)
         rewards_N1 = torch.tensor([[c.reward] for c in completions], device=args.device)
 
-        # -------------------------------------------------------------- old and reference log-probs
+        # ---------------------------------------------------------------------------- old log-probs
         # Computed again, since the sampler's differ by rounding. The rows are not shuffled, and the
-        # micro-batches are those of the update, so that the first ratio is exactly 1.
+        # micro-batches are those of the update: until the first optimizer step r is exactly 1.
         batch = collate(completions, args)
         minibatches = batch.minibatches(args.num_minibatches)
         old = score(policy, batch, minibatches, args)
         if args.kl_coef > 0:
-            ref = score(reference, batch, minibatches, args, replay=False)
+            ref = score(reference, batch, minibatches, args, replay=False)  # with experts of its own
         values_NU = score_values(critic, batch, minibatches, args)
         # Importance weights pi_old / sampler; all 1 unless --rollout_correction is on.
         correction = rollout_correction(old, batch, args)
@@ -276,7 +276,7 @@ def main(args):
                     # H over the whole step's tokens, as the loss; what is logged is a plain mean.
                     entropy = torch.where(micro.mask_BT, outputs.entropy_BT, 0).sum() / num_tokens
                     total_loss = loss + args.value_coef * critic_loss - args.entropy_coef * entropy
-                    fraction = len(rows) / len(minibatch)  # aux_loss is a mean over its micro-batch
+                    fraction = len(rows) / len(minibatch)  # of the step: aux_loss is the micro-batch's
                     total_loss = total_loss + args.router_aux_coef * outputs.aux_loss * fraction
                     total_loss.backward()
                     losses = {"policy_loss": loss, "value_loss": critic_loss}

@@ -5,24 +5,24 @@
   o_i       a completion of |o_i| tokens, EOS included; mean_i: mean over those of one optimizer step
   c_it      = min(l_it, eps) if A_i > 0, max(l_it, -eps) if A_i < 0
   l_it      = log(pi(o_it) / pi_old(o_it)); pi_old: the policy before the rollout's first optimizer step
-  gamma_it  = sg[max(gamma_min, exp(-1/L sum_l 1/K sum_k |log p_l(e_lk) - log p_old,l(e_lk)|))]
-  p_l       = softmax over all experts of layer l's router logits, where o_it is predicted
-  e_lk      the K experts that were active there under the old policy; sg[] stops the gradient
+  gamma_it  = sg[max(gamma_min, exp(-1/L sum_j 1/K sum_k |log p_j(e_jk) - log p_old_j(e_jk)|))]
+  p_j       = softmax over all experts of layer j's router logits, where o_it is predicted
+  e_jk      the K experts that were active there under the old policy (the replayed ones with
+            --routing_replay); sg[] stops the gradient
   A_i       = (R_i - mean) / std, over the rewards R of the G completions of the same prompt
-  _PG       axes of tensors: P prompts, G completions each, N = P G, B rows, T tokens, L K as above
+  _PG       a tensor's axes: P prompts, G completions each, N = P G, B rows, T tokens, L layers
 
 Parent: gmpo.py. Differs only in:
   1. Router shift: gamma, 1 while the router does what it did in the rollout and smaller the more it
      has shifted, damps completions whose ratio compares two different subnetworks.
   2. Token-level clip only: no --clip_level.
 
-Left open by the paper's first version: how gamma enters, since its text and its formula differ. --shift
-damped (J above) is the text, gamma "after token-level clipping", whatever the sign of A. --shift
-literal is the formula as printed, c + sgn(A) log gamma: its product is raised to the power sgn(A), so
-it amplifies A < 0 where the router has shifted. --shift before_clip is the second version, and what
-public implementations do: gamma times the ratio, then clipped, so for A > 0 a ratio up to e^eps / gamma
-keeps its gradient; by default the clip stays where gmpo.py has it. A dense model is refused: there it
-is gmpo.py.
+Left open by the paper's first version: how gamma enters, since its text and its formula differ.
+  --shift damped       c(l) + log gamma, as in J and in the text, "after token-level clipping"
+  --shift literal      c(l) + sgn(A) log gamma, the formula as printed: it amplifies A < 0
+  --shift before_clip  c(l + log gamma), the second version and what public implementations do: for
+                       A > 0 a ratio up to e^eps / gamma keeps its gradient
+A dense model is refused: there it is gmpo.py.
 
 Run:    python rspo.py
 Expect: on sums of two numbers, as grpo.py: greedy held-out accuracy from 0.43 to at least 0.97 in
@@ -103,7 +103,7 @@ def policy_loss(
     router_shift_BT=None,
     num_sequences=None,
 ):
-    """The loss -J of a micro-batch over the whole step's count: micro-batches sum to the step's loss.
+    """The loss -J of a micro-batch, divided by the whole step's count: all add up to the step's loss.
 
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
     old_logprobs_BT  the same before the first step on this batch
@@ -187,12 +187,12 @@ def main(args):
         # ------------------------------------------------------------------------------- advantages
         advantages_N1 = compute_advantages(rewards_PG).view(-1, 1).to(args.device)
 
-        # -------------------------------------------------------------- old and reference log-probs
+        # ---------------------------------------------------------------------------- old log-probs
         # Computed again, since the sampler's differ by rounding. The rows are not shuffled, and the
-        # micro-batches are those of the update, so that the first ratio is exactly 1.
+        # micro-batches are those of the update: until the first optimizer step r is exactly 1.
         batch = collate(completions, args)
         minibatches = batch.minibatches(args.num_minibatches)
-        old = score(policy, batch, minibatches, args, also=active_scores)
+        old = score(policy, batch, minibatches, args, also=active_scores)  # old.also: log p_old(e_jk)
         # Importance weights pi_old / sampler; all 1 unless --rollout_correction is on.
         correction = rollout_correction(old, batch, args, one_ratio=True)
         meter.add_global("rollout", correction.stats)
@@ -203,7 +203,7 @@ def main(args):
             for minibatch in minibatches:
                 for rows, micro in batch.micro_batches(minibatch, args.micro_batch_size):
                     outputs = token_logprobs(policy, micro, args.temperature)
-                    active_BTLK = micro.active_experts(old.experts_NTLK[rows])
+                    active_BTLK = micro.active_experts(old.experts_NTLK[rows])  # e_jk
                     scores_BTLK = active_scores(outputs.router_logits, active_BTLK)
                     raw_gamma_BT = router_shift(scores_BTLK, old.also[rows])
                     loss, stats = policy_loss(
@@ -217,7 +217,7 @@ def main(args):
                         router_shift_BT=raw_gamma_BT,
                         num_sequences=len(minibatch),
                     )
-                    fraction = len(rows) / len(minibatch)  # aux_loss is a mean over its micro-batch
+                    fraction = len(rows) / len(minibatch)  # of the step: aux_loss is the micro-batch's
                     total_loss = loss + args.router_aux_coef * outputs.aux_loss * fraction
                     total_loss.backward()
                     meter.add_pass({"policy_loss": loss}, stats, outputs, old, rows, micro.mask_BT)

@@ -6,7 +6,7 @@
   R_i    the verifier's reward of o_i
   b      the exponential mean of the rewards of earlier iterations, 0 before the first:
          after each one, b becomes d b + (1 - d) mean R
-  _PG    axes of tensors: P prompts, G completions of each, N = P G, B rows at hand, T tokens, 1 kept
+  _PG    a tensor's axes: P prompts, G completions of each, N = P G, B rows at hand, T tokens, 1 kept
 
 Parent: grpo.py. Differs only in:
   1. Running baseline: b, the same for all prompts; no group, no std. It is known before the rollout,
@@ -72,7 +72,7 @@ def policy_loss(
     *,
     num_sequences=None,
 ):
-    """The loss -J of a micro-batch over the whole step's count: micro-batches sum to the step's loss.
+    """The loss -J of a micro-batch, divided by the whole step's count: all add up to the step's loss.
 
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
     old_logprobs_BT  the same before the first step on this batch
@@ -135,9 +135,9 @@ def main(args):
         baseline += (1 - args.baseline_decay) * rewards_PG.mean().item()
         run.numbers["baseline"] = baseline
 
-        # -------------------------------------------------------------- old and reference log-probs
+        # ---------------------------------------------------------------------------- old log-probs
         # Computed again, since the sampler's differ by rounding. The rows are not shuffled, and the
-        # micro-batches are those of the update, so that the first ratio is exactly 1.
+        # micro-batches are those of the update: until the first optimizer step r is exactly 1.
         batch = collate(completions, args)
         minibatches = batch.minibatches(1)  # one step
         old = score(policy, batch, minibatches, args)
@@ -156,7 +156,7 @@ def main(args):
                 micro.mask_BT,
                 num_sequences=len(completions),
             )
-            fraction = len(rows) / len(completions)  # aux_loss is a mean over its micro-batch
+            fraction = len(rows) / len(completions)  # of the step: aux_loss is the micro-batch's
             total_loss = loss + args.router_aux_coef * outputs.aux_loss * fraction
             total_loss.backward()
             meter.add_pass({"policy_loss": loss}, stats, outputs, old, rows, micro.mask_BT)

@@ -5,7 +5,7 @@
   o_i    a completion; sum_t: over its tokens, EOS included; mean_i: mean over those of an iteration
   A_i    = R_i - mean of the rewards of the other G - 1 completions of the same prompt
          = G / (G - 1) (R_i - mean of the rewards of all G)
-  _PG    axes of tensors: P prompts, G completions of each, N = P G, B rows at hand, T tokens, 1 kept
+  _PG    a tensor's axes: P prompts, G completions of each, N = P G, B rows at hand, T tokens, 1 kept
 
 Parent: reinforce.py. Differs only in:
   1. Leave-one-out baseline: each completion is compared with the others of its prompt. They say
@@ -72,7 +72,7 @@ def policy_loss(
     *,
     num_sequences=None,
 ):
-    """The loss -J of a micro-batch over the whole step's count: micro-batches sum to the step's loss.
+    """The loss -J of a micro-batch, divided by the whole step's count: all add up to the step's loss.
 
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
     old_logprobs_BT  the same before the first step on this batch
@@ -129,9 +129,9 @@ def main(args):
         # ------------------------------------------------------------------------------- advantages
         advantages_N1 = compute_advantages(rewards_PG).view(-1, 1).to(args.device)
 
-        # -------------------------------------------------------------- old and reference log-probs
+        # ---------------------------------------------------------------------------- old log-probs
         # Computed again, since the sampler's differ by rounding. The rows are not shuffled, and the
-        # micro-batches are those of the update, so that the first ratio is exactly 1.
+        # micro-batches are those of the update: until the first optimizer step r is exactly 1.
         batch = collate(completions, args)
         minibatches = batch.minibatches(1)  # one step
         old = score(policy, batch, minibatches, args)
@@ -150,7 +150,7 @@ def main(args):
                 micro.mask_BT,
                 num_sequences=len(completions),
             )
-            fraction = len(rows) / len(completions)  # aux_loss is a mean over its micro-batch
+            fraction = len(rows) / len(completions)  # of the step: aux_loss is the micro-batch's
             total_loss = loss + args.router_aux_coef * outputs.aux_loss * fraction
             total_loss.backward()
             meter.add_pass({"policy_loss": loss}, stats, outputs, old, rows, micro.mask_BT)

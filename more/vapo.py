@@ -10,7 +10,7 @@
   L_V    = mean over tokens of max((V - ret)^2, (V_old + clip(V - V_old, -d, d) - ret)^2)
   ret_it = sum_k gamma^k rew_i,t+k, the Monte Carlo return;  H: mean entropy over tokens
   L_LM   = mean of -log pi(o_it) over the tokens of all right completions of an optimizer step
-  _NT    axes of tensors: N or B rows, T tokens, U = T + 1, 1 a kept axis
+  _NT    a tensor's axes: N rows of a rollout, B rows at hand, T tokens, U = T + 1, 1 kept
 
 Parent: ppo.py. Differs only in:
   1. Value pre-training: in the first iterations the critic learns, and the policy stays as it is.
@@ -133,7 +133,7 @@ def token_rewards(rewards_B1, log_ratio_BT, values_BU, is_cut_off_B1, mask_BT, k
 
 
 def value_loss(values_BT, old_values_BT, returns_BT, mask_BT, *, value_clip=0.2, num_tokens=None):
-    """L_V of a micro-batch over the whole step's count: micro-batches sum to the step's L_V.
+    """L_V of a micro-batch, divided by the whole step's count: all add up to the step's L_V.
 
     values_BT, old_values_BT, returns_BT, mask_BT: (B, T), the first with gradient. value_clip 0 takes
     the squared error of V alone. num_tokens counts the whole optimizer step [None: this is it].
@@ -153,7 +153,7 @@ def value_loss(values_BT, old_values_BT, returns_BT, mask_BT, *, value_clip=0.2,
 
 
 def positive_lm_loss(logprobs_BT, is_right_B1, mask_BT, *, num_tokens=None):
-    """L_LM of a micro-batch over the whole step's count: micro-batches sum to the step's L_LM.
+    """L_LM of a micro-batch, divided by the whole step's count: all add up to the step's L_LM.
 
     is_right_B1 marks right completions. num_tokens counts the tokens of all those in the optimizer step
     [None: this is it].
@@ -174,7 +174,7 @@ def policy_loss(
     clip_eps_high=0.28,
     num_tokens=None,
 ):
-    """The clipped term of -J over the whole step's count: micro-batches sum to that of the step.
+    """The clipped term of -J, divided by the whole step's count: micro-batches add up to the step's.
 
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
     old_logprobs_BT  the same before the first step on this batch
@@ -240,14 +240,14 @@ def main(args):
         rewards_N1 = torch.tensor([[c.reward] for c in completions], device=args.device)
         is_right_N1 = torch.tensor([[c.why == "correct"] for c in completions], device=args.device)
 
-        # -------------------------------------------------------------- old and reference log-probs
+        # ---------------------------------------------------------------------------- old log-probs
         # Computed again, since the sampler's differ by rounding. The rows are not shuffled, and the
-        # micro-batches are those of the update, so that the first ratio is exactly 1.
+        # micro-batches are those of the update: until the first optimizer step r is exactly 1.
         batch = collate(completions, args)
         minibatches = batch.minibatches(args.num_minibatches)
         old = score(policy, batch, minibatches, args)
         if args.kl_coef > 0:
-            ref = score(reference, batch, minibatches, args, replay=False)
+            ref = score(reference, batch, minibatches, args, replay=False)  # with experts of its own
         values_NU = score_values(critic, batch, minibatches, args)
         # Importance weights pi_old / sampler; all 1 unless --rollout_correction is on.
         correction = rollout_correction(old, batch, args)
@@ -309,7 +309,7 @@ def main(args):
                     total_loss = loss + args.value_coef * critic_loss - args.entropy_coef * entropy
                     # [5] J has -mu L_LM, the loss +mu L_LM
                     total_loss = total_loss + args.positive_lm_coef * lm_loss
-                    fraction = len(rows) / len(minibatch)  # aux_loss is a mean over its micro-batch
+                    fraction = len(rows) / len(minibatch)  # of the step: aux_loss is the micro-batch's
                     total_loss = total_loss + args.router_aux_coef * outputs.aux_loss * fraction
                     total_loss.backward()
                     losses = {
