@@ -18,6 +18,7 @@ import transformers  # noqa: E402
 
 import common  # noqa: E402
 from plumbing.args import launch  # noqa: E402
+from plumbing.policy import Policy  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 TINY_MOE = ROOT / "tiny_moe"
@@ -120,6 +121,12 @@ def tiny_model():
     """The base model, with its tokenizer."""
     model = transformers.AutoModelForCausalLM.from_pretrained(TINY_MOE, dtype=torch.float32).eval()
     return model, transformers.AutoTokenizer.from_pretrained(TINY_MOE)
+
+
+@pytest.fixture
+def tiny_policy(tiny_model):
+    """The same as a policy. Its model is that of all tests: to change it, copy the policy."""
+    return Policy(*tiny_model)
 
 
 @pytest.fixture(scope="session")

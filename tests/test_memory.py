@@ -1,19 +1,22 @@
-"""What memory.py computes, against what a run allocates, counted by torch's profiler."""
+"""What plumbing/memory.py computes, against what a run allocates, counted by torch's profiler."""
 
-import copy
+import functools
 import inspect
 from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
+from conftest import script_args
+from test_sampler import batch_of_ids
 from torch.profiler import ProfilerActivity, profile
 
-import memory
-from common import Completion, checkpoint_layers, collate, sample, token_logprobs, working_copy
-from harness import UserError
-from memory import memory_parts, memory_peak, plan_memory
-from mismatch import rollout_copy
+from common import Problem, sample, token_logprobs
+from plumbing import UserError, memory, plan_memory
+from plumbing.data import ProblemStream
+from plumbing.memory import memory_parts, memory_peak
+from plumbing.models import checkpoint_layers
+from plumbing.policy import Policy
 
 PROMPT = 24
 CAP = 56
@@ -72,17 +75,13 @@ def master(request):
     torch.manual_seed(0)
     model = request.param().eval()
     model.generation_config.eos_token_id = model.config.vocab_size - 1  # hardly ever sampled
-    model.base_model.one_sequence_per_row = False
     return model
 
 
 def batch_of(count):
     """Sequences of 80 tokens and one of 72, so that the attention has a mask."""
-    completions = []
-    for i in range(count):
-        length = CAP if i > 0 else CAP - 8
-        completions.append(Completion([1] * PROMPT, [2] * length, [0.0] * length))
-    return collate(completions, "cpu")
+    lengths = [CAP - 8] + [CAP] * (count - 1)
+    return batch_of_ids([([1] * PROMPT, [2] * length) for length in lengths])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -91,11 +90,11 @@ def test_update(master, dtype, checkpointing):
     args = settings(dtype, gradient_checkpointing=checkpointing)
     if checkpointing:
         checkpoint_layers(master)
-    model = working_copy(master, dtype)
+    policy = Policy(master, None, dtype)
     batch = batch_of(args.micro_batch_size)
 
     def update():
-        outputs = token_logprobs(model, batch, args.temperature)
+        outputs = token_logprobs(policy, batch, args.temperature)
         (outputs.logprobs_BT.sum() + outputs.aux_loss).backward()
 
     update()  # from here on the gradients are there
@@ -106,26 +105,26 @@ def test_update(master, dtype, checkpointing):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rollout(master, dtype):
     args = settings(dtype)
-    model = working_copy(master, dtype)
     tokenizer = SimpleNamespace(eos_token_id=None, batch_decode=lambda ids, **_: [""] * len(ids))
-    prompts = [[1] * PROMPT] * (args.rollout_batch_size // 4)
+    policy = Policy(master, tokenizer, dtype)
+    problems = [Problem("", "", [1] * PROMPT)] * (args.rollout_batch_size // 4)
     generator = torch.Generator().manual_seed(0)
-    counted = peak_bytes(lambda: sample(model, tokenizer, prompts, 4, args, generator))
+    counted = peak_bytes(lambda: sample(policy, problems, 4, args, generator))
     assert memory_parts(master, args, PROMPT)["rollout"] == pytest.approx(counted, rel=0.15)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_update_with_logits_in_chunks(master, dtype, monkeypatch):
     """More logits than MAX_LOGITS are made in chunks, so that they need no more memory than these."""
-    default = inspect.signature(token_logprobs).parameters["chunk_numbers"].default
+    default = inspect.signature(token_logprobs).parameters["max_logits"].default
     assert default == memory.MAX_LOGITS
     monkeypatch.setattr(memory, "MAX_LOGITS", 400_000)
     args = settings(dtype)
-    model = working_copy(master, dtype)
+    policy = Policy(master, None, dtype)
     batch = batch_of(args.micro_batch_size)
 
     def update():
-        outputs = token_logprobs(model, batch, args.temperature, chunk_numbers=400_000)
+        outputs = token_logprobs(policy, batch, args.temperature, max_logits=400_000)
         (outputs.logprobs_BT.sum() + outputs.aux_loss).backward()
 
     update()
@@ -144,7 +143,7 @@ def test_a_rollout_copy(master, dtype):
     for rollout_dtype in ("float32", "bfloat16"):
         flags = settings(dtype, rollout_dtype=rollout_dtype)
         parts = memory_parts(master, flags, PROMPT)
-        sampler = rollout_copy(working_copy(master, dtype), master, rollout_dtype)
+        sampler = Policy(master, None, dtype, rollout_dtype).for_sampling()
         assert parts["rollout copy"] == tensor_bytes(sampler.parameters())
         assert parts["rollout"] >= none["rollout"]
         assert memory_peak(parts) >= memory_peak(none) + parts["rollout copy"]
@@ -154,30 +153,32 @@ def test_a_rollout_copy(master, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_stays(master, dtype):
     """Weights, masters, gradients and moments of a policy and a critic, and a reference."""
-    model = working_copy(master, dtype)
-    reference = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(master.parameters(), fused=True)
-    outputs = token_logprobs(model, batch_of(2), 1.0)
+    policy = Policy(master, None, dtype)
+    reference = policy.frozen_copy()
+    optimizer = torch.optim.AdamW(policy.parameters(), fused=True)
+    outputs = token_logprobs(policy, batch_of(2), 1.0)
     (outputs.logprobs_BT.sum() + outputs.aux_loss).backward()
     optimizer.step()
     parts = memory_parts(master, settings(dtype), PROMPT, num_references=1)
-    weights = tensor_bytes(model.parameters()) + tensor_bytes(reference.parameters())
-    assert parts["weights"] == weights
-    assert parts["masters"] == (0 if model is master else tensor_bytes(master.parameters()))
+    weights = tensor_bytes(policy.model.parameters())
+    assert parts["weights"] == weights + tensor_bytes(reference.model.parameters())
+    assert parts["masters"] == (0 if dtype == "float32" else tensor_bytes(master.parameters()))
     assert parts["gradients"] == tensor_bytes(weight.grad for weight in master.parameters())
     moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
     assert parts["moments"] == tensor_bytes(moments)
     # A critic is a second policy, with a head of its own of a few numbers.
     with_critic = memory_parts(master, settings(dtype), PROMPT, num_critics=1, num_references=1)
     assert with_critic["moments"] == 2 * parts["moments"]
-    assert with_critic["weights"] - parts["weights"] == tensor_bytes(model.parameters())
+    assert with_critic["weights"] - parts["weights"] == weights
 
 
 def test_it_is_said_before_the_run_and_what_does_not_fit_is_refused(master, monkeypatch, capsys):
-    args = settings("float32", micro_batch_size=0, prompts_per_iteration=3, group_size=8)
-    args.num_minibatches = 1
-    problems = [SimpleNamespace(prompt_ids=[1] * PROMPT), SimpleNamespace(prompt_ids=[1])]
-    plan_memory(args, master, problems, {"optimizer": None})
+    flags = {"prompts_per_iteration": 3, "group_size": 8, "num_minibatches": 1}
+    _, args = script_args("grpo", device="cpu", max_new_tokens=CAP, rollout_batch_size=16, **flags)
+    policy = Policy(master, None)
+    problems = [Problem("", "", [1] * PROMPT), Problem("", "", [1])]
+    plan = functools.partial(plan_memory, args, policy, ProblemStream(problems[:1], 1), problems[1:])
+    args = plan()
     assert args.micro_batch_size == 24  # 24 x 80 tokens are less than 16,384
     line = capsys.readouterr().out
     needed = memory_parts(master, args, PROMPT)
@@ -187,11 +188,13 @@ def test_it_is_said_before_the_run_and_what_does_not_fit_is_refused(master, monk
     assert f"at most {memory_peak(needed) / 2**20:.1f} of" in line
     monkeypatch.setattr(memory, "device_memory", lambda device: memory_peak(needed) - 1)
     with pytest.raises(UserError, match="--micro_batch_size"):
-        plan_memory(args, master, problems, {})
+        plan()
     monkeypatch.setattr(memory, "device_memory", lambda device: memory_peak(needed))
-    plan_memory(args, master, problems, {})
+    plan()
     with pytest.raises(UserError):
-        plan_memory(args, master, problems, {"critic": None})
+        plan(critic=policy)
+    with pytest.raises(UserError):
+        plan(reference=policy)
 
 
 def test_this_machine_says_what_it_has():

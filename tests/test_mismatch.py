@@ -1,6 +1,8 @@
-"""mismatch.py: rounded weights, each script's decoupled objective in float64, and routing replay."""
+"""When the sampler is not the trainer: rounded weights, each script's decoupled objective in float64,
+and routing replay."""
 
 import copy
+import functools
 import json
 import math
 from types import SimpleNamespace
@@ -11,6 +13,7 @@ import torch
 from conftest import MORE, SCRIPTS, run, script_args
 from test_objectives import CASES, data, loss_and_grad
 from test_router import MODELS, batch_of
+from test_sampler import problems_of
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
@@ -20,10 +23,14 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from common import check_routing, checkpoint_layers, collate, load_model, sample, token_logprobs
-from harness import UserError
-from mismatch import Routing, find_routers, mismatch_stats, refresh_rollout_copy, rollout_copy
-from mismatch import rollout_correction, rounded
+import common
+import rspo
+from common import Problem, Scores, check_routing, collate, load_policy, sample, token_logprobs
+from plumbing import UserError, rollout_correction
+from plumbing.correction import mismatch_stats, rollout_weights, weight_stats
+from plumbing.models import checkpoint_layers
+from plumbing.policy import Policy, fake_quantize, refresh_rollout_copy, rollout_copy
+from plumbing.routing import Routing, find_routers
 
 RULES = ["token_tis", "sequence_tis", "sequence_mis", "geo_mask", "icepop"]
 ONE_RATIO = {"gspo", "gmpo", "rspo"}
@@ -32,9 +39,10 @@ ONE_RATIO = {"gspo", "gmpo", "rspo"}
 # ------------------------------------------------------------------------- rollout correction
 
 
-def settings(rule, **changes):
+def corrected(rule, old, batch, one_ratio=False):
     flags = {"rollout_cap": 2.0, "rollout_mask_low": 0.9, "rollout_mask_high": 1.1}
-    return SimpleNamespace(rollout_correction=rule, **(flags | changes))
+    args = SimpleNamespace(rollout_correction=rule, **flags)
+    return rollout_correction(Scores(old, None), batch, args, one_ratio)
 
 
 def literal_weight(rule, log_rho, one_ratio):
@@ -76,7 +84,7 @@ def literal_weights(rule, old, batch, lengths, one_ratio):
 def test_weights_and_their_statistics(rule, one_ratio, seed):
     _, old, _, mask, lengths, _ = data((), seed)
     batch = sampled_by_another(old, mask, seed)
-    correction = rollout_correction(old, batch, settings(rule), one_ratio)
+    correction = corrected(rule, old, batch, one_ratio)
     assert correction.weights.shape[1] == (1 if one_ratio or "sequence" in rule else old.shape[1])
     weights = correction.weights.expand_as(old)[mask]
     expected = literal_weights(rule, old, batch, lengths, one_ratio)[mask]
@@ -86,7 +94,7 @@ def test_weights_and_their_statistics(rule, one_ratio, seed):
     assert correction.stats["weight_zero_frac"].item() == pytest.approx(zeros)
     size = expected.sum() ** 2 / (len(expected) * (expected**2).sum())
     assert correction.stats["weight_effective_size"] == pytest.approx(size.item())
-    torch.testing.assert_close(correction.rho_BT[mask].log(), (old - batch.sampler_logprobs_BT)[mask])
+    torch.testing.assert_close(correction.rho_NT[mask].log(), (old - batch.sampler_logprobs_BT)[mask])
 
 
 def test_the_data_reaches_every_region():
@@ -115,10 +123,10 @@ def test_a_factor_on_the_advantage_is_the_decoupled_objective(case, rule):
     for seed in range(2):
         lp, old, adv, mask, lengths, extra = data(wants, seed)
         batch = sampled_by_another(old, mask, seed)
-        correction = rollout_correction(old, batch, settings(rule), one_ratio)
+        correction = corrected(rule, old, batch, one_ratio)
         weights = literal_weights(rule, old, batch, lengths, one_ratio)
         if name == "grpo" and args.kl_is_corrected:
-            extra["rollout_ratio_BT"] = correction.rho_BT
+            extra["rollout_ratio_BT"] = correction.rho_NT
         terms = extra | {"weights": weights}
         literal = -getattr(reference, name.split(".")[-1])(
             lp, old, adv.expand_as(lp), lengths, args, terms
@@ -131,8 +139,9 @@ def test_a_factor_on_the_advantage_is_the_decoupled_objective(case, rule):
 
 def test_without_a_correction_weights_are_exactly_1():
     _, old, adv, mask, _, _ = data(())
-    correction = rollout_correction(old, sampled_by_another(old, mask, 0), settings("none"))
-    assert torch.equal(correction.weights * adv, adv) and correction.stats == {}
+    correction = corrected("none", old, sampled_by_another(old, mask, 0))
+    assert torch.equal(correction.weights * adv, adv) and (correction.rho_NT == 1).all()
+    assert all(name.startswith("sampler_") for name in correction.stats)
 
 
 @pytest.mark.parametrize("truncated", [False, True])
@@ -143,9 +152,8 @@ def test_weighted_rewards_are_those_of_the_training_policy(truncated):
     mu = torch.randn(5, generator=g, dtype=torch.float64).log_softmax(0)
     f = torch.randn(5, generator=g, dtype=torch.float64)
     mask = torch.ones(5, 1, dtype=torch.bool)  # five completions of one token
-    batch = SimpleNamespace(sampler_logprobs_BT=mu[:, None], mask_BT=mask)
     cap = 1.0 if truncated else 1e6
-    weights = rollout_correction(old[:, None], batch, settings("token_tis", rollout_cap=cap)).weights
+    weights, _ = rollout_weights(old[:, None], mu[:, None], mask, rule="token_tis", cap=cap)
     gap = ((mu.exp() * weights[:, 0] * f).sum() - (old.exp() * f).sum()).abs()
     assert gap > 0.01 if truncated else gap < 1e-12
 
@@ -175,19 +183,18 @@ def test_corrected_kl_has_the_gradient_of_the_kl_though_another_policy_sampled()
 
 def test_equal_weights_have_full_effective_size_however_small():
     mask = torch.ones(4, 40, dtype=torch.bool)
-    batch = SimpleNamespace(sampler_logprobs_BT=torch.full((4, 40), 0.4), mask_BT=mask)
-    correction = rollout_correction(torch.zeros(4, 40), batch, settings("sequence_tis"))
-    assert correction.weights.max() < 1e-6
-    assert correction.stats["weight_effective_size"].item() == pytest.approx(1)
+    sampler = torch.full((4, 40), 0.4)
+    weights, _ = rollout_weights(torch.zeros(4, 40), sampler, mask, rule="sequence_tis")
+    assert weights.max() < 1e-6
+    assert weight_stats(weights, mask)["weight_effective_size"].item() == pytest.approx(1)
 
 
 def test_a_product_above_the_cap_has_weight_0_also_where_exp_is_clamped():
     """e^25 is above a cap of 1e9, and e^20, which stands for it, is not."""
     mask = torch.ones(2, 2, dtype=torch.bool)
     sampler = torch.tensor([[-12.5, -12.5], [-10.25, -10.25]])
-    batch = SimpleNamespace(sampler_logprobs_BT=sampler, mask_BT=mask)
-    correction = rollout_correction(torch.zeros(2, 2), batch, settings("sequence_mis", rollout_cap=1e9))
-    assert correction.weights.tolist() == [[0.0], [pytest.approx(math.exp(20))]]
+    weights, _ = rollout_weights(torch.zeros(2, 2), sampler, mask, rule="sequence_mis", cap=1e9)
+    assert weights.tolist() == [[0.0], [pytest.approx(math.exp(20))]]
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -195,7 +202,7 @@ def test_statistics_of_nothing_are_0(rule):
     """As where dapo's filter has masked all completions: 0 / 0 would be NaN."""
     _, old, _, mask, _, _ = data(())
     batch = sampled_by_another(old, torch.zeros_like(mask), 0)
-    stats = rollout_correction(old, batch, settings(rule)).stats | mismatch_stats(old, None, batch)
+    stats = corrected(rule, old, batch).stats
     assert stats.pop("sampler_sequence_ratio_min") == stats.pop("sampler_sequence_ratio_max") == 1
     assert len(stats) == 5 and all(value == 0 for value in stats.values())
 
@@ -221,14 +228,14 @@ def test_mismatch_statistics():
 def test_rounding_is_symmetric_and_per_output_channel(bits):
     weight = torch.randn(3, 5, 7, generator=torch.Generator().manual_seed(0)) * torch.rand(3, 5, 1)
     weight[0, 0] = 0
-    result = rounded(weight, bits)
+    result = fake_quantize(weight, bits)
     top = 2 ** (bits - 1) - 1
     for row, source in zip(result.flatten(0, 1), weight.flatten(0, 1), strict=True):
         scale = source.abs().max().item() / top
         levels = (row / (scale or 1)).tolist()
         assert all(abs(level - round(level)) < 1e-4 and abs(level) < top + 0.5 for level in levels)
         assert (row - source).abs().max() <= scale / 2 * 1.0001
-    assert torch.equal(rounded(-weight, bits), -result)
+    assert torch.equal(fake_quantize(-weight, bits), -result)
 
 
 def test_what_is_rounded_and_when(tiny_model):
@@ -242,7 +249,7 @@ def test_what_is_rounded_and_when(tiny_model):
         is_kept = weight.dim() == 1 or "embed" in name or name.endswith("mlp.gate.weight")
         assert torch.equal(weight, kept) == is_kept, name
         if not is_kept:
-            assert torch.equal(weight, rounded(kept, 4)), name
+            assert torch.equal(weight, fake_quantize(kept, 4)), name
     assert all(torch.equal(before[key], value) for key, value in master.state_dict().items())
     refresh_rollout_copy(sampler, master, "int4", embeddings=True, routers=True)
     assert not any(
@@ -250,7 +257,8 @@ def test_what_is_rounded_and_when(tiny_model):
         for weight, kept in zip(sampler.parameters(), master.parameters(), strict=True)
         if weight.dim() > 1
     )
-    assert rollout_copy(master, master, "same") is master
+    policy = Policy(master, tiny_model[1])
+    assert policy.for_sampling() is policy
     half = rollout_copy(master, master, "bfloat16")
     refresh_rollout_copy(half, master, "bfloat16")
     pairs = list(zip(half.parameters(), master.parameters(), strict=True))
@@ -264,13 +272,13 @@ def test_what_is_rounded_and_when(tiny_model):
 @pytest.fixture(params=MODELS)
 def moe(request):
     torch.manual_seed(0)
-    return MODELS[request.param]().eval()
+    return Policy(MODELS[request.param]().eval(), tokenizer=None)
 
 
-def gradients(model, loss):
-    model.zero_grad()
+def gradients(policy, loss):
+    policy.model.zero_grad()
     loss.backward()
-    return [weight.grad.clone() for weight in model.parameters()]
+    return [weight.grad.clone() for weight in policy.parameters()]
 
 
 def other_experts(batch, model):
@@ -285,41 +293,41 @@ def other_experts(batch, model):
 def test_a_forward_that_replays_its_own_experts_changes_nothing(moe, checkpointed):
     """To the bit, log-probs and gradients; with layers that are computed again too."""
     if checkpointed:
-        checkpoint_layers(moe)
+        checkpoint_layers(moe.model)
     batch = batch_of()
     live = token_logprobs(moe, batch, 0.7)
     live_gradients = gradients(moe, live.logprobs_BT.sum())
-    batch.replayed_experts_BSLK = live.experts_BSLK
+    batch.replayed_experts_BSLK = live.routing_choices_BSLK
     again = token_logprobs(moe, batch, 0.7)
     assert torch.equal(again.logprobs_BT, live.logprobs_BT)
     for a, b in zip(gradients(moe, again.logprobs_BT.sum()), live_gradients, strict=True):
         assert torch.equal(a, b)
-    assert all("forward" not in router.__dict__ for router in find_routers(moe)), "left behind"
+    assert all("forward" not in router.__dict__ for router in find_routers(moe.model)), "left behind"
 
 
 def test_replayed_experts_are_the_ones_that_compute(moe):
     """An expert has a gradient exactly if it is replayed; so has its row of the router, where gates are
     normalised over the active experts. With checkpointing all is the same."""
     batch = batch_of()
-    batch.replayed_experts_BSLK = other_experts(batch, moe)
+    batch.replayed_experts_BSLK = other_experts(batch, moe.model)
     outputs = token_logprobs(moe, batch, 1.0)
     plain = gradients(moe, outputs.logprobs_BT.sum())
     assert not torch.equal(
         outputs.logprobs_BT, token_logprobs(moe, batch, 1.0, replay=False).logprobs_BT
     )
     used = batch.replayed_experts_BSLK[batch.attention_BS.bool()]
-    for layer, block in enumerate(moe.model.layers):
+    for layer, block in enumerate(moe.model.model.layers):
         expected = set(used[:, layer].flatten().tolist())
         assert len(expected) == len(block.mlp.gate.weight) - 1
         touched = [block.mlp.experts.down_proj.grad.abs().sum((1, 2)) > 0]
-        if getattr(moe.config, "norm_topk_prob", True):
+        if getattr(moe.model.config, "norm_topk_prob", True):
             # Up to rounding: in the softmax the other logits cancel.
             rows = block.mlp.gate.weight.grad.abs().sum(1)
             touched.append(rows > 1e-4 * rows.max())
         for is_touched in touched:
             assert set(is_touched.nonzero()[:, 0].tolist()) == expected
     saving = copy.deepcopy(moe)
-    checkpoint_layers(saving)
+    checkpoint_layers(saving.model)
     again = token_logprobs(saving, batch, 1.0)
     torch.testing.assert_close(again.logprobs_BT, outputs.logprobs_BT, rtol=0, atol=0)
     for a, b in zip(gradients(saving, again.logprobs_BT.sum()), plain, strict=True):
@@ -329,19 +337,19 @@ def test_replayed_experts_are_the_ones_that_compute(moe):
 def test_gate_weights_are_the_live_router_over_the_replayed_experts(moe):
     """Literally, for one router: softmax over all experts, taken at the replayed ones, and normalised
     if the model does that; its gradient reaches the logits of the replayed experts."""
-    router = find_routers(moe)[1]
-    hidden = torch.randn(5, moe.config.hidden_size, generator=torch.Generator().manual_seed(0))
-    K = moe.config.num_experts_per_tok
+    router = find_routers(moe.model)[1]
+    hidden = torch.randn(5, moe.model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    K = moe.model.config.num_experts_per_tok
     E = len(router.weight)
     experts = torch.stack([torch.randperm(E)[:K] for _ in range(5)])
     experts[4] = -1  # not known: the router's own choice
-    replayed = experts[:, None].expand(5, len(find_routers(moe)), K)
-    with Routing(moe, replayed) as routing:
+    replayed = experts[:, None].expand(5, len(find_routers(moe.model)), K)
+    with Routing(moe.model, replayed) as routing:
         _, scores, indices = router(hidden)
     own = (hidden @ router.weight.T).topk(K).indices
     assert torch.equal(indices[:4], experts[:4]) and torch.equal(indices[4], own[4])
     assert torch.equal(routing.noted[1], indices)
-    normalises = getattr(moe.config, "norm_topk_prob", True)
+    normalises = getattr(moe.model.config, "norm_topk_prob", True)
     for row in range(5):
         p = (hidden[row] @ router.weight.T).double().softmax(0)[indices[row]]
         expected = p / p.sum() if normalises else p
@@ -353,14 +361,14 @@ def test_gate_weights_are_the_live_router_over_the_replayed_experts(moe):
 def test_the_reference_and_the_aux_loss_stay_live(moe):
     batch = batch_of()
     live = token_logprobs(moe, batch, 1.0)
-    batch.replayed_experts_BSLK = other_experts(batch, moe)
+    batch.replayed_experts_BSLK = other_experts(batch, moe.model)
     reference_outputs = token_logprobs(moe, batch, 1.0, replay=False)
     assert torch.equal(reference_outputs.logprobs_BT, live.logprobs_BT)
     # The first router reads the same tokens whatever is replayed; alone, it has the same aux loss.
     replayed = token_logprobs(moe, batch, 1.0)
     torch.testing.assert_close(replayed.router_logits[0], live.router_logits[0])
     assert not torch.equal(replayed.router_logits[2], live.router_logits[2])
-    moe.model.layers = moe.model.layers[:1]
+    moe.model.model.layers = moe.model.model.layers[:1]
     batch.replayed_experts_BSLK = batch.replayed_experts_BSLK[:, :, :1]
     replayed = token_logprobs(moe, batch, 1.0)
     live = token_logprobs(moe, batch, 1.0, replay=False)
@@ -368,24 +376,26 @@ def test_the_reference_and_the_aux_loss_stay_live(moe):
     torch.testing.assert_close(replayed.aux_loss, live.aux_loss)
 
 
-@pytest.mark.parametrize("rollout_batch_size, drop_every", [(0, 1), (4, 1), (0, 7)])
+@pytest.mark.parametrize("rollout_batch_size, compact_every", [(0, 1), (4, 1), (0, 7)])
 def test_the_sampler_notes_what_the_training_forward_would_choose(
-    tiny_model, rollout_batch_size, drop_every
+    tiny_model, rollout_batch_size, compact_every
 ):
     """R3 = R2 where the sampler routes as the trainer: prompts of different lengths, rows that leave
     the batch, every position but the last token's, in the order of the top-k."""
-    model, tokenizer = tiny_model
-    model.base_model.notes_experts = True
-    _, args = script_args("grpo", routing_replay="r3", rollout_batch_size=rollout_batch_size)
-    prompts = [tokenizer(text).input_ids for text in ("57+308=", "12+34=", "999+99=", "5=")]
+    policy = Policy(*tiny_model, records_experts=True)
+    flags = {"routing_replay": "r3", "rollout_batch_size": rollout_batch_size}
+    _, args = script_args("grpo", device="cpu", **flags)
+    problems = problems_of(policy, "57+308=", "12+34=", "999+99=", "5=")
     noise = torch.Generator().manual_seed(0)
-    completions = sample(model, tokenizer, prompts, 4, args, noise, drop_every=drop_every)
+    completions = sample(policy, problems, 4, args, noise, compact_every=compact_every)
     assert len({len(c.ids) for c in completions}) > 3
-    batch = collate(completions, "cpu")
+    batch = collate(completions, args)
+    assert batch.replayed_experts_BSLK is batch.sampler_experts_BSLK
+    batch.replayed_experts_BSLK = None
     with torch.no_grad():
-        choice = token_logprobs(model, batch, 1.0).experts_BSLK
+        choice = token_logprobs(policy, batch, 1.0).routing_choices_BSLK
     for i, c in enumerate(completions):
-        assert len(c.experts) == len(c.prompt_ids) + len(c.ids) and (c.experts[-1] == -1).all()
+        assert len(c.experts) == len(c.problem.prompt_ids) + len(c.ids) and (c.experts[-1] == -1).all()
         real = batch.attention_BS[i].bool()
         assert torch.equal(batch.sampler_experts_BSLK[i, real], c.experts)
         assert torch.equal(c.experts[:-1], choice[i, real][:-1])
@@ -412,11 +422,11 @@ def test_models_without_a_single_top_k_are_refused(tiny_model, tmp_path):
         part.save_pretrained(tmp_path)
     _, args = script_args("grpo", model=str(tmp_path), device="cpu", routing_replay="r2")
     with pytest.raises(UserError, match="--routing_replay .*: it is dense"):
-        load_model(args)
+        load_policy(args)
     args.routing_replay = "none"
     args.rollout_dtype = "int8"  # a dense sampler has no experts to note
-    model, tokenizer = load_model(args)
-    completions = sample(model, tokenizer, [[3, 4]], 2, args, torch.Generator().manual_seed(0))
+    problem = Problem("", "", [3, 4])
+    completions = sample(load_policy(args), [problem], 2, args, torch.Generator().manual_seed(0))
     assert completions[0].experts is None
     latent = dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8)
     groups = dict(n_routed_experts=8, n_group=4, topk_group=2, num_experts_per_tok=2)
@@ -443,31 +453,46 @@ def test_models_without_a_single_top_k_are_refused(tiny_model, tmp_path):
     )
     for router in find_routers(ernie):  # it adds to its scores before it chooses
         torch.nn.init.normal_(router.moe_statics.e_score_correction_bias)
-    tokenizer = tiny_model[1]
     for model, reason in ((deepseek, "by one torch.topk"), (ernie, "own experts differ by")):
+        policy = Policy(model, tiny_model[1])
         args.routing_replay = "r2"
         with pytest.raises(UserError, match=f"--routing_replay .*: .*{reason}"):
-            check_routing(model, tokenizer, args)
+            check_routing(policy, args)
         args.routing_replay = "none"
-        check_routing(model, tokenizer, args)  # to sample with other weights there is no need for it
-        assert not model.base_model.notes_experts and Routing.active is None
+        check_routing(policy, args)  # to sample with other weights there is no need for it
+        assert not policy.records_experts and Routing.active is None
         assert all("forward" not in router.__dict__ for router in find_routers(model))
+
+
+def test_routing_gives_back_what_was_there(moe):
+    """Also a forward that somebody else has set on a router, and after an error; one that is not
+    enabled touches nothing."""
+    plain, other, _ = find_routers(moe.model)
+    outside = functools.partial(other.forward)
+    other.forward = outside
+    with Routing(moe.model, enabled=False):
+        assert "forward" not in plain.__dict__ and other.forward is outside and Routing.active is None
+    with pytest.raises(ZeroDivisionError), Routing(moe.model) as routing:
+        assert "forward" in plain.__dict__ and other.forward is not outside
+        with Routing(moe.model, enabled=False):
+            assert "forward" in plain.__dict__ and Routing.active is routing
+        assert "forward" in plain.__dict__ and Routing.active is routing
+        raise ZeroDivisionError
+    assert "forward" not in plain.__dict__ and other.forward is outside and Routing.active is None
 
 
 # --------------------------------------------------------------------------------- whole runs
 
-SMALL = (
-    "--iterations 2 --prompts_per_iteration 6 --group_size 4 --max_new_tokens 16 --num_minibatches 2"
-)
-SMALL = (*SMALL.split(), "--eval_every", "0")
+SMALL = "--prompts_per_iteration 6 --max_new_tokens 16 --eval_every 0 --iterations 2".split()
 
 
 def small(name):
+    """With groups, and two optimizer steps, where a script has them."""
     flags = [*SMALL]
-    if name in ("ppo", "more.reinforce"):
-        flags += ["--group_size", "1"]
-    if name in ("more.reinforce", "more.rloo"):  # they have no ratio
-        flags += ["--num_minibatches", "1"]
+    if name not in ("ppo", "more.reinforce"):
+        flags += ["--group_size", 4]
+    if name not in ("more.reinforce", "more.rloo"):
+        flags += ["--num_minibatches", 2]
     return flags
 
 
@@ -482,18 +507,8 @@ def test_runs_with_all_of_it(name, replay, tmp_path, reward_file):
     parity = reward_file('return (1.0, "correct") if len(text) % 2 == 0 else (0.0, "wrong")')
     flags = "--rollout_dtype int4 --rollout_correction geo_mask --kl_coef 0.04 --kl_is_corrected True"
     flags = flags.split() if name == "grpo" else flags.split()[:4]
-    result = run(
-        name,
-        *small(name),
-        *flags,
-        "--routing_replay",
-        replay,
-        "--reward",
-        parity,
-        "--run_dir",
-        tmp_path,
-        held_out=4,
-    )
+    flags += ["--routing_replay", replay, "--reward", parity, "--run_dir", tmp_path]
+    result = run(name, *small(name), *flags, held_out=4)
     assert result.returncode == 0, result.stderr
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
@@ -502,11 +517,75 @@ def test_runs_with_all_of_it(name, replay, tmp_path, reward_file):
         assert 0 < line["rollout/weight_effective_size"] <= 1
 
 
+def literal_gamma(before, after, replayed_LK, b, t):
+    """Of one token: over the experts that were replayed, in a layer where these are not known over the
+    router's own choice under the old policy."""
+    L, K = replayed_LK.shape
+    shift = 0.0
+    for layer in range(L):
+        log_p_old = before.router_logits[layer][b, t].double().log_softmax(0)
+        log_p = after.router_logits[layer][b, t].double().log_softmax(0)
+        experts = replayed_LK[layer].tolist()
+        if -1 in experts:
+            experts = log_p_old.topk(K).indices.tolist()
+        shift += sum(abs(log_p[e] - log_p_old[e]).item() for e in experts) / (L * K)
+    return math.exp(-shift)
+
+
+def test_rspo_measures_gamma_on_the_experts_that_were_active(tmp_path, monkeypatch):
+    """With r3 on those that are replayed, before the update and in it. These are made up here, and not
+    known in one layer of every third token."""
+    calls = {"old": [], "update": [], "gamma": []}
+    g = torch.Generator().manual_seed(0)
+
+    def spy(module, name, kind, take):
+        original = getattr(module, name)
+
+        def function(*inputs, **keywords):
+            result = original(*inputs, **keywords)
+            calls[kind].append(take(result, inputs, keywords))
+            return result
+
+        monkeypatch.setattr(module, name, function)
+
+    def sample_and_make_up(*inputs):
+        completions = sample(*inputs)
+        for kind in calls:
+            calls[kind].clear()
+        made_up = []
+        for c in completions:
+            experts = torch.rand(*c.experts.shape[:2], 8, generator=g).topk(2).indices.int()
+            experts[::3, 1] = -1
+            made_up.append(c._replace(experts=experts))
+        return made_up
+
+    monkeypatch.setattr(rspo, "sample", sample_and_make_up)
+    spy(common, "token_logprobs", "old", lambda outputs, inputs, _: (outputs, inputs[1]))
+    spy(rspo, "token_logprobs", "update", lambda outputs, inputs, _: outputs)
+    spy(rspo, "policy_loss", "gamma", lambda _, inputs, keywords: keywords["router_shift_BT"])
+    flags = "--iterations 1 --routing_replay r3 --lr 0.01 --run_dir".split()
+    result = run("rspo", *small("rspo"), *flags, tmp_path, held_out=4)
+    assert result.returncode == 0, result.stderr
+    gammas = {"replayed": [], "own": [], "rspo's": []}
+    for (before, batch), after, gamma_BT in zip(*calls.values(), strict=True):
+        T = batch.mask_BT.shape[1]
+        for b, t in batch.mask_BT.nonzero().tolist():
+            replayed_LK = batch.replayed_experts_BSLK[b, t - T - 1]
+            gammas["replayed"].append(literal_gamma(before, after, replayed_LK, b, t))
+            unknown_LK = torch.full_like(replayed_LK, -1)
+            gammas["own"].append(literal_gamma(before, after, unknown_LK, b, t))
+            gammas["rspo's"].append(gamma_BT[b, t].item())
+    assert gammas["rspo's"] == pytest.approx(gammas["replayed"], rel=1e-4)
+    assert len(calls["gamma"]) == 2
+    far = sum(abs(a - b) > 1e-2 for a, b in zip(gammas["replayed"], gammas["own"], strict=True))
+    assert far > 50, "the test can tell"
+
+
 def test_a_run_in_which_nothing_is_in_the_mask(tmp_path, reward_file):
     """All completions are cut off, some of them count as right, and dapo's filter masks them all."""
     reward = reward_file('return (1.0, "correct") if "#" in text else (0.0, "wrong")')
     flags = "--overlong filter --rollout_dtype int4 --rollout_correction token_tis --max_new_tokens 4"
-    flags = (*SMALL, *flags.split(), "--reward", reward, "--run_dir", tmp_path)
+    flags = (*small("dapo"), *flags.split(), "--reward", reward, "--run_dir", tmp_path)
     result = run("dapo", *flags, held_out=4)
     assert result.returncode == 0, result.stderr
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
@@ -529,7 +608,7 @@ def test_a_stopped_run_goes_on_to_the_bit(tmp_path):
         for stop in stops:
             resume = ["--resume"] if stop == 2 and len(stops) > 1 else []
             rest = ["--iterations", stop, "--run_dir", tmp_path / folder]
-            result = run("gmpo", *SMALL[2:], *flags, *rest, *resume, held_out=4)
+            result = run("gmpo", *small("gmpo"), *flags, *rest, *resume, held_out=4)
             assert result.returncode == 0, result.stderr
         lines.append(json.loads((tmp_path / folder / "metrics.jsonl").read_text().splitlines()[-1]))
     assert lines[0]["rollout/sampler_kl"] > 0

@@ -22,7 +22,10 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from common import collate, load_model, load_problems, sample, token_logprobs
+from common import check_logprobs, check_routing, collate, load_policy, load_problems, sample
+from common import token_logprobs
+from plumbing.models import load_model
+from plumbing.policy import Policy
 
 QUESTIONS = [
     f"Ann has {a} apples and buys {'many, ' * (a % 4)}{b}. How many?" for a in range(12) for b in "379"
@@ -83,16 +86,27 @@ def arguments(name, model, data, **changes):
 def test_sampler_and_training_forward_agree(family):
     """14, on each architecture, float32, prompts of mixed length, temperature not 1: below 1e-4."""
     args = arguments("grpo", *family[1:], max_new_tokens=16, temperature=0.8)
-    model, tokenizer = load_model(args)
-    train, _ = load_problems(args, model, tokenizer)
-    prompts = [p.prompt_ids for p in train[:10]]
-    assert len({len(p) for p in prompts}) > 2
-    completions = sample(model, tokenizer, prompts, 4, args, torch.Generator().manual_seed(0))
+    policy = load_policy(args)
+    problems = load_problems(args, policy)[0].take(10)
+    assert len({len(p.prompt_ids) for p in problems}) > 2
+    completions = sample(policy, problems, 4, args, torch.Generator().manual_seed(0))
     assert len({len(c.ids) for c in completions}) > 3 and 0 < sum(c.truncated for c in completions) < 40
-    batch = collate(completions, "cpu")
+    batch = collate(completions, args)
     with torch.no_grad():
-        gap = token_logprobs(model, batch, 0.8).logprobs_BT - batch.sampler_logprobs_BT
+        gap = token_logprobs(policy, batch, 0.8).logprobs_BT - batch.sampler_logprobs_BT
     assert gap[batch.mask_BT].abs().max() < 1e-4
+
+
+def test_what_is_found_out_about_a_model_is_not_stored_on_it(tiny_model):
+    """But in the policy. What transformers itself stores in a first forward was there before."""
+    policy = Policy(copy.deepcopy(tiny_model[0]), tiny_model[1])
+    policy.model(torch.tensor([[3]]), output_router_logits=True)
+    _, args = script_args("grpo", device="cpu", routing_replay="r3")
+    before = [set(vars(module)) for module in policy.model.modules()]
+    check_logprobs(policy, args)
+    check_routing(policy, args)
+    assert policy.records_experts and not policy.one_sequence_per_row
+    assert [set(vars(module)) for module in policy.model.modules()] == before
 
 
 SMALL = """--iterations 2 --prompts_per_iteration 4 --group_size 4 --max_new_tokens 12
@@ -122,50 +136,48 @@ def test_scripts_run_on_any_architecture(name, family, tmp_path, reward_file):
     before = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     assert any(not torch.equal(before[key], value) for key, value in model.state_dict().items())
     args = arguments(name, folder, data, max_new_tokens=12)
-    problems = load_problems(args, model, tokenizer)[1]
-    prompts = [p.prompt_ids for p in problems]
-    ours = [c.ids for c in sample(model, tokenizer, prompts, 1, args, greedy=True)]
-    lengths = []
-    for problem, ids in zip(problems, ours, strict=True):
-        prompt = torch.tensor([problem.prompt_ids])
+    policy = Policy(model, tokenizer)
+    completions = sample(policy, load_problems(args, policy)[1], 1, args, greedy=True)
+    for c in completions:
+        prompt = torch.tensor([c.problem.prompt_ids])
         options = dict(max_new_tokens=12, do_sample=False, pad_token_id=0)
         theirs = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
-        assert theirs[0, prompt.shape[1] :].tolist() == ids
-        lengths.append(len(ids))
-    assert line["eval/response_len_mean"] == pytest.approx(sum(lengths) / len(lengths))
+        assert theirs[0, prompt.shape[1] :].tolist() == c.ids
+    mean = sum(len(c.ids) for c in completions) / len(completions)
+    assert line["eval/response_len_mean"] == pytest.approx(mean)
 
 
 def test_gradient_checkpointing_changes_memory_only(family):
     """Same log-probs, same gradients, the router's and its aux loss's too; sampling works; a copy of
     the model (the reference) has its own layers."""
     args = arguments("grpo", *family[1:], max_new_tokens=8)
-    model, tokenizer = load_model(args)
-    prompts = [p.prompt_ids for p in load_problems(args, model, tokenizer)[0][:4]]
-    batch = collate(sample(model, tokenizer, prompts, 2, args, torch.Generator().manual_seed(0)), "cpu")
+    policy = load_policy(args)
+    problems = load_problems(args, policy)[0].take(4)
+    batch = collate(sample(policy, problems, 2, args, torch.Generator().manual_seed(0)), args)
     args.gradient_checkpointing = True
-    saving, _ = load_model(args)
+    saving = load_policy(args)
     gradients, saved = [], []
-    for m in (model, saving):
+    for p in (policy, saving):
         bytes_saved = []
         with torch.autograd.graph.saved_tensors_hooks(
             lambda x, log=bytes_saved: (log.append(x.numel()), x)[1], lambda x: x
         ):
-            outputs = token_logprobs(m, batch, 1.0)
+            outputs = token_logprobs(p, batch, 1.0)
         (outputs.logprobs_BT.sum() + 0.1 * outputs.aux_loss).backward()
-        gradients.append({key: p.grad for key, p in m.named_parameters()})
+        gradients.append({key: weight.grad for key, weight in p.model.named_parameters()})
         saved.append(sum(bytes_saved))
     for key, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][key], gradient, atol=1e-6, rtol=1e-4)
     assert saved[1] < 0.7 * saved[0]
 
-    reference = copy.deepcopy(saving)
+    reference = saving.frozen_copy()
     with torch.no_grad():
-        for p in saving.parameters():
-            p.add_(0.1)
+        for weight in saving.parameters():
+            weight.add_(0.1)
         moved = token_logprobs(saving, batch, 1.0).logprobs_BT
         torch.testing.assert_close(
             token_logprobs(reference, batch, 1.0).logprobs_BT,
-            token_logprobs(model, batch, 1.0).logprobs_BT,
+            token_logprobs(policy, batch, 1.0).logprobs_BT,
         )
     assert (moved - outputs.logprobs_BT).abs().max() > 1e-2
 
@@ -177,27 +189,30 @@ def test_pad_tokens_do_not_matter(special, family, tmp_path):
     _, folder, data = family
     results = []
     other = bpe_tokenizer(chat_template=CHAT, **special)
-    for tokenizer in (other, AutoTokenizer.from_pretrained(folder)):
-        args = arguments("grpo", folder, data, max_new_tokens=8)
-        model = AutoModelForCausalLM.from_pretrained(folder).eval()
-        prompts = [p.prompt_ids for p in load_problems(args, model, tokenizer)[0][:4]]
-        results.append(sample(model, tokenizer, prompts, 4, args, torch.Generator().manual_seed(0)))
-        assert collate(results[-1], "cpu").mask_BT.sum(1).tolist() == [len(c.ids) for c in results[-1]]
+    args = arguments("grpo", folder, data, max_new_tokens=8)
+    model, own = load_model(args)
+    for tokenizer in (other, own):
+        policy = Policy(model, tokenizer)
+        problems = load_problems(args, policy)[0].take(4)
+        results.append(sample(policy, problems, 4, args, torch.Generator().manual_seed(0)))
+        assert collate(results[-1], args).mask_BT.sum(1).tolist() == [len(c.ids) for c in results[-1]]
     assert results[0] == results[1]
 
 
 def test_chat_template_system_prompt_and_instruction(family):
     kind, folder, data = family
     args = arguments("grpo", folder, data, system_prompt="Be brief.", instruction="After ####.")
-    model, tokenizer = load_model(args)
-    train, held_out = load_problems(args, model, tokenizer)
+    policy = load_policy(args)
+    problem_stream, held_out = load_problems(args, policy)
     texts = {
         f"<|system|>Be brief.<|end|><|user|>{q}\nAfter ####.<|end|><|assistant|>" for q in QUESTIONS
     }
-    assert {p.prompt for p in train + held_out} == texts
-    assert all(tokenizer.decode(p.prompt_ids) == p.prompt for p in train)
-    tokenizer.chat_template = None
+    problems = problem_stream.problems + held_out
+    assert {p.prompt for p in problems} == texts
+    assert all(policy.tokenizer.decode(p.prompt_ids) == p.prompt for p in problems)
+    policy.tokenizer.chat_template = None
     args.system_prompt = args.instruction = ""
-    train, held_out = load_problems(args, model, tokenizer)
-    assert {p.prompt for p in train + held_out} == set(QUESTIONS)
-    assert all(tokenizer.decode(p.prompt_ids) == p.prompt for p in train)
+    problem_stream, held_out = load_problems(args, policy)
+    problems = problem_stream.problems + held_out
+    assert {p.prompt for p in problems} == set(QUESTIONS)
+    assert all(policy.tokenizer.decode(p.prompt_ids) == p.prompt for p in problems)

@@ -14,15 +14,17 @@ from test_resume import check
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import common
 import grpo
 import ppo
-from common import checkpoint_layers, collate, refresh, sample, token_logprobs, working_copy
-from test_sampler import MIXED, prompts_of, settings
+from common import Scores, collate, sample, token_logprobs
+from plumbing import Meter, Trained
+from plumbing.models import checkpoint_layers
+from plumbing.policy import Policy, working_copy
+from test_sampler import MIXED, problems_of, settings
 
-SMALL = """--prompts_per_iteration 6 --group_size 4 --max_new_tokens 12 --num_minibatches 2
+SMALL = """--prompts_per_iteration 6 --max_new_tokens 12 --num_minibatches 2
 --micro_batch_size 5 --iterations 1""".split()
-OWN = {"grpo": (), "ppo": ("--prompts_per_iteration", 24, "--group_size", 1)}
+OWN = {"grpo": ("--group_size", 4), "ppo": ("--prompts_per_iteration", 24)}
 
 
 # --------------------------------------------------------------- what a whole iteration computes with
@@ -110,18 +112,13 @@ def spied(request, dtype, tmp_path_factory, tiny_model):
 
             patch.setattr(module, attribute, function)
 
-        def take_note(model, *args):
-            if not any(model is other for other in spy.models):
-                spy.models.append(model)
+        def take_note(trained, *args):
+            if not any(trained.model is other for other in spy.models):
+                spy.models.append(trained.model)
 
-        def working_copy(*args):
-            model = original_working_copy(*args)
-            take_note(model)
-            return model
-
-        def refresh(*args):
+        def refresh(trained):
             spy.in_refresh = True
-            original_refresh(*args)
+            original_refresh(trained)
             spy.in_refresh = False
 
         def update(layer, *args, **keywords):
@@ -138,14 +135,16 @@ def spied(request, dtype, tmp_path_factory, tiny_model):
             spy.__exit__(None, None, None)
             spy.is_on = False
 
-        original_working_copy, original_refresh = module.working_copy, module.refresh
+        original_refresh = Trained.refresh
         original_update = transformers.cache_utils.DynamicLayer.update
-        patch.setattr(module, "working_copy", working_copy)
-        patch.setattr(module, "refresh", refresh)
+        patch.setattr(Trained, "refresh", refresh)
         patch.setattr(transformers.cache_utils.DynamicLayer, "update", update)
-        before("token_logprobs", take_note)
-        before("take_problems", start)
-        before("describe", stop)
+        before("Meter", start)
+        before("sample", take_note)
+        before("score", take_note)
+        if name == "ppo":
+            before("score_values", take_note)
+        before("iteration_metrics", stop)
         flags = (*SMALL, *OWN[name], "--dtype", dtype, "--run_dir", tmp_path_factory.mktemp("run"))
         result = run(name, *flags, held_out=4)
     assert result.returncode == 0, result.stderr
@@ -199,17 +198,16 @@ def test_no_weight_is_cast_in_a_pass(spied):
 
 
 @pytest.fixture
-def masters(tiny_model):
+def masters(tiny_policy):
     """A float32 model to change, and two micro-batches of it."""
-    master, tokenizer = copy.deepcopy(tiny_model[0]), tiny_model[1]
-    prompts = prompts_of(tokenizer, *MIXED)
-    generator = torch.Generator().manual_seed(0)
-    batch = collate(sample(master, tokenizer, prompts, 4, settings(), generator), "cpu")
-    return master, [batch.rows(rows) for rows in torch.arange(20).split(12)]
+    policy = copy.deepcopy(tiny_policy)
+    noise = torch.Generator().manual_seed(0)
+    batch = collate(sample(policy, problems_of(policy, *MIXED), 4, settings(), noise), settings())
+    return policy.master, [batch.rows(rows) for rows in torch.arange(20).split(12)]
 
 
 def loss_of(model, batch):
-    outputs = token_logprobs(model, batch, 0.7)
+    outputs = token_logprobs(Policy(model, tokenizer=None), batch, 0.7)
     return (outputs.logprobs_BT * torch.linspace(-1, 1, len(batch.mask_BT))[:, None]).sum()
 
 
@@ -222,16 +220,16 @@ def test_in_float32_the_master_computes(tiny_model):
     """A copy would take memory, and could fall behind."""
     master = tiny_model[0]
     before = {name: (w.data_ptr(), w._version) for name, w in master.named_parameters()}
-    model = working_copy(master, "float32")
-    refresh(model, master)
-    assert model is master
-    assert {name: (w.data_ptr(), w._version) for name, w in model.named_parameters()} == before
-    assert not any(w._post_accumulate_grad_hooks for w in model.parameters())
+    trained = Trained(master, "float32")
+    trained.refresh()
+    assert trained.model is master
+    assert {name: (w.data_ptr(), w._version) for name, w in master.named_parameters()} == before
+    assert not any(w._post_accumulate_grad_hooks for w in master.parameters())
 
 
-def test_a_copy_has_weights_in_bfloat16_and_buffers_in_float32(tiny_model):
+def test_a_copy_has_weights_in_bfloat16_and_buffers_in_float32(tiny_policy):
     """In bfloat16 the rotary frequencies would put token 257 where token 256 is."""
-    master = tiny_model[0]
+    master = tiny_policy.master
     model = working_copy(master, "bfloat16")
     assert {w.dtype for w in model.parameters()} == {torch.bfloat16}
     assert {w.dtype for w in master.parameters()} == {torch.float32}
@@ -240,7 +238,7 @@ def test_a_copy_has_weights_in_bfloat16_and_buffers_in_float32(tiny_model):
     for name, buffer in master.named_buffers():
         assert buffers[name].dtype == torch.float32 and torch.equal(buffers[name], buffer)
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    critic = working_copy(ppo.Critic(master), "bfloat16")
+    critic = working_copy(ppo.Critic(tiny_policy), "bfloat16")
     assert {w.dtype for w in critic.parameters()} == {torch.bfloat16}
     assert {b.dtype for b in critic.buffers()} == {torch.float32}
 
@@ -254,16 +252,16 @@ def test_small_updates_add_up():
     with torch.no_grad():
         master.weight.copy_(start)
     assert torch.equal(start + 1e-4 * start, start)
-    model = working_copy(master, "bfloat16")
-    optimizer = torch.optim.SGD(master.parameters(), lr=1e-4)
+    trained = Trained(master, "bfloat16")
+    optimizer = torch.optim.SGD(trained.parameters(), lr=1e-4)
     for _ in range(100):
-        (-model.weight * start).sum().backward()  # the gradient is -start: up by 1e-4 of it
+        (-trained.model.weight * start).sum().backward()  # the gradient is -start: up by 1e-4 of it
         optimizer.step()
         optimizer.zero_grad()
-        refresh(model, master)
+        trained.refresh()
     torch.testing.assert_close(master.weight, 1.01 * start.float(), rtol=1e-5, atol=0)
-    assert torch.equal(model.weight, master.weight.bfloat16())
-    assert ((model.weight.float() / start.float() - 1.01).abs() < 2**-8).all()
+    assert torch.equal(trained.model.weight, master.weight.bfloat16())
+    assert ((trained.model.weight.float() / start.float() - 1.01).abs() < 2**-8).all()
 
 
 def test_micro_batches_add_up_in_float32(masters):
@@ -340,10 +338,9 @@ def test_the_entropy_bonus_of_ppo_has_a_gradient_if_it_counts(coef, tmp_path, mo
     asked = set()
     weights = []
 
-    def token_logprobs(model, batch, temperature, entropy_grad=False, replay=True):
-        if torch.is_grad_enabled():
-            asked.add(entropy_grad)
-        return original(model, batch, temperature, entropy_grad=forced or entropy_grad)
+    def token_logprobs(policy, batch, temperature, entropy_grad):
+        asked.add(entropy_grad)
+        return original(policy, batch, temperature, entropy_grad=forced or entropy_grad)
 
     monkeypatch.setattr(ppo, "token_logprobs", token_logprobs)
     for forced, number in ((False, coef), (True, 0.0)):
@@ -371,7 +368,7 @@ def caller():
         path = Path(frame.f_code.co_filename)
         if "transformers" in path.parts:
             return None
-        if path.parent == ROOT:
+        if path.parent in (ROOT, ROOT / "plumbing"):
             return frame.f_code.co_name
         frame = frame.f_back
     return None
@@ -397,7 +394,11 @@ class Waits(TorchDispatchMode):
 def test_a_micro_batch_waits_for_the_device_once(masters, monkeypatch):
     """For the lengths, to pack by; policy, critic, losses and statistics need no more."""
     master, (batch, _) = masters
-    critic = ppo.Critic(master)
+    policy = Policy(master, tokenizer=None)
+    critic = ppo.Critic(policy)
+    with torch.no_grad():
+        outputs = token_logprobs(policy, batch, 1.0)
+    old = Scores(outputs.logprobs_BT, outputs.experts_BTLK)
     waits = Waits()
     tolist = torch.Tensor.tolist
 
@@ -406,16 +407,18 @@ def test_a_micro_batch_waits_for_the_device_once(masters, monkeypatch):
         return tolist(tensor)
 
     monkeypatch.setattr(torch.Tensor, "tolist", counted)
-    rows = torch.arange(2, 9)
+    meter = Meter(1)
+    minibatch = torch.arange(2, 9)
     with waits:
-        micro = batch.rows(rows)
-        outputs = token_logprobs(master, micro, 1.0, entropy_grad=True)
-        old = outputs.logprobs_BT.detach()
-        loss, _ = grpo.policy_loss(old + outputs.logprobs_BT, old, torch.ones(7, 1), micro.mask_BT)
+        ((rows, micro),) = batch.micro_batches(minibatch, 7)
+        outputs = token_logprobs(policy, micro, 1.0, entropy_grad=True)
+        old_logprobs_BT = old.logprobs_NT[rows]
+        inputs = outputs.logprobs_BT, old_logprobs_BT, torch.ones(7, 1), micro.mask_BT
+        loss, stats = grpo.policy_loss(*inputs)
         values = critic(micro)[:, :-1]
-        value_loss = ppo.value_loss(values, values.detach(), old, micro.mask_BT)
+        value_loss = ppo.value_loss(values, values.detach(), old_logprobs_BT, micro.mask_BT)
         (loss + value_loss + outputs.aux_loss + outputs.entropy_BT.sum()).backward()
-        common.router_stats(outputs, outputs.experts_BTLK, micro.mask_BT)
+        meter.add_pass({"policy_loss": loss}, stats, outputs, old, rows, micro.mask_BT)
     assert [row for row in waits.seen if row[0] is not None] == [("lengths", "tolist")]
 
 

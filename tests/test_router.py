@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from conftest import keywords_of, run, script_args
+from test_sampler import batch_of_ids
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -18,8 +19,10 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from common import Completion, collate, router_stats, token_logprobs
-from harness import Meter
+from common import token_logprobs
+from plumbing import Meter
+from plumbing.metrics import router_stats
+from plumbing.policy import Policy
 
 SHAPE = dict(
     vocab_size=40,
@@ -51,25 +54,25 @@ def batch_of(seed=0):
     rows = []
     for prompt, length in ((3, 5), (6, 2), (1, 7), (4, 4)):
         ids = torch.randint(3, 40, (prompt + length,), generator=g).tolist()
-        rows.append(Completion(ids[:prompt], ids[prompt:], [0.0] * length))
-    return collate(rows, "cpu")
+        rows.append((ids[:prompt], ids[prompt:]))
+    return batch_of_ids(rows)
 
 
 @pytest.fixture(params=MODELS)
 def moe(request):
     torch.manual_seed(0)
-    return MODELS[request.param]().eval()
+    return Policy(MODELS[request.param]().eval(), tokenizer=None)
 
 
 def test_router_logits_are_raw_logits_at_the_predicting_position(moe):
     """Rows do not sum to 1, and the row of token t is what the router says of token t - 1."""
     batch = batch_of()
     outputs = token_logprobs(moe, batch, 1.0)
-    K = moe.config.num_experts_per_tok
+    K = moe.model.config.num_experts_per_tok
     assert len(outputs.router_logits) == 3 and outputs.experts_BTLK.shape == (4, 7, 3, K)
     assert any((layer.sum(-1) - 1).abs().max() > 1e-2 for layer in outputs.router_logits)
     # Its prompt of 1 and its response of 7, without padding.
-    alone = moe(batch.tokens_BS[2:3, 5:], output_router_logits=True)
+    alone = moe.model(batch.tokens_BS[2:3, 5:], output_router_logits=True)
     for layer, reference in zip(outputs.router_logits, alone.router_logits, strict=True):
         torch.testing.assert_close(layer[2], reference[:-1].float(), atol=1e-5, rtol=1e-4)
         assert torch.equal(
@@ -82,16 +85,16 @@ def test_aux_loss_is_that_of_transformers_and_reaches_the_router(moe):
     outputs = token_logprobs(moe, batch, 1.0)
     positions = (batch.attention_BS.cumsum(1) - 1).clamp(min=0)
     inputs = dict(attention_mask=batch.attention_BS, position_ids=positions, output_router_logits=True)
-    torch.testing.assert_close(outputs.aux_loss, moe(batch.tokens_BS, **inputs).aux_loss.float())
-    moe.zero_grad()
+    torch.testing.assert_close(outputs.aux_loss, moe.model(batch.tokens_BS, **inputs).aux_loss.float())
+    moe.model.zero_grad()
     outputs.aux_loss.backward()
-    routers = [p for name, p in moe.named_parameters() if "gate" in name and "proj" not in name]
+    routers = [p for name, p in moe.model.named_parameters() if "gate" in name and "proj" not in name]
     assert len(routers) == 3 and all(p.grad.abs().sum() > 0 for p in routers)
 
 
 def test_policy_gradient_reaches_router_and_experts(moe):
     token_logprobs(moe, batch_of(), 1.0).logprobs_BT.sum().backward()
-    missing = [name for name, p in moe.named_parameters() if p.grad is None or p.grad.abs().sum() == 0]
+    missing = [n for n, p in moe.model.named_parameters() if p.grad is None or p.grad.abs().sum() == 0]
     assert not missing
 
 
@@ -107,13 +110,13 @@ def test_rspo_on_any_moe(moe):
         again = token_logprobs(moe, batch, 1.0)
         gamma = rspo.router_shift(rspo.active_scores(again.router_logits, old.experts_BTLK), old_scores)
     assert (gamma[batch.mask_BT] == 1).all()
-    new_model = copy.deepcopy(moe)
+    changed = copy.deepcopy(moe)
     with torch.no_grad():
-        for p in new_model.parameters():
+        for p in changed.parameters():
             p.add_(0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
-    new = token_logprobs(new_model, batch, 1.0)
+    new = token_logprobs(changed, batch, 1.0)
     gamma = rspo.router_shift(rspo.active_scores(new.router_logits, old.experts_BTLK), old_scores)
-    K, L = moe.config.num_experts_per_tok, 3
+    K, L = moe.model.config.num_experts_per_tok, 3
     for b in range(4):
         for t in range(batch.mask_BT[b].sum()):
             shift = 0.0
@@ -141,13 +144,13 @@ def test_router_stats_by_hand(moe):
     old[:, :, 2][~batch.mask_BT] = -1  # padding must not count
     stats = router_stats(outputs, old, batch.mask_BT)
     assert stats["expert_flip_frac"].item() == pytest.approx(1 / 3 / 18, rel=1e-5)
-    E, K = outputs.router_logits[0].shape[-1], moe.config.num_experts_per_tok
+    E, K = outputs.router_logits[0].shape[-1], moe.model.config.num_experts_per_tok
     load = stats["load"].view(3, E)
     torch.testing.assert_close(load.sum(1), torch.ones(3))
     chosen = sum((outputs.experts_BTLK[b, t, 0] == 1).sum() for b, t in batch.mask_BT.nonzero())
     counted = chosen / (18 * K)
     assert load[0, 1].item() == pytest.approx(counted.item(), rel=1e-6)
-    meter = Meter()
+    meter = Meter(1)
     meter.add("moe", stats, 18)
     means = meter.means()
     assert means["moe/load_max"] == pytest.approx(load.max().item())
@@ -159,14 +162,14 @@ def test_a_dense_model_has_no_router():
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SHAPE)).eval()
     batch = batch_of()
-    outputs = token_logprobs(model, batch, 1.0)
+    outputs = token_logprobs(Policy(model, tokenizer=None), batch, 1.0)
     assert outputs.aux_loss == 0 and outputs.router_logits == ()
     assert outputs.experts_BTLK.shape == (4, 7, 0, 0)
     assert router_stats(outputs, outputs.experts_BTLK, batch.mask_BT) == {}
 
 
 def test_meter_weighs_and_keeps_maxima():
-    meter = Meter()
+    meter = Meter(1)
     meter.add("losses", {"a": torch.tensor(1.0), "b_max": torch.tensor(-3.0)}, 1)
     meter.add("losses", {"a": torch.tensor(4.0), "b_max": torch.tensor(-5.0)}, 2)
     assert meter.means() == {"losses/a": 3.0, "losses/b_max": -3.0}
@@ -175,7 +178,7 @@ def test_meter_weighs_and_keeps_maxima():
 
 def test_meter_of_nothing_is_0():
     """Where no token counts, a mean over the tokens must not be NaN."""
-    meter = Meter()
+    meter = Meter(1)
     for value in (3.0, 5.0):
         values = {"a": torch.tensor(value), "load": torch.tensor([value, value])}
         meter.add("moe", values, torch.tensor(0))
@@ -185,7 +188,7 @@ def test_meter_of_nothing_is_0():
 def test_meter_takes_a_vector_apart_after_averaging_it():
     """The largest and the smallest of the means: an expert that is busy in one micro-batch only is not
     busy."""
-    meter = Meter()
+    meter = Meter(1)
     meter.add("moe", {"load": torch.tensor([0.9, 0.1, 0.5])}, 1)
     meter.add("moe", {"load": torch.tensor([0.1, 0.5, 0.5])}, 3)
     assert meter.means() == pytest.approx({"moe/load_max": 0.5, "moe/load_min": 0.3})
