@@ -2,9 +2,11 @@
 
   J = 1/(sum_i |o_i|) sum_i sum_t sg[min(r_it, cap)] A_i log pi(o_it)
 
-  o_i    a completion of |o_i| tokens, its EOS included; sum_i: over all of an optimizer step
-  r_it   = pi(o_it) / pi_old(o_it), where pi_old generated the completion; sg[] stops the gradient
+  o_i    a completion of |o_i| tokens, EOS included; sum_i: sum over those of one optimizer step
+  r_it   = pi(o_it) / pi_old(o_it); pi_old: the policy before the rollout's first optimizer step
+  sg[]   stops the gradient
   A_i    = (R_i - mean) / std, over the rewards R of the G completions of the same prompt
+  _PG    axes of tensors: P prompts, G completions of each, N = P G, B rows at hand, T tokens, 1 kept
 
 Parent: grpo.py. Differs only in:
   1. Capped weight: REINFORCE with a truncated importance weight, in place of a clipped update. The
@@ -133,7 +135,7 @@ def main(args):
     problem_stream, held_out = load_problems(args, policy)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
     generator = torch.Generator().manual_seed(args.seed)  # of the sampler's noise
-    run.restore(policy, generator, problems=problem_stream, optimizer=optimizer)
+    run.restore(policy, problem_stream, generator, optimizer=optimizer)
     args = plan_memory(args, policy, problem_stream, held_out)
     if run.before is None:
         run.before = evaluate(policy, held_out, verify, args, sampled=True)
@@ -159,7 +161,7 @@ def main(args):
         batch = collate(completions, args)
         minibatches = batch.minibatches(args.num_minibatches)
         old = score(policy, batch, minibatches, args)
-        # Weights of 1, and nothing else, unless --rollout_correction is on.
+        # Importance weights pi_old / sampler; all 1 unless --rollout_correction is on.
         correction = rollout_correction(old, batch, args)
         meter.add_global("rollout", correction.stats)
         advantages = correction.weights * advantages_N1  # (N, 1), or (N, T) with weights per token

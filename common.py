@@ -52,8 +52,8 @@ def addition_problems():
 
 
 def load_problems(args, policy):
-    """`--dataset` -> (stream of training problems, list of held-out problems). The two are disjoint, and
-    the held-out ones the same for all seeds."""
+    """`--dataset` -> (stream of training problems, list of held-out ones). No problem is in both, and
+    the held-out ones are the same for all seeds."""
     pairs = addition_problems() if args.dataset == "addition" else read_dataset(args)
     answers = render_all(pairs, policy.tokenizer, args)  # {prompt as the model reads it: gold answer}
     ids = tokenize(list(answers), policy, args)
@@ -72,14 +72,7 @@ def load_policy(args):
         policy = Policy(master, tokenizer)
         check_logprobs(policy, args)
         check_routing(policy, args)
-        return Policy(
-            master,
-            tokenizer,
-            args.dtype,
-            args.rollout_dtype,
-            one_sequence_per_row=policy.one_sequence_per_row,
-            records_experts=policy.records_experts,
-        )
+        return policy.with_model(master, args.dtype, args.rollout_dtype)
     except UserError:
         raise
     except Exception as error:  # damaged folders and strange architectures may raise anything
@@ -450,8 +443,8 @@ class Scores(NamedTuple):
 @torch.no_grad()
 def score(policy, batch, minibatches, args, replay=True, also=None):
     """Log-probs of the sampled tokens under a policy, as `Scores`, in the micro-batches of the update.
-    `also(outputs, micro)` makes one more tensor of a forward's outputs. With r2, the batch's forwards
-    replay from here on the experts that the policy has chosen here."""
+    `also(router_logits, active_experts_BTLK)` makes one more tensor of what the routers do. With r2,
+    what the policy chooses here is what the batch's forwards replay from here on."""
     logprobs = []
     experts = []
     choices = []
@@ -464,7 +457,8 @@ def score(policy, batch, minibatches, args, replay=True, also=None):
             if args.routing_replay == "r2":
                 choices.append(outputs.routing_choices_BSLK)
             if also is not None:
-                others.append(also(outputs, micro))
+                active_BTLK = micro.active_experts(outputs.experts_BTLK)
+                others.append(also(outputs.router_logits, active_BTLK))
     if args.routing_replay == "r2" and replay:
         batch.replayed_experts_BSLK = ranks.all_rows(choices, minibatches)
     return Scores(

@@ -2,10 +2,11 @@
 
   J = 1/(sum_i |o_i|) sum_i sum_t min(r_it A_i, clip(r_it, 1 - eps_low, 1 + eps_high) A_i)
 
-  o_i    a completion of |o_i| tokens, its EOS included; sum_i: over all of an optimizer step
-  r_it   = pi(o_it) / pi_old(o_it), where pi_old generated the completion
+  o_i    a completion of |o_i| tokens, EOS included; sum_i: sum over those of one optimizer step
+  r_it   = pi(o_it) / pi_old(o_it); pi_old: the policy before the rollout's first optimizer step
   A_i    = (R_i - mean) / std, over the rewards R of the G completions of the same prompt, of which
          some but not all are right
+  _PG    axes of tensors: P prompts, G completions of each, N = P G, B rows at hand, T tokens, 1 kept
 
 Parent: grpo.py. Differs only in:
   1. Clip-higher: eps_high 0.28 over eps_low 0.2, more room for tokens that were rare.
@@ -82,7 +83,7 @@ def compute_advantages(rewards_PG):
 
 
 def mixed_groups(completions, group_size):
-    """[2] The completions of the groups in which some are right, by the verifier's word, and some not."""
+    """[2] The completions of groups in which some, but not all, are right, as the verifier judges."""
     kept = []
     for start in range(0, len(completions), group_size):
         group = completions[start : start + group_size]
@@ -164,7 +165,7 @@ def main(args):
     problem_stream, held_out = load_problems(args, policy)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
     generator = torch.Generator().manual_seed(args.seed)  # of the sampler's noise
-    run.restore(policy, generator, problems=problem_stream, optimizer=optimizer)
+    run.restore(policy, problem_stream, generator, optimizer=optimizer)
     args = plan_memory(args, policy, problem_stream, held_out)
     if run.before is None:
         run.before = evaluate(policy, held_out, verify, args, sampled=True)
@@ -213,7 +214,7 @@ def main(args):
             batch.mask_BT = batch.mask_BT & is_whole_N1
         minibatches = batch.minibatches(args.num_minibatches)
         old = score(policy, batch, minibatches, args)
-        # Weights of 1, and nothing else, unless --rollout_correction is on.
+        # Importance weights pi_old / sampler; all 1 unless --rollout_correction is on.
         correction = rollout_correction(old, batch, args)
         meter.add_global("rollout", correction.stats)
         advantages = correction.weights * advantages_N1  # (N, 1), or (N, T) with weights per token

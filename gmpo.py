@@ -2,10 +2,11 @@
 
   J = mean_i A_i exp(1/|o_i| sum_t c_it)
 
-  o_i   a completion of |o_i| tokens, its EOS included; mean_i: over all of an optimizer step
+  o_i   a completion of |o_i| tokens, EOS included; mean_i: mean over those of one optimizer step
   c_it  = min(l_it, eps) if A_i > 0, max(l_it, -eps) if A_i < 0
-  l_it  = log(pi(o_it) / pi_old(o_it)), where pi_old generated the completion
+  l_it  = log(pi(o_it) / pi_old(o_it)); pi_old: the policy before the rollout's first optimizer step
   A_i   = (R_i - mean) / std, over the rewards R of the G completions of the same prompt
+  _PG   axes of tensors: P prompts, G completions of each, N = P G, B rows at hand, T tokens, 1 kept
 
 Parent: grpo.py. Differs only in:
   1. Geometric mean: of a completion's clipped ratios, instead of the arithmetic mean; one token whose
@@ -51,7 +52,6 @@ class Args(RunArgs):  # model, data, device, precision, output: see plumbing/arg
     clip_level: Literal["token", "sequence"] = flag("token", "each token, or their sum")
 
     def check(self):
-        self.within(1e-9, 1e9, "log_ratio_clip")
         if self.group_size < 2:
             raise UserError("--group_size must be at least 2: the mean of the group is the baseline")
 
@@ -99,12 +99,11 @@ def policy_loss(
     # Masked before exp, since 0 * inf is NaN, in the backward pass too; clamped to keep exp finite.
     logratio_BT = torch.where(mask_BT, logprobs_BT - old_logprobs_BT, 0).clamp(-20, 20)
     ratio_BT = logratio_BT.exp()
-    if clip_level == "token":
-        # [1] c_t = min(l_t, eps) where A > 0, max(l_t, -eps) where A < 0
-        l_BT = logratio_BT
-    else:
+    l_BT = logratio_BT
+    if clip_level == "sequence":
         # The paper's counter-example, one clip for a completion: l, and c, is the sum, (B, 1).
         l_BT = logratio_BT.sum(1, keepdim=True)
+    # [1] c_t = min(l_t, eps) where A > 0, max(l_t, -eps) where A < 0
     capped_BT = l_BT.clamp(max=log_ratio_clip)
     floored_BT = l_BT.clamp(min=-log_ratio_clip)
     c_BT = torch.where(advantages_B1 > 0, capped_BT, floored_BT)
@@ -132,7 +131,7 @@ def main(args):
     problem_stream, held_out = load_problems(args, policy)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
     generator = torch.Generator().manual_seed(args.seed)  # of the sampler's noise
-    run.restore(policy, generator, problems=problem_stream, optimizer=optimizer)
+    run.restore(policy, problem_stream, generator, optimizer=optimizer)
     args = plan_memory(args, policy, problem_stream, held_out)
     if run.before is None:
         run.before = evaluate(policy, held_out, verify, args, sampled=True)
@@ -158,10 +157,10 @@ def main(args):
         batch = collate(completions, args)
         minibatches = batch.minibatches(args.num_minibatches)
         old = score(policy, batch, minibatches, args)
-        # Weights of 1, and nothing else, unless --rollout_correction is on.
+        # Importance weights pi_old / sampler; all 1 unless --rollout_correction is on.
         correction = rollout_correction(old, batch, args, one_ratio=True)
         meter.add_global("rollout", correction.stats)
-        advantages_N1 = correction.weights * advantages_N1
+        advantages = correction.weights * advantages_N1  # (N, 1), or (N, T) with weights per token
 
         # ----------------------------------------------------------------------------------- update
         for _ in range(args.update_epochs):
@@ -171,7 +170,7 @@ def main(args):
                     loss, stats = policy_loss(
                         outputs.logprobs_BT,
                         old.logprobs_NT[rows],
-                        advantages_N1[rows],
+                        advantages[rows],
                         micro.mask_BT,
                         log_ratio_clip=args.log_ratio_clip,
                         clip_level=args.clip_level,

@@ -2,11 +2,11 @@
 
   J = mean_i 1/|o_i| sum_t [ min(r_it A_i, clip(r_it, 1 - eps, 1 + eps) A_i) - beta k3_it ]
 
-  o_i    a completion of |o_i| tokens, its EOS included
-  mean_i mean over the completions of one optimizer step
-  r_it   = pi(o_it) / pi_old(o_it), of one token; pi_old: the policy before this rollout's first step
+  o_i    a completion of |o_i| tokens, EOS included; mean_i: mean over those of one optimizer step
+  r_it   = pi(o_it) / pi_old(o_it); pi_old: the policy before the rollout's first optimizer step
   A_i    = (R_i - mean) / std, over the rewards R of the G completions of the same prompt
   k3_it  = x - log x - 1, x = pi_ref(o_it) / pi(o_it): an estimate of KL(pi || pi_ref), never negative
+  _PG    axes of tensors: P prompts, G completions of each, N = P G, B rows at hand, T tokens, 1 kept
 
 Parent: ppo.py. Differs only in:
   1. Group baseline: the mean reward of the group; no critic, no GAE, no whitening, no entropy bonus,
@@ -15,11 +15,12 @@ Parent: ppo.py. Differs only in:
   3. Sequence-mean: tokens are averaged within a completion, then completions are averaged.
 
 Left open by the paper: the std (here unbiased, plus 1e-6, and advantages are exactly 0 in a group of
-equal rewards) and eps (here 0.2). Departs from the paper: four optimizer steps per rollout, where the
-paper takes one, so that r is not always 1 and the clip can bind. Beyond the paper: --kl_is_corrected
-(DeepSeek-V3.2: k3 times r, whose gradient is that of the KL) and --ref_reset_every (ProRL: the
-reference becomes a copy of the policy every n iterations; the optimizer keeps its state). With
---kl_coef 0 there is no reference model.
+equal rewards) and eps (here 0.2). The ratio is a token's, as in this paper, not that of the whole
+completion, which the R1 report prints. Departs from the paper: four optimizer steps per rollout, where
+the paper takes one, so that r is not always 1 and the clip can bind. Beyond the paper:
+--kl_is_corrected (DeepSeek-V3.2: k3 times r, whose gradient is that of the KL) and --ref_reset_every
+(ProRL: the reference becomes a copy of the policy every n iterations; the optimizer keeps its state).
+With --kl_coef 0 there is no reference model.
 
 Run:    python grpo.py
 Expect: on sums of two numbers, greedy held-out accuracy from 0.43 to at least 0.97; answers at
@@ -130,10 +131,9 @@ def policy_loss(
         stats["kl_ref"] = masked_mean(k3_BT, mask_BT)
         if kl_is_corrected:
             # r is not detached: in expectation the gradient is that of KL(pi || pi_ref).
-            weight_BT = ratio_BT
-            if rollout_ratio_BT is not None:
-                weight_BT = rollout_ratio_BT * ratio_BT
-            k3_BT = weight_BT * k3_BT
+            if rollout_ratio_BT is None:
+                rollout_ratio_BT = torch.ones_like(ratio_BT)
+            k3_BT = rollout_ratio_BT * ratio_BT * k3_BT
         objective_BT = objective_BT - kl_coef * k3_BT
     # [3] Sequence-mean: mean_i 1/|o_i| sum_t
     objective_B1 = torch.where(mask_BT, objective_BT, 0).sum(1, keepdim=True) / length_B1
@@ -149,11 +149,9 @@ def main(args):
     problem_stream, held_out = load_problems(args, policy)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
     generator = torch.Generator().manual_seed(args.seed)  # of the sampler's noise
-    reference = None
-    if args.kl_coef > 0:
-        reference = policy.frozen_copy()
-    run.restore(policy, generator, problems=problem_stream, optimizer=optimizer, reference=reference)
-    args = plan_memory(args, policy, problem_stream, held_out, num_references=int(args.kl_coef > 0))
+    reference = policy.frozen_copy() if args.kl_coef > 0 else None
+    run.restore(policy, problem_stream, generator, optimizer=optimizer, reference=reference)
+    args = plan_memory(args, policy, problem_stream, held_out, reference=reference)
     if run.before is None:
         run.before = evaluate(policy, held_out, verify, args, sampled=True)
 
@@ -180,7 +178,7 @@ def main(args):
         old = score(policy, batch, minibatches, args)
         if args.kl_coef > 0:
             ref = score(reference, batch, minibatches, args, replay=False)
-        # Weights of 1, and nothing else, unless --rollout_correction is on.
+        # Importance weights pi_old / sampler; all 1 unless --rollout_correction is on.
         correction = rollout_correction(old, batch, args)
         meter.add_global("rollout", correction.stats)
         advantages = correction.weights * advantages_N1  # (N, 1), or (N, T) with weights per token

@@ -2,10 +2,11 @@
 
   J = mean_i min(s_i A_i, clip(s_i, 1 - eps_low, 1 + eps_high) A_i)
 
-  o_i  a completion of |o_i| tokens, its EOS included; mean_i: over all of an optimizer step
-  s_i  = exp(1/|o_i| sum_t log(pi(o_it) / pi_old(o_it))), differentiated; pi_old generated the
-       completion
+  o_i  a completion of |o_i| tokens, EOS included; mean_i: mean over those of one optimizer step
+  s_i  = exp(1/|o_i| sum_t log(pi(o_it) / pi_old(o_it))), differentiated; pi_old: the policy before the
+       rollout's first optimizer step
   A_i  = (R_i - mean) / std, over the rewards R of the G completions of the same prompt
+  _PG  axes of tensors: P prompts, G completions of each, N = P G, B rows at hand, T tokens, 1 kept
 
 Parent: grpo.py. Differs only in:
   1. Sequence ratio: one for a completion, the geometric mean of those of its tokens, clipped as a
@@ -136,7 +137,7 @@ def main(args):
     problem_stream, held_out = load_problems(args, policy)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
     generator = torch.Generator().manual_seed(args.seed)  # of the sampler's noise
-    run.restore(policy, generator, problems=problem_stream, optimizer=optimizer)
+    run.restore(policy, problem_stream, generator, optimizer=optimizer)
     args = plan_memory(args, policy, problem_stream, held_out)
     if run.before is None:
         run.before = evaluate(policy, held_out, verify, args, sampled=True)
@@ -162,7 +163,7 @@ def main(args):
         batch = collate(completions, args)
         minibatches = batch.minibatches(args.num_minibatches)
         old = score(policy, batch, minibatches, args)
-        # Weights of 1, and nothing else, unless --rollout_correction is on.
+        # Importance weights pi_old / sampler; all 1 unless --rollout_correction is on.
         correction = rollout_correction(old, batch, args, one_ratio=args.variant == "gspo")
         meter.add_global("rollout", correction.stats)
         advantages = correction.weights * advantages_N1  # (N, 1), or (N, T) with weights per token

@@ -2,12 +2,13 @@
 
   J = 1/(sum_i |o_i|) sum_i sum_t min(r_it A_it, clip(r_it, 1 - eps, 1 + eps) A_it) - c_v L_V + c_e H
 
-  o_i      a completion of |o_i| tokens, its EOS included; sum_i: over all of an optimizer step
-  r_it     = pi(o_it) / pi_old(o_it), where pi_old generated the completion
+  o_i      a completion of |o_i| tokens, EOS included; sum_i: sum over those of one optimizer step
+  r_it     = pi(o_it) / pi_old(o_it); pi_old: the policy before the rollout's first optimizer step
   A_it     = sum_k (gamma lambda)^k delta_i,t+k, whitened (GAE);  delta_t = rew_t + gamma V_t+1 - V_t
   rew_it   = -beta log(pi_old(o_it) / pi_ref(o_it)), plus the verifier's reward R_i at the last token
   L_V      = mean over tokens of max((V - ret)^2, (V_old + clip(V - V_old, -d, d) - ret)^2)
   ret_it   = A_it + V_old,it, before A is whitened;  H: mean entropy over tokens
+  _NT      axes of tensors: N or B rows, T tokens, U = T + 1, 1 a kept axis
 
 The root of the family: grpo.py is the child, and its header lists the differences.
 
@@ -34,8 +35,8 @@ from torch import nn
 
 from common import collate, evaluate, judge, load_policy, load_problems, load_verifier
 from common import sample, score, score_values, token_logprobs
-from plumbing import Meter, Run, RunArgs, Trained, flag, forward_packed, iteration_metrics, launch
-from plumbing import plan_memory, rollout_correction
+from plumbing import Meter, Run, RunArgs, Trained, critic_stats, flag, forward_packed
+from plumbing import iteration_metrics, launch, plan_memory, rollout_correction
 
 
 @dataclass
@@ -55,7 +56,7 @@ class Args(RunArgs):  # model, data, device, precision, output: see plumbing/arg
     kl_coef: float = flag(0.02, "beta, the weight of the KL to the reference [0: none]")
     gamma: float = flag(1.0, "discount per token")
     gae_lambda: float = flag(0.95, "lambda of GAE")
-    value_coef: float = flag(0.5, "weight of the value loss")
+    value_coef: float = flag(0.5, "weight of the value loss, where the critic's gradient is clipped")
     value_clip: float = flag(0.2, "how far a value may move [0: any distance]")
     entropy_coef: float = flag(0.0, "weight of the entropy bonus")
     critic_lr: float = flag(2e-3, "AdamW's learning rate of the critic, constant")
@@ -77,7 +78,7 @@ class Critic(nn.Module):
         nn.init.zeros_(self.head.weight)
 
     def forward(self, batch):
-        """Values, (B, U), U = T + 1: V_t, read where token t is predicted, and V after the last column."""
+        """Values, (B, U): V_t, read where token t is predicted, and V after the last column."""
         packed = forward_packed(self.body, batch, self.one_sequence_per_row)
         U = batch.mask_BT.shape[1] + 1
         return self.head(packed.hidden[packed.place_BS[:, -U:]])[..., 0].float()
@@ -114,6 +115,14 @@ def whiten(x_BT, mask_BT):
     mean = masked_mean(x_BT, mask_BT)
     variance = masked_mean((x_BT - mean) ** 2, mask_BT)
     return (x_BT - mean) / (variance.sqrt() + 1e-8)
+
+
+def token_rewards(rewards_B1, log_ratio_BT, values_BU, is_cut_off_B1, mask_BT, kl_coef, gamma):
+    """rew, (B, T): -beta log(pi_old / pi_ref); the last token adds R, and gamma V if it was cut off."""
+    length_B1 = mask_BT.sum(1, keepdim=True)
+    value_after_B1 = values_BU.gather(1, length_B1)
+    last_reward_B1 = rewards_B1 + is_cut_off_B1 * gamma * value_after_B1
+    return (-kl_coef * log_ratio_BT).scatter_add(1, length_B1 - 1, last_reward_B1)
 
 
 def value_loss(values_BT, old_values_BT, returns_BT, mask_BT, *, value_clip=0.2, num_tokens=None):
@@ -189,15 +198,13 @@ def main(args):
     problem_stream, held_out = load_problems(args, policy)
     policy_group = {"params": list(policy.parameters()), "lr": args.lr}
     critic_group = {"params": list(critic.parameters()), "lr": args.critic_lr}
+    has_bonus = args.entropy_coef > 0
     optimizer = torch.optim.AdamW([policy_group, critic_group], weight_decay=0.0, fused=True)
     generator = torch.Generator().manual_seed(args.seed)  # of the sampler's noise
-    reference = None
-    if args.kl_coef > 0:
-        reference = policy.frozen_copy()
+    reference = policy.frozen_copy() if args.kl_coef > 0 else None
     parts = {"optimizer": optimizer, "critic": critic, "reference": reference}
-    run.restore(policy, generator, problems=problem_stream, **parts)
-    counts = {"num_references": int(args.kl_coef > 0), "num_critics": 1}
-    args = plan_memory(args, policy, problem_stream, held_out, **counts)
+    run.restore(policy, problem_stream, generator, **parts)
+    args = plan_memory(args, policy, problem_stream, held_out, critic=critic, reference=reference)
     if run.before is None:
         run.before = evaluate(policy, held_out, verify, args, sampled=True)
 
@@ -222,30 +229,25 @@ def main(args):
         if args.kl_coef > 0:
             ref = score(reference, batch, minibatches, args, replay=False)
         values_NU = score_values(critic, batch, minibatches, args)
-        # Weights of 1, and nothing else, unless --rollout_correction is on.
+        # Importance weights pi_old / sampler; all 1 unless --rollout_correction is on.
         correction = rollout_correction(old, batch, args)
         meter.add_global("rollout", correction.stats)
 
         # ------------------------------------------------------------------------------- advantages
-        # rew_t = -beta log(pi_old / pi_ref); the last token adds R, and gamma V if it was cut off
-        token_rewards_NT = torch.zeros_like(old.logprobs_NT)
+        log_ratio_NT = torch.zeros_like(old.logprobs_NT)
         if args.kl_coef > 0:
             log_ratio_NT = torch.where(batch.mask_BT, old.logprobs_NT - ref.logprobs_NT, 0)
-            token_rewards_NT = -args.kl_coef * log_ratio_NT
             # The plain estimator, of pi_old; grpo.py's kl_ref is k3, of the policy during the update.
             meter.add_global("losses", {"kl_ref": masked_mean(log_ratio_NT, batch.mask_BT)})
-        old_values_NT = values_NU[:, :-1]
-        length_N1 = batch.mask_BT.sum(1, keepdim=True)
-        value_after_N1 = values_NU.gather(1, length_N1)
         is_cut_off_N1 = torch.tensor([[c.truncated] for c in completions], device=args.device)
-        last_reward_N1 = rewards_N1 + is_cut_off_N1 * args.gamma * value_after_N1
-        token_rewards_NT = token_rewards_NT.scatter_add(1, length_N1 - 1, last_reward_N1)
+        token_rewards_NT = token_rewards(
+            rewards_N1, log_ratio_NT, values_NU, is_cut_off_N1, batch.mask_BT, args.kl_coef, args.gamma
+        )
+        old_values_NT = values_NU[:, :-1]
         advantages_NT, returns_NT = compute_gae(
             token_rewards_NT, old_values_NT, batch.mask_BT, args.gamma, args.gae_lambda
         )
-        errors = (returns_NT - old_values_NT)[batch.mask_BT]
-        explained_variance = 1 - errors.var() / returns_NT[batch.mask_BT].var().clamp(min=1e-8)
-        meter.add_global("losses", {"explained_variance": explained_variance})
+        meter.add_global("losses", critic_stats(old_values_NT, returns_NT, batch.mask_BT))
         advantages_NT = correction.weights * whiten(advantages_NT, batch.mask_BT)
 
         # ----------------------------------------------------------------------------------- update
@@ -253,9 +255,7 @@ def main(args):
             for minibatch in minibatches:
                 num_tokens = batch.mask_BT[minibatch].sum()
                 for rows, micro in batch.micro_batches(minibatch, args.micro_batch_size):
-                    outputs = token_logprobs(
-                        policy, micro, args.temperature, entropy_grad=args.entropy_coef > 0
-                    )
+                    outputs = token_logprobs(policy, micro, args.temperature, entropy_grad=has_bonus)
                     loss, stats = policy_loss(
                         outputs.logprobs_BT,
                         old.logprobs_NT[rows],

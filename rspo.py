@@ -2,13 +2,14 @@
 
   J = mean_i A_i exp(1/|o_i| sum_t (c_it + log gamma_it))
 
-  o_i       a completion of |o_i| tokens, its EOS included; mean_i: over all of an optimizer step
+  o_i       a completion of |o_i| tokens, EOS included; mean_i: mean over those of one optimizer step
   c_it      = min(l_it, eps) if A_i > 0, max(l_it, -eps) if A_i < 0
-  l_it      = log(pi(o_it) / pi_old(o_it)), where pi_old generated the completion
+  l_it      = log(pi(o_it) / pi_old(o_it)); pi_old: the policy before the rollout's first optimizer step
   gamma_it  = sg[max(gamma_min, exp(-1/L sum_l 1/K sum_k |log p_l(e_lk) - log p_old,l(e_lk)|))]
   p_l       = softmax over all experts of layer l's router logits, where o_it is predicted
   e_lk      the K experts that were active there under the old policy; sg[] stops the gradient
   A_i       = (R_i - mean) / std, over the rewards R of the G completions of the same prompt
+  _PG       axes of tensors: P prompts, G completions each, N = P G, B rows, T tokens, L K as above
 
 Parent: gmpo.py. Differs only in:
   1. Router shift: gamma, 1 while the router does what it did in the rollout and smaller the more it
@@ -20,7 +21,8 @@ damped (J above) is the text, gamma "after token-level clipping", whatever the s
 literal is the formula as printed, c + sgn(A) log gamma: its product is raised to the power sgn(A), so
 it amplifies A < 0 where the router has shifted. --shift before_clip is the second version, and what
 public implementations do: gamma times the ratio, then clipped, so for A > 0 a ratio up to e^eps / gamma
-keeps its gradient. A dense model is refused: there it is gmpo.py.
+keeps its gradient; by default the clip stays where gmpo.py has it. A dense model is refused: there it
+is gmpo.py.
 
 Run:    python rspo.py
 Expect: on sums of two numbers, as grpo.py: greedy held-out accuracy from 0.43 to at least 0.97 in
@@ -56,7 +58,6 @@ class Args(RunArgs):  # model, data, device, precision, output: see plumbing/arg
     shift: Literal["damped", "literal", "before_clip"] = flag("damped", "see the header")
 
     def check(self):
-        self.within(1e-9, 1e9, "log_ratio_clip")
         self.within(0, 1, "gamma_min")
         if self.group_size < 2:
             raise UserError("--group_size must be at least 2: the mean of the group is the baseline")
@@ -88,11 +89,6 @@ def active_scores(router_logits, experts_BTLK):
 def router_shift(scores_BTLK, old_scores_BTLK):
     """[1] gamma, (B, T), before its floor: exp(-1/L sum_l 1/K sum_k |log p - log p_old|)."""
     return (-(scores_BTLK - old_scores_BTLK).abs().mean(dim=(2, 3))).exp()
-
-
-def scores_of_active(outputs, batch):
-    """The same of a forward's outputs: of the experts that were active, also where they are replayed."""
-    return active_scores(outputs.router_logits, batch.active_experts(outputs.experts_BTLK))
 
 
 def policy_loss(
@@ -171,7 +167,7 @@ def main(args):
     problem_stream, held_out = load_problems(args, policy)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
     generator = torch.Generator().manual_seed(args.seed)  # of the sampler's noise
-    run.restore(policy, generator, problems=problem_stream, optimizer=optimizer)
+    run.restore(policy, problem_stream, generator, optimizer=optimizer)
     args = plan_memory(args, policy, problem_stream, held_out)
     if run.before is None:
         run.before = evaluate(policy, held_out, verify, args, sampled=True)
@@ -196,11 +192,11 @@ def main(args):
         # micro-batches are those of the update, so that the first ratio is exactly 1.
         batch = collate(completions, args)
         minibatches = batch.minibatches(args.num_minibatches)
-        old = score(policy, batch, minibatches, args, also=scores_of_active)
-        # Weights of 1, and nothing else, unless --rollout_correction is on.
+        old = score(policy, batch, minibatches, args, also=active_scores)
+        # Importance weights pi_old / sampler; all 1 unless --rollout_correction is on.
         correction = rollout_correction(old, batch, args, one_ratio=True)
         meter.add_global("rollout", correction.stats)
-        advantages_N1 = correction.weights * advantages_N1
+        advantages = correction.weights * advantages_N1  # (N, 1), or (N, T) with weights per token
 
         # ----------------------------------------------------------------------------------- update
         for _ in range(args.update_epochs):
@@ -213,7 +209,7 @@ def main(args):
                     loss, stats = policy_loss(
                         outputs.logprobs_BT,
                         old.logprobs_NT[rows],
-                        advantages_N1[rows],
+                        advantages[rows],
                         micro.mask_BT,
                         log_ratio_clip=args.log_ratio_clip,
                         gamma_min=args.gamma_min,

@@ -16,6 +16,7 @@ from pathlib import Path
 import transformers
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from plumbing.args import RunArgs
 from tiny_moe.train import ARCHITECTURE, Recipe, train
 
 LONG_ARCHITECTURE = ARCHITECTURE | dict(
@@ -63,7 +64,7 @@ def main():
     write_problems(rest.folder / "problems.jsonl")
     # With short sums among the long ones, it learns sooner which digits to add.
     prompts = [prompt for prompt, _ in long_sums(fewest_digits=1)]
-    train(rest.folder / "model", prompts[256:], recipe, LONG_ARCHITECTURE, long_step)
+    train(rest.folder / "model", prompts[RunArgs.num_held_out :], recipe, LONG_ARCHITECTURE, long_step)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 
   J = mean_i (R_i - b) sum_t log pi(o_it)
 
-  o_i    a completion; sum_t: over its tokens, its EOS included; mean_i: over all of an iteration
+  o_i    a completion; sum_t: over its tokens, EOS included; mean_i: mean over those of an iteration
   R_i    the verifier's reward of o_i
   b      the exponential mean of the rewards of earlier iterations, 0 before the first:
          after each one, b becomes d b + (1 - d) mean R
+  _PG    axes of tensors: P prompts, G completions of each, N = P G, B rows at hand, T tokens, 1 kept
 
 Parent: grpo.py. Differs only in:
   1. Running baseline: b, the same for all prompts; no group, no std. It is known before the rollout,
@@ -108,7 +109,7 @@ def main(args):
     problem_stream, held_out = load_problems(args, policy)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
     generator = torch.Generator().manual_seed(args.seed)  # of the sampler's noise
-    run.restore(policy, generator, problems=problem_stream, optimizer=optimizer)
+    run.restore(policy, problem_stream, generator, optimizer=optimizer)
     args = plan_memory(args, policy, problem_stream, held_out)
     run.numbers.setdefault("baseline", 0.0)
     if run.before is None:
@@ -140,7 +141,7 @@ def main(args):
         batch = collate(completions, args)
         minibatches = batch.minibatches(1)  # one step
         old = score(policy, batch, minibatches, args)
-        # Weights of 1, and nothing else, unless --rollout_correction is on.
+        # Importance weights pi_old / sampler; all 1 unless --rollout_correction is on.
         correction = rollout_correction(old, batch, args)
         meter.add_global("rollout", correction.stats)
         advantages = correction.weights * advantages_N1  # (N, 1), or (N, T) with weights per token

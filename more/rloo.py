@@ -2,9 +2,10 @@
 
   J = mean_i A_i sum_t log pi(o_it)
 
-  o_i    a completion; sum_t: over its tokens, its EOS included; mean_i: over all of an iteration
+  o_i    a completion; sum_t: over its tokens, EOS included; mean_i: mean over those of an iteration
   A_i    = R_i - mean of the rewards of the other G - 1 completions of the same prompt
          = G / (G - 1) (R_i - mean of the rewards of all G)
+  _PG    axes of tensors: P prompts, G completions of each, N = P G, B rows at hand, T tokens, 1 kept
 
 Parent: reinforce.py. Differs only in:
   1. Leave-one-out baseline: each completion is compared with the others of its prompt. They say
@@ -108,7 +109,7 @@ def main(args):
     problem_stream, held_out = load_problems(args, policy)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
     generator = torch.Generator().manual_seed(args.seed)  # of the sampler's noise
-    run.restore(policy, generator, problems=problem_stream, optimizer=optimizer)
+    run.restore(policy, problem_stream, generator, optimizer=optimizer)
     args = plan_memory(args, policy, problem_stream, held_out)
     if run.before is None:
         run.before = evaluate(policy, held_out, verify, args, sampled=True)
@@ -134,7 +135,7 @@ def main(args):
         batch = collate(completions, args)
         minibatches = batch.minibatches(1)  # one step
         old = score(policy, batch, minibatches, args)
-        # Weights of 1, and nothing else, unless --rollout_correction is on.
+        # Importance weights pi_old / sampler; all 1 unless --rollout_correction is on.
         correction = rollout_correction(old, batch, args)
         meter.add_global("rollout", correction.stats)
         advantages = correction.weights * advantages_N1  # (N, 1), or (N, T) with weights per token

@@ -21,22 +21,7 @@ from plumbing import ranks
 from plumbing.args import RunArgs, UserError, flag, launch
 from plumbing.correction import rollout_correction
 from plumbing.memory import plan_memory
-from plumbing.metrics import Meter, iteration_metrics
+from plumbing.metrics import Meter, critic_stats, iteration_metrics
 from plumbing.packing import forward_packed
 from plumbing.policy import Trained
 from plumbing.run import Run
-
-__all__ = [
-    "Meter",
-    "Run",
-    "RunArgs",
-    "Trained",
-    "UserError",
-    "flag",
-    "forward_packed",
-    "iteration_metrics",
-    "launch",
-    "plan_memory",
-    "ranks",
-    "rollout_correction",
-]

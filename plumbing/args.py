@@ -54,7 +54,7 @@ class RunArgs:
     ] = flag("none", "importance weights for the mismatch of sampler and trainer")
     rollout_cap: float = flag(2.0, "where these weights are cut off; not icepop's")
     rollout_mask_low: float = flag(0.95, "geo_mask drops completions whose mean ratio is below this")
-    rollout_mask_high: float = flag(1.05, "or above this")
+    rollout_mask_high: float = flag(1.05, "geo_mask drops completions whose mean ratio is above this")
     routing_replay: Literal["none", "r2", "r3"] = flag(
         "none", "experts of an MoE in an update: r2 the old policy's, r3 the sampler's"
     )

@@ -107,7 +107,7 @@ def device_memory(device):
     return math.inf
 
 
-def plan_memory(args, policy, problem_stream, held_out, num_references=0, num_critics=0):
+def plan_memory(args, policy, problem_stream, held_out, critic=None, reference=None):
     """`args` with `--rollout_batch_size` and `--micro_batch_size` chosen where they are 0. Prints what
     memory the run needs (one rank of it), and raises a UserError if the device has less."""
     longest_prompt = max(len(p.prompt_ids) for p in problem_stream.problems + held_out)
@@ -119,6 +119,8 @@ def plan_memory(args, policy, problem_stream, held_out, num_references=0, num_cr
         of_minibatch = math.ceil(completions // args.num_minibatches / ranks.WORLD)
         fitting = MICRO_BATCH_TOKENS // (longest_prompt + args.max_new_tokens)
         args = replace(args, micro_batch_size=max(1, min(of_minibatch, fitting)))
+    num_critics = int(critic is not None)
+    num_references = int(reference is not None)
     needed = memory_parts(policy.master, args, longest_prompt, num_critics, num_references)
     peak = memory_peak(needed)
     there = device_memory(args.device)

@@ -141,6 +141,12 @@ def rollout_summary(completions, group_size=1, prefix=""):
     return {prefix + name: value for name, value in result.items()}
 
 
+def critic_stats(values_NT, returns_NT, mask_NT):
+    """{"explained_variance": share of the returns' variance that a critic's values explain}."""
+    errors = (returns_NT - values_NT)[mask_NT]
+    return {"explained_variance": 1 - errors.var() / returns_NT[mask_NT].var().clamp(min=1e-8)}
+
+
 def iteration_metrics(meter, completions, rewards, args):
     """{key: number} of an iteration, for Run.log.
 

@@ -20,10 +20,9 @@ def load_model(args):
         if not source.is_dir():
             raise UserError(f"--model tiny-moe: its folder {source} is not there")
     tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    options = {"dtype": torch.float32, "use_safetensors": True, "trust_remote_code": False}
-    model, report = transformers.AutoModelForCausalLM.from_pretrained(
-        source, output_loading_info=True, **options
-    )
+    options = {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
+    loader = transformers.AutoModelForCausalLM
+    model, report = loader.from_pretrained(source, dtype=torch.float32, **options)
     # Where weights and architecture do not fit, transformers goes on with random ones.
     misfits = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
     if misfits:

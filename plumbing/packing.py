@@ -1,4 +1,4 @@
-"""Sequences of different lengths side by side in rows, so that an update computes hardly any padding."""
+"""Sequences of different lengths side by side in rows, so that an update computes little padding."""
 
 import contextlib
 from typing import NamedTuple

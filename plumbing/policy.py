@@ -1,7 +1,7 @@
 """A model that is trained: its float32 master weights, the copy that computes, the copy that samples.
 
-In bfloat16 the optimizer moves float32 master weights; the model that computes is a copy whose gradients
-are added to the masters', in float32, as they come. In float32 the two are one object. With
+In bfloat16 the optimizer moves float32 master weights, and the model that computes is a copy; its
+gradients are added to the masters', in float32, as they come. In float32 the two are one object. With
 `--rollout_dtype` a third model samples, in another precision than the one that is trained.
 """
 
@@ -43,9 +43,8 @@ class Trained:
     def refresh(self):
         """Copies the master's weights into the model that computes, where these are two."""
         if self.model is not self.master:
-            for weight, master_weight in zip(
-                self.model.parameters(), self.master.parameters(), strict=True
-            ):
+            weights = zip(self.model.parameters(), self.master.parameters(), strict=True)
+            for weight, master_weight in weights:
                 weight.copy_(master_weight)
 
 
@@ -70,14 +69,10 @@ class Policy(Trained):
         if rollout_dtype != "same":
             self.sampler = self.with_model(rollout_copy(self.model, master, rollout_dtype))
 
-    def with_model(self, model):
-        """A policy with another model of the same architecture, of which the same was found out."""
-        return Policy(
-            model,
-            self.tokenizer,
-            one_sequence_per_row=self.one_sequence_per_row,
-            records_experts=self.records_experts,
-        )
+    def with_model(self, model, dtype="float32", rollout_dtype="same"):
+        """A policy with a model of the same architecture, of which the same was found out."""
+        findings = (self.one_sequence_per_row, self.records_experts)
+        return Policy(model, self.tokenizer, dtype, rollout_dtype, *findings)
 
     def save_pretrained(self, folder):
         """Writes master weights and tokenizer, an ordinary transformers folder."""

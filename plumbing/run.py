@@ -147,15 +147,16 @@ class Run:
         flags = sys.argv[1:] if "--resume" in sys.argv else [*sys.argv[1:], "--resume"]
         command = shlex.join(["python", *program, *flags])
         message = f"stopping after this iteration; to resume: {command}"
-        if ranks.WORLD == 1:  # of several, see exit_if_stopped
+        if ranks.WORLD == 1:  # of several, see save_if_due
             tqdm.write(message, file=sys.stderr)
         self.signalled = True
 
-    def restore(self, policy, generator, **parts):
+    def restore(self, policy, problem_stream, generator, **parts):
         """Takes charge of what checkpoints hold, and loads the newest one, if any. `parts` have a
         state_dict; one that is None is left out."""
         self.policy = policy
         self.generator = generator
+        parts["problem_stream"] = problem_stream
         self.parts = {name: part for name, part in parts.items() if part is not None}
         checkpoints = self.checkpoints()
         if checkpoints:

@@ -3,6 +3,7 @@ import dataclasses
 import importlib
 import inspect
 import io
+import json
 import os
 import signal
 import subprocess
@@ -15,12 +16,33 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
+import common  # noqa: E402
+from plumbing.args import launch  # noqa: E402
+
 ROOT = Path(__file__).parent.parent
 TINY_MOE = ROOT / "tiny_moe"
 SCRIPTS = ["ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "rspo", "sapo"]
 MORE = ["more.reinforce", "more.rloo", "more.vapo"]
 torch.set_num_threads(1)  # as the scripts do with the tiny model
 transformers.utils.logging.disable_progress_bar()
+
+
+def remembered(tokenize):
+    """`tokenize`, which takes longer than a small run, once for the prompts of the default job."""
+    known = {}
+
+    def tokenize_or_remember(prompts, policy, args):
+        if (args.dataset, args.model) != ("addition", "tiny-moe"):
+            return tokenize(prompts, policy, args)
+        key = (args.max_new_tokens, args.system_prompt, args.instruction)
+        if key not in known:
+            known[key] = tokenize(prompts, policy, args)
+        return known[key]
+
+    return tokenize_or_remember
+
+
+common.tokenize = remembered(common.tokenize)
 
 
 def path_of(name):
@@ -68,8 +90,6 @@ def run_process(name, *flags, timeout=600):
 def run(name, *flags, held_out=256):
     """The same in this process, which saves the imports, and with fewer held-out problems if that is
     enough; what a user would see as a traceback fails."""
-    import harness
-
     module = importlib.import_module(name)
     out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")  # launch sets its error handler
     err = io.StringIO()
@@ -82,7 +102,7 @@ def run(name, *flags, held_out=256):
     os.chdir(ROOT)
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            harness.launch(module.main, module.Args)
+            launch(module.main, module.Args)
     except SystemExit as exit:
         code = exit.code
     finally:
@@ -100,6 +120,15 @@ def tiny_model():
     """The base model, with its tokenizer."""
     model = transformers.AutoModelForCausalLM.from_pretrained(TINY_MOE, dtype=torch.float32).eval()
     return model, transformers.AutoTokenizer.from_pretrained(TINY_MOE)
+
+
+@pytest.fixture(scope="session")
+def sums(tmp_path_factory):
+    """A dataset that is read faster than that of the default job, for runs in other processes."""
+    path = tmp_path_factory.mktemp("sums") / "sums.jsonl"
+    rows = [{"question": q, "answer": a} for q, a in common.addition_problems()[:300]]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 @pytest.fixture

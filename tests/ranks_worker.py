@@ -1,8 +1,8 @@
 """What tests/test_ranks.py starts by torchrun: runs of scripts one after the other, in the same ranks.
 
-    torchrun --nproc-per-node W tests/ranks_worker.py TROUBLE "grpo --seed 1 ..." "ppo ..." ...
+    torchrun --nproc-per-node W tests/ranks_worker.py "none grpo --seed 1 ..." "nan ppo ..." ...
 
-TROUBLE happens to the last rank in the second iteration: "none", "signal", "kill" or "nan".
+The first word is what happens to the last rank in the second iteration: none, signal, kill or nan.
 """
 
 import importlib
@@ -10,7 +10,11 @@ import os
 import shlex
 import signal
 import sys
+from contextlib import ExitStack
 from pathlib import Path
+from unittest.mock import patch
+
+import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -37,23 +41,35 @@ def trouble(kind, module):
             loss = loss * float("nan")
         return loss, stats
 
+    patches = ExitStack()
     if ranks.RANK == ranks.WORLD - 1:
-        module.sample = sample
-        module.policy_loss = policy_loss
+        patches.enter_context(patch.object(module, "sample", sample))
+        patches.enter_context(patch.object(module, "policy_loss", policy_loss))
+    return patches
 
 
 def main():
     leave = ranks.leave
     ranks.leave = lambda: None  # the ranks stay together until all runs are done
-    _, kind, *commands = sys.argv
-    for command in commands:
-        name, *flags = shlex.split(command)
+    ranks.join()
+    for command in sys.argv[1:]:
+        kind, name, *flags = shlex.split(command)
         module = importlib.import_module(name)
-        trouble(kind, module)
         sys.argv = [f"{name}.py", *flags]
-        harness.launch(module.main, module.Args)
+        code = 0
+        try:
+            with trouble(kind, module):
+                harness.launch(module.main, module.Args)
+        except SystemExit as exit:
+            code = exit.code
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # these two keep the run, which keeps its lock
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        codes = ranks.gather(code)
+        if ranks.RANK == 0:
+            print("ended with", *codes, flush=True)
+            store = dist.distributed_c10d._get_default_store()
+            store.set("failures", "0")  # a run that fails after this one has a line of its own
+        ranks.gather("go on")
     leave()
 
 

@@ -11,7 +11,7 @@ from conftest import MORE, SCRIPTS, keywords_of, path_of, script_args
 
 SIBLINGS = [*SCRIPTS, *MORE]
 COPIED = {name: ["masked_mean", "compute_advantages", "policy_loss"] for name in SIBLINGS}
-COPIED["ppo"] = ["masked_mean", "compute_gae", "whiten", "value_loss", "policy_loss"]
+COPIED["ppo"] = ["masked_mean", "compute_gae", "whiten", "token_rewards", "value_loss", "policy_loss"]
 COPIED["more.vapo"] = [*COPIED["ppo"], "positive_lm_loss"]
 COPIED["rspo"] += ["active_scores", "router_shift"]
 COPIED["dapo"] += ["overlong_penalty"]
@@ -61,6 +61,9 @@ def calls(name, args):
         rewards = normal(6, 9, seed=2)
         found.append(("compute_gae", (rewards, old, mask, 0.9, 0.8), {}))
         found.append(("whiten", (lp, mask), {}))
+        is_cut_off = torch.tensor([[True], [False], [False], [True], [False], [False]])
+        inputs = (normal(6, 1, seed=11), old, normal(6, 10, seed=12), is_cut_off, mask, 0.1, 0.9)
+        found.append(("token_rewards", inputs, {}))
         for value_clip in (0.2, 0.0):
             inputs = (lp, old, rewards, mask)
             found.append(("value_loss", inputs, {"value_clip": value_clip}))
@@ -136,8 +139,7 @@ def test_keywords_are_the_flags(name, function):
         if parameter.kind is not parameter.KEYWORD_ONLY:
             assert parameter.default is parameter.empty
         elif keyword in NORMALISERS or keyword.endswith("_BT"):
-            left_out = 1.0 if keyword == "rollout_ratio_BT" else None  # it is a factor
-            assert parameter.default == left_out and not hasattr(args, keyword)
+            assert parameter.default is None and not hasattr(args, keyword)
         elif (
             keyword == "max_new_tokens"
         ):  # the one without a default: L_max is the user's, not the paper's

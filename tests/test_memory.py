@@ -16,7 +16,7 @@ from memory import memory_parts, memory_peak, plan_memory
 from mismatch import rollout_copy
 
 PROMPT = 24
-CAP = 104
+CAP = 56
 
 
 def dense():
@@ -77,7 +77,7 @@ def master(request):
 
 
 def batch_of(count):
-    """Sequences of 128 tokens and one of 120, so that the attention has a mask."""
+    """Sequences of 80 tokens and one of 72, so that the attention has a mask."""
     completions = []
     for i in range(count):
         length = CAP if i > 0 else CAP - 8
@@ -178,7 +178,7 @@ def test_it_is_said_before_the_run_and_what_does_not_fit_is_refused(master, monk
     args.num_minibatches = 1
     problems = [SimpleNamespace(prompt_ids=[1] * PROMPT), SimpleNamespace(prompt_ids=[1])]
     plan_memory(args, master, problems, {"optimizer": None})
-    assert args.micro_batch_size == 24  # 24 x 128 tokens are less than 16,384
+    assert args.micro_batch_size == 24  # 24 x 80 tokens are less than 16,384
     line = capsys.readouterr().out
     needed = memory_parts(master, args, PROMPT)
     for part, count in needed.items():

@@ -181,6 +181,25 @@ def test_equal_weights_have_full_effective_size_however_small():
     assert correction.stats["weight_effective_size"].item() == pytest.approx(1)
 
 
+def test_a_product_above_the_cap_has_weight_0_also_where_exp_is_clamped():
+    """e^25 is above a cap of 1e9, and e^20, which stands for it, is not."""
+    mask = torch.ones(2, 2, dtype=torch.bool)
+    sampler = torch.tensor([[-12.5, -12.5], [-10.25, -10.25]])
+    batch = SimpleNamespace(sampler_logprobs_BT=sampler, mask_BT=mask)
+    correction = rollout_correction(torch.zeros(2, 2), batch, settings("sequence_mis", rollout_cap=1e9))
+    assert correction.weights.tolist() == [[0.0], [pytest.approx(math.exp(20))]]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_statistics_of_nothing_are_0(rule):
+    """As where dapo's filter has masked all completions: 0 / 0 would be NaN."""
+    _, old, _, mask, _, _ = data(())
+    batch = sampled_by_another(old, torch.zeros_like(mask), 0)
+    stats = rollout_correction(old, batch, settings(rule)).stats | mismatch_stats(old, None, batch)
+    assert stats.pop("sampler_sequence_ratio_min") == stats.pop("sampler_sequence_ratio_max") == 1
+    assert len(stats) == 5 and all(value == 0 for value in stats.values())
+
+
 def test_mismatch_statistics():
     _, old, _, mask, lengths, _ = data(())
     batch = sampled_by_another(old, mask, 0)
@@ -481,6 +500,24 @@ def test_runs_with_all_of_it(name, replay, tmp_path, reward_file):
         assert line["losses/first_step_ratio_error_max"] == 0, "old and current replay the same"
         assert line["rollout/sampler_kl"] > 1e-4 and line["rollout/sampler_expert_diff_frac"] > 0
         assert 0 < line["rollout/weight_effective_size"] <= 1
+
+
+def test_a_run_in_which_nothing_is_in_the_mask(tmp_path, reward_file):
+    """All completions are cut off, some of them count as right, and dapo's filter masks them all."""
+    reward = reward_file('return (1.0, "correct") if "#" in text else (0.0, "wrong")')
+    flags = "--overlong filter --rollout_dtype int4 --rollout_correction token_tis --max_new_tokens 4"
+    flags = (*SMALL, *flags.split(), "--reward", reward, "--run_dir", tmp_path)
+    result = run("dapo", *flags, held_out=4)
+    assert result.returncode == 0, result.stderr
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        row = json.loads(line, parse_constant=pytest.fail)  # NaN is not JSON
+        assert row["rollout/groups_kept"] > 0
+        for name in ("weight_mean", "weight_zero_frac", "weight_effective_size", "sampler_kl"):
+            assert row[f"rollout/{name}"] == 0
+        for key in ("losses/policy_loss", "losses/entropy", "losses/ratio_max", "moe/load_max"):
+            assert row[key] == 0
 
 
 def test_a_stopped_run_goes_on_to_the_bit(tmp_path):

@@ -350,14 +350,15 @@ def test_the_line_that_a_stopped_run_prints(given, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_a_stopped_run_prints_a_line_that_works(tmp_path):
-    """python -m more.rloo, SIGTERM, and the printed line as it stands, in a shell."""
+@pytest.mark.parametrize("program", ["grpo.py", "-m more.rloo"])
+def test_a_stopped_run_prints_a_line_that_works(program, tmp_path):
+    """SIGTERM, and the printed line as it stands, in a shell."""
     folder = tmp_path / "run"
     flags = [*SMALL, "--num_minibatches", "1", "--iterations", "500", "--run_dir", str(folder)]
     flags += ["--num_held_out", "8", "--eval_every", "0", "--save_every", "0"]
     env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
-    command = [sys.executable, "-m", "more.rloo", *flags]
+    command = [sys.executable, *program.split(), *flags]
     process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=-3, stderr=-1, text=True)
     log = folder / "metrics.jsonl"
     while not log.exists() or log.stat().st_size == 0:
@@ -368,7 +369,7 @@ def test_a_stopped_run_prints_a_line_that_works(tmp_path):
     assert process.returncode == 130 and "Traceback" not in error
     (line,) = (line for line in error.replace("\r", "\n").splitlines() if "to resume: " in line)
     printed = line.split("to resume: ")[1].strip()
-    assert printed == f"python -m more.rloo {shlex.join(flags)} --resume"
+    assert printed == f"python {program} {shlex.join(flags)} --resume"
     done = len(log.read_text().splitlines())
     further = f"{printed} --iterations {done + 1}"
     result = subprocess.run(further, shell=True, cwd=ROOT, env=env, capture_output=True, timeout=120)

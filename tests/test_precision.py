@@ -313,10 +313,10 @@ def test_recomputed_layers_hand_over_the_same_gradients(masters):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
-def test_a_checkpoint_holds_masters_and_a_killed_run_goes_on(name, tmp_path):
+def test_a_checkpoint_holds_masters_and_a_killed_run_goes_on(name, tmp_path, sums):
     """Bit for bit in bfloat16 too: weights, optimizer, critic, reference and metrics. Rounded masters
     would lose what small updates had added up."""
-    check(name, ["step:4"], tmp_path, "--dtype", "bfloat16", iterations=2)
+    check(name, ["step:4"], tmp_path, sums, "--dtype", "bfloat16", "--iterations", 2)
     (checkpoint,) = (tmp_path / "parts").glob("checkpoint-*")
     parts = torch.load(checkpoint / "trainer_state.pt", weights_only=True)["parts"]
     masters = [load_file(checkpoint / "model.safetensors")]

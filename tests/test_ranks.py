@@ -4,12 +4,14 @@ import json
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
-from conftest import MORE, ROOT, SCRIPTS, run
+from conftest import MORE, ROOT, SCRIPTS, run, script_args
 from safetensors.torch import load_file
+
+import ranks
+from harness import UserError, parse_args
 
 SMALL = "--num_held_out 5 --max_new_tokens 32 --eval_every 1 --save_every 1"
 SIZES = {
@@ -31,28 +33,21 @@ def flags(name, folder, *more):
 def in_parts(size):
     """Flags for micro-batches of 6, one for each of two ranks, or for more and smaller ones. The loss
     that balances experts is a mean over its micro-batch: it is left out where they differ."""
-    parts = ["--iterations", "2", "--micro_batch_size", str(size)]
+    parts = ["--iterations", "3", "--micro_batch_size", str(size)]
     if size < 6:
         parts += ["--router_aux_coef", "0"]
     return parts
 
 
-def torchrun(world, trouble, *commands, timeout=300):
-    """Runs the commands, (script, flags), in `world` ranks."""
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={world}",
-    ]
-    worker = [str(ROOT / "tests" / "ranks_worker.py"), trouble]
-    words = [" ".join([name, *flags]) for name, flags in commands]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+def torchrun(world, *commands, timeout=300):
+    """Runs the commands, (trouble, script, flags), one after the other in `world` ranks."""
+    launcher = "-m torch.distributed.run --standalone --nproc-per-node".split()
+    worker = ROOT / "tests" / "ranks_worker.py"
+    words = [" ".join([trouble, name, *flags]) for trouble, name, flags in commands]
     return subprocess.run(
-        [*launcher, *worker, *words],
+        [sys.executable, *launcher, str(world), worker, *words],
         cwd=ROOT,
-        env=env,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -96,104 +91,104 @@ def close(one, other):
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
 
 
-@pytest.fixture(scope="module", params=["grpo", "ppo", "dapo"])
-def name(request):
-    return request.param
+@pytest.fixture(scope="module")
+def two(tmp_path_factory, sums):
+    """(result of one launch of two ranks, folder of its runs): one has a signal and is resumed, one is
+    refused, one ends in NaN, one loses a rank."""
+    folder = tmp_path_factory.mktemp("two")
+
+    def command(trouble, where, *more, name="grpo", size=6):
+        return trouble, name, flags(name, folder / where, "--dataset", sums, *in_parts(size), *more)
+
+    result = torchrun(
+        2,
+        command("none", "grpo-6"),
+        command("none", "grpo-2", size=2),
+        command("none", "ppo-6", name="ppo"),
+        command("signal", "stopped"),
+        command("none", "stopped", "--resume"),
+        command("none", "refused", "--lr", "-1"),
+        command("nan", "nan"),
+        command("kill", "killed"),
+    )
+    return result, folder
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """The folder of the runs: {name}-{world}-{micro batch size}."""
-    folder = tmp_path_factory.mktemp("ranks")
-    names = ["grpo", "ppo", "dapo"]
-    spread = {2: (6, 2), 3: (2,), 4: (2,)}
-    for world, sizes in spread.items():
-        commands = []
-        for name in names:
-            for size in sizes:
-                where = folder / f"{name}-{world}-{size}"
-                commands.append((name, flags(name, where, *in_parts(size))))
-        if world == 2:  # and one that is resumed
-            where = folder / "resumed"
-            commands.append(("grpo", flags("grpo", where, "--iterations", 1, "--micro_batch_size", 6)))
-            more = ("--iterations", 2, "--micro_batch_size", 6, "--resume")
-            commands.append(("grpo", flags("grpo", where, *more)))
-        result = torchrun(world, "none", *commands)
-        assert result.returncode == 0, result.stderr[-3000:]
-    for name in names:
-        for size in (6, 2):
-            where = folder / f"{name}-1-{size}"
-            result = run(name, *flags(name, where, *in_parts(size)))
+def one(tmp_path_factory, sums):
+    """one(name, micro batch size): the outcome of the same in one process."""
+    known = {}
+
+    def outcome_of(name, size):
+        if (name, size) not in known:
+            folder = tmp_path_factory.mktemp("one")
+            result = run(name, *flags(name, folder, "--dataset", sums, *in_parts(size)))
             assert result.returncode == 0, result.stderr
-    return folder
+            known[name, size] = outcome(folder)
+        return known[name, size]
+
+    return outcome_of
 
 
-def test_two_ranks_are_one_process_to_the_bit(runs, name):
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_two_ranks_are_one_process_to_the_bit(two, one, name):
     """12 completions in a step: 6 and 6, which one process has as two micro-batches."""
-    same_bits(outcome(runs / f"{name}-1-6"), outcome(runs / f"{name}-2-6"))
+    same_bits(one(name, 6), outcome(two[1] / f"{name}-6"))
 
 
-def test_more_micro_batches_are_the_same_up_to_the_order_of_a_sum(runs, name):
-    close(outcome(runs / f"{name}-1-2"), outcome(runs / f"{name}-2-2"))
+def test_more_micro_batches_are_the_same_up_to_the_order_of_a_sum(two, one):
+    close(one("grpo", 2), outcome(two[1] / "grpo-2"))
 
 
-@pytest.mark.parametrize("world", [3, 4])
-def test_a_number_of_ranks_that_does_not_divide_the_prompts(runs, name, world):
-    close(outcome(runs / f"{name}-1-2"), outcome(runs / f"{name}-{world}-2"))
+def test_a_signal_to_one_rank_stops_all_and_resumed_it_is_exact(two, one):
+    """After the iteration in which it comes, with a checkpoint of it; two ranks or one may go on."""
+    result, folder = two
+    assert "stopped by a signal" in result.stdout
+    same_bits(one("grpo", 6), outcome(folder / "stopped"))
+    more = ("--iterations", 4, "--micro_batch_size", 6, "--resume")
+    settings = json.loads((folder / "stopped" / "settings.json").read_text())
+    alone = run("grpo", *flags("grpo", folder / "stopped", "--dataset", settings["dataset"], *more))
+    assert alone.returncode == 0, alone.stderr
+    assert [row["iteration"] for row in outcome(folder / "stopped")[2]] == [1, 2, 3, 4]
 
 
-def test_resume_with_the_same_number_is_exact_and_another_goes_on(runs):
-    same_bits(outcome(runs / "resumed"), outcome(runs / "grpo-2-6"))
-    more = ("--iterations", 3, "--micro_batch_size", 6, "--resume")
-    result = run("grpo", *flags("grpo", runs / "resumed", *more))
-    assert result.returncode == 0, result.stderr
-    assert [row["iteration"] for row in outcome(runs / "resumed")[2]] == [1, 2, 3]
-
-
-def errors(result):
-    return [line for line in result.stderr.splitlines() if "grpo.py: error:" in line]
-
-
-def test_a_signal_to_one_rank_stops_all_after_the_iteration(tmp_path):
-    result = torchrun(2, "signal", ("grpo", flags("grpo", tmp_path, "--iterations", 3)))
-    assert result.returncode != 0 and "stopped by a signal" in result.stdout, result.stderr[-2000:]
-    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-000002"]
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
-
-
-def test_nan_on_one_rank_ends_all_with_one_line(tmp_path):
-    result = torchrun(2, "nan", ("grpo", flags("grpo", tmp_path, "--iterations", 3)))
+def test_what_ends_a_run_ends_all_ranks_with_one_line(two):
+    """A flag, a NaN on one rank, a rank that is killed: nobody waits for another, nor repeats it."""
+    result, folder = two
+    refused, nan, killed = (x for x in result.stderr.splitlines() if "grpo.py: error:" in x)
+    assert "--lr" in refused and not (folder / "refused").exists()
+    assert "iteration 2: loss is not finite" in nan
+    assert [path.name for path in (folder / "nan").glob("checkpoint-*")] == ["checkpoint-000001"]
+    assert "lost another" in killed
+    codes = [line for line in result.stdout.splitlines() if line.startswith("ended with")]
+    assert codes == [f"ended with {code} {code}" for code in (0, 0, 0, 130, 0, 2, 2)]
     assert result.returncode != 0
-    (line,) = errors(result)
-    assert "iteration 2: loss is not finite" in line
-    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-000001"]
 
 
-def test_when_one_rank_is_killed_the_others_end_and_say_so(tmp_path):
-    start = time.time()
-    result = torchrun(2, "kill", ("grpo", flags("grpo", tmp_path, "--iterations", 3)))
-    assert result.returncode != 0 and time.time() - start < 60 + 60  # the start is in it
-    (line,) = errors(result)
-    assert "lost another" in line
-
-
-def test_bad_input_is_one_line(tmp_path):
-    result = torchrun(2, "none", ("grpo", flags("grpo", tmp_path, "--lr", "-1")))
-    assert result.returncode != 0
-    (line,) = errors(result)
-    assert "--lr" in line
-    many = torchrun(2, "none", ("grpo", flags("grpo", tmp_path, "--num_minibatches", 24)))
-    assert len(errors(many)) == 1 and "fewer completions" in many.stderr
+def test_fewer_completions_than_ranks(monkeypatch):
+    monkeypatch.setattr(ranks, "WORLD", 2)
+    monkeypatch.setattr(sys, "argv", ["grpo.py", *flags("grpo", "x", "--num_minibatches", 24)])
+    with pytest.raises(UserError, match="--num_minibatches leaves fewer completions"):
+        parse_args(script_args("grpo")[0].Args)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*SCRIPTS, *MORE])
-def test_two_ranks_are_one_process_in_all(name, tmp_path):
-    shared = ("--iterations", 3, "--micro_batch_size", 6)
-    one = run(name, *flags(name, tmp_path / "1", *shared))
-    two = torchrun(2, "none", (name, flags(name, tmp_path / "2", *shared)))
-    assert one.returncode == two.returncode == 0, two.stderr[-3000:]
-    same_bits(outcome(tmp_path / "1"), outcome(tmp_path / "2"))
+@pytest.mark.parametrize("world", [3, 4])
+@pytest.mark.parametrize("name", ["grpo", "ppo", "dapo"])
+def test_a_number_of_ranks_that_does_not_divide_the_prompts(world, name, one, sums, tmp_path):
+    own = flags(name, tmp_path, "--dataset", sums, *in_parts(2))
+    result = torchrun(world, ("none", name, own))
+    assert result.returncode == 0, result.stderr[-3000:]
+    close(one(name, 2), outcome(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in [*SCRIPTS, *MORE] if name not in ("grpo", "ppo")])
+def test_two_ranks_are_one_process_in_all(name, tmp_path, one, sums):
+    own = flags(name, tmp_path, "--dataset", sums, *in_parts(6))
+    result = torchrun(2, ("none", name, own))
+    assert result.returncode == 0, result.stderr[-3000:]
+    same_bits(one(name, 6), outcome(tmp_path))
 
 
 @pytest.mark.slow
@@ -204,7 +199,7 @@ def test_two_ranks_share_a_mismatch(name, replay, tmp_path):
     log-probs depend, in their last bits, on how many rows are sampled together."""
     mismatch = ("--rollout_dtype", "int4", "--rollout_correction", "token_tis")
     shared = ("--iterations", 2, "--micro_batch_size", 6, "--routing_replay", replay, *mismatch)
-    one = run(name, *flags(name, tmp_path / "1", *shared))
-    two = torchrun(2, "none", (name, flags(name, tmp_path / "2", *shared)))
-    assert one.returncode == two.returncode == 0, two.stderr[-3000:]
+    alone = run(name, *flags(name, tmp_path / "1", *shared))
+    result = torchrun(2, ("none", name, flags(name, tmp_path / "2", *shared)))
+    assert alone.returncode == result.returncode == 0, result.stderr[-3000:]
     close(outcome(tmp_path / "1"), outcome(tmp_path / "2"))

@@ -14,6 +14,8 @@ import torch
 from conftest import ROOT, SCRIPTS, run
 from safetensors.torch import load_file
 
+import grpo
+
 FLAGS = """--prompts_per_iteration 8 --group_size 4 --max_new_tokens 32 --num_minibatches 2
 --eval_every 2 --iterations 5 --save_every 1 --num_held_out 8""".split()
 TIMES = {"charts/tokens_per_second", "charts/rollout_seconds", "charts/update_seconds"}
@@ -66,22 +68,15 @@ for point in points:
 """
 
 
-def harness(name, points, folder, *flags):
-    own = ("--prompts_per_iteration", "32", "--group_size", "1") if name == "ppo" else ()
-    command = [
-        sys.executable,
-        "-c",
-        HARNESS,
-        name,
-        ",".join(points),
-        *FLAGS,
-        *own,
-        *flags,
-        "--run_dir",
-        str(folder),
-    ]
+def flags_of(name, folder, sums, *more):
+    own = ("--prompts_per_iteration", 32, "--group_size", 1) if name == "ppo" else ()
+    return [*FLAGS, *map(str, own), "--dataset", str(sums), "--run_dir", str(folder), *map(str, more)]
+
+
+def harness(name, points, flags):
+    command = [sys.executable, "-c", HARNESS, name, ",".join(points), *flags, "--resume"]
     env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run([*command, "--resume"], cwd=ROOT, env=env, capture_output=True, text=True)
+    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-2000:]
 
 
@@ -103,13 +98,11 @@ def outcome(folder):
     return lines, samples, as_lists(weights), as_lists(saved["parts"])
 
 
-def check(name, points, tmp_path, *flags, iterations=5):
-    flags = (*flags, "--iterations", str(iterations))
-    harness(name, ["end"], tmp_path / "whole", *flags)
-    harness(name, [*points, "end"], tmp_path / "parts", *flags)
-    whole, parts = outcome(tmp_path / "whole"), outcome(tmp_path / "parts")
-    assert [line["iteration"] for line in parts[0]] == list(range(1, iterations + 1))
-    assert parts == whole
+def check(name, points, tmp_path, sums, *more):
+    whole, parts = (flags_of(name, tmp_path / part, sums, *more) for part in ("whole", "parts"))
+    assert run(name, *whole).returncode == 0
+    harness(name, [*points, "end"], parts)
+    assert outcome(tmp_path / "parts") == outcome(tmp_path / "whole")
 
 
 EVERYWHERE = "replace:1 step:1 save:1 rename:2 log:2 remove:1 sample:1 replace:2".split()
@@ -120,60 +113,58 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("grpo", "dapo", 
 
 
 @pytest.mark.parametrize("name", ["ppo", *SLOW])
-def test_killed_at_every_kind_of_moment(name, tmp_path):
+def test_killed_at_every_kind_of_moment(name, tmp_path, sums):
     """Before the settings are there, before the first checkpoint, inside one, between writing and
     renaming it, half-way through a line of metrics, while the old checkpoint is removed, in a rollout,
     between the two files that a resumed run cuts; and at random steps."""
     rng = random.Random(name)
-    check(name, [*EVERYWHERE, *(f"step:{rng.randint(1, 2)}" for _ in range(2))], tmp_path)
+    check(name, [*EVERYWHERE, *(f"step:{rng.randint(1, 2)}" for _ in range(2))], tmp_path, sums)
+    assert len((tmp_path / "parts" / "metrics.jsonl").read_text().splitlines()) == 5
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_killed_at_random_moments(name, tmp_path):
+def test_killed_at_random_moments(name, tmp_path, sums):
     """All nine, ten times each, by the clock."""
-    harness(name, ["end"], tmp_path / "whole")
-    rng, folder = random.Random(name), tmp_path / "parts"
-    own = ("--prompts_per_iteration", "32", "--group_size", "1") if name == "ppo" else ()
-    command = [sys.executable, f"{name}.py", *FLAGS, *own, "--run_dir", str(folder), "--resume"]
+    assert run(name, *flags_of(name, tmp_path / "whole", sums)).returncode == 0
+    rng = random.Random(name)
+    flags = flags_of(name, tmp_path / "parts", sums, "--resume")
     env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     for _ in range(10):
+        command = [sys.executable, f"{name}.py", *flags]
         process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=-3, stderr=-3)
         time.sleep(rng.uniform(4, 8))
         process.send_signal(signal.SIGKILL)
         process.wait()
-    harness(name, ["end"], folder)
-    assert outcome(folder) == outcome(tmp_path / "whole")
+    assert run(name, *flags).returncode == 0
+    assert outcome(tmp_path / "parts") == outcome(tmp_path / "whole")
 
 
-def test_a_signal_ends_the_run_after_a_checkpoint(tmp_path):
-    """SIGTERM: the iteration is finished and saved, the command to go on is printed, and it works."""
-    flags = [*FLAGS, "--iterations", "500", "--run_dir", str(tmp_path / "run")]
-    command = [sys.executable, "grpo.py", *flags]
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=-3, stderr=-1, text=True)
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    while not metrics.exists() or metrics.stat().st_size == 0:
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    error = process.communicate(timeout=60)[1]
-    assert process.returncode == 130 and "Traceback" not in error
-    (line,) = (line for line in error.replace("\r", "\n").splitlines() if "to resume: " in line)
-    expected = f"python grpo.py {' '.join(flags)} --resume"
-    assert line.split("to resume: ")[1].strip() == expected
-    (checkpoint,) = (tmp_path / "run").glob("checkpoint-*")
-    done = int(checkpoint.name.split("-")[1])
-    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == done
-    flags = [*FLAGS, "--iterations", done + 1, "--run_dir", tmp_path / "run", "--resume"]
-    assert run("grpo", *flags).returncode == 0
+def test_a_signal_ends_the_run_after_a_checkpoint(tmp_path, sums, monkeypatch):
+    """SIGTERM in a rollout: the iteration is finished and saved, and the run can go on. What it prints
+    is in test_more.py."""
+    original = grpo.sample
+    rollouts = []
+
+    def sample(*args):
+        rollouts.append(None)
+        if len(rollouts) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(*args)
+
+    monkeypatch.setattr(grpo, "sample", sample)
+    flags = flags_of("grpo", tmp_path, sums, "--save_every", 0)
+    result = run("grpo", *flags)
+    assert result.returncode == 130 and "to resume: " in result.stderr
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-000002"]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+    assert run("grpo", *flags, "--resume").returncode == 0
+    assert len(rollouts) == 5
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, monkeypatch):
     """Before the optimizer step: it names iteration and tensor; the last checkpoint has finite
     weights."""
-    import grpo
-
     original, calls = grpo.policy_loss, []
 
     def policy_loss(*args, **keywords):
@@ -197,7 +188,8 @@ def collapses(result):
 def test_collapse_is_reported_once(tmp_path, reward_file):
     """A run whose groups all have equal rewards says so after ten such iterations."""
     reward = reward_file('return 0.5, "wrong"')
-    flags = [*FLAGS, "--save_every", 0, "--eval_every", 0, "--reward", reward]
+    small = ("--prompts_per_iteration", 2, "--max_new_tokens", 4)
+    flags = [*FLAGS, *small, "--save_every", 0, "--eval_every", 0, "--reward", reward]
     result = run("grpo", *flags, "--iterations", 13, "--run_dir", tmp_path / "run")
     assert collapses(result) == ["collapse: for 10 iterations no group had two different rewards"]
     result = run("grpo", *flags, "--iterations", 9, "--run_dir", tmp_path / "short")
@@ -207,6 +199,7 @@ def test_collapse_is_reported_once(tmp_path, reward_file):
 def test_nothing_collapses_without_groups(tmp_path, reward_file):
     """ppo has one completion per prompt, and so no share of uniform groups."""
     reward = reward_file('return 0.5, "wrong"')
-    flags = [*FLAGS, "--prompts_per_iteration", 32, "--group_size", 1, "--reward", reward]
+    small = ("--prompts_per_iteration", 4, "--group_size", 1, "--max_new_tokens", 4)
+    flags = [*FLAGS, *small, "--reward", reward]
     flags += ["--save_every", 0, "--eval_every", 0, "--run_dir", tmp_path / "run"]
     assert collapses(run("ppo", *flags, "--iterations", 13)) == []

@@ -173,6 +173,15 @@ def test_meter_weighs_and_keeps_maxima():
     assert [weight for _, weight in meter.pairs["losses/a"]] == [1, 2]
 
 
+def test_meter_of_nothing_is_0():
+    """Where no token counts, a mean over the tokens must not be NaN."""
+    meter = Meter()
+    for value in (3.0, 5.0):
+        values = {"a": torch.tensor(value), "load": torch.tensor([value, value])}
+        meter.add("moe", values, torch.tensor(0))
+    assert meter.means() == {"moe/a": 0, "moe/load_max": 0, "moe/load_min": 0}
+
+
 def test_meter_takes_a_vector_apart_after_averaging_it():
     """The largest and the smallest of the means: an expert that is busy in one micro-batch only is not
     busy."""

@@ -1,13 +1,18 @@
 """The scripts as a user runs them, on the CPU and without a network."""
 
+import dataclasses
 import importlib
 import json
 import math
+import re
 
 import pytest
 import torch
-from conftest import SCRIPTS, TINY_MOE, run, run_process
+from conftest import MORE, SCRIPTS, TINY_MOE, run, run_process
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import common
+import grpo
 
 SMALL = """--prompts_per_iteration 16 --group_size 4 --max_new_tokens 32 --num_minibatches 2
 --eval_every 2 --iterations 3""".split()
@@ -24,11 +29,27 @@ def small(name, *flags, held_out=32):
 
 
 def metrics(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    """The lines of metrics.jsonl; a NaN or an infinity, which is not JSON, fails."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line, parse_constant=pytest.fail) for line in lines]
 
 
 def untimed(folder):
     return [{key: value for key, value in line.items() if key not in TIMES} for line in metrics(folder)]
+
+
+def evaluations(monkeypatch):
+    """A list that gets "greedy" or "sampled" for each pass over the 32 held-out problems."""
+    passes = []
+    original = common.sample
+
+    def sample(model, tokenizer, prompts, *args, greedy=False, **keywords):
+        if len(prompts) == 32:
+            passes.append("greedy" if greedy else "sampled")
+        return original(model, tokenizer, prompts, *args, greedy=greedy, **keywords)
+
+    monkeypatch.setattr(common, "sample", sample)
+    return passes
 
 
 def keys(prefix, names):
@@ -55,24 +76,13 @@ EXTRA_KEYS = {
 }
 
 
-@pytest.fixture(scope="session")
-def nine(tmp_path_factory):
-    """(result, run folder) of each script; two are processes, with four seconds of imports each."""
-    folder = tmp_path_factory.mktemp("nine")
-
-    def start(name):
-        own = ("--prompts_per_iteration", 64, "--group_size", 1) if name == "ppo" else ()
-        if name in ("grpo", "ppo"):
-            return run_process(name, *SMALL, *own, "--run_dir", folder / name)
-        return run(name, *SMALL, *own, "--run_dir", folder / name, held_out=32)
-
-    return {name: (start(name), folder / name) for name in SCRIPTS}
-
-
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_each_script_runs_and_logs_sensible_numbers(name, nine):
-    result, tmp_path = nine[name]
+def test_each_script_runs_and_logs_sensible_numbers(name, tmp_path, monkeypatch):
+    passes = evaluations(monkeypatch)
+    result = small(name, "--run_dir", tmp_path)
     assert result.returncode == 0, result.stderr
+    # Before, after iteration 2, and at the end, where what is logged and what is printed are the same.
+    assert passes == ["greedy", "sampled", "greedy", "greedy", "sampled"]
     lines = metrics(tmp_path)
     assert [line["iteration"] for line in lines] == [1, 2, 3]
     for line in lines:
@@ -112,29 +122,31 @@ def test_each_script_runs_and_logs_sensible_numbers(name, nine):
     assert json.loads((tmp_path / "settings.json").read_text())["script"] == name
 
 
+def test_a_process_computes_the_same(tmp_path):
+    """As a user starts it: else the runs in this process would prove nothing."""
+    flags = (*SMALL, "--num_held_out", 32, "--run_dir")
+    for result in (run("grpo", *flags, tmp_path / "a"), run_process("grpo", *flags, tmp_path / "b")):
+        assert result.returncode == 0, result.stderr
+        assert "held-out" in result.stdout
+    assert untimed(tmp_path / "a") == untimed(tmp_path / "b")
+
+
 OPTIONS = [
     ("grpo", "--kl_is_corrected", "--ref_reset_every", 2),
+    ("dapo", "--overlong", "none", "--max_sampling_rounds", 1),
+    ("ppo", "--value_clip", 0, "--entropy_coef", 0.01, "--gae_lambda", 1),
+    ("grpo", *"--update_epochs 3 --micro_batch_size 8 --temperature 0.8 --dtype bfloat16".split()),
+]
+SLOW_OPTIONS = [
     ("grpo", "--kl_coef", 0),
     ("dapo", "--overlong", "filter"),
-    ("dapo", "--overlong", "none", "--max_sampling_rounds", 1),
     ("gspo", "--variant", "gspo_token"),
     ("cispo", "--ppo_mask"),
     ("gmpo", "--clip_level", "sequence"),
     ("rspo", "--shift", "literal"),
     ("rspo", "--shift", "before_clip"),
-    ("ppo", "--value_clip", 0, "--entropy_coef", 0.01, "--gae_lambda", 1),
-    (
-        "grpo",
-        "--update_epochs",
-        3,
-        "--micro_batch_size",
-        8,
-        "--temperature",
-        0.8,
-        "--dtype",
-        "bfloat16",
-    ),
 ]
+OPTIONS += [pytest.param(option, marks=pytest.mark.slow) for option in SLOW_OPTIONS]
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda o: " ".join(map(str, o)))
@@ -151,9 +163,8 @@ def checkpoint_parts(folder):
     return set(torch.load(checkpoint / "trainer_state.pt", weights_only=True)["parts"])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kl_coef", [0, 0.04])
-@pytest.mark.parametrize("name", ["grpo", "ppo"])
+@pytest.mark.parametrize("name, dtype", [("grpo", "float32"), ("ppo", "bfloat16")])
 def test_without_a_kl_there_is_no_reference(name, kl_coef, dtype, tmp_path, monkeypatch):
     """With --kl_coef 0: one model alone goes through the forward of the update, the checkpoint holds no
     other, and no KL is logged."""
@@ -255,18 +266,34 @@ def test_dapo_says_so_when_no_group_is_mixed(tmp_path, reward_file):
     assert "the run ends here" in result.stderr + result.stdout and "held-out" in result.stdout
 
 
+def test_what_is_not_finite_is_not_logged(tmp_path, monkeypatch):
+    """JSON has no word for it."""
+    original = grpo.policy_loss
+
+    def policy_loss(*args, **keywords):
+        loss, stats = original(*args, **keywords)
+        nonsense = {"approx_kl": torch.tensor(math.nan), "ratio_max": torch.tensor(math.inf)}
+        return loss, stats | nonsense
+
+    monkeypatch.setattr(grpo, "policy_loss", policy_loss)
+    assert small("grpo", "--run_dir", tmp_path, "--iterations", 1).returncode == 0
+    (line,) = metrics(tmp_path)
+    assert {"losses/approx_kl", "losses/ratio_max"}.isdisjoint(line) and "losses/kl_ref" in line
+
+
 def test_same_seed_same_metrics_other_seed_other_metrics(tmp_path):
     for folder, seed in (("a", 1), ("b", 1), ("c", 2)):
-        assert small("grpo", "--run_dir", tmp_path / folder, "--seed", seed).returncode == 0
+        flags = ("--run_dir", tmp_path / folder, "--seed", seed, "--iterations", 1)
+        assert small("grpo", *flags).returncode == 0
     assert untimed(tmp_path / "a") == untimed(tmp_path / "b")
     assert untimed(tmp_path / "a") != untimed(tmp_path / "c")
 
 
 def test_resume_with_nothing_left_to_do(tmp_path):
     """Fewer iterations than were done already: the table of the trained model, and no change."""
-    assert small("grpo", "--run_dir", tmp_path, "--iterations", 2).returncode == 0
+    assert small("grpo", "--run_dir", tmp_path, "--iterations", 2, held_out=8).returncode == 0
     before = metrics(tmp_path)
-    result = small("grpo", "--run_dir", tmp_path, "--iterations", 1, "--resume")
+    result = small("grpo", "--run_dir", tmp_path, "--iterations", 1, "--resume", held_out=8)
     assert result.returncode == 0 and "held-out" in result.stdout and metrics(tmp_path) == before
 
 
@@ -280,13 +307,16 @@ def moved(folder, base):
     return torch.cat([(after[key] - base[key]).flatten() for key in after])
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo", "dapo"])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("ppo", "dapo")]
+
+
+@pytest.mark.parametrize("name", ["grpo", *SLOW])
 def test_micro_batches_are_memory_not_results(name, tmp_path):
     """The whole script, not only its loss: metrics and weights agree to rounding, also where the last
     micro-batch of a minibatch of 32 is smaller than the others."""
     for size in (0, 32, 4, 5):
         flags = ("--iterations", 1, "--micro_batch_size", size, "--router_aux_coef", 0)
-        assert small(name, "--run_dir", tmp_path / str(size), *flags).returncode == 0
+        assert small(name, "--run_dir", tmp_path / str(size), *flags, held_out=8).returncode == 0
     a = untimed(tmp_path / "32")[0]
     base = AutoModelForCausalLM.from_pretrained(TINY_MOE).state_dict()
     whole = moved(tmp_path / "32", base)
@@ -299,7 +329,8 @@ def test_micro_batches_are_memory_not_results(name, tmp_path):
         assert (moved(tmp_path / size, base) - whole).norm() < 1e-3 * whole.norm()
 
 
-@pytest.mark.parametrize("name", ["grpo", "dapo", "rspo"])  # ppo: test_resume.py
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["grpo", "dapo", "rspo"])
 def test_resume_continues_as_if_never_stopped(name, tmp_path):
     """Stopped after iteration 1 and resumed, with a half-written line left behind: same metrics, same
     weights."""
@@ -324,18 +355,17 @@ def test_resume_continues_as_if_never_stopped(name, tmp_path):
 
 def test_checkpoint_is_an_ordinary_transformers_folder(tmp_path):
     """Opened with plain transformers, it answers greedily as the script's last evaluation did."""
-    import grpo
     from common import load_problems
     from verifier import verify
 
-    result = small("grpo", "--run_dir", tmp_path, "--save_every", 1, held_out=256)
+    result = small("grpo", "--run_dir", tmp_path, "--save_every", 1)
     assert result.returncode == 0, result.stderr
     (checkpoint,) = tmp_path.glob("checkpoint-*")
     names = {path.name for path in checkpoint.iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
-    problems = load_problems(grpo.Args(), model, tokenizer)[1]
+    problems = load_problems(grpo.Args(num_held_out=32), model, tokenizer)[1]
     inputs = tokenizer(
         [p.prompt for p in problems], return_tensors="pt", padding=True, padding_side="left"
     )
@@ -366,16 +396,13 @@ def test_rspo_refuses_a_dense_model(tmp_path, tiny_model):
     assert small("gmpo", "--model", tmp_path / "dense", "--run_dir", tmp_path / "gmpo").returncode == 0
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_help_explains_every_flag(name):
-    if name not in ("grpo", "dapo"):
-        return  # test_siblings.py sees to it that the others have the same block
-    text = run(name, "--help").stdout
-    shared = """seed device dtype model dataset reward iterations prompts_per_iteration group_size
-    max_new_tokens temperature lr update_epochs num_minibatches micro_batch_size max_grad_norm
-    router_aux_coef eval_every save_every resume run_dir tensorboard"""
-    for flag in shared.split():
-        assert f"--{flag}" in text
+@pytest.mark.parametrize("name", [*SCRIPTS, *MORE])
+def test_help_explains_every_flag(name, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")
+    text = " ".join(run(name, "--help").stdout.split())
+    for field in dataclasses.fields(importlib.import_module(name).Args):
+        explained = rf" --{field.name} (\S+ ){{0,3}}{re.escape(field.metadata['help'])}"
+        assert re.search(explained, text), field.name
 
 
 def test_grpo_learns(tmp_path):

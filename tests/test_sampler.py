@@ -164,7 +164,7 @@ def test_completions_do_not_depend_on_the_rollout_batch_size(greedy, tiny_model,
     for completions in results[1:]:
         for c, whole in zip(completions, results[0], strict=True):
             assert c._replace(logprobs=[]) == whole._replace(logprobs=[])
-            assert c.logprobs == pytest.approx(whole.logprobs, abs=3e-5)
+            assert c.logprobs == pytest.approx(whole.logprobs, abs=1e-4)
     assert greedy or len({tuple(c.ids) for c in results[0]}) > 10
 
 

@@ -138,7 +138,7 @@ def main():
     recipe, rest = parser.parse_args_into_dataclasses()
     prompts = [prompt for prompt, _ in addition_problems()]
     # What is held out by default is not learned.
-    train(rest.folder, prompts[256:], recipe, ARCHITECTURE)
+    train(rest.folder, prompts[RunArgs.num_held_out :], recipe, ARCHITECTURE)
 
 
 if __name__ == "__main__":
