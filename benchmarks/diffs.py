@@ -22,7 +22,7 @@ MARK = re.compile(r"(?<![\w\])])\[(\d)\]")  # [2], but not in shape[2]
 UNMARKED = [
     ("No KL", "    ref_logprobs_BT=None"),
     ("Group baseline", "def compute_advantages("),
-    ("Clip-higher", "    clip_eps_high: float = HfArg(default=0.28"),
+    ("Clip-higher", "    clip_eps_high: float = flag(0.28"),
     ("Token-level clip only", "    clip_level="),
 ]
 

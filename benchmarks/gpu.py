@@ -2,9 +2,9 @@
 
     python benchmarks/gpu.py
 
-Prints the memory table and the recipe of benchmarks/README.md. Memory comes from memory.py, the
-function that every run calls before it starts; the models are built without weights, from the numbers
-in their published configs.
+Prints the memory table and the recipe of benchmarks/README.md. Memory comes from plumbing/memory.py,
+as every run computes it before it starts; the models are built without weights, from the numbers in
+their published configs.
 """
 
 import sys
@@ -16,7 +16,7 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import grpo
-from memory import memory_parts, memory_peak
+from plumbing.memory import memory_parts, memory_peak
 
 CARDS = (24, 48, 80)  # GiB
 FREE = 0.1  # of a card: kept for CUDA itself and for memory that lies in pieces too small to be used

@@ -45,7 +45,7 @@ def long_step(x, y, carry, total):
 
 
 def write_problems(path):
-    """Writes the sums in an order that the shuffle of common.read_dataset turns into that of
+    """Writes the sums in an order that the shuffle of plumbing.data turns into that of
     `long_sums`."""
     problems = long_sums(fewest_digits=8)
     rows = [None] * len(problems)

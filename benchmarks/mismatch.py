@@ -24,52 +24,45 @@ RULES = ("token_tis", "sequence_mis", "geo_mask", "icepop")
 def trained(flags):
     """Folder of the checkpoint that grpo.py leaves, from a run that is made only once."""
     import grpo
-    import harness
+    from plumbing import launch
 
     folder = sweep.RUNS / "mismatch" / "grpo"
     if not list(folder.glob("checkpoint-*60")):
         sys.argv = ["grpo.py", "--run_dir", str(folder), *flags]
-        harness.launch(grpo.main, grpo.Args)
+        launch(grpo.main, grpo.Args)
     (checkpoint,) = folder.glob("checkpoint-*60")
     return str(checkpoint)
 
 
-def measure(master, tokenizer, problems, args, group_size):
+def measure(policy, problems, args, group_size):
     """Yields a row for each precision: {column: number}."""
     import torch
 
     import common
-    import mismatch
+    from plumbing import rollout_correction
+    from plumbing.policy import refresh_rollout_copy, rollout_copy
 
-    prompts = [problem.prompt_ids for problem in problems]
-
-    def timed_sample(model):
+    def timed_sample(policy):
         generator = torch.Generator().manual_seed(0)
         start = time.perf_counter()
-        completions = common.sample(model, tokenizer, prompts, group_size, args, generator)
+        completions = common.sample(policy, problems, group_size, args, generator)
         return completions, time.perf_counter() - start
 
     for precision in PRECISIONS:
         args.rollout_dtype = "same"
-        _, seconds_same = timed_sample(master)
+        _, seconds_same = timed_sample(policy)
         args.rollout_dtype = precision
-        sampler = mismatch.rollout_copy(master, master, precision)
-        mismatch.refresh_rollout_copy(sampler, master, precision)
+        sampler = policy.with_model(rollout_copy(policy.model, policy.master, precision))
+        refresh_rollout_copy(sampler.model, policy.master, precision)
         completions, seconds = timed_sample(sampler)
-        batch = common.collate(completions, "cpu")
-        logprobs = []
-        experts = []
-        with torch.no_grad():
-            for rows in torch.arange(len(completions)).split(64):
-                outputs = common.token_logprobs(master, batch.rows(rows), args.temperature)
-                logprobs.append(outputs.logprobs_BT)
-                experts.append(outputs.experts_BTLK)
-        logprobs = torch.cat(logprobs)
-        stats = mismatch.mismatch_stats(logprobs, torch.cat(experts), batch)
+        batch = common.collate(completions, args)
+        old = common.score(policy, batch, batch.minibatches(1), args)
+        args.rollout_correction = "none"
+        stats = rollout_correction(old, batch, args).stats
         row = {"precision": precision, **{name: float(value) for name, value in stats.items()}}
         for rule in RULES:
             args.rollout_correction = rule
-            weights = mismatch.rollout_correction(logprobs, batch, args).stats
+            weights = rollout_correction(old, batch, args).stats
             row[f"{rule}_zero"] = float(weights["weight_zero_frac"])
             row[f"{rule}_effective"] = float(weights["weight_effective_size"])
         row["sampling_time"] = seconds / seconds_same
@@ -83,7 +76,7 @@ def main():
     commit = sweep.prepare()
     import common
     import grpo
-    import harness
+    from plumbing.args import parse_args
 
     cases = [("tiny MoE, before", "tiny-moe", "addition", 256, 8, 48)]
     cases.append(("tiny MoE, after", trained([]), "addition", 256, 8, 48))
@@ -92,12 +85,13 @@ def main():
     rows = []
     for name, source, dataset, count, group_size, cap in cases:
         flags = f"--model {source} --dataset {dataset} --max_new_tokens {cap} --num_held_out {count}"
-        # With another precision than its own, a model is loaded so that it notes its experts.
-        sys.argv = ["grpo.py", *flags.split(), "--device", "cpu", "--rollout_dtype", "float32"]
-        args = harness.parse_args(grpo.Args)
-        master, tokenizer = common.load_model(args)
-        _, problems = common.load_problems(args, master, tokenizer)
-        for row in measure(master, tokenizer, problems, args, group_size):
+        # With another precision than its own, a model is loaded so that it records its experts.
+        flags += " --device cpu --rollout_dtype float32 --micro_batch_size 64"
+        sys.argv = ["grpo.py", *flags.split()]
+        args = parse_args(grpo.Args)
+        policy = common.load_policy(args)
+        _, problems = common.load_problems(args, policy)
+        for row in measure(policy, problems, args, group_size):
             rows.append({"model": name, **row, "commit": commit})
             print(rows[-1], flush=True)
     sweep.write_csv(sweep.RESULTS / "mismatch.csv", rows)

@@ -20,7 +20,8 @@ import torch
 import transformers
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from common import end_ids, load_model, load_problems, pad, sample, working_copy
+from common import load_policy, load_problems, pad, sample
+from plumbing.models import end_ids
 from trl_speed import SMOLLM2, parsed
 
 CSV = Path(__file__).parent / "results" / "sampler.csv"
@@ -33,14 +34,15 @@ CASES = {
 
 
 @torch.no_grad()
-def generate(model, tokenizer, prompts, args):
+def generate(policy, problems, args):
     """The same work by transformers, as a trainer would ask for it; returns the number of tokens, with
     the EOS of each completion that has one."""
+    prompts = [problem.prompt_ids for problem in problems]
     prompt_length = max(len(prompt) for prompt in prompts)
-    ends = end_ids(model, tokenizer)
+    ends = end_ids(policy.model, policy.tokenizer)
     ids = pad(prompts, "cpu", left=True)
     attention = pad([[1] * len(prompt) for prompt in prompts], "cpu", left=True)
-    output = model.generate(
+    output = policy.model.generate(
         ids.repeat_interleave(args.group_size, dim=0),
         attention_mask=attention.repeat_interleave(args.group_size, dim=0),
         max_new_tokens=args.max_new_tokens,
@@ -49,7 +51,7 @@ def generate(model, tokenizer, prompts, args):
         top_k=0,
         top_p=1.0,
         eos_token_id=ends,
-        pad_token_id=tokenizer.pad_token_id,
+        pad_token_id=policy.tokenizer.pad_token_id,
     )
     is_end = torch.isin(output[:, prompt_length:], torch.tensor(ends))
     # What follows the first EOS is padding, which may be an EOS too.
@@ -61,11 +63,10 @@ def measure(case, threads, num_pairs):
     """[{"case", "threads", "pair", rates in tokens per second}], a row for each pair."""
     _, flags = CASES[case]
     args = parsed(f"{flags} --device cpu")
-    master, tokenizer = load_model(args)
-    model = working_copy(master, args.dtype)
-    torch.set_num_threads(threads)  # after load_model, which sets it for the tiny model
-    problems, _ = load_problems(args, model, tokenizer)
-    prompts = [problem.prompt_ids for problem in problems[: args.prompts_per_iteration]]
+    policy = load_policy(args)
+    torch.set_num_threads(threads)  # after load_policy, which sets it for the tiny model
+    problem_stream, _ = load_problems(args, policy)
+    problems = problem_stream.problems[: args.prompts_per_iteration]
     generator = torch.Generator().manual_seed(0)
     torch.manual_seed(0)  # for generate()
     rows = []
@@ -76,10 +77,10 @@ def measure(case, threads, num_pairs):
         for name in order:
             start = time.perf_counter()
             if name == "sampler":
-                completions = sample(model, tokenizer, prompts, args.group_size, args, generator)
+                completions = sample(policy, problems, args.group_size, args, generator)
                 tokens = sum(len(c.ids) for c in completions)
             else:
-                tokens = generate(model, tokenizer, prompts, args)
+                tokens = generate(policy, problems, args)
             rate = tokens / (time.perf_counter() - start)
             row[f"{name}_tokens_per_second"] = round(rate)
         rows.append(row)

@@ -345,7 +345,7 @@ def make_what_is_needed(jobs):
 
 
 def probe(policy_loss, gradient_of=None):
-    """The same policy_loss with more stats; `gradient_of`: a list with the model whose gradient is
+    """The same policy_loss with more stats; `gradient_of`: a list with the policy whose gradient is
     taken apart."""
     import torch
 
@@ -381,11 +381,11 @@ def probe(policy_loss, gradient_of=None):
     return wrapper
 
 
-def mean_lengths(completions, verdicts):
+def mean_lengths(completions):
     """{"len_right": ..., "len_wrong": ...}: of right answers, if there are any, and of all others."""
     lengths = {"len_right": [], "len_wrong": []}
-    for completion, (_, why) in zip(completions, verdicts, strict=True):
-        name = "len_right" if why == "correct" else "len_wrong"
+    for completion in completions:
+        name = "len_right" if completion.why == "correct" else "len_wrong"
         lengths[name].append(len(completion.ids))
     return {name: sum(values) / len(values) for name, values in lengths.items() if values}
 
@@ -393,35 +393,33 @@ def mean_lengths(completions, verdicts):
 def watch(script, takes_gradient_apart):
     """Makes a script record more than it logs. Returns a dict that holds its held-out results when it
     has ended."""
-    import harness
+    from plumbing import Run
 
     held_out = {}
-    models = []
-    real_describe = script.describe
-    real_load = script.load_model
-    real_finish = harness.Run.finish
+    policies = []
+    real_metrics = script.iteration_metrics
+    real_load = script.load_policy
+    real_finish = Run.finish
 
-    def describe(completions, verdicts, group_size, prefix):
-        metrics = real_describe(completions, verdicts, group_size, prefix)
-        more = mean_lengths(completions, verdicts)
-        return {**metrics, **more, "generated": len(completions)}
+    def iteration_metrics(meter, completions, rewards, args):
+        metrics = real_metrics(meter, completions, rewards, args)
+        return {**metrics, **mean_lengths(completions), "generated": len(completions)}
 
-    def load_model(args):
-        model, tokenizer = real_load(args)
-        models.append(model)
-        return model, tokenizer
+    def load_policy(args):
+        policies.append(real_load(args))
+        return policies[-1]
 
-    def finish(self, before, after):
-        for when, results in (("before", before), ("after", after)):
+    def finish(self):
+        for when, results in (("before", self.before), ("after", self.after)):
             held_out[f"{when}_greedy_accuracy"] = results["greedy"]["accuracy"]
             for key in ("accuracy", "direct_frac", "response_len_mean"):
                 held_out[f"{when}_sampled_{key.split('_')[0]}"] = results["sampled"][key]
-        real_finish(self, before, after)
+        real_finish(self)
 
-    script.describe = describe
-    script.load_model = load_model
-    script.policy_loss = probe(script.policy_loss, models if takes_gradient_apart else None)
-    harness.Run.finish = finish
+    script.iteration_metrics = iteration_metrics
+    script.load_policy = load_policy
+    script.policy_loss = probe(script.policy_loss, policies if takes_gradient_apart else None)
+    Run.finish = finish
     return held_out
 
 
@@ -433,7 +431,7 @@ def run(job, commit):
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.chdir(ROOT)
-    import harness
+    from plumbing.args import UserError, parse_args
 
     script = importlib.import_module(job.script)
     run_dir = job.folder / "run"
@@ -441,8 +439,8 @@ def run(job, commit):
     held_out = watch(script, takes_gradient_apart=job.experiment == "gradient_share")
     ended = ""
     try:
-        script.main(harness.parse_args(script.Args))
-    except harness.UserError as error:  # a number that is not finite is a result
+        script.main(parse_args(script.Args))
+    except UserError as error:  # a number that is not finite is a result
         traceback.print_exc()
         message = " ".join(str(error).split())
         ended = f"{job.script}.py: error: {message}".replace(f"{ROOT}/", "")

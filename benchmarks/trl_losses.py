@@ -24,7 +24,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import common
-import verifier
+from plumbing.models import end_ids
 
 ROOT = Path(__file__).parent.parent
 CSV = ROOT / "benchmarks" / "results" / "trl_losses.csv"
@@ -109,32 +109,34 @@ def work(name, loss, folder):
     torch.save(steps, f"{folder}/{os.environ['RANK']}.pt")
 
 
-def completions_of(micros):
-    """([Completion], advantages) of the padded tensors of some micro-batches."""
+def completions_of(micros, problems):
+    """([Completion], advantages) of the padded tensors of some micro-batches; `problems`: {prompt ids:
+    Problem}."""
     completions = []
     for micro in micros:
         for i in range(len(micro["prompt_ids"])):
             prompt = micro["prompt_ids"][i][micro["prompt_mask"][i].bool()].tolist()
+            problem = problems[tuple(prompt)]
             ids = micro["completion_ids"][i][micro["completion_mask"][i].bool()].tolist()
-            completions.append(common.Completion(prompt, ids, [0.0] * len(ids)))
+            completions.append(common.Completion(problem, ids, [0.0] * len(ids)))
     return completions, torch.cat([micro["advantages"] for micro in micros])
 
 
-def advantage_error(script, args, tokenizer, steps, answers, ends):
+def advantage_error(script, args, policy, steps):
     """The largest distance of an advantage from what the script makes of the rewards of its group."""
+    ends = end_ids(policy.model, policy.tokenizer)
     groups = {}
     for step in steps:
         for completion, advantage in zip(*step, strict=True):
-            groups.setdefault(tuple(completion.prompt_ids), []).append((completion, advantage))
+            groups.setdefault(completion.problem.prompt, []).append((completion, advantage))
     error = 0.0
-    for prompt, group in groups.items():
+    for group in groups.values():
         assert len(group) == args.group_size
-        answer = answers[prompt]
         rewards = []
         for completion, _ in group:
-            text = tokenizer.decode(completion.ids, skip_special_tokens=True)
+            text = policy.tokenizer.decode(completion.ids, skip_special_tokens=True)
             truncated = completion.ids[-1] not in ends
-            rewards.append(verifier.verify(text, answer, truncated)[0])
+            rewards.append(common.verify(text, completion.problem.answer, truncated)[0])
         advantages_G = script.compute_advantages(torch.tensor([rewards]))[0]
         given_G = torch.stack([advantage for _, advantage in group])
         error = max(error, (advantages_G - given_G).abs().max().item())
@@ -145,9 +147,10 @@ def compare(name, loss):
     """Runs the trainer, and computes the same by the script: [row of the CSV, by step]."""
     script = importlib.import_module(name)
     args = script.Args(device="cpu")
-    model, tokenizer = common.load_model(args)
-    problems, _ = common.load_problems(args, model, tokenizer)
-    answers = {tuple(problem.prompt_ids): problem.answer for problem in problems}
+    policy = common.load_policy(args)
+    model = policy.model
+    problem_stream, _ = common.load_problems(args, policy)
+    problems = {tuple(problem.prompt_ids): problem for problem in problem_stream.problems}
     with tempfile.TemporaryDirectory() as folder:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(PROCESSES)]
         command = [*torchrun, __file__, name, loss, folder]
@@ -159,13 +162,14 @@ def compare(name, loss):
 
     steps = []
     for shares in zip(*ranks, strict=True):
-        steps.append(completions_of([micro for share in shares for micro in share["micros"]]))
+        micros = [micro for share in shares for micro in share["micros"]]
+        steps.append(completions_of(micros, problems))
     assert len(steps) == STEPS
-    error = advantage_error(script, args, tokenizer, steps, answers, common.end_ids(model, tokenizer))
-    batches = [common.collate(completions, "cpu") for completions, _ in steps]
+    error = advantage_error(script, args, policy, steps)
+    batches = [common.collate(completions, args) for completions, _ in steps]
 
     def logprobs(batch):
-        return common.token_logprobs(model, batch, temperature=1.0).logprobs_BT
+        return common.token_logprobs(policy, batch, temperature=1.0).logprobs_BT
 
     with torch.no_grad():  # the base model is the old policy and the reference
         old = [logprobs(batch) for batch in batches]

@@ -82,18 +82,18 @@ class Turns:
 def parsed(flags):
     """The flags as grpo.py would read them."""
     import grpo
-    import harness
+    from plumbing.args import parse_args
 
     sys.argv = ["grpo.py", *flags.split()]
-    return harness.parse_args(grpo.Args)
+    return parse_args(grpo.Args)
 
 
 def ours(case, pairs, pipe):
     import grpo
-    import harness
+    from plumbing import Run
 
     real_sample = grpo.sample
-    real_log = harness.Run.log
+    real_log = Run.log
 
     def sample(*args, **kwargs):
         start = time.perf_counter()
@@ -107,11 +107,11 @@ def ours(case, pairs, pipe):
         turns.done()
 
     def evaluate(*args, sampled):
-        return {"greedy": {}, "sampled": {}, "examples": []}
+        return {"metrics": {}, "greedy": {}, "sampled": {}, "examples": []}
 
     grpo.sample = sample
     grpo.evaluate = evaluate
-    harness.Run.log = log
+    Run.log = log
     _, flags, _ = CASES[case]
     with tempfile.TemporaryDirectory() as folder:
         args = parsed(f"{flags} {QUIET} --iterations {pairs + 1} --run_dir {folder}")
@@ -126,20 +126,21 @@ def trl(case, pairs, pipe):
     from trl import GRPOConfig, GRPOTrainer
 
     import common
-    import verifier
+    from plumbing.models import end_ids, load_model
+    from plumbing.policy import Policy
 
     _, flags, weights = CASES[case]
     args = parsed(flags)
-    model, tokenizer = common.load_model(args)
+    model, tokenizer = load_model(args)
     if weights == "bfloat16":
         model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16)
-    problems, _ = common.load_problems(args, model, tokenizer)
-    problems = common.take_problems(problems, 0, args.prompts_per_iteration * pairs, args.seed)
+    problem_stream, _ = common.load_problems(args, Policy(model, tokenizer))
+    problems = problem_stream.take(args.prompts_per_iteration * pairs)
     # TRL is given the prompts as text; it has to read the same tokens in them.
     for problem in problems:
         assert tokenizer(problem.prompt).input_ids == problem.prompt_ids
     rows = [{"prompt": problem.prompt, "answer": problem.answer} for problem in problems]
-    ends = common.end_ids(model, tokenizer)
+    ends = end_ids(model, tokenizer)
     steps = args.num_minibatches
     aux_coef = args.router_aux_coef
     if not hasattr(model.config, "num_experts"):  # a dense model, for which only 0 is allowed
@@ -148,7 +149,7 @@ def trl(case, pairs, pipe):
     def reward(completions, completion_ids, answer, **kwargs):
         rewards = []
         for text, ids, gold in zip(completions, completion_ids, answer, strict=True):
-            value, _ = verifier.verify(text, gold, truncated=ids[-1] not in ends)
+            value, _ = common.verify(text, gold, truncated=ids[-1] not in ends)
             rewards.append(value)
         return rewards
 

@@ -1,11 +1,11 @@
-r"""A reward of your own: math-verify, which compares answers by algebra, where verifier.py does none.
+r"""A reward of your own: math-verify, which compares answers by algebra, where common.verify does none.
 
     pip install -r examples/requirements.txt
     python grpo.py --reward examples/own_reward.py:reward
 
 Expect: the default job as without the flag, since sums need no algebra. With a dataset of mathematics
-it matters: x(x+1) and x^2+x are the same for math-verify, and different texts for verifier.py. To see
-what it makes of an answer: python examples/own_reward.py '#### \frac{2}{4}' '0.5'
+it matters: x(x+1) and x^2+x are the same for math-verify, and different texts for common.verify. To
+see what it makes of an answer: python examples/own_reward.py '#### \frac{2}{4}' '0.5'
 
 A reward gets the text of a completion, the gold answer, and whether the completion ran into the cap;
 it returns a number, and one of 'correct', 'wrong', 'no_answer' and 'truncated'.
@@ -17,7 +17,7 @@ from pathlib import Path
 from math_verify import parse, verify
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from verifier import final_answer
+from plumbing.answers import final_answer
 
 
 def reward(text, answer, truncated):

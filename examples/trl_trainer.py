@@ -20,8 +20,8 @@ from transformers import HfArgumentParser
 from trl import GRPOConfig, GRPOTrainer
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from common import end_ids, evaluate, load_model, load_problems
-from verifier import load_verifier
+from common import evaluate, load_policy, load_problems, load_verifier
+from plumbing.models import end_ids
 
 ALGORITHMS = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "sapo"]
 # The default job: 60 rollouts of 256 completions, 4 steps of 64 = 2 processes x 2 micro-batches x 16
@@ -94,23 +94,23 @@ def main(argv, trainer_class=PluggedTrainer):
     flags.temperature = config.temperature
     config.beta = getattr(flags, "kl_coef", 0.0)  # above 0, TRL makes a reference
     verify = load_verifier(flags)
-    model, tokenizer = load_model(flags)
-    problems, held_out = load_problems(flags, model, tokenizer)
-    ends = end_ids(model, tokenizer)
+    policy = load_policy(flags)
+    stream, held_out = load_problems(flags, policy)
+    ends = end_ids(policy.model, policy.tokenizer)
 
     def reward(completions, completion_ids, answer, **kwargs):
         rows = zip(completions, completion_ids, answer, strict=True)
         return [verify(text, gold, ids[-1] not in ends)[0] for text, ids, gold in rows]
 
-    data = Dataset.from_list([{"prompt": p.prompt, "answer": p.answer} for p in problems])
-    trainer = trainer_class(model, reward, config, data, processing_class=tokenizer)
+    data = Dataset.from_list([{"prompt": p.prompt, "answer": p.answer} for p in stream.problems])
+    trainer = trainer_class(policy.master, reward, config, data, processing_class=policy.tokenizer)
     trainer.script = script
     trainer.flags = flags
     trainer.train()
     trainer.save_model()
     trainer.accelerator.wait_for_everyone()
     flags.model = config.output_dir  # what was saved is whole, even where FSDP has spread it
-    after = evaluate(*load_model(flags), held_out, flags, verify, sampled=True)
+    after = evaluate(load_policy(flags), held_out, verify, flags, sampled=True)
     accuracy = {way: after[way]["accuracy"] for way in ("greedy", "sampled")}
     if trainer.accelerator.is_main_process:
         print(f"held-out accuracy: {accuracy}; the model is in {config.output_dir}")

@@ -12,7 +12,7 @@ from conftest import ROOT
 
 import cispo
 import dr_grpo
-import harness
+from plumbing.args import parse_args
 
 sys.path.append(str(ROOT / "benchmarks"))
 import evidence
@@ -79,7 +79,7 @@ def test_every_experiment_has_arguments_that_its_scripts_take(monkeypatch):
             folders.append(job.folder)
             words = ["--seed", str(job.seed), "--run_dir", "x", *job.flags]
             monkeypatch.setattr(sys, "argv", [f"{job.script}.py", *words])
-            harness.parse_args(importlib.import_module(job.script).Args)
+            parse_args(importlib.import_module(job.script).Args)
     assert len(folders) == len(set(folders)) > 500
 
 
@@ -126,10 +126,10 @@ def test_the_probe_changes_no_gradient_and_finds_what_the_clip_drops():
 
 
 def test_lengths_of_right_and_wrong_answers():
-    completions = [SimpleNamespace(ids=[0] * length) for length in (3, 5, 8, 12)]
-    verdicts = [(1.0, "correct"), (0.0, "wrong"), (1.0, "correct"), (0.0, "truncated")]
-    assert sweep.mean_lengths(completions, verdicts) == {"len_right": 5.5, "len_wrong": 8.5}
-    assert sweep.mean_lengths(completions[:1], verdicts[:1]) == {"len_right": 3}
+    reasons = {3: "correct", 5: "wrong", 8: "correct", 12: "truncated"}
+    completions = [SimpleNamespace(ids=[0] * length, why=why) for length, why in reasons.items()]
+    assert sweep.mean_lengths(completions) == {"len_right": 5.5, "len_wrong": 8.5}
+    assert sweep.mean_lengths(completions[:1]) == {"len_right": 3}
 
 
 def test_runs_are_collected_with_what_no_script_logs(monkeypatch, tmp_path):

@@ -283,7 +283,7 @@ def test_small_sums(tmp_path):
     for row in rows:
         a, b = row["question"][-1]["content"].split(" + ")
         assert int(a) + int(b) == int(row["answer"])
-    from common import read_dataset
+    from plumbing.data import read_dataset
 
     _, args = script_args("grpo", dataset=str(path))
     pairs = read_dataset(args)
