@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PATTERNS = "*.py more/*.py examples/*.py tiny_moe/*.py benchmarks/long_addition.py .ci/*.py".split()
+PATTERNS = "*.py plumbing/*.py more/*.py examples/*.py tiny_moe/*.py benchmarks/long_addition.py"
 # Lines. A file that comes near has to lose something, not to be folded.
-LIMITS = {"common.py": 750, "harness.py": 450, "ppo.py": 420, "more/vapo.py": 460, "examples": 130}
+LIMITS = {"common.py": 500, "more/vapo.py": 360, "examples": 130}  # of the others 320
+MAIN_LIMITS = {"more/vapo.py": 145}  # lines of a script's main; of the others 120
 PAIRS = {("low", "high")}  # names that belong together and may be assigned in one statement
 
 
@@ -110,15 +111,19 @@ def main():
         assert all((1, fold.__name__) in folds(line) for line in lines), fold.__name__
     assert folds(UNFOLDED) == []
     complaints = []
-    for pattern in PATTERNS:
+    for pattern in [*PATTERNS.split(), ".ci/*.py"]:
         paths = sorted(ROOT.glob(pattern))
         assert paths, pattern
         for path in paths:
             name = str(path.relative_to(ROOT))
             text = path.read_text()
-            limit = LIMITS.get(name, LIMITS.get(path.parent.name, 400))
+            limit = LIMITS.get(name, LIMITS.get(path.parent.name, 320))
             if len(text.splitlines()) > limit:
                 complaints.append(f"{name}: more than {limit} lines")
+            for node in ast.parse(text).body:
+                is_main = isinstance(node, ast.FunctionDef) and node.name == "main"
+                if is_main and node.end_lineno - node.lineno >= MAIN_LIMITS.get(name, 120):
+                    complaints.append(f"{name}: its main is too long")
             complaints += [f"{name}:{line}: {what.replace('_', ' ')}" for line, what in folds(text)]
     if complaints:
         sys.exit("\n".join(complaints))

@@ -134,21 +134,13 @@ def resolve_device(name):
         raise UserError(f"--device {name} is not there; the default here is {default}") from error
 
 
-def set_process_defaults():
-    """What holds for the whole process."""
+def launch(main, args_class):
+    """Calls `main` with the command line as `args_class`. A UserError ends the program with one line on
+    stderr and exit code 2; anything else is a bug and shows its traceback."""
     # A prompt may hold letters that the terminal cannot show; printing it must not end a run.
     sys.stdout.reconfigure(errors="backslashreplace")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    # In bfloat16 CUDA would take cuDNN's attention, which plans anew for each shape, so for each token
-    # sampled, and with masks is reported to be wrong (pytorch#193893, pytorch#196678).
-    torch.backends.cuda.enable_cudnn_sdp(False)
-
-
-def launch(main, args_class):
-    """Calls `main` with the command line as `args_class`. A UserError ends the program with one line on
-    stderr and exit code 2; anything else is a bug and shows its traceback."""
-    set_process_defaults()
     try:
         ranks.init()
         main(parse_args(args_class))

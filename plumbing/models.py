@@ -33,6 +33,9 @@ def load_model(args):
     is_tiny = sum(weight.numel() for weight in model.parameters()) < 10_000_000
     if is_tiny and model.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
+    # In bfloat16 CUDA would take cuDNN's attention, which plans anew for each shape, so for each token
+    # sampled, and with masks is reported to be wrong (pytorch#193893, pytorch#196678).
+    torch.backends.cuda.enable_cudnn_sdp(False)
     if args.gradient_checkpointing:
         checkpoint_layers(model)
     return model, tokenizer
