@@ -16,7 +16,7 @@ from harness import UserError, parse_args
 SMALL = "--num_held_out 5 --max_new_tokens 32 --eval_every 1 --save_every 1"
 SIZES = {
     "ppo": "--prompts_per_iteration 24 --num_minibatches 2",
-    "dapo": "--prompts_per_iteration 6 --group_size 4 --num_minibatches 2 --max_sampling_rounds 2",
+    "dapo": "--prompts_per_iteration 6 --group_size 4 --num_minibatches 2 --max_sampling_rounds 10",
     "more.reinforce": "--prompts_per_iteration 12",
     "more.rloo": "--prompts_per_iteration 3 --group_size 4",
     "more.vapo": "--prompts_per_iteration 3 --num_minibatches 2 --pretraining_iterations 1",
@@ -55,6 +55,12 @@ def torchrun(world, *commands, timeout=300):
     )
 
 
+def codes(result):
+    """[the exit code of each rank] of the runs that no rank was lost in."""
+    lines = [line for line in result.stdout.splitlines() if line.startswith("ended with")]
+    return [tuple(int(code) for code in line.split()[2:]) for line in lines]
+
+
 def outcome(folder):
     """(weights, optimizer's tensors, metrics without times) at the end of a run."""
     (checkpoint,) = folder.glob("checkpoint-*")
@@ -86,9 +92,8 @@ def close(one, other):
         # 1.2e-6 has been seen, after four steps of 2e-4.
         torch.testing.assert_close(tensor, other[0][name], atol=3e-6, rtol=0)
     for ours, theirs in zip(one[2], other[2], strict=True):
-        del ours["moe/aux_loss"]
-        del theirs["moe/aux_loss"]
-        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+        same = {"moe/aux_loss": ours["moe/aux_loss"]}  # it depends on the micro-batches
+        assert ours == pytest.approx(theirs | same, rel=1e-4, abs=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -160,8 +165,7 @@ def test_what_ends_a_run_ends_all_ranks_with_one_line(two):
     assert "iteration 2: loss is not finite" in nan
     assert [path.name for path in (folder / "nan").glob("checkpoint-*")] == ["checkpoint-000001"]
     assert "lost another" in killed
-    codes = [line for line in result.stdout.splitlines() if line.startswith("ended with")]
-    assert codes == [f"ended with {code} {code}" for code in (0, 0, 0, 130, 0, 2, 2)]
+    assert codes(result) == [(0, 0), (0, 0), (0, 0), (130, 130), (0, 0), (2, 2), (2, 2)]
     assert result.returncode != 0
 
 
@@ -178,7 +182,7 @@ def test_fewer_completions_than_ranks(monkeypatch):
 def test_a_number_of_ranks_that_does_not_divide_the_prompts(world, name, one, sums, tmp_path):
     own = flags(name, tmp_path, "--dataset", sums, *in_parts(2))
     result = torchrun(world, ("none", name, own))
-    assert result.returncode == 0, result.stderr[-3000:]
+    assert codes(result) == [(0,) * world], result.stderr[-3000:]
     close(one(name, 2), outcome(tmp_path))
 
 
@@ -187,7 +191,7 @@ def test_a_number_of_ranks_that_does_not_divide_the_prompts(world, name, one, su
 def test_two_ranks_are_one_process_in_all(name, tmp_path, one, sums):
     own = flags(name, tmp_path, "--dataset", sums, *in_parts(6))
     result = torchrun(2, ("none", name, own))
-    assert result.returncode == 0, result.stderr[-3000:]
+    assert codes(result) == [(0, 0)], result.stderr[-3000:]
     same_bits(one(name, 6), outcome(tmp_path))
 
 
@@ -201,5 +205,5 @@ def test_two_ranks_share_a_mismatch(name, replay, tmp_path):
     shared = ("--iterations", 2, "--micro_batch_size", 6, "--routing_replay", replay, *mismatch)
     alone = run(name, *flags(name, tmp_path / "1", *shared))
     result = torchrun(2, ("none", name, flags(name, tmp_path / "2", *shared)))
-    assert alone.returncode == result.returncode == 0, result.stderr[-3000:]
+    assert alone.returncode == 0 and codes(result) == [(0, 0)], result.stderr[-3000:]
     close(outcome(tmp_path / "1"), outcome(tmp_path / "2"))
