@@ -57,7 +57,7 @@ def script_args(name, **changes):
 
 
 def flags_it_has(name, flags):
-    """Of pairs --flag value those that the script knows: ppo has no groups, reinforce takes one step."""
+    """Of pairs `--flag value` those that a script has: ppo has no groups, reinforce takes one step."""
     names = {f"--{field.name}" for field in dataclasses.fields(importlib.import_module(name).Args)}
     pairs = zip(flags[::2], flags[1::2], strict=True)
     return [word for pair in pairs if pair[0] in names for word in pair]

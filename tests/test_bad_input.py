@@ -293,8 +293,8 @@ def tamper(checkpoint, how):
 
 
 CHECKPOINTS = """truncated state; no state; text for state; code in the state;
-a state of something else; a state as it was once; a flipped bit in the weights; a flipped bit in the optimizer;
-truncated weights; no weights; other weights; no config; a file"""
+a state of something else; a state as it was once; a flipped bit in the weights;
+a flipped bit in the optimizer; truncated weights; no weights; other weights; no config; a file"""
 
 
 @pytest.mark.parametrize("how", [how.strip() for how in CHECKPOINTS.split(";")])
