@@ -16,7 +16,6 @@ from plumbing.args import UserError, parse_args
 SMALL = "--num_held_out 5 --max_new_tokens 32 --eval_every 1 --save_every 1"
 SIZES = {
     "ppo": "--prompts_per_iteration 24 --num_minibatches 2",
-    "dapo": "--prompts_per_iteration 6 --group_size 4 --num_minibatches 2 --max_sampling_rounds 2",
     "more.reinforce": "--prompts_per_iteration 12",
     "more.rloo": "--prompts_per_iteration 3 --group_size 4",
     "more.vapo": "--prompts_per_iteration 3 --num_minibatches 2 --pretraining_iterations 1",
