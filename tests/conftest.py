@@ -57,6 +57,13 @@ def script_args(name, **changes):
     return module, dataclasses.replace(module.Args(), **changes)
 
 
+def flags_it_has(name, flags):
+    """Of pairs `--flag value` those that a script has: ppo has no groups, reinforce takes one step."""
+    names = {f"--{field.name}" for field in dataclasses.fields(importlib.import_module(name).Args)}
+    pairs = zip(flags[::2], flags[1::2], strict=True)
+    return [word for pair in pairs if pair[0] in names for word in pair]
+
+
 def keywords_of(function, args, **given):
     """{keyword: value} for all keywords of a loss: those given, and each of the others from the field
     of its name in Args. Left out, so that they keep their defaults, are only the normaliser and extra

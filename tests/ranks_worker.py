@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import harness
-import ranks
+from plumbing import ranks
+from plumbing.args import launch
 
 
 def trouble(kind, module):
@@ -49,9 +49,9 @@ def trouble(kind, module):
 
 
 def main():
-    leave = ranks.leave
-    ranks.leave = lambda: None  # the ranks stay together until all runs are done
-    ranks.join()
+    destroy = ranks.destroy
+    ranks.destroy = lambda: None  # the ranks stay together until all runs are done
+    ranks.init()
     for command in sys.argv[1:]:
         kind, name, *flags = shlex.split(command)
         module = importlib.import_module(name)
@@ -59,18 +59,18 @@ def main():
         code = 0
         try:
             with trouble(kind, module):
-                harness.launch(module.main, module.Args)
+                launch(module.main, module.Args)
         except SystemExit as exit:
             code = exit.code
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # these two keep the run, which keeps its lock
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        codes = ranks.gather(code)
+        codes = ranks.all_gather(code)
         if ranks.RANK == 0:
             print("ended with", *codes, flush=True)
             store = dist.distributed_c10d._get_default_store()
             store.set("failures", "0")  # a run that fails after this one has a line of its own
-        ranks.gather("go on")
-    leave()
+        ranks.all_gather("go on")
+    destroy()
 
 
 if __name__ == "__main__":

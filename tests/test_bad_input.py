@@ -10,9 +10,12 @@ import sys
 
 import pytest
 import torch
-from conftest import path_of, run, run_process
+from conftest import flags_it_has, path_of, run, run_process
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import common
+from plumbing.run import Run
 
 SMALL = """--prompts_per_iteration 4 --group_size 4 --max_new_tokens 8 --num_minibatches 2
 --iterations 1""".split()
@@ -21,7 +24,7 @@ OWN_LR = ("--lr", "1e-6")  # with --model; without it there is a warning, a seco
 
 def refused(name, *flags, expected):
     own = OWN_LR if "--model" in flags else ()
-    result = run(name, *SMALL, *own, *flags, held_out=8)
+    result = run(name, *flags_it_has(name, SMALL), *own, *flags, held_out=8)
     assert result.returncode == 2, (result.stdout, result.stderr)
     lines = result.stderr.splitlines()
     assert len(lines) == 1 and lines[0].startswith(f"{path_of(name).name}: error: "), result.stderr
@@ -40,7 +43,7 @@ FLAGS = [
     ("grpo", "--group_size 0", "--group_size must be from 1 to"),
     ("grpo", "--group_size many", "invalid int value: 'many'"),
     ("grpo", "--group_size 2.5", "invalid int value: '2.5'"),
-    ("ppo", "--group_size 8", "--group_size must be 1"),
+    ("ppo", "--group_size 8", "unrecognized arguments: --group_size 8"),
     ("grpo", "--num_minibatches 3", "--num_minibatches does not divide 16 completions"),
     ("grpo", "--num_minibatches 0", "--num_minibatches must be from 1 to"),
     ("grpo", "--micro_batch_size -1", "--micro_batch_size must be from 0 to"),
@@ -72,10 +75,9 @@ FLAGS = [
     ("gmpo", "--log_ratio_clip -0.4", "--log_ratio_clip must be from"),
     ("rspo", "--gamma_min 2", "--gamma_min must be from 0 to 1"),
     ("sapo", "--tau_neg 0", "--tau_neg must be from"),
-    ("more.reinforce", "--num_minibatches 2", "--num_minibatches and --update_epochs must be 1"),
-    ("more.reinforce", "--update_epochs 2", "--num_minibatches and --update_epochs must be 1"),
+    ("more.reinforce", "--num_minibatches 2", "unrecognized arguments: --num_minibatches 2"),
     ("more.reinforce", "--baseline_decay 1.5", "--baseline_decay must be from 0 to 1"),
-    ("more.rloo", "--num_minibatches 2", "--num_minibatches and --update_epochs must be 1"),
+    ("more.rloo", "--update_epochs 2", "unrecognized arguments: --update_epochs 2"),
     ("more.rloo", "--group_size 1", "--group_size must be at least 2"),
     ("more.vapo", "--lambda_alpha 0", "--lambda_alpha must be from"),
     ("more.vapo", "--positive_lm_coef -1", "--positive_lm_coef must be from 0 to"),
@@ -93,8 +95,7 @@ FLAGS = [
 @pytest.mark.parametrize("name, flags, expected", FLAGS, ids=lambda x: x if x[:1] == "-" else "")
 def test_flags(name, flags, expected, tmp_path, tiny_model):
     own = () if "--run_dir" in flags else ("--run_dir", tmp_path / "run")
-    ppo = ("--group_size", 1) if name == "ppo" and "group_size" not in flags else ()
-    refused(name, *own, *ppo, *flags.split(), expected=expected)
+    refused(name, *own, *flags.split(), expected=expected)
 
 
 def line(**row):
@@ -265,6 +266,10 @@ def tamper(checkpoint, how):
         torch.save(Trap(checkpoint / "ran"), state)
     elif how == "a state of something else":
         torch.save({"epoch": 3}, state)
+    elif how == "a state as it was once":  # with what is now "iteration" inside of another entry
+        saved = torch.load(state, weights_only=True)
+        saved["state"] = {"iteration": saved.pop("iteration")}
+        torch.save(saved, state)
     elif how == "a flipped bit in the weights":
         content = bytearray(weights.read_bytes())
         content[-9] ^= 1
@@ -288,8 +293,8 @@ def tamper(checkpoint, how):
 
 
 CHECKPOINTS = """truncated state; no state; text for state; code in the state;
-a state of something else; a flipped bit in the weights; a flipped bit in the optimizer;
-truncated weights; no weights; other weights; no config; a file"""
+a state of something else; a state as it was once; a flipped bit in the weights;
+a flipped bit in the optimizer; truncated weights; no weights; other weights; no config; a file"""
 
 
 @pytest.mark.parametrize("how", [how.strip() for how in CHECKPOINTS.split(";")])
@@ -307,8 +312,6 @@ def test_checkpoints(how, finished, tmp_path):
 def test_a_used_run_folder(finished, tmp_path, monkeypatch):
     """Refused without --resume; with it, only for the same script and the same arguments, which is
     found out before anything is loaded."""
-    import common
-
     folder = tmp_path / "run"
     shutil.copytree(finished, folder)
     before = (folder / "metrics.jsonl").read_bytes()
@@ -323,6 +326,9 @@ def test_a_used_run_folder(finished, tmp_path, monkeypatch):
         if content is not None:
             settings.write_text(content)
         refused("grpo", "--run_dir", folder, "--resume", expected=("--resume: ", "settings.json"))
+    older = json.loads((finished / "settings.json").read_text()) | {"warmup": 5}
+    settings.write_text(json.dumps(older))
+    refused("grpo", "--run_dir", folder, "--resume", expected="has warmup 5, not None")
     monkeypatch.undo()
     shutil.copy(finished / "settings.json", settings)
     (folder / "metrics.jsonl").write_bytes(b"{no json}\n" + before)
@@ -379,15 +385,14 @@ def test_a_full_disk(finished, tmp_path, tiny_model):
 
 def test_a_folder_that_becomes_read_only(tmp_path, tiny_model, monkeypatch):
     """The metrics cannot be written any more: one line."""
-    import harness
 
     def log(self, *args):
         (self.folder / "metrics.jsonl").unlink(missing_ok=True)
         (self.folder / "metrics.jsonl").mkdir()
         return original(self, *args)
 
-    original = harness.Run.log
-    monkeypatch.setattr(harness.Run, "log", log)
+    original = Run.log
+    monkeypatch.setattr(Run, "log", log)
     result = run("grpo", *SMALL, "--run_dir", tmp_path / "run", held_out=8)
     assert result.returncode == 2 and "cannot be written; the last checkpoint is whole" in result.stderr
 

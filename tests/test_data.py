@@ -10,9 +10,10 @@ import pytest
 from conftest import ROOT, script_args
 from datasets import Dataset
 
-from common import load_problems, read_dataset, take_problems
+from common import load_problems, verify
+from plumbing.data import read_dataset
+from plumbing.policy import Policy
 from tiny_moe.train import demonstration
-from verifier import verify
 
 sys.path.append(str(ROOT / "benchmarks"))
 import long_addition
@@ -90,17 +91,21 @@ def test_long_sums_are_apart_from_the_demonstrations_and_fit_the_cap(tmp_path):
 def test_held_out_problems_are_apart_and_the_same_for_all_seeds(tmp_path, tiny_model):
     """Also when a prompt comes twice in the file; the seed orders the training problems only."""
     path = write(tmp_path / "data.jsonl", ROWS + ROWS[:30])
-    splits = [load_problems(arguments(path, num_held_out=20, seed=s), *tiny_model) for s in (1, 2)]
-    assert splits[0] == splits[1]
-    train, held_out = splits[0]
+    policy = Policy(*tiny_model)
+    (stream, held_out), (other, same_held_out) = (
+        load_problems(arguments(path, num_held_out=20, seed=seed), policy) for seed in (1, 2)
+    )
+    train = stream.problems
+    assert train == other.problems and held_out == same_held_out
     assert len(held_out) == 20 and len(train) == 80
     assert not {p.prompt for p in train} & {p.prompt for p in held_out}
     assert [p.prompt_ids for p in train] == [tiny_model[1](p.prompt).input_ids for p in train]
-    assert take_problems(train, 0, 10, 1) != take_problems(train, 0, 10, 2)
+    assert stream.take(10) != other.take(10)
 
 
 def test_addition_is_what_it_always_was(tiny_model):
-    train, held_out = load_problems(arguments("addition"), *tiny_model)
+    stream, held_out = load_problems(arguments("addition"), Policy(*tiny_model))
+    train = stream.problems
     assert (len(train), len(held_out)) == (20_000, 256)
     assert all(sum(map(int, p.prompt[:-1].split("+"))) == int(p.answer) for p in train[:100] + held_out)
     assert [p.prompt for p in held_out[:3]] == ["876+141=", "623+514=", "588+697="]

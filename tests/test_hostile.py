@@ -19,11 +19,13 @@ from test_bad_input import SMALL, refused
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedTokenizerFast
 
-import common
-import harness
-from common import check_logprobs, load_model, load_problems, read_dataset
-from harness import UserError, launch
-from verifier import load_verifier, verify
+import plumbing.models
+import plumbing.run
+from common import check_logprobs, load_policy, load_problems, load_verifier, verify
+from plumbing.args import UserError, launch
+from plumbing.data import read_dataset
+from plumbing.models import load_model
+from plumbing.policy import Policy
 
 
 def arguments(**changes):
@@ -118,13 +120,12 @@ def gpt_oss(**changes):
 
 
 @pytest.mark.parametrize("name", ["grpo", "rspo"])
-def test_an_architecture_that_mixes_packed_sequences(name, tmp_path, tiny_model):
+def test_an_architecture_that_mixes_packed_sequences(name, tmp_path, tiny_model, monkeypatch):
     """gpt-oss does not see from the positions where a sequence begins: it gets a row for each one, and
     so does its reference; then the log-probs of sampler and update agree."""
     folder = save(tmp_path / "model", gpt_oss(), tiny_model[1])
-    model, tokenizer = load_model(arguments(model=str(folder)))
-    assert model.base_model.one_sequence_per_row
-    assert copy.deepcopy(model).base_model.one_sequence_per_row
+    policy = load_policy(arguments(model=str(folder)))
+    assert policy.one_sequence_per_row and policy.frozen_copy().one_sequence_per_row
     flags = ("--model", folder, "--run_dir", tmp_path / "run", "--lr", 1e-3, "--iterations", 2)
     result = run(name, *SMALL, *flags, held_out=8)
     assert result.returncode == 0, result.stderr
@@ -133,25 +134,19 @@ def test_an_architecture_that_mixes_packed_sequences(name, tmp_path, tiny_model)
         assert abs(metrics["rollout/sampler_kl"]) < 1e-6
         assert metrics["losses/first_step_ratio_error_max"] == 0
     # The test can tell: packed all the same, the log-probs are other ones.
-    model.base_model.__class__.one_sequence_per_row = property(
-        lambda self: False, lambda self, value: None
-    )
-    try:
-        del model.base_model.__dict__["one_sequence_per_row"]
-        with pytest.raises(UserError, match="differ by"):
-            check_logprobs(model, tokenizer, arguments(model=str(folder)))
-    finally:
-        del model.base_model.__class__.one_sequence_per_row
+    always_packed = property(lambda self: False, lambda self, value: None)
+    monkeypatch.setattr(Policy, "one_sequence_per_row", always_packed, raising=False)
+    with pytest.raises(UserError, match="differ by"):
+        check_logprobs(policy, arguments(model=str(folder)))
 
 
-def test_the_tiny_model_shares_rows(tmp_path):
-    model, _ = load_model(arguments())
-    assert not model.base_model.one_sequence_per_row
+def test_the_tiny_model_shares_rows():
+    assert not load_policy(arguments()).one_sequence_per_row
 
 
 def test_the_base_model_is_not_there(tmp_path, monkeypatch):
     """As where a script was copied without it."""
-    monkeypatch.setattr(common, "TINY_MOE", tmp_path / "tiny_moe")
+    monkeypatch.setattr(plumbing.models, "TINY_MOE", tmp_path / "tiny_moe")
     with pytest.raises(UserError, match="--model tiny-moe: its folder .*tiny_moe is not there"):
         load_model(arguments())
 
@@ -159,7 +154,7 @@ def test_the_base_model_is_not_there(tmp_path, monkeypatch):
 def test_a_base_model_that_has_changed(tmp_path, monkeypatch):
     """A run goes on with the files that it began with; what is no part of the model may change."""
     folder = shutil.copytree(TINY_MOE, tmp_path / "tiny_moe")
-    for module in (common, harness):
+    for module in (plumbing.models, plumbing.run):
         monkeypatch.setattr(module, "TINY_MOE", folder)
     flags = ("--run_dir", tmp_path / "run")
     assert run("grpo", *SMALL, *flags, held_out=8).returncode == 0
@@ -304,7 +299,7 @@ def test_the_same_prompt_with_two_gold_answers(tmp_path, tiny_model):
     path = tmp_path / "data.jsonl"
     path.write_text("".join(json.dumps({"question": q, "answer": a}) + "\n" for q, a in rows))
     with pytest.raises(UserError, match="'2\\+2=' has two gold answers, . and ."):
-        load_problems(arguments(dataset=str(path), num_held_out=1), *tiny_model)
+        load_problems(arguments(dataset=str(path), num_held_out=1), Policy(*tiny_model))
 
 
 # --------------------------------------------------------------------------------------- run folders

@@ -16,8 +16,11 @@ from pathlib import Path
 import pytest
 import reference
 import torch
-from conftest import MORE, ROOT, TINY_MOE, keywords_of, run_process, script_args
+from conftest import MORE, ROOT, TINY_MOE, flags_it_has, keywords_of, run_process, script_args
 from test_runs import CLIPS, COMMON_KEYS, GROUPS, SMALL, keys, metrics, small, untimed, weights
+from transformers import AutoModelForCausalLM
+
+from plumbing.run import Run
 
 F64 = torch.float64
 
@@ -219,14 +222,18 @@ def test_positive_lm_loss():
     assert nothing == 0 and (grad == 0).all()
 
 
+def state_of(folder):
+    """What the checkpoint holds besides the policy."""
+    (checkpoint,) = folder.glob("checkpoint-*")
+    return torch.load(checkpoint / "trainer_state.pt", weights_only=True)
+
+
 def test_vapo_learns_values_first_and_measures_lambda_by_length(tmp_path, monkeypatch):
     """While the critic is pre-trained the policy stays as it is, to the bit; returns have lambda 1,
     advantages a lambda of each completion's length; the LM loss reads right completions only, and with
     a large weight it falls."""
-    from transformers import AutoModelForCausalLM
-
     module = importlib.import_module("more.vapo")
-    original = {name: getattr(module, name) for name in ("compute_gae", "positive_lm_loss", "collate")}
+    original = {name: getattr(module, name) for name in ("compute_gae", "positive_lm_loss")}
     lambdas = []
     shares = []
     verdicts = []
@@ -247,16 +254,13 @@ def test_vapo_learns_values_first_and_measures_lambda_by_length(tmp_path, monkey
     flags = (*flags, "--micro_batch_size", 16, "--lr", 1e-3, "--positive_lm_coef", 100)
     base = AutoModelForCausalLM.from_pretrained(TINY_MOE).state_dict()
     saved = []
-    real_save = module.Run.save
+    real_save = Run.save
 
-    def save(self, state, *others, **parts):
-        real_save(self, state, *others, **parts)
-        critic = torch.load(max(tmp_path.glob("checkpoint-*")) / "trainer_state.pt", weights_only=True)[
-            "parts"
-        ]["critic"]
-        saved.append((weights(tmp_path), critic["head.weight"]))
+    def save(self, iteration):
+        real_save(self, iteration)
+        saved.append((weights(tmp_path), state_of(tmp_path)["parts"]["critic"]["head.weight"]))
 
-    monkeypatch.setattr(module.Run, "save", save)
+    monkeypatch.setattr(Run, "save", save)
     flags = ("--run_dir", tmp_path, "--save_every", 1, *flags)
     result = small("more.vapo", *flags, held_out=8)
     assert result.returncode == 0, result.stderr
@@ -278,7 +282,7 @@ def test_vapo_learns_values_first_and_measures_lambda_by_length(tmp_path, monkey
 # -------------------------------------------------------------------------------------------- runs
 
 EXTRA_KEYS = {
-    "more.reinforce": GROUPS - {"rollout/frac_zero_std_groups"},
+    "more.reinforce": GROUPS,
     "more.rloo": GROUPS,
     "more.vapo": CLIPS
     | {"rollout/frac_solved_groups"}
@@ -329,32 +333,29 @@ def test_the_baseline_is_the_mean_of_earlier_rewards_and_survives_a_stop(tmp_pat
         expected.append(0.75 * expected[-1] + 0.25 * line["rollout/reward_mean"])
     assert baselines == pytest.approx(expected[:3] * 2, rel=1e-12) and expected[1] > 0
     for folder in ("whole", "parts"):
-        (checkpoint,) = (tmp_path / folder).glob("checkpoint-*")
-        saved = torch.load(checkpoint / "trainer_state.pt", weights_only=True)
-        assert saved["state"]["baseline"] == pytest.approx(expected[3], rel=1e-12)
+        baseline = state_of(tmp_path / folder)["numbers"]["baseline"]
+        assert baseline == pytest.approx(expected[3], rel=1e-12)
 
 
 @pytest.mark.parametrize("given", [[], ["--resume"]])
 def test_the_line_that_a_stopped_run_prints(given, monkeypatch, capsys):
     """As it was started: python grpo.py, or python -m more.rloo, which sys.argv does not show."""
-    import harness
-
     monkeypatch.setattr(sys, "argv", ["grpo.py", "--run_dir", "a b", *given])
     rest = "--run_dir 'a b' --resume"
     for module, expected in ((None, f"python grpo.py {rest}"), ("more.rloo", f"-m more.rloo {rest}")):
         main = types.ModuleType("__main__")
         main.__spec__ = importlib.util.find_spec(module) if module else None
         monkeypatch.setitem(sys.modules, "__main__", main)
-        harness.Run.on_signal(types.SimpleNamespace(), signal.SIGUSR1, None)
+        Run.on_signal(types.SimpleNamespace(), signal.SIGUSR1, None)
         assert capsys.readouterr().err.strip().endswith(expected)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", ["grpo.py", "-m more.rloo"])
-def test_a_stopped_run_prints_a_line_that_works(program, tmp_path):
+@pytest.mark.parametrize("name, program", [("grpo", "grpo.py"), ("more.rloo", "-m more.rloo")])
+def test_a_stopped_run_prints_a_line_that_works(name, program, tmp_path):
     """SIGTERM, and the printed line as it stands, in a shell."""
     folder = tmp_path / "run"
-    flags = [*SMALL, "--num_minibatches", "1", "--iterations", "500", "--run_dir", str(folder)]
+    flags = [*flags_it_has(name, SMALL), "--iterations", "500", "--run_dir", str(folder)]
     flags += ["--num_held_out", "8", "--eval_every", "0", "--save_every", "0"]
     env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"

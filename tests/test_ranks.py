@@ -10,13 +10,12 @@ import torch
 from conftest import MORE, ROOT, SCRIPTS, run, script_args
 from safetensors.torch import load_file
 
-import ranks
-from harness import UserError, parse_args
+from plumbing import ranks
+from plumbing.args import UserError, parse_args
 
 SMALL = "--num_held_out 5 --max_new_tokens 32 --eval_every 1 --save_every 1"
 SIZES = {
     "ppo": "--prompts_per_iteration 24 --num_minibatches 2",
-    "dapo": "--prompts_per_iteration 6 --group_size 4 --num_minibatches 2 --max_sampling_rounds 10",
     "more.reinforce": "--prompts_per_iteration 12",
     "more.rloo": "--prompts_per_iteration 3 --group_size 4",
     "more.vapo": "--prompts_per_iteration 3 --num_minibatches 2 --pretraining_iterations 1",
@@ -92,22 +91,36 @@ def close(one, other):
         # 1.2e-6 has been seen, after four steps of 2e-4.
         torch.testing.assert_close(tensor, other[0][name], atol=3e-6, rtol=0)
     for ours, theirs in zip(one[2], other[2], strict=True):
-        same = {"moe/aux_loss": ours["moe/aux_loss"]}  # it depends on the micro-batches
+        # The loss that balances experts is a mean over its micro-batch.
+        same = {"moe/aux_loss": ours["moe/aux_loss"]}
         assert ours == pytest.approx(theirs | same, rel=1e-4, abs=1e-6)
+
+
+COUNTED = """
+import os
+from common import verify
+
+def reward(text, answer, truncated):
+    with open(f"{folder}/calls-{{os.getpid()}}", "a") as file:
+        file.write("x")
+    return verify(text, answer, truncated)
+"""
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory, sums):
-    """(result of one launch of two ranks, folder of its runs): one has a signal and is resumed, one is
-    refused, one ends in NaN, one loses a rank."""
+    """(result of one launch of two ranks, folder of its runs): one notes each call of its reward in a
+    file per process, one has a signal and is resumed, one is refused, one ends in NaN, one loses a
+    rank."""
     folder = tmp_path_factory.mktemp("two")
+    (folder / "reward.py").write_text(COUNTED.format(folder=folder))
 
     def command(trouble, where, *more, name="grpo", size=6):
         return trouble, name, flags(name, folder / where, "--dataset", sums, *in_parts(size), *more)
 
     result = torchrun(
         2,
-        command("none", "grpo-6"),
+        command("none", "grpo-6", "--reward", f"{folder}/reward.py:reward"),
         command("none", "grpo-2", size=2),
         command("none", "ppo-6", name="ppo"),
         command("signal", "stopped"),
@@ -139,6 +152,14 @@ def one(tmp_path_factory, sums):
 def test_two_ranks_are_one_process_to_the_bit(two, one, name):
     """12 completions in a step: 6 and 6, which one process has as two micro-batches."""
     same_bits(one(name, 6), outcome(two[1] / f"{name}-6"))
+
+
+def test_each_completion_is_verified_once(two):
+    """Not on every rank; both have a share. The run is that of one process, as was tested above."""
+    calls = [len(path.read_text()) for path in two[1].glob("calls-*")]
+    rollouts = 3 * 6 * 4
+    evaluations = 5 * (2 + 1 + 1 + 2)  # the first and the last of them also sampled
+    assert len(calls) == 2 and sum(calls) == rollouts + evaluations
 
 
 def test_more_micro_batches_are_the_same_up_to_the_order_of_a_sum(two, one):

@@ -11,7 +11,7 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, run
+from conftest import ROOT, SCRIPTS, flags_it_has, run
 from safetensors.torch import load_file
 
 import grpo
@@ -25,7 +25,9 @@ TIMES = {"charts/tokens_per_second", "charts/rollout_seconds", "charts/update_se
 HARNESS = """
 import importlib, os, pathlib, shutil, signal, sys
 name, points, sys.argv = sys.argv[1], sys.argv[2].split(","), [f"{sys.argv[1]}.py", *sys.argv[3:]]
-import torch, harness
+import torch
+from plumbing.args import launch
+from plumbing.run import Run
 script = importlib.import_module(name)
 
 def die():
@@ -37,7 +39,7 @@ def arm(what, n):
         count[0] += 1
         return count[0] == n
     owner, attribute = {"step": (torch.optim.AdamW, "step"), "save": (torch, "save"),
-        "log": (harness.Run, "log"), "rename": (pathlib.Path, "rename"),
+        "log": (Run, "log"), "rename": (pathlib.Path, "rename"),
         "replace": (pathlib.Path, "replace"), "remove": (shutil, "rmtree"),
         "sample": (script, "sample")}[what]
     original = getattr(owner, attribute)
@@ -59,7 +61,7 @@ for point in points:
     if pid == 0:
         if point != "end":
             arm(point.split(":")[0], int(point.split(":")[1]))
-        harness.launch(script.main, script.Args)
+        launch(script.main, script.Args)
         os._exit(0)
     status = os.waitpid(pid, 0)[1]
     died = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
@@ -69,11 +71,12 @@ for point in points:
 
 
 def flags_of(name, folder, sums, *more):
-    own = ("--prompts_per_iteration", 32, "--group_size", 1) if name == "ppo" else ()
-    return [*FLAGS, *map(str, own), "--dataset", str(sums), "--run_dir", str(folder), *map(str, more)]
+    own = ["--prompts_per_iteration", "32"] if name == "ppo" else []
+    own += ["--dataset", str(sums), "--run_dir", str(folder), *map(str, more)]
+    return [*flags_it_has(name, FLAGS), *own]
 
 
-def harness(name, points, flags):
+def run_and_kill(name, points, flags):
     command = [sys.executable, "-c", HARNESS, name, ",".join(points), *flags, "--resume"]
     env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
@@ -101,7 +104,7 @@ def outcome(folder):
 def check(name, points, tmp_path, sums, *more):
     whole, parts = (flags_of(name, tmp_path / part, sums, *more) for part in ("whole", "parts"))
     assert run(name, *whole).returncode == 0
-    harness(name, [*points, "end"], parts)
+    run_and_kill(name, [*points, "end"], parts)
     assert outcome(tmp_path / "parts") == outcome(tmp_path / "whole")
 
 
@@ -199,7 +202,7 @@ def test_collapse_is_reported_once(tmp_path, reward_file):
 def test_nothing_collapses_without_groups(tmp_path, reward_file):
     """ppo has one completion per prompt, and so no share of uniform groups."""
     reward = reward_file('return 0.5, "wrong"')
-    small = ("--prompts_per_iteration", 4, "--group_size", 1, "--max_new_tokens", 4)
-    flags = [*FLAGS, *small, "--reward", reward]
+    small = ("--prompts_per_iteration", 4, "--max_new_tokens", 4)
+    flags = [*flags_it_has("ppo", FLAGS), *small, "--reward", reward]
     flags += ["--save_every", 0, "--eval_every", 0, "--run_dir", tmp_path / "run"]
     assert collapses(run("ppo", *flags, "--iterations", 13)) == []

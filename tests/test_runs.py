@@ -8,11 +8,14 @@ import re
 
 import pytest
 import torch
-from conftest import MORE, SCRIPTS, TINY_MOE, run, run_process
+from conftest import MORE, SCRIPTS, TINY_MOE, flags_it_has, run, run_process
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import common
 import grpo
+from common import Completion, Problem, load_problems, verify
+from plumbing.metrics import rollout_summary
+from plumbing.policy import Policy
 
 SMALL = """--prompts_per_iteration 16 --group_size 4 --max_new_tokens 32 --num_minibatches 2
 --eval_every 2 --iterations 3""".split()
@@ -20,12 +23,9 @@ TIMES = {"charts/tokens_per_second", "charts/rollout_seconds", "charts/update_se
 
 
 def small(name, *flags, held_out=32):
-    """The default base model, but small rollouts: about a second. ppo has no groups, reinforce and rloo
-    take one step."""
-    own = ("--prompts_per_iteration", 64, "--group_size", 1) if name == "ppo" else ()
-    if name in ("more.reinforce", "more.rloo"):
-        own = ("--num_minibatches", 1)
-    return run(name, *SMALL, *own, *flags, held_out=held_out)
+    """The default base model, but small rollouts of 64 completions: about a second."""
+    own = ("--prompts_per_iteration", 64) if name == "ppo" else ()
+    return run(name, *flags_it_has(name, SMALL), *own, *flags, held_out=held_out)
 
 
 def metrics(folder):
@@ -43,10 +43,10 @@ def evaluations(monkeypatch):
     passes = []
     original = common.sample
 
-    def sample(model, tokenizer, prompts, *args, greedy=False, **keywords):
-        if len(prompts) == 32:
+    def sample(policy, problems, *args, greedy=False, **keywords):
+        if len(problems) == 32:
             passes.append("greedy" if greedy else "sampled")
-        return original(model, tokenizer, prompts, *args, greedy=greedy, **keywords)
+        return original(policy, problems, *args, greedy=greedy, **keywords)
 
     monkeypatch.setattr(common, "sample", sample)
     return passes
@@ -62,7 +62,7 @@ COMMON_KEYS = (
     | keys("rollout/", "sampler_sequence_ratio_min sampler_sequence_ratio_max")
     | keys("losses/", "policy_loss entropy approx_kl ratio_max first_step_ratio_error_max")
     | keys("moe/", "aux_loss load_max load_min router_entropy expert_flip_frac")
-    | keys("charts/", "learning_rate grad_norm tokens_per_second rollout_seconds update_seconds")
+    | keys("charts/", "grad_norm tokens_per_second rollout_seconds update_seconds")
 )
 CLIPS = keys("losses/", "clipfrac_low clipfrac_high")
 GROUPS = keys("rollout/", "frac_zero_std_groups frac_solved_groups")
@@ -166,22 +166,23 @@ def checkpoint_parts(folder):
 @pytest.mark.parametrize("kl_coef", [0, 0.04])
 @pytest.mark.parametrize("name, dtype", [("grpo", "float32"), ("ppo", "bfloat16")])
 def test_without_a_kl_there_is_no_reference(name, kl_coef, dtype, tmp_path, monkeypatch):
-    """With --kl_coef 0: one model alone goes through the forward of the update, the checkpoint holds no
-    other, and no KL is logged."""
+    """With --kl_coef 0: the policy's log-probs alone are computed, the checkpoint holds no other model,
+    and no KL is logged."""
     module = importlib.import_module(name)
-    original = module.token_logprobs
+    original = module.score
     models = []
 
-    def token_logprobs(model, *args, **keywords):
-        if not any(model is other for other in models):
-            models.append(model)
-        return original(model, *args, **keywords)
+    def score(policy, *args, **keywords):
+        models.append(policy.model)
+        return original(policy, *args, **keywords)
 
-    monkeypatch.setattr(module, "token_logprobs", token_logprobs)
+    monkeypatch.setattr(module, "score", score)
     flags = ("--iterations", 1, "--kl_coef", kl_coef, "--dtype", dtype)
     result = small(name, "--run_dir", tmp_path, *flags)
     assert result.returncode == 0, result.stderr
-    expected = {"optimizer", "critic"} if name == "ppo" else {"optimizer"}
+    expected = {"optimizer", "problem_stream"}
+    if name == "ppo":
+        expected.add("critic")
     if kl_coef > 0:
         expected.add("reference")
     assert checkpoint_parts(tmp_path) == expected
@@ -229,17 +230,15 @@ def test_solved_groups_by_hand(name, tmp_path, monkeypatch, reward_file):
     assert not rounds and (dropped > 0) == (name == "dapo")
 
 
-def test_describe_by_hand():
+def test_the_summary_of_a_rollout_by_hand():
     """Shares of completions, lengths, and pass@G where there are groups."""
-    from common import Completion, describe
-
     texts = ["#### 3", "1+2=3 #### 3", " \\boxed{3}", "1+", "no", "so \\boxed{3}"]
     reasons = ["wrong", "correct", "wrong", "truncated", "no_answer", "correct"]
     completions = []
-    for i, text in enumerate(texts):
-        completions.append(Completion([1], list(range(i + 1)), [0.0] * (i + 1), text=text))
-    verdicts = [(float(why == "correct"), why) for why in reasons]
-    shares = describe(completions, verdicts)
+    for length, (text, why) in enumerate(zip(texts, reasons, strict=True), 1):
+        ids, logprobs = [2] * length, [0.0] * length
+        completions.append(Completion(Problem("", "", [1]), ids, logprobs, text=text, why=why))
+    shares = rollout_summary(completions)
     assert shares == pytest.approx(
         {
             "accuracy": 2 / 6,
@@ -251,7 +250,7 @@ def test_describe_by_hand():
         }
     )
     for group_size, solved in ((2, 2 / 3), (3, 1), (6, 1)):
-        grouped = describe(completions, verdicts, group_size, prefix="x/")
+        grouped = rollout_summary(completions, group_size, prefix="x/")
         assert grouped.pop("x/frac_solved_groups") == pytest.approx(solved)
         assert grouped == {f"x/{key}": value for key, value in shares.items()}
 
@@ -355,9 +354,6 @@ def test_resume_continues_as_if_never_stopped(name, tmp_path):
 
 def test_checkpoint_is_an_ordinary_transformers_folder(tmp_path):
     """Opened with plain transformers, it answers greedily as the script's last evaluation did."""
-    from common import load_problems
-    from verifier import verify
-
     result = small("grpo", "--run_dir", tmp_path, "--save_every", 1)
     assert result.returncode == 0, result.stderr
     (checkpoint,) = tmp_path.glob("checkpoint-*")
@@ -365,7 +361,7 @@ def test_checkpoint_is_an_ordinary_transformers_folder(tmp_path):
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
-    problems = load_problems(grpo.Args(num_held_out=32), model, tokenizer)[1]
+    problems = load_problems(grpo.Args(num_held_out=32), Policy(model, tokenizer))[1]
     inputs = tokenizer(
         [p.prompt for p in problems], return_tensors="pt", padding=True, padding_side="left"
     )

@@ -7,7 +7,8 @@ from fractions import Fraction
 
 import pytest
 
-from verifier import canonical, final_answer, verify
+from common import verify
+from plumbing.answers import canonical, final_answer
 
 RIGHT = [
     ("#### 365", "365"),
