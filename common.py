@@ -57,7 +57,7 @@ def load_problems(args, policy):
     pairs = addition_problems() if args.dataset == "addition" else read_dataset(args)
     answers = render_all(pairs, policy.tokenizer, args)  # {prompt as the model reads it: gold answer}
     ids = tokenize(list(answers), policy, args)
-    problems = [Problem(*pair, row) for pair, row in zip(answers.items(), ids, strict=True)]
+    problems = [Problem(prompt, answers[prompt], row) for prompt, row in zip(answers, ids, strict=True)]
     return ProblemStream(problems[args.num_held_out :], args.seed), problems[: args.num_held_out]
 
 
@@ -73,7 +73,7 @@ def load_policy(args):
         check_logprobs(policy, args)
         check_routing(policy, args)
         return policy.with_model(master, args.dtype, args.rollout_dtype)
-    except UserError:
+    except (UserError, ranks.LostRank):
         raise
     except Exception as error:  # damaged folders and strange architectures may raise anything
         raise UserError(f"--model {args.model} cannot be used") from error
@@ -89,7 +89,8 @@ def check_logprobs(policy, args):
     settings = dataclasses.replace(args, max_new_tokens=2, temperature=1.0, rollout_batch_size=6)
     problems = [Problem("", "", ids) for ids in prompts]
     batch = collate(sample(policy, problems, 2, settings, greedy=True), args)
-    for policy.one_sequence_per_row in (False, True):
+    for one_sequence_per_row in (False, True):
+        policy.one_sequence_per_row = one_sequence_per_row  # stays, if they agree
         with torch.no_grad():
             logprobs_BT = token_logprobs(policy, batch, temperature=1.0, replay=False).logprobs_BT
         gap = (logprobs_BT - batch.sampler_logprobs_BT)[batch.mask_BT].abs().max().item()
@@ -136,8 +137,8 @@ class Completion(NamedTuple):
     truncated: bool = False  # ran into the cap
     text: str = ""
     experts: torch.Tensor | None = None  # (prompt and response, L, K), where they are recorded
-    reward: float = 0.0  # by `judge`, as
-    why: str = ""  # correct, wrong, no_answer or truncated
+    reward: float | None = None  # from `judge`, as
+    why: str | None = None  # correct, wrong, no_answer or truncated
 
 
 def pad(rows, device, left=False):
@@ -192,7 +193,7 @@ def sample_batch(
     cache = transformers.DynamicCache(config=model.config)
     recorded = []  # for experts_by_completion
 
-    def next_logits(tokens, attention, positions):
+    def next_logits(rows_R, tokens, attention, positions):
         with Routing(model, enabled=record_experts) as routing:
             output = model(
                 tokens,
@@ -213,7 +214,8 @@ def sample_batch(
     tokens = pad(prompts, device, left=True)
     attention = pad([[1] * len(prompt) for prompt in prompts], device, left=True)
     positions = (attention.cumsum(1) - 1).clamp(min=0)
-    logits_RV = next_logits(tokens, attention, positions).repeat_interleave(group_size, dim=0)
+    logits_RV = next_logits(rows_R, tokens, attention, positions)
+    logits_RV = logits_RV.repeat_interleave(group_size, dim=0)
     cache.batch_repeat_interleave(group_size)
     attention = attention.repeat_interleave(group_size, dim=0)
     position_R1 = positions[:, -1:].repeat_interleave(group_size, dim=0)
@@ -247,7 +249,7 @@ def sample_batch(
                 position_R1 = position_R1[kept]
         attention = F.pad(attention, (0, 1), value=1)
         position_R1 = position_R1 + 1
-        logits_RV = next_logits(token_R1, attention, position_R1)
+        logits_RV = next_logits(rows_R, token_R1, attention, position_R1)
 
     # A completion ends with its first EOS: a row may have run on until it was dropped.
     is_end_NT = torch.isin(ids_NT, ends)
@@ -319,10 +321,11 @@ class Batch:
         return rows_N.tensor_split(max(1, min(count, len(rows_N) // ranks.WORLD)))
 
     def micro_batches(self, minibatch, size):
-        """[(row numbers, the batch of these rows)]: this rank's rows of a minibatch, in parts of much
-        the same size and of at most `size` rows."""
+        """Yields (row numbers, the batch of these rows): this rank's rows of a minibatch, in parts of
+        much the same size and of at most `size` rows."""
         mine = ranks.my_share(minibatch)
-        return [(rows, self.rows(rows)) for rows in mine.tensor_split(math.ceil(len(mine) / size))]
+        for rows in mine.tensor_split(math.ceil(len(mine) / size)):
+            yield rows, self.rows(rows)
 
     def active_experts(self, own_experts_BTLK):
         """The experts that compute where a response token is predicted, sorted: those that are replayed
@@ -436,7 +439,7 @@ class Scores(NamedTuple):
     """What `score` returns, for all rows, on every rank."""
 
     logprobs_NT: torch.Tensor
-    experts_NTLK: torch.Tensor  # the routers' own choice, sorted
+    experts_NTLK: torch.Tensor | None  # the routers' own choice, sorted; None for a reference
     also: torch.Tensor | None = None  # what a script wants besides
 
 
@@ -453,19 +456,17 @@ def score(policy, batch, minibatches, args, replay=True, also=None):
         for _, micro in batch.micro_batches(minibatch, args.micro_batch_size):
             outputs = token_logprobs(policy, micro, args.temperature, replay=replay)
             logprobs.append(outputs.logprobs_BT)
-            experts.append(outputs.experts_BTLK)
-            if args.routing_replay == "r2":
+            if replay:
+                experts.append(outputs.experts_BTLK)
+            if replay and args.routing_replay == "r2":
                 choices.append(outputs.routing_choices_BSLK)
             if also is not None:
                 active_BTLK = micro.active_experts(outputs.experts_BTLK)
                 others.append(also(outputs.router_logits, active_BTLK))
-    if args.routing_replay == "r2" and replay:
+    if choices:
         batch.replayed_experts_BSLK = ranks.all_rows(choices, minibatches)
-    return Scores(
-        ranks.all_rows(logprobs, minibatches),
-        ranks.all_rows(experts, minibatches),
-        ranks.all_rows(others, minibatches) if also is not None else None,
-    )
+    parts = [logprobs, experts, others]
+    return Scores(*(ranks.all_rows(part, minibatches) if part else None for part in parts))
 
 
 @torch.no_grad()

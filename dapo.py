@@ -29,7 +29,7 @@ Expect: on sums of two numbers, as grpo.py: greedy held-out accuracy from 0.43 t
         forty seconds on one CPU core.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -211,7 +211,7 @@ def main(args):
         batch = collate(kept, args)
         if args.overlong == "filter":  # [4] what was cut off has no gradient
             is_whole_N1 = torch.tensor([[not c.truncated] for c in kept], device=args.device)
-            batch.mask_BT = batch.mask_BT & is_whole_N1
+            batch = replace(batch, mask_BT=batch.mask_BT & is_whole_N1)
         minibatches = batch.minibatches(args.num_minibatches)
         old = score(policy, batch, minibatches, args)
         # Importance weights pi_old / sampler; all 1 unless --rollout_correction is on.

@@ -1,4 +1,4 @@
-"""What keeps a run on its feet. Nobody has to read it to study an algorithm, or to copy a loss.
+"""What keeps a run on its feet. Nobody has to read it to study an algorithm or to copy a loss.
 
 answers.py     which answer a text gives, and whether two answers are the same
 args.py        the flags that all scripts share, the ranges of their values, how a script is started
@@ -6,7 +6,7 @@ correction.py  weights for completions that the sampler made in place of the tra
 data.py        datasets, prompts as the model reads them, the stream of training problems
 memory.py      what a run will need, computed before it starts
 metrics.py     what is logged
-models.py      loading a model, with what transformers would not complain about
+models.py      loading a model, and refusing one whose weights do not fit
 packing.py     sequences side by side in rows, so that an update computes hardly any padding
 policy.py      master weights, the copy that computes, the copy that samples
 ranks.py       what several processes do together
@@ -14,7 +14,7 @@ reward.py      a reward of the user's own
 routing.py     the experts of an MoE: recorded, and replayed
 run.py         the run's folder: settings, metrics, checkpoints, resume, signals
 
-Below are the names that scripts use.
+Imported here is what scripts use.
 """
 
 from plumbing import ranks

@@ -117,7 +117,8 @@ def parse_args(args_class):
     if completions % args.num_minibatches > 0:
         raise UserError(f"--num_minibatches does not divide {completions} completions into equal parts")
     if completions // args.num_minibatches < ranks.WORLD:
-        raise UserError(f"--num_minibatches leaves fewer completions in one than {ranks.WORLD} ranks")
+        message = f"leaves fewer completions in a minibatch than {ranks.WORLD} ranks"
+        raise UserError(f"--prompts_per_iteration {args.prompts_per_iteration} {message}")
     args.device = resolve_device(args.device)
     if ranks.RANK == 0 and args.model != args_class.model and args.lr == args_class.lr:
         message = f"--lr {args.lr:g} suits {args_class.model}; for a model of your own 1e-6 is typical"

@@ -21,7 +21,7 @@ def rollout_weights(
     mask_high=1.05,
     one_ratio=False,
 ):
-    """(weights >= 0, (B, T) or, with one for a completion, (B, 1); rho, (B, T)).
+    """(weights, rho): weights of at least 0, (B, T), or (B, 1) where a completion has one; rho, (B, T).
 
     The decoupled objective is w min(r A, clip(r) A), where r = pi / pi_old is clipped as always and w,
     made of rho = pi_old / mu, is not. As w is not negative, it goes into the min: a factor on A.

@@ -21,7 +21,6 @@ class ProblemStream:
         self.position = 0  # how many were taken so far
 
     def take(self, count):
-        """The next `count` problems."""
         size = len(self.problems)
         first_epoch = self.position // size
         last_epoch = (self.position + count - 1) // size

@@ -119,9 +119,8 @@ def plan_memory(args, policy, problem_stream, held_out, critic=None, reference=N
         of_minibatch = math.ceil(completions // args.num_minibatches / ranks.WORLD)
         fitting = MICRO_BATCH_TOKENS // (longest_prompt + args.max_new_tokens)
         args = replace(args, micro_batch_size=max(1, min(of_minibatch, fitting)))
-    num_critics = int(critic is not None)
-    num_references = int(reference is not None)
-    needed = memory_parts(policy.master, args, longest_prompt, num_critics, num_references)
+    others = [int(other is not None) for other in (critic, reference)]
+    needed = memory_parts(policy.master, args, longest_prompt, *others)
     peak = memory_peak(needed)
     there = device_memory(args.device)
     if not args.device.startswith("cuda"):

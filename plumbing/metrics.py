@@ -15,7 +15,7 @@ class Meter:
     def __init__(self, iteration):
         self.iteration = iteration
         self.pairs = {}  # key: [(value, weight), ...]
-        self.step_losses = {}  # of the optimizer step at hand: {name: this rank's sum}
+        self.step_losses = {}  # of the optimizer step at hand: {name: sum over micro-batches}
         self.num_steps = 0
         self.laps = {}  # {name: seconds}
         self.lap_start = time.time()
@@ -58,7 +58,8 @@ class Meter:
             self.add("losses", {"first_step_ratio_error_max": error}, 1)
 
     def check_finite(self, **norms):
-        """Before the step, UserError if its loss or the norm of a gradient is NaN or infinite."""
+        """Before the step: adds its losses up over all ranks, and raises a UserError if the policy's
+        loss or a norm is not finite."""
         for loss in self.step_losses.values():
             ranks.all_reduce(loss)
         scalars = {"loss": self.step_losses["policy_loss"], **norms}
@@ -68,7 +69,7 @@ class Meter:
                 raise UserError(f"iteration {self.iteration}: {name} is not finite")
 
     def add_step(self, num_sequences, grad_norm):
-        """After an optimizer step: its losses, and the norm of the policy's gradient."""
+        """After `check_finite` and the step: its losses, and the norm of the policy's gradient."""
         self.add_global("losses", self.step_losses, num_sequences)
         self.add_global("charts", {"grad_norm": grad_norm})
         self.step_losses = {}
@@ -78,7 +79,10 @@ class Meter:
         """{key: weighted mean}, or the maximum for keys ending in "_max". A vector gives two keys, for
         the largest and the smallest of its means."""
         means = {}
-        for key, pairs in ranks.all_gather_interleaved(self.pairs).items():
+        on_host = {}  # what ranks hand to each other must not be on a GPU of one of them
+        for key, pairs in self.pairs.items():
+            on_host[key] = [(value.cpu(), torch.as_tensor(weight).cpu()) for value, weight in pairs]
+        for key, pairs in ranks.all_gather_interleaved(on_host).items():
             total_weight = max(1, sum(weight for _, weight in pairs))  # 0 where no token counts
             mean = sum(value * weight for value, weight in pairs) / total_weight
             if key.endswith("_max"):
@@ -151,7 +155,7 @@ def iteration_metrics(meter, completions, rewards, args):
     """{key: number} of an iteration, for Run.log.
 
     completions  all that were generated, with their verdicts
-    rewards      (P, G), of those that were learned from, or (N,) where groups are no baseline
+    rewards      (P, G), of those that were learned from, or (N, 1) where a group is no baseline
     """
     metrics = {
         **meter.means(),

@@ -1,4 +1,4 @@
-"""Loading a model of transformers, with what it would go on with and not complain about."""
+"""Loads a model, and refuses what transformers would accept silently: weights that do not fit."""
 
 import functools
 import os

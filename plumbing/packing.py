@@ -40,7 +40,7 @@ class PackedOutput(NamedTuple):
     hidden: torch.Tensor  # (packed tokens, H), the last hidden states
     router_logits: tuple  # L tensors (packed tokens, E), where they were asked for
     place_BS: torch.Tensor  # of each token, in the flattened rows
-    is_token: torch.Tensor  # (rows, width): False on padding
+    is_token: torch.Tensor  # (rows, width): 1 on tokens, 0 on padding
 
 
 def forward_packed(body, batch, one_sequence_per_row=False, replayed_BSLK=None, **inputs):

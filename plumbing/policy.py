@@ -17,7 +17,8 @@ from plumbing.routing import find_routers
 
 
 class Trained:
-    """Master weights and the model that computes with them; of a policy as of a critic."""
+    """Master weights and the model that computes with them, of a policy as of a critic. A reference has
+    one model, which is both."""
 
     def __init__(self, master, dtype):
         self.master = master
@@ -70,7 +71,7 @@ class Policy(Trained):
             self.sampler = self.with_model(rollout_copy(self.model, master, rollout_dtype))
 
     def with_model(self, model, dtype="float32", rollout_dtype="same"):
-        """A policy with a model of the same architecture, of which the same was found out."""
+        """A policy around another model of this architecture, with the same findings."""
         findings = (self.one_sequence_per_row, self.records_experts)
         return Policy(model, self.tokenizer, dtype, rollout_dtype, *findings)
 

@@ -47,7 +47,7 @@ def is_first_to_fail():
 
 
 def call(collective, *arguments):
-    """Calls a function of torch.distributed, which every rank has to call."""
+    """Calls a function of torch.distributed, as every rank has to."""
     try:
         collective(*arguments)
     except RuntimeError as error:

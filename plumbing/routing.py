@@ -90,7 +90,8 @@ class Routing:
 
 
 def routing_contexts():
-    """For torch's checkpoint: what a forward pass is in, and what its repetition has to be in."""
+    """For torch's checkpoint: the contexts of a forward pass, which is inside of its `Routing` already,
+    and of its repetition in the backward pass, which has to be inside of the same one."""
     return contextlib.nullcontext(), Routing.active or contextlib.nullcontext()
 
 

@@ -233,6 +233,7 @@ class Run:
         if self.is_due(self.args.save_every, iteration) or self.stop:
             self.save(iteration)
         if self.stop:
+            ranks.all_gather("saved")  # a rank that ends is soon followed by all others
             if ranks.WORLD > 1:
                 self.say("stopped by a signal; to resume: the same command with --resume")
             sys.exit(130)
@@ -283,7 +284,7 @@ def transcripts(completions, group_size):
     samples = []
     for c in completions[::group_size][:4]:
         sample = {"prompt": c.problem.prompt, "completion": c.text, "answer": c.problem.answer}
-        samples.append({**sample, "reward": c.reward, "verdict": c.why})
+        samples.append(sample | {"reward": c.reward, "verdict": c.why})
     return samples
 
 
