@@ -113,8 +113,7 @@ def weight_stats(weights, mask_BT):
 
 
 def mismatch_stats(old_logprobs_BT, old_experts_BTLK, batch):
-    """How far the training forward is from the sampler, mu: {name: scalar}. All of it is 0, and ratios
-    are 1, up to rounding, where both compute alike."""
+    """How far the training forward is from the sampler: {name: scalar}; 0, ratios 1, if not at all."""
     mask_BT = batch.mask_BT
     num_tokens = mask_BT.sum().clamp(min=1)
     logratio_BT = torch.where(mask_BT, old_logprobs_BT - batch.sampler_logprobs_BT, 0)
