@@ -169,7 +169,7 @@ def main(args):
         meter.lap("update_seconds")
 
         # ------------------------------------------------------------------- log, evaluate and save
-        metrics = iteration_metrics(meter, completions, rewards_PG, args)
+        metrics = iteration_metrics(meter, completions, rewards_PG.view(-1, 1), args)
         if run.is_due(args.eval_every, iteration):
             is_last = iteration == args.iterations
             results = evaluate(policy, held_out, verify, args, sampled=is_last)

@@ -193,7 +193,7 @@ def test_what_ends_a_run_ends_all_ranks_with_one_line(two):
 def test_fewer_completions_than_ranks(monkeypatch):
     monkeypatch.setattr(ranks, "WORLD", 2)
     monkeypatch.setattr(sys, "argv", ["grpo.py", *flags("grpo", "x", "--num_minibatches", 24)])
-    with pytest.raises(UserError, match="--num_minibatches leaves fewer completions"):
+    with pytest.raises(UserError, match="leaves fewer completions in a minibatch than 2 ranks"):
         parse_args(script_args("grpo")[0].Args)
 
 
