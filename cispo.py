@@ -24,7 +24,7 @@ that of the clipped objective at the same bounds (dapo.py's, with --clip_eps_hig
 
 Run:    python cispo.py
 Expect: on sums of two numbers, as grpo.py: greedy held-out accuracy from 0.43 to at least 0.97 in
-        forty seconds on one CPU core.
+        a minute on one CPU core.
 """
 
 from dataclasses import dataclass

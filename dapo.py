@@ -26,7 +26,7 @@ where the paper's formula has that of one prompt's group.
 
 Run:    python dapo.py
 Expect: on sums of two numbers, as grpo.py: greedy held-out accuracy from 0.43 to at least 0.97 in
-        forty seconds on one CPU core.
+        a minute on one CPU core.
 """
 
 from dataclasses import dataclass, replace

@@ -24,7 +24,7 @@ With --kl_coef 0 there is no reference model.
 
 Run:    python grpo.py
 Expect: on sums of two numbers, greedy held-out accuracy from 0.43 to at least 0.97; answers at
-        once, without working, go from half to almost none. Forty seconds on one CPU core.
+        once, without working, go from half to almost none. A minute on one CPU core.
 """
 
 from dataclasses import dataclass

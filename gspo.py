@@ -23,7 +23,7 @@ it exists for advantages (B, T) that are not.
 
 Run:    python gspo.py
 Expect: on sums of two numbers, as grpo.py: greedy held-out accuracy from 0.43 to at least 0.97 in
-        forty seconds on one CPU core.
+        a minute on one CPU core.
 """
 
 from dataclasses import dataclass

@@ -23,7 +23,7 @@ returns in the last ten iterations (benchmarks/results/ranges.csv at 39fcfb3), a
 --kl_coef 0 there is no reference.
 
 Run:    python ppo.py
-Expect: on sums of two numbers, greedy held-out accuracy from 0.43 to at least 0.95 in one minute
+Expect: on sums of two numbers, greedy held-out accuracy from 0.43 to at least 0.95 in a minute
         on one CPU core.
 """
 

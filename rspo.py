@@ -26,7 +26,7 @@ A dense model is refused: there it is gmpo.py.
 
 Run:    python rspo.py
 Expect: on sums of two numbers, as grpo.py: greedy held-out accuracy from 0.43 to at least 0.97 in
-        forty seconds on one CPU core.
+        a minute on one CPU core.
 """
 
 from dataclasses import dataclass

@@ -7,6 +7,7 @@ Expect: greedy held-out accuracy from 0.43 to at least 0.9. Flags are TRL's (GRP
 does not know goes to the script (--model, --reward, --kl_coef). Loss, advantages and KL are the
 script's: --loss_type, --epsilon, --beta and --scale_rewards do nothing. dapo: no dynamic sampling, no
 overlong shaping. Not ppo (it has a critic), nor rspo (it needs the old router scores).
+Works with TRL 1.16.0, some of whose private methods it overrides.
 """
 
 import importlib

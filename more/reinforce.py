@@ -23,7 +23,7 @@ Held-out accuracy at temperature 1 after a run with seed 1, from 0.31: 0.914 at 
 5e-4 and at 1e-3, 0.926 at 2e-3. So 5e-4.
 
 Run:    python -m more.reinforce
-Expect: on sums of two numbers, greedy held-out accuracy from 0.43 to at least 0.98 in one minute
+Expect: on sums of two numbers, greedy held-out accuracy from 0.43 to at least 0.98 in a minute
         on one CPU core.
 """
 

@@ -18,7 +18,7 @@ learning rate is reinforce.py's, for the reason given there: held-out accuracy a
 run with seed 1 is 0.879 at 2e-4, 0.941 at 5e-4, 0.949 at 1e-3 and 0.938 at 2e-3.
 
 Run:    python -m more.rloo
-Expect: on sums of two numbers, greedy held-out accuracy from 0.43 to at least 0.98 in one minute
+Expect: on sums of two numbers, greedy held-out accuracy from 0.43 to at least 0.98 in a minute
         on one CPU core.
 """
 

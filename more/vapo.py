@@ -27,7 +27,7 @@ that was cut off has the critic's value there added to its returns, and there is
 both as in ppo.py.
 
 Run:    python -m more.vapo
-Expect: on sums of two numbers, greedy held-out accuracy from 0.43 to at least 0.95 in one minute
+Expect: on sums of two numbers, greedy held-out accuracy from 0.43 to at least 0.95 in a minute
         on one CPU core.
 """
 
