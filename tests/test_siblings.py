@@ -188,8 +188,10 @@ def imported(name):
             assert names != ["*"], "not a named import"
             rooms = [f"plumbing.{each}" for each in names if each in ARROWS]
             found |= set(rooms) if node.module == "plumbing" and rooms else {node.module}
-    folders = {path.name for path in ROOT.iterdir() if path.is_dir()}
-    ours = folders | {path.stem for path in ROOT.rglob("*.py")}
+    folders = [path for path in ROOT.iterdir() if path.is_dir() and path.name[0] != "."]
+    ours = {path.name for path in folders}
+    for folder in (ROOT, *folders):
+        ours |= {path.stem for path in folder.glob("*.py")}
     return {each for each in found if each.split(".")[0] in ours}
 
 
