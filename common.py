@@ -424,8 +424,7 @@ def token_logprobs(policy, batch, temperature, entropy_grad=False, max_logits=MA
         return TokenOutputs(logprobs_BT, entropy_BT, zeros.sum(), (), no_experts, no_experts)
 
     layers = [logits.float() for logits in packed.router_logits]  # each (packed tokens, E)
-    num_experts = layers[0].shape[-1]
-    aux_loss = load_balancing_loss_func(tuple(layers), num_experts, K, packed.is_token)
+    aux_loss = load_balancing_loss_func(tuple(layers), layers[0].shape[-1], K, packed.is_token)
     router_logits = tuple(logits.detach()[predictor_BT] for logits in layers)
     choices = torch.stack([logits.detach().topk(K).indices for logits in layers], dim=1)
     experts_BTLK = choices[predictor_BT].sort().values
@@ -461,12 +460,14 @@ def score(policy, batch, minibatches, args, replay=True, also=None):
             if replay and args.routing_replay == "r2":
                 choices.append(outputs.routing_choices_BSLK)
             if also is not None:
-                active_BTLK = micro.active_experts(outputs.experts_BTLK)
-                others.append(also(outputs.router_logits, active_BTLK))
+                others.append(also(outputs.router_logits, micro.active_experts(outputs.experts_BTLK)))
     if choices:
         batch.replayed_experts_BSLK = ranks.all_rows(choices, minibatches)
-    parts = [logprobs, experts, others]
-    return Scores(*(ranks.all_rows(part, minibatches) if part else None for part in parts))
+    return Scores(
+        ranks.all_rows(logprobs, minibatches),
+        ranks.all_rows(experts, minibatches),
+        ranks.all_rows(others, minibatches),
+    )
 
 
 @torch.no_grad()
@@ -486,7 +487,7 @@ def evaluate(policy, problems, verify, args, sampled=False):
     """Held-out problems, answered greedily and, with `sampled`, also at the training temperature with
     fixed noise: {"metrics": for the log, "greedy", "sampled": as by `rollout_summary`, "examples":
     [[prompt, last text]]}."""
-    results = {}
+    results = {"metrics": {}}
     ways = ["greedy", "sampled"] if sampled else ["greedy"]
     for way in ways:
         noise = torch.Generator().manual_seed(0)
@@ -494,6 +495,6 @@ def evaluate(policy, problems, verify, args, sampled=False):
         completions = judge(completions, verify)
         results[way] = rollout_summary(completions)
     results["examples"] = [[c.problem.prompt, c.text] for c in completions[:3]]
-    names = ("accuracy", "response_len_mean")
-    results["metrics"] = {f"eval/{name}": results["greedy"][name] for name in names}
+    for name in ("accuracy", "response_len_mean"):
+        results["metrics"][f"eval/{name}"] = results["greedy"][name]
     return results

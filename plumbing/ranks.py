@@ -58,9 +58,7 @@ def my_share(items):
     """This rank's part of a list or of a tensor's rows. The parts are of much the same size."""
     size, rest = divmod(len(items), WORLD)
     start = RANK * size + min(RANK, rest)
-    end = start + size
-    if RANK < rest:
-        end += 1
+    end = (RANK + 1) * size + min(RANK + 1, rest)
     return items[start:end]
 
 
@@ -117,7 +115,9 @@ def all_reduce_gradients(weights):
 
 def all_rows(parts, minibatches):
     """What this rank has computed, a tensor for each of its micro-batches in the order of the
-    minibatches -> one tensor on every rank, for the rows of all ranks. The minibatches are all rows."""
+    minibatches -> one tensor on every rank, for the rows of all ranks; None if nothing was computed."""
+    if not parts:
+        return None
     mine = torch.cat(parts)
     if WORLD == 1:
         return mine

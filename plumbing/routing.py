@@ -1,7 +1,7 @@
 """The experts of a mixture-of-experts model: what its routers choose is recorded, and can be replayed.
 
 With `--routing_replay r2` an update uses the experts of the old policy's forward, with r3 those of the
-sampler. Only the choice is replayed, not what a router makes of it.
+sampler. Only the choice is replayed.
 """
 
 import contextlib

@@ -267,14 +267,13 @@ class Run:
         self.bar.close()
         if ranks.RANK > 0:
             return
-        before = self.before
-        after = self.after
         print(f"\n{'held-out problems':20}  greedy: before, after; sampled: before, after")
-        for key in before["greedy"]:
-            greedy = f"{before['greedy'][key]:8.3g} ->{after['greedy'][key]:8.3g}"
-            sampled = f"{before['sampled'][key]:8.3g} ->{after['sampled'][key]:8.3g}"
+        for key in self.before["greedy"]:
+            greedy = f"{self.before['greedy'][key]:8.3g} ->{self.after['greedy'][key]:8.3g}"
+            sampled = f"{self.before['sampled'][key]:8.3g} ->{self.after['sampled'][key]:8.3g}"
             print(f"{key:20}{greedy}   {sampled}")
-        for (prompt, first), (_, last) in zip(before["examples"], after["examples"], strict=True):
+        examples = zip(self.before["examples"], self.after["examples"], strict=True)
+        for (prompt, first), (_, last) in examples:
             print(f"\n{prompt}\n  before: {first}\n  after:  {last}")
         print(f"\nthe trained model: {self.checkpoints()[-1]}")
 
