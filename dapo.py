@@ -187,10 +187,11 @@ def main(args):
             kept += mixed_groups(completions, args.group_size)
             missing = args.prompts_per_iteration - len(kept) // args.group_size
             rounds += 1
+        counts = group_counts(generated, args.group_size, rounds)
         if missing > 0:
             run.say(f"iteration {iteration}: after {rounds} rounds {missing} mixed groups are missing")
         if len(kept) < ranks.WORLD:  # of completions, each rank needs one
-            run.say(f"too few mixed groups to learn from (ranks: {ranks.WORLD}): the run ends here")
+            run.say(f"too few mixed groups (ranks: {ranks.WORLD}): the run ends here, {counts}")
             run.save(iteration)
             break
         meter.lap("rollout_seconds")
@@ -248,7 +249,7 @@ def main(args):
 
         # ------------------------------------------------------------------- log, evaluate and save
         metrics = iteration_metrics(meter, generated, rewards_PG, args)  # rewards: of those kept
-        metrics |= group_counts(generated, args.group_size, rounds)
+        metrics |= counts
         if run.is_due(args.eval_every, iteration):
             is_last = iteration == args.iterations
             results = evaluate(policy, held_out, verify, args, sampled=is_last)
