@@ -249,14 +249,13 @@ def main(args):
 
         # ------------------------------------------------------------------- log, evaluate and save
         metrics = iteration_metrics(meter, generated, rewards_PG, args)  # rewards: of those kept
-        metrics |= counts
         if run.is_due(args.eval_every, iteration):
             is_last = iteration == args.iterations
             results = evaluate(policy, held_out, verify, args, sampled=is_last)
             metrics |= results["metrics"]
             if is_last:
                 run.after = results
-        run.log(iteration, metrics, generated)
+        run.log(iteration, metrics | counts, generated)
         run.save_if_due(iteration)  # also after a signal, which then ends the program
     if run.after is None:  # resumed at its end, or ended early
         run.after = evaluate(policy, held_out, verify, args, sampled=True)
