@@ -27,9 +27,13 @@ Expect: on sums of two numbers, greedy held-out accuracy from 0.43 to at least 0
         on one CPU core.
 """
 
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # run as a file, it finds common too
 
 from common import collate, evaluate, judge, load_policy, load_problems, load_verifier
 from common import sample, score, token_logprobs

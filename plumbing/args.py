@@ -1,5 +1,6 @@
 """The flags that all scripts share, the ranges of their values, and how a script is started."""
 
+import os
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -135,11 +136,40 @@ def resolve_device(name):
         raise UserError(f"--device {name} is not there; the default here is {default}") from error
 
 
+def nowhere():
+    """A stream that forgets what is written to it."""
+    return os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+
+
+class Output:
+    """In place of stdout or stderr, which may be closed, end as a pipe, or stand on a full disk: then
+    what is printed is lost, and the run goes on. Its metrics and checkpoints are in files."""
+
+    def __init__(self, stream):
+        self.stream = stream or nowhere()  # Python has None for one that is closed
+        # A prompt may hold letters that the terminal cannot show; printing it must not end a run.
+        if hasattr(self.stream, "reconfigure"):
+            self.stream.reconfigure(errors="backslashreplace")
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text):
+        try:
+            self.stream.write(text)
+            self.stream.flush()
+        except OSError:
+            self.stream = nowhere()
+
+    def flush(self):
+        """Nothing is left to be done."""
+
+
 def launch(main, args_class):
     """Calls `main` with the command line as `args_class`. A UserError ends the program with one line on
     stderr and exit code 2; anything else is a bug and shows its traceback."""
-    # A prompt may hold letters that the terminal cannot show; printing it must not end a run.
-    sys.stdout.reconfigure(errors="backslashreplace")
+    sys.stdout = Output(sys.stdout)
+    sys.stderr = Output(sys.stderr)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     try:

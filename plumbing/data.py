@@ -72,7 +72,7 @@ def read_rows(name, config, split):
 
             rows = pyarrow.parquet.read_table(path).to_pylist()
         elif path.suffix in (".json", ".jsonl") or path.is_file():
-            rows = read_json_lines(path)
+            rows = read_json(path)
         else:
             import datasets
 
@@ -85,17 +85,33 @@ def read_rows(name, config, split):
         raise UserError(f"--dataset {name} cannot be read") from error
 
 
-def read_json_lines(path):
-    """[dict]; ValueError with the number of a line that is no JSON object."""
+def read_json(path):
+    """[dict] of a file with a JSON object on each line, or of a .json file with one array of objects.
+    ValueError with the number of a line or row that is no object."""
+    text = path.read_text(encoding="utf-8-sig")  # with a byte order mark or without
+    if path.suffix == ".json" and text.lstrip().startswith("["):
+        values = json.loads(text, parse_float=Decimal)
+        return [json_object(value, f"row {number}") for number, value in enumerate(values, 1)]
     rows = []
-    text = path.read_text(encoding="utf-8")
     for number, line in enumerate(text.split("\n"), 1):  # other separators are allowed inside a string
         if line.strip():
             try:
-                rows.append({**json.loads(line, parse_float=Decimal)})
-            except (ValueError, TypeError) as error:
+                value = json.loads(line, parse_float=Decimal)
+            except ValueError as error:
                 raise ValueError(f"line {number}: {error}") from error
+            rows.append(json_object(value, f"line {number}"))
     return rows
+
+
+def json_object(value, where):
+    """The value; ValueError if it is no object, or its text cannot be encoded."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} is no object")
+    try:  # JSON can write half of a surrogate pair, which means nothing
+        json.dumps(value, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where}: {error}") from error
+    return value
 
 
 def render(prompt, tokenizer, args):

@@ -108,17 +108,18 @@ def device_memory(device):
 
 
 def plan_memory(args, policy, problem_stream, held_out, critic=None, reference=None):
-    """`args` with `--rollout_batch_size` and `--micro_batch_size` chosen where they are 0. Prints what
-    memory the run needs (one rank of it), and raises a UserError if the device has less."""
+    """`args` with `--rollout_batch_size` and `--micro_batch_size` chosen where they are 0, and nowhere
+    above what there is. Prints what memory the run needs (one rank of it), and raises a UserError if
+    the device has less."""
     longest_prompt = max(len(p.prompt_ids) for p in problem_stream.problems + held_out)
-    if args.rollout_batch_size == 0:
-        my_prompts = math.ceil(args.prompts_per_iteration / ranks.WORLD)
-        args = replace(args, rollout_batch_size=my_prompts * args.group_size)
-    if args.micro_batch_size == 0:
-        completions = args.prompts_per_iteration * args.group_size
-        of_minibatch = math.ceil(completions // args.num_minibatches / ranks.WORLD)
-        fitting = MICRO_BATCH_TOKENS // (longest_prompt + args.max_new_tokens)
-        args = replace(args, micro_batch_size=max(1, min(of_minibatch, fitting)))
+    my_prompts = math.ceil(args.prompts_per_iteration / ranks.WORLD)
+    rollout_size = args.rollout_batch_size or math.inf
+    args = replace(args, rollout_batch_size=min(rollout_size, my_prompts * args.group_size))
+    completions = args.prompts_per_iteration * args.group_size
+    of_minibatch = math.ceil(completions // args.num_minibatches / ranks.WORLD)
+    fitting = MICRO_BATCH_TOKENS // (longest_prompt + args.max_new_tokens)
+    micro_size = args.micro_batch_size or max(1, fitting)
+    args = replace(args, micro_batch_size=min(micro_size, of_minibatch))
     others = [int(other is not None) for other in (critic, reference)]
     needed = memory_parts(policy.master, args, longest_prompt, *others)
     peak = memory_peak(needed)

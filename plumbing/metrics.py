@@ -146,7 +146,10 @@ def rollout_summary(completions, group_size=1, prefix=""):
 
 
 def critic_stats(values_NT, returns_NT, mask_NT):
-    """{"explained_variance": share of the returns' variance that a critic's values explain}."""
+    """{"explained_variance": share of the returns' variance that a critic's values explain}; {} for a
+    single token, which has no variance."""
+    if mask_NT.sum() < 2:
+        return {}
     errors = (returns_NT - values_NT)[mask_NT]
     return {"explained_variance": 1 - errors.var() / returns_NT[mask_NT].var().clamp(min=1e-8)}
 

@@ -6,23 +6,41 @@ process would have. With one process nothing here does anything.
 """
 
 import os
+import socket
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-WORLD = int(os.environ.get("WORLD_SIZE", "1"))  # torchrun sets these three
-RANK = int(os.environ.get("RANK", "0"))
-LOCAL_RANK = int(os.environ.get("LOCAL_RANK", "0"))
+
+def variable(name, default):
+    """The number that torchrun has set; -1 for what is no number, which `init` refuses."""
+    text = os.environ.get(name, default)
+    return int(text) if text.isdecimal() else -1
+
+
+WORLD = variable("WORLD_SIZE", "1")
+RANK = variable("RANK", "0")
+LOCAL_RANK = variable("LOCAL_RANK", "0")
 
 
 class LostRank(Exception):
-    """Another rank has ended, so that what is done together cannot be done."""
+    """Another rank cannot be found, or has ended, so that what is done together cannot be done."""
 
 
 def init():
     """Waits until all ranks are there. NCCL brings together what is on GPUs, gloo the rest."""
+    address = os.environ.get("MASTER_ADDR")
+    port = variable("MASTER_PORT", "")
+    are_set = WORLD == 1 or (address and port > 0)
+    if not are_set or not 0 <= RANK < WORLD or LOCAL_RANK < 0:
+        variables = "WORLD_SIZE, RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
+        raise LostRank(f"{variables} are not as torchrun sets them: use torchrun --nproc-per-node")
     if WORLD > 1 and not dist.is_initialized():
+        try:
+            socket.getaddrinfo(address, port)  # torch would try for half an hour
+        except OSError as error:
+            raise LostRank(f"MASTER_ADDR {address} cannot be found") from error
         backend = "gloo"
         if torch.cuda.is_available():
             torch.cuda.set_device(LOCAL_RANK)
@@ -38,7 +56,7 @@ def destroy():
 
 def is_first_to_fail():
     """True for the rank that asks first: it says what is wrong, the others say nothing."""
-    if WORLD == 1:
+    if not dist.is_initialized():
         return True
     try:
         return dist.distributed_c10d._get_default_store().add("failures", 1) == 1

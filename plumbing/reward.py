@@ -1,22 +1,49 @@
 """A reward of the user's own, in place of common.verify."""
 
+import inspect
+import os
 import runpy
+
+import torch
 
 from plumbing.args import UserError
 
 VERDICTS = ("correct", "wrong", "no_answer", "truncated")
+# What belongs to the whole process. A reward that changes it breaks the training, far from here.
+SHARED = {
+    "whether torch computes gradients": torch.is_grad_enabled,
+    "torch's default dtype": torch.get_default_dtype,
+    "torch's default device": torch.get_default_device,
+    "the working folder": os.getcwd,
+}
 
 
 def load_reward(name):
     """The function that `--reward FILE.py:FUNCTION` names; what it returns is checked."""
     path, _, function_name = name.rpartition(":")
+
+    def call(function, *arguments):
+        """Its result. An exit is an error like any other, with which no run ends as if it were done."""
+        before = {what: value() for what, value in SHARED.items()}
+        try:
+            result = function(*arguments)
+        except SystemExit as error:
+            raise RuntimeError(f"--reward {name} called exit({error})") from error
+        for what, value in SHARED.items():
+            if value() != before[what]:
+                raise UserError(f"--reward {name} changes {what}")
+        return result
+
     try:
-        function = runpy.run_path(path)[function_name]
+        function = call(runpy.run_path, path)[function_name]
+    except UserError:
+        raise
     except Exception as error:  # the file may raise anything
         raise UserError(f"--reward {name} cannot be loaded as FILE.py:FUNCTION") from error
+    check_signature(function, name)
 
     def checked(text, answer, truncated=False):
-        result = function(text, answer, truncated)
+        result = call(function, text, answer, truncated)
         if isinstance(result, tuple) and len(result) == 2:
             reward, why = result
             is_number = isinstance(reward, (int, float)) and abs(reward) < 3e38  # in float32, no NaN
@@ -26,3 +53,14 @@ def load_reward(name):
         raise UserError(f"--reward {name} returned {result!r:.80}, not {expected}")
 
     return checked
+
+
+def check_signature(function, name):
+    """UserError if it cannot be called with a text, an answer, and whether the text was cut off."""
+    message = f"--reward {name} must be a function of (text, answer, truncated)"
+    if isinstance(function, type) or inspect.iscoroutinefunction(function):
+        raise UserError(f"{message}, no class and not async")
+    try:
+        inspect.signature(function).bind("text", "answer", False)
+    except (TypeError, ValueError) as error:  # no function, other parameters, or it hides them
+        raise UserError(message) from error

@@ -29,6 +29,22 @@ def file_hash(path):
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def files_of(path):
+    """{name: path} of a file, or of all files in a folder but hidden ones; {} if it is neither."""
+    if path == "":
+        return {}
+    path = Path(path)
+    if path.is_file():
+        return {path.name: path}
+    files = {}
+    for file in sorted(path.rglob("*")):
+        name = file.relative_to(path)
+        is_hidden = any(part.startswith(".") for part in name.parts)
+        if file.is_file() and not is_hidden:
+            files[str(name)] = file
+    return files
+
+
 def checkpoint_hashes(folder):
     """{file name: hash} of a checkpoint, without the state, which holds them and its own checksums."""
     return {path.name: file_hash(path) for path in folder.iterdir() if path.name != STATE}
@@ -76,27 +92,27 @@ class Run:
 
     def open_folder(self):
         """Locks the folder; UserError if it is in use or holds another run."""
+        settings = self.settings()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock = FileLock(self.folder / "lock")
             self.lock.acquire(timeout=0)
-            has_begun = self.has_begun()
-            if not has_begun:
-                write_whole(self.folder / "settings.json", json.dumps(self.settings(), indent=1))
+            if self.checkpoints() and not self.args.resume:
+                raise UserError(
+                    f"{self.folder} holds a run: --resume continues it, --run_dir starts another"
+                )
+            if self.args.resume and self.has_begun():
+                self.compare_settings(settings)
+            else:
+                write_whole(self.folder / "settings.json", json.dumps(settings, indent=1))
         except (OSError, TimeoutError) as error:
             message = f"--run_dir {self.folder} cannot be written, or is in use by another process"
             raise UserError(message) from error
-        if has_begun and not self.args.resume:
-            raise UserError(
-                f"{self.folder} holds a run: --resume continues it, --run_dir starts another"
-            )
-        if has_begun:
-            self.compare_settings()
         if self.args.tensorboard:
             self.tensorboard = self.open_tensorboard()
 
     def has_begun(self):
-        """Whether an iteration was logged or saved. A run that broke off before has nothing to lose."""
+        """Whether an iteration was logged or saved."""
         metrics = self.folder / "metrics.jsonl"
         return bool(self.checkpoints()) or (metrics.exists() and metrics.stat().st_size > 0)
 
@@ -109,23 +125,25 @@ class Run:
         settings = {"script": self.script, **vars(self.args)}
         for name in MAY_CHANGE:
             del settings[name]
+        model = TINY_MOE if self.args.model == "tiny-moe" else self.args.model
+        dataset = "" if self.args.dataset == "addition" else self.args.dataset
         reward_file, _, _ = self.args.reward.rpartition(":")  # FILE.py:FUNCTION
-        for name, path in (("dataset", self.args.dataset), ("reward", reward_file)):
-            if Path(path).is_file():
-                settings[f"{name}'s content"] = file_hash(path)
-        if self.args.model == "tiny-moe":
-            for path in sorted(TINY_MOE.glob("*")):
-                if path.suffix in (".json", ".safetensors"):
-                    settings[f"tiny-moe's {path.name}"] = file_hash(path)
+        for name, path in (("model", model), ("dataset", dataset), ("reward", reward_file)):
+            try:
+                for file_name, file in files_of(path).items():
+                    # Not a model's weights, which checkpoints hold, nor what describes it.
+                    if name != "model" or file.suffix in (".json", ".jinja", ".model", ".txt"):
+                        settings[f"{name}'s {file_name}"] = file_hash(file)
+            except OSError as error:
+                raise UserError(f"--{name} {getattr(self.args, name)} cannot be read") from error
         return settings
 
-    def compare_settings(self):
+    def compare_settings(self, ours):
         """UserError if the folder's run was started with other settings."""
         try:
             theirs = dict(json.loads((self.folder / "settings.json").read_text()))
         except (OSError, ValueError, TypeError) as error:
             raise UserError(f"--resume: settings.json in {self.folder} cannot be read") from error
-        ours = self.settings()
         for name in [*ours, *theirs]:
             if ours.get(name) != theirs.get(name):
                 raise UserError(
@@ -263,10 +281,17 @@ class Run:
             shutil.rmtree(path, ignore_errors=True)
 
     def finish(self):
-        """Prints the results on held-out problems before and after training, and some completions."""
+        """Ends the program with code 130 if it was told to stop while it ended by itself."""
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self.bar.close()
-        if ranks.RANK > 0:
-            return
+        if ranks.RANK == 0:
+            self.print_results()
+        if self.signalled:
+            sys.exit(130)
+
+    def print_results(self):
+        """On held-out problems before and after training, and some completions."""
         print(f"\n{'held-out problems':20}  greedy: before, after; sampled: before, after")
         for key in self.before["greedy"]:
             greedy = f"{self.before['greedy'][key]:8.3g} ->{self.after['greedy'][key]:8.3g}"

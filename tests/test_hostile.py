@@ -4,26 +4,32 @@ import copy
 import io
 import json
 import os
+import re
+import shlex
 import shutil
+import subprocess
 import sys
 from datetime import date
 from decimal import Decimal
+from types import SimpleNamespace
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from conftest import TINY_MOE, run, script_args
+from conftest import ROOT, TINY_MOE, run, script_args
 from safetensors.torch import load_file, save_file
 from test_bad_input import SMALL, refused
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedTokenizerFast
 
+import grpo
 import plumbing.models
 import plumbing.run
 from common import check_logprobs, load_policy, load_problems, load_verifier, verify
 from plumbing.args import UserError, launch
 from plumbing.data import read_dataset
+from plumbing.memory import plan_memory
 from plumbing.models import load_model
 from plumbing.policy import Policy
 
@@ -160,11 +166,32 @@ def test_a_base_model_that_has_changed(tmp_path, monkeypatch):
     assert run("grpo", *SMALL, *flags, held_out=8).returncode == 0
     (folder / "README.md").write_text("another text")
     assert run("grpo", *SMALL, *flags, "--resume", held_out=8).returncode == 0
-    for name in ("config.json", "tokenizer_config.json", "model.safetensors"):
+    for name in ("config.json", "tokenizer_config.json"):
         content = (folder / name).read_bytes()
         (folder / name).write_bytes(content + b" ")
-        refused("grpo", *flags, "--resume", expected=f"has tiny-moe's {name} ")
+        refused("grpo", *flags, "--resume", expected=f"has model's {name} ")
         (folder / name).write_bytes(content)
+
+
+def test_a_model_folder_that_has_changed(tmp_path, tiny_model):
+    """Another number of active experts, another chat template, another EOS: the run would go on to
+    another end. Its weights are those of the checkpoint."""
+    folder = save(tmp_path / "model", *tiny_model)
+    flags = ("--model", folder, "--run_dir", tmp_path / "run", "--lr", 1e-3)
+    assert run("grpo", *SMALL, *flags, held_out=8).returncode == 0
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] += 1
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert run("grpo", *SMALL, *flags, "--resume", held_out=8).returncode == 0
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    edit_json(folder / "config.json", num_experts_per_tok=1)
+    refused("grpo", *flags, "--resume", expected="has model's config.json ")
+    (folder / "config.json").write_bytes(before[folder / "config.json"])
+    edit_json(folder / "generation_config.json", eos_token_id=2)
+    refused("grpo", *flags, "--resume", expected="has model's generation_config.json ")
+    (folder / "generation_config.json").write_bytes(before[folder / "generation_config.json"])
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    refused("grpo", *flags, "--resume", expected="has model's chat_template.jinja None, not ")
 
 
 @pytest.mark.parametrize("given, expected", [(None, [1]), ("2", [])])
@@ -285,13 +312,43 @@ def test_the_line_of_damaged_json_is_named(tmp_path):
     assert "line 4" in str(refusal.value.__cause__)
 
 
-@pytest.mark.parametrize("text", ['[{"question": "1+1=", "answer": "2"}]', "[1]", "3", '"question"'])
-def test_lines_that_are_no_objects(text, tmp_path):
-    """A list of one row with two columns must not be read as a row with one column."""
-    path = tmp_path / "data.json"
+ROW = '{"question": "1+1=", "answer": "2"}'
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("data.jsonl", f"[{ROW}]"),  # must not be read as a row with one column
+        ("data.json", "[1]"),
+        ("data.json", f"[{ROW}, 1]"),
+        ("data.json", f"[{ROW}"),
+        ("data.json", "3"),
+        ("data.json", '"question"'),
+    ],
+)
+def test_what_holds_no_objects(name, text, tmp_path):
+    path = tmp_path / name
     path.write_text(text + "\n")
     with pytest.raises(UserError, match="cannot be read"):
         golds(path)
+
+
+@pytest.mark.parametrize("name, text", [("data.json", f"\n[\n{ROW}\n]"), ("data.jsonl", ROW)])
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_an_array_of_objects_and_a_byte_order_mark(mark, name, text, tmp_path):
+    path = tmp_path / name
+    path.write_text(mark + text, encoding="utf-8")
+    assert read_dataset(arguments(dataset=str(path))) == [("1+1=", "2")]
+
+
+@pytest.mark.parametrize("name, text", [("data.json", f"[{ROW},\n%s]"), ("data.jsonl", f"{ROW}\n%s")])
+def test_half_of_a_surrogate_pair(name, text, tmp_path):
+    """JSON can write it, and no tokenizer can read it: the row is named."""
+    path = tmp_path / name
+    path.write_text(text % '{"question": [{"role": "user", "content": "\\ud800"}], "answer": "2"}')
+    with pytest.raises(UserError) as refusal:
+        golds(path)
+    assert re.match("(row|line) 2: .*surrogates not allowed", str(refusal.value.__cause__))
 
 
 def test_the_same_prompt_with_two_gold_answers(tmp_path, tiny_model):
@@ -343,7 +400,50 @@ def test_a_dataset_that_changed(finished, tmp_path):
     settings = json.loads((folder / "settings.json").read_text())
     (folder / "settings.json").write_text(json.dumps(settings | {"dataset": str(changed)}))
     flags = ("--dataset", changed, "--run_dir", folder, "--resume")
-    refused("grpo", *flags, expected="has dataset's content")
+    refused("grpo", *flags, expected="has dataset's data.jsonl")
+
+
+def test_a_folder_of_data_that_changed(tmp_path):
+    """All its files belong to the settings, with their names; what is hidden does not."""
+    folder = tmp_path / "data"
+    (folder / "more").mkdir(parents=True)
+    for path in (folder / "train.csv", folder / "more" / "train.csv", folder / ".index"):
+        path.write_text("question,answer\n1+1=,2\n")
+
+    def settings():
+        settings = plumbing.run.Run.settings(SimpleNamespace(args=args, script="grpo"))
+        return {name for name in settings.items() if name[0].startswith("dataset's ")}
+
+    args = arguments(dataset=str(folder))
+    before = settings()
+    assert {name for name, _ in before} == {"dataset's train.csv", "dataset's more/train.csv"}
+    (folder / ".index").write_text("")
+    assert settings() == before
+    (folder / "more" / "train.csv").write_text("question,answer\n")
+    assert settings() != before
+    (folder / "more" / "test.csv").write_text("")
+    assert len(settings()) == 3
+
+
+@pytest.mark.parametrize("flag, value", [("dataset", "{}"), ("reward", "{}:f"), ("model", "{}")])
+@pytest.mark.parametrize("why", ["too long", "forbidden"])
+def test_a_file_that_cannot_be_read(why, flag, value, tmp_path, monkeypatch):
+    """Its own flag is named, not --run_dir."""
+
+    original = plumbing.run.file_hash
+
+    def file_hash(file):
+        if file != path:
+            return original(file)
+        raise PermissionError(13, "Permission denied", str(file))
+
+    path = tmp_path / ("x" * 300)
+    if why == "forbidden":
+        path = tmp_path / "config.json"
+        path.write_text("{}")
+        monkeypatch.setattr(plumbing.run, "file_hash", file_hash)
+    flags = ("--run_dir", tmp_path / "run", f"--{flag}", value.format(path))
+    refused("grpo", *flags, expected=f"--{flag} {value.format(path)} cannot be read")
 
 
 def test_a_copy_that_the_user_keeps(finished, tmp_path):
@@ -373,9 +473,19 @@ def test_resume_before_the_first_checkpoint_compares_settings(finished, tmp_path
     assert [json.loads(line)["iteration"] for line in lines] == [1]
 
 
+def test_a_run_that_fails_before_its_first_checkpoint_can_be_started_again(tmp_path, tiny_model):
+    """Its metrics do not stand in the way, and are those of the new run."""
+    flags = ("--iterations", 3, "--num_minibatches", 1, "--run_dir", tmp_path)
+    assert "not finite" in run("grpo", *SMALL, *flags, "--lr", 1e9, held_out=8).stderr
+    assert (tmp_path / "metrics.jsonl").read_text() and not list(tmp_path.glob("checkpoint-*"))
+    assert run("grpo", *SMALL, *flags, held_out=8).returncode == 0
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["iteration"] for line in lines] == [1, 2, 3]
+    assert json.loads((tmp_path / "settings.json").read_text())["lr"] == 2e-4
+
+
 def test_a_crash_in_the_first_iteration_leaves_nothing_in_the_way(tmp_path, tiny_model, monkeypatch):
     """The same command, and another one, may start anew in the folder."""
-    import grpo
 
     def crash(*args, **keywords):
         raise RuntimeError("crash")
@@ -421,6 +531,37 @@ def no_reward(text, answer, truncated):
 
 def not_a_number(text, answer, truncated):
     return float("nan"), "wrong"
+
+def huge(text, answer, truncated):
+    return 10**400, "correct"
+
+def default_dtype(text, answer, truncated):
+    import torch
+    torch.set_default_dtype(torch.float64)
+    return 1.0, "correct"
+
+def gradients(text, answer, truncated):
+    import torch
+    torch.set_grad_enabled(False)
+    return 1.0, "correct"
+
+def folder(text, answer, truncated):
+    import os
+    os.chdir("/")
+    return 1.0, "correct"
+
+async def awaited(text, answer, truncated):
+    return 1.0, "correct"
+
+def two(text, answer):
+    return 1.0, "correct"
+
+def named(text, answer, *, truncated):
+    return 1.0, "correct"
+
+class Reward:
+    def __init__(self, text, answer, truncated):
+        pass
 """
 
 
@@ -443,7 +584,7 @@ def test_a_reward_of_ones_own(reward_file, tmp_path, tiny_model):
     assert metrics["eval/accuracy"] > 0.5
     reward_file.write_text(REWARD.replace("0.5", "0.6"))
     more = ("--max_new_tokens", 30, "--resume", "--iterations", 2)
-    refused("grpo", *flags, *more, expected="has reward's content")
+    refused("grpo", *flags, *more, expected="has reward's my reward.py")
 
 
 @pytest.mark.parametrize(
@@ -453,13 +594,40 @@ def test_a_reward_of_ones_own(reward_file, tmp_path, tiny_model):
         ("not_a_number", "returned (nan, 'wrong'), not (a finite number"),
         ("no_pair", "returned 1.0, not (a finite number"),
         ("no_reward", "returned (None, 'wrong'), not (a finite number"),
-        ("nothing", "cannot be loaded as FILE.py:FUNCTION: KeyError 'nothing'"),
+        ("huge", "returned (1000000000"),
+        ("default_dtype", "changes torch's default dtype"),
+        ("gradients", "changes whether torch computes gradients"),
+        ("folder", "changes the working folder"),
     ],
 )
 def test_rewards_that_are_refused(function, expected, reward_file, tmp_path, tiny_model):
     flags = ("--reward", f"{reward_file}:{function}", "--run_dir", tmp_path / "run")
-    result = run("grpo", *SMALL, *flags, held_out=8)
+    try:
+        result = run("grpo", *SMALL, *flags, held_out=8)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_grad_enabled(True)
     assert result.returncode == 2 and expected in result.stderr
+    assert not list((tmp_path / "run").glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize(
+    "function, expected",
+    [
+        ("nothing", "cannot be loaded as FILE.py:FUNCTION: KeyError 'nothing'"),
+        ("BONUS", "must be a function of (text, answer, truncated)"),
+        ("__doc__", "must be a function of (text, answer, truncated)"),
+        ("two", "must be a function of (text, answer, truncated): TypeError too many"),
+        ("named", "must be a function of (text, answer, truncated)"),
+        ("Reward", "no class and not async"),
+        ("awaited", "no class and not async"),
+    ],
+)
+def test_what_is_no_function_of_three_arguments(function, expected, reward_file, tmp_path, monkeypatch):
+    """Refused before the model is loaded."""
+    monkeypatch.setattr(grpo, "load_policy", lambda args: pytest.fail("loaded"))
+    flags = ("--reward", f"{reward_file}:{function}", "--run_dir", tmp_path / "run")
+    refused("grpo", *flags, expected=expected)
 
 
 @pytest.mark.parametrize("value", ["nowhere.py:f", "README.md:f", "grpo.py", "f"])
@@ -474,6 +642,12 @@ def test_a_bug_in_a_reward_keeps_its_traceback(tmp_path, tiny_model):
     path.write_text("def f(text, answer, truncated):\n    return 1 / 0, 'wrong'\n")
     with pytest.raises(ZeroDivisionError):
         run("grpo", *SMALL, "--reward", f"{path}:f", "--run_dir", tmp_path / "run", held_out=8)
+    path.write_text("def f(text, answer, truncated):\n    exit()\n")
+    with pytest.raises(RuntimeError, match=r"reward.py:f called exit\(None\)"):
+        run("grpo", *SMALL, "--reward", f"{path}:f", "--run_dir", tmp_path / "run", held_out=8)
+    path.write_text("import sys\nsys.exit()\n")
+    expected = "cannot be loaded as FILE.py:FUNCTION: RuntimeError"
+    refused("grpo", "--reward", f"{path}:f", "--run_dir", tmp_path / "run", expected=expected)
 
 
 def test_without_the_flag_it_is_the_verifier():
@@ -486,6 +660,28 @@ def test_without_the_flag_it_is_the_verifier():
 def test_too_many_completions(tmp_path):
     flags = ("--group_size", 1_000_000_000, "--run_dir", tmp_path / "run")
     refused("grpo", *flags, expected="more than a million")
+
+
+@pytest.mark.parametrize("value", [0, 1000, 1_000_000_000])
+def test_batch_sizes_above_what_there_is(value, tmp_path, tiny_model):
+    """They mean all of it, as 0 does where memory is no question."""
+    flags = ("--micro_batch_size", value, "--rollout_batch_size", value, "--run_dir", tmp_path)
+    result = run("grpo", *SMALL, *flags, held_out=8)
+    assert result.returncode == 0, result.stderr
+    problem = SimpleNamespace(prompt_ids=[1] * 8)
+    args = arguments(micro_batch_size=value, rollout_batch_size=value)
+    policy = Policy(*tiny_model)
+    planned = plan_memory(args, policy, SimpleNamespace(problems=[problem]), [problem])
+    assert (planned.micro_batch_size, planned.rollout_batch_size) == (64, 256)
+
+
+def test_one_prompt_and_one_token(tmp_path, tiny_model):
+    """A single token has no variance that a critic could explain."""
+    flags = "--prompts_per_iteration 1 --num_minibatches 1 --max_new_tokens 1 --iterations 1".split()
+    result = run("ppo", *flags, "--run_dir", tmp_path, held_out=8)
+    assert result.returncode == 0 and "Warning" not in result.stderr, result.stderr
+    metrics = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert "losses/explained_variance" not in metrics
 
 
 def test_a_model_of_ones_own_with_the_tiny_models_learning_rate(tmp_path, tiny_model):
@@ -505,6 +701,37 @@ def test_a_prompt_that_the_terminal_cannot_show(monkeypatch):
     launch(lambda args: print("Wie groß?"), script_args("grpo")[0].Args)
     terminal.flush()
     assert terminal.buffer.getvalue() == b"Wie gro\\xdf?\n"
+
+
+def broken_stream(how):
+    if how == "closed":
+        return None  # what Python makes of it
+    if how == "full":
+        return open("/dev/full", "w")  # noqa: SIM115
+    reader, writer = os.pipe()
+    os.close(reader)
+    return os.fdopen(writer, "w")
+
+
+@pytest.mark.parametrize("how", ["closed", "full", "a pipe that ended"])
+def test_output_that_breaks(how, sums, tmp_path, monkeypatch):
+    """Metrics and checkpoints are what matters: the run is as it would have been."""
+    flags = ["--dataset", str(sums), "--num_held_out", "8", "--run_dir", str(tmp_path / "run")]
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "argv", ["grpo.py", *SMALL, *flags])
+        patch.setattr(sys, "stdout", broken_stream(how))
+        patch.setattr(sys, "stderr", broken_stream(how))
+        launch(grpo.main, grpo.Args)
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
+    assert list((tmp_path / "run").glob("checkpoint-000001"))
+
+
+def test_a_pipe_that_ends_leaves_no_traceback(tmp_path):
+    """What is still to be printed at the end of the process is not printed by Python either."""
+    code = "from grpo import *; launch(lambda args: print('a line'), Args)"
+    command = f"{sys.executable} -c {shlex.quote(code)} | true; exit ${{PIPESTATUS[0]}}"
+    result = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_only_what_the_user_can_mend_is_one_line(monkeypatch, capsys):

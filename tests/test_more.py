@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import reference
 import torch
-from conftest import MORE, ROOT, TINY_MOE, flags_it_has, keywords_of, run_process, script_args
+from conftest import MORE, ROOT, TINY_MOE, flags_it_has, keywords_of, path_of, run_process, script_args
 from test_runs import CLIPS, COMMON_KEYS, GROUPS, SMALL, keys, metrics, small, untimed, weights
 from transformers import AutoModelForCausalLM
 
@@ -348,6 +348,14 @@ def test_the_line_that_a_stopped_run_prints(given, monkeypatch, capsys):
         monkeypatch.setitem(sys.modules, "__main__", main)
         Run.on_signal(types.SimpleNamespace(), signal.SIGUSR1, None)
         assert capsys.readouterr().err.strip().endswith(expected)
+
+
+def test_run_as_a_file_from_any_folder(tmp_path):
+    """As `python -m more.rloo` from the project's, also where Python leaves the folder out."""
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONSAFEPATH": "1"}
+    command = [sys.executable, path_of("more.rloo"), "--iterations", "0"]
+    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert result.stderr.startswith("rloo.py: error: --iterations must be from 1 to")
 
 
 @pytest.mark.slow

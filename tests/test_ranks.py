@@ -96,6 +96,7 @@ def close(one, other):
         assert ours == pytest.approx(theirs | same, rel=1e-4, abs=1e-6)
 
 
+PLACE = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 COUNTED = """
 import os
 from common import verify
@@ -188,6 +189,34 @@ def test_what_ends_a_run_ends_all_ranks_with_one_line(two):
     assert "lost another" in killed
     assert codes(result) == [(0, 0), (0, 0), (0, 0), (130, 130), (0, 0), (2, 2), (2, 2)]
     assert result.returncode != 0
+
+
+@pytest.mark.parametrize(
+    "variables, expected",
+    [
+        ({"WORLD_SIZE": ""}, "use torchrun"),
+        ({"WORLD_SIZE": "0"}, "use torchrun"),
+        ({"WORLD_SIZE": "-1"}, "use torchrun"),
+        ({"WORLD_SIZE": "x"}, "use torchrun"),
+        ({"WORLD_SIZE": "2"}, "use torchrun"),
+        ({"WORLD_SIZE": "2", "RANK": "2", **PLACE}, "use torchrun"),
+        ({"WORLD_SIZE": "2", "LOCAL_RANK": "one", **PLACE}, "use torchrun"),
+        ({"WORLD_SIZE": "2", **PLACE, "MASTER_PORT": "x"}, "use torchrun"),
+        ({"WORLD_SIZE": "2", **PLACE, "MASTER_ADDR": "no.where.invalid"}, "no.where.invalid cannot be"),
+    ],
+)
+def test_variables_that_torchrun_would_not_set(variables, expected, monkeypatch):
+    """Read when ranks.py is imported, refused when a script is launched, in a line."""
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    for name, default in (("WORLD_SIZE", "1"), ("RANK", "0"), ("LOCAL_RANK", "0")):
+        attribute = name.removesuffix("_SIZE")
+        monkeypatch.setattr(ranks, attribute, ranks.variable(name, default))
+    result = run("grpo")
+    (line,) = result.stderr.splitlines()
+    assert result.returncode == 2 and line.startswith("grpo.py: error: ") and expected in line
 
 
 def test_fewer_completions_than_ranks(monkeypatch):

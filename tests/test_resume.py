@@ -165,6 +165,23 @@ def test_a_signal_ends_the_run_after_a_checkpoint(tmp_path, sums, monkeypatch):
     assert len(rollouts) == 5
 
 
+def test_a_signal_in_the_last_save(tmp_path, sums, monkeypatch):
+    """The results are there, and are printed; message and exit code both say that it was stopped."""
+    original = torch.save
+
+    def save(*args):
+        original(*args)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(torch, "save", save)
+    flags = flags_of("grpo", tmp_path, sums, "--save_every", 0)
+    result = run("grpo", *flags)
+    assert result.returncode == 130 and "to resume: " in result.stderr
+    assert "the trained model: " in result.stdout
+    monkeypatch.undo()
+    assert "the trained model: " in run("grpo", *flags, "--resume").stdout
+
+
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, monkeypatch):
     """Before the optimizer step: it names iteration and tensor; the last checkpoint has finite
     weights."""

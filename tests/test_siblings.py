@@ -33,7 +33,7 @@ BUDGET = {  # changed lines: added and removed
     "gmpo": 80,
     "dapo": 140,
     "grpo": 240,
-    "more.reinforce": 105,
+    "more.reinforce": 110,
     "more.rloo": 45,
     "more.vapo": 65,
 }
@@ -147,7 +147,8 @@ def test_form_of_a_script(name):
         assert f"Parent: {path_of(PARENTS[name]).name}. Differs only in:\n  1. " in header
     kinds = {type(node) for node in tree.body}
     assert kinds <= {ast.Expr, ast.Import, ast.ImportFrom, ast.ClassDef, ast.FunctionDef, ast.If}
-    assert [type(node) for node in tree.body].count(ast.Expr) == 1  # the docstring
+    expressions = [node for node in tree.body if isinstance(node, ast.Expr)]
+    assert len(expressions) == 1 + (name in MORE)  # the docstring, and in more/ the path of common
     functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
     advantages = "compute_gae" if name in HAS_CRITIC else "compute_advantages"
     assert functions[:2] == ["masked_mean", advantages] and functions[-2:] == ["policy_loss", "main"]
