@@ -119,15 +119,15 @@ def policy_loss(
     clips_low_BT = (ratio_BT < clipped_BT) & (advantages_BT < 0)
     clips_high_BT = (ratio_BT > clipped_BT) & (advantages_BT > 0)
     stats = {
-        "approx_kl": masked_mean(ratio_BT - 1 - logratio_BT, mask_BT),
+        "approx_kl": masked_mean(logratio_BT.expm1() - logratio_BT, mask_BT),  # r - 1 - log r
         "ratio_max": torch.where(mask_BT, ratio_BT, 0).max(),
         "clipfrac_low": masked_mean(clips_low_BT.float(), mask_BT),
         "clipfrac_high": masked_mean(clips_high_BT.float(), mask_BT),
     }
     if ref_logprobs_BT is not None:
-        # [2] k3 = x - log x - 1, x = pi_ref / pi
+        # [2] k3 = x - log x - 1, x = pi_ref / pi (near 0, exp(log x) - 1 would be rounding noise)
         log_x_BT = torch.where(mask_BT, ref_logprobs_BT - logprobs_BT, 0).clamp(-20, 20)
-        k3_BT = log_x_BT.exp() - log_x_BT - 1
+        k3_BT = log_x_BT.expm1() - log_x_BT
         stats["kl_ref"] = masked_mean(k3_BT, mask_BT)
         if kl_is_corrected:
             # r is not detached: in expectation the gradient is that of KL(pi || pi_ref).

@@ -103,7 +103,7 @@ def policy_loss(
     gate_BT = torch.sigmoid(tau_BT * (ratio_BT - 1))
     objective_BT = gate_BT * 4 / tau_BT * advantages_BT
     stats = {
-        "approx_kl": masked_mean(ratio_BT - 1 - logratio_BT, mask_BT),
+        "approx_kl": masked_mean(logratio_BT.expm1() - logratio_BT, mask_BT),  # r - 1 - log r
         "ratio_max": torch.where(mask_BT, ratio_BT, 0).max(),
         # f'(r) = 4 sigmoid (1 - sigmoid): how much of a token's gradient the gate lets through
         "gate_slope": masked_mean(4 * gate_BT * (1 - gate_BT), mask_BT),

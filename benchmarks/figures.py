@@ -41,9 +41,9 @@ plt.rcParams.update(
 )
 
 
-def save(figure, name):
+def save(figure, name, dpi=110):
     FIGURES.mkdir(exist_ok=True)
-    figure.savefig(FIGURES / f"{name}.png", dpi=110, metadata={"Software": None})
+    figure.savefig(FIGURES / f"{name}.png", dpi=dpi, metadata={"Software": None})
     plt.close(figure)
 
 

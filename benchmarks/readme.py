@@ -1324,12 +1324,9 @@ def engines():
             (verl, "kind", "verl"),
         ):
             found = [line for line in table if (line["script"], line[column]) == (name, kind)]
-            if found:
-                value = brief(max(line["value_error"] for line in found))
-                gradient = brief(max(line["gradient_error"] for line in found))
-                row.append(f"{value} / {gradient}")
-            else:
-                row.append("(it has none)")
+            value = brief(max(line["value_error"] for line in found))
+            gradient = brief(max(line["gradient_error"] for line in found))
+            row.append(f"{value} / {gradient}")
         cells.append(row)
     header = ["script", "ours in TRL", "TRL's own", "ours in verl", "verl's own"]
     return markdown(header, cells, "lrrrr")

@@ -33,13 +33,14 @@ STEPS = 4  # for the one rollout
 JOB = """--use_cpu True --max_steps 4 --per_device_train_batch_size 8 --gradient_accumulation_steps 2
 --steps_per_generation 8 --learning_rate 2e-3 --max_grad_norm 0 --router_aux_loss_coef 0
 --disable_tqdm True --shuffle_dataset False"""
-# TRL's own loss, set to be that of a script; it has none for gmpo.
+# TRL's own loss, set to be that of a script; that of gmpo is in a trainer of its own.
 TRL = {
     "grpo": "--loss_type grpo --use_bias_correction_kl False",
     "dr_grpo": "--loss_type dr_grpo --scale_rewards none",
     "dapo": "--loss_type dapo --epsilon_high 0.28",
     "gspo": "--loss_type grpo --importance_sampling_level sequence --epsilon 3e-3 --epsilon_high 4e-3",
     "cispo": "--loss_type cispo --epsilon_high 5.0",
+    "gmpo": "--epsilon 0.4",
     "sapo": "--loss_type sapo",
 }
 SCRIPTS = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "sapo"]
@@ -52,6 +53,7 @@ def work(name, loss, folder):
     """One of the processes: trains, and writes what it had and what it did at each step."""
     import transformers
     from trl import GRPOTrainer
+    from trl.experimental.gmpo import GMPOTrainer
 
     from examples import trl_trainer
 
@@ -83,7 +85,9 @@ def work(name, loss, folder):
             self.add_callback(Note(self))
 
         def _compute_loss(self, model, inputs):
-            kind = GRPOTrainer if loss.startswith("trl") else trl_trainer.PluggedTrainer
+            kind = trl_trainer.PluggedTrainer
+            if loss.startswith("trl"):
+                kind = GMPOTrainer if name == "gmpo" else GRPOTrainer
             value = kind._compute_loss(self, model, inputs)
             self.losses.append(value.detach())
             return value

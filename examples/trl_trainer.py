@@ -1,4 +1,4 @@
-"""A loss of this repository in TRL's GRPOTrainer, for what TRL can do: DeepSpeed, FSDP, vLLM, LoRA.
+"""A loss of this repository in TRL's GRPOTrainer, for what TRL can do: DeepSpeed, FSDP, vLLM.
 
     pip install -r examples/requirements.txt
     torchrun --nproc-per-node 2 examples/trl_trainer.py --algorithm gspo --use_cpu True
@@ -7,10 +7,10 @@ Expect: greedy held-out accuracy from 0.43 to at least 0.9. Flags are TRL's (GRP
 does not know goes to the script (--model, --reward, --kl_coef). Loss, advantages and KL are the
 script's: --loss_type, --epsilon, --beta and --scale_rewards do nothing. dapo: no dynamic sampling, no
 overlong shaping. Not ppo (it has a critic), nor rspo (it needs the old router scores).
-Works with TRL 1.16.0, some of whose private methods it overrides.
+It overrides private methods of TRL 1.16.0, and stops with any other version.
 """
 
-import importlib
+import importlib.metadata
 import inspect
 import sys
 from pathlib import Path
@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from common import evaluate, load_policy, load_problems, load_verifier
 from plumbing.models import end_ids
 
+TRL = "1.16.0"
 ALGORITHMS = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "sapo"]
 # The default job: 60 rollouts of 256 completions, 4 steps of 64 = 2 processes x 2 micro-batches x 16
 DEFAULTS = """--output_dir runs/trl --max_steps 240 --num_generations 8 --max_completion_length 48
@@ -85,6 +86,11 @@ class PluggedTrainer(GRPOTrainer):
 
 
 def main(argv, trainer_class=PluggedTrainer):
+    installed = importlib.metadata.version("trl")
+    if installed != TRL:
+        sys.exit(
+            f"this overrides private methods of TRL {TRL}, not {installed}: pip install trl=={TRL}"
+        )
     parser = HfArgumentParser(GRPOConfig, allow_abbrev=False)
     parser.add_argument("--algorithm", choices=ALGORITHMS, default="grpo")
     config, choice, rest = parser.parse_args_into_dataclasses([*DEFAULTS.split(), *argv], True)

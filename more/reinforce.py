@@ -95,7 +95,7 @@ def policy_loss(
     logratio_BT = torch.where(mask_BT, logprobs_BT - old_logprobs_BT, 0).clamp(-20, 20)
     ratio_BT = logratio_BT.exp()
     stats = {
-        "approx_kl": masked_mean(ratio_BT - 1 - logratio_BT, mask_BT),
+        "approx_kl": masked_mean(logratio_BT.expm1() - logratio_BT, mask_BT),  # r - 1 - log r
         "ratio_max": torch.where(mask_BT, ratio_BT, 0).max(),
     }
     # [2] A log pi

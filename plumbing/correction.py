@@ -117,7 +117,8 @@ def mismatch_stats(old_logprobs_BT, old_experts_BTLK, batch):
     mask_BT = batch.mask_BT
     num_tokens = mask_BT.sum().clamp(min=1)
     logratio_BT = torch.where(mask_BT, old_logprobs_BT - batch.sampler_logprobs_BT, 0)
-    k3_BT = logratio_BT.exp() - 1 - logratio_BT  # its mean is an estimate of KL(mu || pi_old)
+    # r - 1 - log r, whose mean is an estimate of KL(mu || pi_old); near 0, exp(x) - 1 would be noise
+    k3_BT = logratio_BT.expm1() - logratio_BT
     ratio_B = logratio_BT.sum(1).clamp(-20, 20).exp()
     stats = {
         "sampler_kl": torch.where(mask_BT, k3_BT, 0).sum() / num_tokens,

@@ -16,6 +16,7 @@ from plumbing.args import parse_args
 
 sys.path.append(str(ROOT / "benchmarks"))
 import evidence
+import gradients
 import sweep
 
 
@@ -70,6 +71,17 @@ def test_holm_multiplies_by_the_number_that_is_left_and_never_falls():
 def test_rank_correlation_sees_only_the_order():
     assert evidence.rank_correlation([1, 10, 100, 1000], [2, 3, 5, 7]) == pytest.approx(1)
     assert evidence.rank_correlation([1, 10, 100, 1000], [7, 5, 2, 3]) == pytest.approx(-0.8)
+
+
+def test_the_picture_of_the_nine_is_what_the_scripts_give():
+    drawn = gradients.read()
+    found = gradients.columns()
+    assert list(drawn) == list(found)
+    for column, values in found.items():
+        assert drawn[column] == pytest.approx(values, rel=1e-3, abs=1e-6), column
+    for name in gradients.PANELS:  # dotted: only where all tokens together are another matter
+        parts = drawn[f"{name} +1 1"] != drawn[f"{name} +1 10"]
+        assert parts == (name in ("gspo", "gmpo", "rspo"))
 
 
 def test_every_experiment_has_arguments_that_its_scripts_take(monkeypatch):

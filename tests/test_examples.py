@@ -3,6 +3,7 @@ and verl are compared with the scripts' in benchmarks/trl_losses.py and benchmar
 stand-ins for these two call the losses as they do, with a step in unequal shares."""
 
 import ast
+import importlib.metadata
 import importlib.util
 import json
 import re
@@ -186,6 +187,15 @@ def test_trl_gets_the_advantages_of_the_script(monkeypatch):
         assert output["more"] == 1
         found.append(output["advantages"])
     assert torch.equal(torch.cat(found), module.compute_advantages(rewards.view(2, 4)).flatten())
+
+
+def test_another_trl_is_refused_in_one_line(monkeypatch):
+    stand_in = {"GRPOConfig": object, "GRPOTrainer": object}
+    example = fresh(monkeypatch, "trl_trainer", {"trl": stand_in})
+    assert f"trl=={example.TRL}\n" in (ROOT / "examples" / "requirements.txt").read_text()
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: "1.15.0")
+    with pytest.raises(SystemExit, match=f"^[^\n]*not 1.15.0: pip install trl=={example.TRL}$"):
+        example.main([])
 
 
 VERL = {  # the actor's configuration that makes the losses those of the scripts, as the header says

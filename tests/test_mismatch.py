@@ -221,6 +221,19 @@ def test_mismatch_statistics():
     assert stats["sampler_sequence_ratio_max"].item() == pytest.approx(max(ratios))
 
 
+@pytest.mark.parametrize("spread", [1e-4, 1e-5])
+def test_a_small_mismatch_is_no_rounding_noise(spread):
+    """Float32 against float64 on the same numbers: the KL of a log-ratio is about half its square."""
+    gap = spread * torch.randn(100, 100, generator=torch.Generator().manual_seed(0))
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        sampler = torch.zeros_like(gap, dtype=dtype)
+        batch = SimpleNamespace(sampler_logprobs_BT=sampler, mask_BT=gap < 1, sampler_experts_BSLK=None)
+        found.append(mismatch_stats(gap.to(dtype), None, batch)["sampler_kl"].item())
+    assert found[0] == pytest.approx(found[1], rel=1e-3, abs=0)
+    assert found[1] == pytest.approx(spread**2 / 2, rel=0.05)
+
+
 # -------------------------------------------------------------- rollouts in another precision
 
 

@@ -299,6 +299,26 @@ def test_statistics_are_of_the_response_alone(name):
     assert not any(value.requires_grad for value in stats.values())
 
 
+@pytest.mark.parametrize("spread", [1e-4, 1e-5])
+@pytest.mark.parametrize("name", [*SCRIPTS, *MORE])
+def test_a_kl_near_0_is_no_rounding_noise(name, spread):
+    """Float32 against float64 on the same numbers, where exp(x) - 1 - x would mostly be noise."""
+    module, args = script_args(name)
+    g = torch.Generator().manual_seed(0)
+    lp = spread * torch.randn(100, 100, generator=g)
+    adv = torch.ones(100, 1)
+    mask = torch.ones(100, 100)
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        old = torch.zeros(100, 100, dtype=dtype)
+        given = {"ref_logprobs_BT": old} if name == "grpo" else {}
+        keywords = keywords_of(module.policy_loss, args, **given)
+        _, stats = module.policy_loss(lp.to(dtype), old, adv.to(dtype), mask, **keywords)
+        found.append({key: stats[key].item() for key in ("approx_kl", "kl_ref") if key in stats})
+    assert found[0] == pytest.approx(found[1], rel=1e-3, abs=0)
+    assert all(value == pytest.approx(spread**2 / 2, rel=0.05) for value in found[1].values())
+
+
 def test_what_each_loss_reports():
     """The same names in all; clip fractions wherever there is a clip or a cap."""
     base = {"approx_kl", "ratio_max"}
