@@ -16,9 +16,9 @@ Parent: grpo.py. Differs only in:
   3. No KL: and so no reference model.
 
 Left open by the paper: the cap, which it tunes but does not print. --is_weight_cap 5 is the cap on
-the weight itself, not an offset from 1; there is no lower bound, as in the paper. Departs from the
-paper: the token count is that of the whole optimizer step, where the paper's formula has that of one
-prompt's group.
+the weight itself, not an offset from 1. The paper's formula has a lower bound too, which its runs do
+not use: --is_weight_floor, 0 here. Departs from the paper: the token count is that of the whole
+optimizer step, where the paper's formula has that of one prompt's group.
 --ppo_mask is the paper's unified form with PPO's mask M_it and without a cap; its gradient is exactly
 that of the clipped objective at the same bounds (dapo.py's, with --clip_eps_high 0.28).
 
@@ -51,6 +51,7 @@ class Args(RunArgs):  # model, data, device, precision, output: see plumbing/arg
     router_aux_coef: float = flag(0.001, "weight of the load-balancing loss of an MoE")
     # the algorithm's own
     is_weight_cap: float = flag(5.0, "cap on the importance weight itself")
+    is_weight_floor: float = flag(0.0, "lower bound of the importance weight")
     ppo_mask: bool = flag(False, "PPO's mask at the two bounds below; no cap")
     clip_eps_low: float = flag(0.2, "the ratio is clipped at 1 - this")
     clip_eps_high: float = flag(0.2, "the ratio is clipped at 1 + this")
@@ -58,6 +59,7 @@ class Args(RunArgs):  # model, data, device, precision, output: see plumbing/arg
     def check(self):
         self.within(0, 1, "clip_eps_low")
         self.within(1e-9, 1e9, "is_weight_cap")
+        self.within(0, 0 if self.ppo_mask else self.is_weight_cap, "is_weight_floor")  # see the loss
         if self.group_size < 2:
             raise UserError("--group_size must be at least 2: the mean of the group is the baseline")
 
@@ -83,6 +85,7 @@ def policy_loss(
     mask_BT,
     *,
     is_weight_cap=5.0,
+    is_weight_floor=0.0,
     ppo_mask=False,
     clip_eps_low=0.2,
     clip_eps_high=0.2,
@@ -111,9 +114,9 @@ def policy_loss(
         clips_high_BT = (advantages_BT > 0) & (ratio_BT > 1 + clip_eps_high)
         weight_BT = torch.where(clips_low_BT | clips_high_BT, 0, ratio_BT)
     else:
-        clips_low_BT = torch.zeros_like(mask_BT)  # there is no lower bound
+        clips_low_BT = ratio_BT < is_weight_floor  # with 0 there is no lower bound
         clips_high_BT = ratio_BT > is_weight_cap
-        weight_BT = ratio_BT.clamp(max=is_weight_cap)
+        weight_BT = ratio_BT.clamp(is_weight_floor, is_weight_cap)
     # [1] sg[min(r, cap)] A log pi
     objective_BT = weight_BT.detach() * advantages_BT * torch.where(mask_BT, logprobs_BT, 0)
     stats = {
@@ -144,7 +147,7 @@ def main(args):
         # ---------------------------------------------------------------------------------- rollout
         meter = Meter(iteration)
         problems = problem_stream.take(args.prompts_per_iteration)
-        sampler = policy.for_sampling()  # the policy itself, or its copy in --rollout_dtype
+        sampler = policy.for_sampling(iteration)  # itself, or its copy in --rollout_dtype
         completions = sample(sampler, problems, args.group_size, args, generator)
         meter.lap("rollout_seconds")
 
@@ -178,6 +181,7 @@ def main(args):
                         advantages[rows],
                         micro.mask_BT,
                         is_weight_cap=args.is_weight_cap,
+                        is_weight_floor=args.is_weight_floor,
                         ppo_mask=args.ppo_mask,
                         clip_eps_low=args.clip_eps_low,
                         clip_eps_high=args.clip_eps_high,

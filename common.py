@@ -72,7 +72,7 @@ def load_policy(args):
         policy = Policy(master, tokenizer)
         check_logprobs(policy, args)
         check_routing(policy, args)
-        return policy.with_model(master, args.dtype, args.rollout_dtype)
+        return policy.with_model(master, args.dtype, args.rollout_dtype, args.rollout_refresh_every)
     except (UserError, ranks.LostRank):
         raise
     except Exception as error:  # damaged folders and strange architectures may raise anything
@@ -105,7 +105,7 @@ def check_logprobs(policy, args):
 def check_routing(policy, args):
     """Finds out whether a forward pass that replays its own experts changes nothing, as it should, and
     so whether the sampler's experts can be recorded. UserError if not, and --routing_replay is on."""
-    if args.routing_replay == "none" and args.rollout_dtype == "same":
+    if args.routing_replay == "none" and not args.has_rollout_copy:
         return
     reason = "it is dense"
     if find_routers(policy.model):
@@ -129,6 +129,8 @@ def check_routing(policy, args):
 
 # ------------------------------------------------------------------------------------------ rollout
 
+COMPACT_EVERY = {"cuda": 16}  # tokens; looking for ended rows makes a GPU wait [elsewhere: 1]
+
 
 class Completion(NamedTuple):
     problem: Problem
@@ -149,7 +151,7 @@ def pad(rows, device, left=False):
     return torch.tensor([first + second for first, second in pairs]).to(device)
 
 
-def sample(policy, problems, group_size, args, generator=None, greedy=False, compact_every=None):
+def sample(policy, problems, group_size, args, generator=None, greedy=False):
     """[Completion], `group_size` for each problem, next to each other. They come from the whole
     distribution at `--temperature` (no top-k, no top-p), or greedily. All noise is drawn in advance:
     what a completion becomes does not depend on which others are sampled with it."""
@@ -158,7 +160,7 @@ def sample(policy, problems, group_size, args, generator=None, greedy=False, com
     my_noise_PGT = ranks.my_share(noise_PGT)
     rows_at_a_time = args.rollout_batch_size or len(problems) * group_size
     problems_at_a_time = max(1, rows_at_a_time // group_size)  # a group is sampled together
-    are_experts_needed = args.routing_replay == "r3" or args.rollout_dtype != "same"
+    are_experts_needed = args.routing_replay == "r3" or args.has_rollout_copy
     completions = []
     for start in range(0, len(my_problems), problems_at_a_time):
         end = start + problems_at_a_time
@@ -168,25 +170,20 @@ def sample(policy, problems, group_size, args, generator=None, greedy=False, com
             my_noise_PGT[start:end].flatten(0, 1),
             temperature=args.temperature,
             greedy=greedy,
-            compact_every=compact_every,
             record_experts=are_experts_needed and policy.records_experts,
         )
     return ranks.all_gather_list(completions)
 
 
 @torch.inference_mode()
-def sample_batch(
-    policy, problems, noise_NT, *, temperature, greedy, compact_every=None, record_experts=False
-):
-    """`sample` for as many problems as are run together. Rows leave the batch when they have ended,
-    which is looked for every `compact_every` tokens."""
+def sample_batch(policy, problems, noise_NT, *, temperature, greedy, record_experts=False):
+    """`sample` for as many problems as are run together. Rows that have ended leave the batch."""
     model = policy.model
     device = model.device
     N, max_new_tokens = noise_NT.shape
     group_size = N // len(problems)
     ends = torch.tensor(end_ids(model, policy.tokenizer), device=device, dtype=torch.long)
-    if compact_every is None:
-        compact_every = 16 if device.type == "cuda" else 1  # looking for ended rows makes a GPU wait
+    compact_every = COMPACT_EVERY.get(device.type, 1)
     noise_NT = noise_NT.to(device)
     ids_NT = torch.zeros_like(noise_NT, dtype=torch.long)
     logprobs_NT = torch.zeros_like(noise_NT)
@@ -438,7 +435,7 @@ class Scores(NamedTuple):
     """What `score` returns, for all rows, on every rank."""
 
     logprobs_NT: torch.Tensor
-    experts_NTLK: torch.Tensor | None  # the routers' own choice, sorted; None for a reference
+    experts_NTLK: torch.Tensor | None  # the routers' own choice, sorted; None if not known
     also: torch.Tensor | None = None  # what a script wants besides
 
 
@@ -446,7 +443,10 @@ class Scores(NamedTuple):
 def score(policy, batch, minibatches, args, replay=True, also=None):
     """Log-probs of the sampled tokens under a policy, as `Scores`, in the micro-batches of the update.
     `also(router_logits, active_experts_BTLK)` makes one more tensor of what the routers do. With r2,
-    what the policy chooses here is what the batch's forwards replay from here on."""
+    what the policy chooses here is what the batch's forwards replay from here on. `--old_logprobs
+    sampler` makes no forward of the policy here, and so saves up to a quarter of an update's time."""
+    if replay and args.old_logprobs == "sampler":
+        return Scores(batch.sampler_logprobs_BT, None)
     logprobs = []
     experts = []
     choices = []
@@ -485,16 +485,16 @@ def score_values(critic, batch, minibatches, args):
 
 def evaluate(policy, problems, verify, args, sampled=False):
     """Held-out problems, answered greedily and, with `sampled`, also at the training temperature with
-    fixed noise: {"metrics": for the log, "greedy", "sampled": as by `rollout_summary`, "examples":
-    [[prompt, last text]]}."""
+    fixed noise, `--eval_samples` times: {"metrics": for the log, "greedy", "sampled": as by
+    `rollout_summary`, "examples": [[prompt, last text]]}."""
     results = {"metrics": {}}
-    ways = ["greedy", "sampled"] if sampled else ["greedy"]
-    for way in ways:
+    ways = {"greedy": 1, "sampled": args.eval_samples} if sampled else {"greedy": 1}
+    for way, count in ways.items():
         noise = torch.Generator().manual_seed(0)
-        completions = sample(policy, problems, 1, args, noise, greedy=way == "greedy")
+        completions = sample(policy, problems, count, args, noise, greedy=way == "greedy")
         completions = judge(completions, verify)
-        results[way] = rollout_summary(completions)
-    results["examples"] = [[c.problem.prompt, c.text] for c in completions[:3]]
+        results[way] = rollout_summary(completions, count)
+    results["examples"] = [[c.problem.prompt, c.text] for c in completions[::count][:3]]
     for name in ("accuracy", "response_len_mean"):
         results["metrics"][f"eval/{name}"] = results["greedy"][name]
     return results

@@ -173,7 +173,7 @@ def main(args):
     for iteration in range(run.iteration + 1, args.iterations + 1):
         # ---------------------------------------------------------------------------------- rollout
         meter = Meter(iteration)
-        sampler = policy.for_sampling()  # the policy itself, or its copy in --rollout_dtype
+        sampler = policy.for_sampling(iteration)  # itself, or its copy in --rollout_dtype
         # [2] Dynamic sampling: each round draws what is missing, uniform groups are dropped.
         generated = []  # all completions, with their verdicts
         kept = []  # those of mixed groups

@@ -59,6 +59,8 @@ class Args(RunArgs):  # model, data, device, precision, output: see plumbing/arg
 
     def check(self):
         self.within(0, 1, "gamma_min")
+        if self.old_logprobs == "sampler":
+            raise UserError("--old_logprobs sampler: the router shift needs the old policy's forward")
         if self.group_size < 2:
             raise UserError("--group_size must be at least 2: the mean of the group is the baseline")
 
@@ -176,7 +178,7 @@ def main(args):
         # ---------------------------------------------------------------------------------- rollout
         meter = Meter(iteration)
         problems = problem_stream.take(args.prompts_per_iteration)
-        sampler = policy.for_sampling()  # the policy itself, or its copy in --rollout_dtype
+        sampler = policy.for_sampling(iteration)  # itself, or its copy in --rollout_dtype
         completions = sample(sampler, problems, args.group_size, args, generator)
         meter.lap("rollout_seconds")
 

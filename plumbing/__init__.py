@@ -12,7 +12,8 @@ policy.py      master weights, the copy that computes, the copy that samples
 ranks.py       what several processes do together
 reward.py      a reward of the user's own
 routing.py     the experts of an MoE: recorded, and replayed
-run.py         the run's folder: settings, metrics, checkpoints, resume, signals
+run.py         the run's folder: metrics, checkpoints, resume, signals
+settings.py    what shapes a run, and must be the same when it is resumed
 
 Imported here is what scripts use.
 """

@@ -50,16 +50,21 @@ class RunArgs:
     rollout_dtype: Literal["same", "float32", "bfloat16", "int8", "int4"] = flag(
         "same", "precision of the model that samples"
     )
+    rollout_refresh_every: int = flag(1, "iterations between refreshes of the weights that sample")
+    old_logprobs: Literal["trainer", "sampler"] = flag(
+        "trainer", "whose log-probs of the sampled tokens are the old ones in every ratio"
+    )
     rollout_correction: Literal[
-        "none", "token_tis", "sequence_tis", "sequence_mis", "geo_mask", "icepop"
+        "none", "token_tis", "sequence_tis", "sequence_mis", "geo_mask", "geo_filter", "icepop"
     ] = flag("none", "importance weights for the mismatch of sampler and trainer")
-    rollout_cap: float = flag(2.0, "where these weights are cut off; not icepop's")
-    rollout_mask_low: float = flag(0.95, "geo_mask drops completions whose mean ratio is below this")
-    rollout_mask_high: float = flag(1.05, "geo_mask drops completions whose mean ratio is above this")
+    rollout_cap: float = flag(2.0, "where these weights are cut off; not icepop's, nor geo_filter's")
+    rollout_mask_low: float = flag(0.95, "the two geo rules drop completions of a lower mean ratio")
+    rollout_mask_high: float = flag(1.05, "the two geo rules drop completions of a higher mean ratio")
     routing_replay: Literal["none", "r2", "r3"] = flag(
         "none", "experts of an MoE in an update: r2 the old policy's, r3 the sampler's"
     )
     eval_every: int = flag(10, "iterations between evaluations [0: only at the end]")
+    eval_samples: int = flag(1, "completions per held-out problem, before and after, for pass@k")
     save_every: int = flag(20, "iterations between checkpoints [0: only at the end]")
     resume: bool = flag(False, "continue the run in --run_dir")
     run_dir: str = flag("", "output folder [runs/<script>-seed<seed>]")
@@ -73,6 +78,11 @@ class RunArgs:
     def check(self):
         """What a script requires of its own flags; overridden there."""
 
+    @property
+    def has_rollout_copy(self):
+        """Whether a copy of the weights samples, which may differ from those that are trained."""
+        return self.rollout_dtype != "same" or self.rollout_refresh_every > 1
+
     def within(self, low, high, *names):
         """UserError if the value of one of these flags lies outside."""
         for name in names:
@@ -85,7 +95,8 @@ class RunArgs:
 # negative; a script's check() may ask for more.
 RANGES = [
     (1, 1e9, "prompts_per_iteration group_size max_new_tokens update_epochs num_minibatches"),
-    (1, 1e9, "num_held_out rollout_mask_high"),
+    (1, 1e9, "num_held_out rollout_mask_high rollout_refresh_every"),
+    (1, 1000, "eval_samples"),
     (1, 999_999, "iterations"),  # a checkpoint's name has six digits
     (1e-9, 1e9, "temperature lr max_grad_norm rollout_cap"),
     (0, 1, "rollout_mask_low"),
@@ -117,6 +128,10 @@ def parse_args(args_class):
         raise UserError(f"--prompts_per_iteration x --group_size is {completions}, more than a million")
     if completions % args.num_minibatches > 0:
         raise UserError(f"--num_minibatches does not divide {completions} completions into equal parts")
+    if args.old_logprobs == "sampler" and args.rollout_correction != "none":
+        raise UserError("--old_logprobs sampler leaves nothing to --rollout_correction: its ratio is 1")
+    if args.old_logprobs == "sampler" and args.routing_replay == "r2":
+        raise UserError("--old_logprobs sampler makes no forward whose experts r2 could replay")
     if completions // args.num_minibatches < ranks.WORLD:
         message = f"leaves fewer completions in a minibatch than {ranks.WORLD} ranks"
         raise UserError(f"--prompts_per_iteration {args.prompts_per_iteration} {message}")

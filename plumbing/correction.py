@@ -1,8 +1,9 @@
 """Weights for completions that the sampler mu made in place of the trainer's policy pi_old.
 
 Engines sample with other kernels, and often with fewer bits, than they train with, so that mu is near,
-but not equal to, the policy that the training forward computes. `--rollout_dtype` makes such a mismatch
-here, and `--rollout_correction` weighs completions by rho = pi_old / mu.
+but not equal to, the policy that the training forward computes; or they sample with weights of some
+steps ago. `--rollout_dtype` and `--rollout_refresh_every` make such a mismatch here, and
+`--rollout_correction` weighs completions by rho = pi_old / mu.
 """
 
 from typing import NamedTuple
@@ -29,7 +30,7 @@ def rollout_weights(
     old_logprobs_BT      log-probs of the training forward, before the first step
     sampler_logprobs_BT  the same as the sampler saw them
     mask_BT              1 on response tokens
-    rule                 token_tis, sequence_tis, sequence_mis, geo_mask or icepop
+    rule                 token_tis, sequence_tis, sequence_mis, geo_mask, geo_filter or icepop
     one_ratio            for objectives with one ratio per completion, which then has one weight: rules
                          for tokens are applied to the geometric mean of its rho
 
@@ -58,6 +59,10 @@ def rollout_weights(
         # w_t = min(rho_t, C), and 0 for all of a completion unless low <= mean_i <= high
         is_near_B1 = (mask_low <= mean_B1) & (mean_B1 <= mask_high)
         weights = torch.where(is_near_B1, ratio.clamp(max=cap), 0)
+    elif rule == "geo_filter":
+        # w_i = 1, and 0 unless low <= mean_i <= high: the mask alone
+        is_near_B1 = (mask_low <= mean_B1) & (mean_B1 <= mask_high)
+        weights = is_near_B1.to(rho_BT.dtype)
     elif rule == "icepop":
         # w_t = rho_t, and 0 outside [0.5, 5]
         weights = torch.where((ratio >= 0.5) & (ratio <= 5), ratio, 0)
@@ -81,7 +86,9 @@ def rollout_correction(old, batch, args, one_ratio=False):
     old    what common.score has returned for the policy
     batch  of all rows, with the sampler's log-probs and, where it records them, experts
     """
-    stats = mismatch_stats(old.logprobs_NT, old.experts_NTLK, batch)
+    stats = {}
+    if args.old_logprobs == "trainer":
+        stats = mismatch_stats(old.logprobs_NT, old.experts_NTLK, batch)
     if args.rollout_correction == "none":
         ones_NT = torch.ones_like(old.logprobs_NT)
         return Correction(ones_NT[:, :1], ones_NT, stats)

@@ -60,7 +60,7 @@ def memory_parts(model, args, longest_prompt, num_critics=0, num_references=0):
     cache = args.rollout_batch_size * width * num_layers * 2 * num_kv_heads * head_dim * rollout_size
     logits = args.rollout_batch_size * config.vocab_size * (rollout_size + 16)
     rollout = cache + cache // (2 * num_layers) + logits
-    if args.routing_replay == "r3" or args.rollout_dtype != "same":  # experts are noted, and collected
+    if args.routing_replay == "r3" or args.has_rollout_copy:  # experts are noted, and collected
         num_active = getattr(config, "num_experts_per_tok", None) or 0
         rollout += 2 * 4 * args.rollout_batch_size * width * num_layers * num_active
 
@@ -81,7 +81,7 @@ def memory_parts(model, args, longest_prompt, num_critics=0, num_references=0):
     num_trained = num_weights * (1 + num_critics)
     return {
         "weights": size * (num_trained + num_references * num_weights),
-        "rollout copy": 0 if args.rollout_dtype == "same" else copy_size * num_weights,
+        "rollout copy": copy_size * num_weights if args.has_rollout_copy else 0,
         "masters": 4 * num_trained if args.dtype == "bfloat16" else 0,
         "gradients": 4 * num_trained,
         "moments": 8 * num_trained,

@@ -50,12 +50,18 @@ class Meter:
         num_tokens = mask_BT.sum()
         entropy = masked_mean(outputs.entropy_BT, mask_BT)
         self.add("losses", {**stats, "entropy": entropy}, num_tokens)
-        self.add("moe", router_stats(outputs, old.experts_NTLK[rows], mask_BT), num_tokens)
         self.add("moe", {"aux_loss": outputs.aux_loss}, len(rows))
-        if self.num_steps == 0:  # nothing has been updated yet: the ratio has to be 1
-            error_BT = (outputs.logprobs_BT - old.logprobs_NT[rows]).exp() - 1
-            error = torch.where(mask_BT, error_BT, 0).abs().max()
-            self.add("losses", {"first_step_ratio_error_max": error}, 1)
+        logratio_BT = outputs.logprobs_BT.detach() - old.logprobs_NT[rows]
+        ratio_min = torch.where(mask_BT, logratio_BT, math.inf).min().exp()
+        self.add("losses", {"ratio_min": ratio_min}, 1)
+        self.add("losses", {"logratio_spread": spread(logratio_BT, mask_BT)}, len(rows))
+        old_experts_BTLK = None
+        if old.experts_NTLK is not None:
+            old_experts_BTLK = old.experts_NTLK[rows]
+            if self.num_steps == 0:  # nothing has been updated yet: the ratio has to be 1
+                error = torch.where(mask_BT, logratio_BT.exp() - 1, 0).abs().max()
+                self.add("losses", {"first_step_ratio_error_max": error}, 1)
+        self.add("moe", router_stats(outputs, old_experts_BTLK, mask_BT), num_tokens)
 
     def check_finite(self, **norms):
         """Before the step: adds its losses up over all ranks, and raises a UserError if the policy's
@@ -76,8 +82,8 @@ class Meter:
         self.num_steps += 1
 
     def means(self):
-        """{key: weighted mean}, or the maximum for keys ending in "_max". A vector gives two keys, for
-        the largest and the smallest of its means."""
+        """{key: weighted mean}, or the extreme for keys ending in "_max" or "_min". A vector gives two
+        keys, for the largest and the smallest of its means."""
         means = {}
         on_host = {}  # what ranks hand to each other must not be on a GPU of one of them
         for key, pairs in self.pairs.items():
@@ -87,6 +93,8 @@ class Meter:
             mean = sum(value * weight for value, weight in pairs) / total_weight
             if key.endswith("_max"):
                 means[key] = max(value for value, _ in pairs).item()
+            elif key.endswith("_min"):
+                means[key] = min(value for value, _ in pairs).item()
             elif mean.dim() == 0:
                 means[key] = mean.item()
             else:
@@ -100,16 +108,24 @@ def masked_mean(x, mask):
     return torch.where(mask.bool(), x, 0).sum() / mask.sum().clamp(min=1)
 
 
+def spread(x_BT, mask_BT):
+    """The standard deviation of x over a completion's tokens, as a mean over completions."""
+    length_B = mask_BT.sum(1).clamp(min=1)
+    mean_B1 = (torch.where(mask_BT, x_BT, 0).sum(1) / length_B)[:, None]
+    square_BT = torch.where(mask_BT, (x_BT - mean_B1) ** 2, 0)
+    return (square_BT.sum(1) / length_B).sqrt().mean()
+
+
 @torch.no_grad()
 def router_stats(outputs, old_experts_BTLK, mask_BT):
-    """Of the response tokens: router_entropy (nats) and expert_flip_frac (share for which the routers
-    choose other experts than under the old policy), both means over layers; load (L*E,), the share of
-    its layer's choices that each expert has. {} for a dense model. What is replayed does not count."""
+    """Of the response tokens: router_entropy (nats) and, where the old policy's experts are known,
+    expert_flip_frac (share for which the routers choose others now), both means over layers; load
+    (L*E,), the share of its layer's choices that each expert has. {} for a dense model. What is
+    replayed does not count."""
     if not outputs.router_logits:
         return {}
     entropies = [torch.special.entr(logits.softmax(-1)).sum(-1) for logits in outputs.router_logits]
     entropy_BT = sum(entropies) / len(entropies)
-    flips_BTL = (outputs.experts_BTLK != old_experts_BTLK).any(-1)
     L = len(outputs.router_logits)
     E = outputs.router_logits[0].shape[-1]
     layer_L1 = torch.arange(L, device=mask_BT.device)[:, None]
@@ -117,16 +133,19 @@ def router_stats(outputs, old_experts_BTLK, mask_BT):
     chosen_BTLK = mask_BT[:, :, None, None].expand_as(expert_BTLK).long()
     count_LE = torch.zeros(L * E, dtype=torch.long, device=mask_BT.device)
     count_LE = count_LE.index_add(0, expert_BTLK.flatten(), chosen_BTLK.flatten()).view(L, E)
-    return {
+    stats = {
         "router_entropy": masked_mean(entropy_BT, mask_BT),
-        "expert_flip_frac": masked_mean(flips_BTL.float().mean(-1), mask_BT),
         "load": (count_LE / count_LE.sum(1, keepdim=True).clamp(min=1)).flatten(),
     }
+    if old_experts_BTLK is not None:
+        flips_BTL = (outputs.experts_BTLK != old_experts_BTLK).any(-1)
+        stats["expert_flip_frac"] = masked_mean(flips_BTL.float().mean(-1), mask_BT)
+    return stats
 
 
-def rollout_summary(completions, group_size=1, prefix=""):
-    """{prefix + name: number} for completions with their verdicts. "direct" is an answer at once, with
-    nothing before it; a "solved" group has at least one right completion (pass@G)."""
+def rollout_summary(completions, num_samples=1):
+    """{name: number} for completions with their verdicts; pass@k, if each problem has several of them.
+    "direct" is an answer at once, with nothing before it."""
     count = len(completions)
     lengths = [len(c.ids) for c in completions]
     reasons = [c.why for c in completions]
@@ -139,10 +158,48 @@ def rollout_summary(completions, group_size=1, prefix=""):
         "response_len_mean": sum(lengths) / count,
         "response_len_max": max(lengths),
     }
+    if num_samples > 1:
+        result |= pass_at_k(completions, num_samples)
+    return result
+
+
+def group_summary(completions, group_size):
+    """{name: number} of what there is to learn from: lengths of right and of wrong completions, and, of
+    groups, the shares that are all right or all wrong, and the share of different texts."""
+    result = {}
+    right = [len(c.ids) for c in completions if c.why == "correct"]
+    wrong = [len(c.ids) for c in completions if c.why != "correct"]
+    if right:
+        result["response_len_right"] = sum(right) / len(right)
+    if wrong:
+        result["response_len_wrong"] = sum(wrong) / len(wrong)
     if group_size > 1:
-        groups = [reasons[i : i + group_size] for i in range(0, count, group_size)]
-        result["frac_solved_groups"] = sum("correct" in group for group in groups) / len(groups)
-    return {prefix + name: value for name, value in result.items()}
+        groups = groups_of(completions, group_size)
+        num_right = [sum(c.why == "correct" for c in group) for group in groups]
+        num_texts = [len({c.text for c in group}) for group in groups]
+        result["all_right_frac"] = num_right.count(group_size) / len(groups)
+        result["all_wrong_frac"] = num_right.count(0) / len(groups)
+        result["distinct_frac"] = sum(num_texts) / len(completions)
+    return result
+
+
+def groups_of(completions, group_size):
+    return [completions[i : i + group_size] for i in range(0, len(completions), group_size)]
+
+
+def pass_at_k(completions, group_size):
+    """{"pass@k": probability that at least one of k completions of a problem is right} for k = 1, 2, 4,
+    ... up to the size of a group, estimated without bias (Chen et al., 2021, arXiv 2107.03374)."""
+    groups = groups_of(completions, group_size)
+    num_wrong = [sum(c.why != "correct" for c in group) for group in groups]
+    result = {}
+    k = 1
+    while k <= group_size:
+        # 1 - C(n - c, k) / C(n, k): not all of k completions drawn from n without replacement are wrong
+        all_wrong = [math.comb(wrong, k) / math.comb(group_size, k) for wrong in num_wrong]
+        result[f"pass@{k}"] = 1 - sum(all_wrong) / len(groups)
+        k *= 2
+    return result
 
 
 def critic_stats(values_NT, returns_NT, mask_NT):
@@ -160,11 +217,15 @@ def iteration_metrics(meter, completions, rewards, args):
     completions  all that were generated, with their verdicts
     rewards      (P, G), of those that were learned from, or (N, 1) where a group is no baseline
     """
-    metrics = {
-        **meter.means(),
-        **rollout_summary(completions, args.group_size, prefix="rollout/"),
-        "rollout/reward_mean": rewards.mean().item(),
+    rollout = {
+        **rollout_summary(completions),
+        **group_summary(completions, args.group_size),
+        "reward_mean": rewards.mean().item(),
+        "reward_std": rewards.std(correction=0).item(),
     }
+    if args.rollout_refresh_every > 1:  # iterations since the sampler had the weights of now
+        rollout["staleness"] = (meter.iteration - 1) % args.rollout_refresh_every
+    metrics = meter.means() | {f"rollout/{name}": value for name, value in rollout.items()}
     if rewards.dim() == 2 and rewards.shape[1] > 1:
         is_uniform_P = (rewards == rewards[:, :1]).all(1)
         metrics["rollout/frac_zero_std_groups"] = is_uniform_P.float().mean().item()

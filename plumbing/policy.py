@@ -2,7 +2,8 @@
 
 In bfloat16 the optimizer moves float32 master weights, and the model that computes is a copy; its
 gradients are added to the masters', in float32, as they come. In float32 the two are one object. With
-`--rollout_dtype` a third model samples, in another precision than the one that is trained.
+`--rollout_dtype` or `--rollout_refresh_every` a third model samples, in another precision than the one
+that is trained, or with weights of some iterations ago.
 """
 
 import copy
@@ -58,22 +59,24 @@ class Policy(Trained):
         tokenizer,
         dtype="float32",
         rollout_dtype="same",
+        refresh_every=1,
         one_sequence_per_row=False,
         records_experts=False,
     ):
         super().__init__(master, dtype)
         self.tokenizer = tokenizer
         self.rollout_dtype = rollout_dtype
+        self.refresh_every = refresh_every  # iterations
         self.one_sequence_per_row = one_sequence_per_row  # see common.check_logprobs
         self.records_experts = records_experts  # see common.check_routing
         self.sampler = None
-        if rollout_dtype != "same":
+        if rollout_dtype != "same" or refresh_every > 1:
             self.sampler = self.with_model(rollout_copy(self.model, master, rollout_dtype))
 
-    def with_model(self, model, dtype="float32", rollout_dtype="same"):
+    def with_model(self, model, dtype="float32", rollout_dtype="same", refresh_every=1):
         """A policy around another model of this architecture, with the same findings."""
         findings = (self.one_sequence_per_row, self.records_experts)
-        return Policy(model, self.tokenizer, dtype, rollout_dtype, *findings)
+        return Policy(model, self.tokenizer, dtype, rollout_dtype, refresh_every, *findings)
 
     def save_pretrained(self, folder):
         """Writes master weights and tokenizer, an ordinary transformers folder."""
@@ -91,11 +94,13 @@ class Policy(Trained):
         """A reference: what computes now, and does not learn."""
         return self.with_model(copy.deepcopy(self.model).requires_grad_(False))
 
-    def for_sampling(self):
-        """The policy itself, or its copy in --rollout_dtype with the weights of now."""
+    def for_sampling(self, iteration):
+        """The policy itself, or its copy in --rollout_dtype, which gets the weights of now in iteration
+        1 and then every --rollout_refresh_every iterations."""
         if self.sampler is None:
             return self
-        refresh_rollout_copy(self.sampler.model, self.master, self.rollout_dtype)
+        if (iteration - 1) % self.refresh_every == 0:
+            refresh_rollout_copy(self.sampler.model, self.master, self.rollout_dtype)
         return self.sampler
 
 

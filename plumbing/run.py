@@ -1,6 +1,5 @@
 """The folder of a run: settings, metrics, samples, checkpoints; resume, and signals."""
 
-import hashlib
 import json
 import math
 import re
@@ -16,33 +15,11 @@ from filelock import FileLock
 from tqdm import tqdm
 
 from plumbing import ranks
-from plumbing.args import TINY_MOE, UserError
+from plumbing.args import UserError
+from plumbing.settings import compare, file_hash, settings_of
 
 STATE = "trainer_state.pt"  # in a checkpoint: all that is not the policy
 CHECKPOINT = re.compile(r"checkpoint-\d{6}")  # a copy such as checkpoint-best-2 belongs to the user
-MAY_CHANGE = "iterations eval_every save_every device resume run_dir tensorboard".split()  # on resuming
-
-
-def file_hash(path):
-    """SHA-256 of a file's content, in hexadecimal."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def files_of(path):
-    """{name: path} of a file, or of all files in a folder but hidden ones; {} if it is neither."""
-    if path == "":
-        return {}
-    path = Path(path)
-    if path.is_file():
-        return {path.name: path}
-    files = {}
-    for file in sorted(path.rglob("*")):
-        name = file.relative_to(path)
-        is_hidden = any(part.startswith(".") for part in name.parts)
-        if file.is_file() and not is_hidden:
-            files[str(name)] = file
-    return files
 
 
 def checkpoint_hashes(folder):
@@ -92,7 +69,7 @@ class Run:
 
     def open_folder(self):
         """Locks the folder; UserError if it is in use or holds another run."""
-        settings = self.settings()
+        settings = settings_of(self.args, self.script)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock = FileLock(self.folder / "lock")
@@ -102,7 +79,7 @@ class Run:
                     f"{self.folder} holds a run: --resume continues it, --run_dir starts another"
                 )
             if self.args.resume and self.has_begun():
-                self.compare_settings(settings)
+                compare(settings, self.folder)
             else:
                 write_whole(self.folder / "settings.json", json.dumps(settings, indent=1))
         except (OSError, TimeoutError) as error:
@@ -119,36 +96,6 @@ class Run:
     def checkpoints(self):
         """The checkpoints in the folder, oldest first."""
         return sorted(path for path in self.folder.iterdir() if CHECKPOINT.fullmatch(path.name))
-
-    def settings(self):
-        """{name: value} of the arguments that shape a run, and hashes of the files that they name."""
-        settings = {"script": self.script, **vars(self.args)}
-        for name in MAY_CHANGE:
-            del settings[name]
-        model = TINY_MOE if self.args.model == "tiny-moe" else self.args.model
-        dataset = "" if self.args.dataset == "addition" else self.args.dataset
-        reward_file, _, _ = self.args.reward.rpartition(":")  # FILE.py:FUNCTION
-        for name, path in (("model", model), ("dataset", dataset), ("reward", reward_file)):
-            try:
-                for file_name, file in files_of(path).items():
-                    # Not a model's weights, which checkpoints hold, nor what describes it.
-                    if name != "model" or file.suffix in (".json", ".jinja", ".model", ".txt"):
-                        settings[f"{name}'s {file_name}"] = file_hash(file)
-            except OSError as error:
-                raise UserError(f"--{name} {getattr(self.args, name)} cannot be read") from error
-        return settings
-
-    def compare_settings(self, ours):
-        """UserError if the folder's run was started with other settings."""
-        try:
-            theirs = dict(json.loads((self.folder / "settings.json").read_text()))
-        except (OSError, ValueError, TypeError) as error:
-            raise UserError(f"--resume: settings.json in {self.folder} cannot be read") from error
-        for name in [*ours, *theirs]:
-            if ours.get(name) != theirs.get(name):
-                raise UserError(
-                    f"--resume: {self.folder} has {name} {theirs.get(name)}, not {ours.get(name)}"
-                )
 
     def open_tensorboard(self):
         try:
@@ -175,6 +122,8 @@ class Run:
         self.policy = policy
         self.generator = generator
         parts["problem_stream"] = problem_stream
+        if self.args.rollout_refresh_every > 1:
+            parts["sampler"] = policy.sampler  # its weights are not those of now
         self.parts = {name: part for name, part in parts.items() if part is not None}
         checkpoints = self.checkpoints()
         if checkpoints:
@@ -293,8 +242,10 @@ class Run:
     def print_results(self):
         """On held-out problems before and after training, and some completions."""
         print(f"\n{'held-out problems':20}  greedy: before, after; sampled: before, after")
-        for key in self.before["greedy"]:
-            greedy = f"{self.before['greedy'][key]:8.3g} ->{self.after['greedy'][key]:8.3g}"
+        for key in self.before["sampled"]:
+            greedy = " " * 18  # pass@k takes several samples
+            if key in self.before["greedy"]:
+                greedy = f"{self.before['greedy'][key]:8.3g} ->{self.after['greedy'][key]:8.3g}"
             sampled = f"{self.before['sampled'][key]:8.3g} ->{self.after['sampled'][key]:8.3g}"
             print(f"{key:20}{greedy}   {sampled}")
         examples = zip(self.before["examples"], self.after["examples"], strict=True)

@@ -107,7 +107,7 @@ def cispo(lp, old, adv, lengths, args, extra):
                 too_low = adv[i, t] < 0 and r < 1 - args.clip_eps_low
                 importance = 0.0 if too_high or too_low else r
             else:
-                importance = min(r, args.is_weight_cap)
+                importance = min(max(r, args.is_weight_floor), args.is_weight_cap)
             total += weight(extra, i, t) * importance * adv[i, t] * lp[i, t]
     return total / sum(lengths)
 

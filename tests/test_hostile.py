@@ -25,7 +25,7 @@ from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedTokenizerFas
 
 import grpo
 import plumbing.models
-import plumbing.run
+import plumbing.settings
 from common import check_logprobs, load_policy, load_problems, load_verifier, verify
 from plumbing.args import UserError, launch
 from plumbing.data import read_dataset
@@ -160,7 +160,7 @@ def test_the_base_model_is_not_there(tmp_path, monkeypatch):
 def test_a_base_model_that_has_changed(tmp_path, monkeypatch):
     """A run goes on with the files that it began with; what is no part of the model may change."""
     folder = shutil.copytree(TINY_MOE, tmp_path / "tiny_moe")
-    for module in (plumbing.models, plumbing.run):
+    for module in (plumbing.models, plumbing.settings):
         monkeypatch.setattr(module, "TINY_MOE", folder)
     flags = ("--run_dir", tmp_path / "run")
     assert run("grpo", *SMALL, *flags, held_out=8).returncode == 0
@@ -411,8 +411,8 @@ def test_a_folder_of_data_that_changed(tmp_path):
         path.write_text("question,answer\n1+1=,2\n")
 
     def settings():
-        settings = plumbing.run.Run.settings(SimpleNamespace(args=args, script="grpo"))
-        return {name for name in settings.items() if name[0].startswith("dataset's ")}
+        settings = plumbing.settings.settings_of(args, "grpo").items()
+        return {pair for pair in settings if pair[0].startswith("dataset's ")}
 
     args = arguments(dataset=str(folder))
     before = settings()
@@ -430,7 +430,7 @@ def test_a_folder_of_data_that_changed(tmp_path):
 def test_a_file_that_cannot_be_read(why, flag, value, tmp_path, monkeypatch):
     """Its own flag is named, not --run_dir."""
 
-    original = plumbing.run.file_hash
+    original = plumbing.settings.file_hash
 
     def file_hash(file):
         if file != path:
@@ -441,7 +441,7 @@ def test_a_file_that_cannot_be_read(why, flag, value, tmp_path, monkeypatch):
     if why == "forbidden":
         path = tmp_path / "config.json"
         path.write_text("{}")
-        monkeypatch.setattr(plumbing.run, "file_hash", file_hash)
+        monkeypatch.setattr(plumbing.settings, "file_hash", file_hash)
     flags = ("--run_dir", tmp_path / "run", f"--{flag}", value.format(path))
     refused("grpo", *flags, expected=f"--{flag} {value.format(path)} cannot be read")
 

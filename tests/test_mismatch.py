@@ -32,7 +32,7 @@ from plumbing.models import checkpoint_layers
 from plumbing.policy import Policy, fake_quantize, refresh_rollout_copy, rollout_copy
 from plumbing.routing import Routing, find_routers
 
-RULES = ["token_tis", "sequence_tis", "sequence_mis", "geo_mask", "icepop"]
+RULES = ["token_tis", "sequence_tis", "sequence_mis", "geo_mask", "geo_filter", "icepop"]
 ONE_RATIO = {"gspo", "gmpo", "rspo"}
 
 
@@ -41,7 +41,7 @@ ONE_RATIO = {"gspo", "gmpo", "rspo"}
 
 def corrected(rule, old, batch, one_ratio=False):
     flags = {"rollout_cap": 2.0, "rollout_mask_low": 0.9, "rollout_mask_high": 1.1}
-    args = SimpleNamespace(rollout_correction=rule, **flags)
+    args = SimpleNamespace(rollout_correction=rule, old_logprobs="trainer", **flags)
     return rollout_correction(Scores(old, None), batch, args, one_ratio)
 
 
@@ -58,6 +58,8 @@ def literal_weight(rule, log_rho, one_ratio):
         return [product if product <= 2.0 else 0.0 for _ in rho]
     if rule == "geo_mask":
         return [min(r, 2.0) if 0.9 <= mean <= 1.1 else 0.0 for r in rho]
+    if rule == "geo_filter":
+        return [1.0 if 0.9 <= mean <= 1.1 else 0.0 for _ in rho]
     return [r if 0.5 <= r <= 5 else 0.0 for r in rho]
 
 
@@ -85,7 +87,8 @@ def test_weights_and_their_statistics(rule, one_ratio, seed):
     _, old, _, mask, lengths, _ = data((), seed)
     batch = sampled_by_another(old, mask, seed)
     correction = corrected(rule, old, batch, one_ratio)
-    assert correction.weights.shape[1] == (1 if one_ratio or "sequence" in rule else old.shape[1])
+    is_one = one_ratio or rule in ("sequence_tis", "sequence_mis", "geo_filter")
+    assert correction.weights.shape[1] == (1 if is_one else old.shape[1])
     weights = correction.weights.expand_as(old)[mask]
     expected = literal_weights(rule, old, batch, lengths, one_ratio)[mask]
     torch.testing.assert_close(weights, expected, rtol=1e-12, atol=1e-12)
@@ -108,7 +111,8 @@ def test_the_data_reaches_every_region():
                 weights = literal_weights(rule, old, batch, lengths, one_ratio)[mask]
                 kinds |= {"cap" if w == 2 else "zero" if w == 0 else "inside" for w in weights.tolist()}
             assert "inside" in kinds
-            assert ("zero" in kinds) == (rule in ("sequence_mis", "geo_mask", "icepop"))
+            masks = ("sequence_mis", "geo_mask", "geo_filter", "icepop")
+            assert ("zero" in kinds) == (rule in masks)
             if not one_ratio and rule == "token_tis" or rule == "sequence_tis":
                 assert "cap" in kinds
 
@@ -271,7 +275,7 @@ def test_what_is_rounded_and_when(tiny_model):
         if weight.dim() > 1
     )
     policy = Policy(master, tiny_model[1])
-    assert policy.for_sampling() is policy
+    assert policy.for_sampling(1) is policy
     half = rollout_copy(master, master, "bfloat16")
     refresh_rollout_copy(half, master, "bfloat16")
     pairs = list(zip(half.parameters(), master.parameters(), strict=True))
@@ -391,7 +395,7 @@ def test_the_reference_and_the_aux_loss_stay_live(moe):
 
 @pytest.mark.parametrize("rollout_batch_size, compact_every", [(0, 1), (4, 1), (0, 7)])
 def test_the_sampler_notes_what_the_training_forward_would_choose(
-    tiny_model, rollout_batch_size, compact_every
+    tiny_model, rollout_batch_size, compact_every, monkeypatch
 ):
     """R3 = R2 where the sampler routes as the trainer: prompts of different lengths, rows that leave
     the batch, every position but the last token's, in the order of the top-k."""
@@ -400,7 +404,8 @@ def test_the_sampler_notes_what_the_training_forward_would_choose(
     _, args = script_args("grpo", device="cpu", **flags)
     problems = problems_of(policy, "57+308=", "12+34=", "999+99=", "5=")
     noise = torch.Generator().manual_seed(0)
-    completions = sample(policy, problems, 4, args, noise, compact_every=compact_every)
+    monkeypatch.setitem(common.COMPACT_EVERY, "cpu", compact_every)
+    completions = sample(policy, problems, 4, args, noise)
     assert len({len(c.ids) for c in completions}) > 3
     batch = collate(completions, args)
     assert batch.replayed_experts_BSLK is batch.sampler_experts_BSLK
@@ -440,6 +445,10 @@ def test_models_without_a_single_top_k_are_refused(tiny_model, tmp_path):
     args.rollout_dtype = "int8"  # a dense sampler has no experts to note
     problem = Problem("", "", [3, 4])
     completions = sample(load_policy(args), [problem], 2, args, torch.Generator().manual_seed(0))
+    assert completions[0].experts is None
+    args.rollout_refresh_every = 2  # nor has one that is stale
+    sampler = load_policy(args).for_sampling(1)
+    completions = sample(sampler, [problem], 2, args, torch.Generator().manual_seed(0))
     assert completions[0].experts is None
     latent = dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8)
     groups = dict(n_routed_experts=8, n_group=4, topk_group=2, num_experts_per_tok=2)
@@ -627,6 +636,72 @@ def test_a_stopped_run_goes_on_to_the_bit(tmp_path):
     assert lines[0]["rollout/sampler_kl"] > 0
     for key, value in lines[0].items():
         assert lines[1][key] == value or "second" in key, key
+
+
+STALE = "--rollout_refresh_every 3 --routing_replay r3 --rollout_correction token_tis".split()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_sampler_that_is_stale(dtype, tmp_path):
+    """It has the weights of iterations 1, 1, 1 and 4, also in a run that was stopped in between: the
+    copy is in the checkpoint. What measures a mismatch measures the staleness."""
+    lines = []
+    for folder, stops in (("whole", [5]), ("stopped", [2, 5])):
+        for stop in stops:
+            more = ("--iterations", stop, "--dtype", dtype, "--run_dir", tmp_path / folder, "--resume")
+            result = run("grpo", *small("grpo"), *STALE, *more, "--lr", 2e-3, held_out=4)
+            assert result.returncode == 0, result.stderr
+        text = (tmp_path / folder / "metrics.jsonl").read_text()
+        rows = [json.loads(line) for line in text.splitlines()]
+        kept = [{key: row[key] for key in row if "second" not in key} for row in rows]
+        lines.append([{key: row[key] for key in row if "eval/" not in key} for row in kept])
+    assert lines[0] == lines[1]
+    assert [row["rollout/staleness"] for row in lines[0]] == [0, 1, 2, 0, 1]
+    assert all(row["losses/first_step_ratio_error_max"] == 0 for row in lines[0])
+    kl = [row["rollout/sampler_kl"] for row in lines[0]]
+    assert max(kl[0], kl[3]) < min(kl[1], kl[2], kl[4]) / 10
+    differ = [row["rollout/sampler_expert_diff_frac"] for row in lines[0]]
+    assert differ[2] > differ[1] > differ[0]
+    refused = run("grpo", *small("grpo"), *STALE, *more, "--rollout_refresh_every", 2, held_out=4)
+    assert "has rollout_refresh_every 3, not 2" in refused.stderr
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo", "more.rloo"])
+def test_ratios_straight_from_the_sampler(name, tmp_path, monkeypatch):
+    """No forward is made for the old log-probs, and what needs it is not logged; critic and reference
+    have theirs."""
+    script_args(name)  # imported before: its update's forwards are not counted
+    passes = []
+    original = common.token_logprobs
+
+    def token_logprobs(policy, *args, **keywords):
+        passes.append(policy)
+        return original(policy, *args, **keywords)
+
+    monkeypatch.setattr(common, "token_logprobs", token_logprobs)
+    lines = {}
+    counts = {}
+    for who in ("trainer", "sampler"):
+        passes.clear()
+        flags = ("--old_logprobs", who, "--rollout_dtype", "int8", "--run_dir", tmp_path / who)
+        result = run(name, *small(name), *flags, held_out=4)
+        assert result.returncode == 0, result.stderr
+        text = (tmp_path / who / "metrics.jsonl").read_text()
+        lines[who] = json.loads(text.splitlines()[0])
+        counts[who] = len(passes) - 3  # of the checks of the model
+    assert counts["trainer"] > 0
+    assert counts["sampler"] == (counts["trainer"] / 2 if name == "ppo" else 0)
+    missing = {key for key in lines["trainer"] if key not in lines["sampler"]}
+    assert missing == {
+        "losses/first_step_ratio_error_max",
+        "moe/expert_flip_frac",
+        "rollout/sampler_kl",
+        "rollout/sampler_logratio_max",
+        "rollout/sampler_sequence_ratio_min",
+        "rollout/sampler_sequence_ratio_max",
+        "rollout/sampler_expert_diff_frac",
+    }
+    assert lines["sampler"]["losses/approx_kl"] > lines["trainer"]["losses/approx_kl"]
 
 
 def test_a_copy_in_the_same_precision_changes_nothing(tmp_path):

@@ -25,6 +25,7 @@ CASES = {
     "gspo_token": ("gspo", {**NARROW, "variant": "gspo_token"}, ()),
     "gspo_token, A_it": ("gspo", {**WIDE, "variant": "gspo_token"}, ("A_BT",)),
     "cispo": ("cispo", {"is_weight_cap": 1.2}, ()),
+    "cispo, floor": ("cispo", {"is_weight_cap": 1.2, "is_weight_floor": 0.9}, ()),
     "cispo, A_it": ("cispo", {"is_weight_cap": 1.2}, ("A_BT",)),
     "cispo, PPO mask": ("cispo", {"ppo_mask": True}, ()),
     "cispo, PPO mask, A_it": ("cispo", {"ppo_mask": True}, ("A_BT",)),

@@ -257,3 +257,14 @@ def test_two_ranks_share_a_mismatch(name, replay, tmp_path):
     result = torchrun(2, ("none", name, flags(name, tmp_path / "2", *shared)))
     assert alone.returncode == 0 and codes(result) == [(0, 0)], result.stderr[-3000:]
     close(outcome(tmp_path / "1"), outcome(tmp_path / "2"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", ["--rollout_correction geo_filter", "--old_logprobs sampler"])
+def test_two_ranks_share_a_stale_sampler(more, tmp_path):
+    shared = ("--iterations", 3, "--micro_batch_size", 6, "--rollout_refresh_every", 2, *more.split())
+    shared += ("--eval_samples", 2)
+    alone = run("grpo", *flags("grpo", tmp_path / "1", *shared))
+    result = torchrun(2, ("none", "grpo", flags("grpo", tmp_path / "2", *shared)))
+    assert alone.returncode == 0 and codes(result) == [(0, 0)], result.stderr[-3000:]
+    close(outcome(tmp_path / "1"), outcome(tmp_path / "2"))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import itertools
 import json
 import math
 import re
@@ -13,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import common
 import grpo
-from common import Completion, Problem, load_problems, verify
-from plumbing.metrics import rollout_summary
+from common import Completion, Problem, Scores, TokenOutputs, load_problems, verify
+from plumbing.metrics import Meter, group_summary, pass_at_k, rollout_summary
 from plumbing.policy import Policy
 
 SMALL = """--prompts_per_iteration 16 --group_size 4 --max_new_tokens 32 --num_minibatches 2
@@ -57,15 +58,17 @@ def keys(prefix, names):
 
 
 COMMON_KEYS = (
-    keys("rollout/", "reward_mean accuracy response_len_mean response_len_max truncated_frac")
+    keys("rollout/", "reward_mean reward_std accuracy truncated_frac response_len_mean")
+    | keys("rollout/", "response_len_max response_len_right response_len_wrong")
     | keys("rollout/", "no_answer_frac direct_frac sampler_kl sampler_logratio_max")
     | keys("rollout/", "sampler_sequence_ratio_min sampler_sequence_ratio_max")
-    | keys("losses/", "policy_loss entropy approx_kl ratio_max first_step_ratio_error_max")
+    | keys("losses/", "policy_loss entropy approx_kl ratio_max ratio_min logratio_spread")
+    | {"losses/first_step_ratio_error_max"}
     | keys("moe/", "aux_loss load_max load_min router_entropy expert_flip_frac")
     | keys("charts/", "grad_norm tokens_per_second rollout_seconds update_seconds")
 )
 CLIPS = keys("losses/", "clipfrac_low clipfrac_high")
-GROUPS = keys("rollout/", "frac_zero_std_groups frac_solved_groups")
+GROUPS = keys("rollout/", "frac_zero_std_groups all_right_frac all_wrong_frac distinct_frac")
 DAPO = "kept dropped_all_right dropped_all_wrong generated sampling_rounds"
 EXTRA_KEYS = {
     "ppo": CLIPS | keys("losses/", "value_loss explained_variance kl_ref"),
@@ -94,7 +97,8 @@ def test_each_script_runs_and_logs_sensible_numbers(name, tmp_path, monkeypatch)
         assert abs(line["rollout/sampler_kl"]) < 1e-4
         assert 0 <= line["rollout/accuracy"] <= 1 and 0 < line["rollout/response_len_mean"] <= 32
         assert 0 < line["losses/entropy"] < math.log(17) and line["losses/approx_kl"] >= 0
-        assert line["losses/ratio_max"] >= 1 and 0 < line["charts/grad_norm"] < 100
+        assert line["losses/ratio_max"] >= 1 >= line["losses/ratio_min"] > 0
+        assert 0 < line["losses/logratio_spread"] < 1 and 0 < line["charts/grad_norm"] < 100
         assert line["moe/load_min"] < 1 / 8 < line["moe/load_max"] and line["moe/aux_loss"] >= 1.9
         evaluated = {"eval/accuracy", "eval/response_len_mean"} if line["iteration"] > 1 else set()
         assert {key for key in line if key.startswith("eval/")} == evaluated
@@ -106,8 +110,7 @@ def test_each_script_runs_and_logs_sensible_numbers(name, tmp_path, monkeypatch)
             right = line["rollout/groups_dropped_all_right"]
             dropped = right + line["rollout/groups_dropped_all_wrong"]
             assert line["rollout/groups_kept"] + dropped == line["rollout/groups_generated"]
-            solved = (line["rollout/groups_kept"] + right) / line["rollout/groups_generated"]
-            assert line["rollout/frac_solved_groups"] == pytest.approx(solved)
+            assert line["rollout/all_right_frac"] == right / line["rollout/groups_generated"]
     if name == "rspo":
         assert all(0.5 < line["moe/router_shift"] < 1 for line in lines)
     if name == "sapo":
@@ -224,14 +227,14 @@ def test_solved_groups_by_hand(name, tmp_path, monkeypatch, reward_file):
         completions = sum(rounds[:count], [])
         del rounds[:count]
         solved, accuracy = solved_by_hand(completions, 4)
-        assert line["rollout/frac_solved_groups"] == pytest.approx(solved) and 0 < solved < 1
+        assert line["rollout/all_wrong_frac"] == pytest.approx(1 - solved) and 0 < solved < 1
         assert line["rollout/accuracy"] == pytest.approx(accuracy)
         dropped += line.get("rollout/groups_dropped_all_wrong", 0)
     assert not rounds and (dropped > 0) == (name == "dapo")
 
 
 def test_the_summary_of_a_rollout_by_hand():
-    """Shares of completions, lengths, and pass@G where there are groups."""
+    """Shares and lengths of completions, and of groups."""
     texts = ["#### 3", "1+2=3 #### 3", " \\boxed{3}", "1+", "no", "so \\boxed{3}"]
     reasons = ["wrong", "correct", "wrong", "truncated", "no_answer", "correct"]
     completions = []
@@ -249,10 +252,55 @@ def test_the_summary_of_a_rollout_by_hand():
             "response_len_max": 6,
         }
     )
-    for group_size, solved in ((2, 2 / 3), (3, 1), (6, 1)):
-        grouped = rollout_summary(completions, group_size, prefix="x/")
-        assert grouped.pop("x/frac_solved_groups") == pytest.approx(solved)
-        assert grouped == {f"x/{key}": value for key, value in shares.items()}
+    lengths = {"response_len_right": 4, "response_len_wrong": 13 / 4}
+    assert group_summary(completions, 1) == lengths
+    completions[3] = completions[3]._replace(text=texts[2])
+    for group_size, wrong, distinct in ((2, 1 / 3, 5 / 6), (3, 0, 1), (6, 0, 5 / 6)):
+        shares = {"all_right_frac": 0, "all_wrong_frac": wrong, "distinct_frac": distinct}
+        assert group_summary(completions, group_size) == pytest.approx(lengths | shares)
+    right = [c._replace(why="correct") for c in completions]
+    assert group_summary(right, 2)["all_right_frac"] == 1
+    assert "response_len_wrong" not in group_summary(right, 2)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 8])
+def test_pass_at_k_is_the_mean_over_all_choices_of_k(n):
+    """By enumeration: of k out of n completions, at least one is right."""
+    patterns = list(itertools.product(["correct", "wrong"], repeat=n))[:: max(1, 2**n // 32)]
+    one = Completion(Problem("", "", [1]), [2], [0.0])
+    completions = [one._replace(why=why) for pattern in patterns for why in pattern]
+    expected = {}
+    for k in [k for k in (1, 2, 4, 8) if k <= n]:
+        chosen = [
+            any(w == "correct" for w in c) for p in patterns for c in itertools.combinations(p, k)
+        ]
+        expected[f"pass@{k}"] = sum(chosen) / len(chosen)
+    assert pass_at_k(completions, n) == pytest.approx(expected, rel=1e-12)
+
+
+def test_pass_at_k_before_and_after(tmp_path):
+    result = small("grpo", "--eval_samples", 4, "--run_dir", tmp_path, held_out=8)
+    assert result.returncode == 0, result.stderr
+    rows = {line.split()[0]: line.split()[1:] for line in result.stdout.splitlines() if "->" in line}
+    assert {key for key in rows if key.startswith("pass@")} == {"pass@1", "pass@2", "pass@4"}
+    before, after = (float(number) for number in " ".join(rows["pass@1"]).split("->"))
+    accuracies = [float(number) for number in " ".join(rows["accuracy"]).replace("->", " ").split()]
+    assert [before, after] == accuracies[2:]
+    assert float(rows["pass@4"][0]) > float(rows["pass@2"][0]) > before
+
+
+def test_the_spread_inside_a_completion_and_the_smallest_ratio():
+    mask_BT = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]]).bool()
+    logprobs_BT = torch.tensor([[-1.0, -2.0, -4.5, torch.nan], [-3.0, 7, 7, 7]])
+    outputs = TokenOutputs(logprobs_BT, torch.zeros(2, 4), torch.zeros(()), (), None, None)
+    meter = Meter(1)
+    old = Scores(torch.tensor([[-1.5, -1.0, -3.0, 0], [-3.5, 0, 0, 0]]), None)
+    meter.add_pass({"policy_loss": torch.zeros(())}, {}, outputs, old, torch.arange(2), mask_BT)
+    expected = torch.tensor([0.5, -1.0, -1.5]).std(correction=0).item() / 2
+    means = meter.means()
+    assert means["losses/logratio_spread"] == pytest.approx(expected)
+    assert means["losses/ratio_min"] == pytest.approx(math.exp(-1.5))
+    assert "losses/first_step_ratio_error_max" not in means
 
 
 def test_dapo_says_so_when_no_group_is_mixed(tmp_path, reward_file):

@@ -21,7 +21,7 @@ from plumbing.data import ProblemStream
 
 def settings(**changes):
     flags = {"max_new_tokens": 24, "temperature": 0.7, "rollout_batch_size": 1000}
-    flags |= {"rollout_dtype": "same", "routing_replay": "none", "device": "cpu"}
+    flags |= {"has_rollout_copy": False, "routing_replay": "none", "device": "cpu"}
     return SimpleNamespace(**(flags | changes))
 
 
@@ -245,12 +245,13 @@ def test_a_micro_batch_size_that_is_given_stays(tiny_policy):
     assert planned(tiny_policy, micro_batch_size=5)[0] == 5
 
 
-def test_first_eos_counts_when_rows_are_dropped_late(tiny_policy):
+def test_first_eos_counts_when_rows_are_dropped_late(tiny_policy, monkeypatch):
     """On a GPU ended rows run on for a while; what they make after their EOS must not get into the
     completion."""
     problems = problems_of(tiny_policy, *MIXED)
-    now = sample(tiny_policy, problems, 4, settings(), noise_of(5), compact_every=1)
-    late = sample(tiny_policy, problems, 4, settings(), noise_of(5), compact_every=7)
+    now = sample(tiny_policy, problems, 4, settings(), noise_of(5))
+    monkeypatch.setitem(common.COMPACT_EVERY, "cpu", 7)
+    late = sample(tiny_policy, problems, 4, settings(), noise_of(5))
     assert [c.ids for c in now] == [c.ids for c in late]
     assert [c.truncated for c in now] == [c.truncated for c in late]
 
@@ -320,7 +321,7 @@ def test_chunked_logits_are_the_same(entropy_grad, tiny_policy):
         results.append((outputs.logprobs_BT, outputs.entropy_BT, grads))
         policy.model.zero_grad()
     for other in results[1:]:
-        torch.testing.assert_close(other, results[0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(other, results[0], atol=5e-5, rtol=1e-5)
 
 
 def gradient_of(model, scalar):

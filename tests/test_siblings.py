@@ -44,7 +44,7 @@ OWN = {
     "dr_grpo": "clip_eps_low clip_eps_high",
     "dapo": "clip_eps_low clip_eps_high overlong overlong_cache max_sampling_rounds",
     "gspo": "clip_eps_low clip_eps_high variant",
-    "cispo": "is_weight_cap ppo_mask clip_eps_low clip_eps_high",
+    "cispo": "is_weight_cap is_weight_floor ppo_mask clip_eps_low clip_eps_high",
     "gmpo": "log_ratio_clip clip_level",
     "rspo": "log_ratio_clip gamma_min shift",
     "sapo": "tau_pos tau_neg",
@@ -82,7 +82,8 @@ ARROWS = {
     "memory": {"args", "ranks"},
     "metrics": {"args", "ranks"},
     "policy": {"args", "ranks", "routing"},
-    "run": {"args", "ranks"},
+    "settings": {"args"},
+    "run": {"args", "ranks", "settings"},
 }
 ROOMS = [*(f"plumbing.{room}" for room in ARROWS), "common"]
 SIBLINGS = [*SCRIPTS, *MORE]

@@ -1,0 +1,62 @@
+"""The settings of a run: what shapes it, and so must be the same when it is resumed."""
+
+import hashlib
+import json
+from pathlib import Path
+
+from plumbing.args import TINY_MOE, UserError
+
+MAY_CHANGE = "iterations eval_every save_every device resume run_dir tensorboard".split()
+
+
+def file_hash(path):
+    """SHA-256 of a file's content, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def files_of(path):
+    """{name: path} of a file, or of all files in a folder but hidden ones; {} if it is neither."""
+    if path == "":
+        return {}
+    path = Path(path)
+    if path.is_file():
+        return {path.name: path}
+    files = {}
+    for file in sorted(path.rglob("*")):
+        name = file.relative_to(path)
+        is_hidden = any(part.startswith(".") for part in name.parts)
+        if file.is_file() and not is_hidden:
+            files[str(name)] = file
+    return files
+
+
+def settings_of(args, script):
+    """{name: value} of the arguments that shape a run, and hashes of the files that they name."""
+    settings = {"script": script, **vars(args)}
+    for name in MAY_CHANGE:
+        del settings[name]
+    model = TINY_MOE if args.model == "tiny-moe" else args.model
+    dataset = "" if args.dataset == "addition" else args.dataset
+    reward_file, _, _ = args.reward.rpartition(":")  # FILE.py:FUNCTION
+    for name, path in (("model", model), ("dataset", dataset), ("reward", reward_file)):
+        try:
+            for file_name, file in files_of(path).items():
+                # Not a model's weights, which checkpoints hold, nor what describes it.
+                if name != "model" or file.suffix in (".json", ".jinja", ".model", ".txt"):
+                    settings[f"{name}'s {file_name}"] = file_hash(file)
+        except OSError as error:
+            raise UserError(f"--{name} {getattr(args, name)} cannot be read") from error
+    return settings
+
+
+def compare(settings, folder):
+    """UserError if the run in this folder was started with other settings."""
+    try:
+        theirs = dict(json.loads((folder / "settings.json").read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"--resume: settings.json in {folder} cannot be read") from error
+    for name in [*settings, *theirs]:
+        ours = settings.get(name)
+        if ours != theirs.get(name):
+            raise UserError(f"--resume: {folder} has {name} {theirs.get(name)}, not {ours}")
