@@ -8,65 +8,83 @@ import re
 from fractions import Fraction
 
 MAX_ANSWER = 1000  # characters; what is longer is no answer
-NAME = r"^[\s$]*(?:[a-zA-Z]|\\(?:alpha|beta|theta|lambda|phi|omega)) ?= ?"  # the x= of x=5
-# What an answer may be written with, and how to write it plainly, in this order.
+# What an answer may be written with, and how to write it plainly, in this order. What is rewritten
+# stays apart from what stands beside it, or is left as it is: \frac{7}{7}1 is not 7/71.
 NOTATION = [
-    (r"\*\*|\\[()]", " "),
-    (r"(?<!\\)\${1,2}((?:[^$\\]|\\.)+)\${1,2}", r" \1 "),  # $...$ around a formula
     (r"−", "-"),
-    (r"\\!", ""),
-    (r"\{,\}|(?<=[0-9])\\,(?=[0-9]{3})", ","),
-    (r"~(?=[a-zA-Z])|(?<!\\)\\[,;: ]|\\(?:left|right|displaystyle)(?![a-zA-Z])", " "),
-    (r"\\(?:text|textbf|mathrm|mathbf|mbox) ?\{([^{}]*)\}", r" \1 "),
+    (r"(?<=[0-9])(?:\{,\}|\\,|,\\!)(?=[0-9]{3}(?![0-9]))", "{,}"),  # thousands
     (r"\\[dt]frac", r"\\frac"),
     (r"\\(frac|sqrt) ?([0-9])", r"\\\1{\2}"),  # \frac12 is \frac{1}2, ...
-    (r"(\\frac\{[^{}]*\}) ?([0-9])", r"\1{\2}"),  # ... and that \frac{1}{2}
-    (r"\\frac ?\{(-?[^{}+ -]*(?:\{[^{}]*\})?)\} ?\{([0-9]+)\}", r" \1/\2"),  # a/b
-    (r" ?([\^_]) ?\{([^{}])\}", r"\1\2"),  # x^{2} is x^2
+    (r"(\\frac ?\{[^{}]*\}) ?([0-9])", r"\1{\2}"),  # ... and that \frac{1}{2}
+    (r"(?<!\S)\*\*(?=\S)([^*]+)(?<=\S)\*\*(?!\w)", r" \1 "),  # bold; 2**3 is a power
+    (r"^\*\*|(?<=:)\*\*|\*\*(?=\.?$)", " "),
+    # What prints nothing itself is \! first. That is a blank, but not between digits: 3$6$5 is 365.
+    (r"(?<!\\)\${1,2}((?:[^$\\]|\\.)+)\${1,2}", r"\\!\1\\!"),
+    (r"(?<!\\)\\[()]|\\(?:left|right|displaystyle)(?![a-zA-Z])", r"\\!"),
+    (r"\\(?:text|textbf|mathrm|mathbf|mbox) ?\{([^{}]*)\}", r"\\!\1\\!"),
+    (r"(?<=[0-9])(?:\\!)+(?=\.?[0-9])", "{}"),
+    (r"\\!|~(?=[a-zA-Z])|(?<!\\)\\[,;: ]", " "),
+    (r" ?(?:\^ ?(?:\\circ(?![a-zA-Z])|\{ ?\\circ ?\})|°)", " degrees "),
     (r"\s+", " "),
+    (r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))(?!.*(?:[)\]]|\\\}))", "{,}"),  # no thousands in (100,200)
+    (r" (?=[{}])|(?<=\{) ", ""),
+    (r" ?([\^_]) ?\{([0-9](?!\}[\d.])|[a-zA-Z](?!\}\w))\}", r"\1\2"),  # x^{2} is x^2
     (r"^ | ?\.? ?$", ""),
     (r"^(?i:(?:the )?(?:final )?answer(?: is:?|:) )", ""),
+    (r"^= ?", ""),
     (r"^\(([A-Z])\)$", r"\1"),  # the choice (A)
-    (r"^([+-]?) ?\\?\$ ?([+-]?[0-9.,]+)(?i: dollars?| usd)?", r"\1\2 dollars"),
-    (r"([0-9]) ?\\?%$", r"\1 percent"),
-    (r" ?(?:\^ ?\{?\\circ\}?|°)", " degrees"),
-    (r"(?<=[0-9])(?=[a-zA-Z]{2})", " "),  # 5cm is 5 cm
-    (r"(?<= )([mck]?m|in|inches|ft|feet|miles) ?\^2", r"square \1"),
-    (r"(?<= )([mck]?m|in|inches|ft|feet|miles) ?\^3", r"cubic \1"),
+]
+NAME = (r"^(?:[a-zA-Z]|\\(?:alpha|beta|theta|lambda|phi|omega)) ?= ?", "")  # the x= of x=5
+MEASURES = [
+    (r"^([+-]?) ?\\?\$ ?([+-]?[0-9.,{}]+)(?i: dollars?| usd)?(?![\w.,{}])", r"\1\2 dollars"),
+    (r" ?(?:\\?%|(?i:per ?cent)\b)", "%"),
+    (r"^([+-]? ?[0-9.,{}]+)%$", r"\1 %"),  # a unit, but not behind a fraction: 1/2% is not 1/2
+    (r"(?<=[0-9}])(?=[a-zA-Z]{2})", " "),  # 5cm is 5 cm
+    (r"(?<= )([mck]?m|in|inches|ft|feet|miles) ?\^2(?![\w.])", r"square \1"),
+    (r"(?<= )([mck]?m|in|inches|ft|feet|miles) ?\^3(?![\w.])", r"cubic \1"),
 ]
 # What may stand behind a number, and be left out: nothing that multiplies it, as "million" does.
 UNITS = "|".join(
     """
-    dollar usd cent percent degree mm cm km mile foot feet ft inch inche in yard meter centimeter
-    kilometer gram kg kilogram pound lb ounce oz ton liter ml gallon cup second minute hour hr day week
-    month year mph unit point time person people child children student man men woman women boy girl
-    friend apple ball book box boxe card coin cookie egg game item marble page piece step ticket toy way
+    dollar usd cent degree mile foot feet inch inche yard meter centimeter kilometer gram kilogram pound
+    ounce ton liter gallon cup second minute hour day week month year mph unit point time person people
+    child children student man men woman women boy girl friend apple ball book box boxe card coin cookie
+    egg game item marble page piece step ticket toy way
     """.split()
 )
-UNIT = rf"(?:(?i:{UNITS})s?|[mghsL])"  # one letter counts as it is written: 5 M is no length
-MEASURED = rf"(.*[0-9])((?: (?:square |cubic )?{UNIT})?(?:(?: per |/){UNIT})?)"
+# Case counts in units of one or two letters: 5 M is no length, and an Mm no mm.
+UNIT = rf"(?:(?:(?i:{UNITS})|mm|cm|km|ft|in|kg|lb|oz|m[lL]|hr)s?|(?<= )%|(?<![0-9}}]/)[mghsL])"
+MEASURED = rf"(.*[0-9}}])((?: (?:square |cubic )?{UNIT})?(?:(?: per |/){UNIT})?)"
+# In a text \frac{a}{b} is a/b where nothing beside it could belong to a or to b.
+FRACTION = (
+    r"((?:^|[(\[{,=<>&]|\\\\|matrix\}|\\pm|\\[lg]eq?|\b(?:or|and)) ?[+-]? ?|(?<=[\w)}\]]) ?[+-] ?)"
+    r"\\frac\{(?!\})(-?[0-9]*[a-zA-Z]*(?:\^[0-9]|\\pi|\\sqrt\{[^{}]*\})?)\}\{([0-9]+)\}"
+    r"(?= ?(?:$|[)\]},=<>&%+-]|\\[\\}]|\\end)| (?:or|and) )"
+)
+WORD = r"(?<![\\\w])[^\W\d_]{3,}|^[A-Z][a-z]\b"  # whose case does not count; the second for No
 
 
 def final_answer(text):
-    r"""What the last '\boxed' holds, or what follows the last '####' on its line if that is later or
-    the box holds nothing; None if there is neither."""
+    r"""What the last '\boxed' or '\fbox' holds, or what follows the last '####' on its line if that is
+    later; None if there is neither, or nothing in it."""
     marker = text.rfind("####")
-    box = text.rfind("\\boxed")
-    found = ""
+    box = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
+    found = None
     if box > marker:
-        start = box + len("\\boxed")
-        found = boxed(text[start : start + MAX_ANSWER])
-    if not found and marker >= 0:
+        found = boxed(text[box : box + MAX_ANSWER])
+    # A box that stays open is text in its line, but leaves no other line its answer.
+    is_on_its_line = "\n" not in text[marker : max(marker, box)]
+    if found is None and marker >= 0 and is_on_its_line:
         start = marker + len("####")
         found = text[start : start + MAX_ANSWER].split("\n")[0]
-    if len(found) == MAX_ANSWER:  # there may be more of it
+    if found is None or len(found) == MAX_ANSWER:  # there may be more of it
         return None
     return found.strip() or None
 
 
 def gold_answer(value):
     """The gold answer in a cell of the answer column; None if it cannot be read exactly."""
-    if isinstance(value, str) and ("####" in value or "\\boxed{" in value):
+    if isinstance(value, str) and re.search(r"####|\\(?:boxed|fbox)\{", value):
         return final_answer(value)
     text = str(value).strip()
     if isinstance(value, float) and len(text) > 16:  # rounded: 0.1 as float32 is 0.10000000149011612
@@ -78,22 +96,27 @@ def gold_answer(value):
 
 
 def boxed(text):
-    r"""What the braces hold that `text` begins with, "" if they stay open; of '\boxed 12' the 12."""
-    if not text.lstrip(" ").startswith("{"):
-        return re.match(r"[^\n$]*", text)[0]
+    r"""What the braces hold behind the '\boxed' or '\fbox' that `text` begins with, None if they stay
+    open; of '\boxed 12' the 12."""
+    box = re.match(r"\\(?:boxed|fbox)(?:\s*(?=\{)|([^\n$]*))", text)
+    if box[1] is not None:
+        return box[1] if len(box[0]) < MAX_ANSWER else None  # there may be more of it
     depth = 0
-    for brace in re.finditer(r"(?<!\\)[{}]", text):
+    for brace in re.finditer(r"(?<!\\)[{}]", text[box.end() :]):
         depth += 1 if brace[0] == "{" else -1
         if depth == 0:
-            return text[text.index("{") + 1 : brace.start()]
-    return ""
+            return text[box.end() + 1 : box.end() + brace.start()]
+    return None
 
 
 def number(text):
     """'-1,000.50', '1/2', '2 1/2' -> Fraction; None for text, and for 36/2, which is not worked out."""
-    integer = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)"  # \d would match digits of any alphabet
+    # \d would match digits of any alphabet.
+    integer = r"(?:[1-9][0-9]{0,2}(?:(?:,|\{,\})[0-9]{3})+|[0-9]+)"
     if re.fullmatch(rf"[+-]? ?(?=\.?[0-9]){integer}?(?:\.[0-9]+)?", text):
-        return Fraction(re.sub("[, ]", "", text))
+        return Fraction(re.sub("[{, }]", "", text))
+    text = re.sub(r"^\\frac\{-", r"-\\frac{", text)
+    text = re.sub(r" ?\\frac\{([0-9]+)\}\{([0-9]+)\}$", r" \1/\2", text)
     quotient = re.fullmatch(r"([+-]?) ?(?:([0-9]+) )?([0-9]+) ?/ ?([0-9]+)", text)
     if quotient is None:
         return None
@@ -104,32 +127,33 @@ def number(text):
     return -value if quotient[1] == "-" else value
 
 
-def canonical(answer):
+def canonical(answer, is_named=False):
     """An answer as it is written -> (value, unit): a Fraction and the unit behind it, if any, or the
-    plain text of what is no number."""
+    plain text of what is no number. Of x=5 the 5, where `is_named`."""
     if len(answer) > MAX_ANSWER:
         return answer, ""
     text = answer.strip()
-    if number(text) is not None:
-        return number(text), ""
-    for pattern, plain in NOTATION:
+    notation = [*NOTATION, NAME, *MEASURES] if is_named else NOTATION + MEASURES
+    for pattern, plain in notation:
         text = re.sub(pattern, plain, text)
-    measured = re.fullmatch(MEASURED, text.strip())
+    text = text.strip()
+    measured = re.fullmatch(MEASURED, text)
     if measured and number(measured[1]) is not None:
         unit = re.sub(r"(?<=\w\w)s\b", "", measured[2].lower())
         return number(measured[1]), unit
-    # In text a blank counts only between words and numbers.
-    return re.sub(r" ?([^\w ]) ?", r"\1", text.strip().casefold()), ""
+    # In text a blank counts only between words and numbers, and case only where a unit may be meant.
+    text = re.sub(FRACTION, r"\1\2/\3", text)
+    text = re.sub(r" ?([^\w .]) ?", r"\1", text)
+    text = re.sub(r"(\\[a-zA-Z]+) (?=[0-9])", r"\1", text)
+    return re.sub(WORD, lambda word: word[0].casefold(), text), ""
 
 
 def is_same(found, gold):
     """Whether two answers are the same number or else the same text, however written. A unit counts if
     both have one, and so does a name, as in x=5."""
-    if ("=" in found) != ("=" in gold):
-        found = re.sub(NAME, "", found)
-        gold = re.sub(NAME, "", gold)
-    found_value, found_unit = canonical(found)
-    gold_value, gold_unit = canonical(gold)
+    is_named = ("=" in found.lstrip("$= ")) != ("=" in gold.lstrip("$= "))
+    found_value, found_unit = canonical(found, is_named)
+    gold_value, gold_unit = canonical(gold, is_named)
     if found_unit and gold_unit and found_unit != gold_unit:
         return False
     return found_value == gold_value

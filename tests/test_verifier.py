@@ -44,6 +44,11 @@ RIGHT = [
     (r"\boxed 365", "365"),
     (r"\boxed{\text{365}}", "365"),
     (r"\boxed{x=365}", "365"),
+    ("#### = 365", "365"),
+    ("#### $x = 365$", "365"),
+    (r"\fbox{365}", "365"),
+    (r"\boxed{364} or \fbox{365}", "365"),
+    ("\\boxed\n{365}", "365"),
 ]
 WRONG = [
     ("#### 366", "365"),
@@ -221,8 +226,16 @@ RIGHT_PAIRS = [  # gold answer, completion
     (r"\frac{\sqrt{3}}{2}", r"\boxed{\sqrt{3}/2}"),
     (r"\frac{3\pi}{4}", r"#### 3\pi/4"),
     (r"\left(3,\frac{\pi}{2}\right)", r"\boxed{(3, \pi/2)}"),
+    (r"y=x^2/4+1/2", r"\boxed{y = \frac{x^2}{4} + \frac12}"),
+    ("x=1/2 or x=3", r"\boxed{x = \frac{1}{2} \text{ or } x = 3}"),
+    (
+        r"\begin{pmatrix} 1/5 \\ -8/5 \end{pmatrix}",
+        r"\boxed{\begin{pmatrix}\frac15\\\frac{-8}5\end{pmatrix}}",
+    ),
+    (r"10,\!000\pi", r"\boxed{10,000\pi}"),
     # Units and names
     (r"5\text{ cm}", "#### 5 cm"),
+    ("5 ml", r"\boxed{5\text{ mL}}"),
     (r"5\text{ cm}", r"\boxed{5\mathrm{~cm}}"),
     ("5", r"\boxed{5\,\text{cm}^{2}}"),
     ("18", "#### 18 apples"),
@@ -247,6 +260,7 @@ RIGHT_PAIRS = [  # gold answer, completion
     (r"\{1,2\}", r"\boxed{\left\{1, 2\right\}}"),
     ("(100,200)", r"\boxed{(100, 200)}"),
     (r"\text{Tuesday}", "#### Tuesday."),
+    (r"\text{No}", "#### no"),
     (r"\text{Tuesday}", r"\boxed{\textbf{tuesday}}"),
     (r"\text{(A)}", r"\boxed{A}"),
     ("6:00 p.m.", r"\boxed{6:00\text{ p.m.}}"),
@@ -375,7 +389,6 @@ WRONG_PAIRS = [  # gold answer, completion
     (r"\pi r", r"\boxed{\pir}"),
     ("New York", "#### NewYork"),
     ("y=2x+3", r"\boxed{y=2x-3}"),
-    ("18", r"\fbox{18}"),
 ]
 
 
@@ -407,6 +420,15 @@ def test_an_answer_that_is_too_long_is_no_answer():
     assert verify("\\boxed{" + "0" * 1000 + "365}", "365") == (0.0, "no_answer")
     assert verify("\\boxed " + "0" * 1000 + "365", "365") == (0.0, "no_answer")
     assert verify("#### " + "9" * 900, "9" * 10**6) == (0.0, "wrong")
+
+
+LATER_BOXES = ["", " ", "\x00", "\x1c", "\n", "\u200b", "{}", "867", "867{", "9" * 1000]
+
+
+@pytest.mark.parametrize("box", LATER_BOXES)
+def test_a_line_before_a_later_box_is_no_answer(box):
+    for text in (r"\boxed{%s}", r"\fbox{%s}", r"\boxed" + "\n{%s}", r"\boxed$%s$"):
+        assert verify("#### 866\n" + text % box, "866")[0] == 0.0
 
 
 def test_what_is_cut_off_is_never_right():
@@ -539,7 +561,6 @@ HOSTILE = [  # none of these is a right answer to the question 57+308=, whose an
     "#### 365 \\boxed{366}",
     "\\boxed{36}5",
     "\\boxed{3}{6}{5}",
-    "\\fbox{365}",
     "boxed{365}",
     "\\Boxed{365}",
     "\\boxed{365}{" * 3 + "\\boxed{",
@@ -597,7 +618,7 @@ def without_notation(answer):
     answer = answer.replace("\\!", "").replace("\\circ", "°").replace("{,}", ",")
     answer = re.sub(r"\\(?:text|mathrm|left|right)(?![a-z])|\\[,;()$%]|[*$%{}~\s]", " ", answer)
     answer = re.sub(r" +", " ", answer)
-    answer = re.sub(r"^ ?(?:Answer:)? ?(?:[a-zA-Z](?:_2)? ?= ?)?", "", answer)
+    answer = re.sub(r"^ ?(?:Answer:)? ?(?:= ?)?(?:[a-zA-Z](?:_2)? ?= ?)?", "", answer)
     unit = r"(?:square )?(?:day|cm|km|mm|m|mL|L|dollars|USD|people)(?: ?\^ ?2)?(?![A-Za-z])"
     answer = re.sub(rf"(?: ?(?:square|per)? ?\^? ?°)?(?:(?:per |/) ?{unit}| ?{unit})*", "", answer)
     return answer.strip().removesuffix(".").strip()
