@@ -129,7 +129,7 @@ def parent_of(name):
     return found[1] if found[1] in SCRIPTS else f"more.{found[1]}"
 
 
-def objectives(names, folder=""):
+def script_table(names, folder=""):
     """A table of scripts; `folder`: how to get to the repository's root from the page."""
     rows = []
     for name in names:
@@ -137,24 +137,33 @@ def objectives(names, folder=""):
         title = header.split(":")[0]
         arxiv = re.search(r"arXiv\s+(\d+\.\d+)", header).group(1)
         path = path_of(name).relative_to(ROOT)
-        script = f"[`{path}`]({folder}{path})<br>[{title}, {arxiv}](https://arxiv.org/abs/{arxiv})"
-        formula = f"$`{OBJECTIVES[name]}`$"
+        row = [f"[`{path}`]({folder}{path})", f"[{title}](https://arxiv.org/abs/{arxiv})"]
         parent = parent_of(name)
         if parent:
-            count = changed_lines(parent, name)
-            rows.append([script, formula, differences(header), parent.split(".")[-1], count])
+            row += [differences(header), f"{changed_lines(parent, name)}, {parent.split('.')[-1]}"]
         else:
-            rows.append([script, formula, "(the root: a critic, GAE, KL in the reward)", "", ""])
-    header = ["script and paper", "objective, maximised", "what differs from its parent", "parent"]
-    return markdown([*header, "changed lines, header aside"], rows, "llllr")
+            row += ["a critic, GAE, KL in the reward", ""]
+        rows.append(row)
+    header = ["script", "paper", "what differs from its parent", "changed lines, parent"]
+    return markdown(header, rows)
+
+
+def objectives(names):
+    """A table of what is maximised."""
+    rows = [[name.split(".")[-1], f"$`{OBJECTIVES[name]}`$"] for name in names]
+    return markdown(["script", "objective, maximised"], rows)
 
 
 def nine():
-    return [*objectives(SCRIPTS), *LEGEND.rstrip().splitlines()]
+    return script_table(SCRIPTS)
+
+
+def formulas():
+    return objectives(SCRIPTS)
 
 
 def more():
-    return objectives(MORE, folder="../")
+    return [*script_table(MORE, folder="../"), "", *objectives(MORE), *LEGEND.rstrip().splitlines()]
 
 
 def policy_loss(name):
@@ -1088,27 +1097,30 @@ CLAIMS = (  # heading of the section, what the paper says, what is seen, and in 
 )
 
 
-def claim_cell(items, heading):
-    """Of the main README's table; the first verdict is a link to the section."""
-    if not items:
-        return "(not asked)"
-    cells = []
-    for word, text in items:
-        bold = f"**{word}**"
-        if not cells:
-            bold = f"[{bold}](benchmarks/README.md#{anchor(heading)})"
-        cells.append(f"{bold}: {text}")
-    return "<br>".join(cells)
+def claim_cell(items):
+    """Verdicts with what was seen."""
+    return "<br>".join(f"**{word}**: {text}" for word, text in items) or "(not asked)"
 
 
 def claims():
     rows = []
     for heading, paper, seen, seen_long in CLAIMS:
-        cells = claim_cell(seen(), heading), claim_cell(seen_long(), "The claims on long answers")
-        rows.append([heading, paper, *cells])
+        rows.append([heading, paper, claim_cell(seen()), claim_cell(seen_long())])
     header = ["claim", "what the paper says", "seen on the default job"]
     header.append("seen on long answers, lr 3e-4, 16 steps")
     return markdown(header, rows)
+
+
+def claims_in_short():
+    """Of the main README: the verdicts alone."""
+    rows = []
+    for heading, _, seen, seen_long in CLAIMS:
+        row = [heading]
+        for items in (seen(), seen_long()):
+            words = dict.fromkeys(word for word, _ in items)
+            row.append(", ".join(words) or "(not asked)")
+        rows.append(row)
+    return markdown(["claim", "default job", "long answers"], rows)
 
 
 def holm():
@@ -1391,10 +1403,12 @@ def smollm2():
 
 MAKERS = (
     nine,
+    formulas,
     more,
     more_runs,
     lesson,
     claims,
+    claims_in_short,
     holm,
     departures,
     contents,
