@@ -110,8 +110,8 @@ def sections():
             if gradient is not None:
                 case["gradient"] = gradient.tolist()
             cases.append(case)
-        about = {"arguments": kind["arguments"], "defaults": about.get("defaults", {})}
-        result[section] = {**about, "cases": cases}
+        defaults = about.get("defaults", {})
+        result[section] = {"arguments": kind["arguments"], "defaults": defaults, "cases": cases}
     return result
 
 

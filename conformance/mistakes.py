@@ -1,8 +1,8 @@
 """What is known to go wrong in these objectives, and what others do differently, as literal code.
 
 A *mistake* contradicts the paper; a *variant* is a choice that the paper leaves open, or that another
-code base documents. Each takes an objective of reference.py and a batch, and returns what code of that
-kind returns; two of them can be put together. In brackets: where it can be read, TRL 1.16, verl 0.9.1.
+code base documents. Each returns, of an objective of reference.py and a batch, what such code returns.
+In brackets: where it can be read, in TRL 1.16.0 or verl 0.9.1.
 """
 
 import sys
@@ -35,7 +35,8 @@ def inputs(fields):
 def together(first, *rest):
     if not rest:
         return first
-    return lambda objective, b: rest[0](lambda changed: first(objective, changed), b)
+    others = together(*rest)
+    return lambda objective, b: others(lambda changed: first(objective, changed), b)
 
 
 def max_if_negative(r, a, b):
@@ -51,7 +52,6 @@ def swapped(one, other):
 
 
 def mean_per_micro_batch(objective, b):
-    """Each one divided by its own count, and all added up."""
     total = 0
     for rows in b.micro_batches or [slice(None)]:
         part = {key: value[rows] for key, value in vars(b).items() if torch.is_tensor(value)}
@@ -66,11 +66,7 @@ def over_tokens(b, term):
 def times_mask(objective, b):
     """What is masked is multiplied by 0; but 0 times NaN is NaN."""
     x = b.logprobs if "logprobs" in vars(b) else b.values
-    return objective(b) * (1 + (0 * x[~b.mask]).sum())
-
-
-def detached_ratio(b, i):
-    return sequence_ratio(b, i).detach()
+    return objective(b) * (1 + (0 * x[~b.mask] ** 2).sum())
 
 
 def summed_ratio(b, i):
@@ -100,7 +96,6 @@ def sum_on_each_token(b):
 
 
 def whitened(objective, b):
-    """Advantages, and returns made of them."""
     A = objective(b)[0]
     A = (A - A[b.mask].mean()) / (A[b.mask].std(unbiased=False) + 1e-8)
     return torch.where(b.mask, torch.stack([A, A + b.values]), 0)
@@ -124,7 +119,7 @@ MISTAKES = [
     ("divided by |o|", "dr_grpo", lambda objective, b: reference.grpo(b)),
     ("a gradient through the weight", "cispo", pieces(stopped=lambda x: x)),
     ("log-ratios summed, not averaged", "gspo", pieces(sequence_ratio=summed_ratio)),
-    ("the ratio detached", "gspo", pieces(sequence_ratio=detached_ratio)),
+    ("the ratio detached", "gspo", pieces(sequence_ratio=lambda b, i: sequence_ratio(b, i).detach())),
     ("the mean clipped, not each token", "gmpo", pieces(geometric_mean=clipped_mean)),
     ("eps bounds r, not log r", "gmpo rspo", pieces(pessimistic=raw_range)),
     ("A < 0 amplified", "rspo", inputs(lambda b: {"shift": b.shift.replace("damped", "literal")})),
@@ -145,5 +140,5 @@ VARIANTS = [
     ("weights of at least 0.8 [verl]", "cispo", pieces(importance_weight=weight_with_floor)),
     ("k3 clamped at 10 [verl]", "grpo", pieces(k3=lambda log_x: k3(log_x).clamp(max=10))),
     ("k3 times r, unasked [TRL: default]", "grpo", inputs(lambda b: {"kl_is_corrected": True})),
-    ("NaN in masked places spreads [TRL]", LOSSES + " gae", times_mask),
+    ("NaN in masked places spreads [TRL, verl]", LOSSES + " gae", times_mask),
 ]

@@ -1,9 +1,8 @@
 """The objectives once more, as slow double loops over completions and tokens, straight from the papers.
 
 Nothing here is shared with the scripts: make.py writes the test vectors with it, and tests compare the
-two, in float64. Inputs are in one batch `b`, under their names in vectors.json; only tokens of the mask
-are read. `advantages` is (B, T); where there is one ratio per completion, its first token's is read.
-mistakes.py replaces single functions by others.
+two. Inputs are in one batch `b`, under their names in vectors.json; only tokens of the mask are read.
+Advantages are (B, T); where there is one ratio per completion, that of its first token is read.
 """
 
 import math
@@ -38,7 +37,6 @@ def token_mean(terms):
 
 
 def completion_mean(b, term):
-    """Of term(i) of each completion."""
     return sum(term(i) for i in range(len(b.mask))) / len(b.mask)
 
 
@@ -51,15 +49,11 @@ def advantage(b, i):
 
 
 def clipped(r, a, b):
-    """min(r A, clip(r) A)"""
     return torch.min(r * a, torch.clamp(r, 1 - b.clip_eps_low, 1 + b.clip_eps_high) * a)
 
 
 def clipped_term(b, i, t):
     return clipped(ratio(b, i, t), b.advantages[i, t], b)
-
-
-# ----------------------------------------------------------------------------------- the objectives
 
 
 def ppo(b):
@@ -111,7 +105,6 @@ def gspo(b):
 
 
 def importance_weight(r, a, b):
-    """CISPO's."""
     if b.ppo_mask:
         too_high = a > 0 and r > 1 + b.clip_eps_high
         too_low = a < 0 and r < 1 - b.clip_eps_low
@@ -188,9 +181,6 @@ def reinforce(b):
 
 
 rloo = reinforce
-
-
-# ------------------------------------------------------------------------------ what is around them
 
 
 def positive_lm_loss(b):

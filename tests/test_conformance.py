@@ -1,13 +1,15 @@
-"""The test vectors against the scripts, and the doctor: on our own losses, on each known mistake, on what
-somebody else might bring."""
+"""The test vectors against the scripts, and the doctor: on our own losses, on each known mistake, and
+on what somebody else might bring."""
 
 import importlib
 import inspect
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
-from conftest import MORE, SCRIPTS
+from conftest import MORE, ROOT, SCRIPTS
 
 from conformance import check, make, mistakes
 
@@ -19,7 +21,6 @@ ENTRIES = []
 for kind, entries in (("mistake", mistakes.MISTAKES), ("variant", mistakes.VARIANTS)):
     for name, sections, change in entries:
         ENTRIES += [(kind, name, section, change) for section in sections.split()]
-# Where two entries have the same numbers, one with the other's name is right as well.
 
 
 def case_of(section, name):
@@ -192,3 +193,174 @@ def test_an_entry_is_not_the_objective_and_is_diagnosed_as_itself(kind, name, se
     assert not all(agree)
     found = check.diagnosis(section, answers, check_args())
     assert any(line == f"{kind}: {name}" for line in found), found
+
+
+def doctor(capsys, monkeypatch, *arguments):
+    """(exit code, what it prints) of the doctor, in this process."""
+    monkeypatch.setattr(sys, "argv", ["check.py", *map(str, arguments)])
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as ended:
+        check.main()
+    return int(ended.value.code), capsys.readouterr().out
+
+
+@pytest.mark.parametrize("algorithm", LOSSES)
+def test_the_losses_of_the_scripts_are_healthy(algorithm, capsys, monkeypatch):
+    path = f"{MODULES[algorithm].replace('.', '/')}.py"
+    target = f"{path}:policy_loss"
+    code, text = doctor(capsys, monkeypatch, target, "--algorithm", algorithm)
+    assert code == 0 and "DIFFERS" not in text and "n/a" not in text
+    if "advantages" in SECTIONS[algorithm]["arguments"] and algorithm not in (
+        "ppo",
+        "vapo",
+        "reinforce",
+    ):
+        flags = ("--what", "advantages", "--algorithm", algorithm)
+        code, text = doctor(capsys, monkeypatch, f"{path}:compute_advantages", *flags)
+        assert code == 0 and text.endswith("6 of 6 applicable cases agree\n")
+
+
+@pytest.mark.parametrize(
+    "target, algorithm, what",
+    [
+        ("ppo.py:compute_gae", "ppo", "gae"),
+        ("more/vapo.py:compute_gae", "vapo", "gae"),
+        ("ppo.py:value_loss", "ppo", "value_loss"),
+        ("more/vapo.py:positive_lm_loss", "vapo", "positive_lm_loss"),
+        ("rspo.py:router_shift", "rspo", "router_shift"),
+    ],
+)
+def test_the_other_functions_of_the_scripts_are_healthy(target, algorithm, what, capsys, monkeypatch):
+    code, text = doctor(capsys, monkeypatch, target, "--algorithm", algorithm, "--what", what)
+    assert code == 0 and "DIFFERS" not in text
+    # ppo's caller adds the value after a completion that was cut off to its last reward.
+    assert ("two completions cut off: V after them: it has no bootstrap" in text) == (what == "gae")
+
+
+def test_from_the_root_of_a_clone():
+    command = [sys.executable, "conformance/check.py", "grpo.py:policy_loss", "--algorithm", "grpo"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.endswith("12 of 12 applicable cases agree\n")
+
+
+def write(tmp_path, *lines):
+    path = tmp_path / "mine.py"
+    path.write_text("\n".join(["import numpy as np", "import torch", "", *lines]) + "\n")
+    return f"{path}:loss"
+
+
+DAPO = [
+    "def loss(new, old, A, mask, *, low=0.2, high=0.28):",
+    "    r = torch.where(mask, new - old, 0).exp()",
+    "    smaller = torch.min(r * A, r.clamp(1 - low, 1 + high) * A)",
+    "    return -torch.where(mask, smaller, 0).sum() / mask.sum()",
+]
+RENAMED = ("--algorithm", "dapo", "--rename", "clip_eps_low=low", "clip_eps_high=high")
+
+
+def test_renamed_keywords_and_no_count(tmp_path, capsys, monkeypatch):
+    code, text = doctor(capsys, monkeypatch, write(tmp_path, *DAPO), *RENAMED)
+    assert code == 0 and "cannot be used in micro-batches" in text
+    assert text.endswith("10 of 10 applicable cases agree\n")
+    # Without its keywords it is asked for nothing but the default range.
+    code, text = doctor(capsys, monkeypatch, write(tmp_path, *DAPO), "--algorithm", "dapo")
+    assert code == 0 and "n/a      other bounds: it has no clip_eps_low" in text
+
+
+@pytest.mark.parametrize(
+    "old, new, line",
+    [
+        ("return -", "return ", "mistake: wrong sign"),
+        ("low=0.2, high=0.28", "high=0.2, low=0.28", "mistake: the two bounds swapped"),
+        ("torch.min(", "torch.max(", "unknown: no entries of mistakes.py give these numbers"),
+        ("new - old", "1.01 * new - old", "unknown: no entries of mistakes.py give these numbers"),
+    ],
+)
+def test_a_loss_that_is_wrong(old, new, line, tmp_path, capsys, monkeypatch):
+    """max for min under both signs of A, or a factor of 1.01, is nothing that is known."""
+    lines = [each.replace(old, new) for each in DAPO]
+    code, text = doctor(capsys, monkeypatch, write(tmp_path, *lines), "--algorithm", "dapo")
+    assert code == 1 and text.endswith(f"applicable cases agree\n{line}\n"), text
+
+
+def test_a_random_wrong_loss_is_unknown(tmp_path, capsys, monkeypatch):
+    for seed in range(3):
+        lines = [
+            "def loss(new, old, A, mask):",
+            f"    noise = torch.rand(new.shape, generator=torch.Generator().manual_seed({seed}))",
+            "    return -(torch.where(mask, (new - old).exp() * A * noise, 0)).sum() / mask.sum()",
+        ]
+        for algorithm in ("grpo", "cispo", "gspo"):
+            flags = ("--algorithm", algorithm)
+            code, text = doctor(capsys, monkeypatch, write(tmp_path, *lines), *flags)
+            assert code == 1 and text.endswith(
+                "\nunknown: no entries of mistakes.py give these numbers\n"
+            )
+
+
+def test_two_mistakes_at_once(tmp_path, capsys, monkeypatch):
+    lines = [line.replace("return -", "return ") for line in DAPO]
+    lines[2] = lines[2].replace("1 - low, 1 + high", "1 - high, 1 + low")
+    code, text = doctor(capsys, monkeypatch, write(tmp_path, *lines), *RENAMED)
+    assert code == 1 and text.endswith("mistake: wrong sign and mistake: the two bounds swapped\n")
+
+
+@pytest.mark.parametrize("result", ["value, gradient", "value"])
+def test_numpy(result, tmp_path, capsys, monkeypatch):
+    """With a gradient of its own; without, by finite differences, but not where one is stopped."""
+    lines = [
+        "def loss(new, old, A, mask):",
+        "    r = np.exp(np.where(mask, new - old, 0))",
+        "    clipped = np.clip(r, 0.8, 1.28)",
+        "    value = -np.where(mask, np.minimum(r * A, clipped * A), 0).sum() / mask.sum()",
+        "    moves = mask & (r * A <= clipped * A)",
+        "    gradient = -np.where(moves, r * A, 0) / mask.sum()",
+        f"    return {result}",
+    ]
+    flags = ("--framework", "numpy", "--algorithm")
+    code, text = doctor(capsys, monkeypatch, write(tmp_path, *lines), *flags, "dapo")
+    assert code == 0 and "by value only" not in text, text
+    lines = [
+        "def loss(new, old, A, mask):",
+        "    w = np.minimum(np.exp(np.where(mask, new - old, 0)), 5)",
+        "    value = -(w * A * np.where(mask, new, 0))[mask].sum() / mask.sum()",
+        "    gradient = np.where(mask, -w * A / mask.sum(), 0)",
+        f"    return {result}",
+    ]
+    code, text = doctor(capsys, monkeypatch, write(tmp_path, *lines), *flags, "cispo")
+    assert code == 0 and ("by value only" in text) == (result == "value"), text
+
+
+@pytest.mark.parametrize("shape, use", [("B", "A[:, None]"), ("B1", "A"), ("BT", "A")])
+def test_shapes_of_advantages(shape, use, tmp_path, capsys, monkeypatch):
+    asked = {"B": "A.dim() == 1", "B1": "A.shape == (len(mask), 1)", "BT": "A.shape == mask.shape"}
+    lines = [DAPO[0], f"    assert {asked[shape]}", f"    A = {use}", *DAPO[1:]]
+    code, text = doctor(capsys, monkeypatch, write(tmp_path, *lines), *RENAMED)
+    assert code == 0 and f"advantages {shape}\n" in text
+    assert ("it takes one advantage for each completion" in text) == (shape != "BT")
+    other = "BT" if shape == "B" else "B"
+    code, text = doctor(capsys, monkeypatch, write(tmp_path, *lines), *RENAMED, "--advantages", other)
+    assert code == 2 and "Traceback" in text and "AssertionError" in text
+
+
+def test_what_cannot_be_called(tmp_path, capsys, monkeypatch):
+    for lines in (["def loss(new): pass"], ["import nothing_of_this_name"], ["loss = 1"]):
+        target = write(tmp_path, *lines)
+        code, text = doctor(capsys, monkeypatch, target, "--algorithm", "grpo")
+        assert code == 2 and text.startswith(f"{target} cannot be called as grpo:\nTraceback")
+
+
+def test_too_few_cases_are_not_healthy(tmp_path, capsys, monkeypatch):
+    """A function of rspo that knows no router shift."""
+    lines = ["def loss(new, old, A, mask): return new.sum()"]
+    code, text = doctor(capsys, monkeypatch, write(tmp_path, *lines), "--algorithm", "rspo")
+    assert code == 1 and "0 of 0 applicable cases agree" in text
+
+
+def test_the_room_is_small_and_knows_no_script():
+    files = sorted((ROOT / "conformance").glob("*.py"))
+    assert sum(len(path.read_text().splitlines()) for path in files) <= 700
+    for path in files:
+        for name in ("common", "plumbing", *SCRIPTS, *MORE):
+            assert f"import {name}" not in path.read_text()
