@@ -1329,7 +1329,7 @@ def engines():
                 gradient = brief(max(line["gradient_error"] for line in found))
                 row.append(f"{value} / {gradient}")
             else:
-                row.append("(it has none)")
+                row.append("(by the doctor)")
         cells.append(row)
     header = ["script", "ours in TRL", "TRL's own", "ours in verl", "verl's own"]
     return markdown(header, cells, "lrrrr")

@@ -33,7 +33,8 @@ STEPS = 4  # for the one rollout
 JOB = """--use_cpu True --max_steps 4 --per_device_train_batch_size 8 --gradient_accumulation_steps 2
 --steps_per_generation 8 --learning_rate 2e-3 --max_grad_norm 0 --router_aux_loss_coef 0
 --disable_tqdm True --shuffle_dataset False"""
-# TRL's own loss, set to be that of a script; it has none for gmpo.
+# TRL's own loss, set to be that of a script; its gmpo is a trainer of its own, in trl.experimental: see
+# conformance/README.md.
 TRL = {
     "grpo": "--loss_type grpo --use_bias_correction_kl False",
     "dr_grpo": "--loss_type dr_grpo --scale_rewards none",

@@ -66,7 +66,7 @@ def over_tokens(b, term):
 def times_mask(objective, b):
     """What is masked is multiplied by 0; but 0 times NaN is NaN."""
     x = b.logprobs if "logprobs" in vars(b) else b.values
-    return objective(b) * (1 + (0 * x[~b.mask] ** 2).sum())
+    return objective(b) + (0 * x[~b.mask] ** 2).sum() * x[b.mask].sum()
 
 
 def summed_ratio(b, i):

@@ -3,6 +3,7 @@
     pip install -r examples/requirements.txt
     python conformance/check.py examples/doctor_trl.py:grpo --algorithm grpo
 
+Expect: all agree but for NaN in masked places, which TRL multiplies by 0.
 Each is `_compute_loss` of TRL 1.16.0's GRPOTrainer, or GMPOTrainer, called with log-probs in the place
 of a model: one process, one rollout for each optimizer step. TRL's micro-batches have equally many
 rows, by whose number it divides, so a loss that is a mean over completions has no count here.

@@ -3,9 +3,10 @@
     pip install torch==2.13.0 verl==0.9.1    # in an environment of its own
     python conformance/check.py examples/doctor_verl.py:grpo --algorithm grpo
 
+Expect: that k3 is clamped at 10, and that NaN in masked places spreads.
 Each is a policy loss of verl 0.9.1 with the KL that its actor adds, for one process. `grpo`, `gspo` and
 so on are set to be the paper's, as far as they can be; with `_default`, what is no keyword here is as
-verl has it unless it is set.
+verl has it unless one sets it.
 """
 
 import numpy as np
@@ -45,7 +46,7 @@ def verl_loss(loss_mode, tensors, counts, ref_logprobs=None, **settings):
 
 
 def vanilla(lp, old, A, mask, clip_eps_low=0.2, clip_eps_high=0.2, num_sequences=None, num_tokens=None):
-    """For ppo; of dapo and vapo with --rename, or as below."""
+    """For ppo and dapo."""
     settings = {"clip_ratio_low": clip_eps_low, "clip_ratio_high": clip_eps_high, **NO_DUAL_CLIP}
     return verl_loss("vanilla", (lp, old, A, mask), (num_sequences, num_tokens), **settings)
 
