@@ -85,7 +85,8 @@ def policy_loss(
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
     old_logprobs_BT  the same before the first step on this batch
     advantages_B1    one per completion
-    mask_BT          1 on response tokens, the EOS included (bool or float); the rest is ignored
+    mask_BT          1 on response tokens, the EOS included (bool or float); the rest, padding or tool
+                     output inside a completion, has no gradient and counts in no mean
     num_sequences    completions in the whole optimizer step [None: this is the whole step]
 
     Returns (loss, stats): a scalar, and {name: scalar}, means and a maximum over the given tokens.

@@ -90,10 +90,11 @@ def masked_mean(x, mask):
 
 
 def compute_gae(rewards_BT, values_BT, mask_BT, gamma, lam):
-    """(advantages, returns), both (B, T), 0 on padding: generalized advantage estimation.
+    """(advantages, returns), both (B, T), 0 where the mask is: generalized advantage estimation.
 
-    Responses begin at t = 0, and the value after their last token is 0; for one that was cut off, the
-    caller adds gamma times the value there to its last reward, which is the same as bootstrapping.
+    The value after the last token is 0; for a response that was cut off, the caller adds gamma times
+    the value there to its last reward, which is the same as bootstrapping. A hole in the mask, such as
+    tool output, is skipped: what follows a token is the next one of the response.
     """
     mask_BT = mask_BT.bool()
     rewards_BT = torch.where(mask_BT, rewards_BT, 0)
@@ -104,9 +105,11 @@ def compute_gae(rewards_BT, values_BT, mask_BT, gamma, lam):
     for t in reversed(range(rewards_BT.shape[1])):
         # delta_t = rew_t + gamma V_t+1 - V_t;  A_t = delta_t + gamma lambda A_t+1
         delta_B = rewards_BT[:, t] + gamma * next_value_B - values_BT[:, t]
-        advantages_BT[:, t] = delta_B + gamma * lam * next_advantage_B
-        next_advantage_B = advantages_BT[:, t]
-        next_value_B = values_BT[:, t]
+        advantage_B = delta_B + gamma * lam * next_advantage_B
+        is_token_B = mask_BT[:, t]
+        advantages_BT[:, t] = torch.where(is_token_B, advantage_B, 0)
+        next_advantage_B = torch.where(is_token_B, advantage_B, next_advantage_B)
+        next_value_B = torch.where(is_token_B, values_BT[:, t], next_value_B)
     return advantages_BT, advantages_BT + values_BT
 
 
@@ -160,7 +163,8 @@ def policy_loss(
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
     old_logprobs_BT  the same before the first step on this batch
     advantages_BT    (B, 1), broadcast over the tokens, or (B, T)
-    mask_BT          1 on response tokens, the EOS included (bool or float); the rest is ignored
+    mask_BT          1 on response tokens, the EOS included (bool or float); the rest, padding or tool
+                     output inside a completion, has no gradient and counts in no mean
     num_tokens       response tokens in the whole optimizer step [None: this is the whole step]
 
     Returns (loss, stats): a scalar, and {name: scalar}, means and a maximum over the given tokens.

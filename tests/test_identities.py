@@ -319,6 +319,26 @@ def test_gae_equals_the_sum_of_discounted_deltas():
             torch.testing.assert_close(A[i, t], literal)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gae_skips_holes(dtype):
+    """11: tool output inside a completion, and prompt padding before it: the same, to the bit, as
+    without these places, where both results are 0."""
+    import ppo
+
+    g = torch.Generator().manual_seed(6)
+    rewards, values = (torch.randn(4, 9, generator=g, dtype=dtype) for _ in range(2))
+    mask = torch.rand(4, 9, generator=g) < 0.6
+    rewards[~mask] = float("nan")
+    values[~mask] = 1e9
+    A, returns = ppo.compute_gae(rewards, values, mask, 0.9, 0.8)
+    assert (A[~mask] == 0).all() and (returns[~mask] == 0).all()
+    for i in range(4):
+        closed = [x[i, mask[i]][None] for x in (rewards, values, mask)]
+        A_closed, returns_closed = ppo.compute_gae(*closed, 0.9, 0.8)
+        assert torch.equal(A[i, mask[i]], A_closed[0])
+        assert torch.equal(returns[i, mask[i]], returns_closed[0])
+
+
 def test_value_loss_and_whitening():
     import ppo
 

@@ -6,12 +6,12 @@ import functools
 import json
 import math
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
-import reference
 import torch
 from conftest import MORE, SCRIPTS, run, script_args
-from test_objectives import CASES, data, loss_and_grad
+from test_objectives import CASES, data, literal_objective, loss_and_grad
 from test_router import MODELS, batch_of
 from test_sampler import problems_of
 from transformers import (
@@ -26,6 +26,7 @@ from transformers import (
 import common
 import rspo
 from common import Problem, Scores, check_routing, collate, load_policy, sample, token_logprobs
+from conformance import reference
 from plumbing import UserError, rollout_correction
 from plumbing.correction import mismatch_stats, rollout_weights, weight_stats
 from plumbing.models import checkpoint_layers
@@ -117,6 +118,24 @@ def test_the_data_reaches_every_region():
                 assert "cap" in kinds
 
 
+def weighted(name, one_ratio, weights):
+    """Functions of reference.py that make an objective the decoupled one: each term has the weight of
+    its token, or of its completion, outside of min and clip; grpo's KL has none."""
+
+    def clipped_term(b, i, t, plain=reference.clipped_term):
+        return weights[i, t] * plain(b, i, t)
+
+    def each(b, term, plain=reference.each):
+        return plain(b, lambda i, t: weights[i, t] * term(i, t))
+
+    def completion_mean(b, term, plain=reference.completion_mean):
+        return plain(b, lambda i: weights[i, 0] * term(i))
+
+    if name in ("ppo", "grpo", "dr_grpo", "dapo", "more.vapo"):
+        return {"clipped_term": clipped_term}
+    return {"completion_mean": completion_mean} if one_ratio else {"each": each}
+
+
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("case", CASES)
 def test_a_factor_on_the_advantage_is_the_decoupled_objective(case, rule):
@@ -131,10 +150,8 @@ def test_a_factor_on_the_advantage_is_the_decoupled_objective(case, rule):
         weights = literal_weights(rule, old, batch, lengths, one_ratio)
         if name == "grpo" and args.kl_is_corrected:
             extra["rollout_ratio_BT"] = correction.rho_NT
-        terms = extra | {"weights": weights}
-        literal = -getattr(reference, name.split(".")[-1])(
-            lp, old, adv.expand_as(lp), lengths, args, terms
-        )
+        with mock.patch.multiple(reference, **weighted(name, one_ratio, weights)):
+            literal = -literal_objective(name, args, lp, old, adv, mask, extra)
         (literal_grad,) = torch.autograd.grad(literal, lp)
         loss, grad = loss_and_grad(module, args, lp, old, correction.weights * adv, mask, extra)
         torch.testing.assert_close(loss, literal.detach(), rtol=1e-12, atol=1e-12)

@@ -14,12 +14,12 @@ import types
 from pathlib import Path
 
 import pytest
-import reference
 import torch
 from conftest import MORE, ROOT, TINY_MOE, flags_it_has, keywords_of, path_of, run_process, script_args
 from test_runs import CLIPS, COMMON_KEYS, GROUPS, SMALL, keys, metrics, small, untimed, weights
 from transformers import AutoModelForCausalLM
 
+from conformance import reference
 from plumbing.run import Run
 
 F64 = torch.float64
@@ -71,8 +71,8 @@ def test_leave_one_out_advantages():
     for G in (2, 3, 8):
         rewards = normal(5, G, seed=G)
         A = module.compute_advantages(rewards)
-        literal = [reference.leave_one_out(group) for group in rewards.tolist()]
-        torch.testing.assert_close(A, torch.tensor(literal, dtype=F64), rtol=1e-12, atol=1e-14)
+        literal = reference.leave_one_out(reference.batch(rewards=rewards))
+        torch.testing.assert_close(A, literal, rtol=1e-12, atol=1e-14)
         scaled = G / (G - 1) * (rewards - rewards.mean(1, keepdim=True))
         torch.testing.assert_close(A, scaled, rtol=1e-12, atol=1e-14)
     equal = torch.full((1, 7), 0.1)
@@ -189,10 +189,14 @@ def test_gae_with_a_lambda_for_each_completion():
     rewards = normal(3, 6, seed=0)
     values = normal(3, 6, seed=1)
     lam = torch.tensor([0.9, 0.0, 0.5], dtype=F64)
-    A, _ = module.compute_gae(rewards, values, mask, 0.95, lam)
-    for i, n in enumerate(lengths):
-        literal = reference.gae(rewards[i, :n].tolist(), values[i, :n].tolist(), 0.95, lam[i].item())
-        torch.testing.assert_close(A[i, :n], torch.tensor(literal, dtype=F64), rtol=1e-12, atol=1e-14)
+    both = module.compute_gae(rewards, values, mask, 0.95, lam)
+    bootstrap = torch.zeros(3, 1, dtype=F64)
+    literal = reference.gae(
+        reference.batch(
+            rewards=rewards, values=values, mask=mask, gamma=0.95, lam=lam, bootstrap=bootstrap
+        )
+    )
+    torch.testing.assert_close(torch.stack(both), literal, rtol=1e-12, atol=1e-14)
     _, returns = module.compute_gae(rewards, values, mask, 1.0, 1.0)
     monte_carlo = (rewards * mask).flip(1).cumsum(1).flip(1) * mask
     torch.testing.assert_close(returns, monte_carlo, rtol=1e-12, atol=1e-13)
@@ -209,7 +213,7 @@ def test_positive_lm_loss():
     lp[~mask] = float("nan")
     lp.requires_grad_()
     loss = module.positive_lm_loss(lp, is_right, mask)
-    literal = reference.positive_lm_loss(lp, is_right[:, 0].tolist(), lengths)
+    literal = reference.positive_lm_loss(reference.batch(logprobs=lp, is_right=is_right, mask=mask))
     assert loss.item() == pytest.approx(literal.item(), rel=1e-12)
     (grad,) = torch.autograd.grad(loss, lp)
     torch.testing.assert_close(grad, -(mask & is_right).double() / 8, rtol=1e-12, atol=0)

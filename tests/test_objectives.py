@@ -1,10 +1,11 @@
-"""Every script's policy_loss against the literal double loop of reference.py: value and gradient, in
-float64."""
+"""Every script's policy_loss against the literal double loop of conformance/reference.py: value and
+gradient, in float64."""
 
 import pytest
-import reference
 import torch
 from conftest import MORE, SCRIPTS, keywords_of, normaliser_of, script_args
+
+from conformance import reference
 
 # Narrow ranges where the default would hardly ever bind on the data below.
 NARROW = {"clip_eps_low": 0.05, "clip_eps_high": 0.07}
@@ -66,6 +67,15 @@ def data(wants, seed=0, groups=3, group_size=4, T=9):
     return lp.requires_grad_(), old, adv, mask, lengths.tolist(), extra
 
 
+def literal_objective(name, args, lp, old, adv, mask, extra):
+    """J by the double loop; `extra` has the names of the scripts' keywords."""
+    given = {key.removesuffix("_BT"): value for key, value in extra.items()}
+    b = reference.batch(
+        logprobs=lp, old_logprobs=old, advantages=adv.expand_as(lp), mask=mask, **vars(args), **given
+    )
+    return getattr(reference, name.removeprefix("more."))(b)
+
+
 def loss_and_grad(module, args, lp, old, adv, mask, extra, split=None):
     """policy_loss over micro-batches of `split` rows, and the gradient with respect to lp. The
     normaliser is given: that of all rows."""
@@ -92,9 +102,8 @@ def case(request):
 @pytest.mark.parametrize("seed", range(5))
 def test_equals_the_literal_double_loop(case, seed):
     name, module, args, wants = case
-    lp, old, adv, mask, lengths, extra = data(wants, seed)
-    objective = getattr(reference, name.removeprefix("more."))
-    literal = -objective(lp, old, adv.expand_as(lp), lengths, args, extra)
+    lp, old, adv, mask, _, extra = data(wants, seed)
+    literal = -literal_objective(name, args, lp, old, adv, mask, extra)
     (literal_grad,) = torch.autograd.grad(literal, lp)
     loss, grad = loss_and_grad(module, args, lp, old, adv, mask, extra)
     assert loss.dtype == torch.float64
