@@ -133,10 +133,10 @@ def whiten(x_BT, mask_BT):
 
 def token_rewards(rewards_B1, log_ratio_BT, values_BU, is_cut_off_B1, mask_BT, kl_coef, gamma):
     """rew, (B, T): -beta log(pi_old / pi_ref); the last token adds R, and gamma V if it was cut off."""
-    length_B1 = mask_BT.sum(1, keepdim=True)
-    value_after_B1 = values_BU.gather(1, length_B1)
+    last_B1 = mask_BT.cumsum(1).argmax(1, keepdim=True)  # where the count of tokens is reached
+    value_after_B1 = values_BU.gather(1, last_B1 + 1)
     last_reward_B1 = rewards_B1 + is_cut_off_B1 * gamma * value_after_B1
-    return (-kl_coef * log_ratio_BT).scatter_add(1, length_B1 - 1, last_reward_B1)
+    return (-kl_coef * log_ratio_BT).scatter_add(1, last_B1, last_reward_B1)
 
 
 def value_loss(values_BT, old_values_BT, returns_BT, mask_BT, *, value_clip=0.2, num_tokens=None):

@@ -63,7 +63,8 @@ def with_last_reward(case):
     bootstrap = make.tensor(case["keywords"]["bootstrap"])
     rewards = make.tensor(inputs["rewards"])
     values = torch.nn.functional.pad(make.tensor(inputs["values"]), (0, 1))
-    values = values.scatter(1, mask.sum(1, keepdim=True), bootstrap)
+    after_the_last = mask.cumsum(1).argmax(1, keepdim=True) + 1
+    values = values.scatter(1, after_the_last, bootstrap)
     last = rewards.sum(1, keepdim=True)
     given = last, 0 * rewards, values, (bootstrap != 0).double(), mask, 0.0, inputs["gamma"]
     rewards = ppo.token_rewards(*given).tolist()

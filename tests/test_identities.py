@@ -339,6 +339,22 @@ def test_gae_skips_holes(dtype):
         assert torch.equal(returns[i, mask[i]], returns_closed[0])
 
 
+def test_the_last_reward_stands_on_the_last_token():
+    """Also where the mask has holes; the value after it is that of the next place."""
+    import ppo
+
+    mask = torch.tensor([[1, 1, 0, 1, 0], [1, 1, 1, 1, 1], [0, 1, 0, 0, 0]]).bool()
+    values = torch.arange(18.0).view(3, 6)
+    is_cut_off = tensor([[1.0], [1.0], [0.0]])
+    given = tensor([[7.0], [8.0], [9.0]]), tensor([[0.0] * 5] * 3), values.double(), is_cut_off
+    rewards = ppo.token_rewards(*given, mask, 0.1, 0.5)
+    expected = tensor([[0.0] * 5] * 3)
+    expected[0, 3] = 7 + 0.5 * 4
+    expected[1, 4] = 8 + 0.5 * 11
+    expected[2, 1] = 9
+    assert torch.equal(rewards, expected)
+
+
 def test_value_loss_and_whitening():
     import ppo
 

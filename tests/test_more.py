@@ -289,7 +289,7 @@ EXTRA_KEYS = {
     "more.reinforce": GROUPS - {"rollout/frac_zero_std_groups"},
     "more.rloo": GROUPS,
     "more.vapo": CLIPS
-    | {"rollout/frac_solved_groups"}
+    | GROUPS - {"rollout/frac_zero_std_groups"}
     | keys("losses/", "value_loss explained_variance kl_ref positive_lm_loss"),
 }
 

@@ -69,10 +69,9 @@ def data(wants, seed=0, groups=3, group_size=4, T=9):
 
 def literal_objective(name, args, lp, old, adv, mask, extra):
     """J by the double loop; `extra` has the names of the scripts' keywords."""
+    fields = {"logprobs": lp, "old_logprobs": old, "advantages": adv.expand_as(lp), "mask": mask}
     given = {key.removesuffix("_BT"): value for key, value in extra.items()}
-    b = reference.batch(
-        logprobs=lp, old_logprobs=old, advantages=adv.expand_as(lp), mask=mask, **vars(args), **given
-    )
+    b = reference.batch(**(vars(args) | fields | given))
     return getattr(reference, name.removeprefix("more."))(b)
 
 
