@@ -135,7 +135,7 @@ def examine(function, section, args):
             line += " (by value only)"
         elif "gradient" in case and not agrees:
             off = (found[1] - expected[1]).abs().max()
-            line += f": {found[0]:.6g}, not {expected[0]:.6g}; gradient off by {off:.2g}"
+            line += f": {found[0]:.9g}, not {expected[0]:.9g}; gradient off by {off:.2g}"
         lines.append(line)
     return lines, answers, num_agree
 
@@ -148,10 +148,13 @@ def main():
     parser.add_argument("--what", choices=what, default="loss")
     parser.add_argument("--advantages", nargs="+", choices=SHAPES, default=SHAPES)
     parser.add_argument("--framework", choices=["torch", "numpy"], default="torch")
-    parser.add_argument("--rename", nargs="*", default=[], metavar="OURS=THEIRS")
+    parser.add_argument("--rename", nargs="*", default=[], metavar="OURS=YOURS")
     args = parser.parse_args()
     advantages = ADVANTAGES.get(args.algorithm, "group_advantages")
     section = {"loss": args.algorithm, "advantages": advantages}.get(args.what, args.what)
+    known = {*COUNTS}.union(*(case["keywords"] for case in VECTORS["sections"][section]["cases"]))
+    if not {pair.split("=")[0] for pair in args.rename} <= known:
+        parser.error(f"--rename: in front of = stands one of {', '.join(sorted(known))}")
     results = []
     errors = []
     for shape in args.advantages:
@@ -168,7 +171,8 @@ def main():
     lines, answers, num_agree, shape = max(results, key=lambda result: result[2])
     print(f"{args.target} as {section}, vectors {VECTORS['version']}, advantages {shape}")
     print(*lines, sep="\n")
-    print(f"{num_agree} of {len(answers)} applicable cases agree")
+    not_tested = len(lines) - len(answers)
+    print(f"{num_agree} of {len(answers)} applicable cases agree, {not_tested} not tested")
     if num_agree < len(answers):
         print(*diagnosis(section, answers, args), sep="\n")
     sys.exit(num_agree < len(answers) or num_agree < 5)

@@ -5,13 +5,10 @@ code base documents. Each returns, of an objective of reference.py and a batch, 
 In brackets: where it can be read, in TRL 1.16.0 or verl 0.9.1.
 """
 
-import sys
-from pathlib import Path
 from unittest import mock
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
 from conformance import reference
 from conformance.reference import advantage, clipped, k3, pessimistic
 from conformance.reference import sequence_mean, sequence_ratio, token_mean, tokens
@@ -69,7 +66,7 @@ def times_mask(objective, b):
     return objective(b) + (0 * x[~b.mask] ** 2).sum() * x[b.mask].sum()
 
 
-def summed_ratio(b, i):
+def summed(b, i):
     return sequence_ratio(b, i) ** len(tokens(b, i))
 
 
@@ -104,6 +101,7 @@ OVER_TOKENS = pieces(completion_mean=over_tokens, sequence_mean=token_mean)
 # (name, sections of vectors.json, what it does)
 MISTAKES = [
     ("wrong sign", LOSSES, lambda objective, b: -objective(b)),
+    ("max for min", CLIPPED, pieces(clipped=lambda r, a, b: -clipped(r, -a, b))),
     ("max for min where A < 0", CLIPPED, pieces(clipped=max_if_negative)),
     ("the two bounds swapped", "dapo gspo vapo", swapped("clip_eps_low", "clip_eps_high")),
     ("k3 of pi/pi_ref", "grpo", pieces(k3=lambda log_x: k3(-log_x))),
@@ -114,7 +112,7 @@ MISTAKES = [
     ("a mean of each micro-batch [verl: geo_mean]", LOSSES, mean_per_micro_batch),
     ("divided by |o|", "dr_grpo", lambda objective, b: reference.grpo(b)),
     ("a gradient through the weight", "cispo", pieces(stopped=lambda x: x)),
-    ("log-ratios summed, not averaged", "gspo", pieces(sequence_ratio=summed_ratio)),
+    ("log-ratios summed, not averaged", "gspo", pieces(sequence_ratio=summed)),
     ("the ratio detached", "gspo", pieces(sequence_ratio=lambda b, i: sequence_ratio(b, i).detach())),
     ("the mean clipped, not each token", "gmpo", pieces(geometric_mean=clipped_mean)),
     ("eps bounds r, not log r", "gmpo rspo", pieces(pessimistic=raw_range)),
