@@ -91,10 +91,10 @@ def policy_loss(
     clip_eps_high=0.2,
     num_tokens=None,
 ):
-    """The loss -J of a micro-batch, divided by the whole step's count: all add up to the step's loss.
+    """The loss -J of a micro-batch, normalised by the whole step's count, so that micro-batches add up.
 
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
-    old_logprobs_BT  the same before the first step on this batch
+    old_logprobs_BT  the same under the policy before the first step on this rollout
     advantages_BT    (B, 1), broadcast over the tokens, or (B, T)
     mask_BT          1 on response tokens, the EOS included (bool or float); the rest, padding or tool
                      output inside a completion, has no gradient and counts in no mean
@@ -188,7 +188,7 @@ def main(args):
                         clip_eps_high=args.clip_eps_high,
                         num_tokens=num_tokens,
                     )
-                    fraction = len(rows) / len(minibatch)  # of the step: aux_loss is the micro-batch's
+                    fraction = len(rows) / len(minibatch)  # aux_loss is a mean over the micro-batch
                     total_loss = loss + args.router_aux_coef * outputs.aux_loss * fraction
                     total_loss.backward()
                     meter.add_pass({"policy_loss": loss}, stats, outputs, old, rows, micro.mask_BT)

@@ -15,12 +15,12 @@ Parent: ppo.py. Differs only in:
   3. Sequence-mean: tokens are averaged within a completion, then completions are averaged.
 
 Left open by the paper: the std (here unbiased, plus 1e-6, and advantages are exactly 0 in a group of
-equal rewards) and eps (here 0.2). The ratio is a token's, as in this paper, not that of the whole
-completion, which the R1 report prints. Departs from the paper: four optimizer steps per rollout, where
-the paper takes one, so that r is not always 1 and the clip can bind. Beyond the paper:
---kl_is_corrected (DeepSeek-V3.2: k3 times r, whose gradient is that of the KL) and --ref_reset_every
-(ProRL: the reference becomes a copy of the policy every n iterations; the optimizer keeps its state).
-With --kl_coef 0 there is no reference model.
+equal rewards) and eps (here 0.2). The ratio is a token's, as in this paper; the R1 report writes that
+of the whole completion. Departs from the paper: four optimizer steps per rollout, where the paper
+takes one, so that r is not always 1 and the clip can bind. Beyond the paper: --kl_is_corrected
+(DeepSeek-V3.2: k3 times r, whose gradient is that of the KL) and --ref_reset_every (ProRL: the
+reference becomes a copy of the policy every n iterations; the optimizer keeps its state). With
+--kl_coef 0 there is no reference model.
 
 Run:    python grpo.py
 Expect: on sums of two numbers, greedy held-out accuracy from 0.43 to at least 0.97; answers at
@@ -92,10 +92,10 @@ def policy_loss(
     rollout_ratio_BT=None,
     num_sequences=None,
 ):
-    """The loss -J of a micro-batch, divided by the whole step's count: all add up to the step's loss.
+    """The loss -J of a micro-batch, normalised by the whole step's count, so that micro-batches add up.
 
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
-    old_logprobs_BT  the same before the first step on this batch
+    old_logprobs_BT  the same under the policy before the first step on this rollout
     advantages_BT    (B, 1), broadcast over the tokens, or (B, T)
     mask_BT          1 on response tokens, the EOS included (bool or float); the rest, padding or tool
                      output inside a completion, has no gradient and counts in no mean
@@ -202,7 +202,7 @@ def main(args):
                         rollout_ratio_BT=correction.rho_NT[rows],
                         num_sequences=len(minibatch),
                     )
-                    fraction = len(rows) / len(minibatch)  # of the step: aux_loss is the micro-batch's
+                    fraction = len(rows) / len(minibatch)  # aux_loss is a mean over the micro-batch
                     total_loss = loss + args.router_aux_coef * outputs.aux_loss * fraction
                     total_loss.backward()
                     meter.add_pass({"policy_loss": loss}, stats, outputs, old, rows, micro.mask_BT)

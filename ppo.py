@@ -129,7 +129,7 @@ def token_rewards(rewards_B1, log_ratio_BT, values_BU, is_cut_off_B1, mask_BT, k
 
 
 def value_loss(values_BT, old_values_BT, returns_BT, mask_BT, *, value_clip=0.2, num_tokens=None):
-    """L_V of a micro-batch, divided by the whole step's count: all add up to the step's L_V.
+    """L_V of a micro-batch, normalised by the whole step's count, so that micro-batches add up.
 
     values_BT, old_values_BT, returns_BT, mask_BT: (B, T), the first with gradient. value_clip 0 takes
     the squared error of V alone. num_tokens counts the whole optimizer step [None: this is it].
@@ -158,10 +158,10 @@ def policy_loss(
     clip_eps_high=0.2,
     num_tokens=None,
 ):
-    """The clipped term of -J, divided by the whole step's count: micro-batches add up to the step's.
+    """The clipped term of -J, normalised by the whole step's count, so that micro-batches add up.
 
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
-    old_logprobs_BT  the same before the first step on this batch
+    old_logprobs_BT  the same under the policy before the first step on this rollout
     advantages_BT    (B, 1), broadcast over the tokens, or (B, T)
     mask_BT          1 on response tokens, the EOS included (bool or float); the rest, padding or tool
                      output inside a completion, has no gradient and counts in no mean
@@ -280,7 +280,7 @@ def main(args):
                     # H over the whole step's tokens, as the loss; what is logged is a plain mean.
                     entropy = torch.where(micro.mask_BT, outputs.entropy_BT, 0).sum() / num_tokens
                     total_loss = loss + args.value_coef * critic_loss - args.entropy_coef * entropy
-                    fraction = len(rows) / len(minibatch)  # of the step: aux_loss is the micro-batch's
+                    fraction = len(rows) / len(minibatch)  # aux_loss is a mean over the micro-batch
                     total_loss = total_loss + args.router_aux_coef * outputs.aux_loss * fraction
                     total_loss.backward()
                     losses = {"policy_loss": loss, "value_loss": critic_loss}
