@@ -71,7 +71,7 @@ def short_run(args, folder):
     sums.write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = ["--device", args.device, "--dataset", sums, "--num_held_out", 8]
     if args.tiny:
-        flags += ["--prompts_per_iteration", 4, "--max_new_tokens", 8]
+        flags += ["--prompts_per_iteration", 4, "--max_new_tokens", 16]
     return flags
 
 
@@ -204,13 +204,12 @@ def timed(work, tokens, passes, device):
 
 
 SPEED = dict(dtype="bfloat16", prompts_per_iteration=64, rollout_batch_size=512, micro_batch_size=16)
-SPEED_PROMPT = 128  # tokens
 
 
 def speed(args):
     config, job = job_of(args, "Qwen2.5-0.5B", **SPEED)
     policy, optimizer = gpu.random_policy(config, job)
-    problems = [gpu.problem_of(SPEED_PROMPT)] * job.prompts_per_iteration
+    problems = [gpu.problem_of(gpu.LONGEST_PROMPT)] * job.prompts_per_iteration
     few = dataclasses.replace(job, max_new_tokens=4)
     common.sample(policy, problems, job.group_size, few)  # warm-up
     completions = []
@@ -233,7 +232,7 @@ def trl(args, weights="float32", **options):
     policy, _ = gpu.random_policy(config, job)
     torch.backends.cuda.enable_cudnn_sdp(True)  # PyTorch's default
     model = policy.master.to(getattr(torch, weights))
-    problems = [gpu.problem_of(SPEED_PROMPT)] * 2 * job.prompts_per_iteration
+    problems = [gpu.problem_of(gpu.LONGEST_PROMPT)] * 2 * job.prompts_per_iteration
     tokenizer = transformers.AutoTokenizer.from_pretrained(TINY_MOE)
     passes = job.prompts_per_iteration * job.group_size // job.num_minibatches // job.micro_batch_size
     options["generation_kwargs"] = {"eos_token_id": None}
@@ -277,7 +276,7 @@ def check(name, args):
 
 def rows_of(name, args, seconds, result):
     """Yields (row, columns) of a check in a process of its own, and notes why that ended."""
-    command = [sys.executable, __file__, "check", name, "--device", args.device]
+    command = [sys.executable, gpu.__file__, "check", name, "--device", args.device]
     if args.tiny:
         command.append("--tiny")
     with tempfile.TemporaryFile("w+") as errors:
@@ -346,7 +345,3 @@ def main():
         check(args.name, args)
     else:
         measure(Path(args.name), args)
-
-
-if __name__ == "__main__":
-    main()
