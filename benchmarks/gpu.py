@@ -1,12 +1,16 @@
-"""What a run on one GPU needs: computed, since none of it was run on a GPU.
+"""What a run on one GPU needs: computed, and allocated by models with random weights.
 
     python benchmarks/gpu.py
+    python benchmarks/gpu.py measure OUT.json    # on a GPU, what it really takes: gpu_kit.py
 
-Prints the memory table and the recipe of benchmarks/README.md. Memory comes from plumbing/memory.py,
-as every run computes it before it starts; the models are built without weights, from the numbers in
-their published configs.
+The first prints the memory table and the recipe of benchmarks/README.md. Memory comes from
+plumbing/memory.py, as every run computes it before it starts; the models are built without weights,
+from the numbers in their published configs.
 """
 
+import dataclasses
+import functools
+import gc
 import sys
 import textwrap
 from pathlib import Path
@@ -16,7 +20,11 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import grpo
+from common import Completion, Problem, collate, sample, score, token_logprobs
+from plumbing.args import TINY_MOE
 from plumbing.memory import memory_parts, memory_peak
+from plumbing.models import checkpoint_layers
+from plumbing.policy import Policy
 
 CARDS = (24, 48, 80)  # GiB
 FREE = 0.1  # of a card: kept for CUDA itself and for memory that lies in pieces too small to be used
@@ -84,10 +92,10 @@ WAYS = {
 }
 
 
-def without_weights(name):
-    """The model of this name, on the device "meta"."""
+def without_weights(config):
+    """A model on the device "meta"."""
     with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(MODELS[name])
+        return transformers.AutoModelForCausalLM.from_config(config)
 
 
 def settings(**flags):
@@ -109,7 +117,7 @@ def memory_rows():
     """[[model, way, GiB that stay, GiB of a rollout, of an update, at most, card]]"""
     rows = []
     for name in MODELS:
-        model = without_weights(name)
+        model = without_weights(MODELS[name])
         billions = sum(weight.numel() for weight in model.parameters()) / 1e9
         for way, flags in WAYS.items():
             args = settings(**flags)
@@ -124,7 +132,82 @@ def memory_rows():
     return rows
 
 
-# The recipe: GSM8K on one H100.
+# ------------------------------------------- what is allocated, by models with random weights
+
+
+def random_policy(config, job):
+    """(policy, optimizer); there is no token that would end a completion."""
+    torch.manual_seed(0)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as in plumbing/models.py
+    with torch.device(job.device):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    if job.gradient_checkpointing:
+        checkpoint_layers(model)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(TINY_MOE)
+    tokenizer.eos_token = None
+    policy = Policy(model, tokenizer, job.dtype)
+    return policy, torch.optim.AdamW(policy.parameters(), lr=job.lr, weight_decay=0.0, fused=True)
+
+
+def problem_of(length):
+    return Problem("1" * length, "", [1] * length)
+
+
+def update(policy, optimizer, batch, job):
+    """The update of an iteration as in grpo.py, with advantages of 1 and without metrics."""
+    minibatches = batch.minibatches(job.num_minibatches)
+    old = score(policy, batch, minibatches, job)
+    for minibatch in minibatches:
+        for rows, micro in batch.micro_batches(minibatch, job.micro_batch_size):
+            outputs = token_logprobs(policy, micro, job.temperature)
+            loss, _ = grpo.policy_loss(
+                outputs.logprobs_BT,
+                old.logprobs_NT[rows],
+                torch.ones(len(rows), 1, device=job.device),
+                micro.mask_BT,
+                kl_coef=0.0,
+                num_sequences=len(minibatch),
+            )
+            (loss + job.router_aux_coef * outputs.aux_loss).backward()
+        policy.clip_gradients(job.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        policy.refresh()
+
+
+def peak(work):
+    """Bytes that are allocated at most while `work` is done, beyond those before."""
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    work()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def allocated_parts(config, job):
+    """{part: bytes}, where the update has its gradients beside it."""
+    gc.collect()  # the model before this one has hooks that refer to it
+    before = torch.cuda.memory_allocated()
+    policy, optimizer = random_policy(config, job)
+    ids = [1] * job.max_new_tokens
+    completion = Completion(problem_of(LONGEST_PROMPT), ids, [0.0] * len(ids))
+    # The gradients are there when the second micro-batch comes.
+    batch = collate([completion] * 2 * job.micro_batch_size, job)
+    work = functools.partial(update, policy, optimizer, batch, job)
+    work()  # from here on the moments are there
+    stays = torch.cuda.memory_allocated() - before
+    in_update = peak(work)
+    # After a longer prompt and fewer tokens, which take less time, the cache is as wide.
+    few = dataclasses.replace(job, max_new_tokens=8)
+    length = LONGEST_PROMPT + job.max_new_tokens - few.max_new_tokens
+    problems = [problem_of(length)] * (job.rollout_batch_size // job.group_size)
+    in_rollout = peak(lambda: sample(policy, problems, job.group_size, few))
+    return {"stays": stays, "rollout": in_rollout, "update": in_update}
+
+
+# --------------------------------------------------------------------------------- the recipe
+
+# GSM8K on one H100.
 RECIPE = dict(
     dtype="bfloat16",
     max_new_tokens=CAP,
@@ -147,7 +230,7 @@ def recipe_command():
 def recipe_parts():
     """Memory of the recipe by part, in bytes."""
     args = settings(**RECIPE)
-    return memory_parts(without_weights("Qwen2.5-0.5B"), args, LONGEST_PROMPT, num_references=1)
+    return memory_parts(without_weights(MODELS["Qwen2.5-0.5B"]), args, LONGEST_PROMPT, num_references=1)
 
 
 def main():
@@ -162,4 +245,9 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    if len(sys.argv) > 1:
+        import gpu_kit  # it takes its models from here
+
+        gpu_kit.main()
+    else:
+        main()

@@ -13,6 +13,7 @@ the other side, else "not shown".
 import ast
 import difflib
 import itertools
+import json
 import math
 import re
 import statistics
@@ -1389,6 +1390,34 @@ def recipe():
     return lines + textwrap.wrap(text, WIDTH)
 
 
+def measured_on_a_gpu():
+    """What benchmarks/gpu_kit.py has found: a table for each check."""
+    path = evidence.RESULTS / "gpu.json"
+    if not path.exists():
+        command = "python benchmarks/gpu.py measure benchmarks/results/gpu.json"
+        return [
+            "Nothing was measured on a GPU yet. To do it, in some ten minutes on one of 80 GB or more:",
+            "",
+            "```",
+            command,
+            "```",
+        ]
+    results = json.loads(path.read_text())
+    versions = f"torch {results['torch']}, transformers {results['transformers']}"
+    lines = [f"Measured on one {results['device']}, {versions}, commit {results['commit']}."]
+    for name, result in results["checks"].items():
+        rows = result["rows"]
+        header = list(dict.fromkeys(column for columns in rows.values() for column in columns))
+        ended = f": {result['ended']}" if result["ended"] else ""
+        lines += ["", f"`{name}`, {result['seconds']:.0f} s{ended}"]
+        if rows:
+            cells = [
+                [row, *(columns.get(name, "") for name in header)] for row, columns in rows.items()
+            ]
+            lines += ["", *markdown(["", *header], cells, "l" + "r" * len(header))]
+    return lines
+
+
 def smollm2():
     rows = [row for row in evidence.table("smollm2") if row["greedy_held_out"] is not None]
     iterations = [f"{row['iteration']:.0f}" for row in rows]
@@ -1443,6 +1472,7 @@ MAKERS = (
     engine_departures,
     memory,
     recipe,
+    measured_on_a_gpu,
     smollm2,
 )
 PARTS = {make.__name__.replace("_", " "): make for make in MAKERS}

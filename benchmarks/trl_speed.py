@@ -38,6 +38,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 ROOT = Path(__file__).parent.parent
 CSV = ROOT / "benchmarks" / "results" / "trl_speed.csv"
@@ -63,7 +64,6 @@ class Turns:
 
     def __init__(self, pipe):
         self.pipe = pipe
-        self.wait()
 
     def wait(self):
         if not sys.stdin.readline():
@@ -116,14 +116,109 @@ def ours(case, pairs, pipe):
     with tempfile.TemporaryDirectory() as folder:
         args = parsed(f"{flags} {QUIET} --iterations {pairs + 1} --run_dir {folder}")
         turns = Turns(pipe)
+        turns.wait()
         grpo.main(args)
 
 
-def trl(case, pairs, pipe):
+def make_trainer(
+    model, tokenizer, problems, reward, args, turns, folder, iterations, passes=1, **options
+):
+    """TRL's GRPOTrainer with the job that `args` are for grpo.py, each step in so many passes. It tells
+    `turns` the tokens and seconds of its sampling, and when an iteration is done."""
     import datasets
-    import torch
     import transformers
     from trl import GRPOConfig, GRPOTrainer
+
+    rows = [{"prompt": problem.prompt, "answer": problem.answer} for problem in problems]
+    steps = args.num_minibatches
+    aux_coef = args.router_aux_coef
+    if not hasattr(model.config, "num_experts"):  # a dense model, for which only 0 is allowed
+        aux_coef = 0.0
+
+    class Trainer(GRPOTrainer):
+        def _generate_single_turn(self, *args, **kwargs):
+            start = time.perf_counter()
+            result = super()._generate_single_turn(*args, **kwargs)
+            turns.sampling += time.perf_counter() - start
+            turns.tokens += sum(map(len, result[0]))
+            return result
+
+    class Wait(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step % steps == 0:
+                turns.done()
+
+    config = GRPOConfig(
+        output_dir=folder,
+        use_cpu=args.device == "cpu",
+        seed=args.seed,
+        per_device_train_batch_size=args.prompts_per_iteration * args.group_size // steps // passes,
+        gradient_accumulation_steps=passes,
+        steps_per_generation=steps * passes,
+        num_generations=args.group_size,
+        max_completion_length=args.max_new_tokens,
+        max_steps=steps * iterations,
+        num_iterations=1,
+        temperature=args.temperature,
+        top_p=1.0,
+        top_k=0,
+        loss_type="grpo",
+        epsilon=args.clip_eps_high,
+        beta=args.kl_coef,
+        use_bias_correction_kl=False,
+        router_aux_loss_coef=aux_coef,
+        learning_rate=args.lr,
+        lr_scheduler_type="constant",
+        weight_decay=0.0,
+        max_grad_norm=args.max_grad_norm,
+        bf16=args.dtype == "bfloat16",
+        gradient_checkpointing=False,
+        shuffle_dataset=False,
+        logging_steps=steps,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        **options,
+    )
+    return Trainer(
+        model=model,
+        reward_funcs=reward,
+        args=config,
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=tokenizer,
+        callbacks=[Wait()],
+    )
+
+
+def second_iteration(model, tokenizer, problems, args, passes, **options):
+    """(seconds of sampling, seconds of the rest, tokens) of TRL's second iteration, after a warm-up.
+    Every other completion has a reward."""
+    import torch
+
+    ends = []
+    turns = SimpleNamespace(sampling=0.0, tokens=0)
+
+    def done():
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        ends.append((time.perf_counter(), turns.sampling, turns.tokens))
+
+    def reward(completions, **kwargs):
+        return [float(i % 2) for i in range(len(completions))]
+
+    turns.done = done
+    with tempfile.TemporaryDirectory() as folder:
+        inputs = (model, tokenizer, problems, reward, args, turns, folder)
+        make_trainer(*inputs, iterations=2, passes=passes, **options).train()
+    first, second = ends
+    seconds, sampling, tokens = [b - a for a, b in zip(first, second, strict=True)]
+    return sampling, seconds - sampling, tokens
+
+
+def trl(case, pairs, pipe):
+    import torch
+    import transformers
 
     import common
     from plumbing.models import end_ids, load_model
@@ -139,12 +234,7 @@ def trl(case, pairs, pipe):
     # TRL is given the prompts as text; it has to read the same tokens in them.
     for problem in problems:
         assert tokenizer(problem.prompt).input_ids == problem.prompt_ids
-    rows = [{"prompt": problem.prompt, "answer": problem.answer} for problem in problems]
     ends = end_ids(model, tokenizer)
-    steps = args.num_minibatches
-    aux_coef = args.router_aux_coef
-    if not hasattr(model.config, "num_experts"):  # a dense model, for which only 0 is allowed
-        aux_coef = 0.0
 
     def reward(completions, completion_ids, answer, **kwargs):
         rewards = []
@@ -153,61 +243,10 @@ def trl(case, pairs, pipe):
             rewards.append(value)
         return rewards
 
-    class Trainer(GRPOTrainer):
-        def _generate_single_turn(self, *args, **kwargs):
-            start = time.perf_counter()
-            result = super()._generate_single_turn(*args, **kwargs)
-            turns.sampling += time.perf_counter() - start
-            turns.tokens += sum(map(len, result[0]))
-            return result
-
-    class Wait(transformers.TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step % steps == 0:
-                turns.done()
-
+    turns = Turns(pipe)
     with tempfile.TemporaryDirectory() as folder:
-        config = GRPOConfig(
-            output_dir=folder,
-            use_cpu=True,
-            seed=args.seed,
-            per_device_train_batch_size=args.prompts_per_iteration * args.group_size // steps,
-            gradient_accumulation_steps=1,
-            steps_per_generation=steps,
-            num_generations=args.group_size,
-            max_completion_length=args.max_new_tokens,
-            max_steps=steps * pairs,
-            num_iterations=1,
-            temperature=args.temperature,
-            top_p=1.0,
-            top_k=0,
-            loss_type="grpo",
-            epsilon=args.clip_eps_high,
-            beta=args.kl_coef,
-            use_bias_correction_kl=False,
-            router_aux_loss_coef=aux_coef,
-            learning_rate=args.lr,
-            lr_scheduler_type="constant",
-            weight_decay=0.0,
-            max_grad_norm=args.max_grad_norm,
-            bf16=args.dtype == "bfloat16",
-            gradient_checkpointing=False,
-            shuffle_dataset=False,
-            logging_steps=steps,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            dataloader_pin_memory=False,
-        )
-        trainer = Trainer(
-            model=model,
-            reward_funcs=reward,
-            args=config,
-            train_dataset=datasets.Dataset.from_list(rows),
-            processing_class=tokenizer,
-            callbacks=[Wait()],
-        )
-        turns = Turns(pipe)
+        trainer = make_trainer(model, tokenizer, problems, reward, args, turns, folder, pairs)
+        turns.wait()
         trainer.train()
 
 
