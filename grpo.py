@@ -172,8 +172,8 @@ def main(args):
         advantages_N1 = compute_advantages(rewards_PG).view(-1, 1).to(args.device)
 
         # ---------------------------------------------------------------------------- old log-probs
-        # Computed again, since the sampler's differ by rounding. The rows are not shuffled, and the
-        # micro-batches are those of the update: until the first optimizer step r is exactly 1.
+        # Computed again (unless --old_logprobs sampler): the sampler's differ by rounding. The rows are
+        # not shuffled, and the micro-batches are those of the update, so r is exactly 1 at first.
         batch = collate(completions, args)
         minibatches = batch.minibatches(args.num_minibatches)
         old = score(policy, batch, minibatches, args)

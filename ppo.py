@@ -122,9 +122,9 @@ def whiten(x_BT, mask_BT):
 
 def token_rewards(rewards_B1, log_ratio_BT, values_BU, is_cut_off_B1, mask_BT, kl_coef, gamma):
     """rew, (B, T): -beta log(pi_old / pi_ref); the last token adds R, and gamma V if it was cut off."""
-    last_B1 = mask_BT.cumsum(1).argmax(1, keepdim=True)  # where the count of tokens is reached
-    value_after_B1 = values_BU.gather(1, last_B1 + 1)
-    last_reward_B1 = rewards_B1 + is_cut_off_B1 * gamma * value_after_B1
+    last_B1 = mask_BT.cumsum(1).argmax(1, keepdim=True)  # the first place where the count is complete
+    value_after_B1 = torch.where(is_cut_off_B1.bool(), values_BU.gather(1, last_B1 + 1), 0)
+    last_reward_B1 = rewards_B1 + gamma * value_after_B1
     return (-kl_coef * log_ratio_BT).scatter_add(1, last_B1, last_reward_B1)
 
 
@@ -225,8 +225,8 @@ def main(args):
         rewards_N1 = torch.tensor([[c.reward] for c in completions], device=args.device)
 
         # ---------------------------------------------------------------------------- old log-probs
-        # Computed again, since the sampler's differ by rounding. The rows are not shuffled, and the
-        # micro-batches are those of the update: until the first optimizer step r is exactly 1.
+        # Computed again (unless --old_logprobs sampler): the sampler's differ by rounding. The rows are
+        # not shuffled, and the micro-batches are those of the update, so r is exactly 1 at first.
         batch = collate(completions, args)
         minibatches = batch.minibatches(args.num_minibatches)
         old = score(policy, batch, minibatches, args)

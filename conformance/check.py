@@ -30,6 +30,8 @@ def keywords_for(function, case, defaults, args):
     """({their keyword: ours}, None), or why the case does not apply to the function."""
     parameters = inspect.signature(function).parameters
     names = {re.sub("_[A-Z][A-Z0-9]*$", "", name): name for name in parameters}  # mask_BT -> mask
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        names |= {key: key for key in [*case["keywords"], *COUNTS]}
     names |= dict(pair.split("=") for pair in args.rename)
     for key, value in case["keywords"].items():
         if key not in names and value != defaults.get(key):
@@ -38,15 +40,19 @@ def keywords_for(function, case, defaults, args):
         return {}, "it cannot be used in micro-batches: it has no count of the whole step"
     if args.shape in ("B", "B1") and len(case["inputs"].get("advantages", [[0]])[0]) > 1:
         return {}, "it takes one advantage for each completion"
+    values = {}
+    for key, value in case["keywords"].items():
+        if key in names and values.setdefault(names[key], value) != value:
+            return {}, f"it has one {names[key]} for two keywords"
     given = [*case["keywords"], *(key for key in COUNTS if key in case)]
     return {names[key]: key for key in given if key in names}, None
 
 
 def difference(function, x):
-    """The gradient of a function of an array, by finite differences."""
-    gradient = torch.zeros(x.shape, dtype=torch.float64)
+    """The gradient of a function of an array, by finite differences; float32, as good as that."""
+    gradient = torch.zeros(x.shape)
     for place in itertools.product(*map(range, x.shape)):
-        step = torch.zeros_like(gradient).numpy()
+        step = torch.zeros(x.shape, dtype=torch.float64).numpy()
         step[place] = 1e-5
         gradient[place] = (float(function(x + step)) - float(function(x - step))) / 2e-5
     return gradient
@@ -82,24 +88,28 @@ def answer(function, case, arguments, keywords, args):
         elif len(outputs) > 1:
             gradient[rows] = torch.as_tensor(outputs[1])
         elif not case.get("stop_gradient"):
+            gradient = gradient.float()
             gradient[rows] = difference(lambda x: function(x, *others, **given), first)  # noqa: B023
         else:
             gradient = None
     return value, gradient
 
 
-def same(found, expected, args):
-    """Whether (value, gradient) are equal, up to constants in float32; an entry's NaN equals all."""
+def same(found, expected):
+    """Whether (value, gradient) are equal, up to what a constant in float32 does to them, or finite
+    differences. Where an entry of mistakes.py gives NaN, anything does."""
     for x, y in zip(found, expected, strict=True):
         if x is not None and y is not None:
             size = y.nan_to_num().abs()
-            tolerance = 1e-6 * (1 + size) if args.framework == "torch" else 1e-5 * (1 + size.max())
+            tolerance = 1e-6 * (1 + size)
+            if x.dtype == torch.float32:
+                tolerance = 1e-5 * (1 + size.max())
             if not (((x - y).abs() <= tolerance) | y.isnan()).all():
                 return False
     return True
 
 
-def diagnosis(section, answers, args):
+def diagnosis(section, answers):
     """The entries that give these numbers in all cases; or else two, or three, together."""
     entries = [("mistake", *entry) for entry in mistakes.MISTAKES if section in entry[1].split()]
     entries += [("variant", *entry) for entry in mistakes.VARIANTS if section in entry[1].split()]
@@ -107,7 +117,7 @@ def diagnosis(section, answers, args):
         found = []
         for chosen in itertools.combinations(entries, count):
             change = mistakes.together(*(change for *_, change in chosen))
-            if all(same(x, make.evaluate(section, case, change), args) for case, x in answers):
+            if all(same(x, make.evaluate(section, case, change)) for case, x in answers):
                 found.append(" and ".join(f"{kind}: {name}" for kind, name, *_ in chosen))
         if found:
             return found
@@ -128,7 +138,7 @@ def examine(function, section, args):
         found = answer(function, case, about["arguments"], keywords, args)
         answers.append((case, found))
         expected = make.tensor(case["value"]), make.tensor(case.get("gradient", 0.0))
-        agrees = same(found, expected, args)
+        agrees = same(found, expected)
         num_agree += agrees
         line = f"  {'agrees ' if agrees else 'DIFFERS'}  {case['name']}"
         if "gradient" in case and found[1] is None:
@@ -163,7 +173,7 @@ def main():
             path, name = args.target.rsplit(":", 1)
             sys.path.insert(0, str(Path(path).parent))
             results.append((*examine(runpy.run_path(path)[name], section, args), shape))
-        except Exception:
+        except (Exception, SystemExit):
             errors.append(traceback.format_exc())
     if not results:
         print(f"{args.target} cannot be called as {section}:\n{errors[0]}", end="")
@@ -174,7 +184,9 @@ def main():
     not_tested = len(lines) - len(answers)
     print(f"{num_agree} of {len(answers)} applicable cases agree, {not_tested} not tested")
     if num_agree < len(answers):
-        print(*diagnosis(section, answers, args), sep="\n")
+        print(*diagnosis(section, answers), sep="\n")
+    elif num_agree < 5:
+        print("fewer than five cases apply, which shows nothing")
     sys.exit(num_agree < len(answers) or num_agree < 5)
 
 

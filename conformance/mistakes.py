@@ -101,6 +101,7 @@ OVER_TOKENS = pieces(completion_mean=over_tokens, sequence_mean=token_mean)
 # (name, sections of vectors.json, what it does)
 MISTAKES = [
     ("wrong sign", LOSSES, lambda objective, b: -objective(b)),
+    ("no gradient", LOSSES, lambda objective, b: objective(b).detach()),
     ("max for min", CLIPPED, pieces(clipped=lambda r, a, b: -clipped(r, -a, b))),
     ("max for min where A < 0", CLIPPED, pieces(clipped=max_if_negative)),
     ("the two bounds swapped", "dapo gspo vapo", swapped("clip_eps_low", "clip_eps_high")),

@@ -35,7 +35,7 @@ class RunArgs:
         "float32", "of the model that computes; AdamW moves float32 weights"
     )
     model: str = flag("tiny-moe", "tiny-moe, or a folder or hub id of a language model")
-    dataset: str = flag("addition", "addition, a .jsonl or .parquet file, or a hub id")
+    dataset: str = flag("addition", "addition, a .jsonl, .json or .parquet file, a folder, or a hub id")
     dataset_config: str = flag("", "configuration of a hub dataset, if it has several")
     dataset_split: str = flag("train", "split of a hub dataset")
     prompt_column: str = flag("question", "column of the prompts: text or chat messages")

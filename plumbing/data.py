@@ -63,7 +63,7 @@ def read_dataset(args):
 
 
 def read_rows(name, config, split):
-    """`--dataset` -> its rows as dicts: a JSON-lines file, a parquet file, or a hub id. Files are read
+    """`--dataset` -> its rows as dicts: a file in JSON or parquet, a folder, a hub id. Files are read
     directly: a name means nothing but itself, numbers keep their digits, no cache is in between."""
     path = Path(name)
     try:

@@ -113,8 +113,9 @@ def plan_memory(args, policy, problem_stream, held_out, critic=None, reference=N
     the device has less."""
     longest_prompt = max(len(p.prompt_ids) for p in problem_stream.problems + held_out)
     my_prompts = math.ceil(args.prompts_per_iteration / ranks.WORLD)
-    rollout_size = args.rollout_batch_size or math.inf
-    args = replace(args, rollout_batch_size=min(rollout_size, my_prompts * args.group_size))
+    rollout_size = min(args.rollout_batch_size or math.inf, my_prompts * args.group_size)
+    rollout_size = max(rollout_size, args.group_size, args.eval_samples)  # of one prompt together
+    args = replace(args, rollout_batch_size=rollout_size)
     completions = args.prompts_per_iteration * args.group_size
     of_minibatch = math.ceil(completions // args.num_minibatches / ranks.WORLD)
     fitting = MICRO_BATCH_TOKENS // (longest_prompt + args.max_new_tokens)

@@ -32,7 +32,7 @@ def init():
     """Waits until all ranks are there. NCCL brings together what is on GPUs, gloo the rest."""
     address = os.environ.get("MASTER_ADDR")
     port = variable("MASTER_PORT", "")
-    are_set = WORLD == 1 or (address and port > 0)
+    are_set = WORLD == 1 or (address and port > 0 and "LOCAL_RANK" in os.environ)
     if not are_set or not 0 <= RANK < WORLD or LOCAL_RANK < 0:
         variables = "WORLD_SIZE, RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
         raise LostRank(f"{variables} are not as torchrun sets them: use torchrun --nproc-per-node")
@@ -45,7 +45,10 @@ def init():
         if torch.cuda.is_available():
             torch.cuda.set_device(LOCAL_RANK)
             backend = "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, timeout=timedelta(minutes=30))
+        try:
+            dist.init_process_group(backend, timeout=timedelta(minutes=30))
+        except (RuntimeError, ValueError) as error:
+            raise LostRank(f"rank {RANK} cannot join the others") from error
 
 
 def destroy():

@@ -3,6 +3,8 @@
 import inspect
 import os
 import runpy
+import sys
+from numbers import Real
 
 import torch
 
@@ -23,7 +25,7 @@ def load_reward(name):
     path, _, function_name = name.rpartition(":")
 
     def call(function, *arguments):
-        """Its result. An exit is an error like any other, with which no run ends as if it were done."""
+        """Its result. An exit becomes an error, so that no run ends as if it had finished."""
         before = {what: value() for what, value in SHARED.items()}
         try:
             result = function(*arguments)
@@ -34,6 +36,7 @@ def load_reward(name):
                 raise UserError(f"--reward {name} changes {what}")
         return result
 
+    sys.path.append(os.path.dirname(path))  # where the file may have others that it imports
     try:
         function = call(runpy.run_path, path)[function_name]
     except UserError:
@@ -46,7 +49,7 @@ def load_reward(name):
         result = call(function, text, answer, truncated)
         if isinstance(result, tuple) and len(result) == 2:
             reward, why = result
-            is_number = isinstance(reward, (int, float)) and abs(reward) < 3e38  # in float32, no NaN
+            is_number = isinstance(reward, Real) and abs(reward) < 3e38  # in float32, no NaN
             if is_number and why in VERDICTS:
                 return float(reward), why
         expected = f"(a finite number, one of {', '.join(VERDICTS)})"

@@ -69,7 +69,7 @@ class Run:
 
     def open_folder(self):
         """Locks the folder; UserError if it is in use or holds another run."""
-        settings = settings_of(self.args, self.script)
+        settings = settings_of(self.args, self.script, self.folder)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock = FileLock(self.folder / "lock")
@@ -243,7 +243,7 @@ class Run:
         """On held-out problems before and after training, and some completions."""
         print(f"\n{'held-out problems':20}  greedy: before, after; sampled: before, after")
         for key in self.before["sampled"]:
-            greedy = " " * 18  # pass@k takes several samples
+            greedy = " " * 19  # pass@k takes several samples
             if key in self.before["greedy"]:
                 greedy = f"{self.before['greedy'][key]:8.3g} ->{self.after['greedy'][key]:8.3g}"
             sampled = f"{self.before['sampled'][key]:8.3g} ->{self.after['sampled'][key]:8.3g}"

@@ -31,8 +31,9 @@ def files_of(path):
     return files
 
 
-def settings_of(args, script):
-    """{name: value} of the arguments that shape a run, and hashes of the files that they name."""
+def settings_of(args, script, run_folder):
+    """{name: value} of the arguments that shape a run, and hashes of the files that they name, but for
+    what the run itself writes."""
     settings = {"script": script, **vars(args)}
     for name in MAY_CHANGE:
         del settings[name]
@@ -42,7 +43,9 @@ def settings_of(args, script):
     for name, path in (("model", model), ("dataset", dataset), ("reward", reward_file)):
         try:
             for file_name, file in files_of(path).items():
-                # Not a model's weights, which checkpoints hold, nor what describes it.
+                if run_folder.absolute() in file.absolute().parents:
+                    continue
+                # Of a model neither weights, which checkpoints hold, nor its README.
                 if name != "model" or file.suffix in (".json", ".jinja", ".model", ".txt"):
                     settings[f"{name}'s {file_name}"] = file_hash(file)
         except OSError as error:

@@ -411,13 +411,15 @@ def test_a_folder_of_data_that_changed(tmp_path):
         path.write_text("question,answer\n1+1=,2\n")
 
     def settings():
-        settings = plumbing.settings.settings_of(args, "grpo").items()
+        settings = plumbing.settings.settings_of(args, "grpo", folder / "run").items()
         return {pair for pair in settings if pair[0].startswith("dataset's ")}
 
     args = arguments(dataset=str(folder))
     before = settings()
     assert {name for name, _ in before} == {"dataset's train.csv", "dataset's more/train.csv"}
     (folder / ".index").write_text("")
+    (folder / "run").mkdir()
+    (folder / "run" / "metrics.jsonl").write_text("of the run itself")
     assert settings() == before
     (folder / "more" / "train.csv").write_text("question,answer\n")
     assert settings() != before

@@ -96,7 +96,7 @@ def close(one, other):
         assert ours == pytest.approx(theirs | same, rel=1e-4, abs=1e-6)
 
 
-PLACE = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+PLACE = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "LOCAL_RANK": "0"}
 COUNTED = """
 import os
 from common import verify
@@ -200,7 +200,8 @@ def test_what_ends_a_run_ends_all_ranks_with_one_line(two):
         ({"WORLD_SIZE": "x"}, "use torchrun"),
         ({"WORLD_SIZE": "2"}, "use torchrun"),
         ({"WORLD_SIZE": "2", "RANK": "2", **PLACE}, "use torchrun"),
-        ({"WORLD_SIZE": "2", "LOCAL_RANK": "one", **PLACE}, "use torchrun"),
+        ({"WORLD_SIZE": "2", **PLACE, "LOCAL_RANK": "one"}, "use torchrun"),
+        ({"WORLD_SIZE": "2", **PLACE, "MASTER_PORT": "99999"}, "rank 0 cannot join the others"),
         ({"WORLD_SIZE": "2", **PLACE, "MASTER_PORT": "x"}, "use torchrun"),
         ({"WORLD_SIZE": "2", **PLACE, "MASTER_ADDR": "no.where.invalid"}, "no.where.invalid cannot be"),
     ],
