@@ -87,9 +87,9 @@ def same_bits(one, other):
 
 def close(one, other):
     for name, tensor in one[0].items():
-        # Adam divides a gradient by its own size: where that is tiny, its rounding error is not. Up to
-        # 1.2e-6 has been seen, after four steps of 2e-4.
-        torch.testing.assert_close(tensor, other[0][name], atol=3e-6, rtol=0)
+        # Adam divides a gradient by its own size: where that is tiny, its rounding error is not. On one
+        # processor 1.2e-6 has been seen, on another 7.4e-6, after steps of 2e-4.
+        torch.testing.assert_close(tensor, other[0][name], atol=2e-5, rtol=0)
     for ours, theirs in zip(one[2], other[2], strict=True):
         # The loss that balances experts is a mean over its micro-batch.
         same = {"moe/aux_loss": ours["moe/aux_loss"]}
