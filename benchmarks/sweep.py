@@ -14,6 +14,7 @@ the share of the gradient that comes from tokens which PPO's clip would drop.
 
 import argparse
 import csv
+import hashlib
 import importlib
 import itertools
 import json
@@ -120,6 +121,8 @@ def nine():
         for script in SCRIPTS:
             every = "1" if script == "dapo" else "2"
             yield Job("nine", script, "default", seed, ("--eval_every", every, "--save_every", "0"))
+        free = ("--kl_coef", "0", "--eval_every", "2", "--save_every", "0")
+        yield Job("nine", "grpo", "free", seed, free)
 
 
 def more():
@@ -423,6 +426,18 @@ def watch(script, takes_gradient_apart):
     return held_out
 
 
+def code_hash(script):
+    """Of what a run consists of: the script, common.py and plumbing/."""
+    digest = hashlib.sha256()
+    for path in [
+        ROOT / f"{script.replace('.', '/')}.py",
+        ROOT / "common.py",
+        *sorted((ROOT / "plumbing").glob("*.py")),
+    ]:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
 def run(job, commit):
     """In a process of its own: one run of a script, its output in the folder's log."""
     shutil.rmtree(job.folder, ignore_errors=True)
@@ -447,7 +462,8 @@ def run(job, commit):
     for folder in run_dir.glob("checkpoint-*"):
         shutil.rmtree(folder)
     scratch = job.folder / "result.tmp"
-    scratch.write_text(json.dumps({**held_out, "ended": ended, "commit": commit}))
+    row = {**held_out, "ended": ended, "commit": commit, "code": code_hash(job.script)}
+    scratch.write_text(json.dumps(row))
     scratch.rename(job.folder / "result.json")
 
 
