@@ -169,6 +169,6 @@ EXPERIMENTS = {
         2,
         SMOLLM2,
         each([name for name in SCRIPTS if name != "rspo"], "default")
-        | {("dapo", "default"): "--max_sampling_rounds 3"},
+        | {("dapo", "default"): "--max_sampling_rounds 3 --overlong_cache 3"},
     ),
 }
