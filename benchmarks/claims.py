@@ -143,38 +143,25 @@ def outside(name, script, variant):
 
 # ------------------------------------------------------------------------------------------ the list
 
-CLAIMS = {  # id: (heading, what it says, who says it)
+CLAIMS = {  # id: (what is claimed, who claims it)
     "a": (
-        "One step per rollout",
-        "all ratios are 1: grpo without KL, gspo, gmpo, rspo and sapo are one algorithm",
+        "with one step, grpo without KL, gspo, gmpo, rspo and sapo are one algorithm",
         "the formulas",
     ),
-    "b": ("Clip-higher and entropy", "a wider range above 1 keeps the entropy higher", "DAPO, 3.1"),
-    "c": (
-        "The length of wrong answers",
-        "dividing by the length makes wrong answers long",
-        "Dr. GRPO, 3.1",
-    ),
-    "d": ("Dynamic sampling", "refilling the batch with mixed groups learns faster", "DAPO, 3.2"),
-    "e1": ("Soft overlong punishment", "it shortens what is cut off", "DAPO, 3.4"),
-    "e2": ("Overlong filtering", "it makes the accuracy better", "DAPO, 3.4"),
-    "f": ("Tokens that the clip drops", "they matter, and CISPO keeps them", "MiniMax-M1, 3.1"),
-    "g": ("Log-ratios under stale data", "GMPO's stay closer to 0 than GRPO's", "GMPO, abstract"),
-    "h": (
-        "Router shift and collapse",
-        "damping the shift of routers makes training more stable",
-        "RSPO, abstract",
-    ),
-    "i": (
-        "The two temperatures of SAPO",
-        "tau_neg above tau_pos is more stable than the reverse",
-        "SAPO, on asymmetric temperatures",
-    ),
-    "j": ("Routing replay", "on an MoE, GRPO needs it, and GSPO does not", "GSPO, 5.3"),
-    "k": ("CISPO and DAPO at equal steps", "CISPO learns faster", "MiniMax-M1, 3.1"),
-    "l": ("Correction of stale rollouts", "with it, training ends higher than without", "ours"),
-    "m": ("GSPO's clipped tokens", "far more than GRPO's: a hundred times", "GSPO, 5.2"),
-    "n": ("Masks by products", "they reject long answers", "ours, after DeepSeek-V3.2"),
+    "b": ("a wider range above 1 keeps the entropy higher", "DAPO, 3.1"),
+    "c": ("dividing by the length makes wrong answers long", "Dr. GRPO, 3.1"),
+    "d": ("refilling the batch with mixed groups learns faster", "DAPO, 3.2"),
+    "e1": ("punishing overlong answers makes fewer of them", "DAPO, 3.4"),
+    "e2": ("leaving overlong answers out makes the accuracy higher", "DAPO, 3.4"),
+    "f": ("the tokens that PPO's clip drops matter", "MiniMax-M1, 3.1"),
+    "g": ("GMPO's log-ratios stay closer to 0 than GRPO's", "GMPO, abstract"),
+    "h": ("damping the shift of routers makes training more stable", "RSPO, abstract"),
+    "i": ("tau_neg above tau_pos is more stable than the reverse", "SAPO, on its temperatures"),
+    "j": ("on an MoE, GRPO needs routing replay", "GSPO, 5.3"),
+    "k": ("CISPO learns faster than DAPO in as many steps", "MiniMax-M1, 3.1"),
+    "l": ("correcting for stale rollouts makes training end higher", "ours"),
+    "m": ("GSPO clips a hundred times as many tokens as GRPO", "GSPO, 5.2"),
+    "n": ("masks by products reject long answers", "ours, after DeepSeek-V3.2"),
 }
 
 FREE, DAPO_LOW, DAPO_HIGH = ("grpo", "free"), ("dapo", "high0.2"), ("dapo", "high0.28")
@@ -544,7 +531,7 @@ def short():
                 word += f" ({each.interval})"
             verdicts.setdefault(comparison.claim, []).append(f"{word} ({comparison.regime})")
     lines = []
-    for name, (_, says, who) in CLAIMS.items():
+    for name, (says, who) in CLAIMS.items():
         words = verdicts.get(name, ["an identity, seen"])
         lines.append([f"({name}) {says} ({who})", "; ".join(words)])
     return stats.markdown(["claim", "here"], lines)
