@@ -10,7 +10,7 @@ from conftest import MORE, ROOT, SCRIPTS, path_of
 
 sys.path.append(str(ROOT / "benchmarks"))
 import diffs
-import readme
+import report
 
 CHILDREN = [name for name in (*SCRIPTS, *MORE) if name != "ppo"]
 
@@ -62,10 +62,10 @@ def test_both_scripts_are_there(name, page):
     first = diffs.first_line(name)
     assert list(child) == list(range(first, len(lines) + 1))
     assert list(child.values()) == lines[first - 1 :]
-    parent = readme.parent_of(name)
+    parent = report.parent_of(name)
     assert set(changed_left) <= set(path_of(parent).read_text().splitlines())
     kept = len(child) - len(changed_right)
-    assert kept + len(changed_left) == len(readme.read(parent)[1])
+    assert kept + len(changed_left) == len(report.read(parent)[1])
     assert changed_left or changed_right
 
 
@@ -74,7 +74,7 @@ def test_numbers_lead_to_their_lines(name, page):
     """Each number of a header, once; its line names it, or is the one that such a difference has."""
     body = section(page, name)
     script = name.removeprefix("more.")
-    header, _ = readme.read(name)
+    header, _ = report.read(name)
     numbers = re.findall(r"^  (\d)\. ", header, flags=re.MULTILINE)
     assert numbers
     for number in numbers:

@@ -1,8 +1,7 @@
-"""What the evidence rests on: areas, verdicts, the experiments, the probe, a run."""
+"""What the evidence rests on: statistics, the list of claims, the experiments, the probe, a run."""
 
+import csv
 import importlib
-import math
-import statistics
 import sys
 from types import SimpleNamespace
 
@@ -15,62 +14,169 @@ import dr_grpo
 from plumbing.args import parse_args
 
 sys.path.append(str(ROOT / "benchmarks"))
-import evidence
+import claims
+import experiments
 import gradients
+import stats
 import sweep
+
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def test_area_of_a_broken_line():
     points = [(0, 0.2), (100, 0.6), (300, 1.0)]
-    assert evidence.area(points, 100) == pytest.approx(0.4)
-    assert evidence.area(points, 200) == pytest.approx((40 + 70) / 200)  # it ends between two points
-    assert evidence.reaches(points, 0.6) == 100
-    assert evidence.reaches(points, 1.1) is None
-
-
-def test_verdict_is_the_interval_of_paired_differences():
-    low = [0.1, 0.5, 0.9, 0.3, 0.7]
-    high = [0.21, 0.59, 1.0, 0.41, 0.79]  # 0.1 more, give or take 0.01
-    mean, half = evidence.difference(high, low)
-    assert mean == pytest.approx(0.1)
-    assert half == pytest.approx(2.78 * 0.01 / 5**0.5, rel=1e-6)
-    assert evidence.verdict(high, low).startswith("shown")
-    assert evidence.verdict(low, high).startswith("the opposite")
-    assert evidence.verdict([0.1, 0.3, 0.2], [0.2, 0.1, 0.25]).startswith("not shown")
-
-
-def test_a_verdict_follows_the_direction_of_the_prediction():
-    low, high = [0.50, 0.52, 0.51], [0.60, 0.63, 0.61]
-    words = {sign: evidence.first_word(evidence.directed(high, low, sign)) for sign in (1, -1, 0)}
-    assert words == {1: "shown", -1: "the opposite", 0: "larger"}
-    assert evidence.directed(low, high, 0).startswith("smaller (-0.1")
-    unclear = evidence.directed([0.1, 0.3, 0.2], [0.2, 0.1, 0.25], 0)
-    assert evidence.first_word(unclear) == "not shown"
+    assert stats.area(points, 100) == pytest.approx(0.4)
+    assert stats.area(points, 200) == pytest.approx((40 + 70) / 200)  # it ends between two points
 
 
 def test_the_largest_drop_is_below_the_highest_value_before_it():
     rows = [{"accuracy": value} for value in (0.5, 0.8, 0.3, 0.9, 0.7)]
-    assert evidence.drops(rows) == pytest.approx([0, 0, 0.5, 0, 0.2])
+    assert stats.drops(rows) == pytest.approx([0, 0, 0.5, 0, 0.2])
 
 
-@pytest.mark.parametrize("seeds, quantile", [(3, 4.302653), (5, 2.776445)])
-def test_p_value_at_the_quantile_of_students_t(seeds, quantile):
-    values = [float(i) for i in range(seeds)]
-    mean, error = statistics.mean(values), statistics.stdev(values) / math.sqrt(seeds)
-    theirs = [mean - quantile * error] * seeds
-    assert evidence.p_value(values, theirs) == pytest.approx(0.05, abs=1e-6)
-    assert evidence.p_value(theirs, values) == pytest.approx(0.05, abs=1e-6)
-    assert evidence.p_value(values, values) == 1
+def test_a_column_at_an_accuracy_is_interpolated_where_it_is_first_reached():
+    """Of trailing means: 0.2, 0.3, 0.4 and 1.0, 1.5, 2.0."""
+    rows = [{"accuracy": a, "entropy": e} for a, e in ((0.2, 1.0), (0.4, 2.0), (0.6, 3.0))]
+    assert stats.at_accuracy(rows, "entropy", 0.35) == pytest.approx(1.75)
+    assert stats.at_accuracy(rows, "entropy", 0.5) is None
+
+
+def test_a_shift_is_correlated_with_what_later_updates_change():
+    """The change of the accuracy from iteration i + 1 to i + 2 follows from updates i + 1."""
+    flips = [0.1, 0.5, 0.2, 0.9, 0.3, 0.0]
+    accuracy = [0.5, 0.5]
+    for share in flips[:-2]:
+        accuracy.append(accuracy[-1] - share / 10)
+    rows = [{"flips": f, "accuracy": a} for f, a in zip(flips, accuracy, strict=True)]
+    assert stats.shift_before_fall(rows) == pytest.approx(-1)
+
+
+@pytest.mark.parametrize(
+    "freedom, quantile", [(1, 12.706205), (2, 4.302653), (4, 2.776445), (7, 2.364624), (39, 2.022691)]
+)
+def test_students_t(freedom, quantile):
+    assert stats.t_tail(quantile, freedom) == pytest.approx(0.05, abs=1e-6)
+    assert stats.t_quantile(freedom) == pytest.approx(quantile, abs=1e-5)
+
+
+def test_interval_and_p_value_are_those_of_paired_differences():
+    low = [0.1, 0.5, 0.9, 0.3, 0.7]
+    high = [0.21, 0.59, 1.0, 0.41, 0.79]  # 0.1 more, give or take 0.01
+    mean, half = stats.difference(high, low)
+    assert mean == pytest.approx(0.1)
+    assert half == pytest.approx(2.776445 * 0.01 / 5**0.5, rel=1e-5)
+    assert stats.interval(high, low) == "+0.100 ± 0.012"
+    assert stats.p_value(high, low) == stats.p_value(low, high) < 1e-4
+    assert stats.p_value(low, low) == 1
 
 
 def test_holm_multiplies_by_the_number_that_is_left_and_never_falls():
-    assert evidence.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert evidence.holm([0.6, 0.7]) == [1, 1]
+    assert stats.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert stats.holm([0.6, 0.7]) == [1, 1]
 
 
-def test_rank_correlation_sees_only_the_order():
-    assert evidence.rank_correlation([1, 10, 100, 1000], [2, 3, 5, 7]) == pytest.approx(1)
-    assert evidence.rank_correlation([1, 10, 100, 1000], [7, 5, 2, 3]) == pytest.approx(-0.8)
+# ---------------------------------------------------------------------------------------- the claims
+
+
+LOW, HIGH = [0.50, 0.52, 0.51, 0.50, 0.53], [0.60, 0.63, 0.61, 0.61, 0.62]
+
+
+def found(monkeypatch, *comparisons):
+    monkeypatch.setattr(claims, "COMPARISONS", list(comparisons))
+    return claims.findings()
+
+
+def comparison(ours, theirs, **more):
+    keywords = {"claim": "k", "regime": "x", "words": "y", "sign": 1} | more
+    return claims.Comparison(values=lambda: (ours, theirs), **keywords)
+
+
+def test_verdicts_are_four_words(monkeypatch):
+    shut = claims.Gate("tokens", lambda: 0.001, 0.003)
+    opened = claims.Gate("tokens", lambda: 0.01, 0.003)
+    results = found(
+        monkeypatch,
+        comparison(HIGH, LOW),
+        comparison(HIGH, LOW, sign=-1),
+        comparison([0.1, 0.3, 0.2], [0.2, 0.1, 0.25]),
+        comparison(HIGH, LOW, gate=shut),
+        comparison(HIGH, LOW, gate=opened),
+        comparison(HIGH, LOW, is_primary=False),
+    )
+    words = [result.verdict for result in results]
+    assert words[:3] == ["holds", "contradicted", "no difference seen"]
+    assert words[3] == "not tested here (tokens: 0.10%)" and results[3].interval == ""
+    assert words[4] == "holds"
+    assert words[5] == "" and results[5].p is None and results[5].interval  # secondary: no verdict
+
+
+def test_a_verdict_depends_on_how_many_primaries_there_are(monkeypatch):
+    """p = 0.04 alone; secondary comparisons and those that a gate shuts out do not count."""
+    ours, theirs = [0.1, 0.2, 0.15, 0.3], [0.0, 0.11, 0.1, 0.1]
+    assert 0.02 < stats.p_value(ours, theirs) < 0.05
+    alone = comparison(ours, theirs)
+    equal = comparison(LOW, HIGH[::-1], is_primary=False)
+    shut = comparison(LOW, LOW, gate=claims.Gate("", lambda: 0, 1))
+    assert found(monkeypatch, alone, equal, shut)[0].verdict == "holds"
+    assert found(monkeypatch, alone, comparison(LOW, LOW))[0].verdict == "no difference seen"
+
+
+def test_every_claim_has_one_primary_comparison_in_a_regime():
+    primaries = [(c.claim, c.regime) for c in claims.COMPARISONS if c.is_primary]
+    assert len(primaries) == len(set(primaries))
+    assert {claim for claim, _ in primaries} == set(claims.CLAIMS) - {"a"}  # (a) is an identity
+    assert all(each.claim in claims.CLAIMS for each in claims.COMPARISONS)
+
+
+def test_every_verdict_that_is_printed_is_that_of_a_primary():
+    """In both tables, and nothing but these in the words of the pages."""
+    rows = claims.table()[2:]
+    words = ("holds", "contradicted", "no difference seen", "not tested here", "not run yet")
+    for row, each in zip(rows[1:], claims.findings(), strict=True):  # the first is (a)
+        verdict = row.split(" | ")[-1].removesuffix(" |").strip()
+        has_one = verdict.startswith(words)
+        assert has_one == (each.comparison.is_primary or each.verdict != ""), row
+    for name in claims.CLAIMS:
+        assert sum(row.startswith(f"| ({name}) ") for row in claims.short()) == 1, name
+
+
+# ------------------------------------------------------------------------------------------- the CSVs
+
+
+def sweep_names():
+    return sorted(path.stem for path in RESULTS.glob("*.csv") if path.stem in experiments.EXPERIMENTS)
+
+
+def test_every_csv_has_a_writer():
+    """An experiment, or a script in benchmarks/ that names it."""
+    scripts = "".join(path.read_text() for path in (ROOT / "benchmarks").glob("*.py"))
+    for path in RESULTS.glob("*.csv"):
+        name = path.stem.removesuffix("_curves")
+        if name not in experiments.EXPERIMENTS:
+            assert f"{name}.csv" in scripts, path.name
+
+
+@pytest.mark.parametrize("name", sweep_names())
+def test_every_row_is_of_an_experiment_and_names_its_code(name):
+    jobs = {(job.script, job.variant, str(job.seed)): job for job in sweep.jobs_of(name)}
+    with open(RESULTS / f"{name}.csv") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        assert jobs[row["script"], row["variant"], row["seed"]].flags == row["flags"]
+        assert len(row["commit"]) >= 7 and len(row["code"]) == 12
+    assert len({(row["script"], row["variant"], row["seed"]) for row in rows}) == len(rows)
+
+
+def test_the_code_hash_sees_a_script_and_the_plumbing(monkeypatch, tmp_path):
+    (tmp_path / "plumbing").mkdir()
+    for name in ("grpo.py", "common.py", "plumbing/run.py"):
+        (tmp_path / name).write_text(name)
+    monkeypatch.setattr(sweep, "ROOT", tmp_path)
+    hashes = {sweep.code_hash("grpo")}
+    for name in ("grpo.py", "common.py", "plumbing/run.py"):
+        (tmp_path / name).write_text("changed")
+        hashes.add(sweep.code_hash("grpo"))
+    assert len(hashes) == 4
 
 
 def test_the_picture_of_the_nine_is_what_the_scripts_give():
@@ -86,13 +192,18 @@ def test_the_picture_of_the_nine_is_what_the_scripts_give():
 
 def test_every_experiment_has_arguments_that_its_scripts_take(monkeypatch):
     folders = []
-    for jobs in sweep.experiments().values():
-        for job in jobs():
+    for name in experiments.EXPERIMENTS:
+        for job in sweep.jobs_of(name):
             folders.append(job.folder)
-            words = ["--seed", str(job.seed), "--run_dir", "x", *job.flags]
+            words = ["--seed", str(job.seed), "--run_dir", "x", *job.flags.split()]
             monkeypatch.setattr(sys, "argv", [f"{job.script}.py", *words])
             parse_args(importlib.import_module(job.script).Args)
     assert len(folders) == len(set(folders)) > 500
+
+
+def test_of_two_values_of_a_flag_the_later_one_counts():
+    text = sweep.merged("--lr 1e-4 --ppo_mask --eval_every 2", "", "--eval_every 1 --kl_coef 0")
+    assert text == "--lr 1e-4 --ppo_mask --eval_every 1 --kl_coef 0"
 
 
 def test_what_runs_need_is_made_once(monkeypatch, tmp_path):
@@ -104,19 +215,33 @@ def test_what_runs_need_is_made_once(monkeypatch, tmp_path):
         (tmp_path / command[-1]).mkdir(parents=True)
 
     monkeypatch.setattr(sweep.subprocess, "run", make)
-    sweep.make_what_is_needed(list(sweep.nine()))
+    sweep.make_what_is_needed(sweep.jobs_of("nine"))
     assert commands == []
     for _ in range(2):
-        sweep.make_what_is_needed([*sweep.overlong(), *sweep.long_nine()])
+        sweep.make_what_is_needed([*sweep.jobs_of("overlong"), *sweep.jobs_of("replay")])
     long_addition = ["benchmarks/long_addition.py", "runs/long_addition.tmp"]
     rambling = ["tiny_moe/train.py", "--direct", "0.1", "--worked", "0.3", "runs/rambling.tmp"]
     assert commands == [rambling, long_addition]
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {"rambling", "long_addition"}
 
 
+def test_equally_improbable_tokens_are_inside_of_the_same_sign_and_near():
+    outside = torch.tensor([[True, False, False, False], [False, True, False, False]])
+    logprobs = torch.tensor([[-2.0, -1.9, -0.1, -2.5], [-1.0, -3.0, -1.2, -2.8]])
+    advantages = torch.tensor([[1.0], [-1.0]])
+    mask = torch.ones(2, 4, dtype=torch.bool)
+    matched = sweep.equally_improbable(outside, logprobs, advantages, mask)
+    assert matched.nonzero().tolist() == [[0, 1], [1, 3]]
+    mask[1, 3] = False
+    matched = sweep.equally_improbable(outside, logprobs, advantages, mask)
+    assert matched.nonzero().tolist() == [[0, 1], [1, 2]]
+    matched = sweep.equally_improbable(mask, logprobs, advantages, mask)  # nothing is left inside
+    assert not matched.any()
+
+
 def test_the_probe_changes_no_gradient_and_finds_what_the_clip_drops():
-    """Its share of the gradient is 0 under GRPO's clip, where those tokens have none, and between 0 and
-    1 where nothing is clipped."""
+    """The dropped tokens' share of the gradient is 0 under GRPO's clip, and between 0 and 1 where
+    nothing is clipped."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(4, 6, generator=generator) * 0.5)
     model = SimpleNamespace(parameters=lambda: [weight])
@@ -124,17 +249,19 @@ def test_the_probe_changes_no_gradient_and_finds_what_the_clip_drops():
     mask = torch.ones(4, 6, dtype=torch.bool)
     inputs = (weight * 1.0, torch.zeros(4, 6), advantages, mask)
     plain_loss, _ = dr_grpo.policy_loss(*inputs, max_new_tokens=6)
-    loss, stats = sweep.probe(dr_grpo.policy_loss, [model])(*inputs, max_new_tokens=6)
+    loss, stats_of = sweep.probe(dr_grpo.policy_loss, [model])(*inputs, max_new_tokens=6)
     (plain_gradient,) = torch.autograd.grad(plain_loss, weight, retain_graph=True)
     (gradient,) = torch.autograd.grad(loss, weight, retain_graph=True)
     assert torch.equal(gradient, plain_gradient)
-    share = ((weight.exp() - 1) * advantages > 0.2).float().mean()
-    assert stats["outside"] == share > 0
-    assert stats["outside_gradient"] == 0
-    _, stats = sweep.probe(cispo.policy_loss, [model])(*inputs)
-    assert 0 < stats["outside_gradient"] < 1
-    assert stats["log_ratio_up_max"] == weight.max()
-    assert stats["log_ratio_down_max"] == -weight.min()
+    outside = (weight.exp() - 1) * advantages > 0.2
+    assert stats_of["outside"] == outside.float().mean() > 0
+    assert stats_of["outside_gradient"] == 0 < stats_of["matched_gradient"]
+    _, stats_of = sweep.probe(cispo.policy_loss, [model])(*inputs)
+    assert 0 < stats_of["outside_gradient"] < 1
+    # The control drops as many other tokens, and keeps these.
+    loss, _ = sweep.probe(cispo.policy_loss, leaves_out_matched=True)(*inputs)
+    (gradient,) = torch.autograd.grad(loss, weight)
+    assert (gradient[outside] != 0).all() and (gradient == 0).sum() == outside.sum()
 
 
 def test_lengths_of_right_and_wrong_answers():
@@ -148,21 +275,30 @@ def test_runs_are_collected_with_what_no_script_logs(monkeypatch, tmp_path):
     """A run that ends as it should, and one that breaks off: that is a result too."""
     monkeypatch.setattr(sweep, "RUNS", tmp_path / "runs")
     monkeypatch.setattr(sweep, "RESULTS", tmp_path)
-    monkeypatch.setattr(evidence, "RESULTS", tmp_path)
-    flags = ["--device", "cpu", "--iterations", "2"]
-    flags += ["--prompts_per_iteration", "4", "--num_held_out", "8"]
-    whole = sweep.Job("tiny", "grpo", "whole", 1, tuple(flags))
-    broken = sweep.Job("tiny", "grpo", "broken", 1, (*flags, "--lr", "1e9"))
+    monkeypatch.setattr(stats, "RESULTS", tmp_path)
+    flags = "--device cpu --iterations 2 --prompts_per_iteration 4 --num_held_out 8"
+    whole = sweep.Job("tiny", "grpo", "whole", 1, flags)
+    broken = sweep.Job("tiny", "grpo", "broken", 1, f"{flags} --lr 1e9")
     sweep.run_all("tiny", [whole, broken], 1, "abc1234")
     sweep.collect("tiny", [whole, broken])
-    first, second = evidence.table("tiny")
+    first, second = stats.table("tiny")
     assert first["ended"] == ""
     assert 0 <= first["after_sampled_accuracy"] <= 1
     assert first["generated"] == 64
     assert first["commit"] == "abc1234"
+    assert first["code"] == sweep.code_hash("grpo")
     assert second["ended"].startswith("grpo.py: error: iteration 1: ")
     assert second["after_sampled_accuracy"] is None
-    rows = evidence.curves("tiny")["grpo", "whole"][1]
+    rows = stats.curves("tiny")["grpo", "whole"][1]
     assert [row["x"] for row in rows] == [32, 64]
     for column in ("len_wrong", "log_ratio_p99", "outside", "seconds"):
         assert all(row[column] is not None for row in rows)
+    # Another machine has the rows and not the folders: nothing is run again, and the rows stay.
+    before = {path.name: path.read_text() for path in tmp_path.glob("*.csv")}
+    monkeypatch.setattr(sweep, "RUNS", tmp_path / "elsewhere")
+    sweep.run_all("tiny", [whole, broken], 1, "another")
+    sweep.collect("tiny", [whole, broken])
+    assert {path.name: path.read_text() for path in tmp_path.glob("*.csv")} == before
+    other = whole._replace(flags=whole.flags + " --seed 1")
+    rows, curves = sweep.kept("tiny", [other])
+    assert rows == curves == {}

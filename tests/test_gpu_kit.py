@@ -10,10 +10,9 @@ import torch
 from conftest import ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))
-import evidence
 import gpu
 import gpu_kit
-import readme
+import report
 
 TINY = Namespace(device="cpu", tiny=True)
 WORKER = """
@@ -84,14 +83,12 @@ def test_no_completion_ends():
 
 
 def test_the_tables_on_the_page(monkeypatch, tmp_path):
-    monkeypatch.setattr(evidence, "RESULTS", tmp_path)
-    (line, *_) = readme.measured_on_a_gpu()
-    assert line.startswith("Nothing was measured on a GPU yet")
+    monkeypatch.setattr(report.stats, "RESULTS", tmp_path)
     rows = {"grpo": {"finite": True}, "ppo": {"error": "out of memory"}}
     checks = {"nine": {"rows": rows, "seconds": 12.3, "ended": "killed after 180 s"}}
     results = {"device": "H200", "torch": "2.11", "transformers": "5.17", "commit": "abc"}
     (tmp_path / "gpu.json").write_text(json.dumps(results | {"checks": checks}))
-    lines = readme.measured_on_a_gpu()
+    lines = report.measured_on_a_gpu()
     assert lines[0] == "Measured on one H200, torch 2.11, transformers 5.17, commit abc."
     assert lines[2] == "`nine`, 12 s: killed after 180 s"
     assert lines[-2:] == ["| grpo | True |  |", "| ppo |  | out of memory |"]

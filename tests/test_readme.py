@@ -1,4 +1,5 @@
-"""The READMEs: generated parts are up to date, links point to something, the first is short."""
+"""The READMEs: generated parts are up to date, links point to something, the first is short, and no
+result is typed by hand."""
 
 import re
 import subprocess
@@ -10,10 +11,11 @@ import torch
 from conftest import ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))
-import readme
+import report
 
 README = ROOT / "README.md"
 BENCHMARKS = ROOT / "benchmarks" / "README.md"
+PAGES = [README, BENCHMARKS, ROOT / "plumbing" / "README.md"]
 
 
 def without_blocks(text):
@@ -43,7 +45,7 @@ def links(path):
 
 
 def test_generated_parts_are_up_to_date():
-    command = [sys.executable, ROOT / "benchmarks" / "readme.py", "--check"]
+    command = [sys.executable, ROOT / "benchmarks" / "report.py", "--check"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
 
@@ -51,7 +53,7 @@ def test_generated_parts_are_up_to_date():
 def test_no_generated_part_is_missing():
     main_page = README.read_text()
     both = main_page + BENCHMARKS.read_text()
-    for name in readme.PARTS:
+    for name in report.PARTS:
         assert both.count(f"<!-- generated: {name} -->") == 1, name
         assert both.count(f"<!-- end: {name} -->") == 1, name
     for name in ("nine", "formulas", "lesson", "claims in short"):
@@ -64,13 +66,13 @@ def test_check_sees(damage, tmp_path, monkeypatch):
     path = tmp_path / "README.md"
     other = tmp_path / "other.md"
     parts = {"one": lambda: ["1"], "two": lambda: ["2"]}
-    monkeypatch.setattr(readme, "PARTS", parts)
-    monkeypatch.setattr(readme, "FILES", [path, other])
+    monkeypatch.setattr(report, "PARTS", parts)
+    monkeypatch.setattr(report, "FILES", [path, other])
     good = "<!-- generated: one -->\n1\n<!-- end: one -->\n"
     path.write_text(good)
     other.write_text(good.replace("one", "two").replace("1", "2"))
-    monkeypatch.setattr(sys, "argv", ["readme.py", "--check"])
-    readme.main()
+    monkeypatch.setattr(sys, "argv", ["report.py", "--check"])
+    report.main()
     bad = {
         "stale": good.replace("1", "3"),
         "missing": "nothing\n",
@@ -79,21 +81,64 @@ def test_check_sees(damage, tmp_path, monkeypatch):
     }
     path.write_text(bad[damage])
     with pytest.raises(SystemExit) as failure:
-        readme.main()
+        report.main()
     assert failure.value.code not in (None, 0)
     assert path.read_text() == bad[damage]
     if damage == "stale":
-        monkeypatch.setattr(sys, "argv", ["readme.py"])
-        readme.main()
+        monkeypatch.setattr(sys, "argv", ["report.py"])
+        report.main()
         assert path.read_text() == good
 
 
 def test_the_main_readme_is_short():
     """In bytes, so that nobody squeezes lines; a line fits a terminal, a row of a table a screen."""
     text = README.read_text()
-    assert len(text.encode()) <= 15_000
+    assert len(text.encode()) <= 14_200
     for line in without_blocks(text).splitlines():
         assert len(line) <= (200 if line.startswith("|") else 120), line
+
+
+# Decimals that are no results: versions, and sizes in the names of models.
+NO_RESULTS = [
+    r"(?:torch|transformers|TRL|verl|Python|CUDA) \d+(?:\.\d+)+",
+    r"Qwen2\.5-\d+(?:\.\d+)?B",
+    r"arXiv[ :]\d{4}\.\d{5}",
+]
+
+
+def typed_decimals(text):
+    """The decimals in prose: neither generated, nor in a table, in code, or in the target of a link."""
+    text = report.PART.sub("", without_blocks(text))
+    text = re.sub(r"^\|.*$", "", text, flags=re.MULTILINE)
+    for pattern in (r"`[^`]*`", r"\]\([^)]*\)", *NO_RESULTS):
+        text = re.sub(pattern, "", text)
+    return re.findall(r"\b\d+\.\d+.*", text)
+
+
+def test_no_result_is_typed_by_hand():
+    assert typed_decimals(BENCHMARKS.read_text()) == []
+
+
+def test_typed_decimals_are_seen():
+    good = (
+        "With torch 2.13.0, `--lr 1.5e-3`, [PPO](https://arxiv.org/abs/1707.06347) and Qwen2.5-0.5B.\n"
+    )
+    good += "| 0.5 |\n```\n0.6\n```\n<!-- generated: one -->\n0.7\n<!-- end: one -->\n"
+    assert typed_decimals(good) == []
+    assert typed_decimals(good + "It reaches 0.918 ± 0.008.\n") == ["0.918 ± 0.008."]
+
+
+def test_missing_results_name_the_command(monkeypatch, tmp_path):
+    monkeypatch.setattr(report.stats, "RESULTS", tmp_path)
+    report.stats.read_curves.cache_clear()
+    for part, command in {
+        "smollm2": "sweep.py smollm2",
+        "staleness": "sweep.py stale_rollouts",
+        "speed": "speed.py trl",
+        "measured on a gpu": "gpu.py measure benchmarks/results/gpu.json",
+    }.items():
+        (line,) = report.made(report.PARTS[part])
+        assert line == f"There are no runs yet: `python benchmarks/{command}`."
 
 
 def test_the_snippet_runs():
@@ -108,15 +153,15 @@ def test_the_snippet_runs():
 
 def test_the_tree_is_that_of_the_headers():
     tree = README.read_text().split("```\nppo ", 1)[1].split("```")[0]
-    for child in readme.SCRIPTS[1:]:
+    for child in report.SCRIPTS[1:]:
         assert re.search(rf"[─├└┬]─ {child}\b", tree), child
-    assert re.search(r"gmpo ── rspo", tree) and readme.parent_of("rspo") == "gmpo"
+    assert re.search(r"gmpo ── rspo", tree) and report.parent_of("rspo") == "gmpo"
     assert all(
-        readme.parent_of(name) == "grpo" for name in ("dr_grpo", "dapo", "gspo", "cispo", "gmpo")
+        report.parent_of(name) == "grpo" for name in ("dr_grpo", "dapo", "gspo", "cispo", "gmpo")
     )
 
 
-@pytest.mark.parametrize("path", [README, BENCHMARKS], ids=["README.md", "benchmarks/README.md"])
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_point_to_something(path):
     targets = links(path)
     assert targets
