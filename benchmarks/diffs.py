@@ -6,13 +6,12 @@ One file without scripts, for any browser. Of each child it has the header, whos
 lead to their lines, and the two scripts side by side, the headers aside.
 """
 
-import ast
 import difflib
 import html
 import re
 from pathlib import Path
 
-import readme
+import report
 
 PAGE = Path(__file__).parent / "diffs.html"
 CONTEXT = 4  # lines around a change that are always shown
@@ -30,21 +29,13 @@ UNMARKED = [
 def place_of(number, lead, old, new):
     """(side, index of the line) of a difference that the header lists."""
     beginnings = tuple(begins for words, begins in UNMARKED if lead.startswith(words))
+    places = []
     for i, line in enumerate(new):
         names_it = number in MARK.findall(line) and f"see [{number}]" not in line
         if names_it or line.startswith(beginnings):
-            return "right", i
-    for i, line in enumerate(old):
-        if line.startswith(beginnings):
-            return "left", i
-    raise ValueError(f"nothing shows [{number}] {lead}")
-
-
-def header_as_html(script, header):
-    """The docstring; the number of a difference leads to its line."""
-    text = html.escape(header.rstrip(), quote=False)
-    pattern = re.compile(r"^  (\d)\. ", flags=re.MULTILINE)
-    return pattern.sub(rf'  <a id="{script}-header-\1" href="#{script}-\1">[\1]</a> ', text)
+            places.append(("right", i))
+    places += [("left", i) for i, line in enumerate(old) if line.startswith(beginnings)]
+    return places[0]
 
 
 def numbered(script, side, lines, first, marks):
@@ -82,37 +73,34 @@ def unchanged(left, right):
 
 def first_line(script):
     """The number of the first line after the header docstring."""
-    text = readme.path_of(script).read_text()
-    return ast.parse(text).body[0].end_lineno + 1
+    _, lines = report.read(script)
+    return len(report.path_of(script).read_text().splitlines()) - len(lines) + 1
 
 
-def section(child, parent):
+def section(child):
+    parent = report.parent_of(child)
     script = child.removeprefix("more.")
-    header, new = readme.read(child)
-    _, old = readme.read(parent)
+    header, new = report.read(child)
+    _, old = report.read(parent)
     marks = {}
-    for number, lead in re.findall(r"^  (\d)\. ([^:]+):", header, flags=re.MULTILINE):
+    for number, lead in re.findall(r"(?m)^  (\d)\. ([^:]+):", header):
         marks[place_of(number, lead, old, new)] = number
     left = numbered(script, "left", old, first_line(parent), marks)
     right = numbered(script, "right", new, first_line(child), marks)
     parts = []
-    changes = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
-    for tag, a, b, c, d in changes:
+    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
+    for tag, a, b, c, d in matcher.get_opcodes():
         if tag == "equal":
             parts += unchanged(left[a:b], right[c:d])
         else:
             parts.append(pair("changed", left[a:b], right[c:d]))
-    names = [str(readme.path_of(name).relative_to(readme.ROOT)) for name in (parent, child)]
-    count = readme.changed_lines(parent, child)
-    return "\n".join(
-        [
-            f'<section id="{script}">',
-            f"<h2>{names[1]}, from {names[0]}: {count} changed lines</h2>",
-            f'<pre class="header">{header_as_html(script, header)}</pre>',
-            *parts,
-            "</section>",
-        ]
-    )
+    names = [report.path_of(name).relative_to(report.ROOT) for name in (parent, child)]
+    count = report.changed_lines(parent, child)
+    title = f"<h2>{names[1]}, from {names[0]}: {count} changed lines</h2>"
+    link = rf'  <a id="{script}-header-\1" href="#{script}-\1">[\1]</a> '
+    text = re.sub(r"(?m)^  (\d)\. ", link, html.escape(header.rstrip(), quote=False))
+    top = f'<pre class="header">{text}</pre>'
+    return "\n".join([f'<section id="{script}">', title, top, *parts, "</section>"])
 
 
 STYLE = """
@@ -130,31 +118,25 @@ i::before { content: attr(data-n); float: left; width: 3em; margin-left: -4em; t
 i:target { outline: 2px solid; }
 summary { color: gray; cursor: pointer; font-size: 12px; }
 """
-INTRODUCTION = """
-What only the parent has is red, what only the child has is green. A number in a header leads to its
-line, and the number there leads back.
-"""
 
 
 def page():
-    names = [name for name in (*readme.SCRIPTS, *readme.MORE) if readme.parent_of(name)]
+    names = [name for name in (*report.SCRIPTS, *report.MORE) if report.parent_of(name)]
     scripts = [name.removeprefix("more.") for name in names]
     links = [f'<a href="#{script}">{script}</a>' for script in scripts]
-    return "\n".join(
-        [
-            "<!doctype html>",
-            '<html lang="en">',
-            '<meta charset="utf-8">',
-            "<title>Each script beside its parent</title>",
-            f"<style>{STYLE}</style>",
-            "<h1>Each script beside its parent</h1>",
-            f"<p>{INTRODUCTION.strip()}</p>",
-            f"<nav>{' '.join(links)}</nav>",
-            *[section(name, readme.parent_of(name)) for name in names],
-            "</html>",
-            "",
-        ]
-    )
+    sections = "\n".join(section(name) for name in names)
+    return f"""<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<title>Each script beside its parent</title>
+<style>{STYLE}</style>
+<h1>Each script beside its parent</h1>
+<p>What only the parent has is red, what only the child has is green. A number in a header leads to its
+line, and the number there leads back.</p>
+<nav>{" ".join(links)}</nav>
+{sections}
+</html>
+"""
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
         actor_rollout_ref.actor.policy_loss.loss_mode=nine_gspo ...
 
 Expect: verl's training, with one of our losses. We have not run it, for want of GPUs; the losses are
-compared with verl's, through the function that its actor calls, by benchmarks/verl_losses.py.
+compared with verl's, through the function that its actor calls, by benchmarks/losses_verl.py.
 Advantages, KL and entropy bonus are verl's. Numbers come from verl's flags, actor_rollout_ref.actor.*,
 whose defaults are not always the paper's. What makes them those of our scripts:
 

@@ -1,5 +1,5 @@
 """examples/: their form, and what can be run of them without their packages. The losses in the real TRL
-and verl are compared with the scripts' in benchmarks/trl_losses.py and benchmarks/verl_losses.py; here
+and verl are compared with the scripts' in benchmarks/losses_trl.py and benchmarks/losses_verl.py; here
 stand-ins for these two call the losses as they do, with a step in unequal shares."""
 
 import ast
