@@ -38,12 +38,13 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import gpu
 import torch
 import transformers
-import trl_speed
 from safetensors.torch import load_file
+from speed import make_trainer
 from torch import distributed
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, supported_activities
@@ -225,6 +226,29 @@ def speed(args):
     yield "update", timed(work, tokens, len(completions) / job.micro_batch_size, job.device)
 
 
+def second_iteration(model, tokenizer, problems, args, passes, **options):
+    """(seconds of sampling, seconds of the rest, tokens) of TRL's second iteration, after a warm-up.
+    Every other completion has a reward."""
+    ends = []
+    turns = SimpleNamespace(sampling=0.0, tokens=0)
+
+    def done():
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        ends.append((time.perf_counter(), turns.sampling, turns.tokens))
+
+    def reward(completions, **kwargs):
+        return [float(i % 2) for i in range(len(completions))]
+
+    turns.done = done
+    with tempfile.TemporaryDirectory() as folder:
+        inputs = (model, tokenizer, problems, reward, args, turns, folder)
+        make_trainer(*inputs, iterations=2, passes=passes, **options).train()
+    first, second = ends
+    seconds, sampling, tokens = [b - a for a, b in zip(first, second, strict=True)]
+    return sampling, seconds - sampling, tokens
+
+
 def trl(args, weights="float32", **options):
     if importlib.util.find_spec("trl") is None:
         sys.exit("skipped: TRL is not installed")
@@ -237,7 +261,7 @@ def trl(args, weights="float32", **options):
     passes = job.prompts_per_iteration * job.group_size // job.num_minibatches // job.micro_batch_size
     options["generation_kwargs"] = {"eos_token_id": None}
     inputs = (model, tokenizer, problems, job, passes)
-    sampling, rest, tokens = trl_speed.second_iteration(*inputs, **options)
+    sampling, rest, tokens = second_iteration(*inputs, **options)
     yield "rollout", {"seconds": sampling, "tokens/s": tokens / sampling}
     columns = {"seconds": rest, "tokens/s": tokens / rest}
     after = str(model.dtype).removeprefix("torch.")

@@ -1,12 +1,21 @@
 """How far the sampler is from the training forward, for each --rollout_dtype, and what that costs.
 
-    python benchmarks/mismatch.py [--smollm2 FOLDER]
+    python benchmarks/mismatch.py precisions [--smollm2 FOLDER]
+    python benchmarks/mismatch.py rejected
 
-Samples with the tiny MoE, before and after the default run of grpo.py, from copies of the weights in
-each precision, and compares them with the training forward in float32: KL, largest log-ratio, ratios of
-whole completions, experts that differ, and what the masks of --rollout_correction would leave out. A
-token's log-prob is compared for 256 held-out sums, 8 completions each. With --smollm2 (a folder made
-by examples/smollm2.py) the same for SmolLM2-135M on 16 small sums. Writes results/mismatch.csv.
+precisions   samples with the tiny MoE, before and after the default run of grpo.py, from copies of the
+weights in each precision, and compares them with the training forward in float32: KL, largest
+log-ratio, ratios of whole completions, experts that differ, and what the masks of --rollout_correction
+would leave out. Samples 8 completions for each of 256 held-out sums. With --smollm2 (a folder made by
+examples/smollm2.py) the same for SmolLM2-135M on 16 small sums. Writes results/mismatch.csv.
+
+rejected     asks whether masks reject long completions. The product of a completion's ratios goes
+further from 1 with each token, their geometric mean does not. Samples long sums in int4 (from
+runs/long_addition, which `python benchmarks/long_addition.py runs/long_addition` makes): for each of
+five seeds one completion of each of 256 problems, which no other seed has. Counts those that
+sequence_mis and geo_mask reject at their default bounds, by quartile of the length. Writes
+results/rejected.csv. Predicted before it was measured: with sequence_mis the longest quartile is
+rejected more often than the shortest, with geo_mask it is not.
 """
 
 import argparse
@@ -21,14 +30,25 @@ PRECISIONS = ("float32", "bfloat16", "int8", "int4")
 RULES = ("token_tis", "sequence_mis", "geo_mask", "icepop")
 
 
-def trained(flags):
+def load(flags):
+    """(the flags as grpo.py reads them, the policy that they name)"""
+    import common
+    import grpo
+    from plumbing.args import parse_args
+
+    sys.argv = ["grpo.py", "--device", "cpu", "--micro_batch_size", "64", *flags.split()]
+    args = parse_args(grpo.Args)
+    return args, common.load_policy(args)
+
+
+def trained():
     """Folder of the checkpoint that grpo.py leaves, from a run that is made only once."""
     import grpo
     from plumbing import launch
 
     folder = sweep.RUNS / "mismatch" / "grpo"
     if not list(folder.glob("checkpoint-*60")):
-        sys.argv = ["grpo.py", "--run_dir", str(folder), *flags]
+        sys.argv = ["grpo.py", "--run_dir", str(folder)]
         launch(grpo.main, grpo.Args)
     (checkpoint,) = folder.glob("checkpoint-*60")
     return str(checkpoint)
@@ -69,32 +89,77 @@ def measure(policy, problems, args, group_size):
         yield row
 
 
+def precisions(smollm2, commit):
+    """Yields the rows of mismatch.csv."""
+    import common
+
+    cases = [("tiny MoE, before", "tiny-moe", "addition", 256, 8, 48)]
+    cases.append(("tiny MoE, after", trained(), "addition", 256, 8, 48))
+    if smollm2:
+        cases.append(("SmolLM2-135M", smollm2, "runs/small_sums.jsonl", 16, 4, 64))
+    for name, source, dataset, count, group_size, cap in cases:
+        # With another precision than its own, a model is loaded so that it records its experts.
+        flags = f"--model {source} --dataset {dataset} --max_new_tokens {cap} --rollout_dtype float32"
+        args, policy = load(f"{flags} --num_held_out {count}")
+        _, problems = common.load_problems(args, policy)
+        for row in measure(policy, problems, args, group_size):
+            yield {"model": name, **row, "commit": commit}
+
+
+def rejected(commit):
+    """Yields the rows of rejected.csv."""
+    import torch
+
+    import common
+    from plumbing import rollout_correction
+
+    folder = "runs/long_addition"
+    flags = f"--model {folder}/model --dataset {folder}/problems.jsonl --max_new_tokens 192"
+    args, policy = load(f"{flags} --rollout_dtype int4")
+    sampler = policy.for_sampling(iteration=1)
+    problem_stream, _ = common.load_problems(args, policy)
+    for seed in range(1, 6):
+        generator = torch.Generator().manual_seed(seed)
+        completions = common.sample(sampler, problem_stream.take(256), 1, args, generator)
+        batch = common.collate(completions, args)
+        old = common.score(policy, batch, batch.minibatches(1), args)
+        length_B = batch.mask_BT.sum(1)
+        quartiles = length_B.argsort(stable=True).chunk(4)
+        for rule in ("sequence_mis", "geo_mask"):
+            args.rollout_correction = rule
+            is_rejected_B = (rollout_correction(old, batch, args).weights == 0).all(1)
+            for number, rows in enumerate(quartiles, 1):
+                yield {
+                    "seed": seed,
+                    "rule": rule,
+                    "quartile": number,  # 1: the shortest
+                    "completions": len(rows),
+                    "rejected": is_rejected_B[rows].sum().item(),
+                    "length_mean": length_B[rows].float().mean().item(),
+                    "commit": commit,
+                    "code": sweep.code_hash("grpo"),
+                }
+
+
+def write(name, found):
+    rows = []
+    for row in found:
+        rows.append(row)
+        print(row, flush=True)
+    sweep.write_csv(sweep.RESULTS / name, rows)
+
+
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("table", choices=["precisions", "rejected"])
     parser.add_argument("--smollm2", default="", help="folder of SmolLM2-135M")
     options = parser.parse_args()
     commit = sweep.prepare()
-    import common
-    import grpo
-    from plumbing.args import parse_args
-
-    cases = [("tiny MoE, before", "tiny-moe", "addition", 256, 8, 48)]
-    cases.append(("tiny MoE, after", trained([]), "addition", 256, 8, 48))
-    if options.smollm2:
-        cases.append(("SmolLM2-135M", options.smollm2, "runs/small_sums.jsonl", 16, 4, 64))
-    rows = []
-    for name, source, dataset, count, group_size, cap in cases:
-        flags = f"--model {source} --dataset {dataset} --max_new_tokens {cap} --num_held_out {count}"
-        # With another precision than its own, a model is loaded so that it records its experts.
-        flags += " --device cpu --rollout_dtype float32 --micro_batch_size 64"
-        sys.argv = ["grpo.py", *flags.split()]
-        args = parse_args(grpo.Args)
-        policy = common.load_policy(args)
-        _, problems = common.load_problems(args, policy)
-        for row in measure(policy, problems, args, group_size):
-            rows.append({"model": name, **row, "commit": commit})
-            print(rows[-1], flush=True)
-    sweep.write_csv(sweep.RESULTS / "mismatch.csv", rows)
+    if options.table == "precisions":
+        write("mismatch.csv", precisions(options.smollm2, commit))
+    else:
+        write("rejected.csv", rejected(commit))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Compares the losses in TRL's GRPOTrainer with the scripts': two processes, two micro-batches each.
 
     pip install -r benchmarks/requirements.txt
-    python benchmarks/trl_losses.py
+    python benchmarks/losses_trl.py
 
 The trainer of examples/trl_trainer.py makes one rollout of 128 completions with the base model, and
 four optimizer steps of 32 of them, at a rate so high that clips bind. `gradient_error` is the distance
@@ -12,7 +12,6 @@ set to be the script's; `trl, its KL`, with the KL that is TRL's default; `own t
 in the example, but each process divides by its own count. Writes results/trl_losses.csv.
 """
 
-import csv
 import importlib
 import os
 import subprocess
@@ -21,15 +20,14 @@ import tempfile
 from pathlib import Path
 
 import torch
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import common
+import sweep
 from plumbing.models import end_ids
 
-ROOT = Path(__file__).parent.parent
-CSV = ROOT / "benchmarks" / "results" / "trl_losses.csv"
 PROCESSES = 2
-STEPS = 4  # for the one rollout
 JOB = """--use_cpu True --max_steps 4 --per_device_train_batch_size 8 --gradient_accumulation_steps 2
 --steps_per_generation 8 --learning_rate 2e-3 --max_grad_norm 0 --router_aux_loss_coef 0
 --disable_tqdm True --shuffle_dataset False"""
@@ -43,8 +41,7 @@ TRL = {
     "gmpo": "--epsilon 0.4",
     "sapo": "--loss_type sapo",
 }
-SCRIPTS = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "sapo"]
-CASES = [(name, "plugged") for name in SCRIPTS]
+CASES = [(name, "plugged") for name in TRL]
 CASES += [(name, "trl") for name in TRL]
 CASES += [("grpo", "trl, its KL"), ("dapo", "own tokens"), ("cispo", "own tokens")]
 
@@ -57,44 +54,20 @@ def work(name, loss, folder):
 
     from examples import trl_trainer
 
+    kind = trl_trainer.PluggedTrainer
+    if loss.startswith("trl"):
+        kind = GMPOTrainer if name == "gmpo" else GRPOTrainer
+    losses = []  # of the micro-batches of a step
     steps = []
 
-    class Note(transformers.TrainerCallback):
-        def __init__(self, trainer):
-            self.trainer = trainer
-
-        def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
-            trainer = self.trainer
-            accumulation = args.gradient_accumulation_steps
-            first = (trainer._step - accumulation) % args.steps_per_generation
-            parameters = dict(trainer.accelerator.unwrap_model(model).named_parameters())
-            steps.append(
-                {
-                    "micros": trainer._buffered_inputs[first : first + accumulation],
-                    "loss": sum(trainer.losses),
-                    "weights": {key: value.detach().clone() for key, value in parameters.items()},
-                    "gradients": {key: value.grad.clone() for key, value in parameters.items()},
-                }
-            )
-            trainer.losses.clear()
-
     class Recorder(trl_trainer.PluggedTrainer):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            self.losses = []
-            self.add_callback(Note(self))
+        def _generate_and_score_completions(self, inputs):
+            return kind._generate_and_score_completions(self, inputs)
 
         def _compute_loss(self, model, inputs):
-            kind = trl_trainer.PluggedTrainer
-            if loss.startswith("trl"):
-                kind = GMPOTrainer if name == "gmpo" else GRPOTrainer
             value = kind._compute_loss(self, model, inputs)
-            self.losses.append(value.detach())
+            losses.append(value.detach())
             return value
-
-        def _generate_and_score_completions(self, inputs):
-            kind = GRPOTrainer if loss.startswith("trl") else trl_trainer.PluggedTrainer
-            return kind._generate_and_score_completions(self, inputs)
 
         def step_counts(self):
             counts = super().step_counts()
@@ -103,6 +76,27 @@ def work(name, loss, folder):
                 own = micro["completion_mask"].sum()
                 counts["num_tokens"] = own * self.current_gradient_accumulation_steps
             return counts
+
+        def train(self):
+            self.add_callback(Note(self))
+            super().train()
+
+    class Note(transformers.TrainerCallback):
+        def __init__(self, trainer):
+            self.trainer = trainer
+
+        def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
+            first = (self.trainer._step - len(losses)) % args.steps_per_generation
+            parameters = list(self.trainer.accelerator.unwrap_model(model).parameters())
+            steps.append(
+                {
+                    "micros": self.trainer._buffered_inputs[first : first + len(losses)],
+                    "loss": sum(losses),
+                    "weights": parameters_to_vector(parameters).detach(),
+                    "gradient": parameters_to_vector(weight.grad for weight in parameters),
+                }
+            )
+            losses.clear()
 
     flags = JOB.split() + ["--output_dir", f"{folder}/model", "--algorithm", name]
     if loss.startswith("trl"):
@@ -113,6 +107,19 @@ def work(name, loss, folder):
     torch.save(steps, f"{folder}/{os.environ['RANK']}.pt")
 
 
+def trained(name, loss):
+    """What the processes wrote: [[what one had and did], by process], a list for each step."""
+    with tempfile.TemporaryDirectory() as folder:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(PROCESSES)]
+        command = [*torchrun, __file__, name, loss, folder]
+        env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        result = subprocess.run(command, cwd=sweep.ROOT, env=env, capture_output=True, text=True)
+        if result.returncode > 0:
+            sys.exit(result.stderr)
+        ranks = [torch.load(f"{folder}/{rank}.pt") for rank in range(PROCESSES)]
+    return list(zip(*ranks, strict=True))
+
+
 def completions_of(micros, problems):
     """([Completion], advantages) of the padded tensors of some micro-batches; `problems`: {prompt ids:
     Problem}."""
@@ -120,31 +127,24 @@ def completions_of(micros, problems):
     for micro in micros:
         for i in range(len(micro["prompt_ids"])):
             prompt = micro["prompt_ids"][i][micro["prompt_mask"][i].bool()].tolist()
-            problem = problems[tuple(prompt)]
             ids = micro["completion_ids"][i][micro["completion_mask"][i].bool()].tolist()
-            completions.append(common.Completion(problem, ids, [0.0] * len(ids)))
+            completions.append(common.Completion(problems[tuple(prompt)], ids, [0.0] * len(ids)))
     return completions, torch.cat([micro["advantages"] for micro in micros])
 
 
-def advantage_error(script, args, policy, steps):
+def advantage_error(script, args, policy, batches):
     """The largest distance of an advantage from what the script makes of the rewards of its group."""
     ends = end_ids(policy.model, policy.tokenizer)
-    groups = {}
-    for step in steps:
-        for completion, advantage in zip(*step, strict=True):
-            groups.setdefault(completion.problem.prompt, []).append((completion, advantage))
-    error = 0.0
-    for group in groups.values():
-        assert len(group) == args.group_size
-        rewards = []
-        for completion, _ in group:
+    groups = {}  # prompt: [(reward, advantage)]
+    for completions, advantages_B in batches:
+        for completion, advantage in zip(completions, advantages_B.tolist(), strict=True):
             text = policy.tokenizer.decode(completion.ids, skip_special_tokens=True)
             truncated = completion.ids[-1] not in ends
-            rewards.append(common.verify(text, completion.problem.answer, truncated)[0])
-        advantages_G = script.compute_advantages(torch.tensor([rewards]))[0]
-        given_G = torch.stack([advantage for _, advantage in group])
-        error = max(error, (advantages_G - given_G).abs().max().item())
-    return error
+            reward, _ = common.verify(text, completion.problem.answer, truncated)
+            groups.setdefault(completion.problem.prompt, []).append((reward, advantage))
+    rewards_PG, given_PG = torch.tensor(list(groups.values())).unbind(-1)
+    assert rewards_PG.shape[1] == args.group_size
+    return (script.compute_advantages(rewards_PG) - given_PG).abs().max().item()
 
 
 def compare(name, loss):
@@ -152,56 +152,39 @@ def compare(name, loss):
     script = importlib.import_module(name)
     args = script.Args(device="cpu")
     policy = common.load_policy(args)
-    model = policy.model
     problem_stream, _ = common.load_problems(args, policy)
     problems = {tuple(problem.prompt_ids): problem for problem in problem_stream.problems}
-    with tempfile.TemporaryDirectory() as folder:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(PROCESSES)]
-        command = [*torchrun, __file__, name, loss, folder]
-        env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-        if result.returncode > 0:
-            sys.exit(result.stderr)
-        ranks = [torch.load(f"{folder}/{rank}.pt") for rank in range(PROCESSES)]
-
-    steps = []
-    for shares in zip(*ranks, strict=True):
+    steps = trained(name, loss)
+    batches = []
+    for shares in steps:
         micros = [micro for share in shares for micro in share["micros"]]
-        steps.append(completions_of(micros, problems))
-    assert len(steps) == STEPS
-    error = advantage_error(script, args, policy, steps)
-    batches = [common.collate(completions, args) for completions, _ in steps]
+        batches.append(completions_of(micros, problems))
 
-    def logprobs(batch):
-        return common.token_logprobs(policy, batch, temperature=1.0).logprobs_BT
+    def logprobs(completions):
+        batch = common.collate(completions, args)
+        return common.token_logprobs(policy, batch, temperature=1.0).logprobs_BT, batch.mask_BT
 
     with torch.no_grad():  # the base model is the old policy and the reference
-        old = [logprobs(batch) for batch in batches]
+        old = [logprobs(completions)[0] for completions, _ in batches]
+    parameters = list(policy.model.parameters())
+    error = advantage_error(script, args, policy, batches)
     rows = []
-    for number, batch in enumerate(batches):
-        model.load_state_dict(
-            ranks[0][number]["weights"], strict=False
-        )  # the head's are the embedding's
+    for number, (completions, advantages_B) in enumerate(batches):
+        shares = steps[number]
+        vector_to_parameters(shares[0]["weights"], parameters)
         keywords = {}
         if name == "grpo":
             keywords["ref_logprobs_BT"] = old[number]
         if name == "dr_grpo":
             keywords["max_new_tokens"] = args.max_new_tokens
-        advantages_B1 = steps[number][1].unsqueeze(1)
-        value, stats = script.policy_loss(
-            logprobs(batch), old[number], advantages_B1, batch.mask_BT, **keywords
-        )
-        model.zero_grad()
+        logprobs_BT, mask_BT = logprobs(completions)
+        advantages_B1 = advantages_B.unsqueeze(1)
+        value, stats = script.policy_loss(logprobs_BT, old[number], advantages_B1, mask_BT, **keywords)
+        policy.model.zero_grad()
         value.backward()
-        distance = 0.0
-        norm = 0.0
-        for key, parameter in model.named_parameters():
-            distance += (parameter.grad - ranks[0][number]["gradients"][key]).square().sum().item()
-            norm += parameter.grad.square().sum().item()
-        theirs = sum(rank[number]["loss"] for rank in ranks).item() / PROCESSES
-        counts = [
-            sum(int(m["completion_mask"].sum()) for m in rank[number]["micros"]) for rank in ranks
-        ]
+        gradient = parameters_to_vector(weight.grad for weight in parameters)
+        theirs = sum(share["loss"] for share in shares).item() / PROCESSES
+        counts = [sum(m["completion_mask"].sum().item() for m in share["micros"]) for share in shares]
         row = {
             "script": name,
             "loss": loss,
@@ -210,11 +193,11 @@ def compare(name, loss):
             "ratio_max": stats["ratio_max"].item(),
             "value": value.item(),
             "value_error": abs(theirs - value.item()),
-            "gradient_error": (distance / norm) ** 0.5,
+            "gradient_error": ((gradient - shares[0]["gradient"]).norm() / gradient.norm()).item(),
             "advantage_error": error,
         }
-        rows.append({key: f"{x:.3g}" if isinstance(x, float) else x for key, x in row.items()})
-        print(*rows[-1].values(), flush=True)
+        rows.append(row)
+        print(*row.values(), flush=True)
     return rows
 
 
@@ -222,13 +205,10 @@ def main():
     if len(sys.argv) == 4:
         work(*sys.argv[1:])
         return
-    table = []
+    rows = []
     for name, loss in CASES:
-        table += compare(name, loss)
-    with open(CSV, "w", newline="") as file:
-        writer = csv.DictWriter(file, [*table[0]], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(table)
+        rows += compare(name, loss)
+    sweep.write_csv(sweep.RESULTS / "trl_losses.csv", rows)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Compares the losses in verl with the scripts': value and gradient, in float64, in shares of a step.
 
     pip install torch==2.13.0 verl==0.9.1     # in an environment of its own
-    python benchmarks/verl_losses.py
+    python benchmarks/losses_verl.py
 
 verl's actor calls a loss for each micro-batch of each data-parallel process, adds up the gradients of a
 process, and takes the mean over processes. The same is done here, with `ppo_loss`, the function that
@@ -11,7 +11,6 @@ to the norm of the latter. Two batches: near the old policy, and far from it. Wr
 results/verl_losses.csv.
 """
 
-import csv
 import importlib
 import logging
 import sys
@@ -21,6 +20,8 @@ import torch
 from tensordict import TensorDict
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+import sweep  # noqa: E402
+
 logging.disable(logging.WARNING)
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage  # noqa: E402
 from verl.utils import tensordict_utils  # noqa: E402
@@ -28,13 +29,13 @@ from verl.utils.import_utils import import_external_libs  # noqa: E402
 from verl.workers.config import ActorConfig, PolicyLossConfig  # noqa: E402
 from verl.workers.utils.losses import ppo_loss  # noqa: E402
 
-CSV = Path(__file__).parent / "results" / "verl_losses.csv"
 B, T = 32, 24
 SHARES = [(1, 1), (1, 4), (2, 1), (2, 2), (4, 2)]  # processes, micro-batches of each
 SEQUENCE_MEAN = {"loss_agg_mode": "seq-mean-token-mean"}
 NO_DUAL_CLIP = {"clip_ratio_c": 1e9}
 KL = {"use_kl_loss": True, "kl_loss_coef": 0.04}
-# script: (verl's name for its loss, what has to be set for it to be the script's)
+# script: (verl's name for its loss, what has to be set for it to be the script's; what examples/
+# verl_losses.py registers is the script's with these settings too)
 LOSSES = {
     "grpo": ("vanilla", {**KL, **SEQUENCE_MEAN, **NO_DUAL_CLIP}),
     "dr_grpo": (
@@ -46,16 +47,6 @@ LOSSES = {
     "cispo": ("cispo", {"clip_ratio_low": 1.0, "clip_ratio_high": 4.0}),
     "gmpo": ("geo_mean", {"clip_ratio_low": 0.4, "clip_ratio_high": 0.4}),
     "sapo": ("sapo", {}),
-}
-# What has to be set for the loss that examples/verl_losses.py registers.
-PLUGGED = {
-    "grpo": {**KL, **SEQUENCE_MEAN},
-    "dr_grpo": {"loss_scale_factor": T},
-    "dapo": {"clip_ratio_high": 0.28},
-    "gspo": {"clip_ratio_low": 3e-3, "clip_ratio_high": 4e-3},
-    "cispo": {"clip_ratio_high": 4.0},
-    "gmpo": {"clip_ratio_high": 0.4},
-    "sapo": {},
 }
 # Where verl's own loss is another one, one thing at a time: (case, script, batch, what is different).
 # A value of None: verl's default.
@@ -194,24 +185,17 @@ def main():
     table = []
     for name, (loss_mode, settings) in LOSSES.items():
         for batch in ("near", "far"):
-            plugged = f"nine_{name}"
             # verl adds the KL itself, and clamps it, which the far batch would show.
             without_kl = {"use_kl_loss": False} if batch == "far" else {}
-            mine = {**PLUGGED[name], **without_kl}
-            theirs = {**settings, **without_kl}
-            table += compare("plugged", "", name, plugged, mine, batch, SHARES)
-            table += compare("verl", "", name, loss_mode, theirs, batch, SHARES)
+            for kind, mode in (("plugged", f"nine_{name}"), ("verl", loss_mode)):
+                table += compare(kind, "", name, mode, settings | without_kl, batch, SHARES)
     for case, name, batch, changes in DEPARTURES:
         loss_mode, settings = LOSSES[name]
-        changed = {key: value for key, value in {**settings, **changes}.items() if value is not None}
+        changed = {key: value for key, value in (settings | changes).items() if value is not None}
         shares = SHARES if case in BY_SHARES else SHARES[:1]
         table += compare("departure", case, name, loss_mode, changed, batch, shares)
     table.append(equal_rewards())
-    with open(CSV, "w", newline="") as file:
-        writer = csv.DictWriter(file, [*table[0]], lineterminator="\n")
-        writer.writeheader()
-        for row in table:
-            writer.writerow({key: f"{x:.3g}" if isinstance(x, float) else x for key, x in row.items()})
+    sweep.write_csv(sweep.RESULTS / "verl_losses.csv", table)
 
 
 if __name__ == "__main__":
