@@ -83,7 +83,7 @@ def clipped(name, script, variant):
     return [a + b for a, b in zip(low, mean_of(name, script, variant, "clip_high"), strict=True)]
 
 
-HEIGHTS = (0.3, 0.4, 0.5)  # accuracies of the rollouts at which runs on the hard base are compared
+HEIGHTS = (0.22, 0.26, 0.30)  # accuracies of the rollouts at which runs on the hard base are compared
 
 
 def at_equal_accuracy(name, script, variant, column):
@@ -185,7 +185,7 @@ COMPARISONS = [
         gate=Gate(
             "clipped above 1.2",
             lambda: statistics.mean(mean_of("hard_clip", *DAPO_LOW, "clip_high")),
-            0.003,
+            0.0015,
         ),
     ),
     Comparison(
