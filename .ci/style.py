@@ -1,10 +1,13 @@
 """House rules of style that ruff does not know: nothing is folded to save a line, and no file grows
-long. Of the scripts and what is below them, and of what people copy or start from.
+long. Of the scripts and what is below them, and of what people copy or start from. And every commit
+that benchmarks/results/ names is an ancestor of this one.
 
     python .ci/style.py
 """
 
 import ast
+import csv
+import subprocess
 import sys
 from pathlib import Path
 
@@ -107,11 +110,30 @@ def folds(text):
     return found
 
 
+def git(*words):
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+
+
+def lost_commits():
+    """What results name and cannot be looked up; a shallow clone does not know."""
+    if git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
+        return []
+    named = {}  # {commit: a file}
+    for path in ROOT.glob("benchmarks/results/*.csv"):
+        with open(path) as file:
+            named |= {row["commit"]: path.name for row in csv.DictReader(file) if row.get("commit")}
+    lost = []
+    for commit, name in named.items():
+        if git("merge-base", "--is-ancestor", commit, "HEAD").returncode != 0:
+            lost.append(f"{name}: commit {commit} is no ancestor")
+    return lost
+
+
 def main():
     for fold, lines in FOLDS.items():  # the checker can tell
         assert all((1, fold.__name__) in folds(line) for line in lines), fold.__name__
     assert folds(UNFOLDED) == []
-    complaints = []
+    complaints = lost_commits()
     for pattern in [*PATTERNS.split(), ".ci/*.py"]:
         paths = sorted(ROOT.glob(pattern))
         assert paths, pattern

@@ -154,7 +154,7 @@ EXPERIMENTS = {
             ("cispo", "control"): "",  # sweep.py leaves out as many equally improbable tokens
         },
     ),
-    # With seed 99 the clip bound on 0.1 % of the tokens at 1e-4, on 0.3 % at 3e-4, which hardly learned.
+    # With seed 99 the clip bound on 0.1 % of the tokens at 1e-4, on 0.3 % at 3e-4, too fast to learn.
     "hard_clip": Experiment(
         6,
         HARD + STEPS_16 + "--iterations 100 --lr 2e-4",

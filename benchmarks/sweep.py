@@ -9,8 +9,8 @@ throws both away). For an experiment X, results/X.csv has a row for each run, re
 for each iteration.
 
 The scripts run as they are. Beside their own metrics, a run records what the claims are about and no
-script logs: log-ratios, the lengths of right and wrong answers, and, where asked for, the share of the
-gradient that comes from tokens which PPO's clip would drop.
+script logs: log-ratios and, where asked for, the share of the gradient that comes from tokens which
+PPO's clip would drop.
 """
 
 import argparse
@@ -40,8 +40,8 @@ CURVES = {  # column: key in metrics.jsonl
     "held_out": "eval/accuracy",
     "generated": "generated",
     "len": "rollout/response_len_mean",
-    "len_right": "len_right",
-    "len_wrong": "len_wrong",
+    "len_right": "rollout/response_len_right",
+    "len_wrong": "rollout/response_len_wrong",
     "truncated": "rollout/truncated_frac",
     "direct": "rollout/direct_frac",
     "entropy": "losses/entropy",
@@ -51,15 +51,10 @@ CURVES = {  # column: key in metrics.jsonl
     "outside": "losses/outside",
     "outside_gradient": "losses/outside_gradient",
     "matched_gradient": "losses/matched_gradient",
-    "solved": "rollout/all_right_frac",
     "flips": "moe/expert_flip_frac",
-    "shift": "moe/router_shift",
-    "staleness": "rollout/staleness",
     "sampler_kl": "rollout/sampler_kl",
     "weight_zero": "rollout/weight_zero_frac",
     "weight_effective": "rollout/weight_effective_size",
-    "grad_norm": "charts/grad_norm",
-    "seconds": "seconds",
 }
 
 
@@ -189,15 +184,6 @@ def probe(policy_loss, gradient_of=None, leaves_out_matched=False):
     return wrapper
 
 
-def mean_lengths(completions):
-    """{"len_right": ..., "len_wrong": ...}: of right answers, if there are any, and of all others."""
-    lengths = {"len_right": [], "len_wrong": []}
-    for completion in completions:
-        name = "len_right" if completion.why == "correct" else "len_wrong"
-        lengths[name].append(len(completion.ids))
-    return {name: sum(values) / len(values) for name, values in lengths.items() if values}
-
-
 def watch(script, job):
     """Makes a script record more than it logs. Returns a dict that holds its held-out results when it
     has ended."""
@@ -211,7 +197,7 @@ def watch(script, job):
 
     def iteration_metrics(meter, completions, rewards, args):
         metrics = real_metrics(meter, completions, rewards, args)
-        return {**metrics, **mean_lengths(completions), "generated": len(completions)}
+        return {**metrics, "generated": len(completions)}
 
     def load_policy(args):
         policies.append(real_load(args))

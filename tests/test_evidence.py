@@ -264,13 +264,6 @@ def test_the_probe_changes_no_gradient_and_finds_what_the_clip_drops():
     assert (gradient[outside] != 0).all() and (gradient == 0).sum() == outside.sum()
 
 
-def test_lengths_of_right_and_wrong_answers():
-    reasons = {3: "correct", 5: "wrong", 8: "correct", 12: "truncated"}
-    completions = [SimpleNamespace(ids=[0] * length, why=why) for length, why in reasons.items()]
-    assert sweep.mean_lengths(completions) == {"len_right": 5.5, "len_wrong": 8.5}
-    assert sweep.mean_lengths(completions[:1]) == {"len_right": 3}
-
-
 def test_runs_are_collected_with_what_no_script_logs(monkeypatch, tmp_path):
     """A run that ends as it should, and one that breaks off: that is a result too."""
     monkeypatch.setattr(sweep, "RUNS", tmp_path / "runs")
@@ -291,7 +284,7 @@ def test_runs_are_collected_with_what_no_script_logs(monkeypatch, tmp_path):
     assert second["after_sampled_accuracy"] is None
     rows = stats.curves("tiny")["grpo", "whole"][1]
     assert [row["x"] for row in rows] == [32, 64]
-    for column in ("len_wrong", "log_ratio_p99", "outside", "seconds"):
+    for column in ("len_wrong", "log_ratio_p99", "outside"):
         assert all(row[column] is not None for row in rows)
     # Another machine has the rows and not the folders: nothing is run again, and the rows stay.
     before = {path.name: path.read_text() for path in tmp_path.glob("*.csv")}
