@@ -38,13 +38,12 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import gpu
 import torch
 import transformers
 from safetensors.torch import load_file
-from speed import make_trainer
+from speed import second_iteration
 from torch import distributed
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, supported_activities
@@ -224,29 +223,6 @@ def speed(args):
     work = functools.partial(gpu.update, policy, optimizer, batch, job)
     work()
     yield "update", timed(work, tokens, len(completions) / job.micro_batch_size, job.device)
-
-
-def second_iteration(model, tokenizer, problems, args, passes, **options):
-    """(seconds of sampling, seconds of the rest, tokens) of TRL's second iteration, after a warm-up.
-    Every other completion has a reward."""
-    ends = []
-    turns = SimpleNamespace(sampling=0.0, tokens=0)
-
-    def done():
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        ends.append((time.perf_counter(), turns.sampling, turns.tokens))
-
-    def reward(completions, **kwargs):
-        return [float(i % 2) for i in range(len(completions))]
-
-    turns.done = done
-    with tempfile.TemporaryDirectory() as folder:
-        inputs = (model, tokenizer, problems, reward, args, turns, folder)
-        make_trainer(*inputs, iterations=2, passes=passes, **options).train()
-    first, second = ends
-    seconds, sampling, tokens = [b - a for a, b in zip(first, second, strict=True)]
-    return sampling, seconds - sampling, tokens
 
 
 def trl(args, weights="float32", **options):
