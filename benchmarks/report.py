@@ -202,12 +202,11 @@ def curves():
             mean_std(list(own.values())),
             paired(own, grpo),
             paired(own, free),
-            mean([row["seconds"] for row in read_runs(name)[key]], ".0f"),
         ]
         label = f"`{path_of(script).relative_to(ROOT)}`"
         lines.append([f"{label}, no KL" if variant == "free" else label, *cells])
     header = ["script", "greedy", "temperature 1", "area", "area, minus grpo's", "minus grpo's, no KL"]
-    return markdown([*header, "seconds"], lines, "lrrrrrr")
+    return markdown(header, lines, "lrrrrr")
 
 
 def stability():
