@@ -105,7 +105,7 @@ EXPERIMENTS = {
         {("dapo", name): f"--overlong {name}" for name in ("soft", "filter", "none")},
     ),
     "gradient_share": Experiment(
-        3,
+        8,
         "--iterations 12 " + QUIET,
         {
             ("cispo", "steps4"): "--num_minibatches 4",
@@ -129,6 +129,11 @@ EXPERIMENTS = {
             ("sapo", "reversed"): "--tau_pos 1.05 --tau_neg 1.0",
             ("sapo", "equal"): "--tau_pos 1.0 --tau_neg 1.0",
         },
+    ),
+    "stale_eight": Experiment(
+        8,
+        "--rollout_refresh_every 8 " + QUIET,
+        {("grpo", rule): f"--rollout_correction {rule}" for rule in ("none", "token_tis", "geo_mask")},
     ),
     "stale_rollouts": Experiment(3, QUIET, stale_rollouts()),
     "rollout_correction": Experiment(

@@ -12,10 +12,11 @@ examples/smollm2.py) the same for SmolLM2-135M on 16 small sums. Writes results/
 rejected     asks whether masks reject long completions. The product of a completion's ratios goes
 further from 1 with each token, their geometric mean does not. Samples long sums in int4 (from
 runs/long_addition, which `python benchmarks/long_addition.py runs/long_addition` makes): for each of
-five seeds one completion of each of 256 problems, which no other seed has. Counts those that
-sequence_mis and geo_mask reject at their default bounds, by quartile of the length. Writes
-results/rejected.csv. Predicted before it was measured: with sequence_mis the longest quartile is
-rejected more often than the shortest, with geo_mask it is not.
+five seeds one completion of each of 256 problems, which no other seed has. Of those that work the sum
+out, which takes 118 tokens or more, counts how many sequence_mis and geo_mask would reject at their
+default bounds if they ended after 16, 32, 64 or 118 tokens: the same completions at each length. Writes
+results/rejected.csv. Predicted before it was measured: sequence_mis rejects more at 118 tokens than at
+16, geo_mask does not.
 """
 
 import argparse
@@ -106,12 +107,15 @@ def precisions(smollm2, commit):
             yield {"model": name, **row, "commit": commit}
 
 
+LENGTHS = (16, 32, 64, 118)  # tokens; the shortest worked sum has 118
+
+
 def rejected(commit):
     """Yields the rows of rejected.csv."""
     import torch
 
     import common
-    from plumbing import rollout_correction
+    from plumbing.correction import rollout_weights
 
     folder = "runs/long_addition"
     flags = f"--model {folder}/model --dataset {folder}/problems.jsonl --max_new_tokens 192"
@@ -121,21 +125,19 @@ def rejected(commit):
     for seed in range(1, 6):
         generator = torch.Generator().manual_seed(seed)
         completions = common.sample(sampler, problem_stream.take(256), 1, args, generator)
-        batch = common.collate(completions, args)
+        worked = [each for each in completions if len(each.ids) >= LENGTHS[-1]]
+        batch = common.collate(worked, args)
         old = common.score(policy, batch, batch.minibatches(1), args)
-        length_B = batch.mask_BT.sum(1)
-        quartiles = length_B.argsort(stable=True).chunk(4)
         for rule in ("sequence_mis", "geo_mask"):
-            args.rollout_correction = rule
-            is_rejected_B = (rollout_correction(old, batch, args).weights == 0).all(1)
-            for number, rows in enumerate(quartiles, 1):
+            for length in LENGTHS:
+                tensors = (old.logprobs_NT, batch.sampler_logprobs_BT, batch.mask_BT)
+                weights, _ = rollout_weights(*(x[:, :length] for x in tensors), rule=rule)
                 yield {
                     "seed": seed,
                     "rule": rule,
-                    "quartile": number,  # 1: the shortest
-                    "completions": len(rows),
-                    "rejected": is_rejected_B[rows].sum().item(),
-                    "length_mean": length_B[rows].float().mean().item(),
+                    "tokens": length,
+                    "completions": len(worked),
+                    "rejected": (weights == 0).all(1).sum().item(),
                     "commit": commit,
                     "code": sweep.code_hash("grpo"),
                 }

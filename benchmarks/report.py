@@ -44,13 +44,15 @@ def made(make):
     """The lines of a part. If it reads results that are not there yet: how to get them."""
     try:
         return make()
+    except stats.NotRunYet as error:
+        name = str(error)
     except FileNotFoundError as error:
         path = Path(error.filename)
         if path.parent != stats.RESULTS:
             raise
-        name = path.stem.removesuffix("_curves")
-        command = COMMANDS.get(name, f"sweep.py {name}")
-        return [f"There are no runs yet: `python benchmarks/{command}`."]
+        name = path.stem
+    command = COMMANDS.get(name, f"sweep.py {name}")
+    return [f"There are no runs yet: `python benchmarks/{command}`."]
 
 
 # -------------------------------------------------------------------------------------- the scripts
@@ -274,17 +276,15 @@ def percent(value):
 
 
 def rejected():
-    """Whom the masks leave out: the share of the completions, by quarters of their length."""
-    lengths = defaultdict(list)
+    """Whom the masks leave out: share of the worked answers, had they ended after so many tokens."""
     shares = defaultdict(list)  # by seed
     for row in stats.table("rejected"):
-        lengths[row["quartile"]].append(row["length_mean"])
-        shares[row["rule"], row["quartile"]].append(row["rejected"] / row["completions"])
-    lines = [["tokens, mean", *[mean(lengths[quarter], ".0f") for quarter in lengths]]]
+        shares[row["rule"], row["tokens"]].append(row["rejected"] / row["completions"])
+    lengths = sorted({tokens for _, tokens in shares})
+    lines = []
     for rule in ("sequence_mis", "geo_mask"):
-        cells = [mean_std(shares[rule, quarter]) for quarter in lengths]
-        lines.append([f"`{rule}` leaves out", *cells])
-    return markdown(["", "shortest quarter", "second", "third", "longest"], lines, "lrrrr")
+        lines.append([f"`{rule}` leaves out", *(mean_std(shares[rule, n]) for n in lengths)])
+    return markdown(["after", *(f"{n:.0f} tokens" for n in lengths)], lines, "lrrrr")
 
 
 def mismatch():

@@ -9,7 +9,7 @@ import statistics
 from collections import defaultdict
 from pathlib import Path
 
-from experiments import MORE, SCRIPTS
+from experiments import EXPERIMENTS, MORE, SCRIPTS
 
 __all__ = ["MORE", "SCRIPTS"]
 RESULTS = Path(__file__).parent / "results"
@@ -35,22 +35,38 @@ def table(name):
     return rows
 
 
+class NotRunYet(Exception):
+    """Some runs of an experiment are missing. Half of one is not read."""
+
+
 def runs(name):
     """{(script, variant): [row of results/<name>.csv, by seed]}."""
     groups = defaultdict(list)
-    for row in table(name):
+    for row in table(name) if (RESULTS / f"{name}.csv").exists() else []:
         groups[row["script"], row["variant"]].append(row)
+    experiment = EXPERIMENTS[name]
+    if any(len(groups[key]) < experiment.seeds for key in experiment.runs):
+        raise NotRunYet(name)
     return groups
 
 
 def curves(name):
     """{(script, variant): {seed: [row of results/<name>_curves.csv, by iteration]}}, with `x`: how many
-    completions were generated so far."""
+    completions were generated so far. Where a run broke off, its accuracy is 0 from there on."""
+    all_runs = runs(name)
     groups = defaultdict(lambda: defaultdict(list))
     for row in table(f"{name}_curves"):
         rows = groups[row["script"], row["variant"]][int(row["seed"])]
         row["x"] = row["generated"] + (rows[-1]["x"] if rows else 0)
         rows.append(row)
+    for key, of_key in all_runs.items():
+        longest = max(groups[key].values(), key=len, default=[])
+        for run in of_key:
+            rows = groups[key][int(run["seed"])]
+            for row in longest[len(rows) :]:
+                nothing = dict.fromkeys(row)
+                kept = {name: row[name] for name in ("iteration", "generated", "x")}
+                rows.append(nothing | kept | {"accuracy": 0.0})
     return groups
 
 
@@ -85,18 +101,19 @@ def trailing(values, width=5):
 
 
 def rollout_points(rows):
-    """[(completions generated, accuracy of the rollouts, trailing mean of five iterations)]."""
-    values = [row["accuracy"] for row in rows]
-    return [(0.0, values[0]), *zip((row["x"] for row in rows), trailing(values), strict=True)]
+    """[(completions that the weights had learned from, accuracy of their rollout)]."""
+    return [(row["x"] - row["generated"], row["accuracy"]) for row in rows]
 
 
 def at_accuracy(rows, column, height):
-    """A column's value when the accuracy first reaches `height`, both as trailing means of five
+    """A column's value when the accuracy first reaches `height`, both as trailing means of five whole
     iterations; None if it never does."""
-    heights = trailing([row["accuracy"] for row in rows])
-    values = trailing([row[column] for row in rows])
+    heights = trailing([row["accuracy"] for row in rows])[4:]
+    values = trailing([row[column] for row in rows])[4:]
+    if heights and heights[0] >= height:
+        return values[0]
     for i, (low, high) in enumerate(itertools.pairwise(heights)):
-        if low < height <= high:
+        if high >= height:
             return values[i] + (values[i + 1] - values[i]) * (height - low) / (high - low)
     return None
 
@@ -112,16 +129,6 @@ def drops(rows):
     values = [row["accuracy"] for row in rows]
     highest = itertools.accumulate(values, max)
     return [high - value for high, value in zip(highest, values, strict=True)]
-
-
-def shift_before_fall(rows, column="flips"):
-    """Correlation of the changed experts of an iteration's updates with the change of the accuracy from
-    the next rollout, which these updates made, to the one after it: what is correlated shares no
-    update."""
-    values = [row["accuracy"] for row in rows]
-    flips = [row[column] for row in rows]
-    changes = [after - before for before, after in itertools.pairwise(values)]
-    return statistics.correlation(flips[:-2], changes[1:])
 
 
 # -------------------------------------------------------------------------------------- of the seeds

@@ -69,9 +69,11 @@ class Job(NamedTuple):
     def folder(self):
         return RUNS / self.experiment / f"{self.script}_{self.variant}_{self.seed}"
 
-    @property
     def result(self):
-        return self.folder / "result.json"
+        """What is left of the run if it has ended, with these flags; else None."""
+        path = self.folder / "result.json"
+        found = json.loads(path.read_text()) if path.exists() else {}
+        return found if found.get("flags") == self.flags else None
 
 
 def merged(*texts):
@@ -221,8 +223,9 @@ def watch(script, job):
     return held_out
 
 
-def run(job, commit):
-    """In a process of its own: one run of a script, its output in the folder's log."""
+def run(job, made_of):
+    """In a process of its own: one run of a script, its output in the folder's log. `made_of`: its
+    commit and the hash of its code."""
     shutil.rmtree(job.folder, ignore_errors=True)
     job.folder.mkdir(parents=True)
     log = os.open(job.folder / "log", os.O_WRONLY | os.O_CREAT)
@@ -239,23 +242,28 @@ def run(job, commit):
     ended = ""
     try:
         script.main(parse_args(script.Args))
-    except UserError as error:  # a number that is not finite is a result
+    except UserError as error:
+        if "is not finite" not in str(error):
+            raise
         traceback.print_exc()
-        message = " ".join(str(error).split())
-        ended = f"{job.script}.py: error: {message}".replace(f"{ROOT}/", "")
+        ended = f"{job.script}.py: error: {error}"  # this is a result, too
     for folder in run_dir.glob("checkpoint-*"):
         shutil.rmtree(folder)
     scratch = job.folder / "result.tmp"
-    row = {**held_out, "ended": ended, "commit": commit, "code": code_hash(job.script)}
-    scratch.write_text(json.dumps(row))
+    scratch.write_text(json.dumps({**held_out, "ended": ended, **made_of, "flags": job.flags}))
     scratch.rename(job.folder / "result.json")
 
 
 def run_all(name, jobs, num_processes, commit):
-    """Runs what has not ended yet, several at a time."""
+    """Runs what has not ended yet, several at a time. Returns how many failed."""
     context = multiprocessing.get_context("fork")
     rows, _ = kept(name, jobs)
-    todo = [job for job in jobs if job not in rows and not job.result.exists()]
+    todo = [job for job in jobs if job not in rows and not job.result()]
+    made_of = {}
+    for script in {job.script for job in todo}:
+        importlib.import_module(script)  # what is run is what is hashed
+        made_of[script] = {"commit": commit, "code": code_hash(script)}
+    num_failed = 0
     running = []  # (process, job)
     done = 0
     start = time.time()
@@ -268,14 +276,16 @@ def run_all(name, jobs, num_processes, commit):
             done += 1
             minutes = (time.time() - start) / 60
             left = len(todo) + len(running)
-            failed = "" if job.result.exists() else f" FAILED, see {job.folder}/log"
+            failed = "" if job.result() else f" FAILED, see {job.folder}/log"
+            num_failed += failed != ""
             print(f"{minutes:5.1f} min {name} {done}, left {left}: {job[1:4]}{failed}", flush=True)
         while todo and len(running) < num_processes:
             job = todo.pop(0)
-            process = context.Process(target=run, args=(job, commit))
+            process = context.Process(target=run, args=(job, made_of[job.script]))
             process.start()
             running.append((process, job))
         time.sleep(0.05)
+    return num_failed
 
 
 # ------------------------------------------------------------------------------------------ collect
@@ -294,9 +304,7 @@ def read_metrics(job):
 
 def summary(lines):
     """What a run's row has beside the result: {column: value}."""
-    ratio_errors = [line["losses/first_step_ratio_error_max"] for line in lines]
     return {
-        "first_step_ratio_error_max": max(ratio_errors, default=""),
         "generated": sum(line["generated"] for line in lines),
         "seconds": round(sum(line["seconds"] for line in lines), 1),
     }
@@ -335,24 +343,26 @@ def write_csv(path, rows):
     for column in names:
         if column == "ended" or any(row.get(column, "") != "" for row in rows):
             columns.append(column)
-    with open(path, "w", newline="") as file:
+    scratch = path.with_suffix(".tmp")
+    with open(scratch, "w", newline="") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n", extrasaction="ignore")
         writer.writeheader()
         for row in rows:
             short = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()}
             writer.writerow(short)
+    scratch.rename(path)
 
 
 def collect(name, jobs):
     """The two CSVs of an experiment: the runs that have ended here, and the rows of earlier ones."""
     rows, curves = kept(name, jobs)
     for job in jobs:
-        if not job.result.exists():
+        result = job.result()
+        if not result:
             continue
         lines = read_metrics(job)
         key = {"script": job.script, "variant": job.variant, "seed": job.seed}
-        result = json.loads(job.result.read_text())
-        rows[job] = {**key, **result, **summary(lines), "flags": job.flags}
+        rows[job] = {**key, **summary(lines), **result}
         curves[job] = []
         for line in lines:
             values = {column: line.get(source, "") for column, source in CURVES.items()}
@@ -380,10 +390,11 @@ def main():
         for name in EXPERIMENTS:
             jobs = jobs_of(name)
             rows, _ = kept(name, jobs)
-            ended = sum(job in rows or job.result.exists() for job in jobs)
+            ended = sum(job in rows or job.result() is not None for job in jobs)
             print(f"{name:22}{ended} of {len(jobs)} runs")
         return
     commit = prepare()
+    num_failed = 0
     for name in names:
         if args.fresh:
             shutil.rmtree(RUNS / name, ignore_errors=True)
@@ -391,8 +402,9 @@ def main():
                 path.unlink(missing_ok=True)
         jobs = jobs_of(name)
         make_what_is_needed(jobs)
-        run_all(name, jobs, args.jobs, commit)
+        num_failed += run_all(name, jobs, args.jobs, commit)
         collect(name, jobs)
+    sys.exit(num_failed > 0)
 
 
 if __name__ == "__main__":

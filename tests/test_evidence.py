@@ -35,20 +35,51 @@ def test_the_largest_drop_is_below_the_highest_value_before_it():
 
 
 def test_a_column_at_an_accuracy_is_interpolated_where_it_is_first_reached():
-    """Of trailing means: 0.2, 0.3, 0.4 and 1.0, 1.5, 2.0."""
-    rows = [{"accuracy": a, "entropy": e} for a, e in ((0.2, 1.0), (0.4, 2.0), (0.6, 3.0))]
+    """Trailing means of five are 0.2, 0.4, 0.3 and 1.0, 2.0, 3.0."""
+    accuracy = [0.0, 0.2, 0.2, 0.4, 0.2, 1.0, -0.3]
+    entropy = [1.0, 1.0, 1.0, 1.0, 1.0, 6.0, 6.0]
+    rows = [{"accuracy": a, "entropy": e} for a, e in zip(accuracy, entropy, strict=True)]
     assert stats.at_accuracy(rows, "entropy", 0.35) == pytest.approx(1.75)
+    assert stats.at_accuracy(rows, "entropy", 0.1) == pytest.approx(1.0)  # from the beginning
     assert stats.at_accuracy(rows, "entropy", 0.5) is None
 
 
-def test_a_shift_is_correlated_with_what_later_updates_change():
-    """The change of the accuracy from iteration i + 1 to i + 2 follows from updates i + 1."""
-    flips = [0.1, 0.5, 0.2, 0.9, 0.3, 0.0]
-    accuracy = [0.5, 0.5]
-    for share in flips[:-2]:
-        accuracy.append(accuracy[-1] - share / 10)
-    rows = [{"flips": f, "accuracy": a} for f, a in zip(flips, accuracy, strict=True)]
-    assert stats.shift_before_fall(rows) == pytest.approx(-1)
+def test_accuracy_is_that_of_the_weights_before_the_update():
+    rows = [
+        {"x": 100, "generated": 100, "accuracy": 0.2},
+        {"x": 250, "generated": 150, "accuracy": 0.6},
+    ]
+    assert stats.rollout_points(rows) == [(0, 0.2), (100, 0.6)]
+
+
+def write(path, rows):
+    with open(path, "w") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def test_runs_are_read_when_all_are_there_and_one_that_broke_off_counts(monkeypatch, tmp_path):
+    """As accuracy 0 from there on; its other columns are the mean of what there is."""
+    monkeypatch.setattr(stats, "RESULTS", tmp_path)
+    tiny = experiments.Experiment(2, "", {("grpo", "x"): ""})
+    monkeypatch.setitem(experiments.EXPERIMENTS, "tiny", tiny)
+    key = {"script": "grpo", "variant": "x"}
+    rows = [key | {"seed": seed, "after_sampled_accuracy": seed or ""} for seed in (1, 2)]
+    curve = [{"iteration": i, "generated": 10, "accuracy": 0.8, "entropy": 2.0} for i in (1, 2, 3)]
+    short = [key | {"seed": 2} | row for row in curve[:1]]
+    write(tmp_path / "tiny_curves.csv", [*(key | {"seed": 1} | row for row in curve), *short])
+    with pytest.raises(stats.NotRunYet):
+        stats.curves("tiny")
+    write(tmp_path / "tiny.csv", rows[:1])
+    with pytest.raises(stats.NotRunYet):
+        stats.curves("tiny")
+    write(tmp_path / "tiny.csv", rows)
+    broken = stats.curves("tiny")["grpo", "x"][2]
+    assert [row["accuracy"] for row in broken] == [0.8, 0, 0]
+    assert [row["x"] for row in broken] == [10, 20, 30]
+    assert stats.tail(broken, "accuracy") == pytest.approx(0.8 / 3)
+    assert stats.tail(broken, "entropy") == 2.0
 
 
 @pytest.mark.parametrize(
@@ -91,6 +122,10 @@ def comparison(ours, theirs, **more):
     return claims.Comparison(values=lambda: (ours, theirs), **keywords)
 
 
+def not_run():
+    raise stats.NotRunYet("x")
+
+
 def test_verdicts_are_four_words(monkeypatch):
     shut = claims.Gate("tokens", lambda: 0.001, 0.003)
     opened = claims.Gate("tokens", lambda: 0.01, 0.003)
@@ -111,14 +146,25 @@ def test_verdicts_are_four_words(monkeypatch):
 
 
 def test_a_verdict_depends_on_how_many_primaries_there_are(monkeypatch):
-    """p = 0.04 alone; secondary comparisons and those that a gate shuts out do not count."""
+    """p = 0.04 alone. Secondary ones do not count; those that a gate shuts out, or without runs, do."""
     ours, theirs = [0.1, 0.2, 0.15, 0.3], [0.0, 0.11, 0.1, 0.1]
     assert 0.02 < stats.p_value(ours, theirs) < 0.05
     alone = comparison(ours, theirs)
     equal = comparison(LOW, HIGH[::-1], is_primary=False)
     shut = comparison(LOW, LOW, gate=claims.Gate("", lambda: 0, 1))
-    assert found(monkeypatch, alone, equal, shut)[0].verdict == "holds"
-    assert found(monkeypatch, alone, comparison(LOW, LOW))[0].verdict == "no difference seen"
+    missing = comparison(LOW, LOW)._replace(values=not_run)
+    assert found(monkeypatch, alone, equal)[0].verdict == "holds"
+    for other in (comparison(LOW, LOW), shut, missing):
+        assert found(monkeypatch, alone, other)[0].verdict == "no difference seen"
+    assert found(monkeypatch, missing)[0].verdict == "not run yet"
+
+
+def test_runs_that_do_not_reach_an_accuracy_are_not_compared_there(monkeypatch):
+    rows = {1: [{"accuracy": 0.2, "entropy": 1.0}] * 9}
+    monkeypatch.setattr(stats, "read_curves", lambda name: {("dapo", "x"): rows})
+    values = claims.against(claims.at_equal_accuracy, "hard", ("dapo", "x"), ("dapo", "x"), "entropy")
+    (result,) = found(monkeypatch, comparison(LOW, LOW)._replace(values=values))
+    assert result.verdict.startswith("not tested here (not all runs reach")
 
 
 def test_every_claim_has_one_primary_comparison_in_a_regime():
@@ -129,15 +175,26 @@ def test_every_claim_has_one_primary_comparison_in_a_regime():
 
 
 def test_every_verdict_that_is_printed_is_that_of_a_primary():
-    """In both tables, and nothing but these in the words of the pages."""
     rows = claims.table()[2:]
-    words = ("holds", "contradicted", "no difference seen", "not tested here", "not run yet")
     for row, each in zip(rows[1:], claims.findings(), strict=True):  # the first is (a)
-        verdict = row.split(" | ")[-1].removesuffix(" |").strip()
-        has_one = verdict.startswith(words)
-        assert has_one == (each.comparison.is_primary or each.verdict != ""), row
-    for name in claims.CLAIMS:
-        assert sum(row.startswith(f"| ({name}) ") for row in claims.short()) == 1, name
+        *_, verdict = row.removesuffix(" |").split(" | ")
+        if not each.comparison.is_primary:
+            assert verdict.strip() in ("", "not run yet"), row
+
+
+def test_an_identity_is_seen_where_ten_iterations_agree_exactly(monkeypatch):
+    rewards = {script: [0.1 * i for i in range(20)] for script in ("grpo", *claims.ONE, *claims.OTHERS)}
+    rewards["cispo"][3] = 0.9
+    rewards["gspo"][15] += 0.004  # rounding, after ten
+
+    def read_curves(name):
+        return {(k, "one"): {1: [{"reward": value} for value in rewards[k]]} for k in rewards}
+
+    monkeypatch.setattr(stats, "read_curves", read_curves)
+    word, largest = claims.identity()
+    assert word == "an identity, seen" and largest["gspo"] == pytest.approx(0.004)
+    rewards["sapo"][2] += 1e-9
+    assert claims.identity()[0] == "an identity, not seen"
 
 
 # ------------------------------------------------------------------------------------------- the CSVs
@@ -272,7 +329,7 @@ def test_runs_are_collected_with_what_no_script_logs(monkeypatch, tmp_path):
     flags = "--device cpu --iterations 2 --prompts_per_iteration 4 --num_held_out 8"
     whole = sweep.Job("tiny", "grpo", "whole", 1, flags)
     broken = sweep.Job("tiny", "grpo", "broken", 1, f"{flags} --lr 1e9")
-    sweep.run_all("tiny", [whole, broken], 1, "abc1234")
+    assert sweep.run_all("tiny", [whole, broken], 1, "abc1234") == 0
     sweep.collect("tiny", [whole, broken])
     first, second = stats.table("tiny")
     assert first["ended"] == ""
@@ -282,6 +339,8 @@ def test_runs_are_collected_with_what_no_script_logs(monkeypatch, tmp_path):
     assert first["code"] == sweep.code_hash("grpo")
     assert second["ended"].startswith("grpo.py: error: iteration 1: ")
     assert second["after_sampled_accuracy"] is None
+    tiny = experiments.Experiment(1, "", {("grpo", "whole"): "", ("grpo", "broken"): ""})
+    monkeypatch.setitem(experiments.EXPERIMENTS, "tiny", tiny)
     rows = stats.curves("tiny")["grpo", "whole"][1]
     assert [row["x"] for row in rows] == [32, 64]
     for column in ("len_wrong", "log_ratio_p99", "outside"):
@@ -292,6 +351,16 @@ def test_runs_are_collected_with_what_no_script_logs(monkeypatch, tmp_path):
     sweep.run_all("tiny", [whole, broken], 1, "another")
     sweep.collect("tiny", [whole, broken])
     assert {path.name: path.read_text() for path in tmp_path.glob("*.csv")} == before
-    other = whole._replace(flags=whole.flags + " --seed 1")
-    rows, curves = sweep.kept("tiny", [other])
+    # What has ended with other flags is another run.
+    monkeypatch.setattr(sweep, "RUNS", tmp_path / "runs")
+    assert whole.result() and not whole._replace(flags=whole.flags + " --lr 1e-4").result()
+    rows, curves = sweep.kept("tiny", [whole._replace(flags=whole.flags + " --lr 1e-4")])
     assert rows == curves == {}
+
+
+def test_a_run_that_fails_for_another_reason_is_no_result(monkeypatch, tmp_path):
+    monkeypatch.setattr(sweep, "RUNS", tmp_path / "runs")
+    monkeypatch.setattr(sweep, "RESULTS", tmp_path)
+    job = sweep.Job("tiny", "grpo", "x", 1, "--model nowhere")
+    assert sweep.run_all("tiny", [job], 1, "abc1234") == 1
+    assert job.result() is None
