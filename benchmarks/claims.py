@@ -281,14 +281,6 @@ COMPARISONS = [
         against(mean_of, "temperatures", ("sapo", "paper"), ("sapo", "reversed"), "accuracy"),
     ),
     Comparison(
-        "i",
-        DEFAULT,
-        "the same, the paper's : equal ones",
-        1,
-        against(mean_of, "temperatures", ("sapo", "paper"), ("sapo", "equal"), "accuracy"),
-        **SECOND,
-    ),
-    Comparison(
         "j",
         LONG,
         "held-out accuracy after the run, lr 1e-3, grpo without KL: r2 : no replay",

@@ -39,13 +39,11 @@ MADE = {  # what runs name, and what makes it
 }
 
 
-def stability():
-    runs = {}
-    for lr in ("3e-4", "1e-3"):
-        for steps in ("4", "16"):
-            flags = f"--lr {lr} --num_minibatches {steps}"
-            runs |= each(SCRIPTS, f"lr{lr}-steps{steps}", flags)
-    return runs
+STABILITY = {  # settings from mild to wild; milder ones were never seen to fall
+    "lr3e-4-steps16": "--lr 3e-4 --num_minibatches 16",
+    "lr1e-3-steps4": "--lr 1e-3 --num_minibatches 4",
+    "lr1e-3-steps16": "--lr 1e-3 --num_minibatches 16",
+}
 
 
 def stale_rollouts():
@@ -80,7 +78,11 @@ EXPERIMENTS = {
         each(SCRIPTS, "default") | {("dapo", "default"): "--eval_every 1", ("grpo", "free"): FREE},
     ),
     "more": Experiment(3, "--eval_every 2 --save_every 0", each(MORE, "default")),
-    "stability": Experiment(3, "--iterations 20 " + QUIET, stability()),
+    "stability": Experiment(
+        3,
+        "--iterations 20 " + QUIET,
+        {(script, name): flags for name, flags in STABILITY.items() for script in SCRIPTS},
+    ),
     "one_step": Experiment(
         3,
         "--num_minibatches 1 " + QUIET,
@@ -127,7 +129,6 @@ EXPERIMENTS = {
         {
             ("sapo", "paper"): "--tau_pos 1.0 --tau_neg 1.05",
             ("sapo", "reversed"): "--tau_pos 1.05 --tau_neg 1.0",
-            ("sapo", "equal"): "--tau_pos 1.0 --tau_neg 1.0",
         },
     ),
     "stale_eight": Experiment(
@@ -163,7 +164,7 @@ EXPERIMENTS = {
     "hard_clip": Experiment(
         6,
         HARD + STEPS_16 + "--iterations 100 --lr 2e-4",
-        {("dapo", f"high{high}"): f"--clip_eps_high {high}" for high in ("0.2", "0.28", "0.4")},
+        {("dapo", f"high{high}"): f"--clip_eps_high {high}" for high in ("0.2", "0.28")},
     ),
     "hard_ratios": Experiment(
         8,

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import matplotlib
 import stats
+from experiments import STABILITY
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -157,13 +158,12 @@ def dots(axis, groups, title):
 
 def stability():
     """A panel for each setting, with a dot for each run."""
-    figure, axes = plt.subplots(1, 4, figsize=(WIDTH, 2.9), sharex=True, sharey=True)
-    settings = [(rate, steps) for rate in ("3e-4", "1e-3") for steps in ("4", "16")]
-    for axis, (rate, steps) in zip(axes, settings, strict=True):
+    figure, axes = plt.subplots(1, 3, figsize=(WIDTH, 2.9), sharex=True, sharey=True)
+    for axis, setting in zip(axes, STABILITY, strict=True):
         groups = {}
         for script, name in NAMES.items():
-            groups[name] = stats.held_out_of("stability", (script, f"lr{rate}-steps{steps}"))
-        dots(axis, groups, f"lr {rate}, {steps} steps")
+            groups[name] = stats.held_out_of("stability", (script, setting))
+        dots(axis, groups, setting.replace("lr", "lr ").replace("-steps", ", steps "))
         axis.set_xlim(0, 1.03)
         axis.set_xticks((0, 0.5, 1), ("0", "0.5", "1"))
         axis.set_xlabel("held-out accuracy")
@@ -229,8 +229,8 @@ def main():
         if function.__name__ in wanted:
             try:
                 function()
-            except FileNotFoundError as error:
-                print(f"{function.__name__}: no {error.filename} yet")
+            except stats.NotRunYet as error:
+                print(f"{function.__name__}: not all runs of {error} are there yet")
 
 
 if __name__ == "__main__":

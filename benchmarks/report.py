@@ -23,6 +23,7 @@ from pathlib import Path
 import claims
 import gpu
 import stats
+from experiments import STABILITY
 from stats import MORE, SCRIPTS, held_out_of, markdown, read_curves, read_runs, whole
 
 ROOT = Path(__file__).parent.parent
@@ -214,18 +215,17 @@ def curves():
 def stability():
     """Accuracy after the runs at each setting, and how many had an iteration 0.2 or more below an
     earlier one."""
-    settings = [f"lr{rate}-steps{steps}" for rate in ("3e-4", "1e-3") for steps in (4, 16)]
     lines = []
     for script in SCRIPTS:
         cells = []
-        for setting in settings:
+        for setting in STABILITY:
             key = (script, setting)
             falls = [max(stats.drops(rows)) >= 0.2 for rows in read_curves("stability")[key].values()]
             fell = f"; {sum(falls)} of {len(falls)} fell" if any(falls) else ""
             cells.append(mean_std(held_out_of("stability", key)) + fell)
         lines.append([script, *cells])
-    words = [setting.replace("lr", "lr ").replace("-steps", ", steps ") for setting in settings]
-    return markdown(["script", *words], lines, "lrrrr")
+    words = [setting.replace("lr", "lr ").replace("-steps", ", steps ") for setting in STABILITY]
+    return markdown(["script", *words], lines, "lrrr")
 
 
 def staleness():
