@@ -460,12 +460,14 @@ def table():
         words += ": " + ", ".join(f"{script} {gap:.3f}" for script, gap in largest.items())
     except stats.NotRunYet:
         verdict_of_a = "not run yet"
-    lines = [["(a)", DEFAULT, words, "", "", "", verdict_of_a]]
+    lines = [[f"(a) {CLAIMS['a'][0]}", DEFAULT, words, "", "", "", verdict_of_a]]
     for each in findings():
         comparison = each.comparison
         words = comparison.words.replace("|", r"\|")
         arrow = "larger?" if comparison.sign > 0 else "smaller?"
-        name = f"**({comparison.claim})**" if comparison.is_primary else f"({comparison.claim})"
+        name = f"({comparison.claim})"
+        if comparison.is_primary:
+            name = f"**{name}** {CLAIMS[comparison.claim][0]}"
         p = "" if each.p is None else f"{each.p:.2g} / {each.corrected:.2g}"
         values = f"{each.ours} : {each.theirs}" if each.ours else ""
         lines.append(
