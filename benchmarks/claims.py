@@ -144,7 +144,7 @@ CLAIMS = {  # id: (who claims it, and where; what)
 FREE, DAPO_LOW, DAPO_HIGH = ("grpo", "free"), ("dapo", "high0.2"), ("dapo", "high0.28")
 ALL, KEPT, CONTROL = ("cispo", "all"), ("cispo", "kept"), ("cispo", "control")
 GSPO, GMPO = ("gspo", "default"), ("gmpo", "default")
-RSPO_LONG, GMPO_LONG = ("rspo", "lr7e-4"), ("gmpo", "lr7e-4")
+RSPO = ("rspo", "default")
 SECOND = {"is_primary": False}
 
 
@@ -274,7 +274,7 @@ COMPARISONS = [
         LONG,
         "held-out accuracy after the run, lr 7e-4: rspo : gmpo",
         1,
-        against(final, "long_shift", RSPO_LONG, GMPO_LONG),
+        against(final, "long_shift", RSPO, GMPO),
     ),
     Comparison(
         "i",
@@ -299,14 +299,6 @@ COMPARISONS = [
         **SECOND,
     ),
     Comparison(
-        "j",
-        LONG,
-        "the same, grpo without KL at 6e-4",
-        1,
-        against(final, "replay_lower", ("grpo", "r2"), ("grpo", "none")),
-        **SECOND,
-    ),
-    Comparison(
         "k",
         DEFAULT,
         "accuracy of the first 36 iterations, cispo : dapo",
@@ -318,22 +310,14 @@ COMPARISONS = [
         DEFAULT,
         "held-out accuracy after the run, weights renewed every 8 iterations, grpo: token_tis : none",
         1,
-        against(final, "stale_eight", ("grpo", "token_tis"), ("grpo", "none")),
+        against(final, "stale_rollouts", ("grpo", "token_tis"), ("grpo", "none")),
     ),
     Comparison(
         "l",
         DEFAULT,
         "the same, geo_mask : none",
         1,
-        against(final, "stale_eight", ("grpo", "geo_mask"), ("grpo", "none")),
-        **SECOND,
-    ),
-    Comparison(
-        "l",
-        DEFAULT,
-        "the same in three seeds, gspo: token_tis : none",
-        1,
-        against(final, "stale_rollouts", ("gspo", "refresh8-token_tis"), ("gspo", "refresh8-none")),
+        against(final, "stale_rollouts", ("grpo", "geo_mask"), ("grpo", "none")),
         **SECOND,
     ),
     Comparison(
