@@ -70,6 +70,16 @@ def early(name, script, variant, column, iterations):
     return [stats.tail(rows[:iterations], column, iterations) for rows in curves(name, script, variant)]
 
 
+def first_fall(name, script, variant):
+    """Iteration at which the accuracy is first 0.2 or more below an earlier one, by seed; one more than
+    there are if it never is."""
+    iterations = []
+    for rows in curves(name, script, variant):
+        fallen = [i for i, drop in enumerate(stats.drops(rows), 1) if drop >= 0.2]
+        iterations.append(fallen[0] if fallen else len(rows) + 1)
+    return iterations
+
+
 def clipped(name, script, variant):
     """Share of tokens that the clip leaves without a gradient, of all iterations; by seed."""
     low = mean_of(name, script, variant, "clip_low")
@@ -293,7 +303,23 @@ COMPARISONS = [
     Comparison(
         "j",
         LONG,
-        "the same, gspo",
+        "iteration of the first fall by 0.2, the same runs",
+        1,
+        against(first_fall, "replay", ("grpo", "r2"), ("grpo", "none")),
+        **SECOND,
+    ),
+    Comparison(
+        "j",
+        LONG,
+        "held-out accuracy after the run, lr 6e-4, grpo without KL: r2 : no replay",
+        1,
+        against(final, "replay_lower", ("grpo", "r2"), ("grpo", "none")),
+        **SECOND,
+    ),
+    Comparison(
+        "j",
+        LONG,
+        "held-out accuracy after the run, lr 1e-3, gspo: r2 : no replay",
         1,
         against(final, "replay", ("gspo", "r2"), ("gspo", "none")),
         **SECOND,

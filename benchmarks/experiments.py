@@ -129,6 +129,11 @@ EXPERIMENTS = {
             ("gspo", "r2"): f"--routing_replay r2 {PRINTED}",
         },
     ),
+    "replay_lower": Experiment(
+        5,
+        f"{LONG} --lr 6e-4 {FREE}",
+        {("grpo", rule): f"--routing_replay {rule}" for rule in ("none", "r2")},
+    ),
     "long_shift": Experiment(
         8, LONG + "--lr 7e-4 --router_aux_coef 0", each(("gmpo", "rspo"), "default")
     ),
