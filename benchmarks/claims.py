@@ -144,7 +144,7 @@ CLAIMS = {  # id: (who claims it, and where; what)
     "j": ("GSPO, 5.3", "on an MoE, GRPO needs routing replay"),
     "k": ("MiniMax-M1, 3.1", "CISPO learns faster than DAPO in as many steps"),
     "l": ("ours", "correcting for stale rollouts makes training end higher"),
-    "m": ("GSPO, 5.2", "its clip drops a hundred times as many tokens as GRPO's"),
+    "m": ("GSPO, 5.2", "its clip drops more than a hundred times as many tokens as GRPO's"),
     "n": (
         "ours, after DeepSeek-V3.2",
         "masking by the product of a completion's ratios rejects long ones",
