@@ -134,15 +134,10 @@ def drops(rows):
 # -------------------------------------------------------------------------------------- of the seeds
 
 
-def per_seed(name, key, column, count=10):
-    """Mean of a column over the last `count` iterations, for each seed in order."""
-    of_seeds = read_curves(name)[key]
-    return [tail(of_seeds[seed], column, count) for seed in sorted(of_seeds)]
-
-
 def whole(name, key, column):
-    """The same over all iterations."""
-    return per_seed(name, key, column, 10_000)
+    """Mean of a column over all iterations, for each seed in order."""
+    of_seeds = read_curves(name)[key]
+    return [tail(of_seeds[seed], column, len(of_seeds[seed])) for seed in sorted(of_seeds)]
 
 
 def held_out_of(name, key, column="after_sampled_accuracy"):
