@@ -36,7 +36,7 @@ def section(child):
     count = report.changed_lines(parent, child)
     title = f"<h2>{names[1]}, from {names[0]}: {count} changed lines</h2>"
     header = f"<pre>{html.escape(header)}</pre>"
-    table = difflib.HtmlDiff().make_table(old, new, *names, context=True, numlines=4)
+    table = difflib.HtmlDiff().make_table(old, new, context=True, numlines=4)
     table = table.replace("&nbsp;", " ").replace(' nowrap="nowrap"', "")  # so that lines can wrap
     return "\n".join([f'<section id="{child}">', title, header, table, "</section>"])
 
