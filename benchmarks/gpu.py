@@ -60,15 +60,6 @@ MODELS = {
         num_key_value_heads=2,
         tie_word_embeddings=True,
     ),
-    "Qwen2.5-7B": transformers.Qwen2Config(
-        vocab_size=152_064,
-        hidden_size=3584,
-        intermediate_size=18_944,
-        num_hidden_layers=28,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-        tie_word_embeddings=False,
-    ),
     "OLMoE-1B-7B": transformers.OlmoeConfig(
         vocab_size=50_304,
         hidden_size=2048,

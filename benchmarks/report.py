@@ -146,17 +146,6 @@ def lesson():
     return ["```diff", *lines, "```"]
 
 
-def contents():
-    """Links to the sections of benchmarks/README.md."""
-    lines = []
-    text = re.sub(r"^```.*?^```", "", FILES[1].read_text(), flags=re.DOTALL | re.MULTILINE)
-    for level, heading in re.findall(r"^(##+) (.+)$", text, flags=re.MULTILINE):
-        indent = "  " * (len(level) - 2)
-        anchor = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
-        lines.append(f"{indent}- [{heading}](#{anchor})")
-    return lines
-
-
 # ---------------------------------------------------------------------------------- runs of sweep.py
 
 
@@ -434,7 +423,7 @@ def measured_on_a_gpu():
 
 # -------------------------------------------------------------------------------------------- pages
 
-MAKERS = [lesson, contents, more, curves, stability, staleness, correction, mismatch, sampler, speed]
+MAKERS = [lesson, more, curves, stability, staleness, correction, mismatch, sampler, speed]
 MAKERS += [engines, engine_departures, memory, measured_on_a_gpu, smollm2]
 PARTS = {make.__name__.replace("_", " "): make for make in MAKERS}
 PARTS |= {"claims": claims.table, "claims in short": claims.short}
