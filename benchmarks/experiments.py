@@ -26,9 +26,9 @@ LONG = (
 )
 # A quarter of the default job's completions, in float32: for a CPU without bfloat16 instructions.
 SMOLLM2 = (
-    "--model runs/smollm2 --dataset runs/small_sums.jsonl --max_new_tokens 10 --lr 5e-6 "
-    "--prompts_per_iteration 8 --old_logprobs sampler --num_held_out 128 --iterations 24 "
-    "--eval_every 6 --save_every 0"
+    "--model runs/smollm2 --dataset runs/smaller_sums.jsonl --max_new_tokens 10 --lr 5e-6 "
+    "--prompts_per_iteration 8 --old_logprobs sampler --num_held_out 128 --iterations 20 "
+    "--eval_every 5 --save_every 0"
 )
 RAMBLING = "--model runs/rambling --eval_every 2 --save_every 0"
 FREE = "--kl_coef 0"  # grpo without its KL, which its children do not have
@@ -37,7 +37,7 @@ MADE = {  # what runs name, and what makes it
     "runs/rambling": "tiny_moe/train.py --direct 0.1 --worked 0.3",
     "runs/long_addition": "benchmarks/long_addition.py",
     "runs/smollm2": "examples/smollm2.py",
-    "runs/small_sums.jsonl": "examples/small_sums.py",
+    "runs/smaller_sums.jsonl": "examples/small_sums.py --largest 30",
 }
 STABILITY = {  # settings from mild to wild; milder ones were never seen to fall
     "lr3e-4-steps16": "--lr 3e-4 --num_minibatches 16",

@@ -193,9 +193,6 @@ def make_trainer(
     )
 
 
-# -------------------------------------------------------------------------------------- the sampler
-
-
 def second_iteration(model, tokenizer, problems, args, passes, **options):
     """(seconds of sampling, seconds of the rest, tokens) of TRL's second iteration, after a warm-up.
     Every other completion has a reward."""
@@ -217,6 +214,9 @@ def second_iteration(model, tokenizer, problems, args, passes, **options):
     first, second = ends
     seconds, sampling, tokens = [b - a for a, b in zip(first, second, strict=True)]
     return sampling, seconds - sampling, tokens
+
+
+# -------------------------------------------------------------------------------------- the sampler
 
 
 def sampler(flags, iterations, turns):

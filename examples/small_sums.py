@@ -1,37 +1,38 @@
 """A dataset of your own for --dataset: chat messages in JSON lines. Here sums for a small model.
 
-    python examples/small_sums.py runs/small_sums.jsonl
+    python examples/small_sums.py runs/small_sums.jsonl [--largest 99]
 
-Expect: a file, in a second; smollm2.py has the command that trains on it. Each of the 4,000 rows has a
-column `question`, a list of messages with one solved sum and the sum to solve, and a column `answer`.
-The solved sum shows the form: asked without it, the model writes no '####'.
+Expect: a file, in a second; smollm2.py has the command that trains on it. Each of the 4,000 rows (or as
+many as there are) has a column `question`, a list of messages with one solved sum and the sum to solve,
+and a column `answer`. The solved sum shows the form: asked without it, the model writes no '####'.
 """
 
+import argparse
 import json
 import random
-import sys
 from pathlib import Path
 
 SHOWN = [("system", "Add the numbers."), ("user", "25 + 14"), ("assistant", "#### 39")]
 
 
 def main():
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
+    parser = argparse.ArgumentParser(usage=__doc__)
+    parser.add_argument("--largest", type=int, default=99, help="number in a sum, above 9")
+    parser.add_argument("path", type=Path)
+    options = parser.parse_args()
     rng = random.Random(0)
 
     def number():
-        low, high = rng.choice([(0, 9), (10, 99)])
+        low, high = rng.choice([(0, 9), (10, options.largest)])
         return rng.randint(low, high)
 
     sums = {}
-    while len(sums) < 4000:
+    while len(sums) < min(4000, (options.largest + 1) ** 2):
         a = number()
         b = number()
         sums[f"{a} + {b}"] = a + b
-    path = Path(sys.argv[1])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w") as file:
+    options.path.parent.mkdir(parents=True, exist_ok=True)
+    with open(options.path, "w") as file:
         for question, answer in sums.items():
             turns = [*SHOWN, ("user", question)]
             messages = [{"role": role, "content": text} for role, text in turns]

@@ -305,7 +305,7 @@ def test_without_a_path_an_example_says_how_to_run_it(name):
     result = subprocess.run(
         [sys.executable, ROOT / "examples" / f"{name}.py"], capture_output=True, text=True
     )
-    assert result.returncode == 1 and f"python examples/{name}.py" in result.stderr
+    assert result.returncode > 0 and f"python examples/{name}.py" in result.stderr
 
 
 @pytest.mark.slow
