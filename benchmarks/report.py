@@ -114,7 +114,7 @@ def script_table(names, folder=""):
         else:
             row += ["a critic, GAE, KL in the reward", ""]
         rows.append(row)
-    header = ["script", "paper", "what differs from its parent", "lines added or removed, parent"]
+    header = ["script", "paper", "what differs from its parent", "changed lines, parent"]
     return markdown(header, rows)
 
 
