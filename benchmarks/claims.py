@@ -132,7 +132,8 @@ CLAIMS = {  # id: (who claims it, and where; what)
     "d": ("DAPO, 3.2", "refilling with mixed groups learns faster, per generated completion"),
     "e1": ("DAPO, 3.4", "punishing overlong answers makes fewer of them"),
     "e2": ("DAPO, 3.4", "leaving overlong answers out makes the accuracy higher"),
-    "f": ("MiniMax-M1, 3.1", "the tokens that PPO's clip drops matter"),
+    "f1": ("MiniMax-M1, 3.1", "the tokens that PPO's clip drops carry more gradient"),
+    "f2": ("MiniMax-M1, 3.1", "keeping these tokens learns faster"),
     "g": ("GMPO, abstract", "its log-ratios stay closer to 0 than GRPO's"),
     "h": ("RSPO, abstract", "damping the shift of routers makes training more stable"),
     "i": ("SAPO, on its temperatures", "tau_neg above tau_pos is more stable than the reverse"),
@@ -210,14 +211,14 @@ COMPARISONS = [
         **SECOND,
     ),
     Comparison(
-        "f",
+        "f1",
         DEFAULT,
         "norm of the gradient from dropped tokens, 16 steps : from as many equally improbable ones",
         1,
         two_columns("gradient_share", ("cispo", "steps16"), "outside_gradient", "matched_gradient"),
     ),
     Comparison(
-        "f",
+        "f1",
         DEFAULT,
         "the same with 4 steps",
         1,
@@ -225,7 +226,7 @@ COMPARISONS = [
         **SECOND,
     ),
     Comparison(
-        "f",
+        "f2",
         HARD,
         "area over 25,000 completions, cispo: all tokens : those that PPO keeps",
         1,
@@ -233,7 +234,7 @@ COMPARISONS = [
         gate=Gate("tokens beyond PPO's range", share("hard_tokens", *ALL, "outside"), 0.001),
     ),
     Comparison(
-        "f",
+        "f2",
         HARD,
         "the same, without as many equally improbable ones : those that PPO keeps",
         1,
@@ -289,6 +290,11 @@ COMPARISONS = [
         "held-out accuracy after the run, lr 1e-3, grpo without KL: r2 : no replay",
         1,
         against(final, "replay", ("grpo", "r2"), ("grpo", "none")),
+        gate=Gate(
+            "accuracy that is left with replay",
+            lambda: statistics.mean(final("replay", "grpo", "r2")),
+            0.05,
+        ),
     ),
     Comparison(
         "j",
