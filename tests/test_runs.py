@@ -328,14 +328,6 @@ def test_what_is_not_finite_is_not_logged(tmp_path, monkeypatch):
     assert {"losses/approx_kl", "losses/ratio_max"}.isdisjoint(line) and "losses/kl_ref" in line
 
 
-def test_same_seed_same_metrics_other_seed_other_metrics(tmp_path):
-    for folder, seed in (("a", 1), ("b", 1), ("c", 2)):
-        flags = ("--run_dir", tmp_path / folder, "--seed", seed, "--iterations", 1)
-        assert small("grpo", *flags).returncode == 0
-    assert untimed(tmp_path / "a") == untimed(tmp_path / "b")
-    assert untimed(tmp_path / "a") != untimed(tmp_path / "c")
-
-
 def test_resume_with_nothing_left_to_do(tmp_path):
     """Fewer iterations than were done already: the table of the trained model, and no change."""
     assert small("grpo", "--run_dir", tmp_path, "--iterations", 2, held_out=8).returncode == 0
