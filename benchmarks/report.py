@@ -251,10 +251,10 @@ def smollm2():
         held_out = {row["iteration"]: row["held_out"] for row in rows}
         accuracies = [run["before_greedy_accuracy"], *(held_out[i] for i in iterations)]
         cells = [f"{accuracy:.3f}" for accuracy in accuracies]
-        lines.append([script, *cells, f"{run['seconds'] / 60:.0f}"])
+        lines.append([script, *cells, f"{run['generated']:,.0f}", f"{run['seconds'] / 60:.0f}"])
     figure = "![Accuracy of eight algorithms on SmolLM2-135M](figures/smollm2.png)"
-    header = ["after iteration", 0, *iterations, "minutes"]
-    return [figure, "", *markdown(header, lines, "lrrrrrr")]
+    header = ["after iteration", 0, *iterations, "completions", "minutes"]
+    return [figure, "", *markdown(header, lines, "lrrrrrrr")]
 
 
 def percent(value):
