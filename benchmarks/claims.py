@@ -264,6 +264,14 @@ COMPARISONS = [
         against(at_equal_accuracy, "hard_ratios", GMPO, FREE, "log_ratio_p99"),
     ),
     Comparison(
+        "g",
+        HARD,
+        "the same, mean of all iterations",
+        -1,
+        against(mean_of, "hard_ratios", GMPO, FREE, "log_ratio_p99"),
+        **SECOND,
+    ),
+    Comparison(
         "h",
         DEFAULT,
         "accuracy at the end, 64 steps: rspo : gmpo",

@@ -1,7 +1,7 @@
 """Times an iteration of grpo.py against TRL's GRPOTrainer, and the sampler against generate().
 
     python benchmarks/speed.py trl [--cases fixed learning] [--pairs 21]   # results/trl_speed.csv
-    python benchmarks/speed.py sampler [--pairs 11]                        # results/sampler.csv
+    python benchmarks/speed.py sampler [--pairs 40]                        # results/sampler.csv
 
 Each side is a process of its own that waits while the other one works. The first pair of turns is
 warm-up and is not counted. Rows with the same case and threads are replaced, others are kept.
@@ -265,7 +265,7 @@ CASES = [  # command, case, threads, pairs, flags of grpo.py
     ("trl", "learning", 1, 21, "--lr 2e-4"),
     ("trl", "learning", 2, 21, "--lr 2e-4"),
     ("trl", "smollm2-float32", 1, 2, SMOLLM2),
-    ("sampler", "default", 1, 11, ""),
+    ("sampler", "default", 1, 40, ""),
 ]
 COMMANDS = {  # the CSV, the two sides, columns of each
     "trl": ("trl_speed.csv", (ours, trl), ("seconds", "sampling", "tokens", "peak_mib")),
