@@ -140,7 +140,7 @@ class Completion(NamedTuple):
     text: str = ""
     experts: torch.Tensor | None = None  # (prompt and response, L, K), where they are recorded
     reward: float | None = None  # from `judge`, as
-    why: str | None = None  # correct, wrong, no_answer or truncated
+    verdict: str | None = None  # correct, wrong, no_answer or truncated
 
 
 def pad(rows, device, left=False):
@@ -156,8 +156,8 @@ def sample(policy, problems, group_size, args, generator=None, greedy=False):
     distribution at `--temperature` (no top-k, no top-p), or greedily. All noise is drawn in advance:
     what a completion becomes does not depend on which others are sampled with it."""
     noise_PGT = torch.rand(len(problems), group_size, args.max_new_tokens, generator=generator)
-    my_problems = ranks.my_share(problems)
-    my_noise_PGT = ranks.my_share(noise_PGT)
+    my_problems = ranks.local_slice(problems)
+    my_noise_PGT = ranks.local_slice(noise_PGT)
     rows_at_a_time = args.rollout_batch_size or len(problems) * group_size
     problems_at_a_time = max(1, rows_at_a_time // group_size)  # a group is sampled together
     are_experts_needed = args.routing_replay == "r3" or args.has_rollout_copy
@@ -268,7 +268,7 @@ def sample_batch(policy, problems, noise_NT, *, temperature, greedy, record_expe
 
 
 def verify(text, answer, truncated=False):
-    """(reward, why): 1.0 and 'correct', or 0.0 and 'wrong', 'no_answer' or, if cut off, 'truncated'."""
+    """(reward, verdict): 1.0 and 'correct', else 0.0 and 'wrong', 'no_answer' or 'truncated'."""
     if truncated:
         return 0.0, "truncated"
     found = final_answer(text)
@@ -286,10 +286,10 @@ def load_verifier(args):
 
 def judge(completions, verify):
     """The completions with their verdicts. Each is verified once, on one of the ranks."""
-    mine = [verify(c.text, c.problem.answer, c.truncated) for c in ranks.my_share(completions)]
-    verdicts = ranks.all_gather_list(mine)
-    pairs = zip(completions, verdicts, strict=True)
-    return [c._replace(reward=reward, why=why) for c, (reward, why) in pairs]
+    mine = [verify(c.text, c.problem.answer, c.truncated) for c in ranks.local_slice(completions)]
+    results = ranks.all_gather_list(mine)
+    pairs = zip(completions, results, strict=True)
+    return [c._replace(reward=reward, verdict=verdict) for c, (reward, verdict) in pairs]
 
 
 # ---------------------------------------------------------------------------------------- log-probs
@@ -320,7 +320,7 @@ class Batch:
     def micro_batches(self, minibatch, size):
         """Yields (row numbers, the batch of these rows): this rank's rows of a minibatch, in parts of
         much the same size and of at most `size` rows."""
-        mine = ranks.my_share(minibatch)
+        mine = ranks.local_slice(minibatch)
         for rows in mine.tensor_split(math.ceil(len(mine) / size)):
             yield rows, self.rows(rows)
 

@@ -60,8 +60,8 @@ class Args(RunArgs):  # model, data, device, precision, output: see plumbing/arg
     max_sampling_rounds: int = flag(10, "rounds to fill the batch with mixed groups")
 
     def check(self):
-        self.within(0, 1, "clip_eps_low")
-        self.within(1, 1e9, "max_sampling_rounds")
+        self.check_range(0, 1, "clip_eps_low")
+        self.check_range(1, 1e9, "max_sampling_rounds")
         if self.group_size < 2:
             raise UserError("--group_size must be at least 2: the mean of the group is the baseline")
         if self.overlong == "soft" and not 0 < self.overlong_cache < self.max_new_tokens:
@@ -87,7 +87,7 @@ def mixed_groups(completions, group_size):
     kept = []
     for start in range(0, len(completions), group_size):
         group = completions[start : start + group_size]
-        num_right = sum(c.why == "correct" for c in group)
+        num_right = sum(c.verdict == "correct" for c in group)
         if 0 < num_right < group_size:
             kept += group
     return kept
@@ -95,7 +95,7 @@ def mixed_groups(completions, group_size):
 
 def group_counts(completions, group_size, rounds):
     """What became of the groups that were generated, for the log."""
-    is_right_PG = torch.tensor([c.why == "correct" for c in completions]).view(-1, group_size)
+    is_right_PG = torch.tensor([c.verdict == "correct" for c in completions]).view(-1, group_size)
     num_right = is_right_PG.sum(1).tolist()
     all_right = num_right.count(group_size)
     all_wrong = num_right.count(0)
@@ -174,7 +174,7 @@ def main(args):
     for iteration in range(run.iteration + 1, args.iterations + 1):
         # ---------------------------------------------------------------------------------- rollout
         meter = Meter(iteration)
-        sampler = policy.for_sampling(iteration)  # itself, or its copy in --rollout_dtype
+        sampler = policy.sampler_at(iteration)  # itself, or its copy in --rollout_dtype
         # [2] Dynamic sampling: each round draws what is missing, uniform groups are dropped.
         generated = []  # all completions, with their verdicts
         kept = []  # those of mixed groups
@@ -236,8 +236,8 @@ def main(args):
                         clip_eps_high=args.clip_eps_high,
                         num_tokens=num_tokens,
                     )
-                    fraction = len(rows) / len(minibatch)  # aux_loss is a mean over the micro-batch
-                    total_loss = loss + args.router_aux_coef * outputs.aux_loss * fraction
+                    row_share = len(rows) / len(minibatch)  # aux_loss is a mean over the micro-batch
+                    total_loss = loss + args.router_aux_coef * outputs.aux_loss * row_share
                     total_loss.backward()
                     meter.add_pass({"policy_loss": loss}, stats, outputs, old, rows, micro.mask_BT)
                 grad_norm = policy.clip_gradients(args.max_grad_norm)  # of the sum over all ranks

@@ -50,7 +50,7 @@ class Args(RunArgs):  # model, data, device, precision, output: see plumbing/arg
     clip_eps_high: float = flag(0.2, "the ratio is clipped at 1 + this")
 
     def check(self):
-        self.within(0, 1, "clip_eps_low")
+        self.check_range(0, 1, "clip_eps_low")
         if self.group_size < 2:
             raise UserError("--group_size must be at least 2: the mean of the group is the baseline")
 
@@ -132,7 +132,7 @@ def main(args):
         # ---------------------------------------------------------------------------------- rollout
         meter = Meter(iteration)
         problems = problem_stream.take(args.prompts_per_iteration)
-        sampler = policy.for_sampling(iteration)  # itself, or its copy in --rollout_dtype
+        sampler = policy.sampler_at(iteration)  # itself, or its copy in --rollout_dtype
         completions = sample(sampler, problems, args.group_size, args, generator)
         meter.lap("rollout_seconds")
 
@@ -169,8 +169,8 @@ def main(args):
                         max_new_tokens=args.max_new_tokens,
                         num_sequences=len(minibatch),
                     )
-                    fraction = len(rows) / len(minibatch)  # aux_loss is a mean over the micro-batch
-                    total_loss = loss + args.router_aux_coef * outputs.aux_loss * fraction
+                    row_share = len(rows) / len(minibatch)  # aux_loss is a mean over the micro-batch
+                    total_loss = loss + args.router_aux_coef * outputs.aux_loss * row_share
                     total_loss.backward()
                     meter.add_pass({"policy_loss": loss}, stats, outputs, old, rows, micro.mask_BT)
                 grad_norm = policy.clip_gradients(args.max_grad_norm)  # of the sum over all ranks

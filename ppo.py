@@ -35,7 +35,7 @@ from torch import nn
 
 from common import collate, evaluate, judge, load_policy, load_problems, load_verifier
 from common import sample, score, score_values, token_logprobs
-from plumbing import Meter, Run, RunArgs, Trained, critic_stats, flag, forward_packed
+from plumbing import Meter, Run, RunArgs, TrainedModel, critic_stats, flag, forward_packed
 from plumbing import iteration_metrics, launch, plan_memory, rollout_correction
 
 
@@ -62,8 +62,8 @@ class Args(RunArgs):  # model, data, device, precision, output: see plumbing/arg
     critic_lr: float = flag(2e-3, "AdamW's learning rate of the critic, constant")
 
     def check(self):
-        self.within(0, 1, "clip_eps_low", "gamma", "gae_lambda")
-        self.within(1e-9, 1e9, "critic_lr")
+        self.check_range(0, 1, "clip_eps_low", "gamma", "gae_lambda")
+        self.check_range(1e-9, 1e9, "critic_lr")
 
 
 class Critic(nn.Module):
@@ -198,7 +198,7 @@ def main(args):
     run = Run(args)
     verify = load_verifier(args)
     policy = load_policy(args)  # the model with its tokenizer
-    critic = Trained(Critic(policy), args.dtype)
+    critic = TrainedModel(Critic(policy), args.dtype)
     problem_stream, held_out = load_problems(args, policy)
     policy_group = {"params": list(policy.parameters()), "lr": args.lr}
     critic_group = {"params": list(critic.parameters()), "lr": args.critic_lr}
@@ -216,7 +216,7 @@ def main(args):
         # ---------------------------------------------------------------------------------- rollout
         meter = Meter(iteration)
         problems = problem_stream.take(args.prompts_per_iteration)
-        sampler = policy.for_sampling(iteration)  # itself, or its copy in --rollout_dtype
+        sampler = policy.sampler_at(iteration)  # itself, or its copy in --rollout_dtype
         completions = sample(sampler, problems, args.group_size, args, generator)
         meter.lap("rollout_seconds")
 
@@ -280,8 +280,8 @@ def main(args):
                     # H over the whole step's tokens, as the loss; what is logged is a plain mean.
                     entropy = torch.where(micro.mask_BT, outputs.entropy_BT, 0).sum() / num_tokens
                     total_loss = loss + args.value_coef * critic_loss - args.entropy_coef * entropy
-                    fraction = len(rows) / len(minibatch)  # aux_loss is a mean over the micro-batch
-                    total_loss = total_loss + args.router_aux_coef * outputs.aux_loss * fraction
+                    row_share = len(rows) / len(minibatch)  # aux_loss is a mean over the micro-batch
+                    total_loss = total_loss + args.router_aux_coef * outputs.aux_loss * row_share
                     total_loss.backward()
                     losses = {"policy_loss": loss, "value_loss": critic_loss}
                     meter.add_pass(losses, stats, outputs, old, rows, micro.mask_BT)

@@ -58,7 +58,7 @@ class Args(RunArgs):  # model, data, device, precision, output: see plumbing/arg
     shift: Literal["damped", "literal", "before_clip"] = flag("damped", "see the header")
 
     def check(self):
-        self.within(0, 1, "gamma_min")
+        self.check_range(0, 1, "gamma_min")
         if self.old_logprobs == "sampler":
             raise UserError("--old_logprobs sampler: the router shift needs the old policy's forward")
         if self.group_size < 2:
@@ -79,7 +79,7 @@ def compute_advantages(rewards_PG):
     return torch.where(is_uniform_P1, 0, advantages_PG)
 
 
-def active_scores(router_logits, experts_BTLK):
+def expert_logprobs(router_logits, experts_BTLK):
     """log p of the given experts, p the softmax over all: L tensors (B, T, E) -> (B, T, L, K)."""
     scores = []
     for layer, logits_BTE in enumerate(router_logits):
@@ -179,7 +179,7 @@ def main(args):
         # ---------------------------------------------------------------------------------- rollout
         meter = Meter(iteration)
         problems = problem_stream.take(args.prompts_per_iteration)
-        sampler = policy.for_sampling(iteration)  # itself, or its copy in --rollout_dtype
+        sampler = policy.sampler_at(iteration)  # itself, or its copy in --rollout_dtype
         completions = sample(sampler, problems, args.group_size, args, generator)
         meter.lap("rollout_seconds")
 
@@ -195,7 +195,7 @@ def main(args):
         # not shuffled, and the micro-batches are those of the update, so r is exactly 1 at first.
         batch = collate(completions, args)
         minibatches = batch.minibatches(args.num_minibatches)
-        old = score(policy, batch, minibatches, args, also=active_scores)  # old.also: log p_old(e_jk)
+        old = score(policy, batch, minibatches, args, also=expert_logprobs)  # old.also: log p_old(e_jk)
         # Importance weights pi_old / sampler; all 1 unless --rollout_correction is on.
         correction = rollout_correction(old, batch, args, one_ratio=True)
         meter.add_global("rollout", correction.stats)
@@ -207,7 +207,7 @@ def main(args):
                 for rows, micro in batch.micro_batches(minibatch, args.micro_batch_size):
                     outputs = token_logprobs(policy, micro, args.temperature)
                     active_BTLK = micro.active_experts(old.experts_NTLK[rows])  # e_jk
-                    scores_BTLK = active_scores(outputs.router_logits, active_BTLK)
+                    scores_BTLK = expert_logprobs(outputs.router_logits, active_BTLK)
                     raw_gamma_BT = router_shift(scores_BTLK, old.also[rows])
                     loss, stats = policy_loss(
                         outputs.logprobs_BT,
@@ -220,8 +220,8 @@ def main(args):
                         router_shift_BT=raw_gamma_BT,
                         num_sequences=len(minibatch),
                     )
-                    fraction = len(rows) / len(minibatch)  # aux_loss is a mean over the micro-batch
-                    total_loss = loss + args.router_aux_coef * outputs.aux_loss * fraction
+                    row_share = len(rows) / len(minibatch)  # aux_loss is a mean over the micro-batch
+                    total_loss = loss + args.router_aux_coef * outputs.aux_loss * row_share
                     total_loss.backward()
                     meter.add_pass({"policy_loss": loss}, stats, outputs, old, rows, micro.mask_BT)
                     gamma = masked_mean(raw_gamma_BT, micro.mask_BT)

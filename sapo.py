@@ -51,7 +51,7 @@ class Args(RunArgs):  # model, data, device, precision, output: see plumbing/arg
     tau_neg: float = flag(1.05, "temperature of the gate elsewhere; higher fades faster")
 
     def check(self):
-        self.within(1e-9, 1e9, "tau_pos", "tau_neg")
+        self.check_range(1e-9, 1e9, "tau_pos", "tau_neg")
         if self.group_size < 2:
             raise UserError("--group_size must be at least 2: the mean of the group is the baseline")
 
@@ -132,7 +132,7 @@ def main(args):
         # ---------------------------------------------------------------------------------- rollout
         meter = Meter(iteration)
         problems = problem_stream.take(args.prompts_per_iteration)
-        sampler = policy.for_sampling(iteration)  # itself, or its copy in --rollout_dtype
+        sampler = policy.sampler_at(iteration)  # itself, or its copy in --rollout_dtype
         completions = sample(sampler, problems, args.group_size, args, generator)
         meter.lap("rollout_seconds")
 
@@ -168,8 +168,8 @@ def main(args):
                         tau_neg=args.tau_neg,
                         num_sequences=len(minibatch),
                     )
-                    fraction = len(rows) / len(minibatch)  # aux_loss is a mean over the micro-batch
-                    total_loss = loss + args.router_aux_coef * outputs.aux_loss * fraction
+                    row_share = len(rows) / len(minibatch)  # aux_loss is a mean over the micro-batch
+                    total_loss = loss + args.router_aux_coef * outputs.aux_loss * row_share
                     total_loss.backward()
                     meter.add_pass({"policy_loss": loss}, stats, outputs, old, rows, micro.mask_BT)
                 grad_norm = policy.clip_gradients(args.max_grad_norm)  # of the sum over all ranks

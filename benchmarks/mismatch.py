@@ -120,7 +120,7 @@ def rejected(commit):
     folder = "runs/long_addition"
     flags = f"--model {folder}/model --dataset {folder}/problems.jsonl --max_new_tokens 192"
     args, policy = load(f"{flags} --rollout_dtype int4")
-    sampler = policy.for_sampling(iteration=1)
+    sampler = policy.sampler_at(iteration=1)
     problem_stream, _ = common.load_problems(args, policy)
     for seed in range(1, 6):
         generator = torch.Generator().manual_seed(seed)

@@ -55,7 +55,7 @@ class Args(RunArgs):  # model, data, device, precision, output: see plumbing/arg
     baseline_decay: float = flag(0.9, "d of the running baseline")
 
     def check(self):
-        self.within(0, 1, "baseline_decay")
+        self.check_range(0, 1, "baseline_decay")
 
 
 def masked_mean(x, mask):
@@ -116,7 +116,7 @@ def main(args):
     generator = torch.Generator().manual_seed(args.seed)  # of the sampler's noise
     run.restore(policy, problem_stream, generator, optimizer=optimizer)
     args = plan_memory(args, policy, problem_stream, held_out)
-    run.numbers.setdefault("baseline", 0.0)
+    run.extra_state.setdefault("baseline", 0.0)
     if run.before is None:
         run.before = evaluate(policy, held_out, verify, args, sampled=True)
 
@@ -124,7 +124,7 @@ def main(args):
         # ---------------------------------------------------------------------------------- rollout
         meter = Meter(iteration)
         problems = problem_stream.take(args.prompts_per_iteration)
-        sampler = policy.for_sampling(iteration)  # itself, or its copy in --rollout_dtype
+        sampler = policy.sampler_at(iteration)  # itself, or its copy in --rollout_dtype
         completions = sample(sampler, problems, args.group_size, args, generator)
         meter.lap("rollout_seconds")
 
@@ -133,12 +133,12 @@ def main(args):
         rewards_PG = torch.tensor([c.reward for c in completions]).view(-1, args.group_size)
 
         # ------------------------------------------------------------------------------- advantages
-        baseline = run.numbers["baseline"]
+        baseline = run.extra_state["baseline"]
         advantages_N1 = compute_advantages(rewards_PG, baseline).view(-1, 1).to(args.device)
         # [1] b becomes d b + (1 - d) mean R, for the next iteration
         baseline *= args.baseline_decay
         baseline += (1 - args.baseline_decay) * rewards_PG.mean().item()
-        run.numbers["baseline"] = baseline
+        run.extra_state["baseline"] = baseline
 
         # ---------------------------------------------------------------------------- old log-probs
         # Computed again (unless --old_logprobs sampler): the sampler's differ by rounding. The rows are
@@ -161,8 +161,8 @@ def main(args):
                 micro.mask_BT,
                 num_sequences=len(completions),
             )
-            fraction = len(rows) / len(completions)  # aux_loss is a mean over the micro-batch
-            total_loss = loss + args.router_aux_coef * outputs.aux_loss * fraction
+            row_share = len(rows) / len(completions)  # aux_loss is a mean over the micro-batch
+            total_loss = loss + args.router_aux_coef * outputs.aux_loss * row_share
             total_loss.backward()
             meter.add_pass({"policy_loss": loss}, stats, outputs, old, rows, micro.mask_BT)
         grad_norm = policy.clip_gradients(args.max_grad_norm)  # of the sum over all ranks

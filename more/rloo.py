@@ -123,7 +123,7 @@ def main(args):
         # ---------------------------------------------------------------------------------- rollout
         meter = Meter(iteration)
         problems = problem_stream.take(args.prompts_per_iteration)
-        sampler = policy.for_sampling(iteration)  # itself, or its copy in --rollout_dtype
+        sampler = policy.sampler_at(iteration)  # itself, or its copy in --rollout_dtype
         completions = sample(sampler, problems, args.group_size, args, generator)
         meter.lap("rollout_seconds")
 
@@ -155,8 +155,8 @@ def main(args):
                 micro.mask_BT,
                 num_sequences=len(completions),
             )
-            fraction = len(rows) / len(completions)  # aux_loss is a mean over the micro-batch
-            total_loss = loss + args.router_aux_coef * outputs.aux_loss * fraction
+            row_share = len(rows) / len(completions)  # aux_loss is a mean over the micro-batch
+            total_loss = loss + args.router_aux_coef * outputs.aux_loss * row_share
             total_loss.backward()
             meter.add_pass({"policy_loss": loss}, stats, outputs, old, rows, micro.mask_BT)
         grad_norm = policy.clip_gradients(args.max_grad_norm)  # of the sum over all ranks

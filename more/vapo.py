@@ -43,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # run as a file, it finds
 
 from common import collate, evaluate, judge, load_policy, load_problems, load_verifier
 from common import sample, score, score_values, token_logprobs
-from plumbing import Meter, Run, RunArgs, Trained, critic_stats, flag, forward_packed
+from plumbing import Meter, Run, RunArgs, TrainedModel, critic_stats, flag, forward_packed
 from plumbing import iteration_metrics, launch, plan_memory, rollout_correction
 
 
@@ -73,8 +73,8 @@ class Args(RunArgs):  # model, data, device, precision, output: see plumbing/arg
     positive_lm_coef: float = flag(0.1, "mu, the weight of the LM loss of right answers")
 
     def check(self):
-        self.within(0, 1, "clip_eps_low", "gamma")
-        self.within(1e-9, 1e9, "critic_lr", "lambda_alpha")
+        self.check_range(0, 1, "clip_eps_low", "gamma")
+        self.check_range(1e-9, 1e9, "critic_lr", "lambda_alpha")
 
 
 class Critic(nn.Module):
@@ -221,7 +221,7 @@ def main(args):
     run = Run(args)
     verify = load_verifier(args)
     policy = load_policy(args)  # the model with its tokenizer
-    critic = Trained(Critic(policy), args.dtype)
+    critic = TrainedModel(Critic(policy), args.dtype)
     problem_stream, held_out = load_problems(args, policy)
     policy_group = {"params": list(policy.parameters()), "lr": args.lr}
     critic_group = {"params": list(critic.parameters()), "lr": args.critic_lr}
@@ -239,14 +239,14 @@ def main(args):
         # ---------------------------------------------------------------------------------- rollout
         meter = Meter(iteration)
         problems = problem_stream.take(args.prompts_per_iteration)
-        sampler = policy.for_sampling(iteration)  # itself, or its copy in --rollout_dtype
+        sampler = policy.sampler_at(iteration)  # itself, or its copy in --rollout_dtype
         completions = sample(sampler, problems, args.group_size, args, generator)
         meter.lap("rollout_seconds")
 
         # ----------------------------------------------------------------------------------- reward
         completions = judge(completions, verify)
         rewards_N1 = torch.tensor([[c.reward] for c in completions], device=args.device)
-        is_right_N1 = torch.tensor([[c.why == "correct"] for c in completions], device=args.device)
+        is_right_N1 = torch.tensor([[c.verdict == "correct"] for c in completions], device=args.device)
 
         # ---------------------------------------------------------------------------- old log-probs
         # Computed again (unless --old_logprobs sampler): the sampler's differ by rounding. The rows are
@@ -317,8 +317,8 @@ def main(args):
                     total_loss = loss + args.value_coef * critic_loss - args.entropy_coef * entropy
                     # [5] J has -mu L_LM, the loss +mu L_LM
                     total_loss = total_loss + args.positive_lm_coef * lm_loss
-                    fraction = len(rows) / len(minibatch)  # aux_loss is a mean over the micro-batch
-                    total_loss = total_loss + args.router_aux_coef * outputs.aux_loss * fraction
+                    row_share = len(rows) / len(minibatch)  # aux_loss is a mean over the micro-batch
+                    total_loss = total_loss + args.router_aux_coef * outputs.aux_loss * row_share
                     total_loss.backward()
                     losses = {
                         "policy_loss": loss,

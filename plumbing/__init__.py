@@ -24,5 +24,5 @@ from plumbing.correction import rollout_correction
 from plumbing.memory import plan_memory
 from plumbing.metrics import Meter, critic_stats, iteration_metrics
 from plumbing.packing import forward_packed
-from plumbing.policy import Trained
+from plumbing.policy import TrainedModel
 from plumbing.run import Run

@@ -83,7 +83,7 @@ class RunArgs:
         """Whether a copy of the weights samples, which may differ from those that are trained."""
         return self.rollout_dtype != "same" or self.rollout_refresh_every > 1
 
-    def within(self, low, high, *names):
+    def check_range(self, low, high, *names):
         """UserError if the value of one of these flags lies outside."""
         for name in names:
             value = getattr(self, name)
@@ -109,7 +109,7 @@ def check_ranges(args):
     for low, high, names in RANGES:
         ranges |= dict.fromkeys(names.split(), (low, high))
     for name, (low, high) in ranges.items():
-        args.within(low, high, name)
+        args.check_range(low, high, name)
 
 
 def parse_args(args_class):

@@ -124,18 +124,20 @@ def plan_memory(args, policy, problem_stream, held_out, critic=None, reference=N
     others = [int(other is not None) for other in (critic, reference)]
     needed = memory_parts(policy.master, args, longest_prompt, *others)
     peak = memory_peak(needed)
-    there = device_memory(args.device)
+    available = device_memory(args.device)
     if not args.device.startswith("cuda"):
-        there /= ranks.WORLD  # the ranks share it
+        available /= ranks.WORLD  # the ranks share it
     unit, name = (2**30, "GiB") if peak > 2**30 else (2**20, "MiB")
     listed = ", ".join(f"{part} {count / unit:.1f}" for part, count in needed.items() if count > 0)
     if ranks.RANK == 0:
-        line = f"memory in {name}, computed: {listed}; at most {peak / unit:.1f} of {there / unit:.1f}"
+        line = (
+            f"memory in {name}, computed: {listed}; at most {peak / unit:.1f} of {available / unit:.1f}"
+        )
         tqdm.write(line)
-    if peak > there:
+    if peak > available:
         raise UserError(
             f"--model {args.model} needs about {peak / 2**30:.1f} GiB on {args.device}, which has "
-            f"{there / 2**30:.1f}; less: --dtype bfloat16, --gradient_checkpointing, or a smaller "
+            f"{available / 2**30:.1f}; less: --dtype bfloat16, --gradient_checkpointing, or a smaller "
             f"--micro_batch_size (now {args.micro_batch_size}) or --rollout_batch_size "
             f"(now {args.rollout_batch_size})"
         )

@@ -148,12 +148,12 @@ def rollout_summary(completions, num_samples=1):
     "direct" is an answer at once, with nothing before it."""
     count = len(completions)
     lengths = [len(c.ids) for c in completions]
-    reasons = [c.why for c in completions]
+    verdicts = [c.verdict for c in completions]
     direct = [c.text.lstrip().startswith(("####", "\\box")) for c in completions]
     result = {
-        "accuracy": reasons.count("correct") / count,
-        "truncated_frac": reasons.count("truncated") / count,
-        "no_answer_frac": reasons.count("no_answer") / count,
+        "accuracy": verdicts.count("correct") / count,
+        "truncated_frac": verdicts.count("truncated") / count,
+        "no_answer_frac": verdicts.count("no_answer") / count,
         "direct_frac": sum(direct) / count,
         "response_len_mean": sum(lengths) / count,
         "response_len_max": max(lengths),
@@ -167,15 +167,15 @@ def group_summary(completions, group_size):
     """{name: number} of what there is to learn from: lengths of right and of wrong completions, and, of
     groups, the shares that are all right or all wrong, and the share of different texts."""
     result = {}
-    right = [len(c.ids) for c in completions if c.why == "correct"]
-    wrong = [len(c.ids) for c in completions if c.why != "correct"]
+    right = [len(c.ids) for c in completions if c.verdict == "correct"]
+    wrong = [len(c.ids) for c in completions if c.verdict != "correct"]
     if right:
         result["response_len_right"] = sum(right) / len(right)
     if wrong:
         result["response_len_wrong"] = sum(wrong) / len(wrong)
     if group_size > 1:
         groups = groups_of(completions, group_size)
-        num_right = [sum(c.why == "correct" for c in group) for group in groups]
+        num_right = [sum(c.verdict == "correct" for c in group) for group in groups]
         num_texts = [len({c.text for c in group}) for group in groups]
         result["all_right_frac"] = num_right.count(group_size) / len(groups)
         result["all_wrong_frac"] = num_right.count(0) / len(groups)
@@ -191,7 +191,7 @@ def pass_at_k(completions, group_size):
     """{"pass@k": probability that at least one of k completions of a problem is right} for k = 1, 2, 4,
     ... up to the size of a group, estimated without bias (Chen et al., 2021, arXiv 2107.03374)."""
     groups = groups_of(completions, group_size)
-    num_wrong = [sum(c.why != "correct" for c in group) for group in groups]
+    num_wrong = [sum(c.verdict != "correct" for c in group) for group in groups]
     result = {}
     k = 1
     while k <= group_size:

@@ -17,7 +17,7 @@ from plumbing.args import UserError
 from plumbing.routing import find_routers
 
 
-class Trained:
+class TrainedModel:
     """Master weights and the model that computes with them, of a policy as of a critic. A reference has
     one model, which is both."""
 
@@ -50,7 +50,7 @@ class Trained:
                 weight.copy_(master_weight)
 
 
-class Policy(Trained):
+class Policy(TrainedModel):
     """A language model with its tokenizer, what was found out about it, and the copy that samples."""
 
     def __init__(
@@ -94,7 +94,7 @@ class Policy(Trained):
         """A reference: what computes now, and does not learn."""
         return self.with_model(copy.deepcopy(self.model).requires_grad_(False))
 
-    def for_sampling(self, iteration):
+    def sampler_at(self, iteration):
         """The policy itself, or its copy in --rollout_dtype, which gets the weights of now in iteration
         1 and then every --rollout_refresh_every iterations."""
         if self.sampler is None:

@@ -75,7 +75,7 @@ def call(collective, *arguments):
         raise LostRank(f"rank {RANK} has lost another one") from error
 
 
-def my_share(items):
+def local_slice(items):
     """This rank's part of a list or of a tensor's rows. The parts are of much the same size."""
     size, rest = divmod(len(items), WORLD)
     start = RANK * size + min(RANK, rest)
@@ -93,7 +93,7 @@ def all_gather(item):
 
 
 def all_gather_list(items):
-    """The lists of all ranks as one, on every rank: what `my_share` has cut is whole again."""
+    """The lists of all ranks as one, on every rank: what `local_slice` has cut is whole again."""
     return [item for part in all_gather(items) for item in part]
 
 
@@ -142,7 +142,7 @@ def all_rows(parts, minibatches):
     mine = torch.cat(parts)
     if WORLD == 1:
         return mine
-    rows = torch.cat([my_share(minibatch) for minibatch in minibatches])
+    rows = torch.cat([local_slice(minibatch) for minibatch in minibatches])
     num_rows = sum(len(minibatch) for minibatch in minibatches)
     tensor = mine.new_zeros(num_rows, *mine.shape[1:]).index_copy(0, rows, mine)
     return all_reduce(tensor)  # in the other ranks' tensors these rows are 0

@@ -48,10 +48,10 @@ def load_reward(name):
     def checked(text, answer, truncated=False):
         result = call(function, text, answer, truncated)
         if isinstance(result, tuple) and len(result) == 2:
-            reward, why = result
+            reward, verdict = result
             is_number = isinstance(reward, Real) and abs(reward) < 3e38  # in float32, no NaN
-            if is_number and why in VERDICTS:
-                return float(reward), why
+            if is_number and verdict in VERDICTS:
+                return float(reward), verdict
         expected = f"(a finite number, one of {', '.join(VERDICTS)})"
         raise UserError(f"--reward {name} returned {result!r:.80}, not {expected}")
 

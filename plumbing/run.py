@@ -57,7 +57,7 @@ class Run:
         self.iteration = 0  # how many are done
         self.before = None  # held-out results before training, and after it: common.evaluate
         self.after = None
-        self.numbers = {}  # {name: number} that a script wants in its checkpoints
+        self.extra_state = {}  # {name: number} that a script wants in its checkpoints
         self.signalled = False
         self.stop = False  # one of the ranks was signalled
         self.uniform_iterations = 0
@@ -136,7 +136,7 @@ class Run:
                     part.load_state_dict(saved["parts"][name])
                 self.iteration = saved["iteration"]
                 self.before = saved["before"]
-                self.numbers = saved["numbers"]
+                self.extra_state = saved["extra_state"]
             except Exception as error:  # a damaged file may raise anything
                 raise UserError(f"--resume: {folder} cannot be read") from error
         if ranks.RANK == 0:
@@ -217,7 +217,7 @@ class Run:
             saved = {
                 "iteration": iteration,
                 "before": self.before,
-                "numbers": self.numbers,
+                "extra_state": self.extra_state,
                 "generator": self.generator.get_state(),
                 "parts": {name: part.state_dict() for name, part in self.parts.items()},
                 "hashes": checkpoint_hashes(scratch),
@@ -259,7 +259,7 @@ def transcripts(completions, group_size):
     samples = []
     for c in completions[::group_size][:4]:
         sample = {"prompt": c.problem.prompt, "completion": c.text, "answer": c.problem.answer}
-        samples.append(sample | {"reward": c.reward, "verdict": c.why})
+        samples.append(sample | {"reward": c.reward, "verdict": c.verdict})
     return samples
 
 

@@ -13,7 +13,7 @@ SIBLINGS = [*SCRIPTS, *MORE]
 COPIED = {name: ["masked_mean", "compute_advantages", "policy_loss"] for name in SIBLINGS}
 COPIED["ppo"] = ["masked_mean", "compute_gae", "whiten", "token_rewards", "value_loss", "policy_loss"]
 COPIED["more.vapo"] = [*COPIED["ppo"], "positive_lm_loss"]
-COPIED["rspo"] += ["active_scores", "router_shift"]
+COPIED["rspo"] += ["expert_logprobs", "router_shift"]
 COPIED["dapo"] += ["overlong_penalty"]
 NORMALISERS = {"num_sequences", "num_tokens"}
 LOSSES = [(name, "policy_loss") for name in SIBLINGS] + [("ppo", "value_loss")]
@@ -84,7 +84,7 @@ def calls(name, args):
         logits = [normal(6, 9, 5, seed=5 + layer) for layer in range(2)]
         experts = torch.stack([layer.topk(2).indices for layer in logits], dim=2)
         scores = normal(6, 9, 2, 2, seed=7)
-        found.append(("active_scores", (torch.stack(logits), experts), {}))
+        found.append(("expert_logprobs", (torch.stack(logits), experts), {}))
         found.append(("router_shift", (scores, scores + 0.1 * normal(6, 9, 2, 2, seed=8)), {}))
         extra["router_shift_BT"] = 0.7 + 0.3 * normal(6, 9, seed=9).sigmoid()
     module, _ = script_args(name)

@@ -218,12 +218,12 @@ def test_router_shift_by_hand():
     new = tensor([0.4, 0.3, 0.2, 0.1]).log(), tensor([0.1, 0.2, 0.3, 0.4]).log()
     old, new = (tuple(layer.view(1, 1, 4) for layer in layers) for layers in (old, new))
     experts = torch.tensor([[0, 1], [2, 3]]).view(1, 1, 2, 2)  # active under the old policy
-    old_scores = rspo.active_scores(old, experts)
-    gamma = rspo.router_shift(rspo.active_scores(new, experts), old_scores)
+    old_scores = rspo.expert_logprobs(old, experts)
+    gamma = rspo.router_shift(rspo.expert_logprobs(new, experts), old_scores)
     assert gamma.item() == pytest.approx(0.903602, abs=1e-6)
     shifted = tuple(layer + 3.7 for layer in new)
     torch.testing.assert_close(
-        rspo.router_shift(rspo.active_scores(shifted, experts), old_scores), gamma
+        rspo.router_shift(rspo.expert_logprobs(shifted, experts), old_scores), gamma
     )
     assert rspo.router_shift(old_scores, old_scores).item() == 1.0
 

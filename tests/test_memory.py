@@ -143,7 +143,7 @@ def test_a_rollout_copy(master, dtype):
     for rollout_dtype in ("float32", "bfloat16"):
         flags = settings(dtype, rollout_dtype=rollout_dtype, has_rollout_copy=True)
         parts = memory_parts(master, flags, PROMPT)
-        sampler = Policy(master, None, dtype, rollout_dtype).for_sampling(1)
+        sampler = Policy(master, None, dtype, rollout_dtype).sampler_at(1)
         assert parts["rollout copy"] == tensor_bytes(sampler.parameters())
         assert parts["rollout"] >= none["rollout"]
         assert memory_peak(parts) >= memory_peak(none) + parts["rollout copy"]

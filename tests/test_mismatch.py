@@ -292,7 +292,7 @@ def test_what_is_rounded_and_when(tiny_model):
         if weight.dim() > 1
     )
     policy = Policy(master, tiny_model[1])
-    assert policy.for_sampling(1) is policy
+    assert policy.sampler_at(1) is policy
     half = rollout_copy(master, master, "bfloat16")
     refresh_rollout_copy(half, master, "bfloat16")
     pairs = list(zip(half.parameters(), master.parameters(), strict=True))
@@ -464,7 +464,7 @@ def test_models_without_a_single_top_k_are_refused(tiny_model, tmp_path):
     completions = sample(load_policy(args), [problem], 2, args, torch.Generator().manual_seed(0))
     assert completions[0].experts is None
     args.rollout_refresh_every = 2  # nor has one that is stale
-    sampler = load_policy(args).for_sampling(1)
+    sampler = load_policy(args).sampler_at(1)
     completions = sample(sampler, [problem], 2, args, torch.Generator().manual_seed(0))
     assert completions[0].experts is None
     latent = dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8)

@@ -301,7 +301,7 @@ def test_the_baseline_is_the_mean_of_earlier_rewards_and_survives_a_stop(tmp_pat
         expected.append(0.75 * expected[-1] + 0.25 * line["rollout/reward_mean"])
     assert baselines == pytest.approx(expected[:3] * 2, rel=1e-12) and expected[1] > 0
     for folder in ("whole", "parts"):
-        baseline = state_of(tmp_path / folder)["numbers"]["baseline"]
+        baseline = state_of(tmp_path / folder)["extra_state"]["baseline"]
         assert baseline == pytest.approx(expected[3], rel=1e-12)
 
 

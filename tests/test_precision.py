@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import grpo
 import ppo
 from common import Scores, collate, sample, token_logprobs
-from plumbing import Meter, Trained
+from plumbing import Meter, TrainedModel
 from plumbing.models import checkpoint_layers
 from plumbing.policy import Policy, working_copy
 from test_sampler import MIXED, problems_of, settings
@@ -135,9 +135,9 @@ def spied(request, dtype, tmp_path_factory, tiny_model):
             spy.__exit__(None, None, None)
             spy.is_on = False
 
-        original_refresh = Trained.refresh
+        original_refresh = TrainedModel.refresh
         original_update = transformers.cache_utils.DynamicLayer.update
-        patch.setattr(Trained, "refresh", refresh)
+        patch.setattr(TrainedModel, "refresh", refresh)
         patch.setattr(transformers.cache_utils.DynamicLayer, "update", update)
         before("Meter", start)
         before("sample", take_note)
@@ -220,7 +220,7 @@ def test_in_float32_the_master_computes(tiny_model):
     """A copy would take memory, and could fall behind."""
     master = tiny_model[0]
     before = {name: (w.data_ptr(), w._version) for name, w in master.named_parameters()}
-    trained = Trained(master, "float32")
+    trained = TrainedModel(master, "float32")
     trained.refresh()
     assert trained.model is master
     assert {name: (w.data_ptr(), w._version) for name, w in master.named_parameters()} == before
@@ -252,7 +252,7 @@ def test_small_updates_add_up():
     with torch.no_grad():
         master.weight.copy_(start)
     assert torch.equal(start + 1e-4 * start, start)
-    trained = Trained(master, "bfloat16")
+    trained = TrainedModel(master, "bfloat16")
     optimizer = torch.optim.SGD(trained.parameters(), lr=1e-4)
     for _ in range(100):
         (-trained.model.weight * start).sum().backward()  # the gradient is -start: up by 1e-4 of it

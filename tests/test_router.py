@@ -106,16 +106,18 @@ def test_rspo_on_any_moe(moe):
     batch = batch_of()
     with torch.no_grad():
         old = token_logprobs(moe, batch, 1.0)
-        old_scores = rspo.active_scores(old.router_logits, old.experts_BTLK)
+        old_scores = rspo.expert_logprobs(old.router_logits, old.experts_BTLK)
         again = token_logprobs(moe, batch, 1.0)
-        gamma = rspo.router_shift(rspo.active_scores(again.router_logits, old.experts_BTLK), old_scores)
+        gamma = rspo.router_shift(
+            rspo.expert_logprobs(again.router_logits, old.experts_BTLK), old_scores
+        )
     assert (gamma[batch.mask_BT] == 1).all()
     changed = copy.deepcopy(moe)
     with torch.no_grad():
         for p in changed.parameters():
             p.add_(0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
     new = token_logprobs(changed, batch, 1.0)
-    gamma = rspo.router_shift(rspo.active_scores(new.router_logits, old.experts_BTLK), old_scores)
+    gamma = rspo.router_shift(rspo.expert_logprobs(new.router_logits, old.experts_BTLK), old_scores)
     K, L = moe.model.config.num_experts_per_tok, 3
     for b in range(4):
         for t in range(batch.mask_BT[b].sum()):

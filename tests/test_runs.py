@@ -240,7 +240,7 @@ def test_the_summary_of_a_rollout_by_hand():
     completions = []
     for length, (text, why) in enumerate(zip(texts, reasons, strict=True), 1):
         ids, logprobs = [2] * length, [0.0] * length
-        completions.append(Completion(Problem("", "", [1]), ids, logprobs, text=text, why=why))
+        completions.append(Completion(Problem("", "", [1]), ids, logprobs, text=text, verdict=why))
     shares = rollout_summary(completions)
     assert shares == pytest.approx(
         {
@@ -258,7 +258,7 @@ def test_the_summary_of_a_rollout_by_hand():
     for group_size, wrong, distinct in ((2, 1 / 3, 5 / 6), (3, 0, 1), (6, 0, 5 / 6)):
         shares = {"all_right_frac": 0, "all_wrong_frac": wrong, "distinct_frac": distinct}
         assert group_summary(completions, group_size) == pytest.approx(lengths | shares)
-    right = [c._replace(why="correct") for c in completions]
+    right = [c._replace(verdict="correct") for c in completions]
     assert group_summary(right, 2)["all_right_frac"] == 1
     assert "response_len_wrong" not in group_summary(right, 2)
 
@@ -268,7 +268,7 @@ def test_pass_at_k_is_the_mean_over_all_choices_of_k(n):
     """By enumeration: of k out of n completions, at least one is right."""
     patterns = list(itertools.product(["correct", "wrong"], repeat=n))[:: max(1, 2**n // 32)]
     one = Completion(Problem("", "", [1]), [2], [0.0])
-    completions = [one._replace(why=why) for pattern in patterns for why in pattern]
+    completions = [one._replace(verdict=name) for pattern in patterns for name in pattern]
     expected = {}
     for k in [k for k in (1, 2, 4, 8) if k <= n]:
         chosen = [
