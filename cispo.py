@@ -2,29 +2,29 @@
 
   J = 1/(sum_i |o_i|) sum_i sum_t sg[min(r_it, cap)] A_i log pi(o_it)
 
-  o_i    a completion of |o_i| tokens, EOS included; sum_i: sum over those of one optimizer step
+  o_i    a completion of |o_i| tokens, EOS included; sum_i: over all completions of an optimizer step
   r_it   = pi(o_it) / pi_old(o_it); pi_old: the policy before the rollout's first optimizer step
   sg[]   stops the gradient
   A_i    = (R_i - mean) / std, over the rewards R of the G completions of the same prompt
-  _PG    a tensor's axes: P prompts, G completions of each, N = P G, B rows at hand, T tokens, 1 kept
+  _PG    suffixes name axes: P prompts, G completions each, N = P G, B rows, T tokens, 1 a kept axis
 
 Parent: grpo.py. Differs only in:
-  1. Capped weight: REINFORCE with a truncated importance weight, in place of a clipped update. The
-     gradient flows through log pi alone, so every token keeps one, even if its ratio has left PPO's
-     range.
-  2. Token-mean: every token of the step counts the same.
+  1. Capped weight: REINFORCE with a truncated importance weight, instead of a clipped update. The
+     gradient flows through log pi alone, so that every token keeps its gradient, even if its ratio
+     has left PPO's range.
+  2. Token-mean: every token of the step has the same weight.
   3. No KL: and so no reference model.
 
 Left open by the paper: the cap, which it tunes but does not print. --is_weight_cap 5 is the cap on
-the weight itself, not an offset from 1. The paper's formula has a lower bound too, which its runs do
-not use: --is_weight_floor, 0 here. Departs from the paper: the token count is that of the whole
-optimizer step, where the paper's formula has that of one prompt's group.
---ppo_mask is the paper's unified form with PPO's mask M_it and without a cap; its gradient is exactly
-that of the clipped objective at the same bounds (dapo.py's, with --clip_eps_high 0.28).
+the weight itself, not an offset from 1. The paper's formula also has a lower bound, which its runs do
+not use: --is_weight_floor, 0 here. Departs from the paper: tokens are counted over the whole optimizer
+step, in the paper's formula over one prompt's group. --ppo_mask is the paper's unified form with PPO's
+mask M_it and without a cap; its gradient is exactly that of the clipped objective at the same bounds
+(dapo.py's, with --clip_eps_high 0.28).
 
 Run:    python cispo.py
-Expect: on sums of two numbers, as grpo.py: greedy held-out accuracy from 0.43 to at least 0.97 in
-        a minute on one CPU core.
+Expect: like grpo.py, greedy held-out accuracy on sums of two numbers rises from 0.43 to at least
+        0.97 in a minute on one CPU core.
 """
 
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ class Args(RunArgs):  # model, data, device, precision, output: see plumbing/arg
     prompts_per_iteration: int = flag(32, "prompts in a rollout")
     group_size: int = flag(8, "completions per prompt")
     max_new_tokens: int = flag(48, "cap on the length of a completion")
-    temperature: float = flag(1.0, "sampling temperature, also that of all log-probs")
+    temperature: float = flag(1.0, "temperature of the sampling and of all log-probs")
     lr: float = flag(2e-4, "AdamW's learning rate, constant")
     update_epochs: int = flag(1, "passes over a rollout")
     num_minibatches: int = flag(4, "optimizer steps per pass")
@@ -161,11 +161,14 @@ def main(args):
         advantages_N1 = compute_advantages(rewards_PG).view(-1, 1).to(args.device)
 
         # ---------------------------------------------------------------------------- old log-probs
-        # Computed again (unless --old_logprobs sampler): the sampler's differ by rounding. The rows are
-        # not shuffled, and the micro-batches are those of the update, so r is exactly 1 at first.
+        # Recompute them with the training forward (unless --old_logprobs sampler), since the sampler's
+        # differ by rounding. Rows are not shuffled and micro-batches are those of the update, so that
+        # r is exactly 1 in the first step.
         batch = collate(completions, args)
         minibatches = batch.minibatches(args.num_minibatches)
         old = score(policy, batch, minibatches, args)
+
+        # ----------------------------------------------------------------------- rollout correction
         # Importance weights pi_old / sampler; all 1 unless --rollout_correction is on.
         correction = rollout_correction(old, batch, args)
         meter.add_global("rollout", correction.stats)
@@ -197,7 +200,7 @@ def main(args):
                 meter.check_finite(grad_norm=grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
-                policy.refresh()  # in bfloat16, the copy of the weights that computes
+                policy.refresh()  # in bfloat16: sync the working copy from the float32 master weights
                 meter.add_step(len(minibatch), grad_norm)
         meter.lap("update_seconds")
 

@@ -1,9 +1,9 @@
 """What all scripts share, in the order of the loop: problems, model, sampler, verifier, log-probs.
 
-The suffix of a tensor's name gives its axes: P prompts, G completions per prompt, N = P*G completions
-of a rollout, B rows of the batch at hand (all N or a micro-batch), R rows that are still being sampled,
-T response tokens, U = T + 1, S prompt + response, V vocabulary, L layers, E experts, K active experts,
-1 a kept axis. A "step" is an optimizer step, an "iteration" a rollout with its steps.
+A tensor's suffix names its axes: P prompts, G completions per prompt, N = P*G completions of a rollout,
+B rows of a batch (all N or a micro-batch), R rows that are still being sampled, T response tokens,
+U = T + 1, S prompt + response, V vocabulary, L layers, E experts, K active experts, 1 a kept axis.
+A "step" is an optimizer step, an "iteration" a rollout with its steps.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ def addition_problems():
 
 def load_problems(args, policy):
     """`--dataset` -> (stream of training problems, list of held-out ones). No problem is in both, and
-    the held-out ones are the same for all seeds."""
+    all seeds have the same held-out problems."""
     pairs = addition_problems() if args.dataset == "addition" else read_dataset(args)
     answers = render_all(pairs, policy.tokenizer, args)  # {prompt as the model reads it: gold answer}
     ids = tokenize(list(answers), policy, args)
@@ -65,14 +65,22 @@ def load_problems(args, policy):
 
 
 def load_policy(args):
-    """`--model` -> `Policy`: the model, its tokenizer and the copy that samples. UserError if it cannot
-    be used, which is tried out on short prompts."""
+    """`--model` -> `Policy`: the model, its tokenizer and the copy that samples. UserError if the model
+    fails a test on short prompts."""
     try:
         master, tokenizer = load_model(args)
         policy = Policy(master, tokenizer)
         check_logprobs(policy, args)
         check_routing(policy, args)
-        return policy.with_model(master, args.dtype, args.rollout_dtype, args.rollout_refresh_every)
+        return Policy(
+            master,
+            tokenizer,
+            args.dtype,
+            args.rollout_dtype,
+            args.rollout_refresh_every,
+            policy.one_sequence_per_row,
+            policy.records_experts,
+        )
     except (UserError, ranks.LostRank):
         raise
     except Exception as error:  # damaged folders and strange architectures may raise anything
@@ -80,17 +88,17 @@ def load_policy(args):
 
 
 def check_logprobs(policy, args):
-    """Compares the sampler's log-probs with the update's, on short prompts. Some architectures mix up
-    sequences that share a row; for these, packing is turned off. UserError if they differ even then."""
+    """Compares the sampler's log-probs with the update's on short prompts. Some architectures attend
+    across packed sequences; for these, packing is turned off. UserError if they differ even then."""
     if not end_ids(policy.model, policy.tokenizer):
-        raise UserError(f"--model {args.model} has no end-of-sequence token, nor has its tokenizer")
+        raise UserError(f"--model {args.model}: it has no end-of-sequence token, nor has its tokenizer")
     prompts = policy.tokenizer(["1", "2", "10+10="]).input_ids
     check_token_ids(prompts, policy)
     settings = dataclasses.replace(args, max_new_tokens=2, temperature=1.0, rollout_batch_size=6)
     problems = [Problem("", "", ids) for ids in prompts]
     batch = collate(sample(policy, problems, 2, settings, greedy=True), args)
     for one_sequence_per_row in (False, True):
-        policy.one_sequence_per_row = one_sequence_per_row  # stays, if they agree
+        policy.one_sequence_per_row = one_sequence_per_row  # kept if the log-probs agree
         with torch.no_grad():
             logprobs_BT = token_logprobs(policy, batch, temperature=1.0, replay=False).logprobs_BT
         gap = (logprobs_BT - batch.sampler_logprobs_BT)[batch.mask_BT].abs().max().item()
@@ -98,13 +106,13 @@ def check_logprobs(policy, args):
             return
     raise UserError(
         f"--model {args.model}: log-probs of the same tokens differ by {gap:.2g} between the sampler "
-        "(with a cache) and the training forward; scaled or capped logits, or NaN weights, do that"
+        "(with a cache) and the training forward, as with scaled or capped logits, or NaN weights"
     )
 
 
 def check_routing(policy, args):
-    """Finds out whether a forward pass that replays its own experts changes nothing, as it should, and
-    so whether the sampler's experts can be recorded. UserError if not, and --routing_replay is on."""
+    """Tests whether replaying a forward's own experts leaves its log-probs as they are. Only then can
+    the sampler's experts be recorded. UserError if not, and --routing_replay is on."""
     if args.routing_replay == "none" and not args.has_rollout_copy:
         return
     reason = "it is dense"
@@ -129,17 +137,17 @@ def check_routing(policy, args):
 
 # ------------------------------------------------------------------------------------------ rollout
 
-COMPACT_EVERY = {"cuda": 16}  # tokens; looking for ended rows makes a GPU wait [elsewhere: 1]
+COMPACT_EVERY = {"cuda": 16}  # tokens; the host waits for a GPU to tell which rows ended [others: 1]
 
 
 class Completion(NamedTuple):
     problem: Problem
     ids: list  # as sampled, never re-tokenized; the last one is the EOS unless truncated
     logprobs: list  # of ids, as the sampler saw them
-    truncated: bool = False  # ran into the cap
+    truncated: bool = False  # reached the cap without an EOS
     text: str = ""
-    experts: torch.Tensor | None = None  # (prompt and response, L, K), where they are recorded
-    reward: float | None = None  # from `judge`, as
+    experts: torch.Tensor | None = None  # (prompt and response, L, K), if recorded
+    reward: float | None = None  # these two are from `judge`
     verdict: str | None = None  # correct, wrong, no_answer or truncated
 
 
@@ -152,9 +160,9 @@ def pad(rows, device, left=False):
 
 
 def sample(policy, problems, group_size, args, generator=None, greedy=False):
-    """[Completion], `group_size` for each problem, next to each other. They come from the whole
-    distribution at `--temperature` (no top-k, no top-p), or greedily. All noise is drawn in advance:
-    what a completion becomes does not depend on which others are sampled with it."""
+    """[Completion], `group_size` for each problem, next to each other, sampled from the full
+    distribution at `--temperature` (no top-k, no top-p), or greedily. All noise is drawn in advance, so
+    that a completion does not depend on which others are sampled with it."""
     noise_PGT = torch.rand(len(problems), group_size, args.max_new_tokens, generator=generator)
     my_problems = ranks.local_slice(problems)
     my_noise_PGT = ranks.local_slice(noise_PGT)
@@ -175,58 +183,74 @@ def sample(policy, problems, group_size, args, generator=None, greedy=False):
     return ranks.all_gather_list(completions)
 
 
+class CachedForward:
+    """A model with its KV cache: each call runs the tokens that follow those of the calls before."""
+
+    def __init__(self, model, record_experts):
+        self.model = model
+        self.cache = transformers.DynamicCache(config=model.config)
+        self.record_experts = record_experts
+        self.experts = []  # of each call, for experts_by_completion: (rows, (tokens, L, K))
+
+    def __call__(self, rows_R, tokens, attention, positions):
+        """Logits of the next token, (R, V), in float32. rows_R are the numbers of the completions."""
+        with Routing(self.model, enabled=self.record_experts) as routing:
+            output = self.model(
+                tokens,
+                attention_mask=attention,
+                position_ids=positions,
+                past_key_values=self.cache,
+                logits_to_keep=1,
+            )
+        if self.record_experts:
+            self.experts.append((rows_R, torch.stack(routing.noted, dim=1)))
+        return output.logits[:, -1].float()
+
+
+def prefill(forward, prompts, group_size):
+    """Runs each prompt once and copies its KV cache to the `group_size` rows of its group. Returns, for
+    N rows: the next token's logits (N, V), the attention mask, and each row's last position (N, 1)."""
+    device = forward.model.device
+    tokens = pad(prompts, device, left=True)
+    attention = pad([[1] * len(prompt) for prompt in prompts], device, left=True)
+    positions = (attention.cumsum(1) - 1).clamp(min=0)
+    rows_P = torch.arange(len(prompts), device=device)
+    logits_PV = forward(rows_P, tokens, attention, positions)
+    forward.cache.batch_repeat_interleave(group_size)
+    by_prompt = (logits_PV, attention, positions[:, -1:])
+    return [tensor.repeat_interleave(group_size, dim=0) for tensor in by_prompt]
+
+
+def choose(logprobs_RV, noise_R1, greedy):
+    """The next token of each row, (R, 1): the most likely one, or the one that the noise falls on."""
+    if greedy:
+        return logprobs_RV.argmax(dim=-1, keepdim=True)
+    # The inverse of the cumulative distribution, whose end is 1 up to rounding
+    cumulative_RV = logprobs_RV.exp().cumsum(-1)
+    token_R1 = torch.searchsorted(cumulative_RV, noise_R1 * cumulative_RV[:, -1:], right=True)
+    return token_R1.clamp(max=cumulative_RV.shape[1] - 1)
+
+
 @torch.inference_mode()
 def sample_batch(policy, problems, noise_NT, *, temperature, greedy, record_experts=False):
-    """`sample` for as many problems as are run together. Rows that have ended leave the batch."""
-    model = policy.model
-    device = model.device
+    """`sample` for the problems that are run together. Rows that have ended leave the batch."""
+    device = policy.model.device
     N, max_new_tokens = noise_NT.shape
     group_size = N // len(problems)
-    ends = torch.tensor(end_ids(model, policy.tokenizer), device=device, dtype=torch.long)
+    ends = torch.tensor(end_ids(policy.model, policy.tokenizer), device=device, dtype=torch.long)
     compact_every = COMPACT_EVERY.get(device.type, 1)
     noise_NT = noise_NT.to(device)
     ids_NT = torch.zeros_like(noise_NT, dtype=torch.long)
     logprobs_NT = torch.zeros_like(noise_NT)
-    cache = transformers.DynamicCache(config=model.config)
-    recorded = []  # for experts_by_completion
-
-    def next_logits(rows_R, tokens, attention, positions):
-        with Routing(model, enabled=record_experts) as routing:
-            output = model(
-                tokens,
-                attention_mask=attention,
-                position_ids=positions,
-                past_key_values=cache,
-                logits_to_keep=1,
-            )
-        if record_experts:
-            recorded.append((rows_R, torch.stack(routing.noted, dim=1)))
-        return output.logits[:, -1].float()
-
-    rows_R = torch.arange(N, device=device)  # which completion each row is
-    ended_R = torch.zeros(N, dtype=torch.bool, device=device)
-
-    # Prefill: each prompt is run once, and what it leaves is copied to its group.
+    forward = CachedForward(policy.model, record_experts)
     prompts = [problem.prompt_ids for problem in problems]
-    tokens = pad(prompts, device, left=True)
-    attention = pad([[1] * len(prompt) for prompt in prompts], device, left=True)
-    positions = (attention.cumsum(1) - 1).clamp(min=0)
-    logits_RV = next_logits(rows_R, tokens, attention, positions)
-    logits_RV = logits_RV.repeat_interleave(group_size, dim=0)
-    cache.batch_repeat_interleave(group_size)
-    attention = attention.repeat_interleave(group_size, dim=0)
-    position_R1 = positions[:, -1:].repeat_interleave(group_size, dim=0)
+    logits_RV, attention, position_R1 = prefill(forward, prompts, group_size)
+    rows_R = torch.arange(N, device=device)  # the number of each row's completion
+    ended_R = torch.zeros(N, dtype=torch.bool, device=device)
 
     for t in range(max_new_tokens):
         logprobs_RV = torch.log_softmax(logits_RV / temperature, dim=-1)
-        if greedy:
-            token_R1 = logprobs_RV.argmax(dim=-1, keepdim=True)
-        else:
-            # The inverse of the cumulative distribution, whose end is 1 up to rounding.
-            cumulative_RV = logprobs_RV.exp().cumsum(-1)
-            noise_R1 = noise_NT[rows_R, t, None] * cumulative_RV[:, -1:]
-            token_R1 = torch.searchsorted(cumulative_RV, noise_R1, right=True)
-            token_R1 = token_R1.clamp(max=cumulative_RV.shape[1] - 1)
+        token_R1 = choose(logprobs_RV, noise_NT[rows_R, t, None], greedy)
         ids_NT[rows_R, t] = token_R1[:, 0]
         logprobs_NT[rows_R, t] = logprobs_RV.gather(1, token_R1)[:, 0]
         if t + 1 == max_new_tokens:
@@ -238,7 +262,7 @@ def sample_batch(policy, problems, noise_NT, *, temperature, greedy, record_expe
             if len(kept) == 0:
                 break
             if len(kept) < len(rows_R):
-                cache.batch_select_indices(kept)
+                forward.cache.batch_select_indices(kept)
                 rows_R = rows_R[kept]
                 ended_R = ended_R[kept]
                 token_R1 = token_R1[kept]
@@ -246,9 +270,9 @@ def sample_batch(policy, problems, noise_NT, *, temperature, greedy, record_expe
                 position_R1 = position_R1[kept]
         attention = F.pad(attention, (0, 1), value=1)
         position_R1 = position_R1 + 1
-        logits_RV = next_logits(rows_R, token_R1, attention, position_R1)
+        logits_RV = forward(rows_R, token_R1, attention, position_R1)
 
-    # A completion ends with its first EOS: a row may have run on until it was dropped.
+    # A completion ends with its first EOS; its row may have run on until it left the batch.
     is_end_NT = torch.isin(ids_NT, ends)
     truncated = (~is_end_NT.any(1)).tolist()
     length_N = torch.where(is_end_NT.any(1), is_end_NT.int().argmax(1) + 1, max_new_tokens).tolist()
@@ -257,7 +281,7 @@ def sample_batch(policy, problems, noise_NT, *, temperature, greedy, record_expe
     texts = policy.tokenizer.batch_decode(ids, skip_special_tokens=True)
     experts = [None] * N
     if record_experts:
-        experts = experts_by_completion(recorded, prompts, length_N)
+        experts = experts_by_completion(forward.experts, prompts, length_N)
     return [
         Completion(problems[i // group_size], ids[i], logprobs[i], truncated[i], texts[i], experts[i])
         for i in range(N)
@@ -280,12 +304,12 @@ def verify(text, answer, truncated=False):
 
 
 def load_verifier(args):
-    """`verify`, or in its place the function that `--reward FILE.py:FUNCTION` names."""
+    """`verify`, or the function that `--reward FILE.py:FUNCTION` names."""
     return load_reward(args.reward) if args.reward else verify
 
 
 def judge(completions, verify):
-    """The completions with their verdicts. Each is verified once, on one of the ranks."""
+    """The completions with rewards and verdicts. Each is verified once, on one of the ranks."""
     mine = [verify(c.text, c.problem.answer, c.truncated) for c in ranks.local_slice(completions)]
     results = ranks.all_gather_list(mine)
     pairs = zip(completions, results, strict=True)
@@ -303,29 +327,29 @@ class Batch:
     attention_BS: torch.Tensor  # 1 on prompt and response
     mask_BT: torch.Tensor  # True on the response, its EOS included
     sampler_logprobs_BT: torch.Tensor
-    sampler_experts_BSLK: torch.Tensor | None = None  # in the order of the top-k; -1: not known
+    sampler_experts_BSLK: torch.Tensor | None = None  # in the order of the top-k; -1: unknown
     replayed_experts_BSLK: torch.Tensor | None = None  # by the policy; None or -1: its own choice
 
     def rows(self, rows):
-        """The batch of these rows alone."""
+        """The same for a subset of the rows."""
         fields = [getattr(self, field.name) for field in dataclasses.fields(self)]
         return Batch(*(None if tensor is None else tensor[rows] for tensor in fields))
 
     def minibatches(self, count):
-        """[row numbers of one optimizer step]: `count` parts of much the same size, in the order of the
-        rollout; fewer where not every rank would have a row of each."""
+        """[row numbers of one optimizer step]: `count` parts of nearly equal size, in the order of the
+        rollout; fewer if some part would leave a rank without a row."""
         rows_N = torch.arange(len(self.mask_BT), device=self.mask_BT.device)
         return rows_N.tensor_split(max(1, min(count, len(rows_N) // ranks.WORLD)))
 
     def micro_batches(self, minibatch, size):
         """Yields (row numbers, the batch of these rows): this rank's rows of a minibatch, in parts of
-        much the same size and of at most `size` rows."""
+        nearly equal size, at most `size` rows each."""
         mine = ranks.local_slice(minibatch)
         for rows in mine.tensor_split(math.ceil(len(mine) / size)):
             yield rows, self.rows(rows)
 
     def active_experts(self, own_experts_BTLK):
-        """The experts that compute where a response token is predicted, sorted: those that are replayed
+        """The experts that compute the prediction of each response token, sorted: the replayed ones
         where they are known, else the routers' own choice."""
         if self.replayed_experts_BSLK is None:
             return own_experts_BTLK
@@ -335,8 +359,9 @@ class Batch:
 
     @functools.cached_property
     def lengths(self):
-        """(tokens of each sequence, tokens of each one's mask), lists. Packing needs them on the host,
-        which has to wait for a GPU to get them: so once, and shapes are computed from them."""
+        """(tokens of each sequence, tokens in each one's mask), two lists. Packing needs them on the
+        host, which has to wait for a GPU to get them; so they are read once, and shapes derive from
+        them."""
         return torch.stack([self.attention_BS.sum(1), self.mask_BT.sum(1)]).tolist()
 
 
@@ -364,23 +389,23 @@ def collate(completions, args):
 
 
 class TokenOutputs(NamedTuple):
-    """What the training forward returns for each response token. A dense model has L = 0."""
+    """The training forward's results for each response token. A dense model has L = 0."""
 
     logprobs_BT: torch.Tensor  # of the sampled tokens; 0 on padding
     entropy_BT: torch.Tensor  # in nats; 0 on padding
     aux_loss: torch.Tensor  # transformers' load-balancing loss over prompt and response; 0 if dense
     router_logits: tuple  # L tensors (B, T, E), raw, at the position that predicts the token; detached
-    # The routers' own choice, even when replay overrides it: at the position that predicts the token,
-    # sorted, so that equal sets compare equal; and for each token, in the order of the top-k.
+    # The routers' own choice, even where replay overrides it: first at the position that predicts a
+    # response token, sorted so that equal sets compare equal; then at every token, in top-k order.
     experts_BTLK: torch.Tensor
     routing_choices_BSLK: torch.Tensor
 
 
 def token_logprobs(policy, batch, temperature, entropy_grad=False, max_logits=MAX_LOGITS, replay=True):
     """The training forward: log-probs and entropies of the response tokens at the sampling temperature,
-    in float32; entropies with a gradient only if asked for. More than `max_logits` logits are made in
-    chunks, and again in the backward pass, to save memory. The routers choose the batch's
-    `replayed_experts_BSLK`, if any, unless `replay` is False, as for a reference."""
+    in float32; entropies have a gradient only with `entropy_grad`. To save memory, more than
+    `max_logits` logits are computed in chunks, and once more in the backward pass. The routers choose
+    the batch's `replayed_experts_BSLK`, if any, unless `replay` is False, as for a reference."""
     model = policy.model
     mask_BT = batch.mask_BT
     B, T = mask_BT.shape
@@ -403,6 +428,7 @@ def token_logprobs(policy, batch, temperature, entropy_grad=False, max_logits=MA
     )
     predictor_BT = packed.place_BS[:, -T - 1 : -1]  # the token at s is predicted at s - 1
     _, lengths = batch.lengths
+    # Like nonzero(), but with the size known, so that the host does not wait for a GPU to count.
     is_response = mask_BT.flatten().nonzero_static(size=sum(lengths))[:, 0]
     hidden = packed.hidden[predictor_BT.flatten()[is_response]]
     tokens = batch.tokens_BS[:, -T:].flatten()[is_response]
@@ -432,19 +458,19 @@ def token_logprobs(policy, batch, temperature, entropy_grad=False, max_logits=MA
 
 
 class Scores(NamedTuple):
-    """What `score` returns, for all rows, on every rank."""
+    """The result of `score`: all rows, on every rank."""
 
     logprobs_NT: torch.Tensor
-    experts_NTLK: torch.Tensor | None  # the routers' own choice, sorted; None if not known
-    also: torch.Tensor | None = None  # what a script wants besides
+    experts_NTLK: torch.Tensor | None  # the routers' own choice, sorted; None if unknown
+    also: torch.Tensor | None = None  # another tensor that a script asks for
 
 
 @torch.no_grad()
 def score(policy, batch, minibatches, args, replay=True, also=None):
     """Log-probs of the sampled tokens under a policy, as `Scores`, in the micro-batches of the update.
-    `also(router_logits, active_experts_BTLK)` makes one more tensor of what the routers do. With r2,
-    what the policy chooses here is what the batch's forwards replay from here on. `--old_logprobs
-    sampler` makes no forward of the policy here, and so saves up to a quarter of an update's time."""
+    `also(router_logits, active_experts_BTLK)` computes one more tensor from the routers. With r2, the
+    batch's later forwards replay the experts that the policy chooses here. `--old_logprobs sampler`
+    skips this forward of the policy, and so saves up to a quarter of an update's time."""
     if replay and args.old_logprobs == "sampler":
         return Scores(batch.sampler_logprobs_BT, None)
     logprobs = []
@@ -472,7 +498,7 @@ def score(policy, batch, minibatches, args, replay=True, also=None):
 
 @torch.no_grad()
 def score_values(critic, batch, minibatches, args):
-    """A critic's values, (N, U): those of the response tokens, and the one after the last column."""
+    """A critic's values, (N, U): at each response token, and after the last column."""
     values = []
     for minibatch in minibatches:
         for _, micro in batch.micro_batches(minibatch, args.micro_batch_size):
@@ -484,9 +510,9 @@ def score_values(critic, batch, minibatches, args):
 
 
 def evaluate(policy, problems, verify, args, sampled=False):
-    """Held-out problems, answered greedily and, with `sampled`, also at the training temperature with
-    fixed noise, `--eval_samples` times: {"metrics": for the log, "greedy", "sampled": as by
-    `rollout_summary`, "examples": [[prompt, last text]]}."""
+    """Answers the held-out problems greedily and, with `sampled`, also `--eval_samples` times at the
+    training temperature with fixed noise: {"metrics": for the log, "greedy" and "sampled": summaries by
+    `rollout_summary`, "examples": [[prompt, answer]]}."""
     results = {"metrics": {}}
     ways = {"greedy": 1, "sampled": args.eval_samples} if sampled else {"greedy": 1}
     for way, count in ways.items():

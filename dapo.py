@@ -2,31 +2,31 @@
 
   J = 1/(sum_i |o_i|) sum_i sum_t min(r_it A_i, clip(r_it, 1 - eps_low, 1 + eps_high) A_i)
 
-  o_i    a completion of |o_i| tokens, EOS included; sum_i: sum over those of one optimizer step
+  o_i    a completion of |o_i| tokens, EOS included; sum_i: over all completions of an optimizer step
   r_it   = pi(o_it) / pi_old(o_it); pi_old: the policy before the rollout's first optimizer step
   A_i    = (R_i - mean) / std, over the rewards R of the G completions of the same prompt, of which
          some but not all are right
-  _PG    a tensor's axes: P prompts, G completions of each, N = P G, B rows at hand, T tokens, 1 kept
+  _PG    suffixes name axes: P prompts, G completions each, N = P G, B rows, T tokens, 1 a kept axis
 
 Parent: grpo.py. Differs only in:
   1. Clip-higher: eps_high 0.28 over eps_low 0.2, more room for tokens that were rare.
   2. Dynamic sampling: prompts are drawn until the batch is full of groups that are neither all right
-     nor all wrong, as the verifier judges, whatever the shaped reward. An iteration generates more,
-     so there are fewer: 36 of them generate about as many completions as 60 of grpo.py.
-  3. Token-mean: every token of the step counts the same, in long completions and in short ones.
+     nor all wrong by the verifier's verdict, whatever the shaped reward. Iterations generate more
+     completions, so there are fewer: 36 generate about as many as 60 of grpo.py.
+  3. Token-mean: every token of the step has the same weight, in long completions and in short ones.
   4. Overlong reward shaping: R falls by up to 1 over the last L_cache tokens below the cap (soft), or
-     truncated completions get no gradient and their tokens do not count (filter), or neither (none).
+     truncated completions get no gradient and their tokens are not counted (filter), or neither (none).
   5. No KL: and so no reference model.
 
-Left open by the paper: how many prompts a round draws (here as many as groups are missing) and for
-how long (--max_sampling_rounds, then it trains on what there is, and ends if that is nothing). With
-soft, a truncated completion, which has lost its EOS, is punished by -1. Departs from the paper: R is 1
-or 0, not 1 or -1, so the punishment weighs more; the token count is that of the whole optimizer step,
-where the paper's formula has that of one prompt's group.
+Left open by the paper: how many prompts a round draws (here as many as groups are missing) and how
+many rounds there are (--max_sampling_rounds; then it trains on the groups that it has, and the run
+ends if there are none). With soft, a truncated completion, which has lost its EOS, is penalised by -1.
+Departs from the paper: R is 1 or 0, not 1 or -1, so the penalty weighs more; tokens are counted over
+the whole optimizer step, in the paper's formula over one prompt's group.
 
 Run:    python dapo.py
-Expect: on sums of two numbers, as grpo.py: greedy held-out accuracy from 0.43 to at least 0.97 in
-        a minute on one CPU core.
+Expect: like grpo.py, greedy held-out accuracy on sums of two numbers rises from 0.43 to at least
+        0.97 in a minute on one CPU core.
 """
 
 from dataclasses import dataclass, replace
@@ -46,7 +46,7 @@ class Args(RunArgs):  # model, data, device, precision, output: see plumbing/arg
     prompts_per_iteration: int = flag(32, "prompts in a rollout")
     group_size: int = flag(8, "completions per prompt")
     max_new_tokens: int = flag(48, "cap on the length of a completion")
-    temperature: float = flag(1.0, "sampling temperature, also that of all log-probs")
+    temperature: float = flag(1.0, "temperature of the sampling and of all log-probs")
     lr: float = flag(2e-4, "AdamW's learning rate, constant")
     update_epochs: int = flag(1, "passes over a rollout")
     num_minibatches: int = flag(4, "optimizer steps per pass")
@@ -83,7 +83,8 @@ def compute_advantages(rewards_PG):
 
 
 def mixed_groups(completions, group_size):
-    """[2] The completions of groups in which some, but not all, are right, as the verifier judges."""
+    """[2] The completions of groups in which some, but not all, are right. The verdict decides, not the
+    reward: overlong penalties alone would give a group of right answers different rewards."""
     kept = []
     for start in range(0, len(completions), group_size):
         group = completions[start : start + group_size]
@@ -94,7 +95,7 @@ def mixed_groups(completions, group_size):
 
 
 def group_counts(completions, group_size, rounds):
-    """What became of the groups that were generated, for the log."""
+    """How many groups were generated, kept and dropped, for the log."""
     is_right_PG = torch.tensor([c.verdict == "correct" for c in completions]).view(-1, group_size)
     num_right = is_right_PG.sum(1).tolist()
     all_right = num_right.count(group_size)
@@ -109,7 +110,7 @@ def group_counts(completions, group_size, rounds):
 
 
 def overlong_penalty(lengths_N, max_new_tokens, overlong_cache):
-    """[4] Soft punishment, (N,): 0 up to L_max - L_cache tokens, then linear to -1 at L_max."""
+    """[4] Soft penalty, (N,): 0 up to L_max - L_cache tokens, then linear to -1 at L_max."""
     return ((max_new_tokens - overlong_cache - lengths_N) / overlong_cache).clamp(-1, 0)
 
 
@@ -175,9 +176,9 @@ def main(args):
         # ---------------------------------------------------------------------------------- rollout
         meter = Meter(iteration)
         sampler = policy.sampler_at(iteration)  # itself, or its copy in --rollout_dtype
-        # [2] Dynamic sampling: each round draws what is missing, uniform groups are dropped.
+        # [2] Dynamic sampling: a round draws a prompt for each mixed group that is still missing.
         generated = []  # all completions, with their verdicts
-        kept = []  # those of mixed groups
+        kept = []  # the completions of mixed groups
         rounds = 0
         missing = args.prompts_per_iteration
         while missing > 0 and rounds < args.max_sampling_rounds:
@@ -191,7 +192,7 @@ def main(args):
         counts = group_counts(generated, args.group_size, rounds)
         if missing > 0:
             run.say(f"iteration {iteration}: after {rounds} rounds {missing} mixed groups are missing")
-        if len(kept) < ranks.WORLD:  # of completions, each rank needs one
+        if len(kept) < ranks.WORLD:  # each rank needs at least one completion
             run.say(f"too few mixed groups (ranks: {ranks.WORLD}): the run ends here, {counts}")
             run.save(iteration)
             break
@@ -208,14 +209,18 @@ def main(args):
         advantages_N1 = compute_advantages(rewards_PG).view(-1, 1).to(args.device)
 
         # ---------------------------------------------------------------------------- old log-probs
-        # Computed again (unless --old_logprobs sampler): the sampler's differ by rounding. The rows are
-        # not shuffled, and the micro-batches are those of the update, so r is exactly 1 at first.
+        # Recompute them with the training forward (unless --old_logprobs sampler), since the sampler's
+        # differ by rounding. Rows are not shuffled and micro-batches are those of the update, so that
+        # r is exactly 1 in the first step.
         batch = collate(kept, args)
-        if args.overlong == "filter":  # [4] what was cut off has no gradient
+        if args.overlong == "filter":
+            # [4] Truncated completions get no gradient, and their tokens leave the step's token count.
             is_whole_N1 = torch.tensor([[not c.truncated] for c in kept], device=args.device)
             batch = replace(batch, mask_BT=batch.mask_BT & is_whole_N1)
         minibatches = batch.minibatches(args.num_minibatches)
         old = score(policy, batch, minibatches, args)
+
+        # ----------------------------------------------------------------------- rollout correction
         # Importance weights pi_old / sampler; all 1 unless --rollout_correction is on.
         correction = rollout_correction(old, batch, args)
         meter.add_global("rollout", correction.stats)
@@ -224,7 +229,7 @@ def main(args):
         # ----------------------------------------------------------------------------------- update
         for _ in range(args.update_epochs):
             for minibatch in minibatches:
-                num_tokens = batch.mask_BT[minibatch].sum().clamp(min=1)  # filter may mask all
+                num_tokens = batch.mask_BT[minibatch].sum().clamp(min=1)  # filter may mask all of them
                 for rows, micro in batch.micro_batches(minibatch, args.micro_batch_size):
                     outputs = token_logprobs(policy, micro, args.temperature)
                     loss, stats = policy_loss(
@@ -244,12 +249,12 @@ def main(args):
                 meter.check_finite(grad_norm=grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
-                policy.refresh()  # in bfloat16, the copy of the weights that computes
+                policy.refresh()  # in bfloat16: sync the working copy from the float32 master weights
                 meter.add_step(len(minibatch), grad_norm)
         meter.lap("update_seconds")
 
         # ------------------------------------------------------------------- log, evaluate and save
-        metrics = iteration_metrics(meter, generated, rewards_PG, args)  # rewards: of those kept
+        metrics = iteration_metrics(meter, generated, rewards_PG, args)  # rewards of the groups kept
         if run.is_due(args.eval_every, iteration):
             is_last = iteration == args.iterations
             results = evaluate(policy, held_out, verify, args, sampled=is_last)

@@ -2,25 +2,25 @@
 
   J = mean_i 1/L_max sum_t min(r_it A_i, clip(r_it, 1 - eps, 1 + eps) A_i)
 
-  o_i    a completion of |o_i| tokens, EOS included; mean_i: mean over those of one optimizer step
+  o_i    a completion of |o_i| tokens, EOS included; mean_i: over all completions of an optimizer step
   r_it   = pi(o_it) / pi_old(o_it); pi_old: the policy before the rollout's first optimizer step
   A_i    = R_i - mean, over the rewards R of the G completions of the same prompt
   L_max  = --max_new_tokens, a constant
-  _PG    a tensor's axes: P prompts, G completions of each, N = P G, B rows at hand, T tokens, 1 kept
+  _PG    suffixes name axes: P prompts, G completions each, N = P G, B rows, T tokens, 1 a kept axis
 
 Parent: grpo.py. Differs only in:
   1. No std: dividing by it gives prompts that are almost always or almost never solved more weight.
-  2. Constant normaliser: instead of 1/|o_i|, since the mean over a completion's own tokens punishes a
-     long wrong answer less per token than a short one, and rewards a short right answer more.
+  2. Constant normaliser: 1/L_max instead of 1/|o_i|, which penalises each token of a wrong answer
+     less the longer the answer is, and rewards each token of a right answer more the shorter it is.
   3. No KL: and so no reference model.
 
 Left open by the paper: L_max. Its formula has no normaliser (a plain sum over tokens); its code
-divides by a constant, the generation budget, and so do we. The mean has the completion itself in it,
-as in the paper; leaving it out would only scale A by G/(G-1).
+divides by a constant, the generation budget, and so do we. The group's mean includes the completion
+itself, as in the paper; leaving it out would only scale A by G/(G-1).
 
 Run:    python dr_grpo.py
-Expect: on sums of two numbers, as grpo.py: greedy held-out accuracy from 0.43 to at least 0.97 in
-        a minute on one CPU core.
+Expect: like grpo.py, greedy held-out accuracy on sums of two numbers rises from 0.43 to at least
+        0.97 in a minute on one CPU core.
 """
 
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class Args(RunArgs):  # model, data, device, precision, output: see plumbing/arg
     prompts_per_iteration: int = flag(32, "prompts in a rollout")
     group_size: int = flag(8, "completions per prompt")
     max_new_tokens: int = flag(48, "cap on the length of a completion")
-    temperature: float = flag(1.0, "sampling temperature, also that of all log-probs")
+    temperature: float = flag(1.0, "temperature of the sampling and of all log-probs")
     lr: float = flag(2e-4, "AdamW's learning rate, constant")
     update_epochs: int = flag(1, "passes over a rollout")
     num_minibatches: int = flag(4, "optimizer steps per pass")
@@ -86,7 +86,7 @@ def policy_loss(
     advantages_BT    (B, 1), broadcast over the tokens, or (B, T)
     mask_BT          1 on response tokens, the EOS included (bool or float); the rest, padding or tool
                      output inside a completion, has no gradient and counts in no mean
-    max_new_tokens   L_max, the cap on the length of a completion
+    max_new_tokens   L_max, the normaliser in place of |o_i|: the cap on the length of a completion
     num_sequences    completions in the whole optimizer step [None: this is the whole step]
 
     Returns (loss, stats): a scalar, and {name: scalar}, means and a maximum over the given tokens.
@@ -144,11 +144,14 @@ def main(args):
         advantages_N1 = compute_advantages(rewards_PG).view(-1, 1).to(args.device)
 
         # ---------------------------------------------------------------------------- old log-probs
-        # Computed again (unless --old_logprobs sampler): the sampler's differ by rounding. The rows are
-        # not shuffled, and the micro-batches are those of the update, so r is exactly 1 at first.
+        # Recompute them with the training forward (unless --old_logprobs sampler), since the sampler's
+        # differ by rounding. Rows are not shuffled and micro-batches are those of the update, so that
+        # r is exactly 1 in the first step.
         batch = collate(completions, args)
         minibatches = batch.minibatches(args.num_minibatches)
         old = score(policy, batch, minibatches, args)
+
+        # ----------------------------------------------------------------------- rollout correction
         # Importance weights pi_old / sampler; all 1 unless --rollout_correction is on.
         correction = rollout_correction(old, batch, args)
         meter.add_global("rollout", correction.stats)
@@ -177,7 +180,7 @@ def main(args):
                 meter.check_finite(grad_norm=grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
-                policy.refresh()  # in bfloat16, the copy of the weights that computes
+                policy.refresh()  # in bfloat16: sync the working copy from the float32 master weights
                 meter.add_step(len(minibatch), grad_norm)
         meter.lap("update_seconds")
 

@@ -2,26 +2,26 @@
 
   J = mean_i A_i exp(1/|o_i| sum_t c_it)
 
-  o_i   a completion of |o_i| tokens, EOS included; mean_i: mean over those of one optimizer step
+  o_i   a completion of |o_i| tokens, EOS included; mean_i: over all completions of an optimizer step
   c_it  = min(l_it, eps) if A_i > 0, max(l_it, -eps) if A_i < 0
   l_it  = log(pi(o_it) / pi_old(o_it)); pi_old: the policy before the rollout's first optimizer step
   A_i   = (R_i - mean) / std, over the rewards R of the G completions of the same prompt
-  _PG   a tensor's axes: P prompts, G completions of each, N = P G, B rows at hand, T tokens, 1 kept
+  _PG   suffixes name axes: P prompts, G completions each, N = P G, B rows, T tokens, 1 a kept axis
 
 Parent: grpo.py. Differs only in:
-  1. Geometric mean: of a completion's clipped ratios, instead of the arithmetic mean; one token whose
-     ratio explodes multiplies the mean by e^(l/|o|) instead of adding (e^l - 1)/|o| to it.
+  1. Geometric mean: a completion's clipped ratios are multiplied, not added; one token whose ratio
+     explodes multiplies the mean by e^(l/|o|) instead of adding (e^l - 1)/|o| to it.
   2. No KL: and so no reference model.
 
 This is sgn(A_i) (prod_t |min(r_it A_i, clip(r_it, e^-eps, e^eps) A_i)|)^(1/|o_i|), the paper's
 formula; eps 0.4, the paper's, bounds the log of the ratio. Left open by the paper: nothing.
---clip_level sequence is the paper's counter-example: it clips the whole product at once, that is the
-sum of l over the completion (before the root, as in the authors' code), so one clip removes the
-gradient of a whole completion.
+--clip_level sequence is the paper's counter-example, which clips the whole product at once: the sum of
+l over the completion, before the root, as in the authors' code. There, one clip removes the gradient
+of a whole completion.
 
 Run:    python gmpo.py
-Expect: on sums of two numbers, as grpo.py: greedy held-out accuracy from 0.43 to at least 0.97 in
-        a minute on one CPU core.
+Expect: like grpo.py, greedy held-out accuracy on sums of two numbers rises from 0.43 to at least
+        0.97 in a minute on one CPU core.
 """
 
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class Args(RunArgs):  # model, data, device, precision, output: see plumbing/arg
     prompts_per_iteration: int = flag(32, "prompts in a rollout")
     group_size: int = flag(8, "completions per prompt")
     max_new_tokens: int = flag(48, "cap on the length of a completion")
-    temperature: float = flag(1.0, "sampling temperature, also that of all log-probs")
+    temperature: float = flag(1.0, "temperature of the sampling and of all log-probs")
     lr: float = flag(2e-4, "AdamW's learning rate, constant")
     update_epochs: int = flag(1, "passes over a rollout")
     num_minibatches: int = flag(4, "optimizer steps per pass")
@@ -102,7 +102,7 @@ def policy_loss(
     ratio_BT = logratio_BT.exp()
     l_BT = logratio_BT
     if clip_level == "sequence":
-        # The paper's counter-example, one clip for a completion: l, and c, is the sum, (B, 1).
+        # The paper's counter-example clips once per completion: here l and c are its sums, (B, 1).
         l_BT = logratio_BT.sum(1, keepdim=True)
     # [1] c_t = min(l_t, eps) where A > 0, max(l_t, -eps) where A < 0
     capped_BT = l_BT.clamp(max=log_ratio_clip)
@@ -153,13 +153,16 @@ def main(args):
         advantages_N1 = compute_advantages(rewards_PG).view(-1, 1).to(args.device)
 
         # ---------------------------------------------------------------------------- old log-probs
-        # Computed again (unless --old_logprobs sampler): the sampler's differ by rounding. The rows are
-        # not shuffled, and the micro-batches are those of the update, so r is exactly 1 at first.
+        # Recompute them with the training forward (unless --old_logprobs sampler), since the sampler's
+        # differ by rounding. Rows are not shuffled and micro-batches are those of the update, so that
+        # r is exactly 1 in the first step.
         batch = collate(completions, args)
         minibatches = batch.minibatches(args.num_minibatches)
         old = score(policy, batch, minibatches, args)
+
+        # ----------------------------------------------------------------------- rollout correction
         # Importance weights pi_old / sampler; all 1 unless --rollout_correction is on.
-        correction = rollout_correction(old, batch, args, one_ratio=True)
+        correction = rollout_correction(old, batch, args, one_ratio=True)  # one per completion
         meter.add_global("rollout", correction.stats)
         advantages = correction.weights * advantages_N1  # (N, 1), or (N, T) with weights per token
 
@@ -185,7 +188,7 @@ def main(args):
                 meter.check_finite(grad_norm=grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
-                policy.refresh()  # in bfloat16, the copy of the weights that computes
+                policy.refresh()  # in bfloat16: sync the working copy from the float32 master weights
                 meter.add_step(len(minibatch), grad_norm)
         meter.lap("update_seconds")
 

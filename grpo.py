@@ -2,29 +2,29 @@
 
   J = mean_i 1/|o_i| sum_t [ min(r_it A_i, clip(r_it, 1 - eps, 1 + eps) A_i) - beta k3_it ]
 
-  o_i    a completion of |o_i| tokens, EOS included; mean_i: mean over those of one optimizer step
+  o_i    a completion of |o_i| tokens, EOS included; mean_i: over all completions of an optimizer step
   r_it   = pi(o_it) / pi_old(o_it); pi_old: the policy before the rollout's first optimizer step
   A_i    = (R_i - mean) / std, over the rewards R of the G completions of the same prompt
   k3_it  = x - log x - 1, x = pi_ref(o_it) / pi(o_it): an estimate of KL(pi || pi_ref), never negative
-  _PG    a tensor's axes: P prompts, G completions of each, N = P G, B rows at hand, T tokens, 1 kept
+  _PG    suffixes name axes: P prompts, G completions each, N = P G, B rows, T tokens, 1 a kept axis
 
 Parent: ppo.py. Differs only in:
-  1. Group baseline: the mean reward of the group; no critic, no GAE, no whitening, no entropy bonus,
-     and one advantage for a whole completion.
-  2. KL in the loss: a term of its own there, not a part of the reward.
+  1. Group baseline: the mean reward of the group, so a completion has one advantage for all of its
+     tokens. No critic, no GAE, no whitening, no entropy bonus.
+  2. KL in the loss: a separate loss term instead of part of the reward.
   3. Sequence-mean: tokens are averaged within a completion, then completions are averaged.
 
-Left open by the paper: the std (here unbiased, plus 1e-6, and advantages are exactly 0 in a group of
-equal rewards) and eps (here 0.2). The ratio is a token's, as in this paper; the R1 report writes that
-of the whole completion. Departs from the paper: four optimizer steps per rollout, where the paper
-takes one, so that r is not always 1 and the clip can bind. Beyond the paper: --kl_is_corrected
-(DeepSeek-V3.2: k3 times r, whose gradient is that of the KL) and --ref_reset_every (ProRL: the
-reference becomes a copy of the policy every n iterations; the optimizer keeps its state). With
---kl_coef 0 there is no reference model.
+Left open by the paper: the std (here unbiased, plus 1e-6; a group of equal rewards has advantages of
+exactly 0, and only the KL acts on it) and eps (here 0.2). The ratio is per token, as in this paper;
+the R1 report writes the ratio of whole completions. Departs from the paper: four optimizer steps per
+rollout instead of one, so that r is not always 1 and the clip can bind. Beyond the paper:
+--kl_is_corrected (DeepSeek-V3.2: k3 times r, whose gradient is that of the KL) and --ref_reset_every
+(ProRL: every n iterations the reference becomes a copy of the policy; the optimizer keeps its state).
+With --kl_coef 0 there is no reference model.
 
 Run:    python grpo.py
-Expect: on sums of two numbers, greedy held-out accuracy from 0.43 to at least 0.97; answers at
-        once, without working, go from half to almost none. A minute on one CPU core.
+Expect: greedy held-out accuracy on sums of two numbers rises from 0.43 to at least 0.97, and the
+        share of answers without working drops from half to nearly zero, in a minute on one CPU core.
 """
 
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ class Args(RunArgs):  # model, data, device, precision, output: see plumbing/arg
     prompts_per_iteration: int = flag(32, "prompts in a rollout")
     group_size: int = flag(8, "completions per prompt")
     max_new_tokens: int = flag(48, "cap on the length of a completion")
-    temperature: float = flag(1.0, "sampling temperature, also that of all log-probs")
+    temperature: float = flag(1.0, "temperature of the sampling and of all log-probs")
     lr: float = flag(2e-4, "AdamW's learning rate, constant")
     update_epochs: int = flag(1, "passes over a rollout")
     num_minibatches: int = flag(4, "optimizer steps per pass")
@@ -172,13 +172,16 @@ def main(args):
         advantages_N1 = compute_advantages(rewards_PG).view(-1, 1).to(args.device)
 
         # ---------------------------------------------------------------------------- old log-probs
-        # Computed again (unless --old_logprobs sampler): the sampler's differ by rounding. The rows are
-        # not shuffled, and the micro-batches are those of the update, so r is exactly 1 at first.
+        # Recompute them with the training forward (unless --old_logprobs sampler), since the sampler's
+        # differ by rounding. Rows are not shuffled and micro-batches are those of the update, so that
+        # r is exactly 1 in the first step.
         batch = collate(completions, args)
         minibatches = batch.minibatches(args.num_minibatches)
         old = score(policy, batch, minibatches, args)
         if args.kl_coef > 0:
-            ref = score(reference, batch, minibatches, args, replay=False)  # with experts of its own
+            ref = score(reference, batch, minibatches, args, replay=False)  # with its own experts
+
+        # ----------------------------------------------------------------------- rollout correction
         # Importance weights pi_old / sampler; all 1 unless --rollout_correction is on.
         correction = rollout_correction(old, batch, args)
         meter.add_global("rollout", correction.stats)
@@ -210,7 +213,7 @@ def main(args):
                 meter.check_finite(grad_norm=grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
-                policy.refresh()  # in bfloat16, the copy of the weights that computes
+                policy.refresh()  # in bfloat16: sync the working copy from the float32 master weights
                 meter.add_step(len(minibatch), grad_norm)
         if args.ref_reset_every > 0 and iteration % args.ref_reset_every == 0:
             reference.load_state_dict(policy.state_dict())

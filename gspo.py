@@ -2,28 +2,26 @@
 
   J = mean_i min(s_i A_i, clip(s_i, 1 - eps_low, 1 + eps_high) A_i)
 
-  o_i  a completion of |o_i| tokens, EOS included; mean_i: mean over those of one optimizer step
+  o_i  a completion of |o_i| tokens, EOS included; mean_i: over all completions of an optimizer step
   s_i  = exp(1/|o_i| sum_t log(pi(o_it) / pi_old(o_it))), differentiated; pi_old: the policy before the
        rollout's first optimizer step
   A_i  = (R_i - mean) / std, over the rewards R of the G completions of the same prompt
-  _PG  a tensor's axes: P prompts, G completions of each, N = P G, B rows at hand, T tokens, 1 kept
+  _PG  suffixes name axes: P prompts, G completions each, N = P G, B rows, T tokens, 1 a kept axis
 
 Parent: grpo.py. Differs only in:
-  1. Sequence ratio: one for a completion, the geometric mean of those of its tokens, clipped as a
-     whole.
+  1. Sequence ratio: a completion has one ratio, the geometric mean of its tokens' ratios, which is
+     clipped as a whole.
   2. No KL: and so no reference model.
 
 Left open by the paper: nothing. Departs from the paper: the range. Its 3e-4 and 4e-4 are for answers
-of thousands of tokens; the mean of some 25 log-ratios scatters more, and that range clips half of our
-tokens in the first ten iterations. Ten times as wide, 3e-3 and 4e-3, it clips 12 %
-(benchmarks/results/ranges.csv at 39fcfb3); the paper reports some 15.
+of thousands of tokens; a mean over about 25 log-ratios is noisier, so ours is ten times as wide.
 --variant gspo_token: s_it = sg[s_i] pi(o_it) / sg[pi(o_it)], tokens averaged within a completion;
-sg[] stops the gradient. Value and gradient are those of gspo as long as A is the same for all tokens;
-it exists for advantages (B, T) that are not.
+sg[] stops the gradient. If all tokens of a completion have the same A, its value and gradient are
+those of gspo; it exists for advantages (B, T) that differ between tokens.
 
 Run:    python gspo.py
-Expect: on sums of two numbers, as grpo.py: greedy held-out accuracy from 0.43 to at least 0.97 in
-        a minute on one CPU core.
+Expect: like grpo.py, greedy held-out accuracy on sums of two numbers rises from 0.43 to at least
+        0.97 in a minute on one CPU core.
 """
 
 from dataclasses import dataclass
@@ -43,7 +41,7 @@ class Args(RunArgs):  # model, data, device, precision, output: see plumbing/arg
     prompts_per_iteration: int = flag(32, "prompts in a rollout")
     group_size: int = flag(8, "completions per prompt")
     max_new_tokens: int = flag(48, "cap on the length of a completion")
-    temperature: float = flag(1.0, "sampling temperature, also that of all log-probs")
+    temperature: float = flag(1.0, "temperature of the sampling and of all log-probs")
     lr: float = flag(2e-4, "AdamW's learning rate, constant")
     update_epochs: int = flag(1, "passes over a rollout")
     num_minibatches: int = flag(4, "optimizer steps per pass")
@@ -105,7 +103,7 @@ def policy_loss(
         num_sequences = len(mask_BT)
     # Masked before exp, since 0 * inf is NaN, in the backward pass too; clamped to keep exp finite.
     logratio_BT = torch.where(mask_BT, logprobs_BT - old_logprobs_BT, 0).clamp(-20, 20)
-    # [1] s_i = exp(1/|o_i| sum_t log r_it), one for all tokens
+    # [1] s_i = exp(1/|o_i| sum_t log r_it), from here on the ratio of every token of the completion
     ratio_B1 = (logratio_BT.sum(1, keepdim=True) / length_B1).exp()
     ratio_BT = ratio_B1.expand_as(logratio_BT)
     if variant == "gspo_token":
@@ -159,11 +157,14 @@ def main(args):
         advantages_N1 = compute_advantages(rewards_PG).view(-1, 1).to(args.device)
 
         # ---------------------------------------------------------------------------- old log-probs
-        # Computed again (unless --old_logprobs sampler): the sampler's differ by rounding. The rows are
-        # not shuffled, and the micro-batches are those of the update, so r is exactly 1 at first.
+        # Recompute them with the training forward (unless --old_logprobs sampler), since the sampler's
+        # differ by rounding. Rows are not shuffled and micro-batches are those of the update, so that
+        # r is exactly 1 in the first step.
         batch = collate(completions, args)
         minibatches = batch.minibatches(args.num_minibatches)
         old = score(policy, batch, minibatches, args)
+
+        # ----------------------------------------------------------------------- rollout correction
         # Importance weights pi_old / sampler; all 1 unless --rollout_correction is on.
         correction = rollout_correction(old, batch, args, one_ratio=args.variant == "gspo")
         meter.add_global("rollout", correction.stats)
@@ -192,7 +193,7 @@ def main(args):
                 meter.check_finite(grad_norm=grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
-                policy.refresh()  # in bfloat16, the copy of the weights that computes
+                policy.refresh()  # in bfloat16: sync the working copy from the float32 master weights
                 meter.add_step(len(minibatch), grad_norm)
         meter.lap("update_seconds")
 

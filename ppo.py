@@ -2,28 +2,26 @@
 
   J = 1/(sum_i |o_i|) sum_i sum_t min(r_it A_it, clip(r_it, 1 - eps, 1 + eps) A_it) - c_v L_V + c_e H
 
-  o_i      a completion of |o_i| tokens, EOS included; sum_i: sum over those of one optimizer step
+  o_i      a completion of |o_i| tokens, EOS included; sum_i: over all completions of an optimizer step
   r_it     = pi(o_it) / pi_old(o_it); pi_old: the policy before the rollout's first optimizer step
   A_it     = sum_k (gamma lambda)^k delta_i,t+k, whitened (GAE);  delta_t = rew_t + gamma V_t+1 - V_t
   rew_it   = -beta log(pi_old(o_it) / pi_ref(o_it)), plus the verifier's reward R_i at the last token
   L_V      = mean over tokens of max((V - ret)^2, (V_old + clip(V - V_old, -d, d) - ret)^2)
   ret_it   = A_it + V_old,it, before A is whitened;  H: mean entropy over tokens
-  _NT      a tensor's axes: N rows of a rollout, B rows at hand, T tokens, U = T + 1, 1 kept
+  _NT      suffixes name axes: N rows of a rollout, B rows, T tokens, U = T + 1, 1 a kept axis
 
 The root of the family: grpo.py is the child, and its header lists the differences.
 
 Left open by the papers: the critic (here a second copy of the base model with a linear head that
-starts at zero; V_t is read where o_t is predicted, and after the last token V is 0, or the critic's
-value there if the completion was truncated); gamma 1, so that a right answer is worth the same
-however long it is; beta 0.02; d 0.2; c_e 0; c_v 0.5, which matters only where the critic's gradient
-is clipped, since the models share no weights and AdamW ignores the scale of a gradient. One completion
-for each of 256 prompts: as many completions as the siblings'. The critic has a higher learning rate,
-since it has to learn from nothing: at the policy's 2e-4 it explains 2 to 4 % of the variance of the
-returns in the last ten iterations (benchmarks/results/ranges.csv at 39fcfb3), at 2e-3 8 to 14 %. With
---kl_coef 0 there is no reference.
+starts at zero; V_t is read where o_t is predicted; after the last token V is 0, or the critic's value
+if the completion was truncated); gamma 1, so that a right answer has the same value at any length;
+beta 0.02; d 0.2; c_e 0; c_v 0.5, which matters only where the critic's gradient is clipped, since the
+models share no weights and AdamW ignores the scale of a gradient. One completion for each of 256
+prompts: as many completions as the siblings have. The critic has a higher learning rate than the
+policy because it starts from nothing. With --kl_coef 0 there is no reference.
 
 Run:    python ppo.py
-Expect: on sums of two numbers, greedy held-out accuracy from 0.43 to at least 0.95 in a minute
+Expect: greedy held-out accuracy on sums of two numbers rises from 0.43 to at least 0.95 in a minute
         on one CPU core.
 """
 
@@ -44,7 +42,7 @@ class Args(RunArgs):  # model, data, device, precision, output: see plumbing/arg
     iterations: int = flag(60, "rounds of rollout and update")
     prompts_per_iteration: int = flag(256, "prompts in a rollout")  # one completion each
     max_new_tokens: int = flag(48, "cap on the length of a completion")
-    temperature: float = flag(1.0, "sampling temperature, also that of all log-probs")
+    temperature: float = flag(1.0, "temperature of the sampling and of all log-probs")
     lr: float = flag(2e-4, "AdamW's learning rate, constant")
     update_epochs: int = flag(1, "passes over a rollout")
     num_minibatches: int = flag(4, "optimizer steps per pass")
@@ -120,12 +118,13 @@ def whiten(x_BT, mask_BT):
     return (x_BT - mean) / (variance.sqrt() + 1e-8)
 
 
-def token_rewards(rewards_B1, log_ratio_BT, values_BU, is_cut_off_B1, mask_BT, kl_coef, gamma):
-    """rew, (B, T): -beta log(pi_old / pi_ref); the last token adds R, and gamma V if it was cut off."""
-    last_B1 = mask_BT.cumsum(1).argmax(1, keepdim=True)  # the first place where the count is complete
+def token_rewards(rewards_B1, kl_BT, values_BU, is_cut_off_B1, mask_BT, kl_coef, gamma):
+    """rew, (B, T): -beta KL at each token; the last one adds R, and gamma V if it was cut off."""
+    # The last token of the response: the count of tokens is complete there, and stays so after it.
+    last_B1 = mask_BT.cumsum(1).argmax(1, keepdim=True)
     value_after_B1 = torch.where(is_cut_off_B1.bool(), values_BU.gather(1, last_B1 + 1), 0)
     last_reward_B1 = rewards_B1 + gamma * value_after_B1
-    return (-kl_coef * log_ratio_BT).scatter_add(1, last_B1, last_reward_B1)
+    return (-kl_coef * kl_BT).scatter_add(1, last_B1, last_reward_B1)
 
 
 def value_loss(values_BT, old_values_BT, returns_BT, mask_BT, *, value_clip=0.2, num_tokens=None):
@@ -225,27 +224,31 @@ def main(args):
         rewards_N1 = torch.tensor([[c.reward] for c in completions], device=args.device)
 
         # ---------------------------------------------------------------------------- old log-probs
-        # Computed again (unless --old_logprobs sampler): the sampler's differ by rounding. The rows are
-        # not shuffled, and the micro-batches are those of the update, so r is exactly 1 at first.
+        # Recompute them with the training forward (unless --old_logprobs sampler), since the sampler's
+        # differ by rounding. Rows are not shuffled and micro-batches are those of the update, so that
+        # r is exactly 1 in the first step.
         batch = collate(completions, args)
         minibatches = batch.minibatches(args.num_minibatches)
         old = score(policy, batch, minibatches, args)
         if args.kl_coef > 0:
-            ref = score(reference, batch, minibatches, args, replay=False)  # with experts of its own
+            ref = score(reference, batch, minibatches, args, replay=False)  # with its own experts
         values_NU = score_values(critic, batch, minibatches, args)
+
+        # ----------------------------------------------------------------------- rollout correction
         # Importance weights pi_old / sampler; all 1 unless --rollout_correction is on.
         correction = rollout_correction(old, batch, args)
         meter.add_global("rollout", correction.stats)
 
         # ------------------------------------------------------------------------------- advantages
-        log_ratio_NT = torch.zeros_like(old.logprobs_NT)
+        # The KL that token_rewards subtracts is log(pi_old / pi_ref), the plain estimator, of the old
+        # policy; in grpo.py it is k3, of the policy during the update.
+        kl_NT = torch.zeros_like(old.logprobs_NT)
         if args.kl_coef > 0:
-            log_ratio_NT = torch.where(batch.mask_BT, old.logprobs_NT - ref.logprobs_NT, 0)
-            # The plain estimator, of pi_old; grpo.py's kl_ref is k3, of the policy during the update.
-            meter.add_global("losses", {"kl_ref": masked_mean(log_ratio_NT, batch.mask_BT)})
+            kl_NT = torch.where(batch.mask_BT, old.logprobs_NT - ref.logprobs_NT, 0)
+            meter.add_global("losses", {"kl_ref": masked_mean(kl_NT, batch.mask_BT)})
         is_cut_off_N1 = torch.tensor([[c.truncated] for c in completions], device=args.device)
         token_rewards_NT = token_rewards(
-            rewards_N1, log_ratio_NT, values_NU, is_cut_off_N1, batch.mask_BT, args.kl_coef, args.gamma
+            rewards_N1, kl_NT, values_NU, is_cut_off_N1, batch.mask_BT, args.kl_coef, args.gamma
         )
         old_values_NT = values_NU[:, :-1]
         advantages_NT, returns_NT = compute_gae(
@@ -290,7 +293,7 @@ def main(args):
                 meter.check_finite(grad_norm=grad_norm, critic_grad_norm=critic_norm)
                 optimizer.step()
                 optimizer.zero_grad()
-                policy.refresh()  # in bfloat16, the copy of the weights that computes
+                policy.refresh()  # in bfloat16: sync the working copy from the float32 master weights
                 critic.refresh()
                 meter.add_step(len(minibatch), grad_norm)
         meter.lap("update_seconds")

@@ -2,7 +2,7 @@
 
   J = mean_i A_i exp(1/|o_i| sum_t (c_it + log gamma_it))
 
-  o_i       a completion of |o_i| tokens, EOS included; mean_i: mean over those of one optimizer step
+  o_i       a completion of |o_i| tokens, EOS included; mean_i: over all completions of a step
   c_it      = min(l_it, eps) if A_i > 0, max(l_it, -eps) if A_i < 0
   l_it      = log(pi(o_it) / pi_old(o_it)); pi_old: the policy before the rollout's first optimizer step
   gamma_it  = sg[max(gamma_min, exp(-1/L sum_j 1/K sum_k |log p_j(e_jk) - log p_old_j(e_jk)|))]
@@ -10,23 +10,24 @@
   e_jk      the K experts that were active there under the old policy (the replayed ones with
             --routing_replay); sg[] stops the gradient
   A_i       = (R_i - mean) / std, over the rewards R of the G completions of the same prompt
-  _PG       a tensor's axes: P prompts, G completions each, N = P G, B rows, T tokens, L layers
+  _PG       suffixes name axes: P prompts, G completions each, N = P G, B rows, T tokens, L layers
 
 Parent: gmpo.py. Differs only in:
-  1. Router shift: gamma, 1 while the router does what it did in the rollout and smaller the more it
-     has shifted, damps completions whose ratio compares two different subnetworks.
+  1. Router shift: gamma is 1 while the router scores the experts as it did in the rollout, and falls
+     as it shifts. It damps completions whose ratio compares two different subnetworks.
   2. Token-level clip only: no --clip_level.
 
-Left open by the paper's first version: how gamma enters, since its text and its formula differ.
+Left open by the paper's first version: where gamma enters, since its text and its formula differ.
   --shift damped       c(l) + log gamma, as in J and in the text, "after token-level clipping"
   --shift literal      c(l) + sgn(A) log gamma, the formula as printed: it amplifies A < 0
-  --shift before_clip  c(l + log gamma), the second version and what public implementations do: for
-                       A > 0 a ratio up to e^eps / gamma keeps its gradient
-A dense model is refused: there it is gmpo.py.
+  --shift before_clip  c(l + log gamma), as in the second version and in public implementations, which
+                       clip after the shift: a token keeps its gradient up to r = e^eps / gamma if
+                       A > 0, and only down to r = e^-eps / gamma if A < 0
+A dense model is refused: without a router, rspo is gmpo.
 
 Run:    python rspo.py
-Expect: on sums of two numbers, as grpo.py: greedy held-out accuracy from 0.43 to at least 0.97 in
-        a minute on one CPU core.
+Expect: like grpo.py, greedy held-out accuracy on sums of two numbers rises from 0.43 to at least
+        0.97 in a minute on one CPU core.
 """
 
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ class Args(RunArgs):  # model, data, device, precision, output: see plumbing/arg
     prompts_per_iteration: int = flag(32, "prompts in a rollout")
     group_size: int = flag(8, "completions per prompt")
     max_new_tokens: int = flag(48, "cap on the length of a completion")
-    temperature: float = flag(1.0, "sampling temperature, also that of all log-probs")
+    temperature: float = flag(1.0, "temperature of the sampling and of all log-probs")
     lr: float = flag(2e-4, "AdamW's learning rate, constant")
     update_epochs: int = flag(1, "passes over a rollout")
     num_minibatches: int = flag(4, "optimizer steps per pass")
@@ -142,7 +143,7 @@ def policy_loss(
         log_weight_BT = c_BT + log_gamma_BT
     elif shift == "literal":
         log_weight_BT = c_BT + advantages_B1.sign() * log_gamma_BT
-    else:  # before_clip: gamma is in l already
+    else:  # before_clip: l already contains gamma
         log_weight_BT = c_BT
     # Where the clip takes the gradient away: A < 0 and l < -eps, or A > 0 and l > eps.
     clips_low_BT = (l_BT < c_BT) & (advantages_B1 < 0)
@@ -166,7 +167,7 @@ def main(args):
     verify = load_verifier(args)
     policy = load_policy(args)  # the model with its tokenizer
     if not getattr(policy.model.config, "num_experts_per_tok", 0):
-        raise UserError(f"--model {args.model} is dense, no router could shift: use gmpo.py")
+        raise UserError(f"--model {args.model} is dense and has no router: use gmpo.py")
     problem_stream, held_out = load_problems(args, policy)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
     generator = torch.Generator().manual_seed(args.seed)  # of the sampler's noise
@@ -191,13 +192,16 @@ def main(args):
         advantages_N1 = compute_advantages(rewards_PG).view(-1, 1).to(args.device)
 
         # ---------------------------------------------------------------------------- old log-probs
-        # Computed again (unless --old_logprobs sampler): the sampler's differ by rounding. The rows are
-        # not shuffled, and the micro-batches are those of the update, so r is exactly 1 at first.
+        # Recompute them with the training forward (unless --old_logprobs sampler), since the sampler's
+        # differ by rounding. Rows are not shuffled and micro-batches are those of the update, so that
+        # r is exactly 1 in the first step.
         batch = collate(completions, args)
         minibatches = batch.minibatches(args.num_minibatches)
         old = score(policy, batch, minibatches, args, also=expert_logprobs)  # old.also: log p_old(e_jk)
+
+        # ----------------------------------------------------------------------- rollout correction
         # Importance weights pi_old / sampler; all 1 unless --rollout_correction is on.
-        correction = rollout_correction(old, batch, args, one_ratio=True)
+        correction = rollout_correction(old, batch, args, one_ratio=True)  # one per completion
         meter.add_global("rollout", correction.stats)
         advantages = correction.weights * advantages_N1  # (N, 1), or (N, T) with weights per token
 
@@ -230,7 +234,7 @@ def main(args):
                 meter.check_finite(grad_norm=grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
-                policy.refresh()  # in bfloat16, the copy of the weights that computes
+                policy.refresh()  # in bfloat16: sync the working copy from the float32 master weights
                 meter.add_step(len(minibatch), grad_norm)
         meter.lap("update_seconds")
 

@@ -2,26 +2,25 @@
 
   J = mean_i 1/|o_i| sum_t f(r_it) A_i
 
-  o_i    a completion of |o_i| tokens, EOS included; mean_i: mean over those of one optimizer step
+  o_i    a completion of |o_i| tokens, EOS included; mean_i: over all completions of an optimizer step
   f(r)   = sigmoid(tau (r - 1)) 4 / tau,  tau = tau_pos if A_i > 0 else tau_neg
   r_it   = pi(o_it) / pi_old(o_it); pi_old: the policy before the rollout's first optimizer step
   A_i    = (R_i - mean) / std, over the rewards R of the G completions of the same prompt
-  _PG    a tensor's axes: P prompts, G completions of each, N = P G, B rows at hand, T tokens, 1 kept
+  _PG    suffixes name axes: P prompts, G completions each, N = P G, B rows, T tokens, 1 a kept axis
 
 Parent: grpo.py. Differs only in:
-  1. Soft gate: f takes the place of the clip and the min; f'(r) = sech^2(tau (r - 1) / 2) is 1 at r =
-     1 and fades on both sides, faster for A < 0, so a token that has moved far is damped but never
+  1. Soft gate: f replaces the clip and the min; f'(r) = sech^2(tau (r - 1) / 2) is 1 at r = 1 and
+     fades on both sides, faster for A < 0, so that a token which has moved far is damped but never
      dropped.
   2. No KL: and so no reference model.
 
-f(1) = 2 / tau, not 1: the logged loss is on another scale than that of the siblings; its gradient is
-not.
-losses/gate_slope is the mean of f'(r): 1 as long as nothing has moved.
-Left open by the paper: nothing; tau_pos 1.0 and tau_neg 1.05 are the paper's.
+Left open by the paper: nothing; tau_pos 1.0 and tau_neg 1.05 are the paper's. Since f(1) is 2 / tau
+and not 1, the logged loss is on another scale than the siblings', but its gradient is not: f'(1) = 1.
+The metric losses/gate_slope is the mean of f'(r), which is 1 while nothing has moved.
 
 Run:    python sapo.py
-Expect: on sums of two numbers, as grpo.py: greedy held-out accuracy from 0.43 to at least 0.97 in
-        a minute on one CPU core.
+Expect: like grpo.py, greedy held-out accuracy on sums of two numbers rises from 0.43 to at least
+        0.97 in a minute on one CPU core.
 """
 
 from dataclasses import dataclass
@@ -40,7 +39,7 @@ class Args(RunArgs):  # model, data, device, precision, output: see plumbing/arg
     prompts_per_iteration: int = flag(32, "prompts in a rollout")
     group_size: int = flag(8, "completions per prompt")
     max_new_tokens: int = flag(48, "cap on the length of a completion")
-    temperature: float = flag(1.0, "sampling temperature, also that of all log-probs")
+    temperature: float = flag(1.0, "temperature of the sampling and of all log-probs")
     lr: float = flag(2e-4, "AdamW's learning rate, constant")
     update_epochs: int = flag(1, "passes over a rollout")
     num_minibatches: int = flag(4, "optimizer steps per pass")
@@ -144,11 +143,14 @@ def main(args):
         advantages_N1 = compute_advantages(rewards_PG).view(-1, 1).to(args.device)
 
         # ---------------------------------------------------------------------------- old log-probs
-        # Computed again (unless --old_logprobs sampler): the sampler's differ by rounding. The rows are
-        # not shuffled, and the micro-batches are those of the update, so r is exactly 1 at first.
+        # Recompute them with the training forward (unless --old_logprobs sampler), since the sampler's
+        # differ by rounding. Rows are not shuffled and micro-batches are those of the update, so that
+        # r is exactly 1 in the first step.
         batch = collate(completions, args)
         minibatches = batch.minibatches(args.num_minibatches)
         old = score(policy, batch, minibatches, args)
+
+        # ----------------------------------------------------------------------- rollout correction
         # Importance weights pi_old / sampler; all 1 unless --rollout_correction is on.
         correction = rollout_correction(old, batch, args)
         meter.add_global("rollout", correction.stats)
@@ -176,7 +178,7 @@ def main(args):
                 meter.check_finite(grad_norm=grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
-                policy.refresh()  # in bfloat16, the copy of the weights that computes
+                policy.refresh()  # in bfloat16: sync the working copy from the float32 master weights
                 meter.add_step(len(minibatch), grad_norm)
         meter.lap("update_seconds")
 

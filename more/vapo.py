@@ -3,14 +3,14 @@
   J = 1/(sum_i |o_i|) sum_i sum_t min(r_it A_it, clip(r_it, 1 - eps_low, 1 + eps_high) A_it)
       - mu L_LM - c_v L_V + c_e H
 
-  o_i    a completion of |o_i| tokens, EOS included; sum_i: sum over those of one optimizer step
+  o_i    a completion of |o_i| tokens, EOS included; sum_i: over all completions of an optimizer step
   r_it   = pi(o_it) / pi_old(o_it); pi_old: the policy before the rollout's first optimizer step
   A_it   = sum_k (gamma lambda_i)^k delta_i,t+k, whitened;  delta_t = rew_t + gamma V_t+1 - V_t
   rew_it = -beta log(pi_old(o_it) / pi_ref(o_it)), plus the verifier's reward R_i at the last token
   L_V    = mean over tokens of max((V - ret)^2, (V_old + clip(V - V_old, -d, d) - ret)^2)
   ret_it = sum_k gamma^k rew_i,t+k, the Monte Carlo return;  H: mean entropy over tokens
   L_LM   = mean of -log pi(o_it) over the tokens of all right completions of an optimizer step
-  _NT    a tensor's axes: N rows of a rollout, B rows at hand, T tokens, U = T + 1, 1 kept
+  _NT    suffixes name axes: N rows of a rollout, B rows, T tokens, U = T + 1, 1 a kept axis
 
 Parent: ppo.py. Differs only in:
   1. Value pre-training: in the first iterations the critic learns, and the policy stays as it is.
@@ -20,14 +20,14 @@ Parent: ppo.py. Differs only in:
   5. Positive-example LM loss: right completions are also imitated, with weight mu.
   6. Groups: 8 completions for each of 32 prompts; the critic is the baseline, and no group is dropped.
 
-Departs from the paper: alpha 1, where it has 0.05 for thousands of tokens: at 20 tokens, about the base
-model's mean, lambda is then ppo.py's 0.95, and with 0.05 it would be 0. Ten iterations of pre-training,
-40 steps of the critic, which --iterations counts: as many completions as the siblings'. A completion
-that was cut off has the critic's value there added to its returns, and there is a KL in the reward,
-both as in ppo.py.
+Departs from the paper: alpha is 1 instead of 0.05, which is for thousands of tokens. At 20 tokens,
+about the base model's mean, lambda is then ppo.py's 0.95; with 0.05 it would be 0. The ten iterations
+of pre-training, 40 steps of the critic, are included in --iterations, so that vapo generates as many
+completions as the siblings. As in ppo.py, the returns of a truncated completion include the critic's
+value at its end, and the reward includes a KL.
 
 Run:    python -m more.vapo
-Expect: on sums of two numbers, greedy held-out accuracy from 0.43 to at least 0.95 in a minute
+Expect: greedy held-out accuracy on sums of two numbers rises from 0.43 to at least 0.95 in a minute
         on one CPU core.
 """
 
@@ -53,7 +53,7 @@ class Args(RunArgs):  # model, data, device, precision, output: see plumbing/arg
     prompts_per_iteration: int = flag(32, "prompts in a rollout")  # [6]
     group_size: int = flag(8, "completions per prompt")
     max_new_tokens: int = flag(48, "cap on the length of a completion")
-    temperature: float = flag(1.0, "sampling temperature, also that of all log-probs")
+    temperature: float = flag(1.0, "temperature of the sampling and of all log-probs")
     lr: float = flag(2e-4, "AdamW's learning rate, constant")
     update_epochs: int = flag(1, "passes over a rollout")
     num_minibatches: int = flag(4, "optimizer steps per pass")
@@ -131,12 +131,13 @@ def whiten(x_BT, mask_BT):
     return (x_BT - mean) / (variance.sqrt() + 1e-8)
 
 
-def token_rewards(rewards_B1, log_ratio_BT, values_BU, is_cut_off_B1, mask_BT, kl_coef, gamma):
-    """rew, (B, T): -beta log(pi_old / pi_ref); the last token adds R, and gamma V if it was cut off."""
-    last_B1 = mask_BT.cumsum(1).argmax(1, keepdim=True)  # the first place where the count is complete
+def token_rewards(rewards_B1, kl_BT, values_BU, is_cut_off_B1, mask_BT, kl_coef, gamma):
+    """rew, (B, T): -beta KL at each token; the last one adds R, and gamma V if it was cut off."""
+    # The last token of the response: the count of tokens is complete there, and stays so after it.
+    last_B1 = mask_BT.cumsum(1).argmax(1, keepdim=True)
     value_after_B1 = torch.where(is_cut_off_B1.bool(), values_BU.gather(1, last_B1 + 1), 0)
     last_reward_B1 = rewards_B1 + gamma * value_after_B1
-    return (-kl_coef * log_ratio_BT).scatter_add(1, last_B1, last_reward_B1)
+    return (-kl_coef * kl_BT).scatter_add(1, last_B1, last_reward_B1)
 
 
 def value_loss(values_BT, old_values_BT, returns_BT, mask_BT, *, value_clip=0.2, num_tokens=None):
@@ -249,30 +250,34 @@ def main(args):
         is_right_N1 = torch.tensor([[c.verdict == "correct"] for c in completions], device=args.device)
 
         # ---------------------------------------------------------------------------- old log-probs
-        # Computed again (unless --old_logprobs sampler): the sampler's differ by rounding. The rows are
-        # not shuffled, and the micro-batches are those of the update, so r is exactly 1 at first.
+        # Recompute them with the training forward (unless --old_logprobs sampler), since the sampler's
+        # differ by rounding. Rows are not shuffled and micro-batches are those of the update, so that
+        # r is exactly 1 in the first step.
         batch = collate(completions, args)
         minibatches = batch.minibatches(args.num_minibatches)
         old = score(policy, batch, minibatches, args)
         if args.kl_coef > 0:
-            ref = score(reference, batch, minibatches, args, replay=False)  # with experts of its own
+            ref = score(reference, batch, minibatches, args, replay=False)  # with its own experts
         values_NU = score_values(critic, batch, minibatches, args)
+
+        # ----------------------------------------------------------------------- rollout correction
         # Importance weights pi_old / sampler; all 1 unless --rollout_correction is on.
         correction = rollout_correction(old, batch, args)
         meter.add_global("rollout", correction.stats)
 
         # ------------------------------------------------------------------------------- advantages
-        log_ratio_NT = torch.zeros_like(old.logprobs_NT)
+        # The KL that token_rewards subtracts is log(pi_old / pi_ref), the plain estimator, of the old
+        # policy; in grpo.py it is k3, of the policy during the update.
+        kl_NT = torch.zeros_like(old.logprobs_NT)
         if args.kl_coef > 0:
-            log_ratio_NT = torch.where(batch.mask_BT, old.logprobs_NT - ref.logprobs_NT, 0)
-            # The plain estimator, of pi_old; grpo.py's kl_ref is k3, of the policy during the update.
-            meter.add_global("losses", {"kl_ref": masked_mean(log_ratio_NT, batch.mask_BT)})
+            kl_NT = torch.where(batch.mask_BT, old.logprobs_NT - ref.logprobs_NT, 0)
+            meter.add_global("losses", {"kl_ref": masked_mean(kl_NT, batch.mask_BT)})
         is_cut_off_N1 = torch.tensor([[c.truncated] for c in completions], device=args.device)
         token_rewards_NT = token_rewards(
-            rewards_N1, log_ratio_NT, values_NU, is_cut_off_N1, batch.mask_BT, args.kl_coef, args.gamma
+            rewards_N1, kl_NT, values_NU, is_cut_off_N1, batch.mask_BT, args.kl_coef, args.gamma
         )
         old_values_NT = values_NU[:, :-1]
-        # [2] With lambda 1 returns do not depend on the critic, but where a completion was cut off.
+        # [2] With lambda 1 returns do not depend on the critic, except where a completion was cut off.
         _, returns_NT = compute_gae(token_rewards_NT, old_values_NT, batch.mask_BT, args.gamma, 1.0)
         # [3] lambda_i = max(0, 1 - 1/(alpha |o_i|))
         lambda_N = (1 - 1 / (args.lambda_alpha * batch.mask_BT.sum(1))).clamp(min=0)
@@ -334,7 +339,7 @@ def main(args):
                     policy.master.zero_grad()
                 optimizer.step()
                 optimizer.zero_grad()
-                policy.refresh()  # in bfloat16, the copy of the weights that computes
+                policy.refresh()  # in bfloat16: sync the working copy from the float32 master weights
                 critic.refresh()
                 meter.add_step(len(minibatch), grad_norm)
         meter.lap("update_seconds")

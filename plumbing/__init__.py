@@ -1,21 +1,21 @@
-"""What keeps a run on its feet. Nobody has to read it to study an algorithm or to copy a loss.
+"""The infrastructure behind a run. You can ignore it when you study an algorithm or copy a loss.
 
-answers.py     which answer a text gives, and whether two answers are the same
-args.py        the flags that all scripts share, the ranges of their values, how a script is started
-correction.py  weights for completions that the sampler made in place of the trainer
+answers.py     finds the answer in a text, and compares two answers
+args.py        the flags that all scripts share, their ranges, and the start of a script
+correction.py  importance weights for the mismatch of sampler and trainer
 data.py        datasets, prompts as the model reads them, the stream of training problems
-memory.py      what a run will need, computed before it starts
-metrics.py     what is logged
-models.py      loading a model, and refusing one whose weights do not fit
-packing.py     sequences side by side in rows, so that an update computes hardly any padding
-policy.py      master weights, the copy that computes, the copy that samples
-ranks.py       what several processes do together
-reward.py      a reward of the user's own
-routing.py     the experts of an MoE: recorded, and replayed
+memory.py      estimates a run's memory before it starts
+metrics.py     the metrics that are logged
+models.py      loads a model, and refuses one whose weights do not fit
+packing.py     packs sequences into rows, so that an update computes hardly any padding
+policy.py      master weights, the working copy, the copy that samples
+ranks.py       communication between the processes of a run
+reward.py      loads and checks a user's reward function
+routing.py     records and replays the experts of an MoE
 run.py         the run's folder: metrics, checkpoints, resume, signals
-settings.py    what shapes a run, and must be the same when it is resumed
+settings.py    the settings that must not change when a run is resumed
 
-Imported here is what scripts use.
+The names imported here are those that scripts use.
 """
 
 from plumbing import ranks

@@ -1,15 +1,15 @@
-"""Which answer a text gives, and whether two answers are the same.
+"""Finds the answer in a text, and compares two answers.
 
-Answers are compared as numbers where both are numbers, in whatever notation, and as text otherwise. No
-algebra is done. It has to be right about what it accepts: a wrong answer that is rewarded is learned.
+Answers are compared as numbers if both are numbers, in any notation, and as text otherwise, without
+algebra. A wrong answer must not be accepted: a policy learns whatever is rewarded.
 """
 
 import re
 from fractions import Fraction
 
-MAX_ANSWER = 1000  # characters; what is longer is no answer
-# What an answer may be written with, and how to write it plainly, in this order. What is rewritten
-# stays apart from what stands beside it, or is left as it is: \frac{7}{7}1 is not 7/71.
+MAX_ANSWER = 1000  # characters; a longer text is not an answer
+# Notation and its plain form, replaced in this order. A replacement must not join its neighbours:
+# \frac{7}{7}1 is not 7/71.
 NOTATION = [
     (r"−", "-"),
     (r"(?<=[0-9])(?:\{,\}|\\,|,\\!)(?=[0-9]{3}(?![0-9]))", "{,}"),  # thousands
@@ -18,13 +18,13 @@ NOTATION = [
     (r"(\\frac ?\{[^{}]*\}) ?([0-9])", r"\1{\2}"),  # ... and that \frac{1}{2}
     (r"(?<!\S)\*\*(?=\S)([^*]+)(?<=\S)\*\*(?!\w)", r" \1 "),  # bold; 2**3 is a power
     (r"^\*\*|(?<=:)\*\*|\*\*(?=\.?$)", " "),
-    # What prints nothing itself is \! first. That is a blank, but not between digits: 3$6$5 is 365.
+    # Invisible markup becomes \! first, and then a blank, but not between digits: 3$6$5 is 365.
     (r"(?<!\\)\${1,2}((?:[^$\\]|\\.)+)\${1,2}", r"\\!\1\\!"),
     (r"(?<!\\)\\[()]|\\(?:left|right|displaystyle)(?![a-zA-Z])", r"\\!"),
     (r"\\(?:text|textbf|mathrm|mathbf|mbox) ?\{([^{}]*)\}", r"\\!\1\\!"),
     (r"(?<=[0-9])(?:\\!)+(?=\.?[0-9])", "{}"),
     (r"\\!|~(?=[a-zA-Z\\])|(?<!\\)\\[,;: ]", " "),
-    (r"(?<=[0-9]:[0-9]{2}) *(?i:a\.?m\b\.?)", " am"),  # of a time of day case does not count
+    (r"(?<=[0-9]:[0-9]{2}) *(?i:a\.?m\b\.?)", " am"),  # in a time of day case does not matter
     (r"(?<=[0-9]:[0-9]{2}) *(?i:p\.?m\b\.?)", " pm"),
     (r" ?(?:\^ ?(?:\\circ(?![a-zA-Z])|\{ ?\\circ ?\})|°)", " degrees "),
     (r"\s+", " "),
@@ -45,7 +45,7 @@ MEASURES = [
     (r"(?<= )([mck]?m|in|inches|ft|feet|miles) ?\^2(?![\w.])", r"square \1"),
     (r"(?<= )([mck]?m|in|inches|ft|feet|miles) ?\^3(?![\w.])", r"cubic \1"),
 ]
-# What may stand behind a number, and be left out: nothing that multiplies it, as "million" does.
+# Units that may follow a number and may be left out; not words that multiply it, such as "million".
 UNITS = "|".join(
     """
     dollar usd cent degree mile foot feet inch inche yard meter centimeter kilometer gram kilogram pound
@@ -54,32 +54,32 @@ UNITS = "|".join(
     egg game item marble page piece step ticket toy way
     """.split()
 )
-# Case counts in units of one or two letters: 5 M is no length, and an Mm no mm.
+# Case matters in units of one or two letters: 5 M is not a length, and Mm is not mm.
 UNIT = rf"(?:(?:(?i:{UNITS})|mm|cm|km|ft|in|kg|lb|oz|m[lL]|hr)s?|(?<= )%|(?<![0-9}}]/)[mghsL])"
 MEASURED = rf"(.*[0-9}}])((?: (?:square |cubic )?{UNIT})?(?:(?: per |/){UNIT})?)"
-# In a text \frac{a}{b} is a/b where nothing beside it could belong to a or to b.
+# In a text \frac{a}{b} is a/b if nothing next to it could belong to a or to b.
 FRACTION = (
     r"((?:^|[(\[{,=<>&]|\\\\|matrix\}|\\pm|\\[lg]eq?|\b(?:or|and)) ?[+-]? ?|(?<=[\w)}\]]) ?[+-] ?)"
     r"\\frac\{(?!\})(-?[0-9]*[a-zA-Z]*(?:\^[0-9]|\\pi|\\sqrt\{[^{}]*\})?)\}\{([0-9]+)\}"
     r"(?= ?(?:$|[)\]},=<>&%+-]|\\[\\}]|\\end)| (?:or|and) )"
 )
-WORD = r"(?<![\\\w])[^\W\d_]{3,}|^[A-Z][a-z]\b"  # whose case does not count; the second for No
+WORD = r"(?<![\\\w])[^\W\d_]{3,}|^[A-Z][a-z]\b"  # case does not matter in these; the second: No
 
 
 def final_answer(text):
-    r"""What the last '\boxed' or '\fbox' holds, or what follows the last '####' on its line if that is
-    later; None if there is neither, or nothing in it."""
+    r"""The content of the last '\boxed' or '\fbox', or the rest of the line after the last '####',
+    whichever is later; None if there is neither, or it is empty."""
     marker = text.rfind("####")
     box = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
     found = None
     if box > marker:
         found = boxed(text[box : box + MAX_ANSWER])
-    # A box that stays open is text in its line, but leaves no other line its answer.
+    # An unclosed box is plain text on the marker's line; on a later line it invalidates the answer.
     is_on_its_line = "\n" not in text[marker : max(marker, box)]
     if found is None and marker >= 0 and is_on_its_line:
         start = marker + len("####")
         found = text[start : start + MAX_ANSWER].split("\n")[0]
-    if found is None or len(found) == MAX_ANSWER:  # there may be more of it
+    if found is None or len(found) == MAX_ANSWER:  # it may be longer
         return None
     return found.strip() or None
 
@@ -91,18 +91,18 @@ def gold_answer(value):
     text = str(value).strip()
     if isinstance(value, float) and len(text) > 16:  # rounded: 0.1 as float32 is 0.10000000149011612
         return None
-    # Of what is not text, only plain numbers: no None, date, list, NaN or 1e+30.
+    # Values that are not text must be plain numbers: no None, date, list, NaN or 1e+30.
     if isinstance(value, str) or re.fullmatch(r"-?[0-9]+(\.[0-9]+)?", text):
         return text
     return None
 
 
 def boxed(text):
-    r"""What the braces hold behind the '\boxed' or '\fbox' that `text` begins with, None if they stay
-    open; of '\boxed 12' the 12."""
+    r"""The content of the braces after the '\boxed' or '\fbox' with which `text` begins, None if they
+    are not closed; 12 for '\boxed 12'."""
     box = re.match(r"\\(?:boxed|fbox)(?:\s*(?=\{)|([^\n$]*))", text)
     if box[1] is not None:
-        return box[1] if len(box[0]) < MAX_ANSWER else None  # there may be more of it
+        return box[1] if len(box[0]) < MAX_ANSWER else None  # it may be longer
     depth = 0
     for brace in re.finditer(r"(?<!\\)[{}]", text[box.end() :]):
         depth += 1 if brace[0] == "{" else -1
@@ -112,7 +112,7 @@ def boxed(text):
 
 
 def number(text):
-    """'-1,000.50', '1/2', '2 1/2' -> Fraction; None for text, and for 36/2, which is not worked out."""
+    """'-1,000.50', '1/2', '2 1/2' -> Fraction; None for text, and for 36/2, which is unfinished."""
     # \d would match digits of any alphabet.
     integer = r"(?:[1-9][0-9]{0,2}(?:(?:,|\{,\})[0-9]{3})+|[0-9]+)"
     if re.fullmatch(rf"[+-]? ?(?=\.?[0-9]){integer}?(?:\.[0-9]+)?", text):
@@ -130,8 +130,8 @@ def number(text):
 
 
 def canonical(answer, is_named=False):
-    """An answer as it is written -> (value, unit): a Fraction and the unit behind it, if any, or the
-    plain text of what is no number. Of x=5 the 5, where `is_named`."""
+    """An answer as written -> (value, unit): a Fraction and the unit after it, if any; or, for an
+    answer that is not a number, its plain text. With `is_named`, x=5 is 5."""
     if len(answer) > MAX_ANSWER:
         return answer, ""
     text = answer.strip()
@@ -143,7 +143,7 @@ def canonical(answer, is_named=False):
     if measured and number(measured[1]) is not None:
         unit = re.sub(r"(?<=\w\w)s\b", "", measured[2].lower())
         return number(measured[1]), unit
-    # In text a blank counts only between words and numbers, and case only where a unit may be meant.
+    # In text blanks matter only between words and numbers, and case only where it may be a unit.
     text = re.sub(FRACTION, r"\1\2/\3", text)
     text = re.sub(r" ?([^\w .]) ?", r"\1", text)
     text = re.sub(r"(\\[a-zA-Z]+) (?=[0-9])", r"\1", text)
@@ -151,8 +151,8 @@ def canonical(answer, is_named=False):
 
 
 def is_same(found, gold):
-    """Whether two answers are the same number or else the same text, however written. A unit counts if
-    both have one, and so does a name, as in x=5."""
+    """Whether two answers are the same number or the same text, however written. Units are compared if
+    both have one, and so are names, as in x=5."""
     is_named = ("=" in found.lstrip("$= ")) != ("=" in gold.lstrip("$= "))
     found_value, found_unit = canonical(found, is_named)
     gold_value, gold_unit = canonical(gold, is_named)

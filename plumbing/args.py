@@ -17,57 +17,62 @@ TINY_MOE = Path(__file__).parent.parent / "tiny_moe"  # the folder that --model 
 
 
 class UserError(Exception):
-    """What the user can mend, in one sentence that names the flag. `launch` prints it in one line."""
+    """An error that the user can fix, in one sentence that names the flag. `launch` prints it."""
 
 
 def flag(default, help):
-    """A field of a dataclass that is a flag of the command line."""
+    """A dataclass field that becomes a command-line flag."""
     return HfArg(default=default, help=help)
 
 
 @dataclass
 class RunArgs:
-    """What a script's `Args` inherit: model, data, device, precision, mismatch, output."""
+    """The flags that every script's `Args` inherits."""
 
-    seed: int = flag(1, "seed of the prompts' order and of the sampling")
-    device: str = flag("", "cuda, cpu, or mps (untried) [cuda if it is there]")
-    dtype: Literal["float32", "bfloat16"] = flag(
-        "float32", "of the model that computes; AdamW moves float32 weights"
-    )
+    # model
     model: str = flag("tiny-moe", "tiny-moe, or a folder or hub id of a language model")
+    # data and reward
     dataset: str = flag("addition", "addition, a .jsonl, .json or .parquet file, a folder, or a hub id")
     dataset_config: str = flag("", "configuration of a hub dataset, if it has several")
     dataset_split: str = flag("train", "split of a hub dataset")
     prompt_column: str = flag("question", "column of the prompts: text or chat messages")
     answer_column: str = flag("answer", "column of the gold answers, after '####' or alone")
-    num_held_out: int = flag(256, "problems kept apart for evaluation")
-    reward: str = flag("", "FILE.py:FUNCTION in place of common.verify")
     system_prompt: str = flag("", "system message before each prompt")
-    instruction: str = flag("", "text on a line of its own after each prompt")
-    rollout_batch_size: int = flag(0, "completions sampled at a time [0: all]")
+    instruction: str = flag("", "text added on a separate line after each prompt")
+    num_held_out: int = flag(256, "problems held out for evaluation")
+    reward: str = flag("", "FILE.py:FUNCTION to use instead of common.verify")
+    # precision and memory
+    dtype: Literal["float32", "bfloat16"] = flag(
+        "float32", "precision of the model that computes; AdamW always updates float32 weights"
+    )
     micro_batch_size: int = flag(0, "completions per update pass [0: 16,384 tokens]")
+    rollout_batch_size: int = flag(0, "completions sampled at a time [0: all]")
     gradient_checkpointing: bool = flag(False, "less memory, more time")
+    # sampler
     rollout_dtype: Literal["same", "float32", "bfloat16", "int8", "int4"] = flag(
         "same", "precision of the model that samples"
     )
-    rollout_refresh_every: int = flag(1, "iterations between refreshes of the weights that sample")
+    rollout_refresh_every: int = flag(1, "iterations between refreshes of the sampler's weights")
     old_logprobs: Literal["trainer", "sampler"] = flag(
-        "trainer", "whose log-probs of the sampled tokens are the old ones in every ratio"
+        "trainer", "where the old log-probs of every ratio come from"
     )
     rollout_correction: Literal[
         "none", "token_tis", "sequence_tis", "sequence_mis", "geo_mask", "geo_filter", "icepop"
     ] = flag("none", "importance weights for the mismatch of sampler and trainer")
-    rollout_cap: float = flag(2.0, "where these weights are cut off; not icepop's, nor geo_filter's")
-    rollout_mask_low: float = flag(0.95, "the two geo rules drop completions of a lower mean ratio")
-    rollout_mask_high: float = flag(1.05, "the two geo rules drop completions of a higher mean ratio")
+    rollout_cap: float = flag(2.0, "cap on these weights (not used by icepop and geo_filter)")
+    rollout_mask_low: float = flag(0.95, "geo rules drop completions with a lower mean ratio")
+    rollout_mask_high: float = flag(1.05, "geo rules drop completions with a higher mean ratio")
     routing_replay: Literal["none", "r2", "r3"] = flag(
-        "none", "experts of an MoE in an update: r2 the old policy's, r3 the sampler's"
+        "none", "experts that an update of an MoE uses: r2 the old policy's, r3 the sampler's"
     )
+    # run
+    seed: int = flag(1, "seed of the order of the prompts and of the sampling")
+    device: str = flag("", "cuda, cpu, or mps (untried) [default: cuda if available]")
     eval_every: int = flag(10, "iterations between evaluations [0: only at the end]")
     eval_samples: int = flag(1, "completions per held-out problem, before and after, for pass@k")
     save_every: int = flag(20, "iterations between checkpoints [0: only at the end]")
     resume: bool = flag(False, "continue the run in --run_dir")
-    run_dir: str = flag("", "output folder [runs/<script>-seed<seed>]")
+    run_dir: str = flag("", "output folder [default: runs/<script>-seed<seed>]")
     tensorboard: bool = flag(False, "also write the metrics for TensorBoard")
 
     # A script without these flags has one completion per prompt, or one step per rollout.
@@ -76,23 +81,23 @@ class RunArgs:
     num_minibatches = 1
 
     def check(self):
-        """What a script requires of its own flags; overridden there."""
+        """Overridden by scripts: UserError if one of their own flags has an impossible value."""
 
     @property
     def has_rollout_copy(self):
-        """Whether a copy of the weights samples, which may differ from those that are trained."""
+        """Whether a separate copy of the weights samples, which may differ from the trained weights."""
         return self.rollout_dtype != "same" or self.rollout_refresh_every > 1
 
     def check_range(self, low, high, *names):
-        """UserError if the value of one of these flags lies outside."""
+        """UserError if the value of one of these flags is outside the range."""
         for name in names:
             value = getattr(self, name)
             if not low <= value <= high:  # a NaN fails this too
                 raise UserError(f"--{name} must be from {low:g} to {high:g}, not {value}")
 
 
-# Lowest and highest value of the flags that several scripts have. All other numbers are finite and not
-# negative; a script's check() may ask for more.
+# Lowest and highest values of flags that several scripts have. All other numbers must be finite and not
+# negative; a script's check() may be stricter.
 RANGES = [
     (1, 1e9, "prompts_per_iteration group_size max_new_tokens update_epochs num_minibatches"),
     (1, 1e9, "num_held_out rollout_mask_high rollout_refresh_every"),
@@ -104,12 +109,38 @@ RANGES = [
 
 
 def check_ranges(args):
-    """UserError if a number is not in its range."""
+    """UserError if a number is outside its range."""
     ranges = {field.name: (0, 1e9) for field in fields(args) if field.type in (int, float)}
     for low, high, names in RANGES:
         ranges |= dict.fromkeys(names.split(), (low, high))
     for name, (low, high) in ranges.items():
         args.check_range(low, high, name)
+
+
+# The groups of --help: {first flag: title}, in the order of a script's Args and then of RunArgs. The
+# algorithm's own flags follow those of the loop.
+GROUPS = {
+    "iterations": "loop",
+    "model": "model",
+    "dataset": "data and reward",
+    "dtype": "precision and memory",
+    "rollout_dtype": "sampler",
+    "seed": "run",
+}
+LAST_OF_LOOP = "router_aux_coef"
+
+
+def group_flags(parser, args_class):
+    """Sorts the flags in --help into groups; argparse itself would list RunArgs first."""
+    parser.usage = "%(prog)s [--flag value ...]"
+    actions = {action.dest: action for action in parser._actions}
+    parser._optionals._group_actions = [actions["help"]]
+    for name in [*args_class.__annotations__, *RunArgs.__annotations__]:
+        if name in GROUPS:
+            group = parser.add_argument_group(GROUPS[name])
+        group._group_actions.append(actions[name])
+        if name == LAST_OF_LOOP:
+            group = parser.add_argument_group("algorithm")
 
 
 def parse_args(args_class):
@@ -120,6 +151,7 @@ def parse_args(args_class):
 
     parser = transformers.HfArgumentParser(args_class, allow_abbrev=False)
     parser.error = refuse
+    group_flags(parser, args_class)
     args = args_class(**vars(parser.parse_args()))
     check_ranges(args)
     args.check()
@@ -129,40 +161,40 @@ def parse_args(args_class):
     if completions % args.num_minibatches > 0:
         raise UserError(f"--num_minibatches does not divide {completions} completions into equal parts")
     if args.old_logprobs == "sampler" and args.rollout_correction != "none":
-        raise UserError("--old_logprobs sampler leaves nothing to --rollout_correction: its ratio is 1")
+        raise UserError("--old_logprobs sampler makes --rollout_correction useless: its ratio is 1")
     if args.old_logprobs == "sampler" and args.routing_replay == "r2":
-        raise UserError("--old_logprobs sampler makes no forward whose experts r2 could replay")
+        raise UserError("--old_logprobs sampler skips the forward whose experts r2 would replay")
     if completions // args.num_minibatches < ranks.WORLD:
         message = f"leaves fewer completions in a minibatch than {ranks.WORLD} ranks"
         raise UserError(f"--prompts_per_iteration {args.prompts_per_iteration} {message}")
     args.device = resolve_device(args.device)
     if ranks.RANK == 0 and args.model != args_class.model and args.lr == args_class.lr:
-        message = f"--lr {args.lr:g} suits {args_class.model}; for a model of your own 1e-6 is typical"
+        message = f"--lr {args.lr:g} suits {args_class.model}; for your own model 1e-6 is typical"
         print(f"warning: {message}", file=sys.stderr)
     return args
 
 
 def resolve_device(name):
-    """The device's full name ("cuda:0"); CUDA if it is there, else the CPU, if `name` is empty."""
+    """The device's full name ("cuda:0"). If `name` is empty: CUDA if available, else the CPU."""
     default = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         return str(torch.zeros(1, device=name or default).device)
-    except Exception as error:  # each backend has exceptions of its own
-        raise UserError(f"--device {name} is not there; the default here is {default}") from error
+    except Exception as error:  # each backend has its own exceptions
+        raise UserError(f"--device {name} is not available; the default here is {default}") from error
 
 
 def nowhere():
-    """A stream that forgets what is written to it."""
+    """A stream that discards everything."""
     return os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
 
 
 class Output:
-    """In place of stdout or stderr, which may be closed, end as a pipe, or stand on a full disk: then
-    what is printed is lost, and the run goes on. Its metrics and checkpoints are in files."""
+    """Replaces stdout or stderr. If the stream is closed, a broken pipe, or a file on a full disk, what
+    is printed is lost and the run goes on: its metrics and checkpoints are in files."""
 
     def __init__(self, stream):
-        self.stream = stream or nowhere()  # Python has None for one that is closed
-        # A prompt may hold letters that the terminal cannot show; printing it must not end a run.
+        self.stream = stream or nowhere()  # Python sets a closed stream to None
+        # A prompt may contain characters that the terminal cannot show; printing it must not end a run.
         if hasattr(self.stream, "reconfigure"):
             self.stream.reconfigure(errors="backslashreplace")
 
@@ -177,7 +209,7 @@ class Output:
             self.stream = nowhere()
 
     def flush(self):
-        """Nothing is left to be done."""
+        """`write` has flushed already."""
 
 
 def launch(main, args_class):

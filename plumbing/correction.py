@@ -1,9 +1,9 @@
-"""Weights for completions that the sampler mu made in place of the trainer's policy pi_old.
+"""Importance weights for completions that come from the sampler mu and not from the trainer's pi_old.
 
-Engines sample with other kernels, and often with fewer bits, than they train with, so that mu is near,
-but not equal to, the policy that the training forward computes; or they sample with weights of some
-steps ago. `--rollout_dtype` and `--rollout_refresh_every` make such a mismatch here, and
-`--rollout_correction` weighs completions by rho = pi_old / mu.
+Engines sample with other kernels than they train with, often with fewer bits, or with older weights.
+Then mu is close to the policy of the training forward, but not equal. `--rollout_dtype` and
+`--rollout_refresh_every` produce such a mismatch here, and `--rollout_correction` weights completions
+by rho = pi_old / mu.
 """
 
 from typing import NamedTuple
@@ -22,17 +22,17 @@ def rollout_weights(
     mask_high=1.05,
     one_ratio=False,
 ):
-    """(weights, rho): weights of at least 0, (B, T), or (B, 1) where a completion has one; rho, (B, T).
+    """(weights, rho): weights of at least 0, (B, T), or (B, 1) if one per completion; rho, (B, T).
 
-    The decoupled objective is w min(r A, clip(r) A), where r = pi / pi_old is clipped as always and w,
-    made of rho = pi_old / mu, is not. As w is not negative, it goes into the min: a factor on A.
+    The decoupled objective is w min(r A, clip(r) A): r = pi / pi_old is clipped as always, and w, which
+    is made of rho = pi_old / mu, is not. Since w is not negative, it can be a factor on A.
 
     old_logprobs_BT      log-probs of the training forward, before the first step
-    sampler_logprobs_BT  the same as the sampler saw them
+    sampler_logprobs_BT  log-probs of the same tokens when they were sampled
     mask_BT              1 on response tokens
     rule                 token_tis, sequence_tis, sequence_mis, geo_mask, geo_filter or icepop
-    one_ratio            for objectives with one ratio per completion, which then has one weight: rules
-                         for tokens are applied to the geometric mean of its rho
+    one_ratio            for objectives with one ratio, and so one weight, per completion: rules for
+                         tokens are applied to the geometric mean of its rho
 
     Sources: Hilton et al., arXiv 2110.00641 (the decoupled objective); Yao et al. 2025 (truncated and
     masked weights); the Ling team, arXiv 2510.18855 (icepop).
@@ -45,7 +45,7 @@ def rollout_weights(
     product_B1 = log_product_B1.clamp(-20, 20).exp()
     mean_B1 = (log_product_B1 / length_B1).exp()  # geometric
     rho_BT = log_rho_BT.exp()
-    ratio = mean_B1 if one_ratio else rho_BT  # what the rules for tokens read
+    ratio = mean_B1 if one_ratio else rho_BT  # for the rules for tokens
     if rule == "token_tis":
         # w_t = min(rho_t, C)
         weights = ratio.clamp(max=cap)
@@ -53,10 +53,10 @@ def rollout_weights(
         # w_i = min(prod_t rho_t, C)
         weights = product_B1.clamp(max=cap)
     elif rule == "sequence_mis":
-        # w_i = prod_t rho_t, and 0 above C, which the product before it is clamped is compared with
+        # w_i = prod_t rho_t, and 0 above C; the product is compared with C before it is clamped
         weights = torch.where(log_product_B1.exp() <= cap, product_B1, 0)
     elif rule == "geo_mask":
-        # w_t = min(rho_t, C), and 0 for all of a completion unless low <= mean_i <= high
+        # w_t = min(rho_t, C), and 0 for the whole completion unless low <= mean_i <= high
         is_near_B1 = (mask_low <= mean_B1) & (mean_B1 <= mask_high)
         weights = torch.where(is_near_B1, ratio.clamp(max=cap), 0)
     elif rule == "geo_filter":
@@ -72,7 +72,7 @@ def rollout_weights(
 
 
 class Correction(NamedTuple):
-    """What `rollout_correction` returns."""
+    """The result of `rollout_correction`."""
 
     weights: torch.Tensor  # a factor on advantages; all 1 unless --rollout_correction is on
     rho_NT: torch.Tensor  # pi_old / mu; all 1 unless it is on
@@ -81,10 +81,10 @@ class Correction(NamedTuple):
 
 @torch.no_grad()
 def rollout_correction(old, batch, args, one_ratio=False):
-    """The weights that `--rollout_correction` asks for, with what is to be logged.
+    """The weights of `--rollout_correction`, and statistics for the log.
 
-    old    what common.score has returned for the policy
-    batch  of all rows, with the sampler's log-probs and, where it records them, experts
+    old    the policy's `Scores`, from common.score
+    batch  all rows, with the sampler's log-probs and, if recorded, its experts
     """
     stats = {}
     if args.old_logprobs == "trainer":
@@ -106,7 +106,7 @@ def rollout_correction(old, batch, args, one_ratio=False):
 
 
 def weight_stats(weights, mask_BT):
-    """Of the weights of the tokens in the mask: {name: scalar}."""
+    """Statistics of the weights of the tokens in the mask: {name: scalar}."""
     counted = weights.expand_as(mask_BT)[mask_BT]
     num_tokens = mask_BT.sum().clamp(min=1)
     mean = counted.sum() / num_tokens
@@ -114,13 +114,13 @@ def weight_stats(weights, mask_BT):
     return {
         "weight_mean": mean,
         "weight_zero_frac": (counted == 0).sum() / num_tokens,
-        # (sum w)^2 / (n sum w^2): 1 if all weights are equal, 1/n if one of them has everything
+        # (sum w)^2 / (n sum w^2): 1 if all weights are equal, 1/n if only one is not 0
         "weight_effective_size": mean**2 / mean_square.clamp(min=1e-30),
     }
 
 
 def mismatch_stats(old_logprobs_BT, old_experts_BTLK, batch):
-    """How far the training forward is from the sampler: {name: scalar}; 0, ratios 1, if not at all."""
+    """The mismatch of training forward and sampler: {name: scalar}; without one 0, and ratios 1."""
     mask_BT = batch.mask_BT
     num_tokens = mask_BT.sum().clamp(min=1)
     logratio_BT = torch.where(mask_BT, old_logprobs_BT - batch.sampler_logprobs_BT, 0)

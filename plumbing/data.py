@@ -1,4 +1,4 @@
-"""Datasets: reading them, writing prompts as the model reads them, the stream of training problems."""
+"""Reads datasets, renders prompts as the model reads them, and streams training problems."""
 
 import json
 import math
@@ -13,12 +13,12 @@ from plumbing.args import UserError
 
 
 class ProblemStream:
-    """An endless stream of training problems, shuffled anew in each epoch, as the seed says."""
+    """An endless stream of training problems, in another random order in each epoch."""
 
     def __init__(self, problems, seed):
         self.problems = problems
         self.seed = seed
-        self.position = 0  # how many were taken so far
+        self.position = 0  # the number of problems taken so far
 
     def take(self, count):
         size = len(self.problems)
@@ -42,7 +42,7 @@ class ProblemStream:
 
 def read_dataset(args):
     r"""`--dataset` -> [(prompt, gold answer)] in random order, the same for all seeds. A prompt is text
-    or a list of chat messages; gold follows '####', fills a '\boxed{}', or is the whole cell."""
+    or a list of chat messages; the gold answer follows '####', is in a '\boxed{}', or is the cell."""
     rows = read_rows(args.dataset, args.dataset_config, args.dataset_split)
     columns = dict.fromkeys(column for row in rows for column in row)
     found = f"the columns are {', '.join(columns)}"
@@ -55,20 +55,18 @@ def read_dataset(args):
         gold = gold_answer(row.get(args.answer_column))
         for part, value in (("prompt", prompt), ("gold answer", gold)):
             if not value:
-                raise UserError(
-                    f"--dataset {args.dataset}, row {number}: no {part} that can be read; {found}"
-                )
+                raise UserError(f"--dataset {args.dataset}, row {number}: no readable {part}; {found}")
         pairs.append((prompt, gold))
     return random.Random(0).sample(pairs, len(pairs))
 
 
 def read_rows(name, config, split):
-    """`--dataset` -> its rows as dicts: a file in JSON or parquet, a folder, a hub id. Files are read
-    directly: a name means nothing but itself, numbers keep their digits, no cache is in between."""
+    """`--dataset` (a file in JSON or parquet, a folder, a hub id) -> its rows as dicts. Files are read
+    directly: names are not interpreted, numbers keep their digits, and there is no cache."""
     path = Path(name)
     try:
         if path.suffix == ".parquet":
-            import pyarrow.parquet  # here and below: 80 MB that few runs need
+            import pyarrow.parquet  # imported here, like datasets below: 80 MB that few runs need
 
             rows = pyarrow.parquet.read_table(path).to_pylist()
         elif path.suffix in (".json", ".jsonl") or path.is_file():
@@ -81,13 +79,13 @@ def read_rows(name, config, split):
         if not rows:
             raise ValueError("there are no rows")
         return rows
-    except Exception as error:  # the libraries have exceptions of their own for each kind of damage
+    except Exception as error:  # the libraries raise many kinds of exceptions for damaged files
         raise UserError(f"--dataset {name} cannot be read") from error
 
 
 def read_json(path):
     """[dict] of a file with a JSON object on each line, or of a .json file with one array of objects.
-    ValueError with the number of a line or row that is no object."""
+    ValueError names the line or row that is not an object."""
     text = path.read_text(encoding="utf-8-sig")  # with a byte order mark or without
     if path.suffix == ".json" and text.lstrip().startswith("["):
         values = json.loads(text, parse_float=Decimal)
@@ -104,10 +102,10 @@ def read_json(path):
 
 
 def json_object(value, where):
-    """The value; ValueError if it is no object, or its text cannot be encoded."""
+    """The value; ValueError if it is not an object, or its text cannot be encoded."""
     if not isinstance(value, dict):
-        raise ValueError(f"{where} is no object")
-    try:  # JSON can write half of a surrogate pair, which means nothing
+        raise ValueError(f"{where} is not an object")
+    try:  # JSON can contain half of a surrogate pair, which is not a character
         json.dumps(value, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"{where}: {error}") from error
@@ -115,7 +113,7 @@ def json_object(value, where):
 
 
 def render(prompt, tokenizer, args):
-    """A prompt as the model reads it: through the chat template, where there is one."""
+    """A prompt as the model reads it: through the chat template, if there is one."""
     try:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         if args.instruction:
@@ -128,7 +126,7 @@ def render(prompt, tokenizer, args):
         if len(messages) > 1:
             raise ValueError("chat messages and --system_prompt need a tokenizer with a chat template")
         return str(messages[0]["content"])
-    except Exception as error:  # templates raise their own
+    except Exception as error:  # templates raise their own exceptions
         raise UserError(f"--dataset: the prompt {prompt!r:.60} cannot be used") from error
 
 
@@ -141,13 +139,14 @@ def render_all(pairs, tokenizer, args):
         if first != answer and not is_same(first, answer):
             raise UserError(f"--dataset: {text!r:.60} has two gold answers, {first} and {answer}")
     if len(answers) <= args.num_held_out:
-        raise UserError(f"--num_held_out {args.num_held_out} leaves none of {len(answers)} problems")
+        message = f"leaves none of the {len(answers)} problems for training"
+        raise UserError(f"--num_held_out {args.num_held_out} {message}")
     return answers
 
 
 def tokenize(prompts, policy, args):
-    """Rendered prompts -> lists of token ids. UserError if they do not suit the model."""
-    add_special_tokens = not policy.tokenizer.chat_template  # a template writes its own
+    """Rendered prompts -> lists of token ids. UserError if the model cannot read them."""
+    add_special_tokens = not policy.tokenizer.chat_template  # a template adds them itself
     rows = policy.tokenizer(prompts, add_special_tokens=add_special_tokens).input_ids
     check_token_ids(rows, policy)
     longest = max(len(row) for row in rows)
@@ -163,9 +162,9 @@ def check_token_ids(rows, policy):
     ids = [token for row in rows for token in row]
     size = policy.model.get_input_embeddings().num_embeddings
     if max(ids) >= size:
-        raise UserError(f"--model: its tokenizer makes token {max(ids)}, it has {size} embeddings")
+        raise UserError(f"--model: its tokenizer has token {max(ids)}, but it has {size} embeddings")
     unknown = ids.count(policy.tokenizer.unk_token_id)
     if unknown > len(ids) / 10:
         raise UserError(
-            f"--model: its tokenizer does not know {unknown} of {len(ids)} tokens of prompts"
+            f"--model: {unknown} of {len(ids)} tokens of the prompts are unknown to its tokenizer"
         )

@@ -1,4 +1,4 @@
-"""What memory a run needs on its device: computed before it starts, by the model's config."""
+"""Estimates the memory that a run needs on its device, from the model's config, before it starts."""
 
 import math
 import os
@@ -15,8 +15,8 @@ MAX_LOGITS = 2**26  # more are made in chunks: common.token_logprobs
 
 
 def layer_bytes(model, width, size):
-    """What a layer keeps of a token for the backward pass, in rows of `width` tokens, numbers of `size`
-    bytes: the tensors that autograd saves in transformers' Llama, Qwen and Mixtral families."""
+    """Bytes per token that a layer keeps for the backward pass, in rows of `width` tokens and numbers
+    of `size` bytes: the tensors that autograd saves in Llama, Qwen and Mixtral models."""
     config = model.config.get_text_config()
     hidden = config.hidden_size
     head_dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
@@ -40,11 +40,11 @@ def layer_bytes(model, width, size):
 
 
 def memory_parts(model, args, longest_prompt, num_critics=0, num_references=0):
-    """{part: bytes} that a run needs on its device, by the model's config. Its weights are only counted
-    and may be on "meta".
+    """{part: bytes} that a run needs on its device, from the model's config. The weights are only
+    counted, and may be on "meta".
 
-    "rollout" is the KV cache of `--rollout_batch_size` completions with their logits, "update" the
-    activations of `--micro_batch_size` completions with theirs; the two are never there together.
+    "rollout" is the KV cache of `--rollout_batch_size` completions and their logits, "update" the
+    activations of `--micro_batch_size` completions and their logits; a run never needs both at once.
     """
     config = model.config.get_text_config()
     num_layers = config.num_hidden_layers
@@ -53,14 +53,14 @@ def memory_parts(model, args, longest_prompt, num_critics=0, num_references=0):
     size = 2 if args.dtype == "bfloat16" else 4
     width = longest_prompt + args.max_new_tokens
 
-    # One layer's keys are there twice while they grow by a token. Of the logits there are five copies,
-    # four of them in float32: scaled, log-probs, probs and their sums.
+    # One layer's keys exist twice while they grow by a token. There are five copies of the logits, four
+    # of them in float32: scaled, log-probs, probs and their sums.
     copy_size = {"float32": 4, "bfloat16": 2}.get(args.rollout_dtype, size)
-    rollout_size = max(size, copy_size)  # a copy samples, but the policy itself in evaluations
+    rollout_size = max(size, copy_size)  # a copy samples, except in evaluations
     cache = args.rollout_batch_size * width * num_layers * 2 * num_kv_heads * head_dim * rollout_size
     logits = args.rollout_batch_size * config.vocab_size * (rollout_size + 16)
     rollout = cache + cache // (2 * num_layers) + logits
-    if args.routing_replay == "r3" or args.has_rollout_copy:  # experts are noted, and collected
+    if args.routing_replay == "r3" or args.has_rollout_copy:  # experts are recorded
         num_active = getattr(config, "num_experts_per_tok", None) or 0
         rollout += 2 * 4 * args.rollout_batch_size * width * num_layers * num_active
 
@@ -68,11 +68,11 @@ def memory_parts(model, args, longest_prompt, num_critics=0, num_references=0):
     of_layer = num_tokens * layer_bytes(model, width, size)
     num_logits = min(args.micro_batch_size * args.max_new_tokens * config.vocab_size, MAX_LOGITS)
     of_logits = 12 * num_logits  # three in float32: log-probs, probs, and their product or gradient
-    of_norm = num_tokens * config.hidden_size * (4 + 3 * size)  # the last one, and what the head reads
+    of_norm = num_tokens * config.hidden_size * (4 + 3 * size)  # the last norm, and the head's input
     update = num_layers * of_layer + of_norm + of_logits
     if args.gradient_checkpointing:
-        # Each layer's input, and either the logits or, later, one layer with a quarter more for the
-        # gradients on their way through it.
+        # Each layer's input, and either the logits or, later, one layer and a quarter more for the
+        # gradients that pass through it.
         of_inputs = num_tokens * num_layers * config.hidden_size * size
         update = of_inputs + of_norm + max(1.25 * of_layer, of_logits)
     update += num_critics * (update - of_logits)
@@ -91,13 +91,13 @@ def memory_parts(model, args, longest_prompt, num_critics=0, num_references=0):
 
 
 def memory_peak(parts):
-    """Bytes at the largest of the two peaks of an iteration: between updates there are no gradients."""
+    """Bytes at an iteration's larger peak, the rollout, which has no gradients yet, or the update."""
     kept = parts["weights"] + parts["rollout copy"] + parts["masters"] + parts["moments"]
     return kept + max(parts["rollout"], parts["gradients"] + parts["update"])
 
 
 def device_memory(device):
-    """Bytes that the device has; infinite if it does not say."""
+    """The device's memory in bytes; infinite if unknown."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_properties(device).total_memory
     if device.startswith("mps"):
@@ -108,13 +108,13 @@ def device_memory(device):
 
 
 def plan_memory(args, policy, problem_stream, held_out, critic=None, reference=None):
-    """`args` with `--rollout_batch_size` and `--micro_batch_size` chosen where they are 0, and nowhere
-    above what there is. Prints what memory the run needs (one rank of it), and raises a UserError if
-    the device has less."""
+    """`args` with `--rollout_batch_size` and `--micro_batch_size` chosen if they are 0, and reduced to
+    the number of completions. Prints the memory that one rank needs, and raises a UserError if the
+    device has less."""
     longest_prompt = max(len(p.prompt_ids) for p in problem_stream.problems + held_out)
     my_prompts = math.ceil(args.prompts_per_iteration / ranks.WORLD)
     rollout_size = min(args.rollout_batch_size or math.inf, my_prompts * args.group_size)
-    rollout_size = max(rollout_size, args.group_size, args.eval_samples)  # of one prompt together
+    rollout_size = max(rollout_size, args.group_size, args.eval_samples)  # a prompt's are together
     args = replace(args, rollout_batch_size=rollout_size)
     completions = args.prompts_per_iteration * args.group_size
     of_minibatch = math.ceil(completions // args.num_minibatches / ranks.WORLD)

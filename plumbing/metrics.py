@@ -1,4 +1,4 @@
-"""What is logged: means over the updates of an iteration, what the routers did, what was sampled."""
+"""The metrics that are logged: means over an iteration's updates, router statistics, rollouts."""
 
 import math
 import time
@@ -10,40 +10,40 @@ from plumbing.args import UserError
 
 
 class Meter:
-    """Averages what the updates of an iteration report. Values stay on the device until `means`."""
+    """Averages the reports of an iteration's updates. Values stay on the device until `means`."""
 
     def __init__(self, iteration):
         self.iteration = iteration
         self.pairs = {}  # key: [(value, weight), ...]
-        self.step_losses = {}  # of the optimizer step at hand: {name: sum over micro-batches}
+        self.step_losses = {}  # of the current optimizer step: {name: sum over micro-batches}
         self.num_steps = 0
         self.laps = {}  # {name: seconds}
         self.lap_start = time.time()
 
     def lap(self, name):
-        """Notes the seconds since the lap before."""
+        """Records the seconds since the previous lap."""
         now = time.time()
         self.laps[name] = now - self.lap_start
         self.lap_start = now
 
     def add(self, prefix, values, weight):
-        """`values`: {name: number or tensor}; `weight`: how many tokens or sequences they speak for."""
+        """`values`: {name: number or tensor}; `weight`: the number of tokens or sequences averaged."""
         for name, value in values.items():
             pairs = self.pairs.setdefault(f"{prefix}/{name}", [])
             pairs.append((torch.as_tensor(value).detach(), weight))
 
     def add_global(self, prefix, values, weight=1):
-        """The same for values that all ranks have in common, which count once."""
+        """The same for values that all ranks share, which count once."""
         if ranks.RANK == 0:
             self.add(prefix, values, weight)
 
     def add_pass(self, losses, stats, outputs, old, rows, mask_BT):
-        """What a micro-batch reports.
+        """The report of a micro-batch.
 
         losses   {name: scalar}, which sum over the micro-batches to the losses of a step
         stats    {name: scalar} over the tokens of the mask
         outputs  common.TokenOutputs of this pass
-        old      what common.score has returned for all rows; `rows` are those of the micro-batch
+        old      the policy's `Scores` for all rows; `rows` are those of the micro-batch
         """
         for name, loss in losses.items():
             self.step_losses[name] = self.step_losses.get(name, 0) + loss.detach()
@@ -58,18 +58,18 @@ class Meter:
         old_experts_BTLK = None
         if old.experts_NTLK is not None:
             old_experts_BTLK = old.experts_NTLK[rows]
-            if self.num_steps == 0:  # nothing has been updated yet: the ratio has to be 1
+            if self.num_steps == 0:  # before the first update the ratio has to be 1
                 error = torch.where(mask_BT, logratio_BT.exp() - 1, 0).abs().max()
                 self.add("losses", {"first_step_ratio_error_max": error}, 1)
         self.add("moe", router_stats(outputs, old_experts_BTLK, mask_BT), num_tokens)
 
     def check_finite(self, **norms):
-        """Before the step: adds its losses up over all ranks, and raises a UserError if the policy's
-        loss or a norm is not finite."""
+        """Before the step: sums its losses over all ranks, and raises a UserError if the policy's loss
+        or a norm is not finite."""
         for loss in self.step_losses.values():
             ranks.all_reduce(loss)
         scalars = {"loss": self.step_losses["policy_loss"], **norms}
-        values = torch.stack(list(scalars.values())).tolist()  # a GPU is waited for once
+        values = torch.stack(list(scalars.values())).tolist()  # one wait for a GPU
         for name, value in zip(scalars, values, strict=True):
             if not math.isfinite(value):
                 raise UserError(f"iteration {self.iteration}: {name} is not finite")
@@ -82,10 +82,10 @@ class Meter:
         self.num_steps += 1
 
     def means(self):
-        """{key: weighted mean}, or the extreme for keys ending in "_max" or "_min". A vector gives two
-        keys, for the largest and the smallest of its means."""
+        """{key: weighted mean}, or the extreme for keys that end in "_max" or "_min". A vector becomes
+        two keys, for the largest and the smallest of its means."""
         means = {}
-        on_host = {}  # what ranks hand to each other must not be on a GPU of one of them
+        on_host = {}  # ranks cannot exchange tensors that are on one of their GPUs
         for key, pairs in self.pairs.items():
             on_host[key] = [(value.cpu(), torch.as_tensor(weight).cpu()) for value, weight in pairs]
         for key, pairs in ranks.all_gather_interleaved(on_host).items():
@@ -118,10 +118,10 @@ def spread(x_BT, mask_BT):
 
 @torch.no_grad()
 def router_stats(outputs, old_experts_BTLK, mask_BT):
-    """Of the response tokens: router_entropy (nats) and, where the old policy's experts are known,
-    expert_flip_frac (share for which the routers choose others now), both means over layers; load
-    (L*E,), the share of its layer's choices that each expert has. {} for a dense model. What is
-    replayed does not count."""
+    """Statistics over the response tokens: router_entropy (nats) and, if the old policy's experts are
+    known, expert_flip_frac (share for which the routers now choose others), both means over layers;
+    load (L*E,), each expert's share of its layer's choices. {} for a dense model. Replayed choices do
+    not count, only the routers' own."""
     if not outputs.router_logits:
         return {}
     entropies = [torch.special.entr(logits.softmax(-1)).sum(-1) for logits in outputs.router_logits]
@@ -144,8 +144,8 @@ def router_stats(outputs, old_experts_BTLK, mask_BT):
 
 
 def rollout_summary(completions, num_samples=1):
-    """{name: number} for completions with their verdicts; pass@k, if each problem has several of them.
-    "direct" is an answer at once, with nothing before it."""
+    """{name: number} for completions with their verdicts; pass@k if each problem has several. A
+    "direct" completion begins with its answer, without any working."""
     count = len(completions)
     lengths = [len(c.ids) for c in completions]
     verdicts = [c.verdict for c in completions]
@@ -164,8 +164,8 @@ def rollout_summary(completions, num_samples=1):
 
 
 def group_summary(completions, group_size):
-    """{name: number} of what there is to learn from: lengths of right and of wrong completions, and, of
-    groups, the shares that are all right or all wrong, and the share of different texts."""
+    """{name: number}: lengths of right and of wrong completions, the shares of groups that are all
+    right or all wrong, and the share of different texts in a group."""
     result = {}
     right = [len(c.ids) for c in completions if c.verdict == "correct"]
     wrong = [len(c.ids) for c in completions if c.verdict != "correct"]
@@ -203,7 +203,7 @@ def pass_at_k(completions, group_size):
 
 
 def critic_stats(values_NT, returns_NT, mask_NT):
-    """{"explained_variance": share of the returns' variance that a critic's values explain}; {} for a
+    """{"explained_variance": share of the returns' variance that the critic's values explain}; {} for a
     single token, which has no variance."""
     if mask_NT.sum() < 2:
         return {}
@@ -215,7 +215,7 @@ def iteration_metrics(meter, completions, rewards, args):
     """{key: number} of an iteration, for Run.log.
 
     completions  all that were generated, with their verdicts
-    rewards      (P, G), of those that were learned from, or (N, 1) where a group is no baseline
+    rewards      of the completions in the update: (P, G), or (N, 1) if groups are not the baseline
     """
     rollout = {
         **rollout_summary(completions),
@@ -223,7 +223,7 @@ def iteration_metrics(meter, completions, rewards, args):
         "reward_mean": rewards.mean().item(),
         "reward_std": rewards.std(correction=0).item(),
     }
-    if args.rollout_refresh_every > 1:  # iterations since the sampler had the weights of now
+    if args.rollout_refresh_every > 1:  # iterations since the sampler's weights were refreshed
         rollout["staleness"] = (meter.iteration - 1) % args.rollout_refresh_every
     metrics = meter.means() | {f"rollout/{name}": value for name, value in rollout.items()}
     if rewards.dim() == 2 and rewards.shape[1] > 1:

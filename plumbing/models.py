@@ -13,12 +13,12 @@ from plumbing.routing import routing_contexts
 
 
 def load_model(args):
-    """`--model` -> (model in float32 with dropout off, its tokenizer). Runs no code from its folder."""
+    """`--model` -> (model in float32 with dropout off, its tokenizer). No code of its folder is run."""
     source = args.model
     if args.model == "tiny-moe":
         source = TINY_MOE
         if not source.is_dir():
-            raise UserError(f"--model tiny-moe: its folder {source} is not there")
+            raise UserError(f"--model tiny-moe: its folder {source} does not exist")
     tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     options = {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
     loader = transformers.AutoModelForCausalLM
@@ -28,13 +28,13 @@ def load_model(args):
     if misfits:
         raise ValueError(f"its weights do not fit its config: {str(misfits):.200}")
     model = model.to(args.device).eval()
-    # The operators of a tiny model are so small that several threads mostly wait for each other, and
-    # ten times longer when another program occupies a core.
+    # A tiny model's operators are so small that several threads mostly wait for each other, ten times
+    # as long when another program occupies a core.
     is_tiny = sum(weight.numel() for weight in model.parameters()) < 10_000_000
     if is_tiny and model.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
-    # In bfloat16 CUDA would take cuDNN's attention, which plans anew for each shape, so for each token
-    # sampled, and with masks is reported to be wrong (pytorch#193893, pytorch#196678).
+    # In bfloat16 CUDA prefers cuDNN's attention, which makes a new plan for every shape, and so for
+    # every sampled token.
     torch.backends.cuda.enable_cudnn_sdp(False)
     if args.gradient_checkpointing:
         checkpoint_layers(model)
@@ -42,8 +42,8 @@ def load_model(args):
 
 
 def checkpoint_layers(model):
-    """Makes the layers keep their inputs alone, and compute the rest again in the backward pass.
-    transformers' own switch works in train() only, which would turn dropout on."""
+    """Makes the layers keep only their inputs, and recompute the rest in the backward pass.
+    transformers' own switch works only in train(), which would turn dropout on."""
     options = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": routing_contexts}
     recompute = functools.partial(checkpoint, **options)
     for layer in model.modules():

@@ -1,4 +1,4 @@
-"""Sequences of different lengths side by side in rows, so that an update computes little padding."""
+"""Packs sequences of different lengths into rows, so that an update computes hardly any padding."""
 
 import contextlib
 from typing import NamedTuple
@@ -9,8 +9,8 @@ from plumbing.routing import Routing
 
 
 def row_width(lengths):
-    """Tokens in a packed row: the longest sequence, and where that is much longer than a typical one,
-    at least two typical ones, lest a few long sequences leave half of every other row empty."""
+    """Tokens in a packed row: the longest sequence, or, if that is much longer than a typical one, at
+    least two typical ones. Otherwise a few long sequences would leave half of every other row empty."""
     longest = max(lengths)
     typical = sorted(lengths)[len(lengths) * 3 // 4]  # three quarters are no longer
     if longest > 1.3 * typical:
@@ -20,9 +20,9 @@ def row_width(lengths):
 
 def first_fit(lengths, width):
     """Puts sequences into rows of `width` tokens, the longest first, each into the first row with room.
-    Returns the place of each one's first token in the flattened rows, and the number of rows."""
+    Returns the index of each one's first token in the flattened rows, and the number of rows."""
     starts = [0] * len(lengths)
-    room = []  # what is left in each row
+    room = []  # tokens left in each row
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         row = 0
         while row < len(room) and room[row] < lengths[i]:
@@ -35,20 +35,19 @@ def first_fit(lengths, width):
 
 
 class PackedOutput(NamedTuple):
-    """What a forward pass over packed rows returns, and where in these rows a batch's tokens are."""
+    """A forward pass over packed rows, and where in these rows a batch's tokens are."""
 
     hidden: torch.Tensor  # (packed tokens, H), the last hidden states
-    router_logits: tuple  # L tensors (packed tokens, E), where they were asked for
+    router_logits: tuple  # L tensors (packed tokens, E), if asked for
     place_BS: torch.Tensor  # of each token, in the flattened rows
     is_token: torch.Tensor  # (rows, width): 1 on tokens, 0 on padding
 
 
 def forward_packed(body, batch, one_sequence_per_row=False, replayed_BSLK=None, **inputs):
-    """Runs `body`, a model without its head, on the batch's sequences, packed side by side into rows;
-    its routers choose the experts `replayed_BSLK`, where these are given and not -1.
+    """Runs `body`, a model without its head, on the batch's sequences, packed side by side into rows.
+    Its routers choose the experts `replayed_BSLK`, where these are given and not -1.
 
-    Where position_ids begin anew, transformers keeps the sequences of a row apart, as long as no
-    attention_mask is passed.
+    If no attention_mask is passed, transformers starts a new sequence wherever position_ids restart.
     """
     device = batch.attention_BS.device
     lengths, _ = batch.lengths
@@ -60,8 +59,8 @@ def forward_packed(body, batch, one_sequence_per_row=False, replayed_BSLK=None, 
     positions_BS = (batch.attention_BS.cumsum(1) - 1).clamp(min=0)
     starts_B = torch.tensor(starts, pin_memory=device.type == "cuda").to(device, non_blocking=True)
     place_BS = starts_B[:, None] + positions_BS
-    # Padding goes to one place more, behind the rows: left out by a boolean index, it would be counted
-    # first, and the host wait for it.
+    # Padding goes to one extra place behind the rows. A boolean index would leave it out, too, but the
+    # host would wait for a GPU to count it.
     target_BS = torch.where(batch.attention_BS.bool(), place_BS, size)
 
     def packed(x_BS):

@@ -1,9 +1,9 @@
-"""A model that is trained: its float32 master weights, the copy that computes, the copy that samples.
+"""A trained model: its float32 master weights, the working copy that computes, the copy that samples.
 
-In bfloat16 the optimizer moves float32 master weights, and the model that computes is a copy; its
-gradients are added to the masters', in float32, as they come. In float32 the two are one object. With
-`--rollout_dtype` or `--rollout_refresh_every` a third model samples, in another precision than the one
-that is trained, or with weights of some iterations ago.
+In bfloat16 the optimizer moves float32 master weights, and a working copy computes; its gradients are
+added to the masters', in float32, as they come. In float32 the two are one object. With
+`--rollout_dtype` or `--rollout_refresh_every` a third model samples, in another precision than the
+trained one, or with weights of some iterations ago.
 """
 
 import copy
@@ -18,8 +18,8 @@ from plumbing.routing import find_routers
 
 
 class TrainedModel:
-    """Master weights and the model that computes with them, of a policy as of a critic. A reference has
-    one model, which is both."""
+    """Master weights and the model that computes with them: a policy, a critic, or a reference, which
+    has one model for both."""
 
     def __init__(self, master, dtype):
         self.master = master
@@ -37,13 +37,13 @@ class TrainedModel:
         self.refresh()
 
     def clip_gradients(self, max_norm):
-        """Clips the gradients of all ranks, added up, to this norm; returns the norm before."""
+        """Adds up the gradients of all ranks and clips their norm; returns the norm before clipping."""
         ranks.all_reduce_gradients(self.parameters())
         return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm)
 
     @torch.no_grad()
     def refresh(self):
-        """Copies the master's weights into the model that computes, where these are two."""
+        """Copies the master weights into the working copy, if there is one."""
         if self.model is not self.master:
             weights = zip(self.model.parameters(), self.master.parameters(), strict=True)
             for weight, master_weight in weights:
@@ -51,7 +51,8 @@ class TrainedModel:
 
 
 class Policy(TrainedModel):
-    """A language model with its tokenizer, what was found out about it, and the copy that samples."""
+    """A language model with its tokenizer, the capabilities detected at load time, and the copy that
+    samples."""
 
     def __init__(
         self,
@@ -73,10 +74,13 @@ class Policy(TrainedModel):
         if rollout_dtype != "same" or refresh_every > 1:
             self.sampler = self.with_model(rollout_copy(self.model, master, rollout_dtype))
 
-    def with_model(self, model, dtype="float32", rollout_dtype="same", refresh_every=1):
-        """A policy around another model of this architecture, with the same findings."""
-        findings = (self.one_sequence_per_row, self.records_experts)
-        return Policy(model, self.tokenizer, dtype, rollout_dtype, refresh_every, *findings)
+    def with_model(self, model):
+        """Another model of the same architecture, with this tokenizer and these capabilities."""
+        capabilities = {
+            "one_sequence_per_row": self.one_sequence_per_row,
+            "records_experts": self.records_experts,
+        }
+        return Policy(model, self.tokenizer, **capabilities)
 
     def save_pretrained(self, folder):
         """Writes master weights and tokenizer, an ordinary transformers folder."""
@@ -91,12 +95,12 @@ class Policy(TrainedModel):
         self.load_state_dict(saved.state_dict())
 
     def frozen_copy(self):
-        """A reference: what computes now, and does not learn."""
+        """A reference: the current weights, which will not change."""
         return self.with_model(copy.deepcopy(self.model).requires_grad_(False))
 
     def sampler_at(self, iteration):
-        """The policy itself, or its copy in --rollout_dtype, which gets the weights of now in iteration
-        1 and then every --rollout_refresh_every iterations."""
+        """The policy itself, or its copy in --rollout_dtype, which gets the current weights in
+        iteration 1 and then every --rollout_refresh_every iterations."""
         if self.sampler is None:
             return self
         if (iteration - 1) % self.refresh_every == 0:
@@ -105,8 +109,8 @@ class Policy(TrainedModel):
 
 
 def working_copy(master, dtype):
-    """The model that computes: `master` itself in float32, else a copy of it in `dtype`. The gradients
-    of the copy are added to the master's, in float32, as they come, and not kept."""
+    """The model that computes: `master` itself in float32, else a copy of it in `dtype`, whose
+    gradients are handed over to the master, in float32, as they come."""
     if dtype == "float32":
         return master
 
@@ -118,7 +122,7 @@ def working_copy(master, dtype):
         weight.grad = None
 
     model = copy.deepcopy(master)
-    # Weights only: positions are computed from buffers, which need their float32.
+    # Weights only: buffers, from which positions are computed, stay in float32.
     for weight, master_weight in zip(model.parameters(), master.parameters(), strict=True):
         weight.data = weight.data.to(getattr(torch, dtype))
         hook = functools.partial(hand_over, master_weight=master_weight)
@@ -130,19 +134,19 @@ def rollout_copy(model, master, rollout_dtype):
     """A copy of `master` that samples, to be filled by `refresh_rollout_copy`."""
     is_transposed = any(getattr(module, "is_transposed", False) for module in master.modules())
     if rollout_dtype in ("int8", "int4") and is_transposed:
-        raise UserError(f"--rollout_dtype {rollout_dtype}: the model keeps experts as (in, out)")
+        raise UserError(f"--rollout_dtype {rollout_dtype}: the model stores experts as (in, out)")
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     sampler = copy.deepcopy(master).requires_grad_(False)
     for weight, model_weight in zip(sampler.parameters(), model.parameters(), strict=True):
-        # int8 and int4 are rounded only: their products are made in --dtype.
+        # int8 and int4 weights are only rounded; their products are computed in --dtype.
         weight.data = weight.data.to(dtypes.get(rollout_dtype, model_weight.dtype))
     return sampler
 
 
 @torch.no_grad()
 def refresh_rollout_copy(sampler, master, rollout_dtype, embeddings=False, routers=False):
-    """Copies the master's weights into the sampler, rounded for int8 and int4: all matrices, but
-    embeddings (and a head tied to them) and routers only if asked for."""
+    """Copies the master weights into the sampler. For int8 and int4 all matrices are rounded except
+    embeddings (and a head tied to them) and routers, unless asked for."""
     bits = {"int8": 8, "int4": 4}.get(rollout_dtype)
     kept = set()  # ids of weights that are not rounded
     if not embeddings:
@@ -157,8 +161,8 @@ def refresh_rollout_copy(sampler, master, rollout_dtype, embeddings=False, route
 
 
 def fake_quantize(weight, bits):
-    """The weight with each output channel on a symmetric grid of its own, of 2^bits - 1 values. The
-    last axis is that of the inputs."""
+    """The weight rounded to a symmetric grid of 2^bits - 1 values, one grid per output channel.
+    The last axis is the input's."""
     largest = 2 ** (bits - 1) - 1
     scale = weight.abs().amax(-1, keepdim=True) / largest
     scale = torch.where(scale > 0, scale, 1)

@@ -1,8 +1,8 @@
-"""What the processes of one run do together. Each is a rank; `torchrun --nproc-per-node W` starts them.
+"""Communication between the processes of a run, the ranks. `torchrun --nproc-per-node W` starts them.
 
 Every rank holds the weights, samples its share of the prompts, and learns from its share of each
-minibatch. Completions, log-probs and gradients are brought together, so that every rank has what one
-process would have. With one process nothing here does anything.
+minibatch. Completions, log-probs and gradients are gathered, so that every rank has the same as a
+single process would have. With one process these functions do nothing.
 """
 
 import os
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 
 def variable(name, default):
-    """The number that torchrun has set; -1 for what is no number, which `init` refuses."""
+    """The number that torchrun has set; -1, which `init` refuses, if it is not a number."""
     text = os.environ.get(name, default)
     return int(text) if text.isdecimal() else -1
 
@@ -25,11 +25,11 @@ LOCAL_RANK = variable("LOCAL_RANK", "0")
 
 
 class LostRank(Exception):
-    """Another rank cannot be found, or has ended, so that what is done together cannot be done."""
+    """Another rank cannot be found, or has ended, so that the ranks cannot communicate."""
 
 
 def init():
-    """Waits until all ranks are there. NCCL brings together what is on GPUs, gloo the rest."""
+    """Waits until all ranks have started. NCCL exchanges tensors on GPUs, gloo all others."""
     address = os.environ.get("MASTER_ADDR")
     port = variable("MASTER_PORT", "")
     are_set = WORLD == 1 or (address and port > 0 and "LOCAL_RANK" in os.environ)
@@ -52,23 +52,23 @@ def init():
 
 
 def destroy():
-    """After the last thing that all ranks do together."""
+    """Ends the communication of the ranks."""
     if WORLD > 1:
         dist.destroy_process_group()
 
 
 def is_first_to_fail():
-    """True for the rank that asks first: it says what is wrong, the others say nothing."""
+    """True for the first rank that asks: it alone prints the error."""
     if not dist.is_initialized():
         return True
     try:
         return dist.distributed_c10d._get_default_store().add("failures", 1) == 1
-    except (RuntimeError, ValueError):  # the store is gone, or never was
+    except (RuntimeError, ValueError):  # the store does not exist, or no longer
         return RANK == 0
 
 
 def call(collective, *arguments):
-    """Calls a function of torch.distributed, as every rank has to."""
+    """Calls a function of torch.distributed, which every rank has to call."""
     try:
         collective(*arguments)
     except RuntimeError as error:
@@ -76,7 +76,7 @@ def call(collective, *arguments):
 
 
 def local_slice(items):
-    """This rank's part of a list or of a tensor's rows. The parts are of much the same size."""
+    """This rank's part of a list or of a tensor's rows. The parts are of nearly equal size."""
     size, rest = divmod(len(items), WORLD)
     start = RANK * size + min(RANK, rest)
     end = (RANK + 1) * size + min(RANK + 1, rest)
@@ -93,13 +93,13 @@ def all_gather(item):
 
 
 def all_gather_list(items):
-    """The lists of all ranks as one, on every rank: what `local_slice` has cut is whole again."""
+    """The lists of all ranks as one, on every rank: the inverse of `local_slice`."""
     return [item for part in all_gather(items) for item in part]
 
 
 def all_gather_interleaved(lists):
-    """{key: list} of each rank -> {key: one list}: the first of each rank, then the second of each, ...
-    That is the order of a single process where a step has one micro-batch per rank."""
+    """{key: list} of each rank -> {key: one list}: the first item of each rank, then the second, ...
+    That is a single process's order if a step has one micro-batch per rank."""
     if WORLD == 1:
         return lists
     all_lists = all_gather(lists)
@@ -109,20 +109,20 @@ def all_gather_interleaved(lists):
         longest = max(len(theirs.get(key, [])) for theirs in all_lists)
         for i in range(longest):
             for theirs in all_lists:
-                items += theirs.get(key, [])[i : i + 1]  # none, if it has fewer
+                items += theirs.get(key, [])[i : i + 1]  # nothing if it has fewer
     return merged
 
 
 def all_reduce(tensor):
-    """The sum of the ranks' tensors, in place. Losses of micro-batches sum to a step's loss, so that
-    they and their gradients are added, and nothing is divided."""
+    """The sum of the ranks' tensors, in place. The losses of micro-batches sum to a step's loss, so
+    they and their gradients are added, not averaged."""
     if WORLD > 1 and tensor.numel() > 0:
         call(dist.all_reduce, tensor)
     return tensor
 
 
 def all_reduce_gradients(weights):
-    """The sum of the ranks' gradients. A weight that no rank has used keeps None, as in one process."""
+    """The sum of the ranks' gradients. A weight that no rank used keeps None, as in one process."""
     if WORLD == 1:
         return
     weights = list(weights)
@@ -135,8 +135,8 @@ def all_reduce_gradients(weights):
 
 
 def all_rows(parts, minibatches):
-    """What this rank has computed, a tensor for each of its micro-batches in the order of the
-    minibatches -> one tensor on every rank, for the rows of all ranks; None if nothing was computed."""
+    """This rank's results, a tensor for each of its micro-batches in the order of the minibatches ->
+    one tensor with the rows of all ranks, on every rank; None if there are no results."""
     if not parts:
         return None
     mine = torch.cat(parts)
@@ -145,4 +145,4 @@ def all_rows(parts, minibatches):
     rows = torch.cat([local_slice(minibatch) for minibatch in minibatches])
     num_rows = sum(len(minibatch) for minibatch in minibatches)
     tensor = mine.new_zeros(num_rows, *mine.shape[1:]).index_copy(0, rows, mine)
-    return all_reduce(tensor)  # in the other ranks' tensors these rows are 0
+    return all_reduce(tensor)  # this rank's rows are 0 in the tensors of the others

@@ -1,4 +1,4 @@
-"""A reward of the user's own, in place of common.verify."""
+"""Loads and checks a user's reward function, which replaces common.verify."""
 
 import inspect
 import os
@@ -11,7 +11,7 @@ import torch
 from plumbing.args import UserError
 
 VERDICTS = ("correct", "wrong", "no_answer", "truncated")
-# What belongs to the whole process. A reward that changes it breaks the training, far from here.
+# State of the whole process. A reward function that changes it would break the training elsewhere.
 SHARED = {
     "whether torch computes gradients": torch.is_grad_enabled,
     "torch's default dtype": torch.get_default_dtype,
@@ -21,11 +21,11 @@ SHARED = {
 
 
 def load_reward(name):
-    """The function that `--reward FILE.py:FUNCTION` names; what it returns is checked."""
+    """The function that `--reward FILE.py:FUNCTION` names. Its results are checked."""
     path, _, function_name = name.rpartition(":")
 
     def call(function, *arguments):
-        """Its result. An exit becomes an error, so that no run ends as if it had finished."""
+        """The function's result. An exit becomes an error, lest the run end as if it had finished."""
         before = {what: value() for what, value in SHARED.items()}
         try:
             result = function(*arguments)
@@ -36,7 +36,7 @@ def load_reward(name):
                 raise UserError(f"--reward {name} changes {what}")
         return result
 
-    sys.path.append(os.path.dirname(path))  # where the file may have others that it imports
+    sys.path.append(os.path.dirname(path))  # for the files that it imports
     try:
         function = call(runpy.run_path, path)[function_name]
     except UserError:
@@ -59,10 +59,10 @@ def load_reward(name):
 
 
 def check_signature(function, name):
-    """UserError if it cannot be called with a text, an answer, and whether the text was cut off."""
+    """UserError if it cannot be called with a text, an answer, and whether the text is truncated."""
     message = f"--reward {name} must be a function of (text, answer, truncated)"
     if isinstance(function, type) or inspect.iscoroutinefunction(function):
-        raise UserError(f"{message}, no class and not async")
+        raise UserError(f"{message}, not a class and not async")
     try:
         inspect.signature(function).bind("text", "answer", False)
     except (TypeError, ValueError) as error:  # no function, other parameters, or it hides them

@@ -1,4 +1,4 @@
-"""The experts of a mixture-of-experts model: what its routers choose is recorded, and can be replayed.
+"""Records and replays the experts that the routers of a mixture-of-experts model choose.
 
 With `--routing_replay r2` an update uses the experts of the old policy's forward, with r3 those of the
 sampler. Only the choice is replayed.
@@ -12,8 +12,8 @@ from torch.overrides import TorchFunctionMode
 
 
 def find_routers(model):
-    """The routers, in the order of their layers: modules whose logits transformers records. [] if the
-    model is dense."""
+    """The routers, in the order of their layers: the modules whose logits transformers records. [] for
+    a dense model."""
     for module in model.modules():
         recorders = getattr(module, "_can_record_outputs", None) or {}
         kind = getattr(recorders.get("router_logits"), "target_class", None)
@@ -23,7 +23,7 @@ def find_routers(model):
 
 
 class ChosenTopK(TorchFunctionMode):
-    """Inside, torch.topk gives what is at the places `chosen`, where these are not negative."""
+    """Inside this context torch.topk returns the entries at `chosen`, where these are not negative."""
 
     def __init__(self, chosen):
         super().__init__()
@@ -44,13 +44,13 @@ class ChosenTopK(TorchFunctionMode):
 
 class Routing:
     """Inside this context the model's routers note the experts that they choose, and choose those of
-    `replayed`, (tokens, L, K) in the order of the top-k, where they are not negative.
+    `replayed`, (tokens, L, K) in top-k order, where they are not negative.
 
-    Only the choice is replaced. What a router does with it, its softmax and norm, is its own code over
-    its own logits, so that it still learns. Contexts do not nest. One that is not enabled does nothing.
+    Only the choice is replaced. The router's own code computes softmax and norm from its own logits, so
+    that it still learns. Contexts do not nest. A context that is not enabled does nothing.
     """
 
-    active = None  # the context that a forward pass is in, for its repetition in a backward pass
+    active = None  # the context of the current forward, which its repetition in the backward needs
 
     def __init__(self, model, replayed=None, enabled=True):
         self.routers = find_routers(model) if enabled else []
@@ -72,7 +72,7 @@ class Routing:
             Routing.active = None
         for router, forward in zip(self.routers, self.before, strict=True):
             if forward is None:
-                del router.forward  # what is left is the method of its class
+                del router.forward  # the method of its class remains
             else:
                 router.forward = forward
 
@@ -90,17 +90,17 @@ class Routing:
 
 
 def routing_contexts():
-    """For torch's checkpoint: the contexts of a forward pass, which is inside of its `Routing` already,
-    and of its repetition in the backward pass, which has to be inside of the same one."""
+    """For torch's checkpoint: the contexts of a forward pass, which is already inside its `Routing`,
+    and of its repetition in the backward pass, which has to be inside the same one."""
     return contextlib.nullcontext(), Routing.active or contextlib.nullcontext()
 
 
 def experts_by_completion(noted, prompts, lengths):
-    """The experts that sampling has used -> [(prompt and response, L, K)], a tensor per completion.
+    """The experts used in sampling -> [(prompt and response, L, K)], a tensor per completion.
 
-    noted    of each step (rows that were sampled, (tokens, L, K)): in the first step the tokens are
-             those of all prompts, padded on the left; later, of each row, the one sampled before. The
-             last token of a completion is not needed: its experts are -1, not known.
+    noted    for each step (sampled rows, (tokens, L, K)). The tokens of the first step are those of all
+             prompts, padded on the left; later, each row's token sampled before. The experts of a
+             completion's last token are not needed: -1, unknown.
     lengths  of the responses
     """
     group_size = len(lengths) // len(prompts)

@@ -18,17 +18,17 @@ from plumbing import ranks
 from plumbing.args import UserError
 from plumbing.settings import compare, file_hash, settings_of
 
-STATE = "trainer_state.pt"  # in a checkpoint: all that is not the policy
+STATE = "trainer_state.pt"  # in a checkpoint: everything except the policy
 CHECKPOINT = re.compile(r"checkpoint-\d{6}")  # a copy such as checkpoint-best-2 belongs to the user
 
 
 def checkpoint_hashes(folder):
-    """{file name: hash} of a checkpoint, without the state, which holds them and its own checksums."""
+    """{file name: hash} of a checkpoint, except the state, which contains them and has checksums."""
     return {path.name: file_hash(path) for path in folder.iterdir() if path.name != STATE}
 
 
 def read_checkpoint(folder):
-    """What `Run.save` saved besides the policy. ValueError if a file is not as it was written."""
+    """The state that `Run.save` saved beside the policy. ValueError if a file has changed since."""
     damaged = zipfile.ZipFile(folder / STATE).testzip()
     if damaged is not None:
         raise ValueError(f"{STATE} is damaged at {damaged}")
@@ -36,34 +36,34 @@ def read_checkpoint(folder):
     hashes = checkpoint_hashes(folder)
     for name in sorted(hashes.keys() | saved["hashes"].keys()):
         if hashes.get(name) != saved["hashes"].get(name):
-            raise ValueError(f"{name} is not as it was written")
+            raise ValueError(f"{name} has changed since it was written")
     return saved
 
 
 class Run:
-    """The folder of a run, `--run_dir`. Only one process at a time may hold it.
+    """The folder of a run, `--run_dir`. Only one process at a time may use it.
 
     settings.json      the arguments; a resumed run must have the same
     metrics.jsonl      a line for each iteration
     samples.jsonl      some completions of each iteration
-    checkpoint-NNNNNN  the newest checkpoint: a transformers folder with the rest of the state in it,
-                       renamed into place before its predecessor is removed: one is always whole
+    checkpoint-NNNNNN  the newest checkpoint: a transformers folder that also contains the rest of the
+                       state, renamed into place before its predecessor is removed: one is always whole
     """
 
     def __init__(self, args):
         self.args = args
         self.script = Path(sys.argv[0]).stem
         self.folder = Path(args.run_dir or f"runs/{self.script}-seed{args.seed}")
-        self.iteration = 0  # how many are done
+        self.iteration = 0  # the last one that is done
         self.before = None  # held-out results before training, and after it: common.evaluate
         self.after = None
-        self.extra_state = {}  # {name: number} that a script wants in its checkpoints
+        self.extra_state = {}  # {name: number} that a script adds to its checkpoints
         self.signalled = False
         self.stop = False  # one of the ranks was signalled
         self.uniform_iterations = 0
         if ranks.RANK == 0:
             self.open_folder()
-        ranks.all_gather("the folder is there")
+        ranks.all_gather("the folder exists")
         signal.signal(signal.SIGINT, self.on_signal)
         signal.signal(signal.SIGTERM, self.on_signal)
 
@@ -105,25 +105,25 @@ class Run:
         return SummaryWriter(self.folder)
 
     def on_signal(self, number, frame):
-        """The first signal ends the run after its iteration and a checkpoint, the second at once."""
+        """The first signal ends the run after the iteration, with a checkpoint; the second at once."""
         signal.signal(number, signal.SIG_DFL)
         spec = sys.modules["__main__"].__spec__  # python -m more.rloo has one
         program = ["-m", spec.name] if spec else sys.argv[:1]
         flags = sys.argv[1:] if "--resume" in sys.argv else [*sys.argv[1:], "--resume"]
         command = shlex.join(["python", *program, *flags])
         message = f"stopping after this iteration; to resume: {command}"
-        if ranks.WORLD == 1:  # of several, see save_if_due
+        if ranks.WORLD == 1:  # with several ranks, see save_if_due
             tqdm.write(message, file=sys.stderr)
         self.signalled = True
 
     def restore(self, policy, problem_stream, generator, **parts):
-        """Takes charge of what checkpoints hold, and loads the newest one, if any. `parts` have a
-        state_dict; one that is None is left out."""
+        """Registers the state to checkpoint, and loads the newest checkpoint, if any. `parts` have a
+        state_dict; parts that are None are left out."""
         self.policy = policy
         self.generator = generator
         parts["problem_stream"] = problem_stream
         if self.args.rollout_refresh_every > 1:
-            parts["sampler"] = policy.sampler  # its weights are not those of now
+            parts["sampler"] = policy.sampler  # its weights are not the current ones
         self.parts = {name: part for name, part in parts.items() if part is not None}
         checkpoints = self.checkpoints()
         if checkpoints:
@@ -144,15 +144,15 @@ class Run:
             self.cut_lines("samples.jsonl", self.iteration)
         sizes = {"initial": self.iteration, "total": self.args.iterations}
         self.bar = tqdm(desc=self.script, disable=ranks.RANK > 0, **sizes)
-        self.bar.leave = False  # it makes room for the results, or for an error
+        self.bar.leave = False  # it disappears when results or an error are printed
 
     def cut_lines(self, name, iteration):
-        """Drops the lines after `iteration`: they belong to work that will be done again."""
+        """Drops the lines after `iteration`, which will be written again."""
         path = self.folder / name
         if not path.exists():
             return
         try:
-            *lines, _ = path.read_text().split("\n")  # what has no newline after it was cut off
+            *lines, _ = path.read_text().split("\n")  # a last line without newline was cut off
             kept = [line for line in lines if json.loads(line)["iteration"] <= iteration]
             write_whole(path, "".join(line + "\n" for line in kept))
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -163,11 +163,11 @@ class Run:
             tqdm.write(message)
 
     def is_due(self, every, iteration):
-        """True after each `every` iterations (0: never) and after the last one."""
+        """True every `every` iterations (0: never) and after the last one."""
         return iteration == self.args.iterations or (every > 0 and iteration % every == 0)
 
     def log(self, iteration, metrics, completions):
-        """Appends a line of metrics and some samples, moves the bar on, reports a collapse."""
+        """Appends a line of metrics and some samples, advances the bar, reports a collapse."""
         self.iteration = iteration
         self.stop = any(ranks.all_gather(self.signalled))
         if ranks.RANK > 0:
@@ -195,18 +195,17 @@ class Run:
         self.bar.update()
 
     def save_if_due(self, iteration):
-        """Writes a checkpoint every so often, at the end, and after a signal, which then ends the
-        program."""
+        """Writes a checkpoint if one is due, and after a signal, which then ends the program."""
         if self.is_due(self.args.save_every, iteration) or self.stop:
             self.save(iteration)
         if self.stop:
-            ranks.all_gather("saved")  # a rank that ends is soon followed by all others
+            ranks.all_gather("saved")  # torchrun ends all ranks soon after the first one ends
             if ranks.WORLD > 1:
                 self.say("stopped by a signal; to resume: the same command with --resume")
             sys.exit(130)
 
     def save(self, iteration):
-        """Writes a checkpoint in place of the one before."""
+        """Writes a checkpoint and removes the previous one."""
         if ranks.RANK > 0:
             return
         folder = self.folder / f"checkpoint-{iteration:06d}"
@@ -224,13 +223,13 @@ class Run:
             }
             torch.save(saved, scratch / STATE)
             scratch.rename(folder)
-        except Exception as error:  # torch and safetensors have their own for a full disk
+        except Exception as error:  # torch and safetensors raise their own for a full disk
             raise UserError(f"{folder} cannot be written; the checkpoint before it is whole") from error
         for path in self.checkpoints()[:-1]:
             shutil.rmtree(path, ignore_errors=True)
 
     def finish(self):
-        """Ends the program with code 130 if it was told to stop while it ended by itself."""
+        """Prints the results. Exits with code 130 if a signal came after the last iteration."""
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self.bar.close()
@@ -240,7 +239,7 @@ class Run:
             sys.exit(130)
 
     def print_results(self):
-        """On held-out problems before and after training, and some completions."""
+        """Prints held-out results before and after training, and some completions."""
         print(f"\n{'held-out problems':20}  greedy: before, after; sampled: before, after")
         for key in self.before["sampled"]:
             greedy = " " * 19  # pass@k takes several samples
@@ -255,7 +254,7 @@ class Run:
 
 
 def transcripts(completions, group_size):
-    """The first completion of each of the first four problems, to be read: [dict]."""
+    """The first completion of each of the first four problems, for samples.jsonl: [dict]."""
     samples = []
     for c in completions[::group_size][:4]:
         sample = {"prompt": c.problem.prompt, "completion": c.text, "answer": c.problem.answer}
@@ -264,7 +263,7 @@ def transcripts(completions, group_size):
 
 
 def write_whole(path, text):
-    """Writes a file under another name and renames it: it is there whole or not at all."""
+    """Writes a file under another name and renames it, so that it is never half written."""
     scratch = path.with_name(path.name + ".tmp")
     scratch.write_text(text)
     scratch.replace(path)

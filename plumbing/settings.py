@@ -1,4 +1,4 @@
-"""The settings of a run: what shapes it, and so must be the same when it is resumed."""
+"""The settings that shape a run, and so must not change when it is resumed."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ def file_hash(path):
 
 
 def files_of(path):
-    """{name: path} of a file, or of all files in a folder but hidden ones; {} if it is neither."""
+    """{name: path} of a file, or of all files in a folder except hidden ones; {} if it is neither."""
     if path == "":
         return {}
     path = Path(path)
@@ -32,8 +32,8 @@ def files_of(path):
 
 
 def settings_of(args, script, run_folder):
-    """{name: value} of the arguments that shape a run, and hashes of the files that they name, but for
-    what the run itself writes."""
+    """{name: value} of the arguments that shape a run, and hashes of the files that they name, except
+    files that the run itself writes."""
     settings = {"script": script, **vars(args)}
     for name in MAY_CHANGE:
         del settings[name]
@@ -45,7 +45,7 @@ def settings_of(args, script, run_folder):
             for file_name, file in files_of(path).items():
                 if run_folder.absolute() in file.absolute().parents:
                     continue
-                # Of a model neither weights, which checkpoints hold, nor its README.
+                # A model's weights are in the checkpoints, and its README does not matter.
                 if name != "model" or file.suffix in (".json", ".jinja", ".model", ".txt"):
                     settings[f"{name}'s {file_name}"] = file_hash(file)
         except OSError as error:
