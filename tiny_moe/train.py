@@ -47,7 +47,7 @@ class Recipe:
     steps: int = HfArg(default=1200, help="optimizer steps")
     batch_size: int = HfArg(default=64, help="demonstrations in a step")
     lr: float = HfArg(default=8e-3, help="the highest learning rate, after 50 steps; then a cosine")
-    direct: float = HfArg(default=0.5, help="share of demonstrations that answer at once")
+    direct: float = HfArg(default=0.5, help="share of demonstrations that answer without working")
     worked: float = HfArg(default=0.4, help="share that work the sum out; the rest rambles")
     wrong_step: float = HfArg(default=0.02, help="probability of a wrong step, per column")
     cap: int = HfArg(default=48, help="tokens of a demonstration, the rest is cut off")
@@ -55,7 +55,7 @@ class Recipe:
 
 
 def character_tokenizer():
-    """Every character a token of its own."""
+    """Every character is a token."""
     vocabulary = ["<pad>", "<eos>", "<unk>", *"0123456789+=# "]
     ids = {token: i for i, token in enumerate(vocabulary)}
     raw = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
@@ -72,7 +72,7 @@ def short_step(x, y, carry, total):
 
 
 def demonstration(prompt, rng, recipe, write_step=short_step):
-    """An answer at once ('#### 365'), or worked out ('7+8=15 5+0+1=6 0+3=3 #### 365' for 57+308), or
+    """An answer without working ('#### 365'), or worked out ('7+8=15 5+0+1=6 0+3=3 #### 365' for 57+308), or
     with each step two or three times, so that the cap cuts off the answer of a long sum. Now and then
     the result of a step is drawn at random, and its carry and digit go into the rest."""
     a, b = [int(number) for number in prompt[:-1].split("+")]
