@@ -72,9 +72,9 @@ def short_step(x, y, carry, total):
 
 
 def demonstration(prompt, rng, recipe, write_step=short_step):
-    """An answer without working ('#### 365'), or worked out ('7+8=15 5+0+1=6 0+3=3 #### 365' for 57+308), or
-    with each step two or three times, so that the cap cuts off the answer of a long sum. Now and then
-    the result of a step is drawn at random, and its carry and digit go into the rest."""
+    """An answer without working ('#### 365'), or worked out ('7+8=15 5+0+1=6 0+3=3 #### 365' for
+    57+308), or with each step two or three times, so that the cap cuts off the answer of a long sum.
+    Now and then a step's result is random, and the rest uses its carry and digit."""
     a, b = [int(number) for number in prompt[:-1].split("+")]
     style = rng.random()
     if style < recipe.direct:
