@@ -1,6 +1,6 @@
 """Draws the figures in benchmarks/figures/ from the CSVs in results/.
 
-    python benchmarks/figures.py [nine stability ...]     # all whose CSVs are there, if none is named
+    python benchmarks/figures.py [nine stability ...]     # if none is named: all that have results
 
 Lines differ in style and lightness, not only in colour, so that they can be told apart in greyscale.
 """
@@ -32,6 +32,7 @@ NAMES = {
 GROUPS = [("ppo", "grpo", "dr_grpo"), ("dapo", "gspo", "cispo"), ("gmpo", "rspo", "sapo")]
 WIDTH = 8.6  # inches
 COMPLETIONS = (0, 15_400)
+HELD_OUT = "after_sampled_accuracy"
 plt.rcParams.update(
     {
         "font.size": 9,
@@ -86,8 +87,7 @@ def draw_group(axis, curves, group, column, width, x="x"):
 
 
 def from_the_base_model(name):
-    """The curves of an experiment; that of the greedy held-out accuracy begins before the first
-    iteration."""
+    """The curves of an experiment. Greedy held-out accuracy begins before the first iteration."""
     curves = stats.curves(name)
     runs = stats.runs(name)
     for key, seeds in curves.items():
@@ -98,7 +98,7 @@ def from_the_base_model(name):
 
 
 def one_run():
-    """What one sees in the default run of grpo, seed 1."""
+    """The default run of grpo, seed 1."""
     rows = from_the_base_model("nine")["grpo", "default"][1]
     panels = [
         ("accuracy", {"held_out": "held-out sums, greedy", "accuracy": "rollouts, temperature 1"}),
@@ -145,7 +145,7 @@ def nine():
 
 
 def dots(axis, groups, title):
-    """A row for each of {name: values} with a dot for each value, and a stroke at their mean."""
+    """A row for each of {name: values}, with a dot for each value and a stroke at the mean."""
     for row, values in enumerate(groups.values()):
         axis.plot(values, [row] * len(values), "o", color="#0072b2", markersize=4, alpha=0.6)
         axis.plot(statistics.mean(values), row, "|", color="#000000", markersize=14)
@@ -162,7 +162,7 @@ def stability():
     for axis, setting in zip(axes, STABILITY, strict=True):
         groups = {}
         for script, name in NAMES.items():
-            groups[name] = stats.held_out_of("stability", (script, setting))
+            groups[name] = stats.column("stability", (script, setting), HELD_OUT)
         dots(axis, groups, setting.replace("lr", "lr ").replace("-steps", ", steps "))
         axis.set_xlim(0, 1.03)
         axis.set_xticks((0, 0.5, 1), ("0", "0.5", "1"))
@@ -170,22 +170,8 @@ def stability():
     save(figure, "stability")
 
 
-def wrong_length():
-    lines = {"GRPO, no KL": ("grpo", "kl0"), "Dr. GRPO": ("dr_grpo", "default")}
-    panels = {
-        "len_wrong": "length of wrong answers",
-        "len_right": "length of right answers",
-        "accuracy": "accuracy of the rollouts",
-    }
-    curves = stats.curves("wrong_length")
-    figure, axes = plt.subplots(1, 3, figsize=(WIDTH, 2.7))
-    for axis, (column, words) in zip(axes, panels.items(), strict=True):
-        for (label, key), style in zip(lines.items(), STYLES, strict=False):
-            draw(axis, curves[key], column, style, label)
-        axis.set_title(words)
-        axis.set_xlabel("completions generated")
-    axes[0].legend()
-    save(figure, "wrong_length")
+def of_grpo(variant):
+    return stats.column("rollout_correction", ("grpo", variant), HELD_OUT)
 
 
 def mismatch():
@@ -201,36 +187,22 @@ def mismatch():
     axes[0].set_yscale("log")
     axes[0].set_title("KL per token, sampler to training forward")
     axes[0].legend(fontsize=8)
-    groups = {"same precision": stats.held_out_of("rollout_correction", ("grpo", "same"))}
-    groups["int4"] = stats.held_out_of("rollout_correction", ("grpo", "int4"))
+    groups = {"same precision": of_grpo("same")}
+    groups["int4"] = of_grpo("int4")
     for rule in ("token_tis", "sequence_tis", "geo_mask"):
-        groups[f"int4, {rule}"] = stats.held_out_of("rollout_correction", ("grpo", f"int4-{rule}"))
+        groups[f"int4, {rule}"] = of_grpo(f"int4-{rule}")
     dots(axes[1], groups, "GRPO at 1e-3: held-out accuracy after the run")
     save(figure, "mismatch")
 
 
-def smollm2():
-    curves = from_the_base_model("smollm2")
-    figure, axes = plt.subplots(1, 3, figsize=(WIDTH, 2.7), sharey=True)
-    for axis, group in zip(axes, GROUPS, strict=True):
-        draw_group(axis, curves, group, "held_out", 1, "iteration")
-        axis.set_xlabel("iteration")
-        axis.legend()
-    axes[0].set_ylabel("greedy accuracy,\nheld-out sums")
-    save(figure, "smollm2")
-
-
-ALL = [one_run, nine, stability, wrong_length, mismatch, smollm2]
+ALL = [one_run, nine, stability, mismatch]
 
 
 def main():
     wanted = sys.argv[1:] or [function.__name__ for function in ALL]
     for function in ALL:
         if function.__name__ in wanted:
-            try:
-                function()
-            except stats.NotRunYet as error:
-                print(f"{function.__name__}: not all runs of {error} are there yet")
+            function()
 
 
 if __name__ == "__main__":

@@ -3,16 +3,13 @@ r"""Writes the generated parts of README.md and of benchmarks/README.md.
     python benchmarks/report.py           # write
     python benchmarks/report.py --check   # exit code 1 if a part is stale, or in neither file
 
-A part stands between <!-- generated: NAME --> and <!-- end: NAME -->, in whichever file has these two
-comments. What it says comes from the scripts' headers, from their diffs, and from what the other
-programs here have written to results/.
+A part stands between <!-- generated: NAME --> and <!-- end: NAME -->, in the file that has these two
+comments. Its content comes from the scripts' headers, from their diffs, and from results/.
 """
 
 import ast
 import difflib
 import functools
-import itertools
-import json
 import re
 import statistics
 import sys
@@ -20,41 +17,15 @@ import tomllib
 from collections import defaultdict
 from pathlib import Path
 
-import claims
 import gpu
 import stats
-from experiments import STABILITY
-from stats import MORE, SCRIPTS, held_out_of, markdown, read_curves, read_runs, whole
+from experiments import MORE, SCRIPTS, STABILITY
+from stats import column, markdown, mean_std
 
 ROOT = Path(__file__).parent.parent
 FILES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md"]
-TEXTS = tomllib.loads((ROOT / "benchmarks" / "report.toml").read_text())
-END = 14_000  # completions that every run of the nine has generated
-COMMANDS = {  # {file in results/: what makes it}; all others: sweep.py
-    "gpu": "gpu.py measure benchmarks/results/gpu.json",
-    "mismatch": "mismatch.py precisions",
-    "rejected": "mismatch.py rejected",
-    "sampler": "speed.py sampler",
-    "trl_speed": "speed.py trl",
-    "trl_losses": "losses_trl.py",
-    "verl_losses": "losses_verl.py",
-}
-
-
-def made(make):
-    """The lines of a part. If it reads results that are not there yet: how to get them."""
-    try:
-        return make()
-    except stats.NotRunYet as error:
-        name = str(error)
-    except FileNotFoundError as error:
-        path = Path(error.filename)
-        if path.parent != stats.RESULTS:
-            raise
-        name = path.stem
-    command = COMMANDS.get(name, f"sweep.py {name}")
-    return [f"There are no runs yet: `python benchmarks/{command}`."]
-
+FORMULAS = tomllib.loads((ROOT / "benchmarks" / "formulas.toml").read_text())
+END = 13_000  # completions over which an area is taken
 
 # -------------------------------------------------------------------------------------- the scripts
 
@@ -80,7 +51,7 @@ def changed_lines(parent, child):
 
 
 def differences(header):
-    """What stands before the colon in each item of the header's numbered list."""
+    """The words before the colon in each item of the header's numbered list."""
     numbered = header.split("Differs only in:")[1].split("\n\n")[0]
     leads = []
     for item in re.split(r"\n\s*\d\. ", numbered)[1:]:
@@ -119,13 +90,19 @@ def script_table(names, folder=""):
 
 
 def objectives(names):
-    """A table of what is maximised."""
-    rows = [[name.split(".")[-1], f"$`{TEXTS['objectives'][name]}`$"] for name in names]
+    """A table of the objectives, which are maximised."""
+    rows = [[name.split(".")[-1], f"$`{FORMULAS['objectives'][name]}`$"] for name in names]
     return markdown(["script", "objective, maximised"], rows)
 
 
 def more():
-    return [*script_table(MORE, folder="../"), "", *objectives(MORE), "", *TEXTS["legend"].splitlines()]
+    return [
+        *script_table(MORE, folder="../"),
+        "",
+        *objectives(MORE),
+        "",
+        *FORMULAS["legend"].splitlines(),
+    ]
 
 
 def policy_loss(name):
@@ -149,36 +126,21 @@ def lesson():
 # ---------------------------------------------------------------------------------- runs of sweep.py
 
 
-def mean_std(values):
-    """Empty if there are no runs."""
-    return stats.mean_std(values) if len(values) > 1 else ""
-
-
-def mean(values, form):
-    """Empty if there are no such values; not below 0, as an estimate of a KL of 0 may be."""
-    return format(max(0.0, statistics.mean(values)), form) if values and None not in values else ""
-
-
-def accuracy_and_kl(name, key):
-    return [mean_std(held_out_of(name, key)), mean(whole(name, key, "sampler_kl"), ".2g")]
-
-
 def areas(name, key):
     """{seed: mean height of the curve of the rollouts}"""
-    runs = read_curves(name)[key]
-    return {seed: stats.area(stats.rollout_points(rows), END) for seed, rows in runs.items()}
+    return {seed: stats.area(rows, END) for seed, rows in stats.curves(name)[key].items()}
 
 
 def paired(ours, theirs):
     """95 % interval of the difference, over the seeds that both have."""
     seeds = sorted(ours.keys() & theirs.keys())
-    if len(seeds) < 2 or ours == theirs:
+    if ours == theirs:
         return ""
     return stats.interval([ours[seed] for seed in seeds], [theirs[seed] for seed in seeds])
 
 
 def curves():
-    """What the runs of the default job reach, how soon, and how far they are from grpo's."""
+    """The accuracies that runs of the default job reach, how soon, and the difference from grpo."""
     names = [("nine", script, "default") for script in SCRIPTS]
     names.insert(2, ("nine", "grpo", "free"))
     names += [("more", script, "default") for script in MORE]
@@ -189,9 +151,9 @@ def curves():
         key = (script, variant)
         own = areas(name, key)
         cells = [
-            mean_std(held_out_of(name, key, "after_greedy_accuracy")),
-            mean_std(held_out_of(name, key)),
-            mean_std(list(own.values())),
+            mean_std(column(name, key, "after_greedy_accuracy")),
+            mean_std(column(name, key, "after_sampled_accuracy")),
+            mean_std(own.values()),
             paired(own, grpo),
             paired(own, free),
         ]
@@ -203,40 +165,60 @@ def curves():
 
 def stability():
     """Accuracy after the runs at each setting, and how many had an iteration 0.2 or more below an
-    earlier one."""
+    earlier one, or broke off."""
     lines = []
     for script in SCRIPTS:
         cells = []
         for setting in STABILITY:
-            key = (script, setting)
-            falls = [max(stats.drops(rows)) >= 0.2 for rows in read_curves("stability")[key].values()]
-            fell = f"; {sum(falls)} of {len(falls)} fell" if any(falls) else ""
-            cells.append(mean_std(held_out_of("stability", key)) + fell)
+            rows = stats.runs("stability")[script, setting]
+            fell = sum(row["largest_drop"] >= 0.2 or row["ended"] != "" for row in rows)
+            accuracy = mean_std(column("stability", (script, setting), "after_sampled_accuracy"))
+            cells.append(f"{accuracy}; {fell} of {len(rows)} fell" if fell else accuracy)
         lines.append([script, *cells])
     words = [setting.replace("lr", "lr ").replace("-steps", ", steps ") for setting in STABILITY]
     return markdown(["script", *words], lines, "lrrr")
 
 
-def staleness():
-    """grpo on rollouts of weights that are renewed every iteration, or every 8."""
-    rows = [("1", "none", "nine", "default")]
-    rows += [("8", rule, "stale_rollouts", rule) for rule in ("none", "token_tis", "geo_mask")]
+MEASURED = [  # experiment, column, its name, two runs
+    ("wrong_length", "end_len_wrong", "tokens of wrong answers", "grpo kl0", "dr_grpo default"),
+    ("dynamic_sampling", "area", "area", "dapo refill", "dapo drop"),
+    ("overlong", "end_truncated", "share cut off", "dapo soft", "dapo none"),
+    ("overlong", "end_accuracy", "accuracy", "dapo filter", "dapo none"),
+    ("stale_ratio", "log_ratio_p99", "99 % of log-ratios are below", "gmpo stale", "grpo stale"),
+    ("stale_rollouts", "after_sampled_accuracy", "held-out accuracy", "grpo token_tis", "grpo none"),
+]
+
+
+def measured():
+    """Two runs of each experiment, compared by seed."""
     lines = []
-    for refresh, rule, name, variant in rows:
-        lines.append([refresh, rule, *accuracy_and_kl(name, ("grpo", variant))])
-    header = ["`--rollout_refresh_every`", "`--rollout_correction`", "held-out accuracy", "KL"]
-    return markdown(header, lines, "rlrr")
+    for name, of, words, *both in MEASURED:
+        ours, theirs = [column(name, tuple(key.split()), of) for key in both]
+        means = " : ".join(f"{statistics.mean(values):.3g}" for values in (ours, theirs))
+        difference = f"{stats.interval(ours, theirs)} ({len(ours)})"
+        lines.append([f"`{name}`", words, " : ".join(both), means, difference])
+    header = ["experiment", "quantity", "a : b", "means", "a - b, 95 % (n)"]
+    return markdown(header, lines, "lllrr")
+
+
+def with_kl(name, variant):
+    key = ("grpo", variant)
+    kl = max(0, statistics.mean(column(name, key, "sampler_kl")))  # an estimate may be below 0
+    return [mean_std(column(name, key, "after_sampled_accuracy")), f"{kl:.2g}"]
 
 
 def correction():
-    """grpo at 1e-3 with a sampler in int4, by what is done about it."""
-    name = "rollout_correction"
+    """grpo with a sampler in int4 or with stale weights, by the correction."""
     lines = []
+    name = "rollout_correction"
     for variant in ("same", "int4", "int4-token_tis", "int4-sequence_tis", "int4-geo_mask"):
-        key = ("grpo", variant)
-        weights = mean(whole(name, key, "weight_zero"), ".3f")
-        effective = mean(whole(name, key, "weight_effective"), ".2f")
-        lines.append([variant.replace("-", ", "), *accuracy_and_kl(name, key), weights, effective])
+        cells = ["", ""]
+        if "-" in variant:
+            cells = [f"{statistics.mean(column(name, ('grpo', variant), 'weight_zero')):.3f}"]
+            cells.append(f"{statistics.mean(column(name, ('grpo', variant), 'weight_effective')):.2f}")
+        lines.append([variant.replace("-", ", "), *with_kl(name, variant), *cells])
+    for variant in ("none", "token_tis", "geo_mask"):
+        lines.append([f"8 iterations old, {variant}", *with_kl("stale_rollouts", variant), "", ""])
     header = ["sampler", "held-out accuracy", "KL", "tokens of weight 0", "effective sample size"]
     return markdown(header, lines, "lrrrr")
 
@@ -245,32 +227,16 @@ def smollm2():
     """Greedy held-out accuracy during the runs of SmolLM2, one seed."""
     iterations = (5, 10, 15, 20)
     lines = []
-    for (script, variant), seeds in read_curves("smollm2").items():
-        (run,) = read_runs("smollm2")[script, variant]
-        (rows,) = seeds.values()
-        held_out = {row["iteration"]: row["held_out"] for row in rows}
-        accuracies = [run["before_greedy_accuracy"], *(held_out[i] for i in iterations)]
+    for (script, _), (run,) in stats.runs("smollm2").items():
+        accuracies = [run["before_greedy_accuracy"], *(run[f"held_out_{i}"] for i in iterations)]
         cells = [f"{accuracy:.3f}" for accuracy in accuracies]
         lines.append([script, *cells, f"{run['generated']:,.0f}", f"{run['seconds'] / 60:.0f}"])
-    figure = "![Accuracy of eight algorithms on SmolLM2-135M](figures/smollm2.png)"
     header = ["after iteration", 0, *iterations, "completions", "minutes"]
-    return [figure, "", *markdown(header, lines, "lrrrrrrr")]
+    return markdown(header, lines, "lrrrrrrr")
 
 
 def percent(value):
     return f"{float(f'{100 * value:.2g}'):g} %"  # not 1e+02
-
-
-def rejected():
-    """Whom the masks leave out: share of the worked answers, had they ended after so many tokens."""
-    shares = defaultdict(list)  # by seed
-    for row in stats.table("rejected"):
-        shares[row["rule"], row["tokens"]].append(row["rejected"] / row["completions"])
-    lengths = sorted({tokens for _, tokens in shares})
-    lines = []
-    for rule in ("sequence_mis", "geo_mask"):
-        lines.append([f"`{rule}` leaves out", *(mean_std(shares[rule, n]) for n in lengths)])
-    return markdown(["after", *(f"{n:.0f} tokens" for n in lengths)], lines, "lrrrr")
 
 
 def mismatch():
@@ -289,112 +255,38 @@ def mismatch():
         lines.append(cells)
     header = ["", "KL per token", r"largest \|log rho\|", "product of rho over a completion"]
     header += ["other experts", "geo_mask leaves out", "sequence_mis", "icepop"]
-    return [*markdown(header, lines, "lrrrrrrr"), "", *made(rejected)]
+    return markdown(header, lines, "lrrrrrrr")
 
 
-# ------------------------------------------------------ speed, the losses of TRL and verl, memory
+# ------------------------------------------------------------------------------- speed and memory
 
 
-def by_case(name):
-    """{(case, threads): [row of results/<name>.csv, by pair]}."""
+def pairs(name, ours, theirs, form):
+    """A row for each case: medians of both sides, and lowest, middle and highest ratio of the pairs."""
     groups = defaultdict(list)
     for row in stats.table(name):
         groups[f"`{row['case']}`", f"{row['threads']:.0f}"].append(row)
-    return groups
-
-
-def of_both(rows, columns, summarize, form):
-    """[what is measured on our side over all pairs, the same on theirs]."""
-    return [format(summarize([row[column] for row in rows]), form) for column in columns]
-
-
-def ratio(rows, columns):
-    """Ours to theirs: lowest, middle and highest of the pairs."""
-    ours, theirs = columns
-    values = [row[ours] / row[theirs] for row in rows]
-    chosen = min(values), statistics.median(values), max(values)
-    return " / ".join(f"{value:.2f}" for value in chosen)
+    lines = []
+    for case, rows in groups.items():
+        medians = [
+            format(statistics.median(row[side] for row in rows), form) for side in (ours, theirs)
+        ]
+        ratios = sorted(row[ours] / row[theirs] for row in rows)
+        chosen = [f"{x:.2f}" for x in (ratios[0], statistics.median(ratios), ratios[-1])]
+        lines.append([*case, len(rows), *medians, " / ".join(chosen)])
+    return lines
 
 
 def sampler():
-    lines = []
-    rates = ["sampler_tokens_per_second", "generate_tokens_per_second"]
-    for case, rows in by_case("sampler").items():
-        medians = of_both(rows, rates, statistics.median, ",.0f")
-        lines.append([*case, len(rows), *medians, ratio(rows, rates)])
+    lines = pairs("sampler", "sampler_tokens_per_second", "generate_tokens_per_second", ",.0f")
     header = ["case", "threads", "pairs", "sampler, tokens/s", "`generate()`, tokens/s"]
     return markdown([*header, "ratio (min / median / max)"], lines, "lrrrrr")
 
 
 def speed():
-    lines = []
-    seconds = ["ours_seconds", "trl_seconds"]
-    for case, rows in by_case("trl_speed").items():
-        for row, side in itertools.product(rows, ("ours", "trl")):
-            row[f"{side}_rest"] = row[f"{side}_seconds"] - row[f"{side}_sampling"]
-        cells = [
-            *of_both(rows, seconds, statistics.median, ".2f"),
-            ratio(rows, seconds),
-            ratio(rows, ["ours_sampling", "trl_sampling"]),
-            ratio(rows, ["ours_rest", "trl_rest"]),
-            " : ".join(of_both(rows, ["ours_peak_mib", "trl_peak_mib"], max, ",.0f")),
-            " : ".join(of_both(rows, ["ours_tokens", "trl_tokens"], statistics.mean, ",.0f")),
-        ]
-        lines.append([*case, len(rows), *cells])
+    lines = pairs("trl_speed", "ours_seconds", "trl_seconds", ".2f")
     header = ["case", "threads", "pairs", "`grpo.py`, s", "TRL, s", "ratio (min / median / max)"]
-    header += ["of the sampling", "of the rest", "peak MiB, ours : TRL", "tokens, ours : TRL"]
-    return markdown(header, lines, "lrrrrrrrrr")
-
-
-def brief(value):
-    """1.4e-06, 0.12, 3; what is no more than rounding in float64 is 0."""
-    return "0" if value < 1e-15 else f"{value:.2g}"
-
-
-def engines():
-    columns = [("trl_losses", "loss", "plugged"), ("trl_losses", "loss", "trl")]
-    columns += [("verl_losses", "kind", "plugged"), ("verl_losses", "kind", "verl")]
-    lines = []
-    for script in ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "sapo"):
-        cells = []
-        for table, column, kind in columns:
-            rows = [row for row in stats.table(table) if (row["script"], row[column]) == (script, kind)]
-            errors = [max(row[f"{of}_error"] for row in rows) for of in ("value", "gradient")]
-            cells.append(" / ".join(brief(error) for error in errors))
-        lines.append([f"`{script}`", *cells])
-    header = ["script", "ours in TRL", "TRL's own", "ours in verl", "verl's own"]
-    return markdown(header, lines, "lrrrr")
-
-
-def how_far_off(departure):
-    """What a departure of benchmarks/report.toml does, in words."""
-    case = departure["case"]
-    trl = stats.table("trl_losses")
-    if case == "advantages":
-        errors = [row["advantage_error"] for row in trl if row["loss"] == "trl"]
-        return f"A off by {brief(max(errors))}"
-    rows = [row for row in stats.table("verl_losses") if row["case"] == case]
-    if case == "equal rewards":
-        return f"A = {brief(rows[0]['value_error'])} for rewards of 0.1"
-    if case == "mean of a micro-batch":
-        ratios = sorted({(row["micro_batches"], row["gradient_ratio"]) for row in rows})
-        pairs = [f"x {ratio:.0f} with {count:.0f}" for count, ratio in ratios]
-        return f"{', '.join(pairs)} micro-batches"
-    if departure["engine"] != "verl":
-        rows = [row for row in trl if row["loss"] == case]
-    scripts = departure["scripts"].split(", ")
-    errors = [row["gradient_error"] for row in rows if row["script"] in scripts]
-    ends = dict.fromkeys([brief(min(errors)), brief(max(errors))])
-    return " to ".join(ends)
-
-
-def engine_departures():
-    lines = []
-    for departure in TEXTS["departures"]:
-        cells = [departure[column] for column in ("engine", "scripts", "what", "paper")]
-        lines.append([*cells, how_far_off(departure), departure["remedy"]])
-    header = ["in", "script", "what it does", "the paper", "gradient off by", "to have the paper's"]
-    return markdown(header, lines)
+    return markdown(header, lines, "lrrrrr")
 
 
 def memory():
@@ -402,30 +294,11 @@ def memory():
     return markdown(header, gpu.memory_rows(), "llrrrrr")
 
 
-def measured_on_a_gpu():
-    """What benchmarks/gpu_kit.py has found: a table for each check."""
-    results = json.loads((stats.RESULTS / "gpu.json").read_text())
-    versions = f"torch {results['torch']}, transformers {results['transformers']}"
-    lines = [f"Measured on one {results['device']}, {versions}, commit {results['commit']}."]
-    for name, result in results["checks"].items():
-        ended = f": {result['ended']}" if result["ended"] else ""
-        lines += ["", f"`{name}`, {result['seconds']:.0f} s{ended}"]
-        rows = result["rows"]
-        header = list(dict.fromkeys(itertools.chain(*rows.values())))
-        cells = []
-        for row, columns in rows.items():
-            cells.append([row, *[columns.get(column, "") for column in header]])
-        if rows:
-            lines += ["", *markdown(["", *header], cells, "l" + "r" * len(header))]
-    return lines
-
-
 # -------------------------------------------------------------------------------------------- pages
 
-MAKERS = [lesson, more, curves, stability, staleness, correction, mismatch, sampler, speed]
-MAKERS += [engines, engine_departures, memory, measured_on_a_gpu, smollm2]
+MAKERS = [lesson, more, curves, stability, measured, correction, mismatch, sampler, speed]
+MAKERS += [memory, smollm2]
 PARTS = {make.__name__.replace("_", " "): make for make in MAKERS}
-PARTS |= {"claims": claims.table, "claims in short": claims.short}
 PARTS["nine"] = functools.partial(script_table, SCRIPTS)
 PARTS["formulas"] = functools.partial(objectives, SCRIPTS)
 BEGIN = "<!-- generated: "
@@ -433,13 +306,13 @@ PART = re.compile(BEGIN + r"([a-z0-9 ]+) -->.*?<!-- end: \1 -->", re.DOTALL)
 
 
 def filled(text):
-    """(the text with its parts as they are made now, the names of these parts)."""
+    """(the text with up-to-date parts, the names of these parts)."""
 
     def replaced(match):
         name = match[1]
         if name not in PARTS:
             return match[0]
-        return "\n".join([f"{BEGIN}{name} -->", *made(PARTS[name]), f"<!-- end: {name} -->"])
+        return "\n".join([f"{BEGIN}{name} -->", *PARTS[name](), f"<!-- end: {name} -->"])
 
     return PART.sub(replaced, text), PART.findall(text)
 
@@ -447,19 +320,19 @@ def filled(text):
 def main():
     check = "--check" in sys.argv
     complaints = []
-    there = []
+    found = []
     for path in FILES:
         old = path.read_text()
         new, names = filled(old)
-        there += names
+        found += names
         if old.count(BEGIN) != len(names):
             complaints.append(f"{path}: a part has no end")
         if check and new != old:
             complaints.append(f"{path}: stale, run python benchmarks/report.py")
         if not check:
             path.write_text(new)
-    complaints += [f"part '{name}' is in neither file" for name in PARTS if name not in there]
-    complaints += [f"there is no part '{name}'" for name in there if name not in PARTS]
+    complaints += [f"part '{name}' is in neither file" for name in PARTS if name not in found]
+    complaints += [f"part '{name}' is unknown" for name in found if name not in PARTS]
     if complaints:
         sys.exit("\n".join(complaints))
 

@@ -1,30 +1,21 @@
 """Times an iteration of grpo.py against TRL's GRPOTrainer, and the sampler against generate().
 
-    python benchmarks/speed.py trl [--cases fixed learning] [--pairs 21]   # results/trl_speed.csv
-    python benchmarks/speed.py sampler [--pairs 40]                        # results/sampler.csv
+    python benchmarks/speed.py trl [--pairs 21]        # results/trl_speed.csv
+    python benchmarks/speed.py sampler [--pairs 40]    # results/sampler.csv
 
-Each side is a process of its own that waits while the other one works. The first pair of turns is
-warm-up and is not counted. Rows with the same case and threads are replaced, others are kept.
+Each side is a separate process that waits while the other one works. The first pair of turns is warm-up
+and is not counted.
 
-trl       The same weights, tokenizer, prompts, reward function and number of threads; as many
-completions of at most as many tokens, from the whole distribution at temperature 1; then four optimizer
-steps of AdamW on a quarter of them each, clip range 0.2, KL 0.04 to a reference, sequence-mean; in
-float32. TRL samples with transformers' generate(). The cases:
-
-    fixed     the default job, 32 prompts x 8 completions of at most 48 tokens, with the learning rate
-              1e-9: the weights stay, and lengths of both sides come from the same distribution
-    learning  the same with the learning rate of grpo.py: both learn, and their answers become worked
-              ones of much the same length
-    smollm2-float32
-              SmolLM2-135M-Instruct with weights that stay, on 16 small sums x 4 completions of at most
-              64 tokens; needs runs/smollm2 (examples/smollm2.py) and runs/small_sums.jsonl
-              (examples/small_sums.py), and three minutes for a pair
+trl       Both sides have the same weights, tokenizer, prompts, reward function and number of threads:
+32 prompts x 8 completions of at most 48 tokens from the full distribution at temperature 1; then four
+optimizer steps of AdamW, clip range 0.2, KL 0.04 to a reference, sequence-mean; in float32. TRL samples
+with transformers' generate(). In the case `fixed` the learning rate is 1e-9, so that the lengths of
+both sides come from the same distribution; in `learning` it is that of grpo.py.
 
 sampler   The rollout of the default job, from its base model: common.sample() against generate().
 """
 
 import argparse
-import csv
 import multiprocessing
 import os
 import resource
@@ -32,7 +23,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import transformers
@@ -47,7 +37,7 @@ from plumbing.models import end_ids
 
 
 class Turns:
-    """The worker's side: waits for its turn, works, and says what it took."""
+    """A side's turns: it waits, works, and reports the seconds of its sampling and its tokens."""
 
     def __init__(self, pipe):
         self.pipe = pipe
@@ -63,9 +53,25 @@ class Turns:
         self.pipe.send({"sampling": self.sampling, "tokens": self.tokens, "peak_mib": peak})
         self.wait()
 
+    def timed(self, sample, count):
+        """`sample`, whose seconds and tokens are added; `count` finds the tokens in its result."""
+
+        def timed_sample(*args, **kwargs):
+            start = time.perf_counter()
+            result = sample(*args, **kwargs)
+            self.sampling += time.perf_counter() - start
+            self.tokens += count(result)
+            return result
+
+        return timed_sample
+
+
+def count_ids(completions):
+    return sum(len(c.ids) for c in completions)
+
 
 def parsed(flags):
-    """The flags as grpo.py would read them."""
+    """The flags as grpo.py would parse them."""
     sys.argv = ["grpo.py", "--device", "cpu", "--num_held_out", "32", *flags.split()]
     return parse_args(grpo.Args)
 
@@ -83,21 +89,13 @@ def load(flags, iterations):
 
 
 def ours(flags, iterations, turns):
-    real_sample = grpo.sample
     real_log = Run.log
-
-    def sample(*args, **kwargs):
-        start = time.perf_counter()
-        completions = real_sample(*args, **kwargs)
-        turns.sampling += time.perf_counter() - start
-        turns.tokens += sum(len(c.ids) for c in completions)
-        return completions
 
     def log(run, *args):
         real_log(run, *args)
         turns.done()
 
-    grpo.sample = sample
+    grpo.sample = turns.timed(grpo.sample, count_ids)
     Run.log = log
     with tempfile.TemporaryDirectory() as folder:
         quiet = f"--eval_every 0 --save_every 0 --iterations {iterations} --run_dir {folder}"
@@ -109,7 +107,7 @@ def ours(flags, iterations, turns):
 def trl(flags, iterations, turns):
     args, policy, rollouts = load(flags, iterations)
     problems = [problem for rollout in rollouts for problem in rollout]
-    # TRL is given the prompts as text; it has to read the same tokens in them.
+    # TRL gets the prompts as text, and has to read the same tokens in them.
     for problem in problems:
         assert policy.tokenizer(problem.prompt).input_ids == problem.prompt_ids
     ends = end_ids(policy.model, policy.tokenizer)
@@ -128,8 +126,8 @@ def trl(flags, iterations, turns):
 def make_trainer(
     model, tokenizer, problems, reward, args, turns, folder, iterations, passes=1, **options
 ):
-    """TRL's GRPOTrainer with the job that `args` are for grpo.py, each step in so many passes. It tells
-    `turns` the tokens and seconds of its sampling, and when an iteration is done."""
+    """TRL's GRPOTrainer with the job of grpo.py's `args`, each step in so many passes. It reports to
+    `turns` after each iteration."""
     import datasets  # here, so that it is not in grpo.py's peak
     from trl import GRPOConfig, GRPOTrainer
 
@@ -138,14 +136,6 @@ def make_trainer(
     aux_coef = args.router_aux_coef
     if not hasattr(model.config, "num_experts"):  # a dense model, for which only 0 is allowed
         aux_coef = 0.0
-
-    class Trainer(GRPOTrainer):
-        def _generate_single_turn(self, *args, **kwargs):
-            start = time.perf_counter()
-            result = super()._generate_single_turn(*args, **kwargs)
-            turns.sampling += time.perf_counter() - start
-            turns.tokens += sum(map(len, result[0]))
-            return result
 
     class Wait(transformers.TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -183,7 +173,7 @@ def make_trainer(
         dataloader_pin_memory=False,
         **options,
     )
-    return Trainer(
+    trainer = GRPOTrainer(
         model=model,
         reward_funcs=reward,
         args=config,
@@ -191,13 +181,18 @@ def make_trainer(
         processing_class=tokenizer,
         callbacks=[Wait()],
     )
+    generate = trainer._generate_single_turn
+    trainer._generate_single_turn = turns.timed(generate, lambda result: sum(map(len, result[0])))
+    return trainer
 
 
 def second_iteration(model, tokenizer, problems, args, passes, **options):
     """(seconds of sampling, seconds of the rest, tokens) of TRL's second iteration, after a warm-up.
     Every other completion has a reward."""
     ends = []
-    turns = SimpleNamespace(sampling=0.0, tokens=0)
+    turns = Turns(None)
+    turns.sampling = 0.0
+    turns.tokens = 0
 
     def done():
         if torch.cuda.is_available():
@@ -221,17 +216,18 @@ def second_iteration(model, tokenizer, problems, args, passes, **options):
 
 def sampler(flags, iterations, turns):
     args, policy, rollouts = load(flags, iterations)
+    sample = turns.timed(common.sample, count_ids)
     turns.wait()
     for problems in rollouts:
-        completions = common.sample(policy, problems, args.group_size, args)
-        turns.tokens = sum(len(c.ids) for c in completions)
+        sample(policy, problems, args.group_size, args)
         turns.done()
 
 
 def generate(flags, iterations, turns):
-    """As a trainer would ask for it. Counts the tokens up to the first EOS: what follows is padding."""
+    """The same by transformers. Counts the tokens up to the first EOS: the rest is padding."""
     args, policy, rollouts = load(flags, iterations)
     ends = end_ids(policy.model, policy.tokenizer)
+    sampling = dict(do_sample=True, temperature=args.temperature, top_k=0, top_p=1.0)
     turns.wait()
     for problems in rollouts:
         prompts = [problem.prompt for problem in problems]
@@ -241,11 +237,8 @@ def generate(flags, iterations, turns):
             attention_mask=inputs.attention_mask,
             num_return_sequences=args.group_size,
             max_new_tokens=args.max_new_tokens,
-            do_sample=True,
-            temperature=args.temperature,
-            top_k=0,
-            top_p=1.0,
             eos_token_id=ends,
+            **sampling,
         )
         is_end = torch.isin(output[:, inputs.input_ids.shape[1] :], torch.tensor(ends))
         is_after = is_end.cumsum(1) - is_end.int() > 0
@@ -255,53 +248,48 @@ def generate(flags, iterations, turns):
 
 # ------------------------------------------------------------------------------------------ in turns
 
-SMOLLM2 = (
-    "--model runs/smollm2 --dataset runs/small_sums.jsonl --lr 1e-9"
-    " --prompts_per_iteration 16 --group_size 4 --max_new_tokens 64"
-)
-CASES = [  # command, case, threads, pairs, flags of grpo.py
-    ("trl", "fixed", 1, 21, "--lr 1e-9"),
-    ("trl", "fixed", 2, 21, "--lr 1e-9"),
-    ("trl", "learning", 1, 21, "--lr 2e-4"),
-    ("trl", "learning", 2, 21, "--lr 2e-4"),
-    ("trl", "smollm2-float32", 1, 2, SMOLLM2),
-    ("sampler", "default", 1, 40, ""),
-]
-COMMANDS = {  # the CSV, the two sides, columns of each
-    "trl": ("trl_speed.csv", (ours, trl), ("seconds", "sampling", "tokens", "peak_mib")),
-    "sampler": ("sampler.csv", (sampler, generate), ("tokens_per_second",)),
+CASES = {  # command: the CSV, the two sides, pairs, [(case, threads, flags of grpo.py)]
+    "trl": (
+        "trl_speed",
+        (ours, trl),
+        21,
+        [
+            (case, threads, f"--lr {lr}")
+            for case, lr in (("fixed", 1e-9), ("learning", 2e-4))
+            for threads in (1, 2)
+        ],
+    ),
+    "sampler": ("sampler", (sampler, generate), 40, [("default", 1, "")]),
 }
 
 
 def worker(side, *inputs):
-    with open(os.devnull, "w") as sys.stdout:  # what the trainers print
+    with open(os.devnull, "w") as sys.stdout:  # hides what the trainers print
         side(*inputs)
 
 
-def compare(sides, columns, flags, pairs):
-    """Yields so many pairs, after one that is warm-up: {"pair": number, column of a side: number}."""
+def compare(sides, flags, pairs):
+    """Yields a row for each pair after the warm-up: {column of a side: number}."""
     context = multiprocessing.get_context("spawn")
     pipes = {}
     for side in sides:
         pipe, its_end = context.Pipe()
-        turns = Turns(its_end)
-        inputs = (side, flags, pairs + 1, turns)
+        inputs = (side, flags, pairs + 1, Turns(its_end))
         context.Process(target=worker, args=inputs, daemon=True).start()
         its_end.close()
         pipes[side.__name__] = pipe
     for pair in range(pairs + 1):
         row = {"pair": pair}
         names = list(pipes)
-        if pair % 2 == 0:  # who goes first alternates
+        if pair % 2 == 0:  # the sides take turns in going first
             names.reverse()
         for name in names:
             start = time.perf_counter()
             pipes[name].send("go")
-            took = pipes[name].recv()
-            took["seconds"] = time.perf_counter() - start
-            took["tokens_per_second"] = took["tokens"] / took["seconds"]
-            for column in columns:
-                row[f"{name}_{column}"] = round(took[column], 4)
+            report = pipes[name].recv()
+            report["seconds"] = time.perf_counter() - start
+            report["tokens_per_second"] = report["tokens"] / report["seconds"]
+            row |= {f"{name}_{key}": round(value, 4) for key, value in report.items()}
         if pair > 0:
             yield row
     for pipe in pipes.values():
@@ -310,38 +298,21 @@ def compare(sides, columns, flags, pairs):
         process.join()
 
 
-def write(path, rows):
-    measured = (rows[0]["case"], str(rows[0]["threads"]))
-    old = []
-    if path.exists():
-        with open(path) as file:
-            old = list(csv.DictReader(file))
-    kept = [row for row in old if (row["case"], row["threads"]) != measured]
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0]], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(kept + rows)
-
-
 def main():
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("command", choices=COMMANDS)
-    parser.add_argument("--cases", nargs="+", help="[all of the command]")
-    parser.add_argument("--pairs", type=int, help="[as many as in the CSV]")
-    parser.add_argument("--csv", type=Path, help="[the one in results/]")
+    parser.add_argument("command", choices=CASES)
+    parser.add_argument("--pairs", type=int, help="[default: as many as in the CSV]")
     options = parser.parse_args()
     commit = sweep.prepare()
-    name, sides, columns = COMMANDS[options.command]
-    for command, case, threads, pairs, flags in CASES:
-        if command != options.command or case not in (options.cases or [case]):
-            continue
+    name, sides, pairs, cases = CASES[options.command]
+    rows = []
+    for case, threads, flags in cases:
         os.environ["OMP_NUM_THREADS"] = str(threads)
-        rows = []
-        for row in compare(sides, columns, flags, options.pairs or pairs):
+        for row in compare(sides, flags, options.pairs or pairs):
             rows.append({"case": case, "threads": threads, **row, "commit": commit})
             print(*rows[-1].values(), flush=True)
-        write(options.csv or sweep.RESULTS / name, rows)
+    sweep.write_csv(sweep.RESULTS / f"{name}.csv", rows)
 
 
 if __name__ == "__main__":

@@ -144,15 +144,12 @@ def rollout_copy(model, master, rollout_dtype):
 
 
 @torch.no_grad()
-def refresh_rollout_copy(sampler, master, rollout_dtype, embeddings=False, routers=False):
+def refresh_rollout_copy(sampler, master, rollout_dtype):
     """Copies the master weights into the sampler. For int8 and int4 all matrices are rounded except
-    embeddings (and a head tied to them) and routers, unless asked for."""
+    embeddings (and a head tied to them) and routers."""
     bits = {"int8": 8, "int4": 4}.get(rollout_dtype)
-    kept = set()  # ids of weights that are not rounded
-    if not embeddings:
-        kept.add(id(sampler.get_input_embeddings().weight))
-    if not routers:
-        kept |= {id(weight) for router in find_routers(sampler) for weight in router.parameters()}
+    kept = {id(sampler.get_input_embeddings().weight)}  # ids of weights that are not rounded
+    kept |= {id(weight) for router in find_routers(sampler) for weight in router.parameters()}
     for weight, master_weight in zip(sampler.parameters(), master.parameters(), strict=True):
         if bits and weight.dim() > 1 and id(weight) not in kept:
             weight.copy_(fake_quantize(master_weight, bits))
