@@ -110,7 +110,9 @@ def main(argv, trainer_class=PluggedTrainer):
         return [verify(text, gold, ids[-1] not in ends)[0] for text, ids, gold in rows]
 
     data = Dataset.from_list([{"prompt": p.prompt, "answer": p.answer} for p in stream.problems])
-    trainer = trainer_class(policy.master, reward, config, data, processing_class=policy.tokenizer)
+    trainer = trainer_class(
+        policy.master, reward, config, train_dataset=data, processing_class=policy.tokenizer
+    )
     trainer.script = script
     trainer.flags = flags
     trainer.train()

@@ -1,0 +1,231 @@
+"""Measures what the doctor cannot see: what a trainer divides a loss by, over a whole optimizer step.
+
+    pip install -r examples/requirements.txt && python conformance/trainers.py trl
+    pip install torch==2.13.0 verl==0.9.1 && python conformance/trainers.py verl  # separate environment
+
+Runs the cases of engines.csv for one engine, and writes the errors back. The gradient of a step that is
+split over processes and micro-batches, as the optimizer receives it, is compared with the script's on
+all completions of the step at once. The error is relative to the norm of the latter; a case has the
+smallest and the largest. TRL: the real trainer makes four steps in two processes, at a learning rate so
+high that clips bind, in float32, where 1e-5 is rounding. verl: `ppo_loss`, the function that its actor
+calls, on 32 random completions, called as one to four processes would, in float64.
+"""
+
+import copy
+import csv
+import importlib
+import importlib.metadata
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from torch.nn.utils import parameters_to_vector
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+from common import Completion, Problem, collate, token_logprobs
+from plumbing.policy import Policy
+
+TRL_JOB = """--output_dir runs/trainers --use_cpu True --max_steps 4 --learning_rate 2e-3
+--per_device_train_batch_size 8 --gradient_accumulation_steps 2 --steps_per_generation 8
+--max_grad_norm 0 --router_aux_loss_coef 0 --shuffle_dataset False --disable_tqdm True"""
+PROCESSES = 2  # of TRL
+VERL_SPLITS = [(1, 1), (1, 4), (2, 1), (2, 2), (4, 2)]  # processes, micro-batches of each
+B = 32  # of verl's batch
+T = 24
+
+
+def loss_of_the_script(name, logprobs_BT, old_BT, advantages_B1, mask_BT, **extras):
+    policy_loss = importlib.import_module(name).policy_loss
+    parameters = inspect.signature(policy_loss).parameters
+    keywords = {key: value for key, value in extras.items() if key in parameters}
+    loss, _ = policy_loss(logprobs_BT, old_BT, advantages_B1, mask_BT, **keywords)
+    return loss
+
+
+def relative_error(gradient, expected):
+    return ((gradient - expected).norm() / expected.norm()).item()
+
+
+def rounded(error):
+    return "0" if error < 1e-15 else f"{error:.2g}"
+
+
+# ----------------------------------------------------------------------------------------------- TRL
+
+
+def completions_of(micro_batches):
+    """The rows of TRL's padded tensors, without the padding."""
+    completions = []
+    for micro in micro_batches:
+        for i in range(len(micro["prompt_ids"])):
+            prompt_ids = micro["prompt_ids"][i][micro["prompt_mask"][i].bool()].tolist()
+            ids = micro["completion_ids"][i][micro["completion_mask"][i].bool()].tolist()
+            completions.append(Completion(Problem("", "", prompt_ids), ids, [0.0] * len(ids)))
+    return completions
+
+
+def measuring(trainer_class, name):
+    """The trainer, with each step's gradient compared with the script's."""
+
+    class MeasuringTrainer(trainer_class):
+        errors = []
+        micro_batches = []  # of the step at hand
+        reference = None
+
+        def policy(self):
+            return Policy(self.accelerator.unwrap_model(self.model), self.processing_class)
+
+        def _generate_and_score_completions(self, inputs):
+            self.old_policy = copy.deepcopy(self.policy())
+            self.reference = self.reference or self.old_policy
+            return super()._generate_and_score_completions(inputs)
+
+        def _compute_loss(self, model, inputs):
+            self.micro_batches.append(inputs)
+            return super()._compute_loss(model, inputs)
+
+        def training_step(self, *args, **kwargs):
+            loss = super().training_step(*args, **kwargs)
+            if self.accelerator.sync_gradients:  # the optimizer is next
+                self.errors.append(self.error_of_the_step())
+                self.micro_batches.clear()
+            return loss
+
+        def error_of_the_step(self):
+            shares = [None] * PROCESSES
+            torch.distributed.all_gather_object(shares, self.micro_batches)
+            micro_batches = sum(shares, [])
+            batch = collate(completions_of(micro_batches), self.flags)
+            advantages_B1 = torch.cat([micro["advantages"] for micro in micro_batches]).unsqueeze(1)
+            policy = self.policy()
+            logprobs_BT = token_logprobs(policy, batch, temperature=1.0).logprobs_BT
+            with torch.no_grad():
+                old_BT = token_logprobs(self.old_policy, batch, temperature=1.0).logprobs_BT
+                ref_BT = token_logprobs(self.reference, batch, temperature=1.0).logprobs_BT
+            given = (logprobs_BT, old_BT, advantages_B1, batch.mask_BT)
+            extras = {"ref_logprobs_BT": ref_BT, "max_new_tokens": self.flags.max_new_tokens}
+            weights = list(policy.parameters())
+            expected = torch.autograd.grad(loss_of_the_script(name, *given, **extras), weights)
+            gradient = [weight.grad for weight in weights]
+            return relative_error(parameters_to_vector(gradient), parameters_to_vector(expected))
+
+    return MeasuringTrainer
+
+
+def errors_in_trl(name, loss, setting):
+    from trl import GRPOTrainer
+    from trl.experimental.gmpo import GMPOTrainer
+
+    from examples import trl_trainer
+
+    class OwnTokensTrainer(trl_trainer.PluggedTrainer):
+        def step_counts(self):
+            micro = self._buffered_inputs[self._step % self.args.steps_per_generation]
+            num_tokens = micro["completion_mask"].sum() * self.current_gradient_accumulation_steps
+            return {**super().step_counts(), "num_tokens": num_tokens}
+
+    classes = {"ours": trl_trainer.PluggedTrainer, "ours, own tokens": OwnTokensTrainer}
+    engines_class = GMPOTrainer if name == "gmpo" else GRPOTrainer
+    trainer_class = measuring(classes.get(loss, engines_class), name)
+    trl_trainer.main(["--algorithm", name, *TRL_JOB.split(), *setting.split()], trainer_class)
+    return trainer_class.errors
+
+
+# ---------------------------------------------------------------------------------------------- verl
+
+
+def normal(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(B, T, generator=generator, dtype=torch.float64)
+
+
+def number_or_word(text):
+    return json.loads(text) if text[0].isdigit() or text in ("true", "false") else text
+
+
+def errors_in_verl(name, loss, setting):
+    from tensordict import TensorDict
+    from verl.utils import tensordict_utils
+    from verl.workers.config import ActorConfig, PolicyLossConfig
+    from verl.workers.utils.losses import ppo_loss
+
+    importlib.import_module("examples.verl_losses")  # which registers our losses
+    settings = dict(pair.split("=") for pair in setting.split())
+    config = ActorConfig(
+        strategy="fsdp",
+        rollout_n=8,
+        ppo_micro_batch_size_per_gpu=1,
+        policy_loss=PolicyLossConfig(loss_mode=settings.pop("loss_mode")),
+        **{key: number_or_word(value) for key, value in settings.items()},
+    )
+    lengths_B1 = torch.randint(1, T + 1, (B, 1), generator=torch.Generator().manual_seed(0))
+    mask_BT = torch.arange(T) < lengths_B1
+    old_BT = -normal(1).abs()
+    logprobs_BT = (old_BT + 0.1 * normal(2)).requires_grad_()
+    ref_BT = old_BT + 0.1 * normal(3)
+    rewards_PG = (normal(4)[:, 0] > 0).double().view(-1, 8)
+    advantages_B1 = importlib.import_module(name).compute_advantages(rewards_PG).view(-1, 1)
+    extras = {"ref_logprobs_BT": ref_BT, "max_new_tokens": T}
+    whole = loss_of_the_script(name, logprobs_BT, old_BT, advantages_B1, mask_BT, **extras)
+    (expected,) = torch.autograd.grad(whole, logprobs_BT)
+    errors = []
+    for processes, micro_batches in VERL_SPLITS:
+        losses = []
+        for rows in torch.arange(B).chunk(processes * micro_batches):
+            width = mask_BT[rows].sum(1).max()  # verl pads to the longest of a micro-batch
+            mask = mask_BT[rows, :width]
+            fields = {
+                "prompts": torch.ones(len(rows), 1).long(),
+                "responses": torch.ones(mask.shape).long(),
+                "attention_mask": torch.cat([torch.ones(len(rows), 1), mask], dim=1).long(),
+                "response_mask": mask.long(),
+                "old_log_probs": old_BT[rows, :width],
+                "ref_log_prob": ref_BT[rows, :width],
+                "advantages": advantages_B1[rows] * mask,
+            }
+            data = TensorDict(fields, batch_size=len(rows))
+            counts = {"batch_num_tokens": mask_BT.sum().item(), "global_batch_size": B}
+            tensordict_utils.assign_non_tensor(data, dp_size=processes, **counts)
+            # The model returns responses side by side, each with one more log-prob, which is not used.
+            packed = torch.cat([logprobs_BT[rows, :width], torch.zeros(len(rows), 1)], dim=1)
+            is_packed = torch.cat([mask, torch.ones(len(rows), 1).bool()], dim=1)
+            losses.append(ppo_loss(config, {"log_probs": packed[is_packed]}, data)[0] / processes)
+        (gradient,) = torch.autograd.grad(sum(losses), logprobs_BT)
+        errors.append(relative_error(gradient, expected))
+    return errors
+
+
+def main():
+    engine = sys.argv[1]
+    path = sys.argv[2] if len(sys.argv) > 2 else Path(__file__).parent / "engines.csv"
+    if engine == "trl" and "RANK" not in os.environ:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(PROCESSES)]
+        env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        sys.exit(
+            subprocess.run(
+                [*torchrun, "--standalone", __file__, engine, path], cwd=ROOT, env=env
+            ).returncode
+        )
+    with open(path) as file:
+        rows = list(csv.DictReader(file))
+    errors_in = {"trl": errors_in_trl, "verl": errors_in_verl}[engine]
+    for row in rows:
+        if row["engine"].lower() == engine and row["seen_by"] == "trainers.py":
+            errors = errors_in(row["algorithm"], row["loss"], row["setting"])
+            row["version"] = importlib.metadata.version(engine)
+            row["smallest"] = rounded(min(errors))
+            row["largest"] = rounded(max(errors))
+    if os.environ.get("RANK", "0") == "0":
+        with open(path, "w") as file:
+            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()
