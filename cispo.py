@@ -6,7 +6,7 @@
   r_it   = pi(o_it) / pi_old(o_it); pi_old: the policy before the rollout's first optimizer step
   sg[]   stops the gradient
   A_i    = (R_i - mean) / std, over the rewards R of the G completions of the same prompt
-  _PG    suffixes name axes: P prompts, G completions each, N = P G, B rows, T tokens, 1 a kept axis
+  _PG    axis suffixes: P prompts, G completions each, N = P G, B rows, T tokens, 1 a size-1 axis
 
 Parent: grpo.py. Differs only in:
   1. Capped weight: REINFORCE with a truncated importance weight, instead of a clipped update. The
@@ -42,19 +42,19 @@ class Args(RunArgs):  # model, data, device, precision, output: see plumbing/arg
     iterations: int = flag(60, "rounds of rollout and update")
     prompts_per_iteration: int = flag(32, "prompts in a rollout")
     group_size: int = flag(8, "completions per prompt")
-    max_new_tokens: int = flag(48, "cap on the length of a completion")
+    max_new_tokens: int = flag(48, "most tokens in a completion")
     temperature: float = flag(1.0, "temperature of the sampling and of all log-probs")
     lr: float = flag(2e-4, "AdamW's learning rate, constant")
     update_epochs: int = flag(1, "passes over a rollout")
     num_minibatches: int = flag(4, "optimizer steps per pass")
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
-    router_aux_coef: float = flag(0.001, "weight of the load-balancing loss of an MoE")
-    # the algorithm's own
+    router_aux_coef: float = flag(0.001, "weight of an MoE's load-balancing loss")
+    # flags of the algorithm
     is_weight_cap: float = flag(5.0, "cap on the importance weight itself")
     is_weight_floor: float = flag(0.0, "lower bound of the importance weight")
     ppo_mask: bool = flag(False, "PPO's mask at the two bounds below; no cap")
-    clip_eps_low: float = flag(0.2, "the ratio is clipped at 1 - this")
-    clip_eps_high: float = flag(0.2, "the ratio is clipped at 1 + this")
+    clip_eps_low: float = flag(0.2, "the ratio is clipped below 1 - this")
+    clip_eps_high: float = flag(0.2, "the ratio is clipped above 1 + this")
 
     def check(self):
         self.check_range(0, 1, "clip_eps_low")
@@ -62,11 +62,11 @@ class Args(RunArgs):  # model, data, device, precision, output: see plumbing/arg
         highest_floor = 0 if self.ppo_mask else self.is_weight_cap  # with the mask there is none
         self.check_range(0, highest_floor, "is_weight_floor")
         if self.group_size < 2:
-            raise UserError("--group_size must be at least 2: the mean of the group is the baseline")
+            raise UserError("--group_size must be at least 2: one reward has no group baseline")
 
 
 def masked_mean(x, mask):
-    """Mean of x where the mask is 1; 0 if it never is. Masked-out values are ignored, even NaN."""
+    """Mean of x where the mask is 1; 0 for an empty mask. Masked-out values are ignored, even NaN."""
     return torch.where(mask.bool(), x, 0).sum() / mask.sum().clamp(min=1)
 
 
@@ -74,7 +74,7 @@ def compute_advantages(rewards_PG):
     """Rewards -> advantages, (P, G): A = (R - mean) / std in each group, 0 if all rewards are equal."""
     advantages_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
     advantages_PG = advantages_PG / (rewards_PG.std(1, keepdim=True) + 1e-6)
-    # The mean of equal floats may be off by rounding, which a tiny std would blow up into advantages.
+    # The mean of equal floats may be off by rounding; a tiny std would turn that into advantages.
     is_uniform_P1 = (rewards_PG == rewards_PG[:, :1]).all(1, keepdim=True)
     return torch.where(is_uniform_P1, 0, advantages_PG)
 
@@ -97,17 +97,17 @@ def policy_loss(
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
     old_logprobs_BT  the same under the policy before the first step on this rollout
     advantages_BT    (B, 1), broadcast over the tokens, or (B, T)
-    mask_BT          1 on response tokens, the EOS included (bool or float); the rest, padding or tool
-                     output inside a completion, has no gradient and counts in no mean
+    mask_BT          1 on response tokens, the EOS included (bool or float); other tokens, such as
+                     padding or tool output, get no gradient and enter no mean
     num_tokens       response tokens in the whole optimizer step [None: this is the whole step]
 
-    Returns (loss, stats): a scalar, and {name: scalar}, means and a maximum over the given tokens.
+    Returns (loss, stats): a scalar, and {name: scalar} for the log, over the given tokens.
     """
     assert advantages_BT.shape in ((len(mask_BT), 1), mask_BT.shape), "advantages_BT: (B, 1) or (B, T)"
     mask_BT = mask_BT.bool()
     if num_tokens is None:
         num_tokens = mask_BT.sum().clamp(min=1)
-    # Masked before exp, since 0 * inf is NaN, in the backward pass too; clamped to keep exp finite.
+    # Mask before exp, since 0 * inf is NaN, also in the backward pass; the clamp keeps exp finite.
     logratio_BT = torch.where(mask_BT, logprobs_BT - old_logprobs_BT, 0).clamp(-20, 20)
     ratio_BT = logratio_BT.exp()
     if ppo_mask:
@@ -139,7 +139,7 @@ def main(args):
     policy = load_policy(args)  # the model with its tokenizer
     problem_stream, held_out = load_problems(args, policy)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
-    generator = torch.Generator().manual_seed(args.seed)  # of the sampler's noise
+    generator = torch.Generator().manual_seed(args.seed)  # for the sampler's noise
     run.restore(policy, problem_stream, generator, optimizer=optimizer)
     args = plan_memory(args, policy, problem_stream, held_out)
     if run.before is None:
@@ -149,7 +149,7 @@ def main(args):
         # ---------------------------------------------------------------------------------- rollout
         meter = Meter(iteration)
         problems = problem_stream.take(args.prompts_per_iteration)
-        sampler = policy.sampler_at(iteration)  # itself, or its copy in --rollout_dtype
+        sampler = policy.sampler_at(iteration)  # the policy, or its --rollout_dtype copy
         completions = sample(sampler, problems, args.group_size, args, generator)
         meter.lap("rollout_seconds")
 
@@ -196,7 +196,7 @@ def main(args):
                     total_loss = loss + args.router_aux_coef * outputs.aux_loss * row_share
                     total_loss.backward()
                     meter.add_pass({"policy_loss": loss}, stats, outputs, old, rows, micro.mask_BT)
-                grad_norm = policy.clip_gradients(args.max_grad_norm)  # of the sum over all ranks
+                grad_norm = policy.clip_gradients(args.max_grad_norm)  # sums over ranks first
                 meter.check_finite(grad_norm=grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -213,8 +213,8 @@ def main(args):
             if is_last:
                 run.after = results
         run.log(iteration, metrics, completions)
-        run.save_if_due(iteration)  # also after a signal, which then ends the program
-    if run.after is None:  # resumed at its end
+        run.save_if_due(iteration)  # after a signal too, and then exits
+    if run.after is None:  # resumed when it was done
         run.after = evaluate(policy, held_out, verify, args, sampled=True)
     run.finish()
 

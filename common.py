@@ -1,8 +1,8 @@
-"""What all scripts share, in the order of the loop: problems, model, sampler, verifier, log-probs.
+"""Shared by all scripts, in the order of the loop: problems, model, rollout, verifier, log-probs.
 
 A tensor's suffix names its axes: P prompts, G completions per prompt, N = P*G completions of a rollout,
 B rows of a batch (all N or a micro-batch), R rows that are still being sampled, T response tokens,
-U = T + 1, S prompt + response, V vocabulary, L layers, E experts, K active experts, 1 a kept axis.
+U = T + 1, S prompt + response, V vocabulary, L layers, E experts, K active experts, 1 a size-1 axis.
 A "step" is an optimizer step, an "iteration" a rollout with its steps.
 """
 
@@ -89,9 +89,9 @@ def load_policy(args):
 
 def check_logprobs(policy, args):
     """Compares the sampler's log-probs with the update's on short prompts. Some architectures attend
-    across packed sequences; for these, packing is turned off. UserError if they differ even then."""
+    across packed sequences; for these, packing is turned off. UserError if they still differ."""
     if not end_ids(policy.model, policy.tokenizer):
-        raise UserError(f"--model {args.model}: it has no end-of-sequence token, nor has its tokenizer")
+        raise UserError(f"--model {args.model}: neither it nor its tokenizer has an EOS token")
     prompts = policy.tokenizer(["1", "2", "10+10="]).input_ids
     check_token_ids(prompts, policy)
     settings = dataclasses.replace(args, max_new_tokens=2, temperature=1.0, rollout_batch_size=6)
@@ -162,7 +162,7 @@ def pad(rows, device, left=False):
 def sample(policy, problems, group_size, args, generator=None, greedy=False):
     """[Completion], `group_size` for each problem, next to each other, sampled from the full
     distribution at `--temperature` (no top-k, no top-p), or greedily. All noise is drawn in advance, so
-    that a completion does not depend on which others are sampled with it."""
+    that a completion does not depend on the others that are sampled with it."""
     noise_PGT = torch.rand(len(problems), group_size, args.max_new_tokens, generator=generator)
     my_problems = ranks.local_slice(problems)
     my_noise_PGT = ranks.local_slice(noise_PGT)
@@ -184,16 +184,16 @@ def sample(policy, problems, group_size, args, generator=None, greedy=False):
 
 
 class CachedForward:
-    """A model with its KV cache: each call runs the tokens that follow those of the calls before."""
+    """A model with its KV cache: each call continues where the last one ended."""
 
     def __init__(self, model, record_experts):
         self.model = model
         self.cache = transformers.DynamicCache(config=model.config)
         self.record_experts = record_experts
-        self.experts = []  # of each call, for experts_by_completion: (rows, (tokens, L, K))
+        self.experts = []  # one entry per call, for experts_by_completion: (rows, (tokens, L, K))
 
     def __call__(self, rows_R, tokens, attention, positions):
-        """Logits of the next token, (R, V), in float32. rows_R are the numbers of the completions."""
+        """Logits of the next token, (R, V), in float32. rows_R are only noted with the experts."""
         with Routing(self.model, enabled=self.record_experts) as routing:
             output = self.model(
                 tokens,
@@ -221,11 +221,11 @@ def prefill(forward, prompts, group_size):
     return [tensor.repeat_interleave(group_size, dim=0) for tensor in by_prompt]
 
 
-def choose(logprobs_RV, noise_R1, greedy):
-    """The next token of each row, (R, 1): the most likely one, or the one that the noise falls on."""
+def next_token(logprobs_RV, noise_R1, greedy):
+    """The next token of each row, (R, 1): the most likely one, or one drawn with the noise."""
     if greedy:
         return logprobs_RV.argmax(dim=-1, keepdim=True)
-    # The inverse of the cumulative distribution, whose end is 1 up to rounding
+    # Inverse-CDF sampling; the CDF ends at 1 up to rounding.
     cumulative_RV = logprobs_RV.exp().cumsum(-1)
     token_R1 = torch.searchsorted(cumulative_RV, noise_R1 * cumulative_RV[:, -1:], right=True)
     return token_R1.clamp(max=cumulative_RV.shape[1] - 1)
@@ -233,7 +233,7 @@ def choose(logprobs_RV, noise_R1, greedy):
 
 @torch.inference_mode()
 def sample_batch(policy, problems, noise_NT, *, temperature, greedy, record_experts=False):
-    """`sample` for the problems that are run together. Rows that have ended leave the batch."""
+    """`sample` for one batch of problems. Rows that have ended leave the batch."""
     device = policy.model.device
     N, max_new_tokens = noise_NT.shape
     group_size = N // len(problems)
@@ -250,7 +250,7 @@ def sample_batch(policy, problems, noise_NT, *, temperature, greedy, record_expe
 
     for t in range(max_new_tokens):
         logprobs_RV = torch.log_softmax(logits_RV / temperature, dim=-1)
-        token_R1 = choose(logprobs_RV, noise_NT[rows_R, t, None], greedy)
+        token_R1 = next_token(logprobs_RV, noise_NT[rows_R, t, None], greedy)
         ids_NT[rows_R, t] = token_R1[:, 0]
         logprobs_NT[rows_R, t] = logprobs_RV.gather(1, token_R1)[:, 0]
         if t + 1 == max_new_tokens:
@@ -321,7 +321,7 @@ def judge(completions, verify):
 
 @dataclasses.dataclass
 class Batch:
-    """Completions as tensors. Masks come from lengths, never from token values: pad may be EOS."""
+    """Completions as tensors. Masks come from lengths, never from token ids: EOS may be the padding."""
 
     tokens_BS: torch.Tensor  # prompts padded on the left, responses on the right
     attention_BS: torch.Tensor  # 1 on prompt and response
@@ -349,8 +349,8 @@ class Batch:
             yield rows, self.rows(rows)
 
     def active_experts(self, own_experts_BTLK):
-        """The experts that compute the prediction of each response token, sorted: the replayed ones
-        where they are known, else the routers' own choice."""
+        """The sorted experts behind each response token's prediction: the replayed ones where they are
+        known, else the routers' own choice."""
         if self.replayed_experts_BSLK is None:
             return own_experts_BTLK
         T = self.mask_BT.shape[1]
@@ -360,8 +360,7 @@ class Batch:
     @functools.cached_property
     def lengths(self):
         """(tokens of each sequence, tokens in each one's mask), two lists. Packing needs them on the
-        host, which has to wait for a GPU to get them; so they are read once, and shapes derive from
-        them."""
+        host. Reading them waits for a GPU, so it is done once, and shapes derive from them."""
         return torch.stack([self.attention_BS.sum(1), self.mask_BT.sum(1)]).tolist()
 
 
@@ -395,17 +394,16 @@ class TokenOutputs(NamedTuple):
     entropy_BT: torch.Tensor  # in nats; 0 on padding
     aux_loss: torch.Tensor  # transformers' load-balancing loss over prompt and response; 0 if dense
     router_logits: tuple  # L tensors (B, T, E), raw, at the position that predicts the token; detached
-    # The routers' own choice, even where replay overrides it: first at the position that predicts a
-    # response token, sorted so that equal sets compare equal; then at every token, in top-k order.
-    experts_BTLK: torch.Tensor
-    routing_choices_BSLK: torch.Tensor
+    # The routers' own choices, even where replay overrides them:
+    experts_BTLK: torch.Tensor  # where the token is predicted, sorted, so that equal sets compare equal
+    routing_choices_BSLK: torch.Tensor  # at every token, in the order of the top-k
 
 
 def token_logprobs(policy, batch, temperature, entropy_grad=False, max_logits=MAX_LOGITS, replay=True):
     """The training forward: log-probs and entropies of the response tokens at the sampling temperature,
     in float32; entropies have a gradient only with `entropy_grad`. To save memory, more than
-    `max_logits` logits are computed in chunks, and once more in the backward pass. The routers choose
-    the batch's `replayed_experts_BSLK`, if any, unless `replay` is False, as for a reference."""
+    `max_logits` logits are computed in chunks, and recomputed in the backward pass. The routers use the
+    batch's `replayed_experts_BSLK`, if any, unless `replay` is False, as it is for a reference."""
     model = policy.model
     mask_BT = batch.mask_BT
     B, T = mask_BT.shape
@@ -467,7 +465,7 @@ class Scores(NamedTuple):
 
 @torch.no_grad()
 def score(policy, batch, minibatches, args, replay=True, also=None):
-    """Log-probs of the sampled tokens under a policy, as `Scores`, in the micro-batches of the update.
+    """`Scores` of the sampled tokens under a policy, computed in the micro-batches of the update.
     `also(router_logits, active_experts_BTLK)` computes one more tensor from the routers. With r2, the
     batch's later forwards replay the experts that the policy chooses here. `--old_logprobs sampler`
     skips this forward of the policy, and so saves up to a quarter of an update's time."""
@@ -512,7 +510,7 @@ def score_values(critic, batch, minibatches, args):
 def evaluate(policy, problems, verify, args, sampled=False):
     """Answers the held-out problems greedily and, with `sampled`, also `--eval_samples` times at the
     training temperature with fixed noise: {"metrics": for the log, "greedy" and "sampled": summaries by
-    `rollout_summary`, "examples": [[prompt, answer]]}."""
+    `rollout_summary`, "examples": [[prompt, text]]}."""
     results = {"metrics": {}}
     ways = {"greedy": 1, "sampled": args.eval_samples} if sampled else {"greedy": 1}
     for way, count in ways.items():

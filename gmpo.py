@@ -6,7 +6,7 @@
   c_it  = min(l_it, eps) if A_i > 0, max(l_it, -eps) if A_i < 0
   l_it  = log(pi(o_it) / pi_old(o_it)); pi_old: the policy before the rollout's first optimizer step
   A_i   = (R_i - mean) / std, over the rewards R of the G completions of the same prompt
-  _PG   suffixes name axes: P prompts, G completions each, N = P G, B rows, T tokens, 1 a kept axis
+  _PG   axis suffixes: P prompts, G completions each, N = P G, B rows, T tokens, 1 a size-1 axis
 
 Parent: grpo.py. Differs only in:
   1. Geometric mean: a completion's clipped ratios are multiplied, not added; one token whose ratio
@@ -40,24 +40,24 @@ class Args(RunArgs):  # model, data, device, precision, output: see plumbing/arg
     iterations: int = flag(60, "rounds of rollout and update")
     prompts_per_iteration: int = flag(32, "prompts in a rollout")
     group_size: int = flag(8, "completions per prompt")
-    max_new_tokens: int = flag(48, "cap on the length of a completion")
+    max_new_tokens: int = flag(48, "most tokens in a completion")
     temperature: float = flag(1.0, "temperature of the sampling and of all log-probs")
     lr: float = flag(2e-4, "AdamW's learning rate, constant")
     update_epochs: int = flag(1, "passes over a rollout")
     num_minibatches: int = flag(4, "optimizer steps per pass")
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
-    router_aux_coef: float = flag(0.001, "weight of the load-balancing loss of an MoE")
-    # the algorithm's own
+    router_aux_coef: float = flag(0.001, "weight of an MoE's load-balancing loss")
+    # flags of the algorithm
     log_ratio_clip: float = flag(0.4, "log r at most this if A > 0, else at least -this")
     clip_level: Literal["token", "sequence"] = flag("token", "each token, or their sum")
 
     def check(self):
         if self.group_size < 2:
-            raise UserError("--group_size must be at least 2: the mean of the group is the baseline")
+            raise UserError("--group_size must be at least 2: one reward has no group baseline")
 
 
 def masked_mean(x, mask):
-    """Mean of x where the mask is 1; 0 if it never is. Masked-out values are ignored, even NaN."""
+    """Mean of x where the mask is 1; 0 for an empty mask. Masked-out values are ignored, even NaN."""
     return torch.where(mask.bool(), x, 0).sum() / mask.sum().clamp(min=1)
 
 
@@ -65,7 +65,7 @@ def compute_advantages(rewards_PG):
     """Rewards -> advantages, (P, G): A = (R - mean) / std in each group, 0 if all rewards are equal."""
     advantages_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
     advantages_PG = advantages_PG / (rewards_PG.std(1, keepdim=True) + 1e-6)
-    # The mean of equal floats may be off by rounding, which a tiny std would blow up into advantages.
+    # The mean of equal floats may be off by rounding; a tiny std would turn that into advantages.
     is_uniform_P1 = (rewards_PG == rewards_PG[:, :1]).all(1, keepdim=True)
     return torch.where(is_uniform_P1, 0, advantages_PG)
 
@@ -85,11 +85,11 @@ def policy_loss(
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
     old_logprobs_BT  the same under the policy before the first step on this rollout
     advantages_B1    one per completion
-    mask_BT          1 on response tokens, the EOS included (bool or float); the rest, padding or tool
-                     output inside a completion, has no gradient and counts in no mean
+    mask_BT          1 on response tokens, the EOS included (bool or float); other tokens, such as
+                     padding or tool output, get no gradient and enter no mean
     num_sequences    completions in the whole optimizer step [None: this is the whole step]
 
-    Returns (loss, stats): a scalar, and {name: scalar}, means and a maximum over the given tokens.
+    Returns (loss, stats): a scalar, and {name: scalar} for the log, over the given tokens.
     """
     assert advantages_B1.shape == (len(mask_BT), 1), "advantages_B1: (B, 1)"
     assert clip_level in ("token", "sequence")
@@ -97,7 +97,7 @@ def policy_loss(
     length_B1 = mask_BT.sum(1, keepdim=True).clamp(min=1)
     if num_sequences is None:
         num_sequences = len(mask_BT)
-    # Masked before exp, since 0 * inf is NaN, in the backward pass too; clamped to keep exp finite.
+    # Mask before exp, since 0 * inf is NaN, also in the backward pass; the clamp keeps exp finite.
     logratio_BT = torch.where(mask_BT, logprobs_BT - old_logprobs_BT, 0).clamp(-20, 20)
     ratio_BT = logratio_BT.exp()
     l_BT = logratio_BT
@@ -108,7 +108,7 @@ def policy_loss(
     capped_BT = l_BT.clamp(max=log_ratio_clip)
     floored_BT = l_BT.clamp(min=-log_ratio_clip)
     c_BT = torch.where(advantages_B1 > 0, capped_BT, floored_BT)
-    # Where the clip takes the gradient away: A < 0 and l < -eps, or A > 0 and l > eps.
+    # The clip removes the gradient where A < 0 and l < -eps, or A > 0 and l > eps.
     clips_low_BT = (l_BT < c_BT) & (advantages_B1 < 0)
     clips_high_BT = (l_BT > c_BT) & (advantages_B1 > 0)
     stats = {
@@ -131,7 +131,7 @@ def main(args):
     policy = load_policy(args)  # the model with its tokenizer
     problem_stream, held_out = load_problems(args, policy)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
-    generator = torch.Generator().manual_seed(args.seed)  # of the sampler's noise
+    generator = torch.Generator().manual_seed(args.seed)  # for the sampler's noise
     run.restore(policy, problem_stream, generator, optimizer=optimizer)
     args = plan_memory(args, policy, problem_stream, held_out)
     if run.before is None:
@@ -141,7 +141,7 @@ def main(args):
         # ---------------------------------------------------------------------------------- rollout
         meter = Meter(iteration)
         problems = problem_stream.take(args.prompts_per_iteration)
-        sampler = policy.sampler_at(iteration)  # itself, or its copy in --rollout_dtype
+        sampler = policy.sampler_at(iteration)  # the policy, or its --rollout_dtype copy
         completions = sample(sampler, problems, args.group_size, args, generator)
         meter.lap("rollout_seconds")
 
@@ -184,7 +184,7 @@ def main(args):
                     total_loss = loss + args.router_aux_coef * outputs.aux_loss * row_share
                     total_loss.backward()
                     meter.add_pass({"policy_loss": loss}, stats, outputs, old, rows, micro.mask_BT)
-                grad_norm = policy.clip_gradients(args.max_grad_norm)  # of the sum over all ranks
+                grad_norm = policy.clip_gradients(args.max_grad_norm)  # sums over ranks first
                 meter.check_finite(grad_norm=grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -201,8 +201,8 @@ def main(args):
             if is_last:
                 run.after = results
         run.log(iteration, metrics, completions)
-        run.save_if_due(iteration)  # also after a signal, which then ends the program
-    if run.after is None:  # resumed at its end
+        run.save_if_due(iteration)  # after a signal too, and then exits
+    if run.after is None:  # resumed when it was done
         run.after = evaluate(policy, held_out, verify, args, sampled=True)
     run.finish()
 

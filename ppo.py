@@ -8,7 +8,7 @@
   rew_it   = -beta log(pi_old(o_it) / pi_ref(o_it)), plus the verifier's reward R_i at the last token
   L_V      = mean over tokens of max((V - ret)^2, (V_old + clip(V - V_old, -d, d) - ret)^2)
   ret_it   = A_it + V_old,it, before A is whitened;  H: mean entropy over tokens
-  _NT      suffixes name axes: N rows of a rollout, B rows, T tokens, U = T + 1, 1 a kept axis
+  _NT      axis suffixes: N rows of a rollout, B rows, T tokens, U = T + 1, 1 a size-1 axis
 
 The root of the family: grpo.py is the child, and its header lists the differences.
 
@@ -41,16 +41,16 @@ from plumbing import iteration_metrics, launch, plan_memory, rollout_correction
 class Args(RunArgs):  # model, data, device, precision, output: see plumbing/args.py, or --help
     iterations: int = flag(60, "rounds of rollout and update")
     prompts_per_iteration: int = flag(256, "prompts in a rollout")  # one completion each
-    max_new_tokens: int = flag(48, "cap on the length of a completion")
+    max_new_tokens: int = flag(48, "most tokens in a completion")
     temperature: float = flag(1.0, "temperature of the sampling and of all log-probs")
     lr: float = flag(2e-4, "AdamW's learning rate, constant")
     update_epochs: int = flag(1, "passes over a rollout")
     num_minibatches: int = flag(4, "optimizer steps per pass")
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
-    router_aux_coef: float = flag(0.001, "weight of the load-balancing loss of an MoE")
-    # the algorithm's own
-    clip_eps_low: float = flag(0.2, "the ratio is clipped at 1 - this")
-    clip_eps_high: float = flag(0.2, "the ratio is clipped at 1 + this")
+    router_aux_coef: float = flag(0.001, "weight of an MoE's load-balancing loss")
+    # flags of the algorithm
+    clip_eps_low: float = flag(0.2, "the ratio is clipped below 1 - this")
+    clip_eps_high: float = flag(0.2, "the ratio is clipped above 1 + this")
     kl_coef: float = flag(0.02, "beta, the weight of the KL to the reference [0: none]")
     gamma: float = flag(1.0, "discount per token")
     gae_lambda: float = flag(0.95, "lambda of GAE")
@@ -83,7 +83,7 @@ class Critic(nn.Module):
 
 
 def masked_mean(x, mask):
-    """Mean of x where the mask is 1; 0 if it never is. Masked-out values are ignored, even NaN."""
+    """Mean of x where the mask is 1; 0 for an empty mask. Masked-out values are ignored, even NaN."""
     return torch.where(mask.bool(), x, 0).sum() / mask.sum().clamp(min=1)
 
 
@@ -162,23 +162,23 @@ def policy_loss(
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
     old_logprobs_BT  the same under the policy before the first step on this rollout
     advantages_BT    (B, 1), broadcast over the tokens, or (B, T)
-    mask_BT          1 on response tokens, the EOS included (bool or float); the rest, padding or tool
-                     output inside a completion, has no gradient and counts in no mean
+    mask_BT          1 on response tokens, the EOS included (bool or float); other tokens, such as
+                     padding or tool output, get no gradient and enter no mean
     num_tokens       response tokens in the whole optimizer step [None: this is the whole step]
 
-    Returns (loss, stats): a scalar, and {name: scalar}, means and a maximum over the given tokens.
+    Returns (loss, stats): a scalar, and {name: scalar} for the log, over the given tokens.
     """
     assert advantages_BT.shape in ((len(mask_BT), 1), mask_BT.shape), "advantages_BT: (B, 1) or (B, T)"
     mask_BT = mask_BT.bool()
     if num_tokens is None:
         num_tokens = mask_BT.sum().clamp(min=1)
-    # Masked before exp, since 0 * inf is NaN, in the backward pass too; clamped to keep exp finite.
+    # Mask before exp, since 0 * inf is NaN, also in the backward pass; the clamp keeps exp finite.
     logratio_BT = torch.where(mask_BT, logprobs_BT - old_logprobs_BT, 0).clamp(-20, 20)
     ratio_BT = logratio_BT.exp()
     clipped_BT = ratio_BT.clamp(1 - clip_eps_low, 1 + clip_eps_high)
     # PPO's pessimistic bound, the smaller of r A and clip(r) A
     objective_BT = torch.min(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
-    # Where the clip takes the gradient away: A < 0 and r < 1 - eps, or A > 0 and r > 1 + eps.
+    # The clip removes the gradient where A < 0 and r < 1 - eps, or A > 0 and r > 1 + eps.
     clips_low_BT = (ratio_BT < clipped_BT) & (advantages_BT < 0)
     clips_high_BT = (ratio_BT > clipped_BT) & (advantages_BT > 0)
     stats = {
@@ -203,7 +203,7 @@ def main(args):
     critic_group = {"params": list(critic.parameters()), "lr": args.critic_lr}
     has_bonus = args.entropy_coef > 0
     optimizer = torch.optim.AdamW([policy_group, critic_group], weight_decay=0.0, fused=True)
-    generator = torch.Generator().manual_seed(args.seed)  # of the sampler's noise
+    generator = torch.Generator().manual_seed(args.seed)  # for the sampler's noise
     reference = policy.frozen_copy() if args.kl_coef > 0 else None
     parts = {"optimizer": optimizer, "critic": critic, "reference": reference}
     run.restore(policy, problem_stream, generator, **parts)
@@ -215,7 +215,7 @@ def main(args):
         # ---------------------------------------------------------------------------------- rollout
         meter = Meter(iteration)
         problems = problem_stream.take(args.prompts_per_iteration)
-        sampler = policy.sampler_at(iteration)  # itself, or its copy in --rollout_dtype
+        sampler = policy.sampler_at(iteration)  # the policy, or its --rollout_dtype copy
         completions = sample(sampler, problems, args.group_size, args, generator)
         meter.lap("rollout_seconds")
 
@@ -288,7 +288,7 @@ def main(args):
                     total_loss.backward()
                     losses = {"policy_loss": loss, "value_loss": critic_loss}
                     meter.add_pass(losses, stats, outputs, old, rows, micro.mask_BT)
-                grad_norm = policy.clip_gradients(args.max_grad_norm)  # of the sum over all ranks
+                grad_norm = policy.clip_gradients(args.max_grad_norm)  # sums over ranks first
                 critic_norm = critic.clip_gradients(args.max_grad_norm)
                 meter.check_finite(grad_norm=grad_norm, critic_grad_norm=critic_norm)
                 optimizer.step()
@@ -307,8 +307,8 @@ def main(args):
             if is_last:
                 run.after = results
         run.log(iteration, metrics, completions)
-        run.save_if_due(iteration)  # also after a signal, which then ends the program
-    if run.after is None:  # resumed at its end
+        run.save_if_due(iteration)  # after a signal too, and then exits
+    if run.after is None:  # resumed when it was done
         run.after = evaluate(policy, held_out, verify, args, sampled=True)
     run.finish()
 

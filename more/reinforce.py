@@ -6,7 +6,7 @@
   R_i    the verifier's reward of o_i
   b      the exponential mean of the rewards of earlier iterations, 0 before the first:
          after each one, b becomes d b + (1 - d) mean R
-  _PG    suffixes name axes: P prompts, G completions each, N = P G, B rows, T tokens, 1 a kept axis
+  _PG    axis suffixes: P prompts, G completions each, N = P G, B rows, T tokens, 1 a size-1 axis
 
 Parent: grpo.py. Differs only in:
   1. Running baseline: b, the same for all prompts; no group, no std. It is fixed before the rollout,
@@ -44,12 +44,12 @@ class Args(RunArgs):  # model, data, device, precision, output: see plumbing/arg
     iterations: int = flag(60, "rounds of rollout and update")
     prompts_per_iteration: int = flag(256, "prompts in a rollout")  # 32 x 8
     group_size: int = flag(1, "completions per prompt")  # no groups here
-    max_new_tokens: int = flag(48, "cap on the length of a completion")
+    max_new_tokens: int = flag(48, "most tokens in a completion")
     temperature: float = flag(1.0, "temperature of the sampling and of all log-probs")
     lr: float = flag(5e-4, "AdamW's learning rate, constant")  # see the header
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
-    router_aux_coef: float = flag(0.001, "weight of the load-balancing loss of an MoE")
-    # the algorithm's own
+    router_aux_coef: float = flag(0.001, "weight of an MoE's load-balancing loss")
+    # flags of the algorithm
     baseline_decay: float = flag(0.9, "d of the running baseline")
 
     def check(self):
@@ -57,7 +57,7 @@ class Args(RunArgs):  # model, data, device, precision, output: see plumbing/arg
 
 
 def masked_mean(x, mask):
-    """Mean of x where the mask is 1; 0 if it never is. Masked-out values are ignored, even NaN."""
+    """Mean of x where the mask is 1; 0 for an empty mask. Masked-out values are ignored, even NaN."""
     return torch.where(mask.bool(), x, 0).sum() / mask.sum().clamp(min=1)
 
 
@@ -79,18 +79,18 @@ def policy_loss(
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
     old_logprobs_BT  the same under the policy before the first step on this rollout
     advantages_BT    (B, 1), broadcast over the tokens, or (B, T)
-    mask_BT          1 on response tokens, the EOS included (bool or float); the rest, padding or tool
-                     output inside a completion, has no gradient and counts in no mean
+    mask_BT          1 on response tokens, the EOS included (bool or float); other tokens, such as
+                     padding or tool output, get no gradient and enter no mean
     num_sequences    completions in the whole optimizer step [None: this is the whole step]
 
-    Returns (loss, stats): a scalar, and {name: scalar}, means and a maximum over the given tokens.
+    Returns (loss, stats): a scalar, and {name: scalar} for the log, over the given tokens.
     """
     assert advantages_BT.shape in ((len(mask_BT), 1), mask_BT.shape), "advantages_BT: (B, 1) or (B, T)"
     mask_BT = mask_BT.bool()
     if num_sequences is None:
         num_sequences = len(mask_BT)
     # The ratio is only logged; it is 1 as long as there is one step per rollout.
-    # Masked before exp, since 0 * inf is NaN, in the backward pass too; clamped to keep exp finite.
+    # Mask before exp, since 0 * inf is NaN, also in the backward pass; the clamp keeps exp finite.
     logratio_BT = torch.where(mask_BT, logprobs_BT - old_logprobs_BT, 0).clamp(-20, 20)
     ratio_BT = logratio_BT.exp()
     stats = {
@@ -111,7 +111,7 @@ def main(args):
     policy = load_policy(args)  # the model with its tokenizer
     problem_stream, held_out = load_problems(args, policy)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
-    generator = torch.Generator().manual_seed(args.seed)  # of the sampler's noise
+    generator = torch.Generator().manual_seed(args.seed)  # for the sampler's noise
     run.restore(policy, problem_stream, generator, optimizer=optimizer)
     args = plan_memory(args, policy, problem_stream, held_out)
     run.extra_state.setdefault("baseline", 0.0)
@@ -122,7 +122,7 @@ def main(args):
         # ---------------------------------------------------------------------------------- rollout
         meter = Meter(iteration)
         problems = problem_stream.take(args.prompts_per_iteration)
-        sampler = policy.sampler_at(iteration)  # itself, or its copy in --rollout_dtype
+        sampler = policy.sampler_at(iteration)  # the policy, or its --rollout_dtype copy
         completions = sample(sampler, problems, args.group_size, args, generator)
         meter.lap("rollout_seconds")
 
@@ -166,7 +166,7 @@ def main(args):
             total_loss = loss + args.router_aux_coef * outputs.aux_loss * row_share
             total_loss.backward()
             meter.add_pass({"policy_loss": loss}, stats, outputs, old, rows, micro.mask_BT)
-        grad_norm = policy.clip_gradients(args.max_grad_norm)  # of the sum over all ranks
+        grad_norm = policy.clip_gradients(args.max_grad_norm)  # sums over ranks first
         meter.check_finite(grad_norm=grad_norm)
         optimizer.step()
         optimizer.zero_grad()
@@ -183,8 +183,8 @@ def main(args):
             if is_last:
                 run.after = results
         run.log(iteration, metrics, completions)
-        run.save_if_due(iteration)  # also after a signal, which then ends the program
-    if run.after is None:  # resumed at its end
+        run.save_if_due(iteration)  # after a signal too, and then exits
+    if run.after is None:  # resumed when it was done
         run.after = evaluate(policy, held_out, verify, args, sampled=True)
     run.finish()
 

@@ -10,7 +10,7 @@
   L_V    = mean over tokens of max((V - ret)^2, (V_old + clip(V - V_old, -d, d) - ret)^2)
   ret_it = sum_k gamma^k rew_i,t+k, the Monte Carlo return;  H: mean entropy over tokens
   L_LM   = mean of -log pi(o_it) over the tokens of all right completions of an optimizer step
-  _NT    suffixes name axes: N rows of a rollout, B rows, T tokens, U = T + 1, 1 a kept axis
+  _NT    axis suffixes: N rows of a rollout, B rows, T tokens, U = T + 1, 1 a size-1 axis
 
 Parent: ppo.py. Differs only in:
   1. Value pre-training: in the first iterations the critic learns, and the policy stays as it is.
@@ -52,16 +52,16 @@ class Args(RunArgs):  # model, data, device, precision, output: see plumbing/arg
     iterations: int = flag(60, "rounds of rollout and update")
     prompts_per_iteration: int = flag(32, "prompts in a rollout")  # [6]
     group_size: int = flag(8, "completions per prompt")
-    max_new_tokens: int = flag(48, "cap on the length of a completion")
+    max_new_tokens: int = flag(48, "most tokens in a completion")
     temperature: float = flag(1.0, "temperature of the sampling and of all log-probs")
     lr: float = flag(2e-4, "AdamW's learning rate, constant")
     update_epochs: int = flag(1, "passes over a rollout")
     num_minibatches: int = flag(4, "optimizer steps per pass")
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
-    router_aux_coef: float = flag(0.001, "weight of the load-balancing loss of an MoE")
-    # the algorithm's own
-    clip_eps_low: float = flag(0.2, "the ratio is clipped at 1 - this")
-    clip_eps_high: float = flag(0.28, "the ratio is clipped at 1 + this")  # [4]
+    router_aux_coef: float = flag(0.001, "weight of an MoE's load-balancing loss")
+    # flags of the algorithm
+    clip_eps_low: float = flag(0.2, "the ratio is clipped below 1 - this")
+    clip_eps_high: float = flag(0.28, "the ratio is clipped above 1 + this")  # [4]
     kl_coef: float = flag(0.02, "beta, the weight of the KL to the reference [0: none]")
     gamma: float = flag(1.0, "discount per token")
     lambda_alpha: float = flag(1.0, "alpha of lambda = max(0, 1 - 1/(alpha length))")
@@ -96,7 +96,7 @@ class Critic(nn.Module):
 
 
 def masked_mean(x, mask):
-    """Mean of x where the mask is 1; 0 if it never is. Masked-out values are ignored, even NaN."""
+    """Mean of x where the mask is 1; 0 for an empty mask. Masked-out values are ignored, even NaN."""
     return torch.where(mask.bool(), x, 0).sum() / mask.sum().clamp(min=1)
 
 
@@ -187,23 +187,23 @@ def policy_loss(
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
     old_logprobs_BT  the same under the policy before the first step on this rollout
     advantages_BT    (B, 1), broadcast over the tokens, or (B, T)
-    mask_BT          1 on response tokens, the EOS included (bool or float); the rest, padding or tool
-                     output inside a completion, has no gradient and counts in no mean
+    mask_BT          1 on response tokens, the EOS included (bool or float); other tokens, such as
+                     padding or tool output, get no gradient and enter no mean
     num_tokens       response tokens in the whole optimizer step [None: this is the whole step]
 
-    Returns (loss, stats): a scalar, and {name: scalar}, means and a maximum over the given tokens.
+    Returns (loss, stats): a scalar, and {name: scalar} for the log, over the given tokens.
     """
     assert advantages_BT.shape in ((len(mask_BT), 1), mask_BT.shape), "advantages_BT: (B, 1) or (B, T)"
     mask_BT = mask_BT.bool()
     if num_tokens is None:
         num_tokens = mask_BT.sum().clamp(min=1)
-    # Masked before exp, since 0 * inf is NaN, in the backward pass too; clamped to keep exp finite.
+    # Mask before exp, since 0 * inf is NaN, also in the backward pass; the clamp keeps exp finite.
     logratio_BT = torch.where(mask_BT, logprobs_BT - old_logprobs_BT, 0).clamp(-20, 20)
     ratio_BT = logratio_BT.exp()
     clipped_BT = ratio_BT.clamp(1 - clip_eps_low, 1 + clip_eps_high)
     # PPO's pessimistic bound, the smaller of r A and clip(r) A
     objective_BT = torch.min(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
-    # Where the clip takes the gradient away: A < 0 and r < 1 - eps, or A > 0 and r > 1 + eps.
+    # The clip removes the gradient where A < 0 and r < 1 - eps, or A > 0 and r > 1 + eps.
     clips_low_BT = (ratio_BT < clipped_BT) & (advantages_BT < 0)
     clips_high_BT = (ratio_BT > clipped_BT) & (advantages_BT > 0)
     stats = {
@@ -228,7 +228,7 @@ def main(args):
     critic_group = {"params": list(critic.parameters()), "lr": args.critic_lr}
     has_bonus = args.entropy_coef > 0
     optimizer = torch.optim.AdamW([policy_group, critic_group], weight_decay=0.0, fused=True)
-    generator = torch.Generator().manual_seed(args.seed)  # of the sampler's noise
+    generator = torch.Generator().manual_seed(args.seed)  # for the sampler's noise
     reference = policy.frozen_copy() if args.kl_coef > 0 else None
     parts = {"optimizer": optimizer, "critic": critic, "reference": reference}
     run.restore(policy, problem_stream, generator, **parts)
@@ -240,7 +240,7 @@ def main(args):
         # ---------------------------------------------------------------------------------- rollout
         meter = Meter(iteration)
         problems = problem_stream.take(args.prompts_per_iteration)
-        sampler = policy.sampler_at(iteration)  # itself, or its copy in --rollout_dtype
+        sampler = policy.sampler_at(iteration)  # the policy, or its --rollout_dtype copy
         completions = sample(sampler, problems, args.group_size, args, generator)
         meter.lap("rollout_seconds")
 
@@ -331,7 +331,7 @@ def main(args):
                         "positive_lm_loss": lm_loss,
                     }
                     meter.add_pass(losses, stats, outputs, old, rows, micro.mask_BT)
-                grad_norm = policy.clip_gradients(args.max_grad_norm)  # of the sum over all ranks
+                grad_norm = policy.clip_gradients(args.max_grad_norm)  # sums over ranks first
                 critic_norm = critic.clip_gradients(args.max_grad_norm)
                 meter.check_finite(grad_norm=grad_norm, critic_grad_norm=critic_norm)
                 if iteration <= args.pretraining_iterations:
@@ -353,8 +353,8 @@ def main(args):
             if is_last:
                 run.after = results
         run.log(iteration, metrics, completions)
-        run.save_if_due(iteration)  # also after a signal, which then ends the program
-    if run.after is None:  # resumed at its end
+        run.save_if_due(iteration)  # after a signal too, and then exits
+    if run.after is None:  # resumed when it was done
         run.after = evaluate(policy, held_out, verify, args, sampled=True)
     run.finish()
 

@@ -104,7 +104,7 @@ class Meter:
 
 
 def masked_mean(x, mask):
-    """Mean of x where the mask is 1; 0 if it never is. Masked-out values are ignored, even NaN."""
+    """Mean of x where the mask is 1; 0 for an empty mask. Masked-out values are ignored, even NaN."""
     return torch.where(mask.bool(), x, 0).sum() / mask.sum().clamp(min=1)
 
 
