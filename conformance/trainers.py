@@ -25,11 +25,11 @@ from pathlib import Path
 import torch
 from torch.nn.utils import parameters_to_vector
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 from common import Completion, Problem, collate, token_logprobs
 from plumbing.policy import Policy
 
+ROOT = Path(__file__).parent.parent
 TRL_JOB = """--output_dir runs/trainers --use_cpu True --max_steps 4 --learning_rate 2e-3
 --per_device_train_batch_size 8 --gradient_accumulation_steps 2 --steps_per_generation 8
 --max_grad_norm 0 --router_aux_loss_coef 0 --shuffle_dataset False --disable_tqdm True"""
