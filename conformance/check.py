@@ -1,8 +1,8 @@
-"""Is a loss of yours what its paper means? It is compared with vectors.json, case by case.
+"""Is your loss the one in the paper? Compares it with vectors.json, case by case.
 
     python conformance/check.py grpo.py:policy_loss --algorithm grpo
 
-What a function is given: README.md. Exit code 0: healthy; 1: not; 2: the function cannot be called.
+README.md lists the arguments of each function. Exit code 0: healthy; 1: not; 2: it cannot be called.
 """
 
 import argparse
@@ -27,7 +27,7 @@ SHAPES = ["as in the file", "BT", "B1", "B"]  # of advantages
 
 
 def keywords_for(function, case, defaults, args):
-    """({their keyword: ours}, None), or why the case does not apply to the function."""
+    """({their keyword: ours}, None), or ({}, the reason why the case does not apply)."""
     parameters = inspect.signature(function).parameters
     names = {re.sub("_[A-Z][A-Z0-9]*$", "", name): name for name in parameters}  # mask_BT -> mask
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
@@ -49,7 +49,7 @@ def keywords_for(function, case, defaults, args):
 
 
 def difference(function, x):
-    """The gradient of a function of an array, by finite differences; float32, as good as that."""
+    """The gradient of a function of an array, by finite differences; in float32, as it is no better."""
     gradient = torch.zeros(x.shape)
     for place in itertools.product(*map(range, x.shape)):
         step = torch.zeros(x.shape, dtype=torch.float64).numpy()
@@ -59,7 +59,7 @@ def difference(function, x):
 
 
 def answer(function, case, arguments, keywords, args):
-    """(value, gradient) of the user's function; gradient None: there is none to compare."""
+    """(value, gradient) of the user's function; the gradient is None if there is none to compare."""
     b = make.batch_of(case)
     if "advantages" in arguments:
         width = {"BT": 6, "B1": 1}.get(args.shape, len(case["inputs"]["advantages"][0]))
@@ -96,8 +96,8 @@ def answer(function, case, arguments, keywords, args):
 
 
 def same(found, expected):
-    """Whether (value, gradient) are equal, up to what a constant in float32 does to them, or finite
-    differences. Where an entry of mistakes.py gives NaN, anything does."""
+    """Whether (value, gradient) are equal up to the error of a constant in float32, or of finite
+    differences. Where the expected number is NaN (as for some entries of mistakes.py), any will do."""
     for x, y in zip(found, expected, strict=True):
         if x is not None and y is not None:
             size = y.nan_to_num().abs()
@@ -110,7 +110,7 @@ def same(found, expected):
 
 
 def diagnosis(section, answers):
-    """The entries that give these numbers in all cases; or else two, or three, together."""
+    """The entries that reproduce the answers in all cases, or else combinations of two, or of three."""
     entries = [("mistake", *entry) for entry in mistakes.MISTAKES if section in entry[1].split()]
     entries += [("variant", *entry) for entry in mistakes.VARIANTS if section in entry[1].split()]
     for count in (1, 2, 3):
@@ -164,7 +164,7 @@ def main():
     section = {"loss": args.algorithm, "advantages": advantages}.get(args.what, args.what)
     known = {*COUNTS}.union(*(case["keywords"] for case in VECTORS["sections"][section]["cases"]))
     if not {pair.split("=")[0] for pair in args.rename} <= known:
-        parser.error(f"--rename: in front of = stands one of {', '.join(sorted(known))}")
+        parser.error(f"--rename: the name before = must be one of {', '.join(sorted(known))}")
     results = []
     errors = []
     for shape in args.advantages:

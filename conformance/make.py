@@ -1,8 +1,8 @@
-"""Writes vectors.json: the cases of cases.toml, and what reference.py makes of them.
+"""Writes vectors.json: the cases of cases.toml with the results of reference.py.
 
     python conformance/make.py
 
-Nothing comes from the scripts, neither a number nor a default. What the fields mean: README.md.
+No number and no default comes from the scripts. README.md explains the fields.
 """
 
 import json
@@ -33,7 +33,7 @@ def drawn(source, low, high, shape):
 
 
 def field(spec, seed, logprobs):
-    """What cases.toml says of a field, in numbers."""
+    """The numbers of a field, from its description in cases.toml."""
     if not isinstance(spec, dict):
         return spec
     source = random.Random(seed)
@@ -82,7 +82,7 @@ def batch_of(case):
 
 
 def evaluate(section, case, change=None):
-    """(value, gradient) by reference.py, or by an entry of mistakes.py in its place."""
+    """(value, gradient) from reference.py, or from an entry of mistakes.py instead."""
     kind = CASES["sections"][section]["kind"]
     b = batch_of(case)
     objective = getattr(reference, section)
@@ -92,13 +92,13 @@ def evaluate(section, case, change=None):
         value = -value
     if kind not in ("loss", "value", "lm"):
         return value.detach(), None
-    value = value + 0 * first[b.mask].sum()  # also where nothing depends on it
+    value = value + 0 * first[b.mask].sum()  # a gradient even if nothing depends on it
     (gradient,) = torch.autograd.grad(value, first)
     return value.detach(), gradient
 
 
 def sections():
-    """{section: what vectors.json says of it}"""
+    """{section: its part of vectors.json}"""
     result = {}
     for section, about in CASES["sections"].items():
         kind = CASES["kinds"][about["kind"]]

@@ -1,8 +1,8 @@
 """What is known to go wrong in these objectives, and what others do differently, as literal code.
 
 A *mistake* contradicts the paper; a *variant* is a choice that the paper leaves open, or that another
-code base documents. Each returns, of an objective of reference.py and a batch, what such code returns.
-In brackets: where it can be read, in TRL 1.16.0 or verl 0.9.1.
+code base documents. Each entry takes an objective of reference.py and a batch, and returns what such
+code would. In brackets: the engine that does so, TRL 1.16.0 or verl 0.9.1.
 """
 
 from unittest import mock
@@ -15,7 +15,7 @@ from conformance.reference import sequence_mean, sequence_ratio, token_mean, tok
 
 
 def pieces(**replacements):
-    """The objective with other functions in the place of some of reference.py."""
+    """The objective with some functions of reference.py replaced."""
 
     def change(objective, b):
         with mock.patch.multiple(reference, **replacements):
@@ -25,7 +25,7 @@ def pieces(**replacements):
 
 
 def inputs(fields):
-    """The objective of a changed batch; fields(b): what is different."""
+    """The objective of a changed batch; fields(b) returns the changes."""
     return lambda objective, b: objective(reference.batch(**(vars(b) | fields(b))))
 
 
@@ -61,7 +61,7 @@ def over_tokens(b, term):
 
 
 def times_mask(objective, b):
-    """What is masked is multiplied by 0; but 0 times NaN is NaN."""
+    """Masked terms are multiplied by 0, but 0 times NaN is NaN."""
     x = b.logprobs if "logprobs" in vars(b) else b.values
     return objective(b) + (0 * x[~b.mask] ** 2).sum() * x[b.mask].sum()
 
@@ -98,7 +98,7 @@ LOSSES = "ppo grpo dr_grpo dapo gspo cispo gmpo rspo sapo reinforce rloo vapo"
 CLIPPED = "ppo grpo dr_grpo dapo gspo vapo"
 GROUPS = "group_advantages group_differences leave_one_out"
 OVER_TOKENS = pieces(completion_mean=over_tokens, sequence_mean=token_mean)
-# (name, sections of vectors.json, what it does)
+# (name, sections of vectors.json, the changed objective)
 MISTAKES = [
     ("wrong sign", LOSSES, lambda objective, b: -objective(b)),
     ("no gradient", LOSSES, lambda objective, b: objective(b).detach()),

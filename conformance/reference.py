@@ -1,4 +1,4 @@
-"""The objectives once more, as slow double loops over completions and tokens, straight from the papers.
+"""The objectives again, as slow double loops over completions and tokens, straight from the papers.
 
 Nothing here is shared with the scripts: make.py writes the test vectors with it, and tests compare the
 two. Inputs are in one batch `b`, under their names in vectors.json; only tokens of the mask are read.
@@ -19,7 +19,7 @@ def batch(**fields):
 
 
 def tokens(b, i):
-    """The places of completion i that the policy has generated. There may be others in between."""
+    """The positions of completion i that the policy has generated; there may be gaps between them."""
     return [t for t in range(b.mask.shape[1]) if b.mask[i, t]]
 
 

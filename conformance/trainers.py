@@ -5,10 +5,12 @@
 
 Runs the cases of engines.csv for one engine, and writes the errors back. The gradient of a step that is
 split over processes and micro-batches, as the optimizer receives it, is compared with the script's on
-all completions of the step at once. The error is relative to the norm of the latter; a case has the
-smallest and the largest. TRL: the real trainer makes four steps in two processes, at a learning rate so
-high that clips bind, in float32, where 1e-5 is rounding. verl: `ppo_loss`, the function that its actor
-calls, on 32 random completions, called as one to four processes would, in float64.
+all completions of the step at once. The error is relative to the norm of the latter; the smallest and
+the largest of a case are kept.
+TRL: the real trainer makes four steps in two processes, at a learning rate so high that clips bind. In
+float32, where 1e-5 is rounding.
+verl: `ppo_loss`, the function that its actor calls, is called as one to four processes would, on the
+shares of 32 random completions. In float64.
 """
 
 import copy
@@ -204,13 +206,10 @@ def main():
     engine = sys.argv[1]
     path = sys.argv[2] if len(sys.argv) > 2 else Path(__file__).parent / "engines.csv"
     if engine == "trl" and "RANK" not in os.environ:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(PROCESSES)]
+        torchrun = "-m torch.distributed.run --standalone --nproc-per-node".split()
+        command = [sys.executable, *torchrun, str(PROCESSES), __file__, engine, path]
         env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        sys.exit(
-            subprocess.run(
-                [*torchrun, "--standalone", __file__, engine, path], cwd=ROOT, env=env
-            ).returncode
-        )
+        sys.exit(subprocess.run(command, env=env).returncode)
     with open(path) as file:
         rows = list(csv.DictReader(file))
     errors_in = {"trl": errors_in_trl, "verl": errors_in_verl}[engine]

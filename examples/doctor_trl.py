@@ -1,12 +1,12 @@
-"""TRL's own losses with the signature of conformance/check.py, for the doctor.
+"""TRL's own losses with the signature that the doctor, conformance/check.py, expects.
 
     pip install -r examples/requirements.txt
     python conformance/check.py examples/doctor_trl.py:grpo --algorithm grpo
 
-Expect: all agree but for NaN in masked places, which TRL multiplies by 0.
-Each is `_compute_loss` of TRL 1.16.0's GRPOTrainer, or GMPOTrainer, called with log-probs in the place
-of a model: one process, one rollout for each optimizer step. TRL's micro-batches have equally many
-rows, by whose number it divides, so a loss that is a mean over completions has no count here.
+Expect: all cases agree except NaN in masked places, which TRL multiplies by 0.
+Each function calls `_compute_loss` of TRL 1.16.0's GRPOTrainer or GMPOTrainer with log-probs instead of
+a model, for one process and one optimizer step per rollout. In TRL all micro-batches have the same
+number of rows, and it divides by that, so a loss that is a mean over completions takes no count here.
 """
 
 from collections import defaultdict
@@ -75,7 +75,7 @@ def grpo(
 
 
 def grpo_default_kl(logprobs, old_logprobs, advantages, mask, *, ref_logprobs=None, kl_coef=0.04):
-    """With use_bias_correction_kl as it is unless one sets it."""
+    """With the default of use_bias_correction_kl."""
     return grpo(logprobs, old_logprobs, advantages, mask, ref_logprobs=ref_logprobs, kl_coef=kl_coef)
 
 

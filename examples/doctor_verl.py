@@ -1,12 +1,12 @@
-"""verl's own losses with the signature of conformance/check.py, for the doctor.
+"""verl's own losses with the signature that the doctor, conformance/check.py, expects.
 
-    pip install torch==2.13.0 verl==0.9.1    # in an environment of its own
+    pip install torch==2.13.0 verl==0.9.1    # in a separate environment
     python conformance/check.py examples/doctor_verl.py:grpo --algorithm grpo
 
-Expect: that k3 is clamped at 10, and that NaN in masked places spreads.
-Each is a policy loss of verl 0.9.1 with the KL that its actor adds, for one process. `grpo`, `gspo` and
-so on are set to be the paper's, as far as they can be; with `_default`, what is no keyword here is as
-verl has it unless one sets it.
+Expect: the diagnosis that k3 is clamped at 10, and that NaN in masked places spreads.
+Each function is a policy loss of verl 0.9.1 with the KL that its actor adds, for one process. `grpo`,
+`gspo` and so on match the paper as far as verl's settings allow; those that end in `_default` keep
+verl's defaults for everything that is not a keyword here.
 """
 
 import numpy as np
@@ -75,7 +75,7 @@ def gspo(lp, old, A, mask, clip_eps_low=3e-3, clip_eps_high=4e-3, num_sequences=
 def gspo_default(
     lp, old, A, mask, clip_eps_low=3e-3, clip_eps_high=4e-3, num_sequences=None, num_tokens=None
 ):
-    """Its range is set, its mean over tokens is not."""
+    """The range is set; the mean over tokens is verl's default."""
     settings = {"clip_ratio_low": clip_eps_low, "clip_ratio_high": clip_eps_high}
     return verl_loss("gspo", (lp, old, A, mask), (num_sequences, num_tokens), **settings)
 
@@ -86,7 +86,7 @@ def cispo(lp, old, A, mask, is_weight_cap=5.0, num_sequences=None, num_tokens=No
 
 
 def cispo_default(lp, old, A, mask, is_weight_cap=5.0, num_sequences=None, num_tokens=None):
-    """The cap as its clip_ratio_high; clip_ratio_low is not set."""
+    """The cap is passed as clip_ratio_high; clip_ratio_low keeps its default."""
     settings = {"clip_ratio_high": is_weight_cap}
     return verl_loss("cispo", (lp, old, A, mask), (num_sequences, num_tokens), **settings)
 

@@ -1,14 +1,14 @@
-r"""A reward of your own: math-verify, which compares answers by algebra, where common.verify does none.
+r"""Your own reward: math-verify compares answers algebraically, which common.verify does not.
 
     pip install -r examples/requirements.txt
     python grpo.py --reward examples/own_reward.py:reward
 
-Expect: the default job as without the flag, since sums need no algebra. With a dataset of mathematics
-it matters: x(x+1) and x^2+x are the same for math-verify, and different texts for common.verify. To
-see what it makes of an answer: python examples/own_reward.py '#### \frac{2}{4}' '0.5'
+Expect: the same results as without the flag, since sums need no algebra. With a dataset of mathematics
+it matters: x(x+1) and x^2+x are equal for math-verify, but different texts for common.verify. To try it
+on one answer: python examples/own_reward.py '#### \frac{2}{4}' '0.5'
 
-A reward gets the text of a completion, the gold answer, and whether the completion ran into the cap;
-it returns a number, and one of 'correct', 'wrong', 'no_answer' and 'truncated'.
+A reward function gets the text of a completion, the gold answer, and whether the completion was
+truncated; it returns a number and a verdict: 'correct', 'wrong', 'no_answer' or 'truncated'.
 """
 
 import sys
@@ -23,7 +23,7 @@ from plumbing.answers import final_answer
 def reward(text, answer, truncated):
     if truncated:
         return 0.0, "truncated"
-    found = final_answer(text)  # what follows the last #### or fills the last \boxed
+    found = final_answer(text)  # after the last ####, or inside the last \boxed
     if found is None:
         return 0.0, "no_answer"
     # Formulas are found between dollars. The gold answer comes first: the comparison is not symmetric.

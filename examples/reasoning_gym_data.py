@@ -1,4 +1,4 @@
-r"""Problems of one of reasoning-gym's hundred generators, in JSON lines for --dataset.
+r"""Problems from one of reasoning-gym's hundred generators, in JSON lines for --dataset.
 
     pip install -r examples/requirements.txt
     python examples/reasoning_gym_data.py chain_sum 2000 runs/chain_sum.jsonl max_terms=2 max_digits=2
@@ -6,10 +6,11 @@ r"""Problems of one of reasoning-gym's hundred generators, in JSON lines for --d
         --iterations 1 --prompts_per_iteration 4 --num_held_out 32
 
 Expect: 1,170 different problems such as "State the final answer to the following arithmetic problem:
-15 - 43 =", in a few seconds. Each is a chat, in which another problem and its answer behind "####" show
-the form. The last command shows that they are read: SmolLM2 (see smollm2.py) answers in that form,
-though none of 32 right; two minutes of one core. Behind the file stand options of the generator. Only
-for generators with one right answer: some judge it by a program, which --reward would have to call.
+15 - 43 =", in a few seconds. Each is a chat in which another problem, with its answer after "####",
+shows the format. The last command takes two minutes on one core and shows that the dataset works:
+SmolLM2 (see smollm2.py) answers in that format, but none of the 32 answers is right. The arguments
+after the file are options of the generator. Use only generators whose problems have one right answer:
+the others judge answers with a program, which your --reward would have to call.
 """
 
 import json
@@ -39,7 +40,7 @@ def main():
         for question, answer in answers.items():
             messages = [*form, {"role": "user", "content": question}]
             print(json.dumps({"question": messages, "answer": answer}), file=file)
-    print(f"{len(answers)} problems in {path}; the one that is shown: {shown!r}")
+    print(f"{len(answers)} problems in {path}; the one shown as an example: {shown!r}")
 
 
 if __name__ == "__main__":

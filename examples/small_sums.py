@@ -1,10 +1,10 @@
-"""A dataset of your own for --dataset: chat messages in JSON lines. Here sums for a small model.
+"""Your own dataset for --dataset: chat messages in JSON lines, here sums for a small model.
 
     python examples/small_sums.py runs/small_sums.jsonl [--largest 99]
 
-Expect: a file, in a second; smollm2.py has the command that trains on it. Each of the 4,000 rows (or as
-many as there are) has a column `question`, a list of messages with one solved sum and the sum to solve,
-and a column `answer`. The solved sum shows the form: asked without it, the model writes no '####'.
+Expect: a file within a second; smollm2.py has the command that trains on it. Each of the 4,000 rows
+(fewer if --largest is small) has two columns: `question`, a list of messages with one solved sum and
+the sum to solve, and `answer`. The solved sum shows the format; without it the model writes no '####'.
 """
 
 import argparse

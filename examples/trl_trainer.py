@@ -1,13 +1,13 @@
-"""A loss of this repository in TRL's GRPOTrainer, for what TRL can do: DeepSpeed, FSDP, vLLM.
+"""A loss of this repository in TRL's GRPOTrainer, to use TRL's DeepSpeed, FSDP and vLLM.
 
     pip install -r examples/requirements.txt
     torchrun --nproc-per-node 2 examples/trl_trainer.py --algorithm gspo --use_cpu True
 
-Expect: greedy held-out accuracy from 0.43 to at least 0.9. Flags are TRL's (GRPOConfig). What TRL
-does not know goes to the script (--model, --reward, --kl_coef). Loss, advantages and KL are the
-script's: --loss_type, --epsilon, --beta and --scale_rewards do nothing. dapo: no dynamic sampling, no
-overlong shaping. Not ppo (it has a critic), nor rspo (it needs the old router scores).
-It overrides private methods of TRL 1.16.0, and stops with any other version.
+Expect: greedy held-out accuracy rises from 0.43 to at least 0.9. Flags are TRL's (GRPOConfig); those
+that TRL does not know are the script's (--model, --reward, --kl_coef). Loss, advantages and KL are the
+script's: --loss_type, --epsilon, --beta and --scale_rewards do nothing. dapo has no dynamic sampling
+and no overlong shaping here. ppo is missing because it has a critic, rspo because it needs the old
+policy's router scores. This overrides private methods of TRL 1.16.0, and stops with any other version.
 """
 
 import importlib.metadata
@@ -48,12 +48,12 @@ class PluggedTrainer(GRPOTrainer):
         return {**output, "advantages": advantages_N[first : first + len(inputs)]}
 
     def step_counts(self):
-        """What to divide by: N / W, where N is the number of completions or tokens of the whole
-        optimizer step, over its accumulation steps and all W processes.
+        """The normalisers N / W, where N is the number of completions or tokens of the whole optimizer
+        step, over its accumulation steps and all W processes.
         A step's loss is a sum over all its tokens, divided by N. A process adds up the gradients of its
-        micro-batches; the Trainer does not divide them by their number, as TRL sets
-        loss_is_scaled_for_ga. Then DDP, FSDP and DeepSpeed take the mean over processes: divide by W.
-        (With each process's own count, tokens would weigh more where answers are short.)"""
+        micro-batches; the Trainer does not divide them by their number, because TRL sets
+        loss_is_scaled_for_ga. Then DDP, FSDP and DeepSpeed average over processes, which divides by W.
+        (If each process divided by its own count, tokens would weigh more where answers are short.)"""
         accumulation = self.current_gradient_accumulation_steps
         slices = self.args.steps_per_generation  # micro-batches that a rollout is cut into
         assert slices % accumulation == 0, "a step needs more than one rollout"
@@ -70,7 +70,7 @@ class PluggedTrainer(GRPOTrainer):
         logprobs_BT, _, aux_loss = self._get_per_token_logps_and_entropies(
             model, ids, attention, mask_BT.shape[1], compute_aux_loss=self.aux_loss_enabled
         )
-        # With one optimizer step for a rollout, TRL has none.
+        # With one optimizer step per rollout, TRL does not compute them.
         old_logprobs_BT = inputs.get("old_per_token_logps", logprobs_BT.detach())
         values = vars(self.flags) | self.step_counts()
         values["ref_logprobs_BT"] = inputs.get("ref_per_token_logps")

@@ -1,14 +1,14 @@
 """The losses of this repository in verl 0.9, registered as nine_grpo, nine_dapo and so on.
 
-    pip install torch==2.13.0 verl==0.9.1    # in an environment of its own: it has another transformers
+    pip install torch==2.13.0 verl==0.9.1    # in a separate environment: it pins another transformers
     PYTHONPATH=. python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo \
         actor_rollout_ref.model.external_lib=examples.verl_losses \
         actor_rollout_ref.actor.policy_loss.loss_mode=nine_gspo ...
 
-Expect: verl's training, with one of our losses. We have not run it, for want of GPUs; the losses are
-compared with verl's, through the function that its actor calls, by benchmarks/losses_verl.py.
+Expect: verl's training with one of our losses. We have not run it, for lack of GPUs; the function that
+verl's actor calls is run by conformance/trainers.py, which compares its gradients with the scripts'.
 Advantages, KL and entropy bonus are verl's. Numbers come from verl's flags, actor_rollout_ref.actor.*,
-whose defaults are not always the paper's. What makes them those of our scripts:
+whose defaults are not always the paper's. These settings match our scripts:
 
 nine_grpo     use_kl_loss=True kl_loss_coef=0.04 loss_agg_mode=seq-mean-token-mean
 nine_dr_grpo  loss_scale_factor=<longest response>, and algorithm.norm_adv_by_std_in_grpo=False
@@ -18,8 +18,8 @@ nine_cispo    clip_ratio_high=4 (verl adds 1: a cap of 5)
 nine_gmpo     clip_ratio_high=0.4
 nine_sapo     (nothing)
 
-loss_agg_mode is that of KL and entropy alone: each loss averages as in its paper. rspo cannot be
-plugged in, since verl hands over no router scores; nor can ppo, whose critic is verl's.
+loss_agg_mode only applies to KL and entropy: each loss averages as in its paper. rspo cannot be plugged
+in because verl provides no router scores, nor can ppo because its critic is verl's.
 """
 
 import importlib
@@ -35,7 +35,7 @@ ALGORITHMS = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "sapo"]
 
 
 def from_config(config):
-    """{flag of ours: its value in verl's configuration of the actor}"""
+    """{our flag: its value in verl's configuration of the actor}"""
     return {
         "clip_eps_low": config.clip_ratio_low,
         "clip_eps_high": config.clip_ratio_high,
@@ -49,9 +49,9 @@ def from_config(config):
 
 
 def step_counts(info, mask_BT):
-    """What a loss divides by: N / W, where N is the number of completions or tokens of the whole
-    optimizer step. verl adds up the gradients of a process's micro-batches as they are, and then takes
-    the mean over the W data-parallel processes, which divides by W."""
+    """The normalisers N / W, where N is the number of completions or tokens of the whole optimizer
+    step. verl adds up the gradients of a process's micro-batches as they are, and then averages over
+    the W data-parallel processes, which divides by W."""
     processes = info.get("dp_size") or 1
     num_sequences = info.get("global_batch_size") or len(mask_BT)
     num_tokens = info.get("batch_num_tokens") or mask_BT.sum().clamp(min=1)
@@ -83,7 +83,7 @@ def adapted(name):
             first_B1 = response_mask.int().argmax(1, keepdim=True)
             advantages = advantages.gather(1, first_B1)
         elif rollout_is_weights is not None:
-            # A factor that is never negative may go into A: min, clip and gate only see A's sign.
+            # A non-negative factor may go into A: min, clip and gate depend only on A's sign.
             advantages = advantages * rollout_is_weights
         value, stats = policy_loss(log_prob, old_log_prob, advantages, response_mask, **keywords)
         return value, {f"actor/{key}": stat.item() for key, stat in stats.items()}
