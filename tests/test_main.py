@@ -1,10 +1,10 @@
-"""Every script's main, seen from outside: before each optimizer step the gradient is that of the literal
-objective in conformance/reference.py.
+"""Every script's main, seen from outside: the gradient that each optimizer step gets is that of the
+literal objective in conformance/reference.py.
 
-A run's completions, with their rewards and the sampler's log-probs, are recorded as they are judged, and
-its weights and gradients as the optimizer steps. Everything else is computed from these once more:
-log-probs, entropies, values and router logits by a plain forward of one completion at a time, then
-correction, advantages, objective and load-balancing loss, and from these the gradient.
+Recorded are the completions of a run as they are judged, with their rewards and the sampler's
+log-probs, and weights and gradients at each optimizer step. From these everything else is computed once
+more: log-probs, entropies, values and router logits by a plain forward of one completion at a time,
+then the correction, advantages, the objective and the load-balancing loss.
 """
 
 import dataclasses
@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from conformance import reference
+from plumbing import TrainedModel
 
 # 15 completions in minibatches of 5, which cut through groups; micro-batches of 3 and 2.
 SMALL = dict(
@@ -31,7 +32,7 @@ SMALL = dict(
     update_epochs=2,
     num_minibatches=3,
     micro_batch_size=3,
-    max_grad_norm=1e6,
+    max_grad_norm=1.0,  # which some steps exceed, and others do not
     router_aux_coef=0.1,
     num_held_out=4,
     eval_every=0,
@@ -47,8 +48,8 @@ CASES = {
     "ppo, no value clip": ("ppo", ALONE | CRITIC | STALE | {"value_clip": 0.0, "entropy_coef": 0.0}),
     "grpo": ("grpo", {"kl_coef": 0.5}),
     "grpo, reset": ("grpo", {"kl_coef": 0.5, "kl_is_corrected": True, "ref_reset_every": 1}),
-    "grpo, clipped": ("grpo", STALE | {"max_grad_norm": 0.1, "kl_coef": 0.0}),
-    "dr_grpo": ("dr_grpo", {}),
+    "grpo, stale": ("grpo", STALE | {"kl_coef": 0.0}),
+    "dr_grpo": ("dr_grpo", {"max_grad_norm": 0.2}),
     "dapo": ("dapo", {"overlong_cache": 6}),
     "dapo, filter": ("dapo", {"overlong": "filter"}),
     "gspo": ("gspo", {}),
@@ -61,8 +62,8 @@ CASES = {
     "rspo, before clip": ("rspo", {"shift": "before_clip"}),
     "sapo": ("sapo", {}),
     "sapo, from the sampler": ("sapo", {"old_logprobs": "sampler", "rollout_correction": "none"}),
-    "reinforce": ("more.reinforce", ALONE),
-    "rloo": ("more.rloo", {}),
+    "reinforce": ("more.reinforce", ALONE | {"max_grad_norm": 2.0}),
+    "rloo": ("more.rloo", {"max_grad_norm": 3.0}),
     "vapo": ("more.vapo", CRITIC | {"iterations": 3, "pretraining_iterations": 1}),
 }
 ADVANTAGES = {"dr_grpo": reference.group_differences, "more.rloo": reference.leave_one_out}
@@ -70,7 +71,8 @@ ADVANTAGES = {"dr_grpo": reference.group_differences, "more.rloo": reference.lea
 
 def watched(module, args, folder):
     """Runs a script. [an iteration: its `rounds` of judged completions, and its `steps`, each with the
-    weights and the gradients of the policy and, if there is one, of the critic]."""
+    weights and the gradients of the policy and of the critic, if there is one]. After each step the
+    copies that compute in bfloat16 have to be refreshed; in float32, as here, that changes nothing."""
     iterations = []
 
     def judge(*inputs):
@@ -81,20 +83,27 @@ def watched(module, args, folder):
         return judged
 
     def before_step(optimizer, *_):
-        step = SimpleNamespace(weights=[], gradients=[])
+        step = SimpleNamespace(weights=[], gradients=[], refreshed=[])
         for group in optimizer.param_groups:
             step.weights.append([weight.detach().clone() for weight in group["params"]])
             step.gradients.append([copied(weight.grad) for weight in group["params"]])
         iterations[-1].steps.append(step)
+
+    def refresh(trained):
+        if iterations and iterations[-1].steps:
+            iterations[-1].steps[-1].refreshed.append(len(list(trained.parameters())))
+        real_refresh(trained)
 
     flags = ["--run_dir", folder]
     for field in dataclasses.fields(args):
         if field.name != "run_dir":
             flags += [f"--{field.name}", getattr(args, field.name)]
     real_judge = module.judge
+    real_refresh = TrainedModel.refresh
     handle = register_optimizer_step_pre_hook(before_step)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "judge", judge)
+        patch.setattr(TrainedModel, "refresh", refresh)
         result = run(module.__name__, *flags)
     handle.remove()
     assert result.returncode == 0, result.stderr
@@ -322,6 +331,7 @@ def check_step(name, args, before, rows, step, is_pretraining, model):
     for weights in step.weights:
         for weight in weights:
             weight.requires_grad_()
+    assert {len(weights) for weights in step.weights} <= set(step.refreshed)
     loss = total_loss(name, args, before, rows, step.weights, model)
     for number, (weights, gradients) in enumerate(zip(step.weights, step.gradients, strict=True)):
         if is_pretraining and number == 0:
@@ -331,7 +341,7 @@ def check_step(name, args, before, rows, step, is_pretraining, model):
         expected = torch.cat([gradient.flatten() for gradient in expected])
         expected = expected * min(1, args.max_grad_norm / expected.norm().item())
         seen = torch.cat([gradient.flatten() for gradient in gradients])
-        assert (seen - expected).norm() < 1e-4 * expected.norm()
+        assert (seen - expected).norm() < 5e-4 * expected.norm()
 
 
 def check_sampler(args, before, first_weights, weights, model):
