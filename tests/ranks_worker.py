@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -48,10 +49,24 @@ def trouble(kind, module):
     return patches
 
 
+def gradients_of_few():
+    """Added up over the ranks: of a weight that all have used, of one that the last has, of one that
+    none has."""
+    weights = [torch.zeros((), requires_grad=True) for _ in range(3)]
+    weights[0].grad = torch.ones(())
+    if ranks.RANK == ranks.WORLD - 1:
+        weights[1].grad = torch.ones(())
+    ranks.all_reduce_gradients(weights)
+    return [None if weight.grad is None else weight.grad.item() for weight in weights]
+
+
 def main():
     destroy = ranks.destroy
     ranks.destroy = lambda: None  # the ranks stay together until all runs are done
     ranks.init()
+    gradients = ranks.all_gather(gradients_of_few())
+    if ranks.RANK == 0:
+        print("gradients", *gradients, flush=True)
     for command in sys.argv[1:]:
         kind, name, *flags = shlex.split(command)
         module = importlib.import_module(name)

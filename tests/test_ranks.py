@@ -155,6 +155,11 @@ def test_two_ranks_are_one_process_to_the_bit(two, one, name):
     same_bits(one(name, 6), outcome(two[1] / f"{name}-6"))
 
 
+def test_a_gradient_that_one_rank_alone_has_counts(two):
+    """As of an expert that only one rank's completions have used; what none has used stays None."""
+    assert "gradients [2.0, 1.0, None] [2.0, 1.0, None]" in two[0].stdout
+
+
 def test_each_completion_is_verified_once(two):
     """Not on every rank; both have a share. The run is that of one process, as was tested above."""
     calls = [len(path.read_text()) for path in two[1].glob("calls-*")]

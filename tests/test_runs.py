@@ -9,7 +9,7 @@ import re
 
 import pytest
 import torch
-from conftest import MORE, SCRIPTS, TINY_MOE, flags_it_has, run, run_process
+from conftest import MORE, SCRIPTS, flags_it_has, run, run_process
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import common
@@ -132,32 +132,6 @@ def test_a_process_computes_the_same(tmp_path):
         assert result.returncode == 0, result.stderr
         assert "held-out" in result.stdout
     assert untimed(tmp_path / "a") == untimed(tmp_path / "b")
-
-
-OPTIONS = [
-    ("grpo", "--kl_is_corrected", "--ref_reset_every", 2),
-    ("dapo", "--overlong", "none", "--max_sampling_rounds", 1),
-    ("ppo", "--value_clip", 0, "--entropy_coef", 0.01, "--gae_lambda", 1),
-    ("grpo", *"--update_epochs 3 --micro_batch_size 8 --temperature 0.8 --dtype bfloat16".split()),
-]
-SLOW_OPTIONS = [
-    ("grpo", "--kl_coef", 0),
-    ("dapo", "--overlong", "filter"),
-    ("gspo", "--variant", "gspo_token"),
-    ("cispo", "--ppo_mask"),
-    ("gmpo", "--clip_level", "sequence"),
-    ("rspo", "--shift", "literal"),
-    ("rspo", "--shift", "before_clip"),
-]
-OPTIONS += [pytest.param(option, marks=pytest.mark.slow) for option in SLOW_OPTIONS]
-
-
-@pytest.mark.parametrize("option", OPTIONS, ids=lambda o: " ".join(map(str, o)))
-def test_every_option_runs(option, tmp_path):
-    name, *flags = option
-    result = small(name, "--run_dir", tmp_path, "--iterations", 2, *flags)
-    assert result.returncode == 0, result.stderr
-    assert all(math.isfinite(value) for line in metrics(tmp_path) for value in line.values())
 
 
 def checkpoint_parts(folder):
@@ -340,56 +314,23 @@ def weights(folder):
     return AutoModelForCausalLM.from_pretrained(max(folder.glob("checkpoint-*[0-9]"))).state_dict()
 
 
-def moved(folder, base):
-    """How far a run's weights are from the base model's."""
-    after = weights(folder)
-    return torch.cat([(after[key] - base[key]).flatten() for key in after])
-
-
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("ppo", "dapo")]
 
 
 @pytest.mark.parametrize("name", ["grpo", *SLOW])
 def test_micro_batches_are_memory_not_results(name, tmp_path):
-    """The whole script, not only its loss: metrics and weights agree to rounding, also where the last
-    micro-batch of a minibatch of 32 is smaller than the others."""
+    """Metrics agree to rounding, also where the last micro-batch of a minibatch of 32 is smaller than
+    the others. Gradients are compared in test_main.py."""
     for size in (0, 32, 4, 5):
         flags = ("--iterations", 1, "--micro_batch_size", size, "--router_aux_coef", 0)
         assert small(name, "--run_dir", tmp_path / str(size), *flags, held_out=8).returncode == 0
-    a = untimed(tmp_path / "32")[0]
-    base = AutoModelForCausalLM.from_pretrained(TINY_MOE).state_dict()
-    whole = moved(tmp_path / "32", base)
+    whole = untimed(tmp_path / "32")[0]
     for size in ("0", "4", "5"):
-        b = untimed(tmp_path / size)[0]
-        assert a.keys() == b.keys()
-        for key in a:
+        parts = untimed(tmp_path / size)[0]
+        assert whole.keys() == parts.keys()
+        for key in whole:
             if not key.startswith("moe/aux"):
-                assert a[key] == pytest.approx(b[key], rel=1e-3, abs=1e-5), key
-        assert (moved(tmp_path / size, base) - whole).norm() < 1e-3 * whole.norm()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["grpo", "dapo", "rspo"])
-def test_resume_continues_as_if_never_stopped(name, tmp_path):
-    """Stopped after iteration 1 and resumed, with a half-written line left behind: same metrics, same
-    weights."""
-    assert (
-        small(name, "--run_dir", tmp_path / "whole", "--iterations", 3, "--eval_every", 0).returncode
-        == 0
-    )
-    assert (
-        small(name, "--run_dir", tmp_path / "parts", "--iterations", 1, "--eval_every", 0).returncode
-        == 0
-    )
-    with open(tmp_path / "parts" / "metrics.jsonl", "a") as file:
-        file.write('{"iteration": 2, "rollout/acc')
-    rest = ("--iterations", 3, "--resume", "--eval_every", 0)
-    assert small(name, "--run_dir", tmp_path / "parts", *rest).returncode == 0
-    whole, parts = untimed(tmp_path / "whole"), untimed(tmp_path / "parts")
-    assert [line["iteration"] for line in parts] == [1, 2, 3]
-    assert parts[1:] == whole[1:]
-    a, b = weights(tmp_path / "whole"), weights(tmp_path / "parts")
-    assert all(torch.equal(a[key], b[key]) for key in a)
+                assert whole[key] == pytest.approx(parts[key], rel=1e-3, abs=1e-5), key
 
 
 def test_checkpoint_is_an_ordinary_transformers_folder(tmp_path):

@@ -12,7 +12,7 @@ import torch
 from conftest import script_args
 
 import common
-from common import Batch, Completion, Problem, collate, evaluate, load_problems, pad, sample
+from common import Batch, Completion, Problem, collate, evaluate, load_problems, sample
 from common import token_logprobs
 from plumbing import forward_packed, plan_memory
 from plumbing.args import parse_args
@@ -55,23 +55,6 @@ def slow_sample(model, prompt, noise, temperature, cap, eos):
         if token in eos:
             break
     return ids[len(prompt) :], logprobs
-
-
-@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
-def test_logprobs_equal_those_of_the_training_forward(tiny_policy, temperature):
-    """14: mixed prompt lengths, shared prefixes, rows that ended and were dropped, temperature other
-    than 1."""
-    args = settings(temperature=temperature)
-    completions = sample(tiny_policy, problems_of(tiny_policy, *MIXED), 8, args, noise_of(1))
-    assert len({len(c.ids) for c in completions}) > 3, "rows should end at different steps"
-    batch = collate(completions, args)
-    with torch.no_grad():
-        outputs = token_logprobs(tiny_policy, batch, temperature)
-    gap = (outputs.logprobs_BT - batch.sampler_logprobs_BT)[batch.mask_BT].abs().max()
-    assert gap < 1e-4
-    with torch.no_grad():  # the test can tell: the log-probs at another temperature are other ones
-        other = token_logprobs(tiny_policy, batch, temperature + 0.2).logprobs_BT
-    assert (other - batch.sampler_logprobs_BT)[batch.mask_BT].abs().max() > 1e-2
 
 
 def test_prefix_sharing_and_row_dropping_change_nothing(tiny_policy):
@@ -264,39 +247,6 @@ def test_several_eos_ids_and_pad_that_is_eos(tiny_policy):
     assert mask.sum(1).tolist() == [len(c.ids) for c in completions]
 
 
-def test_the_eos_is_trained_and_what_follows_is_masked(tiny_model):
-    """A gradient reaches the log-prob of the EOS itself, and none comes from the columns after it."""
-    import grpo
-
-    eos = tiny_model[1].eos_token_id
-    batch = batch_of_ids([([5, 6], [7, 8, eos]), ([5], [7, 8, 9, 10, eos])])
-    assert batch.tokens_BS.tolist() == [[5, 6, 7, 8, eos, 0, 0], [0, 5, 7, 8, 9, 10, eos]]
-    assert batch.attention_BS.tolist() == [[1, 1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1, 1]]
-    assert batch.mask_BT.tolist() == [[True, True, True, False, False], [True] * 5]
-    lp = torch.zeros(2, 5, dtype=torch.float64, requires_grad=True)
-    advantages = torch.tensor([[1.0], [-1.0]])
-    loss, _ = grpo.policy_loss(lp, torch.zeros(2, 5), advantages, batch.mask_BT)
-    loss.backward()
-    assert (lp.grad[0, :3] != 0).all() and (lp.grad[0, 3:] == 0).all() and (lp.grad[1] != 0).all()
-
-
-def test_logprob_of_a_row_does_not_depend_on_its_padding(tiny_policy):
-    rows = [(p.prompt_ids, [7, 8, 9, 1]) for p in problems_of(tiny_policy, *MIXED)]
-    rows.append(([5] * 20, [6] * 15))
-    with torch.no_grad():
-        together = token_logprobs(tiny_policy, batch_of_ids(rows), 1.0)
-        for i, row in enumerate(rows):
-            alone = token_logprobs(tiny_policy, batch_of_ids([row]), 1.0)
-            n = len(row[1])
-            torch.testing.assert_close(
-                together.logprobs_BT[i, :n], alone.logprobs_BT[0], atol=1e-5, rtol=0
-            )
-            torch.testing.assert_close(
-                together.entropy_BT[i, :n], alone.entropy_BT[0], atol=1e-5, rtol=0
-            )
-            assert torch.equal(together.experts_BTLK[i, :n], alone.experts_BTLK[0])
-
-
 @pytest.mark.parametrize("entropy_grad", [False, True])
 def test_chunked_logits_are_the_same(entropy_grad, tiny_policy):
     """Log-probs, entropies and gradients do not depend on how many logits exist at a time."""
@@ -312,38 +262,6 @@ def test_chunked_logits_are_the_same(entropy_grad, tiny_policy):
         policy.model.zero_grad()
     for other in results[1:]:
         torch.testing.assert_close(other, results[0], atol=5e-5, rtol=1e-5)
-
-
-def gradient_of(model, scalar):
-    return torch.cat([g.flatten() for g in torch.autograd.grad(scalar, list(model.parameters()))])
-
-
-def test_the_gradient_of_the_entropy_is_there_if_asked_for(tiny_policy):
-    """Against torch's own entropy of the logits of each completion alone; else there is none."""
-    model = tiny_policy.model
-    rows = [(p.prompt_ids, [7, 8, 9, 1]) for p in problems_of(tiny_policy, *MIXED)]
-    batch = batch_of_ids(rows)
-    outputs = token_logprobs(tiny_policy, batch, 0.7, entropy_grad=True)
-    expected = 0.0
-    for prompt, ids in rows:
-        logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
-        expected += torch.distributions.Categorical(logits=logits / 0.7).entropy().sum()
-    torch.testing.assert_close(outputs.entropy_BT.sum(), expected)
-    theirs = gradient_of(model, expected)
-    assert theirs.norm() > 0.1
-    torch.testing.assert_close(
-        gradient_of(model, outputs.entropy_BT.sum()), theirs, atol=1e-4, rtol=1e-3
-    )
-    plain = token_logprobs(tiny_policy, batch, 0.7)
-    assert not plain.entropy_BT.requires_grad and plain.logprobs_BT.requires_grad
-    torch.testing.assert_close(plain.entropy_BT, outputs.entropy_BT.detach())
-    with torch.no_grad():  # old log-probs: no graph, whatever is asked for
-        assert not token_logprobs(tiny_policy, batch, 0.7, entropy_grad=True).entropy_BT.requires_grad
-
-
-def test_pad():
-    assert pad([[1], [2, 3]], "cpu").tolist() == [[1, 0], [2, 3]]
-    assert pad([[1], [2, 3]], "cpu", left=True).tolist() == [[0, 1], [2, 3]]
 
 
 def test_every_epoch_is_a_permutation_and_position_is_all_the_state():

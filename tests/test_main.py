@@ -1,0 +1,400 @@
+"""Every script's main, seen from outside: the gradient that each optimizer step gets is that of the
+literal objective in conformance/reference.py.
+
+Recorded are the completions of a run as they are judged, with their rewards and the sampler's
+log-probs, and weights and gradients at each optimizer step. From these everything else is computed once
+more: log-probs, entropies, values and router logits by a plain forward of one completion at a time,
+then the correction, advantages, the objective and the load-balancing loss.
+"""
+
+import dataclasses
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import MORE, SCRIPTS, run, script_args
+from torch.func import functional_call
+from torch.nn.utils.rnn import pad_sequence
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from conformance import reference
+from plumbing import TrainedModel
+
+# 15 completions in minibatches of 5, which cut through groups; micro-batches of 3 and 2.
+SMALL = dict(
+    iterations=2,
+    prompts_per_iteration=5,
+    group_size=3,
+    max_new_tokens=12,
+    temperature=0.8,
+    lr=2e-3,
+    update_epochs=2,
+    num_minibatches=3,
+    micro_batch_size=3,
+    max_grad_norm=1.0,  # which some steps exceed, and others do not
+    router_aux_coef=0.1,
+    num_held_out=4,
+    eval_every=0,
+    rollout_dtype="int4",
+    rollout_correction="token_tis",
+    rollout_cap=1.2,
+)
+ALONE = {"prompts_per_iteration": 15}  # of scripts with one completion per prompt
+CRITIC = {"entropy_coef": 0.1, "kl_coef": 0.3, "critic_lr": 3e-3, "value_clip": 0.02, "gamma": 0.9}
+PRETRAINED = {"iterations": 3, "pretraining_iterations": 1}
+STALE = {"rollout_dtype": "same", "rollout_refresh_every": 2}
+CASES = {
+    "ppo": ("ppo", ALONE | CRITIC),
+    "ppo, no value clip": ("ppo", ALONE | CRITIC | STALE | {"value_clip": 0.0, "entropy_coef": 0.0}),
+    "grpo": ("grpo", {"kl_coef": 0.5}),
+    "grpo, reset": ("grpo", {"kl_coef": 0.5, "kl_is_corrected": True, "ref_reset_every": 1}),
+    "grpo, stale": ("grpo", STALE | {"kl_coef": 0.0}),
+    "dr_grpo": ("dr_grpo", {"max_grad_norm": 0.2}),
+    "dapo": ("dapo", {"overlong_cache": 6}),
+    "dapo, filter": ("dapo", {"overlong": "filter"}),
+    "dapo, one round": ("dapo", {"overlong": "none", "max_sampling_rounds": 1, "num_minibatches": 5}),
+    "gspo": ("gspo", {}),
+    "gspo_token": ("gspo", {"variant": "gspo_token"}),
+    "cispo": ("cispo", {"is_weight_cap": 1.2, "is_weight_floor": 0.8}),
+    "cispo, PPO mask": ("cispo", {"ppo_mask": True}),
+    "gmpo": ("gmpo", {}),
+    "gmpo, sequence": ("gmpo", {"clip_level": "sequence"}),
+    "rspo": ("rspo", {"gamma_min": 0.9}),
+    "rspo, literal": ("rspo", {"shift": "literal"}),
+    "rspo, before clip": ("rspo", {"shift": "before_clip"}),
+    "sapo": ("sapo", {}),
+    "sapo, from the sampler": ("sapo", {"old_logprobs": "sampler", "rollout_correction": "none"}),
+    "reinforce": ("more.reinforce", ALONE | {"max_grad_norm": 2.0, "baseline_decay": 0.75}),
+    "rloo": ("more.rloo", {"max_grad_norm": 3.0}),
+    "vapo": ("more.vapo", CRITIC | PRETRAINED | {"lambda_alpha": 0.3}),
+}
+ADVANTAGES = {"dr_grpo": reference.group_differences, "more.rloo": reference.leave_one_out}
+
+
+def watched(module, args, folder):
+    """Runs a script. [an iteration: its `rounds` of judged completions, and its `steps`, each with the
+    weights and the gradients of the policy and of the critic, if there is one]. After each step the
+    copies that compute in bfloat16 have to be refreshed; in float32, as here, that changes nothing."""
+    iterations = []
+
+    def judge(*inputs):
+        judged = real_judge(*inputs)
+        if not iterations or iterations[-1].steps:
+            iterations.append(SimpleNamespace(rounds=[], steps=[]))
+        iterations[-1].rounds.append(judged)
+        return judged
+
+    def before_step(optimizer, *_):
+        step = SimpleNamespace(weights=[], gradients=[], refreshed=[])
+        for group in optimizer.param_groups:
+            step.weights.append([weight.detach().clone() for weight in group["params"]])
+            step.gradients.append([copied(weight.grad) for weight in group["params"]])
+        iterations[-1].steps.append(step)
+
+    def refresh(trained):
+        if iterations and iterations[-1].steps:
+            iterations[-1].steps[-1].refreshed.append(len(list(trained.parameters())))
+        real_refresh(trained)
+
+    flags = ["--run_dir", folder]
+    for field in dataclasses.fields(args):
+        if field.name != "run_dir":
+            flags += [f"--{field.name}", getattr(args, field.name)]
+    real_judge = module.judge
+    real_refresh = TrainedModel.refresh
+    handle = register_optimizer_step_pre_hook(before_step)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "judge", judge)
+        patch.setattr(TrainedModel, "refresh", refresh)
+        result = run(module.__name__, *flags)
+    handle.remove()
+    assert result.returncode == 0, result.stderr
+    return iterations
+
+
+def copied(gradient):
+    return None if gradient is None else gradient.clone()
+
+
+# ------------------------------------------------------------------ one completion at a time
+
+
+def named(model, weights):
+    return {name: weight for (name, _), weight in zip(model.named_parameters(), weights, strict=True)}
+
+
+def answer(model, weights, completion, temperature):
+    """A plain forward -> log-probs and entropies, (T,), router logits of all tokens, (L, S, E), and of
+    those that predict the response."""
+    prompt = completion.problem.prompt_ids
+    ids = torch.tensor(completion.ids)
+    tokens = torch.tensor([prompt + completion.ids])
+    options = {"output_router_logits": True}
+    output = functional_call(model, named(model, weights), (tokens,), options)
+    predictors = slice(len(prompt) - 1, len(prompt) - 1 + len(ids))
+    logprobs = (output.logits[0, predictors].double() / temperature).log_softmax(-1)
+    routers = torch.stack(output.router_logits).double()
+    return SimpleNamespace(
+        logprobs=logprobs[torch.arange(len(ids)), ids],
+        entropies=-(logprobs.exp() * logprobs).sum(-1),
+        routers=routers,
+        predicting_routers=routers[:, predictors],
+    )
+
+
+def values_of(model, weights, completion):
+    """(T + 1,): a critic's values of the tokens, and the one after the last."""
+    *body, head = weights
+    tokens = torch.tensor([completion.problem.prompt_ids + completion.ids])
+    output = functional_call(model.base_model, named(model.base_model, body), (tokens,))
+    first = len(completion.problem.prompt_ids) - 1
+    return (output.last_hidden_state[0, first:] @ head[0]).double()
+
+
+def expert_logprobs(answers, old_answers):
+    """(B, T, L, K): of the experts that the old policy has chosen."""
+    rows = []
+    for now, old in zip(answers, old_answers, strict=True):
+        chosen = old.predicting_routers.topk(2).indices
+        rows.append(now.predicting_routers.log_softmax(-1).gather(-1, chosen).transpose(0, 1))
+    return pad_sequence(rows, batch_first=True)
+
+
+def load_balancing_loss(answers):
+    """E sum_e f_e P_e over all tokens and layers: the share of the choices, times K, and the mean
+    probability of each expert."""
+    logits = torch.cat([a.routers.flatten(0, 1) for a in answers])
+    E = logits.shape[1]
+    chosen = torch.nn.functional.one_hot(logits.topk(2).indices, E).double()
+    return E * (chosen.sum(1).mean(0) * logits.softmax(-1).mean(0)).sum()
+
+
+def rounded_to_int4(model, weights):
+    """All matrices but embeddings and routers, on 15 values in each row."""
+    rounded = []
+    for name, weight in named(model, weights).items():
+        if weight.dim() > 1 and "embed" not in name and "mlp.gate.weight" not in name:
+            scale = weight.abs().amax(-1, keepdim=True) / 7
+            weight = torch.where(scale > 0, (weight / scale).round() * scale, 0)
+        rounded.append(weight)
+    return rounded
+
+
+# -------------------------------------------------------------------------- before an update
+
+
+def learned_from(name, args, rounds):
+    """The completions of an iteration; dapo samples until it has enough groups with right and wrong
+    ones."""
+    if name != "dapo":
+        assert len(rounds) == 1
+        return rounds[0]
+    kept = []
+    for completions in rounds:
+        missing = args.prompts_per_iteration - len(kept) // args.group_size
+        assert len(completions) == missing * args.group_size
+        for start in range(0, len(completions), args.group_size):
+            group = completions[start : start + args.group_size]
+            if len({c.verdict == "correct" for c in group}) == 2:
+                kept += group
+    missing = args.prompts_per_iteration - len(kept) // args.group_size
+    assert missing == 0 or len(rounds) == args.max_sampling_rounds
+    return kept
+
+
+def correction_weights(name, args, old, mu, mask):
+    """min(rho, cap): a token's, or where there is one ratio per completion the geometric mean's."""
+    if args.rollout_correction == "none":
+        return torch.ones_like(old)
+    log_rho = torch.where(mask, old - mu, 0)
+    if name in ("gmpo", "rspo") or getattr(args, "variant", "") == "gspo":
+        log_rho = (log_rho.sum(1) / mask.sum(1))[:, None].expand_as(mask)
+    return log_rho.exp().clamp(max=args.rollout_cap)
+
+
+def plain_advantages(name, args, completions, baseline):
+    """(N, 1)"""
+    rewards = torch.tensor([c.reward for c in completions], dtype=torch.float64)
+    if name == "dapo" and args.overlong == "soft":
+        over = [len(c.ids) - (args.max_new_tokens - args.overlong_cache) for c in completions]
+        rewards -= torch.tensor([max(0, tokens) / args.overlong_cache for tokens in over])
+    if name == "more.reinforce":
+        return (rewards - baseline)[:, None]
+    b = reference.batch(rewards=rewards.view(-1, args.group_size))
+    return ADVANTAGES.get(name, reference.group_advantages)(b).view(-1, 1)
+
+
+def advantages_of_a_critic(name, args, completions, old, ref, values, mask):
+    """(advantages, returns), (N, T)"""
+    rewards = torch.where(mask, -args.kl_coef * (old - ref), 0)
+    bootstrap = torch.zeros(len(mask), 1, dtype=torch.float64)
+    for i, c in enumerate(completions):
+        rewards[i, len(c.ids) - 1] += c.reward
+        if c.truncated:
+            bootstrap[i] = values[i, len(c.ids)]
+    inputs = {"rewards": rewards, "values": values[:, :-1], "bootstrap": bootstrap, "mask": mask}
+    b = reference.batch(**inputs, gamma=args.gamma)
+    if name == "ppo":
+        b.lam = args.gae_lambda
+        advantages, returns = reference.gae(b)
+    else:
+        b.lam = 1.0
+        _, returns = reference.gae(b)
+        b.lam = (1 - 1 / (args.lambda_alpha * mask.sum(1).double())).clamp(min=0)
+        advantages, _ = reference.gae(b)
+    counted = advantages[mask]
+    return (advantages - counted.mean()) / (counted.std(correction=0) + 1e-8), returns
+
+
+@torch.no_grad()
+def before_update(name, args, completions, weights, ref_weights, baseline, model):
+    """What the steps of an iteration share; (N, T) unless said otherwise."""
+
+    def logprobs_under(weights):
+        answers = [answer(model, weights, c, args.temperature) for c in completions]
+        return answers, pad_sequence([a.logprobs for a in answers], batch_first=True)
+
+    mask = pad_sequence([torch.ones(len(c.ids)).bool() for c in completions], batch_first=True)
+    mu = pad_sequence([torch.tensor(c.logprobs).double() for c in completions], batch_first=True)
+    old_answers, old = logprobs_under(weights[0])
+    _, ref = logprobs_under(ref_weights)
+    if args.old_logprobs == "sampler":
+        old = mu
+    values = returns = None
+    if len(weights) == 2:
+        values = [values_of(model, weights[1], c) for c in completions]
+        values = pad_sequence(values, batch_first=True)
+        inputs = completions, old, ref, values, mask
+        advantages, returns = advantages_of_a_critic(name, args, *inputs)
+        values = values[:, :-1]
+    else:
+        advantages = plain_advantages(name, args, completions, baseline)
+    factors = correction_weights(name, args, old, mu, mask)
+    if name == "dapo" and args.overlong == "filter":
+        mask = mask & torch.tensor([[not c.truncated] for c in completions])
+    return SimpleNamespace(
+        completions=completions,
+        answers=old_answers,
+        mask=mask,
+        logprobs=old,
+        ref=ref if getattr(args, "kl_coef", 0) > 0 else None,
+        mu=mu,
+        values=values,
+        returns=returns,
+        advantages=factors * advantages,
+    )
+
+
+# -------------------------------------------------------------------------------------- a step
+
+
+def total_loss(name, args, before, rows, weights, model):
+    """Of one optimizer step: a scalar."""
+    completions = [before.completions[i] for i in rows]
+    answers = [answer(model, weights[0], c, args.temperature) for c in completions]
+    mask = before.mask[rows]
+    width = mask.shape[1]
+
+    def table(tensors):
+        padded = pad_sequence(tensors, batch_first=True)
+        return torch.nn.functional.pad(padded, (0, width - padded.shape[1]))
+
+    b = reference.batch(**vars(args), mask=mask, logprobs=table([a.logprobs for a in answers]))
+    b.old_logprobs = before.logprobs[rows]
+    b.advantages = before.advantages[rows]
+    if before.ref is not None:
+        b.ref_logprobs = before.ref[rows]
+    if args.rollout_correction != "none":
+        b.rollout_ratio = (before.logprobs - before.mu)[rows].exp()
+    if name == "rspo":
+        old_answers = [before.answers[i] for i in rows]
+        b.scores = expert_logprobs(answers, old_answers)
+        b.old_scores = expert_logprobs(old_answers, old_answers)
+        b.router_shift = reference.router_shift(b).detach()
+    loss = -getattr(reference, name.removeprefix("more."))(b)
+    if len(weights) == 2:
+        b.old_values = before.values[rows]
+        b.returns = before.returns[rows]
+        b.values = table([values_of(model, weights[1], c)[:-1] for c in completions])
+        entropy = torch.cat([a.entropies for a in answers]).mean()
+        loss = loss + args.value_coef * reference.value_loss(b) - args.entropy_coef * entropy
+    if name == "more.vapo":
+        b.is_right = torch.tensor([[c.verdict == "correct"] for c in completions])
+        loss = loss + args.positive_lm_coef * reference.positive_lm_loss(b)
+    # A product of two means, and so the one that depends on how the rows are parted.
+    for part in torch.arange(len(rows)).tensor_split(math.ceil(len(rows) / args.micro_batch_size)):
+        share = len(part) / len(rows)
+        balance = load_balancing_loss([answers[i] for i in part])
+        loss = loss + args.router_aux_coef * share * balance
+    return loss
+
+
+def check_step(name, args, before, rows, step, is_pretraining, model):
+    """The gradients that the optimizer was given, clipped model by model."""
+    for weights in step.weights:
+        for weight in weights:
+            weight.requires_grad_()
+    assert {len(weights) for weights in step.weights} <= set(step.refreshed)
+    loss = total_loss(name, args, before, rows, step.weights, model)
+    for number, (weights, gradients) in enumerate(zip(step.weights, step.gradients, strict=True)):
+        if is_pretraining and number == 0:
+            assert all(gradient is None for gradient in gradients)
+            continue
+        expected = torch.autograd.grad(loss, weights, retain_graph=True)
+        expected = torch.cat([gradient.flatten() for gradient in expected])
+        expected = expected * min(1, args.max_grad_norm / expected.norm().item())
+        seen = torch.cat([gradient.flatten() for gradient in gradients])
+        assert (seen - expected).norm() < 5e-4 * expected.norm()
+
+
+def check_sampler(args, before, first_weights, weights, model):
+    """Completions come from the policy of now in int4, or from that of the first iteration."""
+    sampler = first_weights if args.rollout_refresh_every > 1 else rounded_to_int4(model, weights)
+    with torch.no_grad():
+        for c in before.completions:
+            logprobs = answer(model, sampler, c, args.temperature).logprobs
+            assert c.logprobs == pytest.approx(logprobs.tolist(), abs=1e-4)
+
+
+# ------------------------------------------------------------------------------------------ runs
+
+
+def test_the_cases_are_all_scripts():
+    assert {name for name, _ in CASES.values()} == {*SCRIPTS, *MORE}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_run_has_the_gradients_of_the_literal_objective(case, tmp_path, tiny_model, reward_file):
+    name, changes = CASES[case]
+    module, args = script_args(name)
+    reward = reward_file(
+        "number = sum(map(ord, text))",
+        'return number % 7 / 7, "correct" if number % 2 else "wrong"',
+    )
+    fields = {field.name for field in dataclasses.fields(args)}
+    changes = SMALL | {"reward": reward} | changes
+    args = dataclasses.replace(args, **{k: v for k, v in changes.items() if k in fields})
+    iterations = watched(module, args, tmp_path / "run")
+    assert len(iterations) == args.iterations
+    model, _ = tiny_model
+    first_weights = iterations[0].steps[0].weights
+    ref_weights = list(model.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(first_weights[0], ref_weights, strict=True))
+    baseline = 0.0
+    for iteration, seen in enumerate(iterations, 1):
+        weights = seen.steps[0].weights
+        if iteration > 1 and getattr(args, "ref_reset_every", 0) > 0:
+            ref_weights = weights[0]
+        completions = learned_from(name, args, seen.rounds)
+        before = before_update(name, args, completions, weights, ref_weights, baseline, model)
+        if name == "more.reinforce":
+            mean_reward = sum(c.reward for c in completions) / len(completions)
+            baseline = args.baseline_decay * baseline + (1 - args.baseline_decay) * mean_reward
+        check_sampler(args, before, first_weights[0], weights[0], model)
+        minibatches = torch.arange(len(completions)).tensor_split(args.num_minibatches)
+        assert len(seen.steps) == args.update_epochs * args.num_minibatches
+        is_pretraining = iteration <= getattr(args, "pretraining_iterations", 0)
+        for number, step in enumerate(seen.steps):
+            rows = minibatches[number % args.num_minibatches].tolist()
+            check_step(name, args, before, rows, step, is_pretraining, model)
