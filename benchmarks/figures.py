@@ -1,6 +1,6 @@
 """Draws the figures in benchmarks/figures/ from the CSVs in results/.
 
-    python benchmarks/figures.py [nine stability ...]     # if none is named: all that have results
+    python benchmarks/figures.py [nine mismatch ...]     # if none is named: all that have results
 
 Lines differ in style and lightness, not only in colour, so that they can be told apart in greyscale.
 """
@@ -11,7 +11,6 @@ from pathlib import Path
 
 import matplotlib
 import stats
-from experiments import STABILITY
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -156,20 +155,6 @@ def dots(axis, groups, title):
     axis.set_title(title)
 
 
-def stability():
-    """A panel for each setting, with a dot for each run."""
-    figure, axes = plt.subplots(1, 3, figsize=(WIDTH, 2.9), sharex=True, sharey=True)
-    for axis, setting in zip(axes, STABILITY, strict=True):
-        groups = {}
-        for script, name in NAMES.items():
-            groups[name] = stats.column("stability", (script, setting), HELD_OUT)
-        dots(axis, groups, setting.replace("lr", "lr ").replace("-steps", ", steps "))
-        axis.set_xlim(0, 1.03)
-        axis.set_xticks((0, 0.5, 1), ("0", "0.5", "1"))
-        axis.set_xlabel("held-out accuracy")
-    save(figure, "stability")
-
-
 def of_grpo(variant):
     return stats.column("rollout_correction", ("grpo", variant), HELD_OUT)
 
@@ -195,7 +180,7 @@ def mismatch():
     save(figure, "mismatch")
 
 
-ALL = [one_run, nine, stability, mismatch]
+ALL = [one_run, nine, mismatch]
 
 
 def main():

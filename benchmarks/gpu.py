@@ -13,12 +13,10 @@ memory_MODEL    GiB as computed by plumbing/memory.py, and as allocated by CUDA
 speed           an iteration in the shape of Qwen2.5-0.5B with random weights in bfloat16: 64 prompts
                 x 8 completions of 512 tokens, none of which ends; no KL. A pass is a decoding step
                 of the rollout, or a micro-batch of the update.
-trl_CACHE       the same by TRL (pip install trl==1.16.0) with bf16=True, by default on float32 weights.
-                A static cache takes only bfloat16 weights, and continuous batching casts them in place.
 
 Each check is a separate process, `python benchmarks/gpu.py check NAME`. After each, OUT.json is
-written: {"device", "torch", "transformers", "commit", "checks": {name: {"rows":
-{row: {column: value}}, "seconds", "ended": the error, if any}}}. Earlier checks in OUT.json are kept.
+written: {"device", "torch", "transformers", "commit", "checks": {name: {"rows": {row: {column: value}},
+"seconds", "ended": the error, if any}}}. Earlier checks in OUT.json are kept.
 On a CPU, or with --tiny, sizes are tiny: this shows that the program works, and measures nothing.
 """
 
@@ -42,7 +40,6 @@ import torch
 import transformers
 from experiments import SCRIPTS
 from safetensors.torch import load_file
-from speed import second_iteration
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
@@ -366,25 +363,6 @@ def speed_check(args):
     yield "update", timed(work, tokens, len(completions) / job.micro_batch_size, job.device)
 
 
-def trl(args, weights="float32", **options):
-    if importlib.util.find_spec("trl") is None:
-        sys.exit("skipped: TRL is not installed")
-    config, job = job_of(args, "Qwen2.5-0.5B", **SPEED)
-    policy, _ = random_policy(config, job)
-    torch.backends.cuda.enable_cudnn_sdp(True)  # PyTorch's default
-    model = policy.master.to(getattr(torch, weights))
-    problems = [problem_of(LONGEST_PROMPT)] * 2 * job.prompts_per_iteration
-    tokenizer = transformers.AutoTokenizer.from_pretrained(TINY_MOE)
-    passes = job.prompts_per_iteration * job.group_size // job.num_minibatches // job.micro_batch_size
-    options["generation_kwargs"] = {"eos_token_id": None}
-    inputs = (model, tokenizer, problems, job, passes)
-    sampling, rest, tokens = second_iteration(*inputs, **options)
-    yield "rollout", {"seconds": sampling, "tokens/s": tokens / sampling}
-    columns = {"seconds": rest, "tokens/s": tokens / rest}
-    after = str(model.dtype).removeprefix("torch.")
-    yield "update", columns | {"dtype before": weights, "dtype after": after}
-
-
 # name: generator of (row, {column: value}), in the order of importance
 CHECKS = {
     "nine_float32": functools.partial(nine, dtype="float32"),
@@ -393,9 +371,6 @@ CHECKS = {
     "memory_0.5B": functools.partial(memory_check, name="Qwen2.5-0.5B"),
     "memory_moe": functools.partial(memory_check, name="OLMoE-1B-7B"),
     "speed": speed_check,
-    "trl_dynamic": trl,
-    "trl_static": functools.partial(trl, weights="bfloat16", cache_implementation="static"),
-    "trl_continuous": functools.partial(trl, use_transformers_continuous_batching=True),
 }
 
 

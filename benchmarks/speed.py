@@ -123,19 +123,13 @@ def trl(flags, iterations, turns):
         trainer.train()
 
 
-def make_trainer(
-    model, tokenizer, problems, reward, args, turns, folder, iterations, passes=1, **options
-):
-    """TRL's GRPOTrainer with the job of grpo.py's `args`, each step in so many passes. It reports to
-    `turns` after each iteration."""
+def make_trainer(model, tokenizer, problems, reward, args, turns, folder, iterations):
+    """TRL's GRPOTrainer with the job of grpo.py's `args`; it reports after each iteration."""
     import datasets  # here, so that it is not in grpo.py's peak
     from trl import GRPOConfig, GRPOTrainer
 
     rows = [{"prompt": problem.prompt, "answer": problem.answer} for problem in problems]
     steps = args.num_minibatches
-    aux_coef = args.router_aux_coef
-    if not hasattr(model.config, "num_experts"):  # a dense model, for which only 0 is allowed
-        aux_coef = 0.0
 
     class Wait(transformers.TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -146,9 +140,9 @@ def make_trainer(
         output_dir=folder,
         use_cpu=args.device == "cpu",
         seed=args.seed,
-        per_device_train_batch_size=args.prompts_per_iteration * args.group_size // steps // passes,
-        gradient_accumulation_steps=passes,
-        steps_per_generation=steps * passes,
+        per_device_train_batch_size=args.prompts_per_iteration * args.group_size // steps,
+        gradient_accumulation_steps=1,
+        steps_per_generation=steps,
         num_generations=args.group_size,
         max_completion_length=args.max_new_tokens,
         max_steps=steps * iterations,
@@ -159,7 +153,7 @@ def make_trainer(
         epsilon=args.clip_eps_high,
         beta=args.kl_coef,
         use_bias_correction_kl=False,
-        router_aux_loss_coef=aux_coef,
+        router_aux_loss_coef=args.router_aux_coef,
         learning_rate=args.lr,
         lr_scheduler_type="constant",
         max_grad_norm=args.max_grad_norm,
@@ -171,7 +165,6 @@ def make_trainer(
         report_to=[],
         disable_tqdm=True,
         dataloader_pin_memory=False,
-        **options,
     )
     trainer = GRPOTrainer(
         model=model,
@@ -184,31 +177,6 @@ def make_trainer(
     generate = trainer._generate_single_turn
     trainer._generate_single_turn = turns.timed(generate, lambda result: sum(map(len, result[0])))
     return trainer
-
-
-def second_iteration(model, tokenizer, problems, args, passes, **options):
-    """(seconds of sampling, seconds of the rest, tokens) of TRL's second iteration, after a warm-up.
-    Every other completion has a reward."""
-    ends = []
-    turns = Turns(None)
-    turns.sampling = 0.0
-    turns.tokens = 0
-
-    def done():
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        ends.append((time.perf_counter(), turns.sampling, turns.tokens))
-
-    def reward(completions, **kwargs):
-        return [float(i % 2) for i in range(len(completions))]
-
-    turns.done = done
-    with tempfile.TemporaryDirectory() as folder:
-        inputs = (model, tokenizer, problems, reward, args, turns, folder)
-        make_trainer(*inputs, iterations=2, passes=passes, **options).train()
-    first, second = ends
-    seconds, sampling, tokens = [b - a for a, b in zip(first, second, strict=True)]
-    return sampling, seconds - sampling, tokens
 
 
 # -------------------------------------------------------------------------------------- the sampler

@@ -1,12 +1,12 @@
 """Runs the experiments of experiments.py and collects them in results/.
 
-    python benchmarks/sweep.py nine [--jobs 2] [--fresh]     # or another experiment, several, or all
+    python benchmarks/sweep.py nine [--jobs 2]     # or another experiment, several, or all
     python benchmarks/sweep.py --list
 
 Each run is a separate process with one thread and a folder under runs/sweep/. A sweep that is cut off
-continues where it stopped: runs that have ended, or have a row in results/, are not repeated (--fresh
-discards both). For an experiment X, results/X.csv has a row for each run; nine and more also have
-results/X_curves.csv with a row for each iteration.
+continues where it stopped: runs that have ended, or have a row in results/, are not repeated. For an
+experiment X, results/X.csv has a row for each run; nine and more also have results/X_curves.csv with a
+row for each iteration.
 
 The scripts run as they are. A probe around their loss records two things that no script logs: the share
 of tokens outside of PPO's range, and how large 99 % of the log-ratios are at most.
@@ -347,7 +347,6 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("names", nargs="*", help="experiments, or all")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--fresh", action="store_true", help="discard earlier runs and rows")
     parser.add_argument(
         "--list", action="store_true", help="print the experiments and what has been run"
     )
@@ -366,10 +365,6 @@ def main():
     commit = prepare()
     num_failed = 0
     for name in names:
-        if args.fresh:
-            shutil.rmtree(RUNS / name, ignore_errors=True)
-            for path in (RESULTS / f"{name}.csv", RESULTS / f"{name}_curves.csv"):
-                path.unlink(missing_ok=True)
         jobs = jobs_of(name)
         make_what_is_needed(jobs)
         num_failed += run_all(name, jobs, args.jobs, commit)
