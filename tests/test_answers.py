@@ -1,43 +1,179 @@
-r"""Two answers of different value are never the same, however they are written and whatever stands
-beside a fraction, a power, an index or a unit."""
+r"""What counts as the final answer, and which answers are equal.
+
+answers.jsonl has realistic, wrong and hostile completions, and what is expected of them: correct, wrong,
+no_answer; refused (wrong or no_answer); or another: two answers that must not be taken for the same,
+since something is glued to a fraction, a power, an index or a unit.
+"""
 
 import functools
+import json
 import random
 import re
+import time
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 
+from common import verify
 from plumbing import answers
-from plumbing.answers import canonical, is_same
+from plumbing.answers import canonical, final_answer, is_same
 
-NOT_THE_SAME = r"""
-    \frac{7}{7}1 | 7/71          \frac771 | 7/71              \frac{7}{7}0 | 7/70
-    \frac{7}{7}.1 | 7/7.1        \frac{\pi}{7}1 | \pi/71      \frac{x}{7}1 | x/71
-    \frac{\sqrt{7}}{7}1 | \sqrt{7}/71                         \frac{7}{7}\!1 | 7/71
-    \frac{1}{2}x | 1/2x          \frac{1}{2}^2 | 1/2^2        \frac{1}{2}! | 1/2!
-    3/\frac{1}{2} | 3/1/2        x\frac{-1}{2} | x-1/2        x^\frac{1}{2} | x^1/2
-    \frac{1\pm\sqrt{5}}{2} | 1\pm\sqrt{5}/2                   \frac{a:b}{2} | a:b/2
-    2\frac121 | 2 1/21           \sqrt21 | \sqrt{21}          \sqrt\text{21} | \sqrt21
-    x^{7}1 | x^71                10^{7}1 | 10^71              x_{7}1 | x_71
-    x^{a}b | x^ab                x^{7}.5 | x^7.5              x^{+}1 | x^+1
-    5 cm^{2}1 | 5 cm^21          5^\circ3 | 53                5^\circ C | 5
-    7**5/8 | 7 5/8               x ** 2 | x 2                 7** \frac{7}{1} | 7\frac{7}{1}
-    7$5$/8 | 7 5/8               7\(5\)/8 | 7 5/8             7\text{5}/8 | 7 5/8
-    3$6$5 | 3 6 5                7\left5/8 | 7 5/8            3\!65 | 3 65
-    (1\,234) | (1, 234)          1,234x | 1, 234x             2^1\,000 | 2^1000
-    \frac{9}{8}% | 9/8           \frac98\% | 9/8              1/2 percent | 1/2
-    71 Mm | 71 mm                71 ML | 71 ml                5 MW | 5 mW
-    9\Pi | 9\pi                  2X | 2x                      5/m | 5
-"""
+CASES = [json.loads(line) for line in (Path(__file__).parent / "answers.jsonl").open()]
 
 
-@pytest.mark.parametrize("pair", re.split(r"\s{3,}", NOT_THE_SAME.strip()))
-def test_what_is_glued_to_its_neighbour_is_another_answer(pair):
-    one, other = pair.split(" | ")
-    assert not is_same(one, other) and not is_same(other, one)
-    assert is_same(one, one) and is_same(other, other)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["text"][:40])
+def test_answer(case):
+    gold, text, expected = case["gold"], case["text"], case["expected"]
+    reward, verdict = verify(text, gold)
+    assert reward == (expected == "correct") and reward == (verdict == "correct")
+    if expected in ("wrong", "no_answer"):
+        assert verdict == expected
+    found = final_answer(text)
+    assert (found is None) == (verdict == "no_answer")
+    if expected in ("correct", "another"):  # each is right for itself, in both directions
+        assert verify("#### " + gold, gold) == verify("#### " + found, found) == (1.0, "correct")
+        assert is_same(gold, found) == is_same(found, gold) == (expected == "correct")
+    assert verify(text, gold, truncated=True) == (0.0, "truncated")  # it may go on: 36 of 365
 
+
+def test_an_answer_that_is_too_long_is_no_answer():
+    assert verify("#### " + "0" * 900 + "365", "365") == (1.0, "correct")
+    assert verify("#### " + "0" * 1000 + "365", "365") == (0.0, "no_answer")
+    assert verify("\\boxed{" + "0" * 1000 + "365}", "365") == (0.0, "no_answer")
+    assert verify("\\boxed " + "0" * 1000 + "365", "365") == (0.0, "no_answer")
+    assert verify("#### " + "9" * 900, "9" * 10**6) == (0.0, "wrong")
+
+
+MEGABYTE = 10**6
+SLACK = 0.005  # seconds, for what is short
+
+
+def seconds(text):
+    """CPU time that the verifier takes, at best of three: the machine may be busy."""
+    times = []
+    for _ in range(3):
+        start = time.thread_time()
+        verify(text, "365")
+        times.append(time.thread_time() - start)
+    return min(times)
+
+
+REPEATED = ["#### ", "\\boxed ", " ", "\n", "a\n", "1 ", " cm", " per ", "\u0663"]
+REPEATED += r"{ } {} # ###x 9 9, 9/ 1/ a - $ \$ \ ** x= \boxed{ \boxed{{".split()
+REPEATED += r"\text{ \frac \frac{ \sqrt{".split()
+
+
+@pytest.mark.parametrize("piece", REPEATED)
+def test_two_megabytes_take_twice_as_long_as_one(piece):
+    """Four times, as a search within a search would, are too many."""
+    text = piece * (MEGABYTE // len(piece))
+    for start in ("", "#### ", "\\boxed{", "\\boxed ", "#### 1\n"):
+        for end in ("", "}", "#### 1", "\\boxed{1}"):
+            assert seconds(start + 2 * text + end) < 3 * seconds(start + text + end) + SLACK
+
+
+PIECES = [" ", " ", "\n", ".."]
+PIECES += "365 36 5 0 1 , . / - + $ $$ \\$ % \\% \\! \\, \\; ~ ** { } {,} ^ ^2 _2 ( ) \\( \\) =".split()
+PIECES += r"x= Answer: \text{ \mathrm{ \left \right \frac \frac{ \sqrt \pi \cdot ^\circ °".split()
+PIECES += "cm m L dollars USD people per /day square million k dozen and".split()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_an_answer_of_the_greatest_length_takes_little_longer_than_half_of_it(seed):
+    rng = random.Random(seed)
+    for _ in range(40):
+        some = rng.sample(PIECES, 4)
+        text = "".join(rng.choices(some, k=1000))
+        assert seconds("#### " + text[:990]) < 8 * seconds("#### " + text[:495]) + SLACK
+
+
+LONG = [
+    "#### 9" + "9" * 5000,
+    "#### 365" + "0" * 5000,
+    "#### 365." + "0" * 5000 + "1",
+    "#### 1/" + "3" * 5000,
+    "}" * 100 + "{" * 100,
+    "#### 866\n\\boxed{" + "9" * 1000 + "}",
+    "\\boxed{" * MEGABYTE,
+    "\\boxed{" + "{" * MEGABYTE,
+    "\\boxed{" + "{}" * (MEGABYTE // 2) + "}",
+    "####" * (MEGABYTE // 4),
+    "#" * MEGABYTE + "x",
+    "#### " + "9" * MEGABYTE,
+    "#### " + "9," * (MEGABYTE // 2),
+    "#### " + "-" * MEGABYTE,
+    "#### " + " " * MEGABYTE + "366",
+    "#### " + "1/" * (MEGABYTE // 2),
+    "\n" * MEGABYTE,
+    "a" * MEGABYTE,
+    "\u0663" * MEGABYTE,
+]
+
+
+def test_long_texts_are_refused_without_an_error():
+    for text in LONG:
+        assert verify(text, "365")[0] == verify(text, "866")[0] == 0.0, text[:60]
+    assert verify("x" * MEGABYTE + "#### 365" + "\n" + "y" * MEGABYTE, "365") == (1.0, "correct")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_text_is_never_an_error(seed):
+    """Strings made of the verifier's own syntax: what it calls right equals the gold answer."""
+    rng = random.Random(seed)
+    pieces = [*r"#### \boxed{ { } 365 36 5 . , / $ % - + 0".split(), " ", "\n"]
+    for _ in range(500):
+        text = "".join(rng.choices(pieces, k=rng.randint(0, 12)))
+        reward, why = verify(text, "365")
+        assert reward == (why == "correct")
+        assert (final_answer(text) is None) == (why == "no_answer")
+        if reward:
+            assert Fraction(re.sub(r"[$%, ]", "", final_answer(text)).rstrip(".")) == 365
+
+
+def without_notation(answer):
+    """Notation and units taken off, in another way than the verifier does it."""
+    answer = answer.replace("\\!", "").replace("\\circ", "°").replace("{,}", ",")
+    answer = re.sub(r"\\(?:text|mathrm|left|right)(?![a-z])|\\[,;()$%]|[*$%{}~\s]", " ", answer)
+    answer = re.sub(r" +", " ", answer)
+    answer = re.sub(r"^ ?(?:Answer:)? ?(?:= ?)?(?:[a-zA-Z](?:_2)? ?= ?)?", "", answer)
+    unit = r"(?:square )?(?:day|cm|km|mm|m|mL|L|dollars|USD|people)(?: ?\^ ?2)?(?![A-Za-z])"
+    answer = re.sub(rf"(?: ?(?:square|per)? ?\^? ?°)?(?:(?:per |/) ?{unit}| ?{unit})*", "", answer)
+    return answer.strip().removesuffix(".").strip()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_notation(seed):
+    """No answer made of notation is an error, and what is called right is 365 and no more."""
+    rng = random.Random(seed)
+    number_right = 0
+    for _ in range(2000):
+        before = "".join(rng.choices(PIECES, k=rng.randint(0, 3)))
+        after = "".join(rng.choices(PIECES, k=rng.randint(0, 4)))
+        box = rng.choice(["#### {}", "\\boxed{{{}}}", "\\boxed {}"])
+        text = box.format(before + "365" + after)
+        reward, why = verify(text, "365")
+        assert reward == (why == "correct")
+        if reward:
+            number_right += 1
+            left = without_notation(final_answer(text))
+            assert re.fullmatch(r"[+]? ?0*365(\.0+)?", left), text
+    assert number_right > 100
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_notation_against_random_notation(seed):
+    """Neither side of a comparison is ever an error, and every answer is right for itself."""
+    rng = random.Random(seed)
+    for _ in range(500):
+        one, other = ("".join(rng.choices(PIECES, k=rng.randint(1, 12))) for _ in range(2))
+        assert verify("#### " + one, other)[1] in ("correct", "wrong", "no_answer")
+        found = final_answer("#### " + one)
+        if found is not None:
+            assert canonical(found) == canonical(final_answer("#### " + found))
+
+
+# -------------------------------------------------- answers of different value are never the same
 
 NUMBERS = ["1", "7", "71"]
 ONE_UNIT = {"mm": "mm", "ml": "ml", "mL": "ml", "Mm": None, "MM": None, "ML": None, "Ml": None}
