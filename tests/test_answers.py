@@ -1,8 +1,8 @@
 r"""What counts as the final answer, and which answers are equal.
 
-answers.jsonl has realistic, wrong and hostile completions, and what is expected of them: correct, wrong,
-no_answer; refused (wrong or no_answer); or another: two answers that must not be taken for the same,
-since something is glued to a fraction, a power, an index or a unit.
+answers.jsonl has realistic, wrong and hostile completions, and the verdict expected of each: correct,
+wrong, no_answer; refused (wrong or no_answer); or another: two answers that must not be taken for the
+same, since something is glued to a fraction, a power, an index or a unit.
 """
 
 import functools
