@@ -3,7 +3,6 @@ is tested with the nine."""
 
 import importlib.util
 import itertools
-import math
 import os
 import shlex
 import signal
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import MORE, ROOT, flags_it_has, path_of, run_process, script_args
-from test_runs import CLIPS, COMMON_KEYS, GROUPS, SMALL, keys, metrics, small, untimed, weights
+from test_runs import SMALL, small, untimed, weights
 
 from plumbing.run import Run
 
@@ -132,40 +131,12 @@ def test_expected_gradient_of_reinforce_is_the_true_one(baseline):
 
 # -------------------------------------------------------------------------------------------- runs
 
-EXTRA_KEYS = {
-    "more.reinforce": GROUPS - {"rollout/frac_zero_std_groups"},
-    "more.rloo": GROUPS,
-    "more.vapo": CLIPS
-    | GROUPS - {"rollout/frac_zero_std_groups"}
-    | keys("losses/", "value_loss explained_variance kl_ref positive_lm_loss"),
-}
-
-
-def check_metrics(name, folder):
-    lines = metrics(folder)
-    for line in lines:
-        logged = {key for key in line if not key.startswith(("eval/", "iteration"))}
-        assert logged == COMMON_KEYS | EXTRA_KEYS[name]
-        assert all(math.isfinite(value) for value in line.values())
-        assert line["losses/first_step_ratio_error_max"] < 1e-4 and line["charts/grad_norm"] > 0
-        if name != "more.vapo":  # one step per rollout
-            assert line["losses/ratio_max"] == 1 and line["losses/approx_kl"] == 0
-    return lines
-
-
-@pytest.mark.parametrize("name", ["more.rloo", "more.vapo"])
-def test_run_logs_sensible_numbers(name, tmp_path):
-    result = small(name, "--run_dir", tmp_path, "--iterations", 2, held_out=8)
-    assert result.returncode == 0 and "held-out" in result.stdout, result.stderr
-    check_metrics(name, tmp_path)
-
 
 def test_run_of_reinforce_continues_with_its_baseline(tmp_path):
     """Stopped after its first iteration and resumed, it is the run that never stopped."""
     for folder, count in (("whole", 3), ("parts", 1), ("parts", 3)):
         flags = ("--iterations", count, "--eval_every", 0, "--resume", "--run_dir", tmp_path / folder)
         assert small("more.reinforce", *flags, held_out=8).returncode == 0
-    check_metrics("more.reinforce", tmp_path / "whole")
     assert untimed(tmp_path / "parts")[1:] == untimed(tmp_path / "whole")[1:]
     a, b = weights(tmp_path / "whole"), weights(tmp_path / "parts")
     assert all(torch.equal(a[key], b[key]) for key in a)
