@@ -1,12 +1,112 @@
-"""The identities that pin each objective down with numbers worked out by hand; all in float64."""
+"""The identities of the objectives, with numbers worked out by hand, and what holds for every loss:
+splits, permutations and padding change nothing, extremes stay finite, statistics count what they say.
+All in float64. The objectives as double loops are in conformance/reference.py, and test_conformance.py
+compares the scripts with their results."""
 
 import math
 
 import pytest
 import torch
-from conftest import SCRIPTS, keywords_of, script_args
+from conftest import MORE, SCRIPTS, keywords_of, normaliser_of, script_args
+
+import dapo
+import grpo
+import ppo
+import rspo
+from conformance import reference
 
 F64 = torch.float64
+WITH_GROUPS = [name for name in SCRIPTS if name != "ppo"]
+
+# Narrow ranges where the default would hardly ever bind on the data below.
+NARROW = {"clip_eps_low": 0.05, "clip_eps_high": 0.07}
+WIDE = {"clip_eps_low": 0.2, "clip_eps_high": 0.2}
+CASES = {
+    "ppo": ("ppo", {}, ("A_BT",)),
+    "ppo, A_i": ("ppo", {}, ()),
+    "grpo without KL": ("grpo", {}, ()),
+    "grpo": ("grpo", {}, ("ref",)),
+    "grpo, corrected KL": ("grpo", {"kl_is_corrected": True, "kl_coef": 0.3}, ("ref",)),
+    "grpo, asymmetric": ("grpo", {"clip_eps_low": 0.1, "clip_eps_high": 0.3}, ()),
+    "grpo, A_it": ("grpo", {}, ("ref", "A_BT")),
+    "dr_grpo": ("dr_grpo", {}, ()),
+    "dr_grpo, A_it": ("dr_grpo", {}, ("A_BT",)),
+    "dapo": ("dapo", {}, ()),
+    "dapo, A_it": ("dapo", {}, ("A_BT",)),
+    "gspo": ("gspo", NARROW, ()),
+    "gspo_token": ("gspo", {**NARROW, "variant": "gspo_token"}, ()),
+    "gspo_token, A_it": ("gspo", {**WIDE, "variant": "gspo_token"}, ("A_BT",)),
+    "cispo": ("cispo", {"is_weight_cap": 1.2}, ()),
+    "cispo, floor": ("cispo", {"is_weight_cap": 1.2, "is_weight_floor": 0.9}, ()),
+    "cispo, A_it": ("cispo", {"is_weight_cap": 1.2}, ("A_BT",)),
+    "cispo, PPO mask": ("cispo", {"ppo_mask": True}, ()),
+    "cispo, PPO mask, A_it": ("cispo", {"ppo_mask": True}, ("A_BT",)),
+    "gmpo": ("gmpo", {"log_ratio_clip": 0.2}, ()),
+    "gmpo, sequence": ("gmpo", {"log_ratio_clip": 0.3, "clip_level": "sequence"}, ()),
+    "rspo": ("rspo", {"log_ratio_clip": 0.2}, ("gamma",)),
+    "rspo, literal": ("rspo", {"log_ratio_clip": 0.2, "shift": "literal"}, ("gamma",)),
+    "rspo, before clip": ("rspo", {"log_ratio_clip": 0.2, "shift": "before_clip"}, ("gamma",)),
+    "sapo": ("sapo", {"tau_pos": 1.0, "tau_neg": 1.5}, ()),
+    "sapo, A_it": ("sapo", {"tau_pos": 1.0, "tau_neg": 1.5}, ("A_BT",)),
+    "reinforce": ("more.reinforce", {}, ()),
+    "reinforce, A_it": ("more.reinforce", {}, ("A_BT",)),
+    "rloo": ("more.rloo", {}, ()),
+    "vapo": ("more.vapo", {}, ("A_BT",)),
+}
+WITHOUT_CLIP = ("sapo", "more.reinforce", "more.rloo")
+
+
+def data(wants, seed=0, groups=3, group_size=4, T=9):
+    """Random log-probs with ratios in and out of every range, advantages of both signs and 0, any
+    lengths."""
+    g = torch.Generator().manual_seed(seed)
+    B = groups * group_size
+    lengths = torch.randint(1, T + 1, (B,), generator=g)
+    lengths[0] = T
+    mask = torch.arange(T)[None] < lengths[:, None]
+    old = -2 * torch.rand(B, T, generator=g, dtype=torch.float64)
+    lp = old + 0.35 * torch.randn(B, T, generator=g, dtype=torch.float64)
+    adv = torch.randn(B, 1, generator=g, dtype=torch.float64)
+    if "A_BT" in wants:
+        adv = torch.randn(B, T, generator=g, dtype=torch.float64)
+    adv[1] = 0.0
+    extra = {}
+    if "ref" in wants:
+        extra["ref_logprobs_BT"] = old + 0.3 * torch.randn(B, T, generator=g, dtype=torch.float64)
+    if "gamma" in wants:
+        extra["router_shift_BT"] = 0.7 + 0.3 * torch.rand(B, T, generator=g, dtype=torch.float64)
+    return lp.requires_grad_(), old, adv, mask, lengths.tolist(), extra
+
+
+def literal_objective(name, args, lp, old, adv, mask, extra):
+    """J by the double loop; `extra` has the names of the scripts' keywords."""
+    fields = {"logprobs": lp, "old_logprobs": old, "advantages": adv.expand_as(lp), "mask": mask}
+    given = {key.removesuffix("_BT"): value for key, value in extra.items()}
+    b = reference.batch(**(vars(args) | fields | given))
+    return getattr(reference, name.removeprefix("more."))(b)
+
+
+def loss_and_grad(module, args, lp, old, adv, mask, extra, split=None):
+    """policy_loss over micro-batches of `split` rows, and the gradient with respect to lp. The
+    normaliser is given: that of all rows."""
+    lp = lp.detach().clone().requires_grad_()
+    normaliser = normaliser_of(module.policy_loss, len(lp), mask.sum().item())
+    total = 0
+    for rows in torch.arange(len(lp)).split(split or len(lp)):
+        extra_rows = {key: value[rows] for key, value in extra.items()}
+        keywords = keywords_of(module.policy_loss, args, **normaliser, **extra_rows)
+        loss, stats = module.policy_loss(lp[rows], old[rows], adv[rows], mask[rows], **keywords)
+        assert all(torch.isfinite(torch.as_tensor(value)).all() for value in stats.values()), stats
+        total = total + loss
+    total.backward()
+    return total.detach(), lp.grad
+
+
+@pytest.fixture(params=CASES, ids=lambda case: case)
+def case(request):
+    name, changes, wants = CASES[request.param]
+    module, args = script_args(name, **changes)
+    return name, module, args, wants
 
 
 def tensor(x):
@@ -27,6 +127,9 @@ def on_policy():
     mask = tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1], [1, 1, 0, 0]])
     lp = -torch.arange(1, 17, dtype=F64).view(4, 4) / 7
     return lp, lp.clone(), tensor([[1.5], [-0.5], [0.25], [-2.0]]), mask
+
+
+# --------------------------------------------------------------------------------------- identities
 
 
 VARIANTS = {
@@ -63,27 +166,21 @@ def test_first_step_gradient(variant):
     assert (grad[mask == 0] == 0).all()
 
 
-def test_group_advantages():
-    """2: with and without the std; groups do not mix."""
-    rewards = tensor([[1, 0, 0, 0], [3, 3, 3, 7]])
-    for name in set(SCRIPTS) - {"ppo"}:
-        module, _ = script_args(name)
-        A = module.compute_advantages(rewards)
-        expected = [[1.5, -0.5, -0.5, -0.5], [-0.5, -0.5, -0.5, 1.5]]
-        if name == "dr_grpo":
-            expected = [[0.75, -0.25, -0.25, -0.25], [-1, -1, -1, 3]]
-        torch.testing.assert_close(A, tensor(expected), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", sorted(set(SCRIPTS) - {"ppo"}))
-def test_equal_rewards_give_exactly_zero(name, dtype):
-    """2: the float32 mean of seven times 0.1 is not 0.1, and that must not become an advantage."""
+@pytest.mark.parametrize("name", WITH_GROUPS)
+def test_group_advantages(name):
+    """2: with and without the std; groups do not mix; the float32 mean of seven times 0.1 is not 0.1,
+    and that must not become an advantage."""
     module, _ = script_args(name)
-    rewards = torch.full((2, 7), 0.1, dtype=dtype)
-    rewards[1, 3] = 0.2
-    A = module.compute_advantages(rewards)
-    assert (A[0] == 0).all() and (A[1] != 0).all()
+    expected = [[1.5, -0.5, -0.5, -0.5], [-0.5, -0.5, -0.5, 1.5]]
+    if name == "dr_grpo":
+        expected = [[0.75, -0.25, -0.25, -0.25], [-1, -1, -1, 3]]
+    A = module.compute_advantages(tensor([[1, 0, 0, 0], [3, 3, 3, 7]]))
+    torch.testing.assert_close(A, tensor(expected), rtol=1e-5, atol=1e-5)
+    for dtype in (torch.float32, F64):
+        rewards = torch.full((2, 7), 0.1, dtype=dtype)
+        rewards[1, 3] = 0.2
+        A = module.compute_advantages(rewards)
+        assert (A[0] == 0).all() and (A[1] != 0).all()
 
 
 CLIP_TABLE = [(-10, 0.5, -8, 0), (-10, 1.5, -15, -15), (10, 1.5, 12, 0), (10, 0.5, 5, 5)]
@@ -122,19 +219,21 @@ def test_gspo_token():
     torch.testing.assert_close(grad, s * A / 3, rtol=1e-7, atol=0)
 
 
-def test_sapo_gate():
-    """5: f'(1) = 1 for every tau, f'(2) at tau 1 by hand, and f(1) = 2 / tau."""
-    for A, tau in ((1.0, 1.0), (-1.0, 1.05)):
-        for r in (0.2, 1.0, 2.0):
-            grad, J = gradient(
-                "sapo", tensor([[math.log(r)]]), tensor([[0.0]]), tensor([[A]]), tensor([[1]])
-            )
-            slope = 1 / math.cosh(tau * (r - 1) / 2) ** 2
-            assert grad.item() == pytest.approx(slope * r * A, rel=1e-12)
-            if r == 1:
-                assert slope == 1 and J == pytest.approx(A * 2 / tau, rel=1e-12)
-            if r == 2 and A == 1:
-                assert slope == pytest.approx(0.7864477, abs=1e-7)
+@pytest.mark.parametrize("A, tau", [(1.0, 1.0), (-1.0, 1.05)])
+def test_sapo_gate(A, tau):
+    """5: f'(1) = 1 for every tau, f'(2) at tau 1 by hand, and f(1) = 2 / tau. The slope is logged."""
+    module, _ = script_args("sapo")
+    for r in (0.2, 1.0, 2.0):
+        inputs = tensor([[math.log(r)]]), tensor([[0.0]]), tensor([[A]]), tensor([[1]])
+        grad, J = gradient("sapo", *inputs)
+        slope = 1 / math.cosh(tau * (r - 1) / 2) ** 2
+        assert grad.item() == pytest.approx(slope * r * A, rel=1e-12)
+        _, stats = module.policy_loss(*inputs)
+        assert stats["gate_slope"].item() == pytest.approx(slope, rel=1e-12)
+        if r == 1:
+            assert slope == 1 and J == pytest.approx(A * 2 / tau, rel=1e-12)
+        if r == 2 and A == 1:
+            assert slope == pytest.approx(0.7864477, abs=1e-7)
 
 
 def test_gmpo_without_clip_is_gspo_without_clip():
@@ -168,25 +267,6 @@ def test_gmpo_is_below_the_arithmetic_mean_and_tames_an_outlier():
     assert grpo[0, 7].item() == pytest.approx(-math.exp(10) / 100, rel=1e-12)
 
 
-def test_gmpo_clip_of_the_whole_product():
-    """The counter-example of the paper: the sum of the log-ratios is clipped, on the side that A asks
-    for, and then divided by |o|. Where it binds, the whole completion has no gradient."""
-    log_r = tensor([[0.3, 0.3, 0.3]])
-    old = torch.zeros(1, 3, dtype=F64)
-    mask = torch.ones(1, 3)
-    changes = {"clip_level": "sequence", "log_ratio_clip": 0.4}
-    grad, J = gradient("gmpo", log_r, old, tensor([[1.0]]), mask, changes)
-    assert J == pytest.approx(math.exp(0.4 / 3), rel=1e-12) and (grad == 0).all()
-    grad, J = gradient("gmpo", log_r, old, tensor([[-1.0]]), mask, changes)
-    assert J == pytest.approx(-math.exp(0.9 / 3), rel=1e-12)
-    torch.testing.assert_close(grad, torch.full_like(grad, -math.exp(0.3) / 3), rtol=1e-12, atol=0)
-    # The mirror image, and a sum inside the range: 0.3 is less than 0.4, though their mean is the same.
-    grad, J = gradient("gmpo", -log_r, old, tensor([[-1.0]]), mask, changes)
-    assert J == pytest.approx(-math.exp(-0.4 / 3), rel=1e-12) and (grad == 0).all()
-    grad, J = gradient("gmpo", log_r[:, :1], old[:, :1], tensor([[1.0]]), mask[:, :1], changes)
-    assert J == pytest.approx(math.exp(0.3), rel=1e-12) and grad.item() == pytest.approx(math.exp(0.3))
-
-
 def test_rspo_against_gmpo():
     """7: gamma = 1 is gmpo; gamma = c scales damped by c and literal by c^sgn(A); the floor holds."""
     lp, old, adv, mask = on_policy()
@@ -212,8 +292,6 @@ def test_rspo_against_gmpo():
 def test_router_shift_by_hand():
     """7: two layers, K = 2, layer 1 from (.5, .25) to (.4, .3); a constant on all logits changes
     nothing."""
-    import rspo
-
     old = tensor([0.5, 0.25, 0.15, 0.10]).log(), tensor([0.1, 0.2, 0.3, 0.4]).log()
     new = tensor([0.4, 0.3, 0.2, 0.1]).log(), tensor([0.1, 0.2, 0.3, 0.4]).log()
     old, new = (tuple(layer.view(1, 1, 4) for layer in layers) for layers in (old, new))
@@ -269,62 +347,26 @@ def test_normalisers_agree_for_equal_lengths():
 
 
 def test_soft_overlong_punishment():
-    """10: what is cut off has 20 tokens too."""
-    module, _ = script_args("dapo")
+    """10: a completion that is cut off has 20 tokens too."""
     lengths = torch.tensor([3, 12, 16, 20])
-    penalty = module.overlong_penalty(lengths, max_new_tokens=20, overlong_cache=8)
+    penalty = dapo.overlong_penalty(lengths, max_new_tokens=20, overlong_cache=8)
     assert penalty.tolist() == [0, 0, -0.5, -1]
 
 
-def test_gae_by_hand():
-    """11: three lambdas; garbage in padding changes nothing; rows do not mix."""
-    import ppo
+GAE_TABLE = [(0.95, [0.46575, 0.385, 0.3]), (1.0, [0.5, 0.4, 0.3]), (0.0, [0.1, 0.1, 0.3])]
 
+
+@pytest.mark.parametrize("lam, expected", GAE_TABLE)
+def test_gae_by_hand(lam, expected):
+    """11"""
     rewards, values, mask = tensor([[0, 0, 1.0]]), tensor([[0.5, 0.6, 0.7]]), tensor([[1, 1, 1]])
-    A, returns = ppo.compute_gae(rewards, values, mask, 1.0, 0.95)
-    torch.testing.assert_close(A, tensor([[0.46575, 0.385, 0.3]]))
-    torch.testing.assert_close(returns, tensor([[0.96575, 0.985, 1.0]]))
-    torch.testing.assert_close(ppo.compute_gae(rewards, values, mask, 1.0, 1.0)[0], 1 - values)
-    torch.testing.assert_close(
-        ppo.compute_gae(rewards, values, mask, 1.0, 0.0)[0], tensor([[0.1, 0.1, 0.3]])
-    )
-    bad = float("nan")
-    padding = ((rewards, bad), (values, bad), (mask, 0))
-    wide = [torch.cat([x, tensor([[y, y]])], dim=1) for x, y in padding]
-    rows = [
-        torch.cat([x, torch.rand(1, 5, dtype=F64) if i < 2 else torch.ones(1, 5)])
-        for i, x in enumerate(wide)
-    ]
-    A2, returns2 = ppo.compute_gae(*rows, 1.0, 0.95)
-    torch.testing.assert_close(A2[:1, :3], A)
-    torch.testing.assert_close(returns2[:1, :3], returns)
-    assert (A2[0, 3:] == 0).all() and (returns2[0, 3:] == 0).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_gae_skips_holes(dtype):
-    """11: tool output inside a completion, and prompt padding before it: the same, to the bit, as
-    without these places, where both results are 0."""
-    import ppo
-
-    g = torch.Generator().manual_seed(6)
-    rewards, values = (torch.randn(4, 9, generator=g, dtype=dtype) for _ in range(2))
-    mask = torch.rand(4, 9, generator=g) < 0.6
-    rewards[~mask] = float("nan")
-    values[~mask] = 1e9
-    A, returns = ppo.compute_gae(rewards, values, mask, 0.9, 0.8)
-    assert (A[~mask] == 0).all() and (returns[~mask] == 0).all()
-    for i in range(4):
-        closed = [x[i, mask[i]][None] for x in (rewards, values, mask)]
-        A_closed, returns_closed = ppo.compute_gae(*closed, 0.9, 0.8)
-        assert torch.equal(A[i, mask[i]], A_closed[0])
-        assert torch.equal(returns[i, mask[i]], returns_closed[0])
+    A, returns = ppo.compute_gae(rewards, values, mask, 1.0, lam)
+    torch.testing.assert_close(A, tensor([expected]))
+    torch.testing.assert_close(returns, A + values)
 
 
 def test_the_last_reward_stands_on_the_last_token():
     """Also where the mask has holes; the value after it is that of the next place."""
-    import ppo
-
     mask = torch.tensor([[1, 1, 0, 1, 0], [1, 1, 1, 1, 1], [0, 1, 0, 0, 0]]).bool()
     values = torch.arange(18.0).view(3, 6)
     is_cut_off = tensor([[1.0], [1.0], [0.0]])
@@ -337,20 +379,7 @@ def test_the_last_reward_stands_on_the_last_token():
     assert torch.equal(rewards, expected)
 
 
-def test_value_loss_and_whitening():
-    import ppo
-
-    # The clipped value is 0.7: too far from 1 by 0.3, so the larger error counts and has no gradient.
-    v = tensor([[0.9, 0.1]]).requires_grad_()
-    inputs = v, tensor([[0.5, 0.0]]), tensor([[1.0, 0.0]]), tensor([[1, 1]])
-    loss = ppo.value_loss(*inputs, value_clip=0.2, num_tokens=2)
-    loss.backward()
-    assert loss.item() == pytest.approx((0.09 + 0.01) / 2)
-    assert v.grad.tolist() == [[0.0, pytest.approx(0.1)]]
-    assert ppo.value_loss(*inputs, num_tokens=4).item() == pytest.approx(loss.item() / 2)
-    assert ppo.value_loss(*inputs) == ppo.value_loss(*inputs, num_tokens=None) == loss
-    first = [x[:, :1] for x in inputs]
-    assert ppo.value_loss(*first, value_clip=0.0).item() == pytest.approx(0.01)
+def test_whitening():
     x = tensor([[1.0, 2, 3, float("nan")], [9, 5, float("inf"), 0]])
     mask = tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
     white = ppo.whiten(x, mask)[mask.bool()]
@@ -360,55 +389,188 @@ def test_value_loss_and_whitening():
 
 def k3_of(log_ratio_ref_over_pi):
     """The KL term that grpo computes for one token: its loss at kl_coef 1 with A = 0."""
-    module, args = script_args("grpo", kl_coef=1.0)
     lp = tensor([[-1.0]])
-    keywords = keywords_of(module.policy_loss, args, ref_logprobs_BT=lp + log_ratio_ref_over_pi)
-    loss, stats = module.policy_loss(lp, lp, tensor([[0.0]]), tensor([[1]]), **keywords)
+    keywords = {"kl_coef": 1.0, "ref_logprobs_BT": lp + log_ratio_ref_over_pi}
+    loss, stats = grpo.policy_loss(lp, lp, tensor([[0.0]]), tensor([[1]]), **keywords)
     assert loss.item() == stats["kl_ref"].item()
     return loss.item()
 
 
-def test_k3_by_hand():
-    """12: log(pi / ref) = 0.2; the reversed formula would give 0.0214028."""
-    assert k3_of(-0.2) == pytest.approx(0.0187308, abs=1e-7)
-
-
 def test_k3_is_the_kl_in_expectation():
-    """12: by enumeration over a vocabulary of five."""
+    """12: log(pi / ref) = 0.2 by hand, where the reversed formula would give 0.0214028; the mean by
+    enumeration over a vocabulary of five."""
+    assert k3_of(-0.2) == pytest.approx(0.0187308, abs=1e-7)
     g = torch.Generator().manual_seed(3)
     pi, ref = (torch.randn(5, generator=g, dtype=F64).log_softmax(0) for _ in range(2))
     kl = (pi.exp() * (pi - ref)).sum().item()
-    assert sum(pi[a].exp().item() * k3_of((ref - pi)[a].item()) for a in range(5)) == pytest.approx(
-        kl, rel=1e-10
-    )
+    mean = sum(pi[a].exp().item() * k3_of((ref - pi)[a].item()) for a in range(5))
+    assert mean == pytest.approx(kl, rel=1e-10)
 
 
-def test_corrected_k3_has_the_gradient_of_the_kl():
-    """12: E_old[grad(r k3)] = grad KL(pi || ref), which plain k3 or a detached ratio would miss."""
+@pytest.mark.parametrize("is_sampled_by_another", [False, True])
+def test_corrected_k3_has_the_gradient_of_the_kl(is_sampled_by_another):
+    """12: E_old[grad(r k3)] = grad KL(pi || ref), and E_mu[grad(rho r k3)] where mu samples. By
+    enumeration over a vocabulary of five; without r, or without rho, it is another gradient."""
     g = torch.Generator().manual_seed(4)
-    logits, old, ref = (torch.randn(5, generator=g, dtype=F64) for _ in range(3))
-    old, ref = old.log_softmax(0), ref.log_softmax(0)
+    logits = torch.randn(5, generator=g, dtype=F64, requires_grad=True)
+    old, ref, mu = (torch.randn(5, generator=g, dtype=F64).log_softmax(0) for _ in range(3))
+    if not is_sampled_by_another:
+        mu = old
+    pi = logits.log_softmax(0)
+    (expected,) = torch.autograd.grad((pi.exp() * (pi - ref)).sum(), logits, retain_graph=True)
 
-    def expected_gradient(corrected, detach=False):
-        module, args = script_args("grpo", kl_coef=1.0, kl_is_corrected=corrected)
-        theta = logits.clone().requires_grad_()
+    def gap(is_corrected, rho):
         total = 0
         for a in range(5):
-            lp = theta.log_softmax(0)[a].view(1, 1)
-            x = ref[a].view(1, 1)
-            if detach:
-                k3 = (x - lp).exp() - (x - lp) - 1
-                loss = ((lp - old[a]).exp().detach() * k3).sum()
-            else:
-                keywords = keywords_of(module.policy_loss, args, ref_logprobs_BT=x)
-                inputs = lp, old[a].view(1, 1), tensor([[0.0]]), tensor([[1]])
-                loss, _ = module.policy_loss(*inputs, **keywords)
-            total = total + old[a].exp() * loss
-        return torch.autograd.grad(total, theta)[0]
+            inputs = pi[a].view(1, 1), old[a].view(1, 1), tensor([[0.0]]), tensor([[1]])
+            extra = {"ref_logprobs_BT": ref[a].view(1, 1), "rollout_ratio_BT": rho[a].view(1, 1)}
+            keywords = {"kl_coef": 1.0, "kl_is_corrected": is_corrected}
+            loss, _ = grpo.policy_loss(*inputs, **keywords, **extra)
+            total = total + mu[a].exp() * loss
+        (found,) = torch.autograd.grad(total, logits, retain_graph=True)
+        return (found - expected).abs().max()
 
-    theta = logits.clone().requires_grad_()
-    pi = theta.log_softmax(0)
-    (kl_grad,) = torch.autograd.grad((pi.exp() * (pi - ref)).sum(), theta)
-    torch.testing.assert_close(expected_gradient(True), kl_grad, rtol=1e-10, atol=1e-12)
-    assert (expected_gradient(False) - kl_grad).abs().max() > 1e-2
-    assert (expected_gradient(True, detach=True) - kl_grad).abs().max() > 1e-2
+    assert gap(True, (old - mu).exp()) < 1e-12
+    assert gap(False, (old - mu).exp()) > 0.01
+    assert is_sampled_by_another == bool(gap(True, torch.ones(5, dtype=F64)) > 0.01)
+
+
+# ---------------------------------------------------------------------------------------- every loss
+
+
+@pytest.mark.parametrize("name", [*SCRIPTS, *MORE])
+def test_an_advantage_without_its_second_axis_is_refused(name):
+    """A (B,) times a (B, T) is silently wrong where B = T, a (B,) times a (B, 1) always is; and where
+    there is one ratio per completion, there is one advantage too."""
+    module, args = script_args(name)
+    lp, old, adv, _, _, _ = data((), groups=3, group_size=3, T=9)
+    mask = torch.ones(9, 9)  # square: nothing else would stop it
+    keywords = keywords_of(module.policy_loss, args)
+    module.policy_loss(lp, old, adv, mask, **keywords)
+    for wrong in (adv[:, 0], adv[:1], adv.T):  # (B,), (1, 1), (1, B)
+        with pytest.raises(AssertionError, match="advantage"):
+            module.policy_loss(lp, old, wrong, mask, **keywords)
+    if name in ("gspo", "gmpo", "rspo"):
+        with pytest.raises(AssertionError, match="advantage"):
+            module.policy_loss(lp, old, adv.expand(9, 9), mask, **keywords)
+    else:
+        shared, _ = module.policy_loss(lp, old, adv.expand(9, 9), mask, **keywords)
+        assert shared == module.policy_loss(lp, old, adv, mask, **keywords)[0]
+
+
+@pytest.mark.parametrize("garbage", [0.0, 1e30, float("inf"), float("nan")])
+def test_splits_order_and_padding_change_nothing(case, garbage):
+    """13: micro-batches of any size, rows in another order, more columns of padding and garbage in all
+    of it, and a float mask: same loss, same gradient, 0 on padding."""
+    name, module, args, wants = case
+    lp, old, adv, mask, _, extra = data(wants)
+    loss, grad = loss_and_grad(module, args, lp, old, adv, mask, extra)
+    order = torch.randperm(len(lp), generator=torch.Generator().manual_seed(0))
+    wide_mask = torch.nn.functional.pad(mask, (0, 3))[order]
+
+    def widen(x):
+        x = torch.nn.functional.pad(x.detach(), (0, 3))[order]
+        return torch.where(wide_mask, x, garbage)
+
+    adv = widen(adv) if adv.shape[1] > 1 else adv[order]
+    extra = {key: widen(value) for key, value in extra.items()}
+    inputs = widen(lp), widen(old), adv, wide_mask.double(), extra
+    for split in (1, 5, 12):
+        loss2, grad2 = loss_and_grad(module, args, *inputs, split=split)
+        torch.testing.assert_close(loss2, loss, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(grad2[:, :-3], grad[order], rtol=1e-12, atol=1e-14)
+        assert (grad2[~wide_mask] == 0).all()
+
+
+def test_rows_without_a_token_have_no_loss(case):
+    """As dapo's filter leaves them: 0, not 0 / 0, without a normaliser too."""
+    name, module, args, wants = case
+    lp, old, adv, mask, _, extra = data(wants)
+    empty = torch.zeros_like(mask)
+    loss, stats = module.policy_loss(
+        lp, old, adv, empty, **keywords_of(module.policy_loss, args, **extra)
+    )
+    loss.backward()
+    assert (lp.grad == 0).all() and all(torch.isfinite(value) for value in stats.values())
+    if name not in ("gmpo", "rspo", "gspo"):  # there an empty product is 1
+        assert loss == 0
+
+
+def test_extreme_log_ratios_stay_finite(case):
+    name, module, args, wants = case
+    lp, old, adv, mask, _, extra = data(wants)
+    lp = lp.detach().clone()
+    lp[0, 0] += 500
+    lp[2, 0] -= 500
+    loss, grad = loss_and_grad(module, args, lp, old, adv, mask, extra)
+    assert torch.isfinite(loss) and torch.isfinite(grad).all()
+
+
+CLIPPED = []
+for key, (name, changes, wants) in CASES.items():
+    is_cut = name not in WITHOUT_CLIP and (name != "cispo" or "ppo_mask" in changes)
+    if is_cut and "ref" not in wants:  # the KL has a gradient of its own
+        CLIPPED.append(key)
+
+
+@pytest.mark.parametrize("case", CLIPPED, indirect=True)
+def test_clip_fractions_count_where_the_clip_takes_the_gradient(case):
+    """Independent of the formula: a token counts exactly if it has an advantage and no gradient."""
+    name, module, args, wants = case
+    seen = {"clipfrac_low": 0, "clipfrac_high": 0}
+    for seed in range(5):
+        lp, old, adv, mask, _, extra = data(wants, seed)
+        keywords = keywords_of(module.policy_loss, args, **extra)
+        loss, stats = module.policy_loss(lp, old, adv, mask, **keywords)
+        loss.backward()
+        weight = adv.expand_as(lp)[mask]
+        cut = (lp.grad[mask] == 0) & (weight != 0)
+        for key, side in (("clipfrac_low", weight < 0), ("clipfrac_high", weight > 0)):
+            assert stats[key].item() == pytest.approx((cut & side).double().mean().item(), abs=1e-6)
+            seen[key] += stats[key].item()
+    assert all(seen.values())
+
+
+@pytest.mark.parametrize("name", [*SCRIPTS, *MORE])
+def test_statistics_are_of_the_response_alone(name):
+    """By hand: the ratio of padding, 1, is not the largest where all others are below; and no statistic
+    keeps the graph of its forward alive."""
+    module, args = script_args(name)
+    lp, old, adv, mask, _, _ = data(())
+    old = lp.detach() + 0.5
+    _, stats = module.policy_loss(lp, old, adv, mask, **keywords_of(module.policy_loss, args))
+    assert stats["ratio_max"].item() == pytest.approx(0.6065306597)  # e^-0.5
+    assert stats["approx_kl"].item() == pytest.approx(0.1065306597)  # e^-0.5 - 1 + 0.5
+    assert not any(value.requires_grad for value in stats.values())
+
+
+@pytest.mark.parametrize("spread", [1e-4, 1e-5])
+@pytest.mark.parametrize("name", [*SCRIPTS, *MORE])
+def test_a_kl_near_0_is_no_rounding_noise(name, spread):
+    """Float32 against float64 on the same numbers, where exp(x) - 1 - x would mostly be noise."""
+    module, args = script_args(name)
+    g = torch.Generator().manual_seed(0)
+    lp = spread * torch.randn(100, 100, generator=g)
+    adv = torch.ones(100, 1)
+    mask = torch.ones(100, 100)
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        old = torch.zeros(100, 100, dtype=dtype)
+        given = {"ref_logprobs_BT": old} if name == "grpo" else {}
+        keywords = keywords_of(module.policy_loss, args, **given)
+        _, stats = module.policy_loss(lp.to(dtype), old, adv.to(dtype), mask, **keywords)
+        found.append({key: stats[key].item() for key in ("approx_kl", "kl_ref") if key in stats})
+    assert found[0] == pytest.approx(found[1], rel=1e-3, abs=0)
+    assert all(value == pytest.approx(spread**2 / 2, rel=0.05) for value in found[1].values())
+
+
+@pytest.mark.parametrize(
+    "name, option", [("gspo", "variant"), ("gmpo", "clip_level"), ("rspo", "shift")]
+)
+def test_an_option_that_does_not_exist_is_refused(name, option):
+    """In a copy of the loss too, where no command line has checked it."""
+    module, args = script_args(name)
+    lp, old, adv, mask, _, _ = data(())
+    keywords = keywords_of(module.policy_loss, args) | {option: "tokn"}
+    with pytest.raises(AssertionError):
+        module.policy_loss(lp, old, adv, mask, **keywords)
