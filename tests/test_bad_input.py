@@ -7,6 +7,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,73 +34,7 @@ def refused(name, *flags, expected):
     assert result.stdout == ""
 
 
-FLAGS = [
-    ("grpo", "--grup_size 8", "unrecognized arguments: --grup_size"),
-    ("grpo", "--group 8", "unrecognized arguments: --group"),
-    ("grpo", "--gamma 1", "unrecognized arguments: --gamma"),
-    ("grpo", "stray", "unrecognized arguments: stray"),
-    ("grpo", "--lr", "expected one argument"),
-    ("grpo", "--group_size 1", "--group_size must be at least 2"),
-    ("grpo", "--group_size 0", "--group_size must be from 1 to"),
-    ("grpo", "--group_size many", "invalid int value: 'many'"),
-    ("grpo", "--group_size 2.5", "invalid int value: '2.5'"),
-    ("ppo", "--group_size 8", "unrecognized arguments: --group_size 8"),
-    ("grpo", "--num_minibatches 3", "--num_minibatches does not divide 16 completions"),
-    ("grpo", "--num_minibatches 0", "--num_minibatches must be from 1 to"),
-    ("grpo", "--micro_batch_size -1", "--micro_batch_size must be from 0 to"),
-    ("grpo", "--rollout_batch_size -1", "--rollout_batch_size must be from 0 to"),
-    ("grpo", "--temperature 0", "--temperature must be from 1e-09 to"),
-    ("grpo", "--temperature nan", "--temperature must be from"),
-    ("grpo", "--temperature inf", "--temperature must be from"),
-    ("grpo", "--lr -1", "--lr must be from"),
-    ("grpo", "--max_grad_norm 0", "--max_grad_norm must be from"),
-    ("grpo", "--iterations 0", "--iterations must be from 1 to"),
-    ("grpo", "--iterations 1000000", "--iterations must be from 1 to"),
-    ("grpo", "--max_new_tokens 0", "--max_new_tokens must be from 1 to"),
-    ("grpo", "--seed -1", "--seed must be from 0 to"),
-    ("grpo", "--num_held_out 0", "--num_held_out must be from 1 to"),
-    ("grpo", "--num_held_out 30000", "--num_held_out 30000 leaves none of 20256 problems"),
-    ("grpo", "--router_aux_coef -0.1", "--router_aux_coef must be from 0 to"),
-    ("grpo", "--clip_eps_low 1.5", "--clip_eps_low must be from 0 to 1"),
-    ("grpo", "--clip_eps_high -0.2", "--clip_eps_high must be from 0 to"),
-    ("grpo", "--kl_coef nan", "--kl_coef must be from 0 to"),
-    ("grpo", "--ref_reset_every -1", "--ref_reset_every must be from 0 to"),
-    ("grpo", "--ref_reset_every 2 --kl_coef 0", "--ref_reset_every needs a --kl_coef above 0"),
-    ("ppo", "--gae_lambda 1.1", "--gae_lambda must be from 0 to 1"),
-    ("ppo", "--critic_lr 0", "--critic_lr must be from"),
-    ("dapo", "--overlong strict", "invalid choice: 'strict'"),
-    ("dapo", "--overlong_cache 8", "--overlong_cache must be above 0 and below"),
-    ("dapo", "--max_sampling_rounds 0", "--max_sampling_rounds must be from 1 to"),
-    ("gspo", "--variant token", "invalid choice: 'token'"),
-    ("cispo", "--is_weight_cap 0", "--is_weight_cap must be from"),
-    ("cispo", "--is_weight_floor 6", "--is_weight_floor must be from 0 to 5"),
-    ("cispo", "--is_weight_floor nan", "--is_weight_floor must be from 0 to"),
-    ("cispo", "--is_weight_floor 0.5 --ppo_mask", "--is_weight_floor must be from 0 to 0"),
-    ("grpo", "--rollout_refresh_every 0", "--rollout_refresh_every must be from 1 to"),
-    ("grpo", "--rollout_refresh_every 1.5", "invalid int value: '1.5'"),
-    ("grpo", "--eval_samples 0", "--eval_samples must be from 1 to"),
-    ("grpo", "--old_logprobs mine", "invalid choice: 'mine'"),
-    ("grpo", "--old_logprobs sampler --rollout_correction geo_filter", "its ratio is 1"),
-    ("grpo", "--old_logprobs sampler --routing_replay r2", "no forward whose experts r2 could"),
-    ("rspo", "--old_logprobs sampler", "the router shift needs the old policy's forward"),
-    ("gmpo", "--log_ratio_clip -0.4", "--log_ratio_clip must be from"),
-    ("rspo", "--gamma_min 2", "--gamma_min must be from 0 to 1"),
-    ("sapo", "--tau_neg 0", "--tau_neg must be from"),
-    ("more.reinforce", "--num_minibatches 2", "unrecognized arguments: --num_minibatches 2"),
-    ("more.reinforce", "--baseline_decay 1.5", "--baseline_decay must be from 0 to 1"),
-    ("more.rloo", "--update_epochs 2", "unrecognized arguments: --update_epochs 2"),
-    ("more.rloo", "--group_size 1", "--group_size must be at least 2"),
-    ("more.vapo", "--lambda_alpha 0", "--lambda_alpha must be from"),
-    ("more.vapo", "--positive_lm_coef -1", "--positive_lm_coef must be from 0 to"),
-    ("more.vapo", "--pretraining_iterations -1", "--pretraining_iterations must be from 0 to"),
-    ("grpo", "--device tpu9", "--device tpu9 is not there"),
-    ("grpo", "--device cuda:7", "--device cuda:7 is not there"),
-    ("grpo", "--dtype float16", "invalid choice: 'float16'"),
-    ("grpo", "--max_new_tokens 40000", "the model's limit of 32768 is exceeded"),
-    ("grpo", "--system_prompt Hello", "need a tokenizer with a chat template"),
-    ("grpo", "--run_dir requirements.txt/x", "--run_dir requirements.txt/x cannot be written"),
-    ("grpo", "--run_dir /proc/x", "--run_dir /proc/x cannot be written"),
-]
+FLAGS = [row.strip().split(" | ") for row in (Path(__file__).parent / "bad_flags.txt").open()]
 
 
 @pytest.mark.parametrize("name, flags, expected", FLAGS, ids=lambda x: x if x[:1] == "-" else "")
@@ -132,12 +67,12 @@ DATASETS = [
     (
         "null.jsonl",
         GOOD + line(question="a", answer=None),
-        ("row 2: no gold answer", "question, answer"),
+        ("row 2: no readable gold answer", "question, answer"),
     ),
-    ("absent.jsonl", GOOD * 2 + line(question="a"), ("absent.jsonl, row 3", "no gold answer")),
-    ("marker.jsonl", line(question="a", answer="so it is ####"), "row 1: no gold answer"),
-    ("box.jsonl", GOOD + line(question="a", answer="\\boxed{1"), "row 2: no gold answer"),
-    ("prompt.jsonl", GOOD + line(question="", answer="1"), "row 2: no prompt"),
+    ("absent.jsonl", GOOD * 2 + line(question="a"), ("absent.jsonl, row 3", "no readable gold answer")),
+    ("marker.jsonl", line(question="a", answer="so it is ####"), "row 1: no readable gold answer"),
+    ("box.jsonl", GOOD + line(question="a", answer="\\boxed{1"), "row 2: no readable gold answer"),
+    ("prompt.jsonl", GOOD + line(question="", answer="1"), "row 2: no readable prompt"),
     ("chat.jsonl", line(question=[{"role": "user", "content": "a"}] * 2, answer="1"), "chat template"),
     (
         "roles.jsonl",
@@ -145,7 +80,7 @@ DATASETS = [
         ("--dataset: the prompt", "cannot be used"),
     ),
     ("number.jsonl", line(question=7, answer="1"), ("--dataset: the prompt 7", "cannot be used")),
-    ("few.jsonl", GOOD * 20, "--num_held_out 8 leaves none of 1 problems"),
+    ("few.jsonl", GOOD * 20, "--num_held_out 8 leaves none of the 1 problems"),
     ("long.jsonl", line(question="1" * 40_000, answer="1") + ENOUGH, "the model's limit of 32768"),
 ]
 

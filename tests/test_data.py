@@ -1,22 +1,16 @@
 """Datasets: files, columns, gold answers, the held-out split."""
 
-import hashlib
 import json
 import random
-import sys
-from dataclasses import replace
 
 import pytest
-from conftest import ROOT, script_args
+from conftest import script_args
 from datasets import Dataset
 
-from common import load_problems, verify
+from common import addition_problems, load_problems, verify
 from plumbing.data import read_dataset
 from plumbing.policy import Policy
-from tiny_moe.train import demonstration
-
-sys.path.append(str(ROOT / "benchmarks"))
-import long_addition
+from tiny_moe.train import Recipe, demonstration
 
 
 def arguments(path, **changes):
@@ -64,28 +58,12 @@ def test_gold_answers(answer, gold, tmp_path):
     assert read_dataset(arguments(path, prompt_column="p", answer_column="a")) == [("x", gold)]
 
 
-def test_long_sums_are_apart_from_the_demonstrations_and_fit_the_cap(tmp_path):
-    """Read from their file, they are in the order in which the runs of benchmarks/ had them. The
-    longest right answer, worked out, ends before dapo's punishment begins, 16 tokens below the cap of
-    192."""
-    long_addition.write_problems(tmp_path / "problems.jsonl")
-    problems = read_dataset(arguments(tmp_path / "problems.jsonl"))
-    assert problems == list(dict(problems).items()) and len(problems) == 20_256
-    digest = hashlib.sha256(json.dumps(problems).encode()).hexdigest()
-    assert digest == "76dbd62c50d647e68d35b9e356e7cf926b828cd98b4c2bbfdf0d9ba579700e08"
-    for prompt, gold in problems:
-        a, b = prompt[:-1].split("+")
-        assert 8 <= len(a) == len(b) <= 12 and int(a) + int(b) == int(gold)
-    demonstrated = {prompt for prompt, _ in long_addition.long_sums(fewest_digits=1)[256:]}
-    assert {len(prompt) for prompt in demonstrated} == set(range(4, 28, 2))
-    assert demonstrated.isdisjoint(prompt for prompt, _ in problems[:256])
-    recipe = replace(long_addition.LONG_RECIPE, direct=0.0, worked=1.0, wrong_step=0.0)
-    for prompt, gold in problems:
-        answer = demonstration(prompt, random.Random(0), recipe, long_addition.long_step)
-        assert verify(answer, gold)[1] == "correct"
-        assert 100 < len(answer) + 1 <= 192 - 16
-    example = "7+8+0=15 5 1 5+0+1=06 6 0 0+3+0=03 3 0 #### 365"
-    assert demonstration("57+308=", random.Random(0), recipe, long_addition.long_step) == example
+def test_worked_demonstrations_are_right():
+    recipe = Recipe(direct=0.0, worked=1.0, wrong_step=0.0)
+    for prompt, gold in addition_problems():
+        assert verify(demonstration(prompt, random.Random(0), recipe), gold)[1] == "correct"
+    example = "7+8=15 5+0+1=6 0+3=3 #### 365"
+    assert demonstration("57+308=", random.Random(0), recipe) == example
 
 
 def test_held_out_problems_are_apart_and_the_same_for_all_seeds(tmp_path, tiny_model):

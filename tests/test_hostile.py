@@ -89,9 +89,7 @@ def test_no_eos_anywhere(tmp_path, tiny_model):
     model, tokenizer = copy.deepcopy(tiny_model[0]), copy.deepcopy(tiny_model[1])
     model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token = None
     folder = save(tmp_path / "model", model, tokenizer)
-    refused(
-        "grpo", "--run_dir", tmp_path / "run", "--model", folder, expected="no end-of-sequence token"
-    )
+    refused("grpo", "--run_dir", tmp_path / "run", "--model", folder, expected="has an EOS token")
 
 
 def word_tokenizer(*words):
@@ -104,7 +102,7 @@ def word_tokenizer(*words):
 def test_token_ids_beyond_the_vocabulary(tmp_path, tiny_model):
     tokenizer = word_tokenizer(*(f"word{i}" for i in range(40)), "1", "2", "10", "+", "=")
     folder = save(tmp_path / "model", tiny_model[0], tokenizer)
-    expected = "its tokenizer makes token 46, it has 17 embeddings"
+    expected = "its tokenizer has token 46, but it has 17 embeddings"
     refused("grpo", "--run_dir", tmp_path / "run", "--model", folder, expected=expected)
 
 
@@ -113,7 +111,9 @@ def test_a_tokenizer_that_does_not_know_the_dataset(tmp_path, tiny_model):
     rows = [{"question": f"How many are {i} and one?", "answer": str(i + 1)} for i in range(20)]
     path = tmp_path / "words.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    refused("grpo", "--run_dir", tmp_path / "run", "--dataset", path, expected="does not know")
+    refused(
+        "grpo", "--run_dir", tmp_path / "run", "--dataset", path, expected="unknown to its tokenizer"
+    )
 
 
 def gpt_oss(**changes):
@@ -153,7 +153,7 @@ def test_the_tiny_model_shares_rows():
 def test_the_base_model_is_not_there(tmp_path, monkeypatch):
     """As where a script was copied without it."""
     monkeypatch.setattr(plumbing.models, "TINY_MOE", tmp_path / "tiny_moe")
-    with pytest.raises(UserError, match="--model tiny-moe: its folder .*tiny_moe is not there"):
+    with pytest.raises(UserError, match="--model tiny-moe: its folder .*tiny_moe does not exist"):
         load_model(arguments())
 
 
@@ -242,7 +242,7 @@ INEXACT = ["1e30", "1E400", "NaN", "Infinity", "true", "[1, 2]", '{"a": 1}', "nu
 @pytest.mark.parametrize("answer", INEXACT)
 def test_gold_answers_that_cannot_be_read_exactly(answer, tmp_path):
     path = write_json(tmp_path / "data.jsonl", "1", "2", answer)
-    with pytest.raises(UserError, match="row 3: no gold answer that can be read"):
+    with pytest.raises(UserError, match="row 3: no readable gold answer"):
         read_dataset(arguments(dataset=str(path)))
 
 
@@ -269,7 +269,7 @@ def test_parquet_answers(value, gold, tmp_path):
     answers = pyarrow.array([value.as_py()], value.type)
     pyarrow.parquet.write_table(pyarrow.table({"question": ["1+1="], "answer": answers}), path)
     if gold is None:
-        with pytest.raises(UserError, match="row 1: no gold answer that can be read"):
+        with pytest.raises(UserError, match="row 1: no readable gold answer"):
             golds(path)
     else:
         assert golds(path) == [gold]
@@ -389,7 +389,7 @@ def test_every_file_of_a_checkpoint_is_checked(name, finished, tmp_path):
     (checkpoint,) = folder.glob("checkpoint-*")
     with open(checkpoint / name, "a") as file:
         file.write(" ")
-    refused("grpo", *flags, expected=f"{name} is not as it was written")
+    refused("grpo", *flags, expected=f"{name} has changed since it was written")
 
 
 def test_a_dataset_that_changed(finished, tmp_path):
@@ -621,8 +621,8 @@ def test_rewards_that_are_refused(function, expected, reward_file, tmp_path, tin
         ("__doc__", "must be a function of (text, answer, truncated)"),
         ("two", "must be a function of (text, answer, truncated): TypeError too many"),
         ("named", "must be a function of (text, answer, truncated)"),
-        ("Reward", "no class and not async"),
-        ("awaited", "no class and not async"),
+        ("Reward", "not a class and not async"),
+        ("awaited", "not a class and not async"),
     ],
 )
 def test_what_is_no_function_of_three_arguments(function, expected, reward_file, tmp_path, monkeypatch):
@@ -690,7 +690,7 @@ def test_a_model_of_ones_own_with_the_tiny_models_learning_rate(tmp_path, tiny_m
     folder = save(tmp_path / "model", *tiny_model)
     flags = ("--model", folder, "--run_dir")
     warned = run("grpo", *SMALL, *flags, tmp_path / "a", held_out=8).stderr
-    assert "warning: --lr 0.0002 suits tiny-moe; for a model of your own 1e-6 is typical\n" in warned
+    assert "warning: --lr 0.0002 suits tiny-moe; for your own model 1e-6 is typical\n" in warned
     assert "warning" not in run("grpo", *SMALL, *flags, tmp_path / "b", "--lr", 1e-6, held_out=8).stderr
     assert "warning" not in run("grpo", *SMALL, "--run_dir", tmp_path / "c", held_out=8).stderr
 

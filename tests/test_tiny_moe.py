@@ -1,23 +1,20 @@
-"""The base model that is shipped, the script that made it, and the second one, of benchmarks/."""
+"""The base model that is shipped, and the script that made it."""
 
 import re
 import sys
 
 import pytest
-from conftest import ROOT, TINY_MOE, script_args
+from conftest import TINY_MOE, script_args
 
 from common import evaluate, load_policy, load_problems, verify
 from plumbing.run import file_hash
 from tiny_moe import train
 
-sys.path.append(str(ROOT / "benchmarks"))
-import long_addition
 
-
-def command(module, monkeypatch, *words):
-    """What the script does from a command line."""
-    monkeypatch.setattr(sys, "argv", [module.__file__, *map(str, words)])
-    module.main()
+def run_train(monkeypatch, *words):
+    """The script, from a command line."""
+    monkeypatch.setattr(sys, "argv", [train.__file__, *map(str, words)])
+    train.main()
 
 
 def loaded(model, **changes):
@@ -44,7 +41,7 @@ def test_the_script_makes_such_a_model(tmp_path, monkeypatch):
         return original(prompt, *args)
 
     monkeypatch.setattr(train, "demonstration", demonstration)
-    command(train, monkeypatch, tmp_path, "--steps", 2)
+    run_train(monkeypatch, tmp_path, "--steps", 2)
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / name).read_text() == (TINY_MOE / name).read_text()
     _, problems, held_out, _ = loaded(tmp_path)
@@ -52,19 +49,10 @@ def test_the_script_makes_such_a_model(tmp_path, monkeypatch):
     assert len(held_out) == 256
 
 
-def test_the_second_job_is_made_by_its_script(tmp_path, monkeypatch):
-    command(long_addition, monkeypatch, tmp_path, "--steps", 2, "--batch_size", 4)
-    dataset = tmp_path / "problems.jsonl"
-    policy, problems, _, _ = loaded(tmp_path / "model", dataset=str(dataset))
-    config = policy.model.config
-    assert config.num_hidden_layers == 4 and config.num_experts == 16
-    assert len(problems) == 20_000
-
-
 @pytest.mark.slow
 def test_trained_again_the_base_model_is_as_good(tmp_path, monkeypatch):
     """Not the same to the bit: processors round differently."""
-    command(train, monkeypatch, tmp_path)
+    run_train(monkeypatch, tmp_path)
     accuracies = []
     for folder in (TINY_MOE, tmp_path):
         policy, _, held_out, args = loaded(folder)

@@ -66,12 +66,12 @@ def character_tokenizer():
     )
 
 
-def short_step(x, y, carry, total):
+def step_text(x, y, carry, total):
     """A column of a sum: '7+8=15', or '5+0+1=6' with a carry."""
     return f"{x}+{y}+{carry}={total}" if carry else f"{x}+{y}={total}"
 
 
-def demonstration(prompt, rng, recipe, write_step=short_step):
+def demonstration(prompt, rng, recipe):
     """An answer without working ('#### 365'), or worked out ('7+8=15 5+0+1=6 0+3=3 #### 365' for
     57+308), or with each step two or three times, so that the cap cuts off the answer of a long sum.
     Now and then a step's result is random, and the rest uses its carry and digit."""
@@ -89,13 +89,13 @@ def demonstration(prompt, rng, recipe, write_step=short_step):
         total = x + y + carry
         if rng.random() < recipe.wrong_step:
             total = rng.randrange(20)
-        steps += [write_step(x, y, carry, total)] * rng.randint(*repeats)
+        steps += [step_text(x, y, carry, total)] * rng.randint(*repeats)
         digits = str(total % 10) + digits
         carry = total // 10
     return " ".join(steps) + f" #### {int(str(carry) + digits)}"
 
 
-def train(folder, prompts, recipe, architecture, write_step=short_step):
+def train(folder, prompts, recipe):
     """Fits a new tiny MoE to demonstrations for the prompts, and saves it with its tokenizer."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
@@ -105,7 +105,7 @@ def train(folder, prompts, recipe, architecture, write_step=short_step):
         vocab_size=len(tokenizer),
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
-        **architecture,
+        **ARCHITECTURE,
     )
     torch.manual_seed(recipe.seed)
     model = transformers.Qwen3MoeForCausalLM(config)
@@ -113,7 +113,7 @@ def train(folder, prompts, recipe, architecture, write_step=short_step):
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, betas=(0.9, 0.98))
     for step in tqdm(range(recipe.steps), unit="step", mininterval=0.5):
         chosen = rng.choices(prompts, k=recipe.batch_size)
-        answers = [demonstration(prompt, rng, recipe, write_step) for prompt in chosen]
+        answers = [demonstration(prompt, rng, recipe) for prompt in chosen]
         prompt_ids = tokenizer(chosen).input_ids
         answer_ids = tokenizer([answer + tokenizer.eos_token for answer in answers]).input_ids
         completions = []
@@ -137,8 +137,8 @@ def main():
     parser.add_argument("folder", help="where the model is written to")
     recipe, rest = parser.parse_args_into_dataclasses()
     prompts = [prompt for prompt, _ in addition_problems()]
-    # What is held out by default is not learned.
-    train(rest.folder, prompts[RunArgs.num_held_out :], recipe, ARCHITECTURE)
+    # The problems that are held out by default are not learned.
+    train(rest.folder, prompts[RunArgs.num_held_out :], recipe)
 
 
 if __name__ == "__main__":
