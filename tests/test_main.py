@@ -47,6 +47,7 @@ ALONE = {"prompts_per_iteration": 15}  # of scripts with one completion per prom
 CRITIC = {"entropy_coef": 0.1, "kl_coef": 0.3, "critic_lr": 3e-3, "value_clip": 0.02, "gamma": 0.9}
 PRETRAINED = {"iterations": 3, "pretraining_iterations": 1}
 FROM_SAMPLER = {"old_logprobs": "sampler", "rollout_correction": "none"}
+BASELINE = {"iterations": 3, "max_grad_norm": 2.0, "baseline_decay": 0.75}
 STALE = {"rollout_dtype": "same", "rollout_refresh_every": 2}
 CASES = {
     "ppo": ("ppo", ALONE | CRITIC),
@@ -69,7 +70,7 @@ CASES = {
     "rspo, literal": ("rspo", {"shift": "literal"}),
     "rspo, before clip": ("rspo", {"shift": "before_clip"}),
     "sapo": ("sapo", {}),
-    "reinforce": ("more.reinforce", ALONE | {"max_grad_norm": 2.0, "baseline_decay": 0.75}),
+    "reinforce": ("more.reinforce", ALONE | BASELINE),
     "rloo": ("more.rloo", {"max_grad_norm": 3.0}),
     "vapo": ("more.vapo", CRITIC | PRETRAINED | {"lambda_alpha": 0.3}),
 }
