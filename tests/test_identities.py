@@ -322,8 +322,10 @@ def test_cispo():
     dapo's gradient."""
     lp, old, adv, mask = on_policy()
     lp = lp + 1.5 * torch.sin(torch.arange(16, dtype=F64)).view(4, 4)
-    grad, _ = gradient("cispo", lp, old, adv, mask, changes={"is_weight_cap": 2.0})
-    weight = (lp - old).exp().clamp(max=2.0)
+    grad, _ = gradient(
+        "cispo", lp, old, adv, mask, changes={"is_weight_cap": 2.0, "is_weight_floor": 0.5}
+    )
+    weight = (lp - old).exp().clamp(0.5, 2.0)
     torch.testing.assert_close(grad, weight * adv / 10 * mask, rtol=1e-12, atol=1e-15)
     bounds = {"clip_eps_low": 0.2, "clip_eps_high": 0.28}
     masked, _ = gradient("cispo", lp, old, adv, mask, changes={"ppo_mask": True, **bounds})
