@@ -10,11 +10,13 @@ import torch
 from conftest import MORE, SCRIPTS, keywords_of, path_of, script_args
 
 SIBLINGS = [*SCRIPTS, *MORE]
-COPIED = {name: ["masked_mean", "compute_advantages", "policy_loss"] for name in SIBLINGS}
-COPIED["ppo"] = ["masked_mean", "compute_gae", "whiten", "token_rewards", "value_loss", "policy_loss"]
+COPIED = {name: ["masked_mean", "compute_advantages"] for name in SIBLINGS}
+COPIED["ppo"] = ["masked_mean", "compute_gae", "whiten", "token_rewards", "value_loss"]
 COPIED["more.vapo"] = [*COPIED["ppo"], "positive_lm_loss"]
 COPIED["rspo"] += ["expert_logprobs", "router_shift"]
 COPIED["dapo"] += ["overlong_penalty"]
+for functions in COPIED.values():
+    functions.append("policy_loss")
 NORMALISERS = {"num_sequences", "num_tokens"}
 LOSSES = [(name, "policy_loss") for name in SIBLINGS] + [("ppo", "value_loss")]
 LOSSES += [("more.vapo", "value_loss"), ("more.vapo", "positive_lm_loss")]
@@ -56,57 +58,46 @@ def calls(name, args):
     mask = torch.arange(9) < torch.tensor([[9], [1], [4], [7], [9], [2]])
     old = -normal(6, 9, seed=0).abs()
     lp = old + 0.4 * normal(6, 9, seed=1)
-    found = [("masked_mean", (lp, mask), {})]
-    if "compute_gae" in COPIED[name]:
-        rewards = normal(6, 9, seed=2)
-        found.append(("compute_gae", (rewards, old, mask, 0.9, 0.8), {}))
-        found.append(("whiten", (lp, mask), {}))
-        is_cut_off = torch.tensor([[True], [False], [False], [True], [False], [False]])
-        inputs = (normal(6, 1, seed=11), old, normal(6, 10, seed=12), is_cut_off, mask, 0.1, 0.9)
-        found.append(("token_rewards", inputs, {}))
-        for value_clip in (0.2, 0.0):
-            inputs = (lp, old, rewards, mask)
-            found.append(("value_loss", inputs, {"value_clip": value_clip}))
-            found.append(("value_loss", inputs, {"value_clip": value_clip, "num_tokens": 99}))
-    else:
-        baseline = (0.5,) if name == "more.reinforce" else ()
-        found.append(("compute_advantages", (normal(2, 3, seed=3), *baseline), {}))
-    if name == "dapo":
-        found.append(("overlong_penalty", (torch.tensor([3.0, 12.5, 16.0, 20.0]), 20, 8), {}))
-    if name == "more.vapo":
-        is_right = torch.tensor([[True], [False], [True], [False], [True], [False]])
-        found.append(("positive_lm_loss", (lp, is_right, mask), {}))
-        found.append(("positive_lm_loss", (lp, is_right, mask), {"num_tokens": 99}))
+    one_B1 = torch.tensor([[True], [False], [False], [True], [False], [False]])
+    logits = torch.stack([normal(6, 9, 5, seed=5 + layer) for layer in range(2)])
+    experts = logits.topk(2).indices.movedim(0, 2)
+    scores = normal(6, 9, 2, 2, seed=7)
+    baseline = (0.5,) if name == "more.reinforce" else ()
+    inputs_of = {
+        "masked_mean": (lp, mask),
+        "compute_advantages": (normal(2, 3, seed=3), *baseline),
+        "compute_gae": (normal(6, 9, seed=2), old, mask, 0.9, 0.8),
+        "whiten": (lp, mask),
+        "token_rewards": (normal(6, 1, seed=11), old, normal(6, 10, seed=12), one_B1, mask, 0.1, 0.9),
+        "value_loss": (lp, old, normal(6, 9, seed=2), mask),
+        "overlong_penalty": (torch.tensor([3.0, 12.5, 16.0, 20.0]), 20, 8),
+        "positive_lm_loss": (lp, one_B1, mask),
+        "expert_logprobs": (logits, experts),
+        "router_shift": (scores, scores + 0.1 * normal(6, 9, 2, 2, seed=8)),
+    }
+    found = [(function, inputs_of[function], {}) for function in COPIED[name][:-1]]
     extra = {}
     if name == "grpo":
         extra["ref_logprobs_BT"] = old + 0.3 * normal(6, 9, seed=4)
     if name == "rspo":
-        logits = [normal(6, 9, 5, seed=5 + layer) for layer in range(2)]
-        experts = torch.stack([layer.topk(2).indices for layer in logits], dim=2)
-        scores = normal(6, 9, 2, 2, seed=7)
-        found.append(("expert_logprobs", (torch.stack(logits), experts), {}))
-        found.append(("router_shift", (scores, scores + 0.1 * normal(6, 9, 2, 2, seed=8)), {}))
         extra["router_shift_BT"] = 0.7 + 0.3 * normal(6, 9, seed=9).sigmoid()
     module, _ = script_args(name)
-    required = {}
     parameters = inspect.signature(module.policy_loss).parameters
-    if "max_new_tokens" in parameters:
-        required["max_new_tokens"] = 9
+    required = {"max_new_tokens": 9} if "max_new_tokens" in parameters else {}
     changes = [{}]  # every choice of every option that is not a number
     for key, values in {
         "kl_is_corrected": (True,),
-        "variant": ("gspo", "gspo_token"),
+        "variant": ("gspo_token",),
         "ppo_mask": (True,),
-        "clip_level": ("token", "sequence"),
-        "shift": ("damped", "literal", "before_clip"),
+        "clip_level": ("sequence",),
+        "shift": ("literal", "before_clip"),
     }.items():
         if key in parameters:
             changes += [{key: value} for value in values]
     inputs = (lp, old, normal(6, 1, seed=10), mask)
     for change in changes:
         found.append(("policy_loss", inputs, {**required, **change}))
-        found.append(("policy_loss", inputs, {**required, **change, **extra}))
-        full = keywords_of(module.policy_loss, args, **{**required, **change, **extra})
+        full = keywords_of(module.policy_loss, args, **required, **change, **extra)
         found.append(("policy_loss", inputs, full))
     return found
 
@@ -140,9 +131,8 @@ def test_keywords_are_the_flags(name, function):
             assert parameter.default is parameter.empty
         elif keyword in NORMALISERS or keyword.endswith("_BT"):
             assert parameter.default is None and not hasattr(args, keyword)
-        elif (
-            keyword == "max_new_tokens"
-        ):  # the one without a default: L_max is the user's, not the paper's
+        elif keyword == "max_new_tokens":
+            # The one without a default: L_max is the user's, not the paper's.
             assert name == "dr_grpo" and parameter.default is parameter.empty
         else:
             default = getattr(args, keyword)

@@ -20,34 +20,18 @@ from plumbing.policy import Policy
 
 PROMPT = 24
 CAP = 56
+SIZES = dict(vocab_size=3000, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
 
 
 def dense():
-    config = transformers.Qwen2Config(
-        vocab_size=3000,
-        hidden_size=256,
-        intermediate_size=1024,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    return transformers.Qwen2ForCausalLM(config)
+    config = dict(SIZES, hidden_size=256, intermediate_size=1024)
+    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**config))
 
 
 def moe():
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=3000,
-        hidden_size=192,
-        moe_intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        num_experts=16,
-        num_experts_per_tok=4,
-        tie_word_embeddings=True,
-    )
-    return transformers.Qwen3MoeForCausalLM(config)
+    config = dict(SIZES, hidden_size=192, moe_intermediate_size=128, head_dim=64)
+    config |= dict(num_experts=16, num_experts_per_tok=4, tie_word_embeddings=True)
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**config))
 
 
 def settings(dtype, **changes):
@@ -85,19 +69,24 @@ def batch_of(count):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_update(master, dtype, checkpointing):
-    args = settings(dtype, gradient_checkpointing=checkpointing)
-    if checkpointing:
+@pytest.mark.parametrize("kind", ["plain", "checkpointing", "logits in chunks"])
+def test_update(master, dtype, kind, monkeypatch):
+    """More than MAX_LOGITS logits are computed in chunks, and so never need more memory than these."""
+    default = inspect.signature(token_logprobs).parameters["max_logits"].default
+    assert default == memory.MAX_LOGITS
+    max_logits = 400_000 if kind == "logits in chunks" else default
+    monkeypatch.setattr(memory, "MAX_LOGITS", max_logits)
+    args = settings(dtype, gradient_checkpointing=kind == "checkpointing")
+    if args.gradient_checkpointing:
         checkpoint_layers(master)
     policy = Policy(master, None, dtype)
     batch = batch_of(args.micro_batch_size)
 
     def update():
-        outputs = token_logprobs(policy, batch, args.temperature)
+        outputs = token_logprobs(policy, batch, args.temperature, max_logits=max_logits)
         (outputs.logprobs_BT.sum() + outputs.aux_loss).backward()
 
-    update()  # from here on the gradients are there
+    update()  # from here on the gradients exist
     counted = peak_bytes(update)
     assert memory_parts(master, args, PROMPT)["update"] == pytest.approx(counted, rel=0.15)
 
@@ -111,25 +100,6 @@ def test_rollout(master, dtype):
     generator = torch.Generator().manual_seed(0)
     counted = peak_bytes(lambda: sample(policy, problems, 4, args, generator))
     assert memory_parts(master, args, PROMPT)["rollout"] == pytest.approx(counted, rel=0.15)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_update_with_logits_in_chunks(master, dtype, monkeypatch):
-    """More logits than MAX_LOGITS are made in chunks, so that they need no more memory than these."""
-    default = inspect.signature(token_logprobs).parameters["max_logits"].default
-    assert default == memory.MAX_LOGITS
-    monkeypatch.setattr(memory, "MAX_LOGITS", 400_000)
-    args = settings(dtype)
-    policy = Policy(master, None, dtype)
-    batch = batch_of(args.micro_batch_size)
-
-    def update():
-        outputs = token_logprobs(policy, batch, args.temperature, max_logits=400_000)
-        (outputs.logprobs_BT.sum() + outputs.aux_loss).backward()
-
-    update()
-    counted = peak_bytes(update)
-    assert memory_parts(master, args, PROMPT)["update"] == pytest.approx(counted, rel=0.15)
 
 
 def tensor_bytes(tensors):
@@ -178,6 +148,7 @@ def test_it_is_said_before_the_run_and_what_does_not_fit_is_refused(master, monk
     policy = Policy(master, None)
     problems = [Problem("", "", [1] * PROMPT), Problem("", "", [1])]
     plan = functools.partial(plan_memory, args, policy, ProblemStream(problems[:1], 1), problems[1:])
+    assert 2**30 < memory.device_memory("cpu") < 2**50
     args = plan()
     assert args.micro_batch_size == 24  # 24 x 80 tokens are less than 16,384
     line = capsys.readouterr().out
@@ -195,7 +166,3 @@ def test_it_is_said_before_the_run_and_what_does_not_fit_is_refused(master, monk
         plan(critic=policy)
     with pytest.raises(UserError):
         plan(reference=policy)
-
-
-def test_this_machine_says_what_it_has():
-    assert 2**30 < memory.device_memory("cpu") < 2**50

@@ -206,6 +206,9 @@ def test_mismatch_statistics():
     ratios = [math.exp(sum(row)) for row in logratios]
     assert stats["sampler_sequence_ratio_min"].item() == pytest.approx(min(ratios))
     assert stats["sampler_sequence_ratio_max"].item() == pytest.approx(max(ratios))
+    mirrored = SimpleNamespace(**vars(batch) | {"sampler_logprobs_BT": old})
+    mirrored_stats = mismatch_stats(batch.sampler_logprobs_BT, None, mirrored)
+    assert mirrored_stats["sampler_logratio_max"] == stats["sampler_logratio_max"]
     batch.mask_BT = torch.zeros_like(mask)
     for rule in RULES:  # as where dapo's filter has masked all completions
         stats = corrected(rule, old, batch).stats
