@@ -53,12 +53,12 @@ def memory_parts(model, args, longest_prompt, num_critics=0, num_references=0):
     size = 2 if args.dtype == "bfloat16" else 4
     width = longest_prompt + args.max_new_tokens
 
-    # One layer's keys exist twice while they grow by a token. There are five copies of the logits, four
-    # of them in float32: scaled, log-probs, probs and their sums.
+    # One layer's keys exist twice while they grow by a token. There are four copies of the logits, three
+    # of them in float32: the last token's logits and log-probs, and the next token's logits.
     copy_size = {"float32": 4, "bfloat16": 2}.get(args.rollout_dtype, size)
     rollout_size = max(size, copy_size)  # a copy samples, except in evaluations
     cache = args.rollout_batch_size * width * num_layers * 2 * num_kv_heads * head_dim * rollout_size
-    logits = args.rollout_batch_size * config.vocab_size * (rollout_size + 16)
+    logits = args.rollout_batch_size * config.vocab_size * (rollout_size + 12)
     rollout = cache + cache // (2 * num_layers) + logits
     if args.routing_replay == "r3" or args.has_rollout_copy:  # experts are recorded
         num_active = getattr(config, "num_experts_per_tok", None) or 0
