@@ -61,7 +61,7 @@ class Args(RunArgs):  # model, data, device, precision, output: see plumbing/arg
         if self.group_size < 2:
             raise UserError("--group_size must be at least 2: one reward has no group baseline")
         if self.ref_reset_every > 0 and self.kl_coef == 0:
-            raise UserError("--ref_reset_every needs a --kl_coef above 0, which needs a reference")
+            raise UserError("--ref_reset_every needs a --kl_coef above 0: else there is no reference")
 
 
 def masked_mean(x, mask):

@@ -53,8 +53,8 @@ def memory_parts(model, args, longest_prompt, num_critics=0, num_references=0):
     size = 2 if args.dtype == "bfloat16" else 4
     width = longest_prompt + args.max_new_tokens
 
-    # One layer's keys exist twice while they grow by a token. There are four copies of the logits, three
-    # of them in float32: the last token's logits and log-probs, and the next token's logits.
+    # One layer's keys exist twice while they grow by a token. There are four copies of the logits: the
+    # last token's logits and log-probs in float32, the next token's in float32 and as they come.
     copy_size = {"float32": 4, "bfloat16": 2}.get(args.rollout_dtype, size)
     rollout_size = max(size, copy_size)  # a copy samples, except in evaluations
     cache = args.rollout_batch_size * width * num_layers * 2 * num_kv_heads * head_dim * rollout_size

@@ -29,7 +29,7 @@ BUDGET = {  # changed lines: added and removed
     "sapo": 65,
     "gspo": 65,
     "rspo": 65,
-    "cispo": 80,
+    "cispo": 85,
     "gmpo": 80,
     "dapo": 140,
     "grpo": 240,
