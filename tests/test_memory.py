@@ -68,9 +68,14 @@ def batch_of(count):
     return batch_of_ids([([1] * PROMPT, [2] * length) for length in lengths])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["plain", "checkpointing", "logits in chunks"])
-def test_update(master, dtype, kind, monkeypatch):
+KINDS = [(kind, "float32") for kind in ("plain", "checkpointing", "logits in chunks")]
+BFLOAT16 = [(kind, "bfloat16") for kind, _ in KINDS]  # takes a minute without bfloat16 instructions
+
+
+@pytest.mark.parametrize(
+    "kind, dtype", KINDS + [pytest.param(*pair, marks=pytest.mark.slow) for pair in BFLOAT16]
+)
+def test_update(master, kind, dtype, monkeypatch):
     """More than MAX_LOGITS logits are computed in chunks, and so never need more memory than these."""
     default = inspect.signature(token_logprobs).parameters["max_logits"].default
     assert default == memory.MAX_LOGITS
