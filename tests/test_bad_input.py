@@ -171,7 +171,7 @@ def test_a_model_without_the_cache_that_sampling_needs(tmp_path, tiny_model):
     refused("grpo", *flags, expected="cannot be used")
 
 
-def test_a_prompt_that_does_not_fit_the_positions(tmp_path, tiny_model):
+def test_run_a_prompt_that_does_not_fit_the_positions(tmp_path, tiny_model):
     config = GPT2Config(vocab_size=17, n_embd=16, n_layer=1, n_head=2, n_positions=12, eos_token_id=1)
     GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
     tiny_model[1].save_pretrained(tmp_path / "gpt2")
@@ -281,7 +281,7 @@ def test_a_used_run_folder(finished, tmp_path, monkeypatch):
     refused("grpo", "--run_dir", folder, "--resume", expected=expected)
 
 
-def test_a_second_process(tmp_path, tiny_model):
+def test_run_a_second_process(tmp_path, tiny_model):
     """Refused while the first one runs; not after it has died."""
     from filelock import FileLock
 
@@ -304,7 +304,7 @@ def test_a_second_process(tmp_path, tiny_model):
     assert run("grpo", *SMALL, "--run_dir", tmp_path / "run", held_out=8).returncode == 0
 
 
-def test_a_full_disk(finished, tmp_path, tiny_model):
+def test_run_a_full_disk(finished, tmp_path, tiny_model):
     """A file-size limit stands in for the full disk: the checkpoint cannot be written, the one before
     stays, and the run goes on from there."""
     folder = tmp_path / "run"
@@ -328,7 +328,7 @@ def test_a_full_disk(finished, tmp_path, tiny_model):
     assert [json.loads(x)["iteration"] for x in lines] == [1, 2]
 
 
-def test_a_folder_that_becomes_read_only(tmp_path, tiny_model, monkeypatch):
+def test_run_a_folder_that_becomes_read_only(tmp_path, tiny_model, monkeypatch):
     """The metrics cannot be written any more: one line."""
 
     def log(self, *args):
@@ -342,7 +342,7 @@ def test_a_folder_that_becomes_read_only(tmp_path, tiny_model, monkeypatch):
     assert result.returncode == 2 and "cannot be written; the last checkpoint is whole" in result.stderr
 
 
-def test_the_process_ends_with_2_too():
+def test_run_the_process_ends_with_2_too():
     result = run_process("sapo", "--group_size", 1)
     assert result.returncode == 2 and result.stdout == ""
     assert result.stderr.startswith("sapo.py: error: --group_size must be at least 2")

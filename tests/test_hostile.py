@@ -126,7 +126,7 @@ def gpt_oss(**changes):
 
 
 @pytest.mark.parametrize("name", ["grpo", "rspo"])
-def test_an_architecture_that_mixes_packed_sequences(name, tmp_path, tiny_model, monkeypatch):
+def test_run_an_architecture_that_mixes_packed_sequences(name, tmp_path, tiny_model, monkeypatch):
     """gpt-oss does not see from the positions where a sequence begins: it gets a row for each one, and
     so does its reference; then the log-probs of sampler and update agree."""
     folder = save(tmp_path / "model", gpt_oss(), tiny_model[1])
@@ -157,7 +157,7 @@ def test_the_base_model_is_not_there(tmp_path, monkeypatch):
         load_model(arguments())
 
 
-def test_a_base_model_that_has_changed(tmp_path, monkeypatch):
+def test_run_a_base_model_that_has_changed(tmp_path, monkeypatch):
     """A run goes on with the files that it began with; what is no part of the model may change."""
     folder = shutil.copytree(TINY_MOE, tmp_path / "tiny_moe")
     for module in (plumbing.models, plumbing.settings):
@@ -173,7 +173,7 @@ def test_a_base_model_that_has_changed(tmp_path, monkeypatch):
         (folder / name).write_bytes(content)
 
 
-def test_a_model_folder_that_has_changed(tmp_path, tiny_model):
+def test_run_a_model_folder_that_has_changed(tmp_path, tiny_model):
     """Another number of active experts, another chat template, another EOS: the run would go on to
     another end. Its weights are those of the checkpoint."""
     folder = save(tmp_path / "model", *tiny_model)
@@ -448,7 +448,7 @@ def test_a_file_that_cannot_be_read(why, flag, value, tmp_path, monkeypatch):
     refused("grpo", *flags, expected=f"--{flag} {value.format(path)} cannot be read")
 
 
-def test_a_copy_that_the_user_keeps(finished, tmp_path):
+def test_run_a_copy_that_the_user_keeps(finished, tmp_path):
     """checkpoint-best-2 is not the newest checkpoint, and nobody deletes it."""
     folder, flags = copied(finished, tmp_path)
     (checkpoint,) = folder.glob("checkpoint-*")
@@ -462,7 +462,7 @@ def test_a_copy_that_the_user_keeps(finished, tmp_path):
     assert names == kept | {"checkpoint-000002"}
 
 
-def test_resume_before_the_first_checkpoint_compares_settings(finished, tmp_path):
+def test_run_resume_before_the_first_checkpoint_compares_settings(finished, tmp_path):
     folder, flags = copied(finished, tmp_path)
     (checkpoint,) = folder.glob("checkpoint-*")
     shutil.rmtree(checkpoint)
@@ -475,7 +475,7 @@ def test_resume_before_the_first_checkpoint_compares_settings(finished, tmp_path
     assert [json.loads(line)["iteration"] for line in lines] == [1]
 
 
-def test_a_run_that_fails_before_its_first_checkpoint_can_be_started_again(tmp_path, tiny_model):
+def test_run_that_fails_before_its_first_checkpoint_can_be_started_again(tmp_path, tiny_model):
     """Its metrics do not stand in the way, and are those of the new run."""
     flags = ("--iterations", 3, "--num_minibatches", 1, "--run_dir", tmp_path)
     assert "not finite" in run("grpo", *SMALL, *flags, "--lr", 1e9, held_out=8).stderr
@@ -486,7 +486,9 @@ def test_a_run_that_fails_before_its_first_checkpoint_can_be_started_again(tmp_p
     assert json.loads((tmp_path / "settings.json").read_text())["lr"] == 2e-4
 
 
-def test_a_crash_in_the_first_iteration_leaves_nothing_in_the_way(tmp_path, tiny_model, monkeypatch):
+def test_run_a_crash_in_the_first_iteration_leaves_nothing_in_the_way(
+    tmp_path, tiny_model, monkeypatch
+):
     """The same command, and another one, may start anew in the folder."""
 
     def crash(*args, **keywords):
@@ -503,7 +505,7 @@ def test_a_crash_in_the_first_iteration_leaves_nothing_in_the_way(tmp_path, tiny
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
-def test_a_line_that_was_cut_after_a_brace(name, finished, tmp_path):
+def test_run_a_line_that_was_cut_after_a_brace(name, finished, tmp_path):
     folder, flags = copied(finished, tmp_path)
     with open(folder / name, "a") as file:
         file.write('{"iteration": 2, "prompt": "f{x}')
@@ -574,7 +576,7 @@ def reward_file(tmp_path):
     return path
 
 
-def test_a_reward_of_ones_own(reward_file, tmp_path, tiny_model):
+def test_run_a_reward_of_ones_own(reward_file, tmp_path, tiny_model):
     """It is used in training and in evaluation, and its file belongs to the settings."""
     flags = ("--reward", f"{reward_file}:length", "--run_dir", tmp_path / "run")
     result = run("grpo", *SMALL, *flags, "--max_new_tokens", 30, held_out=8)
@@ -602,7 +604,7 @@ def test_a_reward_of_ones_own(reward_file, tmp_path, tiny_model):
         ("folder", "changes the working folder"),
     ],
 )
-def test_rewards_that_are_refused(function, expected, reward_file, tmp_path, tiny_model):
+def test_run_rewards_that_are_refused(function, expected, reward_file, tmp_path, tiny_model):
     flags = ("--reward", f"{reward_file}:{function}", "--run_dir", tmp_path / "run")
     try:
         result = run("grpo", *SMALL, *flags, held_out=8)
@@ -639,7 +641,7 @@ def test_what_is_no_reward(value, tmp_path):
     )
 
 
-def test_a_bug_in_a_reward_keeps_its_traceback(tmp_path, tiny_model):
+def test_run_a_bug_in_a_reward_keeps_its_traceback(tmp_path, tiny_model):
     path = tmp_path / "reward.py"
     path.write_text("def f(text, answer, truncated):\n    return 1 / 0, 'wrong'\n")
     with pytest.raises(ZeroDivisionError):
@@ -665,7 +667,7 @@ def test_too_many_completions(tmp_path):
 
 
 @pytest.mark.parametrize("value", [0, 1000, 1_000_000_000])
-def test_batch_sizes_above_what_there_is(value, tmp_path, tiny_model):
+def test_run_batch_sizes_above_what_there_is(value, tmp_path, tiny_model):
     """They mean all of it, as 0 does where memory is no question."""
     flags = ("--micro_batch_size", value, "--rollout_batch_size", value, "--run_dir", tmp_path)
     result = run("grpo", *SMALL, *flags, held_out=8)
@@ -677,7 +679,7 @@ def test_batch_sizes_above_what_there_is(value, tmp_path, tiny_model):
     assert (planned.micro_batch_size, planned.rollout_batch_size) == (64, 256)
 
 
-def test_one_prompt_and_one_token(tmp_path, tiny_model):
+def test_run_one_prompt_and_one_token(tmp_path, tiny_model):
     """A single token has no variance that a critic could explain."""
     flags = "--prompts_per_iteration 1 --num_minibatches 1 --max_new_tokens 1 --iterations 1".split()
     result = run("ppo", *flags, "--run_dir", tmp_path, held_out=8)
@@ -686,7 +688,7 @@ def test_one_prompt_and_one_token(tmp_path, tiny_model):
     assert "losses/explained_variance" not in metrics
 
 
-def test_a_model_of_ones_own_with_the_tiny_models_learning_rate(tmp_path, tiny_model):
+def test_run_a_model_of_ones_own_with_the_tiny_models_learning_rate(tmp_path, tiny_model):
     folder = save(tmp_path / "model", *tiny_model)
     flags = ("--model", folder, "--run_dir")
     warned = run("grpo", *SMALL, *flags, tmp_path / "a", held_out=8).stderr

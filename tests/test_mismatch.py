@@ -532,7 +532,7 @@ def literal_gamma(before, after, replayed_LK, b, t):
     return math.exp(-shift)
 
 
-def test_rspo_measures_gamma_on_the_experts_that_were_active(tmp_path, monkeypatch):
+def test_run_rspo_measures_gamma_on_the_experts_that_were_active(tmp_path, monkeypatch):
     """With r3 on those that are replayed, before the update and in it. These are made up here, and not
     known in one layer of every third token."""
     calls = {"old": [], "update": [], "gamma": []}
@@ -581,7 +581,7 @@ def test_rspo_measures_gamma_on_the_experts_that_were_active(tmp_path, monkeypat
     assert far > 50, "the test can tell"
 
 
-def test_a_run_in_which_nothing_is_in_the_mask(tmp_path, reward_file):
+def test_run_in_which_nothing_is_in_the_mask(tmp_path, reward_file):
     """All completions are cut off, some of them count as right, and dapo's filter masks them all."""
     reward = reward_file('return (1.0, "correct") if "#" in text else (0.0, "wrong")')
     flags = "--overlong filter --rollout_dtype int4 --rollout_correction token_tis --max_new_tokens 4"
@@ -599,7 +599,7 @@ def test_a_run_in_which_nothing_is_in_the_mask(tmp_path, reward_file):
             assert row[key] == 0
 
 
-def test_a_stopped_run_goes_on_to_the_bit(tmp_path):
+def test_run_a_stopped_run_goes_on_to_the_bit(tmp_path):
     flags = (
         "--rollout_dtype int4 --rollout_correction icepop --routing_replay r3 --save_every 1".split()
     )
@@ -620,7 +620,7 @@ STALE = "--rollout_refresh_every 3 --routing_replay r3 --rollout_correction toke
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_sampler_that_is_stale(dtype, tmp_path):
+def test_run_a_sampler_that_is_stale(dtype, tmp_path):
     """It has the weights of iterations 1, 1, 1 and 4, also in a run that was stopped in between: the
     copy is in the checkpoint. What measures a mismatch measures the staleness."""
     lines = []
@@ -645,7 +645,7 @@ def test_a_sampler_that_is_stale(dtype, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["ppo", "gspo", "cispo", "more.rloo"])
-def test_ratios_straight_from_the_sampler(name, tmp_path, monkeypatch):
+def test_run_ratios_straight_from_the_sampler(name, tmp_path, monkeypatch):
     """No forward is made for the old log-probs, and what needs it is not logged; critic and reference
     have theirs."""
     script_args(name)  # imported before: its update's forwards are not counted
@@ -682,7 +682,7 @@ def test_ratios_straight_from_the_sampler(name, tmp_path, monkeypatch):
     assert lines["sampler"]["losses/approx_kl"] > lines["trainer"]["losses/approx_kl"]
 
 
-def test_a_copy_in_the_same_precision_changes_nothing(tmp_path):
+def test_run_a_copy_in_the_same_precision_changes_nothing(tmp_path):
     """But for the sampler's log-probs, which may be rounded in another way."""
     kept = []
     for i, flags in enumerate(([], ["--rollout_dtype", "float32"])):

@@ -114,7 +114,7 @@ SMALL = """--iterations 2 --prompts_per_iteration 4 --group_size 4 --max_new_tok
 
 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "rspo"])
-def test_scripts_run_on_any_architecture(name, family, tmp_path, reward_file):
+def test_run_scripts_run_on_any_architecture(name, family, tmp_path, reward_file):
     """A run from a JSON-lines file; its checkpoint opens with plain transformers, and answers greedily
     what the script's last evaluation did."""
     kind, folder, data = family

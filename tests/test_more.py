@@ -193,7 +193,7 @@ def test_a_stopped_run_prints_a_line_that_works(name, program, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MORE)
-def test_every_script_learns(name, tmp_path):
+def test_run_every_script_learns(name, tmp_path):
     """The default run, as of the nine: greedy held-out accuracy of 0.9 or more."""
     result = run_process(name, "--run_dir", tmp_path, timeout=900)
     assert result.returncode == 0, result.stderr

@@ -332,7 +332,7 @@ def test_a_checkpoint_holds_masters_and_a_killed_run_goes_on(name, tmp_path, sum
 
 
 @pytest.mark.parametrize("coef", [0.0, 0.1])
-def test_the_entropy_bonus_of_ppo_has_a_gradient_if_it_counts(coef, tmp_path, monkeypatch):
+def test_run_the_entropy_bonus_of_ppo_has_a_gradient_if_it_counts(coef, tmp_path, monkeypatch):
     """With a coefficient above 0 it moves the policy; with 0 none is computed, which moves nothing."""
     original = ppo.token_logprobs
     asked = set()

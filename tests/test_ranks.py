@@ -172,7 +172,7 @@ def test_more_micro_batches_are_the_same_up_to_the_order_of_a_sum(two, one):
     close(one("grpo", 2), outcome(two[1] / "grpo-2"))
 
 
-def test_a_signal_to_one_rank_stops_all_and_resumed_it_is_exact(two, one):
+def test_run_a_signal_to_one_rank_stops_all_and_resumed_it_is_exact(two, one):
     """After the iteration in which it comes, with a checkpoint of it; two ranks or one may go on."""
     result, folder = two
     assert "stopped by a signal" in result.stdout
@@ -211,7 +211,7 @@ def test_what_ends_a_run_ends_all_ranks_with_one_line(two):
         ({"WORLD_SIZE": "2", **PLACE, "MASTER_ADDR": "no.where.invalid"}, "no.where.invalid cannot be"),
     ],
 )
-def test_variables_that_torchrun_would_not_set(variables, expected, monkeypatch):
+def test_run_variables_that_torchrun_would_not_set(variables, expected, monkeypatch):
     """Read when ranks.py is imported, refused when a script is launched, in a line."""
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
@@ -254,7 +254,7 @@ def test_two_ranks_are_one_process_in_all(name, tmp_path, one, sums):
 @pytest.mark.slow
 @pytest.mark.parametrize("replay", ["r2", "r3"])
 @pytest.mark.parametrize("name", ["grpo", "dapo"])
-def test_two_ranks_share_a_mismatch(name, replay, tmp_path):
+def test_run_two_ranks_share_a_mismatch(name, replay, tmp_path):
     """Weights of completions and experts are those of one process; up to rounding, since a sampler's
     log-probs depend, in their last bits, on how many rows are sampled together."""
     mismatch = ("--rollout_dtype", "int4", "--rollout_correction", "token_tis")
@@ -267,7 +267,7 @@ def test_two_ranks_share_a_mismatch(name, replay, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", ["--rollout_correction geo_filter", "--old_logprobs sampler"])
-def test_two_ranks_share_a_stale_sampler(more, tmp_path):
+def test_run_two_ranks_share_a_stale_sampler(more, tmp_path):
     shared = ("--iterations", 3, "--micro_batch_size", 6, "--rollout_refresh_every", 2, *more.split())
     shared += ("--eval_samples", 2)
     alone = run("grpo", *flags("grpo", tmp_path / "1", *shared))

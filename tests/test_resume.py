@@ -127,7 +127,7 @@ def test_killed_at_every_kind_of_moment(name, tmp_path, sums):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_killed_at_random_moments(name, tmp_path, sums):
+def test_run_killed_at_random_moments(name, tmp_path, sums):
     """All nine, ten times each, by the clock."""
     assert run(name, *flags_of(name, tmp_path / "whole", sums)).returncode == 0
     rng = random.Random(name)
@@ -143,7 +143,7 @@ def test_killed_at_random_moments(name, tmp_path, sums):
     assert outcome(tmp_path / "parts") == outcome(tmp_path / "whole")
 
 
-def test_a_signal_ends_the_run_after_a_checkpoint(tmp_path, sums, monkeypatch):
+def test_run_a_signal_ends_the_run_after_a_checkpoint(tmp_path, sums, monkeypatch):
     """SIGTERM in a rollout: the iteration is finished and saved, and the run can go on. What it prints
     is in test_more.py."""
     original = grpo.sample
@@ -165,7 +165,7 @@ def test_a_signal_ends_the_run_after_a_checkpoint(tmp_path, sums, monkeypatch):
     assert len(rollouts) == 5
 
 
-def test_a_signal_in_the_last_save(tmp_path, sums, monkeypatch):
+def test_run_a_signal_in_the_last_save(tmp_path, sums, monkeypatch):
     """The results are there, and are printed; message and exit code both say that it was stopped."""
     original = torch.save
 
@@ -182,7 +182,7 @@ def test_a_signal_in_the_last_save(tmp_path, sums, monkeypatch):
     assert "the trained model: " in run("grpo", *flags, "--resume").stdout
 
 
-def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, monkeypatch):
+def test_run_a_loss_that_is_not_finite_ends_the_run(tmp_path, monkeypatch):
     """Before the optimizer step: it names iteration and tensor; the last checkpoint has finite
     weights."""
     original, calls = grpo.policy_loss, []
@@ -205,7 +205,7 @@ def collapses(result):
     return [x for x in (result.stdout + result.stderr).splitlines() if x.startswith("collapse")]
 
 
-def test_collapse_is_reported_once(tmp_path, reward_file):
+def test_run_collapse_is_reported_once(tmp_path, reward_file):
     """A run whose groups all have equal rewards says so after ten such iterations."""
     reward = reward_file('return 0.5, "wrong"')
     small = ("--prompts_per_iteration", 2, "--max_new_tokens", 4)
@@ -216,7 +216,7 @@ def test_collapse_is_reported_once(tmp_path, reward_file):
     assert collapses(result) == []
 
 
-def test_nothing_collapses_without_groups(tmp_path, reward_file):
+def test_run_nothing_collapses_without_groups(tmp_path, reward_file):
     """ppo has one completion per prompt, and so no share of uniform groups."""
     reward = reward_file('return 0.5, "wrong"')
     small = ("--prompts_per_iteration", 4, "--max_new_tokens", 4)

@@ -157,7 +157,7 @@ def test_meter_takes_a_vector_apart_after_averaging_it():
     assert meter.means() == pytest.approx({"moe/load_max": 0.5, "moe/load_min": 0.3})
 
 
-def test_a_model_that_caps_its_logits_is_refused(tmp_path, tiny_model):
+def test_run_a_model_that_caps_its_logits_is_refused(tmp_path, tiny_model):
     """Its log-probs would silently differ between sampler and training forward."""
     from transformers import Gemma2Config, Gemma2ForCausalLM
 

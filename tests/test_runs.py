@@ -132,7 +132,7 @@ def test_run_of_each_script_logs_sensible_numbers(name, tmp_path, monkeypatch):
     assert json.loads((tmp_path / "settings.json").read_text())["script"] == name.removeprefix("more.")
 
 
-def test_a_process_computes_the_same(tmp_path):
+def test_run_a_process_computes_the_same(tmp_path):
     """As a user starts it: else the runs in this process would prove nothing."""
     flags = (*SMALL, "--num_held_out", 32, "--run_dir")
     for result in (run("grpo", *flags, tmp_path / "a"), run_process("grpo", *flags, tmp_path / "b")):
@@ -149,7 +149,7 @@ def checkpoint_parts(folder):
 
 @pytest.mark.parametrize("kl_coef", [0, 0.04])
 @pytest.mark.parametrize("name, dtype", [("grpo", "float32"), ("ppo", "bfloat16")])
-def test_without_a_kl_there_is_no_reference(name, kl_coef, dtype, tmp_path, monkeypatch):
+def test_run_without_a_kl_there_is_no_reference(name, kl_coef, dtype, tmp_path, monkeypatch):
     """With --kl_coef 0: the policy's log-probs alone are computed, the checkpoint holds no other model,
     and no KL is logged."""
     module = importlib.import_module(name)
@@ -219,7 +219,7 @@ def test_pass_at_k_is_the_mean_over_all_choices_of_k(n):
     assert pass_at_k(completions, n) == pytest.approx(expected, rel=1e-12)
 
 
-def test_pass_at_k_before_and_after(tmp_path):
+def test_run_pass_at_k_before_and_after(tmp_path):
     result = small("grpo", "--eval_samples", 4, "--run_dir", tmp_path, held_out=8)
     assert result.returncode == 0, result.stderr
     rows = {line.split()[0]: line.split()[1:] for line in result.stdout.splitlines() if "->" in line}
@@ -244,7 +244,7 @@ def test_the_spread_inside_a_completion_and_the_smallest_ratio():
     assert "losses/first_step_ratio_error_max" not in means
 
 
-def test_dapo_says_so_when_no_group_is_mixed(tmp_path, reward_file):
+def test_run_dapo_says_so_when_no_group_is_mixed(tmp_path, reward_file):
     """No answer is right: the rounds are bounded, and the run ends with a clear message."""
     reward = reward_file('return 0.0, "wrong"')
     flags = ("--max_sampling_rounds", 2, "--reward", reward, "--run_dir", tmp_path / "run")
@@ -254,7 +254,7 @@ def test_dapo_says_so_when_no_group_is_mixed(tmp_path, reward_file):
     assert "the run ends here" in result.stderr + result.stdout and "held-out" in result.stdout
 
 
-def test_what_is_not_finite_is_not_logged(tmp_path, monkeypatch):
+def test_run_what_is_not_finite_is_not_logged(tmp_path, monkeypatch):
     """JSON has no word for it."""
     original = grpo.policy_loss
 
@@ -269,7 +269,7 @@ def test_what_is_not_finite_is_not_logged(tmp_path, monkeypatch):
     assert {"losses/approx_kl", "losses/ratio_max"}.isdisjoint(line) and "losses/kl_ref" in line
 
 
-def test_resume_with_nothing_left_to_do(tmp_path):
+def test_run_resume_with_nothing_left_to_do(tmp_path):
     """Fewer iterations than were done already: the table of the trained model, and no change."""
     assert small("grpo", "--run_dir", tmp_path, "--iterations", 2, held_out=8).returncode == 0
     before = metrics(tmp_path)
@@ -285,7 +285,7 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("ppo", "dapo")]
 
 
 @pytest.mark.parametrize("name", ["grpo", *SLOW])
-def test_micro_batches_are_memory_not_results(name, tmp_path):
+def test_run_micro_batches_are_memory_not_results(name, tmp_path):
     """Metrics agree to rounding, also where the last micro-batch of a minibatch of 32 is smaller than
     the others. Gradients are compared in test_main.py."""
     for size in (0, 32, 4, 5):
@@ -300,7 +300,7 @@ def test_micro_batches_are_memory_not_results(name, tmp_path):
                 assert whole[key] == pytest.approx(parts[key], rel=1e-3, abs=1e-5), key
 
 
-def test_checkpoint_is_an_ordinary_transformers_folder(tmp_path):
+def test_run_checkpoint_is_an_ordinary_transformers_folder(tmp_path):
     """Opened with plain transformers, it answers greedily as the script's last evaluation did."""
     result = small("grpo", "--run_dir", tmp_path, "--save_every", 1)
     assert result.returncode == 0, result.stderr
@@ -326,7 +326,7 @@ def test_checkpoint_is_an_ordinary_transformers_folder(tmp_path):
     assert lengths == pytest.approx(metrics(tmp_path)[-1]["eval/response_len_mean"], abs=1e-5)
 
 
-def test_rspo_refuses_a_dense_model(tmp_path, tiny_model):
+def test_run_rspo_refuses_a_dense_model(tmp_path, tiny_model):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -341,7 +341,7 @@ def test_rspo_refuses_a_dense_model(tmp_path, tiny_model):
 
 
 @pytest.mark.parametrize("name", [*SCRIPTS, *MORE])
-def test_help_explains_every_flag(name, monkeypatch):
+def test_run_help_explains_every_flag(name, monkeypatch):
     monkeypatch.setenv("COLUMNS", "1000")
     text = " ".join(run(name, "--help").stdout.split())
     for field in dataclasses.fields(importlib.import_module(name).Args):
@@ -349,7 +349,7 @@ def test_help_explains_every_flag(name, monkeypatch):
         assert re.search(explained, text), field.name
 
 
-def test_grpo_learns(tmp_path):
+def test_run_grpo_learns(tmp_path):
     """12 iterations from the default base model: sampled accuracy on held-out problems rises by 0.3 or
     more."""
     result = run("grpo", "--iterations", 12, "--eval_every", 0, "--run_dir", tmp_path)
@@ -364,7 +364,7 @@ def test_grpo_learns(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_every_script_learns(name, dtype, tmp_path):
+def test_run_every_script_learns(name, dtype, tmp_path):
     """The default run: greedy held-out accuracy of 0.9 or more, at least 0.4 above the base."""
     result = run_process(name, "--run_dir", tmp_path, "--dtype", dtype, timeout=900)
     assert result.returncode == 0, result.stderr
