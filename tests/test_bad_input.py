@@ -1,22 +1,23 @@
-"""What a user can get wrong: one line on stderr that names it, exit code 2, nothing lost, no
-traceback."""
+"""Mistakes of a user in flags, data, models and rewards: each ends with exit code 2 and one line on
+stderr that names it, without a traceback. Run folders and checkpoints are in test_run_folder.py."""
 
 import json
+import math
 import os
-import resource
-import shutil
-import subprocess
-import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import flags_it_has, path_of, run, run_process
+from conftest import flags_it_has, path_of, run, script_args
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MambaConfig
 
-import common
-from plumbing.run import Run
+import grpo
+import plumbing.models
+import plumbing.settings
+from common import load_verifier, verify
+from plumbing.memory import plan_memory
 
 SMALL = """--prompts_per_iteration 4 --group_size 4 --max_new_tokens 8 --num_minibatches 2
 --iterations 1""".split()
@@ -24,6 +25,7 @@ OWN_LR = ("--lr", "1e-6")  # with --model; without it there is a warning, a seco
 
 
 def refused(name, *flags, expected):
+    """Runs a script, which must end with 2 and one line that contains the expected words."""
     own = OWN_LR if "--model" in flags else ()
     result = run(name, *flags_it_has(name, SMALL), *own, *flags, held_out=8)
     assert result.returncode == 2, (result.stdout, result.stderr)
@@ -34,316 +36,322 @@ def refused(name, *flags, expected):
     assert result.stdout == ""
 
 
+def completes(*flags):
+    """Runs grpo.py, which must succeed; what it prints on stderr."""
+    result = run("grpo", *SMALL, *flags, held_out=8)
+    assert result.returncode == 0, result.stderr
+    return result.stderr
+
+
+# --------------------------------------------------------------------------------------------- flags
+
+
 FLAGS = [row.strip().split(" | ") for row in (Path(__file__).parent / "bad_flags.txt").open()]
 
 
 @pytest.mark.parametrize("name, flags, expected", FLAGS, ids=lambda x: x if x[:1] == "-" else "")
-def test_flags(name, flags, expected, tmp_path, tiny_model):
+def test_flags(name, flags, expected, tmp_path):
     own = () if "--run_dir" in flags else ("--run_dir", tmp_path / "run")
     refused(name, *own, *flags.split(), expected=expected)
 
 
-def line(**row):
-    return json.dumps(row).encode() + b"\n"
+def test_batch_sizes_above_the_number_of_completions(tmp_path, tiny_policy):
+    """They mean all completions, as 0 does where memory is sufficient."""
+    problem = SimpleNamespace(prompt_ids=[1] * 8)
+    for size in (0, 1000, 1_000_000_000):
+        args = script_args("grpo", device="cpu", micro_batch_size=size, rollout_batch_size=size)[1]
+        planned = plan_memory(args, tiny_policy, SimpleNamespace(problems=[problem]), [problem])
+        assert (planned.micro_batch_size, planned.rollout_batch_size) == (64, 256)
+    completes("--micro_batch_size", size, "--rollout_batch_size", size, "--run_dir", tmp_path)
 
 
-GOOD = line(question="1+1=", answer="2")
-ENOUGH = b"".join(line(question=f"{i}+1=", answer=str(i + 1)) for i in range(12))
-DATASETS = [
+def test_one_prompt_and_one_token(tmp_path):
+    """A single token has no variance that a critic could explain."""
+    flags = "--prompts_per_iteration 1 --num_minibatches 1 --max_new_tokens 1 --iterations 1".split()
+    result = run("ppo", *flags, "--run_dir", tmp_path, held_out=8)
+    assert result.returncode == 0 and "Warning" not in result.stderr, result.stderr
+    metrics = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert "losses/explained_variance" not in metrics
+
+
+def test_a_warning_about_the_tiny_models_learning_rate(monkeypatch):
+    monkeypatch.setattr(grpo, "main", lambda args: None)
+    assert completes("--model", "mine").startswith("warning: --lr 0.0002 suits tiny-moe")
+    assert completes("--model", "mine", *OWN_LR) == completes() == ""
+
+
+# ---------------------------------------------------------------------------------------------- data
+
+
+def row(question="1+1=", **answer):
+    return json.dumps({"question": question, **(answer or {"answer": "2"})}) + "\n"
+
+
+ROW = row()
+ENOUGH = "".join(row(f"{i}+1=", answer=str(i + 1)) for i in range(12))
+SAME = ENOUGH + row("1+1=", answer="2.0")
+WORDS = "".join(row(f"How many are {i} and one?", answer=str(i + 1)) for i in range(20))
+HALF_A_PAIR = row([{"role": "user", "content": "\ud800"}])
+BAD_DATA = [
     ("missing.jsonl", None, "missing.jsonl cannot be read"),
-    ("empty.jsonl", b"", "empty.jsonl cannot be read"),
-    ("blank.jsonl", b"\n\n", "blank.jsonl"),
-    ("text.jsonl", GOOD + b"what?\n", ("text.jsonl cannot be read", "line 2")),
-    ("half.jsonl", GOOD * 2 + GOOD[:12], ("half.jsonl cannot be read", "line 3")),
+    ("empty.jsonl", "", "empty.jsonl cannot be read"),
+    ("blank.jsonl", "\n\n", "blank.jsonl cannot be read"),
+    ("text.jsonl", f"{ROW}{ROW}\nwhat?\n", ("text.jsonl cannot be read", "line 4")),
+    ("half.jsonl", ROW + ROW + ROW[:12], ("half.jsonl cannot be read", "line 3")),
     ("latin.jsonl", "{'ü'}".encode("latin1"), "latin.jsonl cannot be read"),
-    ("numbers.jsonl", b"1\n2\n", "numbers.jsonl"),
-    ("bytes.parquet", b"PAR1 and no more", "bytes.parquet cannot be read"),
-    (
-        "columns.jsonl",
-        line(text="a", label=3),
-        ("has no column question", "the columns are text, label"),
-    ),
-    ("column.jsonl", line(question="a", label=3), ("has no column answer", "question, label")),
-    (
-        "null.jsonl",
-        GOOD + line(question="a", answer=None),
-        ("row 2: no readable gold answer", "question, answer"),
-    ),
-    ("absent.jsonl", GOOD * 2 + line(question="a"), ("absent.jsonl, row 3", "no readable gold answer")),
-    ("marker.jsonl", line(question="a", answer="so it is ####"), "row 1: no readable gold answer"),
-    ("box.jsonl", GOOD + line(question="a", answer="\\boxed{1"), "row 2: no readable gold answer"),
-    ("prompt.jsonl", GOOD + line(question="", answer="1"), "row 2: no readable prompt"),
-    ("chat.jsonl", line(question=[{"role": "user", "content": "a"}] * 2, answer="1"), "chat template"),
-    (
-        "roles.jsonl",
-        line(question=[{"from": "user", "value": "a"}], answer="1"),
-        ("--dataset: the prompt", "cannot be used"),
-    ),
-    ("number.jsonl", line(question=7, answer="1"), ("--dataset: the prompt 7", "cannot be used")),
-    ("few.jsonl", GOOD * 20, "--num_held_out 8 leaves none of the 1 problems"),
-    ("long.jsonl", line(question="1" * 40_000, answer="1") + ENOUGH, "the model's limit of 32768"),
+    ("numbers.jsonl", "1\n2\n", "numbers.jsonl cannot be read"),
+    ("array.jsonl", f"[{ROW.strip()}]\n", "array.jsonl cannot be read"),  # not a row with one column
+    ("numbers.json", "[1]", "numbers.json cannot be read"),
+    ("mixed.json", f"[{ROW}, 1]", ("mixed.json cannot be read", "row 2")),
+    ("open.json", f"[{ROW}", "open.json cannot be read"),
+    ("number.json", "3", "number.json cannot be read"),
+    ("string.json", '"question"', "string.json cannot be read"),
+    ("half a pair.json", f"[{ROW},{HALF_A_PAIR}]", ("row 2", "surrogates")),
+    ("half a pair.jsonl", ROW + HALF_A_PAIR, ("line 2", "surrogates")),
+    ("bytes.parquet", "PAR1 and no more", "bytes.parquet cannot be read"),
+    ("d[1].jsonl", None, "d[1].jsonl cannot be read"),  # a name is not a pattern: d1.jsonl exists
+    ("columns.jsonl", '{"text": "a", "label": 3}', ("no column question", "text, label")),
+    ("column.jsonl", row(label=3), ("no column answer", "question, label")),
+    ("null.jsonl", ROW + row(answer=None), ("row 2", "gold answer", "question, answer")),
+    ("absent.jsonl", ROW + ROW + '{"question": "a"}', ("absent.jsonl, row 3", "gold answer")),
+    ("marker.jsonl", row(answer="so it is ####"), ("row 1", "gold answer")),
+    ("box.jsonl", ROW + row(answer="\\boxed{1"), ("row 2", "gold answer")),
+    ("prompt.jsonl", ROW + row(""), ("row 2", "prompt")),
+    ("chat.jsonl", row([{"role": "user", "content": "a"}] * 2), "chat template"),
+    ("roles.jsonl", row([{"from": "user", "value": "a"}]), ("--dataset: the prompt", "cannot be used")),
+    ("number.jsonl", row(7), ("--dataset: the prompt 7", "cannot be used")),
+    ("few.jsonl", ROW * 20, "--num_held_out 8 leaves none of the 1 problems"),
+    ("long.jsonl", row("1" * 40_000) + ENOUGH, "the model's limit of 32768"),
+    ("words.jsonl", WORDS, ("--model", "unknown")),  # the tiny model's tokenizer knows only digits
+    ("two.jsonl", SAME + row("5+1=", answer="7"), ("'5+1='", "two gold answers")),
 ]
 
 
-@pytest.mark.parametrize("name, content, expected", DATASETS, ids=[row[0] for row in DATASETS])
-def test_datasets(name, content, expected, tmp_path, tiny_model):
+@pytest.mark.parametrize("name, content, expected", BAD_DATA, ids=[row[0] for row in BAD_DATA])
+def test_datasets(name, content, expected, tmp_path):
+    (tmp_path / "d1.jsonl").write_text(ENOUGH)
     if content is not None:
+        content = content if isinstance(content, bytes) else content.encode()
         (tmp_path / name).write_bytes(content)
     refused("grpo", "--run_dir", tmp_path / "run", "--dataset", tmp_path / name, expected=expected)
 
 
-def test_dataset_splits_and_hub_ids(tmp_path, tiny_model):
-    flags = ("--run_dir", tmp_path, "--dataset", "no-such-house/no-such-data")
-    refused("grpo", *flags, expected="cannot be read")
+# -------------------------------------------------------------------------------------------- models
 
 
-def damage(folder, how):
-    """Makes a good model folder a bad one."""
-    if how == "no config":
-        (folder / "config.json").unlink()
-    elif how == "config is not JSON":
-        (folder / "config.json").write_text("{")
-    elif how == "unknown architecture":
-        (folder / "config.json").write_text('{"model_type": "perceptron"}')
-    elif how == "no tokenizer":
-        (folder / "tokenizer.json").unlink()
-        (folder / "tokenizer_config.json").unlink()
-    elif how == "no weights":
-        (folder / "model.safetensors").unlink()
-    elif how == "truncated weights":
-        os.truncate(folder / "model.safetensors", 1000)
-    elif how == "pickled weights":
-        weights = load_file(folder / "model.safetensors")
-        torch.save(weights, folder / "pytorch_model.bin")
-        (folder / "model.safetensors").unlink()
-    elif how == "weights of another shape":
-        weights = load_file(folder / "model.safetensors")
-        doubled = {key: w.repeat_interleave(2, 0) for key, w in weights.items()}
-        save_file(doubled, folder / "model.safetensors")
-    elif how == "code in the folder":
-        config = json.loads((folder / "config.json").read_text())
-        config |= {
-            "model_type": "mine",
-            "auto_map": {"AutoModelForCausalLM": "mine.M", "AutoConfig": "mine.C"},
-        }
-        (folder / "config.json").write_text(json.dumps(config))
-        (folder / "mine.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
-    elif how == "an encoder":
-        (folder / "config.json").write_text('{"model_type": "vit"}')
-    elif how == "a vocabulary that is too small":
-        config = LlamaConfig(vocab_size=4, hidden_size=16, intermediate_size=16, num_attention_heads=2)
-        LlamaForCausalLM(config).save_pretrained(folder)
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+QUERY = "model.layers.0.self_attn.q_proj.weight"
+SEVENTH = "model.layers.7.self_attn.q_proj.weight"
 
 
-MODELS = """no config; config is not JSON; unknown architecture; no tokenizer; no weights;
-truncated weights; pickled weights; weights of another shape; code in the folder; an encoder;
-a vocabulary that is too small"""
-
-
-@pytest.mark.parametrize("how", [how.strip() for how in MODELS.split(";")])
-def test_model_folders(how, tmp_path, tiny_model):
-    folder = tmp_path / "model"
+@pytest.fixture
+def model_folder(tmp_path, tiny_model):
+    """A copy of the base model."""
     for part in tiny_model:
-        part.save_pretrained(folder)
-    damage(folder, how)
-    expected = f"--model {folder} cannot be used"
-    if how == "a vocabulary that is too small":
-        expected = ("--model", "4 embeddings")
-    refused("grpo", "--run_dir", tmp_path / "run", "--model", folder, expected=expected)
-    assert not (folder / "ran").exists()
+        part.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
 
 
-@pytest.mark.parametrize(
-    "model", ["/nowhere", "tests", "requirements.txt", "no-such-house/no-such-model"]
-)
-def test_what_is_no_model(model, tmp_path):
-    refused("grpo", "--run_dir", tmp_path, "--model", model, expected=f"--model {model} cannot be used")
+def change_json(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_a_model_without_the_cache_that_sampling_needs(tmp_path, tiny_model):
-    """State-space models keep another kind of state: refused when they are loaded, not later."""
-    from transformers import MambaConfig, MambaForCausalLM
-
-    config = MambaConfig(vocab_size=17, hidden_size=16, num_hidden_layers=1, state_size=4)
-    MambaForCausalLM(config).save_pretrained(tmp_path / "mamba")
-    tiny_model[1].save_pretrained(tmp_path / "mamba")
-    flags = ("--run_dir", tmp_path / "run", "--model", tmp_path / "mamba")
-    refused("grpo", *flags, expected="cannot be used")
+def change_layers(folder, count):
+    change_json(folder / CONFIG, num_hidden_layers=count, layer_types=None)
 
 
-def test_run_a_prompt_that_does_not_fit_the_positions(tmp_path, tiny_model):
+def replace_model(folder, config):
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+def pickle_weights(folder):
+    torch.save(load_file(folder / WEIGHTS), folder / "pytorch_model.bin")
+    (folder / WEIGHTS).unlink()
+
+
+def add_code(folder):
+    """Code that would leave a file behind if it were run."""
+    classes = {"AutoModelForCausalLM": "mine.M", "AutoConfig": "mine.C"}
+    change_json(folder / CONFIG, model_type="mine", auto_map=classes)
+    (folder / "mine.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
+
+
+def remove_tokenizer(folder):
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer_config.json").unlink()
+
+
+def remove_eos(folder):
+    change_json(folder / CONFIG, eos_token_id=None)
+    change_json(folder / "generation_config.json", eos_token_id=None)
+    change_json(folder / "tokenizer_config.json", eos_token=None)
+
+
+MAMBA = MambaConfig(vocab_size=17, hidden_size=16, num_hidden_layers=1, state_size=4)
+FOUR_TOKENS = LlamaConfig(vocab_size=4, hidden_size=16, intermediate_size=16, num_attention_heads=2)
+BAD_MODELS = {  # {what is wrong: (how a good folder becomes such a one, expected)}
+    "no config": (lambda folder: (folder / CONFIG).unlink(), "cannot be used"),
+    "no JSON": (lambda folder: (folder / CONFIG).write_text("{"), "cannot be used"),
+    "unknown": (lambda folder: change_json(folder / CONFIG, model_type="perceptron"), "cannot be used"),
+    "encoder": (lambda folder: (folder / CONFIG).write_text('{"model_type": "vit"}'), "cannot be used"),
+    "no tokenizer": (remove_tokenizer, "cannot be used"),
+    "no weights": (lambda folder: (folder / WEIGHTS).unlink(), "cannot be used"),
+    "truncated weights": (lambda folder: os.truncate(folder / WEIGHTS, 1000), "cannot be used"),
+    "pickled weights": (pickle_weights, "cannot be used"),
+    "code": (add_code, "cannot be used"),
+    "another kind of cache": (lambda folder: replace_model(folder, MAMBA), "cannot be used"),
+    "more layers": (lambda folder: change_layers(folder, 3), "do not fit its config"),
+    "fewer layers": (lambda folder: change_layers(folder, 1), "do not fit its config"),
+    "too few embeddings": (lambda folder: replace_model(folder, FOUR_TOKENS), "4 embeddings"),
+    "no EOS": (remove_eos, "EOS"),  # every completion would be truncated
+}
+
+
+@pytest.mark.parametrize("how", BAD_MODELS)
+def test_model_folders(how, model_folder, tmp_path):
+    spoil, expected = BAD_MODELS[how]
+    spoil(model_folder)
+    flags = ("--run_dir", tmp_path / "run", "--model", model_folder)
+    refused("grpo", *flags, expected=("--model", expected))
+    assert not (model_folder / "ran").exists()
+
+
+# transformers would go on with random weights where these do not fit, and mutes its warning.
+BAD_WEIGHTS = {
+    "another shape": (
+        lambda weights: weights.update({QUERY: weights[QUERY].repeat(2, 1)}),
+        "cannot be used",
+    ),
+    "one is missing": (lambda weights: weights.pop(QUERY), "do not fit its config"),
+    "one too many": (
+        lambda weights: weights.update({SEVENTH: weights[QUERY].clone()}),
+        "do not fit its config",
+    ),
+    "NaN": (lambda weights: weights["model.norm.weight"].fill_(math.nan), "differ by nan"),
+}
+
+
+@pytest.mark.parametrize("how", BAD_WEIGHTS)
+def test_weights(how, model_folder, tmp_path):
+    change, expected = BAD_WEIGHTS[how]
+    weights = load_file(model_folder / WEIGHTS)
+    change(weights)
+    save_file(weights, model_folder / WEIGHTS, metadata={"format": "pt"})
+    flags = ("--run_dir", tmp_path / "run", "--model", model_folder)
+    refused("grpo", *flags, expected=("--model", expected))
+
+
+def test_a_copied_script_without_the_base_model(tmp_path, monkeypatch):
+    monkeypatch.setattr(plumbing.models, "TINY_MOE", tmp_path / "tiny_moe")
+    refused("grpo", "--run_dir", tmp_path / "run", expected=("--model tiny-moe", "tiny_moe does not"))
+
+
+def test_a_prompt_that_just_fits_the_positions(tmp_path, tiny_model):
     config = GPT2Config(vocab_size=17, n_embd=16, n_layer=1, n_head=2, n_positions=12, eos_token_id=1)
-    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    replace_model(tmp_path / "gpt2", config)
     tiny_model[1].save_pretrained(tmp_path / "gpt2")
-    flags = ("--run_dir", tmp_path / "run", "--model", tmp_path / "gpt2")
-    refused("grpo", *flags, expected="with a prompt of 8 tokens, the model's limit of 12 is exceeded")
-    own = (*flags, *OWN_LR, "--max_new_tokens", 4)
-    assert run("grpo", *SMALL, *own, held_out=8).returncode == 0
+    flags = ("--run_dir", tmp_path / "run", "--model", tmp_path / "gpt2", *OWN_LR, "--max_new_tokens")
+    refused("grpo", *flags, 5, expected="with a prompt of 8 tokens, the model's limit of 12")
+    completes(*flags, 4)
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory, tiny_model):
-    """The folder of a run of one iteration."""
-    folder = tmp_path_factory.mktemp("run") / "run"
-    assert run("grpo", *SMALL, "--run_dir", folder, held_out=8).returncode == 0
-    return folder
+# ------------------------------------------------------------------------------------------- rewards
 
 
-class Trap:
-    """A pickle that would leave a file behind if it were loaded."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return open, (str(self.path), "w")
-
-
-def tamper(checkpoint, how):
-    state, weights = checkpoint / "trainer_state.pt", checkpoint / "model.safetensors"
-    if how == "truncated state":
-        os.truncate(state, 100)
-    elif how == "no state":
-        state.unlink()
-    elif how == "text for state":
-        state.write_text("hello")
-    elif how == "code in the state":
-        torch.save(Trap(checkpoint / "ran"), state)
-    elif how == "a state of something else":
-        torch.save({"epoch": 3}, state)
-    elif how == "a state as it was once":  # with what is now "iteration" inside of another entry
-        saved = torch.load(state, weights_only=True)
-        saved["state"] = {"iteration": saved.pop("iteration")}
-        torch.save(saved, state)
-    elif how == "a flipped bit in the weights":
-        content = bytearray(weights.read_bytes())
-        content[-9] ^= 1
-        weights.write_bytes(content)
-    elif how == "a flipped bit in the optimizer":
-        content = bytearray(state.read_bytes())
-        content[len(content) // 2] ^= 1
-        state.write_bytes(content)
-    elif how == "truncated weights":
-        os.truncate(weights, 1000)
-    elif how == "no weights":
-        weights.unlink()
-    elif how == "other weights":
-        doubled = {key: 2 * tensor for key, tensor in load_file(weights).items()}
-        save_file(doubled, weights, metadata={"format": "pt"})
-    elif how == "no config":
-        (checkpoint / "config.json").unlink()
-    elif how == "a file":
-        shutil.rmtree(checkpoint)
-        checkpoint.write_text("")
+def test_a_reward_function_is_used_in_training_and_evaluation(reward_file, tmp_path):
+    """And its file belongs to the settings."""
+    verdict = '"truncated" if truncated else "correct"'
+    reward = reward_file(f"return len(text) / 100 + 0.5, {verdict}")
+    flags = ("--reward", reward, "--run_dir", tmp_path / "run", "--max_new_tokens", 30)
+    completes(*flags)
+    metrics = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
+    assert metrics["rollout/reward_mean"] > 0.5
+    assert metrics["rollout/accuracy"] == 1 - metrics["rollout/truncated_frac"]
+    assert metrics["eval/accuracy"] > 0.5
+    reward_file(f"return len(text) / 100 + 0.6, {verdict}")
+    refused("grpo", *flags, "--resume", "--iterations", 2, expected="has reward's rewards.py")
 
 
-CHECKPOINTS = """truncated state; no state; text for state; code in the state;
-a state of something else; a state as it was once; a flipped bit in the weights;
-a flipped bit in the optimizer; truncated weights; no weights; other weights; no config; a file"""
+BAD_CALLS = [
+    ("return 1.0, 'perfect'", "returned (1.0, 'perfect'), not (a finite number, one of correct, wrong"),
+    ("return float('nan'), 'wrong'", "returned (nan, 'wrong'), not (a finite number"),
+    ("return 1.0", "returned 1.0, not (a finite number"),
+    ("return None, 'wrong'", "returned (None, 'wrong'), not (a finite number"),
+    ("return 10**400, 'correct'", "returned (1000000000"),
+    ("torch.set_default_dtype(torch.float64)", "changes torch's default dtype"),
+    ("torch.set_default_device('meta')", "changes torch's default device"),
+    ("torch.set_grad_enabled(False)", "changes whether torch computes gradients"),
+    ("os.chdir('/')", "changes the working folder"),
+]
 
 
-@pytest.mark.parametrize("how", [how.strip() for how in CHECKPOINTS.split(";")])
-def test_checkpoints(how, finished, tmp_path):
-    folder = tmp_path / "run"
-    shutil.copytree(finished, folder)
-    (checkpoint,) = folder.glob("checkpoint-*")
-    tamper(checkpoint, how)
-    before = (folder / "metrics.jsonl").read_bytes()
-    flags = ("--run_dir", folder, "--resume", "--iterations", 2)
-    refused("grpo", *flags, expected=f"--resume: {checkpoint} cannot be read")
-    assert (folder / "metrics.jsonl").read_bytes() == before and not (checkpoint / "ran").exists()
-
-
-def test_a_used_run_folder(finished, tmp_path, monkeypatch):
-    """Refused without --resume; with it, only for the same script and the same arguments, which is
-    found out before anything is loaded."""
-    folder = tmp_path / "run"
-    shutil.copytree(finished, folder)
-    before = (folder / "metrics.jsonl").read_bytes()
-    for name in ("check_logprobs", "read_dataset"):
-        monkeypatch.setattr(common, name, lambda *args: pytest.fail("loaded"))
-    refused("grpo", "--run_dir", folder, expected="holds a run")
-    refused("grpo", "--run_dir", folder, "--resume", "--lr", 1e-3, expected="has lr 0.0002, not 0.001")
-    refused("sapo", "--run_dir", folder, "--resume", expected="has script grpo, not sapo")
-    settings = folder / "settings.json"
-    for content in (None, "", "[1]", "{no json}"):
-        settings.unlink(missing_ok=True)
-        if content is not None:
-            settings.write_text(content)
-        refused("grpo", "--run_dir", folder, "--resume", expected=("--resume: ", "settings.json"))
-    older = json.loads((finished / "settings.json").read_text()) | {"warmup": 5}
-    settings.write_text(json.dumps(older))
-    refused("grpo", "--run_dir", folder, "--resume", expected="has warmup 5, not None")
-    monkeypatch.undo()
-    shutil.copy(finished / "settings.json", settings)
-    (folder / "metrics.jsonl").write_bytes(b"{no json}\n" + before)
-    expected = f"--resume: {folder / 'metrics.jsonl'} cannot be used"
-    refused("grpo", "--run_dir", folder, "--resume", expected=expected)
-
-
-def test_run_a_second_process(tmp_path, tiny_model):
-    """Refused while the first one runs; not after it has died."""
-    from filelock import FileLock
-
-    (tmp_path / "run").mkdir()
-    path = str(tmp_path / "run" / "lock")
-    code = f"import filelock; lock = filelock.FileLock({path!r}); lock.acquire(); input()"
-    command = [sys.executable, "-c", f"print('up', flush=True); {code}"]
-    other = subprocess.Popen(command, stdin=-1, stdout=-1)
+@pytest.mark.parametrize("line, expected", BAD_CALLS)
+def test_reward_functions_that_misbehave(line, expected, reward_file, tmp_path):
+    reward = reward_file("import os, torch", line, "return 1.0, 'correct'")
     try:
-        other.stdout.readline()
-        while True:  # until the other one has it
-            try:
-                FileLock(tmp_path / "run" / "lock").acquire(timeout=0).lock.release()
-            except TimeoutError:
-                break
-        refused("grpo", "--run_dir", tmp_path / "run", expected="in use by another process")
+        result = run("grpo", *SMALL, "--reward", reward, "--run_dir", tmp_path / "run", held_out=8)
     finally:
-        other.kill()
-        other.wait()
-    assert run("grpo", *SMALL, "--run_dir", tmp_path / "run", held_out=8).returncode == 0
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+        torch.set_grad_enabled(True)
+    assert result.returncode == 2 and f"--reward {reward} {expected}" in result.stderr
+    assert not list((tmp_path / "run").glob("checkpoint-*"))
 
 
-def test_run_a_full_disk(finished, tmp_path, tiny_model):
-    """A file-size limit stands in for the full disk: the checkpoint cannot be written, the one before
-    stays, and the run goes on from there."""
-    folder = tmp_path / "run"
-    shutil.copytree(finished, folder)
-    (checkpoint,) = folder.glob("checkpoint-*")
-    before = sorted((path.name, path.read_bytes()) for path in checkpoint.iterdir())
-    flags = ("--run_dir", folder, "--resume", "--iterations", 2)
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, limit[1]))  # the weights have 0.9 MB
-    try:
-        result = run("grpo", *SMALL, *flags, held_out=8)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    assert result.returncode == 2
-    assert "cannot be written; the checkpoint before it is whole: SafetensorError" in result.stderr
-    assert "Traceback" not in result.stderr
-    assert [path.name for path in folder.glob("checkpoint-*[0-9]")] == [checkpoint.name]
-    assert sorted((path.name, path.read_bytes()) for path in checkpoint.iterdir()) == before
-    assert run("grpo", *SMALL, *flags, held_out=8).returncode == 0
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(x)["iteration"] for x in lines] == [1, 2]
+THREE = "function of (text, answer, truncated)"
+BAD_FILES = [
+    ("", "cannot be loaded as FILE.py:FUNCTION: KeyError"),
+    ("1 / 0", "cannot be loaded as FILE.py:FUNCTION: ZeroDivisionError"),
+    ("exit()", "cannot be loaded as FILE.py:FUNCTION: RuntimeError"),
+    ("reward = 0.5", THREE),
+    ("reward = None", THREE),
+    ("def reward(text, answer): pass", f"{THREE}: TypeError too many"),
+    ("def reward(text, answer, *, truncated): pass", THREE),
+    ("class reward:\n    def __init__(self, text, answer, truncated): pass", "not a class"),
+    ("async def reward(text, answer, truncated): pass", "not async"),
+]
 
 
-def test_run_a_folder_that_becomes_read_only(tmp_path, tiny_model, monkeypatch):
-    """The metrics cannot be written any more: one line."""
-
-    def log(self, *args):
-        (self.folder / "metrics.jsonl").unlink(missing_ok=True)
-        (self.folder / "metrics.jsonl").mkdir()
-        return original(self, *args)
-
-    original = Run.log
-    monkeypatch.setattr(Run, "log", log)
-    result = run("grpo", *SMALL, "--run_dir", tmp_path / "run", held_out=8)
-    assert result.returncode == 2 and "cannot be written; the last checkpoint is whole" in result.stderr
+@pytest.mark.parametrize("source, expected", BAD_FILES)
+def test_reward_files_without_such_a_function(source, expected, tmp_path, monkeypatch):
+    """Refused before the model is loaded."""
+    monkeypatch.setattr(grpo, "load_policy", lambda args: pytest.fail("loaded"))
+    path = tmp_path / "my reward.py"
+    path.write_text(source)
+    flags = ("--reward", f"{path}:reward", "--run_dir", tmp_path / "run")
+    refused("grpo", *flags, expected=("--reward", expected))
 
 
-def test_run_the_process_ends_with_2_too():
-    result = run_process("sapo", "--group_size", 1)
-    assert result.returncode == 2 and result.stdout == ""
-    assert result.stderr.startswith("sapo.py: error: --group_size must be at least 2")
-    assert len(result.stderr.splitlines()) == 1
+@pytest.mark.parametrize("line, error", [("1 / 0", ZeroDivisionError), ("exit()", RuntimeError)])
+def test_a_bug_in_a_reward_function_keeps_its_traceback(line, error, reward_file, tmp_path):
+    """An exit would end the run as if it had finished."""
+    with pytest.raises(error):
+        run("grpo", *SMALL, "--reward", reward_file(line), "--run_dir", tmp_path / "run", held_out=8)
+
+
+def test_without_the_flag_the_verifier_is_used():
+    assert load_verifier(script_args("grpo")[1]) is verify
+
+
+# ---------------------------------------------------------------------- files that cannot be opened
+
+
+@pytest.mark.parametrize("flag, value", [("dataset", "{}"), ("reward", "{}:f"), ("model", "{}")])
+@pytest.mark.parametrize("why", ["too long", "forbidden"])
+def test_a_file_that_cannot_be_opened(why, flag, value, tmp_path, monkeypatch):
+    """Its flag is named, not --run_dir."""
+    original = plumbing.settings.file_hash
+
+    def file_hash(file):
+        if file != path:
+            return original(file)
+        raise PermissionError(13, "Permission denied", str(file))
+
+    path = tmp_path / ("x" * 300)
+    if why == "forbidden":
+        path = tmp_path / "config.json"
+        path.write_text("{}")
+        monkeypatch.setattr(plumbing.settings, "file_hash", file_hash)
+    flags = ("--run_dir", tmp_path / "run", f"--{flag}", value.format(path))
+    refused("grpo", *flags, expected=f"--{flag} {value.format(path)} cannot be read")

@@ -1,13 +1,19 @@
 """Datasets: files, columns, gold answers, the held-out split."""
 
 import json
+import os
 import random
+from datetime import date
+from decimal import Decimal
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from conftest import script_args
 from datasets import Dataset
 
 from common import addition_problems, load_problems, verify
+from plumbing.args import UserError
 from plumbing.data import read_dataset
 from plumbing.policy import Policy
 from tiny_moe.train import Recipe, demonstration
@@ -40,22 +46,83 @@ def test_gsm8k_needs_no_flag(tmp_path):
     assert read_dataset(arguments(path)) == [("How many?", "1,072")]
 
 
-@pytest.mark.parametrize(
-    "answer, gold",
-    [
-        ("42", "42"),
-        (" 42\n", "42"),
-        (42, "42"),
-        (4.5, "4.5"),
-        ("so #### 1 #### 7", "7"),
-        (r"hence \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
-        ("New York", "New York"),
-        (0, "0"),
-    ],
-)
-def test_gold_answers(answer, gold, tmp_path):
-    path = write(tmp_path / "data.json", [{"p": "x", "a": answer}])
-    assert read_dataset(arguments(path, prompt_column="p", answer_column="a")) == [("x", gold)]
+def gold_of(path):
+    """The gold answer of a file with one row; None if it is refused."""
+    try:
+        ((_, gold),) = read_dataset(arguments(path, prompt_column="p", answer_column="a"))
+        return gold
+    except UserError as error:
+        assert "row 1: " in str(error) and "gold answer" in str(error)
+        return None
+
+
+JSON_ANSWERS = [  # as the file has them; None: refused, since it cannot be read exactly
+    ('" 42\\n"', "42"),
+    ('"New York"', "New York"),
+    ('"2024-01-31"', "2024-01-31"),
+    ('"1e+30"', "1e+30"),
+    ('"a\u2028b\u0085c"', "a\u2028b\u0085c"),  # other line separators are part of the string
+    ('"so #### 1 #### 7"', "7"),
+    (r'"hence \\boxed{\\frac{1}{2}}."', r"\frac{1}{2}"),
+    *[(number, number) for number in ("42", "0", "0.1", "4.50", "-0.5")],
+    *[(number, number) for number in ("9223372036854775809", "-18446744073709551616")],
+    *[(number, None) for number in ("1e30", "1E400", "NaN", "Infinity")],
+    *[(value, None) for value in ("true", "[1, 2]", '{"a": 1}', "null", '""', '" "')],
+]
+
+
+@pytest.mark.parametrize("answer, gold", JSON_ANSWERS)
+def test_json_answers(answer, gold, tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text(f'{{"p": "x", "a": {answer}}}\n')
+    assert gold_of(path) == gold
+
+
+PARQUET_ANSWERS = [
+    (pyarrow.scalar(2**64 - 1, pyarrow.uint64()), "18446744073709551615"),
+    (pyarrow.scalar(Decimal("1.50"), pyarrow.decimal128(10, 2)), "1.50"),
+    (pyarrow.scalar(0.1, pyarrow.float64()), "0.1"),
+    (pyarrow.scalar(3.0, pyarrow.float64()), "3.0"),
+    (pyarrow.scalar("2024-01-31", pyarrow.string()), "2024-01-31"),
+    (pyarrow.scalar(0.1, pyarrow.float32()), None),
+    (pyarrow.scalar(1e30, pyarrow.float64()), None),
+    (pyarrow.scalar(float("nan"), pyarrow.float64()), None),
+    (pyarrow.scalar(date(2024, 1, 31), pyarrow.date32()), None),
+    (pyarrow.scalar(b"365", pyarrow.binary()), None),
+    (pyarrow.scalar(True, pyarrow.bool_()), None),
+    (pyarrow.scalar([1], pyarrow.list_(pyarrow.int64())), None),
+]
+
+
+@pytest.mark.parametrize("value, gold", PARQUET_ANSWERS, ids=str)
+def test_parquet_answers(value, gold, tmp_path):
+    path = tmp_path / "data.parquet"
+    column = pyarrow.array([value.as_py()], value.type)
+    pyarrow.parquet.write_table(pyarrow.table({"p": ["x"], "a": column}), path)
+    assert gold_of(path) == gold
+
+
+def test_a_file_name_is_not_a_pattern(tmp_path):
+    for name, answer in (("d1", 1), ("d[1]", 2), ("star", 3), ("s*r", 4)):
+        write(tmp_path / f"{name}.jsonl", [{"p": "x", "a": answer}])
+    assert gold_of(tmp_path / "d[1].jsonl") == "2" and gold_of(tmp_path / "s*r.jsonl") == "4"
+
+
+def test_a_file_that_is_written_again_within_a_second(tmp_path):
+    for answer in ("1", "2", "3"):
+        path = write(tmp_path / "data.jsonl", [{"p": "x", "a": answer}])
+        os.utime(path, (1_700_000_000, 1_700_000_000))
+        assert gold_of(path) == answer
+
+
+ROW = '{"p": "x", "a": "2"}'
+
+
+@pytest.mark.parametrize("name, text", [("data.json", f"\n[\n{ROW}\n]"), ("data.jsonl", ROW)])
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_an_array_of_objects_and_a_byte_order_mark(mark, name, text, tmp_path):
+    (tmp_path / name).write_text(mark + text, encoding="utf-8")
+    assert gold_of(tmp_path / name) == "2"
 
 
 def test_worked_demonstrations_are_right():

@@ -11,6 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -24,6 +26,7 @@ from transformers import (
 
 from common import check_logprobs, check_routing, collate, load_policy, load_problems, sample
 from common import token_logprobs
+from plumbing.args import UserError
 from plumbing.models import load_model
 from plumbing.policy import Policy
 
@@ -216,3 +219,48 @@ def test_chat_template_system_prompt_and_instruction(family):
     problems = problem_stream.problems + held_out
     assert {p.prompt for p in problems} == set(QUESTIONS)
     assert all(policy.tokenizer.decode(p.prompt_ids) == p.prompt for p in problems)
+
+
+def gpt_oss(**changes):
+    shape = dict(vocab_size=17, hidden_size=32, intermediate_size=32, num_hidden_layers=2, head_dim=8)
+    shape |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128)
+    shape |= dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=16)
+    ids = dict(pad_token_id=0, bos_token_id=None, eos_token_id=1)
+    torch.manual_seed(0)
+    return GptOssForCausalLM(GptOssConfig(**shape | ids | changes)).eval()
+
+
+@pytest.mark.parametrize("name", ["grpo", "rspo"])
+def test_an_architecture_that_mixes_packed_sequences(name, tmp_path, tiny_model, monkeypatch):
+    """gpt-oss does not see from the positions where a sequence begins: it gets a row for each one, and
+    so does its reference; then the log-probs of sampler and update agree."""
+    folder = tmp_path / "model"
+    gpt_oss().save_pretrained(folder)
+    tiny_model[1].save_pretrained(folder)
+    args = script_args("grpo", device="cpu", model=str(folder))[1]
+    policy = load_policy(args)
+    assert policy.one_sequence_per_row and policy.frozen_copy().one_sequence_per_row
+    flags = ("--model", folder, "--run_dir", tmp_path / "run", "--lr", 1e-3)
+    result = run(name, *SMALL, *flags, held_out=8)
+    assert result.returncode == 0, result.stderr
+    for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines():
+        metrics = json.loads(line)
+        assert abs(metrics["rollout/sampler_kl"]) < 1e-6
+        assert metrics["losses/first_step_ratio_error_max"] == 0
+    # The test can tell: packed all the same, the log-probs are other ones.
+    always_packed = property(lambda self: False, lambda self, value: None)
+    monkeypatch.setattr(Policy, "one_sequence_per_row", always_packed, raising=False)
+    with pytest.raises(UserError, match="differ by"):
+        check_logprobs(policy, args)
+
+
+@pytest.mark.parametrize("given, expected", [(None, [1]), ("2", [])])
+def test_the_tiny_model_runs_on_one_thread(given, expected, monkeypatch):
+    """Unless OMP_NUM_THREADS is set: its operators are too small for more."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    counts = []
+    monkeypatch.setattr(torch, "set_num_threads", counts.append)
+    load_model(script_args("grpo", device="cpu")[1])
+    assert counts == expected
