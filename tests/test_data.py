@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 from datetime import date
 from decimal import Decimal
 
@@ -12,11 +11,10 @@ import pytest
 from conftest import script_args
 from datasets import Dataset
 
-from common import addition_problems, load_problems, verify
+from common import load_problems
 from plumbing.args import UserError
 from plumbing.data import read_dataset
 from plumbing.policy import Policy
-from tiny_moe.train import Recipe, demonstration
 
 
 def arguments(path, **changes):
@@ -123,14 +121,6 @@ ROW = '{"p": "x", "a": "2"}'
 def test_an_array_of_objects_and_a_byte_order_mark(mark, name, text, tmp_path):
     (tmp_path / name).write_text(mark + text, encoding="utf-8")
     assert gold_of(tmp_path / name) == "2"
-
-
-def test_worked_demonstrations_are_right():
-    recipe = Recipe(direct=0.0, worked=1.0, wrong_step=0.0)
-    for prompt, gold in addition_problems():
-        assert verify(demonstration(prompt, random.Random(0), recipe), gold)[1] == "correct"
-    example = "7+8=15 5+0+1=6 0+3=3 #### 365"
-    assert demonstration("57+308=", random.Random(0), recipe) == example
 
 
 def test_held_out_problems_are_apart_and_the_same_for_all_seeds(tmp_path, tiny_model):

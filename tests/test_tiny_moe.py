@@ -1,12 +1,13 @@
 """The base model that is shipped, and the script that made it."""
 
+import random
 import re
 import sys
 
 import pytest
 from conftest import TINY_MOE, script_args
 
-from common import evaluate, load_policy, load_problems, verify
+from common import addition_problems, evaluate, load_policy, load_problems, verify
 from plumbing.run import file_hash
 from tiny_moe import train
 
@@ -29,6 +30,14 @@ def test_the_shipped_weights_are_those_of_the_readme():
     """With others, no number in the tables could be had again."""
     (digest,) = re.findall(r"\b[0-9a-f]{64}\b", (TINY_MOE / "README.md").read_text())
     assert file_hash(TINY_MOE / "model.safetensors") == digest
+
+
+def test_worked_demonstrations_are_right():
+    recipe = train.Recipe(direct=0.0, worked=1.0, wrong_step=0.0)
+    for prompt, gold in addition_problems()[::10]:
+        assert verify(train.demonstration(prompt, random.Random(0), recipe), gold)[1] == "correct"
+    example = "7+8=15 5+0+1=6 0+3=3 #### 365"
+    assert train.demonstration("57+308=", random.Random(0), recipe) == example
 
 
 def test_the_script_makes_such_a_model(tmp_path, monkeypatch):
