@@ -55,7 +55,7 @@ def test_flags(name, flags, expected, tmp_path):
     refused(name, *own, *flags.split(), expected=expected)
 
 
-def test_batch_sizes_above_the_number_of_completions(tmp_path, tiny_policy):
+def test_run_batch_sizes_above_the_number_of_completions(tmp_path, tiny_policy):
     """They mean all completions, as 0 does where memory is sufficient."""
     problem = SimpleNamespace(prompt_ids=[1] * 8)
     for size in (0, 1000, 1_000_000_000):
@@ -65,7 +65,7 @@ def test_batch_sizes_above_the_number_of_completions(tmp_path, tiny_policy):
     completes("--micro_batch_size", size, "--rollout_batch_size", size, "--run_dir", tmp_path)
 
 
-def test_one_prompt_and_one_token(tmp_path):
+def test_run_one_prompt_and_one_token(tmp_path):
     """A single token has no variance that a critic could explain."""
     flags = "--prompts_per_iteration 1 --num_minibatches 1 --max_new_tokens 1 --iterations 1".split()
     result = run("ppo", *flags, "--run_dir", tmp_path, held_out=8)
@@ -247,7 +247,7 @@ def test_a_copied_script_without_the_base_model(tmp_path, monkeypatch):
     refused("grpo", "--run_dir", tmp_path / "run", expected=("--model tiny-moe", "tiny_moe does not"))
 
 
-def test_a_prompt_that_just_fits_the_positions(tmp_path, tiny_model):
+def test_run_a_prompt_that_just_fits_the_positions(tmp_path, tiny_model):
     config = GPT2Config(vocab_size=17, n_embd=16, n_layer=1, n_head=2, n_positions=12, eos_token_id=1)
     replace_model(tmp_path / "gpt2", config)
     tiny_model[1].save_pretrained(tmp_path / "gpt2")
@@ -259,7 +259,7 @@ def test_a_prompt_that_just_fits_the_positions(tmp_path, tiny_model):
 # ------------------------------------------------------------------------------------------- rewards
 
 
-def test_a_reward_function_is_used_in_training_and_evaluation(reward_file, tmp_path):
+def test_run_a_reward_function_is_used_in_training_and_evaluation(reward_file, tmp_path):
     """And its file belongs to the settings."""
     verdict = '"truncated" if truncated else "correct"'
     reward = reward_file(f"return len(text) / 100 + 0.5, {verdict}")
@@ -287,7 +287,7 @@ BAD_CALLS = [
 
 
 @pytest.mark.parametrize("line, expected", BAD_CALLS)
-def test_reward_functions_that_misbehave(line, expected, reward_file, tmp_path):
+def test_run_reward_functions_that_misbehave(line, expected, reward_file, tmp_path):
     reward = reward_file("import os, torch", line, "return 1.0, 'correct'")
     try:
         result = run("grpo", *SMALL, "--reward", reward, "--run_dir", tmp_path / "run", held_out=8)
@@ -324,7 +324,7 @@ def test_reward_files_without_such_a_function(source, expected, tmp_path, monkey
 
 
 @pytest.mark.parametrize("line, error", [("1 / 0", ZeroDivisionError), ("exit()", RuntimeError)])
-def test_a_bug_in_a_reward_function_keeps_its_traceback(line, error, reward_file, tmp_path):
+def test_run_a_bug_in_a_reward_function_keeps_its_traceback(line, error, reward_file, tmp_path):
     """An exit would end the run as if it had finished."""
     with pytest.raises(error):
         run("grpo", *SMALL, "--reward", reward_file(line), "--run_dir", tmp_path / "run", held_out=8)

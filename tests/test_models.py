@@ -221,19 +221,19 @@ def test_chat_template_system_prompt_and_instruction(family):
     assert all(policy.tokenizer.decode(p.prompt_ids) == p.prompt for p in problems)
 
 
-def gpt_oss(**changes):
+def gpt_oss():
     shape = dict(vocab_size=17, hidden_size=32, intermediate_size=32, num_hidden_layers=2, head_dim=8)
     shape |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128)
     shape |= dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=16)
     ids = dict(pad_token_id=0, bos_token_id=None, eos_token_id=1)
     torch.manual_seed(0)
-    return GptOssForCausalLM(GptOssConfig(**shape | ids | changes)).eval()
+    return GptOssForCausalLM(GptOssConfig(**shape, **ids)).eval()
 
 
 @pytest.mark.parametrize("name", ["grpo", "rspo"])
-def test_an_architecture_that_mixes_packed_sequences(name, tmp_path, tiny_model, monkeypatch):
-    """gpt-oss does not see from the positions where a sequence begins: it gets a row for each one, and
-    so does its reference; then the log-probs of sampler and update agree."""
+def test_run_an_architecture_that_mixes_packed_sequences(name, tmp_path, tiny_model, monkeypatch):
+    """gpt-oss cannot tell from the positions where a sequence begins: each sequence gets a row, also in
+    the reference; then the log-probs of sampler and update agree."""
     folder = tmp_path / "model"
     gpt_oss().save_pretrained(folder)
     tiny_model[1].save_pretrained(folder)
@@ -243,11 +243,11 @@ def test_an_architecture_that_mixes_packed_sequences(name, tmp_path, tiny_model,
     flags = ("--model", folder, "--run_dir", tmp_path / "run", "--lr", 1e-3)
     result = run(name, *SMALL, *flags, held_out=8)
     assert result.returncode == 0, result.stderr
-    for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines():
+    for line in (tmp_path / "run" / "metrics.jsonl").open():
         metrics = json.loads(line)
         assert abs(metrics["rollout/sampler_kl"]) < 1e-6
         assert metrics["losses/first_step_ratio_error_max"] == 0
-    # The test can tell: packed all the same, the log-probs are other ones.
+    # Packed nevertheless, the log-probs differ, and the test would notice.
     always_packed = property(lambda self: False, lambda self, value: None)
     monkeypatch.setattr(Policy, "one_sequence_per_row", always_packed, raising=False)
     with pytest.raises(UserError, match="differ by"):

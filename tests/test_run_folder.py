@@ -124,7 +124,7 @@ def test_damaged_checkpoints(how, folder, resume):
     assert (folder / "metrics.jsonl").read_bytes() == before and not (checkpoint / "ran").exists()
 
 
-def test_a_copy_that_the_user_keeps(folder, resume):
+def test_run_a_copy_that_the_user_keeps(folder, resume):
     """checkpoint-best-2 is not the newest checkpoint, and nobody deletes it."""
     (checkpoint,) = folder.glob("checkpoint-*")
     kept = {"checkpoint-best-2", "checkpoint-9", "checkpoint-999999.bak", "checkpoint-0000099"}
@@ -135,7 +135,7 @@ def test_a_copy_that_the_user_keeps(folder, resume):
     assert {path.name for path in folder.glob("checkpoint-*")} == kept | {"checkpoint-000002"}
 
 
-def test_a_full_disk(folder, resume):
+def test_run_a_full_disk(folder, resume):
     """A file-size limit stands in for the full disk: the checkpoint cannot be written, its predecessor
     stays, and the run goes on from there."""
     (checkpoint,) = folder.glob("checkpoint-*")
@@ -186,7 +186,7 @@ def test_damaged_metrics(folder, resume):
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
-def test_a_line_that_was_cut_after_a_brace(name, folder, resume):
+def test_run_a_line_that_was_cut_after_a_brace(name, folder, resume):
     with open(folder / name, "a") as file:
         file.write('{"iteration": 2, "prompt": "f{x}')
     completes(*resume, "--iterations", 2)
@@ -194,7 +194,7 @@ def test_a_line_that_was_cut_after_a_brace(name, folder, resume):
         json.loads(line)
 
 
-def test_resume_before_the_first_checkpoint(folder, resume):
+def test_run_resume_before_the_first_checkpoint(folder, resume):
     """Settings are compared if an iteration was logged; one that crashed leaves nothing in the way."""
     (checkpoint,) = folder.glob("checkpoint-*")
     shutil.rmtree(checkpoint)
@@ -204,11 +204,11 @@ def test_resume_before_the_first_checkpoint(folder, resume):
     completes(*resume)
     assert iterations(folder) == [1]
     shutil.rmtree(checkpoint)
-    (folder / "metrics.jsonl").unlink()
+    (folder / "metrics.jsonl").write_text("")
     completes(*resume, "--lr", 1e-3)
 
 
-def test_a_run_that_fails_before_its_first_checkpoint_can_be_started_again(tmp_path, sums):
+def test_run_that_fails_before_its_first_checkpoint_can_be_started_again(tmp_path, sums):
     """Its metrics do not stand in the way, and are replaced by those of the new run."""
     flags = ("--dataset", sums, "--iterations", 3, "--num_minibatches", 1, "--run_dir", tmp_path)
     assert "not finite" in run("grpo", *SMALL, *flags, "--lr", 1e9, held_out=8).stderr
@@ -266,7 +266,7 @@ def test_a_dataset_that_has_changed(tmp_path):
 # ------------------------------------------------------------------------------ processes and streams
 
 
-def test_a_second_process(tmp_path, sums):
+def test_run_a_second_process(tmp_path, sums):
     """Refused while the first one runs; not after it has died."""
     flags = ("--dataset", sums, "--run_dir", tmp_path)
     code = f"import filelock; lock = filelock.FileLock({str(tmp_path / 'lock')!r}); lock.acquire()"
@@ -281,7 +281,7 @@ def test_a_second_process(tmp_path, sums):
     completes(*flags)
 
 
-def test_metrics_that_cannot_be_written(tmp_path, sums, monkeypatch):
+def test_run_metrics_that_cannot_be_written(tmp_path, sums, monkeypatch):
     def log(self, *args):
         (self.folder / "metrics.jsonl").unlink(missing_ok=True)
         (self.folder / "metrics.jsonl").mkdir()
@@ -340,7 +340,7 @@ def broken_stream(how):
 
 
 @pytest.mark.parametrize("how", ["closed", "full", "a pipe that ended"])
-def test_output_that_breaks(how, sums, tmp_path, monkeypatch):
+def test_run_output_that_breaks(how, sums, tmp_path, monkeypatch):
     """Metrics and checkpoints are written all the same."""
     flags = ["--dataset", str(sums), "--num_held_out", "8", "--run_dir", str(tmp_path / "run")]
     with monkeypatch.context() as patch:
