@@ -213,6 +213,7 @@ def test_the_functions_of_the_scripts_are_healthy(function, algorithm, what, cap
         assert not_applicable == []
 
 
+@pytest.mark.slow
 def test_from_the_root_of_a_clone():
     command = [sys.executable, "conformance/check.py", "grpo.py:policy_loss", "--algorithm", "grpo"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -281,10 +281,8 @@ def weights(folder):
     return AutoModelForCausalLM.from_pretrained(max(folder.glob("checkpoint-*[0-9]"))).state_dict()
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("ppo", "dapo")]
-
-
-@pytest.mark.parametrize("name", ["grpo", *SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["grpo", "ppo", "dapo"])
 def test_run_micro_batches_are_memory_not_results(name, tmp_path):
     """Metrics agree to rounding, also where the last micro-batch of a minibatch of 32 is smaller than
     the others. Gradients are compared in test_main.py."""
