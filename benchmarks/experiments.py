@@ -41,6 +41,13 @@ CORRECTED = {"same": "", "int4": "--rollout_dtype int4"}
 for rule in ("token_tis", "sequence_tis", "geo_mask"):
     CORRECTED[f"int4-{rule}"] = f"--rollout_dtype int4 --rollout_correction {rule}"
 
+OLD_LOGPROBS = {  # by precision of the sampler, and by whose log-probs the ratio divides
+    (script, f"{precision}-{old}"): f"--rollout_dtype {precision} --old_logprobs {old} {flags}".strip()
+    for precision in ("bfloat16", "int8")
+    for script, flags in (("grpo", FREE), ("gspo", ""))
+    for old in ("sampler", "trainer")
+}
+
 EXPERIMENTS = {
     "nine": Experiment(
         5,
@@ -76,6 +83,7 @@ EXPERIMENTS = {
         "--iterations 20 --lr 3e-4 " + STEPS_16 + QUIET,
         {("grpo", "stale"): FREE} | each(("gspo", "gmpo"), "stale"),
     ),
+    "old_logprobs": Experiment(5, "--iterations 20 --lr 3e-4 " + STEPS_16 + QUIET, OLD_LOGPROBS),
     "stale_rollouts": Experiment(
         8,
         "--rollout_refresh_every 8 " + QUIET,
