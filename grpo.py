@@ -14,13 +14,24 @@ Parent: ppo.py. Differs only in:
   2. KL in the loss: a separate loss term instead of part of the reward.
   3. Sequence-mean: tokens are averaged within a completion, then completions are averaged.
 
+The baseline: a prompt's only completion would have A = 0; of two, only the order counts (A = +-0.71);
+among many, the mean is nearly the expected reward: REINFORCE with a baseline for each prompt.
+
+A penalty on KL(pi || pi_ref), with o_it sampled from pi:
+                        as an estimate   std near ref  its expected gradient is that of
+  k1 = -log x           unbiased         sqrt(2 KL)    nothing: it is 0
+  k2 = (log x)^2 / 2    nearly unbiased  of order KL   KL(pi || pi_ref)
+  k3 = x - log x - 1    unbiased         of order KL   KL(pi_ref || pi), the reverse
+  k1 in the reward      as k1            as k1         KL(pi || pi_ref), of later tokens too (ppo.py)
+
 Left open by the paper: the std (here unbiased, plus 1e-6; a group of equal rewards has advantages of
 exactly 0, and only the KL acts on it) and eps (here 0.2). The ratio is per token, as in this paper;
 the R1 report writes the ratio of whole completions. Departs from the paper: four optimizer steps per
 rollout instead of one, so that r is not always 1 and the clip can bind. Beyond the paper:
 --kl_is_corrected (DeepSeek-V3.2: the expected gradient of r k3 is that of the KL) and
 --ref_reset_every (every n iterations the reference becomes a copy of the policy, as in ProRL, but the
-optimizer keeps its state). With --kl_coef 0 there is no reference model.
+optimizer keeps its state; with n = 1 the KL is to pi_old, which makes an iteration a step of mirror
+descent). With --kl_coef 0 there is no reference model.
 
 Run:    python grpo.py
 Expect: greedy held-out accuracy on sums of two numbers rises from 0.43 to at least 0.97, and the

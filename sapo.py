@@ -16,7 +16,9 @@ Parent: grpo.py. Differs only in:
 
 Left open by the paper: nothing; tau_pos 1.0 and tau_neg 1.05 are the paper's. Since f(1) is 2 / tau
 and not 1, the logged loss is on another scale than the siblings', but its gradient is not: f'(1) = 1.
-The metric losses/gate_slope is the mean of f'(r), which is 1 while nothing has moved.
+The metric losses/gate_slope is the mean of f'(r), which is 1 while nothing has moved. While r is near
+1, a completion's mean of f' is a soft gate on gspo's ratio s_i, sech^2(tau/2 log s_i), up to tau^2/4
+times the square of losses/logratio_spread.
 
 Run:    python sapo.py
 Expect: like grpo.py, greedy held-out accuracy on sums of two numbers rises from 0.43 to at least

@@ -50,17 +50,6 @@ def changed_lines(parent, child):
     return sum(line.startswith(("+", "-")) for line in diff[2:])  # after the two names
 
 
-def differences(header):
-    """The words before the colon in each item of the header's numbered list."""
-    numbered = header.split("Differs only in:")[1].split("\n\n")[0]
-    leads = []
-    for item in re.split(r"\n\s*\d\. ", numbered)[1:]:
-        lead = " ".join(item.split(":")[0].split())
-        is_acronym = lead[:2].isupper()
-        leads.append(lead if is_acronym else lead[0].lower() + lead[1:])
-    return ", ".join(leads)
-
-
 def parent_of(name):
     """The script that the header names, None for the root."""
     header, _ = read(name)
@@ -70,23 +59,21 @@ def parent_of(name):
     return found[1] if found[1] in SCRIPTS else f"more.{found[1]}"
 
 
-def script_table(names, folder=""):
-    """A table of scripts; `folder`: how to get to the repository's root from the page."""
+def scripts():
+    """The table of the scripts by their design axes."""
     rows = []
-    for name in names:
+    for name in SCRIPTS + MORE:
         header, _ = read(name)
         title = header.split(":")[0]
         arxiv = re.search(r"arXiv\s+(\d+\.\d+)", header).group(1)
         path = path_of(name).relative_to(ROOT)
-        row = [f"[`{path}`]({folder}{path})", f"[{title}](https://arxiv.org/abs/{arxiv})"]
+        row = [f"[`{path}`]({path})", f"[{title}](https://arxiv.org/abs/{arxiv})"]
+        row += FORMULAS["axes"][name]
         parent = parent_of(name)
-        if parent:
-            row += [differences(header), f"{changed_lines(parent, name)}, {parent.split('.')[-1]}"]
-        else:
-            row += ["a critic, GAE, KL in the reward", ""]
+        row.append(f"{changed_lines(parent, name)}, {parent.split('.')[-1]}" if parent else "")
         rows.append(row)
-    header = ["script", "paper", "what differs from its parent", "changed lines, parent"]
-    return markdown(header, rows)
+    header = ["script", "paper", "ratio of a", "held by", "tokens averaged", "advantage", "KL", "besides"]
+    return markdown([*header, "changed lines, parent"], rows)
 
 
 def objectives(names):
@@ -96,13 +83,7 @@ def objectives(names):
 
 
 def more():
-    return [
-        *script_table(MORE, folder="../"),
-        "",
-        *objectives(MORE),
-        "",
-        *FORMULAS["legend"].splitlines(),
-    ]
+    return [*objectives(MORE), "", *FORMULAS["legend"].splitlines()]
 
 
 def policy_loss(name):
@@ -187,6 +168,10 @@ MEASURED = [  # experiment, column, its name, two runs
     ("stale_ratio", "log_ratio_p99", "99 % of log-ratios are below", "gmpo stale", "grpo stale"),
     ("stale_rollouts", "after_sampled_accuracy", "held-out accuracy", "grpo token_tis", "grpo none"),
 ]
+for precision in ("bfloat16", "int8"):
+    for script in ("grpo", "gspo"):
+        both = [f"{script} {precision}-{old}" for old in ("sampler", "trainer")]
+        MEASURED.append(("old_logprobs", "after_sampled_accuracy", "held-out accuracy", *both))
 
 
 def measured():
@@ -296,10 +281,9 @@ def memory():
 
 # -------------------------------------------------------------------------------------------- pages
 
-MAKERS = [lesson, more, curves, stability, measured, correction, mismatch, sampler, speed]
+MAKERS = [lesson, scripts, more, curves, stability, measured, correction, mismatch, sampler, speed]
 MAKERS += [memory, smollm2]
 PARTS = {make.__name__.replace("_", " "): make for make in MAKERS}
-PARTS["nine"] = functools.partial(script_table, SCRIPTS)
 PARTS["formulas"] = functools.partial(objectives, SCRIPTS)
 BEGIN = "<!-- generated: "
 PART = re.compile(BEGIN + r"([a-z0-9 ]+) -->.*?<!-- end: \1 -->", re.DOTALL)

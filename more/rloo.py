@@ -12,6 +12,10 @@ Parent: reinforce.py. Differs only in:
      do not depend on o_i, so the gradient of J is unbiased; grpo.py's is not, because of its std. No
      running mean, so nothing more to checkpoint.
 
+Nothing is divided by a std. The std of the others would give the only right one of eight completions,
+whose others are all wrong, an advantage of 1e6 (that is 1 / 1e-6), and the wrong ones -0.38. The std of
+all eight would make it grpo.py's advantage times 8/7, biased again.
+
 Departs from the paper: no KL in the reward, since a verifier, unlike a reward model, can be trusted
 far from any training data. Groups of 8, as the siblings have, instead of 2 and 4. The learning rate is
 reinforce.py's, for the reason given there.

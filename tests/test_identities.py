@@ -3,17 +3,20 @@ splits, permutations and padding change nothing, extremes stay finite, statistic
 All in float64. The objectives as double loops are in conformance/reference.py, and test_conformance.py
 compares the scripts with their results."""
 
+import inspect
 import math
+import tomllib
 
 import pytest
 import torch
-from conftest import MORE, SCRIPTS, keywords_of, normaliser_of, script_args
+from conftest import MORE, ROOT, SCRIPTS, keywords_of, normaliser_of, script_args
 
 import dapo
 import grpo
 import ppo
 import rspo
 from conformance import reference
+from plumbing.metrics import spread as logratio_spread
 
 F64 = torch.float64
 WITH_GROUPS = [name for name in SCRIPTS if name != "ppo"]
@@ -176,6 +179,10 @@ def test_group_advantages(name):
         expected = [[0.75, -0.25, -0.25, -0.25], [-1, -1, -1, 3]]
     A = module.compute_advantages(tensor([[1, 0, 0, 0], [3, 3, 3, 7]]))
     torch.testing.assert_close(A, tensor(expected), rtol=1e-5, atol=1e-5)
+    if name != "dr_grpo":  # of two rewards only the order counts
+        pairs = tensor([[1, 0], [0.2, 0.7]])
+        expected = tensor([[1, -1], [-1, 1]]) / math.sqrt(2)
+        torch.testing.assert_close(module.compute_advantages(pairs), expected, rtol=1e-5, atol=0)
     for dtype in (torch.float32, F64):
         rewards = torch.full((2, 7), 0.1, dtype=dtype)
         rewards[1, 3] = 0.2
@@ -234,6 +241,30 @@ def test_sapo_gate(A, tau):
             assert slope == 1 and J == pytest.approx(A * 2 / tau, rel=1e-12)
         if r == 2 and A == 1:
             assert slope == pytest.approx(0.7864477, abs=1e-7)
+
+
+@pytest.mark.parametrize("spread", [0.1, 0.01])
+def test_token_and_sequence_methods_agree_to_first_order(spread):
+    """Without clips, a token's gradients in grpo and gspo differ by the deviation of its log-ratio from
+    the mean, so in relative terms by the spread that is logged; sapo's mean gate is the gate of the
+    sequence's ratio up to tau^2 / 4 times its square."""
+    g = torch.Generator().manual_seed(0)
+    lp = spread * (torch.randn(1, 50, generator=g, dtype=F64) + 0.5)
+    old, mask = torch.zeros_like(lp), torch.ones_like(lp)
+    wide = {"clip_eps_low": 1e6, "clip_eps_high": 1e6}
+    logged = logratio_spread(lp, mask.bool()).item()
+    for A in (1.0, -1.0):
+        inputs = lp, old, tensor([[A]]), mask
+        by_sequence, _ = gradient("gspo", *inputs, changes=wide)
+        by_token, _ = gradient("grpo", *inputs, changes=wide)
+        difference = (by_token / by_sequence - 1).square().mean().sqrt().item()
+        assert difference / logged == pytest.approx(1, abs=2 * spread)
+        module, args = script_args("sapo")
+        tau = args.tau_pos if A > 0 else args.tau_neg
+        _, stats = module.policy_loss(*inputs, tau_pos=tau, tau_neg=tau)
+        gate_of_sequence = 1 / math.cosh(tau / 2 * lp.mean().item()) ** 2
+        gap = abs(stats["gate_slope"].item() - gate_of_sequence)
+        assert 0 < gap <= 1.3 * tau**2 / 4 * logged**2  # the rest: r - 1 is not log r
 
 
 def test_gmpo_without_clip_is_gspo_without_clip():
@@ -398,15 +429,65 @@ def k3_of(log_ratio_ref_over_pi):
     return loss.item()
 
 
-def test_k3_is_the_kl_in_expectation():
-    """12: log(pi / ref) = 0.2 by hand, where the reversed formula would give 0.0214028; the mean by
-    enumeration over a vocabulary of five."""
+KL_TERMS = {"k1": lambda x: -x, "k2": lambda x: x**2 / 2, "k3": lambda x: x.expm1() - x}  # of log x
+
+
+def kl(p, q):
+    """KL(p || q) of two vectors of log-probs."""
+    return (p.exp() * (p - q)).sum()
+
+
+def test_k3_by_hand():
+    """12: log(pi / ref) = 0.2, where the reversed formula would give 0.0214028."""
     assert k3_of(-0.2) == pytest.approx(0.0187308, abs=1e-7)
+    assert KL_TERMS["k3"](tensor(-0.2)).item() == pytest.approx(k3_of(-0.2), rel=1e-14)
+
+
+def test_kl_terms_as_estimates():
+    """The table in grpo.py's header, by enumeration over a vocabulary of five: k1 and k3 have no bias,
+    at any distance. Near the reference, k2's is of third order, E[log(pi / ref)^3] / 6, the std of k1 is
+    sqrt(2 KL), and that of k2 and k3 is of the order of the KL."""
     g = torch.Generator().manual_seed(3)
-    pi, ref = (torch.randn(5, generator=g, dtype=F64).log_softmax(0) for _ in range(2))
-    kl = (pi.exp() * (pi - ref)).sum().item()
-    mean = sum(pi[a].exp().item() * k3_of((ref - pi)[a].item()) for a in range(5))
-    assert mean == pytest.approx(kl, rel=1e-10)
+    ref, towards = (torch.randn(5, generator=g, dtype=F64) for _ in range(2))
+    ref = ref.log_softmax(0)
+    for distance in (1.0, 1e-3):
+        pi = (ref + distance * towards).log_softmax(0)
+        probability = pi.exp()
+        mean = {}
+        std = {}
+        for name, term in KL_TERMS.items():
+            values = term(ref - pi)
+            mean[name] = (probability * values).sum()
+            std[name] = (probability * (values - mean[name]) ** 2).sum().sqrt()
+        assert mean["k1"].item() == pytest.approx(kl(pi, ref).item(), rel=1e-9)
+        assert mean["k3"].item() == pytest.approx(kl(pi, ref).item(), rel=1e-9)
+        if distance == 1:
+            assert abs(mean["k2"] / kl(pi, ref) - 1) > 0.05
+    bias = (probability * (pi - ref) ** 3).sum() / 6
+    assert (mean["k2"] - kl(pi, ref)) / bias == pytest.approx(1, abs=0.01)
+    assert std["k1"] / (2 * kl(pi, ref)).sqrt() == pytest.approx(1, abs=0.01)
+    assert std["k2"] / std["k3"] == pytest.approx(1, abs=0.01)
+    assert 0.2 < std["k3"] / kl(pi, ref) < 5
+
+
+def test_kl_terms_as_gradients():
+    """The same table: each term's expected gradient when it stands in the loss, and that of k1 when it
+    stands in the reward, as in ppo.py."""
+    g = torch.Generator().manual_seed(3)
+    logits = torch.randn(5, generator=g, dtype=F64, requires_grad=True)
+    ref = torch.randn(5, generator=g, dtype=F64).log_softmax(0)
+    pi = logits.log_softmax(0)
+    forward, reverse = (
+        torch.autograd.grad(loss, logits, retain_graph=True)[0] for loss in (kl(pi, ref), kl(ref, pi))
+    )
+    probability = pi.exp().detach()  # of each token to be sampled
+    losses = {name: (probability * term(ref - pi)).sum() for name, term in KL_TERMS.items()}
+    losses["k1 in the reward"] = (probability * (pi - ref).detach() * pi).sum()
+    expected = {"k1": 0 * forward, "k2": forward, "k3": reverse, "k1 in the reward": forward}
+    for name, loss in losses.items():
+        (found,) = torch.autograd.grad(loss, logits, retain_graph=True)
+        torch.testing.assert_close(found, expected[name], rtol=1e-12, atol=1e-15)
+    assert (forward - reverse).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("is_sampled_by_another", [False, True])
@@ -435,6 +516,92 @@ def test_corrected_k3_has_the_gradient_of_the_kl(is_sampled_by_another):
     assert gap(True, (old - mu).exp()) < 1e-12
     assert gap(False, (old - mu).exp()) > 0.01
     assert is_sampled_by_another == bool(gap(True, torch.ones(5, dtype=F64)) > 0.01)
+
+
+# ------------------------------------------------------------------------------------- design axes
+
+
+def pulls(name, log_r, lengths=(10,), **extra):
+    """What dJ/dlp is at these log-ratios, A = 1, for completions of these lengths."""
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    lp = log_r.expand(mask.shape).double()
+    adv = torch.ones(mask.shape if name in ("ppo", "more.vapo") else (len(lengths), 1), dtype=F64)
+    return gradient(name, lp, torch.zeros_like(lp), adv, mask, **extra)[0]
+
+
+def unit_of_the_ratio(name):
+    at_1 = pulls(name, torch.zeros(10))
+    moved = pulls(name, 1e-3 * torch.eye(10)[0])
+    if moved[0, 1] != at_1[0, 1]:  # a token feels the others
+        return "sequence"
+    return "token" if moved[0, 0] != at_1[0, 0] else "none"
+
+
+def what_holds_it(name):
+    _, args = script_args(name)
+    at_1 = pulls(name, torch.zeros(10))[0, 0]
+    far, farther = (pulls(name, torch.full((10,), x))[0, 0] / at_1 for x in (3.0, 4.0))
+    if far == 1:
+        return "nothing"
+    if far > 1:
+        assert far == farther == args.is_weight_cap
+        return "cap on the weight"
+    if far > 0:
+        assert far > farther
+        return "soft gate"
+    alone = pulls(name, 3 * torch.eye(10)[0])[0] != 0
+    if unit_of_the_ratio(name) == "sequence":
+        assert not alone[0] and alone[1:].all() == alone[1:].any()
+        return "clip of each token" if alone[1] else "clip of the sequence"
+    assert not alone[0] and alone[1:].all()
+    return "clip, wider above" if args.clip_eps_high > args.clip_eps_low else "clip"
+
+
+def how_tokens_are_averaged(name):
+    _, args = script_args(name)
+    short, long = 2, 6
+    weights = pulls(name, torch.zeros(6), lengths=(short, long))[:, 0].tolist()
+    expected = {
+        "over all": [1 / (short + long)] * 2,
+        "per completion": [1 / (2 * short), 1 / (2 * long)],
+        "by a constant": [1 / (2 * args.max_new_tokens)] * 2,
+        "added up": [1 / 2] * 2,
+    }
+    (found,) = (words for words, pair in expected.items() if weights == pytest.approx(pair, rel=1e-9))
+    return found
+
+
+def kind_of_advantage(name):
+    module, _ = script_args(name)
+    if hasattr(module, "compute_gae"):
+        return "critic, whitened" if hasattr(module, "whiten") else "critic"
+    if "baseline" in inspect.signature(module.compute_advantages).parameters:
+        return "running mean"
+    expected = {
+        "group mean, std": [1.5, -0.5],
+        "group mean": [0.75, -0.25],
+        "mean of the others": [1, -1 / 3],
+    }
+    A = module.compute_advantages(tensor([[1, 0, 0, 0]]))[0, :2].tolist()
+    (found,) = (words for words, pair in expected.items() if pytest.approx(pair, rel=1e-5) == A)
+    return found
+
+
+def where_the_kl_is(name):
+    module, args = script_args(name)
+    if not hasattr(args, "kl_coef"):
+        return "none"
+    is_in_the_loss = "ref_logprobs_BT" in inspect.signature(module.policy_loss).parameters
+    assert is_in_the_loss != hasattr(module, "token_rewards")
+    return "in the loss" if is_in_the_loss else "in the reward"
+
+
+@pytest.mark.parametrize("name", [*SCRIPTS, *MORE])
+def test_the_table_of_design_axes(name):
+    """The README's, by what the functions do with numbers."""
+    axes = tomllib.loads((ROOT / "benchmarks" / "formulas.toml").read_text())["axes"]
+    questions = unit_of_the_ratio, what_holds_it, how_tokens_are_averaged, kind_of_advantage
+    assert [ask(name) for ask in (*questions, where_the_kl_is)] == axes[name][:5]
 
 
 # ---------------------------------------------------------------------------------------- every loss

@@ -38,6 +38,20 @@ def test_leave_one_out_advantages():
     assert (module.compute_advantages(equal) == 0).all()
 
 
+def test_a_leave_one_out_baseline_is_not_divided_by_a_std():
+    """The numbers in rloo.py's header: the std of the other seven is 0 for the only right one of eight,
+    in float32 as anywhere; the std of all eight makes it grpo's z-score times 8/7."""
+    module, _ = script_args("more.rloo")
+    grpo, _ = script_args("grpo")
+    rewards_PG = torch.tensor([[1.0, 0, 0, 0, 0, 0, 0, 0]])
+    differences_PG = module.compute_advantages(rewards_PG)
+    others = torch.stack([torch.cat([rewards_PG[0, :i], rewards_PG[0, i + 1 :]]) for i in range(8)])
+    scaled = differences_PG[0] / (others.std(1) + 1e-6)
+    assert scaled[0] == pytest.approx(1e6) and scaled[1] == pytest.approx(-0.378, abs=1e-3)
+    z_score = differences_PG / (rewards_PG.std() + 1e-6)
+    torch.testing.assert_close(z_score, 8 / 7 * grpo.compute_advantages(rewards_PG))
+
+
 # ------------------------------------------------- the expected gradient, by enumeration
 #
 # Tokens are EOS, a and b, and a completion has at most two of them: seven completions. A policy is a
@@ -115,6 +129,39 @@ def test_expected_gradient_of_rloo_is_the_true_one(G):
     assert cosine(by_length, truth) < 0.99
     mean_of_all = expected_gradient(dr_grpo.compute_advantages, module.policy_loss, G)
     torch.testing.assert_close(mean_of_all, truth * (G - 1) / G, rtol=1e-10, atol=1e-13)
+
+
+def test_kl_in_the_reward_also_counts_what_a_token_leads_to():
+    """grpo.py's header: k1 in the reward has the gradient of the KL of whole completions, of two tokens
+    here. k2 in the loss has that of each token's KL, at prefixes that are taken as given."""
+    reinforce, _ = script_args("more.reinforce")
+    reference = normal(2, 3, 3, seed=1)
+    logits = LOGITS.clone().requires_grad_()
+    total = 0
+    in_the_reward = 0
+    in_the_loss = 0
+    at_given_prefixes = 0
+    for prompt in range(2):
+        logprobs_OT, mask_OT = logprobs_of(logits, prompt)
+        logratio_OT = logprobs_OT - logprobs_of(reference, prompt)[0]
+        probability_O1 = logprobs_OT.detach().sum(1, keepdim=True).exp()
+        k1_O1 = logratio_OT.sum(1, keepdim=True)
+        total = total + (logprobs_OT.sum(1).exp() * k1_O1[:, 0]).sum()
+        rewards = -k1_O1.detach() * probability_O1
+        inputs = logprobs_OT, logprobs_OT.detach(), rewards, mask_OT
+        in_the_reward = in_the_reward + reinforce.policy_loss(*inputs, num_sequences=1)[0]
+        in_the_loss = in_the_loss + (probability_O1 * logratio_OT**2 / 2).sum()
+        table = logits[prompt].log_softmax(-1)
+        kl_of_prefix = (table.exp() * (table - reference[prompt].log_softmax(-1))).sum(-1)
+        visited = torch.cat([torch.ones(1, dtype=F64), table[0, 1:].exp().detach()])
+        at_given_prefixes = at_given_prefixes + (visited * kl_of_prefix).sum()
+
+    def slope(value):
+        return torch.autograd.grad(value, logits, retain_graph=True)[0]
+
+    torch.testing.assert_close(slope(in_the_reward), slope(total), rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(slope(in_the_loss), slope(at_given_prefixes), rtol=1e-12, atol=1e-15)
+    assert (slope(total) - slope(in_the_loss)).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("baseline", [0.0, 0.4, -3.0])
