@@ -179,6 +179,9 @@ def measured():
     lines = []
     for name, of, words, *both in MEASURED:
         ours, theirs = [column(name, tuple(key.split()), of) for key in both]
+        if name == "old_logprobs":  # only the second can tell
+            kl = statistics.mean(column(name, tuple(both[1].split()), "sampler_kl"))
+            words = f"held-out accuracy, sampler's KL {kl:.1g}"
         means = " : ".join(f"{statistics.mean(values):.3g}" for values in (ours, theirs))
         difference = f"{stats.interval(ours, theirs)} ({len(ours)})"
         lines.append([f"`{name}`", words, " : ".join(both), means, difference])
