@@ -445,8 +445,8 @@ def test_k3_by_hand():
 
 def test_kl_terms_as_estimates():
     """The table in grpo.py's header, by enumeration over a vocabulary of five: k1 and k3 have no bias,
-    at any distance. Near the reference, k2's is of third order, E[log(pi / ref)^3] / 6, the std of k1 is
-    sqrt(2 KL), and that of k2 and k3 is of the order of the KL."""
+    at any distance. Near the reference, k2's is of third order, E[log(pi / ref)^3] / 6, the std of k1
+    is sqrt(2 KL), and that of k2 and k3 is of the order of the KL."""
     g = torch.Generator().manual_seed(3)
     ref, towards = (torch.randn(5, generator=g, dtype=F64) for _ in range(2))
     ref = ref.log_softmax(0)
