@@ -32,7 +32,7 @@ from dataclasses import dataclass
 import torch
 
 from common import collate, evaluate, judge, load_policy, load_problems, load_verifier
-from common import sample, score, token_logprobs
+from common import sample, score_old, token_logprobs
 from plumbing import Meter, Run, RunArgs, UserError, flag, iteration_metrics, launch
 from plumbing import plan_memory, rollout_correction
 
@@ -166,7 +166,7 @@ def main(args):
         # r is exactly 1 in the first step.
         batch = collate(completions, args)
         minibatches = batch.minibatches(args.num_minibatches)
-        old = score(policy, batch, minibatches, args)
+        old = score_old(policy, batch, minibatches, args)
 
         # ----------------------------------------------------------------------- rollout correction
         # Importance weights pi_old / sampler; all 1 unless --rollout_correction is on.
@@ -192,7 +192,9 @@ def main(args):
                         clip_eps_high=args.clip_eps_high,
                         num_tokens=num_tokens,
                     )
-                    row_share = len(rows) / len(minibatch)  # aux_loss is a mean over the micro-batch
+                    # aux_loss is a product of means over the micro-batch, so shares of it do not add up
+                    # to that of the step: the same run needs the same micro-batches.
+                    row_share = len(rows) / len(minibatch)
                     total_loss = loss + args.router_aux_coef * outputs.aux_loss * row_share
                     total_loss.backward()
                     meter.add_pass({"policy_loss": loss}, stats, outputs, old, rows, micro.mask_BT)

@@ -32,7 +32,7 @@ import torch
 from torch import nn
 
 from common import collate, evaluate, judge, load_policy, load_problems, load_verifier
-from common import sample, score, score_values, token_logprobs
+from common import sample, score, score_old, score_values, token_logprobs
 from plumbing import Meter, Run, RunArgs, TrainedModel, critic_stats, flag, forward_packed
 from plumbing import iteration_metrics, launch, plan_memory, rollout_correction
 
@@ -229,9 +229,9 @@ def main(args):
         # r is exactly 1 in the first step.
         batch = collate(completions, args)
         minibatches = batch.minibatches(args.num_minibatches)
-        old = score(policy, batch, minibatches, args)
+        old = score_old(policy, batch, minibatches, args)
         if args.kl_coef > 0:
-            ref = score(reference, batch, minibatches, args, replay=False)  # with its own experts
+            ref_logprobs_NT = score(reference, batch, minibatches, args)
         values_NU = score_values(critic, batch, minibatches, args)
 
         # ----------------------------------------------------------------------- rollout correction
@@ -244,7 +244,7 @@ def main(args):
         # policy; in grpo.py it is k3, of the policy during the update.
         kl_NT = torch.zeros_like(old.logprobs_NT)
         if args.kl_coef > 0:
-            kl_NT = torch.where(batch.mask_BT, old.logprobs_NT - ref.logprobs_NT, 0)
+            kl_NT = torch.where(batch.mask_BT, old.logprobs_NT - ref_logprobs_NT, 0)
             meter.add_global("losses", {"kl_ref": masked_mean(kl_NT, batch.mask_BT)})
         is_cut_off_N1 = torch.tensor([[c.truncated] for c in completions], device=args.device)
         token_rewards_NT = token_rewards(
@@ -283,7 +283,9 @@ def main(args):
                     # H over the whole step's tokens, as the loss; what is logged is a plain mean.
                     entropy = torch.where(micro.mask_BT, outputs.entropy_BT, 0).sum() / num_tokens
                     total_loss = loss + args.value_coef * critic_loss - args.entropy_coef * entropy
-                    row_share = len(rows) / len(minibatch)  # aux_loss is a mean over the micro-batch
+                    # aux_loss is a product of means over the micro-batch, so shares of it do not add up
+                    # to that of the step: the same run needs the same micro-batches.
+                    row_share = len(rows) / len(minibatch)
                     total_loss = total_loss + args.router_aux_coef * outputs.aux_loss * row_share
                     total_loss.backward()
                     losses = {"policy_loss": loss, "value_loss": critic_loss}

@@ -36,7 +36,7 @@ from typing import Literal
 import torch
 
 from common import collate, evaluate, judge, load_policy, load_problems, load_verifier
-from common import sample, score, token_logprobs
+from common import sample, score_old, token_logprobs
 from plumbing import Meter, Run, RunArgs, UserError, flag, iteration_metrics, launch
 from plumbing import plan_memory, rollout_correction
 
@@ -166,8 +166,8 @@ def main(args):
     run = Run(args)
     verify = load_verifier(args)
     policy = load_policy(args)  # the model with its tokenizer
-    if not getattr(policy.model.config, "num_experts_per_tok", 0):
-        raise UserError(f"--model {args.model} is dense and has no router: use gmpo.py")
+    if policy.routers.no_softmax:
+        raise UserError(f"--model {args.model}: {policy.routers.no_softmax}: use gmpo.py")
     problem_stream, held_out = load_problems(args, policy)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
     generator = torch.Generator().manual_seed(args.seed)  # for the sampler's noise
@@ -197,7 +197,7 @@ def main(args):
         # r is exactly 1 in the first step.
         batch = collate(completions, args)
         minibatches = batch.minibatches(args.num_minibatches)
-        old = score(policy, batch, minibatches, args, also=expert_logprobs)  # old.also: log p_old(e_jk)
+        old = score_old(policy, batch, minibatches, args, also=expert_logprobs)  # also: log p_old(e_jk)
 
         # ----------------------------------------------------------------------- rollout correction
         # Importance weights pi_old / sampler; all 1 unless --rollout_correction is on.
@@ -224,7 +224,9 @@ def main(args):
                         router_shift_BT=raw_gamma_BT,
                         num_sequences=len(minibatch),
                     )
-                    row_share = len(rows) / len(minibatch)  # aux_loss is a mean over the micro-batch
+                    # aux_loss is a product of means over the micro-batch, so shares of it do not add up
+                    # to that of the step: the same run needs the same micro-batches.
+                    row_share = len(rows) / len(minibatch)
                     total_loss = loss + args.router_aux_coef * outputs.aux_loss * row_share
                     total_loss.backward()
                     meter.add_pass({"policy_loss": loss}, stats, outputs, old, rows, micro.mask_BT)

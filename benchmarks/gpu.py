@@ -46,7 +46,7 @@ from torch.profiler import ProfilerActivity, profile, supported_activities
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import common
 import grpo
-from common import Completion, Problem, collate, sample, score, token_logprobs
+from common import Completion, Problem, collate, sample, score_old, token_logprobs
 from plumbing.args import TINY_MOE, parse_args, resolve_device
 from plumbing.memory import memory_parts, memory_peak
 from plumbing.models import checkpoint_layers
@@ -166,7 +166,7 @@ def problem_of(length):
 def update(policy, optimizer, batch, job):
     """The update of an iteration as in grpo.py, with advantages of 1 and without metrics."""
     minibatches = batch.minibatches(job.num_minibatches)
-    old = score(policy, batch, minibatches, job)
+    old = score_old(policy, batch, minibatches, job)
     for minibatch in minibatches:
         for rows, micro in batch.micro_batches(minibatch, job.micro_batch_size):
             outputs = token_logprobs(policy, micro, job.temperature)

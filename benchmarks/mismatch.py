@@ -67,7 +67,7 @@ def measure(policy, problems, args, group_size):
         refresh_rollout_copy(sampler.model, policy.master, precision)
         completions, seconds = timed_sample(sampler)
         batch = common.collate(completions, args)
-        old = common.score(policy, batch, batch.minibatches(1), args)
+        old = common.score_old(policy, batch, batch.minibatches(1), args)
         args.rollout_correction = "none"
         stats = rollout_correction(old, batch, args).stats
         row = {"precision": precision, **{name: float(value) for name, value in stats.items()}}

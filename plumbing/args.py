@@ -45,6 +45,9 @@ class RunArgs:
     dtype: Literal["float32", "bfloat16"] = flag(
         "float32", "precision of the model that computes; AdamW always updates float32 weights"
     )
+    head_dtype: Literal["same", "float32"] = flag(
+        "same", "precision of the head's product, the logits, in sampler and update alike"
+    )
     micro_batch_size: int = flag(0, "completions per update pass [0: 16,384 tokens]")
     rollout_batch_size: int = flag(0, "completions sampled at a time [0: all]")
     gradient_checkpointing: bool = flag(False, "less memory, more time")

@@ -83,7 +83,7 @@ class Correction(NamedTuple):
 def rollout_correction(old, batch, args, one_ratio=False):
     """The weights of `--rollout_correction`, and statistics for the log.
 
-    old    the policy's `Scores`, from common.score
+    old    the policy's `OldScores`, from common.score_old
     batch  all rows, with the sampler's log-probs and, if recorded, its experts
     """
     stats = {}

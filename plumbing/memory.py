@@ -77,6 +77,11 @@ def memory_parts(model, args, longest_prompt, num_critics=0, num_references=0):
         update = of_inputs + of_norm + max(1.25 * of_layer, of_logits)
     update += num_critics * (update - of_logits)
 
+    if args.head_dtype == "float32" and size == 2:  # its weights once more, and their gradient
+        of_head = 4 * config.vocab_size * config.hidden_size
+        rollout += of_head
+        update += 2 * of_head
+
     num_weights = sum(weight.numel() for weight in model.parameters())
     num_trained = num_weights * (1 + num_critics)
     return {

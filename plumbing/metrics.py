@@ -43,7 +43,7 @@ class Meter:
         losses   {name: scalar}, which sum over the micro-batches to the losses of a step
         stats    {name: scalar} over the tokens of the mask
         outputs  common.TokenOutputs of this pass
-        old      the policy's `Scores` for all rows; `rows` are those of the micro-batch
+        old      the policy's `OldScores` for all rows; `rows` are those of the micro-batch
         """
         for name, loss in losses.items():
             self.step_losses[name] = self.step_losses.get(name, 0) + loss.detach()
@@ -122,21 +122,19 @@ def router_stats(outputs, old_experts_BTLK, mask_BT):
     known, expert_flip_frac (share for which the routers now choose others), both means over layers;
     load (L*E,), each expert's share of its layer's choices. {} for a dense model. Replayed choices do
     not count, only the routers' own."""
-    if not outputs.router_logits:
+    L = outputs.experts_BTLK.shape[2]
+    E = outputs.num_experts
+    if L == 0:
         return {}
-    entropies = [torch.special.entr(logits.softmax(-1)).sum(-1) for logits in outputs.router_logits]
-    entropy_BT = sum(entropies) / len(entropies)
-    L = len(outputs.router_logits)
-    E = outputs.router_logits[0].shape[-1]
     layer_L1 = torch.arange(L, device=mask_BT.device)[:, None]
     expert_BTLK = outputs.experts_BTLK + E * layer_L1
     chosen_BTLK = mask_BT[:, :, None, None].expand_as(expert_BTLK).long()
     count_LE = torch.zeros(L * E, dtype=torch.long, device=mask_BT.device)
     count_LE = count_LE.index_add(0, expert_BTLK.flatten(), chosen_BTLK.flatten()).view(L, E)
-    stats = {
-        "router_entropy": masked_mean(entropy_BT, mask_BT),
-        "load": (count_LE / count_LE.sum(1, keepdim=True).clamp(min=1)).flatten(),
-    }
+    stats = {"load": (count_LE / count_LE.sum(1, keepdim=True).clamp(min=1)).flatten()}
+    if outputs.router_logits:
+        entropies = [torch.special.entr(logits.softmax(-1)).sum(-1) for logits in outputs.router_logits]
+        stats["router_entropy"] = masked_mean(sum(entropies) / L, mask_BT)
     if old_experts_BTLK is not None:
         flips_BTL = (outputs.experts_BTLK != old_experts_BTLK).any(-1)
         stats["expert_flip_frac"] = masked_mean(flips_BTL.float().mean(-1), mask_BT)

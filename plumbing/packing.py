@@ -1,6 +1,5 @@
 """Packs sequences of different lengths into rows, so that an update computes hardly any padding."""
 
-import contextlib
 from typing import NamedTuple
 
 import torch
@@ -39,6 +38,7 @@ class PackedOutput(NamedTuple):
 
     hidden: torch.Tensor  # (packed tokens, H), the last hidden states
     router_logits: tuple  # L tensors (packed tokens, E), if asked for
+    experts: torch.Tensor | None  # the routers' own choices, (packed tokens, L, K); None if dense
     place_BS: torch.Tensor  # of each token, in the flattened rows
     is_token: torch.Tensor  # (rows, width): 1 on tokens, 0 on padding
 
@@ -67,14 +67,15 @@ def forward_packed(body, batch, one_sequence_per_row=False, replayed_BSLK=None, 
         flat = torch.zeros(size + 1, dtype=torch.long, device=device)
         return flat.index_put((target_BS,), x_BS)[:size].view(num_rows, width)
 
-    routing = contextlib.nullcontext()
+    replayed = None
     if replayed_BSLK is not None:
         L, K = replayed_BSLK.shape[2:]
         flat = replayed_BSLK.new_full((size + 1, L, K), -1)  # -1 on padding
-        routing = Routing(body, flat.index_put((target_BS,), replayed_BSLK)[:size])
-    with routing:
+        replayed = flat.index_put((target_BS,), replayed_BSLK)[:size]
+    with Routing(body, replayed) as routing:
         tokens = packed(batch.tokens_BS)
         output = body(tokens, position_ids=packed(positions_BS), use_cache=False, **inputs)
     hidden = output.last_hidden_state.flatten(0, 1)
     router_logits = getattr(output, "router_logits", None) or ()
-    return PackedOutput(hidden, router_logits, place_BS, packed(batch.attention_BS))
+    is_token = packed(batch.attention_BS)
+    return PackedOutput(hidden, router_logits, routing.choices(), place_BS, is_token)

@@ -14,7 +14,7 @@ import transformers
 
 from plumbing import ranks
 from plumbing.args import UserError
-from plumbing.routing import find_routers
+from plumbing.routing import find_routers, read_routers
 
 
 class TrainedModel:
@@ -62,14 +62,14 @@ class Policy(TrainedModel):
         rollout_dtype="same",
         refresh_every=1,
         one_sequence_per_row=False,
-        records_experts=False,
+        routers=None,
     ):
         super().__init__(master, dtype)
         self.tokenizer = tokenizer
         self.rollout_dtype = rollout_dtype
         self.refresh_every = refresh_every  # iterations
         self.one_sequence_per_row = one_sequence_per_row  # see common.check_logprobs
-        self.records_experts = records_experts  # see common.check_routing
+        self.routers = routers or read_routers(master)
         self.sampler = None
         if rollout_dtype != "same" or refresh_every > 1:
             self.sampler = self.with_model(rollout_copy(self.model, master, rollout_dtype))
@@ -78,7 +78,7 @@ class Policy(TrainedModel):
         """Another model of the same architecture, with this tokenizer and these capabilities."""
         capabilities = {
             "one_sequence_per_row": self.one_sequence_per_row,
-            "records_experts": self.records_experts,
+            "routers": self.routers,
         }
         return Policy(model, self.tokenizer, **capabilities)
 

@@ -1,4 +1,4 @@
-"""Records and replays the experts that the routers of a mixture-of-experts model choose.
+"""Records and replays the experts of a mixture-of-experts model, and reads how its routers choose them.
 
 With `--routing_replay r2` an update uses the experts of the old policy's forward, with r3 those of the
 sampler. Only the choice is replayed.
@@ -6,9 +6,25 @@ sampler. Only the choice is replayed.
 
 import contextlib
 import functools
+import inspect
+from typing import NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+
+@functools.cache
+def is_told_its_experts(kind):
+    """Whether modules of this class compute the experts that their caller has chosen, as those of
+    transformers do: forward(hidden_states, top_k_index, top_k_weights)."""
+    names = inspect.signature(kind.forward).parameters
+    return "top_k_index" in names or "router_indices" in names
+
+
+def find_experts(model):
+    """The modules that compute the experts of a layer, in the order of the layers. [] for a dense
+    model, and for the few whose modules choose and compute experts in one."""
+    return [module for module in model.modules() if is_told_its_experts(type(module))]
 
 
 def find_routers(model):
@@ -22,29 +38,34 @@ def find_routers(model):
     return []
 
 
-class ChosenTopK(TorchFunctionMode):
-    """Inside this context torch.topk returns the entries at `chosen`, where these are not negative."""
+class Chooser(TorchFunctionMode):
+    """Inside this context torch.topk over all `num_experts` returns the entries at `chosen`, where
+    these are not negative. Notes what it would have returned, and which functions were called."""
 
-    def __init__(self, chosen):
+    def __init__(self, num_experts, chosen):
         super().__init__()
+        self.num_experts = num_experts
         self.chosen = chosen
-        self.indices = []  # of each call
+        self.own = []  # for each call, the indices that it would have returned
+        self.functions = set()
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        if function is not torch.topk:
+        self.functions.add(getattr(function, "__name__", ""))
+        is_top_k = function in (torch.topk, torch.Tensor.topk)
+        # Some routers choose groups of experts first, by other calls.
+        if not is_top_k or args[0].dim() != 2 or args[0].shape[1] != self.num_experts:
             return result
-        indices = result.indices
-        if self.chosen is not None:
-            indices = torch.where(self.chosen < 0, indices, self.chosen)
-            result = (args[0].gather(-1, indices), indices)
-        self.indices.append(indices)
-        return result
+        self.own.append(result.indices)
+        if self.chosen is None:
+            return result
+        indices = torch.where(self.chosen < 0, result.indices, self.chosen)
+        return args[0].gather(-1, indices), indices
 
 
 class Routing:
-    """Inside this context the model's routers note the experts that they choose, and choose those of
-    `replayed`, (tokens, L, K) in top-k order, where they are not negative.
+    """Inside this context the experts that compute are noted, in the order in which they were chosen.
+    With `replayed`, (tokens, L, K), the routers choose these, where they are not negative.
 
     Only the choice is replaced. The router's own code computes softmax and norm from its own logits, so
     that it still learns. Contexts do not nest. A context that is not enabled does nothing.
@@ -52,41 +73,119 @@ class Routing:
 
     active = None  # the context of the current forward, which its repetition in the backward needs
 
-    def __init__(self, model, replayed=None, enabled=True):
-        self.routers = find_routers(model) if enabled else []
+    def __init__(self, model, replayed=None, enabled=True, watched=False):
+        self.experts = find_experts(model) if enabled else []
+        self.routers = find_routers(model) if replayed is not None or watched else []
         self.enabled = enabled
         self.replayed = replayed
-        self.noted = [None] * len(self.routers)  # (tokens, K) of each layer
+        self.noted = [None] * len(self.experts)  # of each layer: experts that computed, (tokens, K)
+        self.own = [None] * len(self.routers)  # what the routers would have chosen, if not only noted
+        self.weights = [None] * len(self.experts)  # of the experts that computed
+        self.functions = set()  # names of the functions that routers call
 
     def __enter__(self):
         if self.enabled:
             assert Routing.active is None, "contexts do not nest"
             Routing.active = self
-        self.before = [router.__dict__.get("forward") for router in self.routers]
-        for layer, router in enumerate(self.routers):
-            router.forward = functools.partial(self.route, layer, router.forward)
+        self.before = []
+        for layer, module in enumerate(self.experts):
+            self.replace(module, functools.partial(self.note, layer, module.forward))
+        for layer, module in enumerate(self.routers):
+            self.replace(module, functools.partial(self.route, layer, module.forward))
         return self
+
+    def replace(self, module, forward):
+        self.before.append((module, module.__dict__.get("forward")))
+        module.forward = forward
 
     def __exit__(self, *exception):
         if self.enabled:
             Routing.active = None
-        for router, forward in zip(self.routers, self.before, strict=True):
+        for module, forward in self.before:
             if forward is None:
-                del router.forward  # the method of its class remains
+                del module.forward  # the method of its class remains
             else:
-                router.forward = forward
+                module.forward = forward
+
+    def note(self, layer, forward, hidden, chosen, weights):
+        self.noted[layer] = chosen.int()
+        self.weights[layer] = weights.detach()
+        return forward(hidden, chosen, weights)
 
     def route(self, layer, forward, *inputs):
         chosen = None
         if self.replayed is not None:
             chosen = self.replayed[:, layer]
-        with ChosenTopK(chosen) as top_k:
+        with Chooser(self.experts[layer].num_experts, chosen) as chooser:
             output = forward(*inputs)
-        if len(top_k.indices) != 1:
-            name = type(self.routers[layer]).__name__
-            raise ValueError(f"{name} does not choose its experts by one torch.topk")
-        self.noted[layer] = top_k.indices[0].int()
+        self.functions |= chooser.functions
+        if len(chooser.own) == 1:
+            self.own[layer] = chooser.own[0].int()
         return output
+
+    def choices(self):
+        """The routers' own choices, even where others are replayed: (tokens, L, K), or None if the
+        model is dense."""
+        if not self.experts:
+            return None
+        return torch.stack(self.noted if self.replayed is None else self.own, dim=1)
+
+
+class Routers(NamedTuple):
+    """How a model's routers choose experts, as `read_routers` finds out."""
+
+    num_experts: int = 0  # in a layer; 0 if the model is dense, or does not say which experts it uses
+    no_replay: str = "it is dense"  # why choices cannot be replayed; "" if they can
+    no_softmax: str = "it is dense"  # why there is no softmax over all experts; "" if there is one
+    are_probabilities: bool = False  # what transformers records as router logits has been through it
+    are_balanced: bool = False  # by a loss, and not by other means
+
+
+@torch.no_grad()
+def read_routers(model):
+    """`Routers` of a language model, which runs on a few tokens."""
+    experts = find_experts(model)
+    routers = find_routers(model)
+    if not routers and not experts:
+        return Routers()
+    if len(routers) != len(experts) or not hasattr(experts[0], "num_experts"):
+        reason = "its layers do not say which experts they use"
+        return Routers(no_replay=reason, no_softmax=reason)
+    tokens = torch.arange(8, device=model.device)[None]
+
+    def forward(**options):
+        with Routing(model, **options) as routing:
+            output = model.base_model(tokens, use_cache=False, output_router_logits=True)
+        return routing, output
+
+    num_experts = experts[0].num_experts
+    routing, output = forward(watched=True)
+    no_replay = ""
+    if any(own is None for own in routing.own):
+        no_replay = "its routers do not choose experts by one torch.topk"
+    else:
+        own = torch.stack(routing.own, dim=1)
+        _, again = forward(replayed=own)
+        others, _ = forward(replayed=(own + 1) % num_experts)
+        gap = (again.last_hidden_state - output.last_hidden_state).abs().max().item()
+        if not gap < 1e-4:
+            no_replay = f"with its own experts replayed, hidden states differ by {gap:.2g}"
+        elif any((weights == 0).any() for weights in others.weights):
+            no_replay = "its routers give no weight to experts that they have not chosen"
+    recorded = getattr(output, "router_logits", None) or ()
+    no_softmax = ""
+    names = [name for router in routers for name in router.state_dict()]
+    if "softmax" not in routing.functions or len(recorded) != len(experts):
+        no_softmax = "its routers score experts one by one, not by a softmax over all"
+    elif any(name.endswith("_bias") for name in names):
+        no_softmax = "its routers choose by a bias that is not part of their softmax"
+    return Routers(
+        num_experts=num_experts,
+        no_replay=no_replay,
+        no_softmax=no_softmax,
+        are_probabilities=all(((layer.sum(-1) - 1).abs() < 1e-4).all() for layer in recorded),
+        are_balanced=no_softmax == "" and hasattr(model, "router_aux_loss_coef"),
+    )
 
 
 def routing_contexts():

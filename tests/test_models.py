@@ -24,11 +24,12 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from common import check_logprobs, check_routing, collate, load_policy, load_problems, sample
+from common import check_logprobs, collate, load_policy, load_problems, sample
 from common import token_logprobs
 from plumbing.args import UserError
 from plumbing.models import load_model
 from plumbing.policy import Policy
+from plumbing.routing import read_routers
 
 QUESTIONS = [
     f"Ann has {a} apples and buys {'many, ' * (a % 4)}{b}. How many?" for a in range(12) for b in "379"
@@ -104,11 +105,10 @@ def test_what_is_found_out_about_a_model_is_not_stored_on_it(tiny_model):
     """But in the policy. What transformers itself stores in a first forward was there before."""
     policy = Policy(copy.deepcopy(tiny_model[0]), tiny_model[1])
     policy.model(torch.tensor([[3]]), output_router_logits=True)
-    _, args = script_args("grpo", device="cpu", routing_replay="r3")
+    _, args = script_args("grpo", device="cpu")
     before = [set(vars(module)) for module in policy.model.modules()]
-    check_logprobs(policy, args)
-    check_routing(policy, args)
-    assert policy.records_experts and not policy.one_sequence_per_row
+    check_logprobs(policy, [[3, 4], [5]], args)
+    assert read_routers(policy.model).no_replay == "" and not policy.one_sequence_per_row
     assert [set(vars(module)) for module in policy.model.modules()] == before
 
 
@@ -251,7 +251,7 @@ def test_run_an_architecture_that_mixes_packed_sequences(name, tmp_path, tiny_mo
     always_packed = property(lambda self: False, lambda self, value: None)
     monkeypatch.setattr(Policy, "one_sequence_per_row", always_packed, raising=False)
     with pytest.raises(UserError, match="differ by"):
-        check_logprobs(policy, args)
+        check_logprobs(policy, [[3, 4], [5]], args)
 
 
 @pytest.mark.parametrize("given, expected", [(None, [1]), ("2", [])])

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo
 import ppo
-from common import Scores, collate, sample, token_logprobs
+from common import OldScores, collate, sample, token_logprobs
 from plumbing import Meter, TrainedModel
 from plumbing.models import checkpoint_layers
 from plumbing.policy import Policy, working_copy
@@ -398,7 +398,7 @@ def test_a_micro_batch_waits_for_the_device_once(masters, monkeypatch):
     critic = ppo.Critic(policy)
     with torch.no_grad():
         outputs = token_logprobs(policy, batch, 1.0)
-    old = Scores(outputs.logprobs_BT, outputs.experts_BTLK)
+    old = OldScores(outputs.logprobs_BT, outputs.experts_BTLK)
     waits = Waits()
     tolist = torch.Tensor.tolist
 

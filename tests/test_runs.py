@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import common
 import grpo
-from common import Completion, Problem, Scores, TokenOutputs, load_problems, verify
+from common import Completion, Problem, OldScores, TokenOutputs, load_problems, verify
 from plumbing.metrics import Meter, group_summary, pass_at_k, rollout_summary
 from plumbing.policy import Policy
 
@@ -153,14 +153,17 @@ def test_run_without_a_kl_there_is_no_reference(name, kl_coef, dtype, tmp_path, 
     """With --kl_coef 0: the policy's log-probs alone are computed, the checkpoint holds no other model,
     and no KL is logged."""
     module = importlib.import_module(name)
-    original = module.score
     models = []
 
-    def score(policy, *args, **keywords):
-        models.append(policy.model)
-        return original(policy, *args, **keywords)
+    def recorded(original):
+        def score(policy, *args, **keywords):
+            models.append(policy.model)
+            return original(policy, *args, **keywords)
 
-    monkeypatch.setattr(module, "score", score)
+        return score
+
+    for function in ("score", "score_old"):
+        monkeypatch.setattr(module, function, recorded(getattr(module, function)))
     flags = ("--iterations", 1, "--kl_coef", kl_coef, "--dtype", dtype)
     result = small(name, "--run_dir", tmp_path, *flags)
     assert result.returncode == 0, result.stderr
@@ -233,9 +236,11 @@ def test_run_pass_at_k_before_and_after(tmp_path):
 def test_the_spread_inside_a_completion_and_the_smallest_ratio():
     mask_BT = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]]).bool()
     logprobs_BT = torch.tensor([[-1.0, -2.0, -4.5, torch.nan], [-3.0, 7, 7, 7]])
-    outputs = TokenOutputs(logprobs_BT, torch.zeros(2, 4), torch.zeros(()), (), None, None)
+    outputs = TokenOutputs(
+        logprobs_BT, torch.zeros(2, 4), torch.zeros(()), (), 0, torch.zeros(2, 4, 0, 0), None
+    )
     meter = Meter(1)
-    old = Scores(torch.tensor([[-1.5, -1.0, -3.0, 0], [-3.5, 0, 0, 0]]), None)
+    old = OldScores(torch.tensor([[-1.5, -1.0, -3.0, 0], [-3.5, 0, 0, 0]]), None)
     meter.add_pass({"policy_loss": torch.zeros(())}, {}, outputs, old, torch.arange(2), mask_BT)
     expected = torch.tensor([0.5, -1.0, -1.5]).std(correction=0).item() / 2
     means = meter.means()
