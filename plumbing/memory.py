@@ -14,14 +14,19 @@ MICRO_BATCH_TOKENS = 16_384  # in a pass of an update, where --micro_batch_size 
 MAX_LOGITS = 2**26  # more are made in chunks: common.token_logprobs
 
 
+def attention_sizes(config):
+    """Numbers per token and layer: (queries, keys), as many values as keys; 0 without heads."""
+    num_heads = getattr(config, "num_attention_heads", 0)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(1, num_heads)
+    return num_heads * head_dim, getattr(config, "num_key_value_heads", num_heads) * head_dim
+
+
 def layer_bytes(model, width, size):
     """Bytes per token that a layer keeps for the backward pass, in rows of `width` tokens and numbers
     of `size` bytes: the tensors that autograd saves in Llama, Qwen and Mixtral models."""
     config = model.config.get_text_config()
     hidden = config.hidden_size
-    head_dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
-    queries = config.num_attention_heads * head_dim
-    keys = getattr(config, "num_key_value_heads", config.num_attention_heads) * head_dim
+    queries, keys = attention_sizes(config)
     inner = getattr(config, "intermediate_size", None) or 4 * hidden
     # Two norms: the input in float32, the output without and with its weight.
     norms = 2 * (4 * hidden + 2 * size * hidden)
@@ -48,8 +53,7 @@ def memory_parts(model, args, longest_prompt, num_critics=0, num_references=0):
     """
     config = model.config.get_text_config()
     num_layers = config.num_hidden_layers
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    num_kv_heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+    _, keys = attention_sizes(config)
     size = 2 if args.dtype == "bfloat16" else 4
     width = longest_prompt + args.max_new_tokens
 
@@ -57,7 +61,7 @@ def memory_parts(model, args, longest_prompt, num_critics=0, num_references=0):
     # last token's logits and log-probs in float32, the next token's in float32 and as they come.
     copy_size = {"float32": 4, "bfloat16": 2}.get(args.rollout_dtype, size)
     rollout_size = max(size, copy_size)  # a copy samples, except in evaluations
-    cache = args.rollout_batch_size * width * num_layers * 2 * num_kv_heads * head_dim * rollout_size
+    cache = args.rollout_batch_size * width * num_layers * 2 * keys * rollout_size
     logits = args.rollout_batch_size * config.vocab_size * (rollout_size + 12)
     rollout = cache + cache // (2 * num_layers) + logits
     if args.routing_replay == "r3" or args.has_rollout_copy:  # experts are recorded

@@ -2,15 +2,16 @@
 kinds, with recurrent layers, with experts. In float32, on the tokenizer of the tiny MoE."""
 
 import contextlib
+import json
 
 import pytest
 import torch
 from conftest import TINY_MOE, run, script_args
-from safetensors.torch import load_file
-from test_runs import untimed, weights
+from test_runs import untimed
+from test_runs import weights as weights_of
 from test_sampler import batch_of_ids
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import common
@@ -70,6 +71,8 @@ SHAPE = dict(
     linear_num_key_heads=2,
     linear_key_head_dim=8,
     linear_value_head_dim=8,
+    linear_num_heads=4,
+    linear_head_dim=8,
 )
 COMPRESSED = dict(num_key_value_heads=4, head_dim=4)
 HYBRID = dict(layer_types=["linear_attention", "full_attention"] * 2)
@@ -181,8 +184,8 @@ def arguments(folder, **changes):
     "name, folder", [(name, name) for name in ALL], indirect=["folder"], ids=[*ALL]
 )
 def test_the_check_at_loading_passes(name, folder):
-    """And sampler and training forward agree when rows of different lengths leave, with prompts of
-    different lengths, in all that is known of the routers."""
+    """And sampler and training forward agree on prompts and answers of different lengths, whose rows
+    leave; and the routers are read for what they are."""
     policy = load_policy(arguments(folder))
     args = arguments(folder, max_new_tokens=16, temperature=0.9)
     problems = [Problem("", "", ids) for ids in policy.tokenizer(["1+1=", "12+345=", "7"]).input_ids]
@@ -210,8 +213,8 @@ def moe(request):
 
 
 def given_to_experts(policy, batch):
-    """(the result of the training forward, [(indices, weights)] that each layer's experts were given), by
-    hooks of torch's own."""
+    """(the result of the training forward, [(indices, weights)] that the experts of each layer were
+    given), by torch's own hooks."""
     given = []
     hooks = [
         module.register_forward_pre_hook(lambda module, inputs: given.append(inputs[1:3]))
@@ -291,11 +294,11 @@ SMALL = """--prompts_per_iteration 4 --group_size 4 --max_new_tokens 12 --num_mi
 
 @pytest.mark.parametrize("folder", some(ALL), indirect=True)
 def test_run_three_iterations(folder, sums, tmp_path, reward_file):
-    """Weights change, rows leave at different lengths, sampler and update agree to the end; and the run
-    that is stopped and resumed is the same to the bit."""
+    """Weights change, rows leave at different lengths, sampler and update agree to the end; and the
+    run that is stopped and resumed is the same to the bit."""
     reward = reward_file('return (1.0, "correct") if len(text) % 2 == 0 else (0.0, "wrong")')
     flags = (*SMALL, "--model", folder, "--dataset", sums, "--reward", reward)
-    for name, count in (("whole", 3), ("parts", 2), ("parts", 3)):
+    for name, count in (("whole", 3), ("parts", 1), ("parts", 3)):
         result = run("grpo", *flags, "--run_dir", tmp_path / name, "--iterations", count, "--resume")
         assert result.returncode == 0, result.stderr
     lines = untimed(tmp_path / "whole")
@@ -306,8 +309,8 @@ def test_run_three_iterations(folder, sums, tmp_path, reward_file):
         assert line["rollout/response_len_mean"] < line["rollout/response_len_max"] <= 12
     assert sum(line["charts/grad_norm"] for line in lines) > 0.01
     assert untimed(tmp_path / "parts")[1:] == lines[1:]
-    before = load_file(folder / "model.safetensors")
-    after, again = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    before = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    after, again = weights_of(tmp_path / "whole"), weights_of(tmp_path / "parts")
     assert all(torch.equal(after[key], again[key]) for key in after)
     assert sum(not torch.equal(before[key], after[key]) for key in before) > len(before) / 2
 
@@ -353,21 +356,26 @@ def test_the_check_sees_rows_that_leave_wrongly(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("folder", ["olmo3"], indirect=True)
-@pytest.mark.parametrize("max_new_tokens, is_passed", [(2, False), (8, True)])
-def test_the_check_passes_a_window_if_the_run_could(
+@pytest.mark.parametrize("max_new_tokens, is_passed", [(2, False), (12, True)])
+def test_the_check_goes_beyond_a_window_if_the_run_could(
     max_new_tokens, is_passed, folder, sums, monkeypatch
 ):
-    """Prompts of up to six tokens and a window of eight. Where a window is wrong, only then it is seen:
-    here the cache forgets a token too early."""
+    """Prompts have up to six tokens, the window 16. A cache that forgets two tokens early is only seen
+    beyond it."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"sliding_window": 16}))
+    original = DynamicSlidingWindowLayer.__init__
+
+    def __init__(self, sliding_window, **named):
+        original(self, sliding_window=sliding_window - 2, **named)
+
+    monkeypatch.setattr(DynamicSlidingWindowLayer, "__init__", __init__)
     args = arguments(folder, dataset=str(sums), num_held_out=8, max_new_tokens=max_new_tokens)
     policy = load_policy(args)
-    load_problems(args, policy)
-    policy.model.config.sliding_window = 6  # that of the cache; layers keep theirs
-    for layer in policy.model.model.layers:
-        assert layer.self_attn.sliding_window in (8, None)
-    raises = pytest.raises(UserError, match="differ") if is_passed else contextlib.nullcontext()
-    with raises:
+    with pytest.raises(UserError, match="differ") if is_passed else contextlib.nullcontext():
         load_problems(args, policy)
+    monkeypatch.undo()
+    load_problems(args, policy)
 
 
 def test_an_error_of_our_own_shows_its_traceback(tmp_path, monkeypatch):

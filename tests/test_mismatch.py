@@ -15,10 +15,6 @@ from test_identities import CASES, data, literal_objective, loss_and_grad
 from test_router import MODELS, batch_of
 from test_sampler import problems_of
 from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    Ernie4_5_MoeConfig,
-    Ernie4_5_MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
 )
