@@ -160,6 +160,8 @@ def tokenize(prompts, policy, args):
 def check_token_ids(rows, policy):
     """UserError if the model has no embedding for a token, or more than a tenth are unknown tokens."""
     ids = [token for row in rows for token in row]
+    if not ids:
+        raise UserError("--model: its tokenizer makes no tokens of the prompts")
     size = policy.model.get_input_embeddings().num_embeddings
     if max(ids) >= size:
         raise UserError(f"--model: its tokenizer has token {max(ids)}, but it has {size} embeddings")

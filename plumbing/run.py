@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from filelock import FileLock
+from safetensors import SafetensorError
 from tqdm import tqdm
 
 from plumbing import ranks
@@ -33,6 +34,9 @@ def read_checkpoint(folder):
     if damaged is not None:
         raise ValueError(f"{STATE} is damaged at {damaged}")
     saved = torch.load(folder / STATE, weights_only=True, map_location="cpu")
+    missing = {"iteration", "before", "extra_state", "generator", "parts", "hashes"} - saved.keys()
+    if missing:
+        raise ValueError(f"{STATE} has no {', '.join(sorted(missing))}")
     hashes = checkpoint_hashes(folder)
     for name in sorted(hashes.keys() | saved["hashes"].keys()):
         if hashes.get(name) != saved["hashes"].get(name):
@@ -130,15 +134,15 @@ class Run:
             folder = checkpoints[-1]
             try:
                 saved = read_checkpoint(folder)
-                policy.load_pretrained(folder)
-                generator.set_state(saved["generator"])
-                for name, part in self.parts.items():
-                    part.load_state_dict(saved["parts"][name])
-                self.iteration = saved["iteration"]
-                self.before = saved["before"]
-                self.extra_state = saved["extra_state"]
             except Exception as error:  # a damaged file may raise anything
                 raise UserError(f"--resume: {folder} cannot be read") from error
+            policy.load_pretrained(folder)
+            generator.set_state(saved["generator"])
+            for name, part in self.parts.items():
+                part.load_state_dict(saved["parts"][name])
+            self.iteration = saved["iteration"]
+            self.before = saved["before"]
+            self.extra_state = saved["extra_state"]
         if ranks.RANK == 0:
             self.cut_lines("metrics.jsonl", self.iteration)
             self.cut_lines("samples.jsonl", self.iteration)
@@ -223,7 +227,7 @@ class Run:
             }
             torch.save(saved, scratch / STATE)
             scratch.rename(folder)
-        except Exception as error:  # torch and safetensors raise their own for a full disk
+        except (OSError, RuntimeError, SafetensorError) as error:  # these are of a full disk
             raise UserError(f"{folder} cannot be written; the checkpoint before it is whole") from error
         for path in self.checkpoints()[:-1]:
             shutil.rmtree(path, ignore_errors=True)

@@ -207,7 +207,10 @@ def test_the_check_at_loading_passes(name, folder):
 # ------------------------------------------------------------------------------------------ experts
 
 
-@pytest.fixture(params=SOFTMAX | ONE_BY_ONE)
+MOES = SOFTMAX | ONE_BY_ONE
+
+
+@pytest.fixture
 def moe(request):
     return Policy(new_model(request.param), tokenizer=None)
 
@@ -231,6 +234,7 @@ def one_sequence():
     return batch_of_ids([([3, 4], [8, 11, 5, 6, 10, 7])])
 
 
+@pytest.mark.parametrize("moe", MOES, indirect=True)
 def test_experts_that_are_logged_are_those_that_computed(moe):
     """In every token and layer, and not the largest logits; in the sampler too."""
     batch = one_sequence()
@@ -252,10 +256,9 @@ def test_experts_that_are_logged_are_those_that_computed(moe):
     assert torch.equal(sampled.sampler_experts_BSLK[known_BS], choices_BSLK[known_BS])
 
 
+@pytest.mark.parametrize("moe", sorted(MOES.keys() - set(NO_REPLAY)), indirect=True)
 def test_replayed_experts_are_those_that_compute(moe):
     """Other experts than the routers' own, which stay known; the weights are the live router's."""
-    if moe.routers.no_replay:
-        return
     batch = one_sequence()
     own, live = given_to_experts(moe, batch)
     E = moe.routers.num_experts
@@ -271,14 +274,11 @@ def test_replayed_experts_are_those_that_compute(moe):
     assert torch.equal(token_logprobs(moe, batch, 1.0).logprobs_BT, own.logprobs_BT)
 
 
-@pytest.mark.parametrize("name", SOFTMAX)
-def test_the_router_shift_is_that_of_the_routers_own_probabilities(name):
+@pytest.mark.parametrize("moe", sorted(SOFTMAX.keys() - {"phimoe"}), indirect=True)
+def test_the_router_shift_is_that_of_the_routers_own_probabilities(moe):
     """rspo's p against the weights that the experts are given: with a softmax before or after the top-K
-    both have the same proportions."""
-    if name == "phimoe":  # which weighs its two experts in another way
-        return
-    policy = Policy(new_model(name), tokenizer=None)
-    outputs, given = given_to_experts(policy, one_sequence())
+    both have the same proportions. (phimoe weighs its two experts in a way of its own.)"""
+    outputs, given = given_to_experts(moe, one_sequence())
     for layer, (indices, weights) in enumerate(given):
         experts_BTLK = indices[None, 1:-1, None]
         (logp,) = rspo.expert_logprobs(outputs.router_logits[layer : layer + 1], experts_BTLK)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import flags_it_has, path_of, run, script_args
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MambaConfig
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 import grpo
 import plumbing.models
@@ -188,19 +188,17 @@ def remove_eos(folder):
     change_json(folder / "tokenizer_config.json", eos_token=None)
 
 
-MAMBA = MambaConfig(vocab_size=17, hidden_size=16, num_hidden_layers=1, state_size=4)
 FOUR_TOKENS = LlamaConfig(vocab_size=4, hidden_size=16, intermediate_size=16, num_attention_heads=2)
 BAD_MODELS = {  # {what is wrong: (how a good folder becomes such a one, expected)}
     "no config": (lambda folder: (folder / CONFIG).unlink(), "cannot be used"),
     "no JSON": (lambda folder: (folder / CONFIG).write_text("{"), "cannot be used"),
     "unknown": (lambda folder: change_json(folder / CONFIG, model_type="perceptron"), "cannot be used"),
     "encoder": (lambda folder: (folder / CONFIG).write_text('{"model_type": "vit"}'), "cannot be used"),
-    "no tokenizer": (remove_tokenizer, "cannot be used"),
+    "no tokenizer": (remove_tokenizer, "makes no tokens"),
     "no weights": (lambda folder: (folder / WEIGHTS).unlink(), "cannot be used"),
     "truncated weights": (lambda folder: os.truncate(folder / WEIGHTS, 1000), "cannot be used"),
     "pickled weights": (pickle_weights, "cannot be used"),
     "code": (add_code, "cannot be used"),
-    "another kind of cache": (lambda folder: replace_model(folder, MAMBA), "cannot be used"),
     "more layers": (lambda folder: change_layers(folder, 3), "do not fit its config"),
     "fewer layers": (lambda folder: change_layers(folder, 1), "do not fit its config"),
     "too few embeddings": (lambda folder: replace_model(folder, FOUR_TOKENS), "4 embeddings"),

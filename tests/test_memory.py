@@ -38,6 +38,7 @@ def settings(dtype, **changes):
     flags = {"dtype": dtype, "max_new_tokens": CAP, "rollout_batch_size": 16, "micro_batch_size": 8}
     flags |= {"gradient_checkpointing": False, "temperature": 1.0, "device": "cpu", "model": "it"}
     flags |= {"rollout_dtype": "same", "has_rollout_copy": False, "routing_replay": "none"}
+    flags |= {"head_dtype": "same"}
     return SimpleNamespace(**(flags | changes))
 
 

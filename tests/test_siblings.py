@@ -26,14 +26,14 @@ PARENTS = {
 }
 BUDGET = {  # changed lines: added and removed
     "dr_grpo": 55,
-    "sapo": 65,
+    "sapo": 67,
     "gspo": 65,
     "rspo": 65,
     "cispo": 85,
-    "gmpo": 80,
-    "dapo": 140,
+    "gmpo": 82,
+    "dapo": 142,
     "grpo": 240,
-    "more.reinforce": 110,
+    "more.reinforce": 112,
     "more.rloo": 45,
     "more.vapo": 65,
 }
