@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch.utils.checkpoint import checkpoint
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
@@ -187,8 +188,8 @@ class CachedForward:
         if self.record_experts:
             self.experts.append((rows_R, routing.choices()))
         self.cache = getattr(output, self.cache_name, None)
-        if self.cache is None:
-            raise UserError("--model: what it remembers of a prompt is in its modules, not in a cache")
+        if type(self.cache) is not transformers.DynamicCache:
+            raise UserError("--model: its state is in its modules, or in a cache of its own kind")
         return output.logits[:, -1].float()
 
 

@@ -23,7 +23,8 @@ Left open by the paper's first version: where gamma enters, since its text and i
   --shift before_clip  c(l + log gamma), as in the second version and in public implementations, which
                        clip after the shift: a token keeps its gradient up to r = e^eps / gamma if
                        A > 0, and only down to r = e^-eps / gamma if A < 0
-A dense model is refused: without a router, rspo is gmpo.
+A model without a softmax over its experts is refused: p is not defined there, and if it is dense, rspo
+is gmpo.
 
 Run:    python rspo.py
 Expect: like grpo.py, greedy held-out accuracy on sums of two numbers rises from 0.43 to at least

@@ -84,7 +84,7 @@ class Critic(nn.Module):
         super().__init__()
         self.one_sequence_per_row = policy.one_sequence_per_row
         self.body = copy.deepcopy(policy.master.base_model)
-        hidden_size = policy.model.config.hidden_size
+        hidden_size = policy.model.config.get_text_config().hidden_size
         self.head = nn.Linear(hidden_size, 1, bias=False, device=policy.model.device)
         nn.init.zeros_(self.head.weight)
 

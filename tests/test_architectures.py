@@ -6,15 +6,22 @@ import json
 
 import pytest
 import torch
-from conftest import TINY_MOE, run, script_args
+from conftest import TINY_MOE, flags_it_has, run, script_args
 from test_runs import untimed
 from test_runs import weights as weights_of
 from test_sampler import batch_of_ids
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
+)
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import common
+import ppo
 import rspo
 from common import Problem, collate, load_policy, load_problems, sample, token_logprobs
 from plumbing.args import UserError
@@ -315,6 +322,17 @@ def test_run_three_iterations(folder, sums, tmp_path, reward_file):
     assert sum(not torch.equal(before[key], after[key]) for key in before) > len(before) / 2
 
 
+@pytest.mark.parametrize("folder", ["qwen3_5_moe_text", "mamba2"], indirect=True)
+def test_run_ppo_with_a_hybrid(folder, sums, tmp_path, reward_file):
+    """A critic with recurrent layers, in bfloat16, with layers that are computed again."""
+    reward = reward_file('return (1.0, "correct") if len(text) % 2 == 0 else (0.0, "wrong")')
+    flags = [*flags_it_has("ppo", SMALL), "--gradient_checkpointing", "--dtype", "bfloat16"]
+    flags += ["--model", folder, "--dataset", sums, "--reward", reward, "--iterations", 2]
+    result = run("ppo", *flags, "--run_dir", tmp_path / "run")
+    assert result.returncode == 0, result.stderr
+    assert untimed(tmp_path / "run")[1]["losses/first_step_ratio_error_max"] == 0
+
+
 @pytest.mark.parametrize("folder", some(SOFTMAX), indirect=True)
 def test_run_rspo_where_experts_are_chosen_by_a_softmax(folder, sums, tmp_path, reward_file):
     reward = reward_file('return (1.0, "correct") if len(text) % 2 == 0 else (0.0, "wrong")')
@@ -323,6 +341,19 @@ def test_run_rspo_where_experts_are_chosen_by_a_softmax(folder, sums, tmp_path, 
     assert result.returncode == 0, result.stderr
     for line in untimed(tmp_path / "run"):
         assert 0.5 < line["moe/router_shift"] < 1  # the routers have moved
+
+
+def test_the_language_model_of_one_that_also_sees(tmp_path):
+    """Its config has another for text; ppo's critic has the size of that one."""
+    text = {key: value for key, value in SHAPE.items() if key in Gemma3TextConfig().to_dict()} | LOCAL
+    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    vision |= dict(image_size=28, patch_size=14)
+    config = Gemma3Config(text_config=text, vision_config=vision, image_token_index=15)
+    torch.manual_seed(0)
+    Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(TINY_MOE).save_pretrained(tmp_path)
+    policy = load_policy(arguments(tmp_path))
+    assert ppo.Critic(policy)(one_sequence()).shape == (1, 7)
 
 
 REASONS = {"llama": "it is dense", "ernie4_5_moe": "a bias", "deepseek_v3": "one by one"}

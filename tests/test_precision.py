@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import ROOT, run
+from conftest import ROOT, run, script_args
 from safetensors.torch import load_file
 from test_resume import check
 from torch import nn
@@ -16,10 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo
 import ppo
-from common import OldScores, collate, sample, token_logprobs
+from common import OldScores, collate, load_policy, sample, token_logprobs
 from plumbing import Meter, TrainedModel
-from plumbing.models import checkpoint_layers
+from plumbing.models import checkpoint_layers, logits_of
 from plumbing.policy import Policy, working_copy
+from test_runs import untimed
 from test_sampler import MIXED, problems_of, settings
 
 SMALL = """--prompts_per_iteration 6 --max_new_tokens 12 --num_minibatches 2
@@ -431,3 +432,40 @@ def test_waits_are_seen(work, monkeypatch):
     with Waits() as waits:
         work(torch.ones(3))
     assert waits.seen
+
+
+# ---------------------------------------------------------------------------------- the head's product
+
+
+def test_head_in_float32():
+    """The product of bfloat16 weights and states is not rounded to bfloat16: in the policy, and, each
+    with its own weights, in a reference and in a copy that samples. Gradients reach the master."""
+    hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    flags = {"device": "cpu", "dtype": "bfloat16", "rollout_dtype": "int8"}
+    plain = load_policy(script_args("grpo", **flags)[1])
+    policy = load_policy(script_args("grpo", **flags, head_dtype="float32")[1])
+    reference = policy.frozen_copy()
+    with torch.no_grad():
+        reference.model.get_output_embeddings().weight.mul_(2)
+    for who in (policy, reference, policy.sampler_at(1)):
+        weight = who.model.get_output_embeddings().weight
+        assert weight.dtype == torch.bfloat16
+        logits = logits_of(who.model, hidden)
+        assert logits.dtype == torch.float32
+        expected = hidden.double() @ weight.double().T
+        torch.testing.assert_close(logits.double(), expected, rtol=1e-5, atol=1e-5)
+    logits = logits_of(policy.model, hidden)
+    rounded = logits_of(plain.model, hidden)
+    assert rounded.dtype == torch.bfloat16 and (rounded - logits).abs().max() > 1e-3
+    logits.sum().backward()
+    assert policy.master.get_output_embeddings().weight.grad.dtype == torch.float32
+
+
+def test_run_with_the_head_in_float32(tmp_path):
+    """In float32 it changes nothing."""
+    lines = []
+    for dtype in ("same", "float32"):
+        flags = ("--head_dtype", dtype, "--run_dir", tmp_path / dtype, *SMALL, *OWN["grpo"])
+        assert run("grpo", *flags, held_out=8).returncode == 0
+        lines.append(untimed(tmp_path / dtype))
+    assert lines[0] == lines[1]
