@@ -2,7 +2,7 @@
 
     python benchmarks/head.py FOLDER DATASET.jsonl    # made by examples/smollm2.py and small_sums.py
 
-Samples 64 completions, and makes one step whose sizes are those of AdamW's first, the sign of the
+Samples 32 completions, and makes one step whose sizes are those of AdamW's first, the sign of the
 gradient times the rate. The log-ratios of this step, log r, are compared with those of a head in
 float64 on the same hidden states, so that only the head's rounding is seen.
 """
@@ -75,7 +75,7 @@ def main():
     for name in ("same", "float32"):
         set_head(policy, name)
         start = time.perf_counter()
-        completions = common.sample(policy, problems, 4, args, torch.Generator().manual_seed(0))
+        completions = common.sample(policy, problems, 2, args, torch.Generator().manual_seed(0))
         middle = time.perf_counter()
         batch = common.collate(completions, args)
         old = common.score_old(policy, batch, batch.minibatches(1), args)

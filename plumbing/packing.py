@@ -75,7 +75,7 @@ def forward_packed(body, batch, one_sequence_per_row=False, replayed_BSLK=None, 
     with Routing(body, replayed) as routing:
         tokens = packed(batch.tokens_BS)
         output = body(tokens, position_ids=packed(positions_BS), use_cache=False, **inputs)
-    hidden = output.last_hidden_state.flatten(0, 1)
+    hidden = output.last_hidden_state.flatten(0, 1).to(body.dtype)  # Mamba's are in float32 anyway
     router_logits = getattr(output, "router_logits", None) or ()
     is_token = packed(batch.attention_BS)
     return PackedOutput(hidden, router_logits, routing.choices(), place_BS, is_token)
