@@ -431,7 +431,7 @@ def token_logprobs(policy, batch, temperature, entropy_grad=False, max_logits=MA
     zeros = torch.zeros(B * T, device=mask_BT.device)
     logprobs_BT = zeros.index_put((is_response,), logprobs).view(B, T)
     entropy_BT = zeros.index_put((is_response,), entropy).view(B, T)
-    if packed.experts is None:
+    if routers.num_experts == 0:
         no_experts = zeros.new_empty(B, T, 0, 0)
         return TokenOutputs(logprobs_BT, entropy_BT, zeros.sum(), (), 0, no_experts, no_experts)
 

@@ -146,12 +146,14 @@ def read_routers(model):
     """`Routers` of a language model, which runs on a few tokens."""
     experts = find_experts(model)
     routers = find_routers(model)
-    if not routers and not experts:
+    num_active = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
+    if not routers and not experts and not num_active:
         return Routers()
-    if len(routers) != len(experts) or not hasattr(experts[0], "num_experts"):
+    if len(routers) != len(experts) or not experts or not hasattr(experts[0], "num_experts"):
         reason = "its layers do not say which experts they use"
         return Routers(no_replay=reason, no_softmax=reason)
-    tokens = torch.arange(8, device=model.device)[None]
+    count = min(8, model.get_input_embeddings().num_embeddings)
+    tokens = torch.arange(count, device=model.device)[None]
 
     def forward(**options):
         with Routing(model, **options) as routing:
