@@ -21,7 +21,7 @@ from transformers import (
 
 import common
 import rspo
-from common import OldScores, Problem, collate, load_policy, sample, token_logprobs
+from common import OldScores, Problem, collate, load_policy, sample, score, score_old, token_logprobs
 from conformance import reference
 from plumbing import UserError, rollout_correction
 from plumbing.correction import mismatch_stats, rollout_weights, weight_stats
@@ -403,6 +403,30 @@ def choice_of(experts_BSLK, batch):
     """Sorted, at the tokens that predict the response."""
     T = batch.mask_BT.shape[1]
     return experts_BSLK[:, -T - 1 : -1].sort().values
+
+
+@pytest.mark.parametrize("replay", ["none", "r2", "r3"])
+@pytest.mark.parametrize("old_logprobs", ["trainer", "sampler"])
+def test_a_score_is_that_of_its_policy_and_leaves_the_batch_alone(moe, old_logprobs, replay):
+    """A reference's, whatever the flags; score_old's takes them, and with r2 makes the batch replay."""
+    flags = {"old_logprobs": old_logprobs, "routing_replay": replay, "micro_batch_size": 2}
+    _, args = script_args("grpo", device="cpu", **flags)
+    batch = batch_of()
+    experts = other_experts(batch, moe.model) if replay == "r3" else None
+    batch.replayed_experts_BSLK = experts
+    minibatches = batch.minibatches(2)
+    live_BT = token_logprobs(moe, batch, args.temperature, replay=False).logprobs_BT
+    found = score(moe, batch, minibatches, args)
+    torch.testing.assert_close(found, live_BT)
+    assert batch.replayed_experts_BSLK is experts
+    old = score_old(moe, batch, minibatches, args)
+    if old_logprobs == "sampler":
+        assert old.logprobs_NT is batch.sampler_logprobs_BT and old.experts_NTLK is None
+        assert batch.replayed_experts_BSLK is experts
+    else:
+        is_live = torch.allclose(old.logprobs_NT, live_BT, atol=1e-5)
+        assert is_live == (replay != "r3")
+        assert (batch.replayed_experts_BSLK is experts) == (replay != "r2")
 
 
 def test_a_dense_model_has_no_experts_to_replay_or_to_note(tiny_model, tmp_path):
