@@ -2,9 +2,9 @@
 
     python benchmarks/head.py FOLDER DATASET.jsonl    # made by examples/smollm2.py and small_sums.py
 
-Samples 32 completions, and makes one step whose sizes are those of AdamW's first, the sign of the
-gradient times the rate. The log-ratios of this step, log r, are compared with those of a head in
-float64 on the same hidden states, so that only the head's rounding is seen.
+Samples 32 completions, and makes a small step: the sign of the gradient times a rate of 1e-8. The
+log-ratios of this step, log r, are compared with those of a head in float64 on the same hidden states,
+so that only the head's rounding is seen.
 """
 
 import sys
@@ -23,7 +23,7 @@ from plumbing.args import parse_args
 from plumbing.models import float32_product
 from stats import markdown
 
-RATE = 1e-6
+RATE = 1e-8
 FLAGS = "--dtype bfloat16 --device cpu --max_new_tokens 32 --num_held_out 16 --micro_batch_size 16"
 
 
