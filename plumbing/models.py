@@ -39,6 +39,9 @@ def load_model(args):
     if model.base_model is model:
         raise UserError(f"--model {args.model}: transformers does not tell its body from its head")
     model = model.to(args.device).eval()
+    # The update asks for router logits itself; where they are always made, decoding fails.
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        model.config.get_text_config().output_router_logits = False
     # A tiny model's operators are so small that several threads mostly wait for each other, ten times
     # as long when another program occupies a core.
     is_tiny = sum(weight.numel() for weight in model.parameters()) < 10_000_000

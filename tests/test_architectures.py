@@ -112,9 +112,13 @@ DENSE = {
     "mamba": dict(state_size=8),
     "mamba2": dict(num_heads=8, head_dim=8, state_size=8, n_groups=2, chunk_size=16),
     "olmo_hybrid": {},
+    "granitemoehybrid without experts": dict(
+        layer_types=["mamba", "attention"] * 2, num_local_experts=0, num_experts_per_tok=0
+    ),
 }
 SOFTMAX = {  # experts are chosen by a softmax over all of them
     "qwen3_moe": {},
+    "qwen3_moe that always returns router logits": dict(output_router_logits=True),
     "mixtral": {},
     "olmoe": {},
     "flex_olmo": {},
