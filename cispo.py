@@ -192,8 +192,7 @@ def main(args):
                         clip_eps_high=args.clip_eps_high,
                         num_tokens=num_tokens,
                     )
-                    # aux_loss is a product of means over the micro-batch, so shares of it do not add up
-                    # to that of the step: the same run needs the same micro-batches.
+                    # Unlike the loss, aux_loss, a product of means, does not add up over micro-batches.
                     row_share = len(rows) / len(minibatch)
                     total_loss = loss + args.router_aux_coef * outputs.aux_loss * row_share
                     total_loss.backward()

@@ -440,8 +440,8 @@ def token_logprobs(policy, batch, temperature, entropy_grad=False, max_logits=MA
         layers = [probs.clamp(min=1e-30).log() for probs in layers]
     aux_loss = zeros.sum()
     if routers.are_balanced:
-        E, K = routers.num_experts, packed.experts.shape[-1]
-        aux_loss = load_balancing_loss_func(tuple(layers), E, K, packed.is_token)
+        K = packed.experts.shape[-1]
+        aux_loss = load_balancing_loss_func(tuple(layers), routers.num_experts, K, packed.is_token)
     return TokenOutputs(
         logprobs_BT,
         entropy_BT,

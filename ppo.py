@@ -283,8 +283,7 @@ def main(args):
                     # H over the whole step's tokens, as the loss; what is logged is a plain mean.
                     entropy = torch.where(micro.mask_BT, outputs.entropy_BT, 0).sum() / num_tokens
                     total_loss = loss + args.value_coef * critic_loss - args.entropy_coef * entropy
-                    # aux_loss is a product of means over the micro-batch, so shares of it do not add up
-                    # to that of the step: the same run needs the same micro-batches.
+                    # Unlike the loss, aux_loss, a product of means, does not add up over micro-batches.
                     row_share = len(rows) / len(minibatch)
                     total_loss = total_loss + args.router_aux_coef * outputs.aux_loss * row_share
                     total_loss.backward()

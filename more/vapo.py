@@ -322,8 +322,7 @@ def main(args):
                     total_loss = loss + args.value_coef * critic_loss - args.entropy_coef * entropy
                     # [5] J has -mu L_LM, the loss +mu L_LM
                     total_loss = total_loss + args.positive_lm_coef * lm_loss
-                    # aux_loss is a product of means over the micro-batch, so shares of it do not add up
-                    # to that of the step: the same run needs the same micro-batches.
+                    # Unlike the loss, aux_loss, a product of means, does not add up over micro-batches.
                     row_share = len(rows) / len(minibatch)
                     total_loss = total_loss + args.router_aux_coef * outputs.aux_loss * row_share
                     total_loss.backward()
