@@ -60,7 +60,7 @@ class Chooser(TorchFunctionMode):
         if self.chosen is None:
             return result
         indices = torch.where(self.chosen < 0, result.indices, self.chosen)
-        return args[0].gather(-1, indices), indices
+        return torch.return_types.topk((args[0].gather(-1, indices), indices))
 
 
 class Routing:

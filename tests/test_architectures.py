@@ -146,6 +146,7 @@ ONE_BY_ONE = {  # experts are scored one by one, or a bias selects them
     "afmoe": WINDOW,
     "lfm2_moe": CONVOLUTION,
     "kimi_linear": dict(**HYBRID, num_key_value_heads=4),
+    "inkling2_text": {},  # its routers take topk(...).indices
 }
 ALL = DENSE | SOFTMAX | ONE_BY_ONE
 NO_REPLAY = ("phimoe", "deepseek_v2")
@@ -256,6 +257,7 @@ def test_experts_that_are_logged_are_those_that_computed(moe):
         assert torch.equal(outputs.experts_BTLK[0, :, layer], indices[1:-1].sort().values)
     args = script_args("grpo", device="cpu", max_new_tokens=6, rollout_dtype="float32")[1]
     moe.tokenizer = AutoTokenizer.from_pretrained(TINY_MOE)
+    moe.one_sequence_per_row = True
     problems = [Problem("", "", [3, 4]), Problem("", "", [5, 6, 7])]
     sampled = collate(sample(moe, problems, 2, args, torch.Generator().manual_seed(0)), args)
     choices_BSLK = token_logprobs(moe, sampled, 1.0).routing_choices_BSLK
