@@ -105,7 +105,8 @@ def check_logprobs(policy, prompts, args):
 
 
 def check_window(policy, longest_ids, args):
-    """The same beyond the model's attention window, if the longest prompt and an answer go there."""
+    """Compares them again beyond the model's attention window, if a prompt and an answer may get there:
+    after a prompt that ends just before or, if the longest one does, just behind it."""
     window = attention_window(policy.model)
     if len(longest_ids) + args.max_new_tokens > window:
         length = max(window - 2, min(len(longest_ids), window + 2))
@@ -115,7 +116,7 @@ def check_window(policy, longest_ids, args):
 
 # ------------------------------------------------------------------------------------------ rollout
 
-COMPACT_EVERY = {"cuda": 16}  # tokens; the host waits for a GPU to tell which rows ended [others: 1]
+COMPACT_EVERY = {"cuda": 16}  # tokens between removals of ended rows, for which the host waits; else 1
 
 
 class Completion(NamedTuple):
@@ -189,7 +190,7 @@ class CachedForward:
             self.experts.append((rows_R, routing.choices()))
         self.cache = getattr(output, self.cache_name, None)
         if type(self.cache) is not transformers.DynamicCache:
-            raise UserError("--model: its state is in its modules, or in a cache of its own kind")
+            raise UserError("--model: it has no cache whose rows can be copied and removed")
         return output.logits[:, -1].float()
 
 

@@ -20,9 +20,9 @@ Parent: grpo.py. Differs only in:
 
 Left open by the paper: how many prompts a round draws (here as many as groups are missing) and how
 many rounds there are (--max_sampling_rounds; then it trains on the groups that it has, and the run
-ends if there are none); and the cap on generation: L_max, where the ramp of soft ends, or L_cache more,
-as accounts of its runs differ. Here it is L_max, and a truncated completion, which has lost its EOS, is
-penalised by -1.
+ends if there are none); and where generation is cut off: at L_max, the end of soft's ramp, or L_cache
+later (descriptions of its runs differ). Here at L_max, and a truncated completion, which has lost its
+EOS, is penalised by -1.
 Departs from the paper: R is 1 or 0, not 1 or -1, so the penalty weighs more; tokens are counted over
 the whole optimizer step, in the paper's formula over one prompt's group.
 

@@ -17,7 +17,8 @@ Parent: ppo.py. Differs only in:
 The baseline: a prompt's only completion would have A = 0; of two, only the order counts (A = +-0.71);
 among many, the mean is nearly the expected reward: REINFORCE with a baseline for each prompt.
 
-A penalty on KL(pi || pi_ref), with o_it sampled from pi:
+A penalty on KL(pi || pi_ref), for a token given its prefix, o_it sampled from pi (1/|o_i| adds a pull
+on the lengths):
                         as an estimate   std near ref  its expected gradient is that of
   k1 = -log x           unbiased         sqrt(2 KL)    nothing: it is 0
   k2 = (log x)^2 / 2    nearly unbiased  of order KL   KL(pi || pi_ref)
@@ -30,7 +31,7 @@ the R1 report writes the ratio of whole completions. Departs from the paper: fou
 rollout instead of one, so that r is not always 1 and the clip can bind. Beyond the paper:
 --kl_is_corrected (DeepSeek-V3.2: the expected gradient of r k3 is that of the KL) and
 --ref_reset_every (every n iterations the reference becomes a copy of the policy, as in ProRL, but the
-optimizer keeps its state; with n = 1 the KL is to pi_old, which makes an iteration a step of mirror
+optimizer keeps its state; with n = 1 the KL is to pi_old, and an iteration is nearly a step of mirror
 descent). With --kl_coef 0 there is no reference model.
 
 Run:    python grpo.py

@@ -16,12 +16,12 @@ Parent: grpo.py. Differs only in:
 Left open by the paper: nothing. Departs from the paper: the range. Its 3e-4 and 4e-4 are for answers
 of thousands of tokens; a mean over about 25 log-ratios is noisier, so ours is ten times as wide.
 --variant gspo_token: s_it = sg[s_i] pi(o_it) / sg[pi(o_it)], tokens averaged within a completion;
-sg[] stops the gradient. (Where this is printed as sg[s_i] s_i / sg[s_i], a slip, the A_it are averaged
-away.) If all tokens of a completion have the same A, its value and gradient are those of gspo; it
-exists for advantages (B, T) that differ between tokens.
+sg[] stops the gradient. (Some print sg[s_i] s_i / sg[s_i], a slip: it would average the A_it away.)
+If all tokens of a completion have the same A, its value and gradient are those of gspo; it exists for
+advantages (B, T) that differ between tokens.
 
-To first order in log r, s_i is the mean of the tokens' ratios, so that without a clip J is grpo's. The
-gradients of a token differ by the factor r_it / s_i, in relative terms by losses/logratio_spread.
+To first order in log r, s_i is the mean of the r_it, so that without clips and KL J is grpo's. There a
+token's gradient is r_it / s_i times as large; losses/logratio_spread is the std of this factor's log.
 
 Run:    python gspo.py
 Expect: like grpo.py, greedy held-out accuracy on sums of two numbers rises from 0.43 to at least

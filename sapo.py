@@ -9,16 +9,16 @@
   _PG    axis suffixes: P prompts, G completions each, N = P G, B rows, T tokens, 1 a size-1 axis
 
 Parent: grpo.py. Differs only in:
-  1. Soft gate: f replaces the clip and the min; f'(r) = sech^2(tau (r - 1) / 2) is 1 at r = 1 and
-     fades on both sides, faster for A < 0, so that a token which has moved far is damped but never
-     dropped.
+  1. Soft gate: f replaces the clip and the min; f'(r) = sech^2(tau (r - 1) / 2) is 1 at r = 1, at
+     least 0.77 below, and fades to 0 above, faster for A < 0: no token is dropped.
   2. No KL: and so no reference model.
 
 Left open by the paper: nothing; tau_pos 1.0 and tau_neg 1.05 are the paper's. Since f(1) is 2 / tau
 and not 1, the logged loss is on another scale than the siblings', but its gradient is not: f'(1) = 1.
-The metric losses/gate_slope is the mean of f'(r), which is 1 while nothing has moved. While r is near
-1, a completion's mean of f' is a soft gate on gspo's ratio s_i, sech^2(tau/2 log s_i), up to tau^2/4
-times the square of losses/logratio_spread.
+The metric losses/gate_slope is the mean of f'(r), which is 1 while nothing has moved. For r near 1,
+its mean over a completion is a soft gate on gspo's ratio, sech^2(tau/2 log s_i), with an error of at
+most tau^2/4 times the variance of log r in it (losses/logratio_spread: its std); the factor r of each
+token remains.
 
 Run:    python sapo.py
 Expect: like grpo.py, greedy held-out accuracy on sums of two numbers rises from 0.43 to at least

@@ -9,8 +9,8 @@
 
 Parent: reinforce.py. Differs only in:
   1. Leave-one-out baseline: each completion is compared with the others of its prompt. Their rewards
-     do not depend on o_i, so the gradient of J is unbiased; grpo.py's is not, because of its std. No
-     running mean, so nothing more to checkpoint.
+     do not depend on o_i, so the gradient of J is unbiased; grpo.py's is not, because of its std and
+     its 1/|o_i|. No running mean, so nothing more to checkpoint.
 
 Nothing is divided by a std. The std of the others would give the only right one of eight completions,
 whose others are all wrong, an advantage of 1e6 (that is 1 / 1e-6), and the wrong ones -0.38. The std of

@@ -185,7 +185,8 @@ def read_routers(model):
         num_experts=num_experts,
         no_replay=no_replay,
         no_softmax=no_softmax,
-        are_probabilities=all(((layer.sum(-1) - 1).abs() < 1e-4).all() for layer in recorded),
+        are_probabilities=bool(recorded)
+        and all(((layer.sum(-1) - 1).abs() < 1e-4).all() for layer in recorded),
         are_balanced=no_softmax == "" and hasattr(model, "router_aux_loss_coef"),
     )
 
