@@ -27,7 +27,7 @@ from transformers import (
 from common import check_logprobs, collate, load_policy, load_problems, sample
 from common import token_logprobs
 from plumbing.args import UserError
-from plumbing.models import load_model
+from plumbing.models import load_model, logits_of
 from plumbing.policy import Policy
 from plumbing.routing import read_routers
 
@@ -110,6 +110,16 @@ def test_what_is_found_out_about_a_model_is_not_stored_on_it(tiny_model):
     check_logprobs(policy, [[3, 4], [5]], args)
     assert read_routers(policy.model).no_replay == "" and not policy.one_sequence_per_row
     assert [set(vars(module)) for module in policy.model.modules()] == before
+
+
+def test_a_copy_of_a_model_whose_forward_a_trainer_has_replaced_scores_with_its_own_weights(tiny_model):
+    """The function that trainers put in its place calls the forward of the model it was made for."""
+    model = copy.deepcopy(tiny_model[0])
+    replaced = model.forward
+    model.forward = lambda *inputs, **named: replaced(*inputs, **named)
+    hidden = torch.randn(3, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    expected = logits_of(tiny_model[0], hidden)
+    assert torch.equal(logits_of(copy.deepcopy(model), hidden), expected)
 
 
 SMALL = """--iterations 2 --prompts_per_iteration 4 --group_size 4 --max_new_tokens 12
