@@ -11,9 +11,23 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = [".", "plumbing", "more", "conformance", "examples", "tiny_moe", ".ci"]
+FOLDERS = [
+    ".",
+    "plumbing",
+    "more",
+    "conformance",
+    "conformance/rl_loss_vectors",
+    "examples",
+    "tiny_moe",
+    ".ci",
+]
 # In lines. A file that comes near its limit has to lose something, not to be folded.
-LIMITS = {"common.py": 530, "more/vapo.py": 370, "examples": 130}  # of the others 320
+LIMITS = {
+    "common.py": 530,
+    "more/vapo.py": 370,
+    "examples": 130,
+    "rl_loss_vectors": 445,
+}  # of the others 320
 MAIN_LIMITS = {"more/vapo.py": 145}  # of the others 120
 
 

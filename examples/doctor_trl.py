@@ -112,3 +112,18 @@ def sapo(logprobs, old_logprobs, advantages, mask, *, tau_pos=1.0, tau_neg=1.05)
     settings = {"loss_type": "sapo", "epsilon_low": 0.2, "epsilon_high": 0.2}
     settings |= {"sapo_temperature_pos": tau_pos, "sapo_temperature_neg": tau_neg}
     return compute_loss(logprobs, old_logprobs, advantages, mask, **settings)
+
+
+# With TRL's defaults for the range; an epsilon_high of None is epsilon.
+
+
+def dapo_default(logprobs, old_logprobs, advantages, mask, *, num_tokens=None):
+    return dapo(logprobs, old_logprobs, advantages, mask, clip_eps_high=0.2, num_tokens=num_tokens)
+
+
+def gspo_default(logprobs, old_logprobs, advantages, mask):
+    return grpo(logprobs, old_logprobs, advantages, mask)
+
+
+def cispo_default(logprobs, old_logprobs, advantages, mask, *, num_tokens=None):
+    return cispo(logprobs, old_logprobs, advantages, mask, is_weight_cap=0.2, num_tokens=num_tokens)

@@ -1,7 +1,7 @@
 """examples/: their form, and that a loss inside TRL or verl is the script's.
 
 Tests marked `extras` need examples/requirements.txt. verl needs a separate environment: here a stand-in
-calls the losses as verl's actor does, with a step in unequal shares; conformance/trainers.py calls the
+calls the losses as verl's actor does, with a step in unequal shares; conformance/engines.py calls the
 real one."""
 
 import ast
@@ -107,16 +107,18 @@ def test_own_reward_compares_by_algebra():
 
 
 @pytest.mark.extras
-def test_run_steps_of_trl(tmp_path):
-    """In two processes with two micro-batches each, a step with our loss is the script's. TRL's own
-    losses depart where engines.csv says so, and ours if each process divides by its own tokens."""
-    path = tmp_path / "engines.csv"
-    shutil.copy(ROOT / "conformance" / "engines.csv", path)
-    command = [sys.executable, "conformance/trainers.py", "trl", path]
-    subprocess.run(command, cwd=ROOT, check=True)
-    with open(path) as file:
+def test_run_engines_trl(tmp_path):
+    """The data about TRL, made again. In two processes with two micro-batches each, a step with our
+    loss is the script's; TRL's own losses depart where the data say so, and ours do if each process
+    divides by its own tokens."""
+    for path in (ROOT / "conformance").glob("engines_*.csv"):
+        shutil.copy(path, tmp_path)
+    subprocess.run([sys.executable, "conformance/engines.py", "trl", tmp_path], cwd=ROOT, check=True)
+    for name in ("engines_losses.csv", "engines_defaults.csv"):
+        assert (tmp_path / name).read_text() == (ROOT / "conformance" / name).read_text()
+    with open(tmp_path / "engines_steps.csv") as file:
         rows = [row for row in csv.DictReader(file) if row["engine"] == "TRL"]
-    measured = [row for row in rows if row["seen_by"] == "trainers.py"]
+    measured = [row for row in rows if row["seen_by"] == "engines.py"]
     assert {row["algorithm"] for row in measured if row["loss"] == "ours"} == set(VERL)
     for row in measured:
         if row["departure"]:

@@ -1,7 +1,7 @@
 """The identities of the objectives, with numbers worked out by hand, and what holds for every loss:
 splits, permutations and padding change nothing, extremes stay finite, statistics count what they say.
-All in float64. The objectives as double loops are in conformance/reference.py, and test_conformance.py
-compares the scripts with their results."""
+All in float64. The objectives as double loops are in rl_loss_vectors.reference, and
+test_conformance.py compares the scripts with their results."""
 
 import inspect
 import math
@@ -10,12 +10,12 @@ import tomllib
 import pytest
 import torch
 from conftest import MORE, ROOT, SCRIPTS, keywords_of, normaliser_of, script_args
+from rl_loss_vectors import reference
 
 import dapo
 import grpo
 import ppo
 import rspo
-from conformance import reference
 from plumbing.metrics import spread as logratio_spread
 
 F64 = torch.float64

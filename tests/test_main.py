@@ -1,5 +1,5 @@
 """Every script's main, seen from outside: the gradient that each optimizer step gets is that of the
-literal objective in conformance/reference.py.
+literal objective in conformance/rl_loss_vectors/reference.py.
 
 Recorded are the completions of a run as they are judged, with their rewards and the sampler's
 log-probs, and weights and gradients at each optimizer step. From these everything else is computed once
@@ -14,11 +14,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import MORE, SCRIPTS, run, script_args
+from rl_loss_vectors import reference
 from torch.func import functional_call
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from conformance import reference
 from plumbing import TrainedModel
 
 # 15 completions in minibatches of 5, which cut through groups, and these in micro-batches of 3 and 2.

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from conftest import MORE, SCRIPTS, run, script_args
+from rl_loss_vectors import reference
 from test_identities import CASES, data, literal_objective, loss_and_grad
 from test_router import MODELS, batch_of
 from test_sampler import problems_of
@@ -22,7 +23,6 @@ from transformers import (
 import common
 import rspo
 from common import OldScores, Problem, collate, load_policy, sample, score, score_old, token_logprobs
-from conformance import reference
 from plumbing import UserError, rollout_correction
 from plumbing.correction import mismatch_stats, rollout_weights, weight_stats
 from plumbing.models import checkpoint_layers

@@ -1,12 +1,16 @@
-"""Measures what the doctor cannot see: what a trainer divides a loss by, over a whole optimizer step.
+"""What TRL and verl do differently, measured: their losses, their steps and their defaults.
 
-    pip install -r examples/requirements.txt && python conformance/trainers.py trl
-    pip install torch==2.13.0 verl==0.9.1 && python conformance/trainers.py verl  # separate environment
+    pip install -r examples/requirements.txt && python conformance/engines.py trl
+    pip install torch==2.13.0 verl==0.9.1 && python conformance/engines.py verl  # separate environment
+    python conformance/engines.py page
 
-Runs the cases of engines.csv for one engine, and writes the errors back. The gradient of a step that is
-split over processes and micro-batches, as the optimizer receives it, is compared with the script's on
-all completions of the step at once. The error is relative to the norm of the latter; the smallest and
-the largest of a case are kept.
+The first two make the rows of one engine again, for the version that is installed; the last writes them
+into the tables of README.md.
+engines_losses.csv: what the doctor says of the functions in examples/doctor_trl.py and doctor_verl.py.
+engines_defaults.csv: the defaults of settings that differ from the paper's.
+engines_steps.csv: what the doctor cannot see: the gradient of a step that is split over processes and
+micro-batches, as the optimizer receives it, against the script's on all completions of the step at
+once. The error is relative to the norm of the latter; the smallest and the largest of a case are kept.
 TRL: the real trainer makes four steps in two processes, at a learning rate so high that clips bind. In
 float32, where 1e-5 is rounding.
 verl: `ppo_loss`, the function that its actor calls, is called as one to four processes would, on the
@@ -28,10 +32,11 @@ import torch
 from torch.nn.utils import parameters_to_vector
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(1, str(Path(__file__).parent))
 from common import Completion, Problem, collate, token_logprobs
 from plumbing.policy import Policy
 
-ROOT = Path(__file__).parent.parent
+HERE = Path(__file__).parent
 TRL_JOB = """--output_dir runs/trainers --use_cpu True --max_steps 4 --learning_rate 2e-3
 --per_device_train_batch_size 8 --gradient_accumulation_steps 2 --steps_per_generation 8
 --max_grad_norm 0 --router_aux_loss_coef 0 --shuffle_dataset False --disable_tqdm True"""
@@ -51,10 +56,6 @@ def loss_of_the_script(name, logprobs_BT, old_BT, advantages_B1, mask_BT, **extr
 
 def relative_error(gradient, expected):
     return ((gradient - expected).norm() / expected.norm()).item()
-
-
-def rounded(error):
-    return "0" if error < 1e-15 else f"{error:.2g}"
 
 
 # ----------------------------------------------------------------------------------------------- TRL
@@ -202,28 +203,115 @@ def errors_in_verl(name, loss, setting):
     return errors
 
 
+# ------------------------------------------------------------------------------ losses and defaults
+
+
+def read(path):
+    with open(path) as file:
+        return list(csv.DictReader(file))
+
+
+def write(path, rows):
+    with open(path, "w") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def see_a_doctor(row, engine):
+    """What the doctor says of a row of engines_losses.csv."""
+    from rl_loss_vectors import doctor
+
+    functions = importlib.import_module(f"examples.doctor_{engine}")
+    function = getattr(functions, row["function"])
+    subject, results = doctor.examine_shapes(function, row["section"])[0]
+    tested = [(case, answer) for case, answer in results if not isinstance(answer, str)]
+    wrong = [case["id"] for case, answer in tested if not doctor.is_right(subject, case, answer)]
+    row["agree"] = f"{len(tested) - len(wrong)} of {len(tested)}"
+    row["differ"] = " ".join(wrong)
+    row["diagnosis"] = "; ".join(doctor.diagnosis(subject, results)) or "healthy"
+
+
+def default_of(engine, setting):
+    if engine == "trl":
+        from trl import GRPOConfig as Config
+    else:
+        from verl.trainer.config import AlgoConfig
+        from verl.workers.config import ActorConfig
+
+        Config = ActorConfig if setting in ActorConfig.__dataclass_fields__ else AlgoConfig
+    return str(Config.__dataclass_fields__[setting].default)
+
+
+def tables():
+    """{name: the lines of a table of README.md}"""
+    losses = ["| in | function | as | settings | cases | differ | diagnosis |", "| --- " * 7 + "|"]
+    for row in read(HERE / "engines_losses.csv"):
+        differ = row["differ"].replace(row["section"] + "-", "")
+        cells = [
+            f"{row['engine']} {row['version']}",
+            f"`{row['function']}`",
+            row["section"],
+            row["setting"],
+        ]
+        losses.append(f"| {' | '.join([*cells, row['agree'], differ, row['diagnosis']])} |")
+    defaults = ["| in | for | setting | its default | the paper's |", "| --- " * 5 + "|"]
+    for row in read(HERE / "engines_defaults.csv"):
+        cells = [f"{row['engine']} {row['version']}", row["algorithm"], f"`{row['setting']}`"]
+        defaults.append(f"| {' | '.join([*cells, row['default'], row['paper']])} |")
+    steps = ["| in | algorithm | what it does | the paper | gradient off by | to match the paper |"]
+    steps.append("| --- " * 6 + "|")
+    for row in read(HERE / "engines_steps.csv"):
+        engine = f"{row['engine']} {row['version']}"
+        if row["loss"].startswith("ours"):
+            engine = "(neither)"
+        error = " to ".join(dict.fromkeys([row["smallest"], row["largest"]]))
+        if row["measure"] == "advantage":
+            error = f"A: {error}"
+        cells = [engine, row["algorithm"], row["departure"], row["paper"], error, row["remedy"]]
+        if row["departure"]:
+            steps.append(f"| {' | '.join(cells)} |")
+    return {"losses": losses, "defaults": defaults, "steps": steps}
+
+
+def page():
+    path = HERE / "README.md"
+    text = path.read_text()
+    for name, lines in tables().items():
+        start = text.index(f"<!-- {name} -->")
+        end = text.index("<!-- end -->", start)
+        text = text[:start] + "\n".join([f"<!-- {name} -->", *lines, ""]) + text[end:]
+    path.write_text(text)
+
+
 def main():
     engine = sys.argv[1]
-    path = sys.argv[2] if len(sys.argv) > 2 else Path(__file__).parent / "engines.csv"
-    if engine == "trl" and "RANK" not in os.environ:
+    folder = Path(sys.argv[2]) if len(sys.argv) > 2 else HERE
+    if engine == "page":
+        return page()
+    files = {name: read(folder / f"engines_{name}.csv") for name in ("losses", "defaults", "steps")}
+    is_first = "RANK" not in os.environ  # the doctor needs TRL in one process, its trainer several
+    errors_in = {"trl": errors_in_trl, "verl": errors_in_verl}[engine]
+    for name, rows in files.items():
+        for row in rows:
+            if row["engine"].lower() == engine and row.get("seen_by", "engines.py") == "engines.py":
+                row["version"] = importlib.metadata.version(engine)
+                if name == "losses" and is_first:
+                    see_a_doctor(row, engine)
+                elif name == "defaults" and is_first:
+                    row["default"] = default_of(engine, row["setting"])
+                elif name == "steps" and (engine == "verl" or not is_first):
+                    errors = errors_in(row["algorithm"], row["loss"], row["setting"])
+                    for key, error in (("smallest", min(errors)), ("largest", max(errors))):
+                        row[key] = "0" if error < 1e-15 else f"{error:.2g}"
+    if os.environ.get("RANK", "0") == "0":
+        for name, rows in files.items():
+            write(folder / f"engines_{name}.csv", rows)
+    if engine == "trl" and is_first:
         torchrun = "-m torch.distributed.run --standalone --nproc-per-node".split()
-        command = [sys.executable, *torchrun, str(PROCESSES), __file__, engine, path]
+        command = [sys.executable, *torchrun, str(PROCESSES), __file__, engine, folder]
         env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         sys.exit(subprocess.run(command, env=env).returncode)
-    with open(path) as file:
-        rows = list(csv.DictReader(file))
-    errors_in = {"trl": errors_in_trl, "verl": errors_in_verl}[engine]
-    for row in rows:
-        if row["engine"].lower() == engine and row["seen_by"] == "trainers.py":
-            errors = errors_in(row["algorithm"], row["loss"], row["setting"])
-            row["version"] = importlib.metadata.version(engine)
-            row["smallest"] = rounded(min(errors))
-            row["largest"] = rounded(max(errors))
-    if os.environ.get("RANK", "0") == "0":
-        with open(path, "w") as file:
-            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,11 @@
+"""Test vectors for the losses of PPO, GRPO, Dr. GRPO, DAPO, GSPO, CISPO, GMPO, RSPO, SAPO and others.
+
+    from rl_loss_vectors import VECTORS, cases
+
+`VECTORS` is vectors.json as a dict; `cases` parametrises a pytest test. The doctor, which names what is
+wrong with a loss, is `python -m rl_loss_vectors`. The vectors are in the public domain (CC0).
+"""
+
+from rl_loss_vectors.vectors import VECTORS, Subject, cases
+
+__all__ = ["VECTORS", "Subject", "cases"]

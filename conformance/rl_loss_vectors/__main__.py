@@ -1,0 +1,82 @@
+"""Is your loss the one in the paper? Runs it on the vectors, case by case, and says what is wrong.
+
+    python -m rl_loss_vectors grpo.py:policy_loss --algorithm grpo
+
+Exit code 0: healthy; 1: not; 2: it cannot be called.
+"""
+
+import argparse
+import runpy
+import sys
+import traceback
+from pathlib import Path
+
+from rl_loss_vectors import doctor
+from rl_loss_vectors.vectors import COUNTS, VECTORS
+
+SECTIONS = VECTORS["sections"]
+LOSSES = [name for name in SECTIONS if SECTIONS[name]["arguments"][:2] == ["logprobs", "old_logprobs"]]
+ADVANTAGES = {"dr_grpo": "group_differences", "rloo": "leave_one_out"}
+
+
+def arguments():
+    parser = argparse.ArgumentParser("rl_loss_vectors", description=__doc__.splitlines()[0])
+    parser.add_argument("target", help="FILE.py:FUNCTION")
+    parser.add_argument("--algorithm", choices=LOSSES, help="of a loss, or of advantages")
+    others = [section for section in SECTIONS if section not in LOSSES]
+    parser.add_argument("--what", choices=["loss", "advantages", *others], default="loss")
+    parser.add_argument("--way", choices=["loss", "terms", "reduction"], default="loss")
+    parser.add_argument("--advantages", nargs="+", choices=doctor.SHAPES, default=doctor.SHAPES)
+    parser.add_argument("--framework", choices=["torch", "numpy"], default="torch")
+    parser.add_argument("--dtype", choices=["float64", "float32"], default="float64")
+    parser.add_argument("--rename", nargs="*", default=[], metavar="OURS=YOURS")
+    args = parser.parse_args()
+    if args.what in ("loss", "advantages") and args.algorithm is None:
+        parser.error("--algorithm is needed")
+    args.section = args.what
+    if args.what == "loss":
+        args.section = args.algorithm
+    if args.what == "advantages":
+        args.section = ADVANTAGES.get(args.algorithm, "group_advantages")
+    known = {*COUNTS}.union(*(case["keywords"] for case in SECTIONS[args.section]["cases"]))
+    args.rename = dict(pair.split("=") for pair in args.rename)
+    if not set(args.rename) <= known:
+        parser.error(f"--rename: the name before = must be one of {', '.join(sorted(known))}")
+    return args
+
+
+def load(target):
+    path, name = target.rsplit(":", 1)
+    sys.path.insert(0, str(Path(path).parent))
+    return runpy.run_path(path)[name]
+
+
+def main():
+    args = arguments()
+    how = {key: getattr(args, key) for key in ("way", "framework", "dtype", "rename")}
+    try:
+        found = doctor.examine_shapes(load(args.target), args.section, args.advantages, **how)
+    except (Exception, SystemExit):
+        error = traceback.format_exc()
+        print(f"{args.target} cannot be called as {args.section}:\n{error}", end="")
+        sys.exit(2)
+    subject, results = found[0]
+    lines, num_agree, num_tested = doctor.report(subject, results)
+    about = f"vectors {VECTORS['version']}, advantages {subject.advantages}"
+    print(f"{args.target} as {args.section}, {about}")
+    print(*lines, sep="\n")
+    print(f"{num_agree} of {num_tested} applicable cases agree, {len(lines) - num_tested} not tested")
+    if num_agree < num_tested:
+        print(*doctor.diagnosis(subject, results), sep="\n")
+    else:
+        counts = [(other.advantages, *doctor.report(other, results)) for other, results in found]
+        others = [shape for shape, _, agree, tested in counts if agree < tested]
+        if others:
+            print(f"careful: advantages {', '.join(others)} broadcast: other numbers, and no error")
+        if num_agree < 5:
+            print("fewer than five cases apply, which shows nothing")
+    sys.exit(num_agree < num_tested or num_agree < 5)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,437 @@
+"""The objectives again, as slow double loops over completions and tokens, straight from the papers.
+
+The expected numbers of vectors.json were made with it, and mistakes.py changes its pieces. Inputs are
+in one batch `b`, under their names in vectors.json; only tokens of the mask are read. Advantages are
+(B, T); where there is one ratio per completion, that of its first token is read.
+"""
+
+import math
+from types import SimpleNamespace
+
+import torch
+
+LOSSES = "ppo grpo dr_grpo dapo gspo cispo gmpo rspo sapo reinforce rloo vapo"
+
+
+def batch(**fields):
+    b = SimpleNamespace(ref_logprobs=None, rollout_ratio=None, clip_level="token", micro_batches=None)
+    vars(b).update(fields)
+    return b
+
+
+def tokens(b, i):
+    """The positions of completion i that the policy has generated; there may be gaps between them."""
+    return [t for t in range(b.mask.shape[1]) if b.mask[i, t]]
+
+
+def length(b, i):
+    return len(tokens(b, i))
+
+
+def each(b, term):
+    """term(i, t) of every token, a list for each completion."""
+    return [[term(i, t) for t in tokens(b, i)] for i in range(len(b.mask))]
+
+
+def average(b, terms, how):
+    """The four means: over all tokens, over those of a completion and then over completions, sums of
+    completions over a constant length, and sums of completions."""
+    sums = [sum(row) for row in terms]
+    if how == "token":
+        return sum(sums) / sum(length(b, i) for i in range(len(terms)))
+    if how == "sequence":
+        return sum(x / length(b, i) for i, x in enumerate(sums)) / len(terms)
+    if how == "constant":
+        return sum(sums) / (len(terms) * b.max_new_tokens)
+    return sum(sums) / len(terms)
+
+
+def completion_mean(b, term):
+    return average(b, [[term(i)] for i in range(len(b.mask))], "completion")
+
+
+def log_ratio(b, i, t):
+    return b.logprobs[i, t] - b.old_logprobs[i, t]
+
+
+def ratio(b, i, t):
+    return torch.exp(log_ratio(b, i, t))
+
+
+def advantage(b, i):
+    return b.advantages[i, tokens(b, i)[0]]
+
+
+def clipped(r, a, b):
+    return torch.min(r * a, torch.clamp(r, 1 - b.clip_eps_low, 1 + b.clip_eps_high) * a)
+
+
+def clipped_term(b, i, t):
+    return clipped(ratio(b, i, t), b.advantages[i, t], b)
+
+
+def ppo(b):
+    return average(b, each(b, lambda i, t: clipped_term(b, i, t)), "token")
+
+
+dapo = ppo
+vapo = ppo  # without the LM loss, which is a function of its own
+
+
+def dr_grpo(b):
+    return average(b, each(b, lambda i, t: clipped_term(b, i, t)), "constant")
+
+
+def k3(log_x):
+    """x - log x - 1, x = pi_ref / pi; by expm1, since x - 1 is rounding near 1"""
+    return torch.expm1(log_x) - log_x
+
+
+def kl_ratio(b, i, t):
+    return ratio(b, i, t)
+
+
+def ref_log_ratio(b, i, t):
+    return b.ref_logprobs[i, t] - b.logprobs[i, t]
+
+
+def grpo(b):
+    def term(i, t):
+        if b.ref_logprobs is None:
+            return clipped_term(b, i, t)
+        k = k3(ref_log_ratio(b, i, t))
+        if b.kl_is_corrected:
+            # the ratio to what the completion was sampled from: pi / mu
+            k = kl_ratio(b, i, t) * k
+            if b.rollout_ratio is not None:
+                k = b.rollout_ratio[i, t] * k
+        return clipped_term(b, i, t) - b.kl_coef * k
+
+    return average(b, each(b, term), "sequence")
+
+
+def sequence_ratio(b, i):
+    zero = torch.zeros((), dtype=b.logprobs.dtype)
+    return torch.exp(sum((log_ratio(b, i, t) for t in tokens(b, i)), start=zero) / length(b, i))
+
+
+def gspo(b):
+    def term(i, t):
+        own = torch.exp(b.logprobs[i, t]) / torch.exp(b.logprobs[i, t]).detach()
+        return clipped(sequence_ratio(b, i).detach() * own, b.advantages[i, t], b)
+
+    if b.variant == "gspo_token":
+        return average(b, each(b, term), "sequence")
+    return completion_mean(b, lambda i: clipped(sequence_ratio(b, i), advantage(b, i), b))
+
+
+def importance_weight(r, a, b):
+    if b.ppo_mask:
+        too_high = a > 0 and r > 1 + b.clip_eps_high
+        too_low = a < 0 and r < 1 - b.clip_eps_low
+        return 0 * r if too_high or too_low else r
+    return torch.clamp(r, b.is_weight_floor, b.is_weight_cap)
+
+
+def stopped(x):
+    return x.detach()
+
+
+def cispo(b):
+    def term(i, t):
+        a = b.advantages[i, t]
+        return stopped(importance_weight(ratio(b, i, t), a, b)) * a * b.logprobs[i, t]
+
+    return average(b, each(b, term), "token")
+
+
+def pessimistic(r, a, b):
+    """min(r A, clip(r) A) / A; eps bounds the logarithm of r"""
+    low, high = math.exp(-b.log_ratio_clip), math.exp(b.log_ratio_clip)
+    return torch.min(r * a, torch.clamp(r, low, high) * a) / a
+
+
+def geometric_mean(b, i, factor):
+    """(prod_t |factor A|)^(1/|o|) sgn(A), not the scripts' log space"""
+    a = advantage(b, i)
+    if a == 0:
+        return 0
+    product = math.prod(factor(ratio(b, i, t), a, t) for t in tokens(b, i))
+    if b.clip_level == "sequence":  # the counter-example: first the clip, then the root
+        product = pessimistic(product, a, b)
+    return product ** (1 / length(b, i)) * a
+
+
+def gmpo(b):
+    def factor(r, a, t):
+        return pessimistic(r, a, b) if b.clip_level == "token" else r
+
+    return completion_mean(b, lambda i: geometric_mean(b, i, factor))
+
+
+def floored(gamma, b):
+    return max(gamma, b.gamma_min)
+
+
+def rspo(b):
+    def term(i):
+        def factor(r, a, t):
+            gamma = floored(b.router_shift[i, t].item(), b)
+            if b.shift == "before_clip":
+                return pessimistic(r * gamma, a, b)
+            exponent = 1 if b.shift == "damped" else torch.sign(a)  # or as printed
+            return pessimistic(r, a, b) * gamma**exponent
+
+        return geometric_mean(b, i, factor)
+
+    return completion_mean(b, term)
+
+
+def gate(r, a, b):
+    tau = b.tau_pos if a > 0 else b.tau_neg
+    return 4 / tau / (1 + torch.exp(-tau * (r - 1)))
+
+
+def sapo(b):
+    def term(i, t):
+        a = b.advantages[i, t]
+        return gate(ratio(b, i, t), a, b) * a
+
+    return average(b, each(b, term), "sequence")
+
+
+def reinforce(b):
+    return average(b, each(b, lambda i, t: b.advantages[i, t] * b.logprobs[i, t]), "completion")
+
+
+rloo = reinforce
+
+
+def positive_lm_loss(b):
+    """VAPO's, of the tokens of right completions; 0 if there are none."""
+    right = [i for i in range(len(b.mask)) if b.is_right[i, 0]]
+    terms = [-b.logprobs[i, t] for i in right for t in tokens(b, i)]
+    return sum(terms, start=torch.zeros((), dtype=b.logprobs.dtype)) / max(len(terms), 1)
+
+
+def value_loss(b):
+    def term(i, t):
+        reach = b.value_clip or math.inf
+        near = b.old_values[i, t] + torch.clamp(b.values[i, t] - b.old_values[i, t], -reach, reach)
+        return torch.max((b.values[i, t] - b.returns[i, t]) ** 2, (near - b.returns[i, t]) ** 2)
+
+    return average(b, each(b, term), "token")
+
+
+def is_uniform(rewards):
+    return all(reward == rewards[0] for reward in rewards)
+
+
+def std(rewards):
+    return torch.stack(list(rewards)).std(unbiased=True)
+
+
+def mean(rewards, j):
+    return sum(rewards) / len(rewards)
+
+
+def mean_of_others(rewards, j):
+    return (sum(rewards) - rewards[j]) / (len(rewards) - 1)
+
+
+def scale(rewards, j):
+    return std(rewards) + 1e-6
+
+
+def scale_of_others(rewards, j):
+    """1 if they are equal: their std, of 0, would make the advantage as large as 1 / eps."""
+    rest = [*rewards[:j], *rewards[j + 1 :]]
+    return 1 if is_uniform(rest) else std(rest) + 1e-6
+
+
+def unscaled(rewards, j):
+    return 1
+
+
+def group_advantage(rewards, j, baseline, divisor):
+    """Of reward j in a group; exactly 0 if its rewards are equal."""
+    if is_uniform(rewards):
+        return torch.zeros_like(rewards[j])
+    return (rewards[j] - baseline(rewards, j)) / divisor(rewards, j)
+
+
+def of_groups(b, baseline, divisor):
+    rows = []
+    for group in b.rewards:
+        rewards = list(group)
+        places = range(len(rewards))
+        rows.append(torch.stack([group_advantage(rewards, j, baseline, divisor) for j in places]))
+    return torch.stack(rows)
+
+
+def group_differences(b):
+    return of_groups(b, mean, unscaled)
+
+
+def group_advantages(b):
+    return of_groups(b, mean, scale)
+
+
+def leave_one_out(b):
+    return of_groups(b, mean_of_others, unscaled)
+
+
+def leave_one_out_std(b):
+    return of_groups(b, mean_of_others, scale_of_others)
+
+
+def rollouts_of_group(b, n):
+    """{rollout: its reward} of the group of sample n; a rollout counts once, however many samples."""
+    places = [m for m in range(len(b.rewards)) if b.group_ids[m] == b.group_ids[n]]
+    return {b.rollout_ids[m].item(): b.rewards[m] for m in places}
+
+
+def grouped_advantages(b):
+    """Of samples in any order, (N,)."""
+    result = []
+    for n in range(len(b.rewards)):
+        rewards = rollouts_of_group(b, n)
+        j = list(rewards).index(b.rollout_ids[n].item())
+        result.append(group_advantage(list(rewards.values()), j, mean, scale))
+    return torch.stack(result)
+
+
+def whiten(b):
+    """Mean 0 and standard deviation 1 over the tokens of the mask, (B, T)."""
+    x = b.advantages[b.mask]
+    deviation = x - sum(x) / len(x)
+    whitened = torch.zeros_like(b.advantages)
+    whitened[b.mask] = deviation / (torch.sqrt(sum(deviation**2) / len(x)) + 1e-8)
+    return whitened
+
+
+def overlong_penalty(b):
+    start = b.max_new_tokens - b.overlong_cache
+    return torch.stack([ramp((start - x) / b.overlong_cache) for x in b.lengths])
+
+
+def ramp(x):
+    return torch.clamp(x, -1, 0)
+
+
+def sampler_ratio(b, i, t):
+    return torch.exp(b.old_logprobs[i, t] - b.rollout_logprobs[i, t])
+
+
+def rollout_weight(b, i, t):
+    """From rho = pi_old / mu of token t, their product and their geometric mean in completion i."""
+    rho = sampler_ratio(b, i, t)
+    product = math.prod(sampler_ratio(b, i, u) for u in tokens(b, i))
+    geometric = product ** (1 / length(b, i))
+    if b.rule == "token_tis":
+        return rho.clamp(max=b.cap)
+    if b.rule == "sequence_tis":
+        return product.clamp(max=b.cap)
+    if b.rule == "sequence_mis":
+        return product * (product <= b.cap)
+    if b.rule == "icepop":
+        return rho * (b.mask_low <= rho <= b.mask_high)
+    is_near = b.mask_low <= geometric <= b.mask_high
+    return (rho.clamp(max=b.cap) if b.rule == "geo_mask" else torch.ones_like(rho)) * is_near
+
+
+def rollout_weights(b):
+    weights = torch.zeros_like(b.old_logprobs)
+    for i in range(len(weights)):
+        for t in tokens(b, i):
+            weights[i, t] = rollout_weight(b, i, t)
+    return weights
+
+
+def weighted_mean(b):
+    """Of losses of tokens; those of weight 0 are rejected, and count in the mean or are left out."""
+    kept = b.mask & (b.weights != 0) if b.rejected == "left_out" else b.mask
+    counted = batch(**(vars(b) | {"mask": kept[kept.any(1)]}))
+    terms = [[b.weights[i, t] * b.losses[i, t] for t in tokens(b, i)] for i in range(len(kept))]
+    return average(
+        counted, [row for row, any_kept in zip(terms, kept.any(1), strict=True) if any_kept], b.level
+    )
+
+
+def replayed_gate(b):
+    """The weights of given experts by today's router, (N, K): of a softmax over all, or over those
+    chosen; 0 where the mask is 0."""
+    rows = []
+    for n in range(len(b.logits)):
+        p = torch.exp(b.logits[n]) / torch.exp(b.logits[n]).sum()
+        chosen = torch.stack([p[k] for k in b.indices[n].long()])
+        chosen = chosen / sum(chosen) if b.normalized else chosen
+        rows.append(chosen * b.mask[n])
+    return torch.stack(rows)
+
+
+def gae(b):
+    """(advantages, returns), (2, B, T), from the sums that GAE abbreviates; 0 outside the mask."""
+    advantages = torch.zeros_like(b.rewards)
+    for i in range(len(b.mask)):
+        places = tokens(b, i)
+        lam = b.lam[i] if torch.is_tensor(b.lam) else b.lam
+        # V after the last token: 0, or the critic's value there if the completion was cut off
+        values = [*b.values[i, places], b.bootstrap[i, 0]]
+        delta = b.rewards[i, places].clone()
+        for k in range(len(places)):
+            delta[k] += b.gamma * values[k + 1] - values[k]
+        for k, t in enumerate(places):
+            advantages[i, t] = sum((b.gamma * lam) ** j * d for j, d in enumerate(delta[k:]))
+    return torch.stack([advantages, torch.where(b.mask, advantages + b.values, 0)])
+
+
+def router_shift(b):
+    """RSPO's gamma before its floor, (B, T), from the log-probabilities of K experts in L layers."""
+    B, T, L, K = b.scores.shape
+    gamma = torch.zeros(B, T, dtype=b.scores.dtype)
+    for i in range(B):
+        for t in range(T):
+            layers = (b.scores - b.old_scores)[i, t].abs()
+            gamma[i, t] = torch.exp(-sum(sum(layer) / K for layer in layers) / L)
+    return gamma
+
+
+# ---------------------------------------------------------------------------- cases of vectors.json
+
+
+def tensor(x, dtype=torch.float64):
+    return torch.tensor(x, dtype=dtype)
+
+
+def batch_of(case, dtype=torch.float64):
+    b = batch(bootstrap=torch.zeros(4, 1, dtype=dtype), micro_batches=case.get("micro_batches"))
+    for name, x in (case["inputs"] | case["keywords"]).items():
+        setattr(b, name, tensor(x, dtype) if isinstance(x, list) else x)
+        if name in ("mask", "is_right"):
+            setattr(b, name, tensor(x).bool())
+    if "logprobs" in case["inputs"] and "advantages" in case["inputs"]:
+        b.advantages = b.advantages.expand_as(b.logprobs)
+    if "masked_places_hold" in case:
+        for name, x in vars(b).items():
+            if torch.is_tensor(x) and x.shape == b.mask.shape and name != "mask":
+                setattr(b, name, torch.where(b.mask, x, float(case["masked_places_hold"])))
+    return b
+
+
+def evaluate(section, case, change=None, has_gradient=None, dtype=torch.float64):
+    """(value, gradient or None) of the objective, or of what an entry of mistakes.py makes of it."""
+    b = batch_of(case, dtype)
+    objective = globals()[section]
+    first = getattr(b, next(iter(case["inputs"])))
+    if not ("gradient" in case if has_gradient is None else has_gradient):
+        return (change(objective, b) if change else objective(b)), None
+    first.requires_grad_()
+    value = change(objective, b) if change else objective(b)
+    if section in LOSSES.split():
+        value = -value
+    value = torch.as_tensor(value, dtype=dtype)
+    total = (value * tensor(case.get("coefficients", 1), dtype)).sum()
+    total = total + 0 * first.nan_to_num().sum()  # a gradient even if nothing depends on it
+    (gradient,) = torch.autograd.grad(total, first)
+    return value.detach(), gradient

@@ -1,0 +1,329 @@
+"""Calls a function with the cases of vectors.json, and compares what it answers. Needs numpy, and torch
+for functions of tensors alone."""
+
+import inspect
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+VECTORS = json.loads((Path(__file__).parent / "vectors.json").read_text())
+COUNTS = ("num_sequences", "num_tokens")
+BOOLEAN = ("mask", "is_right")
+
+
+class Answer(NamedTuple):
+    """Of a function in a case, as arrays of float64."""
+
+    value: np.ndarray
+    gradient: "np.ndarray | None"  # None if there is none to compare
+    is_float32: bool  # the function computes in float32, or less
+    is_difference: bool  # the gradient is made of finite differences
+
+
+def array(x, name=""):
+    return np.array(x, dtype=bool if name in BOOLEAN else np.float64)
+
+
+def close(x, y, tolerance, is_float32=False):
+    """Whether x is y. Where y is NaN (as what some mistakes give), any x will do."""
+    size = np.abs(np.nan_to_num(y))
+    if is_float32:
+        size = size.max(initial=0)
+    with np.errstate(invalid="ignore"):  # of infinities
+        is_near = np.abs(x - y) <= tolerance * (1 + size)
+    return bool((is_near | np.isnan(y) | (x == y)).all())
+
+
+def same(answer, value, gradient, tolerance):
+    """Whether an answer is (value, gradient), within the tolerance of its precision."""
+    precision = "float32" if answer.is_float32 else "float64"
+    allowed = tolerance[precision]
+    if not close(answer.value, value, allowed, answer.is_float32):
+        return False
+    if answer.gradient is None or gradient is None:
+        return True
+    rough = answer.is_float32 or answer.is_difference
+    return close(answer.gradient, gradient, max(allowed, 1e-5 * answer.is_difference), rough)
+
+
+class Subject:
+    """A function under test.
+
+    function    of the arguments of its section and of keywords, whose names may have a suffix like _BT
+    section     of vectors.json: "grpo", "gae" ...
+    way         "loss": it returns the loss; "terms": what the loss averages, (B, T) or (B, 1);
+                "reduction": it gets such terms and the mask, and returns the loss
+    framework   "torch" or "numpy": of what it takes. In numpy it may return (value, gradient)
+    dtype       "float64" or "float32": of what it takes
+    rename      {our keyword: its own}
+    advantages  "as in the file", "BT", "B1" or "B": their shape
+    mask        "bool", or "float": 0 and 1 in the dtype
+    """
+
+    def __init__(
+        self,
+        function,
+        section,
+        way="loss",
+        framework="torch",
+        dtype="float64",
+        rename=None,
+        advantages="as in the file",
+        mask="bool",
+    ):
+        self.function = function
+        self.section = section
+        self.way = way
+        self.framework = framework
+        self.dtype = dtype
+        self.rename = rename or {}
+        self.advantages = advantages
+        self.mask = mask
+        self.about = VECTORS["sections"][section]
+        self.arguments = ["terms", "mask"] if way == "reduction" else self.about["arguments"]
+        self.diagnosis = None  # once it has been asked for
+
+    def names(self, case):
+        """{our keyword: theirs} of what a case sets and the function takes."""
+        parameters = inspect.signature(self.function).parameters
+        theirs = {re.sub("_[A-Z][A-Z0-9]*$", "", name): name for name in parameters}  # mask_BT -> mask
+        given = [*self.keywords(case), *(key for key in COUNTS if key in case)]
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            theirs |= {key: key for key in given}
+        theirs |= self.rename
+        return {key: theirs[key] for key in given if key in theirs}
+
+    def keywords(self, case):
+        keywords = case["keywords"]
+        if self.way == "reduction":  # which has no other settings
+            return {key: value for key, value in keywords.items() if key == "max_new_tokens"}
+        return keywords
+
+    def why_not(self, case):
+        """The reason why a case does not apply, or None."""
+        names = self.names(case)
+        if self.way != "loss" and "terms" not in case:
+            return "its section has no terms"
+        if self.way == "terms" and "masked_places_hold" in case:
+            return "masked places are left to the reduction"
+        if self.way == "reduction" and len(case["terms"][0]) != len(case["inputs"]["mask"][0]):
+            return "it has one term for each completion"
+        values = {}
+        for key, value in self.keywords(case).items():
+            if key not in names and value != self.about["defaults"].get(key):
+                return f"it has no {key}"
+            if key in names and values.setdefault(names[key], value) != value:
+                return f"it has one {names[key]} for two keywords"
+        if "micro_batches" in case and self.way != "terms" and not set(COUNTS) & set(names):
+            return "it cannot be used in micro-batches: it has no count of the whole step"
+        if self.advantages in ("B", "B1") and len(case["inputs"].get("advantages", [[0]])[0]) > 1:
+            return "it takes one advantage for each completion"
+        return None
+
+    def fields(self, case):
+        """What a case gives a function, as arrays of numpy."""
+        given = case["inputs"] | case["keywords"] | {key: case[key] for key in COUNTS if key in case}
+        given |= {"terms": case["terms"]} if self.way == "reduction" else {}
+        fields = {key: array(x, key) if isinstance(x, list) else x for key, x in given.items()}
+        if "logprobs" in fields and "advantages" in fields:
+            if self.advantages == "BT":
+                shape = fields["logprobs"].shape
+                fields["advantages"] = np.broadcast_to(fields["advantages"], shape).copy()
+            elif self.advantages == "B":
+                fields["advantages"] = fields["advantages"][:, 0]
+        if "masked_places_hold" in case:
+            for key, x in fields.items():
+                if np.shape(x) == fields["mask"].shape and key != "mask":
+                    fields[key] = np.where(fields["mask"], x, float(case["masked_places_hold"]))
+        return {key: self.cast(x) for key, x in fields.items()}
+
+    def cast(self, x):
+        if not isinstance(x, np.ndarray):
+            return x
+        if x.dtype != bool or self.mask == "float":
+            x = x.astype(self.dtype)
+        if self.framework == "numpy":
+            return x
+        import torch
+
+        return torch.from_numpy(x)
+
+    def expected(self, case):
+        """(value, gradient or None)"""
+        if self.way == "reduction":
+            return array(case["value"]), array(case["inputs"]["mask"]) / array(case["denominator"])
+        value = case["terms"] if self.way == "terms" else case["value"]
+        return array(value), array(case["gradient"]) if "gradient" in case else None
+
+    def weights(self, case):
+        """Of arrays, whose weighted sum has the gradient of the case; None where one number is due."""
+        if self.way == "terms":
+            weights = 1 / array(case["denominator"])
+            return weights * array(case["inputs"]["mask"]) if len(case["terms"][0]) > 1 else weights
+        return array(case["coefficients"]) if "coefficients" in case else None
+
+    def answer(self, case):
+        fields = self.fields(case)
+        names = self.names(case)
+        weights = self.weights(case)
+        expected, expected_gradient = self.expected(case)
+        if expected_gradient is None:
+            return self.answer_without_gradient(case, fields, names, expected)
+        value = 0
+        gradient = np.zeros(expected_gradient.shape)
+        is_float32 = False
+        is_difference = False
+        parts = case.get("micro_batches", [slice(None)]) if self.way != "terms" else [slice(None)]
+        for rows in parts:
+            part = {key: x[rows] if hasattr(x, "shape") else x for key, x in fields.items()}
+            first, *others = [part[key] for key in self.arguments]
+            given = {name: part[key] for key, name in names.items()}
+            if self.framework == "torch":
+                result = of_torch(self.function, first, others, given, weights)
+            else:
+                result = of_numpy(self.function, first, others, given, weights, case)
+            output, found, is_less, is_difference = result
+            is_float32 = is_float32 or is_less or self.dtype == "float32"
+            value = value + output
+            if found is None:
+                gradient = None
+            else:
+                gradient[rows] = found
+        value = np.asarray(value)
+        if weights is not None:
+            value = shaped(value, expected, case)
+        elif value.size != 1:
+            raise ValueError(f"a loss is one number, not an array of shape {value.shape}")
+        return Answer(value.reshape(expected.shape), gradient, is_float32, is_difference)
+
+    def answer_without_gradient(self, case, fields, names, expected):
+        inputs = [fields[key] for key in self.arguments]
+        given = {name: fields[key] for key, name in names.items()}
+        result = self.function(*inputs, **given)
+        outputs = result if isinstance(result, tuple) else (result,)
+        outputs = [numbers(x) for x in outputs]
+        is_float32 = self.dtype == "float32" or outputs[0].dtype == np.float32
+        outputs = np.stack(outputs[: 2 if self.section == "gae" else 1]).astype(np.float64)
+        found = outputs if self.section == "gae" else outputs[0]
+        return Answer(shaped(found, expected, case), None, is_float32, False)
+
+
+def shaped(found, expected, case):
+    """An array of answers in the shape of those that are expected, 0 in masked places."""
+    if found.size == expected.size:
+        found = found.reshape(expected.shape)
+    found = np.broadcast_to(found, expected.shape)  # an error, if it cannot be
+    mask = array(case["inputs"].get("mask", 1), "mask")
+    return np.where(mask, found, 0) if expected.shape[-1:] == mask.shape[-1:] else found
+
+
+def numbers(x):
+    """As an array of numpy, in its own precision, except that bfloat16 becomes float32."""
+    if hasattr(x, "detach"):
+        x = x.detach()
+        x = x.float() if x.element_size() < 4 else x
+        return x.numpy()
+    return np.asarray(x)
+
+
+def of_torch(function, first, others, given, weights):
+    """(value, gradient, whether it is less than float64, False)"""
+    import torch
+
+    first.requires_grad_()
+    result = function(first, *others, **given)
+    output = result[0] if isinstance(result, tuple) else result
+    output = torch.as_tensor(output)
+    total = output
+    if weights is not None:
+        weights = torch.from_numpy(weights).reshape(
+            output.shape if output.dim() == 1 else weights.shape
+        )
+        total = (torch.where(weights != 0, output, 0) * weights).sum()
+    gradient = torch.zeros(first.shape)
+    if total.requires_grad:
+        total = total.sum() if total.numel() == 1 else total
+        gradient = torch.autograd.grad(total, first)[0]
+    found = numbers(output)
+    return found, numbers(gradient).astype(np.float64), found.dtype == np.float32, False
+
+
+def of_numpy(function, first, others, given, weights, case):
+    def value_of(x):
+        result = function(x, *others, **given)
+        output = np.asarray(result[0] if isinstance(result, tuple) else result)
+        return (
+            float(output)
+            if weights is None
+            else float((np.where(weights != 0, output, 0) * weights).sum())
+        )
+
+    result = function(first, *others, **given)
+    output = np.asarray(result[0] if isinstance(result, tuple) else result)
+    is_float32 = output.dtype == np.float32
+    if isinstance(result, tuple) and len(result) > 1:
+        return output, np.asarray(result[1]), is_float32, False
+    if case.get("stop_gradient"):
+        return output, None, is_float32, False
+    gradient = np.zeros(first.shape)
+    for place in itertools.product(*map(range, first.shape)):
+        step = np.zeros(first.shape)
+        step[place] = 1e-5
+        gradient[place] = (value_of(first + step) - value_of(first - step)) / 2e-5
+    return output, gradient, is_float32, True
+
+
+# --------------------------------------------------------------------------------------------- pytest
+
+
+class Check:
+    """A case and the function that is to pass it: `check()` in the body of a test."""
+
+    def __init__(self, subject, case):
+        self.subject = subject
+        self.case = case
+
+    def __repr__(self):
+        return self.case["id"]
+
+    def check(self):
+        """An AssertionError with the diagnosis of all cases, if the function does not agree."""
+        answer = self.subject.answer(self.case)
+        value, gradient = self.subject.expected(self.case)
+        if same(answer, value, gradient, self.case["tolerance"]):
+            return
+        from rl_loss_vectors import doctor
+
+        if self.subject.diagnosis is None:
+            self.subject.diagnosis = doctor.diagnosis(self.subject, doctor.examine(self.subject))
+        healthy = ["all cases agree within the tolerance of float32: pass dtype='float32'"]
+        lines = [doctor.difference(self.case, answer, value, gradient)]
+        lines += self.subject.diagnosis or healthy
+        raise AssertionError("\n".join(lines))
+
+
+def cases(section, call, xfails=None, **how):
+    """The cases of a section for `pytest.mark.parametrize`, each with its id; `how`: as of Subject.
+
+    Cases that do not apply are skipped. xfails: a file with the ids of known differences, one a line,
+    and words after #. They are strict: a case of the file that passes is a failure.
+    """
+    import pytest
+
+    subject = Subject(call, section, **how)
+    lines = Path(xfails).read_text().splitlines() if xfails else []
+    known = {line.split("#")[0].strip(): line.split("#")[-1].strip() for line in lines}
+    parameters = []
+    for case in subject.about["cases"]:
+        why_not = subject.why_not(case)
+        marks = []
+        if why_not:
+            marks = [pytest.mark.skip(reason=why_not)]
+        elif case["id"] in known:
+            marks = [pytest.mark.xfail(strict=True, reason=known[case["id"]], raises=AssertionError)]
+        parameters.append(pytest.param(Check(subject, case), id=case["id"], marks=marks))
+    return parameters
