@@ -582,7 +582,7 @@ def test_the_package_without_torch(tmp_path):
         texts[name] = result.stdout
     assert "11 of 11 applicable cases agree" in texts["loss"]
     assert "install torch" in texts["wrong"]
-    assert "your gradient is ours times 4 (the completions), everywhere" in texts["wrong"]
+    assert "your gradient of J: 4 A r / N; 0 where A > 0 and r is above the range" in texts["wrong"]
 
 
 # ------------------------------------------------------------------------------- README, TRL and verl

@@ -10,6 +10,7 @@ import numpy as np
 from rl_loss_vectors import parts
 from rl_loss_vectors.vectors import array, same
 
+ZERO = 1e-9  # which finite differences are allowed
 WORDS = {
     "holes": "have a hole in the mask",
     "different_lengths": "have completions of different lengths",
@@ -162,15 +163,15 @@ def both_forms(table):
 
 def form_of(gradient, table):
     """Words for a gradient, or None."""
-    if (np.abs(gradient) < 1e-12).all():
+    if (np.abs(gradient) < ZERO).all():
         return "0"
     for name, factor in table["factors"].items():
-        counts = np.abs(factor) > 1e-12
-        if (np.abs(gradient[~counts]) > 1e-12).any():
+        counts = np.abs(factor) > ZERO
+        if (np.abs(gradient[~counts]) > ZERO).any():
             continue
         part = {group: {key: y[counts] for key, y in table[group].items()} for group in table}
         quotient = gradient[counts] / factor[counts]
-        is_zero = np.abs(quotient) < 1e-12
+        is_zero = np.abs(quotient) < ZERO
         zero = zero_places(is_zero, part["places"])
         whole = fitted(quotient, ~is_zero, part)
         if whole is not None:
