@@ -113,7 +113,9 @@ def diagnosis(subject, results):
     """Lines; none if the function is healthy in all cases that were tested."""
     tested = [(case, answer) for case, answer in results if not isinstance(answer, str)]
     spoilt = [
-        case for case, answer in tested if "masked_places" in case["tags"] and not is_finite(answer)
+        case
+        for case, answer in tested
+        if "masked_places" in case["tags"] and not explain.is_finite(answer)
     ]
     tested = [(case, answer) for case, answer in tested if case not in spoilt]
     lines = [SPREADS] if spoilt else []
@@ -135,11 +137,6 @@ def diagnosis(subject, results):
     if not found:
         found = [f"unknown: {unknown}", *(f"  {line}" for line in explain.explanation(subject, tested))]
     return found + lines
-
-
-def is_finite(answer):
-    parts = [answer.value] if answer.gradient is None else [answer.value, answer.gradient]
-    return all(np.isfinite(part).all() for part in parts)
 
 
 def difference(case, answer, value, gradient):

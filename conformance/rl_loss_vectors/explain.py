@@ -23,11 +23,18 @@ WORDS = {
 }
 
 
+@np.errstate(all="ignore")
 def explanation(subject, tested):
     """Lines about [(case, answer)], some of which are wrong."""
+    strange = [case["id"] for case, answer in tested if not is_finite(answer)]
+    if strange:
+        rest = [pair for pair in tested if pair[0]["id"] not in strange]
+        return [f"not finite: {', '.join(strange)}", *(explanation(subject, rest) if rest else [])]
     agrees = [same(answer, *subject.expected(case), case["tolerance"]) for case, answer in tested]
     wrong = [pair for pair, fine in zip(tested, agrees, strict=True) if not fine]
     right = [case for (case, _), fine in zip(tested, agrees, strict=True) if fine]
+    if not wrong:
+        return []
     lines = in_common([case for case, _ in wrong], right)
     if subject.section == "gae":
         return lines + lines_of_gae(subject, wrong)
@@ -36,6 +43,11 @@ def explanation(subject, tested):
     if tested[0][1].gradient is None:
         return lines + lines_of_arrays(subject, wrong)
     return lines + lines_of_gradient(subject, tested, wrong)
+
+
+def is_finite(answer):
+    parts = [answer.value] if answer.gradient is None else [answer.value, answer.gradient]
+    return all(np.isfinite(part).all() for part in parts)
 
 
 def in_common(wrong, right):
@@ -190,9 +202,8 @@ def fitted(quotient, where, table):
         return None
     weights = np.array([y[where] for y in table["weights"].values()], float)
     divisors = np.array([y[where] for y in table["divisors"].values()], float)
-    with np.errstate(all="ignore"):
-        k = quotient[where] * divisors[:, None] / weights
-        fits = np.isfinite(k).all(2) & (np.ptp(k, axis=2) <= 2e-5 * np.abs(k[:, :, 0]))
+    k = quotient[where] * divisors[:, None] / weights
+    fits = np.isfinite(k).all(2) & (np.ptp(k, axis=2) <= 2e-5 * np.abs(k[:, :, 0]))
     found = [(abs(abs(k[d, w, 0]) - 1) > 1e-5, w, d) for d, w in np.argwhere(fits)]
     if not found:
         return None
