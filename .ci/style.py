@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 FOLDERS = [".", "plumbing", "more", "conformance", "examples", "tiny_moe", ".ci"]
 # In lines. A file that comes near its limit has to lose something, not to be folded.
-LIMITS = {"common.py": 530, "more/vapo.py": 370, "examples": 130}  # of the others 320
+LIMITS = {"common.py": 530, "ppo.py": 325, "more/vapo.py": 370, "examples": 130}  # of the others 320
 MAIN_LIMITS = {"more/vapo.py": 145}  # of the others 120
 
 

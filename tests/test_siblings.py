@@ -27,10 +27,10 @@ PARENTS = {
 BUDGET = {  # changed lines: added and removed
     "dr_grpo": 55,
     "sapo": 67,
-    "gspo": 65,
+    "gspo": 66,
     "rspo": 65,
     "cispo": 85,
-    "gmpo": 82,
+    "gmpo": 86,
     "dapo": 142,
     "grpo": 240,
     "more.reinforce": 112,
