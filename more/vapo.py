@@ -298,7 +298,9 @@ def main(args):
                 num_tokens = batch.mask_BT[minibatch].sum()
                 num_right_tokens = (batch.mask_BT & is_right_N1)[minibatch].sum().clamp(min=1)
                 for rows, micro in batch.micro_batches(minibatch, args.micro_batch_size):
-                    outputs = token_logprobs(policy, micro, args.temperature, entropy_grad=has_bonus)
+                    # [1] Without gradients AdamW leaves the policy, and its moments, as they are.
+                    with torch.set_grad_enabled(iteration > args.pretraining_iterations):
+                        outputs = token_logprobs(policy, micro, args.temperature, has_bonus)
                     loss, stats = policy_loss(
                         outputs.logprobs_BT,
                         old.logprobs_NT[rows],
@@ -340,9 +342,6 @@ def main(args):
                 grad_norm = policy.clip_gradients(args.max_grad_norm)  # sums over ranks first
                 critic_norm = critic.clip_gradients(args.max_grad_norm)
                 meter.check_finite(grad_norm=grad_norm, critic_grad_norm=critic_norm)
-                if iteration <= args.pretraining_iterations:
-                    # [1] Without gradients AdamW leaves the policy, and its moments, as they are.
-                    policy.master.zero_grad()
                 optimizer.step()
                 optimizer.zero_grad()
                 policy.refresh()  # in bfloat16: sync the working copy from the float32 master weights

@@ -6,6 +6,7 @@ Then mu is close to the policy of the training forward, but not equal. `--rollou
 by rho = pi_old / mu.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -50,10 +51,10 @@ def rollout_weights(
         # w_t = min(rho_t, C)
         weights = ratio.clamp(max=cap)
     elif rule == "sequence_tis":
-        # w_i = min(prod_t rho_t, C)
-        weights = product_B1.clamp(max=cap)
+        # w_i = min(prod_t rho_t, C); the product is compared with C before it is clamped
+        weights = torch.where(log_product_B1.exp() <= cap, product_B1, cap)
     elif rule == "sequence_mis":
-        # w_i = prod_t rho_t, and 0 above C; the product is compared with C before it is clamped
+        # w_i = prod_t rho_t, and 0 above C, compared as before
         weights = torch.where(log_product_B1.exp() <= cap, product_B1, 0)
     elif rule == "geo_mask":
         # w_t = min(rho_t, C), and 0 for the whole completion unless low <= mean_i <= high
@@ -120,18 +121,20 @@ def weight_stats(weights, mask_BT):
 
 
 def mismatch_stats(old_logprobs_BT, old_experts_BTLK, batch):
-    """The mismatch of training forward and sampler: {name: scalar}; without one 0, and ratios 1."""
+    """The mismatch of training forward and sampler: {name: scalar}; without one 0, and ratios 1. The
+    ratios of completions are infinite if no completion has a token in the mask."""
     mask_BT = batch.mask_BT
     num_tokens = mask_BT.sum().clamp(min=1)
     logratio_BT = torch.where(mask_BT, old_logprobs_BT - batch.sampler_logprobs_BT, 0)
     # r - 1 - log r, whose mean is an estimate of KL(mu || pi_old); near 0, exp(x) - 1 would be noise
     k3_BT = logratio_BT.expm1() - logratio_BT
     ratio_B = logratio_BT.sum(1).clamp(-20, 20).exp()
+    has_tokens_B = mask_BT.any(1)  # dapo's filter masks whole completions
     stats = {
         "sampler_kl": torch.where(mask_BT, k3_BT, 0).sum() / num_tokens,
         "sampler_logratio_max": logratio_BT.abs().max(),
-        "sampler_sequence_ratio_min": ratio_B.min(),
-        "sampler_sequence_ratio_max": ratio_B.max(),
+        "sampler_sequence_ratio_min": torch.where(has_tokens_B, ratio_B, math.inf).min(),
+        "sampler_sequence_ratio_max": torch.where(has_tokens_B, ratio_B, -math.inf).max(),
     }
     if batch.sampler_experts_BSLK is not None:
         T = mask_BT.shape[1]

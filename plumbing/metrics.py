@@ -53,8 +53,9 @@ class Meter:
         self.add("moe", {"aux_loss": outputs.aux_loss}, len(rows))
         logratio_BT = outputs.logprobs_BT.detach() - old.logprobs_NT[rows]
         ratio_min = torch.where(mask_BT, logratio_BT, math.inf).min().exp()
-        self.add("losses", {"ratio_min": ratio_min}, 1)
-        self.add("losses", {"logratio_spread": spread(logratio_BT, mask_BT)}, len(rows))
+        self.add("losses", {"ratio_min": ratio_min}, num_tokens)
+        num_sequences = mask_BT.any(1).sum()  # dapo's filter masks whole completions
+        self.add("losses", {"logratio_spread": spread(logratio_BT, mask_BT)}, num_sequences)
         old_experts_BTLK = None
         if old.experts_NTLK is not None:
             old_experts_BTLK = old.experts_NTLK[rows]
@@ -68,8 +69,10 @@ class Meter:
         or a norm is not finite."""
         for loss in self.step_losses.values():
             ranks.all_reduce(loss)
-        scalars = {"loss": self.step_losses["policy_loss"], **norms}
-        values = torch.stack(list(scalars.values())).tolist()  # one wait for a GPU
+        loss = self.step_losses["policy_loss"]
+        scalars = {"loss": loss, **norms}
+        # One wait for a GPU; the norm of a model without gradients is on the CPU.
+        values = torch.stack([scalar.to(loss.device) for scalar in scalars.values()]).tolist()
         for name, value in zip(scalars, values, strict=True):
             if not math.isfinite(value):
                 raise UserError(f"iteration {self.iteration}: {name} is not finite")
@@ -83,13 +86,16 @@ class Meter:
 
     def means(self):
         """{key: weighted mean}, or the extreme for keys that end in "_max" or "_min". A vector becomes
-        two keys, for the largest and the smallest of its means."""
+        two keys, for the largest and the smallest of its means. What no token counts for is absent."""
         means = {}
         on_host = {}  # ranks cannot exchange tensors that are on one of their GPUs
         for key, pairs in self.pairs.items():
             on_host[key] = [(value.cpu(), torch.as_tensor(weight).cpu()) for value, weight in pairs]
         for key, pairs in ranks.all_gather_interleaved(on_host).items():
-            total_weight = max(1, sum(weight for _, weight in pairs))  # 0 where no token counts
+            pairs = [(value, weight) for value, weight in pairs if weight > 0]
+            if not pairs:
+                continue
+            total_weight = sum(weight for _, weight in pairs)
             mean = sum(value * weight for value, weight in pairs) / total_weight
             if key.endswith("_max"):
                 means[key] = max(value for value, _ in pairs).item()
@@ -109,11 +115,11 @@ def masked_mean(x, mask):
 
 
 def spread(x_BT, mask_BT):
-    """The standard deviation of x over a completion's tokens, as a mean over completions."""
+    """The standard deviation of x over a completion's tokens, as a mean over those with tokens."""
     length_B = mask_BT.sum(1).clamp(min=1)
     mean_B1 = (torch.where(mask_BT, x_BT, 0).sum(1) / length_B)[:, None]
     square_BT = torch.where(mask_BT, (x_BT - mean_B1) ** 2, 0)
-    return (square_BT.sum(1) / length_B).sqrt().mean()
+    return masked_mean((square_BT.sum(1) / length_B).sqrt(), mask_BT.any(1))
 
 
 @torch.no_grad()

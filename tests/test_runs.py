@@ -105,7 +105,8 @@ def test_run_of_each_script_logs_sensible_numbers(name, tmp_path, monkeypatch):
         assert line["losses/ratio_max"] >= 1 >= line["losses/ratio_min"] > 0
         # One step per rollout, and a policy that does not learn yet, keep the ratio at 1.
         assert (line["losses/logratio_spread"] == 0) == (name in MORE)
-        assert line["losses/logratio_spread"] < 1 and 0 < line["charts/grad_norm"] < 100
+        assert line["losses/logratio_spread"] < 1 and line["charts/grad_norm"] < 100
+        assert (line["charts/grad_norm"] == 0) == (name == "more.vapo")  # it trains the critic alone
         assert line["moe/load_min"] < 1 / 8 < line["moe/load_max"] and line["moe/aux_loss"] >= 1.9
         evaluated = {"eval/accuracy", "eval/response_len_mean"} if line["iteration"] > 1 else set()
         assert {key for key in line if key.startswith("eval/")} == evaluated
@@ -234,14 +235,19 @@ def test_run_pass_at_k_before_and_after(tmp_path):
 
 
 def test_the_spread_inside_a_completion_and_the_smallest_ratio():
-    mask_BT = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]]).bool()
-    logprobs_BT = torch.tensor([[-1.0, -2.0, -4.5, torch.nan], [-3.0, 7, 7, 7]])
+    """A completion without tokens, as dapo's filter leaves it, counts for neither, nor does a
+    micro-batch of such ones."""
+    mask_BT = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]]).bool()
+    logprobs_BT = torch.tensor([[-1.0, -2.0, -4.5, torch.nan], [-3.0, 7, 7, 7], [-1, -1, -1, -1]])
     outputs = TokenOutputs(
-        logprobs_BT, torch.zeros(2, 4), torch.zeros(()), (), 0, torch.zeros(2, 4, 0, 0), None
+        logprobs_BT, torch.zeros(3, 4), torch.zeros(()), (), 0, torch.zeros(3, 4, 0, 0), None
     )
     meter = Meter(1)
-    old = OldScores(torch.tensor([[-1.5, -1.0, -3.0, 0], [-3.5, 0, 0, 0]]), None)
-    meter.add_pass({"policy_loss": torch.zeros(())}, {}, outputs, old, torch.arange(2), mask_BT)
+    old = OldScores(torch.tensor([[-1.5, -1.0, -3.0, 0], [-3.5, 0, 0, 0], [-2, -2, -2, -2]]), None)
+    losses = {"policy_loss": torch.zeros(())}
+    meter.add_pass(losses, {}, outputs, old, torch.arange(3), torch.zeros_like(mask_BT))
+    assert "losses/logratio_spread" not in meter.means() and "losses/ratio_min" not in meter.means()
+    meter.add_pass(losses, {}, outputs, old, torch.arange(3), mask_BT)
     expected = torch.tensor([0.5, -1.0, -1.5]).std(correction=0).item() / 2
     means = meter.means()
     assert means["losses/logratio_spread"] == pytest.approx(expected)
