@@ -203,7 +203,7 @@ def main(args):
         # r is exactly 1 in the first step.
         batch = collate(completions, args)
         minibatches = batch.minibatches(args.num_minibatches)
-        old = score_old(policy, batch, minibatches, args, also=expert_logprobs)  # also: log p_old(e_jk)
+        old = score_old(policy, batch, minibatches, args, router_fn=expert_logprobs)  # log p_old(e_jk)
 
         # ----------------------------------------------------------------------- rollout correction
         # Importance weights pi_old / sampler; all 1 unless --rollout_correction is on.
@@ -218,7 +218,7 @@ def main(args):
                     outputs = token_logprobs(policy, micro, args.temperature)
                     active_BTLK = micro.active_experts(old.experts_NTLK[rows])  # e_jk
                     scores_BTLK = expert_logprobs(outputs.router_logits, active_BTLK)
-                    raw_gamma_BT = router_shift(scores_BTLK, old.also[rows])
+                    raw_gamma_BT = router_shift(scores_BTLK, old.router_values[rows])
                     loss, stats = policy_loss(
                         outputs.logprobs_BT,
                         old.logprobs_NT[rows],
