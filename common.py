@@ -493,11 +493,11 @@ def score_old(policy, batch, minibatches, args, router_fn=None):
             if args.routing_replay == "r2":
                 choices.append(outputs.routing_choices_BSLK)
             if router_fn is not None:
-                values.append(router_fn(outputs.router_logits, micro.active_experts(outputs.experts_BTLK)))
+                active_BTLK = micro.active_experts(outputs.experts_BTLK)
+                values.append(router_fn(outputs.router_logits, active_BTLK))
     if choices:
         batch.replayed_experts_BSLK = ranks.all_rows(choices, minibatches)
-    columns = [ranks.all_rows(parts, minibatches) for parts in (logprobs, experts, values)]
-    return OldScores(*columns)
+    return OldScores(*[ranks.all_rows(parts, minibatches) for parts in (logprobs, experts, values)])
 
 
 @torch.no_grad()

@@ -153,13 +153,15 @@ def test_meter_weighs_and_keeps_maxima():
     assert [weight for _, weight in meter.pairs["losses/a"]] == [1, 2]
 
 
-def test_meter_of_nothing_is_0():
-    """Where no token counts, a mean over the tokens must not be NaN."""
+def test_meter_of_nothing_is_absent():
+    """Where no token counts, as with a mean over them, which must not be NaN."""
     meter = Meter(1)
     for value in (3.0, 5.0):
         values = {"a": torch.tensor(value), "load": torch.tensor([value, value])}
         meter.add("moe", values, torch.tensor(0))
-    assert meter.means() == {"moe/a": 0, "moe/load_max": 0, "moe/load_min": 0}
+    assert meter.means() == {}
+    meter.add("moe", {"a": torch.tensor(7.0)}, torch.tensor(2))
+    assert meter.means() == {"moe/a": 7}
 
 
 def test_meter_takes_a_vector_apart_after_averaging_it():
