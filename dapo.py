@@ -196,14 +196,15 @@ def main(args):
             kept += mixed_groups(completions, args.group_size)
             missing = args.prompts_per_iteration - len(kept) // args.group_size
             rounds += 1
+        meter.lap("rollout_seconds")
         counts = group_counts(generated, args.group_size, rounds)
         if missing > 0:
             run.say(f"iteration {iteration}: after {rounds} rounds {missing} mixed groups are missing")
         if len(kept) < ranks.WORLD:  # each rank needs at least one completion
-            run.say(f"too few mixed groups (ranks: {ranks.WORLD}): the run ends here, {counts}")
-            run.save(iteration)
+            rewards_PG = torch.tensor([c.reward for c in generated]).view(-1, args.group_size)
+            metrics = iteration_metrics(meter, generated, rewards_PG, args)
+            run.end_early(iteration, metrics | counts, generated, "too few mixed groups")
             break
-        meter.lap("rollout_seconds")
 
         # ----------------------------------------------------------------------------------- reward
         rewards_N = torch.tensor([c.reward for c in kept])

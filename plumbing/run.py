@@ -17,8 +17,9 @@ from tqdm import tqdm
 
 from plumbing import ranks
 from plumbing.args import UserError
-from plumbing.settings import compare, file_hash, settings_of
+from plumbing.settings import compare, file_hash, settings_of, versions_of
 
+EARLY_END = "ended_early.txt"  # in the folder of a run that ended early: why
 STATE = "trainer_state.pt"  # in a checkpoint: everything except the policy
 CHECKPOINT = re.compile(r"checkpoint-\d{6}")  # a copy such as checkpoint-best-2 belongs to the user
 
@@ -47,7 +48,7 @@ def read_checkpoint(folder):
 class Run:
     """The folder of a run, `--run_dir`. Only one process at a time may use it.
 
-    settings.json      the arguments; a resumed run must have the same
+    settings.json      the arguments, which a resumed run must share; versions and commits
     metrics.jsonl      a line for each iteration
     samples.jsonl      some completions of each iteration
     checkpoint-NNNNNN  the newest checkpoint: a transformers folder that also contains the rest of the
@@ -65,6 +66,7 @@ class Run:
         self.signalled = False
         self.stop = False  # one of the ranks was signalled
         self.uniform_iterations = 0
+        self.early_end = ""  # why the run ends before its last iteration
         if ranks.RANK == 0:
             self.open_folder()
         ranks.all_gather("the folder exists")
@@ -86,6 +88,7 @@ class Run:
                 compare(settings, self.folder)
             else:
                 write_whole(self.folder / "settings.json", json.dumps(settings, indent=1))
+            (self.folder / EARLY_END).unlink(missing_ok=True)
         except (OSError, TimeoutError) as error:
             message = f"--run_dir {self.folder} cannot be written, or is in use by another process"
             raise UserError(message) from error
@@ -144,11 +147,25 @@ class Run:
             self.before = saved["before"]
             self.extra_state = saved["extra_state"]
         if ranks.RANK == 0:
+            self.note_versions()
             self.cut_lines("metrics.jsonl", self.iteration)
             self.cut_lines("samples.jsonl", self.iteration)
         sizes = {"initial": self.iteration, "total": self.args.iterations}
         self.bar = tqdm(desc=self.script, disable=ranks.RANK > 0, **sizes)
         self.bar.leave = False  # it disappears when results or an error are printed
+
+    def note_versions(self):
+        """Adds versions and commits to the settings; warns where the run was started under others."""
+        path = self.folder / "settings.json"
+        settings = json.loads(path.read_text())
+        versions = versions_of(self.args)
+        first = settings.setdefault("versions", versions)
+        for name in sorted(versions.keys() | first.keys()):
+            ours = versions.get(name)
+            if ours != first.get(name):
+                message = f"{self.folder} was started under {name} {first.get(name)}, not {ours}"
+                tqdm.write(f"warning: --resume: {message}", file=sys.stderr)
+        write_whole(path, json.dumps(settings, indent=1))
 
     def cut_lines(self, name, iteration):
         """Drops the lines after `iteration`, which will be written again."""
@@ -232,18 +249,32 @@ class Run:
         for path in self.checkpoints()[:-1]:
             shutil.rmtree(path, ignore_errors=True)
 
+    def end_early(self, iteration, metrics, completions, why):
+        """Logs and saves an iteration after which the run cannot go on; `finish` exits with code 3."""
+        self.early_end = why
+        self.log(iteration, metrics, completions)
+        self.save(iteration)
+        if ranks.RANK == 0:
+            write_whole(self.folder / EARLY_END, f"iteration {iteration}: {why}\n")
+
     def finish(self):
-        """Prints the results. Exits with code 130 if a signal came after the last iteration."""
+        """Prints the results. Exits with code 130 if a signal came after the last iteration, and with 3
+        if the run has ended early."""
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self.bar.close()
         if ranks.RANK == 0:
             self.print_results()
+        ranks.all_gather("the results are printed")  # torchrun ends all ranks soon after the first
         if self.signalled:
             sys.exit(130)
+        if self.early_end:
+            sys.exit(3)
 
     def print_results(self):
         """Prints held-out results before and after training, and some completions."""
+        if self.early_end:
+            print(f"\nended early: {self.early_end}")
         print(f"\n{'held-out problems':20}  greedy: before, after; sampled: before, after")
         for key in self.before["sampled"]:
             greedy = " " * 19  # pass@k takes several samples

@@ -256,13 +256,29 @@ def test_the_spread_inside_a_completion_and_the_smallest_ratio():
 
 
 def test_run_dapo_says_so_when_no_group_is_mixed(tmp_path, reward_file):
-    """No answer is right: the rounds are bounded, and the run ends with a clear message."""
-    reward = reward_file('return 0.0, "wrong"')
-    flags = ("--max_sampling_rounds", 2, "--reward", reward, "--run_dir", tmp_path / "run")
-    result = small("dapo", *flags)
-    assert result.returncode == 0 and "Traceback" not in result.stderr
+    """The iteration is logged and saved, and the run ends with a message, a file and exit code 3.
+    Resumed where some answers are right, it goes on."""
+    easy = tmp_path / "easy"
+    reward = reward_file(
+        "import os",
+        f"is_right = os.path.exists({str(easy)!r}) and len(text) % 2 == 0",
+        'return (1.0, "correct") if is_right else (0.0, "wrong")',
+    )
+    folder = tmp_path / "run"
+    flags = ("--max_sampling_rounds", 2, "--reward", reward, "--run_dir", folder, "--eval_every", 0)
+    result = small("dapo", *flags, held_out=8)
+    assert result.returncode == 3 and "Traceback" not in result.stderr
     assert "after 2 rounds 16 mixed groups are missing" in result.stderr + result.stdout
-    assert "the run ends here" in result.stderr + result.stdout and "held-out" in result.stdout
+    first, _, rest = result.stdout.partition("ended early: too few mixed groups\n")
+    assert "held-out" in rest and "held-out" not in first
+    assert (folder / "ended_early.txt").read_text() == "iteration 1: too few mixed groups\n"
+    (line,) = metrics(folder)
+    assert line["rollout/groups_kept"] == line["rollout/accuracy"] == 0
+    assert line["rollout/groups_dropped_all_wrong"] == line["rollout/groups_generated"] == 32
+    easy.touch()
+    assert small("dapo", *flags, "--resume", held_out=8).returncode == 0
+    assert not (folder / "ended_early.txt").exists()
+    assert [line["iteration"] for line in metrics(folder)] == [1, 2, 3]
 
 
 def test_run_what_is_not_finite_is_not_logged(tmp_path, monkeypatch):

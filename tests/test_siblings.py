@@ -31,7 +31,7 @@ BUDGET = {  # changed lines: added and removed
     "rspo": 65,
     "cispo": 85,
     "gmpo": 86,
-    "dapo": 142,
+    "dapo": 143,
     "grpo": 240,
     "more.reinforce": 112,
     "more.rloo": 45,
