@@ -54,8 +54,8 @@ class Meter:
         logratio_BT = outputs.logprobs_BT.detach() - old.logprobs_NT[rows]
         ratio_min = torch.where(mask_BT, logratio_BT, math.inf).min().exp()
         self.add("losses", {"ratio_min": ratio_min}, num_tokens)
-        num_sequences = mask_BT.any(1).sum()  # dapo's filter masks whole completions
-        self.add("losses", {"logratio_spread": spread(logratio_BT, mask_BT)}, num_sequences)
+        # The weight is the number of completions; dapo's filter masks some of them.
+        self.add("losses", {"logratio_spread": spread(logratio_BT, mask_BT)}, mask_BT.any(1).sum())
         old_experts_BTLK = None
         if old.experts_NTLK is not None:
             old_experts_BTLK = old.experts_NTLK[rows]
@@ -69,12 +69,9 @@ class Meter:
         or a norm is not finite."""
         for loss in self.step_losses.values():
             ranks.all_reduce(loss)
-        loss = self.step_losses["policy_loss"]
-        scalars = {"loss": loss, **norms}
-        # One wait for a GPU; the norm of a model without gradients is on the CPU.
-        values = torch.stack([scalar.to(loss.device) for scalar in scalars.values()]).tolist()
-        for name, value in zip(scalars, values, strict=True):
-            if not math.isfinite(value):
+        scalars = {"loss": self.step_losses["policy_loss"], **norms}
+        for name, scalar in scalars.items():
+            if not math.isfinite(scalar):  # the first one waits for a GPU, the others are there
                 raise UserError(f"iteration {self.iteration}: {name} is not finite")
 
     def add_step(self, num_sequences, grad_norm):

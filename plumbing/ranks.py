@@ -25,7 +25,7 @@ LOCAL_RANK = variable("LOCAL_RANK", "0")
 
 
 class LostRank(Exception):
-    """Another rank cannot be found, or has ended, so that the ranks cannot communicate."""
+    """Another rank cannot be found, has failed or has ended, so that this one cannot go on."""
 
 
 def init():
@@ -65,6 +65,28 @@ def is_first_to_fail():
         return dist.distributed_c10d._get_default_store().add("failures", 1) == 1
     except (RuntimeError, ValueError):  # the store does not exist, or no longer
         return RANK == 0
+
+
+def describe(error):
+    """An exception and its cause in one line."""
+    message = str(error) or type(error).__name__
+    if error.__cause__ is not None:
+        message += f": {type(error.__cause__).__name__} {error.__cause__}"
+    return " ".join(message.split())
+
+
+def on_rank_0(work, *arguments):
+    """Calls a function on rank 0 alone. If it fails, all ranks end with the same line; otherwise the
+    others would wait for rank 0 at their next exchange."""
+    try:
+        if RANK == 0:
+            work(*arguments)
+    except Exception as error:
+        all_gather(describe(error))
+        raise
+    message = all_gather("")[0]
+    if message:
+        raise LostRank(message)
 
 
 def call(collective, *arguments):

@@ -19,7 +19,6 @@ from plumbing import ranks
 from plumbing.args import UserError
 from plumbing.settings import compare, file_hash, settings_of, versions_of
 
-EARLY_END = "ended_early.txt"  # in the folder of a run that ended early: why
 STATE = "trainer_state.pt"  # in a checkpoint: everything except the policy
 CHECKPOINT = re.compile(r"checkpoint-\d{6}")  # a copy such as checkpoint-best-2 belongs to the user
 
@@ -67,15 +66,18 @@ class Run:
         self.stop = False  # one of the ranks was signalled
         self.uniform_iterations = 0
         self.early_end = ""  # why the run ends before its last iteration
-        if ranks.RANK == 0:
-            self.open_folder()
-        ranks.all_gather("the folder exists")
+        settings = settings_of(args, self.script, self.folder)
+        every = ranks.all_gather({**vars(args), **settings, "device": "each has its own"})
+        differing = {name for theirs in every for name, _ in theirs.items() ^ every[0].items()}
+        if differing:
+            message = f"the ranks were started with different values of {', '.join(sorted(differing))}"
+            raise UserError(message)
+        ranks.on_rank_0(self.open_folder, settings)
         signal.signal(signal.SIGINT, self.on_signal)
         signal.signal(signal.SIGTERM, self.on_signal)
 
-    def open_folder(self):
+    def open_folder(self, settings):
         """Locks the folder; UserError if it is in use or holds another run."""
-        settings = settings_of(self.args, self.script, self.folder)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock = FileLock(self.folder / "lock")
@@ -88,7 +90,7 @@ class Run:
                 compare(settings, self.folder)
             else:
                 write_whole(self.folder / "settings.json", json.dumps(settings, indent=1))
-            (self.folder / EARLY_END).unlink(missing_ok=True)
+            (self.folder / "ended_early.txt").unlink(missing_ok=True)
         except (OSError, TimeoutError) as error:
             message = f"--run_dir {self.folder} cannot be written, or is in use by another process"
             raise UserError(message) from error
@@ -146,10 +148,9 @@ class Run:
             self.iteration = saved["iteration"]
             self.before = saved["before"]
             self.extra_state = saved["extra_state"]
-        if ranks.RANK == 0:
-            self.note_versions()
-            self.cut_lines("metrics.jsonl", self.iteration)
-            self.cut_lines("samples.jsonl", self.iteration)
+        ranks.on_rank_0(self.note_versions)
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            ranks.on_rank_0(self.cut_lines, name)
         sizes = {"initial": self.iteration, "total": self.args.iterations}
         self.bar = tqdm(desc=self.script, disable=ranks.RANK > 0, **sizes)
         self.bar.leave = False  # it disappears when results or an error are printed
@@ -160,21 +161,19 @@ class Run:
         settings = json.loads(path.read_text())
         versions = versions_of(self.args)
         first = settings.setdefault("versions", versions)
-        for name in sorted(versions.keys() | first.keys()):
-            ours = versions.get(name)
-            if ours != first.get(name):
-                message = f"{self.folder} was started under {name} {first.get(name)}, not {ours}"
-                tqdm.write(f"warning: --resume: {message}", file=sys.stderr)
+        for name, version in sorted(first.items() - versions.items()):
+            message = f"{self.folder} was started under {name} {version}, not {versions.get(name)}"
+            tqdm.write(f"warning: --resume: {message}", file=sys.stderr)
         write_whole(path, json.dumps(settings, indent=1))
 
-    def cut_lines(self, name, iteration):
-        """Drops the lines after `iteration`, which will be written again."""
+    def cut_lines(self, name):
+        """Drops the lines after the checkpoint's, which will be written again."""
         path = self.folder / name
         if not path.exists():
             return
         try:
             *lines, _ = path.read_text().split("\n")  # a last line without newline was cut off
-            kept = [line for line in lines if json.loads(line)["iteration"] <= iteration]
+            kept = [line for line in lines if json.loads(line)["iteration"] <= self.iteration]
             write_whole(path, "".join(line + "\n" for line in kept))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"--resume: {path} cannot be used") from error
@@ -191,8 +190,9 @@ class Run:
         """Appends a line of metrics and some samples, advances the bar, reports a collapse."""
         self.iteration = iteration
         self.stop = any(ranks.all_gather(self.signalled))
-        if ranks.RANK > 0:
-            return
+        ranks.on_rank_0(self.write_log, iteration, metrics, completions)
+
+    def write_log(self, iteration, metrics, completions):
         # JSON has no NaN and no infinity.
         metrics = {key: value for key, value in metrics.items() if math.isfinite(value)}
         try:
@@ -220,15 +220,15 @@ class Run:
         if self.is_due(self.args.save_every, iteration) or self.stop:
             self.save(iteration)
         if self.stop:
-            ranks.all_gather("saved")  # torchrun ends all ranks soon after the first one ends
             if ranks.WORLD > 1:
                 self.say("stopped by a signal; to resume: the same command with --resume")
             sys.exit(130)
 
     def save(self, iteration):
         """Writes a checkpoint and removes the previous one."""
-        if ranks.RANK > 0:
-            return
+        ranks.on_rank_0(self.write_checkpoint, iteration)
+
+    def write_checkpoint(self, iteration):
         folder = self.folder / f"checkpoint-{iteration:06d}"
         scratch = self.folder / "checkpoint.tmp"
         try:
@@ -254,8 +254,7 @@ class Run:
         self.early_end = why
         self.log(iteration, metrics, completions)
         self.save(iteration)
-        if ranks.RANK == 0:
-            write_whole(self.folder / EARLY_END, f"iteration {iteration}: {why}\n")
+        ranks.on_rank_0(write_whole, self.folder / "ended_early.txt", f"iteration {iteration}: {why}\n")
 
     def finish(self):
         """Prints the results. Exits with code 130 if a signal came after the last iteration, and with 3
@@ -263,9 +262,7 @@ class Run:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self.bar.close()
-        if ranks.RANK == 0:
-            self.print_results()
-        ranks.all_gather("the results are printed")  # torchrun ends all ranks soon after the first
+        ranks.on_rank_0(self.print_results)  # torchrun ends all ranks soon after the first one ends
         if self.signalled:
             sys.exit(130)
         if self.early_end:
