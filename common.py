@@ -345,7 +345,7 @@ class Batch:
         if self.replayed_experts_BSLK is None:
             return own_experts_BTLK
         T = self.mask_BT.shape[1]
-        replayed_BTLK = self.replayed_experts_BSLK[:, -T - 1 : -1].sort().values.long()
+        replayed_BTLK = self.replayed_experts_BSLK[:, -T - 1 : -1].sort().values
         return torch.where(replayed_BTLK < 0, own_experts_BTLK, replayed_BTLK)
 
     @functools.cached_property
@@ -449,7 +449,7 @@ def token_logprobs(policy, batch, temperature, entropy_grad=False, max_logits=MA
         aux_loss,
         router_logits=tuple(logits.detach()[predictor_BT] for logits in layers),
         num_experts=routers.num_experts,
-        experts_BTLK=packed.experts[predictor_BT].sort().values.long(),
+        experts_BTLK=packed.experts[predictor_BT].sort().values,
         routing_choices_BSLK=packed.experts[packed.place_BS],
     )
 

@@ -169,7 +169,7 @@ def main(args):
     generator = torch.Generator().manual_seed(args.seed)  # for the sampler's noise
     reference = policy.frozen_copy() if args.kl_coef > 0 else None
     run.restore(policy, problem_stream, generator, optimizer=optimizer, reference=reference)
-    args = plan_memory(args, policy, problem_stream, held_out, reference=reference)
+    args = plan_memory(args, policy, problem_stream, held_out)
     if run.before is None:
         run.before = evaluate(policy, held_out, verify, args, sampled=True)
 

@@ -86,7 +86,7 @@ def expert_logprobs(router_logits, experts_BTLK):
     scores = []
     for layer, logits_BTE in enumerate(router_logits):
         logp_BTE = logits_BTE.log_softmax(-1)
-        scores.append(logp_BTE.gather(-1, experts_BTLK[:, :, layer]))
+        scores.append(logp_BTE.gather(-1, experts_BTLK[:, :, layer].long()))
     return torch.stack(scores, dim=2)
 
 

@@ -237,7 +237,7 @@ def main(args):
     reference = policy.frozen_copy() if args.kl_coef > 0 else None
     parts = {"optimizer": optimizer, "critic": critic, "reference": reference}
     run.restore(policy, problem_stream, generator, **parts)
-    args = plan_memory(args, policy, problem_stream, held_out, critic=critic, reference=reference)
+    args = plan_memory(args, policy, problem_stream, held_out)
     if run.before is None:
         run.before = evaluate(policy, held_out, verify, args, sampled=True)
 

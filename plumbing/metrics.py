@@ -168,12 +168,10 @@ def group_summary(completions, group_size):
     """{name: number}: lengths of right and of wrong completions, the shares of groups that are all
     right or all wrong, and the share of different texts in a group."""
     result = {}
-    right = [len(c.ids) for c in completions if c.verdict == "correct"]
-    wrong = [len(c.ids) for c in completions if c.verdict != "correct"]
-    if right:
-        result["response_len_right"] = sum(right) / len(right)
-    if wrong:
-        result["response_len_wrong"] = sum(wrong) / len(wrong)
+    for name, is_right in (("right", True), ("wrong", False)):
+        lengths = [len(c.ids) for c in completions if (c.verdict == "correct") == is_right]
+        if lengths:
+            result[f"response_len_{name}"] = sum(lengths) / len(lengths)
     if group_size > 1:
         groups = groups_of(completions, group_size)
         num_right = [sum(c.verdict == "correct" for c in group) for group in groups]
@@ -232,6 +230,4 @@ def iteration_metrics(meter, completions, rewards, args):
         metrics["rollout/frac_zero_std_groups"] = is_uniform_P.float().mean().item()
     num_tokens = sum(len(c.ids) for c in completions)
     metrics["charts/tokens_per_second"] = num_tokens / sum(meter.laps.values())
-    for name, seconds in meter.laps.items():
-        metrics[f"charts/{name}"] = seconds
-    return metrics
+    return metrics | {f"charts/{name}": seconds for name, seconds in meter.laps.items()}

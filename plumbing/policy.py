@@ -1,10 +1,4 @@
-"""A trained model: its float32 master weights, the working copy that computes, the copy that samples.
-
-In bfloat16 the optimizer moves float32 master weights, and a working copy computes; its gradients are
-added to the masters', in float32, as they come. In float32 the two are one object. With
-`--rollout_dtype` or `--rollout_refresh_every` a third model samples, in another precision than the
-trained one, or with weights of some iterations ago.
-"""
+"""A trained model: float32 master weights, the working copy that computes, the copy that samples."""
 
 import copy
 import functools

@@ -1,13 +1,12 @@
 """Communication between the processes of a run, the ranks. `torchrun --nproc-per-node W` starts them.
 
-Every rank holds the weights, samples its share of the prompts, and learns from its share of each
-minibatch. Completions, log-probs and gradients are gathered, so that every rank has the same as a
-single process would have. With one process these functions do nothing.
+With one process these functions do nothing.
 """
 
 import os
 import socket
 from datetime import timedelta
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -125,13 +124,11 @@ def all_gather_interleaved(lists):
     if WORLD == 1:
         return lists
     all_lists = all_gather(lists)
+    merged = {}
     keys = dict.fromkeys(key for theirs in all_lists for key in theirs)
-    merged = {key: [] for key in keys}
-    for key, items in merged.items():
-        longest = max(len(theirs.get(key, [])) for theirs in all_lists)
-        for i in range(longest):
-            for theirs in all_lists:
-                items += theirs.get(key, [])[i : i + 1]  # nothing if it has fewer
+    for key in keys:
+        rounds = zip_longest(*[theirs.get(key, []) for theirs in all_lists])
+        merged[key] = [item for items in rounds for item in items if item is not None]
     return merged
 
 
@@ -167,4 +164,6 @@ def all_rows(parts, minibatches):
     rows = torch.cat([local_slice(minibatch) for minibatch in minibatches])
     num_rows = sum(len(minibatch) for minibatch in minibatches)
     tensor = mine.new_zeros(num_rows, *mine.shape[1:]).index_copy(0, rows, mine)
-    return all_reduce(tensor)  # this rank's rows are 0 in the tensors of the others
+    # The rows of others are 0, so that bytes can be added; not all dtypes can, in gloo or NCCL.
+    all_reduce(tensor.view(torch.uint8))
+    return tensor

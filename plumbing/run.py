@@ -34,25 +34,16 @@ def read_checkpoint(folder):
     if damaged is not None:
         raise ValueError(f"{STATE} is damaged at {damaged}")
     saved = torch.load(folder / STATE, weights_only=True, map_location="cpu")
-    missing = {"iteration", "before", "extra_state", "generator", "parts", "hashes"} - saved.keys()
-    if missing:
-        raise ValueError(f"{STATE} has no {', '.join(sorted(missing))}")
     hashes = checkpoint_hashes(folder)
     for name in sorted(hashes.keys() | saved["hashes"].keys()):
         if hashes.get(name) != saved["hashes"].get(name):
             raise ValueError(f"{name} has changed since it was written")
-    return saved
+    return {name: saved[name] for name in ("iteration", "before", "extra_state", "generator", "parts")}
 
 
 class Run:
-    """The folder of a run, `--run_dir`. Only one process at a time may use it.
-
-    settings.json      the arguments, which a resumed run must share; versions and commits
-    metrics.jsonl      a line for each iteration
-    samples.jsonl      some completions of each iteration
-    checkpoint-NNNNNN  the newest checkpoint: a transformers folder that also contains the rest of the
-                       state, renamed into place before its predecessor is removed: one is always whole
-    """
+    """The folder of a run, `--run_dir`. Only one process at a time may use it. A checkpoint is renamed
+    into place before its predecessor is removed, so that one is always whole."""
 
     def __init__(self, args):
         self.args = args
@@ -86,7 +77,9 @@ class Run:
                 raise UserError(
                     f"{self.folder} holds a run: --resume continues it, --run_dir starts another"
                 )
-            if self.args.resume and self.has_begun():
+            log = self.folder / "metrics.jsonl"
+            has_begun = self.checkpoints() or (log.exists() and log.stat().st_size > 0)
+            if self.args.resume and has_begun:
                 compare(settings, self.folder)
             else:
                 write_whole(self.folder / "settings.json", json.dumps(settings, indent=1))
@@ -96,11 +89,6 @@ class Run:
             raise UserError(message) from error
         if self.args.tensorboard:
             self.tensorboard = self.open_tensorboard()
-
-    def has_begun(self):
-        """Whether an iteration was logged or saved."""
-        metrics = self.folder / "metrics.jsonl"
-        return bool(self.checkpoints()) or (metrics.exists() and metrics.stat().st_size > 0)
 
     def checkpoints(self):
         """The checkpoints in the folder, oldest first."""
@@ -120,9 +108,8 @@ class Run:
         program = ["-m", spec.name] if spec else sys.argv[:1]
         flags = sys.argv[1:] if "--resume" in sys.argv else [*sys.argv[1:], "--resume"]
         command = shlex.join(["python", *program, *flags])
-        message = f"stopping after this iteration; to resume: {command}"
         if ranks.WORLD == 1:  # with several ranks, see save_if_due
-            tqdm.write(message, file=sys.stderr)
+            tqdm.write(f"stopping after this iteration; to resume: {command}", file=sys.stderr)
         self.signalled = True
 
     def restore(self, policy, problem_stream, generator, **parts):
@@ -152,8 +139,8 @@ class Run:
         for name in ("metrics.jsonl", "samples.jsonl"):
             ranks.on_rank_0(self.cut_lines, name)
         sizes = {"initial": self.iteration, "total": self.args.iterations}
-        self.bar = tqdm(desc=self.script, disable=ranks.RANK > 0, **sizes)
-        self.bar.leave = False  # it disappears when results or an error are printed
+        # It disappears when results or an error are printed.
+        self.bar = tqdm(desc=self.script, disable=ranks.RANK > 0, leave=False, **sizes)
 
     def note_versions(self):
         """Adds versions and commits to the settings; warns where the run was started under others."""
@@ -218,17 +205,14 @@ class Run:
     def save_if_due(self, iteration):
         """Writes a checkpoint if one is due, and after a signal, which then ends the program."""
         if self.is_due(self.args.save_every, iteration) or self.stop:
-            self.save(iteration)
+            ranks.on_rank_0(self.save, iteration)
         if self.stop:
             if ranks.WORLD > 1:
                 self.say("stopped by a signal; to resume: the same command with --resume")
             sys.exit(130)
 
     def save(self, iteration):
-        """Writes a checkpoint and removes the previous one."""
-        ranks.on_rank_0(self.write_checkpoint, iteration)
-
-    def write_checkpoint(self, iteration):
+        """Writes a checkpoint and removes the previous one, on rank 0."""
         folder = self.folder / f"checkpoint-{iteration:06d}"
         scratch = self.folder / "checkpoint.tmp"
         try:
@@ -253,7 +237,7 @@ class Run:
         """Logs and saves an iteration after which the run cannot go on; `finish` exits with code 3."""
         self.early_end = why
         self.log(iteration, metrics, completions)
-        self.save(iteration)
+        ranks.on_rank_0(self.save, iteration)
         ranks.on_rank_0(write_whole, self.folder / "ended_early.txt", f"iteration {iteration}: {why}\n")
 
     def finish(self):

@@ -163,6 +163,11 @@ def test_a_gradient_that_one_rank_alone_has_counts(two):
     assert "gradients [2.0, 1.0, None] [2.0, 1.0, None]" in two[0].stdout
 
 
+def test_rows_of_small_integers(two):
+    values = [-2000, -1000, 0, 1000, 2000]
+    assert f"rows {values} {values}" in two[0].stdout
+
+
 def test_each_completion_is_verified_once(two):
     """Not on every rank; both have a share. The run is that of one process, as was tested above."""
     calls = [len(path.read_text()) for path in two[1].glob("calls-*")]
