@@ -345,7 +345,7 @@ class Batch:
         if self.replayed_experts_BSLK is None:
             return own_experts_BTLK
         T = self.mask_BT.shape[1]
-        replayed_BTLK = self.replayed_experts_BSLK[:, -T - 1 : -1].sort().values.long()
+        replayed_BTLK = self.replayed_experts_BSLK[:, -T - 1 : -1].sort().values
         return torch.where(replayed_BTLK < 0, own_experts_BTLK, replayed_BTLK)
 
     @functools.cached_property
@@ -449,7 +449,7 @@ def token_logprobs(policy, batch, temperature, entropy_grad=False, max_logits=MA
         aux_loss,
         router_logits=tuple(logits.detach()[predictor_BT] for logits in layers),
         num_experts=routers.num_experts,
-        experts_BTLK=packed.experts[predictor_BT].sort().values.long(),
+        experts_BTLK=packed.experts[predictor_BT].sort().values,
         routing_choices_BSLK=packed.experts[packed.place_BS],
     )
 
@@ -471,20 +471,20 @@ class OldScores(NamedTuple):
 
     logprobs_NT: torch.Tensor
     experts_NTLK: torch.Tensor | None  # the routers' own choice, sorted; None if unknown
-    also: torch.Tensor | None = None  # another tensor that a script asks for
+    router_values: torch.Tensor | None = None  # what `router_fn` returns, if a script gives one
 
 
 @torch.no_grad()
-def score_old(policy, batch, minibatches, args, also=None):
+def score_old(policy, batch, minibatches, args, router_fn=None):
     """`OldScores` of the policy before its update. With r2, the batch's later forwards replay the
-    experts that it chooses here. `also(router_logits, active_experts_BTLK)` computes one more tensor.
+    experts that it chooses here. `router_fn(router_logits, active_experts_BTLK)` gives `router_values`.
     `--old_logprobs sampler` skips this forward, and so saves up to a quarter of an update's time."""
     if args.old_logprobs == "sampler":
         return OldScores(batch.sampler_logprobs_BT, None)
     logprobs = []
     experts = []
     choices = []
-    others = []
+    values = []
     for minibatch in minibatches:
         for _, micro in batch.micro_batches(minibatch, args.micro_batch_size):
             outputs = token_logprobs(policy, micro, args.temperature)
@@ -492,12 +492,12 @@ def score_old(policy, batch, minibatches, args, also=None):
             experts.append(outputs.experts_BTLK)
             if args.routing_replay == "r2":
                 choices.append(outputs.routing_choices_BSLK)
-            if also is not None:
-                others.append(also(outputs.router_logits, micro.active_experts(outputs.experts_BTLK)))
+            if router_fn is not None:
+                active_BTLK = micro.active_experts(outputs.experts_BTLK)
+                values.append(router_fn(outputs.router_logits, active_BTLK))
     if choices:
         batch.replayed_experts_BSLK = ranks.all_rows(choices, minibatches)
-    columns = [ranks.all_rows(parts, minibatches) for parts in (logprobs, experts, others)]
-    return OldScores(*columns)
+    return OldScores(*[ranks.all_rows(parts, minibatches) for parts in (logprobs, experts, values)])
 
 
 @torch.no_grad()

@@ -83,15 +83,20 @@ def policy_loss(
     """The loss -J of a micro-batch, normalised by the whole step's count, so that micro-batches add up.
 
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
-    old_logprobs_BT  the same under the policy before the first step on this rollout
-    advantages_B1    one per completion
+    old_logprobs_BT  the same under the policy before the first step on this rollout [None: on-policy]
+    advantages_B1    one per completion, (B, 1) or (B,)
     mask_BT          1 on response tokens, the EOS included (bool or float); other tokens, such as
                      padding or tool output, get no gradient and enter no mean
-    num_sequences    completions in the whole optimizer step [None: this is the whole step]
+    num_sequences    completions in the whole optimizer step [None: this is the whole step]; where
+                     processes average their gradients, divide it by their number
 
     Returns (loss, stats): a scalar, and {name: scalar} for the log, over the given tokens.
     """
-    assert advantages_B1.shape == (len(mask_BT), 1), "advantages_B1: (B, 1)"
+    if old_logprobs_BT is None:
+        old_logprobs_BT = logprobs_BT.detach()
+    advantages_B1 = advantages_B1[:, None] if advantages_B1.dim() == 1 else advantages_B1
+    shapes = [(len(mask_BT), 1)]
+    assert advantages_B1.shape in shapes, f"advantages_B1: {tuple(advantages_B1.shape)}, not {shapes}"
     assert clip_level in ("token", "sequence")
     mask_BT = mask_BT.bool()
     length_B1 = mask_BT.sum(1, keepdim=True).clamp(min=1)

@@ -86,7 +86,7 @@ def expert_logprobs(router_logits, experts_BTLK):
     scores = []
     for layer, logits_BTE in enumerate(router_logits):
         logp_BTE = logits_BTE.log_softmax(-1)
-        scores.append(logp_BTE.gather(-1, experts_BTLK[:, :, layer]))
+        scores.append(logp_BTE.gather(-1, experts_BTLK[:, :, layer].long()))
     return torch.stack(scores, dim=2)
 
 
@@ -110,16 +110,21 @@ def policy_loss(
     """The loss -J of a micro-batch, normalised by the whole step's count, so that micro-batches add up.
 
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
-    old_logprobs_BT  the same under the policy before the first step on this rollout
-    advantages_B1    one per completion
+    old_logprobs_BT  the same under the policy before the first step on this rollout [None: on-policy]
+    advantages_B1    one per completion, (B, 1) or (B,)
     mask_BT          1 on response tokens, the EOS included (bool or float); other tokens, such as
                      padding or tool output, get no gradient and enter no mean
     router_shift_BT  gamma, before its floor; 1 where the router has not moved [None: 1 everywhere]
-    num_sequences    completions in the whole optimizer step [None: this is the whole step]
+    num_sequences    completions in the whole optimizer step [None: this is the whole step]; where
+                     processes average their gradients, divide it by their number
 
     Returns (loss, stats): a scalar, and {name: scalar} for the log, over the given tokens.
     """
-    assert advantages_B1.shape == (len(mask_BT), 1), "advantages_B1: (B, 1)"
+    if old_logprobs_BT is None:
+        old_logprobs_BT = logprobs_BT.detach()
+    advantages_B1 = advantages_B1[:, None] if advantages_B1.dim() == 1 else advantages_B1
+    shapes = [(len(mask_BT), 1)]
+    assert advantages_B1.shape in shapes, f"advantages_B1: {tuple(advantages_B1.shape)}, not {shapes}"
     assert shift in ("damped", "literal", "before_clip")
     mask_BT = mask_BT.bool()
     length_B1 = mask_BT.sum(1, keepdim=True).clamp(min=1)
@@ -198,7 +203,7 @@ def main(args):
         # r is exactly 1 in the first step.
         batch = collate(completions, args)
         minibatches = batch.minibatches(args.num_minibatches)
-        old = score_old(policy, batch, minibatches, args, also=expert_logprobs)  # also: log p_old(e_jk)
+        old = score_old(policy, batch, minibatches, args, router_fn=expert_logprobs)  # log p_old(e_jk)
 
         # ----------------------------------------------------------------------- rollout correction
         # Importance weights pi_old / sampler; all 1 unless --rollout_correction is on.
@@ -213,7 +218,7 @@ def main(args):
                     outputs = token_logprobs(policy, micro, args.temperature)
                     active_BTLK = micro.active_experts(old.experts_NTLK[rows])  # e_jk
                     scores_BTLK = expert_logprobs(outputs.router_logits, active_BTLK)
-                    raw_gamma_BT = router_shift(scores_BTLK, old.also[rows])
+                    raw_gamma_BT = router_shift(scores_BTLK, old.router_values[rows])
                     loss, stats = policy_loss(
                         outputs.logprobs_BT,
                         old.logprobs_NT[rows],

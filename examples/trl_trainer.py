@@ -70,14 +70,14 @@ class PluggedTrainer(GRPOTrainer):
         logprobs_BT, _, aux_loss = self._get_per_token_logps_and_entropies(
             model, ids, attention, mask_BT.shape[1], compute_aux_loss=self.aux_loss_enabled
         )
-        # With one optimizer step per rollout, TRL does not compute them.
-        old_logprobs_BT = inputs.get("old_per_token_logps", logprobs_BT.detach())
+        # With one optimizer step per rollout, TRL does not compute them: None.
+        old_logprobs_BT = inputs.get("old_per_token_logps")
         values = vars(self.flags) | self.step_counts()
         values["ref_logprobs_BT"] = inputs.get("ref_per_token_logps")
         names = inspect.signature(self.script.policy_loss).parameters
         keywords = {name: values[name] for name in names if name in values}
-        A_B1 = inputs["advantages"].unsqueeze(1)
-        loss, stats = self.script.policy_loss(logprobs_BT, old_logprobs_BT, A_B1, mask_BT, **keywords)
+        A_B = inputs["advantages"]
+        loss, stats = self.script.policy_loss(logprobs_BT, old_logprobs_BT, A_B, mask_BT, **keywords)
         for name, value in stats.items():
             self._metrics["train"][name].append(self.accelerator.gather(value).mean().item())
         if self.aux_loss_enabled:

@@ -82,15 +82,20 @@ def policy_loss(
     """The loss -J of a micro-batch, normalised by the whole step's count, so that micro-batches add up.
 
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
-    old_logprobs_BT  the same under the policy before the first step on this rollout
-    advantages_BT    (B, 1), broadcast over the tokens, or (B, T)
+    old_logprobs_BT  the same under the policy before the first step on this rollout [None: on-policy]
+    advantages_BT    (B, 1) or (B,), broadcast over the tokens, or (B, T)
     mask_BT          1 on response tokens, the EOS included (bool or float); other tokens, such as
                      padding or tool output, get no gradient and enter no mean
-    num_sequences    completions in the whole optimizer step [None: this is the whole step]
+    num_sequences    completions in the whole optimizer step [None: this is the whole step]; where
+                     processes average their gradients, divide it by their number
 
     Returns (loss, stats): a scalar, and {name: scalar} for the log, over the given tokens.
     """
-    assert advantages_BT.shape in ((len(mask_BT), 1), mask_BT.shape), "advantages_BT: (B, 1) or (B, T)"
+    if old_logprobs_BT is None:
+        old_logprobs_BT = logprobs_BT.detach()
+    advantages_BT = advantages_BT[:, None] if advantages_BT.dim() == 1 else advantages_BT
+    shapes = [(len(mask_BT), 1), tuple(mask_BT.shape)]
+    assert advantages_BT.shape in shapes, f"advantages_BT: {tuple(advantages_BT.shape)}, not {shapes}"
     mask_BT = mask_BT.bool()
     if num_sequences is None:
         num_sequences = len(mask_BT)

@@ -185,15 +185,20 @@ def policy_loss(
     """The clipped term of -J, normalised by the whole step's count, so that micro-batches add up.
 
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
-    old_logprobs_BT  the same under the policy before the first step on this rollout
-    advantages_BT    (B, 1), broadcast over the tokens, or (B, T)
+    old_logprobs_BT  the same under the policy before the first step on this rollout [None: on-policy]
+    advantages_BT    (B, 1) or (B,), broadcast over the tokens, or (B, T)
     mask_BT          1 on response tokens, the EOS included (bool or float); other tokens, such as
                      padding or tool output, get no gradient and enter no mean
-    num_tokens       response tokens in the whole optimizer step [None: this is the whole step]
+    num_tokens       response tokens in the whole optimizer step [None: this is the whole step]; where
+                     processes average their gradients, divide it by their number
 
     Returns (loss, stats): a scalar, and {name: scalar} for the log, over the given tokens.
     """
-    assert advantages_BT.shape in ((len(mask_BT), 1), mask_BT.shape), "advantages_BT: (B, 1) or (B, T)"
+    if old_logprobs_BT is None:
+        old_logprobs_BT = logprobs_BT.detach()
+    advantages_BT = advantages_BT[:, None] if advantages_BT.dim() == 1 else advantages_BT
+    shapes = [(len(mask_BT), 1), tuple(mask_BT.shape)]
+    assert advantages_BT.shape in shapes, f"advantages_BT: {tuple(advantages_BT.shape)}, not {shapes}"
     mask_BT = mask_BT.bool()
     if num_tokens is None:
         num_tokens = mask_BT.sum().clamp(min=1)
@@ -232,7 +237,7 @@ def main(args):
     reference = policy.frozen_copy() if args.kl_coef > 0 else None
     parts = {"optimizer": optimizer, "critic": critic, "reference": reference}
     run.restore(policy, problem_stream, generator, **parts)
-    args = plan_memory(args, policy, problem_stream, held_out, critic=critic, reference=reference)
+    args = plan_memory(args, policy, problem_stream, held_out)
     if run.before is None:
         run.before = evaluate(policy, held_out, verify, args, sampled=True)
 
@@ -293,7 +298,9 @@ def main(args):
                 num_tokens = batch.mask_BT[minibatch].sum()
                 num_right_tokens = (batch.mask_BT & is_right_N1)[minibatch].sum().clamp(min=1)
                 for rows, micro in batch.micro_batches(minibatch, args.micro_batch_size):
-                    outputs = token_logprobs(policy, micro, args.temperature, entropy_grad=has_bonus)
+                    # [1] Without gradients AdamW leaves the policy, and its moments, as they are.
+                    with torch.set_grad_enabled(iteration > args.pretraining_iterations):
+                        outputs = token_logprobs(policy, micro, args.temperature, has_bonus)
                     loss, stats = policy_loss(
                         outputs.logprobs_BT,
                         old.logprobs_NT[rows],
@@ -335,9 +342,6 @@ def main(args):
                 grad_norm = policy.clip_gradients(args.max_grad_norm)  # sums over ranks first
                 critic_norm = critic.clip_gradients(args.max_grad_norm)
                 meter.check_finite(grad_norm=grad_norm, critic_grad_norm=critic_norm)
-                if iteration <= args.pretraining_iterations:
-                    # [1] Without gradients AdamW leaves the policy, and its moments, as they are.
-                    policy.master.zero_grad()
                 optimizer.step()
                 optimizer.zero_grad()
                 policy.refresh()  # in bfloat16: sync the working copy from the float32 master weights

@@ -171,9 +171,12 @@ def parse_args(args_class):
         message = f"leaves fewer completions in a minibatch than {ranks.WORLD} ranks"
         raise UserError(f"--prompts_per_iteration {args.prompts_per_iteration} {message}")
     args.device = resolve_device(args.device)
-    if ranks.RANK == 0 and args.model != args_class.model and args.lr == args_class.lr:
+    is_own_model = ranks.RANK == 0 and args.model != args_class.model
+    if is_own_model and args.lr == args_class.lr:
         message = f"--lr {args.lr:g} suits {args_class.model}; for your own model 1e-6 is typical"
         print(f"warning: {message}", file=sys.stderr)
+    if is_own_model and args.device.startswith("cuda") and args.dtype == "float32":
+        print("warning: float32 is slow on a GPU; faster: --dtype bfloat16", file=sys.stderr)
     return args
 
 
@@ -181,7 +184,10 @@ def resolve_device(name):
     """The device's full name ("cuda:0"). If `name` is empty: CUDA if available, else the CPU."""
     default = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        return str(torch.zeros(1, device=name or default).device)
+        device = torch.zeros(1, device=name or default).device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # pinned memory belongs to the current one
+        return str(device)
     except Exception as error:  # each backend has its own exceptions
         raise UserError(f"--device {name} is not available; the default here is {default}") from error
 
@@ -227,10 +233,7 @@ def launch(main, args_class):
         main(parse_args(args_class))
         ranks.destroy()
     except (UserError, ranks.LostRank) as error:
-        message = str(error)
-        if error.__cause__ is not None:
-            message += f": {type(error.__cause__).__name__} {error.__cause__}"
-        line = f"{Path(sys.argv[0]).name}: error: {' '.join(message.split())}"
+        line = f"{Path(sys.argv[0]).name}: error: {ranks.describe(error)}"
         if ranks.is_first_to_fail():
             tqdm.write(line, file=sys.stderr)
         sys.exit(2)

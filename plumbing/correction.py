@@ -44,24 +44,23 @@ def rollout_weights(
     log_product_B1 = log_rho_BT.sum(1, keepdim=True)
     product_B1 = log_product_B1.clamp(-20, 20).exp()
     mean_B1 = (log_product_B1 / length_B1).exp()  # geometric
+    is_near_B1 = (mask_low <= mean_B1) & (mean_B1 <= mask_high)
     rho_BT = log_rho_BT.exp()
     ratio = mean_B1 if one_ratio else rho_BT  # for the rules for tokens
     if rule == "token_tis":
         # w_t = min(rho_t, C)
         weights = ratio.clamp(max=cap)
     elif rule == "sequence_tis":
-        # w_i = min(prod_t rho_t, C)
-        weights = product_B1.clamp(max=cap)
+        # w_i = min(prod_t rho_t, C); the product is compared with C before it is clamped
+        weights = torch.where(log_product_B1.exp() <= cap, product_B1, cap)
     elif rule == "sequence_mis":
-        # w_i = prod_t rho_t, and 0 above C; the product is compared with C before it is clamped
+        # w_i = prod_t rho_t, and 0 above C, compared as before
         weights = torch.where(log_product_B1.exp() <= cap, product_B1, 0)
     elif rule == "geo_mask":
         # w_t = min(rho_t, C), and 0 for the whole completion unless low <= mean_i <= high
-        is_near_B1 = (mask_low <= mean_B1) & (mean_B1 <= mask_high)
         weights = torch.where(is_near_B1, ratio.clamp(max=cap), 0)
     elif rule == "geo_filter":
         # w_i = 1, and 0 unless low <= mean_i <= high: the mask alone
-        is_near_B1 = (mask_low <= mean_B1) & (mean_B1 <= mask_high)
         weights = is_near_B1.to(rho_BT.dtype)
     elif rule == "icepop":
         # w_t = rho_t, and 0 outside [0.5, 5]
@@ -120,18 +119,20 @@ def weight_stats(weights, mask_BT):
 
 
 def mismatch_stats(old_logprobs_BT, old_experts_BTLK, batch):
-    """The mismatch of training forward and sampler: {name: scalar}; without one 0, and ratios 1."""
+    """The mismatch of training forward and sampler: {name: scalar}; without one 0, and ratios 1, which
+    are infinite where dapo's filter has masked all completions."""
     mask_BT = batch.mask_BT
     num_tokens = mask_BT.sum().clamp(min=1)
     logratio_BT = torch.where(mask_BT, old_logprobs_BT - batch.sampler_logprobs_BT, 0)
     # r - 1 - log r, whose mean is an estimate of KL(mu || pi_old); near 0, exp(x) - 1 would be noise
     k3_BT = logratio_BT.expm1() - logratio_BT
     ratio_B = logratio_BT.sum(1).clamp(-20, 20).exp()
+    has_tokens_B = mask_BT.any(1)
     stats = {
         "sampler_kl": torch.where(mask_BT, k3_BT, 0).sum() / num_tokens,
         "sampler_logratio_max": logratio_BT.abs().max(),
-        "sampler_sequence_ratio_min": ratio_B.min(),
-        "sampler_sequence_ratio_max": ratio_B.max(),
+        "sampler_sequence_ratio_min": torch.where(has_tokens_B, ratio_B, torch.inf).min(),
+        "sampler_sequence_ratio_max": torch.where(has_tokens_B, ratio_B, -torch.inf).max(),
     }
     if batch.sampler_experts_BSLK is not None:
         T = mask_BT.shape[1]

@@ -2,13 +2,13 @@
 
 import math
 import os
+import sys
 from dataclasses import replace
 
 import torch
 from tqdm import tqdm
 
 from plumbing import ranks
-from plumbing.args import UserError
 
 MICRO_BATCH_TOKENS = 16_384  # in a pass of an update, where --micro_batch_size is 0
 MAX_LOGITS = 2**26  # more are made in chunks: common.token_logprobs
@@ -66,7 +66,7 @@ def memory_parts(model, args, longest_prompt, num_critics=0, num_references=0):
     rollout = cache + cache // (2 * num_layers) + logits
     if args.routing_replay == "r3" or args.has_rollout_copy:  # experts are recorded
         num_active = getattr(config, "num_experts_per_tok", None) or 0
-        rollout += 2 * 4 * args.rollout_batch_size * width * num_layers * num_active
+        rollout += 2 * 2 * args.rollout_batch_size * width * num_layers * num_active
 
     num_tokens = args.micro_batch_size * width
     of_layer = num_tokens * layer_bytes(model, width, size)
@@ -105,49 +105,48 @@ def memory_peak(parts):
     return kept + max(parts["rollout"], parts["gradients"] + parts["update"])
 
 
-def device_memory(device):
-    """The device's memory in bytes; infinite if unknown."""
-    if device.startswith("cuda"):
-        return torch.cuda.get_device_properties(device).total_memory
-    if device.startswith("mps"):
-        return torch.mps.recommended_max_memory()
+def free_memory(device):
+    """Bytes that are free on the device or are this process's already; on a CPU, the share of a rank in
+    all of its memory; infinite if unknown."""
+    if device.startswith("cuda") and torch.cuda.cudart() is not None:
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device)
     if hasattr(os, "sysconf"):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / ranks.WORLD
     return math.inf
 
 
-def plan_memory(args, policy, problem_stream, held_out, critic=None, reference=None):
-    """`args` with `--rollout_batch_size` and `--micro_batch_size` chosen if they are 0, and reduced to
-    the number of completions. Prints the memory that one rank needs, and raises a UserError if the
-    device has less."""
-    longest_prompt = max(len(p.prompt_ids) for p in problem_stream.problems + held_out)
+def estimate_memory(args, model, longest_prompt):
+    """(`args`, {part: bytes that a rank needs}): `--rollout_batch_size` and `--micro_batch_size` are
+    chosen if they are 0, and reduced to the number of completions. Warns if less memory is free."""
     my_prompts = math.ceil(args.prompts_per_iteration / ranks.WORLD)
     rollout_size = min(args.rollout_batch_size or math.inf, my_prompts * args.group_size)
     rollout_size = max(rollout_size, args.group_size, args.eval_samples)  # a prompt's are together
-    args = replace(args, rollout_batch_size=rollout_size)
     completions = args.prompts_per_iteration * args.group_size
     of_minibatch = math.ceil(completions // args.num_minibatches / ranks.WORLD)
     fitting = MICRO_BATCH_TOKENS // (longest_prompt + args.max_new_tokens)
-    micro_size = args.micro_batch_size or max(1, fitting)
-    args = replace(args, micro_batch_size=min(micro_size, of_minibatch))
-    others = [int(other is not None) for other in (critic, reference)]
-    needed = memory_parts(policy.master, args, longest_prompt, *others)
-    peak = memory_peak(needed)
-    available = device_memory(args.device)
-    if not args.device.startswith("cuda"):
-        available /= ranks.WORLD  # the ranks share it
-    unit, name = (2**30, "GiB") if peak > 2**30 else (2**20, "MiB")
-    listed = ", ".join(f"{part} {count / unit:.1f}" for part, count in needed.items() if count > 0)
+    micro_size = min(args.micro_batch_size or max(1, fitting), of_minibatch)
+    args = replace(args, rollout_batch_size=rollout_size, micro_batch_size=micro_size)
+    num_critics = int(hasattr(args, "critic_lr"))
+    num_references = int(getattr(args, "kl_coef", 0) > 0)
+    needed = memory_parts(model, args, longest_prompt, num_critics, num_references)
+    needed |= {"at most": memory_peak(needed), "free": free_memory(args.device)}
+    if needed["at most"] > needed["free"] and ranks.RANK == 0:
+        tqdm.write(
+            f"warning: --model {args.model} needs about {needed['at most'] / 2**30:.1f} GiB, and "
+            f"{args.device} has {needed['free'] / 2**30:.1f} free; less: --dtype bfloat16, "
+            f"--gradient_checkpointing, or a smaller --micro_batch_size (now {micro_size}) or "
+            f"--rollout_batch_size (now {rollout_size})",
+            file=sys.stderr,
+        )
+    return args, needed
+
+
+def plan_memory(args, policy, problem_stream, held_out):
+    """`args` with its batch sizes chosen. Prints the memory that a rank needs."""
+    longest_prompt = max(len(p.prompt_ids) for p in problem_stream.problems + held_out)
+    args, needed = estimate_memory(args, policy.master, longest_prompt)
+    listed = [f"{part} {count / 2**20:,.1f}" for part, count in needed.items() if count > 0]
     if ranks.RANK == 0:
-        line = (
-            f"memory in {name}, computed: {listed}; at most {peak / unit:.1f} of {available / unit:.1f}"
-        )
-        tqdm.write(line)
-    if peak > available:
-        raise UserError(
-            f"--model {args.model} needs about {peak / 2**30:.1f} GiB on {args.device}, which has "
-            f"{available / 2**30:.1f}; less: --dtype bfloat16, --gradient_checkpointing, or a smaller "
-            f"--micro_batch_size (now {args.micro_batch_size}) or --rollout_batch_size "
-            f"(now {args.rollout_batch_size})"
-        )
+        tqdm.write(f"memory in MiB, computed: {', '.join(listed)}")
     return args

@@ -53,8 +53,9 @@ class Meter:
         self.add("moe", {"aux_loss": outputs.aux_loss}, len(rows))
         logratio_BT = outputs.logprobs_BT.detach() - old.logprobs_NT[rows]
         ratio_min = torch.where(mask_BT, logratio_BT, math.inf).min().exp()
-        self.add("losses", {"ratio_min": ratio_min}, 1)
-        self.add("losses", {"logratio_spread": spread(logratio_BT, mask_BT)}, len(rows))
+        self.add("losses", {"ratio_min": ratio_min}, num_tokens)
+        # The weight is the number of completions; dapo's filter masks some of them.
+        self.add("losses", {"logratio_spread": spread(logratio_BT, mask_BT)}, mask_BT.any(1).sum())
         old_experts_BTLK = None
         if old.experts_NTLK is not None:
             old_experts_BTLK = old.experts_NTLK[rows]
@@ -69,9 +70,8 @@ class Meter:
         for loss in self.step_losses.values():
             ranks.all_reduce(loss)
         scalars = {"loss": self.step_losses["policy_loss"], **norms}
-        values = torch.stack(list(scalars.values())).tolist()  # one wait for a GPU
-        for name, value in zip(scalars, values, strict=True):
-            if not math.isfinite(value):
+        for name, scalar in scalars.items():
+            if not math.isfinite(scalar):  # the first one waits for a GPU, the others are there
                 raise UserError(f"iteration {self.iteration}: {name} is not finite")
 
     def add_step(self, num_sequences, grad_norm):
@@ -83,13 +83,16 @@ class Meter:
 
     def means(self):
         """{key: weighted mean}, or the extreme for keys that end in "_max" or "_min". A vector becomes
-        two keys, for the largest and the smallest of its means."""
+        two keys, for the largest and the smallest of its means. What no token counts for is absent."""
         means = {}
         on_host = {}  # ranks cannot exchange tensors that are on one of their GPUs
         for key, pairs in self.pairs.items():
             on_host[key] = [(value.cpu(), torch.as_tensor(weight).cpu()) for value, weight in pairs]
         for key, pairs in ranks.all_gather_interleaved(on_host).items():
-            total_weight = max(1, sum(weight for _, weight in pairs))  # 0 where no token counts
+            pairs = [(value, weight) for value, weight in pairs if weight > 0]
+            if not pairs:
+                continue
+            total_weight = sum(weight for _, weight in pairs)
             mean = sum(value * weight for value, weight in pairs) / total_weight
             if key.endswith("_max"):
                 means[key] = max(value for value, _ in pairs).item()
@@ -109,11 +112,11 @@ def masked_mean(x, mask):
 
 
 def spread(x_BT, mask_BT):
-    """The standard deviation of x over a completion's tokens, as a mean over completions."""
+    """The standard deviation of x over a completion's tokens, as a mean over those with tokens."""
     length_B = mask_BT.sum(1).clamp(min=1)
     mean_B1 = (torch.where(mask_BT, x_BT, 0).sum(1) / length_B)[:, None]
     square_BT = torch.where(mask_BT, (x_BT - mean_B1) ** 2, 0)
-    return (square_BT.sum(1) / length_B).sqrt().mean()
+    return masked_mean((square_BT.sum(1) / length_B).sqrt(), mask_BT.any(1))
 
 
 @torch.no_grad()
@@ -165,12 +168,10 @@ def group_summary(completions, group_size):
     """{name: number}: lengths of right and of wrong completions, the shares of groups that are all
     right or all wrong, and the share of different texts in a group."""
     result = {}
-    right = [len(c.ids) for c in completions if c.verdict == "correct"]
-    wrong = [len(c.ids) for c in completions if c.verdict != "correct"]
-    if right:
-        result["response_len_right"] = sum(right) / len(right)
-    if wrong:
-        result["response_len_wrong"] = sum(wrong) / len(wrong)
+    for name, is_right in (("right", True), ("wrong", False)):
+        lengths = [len(c.ids) for c in completions if (c.verdict == "correct") == is_right]
+        if lengths:
+            result[f"response_len_{name}"] = sum(lengths) / len(lengths)
     if group_size > 1:
         groups = groups_of(completions, group_size)
         num_right = [sum(c.verdict == "correct" for c in group) for group in groups]
@@ -229,6 +230,4 @@ def iteration_metrics(meter, completions, rewards, args):
         metrics["rollout/frac_zero_std_groups"] = is_uniform_P.float().mean().item()
     num_tokens = sum(len(c.ids) for c in completions)
     metrics["charts/tokens_per_second"] = num_tokens / sum(meter.laps.values())
-    for name, seconds in meter.laps.items():
-        metrics[f"charts/{name}"] = seconds
-    return metrics
+    return metrics | {f"charts/{name}": seconds for name, seconds in meter.laps.items()}

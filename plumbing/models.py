@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from plumbing.args import TINY_MOE, UserError
+from plumbing.memory import estimate_memory
 from plumbing.routing import routing_contexts
 
 
@@ -38,6 +39,7 @@ def load_model(args):
         raise UserError(f"--model {args.model}: neither it nor its tokenizer has an EOS token")
     if model.base_model is model:
         raise UserError(f"--model {args.model}: transformers does not tell its body from its head")
+    estimate_memory(args, model, longest_prompt=0)  # warns; the prompts are not known yet
     model = model.to(args.device).eval()
     # The update asks for router logits itself; where they are always made, decoding fails.
     if getattr(model.config.get_text_config(), "output_router_logits", False):

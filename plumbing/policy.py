@@ -1,10 +1,4 @@
-"""A trained model: its float32 master weights, the working copy that computes, the copy that samples.
-
-In bfloat16 the optimizer moves float32 master weights, and a working copy computes; its gradients are
-added to the masters', in float32, as they come. In float32 the two are one object. With
-`--rollout_dtype` or `--rollout_refresh_every` a third model samples, in another precision than the
-trained one, or with weights of some iterations ago.
-"""
+"""A trained model: float32 master weights, the working copy that computes, the copy that samples."""
 
 import copy
 import functools
@@ -54,33 +48,24 @@ class Policy(TrainedModel):
     """A language model with its tokenizer, the capabilities detected at load time, and the copy that
     samples."""
 
-    def __init__(
-        self,
-        master,
-        tokenizer,
-        dtype="float32",
-        rollout_dtype="same",
-        refresh_every=1,
-        one_sequence_per_row=False,
-        routers=None,
-    ):
+    def __init__(self, master, tokenizer, dtype="float32", rollout_dtype="same", refresh_every=1):
         super().__init__(master, dtype)
         self.tokenizer = tokenizer
         self.rollout_dtype = rollout_dtype
         self.refresh_every = refresh_every  # iterations
-        self.one_sequence_per_row = one_sequence_per_row  # see common.check_logprobs
-        self.routers = routers or read_routers(master)
+        self.one_sequence_per_row = False  # see common.check_logprobs
+        self.routers = read_routers(master)
         self.sampler = None
         if rollout_dtype != "same" or refresh_every > 1:
             self.sampler = self.with_model(rollout_copy(self.model, master, rollout_dtype))
 
     def with_model(self, model):
         """Another model of the same architecture, with this tokenizer and these capabilities."""
-        capabilities = {
-            "one_sequence_per_row": self.one_sequence_per_row,
-            "routers": self.routers,
-        }
-        return Policy(model, self.tokenizer, **capabilities)
+        policy = copy.copy(self)
+        policy.master = model
+        policy.model = model
+        policy.sampler = None
+        return policy
 
     def save_pretrained(self, folder):
         """Writes master weights and tokenizer, an ordinary transformers folder."""

@@ -1,13 +1,12 @@
 """Communication between the processes of a run, the ranks. `torchrun --nproc-per-node W` starts them.
 
-Every rank holds the weights, samples its share of the prompts, and learns from its share of each
-minibatch. Completions, log-probs and gradients are gathered, so that every rank has the same as a
-single process would have. With one process these functions do nothing.
+With one process these functions do nothing.
 """
 
 import os
 import socket
 from datetime import timedelta
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ LOCAL_RANK = variable("LOCAL_RANK", "0")
 
 
 class LostRank(Exception):
-    """Another rank cannot be found, or has ended, so that the ranks cannot communicate."""
+    """Another rank cannot be found, has failed or has ended, so that this one cannot go on."""
 
 
 def init():
@@ -67,6 +66,28 @@ def is_first_to_fail():
         return RANK == 0
 
 
+def describe(error):
+    """An exception and its cause in one line."""
+    message = str(error) or type(error).__name__
+    if error.__cause__ is not None:
+        message += f": {type(error.__cause__).__name__} {error.__cause__}"
+    return " ".join(message.split())
+
+
+def on_rank_0(work, *arguments):
+    """Calls a function on rank 0 alone. If it fails, all ranks end with the same line; otherwise the
+    others would wait for rank 0 at their next exchange."""
+    try:
+        if RANK == 0:
+            work(*arguments)
+    except Exception as error:
+        all_gather(describe(error))
+        raise
+    message = all_gather("")[0]
+    if message:
+        raise LostRank(message)
+
+
 def call(collective, *arguments):
     """Calls a function of torch.distributed, which every rank has to call."""
     try:
@@ -103,13 +124,11 @@ def all_gather_interleaved(lists):
     if WORLD == 1:
         return lists
     all_lists = all_gather(lists)
+    merged = {}
     keys = dict.fromkeys(key for theirs in all_lists for key in theirs)
-    merged = {key: [] for key in keys}
-    for key, items in merged.items():
-        longest = max(len(theirs.get(key, [])) for theirs in all_lists)
-        for i in range(longest):
-            for theirs in all_lists:
-                items += theirs.get(key, [])[i : i + 1]  # nothing if it has fewer
+    for key in keys:
+        rounds = zip_longest(*[theirs.get(key, []) for theirs in all_lists])
+        merged[key] = [item for items in rounds for item in items if item is not None]
     return merged
 
 
@@ -145,4 +164,6 @@ def all_rows(parts, minibatches):
     rows = torch.cat([local_slice(minibatch) for minibatch in minibatches])
     num_rows = sum(len(minibatch) for minibatch in minibatches)
     tensor = mine.new_zeros(num_rows, *mine.shape[1:]).index_copy(0, rows, mine)
-    return all_reduce(tensor)  # this rank's rows are 0 in the tensors of the others
+    # The rows of others are 0, so that bytes can be added; not all dtypes can, in gloo or NCCL.
+    all_reduce(tensor.view(torch.uint8))
+    return tensor

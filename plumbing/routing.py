@@ -1,8 +1,4 @@
-"""Records and replays the experts of a mixture-of-experts model, and reads how its routers choose them.
-
-With `--routing_replay r2` an update uses the experts of the old policy's forward, with r3 those of the
-sampler. Only the choice is replayed.
-"""
+"""Records and replays the experts of a mixture-of-experts model, and reads how its routers choose."""
 
 import contextlib
 import functools
@@ -36,6 +32,11 @@ def find_routers(model):
         if kind is not None:
             return [router for router in module.modules() if isinstance(router, kind)]
     return []
+
+
+def as_small(chosen, experts):
+    """Numbers of a layer's experts in the smallest integers that hold them, and -1."""
+    return chosen.to(torch.int8 if getattr(experts, "num_experts", 2**15) <= 128 else torch.int16)
 
 
 class Chooser(TorchFunctionMode):
@@ -108,7 +109,7 @@ class Routing:
                 module.forward = forward
 
     def note(self, layer, forward, hidden, chosen, weights):
-        self.noted[layer] = chosen.int()
+        self.noted[layer] = as_small(chosen, self.experts[layer])
         self.weights[layer] = weights.detach()
         return forward(hidden, chosen, weights)
 
@@ -120,7 +121,7 @@ class Routing:
             output = forward(*inputs)
         self.functions |= chooser.functions
         if len(chooser.own) == 1:
-            self.own[layer] = chooser.own[0].int()
+            self.own[layer] = as_small(chooser.own[0], self.experts[layer])
         return output
 
     def choices(self):
@@ -168,7 +169,7 @@ def read_routers(model):
     else:
         own = torch.stack(routing.own, dim=1)
         _, again = forward(replayed=own)
-        others, _ = forward(replayed=(own + 1) % num_experts)
+        others, _ = forward(replayed=(own.long() + 1) % num_experts)
         gap = (again.last_hidden_state - output.last_hidden_state).abs().max().item()
         if not gap < 1e-4:
             no_replay = f"with its own experts replayed, hidden states differ by {gap:.2g}"

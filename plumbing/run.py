@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from plumbing import ranks
 from plumbing.args import UserError
-from plumbing.settings import compare, file_hash, settings_of
+from plumbing.settings import compare, file_hash, settings_of, versions_of
 
 STATE = "trainer_state.pt"  # in a checkpoint: everything except the policy
 CHECKPOINT = re.compile(r"checkpoint-\d{6}")  # a copy such as checkpoint-best-2 belongs to the user
@@ -34,25 +34,16 @@ def read_checkpoint(folder):
     if damaged is not None:
         raise ValueError(f"{STATE} is damaged at {damaged}")
     saved = torch.load(folder / STATE, weights_only=True, map_location="cpu")
-    missing = {"iteration", "before", "extra_state", "generator", "parts", "hashes"} - saved.keys()
-    if missing:
-        raise ValueError(f"{STATE} has no {', '.join(sorted(missing))}")
     hashes = checkpoint_hashes(folder)
     for name in sorted(hashes.keys() | saved["hashes"].keys()):
         if hashes.get(name) != saved["hashes"].get(name):
             raise ValueError(f"{name} has changed since it was written")
-    return saved
+    return {name: saved[name] for name in ("iteration", "before", "extra_state", "generator", "parts")}
 
 
 class Run:
-    """The folder of a run, `--run_dir`. Only one process at a time may use it.
-
-    settings.json      the arguments; a resumed run must have the same
-    metrics.jsonl      a line for each iteration
-    samples.jsonl      some completions of each iteration
-    checkpoint-NNNNNN  the newest checkpoint: a transformers folder that also contains the rest of the
-                       state, renamed into place before its predecessor is removed: one is always whole
-    """
+    """The folder of a run, `--run_dir`. Only one process at a time may use it. A checkpoint is renamed
+    into place before its predecessor is removed, so that one is always whole."""
 
     def __init__(self, args):
         self.args = args
@@ -65,15 +56,19 @@ class Run:
         self.signalled = False
         self.stop = False  # one of the ranks was signalled
         self.uniform_iterations = 0
-        if ranks.RANK == 0:
-            self.open_folder()
-        ranks.all_gather("the folder exists")
+        self.early_end = ""  # why the run ends before its last iteration
+        settings = settings_of(args, self.script, self.folder)
+        every = ranks.all_gather({**vars(args), **settings, "device": "each has its own"})
+        differing = {name for theirs in every for name, _ in theirs.items() ^ every[0].items()}
+        if differing:
+            message = f"the ranks were started with different values of {', '.join(sorted(differing))}"
+            raise UserError(message)
+        ranks.on_rank_0(self.open_folder, settings)
         signal.signal(signal.SIGINT, self.on_signal)
         signal.signal(signal.SIGTERM, self.on_signal)
 
-    def open_folder(self):
+    def open_folder(self, settings):
         """Locks the folder; UserError if it is in use or holds another run."""
-        settings = settings_of(self.args, self.script, self.folder)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock = FileLock(self.folder / "lock")
@@ -82,20 +77,18 @@ class Run:
                 raise UserError(
                     f"{self.folder} holds a run: --resume continues it, --run_dir starts another"
                 )
-            if self.args.resume and self.has_begun():
+            log = self.folder / "metrics.jsonl"
+            has_begun = self.checkpoints() or (log.exists() and log.stat().st_size > 0)
+            if self.args.resume and has_begun:
                 compare(settings, self.folder)
             else:
                 write_whole(self.folder / "settings.json", json.dumps(settings, indent=1))
+            (self.folder / "ended_early.txt").unlink(missing_ok=True)
         except (OSError, TimeoutError) as error:
             message = f"--run_dir {self.folder} cannot be written, or is in use by another process"
             raise UserError(message) from error
         if self.args.tensorboard:
             self.tensorboard = self.open_tensorboard()
-
-    def has_begun(self):
-        """Whether an iteration was logged or saved."""
-        metrics = self.folder / "metrics.jsonl"
-        return bool(self.checkpoints()) or (metrics.exists() and metrics.stat().st_size > 0)
 
     def checkpoints(self):
         """The checkpoints in the folder, oldest first."""
@@ -115,9 +108,8 @@ class Run:
         program = ["-m", spec.name] if spec else sys.argv[:1]
         flags = sys.argv[1:] if "--resume" in sys.argv else [*sys.argv[1:], "--resume"]
         command = shlex.join(["python", *program, *flags])
-        message = f"stopping after this iteration; to resume: {command}"
         if ranks.WORLD == 1:  # with several ranks, see save_if_due
-            tqdm.write(message, file=sys.stderr)
+            tqdm.write(f"stopping after this iteration; to resume: {command}", file=sys.stderr)
         self.signalled = True
 
     def restore(self, policy, problem_stream, generator, **parts):
@@ -143,21 +135,32 @@ class Run:
             self.iteration = saved["iteration"]
             self.before = saved["before"]
             self.extra_state = saved["extra_state"]
-        if ranks.RANK == 0:
-            self.cut_lines("metrics.jsonl", self.iteration)
-            self.cut_lines("samples.jsonl", self.iteration)
+        ranks.on_rank_0(self.note_versions)
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            ranks.on_rank_0(self.cut_lines, name)
         sizes = {"initial": self.iteration, "total": self.args.iterations}
-        self.bar = tqdm(desc=self.script, disable=ranks.RANK > 0, **sizes)
-        self.bar.leave = False  # it disappears when results or an error are printed
+        # It disappears when results or an error are printed.
+        self.bar = tqdm(desc=self.script, disable=ranks.RANK > 0, leave=False, **sizes)
 
-    def cut_lines(self, name, iteration):
-        """Drops the lines after `iteration`, which will be written again."""
+    def note_versions(self):
+        """Adds versions and commits to the settings; warns where the run was started under others."""
+        path = self.folder / "settings.json"
+        settings = json.loads(path.read_text())
+        versions = versions_of(self.args)
+        first = settings.setdefault("versions", versions)
+        for name, version in sorted(first.items() - versions.items()):
+            message = f"{self.folder} was started under {name} {version}, not {versions.get(name)}"
+            tqdm.write(f"warning: --resume: {message}", file=sys.stderr)
+        write_whole(path, json.dumps(settings, indent=1))
+
+    def cut_lines(self, name):
+        """Drops the lines after the checkpoint's, which will be written again."""
         path = self.folder / name
         if not path.exists():
             return
         try:
             *lines, _ = path.read_text().split("\n")  # a last line without newline was cut off
-            kept = [line for line in lines if json.loads(line)["iteration"] <= iteration]
+            kept = [line for line in lines if json.loads(line)["iteration"] <= self.iteration]
             write_whole(path, "".join(line + "\n" for line in kept))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"--resume: {path} cannot be used") from error
@@ -174,8 +177,9 @@ class Run:
         """Appends a line of metrics and some samples, advances the bar, reports a collapse."""
         self.iteration = iteration
         self.stop = any(ranks.all_gather(self.signalled))
-        if ranks.RANK > 0:
-            return
+        ranks.on_rank_0(self.write_log, iteration, metrics, completions)
+
+    def write_log(self, iteration, metrics, completions):
         # JSON has no NaN and no infinity.
         metrics = {key: value for key, value in metrics.items() if math.isfinite(value)}
         try:
@@ -201,17 +205,14 @@ class Run:
     def save_if_due(self, iteration):
         """Writes a checkpoint if one is due, and after a signal, which then ends the program."""
         if self.is_due(self.args.save_every, iteration) or self.stop:
-            self.save(iteration)
+            ranks.on_rank_0(self.save, iteration)
         if self.stop:
-            ranks.all_gather("saved")  # torchrun ends all ranks soon after the first one ends
             if ranks.WORLD > 1:
                 self.say("stopped by a signal; to resume: the same command with --resume")
             sys.exit(130)
 
     def save(self, iteration):
-        """Writes a checkpoint and removes the previous one."""
-        if ranks.RANK > 0:
-            return
+        """Writes a checkpoint and removes the previous one, on rank 0."""
         folder = self.folder / f"checkpoint-{iteration:06d}"
         scratch = self.folder / "checkpoint.tmp"
         try:
@@ -232,18 +233,29 @@ class Run:
         for path in self.checkpoints()[:-1]:
             shutil.rmtree(path, ignore_errors=True)
 
+    def end_early(self, iteration, metrics, completions, why):
+        """Logs and saves an iteration after which the run cannot go on; `finish` exits with code 3."""
+        self.early_end = why
+        self.log(iteration, metrics, completions)
+        ranks.on_rank_0(self.save, iteration)
+        ranks.on_rank_0(write_whole, self.folder / "ended_early.txt", f"iteration {iteration}: {why}\n")
+
     def finish(self):
-        """Prints the results. Exits with code 130 if a signal came after the last iteration."""
+        """Prints the results. Exits with code 130 if a signal came after the last iteration, and with 3
+        if the run has ended early."""
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self.bar.close()
-        if ranks.RANK == 0:
-            self.print_results()
+        ranks.on_rank_0(self.print_results)  # torchrun ends all ranks soon after the first one ends
         if self.signalled:
             sys.exit(130)
+        if self.early_end:
+            sys.exit(3)
 
     def print_results(self):
         """Prints held-out results before and after training, and some completions."""
+        if self.early_end:
+            print(f"\nended early: {self.early_end}")
         print(f"\n{'held-out problems':20}  greedy: before, after; sampled: before, after")
         for key in self.before["sampled"]:
             greedy = " " * 19  # pass@k takes several samples

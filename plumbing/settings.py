@@ -1,8 +1,14 @@
-"""The settings that shape a run, and so must not change when it is resumed."""
+"""The settings that shape a run, and so must not change when it is resumed; versions and commits."""
 
 import hashlib
 import json
+import shutil
+import subprocess
 from pathlib import Path
+
+import torch
+import transformers
+from huggingface_hub.constants import HF_HUB_CACHE
 
 from plumbing.args import TINY_MOE, UserError
 
@@ -53,10 +59,26 @@ def settings_of(args, script, run_folder):
     return settings
 
 
+def versions_of(args):
+    """What a run is made with, as far as it is known: {name: version or commit}."""
+    versions = {"torch": str(torch.__version__), "transformers": transformers.__version__}
+    if shutil.which("git"):
+        command = "git describe --always --dirty --abbrev=40 --exclude=*".split()
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+        versions["commit"] = done.stdout.strip()
+    for kind, name in (("model", args.model), ("dataset", args.dataset)):
+        # The hub's cache notes here which commit was loaded last.
+        note = Path(HF_HUB_CACHE, f"{kind}s--{name.replace('/', '--')}", "refs", "main")
+        if note.is_file() and not Path(name).exists():
+            versions[f"{kind}'s revision"] = note.read_text()
+    return {name: version for name, version in versions.items() if version}
+
+
 def compare(settings, folder):
     """UserError if the run in this folder was started with other settings."""
     try:
         theirs = dict(json.loads((folder / "settings.json").read_text()))
+        theirs.pop("versions", None)
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"--resume: settings.json in {folder} cannot be read") from error
     for name in [*settings, *theirs]:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 import grpo
+import plumbing.args
 import plumbing.models
 import plumbing.settings
 from common import load_verifier, verify
@@ -78,6 +79,23 @@ def test_a_warning_about_the_tiny_models_learning_rate(monkeypatch):
     monkeypatch.setattr(grpo, "main", lambda args: None)
     assert completes("--model", "mine").startswith("warning: --lr 0.0002 suits tiny-moe")
     assert completes("--model", "mine", *OWN_LR) == completes() == ""
+
+
+def test_a_warning_about_float32_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(grpo, "main", lambda args: None)
+    monkeypatch.setattr(plumbing.args, "resolve_device", lambda name: "cuda:1")
+    own = ("--model", "mine", *OWN_LR)
+    assert "faster: --dtype bfloat16" in completes(*own)
+    assert completes(*own, "--dtype", "bfloat16") == completes() == ""
+
+
+def test_memory_is_pinned_by_the_gpu_of_the_run(monkeypatch):
+    """That of the current one, which would otherwise be the first."""
+    current = []
+    on_gpu = SimpleNamespace(device=torch.device("cuda:1"))
+    monkeypatch.setattr(torch, "zeros", lambda *size, device: on_gpu)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    assert plumbing.args.resolve_device("cuda:1") == "cuda:1" and current == [on_gpu.device]
 
 
 # ---------------------------------------------------------------------------------------------- data

@@ -608,23 +608,41 @@ def test_the_table_of_design_axes(name):
 
 
 @pytest.mark.parametrize("name", [*SCRIPTS, *MORE])
-def test_an_advantage_without_its_second_axis_is_refused(name):
-    """A (B,) times a (B, T) is silently wrong where B = T, a (B,) times a (B, 1) always is; and where
-    there is one ratio per completion, there is one advantage too."""
+def test_advantages_of_other_shapes(name):
+    """One per completion, (B,) or (B, 1), is (B, T) with equal columns; where there is one ratio per
+    completion, (B, T) is refused. A (B,) times a (B, T) would be silently wrong where B = T."""
     module, args = script_args(name)
     lp, old, adv, _, _, _ = data((), groups=3, group_size=3, T=9)
     mask = torch.ones(9, 9)  # square: nothing else would stop it
     keywords = keywords_of(module.policy_loss, args)
-    module.policy_loss(lp, old, adv, mask, **keywords)
-    for wrong in (adv[:, 0], adv[:1], adv.T):  # (B,), (1, 1), (1, B)
-        with pytest.raises(AssertionError, match="advantage"):
-            module.policy_loss(lp, old, wrong, mask, **keywords)
+
+    def gradient_with(advantages):
+        return torch.autograd.grad(module.policy_loss(lp, old, advantages, mask, **keywords)[0], lp)[0]
+
+    expected = gradient_with(adv)
+    assert torch.equal(gradient_with(adv[:, 0]), expected)
+    wrong = [adv[:1], adv.T, adv[:8, 0], adv[..., None]]
     if name in ("gspo", "gmpo", "rspo"):
-        with pytest.raises(AssertionError, match="advantage"):
-            module.policy_loss(lp, old, adv.expand(9, 9), mask, **keywords)
+        wrong.append(adv.expand(9, 9))
     else:
-        shared, _ = module.policy_loss(lp, old, adv.expand(9, 9), mask, **keywords)
-        assert shared == module.policy_loss(lp, old, adv, mask, **keywords)[0]
+        torch.testing.assert_close(gradient_with(adv.expand(9, 9)), expected, rtol=1e-14, atol=0)
+    for advantages in wrong:
+        shape = tuple(advantages.shape)
+        came = shape if len(shape) > 1 else (*shape, 1)
+        with pytest.raises(AssertionError, match="advantages_B") as caught:
+            module.policy_loss(lp, old, advantages, mask, **keywords)
+        assert f": {came}, not [(9, 1)" in str(caught.value)
+
+
+def test_old_logprobs_of_none_are_on_policy(case):
+    """The policy's own, without gradient: the same loss and gradient as when they are given."""
+    name, module, args, wants = case
+    lp, _, adv, mask, _, extra = data(wants)
+    keywords = keywords_of(module.policy_loss, args, **extra)
+    losses = [module.policy_loss(lp, old, adv, mask, **keywords)[0] for old in (None, lp.detach())]
+    assert losses[0] == losses[1]
+    slopes = [torch.autograd.grad(loss, lp)[0] for loss in losses]
+    assert torch.equal(*slopes) and slopes[0].abs().sum() > 0
 
 
 @pytest.mark.parametrize("garbage", [0.0, 1e30, float("inf"), float("nan")])

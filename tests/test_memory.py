@@ -1,6 +1,5 @@
 """What plumbing/memory.py computes, against what a run allocates, counted by torch's profiler."""
 
-import functools
 import inspect
 from types import SimpleNamespace
 
@@ -12,10 +11,10 @@ from test_sampler import batch_of_ids
 from torch.profiler import ProfilerActivity, profile
 
 from common import Problem, sample, token_logprobs
-from plumbing import UserError, memory, plan_memory
+from plumbing import memory, plan_memory
 from plumbing.data import ProblemStream
 from plumbing.memory import memory_parts, memory_peak
-from plumbing.models import checkpoint_layers
+from plumbing.models import checkpoint_layers, load_model
 from plumbing.policy import Policy
 
 PROMPT = 24
@@ -148,27 +147,43 @@ def test_what_stays(master, dtype):
     assert with_critic["weights"] - parts["weights"] == weights
 
 
-def test_it_is_said_before_the_run_and_what_does_not_fit_is_refused(master, monkeypatch, capsys):
-    flags = {"prompts_per_iteration": 3, "group_size": 8, "num_minibatches": 1}
-    _, args = script_args("grpo", device="cpu", max_new_tokens=CAP, rollout_batch_size=16, **flags)
-    policy = Policy(master, None)
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_it_is_said_before_the_run_and_what_does_not_fit_warns(name, master, monkeypatch, capsys):
+    """It goes on all the same. What counts is the memory that is free."""
+    flags = {"prompts_per_iteration": 24, "num_minibatches": 1, "kl_coef": 0.1}
+    if name == "grpo":
+        flags |= {"prompts_per_iteration": 3, "group_size": 8}
+    _, args = script_args(name, device="cpu", max_new_tokens=CAP, rollout_batch_size=16, **flags)
     problems = [Problem("", "", [1] * PROMPT), Problem("", "", [1])]
-    plan = functools.partial(plan_memory, args, policy, ProblemStream(problems[:1], 1), problems[1:])
-    assert 2**30 < memory.device_memory("cpu") < 2**50
-    args = plan()
+    stream = ProblemStream(problems[:1], 1)
+    assert 2**30 < memory.free_memory("cpu") < 2**50
+    args = plan_memory(args, Policy(master, None), stream, problems[1:])
     assert args.micro_batch_size == 24  # 24 x 80 tokens are less than 16,384
-    line = capsys.readouterr().out
-    needed = memory_parts(master, args, PROMPT)
+    output = capsys.readouterr()
+    needed = memory_parts(master, args, PROMPT, num_critics=int(name == "ppo"), num_references=1)
     for part, count in needed.items():
-        if count > 0:
-            assert f"{part} {count / 2**20:.1f}" in line
-    assert f"at most {memory_peak(needed) / 2**20:.1f} of" in line
-    monkeypatch.setattr(memory, "device_memory", lambda device: memory_peak(needed) - 1)
-    with pytest.raises(UserError, match="--micro_batch_size"):
-        plan()
-    monkeypatch.setattr(memory, "device_memory", lambda device: memory_peak(needed))
-    plan()
-    with pytest.raises(UserError):
-        plan(critic=policy)
-    with pytest.raises(UserError):
-        plan(reference=policy)
+        assert count == 0 or f"{part} {count / 2**20:,.1f}" in output.out
+    assert f"at most {memory_peak(needed) / 2**20:,.1f}, free" in output.out and output.err == ""
+    monkeypatch.setattr(memory, "free_memory", lambda device: memory_peak(needed))
+    plan_memory(args, Policy(master, None), stream, problems[1:])
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(memory, "free_memory", lambda device: memory_peak(needed) - 1)
+    plan_memory(args, Policy(master, None), stream, problems[1:])
+    assert "smaller --micro_batch_size (now 24)" in capsys.readouterr().err
+
+
+def test_memory_is_estimated_before_weights_move(monkeypatch, capsys):
+    """The warning comes before the device refuses them."""
+    monkeypatch.setattr(memory, "free_memory", lambda device: 2**20)
+    args = script_args("grpo", device="nowhere")[1]
+    with pytest.raises(RuntimeError, match="nowhere"):
+        load_model(args)
+    assert "nowhere has 0.0 free; less: --dtype bfloat16" in capsys.readouterr().err
+
+
+def test_free_memory_of_a_gpu(monkeypatch):
+    """What is free, and what the run has taken already; not what others have."""
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 * 2**30, 80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2**30)
+    assert memory.free_memory("cuda:1") == 6 * 2**30

@@ -185,8 +185,9 @@ def test_weights_that_are_very_small_or_very_large():
     assert weight_stats(weights, mask)["weight_effective_size"].item() == pytest.approx(1)
     sampler = torch.tensor([[-12.5, -12.5], [-10.25, -10.25]])
     mask = torch.ones(2, 2, dtype=torch.bool)
-    weights, _ = rollout_weights(torch.zeros(2, 2), sampler, mask, rule="sequence_mis", cap=1e9)
-    assert weights.tolist() == [[0.0], [pytest.approx(math.exp(20))]]
+    for rule, above in (("sequence_mis", 0.0), ("sequence_tis", 1e9)):
+        weights, _ = rollout_weights(torch.zeros(2, 2), sampler, mask, rule=rule, cap=1e9)
+        assert weights.tolist() == [[above], [pytest.approx(math.exp(20))]]
 
 
 def test_mismatch_statistics():
@@ -205,10 +206,15 @@ def test_mismatch_statistics():
     mirrored = SimpleNamespace(**vars(batch) | {"sampler_logprobs_BT": old})
     mirrored_stats = mismatch_stats(batch.sampler_logprobs_BT, None, mirrored)
     assert mirrored_stats["sampler_logratio_max"] == stats["sampler_logratio_max"]
+    # What dapo's filter has masked has no ratio: without completions 2 to 11, and without any.
+    batch.mask_BT = mask & (torch.arange(12)[:, None] < 2)
+    stats = mismatch_stats(old, None, batch)
+    found = [stats["sampler_sequence_ratio_min"], stats["sampler_sequence_ratio_max"]]
+    assert found == pytest.approx(sorted(ratios[:2])) and 1 not in found
     batch.mask_BT = torch.zeros_like(mask)
-    for rule in RULES:  # as where dapo's filter has masked all completions
+    for rule in RULES:
         stats = corrected(rule, old, batch).stats
-        assert stats.pop("sampler_sequence_ratio_min") == stats.pop("sampler_sequence_ratio_max") == 1
+        assert stats.pop("sampler_sequence_ratio_min") == -stats.pop("sampler_sequence_ratio_max")
         assert len(stats) == 5 and all(value == 0 for value in stats.values())
     batch.mask_BT = mask
     gap = 1e-4 * torch.randn(mask.shape, generator=torch.Generator().manual_seed(0))
@@ -579,8 +585,10 @@ def test_run_in_which_nothing_is_in_the_mask(tmp_path, reward_file):
         assert row["rollout/groups_kept"] > 0
         for name in ("weight_mean", "weight_zero_frac", "weight_effective_size", "sampler_kl"):
             assert row[f"rollout/{name}"] == 0
-        for key in ("losses/policy_loss", "losses/entropy", "losses/ratio_max", "moe/load_max"):
-            assert row[key] == 0
+        assert row["losses/policy_loss"] == 0
+        absent = "losses/entropy losses/logratio_spread losses/ratio_max losses/ratio_min moe/load_max"
+        absent += " rollout/sampler_sequence_ratio_min rollout/sampler_sequence_ratio_max"
+        assert not row.keys() & set(absent.split())
 
 
 def test_run_a_stopped_run_goes_on_to_the_bit(tmp_path):

@@ -111,8 +111,8 @@ def reward(text, answer, truncated):
 @pytest.fixture(scope="module")
 def two(tmp_path_factory, sums):
     """(result of one launch of two ranks, folder of its runs): one notes each call of its reward in a
-    file per process, one has a signal and is resumed, one is refused, one ends in NaN, one loses a
-    rank."""
+    file per process, one has a signal and is resumed, one is refused, one has ranks with different
+    settings, one ends in NaN, two cannot write, one loses a rank."""
     folder = tmp_path_factory.mktemp("two")
     (folder / "reward.py").write_text(COUNTED.format(folder=folder))
 
@@ -127,7 +127,10 @@ def two(tmp_path_factory, sums):
         command("signal", "stopped"),
         command("none", "stopped", "--resume"),
         command("none", "refused", "--lr", "-1"),
+        command("others", "others"),
         command("nan", "nan"),
+        command("log", "log"),
+        command("save", "save"),
         command("kill", "killed"),
     )
     return result, folder
@@ -160,6 +163,11 @@ def test_a_gradient_that_one_rank_alone_has_counts(two):
     assert "gradients [2.0, 1.0, None] [2.0, 1.0, None]" in two[0].stdout
 
 
+def test_rows_of_small_integers(two):
+    values = [-2000, -1000, 0, 1000, 2000]
+    assert f"rows {values} {values}" in two[0].stdout
+
+
 def test_each_completion_is_verified_once(two):
     """Not on every rank; both have a share. The run is that of one process, as was tested above."""
     calls = [len(path.read_text()) for path in two[1].glob("calls-*")]
@@ -185,14 +193,20 @@ def test_run_a_signal_to_one_rank_stops_all_and_resumed_it_is_exact(two, one):
 
 
 def test_what_ends_a_run_ends_all_ranks_with_one_line(two):
-    """A flag, a NaN on one rank, a rank that is killed: nobody waits for another, nor repeats it."""
+    """A flag, other settings or a NaN on one rank, a full disk on rank 0, a rank that is killed: nobody
+    waits for another, nor repeats it."""
     result, folder = two
-    refused, nan, killed = (x for x in result.stderr.splitlines() if "grpo.py: error:" in x)
+    lines = [line for line in result.stderr.splitlines() if "grpo.py: error:" in line]
+    refused, others, nan, log, save, killed = lines
+    assert others.endswith("started with different values of dataset's sums.jsonl, seed")
+    assert not (folder / "others").exists()
+    for line in (log, save):
+        assert "cannot be written" in line and line.endswith("OSError No space left on device")
     assert "--lr" in refused and not (folder / "refused").exists()
     assert "iteration 2: loss is not finite" in nan
     assert [path.name for path in (folder / "nan").glob("checkpoint-*")] == ["checkpoint-000001"]
     assert "lost another" in killed
-    assert codes(result) == [(0, 0), (0, 0), (0, 0), (130, 130), (0, 0), (2, 2), (2, 2)]
+    assert codes(result) == [(0, 0), (0, 0), (0, 0), (130, 130), (0, 0)] + [(2, 2)] * 5
     assert result.returncode != 0
 
 

@@ -153,13 +153,35 @@ def test_meter_weighs_and_keeps_maxima():
     assert [weight for _, weight in meter.pairs["losses/a"]] == [1, 2]
 
 
-def test_meter_of_nothing_is_0():
-    """Where no token counts, a mean over the tokens must not be NaN."""
+@pytest.mark.parametrize("E, dtype", [(128, torch.int8), (129, torch.int16)])
+def test_experts_are_kept_in_the_smallest_integers(E, dtype):
+    """All numbers fit, and -1; those of the last two experts too."""
+    sizes = dict(head_dim=8, moe_intermediate_size=16, num_experts=E, num_experts_per_tok=2)
+    policy = Policy(Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **sizes)).eval(), tokenizer=None)
+    assert policy.routers.no_replay == ""
+    batch = batch_of()
+    outputs = token_logprobs(policy, batch, 1.0)
+    assert outputs.experts_BTLK.dtype == outputs.routing_choices_BSLK.dtype == dtype
+    for layer, logits in enumerate(outputs.router_logits):
+        expected = logits.topk(2).indices.sort().values
+        assert (outputs.experts_BTLK[:, :, layer] == expected)[batch.mask_BT].all()
+    stats = router_stats(outputs, outputs.experts_BTLK, batch.mask_BT)
+    assert stats["load"].shape == (3 * E,) and stats["load"].sum().item() == pytest.approx(3)
+    batch.replayed_experts_BSLK = torch.full_like(outputs.routing_choices_BSLK, E - 1)
+    batch.replayed_experts_BSLK[..., 0] = E - 2
+    active_BTLK = batch.active_experts(token_logprobs(policy, batch, 1.0).experts_BTLK)
+    assert (active_BTLK == torch.tensor([E - 2, E - 1])).all()
+
+
+def test_meter_of_nothing_is_absent():
+    """Where no token counts, as with a mean over them, which must not be NaN."""
     meter = Meter(1)
     for value in (3.0, 5.0):
         values = {"a": torch.tensor(value), "load": torch.tensor([value, value])}
         meter.add("moe", values, torch.tensor(0))
-    assert meter.means() == {"moe/a": 0, "moe/load_max": 0, "moe/load_min": 0}
+    assert meter.means() == {}
+    meter.add("moe", {"a": torch.tensor(7.0)}, torch.tensor(2))
+    assert meter.means() == {"moe/a": 7}
 
 
 def test_meter_takes_a_vector_apart_after_averaging_it():

@@ -12,6 +12,7 @@ import sys
 
 import pytest
 import torch
+import transformers
 from conftest import ROOT, TINY_MOE, run, run_process, script_args
 from safetensors.torch import load_file, save_file
 from test_bad_input import SMALL, completes, refused
@@ -21,7 +22,7 @@ import grpo
 import plumbing.settings
 from plumbing.args import UserError, launch
 from plumbing.run import Run
-from plumbing.settings import settings_of
+from plumbing.settings import settings_of, versions_of
 
 
 def iterations(folder):
@@ -177,6 +178,40 @@ def test_a_used_run_folder(folder, resume, monkeypatch):
         refused("grpo", *resume, expected=("--resume: ", "settings.json"))
     path.unlink()
     refused("grpo", *resume, expected=("--resume: ", "settings.json"))
+
+
+def test_run_resume_under_other_versions(folder, resume):
+    """They are recorded when a run starts; a run that is resumed under others warns of each."""
+    path = folder / "settings.json"
+    settings = json.loads(path.read_text())
+    assert settings["versions"] == versions_of(grpo.Args())
+    assert "warning" not in completes(*resume)
+    settings["versions"] |= {"torch": "1.0", "commit": "abc"}
+    path.write_text(json.dumps(settings))
+    lines = [line for line in completes(*resume).splitlines() if "warning" in line]
+    assert [line.split("started under ")[1].split()[:2] for line in lines] == [
+        ["commit", "abc,"],
+        ["torch", "1.0,"],
+    ]
+    assert json.loads(path.read_text()) == settings
+
+
+def test_versions_and_commits(tmp_path, monkeypatch):
+    """The commit that was loaded is noted in the hub's cache; what is a file or a folder has none."""
+    command = ["git", "rev-parse", "HEAD"]
+    commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    expected = {"torch": torch.__version__, "transformers": transformers.__version__}
+    versions = versions_of(grpo.Args())
+    assert versions.pop("commit", "").removesuffix("-dirty") == commit and versions == expected
+    monkeypatch.setattr(plumbing.settings, "HF_HUB_CACHE", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for folder, commit in (("models--org--name", "1a2b"), ("datasets--sums", "3c4d")):
+        (tmp_path / folder / "refs").mkdir(parents=True)
+        (tmp_path / folder / "refs" / "main").write_text(commit)
+    versions = versions_of(grpo.Args(model="org/name", dataset="sums"))
+    assert (versions["model's revision"], versions["dataset's revision"]) == ("1a2b", "3c4d")
+    (tmp_path / "sums").mkdir()
+    assert "dataset's revision" not in versions_of(grpo.Args(model="mine", dataset="sums"))
 
 
 def test_damaged_metrics(folder, resume):

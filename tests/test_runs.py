@@ -105,7 +105,8 @@ def test_run_of_each_script_logs_sensible_numbers(name, tmp_path, monkeypatch):
         assert line["losses/ratio_max"] >= 1 >= line["losses/ratio_min"] > 0
         # One step per rollout, and a policy that does not learn yet, keep the ratio at 1.
         assert (line["losses/logratio_spread"] == 0) == (name in MORE)
-        assert line["losses/logratio_spread"] < 1 and 0 < line["charts/grad_norm"] < 100
+        assert line["losses/logratio_spread"] < 1 and line["charts/grad_norm"] < 100
+        assert (line["charts/grad_norm"] == 0) == (name == "more.vapo")  # it trains the critic alone
         assert line["moe/load_min"] < 1 / 8 < line["moe/load_max"] and line["moe/aux_loss"] >= 1.9
         evaluated = {"eval/accuracy", "eval/response_len_mean"} if line["iteration"] > 1 else set()
         assert {key for key in line if key.startswith("eval/")} == evaluated
@@ -234,14 +235,19 @@ def test_run_pass_at_k_before_and_after(tmp_path):
 
 
 def test_the_spread_inside_a_completion_and_the_smallest_ratio():
-    mask_BT = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]]).bool()
-    logprobs_BT = torch.tensor([[-1.0, -2.0, -4.5, torch.nan], [-3.0, 7, 7, 7]])
+    """A completion without tokens, as dapo's filter leaves it, counts for neither, nor does a
+    micro-batch of such ones."""
+    mask_BT = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]]).bool()
+    logprobs_BT = torch.tensor([[-1.0, -2.0, -4.5, torch.nan], [-3.0, 7, 7, 7], [-1, -1, -1, -1]])
     outputs = TokenOutputs(
-        logprobs_BT, torch.zeros(2, 4), torch.zeros(()), (), 0, torch.zeros(2, 4, 0, 0), None
+        logprobs_BT, torch.zeros(3, 4), torch.zeros(()), (), 0, torch.zeros(3, 4, 0, 0), None
     )
     meter = Meter(1)
-    old = OldScores(torch.tensor([[-1.5, -1.0, -3.0, 0], [-3.5, 0, 0, 0]]), None)
-    meter.add_pass({"policy_loss": torch.zeros(())}, {}, outputs, old, torch.arange(2), mask_BT)
+    old = OldScores(torch.tensor([[-1.5, -1.0, -3.0, 0], [-3.5, 0, 0, 0], [-2, -2, -2, -2]]), None)
+    losses = {"policy_loss": torch.zeros(())}
+    meter.add_pass(losses, {}, outputs, old, torch.arange(3), torch.zeros_like(mask_BT))
+    assert "losses/logratio_spread" not in meter.means() and "losses/ratio_min" not in meter.means()
+    meter.add_pass(losses, {}, outputs, old, torch.arange(3), mask_BT)
     expected = torch.tensor([0.5, -1.0, -1.5]).std(correction=0).item() / 2
     means = meter.means()
     assert means["losses/logratio_spread"] == pytest.approx(expected)
@@ -250,13 +256,29 @@ def test_the_spread_inside_a_completion_and_the_smallest_ratio():
 
 
 def test_run_dapo_says_so_when_no_group_is_mixed(tmp_path, reward_file):
-    """No answer is right: the rounds are bounded, and the run ends with a clear message."""
-    reward = reward_file('return 0.0, "wrong"')
-    flags = ("--max_sampling_rounds", 2, "--reward", reward, "--run_dir", tmp_path / "run")
-    result = small("dapo", *flags)
-    assert result.returncode == 0 and "Traceback" not in result.stderr
+    """The iteration is logged and saved, and the run ends with a message, a file and exit code 3.
+    Resumed where some answers are right, it goes on."""
+    easy = tmp_path / "easy"
+    reward = reward_file(
+        "import os",
+        f"is_right = os.path.exists({str(easy)!r}) and len(text) % 2 == 0",
+        'return (1.0, "correct") if is_right else (0.0, "wrong")',
+    )
+    folder = tmp_path / "run"
+    flags = ("--max_sampling_rounds", 2, "--reward", reward, "--run_dir", folder, "--eval_every", 0)
+    result = small("dapo", *flags, held_out=8)
+    assert result.returncode == 3 and "Traceback" not in result.stderr
     assert "after 2 rounds 16 mixed groups are missing" in result.stderr + result.stdout
-    assert "the run ends here" in result.stderr + result.stdout and "held-out" in result.stdout
+    first, _, rest = result.stdout.partition("ended early: too few mixed groups\n")
+    assert "held-out" in rest and "held-out" not in first
+    assert (folder / "ended_early.txt").read_text() == "iteration 1: too few mixed groups\n"
+    (line,) = metrics(folder)
+    assert line["rollout/groups_kept"] == line["rollout/accuracy"] == 0
+    assert line["rollout/groups_dropped_all_wrong"] == line["rollout/groups_generated"] == 32
+    easy.touch()
+    assert small("dapo", *flags, "--resume", held_out=8).returncode == 0
+    assert not (folder / "ended_early.txt").exists()
+    assert [line["iteration"] for line in metrics(folder)] == [1, 2, 3]
 
 
 def test_run_what_is_not_finite_is_not_logged(tmp_path, monkeypatch):
