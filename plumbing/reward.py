@@ -1,10 +1,11 @@
-"""Loads and checks a user's reward function, which replaces common.verify."""
+"""Loads and calls a user's reward functions, which replace common.verify."""
 
 import inspect
 import os
 import runpy
 import sys
 from numbers import Real
+from pathlib import Path
 
 import torch
 
@@ -20,50 +21,117 @@ SHARED = {
 }
 
 
-def load_reward(name):
-    """The function that `--reward FILE.py:FUNCTION` names. Its results are checked."""
-    path, _, function_name = name.rpartition(":")
+class RewardFunction:
+    """The function that `--reward FILE.py:FUNCTION` names: of (text, answer, truncated), or of lists,
+    (completions, **columns), as in TRL."""
 
-    def call(function, *arguments):
+    def __init__(self, name, weight):
+        path, _, function_name = name.rpartition(":")
+        self.flag = f"--reward {name}"
+        self.name = f"{Path(path).stem}.{function_name}"
+        self.weight = weight
+        sys.path.append(os.path.dirname(path))  # for the files that it imports
+        try:
+            self.function = self.call(runpy.run_path, path)[function_name]
+        except UserError:
+            raise
+        except Exception as error:  # the file may raise anything
+            raise UserError(f"{self.flag} cannot be loaded as FILE.py:FUNCTION") from error
+        message = f"{self.flag} must be a function of (text, answer, truncated) or of completions"
+        if isinstance(self.function, type) or inspect.iscoroutinefunction(self.function):
+            raise UserError(f"{message}, not a class and not async")
+        try:
+            self.signature = inspect.signature(self.function)
+            names = {"completions", "completion_ids", "prompts"}
+            self.takes_lists = not names.isdisjoint(self.signature.parameters)
+            if not self.takes_lists:
+                self.signature.bind("text", "answer", False)
+        except (TypeError, ValueError) as error:  # no function, other parameters, or it hides them
+            raise UserError(message) from error
+
+    def call(self, function, *arguments, **columns):
         """The function's result. An exit becomes an error, lest the run end as if it had finished."""
         before = {what: value() for what, value in SHARED.items()}
         try:
-            result = function(*arguments)
+            result = function(*arguments, **columns)
         except SystemExit as error:
-            raise RuntimeError(f"--reward {name} called exit({error})") from error
+            raise RuntimeError(f"{self.flag} called exit({error})") from error
         for what, value in SHARED.items():
             if value() != before[what]:
-                raise UserError(f"--reward {name} changes {what}")
+                raise UserError(f"{self.flag} changes {what}")
         return result
 
-    sys.path.append(os.path.dirname(path))  # for the files that it imports
-    try:
-        function = call(runpy.run_path, path)[function_name]
-    except UserError:
-        raise
-    except Exception as error:  # the file may raise anything
-        raise UserError(f"--reward {name} cannot be loaded as FILE.py:FUNCTION") from error
-    check_signature(function, name)
-
-    def checked(text, answer, truncated=False):
-        result = call(function, text, answer, truncated)
+    def judge_one(self, c):
+        """(value, verdict) of a completion."""
+        result = self.call(self.function, c.text, c.problem.answer, c.truncated)
         if isinstance(result, tuple) and len(result) == 2:
-            reward, verdict = result
-            is_number = isinstance(reward, Real) and abs(reward) < 3e38  # in float32, no NaN
-            if is_number and verdict in VERDICTS:
-                return float(reward), verdict
-        expected = f"(a finite number, one of {', '.join(VERDICTS)})"
-        raise UserError(f"--reward {name} returned {result!r:.80}, not {expected}")
+            value, verdict = result
+            if is_number(value) and isinstance(verdict, str) and verdict in VERDICTS:
+                return float(value), verdict
+        expected = f"(a number up to a billion, one of {', '.join(VERDICTS)})"
+        raise UserError(f"{self.flag} returned {result!r:.80}, not {expected}")
 
-    return checked
+    def judge_all(self, completions):
+        """[(value, verdict)]. With lists a value may be None, and more than 0.5 means correct."""
+        if not self.takes_lists:
+            return [self.judge_one(c) for c in completions]
+        values = list(self.call(self.function, **self.lists(completions)))
+        if len(values) != len(completions):
+            message = f"returned {len(values)} values for {len(completions)} completions"
+            raise UserError(f"{self.flag} {message}")
+        results = []
+        for c, value in zip(completions, values, strict=True):
+            number = value.item() if torch.is_tensor(value) else value
+            if number is not None and not is_number(number):
+                expected = "a number up to a billion, or None"
+                raise UserError(f"{self.flag} returned {value!r:.80} for a completion, not {expected}")
+            verdict = "truncated" if c.truncated else "wrong"
+            results.append((number, "correct" if (number or 0) > 0.5 else verdict))
+        return results
+
+    def lists(self, completions):
+        """The arguments of a function of lists; UserError if one is missing."""
+        names = completions[0].problem.columns
+        lists = {name: [c.problem.columns[name] for c in completions] for name in names}
+        lists["completion_ids"] = [c.ids for c in completions]
+        lists["completions"] = [c.text for c in completions]
+        if isinstance(lists["prompts"][0], list):
+            lists["completions"] = [[{"role": "assistant", "content": c.text}] for c in completions]
+        try:
+            self.signature.bind(**lists)
+        except TypeError as error:
+            raise UserError(f"{self.flag} cannot be called with {', '.join(lists)}") from error
+        return lists
 
 
-def check_signature(function, name):
-    """UserError if it cannot be called with a text, an answer, and whether the text is truncated."""
-    message = f"--reward {name} must be a function of (text, answer, truncated)"
-    if isinstance(function, type) or inspect.iscoroutinefunction(function):
-        raise UserError(f"{message}, not a class and not async")
-    try:
-        inspect.signature(function).bind("text", "answer", False)
-    except (TypeError, ValueError) as error:  # no function, other parameters, or it hides them
-        raise UserError(message) from error
+def is_number(value):
+    """Whether it is one, and small enough for means and squares in float32."""
+    return isinstance(value, Real) and abs(value) <= 1e9  # a NaN is not
+
+
+def load_rewards(args):
+    """`--reward` -> [RewardFunction]."""
+    weights = args.reward_weights or [1.0] * len(args.reward)
+    functions = [RewardFunction(*pair) for pair in zip(args.reward, weights, strict=True)]
+    args.reads_answers = not all(function.takes_lists for function in functions)
+    return functions
+
+
+def judgements(verify, completions):
+    """[{field of a Completion: value}], by `verify` or by a list of reward functions: the sum of their
+    values, the verdict of the first, and the value of each."""
+    if not isinstance(verify, list):
+        results = [verify(c.text, c.problem.answer, c.truncated) for c in completions]
+        return [{"reward": reward, "verdict": verdict} for reward, verdict in results]
+    if not completions:  # a rank without a share
+        return []
+    columns = [function.judge_all(completions) for function in verify]
+    judged = []
+    for c, *results in zip(completions, *columns, strict=True):
+        values = [value for value, _ in results]
+        if values.count(None) == len(values):
+            raise UserError(f"--reward: all functions returned None for the completion {c.text!r:.300}")
+        weighted = [f.weight * (value or 0.0) for f, value in zip(verify, values, strict=True)]
+        rewards = {f.name: value for f, value in zip(verify, values, strict=True)}
+        judged.append({"reward": sum(weighted), "verdict": results[0][1], "rewards": rewards})
+    return judged
