@@ -111,7 +111,7 @@ def gold_answer(value):
     if isinstance(value, str) and re.search(r"####|\\(?:boxed|fbox)\{", value):
         return final_answer(value)
     text = str(value).strip()
-    if type(value) is float and len(text) > 16:  # rounded: 0.1 as float32 is 0.10000000149011612
+    if isinstance(value, float) and len(text) > 16:  # rounded: 0.1 as float32 is 0.10000000149011612
         return None
     # Values that are not text must be plain numbers: no None, date, list, NaN or 1e+30.
     if isinstance(value, str) or re.fullmatch(r"-?[0-9]+(\.[0-9]+)?", text):

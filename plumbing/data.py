@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -56,16 +57,6 @@ class Row:
     error: Exception | None = None
 
 
-class JsonFloat(float):
-    """A float that is written as in its file: 4.50."""
-
-    def __init__(self, text):
-        self.text = text
-
-    def __str__(self):
-        return self.text
-
-
 def read_dataset(args):
     r"""`--dataset` -> [Row]. A prompt is text or a list of chat messages; the gold answer follows
     '####', is in a '\boxed{}', or is the cell."""
@@ -89,8 +80,8 @@ def read_dataset(args):
 
 
 def read_rows(name, config, split):
-    """`--dataset` (a file in JSON or parquet, a folder, a hub id) -> {line: dict, {} if unreadable}.
-    Files are read directly: names are not interpreted, numbers keep their digits, no cache is used."""
+    """`--dataset` (a file in JSON or parquet, a folder, a hub id) -> {line: dict, empty if unreadable}.
+    Files are read directly: names are not interpreted, and there is no cache."""
     path = Path(name)
     try:
         if path.suffix == ".parquet":
@@ -107,29 +98,24 @@ def read_rows(name, config, split):
             rows = dict(enumerate(table.to_list(), 1))
         if not rows:
             raise ValueError("there are no rows")
-        return rows
+        return {line: row if isinstance(row, dict) else {} for line, row in rows.items()}
     except Exception as error:  # the libraries raise many kinds of exceptions for damaged files
         raise UserError(f"--dataset {name} cannot be read") from error
 
 
 def read_json(path):
-    """The same for a file with an object on each line, or a .json file with an array of objects."""
+    """{line: value} of a file with JSON on each line, or of a .json file with one array."""
     # With a byte order mark or without. Bytes that are not text become halves of surrogate pairs.
     text = path.read_text(encoding="utf-8-sig", errors="surrogateescape")
     if path.suffix == ".json" and text.lstrip().startswith("["):
-        values = json.loads(text, parse_float=JsonFloat)
-        return {n: value if isinstance(value, dict) else {} for n, value in enumerate(values, 1)}
-    lines = enumerate(text.split("\n"), 1)  # other separators are allowed inside a string
-    return {number: json_object(line) for number, line in lines if line.strip()}
-
-
-def json_object(line):
-    """The object on a line; {} if there is something else."""
-    try:
-        value = json.loads(line, parse_float=JsonFloat)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
+        return dict(enumerate(json.loads(text), 1))
+    rows = {}
+    for number, line in enumerate(text.split("\n"), 1):  # other separators may be inside a string
+        if line.strip():
+            rows[number] = None
+            with suppress(ValueError):
+                rows[number] = json.loads(line)
+    return rows
 
 
 def render(row, tokenizer, args):
@@ -158,35 +144,18 @@ def render(row, tokenizer, args):
         row.error = error
 
 
-def usable(rows, args):
-    """The rows without a fault. UserError if more than a tenth have one: then a column is wrong."""
-    faulty = [row for row in rows if row.fault not in ("", "twice")]
-    if len(faulty) > len(rows) / 10:
-        message = f"{len(faulty)} of {len(rows)} rows cannot be used: {faults_of(faulty)}"
-        place = f"the first is in line {faulty[0].line}"
-        raise UserError(f"--dataset {args.dataset}: {message}; {place}") from faulty[0].error
-    return [row for row in rows if not row.fault]
-
-
-def faults_of(rows):
-    """'2 without a gold answer, 1 unreadable (line 3)', with the number of the first unreadable one."""
-    first_lines = {row.fault: row.line for row in reversed(rows)}
-    counts = Counter(row.fault for row in rows if row.fault)
-    text = ", ".join(f"{count:,} {fault}" for fault, count in counts.items())
-    return text.replace("unreadable", f"unreadable (line {first_lines.get('unreadable')})")
-
-
 def problem_rows(rows, policy, args):
     """The rows that can be used, with their prompts as the model reads them, the held-out ones first.
-    Prints how many are left out, and why."""
+    Prints how many are left out, and why; UserError if that is more than a tenth."""
     for row in rows:
         if not row.fault:
             render(row, policy.tokenizer, args)
-    rendered = usable(rows, args)
-    prompts = [row.prompt for row in rendered]
-    add_special_tokens = not policy.tokenizer.chat_template  # a template adds them itself
-    all_ids = policy.tokenizer(prompts, add_special_tokens=add_special_tokens).input_ids
-    check_token_ids(all_ids, policy)
+    rendered = [row for row in rows if not row.fault]
+    all_ids = []
+    if rendered:
+        add_special_tokens = not policy.tokenizer.chat_template  # a template adds them itself
+        prompts = [row.prompt for row in rendered]
+        all_ids = policy.tokenizer(prompts, add_special_tokens=add_special_tokens).input_ids
     limit = getattr(policy.model.config, "max_position_embeddings", math.inf)
     first_rows = {}
     for row, ids in zip(rendered, all_ids, strict=True):
@@ -199,16 +168,25 @@ def problem_rows(rows, policy, args):
             message = f"with a prompt of {len(ids)} tokens, the model's limit of {limit} is exceeded"
             row.error = ValueError(f"--max_new_tokens {args.max_new_tokens}: {message}")
         elif first is not row:
-            row.fault = first.fault or "twice"
             if args.reads_answers and not is_same(first.answer, row.answer):
                 first.fault = "with two answers"
-                row.fault = first.fault
-    kept = usable(rows, args)
+            row.fault = first.fault or "twice"
+    lines = {row.fault: row.line for row in reversed(rows)}  # of the first row with each fault
+    counts = Counter(row.fault for row in rows if row.fault)
+    faults = ", ".join(f"{count:,} {fault}" for fault, count in counts.items())
+    faults = faults.replace("unreadable", f"unreadable (line {lines.get('unreadable')})")
+    faulty = [row for row in rows if row.fault not in ("", "twice")]
+    if len(faulty) > len(rows) / 10:  # a column is wrong
+        message = f"{len(faulty)} of {len(rows)} rows cannot be used: {faults}"
+        place = f"the first is in line {faulty[0].line}"
+        raise UserError(f"--dataset {args.dataset}: {message}; {place}") from faulty[0].error
+    kept = [row for row in rows if not row.fault]
+    check_token_ids([row.prompt_ids for row in kept], policy)
     if len(kept) <= args.num_held_out:
         message = f"leaves none of the {len(kept)} problems for training"
         raise UserError(f"--num_held_out {args.num_held_out} {message}")
-    if len(kept) < len(rows) and ranks.RANK == 0:
-        print(f"{len(kept):,} problems; left out: {faults_of(rows)}")
+    if faults and ranks.RANK == 0:
+        print(f"{len(kept):,} problems; left out: {faults}")
     return sorted(kept, key=lambda row: row.order)
 
 

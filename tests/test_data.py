@@ -66,7 +66,7 @@ JSON_ANSWERS = [  # as the file has them; None: refused, since it cannot be read
     ('"a\u2028b\u0085c"', "a\u2028b\u0085c"),  # other line separators are part of the string
     ('"so #### 1 #### 7"', "7"),
     (r'"hence \\boxed{\\frac{1}{2}}."', r"\frac{1}{2}"),
-    *[(number, number) for number in ("42", "0", "0.1", "4.50", "-0.5")],
+    *[(number, number) for number in ("42", "0", "0.1", "4.5", "-0.5")],
     *[(number, number) for number in ("9223372036854775809", "-18446744073709551616")],
     *[(number, None) for number in ("1e30", "1E400", "NaN", "Infinity")],
     *[(value, None) for value in ("true", "[1, 2]", '{"a": 1}', "null", '""', '" "')],
