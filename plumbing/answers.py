@@ -42,11 +42,8 @@ NOTATION = [
     (r"^= ?", ""),
     (r"^\(([A-Z])\)$", r"\1"),  # the choice (A)
 ]
-# The x= of x=5, but not of x=x^2. A letter inside a word is no name.
-NAME = (
-    r"^([a-zA-Z]|\\(?:alpha|beta|theta|lambda|phi|omega)) ?= ?(?!.*(?<![a-z]{2})\1(?![a-z]{2}))",
-    "",
-)
+# The x= of x=5, but not of x=x^2; in a word a letter is no name.
+NAME = r"^([a-zA-Z]|\\(?:alpha|beta|theta|lambda|phi|omega)) ?= ?(?!.*(?<![a-z]{2})\1(?![a-z]{2}))"
 MEASURES = [
     (r"^([+-]?) ?\\?\$ ?([+-]?[0-9.,{}]+)(?i: dollars?| usd)?(?![\w.,{}])", r"\1\2 dollars"),
     (r" ?(?:\\?%|(?i:per ?cent)\b)", "%"),
@@ -56,21 +53,17 @@ MEASURES = [
     (r"(?<= )([mck]?m|in|inches|ft|feet|miles) ?\^3(?![\w.])", r"cubic \1"),
     (r"(?<= )mph\b", "miles per hour"),
 ]
-# A unit is a symbol, or one to three words that do not change the number. Case matters in symbols: 5 M
-# is not a length, and Mm is not mm. What may be a product of variables, as in 2 xyz, is not a word.
-CHANGES = "|".join(
+# A unit is a symbol, in which case matters (5 M is no length), or up to three words that do not change
+# the number. What may be a product of variables, as in 2 xyz, is not a word.
+CHANGES = """
+    zero one two three four five six seven eight nine ten eleven twelve [a-z]+(?:teen|t[iy]|illion)[eth]*
+    hundred thousand (?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|hundred|thousand)th third quarter
+    half halve dozen score gross pair couple grand double triple twice square squared cubic cubed root
+    time plus minus less more over under below above and but not than per percent mod factorial sin cos
+    tan log alpha beta gamma theta lambda sigma omega
     """
-    zero one two three four five six seven eight nine ten eleven twelve hundred thousand third quarter
-    (?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|hundred|thousand|[a-z]+(?:tie|illion))th half halve
-    [a-z]+(?:teen|ty|tie|illion) dozen score gross pair couple grand double triple twice square cubic
-    squared cubed root sin cos tan log alpha beta gamma theta lambda sigma omega time plus minus less
-    more over under below above factorial mod and but not than
-    per percent
-    """.split()
-)
-WORD = rf"(?!(?i:{CHANGES})(?:e?s)?\b)(?=\w*[aeiou])[A-Za-z][a-z]{{2,}}\b"
-WORDS = rf"(?!\w[^aeiou]\w\b){WORD}(?: {WORD}){{0,2}}"
-UNIT = rf"(?:(?:square|sq|cubic) )?(?:{SYMBOL}|[mghsL%](?!\w)|{WORDS})"
+WORD = rf"(?!(?i:{'|'.join(CHANGES.split())})(?:e?s)?\b)(?=\w*[aeiou])[A-Za-z][a-z]{{2,}}\b"
+UNIT = rf"(?:(?:square|sq|cubic) )?(?:{SYMBOL}|[mghsL%]|(?!\w[^aeiou]\w\b){WORD}(?: {WORD}){{0,2}})"
 MEASURED = rf"(.*[0-9}}])((?: {UNIT}(?:(?: per |/){UNIT})?| per {UNIT})?)"
 FULL_NAMES = """
     mm=millimeter cm=centimeter m=meter metre=meter km=kilometer in=inch ft=foot feet=foot sq=square
@@ -84,8 +77,7 @@ FRACTION = (
     r"\\frac\{(?!\})(-?[0-9]*[a-zA-Z]*(?:\^[0-9]|\\pi|\\sqrt\{[^{}]*\})?)\}\{([0-9]+)\}"
     r"(?= ?(?:$|[)\]},=<>&%+-]|\\[\\}]|\\end)| (?:or|and) )"
 )
-# Case does not matter in words, such as Even and No; it does in names of variables, as in ABC.
-CAPITALISED = r"(?<![\\\w])[^\W\d_]{3,}|^[A-Z][a-z]\b"
+WORDS = r"(?<![\\\w])[^\W\d_]{3,}|^[A-Z][a-z]\b"  # an initial's case does not matter; the second: No
 
 
 def final_answer(text):
@@ -151,33 +143,27 @@ def number(text):
     return -value if quotient[1] == "-" else value
 
 
-def unit_name(text):
-    """A unit in one of its ways of writing: ' Miles/hr' is 'mile per hour'."""
-    text = text.strip().lower().replace("/", " per ")
-    text = re.sub(r"(?<=ch|sh|ss)es\b|(?<=x)es\b|(?<=\w[a-rt-z])s\b", "", text)
-    return re.sub(r"\w+", lambda word: FULL_NAMES.get(word[0], word[0]), text)
-
-
 def canonical(answer, is_named=False):
     """An answer as written -> (value, unit): a Fraction and the unit after it, if any; or, for an
     answer that is not a number, its plain text. With `is_named`, x=5 is 5."""
     if len(answer) > MAX_ANSWER:
         return answer, ""
     text = answer.strip()
-    notation = [*NOTATION, NAME, *MEASURES] if is_named else NOTATION + MEASURES
+    notation = [*NOTATION, (NAME, ""), *MEASURES] if is_named else NOTATION + MEASURES
     for pattern, plain in notation:
         text = re.sub(pattern, plain, text)
     text = text.strip()
     measured = re.fullmatch(MEASURED, text)
     if measured and number(measured[1]) is not None:
-        return number(measured[1]), unit_name(measured[2])
+        unit = measured[2].strip().lower().replace("/", " per ")
+        unit = re.sub(r"(?<=ch|sh|ss)es\b|(?<=x)es\b|(?<=\w[a-rt-z])s\b", "", unit)
+        unit = re.sub(r"\w+", lambda word: FULL_NAMES.get(word[0], word[0]), unit)
+        return number(measured[1]), unit
     # In text blanks matter only between words and numbers, and case only where it may be a unit.
     text = re.sub(FRACTION, r"\1\2/\3", text)
     text = re.sub(r" ?([^\w .]) ?", r"\1", text)
     text = re.sub(r"(\\[a-zA-Z]+) (?=[0-9])", r"\1", text)
-    return re.sub(
-        CAPITALISED, lambda word: word[0].lower() if word[0][1:].islower() else word[0], text
-    ), ""
+    return re.sub(WORDS, lambda word: word[0].lower() if word[0].istitle() else word[0], text), ""
 
 
 def is_same(found, gold):

@@ -33,8 +33,6 @@ class RewardFunction:
         sys.path.append(os.path.dirname(path))  # for the files that it imports
         try:
             self.function = self.call(runpy.run_path, path)[function_name]
-        except UserError:
-            raise
         except Exception as error:  # the file may raise anything
             raise UserError(f"{self.flag} cannot be loaded as FILE.py:FUNCTION") from error
         message = f"{self.flag} must be a function of (text, answer, truncated) or of completions"
@@ -61,52 +59,50 @@ class RewardFunction:
                 raise UserError(f"{self.flag} changes {what}")
         return result
 
-    def judge_one(self, c):
-        """(value, verdict) of a completion."""
-        result = self.call(self.function, c.text, c.problem.answer, c.truncated)
-        if isinstance(result, tuple) and len(result) == 2:
-            value, verdict = result
-            if is_number(value) and isinstance(verdict, str) and verdict in VERDICTS:
-                return float(value), verdict
-        expected = f"(a number up to a billion, one of {', '.join(VERDICTS)})"
-        raise UserError(f"{self.flag} returned {result!r:.80}, not {expected}")
-
-    def judge_all(self, completions):
-        """[(value, verdict)]. With lists a value may be None, and more than 0.5 means correct."""
-        if not self.takes_lists:
-            return [self.judge_one(c) for c in completions]
-        values = list(self.call(self.function, **self.lists(completions)))
-        if len(values) != len(completions):
-            message = f"returned {len(values)} values for {len(completions)} completions"
-            raise UserError(f"{self.flag} {message}")
+    def judge(self, completions):
+        """[(value, verdict)] of the completions."""
+        if self.takes_lists:
+            return self.judge_together(completions)
         results = []
-        for c, value in zip(completions, values, strict=True):
-            number = value.item() if torch.is_tensor(value) else value
-            if number is not None and not is_number(number):
-                expected = "a number up to a billion, or None"
-                raise UserError(f"{self.flag} returned {value!r:.80} for a completion, not {expected}")
-            verdict = "truncated" if c.truncated else "wrong"
-            results.append((number, "correct" if (number or 0) > 0.5 else verdict))
+        for c in completions:
+            result = self.call(self.function, c.text, c.problem.answer, c.truncated)
+            is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], str)
+            if not is_pair or not is_number(result[0]) or result[1] not in VERDICTS:
+                expected = f"(a number up to a billion, one of {', '.join(VERDICTS)})"
+                raise UserError(f"{self.flag} returned {result!r:.80}, not {expected}")
+            results.append(result)
         return results
 
-    def lists(self, completions):
-        """The arguments of a function of lists; UserError if one is missing."""
-        names = completions[0].problem.columns
-        lists = {name: [c.problem.columns[name] for c in completions] for name in names}
+    def judge_together(self, completions):
+        """The same from lists: a value may be None, and more than 0.5 means correct."""
+        columns = [c.problem.columns for c in completions]
+        lists = {name: [values[name] for values in columns] for name in columns[0]}
         lists["completion_ids"] = [c.ids for c in completions]
         lists["completions"] = [c.text for c in completions]
-        if isinstance(lists["prompts"][0], list):
+        if isinstance(columns[0]["prompts"], list):
             lists["completions"] = [[{"role": "assistant", "content": c.text}] for c in completions]
         try:
             self.signature.bind(**lists)
         except TypeError as error:
             raise UserError(f"{self.flag} cannot be called with {', '.join(lists)}") from error
-        return lists
+        values = list(self.call(self.function, **lists))
+        if len(values) != len(completions):
+            counts = f"{len(values)} values for {len(completions)} completions"
+            raise UserError(f"{self.flag} returned {counts}")
+        results = []
+        for c, value in zip(completions, values, strict=True):
+            if value is not None and not is_number(value):
+                raise UserError(
+                    f"{self.flag} returned {value!r:.80}, not a number up to a billion or None"
+                )
+            verdict = "truncated" if c.truncated else "wrong"
+            results.append((value, "correct" if (value or 0) > 0.5 else verdict))
+        return results
 
 
 def is_number(value):
-    """Whether it is one, and small enough for means and squares in float32."""
-    return isinstance(value, Real) and abs(value) <= 1e9  # a NaN is not
+    """Whether it is a number, and so small that squares of rewards are finite in float32."""
+    return isinstance(value, Real) and abs(value) <= 1e9  # not for a NaN
 
 
 def load_rewards(args):
@@ -118,20 +114,20 @@ def load_rewards(args):
 
 
 def judgements(verify, completions):
-    """[{field of a Completion: value}], by `verify` or by a list of reward functions: the sum of their
+    """[{field of a Completion: value}] by `verify`, or by a list of reward functions: the sum of their
     values, the verdict of the first, and the value of each."""
     if not isinstance(verify, list):
         results = [verify(c.text, c.problem.answer, c.truncated) for c in completions]
         return [{"reward": reward, "verdict": verdict} for reward, verdict in results]
     if not completions:  # a rank without a share
         return []
-    columns = [function.judge_all(completions) for function in verify]
     judged = []
-    for c, *results in zip(completions, *columns, strict=True):
-        values = [value for value, _ in results]
+    for c, *results in zip(completions, *[f.judge(completions) for f in verify], strict=True):
+        values = [None if value is None else float(value) for value, _ in results]
         if values.count(None) == len(values):
             raise UserError(f"--reward: all functions returned None for the completion {c.text!r:.300}")
-        weighted = [f.weight * (value or 0.0) for f, value in zip(verify, values, strict=True)]
-        rewards = {f.name: value for f, value in zip(verify, values, strict=True)}
-        judged.append({"reward": sum(weighted), "verdict": results[0][1], "rewards": rewards})
+        pairs = list(zip(verify, values, strict=True))
+        reward = sum(f.weight * (value or 0.0) for f, value in pairs)
+        rewards = {f.name: value for f, value in pairs}
+        judged.append({"reward": reward, "verdict": results[0][1], "rewards": rewards})
     return judged
