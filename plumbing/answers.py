@@ -56,11 +56,11 @@ MEASURES = [
 # A unit is a symbol, in which case matters (5 M is no length), or up to three words that do not change
 # the number. What may be a product of variables, as in 2 xyz, is not a word.
 CHANGES = """
-    zero one two three four five six seven eight nine ten eleven twelve [a-z]+(?:teen|t[iy]|illion)[eth]*
-    hundred thousand (?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|hundred|thousand)th third quarter
-    half halve dozen score gross pair couple grand double triple twice square squared cubic cubed root
-    time plus minus less more over under below above and but not than per percent mod factorial sin cos
-    tan log alpha beta gamma theta lambda sigma omega
+    zero one two three four five six seven eight nine ten eleven twelve hundred thousand third quarter
+    (?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|hundred|thousand)th half
+    [a-z]+(?:teen|t[iy]|illion)[eth]* halve dozen score gross pair couple grand double triple twice
+    square squared cubic cubed root time plus minus less more over under below above and but not than
+    per percent mod factorial sin cos tan log alpha beta gamma theta lambda sigma omega
     """
 WORD = rf"(?!(?i:{'|'.join(CHANGES.split())})(?:e?s)?\b)(?=\w*[aeiou])[A-Za-z][a-z]{{2,}}\b"
 UNIT = rf"(?:(?:square|sq|cubic) )?(?:{SYMBOL}|[mghsL%]|(?!\w[^aeiou]\w\b){WORD}(?: {WORD}){{0,2}})"

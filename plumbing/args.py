@@ -164,6 +164,8 @@ def parse_args(args_class):
     args = args_class(**vars(parser.parse_args()))
     check_ranges(args)
     args.check()
+    if os.fsencode(args.run_dir) != args.run_dir.encode(errors="replace"):  # safetensors needs UTF-8
+        raise UserError(f"--run_dir {args.run_dir} is not UTF-8 in this locale: set PYTHONUTF8=1")
     completions = args.prompts_per_iteration * args.group_size
     if completions > 1_000_000:
         raise UserError(f"--prompts_per_iteration x --group_size is {completions}, more than a million")

@@ -56,6 +56,12 @@ def test_flags(name, flags, expected, tmp_path):
     refused(name, *own, *flags.split(), expected=expected)
 
 
+def test_a_run_folder_that_is_not_utf8(tmp_path):
+    """As umlauts are under LC_ALL=C with UTF-8 mode off. It would end at the first checkpoint."""
+    refused("grpo", "--run_dir", tmp_path / "l\udcc3\udca4uft", expected="--run_dir")
+    assert not list(tmp_path.iterdir())
+
+
 def test_run_batch_sizes_above_the_number_of_completions(tmp_path, tiny_policy):
     """They mean all completions, as 0 does where memory is sufficient."""
     problem = SimpleNamespace(prompt_ids=[1] * 8)
