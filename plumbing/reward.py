@@ -59,22 +59,32 @@ class RewardFunction:
                 raise UserError(f"{self.flag} changes {what}")
         return result
 
+    def refuse(self, result, expected):
+        raise UserError(f"{self.flag} returned {result!r:.80}, not {expected}")
+
     def judge(self, completions):
-        """[(value, verdict)] of the completions."""
-        if self.takes_lists:
-            return self.judge_together(completions)
+        """[(value, verdict)]. From lists a value may be None, and more than 0.5 means correct."""
+        if not self.takes_lists:
+            return [self.judge_one(c) for c in completions]
+        values = self.call(self.function, **self.lists_of(completions))
+        if not hasattr(values, "__len__") or len(values) != len(completions):
+            self.refuse(values, f"{len(completions)} values, one for each completion")
         results = []
-        for c in completions:
-            result = self.call(self.function, c.text, c.problem.answer, c.truncated)
-            is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], str)
-            if not is_pair or not is_number(result[0]) or result[1] not in VERDICTS:
-                expected = f"(a number up to a billion, one of {', '.join(VERDICTS)})"
-                raise UserError(f"{self.flag} returned {result!r:.80}, not {expected}")
-            results.append(result)
+        for c, value in zip(completions, values, strict=True):
+            if value is not None and not is_number(value):
+                self.refuse(value, "a number up to a billion, or None")
+            verdict = "truncated" if c.truncated else "wrong"
+            results.append((value, "correct" if (value or 0) > 0.5 else verdict))
         return results
 
-    def judge_together(self, completions):
-        """The same from lists: a value may be None, and more than 0.5 means correct."""
+    def judge_one(self, c):
+        result = self.call(self.function, c.text, c.problem.answer, c.truncated)
+        is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], str)
+        if not is_pair or not is_number(result[0]) or result[1] not in VERDICTS:
+            self.refuse(result, f"(a number up to a billion, one of {', '.join(VERDICTS)})")
+        return result
+
+    def lists_of(self, completions):
         columns = [c.problem.columns for c in completions]
         lists = {name: [values[name] for values in columns] for name in columns[0]}
         lists["completion_ids"] = [c.ids for c in completions]
@@ -85,19 +95,7 @@ class RewardFunction:
             self.signature.bind(**lists)
         except TypeError as error:
             raise UserError(f"{self.flag} cannot be called with {', '.join(lists)}") from error
-        values = list(self.call(self.function, **lists))
-        if len(values) != len(completions):
-            counts = f"{len(values)} values for {len(completions)} completions"
-            raise UserError(f"{self.flag} returned {counts}")
-        results = []
-        for c, value in zip(completions, values, strict=True):
-            if value is not None and not is_number(value):
-                raise UserError(
-                    f"{self.flag} returned {value!r:.80}, not a number up to a billion or None"
-                )
-            verdict = "truncated" if c.truncated else "wrong"
-            results.append((value, "correct" if (value or 0) > 0.5 else verdict))
-        return results
+        return lists
 
 
 def is_number(value):
@@ -119,15 +117,15 @@ def judgements(verify, completions):
     if not isinstance(verify, list):
         results = [verify(c.text, c.problem.answer, c.truncated) for c in completions]
         return [{"reward": reward, "verdict": verdict} for reward, verdict in results]
-    if not completions:  # a rank without a share
-        return []
     judged = []
-    for c, *results in zip(completions, *[f.judge(completions) for f in verify], strict=True):
-        values = [None if value is None else float(value) for value, _ in results]
-        if values.count(None) == len(values):
+    columns = [f.judge(completions) for f in verify if completions]  # a rank may have no share
+    for c, *results in zip(completions, *columns, strict=True):
+        rewards = {}
+        reward = 0.0
+        for f, (value, _) in zip(verify, results, strict=True):
+            rewards[f.name] = None if value is None else float(value)
+            reward += f.weight * float(value or 0)
+        if set(rewards.values()) == {None}:
             raise UserError(f"--reward: all functions returned None for the completion {c.text!r:.300}")
-        pairs = list(zip(verify, values, strict=True))
-        reward = sum(f.weight * (value or 0.0) for f, value in pairs)
-        rewards = {f.name: value for f, value in pairs}
         judged.append({"reward": reward, "verdict": results[0][1], "rewards": rewards})
     return judged

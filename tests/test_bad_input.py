@@ -355,7 +355,8 @@ def test_run_reward_functions_that_misbehave(line, expected, reward_file, tmp_pa
 
 
 BAD_LISTS = [
-    ("completions, **rest", "[1.0]", "returned 1 values for "),
+    ("completions, **rest", "[1.0]", "returned [1.0], not 8 values"),
+    ("completions, **rest", "None", "returned None, not 8 values"),
     ("completions, **rest", "['high'] * 8", "returned 'high', not a number"),
     ("completions, **rest", "[2e9] * 8", "returned 2000000000.0, not a number"),
     ("prompts, solution, **rest", "[]", "cannot be called with answer, prompts, completion_ids"),
