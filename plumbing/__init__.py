@@ -10,7 +10,7 @@ models.py      loads a model, and refuses one whose weights do not fit
 packing.py     packs sequences into rows, so that an update computes hardly any padding
 policy.py      master weights, the working copy, the copy that samples
 ranks.py       communication between the processes of a run
-reward.py      loads and checks a user's reward function
+reward.py      loads and calls a user's reward functions
 routing.py     records and replays the experts of an MoE
 run.py         the run's folder: metrics, checkpoints, resume, signals
 settings.py    the settings that must not change when a run is resumed
