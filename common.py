@@ -22,13 +22,13 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from plumbing import ranks
 from plumbing.answers import final_answer, is_same
 from plumbing.args import UserError
-from plumbing.data import ProblemStream, check_token_ids, read_dataset, render_all, tokenize
+from plumbing.data import ProblemStream, Row, check_token_ids, problem_rows, read_dataset
 from plumbing.memory import MAX_LOGITS
 from plumbing.metrics import rollout_summary
 from plumbing.models import attention_window, end_ids, load_model, logits_of
 from plumbing.packing import forward_packed
 from plumbing.policy import Policy
-from plumbing.reward import load_reward
+from plumbing.reward import judgements, load_rewards
 from plumbing.routing import Routing, experts_by_completion, pad_experts
 
 # ----------------------------------------------------------------------------------------- problems
@@ -38,6 +38,7 @@ class Problem(NamedTuple):
     prompt: str  # as the model reads it
     answer: str  # the gold answer alone
     prompt_ids: list
+    columns: dict | None = None  # of the dataset, for reward functions
 
 
 def addition_problems():
@@ -53,13 +54,12 @@ def addition_problems():
 
 
 def load_problems(args, policy):
-    """`--dataset` -> (stream of training problems, list of held-out ones). No problem is in both, and
-    all seeds have the same held-out problems."""
-    pairs = addition_problems() if args.dataset == "addition" else read_dataset(args)
-    answers = render_all(pairs, policy.tokenizer, args)  # {prompt as the model reads it: gold answer}
-    ids = tokenize(list(answers), policy, args)
-    problems = [Problem(prompt, answers[prompt], row) for prompt, row in zip(answers, ids, strict=True)]
-    check_window(policy, max(ids, key=len), args)
+    """`--dataset` -> (stream of training problems, [held-out problems], the same for all seeds)."""
+    is_addition = args.dataset == "addition"
+    rows = [Row(*pair) for pair in addition_problems()] if is_addition else read_dataset(args)
+    rows = problem_rows(rows, policy, args)
+    problems = [Problem(row.prompt, row.answer, row.prompt_ids, row.columns) for row in rows]
+    check_window(policy, max((row.prompt_ids for row in rows), key=len), args)
     return ProblemStream(problems[args.num_held_out :], args.seed), problems[: args.num_held_out]
 
 
@@ -126,8 +126,9 @@ class Completion(NamedTuple):
     truncated: bool = False  # reached the cap without an EOS
     text: str = ""
     experts: torch.Tensor | None = None  # (prompt and response, L, K), if recorded
-    reward: float | None = None  # these two are from `judge`
+    reward: float | None = None  # these three are from `judge`
     verdict: str | None = None  # correct, wrong, no_answer or truncated
+    rewards: dict | None = None  # {function of --reward: its value}
 
 
 def pad(rows, device, left=False):
@@ -295,16 +296,15 @@ def verify(text, answer, truncated=False):
 
 
 def load_verifier(args):
-    """`verify`, or the function that `--reward FILE.py:FUNCTION` names."""
-    return load_reward(args.reward) if args.reward else verify
+    """`verify`, or the functions that `--reward FILE.py:FUNCTION ...` names."""
+    return load_rewards(args) if args.reward else verify
 
 
 def judge(completions, verify):
     """The completions with rewards and verdicts. Each is verified once, on one of the ranks."""
-    mine = [verify(c.text, c.problem.answer, c.truncated) for c in ranks.local_slice(completions)]
-    results = ranks.all_gather_list(mine)
-    pairs = zip(completions, results, strict=True)
-    return [c._replace(reward=reward, verdict=verdict) for c, (reward, verdict) in pairs]
+    mine = judgements(verify, ranks.local_slice(completions))
+    pairs = zip(completions, ranks.all_gather_list(mine), strict=True)
+    return [c._replace(**judgement) for c, judgement in pairs]
 
 
 # ---------------------------------------------------------------------------------------- log-probs

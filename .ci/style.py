@@ -46,8 +46,9 @@ def fold(node):
 
 def complaints_about(path):
     name = str(path.relative_to(ROOT))
+    folder = str(path.parent.relative_to(ROOT))
     text = path.read_text()
-    limit = LIMITS.get(name, LIMITS.get(path.parent.name, 320))
+    limit = LIMITS.get(name, LIMITS.get(folder, 320))
     if len(text.splitlines()) > limit:
         yield f"{name}: more than {limit} lines"
     for node in ast.walk(ast.parse(text)):

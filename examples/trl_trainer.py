@@ -21,7 +21,7 @@ from transformers import HfArgumentParser
 from trl import GRPOConfig, GRPOTrainer
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from common import evaluate, load_policy, load_problems, load_verifier
+from common import Completion, evaluate, judgements, load_policy, load_problems, load_verifier
 from plumbing.models import end_ids
 
 TRL = "1.16.0"
@@ -88,9 +88,7 @@ class PluggedTrainer(GRPOTrainer):
 def main(argv, trainer_class=PluggedTrainer):
     installed = importlib.metadata.version("trl")
     if installed != TRL:
-        sys.exit(
-            f"this overrides private methods of TRL {TRL}, not {installed}: pip install trl=={TRL}"
-        )
+        sys.exit(f"it overrides private methods of TRL {TRL}, not {installed}: pip install trl=={TRL}")
     parser = HfArgumentParser(GRPOConfig, allow_abbrev=False)
     parser.add_argument("--algorithm", choices=ALGORITHMS, default="grpo")
     config, choice, rest = parser.parse_args_into_dataclasses([*DEFAULTS.split(), *argv], True)
@@ -105,11 +103,13 @@ def main(argv, trainer_class=PluggedTrainer):
     stream, held_out = load_problems(flags, policy)
     ends = end_ids(policy.model, policy.tokenizer)
 
-    def reward(completions, completion_ids, answer, **kwargs):
-        rows = zip(completions, completion_ids, answer, strict=True)
-        return [verify(text, gold, ids[-1] not in ends)[0] for text, ids, gold in rows]
+    def reward(completions, completion_ids, number, **kwargs):
+        rows = zip(number, completion_ids, completions, strict=True)
+        parts = [(stream.problems[i], ids, [], ids[-1] not in ends, text) for i, ids, text in rows]
+        results = judgements(verify, [Completion(*part) for part in parts])
+        return [result["reward"] for result in results]
 
-    data = Dataset.from_list([{"prompt": p.prompt, "answer": p.answer} for p in stream.problems])
+    data = Dataset.from_list([{"prompt": p.prompt, "number": i} for i, p in enumerate(stream.problems)])
     trainer = trainer_class(
         policy.master, reward, config, train_dataset=data, processing_class=policy.tokenizer
     )

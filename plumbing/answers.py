@@ -10,60 +10,74 @@ from fractions import Fraction
 MAX_ANSWER = 1000  # characters; a longer text is not an answer
 # Notation and its plain form, replaced in this order. A replacement must not join its neighbours:
 # \frac{7}{7}1 is not 7/71.
+SYMBOL = r"(?:[mck]m|m[lLg]|kg|(?:ft|in|lb|oz|hr|USD)s?)(?![a-zA-Z])"
+GROUP = r"\{((?:[^{}]|\{[^{}]*\})*)\}"  # braces with no more than one level inside
 NOTATION = [
     (r"−", "-"),
+    (r"^(['\"“‘]|``)([^'\"”’]*)(?:['\"”’]|'')$", r"\2"),  # quotes
     (r"(?<=[0-9])(?:\{,\}|\\,|,\\!)(?=[0-9]{3}(?![0-9]))", "{,}"),  # thousands
-    (r"\\[dt]frac", r"\\frac"),
+    (r"\\[dtc]frac", r"\\frac"),
+    (r"\{([^{}]+)\\over(?![a-zA-Z])([^{}]+)\}", r"\\frac{\1}{\2}"),
+    (r"\\([gln]e)q(?![a-zA-Z])", r"\\\1"),
     (r"\\(frac|sqrt) ?([0-9])", r"\\\1{\2}"),  # \frac12 is \frac{1}2, ...
     (r"(\\frac ?\{[^{}]*\}) ?([0-9])", r"\1{\2}"),  # ... and that \frac{1}{2}
     (r"(?<!\S)\*\*(?=\S)([^*]+)(?<=\S)\*\*(?!\w)", r" \1 "),  # bold; 2**3 is a power
     (r"^\*\*|(?<=:)\*\*|\*\*(?=\.?$)", " "),
     # Invisible markup becomes \! first, and then a blank, but not between digits: 3$6$5 is 365.
     (r"(?<!\\)\${1,2}((?:[^$\\]|\\.)+)\${1,2}", r"\\!\1\\!"),
-    (r"(?<!\\)\\[()]|\\(?:left|right|displaystyle)(?![a-zA-Z])", r"\\!"),
-    (r"\\(?:text|textbf|mathrm|mathbf|mbox) ?\{([^{}]*)\}", r"\\!\1\\!"),
+    (r"(?<!\\)\\[()]|\\(?:left|right)(?:\.|(?![a-zA-Z]))|\\displaystyle(?![a-zA-Z])", r"\\!"),
+    (rf"\\(?:text|(?:text|math)(?:rm|bf|it|sf|tt)|mbox|boldsymbol) ?{GROUP}", r"\\!\1\\!"),
     (r"(?<=[0-9])(?:\\!)+(?=\.?[0-9])", "{}"),
     (r"\\!|~(?=[a-zA-Z\\])|(?<!\\)\\[,;: ]", " "),
     (r"(?<=[0-9]:[0-9]{2}) *(?i:a\.?m\b\.?)", " am"),  # in a time of day case does not matter
     (r"(?<=[0-9]:[0-9]{2}) *(?i:p\.?m\b\.?)", " pm"),
     (r" ?(?:\^ ?(?:\\circ(?![a-zA-Z])|\{ ?\\circ ?\})|°)", " degrees "),
     (r"\s+", " "),
-    (r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))(?!.*(?:[)\]]|\\\}))", "{,}"),  # no thousands in (100,200)
+    (r"(?<=[0-9])(?<!\b0),(?=[0-9]{3}(?![0-9]))(?!.*(?:[)\]]|\\\}))", "{,}"),  # not in (100,200)
     (r" (?=[{}])|(?<=\{) ", ""),
+    (rf"^{GROUP}$", r"\1"),
     (r" ?([\^_]) ?\{([0-9](?!\}[\d.])|[a-zA-Z](?!\}\w))\}", r"\1\2"),  # x^{2} is x^2
     (r"^ | ?\.? ?$", ""),
     (r"^(?i:(?:the )?(?:final )?answer(?: is:?|:) )", ""),
     (r"^= ?", ""),
     (r"^\(([A-Z])\)$", r"\1"),  # the choice (A)
 ]
-NAME = (r"^(?:[a-zA-Z]|\\(?:alpha|beta|theta|lambda|phi|omega)) ?= ?", "")  # the x= of x=5
+# The x= of x=5, but not of x=x^2; in a word a letter is no name.
+NAME = r"^([a-zA-Z]|\\(?:alpha|beta|theta|lambda|phi|omega)) ?= ?(?!.*(?<![a-z]{2})\1(?![a-z]{2}))"
 MEASURES = [
     (r"^([+-]?) ?\\?\$ ?([+-]?[0-9.,{}]+)(?i: dollars?| usd)?(?![\w.,{}])", r"\1\2 dollars"),
     (r" ?(?:\\?%|(?i:per ?cent)\b)", "%"),
     (r"^([+-]? ?[0-9.,{}]+)%$", r"\1 %"),  # a unit, but not behind a fraction: 1/2% is not 1/2
-    (r"(?<=[0-9}])(?=[a-zA-Z]{2})", " "),  # 5cm is 5 cm
+    (rf"(?<=[0-9}}])(?={SYMBOL})", " "),  # 5cm is 5 cm
     (r"(?<= )([mck]?m|in|inches|ft|feet|miles) ?\^2(?![\w.])", r"square \1"),
     (r"(?<= )([mck]?m|in|inches|ft|feet|miles) ?\^3(?![\w.])", r"cubic \1"),
+    (r"(?<= )mph\b", "miles per hour"),
 ]
-# Units that may follow a number and may be left out; not words that multiply it, such as "million".
-UNITS = "|".join(
+# A unit is a symbol, in which case matters (5 M is no length), or up to three words that do not change
+# the number. What may be a product of variables, as in 2 xyz, is not a word.
+CHANGES = """
+    zero one two three four five six seven eight nine ten eleven twelve hundred thousand third quarter
+    (?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|hundred|thousand)th half
+    [a-z]+(?:teen|t[iy]|illion)[eth]* halve dozen score gross pair couple grand double triple twice
+    square squared cubic cubed root time plus minus less more over under below above and but not than
+    per percent mod factorial sin cos tan log alpha beta gamma theta lambda sigma omega
     """
-    dollar usd cent degree mile foot feet inch inche yard meter centimeter kilometer gram kilogram pound
-    ounce ton liter gallon cup second minute hour day week month year mph unit point time person people
-    child children student man men woman women boy girl friend apple ball book box boxe card coin cookie
-    egg game item marble page piece step ticket toy way
-    """.split()
-)
-# Case matters in units of one or two letters: 5 M is not a length, and Mm is not mm.
-UNIT = rf"(?:(?:(?i:{UNITS})|mm|cm|km|ft|in|kg|lb|oz|m[lL]|hr)s?|(?<= )%|(?<![0-9}}]/)[mghsL])"
-MEASURED = rf"(.*[0-9}}])((?: (?:square |cubic )?{UNIT})?(?:(?: per |/){UNIT})?)"
+WORD = rf"(?!(?i:{'|'.join(CHANGES.split())})(?:e?s)?\b)(?=\w*[aeiou])[A-Za-z][a-z]{{2,}}\b"
+UNIT = rf"(?:(?:square|sq|cubic) )?(?:{SYMBOL}|[mghsL%]|(?!\w[^aeiou]\w\b){WORD}(?: {WORD}){{0,2}})"
+MEASURED = rf"(.*[0-9}}])((?: {UNIT}(?:(?: per |/){UNIT})?| per {UNIT})?)"
+FULL_NAMES = """
+    mm=millimeter cm=centimeter m=meter metre=meter km=kilometer in=inch ft=foot feet=foot sq=square
+    g=gram mg=milligram kg=kilogram oz=ounce lb=pound ml=milliliter l=liter litre=liter usd=dollar
+    s=second sec=second min=minute h=hour hr=hour
+    """
+FULL_NAMES = dict(pair.split("=") for pair in FULL_NAMES.split())
 # In a text \frac{a}{b} is a/b if nothing next to it could belong to a or to b.
 FRACTION = (
     r"((?:^|[(\[{,=<>&]|\\\\|matrix\}|\\pm|\\[lg]eq?|\b(?:or|and)) ?[+-]? ?|(?<=[\w)}\]]) ?[+-] ?)"
     r"\\frac\{(?!\})(-?[0-9]*[a-zA-Z]*(?:\^[0-9]|\\pi|\\sqrt\{[^{}]*\})?)\}\{([0-9]+)\}"
     r"(?= ?(?:$|[)\]},=<>&%+-]|\\[\\}]|\\end)| (?:or|and) )"
 )
-WORD = r"(?<![\\\w])[^\W\d_]{3,}|^[A-Z][a-z]\b"  # case does not matter in these; the second: No
+WORDS = r"(?<![\\\w])[^\W\d_]{3,}|^[A-Z][a-z]\b"  # an initial's case does not matter; the second: No
 
 
 def final_answer(text):
@@ -135,19 +149,21 @@ def canonical(answer, is_named=False):
     if len(answer) > MAX_ANSWER:
         return answer, ""
     text = answer.strip()
-    notation = [*NOTATION, NAME, *MEASURES] if is_named else NOTATION + MEASURES
+    notation = [*NOTATION, (NAME, ""), *MEASURES] if is_named else NOTATION + MEASURES
     for pattern, plain in notation:
         text = re.sub(pattern, plain, text)
     text = text.strip()
     measured = re.fullmatch(MEASURED, text)
     if measured and number(measured[1]) is not None:
-        unit = re.sub(r"(?<=\w\w)s\b", "", measured[2].lower())
+        unit = measured[2].strip().lower().replace("/", " per ")
+        unit = re.sub(r"(?<=ch|sh|ss)es\b|(?<=x)es\b|(?<=\w[a-rt-z])s\b", "", unit)
+        unit = re.sub(r"\w+", lambda word: FULL_NAMES.get(word[0], word[0]), unit)
         return number(measured[1]), unit
     # In text blanks matter only between words and numbers, and case only where it may be a unit.
     text = re.sub(FRACTION, r"\1\2/\3", text)
     text = re.sub(r" ?([^\w .]) ?", r"\1", text)
     text = re.sub(r"(\\[a-zA-Z]+) (?=[0-9])", r"\1", text)
-    return re.sub(WORD, lambda word: word[0].casefold(), text), ""
+    return re.sub(WORDS, lambda word: word[0].lower() if word[0].istitle() else word[0], text), ""
 
 
 def is_same(found, gold):

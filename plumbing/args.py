@@ -40,7 +40,12 @@ class RunArgs:
     system_prompt: str = flag("", "system message before each prompt")
     instruction: str = flag("", "text added on a separate line after each prompt")
     num_held_out: int = flag(256, "problems held out for evaluation")
-    reward: str = flag("", "FILE.py:FUNCTION to use instead of common.verify")
+    reward: list[str] = HfArg(
+        default_factory=list,
+        help="FILE.py:FUNCTION ... instead of common.verify, of one completion, or of lists as in TRL: "
+        "then a completion is correct if the first one's value is above 0.5",
+    )
+    reward_weights: list[float] = HfArg(default_factory=list, help="of these functions [1 each]")
     # precision and memory
     dtype: Literal["float32", "bfloat16"] = flag(
         "float32", "precision of the model that computes; AdamW always updates float32 weights"
@@ -82,6 +87,7 @@ class RunArgs:
     group_size = 1
     update_epochs = 1
     num_minibatches = 1
+    reads_answers = True  # False if no function of --reward reads them, known once these are loaded
 
     def check(self):
         """Overridden by scripts: UserError if one of their own flags has an impossible value."""
@@ -158,11 +164,18 @@ def parse_args(args_class):
     args = args_class(**vars(parser.parse_args()))
     check_ranges(args)
     args.check()
+    if os.fsencode(args.run_dir) != args.run_dir.encode(errors="replace"):  # safetensors needs UTF-8
+        raise UserError(f"--run_dir {args.run_dir} is not UTF-8 in this locale: set PYTHONUTF8=1")
     completions = args.prompts_per_iteration * args.group_size
     if completions > 1_000_000:
         raise UserError(f"--prompts_per_iteration x --group_size is {completions}, more than a million")
     if completions % args.num_minibatches > 0:
         raise UserError(f"--num_minibatches does not divide {completions} completions into equal parts")
+    is_weight = [abs(weight) <= 1000 for weight in args.reward_weights]
+    if is_weight and (len(is_weight) != len(args.reward) or not all(is_weight)):
+        raise UserError(
+            "--reward_weights must be numbers up to 1000, one for each function of --reward"
+        )
     if args.old_logprobs == "sampler" and args.rollout_correction != "none":
         raise UserError("--old_logprobs sampler makes --rollout_correction useless: its ratio is 1")
     if args.old_logprobs == "sampler" and args.routing_replay == "r2":

@@ -1,13 +1,16 @@
 """Reads datasets, renders prompts as the model reads them, and streams training problems."""
 
+import hashlib
 import json
 import math
-import random
-from decimal import Decimal
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from plumbing import ranks
 from plumbing.answers import gold_answer, is_same
 from plumbing.args import UserError
 
@@ -40,80 +43,85 @@ class ProblemStream:
         self.position = state["position"]
 
 
+@dataclass
+class Row:
+    """A row of a dataset, on its way to a problem."""
+
+    prompt: str | list  # text or chat messages; later the text that the model reads
+    answer: str  # the gold answer
+    columns: dict = field(default_factory=dict)
+    line: int = 0  # its number in the dataset, from 1
+    order: str = ""  # a hash of the prompt; the rows with the smallest are held out
+    prompt_ids: list | None = None
+    fault: str = ""  # why the row is left out
+    error: Exception | None = None
+
+
 def read_dataset(args):
-    r"""`--dataset` -> [(prompt, gold answer)] in random order, the same for all seeds. A prompt is text
-    or a list of chat messages; the gold answer follows '####', is in a '\boxed{}', or is the cell."""
-    rows = read_rows(args.dataset, args.dataset_config, args.dataset_split)
-    columns = dict.fromkeys(column for row in rows for column in row)
-    found = f"the columns are {', '.join(columns)}"
-    for column in (args.prompt_column, args.answer_column):
-        if column not in columns:
-            raise UserError(f"--dataset {args.dataset} has no column {column}; {found}")
-    pairs = []
-    for number, row in enumerate(rows, 1):
-        prompt = row.get(args.prompt_column)
-        gold = gold_answer(row.get(args.answer_column))
-        for part, value in (("prompt", prompt), ("gold answer", gold)):
-            if not value:
-                raise UserError(f"--dataset {args.dataset}, row {number}: no readable {part}; {found}")
-        pairs.append((prompt, gold))
-    return random.Random(0).sample(pairs, len(pairs))
+    r"""`--dataset` -> [Row]. A prompt is text or a list of chat messages; the gold answer follows
+    '####', is in a '\boxed{}', or is the cell."""
+    values = read_rows(args.dataset, args.dataset_config, args.dataset_split)
+    columns = list(dict.fromkeys(column for value in values.values() for column in value))
+    rows = []
+    for line, value in values.items():
+        prompt = value.get(args.prompt_column)
+        answer = gold_answer(value.get(args.answer_column)) or ""
+        row = Row(prompt, answer, {column: value.get(column) for column in columns}, line)
+        row.order = hashlib.sha256(repr(prompt).encode()).hexdigest()
+        row.error = ValueError(f"the columns are {', '.join(columns)}")
+        if not value:
+            row.fault = "unreadable"
+        elif not prompt:
+            row.fault = "without a prompt"
+        elif args.reads_answers and not answer:
+            row.fault = "without a gold answer"
+        rows.append(row)
+    return rows
 
 
 def read_rows(name, config, split):
-    """`--dataset` (a file in JSON or parquet, a folder, a hub id) -> its rows as dicts. Files are read
-    directly: names are not interpreted, numbers keep their digits, and there is no cache."""
+    """`--dataset` (a file in JSON or parquet, a folder, a hub id) -> {line: dict, empty if unreadable}.
+    Files are read directly: names are not interpreted, and there is no cache."""
     path = Path(name)
     try:
         if path.suffix == ".parquet":
             import pyarrow.parquet  # imported here, like datasets below: 80 MB that few runs need
 
-            rows = pyarrow.parquet.read_table(path).to_pylist()
+            rows = dict(enumerate(pyarrow.parquet.read_table(path).to_pylist(), 1))
         elif path.suffix in (".json", ".jsonl") or path.is_file():
             rows = read_json(path)
         else:
             import datasets
 
             datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-            rows = datasets.load_dataset(name, config or None, split=split).to_list()
+            table = datasets.load_dataset(name, config or None, split=split)
+            rows = dict(enumerate(table.to_list(), 1))
         if not rows:
             raise ValueError("there are no rows")
-        return rows
+        return {line: row if isinstance(row, dict) else {} for line, row in rows.items()}
     except Exception as error:  # the libraries raise many kinds of exceptions for damaged files
         raise UserError(f"--dataset {name} cannot be read") from error
 
 
 def read_json(path):
-    """[dict] of a file with a JSON object on each line, or of a .json file with one array of objects.
-    ValueError names the line or row that is not an object."""
-    text = path.read_text(encoding="utf-8-sig")  # with a byte order mark or without
+    """{line: value} of a file with JSON on each line, or of a .json file with one array."""
+    # With a byte order mark or without. Bytes that are not text become halves of surrogate pairs.
+    text = path.read_text(encoding="utf-8-sig", errors="surrogateescape")
     if path.suffix == ".json" and text.lstrip().startswith("["):
-        values = json.loads(text, parse_float=Decimal)
-        return [json_object(value, f"row {number}") for number, value in enumerate(values, 1)]
-    rows = []
-    for number, line in enumerate(text.split("\n"), 1):  # other separators are allowed inside a string
+        return dict(enumerate(json.loads(text), 1))
+    rows = {}
+    for number, line in enumerate(text.split("\n"), 1):  # other separators may be inside a string
         if line.strip():
-            try:
-                value = json.loads(line, parse_float=Decimal)
-            except ValueError as error:
-                raise ValueError(f"line {number}: {error}") from error
-            rows.append(json_object(value, f"line {number}"))
+            rows[number] = None
+            with suppress(ValueError):
+                rows[number] = json.loads(line)
     return rows
 
 
-def json_object(value, where):
-    """The value; ValueError if it is not an object, or its text cannot be encoded."""
-    if not isinstance(value, dict):
-        raise ValueError(f"{where} is not an object")
-    try:  # JSON can contain half of a surrogate pair, which is not a character
-        json.dumps(value, ensure_ascii=False, default=str).encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{where}: {error}") from error
-    return value
-
-
-def render(prompt, tokenizer, args):
-    """A prompt as the model reads it: through the chat template, if there is one."""
+def render(row, tokenizer, args):
+    """Makes the row's prompt the text that the model reads: through the chat template, if there is one.
+    Reward functions get it as `prompts`, a list of messages if there is a template."""
+    prompt = row.prompt
     try:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         if args.instruction:
@@ -122,39 +130,64 @@ def render(prompt, tokenizer, args):
         if args.system_prompt:
             messages.insert(0, {"role": "system", "content": args.system_prompt})
         if tokenizer.chat_template:
-            return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        if len(messages) > 1:
+            options = {"tokenize": False, "add_generation_prompt": True}
+            row.prompt = tokenizer.apply_chat_template(messages, **options)
+        elif len(messages) > 1:
             raise ValueError("chat messages and --system_prompt need a tokenizer with a chat template")
-        return str(messages[0]["content"])
+        else:
+            row.prompt = str(messages[0]["content"])
+        prompts = messages if tokenizer.chat_template else row.prompt
+        row.columns = {"answer": row.answer, **row.columns, "prompts": prompts}
+        (row.prompt + row.answer).encode()  # fails for half of a surrogate pair, which is not text
     except Exception as error:  # templates raise their own exceptions
-        raise UserError(f"--dataset: the prompt {prompt!r:.60} cannot be used") from error
+        row.fault = "unreadable"
+        row.error = error
 
 
-def render_all(pairs, tokenizer, args):
-    """[(prompt, gold answer)] -> {prompt as the model reads it: gold answer}, each prompt once."""
-    answers = {}
-    for prompt, answer in pairs:
-        text = render(prompt, tokenizer, args)
-        first = answers.setdefault(text, answer)
-        if first != answer and not is_same(first, answer):
-            raise UserError(f"--dataset: {text!r:.60} has two gold answers, {first} and {answer}")
-    if len(answers) <= args.num_held_out:
-        message = f"leaves none of the {len(answers)} problems for training"
-        raise UserError(f"--num_held_out {args.num_held_out} {message}")
-    return answers
-
-
-def tokenize(prompts, policy, args):
-    """Rendered prompts -> lists of token ids. UserError if the model cannot read them."""
-    add_special_tokens = not policy.tokenizer.chat_template  # a template adds them itself
-    rows = policy.tokenizer(prompts, add_special_tokens=add_special_tokens).input_ids
-    check_token_ids(rows, policy)
-    longest = max(len(row) for row in rows)
+def problem_rows(rows, policy, args):
+    """The rows that can be used, with their prompts as the model reads them, the held-out ones first.
+    Prints how many are left out, and why; UserError if that is more than a tenth."""
+    for row in rows:
+        if not row.fault:
+            render(row, policy.tokenizer, args)
+    rendered = [row for row in rows if not row.fault]
+    all_ids = []
+    if rendered:
+        add_special_tokens = not policy.tokenizer.chat_template  # a template adds them itself
+        prompts = [row.prompt for row in rendered]
+        all_ids = policy.tokenizer(prompts, add_special_tokens=add_special_tokens).input_ids
     limit = getattr(policy.model.config, "max_position_embeddings", math.inf)
-    if longest + args.max_new_tokens > limit:
-        message = f"with a prompt of {longest} tokens, the model's limit of {limit} is exceeded"
-        raise UserError(f"--max_new_tokens {args.max_new_tokens}: {message}")
-    return rows
+    first_rows = {}
+    for row, ids in zip(rendered, all_ids, strict=True):
+        row.prompt_ids = ids
+        first = first_rows.setdefault(row.prompt, row)
+        if not ids:
+            row.fault = "unreadable"
+        elif len(ids) + args.max_new_tokens > limit:
+            row.fault = "too long"
+            message = f"with a prompt of {len(ids)} tokens, the model's limit of {limit} is exceeded"
+            row.error = ValueError(f"--max_new_tokens {args.max_new_tokens}: {message}")
+        elif first is not row:
+            if args.reads_answers and not is_same(first.answer, row.answer):
+                first.fault = "with two answers"
+            row.fault = first.fault or "twice"
+    lines = {row.fault: row.line for row in reversed(rows)}  # of the first row with each fault
+    counts = Counter(row.fault for row in rows if row.fault)
+    faults = ", ".join(f"{count:,} {fault}" for fault, count in counts.items())
+    faults = faults.replace("unreadable", f"unreadable (line {lines.get('unreadable')})")
+    faulty = [row for row in rows if row.fault not in ("", "twice")]
+    if len(faulty) > len(rows) / 10:  # a column is wrong
+        message = f"{len(faulty)} of {len(rows)} rows cannot be used: {faults}"
+        place = f"the first is in line {faulty[0].line}"
+        raise UserError(f"--dataset {args.dataset}: {message}; {place}") from faulty[0].error
+    kept = [row for row in rows if not row.fault]
+    check_token_ids([row.prompt_ids for row in kept], policy)
+    if len(kept) <= args.num_held_out:
+        message = f"leaves none of the {len(kept)} problems for training"
+        raise UserError(f"--num_held_out {args.num_held_out} {message}")
+    if faults and ranks.RANK == 0:
+        print(f"{len(kept):,} problems; left out: {faults}")
+    return sorted(kept, key=lambda row: row.order)
 
 
 def check_token_ids(rows, policy):

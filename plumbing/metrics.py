@@ -159,6 +159,10 @@ def rollout_summary(completions, num_samples=1):
         "response_len_mean": sum(lengths) / count,
         "response_len_max": max(lengths),
     }
+    for name in completions[0].rewards or {}:
+        values = [c.rewards[name] for c in completions]
+        result[f"reward_mean_{name}"] = sum(value or 0.0 for value in values) / count
+        result[f"reward_none_frac_{name}"] = values.count(None) / count
     if num_samples > 1:
         result |= pass_at_k(completions, num_samples)
     return result

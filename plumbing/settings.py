@@ -45,8 +45,9 @@ def settings_of(args, script, run_folder):
         del settings[name]
     model = TINY_MOE if args.model == "tiny-moe" else args.model
     dataset = "" if args.dataset == "addition" else args.dataset
-    reward_file, _, _ = args.reward.rpartition(":")  # FILE.py:FUNCTION
-    for name, path in (("model", model), ("dataset", dataset), ("reward", reward_file)):
+    named = [("model", model), ("dataset", dataset)]
+    named += [("reward", reward.rpartition(":")[0]) for reward in args.reward]  # FILE.py:FUNCTION
+    for name, path in named:
         try:
             for file_name, file in files_of(path).items():
                 if run_folder.absolute() in file.absolute().parents:
@@ -55,7 +56,7 @@ def settings_of(args, script, run_folder):
                 if name != "model" or file.suffix in (".json", ".jinja", ".model", ".txt"):
                     settings[f"{name}'s {file_name}"] = file_hash(file)
         except OSError as error:
-            raise UserError(f"--{name} {getattr(args, name)} cannot be read") from error
+            raise UserError(f"--{name} {path} cannot be read") from error
     return settings
 
 

@@ -28,22 +28,22 @@ torch.set_num_threads(1)  # as the scripts do with the tiny model
 transformers.utils.logging.disable_progress_bar()
 
 
-def remembered(tokenize):
-    """`tokenize`, which takes longer than a small run, once for the prompts of the default job."""
+def remembered(problem_rows):
+    """`problem_rows`, which takes longer than a small run, once for the default job."""
     known = {}
 
-    def tokenize_or_remember(prompts, policy, args):
+    def read_or_remember(rows, policy, args):
         if (args.dataset, args.model) != ("addition", "tiny-moe"):
-            return tokenize(prompts, policy, args)
-        key = (args.max_new_tokens, args.system_prompt, args.instruction)
+            return problem_rows(rows, policy, args)
+        key = (args.max_new_tokens, args.system_prompt, args.instruction, args.num_held_out)
         if key not in known:
-            known[key] = tokenize(prompts, policy, args)
+            known[key] = problem_rows(rows, policy, args)
         return known[key]
 
-    return tokenize_or_remember
+    return read_or_remember
 
 
-common.tokenize = remembered(common.tokenize)
+common.problem_rows = remembered(common.problem_rows)
 
 
 def path_of(name):

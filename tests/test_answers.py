@@ -76,7 +76,8 @@ def test_two_megabytes_take_twice_as_long_as_one(piece):
 PIECES = [" ", " ", "\n", ".."]
 PIECES += "365 36 5 0 1 , . / - + $ $$ \\$ % \\% \\! \\, \\; ~ ** { } {,} ^ ^2 _2 ( ) \\( \\) =".split()
 PIECES += r"x= Answer: \text{ \mathrm{ \left \right \frac \frac{ \sqrt \pi \cdot ^\circ °".split()
-PIECES += "cm m L dollars USD people per /day square million k dozen and".split()
+PIECES += "cm m L USD /day k".split()
+PIECES += [f" {word} " for word in "dollars people per square million dozen and".split()]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -133,6 +134,7 @@ def test_random_text_is_never_an_error(seed):
 
 def without_notation(answer):
     """Notation and units taken off, in another way than the verifier does it."""
+    answer = re.sub(r"\\(?:left|right)\.", "", answer)
     answer = answer.replace("\\!", "").replace("\\circ", "°").replace("{,}", ",")
     answer = re.sub(r"\\(?:text|mathrm|left|right)(?![a-z])|\\[,;()$%]|[*$%{}~\s]", " ", answer)
     answer = re.sub(r" +", " ", answer)

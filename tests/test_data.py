@@ -1,9 +1,11 @@
 """Datasets: files, columns, gold answers, the held-out split."""
 
+import copy
 import json
 import os
 from datetime import date
 from decimal import Decimal
+from types import SimpleNamespace
 
 import pyarrow
 import pyarrow.parquet
@@ -11,8 +13,8 @@ import pytest
 from conftest import script_args
 from datasets import Dataset
 
+import common
 from common import load_problems
-from plumbing.args import UserError
 from plumbing.data import read_dataset
 from plumbing.policy import Policy
 
@@ -26,32 +28,34 @@ def write(path, rows):
     return path
 
 
+def read(path, **changes):
+    """[(prompt, gold answer)] of the rows that can be read, in their order."""
+    return [
+        (row.prompt, row.answer) for row in read_dataset(arguments(path, **changes)) if not row.fault
+    ]
+
+
 ROWS = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(10)]
 
 
 def test_json_lines_and_parquet_hold_the_same_problems(tmp_path):
     path = write(tmp_path / "data.jsonl", ROWS)
     Dataset.from_list(ROWS).to_parquet(tmp_path / "data.parquet")
-    a, b = (read_dataset(arguments(p)) for p in (path, tmp_path / "data.parquet"))
-    assert a == b and a != [tuple(row.values()) for row in ROWS]  # in another order than in the file
-    assert sorted(a) == sorted(tuple(row.values()) for row in ROWS)
+    assert read(path) == read(tmp_path / "data.parquet") == [tuple(row.values()) for row in ROWS]
 
 
 def test_gsm8k_needs_no_flag(tmp_path):
     """Its columns are the defaults, and its gold answer stands after '####'."""
     answer = "She sold 48/2 = <<48/2=24>>24 clips in May.\nTogether 48+24 = <<48+24=72>>72.\n#### 1,072"
     path = write(tmp_path / "gsm8k.jsonl", [{"question": "How many?", "answer": answer}])
-    assert read_dataset(arguments(path)) == [("How many?", "1,072")]
+    assert read(path) == [("How many?", "1,072")]
 
 
 def gold_of(path):
-    """The gold answer of a file with one row; None if it is refused."""
-    try:
-        ((_, gold),) = read_dataset(arguments(path, prompt_column="p", answer_column="a"))
-        return gold
-    except UserError as error:
-        assert "row 1: " in str(error) and "gold answer" in str(error)
-        return None
+    """The gold answer of a file with one row; None if the row is left out."""
+    (row,) = read_dataset(arguments(path, prompt_column="p", answer_column="a"))
+    assert row.fault == ("" if row.answer else "without a gold answer")
+    return row.answer or None
 
 
 JSON_ANSWERS = [  # as the file has them; None: refused, since it cannot be read exactly
@@ -62,7 +66,7 @@ JSON_ANSWERS = [  # as the file has them; None: refused, since it cannot be read
     ('"a\u2028b\u0085c"', "a\u2028b\u0085c"),  # other line separators are part of the string
     ('"so #### 1 #### 7"', "7"),
     (r'"hence \\boxed{\\frac{1}{2}}."', r"\frac{1}{2}"),
-    *[(number, number) for number in ("42", "0", "0.1", "4.50", "-0.5")],
+    *[(number, number) for number in ("42", "0", "0.1", "4.5", "-0.5")],
     *[(number, number) for number in ("9223372036854775809", "-18446744073709551616")],
     *[(number, None) for number in ("1e30", "1E400", "NaN", "Infinity")],
     *[(value, None) for value in ("true", "[1, 2]", '{"a": 1}', "null", '""', '" "')],
@@ -121,6 +125,68 @@ ROW = '{"p": "x", "a": "2"}'
 def test_an_array_of_objects_and_a_byte_order_mark(mark, name, text, tmp_path):
     (tmp_path / name).write_text(mark + text, encoding="utf-8")
     assert gold_of(tmp_path / name) == "2"
+
+
+LEFT_OUT = """
+{"question": "1+1=", "answer": ""}
+{"question": "1+2=", "answer": null}
+{"question": "12345678901234567890", "answer": "0"}
+{"question": "3+4=", "answer": "7.0"}
+{"question": "5+6=", "answer": "12"}
+{"question": "\\ud800", "answer": "1"}
+{"question": [{"role": "user", "content": ""}], "answer": "1"}
+{"question": "7+8=", "ans
+[]
+{"question": "", "answer": "1"}
+"""
+
+
+def test_bad_rows_are_left_out_and_counted(tmp_path, tiny_model, capsys):
+    """The bytes of the last line are not UTF-8. Of two answers to a prompt neither is used."""
+    path = write(tmp_path / "data.jsonl", [row for row in ROWS if row["question"] != "1+1="] + ROWS[:4])
+    with path.open("ab") as file:
+        file.write(LEFT_OUT.encode() + '{"question": "9+9=", "answer": "ü"}'.encode("latin1"))
+    policy = copy.copy(Policy(*tiny_model))
+    policy.model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=60))
+    policy.model.get_input_embeddings = tiny_model[0].get_input_embeddings
+    args = arguments(path, num_held_out=10, max_new_tokens=45)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(common, "check_window", lambda *args: None)
+        stream, held_out = load_problems(args, policy)
+    problems = {problem.prompt: problem.answer for problem in stream.problems + held_out}
+    sums = {row["question"]: row["answer"] for row in ROWS if row["question"] not in ("1+1=", "5+6=")}
+    assert problems == sums and len(stream.problems) == 88
+    faults = "2 with two answers, 5 twice, 2 without a gold answer, 1 too long, "
+    faults += "5 unreadable (line 110), 1 without a prompt"
+    assert capsys.readouterr().out == f"98 problems; left out: {faults}\n"
+
+
+def test_held_out_problems_are_those_of_the_smallest_hash(tmp_path, tiny_model):
+    """A row more moves at most one of them, and the order of the rows none."""
+    policy = Policy(*tiny_model)
+
+    def held_out(rows):
+        path = write(tmp_path / "data.jsonl", rows)
+        return [p.prompt for p in load_problems(arguments(path, num_held_out=20), policy)[1]]
+
+    before = held_out(ROWS)
+    assert held_out(ROWS[::-1]) == before
+    for i in range(0, 100, 7):
+        after = held_out(ROWS[:i] + ROWS[i + 1 :])
+        others = [prompt for prompt in before if prompt != ROWS[i]["question"]]
+        assert after[: len(others)] == others and len(after) == 20
+
+
+def test_what_reward_functions_get_of_a_row(tmp_path, tiny_model):
+    """Numbers as other readers of JSON have them; the answer column only if something reads it."""
+    row = {"question": "1+1=", "tests": [0.5, {"x": 1.50}], "level": None}
+    path = write(tmp_path / "data.jsonl", [row, {**row, "question": "1+2=", "level": 3}])
+    args = arguments(path, num_held_out=1)
+    args.reads_answers = False
+    stream, held_out = load_problems(args, Policy(*tiny_model))
+    problems = {p.prompt: p.columns for p in stream.problems + held_out}
+    assert problems["1+1="] == {**row, "answer": "", "prompts": "1+1="}
+    assert problems["1+2="]["level"] == 3 and type(problems["1+2="]["tests"][0] * 2) is float
 
 
 def test_held_out_problems_are_apart_and_the_same_for_all_seeds(tmp_path, tiny_model):

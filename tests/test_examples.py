@@ -18,6 +18,8 @@ import pytest
 import torch
 from conftest import ROOT, script_args
 
+from common import Completion, Problem, judge, load_verifier
+
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
 B = 16
 T = 9
@@ -57,8 +59,7 @@ def check_dataset(path):
 
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     _, args = script_args("grpo", dataset=str(path))
-    pairs = read_dataset(args)
-    assert sorted(answer for _, answer in pairs) == sorted(row["answer"] for row in rows)
+    assert [row.answer for row in read_dataset(args)] == [row["answer"] for row in rows]
     return rows
 
 
@@ -101,6 +102,42 @@ def test_own_reward_compares_by_algebra():
     assert reward("#### x^2", "x^2+x", False) == (0.0, "wrong")
     assert reward("0.5", "0.5", False) == (0.0, "no_answer")
     assert reward("#### 0.5", "0.5", True) == (0.0, "truncated")
+
+
+TRL_REWARDS = """
+from trl.rewards import accuracy_reward, think_format_reward, get_soft_overlong_punishment
+overlong = get_soft_overlong_punishment(max_completion_len=20, soft_punish_cache=8)
+"""
+
+
+@pytest.mark.extras
+def test_rewards_of_trl_work_as_they_are(tmp_path):
+    """Each value is what TRL's function gives if it is called by hand."""
+    from trl.rewards import accuracy_reward, think_format_reward
+
+    (tmp_path / "mine.py").write_text(TRL_REWARDS)
+    names = ("accuracy_reward", "think_format_reward", "overlong")
+    files = [f"{tmp_path}/mine.py:{name}" for name in names]
+    verify = load_verifier(script_args("grpo", reward=files, reward_weights=[1.0, 0.2, 1.0])[1])
+    question = [{"role": "user", "content": "How much is a half?"}]
+    rows = [  # solution, completion, its length
+        (r"\frac{1}{2}", "<think>\nx\n</think>\nIt is \\boxed{0.5}", 12),
+        (r"\frac{1}{2}", r"It is \boxed{0.25}", 16),
+        (r"", r"It is \boxed{0.5}", 30),
+    ]
+    completions = []
+    for solution, text, length in rows:
+        problem = Problem("", "", [], {"solution": solution, "prompts": question})
+        completions.append(Completion(problem, [3] * length, [], text=text))
+    judged = judge(completions, verify)
+    messages = [[{"role": "assistant", "content": text}] for _, text, _ in rows]
+    accuracies = accuracy_reward(messages, [solution for solution, *_ in rows])
+    formats = think_format_reward(messages)
+    assert accuracies == [1.0, 0.0, None] and formats == [1.0, 0.0, 0.0]
+    expected = zip(accuracies, formats, [0.0, -0.5, -1.0], strict=True)
+    assert [tuple(c.rewards.values()) for c in judged] == list(expected)
+    assert [c.reward for c in judged] == pytest.approx([1.2, -0.5, -1.0])
+    assert [c.verdict for c in judged] == ["correct", "wrong", "wrong"]
 
 
 # ----------------------------------------------------------------------------------------------- TRL

@@ -210,6 +210,19 @@ def test_what_ends_a_run_ends_all_ranks_with_one_line(two):
     assert result.returncode != 0
 
 
+def test_run_a_bug_in_a_reward_function_of_one_rank(tmp_path, sums):
+    """It shows its traceback; the other rank ends with one line."""
+    (tmp_path / "reward.py").write_text(
+        "import os\ndef f(prompts, **rest): return [1 / (1 - int(os.environ['RANK']))] * len(prompts)"
+    )
+    own = ("--dataset", sums, "--reward", f"{tmp_path}/reward.py:f", "--iterations", 1)
+    result = torchrun(2, ("none", "grpo", flags("grpo", tmp_path / "run", *own)))
+    assert result.returncode != 0 and "reward.py" in result.stderr
+    assert "ZeroDivisionError: division by zero" in result.stderr
+    (line,) = (x for x in result.stderr.splitlines() if "grpo.py: error:" in x)
+    assert "rank 0 has lost another" in line
+
+
 @pytest.mark.parametrize(
     "variables, expected",
     [

@@ -76,7 +76,7 @@ ARROWS = {
     "routing": set(),
     "args": {"ranks"},
     "reward": {"args"},
-    "data": {"args", "answers"},
+    "data": {"args", "answers", "ranks"},
     "models": {"args", "memory", "routing"},
     "packing": {"routing"},
     "memory": {"ranks"},
