@@ -224,12 +224,13 @@ def see_a_doctor(row, engine):
 
     functions = importlib.import_module(f"examples.doctor_{engine}")
     function = getattr(functions, row["function"])
-    subject, results = doctor.examine_shapes(function, row["section"])[0]
-    tested = [(case, answer) for case, answer in results if not isinstance(answer, str)]
+    found = doctor.examine_shapes(function, row["section"])
+    subject, results, diagnosis = doctor.diagnosed(found)
+    tested = doctor.answered(results)
     wrong = [case["id"] for case, answer in tested if not doctor.is_right(subject, case, answer)]
     row["agree"] = f"{len(tested) - len(wrong)} of {len(tested)}"
     row["differ"] = " ".join(wrong)
-    row["diagnosis"] = "; ".join(doctor.diagnosis(subject, results)) or "healthy"
+    row["diagnosis"] = "; ".join(diagnosis) or "healthy"
 
 
 def default_of(engine, setting):

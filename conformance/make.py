@@ -146,6 +146,7 @@ def sections():
             if kind.get("is_average"):
                 case |= terms_and_denominator(section, case)
             cases.append(case)
+        cases.sort(key=lambda case: case["id"])
         defaults = about.get("defaults", {})
         result[section] = {"arguments": kind["arguments"], "defaults": defaults, "cases": cases}
     return result

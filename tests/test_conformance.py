@@ -241,7 +241,9 @@ def test_the_functions_of_the_scripts_are_healthy(function, algorithm, what, cap
     assert code == 0 and "DIFFERS" not in text
     not_applicable = [line for line in text.splitlines() if line.startswith("  n/a")]
     # ppo's caller adds the value after a completion that was cut off to its last reward.
-    bootstrap = ["  n/a      gae-008 two completions cut off: V after them: it has no bootstrap"]
+    bootstrap = [
+        "  n/a      gae-008 two completions cut off: V after them: it has no keyword bootstrap"
+    ]
     assert not_applicable == (bootstrap if what == "gae" else [])
 
 
@@ -250,7 +252,7 @@ def test_from_the_root_of_a_clone():
     command = [sys.executable, "conformance/check.py", "grpo.py:policy_loss", "--algorithm", "grpo"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.endswith("14 of 14 applicable cases agree, 0 not tested\n")
+    assert result.stdout.endswith("15 of 15 applicable cases agree, 0 not tested\nhealthy\n")
 
 
 def write(tmp_path, *lines):
@@ -271,10 +273,10 @@ RENAMED = ("--algorithm", "dapo", "--rename", "clip_eps_low=low", "clip_eps_high
 def test_renamed_keywords_and_no_count(tmp_path, capsys, monkeypatch):
     code, text = run(capsys, monkeypatch, write(tmp_path, *DAPO), *RENAMED)
     assert code == 0 and "cannot be used in micro-batches" in text
-    assert text.endswith("12 of 12 applicable cases agree, 1 not tested\n")
+    assert text.endswith("12 of 12 applicable cases agree, 1 not tested\nhealthy\n")
     # Without its keywords it is asked for nothing but the default range.
     code, text = run(capsys, monkeypatch, write(tmp_path, *DAPO), "--algorithm", "dapo")
-    assert code == 0 and "n/a      dapo-011 other bounds: it has no clip_eps_low" in text
+    assert code == 0 and "n/a      dapo-011 other bounds: it has no keyword clip_eps_low" in text
 
 
 @pytest.mark.parametrize(
@@ -339,7 +341,7 @@ def test_one_keyword_for_both_bounds(tmp_path, capsys, monkeypatch):
     lines = [line.replace("low=0.2, high=0.28", "low=0.2").replace("high", "low") for line in DAPO]
     flags = "--algorithm ppo --rename clip_eps_low=low clip_eps_high=low".split()
     code, text = run(capsys, monkeypatch, write(tmp_path, *lines), *flags)
-    assert code == 0 and "it has one low for two keywords" in text
+    assert code == 0 and "it has one keyword low for two" in text
 
 
 def test_a_gradient_that_numpy_returns_must_be_right(tmp_path, capsys, monkeypatch):
@@ -415,6 +417,19 @@ def test_shapes_of_advantages(shape, use, tmp_path, capsys, monkeypatch):
     other = "BT" if shape == "B" else "B"
     code, text = run(capsys, monkeypatch, write(tmp_path, *lines), *RENAMED, "--advantages", other)
     assert code == 2 and "Traceback" in text and "AssertionError" in text
+
+
+def test_a_wrong_function_is_diagnosed_in_the_shape_that_it_takes(tmp_path, capsys, monkeypatch):
+    lines = [DAPO[0], "    A = A.unsqueeze(1)", *DAPO[1:3], DAPO[3].replace("-", "")]
+    code, text = run(capsys, monkeypatch, write(tmp_path, *lines), *RENAMED)
+    assert code == 1 and "advantages B\n" in text and text.endswith("mistake: wrong sign\n")
+
+
+def test_a_case_that_raises_is_named(tmp_path, capsys, monkeypatch):
+    lines = [DAPO[0], "    assert not new.isnan().any(), 'NaN'", *DAPO[1:]]
+    code, text = run(capsys, monkeypatch, write(tmp_path, *lines), *RENAMED)
+    assert code == 1 and "11 of 12 applicable cases agree" in text
+    assert "RAISES   dapo-005 masked places hold NaN: it raises AssertionError NaN" in text
 
 
 @pytest.mark.parametrize(
@@ -594,8 +609,7 @@ def test_the_three_examples_of_the_readme(tmp_path):
     for name, text in blocks:
         (tmp_path / (name or "read.py")).write_text(text)
         assert len(text.strip().splitlines()) <= 10
-    (tmp_path / "xfails.txt").write_text("")
-    shutil.copy(PACKAGE / "vectors.json", tmp_path)
+    (tmp_path / "rl_loss_vectors").symlink_to(PACKAGE)
     env = {**os.environ, "PYTHONPATH": str(ROOT / "conformance")}
     for arguments, code in (
         ("-m rl_loss_vectors mine.py:loss --algorithm grpo", 1),

@@ -6,6 +6,8 @@ Exit code 0: healthy; 1: not; 2: it cannot be called.
 """
 
 import argparse
+import importlib
+import importlib.util
 import runpy
 import sys
 import traceback
@@ -21,7 +23,7 @@ ADVANTAGES = {"dr_grpo": "group_differences", "rloo": "leave_one_out"}
 
 def arguments():
     parser = argparse.ArgumentParser("rl_loss_vectors", description=__doc__.splitlines()[0])
-    parser.add_argument("target", help="FILE.py:FUNCTION")
+    parser.add_argument("target", help="FILE.py:FUNCTION or MODULE:FUNCTION")
     parser.add_argument("--algorithm", choices=LOSSES, help="of a loss, or of advantages")
     others = [section for section in SECTIONS if section not in LOSSES]
     parser.add_argument("--what", choices=["loss", "advantages", *others], default="loss")
@@ -33,6 +35,10 @@ def arguments():
     args = parser.parse_args()
     if args.what in ("loss", "advantages") and args.algorithm is None:
         parser.error("--algorithm is needed")
+    if args.framework == "torch" and importlib.util.find_spec("torch") is None:
+        parser.error("torch is not installed; --framework numpy is for functions of arrays")
+    if ":" not in args.target or not all("=" in pair for pair in args.rename):
+        parser.error("the target is FILE.py:FUNCTION, and --rename has pairs OURS=YOURS")
     args.section = args.what
     if args.what == "loss":
         args.section = args.algorithm
@@ -47,6 +53,9 @@ def arguments():
 
 def load(target):
     path, name = target.rsplit(":", 1)
+    if not path.endswith(".py"):
+        sys.path.insert(0, "")
+        return getattr(importlib.import_module(path), name)
     sys.path.insert(0, str(Path(path).parent))
     return runpy.run_path(path)[name]
 
@@ -60,22 +69,30 @@ def main():
         error = traceback.format_exc()
         print(f"{args.target} cannot be called as {args.section}:\n{error}", end="")
         sys.exit(2)
-    subject, results = found[0]
+    subject, results, diagnosis = doctor.diagnosed(found)
     lines, num_agree, num_tested = doctor.report(subject, results)
     about = f"vectors {VECTORS['version']}, advantages {subject.advantages}"
     print(f"{args.target} as {args.section}, {about}")
     print(*lines, sep="\n")
-    print(f"{num_agree} of {num_tested} applicable cases agree, {len(lines) - num_tested} not tested")
+    by_value = sum(line.endswith("(by value only)") for line in lines)
+    unchecked = f", {by_value} without a gradient to compare" if by_value else ""
+    num_others = len(lines) - num_tested
+    print(f"{num_agree} of {num_tested} applicable cases agree{unchecked}, {num_others} not tested")
     if num_agree < num_tested:
-        print(*doctor.diagnosis(subject, results), sep="\n")
+        print(*diagnosis, sep="\n")
     else:
-        counts = [(other.advantages, *doctor.report(other, results)) for other, results in found]
-        others = [shape for shape, _, agree, tested in counts if agree < tested]
-        if others:
-            print(f"careful: advantages {', '.join(others)} broadcast: other numbers, and no error")
-        if num_agree < 5:
-            print("fewer than five cases apply, which shows nothing")
+        print("healthy" if num_agree >= 5 else "fewer than five cases apply: too few to tell")
+        for shape in broadcasting(found):
+            print(f"careful: advantages {shape} broadcast: other numbers, and no error")
     sys.exit(num_agree < num_tested or num_agree < 5)
+
+
+def broadcasting(found):
+    """The shapes of advantages for which a healthy function gives other numbers."""
+    for subject, results in found:
+        pairs = [pair for pair in doctor.answered(results) if "masked_places" not in pair[0]["tags"]]
+        if not all(doctor.is_right(subject, case, answer) for case, answer in pairs):
+            yield subject.advantages
 
 
 if __name__ == "__main__":

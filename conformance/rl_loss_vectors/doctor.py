@@ -9,7 +9,11 @@ from rl_loss_vectors import explain
 from rl_loss_vectors.vectors import Subject, same
 
 SHAPES = ["as in the file", "BT", "B1", "B"]  # of advantages
-SPREADS = "variant: NaN in masked places spreads [TRL, verl]"
+SPREADS = "variant: NaN in masked places spreads: the mask is a factor, no torch.where [TRL, verl]"
+
+
+class Raised(str):
+    """What a function raises in a case that it should be able to answer."""
 
 
 def examine_shapes(function, section, shapes=SHAPES, **how):
@@ -25,14 +29,21 @@ def examine_shapes(function, section, shapes=SHAPES, **how):
             except (Exception, SystemExit) as error:
                 errors.append(error)
         if found:
-            return sorted(found, key=lambda pair: -report(*pair)[1])
+            return sorted(found, key=lambda pair: failures(*pair))
     raise errors[0]
 
 
+def failures(subject, results):
+    """To sort by: most cases agree, then fewest do not."""
+    _, num_agree, num_tested = report(subject, results)
+    return -num_agree, num_tested
+
+
 def examine(subject):
-    """[(case, its answer, or the reason why there is none)]. A function that computes in float32 may
+    """[(case, its answer, or in words why there is none)]. A function that computes in float32 may
     return float64: if all answers are right within the tolerance of float32, that is what they have."""
     results = []
+    errors = []
     cases = subject.about["cases"]
     for case in cases:
         found = subject.why_not(case)
@@ -40,16 +51,22 @@ def examine(subject):
             try:
                 found = subject.answer(case)
             except Exception as error:
-                if are_lists(case) == are_lists(cases[0]):
-                    raise
-                found = f"it takes one number for the batch: {type(error).__name__}"
+                errors.append(error)
+                found = Raised(f"it raises {type(error).__name__} {error}")
+                if are_lists(case) != are_lists(cases[0]):
+                    found = f"it takes one number for the batch: {type(error).__name__}"
         results.append((case, found))
-    rough = [
-        (case, found if isinstance(found, str) else found._replace(is_float32=True))
-        for case, found in results
-    ]
-    is_rough = all(isinstance(found, str) or is_right(subject, case, found) for case, found in rough)
-    return rough if is_rough else results
+    rough = [(case, found._replace(is_float32=True)) for case, found in answered(results)]
+    if errors and not rough:
+        raise errors[0]
+    if all(is_right(subject, case, found) for case, found in rough):
+        answers = dict(zip([case["id"] for case, _ in rough], rough, strict=True))
+        return [answers.get(case["id"], (case, found)) for case, found in results]
+    return results
+
+
+def answered(results):
+    return [(case, found) for case, found in results if not isinstance(found, str)]
 
 
 def are_lists(case):
@@ -109,9 +126,26 @@ def is_right(subject, case, answer):
     return same(answer, *subject.expected(case), case["tolerance"])
 
 
+def diagnosed(found):
+    """(subject, its results, the diagnosis) for the shape of advantages that a function seems to be made
+    for: where as many cases agree, the one in which its mistake is known or explained."""
+    counts = [report(*pair)[1:] for pair in found]
+    options = {}
+    for (subject, results), count in zip(found, counts, strict=True):
+        answers = str(answered(results))
+        if count == counts[0] and answers not in options:
+            options[answers] = (subject, results, diagnosis(subject, results))
+    return min(options.values(), key=lambda option: is_obscure(option[2]))
+
+
+def is_obscure(diagnosis):
+    text = " ".join(diagnosis)
+    return text.startswith("unknown"), "your gradient" not in text
+
+
 def diagnosis(subject, results):
     """Lines; none if the function is healthy in all cases that were tested."""
-    tested = [(case, answer) for case, answer in results if not isinstance(answer, str)]
+    tested = answered(results)
     spoilt = [
         case
         for case, answer in tested
@@ -124,7 +158,7 @@ def diagnosis(subject, results):
     found = []
     unknown = "no known mistake gives these numbers"
     if entries_of(subject.section) is None:
-        unknown = "install torch, and they are compared with the known mistakes"
+        unknown = "install torch to compare with the known mistakes"
     elif subject.way == "loss":
         found = named(subject.section, tested)
         others = [pair for pair in tested if "micro_batches" not in pair[0]["tags"]]
@@ -144,7 +178,8 @@ def difference(case, answer, value, gradient):
     line = f"{case['id']} {case['name']}: "
     if value.size > 1:
         return line + f"off by {np.abs(answer.value - value).max():.2g}"
-    line += f"{answer.value.item():.9g}, not {value.item():.9g}"
+    found, expected = (f"{x.item():.9g}" for x in (answer.value, value))
+    line += "value agrees" if found == expected else f"{found}, not {expected}"
     if answer.gradient is not None:
         line += f"; gradient off by {np.abs(answer.gradient - gradient).max():.2g}"
     return line
@@ -154,15 +189,20 @@ def report(subject, results):
     """(lines, how many cases agree, how many were tested)"""
     lines = []
     num_agree = 0
+    num_tested = 0
     for case, answer in results:
+        about = f"{case['id']} {case['name']}"
         if isinstance(answer, str):
-            lines.append(f"  n/a      {case['id']} {case['name']}: {answer}")
+            label = "RAISES " if isinstance(answer, Raised) else "n/a    "
+            num_tested += isinstance(answer, Raised)
+            lines.append(f"  {label}  {about}: {' '.join(answer.split())}")
             continue
+        num_tested += 1
         value, gradient = subject.expected(case)
         if is_right(subject, case, answer):
             num_agree += 1
             by_value = " (by value only)" if gradient is not None and answer.gradient is None else ""
-            lines.append(f"  agrees   {case['id']} {case['name']}{by_value}")
+            lines.append(f"  agrees   {about}{by_value}")
         else:
             lines.append(f"  DIFFERS  {difference(case, answer, value, gradient)}")
-    return lines, num_agree, sum(not isinstance(answer, str) for _, answer in results)
+    return lines, num_agree, num_tested

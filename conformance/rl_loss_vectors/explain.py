@@ -46,8 +46,8 @@ def explanation(subject, tested):
 
 
 def is_finite(answer):
-    parts = [answer.value] if answer.gradient is None else [answer.value, answer.gradient]
-    return all(np.isfinite(part).all() for part in parts)
+    has_gradient = answer.gradient is not None
+    return np.isfinite(answer.value).all() and (not has_gradient or np.isfinite(answer.gradient).all())
 
 
 def in_common(wrong, right):
@@ -79,7 +79,8 @@ def lines_of_gradient(subject, tested, wrong):
     if all(near(answer.gradient, gradient).all() for answer, (_, gradient) in pairs):
         return ["every gradient is right: only the number that is reported differs"]
     lines = []
-    if all(near(answer.value, value).all() for answer, (value, _) in pairs):
+    is_difference = any(answer.is_difference for answer, _ in pairs)
+    if not is_difference and all(near(answer.value, value).all() for answer, (value, _) in pairs):
         lines.append("every value is right: a detach is missing, or one too many")
     outside = [np.where(array(case["inputs"]["mask"]), 0, answer.gradient) for case, answer in tested]
     if any((np.abs(np.nan_to_num(x, nan=1)) > 1e-9).any() for x in outside):
@@ -161,6 +162,7 @@ def kl_alone(table, x):
     table["factors"] = {"kl_coef": -x["kl_coef"]}
     table["weights"] = parts.weights_of_kl(x)
     places["x = 1"] = x["log x"] == 0
+    places["|log x| > 1"] = np.abs(x["log x"]) > 1
     places["k3 > 10"] = np.expm1(x["log x"]) - x["log x"] > 10
 
 
@@ -232,7 +234,7 @@ def zero_places(is_zero, places):
     inside = {name: where for name, where in places.items() if not (where & ~is_zero).any()}
     while left.any() and inside and len(names) < 4:
         name = max(inside, key=lambda name: (inside[name] & left).sum())
-        if not (inside[name] & left).any():
+        if (inside[name] & left).sum() < max(1, 0.1 * is_zero.sum()):
             break
         names.append(f"where {name}")
         left &= ~inside[name]
@@ -245,7 +247,11 @@ def zero_places(is_zero, places):
 
 def where_it_differs(agrees, places):
     """The smallest of the places outside of which nothing differs."""
-    around = {name: where for name, where in places.items() if agrees[~where].all() and not where.all()}
+    around = {
+        name: where
+        for name, where in places.items()
+        if agrees[~where].all() and not where.all() and (~agrees).sum() > 0.6 * where.sum()
+    }
     if not around:
         return []
     name = min(around, key=lambda name: around[name].sum())
@@ -261,8 +267,15 @@ def shifted(subject, tested):
             counts = np.abs(expected) > 1e-9
             implied = answer.gradient[counts] / expected[counts] * A[counts]
             slope, shift = np.polyfit(A[counts], implied, 1)
-            if near(slope * A[counts] + shift, implied).all() and abs(shift) > 1e-6:
-                return [f"on policy it is as if A were {slope:.4g} A {shift:+.4g}: standardized again"]
+            if (
+                abs(slope) < 1e-6
+                or abs(shift) < 1e-6
+                or not near(slope * A[counts] + shift, implied).all()
+            ):
+                return []
+            means = [y.mean() for y in (implied, slope * array(case["inputs"]["advantages"]) + shift)]
+            why = "standardized again" if min(map(abs, means)) < 1e-6 else "another term is added"
+            return [f"on policy it is as if A were {slope:.4g} A {shift:+.4g}: {why}"]
     return []
 
 

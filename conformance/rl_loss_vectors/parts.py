@@ -92,6 +92,7 @@ def weights_of_policy(x):
         "sqrt(r)": np.sqrt(r),
         "AM(r)": row_mean(x, r),
         "product(r)": s ** x["size"],
+        "exp(sum(log r) / T)": np.exp(np.log(s) * x["size"] / x["mask"].shape[1]),
         "pi": np.exp(x["logprobs"]),
         "logprob": x["logprobs"],
     }
@@ -181,7 +182,10 @@ def places_of_policy(x):
         bounds["the bounds as logarithms"] = (np.exp(high - 1), np.exp(low - 1))
         sizes |= {f"{name} is above the range": y > high, f"{name} is below the range": y < low}
         sizes[f"{name} is outside of the range"] = (y > high) | (y < low)
-        sizes |= {f"{name} is not above the range": y <= high, f"{name} is not below it": y >= low}
+        sizes |= {
+            f"{name} is not above the range": y <= high,
+            f"{name} is not below the range": y >= low,
+        }
         for words, (top, bottom) in bounds.items():
             sizes |= {f"{name} is above {words}": y > top, f"{name} is below {words}": y < bottom}
         sizes |= {f"{name} > {k}": y > k for k in (2, 3, 5, 10)}
@@ -217,9 +221,9 @@ def weights_of_kl(x):
 def weights_of_values(x):
     off = x["values"] - x["returns"]
     return {
-        "2 (V - return)": 2 * off,
-        "2 (clipped V - return)": 2 * (clipped_values(x) - x["returns"]),
-        "2 (V - old V)": 2 * (x["values"] - x["old_values"]),
+        "(V - return)": off,
+        "(clipped V - return)": clipped_values(x) - x["returns"],
+        "(V - old V)": x["values"] - x["old_values"],
         "sgn(V - return)": np.sign(off),
     }
 

@@ -13,6 +13,7 @@ import numpy as np
 VECTORS = json.loads((Path(__file__).parent / "vectors.json").read_text())
 COUNTS = ("num_sequences", "num_tokens")
 BOOLEAN = ("mask", "is_right")
+INTEGER = ("indices", "group_ids", "rollout_ids")
 
 
 class Answer(NamedTuple):
@@ -25,7 +26,9 @@ class Answer(NamedTuple):
 
 
 def array(x, name=""):
-    return np.array(x, dtype=bool if name in BOOLEAN else np.float64)
+    if name in BOOLEAN:
+        return np.array(x, dtype=bool)
+    return np.array(x, dtype=np.int64 if name in INTEGER else np.float64)
 
 
 def close(x, y, tolerance, is_float32=False):
@@ -115,9 +118,9 @@ class Subject:
         values = {}
         for key, value in self.keywords(case).items():
             if key not in names and value != self.about["defaults"].get(key):
-                return f"it has no {key}"
+                return f"it has no keyword {key}"
             if key in names and values.setdefault(names[key], value) != value:
-                return f"it has one {names[key]} for two keywords"
+                return f"it has one keyword {names[key]} for two"
         if "micro_batches" in case and self.way != "terms" and not set(COUNTS) & set(names):
             return "it cannot be used in micro-batches: it has no count of the whole step"
         if self.advantages in ("B", "B1") and len(case["inputs"].get("advantages", [[0]])[0]) > 1:
@@ -144,7 +147,7 @@ class Subject:
     def cast(self, x):
         if not isinstance(x, np.ndarray):
             return x
-        if x.dtype != bool or self.mask == "float":
+        if x.dtype == np.float64 or x.dtype == bool and self.mask == "float":
             x = x.astype(self.dtype)
         if self.framework == "numpy":
             return x
@@ -175,10 +178,11 @@ class Subject:
             return self.answer_without_gradient(case, fields, names, expected)
         value = 0
         gradient = np.zeros(expected_gradient.shape)
-        is_float32 = False
+        is_float32 = self.dtype == "float32"
         is_difference = False
-        parts = case.get("micro_batches", [slice(None)]) if self.way != "terms" else [slice(None)]
-        for rows in parts:
+        all_rows = [slice(None)]
+        micro_batches = all_rows if self.way == "terms" else case.get("micro_batches", all_rows)
+        for rows in micro_batches:
             part = {key: x[rows] if hasattr(x, "shape") else x for key, x in fields.items()}
             first, *others = [part[key] for key in self.arguments]
             given = {name: part[key] for key, name in names.items()}
@@ -186,10 +190,10 @@ class Subject:
                 result = of_torch(self.function, first, others, given, weights)
             else:
                 result = of_numpy(self.function, first, others, given, weights, case)
-            output, found, is_less, is_difference = result
-            is_float32 = is_float32 or is_less or self.dtype == "float32"
+            output, found, is_difference = result
+            is_float32 = is_float32 or output.dtype == np.float32
             value = value + output
-            if found is None:
+            if found is None or gradient is None:
                 gradient = None
             else:
                 gradient[rows] = found
@@ -214,7 +218,7 @@ class Subject:
 
 def shaped(found, expected, case):
     """An array of answers in the shape of those that are expected, 0 in masked places."""
-    if found.size == expected.size:
+    if found.squeeze().shape == expected.squeeze().shape:
         found = found.reshape(expected.shape)
     found = np.broadcast_to(found, expected.shape)  # an error, if it cannot be
     mask = array(case["inputs"].get("mask", 1), "mask")
@@ -226,55 +230,57 @@ def numbers(x):
     if hasattr(x, "detach"):
         x = x.detach()
         x = x.float() if x.element_size() < 4 else x
-        return x.numpy()
+        return x.cpu().numpy()
     return np.asarray(x)
 
 
 def of_torch(function, first, others, given, weights):
-    """(value, gradient, whether it is less than float64, False)"""
+    """(value, gradient, False)"""
     import torch
 
     first.requires_grad_()
     result = function(first, *others, **given)
-    output = result[0] if isinstance(result, tuple) else result
-    output = torch.as_tensor(output)
+    output = torch.as_tensor(result[0] if isinstance(result, tuple) else result)
     total = output
     if weights is not None:
-        weights = torch.from_numpy(weights).reshape(
-            output.shape if output.dim() == 1 else weights.shape
-        )
+        shape = output.shape if output.dim() == 1 else weights.shape
+        weights = torch.from_numpy(weights).reshape(shape)
         total = (torch.where(weights != 0, output, 0) * weights).sum()
-    gradient = torch.zeros(first.shape)
+    gradient = None
     if total.requires_grad:
-        total = total.sum() if total.numel() == 1 else total
-        gradient = torch.autograd.grad(total, first)[0]
-    found = numbers(output)
-    return found, numbers(gradient).astype(np.float64), found.dtype == np.float32, False
+        (gradient,) = torch.autograd.grad(total.sum(), first, allow_unused=True)
+    if gradient is None:
+        gradient = torch.zeros(first.shape)
+    return numbers(output), numbers(gradient).astype(np.float64), False
 
 
 def of_numpy(function, first, others, given, weights, case):
-    def value_of(x):
-        result = function(x, *others, **given)
-        output = np.asarray(result[0] if isinstance(result, tuple) else result)
-        return (
-            float(output)
-            if weights is None
-            else float((np.where(weights != 0, output, 0) * weights).sum())
-        )
+    """(value, gradient or None, whether it is made of finite differences)"""
 
-    result = function(first, *others, **given)
-    output = np.asarray(result[0] if isinstance(result, tuple) else result)
-    is_float32 = output.dtype == np.float32
-    if isinstance(result, tuple) and len(result) > 1:
-        return output, np.asarray(result[1]), is_float32, False
-    if case.get("stop_gradient"):
-        return output, None, is_float32, False
+    def output_of(x):
+        copies = [np.copy(y) for y in others]  # it may change what it is given
+        result = function(x, *copies, **given)
+        first, *rest = result if isinstance(result, tuple) else (result,)
+        has_gradient = bool(rest) and np.shape(rest[0]) == x.shape
+        return np.asarray(first), np.asarray(rest[0]) if has_gradient else None
+
+    def total_of(x):
+        output, _ = output_of(x)
+        if weights is None:
+            return output.item()
+        return (np.where(weights != 0, output, 0) * weights).sum()
+
+    output, gradient = output_of(first.copy())
+    if gradient is not None:
+        return output, gradient, False
+    if case.get("stop_gradient") or output.dtype == np.float32:
+        return output, None, False  # there is none, or too little precision for differences
     gradient = np.zeros(first.shape)
     for place in itertools.product(*map(range, first.shape)):
         step = np.zeros(first.shape)
         step[place] = 1e-5
-        gradient[place] = (value_of(first + step) - value_of(first - step)) / 2e-5
-    return output, gradient, is_float32, True
+        gradient[place] = (total_of(first + step) - total_of(first - step)) / 2e-5
+    return output, gradient, True
 
 
 # --------------------------------------------------------------------------------------------- pytest
@@ -310,20 +316,29 @@ def cases(section, call, xfails=None, **how):
     """The cases of a section for `pytest.mark.parametrize`, each with its id; `how`: as of Subject.
 
     Cases that do not apply are skipped. xfails: a file with the ids of known differences, one a line,
-    and words after #. They are strict: a case of the file that passes is a failure.
+    and a reason after #. They are strict: a case of the file that passes is a failure. Ids of other
+    sections are ignored.
     """
     import pytest
 
     subject = Subject(call, section, **how)
+    known = {}
     lines = Path(xfails).read_text().splitlines() if xfails else []
-    known = {line.split("#")[0].strip(): line.split("#")[-1].strip() for line in lines}
+    for line in lines:
+        id, _, words = line.partition("#")
+        if id.strip():
+            known[id.strip()] = words.strip()
     parameters = []
     for case in subject.about["cases"]:
         why_not = subject.why_not(case)
         marks = []
-        if why_not:
+        if case["id"] in known and not why_not:
+            reason = known.pop(case["id"])
+            marks = [pytest.mark.xfail(strict=True, reason=reason, raises=AssertionError)]
+        elif why_not:
             marks = [pytest.mark.skip(reason=why_not)]
-        elif case["id"] in known:
-            marks = [pytest.mark.xfail(strict=True, reason=known[case["id"]], raises=AssertionError)]
         parameters.append(pytest.param(Check(subject, case), id=case["id"], marks=marks))
+    strangers = [id for id in known if id.rsplit("-", 1)[0] == section]
+    if strangers:
+        raise ValueError(f"{xfails}: no such case, or it does not apply: {', '.join(strangers)}")
     return parameters
