@@ -111,7 +111,7 @@ def masked_mean(x, mask):
 
 
 def spread(x_BT, mask_BT):
-    """The standard deviation of x over a completion's tokens, as a mean over completions with tokens."""
+    """The standard deviation of x over a completion's tokens; its mean over completions with tokens."""
     length_B = mask_BT.sum(1).clamp(min=1)
     mean_B1 = (torch.where(mask_BT, x_BT, 0).sum(1) / length_B)[:, None]
     square_BT = torch.where(mask_BT, (x_BT - mean_B1) ** 2, 0)
