@@ -108,7 +108,7 @@ def memory_peak(parts):
 def free_memory(device):
     """Bytes that are free on the device or are this process's already; on a CPU, the share of a rank in
     all of its memory; infinite if unknown."""
-    if device.startswith("cuda") and torch.cuda.cudart() is not None:
+    if device.startswith("cuda") and torch.cuda.cudart() is not None:  # None: torch lacks CUDA
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device)
     if hasattr(os, "sysconf"):
@@ -127,7 +127,7 @@ def estimate_memory(args, model, longest_prompt):
     fitting = MICRO_BATCH_TOKENS // (longest_prompt + args.max_new_tokens)
     micro_size = min(args.micro_batch_size or max(1, fitting), of_minibatch)
     args = replace(args, rollout_batch_size=rollout_size, micro_batch_size=micro_size)
-    num_critics = int(hasattr(args, "critic_lr"))
+    num_critics = int(hasattr(args, "critic_lr"))  # what only scripts with a critic have
     num_references = int(getattr(args, "kl_coef", 0) > 0)
     needed = memory_parts(model, args, longest_prompt, num_critics, num_references)
     needed |= {"at most": memory_peak(needed), "free": free_memory(args.device)}

@@ -69,9 +69,8 @@ class Meter:
         or a norm is not finite."""
         for loss in self.step_losses.values():
             ranks.all_reduce(loss)
-        scalars = {"loss": self.step_losses["policy_loss"], **norms}
-        for name, scalar in scalars.items():
-            if not math.isfinite(scalar):  # the first one waits for a GPU, the others are there
+        for name, scalar in {"loss": self.step_losses["policy_loss"], **norms}.items():
+            if not math.isfinite(scalar):  # the first waits for a GPU, which has the others by then
                 raise UserError(f"iteration {self.iteration}: {name} is not finite")
 
     def add_step(self, num_sequences, grad_norm):
@@ -112,7 +111,7 @@ def masked_mean(x, mask):
 
 
 def spread(x_BT, mask_BT):
-    """The standard deviation of x over a completion's tokens, as a mean over those with tokens."""
+    """The standard deviation of x over a completion's tokens; its mean over completions with tokens."""
     length_B = mask_BT.sum(1).clamp(min=1)
     mean_B1 = (torch.where(mask_BT, x_BT, 0).sum(1) / length_B)[:, None]
     square_BT = torch.where(mask_BT, (x_BT - mean_B1) ** 2, 0)

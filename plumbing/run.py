@@ -58,11 +58,13 @@ class Run:
         self.uniform_iterations = 0
         self.early_end = ""  # why the run ends before its last iteration
         settings = settings_of(args, self.script, self.folder)
-        every = ranks.all_gather({**vars(args), **settings, "device": "each has its own"})
+        # As text, since a value may be a list; ranks may have different devices.
+        mine = {name: str(value) for name, value in (vars(args) | settings | {"device": ""}).items()}
+        every = ranks.all_gather(mine)
         differing = {name for theirs in every for name, _ in theirs.items() ^ every[0].items()}
         if differing:
-            message = f"the ranks were started with different values of {', '.join(sorted(differing))}"
-            raise UserError(message)
+            names = ", ".join(sorted(differing))
+            raise UserError(f"the ranks were started with different values of {names}")
         ranks.on_rank_0(self.open_folder, settings)
         signal.signal(signal.SIGINT, self.on_signal)
         signal.signal(signal.SIGTERM, self.on_signal)
@@ -241,12 +243,11 @@ class Run:
         ranks.on_rank_0(write_whole, self.folder / "ended_early.txt", f"iteration {iteration}: {why}\n")
 
     def finish(self):
-        """Prints the results. Exits with code 130 if a signal came after the last iteration, and with 3
-        if the run has ended early."""
+        """Prints the results. Exits with code 130 after a signal, and with 3 if the run ended early."""
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self.bar.close()
-        ranks.on_rank_0(self.print_results)  # torchrun ends all ranks soon after the first one ends
+        ranks.on_rank_0(self.print_results)  # the others wait: torchrun ends all soon after the first
         if self.signalled:
             sys.exit(130)
         if self.early_end:
