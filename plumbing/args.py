@@ -42,10 +42,9 @@ class RunArgs:
     num_held_out: int = flag(256, "problems held out for evaluation")
     reward: list[str] = HfArg(
         default_factory=list,
-        help="FILE.py:FUNCTION ... instead of common.verify, of one completion, or of lists as in TRL: "
-        "then a completion is correct if the first one's value is above 0.5",
+        help="FILE.py:FUNCTION ...; correct is what the first one says or, as in TRL, values above 0.5",
     )
-    reward_weights: list[float] = HfArg(default_factory=list, help="of these functions [1 each]")
+    reward_weights: list[float] = HfArg(default_factory=list, help="weights of their values [1 each]")
     # precision and memory
     dtype: Literal["float32", "bfloat16"] = flag(
         "float32", "precision of the model that computes; AdamW always updates float32 weights"

@@ -104,7 +104,7 @@ def watched(module, args, folder):
 
     flags = ["--run_dir", folder]
     for field in dataclasses.fields(args):
-        if field.name != "run_dir":
+        if field.name not in ("run_dir", "reward_weights"):
             flags += [f"--{field.name}", getattr(args, field.name)]
     real_judge = module.judge
     real_refresh = TrainedModel.refresh

@@ -73,7 +73,8 @@ def outcome(folder):
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
         kept = {key: row[key] for key in row if not key.endswith(NOT_COMPARED)}
-        metrics.append({key: kept[key] for key in kept if "sampler_" not in key})
+        more = ("sampler_", "reward.reward")  # the second: of --reward, which one of the runs has
+        metrics.append({key: kept[key] for key in kept if not any(word in key for word in more)})
     return weights, moments, metrics
 
 

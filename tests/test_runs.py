@@ -370,7 +370,7 @@ def test_run_help_explains_every_flag(name, monkeypatch):
     monkeypatch.setenv("COLUMNS", "1000")
     text = " ".join(run(name, "--help").stdout.split())
     for field in dataclasses.fields(importlib.import_module(name).Args):
-        explained = rf" --{field.name} (\S+ ){{0,3}}{re.escape(field.metadata['help'])}"
+        explained = rf" --{field.name} (\S+ ){{0,7}}{re.escape(field.metadata['help'])}"
         assert re.search(explained, text), field.name
 
 
