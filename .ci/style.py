@@ -18,6 +18,7 @@ FOLDERS = [
     "conformance",
     "conformance/rl_loss_vectors",
     "examples",
+    "study",
     "tiny_moe",
     ".ci",
 ]
