@@ -10,6 +10,7 @@ from benchmarks/results/. Without JavaScript it shows the losses one after the o
 import argparse
 import difflib
 import html
+import itertools
 import json
 import re
 import shutil
@@ -64,7 +65,7 @@ def colored(code):
     return lines[:-1]
 
 
-def pairs(left, right):
+def side_by_side(left, right):
     """[line of the left, line of the right] for each row, None where a side has none. In a block that
     differs, similar lines meet."""
     rows = []
@@ -96,13 +97,15 @@ def changed_words(left, right):
     return lefts, rights
 
 
-def compared(a, b):
+def compared(a, b, words):
     """The rows of two scripts, with the words that differ where two lines meet."""
+    _, left = report.read(a)
+    _, right = report.read(b)
     rows = []
-    for i, j in pairs(a["text"], b["text"]):
+    for i, j in side_by_side(left, right):
         row = [i, j]
-        if i is not None and j is not None and a["text"][i] != b["text"][j]:
-            row += changed_words(a["words"][i], b["words"][j])
+        if i is not None and j is not None and left[i] != right[j]:
+            row += changed_words(words[a][i], words[b][j])
         rows.append(row)
     return rows
 
@@ -124,7 +127,6 @@ def script(name):
         "choices": [re.sub(r"(?m)^(\S.*)\n(?=\S)", r"\1 ", text) for text in choices],
         "formula": math(report.FORMULAS["objectives"][name], "block"),
         "axes": report.FORMULAS["axes"][name],
-        "text": code,
         "words": colored("\n".join(code)),
         "first": header.count("\n") + 3,  # number of the first line, after the closing quotes
     }
@@ -132,12 +134,13 @@ def script(name):
 
 def loss(name, script):
     """A section for those who read without JavaScript: the formula and the function."""
-    start = script["text"].index("def policy_loss(")
-    end = script["text"].index("def main(args):")
+    _, code = report.read(name)
+    start = code.index("def policy_loss(")
+    end = code.index("def main(args):")
     lines = ["".join(words) for words in script["words"][start:end]]
     title = f"<h2>{name}: {script['title']}</h2>"
-    code = "\n".join(lines).rstrip()
-    return f'<section id="{name}">{title}{script["formula"]}<pre>{code}</pre></section>'
+    function = "\n".join(lines).rstrip()
+    return f'<section id="{name}">{title}{script["formula"]}<pre>{function}</pre></section>'
 
 
 def tree(parents, parent=None):
@@ -164,14 +167,13 @@ def build():
     names = report.SCRIPTS + report.MORE
     parents = {name: report.parent_of(name) for name in names}
     scripts = {name: script(name) for name in names}
-    rows = {f"{a},{b}": compared(scripts[a], scripts[b]) for a in names for b in names if a < b}
+    words = {name: scripts[name]["words"] for name in names}
+    pairs = itertools.combinations(names, 2)
     losses = [loss(name, scripts[name]) for name in names]
-    for name in names:
-        del scripts[name]["text"]
     data = {
         "parents": parents,
         "scripts": scripts,
-        "pairs": rows,
+        "pairs": {f"{a},{b}": compared(a, b, words) for a, b in pairs},
         "axes": report.FORMULAS["axis_names"],
         "gradients": pictures.gradients(names),
         "prompts": pictures.prompts(names),

@@ -118,15 +118,22 @@ def test_the_page_works_alone_and_without_javascript(page):
 
 @pytest.mark.extras
 def test_the_page_in_a_browser(page, tmp_path):
-    """A click on rspo in the family tree shows it beside gmpo."""
+    """A click on rspo in the family tree shows it beside gmpo; on a phone nothing is wider than it."""
     module, text, data = page
-    click = "<script>document.querySelector('nav a[href=\"#rspo\"]').click()</script>"
+    clicks = """<script>
+        addEventListener("hashchange", () => {
+            document.body.dataset.wider = document.documentElement.scrollWidth - innerWidth;
+        });
+        document.querySelector('nav a[href="#rspo"]').click();
+    </script>"""
     path = tmp_path / "page.html"
-    path.write_text(text.replace("</html>", f"{click}</html>"))
+    path.write_text(text.replace("</html>", f"{clicks}</html>"))
+    flags = ["--dump-dom", "--virtual-time-budget=5000", "--window-size=400,900"]
     try:
-        shown = module.browse(path.as_uri(), "--dump-dom", "--virtual-time-budget=5000")
+        shown = module.browse(path.as_uri(), *flags)
     except SystemExit as missing:
         pytest.skip(str(missing))
+    assert 'data-wider="0"' in shown
     (shown,) = re.findall(r"<main>.*</main>", shown, re.DOTALL)
     rows = data["pairs"]["gmpo,rspo"]
     changed = sum(
@@ -135,6 +142,8 @@ def test_the_page_in_a_browser(page, tmp_path):
     assert f"{changed} changed lines" in shown
     titles = re.findall(r"<h2>([\w/]+\.py): ", shown)
     assert titles == ["gmpo.py", "rspo.py"] and shown.count("<svg") == 4
-    for link in re.findall(r'href="#(gmpo,rspo,[\w.]+)"', shown):
+    links = re.findall(r'href="#(gmpo,rspo,[\w.]+)"', shown)
+    assert {"gmpo,rspo,b1", "gmpo,rspo,b1.code"} < set(links)
+    for link in links:
         assert shown.count(f'id="{link}"') == 1
     assert shown.count('class="row changed"') == sum(None in row[:2] or len(row) > 2 for row in rows)
