@@ -91,7 +91,7 @@ function axes(left, right) {
 
 const WIDTH = 380;
 const HEIGHT = 220;
-const EDGE = { left: 34, right: 8, top: 8, bottom: 22 };
+const EDGE = { left: 34, right: 18, top: 8, bottom: 22 };
 const linear = (low, high) => (value) => (value - low) / (high - low);
 const log = (low, high) => (value) => Math.log(value / low) / Math.log(high / low);
 const ticks = (...values) => Object.fromEntries(values.map((value) => [value, value]));
