@@ -72,8 +72,8 @@ def scripts():
         parent = parent_of(name)
         row.append(f"{changed_lines(parent, name)}, {parent.split('.')[-1]}" if parent else "")
         rows.append(row)
-    header = ["script", "paper", "ratio per", "bounded by", "tokens averaged", "advantage", "KL"]
-    return markdown([*header, "also", "changed lines, parent"], rows)
+    header = ["script", "paper", *FORMULAS["axis_names"], "changed lines, parent"]
+    return markdown(header, rows)
 
 
 def objectives(names):

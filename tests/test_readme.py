@@ -15,7 +15,8 @@ import report
 
 README = ROOT / "README.md"
 BENCHMARKS = ROOT / "benchmarks" / "README.md"
-PAGES = [README, BENCHMARKS, ROOT / "plumbing" / "README.md", ROOT / "conformance" / "README.md"]
+PAGES = [README, BENCHMARKS]
+PAGES += [ROOT / folder / "README.md" for folder in ("plumbing", "conformance", "study")]
 
 
 def without_blocks(text):

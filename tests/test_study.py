@@ -1,0 +1,149 @@
+"""study/: the pictures show what the scripts do, and the page shows the scripts."""
+
+import html
+import json
+import math
+import re
+import sys
+
+import pytest
+from conftest import MORE, ROOT, SCRIPTS, path_of
+
+sys.path.append(str(ROOT / "study"))
+import pictures
+
+NAMES = SCRIPTS + MORE
+
+
+@pytest.mark.parametrize("name", pictures.PICTURES)
+def test_a_picture_shows_the_numbers_of_the_scripts(name):
+    drawn = pictures.read(name)
+    found = pictures.PICTURES[name]()
+    assert list(drawn) == list(found)
+    for column, values in found.items():
+        for i, value in enumerate(values):
+            expected = value if value is None else pytest.approx(value, rel=1e-3, abs=1e-6)
+            assert drawn[column][i] == expected, column
+
+
+def test_the_weight_of_a_prompt():
+    """With right-or-wrong rewards: p (1 - p), divided by the std, times G / (G - 1), or p."""
+    found = pictures.prompts(NAMES)
+    for i, p in enumerate(found["right"]):
+        variance = p * (1 - p)
+        assert found["dr_grpo"][i] == pytest.approx(variance)
+        assert found["grpo"][i] == pytest.approx(math.sqrt(variance * 7 / 8), rel=1e-5)
+        assert found["more.rloo"][i] == pytest.approx(variance * 8 / 7)
+        assert found["ppo"][i] == found["more.reinforce"][i] == p
+        assert found["dapo"][i] == (None if p in (0, 1) else found["grpo"][i])
+
+
+def test_the_weight_of_a_token():
+    """Of the answers of 1 to 48 tokens, which have 24.5 on average."""
+    found = pictures.tokens(NAMES)
+    for i, length in enumerate(found["length"]):
+        for name in ("ppo", "dapo", "cispo"):
+            assert found[name][i] == pytest.approx(1)
+        for name in ("grpo", "gspo", "gmpo", "rspo", "sapo"):
+            assert found[name][i] == pytest.approx(24.5 / length)
+        assert found["dr_grpo"][i] == pytest.approx(24.5 / 48)
+        assert found["more.rloo"][i] == pytest.approx(24.5)
+
+
+# ------------------------------------------------------------------------------------------ the page
+
+
+@pytest.fixture(scope="module")
+def page():
+    """The module that builds the page, the page, and its data."""
+    import page
+
+    text = page.build()
+    (data,) = re.findall(r'id="data">(.*?)</script>', text, re.DOTALL)
+    return page, text, json.loads(data)
+
+
+def plain(words):
+    """The text of a line in HTML."""
+    return html.unescape(re.sub(r"<[^>]+>", "", "".join(words)))
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize("name", NAMES)
+def test_the_page_has_the_lines_and_numbers_of_a_script(page, name):
+    _, _, data = page
+    script = data["scripts"][name]
+    lines = [plain(words) for words in script["words"]]
+    assert lines == path_of(name).read_text().splitlines()[script["first"] - 1 :]
+    marked = set(re.findall(r'class="ref">\[(\d)\]', json.dumps(script["words"]).replace('\\"', '"')))
+    assert marked <= {str(i + 1) for i in range(len(script["differences"]))}
+    assert len(script["differences"]) == len(re.findall(r"^  \d\. ", script["header"], re.MULTILINE))
+    assert (
+        script["choices"] and script["formula"].startswith("<math") and len(data["curves"][name]) >= 36
+    )
+
+
+@pytest.mark.extras
+def test_the_page_has_all_pairs(page):
+    """Each line once and in its order; what stands side by side unmarked is equal."""
+    _, _, data = page
+    found = {path.stem for path in [*ROOT.glob("*.py"), *ROOT.glob("more/*.py")]} - {"common"}
+    assert {name.split(".")[-1] for name in data["scripts"]} == found
+    assert len(data["pairs"]) == len(NAMES) * (len(NAMES) - 1) / 2
+    for pair, rows in data["pairs"].items():
+        left, right = (data["scripts"][name]["words"] for name in pair.split(","))
+        assert [row[0] for row in rows if row[0] is not None] == list(range(len(left)))
+        assert [row[1] for row in rows if row[1] is not None] == list(range(len(right)))
+        for i, j, *marked in rows:
+            if i is None or j is None:
+                continue
+            assert (left[i] == right[j]) == (marked == []), pair
+            if marked:
+                kept = [word for k, word in enumerate(left[i]) if k not in marked[0]]
+                assert kept == [word for k, word in enumerate(right[j]) if k not in marked[1]]
+
+
+@pytest.mark.extras
+def test_the_page_works_alone_and_without_javascript(page):
+    _, text, _ = page
+    assert "default-src 'none'" in text and not re.search(r"://|\ssrc=|@import|url\(", text)
+    assert len(text) < 1_500_000
+    (without,) = re.findall(r"<noscript>.*</noscript>", text, re.DOTALL)
+    sections = re.findall(r'<section id="([\w.]+)">.*?<math.*?<pre>(.*?)</pre>', without, re.DOTALL)
+    assert [name for name, _ in sections] == NAMES
+    for name, code in sections:
+        assert plain(code).startswith("def policy_loss(") and plain(code) in path_of(name).read_text()
+    assert set(re.findall(r'<a href="#([\w.]+)">', text)) == set(NAMES)
+
+
+@pytest.mark.extras
+def test_the_page_in_a_browser(page, tmp_path):
+    """A click on rspo in the family tree shows it beside gmpo; on a phone nothing is wider than it."""
+    module, text, data = page
+    clicks = """<script>
+        addEventListener("hashchange", () => {
+            document.body.dataset.wider = document.documentElement.scrollWidth - innerWidth;
+        });
+        document.querySelector('nav a[href="#rspo"]').click();
+    </script>"""
+    path = tmp_path / "page.html"
+    path.write_text(text.replace("</html>", f"{clicks}</html>"))
+    flags = ["--dump-dom", "--virtual-time-budget=5000", "--window-size=400,900"]
+    try:
+        shown = module.browse(path.as_uri(), *flags)
+    except SystemExit as missing:
+        pytest.skip(str(missing))
+    assert 'data-wider="0"' in shown
+    (shown,) = re.findall(r"<main>.*</main>", shown, re.DOTALL)
+    rows = data["pairs"]["gmpo,rspo"]
+    changed = sum(
+        (i is not None) + (j is not None) for i, j, *marked in rows if None in (i, j) or marked
+    )
+    assert f"{changed} changed lines" in shown
+    titles = re.findall(r"<h2>([\w/]+\.py): ", shown)
+    assert titles == ["gmpo.py", "rspo.py"] and shown.count("<svg") == 4
+    links = re.findall(r'href="#(gmpo,rspo,[\w.]+)"', shown)
+    assert {"gmpo,rspo,b1", "gmpo,rspo,b1.code"} < set(links)
+    for link in links:
+        assert shown.count(f'id="{link}"') == 1
+    assert shown.count('class="row changed"') == sum(None in row[:2] or len(row) > 2 for row in rows)
