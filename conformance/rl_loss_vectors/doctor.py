@@ -127,8 +127,8 @@ def is_right(subject, case, answer):
 
 
 def diagnosed(found):
-    """(subject, its results, the diagnosis) for the shape of advantages that suits a function best: where
-    as many cases agree, the one in which its mistake is known or explained."""
+    """(subject, its results, the diagnosis) for the shape of advantages that suits a function best:
+    where as many cases agree, the one in which its mistake is known or explained."""
     counts = [report(*pair)[1:] for pair in found]
     options = {}
     for (subject, results), count in zip(found, counts, strict=True):
