@@ -531,14 +531,33 @@ def test_terms(wrong):
     assert diagnosis == (["mistake: max for min"] if wrong else [])
 
 
-def test_a_loss_in_float32():
-    """The twelve in float32 are healthy, whether they are given it or cast to it themselves."""
-    for section in LOSSES:
-        for subject in (
-            Subject(function_of(section), section, dtype="float32"),
-            Subject(in_float32(function_of(section)), section),
-        ):
-            assert doctor.diagnosis(subject, doctor.examine(subject)) == [], section
+@pytest.mark.parametrize("section", LOSSES)
+def test_a_healthy_loss_is_not_accused(section):
+    """In float32, whether it is given it or casts itself; with a mask of floats, with advantages of
+    shape (B,), and with another order of summation."""
+    function = function_of(section)
+    for subject in (
+        Subject(function, section, dtype="float32"),
+        Subject(in_float32(function), section),
+        Subject(function, section, mask="float"),
+        Subject(function, section, advantages="B"),
+        Subject(from_the_end(function), section),
+    ):
+        assert doctor.diagnosis(subject, doctor.examine(subject)) == []
+
+
+def from_the_end(function):
+    """Rows and tokens in the opposite order."""
+
+    @functools.wraps(function)
+    def loss(*given, **keywords):
+        def flipped(x):
+            return x.flip(0, 1) if torch.is_tensor(x) else x
+
+        given = [flipped(x) for x in given]
+        return function(*given, **{key: flipped(x) for key, x in keywords.items()})
+
+    return loss
 
 
 def in_float32(function):
