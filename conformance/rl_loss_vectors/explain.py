@@ -128,11 +128,11 @@ def table_of(subject, case, answer):
         "factors": {"": 1},
         "weights": {"": 1},
         "divisors": parts.divisors(x, case.get("micro_batches", [list(range(len(mask)))])),
-        "places": parts.positions(mask, x["size"]),
+        "places": {},
     }
     if "old_values" in x:
         table["weights"] = parts.weights_of_values(x)
-        table["places"] |= parts.places_of_values(x)
+        table["places"] = parts.places_of_values(x)
     elif "is_right" in x:
         table["divisors"]["(tokens of right completions)"] = (x["size"] * x["is_right"]).sum()
         table["places"]["the completion is wrong"] = x["is_right"] == 0
@@ -142,9 +142,10 @@ def table_of(subject, case, answer):
         x["log r"] = np.where(mask, x["logprobs"] - x["old_logprobs"], 0)
         table["factors"] = parts.factors_of_policy(x)
         table["weights"] = parts.weights_of_policy(x)
-        table["places"] |= parts.places_of_policy(x)
+        table["places"] = parts.places_of_policy(x)
     if "ref_logprobs" in x:
         kl_alone(table, x)
+    table["places"] |= parts.positions(mask, x["size"])
     flat = {}
     for group, columns in table.items():
         flat[group] = {name: np.broadcast_to(y, mask.shape)[mask] for name, y in columns.items()}
@@ -234,7 +235,7 @@ def zero_places(is_zero, places):
     inside = {name: where for name, where in places.items() if not (where & ~is_zero).any()}
     while left.any() and inside and len(names) < 4:
         name = max(inside, key=lambda name: (inside[name] & left).sum())
-        if (inside[name] & left).sum() < max(1, 0.1 * is_zero.sum()):
+        if (inside[name] & left).sum() < max(1, 0.05 * is_zero.sum()):
             break
         names.append(f"where {name}")
         left &= ~inside[name]
@@ -250,7 +251,7 @@ def where_it_differs(agrees, places):
     around = {
         name: where
         for name, where in places.items()
-        if agrees[~where].all() and not where.all() and (~agrees).sum() > 0.6 * where.sum()
+        if agrees[~where].all() and not where.all() and (~agrees).sum() > 0.45 * where.sum()
     }
     if not around:
         return []
