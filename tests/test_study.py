@@ -1,5 +1,7 @@
-"""study/: the pictures show what the scripts do, and the page shows the scripts."""
+"""study/: the pictures show what the scripts do, the page shows the scripts, and the repair shop tells
+a mended script from a broken one."""
 
+import functools
 import html
 import json
 import math
@@ -11,8 +13,10 @@ from conftest import MORE, ROOT, SCRIPTS, path_of
 
 sys.path.append(str(ROOT / "study"))
 import pictures
+import repair
 
 NAMES = SCRIPTS + MORE
+BUGS = repair.load_bugs()
 
 
 @pytest.mark.parametrize("name", pictures.PICTURES)
@@ -147,3 +151,71 @@ def test_the_page_in_a_browser(page, tmp_path):
     for link in links:
         assert shown.count(f'id="{link}"') == 1
     assert shown.count('class="row changed"') == sum(None in row[:2] or len(row) > 2 for row in rows)
+
+
+# --------------------------------------------------------------------------------------- repair shop
+
+
+def test_each_bug_applies_exactly_once():
+    for bug in BUGS.values():
+        original = bug["original"].read_text()
+        assert original.count(bug["old"]) == 1, bug["title"]
+        assert bug["broken"] != original
+        compile(bug["broken"], bug["title"], "exec")
+        texts = {"title", "wrong", "remedy", "hint", "script", "old", "new"}
+        assert texts <= set(bug) <= texts | {"seen", "original", "broken"}
+    assert len({bug["broken"] for bug in BUGS.values()}) == len(BUGS)
+    assert len({bug["script"] for bug in BUGS.values()}) <= 4
+    assert f"has {len(BUGS)} single bugs" in (ROOT / "study" / "README.md").read_text()
+
+
+def shop(monkeypatch, capsys, *arguments):
+    """What the command prints, or the words with which it exits."""
+    monkeypatch.setattr(sys, "argv", ["repair.py", *map(str, arguments)])
+    try:
+        repair.main()
+    except SystemExit as exit:
+        return exit.code
+    return capsys.readouterr().out
+
+
+def test_a_bug_from_the_shop_is_found_and_mended(monkeypatch, capsys, tmp_path):
+    """Mended in other words than the original's, which differ from it by rounding."""
+    monkeypatch.setattr(repair, "SHOP", tmp_path)
+    (number,) = [number for number, bug in BUGS.items() if bug["title"] == "Broadcast over the batch"]
+    path = tmp_path / f"bug_{number}.py"
+    assert str(path) in shop(monkeypatch, capsys, number)
+    assert "exists" in shop(monkeypatch, capsys, number)
+    assert shop(monkeypatch, capsys, number, "--hint") == "Print the shapes.\n"
+    refusal = shop(monkeypatch, capsys, number, "--check")
+    assert refusal.startswith("not mended:\ntest vectors for policy_loss: ")
+    assert "\ncharts/grad_norm: 0 of 4 as in the original" in refusal
+
+    text = path.read_text().replace(".sum(1) / length_B1", ".sum(1) / length_B1[:, 0]")
+    text = text.replace("-objective_B1.sum() / num_sequences", "-(objective_B1 / num_sequences).sum()")
+    path.write_text(text)
+    assert shop(monkeypatch, capsys, number, "--check").startswith("mended: Broadcast over the batch.")
+
+
+@functools.cache
+def expected_of(script):
+    return repair.behavior(path_of(script), script)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", sorted({bug["script"] for bug in BUGS.values()}))
+def test_the_check_accepts_the_original(script):
+    expected = expected_of(script)
+    assert all(all(x) for name, x in expected.items() if name.startswith("test vectors"))
+    assert all(len(expected[name]) >= 2 for name in ("rewards", "advantages", "charts/grad_norm"))
+    assert list(repair.differences(repair.behavior(path_of(script), script), expected)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", BUGS, ids=lambda number: BUGS[number]["title"])
+def test_the_check_refuses_each_bug(number, tmp_path):
+    bug = BUGS[number]
+    path = tmp_path / "script.py"
+    path.write_text(bug["broken"])
+    found = repair.behavior(path, bug["script"])
+    assert list(repair.differences(found, expected_of(bug["script"]))) != []
