@@ -53,7 +53,10 @@ class Meter:
         self.add("moe", {"aux_loss": outputs.aux_loss}, len(rows))
         logratio_BT = outputs.logprobs_BT.detach() - old.logprobs_NT[rows]
         ratio_min = torch.where(mask_BT, logratio_BT, math.inf).min().exp()
-        self.add("losses", {"ratio_min": ratio_min}, num_tokens)
+        logratio_B = torch.where(mask_BT, logratio_BT, 0).sum(1) / mask_BT.sum(1).clamp(min=1)
+        sequence_ratio_max = torch.where(mask_BT.any(1), logratio_B, -math.inf).max().exp()
+        extremes = {"ratio_min": ratio_min, "sequence_ratio_max": sequence_ratio_max}
+        self.add("losses", extremes, num_tokens)
         # The weight is the number of completions; dapo's filter masks some of them.
         self.add("losses", {"logratio_spread": spread(logratio_BT, mask_BT)}, mask_BT.any(1).sum())
         old_experts_BTLK = None
