@@ -1,7 +1,7 @@
-r"""Writes the generated parts of README.md and of benchmarks/README.md.
+r"""Writes the generated parts of README.md, study/README.md and benchmarks/README.md.
 
     python benchmarks/report.py           # write
-    python benchmarks/report.py --check   # exit code 1 if a part is stale, or in neither file
+    python benchmarks/report.py --check   # exit code 1 if a part is stale, or in none of these
 
 A part stands between <!-- generated: NAME --> and <!-- end: NAME -->, in the file that has these two
 comments. Its content comes from the scripts' headers, from their diffs, and from results/.
@@ -9,7 +9,6 @@ comments. Its content comes from the scripts' headers, from their diffs, and fro
 
 import ast
 import difflib
-import functools
 import re
 import statistics
 import sys
@@ -23,7 +22,7 @@ from experiments import MORE, SCRIPTS, STABILITY
 from stats import column, markdown, mean_std
 
 ROOT = Path(__file__).parent.parent
-FILES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md"]
+FILES = [ROOT / "README.md", ROOT / "study" / "README.md", ROOT / "benchmarks" / "README.md"]
 FORMULAS = tomllib.loads((ROOT / "benchmarks" / "formulas.toml").read_text())
 END = 13_000  # completions over which an area is taken
 
@@ -76,14 +75,12 @@ def scripts():
     return markdown(header, rows)
 
 
-def objectives(names):
-    """A table of the objectives, which are maximised."""
-    rows = [[name.split(".")[-1], f"$`{FORMULAS['objectives'][name]}`$"] for name in names]
-    return markdown(["script", "objective, maximised"], rows)
-
-
-def more():
-    return [*objectives(MORE), "", *FORMULAS["legend"].splitlines()]
+def objectives():
+    """A table of the objectives, which are maximised, and what their symbols mean."""
+    formulas = FORMULAS["objectives"]
+    rows = [[name.split(".")[-1], f"$`{formulas[name]}`$"] for name in SCRIPTS + MORE]
+    table = markdown(["script", "objective, maximised"], rows)
+    return [*table, "", *FORMULAS["legend"].splitlines()]
 
 
 def policy_loss(name):
@@ -284,10 +281,9 @@ def memory():
 
 # -------------------------------------------------------------------------------------------- pages
 
-MAKERS = [lesson, scripts, more, curves, stability, measured, correction, mismatch, sampler, speed]
-MAKERS += [memory, smollm2]
+MAKERS = [lesson, scripts, objectives, curves, stability, measured, correction, mismatch, sampler]
+MAKERS += [speed, memory, smollm2]
 PARTS = {make.__name__.replace("_", " "): make for make in MAKERS}
-PARTS["formulas"] = functools.partial(objectives, SCRIPTS)
 BEGIN = "<!-- generated: "
 PART = re.compile(BEGIN + r"([a-z0-9 ]+) -->.*?<!-- end: \1 -->", re.DOTALL)
 
@@ -318,7 +314,7 @@ def main():
             complaints.append(f"{path}: stale, run python benchmarks/report.py")
         if not check:
             path.write_text(new)
-    complaints += [f"part '{name}' is in neither file" for name in PARTS if name not in found]
+    complaints += [f"part '{name}' is in no file" for name in PARTS if name not in found]
     complaints += [f"part '{name}' is unknown" for name in found if name not in PARTS]
     if complaints:
         sys.exit("\n".join(complaints))

@@ -61,19 +61,30 @@ def numbers_of_a_run(module):
     return seen
 
 
-def behavior(path, script):
-    """{name: [values]}: a script's flags, its answers to the test vectors, the numbers of a run."""
+def load(path):
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    found = {"defaults of the flags": list(vars(module.Args()).items())}
+    return module
+
+
+def functions_of(module, script):
+    """Yields (name, function, section of the test vectors)."""
     sections = {name: name for name in VECTORS["sections"]} | {"policy_loss": script}
     sections |= {"compute_advantages": "group_advantages", "compute_gae": "gae"}
     for name, section in sections.items():
         if hasattr(module, name):
-            subject = Subject(getattr(module, name), section)
-            answers = doctor.answered(doctor.examine(subject))
-            found[f"test vectors for {name}"] = [doctor.is_right(subject, *pair) for pair in answers]
+            yield name, getattr(module, name), section
+
+
+def behavior(path, script):
+    """{name: [values]}: a script's flags, its answers to the test vectors, the numbers of a run."""
+    module = load(path)
+    found = {"defaults of the flags": list(vars(module.Args()).items())}
+    for name, function, section in functions_of(module, script):
+        subject = Subject(function, section)
+        answers = doctor.answered(doctor.examine(subject))
+        found[f"test vectors for {name}"] = [doctor.is_right(subject, *pair) for pair in answers]
     return found | numbers_of_a_run(module)
 
 

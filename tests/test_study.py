@@ -14,6 +14,7 @@ from conftest import MORE, ROOT, SCRIPTS, path_of
 sys.path.append(str(ROOT / "study"))
 import pictures
 import repair
+import symptoms
 
 NAMES = SCRIPTS + MORE
 BUGS = repair.load_bugs()
@@ -153,6 +154,38 @@ def test_the_page_in_a_browser(page, tmp_path):
     assert shown.count('class="row changed"') == sum(None in row[:2] or len(row) > 2 for row in rows)
 
 
+# ------------------------------------------------------------------------------------------ symptoms
+
+
+def test_a_bug_shows_where_all_its_runs_lie_outside():
+    usual = [{"accuracy": str(x), "length": str(x), "entropy": str(x), "reward": ""} for x in range(20)]
+
+    def found(**columns):
+        rows = [dict.fromkeys(symptoms.METRICS, "") for _ in range(3)]
+        for name, values in columns.items():
+            for row, value in zip(rows, values, strict=True):
+                row[name] = value
+        return symptoms.shows(rows, [dict.fromkeys(symptoms.METRICS, "") | row for row in usual])
+
+    assert found(accuracy=["-1", "-0.5", "-2"], length=["20", "21", "19.5"]) == [
+        "accuracy ↓",
+        "length ↑",
+    ]
+    assert found(accuracy=["-1", "-0.5", "20"], length=["19", "21", "22"], reward=["1", "1", "1"]) == []
+
+
+def test_the_table_of_symptoms_is_up_to_date():
+    """All seeds are there, each bug that is not hidden has its row, and README.md has the table."""
+    for (_, bug, _), rows in symptoms.read().items():
+        seeds = range(21, 24) if bug else range(1, 21)
+        assert [int(row["seed"]) for row in rows] == list(seeds)
+    lines = symptoms.table()
+    shown = [bug["title"] for bug in BUGS.values() if "hidden" not in bug]
+    assert sorted(line.split(" | ")[0].split(": ")[1] for line in lines[2:-2]) == sorted(shown)
+    text = (ROOT / "study" / "README.md").read_text()
+    assert "\n".join([symptoms.BEGIN, *lines, symptoms.END]) in text
+
+
 # --------------------------------------------------------------------------------------- repair shop
 
 
@@ -163,7 +196,7 @@ def test_each_bug_applies_exactly_once():
         assert bug["broken"] != original
         compile(bug["broken"], bug["title"], "exec")
         texts = {"title", "wrong", "remedy", "hint", "script", "old", "new"}
-        assert texts <= set(bug) <= texts | {"seen", "original", "broken"}
+        assert texts <= set(bug) <= texts | {"seen", "hidden", "original", "broken"}
     assert len({bug["broken"] for bug in BUGS.values()}) == len(BUGS)
     assert len({bug["script"] for bug in BUGS.values()}) <= 4
     assert f"has {len(BUGS)} single bugs" in (ROOT / "study" / "README.md").read_text()
