@@ -148,7 +148,6 @@ def sample(policy, problems, group_size, args, generator=None, greedy=False):
     my_noise_PGT = ranks.local_slice(noise_PGT)
     rows_at_a_time = args.rollout_batch_size or len(problems) * group_size
     problems_at_a_time = max(1, rows_at_a_time // group_size)  # a group is sampled together
-    are_experts_needed = args.routing_replay == "r3" or args.has_rollout_copy
     completions = []
     for start in range(0, len(my_problems), problems_at_a_time):
         end = start + problems_at_a_time
@@ -158,7 +157,7 @@ def sample(policy, problems, group_size, args, generator=None, greedy=False):
             my_noise_PGT[start:end].flatten(0, 1),
             temperature=args.temperature,
             greedy=greedy,
-            record_experts=are_experts_needed and policy.routers.num_experts > 0,
+            record_experts=args.reads_experts and policy.routers.num_experts > 0,
         )
     return ranks.all_gather_list(completions)
 
@@ -518,6 +517,7 @@ def evaluate(policy, problems, verify, args, sampled=False):
     training temperature with fixed noise: {"metrics": for the log, "greedy" and "sampled": summaries by
     `rollout_summary`, "examples": [[prompt, text]]}."""
     results = {"metrics": {}}
+    args = dataclasses.replace(args, routing_replay="none", old_logprobs="sampler")  # no experts kept
     ways = {"greedy": 1, "sampled": args.eval_samples} if sampled else {"greedy": 1}
     for way, count in ways.items():
         noise = torch.Generator().manual_seed(0)

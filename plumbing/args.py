@@ -80,7 +80,6 @@ class RunArgs:
     save_every: int = flag(20, "iterations between checkpoints [0: only at the end]")
     resume: bool = flag(False, "continue the run in --run_dir")
     run_dir: str = flag("", "output folder [default: runs/<script>-seed<seed>]")
-    tensorboard: bool = flag(False, "also write the metrics for TensorBoard")
 
     # A script without these flags has one completion per prompt, or one step per rollout.
     group_size = 1
@@ -95,6 +94,12 @@ class RunArgs:
     def has_rollout_copy(self):
         """Whether a separate copy of the weights samples, which may differ from the trained weights."""
         return self.rollout_dtype != "same" or self.rollout_refresh_every > 1
+
+    @property
+    def reads_experts(self):
+        """Whether something reads the experts that the sampler used: r3, or a mismatch's statistics."""
+        has_mismatch = self.has_rollout_copy and self.old_logprobs == "trainer"
+        return self.routing_replay == "r3" or has_mismatch
 
     def check_range(self, low, high, *names):
         """UserError if the value of one of these flags is outside the range."""

@@ -89,19 +89,10 @@ class Run:
         except (OSError, TimeoutError) as error:
             message = f"--run_dir {self.folder} cannot be written, or is in use by another process"
             raise UserError(message) from error
-        if self.args.tensorboard:
-            self.tensorboard = self.open_tensorboard()
 
     def checkpoints(self):
         """The checkpoints in the folder, oldest first."""
         return sorted(path for path in self.folder.iterdir() if CHECKPOINT.fullmatch(path.name))
-
-    def open_tensorboard(self):
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise UserError("--tensorboard needs a package (pip install tensorboard)") from error
-        return SummaryWriter(self.folder)
 
     def on_signal(self, number, frame):
         """The first signal ends the run after the iteration, with a checkpoint; the second at once."""
@@ -192,9 +183,6 @@ class Run:
                     file.write(json.dumps({"iteration": iteration, **sample}, allow_nan=False) + "\n")
         except OSError as error:
             raise UserError(f"{self.folder} cannot be written; the last checkpoint is whole") from error
-        if self.args.tensorboard:
-            for key, value in metrics.items():
-                self.tensorboard.add_scalar(key, value, iteration)
         if "eval/accuracy" in metrics:
             self.say(f"iteration {iteration:4d}: held-out accuracy {metrics['eval/accuracy']:.3f}")
         is_uniform = metrics.get("rollout/frac_zero_std_groups") == 1

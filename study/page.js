@@ -132,15 +132,16 @@ function plots(left, right) {
   find("plots").innerHTML = [
     plot("Pull on a token", [log(1 / 3, 3), { "1/3": 1 / 3, "1/2": 1 / 2, ...ticks(1, 2, 3) }],
       [linear(-3.1, 3.1), ticks(-3, -2, -1, 0, 1, 2, 3)], pulls,
-      `Gradient with respect to log π of a token, against its ratio r, for A = 1 (above 0) and −1 (below);
-       1 at r = 1. Solid: this token alone has moved; dashed: all ten of its answer have. Without grpo's KL.`),
+      `Gradient with respect to log π of a token in an answer of ten, against its ratio r (a log scale), for
+       A = 1 (above 0) and −1 (below); 1 at r = 1. Solid: this token alone has moved; dashed: all ten have.
+       Without grpo's KL.`),
     plot("Weight of a prompt", shares, shares, of(data.prompts, "right"),
       `Mean of max(A, 0) over a group, against the share of its answers that are right. dapo drops groups at
        0 and 1 and draws others. Before V or b of ppo, vapo and reinforce have learned anything.`),
     plot("Weight of a token", [linear(0, longest), ticks(0, 12, 24, 36, longest)],
       [log(0.4, 30), ticks(0.5, 1, 2, 5, 10, 25)], of(data.tokens, "length"),
-      `Gradient of a token at r = 1 in a step with one answer of each length, against the length of its
-       answer; 1 is the mean over tokens.`),
+      `Gradient of a token at r = 1, against the length of its answer, in a step with one answer of each
+       length; 1 is the mean over its tokens (a log scale).`),
     plot("Learning", [linear(0, last), ticks(0, 5000, 10000, 15000)], shares,
       both.map(([side, name]) => [side, data.curves[name]]),
       `Accuracy of the rollouts on the default job, against completions generated: mean of the seeds, and of

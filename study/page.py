@@ -10,6 +10,7 @@ from benchmarks/results/. Without JavaScript it shows the losses one after the o
 import argparse
 import difflib
 import html
+import importlib
 import itertools
 import json
 import re
@@ -113,6 +114,14 @@ def compared(a, b, words):
 # ---------------------------------------------------------------------------------------- the parts
 
 
+def own_flags(name):
+    """The flags of the algorithm, which follow those of the loop, with their defaults."""
+    args_class = importlib.import_module(name).Args
+    flags = list(args_class.__annotations__)
+    own = flags[flags.index("router_aux_coef") + 1 :]
+    return ", ".join(f"{flag} {getattr(args_class, flag)}" for flag in own)
+
+
 def script(name):
     header, code = report.read(name)
     title, *_ = header.split("\n")
@@ -126,7 +135,7 @@ def script(name):
         # Sentences are broken by the page, lines that are indented stay as they are.
         "choices": [re.sub(r"(?m)^(\S.*)\n(?=\S)", r"\1 ", text) for text in choices],
         "formula": math(report.FORMULAS["objectives"][name], "block"),
-        "axes": report.FORMULAS["axes"][name],
+        "axes": [cell or "nothing" for cell in [*report.FORMULAS["axes"][name], own_flags(name)]],
         "words": colored("\n".join(code)),
         "first": header.count("\n") + 3,  # number of the first line, after the closing quotes
     }
@@ -174,7 +183,7 @@ def build():
         "parents": parents,
         "scripts": scripts,
         "pairs": {f"{a},{b}": compared(a, b, words) for a, b in pairs},
-        "axes": report.FORMULAS["axis_names"],
+        "axes": [*report.FORMULAS["axis_names"], "its own flags"],
         "gradients": pictures.gradients(names),
         "prompts": pictures.prompts(names),
         "tokens": pictures.tokens(names),

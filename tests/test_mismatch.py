@@ -587,6 +587,7 @@ def test_run_in_which_nothing_is_in_the_mask(tmp_path, reward_file):
             assert row[f"rollout/{name}"] == 0
         assert row["losses/policy_loss"] == 0
         absent = "losses/entropy losses/logratio_spread losses/ratio_max losses/ratio_min moe/load_max"
+        absent += " losses/sequence_ratio_max"
         absent += " rollout/sampler_sequence_ratio_min rollout/sampler_sequence_ratio_max"
         assert not row.keys() & set(absent.split())
 
