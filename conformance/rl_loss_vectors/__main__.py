@@ -70,13 +70,16 @@ def main():
         print(f"{args.target} cannot be called as {args.section}:\n{error}", end="")
         sys.exit(2)
     subject, results, diagnosis = doctor.diagnosed(found)
-    lines, num_agree, num_tested = doctor.report(subject, results)
+    lines = doctor.report(subject, results)
     about = f"vectors {VECTORS['version']}, advantages {subject.advantages}"
     print(f"{args.target} as {args.section}, {about}")
     print(*lines, sep="\n")
+    labels = [line.split()[0] for line in lines]
+    num_agree = labels.count("agrees")
+    num_others = labels.count("n/a")
+    num_tested = len(lines) - num_others
     by_value = sum(line.endswith("(by value only)") for line in lines)
     unchecked = f", {by_value} without a gradient to compare" if by_value else ""
-    num_others = len(lines) - num_tested
     print(f"{num_agree} of {num_tested} applicable cases agree{unchecked}, {num_others} not tested")
     if num_agree < num_tested:
         print(*diagnosis, sep="\n")

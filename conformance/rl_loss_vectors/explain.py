@@ -11,120 +11,129 @@ from rl_loss_vectors import parts
 from rl_loss_vectors.vectors import array, same
 
 ZERO = 1e-9  # which finite differences are allowed
-WORDS = {
-    "holes": "have a hole in the mask",
-    "different_lengths": "have completions of different lengths",
-    "masked_places": "hold huge numbers or NaN in masked places",
-    "micro_batches": "are a step in micro-batches",
-    "kl": "have ref_logprobs: it is the KL",
-    "token_advantages": "have an advantage for each token",
-    "zero_advantage": "have an advantage of 0",
-    "large_ratios": "have log-ratios of 15 and more",
-}
 
 
 @np.errstate(all="ignore")
 def explanation(subject, tested):
     """Lines about [(case, answer)], some of which are wrong."""
     strange = [case["id"] for case, answer in tested if not is_finite(answer)]
-    if strange:
-        rest = [pair for pair in tested if pair[0]["id"] not in strange]
-        return [f"not finite: {', '.join(strange)}", *(explanation(subject, rest) if rest else [])]
-    agrees = [same(answer, *subject.expected(case), case["tolerance"]) for case, answer in tested]
-    wrong = [pair for pair, fine in zip(tested, agrees, strict=True) if not fine]
-    right = [case for (case, _), fine in zip(tested, agrees, strict=True) if fine]
+    lines = [f"not finite: {', '.join(strange)}"] if strange else []
+    rows = [(case, answer, *subject.expected(case)) for case, answer in tested]
+    rows = [row for row in rows if row[0]["id"] not in strange]
+    wrong = [row for row in rows if not same(*row[1:], row[0]["tolerance"])]
     if not wrong:
-        return []
-    lines = in_common([case for case, _ in wrong], right)
+        return lines
+    lines += in_common([row[0] for row in wrong], [row[0] for row in rows if row not in wrong])
     if subject.section == "gae":
         return lines + lines_of_gae(subject, wrong)
     if "rewards" in subject.arguments:
-        return lines + lines_of_groups(subject, wrong)
-    if tested[0][1].gradient is None:
+        return lines + lines_of_groups(wrong)
+    if rows[0][1].gradient is None:
         return lines + lines_of_arrays(subject, wrong)
-    return lines + lines_of_gradient(subject, tested, wrong)
+    return lines + lines_of_gradient(subject, rows, wrong)
 
 
 def is_finite(answer):
-    has_gradient = answer.gradient is not None
-    return np.isfinite(answer.value).all() and (not has_gradient or np.isfinite(answer.gradient).all())
+    return all(np.isfinite(x).all() for x in (answer.value, answer.gradient) if x is not None)
+
+
+def features(case):
+    return {*case["tags"], *(f"{key} = {value}" for key, value in case["keywords"].items())}
 
 
 def in_common(wrong, right):
-    """What all cases that differ have, and few of the others."""
-    lines = []
-    for tag, words in WORDS.items():
-        others = sum(tag in case["tags"] for case in right)
-        if all(tag in case["tags"] for case in wrong) and others < len(right) / 4:
-            only = "" if others else " and only they"
-            lines.append(f"all cases that differ{only} {words}")
-    for key in sorted({key for case in wrong + right for key in case["keywords"]}):
-        values = {str(case["keywords"].get(key)) for case in wrong}
-        others = {str(case["keywords"].get(key)) for case in right}
-        if right and len(values) == 1 and not values & (others | {"None"}) and len(min(values)) < 30:
-            lines.append(f"all cases that differ and only they have {key} = {min(values)}")
-    return lines
+    """Tags and keywords that all cases that differ have, and no other, or few."""
+    others = [feature for case in right for feature in features(case)]
+    rare = {
+        feature: others.count(feature)
+        for feature in sorted(set.intersection(*map(features, wrong)))
+        if others.count(feature) < len(right) / 4 and len(feature) < 60
+    }
+    only = [feature for feature, count in rare.items() if count == 0]
+    if not rare:
+        return []
+    return [f"all cases that differ{' and only they' if only else ''} have {', '.join(only or rare)}"]
 
 
 def near(x, y):
     return np.abs(x - y) <= 1e-5 * (1 + np.abs(y))
 
 
+def fit(what, where, yours, ours):
+    """A line, if yours is a sum of multiples of its columns in these places, and another one than ours;
+    both are (array, {words: column})."""
+    sums = []
+    for y, columns in (yours, ours):
+        table = np.array([column[where] for column in columns.values()]).T
+        if len(table) <= len(columns) or np.linalg.matrix_rank(table) < len(columns):
+            return []
+        k = np.linalg.lstsq(table, y[where], rcond=None)[0].round(9) + 0
+        words = " ".join(f"{x:+.4g} {name}".strip() for x, name in zip(k, columns, strict=True))
+        sums.append(words if near(table @ k, y[where]).all() else "another sum")
+    if sums[0] in ("another sum", sums[1]):
+        return []
+    return [f"{what} is {sums[0]}, not {sums[1]}"]
+
+
+def straight_line(what, where, yours, ours):
+    columns = {"times ours": ours, "": np.ones_like(ours)}
+    return fit(what, where, (yours, columns), (ours, columns))
+
+
 # --------------------------------------------------------------------------------------- the gradient
 
 
-def lines_of_gradient(subject, tested, wrong):
-    expected = [subject.expected(case) for case, _ in tested]
-    pairs = list(zip([answer for _, answer in tested], expected, strict=True))
-    if all(near(answer.gradient, gradient).all() for answer, (_, gradient) in pairs):
+def lines_of_gradient(subject, rows, wrong):
+    if all(near(answer.gradient, gradient).all() for _, answer, _, gradient in rows):
         return ["every gradient is right: only the number that is reported differs"]
     lines = []
-    is_difference = any(answer.is_difference for answer, _ in pairs)
-    if not is_difference and all(near(answer.value, value).all() for answer, (value, _) in pairs):
+    is_exact = not any(answer.is_difference for _, answer, *_ in rows)
+    if is_exact and all(near(answer.value, value).all() for _, answer, value, _ in rows):
         lines.append("every value is right: a detach is missing, or one too many")
-    outside = [np.where(array(case["inputs"]["mask"]), 0, answer.gradient) for case, answer in tested]
-    if any((np.abs(np.nan_to_num(x, nan=1)) > 1e-9).any() for x in outside):
+    outside = [np.where(array(case["inputs"]["mask"]), 0, answer.gradient) for case, answer, *_ in rows]
+    if any((np.abs(x) > ZERO).any() for x in outside):
         lines.append("there is a gradient in masked places")
     if subject.section == "replayed_gate":
         return lines
     special = {"kl", "settings", "large_ratios"}
     places = []
     for group, without in (
-        (tested, special),
-        (tested, special | {"micro_batches"}),
+        (rows, special),
+        (rows, special | {"micro_batches"}),
         (wrong, {"settings"}),
         (wrong, set()),
     ):
-        chosen = [(case, answer) for case, answer in group if not without & set(case["tags"])]
-        if any(case is other for case, _ in chosen for other, _ in wrong):
-            table = joined(subject, chosen)
+        chosen = [row for row in group if not without & set(row[0]["tags"])]
+        if any(row in wrong for row in chosen):
+            table = joined(subject, [(case, answer.gradient, ours) for case, answer, _, ours in chosen])
             both = both_forms(table)
             if both:
                 return lines + both
-            places = places or where_it_differs(near(*table["gradient"].values()), table["places"])
-    return lines + (shifted(subject, tested) or places)
+            places = places or where_it_differs(table)
+    return lines + (shifted(subject, rows) or places)
 
 
 def joined(subject, pairs):
     """{group: {words: array}} over the places of the mask in all cases, of what all cases have."""
-    tables = [table_of(subject, case, answer) for case, answer in pairs]
+    tables = [table_of(subject, *pair) for pair in pairs]
     result = {}
     for group in tables[0]:
         names = [name for name in tables[0][group] if all(name in table[group] for table in tables)]
-        columns = {name: [table[group][name] for table in tables] for name in names}
-        result[group] = {name: np.concatenate(arrays) for name, arrays in columns.items()}
+        result[group] = {
+            name: np.concatenate([table[group][name] for table in tables]) for name in names
+        }
     return result
 
 
-def table_of(subject, case, answer):
-    """The places of the mask in a case: their gradients, and what these may be made of."""
+def table_of(subject, case, yours, ours):
+    """The places of the mask in a case: what is found there, and what it may be made of."""
     given = case["inputs"] | case["keywords"]
     x = {key: array(value) for key, value in given.items() if not isinstance(value, str)}
     mask = x["mask"].astype(bool)
     x["mask"] = mask
     x["size"] = mask.sum(1, keepdims=True)
     table = {
-        "gradient": {"yours": answer.gradient, "ours": subject.expected(case)[1]},
+        "found": {"your": yours, "our": ours},
         "factors": {"": 1},
         "weights": {"": 1},
         "divisors": parts.divisors(x, case.get("micro_batches", [list(range(len(mask)))])),
@@ -138,7 +147,7 @@ def table_of(subject, case, answer):
         table["places"]["the completion is wrong"] = x["is_right"] == 0
     elif "weights" in x:
         table["weights"] = {"w": x["weights"], "": 1}
-    elif subject.way != "reduction":
+    elif "logprobs" in x and subject.way != "reduction":
         x["log r"] = np.where(mask, x["logprobs"] - x["old_logprobs"], 0)
         table["factors"] = parts.factors_of_policy(x)
         table["weights"] = parts.weights_of_policy(x)
@@ -158,7 +167,7 @@ def kl_alone(table, x):
     is_clipped = places["A > 0 and r is above the range"] | places["A < 0 and r is below the range"]
     rest = -x["advantages"] * np.exp(x["log r"]) / x["size"] / len(x["size"])
     rest = np.where(x["mask"] & ~is_clipped, rest, 0)
-    table["gradient"] = {who: y - rest for who, y in table["gradient"].items()}
+    table["found"] = {who: y - rest for who, y in table["found"].items()}
     x["log x"] = np.where(x["mask"], x["ref_logprobs"] - x["logprobs"], 0)
     table["factors"] = {"kl_coef": -x["kl_coef"]}
     table["weights"] = parts.weights_of_kl(x)
@@ -169,11 +178,11 @@ def kl_alone(table, x):
 
 def both_forms(table):
     """Two lines, if both gradients have the form."""
-    texts = [form_of(gradient, table) for gradient in table["gradient"].values()]
-    if None in texts:
-        return []
     of = {"": "", "A": " of J", "kl_coef": " of J through the KL"}[next(iter(table["factors"]))]
-    return [f"your gradient{of}: {texts[0]}", f" our gradient{of}: {texts[1]}"]
+    forms = {who: form_of(gradient, table) for who, gradient in table["found"].items()}
+    if None in forms.values():
+        return []
+    return [f"{who:>4} gradient{of}: {form}" for who, form in forms.items()]
 
 
 def form_of(gradient, table):
@@ -246,37 +255,28 @@ def zero_places(is_zero, places):
     return f"; 0 {' and '.join(names)}"
 
 
-def where_it_differs(agrees, places):
+def where_it_differs(table):
     """The smallest of the places outside of which nothing differs."""
+    differs = ~near(*table["found"].values())
     around = {
         name: where
-        for name, where in places.items()
-        if agrees[~where].all() and not where.all() and (~agrees).sum() > 0.45 * where.sum()
+        for name, where in table["places"].items()
+        if not differs[~where].any() and not where.all() and differs.sum() > 0.45 * where.sum()
     }
     if not around:
         return []
     name = min(around, key=lambda name: around[name].sum())
-    return [f"it differs only where {name}: in {(~agrees).sum()} of {around[name].sum()} places"]
+    return [f"it differs only where {name}: in {differs.sum()} of {around[name].sum()} places"]
 
 
-def shifted(subject, tested):
+def shifted(subject, rows):
     """Advantages that are shifted or scaled once more, from the case whose ratios are all 1."""
-    for case, answer in tested:
+    for case, answer, _, ours in rows:
         if "on_policy" in case["tags"] and subject.way != "reduction":
-            A = np.broadcast_to(array(case["inputs"]["advantages"]), answer.gradient.shape)
-            expected = subject.expected(case)[1]
-            counts = np.abs(expected) > 1e-9
-            implied = answer.gradient[counts] / expected[counts] * A[counts]
-            slope, shift = np.polyfit(A[counts], implied, 1)
-            if (
-                abs(slope) < 1e-6
-                or abs(shift) < 1e-6
-                or not near(slope * A[counts] + shift, implied).all()
-            ):
-                return []
-            means = [y.mean() for y in (implied, slope * array(case["inputs"]["advantages"]) + shift)]
-            why = "standardized again" if min(map(abs, means)) < 1e-6 else "another term is added"
-            return [f"on policy it is as if A were {slope:.4g} A {shift:+.4g}: {why}"]
+            A = np.broadcast_to(array(case["inputs"]["advantages"]), ours.shape)
+            columns = {"A": A, "": np.ones_like(A)}
+            implied = answer.gradient / ours * A
+            return fit("on policy your A", np.abs(ours) > ZERO, (implied, columns), (A, columns))
     return []
 
 
@@ -285,52 +285,35 @@ def shifted(subject, tested):
 
 def lines_of_arrays(subject, wrong):
     """Whether each answer is a straight line of ours; else, where it differs."""
-    pairs = [(case, answer.value, subject.expected(case)[0]) for case, answer in wrong]
-    lines = [line for pair in pairs for line in straight_line(*pair, "yours")]
-    if len(lines) == len(wrong):
-        return lines[:2]
-    return differing_places([(case, near(found, expected)) for case, found, expected in pairs])
+    lines = []
+    for case, answer, ours, _ in wrong:
+        mask = array(case["inputs"].get("mask", 1), "mask")
+        where = mask if mask.shape == ours.shape else np.ones(ours.shape, bool)
+        lines += straight_line(f"in {case['id']} yours", where, answer.value, ours)
+    return lines[:2] if len(lines) == len(wrong) else differing_places(subject, wrong)
 
 
-def straight_line(case, found, expected, yours):
-    """A line, if an array is a multiple of ours, with or without a constant added."""
-    counts = array(case["inputs"].get("mask", 1), "mask")
-    if counts.shape != expected.shape:
-        counts = np.ones(expected.shape, bool)
-    found = found[counts]
-    expected = expected[counts]
-    if len(expected) < 3 or np.ptp(expected) < 1e-6 or near(found, expected).all():
-        return []
-    slope, shift = np.polyfit(expected, found, 1)
-    if not near(slope * expected + shift, found).all():
-        return []
-    return [f"in {case['id']} {yours} is {slope:.5g} times ours {shift:+.5g}"]
+def differing_places(subject, wrong):
+    """A line about arrays over the mask; GAE has two."""
+    agreement = []
+    for case, answer, ours, _ in wrong:
+        shape = ours.shape[-2:]
+        if np.shape(case["inputs"].get("mask")) != shape:
+            return []
+        agreement.append((case, near(answer.value, ours).reshape(-1, *shape).all(0), 1))
+    return where_it_differs(joined(subject, agreement))
 
 
-def differing_places(pairs):
-    """A line about [(case, whether each place agrees)], for arrays over the mask."""
-    masks = [array(case["inputs"].get("mask", 0), "mask") for case, _ in pairs]
-    if any(mask.shape != agrees.shape for mask, (_, agrees) in zip(masks, pairs, strict=True)):
-        return []
-    tables = [parts.positions(mask, mask.sum(1, keepdims=True)) for mask in masks]
-    agrees = np.concatenate([y[mask] for mask, (_, y) in zip(masks, pairs, strict=True)])
-    places = {}
-    for name in tables[0]:
-        where = [np.broadcast_to(x[name], mask.shape) for x, mask in zip(tables, masks, strict=True)]
-        places[name] = np.concatenate([y[mask] for y, mask in zip(where, masks, strict=True)])
-    return where_it_differs(agrees, places)
-
-
-def lines_of_groups(subject, wrong):
+def lines_of_groups(wrong):
     """Which baseline and which scale the answers have: A = (R - baseline) / scale in each group."""
     groups = []
     lines = []
-    for case, answer in wrong:
+    for case, answer, expected, _ in wrong:
         rewards = array(case["inputs"]["rewards"])
         ids = array(case["inputs"].get("group_ids", np.arange(len(rewards))))
         for k in np.unique(ids):
             row = rewards[ids == k].reshape(-1)
-            found, ours = (y[ids == k].reshape(-1) for y in (answer.value, subject.expected(case)[0]))
+            found, ours = (y[ids == k].reshape(-1) for y in (answer.value, expected))
             if np.ptp(row) > 1e-3 * (1 + np.abs(row).max()):
                 groups.append((rewards, row, found, ours))
             elif np.ptp(row) == 0 and not near(found, 0).all():
@@ -404,41 +387,27 @@ def lines_of_gae(subject, wrong):
     """A_t = a reward + b V + c next V + d next A and the return = a A + b V, fitted to the answers."""
     lines = []
     for k, name in ((0, "advantages"), (1, "returns")):
-        if all(near(answer.value[k], subject.expected(case)[0][k]).all() for case, answer in wrong):
+        if all(near(answer.value[k], expected[k]).all() for _, answer, expected, _ in wrong):
             lines.append(f"the {name} are right")
-    for case, answer in wrong:
-        x = {key: array(value) for key, value in case["inputs"].items()}
-        if x["lam"].ndim or {"holes", "masked_places"} & set(case["tags"]):
+    for case, answer, expected, _ in wrong:
+        if "masked_places" in case["tags"]:
             continue
+        V, rewards, mask = (array(case["inputs"][key], key) for key in ("values", "rewards", "mask"))
         A, returns = answer.value
-        lines += straight_line(case, A, subject.expected(case)[0][0], "your A")
-        mask = x["mask"].astype(bool)
-        next_V, next_A, is_next = (np.pad(y[:, 1:], ((0, 0), (0, 1))) for y in (x["values"], A, mask))
-        here = {"reward": x["rewards"], "V": x["values"]}
-        words = "with gamma {gamma:g}, lambda {lam:g} your A".format(**x)
-        ours = (1, -1, x["gamma"], x["gamma"] * x["lam"])
-        lines += fit(words, A, here | {"next V": next_V, "next A": next_A}, mask & is_next, ours)
-        words = "on the last token your A"
-        lines += fit(words, A, here | {"the V behind it": next_V}, mask & ~is_next, (1, -1, 0))
-        lines += fit("your return", returns, {"A": A, "V": x["values"]}, mask, (1, 1))
-    pairs = [(case, near(answer.value, subject.expected(case)[0]).all(0)) for case, answer in wrong]
-    return list(dict.fromkeys(lines))[:4] + differing_places(pairs)
+        our_A, our_returns = expected
+        is_next = following(mask)
+        here = {"reward": rewards, "V": V}
+        inside = [(x, here | {"next V": following(V), "next A": following(x)}) for x in (A, our_A)]
+        behind = here | {"the V behind it": following(V)}
+        lines += straight_line(f"in {case['id']} your A", mask, A, our_A)
+        lines += fit("your A", mask & is_next, *inside)
+        lines += fit("before padding or a hole your A", mask & ~is_next, (A, behind), (our_A, behind))
+        lines += fit(
+            "your return", mask, (returns, {"A": A, "V": V}), (our_returns, {"A": our_A, "V": V})
+        )
+    return list(dict.fromkeys(lines))[:4] + differing_places(subject, wrong)
 
 
-def fit(what, y, columns, where, ours):
-    """A line, if y is a sum of multiples of the columns in these places, and not ours."""
-    table = np.array([column[where] for column in columns.values()]).T
-    if np.linalg.matrix_rank(table) < len(columns):
-        return []
-    k = np.linalg.lstsq(table, y[where], rcond=None)[0]
-    if (
-        len(table) <= len(columns)
-        or not near(table @ k, y[where]).all()
-        or near(k, np.array(ours)).all()
-    ):
-        return []
-    yours = " ".join(
-        f"{number:+.4g} {name}" for number, name in zip(k.round(9) + 0, columns, strict=True)
-    )
-    expected = " ".join(f"{number:+.4g} {name}" for number, name in zip(ours, columns, strict=True))
-    return [f"{what} is {yours}, not {expected}"]
+def following(x):
+    """What is one place behind."""
+    return np.pad(x[:, 1:], ((0, 0), (0, 1)))
