@@ -126,15 +126,8 @@ def errors_in_trl(name, loss, setting):
 
     from examples import trl_trainer
 
-    class OwnTokensTrainer(trl_trainer.PluggedTrainer):
-        def step_counts(self):
-            micro = self._buffered_inputs[self._step % self.args.steps_per_generation]
-            num_tokens = micro["completion_mask"].sum() * self.current_gradient_accumulation_steps
-            return {**super().step_counts(), "num_tokens": num_tokens}
-
-    classes = {"ours": trl_trainer.PluggedTrainer, "ours, own tokens": OwnTokensTrainer}
     engines_class = GMPOTrainer if name == "gmpo" else GRPOTrainer
-    trainer_class = measuring(classes.get(loss, engines_class), name)
+    trainer_class = measuring(trl_trainer.PluggedTrainer if loss == "ours" else engines_class, name)
     trl_trainer.main(["--algorithm", name, *TRL_JOB.split(), *setting.split()], trainer_class)
     return trainer_class.errors
 
@@ -203,7 +196,7 @@ def errors_in_verl(name, loss, setting):
     return errors
 
 
-# ------------------------------------------------------------------------------ losses and defaults
+# ----------------------------------------------------------------------------------------- the tables
 
 
 def read(path):
@@ -219,7 +212,6 @@ def write(path, rows):
 
 
 def see_a_doctor(row, engine):
-    """What the doctor says of a row of engines_losses.csv."""
     from rl_loss_vectors import doctor
 
     functions = importlib.import_module(f"examples.doctor_{engine}")
@@ -230,49 +222,44 @@ def see_a_doctor(row, engine):
     wrong = [case["id"] for case, answer in tested if not doctor.is_right(subject, case, answer)]
     row["agree"] = f"{len(tested) - len(wrong)} of {len(tested)}"
     row["differ"] = " ".join(wrong)
-    row["diagnosis"] = "; ".join(diagnosis) or "healthy"
+    row["diagnosis"] = "; ".join(line.strip() for line in diagnosis) or "healthy"
 
 
-def default_of(engine, setting):
+def look_up_default(row, engine):
     if engine == "trl":
         from trl import GRPOConfig as Config
     else:
         from verl.trainer.config import AlgoConfig
         from verl.workers.config import ActorConfig
 
-        Config = ActorConfig if setting in ActorConfig.__dataclass_fields__ else AlgoConfig
-    return str(Config.__dataclass_fields__[setting].default)
+        Config = ActorConfig if row["setting"] in ActorConfig.__dataclass_fields__ else AlgoConfig
+    row["default"] = str(Config.__dataclass_fields__[row["setting"]].default)
+
+
+def measure_steps(row, engine):
+    errors_in = errors_in_trl if engine == "trl" else errors_in_verl
+    errors = errors_in(row["algorithm"], row["loss"], row["setting"])
+    for key, error in (("smallest", min(errors)), ("largest", max(errors))):
+        row[key] = "0" if error < 1e-15 else f"{error:.2g}"
+
+
+MEASURES = {"losses": see_a_doctor, "defaults": look_up_default, "steps": measure_steps}
+COLUMNS = {  # in README.md
+    "losses": "engine version function section setting agree differ diagnosis",
+    "defaults": "engine version algorithm setting default paper",
+    "steps": "engine version algorithm departure paper measure smallest largest remedy",
+}
 
 
 def tables():
     """{name: the lines of a table of README.md}"""
-    losses = ["| in | function | as | settings | cases | differ | diagnosis |", "| --- " * 7 + "|"]
-    for row in read(HERE / "engines_losses.csv"):
-        differ = row["differ"].replace(row["section"] + "-", "")
-        cells = [
-            f"{row['engine']} {row['version']}",
-            f"`{row['function']}`",
-            row["section"],
-            row["setting"],
-        ]
-        losses.append(f"| {' | '.join([*cells, row['agree'], differ, row['diagnosis']])} |")
-    defaults = ["| in | for | setting | its default | the paper's |", "| --- " * 5 + "|"]
-    for row in read(HERE / "engines_defaults.csv"):
-        cells = [f"{row['engine']} {row['version']}", row["algorithm"], f"`{row['setting']}`"]
-        defaults.append(f"| {' | '.join([*cells, row['default'], row['paper']])} |")
-    steps = ["| in | algorithm | what it does | the paper | gradient off by | to match the paper |"]
-    steps.append("| --- " * 6 + "|")
-    for row in read(HERE / "engines_steps.csv"):
-        engine = f"{row['engine']} {row['version']}"
-        if row["loss"].startswith("ours"):
-            engine = "(neither)"
-        error = " to ".join(dict.fromkeys([row["smallest"], row["largest"]]))
-        if row["measure"] == "advantage":
-            error = f"A: {error}"
-        cells = [engine, row["algorithm"], row["departure"], row["paper"], error, row["remedy"]]
-        if row["departure"]:
-            steps.append(f"| {' | '.join(cells)} |")
-    return {"losses": losses, "defaults": defaults, "steps": steps}
+    result = {}
+    for name, columns in COLUMNS.items():
+        rows = [row for row in read(HERE / f"engines_{name}.csv") if row.get("departure") != ""]
+        cells = [columns.split(), ["---"] * len(columns.split())]
+        cells += [[row[column].replace("|", r"\|") for column in columns.split()] for row in rows]
+        result[name] = [f"| {' | '.join(line)} |" for line in cells]
+    return result
 
 
 def page():
@@ -290,25 +277,20 @@ def main():
     folder = Path(sys.argv[2]) if len(sys.argv) > 2 else HERE
     if engine == "page":
         return page()
-    files = {name: read(folder / f"engines_{name}.csv") for name in ("losses", "defaults", "steps")}
-    is_first = "RANK" not in os.environ  # the doctor needs TRL in one process, its trainer several
-    errors_in = {"trl": errors_in_trl, "verl": errors_in_verl}[engine]
-    for name, rows in files.items():
+    # The doctor needs TRL in one process, its trainer several.
+    names = ["steps"] if "RANK" in os.environ else ["losses", "defaults"]
+    if engine == "verl":
+        names.append("steps")
+    for name in names:
+        path = folder / f"engines_{name}.csv"
+        rows = read(path)
         for row in rows:
             if row["engine"].lower() == engine and row.get("seen_by", "engines.py") == "engines.py":
                 row["version"] = importlib.metadata.version(engine)
-                if name == "losses" and is_first:
-                    see_a_doctor(row, engine)
-                elif name == "defaults" and is_first:
-                    row["default"] = default_of(engine, row["setting"])
-                elif name == "steps" and (engine == "verl" or not is_first):
-                    errors = errors_in(row["algorithm"], row["loss"], row["setting"])
-                    for key, error in (("smallest", min(errors)), ("largest", max(errors))):
-                        row[key] = "0" if error < 1e-15 else f"{error:.2g}"
-    if os.environ.get("RANK", "0") == "0":
-        for name, rows in files.items():
-            write(folder / f"engines_{name}.csv", rows)
-    if engine == "trl" and is_first:
+                MEASURES[name](row, engine)
+        if os.environ.get("RANK", "0") == "0":
+            write(path, rows)
+    if engine == "trl" and "RANK" not in os.environ:
         torchrun = "-m torch.distributed.run --standalone --nproc-per-node".split()
         command = [sys.executable, *torchrun, str(PROCESSES), __file__, engine, folder]
         env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

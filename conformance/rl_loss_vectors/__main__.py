@@ -28,7 +28,6 @@ def arguments():
     others = [section for section in SECTIONS if section not in LOSSES]
     parser.add_argument("--what", choices=["loss", "advantages", *others], default="loss")
     parser.add_argument("--way", choices=["loss", "terms", "reduction"], default="loss")
-    parser.add_argument("--advantages", nargs="+", choices=doctor.SHAPES, default=doctor.SHAPES)
     parser.add_argument("--framework", choices=["torch", "numpy"], default="torch")
     parser.add_argument("--dtype", choices=["float64", "float32"], default="float64")
     parser.add_argument("--rename", nargs="*", default=[], metavar="OURS=YOURS")
@@ -64,7 +63,7 @@ def main():
     args = arguments()
     how = {key: getattr(args, key) for key in ("way", "framework", "dtype", "rename")}
     try:
-        found = doctor.examine_shapes(load(args.target), args.section, args.advantages, **how)
+        found = doctor.examine_shapes(load(args.target), args.section, **how)
     except (Exception, SystemExit):
         error = traceback.format_exc()
         print(f"{args.target} cannot be called as {args.section}:\n{error}", end="")

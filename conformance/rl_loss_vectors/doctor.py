@@ -21,13 +21,13 @@ class Raised(str):
     """What a function raises in a case that it should be able to answer."""
 
 
-def examine_shapes(function, section, shapes=SHAPES, **how):
+def examine_shapes(function, section, **how):
     """[(subject, its results)] for each shape of advantages that the function takes, the one for which
     most cases agree first. A function that takes no bool mask gets one of 0 and 1."""
     errors = []
     for mask in ("bool", "float"):
         found = []
-        for shape in shapes:
+        for shape in SHAPES:
             subject = Subject(function, section, advantages=shape, mask=mask, **how)
             try:
                 found.append((subject, examine(subject)))

@@ -96,13 +96,14 @@ def lines_of_gradient(subject, rows, wrong):
     if subject.section == "replayed_gate":
         return lines
     special = {"kl", "settings", "large_ratios"}
-    places = []
-    for group, without in (
+    groups = [
         (rows, special),
         (rows, special | {"micro_batches"}),
         (wrong, {"settings"}),
         (wrong, set()),
-    ):
+    ]
+    places = []
+    for group, without in groups:
         chosen = [row for row in group if not without & set(row[0]["tags"])]
         if any(row in wrong for row in chosen):
             table = joined(subject, [(case, answer.gradient, ours) for case, answer, _, ours in chosen])
@@ -143,7 +144,7 @@ def table_of(subject, case, yours, ours):
         table["weights"] = parts.weights_of_values(x)
         table["places"] = parts.places_of_values(x)
     elif "is_right" in x:
-        table["divisors"]["(tokens of right completions)"] = (x["size"] * x["is_right"]).sum()
+        table["divisors"]["tokens of right completions"] = (x["size"] * x["is_right"]).sum()
         table["places"]["the completion is wrong"] = x["is_right"] == 0
     elif "weights" in x:
         table["weights"] = {"w": x["weights"], "": 1}
@@ -225,34 +226,27 @@ def fitted(quotient, where, table):
 
 def words(factor, k, weight, divisor):
     number = {1: "", -1: "-"}.get(round(k, 5), f"{k:.5g}")
-    if weight.startswith("/ "):
-        divisor = f"{weight[2:]} {divisor}".strip()
-        weight = ""
     top = " ".join(word for word in (number, factor, weight) if word) or "1"
     if not divisor:
         return top
-    has_factors = " " in divisor and not divisor.startswith("(")
-    return f"{top} / ({divisor})" if has_factors else f"{top} / {divisor}"
+    return f"{top} / ({divisor})" if " " in divisor else f"{top} / {divisor}"
 
 
 def zero_places(is_zero, places):
     """Words for the places whose gradient is 0, as a union of at most four that have names."""
-    if not is_zero.any():
-        return ""
     left = is_zero.copy()
     names = []
     inside = {name: where for name, where in places.items() if not (where & ~is_zero).any()}
-    while left.any() and inside and len(names) < 4:
-        name = max(inside, key=lambda name: (inside[name] & left).sum())
-        if (inside[name] & left).sum() < max(1, 0.05 * is_zero.sum()):
-            break
-        names.append(f"where {name}")
-        left &= ~inside[name]
+    for _ in range(4):
+        name = max(inside, key=lambda name: (inside[name] & left).sum(), default=None)
+        if name and (inside[name] & left).sum() > 0.05 * is_zero.sum():
+            names.append(f"where {name}")
+            left &= ~inside[name]
     if left.sum() > is_zero.sum() / 3:
         return f"; 0 in {is_zero.sum()} of {len(left)} places"
     if left.any():
         names.append(f"in {left.sum()} more of {len(left)} places")
-    return f"; 0 {' and '.join(names)}"
+    return f"; 0 {' and '.join(names)}" if names else ""
 
 
 def where_it_differs(table):
@@ -337,12 +331,11 @@ def told(known, fits, place):
     """What a baseline or a scale is: a known one, one with a constant added, or a multiple."""
     found = np.array([fit[place] for fit in fits])
     sizes = {name: np.array([of(*fit[:2]) for fit in fits]) for name, of in known.items()}
-    for name, size in sizes.items():
-        if (np.abs(found - size) <= 1e-7 * (1 + np.abs(size))).all():
-            return name
-    for name, size in sizes.items():
-        if np.ptp(found - size) <= 1e-7 * (1 + np.abs(size).max()):
-            return f"{name} {(found - size)[0]:+.3g}"
+    for name in sorted(sizes, key=lambda name: np.abs(found - sizes[name]).max()):
+        rest = found - sizes[name]
+        allowed = 1e-7 * (1 + np.abs(sizes[name]).max())
+        if np.ptp(rest) <= allowed:
+            return name if np.abs(rest).max() <= allowed else f"{name} {rest[0]:+.3g}"
     batches = [fit[0].tobytes() for fit in fits]
     for name, size in sizes.items():
         if (np.abs(size) > 1e-9).all():
