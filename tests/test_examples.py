@@ -1,8 +1,8 @@
 """examples/: their form, and that a loss inside TRL or verl is the script's.
 
 Tests marked `extras` need examples/requirements.txt. verl needs a separate environment: here a stand-in
-calls the losses as verl's actor does, with a step in unequal shares; conformance/engines.py calls the
-real one."""
+calls the losses as verl's actor does, with a step in unequal shares; the real one was called once, see
+conformance/engines.py."""
 
 import ast
 import csv

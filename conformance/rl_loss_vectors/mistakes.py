@@ -2,7 +2,7 @@
 
 A *mistake* contradicts the paper; a *variant* is a choice that the paper leaves open, or that another
 code base documents. In brackets: the engine that does so, TRL 1.16.0 or verl 0.9.1. Each entry has a
-change(objective, batch), which returns what the changed code would. What explain.py says as well, such
+change(J, batch), which returns what the changed code would. What explain.py says as well, such
 as another divisor or range, mostly has no entry.
 """
 
@@ -21,9 +21,9 @@ from rl_loss_vectors.reference import mean, ratio, scale, squares, tokens
 def pieces(**replacements):
     """The objective with some functions of reference.py replaced."""
 
-    def change(objective, b):
+    def change(J, b):
         with mock.patch.multiple(reference, **replacements):
-            return objective(b)
+            return J(b)
 
     return change
 
@@ -32,32 +32,37 @@ def changed(b, **fields):
     return reference.batch(**(vars(b) | fields))
 
 
-def inputs(fields):
-    """The objective of a changed batch; fields(b) returns the changes."""
-    return lambda objective, b: objective(changed(b, **fields(b)))
-
-
 def setting(**fields):
-    return inputs(lambda b: fields)
+    """J of a batch with other fields; a function gives the field's value from the batch."""
+
+    def change(J, b):
+        return J(changed(b, **{key: x(b) if callable(x) else x for key, x in fields.items()}))
+
+    return change
 
 
 def swapped(one, other):
-    return inputs(lambda b: {one: getattr(b, other), other: getattr(b, one)})
+    return setting(**{one: lambda b: getattr(b, other), other: lambda b: getattr(b, one)})
 
 
 def together(first, second):
-    return lambda objective, b: second(lambda other: first(objective, other), b)
+    return lambda J, b: second(lambda other: first(J, other), b)
 
 
-def of_rows(objective, b, parts):
-    """[the objective of each part of the rows]"""
+def split(J, b, parts):
+    """[J of each part of the rows]"""
     rows_of = {key: x for key, x in vars(b).items() if torch.is_tensor(x)}
-    return [objective(changed(b, **{key: x[part] for key, x in rows_of.items()})) for part in parts]
+    return [J(changed(b, **{key: x[part] for key, x in rows_of.items()})) for part in parts]
 
 
 def divided_by(divisor):
     """The sum of all terms, divided by something else."""
     return pieces(average=lambda b, terms, how: sum(sum(row) for row in terms) / divisor(b))
+
+
+def token_mean(b, terms, how):
+    """What there is once for a completion stands on each of its tokens."""
+    return average(b, [row * (length(b, i) // len(row)) for i, row in enumerate(terms)], "token")
 
 
 def arithmetic_mean(b, i, factor):
@@ -71,7 +76,7 @@ def scales(of):
 
 
 def of_the_batch(name, of):
-    return lambda objective, b: pieces(**{name: lambda rewards, j: of(b.rewards)})(objective, b)
+    return lambda J, b: pieces(**{name: lambda rewards, j: of(b.rewards)})(J, b)
 
 
 def std_in_one_pass(rewards):
@@ -82,31 +87,30 @@ def std_in_one_pass(rewards):
 
 
 def by_position(b):
-    size = int((b.group_ids == b.group_ids[0]).sum())
-    return {"group_ids": torch.arange(len(b.rewards)) // size}
+    return torch.arange(len(b.rewards)) // int((b.group_ids == b.group_ids[0]).sum())
 
 
 def sum_on_each_token(b):
-    rewards = torch.where(b.mask, b.rewards, 0).sum(1, keepdim=True)
-    return {"rewards": rewards.expand_as(b.mask)}
+    return torch.where(b.mask, b.rewards, 0).sum(1, keepdim=True).expand_as(b.mask)
 
 
-def larger_mean(objective, b):
+def larger_mean(J, b):
     """The max of two means, not the mean of the max of each token."""
     pairs = each(b, lambda i, t: squares(b, i, t))
     means = [average(b, [[pair[k] for pair in row] for row in pairs], "token") for k in (0, 1)]
     return torch.max(*means)
 
 
-def padding_counted(objective, b):
+def padding_counted(J, b):
     everywhere = changed(b, mask=ALL(b.mask), advantages=torch.where(b.mask, b.advantages, 0))
-    return torch.where(b.mask, objective(everywhere), 0)
+    return torch.where(b.mask, J(everywhere), 0)
 
 
 # ---------------------------------------------------------------------------------------- the entries
 
 CLIPPED = "ppo grpo dr_grpo dapo gspo vapo"
 GEOMETRIC = "gmpo rspo"
+ANY_CLIP = f"{CLIPPED} {GEOMETRIC}"
 BY_LENGTH = "ppo grpo dapo gspo cispo gmpo rspo sapo vapo"  # where |o| counts
 WITH_RATIO = f"{BY_LENGTH} dr_grpo"
 TOKEN_MEANS = "ppo dapo cispo vapo"
@@ -121,57 +125,46 @@ LEAST_LENGTH = pieces(  # of a completion whose tokens are all ignored
 )
 # (name, sections of vectors.json, the changed objective)
 MISTAKES = [
-    ("wrong sign", f"{MASKED} overlong_penalty", lambda objective, b: -objective(b)),
-    ("no gradient", f"{MASKED} replayed_gate", lambda objective, b: objective(b).detach()),
+    ("wrong sign", f"{MASKED} overlong_penalty", lambda J, b: -J(b)),
+    ("no gradient", f"{MASKED} replayed_gate", lambda J, b: J(b).detach()),
     # The averages and the mask.
+    ("token-mean [verl: default]", "grpo gspo gmpo rspo sapo", pieces(average=token_mean)),
     ("a mean over the padded width", WITH_RATIO, divided_by(lambda b: b.mask.numel())),
     ("no division at all", AVERAGED, divided_by(lambda b: 1)),
     (
         "a mean of each micro-batch [verl: geo_mean]",
         AVERAGED,
-        lambda objective, b: sum(of_rows(objective, b, b.micro_batches or [slice(None)])),
+        lambda J, b: sum(split(J, b, b.micro_batches)),
     ),
     (
         "divided again by the number of micro-batches",
         AVERAGED,
-        lambda objective, b: objective(b) / len(b.micro_batches or [0]),
+        lambda J, b: J(b) / len(b.micro_batches),
     ),
-    (
-        "a token-mean of each prompt group, then of groups",
-        TOKEN_MEANS,
-        lambda objective, b: sum(of_rows(objective, b, HALVES)) / 2,
-    ),
+    ("a token-mean of each prompt group", TOKEN_MEANS, lambda J, b: sum(split(J, b, HALVES)) / 2),
     (
         "holes counted in |o|",
         BY_LENGTH,
         pieces(length=lambda b, i: tokens(b, i)[-1] - tokens(b, i)[0] + 1),
     ),
-    ("mask ignored", f"{MASKED} replayed_gate", inputs(lambda b: {"mask": ALL(b.mask)})),
+    ("mask ignored", f"{MASKED} replayed_gate", setting(mask=lambda b: ALL(b.mask))),
     (
         "mask by value: log-probs that are not 0",
         LOSSES,
-        together(LEAST_LENGTH, inputs(lambda b: {"mask": b.mask & (b.logprobs != 0)})),
+        together(LEAST_LENGTH, setting(mask=lambda b: b.mask & (b.logprobs != 0))),
     ),
     # Ratios, clips and the KL.
-    ("the ratio is always 1", WITH_RATIO, inputs(lambda b: {"old_logprobs": b.logprobs.detach()})),
+    ("the ratio is always 1", WITH_RATIO, setting(old_logprobs=lambda b: b.logprobs.detach())),
     ("the ratio upside down", WITH_RATIO, pieces(log_ratio=lambda b, i, t: -log_ratio(b, i, t))),
     ("max for min", CLIPPED, pieces(clipped=lambda r, a, low, high: -clipped(r, -a, low, high))),
-    (
-        "no clip at all",
-        f"{CLIPPED} {GEOMETRIC}",
-        pieces(clipped=lambda r, a, low, high: r * a),
-    ),
+    ("no clip at all", ANY_CLIP, pieces(clipped=lambda r, a, low, high: r * a)),
     (
         "a clip on both sides, without the min",
-        f"{CLIPPED} {GEOMETRIC}",
+        ANY_CLIP,
         pieces(clipped=lambda r, a, low, high: r.clamp(low, high) * a),
     ),
     ("the two bounds swapped", "ppo dapo gspo vapo", swapped("clip_eps_low", "clip_eps_high")),
-    (
-        "one eps [TRL, verl: default]",
-        "ppo dapo vapo",
-        inputs(lambda b: {"clip_eps_high": b.clip_eps_low}),
-    ),
+    ("one eps [TRL, verl: default]", "ppo dapo vapo", setting(clip_eps_high=lambda b: b.clip_eps_low)),
     (
         "eps bounds r, not log r",
         GEOMETRIC,
@@ -196,30 +189,30 @@ MISTAKES = [
     (
         "a sibling sample counted again",
         "grouped_advantages",
-        inputs(lambda b: {"rollout_ids": torch.arange(len(b.rewards))}),
+        setting(rollout_ids=lambda b: torch.arange(len(b.rewards))),
     ),
     (
         "one group of the whole batch",
         "grouped_advantages",
-        inputs(lambda b: {"group_ids": 0 * b.group_ids}),
+        setting(group_ids=lambda b: 0 * b.group_ids),
     ),
-    ("groups by position", "grouped_advantages", inputs(by_position)),
-    ("the reward counted on every token", "gae", inputs(sum_on_each_token)),
+    ("groups by position", "grouped_advantages", setting(group_ids=by_position)),
+    ("the reward counted on every token", "gae", setting(rewards=sum_on_each_token)),
     ("the max of two means", "value_loss", larger_mean),
-    ("wrong completions too", "positive_lm_loss", inputs(lambda b: {"is_right": ALL(b.is_right)})),
+    ("wrong completions too", "positive_lm_loss", setting(is_right=lambda b: ALL(b.is_right))),
     # What stands around the objective.
-    ("layers summed", "router_shift", lambda objective, b: objective(b) ** b.scores.shape[2]),
-    ("experts summed", "router_shift", lambda objective, b: objective(b) ** b.scores.shape[3]),
-    ("signed", "router_shift", lambda objective, b: (b.scores - b.old_scores).mean((2, 3)).exp()),
+    ("layers summed", "router_shift", lambda J, b: J(b) ** b.scores.shape[2]),
+    ("experts summed", "router_shift", lambda J, b: J(b) ** b.scores.shape[3]),
+    ("signed", "router_shift", lambda J, b: (b.scores - b.old_scores).mean((2, 3)).exp()),
     ("padding counted", "whiten", padding_counted),
-    ("two ranks apart", "whiten", lambda objective, b: torch.cat(of_rows(objective, b, HALVES))),
+    ("two ranks apart", "whiten", lambda J, b: torch.cat(split(J, b, HALVES))),
     ("no end of the ramp", "overlong_penalty", pieces(ramp=lambda x: x.clamp(max=0))),
     ("rho upside down", "rollout_weights", swapped("old_logprobs", "rollout_logprobs")),
     ("no bounds", "rollout_weights", setting(cap=math.inf, mask_low=0, mask_high=math.inf)),
     (
         "0 above the cap",
         "rollout_weights",
-        inputs(lambda b: {"rule": "icepop", "mask_low": 0, "mask_high": b.cap}),
+        setting(rule="icepop", mask_low=0, mask_high=lambda b: b.cap),
     ),
     ("the product where a mean is due", "rollout_weights", pieces(length=lambda b, i: 1)),
     ("of each token where one is due for a completion", "rollout_weights", setting(rule="token_tis")),
@@ -228,18 +221,10 @@ MISTAKES = [
     (
         "a mean over the sum of weights",
         "weighted_mean",
-        lambda objective, b: (b.losses * b.weights)[b.mask].sum() / b.weights[b.mask].sum(),
+        lambda J, b: (b.losses * b.weights)[b.mask].sum() / b.weights[b.mask].sum(),
     ),
-    (
-        "today's choice, not the old one",
-        "replayed_gate",
-        inputs(lambda b: {"indices": b.logits.topk(b.indices.shape[1]).indices}),
-    ),
-    (
-        "normalized where it is not due, or not where it is",
-        "replayed_gate",
-        inputs(lambda b: {"normalized": not b.normalized}),
-    ),
+    ("today's choice", "replayed_gate", setting(indices=lambda b: b.logits.topk(2).indices)),
+    ("normalized where it is not due", "replayed_gate", setting(normalized=lambda b: not b.normalized)),
 ]
 VARIANTS = [
     ("the std of the population", STANDARDIZED, scales(lambda x: x.std(unbiased=False) + 1e-6)),
@@ -250,17 +235,13 @@ VARIANTS = [
         CLIPPED,
         pieces(clipped=lambda r, a, low, high: torch.max(clipped(r, a, low, high), -3 * abs(a))),
     ),
-    ("cap 1 + c [verl]", "cispo", inputs(lambda b: {"is_weight_cap": 1 + b.is_weight_cap})),
+    ("cap 1 + c [verl]", "cispo", setting(is_weight_cap=lambda b: 1 + b.is_weight_cap)),
     ("weights of at least 0.8 [verl]", "cispo", setting(is_weight_floor=0.8)),
     ("a cap of 0.2 [TRL: default]", "cispo", setting(is_weight_cap=0.2)),
     ("bounds of 0.2 [TRL, verl: default]", "gspo", setting(clip_eps_low=0.2, clip_eps_high=0.2)),
     ("k3 clamped at 10 [verl]", "grpo", pieces(k3=lambda log_x: k3(log_x).clamp(max=10))),
     ("k3 times r, unasked [TRL: default]", "grpo", setting(kl_is_corrected=True)),
-    (
-        "the unbiased std [TRL, verl]",
-        "whiten",
-        lambda objective, b: objective(b) * (1 - 1 / b.mask.sum()) ** 0.5,
-    ),
+    ("the unbiased std [TRL, verl]", "whiten", lambda J, b: J(b) * (1 - 1 / b.mask.sum()) ** 0.5),
 ]
 # (kind, name, sections, change)
 ENTRIES = [("mistake", *row) for row in MISTAKES] + [("variant", *row) for row in VARIANTS]

@@ -14,7 +14,7 @@ LOSSES = "ppo grpo dr_grpo dapo gspo cispo gmpo rspo sapo reinforce rloo vapo"
 
 
 def batch(**fields):
-    b = SimpleNamespace(ref_logprobs=None, rollout_ratio=None, clip_level="token", micro_batches=None)
+    b = SimpleNamespace(ref_logprobs=None, rollout_ratio=None, clip_level="token")
     vars(b).update(fields)
     return b
 
@@ -384,7 +384,9 @@ def tensor(x, dtype=torch.float64):
 
 
 def batch_of(case, dtype=torch.float64):
-    b = batch(bootstrap=torch.zeros(4, 1, dtype=dtype), micro_batches=case.get("micro_batches"))
+    b = batch(
+        bootstrap=torch.zeros(4, 1, dtype=dtype), micro_batches=case.get("micro_batches", [slice(None)])
+    )
     for name, x in (case["inputs"] | case["keywords"]).items():
         setattr(b, name, tensor(x, dtype) if isinstance(x, list) else x)
         if name in ("mask", "is_right"):
