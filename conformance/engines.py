@@ -195,7 +195,8 @@ def main():
         return page()
     # The doctor needs TRL in one process, its trainer several.
     is_several = "RANK" in os.environ
-    for name in ["steps"] if is_several else ["losses", "defaults"]:
+    names = ["steps"] if is_several else ["losses", "defaults"]
+    for name in names:
         path = folder / f"engines_{name}.csv"
         rows = read(path)
         for row in rows:

@@ -141,8 +141,7 @@ def table_of(subject, case, yours, ours):
         "places": {},
     }
     if "old_values" in x:
-        table["weights"] = parts.weights_of_values(x)
-        table["places"] = parts.places_of_values(x)
+        table["weights"], table["places"] = parts.of_values(x)
     elif "is_right" in x:
         table["divisors"]["tokens of right completions"] = (x["size"] * x["is_right"]).sum()
         table["places"]["the completion is wrong"] = x["is_right"] == 0
@@ -300,37 +299,42 @@ def differing_places(subject, wrong):
 
 def lines_of_groups(wrong):
     """Which baseline and which scale the answers have: A = (R - baseline) / scale in each group."""
-    groups = []
     lines = []
+    fits = {"your": [], "our": []}  # (batch, group, baseline, scale) of each group
     for case, answer, expected, _ in wrong:
         rewards = array(case["inputs"]["rewards"])
         ids = array(case["inputs"].get("group_ids", np.arange(len(rewards))))
         for k in np.unique(ids):
             row = rewards[ids == k].reshape(-1)
-            found, ours = (y[ids == k].reshape(-1) for y in (answer.value, expected))
-            if np.ptp(row) > 1e-3 * (1 + np.abs(row).max()):
-                groups.append((rewards, row, found, ours))
-            elif np.ptp(row) == 0 and not near(found, 0).all():
+            answers = {
+                "your": answer.value[ids == k].reshape(-1),
+                "our": expected[ids == k].reshape(-1),
+            }
+            if np.ptp(row) == 0 and not near(answers["your"], 0).all():
                 lines = ["in a group of equal rewards yours is not 0"]
-    if not groups:
+            if np.ptp(row) <= 1e-3 * (1 + np.abs(row).max()):
+                continue
+            for who, found in answers.items():
+                slope, shift = np.polyfit(row, found, 1)
+                if not near(slope * row + shift, found).all() or abs(slope) < 1e-9:
+                    return [
+                        *lines,
+                        "in a group yours is no straight line of the reward: groups are mixed",
+                    ]
+                fits[who].append((rewards, row, -shift / slope, 1 / slope))
+    if not fits["our"]:
         return lines + ["only groups whose rewards are equal, or nearly so, differ"]
-    fits = {"your": [], "our": []}
-    for batch, row, *answers in groups:
-        for who, found in zip(fits, answers, strict=True):
-            slope, shift = np.polyfit(row, found, 1)
-            if not near(slope * row + shift, found).all() or abs(slope) < 1e-9:
-                return [*lines, "in a group yours is no straight line of the reward: groups are mixed"]
-            fits[who].append((batch, row, -shift / slope, 1 / slope))
-    for what, known, place in (("baseline", BASELINES, 2), ("scale", SCALES, 3)):
-        yours, ours = (told(known, fits[who], place) for who in fits)
+    for what, place in (("baseline", 2), ("scale", 3)):
+        yours, ours = (told(fits[who], place) for who in fits)
         lines.append(f"your {what} is {yours}" + ("" if yours == ours else f", not {ours}"))
     return lines
 
 
-def told(known, fits, place):
+def told(fits, place):
     """What a baseline or a scale is: a known one, one with a constant added, or a multiple."""
     found = np.array([fit[place] for fit in fits])
-    sizes = {name: np.array([of(*fit[:2]) for fit in fits]) for name, of in known.items()}
+    tables = [statistics(batch, row) for batch, row, *_ in fits]
+    sizes = {name: np.array([table[name] for table in tables]) for name in tables[0]}
     for name in sorted(sizes, key=lambda name: np.abs(found - sizes[name]).max()):
         rest = found - sizes[name]
         allowed = 1e-7 * (1 + np.abs(sizes[name]).max())
@@ -349,31 +353,27 @@ def told(known, fits, place):
     return f"none that is known ({shown} in the first groups that differ)"
 
 
-BASELINES = {
-    "the mean of the group": lambda batch, row: row.mean(),
-    "0": lambda batch, row: 0,
-    "the mean of the batch": lambda batch, row: batch.mean(),
-    "the median of the group": lambda batch, row: np.median(row),
-    "the lower median of the group": lambda batch, row: np.sort(row)[(len(row) - 1) // 2],
-    "the largest of the group": lambda batch, row: row.max(),
-    "the smallest of the group": lambda batch, row: row.min(),
-    "the sum of the group over G + 1": lambda batch, row: row.sum() / (len(row) + 1),
-}
-SCALES = {
-    "the std of the group": lambda batch, row: row.std(ddof=1),
-    "the std of the population": lambda batch, row: row.std(),
-    "1": lambda batch, row: 1,
-    "the variance of the group": lambda batch, row: row.var(ddof=1),
-    "the variance of the population": lambda batch, row: row.var(),
-    "the std of the batch": lambda batch, row: batch.std(ddof=1),
-    "the std of the batch as a population": lambda batch, row: batch.std(),
-    "the range of the group": lambda batch, row: np.ptp(row),
-    "the mean absolute difference": lambda batch, row: np.abs(row - row.mean()).mean(),
-    "the mean of the group": lambda batch, row: row.mean(),
-    "(G - 1) / G": lambda batch, row: (len(row) - 1) / len(row),
-    "G / (G + 1)": lambda batch, row: len(row) / (len(row) + 1),
-    "the std over the root of G": lambda batch, row: row.std(ddof=1) / np.sqrt(len(row)),
-}
+def statistics(batch, group):
+    """What a baseline or a scale may be."""
+    G = len(group)
+    sizes = {"0": 0, "1": 1, "(G - 1) / G": (G - 1) / G, "G / (G + 1)": G / (G + 1)}
+    sizes["the sum of the group over G + 1"] = group.sum() / (G + 1)
+    for of, x in (("group", group), ("batch", batch.reshape(-1))):
+        columns = {
+            "mean": x.mean(),
+            "std": x.std(ddof=1),
+            "population std": x.std(),
+            "variance": x.var(ddof=1),
+            "population variance": x.var(),
+            "median": np.median(x),
+            "lower median": np.sort(x)[(len(x) - 1) // 2],
+            "maximum": x.max(),
+            "minimum": x.min(),
+            "range": np.ptp(x),
+            "mean absolute difference": np.abs(x - x.mean()).mean(),
+        }
+        sizes |= {f"the {name} of the {of}": size for name, size in columns.items()}
+    return sizes
 
 
 def lines_of_gae(subject, wrong):

@@ -216,29 +216,22 @@ def weights_of_kl(x):
     }
 
 
-def weights_of_values(x):
-    off = x["values"] - x["returns"]
-    return {
+def of_values(x):
+    """(weights, places) of the critic's loss."""
+    V = x["values"]
+    off = V - x["returns"]
+    reach = x["value_clip"] or np.inf
+    near = x["old_values"] + (V - x["old_values"]).clip(-reach, reach)
+    has_left = near != V
+    is_worse = np.abs(off) > np.abs(near - x["returns"])
+    weights = {
         "(V - return)": off,
-        "(clipped V - return)": clipped_values(x) - x["returns"],
-        "(V - old V)": x["values"] - x["old_values"],
+        "(clipped V - return)": near - x["returns"],
         "sgn(V - return)": np.sign(off),
     }
-
-
-def clipped_values(x):
-    reach = x["value_clip"] or np.inf
-    return x["old_values"] + (x["values"] - x["old_values"]).clip(-reach, reach)
-
-
-def places_of_values(x):
-    near = clipped_values(x)
-    has_left = near != x["values"]
-    is_worse = np.abs(x["values"] - x["returns"]) > np.abs(near - x["returns"])
-    return {
+    places = {
         "V has left the range": has_left,
         "V has left the range and is off by more": has_left & is_worse,
         "V has left the range and is off by less": has_left & ~is_worse,
-        "V > return": x["values"] > x["returns"],
-        "V < return": x["values"] < x["returns"],
     }
+    return weights, places

@@ -45,12 +45,10 @@ def close(x, y, tolerance, is_float32=False):
 
 def same(answer, value, gradient, tolerance):
     """Whether an answer is (value, gradient), within the tolerance of its precision."""
-    precision = "float32" if answer.is_float32 else "float64"
-    allowed = tolerance[precision]
-    if not close(answer.value, value, allowed, answer.is_float32):
-        return False
-    if answer.gradient is None or gradient is None:
-        return True
+    allowed = tolerance["float32" if answer.is_float32 else "float64"]
+    is_near = close(answer.value, value, allowed, answer.is_float32)
+    if not is_near or answer.gradient is None or gradient is None:
+        return is_near
     rough = answer.is_float32 or answer.is_difference
     return close(answer.gradient, gradient, max(allowed, 1e-5 * answer.is_difference), rough)
 
