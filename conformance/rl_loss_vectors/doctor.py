@@ -143,8 +143,8 @@ def diagnosis(subject, results):
     if all(is_right(subject, *pair) for pair in tested):
         return lines
     found = []
-    if mistakes and subject.way != "reduction":
-        found = named(subject.section, [(case, subject.total(case, answer)) for case, answer in tested])
+    if mistakes and subject.way == "loss":
+        found = named(subject.section, tested)
     if not found:
         unknown = "no known mistake gives these numbers"
         if mistakes is None:

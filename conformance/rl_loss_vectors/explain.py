@@ -177,10 +177,10 @@ def kl_alone(table, x):
 
 
 def both_forms(table):
-    """Two lines, if both gradients have the form."""
+    """Two lines, if both gradients have the form, and differ in it."""
     of = {"": "", "A": " of J", "kl_coef": " of J through the KL"}[next(iter(table["factors"]))]
     forms = {who: form_of(gradient, table) for who, gradient in table["found"].items()}
-    if None in forms.values():
+    if None in forms.values() or forms["your"] == forms["our"]:
         return []
     return [f"{who:>4} gradient{of}: {form}" for who, form in forms.items()]
 

@@ -55,6 +55,10 @@ def split(J, b, parts):
     return [J(changed(b, **{key: x[part] for key, x in rows_of.items()})) for part in parts]
 
 
+def moved(by):
+    return lambda b: torch.roll(torch.nn.functional.pad(b.mask, (1, 1)), by, 1)[:, 1:-1]
+
+
 def divided_by(divisor):
     """The sum of all terms, divided by something else."""
     return pieces(average=lambda b, terms, how: sum(sum(row) for row in terms) / divisor(b))
@@ -153,6 +157,8 @@ MISTAKES = [
         LOSSES,
         together(LEAST_LENGTH, setting(mask=lambda b: b.mask & (b.logprobs != 0))),
     ),
+    ("the mask one place early", MASKED, together(LEAST_LENGTH, setting(mask=moved(-1)))),
+    ("the mask one place late", MASKED, together(LEAST_LENGTH, setting(mask=moved(1)))),
     # Ratios, clips and the KL.
     ("the ratio is always 1", WITH_RATIO, setting(old_logprobs=lambda b: b.logprobs.detach())),
     ("the ratio upside down", WITH_RATIO, pieces(log_ratio=lambda b, i, t: -log_ratio(b, i, t))),
@@ -164,7 +170,11 @@ MISTAKES = [
         pieces(clipped=lambda r, a, low, high: r.clamp(low, high) * a),
     ),
     ("the two bounds swapped", "ppo dapo gspo vapo", swapped("clip_eps_low", "clip_eps_high")),
-    ("one eps [TRL, verl: default]", "ppo dapo vapo", setting(clip_eps_high=lambda b: b.clip_eps_low)),
+    (
+        "one eps [TRL, verl: default]",
+        "ppo dapo gspo vapo",
+        setting(clip_eps_high=lambda b: b.clip_eps_low),
+    ),
     (
         "eps bounds r, not log r",
         GEOMETRIC,
@@ -207,6 +217,11 @@ MISTAKES = [
     ("padding counted", "whiten", padding_counted),
     ("two ranks apart", "whiten", lambda J, b: torch.cat(split(J, b, HALVES))),
     ("no end of the ramp", "overlong_penalty", pieces(ramp=lambda x: x.clamp(max=0))),
+    (
+        "the ramp begins at L_max",
+        "overlong_penalty",
+        setting(max_new_tokens=lambda b: b.max_new_tokens + b.overlong_cache),
+    ),
     ("rho upside down", "rollout_weights", swapped("old_logprobs", "rollout_logprobs")),
     ("no bounds", "rollout_weights", setting(cap=math.inf, mask_low=0, mask_high=math.inf)),
     (

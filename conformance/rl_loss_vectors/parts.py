@@ -65,11 +65,7 @@ def positions(mask, size):
 def factors_of_policy(x):
     """What may stand for A; with the sign of the loss, -J."""
     A = np.broadcast_to(x["advantages"], x["mask"].shape)
-    return {
-        "A": -A,
-        "|A|": -np.abs(A),
-        "sgn(A)": -np.sign(A),
-    }
+    return {"A": -A, "|A|": -np.abs(A), "sgn(A)": -np.sign(A)}
 
 
 def weights_of_policy(x):

@@ -152,12 +152,6 @@ class Subject:
         weights = 1 / array(case["denominator"])
         return weights * array(case["inputs"]["mask"]) if len(case["terms"][0]) > 1 else weights
 
-    def total(self, case, answer):
-        """Terms summed up, so that they can be compared with an objective's value."""
-        if self.way == "loss":
-            return answer
-        return answer._replace(value=np.asarray((answer.value * self.weights(case)).sum()))
-
     def answer(self, case):
         fields = self.fields(case)
         weights = self.weights(case)
