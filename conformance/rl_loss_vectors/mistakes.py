@@ -75,17 +75,16 @@ def arithmetic_mean(b, i, factor):
 
 
 def scales(of):
-    """of(rewards as a tensor), to divide by."""
-    return pieces(scale=lambda rewards, j: of(torch.stack(list(rewards))))
+    """of(rewards), to divide by."""
+    return pieces(scale=lambda rewards, j: of(rewards))
 
 
 def of_the_batch(name, of):
     return lambda J, b: pieces(**{name: lambda rewards, j: of(b.rewards)})(J, b)
 
 
-def std_in_one_pass(rewards):
-    """The mean of squares less the squared mean."""
-    x = torch.stack(list(rewards))
+def std_in_one_pass(x):
+    """From the mean of squares less the squared mean."""
     variance = ((x * x).mean() - x.mean() ** 2).clamp(min=0)
     return (variance * len(x) / (len(x) - 1)).sqrt()
 
@@ -171,7 +170,7 @@ MISTAKES = [
     ),
     ("the two bounds swapped", "ppo dapo gspo vapo", swapped("clip_eps_low", "clip_eps_high")),
     (
-        "one eps [TRL, verl: default]",
+        "the lower eps for both bounds [TRL, verl: default]",
         "ppo dapo gspo vapo",
         setting(clip_eps_high=lambda b: b.clip_eps_low),
     ),
@@ -191,7 +190,7 @@ MISTAKES = [
     (
         "the variance in one pass",
         "group_advantages leave_one_out_std",
-        pieces(std=std_in_one_pass, is_uniform=lambda rewards: std_in_one_pass(rewards) == 0),
+        pieces(std=std_in_one_pass, is_uniform=lambda x: std_in_one_pass(x) == 0),
     ),
     ("the std of all rewards of the group", "leave_one_out_std", pieces(scale_of_others=scale)),
     ("its own reward in the baseline", "leave_one_out_std", pieces(mean_of_others=mean)),
@@ -213,9 +212,13 @@ MISTAKES = [
     # What stands around the objective.
     ("layers summed", "router_shift", lambda J, b: J(b) ** b.scores.shape[2]),
     ("experts summed", "router_shift", lambda J, b: J(b) ** b.scores.shape[3]),
-    ("signed", "router_shift", lambda J, b: (b.scores - b.old_scores).mean((2, 3)).exp()),
+    ("no absolute value", "router_shift", lambda J, b: (b.scores - b.old_scores).mean((2, 3)).exp()),
     ("padding counted", "whiten", padding_counted),
-    ("two ranks apart", "whiten", lambda J, b: torch.cat(split(J, b, HALVES))),
+    (
+        "each half of the rows alone, as on two ranks",
+        "whiten",
+        lambda J, b: torch.cat(split(J, b, HALVES)),
+    ),
     ("no end of the ramp", "overlong_penalty", pieces(ramp=lambda x: x.clamp(max=0))),
     (
         "the ramp begins at L_max",
@@ -223,14 +226,14 @@ MISTAKES = [
         setting(max_new_tokens=lambda b: b.max_new_tokens + b.overlong_cache),
     ),
     ("rho upside down", "rollout_weights", swapped("old_logprobs", "rollout_logprobs")),
-    ("no bounds", "rollout_weights", setting(cap=math.inf, mask_low=0, mask_high=math.inf)),
+    ("no cap and no bounds", "rollout_weights", setting(cap=math.inf, mask_low=0, mask_high=math.inf)),
     (
         "0 above the cap",
         "rollout_weights",
         setting(rule="icepop", mask_low=0, mask_high=lambda b: b.cap),
     ),
     ("the product where a mean is due", "rollout_weights", pieces(length=lambda b, i: 1)),
-    ("of each token where one is due for a completion", "rollout_weights", setting(rule="token_tis")),
+    ("a weight for each token, not each completion", "rollout_weights", setting(rule="token_tis")),
     ("rejected tokens are counted", "weighted_mean", setting(rejected="counted")),
     ("rejected tokens are left out", "weighted_mean", setting(rejected="left_out")),
     (
@@ -238,7 +241,7 @@ MISTAKES = [
         "weighted_mean",
         lambda J, b: (b.losses * b.weights)[b.mask].sum() / b.weights[b.mask].sum(),
     ),
-    ("today's choice", "replayed_gate", setting(indices=lambda b: b.logits.topk(2).indices)),
+    ("today's choice of experts", "replayed_gate", setting(indices=lambda b: b.logits.topk(2).indices)),
     ("normalized where it is not due", "replayed_gate", setting(normalized=lambda b: not b.normalized)),
 ]
 VARIANTS = [

@@ -216,7 +216,7 @@ def is_uniform(rewards):
 
 
 def std(rewards):
-    return torch.stack(list(rewards)).std(unbiased=True)
+    return rewards.std(unbiased=True)
 
 
 def mean(rewards, j):
@@ -233,7 +233,7 @@ def scale(rewards, j):
 
 def scale_of_others(rewards, j):
     """1 if they are equal: their std, of 0, would make the advantage as large as 1 / eps."""
-    rest = [*rewards[:j], *rewards[j + 1 :]]
+    rest = torch.cat([rewards[:j], rewards[j + 1 :]])
     return 1 if is_uniform(rest) else std(rest) + 1e-6
 
 
@@ -244,12 +244,14 @@ def unscaled(rewards, j):
 def of_group(rewards, baseline, divisor):
     """Advantages; exactly 0 if the rewards are equal."""
     if is_uniform(rewards):
-        return [torch.zeros_like(reward) for reward in rewards]
-    return [(x - baseline(rewards, j)) / divisor(rewards, j) for j, x in enumerate(rewards)]
+        return torch.zeros_like(rewards)
+    return torch.stack(
+        [(x - baseline(rewards, j)) / divisor(rewards, j) for j, x in enumerate(rewards)]
+    )
 
 
 def of_groups(b, baseline, divisor):
-    return torch.stack([torch.stack(of_group(list(row), baseline, divisor)) for row in b.rewards])
+    return torch.stack([of_group(rewards, baseline, divisor) for rewards in b.rewards])
 
 
 def group_differences(b):
@@ -274,7 +276,8 @@ def grouped_advantages(b):
     for group in b.group_ids.unique():
         places = [n for n, other in enumerate(b.group_ids) if other == group]
         rewards = {b.rollout_ids[n].item(): b.rewards[n] for n in places}
-        found = dict(zip(rewards, of_group(list(rewards.values()), mean, scale), strict=True))
+        advantages = of_group(torch.stack([*rewards.values()]), mean, scale)
+        found = dict(zip(rewards, advantages, strict=True))
         for n in places:
             result[n] = found[b.rollout_ids[n].item()]
     return result
