@@ -212,15 +212,23 @@ def fitted(quotient, where, table):
     """(k, weight, divisor) for which the quotient is k weight / divisor in these places, or None."""
     if where.sum() < 3:
         return None
-    weights = np.array([y[where] for y in table["weights"].values()], float)
-    divisors = np.array([y[where] for y in table["divisors"].values()], float)
-    k = quotient[where] * divisors[:, None] / weights
-    fits = np.isfinite(k).all(2) & (np.ptp(k, axis=2) <= 2e-5 * np.abs(k[:, :, 0]))
-    found = [(abs(abs(k[d, w, 0]) - 1) > 1e-5, w, d) for d, w in np.argwhere(fits)]
+    y = quotient[where]
+    weights = np.array([x[where] for x in table["weights"].values()], float).T
+    divisors = np.array([x[where] for x in table["divisors"].values()], float).T
+    few = slice(None, None, len(y) // 3)  # places where most already do not fit
+    k = y[few, None, None] * divisors[few, :, None] / weights[few, None, :]
+    d, w = np.nonzero(is_constant(k))
+    k = y[:, None] * divisors[:, d] / weights[:, w]
+    found = [(abs(abs(k[0, n]) - 1) > 1e-5, w[n], d[n], n) for n in np.flatnonzero(is_constant(k))]
     if not found:
         return None
-    _, w, d = min(found)
-    return k[d, w, 0], list(table["weights"])[w], list(table["divisors"])[d]
+    _, w, d, n = min(found)
+    return k[0, n], list(table["weights"])[w], list(table["divisors"])[d]
+
+
+def is_constant(k):
+    """Whether each column is one number."""
+    return np.isfinite(k[0]) & (np.ptp(k, axis=0) <= 2e-5 * np.abs(k[0]))
 
 
 def words(factor, k, weight, divisor):
