@@ -12,9 +12,8 @@ engines_steps.csv: what the doctor cannot see: the gradient of a step that is sp
 micro-batches, as the optimizer receives it, against the script's on all completions of the step at
 once. The error is relative to the norm of the latter; the smallest and the largest of a case are kept.
 TRL: the real trainer makes four steps in two processes, at a learning rate so high that clips bind. In
-float32, where 1e-5 is rounding.
-verl: `ppo_loss`, the function that its actor calls, is called as one to four processes would, on the
-shares of 32 random completions. In float64.
+float32, where 1e-5 is rounding. The rows of verl 0.9.1 are not made again: its `ppo_loss` was called as
+one to four processes would, on the shares of 32 random completions, by this script at commit 43c304f.
 """
 
 import copy
@@ -22,7 +21,6 @@ import csv
 import importlib
 import importlib.metadata
 import inspect
-import json
 import os
 import subprocess
 import sys
@@ -40,25 +38,9 @@ HERE = Path(__file__).parent
 TRL_JOB = """--output_dir runs/trainers --use_cpu True --max_steps 4 --learning_rate 2e-3
 --per_device_train_batch_size 8 --gradient_accumulation_steps 2 --steps_per_generation 8
 --max_grad_norm 0 --router_aux_loss_coef 0 --shuffle_dataset False --disable_tqdm True"""
-PROCESSES = 2  # of TRL
-VERL_SPLITS = [(1, 1), (1, 4), (2, 1), (2, 2), (4, 2)]  # processes, micro-batches of each
-B = 32  # of verl's batch
-T = 24
+PROCESSES = 2
 
-
-def loss_of_the_script(name, logprobs_BT, old_BT, advantages_B1, mask_BT, **extras):
-    policy_loss = importlib.import_module(name).policy_loss
-    parameters = inspect.signature(policy_loss).parameters
-    keywords = {key: value for key, value in extras.items() if key in parameters}
-    loss, _ = policy_loss(logprobs_BT, old_BT, advantages_B1, mask_BT, **keywords)
-    return loss
-
-
-def relative_error(gradient, expected):
-    return ((gradient - expected).norm() / expected.norm()).item()
-
-
-# ----------------------------------------------------------------------------------------------- TRL
+# ----------------------------------------------------------------------------------- the steps of TRL
 
 
 def completions_of(micro_batches):
@@ -110,100 +92,34 @@ def measuring(trainer_class, name):
             with torch.no_grad():
                 old_BT = token_logprobs(self.old_policy, batch, temperature=1.0).logprobs_BT
                 ref_BT = token_logprobs(self.reference, batch, temperature=1.0).logprobs_BT
-            given = (logprobs_BT, old_BT, advantages_B1, batch.mask_BT)
+            policy_loss = importlib.import_module(name).policy_loss
             extras = {"ref_logprobs_BT": ref_BT, "max_new_tokens": self.flags.max_new_tokens}
+            names = inspect.signature(policy_loss).parameters
+            extras = {key: value for key, value in extras.items() if key in names}
+            loss, _ = policy_loss(logprobs_BT, old_BT, advantages_B1, batch.mask_BT, **extras)
             weights = list(policy.parameters())
-            expected = torch.autograd.grad(loss_of_the_script(name, *given, **extras), weights)
-            gradient = [weight.grad for weight in weights]
-            return relative_error(parameters_to_vector(gradient), parameters_to_vector(expected))
+            expected = parameters_to_vector(torch.autograd.grad(loss, weights))
+            gradient = parameters_to_vector([weight.grad for weight in weights])
+            return ((gradient - expected).norm() / expected.norm()).item()
 
     return MeasuringTrainer
 
 
-def errors_in_trl(name, loss, setting):
+def measure_steps(row, engine):
     from trl import GRPOTrainer
     from trl.experimental.gmpo import GMPOTrainer
 
     from examples import trl_trainer
 
-    class OwnTokensTrainer(trl_trainer.PluggedTrainer):
-        def step_counts(self):
-            micro = self._buffered_inputs[self._step % self.args.steps_per_generation]
-            num_tokens = micro["completion_mask"].sum() * self.current_gradient_accumulation_steps
-            return {**super().step_counts(), "num_tokens": num_tokens}
-
-    classes = {"ours": trl_trainer.PluggedTrainer, "ours, own tokens": OwnTokensTrainer}
+    name = row["algorithm"]
     engines_class = GMPOTrainer if name == "gmpo" else GRPOTrainer
-    trainer_class = measuring(classes.get(loss, engines_class), name)
-    trl_trainer.main(["--algorithm", name, *TRL_JOB.split(), *setting.split()], trainer_class)
-    return trainer_class.errors
+    trainer = measuring(trl_trainer.PluggedTrainer if row["loss"] == "ours" else engines_class, name)
+    trl_trainer.main(["--algorithm", name, *TRL_JOB.split(), *row["setting"].split()], trainer)
+    row["smallest"] = f"{min(trainer.errors):.2g}"
+    row["largest"] = f"{max(trainer.errors):.2g}"
 
 
-# ---------------------------------------------------------------------------------------------- verl
-
-
-def normal(seed):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(B, T, generator=generator, dtype=torch.float64)
-
-
-def number_or_word(text):
-    return json.loads(text) if text[0].isdigit() or text in ("true", "false") else text
-
-
-def errors_in_verl(name, loss, setting):
-    from tensordict import TensorDict
-    from verl.utils import tensordict_utils
-    from verl.workers.config import ActorConfig, PolicyLossConfig
-    from verl.workers.utils.losses import ppo_loss
-
-    importlib.import_module("examples.verl_losses")  # which registers our losses
-    settings = dict(pair.split("=") for pair in setting.split())
-    config = ActorConfig(
-        strategy="fsdp",
-        rollout_n=8,
-        ppo_micro_batch_size_per_gpu=1,
-        policy_loss=PolicyLossConfig(loss_mode=settings.pop("loss_mode")),
-        **{key: number_or_word(value) for key, value in settings.items()},
-    )
-    lengths_B1 = torch.randint(1, T + 1, (B, 1), generator=torch.Generator().manual_seed(0))
-    mask_BT = torch.arange(T) < lengths_B1
-    old_BT = -normal(1).abs()
-    logprobs_BT = (old_BT + 0.1 * normal(2)).requires_grad_()
-    ref_BT = old_BT + 0.1 * normal(3)
-    rewards_PG = (normal(4)[:, 0] > 0).double().view(-1, 8)
-    advantages_B1 = importlib.import_module(name).compute_advantages(rewards_PG).view(-1, 1)
-    extras = {"ref_logprobs_BT": ref_BT, "max_new_tokens": T}
-    whole = loss_of_the_script(name, logprobs_BT, old_BT, advantages_B1, mask_BT, **extras)
-    (expected,) = torch.autograd.grad(whole, logprobs_BT)
-    errors = []
-    for processes, micro_batches in VERL_SPLITS:
-        losses = []
-        for rows in torch.arange(B).chunk(processes * micro_batches):
-            width = mask_BT[rows].sum(1).max()  # verl pads to the longest of a micro-batch
-            mask = mask_BT[rows, :width]
-            fields = {
-                "prompts": torch.ones(len(rows), 1).long(),
-                "responses": torch.ones(mask.shape).long(),
-                "attention_mask": torch.cat([torch.ones(len(rows), 1), mask], dim=1).long(),
-                "response_mask": mask.long(),
-                "old_log_probs": old_BT[rows, :width],
-                "ref_log_prob": ref_BT[rows, :width],
-                "advantages": advantages_B1[rows] * mask,
-            }
-            data = TensorDict(fields, batch_size=len(rows))
-            counts = {"batch_num_tokens": mask_BT.sum().item(), "global_batch_size": B}
-            tensordict_utils.assign_non_tensor(data, dp_size=processes, **counts)
-            # The model returns responses side by side, each with one more log-prob, which is not used.
-            packed = torch.cat([logprobs_BT[rows, :width], torch.zeros(len(rows), 1)], dim=1)
-            is_packed = torch.cat([mask, torch.ones(len(rows), 1).bool()], dim=1)
-            losses.append(ppo_loss(config, {"log_probs": packed[is_packed]}, data)[0] / processes)
-        (gradient,) = torch.autograd.grad(sum(losses), logprobs_BT)
-        errors.append(relative_error(gradient, expected))
-    return errors
-
-
-# ------------------------------------------------------------------------------ losses and defaults
+# ----------------------------------------------------------------------------------------- the tables
 
 
 def read(path):
@@ -219,7 +135,6 @@ def write(path, rows):
 
 
 def see_a_doctor(row, engine):
-    """What the doctor says of a row of engines_losses.csv."""
     from rl_loss_vectors import doctor
 
     functions = importlib.import_module(f"examples.doctor_{engine}")
@@ -230,49 +145,37 @@ def see_a_doctor(row, engine):
     wrong = [case["id"] for case, answer in tested if not doctor.is_right(subject, case, answer)]
     row["agree"] = f"{len(tested) - len(wrong)} of {len(tested)}"
     row["differ"] = " ".join(wrong)
-    row["diagnosis"] = "; ".join(diagnosis) or "healthy"
+    row["diagnosis"] = "; ".join(line.strip() for line in diagnosis) or "healthy"
 
 
-def default_of(engine, setting):
+def look_up_default(row, engine):
     if engine == "trl":
         from trl import GRPOConfig as Config
     else:
         from verl.trainer.config import AlgoConfig
         from verl.workers.config import ActorConfig
 
-        Config = ActorConfig if setting in ActorConfig.__dataclass_fields__ else AlgoConfig
-    return str(Config.__dataclass_fields__[setting].default)
+        Config = ActorConfig if row["setting"] in ActorConfig.__dataclass_fields__ else AlgoConfig
+    row["default"] = str(Config.__dataclass_fields__[row["setting"]].default)
+
+
+MEASURES = {"losses": see_a_doctor, "defaults": look_up_default, "steps": measure_steps}
+COLUMNS = {  # in README.md
+    "losses": "engine version function section setting agree differ diagnosis",
+    "defaults": "engine version algorithm setting default paper",
+    "steps": "engine version algorithm departure paper measure smallest largest remedy",
+}
 
 
 def tables():
     """{name: the lines of a table of README.md}"""
-    losses = ["| in | function | as | settings | cases | differ | diagnosis |", "| --- " * 7 + "|"]
-    for row in read(HERE / "engines_losses.csv"):
-        differ = row["differ"].replace(row["section"] + "-", "")
-        cells = [
-            f"{row['engine']} {row['version']}",
-            f"`{row['function']}`",
-            row["section"],
-            row["setting"],
-        ]
-        losses.append(f"| {' | '.join([*cells, row['agree'], differ, row['diagnosis']])} |")
-    defaults = ["| in | for | setting | its default | the paper's |", "| --- " * 5 + "|"]
-    for row in read(HERE / "engines_defaults.csv"):
-        cells = [f"{row['engine']} {row['version']}", row["algorithm"], f"`{row['setting']}`"]
-        defaults.append(f"| {' | '.join([*cells, row['default'], row['paper']])} |")
-    steps = ["| in | algorithm | what it does | the paper | gradient off by | to match the paper |"]
-    steps.append("| --- " * 6 + "|")
-    for row in read(HERE / "engines_steps.csv"):
-        engine = f"{row['engine']} {row['version']}"
-        if row["loss"].startswith("ours"):
-            engine = "(neither)"
-        error = " to ".join(dict.fromkeys([row["smallest"], row["largest"]]))
-        if row["measure"] == "advantage":
-            error = f"A: {error}"
-        cells = [engine, row["algorithm"], row["departure"], row["paper"], error, row["remedy"]]
-        if row["departure"]:
-            steps.append(f"| {' | '.join(cells)} |")
-    return {"losses": losses, "defaults": defaults, "steps": steps}
+    result = {}
+    for name, columns in COLUMNS.items():
+        rows = [row for row in read(HERE / f"engines_{name}.csv") if row.get("departure") != ""]
+        cells = [columns.split(), ["---"] * len(columns.split())]
+        cells += [[row[column].replace("|", r"\|") for column in columns.split()] for row in rows]
+        result[name] = [f"| {' | '.join(line)} |" for line in cells]
+    return result
 
 
 def page():
@@ -290,25 +193,19 @@ def main():
     folder = Path(sys.argv[2]) if len(sys.argv) > 2 else HERE
     if engine == "page":
         return page()
-    files = {name: read(folder / f"engines_{name}.csv") for name in ("losses", "defaults", "steps")}
-    is_first = "RANK" not in os.environ  # the doctor needs TRL in one process, its trainer several
-    errors_in = {"trl": errors_in_trl, "verl": errors_in_verl}[engine]
-    for name, rows in files.items():
+    # The doctor needs TRL in one process, its trainer several.
+    is_several = "RANK" in os.environ
+    names = ["steps"] if is_several else ["losses", "defaults"]
+    for name in names:
+        path = folder / f"engines_{name}.csv"
+        rows = read(path)
         for row in rows:
             if row["engine"].lower() == engine and row.get("seen_by", "engines.py") == "engines.py":
                 row["version"] = importlib.metadata.version(engine)
-                if name == "losses" and is_first:
-                    see_a_doctor(row, engine)
-                elif name == "defaults" and is_first:
-                    row["default"] = default_of(engine, row["setting"])
-                elif name == "steps" and (engine == "verl" or not is_first):
-                    errors = errors_in(row["algorithm"], row["loss"], row["setting"])
-                    for key, error in (("smallest", min(errors)), ("largest", max(errors))):
-                        row[key] = "0" if error < 1e-15 else f"{error:.2g}"
-    if os.environ.get("RANK", "0") == "0":
-        for name, rows in files.items():
-            write(folder / f"engines_{name}.csv", rows)
-    if engine == "trl" and is_first:
+                MEASURES[name](row, engine)
+        if os.environ.get("RANK", "0") == "0":
+            write(path, rows)
+    if engine == "trl" and not is_several:
         torchrun = "-m torch.distributed.run --standalone --nproc-per-node".split()
         command = [sys.executable, *torchrun, str(PROCESSES), __file__, engine, folder]
         env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

@@ -53,12 +53,8 @@ def field(spec, seed, first):
 def make_case(section, name, special):
     about = CASES["sections"][section]
     kind = CASES["kinds"][about["kind"]]
-    specs = {
-        **kind.get("fields", {}),
-        **about.get("defaults", {}),
-        **about.get("fields", {}),
-        **special,
-    }
+    defaults = about.get("defaults", {})
+    specs = kind.get("fields", {}) | defaults | about.get("fields", {}) | special
     case = {"name": name, "kind": "paper", "tolerance": TOLERANCE, "inputs": {}, "keywords": {}}
     case |= {key: specs.pop(key) for key in OF_A_CASE if key in specs}
     if isinstance(specs.get("mask"), str):
@@ -68,7 +64,7 @@ def make_case(section, name, special):
         fields[key] = field(spec, f"{section} {name} {key}", next(iter(fields.values()), None))
     case["inputs"] = {key: fields.pop(key) for key in kind["arguments"]}
     case["keywords"] = fields
-    case["tags"] = tags(case, about.get("defaults", {}))
+    case["tags"] = tags(case, defaults)
     return case
 
 
@@ -110,18 +106,17 @@ def terms_and_denominator(section, case):
     ((b, terms, how),) = averages
     sign = -1 if section in reference.LOSSES.split() else 1
     lengths = [reference.length(b, i) for i in range(len(b.mask))]
-    table = [[sign * float(x) for x in row] for row in terms]
-    if sum(len(row) for row in terms) == sum(lengths):  # a term for each token
-        table = torch.zeros(b.mask.shape, dtype=torch.float64)
-        table[b.mask] = tensor([sign * float(x) for row in terms for x in row])
-        table = table.tolist()
+    has_tokens = sum(len(row) for row in terms) == sum(lengths)  # a term for each
+    places = b.mask if has_tokens else torch.ones(len(terms), 1).bool()
+    table = torch.zeros(places.shape, dtype=torch.float64)
+    table[places] = tensor([sign * float(x) for row in terms for x in row])
     denominators = {
         "token": [sum(lengths)] * len(lengths),
         "sequence": [len(lengths) * length for length in lengths],
         "constant": [len(lengths) * getattr(b, "max_new_tokens", 0)] * len(lengths),
         "completion": [len(lengths)] * len(lengths),
     }
-    return {"terms": table, "denominator": [[x] for x in denominators[how]]}
+    return {"terms": table.tolist(), "denominator": [[x] for x in denominators[how]]}
 
 
 def sections():

@@ -29,10 +29,11 @@ SECTIONS = VECTORS["sections"]
 ALL_CASES = [(section, case["id"]) for section in SECTIONS for case in SECTIONS[section]["cases"]]
 LOSSES = [name.removeprefix("more.") for name in (*SCRIPTS, *MORE)]
 MODULES = dict(zip(LOSSES, (*SCRIPTS, *MORE), strict=True))
-ENTRIES = []
-for kind, entries in (("mistake", mistakes.MISTAKES), ("variant", mistakes.VARIANTS)):
-    for name, sections, change in entries:
-        ENTRIES += [(kind, name, section, change) for section in sections.split()]
+ENTRIES = [
+    (kind, name, section, change)
+    for kind, name, sections, change in mistakes.ENTRIES
+    for section in sections.split()
+]
 OURS = {  # the project's functions for sections that are no losses
     "value_loss": "ppo:value_loss",
     "positive_lm_loss": "more.vapo:positive_lm_loss",
@@ -201,7 +202,7 @@ def test_an_entry_is_visible_in_both_precisions_and_diagnosed_as_itself_alone(
     answers = answers_of(section, change)
     assert not is_healthy(section, answers)
     assert not is_healthy(section, answers_of(section, change, torch.float32))
-    assert doctor.named(section, answers, counts=(1,)) == [f"{kind}: {name}"]
+    assert doctor.named(section, answers) == [f"{kind}: {name}"]
 
 
 @pytest.mark.parametrize("section", SECTIONS)
@@ -302,7 +303,7 @@ EXPLAINED = [
     (lambda r, A, m: m.where(A > 0, -m), "A r / N where A > 0, else - A r / N; 0 where A > 0 and r is"),
     (lambda r, A, m: m.detach() + (r - r.detach()) * A, "every value is right"),
     (lambda r, A, m: r.sqrt() * A, "0.5 A sqrt(r) / N"),
-    (lambda r, A, m: r * (A - A.mean()), "on policy it is as if A were 1 A +0.125: standardized again"),
+    (lambda r, A, m: r * (A - A.mean()), "on policy your A is +1 A +0.125, not +1 A +0"),
 ]
 
 
@@ -414,9 +415,6 @@ def test_shapes_of_advantages(shape, use, tmp_path, capsys, monkeypatch):
     code, text = run(capsys, monkeypatch, write(tmp_path, *lines), *RENAMED)
     assert code == 0 and f"advantages {shape}\n" in text
     assert ("it takes one advantage for each completion" in text) == (shape != "BT")
-    other = "BT" if shape == "B" else "B"
-    code, text = run(capsys, monkeypatch, write(tmp_path, *lines), *RENAMED, "--advantages", other)
-    assert code == 2 and "Traceback" in text and "AssertionError" in text
 
 
 def test_a_wrong_function_is_diagnosed_in_the_shape_that_it_takes(tmp_path, capsys, monkeypatch):
@@ -528,7 +526,8 @@ def test_terms(wrong):
 
     subject = Subject(terms, "ppo", way="terms")
     diagnosis = doctor.diagnosis(subject, doctor.examine(subject))
-    assert diagnosis == (["mistake: max for min"] if wrong else [])
+    assert ("0 where A > 0 and r is below the range and" in " ".join(diagnosis)) == wrong, diagnosis
+    assert wrong or diagnosis == []
 
 
 @pytest.mark.parametrize("section", LOSSES)

@@ -1,8 +1,8 @@
 """examples/: their form, and that a loss inside TRL or verl is the script's.
 
 Tests marked `extras` need examples/requirements.txt. verl needs a separate environment: here a stand-in
-calls the losses as verl's actor does, with a step in unequal shares; conformance/engines.py calls the
-real one."""
+calls the losses as verl's actor does, with a step in unequal shares; the real one was called once, see
+conformance/engines.py."""
 
 import ast
 import csv
@@ -146,8 +146,7 @@ def test_rewards_of_trl_work_as_they_are(tmp_path):
 @pytest.mark.extras
 def test_run_engines_trl(tmp_path):
     """The data about TRL, made again. In two processes with two micro-batches each, a step with our
-    loss is the script's; TRL's own losses depart where the data say so, and ours do if each process
-    divides by its own tokens."""
+    loss is the script's; TRL's own losses depart where the data say so."""
     for path in (ROOT / "conformance").glob("engines_*.csv"):
         shutil.copy(path, tmp_path)
     subprocess.run([sys.executable, "conformance/engines.py", "trl", tmp_path], cwd=ROOT, check=True)

@@ -28,7 +28,6 @@ def arguments():
     others = [section for section in SECTIONS if section not in LOSSES]
     parser.add_argument("--what", choices=["loss", "advantages", *others], default="loss")
     parser.add_argument("--way", choices=["loss", "terms", "reduction"], default="loss")
-    parser.add_argument("--advantages", nargs="+", choices=doctor.SHAPES, default=doctor.SHAPES)
     parser.add_argument("--framework", choices=["torch", "numpy"], default="torch")
     parser.add_argument("--dtype", choices=["float64", "float32"], default="float64")
     parser.add_argument("--rename", nargs="*", default=[], metavar="OURS=YOURS")
@@ -64,20 +63,21 @@ def main():
     args = arguments()
     how = {key: getattr(args, key) for key in ("way", "framework", "dtype", "rename")}
     try:
-        found = doctor.examine_shapes(load(args.target), args.section, args.advantages, **how)
+        found = doctor.examine_shapes(load(args.target), args.section, **how)
     except (Exception, SystemExit):
         error = traceback.format_exc()
         print(f"{args.target} cannot be called as {args.section}:\n{error}", end="")
         sys.exit(2)
     subject, results, diagnosis = doctor.diagnosed(found)
-    lines, num_agree, num_tested = doctor.report(subject, results)
+    lines = doctor.report(subject, results)
     about = f"vectors {VECTORS['version']}, advantages {subject.advantages}"
     print(f"{args.target} as {args.section}, {about}")
     print(*lines, sep="\n")
-    by_value = sum(line.endswith("(by value only)") for line in lines)
-    unchecked = f", {by_value} without a gradient to compare" if by_value else ""
-    num_others = len(lines) - num_tested
-    print(f"{num_agree} of {num_tested} applicable cases agree{unchecked}, {num_others} not tested")
+    labels = [line.split()[0] for line in lines]
+    num_agree = labels.count("agrees")
+    num_others = labels.count("n/a")
+    num_tested = len(lines) - num_others
+    print(f"{num_agree} of {num_tested} applicable cases agree, {num_others} not tested")
     if num_agree < num_tested:
         print(*diagnosis, sep="\n")
     else:

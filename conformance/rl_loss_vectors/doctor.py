@@ -8,6 +8,11 @@ import numpy as np
 from rl_loss_vectors import explain
 from rl_loss_vectors.vectors import Subject, same
 
+try:
+    from rl_loss_vectors import mistakes, reference
+except ImportError:  # of torch
+    mistakes = None
+
 SHAPES = ["as in the file", "BT", "B1", "B"]  # of advantages
 SPREADS = "variant: NaN in masked places spreads: the mask is a factor, no torch.where [TRL, verl]"
 
@@ -16,13 +21,13 @@ class Raised(str):
     """What a function raises in a case that it should be able to answer."""
 
 
-def examine_shapes(function, section, shapes=SHAPES, **how):
+def examine_shapes(function, section, **how):
     """[(subject, its results)] for each shape of advantages that the function takes, the one for which
     most cases agree first. A function that takes no bool mask gets one of 0 and 1."""
     errors = []
     for mask in ("bool", "float"):
         found = []
-        for shape in shapes:
+        for shape in SHAPES:
             subject = Subject(function, section, advantages=shape, mask=mask, **how)
             try:
                 found.append((subject, examine(subject)))
@@ -35,7 +40,7 @@ def examine_shapes(function, section, shapes=SHAPES, **how):
 
 def failures(subject, results):
     """To sort by: most cases agree, then fewest raise."""
-    _, num_agree, _ = report(subject, results)
+    num_agree = sum(is_right(subject, *pair) for pair in answered(results))
     return -num_agree, sum(isinstance(found, Raised) for _, found in results)
 
 
@@ -56,13 +61,13 @@ def examine(subject):
                 if are_lists(case) != are_lists(cases[0]):
                     found = f"it takes one number for the batch: {type(error).__name__}"
         results.append((case, found))
-    rough = [(case, found._replace(is_float32=True)) for case, found in answered(results)]
-    if errors and not rough:
+    if errors and not answered(results):
         raise errors[0]
-    if all(is_right(subject, case, found) for case, found in rough):
-        answers = dict(zip([case["id"] for case, _ in rough], rough, strict=True))
-        return [answers.get(case["id"], (case, found)) for case, found in results]
-    return results
+    rough = [
+        (case, found if isinstance(found, str) else found._replace(is_float32=True))
+        for case, found in results
+    ]
+    return rough if all(is_right(subject, *pair) for pair in answered(rough)) else results
 
 
 def answered(results):
@@ -73,57 +78,40 @@ def are_lists(case):
     return [isinstance(x, list) for x in case["inputs"].values()]
 
 
-def total(subject, case, answer):
-    """Terms summed up, so that they can be compared with an objective's value."""
-    return answer._replace(value=np.asarray((answer.value * subject.weights(case)).sum()))
-
-
-def entries_of(section):
-    """[(kind, name, change)], or None without torch."""
-    try:
-        from rl_loss_vectors import mistakes
-    except ImportError:
-        return None
-    kinds = (("mistake", mistakes.MISTAKES), ("variant", mistakes.VARIANTS))
-    return [
-        (kind, name, change)
-        for kind, rows in kinds
-        for name, where, change in rows
-        if section in where.split()
-    ]
+def is_right(subject, case, answer):
+    return same(answer, *subject.expected(case), case["tolerance"])
 
 
 def gives(section, case, change, answer):
     """Whether an entry gives the answer. Some cannot be evaluated in some cases: no."""
-    from rl_loss_vectors import reference
-
     try:
         value, gradient = reference.evaluate(section, case, change)
-    except (ArithmeticError, IndexError, RuntimeError, TypeError, ValueError):
+    except Exception:
         return False
     gradient = None if gradient is None else gradient.numpy()
     return same(answer, value.detach().numpy(), gradient, case["tolerance"])
 
 
-def named(section, tested, counts=(1, 2)):
+def named(section, tested):
     """The entries of mistakes.py that give the answers in all cases, or else combinations of two."""
-    from rl_loss_vectors import mistakes
-
     # The cases that tell most apart come first, since most entries fail on them.
     tested = sorted(tested, key=lambda pair: -len(set(pair[0]["tags"]) & {"different_lengths", "kl"}))
-    for count in counts:
-        found = []
-        for chosen in itertools.combinations(entries_of(section), count):
-            change = mistakes.together(*(change for *_, change in chosen))
-            if all(gives(section, case, change, answer) for case, answer in tested):
-                found.append(" and ".join(f"{kind}: {name}" for kind, name, _ in chosen))
+    changes = {
+        f"{kind}: {name}": change
+        for kind, name, sections, change in mistakes.ENTRIES
+        if section in sections.split()
+    }
+    pairs = itertools.combinations(changes, 2)
+    both = {f"{x} and {y}": mistakes.together(changes[x], changes[y]) for x, y in pairs}
+    for options in (changes, both):
+        found = [
+            words
+            for words, change in options.items()
+            if all(gives(section, case, change, answer) for case, answer in tested)
+        ]
         if found:
             return found
     return []
-
-
-def is_right(subject, case, answer):
-    return same(answer, *subject.expected(case), case["tolerance"])
 
 
 def diagnosed(found):
@@ -145,30 +133,22 @@ def obscurity(diagnosis):
 
 def diagnosis(subject, results):
     """Lines; none if the function is healthy in all cases that were tested."""
-    tested = answered(results)
-    spoilt = [
-        case
-        for case, answer in tested
-        if "masked_places" in case["tags"] and not explain.is_finite(answer)
-    ]
-    tested = [(case, answer) for case, answer in tested if case not in spoilt]
-    lines = [SPREADS] if spoilt else []
-    if all(is_right(subject, case, answer) for case, answer in tested):
+    tested = []
+    lines = []
+    for case, answer in answered(results):
+        if "masked_places" in case["tags"] and not explain.is_finite(answer):
+            lines = [SPREADS]
+        else:
+            tested.append((case, answer))
+    if all(is_right(subject, *pair) for pair in tested):
         return lines
     found = []
-    unknown = "no known mistake gives these numbers"
-    if entries_of(subject.section) is None:
-        unknown = "install torch to compare with the known mistakes"
-    elif subject.way == "loss":
+    if mistakes and subject.way == "loss":
         found = named(subject.section, tested)
-        others = [pair for pair in tested if "micro_batches" not in pair[0]["tags"]]
-        if not found and not all(is_right(subject, case, answer) for case, answer in others):
-            found = [f"{line}, but not in micro-batches" for line in named(subject.section, others)]
-    elif subject.way == "terms":
-        found = named(
-            subject.section, [(case, total(subject, case, answer)) for case, answer in tested]
-        )
     if not found:
+        unknown = "no known mistake gives these numbers"
+        if mistakes is None:
+            unknown = "install torch to compare with the known mistakes"
         found = [f"unknown: {unknown}", *(f"  {line}" for line in explain.explanation(subject, tested))]
     return found + lines
 
@@ -186,23 +166,16 @@ def difference(case, answer, value, gradient):
 
 
 def report(subject, results):
-    """(lines, how many cases agree, how many were tested)"""
+    """A line about each case."""
     lines = []
-    num_agree = 0
-    num_tested = 0
     for case, answer in results:
         about = f"{case['id']} {case['name']}"
         if isinstance(answer, str):
             label = "RAISES " if isinstance(answer, Raised) else "n/a    "
-            num_tested += isinstance(answer, Raised)
             lines.append(f"  {label}  {about}: {' '.join(answer.split())}")
-            continue
-        num_tested += 1
-        value, gradient = subject.expected(case)
-        if is_right(subject, case, answer):
-            num_agree += 1
-            by_value = " (by value only)" if gradient is not None and answer.gradient is None else ""
-            lines.append(f"  agrees   {about}{by_value}")
+        elif is_right(subject, case, answer):
+            has_gradient = answer.gradient is not None or "gradient" not in case
+            lines.append(f"  agrees   {about}{'' if has_gradient else ' (by value only)'}")
         else:
-            lines.append(f"  DIFFERS  {difference(case, answer, value, gradient)}")
-    return lines, num_agree, num_tested
+            lines.append(f"  DIFFERS  {difference(case, answer, *subject.expected(case))}")
+    return lines

@@ -31,17 +31,17 @@ def divisors(x, micro_batches):
         "": 1,
         "T": T,
         "L_max": x.get("max_new_tokens", np.nan),
-        "(|o| with holes)": last - first,
-        "(|o| with holes and prompt)": last,
-        "(|o| + 1)": size + 1,
-        "(|o| - 1)": size - 1,
-        "(longest |o|)": longest,
+        "|o| with holes": last - first,
+        "|o| with holes and prompt": last,
+        "(|o|+1)": size + 1,
+        "(|o|-1)": size - 1,
+        "longest |o|": longest,
         "|o|^2": size**2,
         "sqrt(|o|)": np.sqrt(size),
-        "(harmonic mean of |o|)": B / (1 / size).sum(),
+        "harmonic mean of |o|": B / (1 / size).sum(),
     }
     N = size.sum()
-    result = {"N": N, "n": n, "N M": N * M, "B N": B * N, "(N - B)": N - B, "(N + B)": N + B}
+    result = {"N": N, "n": n, "N M": N * M, "B N": B * N, "(N-B)": N - B, "(N+B)": N + B}
     for (row, count), (length, width) in itertools.product(rows.items(), lengths.items()):
         result[f"{row} {length}".strip()] = count * width
     return result
@@ -65,13 +65,7 @@ def positions(mask, size):
 def factors_of_policy(x):
     """What may stand for A; with the sign of the loss, -J."""
     A = np.broadcast_to(x["advantages"], x["mask"].shape)
-    return {
-        "A": -A,
-        "|A|": -np.abs(A),
-        "sgn(A)": -np.sign(A),
-        "(A of this and later tokens)": -np.where(x["mask"], A, 0)[:, ::-1].cumsum(1)[:, ::-1],
-        "(mean of A)": -x["advantages"].mean(),
-    }
+    return {"A": -A, "|A|": -np.abs(A), "sgn(A)": -np.sign(A)}
 
 
 def weights_of_policy(x):
@@ -84,8 +78,8 @@ def weights_of_policy(x):
         "": 1,
         "s": s,
         "r^2": r**2,
-        "/ r": 1 / r,
-        "/ s": 1 / s,
+        "(1/r)": 1 / r,
+        "(1/s)": 1 / s,
         "r s": r * s,
         "log r": log_r,
         "(1 + log r)": 1 + log_r,
@@ -127,7 +121,7 @@ def weights_of_means(x, eps):
         g = np.log(x["router_shift"])
         floor = np.log(x["gamma_min"])
         floored = g.clip(min=floor)
-        gammas = {"g": floored, "": 0, "g without a floor": g, "/ g": -floored}
+        gammas = {"g": floored, "": 0, "g without a floor": g, "(1/g)": -floored}
         gammas["g^sgn(A)"] = np.where(is_positive, floored, -floored)
         gammas["(mean of g, then its floor)"] = row_mean(x, g).clip(min=floor)
         gammas["(arithmetic mean of g)"] = np.log(row_mean(x, np.exp(floored)))
@@ -136,7 +130,7 @@ def weights_of_means(x, eps):
         words = f"{clip} {name}".strip()
         mean = row_mean(x, c + g)
         weights[f"GM({words})"] = np.exp(mean)
-        weights[f"/ GM({words})"] = np.exp(-mean)
+        weights[f"(1/GM({words}))"] = np.exp(-mean)
         weights[f"AM({words})"] = row_mean(x, np.exp(c + g))
         weights[f"({words})"] = np.exp(c + g)
         weights[f"product({words})"] = np.exp(mean * x["size"])
@@ -171,30 +165,30 @@ def weights_of_gates(x, r):
 
 def places_of_policy(x):
     """Places that a clip sets apart: by the sign of A, by the size of a ratio, by both."""
-    log_r = np.where(x["mask"], x["logprobs"] - x["old_logprobs"], 0)
+    log_r = x["log r"]
     low, high = 1 - x.get("clip_eps_low", 0.2), 1 + x.get("clip_eps_high", 0.2)
     if "log_ratio_clip" in x:
         low, high = np.exp(-x["log_ratio_clip"]), np.exp(x["log_ratio_clip"])
+    ranges = {
+        "the range": (low, high),
+        "1": (1 - 1e-9, 1 + 1e-9),
+        "1 +- 0.2": (0.8, 1.2),
+        "the bounds swapped": (2 - high, 2 - low),
+        "the bounds as logarithms": (np.exp(low - 1), np.exp(high - 1)),
+    }
     sizes = {}
     for name, y in {"r": np.exp(log_r), "s": np.exp(row_mean(x, log_r))}.items():
-        bounds = {"1": (1 + 1e-9, 1 - 1e-9), "1 +- 0.2": (1.2, 0.8)}
-        bounds["the bounds swapped"] = (2 - low, 2 - high)
-        bounds["the bounds as logarithms"] = (np.exp(high - 1), np.exp(low - 1))
-        sizes |= {f"{name} is above the range": y > high, f"{name} is below the range": y < low}
-        sizes[f"{name} is outside of the range"] = (y > high) | (y < low)
-        sizes |= {
-            f"{name} is not above the range": y <= high,
-            f"{name} is not below the range": y >= low,
-        }
-        for words, (top, bottom) in bounds.items():
+        for words, (bottom, top) in ranges.items():
             sizes |= {f"{name} is above {words}": y > top, f"{name} is below {words}": y < bottom}
+            sizes[f"{name} is outside of {words}"] = (y > top) | (y < bottom)
+            sizes[f"{name} is not above {words}"] = y <= top
+            sizes[f"{name} is not below {words}"] = y >= bottom
         sizes |= {f"{name} > {k}": y > k for k in (2, 3, 5, 10)}
     sizes |= {"|log r| > 5": np.abs(log_r) > 5, "the log-prob is 0": x["logprobs"] == 0}
     if "is_weight_cap" in x:
         sizes["r is above the cap"] = log_r > np.log(x["is_weight_cap"])
     signs = {"A > 0": x["advantages"] > 0, "A < 0": x["advantages"] < 0}
-    pairs = itertools.product(signs.items(), sizes.items())
-    both = {f"{sign} and {size}": a & b for (sign, a), (size, b) in pairs}
+    both = {f"{sign} and {size}": signs[sign] & sizes[size] for sign in signs for size in sizes}
     return signs | both | sizes
 
 
@@ -218,29 +212,22 @@ def weights_of_kl(x):
     }
 
 
-def weights_of_values(x):
-    off = x["values"] - x["returns"]
-    return {
+def of_values(x):
+    """(weights, places) of the critic's loss."""
+    V = x["values"]
+    off = V - x["returns"]
+    reach = x["value_clip"] or np.inf
+    near = x["old_values"] + (V - x["old_values"]).clip(-reach, reach)
+    has_left = near != V
+    is_worse = np.abs(off) > np.abs(near - x["returns"])
+    weights = {
         "(V - return)": off,
-        "(clipped V - return)": clipped_values(x) - x["returns"],
-        "(V - old V)": x["values"] - x["old_values"],
+        "(clipped V - return)": near - x["returns"],
         "sgn(V - return)": np.sign(off),
     }
-
-
-def clipped_values(x):
-    reach = x["value_clip"] or np.inf
-    return x["old_values"] + (x["values"] - x["old_values"]).clip(-reach, reach)
-
-
-def places_of_values(x):
-    near = clipped_values(x)
-    has_left = near != x["values"]
-    is_worse = np.abs(x["values"] - x["returns"]) > np.abs(near - x["returns"])
-    return {
+    places = {
         "V has left the range": has_left,
         "V has left the range and is off by more": has_left & is_worse,
         "V has left the range and is off by less": has_left & ~is_worse,
-        "V > return": x["values"] > x["returns"],
-        "V < return": x["values"] < x["returns"],
     }
+    return weights, places

@@ -14,7 +14,7 @@ LOSSES = "ppo grpo dr_grpo dapo gspo cispo gmpo rspo sapo reinforce rloo vapo"
 
 
 def batch(**fields):
-    b = SimpleNamespace(ref_logprobs=None, rollout_ratio=None, clip_level="token", micro_batches=None)
+    b = SimpleNamespace(ref_logprobs=None, rollout_ratio=None, clip_level="token")
     vars(b).update(fields)
     return b
 
@@ -62,12 +62,16 @@ def advantage(b, i):
     return b.advantages[i, tokens(b, i)[0]]
 
 
-def clipped(r, a, b):
-    return torch.min(r * a, torch.clamp(r, 1 - b.clip_eps_low, 1 + b.clip_eps_high) * a)
+def clipped(r, a, low, high):
+    return torch.min(r * a, torch.clamp(r, low, high) * a)
+
+
+def clipped_by_eps(r, a, b):
+    return clipped(r, a, 1 - b.clip_eps_low, 1 + b.clip_eps_high)
 
 
 def clipped_term(b, i, t):
-    return clipped(ratio(b, i, t), b.advantages[i, t], b)
+    return clipped_by_eps(ratio(b, i, t), b.advantages[i, t], b)
 
 
 def ppo(b):
@@ -87,22 +91,14 @@ def k3(log_x):
     return torch.expm1(log_x) - log_x
 
 
-def kl_ratio(b, i, t):
-    return ratio(b, i, t)
-
-
-def ref_log_ratio(b, i, t):
-    return b.ref_logprobs[i, t] - b.logprobs[i, t]
-
-
 def grpo(b):
     def term(i, t):
         if b.ref_logprobs is None:
             return clipped_term(b, i, t)
-        k = k3(ref_log_ratio(b, i, t))
+        k = k3(b.ref_logprobs[i, t] - b.logprobs[i, t])
         if b.kl_is_corrected:
             # the ratio to what the completion was sampled from: pi / mu
-            k = kl_ratio(b, i, t) * k
+            k = ratio(b, i, t) * k
             if b.rollout_ratio is not None:
                 k = b.rollout_ratio[i, t] * k
         return clipped_term(b, i, t) - b.kl_coef * k
@@ -118,11 +114,11 @@ def sequence_ratio(b, i):
 def gspo(b):
     def term(i, t):
         own = torch.exp(b.logprobs[i, t]) / torch.exp(b.logprobs[i, t]).detach()
-        return clipped(sequence_ratio(b, i).detach() * own, b.advantages[i, t], b)
+        return clipped_by_eps(sequence_ratio(b, i).detach() * own, b.advantages[i, t], b)
 
     if b.variant == "gspo_token":
         return average(b, each(b, term), "sequence")
-    return completion_mean(b, lambda i: clipped(sequence_ratio(b, i), advantage(b, i), b))
+    return completion_mean(b, lambda i: clipped_by_eps(sequence_ratio(b, i), advantage(b, i), b))
 
 
 def importance_weight(r, a, b):
@@ -147,8 +143,7 @@ def cispo(b):
 
 def pessimistic(r, a, b):
     """min(r A, clip(r) A) / A; eps bounds the logarithm of r"""
-    low, high = math.exp(-b.log_ratio_clip), math.exp(b.log_ratio_clip)
-    return torch.min(r * a, torch.clamp(r, low, high) * a) / a
+    return clipped(r, a, math.exp(-b.log_ratio_clip), math.exp(b.log_ratio_clip)) / a
 
 
 def geometric_mean(b, i, factor):
@@ -169,14 +164,10 @@ def gmpo(b):
     return completion_mean(b, lambda i: geometric_mean(b, i, factor))
 
 
-def floored(gamma, b):
-    return max(gamma, b.gamma_min)
-
-
 def rspo(b):
     def term(i):
         def factor(r, a, t):
-            gamma = floored(b.router_shift[i, t].item(), b)
+            gamma = max(b.router_shift[i, t].item(), b.gamma_min)
             if b.shift == "before_clip":
                 return pessimistic(r * gamma, a, b)
             exponent = 1 if b.shift == "damped" else torch.sign(a)  # or as printed
@@ -187,15 +178,11 @@ def rspo(b):
     return completion_mean(b, term)
 
 
-def gate(r, a, b):
-    tau = b.tau_pos if a > 0 else b.tau_neg
-    return 4 / tau / (1 + torch.exp(-tau * (r - 1)))
-
-
 def sapo(b):
     def term(i, t):
         a = b.advantages[i, t]
-        return gate(ratio(b, i, t), a, b) * a
+        tau = b.tau_pos if a > 0 else b.tau_neg
+        return 4 / tau / (1 + torch.exp(-tau * (ratio(b, i, t) - 1))) * a
 
     return average(b, each(b, term), "sequence")
 
@@ -214,13 +201,14 @@ def positive_lm_loss(b):
     return sum(terms, start=torch.zeros((), dtype=b.logprobs.dtype)) / max(len(terms), 1)
 
 
-def value_loss(b):
-    def term(i, t):
-        reach = b.value_clip or math.inf
-        near = b.old_values[i, t] + torch.clamp(b.values[i, t] - b.old_values[i, t], -reach, reach)
-        return torch.max((b.values[i, t] - b.returns[i, t]) ** 2, (near - b.returns[i, t]) ** 2)
+def squares(b, i, t):
+    reach = b.value_clip or math.inf
+    near = b.old_values[i, t] + torch.clamp(b.values[i, t] - b.old_values[i, t], -reach, reach)
+    return (b.values[i, t] - b.returns[i, t]) ** 2, (near - b.returns[i, t]) ** 2
 
-    return average(b, each(b, term), "token")
+
+def value_loss(b):
+    return average(b, each(b, lambda i, t: torch.max(*squares(b, i, t))), "token")
 
 
 def is_uniform(rewards):
@@ -228,7 +216,7 @@ def is_uniform(rewards):
 
 
 def std(rewards):
-    return torch.stack(list(rewards)).std(unbiased=True)
+    return rewards.std(unbiased=True)
 
 
 def mean(rewards, j):
@@ -245,7 +233,7 @@ def scale(rewards, j):
 
 def scale_of_others(rewards, j):
     """1 if they are equal: their std, of 0, would make the advantage as large as 1 / eps."""
-    rest = [*rewards[:j], *rewards[j + 1 :]]
+    rest = torch.cat([rewards[:j], rewards[j + 1 :]])
     return 1 if is_uniform(rest) else std(rest) + 1e-6
 
 
@@ -253,20 +241,17 @@ def unscaled(rewards, j):
     return 1
 
 
-def group_advantage(rewards, j, baseline, divisor):
-    """Of reward j in a group; exactly 0 if its rewards are equal."""
+def of_group(rewards, baseline, divisor):
+    """Advantages; exactly 0 if the rewards are equal."""
     if is_uniform(rewards):
-        return torch.zeros_like(rewards[j])
-    return (rewards[j] - baseline(rewards, j)) / divisor(rewards, j)
+        return torch.zeros_like(rewards)
+    return torch.stack(
+        [(x - baseline(rewards, j)) / divisor(rewards, j) for j, x in enumerate(rewards)]
+    )
 
 
 def of_groups(b, baseline, divisor):
-    rows = []
-    for group in b.rewards:
-        rewards = list(group)
-        places = range(len(rewards))
-        rows.append(torch.stack([group_advantage(rewards, j, baseline, divisor) for j in places]))
-    return torch.stack(rows)
+    return torch.stack([of_group(rewards, baseline, divisor) for rewards in b.rewards])
 
 
 def group_differences(b):
@@ -285,20 +270,17 @@ def leave_one_out_std(b):
     return of_groups(b, mean_of_others, scale_of_others)
 
 
-def rollouts_of_group(b, n):
-    """{rollout: its reward} of the group of sample n; a rollout counts once, however many samples."""
-    places = [m for m in range(len(b.rewards)) if b.group_ids[m] == b.group_ids[n]]
-    return {b.rollout_ids[m].item(): b.rewards[m] for m in places}
-
-
 def grouped_advantages(b):
-    """Of samples in any order, (N,)."""
-    result = []
-    for n in range(len(b.rewards)):
-        rewards = rollouts_of_group(b, n)
-        j = list(rewards).index(b.rollout_ids[n].item())
-        result.append(group_advantage(list(rewards.values()), j, mean, scale))
-    return torch.stack(result)
+    """Of samples in any order, (N,); a rollout counts once in its group, however many samples."""
+    result = torch.zeros_like(b.rewards)
+    for group in b.group_ids.unique():
+        places = [n for n, other in enumerate(b.group_ids) if other == group]
+        rewards = {b.rollout_ids[n].item(): b.rewards[n] for n in places}
+        advantages = of_group(torch.stack([*rewards.values()]), mean, scale)
+        found = dict(zip(rewards, advantages, strict=True))
+        for n in places:
+            result[n] = found[b.rollout_ids[n].item()]
+    return result
 
 
 def whiten(b):
@@ -405,7 +387,9 @@ def tensor(x, dtype=torch.float64):
 
 
 def batch_of(case, dtype=torch.float64):
-    b = batch(bootstrap=torch.zeros(4, 1, dtype=dtype), micro_batches=case.get("micro_batches"))
+    b = batch(
+        bootstrap=torch.zeros(4, 1, dtype=dtype), micro_batches=case.get("micro_batches", [slice(None)])
+    )
     for name, x in (case["inputs"] | case["keywords"]).items():
         setattr(b, name, tensor(x, dtype) if isinstance(x, list) else x)
         if name in ("mask", "is_right"):

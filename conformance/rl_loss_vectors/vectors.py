@@ -5,6 +5,8 @@ import inspect
 import itertools
 import json
 import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,52 +45,33 @@ def close(x, y, tolerance, is_float32=False):
 
 def same(answer, value, gradient, tolerance):
     """Whether an answer is (value, gradient), within the tolerance of its precision."""
-    precision = "float32" if answer.is_float32 else "float64"
-    allowed = tolerance[precision]
-    if not close(answer.value, value, allowed, answer.is_float32):
-        return False
-    if answer.gradient is None or gradient is None:
-        return True
+    allowed = tolerance["float32" if answer.is_float32 else "float64"]
+    is_near = close(answer.value, value, allowed, answer.is_float32)
+    if not is_near or answer.gradient is None or gradient is None:
+        return is_near
     rough = answer.is_float32 or answer.is_difference
     return close(answer.gradient, gradient, max(allowed, 1e-5 * answer.is_difference), rough)
 
 
+@dataclass(eq=False)
 class Subject:
-    """A function under test.
+    """A function under test."""
 
-    function    of the arguments of its section and of keywords, whose names may have a suffix like _BT
-    section     of vectors.json: "grpo", "gae" ...
-    way         "loss": it returns the loss; "terms": what the loss averages, (B, T) or (B, 1);
-                "reduction": it gets such terms and the mask, and returns the loss
-    framework   "torch" or "numpy": of what it takes. In numpy it may return (value, gradient)
-    dtype       "float64" or "float32": of what it takes
-    rename      {our keyword: its own}
-    advantages  "as in the file", "BT", "B1" or "B": their shape
-    mask        "bool", or "float": 0 and 1 in the dtype
-    """
+    function: Callable  # of its section's arguments and of keywords; names may end in _BT and the like
+    section: str  # of vectors.json: "grpo", "gae" ...
+    # "loss": it returns the loss; "terms": what the loss averages, (B, T) or (B, 1);
+    # "reduction": it gets such terms and the mask, and returns the loss
+    way: str = "loss"
+    framework: str = "torch"  # or "numpy": of what it takes. In numpy it may return (value, gradient)
+    dtype: str = "float64"  # or "float32": of what it takes
+    rename: dict = field(default_factory=dict)  # {our keyword: its own}
+    advantages: str = "as in the file"  # or "BT", "B1", "B": their shape
+    mask: str = "bool"  # or "float": 0 and 1 in the dtype
+    diagnosis: "list | None" = None  # once it has been asked for
 
-    def __init__(
-        self,
-        function,
-        section,
-        way="loss",
-        framework="torch",
-        dtype="float64",
-        rename=None,
-        advantages="as in the file",
-        mask="bool",
-    ):
-        self.function = function
-        self.section = section
-        self.way = way
-        self.framework = framework
-        self.dtype = dtype
-        self.rename = rename or {}
-        self.advantages = advantages
-        self.mask = mask
-        self.about = VECTORS["sections"][section]
-        self.arguments = ["terms", "mask"] if way == "reduction" else self.about["arguments"]
-        self.diagnosis = None  # once it has been asked for
+    def __post_init__(self):
+        self.about = VECTORS["sections"][self.section]
+        self.arguments = ["terms", "mask"] if self.way == "reduction" else self.about["arguments"]
 
     def names(self, case):
         """{our keyword: theirs} of what a case sets and the function takes."""
@@ -163,57 +146,54 @@ class Subject:
         return array(value), array(case["gradient"]) if "gradient" in case else None
 
     def weights(self, case):
-        """Of arrays, whose weighted sum has the gradient of the case; None where one number is due."""
-        if self.way == "terms":
-            weights = 1 / array(case["denominator"])
-            return weights * array(case["inputs"]["mask"]) if len(case["terms"][0]) > 1 else weights
-        return array(case["coefficients"]) if "coefficients" in case else None
+        """Of what is returned, whose weighted sum has the gradient of the case."""
+        if self.way != "terms":
+            return array(case.get("coefficients", 1))
+        weights = 1 / array(case["denominator"])
+        return weights * array(case["inputs"]["mask"]) if len(case["terms"][0]) > 1 else weights
 
     def answer(self, case):
         fields = self.fields(case)
-        names = self.names(case)
         weights = self.weights(case)
         expected, expected_gradient = self.expected(case)
-        if expected_gradient is None:
-            return self.answer_without_gradient(case, fields, names, expected)
-        value = 0
-        gradient = np.zeros(expected_gradient.shape)
-        is_float32 = self.dtype == "float32"
+        micro_batches = [slice(None)]
+        if self.way != "terms":
+            micro_batches = case.get("micro_batches", micro_batches)
+        outputs = []
+        gradient = None if expected_gradient is None else np.zeros(expected_gradient.shape)
         is_difference = False
-        all_rows = [slice(None)]
-        micro_batches = all_rows if self.way == "terms" else case.get("micro_batches", all_rows)
         for rows in micro_batches:
             part = {key: x[rows] if hasattr(x, "shape") else x for key, x in fields.items()}
             first, *others = [part[key] for key in self.arguments]
-            given = {name: part[key] for key, name in names.items()}
-            if self.framework == "torch":
-                result = of_torch(self.function, first, others, given, weights)
+            given = {name: part[key] for key, name in self.names(case).items()}
+            if expected_gradient is None:
+                output = without_gradient(self.function(first, *others, **given), self.section)
+                found = None
+            elif self.framework == "torch":
+                output, found = of_torch(self.function, first, others, given, weights)
             else:
                 result = of_numpy(self.function, first, others, given, weights, case)
-            output, found, is_difference = result
-            is_float32 = is_float32 or output.dtype == np.float32
-            value = value + output
+                output, found, is_difference = result
+            outputs.append(output)
             if found is None or gradient is None:
                 gradient = None
             else:
                 gradient[rows] = found
-        value = np.asarray(value)
-        if weights is not None:
+        is_float32 = self.dtype == "float32" or outputs[0].dtype == np.float32
+        value = sum(x.astype(np.float64) for x in outputs)
+        if expected.size > 1:
             value = shaped(value, expected, case)
         elif value.size != 1:
             raise ValueError(f"a loss is one number, not an array of shape {value.shape}")
         return Answer(value.reshape(expected.shape), gradient, is_float32, is_difference)
 
-    def answer_without_gradient(self, case, fields, names, expected):
-        inputs = [fields[key] for key in self.arguments]
-        given = {name: fields[key] for key, name in names.items()}
-        result = self.function(*inputs, **given)
-        outputs = result if isinstance(result, tuple) else (result,)
-        outputs = [numbers(x) for x in outputs]
-        is_float32 = self.dtype == "float32" or outputs[0].dtype == np.float32
-        outputs = np.stack(outputs[: 2 if self.section == "gae" else 1]).astype(np.float64)
-        found = outputs if self.section == "gae" else outputs[0]
-        return Answer(shaped(found, expected, case), None, is_float32, False)
+
+def without_gradient(result, section):
+    """The array, or GAE's two, that a function returns."""
+    outputs = result if isinstance(result, tuple) else (result,)
+    if section == "gae":
+        return np.stack([numbers(x) for x in outputs[:2]])
+    return numbers(outputs[0])
 
 
 def shaped(found, expected, case):
@@ -235,23 +215,22 @@ def numbers(x):
 
 
 def of_torch(function, first, others, given, weights):
-    """(value, gradient, False)"""
+    """(value, gradient)"""
     import torch
 
     first.requires_grad_()
     result = function(first, *others, **given)
     output = torch.as_tensor(result[0] if isinstance(result, tuple) else result)
-    total = output
-    if weights is not None:
-        shape = output.shape if output.dim() == 1 else weights.shape
-        weights = torch.from_numpy(weights).reshape(shape)
-        total = (torch.where(weights != 0, output, 0) * weights).sum()
+    weights = torch.from_numpy(weights)
+    if output.dim() == 1 and weights.dim() == 2:
+        weights = weights.squeeze(1)
+    total = (torch.where(weights != 0, output, 0) * weights).sum()
     gradient = None
     if total.requires_grad:
-        (gradient,) = torch.autograd.grad(total.sum(), first, allow_unused=True)
+        (gradient,) = torch.autograd.grad(total, first, allow_unused=True)
     if gradient is None:
         gradient = torch.zeros(first.shape)
-    return numbers(output), numbers(gradient).astype(np.float64), False
+    return numbers(output), numbers(gradient).astype(np.float64)
 
 
 def of_numpy(function, first, others, given, weights, case):
@@ -265,10 +244,7 @@ def of_numpy(function, first, others, given, weights, case):
         return np.asarray(first), np.asarray(rest[0]) if has_gradient else None
 
     def total_of(x):
-        output, _ = output_of(x)
-        if weights is None:
-            return output.item()
-        return (np.where(weights != 0, output, 0) * weights).sum()
+        return (np.where(weights != 0, output_of(x)[0], 0) * weights).sum()
 
     output, gradient = output_of(first.copy())
     if gradient is not None:
@@ -286,12 +262,11 @@ def of_numpy(function, first, others, given, weights, case):
 # --------------------------------------------------------------------------------------------- pytest
 
 
-class Check:
+class Check(NamedTuple):
     """A case and the function that is to pass it: `check()` in the body of a test."""
 
-    def __init__(self, subject, case):
-        self.subject = subject
-        self.case = case
+    subject: Subject
+    case: dict
 
     def __repr__(self):
         return self.case["id"]
