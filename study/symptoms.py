@@ -28,7 +28,7 @@ NUM_SICK = 3
 LAST = 5  # iterations at the end
 METRICS = {  # words: key in metrics.jsonl, number of iterations at the end [0: all]
     "accuracy at the end": ("rollout/accuracy", LAST),
-    "accuracy": ("rollout/accuracy", 0),
+    "accuracy on average": ("rollout/accuracy", 0),
     "reward": ("rollout/reward_mean", LAST),
     "length": ("rollout/response_len_mean", LAST),
     "entropy": ("losses/entropy", LAST),
@@ -43,7 +43,7 @@ METRICS = {  # words: key in metrics.jsonl, number of iterations at the end [0: 
     "largest load": ("moe/load_max", LAST),
     "explained variance": ("losses/explained_variance", LAST),
 }
-DRAWN = ("accuracy", "length", "entropy", "largest ratio")
+DRAWN = ("accuracy on average", "length", "entropy", "largest ratio")
 NUM_WORDS = 4  # metrics that a cell of the table names
 
 
@@ -85,17 +85,17 @@ def run(num_processes):
     for job, bug in jobs.items():
         about = {"script": bug["script"], "bug": bug.get("title", ""), "job": job.variant}
         values = values_of(sweep.read_metrics(job))
-        rows.append({**about, "seed": job.seed, **values, **job.result()})
+        result = {key: job.result()[key] for key in ("ended", "commit")}
+        rows.append({**about, "seed": job.seed, **values, **result})
     sweep.write_csv(FOLDER / "symptoms.csv", rows)
 
 
 def values_of(lines):
-    """{metric: its mean} of a run; without those that its script does not have."""
+    """{metric: its mean} of a run; "" for those that its script does not have."""
     values = {}
     for name, (key, count) in METRICS.items():
         found = [line[key] for line in lines if key in line][-count:]
-        if found:
-            values[name] = mean(found)
+        values[name] = mean(found) if found else ""
     return values
 
 
@@ -134,7 +134,7 @@ def in_words(sick, healthy):
     num_ended = sum(row["ended"] != "" for row in sick)
     if num_ended:
         words.append(f"{num_ended} of {len(sick)} runs end with a loss that is not finite")
-    return ", ".join(words) or "**nowhere**"
+    return ", ".join(words) or "nowhere"
 
 
 def diagnosis(bug):
@@ -154,25 +154,41 @@ def diagnosis(bug):
     return ""
 
 
-def table():
-    """The lines between README.md's two marks."""
+def summary():
+    """The table in a sentence."""
     groups = read()
-    lines = ["| bug | in the default job | stressed | the doctor | remedy |", "| --- " * 5 + "|"]
+    found = []
+    for (script, bug, job), sick in groups.items():
+        if bug and job == "calm":
+            found.append(shows(sick, groups[script, "", job]))
+    num_lower = sum("accuracy on average ↓" in names for names in found)
+    num_higher = sum("accuracy on average ↑" in names for names in found)
+    return (
+        f"Of {len(found)} planted bugs, {num_lower} lower the accuracy of the default job, "
+        f"{num_higher} raises it, and {found.count([])} show in none of {len(METRICS)} metrics."
+    )
+
+
+def table():
+    """The lines between README.md's two marks; what shows in the fewest metrics comes first."""
+    groups = read()
+    rows = []
     num_compared = 0
-    for bug in sorted(shown_bugs().values(), key=lambda bug: SCRIPTS.index(bug["script"])):
+    for bug in shown_bugs().values():
         cells = [f"{bug['script']}: {bug['title']}"]
+        num_found = 0
         for job in JOBS:
             sick = groups[bug["script"], bug["title"], job]
             healthy = groups[bug["script"], "", job]
             cells.append(in_words(sick, healthy))
+            num_found += len(shows(sick, healthy))
             num_compared += sum(bool(column(healthy, name)) for name in METRICS)
-        cells += [diagnosis(bug), bug["remedy"]]
-        lines.append(f"| {' | '.join(cells)} |")
+        cells += [diagnosis(bug).replace("|", "\\|"), bug["remedy"]]
+        rows.append((num_found, f"| {' | '.join(cells)} |"))
     expected = num_compared * 2 / math.comb(NUM_HEALTHY + NUM_SICK, NUM_SICK)
-    words = (
-        f"{num_compared} comparisons; if no bug had any effect, {expected:.1f} would show by chance."
-    )
-    return [*lines, "", words]
+    chance = f"Among these {num_compared} comparisons {expected:.1f} would show by chance alone."
+    head = ["| bug | in the default job | stressed | the doctor | remedy |", "| --- " * 5 + "|"]
+    return [*head, *(line for _, line in sorted(rows)), "", f"{summary()} {chance}"]
 
 
 def figure():
@@ -193,7 +209,7 @@ def figure():
             for y, bug in enumerate(bugs):
                 values = column(groups["grpo", bug, job], name)
                 axis.plot(values, [y] * len(values), "o", color="#0072b2", markersize=4, alpha=0.6)
-            axis.set_title(f"{name}, {job}")
+            axis.set_title(f"{name},\n{job}")
             axis.set_yticks(range(len(bugs)), bugs)
             axis.set_ylim(len(bugs) - 0.5, -0.5)  # the first on top
     picture.tight_layout()

@@ -157,25 +157,25 @@ def test_the_page_in_a_browser(page, tmp_path):
 # ------------------------------------------------------------------------------------------ symptoms
 
 
-def test_a_bug_shows_where_all_its_runs_lie_outside():
-    usual = [{"accuracy": str(x), "length": str(x), "entropy": str(x), "reward": ""} for x in range(20)]
-
-    def found(**columns):
-        rows = [dict.fromkeys(symptoms.METRICS, "") for _ in range(3)]
-        for name, values in columns.items():
-            for row, value in zip(rows, values, strict=True):
-                row[name] = value
-        return symptoms.shows(rows, [dict.fromkeys(symptoms.METRICS, "") | row for row in usual])
-
-    assert found(accuracy=["-1", "-0.5", "-2"], length=["20", "21", "19.5"]) == [
-        "accuracy ↓",
-        "length ↑",
-    ]
-    assert found(accuracy=["-1", "-0.5", "20"], length=["19", "21", "22"], reward=["1", "1", "1"]) == []
+@pytest.mark.parametrize(
+    "values, expected",
+    [
+        ([20, 21, 19.5], ["length ↑"]),
+        ([-1, -0.5, -2], ["length ↓"]),
+        ([-1, -0.5, 20], []),
+        ([19, 21, 22], []),
+    ],
+)
+def test_a_bug_shows_where_all_its_runs_lie_outside(values, expected):
+    absent = dict.fromkeys(symptoms.METRICS, "")
+    sick = [{**absent, "length": str(value), "reward": "1"} for value in values]
+    healthy = [{**absent, "length": str(value)} for value in range(20)]
+    assert symptoms.shows(sick, healthy) == expected
 
 
 def test_the_table_of_symptoms_is_up_to_date():
-    """All seeds are there, each bug that is not hidden has its row, and README.md has the table."""
+    """All seeds are there, each bug that is not hidden has its row, study/README.md has the table, and
+    the main README its sentence."""
     for (_, bug, _), rows in symptoms.read().items():
         seeds = range(21, 24) if bug else range(1, 21)
         assert [int(row["seed"]) for row in rows] == list(seeds)
@@ -184,6 +184,7 @@ def test_the_table_of_symptoms_is_up_to_date():
     assert sorted(line.split(" | ")[0].split(": ")[1] for line in lines[2:-2]) == sorted(shown)
     text = (ROOT / "study" / "README.md").read_text()
     assert "\n".join([symptoms.BEGIN, *lines, symptoms.END]) in text
+    assert symptoms.summary() in " ".join((ROOT / "README.md").read_text().split())
 
 
 # --------------------------------------------------------------------------------------- repair shop
