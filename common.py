@@ -139,16 +139,16 @@ def pad(rows, device, left=False):
     return torch.tensor([first + second for first, second in pairs]).to(device)
 
 
-def sample(policy, problems, group_size, args, generator=None, greedy=False):
+def sample(policy, problems, group_size, args, generator=None, greedy=False, experts=True):
     """[Completion], `group_size` for each problem, next to each other, sampled from the full
     distribution at `--temperature` (no top-k, no top-p), or greedily. All noise is drawn in advance, so
-    that a completion does not depend on the others that are sampled with it."""
+    that a completion does not depend on the others that are sampled with it. Experts are recorded if
+    an update reads them, unless `experts` is False."""
     noise_PGT = torch.rand(len(problems), group_size, args.max_new_tokens, generator=generator)
     my_problems = ranks.local_slice(problems)
     my_noise_PGT = ranks.local_slice(noise_PGT)
     rows_at_a_time = args.rollout_batch_size or len(problems) * group_size
     problems_at_a_time = max(1, rows_at_a_time // group_size)  # a group is sampled together
-    are_experts_needed = args.routing_replay == "r3" or args.has_rollout_copy
     completions = []
     for start in range(0, len(my_problems), problems_at_a_time):
         end = start + problems_at_a_time
@@ -158,7 +158,7 @@ def sample(policy, problems, group_size, args, generator=None, greedy=False):
             my_noise_PGT[start:end].flatten(0, 1),
             temperature=args.temperature,
             greedy=greedy,
-            record_experts=are_experts_needed and policy.routers.num_experts > 0,
+            record_experts=experts and args.reads_sampler_experts and policy.routers.num_experts > 0,
         )
     return ranks.all_gather_list(completions)
 
@@ -521,7 +521,7 @@ def evaluate(policy, problems, verify, args, sampled=False):
     ways = {"greedy": 1, "sampled": args.eval_samples} if sampled else {"greedy": 1}
     for way, count in ways.items():
         noise = torch.Generator().manual_seed(0)
-        completions = sample(policy, problems, count, args, noise, greedy=way == "greedy")
+        completions = sample(policy, problems, count, args, noise, way == "greedy", experts=False)
         completions = judge(completions, verify)
         results[way] = rollout_summary(completions, count)
     results["examples"] = [[c.problem.prompt, c.text] for c in completions[::count][:3]]

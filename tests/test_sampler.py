@@ -21,7 +21,7 @@ from plumbing.data import ProblemStream
 
 def settings(**changes):
     flags = {"max_new_tokens": 24, "temperature": 0.7, "rollout_batch_size": 1000}
-    flags |= {"has_rollout_copy": False, "routing_replay": "none", "device": "cpu"}
+    flags |= {"reads_sampler_experts": False, "routing_replay": "none", "device": "cpu"}
     return SimpleNamespace(**(flags | changes))
 
 
