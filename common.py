@@ -519,12 +519,12 @@ def evaluate(policy, problems, verify, args, sampled=False):
     `rollout_summary`, "examples": [[prompt, text]]}."""
     results = {"metrics": {}}
     ways = {"greedy": 1, "sampled": args.eval_samples} if sampled else {"greedy": 1}
-    for way, count in ways.items():
+    for way, size in ways.items():
         noise = torch.Generator().manual_seed(0)
-        completions = sample(policy, problems, count, args, noise, way == "greedy", experts=False)
+        completions = sample(policy, problems, size, args, noise, greedy=way == "greedy", experts=False)
         completions = judge(completions, verify)
-        results[way] = rollout_summary(completions, count)
-    results["examples"] = [[c.problem.prompt, c.text] for c in completions[::count][:3]]
+        results[way] = rollout_summary(completions, size)
+    results["examples"] = [[c.problem.prompt, c.text] for c in completions[::size][:3]]
     for name in ("accuracy", "response_len_mean"):
         results["metrics"][f"eval/{name}"] = results["greedy"][name]
     return results

@@ -86,22 +86,17 @@ class Run:
             else:
                 write_whole(self.folder / "settings.json", json.dumps(settings, indent=1))
             (self.folder / "ended_early.txt").unlink(missing_ok=True)
-        except (OSError, TimeoutError) as error:
-            message = f"--run_dir {self.folder} cannot be written, or is in use by another process"
+        except (OSError, ValueError, TimeoutError) as error:
+            message = f"--run_dir {self.folder} cannot be written or read, or another process uses it"
             raise UserError(message) from error
         if self.args.tensorboard:
-            self.tensorboard = self.open_tensorboard()
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.tensorboard = SummaryWriter(self.folder)
 
     def checkpoints(self):
         """The checkpoints in the folder, oldest first."""
         return sorted(path for path in self.folder.iterdir() if CHECKPOINT.fullmatch(path.name))
-
-    def open_tensorboard(self):
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise UserError("--tensorboard needs a package (pip install tensorboard)") from error
-        return SummaryWriter(self.folder)
 
     def on_signal(self, number, frame):
         """The first signal ends the run after the iteration, with a checkpoint; the second at once."""
@@ -160,12 +155,9 @@ class Run:
         path = self.folder / name
         if not path.exists():
             return
-        try:
-            *lines, _ = path.read_text().split("\n")  # a last line without newline was cut off
-            kept = [line for line in lines if json.loads(line)["iteration"] <= self.iteration]
-            write_whole(path, "".join(line + "\n" for line in kept))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"--resume: {path} cannot be used") from error
+        *lines, _ = path.read_text().split("\n")  # a last line without newline was cut off
+        kept = [line for line in lines if json.loads(line)["iteration"] <= self.iteration]
+        write_whole(path, "".join(line + "\n" for line in kept))
 
     def say(self, message):  # above the progress bar
         if ranks.RANK == 0:

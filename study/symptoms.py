@@ -9,8 +9,6 @@ runs. A change without any effect would do so with probability 2 / C(NUM_HEALTHY
 """
 
 import argparse
-import csv
-import math
 import sys
 from pathlib import Path
 from statistics import mean
