@@ -139,10 +139,11 @@ def pad(rows, device, left=False):
     return torch.tensor([first + second for first, second in pairs]).to(device)
 
 
-def sample(policy, problems, group_size, args, generator=None, greedy=False):
+def sample(policy, problems, group_size, args, generator=None, greedy=False, experts=True):
     """[Completion], `group_size` for each problem, next to each other, sampled from the full
     distribution at `--temperature` (no top-k, no top-p), or greedily. All noise is drawn in advance, so
-    that a completion does not depend on the others that are sampled with it."""
+    that a completion does not depend on the others that are sampled with it. Experts are recorded if
+    an update reads them, unless `experts` is False."""
     noise_PGT = torch.rand(len(problems), group_size, args.max_new_tokens, generator=generator)
     my_problems = ranks.local_slice(problems)
     my_noise_PGT = ranks.local_slice(noise_PGT)
@@ -157,7 +158,7 @@ def sample(policy, problems, group_size, args, generator=None, greedy=False):
             my_noise_PGT[start:end].flatten(0, 1),
             temperature=args.temperature,
             greedy=greedy,
-            record_experts=args.reads_experts and policy.routers.num_experts > 0,
+            record_experts=experts and args.reads_sampler_experts and policy.routers.num_experts > 0,
         )
     return ranks.all_gather_list(completions)
 
@@ -517,14 +518,13 @@ def evaluate(policy, problems, verify, args, sampled=False):
     training temperature with fixed noise: {"metrics": for the log, "greedy" and "sampled": summaries by
     `rollout_summary`, "examples": [[prompt, text]]}."""
     results = {"metrics": {}}
-    args = dataclasses.replace(args, routing_replay="none", old_logprobs="sampler")  # no experts kept
     ways = {"greedy": 1, "sampled": args.eval_samples} if sampled else {"greedy": 1}
-    for way, count in ways.items():
+    for way, size in ways.items():
         noise = torch.Generator().manual_seed(0)
-        completions = sample(policy, problems, count, args, noise, greedy=way == "greedy")
+        completions = sample(policy, problems, size, args, noise, greedy=way == "greedy", experts=False)
         completions = judge(completions, verify)
-        results[way] = rollout_summary(completions, count)
-    results["examples"] = [[c.problem.prompt, c.text] for c in completions[::count][:3]]
+        results[way] = rollout_summary(completions, size)
+    results["examples"] = [[c.problem.prompt, c.text] for c in completions[::size][:3]]
     for name in ("accuracy", "response_len_mean"):
         results["metrics"][f"eval/{name}"] = results["greedy"][name]
     return results

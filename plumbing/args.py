@@ -3,6 +3,7 @@
 import os
 import sys
 from dataclasses import dataclass, fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -80,6 +81,7 @@ class RunArgs:
     save_every: int = flag(20, "iterations between checkpoints [0: only at the end]")
     resume: bool = flag(False, "continue the run in --run_dir")
     run_dir: str = flag("", "output folder [default: runs/<script>-seed<seed>]")
+    tensorboard: bool = flag(False, "also write the metrics for TensorBoard")
 
     # A script without these flags has one completion per prompt, or one step per rollout.
     group_size = 1
@@ -96,10 +98,10 @@ class RunArgs:
         return self.rollout_dtype != "same" or self.rollout_refresh_every > 1
 
     @property
-    def reads_experts(self):
-        """Whether something reads the experts that the sampler used: r3, or a mismatch's statistics."""
-        has_mismatch = self.has_rollout_copy and self.old_logprobs == "trainer"
-        return self.routing_replay == "r3" or has_mismatch
+    def reads_sampler_experts(self):
+        """Whether an update replays a rollout's experts, or compares them with the trainer's."""
+        are_compared = self.has_rollout_copy and self.old_logprobs == "trainer"
+        return are_compared or self.routing_replay == "r3"
 
     def check_range(self, low, high, *names):
         """UserError if the value of one of these flags is outside the range."""
@@ -112,7 +114,7 @@ class RunArgs:
 # Lowest and highest values of flags that several scripts have. All other numbers must be finite and not
 # negative; a script's check() may be stricter.
 RANGES = [
-    (1, 1e9, "prompts_per_iteration group_size max_new_tokens update_epochs num_minibatches"),
+    (1, 1e6, "prompts_per_iteration group_size max_new_tokens update_epochs num_minibatches"),
     (1, 1e9, "num_held_out rollout_mask_high rollout_refresh_every"),
     (1, 1000, "eval_samples"),
     (1, 999_999, "iterations"),  # a checkpoint's name has six digits
@@ -171,8 +173,6 @@ def parse_args(args_class):
     if os.fsencode(args.run_dir) != args.run_dir.encode(errors="replace"):  # safetensors needs UTF-8
         raise UserError(f"--run_dir {args.run_dir} is not UTF-8 in this locale: set PYTHONUTF8=1")
     completions = args.prompts_per_iteration * args.group_size
-    if completions > 1_000_000:
-        raise UserError(f"--prompts_per_iteration x --group_size is {completions}, more than a million")
     if completions % args.num_minibatches > 0:
         raise UserError(f"--num_minibatches does not divide {completions} completions into equal parts")
     is_weight = [abs(weight) <= 1000 for weight in args.reward_weights]
@@ -184,6 +184,8 @@ def parse_args(args_class):
         raise UserError("--old_logprobs sampler makes --rollout_correction useless: its ratio is 1")
     if args.old_logprobs == "sampler" and args.routing_replay == "r2":
         raise UserError("--old_logprobs sampler skips the forward whose experts r2 would replay")
+    if args.tensorboard and find_spec("tensorboard") is None:
+        raise UserError("--tensorboard needs a package (pip install tensorboard)")
     if completions // args.num_minibatches < ranks.WORLD:
         message = f"leaves fewer completions in a minibatch than {ranks.WORLD} ranks"
         raise UserError(f"--prompts_per_iteration {args.prompts_per_iteration} {message}")
@@ -209,40 +211,13 @@ def resolve_device(name):
         raise UserError(f"--device {name} is not available; the default here is {default}") from error
 
 
-def nowhere():
-    """A stream that discards everything."""
-    return os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
-
-
-class Output:
-    """Replaces stdout or stderr. If the stream is closed, a broken pipe, or a file on a full disk, what
-    is printed is lost and the run goes on: its metrics and checkpoints are in files."""
-
-    def __init__(self, stream):
-        self.stream = stream or nowhere()  # Python sets a closed stream to None
-        # A prompt may contain characters that the terminal cannot show; printing it must not end a run.
-        if hasattr(self.stream, "reconfigure"):
-            self.stream.reconfigure(errors="backslashreplace")
-
-    def __getattr__(self, name):
-        return getattr(self.stream, name)
-
-    def write(self, text):
-        try:
-            self.stream.write(text)
-            self.stream.flush()
-        except OSError:
-            self.stream = nowhere()
-
-    def flush(self):
-        """`write` has flushed already."""
-
-
 def launch(main, args_class):
     """Calls `main` with the command line as `args_class`. A UserError ends the program with one line on
     stderr and exit code 2; anything else is a bug and shows its traceback."""
-    sys.stdout = Output(sys.stdout)
-    sys.stderr = Output(sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        # A prompt may contain characters that the terminal cannot show; printing it must not end a run.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace", line_buffering=True)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     try:

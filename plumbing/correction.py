@@ -1,9 +1,6 @@
 """Importance weights for completions that come from the sampler mu and not from the trainer's pi_old.
 
-Engines sample with other kernels than they train with, often with fewer bits, or with older weights.
-Then mu is close to the policy of the training forward, but not equal. `--rollout_dtype` and
-`--rollout_refresh_every` produce such a mismatch here, and `--rollout_correction` weights completions
-by rho = pi_old / mu.
+Engines sample with other kernels than they train with, often with fewer bits or older weights.
 """
 
 from typing import NamedTuple

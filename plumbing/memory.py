@@ -64,9 +64,6 @@ def memory_parts(model, args, longest_prompt, num_critics=0, num_references=0):
     cache = args.rollout_batch_size * width * num_layers * 2 * keys * rollout_size
     logits = args.rollout_batch_size * config.vocab_size * (rollout_size + 12)
     rollout = cache + cache // (2 * num_layers) + logits
-    if args.reads_experts:
-        num_active = getattr(config, "num_experts_per_tok", None) or 0
-        rollout += 2 * 2 * args.rollout_batch_size * width * num_layers * num_active
 
     num_tokens = args.micro_batch_size * width
     of_layer = num_tokens * layer_bytes(model, width, size)

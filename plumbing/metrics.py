@@ -217,11 +217,8 @@ def critic_stats(values_NT, returns_NT, mask_NT):
 
 
 def iteration_metrics(meter, completions, rewards, args):
-    """{key: number} of an iteration, for Run.log.
-
-    completions  all that were generated, with their verdicts
-    rewards      of the completions in the update: (P, G), or (N, 1) if groups are not the baseline
-    """
+    """{key: number} of an iteration, for Run.log: of all completions that were generated. `rewards` are
+    those in the update, (P, G), or (N, 1) if groups are not the baseline."""
     rollout = {
         **rollout_summary(completions),
         **group_summary(completions, args.group_size),

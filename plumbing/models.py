@@ -91,14 +91,12 @@ def attention_window(model):
     return min([size for size in sizes if size], default=math.inf)
 
 
-class LastHidden:
+class LastHidden(tuple):
     """What a model's body returns, with nothing but its last hidden states."""
 
-    def __init__(self, hidden):
-        self.last_hidden_state = hidden
-
-    def __getitem__(self, index):
-        return (self.last_hidden_state,)[index]
+    @property
+    def last_hidden_state(self):
+        return self[0]
 
     def __getattr__(self, name):
         return None
@@ -109,7 +107,7 @@ def logits_of(model, hidden):
     runs, with a body that only returns these states. Architectures scale or cap logits in many ways."""
     body = model.base_model
     tokens = torch.zeros(hidden.shape[:1], dtype=torch.long, device=hidden.device)
-    body.forward = lambda *inputs, **named: LastHidden(hidden[None])
+    body.forward = lambda *inputs, **named: LastHidden([hidden[None]])
     try:
         # Its class's: a forward that a trainer has put on the object runs the original even in a copy.
         return type(model).forward(model, tokens[None], use_cache=False).logits[0]

@@ -7,7 +7,6 @@ import torch
 import transformers
 
 from plumbing import ranks
-from plumbing.args import UserError
 from plumbing.routing import find_routers, read_routers
 
 
@@ -117,9 +116,6 @@ def working_copy(master, dtype):
 
 def rollout_copy(model, master, rollout_dtype):
     """A copy of `master` that samples, to be filled by `refresh_rollout_copy`."""
-    is_transposed = any(getattr(module, "is_transposed", False) for module in master.modules())
-    if rollout_dtype in ("int8", "int4") and is_transposed:
-        raise UserError(f"--rollout_dtype {rollout_dtype}: the model stores experts as (in, out)")
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     sampler = copy.deepcopy(master).requires_grad_(False)
     for weight, model_weight in zip(sampler.parameters(), model.parameters(), strict=True):
@@ -143,8 +139,8 @@ def refresh_rollout_copy(sampler, master, rollout_dtype):
 
 
 def fake_quantize(weight, bits):
-    """The weight rounded to a symmetric grid of 2^bits - 1 values, one grid per output channel.
-    The last axis is the input's."""
+    """The weight rounded to a symmetric grid of 2^bits - 1 values, one grid along the last axis: for
+    nearly all weights that is one per output channel."""
     largest = 2 ** (bits - 1) - 1
     scale = weight.abs().amax(-1, keepdim=True) / largest
     scale = torch.where(scale > 0, scale, 1)

@@ -4,7 +4,6 @@ With one process these functions do nothing.
 """
 
 import os
-import socket
 from datetime import timedelta
 from itertools import zip_longest
 
@@ -12,15 +11,10 @@ import torch
 import torch.distributed as dist
 
 
-def variable(name, default):
-    """The number that torchrun has set; -1, which `init` refuses, if it is not a number."""
-    text = os.environ.get(name, default)
-    return int(text) if text.isdecimal() else -1
-
-
-WORLD = variable("WORLD_SIZE", "1")
-RANK = variable("RANK", "0")
-LOCAL_RANK = variable("LOCAL_RANK", "0")
+# torchrun sets these variables.
+WORLD = int(os.environ.get("WORLD_SIZE", 1))
+RANK = int(os.environ.get("RANK", 0))
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
 
 
 class LostRank(Exception):
@@ -29,17 +23,7 @@ class LostRank(Exception):
 
 def init():
     """Waits until all ranks have started. NCCL exchanges tensors on GPUs, gloo all others."""
-    address = os.environ.get("MASTER_ADDR")
-    port = variable("MASTER_PORT", "")
-    are_set = WORLD == 1 or (address and port > 0 and "LOCAL_RANK" in os.environ)
-    if not are_set or not 0 <= RANK < WORLD or LOCAL_RANK < 0:
-        variables = "WORLD_SIZE, RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
-        raise LostRank(f"{variables} are not as torchrun sets them: use torchrun --nproc-per-node")
     if WORLD > 1 and not dist.is_initialized():
-        try:
-            socket.getaddrinfo(address, port)  # torch would try for half an hour
-        except OSError as error:
-            raise LostRank(f"MASTER_ADDR {address} cannot be found") from error
         backend = "gloo"
         if torch.cuda.is_available():
             torch.cuda.set_device(LOCAL_RANK)

@@ -1,7 +1,6 @@
 """Loads and calls a user's reward functions, which replace common.verify."""
 
 import inspect
-import os
 import runpy
 import sys
 from numbers import Real
@@ -21,12 +20,11 @@ class RewardFunction:
         self.flag = f"--reward {name}"
         self.name = f"{Path(path).stem}.{function_name}"
         self.weight = weight
-        sys.path.append(os.path.dirname(path))  # for the files that it imports
+        sys.path.append(str(Path(path).parent))  # for the files that it imports
         try:
-            self.function = self.call(runpy.run_path, path)[function_name]
-        except Exception as error:  # the file may raise anything
+            self.function = runpy.run_path(path)[function_name]
+        except (Exception, SystemExit) as error:  # the file may raise anything
             raise UserError(f"{self.flag} cannot be loaded as FILE.py:FUNCTION") from error
-        message = f"{self.flag} must be a function of (text, answer, truncated) or of completions"
         try:
             self.signature = inspect.signature(self.function)
             names = {"completions", "completion_ids", "prompts"}
@@ -34,14 +32,8 @@ class RewardFunction:
             if not self.takes_lists:
                 self.signature.bind("text", "answer", False)
         except (TypeError, ValueError) as error:  # no function, other parameters, or it hides them
-            raise UserError(message) from error
-
-    def call(self, function, *arguments, **columns):
-        """The function's result. An exit becomes an error, lest the run end as if it had finished."""
-        try:
-            return function(*arguments, **columns)
-        except SystemExit as error:
-            raise RuntimeError(f"{self.flag} called exit({error})") from error
+            message = "must be a function of (text, answer, truncated) or of completions"
+            raise UserError(f"{self.flag} {message}") from error
 
     def refuse(self, result, expected):
         raise UserError(f"{self.flag} returned {result!r:.80}, not {expected}")
@@ -50,7 +42,7 @@ class RewardFunction:
         """[(value, verdict)]. From lists a value may be None, and more than 0.5 means correct."""
         if not self.takes_lists:
             return [self.judge_one(c) for c in completions]
-        values = self.call(self.function, **self.lists_of(completions))
+        values = self.function(**self.lists_of(completions))
         if not hasattr(values, "__len__") or len(values) != len(completions):
             self.refuse(values, f"{len(completions)} values, one for each completion")
         results = []
@@ -62,7 +54,7 @@ class RewardFunction:
         return results
 
     def judge_one(self, c):
-        result = self.call(self.function, c.text, c.problem.answer, c.truncated)
+        result = self.function(c.text, c.problem.answer, c.truncated)
         is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], str)
         if not is_pair or not is_number(result[0]) or result[1] not in VERDICTS:
             self.refuse(result, f"(a number up to a billion, one of {', '.join(VERDICTS)})")

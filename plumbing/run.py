@@ -86,9 +86,13 @@ class Run:
             else:
                 write_whole(self.folder / "settings.json", json.dumps(settings, indent=1))
             (self.folder / "ended_early.txt").unlink(missing_ok=True)
-        except (OSError, TimeoutError) as error:
-            message = f"--run_dir {self.folder} cannot be written, or is in use by another process"
+        except (OSError, ValueError, TimeoutError) as error:
+            message = f"--run_dir {self.folder} cannot be written or read, or another process uses it"
             raise UserError(message) from error
+        if self.args.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.tensorboard = SummaryWriter(self.folder)
 
     def checkpoints(self):
         """The checkpoints in the folder, oldest first."""
@@ -151,12 +155,9 @@ class Run:
         path = self.folder / name
         if not path.exists():
             return
-        try:
-            *lines, _ = path.read_text().split("\n")  # a last line without newline was cut off
-            kept = [line for line in lines if json.loads(line)["iteration"] <= self.iteration]
-            write_whole(path, "".join(line + "\n" for line in kept))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"--resume: {path} cannot be used") from error
+        *lines, _ = path.read_text().split("\n")  # a last line without newline was cut off
+        kept = [line for line in lines if json.loads(line)["iteration"] <= self.iteration]
+        write_whole(path, "".join(line + "\n" for line in kept))
 
     def say(self, message):  # above the progress bar
         if ranks.RANK == 0:
@@ -183,6 +184,9 @@ class Run:
                     file.write(json.dumps({"iteration": iteration, **sample}, allow_nan=False) + "\n")
         except OSError as error:
             raise UserError(f"{self.folder} cannot be written; the last checkpoint is whole") from error
+        if self.args.tensorboard:
+            for key, value in metrics.items():
+                self.tensorboard.add_scalar(key, value, iteration)
         if "eval/accuracy" in metrics:
             self.say(f"iteration {iteration:4d}: held-out accuracy {metrics['eval/accuracy']:.3f}")
         is_uniform = metrics.get("rollout/frac_zero_std_groups") == 1

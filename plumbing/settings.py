@@ -12,7 +12,7 @@ from huggingface_hub.constants import HF_HUB_CACHE
 
 from plumbing.args import TINY_MOE, UserError
 
-MAY_CHANGE = "iterations eval_every save_every device resume run_dir".split()
+MAY_CHANGE = "iterations eval_every save_every device resume run_dir tensorboard".split()
 
 
 def file_hash(path):
@@ -23,8 +23,6 @@ def file_hash(path):
 
 def files_of(path):
     """{name: path} of a file, or of all files in a folder except hidden ones; {} if it is neither."""
-    if path == "":
-        return {}
     path = Path(path)
     if path.is_file():
         return {path.name: path}
@@ -44,9 +42,10 @@ def settings_of(args, script, run_folder):
     for name in MAY_CHANGE:
         del settings[name]
     model = TINY_MOE if args.model == "tiny-moe" else args.model
-    dataset = "" if args.dataset == "addition" else args.dataset
-    named = [("model", model), ("dataset", dataset)]
+    named = [("model", model)]
     named += [("reward", reward.rpartition(":")[0]) for reward in args.reward]  # FILE.py:FUNCTION
+    if args.dataset != "addition":
+        named.append(("dataset", args.dataset))
     for name, path in named:
         try:
             for file_name, file in files_of(path).items():
@@ -77,11 +76,8 @@ def versions_of(args):
 
 def compare(settings, folder):
     """UserError if the run in this folder was started with other settings."""
-    try:
-        theirs = dict(json.loads((folder / "settings.json").read_text()))
-        theirs.pop("versions", None)
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"--resume: settings.json in {folder} cannot be read") from error
+    theirs = json.loads((folder / "settings.json").read_text())
+    theirs.pop("versions", None)
     for name in [*settings, *theirs]:
         ours = settings.get(name)
         if ours != theirs.get(name):

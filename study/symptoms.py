@@ -1,6 +1,6 @@
 """Which bugs can you see? Compares the metrics of scripts that have a bug with those of healthy runs.
 
-    python study/symptoms.py run [--jobs 2]   # about two core-hours; continues where it was cut off
+    python study/symptoms.py run [--jobs 2]   # about three core-hours; continues where it was cut off
     python study/symptoms.py                  # the figure, and the table of README.md, from the CSV
 
 Fixed before the first run: METRICS; twenty healthy seeds of each script and job, and three other seeds

@@ -357,7 +357,7 @@ BAD_CALLS = [
 
 @pytest.mark.parametrize("line, expected", BAD_CALLS)
 def test_run_reward_functions_that_misbehave(line, expected, reward_file, tmp_path):
-    reward = reward_file("import torch", line)
+    reward = reward_file("import torch", line, "return 1.0, 'correct'")
     result = run("grpo", *SMALL, "--reward", reward, "--run_dir", tmp_path / "run", held_out=8)
     assert result.returncode == 2 and f"--reward {reward} {expected}" in result.stderr
     assert not list((tmp_path / "run").glob("checkpoint-*"))
@@ -387,7 +387,7 @@ THREE = "function of (text, answer, truncated)"
 BAD_FILES = [
     ("", "cannot be loaded as FILE.py:FUNCTION: KeyError"),
     ("1 / 0", "cannot be loaded as FILE.py:FUNCTION: ZeroDivisionError"),
-    ("exit()", "cannot be loaded as FILE.py:FUNCTION: RuntimeError"),
+    ("exit()", "cannot be loaded as FILE.py:FUNCTION: SystemExit"),
     ("reward = 0.5", THREE),
     ("reward = None", THREE),
     ("def reward(text, answer): pass", "of completions: TypeError too many"),
@@ -421,11 +421,9 @@ def test_run_without_a_gold_answer(tmp_path):
     refused("grpo", *flags, expected="20 without a gold answer")
 
 
-@pytest.mark.parametrize("line, error", [("1 / 0", ZeroDivisionError), ("exit()", RuntimeError)])
-def test_run_a_bug_in_a_reward_function_keeps_its_traceback(line, error, reward_file, tmp_path):
-    """An exit would end the run as if it had finished."""
-    with pytest.raises(error):
-        run("grpo", *SMALL, "--reward", reward_file(line), "--run_dir", tmp_path / "run", held_out=8)
+def test_run_a_bug_in_a_reward_function_keeps_its_traceback(reward_file, tmp_path):
+    with pytest.raises(ZeroDivisionError):
+        run("grpo", *SMALL, "--reward", reward_file("1 / 0"), "--run_dir", tmp_path / "run", held_out=8)
 
 
 def test_without_the_flag_the_verifier_is_used():

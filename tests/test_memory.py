@@ -36,7 +36,7 @@ def moe():
 def settings(dtype, **changes):
     flags = {"dtype": dtype, "max_new_tokens": CAP, "rollout_batch_size": 16, "micro_batch_size": 8}
     flags |= {"gradient_checkpointing": False, "temperature": 1.0, "device": "cpu", "model": "it"}
-    flags |= {"rollout_dtype": "same", "has_rollout_copy": False, "reads_experts": False}
+    flags |= {"rollout_dtype": "same", "has_rollout_copy": False, "reads_sampler_experts": False}
     flags |= {"head_dtype": "same"}
     return SimpleNamespace(**(flags | changes))
 
@@ -113,10 +113,10 @@ def tensor_bytes(tensors):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_rollout_copy(master, dtype):
-    """Its weights, its cache if that is wider than the policy's, and the experts that it notes."""
+    """Its weights, and its cache if that is wider than the policy's."""
     none = memory_parts(master, settings(dtype), PROMPT)
     for rollout_dtype in ("float32", "bfloat16"):
-        flags = settings(dtype, rollout_dtype=rollout_dtype, has_rollout_copy=True, reads_experts=True)
+        flags = settings(dtype, rollout_dtype=rollout_dtype, has_rollout_copy=True)
         parts = memory_parts(master, flags, PROMPT)
         sampler = Policy(master, None, dtype, rollout_dtype).sampler_at(1)
         assert parts["rollout copy"] == tensor_bytes(sampler.parameters())

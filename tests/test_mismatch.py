@@ -22,7 +22,8 @@ from transformers import (
 
 import common
 import rspo
-from common import OldScores, Problem, collate, load_policy, sample, score, score_old, token_logprobs
+from common import OldScores, Problem, collate, evaluate, load_policy, sample, score, score_old
+from common import token_logprobs, verify
 from plumbing import UserError, rollout_correction
 from plumbing.correction import mismatch_stats, rollout_weights, weight_stats
 from plumbing.models import checkpoint_layers
@@ -403,6 +404,36 @@ def test_the_sampler_notes_what_the_training_forward_would_choose(
     batch.sampler_experts_BSLK[:, :, 0] = -1
     stats = mismatch_stats(batch.sampler_logprobs_BT, choice_of(choice, batch), batch)
     assert stats["sampler_expert_diff_frac"].item() == pytest.approx(1 / 2)
+
+
+@pytest.mark.parametrize(
+    "flags, reads",
+    [
+        ({}, False),
+        ({"routing_replay": "r2"}, False),
+        ({"routing_replay": "r3"}, True),
+        ({"routing_replay": "r3", "old_logprobs": "sampler"}, True),
+        ({"rollout_dtype": "int4"}, True),
+        ({"rollout_refresh_every": 2}, True),
+        ({"rollout_dtype": "int4", "old_logprobs": "sampler"}, False),
+    ],
+)
+def test_experts_are_recorded_only_if_an_update_reads_them(flags, reads, tiny_model, monkeypatch):
+    """Replayed, or compared with the trainer's; no evaluation reads them."""
+    policy = Policy(*tiny_model)
+    _, args = script_args("grpo", device="cpu", **flags)
+    problems = problems_of(policy, "57+308=")
+    recorded = []
+
+    def sample_batch(*inputs, record_experts, **keywords):
+        recorded.append(record_experts)
+        return original(*inputs, record_experts=record_experts, **keywords)
+
+    original = common.sample_batch
+    monkeypatch.setattr(common, "sample_batch", sample_batch)
+    sample(policy, problems, 2, args, torch.Generator().manual_seed(0))
+    evaluate(policy, problems, verify, args, sampled=True)
+    assert recorded == [reads, False, False]
 
 
 def choice_of(experts_BSLK, batch):

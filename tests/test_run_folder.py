@@ -1,11 +1,10 @@
 """Run folders, checkpoints and streams: a folder that is in use, damaged or has other settings is
-refused in one line and stays as it is; a full disk or a broken pipe loses nothing."""
+refused in one line and stays as it is; a full disk loses nothing."""
 
 import io
 import json
 import os
 import resource
-import shlex
 import shutil
 import subprocess
 import sys
@@ -173,11 +172,10 @@ def test_a_used_run_folder(folder, resume, monkeypatch):
     del settings["dtype"]
     path.write_text(json.dumps(settings))
     refused("grpo", *resume, expected="has dtype None, not float32")
-    for content in ("", "[1]", "{no json}"):
-        path.write_text(content)
-        refused("grpo", *resume, expected=("--resume: ", "settings.json"))
+    path.write_text("{no json}")
+    refused("grpo", *resume, expected=(f"--run_dir {folder} cannot be", "JSONDecodeError"))
     path.unlink()
-    refused("grpo", *resume, expected=("--resume: ", "settings.json"))
+    refused("grpo", *resume, expected=(f"--run_dir {folder} cannot be", "settings.json"))
 
 
 def test_run_resume_under_other_versions(folder, resume):
@@ -212,12 +210,6 @@ def test_versions_and_commits(tmp_path, monkeypatch):
     assert (versions["model's revision"], versions["dataset's revision"]) == ("1a2b", "3c4d")
     (tmp_path / "sums").mkdir()
     assert "dataset's revision" not in versions_of(grpo.Args(model="mine", dataset="sums"))
-
-
-def test_damaged_metrics(folder, resume):
-    path = folder / "metrics.jsonl"
-    path.write_text("{no json}\n" + path.read_text())
-    refused("grpo", *resume, expected=f"--resume: {path} cannot be used")
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
@@ -309,7 +301,7 @@ def test_run_a_second_process(tmp_path, sums):
     other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         other.stdout.readline()
-        refused("grpo", *flags, expected="in use by another process")
+        refused("grpo", *flags, expected="another process uses it")
     finally:
         other.kill()
         other.wait()
@@ -362,34 +354,3 @@ def test_a_prompt_that_the_terminal_cannot_show(monkeypatch):
     launch(lambda args: print("Wie groß?"), grpo.Args)
     terminal.flush()
     assert terminal.buffer.getvalue() == b"Wie gro\\xdf?\n"
-
-
-def broken_stream(how):
-    if how == "closed":
-        return None  # Python sets a closed stream to None
-    if how == "full":
-        return open("/dev/full", "w")  # noqa: SIM115
-    reader, writer = os.pipe()
-    os.close(reader)
-    return os.fdopen(writer, "w")
-
-
-@pytest.mark.parametrize("how", ["closed", "full", "a pipe that ended"])
-def test_run_output_that_breaks(how, sums, tmp_path, monkeypatch):
-    """Metrics and checkpoints are written all the same."""
-    flags = ["--dataset", str(sums), "--num_held_out", "8", "--run_dir", str(tmp_path / "run")]
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "argv", ["grpo.py", *SMALL, *flags])
-        patch.setattr(sys, "stdout", broken_stream(how))
-        patch.setattr(sys, "stderr", broken_stream(how))
-        launch(grpo.main, grpo.Args)
-    assert iterations(tmp_path / "run") == [1]
-    assert list((tmp_path / "run").glob("checkpoint-000001"))
-
-
-def test_a_pipe_that_ends_leaves_no_traceback():
-    """Python flushes its streams when the process ends; this must not fail either."""
-    code = "from grpo import *; launch(lambda args: print('a line'), Args)"
-    command = f"{sys.executable} -c {shlex.quote(code)} | true; exit ${{PIPESTATUS[0]}}"
-    result = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
-    assert (result.returncode, result.stderr) == (0, "")

@@ -62,8 +62,8 @@ COMMON_KEYS = (
     | keys("rollout/", "response_len_max response_len_right response_len_wrong")
     | keys("rollout/", "no_answer_frac direct_frac sampler_kl sampler_logratio_max")
     | keys("rollout/", "sampler_sequence_ratio_min sampler_sequence_ratio_max")
-    | keys("losses/", "policy_loss entropy approx_kl ratio_max ratio_min logratio_spread")
-    | keys("losses/", "sequence_ratio_max first_step_ratio_error_max")
+    | keys("losses/", "policy_loss entropy approx_kl ratio_max ratio_min sequence_ratio_max")
+    | keys("losses/", "logratio_spread first_step_ratio_error_max")
     | keys("moe/", "aux_loss load_max load_min router_entropy expert_flip_frac")
     | keys("charts/", "grad_norm tokens_per_second rollout_seconds update_seconds")
 )
@@ -234,26 +234,26 @@ def test_run_pass_at_k_before_and_after(tmp_path):
     assert float(rows["pass@4"][0]) > float(rows["pass@2"][0]) > before
 
 
-def test_the_spread_inside_a_completion_and_the_extreme_ratios():
-    """A completion without tokens, as dapo's filter leaves it, counts for neither, nor does a
-    micro-batch of such ones."""
+def test_the_spread_inside_a_completion_and_extreme_ratios():
+    """A completion without tokens, as dapo's filter leaves it, does not count, nor does a micro-batch
+    of such ones."""
     mask_BT = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]]).bool()
     logprobs_BT = torch.tensor([[-1.0, -2.0, -4.5, torch.nan], [-3.0, 7, 7, 7], [-1, -1, -1, -1]])
     outputs = TokenOutputs(
         logprobs_BT, torch.zeros(3, 4), torch.zeros(()), (), 0, torch.zeros(3, 4, 0, 0), None
     )
     meter = Meter(1)
-    old = OldScores(torch.tensor([[-1.5, -1.0, -3.0, 0], [-3.5, 0, 0, 0], [-2, -2, -2, -2]]), None)
+    old = OldScores(torch.tensor([[-1.5, -1.0, -3.0, 0], [-2.9, 0, 0, 0], [-2, -2, -2, -2]]), None)
     losses = {"policy_loss": torch.zeros(())}
     meter.add_pass(losses, {}, outputs, old, torch.arange(3), torch.zeros_like(mask_BT))
-    absent = {"losses/logratio_spread", "losses/ratio_min", "losses/sequence_ratio_max"}
-    assert not absent & meter.means().keys()
+    names = {"losses/logratio_spread", "losses/ratio_min", "losses/sequence_ratio_max"}
+    assert names.isdisjoint(meter.means())
     meter.add_pass(losses, {}, outputs, old, torch.arange(3), mask_BT)
     expected = torch.tensor([0.5, -1.0, -1.5]).std(correction=0).item() / 2
     means = meter.means()
     assert means["losses/logratio_spread"] == pytest.approx(expected)
     assert means["losses/ratio_min"] == pytest.approx(math.exp(-1.5))
-    assert means["losses/sequence_ratio_max"] == pytest.approx(math.exp(0.5))
+    assert means["losses/sequence_ratio_max"] == pytest.approx(math.exp(-0.1))  # not the last row's e
     assert "losses/first_step_ratio_error_max" not in means
 
 

@@ -6,7 +6,6 @@ import math
 import sys
 from collections import Counter
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from conftest import script_args
 
 import common
 from common import Batch, Completion, Problem, collate, evaluate, load_problems, sample
-from common import token_logprobs, verify
+from common import token_logprobs
 from plumbing import forward_packed, plan_memory
 from plumbing.args import parse_args
 from plumbing.data import ProblemStream
@@ -22,7 +21,7 @@ from plumbing.data import ProblemStream
 
 def settings(**changes):
     flags = {"max_new_tokens": 24, "temperature": 0.7, "rollout_batch_size": 1000}
-    flags |= {"reads_experts": False, "routing_replay": "none", "device": "cpu"}
+    flags |= {"reads_sampler_experts": False, "routing_replay": "none", "device": "cpu"}
     return SimpleNamespace(**(flags | changes))
 
 
@@ -162,25 +161,6 @@ def test_an_evaluation_does_not_depend_on_the_rollout_batch_size(tiny_policy, ba
         batches.clear()
     assert results[1:] == results[:-1]
     assert 0 < results[0]["greedy"]["accuracy"] < 1 and results[0]["greedy"] != results[0]["sampled"]
-
-
-@pytest.mark.parametrize(
-    "changes, expected",
-    [
-        ({}, False),
-        ({"routing_replay": "r3"}, True),
-        ({"rollout_dtype": "int4"}, True),
-        ({"rollout_dtype": "int4", "old_logprobs": "sampler"}, False),
-    ],
-)
-def test_experts_are_kept_only_where_something_reads_them(changes, expected, tiny_policy):
-    """In an evaluation nothing does."""
-    _, args = script_args("grpo", max_new_tokens=2, **changes)
-    problems = problems_of(tiny_policy, *MIXED)
-    with mock.patch("common.sample_batch", wraps=common.sample_batch) as watched:
-        sample(tiny_policy, problems, 1, args)
-        evaluate(tiny_policy, problems, verify, args)
-    assert [call.kwargs["record_experts"] for call in watched.call_args_list] == [expected, False]
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo", "dapo"])

@@ -81,7 +81,7 @@ ARROWS = {
     "packing": {"routing"},
     "memory": {"ranks"},
     "metrics": {"args", "ranks"},
-    "policy": {"args", "ranks", "routing"},
+    "policy": {"ranks", "routing"},
     "settings": {"args"},
     "run": {"args", "ranks", "settings"},
 }
