@@ -48,16 +48,21 @@ NUM_WORDS = 4  # metrics that a cell of the table names
 
 
 def shown_bugs():
-    from repair import load_bugs
+    """{number: bug} of those that are not hidden."""
+    from repair import load_bugs  # here and below: it loads torch, and `run` has to prepare that
 
     return {number: bug for number, bug in load_bugs().items() if "hidden" not in bug}
 
 
 def flags_of(job, bug):
-    """A flag whose default the bug changes is left as it is."""
-    flags = [flag.strip() for flag in JOBS[job].split("--")[1:]]
-    kept = [f"--{flag}" for flag in flags if f"{flag.split()[0]}:" not in bug.get("old", "")]
-    return " ".join([ALWAYS, *kept])
+    """Those of a run. A flag whose default the bug changes is left out of the job's."""
+    flags = [ALWAYS]
+    for flag in JOBS[job].split("--")[1:]:
+        name, _, _ = flag.partition(" ")
+        is_changed = f"{name}: " in bug.get("old", "")  # as in `lr: float = flag(...`
+        if not is_changed:
+            flags.append(f"--{flag.strip()}")
+    return " ".join(flags)
 
 
 def run(num_processes):
@@ -187,7 +192,7 @@ def table():
         rows.append((num_found, f"| {' | '.join(cells)} |"))
     expected = num_compared * 2 / math.comb(NUM_HEALTHY + NUM_SICK, NUM_SICK)
     chance = f"Among these {num_compared} comparisons {expected:.1f} would show by chance alone."
-    head = ["| bug | in the default job | stressed | the doctor | remedy |", "| --- " * 5 + "|"]
+    head = ["| bug | calm | stressed | the doctor | remedy |", "| --- " * 5 + "|"]
     return [*head, *(line for _, line in sorted(rows)), "", f"{summary()} {chance}"]
 
 
