@@ -7,9 +7,10 @@ MORE = ["more.reinforce", "more.rloo", "more.vapo"]
 
 
 class Experiment(NamedTuple):
-    seeds: int  # from 1 up to this one
+    seeds: range
     flags: str  # shared by all runs
     runs: dict  # {(script, variant): its flags, which override the shared ones}
+    environment: dict = {}  # variables that are set for all runs
 
 
 def each(scripts, variant, flags=""):
@@ -24,7 +25,6 @@ SMOLLM2 = (
     "--prompts_per_iteration 8 --old_logprobs sampler --num_held_out 128 --iterations 20 "
     "--eval_every 5 --save_every 0"
 )
-RAMBLING = "--model runs/rambling --eval_every 2 --save_every 0"
 FREE = "--kl_coef 0"  # grpo without its KL, which its children do not have
 
 MADE = {  # inputs of the runs, and the command that makes each
@@ -47,55 +47,77 @@ OLD_LOGPROBS = {  # by precision of the sampler, and by whose log-probs the rati
     for script, flags in (("grpo", FREE), ("gspo", ""))
     for old in ("sampler", "trainer")
 }
+REPEATED = {("grpo", "default"): ""}  # runs of `nine` and `stability`
+REPEATED |= {("grpo", name): f"--iterations 20 {flags}" for name, flags in STABILITY.items()}
+
+# Runs whose script takes one function from another: grpo's loss without the std of the advantages, and
+# dr_grpo's, which has no length in it, with the std.
+EXCHANGED = {
+    ("grpo", "no-std"): ("compute_advantages", "dr_grpo"),
+    ("dr_grpo", "std"): ("compute_advantages", "grpo"),
+}
+
+FIVE = range(1, 6)
+THREE = range(1, 4)
+NEW = range(101, 109)  # nobody had looked at these seeds before the comparisons were chosen
 
 EXPERIMENTS = {
     "nine": Experiment(
-        5,
+        FIVE,
         "--eval_every 2 --save_every 0",
         each(SCRIPTS, "default") | {("dapo", "default"): "--eval_every 1", ("grpo", "free"): FREE},
     ),
-    "more": Experiment(3, "--eval_every 2 --save_every 0", each(MORE, "default")),
+    "more": Experiment(THREE, "--eval_every 2 --save_every 0", each(MORE, "default")),
     "stability": Experiment(
-        3,
+        THREE,
         "--iterations 20 " + QUIET,
         {(script, name): flags for name, flags in STABILITY.items() for script in SCRIPTS},
     ),
     "wrong_length": Experiment(
-        5,
+        NEW,
         "--iterations 40 --max_new_tokens 96 " + QUIET,
-        {("grpo", "kl0"): FREE, ("dr_grpo", "default"): ""},
+        each(["grpo"], "free", FREE)
+        | each(["grpo"], "no-std", FREE)
+        | {("dr_grpo", "std"): "", ("dr_grpo", "default"): ""},
     ),
     "dynamic_sampling": Experiment(
-        5,
-        "--overlong none --save_every 0",
+        NEW,
+        "--overlong none " + QUIET,
         {
-            ("dapo", "refill"): "--iterations 36 --eval_every 1",
-            ("dapo", "drop"): "--iterations 60 --eval_every 2 --max_sampling_rounds 1",
+            ("dapo", "refill"): "--iterations 36",
+            ("dapo", "drop"): "--iterations 60 --max_sampling_rounds 1",
         },
     ),
     "overlong": Experiment(
-        5,
-        RAMBLING,
+        NEW,
+        "--model runs/rambling " + QUIET,
         {("dapo", name): f"--overlong {name}" for name in ("soft", "filter", "none")},
     ),
-    "stale_ratio": Experiment(
-        5,
+    "ratio_range": Experiment(
+        NEW,
         "--iterations 20 --lr 3e-4 " + STEPS_16 + QUIET,
-        {("grpo", "stale"): FREE} | each(("gspo", "gmpo"), "stale"),
-    ),
-    "old_logprobs": Experiment(5, "--iterations 20 --lr 3e-4 " + STEPS_16 + QUIET, OLD_LOGPROBS),
-    "stale_rollouts": Experiment(
-        8,
-        "--rollout_refresh_every 8 " + QUIET,
-        {("grpo", rule): f"--rollout_correction {rule}" for rule in ("none", "token_tis", "geo_mask")},
+        {
+            ("grpo", "free"): FREE,
+            ("gmpo", "default"): "",
+            ("gmpo", "grpo-range"): "--log_ratio_clip 0.2",
+        },
     ),
     "rollout_correction": Experiment(
-        5,
+        NEW,
         f"--iterations 20 --lr 1e-3 {FREE} {STEPS_16} {QUIET}",
         {("grpo", name): flags for name, flags in CORRECTED.items()},
     ),
+    "old_logprobs": Experiment(NEW, "--iterations 20 --lr 3e-4 " + STEPS_16 + QUIET, OLD_LOGPROBS),
+    "stale_rollouts": Experiment(
+        NEW,
+        "--rollout_refresh_every 8 " + QUIET,
+        {("grpo", rule): f"--rollout_correction {rule}" for rule in ("none", "token_tis", "geo_mask")},
+    ),
+    # With the kernels for processors that have AVX2, and for those that do not
+    "cpu_avx2": Experiment(THREE, QUIET, REPEATED, {"ATEN_CPU_CAPABILITY": "avx2"}),
+    "cpu_default": Experiment(THREE, QUIET, REPEATED, {"ATEN_CPU_CAPABILITY": "default"}),
     "smollm2": Experiment(
-        1,
+        range(1, 2),
         SMOLLM2,
         each([name for name in SCRIPTS if name != "rspo"], "default")
         | {

@@ -80,7 +80,7 @@ def measure(policy, problems, args, group_size):
         yield row
 
 
-def precisions(smollm2, commit):
+def precisions(smollm2):
     """Yields the rows of mismatch.csv."""
     import common
 
@@ -94,7 +94,7 @@ def precisions(smollm2, commit):
         args, policy = load(f"{flags} --num_held_out {count}")
         _, problems = common.load_problems(args, policy)
         for row in measure(policy, problems, args, group_size):
-            yield {"model": name, **row, "commit": commit}
+            yield {"model": name, **row}
 
 
 def main():
@@ -102,8 +102,9 @@ def main():
     parser.add_argument("--smollm2", default="", help="folder of SmolLM2-135M")
     options = parser.parse_args()
     rows = []
-    for row in precisions(options.smollm2, sweep.prepare()):
-        rows.append(row)
+    made_of = {"commit": sweep.prepare(), "code": sweep.code_hash("grpo")}
+    for row in precisions(options.smollm2):
+        rows.append(row | made_of)
         print(row, flush=True)
     sweep.write_csv(sweep.RESULTS / "mismatch.csv", rows)
 

@@ -250,7 +250,7 @@ def pairs(name, ours, theirs, form):
     """A row for each case: medians of both sides, and lowest, middle and highest ratio of the pairs."""
     groups = defaultdict(list)
     for row in stats.table(name):
-        groups[f"`{row['case']}`", f"{row['threads']:.0f}"].append(row)
+        groups[f"`{row['case']}`"].append(row)
     lines = []
     for case, rows in groups.items():
         medians = [
@@ -258,20 +258,20 @@ def pairs(name, ours, theirs, form):
         ]
         ratios = sorted(row[ours] / row[theirs] for row in rows)
         chosen = [f"{x:.2f}" for x in (ratios[0], statistics.median(ratios), ratios[-1])]
-        lines.append([*case, len(rows), *medians, " / ".join(chosen)])
+        lines.append([case, len(rows), *medians, " / ".join(chosen)])
     return lines
 
 
 def sampler():
     lines = pairs("sampler", "sampler_tokens_per_second", "generate_tokens_per_second", ",.0f")
-    header = ["case", "threads", "pairs", "sampler, tokens/s", "`generate()`, tokens/s"]
-    return markdown([*header, "ratio (min / median / max)"], lines, "lrrrrr")
+    header = ["case", "pairs", "sampler, tokens/s", "`generate()`, tokens/s"]
+    return markdown([*header, "ratio (min / median / max)"], lines, "lrrrr")
 
 
 def speed():
     lines = pairs("trl_speed", "ours_seconds", "trl_seconds", ".2f")
-    header = ["case", "threads", "pairs", "`grpo.py`, s", "TRL, s", "ratio (min / median / max)"]
-    return markdown(header, lines, "lrrrrr")
+    header = ["case", "pairs", "`grpo.py`, s", "TRL, s", "ratio (min / median / max)"]
+    return markdown(header, lines, "lrrrr")
 
 
 def memory():

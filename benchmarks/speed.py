@@ -6,8 +6,8 @@
 Each side is a separate process that waits while the other one works. The first pair of turns is warm-up
 and is not counted.
 
-trl       Both sides have the same weights, tokenizer, prompts, reward function and number of threads:
-32 prompts x 8 completions of at most 48 tokens from the full distribution at temperature 1; then four
+trl       Both sides have the same weights, tokenizer, prompts and reward function, and one thread: 32
+prompts x 8 completions of at most 48 tokens from the full distribution at temperature 1; then four
 optimizer steps of AdamW, clip range 0.2, KL 0.04 to a reference, sequence-mean; in float32. TRL samples
 with transformers' generate(). In the case `fixed` the learning rate is 1e-9, so that the lengths of
 both sides come from the same distribution; in `learning` it is that of grpo.py.
@@ -216,18 +216,9 @@ def generate(flags, iterations, turns):
 
 # ------------------------------------------------------------------------------------------ in turns
 
-CASES = {  # command: the CSV, the two sides, pairs, [(case, threads, flags of grpo.py)]
-    "trl": (
-        "trl_speed",
-        (ours, trl),
-        21,
-        [
-            (case, threads, f"--lr {lr}")
-            for case, lr in (("fixed", 1e-9), ("learning", 2e-4))
-            for threads in (1, 2)
-        ],
-    ),
-    "sampler": ("sampler", (sampler, generate), 40, [("default", 1, "")]),
+CASES = {  # command: the CSV, the two sides, pairs, {case: flags of grpo.py}
+    "trl": ("trl_speed", (ours, trl), 21, {"fixed": "--lr 1e-9", "learning": "--lr 2e-4"}),
+    "sampler": ("sampler", (sampler, generate), 40, {"default": ""}),
 }
 
 
@@ -275,10 +266,10 @@ def main():
     commit = sweep.prepare()
     name, sides, pairs, cases = CASES[options.command]
     rows = []
-    for case, threads, flags in cases:
-        os.environ["OMP_NUM_THREADS"] = str(threads)
+    made_of = {"commit": commit, "code": sweep.code_hash("grpo")}
+    for case, flags in cases.items():
         for row in compare(sides, flags, options.pairs or pairs):
-            rows.append({"case": case, "threads": threads, **row, "commit": commit})
+            rows.append({"case": case, **row, **made_of})
             print(*rows[-1].values(), flush=True)
     sweep.write_csv(sweep.RESULTS / f"{name}.csv", rows)
 

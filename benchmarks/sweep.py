@@ -8,8 +8,8 @@ continues where it stopped: runs that have ended, or have a row in results/, are
 experiment X, results/X.csv has a row for each run; nine and more also have results/X_curves.csv with a
 row for each iteration.
 
-The scripts run as they are. A probe around their loss records two things that no script logs: the share
-of tokens outside of PPO's range, and how large 99 % of the log-ratios are at most.
+The scripts run as they are, except that those of EXCHANGED take one function from another script. What
+no script logs is recorded beside it: on which share of the tokens the mechanism in question acts.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import csv
 import hashlib
 import importlib
 import json
+import math
 import multiprocessing
 import os
 import shutil
@@ -26,15 +27,17 @@ import traceback
 from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
+from unittest.mock import patch
 
 import stats
-from experiments import EXPERIMENTS, MADE, WITH_CURVES
+from experiments import EXCHANGED, EXPERIMENTS, MADE, WITH_CURVES
 
 ROOT = Path(__file__).parent.parent
 RUNS = ROOT / "runs" / "sweep"
 RESULTS = ROOT / "benchmarks" / "results"
 
 END = 13_000  # completions over which `area` is taken; every default run has generated as many
+UPDATES = 36  # iterations over which `area_updates` is taken: dapo's by default
 
 CURVES = {  # column: key in metrics.jsonl
     "reward": "rollout/reward_mean",
@@ -52,12 +55,17 @@ AT_THE_END = {  # columns of a run: means of the last ten iterations
     "end_accuracy": "rollout/accuracy",
     "end_len_wrong": "rollout/response_len_wrong",
     "end_truncated": "rollout/truncated_frac",
+    "end_accuracy_whole": "accuracy_whole",
 }
 OF_ALL = {  # means of all iterations
-    "log_ratio_p99": "losses/log_ratio_p99",
-    "outside": "losses/outside",
+    "log_ratio_range": "log_ratio_range",
+    "clip_low": "losses/clipfrac_low",
+    "clip_high": "losses/clipfrac_high",
+    "tokens_mixed": "tokens_mixed",
+    "tokens_cut": "tokens_cut",
+    "tokens_near_cap": "tokens_near_cap",
+    "tokens_weighted": "rollout/tokens_weighted",
     "sampler_kl": "rollout/sampler_kl",
-    "weight_zero": "rollout/weight_zero_frac",
     "weight_effective": "rollout/weight_effective_size",
 }
 
@@ -94,7 +102,7 @@ def jobs_of(name):
     """Seed by seed, so that a sweep that is cut off leaves complete comparisons."""
     experiment = EXPERIMENTS[name]
     jobs = []
-    for seed in range(1, experiment.seeds + 1):
+    for seed in experiment.seeds:
         for (script, variant), own in experiment.runs.items():
             jobs.append(Job(name, script, variant, seed, merged(experiment.flags, own)))
     return jobs
@@ -128,29 +136,56 @@ def make_what_is_needed(jobs):
 
 def code_hash(script):
     """Hash of the code of a run: the script, common.py and plumbing/."""
-    digest = hashlib.sha256()
     rooms = sorted((ROOT / "plumbing").glob("*.py"))
-    for path in (ROOT / f"{script.replace('.', '/')}.py", ROOT / "common.py", *rooms):
+    return hash_of(ROOT / f"{script.replace('.', '/')}.py", ROOT / "common.py", *rooms)
+
+
+def hash_of(*paths):
+    digest = hashlib.sha256()
+    for path in paths:
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 
 
-def probe(policy_loss):
-    """The same policy_loss with two more statistics."""
-    import torch
+def share(completions, wanted):
+    """The share of the completions' tokens that are in those which `wanted` names, a bool for each."""
+    lengths = [len(c.ids) for c in completions]
+    pairs = zip(lengths, wanted, strict=True)
+    return sum(length for length, is_wanted in pairs if is_wanted) / sum(lengths)
 
-    def wrapper(logprobs_BT, old_logprobs_BT, advantages_BT, mask_BT, **keywords):
-        loss, stats = policy_loss(logprobs_BT, old_logprobs_BT, advantages_BT, mask_BT, **keywords)
-        mask_BT = mask_BT.bool()
-        if mask_BT.any():
-            logratio_BT = torch.where(mask_BT, logprobs_BT - old_logprobs_BT, 0).detach()
-            is_far_BT = (logratio_BT.exp() - 1).abs() > 0.2
-            outside_BT = is_far_BT & (advantages_BT.sign() * logratio_BT > 0)  # PPO's clip would bind
-            stats["log_ratio_p99"] = logratio_BT[mask_BT].abs().quantile(0.99)
-            stats["outside"] = outside_BT.sum() / mask_BT.sum()
-        return loss, stats
 
-    return wrapper
+def in_mixed_groups(completions, group_size):
+    """[bool]: is the completion in a group of which some, but not all, are right?"""
+    result = []
+    for start in range(0, len(completions), group_size):
+        group = completions[start : start + group_size]
+        num_right = sum(c.verdict == "correct" for c in group)
+        result += [0 < num_right < group_size] * group_size
+    return result
+
+
+def token_shares(completions, args):
+    """{name: share of the generated tokens} that are in mixed groups, in completions that were cut off,
+    and in those that dapo's soft penalty touches."""
+    shares = {
+        "tokens_mixed": share(completions, in_mixed_groups(completions, args.group_size)),
+        "tokens_cut": share(completions, [c.truncated for c in completions]),
+    }
+    if hasattr(args, "overlong_cache"):
+        limit = args.max_new_tokens - args.overlong_cache
+        is_near = [c.truncated or len(c.ids) > limit for c in completions]
+        shares["tokens_near_cap"] = share(completions, is_near)
+    return shares
+
+
+def weighted_share(correction, old, batch, args):
+    """The share of tokens whose weight is more than 1 % from 1; without a correction, whose ratio of
+    training forward to sampler is."""
+    weights = correction.weights
+    if args.rollout_correction == "none":
+        weights = (old.logprobs_NT - batch.sampler_logprobs_BT).exp()
+    is_far = (weights.expand_as(batch.mask_BT) - 1).abs() > 0.01
+    return (is_far & batch.mask_BT).sum() / batch.mask_BT.sum()
 
 
 def watch(script):
@@ -160,20 +195,29 @@ def watch(script):
 
     held_out = {}
     real_metrics = script.iteration_metrics
+    real_correction = script.rollout_correction
     real_finish = Run.finish
 
     def iteration_metrics(meter, completions, rewards, args):
         metrics = real_metrics(meter, completions, rewards, args)
-        return {**metrics, "generated": len(completions)}
+        return {**metrics, "generated": len(completions), **token_shares(completions, args)}
+
+    def rollout_correction(old, batch, args, **keywords):
+        correction = real_correction(old, batch, args, **keywords)
+        if args.old_logprobs == "trainer":
+            correction.stats["tokens_weighted"] = weighted_share(correction, old, batch, args)
+        return correction
 
     def finish(self):
         for when, results in (("before", self.before), ("after", self.after)):
             for way in ("greedy", "sampled"):
                 held_out[f"{when}_{way}_accuracy"] = results[way]["accuracy"]
+        (weights,) = self.folder.glob("checkpoint-*/model.safetensors")
+        held_out["weights"] = hash_of(weights)
         real_finish(self)
 
     script.iteration_metrics = iteration_metrics
-    script.policy_loss = probe(script.policy_loss)
+    script.rollout_correction = rollout_correction
     Run.finish = finish
     return held_out
 
@@ -190,6 +234,9 @@ def run(job, made_of):
     from plumbing.args import UserError, parse_args
 
     script = importlib.import_module(job.script)
+    if (job.script, job.variant) in EXCHANGED:
+        function, donor = EXCHANGED[job.script, job.variant]
+        setattr(script, function, getattr(importlib.import_module(donor), function))
     run_dir = job.folder / "run"
     sys.argv = [script.__file__, "--seed", str(job.seed), "--run_dir", str(run_dir)]
     sys.argv += job.flags.split()
@@ -209,8 +256,9 @@ def run(job, made_of):
     scratch.rename(job.folder / "result.json")
 
 
-def run_all(name, jobs, num_processes, commit):
-    """Runs the jobs that have not ended yet, several at a time. Returns how many failed."""
+def run_all(name, jobs, num_processes, commit, environment):
+    """Runs the jobs that have not ended yet, several at a time, with these variables set. Returns how
+    many failed."""
     rows = kept(name, jobs)
     todo = []
     for job in jobs:
@@ -218,8 +266,9 @@ def run_all(name, jobs, num_processes, commit):
             importlib.import_module(job.script)  # so that what is hashed is what runs
             todo.append((job, {"commit": commit, "code": code_hash(job.script)}))
     num_failed = 0
-    context = multiprocessing.get_context("fork")
-    with context.Pool(num_processes, maxtasksperchild=1) as pool:
+    # A forked process has torch already, which reads the environment only once.
+    context = multiprocessing.get_context("spawn" if environment else "fork")
+    with patch.dict(os.environ, environment), context.Pool(num_processes, maxtasksperchild=1) as pool:
         for done, job in enumerate(pool.imap_unordered(run_and_report, todo, chunksize=1), 1):
             failed = "" if job.result() else f" FAILED, see {job.folder}/log"
             num_failed += failed != ""
@@ -248,6 +297,12 @@ def read_metrics(job):
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     for line in lines:
         line["seconds"] = line["charts/rollout_seconds"] + line["charts/update_seconds"]
+        low = line.get("losses/ratio_min", 0)  # 0: too small for a float
+        if low > 0:
+            line["log_ratio_range"] = math.log(line["losses/ratio_max"] / low)
+        whole = 1 - line["rollout/truncated_frac"]
+        if whole > 0:  # a completion that was cut off is never right
+            line["accuracy_whole"] = line["rollout/accuracy"] / whole
     return lines
 
 
@@ -270,6 +325,7 @@ def summary(lines):
         "generated": generated,
         "seconds": round(sum(line["seconds"] for line in lines), 1),
         "area": stats.area(points, END) if generated > END else "",
+        "area_updates": mean(accuracies[:UPDATES]) if len(lines) >= UPDATES else "",
         "largest_drop": max(drops, default=""),
         **{column: average(key, 10) for column, key in AT_THE_END.items()},
         **{column: average(key, len(lines)) for column, key in OF_ALL.items()},
@@ -367,7 +423,7 @@ def main():
     for name in names:
         jobs = jobs_of(name)
         make_what_is_needed(jobs)
-        num_failed += run_all(name, jobs, args.jobs, commit)
+        num_failed += run_all(name, jobs, args.jobs, commit, EXPERIMENTS[name].environment)
         collect(name, jobs)
     sys.exit(num_failed > 0)
 

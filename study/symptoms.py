@@ -83,7 +83,7 @@ def run(num_processes):
         for bug, script, seeds in subjects:
             flags = flags_of(name, bug)
             jobs |= {sweep.Job("symptoms", script, name, seed, flags): bug for seed in seeds}
-    num_failed = sweep.run_all("symptoms", list(jobs), num_processes, commit)
+    num_failed = sweep.run_all("symptoms", list(jobs), num_processes, commit, {})
     if num_failed:
         sys.exit(f"{num_failed} runs failed")
     rows = []

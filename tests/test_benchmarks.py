@@ -10,7 +10,6 @@ import pytest
 import torch
 from conftest import ROOT
 
-import dr_grpo
 from plumbing.args import parse_args
 
 sys.path.append(str(ROOT / "benchmarks"))
@@ -64,18 +63,29 @@ def test_every_experiment_has_arguments_that_its_scripts_take(monkeypatch):
             parse_args(importlib.import_module(job.script).Args)
 
 
-def test_the_probe_changes_no_gradient_and_counts_tokens_outside_of_the_range():
-    generator = torch.Generator().manual_seed(0)
-    logprobs = (torch.randn(4, 6, generator=generator) * 0.5).requires_grad_()
-    advantages = torch.tensor([[1.0], [-1.0], [1.0], [-1.0]])
-    inputs = (logprobs, torch.zeros(4, 6), advantages, torch.ones(4, 6, dtype=torch.bool))
-    plain_loss, _ = dr_grpo.policy_loss(*inputs, max_new_tokens=6)
-    loss, found = sweep.probe(dr_grpo.policy_loss)(*inputs, max_new_tokens=6)
-    (plain_gradient,) = torch.autograd.grad(plain_loss, logprobs)
-    (gradient,) = torch.autograd.grad(loss, logprobs)
-    assert torch.equal(gradient, plain_gradient)
-    assert found["outside"] == ((logprobs.exp() - 1) * advantages > 0.2).float().mean() > 0
-    assert found["outside"] == (gradient == 0).float().mean()
+def test_shares_of_tokens():
+    """Two groups of two: one mixed, with 3 and 5 tokens, one all right, with 8 and 10, the cap."""
+    completions = []
+    for length, verdict in ((3, "correct"), (5, "wrong"), (8, "correct"), (10, "correct")):
+        truncated = length == 10
+        completions.append(Namespace(ids=[7] * length, verdict=verdict, truncated=truncated))
+    args = Namespace(group_size=2, max_new_tokens=10, overlong_cache=3)
+    shares = sweep.token_shares(completions, args)
+    expected = {"tokens_mixed": 8 / 26, "tokens_cut": 10 / 26, "tokens_near_cap": 18 / 26}
+    assert shares == pytest.approx(expected)
+
+
+def test_share_of_tokens_with_a_weight():
+    """Ratios of training forward to sampler of 1, 1.005 and 1.02, and of 3 on padding."""
+    old = Namespace(logprobs_NT=torch.tensor([[1.0, 1.005, 1.02, 3.0]]).log())
+    mask = torch.tensor([[True, True, True, False]])
+    batch = Namespace(sampler_logprobs_BT=torch.zeros(1, 4), mask_BT=mask)
+    ones = Namespace(weights=torch.ones(1, 1))
+    args = Namespace(rollout_correction="none")
+    assert sweep.weighted_share(ones, old, batch, args) == pytest.approx(1 / 3)
+    weights = Namespace(weights=torch.tensor([[0.0]]))  # a completion that is rejected
+    args = Namespace(rollout_correction="geo_mask")
+    assert sweep.weighted_share(weights, old, batch, args) == 1
 
 
 def test_run_a_sweep(monkeypatch, tmp_path):
@@ -87,13 +97,13 @@ def test_run_a_sweep(monkeypatch, tmp_path):
     broken = sweep.Job("nine", "grpo", "broken", 1, f"{flags} --lr 1e9")
     fails = sweep.Job("nine", "grpo", "fails", 1, "--model nowhere")
     jobs = [whole, broken, fails]
-    assert sweep.run_all("nine", jobs, 1, "abc1234") == 1 and fails.result() is None
+    assert sweep.run_all("nine", jobs, 1, "abc1234", {}) == 1 and fails.result() is None
     sweep.collect("nine", jobs)
     first, second = sweep.read_csv("nine")
     assert first["ended"] == "" and 0 <= float(first["after_sampled_accuracy"]) <= 1
     assert (first["generated"], first["commit"]) == ("64", "abc1234")
     assert first["code"] == sweep.code_hash("grpo") != sweep.code_hash("gspo")
-    assert float(first["log_ratio_p99"]) > 0 and first["outside"] != ""
+    assert float(first["log_ratio_range"]) > 0 and 0 < float(first["tokens_mixed"]) <= 1
     assert second["ended"].startswith("grpo.py: error: iteration 1: ")
     curve = sweep.read_csv("nine_curves")
     accuracies = [float(row["accuracy"]) for row in curve]
@@ -103,7 +113,7 @@ def test_run_a_sweep(monkeypatch, tmp_path):
     # A machine that has the rows but not the folders: nothing is run again, and the rows stay.
     before = {path.name: path.read_text() for path in tmp_path.glob("*.csv")}
     monkeypatch.setattr(sweep, "RUNS", tmp_path / "elsewhere")
-    assert sweep.run_all("nine", [whole, broken], 1, "another") == 0
+    assert sweep.run_all("nine", [whole, broken], 1, "another", {}) == 0
     sweep.collect("nine", [whole, broken])
     assert {path.name: path.read_text() for path in tmp_path.glob("*.csv")} == before
     # With other flags it is another run.
