@@ -106,6 +106,8 @@ def main():
     for row in precisions(options.smollm2):
         rows.append(row | made_of)
         print(row, flush=True)
+    measured = {row["model"] for row in rows}
+    rows += [row for row in sweep.read_csv("mismatch") if row["model"] not in measured]
     sweep.write_csv(sweep.RESULTS / "mismatch.csv", rows)
 
 

@@ -1,7 +1,7 @@
 """Times an iteration of grpo.py against TRL's GRPOTrainer, and the sampler against generate().
 
-    python benchmarks/speed.py trl [--pairs 21]        # results/trl_speed.csv
-    python benchmarks/speed.py sampler [--pairs 40]    # results/sampler.csv
+    python benchmarks/speed.py trl        # results/trl_speed.csv
+    python benchmarks/speed.py sampler    # results/sampler.csv
 
 Each side is a separate process that waits while the other one works. The first pair of turns is warm-up
 and is not counted.
@@ -261,14 +261,12 @@ def main():
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("command", choices=CASES)
-    parser.add_argument("--pairs", type=int, help="[default: as many as in the CSV]")
-    options = parser.parse_args()
     commit = sweep.prepare()
-    name, sides, pairs, cases = CASES[options.command]
+    name, sides, pairs, cases = CASES[parser.parse_args().command]
     rows = []
     made_of = {"commit": commit, "code": sweep.code_hash("grpo")}
     for case, flags in cases.items():
-        for row in compare(sides, flags, options.pairs or pairs):
+        for row in compare(sides, flags, pairs):
             rows.append({"case": case, **row, **made_of})
             print(*rows[-1].values(), flush=True)
     sweep.write_csv(sweep.RESULTS / f"{name}.csv", rows)
