@@ -516,7 +516,7 @@ def score_values(critic, batch, minibatches, args):
 def evaluate(policy, problems, verify, args, sampled=False):
     """Answers the held-out problems greedily and, with `sampled`, also `--eval_samples` times at the
     training temperature with fixed noise: {"metrics": for the log, "greedy" and "sampled": summaries by
-    `rollout_summary`, "examples": [[prompt, text]]}."""
+    `rollout_summary`, "examples": [[prompt, text]], sampled if there are sampled answers}."""
     results = {"metrics": {}}
     ways = {"greedy": 1, "sampled": args.eval_samples} if sampled else {"greedy": 1}
     for way, size in ways.items():

@@ -227,8 +227,8 @@ def main(args):
     run = Run(args)
     verify = load_verifier(args)
     policy = load_policy(args)  # the model with its tokenizer
-    critic = TrainedModel(Critic(policy), args.dtype)
     problem_stream, held_out = load_problems(args, policy)
+    critic = TrainedModel(Critic(policy), args.dtype)
     policy_group = {"params": list(policy.parameters()), "lr": args.lr}
     critic_group = {"params": list(critic.parameters()), "lr": args.critic_lr}
     has_bonus = args.entropy_coef > 0

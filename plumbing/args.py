@@ -3,7 +3,6 @@
 import os
 import sys
 from dataclasses import dataclass, fields
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -81,7 +80,6 @@ class RunArgs:
     save_every: int = flag(20, "iterations between checkpoints [0: only at the end]")
     resume: bool = flag(False, "continue the run in --run_dir")
     run_dir: str = flag("", "output folder [default: runs/<script>-seed<seed>]")
-    tensorboard: bool = flag(False, "also write the metrics for TensorBoard")
 
     # A script without these flags has one completion per prompt, or one step per rollout.
     group_size = 1
@@ -184,8 +182,6 @@ def parse_args(args_class):
         raise UserError("--old_logprobs sampler makes --rollout_correction useless: its ratio is 1")
     if args.old_logprobs == "sampler" and args.routing_replay == "r2":
         raise UserError("--old_logprobs sampler skips the forward whose experts r2 would replay")
-    if args.tensorboard and find_spec("tensorboard") is None:
-        raise UserError("--tensorboard needs a package (pip install tensorboard)")
     if completions // args.num_minibatches < ranks.WORLD:
         message = f"leaves fewer completions in a minibatch than {ranks.WORLD} ranks"
         raise UserError(f"--prompts_per_iteration {args.prompts_per_iteration} {message}")

@@ -116,8 +116,8 @@ def weight_stats(weights, mask_BT):
 
 
 def mismatch_stats(old_logprobs_BT, old_experts_BTLK, batch):
-    """The mismatch of training forward and sampler: {name: scalar}; without one 0, and ratios 1, which
-    are infinite where dapo's filter has masked all completions."""
+    """The mismatch of training forward and sampler: {name: scalar}. Without one they are 0, and the
+    ratios 1. If dapo's filter has masked all completions, the ratios are infinite, and not logged."""
     mask_BT = batch.mask_BT
     num_tokens = mask_BT.sum().clamp(min=1)
     logratio_BT = torch.where(mask_BT, old_logprobs_BT - batch.sampler_logprobs_BT, 0)

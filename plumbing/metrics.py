@@ -225,8 +225,6 @@ def iteration_metrics(meter, completions, rewards, args):
         "reward_mean": rewards.mean().item(),
         "reward_std": rewards.std(correction=0).item(),
     }
-    if args.rollout_refresh_every > 1:  # iterations since the sampler's weights were refreshed
-        rollout["staleness"] = (meter.iteration - 1) % args.rollout_refresh_every
     metrics = meter.means() | {f"rollout/{name}": value for name, value in rollout.items()}
     if rewards.dim() == 2 and rewards.shape[1] > 1:
         is_uniform_P = (rewards == rewards[:, :1]).all(1)

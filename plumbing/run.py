@@ -89,10 +89,6 @@ class Run:
         except (OSError, ValueError, TimeoutError) as error:
             message = f"--run_dir {self.folder} cannot be written or read, or another process uses it"
             raise UserError(message) from error
-        if self.args.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.tensorboard = SummaryWriter(self.folder)
 
     def checkpoints(self):
         """The checkpoints in the folder, oldest first."""
@@ -184,9 +180,6 @@ class Run:
                     file.write(json.dumps({"iteration": iteration, **sample}, allow_nan=False) + "\n")
         except OSError as error:
             raise UserError(f"{self.folder} cannot be written; the last checkpoint is whole") from error
-        if self.args.tensorboard:
-            for key, value in metrics.items():
-                self.tensorboard.add_scalar(key, value, iteration)
         if "eval/accuracy" in metrics:
             self.say(f"iteration {iteration:4d}: held-out accuracy {metrics['eval/accuracy']:.3f}")
         is_uniform = metrics.get("rollout/frac_zero_std_groups") == 1

@@ -12,7 +12,7 @@ from huggingface_hub.constants import HF_HUB_CACHE
 
 from plumbing.args import TINY_MOE, UserError
 
-MAY_CHANGE = "iterations eval_every save_every device resume run_dir tensorboard".split()
+MAY_CHANGE = "iterations eval_every save_every device resume run_dir".split()
 
 
 def file_hash(path):

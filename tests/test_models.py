@@ -24,8 +24,10 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+import ppo
 from common import check_logprobs, collate, load_policy, load_problems, sample
 from common import token_logprobs
+from more import vapo
 from plumbing.args import UserError
 from plumbing.models import load_model, logits_of
 from plumbing.policy import Policy
@@ -262,6 +264,28 @@ def test_run_an_architecture_that_mixes_packed_sequences(name, tmp_path, tiny_mo
     monkeypatch.setattr(Policy, "one_sequence_per_row", always_packed, raising=False)
     with pytest.raises(UserError, match="differ by"):
         check_logprobs(policy, [[3, 4], [5]], args)
+
+
+@pytest.mark.parametrize("script", [ppo, vapo])
+def test_the_critic_packs_like_the_policy(script, tmp_path, monkeypatch):
+    """Also if only the check beyond the model's window, in load_problems, finds that it must not."""
+
+    class Reached(Exception):
+        pass
+
+    def load_and_find(args, policy):
+        policy.one_sequence_per_row = True
+        return load_problems(args, policy)
+
+    def trained_model(critic, dtype):
+        assert critic.one_sequence_per_row
+        raise Reached
+
+    monkeypatch.setattr(script, "load_problems", load_and_find)
+    monkeypatch.setattr(script, "TrainedModel", trained_model)
+    args = script_args(script.__name__, device="cpu", run_dir=str(tmp_path / "run"))[1]
+    with pytest.raises(Reached):
+        script.main(args)
 
 
 @pytest.mark.parametrize("given, expected", [(None, [1]), ("2", [])])
