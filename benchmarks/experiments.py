@@ -111,7 +111,8 @@ EXPERIMENTS = {
     "stale_rollouts": Experiment(
         NEW,
         "--rollout_refresh_every 8 " + QUIET,
-        {("grpo", rule): f"--rollout_correction {rule}" for rule in ("none", "token_tis", "geo_mask")},
+        {("grpo", rule): f"--rollout_correction {rule}" for rule in ("none", "token_tis", "geo_mask")}
+        | {("grpo", "fresh"): "--rollout_refresh_every 1"},
     ),
     # With the kernels for processors that have AVX2, and for those that do not
     "cpu_avx2": Experiment(THREE, QUIET, REPEATED, {"ATEN_CPU_CAPABILITY": "avx2"}),

@@ -18,12 +18,24 @@ from pathlib import Path
 
 import gpu
 import stats
-from experiments import MORE, SCRIPTS, STABILITY
+from experiments import EXPERIMENTS, MORE, SCRIPTS, STABILITY
 from stats import column, markdown, mean_std
 
 ROOT = Path(__file__).parent.parent
 FILES = [ROOT / "README.md", ROOT / "study" / "README.md", ROOT / "benchmarks" / "README.md"]
 FORMULAS = tomllib.loads((ROOT / "benchmarks" / "formulas.toml").read_text())
+CLAIMS = tomllib.loads((ROOT / "benchmarks" / "measured.toml").read_text())["claims"]
+QUANTITIES = {  # of measured.toml: columns of a run in words
+    "end_len_wrong": "tokens of wrong answers",
+    "area": "area",
+    "area_updates": "area by updates",
+    "end_truncated": "share cut off",
+    "end_accuracy": "accuracy",
+    "end_accuracy_whole": "accuracy of whole answers",
+    "log_ratio_range": "range of log-ratios",
+    "after_sampled_accuracy": "held-out accuracy",
+}
+HELD_OUT = "after_sampled_accuracy"
 END = 13_000  # completions over which an area is taken
 
 # -------------------------------------------------------------------------------------- the scripts
@@ -153,59 +165,58 @@ def stability():
             accuracy = mean_std(column("stability", (script, setting), "after_sampled_accuracy"))
             cells.append(f"{accuracy}; {fell} of {len(rows)} fell" if fell else accuracy)
         lines.append([script, *cells])
-    words = [setting.replace("lr", "lr ").replace("-steps", ", steps ") for setting in STABILITY]
-    return markdown(["script", *words], lines, "lrrr")
+    return markdown(["script", *map(setting_words, STABILITY)], lines, "lrrr")
 
 
-MEASURED = [  # experiment, column, its name, two runs
-    ("wrong_length", "end_len_wrong", "tokens of wrong answers", "grpo kl0", "dr_grpo default"),
-    ("dynamic_sampling", "area", "area", "dapo refill", "dapo drop"),
-    ("overlong", "end_truncated", "share cut off", "dapo soft", "dapo none"),
-    ("overlong", "end_accuracy", "accuracy", "dapo filter", "dapo none"),
-    ("stale_ratio", "log_ratio_p99", "99 % of log-ratios are below", "gmpo stale", "grpo stale"),
-    ("stale_rollouts", "after_sampled_accuracy", "held-out accuracy", "grpo token_tis", "grpo none"),
-]
-for precision in ("bfloat16", "int8"):
-    for script in ("grpo", "gspo"):
-        both = [f"{script} {precision}-{old}" for old in ("sampler", "trainer")]
-        MEASURED.append(("old_logprobs", "after_sampled_accuracy", "held-out accuracy", *both))
+def setting_words(setting):
+    """lr1e-3-steps4 -> lr 1e-3, steps 4"""
+    return setting.replace("lr", "lr ").replace("-steps", ", steps ")
+
+
+def acts_on(row, columns):
+    """The share of a run's tokens on which the mechanism acts, by the columns of measured.toml."""
+    if columns.startswith("-"):
+        return 1 - row[columns[1:]]
+    return sum(row[column] for column in columns.split())
 
 
 def measured():
-    """Two runs of each experiment, compared by seed."""
+    """A row for each comparison of measured.toml."""
     lines = []
-    for name, of, words, *both in MEASURED:
-        ours, theirs = [column(name, tuple(key.split()), of) for key in both]
-        if name == "old_logprobs":  # only the second can tell
-            kl = statistics.mean(column(name, tuple(both[1].split()), "sampler_kl"))
-            words = f"held-out accuracy, sampler's KL {kl:.1g}"
-        means = " : ".join(f"{statistics.mean(values):.3g}" for values in (ours, theirs))
-        difference = f"{stats.interval(ours, theirs)} ({len(ours)})"
-        lines.append([f"`{name}`", words, " : ".join(both), means, difference])
-    header = ["experiment", "quantity", "a : b", "means", "a - b, 95 % (n)"]
-    return markdown(header, lines, "lllrr")
+    for claim in CLAIMS:
+        says = f'[{claim["source"]}]({claim["link"]}): "{claim["words"]}"'
+        for pair in claim["pairs"]:
+            keys = [tuple(pair[side].split()) for side in ("a", "b")]
+            both = [column(claim["experiment"], key, pair["column"]) for key in keys]
+            rows = stats.runs(claim["experiment"])[keys[0]]
+            share = statistics.mean(acts_on(row, pair["acts"]) for row in rows)
+            means = " : ".join(f"{statistics.mean(values):.3g}" for values in both)
+            difference = f"{stats.interval(*both)} ({len(rows)})"
+            cells = [QUANTITIES[pair["column"]], percent(share), means, difference]
+            lines.append([says, pair["what"], *cells, stats.detectable(*both)])
+            says = ""
+    header = ["who says what", "a, or b", "measured", "acts on", "a : b", "a - b, 95 % (n)", "80 %"]
+    return markdown(header, lines, "lllrrrr")
 
 
-def with_kl(name, variant):
-    key = ("grpo", variant)
-    kl = max(0, statistics.mean(column(name, key, "sampler_kl")))  # an estimate may be below 0
-    return [mean_std(column(name, key, "after_sampled_accuracy")), f"{kl:.2g}"]
-
-
-def correction():
-    """grpo with a sampler in int4 or with stale weights, by the correction."""
+def processors():
+    """Runs of `nine` and `stability` again, with kernels for AVX2 and without: how many ended with the
+    same weights, and how far apart their accuracies are."""
     lines = []
-    name = "rollout_correction"
-    for variant in ("same", "int4", "int4-token_tis", "int4-sequence_tis", "int4-geo_mask"):
-        cells = ["", ""]
-        if "-" in variant:
-            cells = [f"{statistics.mean(column(name, ('grpo', variant), 'weight_zero')):.3f}"]
-            cells.append(f"{statistics.mean(column(name, ('grpo', variant), 'weight_effective')):.2f}")
-        lines.append([variant.replace("-", ", "), *with_kl(name, variant), *cells])
-    for variant in ("none", "token_tis", "geo_mask"):
-        lines.append([f"8 iterations old, {variant}", *with_kl("stale_rollouts", variant), "", ""])
-    header = ["sampler", "held-out accuracy", "KL", "tokens of weight 0", "effective sample size"]
-    return markdown(header, lines, "lrrrr")
+    for key in EXPERIMENTS["cpu_avx2"].runs:
+        name = "nine" if key[1] == "default" else "stability"
+        first = stats.runs(name)[key]
+        cells = [mean_std([row[HELD_OUT] for row in first[:3]])]
+        for again in ("cpu_avx2", "cpu_default"):
+            pairs = list(zip(first, stats.runs(again)[key], strict=False))
+            same = sum(old["weights"] == new["weights"] for old, new in pairs)
+            largest = max(abs(old[HELD_OUT] - new[HELD_OUT]) for old, new in pairs)
+            cells += [f"{same} of {len(pairs)}", f"{largest:.3f}"]
+        words = "default" if key[1] == "default" else setting_words(key[1])
+        lines.append([f"grpo, {words}", *cells])
+    header = ["job", "accuracy", "AVX2 again: same weights", "largest difference"]
+    header += ["without AVX2: same weights", "largest difference"]
+    return markdown(header, lines, "lrrrrr")
 
 
 def smollm2():
@@ -281,7 +292,7 @@ def memory():
 
 # -------------------------------------------------------------------------------------------- pages
 
-MAKERS = [lesson, scripts, objectives, curves, stability, measured, correction, mismatch, sampler]
+MAKERS = [lesson, scripts, objectives, curves, stability, measured, processors, mismatch, sampler]
 MAKERS += [speed, memory, smollm2]
 PARTS = {make.__name__.replace("_", " "): make for make in MAKERS}
 BEGIN = "<!-- generated: "

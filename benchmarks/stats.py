@@ -10,9 +10,9 @@ from pathlib import Path
 from experiments import EXPERIMENTS
 
 RESULTS = Path(__file__).parent / "results"
-WORDS = {"script", "variant", "commit", "code", "flags", "ended", "model", "precision", "case"}
-# 97.5 % of Student's t are below, by degrees of freedom.
-T_QUANTILES = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306}
+WORDS = set("script variant commit code flags weights ended model precision case".split())
+# 97.5 % and 80 % of Student's t are below, by degrees of freedom.
+T_QUANTILES = {2: (4.303, 1.061), 4: (2.776, 0.941), 7: (2.365, 0.896)}
 
 
 def table(name):
@@ -31,7 +31,7 @@ def runs(name):
     for row in table(name) if (RESULTS / f"{name}.csv").exists() else []:
         groups[row["script"], row["variant"]].append(row)
     experiment = EXPERIMENTS[name]
-    if any(len(groups[key]) < experiment.seeds for key in experiment.runs):
+    if any(len(groups[key]) < len(experiment.seeds) for key in experiment.runs):
         raise SystemExit(f"some runs are missing: python benchmarks/sweep.py {name}")
     return groups
 
@@ -73,15 +73,26 @@ def mean_std(values, digits=3):
     return f"{statistics.mean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}"
 
 
+def half_width(deltas, quantile):
+    return quantile * statistics.stdev(deltas) / math.sqrt(len(deltas))
+
+
 def interval(ours, theirs):
     """'+0.013 ± 0.010': mean and half width of the 95 % interval of differences paired by seed. Two
     digits of the half width, and as many decimals of the mean."""
     deltas = [a - b for a, b in zip(ours, theirs, strict=True)]
-    half = T_QUANTILES[len(deltas) - 1] * statistics.stdev(deltas) / math.sqrt(len(deltas))
+    half = half_width(deltas, T_QUANTILES[len(deltas) - 1][0])
     digits = 3
     if half > 0:
         digits = max(0, 1 - math.floor(math.log10(half)))
     return f"{statistics.mean(deltas):+.{digits}f} ± {half:.{digits}f}"
+
+
+def detectable(ours, theirs):
+    """The difference that as many seeds with this scatter would show (an interval without 0) four times
+    in five, to two digits."""
+    deltas = [a - b for a, b in zip(ours, theirs, strict=True)]
+    return f"{half_width(deltas, sum(T_QUANTILES[len(deltas) - 1])):.2g}"
 
 
 def markdown(header, rows, align=""):

@@ -1,5 +1,7 @@
+import ast
 import contextlib
 import dataclasses
+import functools
 import importlib
 import inspect
 import io
@@ -8,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it
@@ -49,6 +52,29 @@ common.problem_rows = remembered(common.problem_rows)
 def path_of(name):
     """more.rloo -> .../more/rloo.py"""
     return ROOT / f"{name.replace('.', '/')}.py"
+
+
+COPIED = {name: ["masked_mean", "compute_advantages"] for name in [*SCRIPTS, *MORE]}
+COPIED["ppo"] = ["masked_mean", "compute_gae", "whiten", "token_rewards", "value_loss"]
+COPIED["more.vapo"] = [*COPIED["ppo"], "positive_lm_loss"]
+COPIED["rspo"] += ["expert_logprobs", "router_shift"]
+COPIED["dapo"] += ["overlong_penalty"]
+for functions in COPIED.values():
+    functions.append("policy_loss")
+
+
+@functools.cache
+def copied(name):
+    """What a reader copies from a script: an empty module with `import torch` and these functions."""
+    text = path_of(name).read_text()
+    parts = {}
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef) and node.name in COPIED[name]:
+            parts[node.name] = ast.get_source_segment(text, node)
+    assert set(parts) == set(COPIED[name])
+    module = types.ModuleType(f"copy_of_{name}")
+    exec("import torch\n\n\n" + "\n\n\n".join(parts.values()), module.__dict__)
+    return module
 
 
 def script_args(name, **changes):

@@ -12,7 +12,6 @@ from conftest import ROOT
 
 from plumbing.args import parse_args
 
-sys.path.append(str(ROOT / "benchmarks"))
 import experiments
 import gpu
 import stats
@@ -37,12 +36,15 @@ def test_the_interval_is_that_of_paired_differences():
     assert stats.interval(high, low) == "+0.100 ± 0.012"
 
 
-def test_every_csv_has_a_writer():
-    """An experiment, or a script in benchmarks/ that names it."""
-    scripts = "".join(path.read_text() for path in (ROOT / "benchmarks").glob("*.py"))
-    for path in RESULTS.glob("*.csv"):
-        name = path.stem.removesuffix("_curves")
-        assert name in experiments.EXPERIMENTS or f'{name}.csv"' in scripts or f'"{name}"' in scripts
+def test_a_detectable_difference_is_shown_four_times_in_five():
+    """Eight pairs, whose differences scatter by 1 around the one that such a scatter can show."""
+    generator = torch.Generator().manual_seed(0)
+    mean = 3.261 / 8**0.5
+    deltas = torch.randn(20_000, 8, generator=generator, dtype=torch.float64) + mean
+    half = 2.365 * deltas.std(1) / 8**0.5
+    assert (deltas.mean(1) > half).double().mean() == pytest.approx(0.8, abs=0.01)
+    unit = (deltas[0] - deltas[0].mean()) / deltas[0].std()
+    assert float(stats.detectable((unit + 5).tolist(), [0.0] * 8)) == pytest.approx(mean, abs=0.05)
 
 
 @pytest.mark.parametrize("name", experiments.EXPERIMENTS)

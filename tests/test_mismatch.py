@@ -623,23 +623,6 @@ def test_run_in_which_nothing_is_in_the_mask(tmp_path, reward_file):
         assert not row.keys() & set(absent.split())
 
 
-def test_run_a_stopped_run_goes_on_to_the_bit(tmp_path):
-    flags = (
-        "--rollout_dtype int4 --rollout_correction icepop --routing_replay r3 --save_every 1".split()
-    )
-    lines = []
-    for folder, stops in (("whole", [2]), ("stopped", [1, 2])):
-        for stop in stops:
-            resume = ["--resume"] if stop == 2 and len(stops) > 1 else []
-            rest = ["--iterations", stop, "--run_dir", tmp_path / folder]
-            result = run("gmpo", *small("gmpo"), *flags, *rest, *resume, held_out=4)
-            assert result.returncode == 0, result.stderr
-        lines.append(json.loads((tmp_path / folder / "metrics.jsonl").read_text().splitlines()[-1]))
-    assert lines[0]["rollout/sampler_kl"] > 0
-    for key, value in lines[0].items():
-        assert lines[1][key] == value or "second" in key, key
-
-
 STALE = "--rollout_refresh_every 3 --routing_replay r3 --rollout_correction token_tis".split()
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from conftest import ROOT
 
-sys.path.append(str(ROOT / "benchmarks"))
 import report
 
 README = ROOT / "README.md"
@@ -130,11 +129,3 @@ def test_links_point_to_something(path):
         assert file.exists(), target
         if anchor:
             assert file.suffix == ".md" and anchor in anchors(file), target
-
-
-def test_the_two_commands_are_there_and_ci_runs_the_second():
-    main_page = README.read_text()
-    ci = (ROOT / ".ci" / "run").read_text()
-    assert "pip install -r requirements.txt && python grpo.py" in main_page
-    assert "pip install -r requirements.txt && python -m pytest" in main_page
-    assert "pip install -r requirements.txt && python -m pytest" in ci

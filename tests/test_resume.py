@@ -7,11 +7,10 @@ import random
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, flags_it_has, run
+from conftest import ROOT, flags_it_has, run
 from safetensors.torch import load_file
 
 import grpo
@@ -123,24 +122,6 @@ def test_killed_at_every_kind_of_moment(name, tmp_path, sums):
     rng = random.Random(name)
     check(name, [*EVERYWHERE, *(f"step:{rng.randint(1, 2)}" for _ in range(2))], tmp_path, sums)
     assert len((tmp_path / "parts" / "metrics.jsonl").read_text().splitlines()) == 5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_run_killed_at_random_moments(name, tmp_path, sums):
-    """All nine, ten times each, by the clock."""
-    assert run(name, *flags_of(name, tmp_path / "whole", sums)).returncode == 0
-    rng = random.Random(name)
-    flags = flags_of(name, tmp_path / "parts", sums, "--resume")
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    for _ in range(10):
-        command = [sys.executable, f"{name}.py", *flags]
-        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=-3, stderr=-3)
-        time.sleep(rng.uniform(4, 8))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    assert run(name, *flags).returncode == 0
-    assert outcome(tmp_path / "parts") == outcome(tmp_path / "whole")
 
 
 def test_run_a_signal_ends_the_run_after_a_checkpoint(tmp_path, sums, monkeypatch):

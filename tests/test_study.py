@@ -11,7 +11,6 @@ import sys
 import pytest
 from conftest import MORE, ROOT, SCRIPTS, path_of
 
-sys.path.append(str(ROOT / "study"))
 import pictures
 import repair
 import symptoms
