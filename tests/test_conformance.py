@@ -23,6 +23,7 @@ from rl_loss_vectors import VECTORS, Subject, doctor, mistakes, reference
 from rl_loss_vectors import __main__ as command
 from rl_loss_vectors.vectors import Answer, same
 
+import ppo
 from plumbing import correction
 
 PACKAGE = ROOT / "conformance" / "rl_loss_vectors"
@@ -63,7 +64,6 @@ def function_of(section):
 
 def with_last_reward(case):
     """Completions that were cut off, as ppo.py tells compute_gae: by their last reward."""
-    ppo = importlib.import_module("ppo")
     inputs = case["inputs"]
     mask = torch.tensor(inputs["mask"])
     bootstrap = reference.tensor(case["keywords"]["bootstrap"])
@@ -303,6 +303,32 @@ def test_what_is_unknown_is_explained(terms, expected):
         return -torch.where(mask, terms(r, advantages, smaller), 0).sum() / mask.sum()
 
     subject = Subject(loss, "dapo")
+    text = "\n".join(doctor.diagnosis(subject, doctor.examine(subject)))
+    assert text.startswith(UNKNOWN) and expected in text, text
+
+
+def from_the_maximum(rewards):
+    return (rewards - rewards.max(1, keepdim=True).values) / (rewards.std(1, keepdim=True) + 1e-6)
+
+
+def of_half_the_values(rewards, values, mask, gamma, lam):
+    advantages, returns = ppo.compute_gae(rewards, values, mask, gamma, lam)
+    return advantages, torch.where(mask, returns + values / 2, 0)
+
+
+@pytest.mark.parametrize(
+    "function, section, expected",
+    [
+        (
+            from_the_maximum,
+            "group_advantages",
+            "your baseline is the maximum of the group, not the mean",
+        ),
+        (of_half_the_values, "gae", "your return is +1 A +1.5 V, not +1 A +1 V"),
+    ],
+)
+def test_what_is_unknown_in_advantages_is_explained(function, section, expected):
+    subject = Subject(function, section)
     text = "\n".join(doctor.diagnosis(subject, doctor.examine(subject)))
     assert text.startswith(UNKNOWN) and expected in text, text
 
