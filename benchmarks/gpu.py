@@ -1,7 +1,7 @@
 """The needs of a run on one GPU: its memory, computed, and everything else, measured.
 
     python benchmarks/gpu.py                       # prints the memory table of benchmarks/README.md
-    python benchmarks/gpu.py measure OUT.json [--minutes 9] [--only NAME ...] [--device cpu] [--tiny]
+    python benchmarks/gpu.py measure OUT.json [--minutes 9] [--only NAME ...] [--device cpu]
 
 `measure` needs requirements.txt and a GPU of 80 GB or more, no network. Its checks, the most important
 ones first:
@@ -17,7 +17,7 @@ speed           an iteration in the shape of Qwen2.5-0.5B with random weights in
 Each check is a separate process, `python benchmarks/gpu.py check NAME`. After each, OUT.json is
 written: {"device", "torch", "transformers", "commit", "checks": {name: {"rows": {row: {column: value}},
 "seconds", "ended": the error, if any}}}. Earlier checks in OUT.json are kept.
-On a CPU, or with --tiny, sizes are tiny: this shows that the program works, and measures nothing.
+On a CPU sizes are tiny: this shows that the program works, and measures nothing.
 """
 
 import argparse
@@ -232,7 +232,7 @@ def short_run(args, folder):
     rows = [{"question": q, "answer": a} for q, a in common.addition_problems()[:300]]
     sums.write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = ["--device", args.device, "--dataset", sums, "--num_held_out", 8]
-    if args.tiny:
+    if args.device == "cpu":
         flags += ["--prompts_per_iteration", 4, "--max_new_tokens", 16]
     return flags
 
@@ -275,7 +275,7 @@ def nine(args, dtype):
 def default_job(args):
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--device", args.device, "--run_dir", folder]
-        if args.tiny:
+        if args.device == "cpu":
             flags += [*short_run(args, folder), "--iterations", 2]
         start = time.perf_counter()
         run_script("grpo", *flags)
@@ -285,7 +285,7 @@ def default_job(args):
 
 def job_of(args, name, **flags):
     """(the model's config, arguments of grpo.py, by default those of the memory table)"""
-    if args.tiny:
+    if args.device == "cpu":
         flags |= {"prompts_per_iteration": 2, "max_new_tokens": 16, "micro_batch_size": 4}
         config = transformers.AutoConfig.from_pretrained(TINY_MOE)
     else:
@@ -388,8 +388,6 @@ def check(name, args):
 def result_of(name, args, seconds):
     """Runs a check in a separate process: {"rows": {row: {column: value}}, "ended": the error}."""
     command = [sys.executable, __file__, "check", name, "--device", args.device]
-    if args.tiny:
-        command.append("--tiny")
     ended = ""
     try:
         process = subprocess.run(command, capture_output=True, timeout=seconds, check=False)
@@ -437,14 +435,12 @@ def main():
     parser.add_argument("--minutes", type=float, default=9)
     parser.add_argument("--only", nargs="+", choices=CHECKS)
     parser.add_argument("--device", default="", help="cuda or cpu [default: cuda if available]")
-    parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     if args.what == "table":
         for row in memory_rows():
             print("  ".join(row))
         return
     args.device = resolve_device(args.device)
-    args.tiny = args.tiny or args.device == "cpu"
     if args.what == "check":
         check(args.name, args)
     else:

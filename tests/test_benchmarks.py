@@ -18,7 +18,7 @@ import stats
 import sweep
 
 RESULTS = ROOT / "benchmarks" / "results"
-TINY = Namespace(device="cpu", tiny=True)
+ON_A_CPU = Namespace(device="cpu")
 
 
 def test_area_of_a_broken_line():
@@ -129,7 +129,7 @@ def test_memory_that_is_allocated_is_compared_with_the_estimate(monkeypatch):
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 5)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 12)
-    config, job = gpu.job_of(TINY, "Qwen2.5-0.5B", num_minibatches=1, dtype="bfloat16")
+    config, job = gpu.job_of(ON_A_CPU, "Qwen2.5-0.5B", num_minibatches=1, dtype="bfloat16")
     assert gpu.allocated_parts(config, job) == {"stays": 0, "rollout": 7, "update": 7}
 
 
@@ -144,7 +144,7 @@ def test_a_check_ends_in_any_way_and_keeps_its_rows(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu, "CHECKS", dict.fromkeys(["works", "hangs", "raises"]))
     monkeypatch.setattr(gpu, "LIMIT", 2)
     path = tmp_path / "gpu.json"
-    gpu.measure(path, Namespace(device="cpu", tiny=True, minutes=1, only=None))
+    gpu.measure(path, Namespace(device="cpu", minutes=1, only=None))
     results = json.loads(path.read_text())
     assert (results["device"], results["torch"]) == ("cpu", torch.__version__)
     checks = results["checks"].values()
