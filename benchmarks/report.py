@@ -83,7 +83,7 @@ def scripts():
         parent = parent_of(name)
         row.append(f"{changed_lines(parent, name)}, {parent.split('.')[-1]}" if parent else "")
         rows.append(row)
-    header = ["script", "paper", *FORMULAS["axis_names"], "changed lines, parent"]
+    header = ["script", "paper", *FORMULAS["axis_names"], "changed code lines, parent"]
     return markdown(header, rows)
 
 

@@ -168,9 +168,10 @@ def summary():
             found.append(shows(sick, groups[script, "", job]))
     num_lower = sum("accuracy on average ↓" in names for names in found)
     num_higher = sum("accuracy on average ↑" in names for names in found)
+    num_hidden = found.count([])
     return (
-        f"Of {len(found)} planted bugs, {num_lower} lower the accuracy of the default job, "
-        f"{num_higher} raises it, and {found.count([])} show in none of {len(METRICS)} metrics."
+        f"Of {len(found)} planted bugs, in 25 iterations of the default job {num_lower} lower the "
+        f"accuracy, {num_higher} raises it, and {num_hidden} show in none of {len(METRICS)} metrics."
     )
 
 
