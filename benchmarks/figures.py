@@ -140,6 +140,7 @@ def nine():
         axis.legend(loc="lower right")
     for axis in axes[-1]:
         axis.set_xlabel("completions generated")
+        axis.set_xticks([0, 5000, 10_000, 15_000], ["0", "5k", "10k", "15k"])
     save(figure, "nine")
 
 
