@@ -124,6 +124,16 @@ def test_run_a_sweep(monkeypatch, tmp_path):
     assert whole.result() and not other.result() and sweep.kept("nine", [other]) == {}
 
 
+def test_run_with_an_exchanged_function(monkeypatch, tmp_path):
+    """grpo's loss with dr_grpo's advantages: other weights than either script's."""
+    monkeypatch.setattr(sweep, "RUNS", tmp_path)
+    flags = "--device cpu --iterations 1 --prompts_per_iteration 4 --num_held_out 8"
+    jobs = [sweep.Job("x", "grpo", "no-std", 1, f"{flags} --kl_coef 0")]
+    jobs += [jobs[0]._replace(variant="plain"), sweep.Job("x", "dr_grpo", "plain", 1, flags)]
+    assert sweep.run_all("nine", jobs, 1, "abc1234", {}) == 0
+    assert len({job.result()["weights"] for job in jobs}) == 3
+
+
 def test_memory_that_is_allocated_is_compared_with_the_estimate(monkeypatch):
     """Counters that say 5 bytes at each moment, and 12 at most."""
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
