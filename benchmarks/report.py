@@ -195,7 +195,7 @@ def measured():
             cells = [QUANTITIES[pair["column"]], percent(share), means, difference]
             lines.append([says, pair["what"], *cells, stats.detectable(*both)])
             says = ""
-    header = ["who says what", "a, or b", "measured", "acts on", "a : b", "a - b, 95 % (n)", "80 %"]
+    header = ["who says what", "a, or b", "measured", "acts on", "a : b", "a - b, 95 % (n)", "would show"]
     return markdown(header, lines, "lllrrrr")
 
 
