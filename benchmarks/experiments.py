@@ -107,10 +107,10 @@ EXPERIMENTS = {
         f"--iterations 20 --lr 1e-3 {FREE} {STEPS_16} {QUIET}",
         {("grpo", name): flags for name, flags in CORRECTED.items()},
     ),
-    "old_logprobs": Experiment(NEW, "--iterations 20 --lr 3e-4 " + STEPS_16 + QUIET, OLD_LOGPROBS),
+    "old_logprobs": Experiment(NEW, "--iterations 14 --lr 3e-4 " + STEPS_16 + QUIET, OLD_LOGPROBS),
     "stale_rollouts": Experiment(
         NEW,
-        "--rollout_refresh_every 8 " + QUIET,
+        "--iterations 32 --rollout_refresh_every 8 " + QUIET,
         {("grpo", rule): f"--rollout_correction {rule}" for rule in ("none", "token_tis", "geo_mask")}
         | {("grpo", "fresh"): "--rollout_refresh_every 1"},
     ),
