@@ -269,19 +269,19 @@ def pairs(name, ours, theirs, form):
         ]
         ratios = sorted(row[ours] / row[theirs] for row in rows)
         chosen = [f"{x:.2f}" for x in (ratios[0], statistics.median(ratios), ratios[-1])]
-        lines.append([case, len(rows), *medians, " / ".join(chosen)])
+        lines.append([case, len(rows), *medians, ", ".join(chosen)])
     return lines
 
 
 def sampler():
     lines = pairs("sampler", "sampler_tokens_per_second", "generate_tokens_per_second", ",.0f")
     header = ["case", "pairs", "sampler, tokens/s", "`generate()`, tokens/s"]
-    return markdown([*header, "ratio (min / median / max)"], lines, "lrrrr")
+    return markdown([*header, "sampler / `generate()`: min, median, max"], lines, "lrrrr")
 
 
 def speed():
     lines = pairs("trl_speed", "ours_seconds", "trl_seconds", ".2f")
-    header = ["case", "pairs", "`grpo.py`, s", "TRL, s", "ratio (min / median / max)"]
+    header = ["case", "pairs", "`grpo.py`, s", "TRL, s", "`grpo.py` / TRL: min, median, max"]
     return markdown(header, lines, "lrrrr")
 
 
