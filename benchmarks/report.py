@@ -195,8 +195,8 @@ def measured():
             cells = [QUANTITIES[pair["column"]], percent(share), means, difference]
             lines.append([says, pair["what"], *cells, stats.detectable(*both)])
             says = ""
-    header = ["who says what", "a, or b", "measured", "acts on", "a : b", "a - b, 95 % (n)", "would show"]
-    return markdown(header, lines, "lllrrrr")
+    header = ["who says what", "a, or b", "measured", "acts on", "a : b", "a - b, 95 % (n)"]
+    return markdown([*header, "would show"], lines, "lllrrrr")
 
 
 def processors():
