@@ -179,8 +179,8 @@ def token_shares(completions, args):
 
 
 def weighted_share(correction, old, batch, args):
-    """The share of tokens whose weight is more than 1 % from 1; without a correction, whose ratio of
-    training forward to sampler is."""
+    """The share of tokens whose weight is more than 1 % from 1. Without a correction: whose ratio of
+    training forward to sampler is that far from 1."""
     weights = correction.weights
     if args.rollout_correction == "none":
         weights = (old.logprobs_NT - batch.sampler_logprobs_BT).exp()
