@@ -80,14 +80,6 @@ def test_check_sees(damage, tmp_path, monkeypatch):
         assert path.read_text() == good
 
 
-def test_the_main_readme_is_short():
-    """In bytes, so that nobody squeezes lines; a line fits a terminal, a row of a table a screen."""
-    text = README.read_text()
-    assert len(text.encode()) <= 13_500
-    for line in without_blocks(text).splitlines():
-        assert len(line) <= (200 if line.startswith("|") else 120), line
-
-
 # Decimals that are no results: versions, and sizes in the names of models.
 NO_RESULTS = [
     r"(?:torch|transformers|TRL|verl|Python|CUDA) \d+(?:\.\d+)+",

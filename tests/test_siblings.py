@@ -1,5 +1,5 @@
 """Siblings stay siblings: what is not the algorithm is the same in all nine and in the three of
-more/, and no script leaves its parent by much."""
+more/."""
 
 import ast
 import dataclasses
@@ -11,19 +11,7 @@ from conftest import MORE, ROOT, SCRIPTS, path_of, script_args
 
 from plumbing.args import RunArgs
 
-BUDGET = {  # changed lines: added and removed
-    "dr_grpo": 55,
-    "sapo": 67,
-    "gspo": 65,
-    "rspo": 65,
-    "cispo": 85,
-    "gmpo": 84,
-    "dapo": 145,
-    "grpo": 240,
-    "more.reinforce": 145,
-    "more.rloo": 45,
-    "more.vapo": 65,
-}
+CHILDREN = "grpo dr_grpo dapo gspo cispo gmpo rspo sapo more.reinforce more.rloo more.vapo".split()
 OWN = {
     "ppo": "clip_eps_low clip_eps_high kl_coef gamma gae_lambda value_coef value_clip entropy_coef "
     "critic_lr",
@@ -82,11 +70,6 @@ def source(name):
     return path_of(name).read_text()
 
 
-@pytest.mark.parametrize("child", BUDGET)
-def test_changed_lines_stay_within_the_budget(child):
-    assert 0 < report.changed_lines(report.parent_of(child), child) <= BUDGET[child]
-
-
 @pytest.mark.parametrize("name", SIBLINGS)
 def test_arguments(name):
     """The knobs of the loop have the same order, help and defaults in all; then come the algorithm's
@@ -110,14 +93,13 @@ def test_arguments(name):
 
 @pytest.mark.parametrize("name", SIBLINGS)
 def test_form_of_a_script(name):
-    """Header of at most 32 lines that names paper and parent; the fixed order; nothing runs at
-    import."""
+    """The header names paper and parent; the order is fixed; nothing runs at import."""
     text = source(name)
     tree = ast.parse(text)
     header = ast.get_docstring(tree)
     command = f"python -m {name}" if name in MORE else f"python {name}.py"
-    assert tree.body[0].end_lineno <= 42 and "arXiv" in header and f"    {command}\n" in header
-    if name in BUDGET:
+    assert "arXiv" in header and f"    {command}\n" in header
+    if name in CHILDREN:
         parent = path_of(report.parent_of(name)).name
         assert f"Parent: {parent}. Differs only in:\n  1. " in header
     kinds = {type(node) for node in tree.body}
