@@ -6,21 +6,19 @@
   r_it   = pi(o_it) / pi_old(o_it); pi_old: the policy before the rollout's first optimizer step
   sg[]   stops the gradient
   A_i    = (R_i - mean) / std, over the rewards R of the G completions of the same prompt
-  _PG    axis suffixes: P prompts, G completions each, N = P G, B rows, T tokens, 1 a size-1 axis
+  _PG    axis suffixes: P prompts, G completions each, B rows at hand, T tokens, 1 a size-1 axis
 
 Parent: grpo.py. Differs only in:
   1. Capped weight: REINFORCE with a truncated importance weight, instead of a clipped update. The
-     gradient flows through log pi alone, so that every token keeps its gradient, even if its ratio
-     has left PPO's range.
-  2. Token-mean: every token of the step has the same weight.
-  3. No KL: and so no reference model.
+     gradient flows through log pi alone, so every token keeps its gradient, even outside PPO's range.
+  2. Token-mean: every token of an optimizer step has the same weight.
+  3. No KL, so no reference model.
 
-Left open by the paper: the cap, which it tunes but does not print. --is_weight_cap 5 is the cap on
-the weight itself, not an offset from 1. The paper's formula also has a lower bound, which its runs do
-not use: --is_weight_floor, 0 here. Departs from the paper: tokens are counted over the whole optimizer
-step, in the paper's formula over one prompt's group. --ppo_mask is the paper's unified form with PPO's
-mask M_it and without a cap; its gradient is exactly that of the clipped objective at the same bounds
-(dapo.py's, with --clip_eps_high 0.28).
+Not specified in the paper: the cap. --is_weight_cap 5 is the cap on the weight itself, not an offset
+from 1. The paper's formula has a lower bound, too, which its runs do not use: --is_weight_floor.
+Unlike the paper, tokens are counted over the whole optimizer step, not over one prompt's group.
+--ppo_mask is the paper's unified form, with PPO's mask M_it and without a cap. Its gradient is exactly
+that of the clipped objective at the same bounds (dapo.py's, with --clip_eps_high 0.28).
 
 Run:    python cispo.py
 Expect: like grpo.py, greedy held-out accuracy on sums of two numbers rises from 0.43 to at least
@@ -31,22 +29,20 @@ from dataclasses import dataclass
 
 import torch
 
-from common import collate, evaluate, judge, load_policy, load_problems, load_verifier
-from common import sample, score_old, token_logprobs
-from plumbing import Meter, Run, RunArgs, UserError, flag, iteration_metrics, launch
-from plumbing import plan_memory, rollout_correction
+from common import Run, RunArgs, UserError, collate, evaluate, flag, launch, load_grader, load_policy
+from common import load_problems, record_old_policy, rollout_correction, sample, token_logprobs
 
 
 @dataclass
-class Args(RunArgs):  # model, data, device, precision, output: see plumbing/args.py, or --help
-    iterations: int = flag(60, "rounds of rollout and update")
-    prompts_per_iteration: int = flag(32, "prompts in a rollout")
+class Args(RunArgs):  # more flags: --help
+    iterations: int = flag(60, "number of iterations (one rollout plus its updates)")
+    prompts_per_iteration: int = flag(32, "prompts per rollout")
     group_size: int = flag(8, "completions per prompt")
-    max_new_tokens: int = flag(48, "most tokens in a completion")
-    temperature: float = flag(1.0, "temperature of the sampling and of all log-probs")
-    lr: float = flag(2e-4, "AdamW's learning rate, constant")
-    update_epochs: int = flag(1, "passes over a rollout")
-    num_minibatches: int = flag(4, "optimizer steps per pass")
+    max_new_tokens: int = flag(48, "maximum tokens per completion")
+    temperature: float = flag(1.0, "temperature of sampling and of all log-probs")
+    lr: float = flag(2e-4, "learning rate of AdamW, constant")
+    update_epochs: int = flag(1, "epochs per rollout")
+    num_minibatches: int = flag(4, "optimizer steps per epoch")
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
     router_aux_coef: float = flag(0.001, "weight of an MoE's load-balancing loss")
     # flags of the algorithm
@@ -59,8 +55,9 @@ class Args(RunArgs):  # model, data, device, precision, output: see plumbing/arg
     def check(self):
         self.check_range(0, 1, "clip_eps_low")
         self.check_range(1e-9, 1e9, "is_weight_cap")
-        highest_floor = 0 if self.ppo_mask else self.is_weight_cap  # with the mask there is none
-        self.check_range(0, highest_floor, "is_weight_floor")
+        self.check_range(0, self.is_weight_cap, "is_weight_floor")
+        self.check_used(self.ppo_mask, "without --ppo_mask", "clip_eps_low", "clip_eps_high")
+        self.check_used(not self.ppo_mask, "with --ppo_mask", "is_weight_cap", "is_weight_floor")
         if self.group_size < 2:
             raise UserError("--group_size must be at least 2: one reward has no group baseline")
 
@@ -92,23 +89,24 @@ def policy_loss(
     clip_eps_high=0.2,
     num_tokens=None,
 ):
-    """The loss -J of a micro-batch, normalised by the whole step's count, so that micro-batches add up.
+    """The loss -J of a micro-batch, normalized by the whole step's count, so that micro-batches add up.
 
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
     old_logprobs_BT  the same under the policy before the first step on this rollout [None: on-policy]
     advantages_BT    (B, 1) or (B,), broadcast over the tokens, or (B, T)
     mask_BT          1 on response tokens, the EOS included (bool or float); other tokens, such as
-                     padding or tool output, get no gradient and enter no mean
-    num_tokens       response tokens in the whole optimizer step [None: this is the whole step]; where
-                     processes average their gradients, divide it by their number
+                     padding or tool output, get no gradient and are excluded from all means
+    num_tokens       response tokens in the whole optimizer step [None: this is the whole step];
+                     under DDP, which averages gradients, pass total / world_size
 
     Returns (loss, stats): a scalar, and {name: scalar} for the log, over the given tokens.
     """
     if old_logprobs_BT is None:
         old_logprobs_BT = logprobs_BT.detach()
-    advantages_BT = advantages_BT[:, None] if advantages_BT.dim() == 1 else advantages_BT
-    shapes = [(len(mask_BT), 1), tuple(mask_BT.shape)]
-    assert advantages_BT.shape in shapes, f"advantages_BT: {tuple(advantages_BT.shape)}, not {shapes}"
+    if advantages_BT.dim() == 1:
+        advantages_BT = advantages_BT[:, None]
+    shapes = [(len(mask_BT), 1), mask_BT.shape]
+    assert advantages_BT.shape in shapes, f"advantages_BT: {advantages_BT.shape}, not {shapes}"
     mask_BT = mask_BT.bool()
     if num_tokens is None:
         num_tokens = mask_BT.sum().clamp(min=1)
@@ -139,90 +137,64 @@ def policy_loss(
 
 def main(args):
     # ---------------------------------------------------------------------------------------- setup
-    run = Run(args)
-    verify = load_verifier(args)
-    policy = load_policy(args)  # the model with its tokenizer
-    problem_stream, held_out = load_problems(args, policy)
+    grade = load_grader(args)  # first: it says whether the data needs gold answers
+    policy = load_policy(args)  # a transformers model and its tokenizer
+    problems, held_out = load_problems(args, policy)  # also checks that sampler and update agree
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
-    generator = torch.Generator().manual_seed(args.seed)  # for the sampler's noise
-    run.restore(policy, problem_stream, generator, optimizer=optimizer)
-    args = plan_memory(args, policy, problem_stream, held_out)
-    if run.before is None:
-        run.before = evaluate(policy, held_out, verify, args, sampled=True)
+    run = Run(args, policy, problems, optimizer=optimizer)  # log, checkpoints
+    if run.is_new:
+        run.log_eval(evaluate(policy, held_out, grade, args, sampled=True))
 
-    for iteration in range(run.iteration + 1, args.iterations + 1):
+    for iteration in run.iterations():  # writes the log, saves when due, stops on Ctrl-C
         # ---------------------------------------------------------------------------------- rollout
-        meter = Meter(iteration)
-        problems = problem_stream.take(args.prompts_per_iteration)
-        sampler = policy.sampler_at(iteration)  # the policy, or its --rollout_dtype copy
-        completions = sample(sampler, problems, args.group_size, args, generator)
-        meter.lap("rollout_seconds")
-
-        # ----------------------------------------------------------------------------------- reward
-        completions = judge(completions, verify)
-        rewards_PG = torch.tensor([c.reward for c in completions]).view(-1, args.group_size)
+        prompts = problems.take(args.prompts_per_iteration)
+        completions = sample(policy.sampler(iteration), prompts, args.group_size, args, run.noise)
+        completions = grade(completions)
 
         # ------------------------------------------------------------------------------- advantages
-        advantages_N1 = compute_advantages(rewards_PG).view(-1, 1).to(args.device)
+        rewards_PG = torch.tensor([c.reward for c in completions]).view(-1, args.group_size)
+        advantages_B1 = compute_advantages(rewards_PG).view(-1, 1).to(args.device)
 
-        # ---------------------------------------------------------------------------- old log-probs
-        # Recompute them with the training forward (unless --old_logprobs sampler), since the sampler's
-        # differ by rounding. Rows are not shuffled and micro-batches are those of the update, so that
-        # r is exactly 1 in the first step.
+        # ------------------------------------------------------------------------------------ batch
+        # Old log-probs come from the training forward, in the micro-batches of the update, so that the
+        # ratio is exactly 1 in the first step. (--old_logprobs sampler takes the sampler's instead.)
         batch = collate(completions, args)
-        minibatches = batch.minibatches(args.num_minibatches)
-        old = score_old(policy, batch, minibatches, args)
-
-        # ----------------------------------------------------------------------- rollout correction
-        # Importance weights pi_old / sampler; all 1 unless --rollout_correction is on.
-        correction = rollout_correction(old, batch, args)
-        meter.add_global("rollout", correction.stats)
-        advantages = correction.weights * advantages_N1  # (N, 1), or (N, T) with weights per token
+        record_old_policy(policy, batch, args)  # batch.old_logprobs_BT, and an MoE's experts
+        rollout_correction(batch, args)  # correction_weights: 1 by default
+        batch.advantages = batch.correction_weights * advantages_B1
 
         # ----------------------------------------------------------------------------------- update
-        for _ in range(args.update_epochs):
-            for minibatch in minibatches:
-                num_tokens = batch.mask_BT[minibatch].sum()
-                for rows, micro in batch.micro_batches(minibatch, args.micro_batch_size):
-                    outputs = token_logprobs(policy, micro, args.temperature)
-                    loss, stats = policy_loss(
-                        outputs.logprobs_BT,
-                        old.logprobs_NT[rows],
-                        advantages[rows],
-                        micro.mask_BT,
-                        is_weight_cap=args.is_weight_cap,
-                        is_weight_floor=args.is_weight_floor,
-                        ppo_mask=args.ppo_mask,
-                        clip_eps_low=args.clip_eps_low,
-                        clip_eps_high=args.clip_eps_high,
-                        num_tokens=num_tokens,
-                    )
-                    # Unlike the loss, aux_loss, a product of means, does not add up over micro-batches.
-                    row_share = len(rows) / len(minibatch)
-                    total_loss = loss + args.router_aux_coef * outputs.aux_loss * row_share
-                    total_loss.backward()
-                    meter.add_pass({"policy_loss": loss}, stats, outputs, old, rows, micro.mask_BT)
-                grad_norm = policy.clip_gradients(args.max_grad_norm)  # sums over ranks first
-                meter.check_finite(grad_norm=grad_norm)
-                optimizer.step()
-                optimizer.zero_grad()
-                policy.refresh()  # in bfloat16: sync the working copy from the float32 master weights
-                meter.add_step(len(minibatch), grad_norm)
-        meter.lap("update_seconds")
+        for minibatch in batch.minibatches(args):
+            num_tokens = minibatch.mask_BT.sum()
+            for micro in minibatch.micro_batches(args):  # this process's rows
+                outputs = token_logprobs(policy, micro, args.temperature)
+                loss, stats = policy_loss(
+                    outputs.logprobs_BT,
+                    micro.old_logprobs_BT,
+                    micro.advantages,
+                    micro.mask_BT,
+                    is_weight_cap=args.is_weight_cap,
+                    is_weight_floor=args.is_weight_floor,
+                    ppo_mask=args.ppo_mask,
+                    clip_eps_low=args.clip_eps_low,
+                    clip_eps_high=args.clip_eps_high,
+                    num_tokens=num_tokens,
+                )
+                # Unlike the loss, aux_loss, a product of means, does not add up over micro-batches.
+                share = len(micro) / len(minibatch)
+                total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
+                total_loss.backward()
+                run.record(loss, stats, outputs, micro)
+            grad_norm = policy.clip_gradients(args.max_grad_norm)  # of the sum over processes
+            run.record_step(minibatch, grad_norm)  # ends the run if one is not finite
+            optimizer.step()
+            optimizer.zero_grad()
 
-        # ------------------------------------------------------------------- log, evaluate and save
-        metrics = iteration_metrics(meter, completions, rewards_PG, args)
-        if run.is_due(args.eval_every, iteration):
-            is_last = iteration == args.iterations
-            results = evaluate(policy, held_out, verify, args, sampled=is_last)
-            metrics |= results["metrics"]
-            if is_last:
-                run.after = results
-        run.log(iteration, metrics, completions)
-        run.save_if_due(iteration)  # after a signal too, and then exits
-    if run.after is None:  # resumed when it was done
-        run.after = evaluate(policy, held_out, verify, args, sampled=True)
-    run.finish()
+        # -------------------------------------------------------------------------------------- log
+        run.log(batch, completions, rewards_PG)
+        if run.eval_is_due:
+            run.log_eval(evaluate(policy, held_out, grade, args, sampled=run.is_last))
+    run.finish()  # held-out accuracy before and after, and some answers
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Shared by all scripts, in the order of the loop: problems, model, rollout, verifier, log-probs.
+"""Shared by all scripts, in the order of the loop: problems, model, rollout, verifier, batch,
+log-probs, rollout correction, evaluation. It also hands on what a script needs from plumbing/.
 
-A tensor's suffix names its axes: P prompts, G completions per prompt, N = P*G completions of a rollout,
-B rows of a batch (all N or a micro-batch), R rows that are still being sampled, T response tokens,
-U = T + 1, S prompt + response, V vocabulary, L layers, E experts, K active experts, 1 a size-1 axis.
-A "step" is an optimizer step, an "iteration" a rollout with its steps.
+A tensor's suffix names its axes: P prompts, G completions per prompt, B rows at hand (of a rollout, or
+of a minibatch or micro-batch of it), N rows of a sampler's batch, R those that are still being sampled,
+T response tokens, U = T + 1, S prompt + response, V vocabulary, L layers, E experts, K active experts,
+1 a kept axis. A "step" is an optimizer step, an "iteration" a rollout with its steps.
 """
 
 import dataclasses
@@ -21,15 +22,22 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from plumbing import ranks
 from plumbing.answers import final_answer, is_same
-from plumbing.args import UserError
-from plumbing.data import ProblemStream, Row, check_token_ids, problem_rows, read_dataset
-from plumbing.memory import MAX_LOGITS
-from plumbing.metrics import rollout_summary
+from plumbing.args import RunArgs, UserError, flag, launch
+from plumbing.clock import clock
+from plumbing.data import ProblemStream, Row, problem_rows, read_dataset
+from plumbing.metrics import critic_stats, rollout_summary
 from plumbing.models import attention_window, end_ids, load_model, logits_of
 from plumbing.packing import forward_packed
-from plumbing.policy import Policy
+from plumbing.policy import Policy, TrainedModel
 from plumbing.reward import judgements, load_rewards
 from plumbing.routing import Routing, experts_by_completion, pad_experts
+from plumbing.run import Run
+
+__all__ = [  # what scripts import
+    *("Run", "RunArgs", "TrainedModel", "UserError", "collate", "critic_stats", "critic_values"),
+    *("evaluate", "flag", "forward_packed", "launch", "load_grader", "load_policy", "load_problems"),
+    *("record_old_policy", "reference_logprobs", "rollout_correction", "sample", "token_logprobs"),
+]
 
 # ----------------------------------------------------------------------------------------- problems
 
@@ -54,12 +62,13 @@ def addition_problems():
 
 
 def load_problems(args, policy):
-    """`--dataset` -> (stream of training problems, [held-out problems], the same for all seeds)."""
+    """`--dataset` -> (stream of training problems, [held-out problems], the same for all seeds).
+    UserError if the sampler and the training forward disagree on log-probs after such prompts."""
     is_addition = args.dataset == "addition"
     rows = [Row(*pair) for pair in addition_problems()] if is_addition else read_dataset(args)
     rows = problem_rows(rows, policy, args)
     problems = [Problem(row.prompt, row.answer, row.prompt_ids, row.columns) for row in rows]
-    check_window(policy, max((row.prompt_ids for row in rows), key=len), args)
+    check_sampler(policy, problems, args)
     return ProblemStream(problems[args.num_held_out :], args.seed), problems[: args.num_held_out]
 
 
@@ -67,23 +76,34 @@ def load_problems(args, policy):
 
 
 def load_policy(args):
-    """`--model` -> `Policy`: the model, its tokenizer and the copy that samples. UserError if the model
-    cannot be loaded, or fails a test on short prompts."""
+    """`--model` -> `Policy`: the model, its tokenizer and the copy that samples."""
     master, tokenizer = load_model(args)
     policy = Policy(master, tokenizer, args.dtype, args.rollout_dtype, args.rollout_refresh_every)
     if args.routing_replay != "none" and policy.routers.no_replay:
         reason = policy.routers.no_replay
         raise UserError(f"--routing_replay cannot be used with --model {args.model}: {reason}")
-    prompts = tokenizer(["1", "2", "10+10="]).input_ids
-    check_token_ids(prompts, policy)
-    check_logprobs(policy, prompts, args)
     return policy
 
 
+def check_sampler(policy, problems, args):
+    """Compares the log-probs of sampler and training forward after prompts of three lengths and, if a
+    prompt with its answer may be longer than the model's attention window, near the window's end."""
+    by_length = sorted([problem.prompt_ids for problem in problems], key=len)
+    ids = by_length[len(by_length) // 2]
+    check_logprobs(policy, [ids, ids[: len(ids) // 2 + 1], ids[:1]], args)
+    longest_ids = by_length[-1]
+    window = attention_window(policy.model)
+    if len(longest_ids) + args.max_new_tokens > window:
+        # a prompt that ends just before the window does or, if one is that long, just behind it
+        length = max(window - 2, min(len(longest_ids), window + 2))
+        repeated_ids = longest_ids * (length // len(longest_ids) + 1)
+        check_logprobs(policy, [repeated_ids[:length], longest_ids[:1]], args)
+
+
 def check_logprobs(policy, prompts, args):
-    """Compares, in float32, the sampler's log-probs with the update's, for answers of four tokens, half
-    of which leave after two. Some architectures attend across packed sequences; for these, packing is
-    turned off. UserError if they still differ."""
+    """Compares them in float32, for answers of four tokens, half of which leave after two. Some
+    architectures attend across packed sequences; for these, packing is turned off. UserError if they
+    still differ."""
     exact = policy.with_model(policy.master)
     problems = [Problem("", "", ids) for ids in prompts]
     caps_N = torch.tensor([2, 4] * len(prompts), device=policy.model.device)
@@ -104,16 +124,6 @@ def check_logprobs(policy, prompts, args):
     )
 
 
-def check_window(policy, longest_ids, args):
-    """Compares them again beyond the model's attention window, if a prompt and an answer may get there:
-    after a prompt that ends just before or, if the longest one does, just behind it."""
-    window = attention_window(policy.model)
-    if len(longest_ids) + args.max_new_tokens > window:
-        length = max(window - 2, min(len(longest_ids), window + 2))
-        repeated_ids = longest_ids * (length // len(longest_ids) + 1)
-        check_logprobs(policy, [repeated_ids[:length], longest_ids[:1]], args)
-
-
 # ------------------------------------------------------------------------------------------ rollout
 
 COMPACT_EVERY = {"cuda": 16}  # tokens between removals of ended rows, for which the host waits; else 1
@@ -126,7 +136,7 @@ class Completion(NamedTuple):
     truncated: bool = False  # reached the cap without an EOS
     text: str = ""
     experts: torch.Tensor | None = None  # (prompt and response, L, K), if recorded
-    reward: float | None = None  # these three are from `judge`
+    reward: float | None = None  # these three are set by grading
     verdict: str | None = None  # correct, wrong, no_answer or truncated
     rewards: dict | None = None  # {function of --reward: its value}
 
@@ -147,20 +157,22 @@ def sample(policy, problems, group_size, args, generator=None, greedy=False, exp
     noise_PGT = torch.rand(len(problems), group_size, args.max_new_tokens, generator=generator)
     my_problems = ranks.local_slice(problems)
     my_noise_PGT = ranks.local_slice(noise_PGT)
-    rows_at_a_time = args.rollout_batch_size or len(problems) * group_size
+    rows_at_a_time = args.rollout_batch_size or args.prompts_per_iteration * args.group_size
     problems_at_a_time = max(1, rows_at_a_time // group_size)  # a group is sampled together
+    record_experts = experts and args.reads_sampler_experts and policy.routers.num_experts > 0
     completions = []
-    for start in range(0, len(my_problems), problems_at_a_time):
-        end = start + problems_at_a_time
-        completions += sample_batch(
-            policy,
-            my_problems[start:end],
-            my_noise_PGT[start:end].flatten(0, 1),
-            temperature=args.temperature,
-            greedy=greedy,
-            record_experts=experts and args.reads_sampler_experts and policy.routers.num_experts > 0,
-        )
-    return ranks.all_gather_list(completions)
+    with clock("rollout"):
+        for start in range(0, len(my_problems), problems_at_a_time):
+            end = start + problems_at_a_time
+            completions += sample_batch(
+                policy,
+                my_problems[start:end],
+                my_noise_PGT[start:end].flatten(0, 1),
+                temperature=args.temperature,
+                greedy=greedy,
+                record_experts=record_experts,
+            )
+        return ranks.all_gather_list(completions)
 
 
 class CachedForward:
@@ -221,15 +233,18 @@ def next_token(logprobs_RV, noise_R1, greedy):
 
 @torch.inference_mode()
 def sample_batch(policy, problems, noise_NT, *, temperature, greedy, record_experts=False, caps_N=None):
-    """`sample` for one batch of problems. Rows that have ended leave the batch, also those with as many
-    tokens as `caps_N` allows, which only the test of a model gives."""
+    """`sample` for one batch of problems. Finished rows are dropped. `caps_N`, which only the test of a
+    model gives, ends a row at that many tokens, and no EOS ends it."""
     device = policy.model.device
     N, max_new_tokens = noise_NT.shape
     group_size = N // len(problems)
     ends = torch.tensor(end_ids(policy.model, policy.tokenizer), device=device, dtype=torch.long)
-    compact_every = COMPACT_EVERY.get(device.type, 1) if caps_N is None else 1
+    compact_every = COMPACT_EVERY.get(device.type, 1)
     if caps_N is None:
         caps_N = torch.full((N,), max_new_tokens, device=device)
+    else:
+        ends = ends[:0]
+        compact_every = 1
     noise_NT = noise_NT.to(device)
     ids_NT = torch.zeros_like(noise_NT, dtype=torch.long)
     logprobs_NT = torch.zeros_like(noise_NT)
@@ -295,24 +310,31 @@ def verify(text, answer, truncated=False):
     return 0.0, "wrong"
 
 
-def load_verifier(args):
-    """`verify`, or the functions that `--reward FILE.py:FUNCTION ...` names."""
-    return load_rewards(args) if args.reward else verify
+def load_grader(args):
+    """A function of completions that returns them with rewards and verdicts: by `verify`, or by the
+    functions that `--reward FILE.py:FUNCTION ...` names."""
+    functions = load_rewards(args) if args.reward else verify
+
+    def grade(completions):
+        with clock("reward"):
+            mine = judgements(
+                functions, ranks.local_slice(completions)
+            )  # each is graded by one process
+            fields = ranks.all_gather_list(mine)
+        return [c._replace(**values) for c, values in zip(completions, fields, strict=True)]
+
+    return grade
 
 
-def judge(completions, verify):
-    """The completions with rewards and verdicts. Each is verified once, on one of the ranks."""
-    mine = judgements(verify, ranks.local_slice(completions))
-    pairs = zip(completions, ranks.all_gather_list(mine), strict=True)
-    return [c._replace(**judgement) for c, judgement in pairs]
+# ------------------------------------------------------------------------------------------- batch
 
-
-# ---------------------------------------------------------------------------------------- log-probs
+MICRO_BATCH_TOKENS = 16_384  # in a forward and backward pass, where --micro_batch_size is 0
 
 
 @dataclasses.dataclass
 class Batch:
-    """Completions as tensors. Masks come from lengths, never from token ids: EOS may be the padding."""
+    """Completions as tensors, a row for each: those of a rollout, of a minibatch, or of a micro-batch.
+    Masks come from lengths, never from token ids: EOS may be the padding."""
 
     tokens_BS: torch.Tensor  # prompts padded on the left, responses on the right
     attention_BS: torch.Tensor  # 1 on prompt and response
@@ -320,24 +342,70 @@ class Batch:
     sampler_logprobs_BT: torch.Tensor
     sampler_experts_BSLK: torch.Tensor | None = None  # in the order of the top-k; -1: unknown
     replayed_experts_BSLK: torch.Tensor | None = None  # by the policy; None or -1: its own choice
+    # set by record_old_policy
+    old_logprobs_BT: torch.Tensor | None = None
+    old_experts_BTLK: torch.Tensor | None = None  # the routers' own choice, sorted; None if unknown
+    old_router_scores_BTLK: torch.Tensor | None = None  # what its `router_fn` returns
+    # set by rollout_correction
+    correction_weights: torch.Tensor | None = None  # a factor on advantages, (B, T) or (B, 1)
+    rollout_ratio_BT: torch.Tensor | None = None  # pi_old / sampler
+    # set by the scripts
+    ref_logprobs_BT: torch.Tensor | None = None
+    values_BT: torch.Tensor | None = None  # a critic's, before its update
+    returns_BT: torch.Tensor | None = None
+    is_right_B1: torch.Tensor | None = None  # by the verifier
+    advantages: torch.Tensor | None = None  # (B, T) or (B, 1)
 
-    def rows(self, rows):
-        """The same for a subset of the rows."""
-        fields = [getattr(self, field.name) for field in dataclasses.fields(self)]
-        return Batch(*(None if tensor is None else tensor[rows] for tensor in fields))
+    def __len__(self):
+        return len(self.mask_BT)
 
-    def minibatches(self, count):
-        """[row numbers of one optimizer step]: `count` parts of nearly equal size, in the order of the
-        rollout; fewer if some part would leave a rank without a row."""
-        rows_N = torch.arange(len(self.mask_BT), device=self.mask_BT.device)
-        return rows_N.tensor_split(max(1, min(count, len(rows_N) // ranks.WORLD)))
+    def __getitem__(self, rows):
+        """The same for a slice of the rows. Its tensors are views."""
+        tensors = {}
+        for field in dataclasses.fields(self):
+            tensor = getattr(self, field.name)
+            tensors[field.name] = None if tensor is None else tensor[rows]
+        return Batch(**tensors)
 
-    def micro_batches(self, minibatch, size):
-        """Yields (row numbers, the batch of these rows): this rank's rows of a minibatch, in parts of
-        nearly equal size, at most `size` rows each."""
-        mine = ranks.local_slice(minibatch)
-        for rows in mine.tensor_split(math.ceil(len(mine) / size)):
-            yield rows, self.rows(rows)
+    def parts(self, args):
+        """[Batch of one optimizer step]: `--num_minibatches` of nearly equal size, in the order of the
+        rollout; fewer if one of them would leave a process without a row."""
+        count = max(1, min(args.num_minibatches, len(self) // ranks.WORLD))
+        return [self[rows] for rows in ranks.even_slices(len(self), count)]
+
+    def minibatches(self, args):
+        """The same `--update_epochs` times: all optimizer steps of an iteration."""
+        return self.parts(args) * args.update_epochs
+
+    def micro_batches(self, args):
+        """[Batch of one forward and backward pass]: this process's rows of a minibatch, in batches of
+        nearly equal size: at most `--micro_batch_size` rows, or as many as fit 16,384 tokens."""
+        mine = ranks.local_slice(self)
+        S = self.tokens_BS.shape[1]  # of the whole rollout
+        size = args.micro_batch_size or max(1, MICRO_BATCH_TOKENS // S)
+        return [mine[rows] for rows in ranks.even_slices(len(mine), math.ceil(len(mine) / size))]
+
+    @functools.cached_property
+    def lengths(self):
+        """(tokens of each sequence, tokens in each one's mask), two lists. Packing needs them on the
+        host. Reading them waits for a GPU, so it is done once, and shapes derive from them."""
+        return torch.stack([self.attention_BS.sum(1), self.mask_BT.sum(1)]).tolist()
+
+    @functools.cached_property
+    def response_places(self):
+        """Where the response tokens are in a flattened (B, T)."""
+        _, lengths = self.lengths
+        # Like nonzero(), but with the size known, so that the host does not wait for a GPU to count.
+        return self.mask_BT.flatten().nonzero_static(size=sum(lengths))[:, 0]
+
+    def response_only(self, x_BT):
+        """The values on response tokens, in one row."""
+        return x_BT.flatten()[self.response_places]
+
+    def by_position(self, values):
+        """The inverse: one row of values -> (B, T), 0 on padding."""
+        zeros = torch.zeros(self.mask_BT.numel(), device=self.mask_BT.device)
+        return zeros.index_put((self.response_places,), values).view(self.mask_BT.shape)
 
     def active_experts(self, own_experts_BTLK):
         """The sorted experts behind each response token's prediction: the replayed ones where they are
@@ -347,12 +415,6 @@ class Batch:
         T = self.mask_BT.shape[1]
         replayed_BTLK = self.replayed_experts_BSLK[:, -T - 1 : -1].sort().values
         return torch.where(replayed_BTLK < 0, own_experts_BTLK, replayed_BTLK)
-
-    @functools.cached_property
-    def lengths(self):
-        """(tokens of each sequence, tokens in each one's mask), two lists. Packing needs them on the
-        host. Reading them waits for a GPU, so it is done once, and shapes derive from them."""
-        return torch.stack([self.attention_BS.sum(1), self.mask_BT.sum(1)]).tolist()
 
 
 def collate(completions, args):
@@ -378,6 +440,11 @@ def collate(completions, args):
     )
 
 
+# ---------------------------------------------------------------------------------------- log-probs
+
+MAX_LOGITS = 2**26  # more than these are made in chunks
+
+
 class TokenOutputs(NamedTuple):
     """The training forward's results for each response token. A dense model has L = 0."""
 
@@ -394,14 +461,10 @@ class TokenOutputs(NamedTuple):
 
 def token_logprobs(policy, batch, temperature, entropy_grad=False, max_logits=MAX_LOGITS, replay=True):
     """The training forward: log-probs and entropies of the response tokens at the sampling temperature,
-    in float32; entropies have a gradient only with `entropy_grad`. To save memory, more than
-    `max_logits` logits are computed in chunks, and recomputed in the backward pass. The routers use the
-    batch's `replayed_experts_BSLK`, if any, unless `replay` is False, as it is for a reference."""
+    in float32; entropies have a gradient only with `entropy_grad`. The routers use the batch's
+    `replayed_experts_BSLK`, if any, unless `replay` is False, as it is for a reference."""
     model = policy.model
-    routers = policy.routers
-    mask_BT = batch.mask_BT
-    B, T = mask_BT.shape
-    router_kwargs = {} if routers.no_softmax else {"output_router_logits": True}
+    T = batch.mask_BT.shape[1]
 
     def logprob_and_entropy(hidden, tokens):
         logprobs = torch.log_softmax(logits_of(model, hidden).float() / temperature, dim=-1)
@@ -413,118 +476,205 @@ def token_logprobs(policy, batch, temperature, entropy_grad=False, max_logits=MA
         model.base_model,
         batch,
         policy.one_sequence_per_row,
-        batch.replayed_experts_BSLK if replay else None,
-        **router_kwargs,
+        replayed_BSLK=batch.replayed_experts_BSLK if replay else None,
+        router_logits=not policy.routers.no_softmax,
     )
     predictor_BT = packed.place_BS[:, -T - 1 : -1]  # the token at s is predicted at s - 1
-    _, lengths = batch.lengths
-    # Like nonzero(), but with the size known, so that the host does not wait for a GPU to count.
-    is_response = mask_BT.flatten().nonzero_static(size=sum(lengths))[:, 0]
-    hidden = packed.hidden[predictor_BT.flatten()[is_response]]
-    tokens = batch.tokens_BS[:, -T:].flatten()[is_response]
+    hidden = packed.hidden[batch.response_only(predictor_BT)]
+    tokens = batch.response_only(batch.tokens_BS[:, -T:])
     chunk_size = max(1, max_logits // model.config.get_text_config().vocab_size)
-    chunks = list(zip(hidden.split(chunk_size), tokens.split(chunk_size), strict=True))
-    if len(chunks) == 1:
-        parts = [logprob_and_entropy(*chunks[0])]
-    else:
-        parts = [checkpoint(logprob_and_entropy, *chunk, use_reentrant=False) for chunk in chunks]
-    logprobs, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
-    zeros = torch.zeros(B * T, device=mask_BT.device)
-    logprobs_BT = zeros.index_put((is_response,), logprobs).view(B, T)
-    entropy_BT = zeros.index_put((is_response,), entropy).view(B, T)
-    if routers.num_experts == 0:
-        no_experts = zeros.new_empty(B, T, 0, 0)
-        return TokenOutputs(logprobs_BT, entropy_BT, zeros.sum(), (), 0, no_experts, no_experts)
+    logprobs, entropy = in_chunks(logprob_and_entropy, hidden, tokens, chunk_size)
+    return TokenOutputs(
+        batch.by_position(logprobs),
+        batch.by_position(entropy),
+        *router_outputs(policy.routers, packed, predictor_BT),
+    )
 
+
+def in_chunks(function, hidden, tokens, size):
+    """`function(hidden, tokens)`, which returns two rows of values, for `size` tokens at a time. To
+    save memory, what it computes on the way is computed again in the backward pass."""
+    if len(tokens) <= size:
+        return function(hidden, tokens)
+    logprobs = []
+    entropies = []
+    for chunk in zip(hidden.split(size), tokens.split(size), strict=True):
+        logprob, entropy = checkpoint(function, *chunk, use_reentrant=False)
+        logprobs.append(logprob)
+        entropies.append(entropy)
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+def router_outputs(routers, packed, predictor_BT):
+    """The last five fields of `TokenOutputs`."""
+    zero = torch.zeros((), device=predictor_BT.device)
+    if routers.num_experts == 0:
+        no_experts = zero.new_empty(*predictor_BT.shape, 0, 0)
+        return zero, (), 0, no_experts, no_experts
     layers = [logits.float() for logits in packed.router_logits]  # each (packed tokens, E)
     if routers.are_probabilities:
         layers = [probs.clamp(min=1e-30).log() for probs in layers]
-    aux_loss = zeros.sum()
+    aux_loss = zero
     if routers.are_balanced:
         K = packed.experts.shape[-1]
         aux_loss = load_balancing_loss_func(tuple(layers), routers.num_experts, K, packed.is_token)
-    return TokenOutputs(
-        logprobs_BT,
-        entropy_BT,
-        aux_loss,
-        router_logits=tuple(logits.detach()[predictor_BT] for logits in layers),
-        num_experts=routers.num_experts,
-        experts_BTLK=packed.experts[predictor_BT].sort().values,
-        routing_choices_BSLK=packed.experts[packed.place_BS],
-    )
+    router_logits = tuple(logits.detach()[predictor_BT] for logits in layers)
+    experts_BTLK = packed.experts[predictor_BT].sort().values
+    routing_choices_BSLK = packed.experts[packed.place_BS]
+    return aux_loss, router_logits, routers.num_experts, experts_BTLK, routing_choices_BSLK
 
 
 @torch.no_grad()
-def score(policy, batch, minibatches, args):
-    """Log-probs of the sampled tokens, (N, T), under a policy that chooses its own experts, such as a
-    reference: all rows, on every rank, computed in the micro-batches of the update."""
-    logprobs = []
-    for minibatch in minibatches:
-        for _, micro in batch.micro_batches(minibatch, args.micro_batch_size):
-            outputs = token_logprobs(policy, micro, args.temperature, replay=False)
-            logprobs.append(outputs.logprobs_BT)
-    return ranks.all_rows(logprobs, minibatches)
+def over_rows(function, batch, args):
+    """Calls `function(micro_batch)` -> {name: (rows, ...)} in the micro-batches of the update. Returns
+    {name: (B, ...)} for all rows of the batch, on every process."""
+    parts = batch.parts(args)
+    results = []
+    for part in parts:
+        results += [function(micro) for micro in part.micro_batches(args)]
+    sizes = [len(part) for part in parts]
+    return {name: ranks.all_rows([r[name] for r in results], sizes) for name in results[0]}
 
 
-class OldScores(NamedTuple):
-    """The result of `score_old`: all rows, on every rank."""
+def record_old_policy(policy, batch, args, router_fn=None):
+    """Sets what the policy's forward gives before the update: `old_logprobs_BT`, `old_experts_BTLK`
+    and, with r2, the experts to replay. `router_fn(router_logits, active_experts_BTLK)` makes
+    `old_router_scores_BTLK`. `--old_logprobs sampler` skips this forward."""
 
-    logprobs_NT: torch.Tensor
-    experts_NTLK: torch.Tensor | None  # the routers' own choice, sorted; None if unknown
-    router_values: torch.Tensor | None = None  # what `router_fn` returns, if a script gives one
+    def old_policy(micro):
+        outputs = token_logprobs(policy, micro, args.temperature)
+        result = {"old_logprobs_BT": outputs.logprobs_BT, "old_experts_BTLK": outputs.experts_BTLK}
+        if args.routing_replay == "r2":
+            result["replayed_experts_BSLK"] = outputs.routing_choices_BSLK
+        if router_fn is not None:
+            active_BTLK = micro.active_experts(outputs.experts_BTLK)
+            result["old_router_scores_BTLK"] = router_fn(outputs.router_logits, active_BTLK)
+        return result
 
-
-@torch.no_grad()
-def score_old(policy, batch, minibatches, args, router_fn=None):
-    """`OldScores` of the policy before its update. With r2, the batch's later forwards replay the
-    experts that it chooses here. `router_fn(router_logits, active_experts_BTLK)` gives `router_values`.
-    `--old_logprobs sampler` skips this forward, and so saves up to a quarter of an update's time."""
     if args.old_logprobs == "sampler":
-        return OldScores(batch.sampler_logprobs_BT, None)
-    logprobs = []
-    experts = []
-    choices = []
-    values = []
-    for minibatch in minibatches:
-        for _, micro in batch.micro_batches(minibatch, args.micro_batch_size):
-            outputs = token_logprobs(policy, micro, args.temperature)
-            logprobs.append(outputs.logprobs_BT)
-            experts.append(outputs.experts_BTLK)
-            if args.routing_replay == "r2":
-                choices.append(outputs.routing_choices_BSLK)
-            if router_fn is not None:
-                active_BTLK = micro.active_experts(outputs.experts_BTLK)
-                values.append(router_fn(outputs.router_logits, active_BTLK))
-    if choices:
-        batch.replayed_experts_BSLK = ranks.all_rows(choices, minibatches)
-    return OldScores(*[ranks.all_rows(parts, minibatches) for parts in (logprobs, experts, values)])
+        batch.old_logprobs_BT = batch.sampler_logprobs_BT
+        return
+    for name, tensor in over_rows(old_policy, batch, args).items():
+        setattr(batch, name, tensor)
+
+
+def reference_logprobs(reference, batch, args):
+    """Log-probs of the sampled tokens under a frozen policy, (B, T). It chooses its own experts."""
+
+    def forward(micro):
+        outputs = token_logprobs(reference, micro, args.temperature, replay=False)
+        return {"logprobs_BT": outputs.logprobs_BT}
+
+    return over_rows(forward, batch, args)["logprobs_BT"]
+
+
+def critic_values(critic, batch, args):
+    """A critic's values, (B, U): at each response token, and after the last column."""
+    return over_rows(lambda micro: {"values_BU": critic.model(micro)}, batch, args)["values_BU"]
+
+
+# ------------------------------------------------------------------------------- rollout correction
+
+
+def rollout_weights(
+    old_logprobs_BT,
+    sampler_logprobs_BT,
+    mask_BT,
+    *,
+    rule,
+    cap=2.0,
+    mask_low=0.95,
+    mask_high=1.05,
+    per_sequence=False,
+):
+    """Importance weights that correct for a sampler mu that differs from the trainer's pi_old: engines
+    often sample at lower precision, or with stale weights.
+
+    The decoupled objective is w min(r A, clip(r) A): r = pi / pi_old is clipped as always, and w, which
+    is made of rho = pi_old / mu, is not. Since w is not negative, it can be a factor on A.
+
+    old_logprobs_BT      log-probs of the training forward, before the first step
+    sampler_logprobs_BT  log-probs of the same tokens when they were sampled
+    mask_BT              1 on response tokens
+    rule                 token_tis, sequence_tis, sequence_mis, geo_mask, geo_filter or icepop
+    per_sequence         for objectives with one ratio, and so one weight, per completion: rules for
+                         tokens are applied to the geometric mean of its rho
+
+    Returns (weights, rho_BT): weights of at least 0, (B, T), or (B, 1) if one per completion.
+    Sources: Hilton et al., arXiv 2110.00641 (the decoupled objective); Yao et al. 2025 (truncated and
+    masked weights); the Ling team, arXiv 2510.18855 (icepop).
+    """
+    mask_BT = mask_BT.bool()
+    length_B1 = mask_BT.sum(1, keepdim=True).clamp(min=1)
+    # As in the losses: masked before exp, and clamped to keep exp finite.
+    log_rho_BT = torch.where(mask_BT, old_logprobs_BT - sampler_logprobs_BT, 0).clamp(-20, 20)
+    log_product_B1 = log_rho_BT.sum(1, keepdim=True)
+    product_B1 = log_product_B1.clamp(-20, 20).exp()
+    mean_B1 = (log_product_B1 / length_B1).exp()  # geometric
+    is_near_B1 = (mask_low <= mean_B1) & (mean_B1 <= mask_high)
+    rho_BT = log_rho_BT.exp()
+    ratio = mean_B1 if per_sequence else rho_BT  # for the rules for tokens
+    if rule == "token_tis":
+        # w_t = min(rho_t, C)
+        weights = ratio.clamp(max=cap)
+    elif rule == "sequence_tis":
+        # w_i = min(prod_t rho_t, C); the product is compared with C before it is clamped
+        weights = torch.where(log_product_B1.exp() <= cap, product_B1, cap)
+    elif rule == "sequence_mis":
+        # w_i = prod_t rho_t, and 0 above C, compared as before
+        weights = torch.where(log_product_B1.exp() <= cap, product_B1, 0)
+    elif rule == "geo_mask":
+        # w_t = min(rho_t, C), and 0 for the whole completion unless low <= mean_i <= high
+        weights = torch.where(is_near_B1, ratio.clamp(max=cap), 0)
+    elif rule == "geo_filter":
+        # w_i = 1, and 0 unless low <= mean_i <= high: the mask alone
+        weights = is_near_B1.to(rho_BT.dtype)
+    elif rule == "icepop":
+        # w_t = rho_t, and 0 outside [0.5, 5]
+        weights = torch.where((ratio >= 0.5) & (ratio <= 5), ratio, 0)
+    else:
+        raise ValueError(f"no rule {rule}")
+    return weights, rho_BT
 
 
 @torch.no_grad()
-def score_values(critic, batch, minibatches, args):
-    """A critic's values, (N, U): at each response token, and after the last column."""
-    values = []
-    for minibatch in minibatches:
-        for _, micro in batch.micro_batches(minibatch, args.micro_batch_size):
-            values.append(critic.model(micro))
-    return ranks.all_rows(values, minibatches)
+def rollout_correction(batch, args, per_sequence=False):
+    """Sets `correction_weights` and `rollout_ratio_BT` by `--rollout_correction`; without one they are
+    1. per_sequence: one weight for each completion."""
+    if args.rollout_correction == "none":
+        batch.rollout_ratio_BT = torch.ones_like(batch.old_logprobs_BT)
+        batch.correction_weights = batch.rollout_ratio_BT[:, :1]
+        return
+    batch.correction_weights, batch.rollout_ratio_BT = rollout_weights(
+        batch.old_logprobs_BT,
+        batch.sampler_logprobs_BT,
+        batch.mask_BT,
+        rule=args.rollout_correction,
+        cap=args.rollout_cap,
+        mask_low=args.rollout_mask_low,
+        mask_high=args.rollout_mask_high,
+        per_sequence=per_sequence,
+    )
 
 
 # --------------------------------------------------------------------------------------- evaluation
 
 
-def evaluate(policy, problems, verify, args, sampled=False):
+def evaluate(policy, problems, grade, args, sampled=False):
     """Answers the held-out problems greedily and, with `sampled`, also `--eval_samples` times at the
-    training temperature with fixed noise: {"metrics": for the log, "greedy" and "sampled": summaries by
-    `rollout_summary`, "examples": [[prompt, text]], sampled if there are sampled answers}."""
-    results = {"metrics": {}}
-    ways = {"greedy": 1, "sampled": args.eval_samples} if sampled else {"greedy": 1}
-    for way, size in ways.items():
-        noise = torch.Generator().manual_seed(0)
-        completions = sample(policy, problems, size, args, noise, greedy=way == "greedy", experts=False)
-        completions = judge(completions, verify)
-        results[way] = rollout_summary(completions, size)
-    results["examples"] = [[c.problem.prompt, c.text] for c in completions[::size][:3]]
-    for name in ("accuracy", "response_len_mean"):
-        results["metrics"][f"eval/{name}"] = results["greedy"][name]
+    training temperature with fixed noise: {"greedy" and "sampled": summaries by `rollout_summary`,
+    "examples": [[prompt, gold answer, text]], sampled if there are sampled answers}."""
+    results = {}
+    group_sizes = {"greedy": 1}
+    if sampled:
+        group_sizes["sampled"] = args.eval_samples
+    with clock("evaluation"):
+        for way, size in group_sizes.items():
+            noise = torch.Generator().manual_seed(0)
+            is_greedy = way == "greedy"
+            completions = sample(policy, problems, size, args, noise, greedy=is_greedy, experts=False)
+            completions = grade(completions)
+            results[way] = rollout_summary(completions, size)
+    examples = completions[::size][:3]
+    results["examples"] = [[c.problem.prompt, c.problem.answer, c.text] for c in examples]
     return results

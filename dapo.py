@@ -6,52 +6,48 @@
   r_it   = pi(o_it) / pi_old(o_it); pi_old: the policy before the rollout's first optimizer step
   A_i    = (R_i - mean) / std, over the rewards R of the G completions of the same prompt, of which
          some but not all are right
-  _PG    axis suffixes: P prompts, G completions each, N = P G, B rows, T tokens, 1 a size-1 axis
+  _PG    axis suffixes: P prompts, G completions each, B rows at hand, T tokens, 1 a size-1 axis
 
 Parent: grpo.py. Differs only in:
-  1. Clip-higher: eps_high 0.28 over eps_low 0.2, more room for tokens that were rare.
+  1. Clip-higher: eps_high 0.28 over eps_low 0.2, more headroom for low-probability tokens.
   2. Dynamic sampling: prompts are drawn until the batch is full of groups that are neither all right
-     nor all wrong by the verifier's verdict, whatever the shaped reward. Iterations generate more
+     nor all wrong, judged by the verifier, before reward shaping. An iteration generates more
      completions, so there are fewer: 36 generate about as many as 60 of grpo.py.
-  3. Token-mean: every token of the step has the same weight, in long completions and in short ones.
+  3. Token-mean: every token of an optimizer step has the same weight, in long and short completions.
   4. Overlong reward shaping: R falls by up to 1 over the last L_cache tokens below the cap (soft), or
-     truncated completions get no gradient and their tokens are not counted (filter), or neither (none).
-  5. No KL: and so no reference model.
+     truncated completions get no gradient and are not counted (filter), or neither (none).
+  5. No KL, so no reference model.
 
-Left open by the paper: how many prompts a round draws (here as many as groups are missing) and how
-many rounds there are (--max_sampling_rounds; then it trains on the groups that it has, and the run
-ends if there are none); and where generation is cut off: at L_max, the end of soft's ramp, or L_cache
-later (descriptions of its runs differ). Here at L_max, and a truncated completion, which has lost its
-EOS, is penalised by -1.
-Departs from the paper: R is 1 or 0, not 1 or -1, so the penalty weighs more; tokens are counted over
-the whole optimizer step, in the paper's formula over one prompt's group.
+Not specified in the paper: how many prompts a round draws (here as many as groups are missing), and the
+number of rounds (--max_sampling_rounds; then we train on what there is, and end the run if that is
+nothing). Generation is cut off at L_max, where the ramp of soft ends, and a truncated completion gets
+-1; descriptions of the paper's runs differ. Unlike the paper, R is 1 or 0, not 1 or -1, so the penalty
+weighs more, and tokens are counted over the whole optimizer step, not over one prompt's group.
 
 Run:    python dapo.py
 Expect: like grpo.py, greedy held-out accuracy on sums of two numbers rises from 0.43 to at least
         0.97 in a minute on one CPU core.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from common import collate, evaluate, judge, load_policy, load_problems, load_verifier
-from common import sample, score_old, token_logprobs
-from plumbing import Meter, Run, RunArgs, UserError, flag, iteration_metrics, launch
-from plumbing import plan_memory, ranks, rollout_correction
+from common import Run, RunArgs, UserError, collate, evaluate, flag, launch, load_grader, load_policy
+from common import load_problems, record_old_policy, rollout_correction, sample, token_logprobs
 
 
 @dataclass
-class Args(RunArgs):  # model, data, device, precision, output: see plumbing/args.py, or --help
-    iterations: int = flag(36, "rounds of rollout and update")  # see the header
-    prompts_per_iteration: int = flag(32, "prompts in a rollout")
+class Args(RunArgs):  # more flags: --help
+    iterations: int = flag(36, "number of iterations (one rollout plus its updates)")  # see the header
+    prompts_per_iteration: int = flag(32, "prompts per rollout")
     group_size: int = flag(8, "completions per prompt")
-    max_new_tokens: int = flag(48, "most tokens in a completion")
-    temperature: float = flag(1.0, "temperature of the sampling and of all log-probs")
-    lr: float = flag(2e-4, "AdamW's learning rate, constant")
-    update_epochs: int = flag(1, "passes over a rollout")
-    num_minibatches: int = flag(4, "optimizer steps per pass")
+    max_new_tokens: int = flag(48, "maximum tokens per completion")
+    temperature: float = flag(1.0, "temperature of sampling and of all log-probs")
+    lr: float = flag(2e-4, "learning rate of AdamW, constant")
+    update_epochs: int = flag(1, "epochs per rollout")
+    num_minibatches: int = flag(4, "optimizer steps per epoch")
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
     router_aux_coef: float = flag(0.001, "weight of an MoE's load-balancing loss")
     # flags of the algorithm
@@ -66,6 +62,7 @@ class Args(RunArgs):  # model, data, device, precision, output: see plumbing/arg
         self.check_range(1, 1e9, "max_sampling_rounds")
         if self.group_size < 2:
             raise UserError("--group_size must be at least 2: one reward has no group baseline")
+        self.check_used(self.overlong == "soft", f"with --overlong {self.overlong}", "overlong_cache")
         if self.overlong == "soft" and not 0 < self.overlong_cache < self.max_new_tokens:
             raise UserError("--overlong_cache must be above 0 and below --max_new_tokens")
 
@@ -111,9 +108,9 @@ def group_counts(completions, group_size, rounds):
     }
 
 
-def overlong_penalty(lengths_N, max_new_tokens, overlong_cache):
-    """[4] Soft penalty, (N,): 0 up to L_max - L_cache tokens, then linear to -1 at L_max."""
-    return ((max_new_tokens - overlong_cache - lengths_N) / overlong_cache).clamp(-1, 0)
+def overlong_penalty(lengths_B, max_new_tokens, overlong_cache):
+    """[4] Soft penalty, (B,): 0 up to L_max - L_cache tokens, then linear to -1 at L_max."""
+    return ((max_new_tokens - overlong_cache - lengths_B) / overlong_cache).clamp(-1, 0)
 
 
 def policy_loss(
@@ -126,23 +123,24 @@ def policy_loss(
     clip_eps_high=0.28,
     num_tokens=None,
 ):
-    """The loss -J of a micro-batch, normalised by the whole step's count, so that micro-batches add up.
+    """The loss -J of a micro-batch, normalized by the whole step's count, so that micro-batches add up.
 
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
     old_logprobs_BT  the same under the policy before the first step on this rollout [None: on-policy]
     advantages_BT    (B, 1) or (B,), broadcast over the tokens, or (B, T)
     mask_BT          1 on response tokens, the EOS included (bool or float); other tokens, such as
-                     padding or tool output, get no gradient and enter no mean
-    num_tokens       response tokens in the whole optimizer step [None: this is the whole step]; where
-                     processes average their gradients, divide it by their number
+                     padding or tool output, get no gradient and are excluded from all means
+    num_tokens       response tokens in the whole optimizer step [None: this is the whole step];
+                     under DDP, which averages gradients, pass total / world_size
 
     Returns (loss, stats): a scalar, and {name: scalar} for the log, over the given tokens.
     """
     if old_logprobs_BT is None:
         old_logprobs_BT = logprobs_BT.detach()
-    advantages_BT = advantages_BT[:, None] if advantages_BT.dim() == 1 else advantages_BT
-    shapes = [(len(mask_BT), 1), tuple(mask_BT.shape)]
-    assert advantages_BT.shape in shapes, f"advantages_BT: {tuple(advantages_BT.shape)}, not {shapes}"
+    if advantages_BT.dim() == 1:
+        advantages_BT = advantages_BT[:, None]
+    shapes = [(len(mask_BT), 1), mask_BT.shape]
+    assert advantages_BT.shape in shapes, f"advantages_BT: {advantages_BT.shape}, not {shapes}"
     mask_BT = mask_BT.bool()
     if num_tokens is None:
         num_tokens = mask_BT.sum().clamp(min=1)
@@ -168,113 +166,88 @@ def policy_loss(
 
 def main(args):
     # ---------------------------------------------------------------------------------------- setup
-    run = Run(args)
-    verify = load_verifier(args)
-    policy = load_policy(args)  # the model with its tokenizer
-    problem_stream, held_out = load_problems(args, policy)
+    grade = load_grader(args)  # first: it says whether the data needs gold answers
+    policy = load_policy(args)  # a transformers model and its tokenizer
+    problems, held_out = load_problems(args, policy)  # also checks that sampler and update agree
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
-    generator = torch.Generator().manual_seed(args.seed)  # for the sampler's noise
-    run.restore(policy, problem_stream, generator, optimizer=optimizer)
-    args = plan_memory(args, policy, problem_stream, held_out)
-    if run.before is None:
-        run.before = evaluate(policy, held_out, verify, args, sampled=True)
+    run = Run(args, policy, problems, optimizer=optimizer)  # log, checkpoints
+    if run.is_new:
+        run.log_eval(evaluate(policy, held_out, grade, args, sampled=True))
 
-    for iteration in range(run.iteration + 1, args.iterations + 1):
+    for iteration in run.iterations():  # writes the log, saves when due, stops on Ctrl-C
         # ---------------------------------------------------------------------------------- rollout
-        meter = Meter(iteration)
-        sampler = policy.sampler_at(iteration)  # the policy, or its --rollout_dtype copy
         # [2] Dynamic sampling: a round draws a prompt for each mixed group that is still missing.
         generated = []  # all completions, with their verdicts
         kept = []  # the completions of mixed groups
         rounds = 0
         missing = args.prompts_per_iteration
         while missing > 0 and rounds < args.max_sampling_rounds:
-            problems = problem_stream.take(missing)
-            completions = sample(sampler, problems, args.group_size, args, generator)
-            completions = judge(completions, verify)
+            prompts = problems.take(missing)
+            completions = sample(policy.sampler(iteration), prompts, args.group_size, args, run.noise)
+            completions = grade(completions)
             generated += completions
             kept += mixed_groups(completions, args.group_size)
             missing = args.prompts_per_iteration - len(kept) // args.group_size
             rounds += 1
-        meter.lap("rollout_seconds")
         counts = group_counts(generated, args.group_size, rounds)
         if missing > 0:
             run.say(f"iteration {iteration}: after {rounds} rounds {missing} mixed groups are missing")
-        if len(kept) < ranks.WORLD:  # each rank needs at least one completion
+        if len(kept) < run.num_processes:  # each needs at least one completion
             rewards_PG = torch.tensor([c.reward for c in generated]).view(-1, args.group_size)
-            metrics = iteration_metrics(meter, generated, rewards_PG, args)
-            run.end_early(iteration, metrics | counts, generated, "too few mixed groups")
-            break
-
-        # ----------------------------------------------------------------------------------- reward
-        rewards_N = torch.tensor([c.reward for c in kept])
-        if args.overlong == "soft":
-            lengths_N = torch.tensor([len(c.ids) for c in kept])
-            rewards_N += overlong_penalty(lengths_N, args.max_new_tokens, args.overlong_cache)
-        rewards_PG = rewards_N.view(-1, args.group_size)
+            run.log(None, generated, rewards_PG, **counts)
+            run.end_early("too few mixed groups")
+            continue  # not break: this iteration is logged and saved when the next one is asked for
 
         # ------------------------------------------------------------------------------- advantages
-        advantages_N1 = compute_advantages(rewards_PG).view(-1, 1).to(args.device)
+        rewards_B = torch.tensor([c.reward for c in kept])
+        if args.overlong == "soft":
+            # [4] R falls by up to 1
+            lengths_B = torch.tensor([len(c.ids) for c in kept])
+            rewards_B += overlong_penalty(lengths_B, args.max_new_tokens, args.overlong_cache)
+        rewards_PG = rewards_B.view(-1, args.group_size)
+        advantages_B1 = compute_advantages(rewards_PG).view(-1, 1).to(args.device)
 
-        # ---------------------------------------------------------------------------- old log-probs
-        # Recompute them with the training forward (unless --old_logprobs sampler), since the sampler's
-        # differ by rounding. Rows are not shuffled and micro-batches are those of the update, so that
-        # r is exactly 1 in the first step.
+        # ------------------------------------------------------------------------------------ batch
+        # Old log-probs come from the training forward, in the micro-batches of the update, so that the
+        # ratio is exactly 1 in the first step. (--old_logprobs sampler takes the sampler's instead.)
         batch = collate(kept, args)
         if args.overlong == "filter":
             # [4] Truncated completions get no gradient, and their tokens leave the step's token count.
-            is_whole_N1 = torch.tensor([[not c.truncated] for c in kept], device=args.device)
-            batch = replace(batch, mask_BT=batch.mask_BT & is_whole_N1)
-        minibatches = batch.minibatches(args.num_minibatches)
-        old = score_old(policy, batch, minibatches, args)
-
-        # ----------------------------------------------------------------------- rollout correction
-        # Importance weights pi_old / sampler; all 1 unless --rollout_correction is on.
-        correction = rollout_correction(old, batch, args)
-        meter.add_global("rollout", correction.stats)
-        advantages = correction.weights * advantages_N1  # (N, 1), or (N, T) with weights per token
+            is_whole_B1 = torch.tensor([[not c.truncated] for c in kept], device=args.device)
+            batch.mask_BT = batch.mask_BT & is_whole_B1
+        record_old_policy(policy, batch, args)  # batch.old_logprobs_BT, and an MoE's experts
+        rollout_correction(batch, args)  # correction_weights: 1 by default
+        batch.advantages = batch.correction_weights * advantages_B1
 
         # ----------------------------------------------------------------------------------- update
-        for _ in range(args.update_epochs):
-            for minibatch in minibatches:
-                num_tokens = batch.mask_BT[minibatch].sum().clamp(min=1)  # filter may mask all of them
-                for rows, micro in batch.micro_batches(minibatch, args.micro_batch_size):
-                    outputs = token_logprobs(policy, micro, args.temperature)
-                    loss, stats = policy_loss(
-                        outputs.logprobs_BT,
-                        old.logprobs_NT[rows],
-                        advantages[rows],
-                        micro.mask_BT,
-                        clip_eps_low=args.clip_eps_low,
-                        clip_eps_high=args.clip_eps_high,
-                        num_tokens=num_tokens,
-                    )
-                    # Unlike the loss, aux_loss, a product of means, does not add up over micro-batches.
-                    row_share = len(rows) / len(minibatch)
-                    total_loss = loss + args.router_aux_coef * outputs.aux_loss * row_share
-                    total_loss.backward()
-                    meter.add_pass({"policy_loss": loss}, stats, outputs, old, rows, micro.mask_BT)
-                grad_norm = policy.clip_gradients(args.max_grad_norm)  # sums over ranks first
-                meter.check_finite(grad_norm=grad_norm)
-                optimizer.step()
-                optimizer.zero_grad()
-                policy.refresh()  # in bfloat16: sync the working copy from the float32 master weights
-                meter.add_step(len(minibatch), grad_norm)
-        meter.lap("update_seconds")
+        for minibatch in batch.minibatches(args):
+            num_tokens = minibatch.mask_BT.sum().clamp(min=1)  # filter may mask all of them
+            for micro in minibatch.micro_batches(args):  # this process's rows
+                outputs = token_logprobs(policy, micro, args.temperature)
+                loss, stats = policy_loss(
+                    outputs.logprobs_BT,
+                    micro.old_logprobs_BT,
+                    micro.advantages,
+                    micro.mask_BT,
+                    clip_eps_low=args.clip_eps_low,
+                    clip_eps_high=args.clip_eps_high,
+                    num_tokens=num_tokens,
+                )
+                # Unlike the loss, aux_loss, a product of means, does not add up over micro-batches.
+                share = len(micro) / len(minibatch)
+                total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
+                total_loss.backward()
+                run.record(loss, stats, outputs, micro)
+            grad_norm = policy.clip_gradients(args.max_grad_norm)  # of the sum over processes
+            run.record_step(minibatch, grad_norm)  # ends the run if one is not finite
+            optimizer.step()
+            optimizer.zero_grad()
 
-        # ------------------------------------------------------------------- log, evaluate and save
-        metrics = iteration_metrics(meter, generated, rewards_PG, args)  # rewards of the groups kept
-        if run.is_due(args.eval_every, iteration):
-            is_last = iteration == args.iterations
-            results = evaluate(policy, held_out, verify, args, sampled=is_last)
-            metrics |= results["metrics"]
-            if is_last:
-                run.after = results
-        run.log(iteration, metrics | counts, generated)
-        run.save_if_due(iteration)  # after a signal too, and then exits
-    if run.after is None:  # resumed at its end, or ended early
-        run.after = evaluate(policy, held_out, verify, args, sampled=True)
-    run.finish()
+        # -------------------------------------------------------------------------------------- log
+        run.log(batch, generated, rewards_PG, **counts)  # rewards of the groups kept
+        if run.eval_is_due:
+            run.log_eval(evaluate(policy, held_out, grade, args, sampled=run.is_last))
+    run.finish()  # held-out accuracy before and after, and some answers
 
 
 if __name__ == "__main__":

@@ -2,19 +2,19 @@
 
   J = mean_i A_i exp(1/|o_i| sum_t c_it)
 
-  o_i   a completion of |o_i| tokens, EOS included; mean_i: over all completions of an optimizer step
-  c_it  = min(l_it, eps) if A_i > 0, max(l_it, -eps) if A_i < 0
-  l_it  = log(pi(o_it) / pi_old(o_it)); pi_old: the policy before the rollout's first optimizer step
-  A_i   = (R_i - mean) / std, over the rewards R of the G completions of the same prompt
-  _PG   axis suffixes: P prompts, G completions each, N = P G, B rows, T tokens, 1 a size-1 axis
+  o_i    a completion of |o_i| tokens, EOS included; mean_i: over all completions of an optimizer step
+  c_it   = min(l_it, eps) if A_i > 0, max(l_it, -eps) if A_i < 0
+  l_it   = log(pi(o_it) / pi_old(o_it)); pi_old: the policy before the rollout's first optimizer step
+  A_i    = (R_i - mean) / std, over the rewards R of the G completions of the same prompt
+  _PG    axis suffixes: P prompts, G completions each, B rows at hand, T tokens, 1 a size-1 axis
 
 Parent: grpo.py. Differs only in:
-  1. Geometric mean: a completion's clipped ratios are multiplied, not added; one token whose ratio
+  1. Geometric mean: a completion's clipped ratios are multiplied, not added. One token whose ratio
      explodes multiplies the mean by e^(l/|o|) instead of adding (e^l - 1)/|o| to it.
-  2. No KL: and so no reference model.
+  2. No KL, so no reference model.
 
-This is sgn(A_i) (prod_t |min(r_it A_i, clip(r_it, e^-eps, e^eps) A_i)|)^(1/|o_i|), the paper's
-formula; eps 0.4, the paper's, bounds the log of the ratio. Left open by the paper: nothing.
+This is sgn(A_i) (prod_t |min(r_it A_i, clip(r_it, e^-eps, e^eps) A_i)|)^(1/|o_i|), the paper's formula.
+Its eps, 0.4, bounds the log of the ratio.
 --clip_level sequence is the paper's counter-example, which clips the whole product at once: the sum of
 l over the completion, before the root, as in the authors' code. There, one clip removes the gradient
 of a whole completion.
@@ -29,22 +29,20 @@ from typing import Literal
 
 import torch
 
-from common import collate, evaluate, judge, load_policy, load_problems, load_verifier
-from common import sample, score_old, token_logprobs
-from plumbing import Meter, Run, RunArgs, UserError, flag, iteration_metrics, launch
-from plumbing import plan_memory, rollout_correction
+from common import Run, RunArgs, UserError, collate, evaluate, flag, launch, load_grader, load_policy
+from common import load_problems, record_old_policy, rollout_correction, sample, token_logprobs
 
 
 @dataclass
-class Args(RunArgs):  # model, data, device, precision, output: see plumbing/args.py, or --help
-    iterations: int = flag(60, "rounds of rollout and update")
-    prompts_per_iteration: int = flag(32, "prompts in a rollout")
+class Args(RunArgs):  # more flags: --help
+    iterations: int = flag(60, "number of iterations (one rollout plus its updates)")
+    prompts_per_iteration: int = flag(32, "prompts per rollout")
     group_size: int = flag(8, "completions per prompt")
-    max_new_tokens: int = flag(48, "most tokens in a completion")
-    temperature: float = flag(1.0, "temperature of the sampling and of all log-probs")
-    lr: float = flag(2e-4, "AdamW's learning rate, constant")
-    update_epochs: int = flag(1, "passes over a rollout")
-    num_minibatches: int = flag(4, "optimizer steps per pass")
+    max_new_tokens: int = flag(48, "maximum tokens per completion")
+    temperature: float = flag(1.0, "temperature of sampling and of all log-probs")
+    lr: float = flag(2e-4, "learning rate of AdamW, constant")
+    update_epochs: int = flag(1, "epochs per rollout")
+    num_minibatches: int = flag(4, "optimizer steps per epoch")
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
     router_aux_coef: float = flag(0.001, "weight of an MoE's load-balancing loss")
     # flags of the algorithm
@@ -80,23 +78,23 @@ def policy_loss(
     clip_level="token",
     num_sequences=None,
 ):
-    """The loss -J of a micro-batch, normalised by the whole step's count, so that micro-batches add up.
+    """The loss -J of a micro-batch, normalized by the whole step's count, so that micro-batches add up.
 
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
     old_logprobs_BT  the same under the policy before the first step on this rollout [None: on-policy]
     advantages_B1    one per completion, (B, 1) or (B,)
     mask_BT          1 on response tokens, the EOS included (bool or float); other tokens, such as
-                     padding or tool output, get no gradient and enter no mean
-    num_sequences    completions in the whole optimizer step [None: this is the whole step]; where
-                     processes average their gradients, divide it by their number
+                     padding or tool output, get no gradient and are excluded from all means
+    num_sequences    completions in the whole optimizer step [None: this is the whole step]; under
+                     DDP, which averages gradients, pass total / world_size
 
     Returns (loss, stats): a scalar, and {name: scalar} for the log, over the given tokens.
     """
     if old_logprobs_BT is None:
         old_logprobs_BT = logprobs_BT.detach()
-    advantages_B1 = advantages_B1[:, None] if advantages_B1.dim() == 1 else advantages_B1
-    shapes = [(len(mask_BT), 1)]
-    assert advantages_B1.shape in shapes, f"advantages_B1: {tuple(advantages_B1.shape)}, not {shapes}"
+    if advantages_B1.dim() == 1:
+        advantages_B1 = advantages_B1[:, None]
+    assert advantages_B1.shape == (len(mask_BT), 1), f"advantages_B1: {advantages_B1.shape}"
     assert clip_level in ("token", "sequence")
     mask_BT = mask_BT.bool()
     length_B1 = mask_BT.sum(1, keepdim=True).clamp(min=1)
@@ -131,86 +129,60 @@ def policy_loss(
 
 def main(args):
     # ---------------------------------------------------------------------------------------- setup
-    run = Run(args)
-    verify = load_verifier(args)
-    policy = load_policy(args)  # the model with its tokenizer
-    problem_stream, held_out = load_problems(args, policy)
+    grade = load_grader(args)  # first: it says whether the data needs gold answers
+    policy = load_policy(args)  # a transformers model and its tokenizer
+    problems, held_out = load_problems(args, policy)  # also checks that sampler and update agree
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
-    generator = torch.Generator().manual_seed(args.seed)  # for the sampler's noise
-    run.restore(policy, problem_stream, generator, optimizer=optimizer)
-    args = plan_memory(args, policy, problem_stream, held_out)
-    if run.before is None:
-        run.before = evaluate(policy, held_out, verify, args, sampled=True)
+    run = Run(args, policy, problems, optimizer=optimizer)  # log, checkpoints
+    if run.is_new:
+        run.log_eval(evaluate(policy, held_out, grade, args, sampled=True))
 
-    for iteration in range(run.iteration + 1, args.iterations + 1):
+    for iteration in run.iterations():  # writes the log, saves when due, stops on Ctrl-C
         # ---------------------------------------------------------------------------------- rollout
-        meter = Meter(iteration)
-        problems = problem_stream.take(args.prompts_per_iteration)
-        sampler = policy.sampler_at(iteration)  # the policy, or its --rollout_dtype copy
-        completions = sample(sampler, problems, args.group_size, args, generator)
-        meter.lap("rollout_seconds")
-
-        # ----------------------------------------------------------------------------------- reward
-        completions = judge(completions, verify)
-        rewards_PG = torch.tensor([c.reward for c in completions]).view(-1, args.group_size)
+        prompts = problems.take(args.prompts_per_iteration)
+        completions = sample(policy.sampler(iteration), prompts, args.group_size, args, run.noise)
+        completions = grade(completions)
 
         # ------------------------------------------------------------------------------- advantages
-        advantages_N1 = compute_advantages(rewards_PG).view(-1, 1).to(args.device)
+        rewards_PG = torch.tensor([c.reward for c in completions]).view(-1, args.group_size)
+        advantages_B1 = compute_advantages(rewards_PG).view(-1, 1).to(args.device)
 
-        # ---------------------------------------------------------------------------- old log-probs
-        # Recompute them with the training forward (unless --old_logprobs sampler), since the sampler's
-        # differ by rounding. Rows are not shuffled and micro-batches are those of the update, so that
-        # r is exactly 1 in the first step.
+        # ------------------------------------------------------------------------------------ batch
+        # Old log-probs come from the training forward, in the micro-batches of the update, so that the
+        # ratio is exactly 1 in the first step. (--old_logprobs sampler takes the sampler's instead.)
         batch = collate(completions, args)
-        minibatches = batch.minibatches(args.num_minibatches)
-        old = score_old(policy, batch, minibatches, args)
-
-        # ----------------------------------------------------------------------- rollout correction
-        # Importance weights pi_old / sampler; all 1 unless --rollout_correction is on.
-        correction = rollout_correction(old, batch, args, one_ratio=True)  # one per completion
-        meter.add_global("rollout", correction.stats)
-        advantages = correction.weights * advantages_N1  # (N, 1), or (N, T) with weights per token
+        record_old_policy(policy, batch, args)  # batch.old_logprobs_BT, and an MoE's experts
+        rollout_correction(batch, args, per_sequence=True)  # correction_weights: 1 by default
+        batch.advantages = batch.correction_weights * advantages_B1
 
         # ----------------------------------------------------------------------------------- update
-        for _ in range(args.update_epochs):
-            for minibatch in minibatches:
-                for rows, micro in batch.micro_batches(minibatch, args.micro_batch_size):
-                    outputs = token_logprobs(policy, micro, args.temperature)
-                    loss, stats = policy_loss(
-                        outputs.logprobs_BT,
-                        old.logprobs_NT[rows],
-                        advantages[rows],
-                        micro.mask_BT,
-                        log_ratio_clip=args.log_ratio_clip,
-                        clip_level=args.clip_level,
-                        num_sequences=len(minibatch),
-                    )
-                    # Unlike the loss, aux_loss, a product of means, does not add up over micro-batches.
-                    row_share = len(rows) / len(minibatch)
-                    total_loss = loss + args.router_aux_coef * outputs.aux_loss * row_share
-                    total_loss.backward()
-                    meter.add_pass({"policy_loss": loss}, stats, outputs, old, rows, micro.mask_BT)
-                grad_norm = policy.clip_gradients(args.max_grad_norm)  # sums over ranks first
-                meter.check_finite(grad_norm=grad_norm)
-                optimizer.step()
-                optimizer.zero_grad()
-                policy.refresh()  # in bfloat16: sync the working copy from the float32 master weights
-                meter.add_step(len(minibatch), grad_norm)
-        meter.lap("update_seconds")
+        for minibatch in batch.minibatches(args):
+            for micro in minibatch.micro_batches(args):  # this process's rows
+                outputs = token_logprobs(policy, micro, args.temperature)
+                loss, stats = policy_loss(
+                    outputs.logprobs_BT,
+                    micro.old_logprobs_BT,
+                    micro.advantages,
+                    micro.mask_BT,
+                    log_ratio_clip=args.log_ratio_clip,
+                    clip_level=args.clip_level,
+                    num_sequences=len(minibatch),
+                )
+                # Unlike the loss, aux_loss, a product of means, does not add up over micro-batches.
+                share = len(micro) / len(minibatch)
+                total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
+                total_loss.backward()
+                run.record(loss, stats, outputs, micro)
+            grad_norm = policy.clip_gradients(args.max_grad_norm)  # of the sum over processes
+            run.record_step(minibatch, grad_norm)  # ends the run if one is not finite
+            optimizer.step()
+            optimizer.zero_grad()
 
-        # ------------------------------------------------------------------- log, evaluate and save
-        metrics = iteration_metrics(meter, completions, rewards_PG, args)
-        if run.is_due(args.eval_every, iteration):
-            is_last = iteration == args.iterations
-            results = evaluate(policy, held_out, verify, args, sampled=is_last)
-            metrics |= results["metrics"]
-            if is_last:
-                run.after = results
-        run.log(iteration, metrics, completions)
-        run.save_if_due(iteration)  # after a signal too, and then exits
-    if run.after is None:  # resumed when it was done
-        run.after = evaluate(policy, held_out, verify, args, sampled=True)
-    run.finish()
+        # -------------------------------------------------------------------------------------- log
+        run.log(batch, completions, rewards_PG)
+        if run.eval_is_due:
+            run.log_eval(evaluate(policy, held_out, grade, args, sampled=run.is_last))
+    run.finish()  # held-out accuracy before and after, and some answers
 
 
 if __name__ == "__main__":

@@ -8,17 +8,17 @@
   rew_it   = -beta log(pi_old(o_it) / pi_ref(o_it)), plus the verifier's reward R_i at the last token
   L_V      = mean over tokens of max((V - ret)^2, (V_old + clip(V - V_old, -d, d) - ret)^2)
   ret_it   = A_it + V_old,it, before A is whitened;  H: mean entropy over tokens
-  _NT      axis suffixes: N rows of a rollout, B rows, T tokens, U = T + 1, 1 a size-1 axis
+  _BT      axis suffixes: B rows at hand, T tokens, U = T + 1, 1 a size-1 axis
 
 The root of the family: grpo.py is the child, and its header lists the differences.
 
-Left open by the papers: the critic (here a second copy of the base model with a linear head that
-starts at zero; V_t is read where o_t is predicted; after the last token V is 0, or the critic's value
-if the completion was truncated); gamma 1, so that a right answer has the same value at any length;
-beta 0.02; d 0.2; c_e 0; c_v 0.5, which matters only where the critic's gradient is clipped, since the
-models share no weights and AdamW ignores the scale of a gradient. One completion for each of 256
-prompts: as many completions as the siblings have. The critic has a higher learning rate than the
-policy because it starts from nothing. With --kl_coef 0 there is no reference.
+Not specified in the papers: the critic. Here it is a second copy of the base model with a linear head
+that starts at zero. V_t is read where o_t is predicted; after the last token V is 0, or the critic's
+value if the completion was truncated. Chosen by us: gamma 1, so that a right answer is worth the same
+at any length; beta 0.02 (with --kl_coef 0 there is no reference); d 0.2; c_e 0; c_v 0.5, which matters
+only where the critic's gradient is clipped, since the two models share no weights and AdamW ignores the
+scale of a gradient. The critic's learning rate is higher because it starts from nothing. One completion
+for each of 256 prompts: as many completions as the siblings have.
 
 Run:    python ppo.py
 Expect: greedy held-out accuracy on sums of two numbers rises from 0.43 to at least 0.95 in a minute
@@ -31,21 +31,20 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from common import collate, evaluate, judge, load_policy, load_problems, load_verifier
-from common import sample, score, score_old, score_values, token_logprobs
-from plumbing import Meter, Run, RunArgs, TrainedModel, critic_stats, flag, forward_packed
-from plumbing import iteration_metrics, launch, plan_memory, rollout_correction
+from common import Run, RunArgs, TrainedModel, collate, critic_stats, critic_values, evaluate, flag
+from common import forward_packed, launch, load_grader, load_policy, load_problems, record_old_policy
+from common import reference_logprobs, rollout_correction, sample, token_logprobs
 
 
 @dataclass
-class Args(RunArgs):  # model, data, device, precision, output: see plumbing/args.py, or --help
-    iterations: int = flag(60, "rounds of rollout and update")
-    prompts_per_iteration: int = flag(256, "prompts in a rollout")  # one completion each
-    max_new_tokens: int = flag(48, "most tokens in a completion")
-    temperature: float = flag(1.0, "temperature of the sampling and of all log-probs")
-    lr: float = flag(2e-4, "AdamW's learning rate, constant")
-    update_epochs: int = flag(1, "passes over a rollout")
-    num_minibatches: int = flag(4, "optimizer steps per pass")
+class Args(RunArgs):  # more flags: --help
+    iterations: int = flag(60, "number of iterations (one rollout plus its updates)")
+    prompts_per_iteration: int = flag(256, "prompts per rollout")  # one completion each
+    max_new_tokens: int = flag(48, "maximum tokens per completion")
+    temperature: float = flag(1.0, "temperature of sampling and of all log-probs")
+    lr: float = flag(2e-4, "learning rate of AdamW, constant")
+    update_epochs: int = flag(1, "epochs per rollout")
+    num_minibatches: int = flag(4, "optimizer steps per epoch")
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
     router_aux_coef: float = flag(0.001, "weight of an MoE's load-balancing loss")
     # flags of the algorithm
@@ -57,7 +56,7 @@ class Args(RunArgs):  # model, data, device, precision, output: see plumbing/arg
     value_coef: float = flag(0.5, "weight of the value loss, where the critic's gradient is clipped")
     value_clip: float = flag(0.2, "how far a value may move [0: any distance]")
     entropy_coef: float = flag(0.0, "weight of the entropy bonus")
-    critic_lr: float = flag(2e-3, "AdamW's learning rate of the critic, constant")
+    critic_lr: float = flag(2e-3, "learning rate of the critic's AdamW, constant")
 
     def check(self):
         self.check_range(0, 1, "clip_eps_low", "gamma", "gae_lambda")
@@ -128,7 +127,7 @@ def token_rewards(rewards_B1, kl_BT, values_BU, is_cut_off_B1, mask_BT, kl_coef,
 
 
 def value_loss(values_BT, old_values_BT, returns_BT, mask_BT, *, value_clip=0.2, num_tokens=None):
-    """L_V of a micro-batch, normalised by the whole step's count, so that micro-batches add up.
+    """L_V of a micro-batch, normalized by the whole step's count, so that micro-batches add up.
 
     values_BT, old_values_BT, returns_BT, mask_BT: (B, T), the first with gradient. value_clip 0 takes
     the squared error of V alone. num_tokens counts the whole optimizer step [None: this is it].
@@ -157,23 +156,24 @@ def policy_loss(
     clip_eps_high=0.2,
     num_tokens=None,
 ):
-    """The clipped term of -J, normalised by the whole step's count, so that micro-batches add up.
+    """The clipped term of -J, normalized by the whole step's count, so that micro-batches add up.
 
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
     old_logprobs_BT  the same under the policy before the first step on this rollout [None: on-policy]
     advantages_BT    (B, 1) or (B,), broadcast over the tokens, or (B, T)
     mask_BT          1 on response tokens, the EOS included (bool or float); other tokens, such as
-                     padding or tool output, get no gradient and enter no mean
-    num_tokens       response tokens in the whole optimizer step [None: this is the whole step]; where
-                     processes average their gradients, divide it by their number
+                     padding or tool output, get no gradient and are excluded from all means
+    num_tokens       response tokens in the whole optimizer step [None: this is the whole step];
+                     under DDP, which averages gradients, pass total / world_size
 
     Returns (loss, stats): a scalar, and {name: scalar} for the log, over the given tokens.
     """
     if old_logprobs_BT is None:
         old_logprobs_BT = logprobs_BT.detach()
-    advantages_BT = advantages_BT[:, None] if advantages_BT.dim() == 1 else advantages_BT
-    shapes = [(len(mask_BT), 1), tuple(mask_BT.shape)]
-    assert advantages_BT.shape in shapes, f"advantages_BT: {tuple(advantages_BT.shape)}, not {shapes}"
+    if advantages_BT.dim() == 1:
+        advantages_BT = advantages_BT[:, None]
+    shapes = [(len(mask_BT), 1), mask_BT.shape]
+    assert advantages_BT.shape in shapes, f"advantages_BT: {advantages_BT.shape}, not {shapes}"
     mask_BT = mask_BT.bool()
     if num_tokens is None:
         num_tokens = mask_BT.sum().clamp(min=1)
@@ -199,124 +199,98 @@ def policy_loss(
 
 def main(args):
     # ---------------------------------------------------------------------------------------- setup
-    run = Run(args)
-    verify = load_verifier(args)
-    policy = load_policy(args)  # the model with its tokenizer
-    problem_stream, held_out = load_problems(args, policy)
+    grade = load_grader(args)  # first: it says whether the data needs gold answers
+    policy = load_policy(args)  # a transformers model and its tokenizer
+    problems, held_out = load_problems(args, policy)  # also checks that sampler and update agree
+    reference = policy.frozen_copy() if args.kl_coef > 0 else None
     critic = TrainedModel(Critic(policy), args.dtype)
     policy_group = {"params": list(policy.parameters()), "lr": args.lr}
     critic_group = {"params": list(critic.parameters()), "lr": args.critic_lr}
-    has_bonus = args.entropy_coef > 0
     optimizer = torch.optim.AdamW([policy_group, critic_group], weight_decay=0.0, fused=True)
-    generator = torch.Generator().manual_seed(args.seed)  # for the sampler's noise
-    reference = policy.frozen_copy() if args.kl_coef > 0 else None
     parts = {"optimizer": optimizer, "critic": critic, "reference": reference}
-    run.restore(policy, problem_stream, generator, **parts)
-    args = plan_memory(args, policy, problem_stream, held_out)
-    if run.before is None:
-        run.before = evaluate(policy, held_out, verify, args, sampled=True)
+    run = Run(args, policy, problems, **parts)  # log, checkpoints
+    has_bonus = args.entropy_coef > 0
+    if run.is_new:
+        run.log_eval(evaluate(policy, held_out, grade, args, sampled=True))
 
-    for iteration in range(run.iteration + 1, args.iterations + 1):
+    for iteration in run.iterations():  # writes the log, saves when due, stops on Ctrl-C
         # ---------------------------------------------------------------------------------- rollout
-        meter = Meter(iteration)
-        problems = problem_stream.take(args.prompts_per_iteration)
-        sampler = policy.sampler_at(iteration)  # the policy, or its --rollout_dtype copy
-        completions = sample(sampler, problems, args.group_size, args, generator)
-        meter.lap("rollout_seconds")
+        prompts = problems.take(args.prompts_per_iteration)
+        completions = sample(policy.sampler(iteration), prompts, args.group_size, args, run.noise)
+        completions = grade(completions)
 
-        # ----------------------------------------------------------------------------------- reward
-        completions = judge(completions, verify)
-        rewards_N1 = torch.tensor([[c.reward] for c in completions], device=args.device)
-
-        # ---------------------------------------------------------------------------- old log-probs
-        # Recompute them with the training forward (unless --old_logprobs sampler), since the sampler's
-        # differ by rounding. Rows are not shuffled and micro-batches are those of the update, so that
-        # r is exactly 1 in the first step.
+        # ------------------------------------------------------------------------------------ batch
+        # Old log-probs come from the training forward, in the micro-batches of the update, so that the
+        # ratio is exactly 1 in the first step. (--old_logprobs sampler takes the sampler's instead.)
         batch = collate(completions, args)
-        minibatches = batch.minibatches(args.num_minibatches)
-        old = score_old(policy, batch, minibatches, args)
-        if args.kl_coef > 0:
-            ref_logprobs_NT = score(reference, batch, minibatches, args)
-        values_NU = score_values(critic, batch, minibatches, args)
-
-        # ----------------------------------------------------------------------- rollout correction
-        # Importance weights pi_old / sampler; all 1 unless --rollout_correction is on.
-        correction = rollout_correction(old, batch, args)
-        meter.add_global("rollout", correction.stats)
+        record_old_policy(policy, batch, args)  # batch.old_logprobs_BT, and an MoE's experts
+        if reference is not None:
+            batch.ref_logprobs_BT = reference_logprobs(reference, batch, args)
+        rollout_correction(batch, args)  # correction_weights: 1 by default
+        values_BU = critic_values(critic, batch, args)
+        batch.values_BT = values_BU[:, :-1]
 
         # ------------------------------------------------------------------------------- advantages
         # The KL that token_rewards subtracts is log(pi_old / pi_ref), the plain estimator, of the old
         # policy; in grpo.py it is k3, of the policy during the update.
-        kl_NT = torch.zeros_like(old.logprobs_NT)
-        if args.kl_coef > 0:
-            kl_NT = torch.where(batch.mask_BT, old.logprobs_NT - ref_logprobs_NT, 0)
-            meter.add_global("losses", {"kl_ref": masked_mean(kl_NT, batch.mask_BT)})
-        is_cut_off_N1 = torch.tensor([[c.truncated] for c in completions], device=args.device)
-        token_rewards_NT = token_rewards(
-            rewards_N1, kl_NT, values_NU, is_cut_off_N1, batch.mask_BT, args.kl_coef, args.gamma
+        kl_BT = torch.zeros_like(batch.old_logprobs_BT)
+        numbers = {}  # for the log
+        if reference is not None:
+            kl_BT = torch.where(batch.mask_BT, batch.old_logprobs_BT - batch.ref_logprobs_BT, 0)
+            numbers["losses/kl_ref"] = masked_mean(kl_BT, batch.mask_BT)
+        rewards_B1 = torch.tensor([[c.reward] for c in completions], device=args.device)
+        is_cut_off_B1 = torch.tensor([[c.truncated] for c in completions], device=args.device)
+        token_rewards_BT = token_rewards(
+            rewards_B1, kl_BT, values_BU, is_cut_off_B1, batch.mask_BT, args.kl_coef, args.gamma
         )
-        old_values_NT = values_NU[:, :-1]
-        advantages_NT, returns_NT = compute_gae(
-            token_rewards_NT, old_values_NT, batch.mask_BT, args.gamma, args.gae_lambda
+        advantages_BT, batch.returns_BT = compute_gae(
+            token_rewards_BT, batch.values_BT, batch.mask_BT, args.gamma, args.gae_lambda
         )
-        meter.add_global("losses", critic_stats(old_values_NT, returns_NT, batch.mask_BT))
-        advantages_NT = correction.weights * whiten(advantages_NT, batch.mask_BT)
+        numbers |= critic_stats(batch.values_BT, batch.returns_BT, batch.mask_BT)
+        batch.advantages = batch.correction_weights * whiten(advantages_BT, batch.mask_BT)
 
         # ----------------------------------------------------------------------------------- update
-        for _ in range(args.update_epochs):
-            for minibatch in minibatches:
-                num_tokens = batch.mask_BT[minibatch].sum()
-                for rows, micro in batch.micro_batches(minibatch, args.micro_batch_size):
-                    outputs = token_logprobs(policy, micro, args.temperature, entropy_grad=has_bonus)
-                    loss, stats = policy_loss(
-                        outputs.logprobs_BT,
-                        old.logprobs_NT[rows],
-                        advantages_NT[rows],
-                        micro.mask_BT,
-                        clip_eps_low=args.clip_eps_low,
-                        clip_eps_high=args.clip_eps_high,
-                        num_tokens=num_tokens,
-                    )
-                    critic_loss = value_loss(
-                        critic.model(micro)[:, :-1],
-                        old_values_NT[rows],
-                        returns_NT[rows],
-                        micro.mask_BT,
-                        value_clip=args.value_clip,
-                        num_tokens=num_tokens,
-                    )
-                    # H over the whole step's tokens, as the loss; what is logged is a plain mean.
-                    entropy = torch.where(micro.mask_BT, outputs.entropy_BT, 0).sum() / num_tokens
-                    total_loss = loss + args.value_coef * critic_loss - args.entropy_coef * entropy
-                    # Unlike the loss, aux_loss, a product of means, does not add up over micro-batches.
-                    row_share = len(rows) / len(minibatch)
-                    total_loss = total_loss + args.router_aux_coef * outputs.aux_loss * row_share
-                    total_loss.backward()
-                    losses = {"policy_loss": loss, "value_loss": critic_loss}
-                    meter.add_pass(losses, stats, outputs, old, rows, micro.mask_BT)
-                grad_norm = policy.clip_gradients(args.max_grad_norm)  # sums over ranks first
-                critic_norm = critic.clip_gradients(args.max_grad_norm)
-                meter.check_finite(grad_norm=grad_norm, critic_grad_norm=critic_norm)
-                optimizer.step()
-                optimizer.zero_grad()
-                policy.refresh()  # in bfloat16: sync the working copy from the float32 master weights
-                critic.refresh()
-                meter.add_step(len(minibatch), grad_norm)
-        meter.lap("update_seconds")
+        for minibatch in batch.minibatches(args):
+            num_tokens = minibatch.mask_BT.sum()
+            for micro in minibatch.micro_batches(args):  # this process's rows
+                outputs = token_logprobs(policy, micro, args.temperature, entropy_grad=has_bonus)
+                loss, stats = policy_loss(
+                    outputs.logprobs_BT,
+                    micro.old_logprobs_BT,
+                    micro.advantages,
+                    micro.mask_BT,
+                    clip_eps_low=args.clip_eps_low,
+                    clip_eps_high=args.clip_eps_high,
+                    num_tokens=num_tokens,
+                )
+                critic_loss = value_loss(
+                    critic.model(micro)[:, :-1],
+                    micro.values_BT,
+                    micro.returns_BT,
+                    micro.mask_BT,
+                    value_clip=args.value_clip,
+                    num_tokens=num_tokens,
+                )
+                # H over the whole step's tokens, as the loss; what is logged is a plain mean.
+                entropy = torch.where(micro.mask_BT, outputs.entropy_BT, 0).sum() / num_tokens
+                total_loss = loss + args.value_coef * critic_loss - args.entropy_coef * entropy
+                # Unlike the loss, aux_loss, a product of means, does not add up over micro-batches.
+                share = len(micro) / len(minibatch)
+                total_loss = total_loss + args.router_aux_coef * outputs.aux_loss * share
+                total_loss.backward()
+                run.record(loss, stats, outputs, micro, value_loss=critic_loss)
+            grad_norm = policy.clip_gradients(args.max_grad_norm)  # of the sum over processes
+            critic_norm = critic.clip_gradients(args.max_grad_norm)
+            # Ends the run here, before the step, if a loss or a norm is not finite.
+            run.record_step(minibatch, grad_norm, critic_grad_norm=critic_norm)
+            optimizer.step()
+            optimizer.zero_grad()
 
-        # ------------------------------------------------------------------- log, evaluate and save
-        metrics = iteration_metrics(meter, completions, rewards_N1, args)
-        if run.is_due(args.eval_every, iteration):
-            is_last = iteration == args.iterations
-            results = evaluate(policy, held_out, verify, args, sampled=is_last)
-            metrics |= results["metrics"]
-            if is_last:
-                run.after = results
-        run.log(iteration, metrics, completions)
-        run.save_if_due(iteration)  # after a signal too, and then exits
-    if run.after is None:  # resumed when it was done
-        run.after = evaluate(policy, held_out, verify, args, sampled=True)
-    run.finish()
+        # -------------------------------------------------------------------------------------- log
+        run.log(batch, completions, rewards_B1, **numbers)
+        if run.eval_is_due:
+            run.log_eval(evaluate(policy, held_out, grade, args, sampled=run.is_last))
+    run.finish()  # held-out accuracy before and after, and some answers
 
 
 if __name__ == "__main__":

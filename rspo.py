@@ -10,21 +10,19 @@
   e_jk      the K experts that were active there under the old policy (the replayed ones with
             --routing_replay); sg[] stops the gradient
   A_i       = (R_i - mean) / std, over the rewards R of the G completions of the same prompt
-  _PG       axis suffixes: P prompts, G completions each, N = P G, B rows, T tokens, L layers
+  _PG       axis suffixes: P prompts, G completions each, B rows at hand, T tokens, L layers
 
 Parent: gmpo.py. Differs only in:
   1. Router shift: gamma is 1 while the router scores the experts as it did in the rollout, and falls
      as it shifts. It damps completions whose ratio compares two different subnetworks.
   2. Token-level clip only: no --clip_level.
 
-Left open by the paper's first version: where gamma enters, since its text and its formula differ.
+Not specified in the paper's first version: where gamma enters, since its text and its formula differ.
   --shift damped       c(l) + log gamma, as in J and in the text, "after token-level clipping"
   --shift literal      c(l) + sgn(A) log gamma, the formula as printed: it amplifies A < 0
-  --shift before_clip  c(l + log gamma), as in the second version and in public implementations, which
-                       clip after the shift: a token keeps its gradient up to r = e^eps / gamma if
-                       A > 0, and only down to r = e^-eps / gamma if A < 0
-A model without a softmax over its experts is refused: p is not defined there, and if it is dense, rspo
-is gmpo.
+  --shift before_clip  c(l + log gamma), as in the second version: a token keeps its gradient up to
+                       r = e^eps / gamma if A > 0, and only down to r = e^-eps / gamma if A < 0
+A model without a softmax over its experts is refused: p is not defined there. For dense ones use gmpo.
 
 Run:    python rspo.py
 Expect: like grpo.py, greedy held-out accuracy on sums of two numbers rises from 0.43 to at least
@@ -36,22 +34,20 @@ from typing import Literal
 
 import torch
 
-from common import collate, evaluate, judge, load_policy, load_problems, load_verifier
-from common import sample, score_old, token_logprobs
-from plumbing import Meter, Run, RunArgs, UserError, flag, iteration_metrics, launch
-from plumbing import plan_memory, rollout_correction
+from common import Run, RunArgs, UserError, collate, evaluate, flag, launch, load_grader, load_policy
+from common import load_problems, record_old_policy, rollout_correction, sample, token_logprobs
 
 
 @dataclass
-class Args(RunArgs):  # model, data, device, precision, output: see plumbing/args.py, or --help
-    iterations: int = flag(60, "rounds of rollout and update")
-    prompts_per_iteration: int = flag(32, "prompts in a rollout")
+class Args(RunArgs):  # more flags: --help
+    iterations: int = flag(60, "number of iterations (one rollout plus its updates)")
+    prompts_per_iteration: int = flag(32, "prompts per rollout")
     group_size: int = flag(8, "completions per prompt")
-    max_new_tokens: int = flag(48, "most tokens in a completion")
-    temperature: float = flag(1.0, "temperature of the sampling and of all log-probs")
-    lr: float = flag(2e-4, "AdamW's learning rate, constant")
-    update_epochs: int = flag(1, "passes over a rollout")
-    num_minibatches: int = flag(4, "optimizer steps per pass")
+    max_new_tokens: int = flag(48, "maximum tokens per completion")
+    temperature: float = flag(1.0, "temperature of sampling and of all log-probs")
+    lr: float = flag(2e-4, "learning rate of AdamW, constant")
+    update_epochs: int = flag(1, "epochs per rollout")
+    num_minibatches: int = flag(4, "optimizer steps per epoch")
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
     router_aux_coef: float = flag(0.001, "weight of an MoE's load-balancing loss")
     # flags of the algorithm
@@ -107,24 +103,24 @@ def policy_loss(
     router_shift_BT=None,
     num_sequences=None,
 ):
-    """The loss -J of a micro-batch, normalised by the whole step's count, so that micro-batches add up.
+    """The loss -J of a micro-batch, normalized by the whole step's count, so that micro-batches add up.
 
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
     old_logprobs_BT  the same under the policy before the first step on this rollout [None: on-policy]
     advantages_B1    one per completion, (B, 1) or (B,)
     mask_BT          1 on response tokens, the EOS included (bool or float); other tokens, such as
-                     padding or tool output, get no gradient and enter no mean
+                     padding or tool output, get no gradient and are excluded from all means
     router_shift_BT  gamma, before its floor; 1 where the router has not moved [None: 1 everywhere]
-    num_sequences    completions in the whole optimizer step [None: this is the whole step]; where
-                     processes average their gradients, divide it by their number
+    num_sequences    completions in the whole optimizer step [None: this is the whole step]; under
+                     DDP, which averages gradients, pass total / world_size
 
     Returns (loss, stats): a scalar, and {name: scalar} for the log, over the given tokens.
     """
     if old_logprobs_BT is None:
         old_logprobs_BT = logprobs_BT.detach()
-    advantages_B1 = advantages_B1[:, None] if advantages_B1.dim() == 1 else advantages_B1
-    shapes = [(len(mask_BT), 1)]
-    assert advantages_B1.shape in shapes, f"advantages_B1: {tuple(advantages_B1.shape)}, not {shapes}"
+    if advantages_B1.dim() == 1:
+        advantages_B1 = advantages_B1[:, None]
+    assert advantages_B1.shape == (len(mask_BT), 1), f"advantages_B1: {advantages_B1.shape}"
     assert shift in ("damped", "literal", "before_clip")
     mask_BT = mask_BT.bool()
     length_B1 = mask_BT.sum(1, keepdim=True).clamp(min=1)
@@ -169,95 +165,69 @@ def policy_loss(
 
 def main(args):
     # ---------------------------------------------------------------------------------------- setup
-    run = Run(args)
-    verify = load_verifier(args)
-    policy = load_policy(args)  # the model with its tokenizer
+    grade = load_grader(args)  # first: it says whether the data needs gold answers
+    policy = load_policy(args)  # a transformers model and its tokenizer
     if policy.routers.no_softmax:
         raise UserError(f"--model {args.model}: {policy.routers.no_softmax}: use gmpo.py")
-    problem_stream, held_out = load_problems(args, policy)
+    problems, held_out = load_problems(args, policy)  # also checks that sampler and update agree
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
-    generator = torch.Generator().manual_seed(args.seed)  # for the sampler's noise
-    run.restore(policy, problem_stream, generator, optimizer=optimizer)
-    args = plan_memory(args, policy, problem_stream, held_out)
-    if run.before is None:
-        run.before = evaluate(policy, held_out, verify, args, sampled=True)
+    run = Run(args, policy, problems, optimizer=optimizer)  # log, checkpoints
+    if run.is_new:
+        run.log_eval(evaluate(policy, held_out, grade, args, sampled=True))
 
-    for iteration in range(run.iteration + 1, args.iterations + 1):
+    for iteration in run.iterations():  # writes the log, saves when due, stops on Ctrl-C
         # ---------------------------------------------------------------------------------- rollout
-        meter = Meter(iteration)
-        problems = problem_stream.take(args.prompts_per_iteration)
-        sampler = policy.sampler_at(iteration)  # the policy, or its --rollout_dtype copy
-        completions = sample(sampler, problems, args.group_size, args, generator)
-        meter.lap("rollout_seconds")
-
-        # ----------------------------------------------------------------------------------- reward
-        completions = judge(completions, verify)
-        rewards_PG = torch.tensor([c.reward for c in completions]).view(-1, args.group_size)
+        prompts = problems.take(args.prompts_per_iteration)
+        completions = sample(policy.sampler(iteration), prompts, args.group_size, args, run.noise)
+        completions = grade(completions)
 
         # ------------------------------------------------------------------------------- advantages
-        advantages_N1 = compute_advantages(rewards_PG).view(-1, 1).to(args.device)
+        rewards_PG = torch.tensor([c.reward for c in completions]).view(-1, args.group_size)
+        advantages_B1 = compute_advantages(rewards_PG).view(-1, 1).to(args.device)
 
-        # ---------------------------------------------------------------------------- old log-probs
-        # Recompute them with the training forward (unless --old_logprobs sampler), since the sampler's
-        # differ by rounding. Rows are not shuffled and micro-batches are those of the update, so that
-        # r is exactly 1 in the first step.
+        # ------------------------------------------------------------------------------------ batch
+        # Old log-probs come from the training forward, in the micro-batches of the update, so that the
+        # ratio is exactly 1 in the first step. (--old_logprobs sampler takes the sampler's instead.)
         batch = collate(completions, args)
-        minibatches = batch.minibatches(args.num_minibatches)
-        old = score_old(policy, batch, minibatches, args, router_fn=expert_logprobs)  # log p_old(e_jk)
-
-        # ----------------------------------------------------------------------- rollout correction
-        # Importance weights pi_old / sampler; all 1 unless --rollout_correction is on.
-        correction = rollout_correction(old, batch, args, one_ratio=True)  # one per completion
-        meter.add_global("rollout", correction.stats)
-        advantages = correction.weights * advantages_N1  # (N, 1), or (N, T) with weights per token
+        # batch.old_logprobs_BT, the experts, and their log p_old(e_jk)
+        record_old_policy(policy, batch, args, router_fn=expert_logprobs)
+        rollout_correction(batch, args, per_sequence=True)  # correction_weights: 1 by default
+        batch.advantages = batch.correction_weights * advantages_B1
 
         # ----------------------------------------------------------------------------------- update
-        for _ in range(args.update_epochs):
-            for minibatch in minibatches:
-                for rows, micro in batch.micro_batches(minibatch, args.micro_batch_size):
-                    outputs = token_logprobs(policy, micro, args.temperature)
-                    active_BTLK = micro.active_experts(old.experts_NTLK[rows])  # e_jk
-                    scores_BTLK = expert_logprobs(outputs.router_logits, active_BTLK)
-                    raw_gamma_BT = router_shift(scores_BTLK, old.router_values[rows])
-                    loss, stats = policy_loss(
-                        outputs.logprobs_BT,
-                        old.logprobs_NT[rows],
-                        advantages[rows],
-                        micro.mask_BT,
-                        log_ratio_clip=args.log_ratio_clip,
-                        gamma_min=args.gamma_min,
-                        shift=args.shift,
-                        router_shift_BT=raw_gamma_BT,
-                        num_sequences=len(minibatch),
-                    )
-                    # Unlike the loss, aux_loss, a product of means, does not add up over micro-batches.
-                    row_share = len(rows) / len(minibatch)
-                    total_loss = loss + args.router_aux_coef * outputs.aux_loss * row_share
-                    total_loss.backward()
-                    meter.add_pass({"policy_loss": loss}, stats, outputs, old, rows, micro.mask_BT)
-                    gamma = masked_mean(raw_gamma_BT, micro.mask_BT)
-                    meter.add("moe", {"router_shift": gamma}, micro.mask_BT.sum())
-                grad_norm = policy.clip_gradients(args.max_grad_norm)  # sums over ranks first
-                meter.check_finite(grad_norm=grad_norm)
-                optimizer.step()
-                optimizer.zero_grad()
-                policy.refresh()  # in bfloat16: sync the working copy from the float32 master weights
-                meter.add_step(len(minibatch), grad_norm)
-        meter.lap("update_seconds")
+        for minibatch in batch.minibatches(args):
+            for micro in minibatch.micro_batches(args):  # this process's rows
+                outputs = token_logprobs(policy, micro, args.temperature)
+                active_BTLK = micro.active_experts(micro.old_experts_BTLK)  # e_jk
+                scores_BTLK = expert_logprobs(outputs.router_logits, active_BTLK)
+                raw_gamma_BT = router_shift(scores_BTLK, micro.old_router_scores_BTLK)
+                loss, stats = policy_loss(
+                    outputs.logprobs_BT,
+                    micro.old_logprobs_BT,
+                    micro.advantages,
+                    micro.mask_BT,
+                    log_ratio_clip=args.log_ratio_clip,
+                    gamma_min=args.gamma_min,
+                    shift=args.shift,
+                    router_shift_BT=raw_gamma_BT,
+                    num_sequences=len(minibatch),
+                )
+                # Unlike the loss, aux_loss, a product of means, does not add up over micro-batches.
+                share = len(micro) / len(minibatch)
+                total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
+                total_loss.backward()
+                stats["moe/router_shift"] = masked_mean(raw_gamma_BT, micro.mask_BT)
+                run.record(loss, stats, outputs, micro)
+            grad_norm = policy.clip_gradients(args.max_grad_norm)  # of the sum over processes
+            run.record_step(minibatch, grad_norm)  # ends the run if one is not finite
+            optimizer.step()
+            optimizer.zero_grad()
 
-        # ------------------------------------------------------------------- log, evaluate and save
-        metrics = iteration_metrics(meter, completions, rewards_PG, args)
-        if run.is_due(args.eval_every, iteration):
-            is_last = iteration == args.iterations
-            results = evaluate(policy, held_out, verify, args, sampled=is_last)
-            metrics |= results["metrics"]
-            if is_last:
-                run.after = results
-        run.log(iteration, metrics, completions)
-        run.save_if_due(iteration)  # after a signal too, and then exits
-    if run.after is None:  # resumed when it was done
-        run.after = evaluate(policy, held_out, verify, args, sampled=True)
-    run.finish()
+        # -------------------------------------------------------------------------------------- log
+        run.log(batch, completions, rewards_PG)
+        if run.eval_is_due:
+            run.log_eval(evaluate(policy, held_out, grade, args, sampled=run.is_last))
+    run.finish()  # held-out accuracy before and after, and some answers
 
 
 if __name__ == "__main__":

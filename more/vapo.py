@@ -10,19 +10,19 @@
   L_V    = mean over tokens of max((V - ret)^2, (V_old + clip(V - V_old, -d, d) - ret)^2)
   ret_it = sum_k gamma^k rew_i,t+k, the Monte Carlo return;  H: mean entropy over tokens
   L_LM   = mean of -log pi(o_it) over the tokens of all right completions of an optimizer step
-  _NT    axis suffixes: N rows of a rollout, B rows, T tokens, U = T + 1, 1 a size-1 axis
+  _BT    axis suffixes: B rows at hand, T tokens, U = T + 1, 1 a size-1 axis
 
 Parent: ppo.py. Differs only in:
   1. Value pre-training: in the first iterations the critic learns, and the policy stays as it is.
-  2. Decoupled GAE: lambda 1 for the returns that the critic learns, another one for the policy's A.
+  2. Decoupled GAE: lambda 1 for the returns that the critic learns, a smaller one for the policy's A.
   3. Length-adaptive GAE: that one is max(0, 1 - 1/(alpha |o_i|)), higher in long completions.
   4. Clip-higher: eps_high 0.28 over eps_low 0.2.
   5. Positive-example LM loss: right completions are also imitated, with weight mu.
   6. Groups: 8 completions for each of 32 prompts; the critic is the baseline, and no group is dropped.
 
-Departs from the paper: alpha is 1 instead of 0.05, which is for thousands of tokens. At 20 tokens,
-about the base model's mean, lambda is then ppo.py's 0.95; with 0.05 it would be 0. The ten iterations
-of pre-training, 40 steps of the critic, are included in --iterations, so that vapo generates as many
+Unlike the paper: alpha is 1 instead of 0.05, which is for thousands of tokens. At 20 tokens, about the
+base model's mean, lambda is then ppo.py's 0.95; with 0.05 it would be 0. The ten iterations of
+pre-training, 40 steps of the critic, are included in --iterations, so that vapo generates as many
 completions as the siblings. As in ppo.py, the returns of a truncated completion include the critic's
 value at its end, and the reward includes a KL.
 
@@ -41,22 +41,21 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run as a file, it finds common too
 
-from common import collate, evaluate, judge, load_policy, load_problems, load_verifier
-from common import sample, score, score_old, score_values, token_logprobs
-from plumbing import Meter, Run, RunArgs, TrainedModel, critic_stats, flag, forward_packed
-from plumbing import iteration_metrics, launch, plan_memory, rollout_correction
+from common import Run, RunArgs, TrainedModel, UserError, collate, critic_stats, critic_values, evaluate
+from common import flag, forward_packed, launch, load_grader, load_policy, load_problems
+from common import record_old_policy, reference_logprobs, rollout_correction, sample, token_logprobs
 
 
 @dataclass
-class Args(RunArgs):  # model, data, device, precision, output: see plumbing/args.py, or --help
-    iterations: int = flag(60, "rounds of rollout and update")
-    prompts_per_iteration: int = flag(32, "prompts in a rollout")  # [6]
+class Args(RunArgs):  # more flags: --help
+    iterations: int = flag(60, "number of iterations (one rollout plus its updates)")
+    prompts_per_iteration: int = flag(32, "prompts per rollout")  # [6]
     group_size: int = flag(8, "completions per prompt")
-    max_new_tokens: int = flag(48, "most tokens in a completion")
-    temperature: float = flag(1.0, "temperature of the sampling and of all log-probs")
-    lr: float = flag(2e-4, "AdamW's learning rate, constant")
-    update_epochs: int = flag(1, "passes over a rollout")
-    num_minibatches: int = flag(4, "optimizer steps per pass")
+    max_new_tokens: int = flag(48, "maximum tokens per completion")
+    temperature: float = flag(1.0, "temperature of sampling and of all log-probs")
+    lr: float = flag(2e-4, "learning rate of AdamW, constant")
+    update_epochs: int = flag(1, "epochs per rollout")
+    num_minibatches: int = flag(4, "optimizer steps per epoch")
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
     router_aux_coef: float = flag(0.001, "weight of an MoE's load-balancing loss")
     # flags of the algorithm
@@ -68,13 +67,15 @@ class Args(RunArgs):  # model, data, device, precision, output: see plumbing/arg
     value_coef: float = flag(0.5, "weight of the value loss, where the critic's gradient is clipped")
     value_clip: float = flag(0.2, "how far a value may move [0: any distance]")
     entropy_coef: float = flag(0.0, "weight of the entropy bonus")
-    critic_lr: float = flag(2e-3, "AdamW's learning rate of the critic, constant")
+    critic_lr: float = flag(2e-3, "learning rate of the critic's AdamW, constant")
     pretraining_iterations: int = flag(10, "first ones, in which only the critic learns")
     positive_lm_coef: float = flag(0.1, "mu, the weight of the LM loss of right answers")
 
     def check(self):
         self.check_range(0, 1, "clip_eps_low", "gamma")
         self.check_range(1e-9, 1e9, "critic_lr", "lambda_alpha")
+        if self.pretraining_iterations >= self.iterations:
+            raise UserError("--pretraining_iterations must be below --iterations")
 
 
 class Critic(nn.Module):
@@ -141,7 +142,7 @@ def token_rewards(rewards_B1, kl_BT, values_BU, is_cut_off_B1, mask_BT, kl_coef,
 
 
 def value_loss(values_BT, old_values_BT, returns_BT, mask_BT, *, value_clip=0.2, num_tokens=None):
-    """L_V of a micro-batch, normalised by the whole step's count, so that micro-batches add up.
+    """L_V of a micro-batch, normalized by the whole step's count, so that micro-batches add up.
 
     values_BT, old_values_BT, returns_BT, mask_BT: (B, T), the first with gradient. value_clip 0 takes
     the squared error of V alone. num_tokens counts the whole optimizer step [None: this is it].
@@ -161,7 +162,7 @@ def value_loss(values_BT, old_values_BT, returns_BT, mask_BT, *, value_clip=0.2,
 
 
 def positive_lm_loss(logprobs_BT, is_right_B1, mask_BT, *, num_tokens=None):
-    """L_LM of a micro-batch, normalised by the whole step's count, so that micro-batches add up.
+    """L_LM of a micro-batch, normalized by the whole step's count, so that micro-batches add up.
 
     is_right_B1 marks right completions. num_tokens counts the tokens of all those in the optimizer step
     [None: this is it].
@@ -182,23 +183,24 @@ def policy_loss(
     clip_eps_high=0.28,
     num_tokens=None,
 ):
-    """The clipped term of -J, normalised by the whole step's count, so that micro-batches add up.
+    """The clipped term of -J, normalized by the whole step's count, so that micro-batches add up.
 
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
     old_logprobs_BT  the same under the policy before the first step on this rollout [None: on-policy]
     advantages_BT    (B, 1) or (B,), broadcast over the tokens, or (B, T)
     mask_BT          1 on response tokens, the EOS included (bool or float); other tokens, such as
-                     padding or tool output, get no gradient and enter no mean
-    num_tokens       response tokens in the whole optimizer step [None: this is the whole step]; where
-                     processes average their gradients, divide it by their number
+                     padding or tool output, get no gradient and are excluded from all means
+    num_tokens       response tokens in the whole optimizer step [None: this is the whole step];
+                     under DDP, which averages gradients, pass total / world_size
 
     Returns (loss, stats): a scalar, and {name: scalar} for the log, over the given tokens.
     """
     if old_logprobs_BT is None:
         old_logprobs_BT = logprobs_BT.detach()
-    advantages_BT = advantages_BT[:, None] if advantages_BT.dim() == 1 else advantages_BT
-    shapes = [(len(mask_BT), 1), tuple(mask_BT.shape)]
-    assert advantages_BT.shape in shapes, f"advantages_BT: {tuple(advantages_BT.shape)}, not {shapes}"
+    if advantages_BT.dim() == 1:
+        advantages_BT = advantages_BT[:, None]
+    shapes = [(len(mask_BT), 1), mask_BT.shape]
+    assert advantages_BT.shape in shapes, f"advantages_BT: {advantages_BT.shape}, not {shapes}"
     mask_BT = mask_BT.bool()
     if num_tokens is None:
         num_tokens = mask_BT.sum().clamp(min=1)
@@ -224,144 +226,118 @@ def policy_loss(
 
 def main(args):
     # ---------------------------------------------------------------------------------------- setup
-    run = Run(args)
-    verify = load_verifier(args)
-    policy = load_policy(args)  # the model with its tokenizer
-    problem_stream, held_out = load_problems(args, policy)
+    grade = load_grader(args)  # first: it says whether the data needs gold answers
+    policy = load_policy(args)  # a transformers model and its tokenizer
+    problems, held_out = load_problems(args, policy)  # also checks that sampler and update agree
+    reference = policy.frozen_copy() if args.kl_coef > 0 else None
     critic = TrainedModel(Critic(policy), args.dtype)
     policy_group = {"params": list(policy.parameters()), "lr": args.lr}
     critic_group = {"params": list(critic.parameters()), "lr": args.critic_lr}
-    has_bonus = args.entropy_coef > 0
     optimizer = torch.optim.AdamW([policy_group, critic_group], weight_decay=0.0, fused=True)
-    generator = torch.Generator().manual_seed(args.seed)  # for the sampler's noise
-    reference = policy.frozen_copy() if args.kl_coef > 0 else None
     parts = {"optimizer": optimizer, "critic": critic, "reference": reference}
-    run.restore(policy, problem_stream, generator, **parts)
-    args = plan_memory(args, policy, problem_stream, held_out)
-    if run.before is None:
-        run.before = evaluate(policy, held_out, verify, args, sampled=True)
+    run = Run(args, policy, problems, **parts)  # log, checkpoints
+    has_bonus = args.entropy_coef > 0
+    if run.is_new:
+        run.log_eval(evaluate(policy, held_out, grade, args, sampled=True))
 
-    for iteration in range(run.iteration + 1, args.iterations + 1):
+    for iteration in run.iterations():  # writes the log, saves when due, stops on Ctrl-C
         # ---------------------------------------------------------------------------------- rollout
-        meter = Meter(iteration)
-        problems = problem_stream.take(args.prompts_per_iteration)
-        sampler = policy.sampler_at(iteration)  # the policy, or its --rollout_dtype copy
-        completions = sample(sampler, problems, args.group_size, args, generator)
-        meter.lap("rollout_seconds")
+        prompts = problems.take(args.prompts_per_iteration)
+        completions = sample(policy.sampler(iteration), prompts, args.group_size, args, run.noise)
+        completions = grade(completions)
 
-        # ----------------------------------------------------------------------------------- reward
-        completions = judge(completions, verify)
-        rewards_N1 = torch.tensor([[c.reward] for c in completions], device=args.device)
-        is_right_N1 = torch.tensor([[c.verdict == "correct"] for c in completions], device=args.device)
-
-        # ---------------------------------------------------------------------------- old log-probs
-        # Recompute them with the training forward (unless --old_logprobs sampler), since the sampler's
-        # differ by rounding. Rows are not shuffled and micro-batches are those of the update, so that
-        # r is exactly 1 in the first step.
+        # ------------------------------------------------------------------------------------ batch
+        # Old log-probs come from the training forward, in the micro-batches of the update, so that the
+        # ratio is exactly 1 in the first step. (--old_logprobs sampler takes the sampler's instead.)
         batch = collate(completions, args)
-        minibatches = batch.minibatches(args.num_minibatches)
-        old = score_old(policy, batch, minibatches, args)
-        if args.kl_coef > 0:
-            ref_logprobs_NT = score(reference, batch, minibatches, args)
-        values_NU = score_values(critic, batch, minibatches, args)
-
-        # ----------------------------------------------------------------------- rollout correction
-        # Importance weights pi_old / sampler; all 1 unless --rollout_correction is on.
-        correction = rollout_correction(old, batch, args)
-        meter.add_global("rollout", correction.stats)
+        record_old_policy(policy, batch, args)  # batch.old_logprobs_BT, and an MoE's experts
+        if reference is not None:
+            batch.ref_logprobs_BT = reference_logprobs(reference, batch, args)
+        rollout_correction(batch, args)  # correction_weights: 1 by default
+        values_BU = critic_values(critic, batch, args)
+        batch.values_BT = values_BU[:, :-1]
+        is_right_B1 = [[c.verdict == "correct"] for c in completions]
+        batch.is_right_B1 = torch.tensor(is_right_B1, device=args.device)
 
         # ------------------------------------------------------------------------------- advantages
         # The KL that token_rewards subtracts is log(pi_old / pi_ref), the plain estimator, of the old
         # policy; in grpo.py it is k3, of the policy during the update.
-        kl_NT = torch.zeros_like(old.logprobs_NT)
-        if args.kl_coef > 0:
-            kl_NT = torch.where(batch.mask_BT, old.logprobs_NT - ref_logprobs_NT, 0)
-            meter.add_global("losses", {"kl_ref": masked_mean(kl_NT, batch.mask_BT)})
-        is_cut_off_N1 = torch.tensor([[c.truncated] for c in completions], device=args.device)
-        token_rewards_NT = token_rewards(
-            rewards_N1, kl_NT, values_NU, is_cut_off_N1, batch.mask_BT, args.kl_coef, args.gamma
+        kl_BT = torch.zeros_like(batch.old_logprobs_BT)
+        numbers = {}  # for the log
+        if reference is not None:
+            kl_BT = torch.where(batch.mask_BT, batch.old_logprobs_BT - batch.ref_logprobs_BT, 0)
+            numbers["losses/kl_ref"] = masked_mean(kl_BT, batch.mask_BT)
+        rewards_B1 = torch.tensor([[c.reward] for c in completions], device=args.device)
+        is_cut_off_B1 = torch.tensor([[c.truncated] for c in completions], device=args.device)
+        token_rewards_BT = token_rewards(
+            rewards_B1, kl_BT, values_BU, is_cut_off_B1, batch.mask_BT, args.kl_coef, args.gamma
         )
-        old_values_NT = values_NU[:, :-1]
         # [2] With lambda 1 returns do not depend on the critic, except where a completion was cut off.
-        _, returns_NT = compute_gae(token_rewards_NT, old_values_NT, batch.mask_BT, args.gamma, 1.0)
-        # [3] lambda_i = max(0, 1 - 1/(alpha |o_i|))
-        lambda_N = (1 - 1 / (args.lambda_alpha * batch.mask_BT.sum(1))).clamp(min=0)
-        advantages_NT, _ = compute_gae(
-            token_rewards_NT, old_values_NT, batch.mask_BT, args.gamma, lambda_N
+        _, batch.returns_BT = compute_gae(
+            token_rewards_BT, batch.values_BT, batch.mask_BT, args.gamma, 1.0
         )
-        meter.add_global("losses", critic_stats(old_values_NT, returns_NT, batch.mask_BT))
-        advantages_NT = correction.weights * whiten(advantages_NT, batch.mask_BT)
+        # [3] lambda_i = max(0, 1 - 1/(alpha |o_i|))
+        lambda_B = (1 - 1 / (args.lambda_alpha * batch.mask_BT.sum(1))).clamp(min=0)
+        advantages_BT, _ = compute_gae(
+            token_rewards_BT, batch.values_BT, batch.mask_BT, args.gamma, lambda_B
+        )
+        numbers |= critic_stats(batch.values_BT, batch.returns_BT, batch.mask_BT)
+        batch.advantages = batch.correction_weights * whiten(advantages_BT, batch.mask_BT)
 
         # ----------------------------------------------------------------------------------- update
-        for _ in range(args.update_epochs):
-            for minibatch in minibatches:
-                num_tokens = batch.mask_BT[minibatch].sum()
-                num_right_tokens = (batch.mask_BT & is_right_N1)[minibatch].sum().clamp(min=1)
-                for rows, micro in batch.micro_batches(minibatch, args.micro_batch_size):
-                    # [1] Without gradients AdamW leaves the policy, and its moments, as they are.
-                    with torch.set_grad_enabled(iteration > args.pretraining_iterations):
-                        outputs = token_logprobs(policy, micro, args.temperature, has_bonus)
-                    loss, stats = policy_loss(
-                        outputs.logprobs_BT,
-                        old.logprobs_NT[rows],
-                        advantages_NT[rows],
-                        micro.mask_BT,
-                        clip_eps_low=args.clip_eps_low,
-                        clip_eps_high=args.clip_eps_high,
-                        num_tokens=num_tokens,
-                    )
-                    lm_loss = positive_lm_loss(
-                        outputs.logprobs_BT,
-                        is_right_N1[rows],
-                        micro.mask_BT,
-                        num_tokens=num_right_tokens,
-                    )
-                    critic_loss = value_loss(
-                        critic.model(micro)[:, :-1],
-                        old_values_NT[rows],
-                        returns_NT[rows],
-                        micro.mask_BT,
-                        value_clip=args.value_clip,
-                        num_tokens=num_tokens,
-                    )
-                    # H over the whole step's tokens, as the loss; what is logged is a plain mean.
-                    entropy = torch.where(micro.mask_BT, outputs.entropy_BT, 0).sum() / num_tokens
-                    total_loss = loss + args.value_coef * critic_loss - args.entropy_coef * entropy
-                    # [5] J has -mu L_LM, the loss +mu L_LM
-                    total_loss = total_loss + args.positive_lm_coef * lm_loss
-                    # Unlike the loss, aux_loss, a product of means, does not add up over micro-batches.
-                    row_share = len(rows) / len(minibatch)
-                    total_loss = total_loss + args.router_aux_coef * outputs.aux_loss * row_share
-                    total_loss.backward()
-                    losses = {
-                        "policy_loss": loss,
-                        "value_loss": critic_loss,
-                        "positive_lm_loss": lm_loss,
-                    }
-                    meter.add_pass(losses, stats, outputs, old, rows, micro.mask_BT)
-                grad_norm = policy.clip_gradients(args.max_grad_norm)  # sums over ranks first
-                critic_norm = critic.clip_gradients(args.max_grad_norm)
-                meter.check_finite(grad_norm=grad_norm, critic_grad_norm=critic_norm)
-                optimizer.step()
-                optimizer.zero_grad()
-                policy.refresh()  # in bfloat16: sync the working copy from the float32 master weights
-                critic.refresh()
-                meter.add_step(len(minibatch), grad_norm)
-        meter.lap("update_seconds")
+        for minibatch in batch.minibatches(args):
+            num_tokens = minibatch.mask_BT.sum()
+            num_right_tokens = (minibatch.mask_BT & minibatch.is_right_B1).sum().clamp(min=1)
+            for micro in minibatch.micro_batches(args):  # this process's rows
+                # [1] Without gradients AdamW leaves the policy, and its moments, as they are.
+                with torch.set_grad_enabled(iteration > args.pretraining_iterations):
+                    outputs = token_logprobs(policy, micro, args.temperature, entropy_grad=has_bonus)
+                loss, stats = policy_loss(
+                    outputs.logprobs_BT,
+                    micro.old_logprobs_BT,
+                    micro.advantages,
+                    micro.mask_BT,
+                    clip_eps_low=args.clip_eps_low,
+                    clip_eps_high=args.clip_eps_high,
+                    num_tokens=num_tokens,
+                )
+                lm_loss = positive_lm_loss(
+                    outputs.logprobs_BT,
+                    micro.is_right_B1,
+                    micro.mask_BT,
+                    num_tokens=num_right_tokens,
+                )
+                critic_loss = value_loss(
+                    critic.model(micro)[:, :-1],
+                    micro.values_BT,
+                    micro.returns_BT,
+                    micro.mask_BT,
+                    value_clip=args.value_clip,
+                    num_tokens=num_tokens,
+                )
+                # H over the whole step's tokens, as the loss; what is logged is a plain mean.
+                entropy = torch.where(micro.mask_BT, outputs.entropy_BT, 0).sum() / num_tokens
+                total_loss = loss + args.value_coef * critic_loss - args.entropy_coef * entropy
+                # [5] J has -mu L_LM, the loss +mu L_LM
+                total_loss = total_loss + args.positive_lm_coef * lm_loss
+                # Unlike the loss, aux_loss, a product of means, does not add up over micro-batches.
+                share = len(micro) / len(minibatch)
+                total_loss = total_loss + args.router_aux_coef * outputs.aux_loss * share
+                total_loss.backward()
+                losses = {"value_loss": critic_loss, "positive_lm_loss": lm_loss}
+                run.record(loss, stats, outputs, micro, **losses)
+            grad_norm = policy.clip_gradients(args.max_grad_norm)  # of the sum over processes
+            critic_norm = critic.clip_gradients(args.max_grad_norm)
+            # Ends the run here, before the step, if a loss or a norm is not finite.
+            run.record_step(minibatch, grad_norm, critic_grad_norm=critic_norm)
+            optimizer.step()
+            optimizer.zero_grad()
 
-        # ------------------------------------------------------------------- log, evaluate and save
-        metrics = iteration_metrics(meter, completions, rewards_N1, args)
-        if run.is_due(args.eval_every, iteration):
-            is_last = iteration == args.iterations
-            results = evaluate(policy, held_out, verify, args, sampled=is_last)
-            metrics |= results["metrics"]
-            if is_last:
-                run.after = results
-        run.log(iteration, metrics, completions)
-        run.save_if_due(iteration)  # after a signal too, and then exits
-    if run.after is None:  # resumed when it was done
-        run.after = evaluate(policy, held_out, verify, args, sampled=True)
-    run.finish()
+        # -------------------------------------------------------------------------------------- log
+        run.log(batch, completions, rewards_B1, **numbers)
+        if run.eval_is_due:
+            run.log_eval(evaluate(policy, held_out, grade, args, sampled=run.is_last))
+    run.finish()  # held-out accuracy before and after, and some answers
 
 
 if __name__ == "__main__":

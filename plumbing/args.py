@@ -1,28 +1,30 @@
 """The flags that all scripts share, the ranges of their values, and how a script is started."""
 
-import os
+import argparse
+import contextlib
+import difflib
+import signal
 import sys
-from dataclasses import dataclass, fields
+import time
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args, get_origin
 
 import torch
 import transformers
 from tqdm import tqdm
-from transformers.hf_argparser import HfArg
 
 from plumbing import ranks
-
-TINY_MOE = Path(__file__).parent.parent / "tiny_moe"  # the folder that --model tiny-moe means
-
-
-class UserError(Exception):
-    """An error that the user can fix, in one sentence that names the flag. `launch` prints it."""
+from plumbing.errors import UserError
+from plumbing.folder import RunFolder, saved_flags
+from plumbing.screen import Stream
 
 
 def flag(default, help):
     """A dataclass field that becomes a command-line flag."""
-    return HfArg(default=default, help=help)
+    if isinstance(default, list):
+        return field(default_factory=default.copy, metadata={"help": help})
+    return field(default=default, metadata={"help": help})
 
 
 @dataclass
@@ -30,7 +32,7 @@ class RunArgs:
     """The flags that every script's `Args` inherits."""
 
     # model
-    model: str = flag("tiny-moe", "tiny-moe, or a folder or hub id of a language model")
+    model: str = flag("tiny-moe", "tiny-moe, or a folder or hub id of a causal language model")
     # data and reward
     dataset: str = flag("addition", "addition, a .jsonl, .json or .parquet file, a folder, or a hub id")
     dataset_config: str = flag("", "configuration of a hub dataset, if it has several")
@@ -40,20 +42,19 @@ class RunArgs:
     system_prompt: str = flag("", "system message before each prompt")
     instruction: str = flag("", "text added on a separate line after each prompt")
     num_held_out: int = flag(256, "problems held out for evaluation")
-    reward: list[str] = HfArg(
-        default_factory=list,
-        help="FILE.py:FUNCTION ...; correct is what the first one says or, as in TRL, values above 0.5",
+    reward: list[str] = flag(
+        [], "FILE.py:FUNCTION ...; correct is what the first one says or, as in TRL, values above 0.5"
     )
-    reward_weights: list[float] = HfArg(default_factory=list, help="weights of their values [1 each]")
+    reward_weights: list[float] = flag([], "weights of their values [1 each]")
     # precision and memory
     dtype: Literal["float32", "bfloat16"] = flag(
         "float32", "precision of the model that computes; AdamW always updates float32 weights"
     )
     head_dtype: Literal["same", "float32"] = flag(
-        "same", "precision of the head's product, the logits, in sampler and update alike"
+        "same", "precision of the matrix product that makes the logits, when sampling and learning"
     )
-    micro_batch_size: int = flag(0, "completions per update pass [0: 16,384 tokens]")
-    rollout_batch_size: int = flag(0, "completions sampled at a time [0: all]")
+    micro_batch_size: int = flag(0, "completions per forward and backward pass [0: 16,384 tokens]")
+    rollout_batch_size: int = flag(0, "completions sampled at a time [0: all of an iteration]")
     gradient_checkpointing: bool = flag(False, "less memory, more time")
     # sampler
     rollout_dtype: Literal["same", "float32", "bfloat16", "int8", "int4"] = flag(
@@ -65,21 +66,21 @@ class RunArgs:
     )
     rollout_correction: Literal[
         "none", "token_tis", "sequence_tis", "sequence_mis", "geo_mask", "geo_filter", "icepop"
-    ] = flag("none", "importance weights for the mismatch of sampler and trainer")
+    ] = flag("none", "importance weights that correct for sampler/trainer mismatch")
     rollout_cap: float = flag(2.0, "cap on these weights (not used by icepop and geo_filter)")
     rollout_mask_low: float = flag(0.95, "geo rules drop completions with a lower mean ratio")
     rollout_mask_high: float = flag(1.05, "geo rules drop completions with a higher mean ratio")
     routing_replay: Literal["none", "r2", "r3"] = flag(
-        "none", "experts that an update of an MoE uses: r2 the old policy's, r3 the sampler's"
+        "none", "replay MoE routing in the update: r2 from the old policy, r3 from the sampler"
     )
     # run
     seed: int = flag(1, "seed of the order of the prompts and of the sampling")
-    device: str = flag("", "cuda, cpu, or mps (untried) [default: cuda if available]")
+    device: str = flag("", "cuda, cpu, or mps (untried) [cuda if available]")
     eval_every: int = flag(10, "iterations between evaluations [0: only at the end]")
     eval_samples: int = flag(1, "completions per held-out problem, before and after, for pass@k")
     save_every: int = flag(20, "iterations between checkpoints [0: only at the end]")
-    resume: bool = flag(False, "continue the run in --run_dir")
-    run_dir: str = flag("", "output folder [default: runs/<script>-seed<seed>]")
+    resume: bool = flag(False, "continue the run in --run_dir, with its flags")
+    run_dir: str = flag("", "output folder [runs/<script>-seed<seed>]")
 
     # A script without these flags has one completion per prompt, or one step per rollout.
     group_size = 1
@@ -108,6 +109,12 @@ class RunArgs:
             if not low <= value <= high:  # a NaN fails this too
                 raise UserError(f"--{name} must be from {low:g} to {high:g}, not {value}")
 
+    def check_used(self, is_used, condition, *names):
+        """UserError if one of these flags was given although nothing reads it under this condition."""
+        for name in names:
+            if not is_used and getattr(self, name) != getattr(type(self), name):
+                raise UserError(f"--{name} does nothing {condition}")
+
 
 # Lowest and highest values of flags that several scripts have. All other numbers must be finite and not
 # negative; a script's check() may be stricter.
@@ -121,13 +128,34 @@ RANGES = [
 ]
 
 
-def check_ranges(args):
-    """UserError if a number is outside its range."""
-    ranges = {field.name: (0, 1e9) for field in fields(args) if field.type in (int, float)}
+def check_flags(args):
+    """UserError if a flag has an impossible value, or flags contradict each other."""
+    ranges = {f.name: (0, 1e9) for f in fields(args) if f.type in (int, float)}
     for low, high, names in RANGES:
         ranges |= dict.fromkeys(names.split(), (low, high))
     for name, (low, high) in ranges.items():
         args.check_range(low, high, name)
+    args.check()
+    completions = args.prompts_per_iteration * args.group_size
+    if completions % args.num_minibatches > 0:
+        raise UserError(f"--num_minibatches does not divide {completions} completions into equal parts")
+    if completions // args.num_minibatches < ranks.WORLD:
+        message = f"leaves fewer completions in a minibatch than {ranks.WORLD} processes"
+        raise UserError(f"--prompts_per_iteration {args.prompts_per_iteration} {message}")
+    is_weight = [abs(weight) <= 1000 for weight in args.reward_weights]
+    if is_weight and (len(is_weight) != len(args.reward) or not all(is_weight)):
+        raise UserError(
+            "--reward_weights must be numbers up to 1000, one for each function of --reward"
+        )
+    if args.old_logprobs == "sampler" and args.rollout_correction != "none":
+        raise UserError("--old_logprobs sampler makes --rollout_correction useless: its ratio is 1")
+    if args.old_logprobs == "sampler" and args.routing_replay == "r2":
+        raise UserError("--old_logprobs sampler skips the forward whose experts r2 would replay")
+    has_cap = args.rollout_correction not in ("none", "icepop", "geo_filter")
+    rule = f"with --rollout_correction {args.rollout_correction}"
+    args.check_used(has_cap, rule, "rollout_cap")
+    has_bounds = args.rollout_correction in ("geo_mask", "geo_filter")
+    args.check_used(has_bounds, rule, "rollout_mask_low", "rollout_mask_high")
 
 
 # The groups of --help: {first flag: title}, in the order of a script's Args and then of RunArgs. The
@@ -143,53 +171,73 @@ GROUPS = {
 LAST_OF_LOOP = "router_aux_coef"
 
 
-def group_flags(parser, args_class):
-    """Sorts the flags in --help into groups; argparse itself would list RunArgs first."""
-    parser.usage = "%(prog)s [--flag value ...]"
-    actions = {action.dest: action for action in parser._actions}
-    parser._optionals._group_actions = [actions["help"]]
+class Parser(argparse.ArgumentParser):
+    """Raises a UserError where argparse would print a usage text and exit."""
+
+    def error(self, message):
+        raise UserError(message)
+
+
+def make_parser(args_class):
+    """A parser with the fields of a script's `Args` as flags."""
+    summary = (sys.modules[args_class.__module__].__doc__ or "").partition("\n")[0]
+    parser = Parser(description=summary, usage="%(prog)s [--flag value ...]", allow_abbrev=False)
+    flags = {f.name: f for f in fields(args_class)}
     for name in [*args_class.__annotations__, *RunArgs.__annotations__]:
         if name in GROUPS:
             group = parser.add_argument_group(GROUPS[name])
-        group._group_actions.append(actions[name])
+        add_flag(group, flags[name])
         if name == LAST_OF_LOOP:
             group = parser.add_argument_group("algorithm")
+    return parser
+
+
+def add_flag(group, field):
+    """Adds a field of `Args` to a group of flags."""
+    default = getattr(field.default, "default", field.default)
+    help = field.metadata["help"].replace("%", "%%")
+    options = {"default": [] if default is MISSING else default, "metavar": "X"}
+    if options["default"] not in ("", [], False):
+        help += f" (default: {default})"
+    if field.type is bool:
+        options |= {"nargs": "?", "const": True, "type": as_bool, "metavar": "true|false"}
+    elif get_origin(field.type) is Literal:
+        options |= {"choices": get_args(field.type), "metavar": None}
+    elif get_origin(field.type) is list:
+        options |= {"nargs": "*", "type": get_args(field.type)[0]}
+    else:
+        options |= {"type": field.type}
+    group.add_argument(f"--{field.name}", help=help, **options)
+
+
+def as_bool(text):
+    """The value of a flag such as `--resume true`; `--resume` alone is true."""
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{text} is neither true nor false")
+    return text.lower() == "true"
 
 
 def parse_args(args_class):
     """The command line as `args_class`, its values checked before any work is done."""
-
-    def refuse(message):
-        raise UserError(message)
-
-    parser = transformers.HfArgumentParser(args_class, allow_abbrev=False)
-    parser.error = refuse
-    group_flags(parser, args_class)
-    args = args_class(**vars(parser.parse_args()))
-    check_ranges(args)
-    args.check()
-    if os.fsencode(args.run_dir) != args.run_dir.encode(errors="replace"):  # safetensors needs UTF-8
-        raise UserError(f"--run_dir {args.run_dir} is not UTF-8 in this locale: set PYTHONUTF8=1")
-    completions = args.prompts_per_iteration * args.group_size
-    if completions % args.num_minibatches > 0:
-        raise UserError(f"--num_minibatches does not divide {completions} completions into equal parts")
-    is_weight = [abs(weight) <= 1000 for weight in args.reward_weights]
-    if is_weight and (len(is_weight) != len(args.reward) or not all(is_weight)):
-        raise UserError(
-            "--reward_weights must be numbers up to 1000, one for each function of --reward"
-        )
-    if args.old_logprobs == "sampler" and args.rollout_correction != "none":
-        raise UserError("--old_logprobs sampler makes --rollout_correction useless: its ratio is 1")
-    if args.old_logprobs == "sampler" and args.routing_replay == "r2":
-        raise UserError("--old_logprobs sampler skips the forward whose experts r2 would replay")
-    if completions // args.num_minibatches < ranks.WORLD:
-        message = f"leaves fewer completions in a minibatch than {ranks.WORLD} ranks"
-        raise UserError(f"--prompts_per_iteration {args.prompts_per_iteration} {message}")
+    parser = make_parser(args_class)
+    values, unknown = parser.parse_known_args()
+    if unknown:
+        name = unknown[0].partition("=")[0]
+        known = [f"--{f.name}" for f in fields(args_class)]
+        nearest = difflib.get_close_matches(name, known, n=1)
+        hint = f": did you mean {nearest[0]}?" if nearest else "; --help lists all flags"
+        raise UserError(f"unknown argument {name}{hint}")
+    args = args_class(**vars(values))
+    if args.resume:
+        parser.set_defaults(**saved_flags(args))
+        args = args_class(**vars(parser.parse_args()))
+    check_flags(args)
     args.device = resolve_device(args.device)
     is_own_model = ranks.RANK == 0 and args.model != args_class.model
-    if is_own_model and args.lr == args_class.lr:
-        message = f"--lr {args.lr:g} suits {args_class.model}; for your own model 1e-6 is typical"
-        print(f"warning: {message}", file=sys.stderr)
+    for name, typical in (("lr", "1e-6"), ("critic_lr", "1e-5")):
+        if is_own_model and hasattr(args, name) and getattr(args, name) == getattr(args_class, name):
+            message = f"--{name} {getattr(args, name):g} suits {args_class.model}"
+            print(f"warning: {message}; for your own model {typical} is typical", file=sys.stderr)
     if is_own_model and args.device.startswith("cuda") and args.dtype == "float32":
         print("warning: float32 is slow on a GPU; faster: --dtype bfloat16", file=sys.stderr)
     return args
@@ -199,7 +247,11 @@ def resolve_device(name):
     """The device's full name ("cuda:0"). If `name` is empty: CUDA if available, else the CPU."""
     default = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.zeros(1, device=name or default).device
+        device = torch.device(name or default)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", ranks.LOCAL_RANK)
+        device = torch.zeros(1, device=device).device
+        torch.zeros(1, device=device).item()  # fails on meta, which computes nothing
         if device.type == "cuda":
             torch.cuda.set_device(device)  # pinned memory belongs to the current one
         return str(device)
@@ -216,12 +268,37 @@ def launch(main, args_class):
             stream.reconfigure(errors="backslashreplace", line_buffering=True)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    try:
-        ranks.init()
-        main(parse_args(args_class))
-        ranks.destroy()
-    except (UserError, ranks.LostRank) as error:
-        line = f"{Path(sys.argv[0]).name}: error: {ranks.describe(error)}"
-        if ranks.is_first_to_fail():
-            tqdm.write(line, file=sys.stderr)
-        sys.exit(2)
+    with (
+        contextlib.redirect_stdout(Stream(sys.stdout)),
+        contextlib.redirect_stderr(Stream(sys.stderr)),
+    ):
+        try:
+            args = parse_args(args_class)
+            ranks.init()
+            RunFolder(args)  # opened and locked before a model is loaded
+            main(args)
+            ranks.destroy()
+        except KeyboardInterrupt:  # see Run.on_signal for what happens later
+            tqdm.write("stopped before the first iteration", file=sys.stderr)
+            sys.exit(130)
+        except torch.OutOfMemoryError as error:
+            flags = (
+                "--micro_batch_size, --rollout_batch_size, --gradient_checkpointing, --dtype bfloat16"
+            )
+            fail(UserError(f"out of memory on {args.device}; these need less: {flags}"), error)
+        except UserError as error:
+            fail(error, error.__cause__)
+
+
+def fail(error, cause):
+    """Ends the program with one line: the error and what caused it."""
+    message = str(error)
+    if cause is not None:
+        message += f": {type(cause).__name__} {cause}"
+    if ranks.RANK > 0:
+        # If rank 0 has failed alike, it prints the line, and torchrun ends this process meanwhile.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(3)
+    line = " ".join(message.split())
+    tqdm.write(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr)
+    sys.exit(2)

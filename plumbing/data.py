@@ -12,7 +12,7 @@ import torch
 
 from plumbing import ranks
 from plumbing.answers import gold_answer, is_same
-from plumbing.args import UserError
+from plumbing.errors import UserError
 
 
 class ProblemStream:

@@ -1,35 +1,27 @@
-"""The metrics that are logged: means over an iteration's updates, router statistics, rollouts."""
+"""The metrics of an iteration: means over its updates, router statistics, and what was sampled."""
 
 import math
-import time
 
 import torch
 
 from plumbing import ranks
-from plumbing.args import UserError
+from plumbing.errors import UserError
 
 
 class Meter:
     """Averages the reports of an iteration's updates. Values stay on the device until `means`."""
 
-    def __init__(self, iteration):
-        self.iteration = iteration
-        self.pairs = {}  # key: [(value, weight), ...]
+    def __init__(self):
+        self.pairs = {}  # {key: [(value, weight), ...]}
         self.step_losses = {}  # of the current optimizer step: {name: sum over micro-batches}
         self.num_steps = 0
-        self.laps = {}  # {name: seconds}
-        self.lap_start = time.time()
-
-    def lap(self, name):
-        """Records the seconds since the previous lap."""
-        now = time.time()
-        self.laps[name] = now - self.lap_start
-        self.lap_start = now
 
     def add(self, prefix, values, weight):
-        """`values`: {name: number or tensor}; `weight`: the number of tokens or sequences averaged."""
+        """`values`: {name: number or tensor}; `weight`: the number of tokens or sequences averaged. A
+        name with a slash is a whole key."""
         for name, value in values.items():
-            pairs = self.pairs.setdefault(f"{prefix}/{name}", [])
+            key = name if "/" in name else f"{prefix}/{name}"
+            pairs = self.pairs.setdefault(key, [])
             pairs.append((torch.as_tensor(value).detach(), weight))
 
     def add_global(self, prefix, values, weight=1):
@@ -37,74 +29,70 @@ class Meter:
         if ranks.RANK == 0:
             self.add(prefix, values, weight)
 
-    def add_pass(self, losses, stats, outputs, old, rows, mask_BT):
+    def add_pass(self, losses, stats, outputs, micro):
         """The report of a micro-batch.
 
         losses   {name: scalar}, which sum over the micro-batches to the losses of a step
         stats    {name: scalar} over the tokens of the mask
         outputs  common.TokenOutputs of this pass
-        old      the policy's `OldScores` for all rows; `rows` are those of the micro-batch
         """
         for name, loss in losses.items():
             self.step_losses[name] = self.step_losses.get(name, 0) + loss.detach()
+        mask_BT = micro.mask_BT
         num_tokens = mask_BT.sum()
-        entropy = masked_mean(outputs.entropy_BT, mask_BT)
-        self.add("losses", {**stats, "entropy": entropy}, num_tokens)
-        self.add("moe", {"aux_loss": outputs.aux_loss}, len(rows))
-        logratio_BT = outputs.logprobs_BT.detach() - old.logprobs_NT[rows]
-        ratio_min = torch.where(mask_BT, logratio_BT, math.inf).min().exp()
+        logratio_BT = outputs.logprobs_BT.detach() - micro.old_logprobs_BT
         logratio_B = torch.where(mask_BT, logratio_BT, 0).sum(1) / mask_BT.sum(1).clamp(min=1)
-        sequence_ratio_max = torch.where(mask_BT.any(1), logratio_B, -math.inf).max().exp()
-        extremes = {"ratio_min": ratio_min, "sequence_ratio_max": sequence_ratio_max}
-        self.add("losses", extremes, num_tokens)
-        # The weight is the number of completions; dapo's filter masks some of them.
-        self.add("losses", {"logratio_spread": spread(logratio_BT, mask_BT)}, mask_BT.any(1).sum())
-        old_experts_BTLK = None
-        if old.experts_NTLK is not None:
-            old_experts_BTLK = old.experts_NTLK[rows]
-            if self.num_steps == 0:  # before the first update the ratio has to be 1
-                error = torch.where(mask_BT, logratio_BT.exp() - 1, 0).abs().max()
-                self.add("losses", {"first_step_ratio_error_max": error}, 1)
-        self.add("moe", router_stats(outputs, old_experts_BTLK, mask_BT), num_tokens)
+        numbers = {
+            **stats,
+            "entropy": masked_mean(outputs.entropy_BT, mask_BT),
+            "ratio_min": torch.where(mask_BT, logratio_BT, math.inf).min().exp(),
+            "sequence_ratio_max": torch.where(mask_BT.any(1), logratio_B, -math.inf).max().exp(),
+        }
+        self.add("losses", numbers, num_tokens)
+        # Before the first update the ratio has to be 1.
+        if micro.old_experts_BTLK is not None and self.num_steps == 0:
+            error = torch.where(mask_BT, logratio_BT.exp() - 1, 0).abs().max()
+            self.add("losses", {"first_step_ratio_error_max": error}, 1)
+        self.add("moe", {"aux_loss": outputs.aux_loss}, len(micro))
+        self.add("moe", router_stats(outputs, micro.old_experts_BTLK, mask_BT), num_tokens)
 
-    def check_finite(self, **norms):
-        """Before the step: sums its losses over all ranks, and raises a UserError if the policy's loss
-        or a norm is not finite."""
+    def add_step(self, num_sequences, grad_norm, norms, iteration):
+        """The report of an optimizer step, before it is made: sums its losses over all ranks. UserError
+        if the policy's loss or a norm is not finite."""
         for loss in self.step_losses.values():
             ranks.all_reduce(loss)
-        for name, scalar in {"loss": self.step_losses["policy_loss"], **norms}.items():
+        finite = {"loss": self.step_losses["policy_loss"], "grad_norm": grad_norm, **norms}
+        for name, scalar in finite.items():
             if not math.isfinite(scalar):  # the first waits for a GPU, which has the others by then
-                raise UserError(f"iteration {self.iteration}: {name} is not finite")
-
-    def add_step(self, num_sequences, grad_norm):
-        """After `check_finite` and the step: its losses, and the norm of the policy's gradient."""
+                raise UserError(f"iteration {iteration}: {name} is not finite")
         self.add_global("losses", self.step_losses, num_sequences)
         self.add_global("charts", {"grad_norm": grad_norm})
         self.step_losses = {}
         self.num_steps += 1
 
     def means(self):
-        """{key: weighted mean}, or the extreme for keys that end in "_max" or "_min". A vector becomes
-        two keys, for the largest and the smallest of its means. What no token counts for is absent."""
-        means = {}
+        """{key: weighted mean over all ranks}, or the extreme for keys that end in "_max" or "_min".
+        Keys with zero weight are omitted."""
         on_host = {}  # ranks cannot exchange tensors that are on one of their GPUs
         for key, pairs in self.pairs.items():
             on_host[key] = [(value.cpu(), torch.as_tensor(weight).cpu()) for value, weight in pairs]
-        for key, pairs in ranks.all_gather_interleaved(on_host).items():
+        all_pairs = {}
+        for theirs in ranks.all_gather(on_host):
+            for key, pairs in theirs.items():
+                all_pairs.setdefault(key, []).extend(pairs)
+        means = {}
+        for key, pairs in all_pairs.items():
             pairs = [(value, weight) for value, weight in pairs if weight > 0]
             if not pairs:
                 continue
-            total_weight = sum(weight for _, weight in pairs)
-            mean = sum(value * weight for value, weight in pairs) / total_weight
             if key.endswith("_max"):
-                means[key] = max(value for value, _ in pairs).item()
+                mean = max(value for value, _ in pairs)
             elif key.endswith("_min"):
-                means[key] = min(value for value, _ in pairs).item()
-            elif mean.dim() == 0:
-                means[key] = mean.item()
+                mean = min(value for value, _ in pairs)
             else:
-                means[f"{key}_max"] = mean.max().item()
-                means[f"{key}_min"] = mean.min().item()
+                total_weight = sum(weight for _, weight in pairs)
+                mean = sum(value * weight for value, weight in pairs) / total_weight
+            means[key] = mean.item()
         return means
 
 
@@ -113,30 +101,22 @@ def masked_mean(x, mask):
     return torch.where(mask.bool(), x, 0).sum() / mask.sum().clamp(min=1)
 
 
-def spread(x_BT, mask_BT):
-    """The standard deviation of x over a completion's tokens; its mean over completions with tokens."""
-    length_B = mask_BT.sum(1).clamp(min=1)
-    mean_B1 = (torch.where(mask_BT, x_BT, 0).sum(1) / length_B)[:, None]
-    square_BT = torch.where(mask_BT, (x_BT - mean_B1) ** 2, 0)
-    return masked_mean((square_BT.sum(1) / length_B).sqrt(), mask_BT.any(1))
-
-
 @torch.no_grad()
 def router_stats(outputs, old_experts_BTLK, mask_BT):
-    """Statistics over the response tokens: router_entropy (nats) and, if the old policy's experts are
-    known, expert_flip_frac (share for which the routers now choose others), both means over layers;
-    load (L*E,), each expert's share of its layer's choices. {} for a dense model. Replayed choices do
-    not count, only the routers' own."""
+    """Statistics of the routers' own choices (replayed ones do not count) for response tokens; {} for a
+    dense model. load_max: the largest share of a layer's choices that goes to one expert. As means over
+    layers router_entropy (nats) and, if the old policy's experts are known, expert_flip_frac: the share
+    of tokens for which the routers now choose others."""
     L = outputs.experts_BTLK.shape[2]
     E = outputs.num_experts
     if L == 0:
         return {}
     layer_L1 = torch.arange(L, device=mask_BT.device)[:, None]
     expert_BTLK = outputs.experts_BTLK + E * layer_L1
-    chosen_BTLK = mask_BT[:, :, None, None].expand_as(expert_BTLK).long()
+    is_counted_BTLK = mask_BT[:, :, None, None].expand_as(expert_BTLK).long()
     count_LE = torch.zeros(L * E, dtype=torch.long, device=mask_BT.device)
-    count_LE = count_LE.index_add(0, expert_BTLK.flatten(), chosen_BTLK.flatten()).view(L, E)
-    stats = {"load": (count_LE / count_LE.sum(1, keepdim=True).clamp(min=1)).flatten()}
+    count_LE = count_LE.index_add(0, expert_BTLK.flatten(), is_counted_BTLK.flatten()).view(L, E)
+    stats = {"load_max": (count_LE / count_LE.sum(1, keepdim=True).clamp(min=1)).max()}
     if outputs.router_logits:
         entropies = [torch.special.entr(logits.softmax(-1)).sum(-1) for logits in outputs.router_logits]
         stats["router_entropy"] = masked_mean(sum(entropies) / L, mask_BT)
@@ -164,20 +144,18 @@ def rollout_summary(completions, num_samples=1):
     for name in completions[0].rewards or {}:
         values = [c.rewards[name] for c in completions]
         result[f"reward_mean_{name}"] = sum(value or 0.0 for value in values) / count
-        result[f"reward_none_frac_{name}"] = values.count(None) / count
     if num_samples > 1:
         result |= pass_at_k(completions, num_samples)
     return result
 
 
 def group_summary(completions, group_size):
-    """{name: number}: lengths of right and of wrong completions, the shares of groups that are all
-    right or all wrong, and the share of different texts in a group."""
+    """{name: number}: the mean length of wrong completions, the shares of groups that are all right or
+    all wrong, and the share of different texts in a group."""
     result = {}
-    for name, is_right in (("right", True), ("wrong", False)):
-        lengths = [len(c.ids) for c in completions if (c.verdict == "correct") == is_right]
-        if lengths:
-            result[f"response_len_{name}"] = sum(lengths) / len(lengths)
+    wrong_lengths = [len(c.ids) for c in completions if c.verdict != "correct"]
+    if wrong_lengths:
+        result["response_len_wrong"] = sum(wrong_lengths) / len(wrong_lengths)
     if group_size > 1:
         groups = groups_of(completions, group_size)
         num_right = [sum(c.verdict == "correct" for c in group) for group in groups]
@@ -207,28 +185,56 @@ def pass_at_k(completions, group_size):
     return result
 
 
-def critic_stats(values_NT, returns_NT, mask_NT):
-    """{"explained_variance": share of the returns' variance that the critic's values explain}; {} for a
-    single token, which has no variance."""
-    if mask_NT.sum() < 2:
+def critic_stats(values_BT, returns_BT, mask_BT):
+    """{"losses/explained_variance": share of the returns' variance that the critic's values explain};
+    {} for a single token, which has no variance."""
+    if mask_BT.sum() < 2:
         return {}
-    errors = (returns_NT - values_NT)[mask_NT]
-    return {"explained_variance": 1 - errors.var() / returns_NT[mask_NT].var().clamp(min=1e-8)}
+    errors = (returns_BT - values_BT)[mask_BT]
+    return {"losses/explained_variance": 1 - errors.var() / returns_BT[mask_BT].var().clamp(min=1e-8)}
 
 
-def iteration_metrics(meter, completions, rewards, args):
-    """{key: number} of an iteration, for Run.log: of all completions that were generated. `rewards` are
-    those in the update, (P, G), or (N, 1) if groups are not the baseline."""
+def iteration_metrics(meter, batch, completions, rewards, args):
+    """{key: number} of an iteration, of all completions that were generated. `rewards` are those in the
+    update, (P, G), or (N, 1) if groups are not the baseline; `batch` is None without an update."""
     rollout = {
         **rollout_summary(completions),
         **group_summary(completions, args.group_size),
         "reward_mean": rewards.mean().item(),
         "reward_std": rewards.std(correction=0).item(),
     }
+    if batch is not None:
+        rollout |= {name: value.item() for name, value in correction_stats(batch, args).items()}
     metrics = meter.means() | {f"rollout/{name}": value for name, value in rollout.items()}
     if rewards.dim() == 2 and rewards.shape[1] > 1:
         is_uniform_P = (rewards == rewards[:, :1]).all(1)
         metrics["rollout/frac_zero_std_groups"] = is_uniform_P.float().mean().item()
-    num_tokens = sum(len(c.ids) for c in completions)
-    metrics["charts/tokens_per_second"] = num_tokens / sum(meter.laps.values())
-    return metrics | {f"charts/{name}": seconds for name, seconds in meter.laps.items()}
+    return metrics
+
+
+@torch.no_grad()
+def correction_stats(batch, args):
+    """{name: scalar}: how far the sampler is from the training forward, and the weights that correct
+    for that, if there are any."""
+    stats = {}
+    mask_BT = batch.mask_BT
+    num_tokens = mask_BT.sum().clamp(min=1)
+    if args.old_logprobs == "trainer":
+        logratio_BT = torch.where(mask_BT, batch.old_logprobs_BT - batch.sampler_logprobs_BT, 0)
+        # r - 1 - log r, whose mean estimates KL(mu || pi_old); near 0, exp(x) - 1 would be noise
+        k3_BT = logratio_BT.expm1() - logratio_BT
+        stats["sampler_kl"] = torch.where(mask_BT, k3_BT, 0).sum() / num_tokens
+        stats["sampler_logratio_max"] = logratio_BT.abs().max()
+        if batch.sampler_experts_BSLK is not None:
+            T = mask_BT.shape[1]
+            experts_BTLK = batch.sampler_experts_BSLK[:, -T - 1 : -1].sort().values
+            differ_BT = (experts_BTLK != batch.old_experts_BTLK).any(-1).float().mean(-1)
+            stats["sampler_expert_diff_frac"] = torch.where(mask_BT, differ_BT, 0).sum() / num_tokens
+    if args.rollout_correction != "none":
+        weights = batch.correction_weights.expand_as(mask_BT)[mask_BT]
+        mean = weights.sum() / num_tokens
+        mean_square = (weights**2).sum() / num_tokens
+        stats["weight_zero_frac"] = (weights == 0).sum() / num_tokens
+        # (sum w)^2 / (n sum w^2): 1 if all weights are equal, 1/n if only one is not 0
+        stats["weight_effective_size"] = mean**2 / mean_square.clamp(min=1e-30)
+    return stats

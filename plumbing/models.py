@@ -4,6 +4,7 @@ import functools
 import math
 import os
 import types
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -11,9 +12,10 @@ import transformers
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from plumbing.args import TINY_MOE, UserError
-from plumbing.memory import estimate_memory
+from plumbing.errors import UserError
 from plumbing.routing import routing_contexts
+
+TINY_MOE = Path(__file__).parent.parent / "tiny_moe"  # the folder that --model tiny-moe means
 
 
 def load_model(args):
@@ -39,7 +41,6 @@ def load_model(args):
         raise UserError(f"--model {args.model}: neither it nor its tokenizer has an EOS token")
     if model.base_model is model:
         raise UserError(f"--model {args.model}: transformers does not tell its body from its head")
-    estimate_memory(args, model, longest_prompt=0)  # warns; the prompts are not known yet
     model = model.to(args.device).eval()
     # The update asks for router logits itself; where they are always made, decoding fails.
     if getattr(model.config.get_text_config(), "output_router_logits", False):

@@ -43,7 +43,7 @@ class PackedOutput(NamedTuple):
     is_token: torch.Tensor  # (rows, width): 1 on tokens, 0 on padding
 
 
-def forward_packed(body, batch, one_sequence_per_row=False, replayed_BSLK=None, **inputs):
+def forward_packed(body, batch, one_sequence_per_row=False, replayed_BSLK=None, router_logits=False):
     """Runs `body`, a model without its head, on the batch's sequences, packed side by side into rows.
     Its routers choose the experts `replayed_BSLK`, where these are given and not -1.
 
@@ -72,10 +72,11 @@ def forward_packed(body, batch, one_sequence_per_row=False, replayed_BSLK=None, 
         L, K = replayed_BSLK.shape[2:]
         flat = replayed_BSLK.new_full((size + 1, L, K), -1)  # -1 on padding
         replayed = flat.index_put((target_BS,), replayed_BSLK)[:size]
+    options = {"output_router_logits": True} if router_logits else {}
     with Routing(body, replayed) as routing:
         tokens = packed(batch.tokens_BS)
-        output = body(tokens, position_ids=packed(positions_BS), use_cache=False, **inputs)
+        output = body(tokens, position_ids=packed(positions_BS), use_cache=False, **options)
     hidden = output.last_hidden_state.flatten(0, 1).to(body.dtype)  # Mamba's are in float32 anyway
-    router_logits = getattr(output, "router_logits", None) or ()
+    recorded = getattr(output, "router_logits", None) or ()
     is_token = packed(batch.attention_BS)
-    return PackedOutput(hidden, router_logits, routing.choices(), place_BS, is_token)
+    return PackedOutput(hidden, recorded, routing.choices(), place_BS, is_token)

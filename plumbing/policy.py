@@ -2,9 +2,11 @@
 
 import copy
 import functools
+import weakref
 
 import torch
 import transformers
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from plumbing import ranks
 from plumbing.routing import find_routers, read_routers
@@ -17,6 +19,8 @@ class TrainedModel:
     def __init__(self, master, dtype):
         self.master = master
         self.model = working_copy(master, dtype)
+        if self.model is not master:
+            refresh_after_steps(self)
 
     def parameters(self):
         """The weights that an optimizer moves."""
@@ -43,6 +47,20 @@ class TrainedModel:
                 weight.copy_(master_weight)
 
 
+def refresh_after_steps(trained):
+    """After each step of an optimizer that has its master weights, refreshes the working copy."""
+    reference = weakref.ref(trained)  # the hook stays, and must not keep a model in memory
+
+    def hook(optimizer, *_):
+        trained = reference()
+        if trained is not None:
+            first = next(trained.parameters())
+            if any(first is weight for group in optimizer.param_groups for weight in group["params"]):
+                trained.refresh()
+
+    register_optimizer_step_post_hook(hook)
+
+
 class Policy(TrainedModel):
     """A language model with its tokenizer, the capabilities detected at load time, and the copy that
     samples."""
@@ -54,16 +72,16 @@ class Policy(TrainedModel):
         self.refresh_every = refresh_every  # iterations
         self.one_sequence_per_row = False  # see common.check_logprobs
         self.routers = read_routers(master)
-        self.sampler = None
+        self.rollout_policy = None
         if rollout_dtype != "same" or refresh_every > 1:
-            self.sampler = self.with_model(rollout_copy(self.model, master, rollout_dtype))
+            self.rollout_policy = self.with_model(rollout_copy(self.model, master, rollout_dtype))
 
     def with_model(self, model):
         """Another model of the same architecture, with this tokenizer and these capabilities."""
         policy = copy.copy(self)
         policy.master = model
         policy.model = model
-        policy.sampler = None
+        policy.rollout_policy = None
         return policy
 
     def save_pretrained(self, folder):
@@ -82,14 +100,14 @@ class Policy(TrainedModel):
         """A reference: the current weights, which will not change."""
         return self.with_model(copy.deepcopy(self.model).requires_grad_(False))
 
-    def sampler_at(self, iteration):
+    def sampler(self, iteration):
         """The policy itself, or its copy in --rollout_dtype, which gets the current weights in
         iteration 1 and then every --rollout_refresh_every iterations."""
-        if self.sampler is None:
+        if self.rollout_policy is None:
             return self
         if (iteration - 1) % self.refresh_every == 0:
-            refresh_rollout_copy(self.sampler.model, self.master, self.rollout_dtype)
-        return self.sampler
+            refresh_rollout_copy(self.rollout_policy.model, self.master, self.rollout_dtype)
+        return self.rollout_policy
 
 
 def working_copy(master, dtype):

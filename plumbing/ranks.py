@@ -5,7 +5,7 @@ With one process these functions do nothing.
 
 import os
 from datetime import timedelta
-from itertools import zip_longest
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -17,21 +17,11 @@ RANK = int(os.environ.get("RANK", 0))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
 
 
-class LostRank(Exception):
-    """Another rank cannot be found, has failed or has ended, so that this one cannot go on."""
-
-
 def init():
     """Waits until all ranks have started. NCCL exchanges tensors on GPUs, gloo all others."""
     if WORLD > 1 and not dist.is_initialized():
-        backend = "gloo"
-        if torch.cuda.is_available():
-            torch.cuda.set_device(LOCAL_RANK)
-            backend = "cpu:gloo,cuda:nccl"
-        try:
-            dist.init_process_group(backend, timeout=timedelta(minutes=30))
-        except (RuntimeError, ValueError) as error:
-            raise LostRank(f"rank {RANK} cannot join the others") from error
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(minutes=30))
 
 
 def destroy():
@@ -40,52 +30,21 @@ def destroy():
         dist.destroy_process_group()
 
 
-def is_first_to_fail():
-    """True for the first rank that asks: it alone prints the error."""
-    if not dist.is_initialized():
-        return True
-    try:
-        return dist.distributed_c10d._get_default_store().add("failures", 1) == 1
-    except (RuntimeError, ValueError):  # the store does not exist, or no longer
-        return RANK == 0
+def wait_for_all():
+    """Returns when all ranks have called it."""
+    all_gather(None)
 
 
-def describe(error):
-    """An exception and its cause in one line."""
-    message = str(error) or type(error).__name__
-    if error.__cause__ is not None:
-        message += f": {type(error.__cause__).__name__} {error.__cause__}"
-    return " ".join(message.split())
-
-
-def on_rank_0(work, *arguments):
-    """Calls a function on rank 0 alone. If it fails, all ranks end with the same line; otherwise the
-    others would wait for rank 0 at their next exchange."""
-    try:
-        if RANK == 0:
-            work(*arguments)
-    except Exception as error:
-        all_gather(describe(error))
-        raise
-    message = all_gather("")[0]
-    if message:
-        raise LostRank(message)
-
-
-def call(collective, *arguments):
-    """Calls a function of torch.distributed, which every rank has to call."""
-    try:
-        collective(*arguments)
-    except RuntimeError as error:
-        raise LostRank(f"rank {RANK} has lost another one") from error
+def even_slices(length, count):
+    """[`count` slices of nearly equal size], which together are range(length)."""
+    size, rest = divmod(length, count)
+    ends = [i * size + min(i, rest) for i in range(count + 1)]
+    return [slice(*pair) for pair in pairwise(ends)]
 
 
 def local_slice(items):
-    """This rank's part of a list or of a tensor's rows. The parts are of nearly equal size."""
-    size, rest = divmod(len(items), WORLD)
-    start = RANK * size + min(RANK, rest)
-    end = (RANK + 1) * size + min(RANK + 1, rest)
-    return items[start:end]
+    """This rank's part of a list, of a tensor's rows or of a batch."""
+    return items[even_slices(len(items), WORLD)[RANK]]
 
 
 def all_gather(item):
@@ -93,7 +52,7 @@ def all_gather(item):
     if WORLD == 1:
         return [item]
     items = [None] * WORLD
-    call(dist.all_gather_object, items, item)
+    dist.all_gather_object(items, item)
     return items
 
 
@@ -102,25 +61,11 @@ def all_gather_list(items):
     return [item for part in all_gather(items) for item in part]
 
 
-def all_gather_interleaved(lists):
-    """{key: list} of each rank -> {key: one list}: the first item of each rank, then the second, ...
-    That is a single process's order if a step has one micro-batch per rank."""
-    if WORLD == 1:
-        return lists
-    all_lists = all_gather(lists)
-    merged = {}
-    keys = dict.fromkeys(key for theirs in all_lists for key in theirs)
-    for key in keys:
-        rounds = zip_longest(*[theirs.get(key, []) for theirs in all_lists])
-        merged[key] = [item for items in rounds for item in items if item is not None]
-    return merged
-
-
 def all_reduce(tensor):
     """The sum of the ranks' tensors, in place. The losses of micro-batches sum to a step's loss, so
     they and their gradients are added, not averaged."""
     if WORLD > 1 and tensor.numel() > 0:
-        call(dist.all_reduce, tensor)
+        dist.all_reduce(tensor)
     return tensor
 
 
@@ -137,17 +82,15 @@ def all_reduce_gradients(weights):
             all_reduce(weight.grad)
 
 
-def all_rows(parts, minibatches):
+def all_rows(parts, sizes):
     """This rank's results, a tensor for each of its micro-batches in the order of the minibatches ->
-    one tensor with the rows of all ranks, on every rank; None if there are no results."""
-    if not parts:
-        return None
+    one tensor with the rows of all ranks, on every rank. `sizes` are the minibatches' row counts."""
     mine = torch.cat(parts)
     if WORLD == 1:
         return mine
-    rows = torch.cat([local_slice(minibatch) for minibatch in minibatches])
-    num_rows = sum(len(minibatch) for minibatch in minibatches)
-    tensor = mine.new_zeros(num_rows, *mine.shape[1:]).index_copy(0, rows, mine)
+    numbers = torch.arange(sum(sizes), device=mine.device)
+    rows = torch.cat([local_slice(part) for part in numbers.split(sizes)])
+    tensor = mine.new_zeros(len(numbers), *mine.shape[1:]).index_copy(0, rows, mine)
     # The rows of others are 0, so that bytes can be added; not all dtypes can, in gloo or NCCL.
     all_reduce(tensor.view(torch.uint8))
     return tensor

@@ -6,7 +6,7 @@ import sys
 from numbers import Real
 from pathlib import Path
 
-from plumbing.args import UserError
+from plumbing.errors import UserError
 
 VERDICTS = ("correct", "wrong", "no_answer", "truncated")
 

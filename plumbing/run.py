@@ -1,258 +1,276 @@
-"""The folder of a run: settings, metrics, samples, checkpoints; resume, and signals."""
+"""The bookkeeping of a run: averages, log, checkpoints, evaluations, signals. Its folder: folder.py."""
 
 import json
 import math
-import re
-import shlex
 import shutil
 import signal
 import sys
-import zipfile
-from pathlib import Path
+import time
 
 import torch
-from filelock import FileLock
 from safetensors import SafetensorError
 from tqdm import tqdm
 
-from plumbing import ranks
-from plumbing.args import UserError
-from plumbing.settings import compare, file_hash, settings_of, versions_of
+from plumbing import clock, ranks
+from plumbing.errors import UserError
+from plumbing.folder import RunFolder, write_whole
+from plumbing.metrics import Meter, iteration_metrics
+from plumbing.screen import progress_line, results_text, title_line
 
 STATE = "trainer_state.pt"  # in a checkpoint: everything except the policy
-CHECKPOINT = re.compile(r"checkpoint-\d{6}")  # a copy such as checkpoint-best-2 belongs to the user
-
-
-def checkpoint_hashes(folder):
-    """{file name: hash} of a checkpoint, except the state, which contains them and has checksums."""
-    return {path.name: file_hash(path) for path in folder.iterdir() if path.name != STATE}
-
-
-def read_checkpoint(folder):
-    """The state that `Run.save` saved beside the policy. ValueError if a file has changed since."""
-    damaged = zipfile.ZipFile(folder / STATE).testzip()
-    if damaged is not None:
-        raise ValueError(f"{STATE} is damaged at {damaged}")
-    saved = torch.load(folder / STATE, weights_only=True, map_location="cpu")
-    hashes = checkpoint_hashes(folder)
-    for name in sorted(hashes.keys() | saved["hashes"].keys()):
-        if hashes.get(name) != saved["hashes"].get(name):
-            raise ValueError(f"{name} has changed since it was written")
-    return {name: saved[name] for name in ("iteration", "before", "extra_state", "generator", "parts")}
 
 
 class Run:
-    """The folder of a run, `--run_dir`. Only one process at a time may use it. A checkpoint is renamed
-    into place before its predecessor is removed, so that one is always whole."""
+    """Writes what happens in a run, and continues it. A checkpoint is renamed into place before its
+    predecessor is removed, so that one is always whole."""
 
-    def __init__(self, args):
+    def __init__(self, args, policy, problems, **parts):
+        """Loads the newest checkpoint, if there is one. It also holds the `parts`, which have a
+        state_dict, except those that are None."""
         self.args = args
-        self.script = Path(sys.argv[0]).stem
-        self.folder = Path(args.run_dir or f"runs/{self.script}-seed{args.seed}")
-        self.iteration = 0  # the last one that is done
-        self.before = None  # held-out results before training, and after it: common.evaluate
+        self.policy = policy
+        self.folder = RunFolder(args)  # again, if `launch` has opened it
+        self.noise = torch.Generator().manual_seed(args.seed)  # for sampling
+        self.iteration = 0  # the current one, or the last one that is done
+        self.before = None  # results of common.evaluate before training, and after it
         self.after = None
         self.extra_state = {}  # {name: number} that a script adds to its checkpoints
+        self.num_processes = ranks.WORLD
         self.signalled = False
-        self.stop = False  # one of the ranks was signalled
-        self.uniform_iterations = 0
+        self.uniform_iterations = 0  # in a row, in which all rewards of every group were equal
+        self.has_title = False  # whether `say_progress` has printed the columns' titles
         self.early_end = ""  # why the run ends before its last iteration
-        settings = settings_of(args, self.script, self.folder)
-        # As text, since a value may be a list; ranks may have different devices.
-        mine = {name: str(value) for name, value in (vars(args) | settings | {"device": ""}).items()}
-        every = ranks.all_gather(mine)
-        differing = {name for theirs in every for name, _ in theirs.items() ^ every[0].items()}
-        if differing:
-            names = ", ".join(sorted(differing))
-            raise UserError(f"the ranks were started with different values of {names}")
-        ranks.on_rank_0(self.open_folder, settings)
-        signal.signal(signal.SIGINT, self.on_signal)
-        signal.signal(signal.SIGTERM, self.on_signal)
-
-    def open_folder(self, settings):
-        """Locks the folder; UserError if it is in use or holds another run."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.lock = FileLock(self.folder / "lock")
-            self.lock.acquire(timeout=0)
-            if self.checkpoints() and not self.args.resume:
-                raise UserError(
-                    f"{self.folder} holds a run: --resume continues it, --run_dir starts another"
-                )
-            log = self.folder / "metrics.jsonl"
-            has_begun = self.checkpoints() or (log.exists() and log.stat().st_size > 0)
-            if self.args.resume and has_begun:
-                compare(settings, self.folder)
-            else:
-                write_whole(self.folder / "settings.json", json.dumps(settings, indent=1))
-            (self.folder / "ended_early.txt").unlink(missing_ok=True)
-        except (OSError, ValueError, TimeoutError) as error:
-            message = f"--run_dir {self.folder} cannot be written or read, or another process uses it"
-            raise UserError(message) from error
-
-    def checkpoints(self):
-        """The checkpoints in the folder, oldest first."""
-        return sorted(path for path in self.folder.iterdir() if CHECKPOINT.fullmatch(path.name))
-
-    def on_signal(self, number, frame):
-        """The first signal ends the run after the iteration, with a checkpoint; the second at once."""
-        signal.signal(number, signal.SIG_DFL)
-        spec = sys.modules["__main__"].__spec__  # python -m more.rloo has one
-        program = ["-m", spec.name] if spec else sys.argv[:1]
-        flags = sys.argv[1:] if "--resume" in sys.argv else [*sys.argv[1:], "--resume"]
-        command = shlex.join(["python", *program, *flags])
-        if ranks.WORLD == 1:  # with several ranks, see save_if_due
-            tqdm.write(f"stopping after this iteration; to resume: {command}", file=sys.stderr)
-        self.signalled = True
-
-    def restore(self, policy, problem_stream, generator, **parts):
-        """Registers the state to checkpoint, and loads the newest checkpoint, if any. `parts` have a
-        state_dict; parts that are None are left out."""
-        self.policy = policy
-        self.generator = generator
-        parts["problem_stream"] = problem_stream
-        if self.args.rollout_refresh_every > 1:
-            parts["sampler"] = policy.sampler  # its weights are not the current ones
+        parts["problems"] = problems
+        if args.rollout_refresh_every > 1:
+            parts["sampler"] = policy.rollout_policy.model  # its weights are not the current ones
         self.parts = {name: part for name, part in parts.items() if part is not None}
-        checkpoints = self.checkpoints()
-        if checkpoints:
-            folder = checkpoints[-1]
-            try:
-                saved = read_checkpoint(folder)
-            except Exception as error:  # a damaged file may raise anything
-                raise UserError(f"--resume: {folder} cannot be read") from error
-            policy.load_pretrained(folder)
-            generator.set_state(saved["generator"])
-            for name, part in self.parts.items():
-                part.load_state_dict(saved["parts"][name])
-            self.iteration = saved["iteration"]
-            self.before = saved["before"]
-            self.extra_state = saved["extra_state"]
-        ranks.on_rank_0(self.note_versions)
-        for name in ("metrics.jsonl", "samples.jsonl"):
-            ranks.on_rank_0(self.cut_lines, name)
-        sizes = {"initial": self.iteration, "total": self.args.iterations}
-        # It disappears when results or an error are printed.
-        self.bar = tqdm(desc=self.script, disable=ranks.RANK > 0, leave=False, **sizes)
+        self.restore()
+        if ranks.RANK == 0:
+            self.prepare_files()
+        self.bar = tqdm(
+            desc=self.folder.script,
+            initial=self.iteration,
+            total=args.iterations,
+            leave=False,
+            disable=None if ranks.RANK == 0 else True,  # None: where stderr is no terminal
+        )
+        clock.bar = self.bar
 
-    def note_versions(self):
-        """Adds versions and commits to the settings; warns where the run was started under others."""
-        path = self.folder / "settings.json"
-        settings = json.loads(path.read_text())
-        versions = versions_of(self.args)
-        first = settings.setdefault("versions", versions)
-        for name, version in sorted(first.items() - versions.items()):
-            message = f"{self.folder} was started under {name} {version}, not {versions.get(name)}"
-            tqdm.write(f"warning: --resume: {message}", file=sys.stderr)
-        write_whole(path, json.dumps(settings, indent=1))
+    # ------------------------------------------------------------------------- what a script calls
 
-    def cut_lines(self, name):
-        """Drops the lines after the checkpoint's, which will be written again."""
-        path = self.folder / name
-        if not path.exists():
+    @property
+    def is_new(self):
+        """Whether no checkpoint holds the evaluation before training."""
+        return self.before is None
+
+    @property
+    def is_last(self):
+        return self.iteration == self.args.iterations
+
+    @property
+    def eval_is_due(self):
+        return self.is_due(self.args.eval_every)
+
+    def iterations(self):
+        """The numbers of the iterations that are left. After each one it writes the log and, if one is
+        due, a checkpoint. A signal ends the program then; a second one at once."""
+        kinds = (signal.SIGINT, signal.SIGTERM)
+        handlers = {kind: signal.signal(kind, self.on_signal) for kind in kinds}
+        try:
+            while not self.is_last and not self.early_end:
+                self.begin_iteration()
+                yield self.iteration
+                self.end_iteration()
+        finally:
+            for kind, handler in handlers.items():
+                signal.signal(kind, handler)
+
+    def record(self, loss, stats, outputs, micro, **losses):
+        """The report of a micro-batch, after its backward pass. Losses are added up to those of the
+        step; `stats`, {name: scalar}, are averaged over tokens."""
+        self.meter.add_pass({"policy_loss": loss, **losses}, stats, outputs, micro)
+
+    def record_step(self, minibatch, grad_norm, **norms):
+        """The report of a minibatch, before its step. UserError if the loss or a norm is not finite."""
+        self.meter.add_step(len(minibatch), grad_norm, norms, self.iteration)
+        num_steps = self.args.num_minibatches * self.args.update_epochs
+        clock.show(f"learning {self.meter.num_steps}/{num_steps}")
+
+    def log(self, batch, completions, rewards, **numbers):
+        """The report of an iteration: all completions that were generated, the rewards that the update
+        used, and further numbers by their keys in metrics.jsonl."""
+        self.completions = completions
+        self.metrics = iteration_metrics(self.meter, batch, completions, rewards, self.args)
+        self.metrics |= {key: float(value) for key, value in numbers.items()}
+
+    def log_eval(self, results):
+        """The results of `evaluate`: before training, during it, or after the last iteration."""
+        metrics = {}
+        for name in ("accuracy", "response_len_mean"):
+            metrics[f"eval/{name}"] = results["greedy"][name]
+        if self.is_new:
+            self.before = results
+            self.say_progress({"iteration": 0, **metrics})
             return
-        *lines, _ = path.read_text().split("\n")  # a last line without newline was cut off
-        kept = [line for line in lines if json.loads(line)["iteration"] <= self.iteration]
-        write_whole(path, "".join(line + "\n" for line in kept))
+        self.metrics |= metrics
+        if self.is_last:
+            self.after = results
 
-    def say(self, message):  # above the progress bar
+    def end_early(self, why):
+        """Makes the current iteration the last one."""
+        self.early_end = why
+
+    def say(self, message):
+        """Prints above the progress bar."""
         if ranks.RANK == 0:
             tqdm.write(message)
 
-    def is_due(self, every, iteration):
+    def say_progress(self, metrics):
+        if not self.has_title:
+            self.say(title_line())
+            self.has_title = True
+        self.say(progress_line(metrics))
+
+    def finish(self):
+        """Prints the results."""
+        self.bar.close()
+        if ranks.RANK == 0:
+            print(f"\n{results_text(self.before, self.after)}\n")
+            if self.early_end:
+                print(f"ended early, after iteration {self.iteration}: {self.early_end}")
+            print(f"the trained model: {self.folder.checkpoints()[-1]}")
+        self.folder.close()
+        ranks.wait_for_all()  # torchrun ends all soon after the first
+
+    # -------------------------------------------------------------------------------- an iteration
+
+    def on_signal(self, number, frame):
+        signal.signal(number, signal.SIG_DFL)
+        self.say("stopping after this iteration")
+        self.signalled = True
+
+    def is_due(self, every):
         """True every `every` iterations (0: never) and after the last one."""
-        return iteration == self.args.iterations or (every > 0 and iteration % every == 0)
+        return self.is_last or (every > 0 and self.iteration % every == 0)
 
-    def log(self, iteration, metrics, completions):
-        """Appends a line of metrics and some samples, advances the bar, reports a collapse."""
-        self.iteration = iteration
-        self.stop = any(ranks.all_gather(self.signalled))
-        ranks.on_rank_0(self.write_log, iteration, metrics, completions)
+    def begin_iteration(self):
+        self.iteration += 1
+        self.after = None  # of a run that ended earlier
+        self.meter = Meter()
+        self.metrics = {}
+        self.completions = []
+        clock.seconds.clear()
+        self.start = time.perf_counter()
 
-    def write_log(self, iteration, metrics, completions):
-        # JSON has no NaN and no infinity.
-        metrics = {key: value for key, value in metrics.items() if math.isfinite(value)}
-        try:
-            with open(self.folder / "metrics.jsonl", "a") as file:
-                file.write(json.dumps({"iteration": iteration, **metrics}, allow_nan=False) + "\n")
-            with open(self.folder / "samples.jsonl", "a") as file:
-                for sample in transcripts(completions, self.args.group_size):
-                    file.write(json.dumps({"iteration": iteration, **sample}, allow_nan=False) + "\n")
-        except OSError as error:
-            raise UserError(f"{self.folder} cannot be written; the last checkpoint is whole") from error
-        if "eval/accuracy" in metrics:
-            self.say(f"iteration {iteration:4d}: held-out accuracy {metrics['eval/accuracy']:.3f}")
-        is_uniform = metrics.get("rollout/frac_zero_std_groups") == 1
-        self.uniform_iterations = self.uniform_iterations + 1 if is_uniform else 0
-        if self.uniform_iterations == 10:
-            self.say("collapse: for 10 iterations no group had two different rewards")
-        self.bar.set_postfix_str(f"reward {metrics['rollout/reward_mean']:.2f}", refresh=False)
-        self.bar.update()
-
-    def save_if_due(self, iteration):
-        """Writes a checkpoint if one is due, and after a signal, which then ends the program."""
-        if self.is_due(self.args.save_every, iteration) or self.stop:
-            ranks.on_rank_0(self.save, iteration)
-        if self.stop:
-            if ranks.WORLD > 1:
-                self.say("stopped by a signal; to resume: the same command with --resume")
+    def end_iteration(self):
+        seconds = time.perf_counter() - self.start
+        phases = dict(clock.seconds)
+        phases["update"] = seconds - sum(phases.values())  # what is no other phase
+        num_tokens = sum(len(c.ids) for c in self.completions)
+        training_seconds = seconds - phases.get("evaluation", 0)
+        self.metrics["charts/tokens_per_second"] = num_tokens / training_seconds
+        self.metrics |= {f"charts/{name}_seconds": value for name, value in phases.items()}
+        is_stopped = any(ranks.all_gather(self.signalled))
+        if ranks.RANK == 0:
+            self.write_log()
+            if self.is_due(self.args.save_every) or is_stopped or self.early_end:
+                self.save()
+        if is_stopped:
+            self.bar.close()
+            self.say(f"saved; to continue: --resume --run_dir {self.folder.path}")
+            self.folder.close()
+            ranks.wait_for_all()
             sys.exit(130)
 
-    def save(self, iteration):
-        """Writes a checkpoint and removes the previous one, on rank 0."""
-        folder = self.folder / f"checkpoint-{iteration:06d}"
-        scratch = self.folder / "checkpoint.tmp"
+    def write_log(self):
+        # JSON has no NaN and no infinity.
+        metrics = {key: value for key, value in self.metrics.items() if math.isfinite(value)}
+        metrics = {"iteration": self.iteration, **metrics}
+        try:
+            with open(self.folder.path / "metrics.jsonl", "a") as file:
+                file.write(json.dumps(metrics, allow_nan=False) + "\n")
+            with open(self.folder.path / "samples.jsonl", "a") as file:
+                for sample in transcripts(self.completions, self.args.group_size):
+                    sample = {"iteration": self.iteration, **sample}
+                    file.write(json.dumps(sample, allow_nan=False) + "\n")
+        except OSError as error:
+            message = f"{self.folder.path} cannot be written; the last checkpoint is whole"
+            raise UserError(message) from error
+        if self.iteration % 5 == 0 or "eval/accuracy" in metrics:
+            self.say_progress(metrics)
+        self.warn_without_signal(metrics)
+        self.bar.update()
+
+    def warn_without_signal(self, metrics):
+        """After ten iterations in which all rewards were equal, in every group if there are groups."""
+        is_uniform = metrics["rollout/reward_std"] == 0
+        is_uniform = is_uniform or metrics.get("rollout/frac_zero_std_groups") == 1
+        self.uniform_iterations = self.uniform_iterations + 1 if is_uniform else 0
+        if self.uniform_iterations == 10:
+            self.say(
+                "warning: no learning signal for 10 iterations "
+                "(all rewards within every group are equal); "
+                f"no_answer_frac {metrics['rollout/no_answer_frac']:.2f}, "
+                f"truncated_frac {metrics['rollout/truncated_frac']:.2f}"
+            )
+
+    # --------------------------------------------------------------------------------- checkpoints
+
+    def restore(self):
+        """Loads the newest checkpoint, if there is one."""
+        checkpoints = self.folder.checkpoints()
+        if checkpoints:
+            folder = checkpoints[-1]
+            try:
+                saved = torch.load(folder / STATE, weights_only=True, map_location="cpu")
+                self.policy.load_pretrained(folder)
+                self.noise.set_state(saved["noise"])
+                for name, part in self.parts.items():
+                    part.load_state_dict(saved["parts"][name])
+                self.iteration = saved["iteration"]
+                self.before = saved["before"]
+                self.after = saved["after"]
+                self.extra_state = saved["extra_state"]
+            except Exception as error:  # a damaged file may raise anything
+                raise UserError(f"--resume: {folder} cannot be read") from error
+        if len(set(ranks.all_gather(self.iteration))) > 1:
+            raise UserError("--run_dir: the processes do not see the same folder")
+
+    def prepare_files(self):
+        """Drops logged lines that will be written again. Writes a first checkpoint, which shows early
+        whether that is possible."""
+        if self.folder.checkpoints():
+            self.folder.warn_about_versions()
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            path = self.folder.path / name
+            if path.exists():
+                *lines, _ = path.read_text().split("\n")  # a last line without newline was cut off
+                kept = [line for line in lines if json.loads(line)["iteration"] <= self.iteration]
+                write_whole(path, "".join(line + "\n" for line in kept))
+        if not self.folder.checkpoints():
+            self.save()
+
+    def save(self):
+        """Writes a checkpoint and removes the previous one."""
+        folder = self.folder.path / f"checkpoint-{self.iteration:06d}"
+        scratch = self.folder.path / "checkpoint.tmp"
+        saved = {
+            "iteration": self.iteration,
+            "before": self.before,
+            "after": self.after,
+            "extra_state": self.extra_state,
+            "noise": self.noise.get_state(),
+            "parts": {name: part.state_dict() for name, part in self.parts.items()},
+        }
         try:
             shutil.rmtree(scratch, ignore_errors=True)
             self.policy.save_pretrained(scratch)
-            saved = {
-                "iteration": iteration,
-                "before": self.before,
-                "extra_state": self.extra_state,
-                "generator": self.generator.get_state(),
-                "parts": {name: part.state_dict() for name, part in self.parts.items()},
-                "hashes": checkpoint_hashes(scratch),
-            }
             torch.save(saved, scratch / STATE)
             scratch.rename(folder)
         except (OSError, RuntimeError, SafetensorError) as error:  # these are of a full disk
             raise UserError(f"{folder} cannot be written; the checkpoint before it is whole") from error
-        for path in self.checkpoints()[:-1]:
+        for path in self.folder.checkpoints()[:-1]:
             shutil.rmtree(path, ignore_errors=True)
-
-    def end_early(self, iteration, metrics, completions, why):
-        """Logs and saves an iteration after which the run cannot go on; `finish` exits with code 3."""
-        self.early_end = why
-        self.log(iteration, metrics, completions)
-        ranks.on_rank_0(self.save, iteration)
-        ranks.on_rank_0(write_whole, self.folder / "ended_early.txt", f"iteration {iteration}: {why}\n")
-
-    def finish(self):
-        """Prints the results. Exits with code 130 after a signal, and with 3 if the run ended early."""
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        self.bar.close()
-        ranks.on_rank_0(self.print_results)  # the others wait: torchrun ends all soon after the first
-        if self.signalled:
-            sys.exit(130)
-        if self.early_end:
-            sys.exit(3)
-
-    def print_results(self):
-        """Prints held-out results before and after training, and some completions."""
-        if self.early_end:
-            print(f"\nended early: {self.early_end}")
-        print(f"\n{'held-out problems':20}  greedy: before, after; sampled: before, after")
-        for key in self.before["sampled"]:
-            greedy = " " * 19  # pass@k takes several samples
-            if key in self.before["greedy"]:
-                greedy = f"{self.before['greedy'][key]:8.3g} ->{self.after['greedy'][key]:8.3g}"
-            sampled = f"{self.before['sampled'][key]:8.3g} ->{self.after['sampled'][key]:8.3g}"
-            print(f"{key:20}{greedy}   {sampled}")
-        examples = zip(self.before["examples"], self.after["examples"], strict=True)
-        for (prompt, first), (_, last) in examples:
-            print(f"\n{prompt}\n  before: {first}\n  after:  {last}")
-        print(f"\nthe trained model: {self.checkpoints()[-1]}")
 
 
 def transcripts(completions, group_size):
@@ -262,10 +280,3 @@ def transcripts(completions, group_size):
         sample = {"prompt": c.problem.prompt, "completion": c.text, "answer": c.problem.answer}
         samples.append(sample | {"reward": c.reward, "verdict": c.verdict})
     return samples
-
-
-def write_whole(path, text):
-    """Writes a file under another name and renames it, so that it is never half written."""
-    scratch = path.with_name(path.name + ".tmp")
-    scratch.write_text(text)
-    scratch.replace(path)

@@ -1,0 +1,35 @@
+"""How long the phases of an iteration take. Phases time themselves; `Run` reads the seconds."""
+
+import time
+from contextlib import contextmanager
+
+NAMES = {
+    "rollout": "sampling",
+    "reward": "grading",
+    "evaluation": "evaluating",
+}  # as the bar shows them
+seconds = {}  # {phase: seconds since the iteration began}
+running = []  # the phase that is being timed, if any
+bar = None  # the progress bar, once there is one
+
+
+@contextmanager
+def clock(phase):
+    """Times the code inside. Phases do not nest: what is sampled in an evaluation is evaluation."""
+    if running:
+        yield
+        return
+    running.append(phase)
+    show(NAMES[phase])
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        running.clear()
+        seconds[phase] = seconds.get(phase, 0) + time.perf_counter() - start
+
+
+def show(text):
+    """Shows what the run is doing in the bar."""
+    if bar is not None:
+        bar.set_postfix_str(text)

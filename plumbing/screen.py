@@ -1,0 +1,82 @@
+"""What a run prints: a line every few iterations, and the results at its end."""
+
+import os
+
+# Title of a column: key in metrics.jsonl, format
+COLUMNS = {
+    "iteration": ("iteration", "d"),
+    "reward": ("rollout/reward_mean", ".3f"),
+    "accuracy": ("rollout/accuracy", ".3f"),
+    "length": ("rollout/response_len_mean", ".1f"),
+    "entropy": ("losses/entropy", ".3f"),
+    "clipped": ("clipped", ".2%"),
+    "held-out": ("eval/accuracy", ".3f"),
+}
+WAYS = ("greedy", "sampled")  # of answering held-out problems
+
+
+class Stream:
+    """stdout or stderr. If the other end of a pipe is closed, as by `| head`, it prints nothing more,
+    and the run goes on."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text):
+        try:
+            return self.stream.write(text)
+        except BrokenPipeError:
+            self.silence()
+
+    def flush(self):
+        try:
+            self.stream.flush()
+        except BrokenPipeError:
+            self.silence()
+
+    def silence(self):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+
+
+def title_line():
+    return "  ".join(COLUMNS)
+
+
+def progress_line(metrics):
+    """A line below `title_line`. What is not in the metrics, a line of metrics.jsonl, is left blank."""
+    clips = [metrics[key] for key in ("losses/clipfrac_low", "losses/clipfrac_high") if key in metrics]
+    if clips:
+        metrics = metrics | {"clipped": sum(clips)}
+    cells = []
+    for title, (key, kind) in COLUMNS.items():
+        text = f"{metrics[key]:{kind}}" if key in metrics else ""
+        cells.append(text.rjust(len(title)))
+    return "  ".join(cells).rstrip()
+
+
+def results_text(before, after):
+    """The results of two evaluations (common.evaluate) as a table, and some completions. `after` is
+    None for a run that was not evaluated after training."""
+    evaluations = {"before": before}
+    if after is not None:
+        evaluations["after"] = after
+    title = "held-out problems"
+    width = max(len(name) for name in [title, *before["sampled"]])
+    groups = [f"{way + ':':>9}" + "".join(f"{when:>8}" for when in evaluations) for way in WAYS]
+    lines = [f"{title:{width}}{''.join(groups)}"]
+    for name in before["sampled"]:
+        line = f"{name:{width}}"
+        for way in WAYS:
+            line += " " * 9
+            for results in evaluations.values():
+                value = results[way].get(name)  # pass@k takes several samples
+                line += " " * 8 if value is None else f"{value:8.3f}"
+        lines.append(line.rstrip())
+    for i, (prompt, answer, _) in enumerate(before["examples"]):
+        lines += ["", f"{prompt}   (sampled; the answer is {answer})"]
+        for when, results in evaluations.items():
+            lines.append(f"  {when + ':':7} {results['examples'][i][2]}")
+    return "\n".join(lines)
