@@ -92,6 +92,9 @@ class Meter:
             else:
                 total_weight = sum(weight for _, weight in pairs)
                 mean = sum(value * weight for value, weight in pairs) / total_weight
+            if mean.dim() == 1:  # the load of every expert, of which the largest is logged
+                key = f"{key}_max"
+                mean = mean.max()
             means[key] = mean.item()
         return means
 
@@ -104,9 +107,9 @@ def masked_mean(x, mask):
 @torch.no_grad()
 def router_stats(outputs, old_experts_BTLK, mask_BT):
     """Statistics of the routers' own choices (replayed ones do not count) for response tokens; {} for a
-    dense model. load_max: the largest share of a layer's choices that goes to one expert. As means over
-    layers router_entropy (nats) and, if the old policy's experts are known, expert_flip_frac: the share
-    of tokens for which the routers now choose others."""
+    dense model. load, (L*E,): each expert's share of its layer's choices. As means over layers
+    router_entropy (nats) and, if the old policy's experts are known, expert_flip_frac: the share of
+    tokens for which the routers now choose others."""
     L = outputs.experts_BTLK.shape[2]
     E = outputs.num_experts
     if L == 0:
@@ -116,7 +119,7 @@ def router_stats(outputs, old_experts_BTLK, mask_BT):
     is_counted_BTLK = mask_BT[:, :, None, None].expand_as(expert_BTLK).long()
     count_LE = torch.zeros(L * E, dtype=torch.long, device=mask_BT.device)
     count_LE = count_LE.index_add(0, expert_BTLK.flatten(), is_counted_BTLK.flatten()).view(L, E)
-    stats = {"load_max": (count_LE / count_LE.sum(1, keepdim=True).clamp(min=1)).max()}
+    stats = {"load": (count_LE / count_LE.sum(1, keepdim=True).clamp(min=1)).flatten()}
     if outputs.router_logits:
         entropies = [torch.special.entr(logits.softmax(-1)).sum(-1) for logits in outputs.router_logits]
         stats["router_entropy"] = masked_mean(sum(entropies) / L, mask_BT)
