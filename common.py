@@ -33,11 +33,13 @@ from plumbing.reward import judgements, load_rewards
 from plumbing.routing import Routing, experts_by_completion, pad_experts
 from plumbing.run import Run
 
+# fmt: off
 __all__ = [  # what scripts import
-    *("Run", "RunArgs", "TrainedModel", "UserError", "collate", "critic_stats", "critic_values"),
-    *("evaluate", "flag", "forward_packed", "launch", "load_grader", "load_policy", "load_problems"),
-    *("record_old_policy", "reference_logprobs", "rollout_correction", "sample", "token_logprobs"),
+    "Run", "RunArgs", "TrainedModel", "UserError", "collate", "critic_stats", "critic_values",
+    "evaluate", "flag", "forward_packed", "launch", "load_grader", "load_policy", "load_problems",
+    "record_old_policy", "reference_logprobs", "rollout_correction", "sample", "token_logprobs",
 ]
+# fmt: on
 
 # ----------------------------------------------------------------------------------------- problems
 
@@ -317,10 +319,8 @@ def load_grader(args):
 
     def grade(completions):
         with clock("reward"):
-            mine = judgements(
-                functions, ranks.local_slice(completions)
-            )  # each is graded by one process
-            fields = ranks.all_gather_list(mine)
+            mine = ranks.local_slice(completions)  # each completion is graded by one process
+            fields = ranks.all_gather_list(judgements(functions, mine))
         return [c._replace(**values) for c, values in zip(completions, fields, strict=True)]
 
     return grade
