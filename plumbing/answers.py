@@ -1,177 +1,193 @@
-"""Finds the answer in a text, and compares two answers.
+r"""The verifier: finds the answer in a text and compares it with the gold answer.
 
-Answers are compared as numbers if both are numbers, in any notation, and as text otherwise, without
-algebra. A wrong answer must not be accepted: a policy learns whatever is rewarded.
+The last marker counts: `####` or a line that begins with `Answer:` (the rest of the line is the
+answer), `\boxed{}` or `\fbox{}`, or `<answer>...</answer>`. Two answers are the same if they are equal
+as written, or equal in one of these ways once markup that prints nothing is gone:
+
+- Numbers, by value: -1,000.5 (or `{,}`, `\,`, `'`, a thin or no-break space), 1/2, 2 1/2, any `\frac`,
+  4.5e33, 10^6, 4.5 \times 10^{33}. A fraction that is a whole number (36/2) is unfinished: it is text.
+- Numbers with a unit: `%` (not after a fraction), degrees, a currency (also in front), a symbol (cm,
+  m^2, km/h; a single letter only after a space), or up to three words, the last one before any `per`
+  a plural (red apples, miles per hour) and none that changes the number (dozens, thirds, times).
+  `per day` may stand alone. A unit on one side only is ignored; two must be the same text, a plural s
+  aside.
+- Choices: for the gold answers B and (B), also B), Option B, and (B) 12 if no other letter follows.
+- Text: spaces around operators and brackets don't count, nor does the capital of a lowercase word.
+
+A leading `=` or `Answer:` is dropped, and a name (x=5) that only one side has. A number never equals a
+text. Lists, sets, and algebra are left to math-verify: --reward examples/algebra.py:grade.
 """
 
+import json
 import re
+from contextlib import suppress
 from fractions import Fraction
+from numbers import Number
 
-MAX_ANSWER = 1000  # characters; a longer text is not an answer
-# Notation and its plain form, replaced in this order. A replacement must not join its neighbours:
-# \frac{7}{7}1 is not 7/71.
-SYMBOL = r"(?:[mck]m|m[lLg]|kg|(?:ft|in|lb|oz|hr|USD)s?)(?![a-zA-Z])"
-GROUP = r"\{((?:[^{}]|\{[^{}]*\})*)\}"  # braces with no more than one level inside
-NOTATION = [
-    (r"−", "-"),
-    (r"^(['\"“‘]|``)([^'\"”’]*)(?:['\"”’]|'')$", r"\2"),  # quotes
-    (r"(?<=[0-9])(?:\{,\}|\\,|,\\!)(?=[0-9]{3}(?![0-9]))", "{,}"),  # thousands
+MAX_ANSWER = 1000  # characters; anything longer is not an answer
+BOXES = ("\\boxed", "\\fbox")
+LINES = ("####", "\nAnswer:", "\n**Answer:", "\n**Answer:**", "\n**Answer**:")
+
+# Markup and what it becomes, in this order.
+SILENT = r"\\[!()\[\]]|\\(?:left|right)(?![a-zA-Z])\.?"
+TEXT = r"\\(?:mbox|(?:text|math)(?:bf|it|rm|sf|tt)?) ?\{"
+GLUED = rf"[0-9]\}}?(?:\$|{SILENT}|{TEXT})+[0-9]"  # not read at all: 3$6$5 is not 365
+ARGUMENT = r" ?(?:\{ ?([^{}]*?) ?\}|(\w))"
+SEPARATOR = r"(?:,|\{,\}|\\,|['~\u00a0\u2009\u202f])"
+THOUSANDS = rf"(?<![\w.,^])[1-9][0-9]{{0,2}}(?:{SEPARATOR}[0-9]{{3}})+(?![0-9,])(?!.*(?:[)\]]|\\\}}))"
+SPACE = r"(?:\s|~(?= ?[a-zA-Z])|(?<!\\)\\(?:[,;: ]|q?quad(?![a-zA-Z])))+"
+DEGREES = r"(?:\^ ?(?:\\circ(?![a-zA-Z])|\{ ?\\circ ?\})|°|\bdegrees?\b)"
+MARKUP = [
+    (r"\u2212", "-"),
+    (r"(?<!\S)\*\*([^*\s](?:[^*]*[^*\s])?)\*\*(?!\w)|^\*\*|\*\*$", r"\1"),  # bold; 2**3 is a power
+    (r"(?<!\\)\${1,2}((?:[^$\\]|\\.)+)\${1,2}", r"\1"),  # a pair; a single $ is a dollar
+    (rf"(?<!\\)(?:{SILENT})", ""),
     (r"\\[dtc]frac", r"\\frac"),
-    (r"\{([^{}]+)\\over(?![a-zA-Z])([^{}]+)\}", r"\\frac{\1}{\2}"),
-    (r"\\([gln]e)q(?![a-zA-Z])", r"\\\1"),
-    (r"\\(frac|sqrt) ?([0-9])", r"\\\1{\2}"),  # \frac12 is \frac{1}2, ...
-    (r"(\\frac ?\{[^{}]*\}) ?([0-9])", r"\1{\2}"),  # ... and that \frac{1}{2}
-    (r"(?<!\S)\*\*(?=\S)([^*]+)(?<=\S)\*\*(?!\w)", r" \1 "),  # bold; 2**3 is a power
-    (r"^\*\*|(?<=:)\*\*|\*\*(?=\.?$)", " "),
-    # Invisible markup becomes \! first, and then a blank, but not between digits: 3$6$5 is 365.
-    (r"(?<!\\)\${1,2}((?:[^$\\]|\\.)+)\${1,2}", r"\\!\1\\!"),
-    (r"(?<!\\)\\[()]|\\(?:left|right)(?:\.|(?![a-zA-Z]))|\\displaystyle(?![a-zA-Z])", r"\\!"),
-    (rf"\\(?:text|(?:text|math)(?:rm|bf|it|sf|tt)|mbox|boldsymbol) ?{GROUP}", r"\\!\1\\!"),
-    (r"(?<=[0-9])(?:\\!)+(?=\.?[0-9])", "{}"),
-    (r"\\!|~(?=[a-zA-Z\\])|(?<!\\)\\[,;: ]", " "),
-    (r"(?<=[0-9]:[0-9]{2}) *(?i:a\.?m\b\.?)", " am"),  # in a time of day case does not matter
-    (r"(?<=[0-9]:[0-9]{2}) *(?i:p\.?m\b\.?)", " pm"),
-    (r" ?(?:\^ ?(?:\\circ(?![a-zA-Z])|\{ ?\\circ ?\})|°)", " degrees "),
-    (r"\s+", " "),
-    (r"(?<=[0-9])(?<!\b0),(?=[0-9]{3}(?![0-9]))(?!.*(?:[)\]]|\\\}))", "{,}"),  # not in (100,200)
-    (r" (?=[{}])|(?<=\{) ", ""),
-    (rf"^{GROUP}$", r"\1"),
-    (r" ?([\^_]) ?\{([0-9](?!\}[\d.])|[a-zA-Z](?!\}\w))\}", r"\1\2"),  # x^{2} is x^2
+    (rf"\\frac{ARGUMENT}{ARGUMENT}", r"\\frac{\1\2}{\3\4}"),
+    (r"\\sqrt ?(\w)", r"\\sqrt{\1}"),
+    (rf"{TEXT}([^{{}}]*)\}}", r" \1"),
+    (THOUSANDS, lambda number: re.sub("[^0-9]", "", number[0])),  # but (1,000) may be a pair
+    (SPACE, " "),
+    (r"(?<![\\\w])[A-Z][a-z]{2,}(?!\w)|^ ?[A-Z][a-z]\b", lambda word: word[0].lower()),
+    (rf" ?{DEGREES}", "°"),
+    (r" ?(?:\\?%|\bper ?cent\b)", "%"),
+    # x^{2}y is x^2y, but x^{2}1 is not x^21. Arguments of commands keep their braces.
+    (r"(?<![a-zA-Z0-9}\]])\{([0-9](?!\}[0-9.{])|[a-zA-Z](?!\}[\w{]))\}", r"\1"),
     (r"^ | ?\.? ?$", ""),
-    (r"^(?i:(?:the )?(?:final )?answer(?: is:?|:) )", ""),
-    (r"^= ?", ""),
-    (r"^\(([A-Z])\)$", r"\1"),  # the choice (A)
+    (r"^(?:(?:the )?(?:final )?answer ?(?:is:?|:)|=) ?", ""),
+    (r"^\( ?([A-Z]) ?\)$", r"\1"),  # the choice (B)
 ]
-# The x= of x=5, but not of x=x^2; in a word a letter is no name.
-NAME = r"^([a-zA-Z]|\\(?:alpha|beta|theta|lambda|phi|omega)) ?= ?(?!.*(?<![a-z]{2})\1(?![a-z]{2}))"
-MEASURES = [
-    (r"^([+-]?) ?\\?\$ ?([+-]?[0-9.,{}]+)(?i: dollars?| usd)?(?![\w.,{}])", r"\1\2 dollars"),
-    (r" ?(?:\\?%|(?i:per ?cent)\b)", "%"),
-    (r"^([+-]? ?[0-9.,{}]+)%$", r"\1 %"),  # a unit, but not behind a fraction: 1/2% is not 1/2
-    (rf"(?<=[0-9}}])(?={SYMBOL})", " "),  # 5cm is 5 cm
-    (r"(?<= )([mck]?m|in|inches|ft|feet|miles) ?\^2(?![\w.])", r"square \1"),
-    (r"(?<= )([mck]?m|in|inches|ft|feet|miles) ?\^3(?![\w.])", r"cubic \1"),
-    (r"(?<= )mph\b", "miles per hour"),
+SPACES = [
+    (r" ?([^\w .]) ?", r"\1"),  # around operators, commas, and brackets
+    (r"(\\[a-zA-Z]+) (?![a-zA-Z])", r"\1"),  # after a command; but \cos h is not \cosh
 ]
-# A unit is a symbol, in which case matters (5 M is no length), or up to three words that do not change
-# the number. What may be a product of variables, as in 2 xyz, is not a word.
+# A name is a letter that the rest doesn't have (no x=2x), or the rest is a number and words.
+NAME = r"^([a-zA-Z]) ?= ?(?=[^a-zA-Z]+ [a-z]{3}|(?!.*\1))"
+# A choice: B, option B, or with a mark (B), B) or B. and then text without any other letter.
+LETTER = r"(?:(?<![a-zA-Z])[A-Z](?![a-zA-Z])|\([a-z]\))"
+MARKED = r"(?:\( ?([A-Z]) ?\)|([A-Z])[).:])"
+CHOICE = rf"(?:option )?(?:([A-Z])|{MARKED}(?: (?![+*/^=])(?!.*{LETTER}).*)?)"
+
+# Ways to write a number, and the one that NUMBER reads: 4.5e33, -2 1/2, 5 \$.
+CURRENCY = r"(?:\\\$|[€£¥₹]|(?:USD|EUR|GBP|JPY|CNY|INR)(?![a-zA-Z]))"
+EXPONENT = r"[+-]?[0-9]{1,3}"
+NUMERALS = [
+    (r"^([+-]?) ?10 ?\^", r"\1 1*10^"),
+    (rf" ?(?:\\times|\\cdot|[*×·]) ?10 ?\^ ?(?:\{{({EXPONENT})\}}|({EXPONENT}))(?![0-9.])", r"e\1\2"),
+    (r"^\\frac\{-", r"-\\frac{"),
+    (r"^([+-]?) ?([0-9]*) ?\\frac\{([0-9]+)\}\{([0-9]+)\}(?![0-9])", r"\1\2 \3/\4"),
+    (r"^([+-]? ?)\$", r"\1\\$"),
+    (rf"^([+-]?) ?({CURRENCY}) ?([+-]?[0-9.][0-9.e/+-]*)", r"\1\3 \2"),
+]
+FRACTION = r"[0-9]+ ?/ ?0*[1-9][0-9]*"
+DECIMAL = rf"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE]{EXPONENT})?"
+NUMBER = rf"([+-]?) ?(?:([0-9]+) (?={FRACTION}))?({FRACTION}|{DECIMAL})(.*)"  # sign, whole, rest, unit
+
+# Words that change the number, also with s, th, or ths at the end.
 CHANGES = """
-    zero one two three four five six seven eight nine ten eleven twelve hundred thousand third quarter
-    (?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|hundred|thousand)th half
-    [a-z]+(?:teen|t[iy]|illion)[eth]* halve dozen score gross pair couple grand double triple twice
-    square squared cubic cubed root time plus minus less more over under below above and but not than
-    per percent mod factorial sin cos tan log alpha beta gamma theta lambda sigma omega
+    zero one two three four five fif six sixe seven eight eigh nine nin ten eleven twelve twelf
+    [a-z]+teen (?:twen|thir|for|fif|six|seven|eigh|nine)(?:ty|tie) hundred thousand [a-z]*illion
+    lakh crore myriad dozen score gross grosse pair couple half halve third quarter time fold double
+    triple repeat(?:ing)? recur(?:ring)? and not plus minus negative per cos
     """
-WORD = rf"(?!(?i:{'|'.join(CHANGES.split())})(?:e?s)?\b)(?=\w*[aeiou])[A-Za-z][a-z]{{2,}}\b"
-UNIT = rf"(?:(?:square|sq|cubic) )?(?:{SYMBOL}|[mghsL%]|(?!\w[^aeiou]\w\b){WORD}(?: {WORD}){{0,2}})"
-MEASURED = rf"(.*[0-9}}])((?: {UNIT}(?:(?: per |/){UNIT})?| per {UNIT})?)"
-FULL_NAMES = """
-    mm=millimeter cm=centimeter m=meter metre=meter km=kilometer in=inch ft=foot feet=foot sq=square
-    g=gram mg=milligram kg=kilogram oz=ounce lb=pound ml=milliliter l=liter litre=liter usd=dollar
-    s=second sec=second min=minute h=hour hr=hour
-    """
-FULL_NAMES = dict(pair.split("=") for pair in FULL_NAMES.split())
-# In a text \frac{a}{b} is a/b if nothing next to it could belong to a or to b.
-FRACTION = (
-    r"((?:^|[(\[{,=<>&]|\\\\|matrix\}|\\pm|\\[lg]eq?|\b(?:or|and)) ?[+-]? ?|(?<=[\w)}\]]) ?[+-] ?)"
-    r"\\frac\{(?!\})(-?[0-9]*[a-zA-Z]*(?:\^[0-9]|\\pi|\\sqrt\{[^{}]*\})?)\}\{([0-9]+)\}"
-    r"(?= ?(?:$|[)\]},=<>&%+-]|\\[\\}]|\\end)| (?:or|and) )"
-)
-WORDS = r"(?<![\\\w])[^\W\d_]{3,}|^[A-Z][a-z]\b"  # an initial's case does not matter; the second: No
+WORD = rf"(?!(?:{'|'.join(CHANGES.split())})(?:s|ths?)?\b)[a-z]{{3,}}"
+PLURAL = rf"(?=(?:[a-z]+[^\Wisu]s|feet|people)\b){WORD}"
+SYMBOL = "mm|cm|km|in|ft|yd|mg|kg|oz|lb|ml|mL|min|hr|m/s|km/h|mph|Hz|kHz|MHz|GHz"
+SYMBOLS = rf"(?: ?(?:{SYMBOL})| [mgshL])(?:\^[23])?"
+UNIT = rf"(?: ?[%°]| ?{CURRENCY}|{SYMBOLS}|(?: {WORD}){{0,2}} {PLURAL})?(?: per {WORD}(?: {WORD})?)?"
 
 
 def final_answer(text):
-    r"""The content of the last '\boxed' or '\fbox', or the rest of the line after the last '####',
-    whichever is later; None if there is neither, or it is empty."""
-    marker = text.rfind("####")
-    box = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
-    found = None
-    if box > marker:
-        found = boxed(text[box : box + MAX_ANSWER])
-    # An unclosed box is plain text on the marker's line; on a later line it invalidates the answer.
-    is_on_its_line = "\n" not in text[marker : max(marker, box)]
-    if found is None and marker >= 0 and is_on_its_line:
-        start = marker + len("####")
-        found = text[start : start + MAX_ANSWER].split("\n")[0]
-    if found is None or len(found) == MAX_ANSWER:  # it may be longer
+    """What the last marker in `text` marks; None if that is nothing, or if there is no marker."""
+    text = "\n" + text
+    start, marker = max((text.rfind(marker), marker) for marker in (*BOXES, *LINES, "<answer>"))
+    if start < 0:
+        return None
+    start += len(marker)
+    rest = text[start : start + MAX_ANSWER]
+    if marker in BOXES:
+        found = in_braces(rest.lstrip())
+    elif marker == "<answer>":
+        found = rest.split("</answer>")[0] if "</answer>" in rest else ""
+    else:
+        found = re.split("\n|</answer>", rest)[0]
+    if len(found) == MAX_ANSWER:  # it may be longer
         return None
     return found.strip() or None
 
 
-def gold_answer(value):
-    """The gold answer in a cell of the answer column; None if it cannot be read exactly."""
-    if isinstance(value, str) and re.search(r"####|\\(?:boxed|fbox)\{", value):
-        return final_answer(value)
-    text = str(value).strip()
-    if isinstance(value, float) and len(text) > 16:  # rounded: 0.1 as float32 is 0.10000000149011612
-        return None
-    # Values that are not text must be plain numbers: no None, date, list, NaN or 1e+30.
-    if isinstance(value, str) or re.fullmatch(r"-?[0-9]+(\.[0-9]+)?", text):
-        return text
-    return None
-
-
-def boxed(text):
-    r"""The content of the braces after the '\boxed' or '\fbox' with which `text` begins, None if they
-    are not closed; 12 for '\boxed 12'."""
-    box = re.match(r"\\(?:boxed|fbox)(?:\s*(?=\{)|([^\n$]*))", text)
-    if box[1] is not None:
-        return box[1] if len(box[0]) < MAX_ANSWER else None  # it may be longer
+def in_braces(text):
+    """What is in the braces at the beginning of `text`; '' if there are none, or they never close."""
     depth = 0
-    for brace in re.finditer(r"(?<!\\)[{}]", text[box.end() :]):
+    for brace in re.finditer(r"(?<!\\)[{}]", text):
         depth += 1 if brace[0] == "{" else -1
-        if depth == 0:
-            return text[box.end() + 1 : box.end() + brace.start()]
-    return None
+        if depth == 0 and text[0] == "{":
+            return text[1 : brace.start()]
+    return ""
 
 
-def number(text):
-    """'-1,000.50', '1/2', '2 1/2' -> Fraction; None for text, and for 36/2, which is unfinished."""
-    # \d would match digits of any alphabet.
-    integer = r"(?:[1-9][0-9]{0,2}(?:(?:,|\{,\})[0-9]{3})+|[0-9]+)"
-    if re.fullmatch(rf"[+-]? ?(?=\.?[0-9]){integer}?(?:\.[0-9]+)?", text):
-        return Fraction(re.sub("[{, }]", "", text))
-    text = re.sub(r"^\\frac\{-", r"-\\frac{", text)
-    text = re.sub(r" ?\\frac\{([0-9]+)\}\{([0-9]+)\}$", r" \1/\2", text)
-    quotient = re.fullmatch(r"([+-]?) ?(?:([0-9]+) )?([0-9]+) ?/ ?([0-9]+)", text)
-    if quotient is None:
+def gold_answer(cell):
+    """The gold answer in a cell of a dataset: text, a number, a boolean, a list of one of these, or
+    JSON like '["72"]' ('[72]' stays text: it may be an interval). None for anything else."""
+    if isinstance(cell, str):
+        one_string = re.fullmatch(r'\s*\[\s*(".*")\s*\]\s*', cell)
+        with suppress(ValueError):
+            cell = json.loads(one_string[1]) if one_string else cell
+    elif isinstance(cell, list) and len(cell) == 1:
+        cell = cell[0]
+    if isinstance(cell, bool):
+        cell = str(cell).lower()
+    elif isinstance(cell, Number) and abs(cell) < float("inf"):  # not NaN either
+        cell = str(cell)
+    if not isinstance(cell, str):
         return None
-    whole, above, below = (int(part) for part in quotient.groups("0")[1:])
-    if below == 0 or above % below == 0 or (whole > 0 and above > below):
-        return None
-    value = whole + Fraction(above, below)
-    return -value if quotient[1] == "-" else value
+    if re.search(r"####|\\(?:boxed|fbox)\b", cell):
+        cell = final_answer(cell) or ""
+    return None if cell.strip().lower() in ("", "proof", "notfound") else cell.strip()
 
 
-def canonical(answer, is_named=False):
-    """An answer as written -> (value, unit): a Fraction and the unit after it, if any; or, for an
-    answer that is not a number, its plain text. With `is_named`, x=5 is 5."""
-    if len(answer) > MAX_ANSWER:
-        return answer, ""
-    text = answer.strip()
-    notation = [*NOTATION, (NAME, ""), *MEASURES] if is_named else NOTATION + MEASURES
-    for pattern, plain in notation:
-        text = re.sub(pattern, plain, text)
-    text = text.strip()
-    measured = re.fullmatch(MEASURED, text)
-    if measured and number(measured[1]) is not None:
-        unit = measured[2].strip().lower().replace("/", " per ")
-        unit = re.sub(r"(?<=ch|sh|ss)es\b|(?<=x)es\b|(?<=\w[a-rt-z])s\b", "", unit)
-        unit = re.sub(r"\w+", lambda word: FULL_NAMES.get(word[0], word[0]), unit)
-        return number(measured[1]), unit
-    # In text blanks matter only between words and numbers, and case only where it may be a unit.
-    text = re.sub(FRACTION, r"\1\2/\3", text)
-    text = re.sub(r" ?([^\w .]) ?", r"\1", text)
-    text = re.sub(r"(\\[a-zA-Z]+) (?=[0-9])", r"\1", text)
-    return re.sub(WORDS, lambda word: word[0].lower() if word[0].istitle() else word[0], text), ""
+def replaced(text, replacements):
+    """`text` with all replacements, one after the other."""
+    for pattern, replacement in replacements:
+        text = re.sub(pattern, replacement, text)
+    return text
+
+
+def without_markup(answer):
+    return answer if re.search(GLUED, answer) else replaced(answer, MARKUP)
+
+
+def value_and_unit(text):
+    """'-1/2 cups' -> (Fraction(-1, 2), 'cup'); (text, '') for what is not a number."""
+    number = re.fullmatch(NUMBER, replaced(text, NUMERALS))
+    if number is None or re.fullmatch(UNIT, number[4]) is None:
+        return replaced(text, SPACES), ""
+    sign, whole, digits, unit = number.groups("")
+    value = Fraction(digits.replace(" ", ""))
+    is_unfinished = value.denominator == 1 or (whole and value > 1)
+    if "/" in digits and (is_unfinished or "%" in unit):
+        return replaced(text, SPACES), ""
+    value += int(whole or 0)
+    unit = re.sub(r"(?<=[a-z]{2})s\b", "", unit.strip())
+    return -value if sign == "-" else value, unit
 
 
 def is_same(found, gold):
-    """Whether two answers are the same number or the same text, however written. Units are compared if
-    both have one, and so are names, as in x=5."""
-    is_named = ("=" in found.lstrip("$= ")) != ("=" in gold.lstrip("$= "))
-    found_value, found_unit = canonical(found, is_named)
-    gold_value, gold_unit = canonical(gold, is_named)
+    """Whether two answers are the same by the rule above."""
+    if found == gold:
+        return True
+    if max(len(found), len(gold)) > MAX_ANSWER:
+        return False
+    found = without_markup(found)
+    gold = without_markup(gold)
+    choice = re.fullmatch(CHOICE, found)
+    if choice is not None and gold in choice.groups():
+        return True
+    if ("=" in found) != ("=" in gold):
+        found = re.sub(NAME, "", found)
+        gold = re.sub(NAME, "", gold)
+    found_value, found_unit = value_and_unit(found)
+    gold_value, gold_unit = value_and_unit(gold)
     if found_unit and gold_unit and found_unit != gold_unit:
         return False
     return found_value == gold_value

@@ -94,14 +94,16 @@ def test_without_a_path_an_example_says_how_to_run_it(name):
 
 
 @pytest.mark.extras
-def test_own_reward_compares_by_algebra():
-    from examples.own_reward import reward
+def test_algebra_is_left_to_math_verify():
+    from examples.algebra import grade
 
-    assert reward(r"so #### \frac{2}{4}", "0.5", False) == (1.0, "correct")
-    assert reward("#### x(x+1)", "x^2+x", False) == (1.0, "correct")
-    assert reward("#### x^2", "x^2+x", False) == (0.0, "wrong")
-    assert reward("0.5", "0.5", False) == (0.0, "no_answer")
-    assert reward("#### 0.5", "0.5", True) == (0.0, "truncated")
+    for gold, found in [("0.5", r"\frac{2}{4}"), ("x^2+x", "x(x+1)"), (r"\{1,2\}", r"\{2,1\}")]:
+        assert grade(f"so #### {found}", gold, False) == (1.0, "correct")
+        assert grade(f"so #### {found}", gold, True) == (0.0, "truncated")
+    for gold, found in [("x^2+x", "x^2"), ("(1,2)", "(2,1)"), ("5", "9**9**9**9"), ("5", "{{{")]:
+        assert grade(f"so \nAnswer: {found}", gold, False) == (0.0, "wrong")
+    assert grade("0.5", "0.5", False) == (0.0, "no_answer")
+    assert load_verifier(script_args("grpo", reward=["examples/algebra.py:grade"])[1])
 
 
 TRL_REWARDS = """
