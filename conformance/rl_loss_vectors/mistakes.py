@@ -206,6 +206,9 @@ MISTAKES = [
     ("an arithmetic for a geometric mean", GEOMETRIC, pieces(geometric_mean=arithmetic_mean)),
     ("k1 in the loss", "grpo", pieces(k3=lambda log_x: -log_x)),
     ("k3 upside down", "grpo", pieces(k3=lambda log_x: k3(-log_x))),
+    ("the KL is rewarded", "grpo", pieces(k3=lambda log_x: -k3(log_x))),
+    ("no gradient through the KL", "grpo", pieces(k3=lambda log_x: k3(log_x.detach()))),
+    ("the absolute log-ratio for k3", "grpo", pieces(k3=abs)),
     ("k2 for k3", "grpo", pieces(k3=lambda log_x: log_x**2 / 2)),
     ("a gradient through the weight", "cispo", pieces(stopped=lambda x: x)),
     # Advantages and values.
