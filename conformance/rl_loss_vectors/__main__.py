@@ -121,18 +121,8 @@ def main(program=None):
         )
     if num_agree == num_tested:
         print("healthy" if num_agree >= 5 else "fewer than five cases apply: too few to tell")
-        for shape in broadcasting(found):
-            print(f"careful: advantages {shape} broadcast: other numbers, and no error")
     is_healthy = num_agree == num_tested or (is_finite and args.allow_nan)
     sys.exit(not is_healthy or num_agree < 5)
-
-
-def broadcasting(found):
-    """The shapes of advantages for which a healthy function gives other numbers."""
-    for subject, results in found:
-        pairs = [pair for pair in doctor.answered(results) if "masked_places" not in pair[0]["tags"]]
-        if not all(doctor.is_right(subject, case, answer) for case, answer in pairs):
-            yield subject.advantages
 
 
 if __name__ == "__main__":

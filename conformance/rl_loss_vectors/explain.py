@@ -121,7 +121,6 @@ def lines_of_gradient(subject, rows, wrong):
         (wrong, {"kl", "settings"}),
         (wrong, {"kl"}),
     ]
-    places = []
     for group, without in groups:
         chosen = [row for row in group if not without & set(row[0]["tags"])]
         if any(row in wrong for row in chosen):
@@ -129,8 +128,7 @@ def lines_of_gradient(subject, rows, wrong):
             both = both_forms(table)
             if both:
                 return lines + both
-            places = places or where_it_differs(table)
-    return lines + (shifted(rows) or places)
+    return lines + shifted(rows)
 
 
 def joined(pairs):
@@ -254,22 +252,6 @@ def zero_places(is_zero, places):
     if left.any():
         names.append(f"in {left.sum()} more of {len(left)}")
     return f"; 0 {' and '.join(names)}" if names else ""
-
-
-def where_it_differs(table):
-    """The smallest of the places outside of which nothing differs."""
-    differs = ~near(*table["found"].values())
-    around = {
-        name: where
-        for name, where in table["places"].items()
-        if not differs[~where].any() and not where.all() and differs.sum() > 0.45 * where.sum()
-    }
-    if not around:
-        return []
-    name = min(around, key=lambda name: around[name].sum())
-    return [
-        f"your gradient differs only where {name}: in {differs.sum()} of {around[name].sum()} tokens"
-    ]
 
 
 def shifted(rows):
