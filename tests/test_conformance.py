@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import COPIED, MORE, ROOT, SCRIPTS, copied
-from rl_loss_vectors import VECTORS, Subject, doctor, mistakes, reference
+from rl_loss_vectors import VECTORS, Subject, cases, doctor, mistakes, reference
 from rl_loss_vectors import __main__ as command
 from rl_loss_vectors.vectors import Answer, same
 
@@ -283,6 +283,19 @@ def test_what_is_unknown_is_explained(function, section, expected):
     assert text.startswith(UNKNOWN) and expected in text, text
 
 
+def test_a_function_that_takes_one_lambda_for_the_batch():
+    def one_lambda(rewards, values, mask, gamma, lam):
+        return ppo.compute_gae(rewards, values, mask, gamma, float(lam))
+
+    subject = Subject(one_lambda, "gae")
+    results = doctor.examine(subject)
+    (words,) = (found for case, found in results if case["id"] == "gae-009")
+    assert (
+        words.startswith("it takes one number for the batch")
+        and doctor.diagnosis(subject, results) == []
+    )
+
+
 # ---------------------------------------------------------------------------------- what users bring
 
 
@@ -330,6 +343,7 @@ VARIATIONS = [  # (what is replaced in DAPO, by what, flags, exit code, what is 
     (FIRST, "    assert A.shape[1] == 1; r =", PLAIN, 0, "it takes one advantage for each completion"),
     (FIRST, "    assert A.shape == mask.shape; r =", PLAIN, 0, "advantages BT\n"),
     (FIRST, "    assert not new.isnan().any(), 'no'; r =", PLAIN, 1, "it raises AssertionError no"),
+    (FIRST, "    mask = 1 - mask < 0.5; r =", PLAIN, 0, "13 of 13 applicable cases agree"),
     (MEAN, f"return {{'loss': {MEAN[7:]}}}", RENAMED, 0, "14 of 14"),
     (LOG_R, "((new - old) * mask)", PLAIN, 1, "--allow-nan accepts it\n"),
     (LOG_R, "((new - old) * mask)", f"{PLAIN} --allow-nan", 0, "variant: NaN in masked places"),
@@ -497,6 +511,12 @@ def test_a_failure_is_diagnosed_and_a_known_difference_is_strict(tmp_path):
     assert "FAILED test_it.py::test_dapo[dapo-003]" in text
     assert "1 xfailed" in text and "1 skipped" in text
     assert UNKNOWN in text  # since one case is right
+
+
+def test_a_known_difference_that_no_case_has_is_refused(tmp_path):
+    (tmp_path / "xfails.txt").write_text("dapo-099\n")
+    with pytest.raises(ValueError, match="no such case, or it does not apply: dapo-099"):
+        cases("dapo", copied("dapo").policy_loss, tmp_path / "xfails.txt")
 
 
 def test_the_three_examples_of_the_readme(tmp_path):
