@@ -11,4 +11,4 @@ sys.path.insert(0, str(Path(__file__).parent))
 from rl_loss_vectors.__main__ import main
 
 if __name__ == "__main__":
-    main()
+    main("python conformance/check.py")

@@ -22,7 +22,7 @@ from rl_loss_vectors import reference
 from rl_loss_vectors.reference import tensor
 
 HERE = Path(__file__).parent
-VERSION = "2.0"
+VERSION = "2.1"
 FILE = HERE / "rl_loss_vectors" / "vectors.json"
 CASES = tomllib.loads((HERE / "cases.toml").read_text())
 TOLERANCE = {"float64": 1e-6, "float32": 1e-5}
@@ -38,15 +38,15 @@ def drawn(source, low, high, shape):
     return [drawn(source, low, high, shape[1:]) for _ in range(shape[0])]
 
 
-def field(spec, seed, first):
+def field(spec, seed, shape, first):
     """The numbers of a field, from its description in cases.toml."""
     if not isinstance(spec, dict):
         return spec
     source = random.Random(seed)
     if "between" in spec:
-        return drawn(source, *spec["between"], spec.get("shape", (4, 6)))
+        return drawn(source, *spec["between"], spec.get("shape", shape))
     ratios = spec["ratios"]
-    ratios = CASES["ratios"][ratios] if isinstance(ratios, str) else drawn(source, *ratios, (4, 6))
+    ratios = CASES["ratios"][ratios] if isinstance(ratios, str) else drawn(source, *ratios, shape)
     return (tensor(first) - tensor(ratios)).round(decimals=2).tolist()
 
 
@@ -59,9 +59,10 @@ def make_case(section, name, special):
     case |= {key: specs.pop(key) for key in OF_A_CASE if key in specs}
     if isinstance(specs.get("mask"), str):
         specs["mask"] = [[int(bit) for bit in mask] for mask in CASES["masks"][specs["mask"]]]
+    shape = (len(specs.get("mask", [])), 6)
     fields = {}
     for key, spec in specs.items():
-        fields[key] = field(spec, f"{section} {name} {key}", next(iter(fields.values()), None))
+        fields[key] = field(spec, f"{section} {name} {key}", shape, next(iter(fields.values()), None))
     case["inputs"] = {key: fields.pop(key) for key in kind["arguments"]}
     case["keywords"] = fields
     case["tags"] = tags(case, defaults)

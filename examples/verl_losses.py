@@ -6,7 +6,7 @@
         actor_rollout_ref.actor.policy_loss.loss_mode=nine_gspo ...
 
 Expect: verl's training with one of our losses. We have not run it, for lack of GPUs; the function that
-verl's actor calls gave the scripts' gradients (conformance/engines_steps.csv, measured with 0.9.1).
+verl's actor calls gave the scripts' gradients (conformance/engines.md, measured with 0.9.1).
 Advantages, KL and entropy bonus are verl's. Numbers come from verl's flags, actor_rollout_ref.actor.*,
 whose defaults are not always the paper's. These settings match our scripts:
 

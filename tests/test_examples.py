@@ -2,14 +2,12 @@
 
 Tests marked `extras` need examples/requirements.txt. verl needs a separate environment: here a stand-in
 calls the losses as verl's actor does, with a step in unequal shares; the real one was called once, see
-conformance/engines.py."""
+conformance/engines.md."""
 
 import ast
-import csv
 import importlib.metadata
 import json
 import re
-import shutil
 import subprocess
 import sys
 import types
@@ -17,6 +15,7 @@ import types
 import pytest
 import torch
 from conftest import ROOT, script_args
+from rl_loss_vectors import doctor
 
 from common import Completion, Problem, judge, load_verifier
 
@@ -145,24 +144,29 @@ def test_rewards_of_trl_work_as_they_are(tmp_path):
 # ----------------------------------------------------------------------------------------------- TRL
 
 
+NAN = [doctor.SPREADS]
+TRL_LOSSES = [  # (function of doctor_trl.py, section, diagnosis), as conformance/engines.md says
+    ("grpo", "grpo", NAN),
+    ("grpo_default_kl", "grpo", ["variant: k3 times r, unasked [TRL: default]", *NAN]),
+    ("dr_grpo", "dr_grpo", NAN),
+    ("dapo", "dapo", NAN),
+    ("dapo_default", "dapo", ["mistake: the lower eps for both bounds [TRL, verl: default]", *NAN]),
+    ("gspo", "gspo", NAN),
+    ("cispo", "cispo", NAN),
+    ("cispo_default", "cispo", ["variant: a cap of 0.2 [TRL: default]", *NAN]),
+    ("gmpo", "gmpo", NAN),
+    ("sapo", "sapo", NAN),
+]
+
+
 @pytest.mark.extras
-def test_run_engines_trl(tmp_path):
-    """The data about TRL, made again. In two processes with two micro-batches each, a step with our
-    loss is the script's; TRL's own losses depart where the data say so."""
-    for path in (ROOT / "conformance").glob("engines_*.csv"):
-        shutil.copy(path, tmp_path)
-    subprocess.run([sys.executable, "conformance/engines.py", "trl", tmp_path], cwd=ROOT, check=True)
-    for name in ("engines_losses.csv", "engines_defaults.csv"):
-        assert (tmp_path / name).read_text() == (ROOT / "conformance" / name).read_text()
-    with open(tmp_path / "engines_steps.csv") as file:
-        rows = [row for row in csv.DictReader(file) if row["engine"] == "TRL"]
-    measured = [row for row in rows if row["seen_by"] == "engines.py"]
-    assert {row["algorithm"] for row in measured if row["loss"] == "ours"} == set(VERL)
-    for row in measured:
-        if row["departure"]:
-            assert float(row["largest"]) > 0.01, row
-        else:
-            assert 0 < float(row["largest"]) < 1e-4, row
+@pytest.mark.parametrize("name, section, expected", TRL_LOSSES)
+def test_what_the_doctor_says_of_trl(name, section, expected):
+    from examples import doctor_trl
+
+    found = doctor.examine_shapes(getattr(doctor_trl, name), section)
+    _, _, diagnosis = doctor.diagnosed(found)
+    assert diagnosis == expected
 
 
 @pytest.mark.extras

@@ -2,10 +2,11 @@
 
     from rl_loss_vectors import VECTORS, cases
 
-`VECTORS` is vectors.json as a dict; `cases` parametrises a pytest test. The doctor, which names what is
+`VECTORS` is vectors.json as a dict; `cases` parametrizes a pytest test. The doctor, which names what is
 wrong with a loss, is `python -m rl_loss_vectors`. The vectors are in the public domain (CC0).
 """
 
-from rl_loss_vectors.vectors import VECTORS, Subject, cases
+from rl_loss_vectors.suite import cases
+from rl_loss_vectors.vectors import VECTORS, Subject
 
 __all__ = ["VECTORS", "Subject", "cases"]

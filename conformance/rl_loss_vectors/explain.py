@@ -1,8 +1,9 @@
-"""What answers are made of, where no known mistake gives them. numpy alone.
+"""What answers are made of, where no known mistake gives them.
 
 In most losses the gradient at a token is a factor, such as A, times a weight, such as the ratio, over a
 divisor, such as N, and 0 in some places. These are looked for, among those of parts.py, in the answers
-and in what is expected, and both are printed, with the symbols of README.md.
+and in what is expected, and both are printed, with the symbols of README.md. Where nothing fits, the
+smallest case that differs is printed token by token.
 """
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from rl_loss_vectors import parts
 from rl_loss_vectors.vectors import array, same
 
-ZERO = 1e-9  # which finite differences are allowed
+ZERO = 1e-9
 
 
 @np.errstate(all="ignore")
@@ -25,12 +26,15 @@ def explanation(subject, tested):
         return lines
     lines += in_common([row[0] for row in wrong], [row[0] for row in rows if row not in wrong])
     if subject.section == "gae":
-        return lines + lines_of_gae(subject, wrong)
-    if "rewards" in subject.arguments:
-        return lines + lines_of_groups(wrong)
-    if rows[0][1].gradient is None:
-        return lines + lines_of_arrays(subject, wrong)
-    return lines + lines_of_gradient(subject, rows, wrong)
+        found = lines_of_gae(wrong)
+    elif "rewards" in subject.arguments:
+        found = lines_of_groups(wrong)
+    elif rows[0][1].gradient is not None:
+        found = lines_of_gradient(subject, rows, wrong)
+    else:
+        found = []
+    is_explained = any("your" in line and " places" not in line for line in found)
+    return lines + found + ([] if is_explained else smallest_case(wrong))
 
 
 def is_finite(answer):
@@ -60,24 +64,40 @@ def near(x, y):
 
 
 def fit(what, where, yours, ours):
-    """A line, if yours is a sum of multiples of its columns in these places, and another one than ours;
-    both are (array, {words: column})."""
+    """A line, if yours is a sum of multiples of its columns in these places, and a different one than
+    ours; both are (array, {words: column})."""
     sums = []
     for y, columns in (yours, ours):
         table = np.array([column[where] for column in columns.values()]).T
         if len(table) <= len(columns) or np.linalg.matrix_rank(table) < len(columns):
             return []
         k = np.linalg.lstsq(table, y[where], rcond=None)[0].round(9) + 0
-        words = " ".join(f"{x:+.4g} {name}".strip() for x, name in zip(k, columns, strict=True))
-        sums.append(words if near(table @ k, y[where]).all() else "another sum")
-    if sums[0] in ("another sum", sums[1]):
-        return []
-    return [f"{what} is {sums[0]}, not {sums[1]}"]
+        if not near(table @ k, y[where]).all():
+            return []
+        sums.append(" ".join(f"{x:+.4g} {name}".strip() for x, name in zip(k, columns, strict=True)))
+    return [f"{what} is {sums[0]}, not {sums[1]}"] if sums[0] != sums[1] else []
 
 
-def straight_line(what, where, yours, ours):
-    columns = {"times ours": ours, "": np.ones_like(ours)}
-    return fit(what, where, (yours, columns), (ours, columns))
+def smallest_case(wrong):
+    """Your numbers and ours, token by token, in the case with the fewest of them."""
+    case, answer, value, gradient = min(
+        wrong, key=lambda row: row[2].size if row[3] is None else row[3].size
+    )
+    what, yours, ours = ("value", answer.value, value)
+    if gradient is not None and not near(answer.gradient, gradient).all():
+        what, yours, ours = ("gradient of the loss", answer.gradient, gradient)
+    lines = [f"the smallest case that differs is {case['id']}, {case['name']}; the {what}:"]
+    masks = case["inputs"].get("mask", [])
+    yours, ours = (x.reshape(-1, *x.shape[-1:]) for x in (yours, ours))
+    for i in np.flatnonzero(~near(yours, ours).reshape(len(ours), -1).all(1)):
+        if masks and np.size(ours[i]) == len(masks[0]):
+            lines.append(f"  mask  {in_columns(masks[i % len(masks)])}")  # GAE has rows of two kinds
+        lines += [f"  yours {in_columns(yours[i])}", f"  ours  {in_columns(ours[i])}"]
+    return lines
+
+
+def in_columns(row):
+    return " ".join(f"{x:9.4g}" for x in np.atleast_1d(row))
 
 
 # --------------------------------------------------------------------------------------- the gradient
@@ -85,10 +105,9 @@ def straight_line(what, where, yours, ours):
 
 def lines_of_gradient(subject, rows, wrong):
     if all(near(answer.gradient, gradient).all() for _, answer, _, gradient in rows):
-        return ["every gradient is right: only the number that is reported differs"]
+        return ["every gradient is right: only your value, the number that is reported, differs"]
     lines = []
-    is_exact = not any(answer.is_difference for _, answer, *_ in rows)
-    if is_exact and all(near(answer.value, value).all() for _, answer, value, _ in rows):
+    if all(near(answer.value, value).all() for _, answer, value, _ in rows):
         lines.append("every value is right: a detach is missing, or one too many")
     outside = [np.where(array(case["inputs"]["mask"]), 0, answer.gradient) for case, answer, *_ in rows]
     if any((np.abs(x) > ZERO).any() for x in outside):
@@ -99,24 +118,22 @@ def lines_of_gradient(subject, rows, wrong):
     groups = [
         (rows, special),
         (rows, special | {"micro_batches"}),
-        (wrong, {"settings"}),
-        (wrong, set()),
+        (wrong, {"kl", "settings"}),
+        (wrong, {"kl"}),
     ]
-    places = []
     for group, without in groups:
         chosen = [row for row in group if not without & set(row[0]["tags"])]
         if any(row in wrong for row in chosen):
-            table = joined(subject, [(case, answer.gradient, ours) for case, answer, _, ours in chosen])
+            table = joined([(case, answer.gradient, ours) for case, answer, _, ours in chosen])
             both = both_forms(table)
             if both:
                 return lines + both
-            places = places or where_it_differs(table)
-    return lines + (shifted(subject, rows) or places)
+    return lines + shifted(rows)
 
 
-def joined(subject, pairs):
+def joined(pairs):
     """{group: {words: array}} over the places of the mask in all cases, of what all cases have."""
-    tables = [table_of(subject, *pair) for pair in pairs]
+    tables = [table_of(*pair) for pair in pairs]
     result = {}
     for group in tables[0]:
         names = [name for name in tables[0][group] if all(name in table[group] for table in tables)]
@@ -126,7 +143,7 @@ def joined(subject, pairs):
     return result
 
 
-def table_of(subject, case, yours, ours):
+def table_of(case, yours, ours):
     """The places of the mask in a case: what is found there, and what it may be made of."""
     given = case["inputs"] | case["keywords"]
     x = {key: array(value) for key, value in given.items() if not isinstance(value, str)}
@@ -145,15 +162,11 @@ def table_of(subject, case, yours, ours):
     elif "is_right" in x:
         table["divisors"]["tokens of right completions"] = (x["size"] * x["is_right"]).sum()
         table["places"]["the completion is wrong"] = x["is_right"] == 0
-    elif "weights" in x:
-        table["weights"] = {"w": x["weights"], "": 1}
-    elif "logprobs" in x and subject.way != "reduction":
+    else:
         x["log r"] = np.where(mask, x["logprobs"] - x["old_logprobs"], 0)
         table["factors"] = parts.factors_of_policy(x)
         table["weights"] = parts.weights_of_policy(x)
         table["places"] = parts.places_of_policy(x)
-    if "ref_logprobs" in x:
-        kl_alone(table, x)
     table["places"] |= parts.positions(mask, x["size"])
     flat = {}
     for group, columns in table.items():
@@ -161,24 +174,9 @@ def table_of(subject, case, yours, ours):
     return flat
 
 
-def kl_alone(table, x):
-    """Takes the rest of grpo's loss away from the gradients."""
-    places = table["places"]
-    is_clipped = places["A > 0 and r is above the range"] | places["A < 0 and r is below the range"]
-    rest = -x["advantages"] * np.exp(x["log r"]) / x["size"] / len(x["size"])
-    rest = np.where(x["mask"] & ~is_clipped, rest, 0)
-    table["found"] = {who: y - rest for who, y in table["found"].items()}
-    x["log x"] = np.where(x["mask"], x["ref_logprobs"] - x["logprobs"], 0)
-    table["factors"] = {"kl_coef": -x["kl_coef"]}
-    table["weights"] = parts.weights_of_kl(x)
-    places["x = 1"] = x["log x"] == 0
-    places["|log x| > 1"] = np.abs(x["log x"]) > 1
-    places["k3 > 10"] = np.expm1(x["log x"]) - x["log x"] > 10
-
-
 def both_forms(table):
     """Two lines, if both gradients have the form, and differ in it."""
-    of = {"": "", "A": " of J", "kl_coef": " of J through the KL"}[next(iter(table["factors"]))]
+    of = " of J" if "A" in table["factors"] else ""
     forms = {who: form_of(gradient, table) for who, gradient in table["found"].items()}
     if None in forms.values() or forms["your"] == forms["our"]:
         return []
@@ -252,28 +250,14 @@ def zero_places(is_zero, places):
     if left.sum() > is_zero.sum() / 3:
         return f"; 0 in {is_zero.sum()} of {len(left)} places"
     if left.any():
-        names.append(f"in {left.sum()} more of {len(left)} places")
+        names.append(f"in {left.sum()} more of {len(left)}")
     return f"; 0 {' and '.join(names)}" if names else ""
 
 
-def where_it_differs(table):
-    """The smallest of the places outside of which nothing differs."""
-    differs = ~near(*table["found"].values())
-    around = {
-        name: where
-        for name, where in table["places"].items()
-        if not differs[~where].any() and not where.all() and differs.sum() > 0.45 * where.sum()
-    }
-    if not around:
-        return []
-    name = min(around, key=lambda name: around[name].sum())
-    return [f"it differs only where {name}: in {differs.sum()} of {around[name].sum()} places"]
-
-
-def shifted(subject, rows):
+def shifted(rows):
     """Advantages that are shifted or scaled once more, from the case whose ratios are all 1."""
     for case, answer, _, ours in rows:
-        if "on_policy" in case["tags"] and subject.way != "reduction":
+        if "on_policy" in case["tags"]:
             A = np.broadcast_to(array(case["inputs"]["advantages"]), ours.shape)
             columns = {"A": A, "": np.ones_like(A)}
             implied = answer.gradient / ours * A
@@ -281,28 +265,7 @@ def shifted(subject, rows):
     return []
 
 
-# ------------------------------------------------------------------------- arrays, advantages and gae
-
-
-def lines_of_arrays(subject, wrong):
-    """Whether each answer is a straight line of ours; else, where it differs."""
-    lines = []
-    for case, answer, ours, _ in wrong:
-        mask = array(case["inputs"].get("mask", 1), "mask")
-        where = mask if mask.shape == ours.shape else np.ones(ours.shape, bool)
-        lines += straight_line(f"in {case['id']} yours", where, answer.value, ours)
-    return lines[:2] if len(lines) == len(wrong) else differing_places(subject, wrong)
-
-
-def differing_places(subject, wrong):
-    """A line about arrays over the mask; GAE has two."""
-    agreement = []
-    for case, answer, ours, _ in wrong:
-        shape = ours.shape[-2:]
-        if np.shape(case["inputs"].get("mask")) != shape:
-            return []
-        agreement.append((case, near(answer.value, ours).reshape(-1, *shape).all(0), 1))
-    return where_it_differs(joined(subject, agreement))
+# ------------------------------------------------------------------------------- advantages and GAE
 
 
 def lines_of_groups(wrong):
@@ -327,19 +290,19 @@ def lines_of_groups(wrong):
                 if not near(slope * row + shift, found).all() or abs(slope) < 1e-9:
                     return [
                         *lines,
-                        "in a group yours is no straight line of the reward: groups are mixed",
+                        "in a group your A is no straight line of the reward: groups are mixed",
                     ]
                 fits[who].append((rewards, row, -shift / slope, 1 / slope))
     if not fits["our"]:
-        return lines + ["only groups whose rewards are equal, or nearly so, differ"]
+        return lines + ["only your groups whose rewards are equal, or nearly so, differ"]
     for what, place in (("baseline", 2), ("scale", 3)):
-        yours, ours = (told(fits[who], place) for who in fits)
+        yours, ours = (name_of(fits[who], place) for who in fits)
         lines.append(f"your {what} is {yours}" + ("" if yours == ours else f", not {ours}"))
     return lines
 
 
-def told(fits, place):
-    """What a baseline or a scale is: a known one, one with a constant added, or a multiple."""
+def name_of(fits, place):
+    """What a baseline or a scale is: a known number, one with a constant added, or a multiple."""
     found = np.array([fit[place] for fit in fits])
     tables = [statistics(batch, row) for batch, row, *_ in fits]
     sizes = {name: np.array([table[name] for table in tables]) for name in tables[0]}
@@ -348,24 +311,17 @@ def told(fits, place):
         allowed = 1e-7 * (1 + np.abs(sizes[name]).max())
         if np.ptp(rest) <= allowed:
             return name if np.abs(rest).max() <= allowed else f"{name} {rest[0]:+.3g}"
-    batches = [fit[0].tobytes() for fit in fits]
     for name, size in sizes.items():
-        if (np.abs(size) > 1e-9).all():
-            k = found / size
-            if np.ptp(k) <= 1e-4 * abs(k[0]):
-                return f"{k[0]:.5g} times {name}"
-            spreads = [np.ptp(k[[other == batch for other in batches]]) for batch in batches]
-            if max(spreads) <= 1e-4 * abs(k[0]) and len(set(batches)) < len(batches):
-                return f"a multiple of {name} that depends on the batch"
+        k = found / size
+        if np.ptp(k) <= 1e-4 * abs(k[0]):
+            return f"{k[0]:.5g} times {name}"
     shown = ", ".join(f"{x:.6g}" for x in found[:3])
     return f"none that is known ({shown} in the first groups that differ)"
 
 
 def statistics(batch, group):
     """What a baseline or a scale may be."""
-    G = len(group)
-    sizes = {"0": 0, "1": 1, "(G - 1) / G": (G - 1) / G, "G / (G + 1)": G / (G + 1)}
-    sizes["the sum of the group over G + 1"] = group.sum() / (G + 1)
+    sizes = {"0": 0, "1": 1, "(G - 1) / G": (len(group) - 1) / len(group)}
     for of, x in (("group", group), ("batch", batch.reshape(-1))):
         columns = {
             "mean": x.mean(),
@@ -374,7 +330,6 @@ def statistics(batch, group):
             "variance": x.var(ddof=1),
             "population variance": x.var(),
             "median": np.median(x),
-            "lower median": np.sort(x)[(len(x) - 1) // 2],
             "maximum": x.max(),
             "minimum": x.min(),
             "range": np.ptp(x),
@@ -384,12 +339,12 @@ def statistics(batch, group):
     return sizes
 
 
-def lines_of_gae(subject, wrong):
+def lines_of_gae(wrong):
     """A_t = a reward + b V + c next V + d next A and the return = a A + b V, fitted to the answers."""
     lines = []
-    for k, name in ((0, "advantages"), (1, "returns")):
+    for k, (mine, other) in enumerate((("advantages", "returns"), ("returns", "advantages"))):
         if all(near(answer.value[k], expected[k]).all() for _, answer, expected, _ in wrong):
-            lines.append(f"the {name} are right")
+            lines.append(f"the {mine} are right, the {other} are not")
     for case, answer, expected, _ in wrong:
         if "masked_places" in case["tags"]:
             continue
@@ -400,13 +355,12 @@ def lines_of_gae(subject, wrong):
         here = {"reward": rewards, "V": V}
         inside = [(x, here | {"next V": following(V), "next A": following(x)}) for x in (A, our_A)]
         behind = here | {"the V behind it": following(V)}
-        lines += straight_line(f"in {case['id']} your A", mask, A, our_A)
         lines += fit("your A", mask & is_next, *inside)
         lines += fit("before padding or a hole your A", mask & ~is_next, (A, behind), (our_A, behind))
         lines += fit(
             "your return", mask, (returns, {"A": A, "V": V}), (our_returns, {"A": our_A, "V": V})
         )
-    return list(dict.fromkeys(lines))[:4] + differing_places(subject, wrong)
+    return list(dict.fromkeys(lines))[:4]
 
 
 def following(x):

@@ -13,7 +13,7 @@ import torch
 
 from rl_loss_vectors import reference
 from rl_loss_vectors.reference import LOSSES, advantage, average, clipped, each, k3, length, log_ratio
-from rl_loss_vectors.reference import mean, ratio, scale, squares, tokens
+from rl_loss_vectors.reference import ratio, scale, squares, tokens
 
 # ------------------------------------------------------------------------------------ ways to change
 
@@ -53,6 +53,27 @@ def split(J, b, parts):
     """[J of each part of the rows]"""
     rows_of = {key: x for key, x in vars(b).items() if torch.is_tensor(x)}
     return [J(changed(b, **{key: x[part] for key, x in rows_of.items()})) for part in parts]
+
+
+def pairs_of_rows(b):
+    return torch.arange(len(b.mask)).split(2)
+
+
+def prompt_mean(J, b):
+    """The token-mean of each prompt, here of each pair of rows, and then the mean of prompts."""
+    means = split(lambda part: pieces(average=token_mean)(J, part), b, pairs_of_rows(b))
+    return sum(means) / len(means)
+
+
+def without(is_dropped):
+    """Instead of the clip, tokens without gradient: is_dropped(change of probability, advantage)."""
+
+    def term(b, i, t):
+        change = torch.exp(b.logprobs[i, t].detach()) - torch.exp(b.old_logprobs[i, t])
+        a = b.advantages[i, t]
+        return 0 * ratio(b, i, t) if is_dropped(change, a) else ratio(b, i, t) * a
+
+    return pieces(clipped_term=term)
 
 
 def moved(by):
@@ -116,13 +137,12 @@ GEOMETRIC = "gmpo rspo"
 ANY_CLIP = f"{CLIPPED} {GEOMETRIC}"
 BY_LENGTH = "ppo grpo dapo gspo cispo gmpo rspo sapo vapo"  # where |o| counts
 WITH_RATIO = f"{BY_LENGTH} dr_grpo"
-TOKEN_MEANS = "ppo dapo cispo vapo"
+RATIO_OF_TOKENS = "ppo grpo dapo vapo"
 STANDARDIZED = "group_advantages grouped_advantages"
-GROUPS = "group_advantages group_differences leave_one_out leave_one_out_std"
+GROUPS = "group_advantages group_differences leave_one_out"
 AVERAGED = f"{LOSSES} value_loss"
 MASKED = f"{AVERAGED} positive_lm_loss"
 ALL = torch.ones_like
-HALVES = ([0, 1], [2, 3])
 LEAST_LENGTH = pieces(  # of a completion whose tokens are all ignored
     length=lambda b, i: length(b, i) or 1e-12, advantage=lambda b, i: b.advantages[i, 0]
 )
@@ -144,7 +164,11 @@ MISTAKES = [
         AVERAGED,
         lambda J, b: J(b) / len(b.micro_batches),
     ),
-    ("a token-mean of each prompt group", TOKEN_MEANS, lambda J, b: sum(split(J, b, HALVES)) / 2),
+    (
+        "rows forgotten that do not fill a micro-batch of two",
+        AVERAGED,
+        lambda J, b: split(J, b, [slice(len(b.mask) // 2 * 2)])[0],
+    ),
     (
         "holes counted in |o|",
         BY_LENGTH,
@@ -181,6 +205,10 @@ MISTAKES = [
     ),
     ("an arithmetic for a geometric mean", GEOMETRIC, pieces(geometric_mean=arithmetic_mean)),
     ("k1 in the loss", "grpo", pieces(k3=lambda log_x: -log_x)),
+    ("k3 upside down", "grpo", pieces(k3=lambda log_x: k3(-log_x))),
+    ("the KL is rewarded", "grpo", pieces(k3=lambda log_x: -k3(log_x))),
+    ("no gradient through the KL", "grpo", pieces(k3=lambda log_x: k3(log_x.detach()))),
+    ("the absolute log-ratio for k3", "grpo", pieces(k3=abs)),
     ("k2 for k3", "grpo", pieces(k3=lambda log_x: log_x**2 / 2)),
     ("a gradient through the weight", "cispo", pieces(stopped=lambda x: x)),
     # Advantages and values.
@@ -189,11 +217,9 @@ MISTAKES = [
     ("the variance for the std", STANDARDIZED, scales(lambda x: x.var() + 1e-6)),
     (
         "the variance in one pass",
-        "group_advantages leave_one_out_std",
+        "group_advantages",
         pieces(std=std_in_one_pass, is_uniform=lambda x: std_in_one_pass(x) == 0),
     ),
-    ("the std of all rewards of the group", "leave_one_out_std", pieces(scale_of_others=scale)),
-    ("its own reward in the baseline", "leave_one_out_std", pieces(mean_of_others=mean)),
     ("divided by the std", "group_differences leave_one_out", pieces(unscaled=scale)),
     (
         "a sibling sample counted again",
@@ -217,7 +243,7 @@ MISTAKES = [
     (
         "each half of the rows alone, as on two ranks",
         "whiten",
-        lambda J, b: torch.cat(split(J, b, HALVES)),
+        lambda J, b: torch.cat(split(J, b, pairs_of_rows(b))),
     ),
     ("no end of the ramp", "overlong_penalty", pieces(ramp=lambda x: x.clamp(max=0))),
     (
@@ -234,13 +260,6 @@ MISTAKES = [
     ),
     ("the product where a mean is due", "rollout_weights", pieces(length=lambda b, i: 1)),
     ("a weight for each token, not each completion", "rollout_weights", setting(rule="token_tis")),
-    ("rejected tokens are counted", "weighted_mean", setting(rejected="counted")),
-    ("rejected tokens are left out", "weighted_mean", setting(rejected="left_out")),
-    (
-        "a mean over the sum of weights",
-        "weighted_mean",
-        lambda J, b: (b.losses * b.weights)[b.mask].sum() / b.weights[b.mask].sum(),
-    ),
     ("today's choice of experts", "replayed_gate", setting(indices=lambda b: b.logits.topk(2).indices)),
     ("normalized where it is not due", "replayed_gate", setting(normalized=lambda b: not b.normalized)),
 ]
@@ -253,6 +272,14 @@ VARIANTS = [
         CLIPPED,
         pieces(clipped=lambda r, a, low, high: torch.max(clipped(r, a, low, high), -3 * abs(a))),
     ),
+    ("IPO: dropped where pi changed by over 0.3", RATIO_OF_TOKENS, without(lambda d, a: abs(d) > 0.3)),
+    (
+        "DPPO: dropped where pi moved too far with A",
+        RATIO_OF_TOKENS,
+        without(lambda d, a: d * a.sign() > 0.2),
+    ),
+    ("prompt-mean: of tokens, then of prompts (here two rows)", BY_LENGTH, prompt_mean),
+    ("MaxRL: divided by the mean", STANDARDIZED, scales(lambda x: x.mean() + 1e-6)),
     ("cap 1 + c [verl]", "cispo", setting(is_weight_cap=lambda b: 1 + b.is_weight_cap)),
     ("weights of at least 0.8 [verl]", "cispo", setting(is_weight_floor=0.8)),
     ("a cap of 0.2 [TRL: default]", "cispo", setting(is_weight_cap=0.2)),

@@ -1,4 +1,4 @@
-"""What the gradient of a loss may be made of, place by place: {words: array}. numpy alone.
+"""What the gradient of a loss may be made of, place by place: {words: array}.
 
 x holds a case: its inputs and keywords as arrays, "mask", "size" (|o|, (B, 1)), and "log r" (0 outside
 of the mask). Arrays are (B, T) or broadcast to it. The first words that fit are printed, so the usual
@@ -52,6 +52,7 @@ def positions(mask, size):
     place = mask.cumsum(1)
     last = mask.shape[1] - 1 - mask[:, ::-1].argmax(1)[:, None]
     return {
+        "it is in the last row": np.arange(len(mask))[:, None] == len(mask) - 1,
         "it is the last token": place == size,
         "it is the first token": place == 1,
         "the next place is a hole": (place < size) & ~np.pad(mask[:, 1:], ((0, 0), (0, 1))),
@@ -190,26 +191,6 @@ def places_of_policy(x):
     signs = {"A > 0": x["advantages"] > 0, "A < 0": x["advantages"] < 0}
     both = {f"{sign} and {size}": signs[sign] & sizes[size] for sign in signs for size in sizes}
     return signs | both | sizes
-
-
-def weights_of_kl(x):
-    """The derivatives by log pi of what is taken for minus the KL; x = pi_ref / pi."""
-    log_x = x["log x"]
-    k3 = np.expm1(log_x) - log_x
-    r = np.exp(x["log r"])
-    return {
-        "(x - 1) [as of k3]": np.expm1(log_x),
-        "(r (x - 1) - r k3) [as of r k3]": r * (np.expm1(log_x) - k3),
-        "r (x - 1) [as of r k3, r detached]": r * np.expm1(log_x),
-        "(-1) [as of k1]": -1,
-        "log x [as of k2]": log_x,
-        "(1 - 1/x) [as of k3 upside down]": -np.expm1(-log_x),
-        "sgn(log x) [as of |log x|]": np.sign(log_x),
-        "x": np.exp(log_x),
-        "1/x": np.exp(-log_x),
-        "pi (log x - 1) [as of pi log(pi / pi_ref)]": np.exp(x["logprobs"]) * (log_x - 1),
-        "(pi_old / pi - 1) [as of k3 to pi_old]": np.expm1(-x["log r"]),
-    }
 
 
 def of_values(x):

@@ -231,12 +231,6 @@ def scale(rewards, j):
     return std(rewards) + 1e-6
 
 
-def scale_of_others(rewards, j):
-    """1 if they are equal: their std, of 0, would make the advantage as large as 1 / eps."""
-    rest = torch.cat([rewards[:j], rewards[j + 1 :]])
-    return 1 if is_uniform(rest) else std(rest) + 1e-6
-
-
 def unscaled(rewards, j):
     return 1
 
@@ -264,10 +258,6 @@ def group_advantages(b):
 
 def leave_one_out(b):
     return of_groups(b, mean_of_others, unscaled)
-
-
-def leave_one_out_std(b):
-    return of_groups(b, mean_of_others, scale_of_others)
 
 
 def grouped_advantages(b):
@@ -330,16 +320,6 @@ def rollout_weights(b):
     return weights
 
 
-def weighted_mean(b):
-    """Of losses of tokens; those of weight 0 are rejected, and count in the mean or are left out."""
-    kept = b.mask & (b.weights != 0) if b.rejected == "left_out" else b.mask
-    counted = batch(**(vars(b) | {"mask": kept[kept.any(1)]}))
-    terms = [[b.weights[i, t] * b.losses[i, t] for t in tokens(b, i)] for i in range(len(kept))]
-    return average(
-        counted, [row for row, any_kept in zip(terms, kept.any(1), strict=True) if any_kept], b.level
-    )
-
-
 def replayed_gate(b):
     """The weights of given experts by today's router, (N, K): of a softmax over all, or over those
     chosen; 0 where the mask is 0."""
@@ -388,7 +368,7 @@ def tensor(x, dtype=torch.float64):
 
 def batch_of(case, dtype=torch.float64):
     b = batch(
-        bootstrap=torch.zeros(4, 1, dtype=dtype), micro_batches=case.get("micro_batches", [slice(None)])
+        bootstrap=torch.zeros(5, 1, dtype=dtype), micro_batches=case.get("micro_batches", [slice(None)])
     )
     for name, x in (case["inputs"] | case["keywords"]).items():
         setattr(b, name, tensor(x, dtype) if isinstance(x, list) else x)
