@@ -22,13 +22,13 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from plumbing import ranks
 from plumbing.answers import final_answer, is_same
 from plumbing.args import UserError
-from plumbing.data import ProblemStream, Row, check_token_ids, problem_rows, read_dataset
+from plumbing.data import ProblemStream, check_token_ids, hash_of, problem_rows, read_dataset
 from plumbing.memory import MAX_LOGITS
 from plumbing.metrics import rollout_summary
 from plumbing.models import attention_window, end_ids, load_model, logits_of
 from plumbing.packing import forward_packed
 from plumbing.policy import Policy
-from plumbing.reward import judgements, load_rewards
+from plumbing.reward import graded, load_rewards
 from plumbing.routing import Routing, experts_by_completion, pad_experts
 
 # ----------------------------------------------------------------------------------------- problems
@@ -55,12 +55,17 @@ def addition_problems():
 
 def load_problems(args, policy):
     """`--dataset` -> (stream of training problems, [held-out problems], the same for all seeds)."""
-    is_addition = args.dataset == "addition"
-    rows = [Row(*pair) for pair in addition_problems()] if is_addition else read_dataset(args)
-    rows = problem_rows(rows, policy, args)
-    problems = [Problem(row.prompt, row.answer, row.prompt_ids, row.columns) for row in rows]
-    check_window(policy, max((row.prompt_ids for row in rows), key=len), args)
-    return ProblemStream(problems[args.num_held_out :], args.seed), problems[: args.num_held_out]
+    if args.dataset == "addition":
+        rows = [{"question": prompt, "answer": answer} for prompt, answer in addition_problems()]
+        rows = enumerate(rows, 1)
+    else:
+        rows = read_dataset(args)
+    problems = [Problem(*parts) for parts in problem_rows(rows, policy, args)]
+    check_window(policy, max((problem.prompt_ids for problem in problems), key=len), args)
+    stream = ProblemStream(problems[args.num_held_out :], args.seed)
+    stream.raw_hash = hash_of([(p.columns["prompts"], p.answer) for p in problems])
+    stream.rendered_hash = hash_of([p.prompt for p in problems])  # a template may contain the date
+    return stream, problems[: args.num_held_out]
 
 
 # -------------------------------------------------------------------------------------------- model
@@ -302,7 +307,7 @@ def load_verifier(args):
 
 def judge(completions, verify):
     """The completions with rewards and verdicts. Each is verified once, on one of the ranks."""
-    mine = judgements(verify, ranks.local_slice(completions))
+    mine = graded(verify, ranks.local_slice(completions))
     pairs = zip(completions, ranks.all_gather_list(mine), strict=True)
     return [c._replace(**judgement) for c, judgement in pairs]
 
