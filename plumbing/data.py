@@ -258,63 +258,72 @@ class LeftOut(dict):
 
 def problem_rows(rows, policy, args):
     """[(number, row)] -> [(prompt, gold answer, ids of the prompt, columns)], sorted by hashes of the
-    prompts: the first `--num_held_out` are held out, and a row more or less moves at most one of them.
-    UserError if more than a tenth is left out, or none for training."""
+    prompts: the first `--num_held_out` are held out, and a row more or less moves at most one of them."""
     for name in args.template_options():
         if name not in str(policy.tokenizer.chat_template):
             raise UserError(f"--chat_template_kwargs: the model's chat template does not read {name}")
     left_out = LeftOut()
     columns = {}
     problems = {}
+    texts = set()
     contradicted = {}
     for number, row in rows:
         columns |= dict.fromkeys(row if isinstance(row, dict) else ())
         try:
             prompt, has_reply, answer = read_row(row, args)
             key = hash_of(prompt)
-            is_new = key not in problems  # a dataset may have each prompt a hundred times
-            if is_new:
+            if key not in problems:  # a dataset may have each prompt a hundred times
                 text, ids, shown = render(prompt, policy, args)
+                if text in texts:  # a template may remove blanks
+                    raise BadRow(EQUAL)
+                texts.add(text)
                 problems[key] = (text, answer, ids, {"answer": answer, **row, "prompts": shown})
+                if has_reply:
+                    left_out.add(number, REPLY)
+                continue
         except BadRow as error:
             left_out.add(number, *error.args)
             continue
+        left_out.add(number, EQUAL)
         first_answer = problems[key][1]
-        if not is_new:
-            left_out.add(number, EQUAL)
-        elif has_reply:
-            left_out.add(number, REPLY)
         if args.reads_answers and answer != first_answer and not is_same(answer, first_answer):
             contradicted.setdefault(key, number)
     for key, number in contradicted.items():
         del problems[key]
         left_out.add(number, "with another gold answer than an earlier row with its prompt")
+    check_problems(problems, list(columns), left_out, args)
+    check_token_ids([ids for _, _, ids, _ in problems.values()], policy)
+    no_cells = dict.fromkeys(columns)
+    # Those of addition are in a random order already.
+    keys = problems if args.dataset == "addition" else sorted(problems)
+    return [(*problems[key][:3], no_cells | problems[key][3]) for key in keys]
+
+
+def check_problems(problems, columns, left_out, args):
+    """UserError if more than a tenth is left out, or a column that a reward function needs is missing,
+    or nothing remains for training; else says what remains."""
+    names = ", ".join(map(str, columns))
     num_rows = len(problems) + left_out.total(REPLY)
     num_faults = left_out.total(EQUAL, NO_ANSWER, REPLY)
-    names = ", ".join(map(str, columns))
     if num_faults > num_rows / 10:
         message = f"{num_faults:,} of {num_rows:,} rows cannot be used: {left_out}"
         advice = f"are --prompt_column and --answer_column right? The columns are {names}"
         raise UserError(f"--dataset {args.dataset}: {message}; {advice}")
+    if any(answer for _, answer, _, _ in problems.values()):
+        columns.append("answer")
+    for name, flag in args.reward_columns.items():
+        if name not in columns:
+            raise UserError(f"{flag} needs {name}, but the columns of --dataset are {names}")
     note = f"; left out: {left_out}" if left_out else ""
     num_training = len(problems) - args.num_held_out
     if num_training < 1:
         message = f"leaves none of the {len(problems)} problems for training{note}"
         raise UserError(f"--num_held_out {args.num_held_out} {message}")
-    has_answers = any(answer for _, answer, _, _ in problems.values())
-    for name, flag in args.reward_columns.items():
-        if name not in columns and not (name == "answer" and has_answers):
-            raise UserError(f"{flag} needs {name}, but the columns of --dataset are {names}")
-    check_token_ids([ids for _, _, ids, _ in problems.values()], policy)
     if ranks.RANK == 0:
         print(f"problems: {num_training:,} to train on, {args.num_held_out:,} held out{note}")
     if ranks.RANK == 0 and num_training < args.num_held_out:
         message = "more problems are held out than trained on: lower --num_held_out"
         print(f"warning: {message}", file=sys.stderr)
-    no_cells = dict.fromkeys(columns)
-    # Those of addition are in a random order already.
-    keys = problems if args.dataset == "addition" else sorted(problems)
-    return [(*problems[key][:3], no_cells | problems[key][3]) for key in keys]
 
 
 def check_token_ids(rows, policy):

@@ -39,7 +39,7 @@ class RewardFunction:
             parameters = inspect.signature(self.function).parameters.values()
         except (Exception, SystemExit) as error:  # the file may raise anything
             raise UserError(f"{self.flag} cannot be loaded") from error
-        self.names = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        self.names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         self.takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self.takes_lists = any(name in LISTS for name in self.names)
         known = LISTS if self.takes_lists else ONE

@@ -110,7 +110,7 @@ def test_rewards_of_trl_work_as_they_are(tmp_path):
     accuracies = accuracy_reward(messages, [solution for solution, *_ in rows])
     formats = think_format_reward(messages)
     assert accuracies == [1.0, 0.0, None] and formats == [1.0, 0.0, 0.0]
-    expected = zip(accuracies, formats, [0.0, -0.5, -1.0], strict=True)
+    expected = zip([1.0, 0.0, 0.0], formats, [0.0, -0.5, -1.0], strict=True)  # None is 0
     assert [tuple(c.rewards.values()) for c in judged] == list(expected)
     assert [c.reward for c in judged] == pytest.approx([1.2, -0.5, -1.0])
     assert [c.verdict for c in judged] == ["correct", "wrong", "wrong"]
