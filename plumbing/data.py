@@ -258,7 +258,7 @@ class LeftOut(dict):
 
 def problem_rows(rows, policy, args):
     """[(number, row)] -> [(prompt, gold answer, ids of the prompt, columns)], sorted by hashes of the
-    prompts: the first `--num_held_out` are held out, and a row more or less moves at most one of them."""
+    prompts. The first `--num_held_out` are held out: a row more or less moves at most one of them."""
     for name in args.template_options():
         if name not in str(policy.tokenizer.chat_template):
             raise UserError(f"--chat_template_kwargs: the model's chat template does not read {name}")

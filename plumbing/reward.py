@@ -46,9 +46,9 @@ class RewardFunction:
         required = [p.name for p in parameters if p.name in self.names and p.default is p.empty]
         self.columns = [name for name in required if name not in known]
         if not self.takes_lists and (self.columns or not set(ONE) & set(self.names)):
-            known = "(text, answer, truncated) or (completions, **columns)"
-            message = f"has the parameters ({', '.join(self.names)}), not {known}"
-            raise UserError(f"{self.flag} {message}")
+            expected = "(text, answer, truncated) or of (completions, **columns)"
+            names = ", ".join(self.columns or self.names)
+            raise UserError(f"{self.flag} must be a function of {expected}, not of ({names})")
 
     def grade(self, completions):
         """[(value, verdict)]. Without a verdict of its own, a value above 0.5 means correct."""

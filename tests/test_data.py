@@ -124,17 +124,11 @@ def test_a_folder_has_splits(tmp_path):
         read(tmp_path / "sums[1]")
 
 
-def test_a_file_that_is_written_again_within_a_second(tmp_path):
-    for kind in ("jsonl", "csv", "parquet"):
-        path = tmp_path / f"data.{kind}"
-        for answer in ("1", "2"):
-            rows = [row("x", answer)]
-            if kind == "parquet":
-                Dataset.from_list(rows).to_parquet(path)
-            else:
-                {"jsonl": write_lines, "csv": write_csv}[kind](path, rows)
-            os.utime(path, (1_700_000_000, 1_700_000_000))
-            assert read(path) == [(1, rows[0])]
+def test_a_parquet_file_that_is_written_again_within_a_second(tmp_path):
+    for rows in (ROWS, EXACT):
+        Dataset.from_list(rows).to_parquet(tmp_path / "data.parquet")
+        os.utime(tmp_path / "data.parquet", (1_700_000_000, 1_700_000_000))
+        assert read(tmp_path / "data.parquet") == list(enumerate(rows, 1))
 
 
 UNREADABLE = [  # what a run says of a file
@@ -184,38 +178,25 @@ def test_a_column_may_be_a_path(column):
         assert columns["extra"] == NESTED["extra"]
 
 
-def test_gsm8k_needs_no_flag():
-    answer = "She sold 48/2 = <<48/2=24>>24 clips in May.\nTogether 48+24 = <<48+24=72>>72.\n#### 1,072"
-    ((prompt, gold, *_),) = problems_of([row("How many?", answer)])
-    assert (prompt, gold) == ("How many?", "1,072")
-
-
 # ------------------------------------------------------------------------------------------- prompts
 
 SHOT = chat("user", "1+1=", "assistant", "2")
 PARTS = [{"type": "text", "text": "1+", "image": None}, {"type": "text", "text": "3="}]
-PROMPTS = [  # cell, flags, what the template makes of it, None: the same as reward functions get it
+OTHER_PARTS = [*PARTS, {"type": "reasoning", "text": "4"}]
+SYSTEM = chat("system", "s", "user", "3")
+FLAGS = {"system_prompt": "S", "instruction": "I"}
+PROMPTS = [  # cell, flags, as the template renders it, as reward functions get it if not as the cell
     ("1+3=", {}, "<user>1+3=", None),
     ("[1, 2, 3]", {}, "<user>[1, 2, 3]", None),
     ('{"role": "user"}', {}, '<user>{"role": "user"}', None),
     (chat("user", " 1+3=\n"), {}, "<user>1+3=", None),
-    (json.dumps(chat("user", "1+3=")), {}, "<user>1+3=", chat("user", "1+3=")),
+    (json.dumps(SYSTEM), {}, "<system>s<user>3", SYSTEM),
     (chat("user", PARTS), {}, "<user>1+3=", chat("user", "1+3=")),
     ([*SHOT, *chat("user", "2")], {}, "<user>1+1=<assistant>2<user>2", None),
     ([*SHOT, *chat("assistant", "#### 2")], {}, "<user>1+1=", SHOT[:1]),
-    (
-        chat("user", "3", "tool", "4"),
-        {"instruction": "5"},
-        "<user>3\n5<tool>4",
-        chat("user", "3\n5", "tool", "4"),
-    ),
-    ("3", {"system_prompt": "S", "instruction": "I"}, "<system>S<user>3\nI", "3\nI"),
-    (
-        chat("system", "s", "user", "3"),
-        {"system_prompt": "S"},
-        "<system>S<user>3",
-        chat("system", "S", "user", "3"),
-    ),
+    (chat("user", "3", "tool", "4"), {}, "<user>3<tool>4", None),
+    ("3", FLAGS, "<system>S<user>3\nI", "3\nI"),
+    (SYSTEM, FLAGS, "<system>S<user>3\nI", chat("system", "S", "user", "3\nI")),
 ]
 
 
@@ -228,82 +209,67 @@ def test_prompts_are_text_or_messages(cell, flags, expected, shown):
     assert columns["question"] == cell and len(ids) == len(prompt)
 
 
-def test_dropped_answers_of_the_assistant_are_counted(capsys):
-    rows = [row(chat("user", f"{i}", "assistant", "2")) for i in range(1, 30)]
-    problems_of([row("3"), *rows, rows[0]], policy_with(TURNS))
-    left_out = "29 last messages of the assistant (first: row 2), 1 with the prompt of an earlier row"
-    assert (
-        capsys.readouterr().out
-        == f"problems: 30 to train on, 0 held out; left out: {left_out} (first: row 31)\n"
-    )
+def test_dropped_replies_are_counted(capsys):
+    rows = [row(chat("user", f"{i}", "assistant", "2")) for i in range(29)]
+    problems_of([row("3+"), *rows, rows[0]], policy_with(TURNS))
+    assert "; left out: 29 last messages of the assistant (first: row 2), 1 " in capsys.readouterr().out
 
 
-LOSING = "{{ messages[0].content }}{% for m in messages[2:] %}{{ m.content }}{% endfor %}"
-BAD_ROWS = [  # row, template, flags, what is said of it
-    ({"text": "1", "label": 3}, None, {}, "1 without a prompt (first: row 1 a dict with text, label)"),
-    ({"question": "1", "label": 3}, None, {}, "gold answer (first: row 1 a dict with question, label)"),
-    (row(answer=None), None, {}, "1 without a gold answer (first: row 1 None)"),
-    (row(answer=""), None, {}, "1 without a gold answer (first: row 1 '')"),
-    (row(answer={"gold": "2", "style": "rule"}), None, {}, "row 1 a dict with gold, style"),
-    (row(answer={"gold": "2"}), None, {"answer_column": "answer.value"}, "row 1 a dict with gold"),
-    (row(answer="so it is ####"), None, {}, "1 without a gold answer"),
-    (row(answer="\\boxed{1"), None, {}, "1 without a gold answer"),
-    (row(answer=b"365"), None, {}, "1 without a gold answer (first: row 1 b'365')"),
-    (row(" \n"), None, {}, "1 without a prompt"),
-    (row(7), None, {}, "1 without a prompt (first: row 1 7)"),
-    (row(["1+1="]), TURNS, {}, "1 without a prompt (first: row 1 ['1+1='])"),
-    (row(chat("system", "3")), TURNS, {}, "1 without a prompt"),
-    (row(chat("user", "")), TURNS, {}, "1 without a prompt"),
-    (row(chat("assistant", "3")), TURNS, {}, "1 without a prompt"),
-    (
-        row([{"from": "human", "value": "3"}]),
-        TURNS,
-        {},
-        "no role and content (as in ShareGPT) (first: row 1 a dict with from, value)",
-    ),
-    (row('[{"user": "3"}]'), TURNS, {}, "no role and content"),
-    (row([*SHOT, {"role": "user"}]), TURNS, {}, "no role and content"),
-    (
-        row(chat("user", [*PARTS, {"type": "audio", "audio": "3"}])),
-        TURNS,
-        {},
-        "a message that is not text",
-    ),
-    (row(chat("user", "3", "assistant", None, "user", "4")), TURNS, {}, "a message that is not text"),
-    (row(chat("user", "3", "user", "4")), None, {}, "need a chat template"),
-    (row(), None, {"system_prompt": "S"}, "need a chat template"),
-    (row(), "{{ raise_exception('no!') }}", {}, "TemplateError no!"),
-    (row(), "{{ messages[1].content }}", {}, "1 that cannot be rendered"),
-    (
-        row([*SHOT, *chat("user", "3")]),
-        "{{ messages[0].content }}",
-        {},
-        "lost in the chat template (first: row 1 '3')",
-    ),
-    (
-        row("3"),
-        "{{ messages[-1].content }}",
-        {"system_prompt": "S"},
-        "lost in the chat template (first: row 1 'S')",
-    ),
-    (row("\ud800"), None, {}, "1 that cannot be rendered"),
-    (row(chat("user", "1\udfff")), TURNS, {}, "1 that cannot be rendered"),
-    (
-        row("1" * 99),
-        None,
-        {"max_new_tokens": 2},
-        "with a prompt of 99 tokens, the model's limit of 100",
-    ),
+BAD_PROMPTS = [  # cell, why the row is left out
+    (" \n", "without a prompt (first: row 1 ' \\n')"),
+    (7, "without a prompt (first: row 1 7)"),
+    (None, "without a prompt (first: row 1 None)"),
+    (["1+1="], "without a prompt (first: row 1 ['1+1='])"),
+    ({"content": "3", "role": "user"}, "without a prompt (first: row 1 a dict with content, role)"),
+    (chat("system", "3"), "without a prompt"),
+    (chat("user", ""), "without a prompt"),
+    (chat("assistant", "3"), "without a prompt"),
+    ([{"from": "human", "value": "3"}], "(as in ShareGPT) (first: row 1 a dict with from, value)"),
+    ('[{"user": "3"}]', "no role and content (as in ShareGPT) (first: row 1 a dict with user)"),
+    ([*SHOT, {"role": "user"}], "no role and content"),
+    (chat("user", OTHER_PARTS), "with a message that is not text"),
+    (chat("user", "3", "assistant", None, "user", "4"), "a message that is not text"),
+    (chat("user", "1\udfff"), "that cannot be rendered"),
+    ("1" * 90, "with a prompt of 107 tokens, the model's limit of 150 is exceeded"),
+]
+BAD_ANSWERS = [
+    ({"gold": "2", "style": "rule"}, "without a gold answer (first: row 1 a dict with gold, style)"),
+    (None, "without a gold answer (first: row 1 None)"),
+    ("", "without a gold answer (first: row 1 '')"),
+    (b"365", "without a gold answer (first: row 1 b'365')"),
+    ("so it is ####", "without a gold answer"),
+    ("\\boxed{1", "without a gold answer"),
+]
+BAD_ROWS = [(row(cell), expected) for cell, expected in BAD_PROMPTS]
+BAD_ROWS += [(row(answer=cell), expected) for cell, expected in BAD_ANSWERS]
+BAD_ROWS += [({"text": "1", "answer": 3}, "without a prompt (first: row 1 a dict with text, answer)")]
+BAD_ROWS += [({"question": "1"}, "without a gold answer (first: row 1 a dict with question)")]
+
+
+@pytest.mark.parametrize("bad, expected", BAD_ROWS)
+def test_rows_that_cannot_be_used(bad, expected):
+    """It is said what the cell is, and which columns there are."""
+    policy = policy_with(TURNS, SimpleNamespace(max_position_embeddings=150))
+    with pytest.raises(UserError) as error:
+        problems_of([bad], policy)
+    assert expected in str(error.value) and f"The columns are {', '.join(bad)}" in str(error.value)
+
+
+BAD_TEMPLATES = [  # cell, template, flags, why the row is left out
+    (chat("user", "3", "user", "4"), None, {}, "need a chat template"),
+    ("3", None, {"system_prompt": "S"}, "need a chat template"),
+    ("3", "{{ raise_exception('no!') }}", {}, "row 1 TemplateError no!"),
+    ("3", "{{ messages[1].content }}", {}, "that cannot be rendered"),
+    ([*SHOT, *chat("user", "3")], "{{ messages[0].content }}", {}, "row 1 '3'"),
+    ("3", "{{ messages[-1].content }}", {"system_prompt": "S"}, "row 1 'S'"),
 ]
 
 
-@pytest.mark.parametrize("bad, template, flags, expected", BAD_ROWS)
-def test_rows_that_cannot_be_used(bad, template, flags, expected):
-    """One of two rows is too many; it is said what it is, and which columns there are."""
-    policy = policy_with(template, SimpleNamespace(max_position_embeddings=100))
+@pytest.mark.parametrize("cell, template, flags, expected", BAD_TEMPLATES)
+def test_templates_that_do_not_give_the_prompt(cell, template, flags, expected):
     with pytest.raises(UserError) as error:
-        problems_of([bad], policy, **flags)
-    assert expected in str(error.value) and f"The columns are {', '.join(bad)}" in str(error.value)
+        problems_of([row(cell)], policy_with(template), **flags)
+    assert expected in str(error.value)
 
 
 def test_template_options():

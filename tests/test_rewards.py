@@ -121,51 +121,28 @@ def test_values(value, reward, verdict, cut_verdict, tmp_path):
         assert type(first.reward) is float
 
 
-@pytest.mark.parametrize(
-    "values", ["torch.ones(5)", "numpy.ones(5)", "(1.0 for _ in range(5))", "(1,) * 5"]
-)
+LISTS = "torch.ones(5) | numpy.ones(5) | (1.0 for _ in range(5)) | (1,) * 5 | [True] * 5"
+
+
+@pytest.mark.parametrize("values", LISTS.split(" | "))
 def test_lists_of_values(values, tmp_path):
     done = judged(write(tmp_path, f"import numpy, torch\ndef f(prompts, **rest): return {values}"))
     assert [c.reward for c in done] == [1.0] * 5
 
 
-BAD_VALUES = [
-    "'high'",
-    "'0.5'",
-    "b'1'",
-    "1j",
-    "10**400",
-    "1.1e9",
-    "float('nan')",
-    "-float('inf')",
-    "[1.0]",
-]
-BAD_VALUES += [
-    "torch.ones(2)",
-    "(1.0,)",
-    "(1.0, 'perfect')",
-    "('1', 'correct')",
-    "(1.0, torch.ones(2))",
-]
-BAD_LISTS = [
-    "None",
-    "0.5",
-    "[]",
-    "[1.0] * 4",
-    "[1.0] * 6",
-    "'wrong'",
-    "{'rewards': [1.0] * 5}",
-    "torch.ones(5, 2)",
-]
+BAD_VALUES = """'high' | '0.5' | b'1' | 1j | 10**400 | 1.1e9 | float('nan') | -float('inf') | [1.0]
+ | torch.ones(2) | (1.0,) | (1.0, 'perfect') | ('1', 'correct') | (1.0, torch.ones(2)) | 'x'.split"""
+BAD_LISTS = """None | 0.5 | [] | [1.0] * 4 | [1.0] * 6 | 'wrong' | {'rewards': [1.0] * 5}
+ | torch.ones(5, 2)"""
+BAD = [("text", value) for value in BAD_VALUES.split(" | ")]
+BAD += [("completions", value) for value in BAD_LISTS.split(" | ")]
 
 
-@pytest.mark.parametrize("value", [*BAD_VALUES, *BAD_LISTS])
-def test_values_that_are_no_numbers(value, tmp_path):
-    source = f"import torch\ndef f(text): return {value}"
-    if value in BAD_LISTS:
-        source = f"import torch\ndef f(completions): return {value}"
+@pytest.mark.parametrize("parameter, value", BAD)
+def test_values_that_are_no_numbers(parameter, value, tmp_path):
+    path = write(tmp_path, f"import torch\ndef f({parameter}): return {value}")
     with pytest.raises(UserError, match="^--reward .*:f returned .*, not a number up to a billion"):
-        judged(write(tmp_path, source))
+        judged(path)
 
 
 ASYNC = """
@@ -217,6 +194,7 @@ def test_a_pool_of_processes_finds_the_functions(way, tmp_path):
     assert [c.reward for c in done] == list(map(len, TEXTS))
 
 
+VERL = "not of (data_source, solution_str, ground_truth)"
 BAD_FILES = [  # name, content, what is said of it
     ("rw_a.py", None, "cannot be loaded: FileNotFoundError"),
     ("rw_b.py", "", "cannot be loaded: AttributeError"),
@@ -224,18 +202,10 @@ BAD_FILES = [  # name, content, what is said of it
     ("rw_d.py", "exit()", "cannot be loaded: SystemExit"),
     ("rw_e.py", "import nonesuch", "cannot be loaded: ModuleNotFoundError"),
     ("rw_f.py", "f = 0.5", "0.5 is not a callable object"),
-    (
-        "rw_g.py",
-        "def f(data_source, solution_str, ground_truth, extra_info=None): pass",
-        "(data_source, solution_str, ground_truth, extra_info)",
-    ),
-    (
-        "rw_h.py",
-        "def f(text, answer, truncated, tokenizer): pass",
-        "(text, answer, truncated, tokenizer)",
-    ),
-    ("rw_i.py", "def f(*args, **kwargs): pass", "has the parameters (), not"),
-    ("rw_j.py", "def f(response): pass", "(response), not (text, answer, truncated) or (completions"),
+    ("rw_g.py", "def f(data_source, solution_str, ground_truth, extra_info=None): pass", VERL),
+    ("rw_h.py", "def f(text, answer, truncated, tokenizer): pass", "not of (tokenizer)"),
+    ("rw_i.py", "def f(*args, **kwargs): pass", "not of ()"),
+    ("rw_j.py", "def f(response): pass", "not of (response)"),
     ("common.py", "", "rename common.py"),
     ("json.py", "", "rename json.py"),
     ("sys.py", "", "rename sys.py"),
@@ -309,7 +279,7 @@ NEEDS = [  # parameters, what is said; the dataset has the columns question and 
         "needs trainer_state, but the columns of --dataset are question, level",
     ),
     ("prompts, answer", "needs answer, but"),
-    ("text, level", "has the parameters (text, level)"),
+    ("text, level", "not of (level)"),
     ("text", "20 without a gold answer"),
 ]
 
