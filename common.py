@@ -24,12 +24,12 @@ from plumbing import ranks
 from plumbing.answers import final_answer, is_same
 from plumbing.args import RunArgs, UserError, flag, launch
 from plumbing.clock import clock
-from plumbing.data import ProblemStream, Row, problem_rows, read_dataset
+from plumbing.data import ProblemStream, hash_of, problem_rows, read_dataset
 from plumbing.metrics import critic_stats, rollout_summary
 from plumbing.models import attention_window, end_ids, load_model, logits_of
 from plumbing.packing import forward_packed
 from plumbing.policy import Policy, TrainedModel
-from plumbing.reward import judgements, load_rewards
+from plumbing.reward import graded, load_rewards
 from plumbing.routing import Routing, experts_by_completion, pad_experts
 from plumbing.run import Run
 
@@ -66,12 +66,17 @@ def addition_problems():
 def load_problems(args, policy):
     """`--dataset` -> (stream of training problems, [held-out problems], the same for all seeds).
     UserError if the sampler and the training forward disagree on log-probs after such prompts."""
-    is_addition = args.dataset == "addition"
-    rows = [Row(*pair) for pair in addition_problems()] if is_addition else read_dataset(args)
-    rows = problem_rows(rows, policy, args)
-    problems = [Problem(row.prompt, row.answer, row.prompt_ids, row.columns) for row in rows]
+    if args.dataset == "addition":
+        rows = [{"question": prompt, "answer": answer} for prompt, answer in addition_problems()]
+        rows = enumerate(rows, 1)
+    else:
+        rows = read_dataset(args)
+    problems = [Problem(*parts) for parts in problem_rows(rows, policy, args)]
     check_sampler(policy, problems, args)
-    return ProblemStream(problems[args.num_held_out :], args.seed), problems[: args.num_held_out]
+    stream = ProblemStream(problems[args.num_held_out :], args.seed)
+    stream.raw_hash = hash_of([(p.columns["prompts"], p.answer) for p in problems])
+    stream.rendered_hash = hash_of([p.prompt for p in problems])  # a template may contain the date
+    return stream, problems[: args.num_held_out]
 
 
 # -------------------------------------------------------------------------------------------- model
@@ -320,7 +325,7 @@ def load_grader(args):
     def grade(completions):
         with clock("reward"):
             mine = ranks.local_slice(completions)  # each completion is graded by one process
-            fields = ranks.all_gather_list(judgements(functions, mine))
+            fields = ranks.all_gather_list(graded(functions, mine))
         return [c._replace(**values) for c, values in zip(completions, fields, strict=True)]
 
     return grade

@@ -30,7 +30,7 @@ FREE = "--kl_coef 0"  # grpo without its KL, which its children do not have
 MADE = {  # inputs of the runs, and the command that makes each
     "runs/rambling": "tiny_moe/train.py --direct 0.1 --worked 0.3",
     "runs/smollm2": "examples/smollm2.py",
-    "runs/smaller_sums.jsonl": "examples/small_sums.py --largest 30",
+    "runs/smaller_sums.jsonl": "examples/own_dataset.py --largest 30",
 }
 STABILITY = {  # from mild to wild; milder settings never made a run fall
     "lr3e-4-steps16": "--lr 3e-4 --num_minibatches 16",

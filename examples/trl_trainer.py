@@ -21,7 +21,7 @@ from transformers import HfArgumentParser
 from trl import GRPOConfig, GRPOTrainer
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from common import Completion, evaluate, judgements, load_policy, load_problems, load_verifier
+from common import Completion, evaluate, graded, load_policy, load_problems, load_verifier
 from plumbing.models import end_ids
 
 TRL = "1.16.0"
@@ -106,7 +106,7 @@ def main(argv, trainer_class=PluggedTrainer):
     def reward(completions, completion_ids, number, **kwargs):
         rows = zip(number, completion_ids, completions, strict=True)
         parts = [(stream.problems[i], ids, [], ids[-1] not in ends, text) for i, ids, text in rows]
-        results = judgements(verify, [Completion(*part) for part in parts])
+        results = graded(verify, [Completion(*part) for part in parts])
         return [result["reward"] for result in results]
 
     data = Dataset.from_list([{"prompt": p.prompt, "number": i} for i, p in enumerate(stream.problems)])

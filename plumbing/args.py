@@ -3,6 +3,9 @@
 import argparse
 import contextlib
 import difflib
+import json
+import os
+import re
 import signal
 import sys
 import time
@@ -36,10 +39,11 @@ class RunArgs:
     # data and reward
     dataset: str = flag("addition", "addition, a .jsonl, .json or .parquet file, a folder, or a hub id")
     dataset_config: str = flag("", "configuration of a hub dataset, if it has several")
-    dataset_split: str = flag("train", "split of a hub dataset")
+    dataset_split: str = flag("", "split of a folder or a hub dataset [train]")
     prompt_column: str = flag("question", "column of the prompts: text or chat messages")
-    answer_column: str = flag("answer", "column of the gold answers, after '####' or alone")
-    system_prompt: str = flag("", "system message before each prompt")
+    answer_column: str = flag("answer", "column of the gold answers, or a path such as extra.gold")
+    chat_template_kwargs: str = flag("", 'JSON for the chat template: {"enable_thinking": false}')
+    system_prompt: str = flag("", "system message before each prompt, in place of the dataset's")
     instruction: str = flag("", "text added on a separate line after each prompt")
     num_held_out: int = flag(256, "problems held out for evaluation")
     reward: list[str] = flag(
@@ -86,10 +90,20 @@ class RunArgs:
     group_size = 1
     update_epochs = 1
     num_minibatches = 1
-    reads_answers = True  # False if no function of --reward reads them, known once these are loaded
+    # Known once the functions of --reward are loaded:
+    reads_answers = True  # False if none of them reads gold answers
+    reward_columns = {}  # {column of the dataset: the flag that needs it}
 
     def check(self):
         """Overridden by scripts: UserError if one of their own flags has an impossible value."""
+
+    def template_options(self):
+        """`--chat_template_kwargs` as a dict."""
+        try:
+            return dict(**json.loads(self.chat_template_kwargs or "{}"))
+        except (ValueError, TypeError) as error:
+            message = f"must be a JSON object, not {self.chat_template_kwargs}"
+            raise UserError(f"--chat_template_kwargs {message}") from error
 
     @property
     def has_rollout_copy(self):
@@ -136,6 +150,14 @@ def check_flags(args):
     for name, (low, high) in ranges.items():
         args.check_range(low, high, name)
     args.check()
+    args.template_options()
+    if args.dataset == "addition" or os.path.isfile(args.dataset):
+        for name in ("dataset_config", "dataset_split"):
+            if getattr(args, name):
+                raise UserError(f"--{name} is for a folder or a hub dataset, not {args.dataset}")
+    for name in args.reward:
+        if not re.fullmatch(r".+\.py:\w+", name):
+            raise UserError(f"--reward {name} must be FILE.py:FUNCTION")
     completions = args.prompts_per_iteration * args.group_size
     if completions % args.num_minibatches > 0:
         raise UserError(f"--num_minibatches does not divide {completions} completions into equal parts")

@@ -1,11 +1,17 @@
 """Reads datasets, renders prompts as the model reads them, and streams training problems."""
 
+import codecs
+import copy
+import csv
+import glob
+import gzip
 import hashlib
 import json
+import logging
 import math
-from collections import Counter
+import os
+import sys
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -13,6 +19,11 @@ import torch
 from plumbing import ranks
 from plumbing.answers import gold_answer, is_same
 from plumbing.errors import UserError
+
+# What is left out although no column is wrong:
+EQUAL = "with the prompt of an earlier row"
+NO_ANSWER = "whose answer is proof or notfound"
+REPLY = "last messages of the assistant"
 
 
 class ProblemStream:
@@ -43,151 +54,276 @@ class ProblemStream:
         self.position = state["position"]
 
 
-@dataclass
-class Row:
-    """A row of a dataset, on its way to a problem."""
-
-    prompt: str | list  # text or chat messages; later the text that the model reads
-    answer: str  # the gold answer
-    columns: dict = field(default_factory=dict)
-    line: int = 0  # its number in the dataset, from 1
-    order: str = ""  # a hash of the prompt; the rows with the smallest are held out
-    prompt_ids: list | None = None
-    fault: str = ""  # why the row is left out
-    error: Exception | None = None
+# -------------------------------------------------------------------------------------------- files
 
 
 def read_dataset(args):
-    r"""`--dataset` -> [Row]. A prompt is text or a list of chat messages; the gold answer follows
-    '####', is in a '\boxed{}', or is the cell."""
-    values = read_rows(args.dataset, args.dataset_config, args.dataset_split)
-    columns = list(dict.fromkeys(column for value in values.values() for column in value))
-    rows = []
-    for line, value in values.items():
-        prompt = value.get(args.prompt_column)
-        answer = gold_answer(value.get(args.answer_column)) or ""
-        row = Row(prompt, answer, {column: value.get(column) for column in columns}, line)
-        row.order = hashlib.sha256(repr(prompt).encode()).hexdigest()
-        row.error = ValueError(f"the columns are {', '.join(columns)}")
-        if not value:
-            row.fault = "unreadable"
-        elif not prompt:
-            row.fault = "without a prompt"
-        elif args.reads_answers and not answer:
-            row.fault = "without a gold answer"
-        rows.append(row)
-    return rows
-
-
-def read_rows(name, config, split):
-    """`--dataset` (a file in JSON or parquet, a folder, a hub id) -> {line: dict, empty if unreadable}.
-    Files are read directly: names are not interpreted, and there is no cache."""
-    path = Path(name)
+    """Yields (number, row) of `--dataset`. A row that is not a dict could not be read."""
+    name = args.dataset
+    kind = Path(name.removesuffix(".gz")).suffix
+    open_file = gzip.open if name.endswith(".gz") else open
     try:
-        if path.suffix == ".parquet":
-            import pyarrow.parquet  # imported here, like datasets below: 80 MB that few runs need
-
-            rows = dict(enumerate(pyarrow.parquet.read_table(path).to_pylist(), 1))
-        elif path.suffix in (".json", ".jsonl") or path.is_file():
-            rows = read_json(path)
+        if kind == ".csv":
+            with open_file(name, "rt", encoding="utf-8-sig", newline="") as file:
+                yield from enumerate(csv.DictReader(file), 1)  # all cells are text, as written
+        elif kind in (".json", ".jsonl") or (os.path.isfile(name) and kind != ".parquet"):
+            with open_file(name, "rb") as file:
+                yield from read_json(file)
         else:
-            import datasets
-
-            datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-            table = datasets.load_dataset(name, config or None, split=split)
-            rows = dict(enumerate(table.to_list(), 1))
-        if not rows:
-            raise ValueError("there are no rows")
-        return {line: row if isinstance(row, dict) else {} for line, row in rows.items()}
+            yield from enumerate(read_table(args), 1)
     except Exception as error:  # the libraries raise many kinds of exceptions for damaged files
-        raise UserError(f"--dataset {name} cannot be read") from error
+        cause = error.__cause__ or error  # datasets hides it behind a DatasetGenerationError
+        raise UserError(f"--dataset {name} cannot be read") from cause
 
 
-def read_json(path):
-    """{line: value} of a file with JSON on each line, or of a .json file with one array."""
-    # With a byte order mark or without. Bytes that are not text become halves of surrogate pairs.
-    text = path.read_text(encoding="utf-8-sig", errors="surrogateescape")
-    if path.suffix == ".json" and text.lstrip().startswith("["):
-        return dict(enumerate(json.loads(text), 1))
-    rows = {}
-    for number, line in enumerate(text.split("\n"), 1):  # other separators may be inside a string
-        if line.strip():
-            rows[number] = None
-            with suppress(ValueError):
-                rows[number] = json.loads(line)
-    return rows
+def read_json(file):
+    """Yields (number, row) of a file with one array, or with JSON on each line. (datasets makes dates
+    of text that looks like one, and refuses a file for one bad line.)"""
+    start = file.read(1000).removeprefix(codecs.BOM_UTF8).lstrip()
+    file.seek(0)
+    if start.startswith(b"["):
+        yield from enumerate(json.load(file), 1)
+        return
+    for number, line in enumerate(file, 1):
+        row = line.decode(errors="replace").strip()
+        with suppress(ValueError, RecursionError):
+            row = json.loads(line)
+        if row != "":
+            yield number, row
 
 
-def render(row, tokenizer, args):
-    """Makes the row's prompt the text that the model reads: through the chat template, if there is one.
-    Reward functions get it as `prompts`, a list of messages if there is a template."""
-    prompt = row.prompt
-    try:
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        if args.instruction:
-            last = messages[-1]
-            messages[-1] = {**last, "content": f"{last['content']}\n{args.instruction}"}
+def read_table(args):
+    """The rows of a parquet file, a folder or a hub dataset."""
+    import datasets  # imported here: 80 MB that few runs need
+
+    for library in ("datasets", "huggingface_hub"):  # what goes wrong is said in one line
+        logging.getLogger(library).setLevel(logging.CRITICAL)
+    datasets.disable_progress_bars()
+    name = args.dataset
+    if name.endswith(".parquet"):
+        pattern = glob.escape(name)
+        return datasets.load_dataset("parquet", data_files=pattern, split="train", streaming=True)
+    if os.path.isdir(name) and glob.escape(name) != name:
+        raise ValueError("datasets takes [, ? and * in a folder's name for a pattern: rename it")
+    return datasets.load_dataset(name, args.dataset_config or None, split=args.dataset_split or "train")
+
+
+# --------------------------------------------------------------------------------------------- rows
+
+
+class BadRow(Exception):
+    """A row cannot be used: the reason in a few words, and what was found."""
+
+
+def hash_of(value):
+    return hashlib.sha256(repr(value).encode()).hexdigest()
+
+
+def describe(cell):
+    if isinstance(cell, dict):
+        return f"a dict with {', '.join(map(str, cell))}"
+    return f"{cell!r:.80}"
+
+
+def parsed(cell):
+    """JSON text of a list or dict -> the list or dict; anything else as it is."""
+    if isinstance(cell, str) and cell.lstrip().startswith(("[", "{")):
+        with suppress(ValueError, RecursionError):
+            return json.loads(cell)
+    return cell
+
+
+def cell_of(row, column):
+    """What is in a column of a row, or deeper: reward_model.ground_truth, messages.1.content. If a name
+    is not there, the dict or list that does not have it."""
+    if column in row:
+        return row[column]
+    cell = row
+    for name in column.split("."):
+        outer = parsed(cell)
+        if isinstance(outer, list):
+            outer = {str(i): item for i, item in enumerate(outer)}
+        if not isinstance(outer, dict) or name not in outer:
+            return cell
+        cell = outer[name]
+    return cell
+
+
+def is_text_part(part):
+    has_text = isinstance(part, dict) and isinstance(part.get("text"), str)
+    return has_text and part.get("type") == "text"
+
+
+def chat_message(item):
+    """A message of a dataset; if its parts are text, they are joined."""
+    if not isinstance(item.get("role"), str) or "content" not in item:
+        raise BadRow("whose messages have no role and content (as in ShareGPT)", describe(item))
+    content = item["content"]
+    if isinstance(content, list) and all(is_text_part(part) for part in content):
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise BadRow("with a message that is not text", describe(content))
+    known = {name: value for name, value in item.items() if value is not None}  # parquet adds None
+    return known | {"content": content}
+
+
+def questions_of(messages):
+    return [message for message in messages if message["role"] == "user"]
+
+
+def read_row(row, args):
+    """(text or chat messages, whether the assistant's reply was dropped, the gold answer or "")."""
+    if not isinstance(row, dict) or None in row:  # csv has surplus cells under None
+        raise BadRow("unreadable", describe(row))
+    prompt = cell_of(row, args.prompt_column)
+    text = prompt
+    has_reply = False
+    items = parsed(prompt)
+    if isinstance(items, list) and items and all(isinstance(item, dict) for item in items):
+        prompt = [chat_message(item) for item in items]
+        has_reply = prompt[-1]["role"] == "assistant"
+        while prompt and prompt[-1]["role"] == "assistant":
+            prompt.pop()
         if args.system_prompt:
-            messages.insert(0, {"role": "system", "content": args.system_prompt})
+            prompt = [message for message in prompt if message["role"] != "system"]
+        text = "".join(message["content"] for message in questions_of(prompt)[-1:])
+    if not isinstance(text, str) or not text.strip():
+        raise BadRow("without a prompt", describe(text))
+    cell = cell_of(row, args.answer_column)
+    answer = gold_answer(cell) or ""
+    if args.reads_answers and str(cell).strip().lower() in ("proof", "notfound"):
+        raise BadRow(NO_ANSWER)
+    if args.reads_answers and not answer:
+        raise BadRow("without a gold answer", describe(cell))
+    return prompt, has_reply, answer
+
+
+def render(prompt, policy, args):
+    """(the text that the model reads, its ids, the prompt for reward functions)."""
+    tokenizer = policy.tokenizer
+    is_text = isinstance(prompt, str)
+    messages = [{"role": "user", "content": prompt}] if is_text else copy.deepcopy(prompt)
+    question = questions_of(messages)[-1]
+    if args.instruction:
+        question["content"] += f"\n{args.instruction}"
+    if args.system_prompt:
+        messages.insert(0, {"role": "system", "content": args.system_prompt})
+    options = args.template_options()
+    try:
         if tokenizer.chat_template:
-            options = {"tokenize": False, "add_generation_prompt": True}
-            row.prompt = tokenizer.apply_chat_template(messages, **options)
-        elif len(messages) > 1:
-            raise ValueError("chat messages and --system_prompt need a tokenizer with a chat template")
+            text = tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **options
+            )
+            ids = tokenizer(text, add_special_tokens=False).input_ids  # the template has them
+        elif len(messages) == 1:
+            text = question["content"]
+            ids = tokenizer(text).input_ids
+            if ids[-1:] == [tokenizer.eos_token_id]:
+                ids.pop()  # some tokenizers end each text
         else:
-            row.prompt = str(messages[0]["content"])
-        prompts = messages if tokenizer.chat_template else row.prompt
-        row.columns = {"answer": row.answer, **row.columns, "prompts": prompts}
-        (row.prompt + row.answer).encode()  # fails for half of a surrogate pair, which is not text
+            raise ValueError("chat messages and --system_prompt need a chat template")
     except Exception as error:  # templates raise their own exceptions
-        row.fault = "unreadable"
-        row.error = error
+        raise BadRow("that cannot be rendered", f"{type(error).__name__} {error}") from error
+    for needed in (question["content"], args.system_prompt):
+        if needed.strip() not in text:
+            raise BadRow("whose prompt is lost in the chat template", describe(needed))
+    config = policy.model.config.get_text_config()  # where a composite model has its limit
+    limit = getattr(config, "max_position_embeddings", None) or math.inf
+    if len(ids) + args.max_new_tokens > limit:
+        found = f"with a prompt of {len(ids)} tokens, the model's limit of {limit} is exceeded"
+        raise BadRow(f"too long for --max_new_tokens {args.max_new_tokens}", found)
+    if not ids:
+        raise BadRow("without a token")
+    return text, ids, question["content"] if is_text else messages
+
+
+# ----------------------------------------------------------------------------------------- problems
+
+
+class LeftOut(dict):
+    """{reason: (how many rows are left out for it, where it was first found)}."""
+
+    def add(self, number, reason, found=""):
+        count, first = self.get(reason, (0, f"row {number} {found}".strip()))
+        self[reason] = (count + 1, first)
+
+    def total(self, *harmless):
+        return sum(count for reason, (count, _) in self.items() if reason not in harmless)
+
+    def __str__(self):
+        return ", ".join(
+            f"{count:,} {reason} (first: {first})" for reason, (count, first) in self.items()
+        )
 
 
 def problem_rows(rows, policy, args):
-    """The rows that can be used, with their prompts as the model reads them, the held-out ones first.
-    Prints how many are left out, and why; UserError if that is more than a tenth."""
-    for row in rows:
-        if not row.fault:
-            render(row, policy.tokenizer, args)
-    rendered = [row for row in rows if not row.fault]
-    all_ids = []
-    if rendered:
-        add_special_tokens = not policy.tokenizer.chat_template  # a template adds them itself
-        prompts = [row.prompt for row in rendered]
-        all_ids = policy.tokenizer(prompts, add_special_tokens=add_special_tokens).input_ids
-    limit = getattr(policy.model.config, "max_position_embeddings", math.inf)
-    first_rows = {}
-    for row, ids in zip(rendered, all_ids, strict=True):
-        row.prompt_ids = ids
-        first = first_rows.setdefault(row.prompt, row)
-        if not ids:
-            row.fault = "unreadable"
-        elif len(ids) + args.max_new_tokens > limit:
-            row.fault = "too long"
-            message = f"with a prompt of {len(ids)} tokens, the model's limit of {limit} is exceeded"
-            row.error = ValueError(f"--max_new_tokens {args.max_new_tokens}: {message}")
-        elif first is not row:
-            if args.reads_answers and not is_same(first.answer, row.answer):
-                first.fault = "with two answers"
-            row.fault = first.fault or "twice"
-    lines = {row.fault: row.line for row in reversed(rows)}  # of the first row with each fault
-    counts = Counter(row.fault for row in rows if row.fault)
-    faults = ", ".join(f"{count:,} {fault}" for fault, count in counts.items())
-    faults = faults.replace("unreadable", f"unreadable (line {lines.get('unreadable')})")
-    faulty = [row for row in rows if row.fault not in ("", "twice")]
-    if len(faulty) > len(rows) / 10:  # a column is wrong
-        message = f"{len(faulty)} of {len(rows)} rows cannot be used: {faults}"
-        place = f"the first is in line {faulty[0].line}"
-        raise UserError(f"--dataset {args.dataset}: {message}; {place}") from faulty[0].error
-    kept = [row for row in rows if not row.fault]
-    check_token_ids([row.prompt_ids for row in kept], policy)
-    if len(kept) <= args.num_held_out:
-        message = f"leaves none of the {len(kept)} problems for training"
+    """[(number, row)] -> [(prompt, gold answer, ids of the prompt, columns)], sorted by hashes of the
+    prompts. The first `--num_held_out` are held out: a row more or less moves at most one of them."""
+    for name in args.template_options():
+        if name not in str(policy.tokenizer.chat_template):
+            raise UserError(f"--chat_template_kwargs: the model's chat template does not read {name}")
+    left_out = LeftOut()
+    columns = {}
+    problems = {}
+    texts = set()
+    contradicted = {}
+    for number, row in rows:
+        columns |= dict.fromkeys(row if isinstance(row, dict) else ())
+        try:
+            prompt, has_reply, answer = read_row(row, args)
+            key = hash_of(prompt)
+            if key not in problems:  # a dataset may have each prompt a hundred times
+                text, ids, shown = render(prompt, policy, args)
+                if text in texts:  # a template may remove blanks
+                    raise BadRow(EQUAL)
+                texts.add(text)
+                problems[key] = (text, answer, ids, {"answer": answer, **row, "prompts": shown})
+                if has_reply:
+                    left_out.add(number, REPLY)
+                continue
+        except BadRow as error:
+            left_out.add(number, *error.args)
+            continue
+        left_out.add(number, EQUAL)
+        first_answer = problems[key][1]
+        if args.reads_answers and answer != first_answer and not is_same(answer, first_answer):
+            contradicted.setdefault(key, number)
+    for key, number in contradicted.items():
+        del problems[key]
+        left_out.add(number, "with another gold answer than an earlier row with its prompt")
+    check_problems(problems, list(columns), left_out, args)
+    check_token_ids([ids for _, _, ids, _ in problems.values()], policy)
+    no_cells = dict.fromkeys(columns)
+    # Those of addition are in a random order already.
+    keys = problems if args.dataset == "addition" else sorted(problems)
+    return [(*problems[key][:3], no_cells | problems[key][3]) for key in keys]
+
+
+def check_problems(problems, columns, left_out, args):
+    """UserError if more than a tenth is left out, or a column that a reward function needs is missing,
+    or nothing remains for training; else says what remains."""
+    names = ", ".join(map(str, columns))
+    num_rows = len(problems) + left_out.total(REPLY)
+    num_faults = left_out.total(EQUAL, NO_ANSWER, REPLY)
+    if num_faults > num_rows / 10:
+        message = f"{num_faults:,} of {num_rows:,} rows cannot be used: {left_out}"
+        advice = f"are --prompt_column and --answer_column right? The columns are {names}"
+        raise UserError(f"--dataset {args.dataset}: {message}; {advice}")
+    if any(answer for _, answer, _, _ in problems.values()):
+        columns.append("answer")
+    for name, flag in args.reward_columns.items():
+        if name not in columns:
+            raise UserError(f"{flag} needs {name}, but the columns of --dataset are {names}")
+    note = f"; left out: {left_out}" if left_out else ""
+    num_training = len(problems) - args.num_held_out
+    if num_training < 1:
+        message = f"leaves none of the {len(problems)} problems for training{note}"
         raise UserError(f"--num_held_out {args.num_held_out} {message}")
-    if faults and ranks.RANK == 0:
-        print(f"{len(kept):,} problems; left out: {faults}")
-    return sorted(kept, key=lambda row: row.order)
+    if ranks.RANK == 0:
+        print(f"problems: {num_training:,} to train on, {args.num_held_out:,} held out{note}")
+    if ranks.RANK == 0 and num_training < args.num_held_out:
+        message = "more problems are held out than trained on: lower --num_held_out"
+        print(f"warning: {message}", file=sys.stderr)
 
 
 def check_token_ids(rows, policy):

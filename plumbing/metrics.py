@@ -138,15 +138,14 @@ def rollout_summary(completions, num_samples=1):
     direct = [c.text.lstrip().startswith(("####", "\\box")) for c in completions]
     result = {
         "accuracy": verdicts.count("correct") / count,
-        "truncated_frac": verdicts.count("truncated") / count,
+        "truncated_frac": sum(c.truncated for c in completions) / count,
         "no_answer_frac": verdicts.count("no_answer") / count,
         "direct_frac": sum(direct) / count,
         "response_len_mean": sum(lengths) / count,
         "response_len_max": max(lengths),
     }
     for name in completions[0].rewards or {}:
-        values = [c.rewards[name] for c in completions]
-        result[f"reward_mean_{name}"] = sum(value or 0.0 for value in values) / count
+        result[f"reward_mean_{name}"] = sum(c.rewards[name] for c in completions) / count
     if num_samples > 1:
         result |= pass_at_k(completions, num_samples)
     return result

@@ -1,107 +1,138 @@
 """Loads and calls a user's reward functions, which replace common.verify."""
 
+import asyncio
+import functools
+import importlib.util
 import inspect
-import runpy
 import sys
-from numbers import Real
 from pathlib import Path
 
 from plumbing.errors import UserError
 
 VERDICTS = ("correct", "wrong", "no_answer", "truncated")
+ONE = ("text", "answer", "truncated")
+LISTS = ("completions", "completion_ids", "prompts")
+
+
+def import_file(path):
+    """The module of a file, by its own name, so that the processes of a pool can import it too."""
+    path.stat()  # raises if there is no file
+    sys.path.append(str(path.parent))
+    spec = importlib.util.find_spec(path.stem) if "." not in path.stem else None
+    origin = spec.origin if spec is not None else None
+    if origin is None or Path(origin).resolve() != path.resolve():
+        raise ImportError(f"rename {path.name}: `import {path.stem}` finds {origin}")
+    return importlib.import_module(path.stem)
 
 
 class RewardFunction:
     """The function that `--reward FILE.py:FUNCTION` names: of (text, answer, truncated), or of lists,
-    (completions, **columns), as in TRL."""
+    (completions, **columns), as in TRL. It gets what its parameters name."""
 
     def __init__(self, name, weight):
         path, _, function_name = name.rpartition(":")
         self.flag = f"--reward {name}"
         self.name = f"{Path(path).stem}.{function_name}"
         self.weight = weight
-        sys.path.append(str(Path(path).parent))  # for the files that it imports
         try:
-            self.function = runpy.run_path(path)[function_name]
+            self.function = getattr(import_file(Path(path).absolute()), function_name)
+            parameters = inspect.signature(self.function).parameters.values()
         except (Exception, SystemExit) as error:  # the file may raise anything
-            raise UserError(f"{self.flag} cannot be loaded as FILE.py:FUNCTION") from error
-        try:
-            self.signature = inspect.signature(self.function)
-            names = {"completions", "completion_ids", "prompts"}
-            self.takes_lists = not names.isdisjoint(self.signature.parameters)
-            if not self.takes_lists:
-                self.signature.bind("text", "answer", False)
-        except (TypeError, ValueError) as error:  # no function, other parameters, or it hides them
-            message = "must be a function of (text, answer, truncated) or of completions"
-            raise UserError(f"{self.flag} {message}") from error
+            raise UserError(f"{self.flag} cannot be loaded") from error
+        self.names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        self.takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        self.takes_lists = any(name in LISTS for name in self.names)
+        known = LISTS if self.takes_lists else ONE
+        required = [p.name for p in parameters if p.name in self.names and p.default is p.empty]
+        self.columns = [name for name in required if name not in known]
+        if not self.takes_lists and (self.columns or not set(ONE) & set(self.names)):
+            expected = "(text, answer, truncated) or of (completions, **columns)"
+            names = ", ".join(self.columns or self.names)
+            raise UserError(f"{self.flag} must be a function of {expected}, not of ({names})")
 
-    def refuse(self, result, expected):
-        raise UserError(f"{self.flag} returned {result!r:.80}, not {expected}")
-
-    def judge(self, completions):
-        """[(value, verdict)]. From lists a value may be None, and more than 0.5 means correct."""
-        if not self.takes_lists:
-            return [self.judge_one(c) for c in completions]
-        values = self.function(**self.lists_of(completions))
-        if not hasattr(values, "__len__") or len(values) != len(completions):
-            self.refuse(values, f"{len(completions)} values, one for each completion")
+    def grade(self, completions):
+        """[(value, verdict)]. Without a verdict of its own, a value above 0.5 means correct."""
+        if self.takes_lists:
+            calls = [lists_of(completions)]
+        else:
+            parts = [(c.text, c.problem.answer, c.truncated) for c in completions]
+            calls = [dict(zip(ONE, values, strict=True)) for values in parts]
         results = []
-        for c, value in zip(completions, values, strict=True):
-            if value is not None and not is_number(value):
-                self.refuse(value, "a number up to a billion, or None")
-            verdict = "truncated" if c.truncated else "wrong"
-            results.append((value, "correct" if (value or 0) > 0.5 else verdict))
-        return results
-
-    def judge_one(self, c):
-        result = self.function(c.text, c.problem.answer, c.truncated)
-        is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], str)
-        if not is_pair or not is_number(result[0]) or result[1] not in VERDICTS:
-            self.refuse(result, f"(a number up to a billion, one of {', '.join(VERDICTS)})")
-        return result
-
-    def lists_of(self, completions):
-        columns = [c.problem.columns for c in completions]
-        lists = {name: [values[name] for values in columns] for name in columns[0]}
-        lists["completion_ids"] = [c.ids for c in completions]
-        lists["completions"] = [c.text for c in completions]
-        if isinstance(columns[0]["prompts"], list):
-            lists["completions"] = [[{"role": "assistant", "content": c.text}] for c in completions]
         try:
-            self.signature.bind(**lists)
-        except TypeError as error:
-            raise UserError(f"{self.flag} cannot be called with {', '.join(lists)}") from error
-        return lists
+            for call in calls:
+                named = {name: call[name] for name in call if self.takes_all or name in self.names}
+                results.append(self.function(**named))
+            if inspect.isawaitable(results[0]):
+                results = event_loop().run_until_complete(gather(results))
+        except SystemExit as error:
+            raise UserError(f"{self.flag} called exit()") from error
+        try:
+            results = list(results[0]) if self.takes_lists else results
+            return [grade_of(result, c) for result, c in zip(results, completions, strict=True)]
+        except Exception as error:  # float() raises what a value's own class raises
+            expected = "a number up to a billion, or (number, verdict), for each completion"
+            raise UserError(f"{self.flag} returned {results!r:.80}, not {expected}") from error
 
 
-def is_number(value):
-    """Whether it is a number, and so small that squares of rewards are finite in float32."""
-    return isinstance(value, Real) and abs(value) <= 1e9  # not for a NaN
+def lists_of(completions):
+    """{parameter: list} for a function as in TRL. Completions are messages where prompts are."""
+    columns = [c.problem.columns for c in completions]
+    lists = {name: [values[name] for values in columns] for name in columns[0]}
+    lists["completion_ids"] = [c.ids for c in completions]
+    lists["completions"] = [c.text for c in completions]
+    if isinstance(columns[0]["prompts"], list):
+        lists["completions"] = [[{"role": "assistant", "content": c.text}] for c in completions]
+    return lists
+
+
+def grade_of(result, c):
+    """(float, verdict) of what a function returned for a completion; an exception if it is neither a
+    number nor that and a verdict."""
+    value = result
+    verdict = "truncated" if c.truncated else "wrong"
+    if isinstance(result, tuple):
+        value, verdict = result
+    if isinstance(value, (str, bytes)) or verdict not in VERDICTS:
+        raise TypeError(f"verdicts are {', '.join(VERDICTS)}")
+    value = 0.0 if value is None else float(value)
+    if not abs(value) <= 1e9:  # squares of rewards are finite in float32; a NaN fails this too
+        raise ValueError(f"{value} is out of range")
+    if value > 0.5 and not isinstance(result, tuple):
+        verdict = "correct"
+    return value, verdict
+
+
+@functools.cache
+def event_loop():
+    """The loop of the whole run: a client that a function keeps belongs to one loop."""
+    return asyncio.new_event_loop()
+
+
+async def gather(awaitables):
+    return await asyncio.gather(*awaitables)
 
 
 def load_rewards(args):
     """`--reward` -> [RewardFunction]."""
     weights = args.reward_weights or [1.0] * len(args.reward)
     functions = [RewardFunction(*pair) for pair in zip(args.reward, weights, strict=True)]
-    args.reads_answers = not all(function.takes_lists for function in functions)
+    if len({f.name for f in functions}) < len(functions):
+        raise UserError("--reward names a function twice")
+    args.reads_answers = not all(f.takes_lists for f in functions)
+    args.reward_columns = {column: f.flag for f in functions for column in f.columns}
     return functions
 
 
-def judgements(verify, completions):
+def graded(verify, completions):
     """[{field of a Completion: value}] by `verify`, or by a list of reward functions: the sum of their
     values, the verdict of the first, and the value of each."""
     if not isinstance(verify, list):
         results = [verify(c.text, c.problem.answer, c.truncated) for c in completions]
         return [{"reward": reward, "verdict": verdict} for reward, verdict in results]
-    judged = []
-    columns = [f.judge(completions) for f in verify if completions]  # a rank may have no share
-    for c, *results in zip(completions, *columns, strict=True):
-        rewards = {}
-        reward = 0.0
-        for f, (value, _) in zip(verify, results, strict=True):
-            rewards[f.name] = None if value is None else float(value)
-            reward += f.weight * float(value or 0)
-        if set(rewards.values()) == {None}:
-            raise UserError(f"--reward: all functions returned None for the completion {c.text!r:.300}")
-        judged.append({"reward": reward, "verdict": results[0][1], "rewards": rewards})
-    return judged
+    columns = [f.grade(completions) for f in verify if completions]  # a rank may have no share
+    grades = []
+    for _, *results in zip(completions, *columns, strict=True):
+        rewards = {f.name: value for f, (value, _) in zip(verify, results, strict=True)}
+        reward = sum(f.weight * rewards[f.name] for f in verify)
+        grades.append({"reward": reward, "verdict": results[0][1], "rewards": rewards})
+    return grades

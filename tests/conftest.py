@@ -5,6 +5,7 @@ import functools
 import importlib
 import inspect
 import io
+import itertools
 import json
 import os
 import signal
@@ -171,13 +172,16 @@ def sums(tmp_path_factory):
     return path
 
 
+FILE_NUMBERS = itertools.count()
+
+
 @pytest.fixture
 def reward_file(tmp_path):
     """Writes a verifier of one's own: the body of `def reward(text, answer, truncated)` -> the value of
-    `--reward`."""
+    `--reward`. Each has another name, since a process imports only one file of a name."""
 
     def write(*lines):
-        path = tmp_path / "rewards.py"
+        path = tmp_path / f"rewards{next(FILE_NUMBERS)}.py"
         path.write_text("def reward(text, answer, truncated):\n    " + "\n    ".join(lines) + "\n")
         return f"{path}:reward"
 

@@ -1,212 +1,456 @@
-"""Datasets: files, columns, gold answers, the held-out split."""
+"""Datasets: files, columns, prompts, gold answers, what is left out, the held-out split."""
 
 import copy
+import csv
+import gzip
 import json
 import os
-from datetime import date
-from decimal import Decimal
+import random
 from types import SimpleNamespace
 
-import pyarrow
-import pyarrow.parquet
 import pytest
-from conftest import script_args
+from conftest import run, script_args
 from datasets import Dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
 
-import common
 from common import load_problems
-from plumbing.data import read_dataset
+from plumbing.args import UserError
+from plumbing.data import problem_rows, read_dataset
 from plumbing.policy import Policy
 
-
-def arguments(path, **changes):
-    return script_args("grpo", dataset=str(path), **changes)[1]
+TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}<assistant>"
 
 
-def write(path, rows):
+def policy_with(template=None, config=None, appends_eos=False):
+    """A model with a limit on positions, and a tokenizer with a token for each byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["</s>"])
+    if appends_eos:
+        ends = [("</s>", tokenizer.token_to_id("</s>"))]
+        tokenizer.post_processor = processors.TemplateProcessing("$A </s>", special_tokens=ends)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+    tokenizer.chat_template = template
+    config = config or SimpleNamespace()
+    config.get_text_config = lambda: getattr(config, "text_config", config)
+    embeddings = SimpleNamespace(num_embeddings=len(tokenizer))
+    model = SimpleNamespace(config=config, get_input_embeddings=lambda: embeddings)
+    return SimpleNamespace(tokenizer=tokenizer, model=model)
+
+
+def read(path, **flags):
+    """[(number, row)] of a file or folder."""
+    return list(read_dataset(script_args("grpo", dataset=str(path), **flags)[1]))
+
+
+def problems_of(rows, policy=None, **flags):
+    """[(prompt, gold answer, ids, columns)] of rows, of which none are held out."""
+    args = script_args("grpo", dataset="mine", num_held_out=0, **flags)[1]
+    return problem_rows(enumerate(rows, 1), policy or policy_with(), args)
+
+
+def row(prompt="1+1=", answer="2"):
+    return {"question": prompt, "answer": answer}
+
+
+def chat(*turns):
+    """chat("user", "1+1=") -> [{"role": "user", "content": "1+1="}]"""
+    pairs = zip(turns[::2], turns[1::2], strict=True)
+    return [{"role": role, "content": content} for role, content in pairs]
+
+
+ROWS = [row(f"{a}+{b}=", str(a + b)) for a in range(10) for b in range(10)]
+
+
+# --------------------------------------------------------------------------------------------- files
+
+
+def write_csv(path, rows, encoding="utf-8"):
+    with open(path, "w", newline="", encoding=encoding) as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def write_lines(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
-def read(path, **changes):
-    """[(prompt, gold answer)] of the rows that can be read, in their order."""
-    return [
-        (row.prompt, row.answer) for row in read_dataset(arguments(path, **changes)) if not row.fault
+# Cells that readers which guess types change, and separators of lines inside a string.
+EXACT = [
+    row("2024-01-31", "2024-02-01"),
+    row("12345678901234567890123", "007"),
+    row("None", "null"),
+    row("NaN", "0.12345678901234567890123"),
+    row("a\u2028b\u0085c", "1e5"),
+    row('"x", \n"y"', "True"),
+    row("ü", "ß"),
+]
+
+
+def test_every_kind_of_file_has_the_same_rows(tmp_path):
+    write_lines(tmp_path / "lines.jsonl", EXACT)
+    (tmp_path / "no_suffix").write_bytes((tmp_path / "lines.jsonl").read_bytes())
+    (tmp_path / "array.json").write_text(json.dumps(EXACT, indent=1))
+    (tmp_path / "mark.json").write_text("\n" + json.dumps(EXACT), encoding="utf-8-sig")
+    lines = "\n".join(json.dumps(row, ensure_ascii=False) for row in EXACT)
+    (tmp_path / "mark.jsonl").write_text(lines, encoding="utf-8-sig")
+    write_csv(tmp_path / "cells.csv", EXACT)
+    write_csv(tmp_path / "mark.csv", EXACT, "utf-8-sig")
+    for name in ("lines.jsonl", "array.json", "cells.csv"):
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress((tmp_path / name).read_bytes()))
+    Dataset.from_list(EXACT).to_parquet(tmp_path / "data[1].parquet")
+    Dataset.from_list(ROWS).to_parquet(tmp_path / "data1.parquet")  # no pattern: [1] is not 1
+    paths = [path for path in tmp_path.iterdir() if path.name != "data1.parquet"]
+    assert len(paths) == 11
+    for path in paths:
+        assert read(path) == list(enumerate(EXACT, 1)), path
+
+
+def test_a_folder_has_splits(tmp_path):
+    """The default is train."""
+    folder = tmp_path / "sums"
+    folder.mkdir()
+    Dataset.from_list(ROWS).to_parquet(folder / "train-00000-of-00001.parquet")
+    Dataset.from_list(ROWS[:7]).to_parquet(folder / "test.parquet")
+    assert read(folder) == list(enumerate(ROWS, 1))
+    assert read(folder, dataset_split="test") == list(enumerate(ROWS[:7], 1))
+    assert len(read(folder, dataset_split="train[:30]")) == 30
+    folder.rename(tmp_path / "sums[1]")  # datasets would read sums1
+    with pytest.raises(UserError, match=r"sums\[1\] cannot be read"):
+        read(tmp_path / "sums[1]")
+
+
+def test_a_parquet_file_that_is_written_again_within_a_second(tmp_path):
+    for rows in (ROWS, EXACT):
+        Dataset.from_list(rows).to_parquet(tmp_path / "data.parquet")
+        os.utime(tmp_path / "data.parquet", (1_700_000_000, 1_700_000_000))
+        assert read(tmp_path / "data.parquet") == list(enumerate(rows, 1))
+
+
+UNREADABLE = [  # what a run says of a file
+    ("missing.jsonl", None, "missing.jsonl cannot be read: FileNotFoundError"),
+    ("missing.parquet", None, "missing.parquet cannot be read: FileNotFoundError"),
+    ("open.json", b'[{"question": "1"}', "open.json cannot be read: JSONDecodeError"),
+    ("lines.jsonl.gz", b"{}", "lines.jsonl.gz cannot be read: BadGzipFile"),
+    ("half.parquet", b"PAR1 and no more", "half.parquet cannot be read"),
+    ("latin.csv", "question,answer\nü,1".encode("latin1"), "latin.csv cannot be read: UnicodeDecode"),
+    ("empty.jsonl", b"\n\n", "leaves none of the 0 problems for training"),
+    ("text.jsonl", b'{"question": "1", "answer": "1"}\n\nwhat?\n', "row 3 'what?'"),
+    ("latin.jsonl", '{"question": "ü"}'.encode("latin1"), "1 of 1 rows cannot be used: 1 unreadable"),
+    ("numbers.json", b"[1, [2]]", "2 unreadable (first: row 1 1)"),
+    ("deep.jsonl", b"[" * 100_000, "deep.jsonl cannot be read: RecursionError"),
+    ("surplus.csv", b"question,answer\nWhat is 1,000 + 1?,1001", "1 unreadable (first: row 1 a dict"),
+    ("semicolons.csv", b"question;answer\n1+1=;2", "The columns are question;answer"),
+]
+
+
+@pytest.mark.parametrize("name, content, expected", UNREADABLE, ids=[case[0] for case in UNREADABLE])
+def test_run_with_a_file_that_cannot_be_read(name, content, expected, tmp_path):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    result = run("grpo", "--dataset", tmp_path / name, "--run_dir", tmp_path / "run")
+    assert result.returncode == 2 and len(result.stderr.splitlines()) == 1, result.stderr
+    assert expected in result.stderr
+
+
+# ----------------------------------------------------------------------------------- columns, answers
+
+NESTED = {
+    "prompt": chat("user", "1+1="),
+    "extra": {"gold": {"value": "2"}, "style": "rule"},
+    "text": '{"gold": ["2"]}',
+    "a.b": "2",
+    "turns": chat("user", "1+1=", "assistant", "it is #### 2"),
+}
+
+
+@pytest.mark.parametrize("column", ["extra.gold.value", "text.gold.0", "a.b", "turns.1.content"])
+def test_a_column_may_be_a_path(column):
+    """Into dicts, lists and JSON text; a column of the whole name comes first."""
+    for prompt_column in ("prompt", "turns", "turns.0.content", "prompt.0.content"):
+        flags = {"prompt_column": prompt_column, "answer_column": column}
+        ((prompt, answer, _, columns),) = problems_of([NESTED], **flags)
+        assert (prompt, answer) == ("1+1=", "2")
+        assert columns["extra"] == NESTED["extra"]
+
+
+# ------------------------------------------------------------------------------------------- prompts
+
+SHOT = chat("user", "1+1=", "assistant", "2")
+PARTS = [{"type": "text", "text": "1+", "image": None}, {"type": "text", "text": "3="}]
+OTHER_PARTS = [*PARTS, {"type": "reasoning", "text": "4"}]
+SYSTEM = chat("system", "s", "user", "3")
+FLAGS = {"system_prompt": "S", "instruction": "I"}
+PROMPTS = [  # cell, flags, as the template renders it, as reward functions get it if not as the cell
+    ("1+3=", {}, "<user>1+3=", None),
+    ("[1, 2, 3]", {}, "<user>[1, 2, 3]", None),
+    ('{"role": "user"}', {}, '<user>{"role": "user"}', None),
+    (chat("user", " 1+3=\n"), {}, "<user>1+3=", None),
+    (json.dumps(SYSTEM), {}, "<system>s<user>3", SYSTEM),
+    (chat("user", PARTS), {}, "<user>1+3=", chat("user", "1+3=")),
+    ([*SHOT, *chat("user", "2")], {}, "<user>1+1=<assistant>2<user>2", None),
+    ([*SHOT, *chat("assistant", "#### 2")], {}, "<user>1+1=", SHOT[:1]),
+    (chat("user", "3", "tool", "4"), {}, "<user>3<tool>4", None),
+    ("3", FLAGS, "<system>S<user>3\nI", "3\nI"),
+    (SYSTEM, FLAGS, "<system>S<user>3\nI", chat("system", "S", "user", "3\nI")),
+]
+
+
+@pytest.mark.parametrize("cell, flags, expected, shown", PROMPTS)
+def test_prompts_are_text_or_messages(cell, flags, expected, shown):
+    """The last answer of the assistant is no part of a prompt. A reward function gets it as it is."""
+    ((prompt, _, ids, columns),) = problems_of([row(cell)], policy_with(TURNS), **flags)
+    assert prompt == f"{expected}<assistant>"
+    assert columns["prompts"] == (cell if shown is None else shown)
+    assert columns["question"] == cell and len(ids) == len(prompt)
+
+
+def test_dropped_replies_are_counted(capsys):
+    rows = [row(chat("user", f"{i}", "assistant", "2")) for i in range(29)]
+    problems_of([row("3+"), *rows, rows[0]], policy_with(TURNS))
+    assert "; left out: 29 last messages of the assistant (first: row 2), 1 " in capsys.readouterr().out
+
+
+BAD_PROMPTS = [  # cell, why the row is left out
+    (" \n", "without a prompt (first: row 1 ' \\n')"),
+    (7, "without a prompt (first: row 1 7)"),
+    (None, "without a prompt (first: row 1 None)"),
+    (["1+1="], "without a prompt (first: row 1 ['1+1='])"),
+    ({"content": "3", "role": "user"}, "without a prompt (first: row 1 a dict with content, role)"),
+    (chat("system", "3"), "without a prompt"),
+    (chat("user", ""), "without a prompt"),
+    (chat("assistant", "3"), "without a prompt"),
+    ([{"from": "human", "value": "3"}], "(as in ShareGPT) (first: row 1 a dict with from, value)"),
+    ('[{"user": "3"}]', "no role and content (as in ShareGPT) (first: row 1 a dict with user)"),
+    ([*SHOT, {"role": "user"}], "no role and content"),
+    (chat("user", OTHER_PARTS), "with a message that is not text"),
+    (chat("user", "3", "assistant", None, "user", "4"), "a message that is not text"),
+    (chat("user", "1\udfff"), "that cannot be rendered"),
+    ("1" * 90, "with a prompt of 107 tokens, the model's limit of 150 is exceeded"),
+]
+BAD_ANSWERS = [
+    ({"gold": "2", "style": "rule"}, "without a gold answer (first: row 1 a dict with gold, style)"),
+    (None, "without a gold answer (first: row 1 None)"),
+    ("", "without a gold answer (first: row 1 '')"),
+    (b"365", "without a gold answer (first: row 1 b'365')"),
+    ("so it is ####", "without a gold answer"),
+    ("\\boxed{1", "without a gold answer"),
+]
+BAD_ROWS = [(row(cell), expected) for cell, expected in BAD_PROMPTS]
+BAD_ROWS += [(row(answer=cell), expected) for cell, expected in BAD_ANSWERS]
+BAD_ROWS += [({"text": "1", "answer": 3}, "without a prompt (first: row 1 a dict with text, answer)")]
+BAD_ROWS += [({"question": "1"}, "without a gold answer (first: row 1 a dict with question)")]
+
+
+@pytest.mark.parametrize("bad, expected", BAD_ROWS)
+def test_rows_that_cannot_be_used(bad, expected):
+    """It is said what the cell is, and which columns there are."""
+    policy = policy_with(TURNS, SimpleNamespace(max_position_embeddings=150))
+    with pytest.raises(UserError) as error:
+        problems_of([bad], policy)
+    assert expected in str(error.value) and f"The columns are {', '.join(bad)}" in str(error.value)
+
+
+BAD_TEMPLATES = [  # cell, template, flags, why the row is left out
+    (chat("user", "3", "user", "4"), None, {}, "need a chat template"),
+    ("3", None, {"system_prompt": "S"}, "need a chat template"),
+    ("3", "{{ raise_exception('no!') }}", {}, "row 1 TemplateError no!"),
+    ("3", "{{ messages[1].content }}", {}, "that cannot be rendered"),
+    ([*SHOT, *chat("user", "3")], "{{ messages[0].content }}", {}, "row 1 '3'"),
+    ("3", "{{ messages[-1].content }}", {"system_prompt": "S"}, "row 1 'S'"),
+]
+
+
+@pytest.mark.parametrize("cell, template, flags, expected", BAD_TEMPLATES)
+def test_templates_that_do_not_give_the_prompt(cell, template, flags, expected):
+    with pytest.raises(UserError) as error:
+        problems_of([row(cell)], policy_with(template), **flags)
+    assert expected in str(error.value)
+
+
+def test_template_options():
+    """They reach the template, which must read them."""
+    template = "{{ messages[0].content }}{% if think is defined and not think %}no{% endif %}"
+    policy = policy_with(template)
+    for options, expected in (("{}", "3"), ('{"think": true}', "3"), ('{"think": false}', "3no")):
+        ((prompt, *_),) = problems_of([row("3")], policy, chat_template_kwargs=options)
+        assert prompt == expected
+    with pytest.raises(UserError, match="chat_template_kwargs: .* does not read thinking"):
+        problems_of([row()], policy, chat_template_kwargs='{"thinking": false}')
+
+
+# ------------------------------------------------------------------------------- what remains of rows
+
+
+def sums(count, first=0):
+    return [row(f"{i}+1=", str(i + 1)) for i in range(first, first + count)]
+
+
+TENTH = [  # rows, how many problems remain, None: the run ends
+    (sums(18) + [row("", "1")] * 2, 18),
+    (sums(17) + [row("", "1")] * 2, None),
+    (sums(9) + [{}], 9),
+    (sums(8) + [row("x", "Proof"), row("y", " notfound ")] * 9, 8),  # no answers, but no mistake
+    (sums(8) + [row("x", "")], None),
+    (sums(3) * 100, 3),
+    (sums(9) * 100 + [row("x", "")] * 99, 9),
+    (sums(9) * 100 + [row("x", "")] * 101, None),
+    (sums(20) + [row("3+1=", "4.0")], 20),  # the same answer
+    (sums(20) + [row("3+1=", "5"), row("3+1=", "4")], 19),
+    ([row("easy", str(i)) for i in range(5)] + [row("hard", str(i)) for i in range(5)], None),
+]
+
+
+@pytest.mark.parametrize("rows, remaining", TENTH)
+def test_a_tenth_may_be_left_out(rows, remaining):
+    """Besides equal prompts, and answers that say that there is none."""
+    random.Random(0).shuffle(rows)
+    if remaining is None:
+        with pytest.raises(UserError):
+            problems_of(rows)
+    else:
+        problems = problems_of(rows)
+        assert len(problems) == remaining
+        assert all(str(eval(prompt[:-1])) == answer for prompt, answer, *_ in problems)
+
+
+def test_equal_prompts_are_rendered_once(monkeypatch):
+    policy = policy_with(TURNS)
+    rendered = []
+    original = policy.tokenizer.apply_chat_template
+
+    def apply_chat_template(messages, **options):
+        rendered.append(messages)
+        return original(messages, **options)
+
+    monkeypatch.setattr(policy.tokenizer, "apply_chat_template", apply_chat_template)
+    rows = [row(chat("user", r["question"]), r["answer"]) for r in ROWS] * 20
+    assert len(problems_of(rows, policy)) == len(rendered) == 100
+
+
+def test_the_line_at_the_start(capsys):
+    """It counts what is left out, with the first row of each kind; some have more than one."""
+    rows = [
+        *sums(60),
+        row("", "1"),
+        row("x", {"gold": 1}),
+        row("x", "proof"),
+        *sums(3),
+        "x",
+        row("", "2"),
     ]
+    problems_of(rows)
+    kinds = [
+        "2 without a prompt (first: row 61 '')",
+        "1 without a gold answer (first: row 62 a dict with gold)",
+        "1 whose answer is proof or notfound (first: row 63)",
+        "3 with the prompt of an earlier row (first: row 64)",
+        "1 unreadable (first: row 67 'x')",
+    ]
+    line = f"problems: 60 to train on, 0 held out; left out: {', '.join(kinds)}\n"
+    assert capsys.readouterr().out == line
 
 
-ROWS = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(10)]
+def test_the_limit_of_a_composite_model_is_that_of_its_text():
+    config = SimpleNamespace(
+        max_position_embeddings=9, text_config=SimpleNamespace(max_position_embeddings=40)
+    )
+    problems_of([row("1" * 20)], policy_with(config=config), max_new_tokens=20)
+    with pytest.raises(UserError, match="limit of 40"):
+        problems_of([row("1" * 21)], policy_with(config=config), max_new_tokens=20)
 
 
-def test_json_lines_and_parquet_hold_the_same_problems(tmp_path):
-    path = write(tmp_path / "data.jsonl", ROWS)
-    Dataset.from_list(ROWS).to_parquet(tmp_path / "data.parquet")
-    assert read(path) == read(tmp_path / "data.parquet") == [tuple(row.values()) for row in ROWS]
+def test_an_eos_that_the_tokenizer_appends_is_dropped():
+    """But not one that a chat template puts there."""
+    ((_, _, ids, _),) = problems_of([row("1+1=")], policy_with(appends_eos=True))
+    assert ids == problems_of([row("1+1=")])[0][2]
+    policy = policy_with("{{ messages[0].content }}</s>", appends_eos=True)
+    ((_, _, ids, _),) = problems_of([row("1+1=")], policy)
+    assert ids[-1] == policy.tokenizer.eos_token_id and len(ids) == 5
 
 
-def test_gsm8k_needs_no_flag(tmp_path):
-    """Its columns are the defaults, and its gold answer stands after '####'."""
-    answer = "She sold 48/2 = <<48/2=24>>24 clips in May.\nTogether 48+24 = <<48+24=72>>72.\n#### 1,072"
-    path = write(tmp_path / "gsm8k.jsonl", [{"question": "How many?", "answer": answer}])
-    assert read(path) == [("How many?", "1,072")]
-
-
-def gold_of(path):
-    """The gold answer of a file with one row; None if the row is left out."""
-    (row,) = read_dataset(arguments(path, prompt_column="p", answer_column="a"))
-    assert row.fault == ("" if row.answer else "without a gold answer")
-    return row.answer or None
-
-
-JSON_ANSWERS = [  # as the file has them; None: left out
-    ('" 42\\n"', "42"),
-    ('"New York"', "New York"),
-    ('"2024-01-31"', "2024-01-31"),
-    ('"1e+30"', "1e+30"),
-    ('"a\u2028b\u0085c"', "a\u2028b\u0085c"),  # other line separators are part of the string
-    ('"so #### 1 #### 7"', "7"),
-    (r'"hence \\boxed{\\frac{1}{2}}."', r"\frac{1}{2}"),
-    *[(number, number) for number in ("42", "0", "0.1", "4.5", "-0.5")],
-    *[(number, number) for number in ("9223372036854775809", "-18446744073709551616")],
-    *[("1e30", "1e+30"), ("true", "true"), ("[1]", "1")],
-    *[(number, None) for number in ("1E400", "NaN", "Infinity")],
-    *[(value, None) for value in ("[1, 2]", '{"a": 1}', "null", '""', '" "')],
-]
-
-
-@pytest.mark.parametrize("answer, gold", JSON_ANSWERS)
-def test_json_answers(answer, gold, tmp_path):
-    path = tmp_path / "data.jsonl"
-    path.write_text(f'{{"p": "x", "a": {answer}}}\n')
-    assert gold_of(path) == gold
-
-
-PARQUET_ANSWERS = [
-    (pyarrow.scalar(2**64 - 1, pyarrow.uint64()), "18446744073709551615"),
-    (pyarrow.scalar(Decimal("1.50"), pyarrow.decimal128(10, 2)), "1.50"),
-    (pyarrow.scalar(0.1, pyarrow.float64()), "0.1"),
-    (pyarrow.scalar(3.0, pyarrow.float64()), "3.0"),
-    (pyarrow.scalar("2024-01-31", pyarrow.string()), "2024-01-31"),
-    (pyarrow.scalar(1e30, pyarrow.float64()), "1e+30"),
-    (pyarrow.scalar(float("nan"), pyarrow.float64()), None),
-    (pyarrow.scalar(date(2024, 1, 31), pyarrow.date32()), None),
-    (pyarrow.scalar(b"365", pyarrow.binary()), None),
-    (pyarrow.scalar(True, pyarrow.bool_()), "true"),
-    (pyarrow.scalar([1], pyarrow.list_(pyarrow.int64())), "1"),
-]
-
-
-@pytest.mark.parametrize("value, gold", PARQUET_ANSWERS, ids=str)
-def test_parquet_answers(value, gold, tmp_path):
-    path = tmp_path / "data.parquet"
-    column = pyarrow.array([value.as_py()], value.type)
-    pyarrow.parquet.write_table(pyarrow.table({"p": ["x"], "a": column}), path)
-    assert gold_of(path) == gold
-
-
-def test_a_file_name_is_not_a_pattern(tmp_path):
-    for name, answer in (("d1", 1), ("d[1]", 2), ("star", 3), ("s*r", 4)):
-        write(tmp_path / f"{name}.jsonl", [{"p": "x", "a": answer}])
-    assert gold_of(tmp_path / "d[1].jsonl") == "2" and gold_of(tmp_path / "s*r.jsonl") == "4"
-
-
-def test_a_file_that_is_written_again_within_a_second(tmp_path):
-    for answer in ("1", "2", "3"):
-        path = write(tmp_path / "data.jsonl", [{"p": "x", "a": answer}])
-        os.utime(path, (1_700_000_000, 1_700_000_000))
-        assert gold_of(path) == answer
-
-
-ROW = '{"p": "x", "a": "2"}'
-
-
-@pytest.mark.parametrize("name, text", [("data.json", f"\n[\n{ROW}\n]"), ("data.jsonl", ROW)])
-@pytest.mark.parametrize("mark", ["", "\ufeff"])
-def test_an_array_of_objects_and_a_byte_order_mark(mark, name, text, tmp_path):
-    (tmp_path / name).write_text(mark + text, encoding="utf-8")
-    assert gold_of(tmp_path / name) == "2"
-
-
-LEFT_OUT = """
-{"question": "1+1=", "answer": ""}
-{"question": "1+2=", "answer": null}
-{"question": "12345678901234567890", "answer": "0"}
-{"question": "3+4=", "answer": "7.0"}
-{"question": "5+6=", "answer": "12"}
-{"question": "\\ud800", "answer": "1"}
-{"question": [{"role": "user", "content": ""}], "answer": "1"}
-{"question": "7+8=", "ans
-[]
-{"question": "", "answer": "1"}
-"""
-
-
-def test_bad_rows_are_left_out_and_counted(tmp_path, tiny_model, capsys):
-    """The bytes of the last line are not UTF-8. Of two answers to a prompt neither is used."""
-    path = write(tmp_path / "data.jsonl", [row for row in ROWS if row["question"] != "1+1="] + ROWS[:4])
-    with path.open("ab") as file:
-        file.write(LEFT_OUT.encode() + '{"question": "9+9=", "answer": "ü"}'.encode("latin1"))
-    policy = copy.copy(Policy(*tiny_model))
-    policy.model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=60))
-    policy.model.get_input_embeddings = tiny_model[0].get_input_embeddings
-    args = arguments(path, num_held_out=10, max_new_tokens=45)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(common, "check_window", lambda *args: None)
-        stream, held_out = load_problems(args, policy)
-    problems = {problem.prompt: problem.answer for problem in stream.problems + held_out}
-    sums = {row["question"]: row["answer"] for row in ROWS if row["question"] not in ("1+1=", "5+6=")}
-    assert problems == sums and len(stream.problems) == 88
-    faults = "2 with two answers, 5 twice, 2 without a gold answer, 1 too long, "
-    faults += "5 unreadable (line 110), 1 without a prompt"
-    assert capsys.readouterr().out == f"98 problems; left out: {faults}\n"
-
-
-def test_held_out_problems_are_those_of_the_smallest_hash(tmp_path, tiny_model):
-    """A row more moves at most one of them, and the order of the rows none."""
-    policy = Policy(*tiny_model)
-
-    def held_out(rows):
-        path = write(tmp_path / "data.jsonl", rows)
-        return [p.prompt for p in load_problems(arguments(path, num_held_out=20), policy)[1]]
-
-    before = held_out(ROWS)
-    assert held_out(ROWS[::-1]) == before
+def test_held_out_problems_are_those_of_the_smallest_hash():
+    """A row more moves at most one of them, the order of the rows and a repeated row none."""
+    before = [prompt for prompt, *_ in problems_of(ROWS)[:20]]
+    assert [prompt for prompt, *_ in problems_of(ROWS[::-1] + ROWS[:30])[:20]] == before
     for i in range(0, 100, 7):
-        after = held_out(ROWS[:i] + ROWS[i + 1 :])
+        after = [prompt for prompt, *_ in problems_of(ROWS[:i] + ROWS[i + 1 :])[:20]]
         others = [prompt for prompt in before if prompt != ROWS[i]["question"]]
         assert after[: len(others)] == others and len(after) == 20
 
 
-def test_what_reward_functions_get_of_a_row(tmp_path, tiny_model):
-    """Numbers as other readers of JSON have them; the answer column only if something reads it."""
-    row = {"question": "1+1=", "tests": [0.5, {"x": 1.50}], "level": None}
-    path = write(tmp_path / "data.jsonl", [row, {**row, "question": "1+2=", "level": 3}])
-    args = arguments(path, num_held_out=1)
-    args.reads_answers = False
-    stream, held_out = load_problems(args, Policy(*tiny_model))
-    problems = {p.prompt: p.columns for p in stream.problems + held_out}
-    assert problems["1+1="] == {**row, "answer": "", "prompts": "1+1="}
-    assert problems["1+2="]["level"] == 3 and type(problems["1+2="]["tests"][0] * 2) is float
+def load(path, policy, rows, **flags):
+    write_lines(path, rows)
+    return load_problems(script_args("grpo", dataset=str(path), **flags)[1], policy)
 
 
-def test_held_out_problems_are_apart_and_the_same_for_all_seeds(tmp_path, tiny_model):
-    """Also when a prompt comes twice in the file; the seed orders the training problems only."""
-    path = write(tmp_path / "data.jsonl", ROWS + ROWS[:30])
-    policy = Policy(*tiny_model)
-    (stream, held_out), (other, same_held_out) = (
-        load_problems(arguments(path, num_held_out=20, seed=seed), policy) for seed in (1, 2)
-    )
+def test_held_out_problems_are_apart_and_the_same_for_all_seeds(tmp_path, tiny_policy):
+    """The seed orders the training problems only."""
+    path = tmp_path / "data.jsonl"
+    stream, held_out = load(path, tiny_policy, ROWS + ROWS[:30], num_held_out=20, seed=1)
+    other, same_held_out = load(path, tiny_policy, ROWS + ROWS[:30], num_held_out=20, seed=2)
     train = stream.problems
     assert train == other.problems and held_out == same_held_out
     assert len(held_out) == 20 and len(train) == 80
     assert not {p.prompt for p in train} & {p.prompt for p in held_out}
-    assert [p.prompt_ids for p in train] == [tiny_model[1](p.prompt).input_ids for p in train]
+    assert [p.prompt_ids for p in train] == [tiny_policy.tokenizer(p.prompt).input_ids for p in train]
     assert stream.take(10) != other.take(10)
 
 
-def test_addition_is_what_it_always_was(tiny_model):
-    stream, held_out = load_problems(arguments("addition"), Policy(*tiny_model))
+def test_hashes_of_raw_and_rendered_problems(tmp_path, tiny_model):
+    """A gold answer changes the first; a template, such as one with the date, changes the second."""
+    policy = copy.copy(Policy(*tiny_model))
+    policy.tokenizer = copy.deepcopy(policy.tokenizer)
+    hashes = []
+    changed = [*ROWS[1:], row("0+0=", "00")]
+    changed_prompt = [*ROWS[1:], row("00+0=", "0")]
+    for rows, day in ((ROWS, 1), (ROWS[::-1], 1), (ROWS, 2), (changed, 1), (changed_prompt, 1)):
+        policy.tokenizer.chat_template = f"{day}{{{{ messages[0].content }}}}"
+        stream, _ = load(tmp_path / "data.jsonl", policy, rows, num_held_out=20)
+        hashes.append((stream.raw_hash, stream.rendered_hash))
+    (raw, rendered), same, tomorrow, answer, prompt = hashes
+    assert same == (raw, rendered)
+    assert tomorrow[0] == raw and tomorrow[1] != rendered
+    assert answer[0] != raw and answer[1] == rendered
+    assert prompt[0] != raw and prompt[1] != rendered
+
+
+def test_what_is_held_out_and_trained_on(tmp_path, tiny_policy, capsys):
+    path = tmp_path / "data.jsonl"
+    load(path, tiny_policy, ROWS, num_held_out=50)
+    assert capsys.readouterr() == ("problems: 50 to train on, 50 held out\n", "")
+    load(path, tiny_policy, ROWS, num_held_out=51)
+    warning = "warning: more problems are held out than trained on: lower --num_held_out\n"
+    assert capsys.readouterr() == ("problems: 49 to train on, 51 held out\n", warning)
+    with pytest.raises(UserError, match="^--num_held_out 100 leaves none of the 100 problems"):
+        load(path, tiny_policy, ROWS, num_held_out=100)
+
+
+def test_what_reward_functions_get_of_a_row():
+    """Numbers as other readers of JSON have them; the answer column only if something reads it."""
+    first = {"question": "1+1=", "tests": [0.5, {"x": 1.50}]}
+    args = script_args("grpo", dataset="mine", num_held_out=0)[1]
+    args.reads_answers = False
+    rows = [first, {**first, "question": "1+2=", "level": 3}]
+    problems = {p[0]: p[3] for p in problem_rows(enumerate(rows, 1), policy_with(), args)}
+    assert problems["1+1="] == {**first, "level": None, "answer": "", "prompts": "1+1="}
+    assert problems["1+2="]["level"] == 3 and type(problems["1+2="]["tests"][0] * 2) is float
+
+
+def test_addition_is_what_it_always_was(tiny_policy):
+    stream, held_out = load_problems(script_args("grpo")[1], tiny_policy)
     train = stream.problems
     assert (len(train), len(held_out)) == (20_000, 256)
     assert all(sum(map(int, p.prompt[:-1].split("+"))) == int(p.answer) for p in train[:100] + held_out)
     assert [p.prompt for p in held_out[:3]] == ["876+141=", "623+514=", "588+697="]
+
+
+def test_words_that_the_tokenizer_does_not_know(tmp_path, tiny_policy):
+    """The tiny model's tokenizer knows only digits."""
+    rows = [row(f"How many are {i} and one?") for i in range(20)]
+    with pytest.raises(UserError, match="--model: .* unknown to its tokenizer"):
+        load(tmp_path / "data.jsonl", tiny_policy, rows, num_held_out=8)

@@ -6,7 +6,6 @@ conformance/engines.md."""
 
 import ast
 import importlib.metadata
-import json
 import re
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from conftest import ROOT, script_args
 from rl_loss_vectors import doctor
 
 from common import Completion, Problem, judge, load_verifier
+from plumbing.data import read_dataset
 
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
 B = 16
@@ -52,41 +52,17 @@ def test_the_packages_of_examples_are_pinned():
 # --------------------------------------------------------------------------- data, models and rewards
 
 
-def check_dataset(path):
-    """The rows of the file; the scripts read them all."""
-    from plumbing.data import read_dataset
-
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    _, args = script_args("grpo", dataset=str(path))
-    assert [row.answer for row in read_dataset(args)] == [row["answer"] for row in rows]
-    return rows
-
-
-def test_run_small_sums(tmp_path):
-    run_example("small_sums", tmp_path / "sums.jsonl", check=True)
-    rows = check_dataset(tmp_path / "sums.jsonl")
-    assert len(rows) == 4000 and len({row["question"][-1]["content"] for row in rows}) == 4000
-    for row in rows:
+def test_run_own_dataset(tmp_path):
+    """The scripts read all rows, and each sum has its answer."""
+    run_example("own_dataset", tmp_path / "sums.jsonl", check=True)
+    rows = list(read_dataset(script_args("grpo", dataset=str(tmp_path / "sums.jsonl"))[1]))
+    assert len(rows) == 4000 and len({row["question"][-1]["content"] for _, row in rows}) == 4000
+    for _, row in rows:
         a, b = row["question"][-1]["content"].split(" + ")
         assert int(a) + int(b) == int(row["answer"])
 
 
-@pytest.mark.extras
-def test_run_reasoning_gym_data(tmp_path):
-    """The command of the header; each problem is shown with another and its answer."""
-    arguments = ["chain_sum", "2000", tmp_path / "sums.jsonl", "max_terms=2", "max_digits=2"]
-    result = run_example("reasoning_gym_data", *arguments, check=True)
-    rows = check_dataset(tmp_path / "sums.jsonl")
-    assert result.stdout.startswith(f"{len(rows)} problems in ")
-    for row in rows:
-        (sum_to_solve,) = re.findall(r"(\d+) ([+-]) (\d+) =", row["question"][-1]["content"])
-        a, sign, b = sum_to_solve
-        assert int(a) + int(sign + b) == int(row["answer"])
-        assert row["question"][1]["content"].startswith("#### ")
-        assert row["question"][0] != row["question"][-1]
-
-
-@pytest.mark.parametrize("name", ["smollm2", "small_sums"])
+@pytest.mark.parametrize("name", ["smollm2", "own_dataset"])
 def test_without_a_path_an_example_says_how_to_run_it(name):
     result = run_example(name)
     assert result.returncode > 0 and f"python examples/{name}.py" in result.stderr
@@ -135,7 +111,7 @@ def test_rewards_of_trl_work_as_they_are(tmp_path):
     accuracies = accuracy_reward(messages, [solution for solution, *_ in rows])
     formats = think_format_reward(messages)
     assert accuracies == [1.0, 0.0, None] and formats == [1.0, 0.0, 0.0]
-    expected = zip(accuracies, formats, [0.0, -0.5, -1.0], strict=True)
+    expected = zip([1.0, 0.0, 0.0], formats, [0.0, -0.5, -1.0], strict=True)  # None is 0
     assert [tuple(c.rewards.values()) for c in judged] == list(expected)
     assert [c.reward for c in judged] == pytest.approx([1.2, -0.5, -1.0])
     assert [c.verdict for c in judged] == ["correct", "wrong", "wrong"]
