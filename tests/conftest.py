@@ -81,7 +81,7 @@ def copied(name):
 def script_args(name, **changes):
     """(module of the script, its default Args with changes)."""
     module = importlib.import_module(name)
-    return module, dataclasses.replace(module.Args(), **changes)
+    return module, dataclasses.replace(module.Args(), **{"device": "cpu"} | changes)
 
 
 def flags_it_has(name, flags):

@@ -8,8 +8,8 @@ import pytest
 from conftest import run, script_args
 
 import grpo
-from common import Completion, Problem, judge, load_verifier, verify
-from plumbing.args import UserError
+from common import Completion, Problem, load_grader, verify
+from plumbing.errors import UserError
 from plumbing.metrics import rollout_summary
 
 SMALL = """--prompts_per_iteration 4 --group_size 4 --max_new_tokens 8 --num_minibatches 2
@@ -30,17 +30,20 @@ def completions(prompt="1+1=", **columns):
 
 
 def load(*names, weights=()):
-    """(reward functions, the flags that loading them changed)."""
+    """(the function that grades, the flags that loading rewards changed)."""
     args = script_args("grpo", reward=list(map(str, names)), reward_weights=list(weights))[1]
-    return load_verifier(args), args
+    return load_grader(args), args
 
 
-def judged(path, name="f", **columns):
-    return judge(completions(**columns), load(f"{path}:{name}")[0])
+def graded(path, name="f", **columns):
+    grade, _ = load(f"{path}:{name}")
+    return grade(completions(**columns))
 
 
 def test_without_the_flag_the_verifier_is_used():
-    assert load_verifier(script_args("grpo")[1]) is verify
+    grade, _ = load()
+    for c in grade(completions()):
+        assert (c.reward, c.verdict) == verify(c.text, "2", c.truncated)
 
 
 BOTH = """
@@ -63,9 +66,9 @@ def test_functions_of_lists_and_of_one(prompt, tmp_path):
     messages. Values are added up. A completion is correct if the first function says so. Both see the
     globals of one module, and metrics tell them apart."""
     path = write(tmp_path, BOTH)
-    functions, args = load(f"{path}:right", f"{path}:length", weights=[1.0, -0.5])
+    grade, args = load(f"{path}:right", f"{path}:length", weights=[1.0, -0.5])
     assert args.reads_answers and args.reward_columns == {"answer": f"--reward {path}:right"}
-    done = judge(completions(prompt, level=3), functions)
+    done = grade(completions(prompt, level=3))
     assert [c.reward for c in done] == pytest.approx([0.1, -0.5, -1.5, -0.4, -1])
     assert [c.verdict for c in done] == ["correct", "wrong", "wrong", "correct", "truncated"]
     right, length = f"{path.stem}.right", f"{path.stem}.length"
@@ -83,7 +86,7 @@ def test_functions_of_lists_and_of_one(prompt, tmp_path):
     assert lists == {"completion_ids": [[1]] * 5} | {
         name: [value] * 5 for name, value in columns.items()
     }
-    assert judge([], functions) == []
+    assert grade([]) == []
     assert not load(f"{path}:right")[1].reads_answers
     with pytest.raises(UserError, match="names a function twice"):
         load(f"{path}:right", f"{path.parent}/./{path.name}:right")
@@ -116,7 +119,7 @@ def test_values(value, reward, verdict, cut_verdict, tmp_path):
     if "truncated" in value:
         lists = one
     for path in (one, asynchronous, lists):
-        first, *_, last = judged(path)
+        first, *_, last = graded(path)
         assert (first.reward, first.verdict, last.verdict) == (reward, verdict, cut_verdict)
         assert type(first.reward) is float
 
@@ -126,7 +129,7 @@ LISTS = "torch.ones(5) | numpy.ones(5) | (1.0 for _ in range(5)) | (1,) * 5 | [T
 
 @pytest.mark.parametrize("values", LISTS.split(" | "))
 def test_lists_of_values(values, tmp_path):
-    done = judged(write(tmp_path, f"import numpy, torch\ndef f(prompts, **rest): return {values}"))
+    done = graded(write(tmp_path, f"import numpy, torch\ndef f(prompts, **rest): return {values}"))
     assert [c.reward for c in done] == [1.0] * 5
 
 
@@ -142,7 +145,7 @@ BAD += [("completions", value) for value in BAD_LISTS.split(" | ")]
 def test_values_that_are_no_numbers(parameter, value, tmp_path):
     path = write(tmp_path, f"import torch\ndef f({parameter}): return {value}")
     with pytest.raises(UserError, match="^--reward .*:f returned .*, not a number up to a billion"):
-        judged(path)
+        graded(path)
 
 
 ASYNC = """
@@ -169,7 +172,7 @@ def test_async_functions_share_a_loop(tmp_path):
     """Calls for one completion run at the same time."""
     path = write(tmp_path, ASYNC)
     for name in ("one", "many", "one"):
-        assert [c.reward for c in judged(path, name)] == list(map(len, TEXTS))
+        assert [c.reward for c in graded(path, name)] == list(map(len, TEXTS))
     module = sys.modules[path.stem]
     assert len(module.loops) == 1 and module.most == 5
 
@@ -190,7 +193,7 @@ def f(completions, **columns):
 
 @pytest.mark.parametrize("way", ["fork", "spawn"])
 def test_a_pool_of_processes_finds_the_functions(way, tmp_path):
-    done = judged(write(tmp_path, POOL.format(way=way)))
+    done = graded(write(tmp_path, POOL.format(way=way)))
     assert [c.reward for c in done] == list(map(len, TEXTS))
 
 
@@ -242,7 +245,7 @@ def test_a_file_and_its_neighbors(tmp_path, monkeypatch):
     (tmp_path / "links" / "my reward.py").symlink_to(path)
     monkeypatch.chdir(tmp_path)
     for name in (path.name, "links/my reward.py"):
-        assert judged(name)[0].reward == 7
+        assert graded(name)[0].reward == 7
 
 
 @pytest.mark.parametrize(
