@@ -135,17 +135,19 @@ def parsed(cell):
 
 def cell_of(row, column):
     """What is in a column of a row, or deeper: reward_model.ground_truth, messages.1.content. If a name
-    is not there, the dict or list that does not have it."""
+    is not there, the dict that does not have it."""
     if column in row:
         return row[column]
     cell = row
     for name in column.split("."):
-        outer = parsed(cell)
-        if isinstance(outer, list):
-            outer = {str(i): item for i, item in enumerate(outer)}
-        if not isinstance(outer, dict) or name not in outer:
+        cell = parsed(cell)
+        if isinstance(cell, list):
+            cell = {str(i): item for i, item in enumerate(cell)}
+        if not isinstance(cell, dict):
+            return None
+        if name not in cell:
             return cell
-        cell = outer[name]
+        cell = cell[name]
     return cell
 
 

@@ -178,6 +178,16 @@ def test_a_column_may_be_a_path(column):
         assert columns["extra"] == NESTED["extra"]
 
 
+BAD_PATHS = [("extra.gold", "a dict with value"), ("extra.name", "a dict with gold, style")]
+BAD_PATHS += [("a.b.c", "a dict with"), ("text.gold.1", "a dict with 0"), ("extra.style.x", "None")]
+
+
+@pytest.mark.parametrize("column, expected", BAD_PATHS)
+def test_a_path_that_ends_elsewhere(column, expected):
+    with pytest.raises(UserError, match=f"1 without a gold answer .first: row 1 {expected}"):
+        problems_of([NESTED], prompt_column="prompt", answer_column=column)
+
+
 # ------------------------------------------------------------------------------------------- prompts
 
 SHOT = chat("user", "1+1=", "assistant", "2")
