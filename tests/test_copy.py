@@ -37,7 +37,7 @@ def names_read(code):
 
 @pytest.mark.parametrize("name, function", LOSSES)
 def test_keywords_are_the_flags(name, function):
-    """With their names and defaults. A keyword that is no flag is the normalizer, or an optional tensor."""
+    """With names and defaults. A keyword that is no flag is the normalizer, or an optional tensor."""
     module, args = script_args(name)
     parameters = inspect.signature(getattr(module, function)).parameters
     for keyword, parameter in parameters.items():
