@@ -173,8 +173,9 @@ def test_completions_do_not_depend_on_the_rollout_batch_size(tiny_policy, batche
 def test_an_evaluation_does_not_depend_on_the_rollout_batch_size(tiny_policy, batches):
     """Accuracies before and after would not be comparable between runs."""
     _, args = script_args("grpo", device="cpu", num_held_out=20, rollout_batch_size=1000)
-    problems = load_problems(args, tiny_policy)[1]
+    stream, problems = load_problems(args, tiny_policy)
     assert len({len(problem.prompt_ids) for problem in problems}) > 1
+    assert {p.prompt for p in problems}.isdisjoint(p.prompt for p in stream.problems)
     batches.clear()
 
     def grade(completions):  # so that something varies
@@ -237,7 +238,7 @@ def test_a_part_of_a_batch_is_a_view_of_every_tensor():
     assert batch.values_BT[:, 0].tolist() == [0, 1, 3, 4, 5, 5, 6, 7, 8]
     batch.returns_BT = None
     assert batch[2:5].returns_BT is None
-    whole = batch_of_ids([([3], [4]), ([3, 4], [5, 6, 7]), ([3], [4, 5])])
+    whole = batch_of_ids([([3], [0]), ([3, 4], [5, 0, 7]), ([3], [4, 5])])  # 0 is no padding there
     assert whole.lengths == [[2, 5, 3], [1, 3, 2]] and whole[1:].lengths == [[5, 3], [3, 2]]
 
 
