@@ -186,7 +186,7 @@ def imported(name):
 
 def test_imports_run_one_way():
     """plumbing <- common <- scripts <- everything else. A script knows common alone, and does not even
-    name plumbing; an example knows no other example."""
+    name plumbing; an example knows no other example; the doctor knows nothing of ours."""
     assert {path.stem for path in (ROOT / "plumbing").glob("*.py")} == {*ARROWS, "__init__"}
     above = []
     for room, below in ARROWS.items():
@@ -199,6 +199,8 @@ def test_imports_run_one_way():
         assert imported(name) == {"common"} and "plumbing" not in source(name)
     for path in (ROOT / "examples").glob("*.py"):
         assert imported(f"examples.{path.stem}") <= {"common", *ROOMS, *SIBLINGS}
+    for path in (ROOT / "conformance" / "rl_loss_vectors").glob("*.py"):
+        assert imported(f"conformance.rl_loss_vectors.{path.stem}") == set()
 
 
 def test_common_offers_what_scripts_import():
