@@ -93,7 +93,7 @@ def flags_it_has(name, flags):
 
 def keywords_of(function, args, **given):
     """{keyword: value} for all keywords of a loss: those given, and each of the others from the field
-    of its name in Args. Left out, so that they keep their defaults, are only the normaliser and extra
+    of its name in Args. Left out, so that they keep their defaults, are only the normalizer and extra
     tensors. What is given and is not a keyword fails."""
     keywords = dict(given)
     parameters = inspect.signature(function).parameters
@@ -106,7 +106,7 @@ def keywords_of(function, args, **given):
     return keywords
 
 
-def normaliser_of(function, num_sequences, num_tokens):
+def normalizer_of(function, num_sequences, num_tokens):
     """The one of the two that the loss has, by its keyword."""
     both = {"num_sequences": num_sequences, "num_tokens": num_tokens}
     return {name: both[name] for name in inspect.signature(function).parameters if name in both}

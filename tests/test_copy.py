@@ -1,5 +1,5 @@
-"""What the scripts are for: masked_mean, the advantages and the losses can be copied as they stand into
-a file that has nothing but torch, and their keywords are the flags."""
+"""What the scripts are for: masked_mean, the advantages and the losses can be copied as they are into a
+file that imports only torch, and their keywords are the flags."""
 
 import ast
 import builtins
@@ -11,15 +11,15 @@ import pytest
 from conftest import COPIED, MORE, SCRIPTS, copied, path_of, script_args
 
 SIBLINGS = [*SCRIPTS, *MORE]
-NORMALISERS = {"num_sequences", "num_tokens"}
+NORMALIZERS = {"num_sequences", "num_tokens"}
 LOSSES = [(name, "policy_loss") for name in SIBLINGS] + [("ppo", "value_loss")]
 LOSSES += [("more.vapo", "value_loss"), ("more.vapo", "positive_lm_loss")]
 
 
 @pytest.mark.parametrize("name", SIBLINGS)
 def test_a_copy_needs_nothing_but_torch(name):
-    """No function reads a name that is neither torch, nor Python's, nor another's that is copied. What
-    the copies compute is compared with the formulas in test_conformance.py."""
+    """Functions read only torch, Python's own names, and each other. test_conformance.py compares what
+    the copies compute with the formulas."""
     copy = copied(name)
     known = {"torch", *COPIED[name], *dir(builtins)}
     for function in COPIED[name]:
@@ -37,14 +37,13 @@ def names_read(code):
 
 @pytest.mark.parametrize("name, function", LOSSES)
 def test_keywords_are_the_flags(name, function):
-    """Their names and their defaults; what is no flag is the normaliser, or a tensor that may be left
-    out."""
+    """With names and defaults. A keyword that is no flag is the normalizer, or an optional tensor."""
     module, args = script_args(name)
     parameters = inspect.signature(getattr(module, function)).parameters
     for keyword, parameter in parameters.items():
         if parameter.kind is not parameter.KEYWORD_ONLY:
             assert parameter.default is parameter.empty
-        elif keyword in NORMALISERS or keyword.endswith("_BT"):
+        elif keyword in NORMALIZERS or keyword.endswith("_BT"):
             assert parameter.default is None and not hasattr(args, keyword)
         elif keyword == "max_new_tokens":
             # The one without a default: L_max is the user's, not the paper's.
@@ -52,12 +51,12 @@ def test_keywords_are_the_flags(name, function):
         else:
             default = getattr(args, keyword)
             assert parameter.default == default and type(parameter.default) is type(default), keyword
-    assert "args" not in parameters and len(NORMALISERS & set(parameters)) == 1
+    assert "args" not in parameters and len(NORMALIZERS & set(parameters)) == 1
 
 
 @pytest.mark.parametrize("name, function", LOSSES)
 def test_main_passes_every_keyword(name, function):
-    """Each one once, and a flag as it is: a loss whose flag is not passed on would ignore it."""
+    """Once, and a flag as it is: a loss would ignore a flag that is not passed on."""
     module, args = script_args(name)
     tree = ast.parse(path_of(name).read_text())
     (main,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main")
@@ -72,10 +71,3 @@ def test_main_passes_every_keyword(name, function):
     for keyword in call.keywords:
         if hasattr(args, keyword.arg):
             assert ast.unparse(keyword.value) == f"args.{keyword.arg}"
-
-
-@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "ppo"] + ["more.rloo"])
-def test_main_computes_the_advantages_with_the_function_that_is_copied(name):
-    text = path_of(name).read_text()
-    assert text.count("compute_advantages(rewards_PG)") == 2  # its definition and its use
-    assert list(inspect.signature(script_args(name)[0].compute_advantages).parameters) == ["rewards_PG"]

@@ -1,22 +1,18 @@
 """The identities of the objectives, with numbers worked out by hand, and what holds for every loss:
-splits, permutations and padding change nothing, extremes stay finite, statistics count what they say.
-All in float64. The objectives as double loops are in rl_loss_vectors.reference, and
-test_conformance.py compares the scripts with their results."""
+splits, order and padding change nothing, extremes stay finite, statistics count what they say. In
+float64. test_conformance.py compares values and gradients with the objectives as double loops.
+"""
 
-import inspect
 import math
-import tomllib
 
 import pytest
 import torch
-from conftest import MORE, ROOT, SCRIPTS, keywords_of, normaliser_of, script_args
-from rl_loss_vectors import reference
+from conftest import MORE, SCRIPTS, keywords_of, normalizer_of, script_args
 
 import dapo
 import grpo
 import ppo
 import rspo
-from plumbing.metrics import spread as logratio_spread
 
 F64 = torch.float64
 WITH_GROUPS = [name for name in SCRIPTS if name != "ppo"]
@@ -26,33 +22,23 @@ NARROW = {"clip_eps_low": 0.05, "clip_eps_high": 0.07}
 WIDE = {"clip_eps_low": 0.2, "clip_eps_high": 0.2}
 CASES = {
     "ppo": ("ppo", {}, ("A_BT",)),
-    "ppo, A_i": ("ppo", {}, ()),
     "grpo without KL": ("grpo", {}, ()),
     "grpo": ("grpo", {}, ("ref",)),
     "grpo, corrected KL": ("grpo", {"kl_is_corrected": True, "kl_coef": 0.3}, ("ref",)),
-    "grpo, asymmetric": ("grpo", {"clip_eps_low": 0.1, "clip_eps_high": 0.3}, ()),
-    "grpo, A_it": ("grpo", {}, ("ref", "A_BT")),
     "dr_grpo": ("dr_grpo", {}, ()),
-    "dr_grpo, A_it": ("dr_grpo", {}, ("A_BT",)),
     "dapo": ("dapo", {}, ()),
-    "dapo, A_it": ("dapo", {}, ("A_BT",)),
     "gspo": ("gspo", NARROW, ()),
-    "gspo_token": ("gspo", {**NARROW, "variant": "gspo_token"}, ()),
-    "gspo_token, A_it": ("gspo", {**WIDE, "variant": "gspo_token"}, ("A_BT",)),
+    "gspo_token": ("gspo", {**WIDE, "variant": "gspo_token"}, ("A_BT",)),
     "cispo": ("cispo", {"is_weight_cap": 1.2}, ()),
     "cispo, floor": ("cispo", {"is_weight_cap": 1.2, "is_weight_floor": 0.9}, ()),
-    "cispo, A_it": ("cispo", {"is_weight_cap": 1.2}, ("A_BT",)),
-    "cispo, PPO mask": ("cispo", {"ppo_mask": True}, ()),
-    "cispo, PPO mask, A_it": ("cispo", {"ppo_mask": True}, ("A_BT",)),
+    "cispo, PPO mask": ("cispo", {"ppo_mask": True}, ("A_BT",)),
     "gmpo": ("gmpo", {"log_ratio_clip": 0.2}, ()),
     "gmpo, sequence": ("gmpo", {"log_ratio_clip": 0.3, "clip_level": "sequence"}, ()),
     "rspo": ("rspo", {"log_ratio_clip": 0.2}, ("gamma",)),
     "rspo, literal": ("rspo", {"log_ratio_clip": 0.2, "shift": "literal"}, ("gamma",)),
     "rspo, before clip": ("rspo", {"log_ratio_clip": 0.2, "shift": "before_clip"}, ("gamma",)),
-    "sapo": ("sapo", {"tau_pos": 1.0, "tau_neg": 1.5}, ()),
-    "sapo, A_it": ("sapo", {"tau_pos": 1.0, "tau_neg": 1.5}, ("A_BT",)),
+    "sapo": ("sapo", {"tau_pos": 1.0, "tau_neg": 1.5}, ("A_BT",)),
     "reinforce": ("more.reinforce", {}, ()),
-    "reinforce, A_it": ("more.reinforce", {}, ("A_BT",)),
     "rloo": ("more.rloo", {}, ()),
     "vapo": ("more.vapo", {}, ("A_BT",)),
 }
@@ -81,23 +67,15 @@ def data(wants, seed=0, groups=3, group_size=4, T=9):
     return lp.requires_grad_(), old, adv, mask, lengths.tolist(), extra
 
 
-def literal_objective(name, args, lp, old, adv, mask, extra):
-    """J by the double loop; `extra` has the names of the scripts' keywords."""
-    fields = {"logprobs": lp, "old_logprobs": old, "advantages": adv.expand_as(lp), "mask": mask}
-    given = {key.removesuffix("_BT"): value for key, value in extra.items()}
-    b = reference.batch(**(vars(args) | fields | given))
-    return getattr(reference, name.removeprefix("more."))(b)
-
-
 def loss_and_grad(module, args, lp, old, adv, mask, extra, split=None):
     """policy_loss over micro-batches of `split` rows, and the gradient with respect to lp. The
-    normaliser is given: that of all rows."""
+    normalizer is given: that of all rows."""
     lp = lp.detach().clone().requires_grad_()
-    normaliser = normaliser_of(module.policy_loss, len(lp), mask.sum().item())
+    normalizer = normalizer_of(module.policy_loss, len(lp), mask.sum().item())
     total = 0
     for rows in torch.arange(len(lp)).split(split or len(lp)):
         extra_rows = {key: value[rows] for key, value in extra.items()}
-        keywords = keywords_of(module.policy_loss, args, **normaliser, **extra_rows)
+        keywords = keywords_of(module.policy_loss, args, **normalizer, **extra_rows)
         loss, stats = module.policy_loss(lp[rows], old[rows], adv[rows], mask[rows], **keywords)
         assert all(torch.isfinite(torch.as_tensor(value)).all() for value in stats.values()), stats
         total = total + loss
@@ -117,7 +95,7 @@ def tensor(x):
 
 
 def gradient(name, lp, old, adv, mask, changes=None, **extra):
-    """dJ/dlp = -d(loss)/dlp, and J; the normaliser is that of the rows given. `adv` is (B, 1) or
+    """dJ/dlp = -d(loss)/dlp, and J; the normalizer is that of the rows given. `adv` is (B, 1) or
     (B, T)."""
     module, args = script_args(name, **(changes or {}))
     lp = lp.detach().clone().requires_grad_()
@@ -135,24 +113,14 @@ def on_policy():
 # --------------------------------------------------------------------------------------- identities
 
 
-VARIANTS = {
-    "grpo": {},
-    "gspo": {},
-    "gspo_token": {"variant": "gspo_token"},
-    "gmpo": {},
-    "rspo": {},
-    "sapo": {},
-    "dapo": {},
-    "cispo": {},
-    "dr_grpo": {},
-    "ppo": {},
-}
+FIRST_STEPS = "grpo gspo gspo_token gmpo rspo sapo dapo cispo dr_grpo ppo".split()
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", FIRST_STEPS)
 def test_first_step_gradient(variant):
     """1: with lp_old = lp every member of the family is a policy gradient with the same weights."""
-    name = variant.split("_token")[0]
+    name = variant.removesuffix("_token")
+    changes = {"variant": variant} if name == "gspo" else {}
     lp, old, adv, mask = on_policy()
     lengths, N = mask.sum(1, keepdim=True), 4
     per_sequence = adv / (N * lengths) * mask
@@ -164,7 +132,7 @@ def test_first_step_gradient(variant):
     if name == "ppo":
         adv = torch.arange(16, dtype=F64).view(4, 4) - 7
         expected["ppo"] = adv / 10 * mask
-    grad, _ = gradient(name, lp, old, adv, mask, changes=VARIANTS[variant])
+    grad, _ = gradient(name, lp, old, adv, mask, changes)
     torch.testing.assert_close(grad, expected.get(name, per_sequence), rtol=1e-12, atol=1e-15)
     assert (grad[mask == 0] == 0).all()
 
@@ -241,30 +209,6 @@ def test_sapo_gate(A, tau):
             assert slope == 1 and J == pytest.approx(A * 2 / tau, rel=1e-12)
         if r == 2 and A == 1:
             assert slope == pytest.approx(0.7864477, abs=1e-7)
-
-
-@pytest.mark.parametrize("spread", [0.1, 0.01])
-def test_token_and_sequence_methods_agree_to_first_order(spread):
-    """Without clips, a token's gradients in grpo and gspo differ by the deviation of its log-ratio from
-    the mean, so in relative terms by the spread that is logged; sapo's mean gate is the gate of the
-    sequence's ratio up to tau^2 / 4 times its square."""
-    g = torch.Generator().manual_seed(0)
-    lp = spread * (torch.randn(1, 50, generator=g, dtype=F64) + 0.5)
-    old, mask = torch.zeros_like(lp), torch.ones_like(lp)
-    wide = {"clip_eps_low": 1e6, "clip_eps_high": 1e6}
-    logged = logratio_spread(lp, mask.bool()).item()
-    for A in (1.0, -1.0):
-        inputs = lp, old, tensor([[A]]), mask
-        by_sequence, _ = gradient("gspo", *inputs, changes=wide)
-        by_token, _ = gradient("grpo", *inputs, changes=wide)
-        difference = (by_token / by_sequence - 1).square().mean().sqrt().item()
-        assert difference / logged == pytest.approx(1, abs=2 * spread)
-        module, args = script_args("sapo")
-        tau = args.tau_pos if A > 0 else args.tau_neg
-        _, stats = module.policy_loss(*inputs, tau_pos=tau, tau_neg=tau)
-        gate_of_sequence = 1 / math.cosh(tau / 2 * lp.mean().item()) ** 2
-        gap = abs(stats["gate_slope"].item() - gate_of_sequence)
-        assert 0 < gap <= 1.3 * tau**2 / 4 * logged**2  # the rest: r - 1 is not log r
 
 
 def test_gmpo_without_clip_is_gspo_without_clip():
@@ -365,7 +309,7 @@ def test_cispo():
     assert ((dapo == 0) & (mask == 1)).any()
 
 
-def test_normalisers_agree_for_equal_lengths():
+def test_normalizers_agree_for_equal_lengths():
     """9"""
     g = torch.Generator().manual_seed(1)
     old = -torch.rand(6, 5, generator=g, dtype=F64)
@@ -391,11 +335,18 @@ GAE_TABLE = [(0.95, [0.46575, 0.385, 0.3]), (1.0, [0.5, 0.4, 0.3]), (0.0, [0.1, 
 
 @pytest.mark.parametrize("lam, expected", GAE_TABLE)
 def test_gae_by_hand(lam, expected):
-    """11"""
-    rewards, values, mask = tensor([[0, 0, 1.0]]), tensor([[0.5, 0.6, 0.7]]), tensor([[1, 1, 1]])
-    A, returns = ppo.compute_gae(rewards, values, mask, 1.0, lam)
-    torch.testing.assert_close(A, tensor([expected]))
-    torch.testing.assert_close(returns, A + values)
+    """11: also around a hole in the mask and next to padding, whatever these hold."""
+    A, returns = ppo.compute_gae(
+        tensor([[0, 9, 0, 1, math.nan]]),
+        tensor([[0.5, 9, 0.6, 0.7, math.nan]]),
+        tensor([[1, 0, 1, 1, 0]]),
+        1.0,
+        lam,
+    )
+    values = tensor([[0.5, 0.6, 0.7]])
+    torch.testing.assert_close(A[:, [0, 2, 3]], tensor([expected]))
+    torch.testing.assert_close(returns[:, [0, 2, 3]], A[:, [0, 2, 3]] + values)
+    assert (A[:, [1, 4]] == 0).all() and (returns[:, [1, 4]] == 0).all()
 
 
 def test_the_last_reward_stands_on_the_last_token():
@@ -412,14 +363,6 @@ def test_the_last_reward_stands_on_the_last_token():
     assert torch.equal(rewards, expected)
 
 
-def test_whitening():
-    x = tensor([[1.0, 2, 3, float("nan")], [9, 5, float("inf"), 0]])
-    mask = tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
-    white = ppo.whiten(x, mask)[mask.bool()]
-    assert white.mean().item() == pytest.approx(0, abs=1e-12)
-    assert white.var(unbiased=False).item() == pytest.approx(1)
-
-
 def k3_of(log_ratio_ref_over_pi):
     """The KL term that grpo computes for one token: its loss at kl_coef 1 with A = 0."""
     lp = tensor([[-1.0]])
@@ -429,65 +372,38 @@ def k3_of(log_ratio_ref_over_pi):
     return loss.item()
 
 
-KL_TERMS = {"k1": lambda x: -x, "k2": lambda x: x**2 / 2, "k3": lambda x: x.expm1() - x}  # of log x
-
-
-def kl(p, q):
-    """KL(p || q) of two vectors of log-probs."""
-    return (p.exp() * (p - q)).sum()
-
-
 def test_k3_by_hand():
     """12: log(pi / ref) = 0.2, where the reversed formula would give 0.0214028."""
     assert k3_of(-0.2) == pytest.approx(0.0187308, abs=1e-7)
-    assert KL_TERMS["k3"](tensor(-0.2)).item() == pytest.approx(k3_of(-0.2), rel=1e-14)
 
 
-def test_kl_terms_as_estimates():
-    """The table in grpo.py's header, by enumeration over a vocabulary of five: k1 and k3 have no bias,
-    at any distance. Near the reference, k2's is of third order, E[log(pi / ref)^3] / 6, the std of k1
-    is sqrt(2 KL), and that of k2 and k3 is of the order of the KL."""
-    g = torch.Generator().manual_seed(3)
-    ref, towards = (torch.randn(5, generator=g, dtype=F64) for _ in range(2))
-    ref = ref.log_softmax(0)
-    for distance in (1.0, 1e-3):
-        pi = (ref + distance * towards).log_softmax(0)
-        probability = pi.exp()
-        mean = {}
-        std = {}
-        for name, term in KL_TERMS.items():
-            values = term(ref - pi)
-            mean[name] = (probability * values).sum()
-            std[name] = (probability * (values - mean[name]) ** 2).sum().sqrt()
-        assert mean["k1"].item() == pytest.approx(kl(pi, ref).item(), rel=1e-9)
-        assert mean["k3"].item() == pytest.approx(kl(pi, ref).item(), rel=1e-9)
-        if distance == 1:
-            assert abs(mean["k2"] / kl(pi, ref) - 1) > 0.05
-    bias = (probability * (pi - ref) ** 3).sum() / 6
-    assert (mean["k2"] - kl(pi, ref)) / bias == pytest.approx(1, abs=0.01)
-    assert std["k1"] / (2 * kl(pi, ref)).sqrt() == pytest.approx(1, abs=0.01)
-    assert std["k2"] / std["k3"] == pytest.approx(1, abs=0.01)
-    assert 0.2 < std["k3"] / kl(pi, ref) < 5
-
-
-def test_kl_terms_as_gradients():
-    """The same table: each term's expected gradient when it stands in the loss, and that of k1 when it
-    stands in the reward, as in ppo.py."""
+def test_estimators_of_the_kl():
+    """12, by enumeration over a vocabulary of five: E_pi[k3] = KL(pi || ref), as of k1, but not of k2.
+    In the loss, k1 has no expected gradient, k2 that of KL(pi || ref), and k3 that of KL(ref || pi);
+    k1 in the reward, as in ppo.py, has that of KL(pi || ref)."""
     g = torch.Generator().manual_seed(3)
     logits = torch.randn(5, generator=g, dtype=F64, requires_grad=True)
     ref = torch.randn(5, generator=g, dtype=F64).log_softmax(0)
     pi = logits.log_softmax(0)
-    forward, reverse = (
-        torch.autograd.grad(loss, logits, retain_graph=True)[0] for loss in (kl(pi, ref), kl(ref, pi))
-    )
     probability = pi.exp().detach()  # of each token to be sampled
-    losses = {name: (probability * term(ref - pi)).sum() for name, term in KL_TERMS.items()}
-    losses["k1 in the reward"] = (probability * (pi - ref).detach() * pi).sum()
+    x = ref - pi
+    terms = {"k1": -x, "k2": x**2 / 2, "k3": x.expm1() - x, "k1 in the reward": -x.detach() * pi}
+    for log_x, k3 in zip(x.tolist(), terms["k3"].tolist(), strict=True):
+        assert k3_of(log_x) == pytest.approx(k3, rel=1e-12)  # grpo's
+    forward = (pi.exp() * (pi - ref)).sum()
+    reverse = (ref.exp() * (ref - pi)).sum()
+    for name, is_unbiased in (("k1", True), ("k2", False), ("k3", True)):
+        gap = ((probability * terms[name]).sum() - forward).abs()
+        assert gap < 1e-12 if is_unbiased else gap > 0.01
+
+    def slope(loss):
+        return torch.autograd.grad(loss, logits, retain_graph=True)[0]
+
     expected = {"k1": 0 * forward, "k2": forward, "k3": reverse, "k1 in the reward": forward}
-    for name, loss in losses.items():
-        (found,) = torch.autograd.grad(loss, logits, retain_graph=True)
-        torch.testing.assert_close(found, expected[name], rtol=1e-12, atol=1e-15)
-    assert (forward - reverse).abs().max() > 0.1
+    for name, term in terms.items():
+        found = slope((probability * term).sum())
+        torch.testing.assert_close(found, slope(expected[name]), rtol=1e-12, atol=1e-15)
+    assert (slope(forward) - slope(reverse)).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("is_sampled_by_another", [False, True])
@@ -518,92 +434,6 @@ def test_corrected_k3_has_the_gradient_of_the_kl(is_sampled_by_another):
     assert is_sampled_by_another == bool(gap(True, torch.ones(5, dtype=F64)) > 0.01)
 
 
-# ------------------------------------------------------------------------------------- design axes
-
-
-def pulls(name, log_r, lengths=(10,), **extra):
-    """What dJ/dlp is at these log-ratios, A = 1, for completions of these lengths."""
-    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-    lp = log_r.expand(mask.shape).double()
-    adv = torch.ones(mask.shape if name in ("ppo", "more.vapo") else (len(lengths), 1), dtype=F64)
-    return gradient(name, lp, torch.zeros_like(lp), adv, mask, **extra)[0]
-
-
-def unit_of_the_ratio(name):
-    at_1 = pulls(name, torch.zeros(10))
-    moved = pulls(name, 1e-3 * torch.eye(10)[0])
-    if moved[0, 1] != at_1[0, 1]:  # a token feels the others
-        return "sequence"
-    return "token" if moved[0, 0] != at_1[0, 0] else "none"
-
-
-def what_holds_it(name):
-    _, args = script_args(name)
-    at_1 = pulls(name, torch.zeros(10))[0, 0]
-    far, farther = (pulls(name, torch.full((10,), x))[0, 0] / at_1 for x in (3.0, 4.0))
-    if far == 1:
-        return "nothing"
-    if far > 1:
-        assert far == farther == args.is_weight_cap
-        return "cap on the weight"
-    if far > 0:
-        assert far > farther
-        return "soft gate"
-    alone = pulls(name, 3 * torch.eye(10)[0])[0] != 0
-    if unit_of_the_ratio(name) == "sequence":
-        assert not alone[0] and alone[1:].all() == alone[1:].any()
-        return "clip of each token" if alone[1] else "clip of the sequence"
-    assert not alone[0] and alone[1:].all()
-    return "clip, wider above" if args.clip_eps_high > args.clip_eps_low else "clip"
-
-
-def how_tokens_are_averaged(name):
-    _, args = script_args(name)
-    short, long = 2, 6
-    weights = pulls(name, torch.zeros(6), lengths=(short, long))[:, 0].tolist()
-    expected = {
-        "over all": [1 / (short + long)] * 2,
-        "per completion": [1 / (2 * short), 1 / (2 * long)],
-        "by a constant": [1 / (2 * args.max_new_tokens)] * 2,
-        "added up": [1 / 2] * 2,
-    }
-    (found,) = (words for words, pair in expected.items() if weights == pytest.approx(pair, rel=1e-9))
-    return found
-
-
-def kind_of_advantage(name):
-    module, _ = script_args(name)
-    if hasattr(module, "compute_gae"):
-        return "critic, whitened" if hasattr(module, "whiten") else "critic"
-    if "baseline" in inspect.signature(module.compute_advantages).parameters:
-        return "running mean"
-    expected = {
-        "group mean, std": [1.5, -0.5],
-        "group mean": [0.75, -0.25],
-        "mean of the others": [1, -1 / 3],
-    }
-    A = module.compute_advantages(tensor([[1, 0, 0, 0]]))[0, :2].tolist()
-    (found,) = (words for words, pair in expected.items() if pytest.approx(pair, rel=1e-5) == A)
-    return found
-
-
-def where_the_kl_is(name):
-    module, args = script_args(name)
-    if not hasattr(args, "kl_coef"):
-        return "none"
-    is_in_the_loss = "ref_logprobs_BT" in inspect.signature(module.policy_loss).parameters
-    assert is_in_the_loss != hasattr(module, "token_rewards")
-    return "in the loss" if is_in_the_loss else "in the reward"
-
-
-@pytest.mark.parametrize("name", [*SCRIPTS, *MORE])
-def test_the_table_of_design_axes(name):
-    """The README's, by what the functions do with numbers."""
-    axes = tomllib.loads((ROOT / "benchmarks" / "formulas.toml").read_text())["axes"]
-    questions = unit_of_the_ratio, what_holds_it, how_tokens_are_averaged, kind_of_advantage
-    assert [ask(name) for ask in (*questions, where_the_kl_is)] == axes[name][:5]
-
-
 # ---------------------------------------------------------------------------------------- every loss
 
 
@@ -627,11 +457,8 @@ def test_advantages_of_other_shapes(name):
     else:
         torch.testing.assert_close(gradient_with(adv.expand(9, 9)), expected, rtol=1e-14, atol=0)
     for advantages in wrong:
-        shape = tuple(advantages.shape)
-        came = shape if len(shape) > 1 else (*shape, 1)
-        with pytest.raises(AssertionError, match="advantages_B") as caught:
+        with pytest.raises(AssertionError, match="advantages_B"):
             module.policy_loss(lp, old, advantages, mask, **keywords)
-        assert f": {came}, not [(9, 1)" in str(caught.value)
 
 
 def test_old_logprobs_of_none_are_on_policy(case):
@@ -645,7 +472,7 @@ def test_old_logprobs_of_none_are_on_policy(case):
     assert torch.equal(*slopes) and slopes[0].abs().sum() > 0
 
 
-@pytest.mark.parametrize("garbage", [0.0, 1e30, float("inf"), float("nan")])
+@pytest.mark.parametrize("garbage", [1e30, float("nan")])
 def test_splits_order_and_padding_change_nothing(case, garbage):
     """13: micro-batches of any size, rows in another order, more columns of padding and garbage in all
     of it, and a float mask: same loss, same gradient, 0 on padding."""
@@ -669,24 +496,19 @@ def test_splits_order_and_padding_change_nothing(case, garbage):
         assert (grad2[~wide_mask] == 0).all()
 
 
-def test_rows_without_a_token_have_no_loss(case):
-    """As dapo's filter leaves them: 0, not 0 / 0, without a normaliser too."""
+def test_empty_rows_and_extreme_ratios_stay_finite(case):
+    """Rows without a token, as dapo's filter leaves them, have no loss: 0, not 0 / 0, also without a
+    normalizer."""
     name, module, args, wants = case
     lp, old, adv, mask, _, extra = data(wants)
     empty = torch.zeros_like(mask)
-    loss, stats = module.policy_loss(
-        lp, old, adv, empty, **keywords_of(module.policy_loss, args, **extra)
-    )
+    keywords = keywords_of(module.policy_loss, args, **extra)
+    loss, stats = module.policy_loss(lp, old, adv, empty, **keywords)
     loss.backward()
     assert all(torch.isfinite(value) for value in (loss, *stats.values()))
     assert (lp.grad == 0).all()
     if name not in ("gmpo", "rspo", "gspo"):  # there an empty product is 1
         assert loss == 0
-
-
-def test_extreme_log_ratios_stay_finite(case):
-    name, module, args, wants = case
-    lp, old, adv, mask, _, extra = data(wants)
     lp = lp.detach().clone()
     lp[0, 0] += 1e6
     lp[2, 0] -= 1e6
@@ -721,35 +543,23 @@ def test_clip_fractions_count_where_the_clip_takes_the_gradient(case):
 
 @pytest.mark.parametrize("name", [*SCRIPTS, *MORE])
 def test_statistics_are_of_the_response_alone(name):
-    """By hand: the ratio of padding, 1, is not the largest where all others are below; and no statistic
-    keeps the graph of its forward alive."""
+    """By hand: the ratio of padding, 1, is not the largest where all others are below. No statistic
+    keeps its graph alive. In float32 a KL near 0 is no rounding noise, as exp(x) - 1 - x would be."""
     module, args = script_args(name)
+    keywords = keywords_of(module.policy_loss, args)
     lp, old, adv, mask, _, _ = data(())
-    old = lp.detach() + 0.5
-    _, stats = module.policy_loss(lp, old, adv, mask, **keywords_of(module.policy_loss, args))
+    _, stats = module.policy_loss(lp, lp.detach() + 0.5, adv, mask, **keywords)
     assert stats["ratio_max"].item() == pytest.approx(0.6065306597)  # e^-0.5
     assert stats["approx_kl"].item() == pytest.approx(0.1065306597)  # e^-0.5 - 1 + 0.5
     assert not any(value.requires_grad for value in stats.values())
-
-
-@pytest.mark.parametrize("spread", [1e-4, 1e-5])
-@pytest.mark.parametrize("name", [*SCRIPTS, *MORE])
-def test_a_kl_near_0_is_no_rounding_noise(name, spread):
-    """Float32 against float64 on the same numbers, where exp(x) - 1 - x would mostly be noise."""
-    module, args = script_args(name)
-    g = torch.Generator().manual_seed(0)
-    lp = spread * torch.randn(100, 100, generator=g)
-    adv = torch.ones(100, 1)
-    mask = torch.ones(100, 100)
-    found = []
-    for dtype in (torch.float32, torch.float64):
-        old = torch.zeros(100, 100, dtype=dtype)
-        given = {"ref_logprobs_BT": old} if name == "grpo" else {}
-        keywords = keywords_of(module.policy_loss, args, **given)
-        _, stats = module.policy_loss(lp.to(dtype), old, adv.to(dtype), mask, **keywords)
-        found.append({key: stats[key].item() for key in ("approx_kl", "kl_ref") if key in stats})
-    assert found[0] == pytest.approx(found[1], rel=1e-3, abs=0)
-    assert all(value == pytest.approx(spread**2 / 2, rel=0.05) for value in found[1].values())
+    near = 1e-5 * torch.randn(100, 100, generator=torch.Generator().manual_seed(0))
+    zero = torch.zeros(100, 100)
+    if name == "grpo":
+        keywords["ref_logprobs_BT"] = zero
+    _, stats = module.policy_loss(near, zero, torch.ones(100, 1), zero + 1, **keywords)
+    expected = (near.double() ** 2 / 2).mean().item()
+    for key in {"approx_kl", "kl_ref"} & set(stats):
+        assert stats[key].item() == pytest.approx(expected, rel=1e-3, abs=0)
 
 
 @pytest.mark.parametrize(

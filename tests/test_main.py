@@ -1,10 +1,10 @@
 """Every script's main, seen from outside: the gradient that each optimizer step gets is that of the
 literal objective in conformance/rl_loss_vectors/reference.py.
 
-Recorded are the completions of a run as they are judged, with their rewards and the sampler's
-log-probs, and weights and gradients at each optimizer step. From these everything else is computed once
-more: log-probs, entropies, values and router logits by a plain forward of one completion at a time,
-then the correction, advantages, the objective and the load-balancing loss.
+We record the graded completions of a run, with their rewards and the sampler's log-probs, and weights
+and gradients at each optimizer step. From these we compute everything else once more: log-probs,
+entropies, values and router logits by a plain forward of one completion at a time, then the correction,
+advantages, the objective and the load-balancing loss.
 """
 
 import dataclasses
@@ -19,7 +19,8 @@ from torch.func import functional_call
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from plumbing import TrainedModel
+import plumbing.policy
+from plumbing.policy import TrainedModel
 
 # 15 completions in minibatches of 5, which cut through groups, and these in micro-batches of 3 and 2.
 # After a step or two the ratios are outside of every clip range.
@@ -46,8 +47,9 @@ SMALL = dict(
 ALONE = {"prompts_per_iteration": 15}  # of scripts with one completion per prompt
 CRITIC = {"entropy_coef": 0.1, "kl_coef": 0.3, "critic_lr": 3e-3, "value_clip": 0.02, "gamma": 0.9}
 PRETRAINED = {"iterations": 3, "pretraining_iterations": 1}
-FROM_SAMPLER = {"old_logprobs": "sampler", "rollout_correction": "none"}
+FROM_SAMPLER = {"old_logprobs": "sampler", "rollout_correction": "none", "rollout_cap": 2.0}
 BASELINE = {"iterations": 3, "max_grad_norm": 2.0, "baseline_decay": 0.75}
+NO_CLIP = {"clip_eps_low": 0.2, "clip_eps_high": 0.2}  # the defaults: cispo refuses flags it ignores
 STALE = {"rollout_dtype": "same", "rollout_refresh_every": 2}
 CASES = {
     "ppo": ("ppo", ALONE | CRITIC),
@@ -62,7 +64,7 @@ CASES = {
     "dapo, one round": ("dapo", {"overlong": "none", "max_sampling_rounds": 1, "num_minibatches": 5}),
     "gspo": ("gspo", {}),
     "gspo_token": ("gspo", {"variant": "gspo_token"}),
-    "cispo": ("cispo", {"is_weight_cap": 1.2, "is_weight_floor": 0.8}),
+    "cispo": ("cispo", NO_CLIP | {"is_weight_cap": 1.2, "is_weight_floor": 0.8}),
     "cispo, PPO mask": ("cispo", {"ppo_mask": True}),
     "gmpo": ("gmpo", {}),
     "gmpo, sequence": ("gmpo", {"clip_level": "sequence"}),
@@ -74,21 +76,32 @@ CASES = {
     "rloo": ("more.rloo", {"max_grad_norm": 3.0}),
     "vapo": ("more.vapo", CRITIC | PRETRAINED | {"lambda_alpha": 0.3}),
 }
+# Here the master weights have a working copy, as with bfloat16, but in float32, so that numbers agree.
+WITH_COPIES = ["ppo", "grpo, reset", "grpo, stale", "dapo", "vapo"]
 ADVANTAGES = {"dr_grpo": reference.group_differences, "more.rloo": reference.leave_one_out}
 
 
-def watched(module, args, folder):
-    """Runs a script. [an iteration: its `rounds` of judged completions, and its `steps`, each with the
-    weights and the gradients of the policy and of the critic, if there is one]. After each step the
-    copies that compute in bfloat16 have to be refreshed; in float32, as here, that changes nothing."""
+def watched(module, args, folder, with_copies):
+    """Runs a script. [an iteration: its `rounds` of graded completions, and its `steps`, each with the
+    weights and the gradients of the policy and of the critic, if there is one, and which of the two
+    have refreshed their working copies after it]. Evaluations are not recorded."""
     iterations = []
 
-    def judge(*inputs):
-        judged = real_judge(*inputs)
-        if not iterations or iterations[-1].steps:
-            iterations.append(SimpleNamespace(rounds=[], steps=[]))
-        iterations[-1].rounds.append(judged)
-        return judged
+    def load_grader(args):
+        grade = real_load_grader(args)
+
+        def recorded_grade(completions):
+            graded = grade(completions)
+            if not iterations or iterations[-1].steps:
+                iterations.append(SimpleNamespace(rounds=[], steps=[]))
+            iterations[-1].rounds.append(graded)
+            return graded
+
+        recorded_grade.plain = grade
+        return recorded_grade
+
+    def evaluate(policy, problems, grade, args, **options):
+        return real_evaluate(policy, problems, grade.plain, args, **options)
 
     def before_step(optimizer, *_):
         step = SimpleNamespace(weights=[], gradients=[], refreshed=[])
@@ -102,16 +115,23 @@ def watched(module, args, folder):
             iterations[-1].steps[-1].refreshed.append(len(list(trained.parameters())))
         real_refresh(trained)
 
+    def working_copy(master, dtype):
+        return real_working_copy(master, "float" if with_copies else dtype)
+
     flags = ["--run_dir", folder]
     for field in dataclasses.fields(args):
         if field.name not in ("run_dir", "reward_weights"):
             flags += [f"--{field.name}", getattr(args, field.name)]
-    real_judge = module.judge
+    real_load_grader = module.load_grader
+    real_evaluate = module.evaluate
     real_refresh = TrainedModel.refresh
+    real_working_copy = plumbing.policy.working_copy
     handle = register_optimizer_step_pre_hook(before_step)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "judge", judge)
+        patch.setattr(module, "load_grader", load_grader)
+        patch.setattr(module, "evaluate", evaluate)
         patch.setattr(TrainedModel, "refresh", refresh)
+        patch.setattr(plumbing.policy, "working_copy", working_copy)
         result = run(module.__name__, *flags)
     handle.remove()
     assert result.returncode == 0, result.stderr
@@ -340,7 +360,6 @@ def check_step(name, args, before, rows, step, is_pretraining, model):
     for weights in step.weights:
         for weight in weights:
             weight.requires_grad_()
-    assert {len(weights) for weights in step.weights} <= set(step.refreshed)
     loss = total_loss(name, args, before, rows, step.weights, model)
     for number, (weights, gradients) in enumerate(zip(step.weights, step.gradients, strict=True)):
         if is_pretraining and number == 0:
@@ -390,7 +409,7 @@ def test_run_has_the_gradients_of_the_literal_objective(case, tmp_path, tiny_mod
     fields = {field.name for field in dataclasses.fields(args)}
     changes = SMALL | {"reward": reward} | changes
     args = dataclasses.replace(args, **{k: v for k, v in changes.items() if k in fields})
-    iterations = watched(module, args, tmp_path / "run")
+    iterations = watched(module, args, tmp_path / "run", case in WITH_COPIES)
     assert len(iterations) == args.iterations
     model, _ = tiny_model
     check_rates(args, [step for seen in iterations for step in seen.steps])
@@ -414,3 +433,5 @@ def test_run_has_the_gradients_of_the_literal_objective(case, tmp_path, tiny_mod
         for number, step in enumerate(seen.steps):
             rows = minibatches[number % args.num_minibatches].tolist()
             check_step(name, args, before, rows, step, is_pretraining, model)
+            if case in WITH_COPIES:
+                assert {len(weights) for weights in step.weights} <= set(step.refreshed)

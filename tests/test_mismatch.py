@@ -1,174 +1,126 @@
-"""When the sampler is not the trainer: rounded weights, each script's decoupled objective in float64,
+"""When the sampler is not the trainer: each script's decoupled objective in float64, rounded weights,
 and routing replay."""
 
-import copy
 import functools
 import json
 import math
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
 from conftest import MORE, SCRIPTS, run, script_args
-from rl_loss_vectors import reference
-from test_identities import CASES, data, literal_objective, loss_and_grad
+from test_identities import CASES, data, loss_and_grad
 from test_router import MODELS, batch_of
 from test_sampler import problems_of
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import common
 import rspo
-from common import OldScores, Problem, collate, evaluate, load_policy, sample, score, score_old
-from common import token_logprobs, verify
-from plumbing import UserError, rollout_correction
-from plumbing.correction import mismatch_stats, rollout_weights, weight_stats
+from common import Problem, collate, evaluate, load_policy, record_old_policy
+from common import reference_logprobs, rollout_correction, rollout_weights, sample, token_logprobs
+from plumbing.errors import UserError
+from plumbing.metrics import correction_stats
 from plumbing.models import checkpoint_layers
-from plumbing.policy import Policy, fake_quantize, refresh_rollout_copy, rollout_copy
+from plumbing.policy import Policy, fake_quantize
 from plumbing.routing import Routing, find_experts, find_routers
 
 RULES = ["token_tis", "sequence_tis", "sequence_mis", "geo_mask", "geo_filter", "icepop"]
 ONE_RATIO = {"gspo", "gmpo", "rspo"}
+F64 = torch.float64
 
 
 # ------------------------------------------------------------------------- rollout correction
+#
+# The rules themselves are compared with their formulas in test_conformance.py.
 
 
-def corrected(rule, old, batch, one_ratio=False):
-    flags = {"rollout_cap": 2.0, "rollout_mask_low": 0.9, "rollout_mask_high": 1.1}
-    args = SimpleNamespace(rollout_correction=rule, old_logprobs="trainer", **flags)
-    return rollout_correction(OldScores(old, None), batch, args, one_ratio)
-
-
-def literal_weight(rule, log_rho, one_ratio):
-    """Weights of the tokens of a completion, from the list of its log rho."""
-    mean = math.exp(sum(log_rho) / len(log_rho))
-    product = math.exp(sum(log_rho))
-    rho = [mean] * len(log_rho) if one_ratio else [math.exp(x) for x in log_rho]
-    if rule == "token_tis":
-        return [min(r, 2.0) for r in rho]
-    if rule == "sequence_tis":
-        return [min(product, 2.0) for _ in rho]
-    if rule == "sequence_mis":
-        return [product if product <= 2.0 else 0.0 for _ in rho]
-    if rule == "geo_mask":
-        return [min(r, 2.0) if 0.9 <= mean <= 1.1 else 0.0 for r in rho]
-    if rule == "geo_filter":
-        return [1.0 if 0.9 <= mean <= 1.1 else 0.0 for _ in rho]
-    return [r if 0.5 <= r <= 5 else 0.0 for r in rho]
-
-
-def sampled_by_another(old, mask, seed, spread=0.8):
-    """A batch whose sampler is some way off, NaN on padding: some tokens far, some completions near."""
+def corrected(rule, old, mask, per_sequence=False, seed=0, spread=0.8):
+    """A batch with its weights. Its sampler is some way off, NaN on padding: some tokens far, some
+    completions near."""
     g = torch.Generator().manual_seed(100 + seed)
-    gap = spread * torch.randn(old.shape, generator=g, dtype=torch.float64)
+    gap = spread * torch.randn(old.shape, generator=g, dtype=F64)
     gap[::2] *= 0.1
     sampler = torch.where(mask, old - gap, torch.nan)
-    return SimpleNamespace(sampler_logprobs_BT=sampler, mask_BT=mask, sampler_experts_BSLK=None)
+    batch = SimpleNamespace(old_logprobs_BT=old, sampler_logprobs_BT=sampler, mask_BT=mask)
+    batch.sampler_experts_BSLK = None
+    rollout_correction(batch, arguments(rule), per_sequence)
+    return batch
 
 
-def literal_weights(rule, old, batch, lengths, one_ratio):
-    weights = torch.ones_like(old)
-    for i, n in enumerate(lengths):
-        log_rho = (old - batch.sampler_logprobs_BT)[i, :n].tolist()
-        weights[i, :n] = torch.tensor(literal_weight(rule, log_rho, one_ratio), dtype=old.dtype)
-    return weights
+def arguments(rule):
+    flags = {"rollout_cap": 2.0, "rollout_mask_low": 0.9, "rollout_mask_high": 1.1}
+    return SimpleNamespace(rollout_correction=rule, old_logprobs="trainer", **flags)
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("one_ratio", [False, True])
 @pytest.mark.parametrize("rule", RULES)
-def test_weights_and_their_statistics(rule, one_ratio, seed):
-    _, old, _, mask, lengths, _ = data((), seed)
-    batch = sampled_by_another(old, mask, seed)
-    correction = corrected(rule, old, batch, one_ratio)
-    is_one = one_ratio or rule in ("sequence_tis", "sequence_mis", "geo_filter")
-    assert correction.weights.shape[1] == (1 if is_one else old.shape[1])
-    weights = correction.weights.expand_as(old)[mask]
-    expected = literal_weights(rule, old, batch, lengths, one_ratio)[mask]
-    torch.testing.assert_close(weights, expected, rtol=1e-12, atol=1e-12)
-    assert correction.stats["weight_mean"] == pytest.approx(expected.mean().item())
-    zeros = (expected == 0).double().mean().item()
-    assert correction.stats["weight_zero_frac"].item() == pytest.approx(zeros)
-    size = expected.sum() ** 2 / (len(expected) * (expected**2).sum())
-    assert correction.stats["weight_effective_size"] == pytest.approx(size.item())
-    torch.testing.assert_close(correction.rho_NT[mask].log(), (old - batch.sampler_logprobs_BT)[mask])
-
-
-def test_the_data_reaches_every_region():
-    """Weights at the cap, below it and of 0, in each rule that has them."""
-    for rule in RULES:
-        for one_ratio in (False, True):
-            kinds = set()
-            for seed in range(3):
-                _, old, _, mask, lengths, _ = data((), seed)
-                batch = sampled_by_another(old, mask, seed)
-                weights = literal_weights(rule, old, batch, lengths, one_ratio)[mask]
-                kinds |= {"cap" if w == 2 else "zero" if w == 0 else "inside" for w in weights.tolist()}
-            assert "inside" in kinds
-            masks = ("sequence_mis", "geo_mask", "geo_filter", "icepop")
-            assert ("zero" in kinds) == (rule in masks)
-            if not one_ratio and rule == "token_tis" or rule == "sequence_tis":
-                assert "cap" in kinds
-
-
-def weighted(name, one_ratio, weights):
-    """Functions of reference.py that make an objective the decoupled one: each term has the weight of
-    its token, or of its completion, outside of min and clip; grpo's KL has none."""
-
-    def clipped_term(b, i, t, plain=reference.clipped_term):
-        return weights[i, t] * plain(b, i, t)
-
-    def each(b, term, plain=reference.each):
-        return plain(b, lambda i, t: weights[i, t] * term(i, t))
-
-    def completion_mean(b, term, plain=reference.completion_mean):
-        return plain(b, lambda i: weights[i, 0] * term(i))
-
-    if name in ("ppo", "grpo", "dr_grpo", "dapo", "more.vapo"):
-        return {"clipped_term": clipped_term}
-    return {"completion_mean": completion_mean} if one_ratio else {"each": each}
+def test_one_weight_per_completion_is_that_of_its_geometric_mean(rule):
+    """Where an objective has one ratio per completion, rules for tokens are applied to exp(mean log
+    rho), as if each token had it; the other rules have one weight anyway."""
+    _, old, _, mask, _, _ = data(())
+    batch = corrected(rule, old, mask, per_sequence=True)
+    log_rho = torch.where(mask, old - batch.sampler_logprobs_BT, 0)
+    mean_B1 = log_rho.sum(1, keepdim=True) / mask.sum(1, keepdim=True)
+    equal = SimpleNamespace(**vars(batch) | {"sampler_logprobs_BT": old - mean_B1})
+    rollout_correction(equal, arguments(rule))
+    assert batch.correction_weights.shape == (12, 1)
+    expected = equal.correction_weights.expand_as(mask)
+    torch.testing.assert_close(batch.correction_weights.expand_as(mask)[mask], expected[mask])
+    torch.testing.assert_close(batch.rollout_ratio_BT[mask].log(), log_rho[mask])
+    one_each = rule in ("sequence_tis", "sequence_mis", "geo_filter")
+    by_token = corrected(rule, old, mask).correction_weights
+    assert by_token.shape == ((12, 1) if one_each else mask.shape)
+    assert one_each == torch.allclose(by_token.expand_as(mask)[mask], expected[mask])
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_factor_on_the_advantage_is_the_decoupled_objective(case):
-    """Value and gradient equal the literal loops, which have w outside of min and clip. The rule gives
-    weights of 0, at the cap and in between."""
+    """Each token's term, or each completion's, has its weight outside of min and clip; grpo's KL has
+    none. The objective is a sum of terms that are 0 where A is, so we weigh one at a time."""
     name, changes, wants = CASES[case]
     module, args = script_args(name, **changes)
-    one_ratio = name in ONE_RATIO and getattr(args, "variant", "") != "gspo_token"
-    for seed in range(3):
-        lp, old, adv, mask, lengths, extra = data(wants, seed)
-        batch = sampled_by_another(old, mask, seed)
-        correction = corrected("geo_mask", old, batch, one_ratio)
-        weights = literal_weights("geo_mask", old, batch, lengths, one_ratio)
-        if name == "grpo" and args.kl_is_corrected:
-            extra["rollout_ratio_BT"] = correction.rho_NT
-        with mock.patch.multiple(reference, **weighted(name, one_ratio, weights)):
-            literal = -literal_objective(name, args, lp, old, adv, mask, extra)
-        (literal_grad,) = torch.autograd.grad(literal, lp)
-        loss, grad = loss_and_grad(module, args, lp, old, correction.weights * adv, mask, extra)
-        torch.testing.assert_close(loss, literal.detach(), rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(grad, literal_grad, rtol=1e-10, atol=1e-13)
+    per_sequence = name in ONE_RATIO and getattr(args, "variant", "") != "gspo_token"
+    lp, old, adv, mask, _, extra = data(wants)
+    batch = corrected("geo_mask", old, mask, per_sequence)
+    if name == "grpo" and args.kl_is_corrected:
+        extra["rollout_ratio_BT"] = batch.rollout_ratio_BT
+    if not per_sequence:
+        adv = adv.expand_as(mask)
+
+    def loss_of(advantages):
+        return loss_and_grad(module, args, lp, old, advantages, mask, extra)
+
+    rest, rest_grad = loss_of(torch.zeros_like(adv))  # the KL
+    expected = rest
+    expected_grad = rest_grad
+    weights = batch.correction_weights
+    for row, column in adv.nonzero().tolist():
+        if per_sequence or mask[row, column]:
+            alone = torch.zeros_like(adv)
+            alone[row, column] = adv[row, column]
+            term, term_grad = loss_of(alone)
+            weight = weights[row, column]
+            expected = expected + weight * (term - rest)
+            expected_grad = expected_grad + weight * (term_grad - rest_grad)
+    loss, grad = loss_of(weights * adv)
+    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(grad, expected_grad, rtol=1e-10, atol=1e-12)
+    kept = weights.expand_as(mask)[mask]
+    assert (kept == 0).any() and ((kept > 0) & (kept < 1)).any() and (kept > 1).any()
 
 
 def test_without_a_correction_weights_are_exactly_1():
     _, old, adv, mask, _, _ = data(())
-    correction = corrected("none", old, sampled_by_another(old, mask, 0))
-    assert torch.equal(correction.weights * adv, adv) and (correction.rho_NT == 1).all()
-    assert all(name.startswith("sampler_") for name in correction.stats)
+    batch = corrected("none", old, mask)
+    assert torch.equal(batch.correction_weights * adv, adv) and (batch.rollout_ratio_BT == 1).all()
 
 
 @pytest.mark.parametrize("truncated", [False, True])
 def test_weighted_rewards_are_those_of_the_training_policy(truncated):
     """By enumeration over a vocabulary of five: E_mu[rho f] = E_old[f]; truncation makes it biased."""
     g = torch.Generator().manual_seed(0)
-    old = torch.randn(5, generator=g, dtype=torch.float64).log_softmax(0)
-    mu = torch.randn(5, generator=g, dtype=torch.float64).log_softmax(0)
-    f = torch.randn(5, generator=g, dtype=torch.float64)
+    old = torch.randn(5, generator=g, dtype=F64).log_softmax(0)
+    mu = torch.randn(5, generator=g, dtype=F64).log_softmax(0)
+    f = torch.randn(5, generator=g, dtype=F64)
     mask = torch.ones(5, 1, dtype=torch.bool)  # five completions of one token
     cap = 1.0 if truncated else 1e6
     weights, _ = rollout_weights(old[:, None], mu[:, None], mask, rule="token_tis", cap=cap)
@@ -176,14 +128,8 @@ def test_weighted_rewards_are_those_of_the_training_policy(truncated):
     assert gap > 0.01 if truncated else gap < 1e-12
 
 
-def test_weights_that_are_very_small_or_very_large():
-    """Equal weights have the full effective size however small they are. And e^25 is above a cap of
-    1e9, though e^20, to which the product is clamped, is not."""
-    sampler = torch.full((4, 40), 0.4)
-    mask = torch.ones(4, 40, dtype=torch.bool)
-    weights, _ = rollout_weights(torch.zeros(4, 40), sampler, mask, rule="sequence_tis")
-    assert weights.max() < 1e-6
-    assert weight_stats(weights, mask)["weight_effective_size"].item() == pytest.approx(1)
+def test_a_cap_is_compared_with_the_product_before_it_is_clamped():
+    """e^25 is above a cap of 1e9, though e^20, to which the product is clamped, is not."""
     sampler = torch.tensor([[-12.5, -12.5], [-10.25, -10.25]])
     mask = torch.ones(2, 2, dtype=torch.bool)
     for rule, above in (("sequence_mis", 0.0), ("sequence_tis", 1e9)):
@@ -191,38 +137,32 @@ def test_weights_that_are_very_small_or_very_large():
         assert weights.tolist() == [[above], [pytest.approx(math.exp(20))]]
 
 
-def test_mismatch_statistics():
-    """By hand; of nothing they are 0, and of a small mismatch no rounding noise in float32."""
-    _, old, _, mask, lengths, _ = data(())
-    batch = sampled_by_another(old, mask, 0)
-    logratios = [(old - batch.sampler_logprobs_BT)[i, :n].tolist() for i, n in enumerate(lengths)]
-    tokens = [x for row in logratios for x in row]
-    stats = mismatch_stats(old, None, batch)
-    k3 = sum(math.exp(x) - 1 - x for x in tokens) / len(tokens)
+def test_statistics_of_the_mismatch_and_the_weights():
+    """By hand; of nothing they are 0. Equal weights have the full effective size however small they
+    are, and a small mismatch is no rounding noise in float32."""
+    _, old, _, mask, _, _ = data(())
+    batch = corrected("geo_mask", old, mask)
+    args = arguments("geo_mask")
+    stats = correction_stats(batch, args)
+    log_rho = (old - batch.sampler_logprobs_BT)[mask].tolist()
+    k3 = sum(math.exp(x) - 1 - x for x in log_rho) / len(log_rho)
+    weights = batch.correction_weights.expand_as(mask)[mask].tolist()
+    squares = sum(weight**2 for weight in weights)
     assert stats["sampler_kl"].item() == pytest.approx(k3)
-    assert stats["sampler_logratio_max"].item() == pytest.approx(max(map(abs, tokens)))
-    ratios = [math.exp(sum(row)) for row in logratios]
-    assert stats["sampler_sequence_ratio_min"].item() == pytest.approx(min(ratios))
-    assert stats["sampler_sequence_ratio_max"].item() == pytest.approx(max(ratios))
-    mirrored = SimpleNamespace(**vars(batch) | {"sampler_logprobs_BT": old})
-    mirrored_stats = mismatch_stats(batch.sampler_logprobs_BT, None, mirrored)
-    assert mirrored_stats["sampler_logratio_max"] == stats["sampler_logratio_max"]
-    # What dapo's filter has masked has no ratio: without completions 2 to 11, and without any.
-    batch.mask_BT = mask & (torch.arange(12)[:, None] < 2)
-    stats = mismatch_stats(old, None, batch)
-    found = [stats["sampler_sequence_ratio_min"], stats["sampler_sequence_ratio_max"]]
-    assert found == pytest.approx(sorted(ratios[:2])) and 1 not in found
+    assert stats["sampler_logratio_max"].item() == pytest.approx(max(map(abs, log_rho)))
+    assert stats["weight_zero_frac"].item() == pytest.approx(weights.count(0) / len(weights))
+    size = sum(weights) ** 2 / (len(weights) * squares)
+    assert stats["weight_effective_size"].item() == pytest.approx(size)
+    batch.correction_weights = torch.full((12, 1), 1e-7)
+    assert correction_stats(batch, args)["weight_effective_size"].item() == pytest.approx(1)
     batch.mask_BT = torch.zeros_like(mask)
-    for rule in RULES:
-        stats = corrected(rule, old, batch).stats
-        assert stats.pop("sampler_sequence_ratio_min") == -stats.pop("sampler_sequence_ratio_max")
-        assert len(stats) == 5 and all(value == 0 for value in stats.values())
-    batch.mask_BT = mask
+    assert all(value == 0 for value in correction_stats(batch, args).values())
     gap = 1e-4 * torch.randn(mask.shape, generator=torch.Generator().manual_seed(0))
+    batch.mask_BT = mask
+    batch.old_logprobs_BT = gap
     batch.sampler_logprobs_BT = torch.zeros_like(gap)
     expected = (gap[mask].double() ** 2 / 2).mean().item()
-    found = mismatch_stats(gap, None, batch)["sampler_kl"].item()
-    assert found == pytest.approx(expected, rel=1e-3)
+    assert correction_stats(batch, args)["sampler_kl"].item() == pytest.approx(expected, rel=1e-3)
 
 
 # -------------------------------------------------------------- rollouts in another precision
@@ -240,28 +180,6 @@ def test_rounding_is_symmetric_and_per_output_channel(bits):
         assert all(abs(level - round(level)) < 1e-4 and abs(level) < top + 0.5 for level in levels)
         assert (row - source).abs().max() <= scale / 2 * 1.0001
     assert torch.equal(fake_quantize(-weight, bits), -result)
-
-
-def test_what_is_rounded_and_when(tiny_model):
-    """Matrices, the experts' too; not embeddings, routers and norms. The copy changes
-    when it is refreshed, and only then; the trained weights never."""
-    master = copy.deepcopy(tiny_model[0])
-    sampler = rollout_copy(master, master, "int4")
-    before = copy.deepcopy(master.state_dict())
-    refresh_rollout_copy(sampler, master, "int4")
-    for (name, weight), kept in zip(sampler.named_parameters(), master.parameters(), strict=True):
-        is_kept = weight.dim() == 1 or "embed" in name or name.endswith("mlp.gate.weight")
-        assert torch.equal(weight, kept) == is_kept, name
-        if not is_kept:
-            assert torch.equal(weight, fake_quantize(kept, 4)), name
-    assert all(torch.equal(before[key], value) for key, value in master.state_dict().items())
-    policy = Policy(master, tiny_model[1])
-    assert policy.sampler_at(1) is policy
-    half = rollout_copy(master, master, "bfloat16")
-    refresh_rollout_copy(half, master, "bfloat16")
-    pairs = list(zip(half.parameters(), master.parameters(), strict=True))
-    assert all(torch.equal(weight, kept.bfloat16()) for weight, kept in pairs)
-    assert half.model.rotary_emb.inv_freq.dtype == torch.float32
 
 
 # ----------------------------------------------------------------------------- routing replay
@@ -303,16 +221,15 @@ def test_a_forward_that_replays_its_own_experts_changes_nothing(moe, checkpointe
     assert all("forward" not in router.__dict__ for router in find_routers(moe.model)), "left behind"
 
 
-def test_replayed_experts_are_the_ones_that_compute(moe):
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_replayed_experts_are_the_ones_that_compute(moe, checkpointed):
     """An expert has a gradient exactly if it is replayed; so has its row of the router, where gates are
-    normalised over the active experts. With checkpointing all is the same."""
+    normalized over the active experts. The backward of gradient checkpointing routes the same."""
+    if checkpointed:
+        checkpoint_layers(moe.model)
     batch = batch_of()
     batch.replayed_experts_BSLK = other_experts(batch, moe.model)
-    outputs = token_logprobs(moe, batch, 1.0)
-    plain = gradients(moe, outputs.logprobs_BT.sum())
-    assert not torch.equal(
-        outputs.logprobs_BT, token_logprobs(moe, batch, 1.0, replay=False).logprobs_BT
-    )
+    gradients(moe, token_logprobs(moe, batch, 1.0).logprobs_BT.sum())
     used = batch.replayed_experts_BSLK[batch.attention_BS.bool()]
     for layer, block in enumerate(moe.model.model.layers):
         expected = set(used[:, layer].flatten().tolist())
@@ -324,16 +241,10 @@ def test_replayed_experts_are_the_ones_that_compute(moe):
             touched.append(rows > 1e-4 * rows.max())
         for is_touched in touched:
             assert set(is_touched.nonzero()[:, 0].tolist()) == expected
-    saving = copy.deepcopy(moe)
-    checkpoint_layers(saving.model)
-    again = token_logprobs(saving, batch, 1.0)
-    torch.testing.assert_close(again.logprobs_BT, outputs.logprobs_BT, rtol=0, atol=0)
-    for a, b in zip(gradients(saving, again.logprobs_BT.sum()), plain, strict=True):
-        assert torch.equal(a, b)
 
 
 def test_gate_weights_are_the_live_router_over_the_replayed_experts(moe):
-    """Literally, for one router: softmax over all experts, taken at the replayed ones, and normalised
+    """Literally, for one router: softmax over all experts, taken at the replayed ones, and normalized
     if the model does that; its gradient reaches the logits of the replayed experts."""
     router = find_routers(moe.model)[1]
     hidden = torch.randn(5, moe.model.config.hidden_size, generator=torch.Generator().manual_seed(0))
@@ -347,10 +258,10 @@ def test_gate_weights_are_the_live_router_over_the_replayed_experts(moe):
     own = (hidden @ router.weight.T).topk(K).indices
     assert torch.equal(indices[:4], experts[:4]) and torch.equal(indices[4], own[4])
     assert torch.equal(routing.own[1], own.int())
-    normalises = getattr(moe.model.config, "norm_topk_prob", True)
+    normalizes = getattr(moe.model.config, "norm_topk_prob", True)
     for row in range(5):
         p = (hidden[row] @ router.weight.T).double().softmax(0)[indices[row]]
-        expected = p / p.sum() if normalises else p
+        expected = p / p.sum() if normalizes else p
         torch.testing.assert_close(scores[row].double(), expected, rtol=1e-4, atol=1e-6)
     (gradient,) = torch.autograd.grad(scores[0, 0], router.weight)
     assert (gradient[indices[0]].abs().sum(1) > 0).all()
@@ -399,41 +310,36 @@ def test_the_sampler_notes_what_the_training_forward_would_choose(
         assert torch.equal(batch.sampler_experts_BSLK[i, real], c.experts)
         assert torch.equal(c.experts[:-1], choice[i, real][:-1])
         assert (batch.sampler_experts_BSLK[i, ~real] == -1).all()
-    stats = mismatch_stats(batch.sampler_logprobs_BT, choice_of(choice, batch), batch)
-    assert stats["sampler_expert_diff_frac"] == 0
+    batch.old_logprobs_BT = batch.sampler_logprobs_BT
+    batch.old_experts_BTLK = choice_of(choice, batch)
+    assert correction_stats(batch, args)["sampler_expert_diff_frac"] == 0
     batch.sampler_experts_BSLK[:, :, 0] = -1
-    stats = mismatch_stats(batch.sampler_logprobs_BT, choice_of(choice, batch), batch)
-    assert stats["sampler_expert_diff_frac"].item() == pytest.approx(1 / 2)
+    assert correction_stats(batch, args)["sampler_expert_diff_frac"].item() == pytest.approx(1 / 2)
 
 
-@pytest.mark.parametrize(
-    "flags, reads",
-    [
-        ({}, False),
-        ({"routing_replay": "r2"}, False),
-        ({"routing_replay": "r3"}, True),
-        ({"routing_replay": "r3", "old_logprobs": "sampler"}, True),
-        ({"rollout_dtype": "int4"}, True),
-        ({"rollout_refresh_every": 2}, True),
-        ({"rollout_dtype": "int4", "old_logprobs": "sampler"}, False),
-    ],
-)
-def test_experts_are_recorded_only_if_an_update_reads_them(flags, reads, tiny_model, monkeypatch):
+READS = [
+    ({}, False),
+    ({"routing_replay": "r2"}, False),
+    ({"routing_replay": "r3", "old_logprobs": "sampler"}, True),
+    ({"rollout_dtype": "int4"}, True),
+    ({"rollout_refresh_every": 2}, True),
+    ({"rollout_dtype": "int4", "old_logprobs": "sampler"}, False),
+]
+
+
+@pytest.mark.parametrize("flags, reads", READS)
+def test_experts_are_recorded_only_if_an_update_reads_them(flags, reads, tiny_policy, monkeypatch):
     """Replayed, or compared with the trainer's; no evaluation reads them."""
-    policy = Policy(*tiny_model)
-    _, args = script_args("grpo", device="cpu", **flags)
-    problems = problems_of(policy, "57+308=")
-    recorded = []
+    _, args = script_args("grpo", device="cpu", max_new_tokens=4, **flags)
+    problems = problems_of(tiny_policy, "57+308=")
+    noise = torch.Generator().manual_seed(0)
+    assert (sample(tiny_policy, problems, 2, args, noise)[0].experts is not None) == reads
 
-    def sample_batch(*inputs, record_experts, **keywords):
-        recorded.append(record_experts)
-        return original(*inputs, record_experts=record_experts, **keywords)
+    def grade(completions):
+        assert all(c.experts is None for c in completions)
+        return [c._replace(verdict="wrong") for c in completions]
 
-    original = common.sample_batch
-    monkeypatch.setattr(common, "sample_batch", sample_batch)
-    sample(policy, problems, 2, args, torch.Generator().manual_seed(0))
-    evaluate(policy, problems, verify, args, sampled=True)
-    assert recorded == [reads, False, False]
+    evaluate(tiny_policy, problems, grade, args, sampled=True)
 
 
 def choice_of(experts_BSLK, batch):
@@ -444,26 +350,31 @@ def choice_of(experts_BSLK, batch):
 
 @pytest.mark.parametrize("replay", ["none", "r2", "r3"])
 @pytest.mark.parametrize("old_logprobs", ["trainer", "sampler"])
-def test_a_score_is_that_of_its_policy_and_leaves_the_batch_alone(moe, old_logprobs, replay):
-    """A reference's, whatever the flags; score_old's takes them, and with r2 makes the batch replay."""
+def test_old_and_reference_logprobs(moe, old_logprobs, replay):
+    """Those of a reference route live, whatever the flags. The old policy's replay with r3, and with r2
+    make the update replay."""
     flags = {"old_logprobs": old_logprobs, "routing_replay": replay, "micro_batch_size": 2}
-    _, args = script_args("grpo", device="cpu", **flags)
+    _, args = script_args("grpo", device="cpu", num_minibatches=2, **flags)
     batch = batch_of()
     experts = other_experts(batch, moe.model) if replay == "r3" else None
     batch.replayed_experts_BSLK = experts
-    minibatches = batch.minibatches(2)
-    live_BT = token_logprobs(moe, batch, args.temperature, replay=False).logprobs_BT
-    found = score(moe, batch, minibatches, args)
-    torch.testing.assert_close(found, live_BT)
-    assert batch.replayed_experts_BSLK is experts
-    old = score_old(moe, batch, minibatches, args)
+    with torch.no_grad():
+        live = token_logprobs(moe, batch, args.temperature, replay=False)
+    torch.testing.assert_close(reference_logprobs(moe, batch, args), live.logprobs_BT)
+    record_old_policy(moe, batch, args)
     if old_logprobs == "sampler":
-        assert old.logprobs_NT is batch.sampler_logprobs_BT and old.experts_NTLK is None
+        assert batch.old_logprobs_BT is batch.sampler_logprobs_BT and batch.old_experts_BTLK is None
         assert batch.replayed_experts_BSLK is experts
+        return
+    is_live = torch.allclose(batch.old_logprobs_BT, live.logprobs_BT, atol=1e-5)
+    assert is_live == (replay != "r3")
+    if replay == "r2":
+        real = batch.attention_BS.bool()
+        own = live.routing_choices_BSLK
+        assert torch.equal(batch.replayed_experts_BSLK[real], own[real])
+        assert torch.equal(batch.old_experts_BTLK[batch.mask_BT], live.experts_BTLK[batch.mask_BT])
     else:
-        is_live = torch.allclose(old.logprobs_NT, live_BT, atol=1e-5)
-        assert is_live == (replay != "r3")
-        assert (batch.replayed_experts_BSLK is experts) == (replay != "r2")
+        assert batch.replayed_experts_BSLK is experts
 
 
 def test_a_dense_model_has_no_experts_to_replay_or_to_note(tiny_model, tmp_path):
@@ -474,30 +385,18 @@ def test_a_dense_model_has_no_experts_to_replay_or_to_note(tiny_model, tmp_path)
     _, args = script_args("grpo", model=str(tmp_path), device="cpu", routing_replay="r2")
     with pytest.raises(UserError, match="--routing_replay .*: it is dense"):
         load_policy(args)
-    args.routing_replay = "none"
-    args.rollout_dtype = "int8"
-    problem = Problem("", "", [3, 4])
-    completions = sample(load_policy(args), [problem], 2, args, torch.Generator().manual_seed(0))
-    assert completions[0].experts is None
-    args.rollout_refresh_every = 2
-    sampler = load_policy(args).sampler_at(1)
-    completions = sample(sampler, [problem], 2, args, torch.Generator().manual_seed(0))
+    _, args = script_args("grpo", model=str(tmp_path), device="cpu", rollout_dtype="int8")
+    completions = sample(load_policy(args).sampler(1), [Problem("", "", [3, 4])], 2, args)
     assert completions[0].experts is None
 
 
 def test_routing_gives_back_what_was_there(moe):
-    """Also a forward that somebody else has set on the experts, and after an error; one that is not
-    enabled touches nothing."""
+    """Also a forward that somebody else has set on the experts, and after an error."""
     plain, other, _ = find_experts(moe.model)
     outside = functools.partial(other.forward)
     other.forward = outside
-    with Routing(moe.model, enabled=False):
-        assert "forward" not in plain.__dict__ and other.forward is outside and Routing.active is None
-    with pytest.raises(ZeroDivisionError), Routing(moe.model) as routing:
+    with pytest.raises(ZeroDivisionError), Routing(moe.model):
         assert "forward" in plain.__dict__ and other.forward is not outside
-        with Routing(moe.model, enabled=False):
-            assert "forward" in plain.__dict__ and Routing.active is routing
-        assert "forward" in plain.__dict__ and Routing.active is routing
         raise ZeroDivisionError
     assert "forward" not in plain.__dict__ and other.forward is outside and Routing.active is None
 
@@ -517,7 +416,7 @@ def small(name):
     return flags
 
 
-PAIRS = [(name, replay) for name in [*SCRIPTS, *MORE] for replay in ("r2", "r3")]
+PAIRS = [(name, replay) for name in (*SCRIPTS, *MORE) for replay in ("r2", "r3")]
 QUICK = [("ppo", "r2"), ("grpo", "r3"), ("gspo", "r3"), ("more.rloo", "r2")]
 SLOW = [pytest.param(*pair, marks=pytest.mark.slow) for pair in PAIRS if pair not in QUICK]
 
@@ -538,68 +437,49 @@ def test_runs_with_all_of_it(name, replay, tmp_path, reward_file):
         assert 0 < line["rollout/weight_effective_size"] <= 1
 
 
-def literal_gamma(before, after, replayed_LK, b, t):
-    """Of one token: over the experts that were replayed, in a layer where these are not known over the
-    router's own choice under the old policy."""
-    L, K = replayed_LK.shape
-    shift = 0.0
-    for layer in range(L):
-        log_p_old = before.router_logits[layer][b, t].double().log_softmax(0)
-        log_p = after.router_logits[layer][b, t].double().log_softmax(0)
-        experts = replayed_LK[layer].tolist()
-        if -1 in experts:
-            experts = log_p_old.topk(K).indices.tolist()
-        shift += sum(abs(log_p[e] - log_p_old[e]).item() for e in experts) / (L * K)
-    return math.exp(-shift)
+def test_active_experts_are_the_replayed_ones_where_they_are_known(moe):
+    batch = batch_of()
+    own_BTLK = token_logprobs(moe, batch, 1.0).experts_BTLK
+    assert batch.active_experts(own_BTLK) is own_BTLK
+    experts = other_experts(batch, moe.model)
+    experts[:, 3:, 1] = -1  # of one layer, at later tokens
+    batch.replayed_experts_BSLK = experts
+    active_BTLK = batch.active_experts(own_BTLK)
+    T = batch.mask_BT.shape[1]
+    for b, t in batch.mask_BT.nonzero().tolist():
+        for layer in range(3):
+            replayed = experts[b, t - T - 1, layer].sort().values  # at the token before
+            expected = own_BTLK[b, t, layer] if -1 in replayed else replayed
+            assert torch.equal(active_BTLK[b, t, layer], expected.to(active_BTLK.dtype))
 
 
 def test_run_rspo_measures_gamma_on_the_experts_that_were_active(tmp_path, monkeypatch):
-    """With r3 on those that are replayed, before the update and in it. These are made up here, and not
-    known in one layer of every third token."""
-    calls = {"old": [], "update": [], "gamma": []}
-    g = torch.Generator().manual_seed(0)
-
-    def spy(module, name, kind, take):
-        original = getattr(module, name)
-
-        def function(*inputs, **keywords):
-            result = original(*inputs, **keywords)
-            calls[kind].append(take(result, inputs, keywords))
-            return result
-
-        monkeypatch.setattr(module, name, function)
+    """7: with r3 on those that are replayed, before the update and in it; here the last two."""
+    micros = []
+    measured = []
 
     def sample_and_make_up(*inputs):
-        completions = sample(*inputs)
-        for kind in calls:
-            calls[kind].clear()
-        made_up = []
-        for c in completions:
-            experts = torch.rand(*c.experts.shape[:2], 8, generator=g).topk(2).indices.int()
-            experts[::3, 1] = -1
-            made_up.append(c._replace(experts=experts))
-        return made_up
+        experts = torch.tensor([7, 6])
+        return [c._replace(experts=experts.expand_as(c.experts)) for c in sample(*inputs)]
 
+    def spied_logprobs(policy, micro, *inputs, **keywords):
+        micros.append(micro)
+        return token_logprobs(policy, micro, *inputs, **keywords)
+
+    def expert_logprobs(router_logits, experts_BTLK):
+        measured.append(experts_BTLK[micros[-1].mask_BT])
+        return original(router_logits, experts_BTLK)
+
+    original = rspo.expert_logprobs
     monkeypatch.setattr(rspo, "sample", sample_and_make_up)
-    spy(common, "token_logprobs", "old", lambda outputs, inputs, _: (outputs, inputs[1]))
-    spy(rspo, "token_logprobs", "update", lambda outputs, inputs, _: outputs)
-    spy(rspo, "policy_loss", "gamma", lambda _, inputs, keywords: keywords["router_shift_BT"])
-    flags = "--iterations 1 --routing_replay r3 --lr 0.01 --run_dir".split()
+    monkeypatch.setattr(rspo, "expert_logprobs", expert_logprobs)
+    for module in (common, rspo):
+        monkeypatch.setattr(module, "token_logprobs", spied_logprobs)
+    flags = "--iterations 1 --routing_replay r3 --run_dir".split()
     result = run("rspo", *small("rspo"), *flags, tmp_path, held_out=4)
     assert result.returncode == 0, result.stderr
-    gammas = {"replayed": [], "own": [], "rspo's": []}
-    for (before, batch), after, gamma_BT in zip(*calls.values(), strict=True):
-        T = batch.mask_BT.shape[1]
-        for b, t in batch.mask_BT.nonzero().tolist():
-            replayed_LK = batch.replayed_experts_BSLK[b, t - T - 1]
-            gammas["replayed"].append(literal_gamma(before, after, replayed_LK, b, t))
-            unknown_LK = torch.full_like(replayed_LK, -1)
-            gammas["own"].append(literal_gamma(before, after, unknown_LK, b, t))
-            gammas["rspo's"].append(gamma_BT[b, t].item())
-    assert gammas["rspo's"] == pytest.approx(gammas["replayed"], rel=1e-4)
-    assert len(calls["gamma"]) == 2
-    far = sum(abs(a - b) > 1e-2 for a, b in zip(gammas["replayed"], gammas["own"], strict=True))
-    assert far > 50, "the test can tell"
+    assert len(measured) == 4  # two micro-batches, twice
+    assert all((experts == torch.tensor([6, 7])).all() for experts in measured)
 
 
 def test_run_in_which_nothing_is_in_the_mask(tmp_path, reward_file):
@@ -614,90 +494,36 @@ def test_run_in_which_nothing_is_in_the_mask(tmp_path, reward_file):
     for line in lines:
         row = json.loads(line, parse_constant=pytest.fail)  # NaN is not JSON
         assert row["rollout/groups_kept"] > 0
-        for name in ("weight_mean", "weight_zero_frac", "weight_effective_size", "sampler_kl"):
+        for name in ("weight_zero_frac", "weight_effective_size", "sampler_kl"):
             assert row[f"rollout/{name}"] == 0
         assert row["losses/policy_loss"] == 0
-        absent = "losses/entropy losses/logratio_spread losses/ratio_max losses/ratio_min moe/load_max"
-        absent += " losses/sequence_ratio_max"
-        absent += " rollout/sampler_sequence_ratio_min rollout/sampler_sequence_ratio_max"
-        assert not row.keys() & set(absent.split())
+        assert not row.keys() & {"losses/entropy", "losses/ratio_max", "losses/ratio_min"}
 
 
 STALE = "--rollout_refresh_every 3 --routing_replay r3 --rollout_correction token_tis".split()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_run_a_sampler_that_is_stale(dtype, tmp_path):
+def metrics_of(folder):
+    """The lines of metrics.jsonl without times and evaluations."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {key: row[key] for key in row if "second" not in key and "eval/" not in key} for row in rows
+    ]
+
+
+def test_run_a_sampler_that_is_stale(tmp_path):
     """It has the weights of iterations 1, 1, 1 and 4, also in a run that was stopped in between: the
     copy is in the checkpoint. What measures a mismatch measures the staleness."""
     lines = []
     for folder, stops in (("whole", [5]), ("stopped", [2, 5])):
         for stop in stops:
-            more = ("--iterations", stop, "--dtype", dtype, "--run_dir", tmp_path / folder, "--resume")
-            result = run("grpo", *small("grpo"), *STALE, *more, "--lr", 2e-3, held_out=4)
+            more = ("--iterations", stop, "--run_dir", tmp_path / folder, "--resume", "--lr", 2e-3)
+            result = run("grpo", *small("grpo"), *STALE, *more, held_out=4)
             assert result.returncode == 0, result.stderr
-        text = (tmp_path / folder / "metrics.jsonl").read_text()
-        rows = [json.loads(line) for line in text.splitlines()]
-        kept = [{key: row[key] for key in row if "second" not in key} for row in rows]
-        lines.append([{key: row[key] for key in row if "eval/" not in key} for row in kept])
+        lines.append(metrics_of(tmp_path / folder))
     assert lines[0] == lines[1]
     assert all(row["losses/first_step_ratio_error_max"] == 0 for row in lines[0])
     kl = [row["rollout/sampler_kl"] for row in lines[0]]
     assert max(kl[0], kl[3]) < min(kl[1], kl[2], kl[4]) / 10
     differ = [row["rollout/sampler_expert_diff_frac"] for row in lines[0]]
     assert differ[2] > differ[1] > differ[0]
-    refused = run("grpo", *small("grpo"), *STALE, *more, "--rollout_refresh_every", 2, held_out=4)
-    assert "has rollout_refresh_every 3, not 2" in refused.stderr
-
-
-@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo", "more.rloo"])
-def test_run_ratios_straight_from_the_sampler(name, tmp_path, monkeypatch):
-    """No forward is made for the old log-probs, and what needs it is not logged; critic and reference
-    have theirs."""
-    script_args(name)  # imported before: its update's forwards are not counted
-    passes = []
-    original = common.token_logprobs
-
-    def token_logprobs(policy, *args, **keywords):
-        passes.append(policy)
-        return original(policy, *args, **keywords)
-
-    monkeypatch.setattr(common, "token_logprobs", token_logprobs)
-    lines = {}
-    counts = {}
-    for who in ("trainer", "sampler"):
-        passes.clear()
-        flags = ("--old_logprobs", who, "--rollout_dtype", "int8", "--run_dir", tmp_path / who)
-        result = run(name, *small(name), *flags, held_out=4)
-        assert result.returncode == 0, result.stderr
-        text = (tmp_path / who / "metrics.jsonl").read_text()
-        lines[who] = json.loads(text.splitlines()[0])
-        counts[who] = len(passes) - 1  # of the check of the model
-    assert counts["trainer"] > 0
-    assert counts["sampler"] == (counts["trainer"] / 2 if name == "ppo" else 0)
-    missing = {key for key in lines["trainer"] if key not in lines["sampler"]}
-    assert missing == {
-        "losses/first_step_ratio_error_max",
-        "moe/expert_flip_frac",
-        "rollout/sampler_kl",
-        "rollout/sampler_logratio_max",
-        "rollout/sampler_sequence_ratio_min",
-        "rollout/sampler_sequence_ratio_max",
-        "rollout/sampler_expert_diff_frac",
-    }
-    assert lines["sampler"]["losses/approx_kl"] > lines["trainer"]["losses/approx_kl"]
-
-
-def test_run_a_copy_in_the_same_precision_changes_nothing(tmp_path):
-    """But for the sampler's log-probs, which may be rounded in another way."""
-    kept = []
-    for i, flags in enumerate(([], ["--rollout_dtype", "float32"])):
-        folder = tmp_path / str(i)
-        result = run("grpo", *small("grpo"), *flags, "--run_dir", folder, held_out=4)
-        assert result.returncode == 0, result.stderr
-        kept.append([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()])
-    for off, on in zip(*kept, strict=True):
-        for key, value in off.items():
-            assert on[key] == value or "second" in key or "sampler" in key, key
-        assert on["rollout/sampler_kl"] < 1e-8
-        assert on["rollout/sampler_expert_diff_frac"] == 0

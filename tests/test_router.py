@@ -16,8 +16,7 @@ from transformers import (
 )
 
 from common import token_logprobs
-from plumbing import Meter
-from plumbing.metrics import router_stats
+from plumbing.metrics import Meter, router_stats
 from plumbing.policy import Policy
 
 SHAPE = dict(
@@ -89,26 +88,18 @@ def test_aux_loss_is_that_of_transformers_and_reaches_the_router(moe):
 
 
 def test_the_aux_loss_does_not_add_up_over_micro_batches(moe):
-    """As the scripts' comment says: it is a product of two means, so that shares of the micro-batches'
-    losses have another gradient than that of the step, while the losses of the policy add up."""
+    """As the scripts' comment says: it is a product of two means."""
     batch = batch_of()
 
     def gradient(*parts):
         moe.model.zero_grad()
         for rows in parts:
-            (token_logprobs(moe, batch.rows(rows), 1.0).aux_loss * len(rows) / 4).backward()
+            (token_logprobs(moe, batch[rows], 1.0).aux_loss * len(batch[rows]) / 4).backward()
         return torch.cat([p.grad.flatten() for p in moe.parameters() if p.grad is not None])
 
-    rows_B = torch.arange(4)
-    whole = gradient(rows_B)
-    parts = gradient(rows_B[:2], rows_B[2:])
+    whole = gradient(slice(0, 4))
+    parts = gradient(slice(0, 2), slice(2, 4))
     assert (parts - whole).norm() > 0.02 * whole.norm()
-
-
-def test_policy_gradient_reaches_router_and_experts(moe):
-    token_logprobs(moe, batch_of(), 1.0).logprobs_BT.sum().backward()
-    missing = [n for n, p in moe.model.named_parameters() if p.grad is None or p.grad.abs().sum() == 0]
-    assert not missing
 
 
 def test_router_stats_by_hand(moe):
@@ -121,18 +112,16 @@ def test_router_stats_by_hand(moe):
     old[:, :, 2][~batch.mask_BT] = -1  # padding must not count
     stats = router_stats(outputs, old, batch.mask_BT)
     assert stats["expert_flip_frac"].item() == pytest.approx(1 / 3 / 18, rel=1e-5)
-    E, K = outputs.router_logits[0].shape[-1], moe.model.config.num_experts_per_tok
-    load = stats["load"].view(3, E)
-    torch.testing.assert_close(load.sum(1), torch.ones(3))
-    chosen = sum((outputs.experts_BTLK[b, t, 0] == 1).sum() for b, t in batch.mask_BT.nonzero())
-    counted = chosen / (18 * K)
-    assert load[0, 1].item() == pytest.approx(counted.item(), rel=1e-6)
-    meter = Meter(1)
-    meter.add("moe", stats, 18)
-    means = meter.means()
-    assert means["moe/load_max"] == pytest.approx(load.max().item())
-    assert means["moe/load_min"] == pytest.approx(load.min().item())
-    assert 0 < means["moe/router_entropy"] <= torch.tensor(float(E)).log().item()
+    shares = []
+    entropies = []
+    tokens = batch.mask_BT.nonzero().tolist()
+    for layer, logits in enumerate(outputs.router_logits):
+        chosen = [e for b, t in tokens for e in outputs.experts_BTLK[b, t, layer].tolist()]
+        shares += [chosen.count(e) / len(chosen) for e in set(chosen)]
+        p = torch.stack([logits[b, t] for b, t in tokens]).softmax(-1)
+        entropies.append(-(p * p.log()).sum(-1).mean().item())
+    assert stats["load_max"].item() == pytest.approx(max(shares), rel=1e-6)
+    assert stats["router_entropy"].item() == pytest.approx(sum(entropies) / 3, rel=1e-5)
 
 
 def test_a_dense_model_has_no_router():
@@ -145,49 +134,30 @@ def test_a_dense_model_has_no_router():
     assert router_stats(outputs, outputs.experts_BTLK, batch.mask_BT) == {}
 
 
-def test_meter_weighs_and_keeps_maxima():
-    meter = Meter(1)
-    meter.add("losses", {"a": torch.tensor(1.0), "b_max": torch.tensor(-3.0)}, 1)
-    meter.add("losses", {"a": torch.tensor(4.0), "b_max": torch.tensor(-5.0)}, 2)
-    assert meter.means() == {"losses/a": 3.0, "losses/b_max": -3.0}
-    assert [weight for _, weight in meter.pairs["losses/a"]] == [1, 2]
+def test_meter_weighs_and_keeps_extremes():
+    """Where no token counts, a key is absent, as is a mean over no token, which must not be NaN."""
+    meter = Meter()
+    for a, b, weight in ((1.0, -3.0, 1), (4.0, -5.0, 2), (9.0, 9.0, 0)):
+        values = {"a": torch.tensor(a), "b_max": torch.tensor(b), "b_min": torch.tensor(b)}
+        meter.add("losses", values, weight)
+    meter.add("moe", {"a": torch.tensor(7.0), "whole/key": 2.0}, torch.tensor(0))
+    meter.add("losses", {"whole/key": 2.0}, 1)
+    expected = {"losses/a": 3.0, "losses/b_max": -3.0, "losses/b_min": -5.0, "whole/key": 2.0}
+    assert meter.means() == expected
 
 
-@pytest.mark.parametrize("E, dtype", [(128, torch.int8), (129, torch.int16)])
-def test_experts_are_kept_in_the_smallest_integers(E, dtype):
-    """All numbers fit, and -1; those of the last two experts too."""
+@pytest.mark.parametrize("E", [128, 129])
+def test_numbers_of_experts_fit_their_integers(E):
+    """The last two, too: 128 and 129 are around the end of int8."""
     sizes = dict(head_dim=8, moe_intermediate_size=16, num_experts=E, num_experts_per_tok=2)
     policy = Policy(Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **sizes)).eval(), tokenizer=None)
     assert policy.routers.no_replay == ""
     batch = batch_of()
     outputs = token_logprobs(policy, batch, 1.0)
-    assert outputs.experts_BTLK.dtype == outputs.routing_choices_BSLK.dtype == dtype
     for layer, logits in enumerate(outputs.router_logits):
         expected = logits.topk(2).indices.sort().values
         assert (outputs.experts_BTLK[:, :, layer] == expected)[batch.mask_BT].all()
-    stats = router_stats(outputs, outputs.experts_BTLK, batch.mask_BT)
-    assert stats["load"].shape == (3 * E,) and stats["load"].sum().item() == pytest.approx(3)
     batch.replayed_experts_BSLK = torch.full_like(outputs.routing_choices_BSLK, E - 1)
     batch.replayed_experts_BSLK[..., 0] = E - 2
     active_BTLK = batch.active_experts(token_logprobs(policy, batch, 1.0).experts_BTLK)
     assert (active_BTLK == torch.tensor([E - 2, E - 1])).all()
-
-
-def test_meter_of_nothing_is_absent():
-    """Where no token counts, as with a mean over them, which must not be NaN."""
-    meter = Meter(1)
-    for value in (3.0, 5.0):
-        values = {"a": torch.tensor(value), "load": torch.tensor([value, value])}
-        meter.add("moe", values, torch.tensor(0))
-    assert meter.means() == {}
-    meter.add("moe", {"a": torch.tensor(7.0)}, torch.tensor(2))
-    assert meter.means() == {"moe/a": 7}
-
-
-def test_meter_takes_a_vector_apart_after_averaging_it():
-    """The largest and the smallest of the means: an expert that is busy in one micro-batch only is not
-    busy."""
-    meter = Meter(1)
-    meter.add("moe", {"load": torch.tensor([0.9, 0.1, 0.5])}, 1)
-    meter.add("moe", {"load": torch.tensor([0.1, 0.5, 0.5])}, 3)
-    assert meter.means() == pytest.approx({"moe/load_max": 0.5, "moe/load_min": 0.3})
