@@ -145,6 +145,8 @@ def check_flags(args):
         raise UserError(
             "--reward_weights must be numbers up to 1000, one for each function of --reward"
         )
+    is_own_data = args.dataset != "addition"
+    args.check_used(is_own_data, "with --dataset addition", "prompt_column", "answer_column")
     if args.old_logprobs == "sampler" and args.rollout_correction != "none":
         raise UserError("--old_logprobs sampler makes --rollout_correction useless: its ratio is 1")
     if args.old_logprobs == "sampler" and args.routing_replay == "r2":

@@ -78,13 +78,13 @@ def results_text(before, after):
     width = max(len(name) for name in [title, *before["sampled"]])
     header = f"{title:{width}}"
     for way in WAYS:
-        header += f"{way + ':':>11}"
+        header += f"{way:>9}"
         header += "".join(f"{when:>8}" for when in evaluations)
     lines = [header]
     for name in before["sampled"]:
         line = f"{name:{width}}"
         for way in WAYS:
-            line += " " * 11
+            line += " " * 9
             for results in evaluations.values():
                 line += table_cell(results[way].get(name))  # pass@k takes several samples
         lines.append(line.rstrip())
