@@ -126,11 +126,6 @@ def add_code(folder):
     (folder / "mine.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
 
 
-def remove_tokenizer(folder):
-    (folder / "tokenizer.json").unlink()
-    (folder / "tokenizer_config.json").unlink()
-
-
 def remove_eos(folder):
     change_json(folder / CONFIG, eos_token_id=None)
     change_json(folder / "generation_config.json", eos_token_id=None)
@@ -143,7 +138,6 @@ BAD_MODELS = {  # {what is wrong: (how a good folder becomes such a one, expecte
     "no JSON": (lambda folder: (folder / CONFIG).write_text("{"), "cannot be used"),
     "unknown": (lambda folder: change_json(folder / CONFIG, model_type="perceptron"), "cannot be used"),
     "encoder": (lambda folder: (folder / CONFIG).write_text('{"model_type": "vit"}'), "cannot be used"),
-    "no tokenizer": (remove_tokenizer, "makes no tokens"),
     "no weights": (lambda folder: (folder / WEIGHTS).unlink(), "cannot be used"),
     "truncated weights": (lambda folder: os.truncate(folder / WEIGHTS, 1000), "cannot be used"),
     "pickled weights": (pickle_weights, "cannot be used"),
