@@ -14,6 +14,7 @@ import math
 import random
 from typing import NamedTuple
 
+import plumbing  # first, since it silences a Ctrl-C while the others are imported
 import torch
 import torch.nn.functional as F
 import transformers

@@ -6,10 +6,8 @@ import difflib
 import json
 import os
 import re
-import signal
 import sys
-import time
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
@@ -169,6 +167,8 @@ def check_flags(args):
         raise UserError(
             "--reward_weights must be numbers up to 1000, one for each function of --reward"
         )
+    is_own_data = args.dataset != "addition"
+    args.check_used(is_own_data, "with --dataset addition", "prompt_column", "answer_column")
     if args.old_logprobs == "sampler" and args.rollout_correction != "none":
         raise UserError("--old_logprobs sampler makes --rollout_correction useless: its ratio is 1")
     if args.old_logprobs == "sampler" and args.routing_replay == "r2":
@@ -202,8 +202,12 @@ class Parser(argparse.ArgumentParser):
 
 def make_parser(args_class):
     """A parser with the fields of a script's `Args` as flags."""
-    summary = (sys.modules[args_class.__module__].__doc__ or "").partition("\n")[0]
-    parser = Parser(description=summary, usage="%(prog)s [--flag value ...]", allow_abbrev=False)
+    title = (sys.modules[args_class.__module__].__doc__ or "").partition("\n")[0]
+    parser = Parser(
+        description=f"Trains a language model with {title}",
+        usage="%(prog)s [--flag value ...]",
+        allow_abbrev=False,
+    )
     flags = {f.name: f for f in fields(args_class)}
     for name in [*args_class.__annotations__, *RunArgs.__annotations__]:
         if name in GROUPS:
@@ -216,19 +220,23 @@ def make_parser(args_class):
 
 def add_flag(group, field):
     """Adds a field of `Args` to a group of flags."""
-    default = getattr(field.default, "default", field.default)
     help = field.metadata["help"].replace("%", "%%")
-    options = {"default": [] if default is MISSING else default, "metavar": "X"}
-    if options["default"] not in ("", [], False):
-        help += f" (default: {default})"
+    options = {"default": field.default, "metavar": "X"}
+    notes = []
     if field.type is bool:
         options |= {"nargs": "?", "const": True, "type": as_bool, "metavar": "true|false"}
-    elif get_origin(field.type) is Literal:
-        options |= {"choices": get_args(field.type), "metavar": None}
     elif get_origin(field.type) is list:
-        options |= {"nargs": "*", "type": get_args(field.type)[0]}
+        options |= {"nargs": "*", "type": get_args(field.type)[0], "default": field.default_factory()}
+    elif get_origin(field.type) is Literal:
+        choices = get_args(field.type)
+        options |= {"choices": choices}
+        notes.append(", ".join(choices))
     else:
         options |= {"type": field.type}
+    if field.type is not bool and options["default"] not in ("", []):
+        notes.append(f"default: {field.default}")
+    if notes:
+        help += f" ({'; '.join(notes)})"
     group.add_argument(f"--{field.name}", help=help, **options)
 
 
@@ -278,16 +286,13 @@ def resolve_device(name):
             torch.cuda.set_device(device)  # pinned memory belongs to the current one
         return str(device)
     except Exception as error:  # each backend has its own exceptions
-        raise UserError(f"--device {name} is not available; the default here is {default}") from error
+        message = f"--device {name or default} is not available; the default here is {default}"
+        raise UserError(message) from error
 
 
 def launch(main, args_class):
     """Calls `main` with the command line as `args_class`. A UserError ends the program with one line on
     stderr and exit code 2; anything else is a bug and shows its traceback."""
-    for stream in (sys.stdout, sys.stderr):
-        # A prompt may contain characters that the terminal cannot show; printing it must not end a run.
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace", line_buffering=True)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     with (
@@ -296,12 +301,13 @@ def launch(main, args_class):
     ):
         try:
             args = parse_args(args_class)
-            ranks.init()
+            ranks.init(args.device)
             RunFolder(args)  # opened and locked before a model is loaded
             main(args)
             ranks.destroy()
-        except KeyboardInterrupt:  # see Run.on_signal for what happens later
-            tqdm.write("stopped before the first iteration", file=sys.stderr)
+        except KeyboardInterrupt:  # during an iteration: see Run.on_signal
+            if ranks.RANK == 0:
+                tqdm.write("stopped", file=sys.stderr)
             sys.exit(130)
         except torch.OutOfMemoryError as error:
             flags = (
@@ -310,6 +316,9 @@ def launch(main, args_class):
             fail(UserError(f"out of memory on {args.device}; these need less: {flags}"), error)
         except UserError as error:
             fail(error, error.__cause__)
+        except Exception:
+            ranks.let_others_report(is_user_error=False)
+            raise
 
 
 def fail(error, cause):
@@ -317,10 +326,7 @@ def fail(error, cause):
     message = str(error)
     if cause is not None:
         message += f": {type(cause).__name__} {cause}"
-    if ranks.RANK > 0:
-        # If rank 0 has failed alike, it prints the line, and torchrun ends this process meanwhile.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(3)
+    ranks.let_others_report(is_user_error=True)
     line = " ".join(message.split())
     tqdm.write(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr)
     sys.exit(2)

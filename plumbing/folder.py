@@ -59,29 +59,34 @@ class RunFolder:
             checkpoints = self.checkpoints()
             if args.resume and checkpoints:
                 self.compare(settings)
-                return
-            if self.has_iterations() and not args.resume:
-                raise UserError(
-                    f"{self.path} holds a run: --resume continues it, --run_dir starts another"
-                )
-            for path in checkpoints:  # of a run that ended before its first iteration did
-                shutil.rmtree(path)
-            settings["versions"] = versions()
+                settings["versions"] = self.settings()["versions"]  # those at the start of the run
+            else:
+                self.make_empty()
+                settings["versions"] = versions()
             write_whole(self.path / "settings.json", json.dumps(settings, indent=1))
-        except (OSError, ValueError, TimeoutError) as error:
-            message = f"--run_dir {self.path} cannot be written or read, or another process uses it"
-            raise UserError(message) from error
+        except TimeoutError as error:
+            raise UserError(f"--run_dir {self.path} is used by another process") from error
+        except (OSError, ValueError) as error:
+            raise UserError(f"--run_dir {self.path} cannot be written or read") from error
 
     def checkpoints(self):
         """The checkpoints in the folder, oldest first."""
         paths = self.path.glob("checkpoint-*")
         return sorted(path for path in paths if CHECKPOINT.fullmatch(path.name))
 
-    def has_iterations(self):
-        """Whether an iteration was logged or saved; checkpoint 0 alone is no run yet."""
+    def make_empty(self):
+        """Removes checkpoint 0 of a run that ended before its first iteration did. UserError if an
+        iteration was logged or saved."""
         log = self.path / "metrics.jsonl"
-        has_lines = log.exists() and log.stat().st_size > 0
-        return has_lines or any(path.name > "checkpoint-000000" for path in self.checkpoints())
+        checkpoints = self.checkpoints()
+        is_logged = log.exists() and log.stat().st_size > 0
+        if is_logged or any(path.name > "checkpoint-000000" for path in checkpoints):
+            raise UserError(
+                f"--run_dir {self.path} holds a run: --resume continues it from its newest checkpoint, "
+                "another --run_dir starts a new one"
+            )
+        for path in checkpoints:
+            shutil.rmtree(path)
 
     def compare(self, settings):
         """UserError if the run in the folder was started with other settings."""

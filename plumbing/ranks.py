@@ -4,6 +4,8 @@ With one process these functions do nothing.
 """
 
 import os
+import signal
+import time
 from datetime import timedelta
 from itertools import pairwise
 
@@ -17,10 +19,10 @@ RANK = int(os.environ.get("RANK", 0))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
 
 
-def init():
+def init(device):
     """Waits until all ranks have started. NCCL exchanges tensors on GPUs, gloo all others."""
     if WORLD > 1 and not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
         dist.init_process_group(backend, timeout=timedelta(minutes=30))
 
 
@@ -28,6 +30,15 @@ def destroy():
     """Ends the communication of the ranks."""
     if WORLD > 1:
         dist.destroy_process_group()
+
+
+def let_others_report(is_user_error):
+    """Waits before this rank reports an error. What all ranks have is reported by rank 0. When another
+    rank ends, an exchange with it fails here, which is worth no report. Meanwhile torchrun, which ends
+    all ranks after the first, ends this one."""
+    if WORLD > 1:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(3 * (RANK > 0) + 3 * (not is_user_error))
 
 
 def wait_for_all():

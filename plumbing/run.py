@@ -65,7 +65,7 @@ class Run:
 
     @property
     def is_last(self):
-        return self.iteration == self.args.iterations
+        return self.iteration >= self.args.iterations  # a resumed run may already have more
 
     @property
     def eval_is_due(self):
@@ -146,7 +146,8 @@ class Run:
 
     def on_signal(self, number, frame):
         signal.signal(number, signal.SIG_DFL)
-        self.say("stopping after this iteration")
+        if not self.signalled:  # torchrun hands on a Ctrl-C that its processes have already got
+            self.say("stopping after this iteration")
         self.signalled = True
 
     def is_due(self, every):
@@ -218,9 +219,13 @@ class Run:
 
     def restore(self):
         """Loads the newest checkpoint, if there is one."""
-        checkpoints = self.folder.checkpoints()
-        if checkpoints:
-            folder = checkpoints[-1]
+        folder = max(self.folder.checkpoints(), default=None)
+        if len(set(ranks.all_gather(folder))) > 1:
+            raise UserError(
+                f"--run_dir {self.folder.path}: not all processes see its newest checkpoint; "
+                "several nodes need a shared folder"
+            )
+        if folder is not None:
             try:
                 saved = torch.load(folder / STATE, weights_only=True, map_location="cpu")
                 self.policy.load_pretrained(folder)
@@ -233,8 +238,6 @@ class Run:
                 self.extra_state = saved["extra_state"]
             except Exception as error:  # a damaged file may raise anything
                 raise UserError(f"--resume: {folder} cannot be read") from error
-        if len(set(ranks.all_gather(self.iteration))) > 1:
-            raise UserError("--run_dir: the processes do not see the same folder")
 
     def prepare_files(self):
         """Drops logged lines that will be written again. Writes a first checkpoint, which shows early
@@ -243,10 +246,10 @@ class Run:
             self.folder.warn_about_versions()
         for name in ("metrics.jsonl", "samples.jsonl"):
             path = self.folder.path / name
-            if path.exists():
-                *lines, _ = path.read_text().split("\n")  # a last line without newline was cut off
-                kept = [line for line in lines if json.loads(line)["iteration"] <= self.iteration]
-                write_whole(path, "".join(line + "\n" for line in kept))
+            try:
+                drop_later_lines(path, self.iteration)
+            except (OSError, ValueError, KeyError) as error:
+                raise UserError(f"--run_dir: {path} cannot be read or written") from error
         if not self.folder.checkpoints():
             self.save()
 
@@ -268,9 +271,17 @@ class Run:
             torch.save(saved, scratch / STATE)
             scratch.rename(folder)
         except (OSError, RuntimeError, SafetensorError) as error:  # these are of a full disk
-            raise UserError(f"{folder} cannot be written; the checkpoint before it is whole") from error
+            raise UserError(f"{folder} cannot be written; older checkpoints are whole") from error
         for path in self.folder.checkpoints()[:-1]:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def drop_later_lines(path, iteration):
+    """Keeps the lines of a log up to an iteration."""
+    if path.exists():
+        *lines, _ = path.read_text().split("\n")  # a last line without newline was cut off
+        kept = [line for line in lines if json.loads(line)["iteration"] <= iteration]
+        write_whole(path, "".join(line + "\n" for line in kept))
 
 
 def transcripts(completions, group_size):

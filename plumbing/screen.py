@@ -1,5 +1,6 @@
 """What a run prints: a line every few iterations, and the results at its end."""
 
+import io
 import os
 
 # Title of a column: key in metrics.jsonl, format
@@ -16,11 +17,14 @@ WAYS = ("greedy", "sampled")  # of answering held-out problems
 
 
 class Stream:
-    """stdout or stderr. If the other end of a pipe is closed, as by `| head`, it prints nothing more,
-    and the run goes on."""
+    """stdout or stderr for a run, which goes on when nothing can be printed any more, as after `| head`
+    or on a full disk."""
 
     def __init__(self, stream):
-        self.stream = stream
+        self.stream = stream or io.StringIO()  # None if it was closed from the start
+        if hasattr(self.stream, "reconfigure"):
+            # A prompt may contain characters that the terminal cannot show.
+            self.stream.reconfigure(errors="backslashreplace", line_buffering=True)
 
     def __getattr__(self, name):
         return getattr(self.stream, name)
@@ -28,13 +32,13 @@ class Stream:
     def write(self, text):
         try:
             return self.stream.write(text)
-        except BrokenPipeError:
+        except OSError:
             self.silence()
 
     def flush(self):
         try:
             self.stream.flush()
-        except BrokenPipeError:
+        except OSError:
             self.silence()
 
     def silence(self):
@@ -57,6 +61,13 @@ def progress_line(metrics):
     return "  ".join(cells).rstrip()
 
 
+def table_cell(value):
+    """A number, or None, in eight columns."""
+    if value is None:
+        return " " * 8
+    return f" {value:7.3f}" if abs(value) < 1000 else f" {value:7.1f}"
+
+
 def results_text(before, after):
     """The results of two evaluations (common.evaluate) as a table, and some completions. `after` is
     None for a run that was not evaluated after training."""
@@ -65,15 +76,17 @@ def results_text(before, after):
         evaluations["after"] = after
     title = "held-out problems"
     width = max(len(name) for name in [title, *before["sampled"]])
-    groups = [f"{way + ':':>9}" + "".join(f"{when:>8}" for when in evaluations) for way in WAYS]
-    lines = [f"{title:{width}}{''.join(groups)}"]
+    header = f"{title:{width}}"
+    for way in WAYS:
+        header += f"{way:>9}"
+        header += "".join(f"{when:>8}" for when in evaluations)
+    lines = [header]
     for name in before["sampled"]:
         line = f"{name:{width}}"
         for way in WAYS:
             line += " " * 9
             for results in evaluations.values():
-                value = results[way].get(name)  # pass@k takes several samples
-                line += " " * 8 if value is None else f"{value:8.3f}"
+                line += table_cell(results[way].get(name))  # pass@k takes several samples
         lines.append(line.rstrip())
     for i, (prompt, answer, _) in enumerate(before["examples"]):
         lines += ["", f"{prompt}   (sampled; the answer is {answer})"]

@@ -132,7 +132,9 @@ def run(name, *flags, held_out=256):
     argv = sys.argv
     cwd = os.getcwd()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    few = () if "--num_held_out" in flags else ("--num_held_out", held_out)
+    # A resumed run knows how many it has.
+    is_known = "--num_held_out" in flags or "--resume" in flags
+    few = () if is_known else ("--num_held_out", held_out)
     sys.argv = [str(path_of(name)), *map(str, (*flags, *few))]
     os.chdir(ROOT)
     try:
@@ -148,6 +150,34 @@ def run(name, *flags, held_out=256):
     out.flush()
     text = out.buffer.getvalue().decode()
     return subprocess.CompletedProcess(name, code or 0, text, err.getvalue())
+
+
+@functools.cache
+def fork_server():
+    """It ends with this process, which closes its stdin."""
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    command = [sys.executable, ROOT / "tests" / "fork_server.py"]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=ROOT, env=env, stdin=pipe, stdout=pipe, text=True)
+
+
+def forked(name, *flags, world=1, trouble=None, rank=0, stdout_is="a file"):
+    """Runs a script in `world` processes of its own, as torchrun would: their exit codes, stdout and
+    stderr. `trouble`, (kind, n), is one of fork_server.py, for one of the ranks, at the n-th time."""
+    job = {"name": name, "flags": [*map(str, flags)], "world": world, "rank": rank}
+    job |= {"trouble": trouble, "stdout_is": stdout_is}
+    server = fork_server()
+    server.stdin.write(json.dumps(job) + "\n")
+    server.stdin.flush()
+    codes, out, err = json.loads(server.stdout.readline())
+    return types.SimpleNamespace(codes=codes, stdout=out, stderr=err)
+
+
+def without_times(metrics):
+    """A line of metrics.jsonl without how long something took."""
+    times = ("_seconds", "_per_second")
+    return {key: value for key, value in metrics.items() if not key.endswith(times)}
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,5 @@
-"""Mistakes of a user in flags and models: each ends with exit code 2 and one line on
-stderr that names it, without a traceback. Data, rewards and run folders have their own files."""
+"""Mistakes of a user in flags and models: each ends with exit code 2 and one line on stderr that names
+it, without a traceback. Data: test_data.py; rewards: test_rewards.py; folders: test_run_folder.py."""
 
 import json
 import math
@@ -9,15 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import flags_it_has, path_of, run, script_args
+from conftest import flags_it_has, path_of, run
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 import grpo
 import plumbing.args
 import plumbing.models
-import plumbing.settings
-from plumbing.memory import plan_memory
+import ppo
 
 SMALL = """--prompts_per_iteration 4 --group_size 4 --max_new_tokens 8 --num_minibatches 2
 --iterations 1""".split()
@@ -55,22 +54,6 @@ def test_flags(name, flags, expected, tmp_path):
     refused(name, *own, *flags.split(), expected=expected)
 
 
-def test_a_run_folder_that_is_not_utf8(tmp_path):
-    """As umlauts are under LC_ALL=C with UTF-8 mode off. It would end at the first checkpoint."""
-    refused("grpo", "--run_dir", tmp_path / "l\udcc3\udca4uft", expected="--run_dir")
-    assert not list(tmp_path.iterdir())
-
-
-def test_run_batch_sizes_above_the_number_of_completions(tmp_path, tiny_policy):
-    """They mean all completions, as 0 does where memory is sufficient."""
-    problem = SimpleNamespace(prompt_ids=[1] * 8)
-    for size in (0, 1000, 1_000_000_000):
-        args = script_args("grpo", device="cpu", micro_batch_size=size, rollout_batch_size=size)[1]
-        planned = plan_memory(args, tiny_policy, SimpleNamespace(problems=[problem]), [problem])
-        assert (planned.micro_batch_size, planned.rollout_batch_size) == (64, 256)
-    completes("--micro_batch_size", size, "--rollout_batch_size", size, "--run_dir", tmp_path)
-
-
 def test_run_one_prompt_and_one_token(tmp_path):
     """A single token has no variance that a critic could explain."""
     flags = "--prompts_per_iteration 1 --num_minibatches 1 --max_new_tokens 1 --iterations 1".split()
@@ -80,24 +63,23 @@ def test_run_one_prompt_and_one_token(tmp_path):
     assert "losses/explained_variance" not in metrics
 
 
-def test_a_warning_about_the_tiny_models_learning_rate(monkeypatch):
+def test_warnings_about_flags_that_do_not_suit_an_own_model(monkeypatch, tmp_path):
     monkeypatch.setattr(grpo, "main", lambda args: None)
-    assert completes("--model", "mine").startswith("warning: --lr 0.0002 suits tiny-moe")
-    assert completes("--model", "mine", *OWN_LR) == completes() == ""
-
-
-def test_a_warning_about_float32_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(grpo, "main", lambda args: None)
+    monkeypatch.setattr(ppo, "main", lambda args: None)
+    folder = ("--run_dir", tmp_path)
+    own = (*folder, "--model", "mine")
+    assert completes(*own).startswith("warning: --lr 0.0002 suits tiny-moe")
+    assert completes(*own, *OWN_LR) == completes(*folder) == ""
+    assert "warning: --critic_lr 0.002 suits tiny-moe" in run("ppo", *own, *OWN_LR).stderr
     monkeypatch.setattr(plumbing.args, "resolve_device", lambda name: "cuda:1")
-    own = ("--model", "mine", *OWN_LR)
-    assert "faster: --dtype bfloat16" in completes(*own)
-    assert completes(*own, "--dtype", "bfloat16") == completes() == ""
+    assert "faster: --dtype bfloat16" in completes(*own, *OWN_LR)
+    assert completes(*own, *OWN_LR, "--dtype", "bfloat16") == completes(*folder) == ""
 
 
 def test_memory_is_pinned_by_the_gpu_of_the_run(monkeypatch):
     """That of the current one, which would otherwise be the first."""
     current = []
-    on_gpu = SimpleNamespace(device=torch.device("cuda:1"))
+    on_gpu = SimpleNamespace(device=torch.device("cuda:1"), item=lambda: 0.0)
     monkeypatch.setattr(torch, "zeros", lambda *size, device: on_gpu)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     assert plumbing.args.resolve_device("cuda:1") == "cuda:1" and current == [on_gpu.device]
@@ -144,11 +126,6 @@ def add_code(folder):
     (folder / "mine.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
 
 
-def remove_tokenizer(folder):
-    (folder / "tokenizer.json").unlink()
-    (folder / "tokenizer_config.json").unlink()
-
-
 def remove_eos(folder):
     change_json(folder / CONFIG, eos_token_id=None)
     change_json(folder / "generation_config.json", eos_token_id=None)
@@ -161,7 +138,6 @@ BAD_MODELS = {  # {what is wrong: (how a good folder becomes such a one, expecte
     "no JSON": (lambda folder: (folder / CONFIG).write_text("{"), "cannot be used"),
     "unknown": (lambda folder: change_json(folder / CONFIG, model_type="perceptron"), "cannot be used"),
     "encoder": (lambda folder: (folder / CONFIG).write_text('{"model_type": "vit"}'), "cannot be used"),
-    "no tokenizer": (remove_tokenizer, "makes no tokens"),
     "no weights": (lambda folder: (folder / WEIGHTS).unlink(), "cannot be used"),
     "truncated weights": (lambda folder: os.truncate(folder / WEIGHTS, 1000), "cannot be used"),
     "pickled weights": (pickle_weights, "cannot be used"),
@@ -219,26 +195,3 @@ def test_run_a_prompt_that_just_fits_the_positions(tmp_path, tiny_model):
     flags = ("--run_dir", tmp_path / "run", "--model", tmp_path / "gpt2", *OWN_LR, "--max_new_tokens")
     refused("grpo", *flags, 5, expected="with a prompt of 8 tokens, the model's limit of 12")
     completes(*flags, 4)
-
-
-# ---------------------------------------------------------------------- files that cannot be opened
-
-
-@pytest.mark.parametrize("flag, value", [("dataset", "{}"), ("model", "{}")])
-@pytest.mark.parametrize("why", ["too long", "forbidden"])
-def test_a_file_that_cannot_be_opened(why, flag, value, tmp_path, monkeypatch):
-    """Its flag is named, not --run_dir."""
-    original = plumbing.settings.file_hash
-
-    def file_hash(file):
-        if file != path:
-            return original(file)
-        raise PermissionError(13, "Permission denied", str(file))
-
-    path = tmp_path / ("x" * 300)
-    if why == "forbidden":
-        path = tmp_path / "config.json"
-        path.write_text("{}")
-        monkeypatch.setattr(plumbing.settings, "file_hash", file_hash)
-    flags = ("--run_dir", tmp_path / "run", f"--{flag}", value.format(path))
-    refused("grpo", *flags, expected=f"--{flag} {path} cannot be read")

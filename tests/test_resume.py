@@ -1,85 +1,29 @@
 """Killed with SIGKILL at any moment and resumed: the same metrics and, bit for bit, the same weights
-and the same state of the optimizer."""
+and the same state of the optimizer. Ended by a signal, by NaN, or early: what it says, and how it goes
+on."""
 
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
 
 import pytest
 import torch
-from conftest import ROOT, flags_it_has, run
+from conftest import flags_it_has, forked, run, without_times
 from safetensors.torch import load_file
 
 import grpo
 
 FLAGS = """--prompts_per_iteration 8 --group_size 4 --max_new_tokens 32 --num_minibatches 2
 --eval_every 2 --iterations 5 --save_every 1 --num_held_out 8""".split()
-TIMES = {"charts/tokens_per_second", "charts/rollout_seconds", "charts/update_seconds"}
-
-# Runs the script once for each argument 'what:n', in a forked child that kills itself the n-th time it
-# comes to `what`, and, for 'end', until it ends. Forked, since the imports take longer than the run.
-HARNESS = """
-import importlib, os, pathlib, shutil, signal, sys
-name, points, sys.argv = sys.argv[1], sys.argv[2].split(","), [f"{sys.argv[1]}.py", *sys.argv[3:]]
-import torch
-from plumbing.args import launch
-from plumbing.run import Run
-script = importlib.import_module(name)
-
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-def arm(what, n):
-    count = [0]
-    def due():
-        count[0] += 1
-        return count[0] == n
-    owner, attribute = {"step": (torch.optim.AdamW, "step"), "save": (torch, "save"),
-        "log": (Run, "log"), "rename": (pathlib.Path, "rename"),
-        "replace": (pathlib.Path, "replace"), "remove": (shutil, "rmtree"),
-        "sample": (script, "sample")}[what]
-    original = getattr(owner, attribute)
-    def deadly(*args, **keywords):
-        if what == "remove" and "checkpoint-" not in str(args[0]) or not due():
-            return original(*args, **keywords)
-        if what == "save":  # in the middle of the file
-            args[1].write_bytes(b"PK" + bytes(1000))
-        if what == "remove":  # in the middle of the folder
-            next(pathlib.Path(args[0]).glob("*.safetensors")).unlink()
-        if what == "log":  # in the middle of the line
-            with open(args[0].folder / "metrics.jsonl", "a") as file:
-                file.write('{"iteration": 2, "rollout/acc')
-        die()
-    setattr(owner, attribute, deadly)
-
-for point in points:
-    pid = os.fork()
-    if pid == 0:
-        if point != "end":
-            arm(point.split(":")[0], int(point.split(":")[1]))
-        launch(script.main, script.Args)
-        os._exit(0)
-    status = os.waitpid(pid, 0)[1]
-    died = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-    if died != (point != "end") or (point == "end" and status):
-        sys.exit(f"{point}: {status}")
-"""
 
 
 def flags_of(name, folder, sums, *more):
-    own = ["--prompts_per_iteration", "32"] if name == "ppo" else []
+    own = ["--prompts_per_iteration", "32"] if name in ("ppo", "more.reinforce") else []
     own += ["--dataset", str(sums), "--run_dir", str(folder), *map(str, more)]
     return [*flags_it_has(name, FLAGS), *own]
 
 
-def run_and_kill(name, points, flags):
-    command = [sys.executable, "-c", HARNESS, name, ",".join(points), *flags, "--resume"]
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-2000:]
+def metrics(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def as_lists(part):
@@ -90,117 +34,163 @@ def as_lists(part):
 
 
 def outcome(folder):
-    """(metrics, samples, weights, optimizer and other models) of a run."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    """(metrics, samples, weights, the rest of the checkpoint) of a run."""
+    lines = [without_times(line) for line in metrics(folder)]
     samples = (folder / "samples.jsonl").read_text()
     (checkpoint,) = folder.glob("checkpoint-*")
-    lines = [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
     saved = torch.load(checkpoint / "trainer_state.pt", weights_only=True)
-    weights = load_file(checkpoint / "model.safetensors")
-    return lines, samples, as_lists(weights), as_lists(saved["parts"])
+    return lines, samples, as_lists(load_file(checkpoint / "model.safetensors")), as_lists(saved)
 
 
-def check(name, points, tmp_path, sums, *more):
-    whole, parts = (flags_of(name, tmp_path / part, sums, *more) for part in ("whole", "parts"))
-    assert run(name, *whole).returncode == 0
-    run_and_kill(name, [*points, "end"], parts)
-    assert outcome(tmp_path / "parts") == outcome(tmp_path / "whole")
+def check(name, troubles, tmp_path, sums, *more):
+    """Once settings.json is there, the folder alone says how the run goes on."""
+    assert run(name, *flags_of(name, tmp_path / "whole", sums, *more)).returncode == 0
+    folder = tmp_path / "parts"
+    for trouble in [*troubles, None]:
+        flags = flags_of(name, folder, sums, *more)
+        if (folder / "settings.json").exists():
+            flags = ["--run_dir", folder]
+        result = forked(name, *flags, "--resume", trouble=trouble)
+        assert result.codes == [-9 if trouble else 0], (trouble, result.stderr)
+    assert outcome(folder) == outcome(tmp_path / "whole")
 
 
-EVERYWHERE = "replace:1 step:1 save:1 rename:2 log:2 remove:1 sample:1 replace:2".split()
+MOMENTS = [
+    ("kill before a file is in place", 1),  # settings.json
+    ("kill in a save", 1),  # checkpoint 0
+    ("kill in an evaluation", 1),  # before training
+    ("kill before a step", 1),
+    ("kill before a rename", 2),
+    ("kill after a line", 2),
+    ("kill in a line", 2),
+    ("kill in a removal", 1),
+    ("kill in a rollout", 1),
+    ("kill before a file is in place", 4),  # samples.jsonl, after metrics.jsonl
+]
 
 
-# ppo has more to save than any other, a critic and its optimizer.
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("grpo", "dapo", "rspo")]
-
-
-@pytest.mark.parametrize("name", ["ppo", *SLOW])
+@pytest.mark.parametrize("name", ["ppo", pytest.param("dapo", marks=pytest.mark.slow)])
 def test_killed_at_every_kind_of_moment(name, tmp_path, sums):
-    """Before the settings are there, before the first checkpoint, inside one, between writing and
-    renaming it, half-way through a line of metrics, while the old checkpoint is removed, in a rollout,
-    between the two files that a resumed run cuts; and at random steps."""
-    rng = random.Random(name)
-    check(name, [*EVERYWHERE, *(f"step:{rng.randint(1, 2)}" for _ in range(2))], tmp_path, sums)
-    assert len((tmp_path / "parts" / "metrics.jsonl").read_text().splitlines()) == 5
+    """And at random steps. ppo has more to save than any other: a critic and a reference."""
+    steps = [("kill before a step", random.Random(name).randint(1, 2)) for _ in range(2)]
+    check(name, [*MOMENTS, *steps], tmp_path, sums)
+    assert [line["iteration"] for line in metrics(tmp_path / "parts")] == [1, 2, 3, 4, 5]
 
 
-def test_run_a_signal_ends_the_run_after_a_checkpoint(tmp_path, sums, monkeypatch):
-    """SIGTERM in a rollout: the iteration is finished and saved, and the run can go on. What it prints
-    is in test_more.py."""
-    original = grpo.sample
-    rollouts = []
+STATES = {  # what else is in a checkpoint
+    "float32 weights, a stale sampler, a new reference": (
+        "grpo",
+        *("--dtype", "bfloat16", "--rollout_refresh_every", 3, "--ref_reset_every", 2),
+    ),
+    "a running baseline": ("more.reinforce",),
+}
 
-    def sample(*args):
-        rollouts.append(None)
-        if len(rollouts) == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return original(*args)
 
-    monkeypatch.setattr(grpo, "sample", sample)
-    flags = flags_of("grpo", tmp_path, sums, "--save_every", 0)
-    result = run("grpo", *flags)
-    assert result.returncode == 130 and "to resume: " in result.stderr
+@pytest.mark.parametrize("state", STATES)
+def test_killed_with_more_in_the_checkpoint(state, tmp_path, sums):
+    name, *flags = STATES[state]
+    troubles = [("kill after a line", 3), ("kill in a rollout", 3)]
+    check(name, troubles, tmp_path, sums, *flags)
+
+
+# ------------------------------------------------------------------------------- signals and errors
+
+
+def test_run_a_signal_ends_the_run_after_a_checkpoint(tmp_path, sums):
+    """The iteration is finished and saved. The run goes on as it was last asked to."""
+    flags = flags_of("grpo", tmp_path, sums, "--save_every", 0, "--iterations", 3)
+    result = forked("grpo", *flags, trouble=("SIGTERM", 2))
+    assert result.codes == [130] and result.stderr == ""
+    lines = result.stdout.splitlines()
+    assert lines.count("stopping after this iteration") == 1
+    assert lines[-1] == f"saved; to continue: --resume --run_dir {tmp_path}"
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-000002"]
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
-    assert run("grpo", *flags, "--resume").returncode == 0
-    assert len(rollouts) == 5
+    resume = ("--resume", "--run_dir", tmp_path)
+    assert forked("grpo", *resume, "--iterations", 5, trouble=("SIGTERM", 2)).codes == [130]
+    result = forked("grpo", *resume)
+    assert result.codes == [0] and "after" in result.stdout
+    assert [line["iteration"] for line in metrics(tmp_path)] == [1, 2, 3, 4, 5]
+    assert (tmp_path / "checkpoint-000005").exists()
 
 
-def test_run_a_signal_in_the_last_save(tmp_path, sums, monkeypatch):
-    """The results are there, and are printed; message and exit code both say that it was stopped."""
-    original = torch.save
-
-    def save(*args):
-        original(*args)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(torch, "save", save)
-    flags = flags_of("grpo", tmp_path, sums, "--save_every", 0)
-    result = run("grpo", *flags)
-    assert result.returncode == 130 and "to resume: " in result.stderr
-    assert "the trained model: " in result.stdout
-    monkeypatch.undo()
-    assert "the trained model: " in run("grpo", *flags, "--resume").stdout
+def test_run_a_signal_outside_of_an_iteration_or_a_second_one(tmp_path, sums):
+    """The first ends with one word, and its folder holds no run; the second ends at once."""
+    flags = flags_of("grpo", tmp_path, sums)
+    result = forked("grpo", *flags, trouble=("SIGINT in an evaluation", 1))
+    assert (result.codes, result.stdout, result.stderr) == ([130], "", "stopped\n")
+    assert (tmp_path / "checkpoint-000000").exists()
+    result = forked("grpo", *flags, trouble=("two SIGINT", 2))
+    assert result.codes == [-2] and result.stderr == ""
+    assert [line["iteration"] for line in metrics(tmp_path)] == [1]
 
 
-def test_run_a_loss_that_is_not_finite_ends_the_run(tmp_path, monkeypatch):
+def test_run_a_loss_that_is_not_finite_ends_the_run(tmp_path, sums, monkeypatch):
     """Before the optimizer step: it names iteration and tensor; the last checkpoint has finite
     weights."""
-    original, calls = grpo.policy_loss, []
+    original = grpo.policy_loss
+    calls = []
 
     def policy_loss(*args, **keywords):
         loss, stats = original(*args, **keywords)
-        calls.append(1)
-        return (loss * float("nan") if len(calls) == 4 else loss), stats  # in the second iteration
+        calls.append(None)
+        is_wrong = len(calls) == 4  # in the second iteration
+        return (loss * float("nan") if is_wrong else loss), stats
 
     monkeypatch.setattr(grpo, "policy_loss", policy_loss)
-    result = run("grpo", *FLAGS, "--run_dir", tmp_path)
-    assert result.returncode == 2 and "iteration 2: loss is not finite" in result.stderr
+    result = run("grpo", *flags_of("grpo", tmp_path, sums))
+    assert result.returncode == 2
+    assert result.stderr == "grpo.py: error: iteration 2: loss is not finite\n"
     (checkpoint,) = tmp_path.glob("checkpoint-*")
     assert checkpoint.name == "checkpoint-000001"
     assert all(w.isfinite().all() for w in load_file(checkpoint / "model.safetensors").values())
 
 
-def collapses(result):
+@pytest.mark.parametrize("name", ["grpo", "ppo", "more.reinforce"])
+def test_run_without_a_signal_warns_once(name, tmp_path, sums, reward_file):
+    """After ten iterations in which all rewards were equal, also where there are no groups."""
+    reward = reward_file('return 0.5, "no_answer" if len(text) % 2 else "truncated"')
+    small = ("--max_new_tokens", 4, "--save_every", 0, "--eval_every", 0, "--reward", reward)
+    flags = flags_of(name, tmp_path, sums, *small, "--iterations", 12)
+    result = run(name, *flags, "--prompts_per_iteration", 2 if name == "grpo" else 4)
     assert result.returncode == 0, result.stderr
-    return [x for x in (result.stdout + result.stderr).splitlines() if x.startswith("collapse")]
+    (warning,) = (line for line in result.stdout.splitlines() if line.startswith("warning: "))
+    tenth = metrics(tmp_path)[9]
+    assert "no learning signal for 10 iterations" in warning
+    for metric in ("no_answer_frac", "truncated_frac"):
+        assert f"{metric} {tenth[f'rollout/{metric}']:.2f}" in warning
 
 
-def test_run_collapse_is_reported_once(tmp_path, reward_file):
-    """A run whose groups all have equal rewards says so after ten such iterations."""
-    reward = reward_file('return 0.5, "wrong"')
-    small = ("--prompts_per_iteration", 2, "--max_new_tokens", 4)
-    flags = [*FLAGS, *small, "--save_every", 0, "--eval_every", 0, "--reward", reward]
-    result = run("grpo", *flags, "--iterations", 13, "--run_dir", tmp_path / "run")
-    assert collapses(result) == ["collapse: for 10 iterations no group had two different rewards"]
-    result = run("grpo", *flags, "--iterations", 9, "--run_dir", tmp_path / "short")
-    assert collapses(result) == []
+def test_run_dapo_says_so_when_no_group_is_mixed(tmp_path, sums, reward_file):
+    """The iteration is logged and saved, and the results say why the run ends. Resumed where some
+    answers are right, it goes on."""
+    easy = tmp_path / "easy"
+    reward = reward_file(
+        "import os",
+        f"is_right = os.path.exists({str(easy)!r}) and len(text) % 2 == 0",
+        'return (1.0, "correct") if is_right else (0.0, "wrong")',
+    )
+    folder = tmp_path / "run"
+    more = ("--max_sampling_rounds", 2, "--reward", reward, "--eval_every", 0, "--iterations", 3)
+    result = run("dapo", *flags_of("dapo", folder, sums, *more))
+    assert result.returncode == 0 and result.stderr == ""
+    assert "iteration 1: after 2 rounds 8 mixed groups are missing" in result.stdout
+    assert "ended early, after iteration 1: too few mixed groups\n" in result.stdout
+    (line,) = metrics(folder)
+    assert line["rollout/groups_kept"] == line["rollout/accuracy"] == 0
+    assert line["rollout/groups_dropped_all_wrong"] == line["rollout/groups_generated"] == 16
+    assert (folder / "checkpoint-000001").exists()
+    easy.touch()
+    result = run("dapo", "--run_dir", folder, "--resume")
+    assert result.returncode == 0 and "ended early" not in result.stdout
+    assert [line["iteration"] for line in metrics(folder)] == [1, 2, 3]
 
 
-def test_run_nothing_collapses_without_groups(tmp_path, reward_file):
-    """ppo has one completion per prompt, and so no share of uniform groups."""
-    reward = reward_file('return 0.5, "wrong"')
-    small = ("--prompts_per_iteration", 4, "--max_new_tokens", 4)
-    flags = [*flags_it_has("ppo", FLAGS), *small, "--reward", reward]
-    flags += ["--save_every", 0, "--eval_every", 0, "--run_dir", tmp_path / "run"]
-    assert collapses(run("ppo", *flags, "--iterations", 13)) == []
+def test_run_resume_with_nothing_left_to_do(tmp_path, sums):
+    """Also with fewer iterations than were done: the same results again, and no change."""
+    first = run("grpo", *flags_of("grpo", tmp_path, sums, "--iterations", 2))
+    before = outcome(tmp_path)
+    results = first.stdout[first.stdout.index("held-out problems") :]
+    for more in ([], ["--iterations", 1]):
+        result = run("grpo", "--run_dir", tmp_path, "--resume", *more)
+        assert result.returncode == 0 and result.stdout.endswith(results)
+        assert outcome(tmp_path) == before

@@ -11,21 +11,25 @@ import sys
 
 import pytest
 import torch
-import transformers
-from conftest import ROOT, TINY_MOE, run, run_process, script_args
-from safetensors.torch import load_file, save_file
+from conftest import forked, run, run_process
 from test_bad_input import SMALL, completes, refused
 
-import common
 import grpo
-import plumbing.settings
+from plumbing import folder as run_folder
 from plumbing.args import UserError, launch
 from plumbing.run import Run
-from plumbing.settings import settings_of, versions_of
+from plumbing.screen import progress_line, results_text
+
+STATE = "trainer_state.pt"
+WEIGHTS = "model.safetensors"
 
 
 def iterations(folder):
     return [json.loads(line)["iteration"] for line in (folder / "metrics.jsonl").open()]
+
+
+def content(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +46,15 @@ def folder(finished, tmp_path):
     return shutil.copytree(finished, tmp_path / "run")
 
 
-@pytest.fixture
-def resume(folder, sums):
-    """The flags that continue the run."""
-    return ("--dataset", sums, "--run_dir", folder, "--resume")
+def resumed(folder, *flags):
+    return run("grpo", "--resume", "--run_dir", folder, *flags)
+
+
+def is_refused(result, *expected):
+    assert result.returncode == 2 and len(result.stderr.splitlines()) == 1, result.stderr
+    assert result.stderr.startswith("grpo.py: error: ") and result.stdout == ""
+    for words in expected:
+        assert words in result.stderr
 
 
 # --------------------------------------------------------------------------------------- checkpoints
@@ -61,236 +70,137 @@ class Trap:
         return open, (str(self.path), "w")
 
 
-STATE = "trainer_state.pt"
-WEIGHTS = "model.safetensors"
-
-
-def flip_a_bit(path, at):
-    content = bytearray(path.read_bytes())
-    content[at if at < 0 else len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-def append(path):
-    with open(path, "a") as file:
-        file.write(" ")
-
-
-def move_iteration(checkpoint):
-    """A state as it was once, with what is now "iteration" inside another entry."""
-    saved = torch.load(checkpoint / STATE, weights_only=True)
-    saved["state"] = {"iteration": saved.pop("iteration")}
-    torch.save(saved, checkpoint / STATE)
-
-
-def double_weights(checkpoint):
-    doubled = {key: 2 * tensor for key, tensor in load_file(checkpoint / WEIGHTS).items()}
-    save_file(doubled, checkpoint / WEIGHTS, metadata={"format": "pt"})
-
-
-def replace_by_file(checkpoint):
-    shutil.rmtree(checkpoint)
-    checkpoint.write_text("")
-
-
 DAMAGE = {  # {what is wrong: how a checkpoint becomes such a one}
     "truncated state": lambda checkpoint: os.truncate(checkpoint / STATE, 100),
-    "no state": lambda checkpoint: (checkpoint / STATE).unlink(),
-    "text for state": lambda checkpoint: (checkpoint / STATE).write_text("hello"),
     "code in the state": lambda checkpoint: torch.save(Trap(checkpoint / "ran"), checkpoint / STATE),
-    "another state": lambda checkpoint: torch.save({"epoch": 3}, checkpoint / STATE),
-    "an old state": move_iteration,
-    "a flipped bit in the state": lambda checkpoint: flip_a_bit(checkpoint / STATE, 0),
-    "a flipped bit in the weights": lambda checkpoint: flip_a_bit(checkpoint / WEIGHTS, -9),
+    "a different state": lambda checkpoint: torch.save({"epoch": 3}, checkpoint / STATE),
     "truncated weights": lambda checkpoint: os.truncate(checkpoint / WEIGHTS, 1000),
-    "no weights": lambda checkpoint: (checkpoint / WEIGHTS).unlink(),
-    "other weights": double_weights,
     "no config": lambda checkpoint: (checkpoint / "config.json").unlink(),
-    "another config": lambda checkpoint: append(checkpoint / "config.json"),
-    "another tokenizer": lambda checkpoint: append(checkpoint / "tokenizer.json"),
-    "other end tokens": lambda checkpoint: append(checkpoint / "generation_config.json"),
-    "one more file": lambda checkpoint: append(checkpoint / "more.json"),
-    "a file": replace_by_file,
 }
 
 
 @pytest.mark.parametrize("how", DAMAGE)
-def test_damaged_checkpoints(how, folder, resume):
+def test_damaged_checkpoints(how, folder):
     (checkpoint,) = folder.glob("checkpoint-*")
     DAMAGE[how](checkpoint)
-    before = (folder / "metrics.jsonl").read_bytes()
-    expected = f"--resume: {checkpoint} cannot be read"
-    refused("grpo", *resume, "--iterations", 2, expected=expected)
-    assert (folder / "metrics.jsonl").read_bytes() == before and not (checkpoint / "ran").exists()
+    logs = [(folder / name).read_bytes() for name in ("metrics.jsonl", "samples.jsonl")]
+    is_refused(resumed(folder, "--iterations", 2), f"--resume: {checkpoint} cannot be read")
+    assert logs == [(folder / name).read_bytes() for name in ("metrics.jsonl", "samples.jsonl")]
+    assert not (checkpoint / "ran").exists()
 
 
-def test_run_a_copy_that_the_user_keeps(folder, resume):
-    """checkpoint-best-2 is not the newest checkpoint, and nobody deletes it."""
+def test_run_files_and_copies_of_the_user(folder):
+    """A file in a checkpoint does no harm; copies are not the newest checkpoint, and nobody deletes
+    them."""
     (checkpoint,) = folder.glob("checkpoint-*")
+    (checkpoint / ".DS_Store").write_text("mine")
     kept = {"checkpoint-best-2", "checkpoint-9", "checkpoint-999999.bak", "checkpoint-0000099"}
     for name in kept:
         shutil.copytree(checkpoint, folder / name)
         (folder / name / "config.json").write_text("mine")
-    completes(*resume, "--iterations", 2)
+    assert resumed(folder, "--iterations", 2).returncode == 0
     assert {path.name for path in folder.glob("checkpoint-*")} == kept | {"checkpoint-000002"}
 
 
-def test_run_a_full_disk(folder, resume):
-    """A file-size limit stands in for the full disk: the checkpoint cannot be written, its predecessor
-    stays, and the run goes on from there."""
-    (checkpoint,) = folder.glob("checkpoint-*")
-    before = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
+def on_a_full_disk(function, *args):
+    """A limit on the size of a file stands in for it: the weights have 0.9 MB."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, limit[1]))  # the weights have 0.9 MB
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, limit[1]))
     try:
-        result = run("grpo", *SMALL, *resume, "--iterations", 2, held_out=8)
+        return function(*args)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    assert result.returncode == 2 and "Traceback" not in result.stderr
-    assert "cannot be written; the checkpoint before it is whole: SafetensorError" in result.stderr
-    assert list(folder.glob("checkpoint-*[0-9]")) == [checkpoint]
-    assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == before
-    completes(*resume, "--iterations", 2)
+
+
+def test_run_a_full_disk(folder, sums, tmp_path):
+    """Found before the first evaluation. Later the last checkpoint stays whole, and the run goes on
+    from there."""
+    flags = (*SMALL, "--dataset", sums, "--num_held_out", 8, "--run_dir", tmp_path / "new")
+    result = on_a_full_disk(run, "grpo", *flags)
+    is_refused(result, "checkpoint-000000 cannot be written", "SafetensorError")
+    (checkpoint,) = folder.glob("checkpoint-*")
+    before = content(checkpoint)
+    result = on_a_full_disk(resumed, folder, "--iterations", 2)
+    assert result.returncode == 2 and len(result.stderr.splitlines()) == 1
+    assert "checkpoint-000002 cannot be written; older checkpoints are whole" in result.stderr
+    assert list(folder.glob("checkpoint-*[0-9]")) == [checkpoint] and content(checkpoint) == before
+    assert resumed(folder).returncode == 0
     assert iterations(folder) == [1, 2]
 
 
-# ------------------------------------------------------------------------------ settings and metrics
+def test_run_a_log_that_cannot_be_written(folder, monkeypatch):
+    def log(self, *args):
+        (self.folder.path / "metrics.jsonl").unlink()
+        (self.folder.path / "metrics.jsonl").mkdir()
+        return original(self, *args)
+
+    original = Run.log
+    monkeypatch.setattr(Run, "log", log)
+    result = resumed(folder, "--iterations", 2)
+    assert result.returncode == 2 and len(result.stderr.splitlines()) == 1
+    assert f"{folder} cannot be written; the last checkpoint is whole" in result.stderr
 
 
-def test_a_used_run_folder(folder, resume, monkeypatch):
-    """Refused without --resume; with it, only for the same script and the same settings, which are
-    compared before anything is loaded."""
-    for name in ("check_logprobs", "read_dataset"):
-        monkeypatch.setattr(common, name, lambda *args: pytest.fail("loaded"))
-    refused("grpo", "--run_dir", folder, expected="holds a run")
-    refused("grpo", *resume, "--lr", 1e-3, expected="has lr 0.0002, not 0.001")
-    refused("sapo", *resume, expected="has script grpo, not sapo")
-    path = folder / "settings.json"
-    settings = json.loads(path.read_text())
-    path.write_text(json.dumps(settings | {"warmup": 5}))
-    refused("grpo", *resume, expected="has warmup 5, not None")
-    del settings["dtype"]
-    path.write_text(json.dumps(settings))
-    refused("grpo", *resume, expected="has dtype None, not float32")
-    path.write_text("{no json}")
-    refused("grpo", *resume, expected=(f"--run_dir {folder} cannot be", "JSONDecodeError"))
-    path.unlink()
-    refused("grpo", *resume, expected=(f"--run_dir {folder} cannot be", "settings.json"))
+# ---------------------------------------------------------------------------------- one folder, one run
 
 
-def test_run_resume_under_other_versions(folder, resume):
+def test_a_used_run_folder(folder, monkeypatch):
+    """Refused without --resume; with it, only for the same script and flags. It is compared before a
+    model is loaded, and stays as it is."""
+    monkeypatch.setattr(grpo, "load_policy", lambda args: pytest.fail("loaded"))
+    before = content(folder)
+    is_refused(run("grpo", "--run_dir", folder), f"--run_dir {folder} holds a run: --resume continues")
+    is_refused(resumed(folder, "--lr", 1e-3), "has lr 0.0002, not 0.001")
+    is_refused(resumed(folder, "--seed", 2), "has seed 1, not 2")
+    is_refused(resumed(folder, "--dtype", "bfloat16"), "has dtype float32, not bfloat16")
+    result = run("sapo", "--resume", "--run_dir", folder)
+    assert result.returncode == 2 and "has script grpo, not sapo" in result.stderr
+    assert content(folder) == before
+    (checkpoint,) = folder.glob("checkpoint-*")
+    shutil.rmtree(checkpoint)
+    is_refused(resumed(folder), "holds a run")  # a log that nothing can continue
+    (folder / "settings.json").write_text("{no json}")
+    is_refused(resumed(folder), "settings.json cannot be read", "JSONDecodeError")
+
+
+def test_run_what_may_change(folder, tmp_path):
+    """Also the place of the folder. What is given once stays."""
+    flags = "--iterations 2 --eval_every 1 --save_every 2 --device cpu --micro_batch_size 3"
+    flags += " --rollout_batch_size 4 --gradient_checkpointing"
+    moved = folder.rename(tmp_path / "moved")
+    assert resumed(moved, *flags.split()).returncode == 0
+    settings = json.loads((moved / "settings.json").read_text())
+    assert settings["micro_batch_size"] == 3 and settings["gradient_checkpointing"]
+    assert resumed(moved, "--iterations", 3, "--gradient_checkpointing", "false").returncode == 0
+    assert iterations(moved) == [1, 2, 3]
+    settings = json.loads((moved / "settings.json").read_text())
+    assert settings["micro_batch_size"] == 3 and not settings["gradient_checkpointing"]
+
+
+def test_run_a_folder_without_an_iteration_is_no_run_yet(tmp_path, sums):
+    """Killed in its first evaluation, a run leaves checkpoint 0, and one with other flags takes its
+    place."""
+    flags = ("--dataset", sums, "--run_dir", tmp_path)
+    killed = forked("grpo", *SMALL, *flags, trouble=("kill in an evaluation", 1))
+    assert killed.codes == [-9] and (tmp_path / "checkpoint-000000").exists()
+    completes(*flags, "--lr", 1e-3)
+    assert iterations(tmp_path) == [1]
+    assert json.loads((tmp_path / "settings.json").read_text())["lr"] == 1e-3
+
+
+def test_run_resume_under_other_versions(folder):
     """They are recorded when a run starts; a run that is resumed under others warns of each."""
     path = folder / "settings.json"
     settings = json.loads(path.read_text())
-    assert settings["versions"] == versions_of(grpo.Args())
-    assert "warning" not in completes(*resume)
+    assert settings["versions"] == run_folder.versions()
+    assert {"torch", "transformers"} <= set(settings["versions"])
+    assert resumed(folder).stderr == ""
     settings["versions"] |= {"torch": "1.0", "commit": "abc"}
     path.write_text(json.dumps(settings))
-    lines = [line for line in completes(*resume).splitlines() if "warning" in line]
-    assert [line.split("started under ")[1].split()[:2] for line in lines] == [
-        ["commit", "abc,"],
-        ["torch", "1.0,"],
-    ]
-    assert json.loads(path.read_text()) == settings
-
-
-def test_versions_and_commits(tmp_path, monkeypatch):
-    """The commit that was loaded is noted in the hub's cache; what is a file or a folder has none."""
-    command = ["git", "rev-parse", "HEAD"]
-    commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    expected = {"torch": torch.__version__, "transformers": transformers.__version__}
-    versions = versions_of(grpo.Args())
-    assert versions.pop("commit", "").removesuffix("-dirty") == commit and versions == expected
-    monkeypatch.setattr(plumbing.settings, "HF_HUB_CACHE", tmp_path)
-    monkeypatch.chdir(tmp_path)
-    for folder, commit in (("models--org--name", "1a2b"), ("datasets--sums", "3c4d")):
-        (tmp_path / folder / "refs").mkdir(parents=True)
-        (tmp_path / folder / "refs" / "main").write_text(commit)
-    versions = versions_of(grpo.Args(model="org/name", dataset="sums"))
-    assert (versions["model's revision"], versions["dataset's revision"]) == ("1a2b", "3c4d")
-    (tmp_path / "sums").mkdir()
-    assert "dataset's revision" not in versions_of(grpo.Args(model="mine", dataset="sums"))
-
-
-@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
-def test_run_a_line_that_was_cut_after_a_brace(name, folder, resume):
-    with open(folder / name, "a") as file:
-        file.write('{"iteration": 2, "prompt": "f{x}')
-    completes(*resume, "--iterations", 2)
-    for line in (folder / name).read_text().splitlines():
-        json.loads(line)
-
-
-def test_run_resume_before_the_first_checkpoint(folder, resume):
-    """Settings are compared if an iteration was logged; one that crashed leaves nothing in the way."""
-    (checkpoint,) = folder.glob("checkpoint-*")
-    shutil.rmtree(checkpoint)
-    before = (folder / "metrics.jsonl").read_bytes()
-    refused("grpo", *resume, "--lr", 1e-3, expected="has lr 0.0002, not 0.001")
-    assert (folder / "metrics.jsonl").read_bytes() == before
-    completes(*resume)
-    assert iterations(folder) == [1]
-    shutil.rmtree(checkpoint)
-    (folder / "metrics.jsonl").write_text("")
-    completes(*resume, "--lr", 1e-3)
-
-
-def test_run_that_fails_before_its_first_checkpoint_can_be_started_again(tmp_path, sums):
-    """Its metrics do not stand in the way, and are replaced by those of the new run."""
-    flags = ("--dataset", sums, "--iterations", 3, "--num_minibatches", 1, "--run_dir", tmp_path)
-    assert "not finite" in run("grpo", *SMALL, *flags, "--lr", 1e9, held_out=8).stderr
-    assert iterations(tmp_path) and not list(tmp_path.glob("checkpoint-*"))
-    completes(*flags)
-    assert iterations(tmp_path) == [1, 2, 3]
-    assert json.loads((tmp_path / "settings.json").read_text())["lr"] == 2e-4
-
-
-def settings_changes(args, path, content, run_folder):
-    """Whether the settings change if a file gets this content."""
-    before = settings_of(args, "grpo", run_folder)
-    path.write_text(content)
-    return settings_of(args, "grpo", run_folder) != before
-
-
-@pytest.mark.parametrize("model", ["tiny-moe", "a folder"])
-def test_a_model_that_has_changed(model, tmp_path, monkeypatch):
-    """With another number of active experts, chat template or EOS a resumed run would be another one.
-    Its weights are in the checkpoint, and its README does not matter."""
-    folder = shutil.copytree(TINY_MOE, tmp_path / "model")
-    if model == "tiny-moe":
-        monkeypatch.setattr(plumbing.settings, "TINY_MOE", folder)
-    args = script_args("grpo", model=model if model == "tiny-moe" else str(folder))[1]
-    for name in ("README.md", WEIGHTS, "more.py"):
-        assert not settings_changes(args, folder / name, "another", tmp_path / "run")
-    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
-        assert settings_changes(args, folder / name, "another", tmp_path / "run")
-    for name in ("chat_template.jinja", "merges.txt", "tokenizer.model"):
-        assert settings_changes(args, folder / name, "another", tmp_path / "run")
-
-
-def test_a_dataset_that_has_changed(tmp_path):
-    """Training and held-out problems would mix. All files of a folder count, with their names, except
-    hidden ones and those of the run itself."""
-    data = tmp_path / "data.jsonl"
-    data.write_text("one")
-    args = script_args("grpo", dataset=str(data))[1]
-    assert settings_changes(args, data, "another", tmp_path / "run")
-    folder = tmp_path / "data"
-    run_folder = folder / "run"
-    for path in (folder / "more", run_folder):
-        path.mkdir(parents=True)
-    for path in (folder / "train.csv", folder / "more" / "train.csv"):
-        path.write_text("one")
-    args = script_args("grpo", dataset=str(folder))[1]
-    names = {name for name in settings_of(args, "grpo", run_folder) if name.startswith("dataset's")}
-    assert names == {"dataset's train.csv", "dataset's more/train.csv"}
-    for name in (".index", "run/metrics.jsonl"):
-        assert not settings_changes(args, folder / name, "another", run_folder)
-    for name in ("more/train.csv", "more/test.csv"):
-        assert settings_changes(args, folder / name, "another", run_folder)
-
-
-# ------------------------------------------------------------------------------ processes and streams
+    for _ in range(2):
+        lines = resumed(folder).stderr.splitlines()
+        words = [line.split("was started under ")[1].split()[:2] for line in lines]
+        assert words == [["torch", "1.0,"], ["commit", "abc,"]]
 
 
 def test_run_a_second_process(tmp_path, sums):
@@ -301,23 +211,23 @@ def test_run_a_second_process(tmp_path, sums):
     other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         other.stdout.readline()
-        refused("grpo", *flags, expected="another process uses it")
+        refused("grpo", *flags, expected="is used by another process")
     finally:
         other.kill()
         other.wait()
     completes(*flags)
 
 
-def test_run_metrics_that_cannot_be_written(tmp_path, sums, monkeypatch):
-    def log(self, *args):
-        (self.folder / "metrics.jsonl").unlink(missing_ok=True)
-        (self.folder / "metrics.jsonl").mkdir()
-        return original(self, *args)
+# ------------------------------------------------------------------------------ streams and the screen
 
-    original = Run.log
-    monkeypatch.setattr(Run, "log", log)
-    result = run("grpo", *SMALL, "--dataset", sums, "--run_dir", tmp_path / "run", held_out=8)
-    assert result.returncode == 2 and "cannot be written; the last checkpoint is whole" in result.stderr
+
+@pytest.mark.parametrize("stdout_is", ["closed", "full"])
+def test_run_goes_on_when_nothing_can_be_printed(stdout_is, tmp_path, sums):
+    """As after `| head`, and on a full disk."""
+    flags = (*SMALL, "--dataset", sums, "--num_held_out", 8, "--run_dir", tmp_path)
+    result = forked("grpo", *flags, stdout_is=stdout_is)
+    assert (result.codes, result.stdout, result.stderr) == ([0], "", "")
+    assert iterations(tmp_path) == [1] and (tmp_path / "checkpoint-000001").exists()
 
 
 def test_run_ends_with_2_as_a_process():
@@ -327,30 +237,56 @@ def test_run_ends_with_2_as_a_process():
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_only_a_user_error_is_one_line(monkeypatch, capsys):
-    """The cause goes into the line; anything else than a UserError keeps its traceback."""
-    monkeypatch.setattr(sys, "argv", ["grpo.py"])
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="utf-8"))
+def test_what_is_one_line(monkeypatch, capsys, tmp_path):
+    """A UserError with its cause, and a GPU that is out of memory; a bug keeps its traceback."""
+    monkeypatch.setattr(sys, "argv", ["grpo.py", "--run_dir", str(tmp_path)])
 
-    def refuse(args):
-        raise UserError("--flag is\nwrong") from ValueError("because\nof this")
+    def printed(error, cause):
+        def main(args):
+            raise error from cause
 
-    def fail(args):
-        raise ValueError("a bug")
+        with pytest.raises(SystemExit) as stop:
+            launch(main, grpo.Args)
+        assert stop.value.code == 2
+        return capsys.readouterr().err
 
-    with pytest.raises(SystemExit) as stop:
-        launch(refuse, grpo.Args)
-    assert stop.value.code == 2
-    assert capsys.readouterr().err == "grpo.py: error: --flag is wrong: ValueError because of this\n"
-    with pytest.raises(ValueError, match="a bug"):
-        launch(fail, grpo.Args)
+    line = printed(UserError("--flag is\nwrong"), ValueError("because\nof this"))
+    assert line == "grpo.py: error: --flag is wrong: ValueError because of this\n"
+    line = printed(torch.OutOfMemoryError("CUDA out of memory.\nTried ..."), None)
+    for flag in "--micro_batch_size --rollout_batch_size --gradient_checkpointing --dtype".split():
+        assert flag in line
+    assert len(line.splitlines()) == 1
+    with pytest.raises(ZeroDivisionError):
+        printed(ZeroDivisionError(), None)
 
 
-def test_a_prompt_that_the_terminal_cannot_show(monkeypatch):
+def test_a_prompt_that_the_terminal_cannot_show(monkeypatch, tmp_path):
     """An ASCII terminal gets the letter's code."""
     terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", terminal)
-    monkeypatch.setattr(sys, "argv", ["grpo.py"])
+    monkeypatch.setattr(sys, "argv", ["grpo.py", "--run_dir", str(tmp_path)])
     launch(lambda args: print("Wie groß?"), grpo.Args)
     terminal.flush()
     assert terminal.buffer.getvalue() == b"Wie gro\\xdf?\n"
+
+
+def test_what_a_run_prints_fits_80_columns():
+    """With long names, long completions, and pass@k for the sampled ones alone."""
+    greedy = {"accuracy": 0.25, "response_len_mean": 16384.0, "reward_mean_my_rewards.format": -1.5}
+    before = {"greedy": greedy, "sampled": greedy | {"pass@1": 0.5}, "examples": [["1+1=", "2", "3"]]}
+    after = before | {"examples": [["1+1=", "2", "4"]]}
+    lines = results_text(before, after).splitlines()
+    assert max(len(line) for line in lines) <= 80
+    title, accuracy, length, _, pass_at_1, _, *example = lines
+    assert title.split() == "held-out problems greedy before after sampled before after".split()
+    assert accuracy.split() == ["accuracy", *["0.250"] * 4]
+    assert length.split() == ["response_len_mean", *["16384.0"] * 4]
+    assert pass_at_1.split() == ["pass@1", "0.500", "0.500"]
+    assert pass_at_1.index("0.500") > title.index("sampled")
+    expected = ["1+1=   (sampled; the answer is 2)", "  before: 3", "  after:  4"]
+    assert example == expected
+    assert "after" not in results_text(before, None)
+    metrics = {"iteration": 999_999, "rollout/reward_mean": -1234.5, "losses/clipfrac_low": 0.01}
+    metrics |= {"losses/clipfrac_high": 0.02, "eval/accuracy": 0.5}
+    line = progress_line(metrics)
+    assert line.split() == ["999999", "-1234.500", "3.00%", "0.500"] and len(line) <= 80
