@@ -7,6 +7,7 @@ T response tokens, U = T + 1, S prompt + response, V vocabulary, L layers, E exp
 1 a kept axis. A "step" is an optimizer step, an "iteration" a rollout with its steps.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -27,7 +28,7 @@ from plumbing.args import RunArgs, UserError, flag, launch
 from plumbing.clock import clock
 from plumbing.data import ProblemStream, hash_of, problem_rows, read_dataset
 from plumbing.metrics import critic_stats, rollout_summary
-from plumbing.models import attention_window, end_ids, load_model, logits_of
+from plumbing.models import context_limits, end_ids, load_model, logits_of, one_line
 from plumbing.packing import forward_packed
 from plumbing.policy import Policy, TrainedModel
 from plumbing.reward import graded, load_rewards
@@ -86,26 +87,28 @@ def load_problems(args, policy):
 def load_policy(args):
     """`--model` -> `Policy`: the model, its tokenizer and the copy that samples."""
     master, tokenizer = load_model(args)
-    policy = Policy(master, tokenizer, args.dtype, args.rollout_dtype, args.rollout_refresh_every)
-    if args.routing_replay != "none" and policy.routers.no_replay:
-        reason = policy.routers.no_replay
+    with one_line(f"--model {args.model}: its architecture cannot be run"):
+        policy = Policy(master, tokenizer, args.dtype, args.rollout_dtype, args.rollout_refresh_every)
+    if args.routing_replay != "none" and not policy.routers.can_replay:
+        reason = "it is dense, or its routers do not let experts be replayed"
         raise UserError(f"--routing_replay cannot be used with --model {args.model}: {reason}")
     return policy
 
 
 def check_sampler(policy, problems, args):
-    """Compares the log-probs of sampler and training forward after prompts of three lengths and, if a
-    prompt with its answer may be longer than the model's attention window, near the window's end."""
+    """Compares the log-probs of sampler and training forward after prompts of three lengths and near
+    each length at which the model attends or rotates differently, if the run may reach it."""
     by_length = sorted([problem.prompt_ids for problem in problems], key=len)
     ids = by_length[len(by_length) // 2]
-    check_logprobs(policy, [ids, ids[: len(ids) // 2 + 1], ids[:1]], args)
     longest_ids = by_length[-1]
-    window = attention_window(policy.model)
-    if len(longest_ids) + args.max_new_tokens > window:
-        # a prompt that ends just before the window does or, if one is that long, just behind it
-        length = max(window - 2, min(len(longest_ids), window + 2))
-        repeated_ids = longest_ids * (length // len(longest_ids) + 1)
-        check_logprobs(policy, [repeated_ids[:length], longest_ids[:1]], args)
+    with one_line(f"--model {args.model}: the sampler cannot run this architecture"):
+        check_logprobs(policy, [ids, ids[: len(ids) // 2 + 1], ids[:1]], args)
+        for limit in context_limits(policy.model):
+            if len(longest_ids) + args.max_new_tokens > limit:
+                # a prompt that ends just before the limit or, if one is that long, just behind it
+                length = max(limit - 2, min(len(longest_ids), limit + 2))
+                repeated_ids = longest_ids * (length // len(longest_ids) + 1)
+                check_logprobs(policy, [repeated_ids[:length], longest_ids[:1]], args)
 
 
 def check_logprobs(policy, prompts, args):
@@ -128,7 +131,7 @@ def check_logprobs(policy, prompts, args):
             return
     raise UserError(
         f"--model {args.model}: log-probs of the same tokens differ by {gap:.2g} between the sampler "
-        "(with a cache) and the training forward"
+        f"(with a cache) and the training forward, after prompts of up to {len(prompts[0])} tokens"
     )
 
 
@@ -198,7 +201,8 @@ class CachedForward:
         """Logits of the next token, (R, V), in float32. rows_R are only noted with the experts."""
         if self.cache is not None and self.cache_name == "cache_params":
             attention = None  # its state has left out the padding before the prompt
-        with Routing(self.model, enabled=self.record_experts) as routing:
+        context = Routing(self.model) if self.record_experts else contextlib.nullcontext()
+        with context as routing:
             output = self.model(
                 tokens,
                 attention_mask=attention,
@@ -211,7 +215,7 @@ class CachedForward:
             self.experts.append((rows_R, routing.choices()))
         self.cache = getattr(output, self.cache_name, None)
         if type(self.cache) is not transformers.DynamicCache:
-            raise UserError("--model: it has no cache whose rows can be copied and removed")
+            raise TypeError("there is no cache whose rows can be copied and removed")
         return output.logits[:, -1].float()
 
 
@@ -483,7 +487,7 @@ def token_logprobs(policy, batch, temperature, entropy_grad=False, max_logits=MA
         batch,
         policy.one_sequence_per_row,
         replayed_BSLK=batch.replayed_experts_BSLK if replay else None,
-        router_logits=not policy.routers.no_softmax,
+        router_logits=policy.routers.has_softmax,
     )
     predictor_BT = packed.place_BS[:, -T - 1 : -1]  # the token at s is predicted at s - 1
     hidden = packed.hidden[batch.response_only(predictor_BT)]

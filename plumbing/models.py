@@ -1,11 +1,13 @@
 """Loads a model, and refuses what transformers would accept silently: weights that do not fit."""
 
+import contextlib
 import functools
-import math
 import os
+import re
 import types
 from pathlib import Path
 
+import huggingface_hub
 import torch
 import torch.nn.functional as F
 import transformers
@@ -18,30 +20,53 @@ from plumbing.routing import routing_contexts
 TINY_MOE = Path(__file__).parent.parent / "tiny_moe"  # the folder that --model tiny-moe means
 
 
+@contextlib.contextmanager
+def one_line(message):
+    """Whatever the libraries raise inside becomes a UserError: the message and the first line of
+    theirs, which may be long."""
+    try:
+        yield
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        cause = str(error).strip().partition("\n")[0]
+        raise UserError(f"{message}: {type(error).__name__} {cause:.200}") from None
+
+
+def ask_hub(name):
+    """Fails at once if a model is not in the cache and not on the hub; the loaders would try again for
+    a minute."""
+    path = huggingface_hub.try_to_load_from_cache(name, "config.json")
+    if not isinstance(path, str):
+        huggingface_hub.model_info(name, timeout=10)
+
+
+def read_config(source):
+    """The config, changed so that quantized weights (FP8, MXFP4) are dequantized: the kernels that
+    compute with them pass no gradient, which nothing would show."""
+    config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
+    for part in (config, config.get_text_config()):
+        if getattr(part, "quantization_config", None):
+            part.quantization_config["dequantize"] = True
+    return config
+
+
 def load_model(args):
     """`--model` -> (model in float32 with dropout off, its tokenizer). No code of its folder is run."""
-    source = args.model
-    if args.model == "tiny-moe":
-        source = TINY_MOE
-        if not source.is_dir():
-            raise UserError(f"--model tiny-moe: its folder {source} does not exist")
+    source = str(TINY_MOE) if args.model == "tiny-moe" else args.model
+    if not Path(source).is_dir():
+        with one_line(f"--model {args.model} is no folder, and cannot be read from the hub"):
+            ask_hub(source)
+    if (Path(source) / "adapter_config.json").exists():
+        raise UserError(f"--model {args.model} is an adapter: merge it into its base model first")
     options = {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
-    try:
+    with one_line(f"--model {args.model} cannot be used"):  # damaged folders may raise anything
+        config = read_config(source)
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         loader = transformers.AutoModelForCausalLM
-        model, report = loader.from_pretrained(source, dtype=torch.float32, **options)
-    except Exception as error:  # damaged folders may raise anything
-        raise UserError(f"--model {args.model} cannot be used") from error
-    # Where weights and architecture do not fit, transformers goes on with random ones.
-    misfits = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
-    if misfits:
-        message = f"its weights do not fit its config: {str(misfits):.200}"
-        raise UserError(f"--model {args.model}: {message}")
-    if not end_ids(model, tokenizer):
-        raise UserError(f"--model {args.model}: neither it nor its tokenizer has an EOS token")
-    if model.base_model is model:
-        raise UserError(f"--model {args.model}: transformers does not tell its body from its head")
-    model = model.to(args.device).eval()
+        model, report = loader.from_pretrained(source, config=config, dtype=torch.float32, **options)
+    check_model(model, tokenizer, report, args)
+    model = model.float().to(args.device).eval()  # some dequantized weights are in bfloat16
     # The update asks for router logits itself; where they are always made, decoding fails.
     if getattr(model.config.get_text_config(), "output_router_logits", False):
         model.config.get_text_config().output_router_logits = False
@@ -59,6 +84,26 @@ def load_model(args):
         head = model.get_output_embeddings()
         head.forward = types.MethodType(float32_product, head)  # bound, so that copies have their own
     return model, tokenizer
+
+
+def check_model(model, tokenizer, report, args):
+    """UserError if transformers has loaded something that cannot be trained."""
+    # Where weights and architecture do not fit, it goes on with random ones.
+    misfits = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
+    ids = end_ids(model, tokenizer)
+    fault = ""
+    if misfits:
+        fault = f"its weights do not fit its config: {str(misfits):.200}"
+    elif getattr(model, "is_quantized", False):
+        fault = "its weights are quantized, and transformers cannot dequantize them"
+    elif not ids:
+        fault = "neither it nor its tokenizer has an EOS token"
+    elif not all(isinstance(token, int) for token in ids):
+        fault = f"its EOS ids must be integers, not {ids}"
+    elif model.base_model is model:
+        fault = "transformers does not tell its body from its head"
+    if fault:
+        raise UserError(f"--model {args.model}: {fault}")
 
 
 def float32_product(head, hidden):
@@ -82,14 +127,25 @@ def end_ids(model, tokenizer):
     ids = model.generation_config.eos_token_id
     if not isinstance(ids, list):
         ids = [ids]
-    return sorted({*ids, tokenizer.eos_token_id} - {None})
+    return sorted({*ids, tokenizer.eos_token_id} - {None}, key=str)
 
 
-def attention_window(model):
-    """The most tokens that layers with sliding or chunked attention see; infinite without any."""
-    config = model.config.get_text_config()
-    sizes = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
-    return min([size for size in sizes if size], default=math.inf)
+# What configs call the length beyond which a token no longer sees all others, or positions are rotated
+# differently.
+LIMITS = re.compile("window|attention_chunk|local_attention|index_topk|original_max_position")
+
+
+def context_limits(model):
+    """The lengths at which a model attends or rotates differently, as its config names them."""
+    limits = set()
+    parts = [model.config.get_text_config().to_dict()]
+    while parts:
+        for name, value in parts.pop().items():
+            if isinstance(value, dict):  # rotations may differ between kinds of layers
+                parts.append(value)
+            elif type(value) is int and value > 0 and LIMITS.search(str(name)):
+                limits.add(value)
+    return sorted(limits)
 
 
 class LastHidden(tuple):

@@ -72,11 +72,14 @@ def forward_packed(body, batch, one_sequence_per_row=False, replayed_BSLK=None, 
         L, K = replayed_BSLK.shape[2:]
         flat = replayed_BSLK.new_full((size + 1, L, K), -1)  # -1 on padding
         replayed = flat.index_put((target_BS,), replayed_BSLK)[:size]
+    is_token = packed(batch.attention_BS)
+    # Between sequences stands the last token of a prompt. The embedding of token 0, which is often the
+    # padding, may be exactly zero, and the gradient of its norm is NaN.
+    filler = batch.tokens_BS[0, -batch.mask_BT.shape[1] - 1]
+    tokens = torch.where(is_token.bool(), packed(batch.tokens_BS), filler)
     options = {"output_router_logits": True} if router_logits else {}
     with Routing(body, replayed) as routing:
-        tokens = packed(batch.tokens_BS)
         output = body(tokens, position_ids=packed(positions_BS), use_cache=False, **options)
     hidden = output.last_hidden_state.flatten(0, 1).to(body.dtype)  # Mamba's are in float32 anyway
     recorded = getattr(output, "router_logits", None) or ()
-    is_token = packed(batch.attention_BS)
     return PackedOutput(hidden, recorded, routing.choices(), place_BS, is_token)

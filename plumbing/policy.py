@@ -2,11 +2,14 @@
 
 import copy
 import functools
+import hashlib
+import re
 import weakref
 
 import torch
 import transformers
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from transformers.utils.generic import ContextManagers
 
 from plumbing import ranks
 from plumbing.routing import find_routers, read_routers
@@ -53,10 +56,11 @@ def refresh_after_steps(trained):
 
     def hook(optimizer, *_):
         trained = reference()
-        if trained is not None:
-            first = next(trained.parameters())
-            if any(first is weight for group in optimizer.param_groups for weight in group["params"]):
-                trained.refresh()
+        if trained is None:
+            return
+        masters = {id(weight) for weight in trained.parameters()}
+        if any(id(weight) in masters for group in optimizer.param_groups for weight in group["params"]):
+            trained.refresh()
 
     register_optimizer_step_post_hook(hook)
 
@@ -68,6 +72,7 @@ class Policy(TrainedModel):
     def __init__(self, master, tokenizer, dtype="float32", rollout_dtype="same", refresh_every=1):
         super().__init__(master, dtype)
         self.tokenizer = tokenizer
+        self.weights_hash = hash_of(master)  # as they were loaded
         self.rollout_dtype = rollout_dtype
         self.refresh_every = refresh_every  # iterations
         self.one_sequence_per_row = False  # see common.check_logprobs
@@ -91,9 +96,7 @@ class Policy(TrainedModel):
 
     def load_pretrained(self, folder):
         """Reads the weights of such a folder."""
-        saved = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
-        )
+        saved = type(self.master).from_pretrained(folder, dtype=torch.float32)
         self.load_state_dict(saved.state_dict())
 
     def frozen_copy(self):
@@ -110,6 +113,29 @@ class Policy(TrainedModel):
         return self.rollout_policy
 
 
+@functools.lru_cache(maxsize=1)  # a copy that samples asks in each iteration
+def kept_in_float32(model):
+    """Names of the weights that transformers keeps in float32 in a model that it loads in bfloat16:
+    those that the architecture lists, and those that it makes in float32."""
+    parts = dict(model.named_modules())
+    bodies = [name for name in parts if isinstance(parts[name], transformers.PreTrainedModel)]
+    if not bodies:
+        return set()
+    prefix = bodies[0]  # of the policy itself, "", or of a critic's body
+    body = parts[prefix]
+    kind = type(body)
+    with ContextManagers(kind.get_init_context(torch.bfloat16, False, False, False)):
+        # on the device meta: no weight has memory
+        empty = kind._from_config(copy.deepcopy(body.config), dtype=torch.bfloat16)
+    patterns = [pattern.replace("*", ".*") for pattern in empty._get_dtype_plan(torch.bfloat16)]
+    names = set()
+    for name, weight in empty.named_parameters():
+        is_listed = any(re.search(pattern, name) for pattern in patterns)
+        if is_listed or weight.dtype == torch.float32:
+            names.add(f"{prefix}.{name}".lstrip("."))
+    return names
+
+
 def working_copy(master, dtype):
     """The model that computes: `master` itself in float32, else a copy of it in `dtype`, whose
     gradients are handed over to the master, in float32, as they come."""
@@ -123,37 +149,56 @@ def working_copy(master, dtype):
             master_weight.grad += weight.grad
         weight.grad = None
 
-    model = copy.deepcopy(master)
-    # Weights only: buffers, from which positions are computed, stay in float32.
+    model = cast_weights(copy.deepcopy(master), dtype)
     for weight, master_weight in zip(model.parameters(), master.parameters(), strict=True):
-        weight.data = weight.data.to(getattr(torch, dtype))
-        hook = functools.partial(hand_over, master_weight=master_weight)
-        weight.register_post_accumulate_grad_hook(hook)
+        if weight.requires_grad:
+            hook = functools.partial(hand_over, master_weight=master_weight)
+            weight.register_post_accumulate_grad_hook(hook)
     return model
 
 
 def rollout_copy(model, master, rollout_dtype):
     """A copy of `master` that samples, to be filled by `refresh_rollout_copy`."""
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    sampler = copy.deepcopy(master).requires_grad_(False)
-    for weight, model_weight in zip(sampler.parameters(), model.parameters(), strict=True):
+    if rollout_dtype not in ("float32", "bfloat16"):
         # int8 and int4 weights are only rounded; their products are computed in --dtype.
-        weight.data = weight.data.to(dtypes.get(rollout_dtype, model_weight.dtype))
-    return sampler
+        rollout_dtype = "float32" if model is master else "bfloat16"
+    return cast_weights(copy.deepcopy(master).requires_grad_(False), rollout_dtype)
+
+
+def cast_weights(model, dtype):
+    """The model with its weights in `dtype`, except those that stay in float32, as do all buffers, from
+    which positions are computed."""
+    kept = set() if dtype == "float32" else kept_in_float32(model)
+    for name, weight in model.named_parameters():
+        if name not in kept:
+            weight.data = weight.data.to(getattr(torch, dtype))
+    return model
 
 
 @torch.no_grad()
 def refresh_rollout_copy(sampler, master, rollout_dtype):
     """Copies the master weights into the sampler. For int8 and int4 all matrices are rounded except
-    embeddings (and a head tied to them) and routers."""
+    embeddings (and a head tied to them), routers, and what stays in float32."""
     bits = {"int8": 8, "int4": 4}.get(rollout_dtype)
-    kept = {id(sampler.get_input_embeddings().weight)}  # ids of weights that are not rounded
-    kept |= {id(weight) for router in find_routers(sampler) for weight in router.parameters()}
-    for weight, master_weight in zip(sampler.parameters(), master.parameters(), strict=True):
-        if bits and weight.dim() > 1 and id(weight) not in kept:
+    not_rounded = {id(sampler.get_input_embeddings().weight)}
+    not_rounded |= {id(weight) for router in find_routers(sampler) for weight in router.parameters()}
+    kept = kept_in_float32(sampler)
+    pairs = zip(sampler.named_parameters(), master.parameters(), strict=True)
+    for (name, weight), master_weight in pairs:
+        is_exact = id(weight) in not_rounded or name in kept
+        if bits and weight.dim() > 1 and not is_exact:
             weight.copy_(fake_quantize(master_weight, bits))
         else:
             weight.copy_(master_weight)
+
+
+def hash_of(model):
+    """A hash of the weights. Sums of their bits are exact, so it is the same on every device."""
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        bits = tensor.float().view(torch.int32)
+        digest.update(f"{name} {list(tensor.shape)} {bits.sum().item()}\n".encode())
+    return digest.hexdigest()
 
 
 def fake_quantize(weight, bits):

@@ -34,95 +34,67 @@ def find_routers(model):
     return []
 
 
-def as_small(chosen, experts):
-    """Numbers of a layer's experts in the smallest integers that hold them, and -1."""
-    return chosen.to(torch.int8 if getattr(experts, "num_experts", 2**15) <= 128 else torch.int16)
+class Routing(TorchFunctionMode):
+    """Inside this context the experts that compute are noted, in the order in which they were chosen.
+    With `replayed`, (tokens, L, K), the routers choose these, where they are not negative.
 
+    Only the choice is replaced, the result of torch.topk. The router's own code computes softmax and
+    norm from its own logits, so that it still learns. Contexts do not nest.
+    """
 
-class Chooser(TorchFunctionMode):
-    """Inside this context torch.topk over all `num_experts` returns the entries at `chosen`, where
-    these are not negative. Notes what it would have returned, and which functions were called."""
+    active = None  # the context of the current forward, which its repetition in the backward needs
 
-    def __init__(self, num_experts, chosen):
+    def __init__(self, model, replayed=None):
         super().__init__()
-        self.num_experts = num_experts
-        self.chosen = chosen
-        self.own = []  # for each call, the indices that it would have returned
-        self.functions = set()
+        self.experts = find_experts(model)
+        self.routers = [] if replayed is None else find_routers(model)
+        self.replayed = replayed
+        self.noted = [None] * len(self.experts)  # of each layer: experts that computed, (tokens, K)
+        self.weights = [None] * len(self.experts)  # their weights
+        self.own = [None] * len(self.routers)  # where others are replayed: the routers' own choices
+        self.functions = set()  # names of the functions that routers call
+
+    def __enter__(self):
+        assert Routing.active is None, "contexts do not nest"
+        Routing.active = self
+        self.hooks = []
+        for layer, module in enumerate(self.experts):
+            note = functools.partial(self.note, layer)
+            self.hooks.append(module.register_forward_pre_hook(note))
+        for layer, module in enumerate(self.routers):
+            enter = functools.partial(self.enter_router, layer)
+            self.hooks.append(module.register_forward_pre_hook(enter))
+            self.hooks.append(module.register_forward_hook(self.leave_router, always_call=True))
+        return self
+
+    def __exit__(self, *exception):
+        Routing.active = None
+        for hook in self.hooks:
+            hook.remove()
+
+    def note(self, layer, module, inputs):
+        _, chosen, weights = inputs
+        self.noted[layer] = chosen.to(torch.int16)
+        self.weights[layer] = weights.detach()
+
+    def enter_router(self, layer, *_):
+        self.layer = layer
+        super().__enter__()  # until the router returns, torch's functions are called through the below
+
+    def leave_router(self, *_):
+        super().__exit__(None, None, None)
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         self.functions.add(getattr(function, "__name__", ""))
         is_top_k = function in (torch.topk, torch.Tensor.topk)
         # Some routers choose groups of experts first, by other calls.
-        if not is_top_k or args[0].dim() != 2 or args[0].shape[1] != self.num_experts:
+        if not is_top_k or args[0].shape[1:] != (self.experts[self.layer].num_experts,):
             return result
-        self.own.append(result.indices)
-        if self.chosen is None:
-            return result
-        indices = torch.where(self.chosen < 0, result.indices, self.chosen)
+        self.own[self.layer] = result.indices.to(torch.int16)
+        replayed = self.replayed[:, self.layer]
+        indices = torch.where(replayed < 0, result.indices, replayed)
         return torch.return_types.topk((args[0].gather(-1, indices), indices))
-
-
-class Routing:
-    """Inside this context the experts that compute are noted, in the order in which they were chosen.
-    With `replayed`, (tokens, L, K), the routers choose these, where they are not negative.
-
-    Only the choice is replaced. The router's own code computes softmax and norm from its own logits, so
-    that it still learns. Contexts do not nest. A context that is not enabled does nothing.
-    """
-
-    active = None  # the context of the current forward, which its repetition in the backward needs
-
-    def __init__(self, model, replayed=None, enabled=True, watched=False):
-        self.experts = find_experts(model) if enabled else []
-        self.routers = find_routers(model) if replayed is not None or watched else []
-        self.enabled = enabled
-        self.replayed = replayed
-        self.noted = [None] * len(self.experts)  # of each layer: experts that computed, (tokens, K)
-        self.own = [None] * len(self.routers)  # what the routers would have chosen, if not only noted
-        self.weights = [None] * len(self.experts)  # of the experts that computed
-        self.functions = set()  # names of the functions that routers call
-
-    def __enter__(self):
-        if self.enabled:
-            assert Routing.active is None, "contexts do not nest"
-            Routing.active = self
-        self.before = []
-        for layer, module in enumerate(self.experts):
-            self.replace(module, functools.partial(self.note, layer, module.forward))
-        for layer, module in enumerate(self.routers):
-            self.replace(module, functools.partial(self.route, layer, module.forward))
-        return self
-
-    def replace(self, module, forward):
-        self.before.append((module, module.__dict__.get("forward")))
-        module.forward = forward
-
-    def __exit__(self, *exception):
-        if self.enabled:
-            Routing.active = None
-        for module, forward in self.before:
-            if forward is None:
-                del module.forward  # the method of its class remains
-            else:
-                module.forward = forward
-
-    def note(self, layer, forward, hidden, chosen, weights):
-        self.noted[layer] = as_small(chosen, self.experts[layer])
-        self.weights[layer] = weights.detach()
-        return forward(hidden, chosen, weights)
-
-    def route(self, layer, forward, *inputs):
-        chosen = None
-        if self.replayed is not None:
-            chosen = self.replayed[:, layer]
-        with Chooser(self.experts[layer].num_experts, chosen) as chooser:
-            output = forward(*inputs)
-        self.functions |= chooser.functions
-        if len(chooser.own) == 1:
-            self.own[layer] = as_small(chooser.own[0], self.experts[layer])
-        return output
 
     def choices(self):
         """The routers' own choices, even where others are replayed: (tokens, L, K), or None if the
@@ -133,11 +105,11 @@ class Routing:
 
 
 class Routers(NamedTuple):
-    """How a model's routers choose experts, as `read_routers` finds out."""
+    """How a model's routers choose experts, as `read_routers` finds out. A dense model has none."""
 
-    num_experts: int = 0  # in a layer; 0 if the model is dense, or does not say which experts it uses
-    no_replay: str = "it is dense"  # why choices cannot be replayed; "" if they can
-    no_softmax: str = "it is dense"  # why there is no softmax over all experts; "" if there is one
+    num_experts: int = 0  # in a layer; 0 also if the model does not say which experts it uses
+    can_replay: bool = False  # whether other experts can be made to compute
+    has_softmax: bool = False  # whether experts are chosen by a softmax over all of them
     are_probabilities: bool = False  # what transformers records as router logits has been through it
     are_balanced: bool = False  # by a loss, and not by other means
 
@@ -147,48 +119,39 @@ def read_routers(model):
     """`Routers` of a language model, which runs on a few tokens."""
     experts = find_experts(model)
     routers = find_routers(model)
-    num_active = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
-    if not routers and not experts and not num_active:
+    if not experts or len(routers) != len(experts) or not hasattr(experts[0], "num_experts"):
         return Routers()
-    if len(routers) != len(experts) or not experts or not hasattr(experts[0], "num_experts"):
-        reason = "its layers do not say which experts they use"
-        return Routers(no_replay=reason, no_softmax=reason)
+    num_experts = experts[0].num_experts
     count = min(8, model.get_input_embeddings().num_embeddings)
     tokens = torch.arange(count, device=model.device)[None]
 
-    def forward(**options):
-        with Routing(model, **options) as routing:
+    def forward(replayed=None):
+        with Routing(model, replayed) as routing:
             output = model.base_model(tokens, use_cache=False, output_router_logits=True)
         return routing, output
 
-    num_experts = experts[0].num_experts
-    routing, output = forward(watched=True)
-    no_replay = ""
-    if any(own is None for own in routing.own):
-        no_replay = "its routers do not choose experts by one torch.topk"
-    else:
-        own = torch.stack(routing.own, dim=1)
-        _, again = forward(replayed=own)
-        others, _ = forward(replayed=(own.long() + 1) % num_experts)
-        gap = (again.last_hidden_state - output.last_hidden_state).abs().max().item()
-        if not gap < 1e-4:
-            no_replay = f"with its own experts replayed, hidden states differ by {gap:.2g}"
-        elif any((weights == 0).any() for weights in others.weights):
-            no_replay = "its routers give no weight to experts that they have not chosen"
+    routing, output = forward()
+    own = routing.choices()
+    others = (own + 1) % num_experts
+    routing, _ = forward(others)
+    # Some routers do not use one torch.topk, or give no weight to experts that they have not chosen.
+    can_replay = torch.equal(torch.stack(routing.noted, dim=1), others)
+    can_replay = can_replay and all(weights.all() for weights in routing.weights)
+    if can_replay:
+        _, again = forward(own)
+        gap = (again.last_hidden_state - output.last_hidden_state).abs().max()
+        can_replay = bool(gap < 1e-4)
     recorded = getattr(output, "router_logits", None) or ()
-    no_softmax = ""
     names = [name for router in routers for name in router.state_dict()]
-    if "softmax" not in routing.functions or len(recorded) != len(experts):
-        no_softmax = "its routers score experts one by one, not by a softmax over all"
-    elif any(name.endswith("_bias") for name in names):
-        no_softmax = "its routers choose by a bias that is not part of their softmax"
+    has_bias = any(name.endswith("_bias") for name in names)  # which is not part of the softmax
+    has_softmax = "softmax" in routing.functions and len(recorded) == len(experts) and not has_bias
+    sums = [layer.sum(-1) for layer in recorded]
     return Routers(
         num_experts=num_experts,
-        no_replay=no_replay,
-        no_softmax=no_softmax,
-        are_probabilities=bool(recorded)
-        and all(((layer.sum(-1) - 1).abs() < 1e-4).all() for layer in recorded),
-        are_balanced=no_softmax == "" and hasattr(model, "router_aux_loss_coef"),
+        can_replay=can_replay,
+        has_softmax=has_softmax,
+        are_probabilities=bool(sums) and all(((x - 1).abs() < 1e-4).all() for x in sums),
+        are_balanced=has_softmax and hasattr(model, "router_aux_loss_coef"),
     )
 
 
