@@ -84,10 +84,11 @@ class RunArgs:
     resume: bool = flag(False, "continue the run in --run_dir, with its flags")
     run_dir: str = flag("", "output folder [runs/<script>-seed<seed>]")
 
-    # A script without these flags has one completion per prompt, or one step per rollout.
+    # A script without these flags has one completion per prompt, one step per rollout, or no resets.
     group_size = 1
     update_epochs = 1
     num_minibatches = 1
+    ref_reset_every = 0
     # Known once the functions of --reward are loaded:
     reads_answers = True  # False if none of them reads gold answers
     reward_columns = {}  # {column of the dataset: the flag that needs it}

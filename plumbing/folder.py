@@ -59,7 +59,7 @@ class RunFolder:
             checkpoints = self.checkpoints()
             if args.resume and checkpoints:
                 self.compare(settings)
-                settings["versions"] = self.settings()["versions"]  # those at the start of the run
+                settings = self.settings() | settings  # versions and hashes stay those of the start
             else:
                 self.make_empty()
                 settings["versions"] = versions()
@@ -104,6 +104,26 @@ class RunFolder:
             if now.get(name) != version:
                 message = f"{self.path} was started under {name} {version}, not {now.get(name)}"
                 print(f"warning: --resume: {message}", file=sys.stderr)
+
+    def check_hashes(self, problems, needs_weights, weights_hash):
+        """UserError if a resumed run has other problems than at its start or, if it needs the weights
+        that `--model` names (for a reference), other weights. Other prompts are a warning."""
+        now = {
+            "problems": problems.raw_hash,
+            "prompts": problems.rendered_hash,
+            "weights": weights_hash,
+        }
+        settings = self.settings()
+        first = settings.setdefault("hashes", now)
+        if first["problems"] != now["problems"]:
+            raise UserError(f"--resume: {self.path} was started with different problems in --dataset")
+        if needs_weights and first["weights"] != now["weights"]:
+            message = "was started with different weights in --model, which its reference needs"
+            raise UserError(f"--resume: {self.path} {message}")
+        if first["prompts"] != now["prompts"]:
+            message = "the chat template renders prompts differently than when the run started"
+            print(f"warning: --resume: {message}", file=sys.stderr)
+        write_whole(self.path / "settings.json", json.dumps(settings, indent=1))
 
     def close(self):
         if ranks.RANK == 0:

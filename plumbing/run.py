@@ -40,13 +40,20 @@ class Run:
         self.uniform_iterations = 0  # in a row, in which all rewards of every group were equal
         self.has_title = False  # whether `say_progress` has printed the columns' titles
         self.early_end = ""  # why the run ends before its last iteration
+        # Without resets the reference can be made of --model again.
+        needs_weights = parts.get("reference") is not None and args.ref_reset_every == 0
+        if needs_weights:
+            parts["reference"] = None
         parts["problems"] = problems
         if args.rollout_refresh_every > 1:
             parts["sampler"] = policy.rollout_policy.model  # its weights are not the current ones
         self.parts = {name: part for name, part in parts.items() if part is not None}
         self.restore()
         if ranks.RANK == 0:
+            self.folder.check_hashes(problems, needs_weights, policy.weights_hash)
             self.prepare_files()
+            num_parameters = sum(weight.numel() for weight in policy.parameters())
+            print(f"model: {num_parameters:,} parameters, {args.dtype}, on {args.device}")
         self.bar = tqdm(
             desc=self.folder.script,
             initial=self.iteration,
@@ -171,6 +178,8 @@ class Run:
         training_seconds = seconds - phases.get("evaluation", 0)
         self.metrics["charts/tokens_per_second"] = num_tokens / training_seconds
         self.metrics |= {f"charts/{name}_seconds": value for name, value in phases.items()}
+        if self.args.device.startswith("cuda"):
+            self.metrics["charts/peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         is_stopped = any(ranks.all_gather(self.signalled))
         if ranks.RANK == 0:
             self.write_log()
