@@ -79,7 +79,7 @@ class Policy(TrainedModel):
         self.routers = read_routers(master)
         self.rollout_policy = None
         if rollout_dtype != "same" or refresh_every > 1:
-            self.rollout_policy = self.with_model(rollout_copy(self.model, master, rollout_dtype))
+            self.rollout_policy = self.with_model(rollout_copy(master, dtype, rollout_dtype))
 
     def with_model(self, model):
         """Another model of the same architecture, with this tokenizer and these capabilities."""
@@ -157,12 +157,12 @@ def working_copy(master, dtype):
     return model
 
 
-def rollout_copy(model, master, rollout_dtype):
+def rollout_copy(master, dtype, rollout_dtype):
     """A copy of `master` that samples, to be filled by `refresh_rollout_copy`."""
-    if rollout_dtype not in ("float32", "bfloat16"):
-        # int8 and int4 weights are only rounded; their products are computed in --dtype.
-        rollout_dtype = "float32" if model is master else "bfloat16"
-    return cast_weights(copy.deepcopy(master).requires_grad_(False), rollout_dtype)
+    if rollout_dtype in ("float32", "bfloat16"):
+        dtype = rollout_dtype
+    # int8 and int4 weights are only rounded; their products are computed in --dtype.
+    return cast_weights(copy.deepcopy(master).requires_grad_(False), dtype)
 
 
 def cast_weights(model, dtype):
