@@ -537,18 +537,21 @@ def test_the_three_examples_of_the_readme(tmp_path):
 
 
 @pytest.mark.extras
-def test_the_package(tmp_path):
+def test_the_package(tmp_path, monkeypatch):
     """Installed from a clone, which stays as it was; the vectors have the form of their schema."""
-    import jsonschema
-
     source = tmp_path / "conformance"
     shutil.copytree(ROOT / "conformance", source, ignore=shutil.ignore_patterns("__pycache__"))
     before = sorted(source.rglob("*"))
-    flags = ["--quiet", "--no-deps", "--target", tmp_path / "site"]
-    assert run("-m", "pip", "install", *flags, source).returncode == 0
+    install = ["-m", "pip", "install", "--quiet", "--target"]
+    for folder, what in (("site", ["--no-deps", source]), ("tools", ["jsonschema"])):
+        result = run(*install, tmp_path / folder, *what)
+        assert result.returncode == 0, result.stderr
     assert sorted(source.rglob("*")) == before
     package = tmp_path / "site" / "rl_loss_vectors"
     assert (package / "vectors.json").read_text() == make.FILE.read_text()
+    monkeypatch.syspath_prepend(tmp_path / "tools")
+    import jsonschema
+
     schema = json.loads((package / "schema.json").read_text())
     jsonschema.Draft202012Validator.check_schema(schema)
     jsonschema.Draft202012Validator(schema).validate(VECTORS)
