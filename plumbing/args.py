@@ -35,7 +35,9 @@ class RunArgs:
     # model
     model: str = flag("tiny-moe", "tiny-moe, or a folder or hub id of a causal language model")
     # data and reward
-    dataset: str = flag("addition", "addition, a .jsonl, .json or .parquet file, a folder, or a hub id")
+    dataset: str = flag(
+        "addition", "addition, a .jsonl, .json, .csv or .parquet file, a folder, a hub id"
+    )
     dataset_config: str = flag("", "configuration of a hub dataset, if it has several")
     dataset_split: str = flag("", "split of a folder or a hub dataset [train]")
     prompt_column: str = flag("question", "column of the prompts: text or chat messages")

@@ -162,7 +162,8 @@ def test_the_summary_of_a_rollout_by_hand():
     completions = []
     for length, (text, why) in enumerate(zip(texts, reasons, strict=True), 1):
         ids, logprobs = [2] * length, [0.0] * length
-        completions.append(Completion(Problem("", "", [1]), ids, logprobs, text=text, verdict=why))
+        cut = why == "truncated"
+        completions.append(Completion(Problem("", "", [1]), ids, logprobs, cut, text, verdict=why))
     shares = rollout_summary(completions)
     assert shares == pytest.approx(
         {
