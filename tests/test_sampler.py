@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import script_args
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import common
 import dapo
@@ -17,7 +18,9 @@ from common import Batch, Completion, Problem, collate, evaluate, load_problems,
 from common import token_logprobs
 from plumbing import ranks
 from plumbing.data import ProblemStream
+from plumbing.models import end_ids
 from plumbing.packing import forward_packed
+from plumbing.policy import Policy
 
 MIXED = ("57+308=", "12+34=", "999+999=", "5=", "100+20=")
 
@@ -80,6 +83,20 @@ def test_sampler_slow_loop_and_training_forward_agree(compact_every, tiny_policy
         assert c.ids == ids and c.truncated == (ids[-1] not in ends)
         assert c.logprobs == pytest.approx(logprobs, abs=1e-4)
         assert logprobs_BT[i, : len(ids)].tolist() == pytest.approx(logprobs, abs=1e-4)
+
+
+def test_positions_count_from_the_first_token_of_each_prompt(tiny_model):
+    """With learned positions; rotary ones are the same wherever a prompt begins."""
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=17, n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.5)
+    sizes |= dict(bos_token_id=2, eos_token_id=1)
+    policy = Policy(GPT2LMHeadModel(GPT2Config(**sizes)).eval(), tiny_model[1])
+    completions = sample(policy, problems_of(policy, *MIXED), 2, settings(), noise_of(2))
+    noise = torch.rand(10, 24, generator=noise_of(2))
+    ends = set(end_ids(policy.model, policy.tokenizer))
+    for i, c in enumerate(completions):
+        ids, logprobs = slow_sample(policy.model, c.problem.prompt_ids, noise[i], 0.7, 24, ends)
+        assert c.ids == ids and c.logprobs == pytest.approx(logprobs, abs=1e-4)
 
 
 def test_layout_and_ends(tiny_policy):
