@@ -80,18 +80,18 @@ EXTRA_KEYS = {
 
 
 @pytest.mark.parametrize("name", [*SCRIPTS, *MORE])
-def test_run_of_each_script_logs_sensible_numbers(name, tmp_path, monkeypatch):
+def test_run_of_each_script_logs_sensible_numbers(name, tmp_path, sums, monkeypatch):
     module = importlib.import_module(name)
     evaluated = []  # in `evaluate`
     trained_on = []
     monkeypatch.setattr(common, "sample", recorded(common.sample, evaluated))
     monkeypatch.setattr(module, "sample", recorded(module.sample, trained_on))
-    result = small(name, "--run_dir", tmp_path)
+    result = small(name, "--dataset", sums, "--run_dir", tmp_path)
     assert result.returncode == 0 and result.stderr == "", result.stderr
     # Before, after iteration 2, and at the end, where what is logged and what is printed are the same.
     assert [way for _, way in evaluated] == ["greedy", "sampled", "greedy", "greedy", "sampled"]
     held_out = {problem.prompt for problem in evaluated[0][0]}
-    assert len(held_out) == 32
+    assert len(held_out) == 32  # of 300, so that a wrong split would hardly escape
     assert held_out.isdisjoint(problem.prompt for problems, _ in trained_on for problem in problems)
     lines = metrics(tmp_path)
     assert [line["iteration"] for line in lines] == [1, 2, 3]
