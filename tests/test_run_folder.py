@@ -11,7 +11,7 @@ import sys
 
 import pytest
 import torch
-from conftest import forked, run, run_process
+from conftest import forked, metrics, run, run_process
 from test_bad_input import SMALL, completes, refused
 
 import grpo
@@ -24,7 +24,7 @@ WEIGHTS = "model.safetensors"
 
 
 def iterations(folder):
-    return [json.loads(line)["iteration"] for line in (folder / "metrics.jsonl").open()]
+    return [line["iteration"] for line in metrics(folder)]
 
 
 def content(folder):

@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from conftest import MORE, SCRIPTS, flags_it_has, run, run_process, without_times
+from conftest import MORE, SCRIPTS, flags_it_has, metrics, run, run_process, untimed  # noqa: F401
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import common
@@ -27,16 +27,6 @@ def small(name, *flags, held_out=32):
     if name == "more.vapo":
         own = ("--pretraining_iterations", 2)
     return run(name, *flags_it_has(name, SMALL), *own, *flags, held_out=held_out)
-
-
-def metrics(folder):
-    """The lines of metrics.jsonl; a NaN or an infinity, which is not JSON, fails."""
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line, parse_constant=pytest.fail) for line in lines]
-
-
-def untimed(folder):
-    return [without_times(line) for line in metrics(folder)]
 
 
 def recorded(function, calls):
