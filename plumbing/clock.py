@@ -27,6 +27,7 @@ def clock(phase):
     finally:
         running.clear()
         seconds[phase] = seconds.get(phase, 0) + time.perf_counter() - start
+        show("learning")  # what is no phase is the update
 
 
 def show(text):

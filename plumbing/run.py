@@ -36,7 +36,7 @@ class Run:
         self.after = None
         self.extra_state = {}  # {name: number} that a script adds to its checkpoints
         self.num_processes = ranks.WORLD
-        self.signalled = False
+        self.num_signals = 0
         self.uniform_iterations = 0  # in a row, in which all rewards of every group were equal
         self.has_title = False  # whether `say_progress` has printed the columns' titles
         self.early_end = ""  # why the run ends before its last iteration
@@ -152,10 +152,12 @@ class Run:
     # -------------------------------------------------------------------------------- an iteration
 
     def on_signal(self, number, frame):
-        signal.signal(number, signal.SIG_DFL)
-        if not self.signalled:  # torchrun hands on a Ctrl-C that its processes have already got
+        self.num_signals += 1
+        if self.num_signals == 1:
             self.say("stopping after this iteration")
-        self.signalled = True
+        # The next one ends the program. torchrun hands on a Ctrl-C that its processes have got, too.
+        if self.num_signals >= min(2, self.num_processes):
+            signal.signal(number, signal.SIG_DFL)
 
     def is_due(self, every):
         """True every `every` iterations (0: never) and after the last one."""
@@ -180,7 +182,7 @@ class Run:
         self.metrics |= {f"charts/{name}_seconds": value for name, value in phases.items()}
         if self.args.device.startswith("cuda"):
             self.metrics["charts/peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        is_stopped = any(ranks.all_gather(self.signalled))
+        is_stopped = any(ranks.all_gather(self.num_signals))
         if ranks.RANK == 0:
             self.write_log()
             if self.is_due(self.args.save_every) or is_stopped or self.early_end:

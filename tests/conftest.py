@@ -174,10 +174,16 @@ def forked(name, *flags, world=1, trouble=None, rank=0, stdout_is="a file"):
     return types.SimpleNamespace(codes=codes, stdout=out, stderr=err)
 
 
-def without_times(metrics):
-    """A line of metrics.jsonl without how long something took."""
+def metrics(folder):
+    """The lines of metrics.jsonl; a NaN or an infinity, which is not JSON, fails."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line, parse_constant=pytest.fail) for line in lines]
+
+
+def untimed(folder):
+    """The same without how long something took."""
     times = ("_seconds", "_per_second")
-    return {key: value for key, value in metrics.items() if not key.endswith(times)}
+    return [{key: line[key] for key in line if not key.endswith(times)} for line in metrics(folder)]
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from conftest import MORE, ROOT, SCRIPTS, forked, run, script_args, without_times
+from conftest import MORE, ROOT, SCRIPTS, forked, run, script_args, untimed
 from safetensors.torch import load_file
 
 from plumbing import ranks
@@ -42,8 +42,7 @@ def outcome(folder):
     for number, values in state["optimizer"]["state"].items():
         for name in ("exp_avg", "exp_avg_sq"):
             moments[number, name] = values[name]
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return weights, moments, [without_times(json.loads(line)) for line in lines]
+    return weights, moments, untimed(folder)
 
 
 def same_metrics(one, other):
@@ -157,9 +156,10 @@ def test_two_ranks_share_a_mismatch(more, tmp_path, sums):
 
 
 def test_run_a_signal_to_one_rank_stops_all_and_resumed_it_is_exact(one, tmp_path, sums):
-    """After the iteration in which it comes, with a checkpoint of it; two ranks or one may go on."""
+    """After the iteration in which it comes, with a checkpoint of it; two ranks or one may go on. A
+    Ctrl-C comes twice, from the terminal and from torchrun."""
     flags = flags_of("grpo", tmp_path, sums, iterations=3)
-    result = forked("grpo", *flags, world=2, rank=1, trouble=("SIGTERM", 2))
+    result = forked("grpo", *flags, world=2, rank=1, trouble=("two SIGINT", 2))
     assert result.codes == [130, 130] and result.stderr == ""
     assert result.stdout.count("saved; to continue: ") == 1
     assert (tmp_path / "checkpoint-000002").exists()

@@ -11,13 +11,12 @@ import sys
 
 import pytest
 import torch
-from conftest import forked, run, run_process
+from conftest import forked, metrics, run, run_process
 from test_bad_input import SMALL, completes, refused
 
 import grpo
 from plumbing import folder as run_folder
 from plumbing.args import UserError, launch
-from plumbing.run import Run
 from plumbing.screen import progress_line, results_text
 
 STATE = "trainer_state.pt"
@@ -25,7 +24,7 @@ WEIGHTS = "model.safetensors"
 
 
 def iterations(folder):
-    return [json.loads(line)["iteration"] for line in (folder / "metrics.jsonl").open()]
+    return [line["iteration"] for line in metrics(folder)]
 
 
 def content(folder):
@@ -46,15 +45,8 @@ def folder(finished, tmp_path):
     return shutil.copytree(finished, tmp_path / "run")
 
 
-def resumed(folder, *flags):
-    return run("grpo", "--resume", "--run_dir", folder, *flags)
-
-
-def is_refused(result, *expected):
-    assert result.returncode == 2 and len(result.stderr.splitlines()) == 1, result.stderr
-    assert result.stderr.startswith("grpo.py: error: ") and result.stdout == ""
-    for words in expected:
-        assert words in result.stderr
+def resume(folder, *flags):
+    return ("--resume", "--run_dir", folder, *flags)
 
 
 # --------------------------------------------------------------------------------------- checkpoints
@@ -84,7 +76,8 @@ def test_damaged_checkpoints(how, folder):
     (checkpoint,) = folder.glob("checkpoint-*")
     DAMAGE[how](checkpoint)
     logs = [(folder / name).read_bytes() for name in ("metrics.jsonl", "samples.jsonl")]
-    is_refused(resumed(folder, "--iterations", 2), f"--resume: {checkpoint} cannot be read")
+    expected = f"--resume: {checkpoint} cannot be read"
+    refused("grpo", *resume(folder, "--iterations", 2), expected=expected)
     assert logs == [(folder / name).read_bytes() for name in ("metrics.jsonl", "samples.jsonl")]
     assert not (checkpoint / "ran").exists()
 
@@ -98,47 +91,37 @@ def test_run_files_and_copies_of_the_user(folder):
     for name in kept:
         shutil.copytree(checkpoint, folder / name)
         (folder / name / "config.json").write_text("mine")
-    assert resumed(folder, "--iterations", 2).returncode == 0
+    completes(*resume(folder, "--iterations", 2))
     assert {path.name for path in folder.glob("checkpoint-*")} == kept | {"checkpoint-000002"}
 
 
-def on_a_full_disk(function, *args):
-    """A limit on the size of a file stands in for it: the weights have 0.9 MB."""
+def run_on_a_full_disk(size, *flags):
+    """Files of at most `size` bytes stand in for it: the weights have 0.9 MB."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, limit[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limit[1]))
     try:
-        return function(*args)
+        result = run("grpo", *SMALL, *flags, held_out=8)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert result.returncode == 2 and len(result.stderr.splitlines()) == 1
+    return result
 
 
 def test_run_a_full_disk(folder, sums, tmp_path):
     """Found before the first evaluation. Later the last checkpoint stays whole, and the run goes on
     from there."""
-    flags = (*SMALL, "--dataset", sums, "--num_held_out", 8, "--run_dir", tmp_path / "new")
-    result = on_a_full_disk(run, "grpo", *flags)
-    is_refused(result, "checkpoint-000000 cannot be written", "SafetensorError")
+    result = run_on_a_full_disk(500_000, "--dataset", sums, "--run_dir", tmp_path / "new")
+    assert "checkpoint-000000 cannot be written" in result.stderr and result.stdout == ""
     (checkpoint,) = folder.glob("checkpoint-*")
     before = content(checkpoint)
-    result = on_a_full_disk(resumed, folder, "--iterations", 2)
-    assert result.returncode == 2 and len(result.stderr.splitlines()) == 1
+    flags = resume(folder, "--iterations", 2)
+    result = run_on_a_full_disk(500_000, *flags)
     assert "checkpoint-000002 cannot be written; older checkpoints are whole" in result.stderr
-    assert list(folder.glob("checkpoint-*[0-9]")) == [checkpoint] and content(checkpoint) == before
-    assert resumed(folder).returncode == 0
-    assert iterations(folder) == [1, 2]
-
-
-def test_run_a_log_that_cannot_be_written(folder, monkeypatch):
-    def log(self, *args):
-        (self.folder.path / "metrics.jsonl").unlink()
-        (self.folder.path / "metrics.jsonl").mkdir()
-        return original(self, *args)
-
-    original = Run.log
-    monkeypatch.setattr(Run, "log", log)
-    result = resumed(folder, "--iterations", 2)
-    assert result.returncode == 2 and len(result.stderr.splitlines()) == 1
+    result = run_on_a_full_disk((folder / "metrics.jsonl").stat().st_size - 100, *flags)
     assert f"{folder} cannot be written; the last checkpoint is whole" in result.stderr
+    assert list(folder.glob("checkpoint-*[0-9]")) == [checkpoint] and content(checkpoint) == before
+    completes(*flags)
+    assert iterations(folder) == [1, 2]
 
 
 # ---------------------------------------------------------------------------------- one folder, one run
@@ -149,18 +132,17 @@ def test_a_used_run_folder(folder, monkeypatch):
     model is loaded, and stays as it is."""
     monkeypatch.setattr(grpo, "load_policy", lambda args: pytest.fail("loaded"))
     before = content(folder)
-    is_refused(run("grpo", "--run_dir", folder), f"--run_dir {folder} holds a run: --resume continues")
-    is_refused(resumed(folder, "--lr", 1e-3), "has lr 0.0002, not 0.001")
-    is_refused(resumed(folder, "--seed", 2), "has seed 1, not 2")
-    is_refused(resumed(folder, "--dtype", "bfloat16"), "has dtype float32, not bfloat16")
-    result = run("sapo", "--resume", "--run_dir", folder)
-    assert result.returncode == 2 and "has script grpo, not sapo" in result.stderr
+    expected = f"--run_dir {folder} holds a run: --resume continues"
+    refused("grpo", "--run_dir", folder, expected=expected)
+    refused("grpo", *resume(folder, "--lr", 1e-3), expected="has lr 0.0002, not 0.001")
+    refused("grpo", *resume(folder, "--seed", 2), expected="has seed 1, not 2")
+    refused("sapo", *resume(folder), expected="has script grpo, not sapo")
     assert content(folder) == before
     (checkpoint,) = folder.glob("checkpoint-*")
     shutil.rmtree(checkpoint)
-    is_refused(resumed(folder), "holds a run")  # a log that nothing can continue
+    refused("grpo", *resume(folder), expected="holds a run")  # a log that nothing can continue
     (folder / "settings.json").write_text("{no json}")
-    is_refused(resumed(folder), "settings.json cannot be read", "JSONDecodeError")
+    refused("grpo", *resume(folder), expected=("settings.json cannot be read", "JSONDecodeError"))
 
 
 def test_run_what_may_change(folder, tmp_path):
@@ -168,10 +150,10 @@ def test_run_what_may_change(folder, tmp_path):
     flags = "--iterations 2 --eval_every 1 --save_every 2 --device cpu --micro_batch_size 3"
     flags += " --rollout_batch_size 4 --gradient_checkpointing"
     moved = folder.rename(tmp_path / "moved")
-    assert resumed(moved, *flags.split()).returncode == 0
+    completes(*resume(moved, *flags.split()))
     settings = json.loads((moved / "settings.json").read_text())
     assert settings["micro_batch_size"] == 3 and settings["gradient_checkpointing"]
-    assert resumed(moved, "--iterations", 3, "--gradient_checkpointing", "false").returncode == 0
+    completes(*resume(moved, "--iterations", 3, "--gradient_checkpointing", "false"))
     assert iterations(moved) == [1, 2, 3]
     settings = json.loads((moved / "settings.json").read_text())
     assert settings["micro_batch_size"] == 3 and not settings["gradient_checkpointing"]
@@ -194,11 +176,11 @@ def test_run_resume_under_other_versions(folder):
     settings = json.loads(path.read_text())
     assert settings["versions"] == run_folder.versions()
     assert {"torch", "transformers"} <= set(settings["versions"])
-    assert resumed(folder).stderr == ""
+    assert completes(*resume(folder)) == ""
     settings["versions"] |= {"torch": "1.0", "commit": "abc"}
     path.write_text(json.dumps(settings))
     for _ in range(2):
-        lines = resumed(folder).stderr.splitlines()
+        lines = completes(*resume(folder)).splitlines()
         words = [line.split("was started under ")[1].split()[:2] for line in lines]
         assert words == [["torch", "1.0,"], ["commit", "abc,"]]
 

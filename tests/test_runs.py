@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from conftest import MORE, SCRIPTS, flags_it_has, run, run_process, without_times
+from conftest import MORE, SCRIPTS, flags_it_has, metrics, run, run_process, untimed  # noqa: F401
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import common
@@ -27,16 +27,6 @@ def small(name, *flags, held_out=32):
     if name == "more.vapo":
         own = ("--pretraining_iterations", 2)
     return run(name, *flags_it_has(name, SMALL), *own, *flags, held_out=held_out)
-
-
-def metrics(folder):
-    """The lines of metrics.jsonl; a NaN or an infinity, which is not JSON, fails."""
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line, parse_constant=pytest.fail) for line in lines]
-
-
-def untimed(folder):
-    return [without_times(line) for line in metrics(folder)]
 
 
 def recorded(function, calls):
@@ -80,18 +70,18 @@ EXTRA_KEYS = {
 
 
 @pytest.mark.parametrize("name", [*SCRIPTS, *MORE])
-def test_run_of_each_script_logs_sensible_numbers(name, tmp_path, monkeypatch):
+def test_run_of_each_script_logs_sensible_numbers(name, tmp_path, sums, monkeypatch):
     module = importlib.import_module(name)
     evaluated = []  # in `evaluate`
     trained_on = []
     monkeypatch.setattr(common, "sample", recorded(common.sample, evaluated))
     monkeypatch.setattr(module, "sample", recorded(module.sample, trained_on))
-    result = small(name, "--run_dir", tmp_path)
+    result = small(name, "--dataset", sums, "--run_dir", tmp_path)
     assert result.returncode == 0 and result.stderr == "", result.stderr
     # Before, after iteration 2, and at the end, where what is logged and what is printed are the same.
     assert [way for _, way in evaluated] == ["greedy", "sampled", "greedy", "greedy", "sampled"]
     held_out = {problem.prompt for problem in evaluated[0][0]}
-    assert len(held_out) == 32
+    assert len(held_out) == 32  # of 300, so that a wrong split would hardly escape
     assert held_out.isdisjoint(problem.prompt for problems, _ in trained_on for problem in problems)
     lines = metrics(tmp_path)
     assert [line["iteration"] for line in lines] == [1, 2, 3]
