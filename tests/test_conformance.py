@@ -22,8 +22,8 @@ from rl_loss_vectors import VECTORS, Subject, cases, doctor, mistakes, reference
 from rl_loss_vectors import __main__ as command
 from rl_loss_vectors.vectors import Answer, same
 
+import common
 import ppo
-from plumbing import correction
 
 PACKAGE = ROOT / "conformance" / "rl_loss_vectors"
 README = (ROOT / "conformance" / "README.md").read_text()
@@ -46,7 +46,7 @@ OURS = {  # the project's functions for sections that are no losses
     "router_shift": "rspo:router_shift",
     "whiten": "ppo:whiten",
     "overlong_penalty": "dapo:overlong_penalty",
-    "rollout_weights": "plumbing.correction:rollout_weights",
+    "rollout_weights": "common:rollout_weights",
 }
 NOT_OURS = {"grouped_advantages", "replayed_gate"}
 UNKNOWN = "unknown: no known mistake gives these numbers"
@@ -59,7 +59,7 @@ def case_of(section, id):
 def function_of(section):
     """A script's function as it is copied, with nothing but torch around it."""
     module, name = OURS.get(section, f"{MODULES.get(section)}:policy_loss").split(":")
-    return getattr(copied(module) if module in COPIED else correction, name)
+    return getattr(copied(module) if module in COPIED else common, name)
 
 
 # ---------------------------------------------------------------------------------------- the vectors

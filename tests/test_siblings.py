@@ -194,7 +194,7 @@ def test_imports_run_one_way():
         assert set(below.split()) <= set(above), f"{room} is part of a circle"
         above.append(room)
     assert imported("plumbing.__init__") == set()
-    assert imported("common") <= set(ROOMS)
+    assert imported("common") <= {"plumbing", *ROOMS}
     for name in SIBLINGS:
         assert imported(name) == {"common"} and "plumbing" not in source(name)
     for path in (ROOT / "examples").glob("*.py"):
@@ -287,8 +287,8 @@ OWN_LINES = {
     "sapo": RUN + CORRECTION,
     "gmpo": RUN + CORRECTION.replace("args)", "args, per_sequence=True)"),
     "rspo": """
-        if policy.routers.no_softmax:
-        raise UserError(f"--model {args.model}: {policy.routers.no_softmax}: use gmpo.py")
+        if not policy.routers.has_softmax:
+        raise UserError(f"--model {args.model} has no experts chosen by a softmax: use gmpo.py")
         # batch.old_logprobs_BT, the experts, and their log p_old(e_jk)
         record_old_policy(policy, batch, args, router_fn=expert_logprobs)
         active_BTLK = micro.active_experts(micro.old_experts_BTLK)  # e_jk
