@@ -68,6 +68,7 @@ def test_an_answer_that_is_too_long_is_no_answer():
         for end in ("", "}", "</answer>", "\n"):
             assert verify(start + "0" * 1000 + "365" + end, "365") == (0.0, "no_answer")
     assert verify("#### " + "9" * 900, "9" * 10**6) == (0.0, "wrong")
+    assert is_same("9" * 2000, "9" * 2000) and not is_same("9" * 2000, "9" * 2000 + ".")
 
 
 # ------------------------------------------------------------------------------ hostile and random text
