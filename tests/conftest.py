@@ -39,7 +39,8 @@ def remembered(problem_rows):
     def read_or_remember(rows, policy, args):
         if (args.dataset, args.model) != ("addition", "tiny-moe"):
             return problem_rows(rows, policy, args)
-        key = (args.max_new_tokens, args.system_prompt, args.instruction, args.num_held_out)
+        names = "max_new_tokens system_prompt instruction num_held_out chat_template_kwargs".split()
+        key = tuple(getattr(args, name) for name in names)
         if key not in known:
             known[key] = problem_rows(rows, policy, args)
         return known[key]

@@ -340,6 +340,8 @@ def test_equal_prompts_are_rendered_once(monkeypatch):
     monkeypatch.setattr(policy.tokenizer, "apply_chat_template", apply_chat_template)
     rows = [row(chat("user", r["question"]), r["answer"]) for r in ROWS] * 20
     assert len(problems_of(rows, policy)) == len(rendered) == 100
+    same = [row("3"), row(chat("user", "3 ")), row(chat("user", "3"))]  # once they are rendered
+    assert len(problems_of(same, policy)) == 1
 
 
 def test_the_line_at_the_start(capsys):
