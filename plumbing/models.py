@@ -96,6 +96,8 @@ def check_model(model, tokenizer, report, args):
         fault = f"its weights do not fit its config: {str(misfits):.200}"
     elif getattr(model, "is_quantized", False):
         fault = "its weights are quantized, and transformers cannot dequantize them"
+    elif len(tokenizer) <= len(tokenizer.all_special_ids):
+        fault = "it has no tokenizer"
     elif not ids:
         fault = "neither it nor its tokenizer has an EOS token"
     elif not all(isinstance(token, int) for token in ids):
