@@ -17,7 +17,6 @@ with the error if it failed. What does not begin within --minutes is left out.
 import argparse
 import json
 import os
-import runpy
 import subprocess
 import sys
 import tempfile
@@ -38,23 +37,20 @@ SCRIPTS = ["grpo", "ppo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "rspo", "s
 TINY_JOB = "--prompts_per_iteration 4 --max_new_tokens 16 --num_held_out 8"  # of the self-test
 
 
-def work(file, flags):
-    """Runs a script in this process; its last line is the most memory that CUDA has allocated."""
-    sys.argv = [file, *flags]
-    runpy.run_path(str(ROOT / file), run_name="__main__")
-    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-    print(peak / 2**30)
-
-
 def run(script, flags, folder):
-    """Runs a script in a process of its own: (its lines of metrics.jsonl, GiB at most)."""
-    command = [sys.executable, __file__, "work", f"{script}.py", *flags.split(), "--run_dir", folder]
+    """Runs a script in a process of its own: its lines of metrics.jsonl."""
+    command = [sys.executable, f"{script}.py", *flags.split(), "--run_dir", folder]
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(done.stderr.strip().split("\n")[-1])
     lines = Path(folder, "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines], float(done.stdout.split()[-1])
+    return [json.loads(line) for line in lines]
+
+
+def peak(lines):
+    """GiB at most; CUDA alone counts them."""
+    return max(line.get("charts/peak_memory_gib", 0) for line in lines)
 
 
 def weights_of(folder):
@@ -70,7 +66,7 @@ def learns(script, dtype, args):
     if args.is_self_test:
         flags += f" --iterations 3 {TINY_JOB}"
     with tempfile.TemporaryDirectory() as folder:
-        lines, peak = run(script, flags, folder)
+        lines = run(script, flags, folder)
         (checkpoint,) = Path(folder).glob("checkpoint-*")
         saved = torch.load(checkpoint / "trainer_state.pt", weights_only=True, map_location="cpu")
     return {
@@ -78,7 +74,7 @@ def learns(script, dtype, args):
         "after": saved["after"]["greedy"]["accuracy"],
         "first_ratio_error": max(line["losses/first_step_ratio_error_max"] for line in lines),
         "tokens_per_second": lines[-1]["charts/tokens_per_second"],
-        "peak_gib": peak,
+        "peak_gib": peak(lines),
     }
 
 
@@ -112,13 +108,13 @@ def speed(args):
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
         transformers.AutoTokenizer.from_pretrained(TINY_MOE).save_pretrained(folder)
         flags += f" --model {folder} --num_held_out 8 --eval_every 0 --save_every 0"
-        lines, peak = run("grpo", flags, f"{folder}/run")
+        lines = run("grpo", flags, f"{folder}/run")
     last = lines[-1]
     return {
         "rollout_seconds": last["charts/rollout_seconds"],
         "update_seconds": last["charts/update_seconds"],
         "tokens_per_second": last["charts/tokens_per_second"],
-        "peak_gib": peak,
+        "peak_gib": peak(lines),
     }
 
 
@@ -158,7 +154,4 @@ def main():
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["work"]:
-        work(sys.argv[2], sys.argv[3:])
-    else:
-        main()
+    main()

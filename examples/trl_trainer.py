@@ -100,6 +100,11 @@ class PluggedTrainer(GRPOTrainer):
         return loss
 
 
+def names_of(words):
+    """The flags among the words of a command line."""
+    return [word.partition("=")[0][2:].replace("-", "_") for word in words if word.startswith("--")]
+
+
 def parse(argv):
     """(TRL's config, the script, its flags). A flag that would do nothing is a UserError."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -114,10 +119,9 @@ def parse(argv):
     values, argv = second.parse_known_args(argv)
     flags = script.Args(**vars(values))
     check_flags(flags)
-    given = [word.partition("=")[0][2:].replace("-", "_") for word in argv if word.startswith("--")]
     third = HfArgumentParser(GRPOConfig, allow_abbrev=False)
     config, rest = third.parse_args_into_dataclasses([*DEFAULTS.split(), *argv], True)
-    dropped = [name for name in given if name in IGNORED_OF_TRL or f"--{name}" in rest]
+    dropped = [name for name in names_of(argv) if name in IGNORED_OF_TRL] + names_of(rest)
     if dropped:
         raise UserError(f"--{dropped[0]} does nothing here: the header says which flags do")
     if rest:

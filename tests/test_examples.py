@@ -73,7 +73,7 @@ def test_algebra_is_left_to_math_verify():
     for gold, found in [("x^2+x", "x^2"), ("(1,2)", "(2,1)"), ("5", "9**9**9**9"), ("5", "{{{")]:
         assert grade(f"so \nAnswer: {found}", gold, False) == (0.0, "wrong")
     assert grade("0.5", "0.5", False) == (0.0, "no_answer")
-    assert load_verifier(script_args("grpo", reward=["examples/algebra.py:grade"])[1])
+    assert load_grader(script_args("grpo", reward=["examples/algebra.py:grade"])[1])
 
 
 TRL_REWARDS = """
