@@ -3,13 +3,16 @@
     pip install -r examples/requirements.txt
     torchrun --nproc-per-node 2 examples/trl_trainer.py --algorithm gspo --use_cpu True
 
-Expect: greedy held-out accuracy rises from 0.43 to at least 0.9. Flags are TRL's (GRPOConfig); those
-that TRL does not know are the script's (--model, --reward, --kl_coef). Loss, advantages and KL are the
-script's: --loss_type, --epsilon, --beta and --scale_rewards do nothing. dapo has no dynamic sampling
-and no overlong shaping here. ppo is missing because it has a critic, rspo because it needs the old
-policy's router scores. This overrides private methods of TRL 1.16.0, and stops with any other version.
+Expect: greedy held-out accuracy rises from 0.43 to at least 0.9. Flags are TRL's (GRPOConfig), and
+those of the script that name its model, data and reward or belong to its loss (--model, --kl_coef).
+Loss, advantages and KL are the script's: TRL's flags for them are refused, and so are the script's
+flags for the loop. dapo has no dynamic sampling and no overlong shaping here. ppo is missing because
+it has a critic, rspo because it needs the old policy's router scores. This overrides private methods
+of TRL 1.16.0, and stops with any other version.
 """
 
+import argparse
+import dataclasses
 import importlib.metadata
 import inspect
 import sys
@@ -21,7 +24,9 @@ from transformers import HfArgumentParser
 from trl import GRPOConfig, GRPOTrainer
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from common import Completion, evaluate, graded, load_policy, load_problems, load_verifier
+from common import Completion, UserError, evaluate, load_grader, load_policy, load_problems
+from plumbing import ranks
+from plumbing.args import add_flag, check_flags
 from plumbing.models import end_ids
 
 TRL = "1.16.0"
@@ -31,6 +36,16 @@ DEFAULTS = """--output_dir runs/trl --max_steps 240 --num_generations 8 --max_co
 --per_device_train_batch_size 16 --gradient_accumulation_steps 2 --steps_per_generation 8 --top_k 0
 --learning_rate 2e-4 --lr_scheduler_type constant --bf16 False --gradient_checkpointing False
 --save_strategy no --logging_steps 40 --vllm_importance_sampling_correction False"""
+# What the script's loss, advantages and KL replace
+IGNORED_OF_TRL = """beta delta entropy_coef entropy_coef_delta entropy_coef_max entropy_coef_min
+entropy_target epsilon epsilon_high importance_sampling_level loss_type multi_objective_aggregation
+off_policy_mask_threshold sapo_temperature_neg sapo_temperature_pos scale_rewards top_entropy_quantile
+use_adaptive_entropy use_bias_correction_kl vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos
+vllm_importance_sampling_cap vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min
+vllm_importance_sampling_correction vllm_importance_sampling_mode""".split()
+USED_OF_SCRIPT = """model dataset dataset_config dataset_split prompt_column answer_column system_prompt
+instruction chat_template_kwargs num_held_out reward reward_weights head_dtype rollout_batch_size
+eval_samples kl_coef""".split()
 
 
 class PluggedTrainer(GRPOTrainer):
@@ -48,7 +63,7 @@ class PluggedTrainer(GRPOTrainer):
         return {**output, "advantages": advantages_N[first : first + len(inputs)]}
 
     def step_counts(self):
-        """The normalisers N / W, where N is the number of completions or tokens of the whole optimizer
+        """The normalizers N / W, where N is the number of completions or tokens of the whole optimizer
         step, over its accumulation steps and all W processes.
         A step's loss is a sum over all its tokens, divided by N. A process adds up the gradients of its
         micro-batches; the Trainer does not divide them by their number, because TRL sets
@@ -85,32 +100,59 @@ class PluggedTrainer(GRPOTrainer):
         return loss
 
 
-def main(argv, trainer_class=PluggedTrainer):
-    installed = importlib.metadata.version("trl")
-    if installed != TRL:
-        sys.exit(f"it overrides private methods of TRL {TRL}, not {installed}: pip install trl=={TRL}")
-    parser = HfArgumentParser(GRPOConfig, allow_abbrev=False)
-    parser.add_argument("--algorithm", choices=ALGORITHMS, default="grpo")
-    config, choice, rest = parser.parse_args_into_dataclasses([*DEFAULTS.split(), *argv], True)
+def names_of(words):
+    """The flags among the words of a command line."""
+    return [word.partition("=")[0][2:].replace("-", "_") for word in words if word.startswith("--")]
+
+
+def parse(argv):
+    """(TRL's config, the script, its flags). A flag that would do nothing is a UserError."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--algorithm", choices=ALGORITHMS, default="grpo")
+    choice, argv = first.parse_known_args(argv)
     script = importlib.import_module(choice.algorithm)
-    (flags,) = HfArgumentParser(script.Args, allow_abbrev=False).parse_args_into_dataclasses(rest)
+    used = {*USED_OF_SCRIPT, *inspect.signature(script.policy_loss).parameters} - {"max_new_tokens"}
+    second = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for field in dataclasses.fields(script.Args):
+        if field.name in used:
+            add_flag(second, field)
+    values, argv = second.parse_known_args(argv)
+    flags = script.Args(**vars(values))
+    check_flags(flags)
+    third = HfArgumentParser(GRPOConfig, allow_abbrev=False)
+    config, rest = third.parse_args_into_dataclasses([*DEFAULTS.split(), *argv], True)
+    dropped = [name for name in names_of(argv) if name in IGNORED_OF_TRL] + names_of(rest)
+    if dropped:
+        raise UserError(f"--{dropped[0]} does nothing here: the header says which flags do")
+    if rest:
+        raise UserError(f"{rest[0]} belongs to no flag")
     flags.device = str(config.device)
     flags.max_new_tokens = config.max_completion_length
     flags.temperature = config.temperature
     config.beta = getattr(flags, "kl_coef", 0.0)  # above 0, TRL makes a reference
-    verify = load_verifier(flags)
+    return config, script, flags
+
+
+def main(argv):
+    installed = importlib.metadata.version("trl")
+    if installed != TRL:
+        sys.exit(f"it overrides private methods of TRL {TRL}, not {installed}: pip install trl=={TRL}")
+    config, script, flags = parse(argv)
+    grade = load_grader(flags)
     policy = load_policy(flags)
     stream, held_out = load_problems(flags, policy)
     ends = end_ids(policy.model, policy.tokenizer)
 
     def reward(completions, completion_ids, number, **kwargs):
-        rows = zip(number, completion_ids, completions, strict=True)
-        parts = [(stream.problems[i], ids, [], ids[-1] not in ends, text) for i, ids, text in rows]
-        results = graded(verify, [Completion(*part) for part in parts])
-        return [result["reward"] for result in results]
+        mine = []
+        for i, ids, text in zip(number, completion_ids, completions, strict=True):
+            mine.append(Completion(stream.problems[i], ids, [], ids[-1] not in ends, text))
+        # Each process has as many; each is graded by one of them, and all get all grades.
+        graded = grade(ranks.all_gather_list(mine))
+        return [c.reward for c in ranks.local_slice(graded)]
 
     data = Dataset.from_list([{"prompt": p.prompt, "number": i} for i, p in enumerate(stream.problems)])
-    trainer = trainer_class(
+    trainer = PluggedTrainer(
         policy.master, reward, config, train_dataset=data, processing_class=policy.tokenizer
     )
     trainer.script = script
@@ -119,11 +161,14 @@ def main(argv, trainer_class=PluggedTrainer):
     trainer.save_model()
     trainer.accelerator.wait_for_everyone()
     flags.model = config.output_dir  # what was saved is whole, even where FSDP has spread it
-    after = evaluate(load_policy(flags), held_out, verify, flags, sampled=True)
+    after = evaluate(load_policy(flags), held_out, grade, flags, sampled=True)
     accuracy = {way: after[way]["accuracy"] for way in ("greedy", "sampled")}
     if trainer.accelerator.is_main_process:
         print(f"held-out accuracy: {accuracy}; the model is in {config.output_dir}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        sys.exit(f"{Path(__file__).name}: error: {error}")

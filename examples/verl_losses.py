@@ -8,7 +8,8 @@
 Expect: verl's training with one of our losses. We have not run it, for lack of GPUs; the function that
 verl's actor calls gave the scripts' gradients (conformance/engines.md, measured with 0.9.1).
 Advantages, KL and entropy bonus are verl's. Numbers come from verl's flags, actor_rollout_ref.actor.*,
-whose defaults are not always the paper's. These settings match our scripts:
+whose defaults are not always the paper's. A clip_ratio* or tau_* that a loss does not read has to keep
+verl's default. These settings match our scripts:
 
 nine_grpo     use_kl_loss=True kl_loss_coef=0.04 loss_agg_mode=seq-mean-token-mean
 nine_dr_grpo  loss_scale_factor=<longest response>, and algorithm.norm_adv_by_std_in_grpo=False
@@ -31,25 +32,43 @@ from verl.trainer.ppo.core_algos import register_policy_loss
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-ALGORITHMS = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "sapo"]
+CLIP = ("clip_ratio_low", "clip_ratio_high")
+READS = {  # algorithm: what it reads of verl's configuration of the actor
+    "grpo": CLIP,
+    "dr_grpo": CLIP,
+    "dapo": CLIP,
+    "gspo": CLIP,
+    "cispo": ("clip_ratio_high",),
+    "gmpo": ("clip_ratio_high",),
+    "sapo": ("tau_pos", "tau_neg"),
+}
+DEFAULTS = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0}
+DEFAULTS |= {"tau_pos": 1.0, "tau_neg": 1.05}  # verl's
 
 
-def from_config(config):
-    """{our flag: its value in verl's configuration of the actor}"""
+def from_config(name, config):
+    """{our flag: its value in verl's configuration}"""
+    for flag, default in DEFAULTS.items():
+        if flag not in READS[name] and getattr(config, flag) != default:
+            raise ValueError(f"nine_{name} does not read actor.{flag}: leave it at {default}")
+    if name == "dr_grpo" and config.loss_scale_factor is None:
+        raise ValueError("nine_dr_grpo: set actor.loss_scale_factor to the longest response")
+    if name == "cispo":
+        return {"is_weight_cap": 1 + config.clip_ratio_high}
+    if name == "gmpo":
+        return {"log_ratio_clip": config.clip_ratio_high}
     return {
         "clip_eps_low": config.clip_ratio_low,
         "clip_eps_high": config.clip_ratio_high,
-        "is_weight_cap": 1 + config.clip_ratio_high,
-        "log_ratio_clip": config.clip_ratio_high,
-        "max_new_tokens": config.loss_scale_factor,
         "tau_pos": config.tau_pos,
         "tau_neg": config.tau_neg,
+        "max_new_tokens": config.loss_scale_factor,
         "variant": "gspo_token",  # the same as gspo, for advantages (B, T)
     }
 
 
 def step_counts(info, mask_BT):
-    """The normalisers N / W, where N is the number of completions or tokens of the whole optimizer
+    """The normalizers N / W, where N is the number of completions or tokens of the whole optimizer
     step. verl adds up the gradients of a process's micro-batches as they are, and then averages over
     the W data-parallel processes, which divides by W."""
     processes = info.get("dp_size") or 1
@@ -72,10 +91,8 @@ def adapted(name):
         config=None,
         rollout_is_weights=None,
     ):
-        values = from_config(config) | step_counts(config.global_batch_info, response_mask)
+        values = from_config(name, config) | step_counts(config.global_batch_info, response_mask)
         keywords = {key: value for key, value in values.items() if key in parameters}
-        if name == "dr_grpo" and config.loss_scale_factor is None:
-            raise ValueError("nine_dr_grpo: set actor.loss_scale_factor to the longest response")
         if name == "gmpo":
             # One advantage for each completion: that of its first response token.
             if rollout_is_weights is not None:
@@ -91,5 +108,5 @@ def adapted(name):
     return loss
 
 
-for algorithm in ALGORITHMS:
+for algorithm in READS:
     register_policy_loss(f"nine_{algorithm}")(adapted(algorithm))

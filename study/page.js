@@ -58,10 +58,10 @@ function card(side, name) {
   const parent = data.parents[name];
   const items = script.differences.map((text) => `<li><a class="ref">${escaped(text)}</a></li>`);
   const list = parent ? `<p>Differs from ${file(parent)} only in:</p><ol>${items.join("")}</ol>` : "";
-  const choices = script.choices.map((text) => `<p>${escaped(text)}</p>`).join("");
-  const header = `<details><summary>the whole header</summary><pre>${escaped(script.header)}</pre></details>`;
+  const notes = script.notes.map((text) => `<p>${escaped(text)}</p>`).join("");
   const title = `<h2>${file(name)}: ${escaped(script.title)}</h2>`;
-  return `<section class="${side}">${title}${script.formula}${list}${choices}${header}</section>`;
+  const objective = `<pre>${escaped(script.objective)}</pre>`;
+  return `<section class="${side}">${title}${objective}${list}${notes}</section>`;
 }
 
 // A difference in the header and the first [1] in the code link to each other.
@@ -141,11 +141,11 @@ function plots(left, right) {
     plot("Weight of a token", [linear(0, longest), ticks(0, 12, 24, 36, longest)],
       [log(0.4, 30), ticks(0.5, 1, 2, 5, 10, 25)], of(data.tokens, "length"),
       `Gradient of a token at r = 1, against the length of its answer, in a step with one answer of each
-       length; 1 is the mean over its tokens (a log scale).`),
+       length (a log scale); 1 is its weight in a plain mean over all tokens.`),
     plot("Learning", [linear(0, last), ticks(0, 5000, 10000, 15000)], shares,
       both.map(([side, name]) => [side, data.curves[name]]),
       `Accuracy of the rollouts on the default job, against completions generated: mean of the seeds, and of
-       five iterations.`),
+       six iterations.`),
   ].join("");
 }
 
@@ -184,5 +184,4 @@ for (const id of ["left", "right"]) {
   find(id).onchange = () => (location.hash = `${find("left").value},${find("right").value}`);
 }
 window.onhashchange = follow;
-document.querySelector("main").hidden = false;
 follow();

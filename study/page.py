@@ -4,7 +4,7 @@
     python study/page.py --screenshot  # also draw figures/page.png, with Chromium
 
 The page is a single file and needs no server and no network. Its numbers come from the scripts and
-from benchmarks/results/. Without JavaScript it shows the losses one after the other.
+from results/.
 """
 
 import argparse
@@ -21,29 +21,16 @@ import sys
 import webbrowser
 from pathlib import Path
 
-import latex2mathml.converter
 import pictures
+import report
+import stats
+from experiments import MORE, SCRIPTS
 from pygments.lexers import PythonLexer
 from pygments.token import STANDARD_TYPES, Comment, String
 
-ROOT = Path(__file__).parent.parent
-sys.path.append(str(ROOT / "benchmarks"))
-import report  # noqa: E402
-import stats  # noqa: E402
-
 FOLDER = Path(__file__).parent
-PLAIN = ("", "n", "o", "p", "w")  # Pygments' kinds of text that get no colour
-
-
-def math(latex, display="inline"):
-    """MathML, which browsers draw without a script. HTML needs no namespace."""
-    return re.sub(r' xmlns="[^"]*"', "", latex2mathml.converter.convert(latex, display=display))
-
-
-def legend():
-    """What the symbols of the formulas mean."""
-    text = re.sub(r"(?<!\$)`(\w+)`", r"<code>\1</code>", report.FORMULAS["legend"])
-    return re.sub(r"\$`(.+?)`\$", lambda match: math(match[1]), text)
+ROOT = FOLDER.parent
+PLAIN = ("", "n", "o", "p", "w")  # Pygments' kinds of text that get no color
 
 
 # -------------------------------------------------------------------------------------------- lines
@@ -122,34 +109,33 @@ def own_flags(name):
     return ", ".join(f"{flag} {getattr(args_class, flag)}" for flag in own)
 
 
+def paragraphs(header):
+    """(title, objective with its symbols, [difference], [other paragraph]). Lines that are indented
+    stay as they are, others are filled by the page."""
+    title, formula, symbols, *rest = header.split("\n\n")
+    differences = []
+    notes = []
+    for text in rest:
+        if text.startswith("Parent:"):
+            numbered = re.split(r"^  \d\. ", text, flags=re.MULTILINE)[1:]
+            differences = [" ".join(words.split()) for words in numbered]
+        elif not text.startswith("Run:"):
+            notes.append(re.sub(r"(?m)^(\S.*)\n(?=\S)", r"\1 ", text))
+    return title, f"{formula}\n\n{symbols}", differences, notes
+
+
 def script(name):
     header, code = report.read(name)
-    title, *_ = header.split("\n")
-    differences = re.findall(r"^  \d\. (.+?)(?=\n  \d\. |\n\n)", header, re.DOTALL | re.MULTILINE)
-    paragraphs = header.split("\n\n")
-    choices = [text for text in paragraphs if "Left open" in text or "Departs from" in text]
+    title, objective, differences, notes = paragraphs(header)
     return {
         "title": title,
-        "header": header,
-        "differences": [" ".join(words.split()) for words in differences],
-        # Sentences are broken by the page, lines that are indented stay as they are.
-        "choices": [re.sub(r"(?m)^(\S.*)\n(?=\S)", r"\1 ", text) for text in choices],
-        "formula": math(report.FORMULAS["objectives"][name], "block"),
-        "axes": [cell or "nothing" for cell in [*report.FORMULAS["axes"][name], own_flags(name)]],
+        "objective": objective,
+        "differences": differences,
+        "notes": notes,
+        "axes": [cell or "none" for cell in [*report.AXES["axes"][name], own_flags(name)]],
         "words": colored("\n".join(code)),
         "first": header.count("\n") + 3,  # number of the first line, after the closing quotes
     }
-
-
-def loss(name, script):
-    """A section for those who read without JavaScript: the formula and the function."""
-    _, code = report.read(name)
-    start = code.index("def policy_loss(")
-    end = code.index("def main(args):")
-    lines = ["".join(words) for words in script["words"][start:end]]
-    title = f"<h2>{name}: {script['title']}</h2>"
-    function = "\n".join(lines).rstrip()
-    return f'<section id="{name}">{title}{script["formula"]}<pre>{function}</pre></section>'
 
 
 def tree(parents, parent=None):
@@ -162,28 +148,27 @@ def tree(parents, parent=None):
 
 
 def curve(name):
-    """[completions generated, mean accuracy of the seeds' rollouts over five iterations]."""
-    runs = stats.curves("more" if name in report.MORE else "nine")[name, "default"].values()
-    points = []
-    for rows in zip(*runs, strict=False):  # iterations, as far as the shortest run
-        x = statistics.mean(row["x"] for row in rows)
-        points.append([x, statistics.mean(row["accuracy"] for row in rows)])
-    smooth = stats.trailing([y for _, y in points], 5)
-    return [[x, y] for (x, _), y in zip(points, smooth, strict=True)]
+    """[completions generated, accuracy of the rollouts: mean of the seeds and of six iterations]."""
+    runs = stats.curves("more" if name in MORE else "nine")[name, "default"].values()
+    xs = []
+    accuracies = []
+    for rows in zip(*runs, strict=False):  # as far as the shortest run
+        xs.append(statistics.mean(row["generated"] for row in rows))
+        accuracies.append(statistics.mean(row["accuracy"] for row in rows))
+    return list(zip(xs, stats.trailing(accuracies), strict=True))
 
 
 def build():
-    names = report.SCRIPTS + report.MORE
+    names = SCRIPTS + MORE
     parents = {name: report.parent_of(name) for name in names}
     scripts = {name: script(name) for name in names}
     words = {name: scripts[name]["words"] for name in names}
     pairs = itertools.combinations(names, 2)
-    losses = [loss(name, scripts[name]) for name in names]
     data = {
         "parents": parents,
         "scripts": scripts,
         "pairs": {f"{a},{b}": compared(a, b, words) for a, b in pairs},
-        "axes": [*report.FORMULAS["axis_names"], "its own flags"],
+        "axes": [*report.AXES["axis_names"], "its own flags"],
         "gradients": pictures.gradients(names),
         "prompts": pictures.prompts(names),
         "tokens": pictures.tokens(names),
@@ -192,8 +177,6 @@ def build():
     parts = {
         "CSS": (FOLDER / "page.css").read_text(),
         "TREE": tree(parents),
-        "LEGEND": legend(),
-        "LOSSES": "\n".join(losses),
         "DATA": json.dumps(data, separators=(",", ":")).replace("</", r"<\/"),
         "JS": (FOLDER / "page.js").read_text(),
     }

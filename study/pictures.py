@@ -26,7 +26,7 @@ FIGURES = Path(__file__).parent / "figures"
 NUM_TOKENS = 10
 GAMMA = 0.8  # rspo's, all the way down at its floor
 RATIOS_N = 3 ** torch.linspace(-1, 1, 121, dtype=torch.float64)
-COLORS = {1: "#0072b2", -1: "#d55e00"}  # blue and vermilion: colour-blind eyes tell them apart
+COLORS = {1: "#0072b2", -1: "#d55e00"}  # blue and vermilion: color-blind eyes tell them apart
 PANELS = {  # script: title, line below it
     "ppo": ("PPO", "clipped at 0.8 and 1.2; A from a critic"),
     "grpo": ("GRPO", "the same; A from the group's rewards"),
@@ -35,7 +35,7 @@ PANELS = {  # script: title, line below it
     "gspo": ("GSPO", "one ratio for the whole answer"),
     "cispo": ("CISPO", "the gradient of log π, times r"),
     "gmpo": ("GMPO", "geometric mean; log r clipped at ±0.4"),
-    "rspo": ("RSPO", f"GMPO (grey) times γ, here {GAMMA}"),
+    "rspo": ("RSPO", f"GMPO (gray) times γ, here {GAMMA}"),
     "sapo": ("SAPO", "a soft gate in place of the clip"),
 }
 WORDS = {  # script: [(ratio, pull, advantage, words)]

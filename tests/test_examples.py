@@ -16,7 +16,7 @@ import torch
 from conftest import ROOT, script_args
 from rl_loss_vectors import doctor
 
-from common import Completion, Problem, judge, load_verifier
+from common import Completion, Problem, UserError, load_grader
 from plumbing.data import read_dataset
 
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
@@ -42,11 +42,6 @@ def test_the_packages_of_examples_are_pinned():
     lines = (ROOT / "examples" / "requirements.txt").read_text().splitlines()
     packages = [line for line in lines if not line.startswith(("#", "-r "))]
     assert "-r ../requirements.txt" in lines and all("==" in line for line in packages)
-    benchmarks = (ROOT / "benchmarks" / "requirements.txt").read_text().splitlines()
-    pins = dict(line.split("==") for line in benchmarks if "==" in line)
-    for line in packages:
-        package, version = line.split("==")
-        assert pins.get(package, version) == version, package
 
 
 # --------------------------------------------------------------------------- data, models and rewards
@@ -62,7 +57,7 @@ def test_run_own_dataset(tmp_path):
         assert int(a) + int(b) == int(row["answer"])
 
 
-@pytest.mark.parametrize("name", ["smollm2", "own_dataset"])
+@pytest.mark.parametrize("name", ["own_dataset"])
 def test_without_a_path_an_example_says_how_to_run_it(name):
     result = run_example(name)
     assert result.returncode > 0 and f"python examples/{name}.py" in result.stderr
@@ -78,7 +73,7 @@ def test_algebra_is_left_to_math_verify():
     for gold, found in [("x^2+x", "x^2"), ("(1,2)", "(2,1)"), ("5", "9**9**9**9"), ("5", "{{{")]:
         assert grade(f"so \nAnswer: {found}", gold, False) == (0.0, "wrong")
     assert grade("0.5", "0.5", False) == (0.0, "no_answer")
-    assert load_verifier(script_args("grpo", reward=["examples/algebra.py:grade"])[1])
+    assert load_grader(script_args("grpo", reward=["examples/algebra.py:grade"])[1])
 
 
 TRL_REWARDS = """
@@ -95,7 +90,7 @@ def test_rewards_of_trl_work_as_they_are(tmp_path):
     (tmp_path / "mine.py").write_text(TRL_REWARDS)
     names = ("accuracy_reward", "think_format_reward", "overlong")
     files = [f"{tmp_path}/mine.py:{name}" for name in names]
-    verify = load_verifier(script_args("grpo", reward=files, reward_weights=[1.0, 0.2, 1.0])[1])
+    grade = load_grader(script_args("grpo", reward=files, reward_weights=[1.0, 0.2, 1.0])[1])
     question = [{"role": "user", "content": "How much is a half?"}]
     rows = [  # solution, completion, its length
         (r"\frac{1}{2}", "<think>\nx\n</think>\nIt is \\boxed{0.5}", 12),
@@ -106,15 +101,15 @@ def test_rewards_of_trl_work_as_they_are(tmp_path):
     for solution, text, length in rows:
         problem = Problem("", "", [], {"solution": solution, "prompts": question})
         completions.append(Completion(problem, [3] * length, [], text=text))
-    judged = judge(completions, verify)
+    graded = grade(completions)
     messages = [[{"role": "assistant", "content": text}] for _, text, _ in rows]
     accuracies = accuracy_reward(messages, [solution for solution, *_ in rows])
     formats = think_format_reward(messages)
     assert accuracies == [1.0, 0.0, None] and formats == [1.0, 0.0, 0.0]
     expected = zip([1.0, 0.0, 0.0], formats, [0.0, -0.5, -1.0], strict=True)  # None is 0
-    assert [tuple(c.rewards.values()) for c in judged] == list(expected)
-    assert [c.reward for c in judged] == pytest.approx([1.2, -0.5, -1.0])
-    assert [c.verdict for c in judged] == ["correct", "wrong", "wrong"]
+    assert [tuple(c.rewards.values()) for c in graded] == list(expected)
+    assert [c.reward for c in graded] == pytest.approx([1.2, -0.5, -1.0])
+    assert [c.verdict for c in graded] == ["correct", "wrong", "wrong"]
 
 
 # ----------------------------------------------------------------------------------------------- TRL
@@ -183,6 +178,41 @@ def test_another_trl_is_refused_in_one_line(monkeypatch):
 
 
 @pytest.mark.extras
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--lr 1e-6",
+        "--iterations=3",
+        "--max_new_tokens 9",
+        "--epsilon 0.3",
+        "--loss-type dapo",
+        "--beta=0.1",
+        "--algorithm dapo --overlong filter",
+        "--kl_coef 0 --kl_is_corrected",
+    ],
+)
+def test_a_flag_that_trl_would_drop_is_refused(flags):
+    from examples import trl_trainer
+
+    last = flags.split("--")[-1].partition(" ")[0].partition("=")[0].replace("-", "_")
+    with pytest.raises(UserError, match=f"^--{last} does nothing"):
+        trl_trainer.parse(["--use_cpu", "True", *flags.split()])
+
+
+@pytest.mark.extras
+def test_flags_of_both_sides_arrive():
+    from examples import trl_trainer
+
+    words = "--use_cpu True --learning_rate 1e-6 --max_completion_length 9 --temperature 0.5"
+    config, script, flags = trl_trainer.parse(
+        [*words.split(), "--kl_coef", "0.1", "--clip_eps_low", "0.3"]
+    )
+    assert (config.learning_rate, config.beta, script.__name__) == (1e-6, 0.1, "grpo")
+    assert (flags.clip_eps_low, flags.kl_coef, flags.max_new_tokens) == (0.3, 0.1, 9)
+    assert flags.temperature == 0.5
+
+
+@pytest.mark.extras
 def test_run_trl_trains_the_default_job(tmp_path):
     """Two processes, the command of the header."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -224,7 +254,8 @@ def verl_losses(monkeypatch):
 
 
 def verl_config(**changes):
-    defaults = dict(clip_ratio_low=0.2, clip_ratio_high=0.2, tau_pos=1.0, tau_neg=1.05)
+    defaults = dict(clip_ratio=0.2, clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=3.0)
+    defaults |= dict(tau_pos=1.0, tau_neg=1.05)
     defaults |= dict(loss_scale_factor=None, global_batch_info={})
     return types.SimpleNamespace(**{**defaults, **changes})
 
@@ -275,6 +306,10 @@ def test_what_verl_cannot_give_is_refused(verl_losses):
         verl_losses["nine_dr_grpo"](*batch, config=verl_config())
     with pytest.raises(ValueError, match="rollout_is_weights"):
         verl_losses["nine_gmpo"](*batch, config=verl_config(), rollout_is_weights=torch.ones(B, T))
+    unread = {"grpo": "clip_ratio_c", "gmpo": "clip_ratio_low", "sapo": "clip_ratio_high"}
+    for name, flag in unread.items():
+        with pytest.raises(ValueError, match=f"nine_{name} does not read actor.{flag}"):
+            verl_losses[f"nine_{name}"](*batch, config=verl_config(**{flag: 0.3}))
 
 
 @pytest.mark.parametrize("name", sorted(set(VERL) - {"dr_grpo", "gmpo"}))

@@ -1,0 +1,159 @@
+"""The experiments of sweep.py, as data. Flags are those of the scripts' command lines."""
+
+from typing import NamedTuple
+
+from repair import load_bugs
+
+SCRIPTS = ["ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "rspo", "sapo"]
+MORE = ["more.reinforce", "more.rloo", "more.vapo"]
+
+# Columns of a run: key in metrics.jsonl, how many iterations at the end are averaged [0: all]
+COLUMNS = {
+    "end_accuracy": ("rollout/accuracy", 10),
+    "end_len_wrong": ("rollout/response_len_wrong", 10),
+    "end_truncated": ("rollout/truncated_frac", 10),
+    "clip_low": ("losses/clipfrac_low", 0),
+    "clip_high": ("losses/clipfrac_high", 0),
+    "sampler_kl": ("rollout/sampler_kl", 0),
+}
+
+
+class Job(NamedTuple):
+    script: str  # these three are its key in the CSV
+    variant: str
+    seed: int
+    flags: str
+    file: str  # the program that runs
+
+
+class Experiment(NamedTuple):
+    jobs: list
+    columns: dict = COLUMNS
+    has_curves: bool = False  # whether a second CSV has the iterations
+
+
+def file_of(script):
+    """more.rloo -> more/rloo.py"""
+    return f"{script.replace('.', '/')}.py"
+
+
+def crossed(seeds, flags, runs, files=None):
+    """[Job] of {(script, variant): flags of its own}, which follow the common ones: of a flag that is
+    given twice the last value counts. Seed by seed, so that a sweep that is cut off leaves complete
+    comparisons."""
+    jobs = []
+    for seed in seeds:
+        for (script, variant), own in runs.items():
+            file = (files or {}).get((script, variant), file_of(script))
+            jobs.append(Job(script, variant, seed, f"{flags} {own}".strip(), file))
+    return jobs
+
+
+# -------------------------------------------------------------------------------- the default job
+
+QUIET = "--eval_every 0 --save_every 0"
+DEFAULTS = {(script, "default"): "" for script in SCRIPTS}
+DEFAULTS |= {("dapo", "default"): "--eval_every 1", ("grpo", "free"): "--kl_coef 0"}
+STABILITY = {  # from mild to wild; milder settings never made a run fall
+    "lr3e-4-steps16": "--lr 3e-4 --num_minibatches 16",
+    "lr1e-3-steps4": "--lr 1e-3 --num_minibatches 4",
+    "lr1e-3-steps16": "--lr 1e-3 --num_minibatches 16",
+}
+
+# --------------------------------------------------------------- one difference, eight fresh seeds
+
+FRESH = range(101, 109)
+LONG = f"--iterations 40 --max_new_tokens 96 {QUIET}"
+SAMPLING = {
+    ("dapo", "refill"): "--iterations 36",
+    ("dapo", "drop"): "--iterations 60 --max_sampling_rounds 1",
+}
+WILD = f"--iterations 20 --lr 1e-3 --kl_coef 0 --num_minibatches 16 {QUIET}"
+INT4 = {("grpo", "same"): "", ("grpo", "int4"): "--rollout_dtype int4"}
+for rule in ("token_tis", "sequence_tis", "geo_mask"):
+    INT4["grpo", f"int4-{rule}"] = f"--rollout_dtype int4 --rollout_correction {rule}"
+
+# ---------------------------------------------------------------------------------- planted bugs
+
+# Fixed before the first run: what is measured; twenty healthy seeds of each script and job, and three
+# other seeds of each bug.
+BUGGY = ["grpo", "ppo", "cispo", "dapo"]
+BUG_JOBS = {"calm": "", "stressed": "--lr 3e-4 --num_minibatches 16"}
+BUG_FLAGS = "--iterations 25 --eval_every 0 --save_every 0 --num_held_out 8"
+HEALTHY_SEEDS = range(1, 21)
+SICK_SEEDS = range(21, 24)
+SYMPTOMS = {
+    "accuracy at the end": ("rollout/accuracy", 5),
+    "accuracy on average": ("rollout/accuracy", 0),
+    "reward": ("rollout/reward_mean", 5),
+    "length": ("rollout/response_len_mean", 5),
+    "entropy": ("losses/entropy", 5),
+    "KL to old": ("losses/approx_kl", 0),
+    "largest ratio": ("losses/ratio_max", 0),
+    "largest ratio of a sequence": ("losses/sequence_ratio_max", 0),
+    "clipped low": ("losses/clipfrac_low", 0),
+    "clipped high": ("losses/clipfrac_high", 0),
+    "KL to reference": ("losses/kl_ref", 5),
+    "gradient norm": ("charts/grad_norm", 0),
+    "KL of sampler": ("rollout/sampler_kl", 0),
+    "largest load": ("moe/load_max", 5),
+    "explained variance": ("losses/explained_variance", 5),
+}
+
+
+def shown_bugs():
+    """{file that sweep.py writes: bug} of those that are not hidden."""
+    bugs = load_bugs().items()
+    return {f"runs/symptoms/bug_{n}.py": bug for n, bug in bugs if "hidden" not in bug}
+
+
+def bug_variant(job, bug):
+    return f"{job}: {bug['title']}"
+
+
+def bug_flags(job, bug):
+    """Those of a job, except a flag whose default the bug changes."""
+    flags = []
+    for flag in BUG_JOBS[job].split("--")[1:]:
+        name, _, _ = flag.partition(" ")
+        is_changed = f"{name}: " in bug["old"]  # as in `lr: float = flag(...`
+        if not is_changed:
+            flags.append(f"--{flag.strip()}")
+    return " ".join(flags)
+
+
+def bug_jobs():
+    """[Job] of the healthy scripts, then of the bugs."""
+    healthy = {(script, job): flags for job, flags in BUG_JOBS.items() for script in BUGGY}
+    sick = {}
+    files = {}
+    for job in BUG_JOBS:
+        for file, bug in shown_bugs().items():
+            key = (bug["script"], bug_variant(job, bug))
+            sick[key] = bug_flags(job, bug)
+            files[key] = file
+    return crossed(HEALTHY_SEEDS, BUG_FLAGS, healthy) + crossed(SICK_SEEDS, BUG_FLAGS, sick, files)
+
+
+EXPERIMENTS = {
+    "nine": Experiment(
+        crossed(range(1, 6), "--eval_every 2 --save_every 0", DEFAULTS), has_curves=True
+    ),
+    "more": Experiment(
+        crossed(range(1, 4), "--eval_every 2 --save_every 0", {(name, "default"): "" for name in MORE}),
+        has_curves=True,
+    ),
+    "stability": Experiment(
+        crossed(
+            range(1, 4),
+            f"--iterations 20 {QUIET}",
+            {(script, name): flags for name, flags in STABILITY.items() for script in SCRIPTS},
+        )
+    ),
+    "wrong_length": Experiment(
+        crossed(FRESH, LONG, {("grpo", "free"): "--kl_coef 0", ("dr_grpo", "default"): ""})
+    ),
+    "dynamic_sampling": Experiment(crossed(FRESH, f"--overlong none {QUIET}", SAMPLING)),
+    "int4": Experiment(crossed(FRESH, WILD, INT4)),
+    "symptoms": Experiment(bug_jobs(), SYMPTOMS),
+}

@@ -1,0 +1,159 @@
+"""Draws three figures in figures/ from the CSVs in results/.
+
+    python study/figures.py [nine ...]     # without a name: all of them
+
+Lines differ in style and lightness, not only in color, so that they can be told apart in grayscale.
+"""
+
+import statistics
+import sys
+from pathlib import Path
+
+import matplotlib
+import stats
+from experiments import BUG_JOBS, bug_variant, shown_bugs
+from symptoms import values
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+FIGURES = Path(__file__).parent / "figures"
+STYLES = [("#000000", "-"), ("#0072b2", "--"), ("#e69f00", ":")]
+GRAY = ("#cccccc", "-")
+GROUPS = [  # a column of `nine` each
+    {"ppo": "PPO", "grpo": "GRPO", "dr_grpo": "Dr. GRPO"},
+    {"dapo": "DAPO", "gspo": "GSPO", "cispo": "CISPO"},
+    {"gmpo": "GMPO", "rspo": "RSPO", "sapo": "SAPO"},
+]
+SYMPTOMS = ("accuracy on average", "length", "entropy", "largest ratio")  # that are drawn
+WIDTH = 8.6  # inches
+plt.rcParams |= {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 9,
+    "legend.frameon": False,
+    "lines.linewidth": 1.5,
+}
+
+
+def points(rows, column, x, is_smooth):
+    """[(x, y)] of the rows that have the column; smooth: means of three."""
+    rows = [row for row in rows if row[column] is not None]
+    ys = [row[column] for row in rows]
+    if is_smooth:
+        ys = stats.trailing(ys)
+    return [(row[x], y) for row, y in zip(rows, ys, strict=True)]
+
+
+def draw(axis, runs, column, style, label=None, is_smooth=True):
+    """Mean (line) and standard deviation (band, if there is a label) over the seeds."""
+    lines = [points(rows, column, "generated", is_smooth) for rows in runs.values()]
+    xs = []
+    means = []
+    stds = []
+    for together in zip(*lines, strict=False):  # as far as the shortest
+        here, ys = zip(*together, strict=True)
+        xs.append(statistics.mean(here))
+        means.append(statistics.mean(ys))
+        stds.append(statistics.stdev(ys))
+    color, dashes = style
+    axis.plot(xs, means, color=color, linestyle=dashes, label=label)
+    if label:
+        low = [mean - std for mean, std in zip(means, stds, strict=True)]
+        high = [mean + std for mean, std in zip(means, stds, strict=True)]
+        axis.fill_between(xs, low, high, color=color, alpha=0.15, linewidth=0)
+
+
+def curves_of_the_nine():
+    """{script: {seed: [row]}}. Greedy held-out accuracy begins before the first iteration."""
+    found = {}
+    for (script, variant), seeds in stats.curves("nine").items():
+        if variant == "default":
+            start = stats.column("nine", (script, variant), "before_greedy_accuracy")[0]
+            for rows in seeds.values():
+                first = dict.fromkeys(rows[0]) | {"generated": 0, "iteration": 0, "held_out": start}
+                rows.insert(0, first)
+            found[script] = seeds
+    return found
+
+
+def one_run():
+    """The default run of grpo, seed 1."""
+    rows = curves_of_the_nine()["grpo"][1]
+    panels = [
+        ("accuracy", {"held_out": "held-out sums, greedy", "accuracy": "rollouts, temperature 1"}),
+        ("answers without working (share)", {"direct": None}),
+        ("response length (tokens)", {"len": None}),
+    ]
+    figure, axes = plt.subplots(1, 3, figsize=(WIDTH, 2.6))
+    for axis, (title, columns) in zip(axes, panels, strict=True):
+        for (column, label), (color, dashes) in zip(columns.items(), STYLES, strict=False):
+            xs, ys = zip(*points(rows, column, "iteration", is_smooth=False), strict=True)
+            axis.plot(xs, ys, color=color, linestyle=dashes, label=label)
+        axis.set_title(title)
+        axis.set_xlabel("iteration")
+    axes[0].set_ylim(0, 1.02)
+    axes[0].legend(loc="lower right")
+    axes[1].set_ylim(bottom=0)
+    return figure
+
+
+def nine():
+    """A column for each group of three scripts, with the other six in gray."""
+    curves = curves_of_the_nine()
+    panels = [  # column, words, limits
+        ("held_out", "greedy accuracy,\nheld-out sums", (0.4, 1.0)),
+        ("accuracy", "accuracy of the rollouts,\ntemperature 1", (0.2, 1.0)),
+        ("len", "response length\n(tokens)", None),
+        ("entropy", "entropy\n(nats per token)", None),
+    ]
+    figure, axes = plt.subplots(4, 3, figsize=(WIDTH, 7), sharex=True, sharey="row")
+    for row, (column, words, limits) in zip(axes, panels, strict=True):
+        is_smooth = column != "held_out"
+        row[0].set_ylabel(words)
+        for axis, group in zip(row, GROUPS, strict=True):
+            for script in curves.keys() - group.keys():
+                draw(axis, curves[script], column, GRAY, is_smooth=is_smooth)
+            for (script, label), style in zip(group.items(), STYLES, strict=True):
+                draw(axis, curves[script], column, style, label, is_smooth)
+            axis.set_xlim(0, 15_400)
+            if limits:
+                axis.set_ylim(*limits)
+    for axis in axes[0]:
+        axis.legend(loc="lower right")
+    for axis in axes[-1]:
+        axis.set_xlabel("completions generated")
+        axis.set_xticks([0, 5000, 10_000, 15_000], ["0", "5k", "10k", "15k"])
+    return figure
+
+
+def symptoms():
+    """The runs of grpo's bugs as dots, and the range of the healthy ones in gray."""
+    runs = stats.runs("symptoms")
+    bugs = [bug for bug in shown_bugs().values() if bug["script"] == "grpo"]
+    figure, axes = plt.subplots(2, 4, figsize=(9, 6.5), sharey=True)
+    for panels, job in zip(axes, BUG_JOBS, strict=True):
+        for axis, metric in zip(panels, SYMPTOMS, strict=True):
+            usual = values(runs["grpo", job], metric)
+            axis.axvspan(min(usual), max(usual), color="#dddddd")
+            for y, bug in enumerate(bugs):
+                own = values(runs["grpo", bug_variant(job, bug)], metric)
+                axis.plot(own, [y] * len(own), "o", color="#0072b2", markersize=4, alpha=0.6)
+            axis.set_title(f"{metric},\n{job}")
+            axis.set_yticks(range(len(bugs)), [bug["title"] for bug in bugs])
+            axis.set_ylim(len(bugs) - 0.5, -0.5)  # the first on top
+    return figure
+
+
+def main():
+    for function in (one_run, nine, symptoms):
+        name = function.__name__
+        if name in sys.argv[1:] or not sys.argv[1:]:
+            figure = function()
+            figure.tight_layout()
+            figure.savefig(FIGURES / f"{name}.png", dpi=110, metadata={"Software": None})
+
+
+if __name__ == "__main__":
+    main()

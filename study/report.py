@@ -1,0 +1,204 @@
+"""Writes the generated parts of README.md and study/README.md.
+
+    python study/report.py           # write
+    python study/report.py --check   # exit code 1 if a part is stale, or in neither
+
+A part stands between <!-- generated: NAME --> and <!-- end: NAME -->, in the file that has these two
+comments. Its content comes from the scripts' headers, from their diffs, and from results/.
+"""
+
+import ast
+import difflib
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import stats
+import symptoms as planted_bugs
+from experiments import MORE, SCRIPTS, STABILITY, file_of
+from stats import column, markdown, mean_std
+
+ROOT = Path(__file__).parent.parent
+FILES = [ROOT / "README.md", ROOT / "study" / "README.md"]
+AXES = tomllib.loads((ROOT / "study" / "axes.toml").read_text())
+
+# -------------------------------------------------------------------------------------- the scripts
+
+
+def read(name):
+    """(header docstring, lines after it) of a script."""
+    text = (ROOT / file_of(name)).read_text()
+    tree = ast.parse(text)
+    return ast.get_docstring(tree), text.splitlines()[tree.body[0].end_lineno :]
+
+
+def changed_lines(parent, child):
+    """Lines added and lines removed, the header docstring aside."""
+    _, old = read(parent)
+    _, new = read(child)
+    diff = list(difflib.unified_diff(old, new, lineterm=""))
+    return sum(line.startswith(("+", "-")) for line in diff[2:])  # after the two names
+
+
+def parent_of(name):
+    """The script that the header names, None for the root."""
+    header, _ = read(name)
+    found = re.search(r"Parent: (\w+)\.py", header)
+    if not found:
+        return None
+    return found[1] if found[1] in SCRIPTS else f"more.{found[1]}"
+
+
+def scripts():
+    """The table of the scripts by their design axes."""
+    rows = []
+    for name in SCRIPTS + MORE:
+        header, _ = read(name)
+        title = header.split(":")[0]
+        arxiv = re.search(r"arXiv\s+(\d+\.\d+)", header).group(1)
+        path = file_of(name)
+        row = [f"[`{path}`]({path})", f"[{title}](https://arxiv.org/abs/{arxiv})", *AXES["axes"][name]]
+        parent = parent_of(name)
+        row.append(f"{changed_lines(parent, name)} lines ({parent.split('.')[-1]})" if parent else "")
+        rows.append(row)
+    return markdown(["script", "paper", *AXES["axis_names"], "diff from parent"], rows)
+
+
+def objectives():
+    """The objectives as the headers have them."""
+    lines = ["```"]
+    for name in SCRIPTS + MORE:
+        header, _ = read(name)
+        _, formula, *_ = header.split("\n\n")
+        for i, line in enumerate(formula.splitlines()):
+            label = name.split(".")[-1] if i == 0 else ""
+            lines.append(f"{label:9}{line}")
+    return [*lines, "```"]
+
+
+def policy_loss(name):
+    """The lines of a script's `policy_loss` from its docstring to its statistics."""
+    text = (ROOT / file_of(name)).read_text()
+    (function,) = [node for node in ast.parse(text).body if getattr(node, "name", "") == "policy_loss"]
+    docstring = function.body[0]
+    lines = text.splitlines()[docstring.end_lineno : function.end_lineno]
+    return lines[: lines.index("    stats = {")]
+
+
+def lesson():
+    """The diff of grpo's and sapo's policy_loss."""
+    both = [policy_loss("grpo"), policy_loss("sapo")]
+    diff = difflib.unified_diff(*both, "grpo.py", "sapo.py", lineterm="", n=0)
+    # Line numbers would count from the beginning of the function, not of the file.
+    lines = ["@@ policy_loss @@" if line.startswith("@@") else line for line in diff]
+    return ["```diff", *lines, "```"]
+
+
+# ----------------------------------------------------------------------------------------- the runs
+
+
+def difference(ours, theirs):
+    return "" if ours == theirs else stats.interval(ours, theirs)
+
+
+def curves():
+    """The accuracies that runs of the default job reach, how soon, and the difference from grpo."""
+    names = [("nine", script, "default") for script in SCRIPTS]
+    names.insert(2, ("nine", "grpo", "free"))
+    names += [("more", script, "default") for script in MORE]
+    grpo = column("nine", ("grpo", "default"), "area")
+    free = column("nine", ("grpo", "free"), "area")
+    rows = []
+    for name, script, variant in names:
+        key = (script, variant)
+        area = column(name, key, "area")
+        label = f"`{file_of(script)}`"
+        rows.append(
+            [
+                f"{label}, no KL" if variant == "free" else label,
+                mean_std(column(name, key, "after_greedy_accuracy")),
+                mean_std(column(name, key, "after_sampled_accuracy")),
+                mean_std(area),
+                difference(area, grpo),
+                difference(area, free),
+            ]
+        )
+    header = ["script", "greedy", "temperature 1", "area", "area, minus grpo's", "minus grpo's, no KL"]
+    return markdown(header, rows, "lrrrrr")
+
+
+def stability():
+    """Accuracy after the runs at each setting, and how many had an iteration 0.2 or more below an
+    earlier one, or broke off."""
+    rows = []
+    for script in SCRIPTS:
+        cells = []
+        for setting in STABILITY:
+            runs = stats.runs("stability")[script, setting]
+            fell = sum(run["largest_drop"] >= 0.2 or run["ended"] is not None for run in runs)
+            accuracy = mean_std(column("stability", (script, setting), "after_sampled_accuracy"))
+            cells.append(f"{accuracy}; {fell} of {len(runs)} fell" if fell else accuracy)
+        rows.append([script, *cells])
+    words = [setting.replace("lr", "lr ").replace("-steps", ", steps ") for setting in STABILITY]
+    return markdown(["script", *words], rows, "lrrr")
+
+
+def symptoms():
+    return planted_bugs.table()
+
+
+def smollm2():
+    """Greedy held-out accuracy during the runs of SmolLM2, one seed."""
+    iterations = (5, 10, 15, 20)
+    rows = []
+    for run in stats.table("smollm2"):
+        accuracies = [run["before_greedy_accuracy"], *(run[f"held_out_{i}"] for i in iterations)]
+        cells = [f"{accuracy:.3f}" for accuracy in accuracies]
+        rows.append([run["script"], *cells, f"{run['generated']:,.0f}", f"{run['seconds'] / 60:.0f}"])
+    header = ["after iteration", 0, *iterations, "completions", "minutes"]
+    return markdown(header, rows, "lrrrrrrr")
+
+
+# -------------------------------------------------------------------------------------------- pages
+
+MAKERS = [lesson, scripts, objectives, curves, stability, symptoms, smollm2]
+PARTS = {make.__name__: make for make in MAKERS}
+BEGIN = "<!-- generated: "
+PART = re.compile(BEGIN + r"(\w+) -->.*?<!-- end: \1 -->", re.DOTALL)
+
+
+def filled(text):
+    """(the text with up-to-date parts, the names of these parts)."""
+
+    def replaced(match):
+        name = match[1]
+        if name not in PARTS:
+            return match[0]
+        return "\n".join([f"{BEGIN}{name} -->", *PARTS[name](), f"<!-- end: {name} -->"])
+
+    return PART.sub(replaced, text), PART.findall(text)
+
+
+def main():
+    check = "--check" in sys.argv
+    complaints = []
+    found = []
+    for path in FILES:
+        old = path.read_text()
+        new, names = filled(old)
+        found += names
+        if old.count(BEGIN) != len(names):
+            complaints.append(f"{path}: a part has no end")
+        if check and new != old:
+            complaints.append(f"{path}: stale, run python study/report.py")
+        if not check:
+            path.write_text(new)
+    complaints += [f"part '{name}' is in no file" for name in PARTS if name not in found]
+    complaints += [f"part '{name}' is unknown" for name in found if name not in PARTS]
+    if complaints:
+        sys.exit("\n".join(complaints))
+
+
+if __name__ == "__main__":
+    main()

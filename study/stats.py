@@ -1,0 +1,71 @@
+"""Reads the CSVs in results/; means and intervals. Comparisons are paired by seed."""
+
+import csv
+import math
+import statistics
+from collections import defaultdict
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+T_QUANTILES = {2: 4.303, 3: 3.182, 4: 2.776, 7: 2.365}  # 97.5 % of Student's t, by degrees of freedom
+
+
+def number(text):
+    """A cell as a float if it is one, None if it is empty."""
+    try:
+        return float(text) if text else None
+    except ValueError:
+        return text
+
+
+def table(name):
+    """The rows of results/<name>.csv."""
+    with open(RESULTS / f"{name}.csv") as file:
+        return [{key: number(cell) for key, cell in row.items()} for row in csv.DictReader(file)]
+
+
+def runs(name):
+    """{(script, variant): [row of results/<name>.csv, by seed]}"""
+    groups = defaultdict(list)
+    for row in table(name):
+        groups[row["script"], row["variant"]].append(row)
+    return groups
+
+
+def column(name, key, of):
+    """A column of an experiment's runs, by seed; an empty cell, as of a run that broke off, is 0."""
+    return [row[of] or 0.0 for row in runs(name)[key]]
+
+
+def curves(name):
+    """{(script, variant): {seed: [row]}}"""
+    groups = defaultdict(lambda: defaultdict(list))
+    for row in table(f"{name}_curves"):
+        groups[row["script"], row["variant"]][row["seed"]].append(row)
+    return groups
+
+
+def trailing(values, width=3):
+    """The mean of each value and of those before it, `width` in all."""
+    return [statistics.mean(values[max(0, i - width + 1) : i + 1]) for i in range(len(values))]
+
+
+def mean_std(values):
+    return f"{statistics.mean(values):.3f} ± {statistics.stdev(values):.3f}"
+
+
+def interval(ours, theirs):
+    """'+0.013 ± 0.010': mean and half width of the 95 % interval of differences paired by seed, over
+    the seeds that both have. Two digits of the half width, and as many decimals of the mean."""
+    deltas = [a - b for a, b in zip(ours, theirs, strict=False)]
+    half = T_QUANTILES[len(deltas) - 1] * statistics.stdev(deltas) / math.sqrt(len(deltas))
+    digits = 3
+    if half > 0:
+        digits = max(0, 1 - math.floor(math.log10(half)))
+    return f"{statistics.mean(deltas):+.{digits}f} ± {half:.{digits}f}"
+
+
+def markdown(header, rows, align=""):
+    """A table; `align`: a letter per column, r for right."""
+    rules = ["---:" if letter == "r" else "---" for letter in align.ljust(len(header), "l")]
+    return [f"| {' | '.join(map(str, row))} |" for row in (header, rules, *rows)]
