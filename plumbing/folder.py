@@ -66,7 +66,7 @@ class RunFolder:
             write_whole(self.path / "settings.json", json.dumps(settings, indent=1))
         except TimeoutError as error:
             raise UserError(f"--run_dir {self.path} is used by another process") from error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, KeyError) as error:
             raise UserError(f"--run_dir {self.path} cannot be written or read") from error
 
     def checkpoints(self):

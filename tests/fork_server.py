@@ -100,7 +100,7 @@ def make_trouble(module, kind, n):
 
 def run_rank(rank, port, job, out, err):
     """What a forked process does; its exit code."""
-    signal.alarm(300)  # a rank that waits for ever ends with a code that no test expects
+    signal.alarm(150)  # a rank that waits for ever ends with a code that no test expects
     os.dup2(out.fileno(), 1)
     os.dup2(err.fileno(), 2)
     if job["world"] > 1:
