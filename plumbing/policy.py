@@ -96,7 +96,9 @@ class Policy(TrainedModel):
 
     def load_pretrained(self, folder):
         """Reads the weights of such a folder."""
-        saved = type(self.master).from_pretrained(folder, dtype=torch.float32)
+        saved = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
+        )
         self.load_state_dict(saved.state_dict())
 
     def frozen_copy(self):
