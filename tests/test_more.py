@@ -128,8 +128,8 @@ def test_run_of_reinforce_continues_with_its_baseline(tmp_path):
     runs = {}
     for name, stops in (("whole", [3]), ("parts", [1, 3])):
         for stop in stops:
-            more = ("--iterations", stop, "--run_dir", tmp_path / name)
-            result = run("more.reinforce", *flags, *more, held_out=8)
+            more = ("--iterations", stop, "--num_held_out", 8, "--run_dir", tmp_path / name)
+            result = run("more.reinforce", *flags, *more)
             assert result.returncode == 0, result.stderr
         rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").open()]
         runs[name] = [row["losses/policy_loss"] for row in rows]
