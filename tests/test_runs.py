@@ -132,14 +132,17 @@ def checkpoint_parts(folder):
 @pytest.mark.parametrize("kl_coef", [0, 0.04])
 @pytest.mark.parametrize("name, dtype", [("grpo", "float32"), ("ppo", "bfloat16")])
 def test_run_without_a_kl_there_is_no_reference(name, kl_coef, dtype, tmp_path):
-    """With --kl_coef 0 the checkpoint holds no other model, and no KL is logged."""
-    flags = ("--iterations", 1, "--kl_coef", kl_coef, "--dtype", dtype)
+    """With --kl_coef 0 no KL is logged. A checkpoint holds a reference that is not --model's."""
+    flags = ["--iterations", 1, "--kl_coef", kl_coef, "--dtype", dtype]
+    has_resets = name == "grpo" and kl_coef > 0
+    if has_resets:
+        flags += ["--ref_reset_every", 5]
     result = small(name, "--run_dir", tmp_path, *flags)
     assert result.returncode == 0, result.stderr
     expected = {"optimizer", "problems"}
     if name == "ppo":
         expected.add("critic")
-    if kl_coef > 0:
+    if has_resets:
         expected.add("reference")
     assert checkpoint_parts(tmp_path) == expected
     assert ("losses/kl_ref" in metrics(tmp_path)[0]) == (kl_coef > 0)
