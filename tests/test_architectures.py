@@ -297,7 +297,7 @@ def test_in_bfloat16_a_model_is_the_one_that_transformers_serves(folder, request
     name = request.node.callspec.params["folder"]
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     policy = load_policy(arguments(folder, dtype="bfloat16"))
-    copies = [rollout_copy(policy.model, policy.master, kind) for kind in ("bfloat16", "same", "int4")]
+    copies = [rollout_copy(policy.master, "bfloat16", kind) for kind in ("bfloat16", "same", "int4")]
     for model in copies:
         refresh_rollout_copy(model, policy.master, "bfloat16")
     tokens = torch.tensor([[3, 8, 4, 9, 11, 5]])
@@ -308,7 +308,7 @@ def test_in_bfloat16_a_model_is_the_one_that_transformers_serves(folder, request
             assert name == "falcon_h1" or torch.equal(model(tokens).logits, theirs(tokens).logits)
     kept = {key for key, dtype in dtypes.items() if dtype == torch.float32}
     assert bool(kept) == (name in HAVE_FLOAT32)
-    rounded = rollout_copy(policy.model, policy.master, "int4")
+    rounded = rollout_copy(policy.master, "bfloat16", "int4")
     refresh_rollout_copy(rounded, policy.master, "int4")
     for key, weight in rounded.named_parameters():
         assert key not in kept or torch.equal(weight, policy.master.state_dict()[key])
