@@ -3,11 +3,8 @@
 import time
 from contextlib import contextmanager
 
-NAMES = {
-    "rollout": "sampling",
-    "reward": "grading",
-    "evaluation": "evaluating",
-}  # as the bar shows them
+# As the bar shows them
+NAMES = {"rollout": "sampling", "reward": "grading", "evaluation": "evaluating"}
 seconds = {}  # {phase: seconds since the iteration began}
 running = []  # the phase that is being timed, if any
 bar = None  # the progress bar, once there is one
