@@ -416,6 +416,8 @@ def small(name):
         flags += ["--group_size", 4]
     if name not in ("more.reinforce", "more.rloo"):
         flags += ["--num_minibatches", 2]
+    if name == "more.vapo":
+        flags += ["--pretraining_iterations", 1]
     return flags
 
 
