@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 import signal
 import sys
@@ -23,6 +24,8 @@ STATE = "trainer_state.pt"  # in a checkpoint: everything except the policy
 class Run:
     """Writes what happens in a run, and continues it. A checkpoint is renamed into place before its
     predecessor is removed, so that one is always whole."""
+
+    answers_signals = False  # whether a Run has handlers of signals in this process
 
     def __init__(self, args, policy, problems, **parts):
         """Loads the newest checkpoint, if there is one. It also holds the `parts`, which have a
@@ -83,12 +86,14 @@ class Run:
         due, a checkpoint. A signal ends the program then; a second one at once."""
         kinds = (signal.SIGINT, signal.SIGTERM)
         handlers = {kind: signal.signal(kind, self.on_signal) for kind in kinds}
+        Run.answers_signals = True
         try:
             while not self.is_last and not self.early_end:
                 self.begin_iteration()
                 yield self.iteration
                 self.end_iteration()
         finally:
+            Run.answers_signals = False
             for kind, handler in handlers.items():
                 signal.signal(kind, handler)
 
@@ -285,6 +290,17 @@ class Run:
             raise UserError(f"{folder} cannot be written; older checkpoints are whole") from error
         for path in self.folder.checkpoints()[:-1]:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def leave_signals_to_the_run():
+    """For a process that a reward function forks, such as a pool's: the pool ends it by SIGTERM, and a
+    Ctrl-C, which reaches it too, is for the run to answer."""
+    if Run.answers_signals:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+os.register_at_fork(after_in_child=leave_signals_to_the_run)
 
 
 def drop_later_lines(path, iteration):

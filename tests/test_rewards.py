@@ -5,7 +5,7 @@ import json
 import sys
 
 import pytest
-from conftest import run, script_args
+from conftest import run, run_process, script_args
 
 import grpo
 from common import Completion, Problem, load_grader, verify
@@ -195,6 +195,27 @@ def f(completions, **columns):
 def test_a_pool_of_processes_finds_the_functions(way, tmp_path):
     done = graded(write(tmp_path, POOL.format(way=way)))
     assert [c.reward for c in done] == list(map(len, TEXTS))
+
+
+ENDED_POOL = """
+import multiprocessing
+
+def length(text):
+    return len(text)
+
+def f(completions):
+    with multiprocessing.Pool(2) as pool:  # which ends its processes by SIGTERM
+        return pool.map(length, completions)
+"""
+
+
+def test_run_a_pool_that_is_ended_by_a_signal(tmp_path):
+    """Its processes are forked from the run, and must not answer a signal as the run does."""
+    path = write(tmp_path, ENDED_POOL)
+    flags = "--iterations 1 --num_held_out 8 --prompts_per_iteration 4 --max_new_tokens 8".split()
+    folder = ("--run_dir", tmp_path / "run")
+    result = run_process("grpo", *flags, "--reward", f"{path}:f", *folder, timeout=120)
+    assert result.returncode == 0 and "stopping" not in result.stdout + result.stderr, result.stderr
 
 
 VERL = "not of (data_source, solution_str, ground_truth)"
