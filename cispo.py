@@ -49,8 +49,8 @@ class Args(RunArgs):  # more flags: --help
     is_weight_cap: float = flag(5.0, "cap on the importance weight itself")
     is_weight_floor: float = flag(0.0, "lower bound of the importance weight")
     ppo_mask: bool = flag(False, "PPO's mask at the two bounds below; no cap")
-    clip_eps_low: float = flag(0.2, "the ratio is clipped below 1 - this")
-    clip_eps_high: float = flag(0.2, "the ratio is clipped above 1 + this")
+    clip_eps_low: float = flag(0.2, "lower bound of the ratio: 1 - this")
+    clip_eps_high: float = flag(0.2, "upper bound of the ratio: 1 + this")
 
     def check(self):
         self.check_range(0, 1, "clip_eps_low")
@@ -159,12 +159,12 @@ def main(args):
         # Old log-probs come from the training forward, in the micro-batches of the update, so that the
         # ratio is exactly 1 in the first step. (--old_logprobs sampler takes the sampler's instead.)
         batch = collate(completions, args)
-        record_old_policy(policy, batch, args)  # batch.old_logprobs_BT, and an MoE's experts
-        rollout_correction(batch, args)  # correction_weights: 1 by default
+        record_old_policy(policy, batch, args)  # sets old_logprobs_BT, and an MoE's experts
+        rollout_correction(batch, args)  # sets correction_weights, 1 by default
         batch.advantages = batch.correction_weights * advantages_B1
 
         # ----------------------------------------------------------------------------------- update
-        for minibatch in batch.minibatches(args):
+        for minibatch in batch.minibatches(args):  # of all epochs
             num_tokens = minibatch.mask_BT.sum()
             for micro in minibatch.micro_batches(args):  # this process's rows
                 outputs = token_logprobs(policy, micro, args.temperature)
@@ -180,13 +180,13 @@ def main(args):
                     clip_eps_high=args.clip_eps_high,
                     num_tokens=num_tokens,
                 )
-                # Unlike the loss, aux_loss, a product of means, does not add up over micro-batches.
+                # aux_loss, a product of means, does not add up over micro-batches: it is averaged.
                 share = len(micro) / len(minibatch)
                 total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
                 total_loss.backward()
                 run.record(loss, stats, outputs, micro)
-            grad_norm = policy.clip_gradients(args.max_grad_norm)  # of the sum over processes
-            run.record_step(minibatch, grad_norm)  # ends the run if one is not finite
+            grad_norm = policy.clip_gradients(args.max_grad_norm)  # summed over processes
+            run.record_step(minibatch, grad_norm)  # ends the run if loss or norm is not finite
             optimizer.step()
             optimizer.zero_grad()
 

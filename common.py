@@ -1,5 +1,5 @@
 """Shared by all scripts, in the order of the loop: problems, model, rollout, verifier, batch,
-log-probs, rollout correction, evaluation. It also hands on what a script needs from plumbing/.
+log-probs, rollout correction, evaluation. It also re-exports what a script needs from plumbing/.
 
 A tensor's suffix names its axes: P prompts, G completions per prompt, B rows at hand (of a rollout, or
 of a minibatch or micro-batch of it), N rows of a sampler's batch, R those that are still being sampled,
@@ -15,7 +15,7 @@ import math
 import random
 from typing import NamedTuple
 
-import plumbing  # first, since it silences a Ctrl-C while the others are imported
+import plumbing  # first, so that Ctrl-C during the slow imports prints no traceback
 import torch
 import torch.nn.functional as F
 import transformers
@@ -137,7 +137,7 @@ def check_logprobs(policy, prompts, args):
 
 # ------------------------------------------------------------------------------------------ rollout
 
-COMPACT_EVERY = {"cuda": 16}  # tokens between removals of ended rows, for which the host waits; else 1
+COMPACT_EVERY = {"cuda": 16}  # remove finished rows every n tokens (the host waits each time); else 1
 
 
 class Completion(NamedTuple):
@@ -263,7 +263,7 @@ def sample_batch(policy, problems, noise_NT, *, temperature, greedy, record_expe
     forward = CachedForward(policy.model, record_experts)
     prompts = [problem.prompt_ids for problem in problems]
     logits_RV, attention, position_R1 = prefill(forward, prompts, group_size)
-    rows_R = torch.arange(N, device=device)  # the number of each row's completion
+    rows_R = torch.arange(N, device=device)  # the index of each row's completion
     ended_R = torch.zeros(N, dtype=torch.bool, device=device)
 
     for t in range(max_new_tokens):
@@ -384,7 +384,7 @@ class Batch:
         return [self[rows] for rows in ranks.even_slices(len(self), count)]
 
     def minibatches(self, args):
-        """The same `--update_epochs` times: all optimizer steps of an iteration."""
+        """These parts, `--update_epochs` times: all optimizer steps of an iteration."""
         return self.parts(args) * args.update_epochs
 
     def micro_batches(self, args):
@@ -452,7 +452,7 @@ def collate(completions, args):
 
 # ---------------------------------------------------------------------------------------- log-probs
 
-MAX_LOGITS = 2**26  # more than these are made in chunks
+MAX_LOGITS = 2**26  # above this many, logits are computed in chunks
 
 
 class TokenOutputs(NamedTuple):
@@ -503,7 +503,7 @@ def token_logprobs(policy, batch, temperature, entropy_grad=False, max_logits=MA
 
 def in_chunks(function, hidden, tokens, size):
     """`function(hidden, tokens)`, which returns two rows of values, for `size` tokens at a time. To
-    save memory, what it computes on the way is computed again in the backward pass."""
+    save memory, it is called again in the backward pass (gradient checkpointing)."""
     if len(tokens) <= size:
         return function(hidden, tokens)
     logprobs = []
@@ -547,7 +547,7 @@ def over_rows(function, batch, args):
 
 
 def record_old_policy(policy, batch, args, router_fn=None):
-    """Sets what the policy's forward gives before the update: `old_logprobs_BT`, `old_experts_BTLK`
+    """Stores what a forward pass gives before the update: `old_logprobs_BT`, `old_experts_BTLK`
     and, with r2, the experts to replay. `router_fn(router_logits, active_experts_BTLK)` makes
     `old_router_scores_BTLK`. `--old_logprobs sampler` skips this forward."""
 

@@ -51,8 +51,8 @@ class Args(RunArgs):  # more flags: --help
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
     router_aux_coef: float = flag(0.001, "weight of an MoE's load-balancing loss")
     # flags of the algorithm
-    clip_eps_low: float = flag(0.2, "the ratio is clipped below 1 - this")
-    clip_eps_high: float = flag(0.28, "the ratio is clipped above 1 + this")
+    clip_eps_low: float = flag(0.2, "lower bound of the ratio: 1 - this")
+    clip_eps_high: float = flag(0.28, "upper bound of the ratio: 1 + this")
     overlong: Literal["soft", "filter", "none"] = flag("soft", "completions near the cap")
     overlong_cache: int = flag(12, "L_cache: tokens below the cap where soft begins")
     max_sampling_rounds: int = flag(10, "rounds to fill the batch with mixed groups")
@@ -215,12 +215,12 @@ def main(args):
             # [4] Truncated completions get no gradient, and their tokens leave the step's token count.
             is_whole_B1 = torch.tensor([[not c.truncated] for c in kept], device=args.device)
             batch.mask_BT = batch.mask_BT & is_whole_B1
-        record_old_policy(policy, batch, args)  # batch.old_logprobs_BT, and an MoE's experts
-        rollout_correction(batch, args)  # correction_weights: 1 by default
+        record_old_policy(policy, batch, args)  # sets old_logprobs_BT, and an MoE's experts
+        rollout_correction(batch, args)  # sets correction_weights, 1 by default
         batch.advantages = batch.correction_weights * advantages_B1
 
         # ----------------------------------------------------------------------------------- update
-        for minibatch in batch.minibatches(args):
+        for minibatch in batch.minibatches(args):  # of all epochs
             num_tokens = minibatch.mask_BT.sum().clamp(min=1)  # filter may mask all of them
             for micro in minibatch.micro_batches(args):  # this process's rows
                 outputs = token_logprobs(policy, micro, args.temperature)
@@ -233,13 +233,13 @@ def main(args):
                     clip_eps_high=args.clip_eps_high,
                     num_tokens=num_tokens,
                 )
-                # Unlike the loss, aux_loss, a product of means, does not add up over micro-batches.
+                # aux_loss, a product of means, does not add up over micro-batches: it is averaged.
                 share = len(micro) / len(minibatch)
                 total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
                 total_loss.backward()
                 run.record(loss, stats, outputs, micro)
-            grad_norm = policy.clip_gradients(args.max_grad_norm)  # of the sum over processes
-            run.record_step(minibatch, grad_norm)  # ends the run if one is not finite
+            grad_norm = policy.clip_gradients(args.max_grad_norm)  # summed over processes
+            run.record_step(minibatch, grad_norm)  # ends the run if loss or norm is not finite
             optimizer.step()
             optimizer.zero_grad()
 

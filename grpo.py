@@ -46,10 +46,10 @@ class Args(RunArgs):  # more flags: --help
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
     router_aux_coef: float = flag(0.001, "weight of an MoE's load-balancing loss")
     # flags of the algorithm
-    clip_eps_low: float = flag(0.2, "the ratio is clipped below 1 - this")
-    clip_eps_high: float = flag(0.2, "the ratio is clipped above 1 + this")
+    clip_eps_low: float = flag(0.2, "lower bound of the ratio: 1 - this")
+    clip_eps_high: float = flag(0.2, "upper bound of the ratio: 1 + this")
     kl_coef: float = flag(0.04, "beta, the weight of the KL to the reference [0: none]")
-    kl_is_corrected: bool = flag(False, "multiply k3 by r, for an unbiased gradient")
+    kl_is_corrected: bool = flag(False, "multiply k3 by pi / sampler, for an unbiased gradient")
     ref_reset_every: int = flag(0, "reset the reference every n iterations [0: never]")
 
     def check(self):
@@ -127,12 +127,12 @@ def policy_loss(
         "clipfrac_high": masked_mean(clips_high_BT.float(), mask_BT),
     }
     if ref_logprobs_BT is not None:
-        # [2] k3 = x - log x - 1, x = pi_ref / pi; near x = 1, exp(log x) - 1 would be rounding noise
+        # [2] k3 = x - log x - 1, x = pi_ref / pi; expm1, since exp(log x) - 1 loses digits near x = 1
         log_x_BT = torch.where(mask_BT, ref_logprobs_BT - logprobs_BT, 0).clamp(-20, 20)
         k3_BT = log_x_BT.expm1() - log_x_BT
         stats["kl_ref"] = masked_mean(k3_BT, mask_BT)
         if kl_is_corrected:
-            # pi / sampler, not detached: in expectation the gradient is that of KL(pi || pi_ref).
+            # pi / sampler, not detached: its expected gradient is that of KL(pi || pi_ref).
             if rollout_ratio_BT is None:
                 rollout_ratio_BT = torch.ones_like(ratio_BT)
             k3_BT = rollout_ratio_BT * ratio_BT * k3_BT
@@ -168,14 +168,14 @@ def main(args):
         # Old log-probs come from the training forward, in the micro-batches of the update, so that the
         # ratio is exactly 1 in the first step. (--old_logprobs sampler takes the sampler's instead.)
         batch = collate(completions, args)
-        record_old_policy(policy, batch, args)  # batch.old_logprobs_BT, and an MoE's experts
+        record_old_policy(policy, batch, args)  # sets old_logprobs_BT, and an MoE's experts
         if reference is not None:
             batch.ref_logprobs_BT = reference_logprobs(reference, batch, args)
-        rollout_correction(batch, args)  # correction_weights, rollout_ratio_BT: 1 by default
+        rollout_correction(batch, args)  # sets correction_weights, rollout_ratio_BT
         batch.advantages = batch.correction_weights * advantages_B1
 
         # ----------------------------------------------------------------------------------- update
-        for minibatch in batch.minibatches(args):
+        for minibatch in batch.minibatches(args):  # of all epochs
             for micro in minibatch.micro_batches(args):  # this process's rows
                 outputs = token_logprobs(policy, micro, args.temperature)
                 loss, stats = policy_loss(
@@ -191,13 +191,13 @@ def main(args):
                     rollout_ratio_BT=micro.rollout_ratio_BT,
                     num_sequences=len(minibatch),
                 )
-                # Unlike the loss, aux_loss, a product of means, does not add up over micro-batches.
+                # aux_loss, a product of means, does not add up over micro-batches: it is averaged.
                 share = len(micro) / len(minibatch)
                 total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
                 total_loss.backward()
                 run.record(loss, stats, outputs, micro)
-            grad_norm = policy.clip_gradients(args.max_grad_norm)  # of the sum over processes
-            run.record_step(minibatch, grad_norm)  # ends the run if one is not finite
+            grad_norm = policy.clip_gradients(args.max_grad_norm)  # summed over processes
+            run.record_step(minibatch, grad_norm)  # ends the run if loss or norm is not finite
             optimizer.step()
             optimizer.zero_grad()
         if args.ref_reset_every > 0 and iteration % args.ref_reset_every == 0:

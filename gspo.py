@@ -46,8 +46,8 @@ class Args(RunArgs):  # more flags: --help
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
     router_aux_coef: float = flag(0.001, "weight of an MoE's load-balancing loss")
     # flags of the algorithm
-    clip_eps_low: float = flag(3e-3, "the ratio is clipped below 1 - this")  # paper: 3e-4
-    clip_eps_high: float = flag(4e-3, "the ratio is clipped above 1 + this")  # paper: 4e-4
+    clip_eps_low: float = flag(3e-3, "lower bound of the ratio: 1 - this")  # paper: 3e-4
+    clip_eps_high: float = flag(4e-3, "upper bound of the ratio: 1 + this")  # paper: 4e-4
     variant: Literal["gspo", "gspo_token"] = flag("gspo", "see the header")
 
     def check(self):
@@ -156,12 +156,12 @@ def main(args):
         # Old log-probs come from the training forward, in the micro-batches of the update, so that the
         # ratio is exactly 1 in the first step. (--old_logprobs sampler takes the sampler's instead.)
         batch = collate(completions, args)
-        record_old_policy(policy, batch, args)  # batch.old_logprobs_BT, and an MoE's experts
-        rollout_correction(batch, args, per_sequence=args.variant == "gspo")  # weights: 1 by default
+        record_old_policy(policy, batch, args)  # sets old_logprobs_BT, and an MoE's experts
+        rollout_correction(batch, args, per_sequence=args.variant == "gspo")  # weights
         batch.advantages = batch.correction_weights * advantages_B1
 
         # ----------------------------------------------------------------------------------- update
-        for minibatch in batch.minibatches(args):
+        for minibatch in batch.minibatches(args):  # of all epochs
             for micro in minibatch.micro_batches(args):  # this process's rows
                 outputs = token_logprobs(policy, micro, args.temperature)
                 loss, stats = policy_loss(
@@ -174,13 +174,13 @@ def main(args):
                     variant=args.variant,
                     num_sequences=len(minibatch),
                 )
-                # Unlike the loss, aux_loss, a product of means, does not add up over micro-batches.
+                # aux_loss, a product of means, does not add up over micro-batches: it is averaged.
                 share = len(micro) / len(minibatch)
                 total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
                 total_loss.backward()
                 run.record(loss, stats, outputs, micro)
-            grad_norm = policy.clip_gradients(args.max_grad_norm)  # of the sum over processes
-            run.record_step(minibatch, grad_norm)  # ends the run if one is not finite
+            grad_norm = policy.clip_gradients(args.max_grad_norm)  # summed over processes
+            run.record_step(minibatch, grad_norm)  # ends the run if loss or norm is not finite
             optimizer.step()
             optimizer.zero_grad()
 

@@ -48,8 +48,8 @@ class Args(RunArgs):  # more flags: --help
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
     router_aux_coef: float = flag(0.001, "weight of an MoE's load-balancing loss")
     # flags of the algorithm
-    clip_eps_low: float = flag(0.2, "the ratio is clipped below 1 - this")
-    clip_eps_high: float = flag(0.2, "the ratio is clipped above 1 + this")
+    clip_eps_low: float = flag(0.2, "lower bound of the ratio: 1 - this")
+    clip_eps_high: float = flag(0.2, "upper bound of the ratio: 1 + this")
     kl_coef: float = flag(0.02, "beta, the weight of the KL to the reference [0: none]")
     gamma: float = flag(1.0, "discount per token")
     gae_lambda: float = flag(0.95, "lambda of GAE")
@@ -223,10 +223,10 @@ def main(args):
         # Old log-probs come from the training forward, in the micro-batches of the update, so that the
         # ratio is exactly 1 in the first step. (--old_logprobs sampler takes the sampler's instead.)
         batch = collate(completions, args)
-        record_old_policy(policy, batch, args)  # batch.old_logprobs_BT, and an MoE's experts
+        record_old_policy(policy, batch, args)  # sets old_logprobs_BT, and an MoE's experts
         if reference is not None:
             batch.ref_logprobs_BT = reference_logprobs(reference, batch, args)
-        rollout_correction(batch, args)  # correction_weights: 1 by default
+        rollout_correction(batch, args)  # sets correction_weights, 1 by default
         values_BU = critic_values(critic, batch, args)
         batch.values_BT = values_BU[:, :-1]
 
@@ -250,7 +250,7 @@ def main(args):
         batch.advantages = batch.correction_weights * whiten(advantages_BT, batch.mask_BT)
 
         # ----------------------------------------------------------------------------------- update
-        for minibatch in batch.minibatches(args):
+        for minibatch in batch.minibatches(args):  # of all epochs
             num_tokens = minibatch.mask_BT.sum()
             for micro in minibatch.micro_batches(args):  # this process's rows
                 outputs = token_logprobs(policy, micro, args.temperature, entropy_grad=has_bonus)
@@ -274,12 +274,12 @@ def main(args):
                 # H over the whole step's tokens, as the loss; what is logged is a plain mean.
                 entropy = torch.where(micro.mask_BT, outputs.entropy_BT, 0).sum() / num_tokens
                 total_loss = loss + args.value_coef * critic_loss - args.entropy_coef * entropy
-                # Unlike the loss, aux_loss, a product of means, does not add up over micro-batches.
+                # aux_loss, a product of means, does not add up over micro-batches: it is averaged.
                 share = len(micro) / len(minibatch)
                 total_loss = total_loss + args.router_aux_coef * outputs.aux_loss * share
                 total_loss.backward()
                 run.record(loss, stats, outputs, micro, value_loss=critic_loss)
-            grad_norm = policy.clip_gradients(args.max_grad_norm)  # of the sum over processes
+            grad_norm = policy.clip_gradients(args.max_grad_norm)  # summed over processes
             critic_norm = critic.clip_gradients(args.max_grad_norm)
             # Ends the run here, before the step, if a loss or a norm is not finite.
             run.record_step(minibatch, grad_norm, critic_grad_norm=critic_norm)

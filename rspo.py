@@ -191,11 +191,11 @@ def main(args):
         batch = collate(completions, args)
         # batch.old_logprobs_BT, the experts, and their log p_old(e_jk)
         record_old_policy(policy, batch, args, router_fn=expert_logprobs)
-        rollout_correction(batch, args, per_sequence=True)  # correction_weights: 1 by default
+        rollout_correction(batch, args, per_sequence=True)  # sets correction_weights, 1 by default
         batch.advantages = batch.correction_weights * advantages_B1
 
         # ----------------------------------------------------------------------------------- update
-        for minibatch in batch.minibatches(args):
+        for minibatch in batch.minibatches(args):  # of all epochs
             for micro in minibatch.micro_batches(args):  # this process's rows
                 outputs = token_logprobs(policy, micro, args.temperature)
                 active_BTLK = micro.active_experts(micro.old_experts_BTLK)  # e_jk
@@ -212,14 +212,14 @@ def main(args):
                     router_shift_BT=raw_gamma_BT,
                     num_sequences=len(minibatch),
                 )
-                # Unlike the loss, aux_loss, a product of means, does not add up over micro-batches.
+                # aux_loss, a product of means, does not add up over micro-batches: it is averaged.
                 share = len(micro) / len(minibatch)
                 total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
                 total_loss.backward()
                 stats["moe/router_shift"] = masked_mean(raw_gamma_BT, micro.mask_BT)
                 run.record(loss, stats, outputs, micro)
-            grad_norm = policy.clip_gradients(args.max_grad_norm)  # of the sum over processes
-            run.record_step(minibatch, grad_norm)  # ends the run if one is not finite
+            grad_norm = policy.clip_gradients(args.max_grad_norm)  # summed over processes
+            run.record_step(minibatch, grad_norm)  # ends the run if loss or norm is not finite
             optimizer.step()
             optimizer.zero_grad()
 

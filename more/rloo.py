@@ -137,8 +137,8 @@ def main(args):
         # Old log-probs come from the training forward, in the micro-batches of the update, so that the
         # ratio is exactly 1 in the first step. (--old_logprobs sampler takes the sampler's instead.)
         batch = collate(completions, args)
-        record_old_policy(policy, batch, args)  # batch.old_logprobs_BT, and an MoE's experts
-        rollout_correction(batch, args)  # correction_weights: 1 by default
+        record_old_policy(policy, batch, args)  # sets old_logprobs_BT, and an MoE's experts
+        rollout_correction(batch, args)  # sets correction_weights, 1 by default
         batch.advantages = batch.correction_weights * advantages_B1
 
         # ----------------------------------------------------------------------------------- update
@@ -151,13 +151,13 @@ def main(args):
                 micro.mask_BT,
                 num_sequences=len(batch),
             )
-            # Unlike the loss, aux_loss, a product of means, does not add up over micro-batches.
+            # aux_loss, a product of means, does not add up over micro-batches: it is averaged.
             share = len(micro) / len(batch)
             total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
             total_loss.backward()
             run.record(loss, stats, outputs, micro)
-        grad_norm = policy.clip_gradients(args.max_grad_norm)  # of the sum over processes
-        run.record_step(batch, grad_norm)  # ends the run if one is not finite
+        grad_norm = policy.clip_gradients(args.max_grad_norm)  # summed over processes
+        run.record_step(batch, grad_norm)  # ends the run if loss or norm is not finite
         optimizer.step()
         optimizer.zero_grad()
 

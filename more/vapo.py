@@ -59,8 +59,8 @@ class Args(RunArgs):  # more flags: --help
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
     router_aux_coef: float = flag(0.001, "weight of an MoE's load-balancing loss")
     # flags of the algorithm
-    clip_eps_low: float = flag(0.2, "the ratio is clipped below 1 - this")
-    clip_eps_high: float = flag(0.28, "the ratio is clipped above 1 + this")  # [4]
+    clip_eps_low: float = flag(0.2, "lower bound of the ratio: 1 - this")
+    clip_eps_high: float = flag(0.28, "upper bound of the ratio: 1 + this")  # [4]
     kl_coef: float = flag(0.02, "beta, the weight of the KL to the reference [0: none]")
     gamma: float = flag(1.0, "discount per token")
     lambda_alpha: float = flag(1.0, "alpha of lambda = max(0, 1 - 1/(alpha length))")
@@ -250,10 +250,10 @@ def main(args):
         # Old log-probs come from the training forward, in the micro-batches of the update, so that the
         # ratio is exactly 1 in the first step. (--old_logprobs sampler takes the sampler's instead.)
         batch = collate(completions, args)
-        record_old_policy(policy, batch, args)  # batch.old_logprobs_BT, and an MoE's experts
+        record_old_policy(policy, batch, args)  # sets old_logprobs_BT, and an MoE's experts
         if reference is not None:
             batch.ref_logprobs_BT = reference_logprobs(reference, batch, args)
-        rollout_correction(batch, args)  # correction_weights: 1 by default
+        rollout_correction(batch, args)  # sets correction_weights, 1 by default
         values_BU = critic_values(critic, batch, args)
         batch.values_BT = values_BU[:, :-1]
         is_right_B1 = [[c.verdict == "correct"] for c in completions]
@@ -285,7 +285,7 @@ def main(args):
         batch.advantages = batch.correction_weights * whiten(advantages_BT, batch.mask_BT)
 
         # ----------------------------------------------------------------------------------- update
-        for minibatch in batch.minibatches(args):
+        for minibatch in batch.minibatches(args):  # of all epochs
             num_tokens = minibatch.mask_BT.sum()
             num_right_tokens = (minibatch.mask_BT & minibatch.is_right_B1).sum().clamp(min=1)
             for micro in minibatch.micro_batches(args):  # this process's rows
@@ -320,13 +320,13 @@ def main(args):
                 total_loss = loss + args.value_coef * critic_loss - args.entropy_coef * entropy
                 # [5] J has -mu L_LM, the loss +mu L_LM
                 total_loss = total_loss + args.positive_lm_coef * lm_loss
-                # Unlike the loss, aux_loss, a product of means, does not add up over micro-batches.
+                # aux_loss, a product of means, does not add up over micro-batches: it is averaged.
                 share = len(micro) / len(minibatch)
                 total_loss = total_loss + args.router_aux_coef * outputs.aux_loss * share
                 total_loss.backward()
                 losses = {"value_loss": critic_loss, "positive_lm_loss": lm_loss}
                 run.record(loss, stats, outputs, micro, **losses)
-            grad_norm = policy.clip_gradients(args.max_grad_norm)  # of the sum over processes
+            grad_norm = policy.clip_gradients(args.max_grad_norm)  # summed over processes
             critic_norm = critic.clip_gradients(args.max_grad_norm)
             # Ends the run here, before the step, if a loss or a norm is not finite.
             run.record_step(minibatch, grad_norm, critic_grad_norm=critic_norm)

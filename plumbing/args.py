@@ -229,7 +229,7 @@ def add_flag(group, field):
     if field.type is bool:
         options |= {"nargs": "?", "const": True, "type": as_bool, "metavar": "true|false"}
     elif get_origin(field.type) is list:
-        options |= {"nargs": "*", "type": get_args(field.type)[0], "default": field.default_factory()}
+        options |= {"nargs": "+", "type": get_args(field.type)[0], "default": field.default_factory()}
     elif get_origin(field.type) is Literal:
         choices = get_args(field.type)
         options |= {"choices": choices}
@@ -312,14 +312,13 @@ def launch(main, args_class):
             if ranks.RANK == 0:
                 tqdm.write("stopped", file=sys.stderr)
             sys.exit(130)
-        except torch.OutOfMemoryError as error:
-            flags = (
-                "--micro_batch_size, --rollout_batch_size, --gradient_checkpointing, --dtype bfloat16"
-            )
-            fail(UserError(f"out of memory on {args.device}; these need less: {flags}"), error)
         except UserError as error:
             fail(error, error.__cause__)
-        except Exception:
+        except Exception as error:
+            # The CPU's allocator has no class of its own.
+            if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+                flags = "--micro_batch_size, --rollout_batch_size, --gradient_checkpointing, --dtype"
+                fail(UserError(f"out of memory on {args.device}; these can lower it: {flags}"), error)
             ranks.let_others_report(is_user_error=False)
             raise
 

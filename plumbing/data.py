@@ -20,7 +20,10 @@ from plumbing import ranks
 from plumbing.answers import gold_answer, is_same
 from plumbing.errors import UserError
 
-# What is left out although no column is wrong:
+# Why a row is left out. A wrong column shows as one of these two:
+NO_PROMPT = "without a prompt"
+NO_GOLD = "without a gold answer"
+# These do not mean that a column is wrong:
 EQUAL = "with the prompt of an earlier row"
 NO_ANSWER = "whose answer is proof or notfound"
 REPLY = "last messages of the assistant"
@@ -190,13 +193,13 @@ def read_row(row, args):
             prompt = [message for message in prompt if message["role"] != "system"]
         text = "".join(message["content"] for message in questions_of(prompt)[-1:])
     if not isinstance(text, str) or not text.strip():
-        raise BadRow("without a prompt", describe(text))
+        raise BadRow(NO_PROMPT, describe(text))
     cell = cell_of(row, args.answer_column)
     answer = gold_answer(cell) or ""
     if args.reads_answers and str(cell).strip().lower() in ("proof", "notfound"):
         raise BadRow(NO_ANSWER)
     if args.reads_answers and not answer:
-        raise BadRow("without a gold answer", describe(cell))
+        raise BadRow(NO_GOLD, describe(cell))
     return prompt, has_reply, answer
 
 
@@ -308,9 +311,12 @@ def check_problems(problems, columns, left_out, args):
     num_rows = len(problems) + left_out.total(REPLY)
     num_faults = left_out.total(EQUAL, NO_ANSWER, REPLY)
     if num_faults > num_rows / 10:
-        message = f"{num_faults:,} of {num_rows:,} rows cannot be used: {left_out}"
-        advice = f"are --prompt_column and --answer_column right? The columns are {names}"
-        raise UserError(f"--dataset {args.dataset}: {message}; {advice}")
+        message = f"{num_faults:,} of {num_rows:,} rows cannot be used: {left_out}."
+        if {NO_PROMPT, NO_GOLD} & set(left_out):
+            message += " Are --prompt_column and --answer_column right?"
+        raise UserError(f"--dataset {args.dataset}: {message} The columns are {names}")
+    if num_rows == 0:
+        raise UserError(f"--dataset {args.dataset} has no rows")
     if any(answer for _, answer, _, _ in problems.values()):
         columns.append("answer")
     for name, flag in args.reward_columns.items():

@@ -44,6 +44,8 @@ class RunFolder:
     def __init__(self, args):
         self.script = Path(sys.argv[0]).stem
         self.path = folder_of(args)
+        if CHECKPOINT.fullmatch(self.path.name):
+            raise UserError(f"--run_dir {self.path} is a checkpoint: name the folder that it is in")
         if ranks.RANK == 0:
             self.open(args)
         ranks.wait_for_all()

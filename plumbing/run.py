@@ -56,7 +56,10 @@ class Run:
             self.folder.check_hashes(problems, needs_weights, policy.weights_hash)
             self.prepare_files()
             num_parameters = sum(weight.numel() for weight in policy.parameters())
-            print(f"model: {num_parameters:,} parameters, {args.dtype}, on {args.device}")
+            processes = f", {ranks.WORLD} processes" if ranks.WORLD > 1 else ""
+            print(f"model: {num_parameters:,} parameters, {args.dtype}, on {args.device}{processes}")
+            if args.resume and self.iteration == 0:
+                print(f"--resume: no finished iteration in {self.folder.path}: starting at the first")
         self.bar = tqdm(
             desc=self.folder.script,
             initial=self.iteration,

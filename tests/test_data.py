@@ -138,7 +138,7 @@ UNREADABLE = [  # what a run says of a file
     ("lines.jsonl.gz", b"{}", "lines.jsonl.gz cannot be read: BadGzipFile"),
     ("half.parquet", b"PAR1 and no more", "half.parquet cannot be read"),
     ("latin.csv", "question,answer\nü,1".encode("latin1"), "latin.csv cannot be read: UnicodeDecode"),
-    ("empty.jsonl", b"\n\n", "leaves none of the 0 problems for training"),
+    ("empty.jsonl", b"\n\n", "has no rows"),
     ("text.jsonl", b'{"question": "1", "answer": "1"}\n\nwhat?\n', "row 3 'what?'"),
     ("latin.jsonl", '{"question": "ü"}'.encode("latin1"), "1 of 1 rows cannot be used: 1 unreadable"),
     ("numbers.json", b"[1, [2]]", "2 unreadable (first: row 1 1)"),

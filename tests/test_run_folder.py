@@ -235,10 +235,12 @@ def test_what_is_one_line(monkeypatch, capsys, tmp_path):
 
     line = printed(UserError("--flag is\nwrong"), ValueError("because\nof this"))
     assert line == "grpo.py: error: --flag is wrong: ValueError because of this\n"
-    line = printed(torch.OutOfMemoryError("CUDA out of memory.\nTried ..."), None)
-    for flag in "--micro_batch_size --rollout_batch_size --gradient_checkpointing --dtype".split():
-        assert flag in line
-    assert len(line.splitlines()) == 1
+    cpu = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
+    for error in (torch.OutOfMemoryError("CUDA out of memory.\nTried ..."), RuntimeError(cpu)):
+        line = printed(error, None)
+        for flag in "--micro_batch_size --rollout_batch_size --gradient_checkpointing --dtype".split():
+            assert flag in line
+        assert len(line.splitlines()) == 1
     with pytest.raises(ZeroDivisionError):
         printed(ZeroDivisionError(), None)
 

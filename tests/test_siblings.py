@@ -246,17 +246,17 @@ def blocks_of(name):
 OWN_BLOCKS = {"grpo": "advantages", "dapo": "rollout", "more.reinforce": "advantages"}
 OWN_BLOCKS["more.vapo"] = "advantages"
 RUN = "run = Run(args, policy, problems, optimizer=optimizer)  # log, checkpoints\n"
-CORRECTION = "rollout_correction(batch, args)  # correction_weights: 1 by default\n"
+CORRECTION = "rollout_correction(batch, args)  # sets correction_weights, 1 by default\n"
 OWN_LINES = {
     "grpo": """
         optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
         run = Run(args, policy, problems, optimizer=optimizer, reference=reference)  # log, checkpoints
-        rollout_correction(batch, args)  # correction_weights, rollout_ratio_BT: 1 by default
+        rollout_correction(batch, args)  # sets correction_weights, rollout_ratio_BT
         batch.advantages = batch.correction_weights * advantages_B1
         outputs = token_logprobs(policy, micro, args.temperature)
         total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
         run.record(loss, stats, outputs, micro)
-        run.record_step(minibatch, grad_norm)  # ends the run if one is not finite
+        run.record_step(minibatch, grad_norm)  # ends the run if loss or norm is not finite
         if args.ref_reset_every > 0 and iteration % args.ref_reset_every == 0:
         reference.load_state_dict(policy.state_dict())
         run.log(batch, completions, rewards_PG)
@@ -281,7 +281,7 @@ OWN_LINES = {
     """,
     "gspo": f"""
         {RUN}
-        rollout_correction(batch, args, per_sequence=args.variant == "gspo")  # weights: 1 by default
+        rollout_correction(batch, args, per_sequence=args.variant == "gspo")  # weights
     """,
     "cispo": RUN + CORRECTION + "num_tokens = minibatch.mask_BT.sum()",
     "sapo": RUN + CORRECTION,
@@ -302,7 +302,7 @@ OWN_LINES = {
         {CORRECTION}
         for micro in batch.micro_batches(args):  # this process's rows
         share = len(micro) / len(batch)
-        run.record_step(batch, grad_norm)  # ends the run if one is not finite
+        run.record_step(batch, grad_norm)  # ends the run if loss or norm is not finite
         run.log(batch, completions, rewards_PG.view(-1, 1))
     """,
     "more.rloo": """
