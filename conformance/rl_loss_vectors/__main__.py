@@ -116,9 +116,7 @@ def main(program=None):
     print(*diagnosis, sep="\n", end="\n" if diagnosis else "")
     is_finite = diagnosis == [doctor.SPREADS]
     if is_finite:
-        print(
-            "that alone: your loss is correct as long as padding stays finite; --allow-nan accepts it"
-        )
+        print("that alone: what was tested is right while padding stays finite; --allow-nan accepts it")
     if num_agree == num_tested:
         print("healthy" if num_agree >= 5 else "fewer than five cases apply: too few to tell")
     is_healthy = num_agree == num_tested or (is_finite and args.allow_nan)
