@@ -171,7 +171,7 @@ def main(args):
         record_old_policy(policy, batch, args)  # sets old_logprobs_BT, and an MoE's experts
         if reference is not None:
             batch.ref_logprobs_BT = reference_logprobs(reference, batch, args)
-        rollout_correction(batch, args)  # sets correction_weights, rollout_ratio_BT
+        rollout_correction(batch, args)  # sets correction_weights, rollout_ratio_BT: 1 by default
         batch.advantages = batch.correction_weights * advantages_B1
 
         # ----------------------------------------------------------------------------------- update

@@ -157,7 +157,7 @@ def main(args):
         # ratio is exactly 1 in the first step. (--old_logprobs sampler takes the sampler's instead.)
         batch = collate(completions, args)
         record_old_policy(policy, batch, args)  # sets old_logprobs_BT, and an MoE's experts
-        rollout_correction(batch, args, per_sequence=args.variant == "gspo")  # weights
+        rollout_correction(batch, args, per_sequence=args.variant == "gspo")  # sets correction_weights
         batch.advantages = batch.correction_weights * advantages_B1
 
         # ----------------------------------------------------------------------------------- update

@@ -189,7 +189,7 @@ def main(args):
         # Old log-probs come from the training forward, in the micro-batches of the update, so that the
         # ratio is exactly 1 in the first step. (--old_logprobs sampler takes the sampler's instead.)
         batch = collate(completions, args)
-        # batch.old_logprobs_BT, the experts, and their log p_old(e_jk)
+        # sets old_logprobs_BT, the experts, and their log p_old(e_jk)
         record_old_policy(policy, batch, args, router_fn=expert_logprobs)
         rollout_correction(batch, args, per_sequence=True)  # sets correction_weights, 1 by default
         batch.advantages = batch.correction_weights * advantages_B1

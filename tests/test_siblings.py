@@ -251,7 +251,7 @@ OWN_LINES = {
     "grpo": """
         optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
         run = Run(args, policy, problems, optimizer=optimizer, reference=reference)  # log, checkpoints
-        rollout_correction(batch, args)  # sets correction_weights, rollout_ratio_BT
+        rollout_correction(batch, args)  # sets correction_weights, rollout_ratio_BT: 1 by default
         batch.advantages = batch.correction_weights * advantages_B1
         outputs = token_logprobs(policy, micro, args.temperature)
         total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
@@ -281,7 +281,7 @@ OWN_LINES = {
     """,
     "gspo": f"""
         {RUN}
-        rollout_correction(batch, args, per_sequence=args.variant == "gspo")  # weights
+        rollout_correction(batch, args, per_sequence=args.variant == "gspo")  # sets correction_weights
     """,
     "cispo": RUN + CORRECTION + "num_tokens = minibatch.mask_BT.sum()",
     "sapo": RUN + CORRECTION,
@@ -289,7 +289,7 @@ OWN_LINES = {
     "rspo": """
         if not policy.routers.has_softmax:
         raise UserError(f"--model {args.model} has no experts chosen by a softmax: use gmpo.py")
-        # batch.old_logprobs_BT, the experts, and their log p_old(e_jk)
+        # sets old_logprobs_BT, the experts, and their log p_old(e_jk)
         record_old_policy(policy, batch, args, router_fn=expert_logprobs)
         active_BTLK = micro.active_experts(micro.old_experts_BTLK)  # e_jk
         scores_BTLK = expert_logprobs(outputs.router_logits, active_BTLK)
