@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from plumbing import ranks
-from plumbing.args import UserError, launch
+from plumbing.args import launch
 from plumbing.folder import RunFolder
 from plumbing.run import Run
 
@@ -46,10 +46,6 @@ def kill_in_a_line(run):
     kill()
 
 
-def fail(error):
-    raise error
-
-
 def points(module):
     """{trouble: (object, its function, what happens before it is called)}."""
     return {
@@ -65,8 +61,7 @@ def points(module):
         "SIGTERM": (module, "sample", lambda: os.kill(os.getpid(), signal.SIGTERM)),
         "two SIGINT": (module, "sample", lambda: [signal.raise_signal(signal.SIGINT) for _ in "12"]),
         "SIGINT in an evaluation": (module, "evaluate", lambda: signal.raise_signal(signal.SIGINT)),
-        "user error": (module, "collate", lambda: fail(UserError("--flag is wrong"))),
-        "bug": (module, "collate", lambda: fail(ZeroDivisionError("a bug"))),
+        "bug": (module, "collate", lambda: 1 / 0),
     }
 
 
