@@ -1,5 +1,5 @@
-"""RLOO: the numbers in its header, and that its expected gradient is the true one. All else of the three
-of more/ is tested with the nine."""
+"""RLOO: the numbers in its header, and that its expected gradient is the true one. What it shares with
+other scripts is tested with them."""
 
 import itertools
 
