@@ -283,9 +283,12 @@ def test_run_grpo_learns(tmp_path):
     assert pass_at_k["pass@2"][0] > before and pass_at_k["pass@2"][1] > after
 
 
+LEARNING = [(name, "float32") for name in [*SCRIPTS, *MORE]]
+LEARNING += [("grpo", "bfloat16"), ("ppo", "bfloat16"), ("rspo", "bfloat16")]  # own models and routers
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", [*SCRIPTS, *MORE])
+@pytest.mark.parametrize("name, dtype", LEARNING)
 def test_run_every_script_learns(name, dtype, tmp_path):
     """The default run: greedy held-out accuracy of 0.9 or more, at least 0.4 above the base."""
     result = run_process(name, "--run_dir", tmp_path, "--dtype", dtype, timeout=900)
