@@ -48,8 +48,8 @@ SPECIAL = {
     "deepseek_v3": COMPRESSED,
     "ernie4_5_moe": dict(moe_layer_start_index=1, moe_layer_end_index=3, moe_layer_interval=1),
 }
-DENSE = """llama qwen3 gemma3_text gemma3n_text cohere2 mamba2 olmo_hybrid mistral qwen2 olmo2 olmo3 phi3
-smollm3 cohere gemma2 granite hunyuan_v1_dense""".split()
+DENSE = """llama qwen3 gemma3_text gemma3n_text cohere2 mamba2 olmo_hybrid mistral qwen2 olmo2 olmo3
+phi3 smollm3 cohere gemma2 granite hunyuan_v1_dense""".split()
 # Experts are chosen by a softmax over all of them,
 SOFTMAX = """qwen3_next qwen3_moe mixtral gpt_oss olmoe flex_olmo granitemoe phimoe
 hunyuan_v1_moe""".split()
