@@ -27,6 +27,7 @@ SHAPE |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddi
 SHAPE |= dict(initializer_range=0.3, pad_token_id=0, eos_token_id=1, tie_word_embeddings=False)
 SHAPE |= dict(sliding_window=8, logit_scale=0.3, logits_scaling=4.0)
 SHAPE |= dict(final_logit_softcapping=1.0)  # which bends logits of this size
+SHAPE |= dict(hidden_size_per_layer_input=8, vocab_size_per_layer_input=17, global_head_dim=8)
 # experts
 SHAPE |= dict(num_experts=4, num_local_experts=4, n_routed_experts=4, moe_num_experts=4)
 SHAPE |= dict(num_experts_per_tok=2, moe_topk=2, moe_k=2, n_group=2, topk_group=1)
@@ -36,20 +37,21 @@ SHAPE |= dict(n_shared_experts=1, moe_num_shared_experts=1, shared_expert_interm
 SHAPE |= dict(linear_num_value_heads=4, linear_num_key_heads=2)
 SHAPE |= dict(linear_key_head_dim=8, linear_value_head_dim=8)
 LOCAL = dict(layer_types=["sliding_attention", "full_attention"] * 2)
-GEMMA3N = dict(**LOCAL, hidden_size_per_layer_input=8, vocab_size_per_layer_input=17, laurel_rank=4)
-GEMMA3N |= dict(altup_num_inputs=2, num_kv_shared_layers=2, activation_sparsity_pattern=[0.0] * 4)
+GEMMA3N = dict(**LOCAL, laurel_rank=4, altup_num_inputs=2, num_kv_shared_layers=2)
+GEMMA3N |= dict(activation_sparsity_pattern=[0.0] * 4)
 COMPRESSED = dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=4)
 COMPRESSED |= dict(v_head_dim=8, num_key_value_heads=4, head_dim=4)
 SPECIAL = {
     "gemma3_text": LOCAL,
     "gemma3n_text": GEMMA3N,
+    "gemma4_text": LOCAL,
     "mamba2": dict(num_heads=8, head_dim=8, state_size=8, n_groups=2, chunk_size=16),
     "qwen3_next": dict(layer_types=["linear_attention", "full_attention"] * 2),
     "deepseek_v3": COMPRESSED,
     "ernie4_5_moe": dict(moe_layer_start_index=1, moe_layer_end_index=3, moe_layer_interval=1),
 }
 DENSE = """llama qwen3 gemma3_text gemma3n_text cohere2 mamba2 olmo_hybrid mistral qwen2 olmo2 olmo3
-phi3 smollm3 cohere gemma2 granite hunyuan_v1_dense""".split()
+phi3 smollm3 cohere gemma2 gemma4_text granite hunyuan_v1_dense""".split()
 # Experts are chosen by a softmax over all of them,
 SOFTMAX = """qwen3_next qwen3_moe mixtral gpt_oss olmoe flex_olmo granitemoe phimoe
 hunyuan_v1_moe""".split()
