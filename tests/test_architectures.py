@@ -47,6 +47,7 @@ SPECIAL = {
     "gemma4_text": LOCAL,
     "mamba2": dict(num_heads=8, head_dim=8, state_size=8, n_groups=2, chunk_size=16),
     "qwen3_next": dict(layer_types=["linear_attention", "full_attention"] * 2),
+    "deepseek_v2": dict(**COMPRESSED, topk_method="group_limited_greedy"),
     "deepseek_v3": COMPRESSED,
     "ernie4_5_moe": dict(moe_layer_start_index=1, moe_layer_end_index=3, moe_layer_interval=1),
 }
@@ -238,7 +239,7 @@ def check_bfloat16(folder, name):
         assert key not in kept or torch.equal(weight, policy.master.state_dict()[key])
 
 
-@pytest.mark.parametrize("folder", ["llama", "phimoe"], indirect=True)
+@pytest.mark.parametrize("folder", ["llama", "phimoe", "deepseek_v2"], indirect=True)
 def test_routing_replay_is_refused_where_no_experts_can_be_replayed(folder):
     with pytest.raises(UserError, match="--routing_replay .*: it is dense, or its routers do not let"):
         load_policy(arguments(folder, routing_replay="r2"))
