@@ -18,7 +18,7 @@ import rspo
 from common import Completion, Problem, check_sampler, collate, load_policy, sample, token_logprobs
 from plumbing.errors import UserError
 from plumbing.models import checkpoint_layers, context_limits
-from plumbing.policy import refresh_rollout_copy, rollout_copy
+from plumbing.policy import TrainedModel, refresh_rollout_copy, rollout_copy
 from plumbing.routing import find_experts, find_routers
 
 # Of these an architecture takes the fields that its config has.
@@ -44,7 +44,7 @@ COMPRESSED |= dict(v_head_dim=8, num_key_value_heads=4, head_dim=4)
 SPECIAL = {
     "gemma3_text": LOCAL,
     "gemma3n_text": GEMMA3N,
-    "gemma4_text": LOCAL,
+    "gemma4_text": dict(**LOCAL, enable_moe_block=True, top_k_experts=2),
     "mamba2": dict(num_heads=8, head_dim=8, state_size=8, n_groups=2, chunk_size=16),
     "qwen3_next": dict(layer_types=["linear_attention", "full_attention"] * 2),
     "deepseek_v2": dict(**COMPRESSED, topk_method="group_limited_greedy"),
@@ -52,16 +52,17 @@ SPECIAL = {
     "ernie4_5_moe": dict(moe_layer_start_index=1, moe_layer_end_index=3, moe_layer_interval=1),
 }
 DENSE = """llama qwen3 gemma3_text gemma3n_text cohere2 mamba2 olmo_hybrid mistral qwen2 olmo2 olmo3
-phi3 smollm3 cohere gemma2 gemma4_text granite hunyuan_v1_dense""".split()
+phi3 smollm3 cohere gemma2 granite hunyuan_v1_dense""".split()
 # Experts are chosen by a softmax over all of them,
-SOFTMAX = """qwen3_next qwen3_moe mixtral gpt_oss olmoe flex_olmo granitemoe phimoe
+SOFTMAX = """qwen3_next qwen3_moe mixtral gpt_oss gemma4_text olmoe flex_olmo granitemoe phimoe
 hunyuan_v1_moe""".split()
 # or they are scored one by one, or a bias selects them.
 ONE_BY_ONE = "deepseek_v3 ernie4_5_moe glm4_moe minimax_m2 afmoe inkling2_text hy_v4".split()
 USUAL = """llama qwen3 gemma3_text gemma3n_text cohere2 mamba2 olmo_hybrid qwen3_next qwen3_moe mixtral
-gpt_oss deepseek_v3 ernie4_5_moe""".split()  # the others are slow tests
+gpt_oss gemma4_text deepseek_v3 inkling2_text""".split()  # the others are slow tests
 # These cannot tell from the positions where a packed sequence begins.
 MIX = "gpt_oss afmoe inkling2_text qwen3_next mamba2 olmo_hybrid".split()
+NO_AUX_LOSS = ("gemma4_text", "hunyuan_v1_moe")
 HAVE_FLOAT32 = "ernie4_5_moe inkling2_text hy_v4 hunyuan_v1_moe olmo_hybrid".split()
 
 
@@ -116,11 +117,12 @@ def test_an_architecture(folder, request):
     args = arguments(folder, max_new_tokens=16, temperature=0.9, rollout_dtype="float32")
     policy = load_policy(args)
     check_sampler(policy, PROBLEMS, args)
-    assert policy.one_sequence_per_row == (name in MIX)
+    for who in (policy, policy.frozen_copy()):
+        assert who.one_sequence_per_row == (name in MIX)
     check_sampler_and_training_forward(policy, args)
     routers = policy.routers
     assert routers.has_softmax == (name in SOFTMAX)
-    assert routers.are_balanced == (name in SOFTMAX and name != "hunyuan_v1_moe")
+    assert routers.are_balanced == (name in SOFTMAX and name not in NO_AUX_LOSS)
     assert routers.can_replay == (name not in DENSE and name != "phimoe")
     if routers.can_replay:
         check_replay(policy)
@@ -218,7 +220,8 @@ def check_replay(policy):
 
 def check_bfloat16(folder, name):
     """It is the model that transformers serves, to the bit: routers that stay in float32 choose the
-    same experts. Rollout copies too, and of these, int4 leaves alone what stays in float32."""
+    same experts. Rollout copies too, and of these, int4 leaves alone what stays in float32. The body of
+    ppo's critic has the same dtypes."""
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     policy = load_policy(arguments(folder, dtype="bfloat16"))
     copies = []
@@ -232,6 +235,9 @@ def check_bfloat16(folder, name):
         assert {key: weight.dtype for key, weight in model.named_parameters()} == dtypes
         with torch.no_grad():
             assert torch.equal(model(tokens).logits, theirs(tokens).logits)
+    critic = TrainedModel(ppo.Critic(policy), "bfloat16").model
+    bodies = zip(critic.body.parameters(), theirs.base_model.parameters(), strict=True)
+    assert all(weight.dtype == its.dtype for weight, its in bodies)
     kept = {key for key, dtype in dtypes.items() if dtype == torch.float32}
     assert bool(kept) == (name in HAVE_FLOAT32)
     refresh_rollout_copy(copies[-1], policy.master, "int4")
@@ -281,7 +287,7 @@ def test_run_ppo_in_bfloat16(folder, job, tmp_path):
     assert metrics(tmp_path / "run")[1]["losses/first_step_ratio_error_max"] == 0
 
 
-@pytest.mark.parametrize("folder", ["mixtral", "llama", "deepseek_v3"], indirect=True)
+@pytest.mark.parametrize("folder", ["mixtral", "llama", "ernie4_5_moe"], indirect=True)
 def test_run_rspo_only_where_experts_are_chosen_by_a_softmax(folder, job, tmp_path, request):
     result = run("rspo", *flags_it_has("rspo", job), "--model", folder)
     if request.node.callspec.params["folder"] not in SOFTMAX:
