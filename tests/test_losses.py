@@ -13,6 +13,7 @@ import grpo
 
 F64 = torch.float64
 SIBLINGS = [*SCRIPTS, *MORE]
+ONE_RATIO = ("gspo", "gmpo", "rspo")  # per completion
 
 
 def tensor(x):
@@ -53,7 +54,7 @@ def test_advantages_of_another_shape_are_refused(name):
     square = lp[:9], old[:9]
     mask = torch.ones(9, 9)
     wrong = [adv[:1], adv[:9].T, adv[:8, 0], adv[:9, :, None]]
-    if name in ("gspo", "gmpo", "rspo"):
+    if name in ONE_RATIO:
         wrong.append(adv[:9].expand(9, 9))
     else:
         losses = [loss_of(name, *square, A, mask)[0] for A in (adv[:9], adv[:9].expand(9, 9))]
@@ -92,6 +93,20 @@ def test_an_empty_mask_and_extreme_ratios_stay_finite(name):
     loss, stats = loss_of(name, lp + far, old, adv, mask)
     assert all(value.isfinite() for value in (loss, *stats.values()))
     assert gradient_of(loss, lp).isfinite().all()
+
+
+@pytest.mark.parametrize("name", SIBLINGS)
+def test_padding_is_not_read(name):
+    """Nor is that of an advantage for each token."""
+    lp, old, adv, mask = data()
+    if name not in ONE_RATIO:
+        adv = adv.expand(12, 9)
+    expected = gradient_of(loss_of(name, lp, old, adv, mask)[0], lp)
+    lp = torch.where(mask, lp.detach(), math.nan).requires_grad_()
+    old = torch.where(mask, old, math.nan)
+    if name not in ONE_RATIO:
+        adv = torch.where(mask, adv, math.nan)
+    assert torch.equal(gradient_of(loss_of(name, lp, old, adv, mask)[0], lp), expected)
 
 
 def test_no_gradient_through_the_router_shift():
