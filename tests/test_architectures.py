@@ -52,7 +52,7 @@ SPECIAL = {
     "ernie4_5_moe": dict(moe_layer_start_index=1, moe_layer_end_index=3, moe_layer_interval=1),
 }
 DENSE = """llama qwen3 gemma3_text gemma3n_text cohere2 mamba2 olmo_hybrid mistral qwen2 olmo2 olmo3
-phi3 smollm3 cohere gemma2 granite hunyuan_v1_dense""".split()
+phi3 smollm3 cohere gemma2 granite hunyuan_v1_dense mamba""".split()
 # Experts are chosen by a softmax over all of them,
 SOFTMAX = """qwen3_next qwen3_moe mixtral gpt_oss gemma4_text olmoe flex_olmo granitemoe phimoe
 hunyuan_v1_moe""".split()
@@ -61,7 +61,7 @@ ONE_BY_ONE = "deepseek_v3 ernie4_5_moe glm4_moe minimax_m2 afmoe inkling2_text h
 USUAL = """llama qwen3 gemma3_text gemma3n_text cohere2 mamba2 olmo_hybrid qwen3_next qwen3_moe mixtral
 gpt_oss gemma4_text deepseek_v3 inkling2_text""".split()  # the others are slow tests
 # These cannot tell from the positions where a packed sequence begins.
-MIX = "gpt_oss afmoe inkling2_text qwen3_next mamba2 olmo_hybrid".split()
+MIX = "gpt_oss afmoe inkling2_text qwen3_next mamba mamba2 olmo_hybrid".split()
 NO_AUX_LOSS = ("gemma4_text", "hunyuan_v1_moe")
 HAVE_FLOAT32 = "ernie4_5_moe inkling2_text hy_v4 hunyuan_v1_moe olmo_hybrid".split()
 
