@@ -113,14 +113,15 @@ def other_experts(batch):
 
 
 def test_the_aux_loss_stays_live(tiny_policy, batch):
-    """As do the router logits. The first router reads the same tokens whatever is replayed; alone, it
-    has the same aux loss."""
+    """As do the router logits, which have no gradient. The first router reads the same tokens whatever
+    is replayed; alone, it has the same aux loss."""
     policy = copy.deepcopy(tiny_policy)
     policy.model.model.layers = policy.model.model.layers[:1]
     live = token_logprobs(policy, batch, 1.0)
     batch.replayed_experts_BSLK = other_experts(batch)[:, :, :1]
     replayed = token_logprobs(policy, batch, 1.0)
     assert not torch.equal(replayed.logprobs_BT, live.logprobs_BT)
+    assert live.aux_loss.requires_grad and not live.router_logits[0].requires_grad
     torch.testing.assert_close(replayed.router_logits, live.router_logits)
     torch.testing.assert_close(replayed.aux_loss, live.aux_loss)
 
