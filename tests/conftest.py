@@ -111,12 +111,6 @@ def keywords_of(function, args, **given):
     return keywords
 
 
-def normalizer_of(function, num_sequences, num_tokens):
-    """The one of the two that the loss has, by its keyword."""
-    both = {"num_sequences": num_sequences, "num_tokens": num_tokens}
-    return {name: both[name] for name in inspect.signature(function).parameters if name in both}
-
-
 def run_process(name, *flags, timeout=600):
     """A script as a user runs it: a process of its own, on the CPU, without a network."""
     program = ["-m", name] if name in MORE else [f"{name}.py"]
