@@ -116,11 +116,8 @@ def negative():
     probs_V = torch.tensor([1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 64], dtype=torch.float64)
     pushes = {}
     changes = {}
-    for name, sampled, advantage in (
-        ("1/2, A = +1", 0, 1.0),
-        ("1/2, A = -1", 0, -1.0),
-        ("1/32, A = -1", 4, -1.0),
-    ):
+    cases = {"1/2, A = +1": (0, 1.0), "1/2, A = -1": (0, -1.0), "1/32, A = -1": (4, -1.0)}
+    for name, (sampled, advantage) in cases.items():
         logits_V = probs_V.log().requires_grad_()
         logprobs_11 = logits_V.log_softmax(0)[sampled].view(1, 1)
         one_11 = torch.ones_like(logprobs_11)
@@ -181,18 +178,14 @@ def outcomes(size, rates_N):
 def group():
     rates_N = torch.linspace(0.01, 0.99, 99, dtype=torch.float64)
     _, chances_NO = outcomes(8, rates_N)
-    weights_of = prompts(["grpo", "dr_grpo", "dapo"])  # of each outcome, None if the group is dropped
-    labels = {
-        "grpo": "mean and std (grpo)",
-        "dr_grpo": "mean (dr_grpo)",
-        "dapo": "mixed groups only (dapo)",
-    }
+    labels = {"grpo": "mean, std (grpo)", "dr_grpo": "mean (dr_grpo)", "dapo": "mixed only (dapo)"}
+    weights_of = prompts(labels)  # of each outcome, None if the group is dropped
     weights = {}
     for script, label in labels.items():
         kept = [i for i, weight in enumerate(weights_of[script]) if weight is not None]
         kept_weights_O = torch.tensor([weights_of[script][i] for i in kept], dtype=torch.float64)
-        kept_chances_NO = chances_NO[:, kept]
-        weights[label] = points(rates_N, kept_chances_NO @ kept_weights_O / kept_chances_NO.sum(1))
+        kept_NO = chances_NO[:, kept]
+        weights[label] = points(rates_N, kept_NO @ kept_weights_O / kept_NO.sum(1))
     silent = {}
     for size in (4, 8, 16, 64):
         rewards_OG, chances_NO = outcomes(size, rates_N)
@@ -266,7 +259,7 @@ def draw(plt, name):
 
     words = WORDS[name]
     plots = read(name)
-    are_alike = all(list(lines)[:7] == list(plots[0])[:7] for lines in plots)
+    are_alike = all(list(lines) == list(plots[0]) for lines in plots)
     most = max(len(lines) for lines in plots)
     height = 3.4 if are_alike else 2.6 + 0.2 * most
     figure, axes = plt.subplots(1, len(plots), figsize=(8, height), layout="constrained", squeeze=False)
@@ -281,13 +274,14 @@ def draw(plt, name):
         axis.set_title(plot["title"])
         axis.set_xlabel(plot["x"])
         axis.set_ylabel(plot["y"])
-        for letter in log:
-            getattr(axis, f"set_{letter}scale")("log")
-            scale = {"x": axis.xaxis, "y": axis.yaxis}[letter]
-            low, high = scale.get_view_interval()
-            scale.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
-            scale.set_major_formatter("{x:g}")
-            scale.set_minor_locator(NullLocator())
+        axis.set_xscale("log" if "x" in log else "linear")
+        axis.set_yscale("log" if "y" in log else "linear")
+        for scale in (axis.xaxis, axis.yaxis):
+            if scale.get_scale() == "log":
+                low, high = scale.get_view_interval()
+                scale.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
+                scale.set_major_formatter("{x:g}")
+                scale.set_minor_locator(NullLocator())
         if not are_alike:
             axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2))
     if are_alike:

@@ -7,7 +7,8 @@ Writes two pictures, and beside each its numbers, which a test compares with the
     figures/gradients   the pull on a token's log-prob, over the token's ratio
     figures/tokens      the weight of a token, over the length of its answer
 
-The page has both for any two scripts, and the weight of a prompt. No formula is repeated here: all numbers come from the scripts' own functions, with their defaults.
+The page has both for any two scripts, and the weight of a prompt. No formula is repeated here: all
+numbers come from the scripts' own functions, with their defaults.
 """
 
 import csv
@@ -57,18 +58,16 @@ TOKENS = {
 
 
 def gradient(name, logprobs_NT, mask_NT, advantage=1, gamma=1, **flags):
-    """dJ / d log pi of all tokens, by autograd, if all old log-probs are 0. Advantages and rspo's gamma
-    are numbers, or tensors that broadcast over the tokens."""
+    """dJ / d log pi of all tokens, by autograd, if all old log-probs are 0. The advantage and rspo's
+    gamma are numbers, or tensors that broadcast over the tokens. Unknown flags are ignored."""
     policy_loss = importlib.import_module(name).policy_loss
     logprobs_NT = logprobs_NT.clone().requires_grad_()
     advantages = advantage * torch.ones_like(logprobs_NT[:, :1])
-    extra = {
-        "max_new_tokens": mask_NT.shape[1],
-        "router_shift_BT": gamma * torch.ones_like(logprobs_NT),
-    }
+    gamma_NT = gamma * torch.ones_like(logprobs_NT)
+    known = {"max_new_tokens": mask_NT.shape[1], "router_shift_BT": gamma_NT} | flags
     parameters = inspect.signature(policy_loss).parameters
-    extra = {key: value for key, value in extra.items() if key in parameters} | flags
-    loss, _ = policy_loss(logprobs_NT, torch.zeros_like(logprobs_NT), advantages, mask_NT, **extra)
+    known = {key: value for key, value in known.items() if key in parameters}
+    loss, _ = policy_loss(logprobs_NT, torch.zeros_like(logprobs_NT), advantages, mask_NT, **known)
     return torch.autograd.grad(-loss, logprobs_NT)[0]
 
 
