@@ -124,7 +124,8 @@ def negative():
         policy_loss = importlib.import_module("grpo").policy_loss
         loss, _ = policy_loss(logprobs_11, logprobs_11.detach(), advantage * one_11, one_11)
         push_V = torch.autograd.grad(-loss, logits_V)[0]
-        _, change_V = torch.func.jvp(lambda z: z.softmax(0), (logits_V.detach(),), (push_V,))
+        # A small step along the push moves the probabilities by Jacobian x push; it is symmetric.
+        change_V = torch.autograd.grad(logits_V.softmax(0), logits_V, push_V)[0]
         pushes[f"sampled: {name}"] = points(probs_V, push_V)
         changes[f"sampled: {name}"] = points(probs_V, change_V)
     ratios_N1 = torch.linspace(0, 4, 81, dtype=torch.float64).clamp(min=1e-6)[:, None]
