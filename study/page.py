@@ -219,7 +219,7 @@ def main():
     print(f"{args.out}: {args.out.stat().st_size / 1e3:,.0f} kB")
     if args.screenshot:
         picture = FOLDER / "figures" / "page.png"
-        browse(f"{url}#sapo", f"--screenshot={picture}", "--window-size=1600,1600")
+        browse(f"{url}#sapo", f"--screenshot={picture}", "--window-size=1600,1800")
     elif not args.no_open:
         webbrowser.open(url)
 

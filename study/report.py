@@ -126,7 +126,7 @@ def example():
         pulls_B1 = pulls_BT[:, :1]
         numbers = [*advantages_B1[:2], *(pulls_B1 / advantages_B1), *pulls_B1]
         rows.append([f"`{name}`", *(f"{number.item():.3g}" for number in numbers)])
-    lengths = ["3, right", "5", "4", "2"]
+    lengths = ["3 (right)", "5", "4", "2"]
     header = ["script", "A, right", "A, wrong", *(f"weight, {length}" for length in lengths)]
     header += [f"pull, {length}" for length in lengths]
     return markdown(header, rows, "l" + 10 * "r")
