@@ -10,7 +10,9 @@ from types import SimpleNamespace
 
 import torch
 
-LOSSES = "ppo grpo dr_grpo dapo gspo cispo gmpo rspo sapo reinforce rloo vapo"
+LOSSES = "ppo grpo dr_grpo dapo gspo cispo gmpo rspo sapo reinforce rloo vapo".split()
+BOOLEAN = ["mask", "is_right"]
+INTEGER = ["indices", "group_ids", "rollout_ids"]
 
 
 def batch(**fields):
@@ -178,11 +180,14 @@ def rspo(b):
     return completion_mean(b, term)
 
 
+def gate(r, tau):
+    return 4 / tau / (1 + torch.exp(-tau * (r - 1)))
+
+
 def sapo(b):
     def term(i, t):
         a = b.advantages[i, t]
-        tau = b.tau_pos if a > 0 else b.tau_neg
-        return 4 / tau / (1 + torch.exp(-tau * (ratio(b, i, t) - 1))) * a
+        return gate(ratio(b, i, t), b.tau_pos if a > 0 else b.tau_neg) * a
 
     return average(b, each(b, term), "sequence")
 
@@ -201,22 +206,20 @@ def positive_lm_loss(b):
     return sum(terms, start=torch.zeros((), dtype=b.logprobs.dtype)) / max(len(terms), 1)
 
 
-def squares(b, i, t):
-    reach = b.value_clip or math.inf
-    near = b.old_values[i, t] + torch.clamp(b.values[i, t] - b.old_values[i, t], -reach, reach)
-    return (b.values[i, t] - b.returns[i, t]) ** 2, (near - b.returns[i, t]) ** 2
+worse = torch.max
 
 
 def value_loss(b):
-    return average(b, each(b, lambda i, t: torch.max(*squares(b, i, t))), "token")
+    def term(i, t):
+        reach = b.value_clip or math.inf
+        near = b.old_values[i, t] + torch.clamp(b.values[i, t] - b.old_values[i, t], -reach, reach)
+        return worse((b.values[i, t] - b.returns[i, t]) ** 2, (near - b.returns[i, t]) ** 2)
+
+    return average(b, each(b, term), "token")
 
 
 def is_uniform(rewards):
     return all(reward == rewards[0] for reward in rewards)
-
-
-def std(rewards):
-    return rewards.std(unbiased=True)
 
 
 def mean(rewards, j):
@@ -228,7 +231,7 @@ def mean_of_others(rewards, j):
 
 
 def scale(rewards, j):
-    return std(rewards) + 1e-6
+    return rewards.std(unbiased=True) + 1e-6
 
 
 def unscaled(rewards, j):
@@ -284,11 +287,7 @@ def whiten(b):
 
 def overlong_penalty(b):
     start = b.max_new_tokens - b.overlong_cache
-    return torch.stack([ramp((start - x) / b.overlong_cache) for x in b.lengths])
-
-
-def ramp(x):
-    return torch.clamp(x, -1, 0)
+    return torch.clamp((start - b.lengths) / b.overlong_cache, -1, 0)
 
 
 def sampler_ratio(b, i, t):
@@ -362,40 +361,37 @@ def router_shift(b):
 # ---------------------------------------------------------------------------- cases of vectors.json
 
 
-def tensor(x, dtype=torch.float64):
-    return torch.tensor(x, dtype=dtype)
-
-
-def batch_of(case, dtype=torch.float64):
-    b = batch(
-        bootstrap=torch.zeros(5, 1, dtype=dtype), micro_batches=case.get("micro_batches", [slice(None)])
-    )
+def fields_of(case, dtype=torch.float64):
+    """The arguments and keywords of a case, by name: tensors, numbers and words."""
+    dtypes = dict.fromkeys(BOOLEAN, torch.bool) | dict.fromkeys(INTEGER, torch.int64)
+    fields = {}
     for name, x in (case["inputs"] | case["keywords"]).items():
-        setattr(b, name, tensor(x, dtype) if isinstance(x, list) else x)
-        if name in ("mask", "is_right"):
-            setattr(b, name, tensor(x).bool())
-    if "logprobs" in case["inputs"] and "advantages" in case["inputs"]:
-        b.advantages = b.advantages.expand_as(b.logprobs)
+        fields[name] = torch.tensor(x, dtype=dtypes.get(name, dtype)) if isinstance(x, list) else x
     if "masked_places_hold" in case:
-        for name, x in vars(b).items():
-            if torch.is_tensor(x) and x.shape == b.mask.shape and name != "mask":
-                setattr(b, name, torch.where(b.mask, x, float(case["masked_places_hold"])))
-    return b
+        for name, x in fields.items():
+            if torch.is_tensor(x) and x.is_floating_point() and x.shape == fields["mask"].shape:
+                fields[name] = torch.where(fields["mask"], x, float(case["masked_places_hold"]))
+    return fields
 
 
-def evaluate(section, case, change=None, has_gradient=None, dtype=torch.float64):
+def evaluate(section, case, change=None, dtype=torch.float64):
     """(value, gradient or None) of the objective, or of what an entry of mistakes.py makes of it."""
-    b = batch_of(case, dtype)
+    no_bootstrap = {"bootstrap": torch.zeros(5, 1, dtype=dtype)}
+    b = batch(**(no_bootstrap | fields_of(case, dtype)))
+    b.micro_batches = case.get("micro_batches", [slice(None)])
     objective = globals()[section]
+    if section in LOSSES:
+        b.advantages = b.advantages.expand_as(b.logprobs)
     first = getattr(b, next(iter(case["inputs"])))
-    if not ("gradient" in case if has_gradient is None else has_gradient):
-        return (change(objective, b) if change else objective(b)), None
-    first.requires_grad_()
+    first.requires_grad_("gradient" in case)
     value = change(objective, b) if change else objective(b)
-    if section in LOSSES.split():
+    if section in LOSSES:
         value = -value
+    if "gradient" not in case:
+        return value, None
     value = torch.as_tensor(value, dtype=dtype)
-    total = (value * tensor(case.get("coefficients", 1), dtype)).sum()
+    coefficients = torch.tensor(case.get("coefficients", 1), dtype=dtype)
+    total = (value * coefficients).sum()
     total = total + 0 * first.nan_to_num().sum()  # a gradient even if nothing depends on it
     (gradient,) = torch.autograd.grad(total, first)
     return value.detach(), gradient
