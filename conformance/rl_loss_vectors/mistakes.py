@@ -136,13 +136,12 @@ def without(is_dropped):
     return pieces(clipped_term=term)
 
 
-def scales(of):
-    """of(rewards), to divide by."""
-    return pieces(scale=lambda rewards, j: of(rewards))
+def std_of_the_batch(J, b):
+    return pieces(scale=lambda rewards: b.rewards.std() + 1e-6)(J, b)
 
 
-def of_the_batch(name, of):
-    return lambda J, b: pieces(**{name: lambda rewards, j: of(b.rewards)})(J, b)
+def mean_of_the_batch(J, b):
+    return pieces(mean=lambda rewards, j: b.rewards.mean())(J, b)
 
 
 def smallest_range(b):
@@ -172,7 +171,7 @@ MISTAKES = [
     ("wrong sign", MASKED, lambda J, b: -J(b)),
     # The averages and the mask.
     ("token-mean [verl: default]", SEQUENCE_MEAN, pieces(average=token_mean)),
-    ("sequence-mean", OTHER_MEAN, pieces(average=sequence_mean)),
+    ("sequence-mean: divided by each |o|", OTHER_MEAN, pieces(average=sequence_mean)),
     ("a mean over the padded width", [*WITH_RATIO, "value_loss"], pieces(average=padded_mean)),
     ("a mean of each micro-batch [verl: geo_mean]", AVERAGED, mean_of_micro_batches),
     ("rows forgotten that do not fill a micro-batch of two", AVERAGED, without_the_odd_row),
@@ -184,7 +183,11 @@ MISTAKES = [
     ("the ratio is always 1", WITH_RATIO, setting(old_logprobs=lambda b: b.logprobs.detach())),
     ("the ratio upside down", WITH_RATIO, pieces(log_ratio=lambda b, i, t: -log_ratio(b, i, t))),
     ("max for min", CLIPPED, pieces(clipped=larger)),
-    ("a clip on both sides, without the min", GEOMETRIC, pieces(clipped=clipped_on_both_sides)),
+    (
+        "a clip on both sides, without the min",
+        CLIPPED + GEOMETRIC,
+        pieces(clipped=clipped_on_both_sides),
+    ),
     ("eps bounds r, not log r", GEOMETRIC, pieces(clipped=clipped_by_ratio)),
     ("an arithmetic for a geometric mean", GEOMETRIC, pieces(geometric_mean=arithmetic_mean)),
     ("a product for a geometric mean", ["gspo", *GEOMETRIC], pieces(length=lambda b, i: 1)),
@@ -207,8 +210,8 @@ MISTAKES = [
     ("the KL is rewarded", ["grpo"], pieces(k3=lambda log_x: -k3(log_x))),
     ("a gradient through the weight", ["cispo"], pieces(stopped=lambda x: x)),
     # Advantages and values.
-    ("the mean of the batch", STANDARDIZED, of_the_batch("mean", torch.mean)),
-    ("the std of the batch", STANDARDIZED, of_the_batch("scale", lambda x: x.std() + 1e-6)),
+    ("the mean of the batch", STANDARDIZED, mean_of_the_batch),
+    ("the std of the batch", STANDARDIZED, std_of_the_batch),
     (
         "a sibling sample counted again",
         ["grouped_advantages"],
@@ -220,10 +223,10 @@ MISTAKES = [
     ("rho upside down", ["rollout_weights"], swapped("old_logprobs", "rollout_logprobs")),
 ]
 VARIANTS = [
-    ("the std of the population", STANDARDIZED, scales(lambda x: x.std(unbiased=False) + 1e-6)),
-    ("eps 1e-4 [TRL]", STANDARDIZED, scales(lambda x: x.std() + 1e-4)),
+    ("the std of the population", STANDARDIZED, pieces(scale=lambda R: R.std(unbiased=False) + 1e-6)),
+    ("eps 1e-4 [TRL]", STANDARDIZED, pieces(scale=lambda R: R.std() + 1e-4)),
     ("no rule for equal rewards [TRL, verl]", GROUPS, pieces(is_uniform=lambda rewards: False)),
-    ("MaxRL: divided by the mean", STANDARDIZED, scales(lambda x: x.mean() + 1e-6)),
+    ("MaxRL: divided by the mean", STANDARDIZED, pieces(scale=lambda R: R.mean() + 1e-6)),
     ("dual clip: A < 0 and r > 3 [verl]", CLIPPED, pieces(clipped=dual_clip)),
     ("IPO: dropped where pi changed by over 0.3", TOKEN_RATIO, without(lambda d, a: abs(d) > 0.3)),
     (

@@ -123,14 +123,6 @@ def gspo(b):
     return completion_mean(b, lambda i: clipped_by_eps(sequence_ratio(b, i), advantage(b, i), b))
 
 
-def importance_weight(r, a, b):
-    if b.ppo_mask:
-        too_high = a > 0 and r > 1 + b.clip_eps_high
-        too_low = a < 0 and r < 1 - b.clip_eps_low
-        return 0 * r if too_high or too_low else r
-    return torch.clamp(r, b.is_weight_floor, b.is_weight_cap)
-
-
 def stopped(x):
     return x.detach()
 
@@ -138,7 +130,13 @@ def stopped(x):
 def cispo(b):
     def term(i, t):
         a = b.advantages[i, t]
-        return stopped(importance_weight(ratio(b, i, t), a, b)) * a * b.logprobs[i, t]
+        r = ratio(b, i, t)
+        weight = torch.clamp(r, b.is_weight_floor, b.is_weight_cap)
+        if b.ppo_mask:
+            too_high = a > 0 and r > 1 + b.clip_eps_high
+            too_low = a < 0 and r < 1 - b.clip_eps_low
+            weight = 0 * r if too_high or too_low else r
+        return stopped(weight) * a * b.logprobs[i, t]
 
     return average(b, each(b, term), "token")
 
@@ -230,29 +228,24 @@ def mean_of_others(rewards, j):
     return (sum(rewards) - rewards[j]) / (len(rewards) - 1)
 
 
-def scale(rewards, j):
+def scale(rewards):
     return rewards.std(unbiased=True) + 1e-6
-
-
-def unscaled(rewards, j):
-    return 1
 
 
 def of_group(rewards, baseline, divisor):
     """Advantages; exactly 0 if the rewards are equal."""
     if is_uniform(rewards):
         return torch.zeros_like(rewards)
-    return torch.stack(
-        [(x - baseline(rewards, j)) / divisor(rewards, j) for j, x in enumerate(rewards)]
-    )
+    differences = [x - baseline(rewards, j) for j, x in enumerate(rewards)]
+    return torch.stack(differences) / divisor(rewards)
 
 
-def of_groups(b, baseline, divisor):
+def of_groups(b, baseline, divisor=lambda rewards: 1):
     return torch.stack([of_group(rewards, baseline, divisor) for rewards in b.rewards])
 
 
 def group_differences(b):
-    return of_groups(b, mean, unscaled)
+    return of_groups(b, mean)
 
 
 def group_advantages(b):
@@ -260,7 +253,7 @@ def group_advantages(b):
 
 
 def leave_one_out(b):
-    return of_groups(b, mean_of_others, unscaled)
+    return of_groups(b, mean_of_others)
 
 
 def grouped_advantages(b):
@@ -290,15 +283,17 @@ def overlong_penalty(b):
     return torch.clamp((start - b.lengths) / b.overlong_cache, -1, 0)
 
 
-def sampler_ratio(b, i, t):
-    return torch.exp(b.old_logprobs[i, t] - b.rollout_logprobs[i, t])
+def rollout_weights(b):
+    weights = torch.zeros_like(b.old_logprobs)
+    for i in range(len(weights)):
+        rhos = {t: torch.exp(b.old_logprobs[i, t] - b.rollout_logprobs[i, t]) for t in tokens(b, i)}
+        for t, rho in rhos.items():
+            weights[i, t] = rollout_weight(b, rho, math.prod(rhos.values()), len(rhos))
+    return weights
 
 
-def rollout_weight(b, i, t):
-    """From rho = pi_old / mu of token t, their product and their geometric mean in completion i."""
-    rho = sampler_ratio(b, i, t)
-    product = math.prod(sampler_ratio(b, i, u) for u in tokens(b, i))
-    geometric = product ** (1 / length(b, i))
+def rollout_weight(b, rho, product, length):
+    """From rho = pi_old / mu of a token, and the product of all in its completion."""
     if b.rule == "token_tis":
         return rho.clamp(max=b.cap)
     if b.rule == "sequence_tis":
@@ -307,16 +302,8 @@ def rollout_weight(b, i, t):
         return product * (product <= b.cap)
     if b.rule == "icepop":
         return rho * (b.mask_low <= rho <= b.mask_high)
-    is_near = b.mask_low <= geometric <= b.mask_high
+    is_near = b.mask_low <= product ** (1 / length) <= b.mask_high
     return (rho.clamp(max=b.cap) if b.rule == "geo_mask" else torch.ones_like(rho)) * is_near
-
-
-def rollout_weights(b):
-    weights = torch.zeros_like(b.old_logprobs)
-    for i in range(len(weights)):
-        for t in tokens(b, i):
-            weights[i, t] = rollout_weight(b, i, t)
-    return weights
 
 
 def replayed_gate(b):
