@@ -160,7 +160,6 @@ def weights(x):
         "clip(s)": np.exp(total / x["size"]).clip(*bounds(x)),
         "r^2": r**2,
         "(1/r)": 1 / r,
-        "sqrt(r)": np.sqrt(r),
         "log r": x["log r"],
         "AM(r)": row_sum(x, r) / x["size"],
         "exp(sum(log r) / T)": np.exp(total / x["T"]),

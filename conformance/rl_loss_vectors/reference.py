@@ -348,12 +348,14 @@ def router_shift(b):
 # ---------------------------------------------------------------------------- cases of vectors.json
 
 
-def fields_of(case, dtype=torch.float64):
+def fields_of(case):
     """The arguments and keywords of a case, by name: tensors, numbers and words."""
     dtypes = dict.fromkeys(BOOLEAN, torch.bool) | dict.fromkeys(INTEGER, torch.int64)
     fields = {}
     for name, x in (case["inputs"] | case["keywords"]).items():
-        fields[name] = torch.tensor(x, dtype=dtypes.get(name, dtype)) if isinstance(x, list) else x
+        fields[name] = (
+            torch.tensor(x, dtype=dtypes.get(name, torch.float64)) if isinstance(x, list) else x
+        )
     if "masked_places_hold" in case:
         for name, x in fields.items():
             if torch.is_tensor(x) and x.is_floating_point() and x.shape == fields["mask"].shape:
@@ -361,10 +363,9 @@ def fields_of(case, dtype=torch.float64):
     return fields
 
 
-def evaluate(section, case, change=None, dtype=torch.float64):
+def evaluate(section, case, change=None):
     """(value, gradient or None) of the objective, or of what an entry of mistakes.py makes of it."""
-    no_bootstrap = {"bootstrap": torch.zeros(5, 1, dtype=dtype)}
-    b = batch(**(no_bootstrap | fields_of(case, dtype)))
+    b = batch(**({"bootstrap": torch.zeros(5, 1)} | fields_of(case)))
     b.micro_batches = case.get("micro_batches", [slice(None)])
     objective = globals()[section]
     if section in LOSSES:
@@ -376,9 +377,8 @@ def evaluate(section, case, change=None, dtype=torch.float64):
         value = -value
     if "gradient" not in case:
         return value, None
-    value = torch.as_tensor(value, dtype=dtype)
-    coefficients = torch.tensor(case.get("coefficients", 1), dtype=dtype)
-    total = (value * coefficients).sum()
+    value = torch.as_tensor(value, dtype=torch.float64)
+    total = (value * torch.tensor(case.get("coefficients", 1))).sum()
     total = total + 0 * first.nan_to_num().sum()  # a gradient even if nothing depends on it
     (gradient,) = torch.autograd.grad(total, first)
     return value.detach(), gradient
