@@ -89,7 +89,8 @@ def lines_of_gradient(rows, wrong):
         lines.append("every value is right: a detach is missing, or one too many")
     if any(answer.gradient[np.array(case["inputs"]["mask"]) == 0].any() for case, answer, *_ in rows):
         lines.append("there is a gradient in masked places")
-    for group, special in ((rows, {"kl", "settings", "large_ratios"}), (wrong, {"kl", "settings"})):
+    others = {"kl", "settings", "large_ratios", "micro_batches"}
+    for group, special in ((rows, others), (wrong, {"kl", "settings"})):
         chosen = [row for row in group if not special & set(row[0]["tags"])]
         if any(row in wrong for row in chosen):
             forms = both_forms(joined(chosen))

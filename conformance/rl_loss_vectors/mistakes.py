@@ -145,7 +145,7 @@ def mean_of_the_batch(J, b):
 
 
 def smallest_range(b):
-    return b.value_clip or 1e-12
+    return b.value_clip or 1e-300
 
 
 def sum_on_each_token(b):
