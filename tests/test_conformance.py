@@ -127,11 +127,7 @@ def test_no_case_is_at_a_bound(section, id):
 @pytest.mark.parametrize("section", LOSSES)
 def test_what_the_cases_of_a_loss_have(section):
     cases = SECTIONS[section]["cases"]
-    rows = ["".join(map(str, row)) for case in cases for row in case["inputs"]["mask"]]
-    assert any(row.startswith("0") for row in rows)  # a prompt
-    assert any(re.search("10+1", row) for row in rows)  # tool output
     assert {"NaN", 1e9} <= {case.get("masked_places_hold") for case in cases}
-    assert any("large_ratios" in case["tags"] for case in cases)
     for num_rows in (3, 5):
         (case,) = (case for case in cases if len(case["inputs"]["mask"]) == num_rows)
         assert "different_lengths" in case["tags"] and any(case["gradient"][-1])

@@ -189,12 +189,12 @@ def places(x):
 
 
 def both_forms(x):
-    """Two lines, if both gradients have the form, and differ in it."""
+    """Two lines, if your gradient has the form, and ours has not, or a different one."""
     table = candidates(x)
     yours, ours = (form_of(x[who][x["mask"]], table) for who in ("your", "our"))
-    if not yours or not ours or yours == ours:
+    if not yours or yours == ours:
         return []
-    return [f"your gradient of J: {yours}", f" our gradient of J: {ours}"]
+    return [f"your gradient of J: {yours}", f" our gradient of J: {ours or 'of a different form'}"]
 
 
 def form_of(gradient, table):

@@ -353,9 +353,9 @@ def fields_of(case):
     dtypes = dict.fromkeys(BOOLEAN, torch.bool) | dict.fromkeys(INTEGER, torch.int64)
     fields = {}
     for name, x in (case["inputs"] | case["keywords"]).items():
-        fields[name] = (
-            torch.tensor(x, dtype=dtypes.get(name, torch.float64)) if isinstance(x, list) else x
-        )
+        fields[name] = x
+        if isinstance(x, list):
+            fields[name] = torch.tensor(x, dtype=dtypes.get(name, torch.float64))
     if "masked_places_hold" in case:
         for name, x in fields.items():
             if torch.is_tensor(x) and x.is_floating_point() and x.shape == fields["mask"].shape:
