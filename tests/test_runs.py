@@ -58,7 +58,7 @@ DAPO = "kept dropped_all_right dropped_all_wrong generated sampling_rounds"
 EXTRA_KEYS = {
     "ppo": CLIPS | keys("losses/", "value_loss explained_variance kl_ref"),
     "grpo": CLIPS | GROUPS | {"losses/kl_ref"},
-    "rspo": CLIPS | GROUPS | {"moe/router_shift"},
+    "rspo": CLIPS | GROUPS | {"moe/router_shift", "moe/router_floor_frac"},
     "sapo": GROUPS | {"losses/gate_slope"},
     "dapo": CLIPS | GROUPS | keys("rollout/groups_", DAPO),
     "more.reinforce": GROUPS - {"rollout/frac_zero_std_groups"},
