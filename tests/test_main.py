@@ -54,13 +54,14 @@ FROM_SAMPLER = {"old_logprobs": "sampler", "rollout_correction": "none", "rollou
 FROM_SAMPLER |= {"kl_coef": 0.5, "lr": 1e-3}  # with 2e-3, log-ratios are so large that scripts cap them
 BASELINE = {"iterations": 3, "max_grad_norm": 2.0, "baseline_decay": 0.75}
 STALE = {"rollout_dtype": "same", "rollout_refresh_every": 2}
+MASKED = {"rollout_correction": "geo_mask", "rollout_mask_low": 0.98, "rollout_mask_high": 1.01}
 CASES = {  # variants that change no line of main are compared by test_conformance.py
     "ppo": ("ppo", ALONE | CRITIC),
     "grpo": ("grpo", {"kl_coef": 0.5}),
     "grpo, reset": ("grpo", {"kl_coef": 0.5, "kl_is_corrected": True, "ref_reset_every": 1}),
     "grpo, sampler": ("grpo", FROM_SAMPLER),
     "grpo, stale": ("grpo", STALE | {"kl_coef": 0.0}),
-    "dr_grpo": ("dr_grpo", {"max_grad_norm": 0.2, "max_new_tokens": 40}),  # more than any has
+    "dr_grpo": ("dr_grpo", {"max_grad_norm": 0.2, "max_new_tokens": 40} | MASKED),  # more than any has
     "dapo": ("dapo", {"overlong_cache": 6}),
     "dapo, filter": ("dapo", {"overlong": "filter"}),
     "dapo, one round": ("dapo", {"overlong": "none", "max_sampling_rounds": 1, "num_minibatches": 5}),
@@ -218,13 +219,19 @@ def learned_from(name, args, rounds):
 
 
 def correction_weights(name, args, old, mu, mask):
-    """min(rho, cap): a token's, or where there is one ratio per completion the geometric mean's."""
+    """min(rho, cap): a token's, or where there is one ratio per completion the geometric mean's. With
+    geo_mask, 0 where that mean is out of bounds."""
     if args.rollout_correction == "none":
         return torch.ones_like(old)
     log_rho = torch.where(mask, old - mu, 0)
+    log_mean = (log_rho.sum(1) / mask.sum(1))[:, None].expand_as(mask)
     if name in ("gmpo", "rspo") or getattr(args, "variant", "") == "gspo":
-        log_rho = (log_rho.sum(1) / mask.sum(1))[:, None].expand_as(mask)
-    return log_rho.exp().clamp(max=args.rollout_cap)
+        log_rho = log_mean
+    weights = log_rho.exp().clamp(max=args.rollout_cap)
+    if args.rollout_correction == "geo_mask":
+        weights[log_mean < math.log(args.rollout_mask_low)] = 0
+        weights[log_mean > math.log(args.rollout_mask_high)] = 0
+    return weights
 
 
 def plain_advantages(name, args, completions, baseline):
