@@ -238,7 +238,7 @@ def problem_rows(rows, policy, args):
 
     for number, row in enumerate(rows, 1):
         if isinstance(row, dict):
-            columns |= dict.fromkeys(row)
+            columns |= dict.fromkeys(map(str, row))
         try:
             prompt, has_reply, answer = read_row(row, args)
             key = hash_of(prompt)
@@ -263,12 +263,11 @@ def problem_rows(rows, policy, args):
         del problems[key]
     left_out = ", ".join(f"{n:,} {reason} (first: {firsts[reason]})" for reason, n in counts.items())
     num_rows = len(problems) + counts.total() - counts[REPLY]
-    num_faults = num_rows - len(problems) - counts[EQUAL] - counts[NO_ANSWER]
-    names = ", ".join(map(str, columns))
-    if num_faults > num_rows / 10:
+    num_bad = num_rows - len(problems) - counts[EQUAL] - counts[NO_ANSWER]
+    if num_bad > num_rows / 10:
         raise UserError(
-            f"--dataset {args.dataset}: {num_faults:,} of {num_rows:,} rows cannot be used: {left_out}. "
-            f"--prompt_column or --answer_column may be wrong: the columns are {names}"
+            f"--dataset {args.dataset}: {num_bad:,} of {num_rows:,} rows cannot be used: {left_out}; "
+            f"--prompt_column or --answer_column may be wrong: the columns are {', '.join(columns)}"
         )
     check_problems(problems.values(), columns, f"; left out: {left_out}" if left_out else "", args)
     check_token_ids([ids for _, _, ids, _ in problems.values()], policy)

@@ -49,7 +49,7 @@ class RewardFunction:
             names = ", ".join(self.names)
             raise UserError(
                 f"{self.flag} must be a function of (text, answer, truncated) or of (completions, "
-                f"**columns), not of ({names}). verl's solution_str is text here, its ground_truth answer"
+                f"**columns), not of ({names}). verl's solution_str is text here, ground_truth answer"
             )
 
     def results(self, completions):
@@ -103,7 +103,8 @@ def grade_of(result, c):
         value, verdict = result
     elif value is None:
         value = 0.0
-    if isinstance(value, str) or verdict not in VERDICTS or not abs(float(value)) <= 1e9:  # also NaN
+    is_text = isinstance(value, (str, bytes))
+    if is_text or verdict not in VERDICTS or not abs(float(value)) <= 1e9:  # a NaN fails this too
         raise ValueError(f"not {result!r:.80} (verdicts are {', '.join(VERDICTS)})")
     value = float(value)
     if value > 0.5 and not isinstance(result, tuple):
