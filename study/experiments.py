@@ -16,6 +16,20 @@ COLUMNS = {
     "clip_high": ("losses/clipfrac_high", 0),
     "sampler_kl": ("rollout/sampler_kl", 0),
 }
+ACTED = {  # what the mechanisms of the nine did, for report.acted
+    **COLUMNS,
+    "kl_ref": ("losses/kl_ref", 0),
+    "explained_variance": ("losses/explained_variance", 0),
+    "all_right": ("rollout/groups_dropped_all_right", 0),
+    "all_wrong": ("rollout/groups_dropped_all_wrong", 0),
+    "generated_groups": ("rollout/groups_generated", 0),
+    "ratio_max": ("losses/ratio_max", 0),
+    "gamma": ("moe/router_shift", 0),
+    "gamma_floor": ("moe/router_floor_frac", 0),
+    "slope": ("losses/gate_slope", 0),
+    "end_entropy": ("losses/entropy", 5),
+    "end_len": ("rollout/response_len_mean", 5),
+}
 
 
 class Job(NamedTuple):
@@ -63,10 +77,10 @@ STABILITY = {  # from mild to wild; milder settings never made a run fall
 # --------------------------------------------------------------- one difference, eight fresh seeds
 
 FRESH = range(101, 109)
-LONG = f"--iterations 40 --max_new_tokens 96 {QUIET}"
+LONG = f"--iterations 40 --num_minibatches 4 --max_new_tokens 96 {QUIET}"
 SAMPLING = {
-    ("dapo", "refill"): "--iterations 36",
-    ("dapo", "drop"): "--iterations 60 --max_sampling_rounds 1",
+    ("dapo", "refill"): "--iterations 36 --num_minibatches 4",
+    ("dapo", "drop"): "--iterations 60 --num_minibatches 4 --max_sampling_rounds 1",
 }
 WILD = f"--iterations 20 --lr 1e-3 --kl_coef 0 --num_minibatches 16 {QUIET}"
 INT4 = {("grpo", "same"): "", ("grpo", "int4"): "--rollout_dtype int4"}
@@ -78,7 +92,7 @@ for rule in ("token_tis", "sequence_tis", "geo_mask"):
 # Fixed before the first run: what is measured; twenty healthy seeds of each script and job, and three
 # other seeds of each bug.
 BUGGY = ["grpo", "ppo", "cispo", "dapo"]
-BUG_JOBS = {"calm": "", "stressed": "--lr 3e-4 --num_minibatches 16"}
+BUG_JOBS = {"calm": "--num_minibatches 4", "stressed": "--lr 3e-4 --num_minibatches 16"}
 BUG_FLAGS = "--iterations 25 --eval_every 0 --save_every 0 --num_held_out 8"
 HEALTHY_SEEDS = range(1, 21)
 SICK_SEEDS = range(21, 24)
@@ -137,7 +151,9 @@ def bug_jobs():
 
 EXPERIMENTS = {
     "nine": Experiment(
-        crossed(range(1, 6), "--eval_every 2 --save_every 0", DEFAULTS), has_curves=True
+        crossed(range(1, 6), "--eval_every 2 --eval_samples 8 --save_every 0", DEFAULTS),
+        ACTED,
+        has_curves=True,
     ),
     "more": Experiment(
         crossed(range(1, 4), "--eval_every 2 --save_every 0", {(name, "default"): "" for name in MORE}),

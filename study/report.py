@@ -10,17 +10,19 @@ comments. Its content comes from the scripts' headers, from their diffs, and fro
 import ast
 import difflib
 import re
+import statistics
 import sys
 import tomllib
 from pathlib import Path
 
 import stats
 import symptoms as planted_bugs
-from experiments import MORE, SCRIPTS, STABILITY, file_of
+from experiments import ACTED, MORE, SCRIPTS, STABILITY, file_of
 from stats import column, markdown, mean_std
 
 ROOT = Path(__file__).parent.parent
 FILES = [ROOT / "README.md", ROOT / "study" / "README.md"]
+HELD_OUT = ["greedy_accuracy", "sampled_accuracy", "sampled_pass@8"]
 AXES = tomllib.loads((ROOT / "study" / "axes.toml").read_text())
 
 # -------------------------------------------------------------------------------------- the scripts
@@ -128,6 +130,39 @@ def curves():
     return markdown(header, rows, "lrrrrr")
 
 
+# What each mechanism did, as means over iterations and seeds.
+MECHANISMS = {
+    "ppo": "{clipped}; the critic explains {explained_variance:.0%} of the returns' variance",
+    "grpo": "{clipped}; KL to the reference {kl_ref:.3f}",
+    "dr_grpo": "{clipped}; wrong answers at the end: {end_len_wrong:.1f} tokens",
+    "dapo": "{clipped}; groups replaced: {all_right:.1f} all right, {all_wrong:.1f} all wrong",
+    "gspo": "sequences, not tokens, {clipped}",
+    "cispo": "tokens at the cap: {clip_high:.3%}; largest ratio {ratio_max:.2f}",
+    "gmpo": "{clipped}",
+    "rspo": "{clipped}; mean gamma {gamma:.3f}, at its floor {gamma_floor:.3%}",
+    "sapo": "mean slope of the gate {slope:.4f}",
+}
+CLIPPED = "clipped: {clip_low:.2%} below, {clip_high:.2%} above"
+
+
+def acted():
+    """What the mechanisms of the nine did in the default job, and what came out."""
+    first = stats.runs("nine")["grpo", "default"][0]
+    before = [f"{first[f'before_{way}']:.3f}" for way in HELD_OUT]
+    rows = [["base model", "", *before, "", ""]]
+    for script in SCRIPTS:
+        runs = stats.runs("nine")[script, "default"]
+        names = [name for name in ACTED if all(run[name] is not None for run in runs)]
+        means = {name: statistics.mean(run[name] for run in runs) for name in names}
+        words = MECHANISMS[script].format(clipped=CLIPPED.format(**means), **means)
+        after = [f"{statistics.mean(run[f'after_{way}'] for run in runs):.3f}" for way in HELD_OUT]
+        rows.append(
+            [f"`{script}`", words, *after, f"{means['end_entropy']:.3f}", f"{means['end_len']:.1f}"]
+        )
+    header = ["script", "what acted", "greedy", "pass@1", "pass@8", "entropy", "length"]
+    return markdown(header, rows, "llrrrrr")
+
+
 def stability():
     """Accuracy after the runs at each setting, and how many had an iteration 0.2 or more below an
     earlier one, or broke off."""
@@ -162,7 +197,7 @@ def smollm2():
 
 # -------------------------------------------------------------------------------------------- pages
 
-MAKERS = [lesson, scripts, objectives, curves, stability, symptoms, smollm2]
+MAKERS = [lesson, scripts, objectives, acted, curves, stability, symptoms, smollm2]
 PARTS = {make.__name__: make for make in MAKERS}
 BEGIN = "<!-- generated: "
 PART = re.compile(BEGIN + r"(\w+) -->.*?<!-- end: \1 -->", re.DOTALL)

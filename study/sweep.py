@@ -36,7 +36,7 @@ ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "HF_HUB_OFFLINE": "1",
 }
-END = 13_000  # completions over which `area` is taken; every run of the default job generates as many
+END = 9_000  # completions over which `area` is taken; every run of the default job generates as many
 CURVE_STEP = 2  # iterations that a row of a curve averages
 CURVE = {  # column: key in metrics.jsonl
     "accuracy": "rollout/accuracy",
@@ -87,14 +87,15 @@ def run(name, job):
 
 
 def held_out(run_dir):
-    """{column: held-out accuracy} before and after a run, from its last checkpoint."""
+    """{column: held-out accuracy or pass@8} before and after a run, from its last checkpoint."""
     found = {}
     for path in run_dir.glob("checkpoint-*/trainer_state.pt"):
         saved = torch.load(path, weights_only=True)
         for when in ("before", "after"):
             for way in ("greedy", "sampled"):
-                if saved[when] is not None:
-                    found[f"{when}_{way}_accuracy"] = saved[when][way]["accuracy"]
+                for number in ("accuracy", "pass@8"):
+                    if saved[when] is not None and number in saved[when][way]:
+                        found[f"{when}_{way}_{number}"] = saved[when][way][number]
     return found
 
 

@@ -371,7 +371,7 @@ def test_what_reward_functions_get_of_a_row():
 def test_addition_is_what_it_always_was(tiny_policy):
     stream, held_out = load_problems(script_args("grpo")[1], tiny_policy)
     train = stream.problems
-    assert (len(train), len(held_out)) == (20_000, 256)
+    assert (len(train), len(held_out)) == (10_240, 256)
     assert all(sum(map(int, p.prompt[:-1].split("+"))) == int(p.answer) for p in train[:100] + held_out)
     assert [p.prompt for p in held_out[:3]] == ["876+141=", "623+514=", "588+697="]
 

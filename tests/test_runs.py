@@ -58,7 +58,7 @@ VALUE = keys("losses/", "value_loss explained_variance kl_ref")
 EXTRA_KEYS = {
     "ppo": CLIPS | VALUE,
     "grpo": CLIPS | UNIFORM | {"losses/kl_ref"},
-    "rspo": CLIPS | UNIFORM | {"moe/router_shift"},
+    "rspo": CLIPS | UNIFORM | keys("moe/", "router_shift router_floor_frac"),
     "sapo": UNIFORM | {"losses/gate_slope"},
     "dapo": CLIPS | UNIFORM | keys("rollout/groups_", DAPO),
     "more.reinforce": set(),

@@ -294,7 +294,9 @@ OWN_LINES = {
         active_BTLK = micro.active_experts(micro.old_experts_BTLK)  # e_jk
         scores_BTLK = expert_logprobs(outputs.router_logits, active_BTLK)
         raw_gamma_BT = router_shift(scores_BTLK, micro.old_router_scores_BTLK)
+        is_floored_BT = raw_gamma_BT < args.gamma_min
         stats["moe/router_shift"] = masked_mean(raw_gamma_BT, micro.mask_BT)
+        stats["moe/router_floor_frac"] = masked_mean(is_floored_BT.float(), micro.mask_BT)
     """,
     "more.reinforce": f"""
         {RUN}
