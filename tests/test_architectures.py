@@ -241,13 +241,13 @@ def test_experts_that_are_recorded_are_those_that_compute(moe):
             (logp,) = rspo.expert_logprobs(logits, indices[None, 1:-1, None])
             difference = weights[1:-1].log() - logp[:, 0]
             assert (difference - difference[:, :1]).abs().max() < 1e-4
-    args = script_args("grpo", device="cpu", max_new_tokens=6, rollout_dtype="float32")[1]
+    args = script_args("grpo", device="cpu", max_new_tokens=6, routing_replay="r3")[1]
     moe.one_sequence_per_row = True
     sampled = collate(sample(moe, PROBLEMS, 2, args, torch.Generator().manual_seed(0)), args)
-    choices_BSLK = token_logprobs(moe, sampled, 1.0).routing_choices_BSLK
-    is_known_BS = sampled.attention_BS.bool() & (sampled.sampler_experts_BSLK[..., 0, 0] >= 0)
+    choices_BSLK = token_logprobs(moe, sampled, 1.0, replay=False).routing_choices_BSLK
+    is_known_BS = sampled.attention_BS.bool() & (sampled.replayed_experts_BSLK[..., 0, 0] >= 0)
     assert is_known_BS.sum() > 8
-    assert torch.equal(sampled.sampler_experts_BSLK[is_known_BS], choices_BSLK[is_known_BS])
+    assert torch.equal(sampled.replayed_experts_BSLK[is_known_BS], choices_BSLK[is_known_BS])
 
 
 @pytest.mark.parametrize("moe", some(sorted(MOES.keys() - set(NO_REPLAY))), indirect=True)

@@ -41,7 +41,6 @@ def corrected(rule, old, mask, per_sequence=False, seed=0, spread=0.8):
     gap[::2] *= 0.1
     sampler = torch.where(mask, old - gap, torch.nan)
     batch = SimpleNamespace(old_logprobs_BT=old, sampler_logprobs_BT=sampler, mask_BT=mask)
-    batch.sampler_experts_BSLK = None
     rollout_correction(batch, arguments(rule), per_sequence)
     return batch
 
@@ -148,7 +147,6 @@ def test_statistics_of_the_mismatch_and_the_weights():
     weights = batch.correction_weights.expand_as(mask)[mask].tolist()
     squares = sum(weight**2 for weight in weights)
     assert stats["sampler_kl"].item() == pytest.approx(k3)
-    assert stats["sampler_logratio_max"].item() == pytest.approx(max(map(abs, log_rho)))
     assert stats["weight_zero_frac"].item() == pytest.approx(weights.count(0) / len(weights))
     size = sum(weights) ** 2 / (len(weights) * squares)
     assert stats["weight_effective_size"].item() == pytest.approx(size)
@@ -299,36 +297,27 @@ def test_the_sampler_notes_what_the_training_forward_would_choose(
     completions = sample(policy, problems, 4, args, noise)
     assert len({len(c.ids) for c in completions}) > 3
     batch = collate(completions, args)
-    assert batch.replayed_experts_BSLK is batch.sampler_experts_BSLK
-    batch.replayed_experts_BSLK = None
     with torch.no_grad():
-        choice = token_logprobs(policy, batch, 1.0).routing_choices_BSLK
+        choice = token_logprobs(policy, batch, 1.0, replay=False).routing_choices_BSLK
     for i, c in enumerate(completions):
         assert len(c.experts) == len(c.problem.prompt_ids) + len(c.ids) and (c.experts[-1] == -1).all()
         real = batch.attention_BS[i].bool()
-        assert torch.equal(batch.sampler_experts_BSLK[i, real], c.experts)
+        assert torch.equal(batch.replayed_experts_BSLK[i, real], c.experts)
         assert torch.equal(c.experts[:-1], choice[i, real][:-1])
-        assert (batch.sampler_experts_BSLK[i, ~real] == -1).all()
-    batch.old_logprobs_BT = batch.sampler_logprobs_BT
-    batch.old_experts_BTLK = choice_of(choice, batch)
-    assert correction_stats(batch, args)["sampler_expert_diff_frac"] == 0
-    batch.sampler_experts_BSLK[:, :, 0] = -1
-    assert correction_stats(batch, args)["sampler_expert_diff_frac"].item() == pytest.approx(1 / 2)
+        assert (batch.replayed_experts_BSLK[i, ~real] == -1).all()
 
 
 READS = [
     ({}, False),
     ({"routing_replay": "r2"}, False),
     ({"routing_replay": "r3", "old_logprobs": "sampler"}, True),
-    ({"rollout_dtype": "int4"}, True),
-    ({"rollout_refresh_every": 2}, True),
-    ({"rollout_dtype": "int4", "old_logprobs": "sampler"}, False),
+    ({"rollout_dtype": "int4"}, False),
 ]
 
 
 @pytest.mark.parametrize("flags, reads", READS)
 def test_experts_are_recorded_only_if_an_update_reads_them(flags, reads, tiny_policy, monkeypatch):
-    """Replayed, or compared with the trainer's; no evaluation reads them."""
+    """No evaluation does."""
     _, args = script_args("grpo", device="cpu", max_new_tokens=4, **flags)
     problems = problems_of(tiny_policy, "57+308=")
     noise = torch.Generator().manual_seed(0)
@@ -430,7 +419,7 @@ SLOW = [pytest.param(*pair, marks=pytest.mark.slow) for pair in PAIRS if pair no
 def test_runs_with_all_of_it(name, replay, tmp_path, reward_file):
     # The model is a poor one, but it can learn to make its answers even in length.
     parity = reward_file('return (1.0, "correct") if len(text) % 2 == 0 else (0.0, "wrong")')
-    flags = "--rollout_dtype int4 --rollout_correction geo_mask --kl_coef 0.04 --kl_is_corrected True"
+    flags = "--rollout_dtype int4 --rollout_correction geo_mask --kl_coef 0.04 --kl_is_corrected"
     flags = flags.split() if name == "grpo" else flags.split()[:4]
     flags += ["--routing_replay", replay, "--reward", parity, "--run_dir", tmp_path]
     result = run(name, *small(name), *flags, held_out=4)
@@ -438,7 +427,7 @@ def test_runs_with_all_of_it(name, replay, tmp_path, reward_file):
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
         assert line["losses/first_step_ratio_error_max"] == 0, "old and current replay the same"
-        assert line["rollout/sampler_kl"] > 1e-4 and line["rollout/sampler_expert_diff_frac"] > 0
+        assert line["rollout/sampler_kl"] > 1e-4
         assert 0 < line["rollout/weight_effective_size"] <= 1
 
 
@@ -502,7 +491,7 @@ def test_run_in_which_nothing_is_in_the_mask(tmp_path, reward_file):
         for name in ("weight_zero_frac", "weight_effective_size", "sampler_kl"):
             assert row[f"rollout/{name}"] == 0
         assert row["losses/policy_loss"] == 0
-        assert not row.keys() & {"losses/entropy", "losses/ratio_max", "losses/ratio_min"}
+        assert not row.keys() & {"losses/entropy", "losses/ratio_max"}
 
 
 STALE = "--rollout_refresh_every 3 --routing_replay r3 --rollout_correction token_tis".split()
@@ -530,5 +519,3 @@ def test_run_a_sampler_that_is_stale(tmp_path):
     assert all(row["losses/first_step_ratio_error_max"] == 0 for row in lines[0])
     kl = [row["rollout/sampler_kl"] for row in lines[0]]
     assert max(kl[0], kl[3]) < min(kl[1], kl[2], kl[4], kl[5]) / 10
-    differ = [row["rollout/sampler_expert_diff_frac"] for row in lines[0]]
-    assert differ[2] > differ[1] > differ[0]

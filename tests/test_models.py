@@ -103,7 +103,7 @@ def test_run_a_chat_model(family, tmp_path, reward_file):
     line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert line["iteration"] == 2
     assert line["losses/first_step_ratio_error_max"] < 1e-4 and line["charts/grad_norm"] > 0
-    assert ("moe/router_entropy" in line) == (kind != "llama")
+    assert ("moe/load_max" in line) == (kind != "llama")
 
     (checkpoint,) = (tmp_path / "run").glob("checkpoint-*")
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
@@ -365,6 +365,6 @@ def test_run_a_prompt_that_just_fits_the_positions(tmp_path, tiny_model):
     flags = (*SMALL, "--iterations", 1, "--run_dir", tmp_path / "run", "--model", tmp_path / "model")
     result = run("grpo", *flags, "--max_new_tokens", 5, held_out=8)
     assert (
-        result.returncode == 2 and "with a prompt of 8 tokens, the model's limit of 12" in result.stderr
+        result.returncode == 2 and "model's limit of 12 (first: row 1 with 8 tokens)" in result.stderr
     )
     assert run("grpo", *flags, "--max_new_tokens", 4, held_out=8).returncode == 0

@@ -103,7 +103,7 @@ def test_the_aux_loss_does_not_add_up_over_micro_batches(moe):
 
 
 def test_router_stats_by_hand(moe):
-    """Flips, load and entropy over response tokens only, against counting."""
+    """Flips and load over response tokens only, against counting."""
     batch = batch_of()
     with torch.no_grad():
         outputs = token_logprobs(moe, batch, 1.0)
@@ -113,15 +113,11 @@ def test_router_stats_by_hand(moe):
     stats = router_stats(outputs, old, batch.mask_BT)
     assert stats["expert_flip_frac"].item() == pytest.approx(1 / 3 / 18, rel=1e-5)
     shares = []
-    entropies = []
     tokens = batch.mask_BT.nonzero().tolist()
-    for layer, logits in enumerate(outputs.router_logits):
+    for layer in range(3):
         chosen = [e for b, t in tokens for e in outputs.experts_BTLK[b, t, layer].tolist()]
         shares += [chosen.count(e) / len(chosen) for e in set(chosen)]
-        p = torch.stack([logits[b, t] for b, t in tokens]).softmax(-1)
-        entropies.append(-(p * p.log()).sum(-1).mean().item())
-    assert stats["load"].max().item() == pytest.approx(max(shares), rel=1e-6)
-    assert stats["router_entropy"].item() == pytest.approx(sum(entropies) / 3, rel=1e-5)
+    assert stats["load_max"].item() == pytest.approx(max(shares), rel=1e-6)
 
 
 def test_a_dense_model_has_no_router():
@@ -138,11 +134,11 @@ def test_meter_weighs_and_keeps_extremes():
     """Where no token counts, a key is absent, as is a mean over no token, which must not be NaN."""
     meter = Meter()
     for a, b, weight in ((1.0, -3.0, 1), (4.0, -5.0, 2), (9.0, 9.0, 0)):
-        values = {"a": torch.tensor(a), "b_max": torch.tensor(b), "b_min": torch.tensor(b)}
+        values = {"a": torch.tensor(a), "ratio_max": torch.tensor(b)}
         meter.add("losses", values, weight)
     meter.add("moe", {"a": torch.tensor(7.0), "whole/key": 2.0}, torch.tensor(0))
     meter.add("losses", {"whole/key": 2.0}, 1)
-    expected = {"losses/a": 3.0, "losses/b_max": -3.0, "losses/b_min": -5.0, "whole/key": 2.0}
+    expected = {"losses/a": 3.0, "losses/ratio_max": -3.0, "whole/key": 2.0}
     assert meter.means() == expected
 
 

@@ -27,7 +27,7 @@ MIXED = ("57+308=", "12+34=", "999+999=", "5=", "100+20=")
 
 def settings(**changes):
     flags = {"max_new_tokens": 24, "temperature": 0.7, "rollout_batch_size": 1000}
-    flags |= {"reads_sampler_experts": False, "routing_replay": "none", "device": "cpu"}
+    flags |= {"routing_replay": "none", "device": "cpu"}
     return SimpleNamespace(**(flags | changes))
 
 
