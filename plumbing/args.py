@@ -6,7 +6,6 @@ import difflib
 import json
 import math
 import os
-import re
 import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -36,9 +35,7 @@ class RunArgs:
     # model
     model: str = flag("tiny-moe", "tiny-moe, or a folder or hub id of a causal language model")
     # data and reward
-    dataset: str = flag(
-        "addition", "addition, a .jsonl, .json, .csv or .parquet file, a folder, a hub id"
-    )
+    dataset: str = flag("addition", "addition, a .jsonl, .csv or .parquet file, a folder, a hub id")
     dataset_config: str = flag("", "configuration of a hub dataset, if it has several")
     dataset_split: str = flag("", "split of a folder or a hub dataset [train]")
     prompt_column: str = flag("question", "column of the prompts: text or chat messages")
@@ -47,17 +44,11 @@ class RunArgs:
     system_prompt: str = flag("", "system message before each prompt, in place of the dataset's")
     instruction: str = flag("", "text added on a separate line after each prompt")
     num_held_out: int = flag(256, "problems held out for evaluation")
-    reward: list[str] = flag(
-        [], "FILE.py:FUNCTION ...; correct is what the first one says or, as in TRL, values above 0.5"
-    )
+    reward: list[str] = flag([], "FILE.py:FUNCTION ...; the first one decides what is correct")
     reward_weights: list[float] = flag([], "weights of their values [1 each]")
     # precision and memory
-    dtype: Literal["float32", "bfloat16"] = flag(
-        "float32", "precision of the model that computes; AdamW always updates float32 weights"
-    )
-    head_dtype: Literal["same", "float32"] = flag(
-        "same", "precision of the matrix product that makes the logits, when sampling and learning"
-    )
+    dtype: Literal["float32", "bfloat16"] = flag("float32", "precision; AdamW's is float32")
+    head_dtype: Literal["same", "float32"] = flag("same", "precision of the logits' matrix product")
     micro_batch_size: int = flag(0, "completions per forward and backward pass [0: 16,384 tokens]")
     rollout_batch_size: int = flag(0, "completions sampled at a time [0: all of an iteration]")
     gradient_checkpointing: bool = flag(False, "less memory, more time")
@@ -66,9 +57,7 @@ class RunArgs:
         "same", "precision of the model that samples"
     )
     rollout_refresh_every: int = flag(1, "iterations between refreshes of the sampler's weights")
-    old_logprobs: Literal["trainer", "sampler"] = flag(
-        "trainer", "where the old log-probs of every ratio come from"
-    )
+    old_logprobs: Literal["trainer", "sampler"] = flag("trainer", "source of the old log-probs")
     rollout_correction: Literal[
         "none", "token_tis", "sequence_tis", "sequence_mis", "geo_mask", "geo_filter", "icepop"
     ] = flag("none", "importance weights that correct for sampler/trainer mismatch")
@@ -92,8 +81,8 @@ class RunArgs:
     update_epochs = 1
     num_minibatches = 1
     ref_reset_every = 0
-    # Known once the functions of --reward are loaded:
-    reads_answers = True  # False if none of them reads gold answers
+    # What the functions of --reward need
+    reads_answers = True  # gold answers
     reward_columns = {}  # {column of the dataset: the flag that needs it}
 
     def check(self):
@@ -142,9 +131,6 @@ def check_flags(args):
         args.check_range(low, high, name)
     args.check()
     args.template_options()
-    for name in args.reward:
-        if not re.fullmatch(r".+\.py:\w+", name):
-            raise UserError(f"--reward {name} must be FILE.py:FUNCTION")
     is_finite = all(map(math.isfinite, args.reward_weights))
     if args.reward_weights and not (is_finite and len(args.reward_weights) == len(args.reward)):
         raise UserError("--reward_weights must be finite numbers, one for each function of --reward")
@@ -156,11 +142,8 @@ def check_flags(args):
         raise UserError(f"--prompts_per_iteration {args.prompts_per_iteration} {message}")
     if args.old_logprobs == "sampler" and args.routing_replay == "r2":
         raise UserError("--old_logprobs sampler skips the forward whose experts r2 would replay")
-    source = f"with --dataset {args.dataset}"
-    is_own_data = args.dataset != "addition"
-    args.check_used(is_own_data, source, "prompt_column", "answer_column")
-    has_splits = is_own_data and not os.path.isfile(args.dataset)
-    args.check_used(has_splits, source, "dataset_config", "dataset_split")
+    has_splits = args.dataset != "addition" and not os.path.isfile(args.dataset)
+    args.check_used(has_splits, f"with --dataset {args.dataset}", "dataset_config", "dataset_split")
     is_measured = args.old_logprobs == "trainer"
     args.check_used(is_measured, "with --old_logprobs sampler", "rollout_correction")
     rule = f"with --rollout_correction {args.rollout_correction}"

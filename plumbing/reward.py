@@ -32,6 +32,8 @@ class RewardFunction:
     def __init__(self, name, weight):
         path, _, function_name = name.rpartition(":")
         self.flag = f"--reward {name}"
+        if not path.endswith(".py"):
+            raise UserError(f"{self.flag} must be FILE.py:FUNCTION")
         self.name = f"{Path(path).stem}.{function_name}"
         self.weight = weight
         try:
