@@ -28,12 +28,8 @@ class Meter:
             self.reports.append((key, torch.as_tensor(value).detach(), torch.as_tensor(weight)))
 
     def add_pass(self, losses, stats, outputs, micro):
-        """The report of a micro-batch.
-
-        losses   {name: scalar}, which sum over the micro-batches to the losses of a step
-        stats    {name: scalar} over the tokens of the mask
-        outputs  common.TokenOutputs of this pass
-        """
+        """The report of a micro-batch: its losses, which add up to those of a step, stats over the tokens
+        of the mask, and common.TokenOutputs of this pass."""
         for name, loss in losses.items():
             self.step_losses[name] = self.step_losses.get(name, 0) + loss.detach()
         mask_BT = micro.mask_BT

@@ -162,13 +162,9 @@ def routing_contexts():
 
 
 def experts_by_completion(noted, prompts, lengths):
-    """The experts used in sampling -> [(prompt and response, L, K)], a tensor per completion.
-
-    noted    for each step (sampled rows, (tokens, L, K)). The tokens of the first step are those of all
-             prompts, padded on the left; later, each row's token sampled before. The experts of a
-             completion's last token are not needed: -1, unknown.
-    lengths  of the responses
-    """
+    """The experts used in sampling -> [(prompt and response, L, K)], one tensor per completion. `noted`
+    has (sampled rows, (tokens, L, K)) for each step: first for the tokens of all prompts, padded on the
+    left, then for each row's token sampled before. Those of its last token are not needed: -1."""
     group_size = len(lengths) // len(prompts)
     _, of_prompts = noted[0]
     L, K = of_prompts.shape[1:]

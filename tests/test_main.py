@@ -120,8 +120,9 @@ def watched(module, args, folder, with_copies):
 
     flags = ["--run_dir", folder]
     for field in dataclasses.fields(args):
-        if field.name not in ("run_dir", "reward_weights"):
-            flags += [f"--{field.name}", getattr(args, field.name)]
+        value = getattr(args, field.name)
+        if field.name not in ("run_dir", "reward_weights") and value is not False:
+            flags += [f"--{field.name}", *([] if value is True else [value])]
     real_load_grader = module.load_grader
     real_evaluate = module.evaluate
     real_refresh = TrainedModel.refresh
