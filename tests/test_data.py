@@ -6,6 +6,7 @@ import gzip
 import json
 import random
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from conftest import run, script_args
@@ -254,15 +255,9 @@ def test_a_tenth_may_be_left_out(rows, remaining):
 
 def test_equal_prompts_are_rendered_once(monkeypatch):
     policy = policy_with(TURNS)
-    rendered = []
-    original = policy.tokenizer.apply_chat_template
-
-    def apply_chat_template(messages, **options):
-        rendered.append(messages)
-        return original(messages, **options)
-
-    monkeypatch.setattr(policy.tokenizer, "apply_chat_template", apply_chat_template)
-    assert len(problems_of(sums(50) * 20, policy)) == len(rendered) == 50
+    render = Mock(wraps=policy.tokenizer.apply_chat_template)
+    monkeypatch.setattr(policy.tokenizer, "apply_chat_template", render)
+    assert len(problems_of(sums(50) * 20, policy)) == render.call_count == 50
 
 
 def test_the_line_at_the_start(capsys):

@@ -157,28 +157,3 @@ def test_run_without_a_signal_warns_once(name, tmp_path, sums, reward_file):
     assert "no learning signal for 10 iterations" in warning
     for metric in ("no_answer_frac", "truncated_frac"):
         assert f"{metric} {tenth[f'rollout/{metric}']:.2f}" in warning
-
-
-def test_run_dapo_says_so_when_no_group_is_mixed(tmp_path, sums, reward_file):
-    """The iteration is logged and saved, and the results say why the run ends. Resumed where some
-    answers are right, it goes on."""
-    easy = tmp_path / "easy"
-    reward = reward_file(
-        "import os",
-        f"is_right = os.path.exists({str(easy)!r}) and len(text) % 2 == 0",
-        'return (1.0, "correct") if is_right else (0.0, "wrong")',
-    )
-    folder = tmp_path / "run"
-    more = ("--max_sampling_rounds", 2, "--reward", reward, "--eval_every", 0, "--iterations", 3)
-    result = run("dapo", *flags_of("dapo", folder, sums, *more))
-    assert result.returncode == 0 and result.stderr == ""
-    assert "iteration 1: after 2 rounds 8 mixed groups are missing" in result.stdout
-    assert "ended early, after iteration 1: too few mixed groups\n" in result.stdout
-    (line,) = metrics(folder)
-    assert line["rollout/groups_kept"] == line["rollout/accuracy"] == 0
-    assert line["rollout/groups_dropped_all_wrong"] == line["rollout/groups_generated"] == 16
-    assert (folder / "checkpoint-000001").exists()
-    easy.touch()
-    result = run("dapo", "--run_dir", folder, "--resume")
-    assert result.returncode == 0 and "ended early" not in result.stdout
-    assert [line["iteration"] for line in metrics(folder)] == [1, 2, 3]
