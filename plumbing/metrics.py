@@ -28,8 +28,8 @@ class Meter:
             self.reports.append((key, torch.as_tensor(value).detach(), torch.as_tensor(weight)))
 
     def add_pass(self, losses, stats, outputs, micro):
-        """The report of a micro-batch: losses, which add up to those of a step, stats over the tokens of
-        the mask, and common.TokenOutputs."""
+        """The report of a micro-batch: losses, which add up to those of a step, stats over the tokens
+        of the mask, and common.TokenOutputs."""
         for name, loss in losses.items():
             self.step_losses[name] = self.step_losses.get(name, 0) + loss.detach()
         mask_BT = micro.mask_BT

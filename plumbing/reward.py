@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import inspect
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from plumbing.errors import UserError
@@ -80,7 +81,7 @@ class RewardFunction:
             if len(results) != len(completions):
                 raise ValueError(f"{len(results)} values for {len(completions)} completions")
             return [grade_of(result, c) for result, c in zip(results, completions, strict=True)]
-        except Exception as error:  # float() raises what a value's own class raises
+        except Exception as error:
             expected = "a number up to a billion, or (number, verdict), for each completion"
             raise UserError(f"{self.flag} must return {expected}") from error
 
@@ -105,8 +106,10 @@ def grade_of(result, c):
         value, verdict = result
     elif value is None:
         value = 0.0
-    is_text = isinstance(value, (str, bytes))
-    if is_text or verdict not in VERDICTS or not abs(float(value)) <= 1e9:  # a NaN fails this too
+    is_number = False
+    with suppress(Exception):  # float() raises what a value's own class raises
+        is_number = not isinstance(value, (str, bytes)) and abs(float(value)) <= 1e9  # no NaN
+    if not is_number or verdict not in VERDICTS:
         raise ValueError(f"not {result!r:.80} (verdicts are {', '.join(VERDICTS)})")
     value = float(value)
     if value > 0.5 and not isinstance(result, tuple):

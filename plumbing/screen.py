@@ -76,8 +76,9 @@ def results_text(before, after):
             line += " " * 9
             for results in evaluations.values():
                 value = results[way].get(name, math.nan)  # pass@k takes several samples
-                cell = f"{value:.{3 if value < 1000 else 1}f}"
-                line += f"{cell.replace('nan', ''):>8}"
+                digits = 3 if value < 1000 else 1
+                cell = "" if math.isnan(value) else f"{value:.{digits}f}"
+                line += f"{cell:>8}"
         lines.append(line.rstrip())
     for i, (prompt, answer, _) in enumerate(before["examples"]):
         lines += ["", f"{prompt}   (sampled; the answer is {answer})"]

@@ -112,8 +112,8 @@ def test_values(value, reward, verdict, cut_verdict, tmp_path):
 
 BAD_VALUES = """'high' | b'1' | 1j | 10**400 | 1.1e9 | float('nan') | [1.0] | torch.ones(2) | (1.0,)
  | (1.0, 'perfect') | ('1', 'correct')"""
-BAD = [("text", value, "") for value in BAD_VALUES.split(" | ")]
-BAD += [("text", "'0.5'", "'0.5'"), ("completions", "0.5", ""), ("completions", "'wrong'", "'w'")]
+BAD = [("text", value, "not ") for value in BAD_VALUES.split(" | ")]
+BAD += [("text", "[0.5]", "not [0.5]"), ("completions", "0.5", ""), ("completions", "'wrong'", "'w'")]
 BAD += [("completions", "[1.0] * 4", "4 values for 5 completions")]
 
 
