@@ -42,7 +42,7 @@ def writing(path):
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own
-        raise UserError(f"{path} cannot be written; a checkpoint that is there is whole") from error
+        raise UserError(f"{path} cannot be written; existing checkpoints are whole") from error
 
 
 class RunFolder:
