@@ -24,6 +24,8 @@ class Run:
     """Writes what happens in a run, and continues it. A checkpoint is renamed into place before its
     predecessor is removed, so that one is always whole."""
 
+    answers_signals = False  # whether a Run has handlers of signals in this process
+
     def __init__(self, args, policy, problems, **parts):
         """Loads the newest checkpoint, if there is one. It also holds the `parts`, which have a
         state_dict, except those that are None."""
@@ -37,7 +39,6 @@ class Run:
         self.extra_state = {}  # {name: number} that a script adds to its checkpoints
         self.num_processes = ranks.WORLD
         self.num_signals = 0
-        self.process = os.getpid()
         self.uniform_iterations = 0  # in a row, in which all rewards of every group were equal
         self.early_end = ""  # why the run ends before its last iteration
         # Without resets the reference can be made of --model again.
@@ -88,6 +89,7 @@ class Run:
         due, a checkpoint. A signal ends the program then; a second one at once."""
         kinds = (signal.SIGINT, signal.SIGTERM)
         handlers = {kind: signal.signal(kind, self.on_signal) for kind in kinds}
+        Run.answers_signals = True
         try:
             while not self.is_last and not self.early_end:
                 self.iteration += 1
@@ -99,6 +101,7 @@ class Run:
                 yield self.iteration
                 self.end_iteration()
         finally:
+            Run.answers_signals = False
             for kind, handler in handlers.items():
                 signal.signal(kind, handler)
 
@@ -156,10 +159,6 @@ class Run:
     # -------------------------------------------------------------------------------- an iteration
 
     def on_signal(self, number, frame):
-        if os.getpid() != self.process:  # one that a reward function has forked, such as a pool's
-            if number == signal.SIGTERM:
-                os._exit(1)
-            return
         self.num_signals += 1
         if self.num_signals == 1:
             self.say("stopping after this iteration")
@@ -272,3 +271,14 @@ class Run:
             scratch.rename(folder)
         for path in self.folder.checkpoints()[:-1]:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def leave_signals_to_the_run():
+    """For a process that a reward function forks, such as a pool's: the pool ends it by SIGTERM, and a
+    Ctrl-C, which reaches it too, is for the run to answer."""
+    if Run.answers_signals:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+os.register_at_fork(after_in_child=leave_signals_to_the_run)
