@@ -5,7 +5,7 @@ import json
 import sys
 
 import pytest
-from conftest import run, run_process, script_args
+from conftest import forked, run, script_args
 
 import grpo
 from common import Completion, Problem, load_grader
@@ -172,8 +172,8 @@ def test_run_a_pool_of_processes(way, tmp_path):
     path = write(tmp_path, POOL.format(way=way))
     flags = (*SMALL, "--reward", f"{path}:f", "--run_dir", tmp_path / "run")
     if way == "fork":
-        result = run_process("grpo", *flags, "--num_held_out", 8, timeout=120)
-        assert result.returncode == 0 and "stopping" not in result.stdout + result.stderr, result.stderr
+        result = forked("grpo", *flags, "--num_held_out", 8)
+        assert result.codes == [0] and "stopping" not in result.stdout + result.stderr, result.stderr
     assert [c.reward for c in graded(path)] == list(map(len, TEXTS))
 
 

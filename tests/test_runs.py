@@ -190,14 +190,14 @@ def test_run_what_is_not_finite_is_not_logged(tmp_path, monkeypatch):
 
 def test_run_checkpoint_is_an_ordinary_transformers_folder(tmp_path):
     """Opened with plain transformers, it answers greedily as the script's last evaluation did."""
-    result = small("grpo", "--run_dir", tmp_path, "--iterations", 1)
+    result = small("grpo", "--run_dir", tmp_path, "--iterations", 1, held_out=8)
     assert result.returncode == 0, result.stderr
     (checkpoint,) = tmp_path.glob("checkpoint-*")
     names = {path.name for path in checkpoint.iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
-    problems = load_problems(grpo.Args(num_held_out=32, device="cpu"), Policy(model, tokenizer))[1]
+    problems = load_problems(grpo.Args(num_held_out=8, device="cpu"), Policy(model, tokenizer))[1]
     num_right = num_tokens = 0
     for problem in problems:
         prompt = torch.tensor([problem.prompt_ids])
@@ -206,8 +206,8 @@ def test_run_checkpoint_is_an_ordinary_transformers_folder(tmp_path):
         reward, _ = verify(text, problem.answer, output[-1] != tokenizer.eos_token_id)
         num_right += reward
         num_tokens += len(output)
-    assert num_right / 32 == metrics(tmp_path)[-1]["eval/accuracy"]
-    assert num_tokens / 32 == metrics(tmp_path)[-1]["eval/response_len_mean"]
+    assert num_right / 8 == metrics(tmp_path)[-1]["eval/accuracy"]
+    assert num_tokens / 8 == metrics(tmp_path)[-1]["eval/response_len_mean"]
 
 
 @pytest.mark.parametrize("name", [*SCRIPTS, *MORE])
