@@ -34,8 +34,8 @@ def test_run_own_dataset(tmp_path):
     """The scripts read all rows, and each sum has its answer. Without a path it says how to run it."""
     run_example("own_dataset", tmp_path / "sums.jsonl", check=True)
     rows = list(read_dataset(script_args("grpo", dataset=str(tmp_path / "sums.jsonl"))[1]))
-    assert len(rows) == 4000 and len({row["question"][-1]["content"] for _, row in rows}) == 4000
-    for _, row in rows:
+    assert len(rows) == 4000 and len({row["question"][-1]["content"] for row in rows}) == 4000
+    for row in rows:
         a, b = row["question"][-1]["content"].split(" + ")
         assert int(a) + int(b) == int(row["answer"])
     result = run_example("own_dataset")
