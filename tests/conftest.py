@@ -164,7 +164,7 @@ def fork_server():
     return context
 
 
-def forked(name, *flags, world=1, trouble=None, rank=0, stdout_is="a file"):
+def forked(name, *flags, world=1, trouble=None, rank=0, stdout_is_closed=False):
     """Runs a script in `world` processes of its own, as torchrun would: when one fails, the others get
     SIGTERM. Returns their exit codes, stdout and stderr. `trouble` is a (kind, n) of fork_server.py: it
     comes to one of the ranks, at the n-th time."""
@@ -179,7 +179,7 @@ def forked(name, *flags, world=1, trouble=None, rank=0, stdout_is="a file"):
         processes = []
         for i in range(world):
             mine = trouble if i == rank else None
-            job = (i, port, name, [*map(str, flags)], world, mine, stdout_is, out, err)
+            job = (i, port, name, [*map(str, flags)], world, mine, stdout_is_closed, out, err)
             processes.append(fork_server().Process(target=run_rank, args=job))
             processes[-1].start()
         while any(process.is_alive() for process in processes):
