@@ -111,19 +111,9 @@ def keywords_of(function, args, **given):
     return keywords
 
 
-def run_process(name, *flags, timeout=600):
-    """A script as a user runs it: a process of its own, on the CPU, without a network."""
-    program = ["-m", name] if name in MORE else [f"{name}.py"]
-    command = [sys.executable, *program, *map(str, flags)]
-    env = os.environ | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout, check=False
-    )
-
-
 def run(name, *flags, held_out=256):
-    """The same in this process, which saves the imports, and with fewer held-out problems if that is
-    enough; what a user would see as a traceback fails."""
+    """A script as from its command line, in this process, which saves the imports. What a user would
+    see as a traceback fails."""
     module = importlib.import_module(name)
     out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")  # launch sets its error handler
     err = io.StringIO()

@@ -102,31 +102,6 @@ def test_what_the_doctor_says_of_trl(name, section, expected):
     assert diagnosis == expected
 
 
-@pytest.mark.extras
-def test_trl_gets_the_advantages_of_the_script(monkeypatch):
-    """Each process gets its part of the advantages of all rewards."""
-    from examples import trl_trainer
-
-    rewards = torch.tensor([[1.0], [0.0], [1.0], [1.0], [0.5], [0.5], [0.5], [0.5]])
-
-    def generate(trainer, inputs):
-        trainer._calculate_rewards(inputs)
-        return {"advantages": "theirs"}
-
-    parent = trl_trainer.GRPOTrainer
-    monkeypatch.setattr(parent, "_calculate_rewards", lambda *args: rewards)
-    monkeypatch.setattr(parent, "_generate_and_score_completions", generate)
-    module, _ = script_args("dr_grpo")
-    found = []
-    for rank in range(2):
-        trainer = object.__new__(trl_trainer.PluggedTrainer)
-        trainer.script = module
-        trainer.num_generations = 4
-        trainer.accelerator = types.SimpleNamespace(process_index=rank)
-        found.append(trainer._generate_and_score_completions([None] * 4)["advantages"])
-    assert torch.equal(torch.cat(found), module.compute_advantages(rewards.view(2, 4)).flatten())
-
-
 REFUSED = {  # flags: the one that TRL would drop in silence
     "--lr 1e-6": "lr",  # of the scripts
     "--loss-type dapo": "loss_type",  # of TRL

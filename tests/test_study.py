@@ -4,7 +4,6 @@ a fixed script from a broken one."""
 import functools
 import html
 import json
-import math
 import re
 import sys
 
@@ -30,30 +29,6 @@ def test_a_picture_shows_the_numbers_of_the_scripts(name):
         for i, value in enumerate(values):
             expected = value if value is None else pytest.approx(value, rel=1e-3, abs=1e-6)
             assert drawn[column][i] == expected, column
-
-
-def test_the_weight_of_a_prompt():
-    """With right-or-wrong rewards: p (1 - p), divided by the std, times G / (G - 1), or p."""
-    found = pictures.prompts(NAMES)
-    for i, p in enumerate(found["right"]):
-        variance = p * (1 - p)
-        assert found["dr_grpo"][i] == pytest.approx(variance)
-        assert found["grpo"][i] == pytest.approx(math.sqrt(variance * 7 / 8), rel=1e-5)
-        assert found["more.rloo"][i] == pytest.approx(variance * 8 / 7)
-        assert found["ppo"][i] == found["more.reinforce"][i] == p
-        assert found["dapo"][i] == (None if p in (0, 1) else found["grpo"][i])
-
-
-def test_the_weight_of_a_token():
-    """Of the answers of 1 to 48 tokens, which have 24.5 on average."""
-    found = pictures.tokens(NAMES)
-    for i, length in enumerate(found["length"]):
-        for name in ("ppo", "dapo", "cispo"):
-            assert found[name][i] == pytest.approx(1)
-        for name in ("grpo", "gspo", "gmpo", "rspo", "sapo"):
-            assert found[name][i] == pytest.approx(24.5 / length)
-        assert found["dr_grpo"][i] == pytest.approx(24.5 / 48)
-        assert found["more.rloo"][i] == pytest.approx(24.5)
 
 
 # --------------------------------------------------------------------------------------- the curves
