@@ -2,15 +2,18 @@
 
 import itertools
 import json
+import multiprocessing
+import signal
 import sys
 
 import pytest
-from conftest import forked, run, script_args
+from conftest import run, script_args
 
 import grpo
 from common import Completion, Problem, load_grader
 from plumbing.errors import UserError
 from plumbing.metrics import rollout_summary
+from plumbing.run import Run
 
 SMALL = """--prompts_per_iteration 4 --group_size 4 --max_new_tokens 8 --num_minibatches 2
 --iterations 1""".split()
@@ -155,17 +158,20 @@ def length(text):
     return len(text)
 
 def f(completions):
-    with multiprocessing.get_context("fork").Pool(2) as pool:  # which ends its processes by SIGTERM
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
         return pool.map(length, completions)
 """
 
 
-def test_run_a_pool_of_processes(tmp_path):
-    """Its processes find the function, and do not answer a signal as the run does."""
-    path = write(tmp_path, POOL)
-    flags = (*SMALL, "--reward", f"{path}:f", "--run_dir", tmp_path / "run")
-    result = forked("grpo", *flags, "--num_held_out", 8)
-    assert result.codes == [0] and "stopping" not in result.stdout + result.stderr, result.stderr
+def test_a_pool_of_processes_finds_the_function(tmp_path):
+    assert [c.reward for c in graded(write(tmp_path, POOL))] == list(map(len, TEXTS))
+
+
+def test_forked_processes_do_not_answer_a_signal_as_the_run_does(monkeypatch):
+    monkeypatch.setattr(Run, "answers_signals", True)
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert pool.apply(signal.getsignal, [signal.SIGINT]) == signal.SIG_IGN
+        assert pool.apply(signal.getsignal, [signal.SIGTERM]) == signal.SIG_DFL
 
 
 VERL = "not of (data_source, solution_str, ground_truth). verl's solution_str is text here"
