@@ -114,9 +114,10 @@ SIZES = {
 }
 
 
-def test_completions_do_not_depend_on_the_rollout_batch_size(tiny_policy, monkeypatch):
-    """It is memory, not results: a prompt would get another one's noise, or a group come apart. Nor do
-    evaluations, whose noise is always the same."""
+def test_completions_and_evaluations_do_not_depend_on_the_rollout_batch_size(tiny_policy, monkeypatch):
+    """It is memory, not results: a prompt would get another one's noise, or a group come apart. The
+    noise of evaluations is always the same, and is not that of training."""
+    global_noise = torch.get_rng_state()
     counts = []
     sample_batch = common.sample_batch
 
@@ -144,6 +145,7 @@ def test_completions_do_not_depend_on_the_rollout_batch_size(tiny_policy, monkey
     assert len({tuple(c.ids) for c in results[0]}) > 10
     assert all(evaluation == evaluations[0] for evaluation in evaluations)
     assert evaluations[0]["greedy"] != evaluations[0]["sampled"]
+    assert torch.equal(torch.get_rng_state(), global_noise)
 
 
 def test_every_epoch_is_a_permutation_and_position_is_all_the_state():
