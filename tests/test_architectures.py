@@ -58,7 +58,7 @@ hunyuan_v1_moe""".split()
 # or they are scored one by one, or a bias selects them.
 ONE_BY_ONE = "deepseek_v3 ernie4_5_moe glm4_moe minimax_m2 afmoe inkling2_text hy_v4".split()
 USUAL = """llama qwen3 gemma3_text gemma3n_text cohere2 mamba2 olmo_hybrid qwen3_next qwen3_moe mixtral
-gpt_oss gemma4_text deepseek_v3 inkling2_text""".split()  # the others are slow tests
+gpt_oss deepseek_v3""".split()  # the others are slow tests
 # These cannot tell from the positions where a packed sequence begins.
 MIX = "gpt_oss afmoe inkling2_text qwen3_next mamba mamba2 olmo_hybrid".split()
 NO_AUX_LOSS = ("gemma4_text", "hunyuan_v1_moe")
@@ -266,10 +266,9 @@ def job(sums, reward_file, tmp_path):
     return [*SMALL, "--dataset", sums, "--reward", reward, "--run_dir", tmp_path / "run"]
 
 
-@pytest.mark.parametrize("folder", ["ernie4_5_moe", "qwen3_next"], indirect=True)
+@pytest.mark.parametrize("folder", ["ernie4_5_moe"], indirect=True)
 def test_run_ppo_in_bfloat16(folder, job, tmp_path):
-    """A critic with weights in float32 or without gradient, or with recurrent layers; layers that are
-    computed again."""
+    """A critic with weights in float32 or without gradient; layers that are computed again."""
     flags = [*flags_it_has("ppo", job), "--dtype", "bfloat16", "--gradient_checkpointing"]
     result = run("ppo", *flags, "--model", folder)
     assert result.returncode == 0, result.stderr

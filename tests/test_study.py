@@ -31,9 +31,6 @@ def test_a_picture_shows_the_numbers_of_the_scripts(name):
             assert drawn[column][i] == expected, column
 
 
-# --------------------------------------------------------------------------------------- the curves
-
-
 def test_the_keys_that_differ_in_the_first_iteration(tmp_path):
     first = {"iteration": 1, "rollout/accuracy": 0.5, "charts/update_seconds": 2.0}
     metrics = {"old": {**first, "losses/kl_ref": 0.125}, "new": {**first, "charts/update_seconds": 3.0}}
@@ -149,10 +146,6 @@ def test_a_bug_from_the_shop_is_found_and_fixed(monkeypatch, capsys, tmp_path):
     (number,) = [number for number, bug in BUGS.items() if bug["title"] == "Broadcast over the batch"]
     path = tmp_path / f"bug_{number}.py"
     assert str(path) in shop(monkeypatch, capsys, number)
-    refusal = shop(monkeypatch, capsys, number, "--check")
-    assert refusal.startswith("not fixed:\ntest vectors for policy_loss: ")
-    assert "\ncharts/grad_norm: 0 of 2 as in the original" in refusal
-
     text = path.read_text().replace(".sum(1) / length_B1", ".sum(1) / length_B1[:, 0]")
     text = text.replace("-objective_B1.sum() / num_sequences", "-(objective_B1 / num_sequences).sum()")
     path.write_text(text)
