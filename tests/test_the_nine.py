@@ -98,6 +98,9 @@ def test_what_compounds():
     factors = [(1.28 / 1.2) ** n for n in (20, 50, 100)]
     assert " ".join(f"{factor:.3g}" for factor in factors) == "3.64 25.2 635"
     assert "3.64, 25.2 and 635" in PAGE
+    rollouts = [math.log(0.1 / 0.01) / math.log(bound) for bound in (1.2, 1.28)]
+    assert [f"{n:.1f}" for n in rollouts] == ["12.6", "9.3"]
+    assert "12.6 rollouts at the bound; at 1.28, 9.3" in " ".join(PAGE.split())
     assert 1e81 < 1.2**1024 < 2e81 and "1.2^1024 is about 10^81" in PAGE
     product = (1 + 4e-4) ** 10_000
     assert f"{product:.1f}" == "54.6" and "(1 + 4e-4)^10000 = 54.6" in PAGE
