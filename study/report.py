@@ -97,6 +97,13 @@ def lesson():
     return ["```diff", *lines, "```"]
 
 
+def which():
+    """The last table of the_nine.md, to which its links lead from both pages."""
+    text = (ROOT / "study" / "the_nine.md").read_text()
+    _, _, table = text.partition("## Which one should I use?\n\n")
+    return table.splitlines()
+
+
 # ----------------------------------------------------------------------------------------- the runs
 
 
@@ -277,6 +284,7 @@ MAKERS = [
     lesson,
     scripts,
     objectives,
+    which,
     acted,
     curves,
     stability,

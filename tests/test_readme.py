@@ -14,7 +14,7 @@ import report
 
 README = ROOT / "README.md"
 FOLDERS = ("plumbing", "conformance", "study", "benchmarks")
-PAGES = [README, *(ROOT / folder / "README.md" for folder in FOLDERS)]
+PAGES = [README, *(ROOT / folder / "README.md" for folder in FOLDERS), ROOT / "study" / "the_nine.md"]
 
 
 def without_blocks(text):
