@@ -97,8 +97,8 @@ def load_policy(args):
 
 
 def check_sampler(policy, problems, args):
-    """Compares the log-probs of sampler and training forward after prompts of three lengths and near
-    each length at which the model attends or rotates differently, if the run may reach it."""
+    """Compares the log-probs of sampler and training forward after prompts of three lengths, and near
+    each length where the model's attention or rotary embedding changes, if the run may reach it."""
     by_length = sorted([problem.prompt_ids for problem in problems], key=len)
     ids = by_length[len(by_length) // 2]
     longest_ids = by_length[-1]
@@ -113,9 +113,8 @@ def check_sampler(policy, problems, args):
 
 
 def check_logprobs(policy, prompts, args):
-    """Compares them in float32, for answers of four tokens, half of which leave after two. Some
-    architectures attend across packed sequences; for these, packing is turned off. UserError if they
-    still differ."""
+    """Compares them in float32, on answers of two and of four tokens. Some architectures attend across
+    packed sequences; packing is turned off for them. UserError if log-probs still differ."""
     exact = policy.with_model(policy.master)
     problems = [Problem("", "", ids) for ids in prompts]
     caps_N = torch.tensor([2, 4] * len(prompts), device=policy.model.device)
@@ -138,7 +137,8 @@ def check_logprobs(policy, prompts, args):
 
 # ------------------------------------------------------------------------------------------ rollout
 
-COMPACT_EVERY = {"cuda": 16}  # remove finished rows every n tokens (the host waits each time); else 1
+# Finished rows are dropped every n tokens: rarely on a GPU, which the host must wait for each time.
+COMPACT_EVERY = {"cuda": 16}  # elsewhere 1
 
 
 class Completion(NamedTuple):
@@ -164,8 +164,8 @@ def pad(rows, device, left=False):
 def sample(policy, problems, group_size, args, generator=None, greedy=False, experts=True):
     """[Completion], `group_size` for each problem, next to each other, sampled from the full
     distribution at `--temperature` (no top-k, no top-p), or greedily. All noise is drawn in advance, so
-    that a completion does not depend on the others that are sampled with it. Experts are recorded if
-    an update reads them, unless `experts` is False."""
+    a completion does not depend on which others are in its batch. The routers' choices are recorded
+    if the update needs them, unless `experts` is False."""
     noise_PGT = torch.rand(len(problems), group_size, args.max_new_tokens, generator=generator)
     my_problems = ranks.local_slice(problems)
     my_noise_PGT = ranks.local_slice(noise_PGT)
@@ -246,8 +246,8 @@ def next_token(logprobs_RV, noise_R1, greedy):
 
 @torch.inference_mode()
 def sample_batch(policy, problems, noise_NT, *, temperature, greedy, record_experts=False, caps_N=None):
-    """`sample` for one batch of problems. Finished rows are dropped. `caps_N`, which only the test of a
-    model gives, ends a row at that many tokens, and no EOS ends it."""
+    """`sample` for one batch of problems. Finished rows are dropped. With `caps_N`, which is for
+    check_logprobs alone, a row ends after that many tokens, and not at an EOS."""
     device = policy.model.device
     N, max_new_tokens = noise_NT.shape
     group_size = N // len(problems)
@@ -464,10 +464,10 @@ class TokenOutputs(NamedTuple):
     aux_loss: torch.Tensor  # transformers' load-balancing loss over prompt and response; 0 without one
     # L tensors (B, T, E), raw, at the position that predicts the token, detached; () without a softmax
     router_logits: tuple
-    num_experts: int  # E, in a layer
-    # The routers' own choices, even where replay overrides them:
-    experts_BTLK: torch.Tensor  # where the token is predicted, sorted, so that equal sets compare equal
-    routing_choices_BSLK: torch.Tensor  # at every token, in the order of the top-k
+    num_experts: int  # E, per layer
+    # The experts that the routers chose themselves, even where replay overrode them:
+    experts_BTLK: torch.Tensor  # where the token is predicted; sorted, so that equal sets compare equal
+    routing_choices_BSLK: torch.Tensor  # at every token of the sequence, in top-k order
 
 
 def token_logprobs(policy, batch, temperature, entropy_grad=False, max_logits=MAX_LOGITS, replay=True):
@@ -547,9 +547,9 @@ def over_rows(function, parts, args):
 
 
 def record_old_policy(policy, batch, args, router_fn=None):
-    """Stores what a forward pass gives before the update: `old_logprobs_BT`, `old_experts_BTLK`
-    and, with r2, the experts to replay. `router_fn(router_logits, active_experts_BTLK)` makes
-    `old_router_scores_BTLK`. `--old_logprobs sampler` skips this forward."""
+    """One forward pass before the update. Sets `old_logprobs_BT`, `old_experts_BTLK` and, with r2, the
+    experts that the update replays. `router_fn(router_logits, active_experts_BTLK)` makes
+    `old_router_scores_BTLK`. `--old_logprobs sampler` skips this pass."""
 
     def old_policy(micro):
         outputs = token_logprobs(policy, micro, args.temperature)
@@ -653,8 +653,8 @@ def rollout_weights(
 
 @torch.no_grad()
 def rollout_correction(batch, args, per_sequence=False):
-    """Sets `correction_weights` and `rollout_ratio_BT` by `--rollout_correction`; without one they are
-    1. per_sequence: one weight for each completion."""
+    """Sets `correction_weights` and `rollout_ratio_BT` by `--rollout_correction`; with `none`, both are
+    all 1. per_sequence: one weight for each completion."""
     if args.rollout_correction == "none":
         batch.rollout_ratio_BT = torch.ones_like(batch.old_logprobs_BT)
         batch.correction_weights = batch.rollout_ratio_BT[:, :1]

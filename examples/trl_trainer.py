@@ -31,7 +31,7 @@ from plumbing.models import end_ids
 
 TRL = "1.16.0"
 ALGORITHMS = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "sapo"]
-# The default job: 60 rollouts of 256 completions, 4 steps of 64 = 2 processes x 2 micro-batches x 16
+# 60 rollouts of 256 completions, 4 steps of 64 = 2 processes x 2 micro-batches x 16
 DEFAULTS = """--output_dir runs/trl --max_steps 240 --num_generations 8 --max_completion_length 48
 --per_device_train_batch_size 16 --gradient_accumulation_steps 2 --steps_per_generation 8 --top_k 0
 --learning_rate 2e-4 --lr_scheduler_type constant --bf16 False --gradient_checkpointing False

@@ -21,8 +21,8 @@ Parent: ppo.py. Differs only in:
   6. Groups: 8 completions for each of 32 prompts; the critic is the baseline, and no group is dropped.
 
 Unlike the paper: alpha is 1 instead of 0.05, which is for thousands of tokens. At 20 tokens, about the
-base model's mean, lambda is then ppo.py's 0.95; with 0.05 it would be 0. The ten iterations of
-pre-training, 40 steps of the critic, are included in --iterations, so that vapo generates as many
+base model's mean, lambda is then ppo.py's 0.95; with 0.05 it would be 0. The five iterations of
+pre-training, 80 steps of the critic, are included in --iterations, so that vapo generates as many
 completions as the siblings. As in ppo.py, the returns of a truncated completion include the critic's
 value at its end, and the reward includes a KL.
 
@@ -68,7 +68,7 @@ class Args(RunArgs):  # more flags: --help
     value_clip: float = flag(0.2, "how far a value may move [0: any distance]")
     entropy_coef: float = flag(0.0, "weight of the entropy bonus")
     critic_lr: float = flag(2e-3, "learning rate of the critic's AdamW, constant")
-    pretraining_iterations: int = flag(10, "first ones, in which only the critic learns")
+    pretraining_iterations: int = flag(5, "first ones, in which only the critic learns")
     positive_lm_coef: float = flag(0.1, "mu, the weight of the LM loss of right answers")
 
     def check(self):

@@ -66,6 +66,7 @@ def crossed(seeds, flags, runs, files=None):
 # -------------------------------------------------------------------------------- the default job
 
 QUIET = "--eval_every 0 --save_every 0"
+NINE = "--eval_every 2 --eval_samples 8 --save_every 0"
 DEFAULTS = {(script, "default"): "" for script in SCRIPTS}
 DEFAULTS |= {("dapo", "default"): "--eval_every 1", ("grpo", "free"): "--kl_coef 0"}
 STABILITY = {  # from mild to wild; milder settings never made a run fall
@@ -193,12 +194,12 @@ def bug_jobs():
 
 EXPERIMENTS = {
     "nine": Experiment(
-        crossed(range(1, 6), "--eval_every 2 --eval_samples 8 --save_every 0", DEFAULTS),
+        crossed(range(1, 6), NINE, DEFAULTS),
         ACTED,
         has_curves=True,
     ),
     "more": Experiment(
-        crossed(range(1, 4), "--eval_every 2 --save_every 0", {(name, "default"): "" for name in MORE}),
+        crossed(range(1, 4), NINE, {(name, "default"): "" for name in MORE}),
         has_curves=True,
     ),
     "stability": Experiment(crossed(range(1, 4), f"--iterations 20 {QUIET}", STABILITY_RUNS)),

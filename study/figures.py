@@ -28,10 +28,10 @@ GROUPS = [  # a column of `nine` each
 SYMPTOMS = ("accuracy on average", "length", "entropy", "largest ratio")  # that are drawn
 WIDTH = 8.6  # inches
 plt.rcParams |= {
-    "font.size": 9,
+    "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.titlesize": 9,
+    "axes.titlesize": 10,
     "legend.frameon": False,
     "lines.linewidth": 1.5,
 }
@@ -117,14 +117,14 @@ def nine():
                 draw(axis, curves[script], column, GRAY, is_smooth=is_smooth)
             for (script, label), style in zip(group.items(), STYLES, strict=True):
                 draw(axis, curves[script], column, style, label, is_smooth)
-            axis.set_xlim(0, 15_400)
+            axis.set_xlim(0, 10_400)
             if limits:
                 axis.set_ylim(*limits)
     for axis in axes[0]:
         axis.legend(loc="lower right")
     for axis in axes[-1]:
         axis.set_xlabel("completions generated")
-        axis.set_xticks([0, 5000, 10_000, 15_000], ["0", "5k", "10k", "15k"])
+        axis.set_xticks([0, 5000, 10_000], ["0", "5k", "10k"])
     return figure
 
 

@@ -53,18 +53,18 @@ def parent_of(name):
 
 
 def scripts():
-    """The table of the scripts by their design axes."""
+    """The table of the scripts: what each one changes, and how many lines that takes."""
     rows = []
     for name in SCRIPTS + MORE:
         header, _ = read(name)
         title = header.split(":")[0]
         arxiv = re.search(r"arXiv\s+(\d+\.\d+)", header).group(1)
         path = file_of(name)
-        row = [f"[`{path}`]({path})", f"[{title}](https://arxiv.org/abs/{arxiv})", *AXES["axes"][name]]
         parent = parent_of(name)
-        row.append(f"{changed_lines(parent, name)} lines ({parent.split('.')[-1]})" if parent else "")
-        rows.append(row)
-    return markdown(["script", "paper", *AXES["axis_names"], "diff from parent"], rows)
+        size = f"{changed_lines(parent, name)} lines ({parent.split('.')[-1]})" if parent else ""
+        paper = f"[{title}](https://arxiv.org/abs/{arxiv})"
+        rows.append([f"[`{path}`]({path})", paper, AXES["changes"][name], size])
+    return markdown(["script", "paper", "what it changes", "diff from parent"], rows)
 
 
 def objectives():
@@ -79,21 +79,22 @@ def objectives():
     return [*lines, "```"]
 
 
-def policy_loss(name):
-    """The lines of a script's `policy_loss` from its docstring to its statistics."""
+def objective_lines(name):
+    """The lines of a script's `policy_loss` after its docstring, up to the objective."""
     text = (ROOT / file_of(name)).read_text()
     (function,) = [node for node in ast.parse(text).body if getattr(node, "name", "") == "policy_loss"]
     docstring = function.body[0]
     lines = text.splitlines()[docstring.end_lineno : function.end_lineno]
-    return lines[: lines.index("    stats = {")]
+    is_objective = [line.startswith("    objective_BT = ") for line in lines]
+    return lines[: is_objective.index(True) + 1]
 
 
 def lesson():
-    """The diff of grpo's and sapo's policy_loss."""
-    both = [policy_loss("grpo"), policy_loss("sapo")]
+    """The diff of grpo's and sapo's objectives."""
+    both = [objective_lines("grpo"), objective_lines("sapo")]
     diff = difflib.unified_diff(*both, "grpo.py", "sapo.py", lineterm="", n=0)
     # Line numbers would count from the beginning of the function, not of the file.
-    lines = ["@@ policy_loss @@" if line.startswith("@@") else line for line in diff]
+    lines = [line for line in diff if not line.startswith("@@")]
     return ["```diff", *lines, "```"]
 
 
@@ -137,19 +138,19 @@ def curves():
     return markdown(header, rows, "lrrrrr")
 
 
-# What each mechanism did, as means over iterations and seeds.
-MECHANISMS = {
-    "ppo": "{clipped}; the critic explains {explained_variance:.0%} of the returns' variance",
-    "grpo": "{clipped}; KL to the reference {kl_ref:.3f}",
-    "dr_grpo": "{clipped}; wrong answers at the end: {end_len_wrong:.1f} tokens",
-    "dapo": "{clipped}; groups replaced: {all_right:.1f} all right, {all_wrong:.1f} all wrong",
-    "gspo": "sequences, not tokens, {clipped}",
-    "cispo": "tokens at the cap: {clip_high:.3%}; largest ratio {ratio_max:.2f}",
-    "gmpo": "{clipped}",
-    "rspo": "{clipped}; mean gamma {gamma:.3f}, at its floor {gamma_floor:.3%}",
-    "sapo": "mean slope of the gate {slope:.4f}",
-}
+# What each mechanism did, as means over iterations and seeds; the names are columns of ACTED.
 CLIPPED = "clipped: {clip_low:.2%} below, {clip_high:.2%} above"
+MECHANISMS = {
+    "ppo": f"tokens {CLIPPED}; the critic explains {{explained_variance:.0%}} of the returns' variance",
+    "grpo": f"tokens {CLIPPED}; KL to the reference {{kl_ref:.3f}}",
+    "dr_grpo": f"tokens {CLIPPED}; wrong answers at the end have {{end_len_wrong:.1f}} tokens",
+    "dapo": f"tokens {CLIPPED}; groups replaced: {{all_right:.1f}} right, {{all_wrong:.1f}} wrong",
+    "gspo": f"completions {CLIPPED}",
+    "cispo": "tokens at the cap: {clip_high:.3%}; the largest ratio of an iteration is {ratio_max:.2f}",
+    "gmpo": f"tokens {CLIPPED}",
+    "rspo": f"tokens {CLIPPED}; mean gamma {{gamma:.3f}}, at its floor {{gamma_floor:.2%}} of tokens",
+    "sapo": "mean slope of the gate {slope:.5f}",
+}
 
 
 def acted():
@@ -161,7 +162,7 @@ def acted():
         runs = stats.runs("nine")[script, "default"]
         names = [name for name in ACTED if all(run[name] is not None for run in runs)]
         means = {name: statistics.mean(run[name] for run in runs) for name in names}
-        words = MECHANISMS[script].format(clipped=CLIPPED.format(**means), **means)
+        words = MECHANISMS[script].format(**means)
         after = [f"{statistics.mean(run[f'after_{way}'] for run in runs):.3f}" for way in HELD_OUT]
         rows.append(
             [f"`{script}`", words, *after, f"{means['end_entropy']:.3f}", f"{means['end_len']:.1f}"]

@@ -36,7 +36,7 @@ ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "HF_HUB_OFFLINE": "1",
 }
-END = 9_000  # completions over which `area` is taken; every run of the default job generates as many
+END = 10_000  # completions over which `area` is taken; every run of the default job generates as many
 CURVE_STEP = 2  # iterations that a row of a curve averages
 CURVE = {  # column: key in metrics.jsonl
     "accuracy": "rollout/accuracy",

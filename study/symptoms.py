@@ -71,7 +71,7 @@ def summary():
     num_lower = sum("accuracy on average ↓" in names for names in found)
     num_higher = sum("accuracy on average ↑" in names for names in found)
     return (
-        f"We planted {len(found)} bugs. In 25 iterations of the default job only {num_lower} hurt "
+        f"We planted {len(found)} bugs. In 25 iterations only {num_lower} hurt "
         f"accuracy, {num_higher} improved it, and {found.count([])} left no trace in any of "
         f"{len(SYMPTOMS)} metrics."
     )
