@@ -1,48 +1,33 @@
-"""What is computed in bfloat16 and what in float32, and that float32 masters make bfloat16 learn."""
+"""What is computed in bfloat16 and what in float32, and that float32 masters make bfloat16 learn. Which
+weights of an architecture stay in float32: test_architectures.py. Resumed runs: test_resume.py."""
 
 import copy
-import json
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, flags_it_has, run, script_args
-from safetensors.torch import load_file
+from conftest import ROOT, script_args
+from test_sampler import MIXED, problems_of
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo
 import ppo
-from common import CachedForward, Problem, collate, critic_values, load_policy, prefill
-from common import record_old_policy, sample, token_logprobs
+from common import CachedForward, collate, critic_values, load_policy, prefill, record_old_policy
+from common import sample, token_logprobs
 from plumbing.metrics import Meter
 from plumbing.models import logits_of
 from plumbing.policy import Policy, TrainedModel, working_copy
 
-SMALL = """--prompts_per_iteration 6 --group_size 4 --max_new_tokens 12 --num_minibatches 2
---micro_batch_size 5 --iterations 2""".split()
-MIXED = ("57+308=", "12+34=", "999+999=", "5=", "100+20=")
+
+def settings(**changes):
+    return script_args("grpo", max_new_tokens=12, **changes)[1]
 
 
 def rollout(policy, args):
-    problems = [Problem(text, "", policy.tokenizer(text).input_ids) for text in MIXED]
-    return collate(sample(policy, problems, 4, args, torch.Generator().manual_seed(0)), args)
-
-
-def settings(**changes):
-    return script_args("grpo", device="cpu", max_new_tokens=12, **changes)[1]
-
-
-def logged(folder):
-    """The lines of metrics.jsonl, without times."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
-    return [{k: v for k, v in line.items() if "second" not in k} for line in lines]
-
-
-def weights_of(folder):
-    (checkpoint,) = folder.glob("checkpoint-*")
-    return load_file(checkpoint / "model.safetensors")
+    noise = torch.Generator().manual_seed(0)
+    return collate(sample(policy, problems_of(policy, *MIXED), 4, args, noise), args)
 
 
 # --------------------------------------------------------------- what a whole iteration computes with
@@ -97,6 +82,25 @@ def test_every_matrix_product_and_the_cache_are_in_the_dtype(dtype, tiny_policy)
     assert {x.dtype for layer in forward.cache.layers for x in (layer.keys, layer.values)} == expected
 
 
+def test_head_in_float32():
+    """The product of bfloat16 weights and states is not rounded to bfloat16: in the policy, and, each
+    with its own weights, in a reference and in a copy that samples. Gradients reach the master."""
+    hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    policy = load_policy(settings(dtype="bfloat16", rollout_dtype="int8", head_dtype="float32"))
+    reference = policy.frozen_copy()
+    with torch.no_grad():
+        reference.model.get_output_embeddings().weight.mul_(2)
+    for who in (policy, reference, policy.sampler(1)):
+        weight = who.model.get_output_embeddings().weight
+        assert weight.dtype == torch.bfloat16
+        logits = logits_of(who.model, hidden)
+        assert logits.dtype == torch.float32
+        expected = hidden.double() @ weight.double().T
+        torch.testing.assert_close(logits.double(), expected, rtol=1e-5, atol=1e-5)
+    logits_of(policy.model, hidden).sum().backward()
+    assert policy.master.get_output_embeddings().weight.grad.dtype == torch.float32
+
+
 # ----------------------------------------------------------------------- masters and the working copy
 
 
@@ -113,33 +117,11 @@ def loss_of(model, batch):
     return (outputs.logprobs_BT * torch.linspace(-1, 1, len(batch))[:, None]).sum()
 
 
-def gradients(model, batch):
-    """Without the hooks: as they come out of the backward pass."""
-    return torch.autograd.grad(loss_of(model, batch), list(model.parameters()))
-
-
 def test_in_float32_the_master_computes(tiny_model):
     """A copy would take memory, and could fall behind."""
-    master = tiny_model[0]
-    before = {name: (w.data_ptr(), w._version) for name, w in master.named_parameters()}
-    trained = TrainedModel(master, "float32")
-    trained.refresh()
-    assert trained.model is master
-    assert {name: (w.data_ptr(), w._version) for name, w in master.named_parameters()} == before
-    assert not any(w._post_accumulate_grad_hooks for w in master.parameters())
-
-
-def test_a_copy_has_weights_in_bfloat16_and_buffers_in_float32(tiny_policy):
-    """In bfloat16 the rotary frequencies would put token 257 where token 256 is."""
-    master = tiny_policy.master
-    model = working_copy(master, "bfloat16")
-    assert {w.dtype for w in model.parameters()} == {torch.bfloat16}
-    assert {w.dtype for w in master.parameters()} == {torch.float32}
-    buffers = dict(model.named_buffers())
-    assert any("inv_freq" in name for name in buffers)
-    for name, buffer in master.named_buffers():
-        assert buffers[name].dtype == torch.float32 and torch.equal(buffers[name], buffer)
-    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    trained = TrainedModel(tiny_model[0], "float32")
+    assert trained.model is trained.master is tiny_model[0]
+    assert not any(weight._post_accumulate_grad_hooks for weight in trained.parameters())
 
 
 def test_small_updates_add_up():
@@ -162,97 +144,25 @@ def test_small_updates_add_up():
     assert ((trained.model.weight.float() / start.float() - 1.01).abs() < 2**-8).all()
 
 
-def test_the_rollout_copy_gets_the_weights_after_the_step(tiny_policy):
-    """Those of an iteration that is due, and not of the step before."""
-    policy = Policy(copy.deepcopy(tiny_policy.master), None, "bfloat16", "float32", refresh_every=2)
-    head = policy.master.model.norm.weight
-    optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
-    sampled_with = []
-    for iteration in range(1, 5):
-        sampled_with.append(policy.sampler(iteration).model.model.norm.weight.clone())
-        head.grad = torch.ones_like(head)
-        optimizer.step()
-    first, second, third, fourth = sampled_with
-    assert torch.equal(first, second) and torch.equal(third, fourth)
-    torch.testing.assert_close(third, first - 0.2)
-
-
-def test_run_the_working_copy_follows_its_master(tmp_path, monkeypatch):
-    """In each forward of the policy in a run."""
-    original = ppo.token_logprobs
-    seen = []
-
-    def token_logprobs(policy, *inputs, **named):
-        weights = dict(policy.master.named_parameters())
-        for name, weight in policy.model.named_parameters():
-            assert torch.equal(weight, weights[name].bfloat16())
-        seen.append(weights["model.embed_tokens.weight"][3, 0].item())
-        return original(policy, *inputs, **named)
-
-    monkeypatch.setattr(ppo, "token_logprobs", token_logprobs)
-    flags = [*flags_it_has("ppo", SMALL), "--dtype", "bfloat16", "--run_dir", tmp_path]
-    result = run("ppo", *flags, held_out=4)
-    assert result.returncode == 0, result.stderr
-    assert len(set(seen)) == 4  # steps, before each of which the weights are others
-
-
 def test_micro_batches_add_up_in_float32(masters):
-    """Exactly; in bfloat16 a sum of many would stop growing. The copy keeps no gradients."""
-    master, (one, two) = masters
-    model = working_copy(master, "bfloat16")
-    first, second = gradients(model, one), gradients(model, two)
-    loss_of(model, one).backward()
-    loss_of(model, two).backward()
-    rounded = 0
-    for weight, master_weight, a, b in zip(
-        model.parameters(), master.parameters(), first, second, strict=True
-    ):
-        assert weight.grad is None and a.dtype == b.dtype == torch.bfloat16
-        assert master_weight.grad.dtype == torch.float32
-        assert torch.equal(master_weight.grad, a.float() + b.float())
-        rounded += (master_weight.grad != (a + b).float()).sum()
-    assert rounded > 1000  # the test can tell: bfloat16 sums are other ones
-
-
-def test_a_frozen_weight_stays_without_gradient(masters):
-    master, (batch, _) = masters
+    """Exactly; in bfloat16 a sum of many would stop growing. The copy keeps no gradients, and a frozen
+    weight gets none."""
+    master, batches = masters
     master.model.norm.weight.requires_grad_(False)
-    loss_of(working_copy(master, "bfloat16"), batch).backward()
-    assert [name for name, w in master.named_parameters() if w.grad is None] == ["model.norm.weight"]
-
-
-def test_a_tied_weight_gets_both_gradients_once(masters):
-    """The embedding's and the head's, in the one master that they share."""
-    master, (batch, _) = masters
-    untied = working_copy(master, "bfloat16")
-    untied.lm_head.weight = nn.Parameter(untied.lm_head.weight.detach().clone())
-    weights = [untied.get_input_embeddings().weight, untied.lm_head.weight]
-    of_embedding, of_head = torch.autograd.grad(loss_of(untied, batch), weights)
-    assert of_embedding.norm() > 0.1 and of_head.norm() > 0.1
     model = working_copy(master, "bfloat16")
-    loss_of(model, batch).backward()
-    gradient = master.get_input_embeddings().weight.grad
-    assert gradient is master.lm_head.weight.grad
-    assert torch.equal(gradient, (of_embedding + of_head).float())
-
-
-def test_run_a_checkpoint_holds_masters(tmp_path, sums):
-    """Stopped and resumed, a run in bfloat16 is the same to the bit. Rounded masters would lose what
-    small updates had added up."""
-    flags = [*flags_it_has("ppo", SMALL), "--dtype", "bfloat16", "--dataset", sums, "--resume"]
-    for name, count in (("whole", 2), ("parts", 1), ("parts", 2)):
-        result = run("ppo", *flags, "--run_dir", tmp_path / name, "--iterations", count, held_out=8)
-        assert result.returncode == 0, result.stderr
-    weights, again = weights_of(tmp_path / "whole"), weights_of(tmp_path / "parts")
-    assert all(torch.equal(weights[key], again[key]) for key in weights)
-    assert logged(tmp_path / "whole")[-1] == logged(tmp_path / "parts")[-1]
-    (checkpoint,) = (tmp_path / "parts").glob("checkpoint-*")
-    parts = torch.load(checkpoint / "trainer_state.pt", weights_only=True)["parts"]
-    for masters in (weights, parts["critic"]):
-        assert {w.dtype for w in masters.values()} == {torch.float32}
-        assert any((w != w.bfloat16()).any() for w in masters.values())
-    for moments in parts["optimizer"]["state"].values():
-        assert moments["exp_avg"].dtype == moments["exp_avg_sq"].dtype == torch.float32
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    first, second = (torch.autograd.grad(loss_of(model, batch), weights) for batch in batches)
+    for batch in batches:
+        loss_of(model, batch).backward()
+    seen = [weight.grad for weight in master.parameters() if weight.grad is not None]
+    assert len(seen) == len(list(master.parameters())) - 1
+    assert all(weight.grad is None for weight in model.parameters())
+    rounded = 0
+    for gradient, a, b in zip(seen, first, second, strict=True):
+        assert a.dtype == torch.bfloat16 and gradient.dtype == torch.float32
+        assert torch.equal(gradient, a.float() + b.float())
+        rounded += (gradient != (a + b).float()).sum()
+    assert rounded > 1000  # the test can tell: bfloat16 sums are other ones
 
 
 # ------------------------------------------------------------------------------ waiting for the device
@@ -316,39 +226,3 @@ def test_a_micro_batch_waits_for_the_device_once(masters, monkeypatch):
         (loss + value_loss + outputs.aux_loss + outputs.entropy_BT.sum()).backward()
         meter.add_pass({"policy_loss": loss}, stats, outputs, micro)
     assert [row for row in waits.seen if row[0] is not None] == [("lengths", "tolist")]
-
-
-@pytest.mark.parametrize("work", [lambda x: x[x > 0], lambda x: x.sum().item()])
-def test_waits_are_seen(work, monkeypatch):
-    """In a function of the project, which `work` stands for here."""
-    monkeypatch.setattr(sys.modules[__name__], "caller", lambda: "work")
-    with Waits() as waits:
-        work(torch.ones(3))
-    assert waits.seen
-
-
-# ---------------------------------------------------------------------------------- the head's product
-
-
-def test_head_in_float32():
-    """The product of bfloat16 weights and states is not rounded to bfloat16: in the policy, and, each
-    with its own weights, in a reference and in a copy that samples. Gradients reach the master."""
-    hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-    flags = {"dtype": "bfloat16", "rollout_dtype": "int8"}
-    plain = load_policy(settings(**flags))
-    policy = load_policy(settings(**flags, head_dtype="float32"))
-    reference = policy.frozen_copy()
-    with torch.no_grad():
-        reference.model.get_output_embeddings().weight.mul_(2)
-    for who in (policy, reference, policy.sampler(1)):
-        weight = who.model.get_output_embeddings().weight
-        assert weight.dtype == torch.bfloat16
-        logits = logits_of(who.model, hidden)
-        assert logits.dtype == torch.float32
-        expected = hidden.double() @ weight.double().T
-        torch.testing.assert_close(logits.double(), expected, rtol=1e-5, atol=1e-5)
-    logits = logits_of(policy.model, hidden)
-    rounded = logits_of(plain.model, hidden)
-    assert rounded.dtype == torch.bfloat16 and (rounded - logits).abs().max() > 1e-3
-    logits.sum().backward()
-    assert policy.master.get_output_embeddings().weight.grad.dtype == torch.float32

@@ -228,7 +228,7 @@ def test_what_is_copied_is_the_same_in_all():
 
 
 def blocks_of(name):
-    """{banner: lines} of main, in its order. The keywords of losses are left out: test_copy.py."""
+    """{banner: lines} of main, in its order. The keywords of losses are left out: test_losses.py."""
     lines = functions_of(name)["main"].splitlines()[1:]
     blocks = {}
     is_in_a_loss = False

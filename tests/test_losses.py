@@ -1,0 +1,245 @@
+"""What the losses promise beside their values and gradients, which test_conformance.py compares with
+the formulas: shapes, defaults, finite numbers, statistics, keywords."""
+
+import ast
+import inspect
+import math
+
+import pytest
+import torch
+from conftest import MORE, SCRIPTS, copied, keywords_of, path_of, script_args
+
+import grpo
+
+F64 = torch.float64
+SIBLINGS = [*SCRIPTS, *MORE]
+ONE_RATIO = ("gspo", "gmpo", "rspo")  # per completion
+
+
+def tensor(x):
+    return torch.tensor(x, dtype=F64)
+
+
+def data(seed=0):
+    """Log-probs with ratios in and out of every range, advantages of both signs and 0, any lengths."""
+    g = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 10, (12, 1), generator=g)
+    lengths[0] = 9
+    mask = torch.arange(9) < lengths
+    old = -2 * torch.rand(12, 9, generator=g, dtype=F64)
+    lp = old + 0.35 * torch.randn(12, 9, generator=g, dtype=F64)
+    adv = torch.randn(12, 1, generator=g, dtype=F64)
+    adv[1] = 0.0
+    return lp.requires_grad_(), old, adv, mask
+
+
+def loss_of(name, lp, old, adv, mask, changes=None, **tensors):
+    """(loss, stats) with the flags' defaults, except for the changes."""
+    module, args = script_args(name, **(changes or {}))
+    return module.policy_loss(lp, old, adv, mask, **keywords_of(module.policy_loss, args, **tensors))
+
+
+def gradient_of(loss, lp):
+    return torch.autograd.grad(loss, lp, retain_graph=True)[0]
+
+
+# ------------------------------------------------------------------------------------ what is given
+
+
+@pytest.mark.parametrize("name", SIBLINGS)
+def test_advantages_of_another_shape_are_refused(name):
+    """A (B,) times a (B, T) would be silently wrong where B = T. (B, T) is refused where there is one
+    ratio per completion, else it is (B, 1) with more columns."""
+    lp, old, adv, _ = data()
+    square = lp[:9], old[:9]
+    mask = torch.ones(9, 9)
+    wrong = [adv[:1], adv[:9].T, adv[:8, 0], adv[:9, :, None]]
+    if name in ONE_RATIO:
+        wrong.append(adv[:9].expand(9, 9))
+    else:
+        losses = [loss_of(name, *square, A, mask)[0] for A in (adv[:9], adv[:9].expand(9, 9))]
+        torch.testing.assert_close(*losses, rtol=1e-14, atol=0)
+    for advantages in wrong:
+        with pytest.raises(AssertionError, match="advantages_B"):
+            loss_of(name, *square, advantages, mask)
+
+
+@pytest.mark.parametrize("name, flag", [("gspo", "variant"), ("gmpo", "clip_level"), ("rspo", "shift")])
+def test_an_option_that_does_not_exist_is_refused(name, flag):
+    """In a copy of the loss too, where no command line has checked it."""
+    with pytest.raises(AssertionError):
+        loss_of(name, *data(), {flag: "tokn"})
+
+
+@pytest.mark.parametrize("name", SIBLINGS)
+def test_old_logprobs_of_none_are_on_policy(name):
+    """The policy's own, without gradient."""
+    lp, _, adv, mask = data()
+    losses = [loss_of(name, lp, old, adv, mask)[0] for old in (None, lp.detach())]
+    gradients = [gradient_of(loss, lp) for loss in losses]
+    assert losses[0] == losses[1] and torch.equal(*gradients) and gradients[0].any()
+
+
+@pytest.mark.parametrize("name", SIBLINGS)
+def test_an_empty_mask_and_extreme_ratios_stay_finite(name):
+    """Rows without a token, as dapo's filter leaves them, are 0, not 0 / 0."""
+    lp, old, adv, mask = data()
+    loss, stats = loss_of(name, lp, old, adv, torch.zeros_like(mask))
+    assert all(value.isfinite() for value in (loss, *stats.values()))
+    assert (gradient_of(loss, lp) == 0).all()
+    far = torch.zeros(12, 9)
+    far[0, 0] = 1e6
+    far[2, 0] = -1e6
+    loss, stats = loss_of(name, lp + far, old, adv, mask)
+    assert all(value.isfinite() for value in (loss, *stats.values()))
+    assert gradient_of(loss, lp).isfinite().all()
+
+
+@pytest.mark.parametrize("name", SIBLINGS)
+def test_padding_is_not_read(name):
+    """Nor is that of an advantage for each token."""
+    lp, old, adv, mask = data()
+    if name not in ONE_RATIO:
+        adv = adv.expand(12, 9)
+    expected = loss_of(name, lp, old, adv, mask)[0]
+    expected_gradient = gradient_of(expected, lp)
+    lp = torch.where(mask, lp.detach(), math.nan).requires_grad_()
+    old = torch.where(mask, old, math.nan)
+    if name not in ONE_RATIO:
+        adv = torch.where(mask, adv, math.nan)
+    loss, _ = loss_of(name, lp, old, adv, mask)
+    assert loss == expected and torch.equal(gradient_of(loss, lp), expected_gradient)
+
+
+def test_no_gradient_through_the_router_shift():
+    lp, old, adv, mask = data()
+    gamma = torch.full((12, 9), 0.9, dtype=F64, requires_grad=True)
+    loss_of("rspo", lp, old, adv, mask, router_shift_BT=gamma)[0].backward()
+    assert gamma.grad is None and lp.grad.any()
+
+
+def test_the_last_reward_stands_on_the_last_token():
+    """Also where the mask has holes. The value after it, for a completion that was cut off, is that of
+    the next place."""
+    mask = torch.tensor([[1, 1, 0, 1, 0], [1, 1, 1, 1, 1], [0, 1, 0, 0, 0]]).bool()
+    kl = torch.ones(3, 5, dtype=F64)
+    values = torch.arange(18, dtype=F64).view(3, 6)
+    given = tensor([[7], [8], [9]]), kl, values, tensor([[1], [1], [0]]), mask
+    rewards = copied("ppo").token_rewards(*given, kl_coef=0.1, gamma=0.5)
+    expected = -0.1 * kl
+    expected[0, 3] += 7 + 0.5 * 4
+    expected[1, 4] += 8 + 0.5 * 11
+    expected[2, 1] += 9
+    assert torch.equal(rewards, expected)
+
+
+def test_corrected_k3_has_the_gradient_of_the_kl():
+    """E_mu[grad(rho r k3)] = grad KL(pi || ref), where mu samples. By enumeration over a vocabulary of
+    five. Without r, or without rho, it is another gradient."""
+    g = torch.Generator().manual_seed(4)
+    logits = torch.randn(5, generator=g, dtype=F64, requires_grad=True)
+    old, ref, mu = torch.randn(3, 5, 1, generator=g, dtype=F64).log_softmax(1)
+    pi = logits.log_softmax(0)[:, None]
+    expected = gradient_of((pi.exp() * (pi - ref)).sum(), logits)
+
+    def gap(is_corrected, rho):
+        losses = []
+        for a in range(5):  # one completion of one token each
+            inputs = pi[[a]], old[[a]], torch.zeros(1, 1), torch.ones(1, 1)
+            options = {"kl_coef": 1.0, "kl_is_corrected": is_corrected, "ref_logprobs_BT": ref[[a]]}
+            losses.append(grpo.policy_loss(*inputs, rollout_ratio_BT=rho[[a]], **options)[0])
+        found = gradient_of((mu[:, 0].exp() * torch.stack(losses)).sum(), logits)
+        return (found - expected).abs().max()
+
+    rho = (old - mu).exp()
+    assert gap(True, rho) < 1e-12
+    assert gap(False, rho) > 0.01 and gap(True, torch.ones_like(rho)) > 0.01
+
+
+# --------------------------------------------------------------------------------------- statistics
+
+CLIPPED = {  # ranges in which these data are on both sides
+    "ppo": ("ppo", {}),
+    "grpo": ("grpo", {}),
+    "dr_grpo": ("dr_grpo", {}),
+    "dapo": ("dapo", {}),
+    "gspo": ("gspo", {"clip_eps_low": 0.05, "clip_eps_high": 0.07}),
+    "gspo_token": ("gspo", {"clip_eps_low": 0.2, "clip_eps_high": 0.2, "variant": "gspo_token"}),
+    "cispo, PPO mask": ("cispo", {"ppo_mask": True}),
+    "gmpo": ("gmpo", {"log_ratio_clip": 0.2}),
+    "gmpo, sequence": ("gmpo", {"log_ratio_clip": 0.3, "clip_level": "sequence"}),
+    "rspo": ("rspo", {"log_ratio_clip": 0.2}),
+    "rspo, before clip": ("rspo", {"log_ratio_clip": 0.2, "shift": "before_clip"}),
+    "vapo": ("more.vapo", {}),
+}
+
+
+@pytest.mark.parametrize("case", CLIPPED)
+def test_clip_fractions_count_where_the_clip_takes_the_gradient(case):
+    """Independent of the formula: a token counts exactly if it has an advantage and no gradient."""
+    name, changes = CLIPPED[case]
+    seen = {"clipfrac_low": 0, "clipfrac_high": 0}
+    for seed in range(5):
+        lp, old, adv, mask = data(seed)
+        tensors = {}
+        if name == "rspo":
+            g = torch.Generator().manual_seed(seed)
+            tensors["router_shift_BT"] = 0.7 + 0.3 * torch.rand(12, 9, generator=g, dtype=F64)
+        loss, stats = loss_of(name, lp, old, adv, mask, changes, **tensors)
+        A = adv.expand_as(lp)[mask]
+        is_cut = (gradient_of(loss, lp)[mask] == 0) & (A != 0)
+        for key, side in (("clipfrac_low", A < 0), ("clipfrac_high", A > 0)):
+            assert stats[key].item() == pytest.approx((is_cut & side).double().mean().item(), abs=1e-6)
+            seen[key] += stats[key].item()
+    assert all(seen.values())
+
+
+@pytest.mark.parametrize("name", SIBLINGS)
+def test_statistics_are_of_the_response_alone(name):
+    """By hand: the ratio of padding, 1, is not the largest where all others are e^-0.5. No statistic
+    keeps its graph alive. In float32 a KL near 0 is no rounding noise, as exp(x) - 1 - x would be."""
+    lp, _, adv, mask = data()
+    _, stats = loss_of(name, lp, lp.detach() + 0.5, torch.ones_like(adv), mask)
+    r = math.exp(-0.5)
+    assert stats["ratio_max"].item() == pytest.approx(r)
+    assert stats["approx_kl"].item() == pytest.approx(r - 1 + 0.5)
+    if name == "sapo":
+        assert stats["gate_slope"].item() == pytest.approx(1 / math.cosh((r - 1) / 2) ** 2)
+    assert not any(value.requires_grad for value in stats.values())
+    near = 1e-5 * torch.randn(100, 100, generator=torch.Generator().manual_seed(0))
+    zero = torch.zeros(100, 100)
+    ref = {"ref_logprobs_BT": zero} if name == "grpo" else {}
+    _, stats = loss_of(name, near, zero, torch.ones(100, 1), zero + 1, **ref)
+    for key in {"approx_kl", "kl_ref"} & set(stats):
+        expected = (near.double() ** 2 / 2).mean().item()
+        assert stats[key].item() == pytest.approx(expected, rel=1e-3, abs=0)
+
+
+# ----------------------------------------------------------------------------------------- keywords
+
+LOSSES = [(name, "policy_loss") for name in SIBLINGS] + [("ppo", "value_loss")]
+LOSSES += [("more.vapo", "value_loss"), ("more.vapo", "positive_lm_loss")]
+
+
+@pytest.mark.parametrize("name, function", LOSSES)
+def test_keywords_are_the_flags_and_main_passes_all(name, function):
+    """With the flags' names and defaults. A keyword that is no flag is the normalizer, or an optional
+    tensor. A loss would ignore a flag that is not passed on."""
+    module, args = script_args(name)
+    parameters = inspect.signature(getattr(module, function)).parameters.values()
+    keywords = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    for keyword, default in keywords.items():
+        if keyword == "max_new_tokens":
+            assert default is inspect.Parameter.empty  # L_max is the user's, not the paper's
+        else:
+            expected = getattr(args, keyword, None)
+            assert default == expected and type(default) is type(expected), keyword
+    calls = []
+    for node in ast.walk(ast.parse(path_of(name).read_text())):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == function:
+            calls.append(node)
+    (call,) = calls
+    passed = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+    assert list(passed) == list(keywords)
+    for keyword, value in passed.items():
+        assert value == f"args.{keyword}" or not hasattr(args, keyword)
