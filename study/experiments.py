@@ -93,7 +93,7 @@ for rule in ("token_tis", "sequence_tis", "geo_mask"):
 
 # --------------------------------------------------------------- an MoE's routes, and dapo step by step
 
-LATER = range(201, 204)
+LATER = range(201, 205)
 STALE = "--rollout_dtype int4 --rollout_refresh_every 4"
 ROUTES = {  # variant: flags
     "fresh": "",
@@ -110,7 +110,6 @@ ROUTING_COLUMNS = {
     **COLUMNS,
     "mean_accuracy": ("rollout/accuracy", 0),
     "flipped": ("moe/expert_flip_frac", 0),
-    "sampler_differs": ("rollout/sampler_expert_diff_frac", 0),
     "ratio_max": ("losses/ratio_max", 0),
     "gamma": ("moe/router_shift", 0),
 }
