@@ -80,7 +80,7 @@ function connect(side) {
 function axes(left, right) {
   const head = `<tr><td></td><th class="a" scope="col">${left}</th><th class="b" scope="col">${right}</th></tr>`;
   const rows = data.axes.map((axis, i) => {
-    const [a, b] = [left, right].map((name) => data.scripts[name].axes[i]);
+    const [a, b] = [left, right].map((name) => data.scripts[name].axes[i].replaceAll("_", "_<wbr>"));
     const kind = a === b ? "" : "differs";
     return `<tr class="${kind}"><th scope="row">${axis}</th><td>${a}</td><td>${b}</td></tr>`;
   });
@@ -89,64 +89,140 @@ function axes(left, right) {
 
 // ----------------------------------------------------------------------------------------- the plots
 
-const WIDTH = 380;
-const HEIGHT = 220;
-const EDGE = { left: 34, right: 18, top: 8, bottom: 22 };
-const linear = (low, high) => (value) => (value - low) / (high - low);
-const log = (low, high) => (value) => Math.log(value / low) / Math.log(high / low);
-const ticks = (...values) => Object.fromEntries(values.map((value) => [value, value]));
+const WIDTH = 400;
+const HEIGHT = 270;
+const EDGE = { left: 50, right: 20, top: 30, bottom: 46 };
 
-// x and y: [scale, {label: value}]; series: [[side, points, is dashed]]
-function plot(title, x, y, series, caption) {
-  const across = (value) => EDGE.left + (WIDTH - EDGE.left - EDGE.right) * x[0](value);
-  const up = (value) => HEIGHT - EDGE.bottom - (HEIGHT - EDGE.top - EDGE.bottom) * y[0](value);
-  const columns = Object.entries(x[1]).map(([label, value]) => {
-    const at = across(value);
-    return `<line x1="${at}" x2="${at}" y1="${EDGE.top}" y2="${HEIGHT - EDGE.bottom}"/>
-      <text x="${at}" y="${HEIGHT - 6}" text-anchor="middle">${label}</text>`;
-  });
-  const levels = Object.entries(y[1]).map(([label, value]) => {
-    const at = up(value);
-    return `<line x1="${EDGE.left}" x2="${WIDTH - EDGE.right}" y1="${at}" y2="${at}"/>
-      <text x="${EDGE.left - 5}" y="${at + 4}" text-anchor="end">${label}</text>`;
-  });
-  const lines = series.map(([side, points, isDashed]) => {
-    const drawn = points.filter((point) => point[1] !== null);
-    const path = drawn.map(([a, b]) => `${across(a).toFixed(1)},${up(b).toFixed(1)}`).join(" ");
-    return `<polyline class="${side} ${isDashed ? "dashed" : ""}" points="${path}"/>`;
-  });
-  const inside = [...columns, ...levels, ...lines].join("");
-  return `<figure><h2>${title}</h2><svg viewBox="0 0 ${WIDTH} ${HEIGHT}" role="img" aria-label="${title}">
-    ${inside}</svg><figcaption>${caption}</figcaption></figure>`;
+// The powers of ten from low to high, and if they are few, twice and five times each of them.
+function logTicks(low, high) {
+  const factors = high < 100 * low ? [1, 2, 5] : [1];
+  const ticks = [];
+  for (let k = Math.floor(Math.log10(low)); 10 ** k <= high; k++) {
+    ticks.push(...factors.map((factor) => Number(`${factor}e${k}`)));
+  }
+  const inside = ticks.filter((value) => value >= low && value <= high);
+  const every = Math.ceil(inside.length / 6);
+  return inside.filter((_, i) => i % every === 0);
+}
+
+// About five multiples of 1, 2 or 5 times a power of ten.
+function linearTicks(low, high) {
+  const rough = (high - low) / 5;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = power * [1, 2, 5, 10].find((factor) => factor * power >= rough * 0.999);
+  const ticks = [];
+  for (let i = Math.ceil(low / step - 0.01); i * step <= high + 0.01 * step; i++) {
+    ticks.push(Number((i * step).toPrecision(6)));
+  }
+  return ticks;
+}
+
+// The bounds are those of the values, and the ticks are round numbers, unless they are given.
+function axis(values, { isLog = false, low = Math.min(...values), high = Math.max(...values), ticks }) {
+  const round = isLog ? logTicks(low, high) : linearTicks(low, high);
+  const labels = ticks ?? Object.fromEntries(round.map((value) => [value.toLocaleString("en"), value]));
+  const scale = isLog ? Math.log : (value) => value;
+  const place = (value) => (scale(value) - scale(low)) / (scale(high) - scale(low));
+  return { ticks: Object.entries(labels), place };
+}
+
+// x, y: {label} and what `axis` takes; series: [{label, css, lines: [[[x, y]]]}]; words: [[x, y, text]]
+function plot({ title, x, y, series, words = [], caption = "" }) {
+  const isShown = ([, b]) => b !== null && (b > 0 || !y.isLog);
+  const all = series.flatMap(({ lines }) => lines.flat()).filter(isShown);
+  const across = axis(all.map(([a]) => a), x);
+  const up = axis(all.map(([, b]) => b), y);
+  const [right, bottom] = [WIDTH - EDGE.right, HEIGHT - EDGE.bottom];
+  const left = (value) => EDGE.left + (right - EDGE.left) * across.place(value);
+  const top = (value) => bottom - (bottom - EDGE.top) * up.place(value);
+  const parts = [];
+  for (const [label, value] of across.ticks) {
+    parts.push(`<line x1="${left(value)}" x2="${left(value)}" y1="${EDGE.top}" y2="${bottom}"/>`);
+    parts.push(`<text x="${left(value)}" y="${bottom + 16}" text-anchor="middle">${label}</text>`);
+  }
+  for (const [label, value] of up.ticks) {
+    parts.push(`<line x1="${EDGE.left}" x2="${right}" y1="${top(value)}" y2="${top(value)}"/>`);
+    parts.push(`<text x="${EDGE.left - 6}" y="${top(value) + 4}" text-anchor="end">${label}</text>`);
+  }
+  for (const { css, lines } of series) {
+    for (const line of lines) {
+      const path = line.filter(isShown).map(([a, b]) => `${left(a).toFixed(1)},${top(b).toFixed(1)}`);
+      parts.push(`<polyline class="${css}" points="${path.join(" ")}"/>`);
+    }
+  }
+  parts.push(...words.map(([a, b, text]) => `<text x="${left(a)}" y="${top(b)}">${text}</text>`));
+  parts.push(`<text x="0" y="16">${escaped(y.label)}</text>`);
+  parts.push(`<text x="${right}" y="${HEIGHT - 8}" text-anchor="end">${escaped(x.label)}</text>`);
+  const keys = series.map(({ label, css }) =>
+    `<span><svg viewBox="0 0 24 8"><polyline class="${css}" points="0,4 24,4"/></svg> ${escaped(label)}</span>`);
+  return `<figure><h3>${escaped(title)}</h3><p class="legend">${keys.join(" ")}</p>
+    <svg viewBox="0 0 ${WIDTH} ${HEIGHT}" role="img" aria-label="${escaped(title)}">${parts.join("")}</svg>
+    <figcaption>${caption}</figcaption></figure>`;
+}
+
+// A second, dashed line where it matters whether all ten tokens of the answer moved, or one alone.
+function pulls(css, name) {
+  const points = (key) => data.gradients.ratio.map((ratio, i) => [ratio, data.gradients[`${name} ${key}`][i]]);
+  const alone = { label: name, css, lines: [points("+1 1"), points("-1 1")] };
+  const together = { label: `${name}, all ten`, css: `${css} dashed`, lines: [points("+1 10"), points("-1 10")] };
+  const isSame = JSON.stringify(alone.lines) === JSON.stringify(together.lines);
+  return isSame ? [alone] : [alone, together];
 }
 
 function plots(left, right) {
   const both = [["a", left], ["b", right]];
-  const points = (table, x, y) => table[x].map((value, i) => [value, table[y][i]]);
-  const of = (table, x) => both.map(([side, name]) => [side, points(table, x, name)]);
-  const pulls = ["+1 1", "-1 1", "+1 10", "-1 10"].flatMap((key) =>
-    both.map(([side, name]) => [side, points(data.gradients, "ratio", `${name} ${key}`), key.endsWith("10")]));
-  const longest = Math.max(...data.tokens.length);
-  const last = Math.max(...names.map((name) => data.curves[name].at(-1)[0]));
-  const shares = [linear(0, 1), ticks(0, 0.25, 0.5, 0.75, 1)];
+  const of = (table, x) => both.map(([css, name]) =>
+    ({ label: name, css, lines: [table[x].map((value, i) => [value, table[name][i]])] }));
+  const share = { low: 0, high: 1 };
   find("plots").innerHTML = [
-    plot("Pull on a token", [log(1 / 3, 3), { "1/3": 1 / 3, "1/2": 1 / 2, ...ticks(1, 2, 3) }],
-      [linear(-3.1, 3.1), ticks(-3, -2, -1, 0, 1, 2, 3)], pulls,
-      `Gradient with respect to log π of a token in an answer of ten, against its ratio r (a log scale), for
-       A = 1 (above 0) and −1 (below); 1 at r = 1. Solid: this token alone has moved; dashed: all ten have.
-       Without grpo's KL.`),
-    plot("Weight of a prompt", shares, shares, of(data.prompts, "right"),
-      `Mean of max(A, 0) over a group, against the share of its answers that are right. dapo drops groups at
-       0 and 1 and draws others. Before V or b of ppo, vapo and reinforce have learned anything.`),
-    plot("Weight of a token", [linear(0, longest), ticks(0, 12, 24, 36, longest)],
-      [log(0.4, 30), ticks(0.5, 1, 2, 5, 10, 25)], of(data.tokens, "length"),
-      `Gradient of a token at r = 1, against the length of its answer, in a step with one answer of each
-       length (a log scale); 1 is its weight in a plain mean over all tokens.`),
-    plot("Learning", [linear(0, last), ticks(0, 5000, 10000, 15000)], shares,
-      both.map(([side, name]) => [side, data.curves[name]]),
-      `Accuracy of the rollouts on the default job, against completions generated: mean of the seeds, and of
-       six iterations.`),
+    plot({
+      title: "Pull on a token",
+      x: { label: "ratio r", isLog: true, ticks: { "1/3": 1 / 3, "1/2": 1 / 2, 1: 1, 2: 2, 3: 3 } },
+      y: { label: "dJ / d log π", low: -3.1, high: 3.1 },
+      series: both.flatMap(([css, name]) => pulls(css, name)),
+      words: [[0.35, 2.5, "A = +1"], [0.35, -2.7, "A = −1"]],
+      caption: `Of a token in an answer of ten, relative to r = 1, without grpo's KL. Solid: this token alone has
+        moved; dashed, where that differs: all ten have.`,
+    }),
+    plot({
+      title: "Weight of a prompt",
+      x: { label: "share of its answers that are right", ...share },
+      y: { label: "mean of max(A, 0)", ...share },
+      series: of(data.prompts, "right"),
+      caption: `In a group of eight. dapo replaces the groups at 0 and 1. ppo, vapo and reinforce: before V or b has
+        learned anything.`,
+    }),
+    plot({
+      title: "Weight of a token",
+      x: { label: "length of its answer", low: 0 },
+      y: { label: "relative to a mean over all tokens", isLog: true, low: 0.4, high: 30,
+        ticks: { 0.5: 0.5, 1: 1, 2: 2, 5: 5, 10: 10, 25: 25 } },
+      series: of(data.tokens, "length"),
+      caption: `At r = 1, in a step with one answer of each length. Only the shape counts, since AdamW removes a common
+        scale: dr_grpo is as flat as dapo.`,
+    }),
+    plot({
+      title: "Learning",
+      x: { label: "completions generated", low: 0, high: Math.max(...names.map((name) => data.curves[name].at(-1)[0])) },
+      y: { label: "accuracy of the rollouts", ...share },
+      series: both.map(([css, name]) => ({ label: name, css, lines: [data.curves[name]] })),
+      caption: "On the default job: mean of the seeds, and of six iterations.",
+    }),
   ].join("");
+}
+
+// ------------------------------------------------------------------------------------ the microscope
+
+function panel({ question, seen, paper, plots }) {
+  const drawn = plots.map(({ title, x, y, log, lines }) => plot({
+    title,
+    x: { label: x, isLog: log.includes("x") },
+    y: { label: y, isLog: log.includes("y") },
+    series: Object.entries(lines).map(([label, line], i) =>
+      ({ label, css: `c${i % 7} ${label.includes("^") ? "dotted" : ""}`, lines: [line] })),
+  }));
+  return `<details><summary>${escaped(question)}</summary><div class="panel">${drawn.join("")}</div>
+    <p>${escaped(seen)}</p><p>The paper: ${escaped(paper)}</p></details>`;
 }
 
 // --------------------------------------------------------------------------------------- which pair
@@ -183,5 +259,6 @@ for (const id of ["left", "right"]) {
   find(id).append(...names.map((name) => new Option(name, name)));
   find(id).onchange = () => (location.hash = `${find("left").value},${find("right").value}`);
 }
+find("panels").innerHTML = data.microscope.map(panel).join("");
 window.onhashchange = follow;
 follow();

@@ -21,6 +21,7 @@ import sys
 import webbrowser
 from pathlib import Path
 
+import microscope
 import pictures
 import report
 import stats
@@ -158,6 +159,17 @@ def curve(name):
     return list(zip(xs, stats.trailing(accuracies), strict=True))
 
 
+def panels():
+    """The microscope's questions, with the lines of each plot."""
+    found = []
+    for name, words in microscope.WORDS.items():
+        plots = []
+        for plot, lines in zip(words["plots"], microscope.read(name), strict=True):
+            plots.append({"log": "", **plot, "lines": lines})
+        found.append({**words, "plots": plots})
+    return found
+
+
 def build():
     names = SCRIPTS + MORE
     parents = {name: report.parent_of(name) for name in names}
@@ -173,6 +185,7 @@ def build():
         "prompts": pictures.prompts(names),
         "tokens": pictures.tokens(names),
         "curves": {name: curve(name) for name in names},
+        "microscope": panels(),
     }
     parts = {
         "CSS": (FOLDER / "page.css").read_text(),
@@ -190,7 +203,8 @@ def browse(url, *flags):
     if browser is None:
         sys.exit("Chromium is not installed")
     command = [browser, "--headless", "--no-sandbox", "--hide-scrollbars", *flags, url]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    return result.stdout
 
 
 def main():
@@ -205,7 +219,7 @@ def main():
     print(f"{args.out}: {args.out.stat().st_size / 1e3:,.0f} kB")
     if args.screenshot:
         picture = FOLDER / "figures" / "page.png"
-        browse(f"{url}#sapo", f"--screenshot={picture}", "--window-size=1600,1600")
+        browse(f"{url}#sapo", f"--screenshot={picture}", "--window-size=1600,1800")
     elif not args.no_open:
         webbrowser.open(url)
 

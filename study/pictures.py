@@ -1,14 +1,14 @@
-"""What each objective does with a token, with a prompt, and with the length of an answer.
+"""What each objective does with a token, and with the length of an answer.
 
     python study/pictures.py
 
-Writes three pictures, and beside each its numbers, which a test compares with the scripts:
+Writes two pictures, and beside each its numbers, which a test compares with the scripts:
 
     figures/gradients   the pull on a token's log-prob, over the token's ratio
-    figures/prompts     the weight of a prompt, over the share of its answers that are right
     figures/tokens      the weight of a token, over the length of its answer
 
-No formula is repeated here: all numbers come from the scripts' own functions, with their defaults.
+The page has both for any two scripts, and the weight of a prompt. No formula is repeated here: all
+numbers come from the scripts' own functions, with their defaults.
 """
 
 import csv
@@ -39,21 +39,14 @@ PANELS = {  # script: title, line below it
     "sapo": ("SAPO", "a soft gate in place of the clip"),
 }
 WORDS = {  # script: [(ratio, pull, advantage, words)]
-    "ppo": [(1.26, 0.22, 1, "clipped:\nno gradient"), (0.34, -1.1, -1, "clipped:\nno gradient")],
+    "ppo": [(1.26, 0.22, 1, "clipped:\nno gradient"), (0.34, -1.5, -1, "clipped:\nno gradient")],
     "gspo": [
         (1.1, 0.22, 1, "a step: clipped at\n0.997 and 1.004"),
-        (1.25, -0.8, -1, "this token alone"),
+        (1.15, -0.8, -1, "this token alone"),
         (0.66, -2.1, -1, "all together"),
     ],
-    "cispo": [(1.06, 0.15, 1, "no clip; r capped at 5")],
-    "sapo": [(1.06, 0.15, 1, "fades, but is never 0")],
-}
-PROMPTS = {  # script: label, line style
-    "ppo": ("no baseline (ppo, V = 0)", ":"),
-    "grpo": ("mean and std (grpo)", "-"),
-    "dapo": ("the same, mixed groups only (dapo)", "o"),
-    "dr_grpo": ("mean (dr_grpo)", "--"),
-    "more.rloo": ("mean of the others (rloo)", "-."),
+    "cispo": [(1.06, 0.15, 1, "no clip; r at most 5")],
+    "sapo": [(1.06, 0.15, 1, "fades, is never 0")],
 }
 TOKENS = {
     "more.rloo": ("sum (reinforce, rloo)", "-."),
@@ -64,15 +57,17 @@ TOKENS = {
 }
 
 
-def gradient(name, logprobs_NT, mask_NT, advantage=1, gamma=1):
-    """dJ / d log pi of all tokens, by autograd, if all old log-probs are 0."""
+def gradient(name, logprobs_NT, mask_NT, advantage=1, gamma=1, **flags):
+    """dJ / d log pi of all tokens, by autograd, if all old log-probs are 0. The advantage and rspo's
+    gamma are numbers, or tensors that broadcast over the tokens. Unknown flags are ignored."""
     policy_loss = importlib.import_module(name).policy_loss
     logprobs_NT = logprobs_NT.clone().requires_grad_()
-    advantages_N1 = torch.full_like(logprobs_NT[:, :1], advantage)
-    extra = {"max_new_tokens": mask_NT.shape[1], "router_shift_BT": torch.full_like(logprobs_NT, gamma)}
+    advantages = advantage * torch.ones_like(logprobs_NT[:, :1])
+    gamma_NT = gamma * torch.ones_like(logprobs_NT)
+    known = {"max_new_tokens": mask_NT.shape[1], "router_shift_BT": gamma_NT} | flags
     parameters = inspect.signature(policy_loss).parameters
-    extra = {key: value for key, value in extra.items() if key in parameters}
-    loss, _ = policy_loss(logprobs_NT, torch.zeros_like(logprobs_NT), advantages_N1, mask_NT, **extra)
+    known = {key: value for key, value in known.items() if key in parameters}
+    loss, _ = policy_loss(logprobs_NT, torch.zeros_like(logprobs_NT), advantages, mask_NT, **known)
     return torch.autograd.grad(-loss, logprobs_NT)[0]
 
 
@@ -116,7 +111,7 @@ def prompt_weight(name, rewards_1G):
     return advantages.clamp(min=0).mean().item()
 
 
-def prompts(names=tuple(PROMPTS)):
+def prompts(names):
     """{column: values}: the share of right answers in a group, then each script's weights."""
     size = importlib.import_module("grpo").Args().group_size
     right_OG = torch.ones(size + 1, size, dtype=torch.float64).tril(-1)  # every outcome: 0 to G right
@@ -138,7 +133,7 @@ def tokens(names=tuple(TOKENS)):
     return found
 
 
-PICTURES = {"gradients": gradients, "prompts": prompts, "tokens": tokens}
+PICTURES = {"gradients": gradients, "tokens": tokens}
 
 
 def read(name):
@@ -179,7 +174,7 @@ def draw_panel(axis, name, curves):
 
 
 def draw_gradients(plt, curves):
-    figure, axes = plt.subplots(3, 3, figsize=(9, 6.9), sharex=True, sharey=True)
+    figure, axes = plt.subplots(3, 3, figsize=(8, 6.4), sharex=True, sharey=True)
     for axis, name in zip(axes.flat, PANELS, strict=True):
         draw_panel(axis, name, curves)
     axes[0, 0].set_xscale("log")
@@ -191,19 +186,21 @@ def draw_gradients(plt, curves):
         axis.set_xlabel("ratio r")
     for axis in axes[:, 0]:
         axis.set_ylabel("pull on log π")
+    figure.subplots_adjust(left=0.07, right=0.99, bottom=0.08, top=0.92, wspace=0.08, hspace=0.4)
     return figure
 
 
-def draw_weights(plt, curves, styles, x_label, y_label):
+def draw_tokens(plt, weights):
     """Lines that differ in style, and dots for one that lies on another."""
-    figure, axis = plt.subplots(figsize=(4.5, 3.4))
-    xs, *_ = curves.values()
-    for name, (label, style) in styles.items():
-        ys = [float("nan") if y is None else y for y in curves[name]]
-        axis.plot(xs, ys, style, label=label)
-    axis.set_xlabel(x_label)
-    axis.set_ylabel(y_label)
-    axis.legend(fontsize=8)
+    figure, axis = plt.subplots(figsize=(6, 3))
+    for name, (label, style) in TOKENS.items():
+        axis.plot(weights["length"], weights[name], style, label=label)
+    axis.set_xlabel("length of the answer")
+    axis.set_ylabel("weight of a token")
+    axis.set_yscale("log")
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.legend(loc="upper right", bbox_to_anchor=(1, 0.94))
+    figure.tight_layout()
     return figure
 
 
@@ -217,19 +214,11 @@ def main():
     plt.rcParams |= {"legend.frameon": False, "lines.markersize": 3.5}
     for name, numbers in PICTURES.items():
         write(name, numbers())
-    share = "share of the prompt's answers that are right"
-    weight = "weight of the prompt: mean of max(A, 0)"
     figures = {
         "gradients": draw_gradients(plt, read("gradients")),
-        "prompts": draw_weights(plt, read("prompts"), PROMPTS, share, weight),
-        "tokens": draw_weights(
-            plt, read("tokens"), TOKENS, "length of the answer", "weight of a token"
-        ),
+        "tokens": draw_tokens(plt, read("tokens")),
     }
-    figures["tokens"].axes[0].set_yscale("log")
-    figures["tokens"].axes[0].yaxis.set_major_formatter("{x:g}")
     for name, figure in figures.items():
-        figure.tight_layout()
         figure.savefig(FIGURES / f"{name}.png", dpi=200, metadata={"Software": None})
 
 

@@ -9,14 +9,19 @@ comments. Its content comes from the scripts' headers, from their diffs, and fro
 
 import ast
 import difflib
+import importlib
 import re
 import statistics
 import sys
+import textwrap
 import tomllib
 from pathlib import Path
 
+import microscope as panels
+import pictures
 import stats
 import symptoms as planted_bugs
+import torch
 from experiments import ACTED, MORE, SCRIPTS, STABILITY, file_of
 from stats import column, markdown, mean_std
 
@@ -103,6 +108,46 @@ def which():
     text = (ROOT / "study" / "the_nine.md").read_text()
     _, _, table = text.partition("## Which one should I use?\n\n")
     return table.splitlines()
+
+
+def example():
+    """A group with rewards 1 0 0 0: each script's advantages, and its gradients at r = 1."""
+    lengths_B1 = torch.tensor([[3], [5], [4], [2]])
+    mask_BT = torch.arange(5) < lengths_B1
+    rewards_B1 = torch.tensor([[1.0], [0.0], [0.0], [0.0]], dtype=torch.float64)
+    zeros_BT = torch.zeros(4, 5, dtype=torch.float64)
+    longest = importlib.import_module("grpo").Args().max_new_tokens
+    rows = []
+    for name in SCRIPTS:
+        module = importlib.import_module(name)
+        if name == "ppo":  # before its critic has learned anything
+            token_rewards_BT = zeros_BT.scatter(1, lengths_B1 - 1, rewards_B1)
+            gae = (module.Args().gamma, module.Args().gae_lambda)
+            advantages_BT, _ = module.compute_gae(token_rewards_BT, zeros_BT, mask_BT, *gae)
+            advantages_BT = module.whiten(advantages_BT, mask_BT)
+        else:
+            advantages_BT = module.compute_advantages(rewards_B1.T).T.expand(4, 5)
+        # ppo's advantages differ from token to token: here as at the last one.
+        advantages_B1 = advantages_BT.gather(1, lengths_B1 - 1)
+        pulls_BT = pictures.gradient(name, zeros_BT, mask_BT, advantages_B1, max_new_tokens=longest)
+        pulls_B1 = pulls_BT[:, :1]
+        numbers = [*advantages_B1[:2], *(pulls_B1 / advantages_B1), *pulls_B1]
+        rows.append([f"`{name}`", *(f"{number.item():.3g}" for number in numbers)])
+    lengths = ["3 (right)", "5", "4", "2"]
+    header = ["script", "A, right", "A, wrong", *(f"weight, {length}" for length in lengths)]
+    header += [f"pull, {length}" for length in lengths]
+    return markdown(header, rows, "l" + 10 * "r")
+
+
+def microscope():
+    """The panels of microscope.py."""
+    lines = []
+    for name, words in panels.WORDS.items():
+        picture = f"![{words['question']}](figures/microscope_{name}.png)"
+        seen = textwrap.wrap(f"*Seen:* {words['seen']}", 120, break_on_hyphens=False)
+        paper = textwrap.wrap(f"*The paper:* {words['paper']}", 120, break_on_hyphens=False)
+        lines += [f"### {words['question']}", "", picture, "", *seen, "", *paper, ""]
+    return lines[:-1]
 
 
 # ----------------------------------------------------------------------------------------- the runs
@@ -271,19 +316,8 @@ def smollm2():
 
 # -------------------------------------------------------------------------------------------- pages
 
-MAKERS = [
-    lesson,
-    scripts,
-    objectives,
-    which,
-    acted,
-    curves,
-    stability,
-    routing,
-    dapo_chain,
-    symptoms,
-    smollm2,
-]
+MAKERS = [lesson, scripts, objectives, which, example, microscope]
+MAKERS += [acted, curves, stability, routing, dapo_chain, symptoms, smollm2]
 PARTS = {make.__name__: make for make in MAKERS}
 BEGIN = "<!-- generated: "
 PART = re.compile(BEGIN + r"(\w+) -->.*?<!-- end: \1 -->", re.DOTALL)

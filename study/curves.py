@@ -1,0 +1,81 @@
+"""Lays runs over each other, and prints the metrics that differ in the first iteration.
+
+    python study/curves.py runs/grpo-seed1 runs/sapo-seed1     # --out: not to runs/curves.png
+
+With the same seed the first iteration has the same rollout, so what differs there is what you changed.
+Later the runs drift apart anyway. Times are left out.
+"""
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+
+PANELS = {  # key in metrics.jsonl: title
+    "rollout/reward_mean": "reward",
+    "rollout/accuracy": "accuracy",
+    "rollout/response_len_mean": "length (tokens)",
+    "losses/entropy": "entropy (nats)",
+    "losses/approx_kl": "KL to the old policy",
+    "losses/kl_ref": "KL to the reference",
+    "losses/clipfrac_low": "clipped, A < 0 (share)",
+    "losses/clipfrac_high": "clipped, A > 0 (share)",
+}
+
+
+def read(folder):
+    """[metrics of each iteration] of a run."""
+    path = Path(folder, "metrics.jsonl")
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    if not rows:
+        sys.exit(f"{path} has no iterations: is {folder} the folder of a run?")
+    return rows
+
+
+def table(runs):
+    """Lines with the metrics that are not equal up to rounding in the first iteration."""
+    firsts = [rows[0] for rows in runs.values()]
+    keys = dict.fromkeys(key for first in firsts for key in first if "second" not in key)
+    lines = ["| first iteration | " + " | ".join(runs) + " |", "| --- |" + " ---: |" * len(runs)]
+    for key in keys:
+        values = [first.get(key, math.nan) for first in firsts]
+        if not all(math.isclose(value, values[0], rel_tol=1e-5) for value in values):
+            cells = ["absent" if math.isnan(value) else f"{value:.6g}" for value in values]
+            lines.append(f"| {key} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def draw(runs):
+    import matplotlib  # not above: the table needs none
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams |= {"font.size": 9, "axes.titlesize": 9, "legend.frameon": False}
+    figure, axes = plt.subplots(2, 4, figsize=(8, 4), layout="constrained")
+    for axis, (key, title) in zip(axes.flat, PANELS.items(), strict=True):
+        for name, rows in runs.items():
+            xs = [row["iteration"] for row in rows]
+            axis.plot(xs, [row.get(key, math.nan) for row in rows], label=name)
+        axis.set_title(title)
+    for axis in axes[1]:
+        axis.set_xlabel("iteration")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    return figure
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folders", nargs="+", metavar="RUN_DIR")
+    parser.add_argument("--out", type=Path, default=Path("runs/curves.png"))
+    args = parser.parse_args()
+    runs = {folder: read(folder) for folder in args.folders}
+    print("\n".join(table(runs)))
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    draw(runs).savefig(args.out, dpi=150)
+    print(args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,310 @@
+"""Six questions about the mechanisms, asked of a policy that is a table.
+
+    python study/microscope.py [rare ...]     # without a name: all six, in less than a minute
+
+The policy is a row of logits, or one row for each position of an answer, so there is nothing to see but
+the objective. All advantages and losses are the scripts' own. A panel writes its numbers to
+results/microscope_<name>.csv and its picture to figures/microscope_<name>.png. microscope.toml has the
+words: each panel's question, what is seen, what the paper says, and the titles of its plots.
+"""
+
+import csv
+import functools
+import importlib
+import math
+import sys
+import tomllib
+from pathlib import Path
+
+import torch
+from pictures import FIGURES, gradient, prompts
+
+import rspo
+
+FOLDER = Path(__file__).parent
+RESULTS = FOLDER / "results"
+WORDS = tomllib.loads((FOLDER / "microscope.toml").read_text())
+GROUPS = 64
+GROUP_SIZE = 16
+STEPS = 64  # optimizer steps per rollout
+LR = 0.3  # of plain SGD: with AdamW, a larger gradient would not mean a larger step
+SEEDS = 5
+RARE = ((0.02, 0.45, 0.45) + (0.01,) * 8, (1, 0, 0) + (0,) * 8)  # probabilities, rewards
+THREE = ((0.3, 0.15, 0.05) + (0.0625,) * 8, (1, 1, 1) + (0,) * 8)
+COLORS = ["#000000", "#0072b2", "#56b4e9", "#009e73", "#e69f00", "#d55e00", "#cc79a7"]
+OBJECTIVES = {  # label: script, flags
+    "clip at 1.2 (grpo)": ("grpo", {}),
+    "clip at 1.28 (dapo)": ("dapo", {}),
+    "clip at 1.4": ("dapo", {"clip_eps_high": 0.4}),
+    "gmpo": ("gmpo", {}),
+    "sapo": ("sapo", {}),
+    "cispo": ("cispo", {}),
+    "gspo": ("gspo", {}),
+}
+
+
+# ----------------------------------------------------------------------------------- a policy to train
+
+
+def train(script, flags, probs_V, rewards_V, rollouts, seed):
+    """grpo.py's loop, for one prompt with V answers of one token: the policy after each rollout."""
+    module = importlib.import_module(script)
+    noise = torch.Generator().manual_seed(seed)
+    logits_V = probs_V.log().requires_grad_()
+    optimizer = torch.optim.SGD([logits_V], lr=LR)
+    history = [probs_V]
+    for _ in range(rollouts):
+        old_logprobs_V = logits_V.detach().log_softmax(0)
+        answers_B = torch.multinomial(old_logprobs_V.exp(), GROUPS * GROUP_SIZE, True, generator=noise)
+        rewards_PG = rewards_V[answers_B].view(GROUPS, GROUP_SIZE)
+        advantages_B1 = module.compute_advantages(rewards_PG).view(-1, 1)
+        minibatches = list(zip(answers_B.chunk(4), advantages_B1.chunk(4), strict=True))
+        for step in range(STEPS):
+            rows, mini_B1 = minibatches[step % 4]
+            logprobs_B1 = logits_V.log_softmax(0)[rows, None]
+            old_B1 = old_logprobs_V[rows, None]
+            loss, _ = module.policy_loss(logprobs_B1, old_B1, mini_B1, torch.ones_like(old_B1), **flags)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        history.append(logits_V.detach().softmax(0))
+    return torch.stack(history)
+
+
+@functools.cache
+def trained(probs, rewards, rollouts):
+    """{label: probabilities, (seeds, rollouts + 1, V)} of all objectives."""
+    probs_V = torch.tensor(probs, dtype=torch.float64)
+    rewards_V = torch.tensor(rewards, dtype=torch.float64)
+    found = {}
+    for label, (script, flags) in OBJECTIVES.items():
+        runs = [train(script, flags, probs_V, rewards_V, rollouts, seed) for seed in range(SEEDS)]
+        found[label] = torch.stack(runs)
+    return found
+
+
+def points(xs, ys):
+    return [(float(x), float(y)) for x, y in zip(xs, ys, strict=True)]
+
+
+# ---------------------------------------------------------------------------------------- the panels
+
+
+def rare():
+    runs = trained(*RARE, rollouts=12)
+    lines = {label: points(range(13), probs[..., 0].mean(0)) for label, probs in runs.items()}
+    for bound in (1.2, 1.28):
+        lines[f"0.02 x {bound}^n"] = [(n, 0.02 * bound**n) for n in range(13)]
+    return [lines]
+
+
+def entropy():
+    found = []
+    for answers in (RARE, THREE):
+        lines = {}
+        for label, probs in trained(*answers, rollouts=12).items():
+            lines[label] = points(range(13), -(probs * probs.log()).sum(-1).mean(0))
+        found.append(lines)
+    at_equal_success = {}
+    for label, probs in trained(*THREE, rollouts=12).items():
+        entropies = [y for _, y in found[1][label]]
+        at_equal_success[label] = points(probs[..., 3:].sum(-1).mean(0), entropies)
+    return [*found, at_equal_success]
+
+
+def negative():
+    probs_V = torch.tensor([1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 64], dtype=torch.float64)
+    pushes = {}
+    changes = {}
+    cases = {"1/2, A = +1": (0, 1.0), "1/2, A = -1": (0, -1.0), "1/32, A = -1": (4, -1.0)}
+    for name, (sampled, advantage) in cases.items():
+        logits_V = probs_V.log().requires_grad_()
+        logprobs_11 = logits_V.log_softmax(0)[sampled].view(1, 1)
+        one_11 = torch.ones_like(logprobs_11)
+        policy_loss = importlib.import_module("grpo").policy_loss
+        loss, _ = policy_loss(logprobs_11, logprobs_11.detach(), advantage * one_11, one_11)
+        push_V = torch.autograd.grad(-loss, logits_V)[0]
+        # A small step along the push moves the probabilities by Jacobian x push; it is symmetric.
+        change_V = torch.autograd.grad(logits_V.softmax(0), logits_V, push_V)[0]
+        pushes[f"sampled: {name}"] = points(probs_V, push_V)
+        changes[f"sampled: {name}"] = points(probs_V, change_V)
+    ratios_N1 = torch.linspace(0, 4, 81, dtype=torch.float64).clamp(min=1e-6)[:, None]
+    ones_N1 = torch.ones_like(ratios_N1)
+    weights = {}
+    for label, advantage in (("A > 0", 1), ("A < 0", -1)):
+        pull_N1 = gradient("sapo", ratios_N1.log(), ones_N1, advantage) * len(ones_N1)
+        weights[label] = points(ratios_N1, pull_N1 / (advantage * ratios_N1))
+    return [pushes, changes, weights]
+
+
+def clip():
+    noise = torch.Generator().manual_seed(0)
+    T, V, N = 16_384, 16, 64
+    old_TV = (3 * torch.randn(T, V, generator=noise, dtype=torch.float64)).log_softmax(1)
+    new_TV = (old_TV + 0.07 * torch.randn(T, V, generator=noise, dtype=torch.float64)).log_softmax(1)
+    tokens_TN = torch.multinomial(old_TV.exp(), N, True, generator=noise)
+    logratios_NT = (new_TV - old_TV).gather(1, tokens_TN).T.contiguous()
+    clips = {
+        "token, 0.2 (grpo)": ("grpo", {}),
+        "mean, 0.003 (gspo)": ("gspo", {}),
+        "mean, 0.0003 (its paper)": ("gspo", {"clip_eps_low": 3e-4, "clip_eps_high": 4e-4}),
+        "sum, 0.4 (gmpo, per sequence)": ("gmpo", {"clip_level": "sequence"}),
+    }
+    lengths = [4**k for k in range(1, 8)]
+    shares = {label: [] for label in clips}
+    products = []
+    for length in lengths:
+        logratios_BT = logratios_NT.reshape(-1, length)  # more answers of fewer tokens
+        ones_BT = torch.ones_like(logratios_BT)
+        advantages_B1 = ones_BT[:, :1].clone()
+        advantages_B1[::2] = -1
+        for label, (script, flags) in clips.items():
+            policy_loss = importlib.import_module(script).policy_loss
+            _, stats = policy_loss(logratios_BT, 0 * ones_BT, advantages_B1, ones_BT, **flags)
+            shares[label].append((length, float(stats["clipfrac_low"] + stats["clipfrac_high"])))
+        products.append(logratios_BT.sum(1).abs().quantile(0.95) / math.log(10))
+    allowed = {"here: 95 % are below": points(lengths, products)}
+    for bound in (1.2, 1.004, 1.0004):
+        allowed[f"{bound}^T"] = [(length, length * math.log10(bound)) for length in lengths]
+    return [shares, allowed]
+
+
+def outcomes(size, rates_N):
+    """Rewards of a group with 0, 1, ... size right answers; each one's chance at each pass rate."""
+    rewards_OG = torch.ones(size + 1, size, dtype=torch.float64).tril(-1)
+    chance = torch.distributions.Binomial(size, rates_N[:, None])
+    return rewards_OG, chance.log_prob(rewards_OG.sum(1)).exp()
+
+
+def group():
+    rates_N = torch.linspace(0.01, 0.99, 99, dtype=torch.float64)
+    _, chances_NO = outcomes(8, rates_N)
+    labels = {"grpo": "mean, std (grpo)", "dr_grpo": "mean (dr_grpo)", "dapo": "mixed only (dapo)"}
+    weights_of = prompts(labels)  # of each outcome, None if the group is dropped
+    weights = {}
+    for script, label in labels.items():
+        kept = [i for i, weight in enumerate(weights_of[script]) if weight is not None]
+        kept_weights_O = torch.tensor([weights_of[script][i] for i in kept], dtype=torch.float64)
+        kept_NO = chances_NO[:, kept]
+        weights[label] = points(rates_N, kept_NO @ kept_weights_O / kept_NO.sum(1))
+    silent = {}
+    for size in (4, 8, 16, 64):
+        rewards_OG, chances_NO = outcomes(size, rates_N)
+        advantages_OG = importlib.import_module("grpo").compute_advantages(rewards_OG)
+        is_silent_O = (advantages_OG == 0).all(1).double()
+        silent[f"groups of {size}"] = points(rates_N, chances_NO @ is_silent_O)
+    return [weights, silent]
+
+
+def router():
+    noise = torch.Generator().manual_seed(0)
+    shape = (2, 64, 64, 8)  # layers, completions, tokens, experts; two are active
+    old_LBTE = 2 * torch.randn(shape, generator=noise, dtype=torch.float64)
+    move_LBTE = torch.randn(shape, generator=noise, dtype=torch.float64)
+    experts_BTLK = old_LBTE.topk(2).indices.permute(1, 2, 0, 3)
+    old_scores_BTLK = rspo.expert_logprobs(old_LBTE, experts_BTLK)
+    gammas = {"same experts": [], "an expert flipped": []}
+    shares = {"an expert flipped": [], "gamma below its floor": []}
+    for size in (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6):
+        new_LBTE = old_LBTE + size * move_LBTE
+        gamma_BT = rspo.router_shift(rspo.expert_logprobs(new_LBTE, experts_BTLK), old_scores_BTLK)
+        new_experts_BTLK = new_LBTE.topk(2).indices.permute(1, 2, 0, 3)
+        is_equal_BTLK = new_experts_BTLK.sort(-1).values == experts_BTLK.sort(-1).values
+        flipped_BT = ~is_equal_BTLK.flatten(2).all(-1)
+        gammas["same experts"].append((size, gamma_BT[~flipped_BT].mean().item()))
+        gammas["an expert flipped"].append((size, gamma_BT[flipped_BT].mean().item()))
+        shares["an expert flipped"].append((size, flipped_BT.double().mean().item()))
+        is_low_BT = gamma_BT < rspo.Args().gamma_min
+        shares["gamma below its floor"].append((size, is_low_BT.double().mean().item()))
+    pulls = {}
+    ones_BT = torch.ones(1, 10, dtype=torch.float64)
+    for shift in ("damped", "literal"):
+        label = f"{shift}, A < 0"
+        pulls[label] = []
+        for moved in range(10):
+            gamma_BT = ones_BT.clone()
+            gamma_BT[:, :moved] = rspo.Args().gamma_min
+            pull_BT = gradient("rspo", 0 * ones_BT, ones_BT, -1, gamma_BT, shift=shift)
+            pulls[label].append((moved, pull_BT[0, -1].item() / -0.1))  # without a shift: A / 10
+    return [gammas, shares, pulls]
+
+
+PANELS = {panel.__name__: panel for panel in (rare, entropy, negative, clip, group, router)}
+
+
+# -------------------------------------------------------------------------------- numbers and pictures
+
+
+def write(name, plots):
+    with open(RESULTS / f"microscope_{name}.csv", "w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["plot", "line", "x", "y"])
+        for number, lines in enumerate(plots, start=1):
+            for label, line in lines.items():
+                for x, y in line:
+                    writer.writerow([number, label, f"{x:.6g}", f"{y:.4g}"])
+
+
+def read(name):
+    """[{label: [(x, y)]}] of a panel's plots."""
+    plots = [{} for _ in WORDS[name]["plots"]]
+    with open(RESULTS / f"microscope_{name}.csv") as file:
+        for row in csv.DictReader(file):
+            line = plots[int(row["plot"]) - 1].setdefault(row["line"], [])
+            line.append((float(row["x"]), float(row["y"])))
+    return plots
+
+
+def draw(plt, name):
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    words = WORDS[name]
+    plots = read(name)
+    are_alike = all(list(lines) == list(plots[0]) for lines in plots)
+    most = max(len(lines) for lines in plots)
+    height = 3.4 if are_alike else 2.6 + 0.2 * most
+    figure, axes = plt.subplots(1, len(plots), figsize=(8, height), layout="constrained", squeeze=False)
+    for axis, plot, lines in zip(axes[0], words["plots"], plots, strict=True):
+        log = plot.get("log", "")
+        for i, (label, line) in enumerate(lines.items()):
+            color = COLORS[i % len(COLORS)]
+            style = ":" if "^" in label else "-"
+            marker = "o" if plot.get("dots") else ""
+            shown = [(x, y) for x, y in line if y > 0 or "y" not in log]
+            axis.plot(*zip(*shown, strict=True), style + marker, color=color, label=label)
+        axis.set_title(plot["title"])
+        axis.set_xlabel(plot["x"])
+        axis.set_ylabel(plot["y"])
+        axis.set_xscale("log" if "x" in log else "linear")
+        axis.set_yscale("log" if "y" in log else "linear")
+        for scale in (axis.xaxis, axis.yaxis):
+            if scale.get_scale() == "log":
+                low, high = scale.get_view_interval()
+                scale.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
+                scale.set_major_formatter("{x:g}")
+                scale.set_minor_locator(NullLocator())
+        if not are_alike:
+            axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2))
+    if are_alike:
+        handles, labels = axes[0, 0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=4)
+    figure.suptitle(words["question"], x=0.01, ha="left", fontsize=12, fontweight="bold")
+    figure.savefig(FIGURES / f"microscope_{name}.png", dpi=150, metadata={"Software": None})
+
+
+def main():
+    import matplotlib  # not above: the tests of the numbers need none
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams |= {"font.size": 9, "axes.titlesize": 10, "axes.spines.top": False}
+    plt.rcParams |= {"axes.spines.right": False, "legend.frameon": False, "lines.markersize": 4}
+    torch.set_num_threads(1)
+    for name in sys.argv[1:] or PANELS:
+        write(name, PANELS[name]())
+        draw(plt, name)
+
+
+if __name__ == "__main__":
+    main()
