@@ -84,7 +84,7 @@ def policy_loss(
     advantages_BT    (B, 1) or (B,), broadcast over the tokens, or (B, T)
     mask_BT          1 on response tokens, the EOS included (bool or float); other tokens, such as
                      padding or tool output, get no gradient and are excluded from all means
-    max_new_tokens   L_max, the normaliser in place of |o_i|: the cap on the length of a completion
+    max_new_tokens   L_max, the normalizer in place of |o_i|: the cap on the length of a completion
     num_sequences    completions in the whole optimizer step [None: this is the whole step]; under
                      DDP, which averages gradients, pass total / world_size
 

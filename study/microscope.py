@@ -91,6 +91,7 @@ def points(xs, ys):
 
 
 def rare():
+    """The probability of the right answer, and how it would grow if it always stopped at the clip."""
     runs = trained(*RARE, rollouts=12)
     lines = {label: points(range(13), probs[..., 0].mean(0)) for label, probs in runs.items()}
     for bound in (1.2, 1.28):
@@ -99,6 +100,7 @@ def rare():
 
 
 def entropy():
+    """Entropy over time for two prompts, and for the second also against how often it is wrong."""
     found = []
     for answers in (RARE, THREE):
         lines = {}
@@ -113,6 +115,7 @@ def entropy():
 
 
 def negative():
+    """What one sampled token does to all logits and probabilities; how sapo weights a ratio."""
     probs_V = torch.tensor([1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 64], dtype=torch.float64)
     pushes = {}
     changes = {}
@@ -138,6 +141,7 @@ def negative():
 
 
 def clip():
+    """Longer and longer answers, after a random move. grpo then clips about as much as GSPO reports."""
     noise = torch.Generator().manual_seed(0)
     T, V, N = 16_384, 16, 64
     old_TV = (3 * torch.randn(T, V, generator=noise, dtype=torch.float64)).log_softmax(1)
@@ -177,6 +181,7 @@ def outcomes(size, rates_N):
 
 
 def group():
+    """How much a prompt counts on average, and how often its whole group has the same reward."""
     rates_N = torch.linspace(0.01, 0.99, 99, dtype=torch.float64)
     _, chances_NO = outcomes(8, rates_N)
     labels = {"grpo": "mean, std (grpo)", "dr_grpo": "mean (dr_grpo)", "dapo": "mixed only (dapo)"}
@@ -197,6 +202,7 @@ def group():
 
 
 def router():
+    """rspo's gamma as the router moves at random, and what it does to tokens whose router does not."""
     noise = torch.Generator().manual_seed(0)
     shape = (2, 64, 64, 8)  # layers, completions, tokens, experts; two are active
     old_LBTE = 2 * torch.randn(shape, generator=noise, dtype=torch.float64)

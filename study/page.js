@@ -77,6 +77,7 @@ function connect(side) {
   });
 }
 
+// A flag may break after an underscore: on a phone the table would be too wide.
 function axes(left, right) {
   const head = `<tr><td></td><th class="a" scope="col">${left}</th><th class="b" scope="col">${right}</th></tr>`;
   const rows = data.axes.map((axis, i) => {

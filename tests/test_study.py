@@ -163,7 +163,7 @@ def test_the_page_in_a_browser(page, tmp_path):
     </script>"""
     (tmp_path / "page.html").write_text(text.replace("</html>", f"{clicks}</html>"))
     path = tmp_path / "frame.html"
-    path.write_text("""<iframe src="page.html" style="border: 0; width: 400px"></iframe><script>
+    path.write_text("""<iframe src="page.html" style="border: 0; width: 320px"></iframe><script>
         addEventListener("message", ({ data }) => {
             document.body.dataset.found = `${data[0]} wide, wider: ${data[1]}`;
             document.body.insertAdjacentHTML("beforeend", data[2]);
@@ -174,7 +174,7 @@ def test_the_page_in_a_browser(page, tmp_path):
         shown = module.browse(path.as_uri(), *flags)
     except SystemExit as missing:
         pytest.skip(str(missing))
-    assert 'data-found="400 wide, wider: "' in shown
+    assert 'data-found="320 wide, wider: "' in shown
     assert shown.count('<div class="panel">') == len(microscope.PANELS)
     (shown,) = re.findall(r"<main>.*</main>", shown, re.DOTALL)
     rows = data["pairs"]["gmpo,rspo"]
