@@ -83,6 +83,7 @@ def test_a_typed_result_names_its_commit():
     """In every paragraph, and every item of a list, about measurements: the decimals that are neither
     generated, nor in a table or in code."""
     _, _, text = (ROOT / "study" / "README.md").read_text().partition("## The experiments")
+    text, _, _ = text.partition("## Ten questions")
     text += (ROOT / "benchmarks" / "README.md").read_text()
     text = report.PART.sub("", without_blocks(text))
     text = re.sub(r"^\|.*$|`[^`]*`|\]\([^)]*\)", "", text, flags=re.MULTILINE)
