@@ -93,7 +93,7 @@ for rule in ("token_tis", "sequence_tis", "geo_mask"):
 
 # --------------------------------------------------------------- an MoE's routes, and dapo step by step
 
-LATER = range(201, 205)
+LATER = range(201, 204)
 STALE = "--rollout_dtype int4 --rollout_refresh_every 4"
 ROUTES = {  # variant: flags
     "fresh": "",
@@ -103,9 +103,15 @@ ROUTES = {  # variant: flags
     "stale-r3": f"{STALE} --routing_replay r3",
 }
 ROUTING = {}
-for script in ("grpo", "gspo", "sapo", "rspo"):
-    for variant, flags in ROUTES.items():
-        ROUTING[script, variant] = f"--kl_coef 0 {flags}" if script == "grpo" else flags
+ROUTING_OTHERS = {}
+for variant, flags in ROUTES.items():
+    ROUTING["grpo", variant] = f"--kl_coef 0 {flags}"
+    ROUTING["gspo", variant] = flags
+    if variant in ("fresh", "stale", "stale-r3"):
+        ROUTING_OTHERS["sapo", variant] = flags
+        ROUTING_OTHERS["rspo", variant] = flags
+ROUTING_JOBS = crossed(LATER, f"--iterations 20 {QUIET}", ROUTING)
+ROUTING_JOBS += crossed([201, 202], f"--iterations 20 {QUIET}", ROUTING_OTHERS)
 ROUTING_COLUMNS = {
     **COLUMNS,
     "mean_accuracy": ("rollout/accuracy", 0),
@@ -207,7 +213,7 @@ EXPERIMENTS = {
     ),
     "dynamic_sampling": Experiment(crossed(FRESH, f"--overlong none {QUIET}", SAMPLING)),
     "int4": Experiment(crossed(FRESH, WILD, INT4)),
-    "routing": Experiment(crossed(LATER, f"--iterations 20 {QUIET}", ROUTING), ROUTING_COLUMNS),
+    "routing": Experiment(ROUTING_JOBS, ROUTING_COLUMNS),
     "dapo_chain": Experiment(crossed(LATER, QUIET, DAPO_CHAIN), CHAIN_COLUMNS),
     "symptoms": Experiment(bug_jobs(), SYMPTOMS),
 }

@@ -244,7 +244,8 @@ def mean_of(runs, name):
 def routing():
     """What replaying an MoE's experts changes, with a sampler like the trainer and with another one."""
     rows = []
-    for (script, variant), runs in stats.runs("routing").items():
+    groups = stats.runs("routing").items()
+    for (script, variant), runs in sorted(groups, key=lambda group: SCRIPTS.index(group[0][0])):
         sampler, _, replay = variant.partition("-")
         accuracy = column("routing", (script, variant), "mean_accuracy")
         clipped = [mean_of(runs, "clip_low"), mean_of(runs, "clip_high")]
