@@ -71,7 +71,6 @@ def load_problems(args, policy):
     UserError if the sampler and the training forward disagree on log-probs after such prompts."""
     if args.dataset == "addition":
         rows = [{"question": prompt, "answer": answer} for prompt, answer in addition_problems()]
-        rows = enumerate(rows, 1)
     else:
         rows = read_dataset(args)
     problems = [Problem(*parts) for parts in problem_rows(rows, policy, args)]
@@ -165,13 +164,13 @@ def sample(policy, problems, group_size, args, generator=None, greedy=False, exp
     """[Completion], `group_size` for each problem, next to each other, sampled from the full
     distribution at `--temperature` (no top-k, no top-p), or greedily. All noise is drawn in advance, so
     a completion does not depend on which others are in its batch. The routers' choices are recorded
-    if the update needs them, unless `experts` is False."""
+    for r3, unless `experts` is False."""
     noise_PGT = torch.rand(len(problems), group_size, args.max_new_tokens, generator=generator)
     my_problems = ranks.local_slice(problems)
     my_noise_PGT = ranks.local_slice(noise_PGT)
     rows_at_a_time = args.rollout_batch_size or args.prompts_per_iteration * args.group_size
     problems_at_a_time = max(1, rows_at_a_time // group_size)  # a group is sampled together
-    record_experts = experts and args.reads_sampler_experts and policy.routers.num_experts > 0
+    record_experts = experts and args.routing_replay == "r3"
     completions = []
     with clock("rollout"):
         for start in range(0, len(my_problems), problems_at_a_time):
@@ -351,8 +350,8 @@ class Batch:
     attention_BS: torch.Tensor  # 1 on prompt and response
     mask_BT: torch.Tensor  # True on the response, its EOS included
     sampler_logprobs_BT: torch.Tensor
-    sampler_experts_BSLK: torch.Tensor | None = None  # in the order of the top-k; -1: unknown
-    replayed_experts_BSLK: torch.Tensor | None = None  # by the policy; None or -1: its own choice
+    # by the policy, in the order of the top-k; None or -1: its own choice
+    replayed_experts_BSLK: torch.Tensor | None = None
     # set by record_old_policy
     old_logprobs_BT: torch.Tensor | None = None
     old_experts_BTLK: torch.Tensor | None = None  # the routers' own choice, sorted; None if unknown
@@ -446,8 +445,7 @@ def collate(completions, args):
         attention_BS=torch.cat([is_prompt, mask_BT], dim=1).long(),
         mask_BT=mask_BT,
         sampler_logprobs_BT=pad([c.logprobs for c in completions], args.device),
-        sampler_experts_BSLK=experts_BSLK,
-        replayed_experts_BSLK=experts_BSLK if args.routing_replay == "r3" else None,
+        replayed_experts_BSLK=experts_BSLK,
     )
 
 

@@ -4,8 +4,8 @@ import argparse
 import contextlib
 import difflib
 import json
+import math
 import os
-import re
 import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -35,9 +35,7 @@ class RunArgs:
     # model
     model: str = flag("tiny-moe", "tiny-moe, or a folder or hub id of a causal language model")
     # data and reward
-    dataset: str = flag(
-        "addition", "addition, a .jsonl, .json, .csv or .parquet file, a folder, a hub id"
-    )
+    dataset: str = flag("addition", "addition, a .jsonl, .csv or .parquet file, a folder, a hub id")
     dataset_config: str = flag("", "configuration of a hub dataset, if it has several")
     dataset_split: str = flag("", "split of a folder or a hub dataset [train]")
     prompt_column: str = flag("question", "column of the prompts: text or chat messages")
@@ -46,17 +44,11 @@ class RunArgs:
     system_prompt: str = flag("", "system message before each prompt, in place of the dataset's")
     instruction: str = flag("", "text added on a separate line after each prompt")
     num_held_out: int = flag(256, "problems held out for evaluation")
-    reward: list[str] = flag(
-        [], "FILE.py:FUNCTION ...; correct is what the first one says or, as in TRL, values above 0.5"
-    )
+    reward: list[str] = flag([], "FILE.py:FUNCTION ...; the first one decides what is correct")
     reward_weights: list[float] = flag([], "weights of their values [1 each]")
     # precision and memory
-    dtype: Literal["float32", "bfloat16"] = flag(
-        "float32", "precision of the model that computes; AdamW always updates float32 weights"
-    )
-    head_dtype: Literal["same", "float32"] = flag(
-        "same", "precision of the matrix product that makes the logits, when sampling and learning"
-    )
+    dtype: Literal["float32", "bfloat16"] = flag("float32", "precision; AdamW's is float32")
+    head_dtype: Literal["same", "float32"] = flag("same", "precision of the logits' matrix product")
     micro_batch_size: int = flag(0, "completions per forward and backward pass [0: 16,384 tokens]")
     rollout_batch_size: int = flag(0, "completions sampled at a time [0: all of an iteration]")
     gradient_checkpointing: bool = flag(False, "less memory, more time")
@@ -65,9 +57,7 @@ class RunArgs:
         "same", "precision of the model that samples"
     )
     rollout_refresh_every: int = flag(1, "iterations between refreshes of the sampler's weights")
-    old_logprobs: Literal["trainer", "sampler"] = flag(
-        "trainer", "where the old log-probs of every ratio come from"
-    )
+    old_logprobs: Literal["trainer", "sampler"] = flag("trainer", "source of the old log-probs")
     rollout_correction: Literal[
         "none", "token_tis", "sequence_tis", "sequence_mis", "geo_mask", "geo_filter", "icepop"
     ] = flag("none", "importance weights that correct for sampler/trainer mismatch")
@@ -91,8 +81,8 @@ class RunArgs:
     update_epochs = 1
     num_minibatches = 1
     ref_reset_every = 0
-    # Known once the functions of --reward are loaded:
-    reads_answers = True  # False if none of them reads gold answers
+    # What the functions of --reward need
+    reads_answers = True  # gold answers
     reward_columns = {}  # {column of the dataset: the flag that needs it}
 
     def check(self):
@@ -105,17 +95,6 @@ class RunArgs:
         except (ValueError, TypeError) as error:
             message = f"must be a JSON object, not {self.chat_template_kwargs}"
             raise UserError(f"--chat_template_kwargs {message}") from error
-
-    @property
-    def has_rollout_copy(self):
-        """Whether a separate copy of the weights samples, which may differ from the trained weights."""
-        return self.rollout_dtype != "same" or self.rollout_refresh_every > 1
-
-    @property
-    def reads_sampler_experts(self):
-        """Whether an update replays a rollout's experts, or compares them with the trainer's."""
-        are_compared = self.has_rollout_copy and self.old_logprobs == "trainer"
-        return are_compared or self.routing_replay == "r3"
 
     def check_range(self, low, high, *names):
         """UserError if the value of one of these flags is outside the range."""
@@ -152,48 +131,26 @@ def check_flags(args):
         args.check_range(low, high, name)
     args.check()
     args.template_options()
-    if args.dataset == "addition" or os.path.isfile(args.dataset):
-        for name in ("dataset_config", "dataset_split"):
-            if getattr(args, name):
-                raise UserError(f"--{name} is for a folder or a hub dataset, not {args.dataset}")
-    for name in args.reward:
-        if not re.fullmatch(r".+\.py:\w+", name):
-            raise UserError(f"--reward {name} must be FILE.py:FUNCTION")
+    is_finite = all(map(math.isfinite, args.reward_weights))
+    if args.reward_weights and not (is_finite and len(args.reward_weights) == len(args.reward)):
+        raise UserError("--reward_weights must be finite numbers, one for each function of --reward")
     completions = args.prompts_per_iteration * args.group_size
     if completions % args.num_minibatches > 0:
         raise UserError(f"--num_minibatches does not divide {completions} completions into equal parts")
     if completions // args.num_minibatches < ranks.WORLD:
         message = f"leaves fewer completions in a minibatch than {ranks.WORLD} processes"
         raise UserError(f"--prompts_per_iteration {args.prompts_per_iteration} {message}")
-    is_weight = [abs(weight) <= 1000 for weight in args.reward_weights]
-    if is_weight and (len(is_weight) != len(args.reward) or not all(is_weight)):
-        raise UserError(
-            "--reward_weights must be numbers up to 1000, one for each function of --reward"
-        )
-    is_own_data = args.dataset != "addition"
-    args.check_used(is_own_data, "with --dataset addition", "prompt_column", "answer_column")
-    if args.old_logprobs == "sampler" and args.rollout_correction != "none":
-        raise UserError("--old_logprobs sampler makes --rollout_correction useless: its ratio is 1")
     if args.old_logprobs == "sampler" and args.routing_replay == "r2":
         raise UserError("--old_logprobs sampler skips the forward whose experts r2 would replay")
-    has_cap = args.rollout_correction not in ("none", "icepop", "geo_filter")
+    has_splits = args.dataset != "addition" and not os.path.isfile(args.dataset)
+    args.check_used(has_splits, f"with --dataset {args.dataset}", "dataset_config", "dataset_split")
+    is_measured = args.old_logprobs == "trainer"
+    args.check_used(is_measured, "with --old_logprobs sampler", "rollout_correction")
     rule = f"with --rollout_correction {args.rollout_correction}"
+    has_cap = args.rollout_correction not in ("none", "icepop", "geo_filter")
     args.check_used(has_cap, rule, "rollout_cap")
     has_bounds = args.rollout_correction in ("geo_mask", "geo_filter")
     args.check_used(has_bounds, rule, "rollout_mask_low", "rollout_mask_high")
-
-
-# The groups of --help: {first flag: title}, in the order of a script's Args and then of RunArgs. The
-# algorithm's own flags follow those of the loop.
-GROUPS = {
-    "iterations": "loop",
-    "model": "model",
-    "dataset": "data and reward",
-    "dtype": "precision and memory",
-    "rollout_dtype": "sampler",
-    "seed": "run",
-}
-LAST_OF_LOOP = "router_aux_coef"
 
 
 class Parser(argparse.ArgumentParser):
@@ -212,42 +169,28 @@ def make_parser(args_class):
         allow_abbrev=False,
     )
     flags = {f.name: f for f in fields(args_class)}
-    for name in [*args_class.__annotations__, *RunArgs.__annotations__]:
-        if name in GROUPS:
-            group = parser.add_argument_group(GROUPS[name])
-        add_flag(group, flags[name])
-        if name == LAST_OF_LOOP:
-            group = parser.add_argument_group("algorithm")
+    for owner, group in ((args_class, "flags of this script"), (RunArgs, "flags of all scripts")):
+        group = parser.add_argument_group(group)
+        for name in owner.__annotations__:
+            add_flag(group, flags[name])
     return parser
 
 
 def add_flag(group, field):
     """Adds a field of `Args` to a group of flags."""
     help = field.metadata["help"].replace("%", "%%")
-    options = {"default": field.default, "metavar": "X"}
-    notes = []
     if field.type is bool:
-        options |= {"nargs": "?", "const": True, "type": as_bool, "metavar": "true|false"}
-    elif get_origin(field.type) is list:
-        options |= {"nargs": "+", "type": get_args(field.type)[0], "default": field.default_factory()}
+        group.add_argument(f"--{field.name}", help=help, action="store_true")
+        return
+    options = {"type": field.type, "default": field.default}
+    if get_origin(field.type) is list:
+        options = {"type": get_args(field.type)[0], "default": field.default_factory(), "nargs": "+"}
     elif get_origin(field.type) is Literal:
-        choices = get_args(field.type)
-        options |= {"choices": choices}
-        notes.append(", ".join(choices))
-    else:
-        options |= {"type": field.type}
-    if field.type is not bool and options["default"] not in ("", []):
-        notes.append(f"default: {field.default}")
-    if notes:
-        help += f" ({'; '.join(notes)})"
-    group.add_argument(f"--{field.name}", help=help, **options)
-
-
-def as_bool(text):
-    """The value of a flag such as `--resume true`; `--resume` alone is true."""
-    if text.lower() not in ("true", "false"):
-        raise argparse.ArgumentTypeError(f"{text} is neither true nor false")
-    return text.lower() == "true"
+        options = {"choices": get_args(field.type), "default": field.default}
+        help += f" ({', '.join(options['choices'])})"
+    if options["default"] not in ("", []):
+        help += f" (default: {field.default})"
+    group.add_argument(f"--{field.name}", help=help, metavar="X", **options)
 
 
 def parse_args(args_class):
@@ -266,13 +209,11 @@ def parse_args(args_class):
         args = args_class(**vars(parser.parse_args()))
     check_flags(args)
     args.device = resolve_device(args.device)
-    is_own_model = ranks.RANK == 0 and args.model != args_class.model
-    for name, typical in (("lr", "1e-6"), ("critic_lr", "1e-5")):
-        if is_own_model and hasattr(args, name) and getattr(args, name) == getattr(args_class, name):
-            message = f"--{name} {getattr(args, name):g} suits {args_class.model}"
-            print(f"warning: {message}; for your own model {typical} is typical", file=sys.stderr)
-    if is_own_model and args.device.startswith("cuda") and args.dtype == "float32":
-        print("warning: float32 is slow on a GPU; faster: --dtype bfloat16", file=sys.stderr)
+    if ranks.RANK == 0 and args.model != args_class.model:
+        for name, typical in (("lr", "1e-6"), ("critic_lr", "1e-5")):
+            if hasattr(args, name) and getattr(args, name) == getattr(args_class, name):
+                message = f"--{name} {getattr(args, name):g} suits {args_class.model}"
+                print(f"warning: {message}; for your own model {typical} is typical", file=sys.stderr)
     return args
 
 
@@ -283,7 +224,6 @@ def resolve_device(name):
         device = torch.device(name or default)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", ranks.LOCAL_RANK)
-        device = torch.zeros(1, device=device).device
         torch.zeros(1, device=device).item()  # fails on meta, which computes nothing
         if device.type == "cuda":
             torch.cuda.set_device(device)  # pinned memory belongs to the current one

@@ -3,8 +3,6 @@
 import time
 from contextlib import contextmanager
 
-# As the bar shows them
-NAMES = {"rollout": "sampling", "reward": "grading", "evaluation": "evaluating"}
 seconds = {}  # {phase: seconds since the iteration began}
 running = []  # the phase that is being timed, if any
 bar = None  # the progress bar, once there is one
@@ -17,14 +15,14 @@ def clock(phase):
         yield
         return
     running.append(phase)
-    show(NAMES[phase])
+    show(phase)
     start = time.perf_counter()
     try:
         yield
     finally:
         running.clear()
         seconds[phase] = seconds.get(phase, 0) + time.perf_counter() - start
-        show("learning")  # what is no phase is the update
+        show("update")  # what is no other phase
 
 
 def show(text):

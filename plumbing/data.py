@@ -1,6 +1,5 @@
 """Reads datasets, renders prompts as the model reads them, and streams training problems."""
 
-import codecs
 import copy
 import csv
 import glob
@@ -11,6 +10,7 @@ import logging
 import math
 import os
 import sys
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,10 +20,7 @@ from plumbing import ranks
 from plumbing.answers import gold_answer, is_same
 from plumbing.errors import UserError
 
-# Why a row is left out. A wrong column shows as one of these two:
-NO_PROMPT = "without a prompt"
-NO_GOLD = "without a gold answer"
-# These do not mean that a column is wrong:
+# What does not mean that a column is wrong:
 EQUAL = "with the prompt of an earlier row"
 NO_ANSWER = "whose answer is proof or notfound"
 REPLY = "last messages of the assistant"
@@ -61,38 +58,36 @@ class ProblemStream:
 
 
 def read_dataset(args):
-    """Yields (number, row) of `--dataset`. A row that is not a dict could not be read."""
+    """Yields the rows of `--dataset`. A row that is not a dict could not be read."""
     name = args.dataset
     kind = Path(name.removesuffix(".gz")).suffix
     open_file = gzip.open if name.endswith(".gz") else open
     try:
-        if kind == ".csv":
+        if kind in (".csv", ".json", ".jsonl"):
+            read = csv.DictReader if kind == ".csv" else read_json
             with open_file(name, "rt", encoding="utf-8-sig", newline="") as file:
-                yield from enumerate(csv.DictReader(file), 1)  # all cells are text, as written
-        elif kind in (".json", ".jsonl") or (os.path.isfile(name) and kind != ".parquet"):
-            with open_file(name, "rb") as file:
-                yield from read_json(file)
+                yield from read(file)
         else:
-            yield from enumerate(read_table(args), 1)
+            yield from read_table(args)
     except Exception as error:  # the libraries raise many kinds of exceptions for damaged files
         cause = error.__cause__ or error  # datasets hides it behind a DatasetGenerationError
         raise UserError(f"--dataset {name} cannot be read") from cause
 
 
 def read_json(file):
-    """Yields (number, row) of a file with one array, or with JSON on each line. (datasets makes dates
-    of text that looks like one, and refuses a file for one bad line.)"""
-    start = file.read(1000).removeprefix(codecs.BOM_UTF8).lstrip()
+    """The rows of one array, or of JSON on each line. (datasets makes dates of text that looks like
+    one, and refuses a file for one bad line.)"""
+    start = file.read(1000).lstrip()
     file.seek(0)
-    if start.startswith(b"["):
-        yield from enumerate(json.load(file), 1)
+    if start.startswith("["):
+        yield from json.load(file)
         return
-    for number, line in enumerate(file, 1):
-        row = line.decode(errors="replace").strip()
-        with suppress(ValueError, RecursionError):
+    for line in file:
+        row = line.strip()
+        with suppress(ValueError):
             row = json.loads(line)
         if row != "":
-            yield number, row
+            yield row
 
 
 def read_table(args):
@@ -128,40 +123,23 @@ def describe(cell):
     return f"{cell!r:.80}"
 
 
-def parsed(cell):
-    """JSON text of a list or dict -> the list or dict; anything else as it is."""
-    if isinstance(cell, str) and cell.lstrip().startswith(("[", "{")):
-        with suppress(ValueError, RecursionError):
-            return json.loads(cell)
-    return cell
-
-
 def cell_of(row, column):
-    """What is in a column of a row, or deeper: reward_model.ground_truth, messages.1.content. If a name
-    is not there, the dict that does not have it."""
+    """What is in a column of a row, or deeper: reward_model.ground_truth."""
     if column in row:
         return row[column]
     cell = row
     for name in column.split("."):
-        cell = parsed(cell)
-        if isinstance(cell, list):
-            cell = {str(i): item for i, item in enumerate(cell)}
-        if not isinstance(cell, dict):
-            return None
-        if name not in cell:
-            return cell
-        cell = cell[name]
+        cell = cell.get(name) if isinstance(cell, dict) else None
     return cell
 
 
 def is_text_part(part):
-    has_text = isinstance(part, dict) and isinstance(part.get("text"), str)
-    return has_text and part.get("type") == "text"
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part["text"], str)
 
 
 def chat_message(item):
     """A message of a dataset; if its parts are text, they are joined."""
-    if not isinstance(item.get("role"), str) or "content" not in item:
+    if not {"role", "content"} <= set(item):
         raise BadRow("whose messages have no role and content (as in ShareGPT)", describe(item))
     content = item["content"]
     if isinstance(content, list) and all(is_text_part(part) for part in content):
@@ -172,18 +150,17 @@ def chat_message(item):
     return known | {"content": content}
 
 
-def questions_of(messages):
-    return [message for message in messages if message["role"] == "user"]
-
-
 def read_row(row, args):
     """(text or chat messages, whether the assistant's reply was dropped, the gold answer or "")."""
     if not isinstance(row, dict) or None in row:  # csv has surplus cells under None
         raise BadRow("unreadable", describe(row))
     prompt = cell_of(row, args.prompt_column)
     text = prompt
+    items = prompt
     has_reply = False
-    items = parsed(prompt)
+    if isinstance(prompt, str) and prompt.lstrip().startswith("["):
+        with suppress(ValueError, RecursionError):
+            items = json.loads(prompt)
     if isinstance(items, list) and items and all(isinstance(item, dict) for item in items):
         prompt = [chat_message(item) for item in items]
         has_reply = prompt[-1]["role"] == "assistant"
@@ -191,15 +168,15 @@ def read_row(row, args):
             prompt.pop()
         if args.system_prompt:
             prompt = [message for message in prompt if message["role"] != "system"]
-        text = "".join(message["content"] for message in questions_of(prompt)[-1:])
+        text = "".join(message["content"] for message in prompt if message["role"] == "user")
     if not isinstance(text, str) or not text.strip():
-        raise BadRow(NO_PROMPT, describe(text))
+        raise BadRow("without a prompt", describe(text))
     cell = cell_of(row, args.answer_column)
     answer = gold_answer(cell) or ""
-    if args.reads_answers and str(cell).strip().lower() in ("proof", "notfound"):
-        raise BadRow(NO_ANSWER)
     if args.reads_answers and not answer:
-        raise BadRow(NO_GOLD, describe(cell))
+        if str(cell).strip().lower() in ("proof", "notfound"):
+            raise BadRow(NO_ANSWER)
+        raise BadRow("without a gold answer", describe(cell))
     return prompt, has_reply, answer
 
 
@@ -208,22 +185,21 @@ def render(prompt, policy, args):
     tokenizer = policy.tokenizer
     is_text = isinstance(prompt, str)
     messages = [{"role": "user", "content": prompt}] if is_text else copy.deepcopy(prompt)
-    question = questions_of(messages)[-1]
+    question = [message for message in messages if message["role"] == "user"][-1]
     if args.instruction:
         question["content"] += f"\n{args.instruction}"
     if args.system_prompt:
         messages.insert(0, {"role": "system", "content": args.system_prompt})
-    options = args.template_options()
     try:
         if tokenizer.chat_template:
             text = tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **options
+                messages, tokenize=False, add_generation_prompt=True, **args.template_options()
             )
             ids = tokenizer(text, add_special_tokens=False).input_ids  # the template has them
         elif len(messages) == 1:
             text = question["content"]
             ids = tokenizer(text).input_ids
-            if ids[-1:] == [tokenizer.eos_token_id]:
+            if ids[-1] == tokenizer.eos_token_id:
                 ids.pop()  # some tokenizers end each text
         else:
             raise ValueError("chat messages and --system_prompt need a chat template")
@@ -235,68 +211,65 @@ def render(prompt, policy, args):
     config = policy.model.config.get_text_config()  # where a composite model has its limit
     limit = getattr(config, "max_position_embeddings", None) or math.inf
     if len(ids) + args.max_new_tokens > limit:
-        found = f"with a prompt of {len(ids)} tokens, the model's limit of {limit} is exceeded"
-        raise BadRow(f"too long for --max_new_tokens {args.max_new_tokens}", found)
-    if not ids:
-        raise BadRow("without a token")
+        reason = f"too long for --max_new_tokens {args.max_new_tokens} and the model's limit of {limit}"
+        raise BadRow(reason, f"with {len(ids)} tokens")
     return text, ids, question["content"] if is_text else messages
 
 
 # ----------------------------------------------------------------------------------------- problems
 
 
-class LeftOut(dict):
-    """{reason: (how many rows are left out for it, where it was first found)}."""
-
-    def add(self, number, reason, found=""):
-        count, first = self.get(reason, (0, f"row {number} {found}".strip()))
-        self[reason] = (count + 1, first)
-
-    def total(self, *harmless):
-        return sum(count for reason, (count, _) in self.items() if reason not in harmless)
-
-    def __str__(self):
-        return ", ".join(
-            f"{count:,} {reason} (first: {first})" for reason, (count, first) in self.items()
-        )
-
-
 def problem_rows(rows, policy, args):
-    """[(number, row)] -> [(prompt, gold answer, ids of the prompt, columns)], sorted by hashes of the
-    prompts. The first `--num_held_out` are held out: a row more or less moves at most one of them."""
+    """Rows -> [(prompt, gold answer, ids of the prompt, columns)], sorted by hashes of the prompts. The
+    first `--num_held_out` are held out: a row more or less moves at most one of them."""
     for name in args.template_options():
         if name not in str(policy.tokenizer.chat_template):
             raise UserError(f"--chat_template_kwargs: the model's chat template does not read {name}")
-    left_out = LeftOut()
+    counts = Counter()  # {why rows are left out: how many}
+    firsts = {}  # {why: the first of them, and what was found}
     columns = {}
     problems = {}
-    texts = set()
+    numbers = {}
     contradicted = {}
-    for number, row in rows:
-        columns |= dict.fromkeys(row if isinstance(row, dict) else ())
+
+    def count(number, reason, found=""):
+        counts[reason] += 1
+        firsts.setdefault(reason, f"row {number} {found}".strip())
+
+    for number, row in enumerate(rows, 1):
+        if isinstance(row, dict):
+            columns |= dict.fromkeys(map(str, row))
         try:
             prompt, has_reply, answer = read_row(row, args)
             key = hash_of(prompt)
             if key not in problems:  # a dataset may have each prompt a hundred times
                 text, ids, shown = render(prompt, policy, args)
-                if text in texts:  # a template may remove blanks
-                    raise BadRow(EQUAL)
-                texts.add(text)
-                problems[key] = (text, answer, ids, {"answer": answer, **row, "prompts": shown})
-                if has_reply:
-                    left_out.add(number, REPLY)
-                continue
         except BadRow as error:
-            left_out.add(number, *error.args)
+            count(number, *error.args)
             continue
-        left_out.add(number, EQUAL)
-        first_answer = problems[key][1]
-        if args.reads_answers and answer != first_answer and not is_same(answer, first_answer):
-            contradicted.setdefault(key, number)
+        if key in problems:
+            count(number, EQUAL)
+            if not is_same(answer, problems[key][1]):
+                contradicted[key] = numbers[key]
+            continue
+        if has_reply:
+            count(number, REPLY)
+        if answer:
+            columns["answer"] = None
+        problems[key] = (text, answer, ids, {"answer": answer, **row, "prompts": shown})
+        numbers[key] = number
     for key, number in contradicted.items():
+        count(number, "with a different gold answer for the same prompt in a later row")
         del problems[key]
-        left_out.add(number, "with another gold answer than an earlier row with its prompt")
-    check_problems(problems, list(columns), left_out, args)
+    left_out = ", ".join(f"{n:,} {reason} (first: {firsts[reason]})" for reason, n in counts.items())
+    num_rows = len(problems) + counts.total() - counts[REPLY]
+    num_bad = num_rows - len(problems) - counts[EQUAL] - counts[NO_ANSWER]
+    if num_bad > num_rows / 10:
+        raise UserError(
+            f"--dataset {args.dataset}: {num_bad:,} of {num_rows:,} rows cannot be used: {left_out}; "
+            f"--prompt_column or --answer_column may be wrong: the columns are {', '.join(columns)}"
+        )
+    check_problems(problems.values(), columns, f"; left out: {left_out}" if left_out else "", args)
     check_token_ids([ids for _, _, ids, _ in problems.values()], policy)
     no_cells = dict.fromkeys(columns)
     # Those of addition are in a random order already.
@@ -305,30 +278,18 @@ def problem_rows(rows, policy, args):
 
 
 def check_problems(problems, columns, left_out, args):
-    """UserError if more than a tenth is left out, or a column that a reward function needs is missing,
-    or nothing remains for training; else says what remains."""
-    names = ", ".join(map(str, columns))
-    num_rows = len(problems) + left_out.total(REPLY)
-    num_faults = left_out.total(EQUAL, NO_ANSWER, REPLY)
-    if num_faults > num_rows / 10:
-        message = f"{num_faults:,} of {num_rows:,} rows cannot be used: {left_out}."
-        if {NO_PROMPT, NO_GOLD} & set(left_out):
-            message += " Are --prompt_column and --answer_column right?"
-        raise UserError(f"--dataset {args.dataset}: {message} The columns are {names}")
-    if num_rows == 0:
-        raise UserError(f"--dataset {args.dataset} has no rows")
-    if any(answer for _, answer, _, _ in problems.values()):
-        columns.append("answer")
+    """UserError if a column that a reward function needs is missing, or nothing remains for training;
+    else says what remains."""
     for name, flag in args.reward_columns.items():
         if name not in columns:
+            names = ", ".join(columns)
             raise UserError(f"{flag} needs {name}, but the columns of --dataset are {names}")
-    note = f"; left out: {left_out}" if left_out else ""
     num_training = len(problems) - args.num_held_out
     if num_training < 1:
-        message = f"leaves none of the {len(problems)} problems for training{note}"
+        message = f"leaves none of the {len(problems)} problems for training{left_out}"
         raise UserError(f"--num_held_out {args.num_held_out} {message}")
     if ranks.RANK == 0:
-        print(f"problems: {num_training:,} to train on, {args.num_held_out:,} held out{note}")
+        print(f"problems: {num_training:,} to train on, {args.num_held_out:,} held out{left_out}")
     if ranks.RANK == 0 and num_training < args.num_held_out:
         message = "more problems are held out than trained on: lower --num_held_out"
         print(f"warning: {message}", file=sys.stderr)
@@ -337,13 +298,12 @@ def check_problems(problems, columns, left_out, args):
 def check_token_ids(rows, policy):
     """UserError if the model has no embedding for a token, or more than a tenth are unknown tokens."""
     ids = [token for row in rows for token in row]
-    if not ids:
-        raise UserError("--model: its tokenizer makes no tokens of the prompts")
     size = policy.model.get_input_embeddings().num_embeddings
-    if max(ids) >= size:
-        raise UserError(f"--model: its tokenizer has token {max(ids)}, but it has {size} embeddings")
     unknown = ids.count(policy.tokenizer.unk_token_id)
-    if unknown > len(ids) / 10:
-        raise UserError(
-            f"--model: {unknown} of {len(ids)} tokens of the prompts are unknown to its tokenizer"
-        )
+    fault = ""
+    if max(ids) >= size:
+        fault = f"its tokenizer has token {max(ids)}, but it has {size} embeddings"
+    elif unknown > len(ids) / 10:
+        fault = f"{unknown} of {len(ids)} tokens of the prompts are unknown to its tokenizer"
+    if fault:
+        raise UserError(f"--model: {fault}")

@@ -1,5 +1,6 @@
 """The folder of a run, `--run_dir`: one run, used by one process at a time, with its settings."""
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -11,11 +12,13 @@ from pathlib import Path
 import torch
 import transformers
 from filelock import FileLock
+from safetensors import SafetensorError
 
 from plumbing import ranks
 from plumbing.errors import UserError
 
 CHECKPOINT = re.compile(r"checkpoint-\d{6}")  # a copy such as checkpoint-best-2 belongs to the user
+LOGS = ("metrics.jsonl", "samples.jsonl")
 # What may change when a run is resumed. The last four change results by rounding.
 MAY_CHANGE = """run_dir resume iterations eval_every save_every
 device micro_batch_size rollout_batch_size gradient_checkpointing""".split()
@@ -28,14 +31,18 @@ def folder_of(args):
 def saved_flags(args):
     """The flags of the run that --resume continues: {name: value}; {} if there is none."""
     path = folder_of(args) / "settings.json"
-    if not path.exists():
-        return {}
-    try:
-        settings = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"--resume: {path} cannot be read") from error
+    settings = json.loads(path.read_text()) if path.exists() else {}
     names = {field.name for field in dataclasses.fields(args)} - {"resume", "run_dir", "device"}
     return {name: value for name, value in settings.items() if name in names}
+
+
+@contextlib.contextmanager
+def writing(path):
+    """Around what writes files: a full disk is a UserError."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own
+        raise UserError(f"{path} cannot be written; existing checkpoints are whole") from error
 
 
 class RunFolder:
@@ -53,23 +60,23 @@ class RunFolder:
     def open(self, args):
         """Locks the folder. UserError if it is in use, or holds another run."""
         settings = {"script": self.script, **dataclasses.asdict(args)}
-        try:
+        with writing(f"--run_dir {self.path}"):
             self.path.mkdir(parents=True, exist_ok=True)
             # A process has one lock for a folder, and may take it again: first `launch`, then `Run`.
             self.lock = FileLock(self.path.absolute() / "lock", is_singleton=True)
-            self.lock.acquire(timeout=0)
-            checkpoints = self.checkpoints()
-            if args.resume and checkpoints:
+            try:
+                self.lock.acquire(timeout=0)
+            except TimeoutError as error:
+                raise UserError(f"--run_dir {self.path} is used by another process") from error
+            if args.resume and self.checkpoints():
                 self.compare(settings)
                 settings = self.settings() | settings  # versions and hashes stay those of the start
             else:
                 self.make_empty()
                 settings["versions"] = versions()
-            write_whole(self.path / "settings.json", json.dumps(settings, indent=1))
-        except TimeoutError as error:
-            raise UserError(f"--run_dir {self.path} is used by another process") from error
-        except (OSError, ValueError, KeyError) as error:
-            raise UserError(f"--run_dir {self.path} cannot be written or read") from error
+            for name in LOGS:
+                (self.path / name).touch()
+            self.write_settings(settings)
 
     def checkpoints(self):
         """The checkpoints in the folder, oldest first."""
@@ -79,7 +86,7 @@ class RunFolder:
     def make_empty(self):
         """Removes checkpoint 0 of a run that ended before its first iteration did. UserError if an
         iteration was logged or saved."""
-        log = self.path / "metrics.jsonl"
+        log = self.path / LOGS[0]
         checkpoints = self.checkpoints()
         is_logged = log.exists() and log.stat().st_size > 0
         if is_logged or any(path.name > "checkpoint-000000" for path in checkpoints):
@@ -100,32 +107,24 @@ class RunFolder:
     def settings(self):
         return json.loads((self.path / "settings.json").read_text())
 
-    def warn_about_versions(self):
-        now = versions()
-        for name, version in self.settings()["versions"].items():
-            if now.get(name) != version:
-                message = f"{self.path} was started under {name} {version}, not {now.get(name)}"
-                print(f"warning: --resume: {message}", file=sys.stderr)
+    def write_settings(self, settings):
+        """Under another name, which is then changed, so that the file is never half written."""
+        scratch = self.path / "settings.json.tmp"
+        scratch.write_text(json.dumps(settings, indent=1))
+        scratch.replace(self.path / "settings.json")
 
-    def check_hashes(self, problems, needs_weights, weights_hash):
-        """UserError if a resumed run has other problems than at its start or, if it needs the weights
-        that `--model` names (for a reference), other weights. Other prompts are a warning."""
-        now = {
-            "problems": problems.raw_hash,
-            "prompts": problems.rendered_hash,
-            "weights": weights_hash,
-        }
+    def check_hashes(self, **now):
+        """Compares hashes of what flags name with those at the start: of the problems and the weights,
+        which must be the same, and of rendered prompts, which may have the date."""
         settings = self.settings()
         first = settings.setdefault("hashes", now)
-        if first["problems"] != now["problems"]:
-            raise UserError(f"--resume: {self.path} was started with different problems in --dataset")
-        if needs_weights and first["weights"] != now["weights"]:
-            message = "was started with different weights in --model, which its reference needs"
-            raise UserError(f"--resume: {self.path} {message}")
+        for name in ("problems", "weights"):
+            if first[name] != now[name]:
+                raise UserError(f"--resume: {self.path} was started with different {name}")
         if first["prompts"] != now["prompts"]:
             message = "the chat template renders prompts differently than when the run started"
             print(f"warning: --resume: {message}", file=sys.stderr)
-        write_whole(self.path / "settings.json", json.dumps(settings, indent=1))
+        self.write_settings(settings)
 
     def close(self):
         if ranks.RANK == 0:
@@ -141,10 +140,3 @@ def versions():
         if done.stdout:
             found["commit"] = done.stdout.strip()
     return found
-
-
-def write_whole(path, text):
-    """Writes a file under another name and renames it, so that it is never half written."""
-    scratch = path.with_name(path.name + ".tmp")
-    scratch.write_text(text)
-    scratch.replace(path)

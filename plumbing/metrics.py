@@ -8,11 +8,15 @@ from plumbing import ranks
 from plumbing.errors import UserError
 
 
+# Keys that are not averaged: the largest value of an iteration is logged.
+MAXIMA = {f"losses/{name}_max" for name in ("ratio", "sequence_ratio", "first_step_ratio_error")}
+
+
 class Meter:
     """Averages the reports of an iteration's updates. Values stay on the device until `means`."""
 
     def __init__(self):
-        self.pairs = {}  # {key: [(value, weight), ...]}
+        self.reports = []  # [(key, value, weight)]
         self.step_losses = {}  # of the current optimizer step: {name: sum over micro-batches}
         self.num_steps = 0
 
@@ -21,21 +25,11 @@ class Meter:
         name with a slash is a whole key."""
         for name, value in values.items():
             key = name if "/" in name else f"{prefix}/{name}"
-            pairs = self.pairs.setdefault(key, [])
-            pairs.append((torch.as_tensor(value).detach(), weight))
-
-    def add_global(self, prefix, values, weight=1):
-        """The same for values that all ranks share, which count once."""
-        if ranks.RANK == 0:
-            self.add(prefix, values, weight)
+            self.reports.append((key, torch.as_tensor(value).detach(), torch.as_tensor(weight)))
 
     def add_pass(self, losses, stats, outputs, micro):
-        """The report of a micro-batch.
-
-        losses   {name: scalar}, which sum over the micro-batches to the losses of a step
-        stats    {name: scalar} over the tokens of the mask
-        outputs  common.TokenOutputs of this pass
-        """
+        """The report of a micro-batch: losses, which add up to those of a step, stats over the tokens
+        of the mask, and common.TokenOutputs."""
         for name, loss in losses.items():
             self.step_losses[name] = self.step_losses.get(name, 0) + loss.detach()
         mask_BT = micro.mask_BT
@@ -45,7 +39,6 @@ class Meter:
         numbers = {
             **stats,
             "entropy": masked_mean(outputs.entropy_BT, mask_BT),
-            "ratio_min": torch.where(mask_BT, logratio_BT, math.inf).min().exp(),
             "sequence_ratio_max": torch.where(mask_BT.any(1), logratio_B, -math.inf).max().exp(),
         }
         self.add("losses", numbers, num_tokens)
@@ -65,37 +58,28 @@ class Meter:
         for name, scalar in finite.items():
             if not math.isfinite(scalar):  # the first waits for a GPU, which has the others by then
                 raise UserError(f"iteration {iteration}: {name} is not finite")
-        self.add_global("losses", self.step_losses, num_sequences)
-        self.add_global("charts", {"grad_norm": grad_norm})
+        if ranks.RANK == 0:  # what all ranks share counts once
+            self.add("losses", self.step_losses, num_sequences)
+            self.add("charts", {"grad_norm": grad_norm}, 1)
         self.step_losses = {}
         self.num_steps += 1
 
     def means(self):
-        """{key: weighted mean over all ranks}, or the extreme for keys that end in "_max" or "_min".
-        Keys with zero weight are omitted."""
-        on_host = {}  # ranks cannot exchange tensors that are on one of their GPUs
-        for key, pairs in self.pairs.items():
-            on_host[key] = [(value.cpu(), torch.as_tensor(weight).cpu()) for value, weight in pairs]
-        all_pairs = {}
-        for theirs in ranks.all_gather(on_host):
-            for key, pairs in theirs.items():
-                all_pairs.setdefault(key, []).extend(pairs)
+        """{key: weighted mean over all ranks, or the largest value for keys in MAXIMA}. Keys with zero
+        weight are omitted."""
+        # Ranks cannot exchange tensors that are on one of their GPUs.
+        reports = [(key, value.cpu(), weight.cpu()) for key, value, weight in self.reports]
+        pairs = {}
+        for key, value, weight in ranks.all_gather_list(reports):
+            if weight > 0:
+                pairs.setdefault(key, []).append((value, weight))
         means = {}
-        for key, pairs in all_pairs.items():
-            pairs = [(value, weight) for value, weight in pairs if weight > 0]
-            if not pairs:
-                continue
-            if key.endswith("_max"):
-                mean = max(value for value, _ in pairs)
-            elif key.endswith("_min"):
-                mean = min(value for value, _ in pairs)
+        for key, found in pairs.items():
+            if key in MAXIMA:
+                means[key] = max(value.item() for value, _ in found)
             else:
-                total_weight = sum(weight for _, weight in pairs)
-                mean = sum(value * weight for value, weight in pairs) / total_weight
-            if mean.dim() == 1:  # the load of every expert, of which the largest is logged
-                key = f"{key}_max"
-                mean = mean.max()
-            means[key] = mean.item()
+                total = sum(value * weight for value, weight in found)
+                means[key] = (total / sum(weight for _, weight in found)).item()
         return means
 
 
@@ -107,22 +91,19 @@ def masked_mean(x, mask):
 @torch.no_grad()
 def router_stats(outputs, old_experts_BTLK, mask_BT):
     """Statistics of the routers' own choices (replayed ones do not count) for response tokens; {} for a
-    dense model. load, (L*E,): each expert's share of its layer's choices. As means over layers
-    router_entropy (nats) and, if the old policy's experts are known, expert_flip_frac: the share of
-    tokens for which the routers now choose others."""
-    L = outputs.experts_BTLK.shape[2]
-    E = outputs.num_experts
+    dense model. load_max: the largest share of its layer's choices that an expert has.
+    expert_flip_frac, if the old policy's experts are known: the share of (token, layer) pairs for which
+    the routers now choose others."""
+    L, K = outputs.experts_BTLK.shape[2:]
     if L == 0:
         return {}
+    E = outputs.num_experts
     layer_L1 = torch.arange(L, device=mask_BT.device)[:, None]
     expert_BTLK = outputs.experts_BTLK + E * layer_L1
     is_counted_BTLK = mask_BT[:, :, None, None].expand_as(expert_BTLK).long()
-    count_LE = torch.zeros(L * E, dtype=torch.long, device=mask_BT.device)
-    count_LE = count_LE.index_add(0, expert_BTLK.flatten(), is_counted_BTLK.flatten()).view(L, E)
-    stats = {"load": (count_LE / count_LE.sum(1, keepdim=True).clamp(min=1)).flatten()}
-    if outputs.router_logits:
-        entropies = [torch.special.entr(logits.softmax(-1)).sum(-1) for logits in outputs.router_logits]
-        stats["router_entropy"] = masked_mean(sum(entropies) / L, mask_BT)
+    counts = torch.zeros(L * E, dtype=torch.long, device=mask_BT.device)
+    counts.index_add_(0, expert_BTLK.flatten(), is_counted_BTLK.flatten())
+    stats = {"load_max": counts.max() / (K * mask_BT.sum()).clamp(min=1)}
     if old_experts_BTLK is not None:
         flips_BTL = (outputs.experts_BTLK != old_experts_BTLK).any(-1)
         stats["expert_flip_frac"] = masked_mean(flips_BTL.float().mean(-1), mask_BT)
@@ -142,7 +123,6 @@ def rollout_summary(completions, num_samples=1):
         "no_answer_frac": verdicts.count("no_answer") / count,
         "direct_frac": sum(direct) / count,
         "response_len_mean": sum(lengths) / count,
-        "response_len_max": max(lengths),
     }
     for name in completions[0].rewards or {}:
         result[f"reward_mean_{name}"] = sum(c.rewards[name] for c in completions) / count
@@ -151,31 +131,10 @@ def rollout_summary(completions, num_samples=1):
     return result
 
 
-def group_summary(completions, group_size):
-    """{name: number}: the mean length of wrong completions, the shares of groups that are all right or
-    all wrong, and the share of different texts in a group."""
-    result = {}
-    wrong_lengths = [len(c.ids) for c in completions if c.verdict != "correct"]
-    if wrong_lengths:
-        result["response_len_wrong"] = sum(wrong_lengths) / len(wrong_lengths)
-    if group_size > 1:
-        groups = groups_of(completions, group_size)
-        num_right = [sum(c.verdict == "correct" for c in group) for group in groups]
-        num_texts = [len({c.text for c in group}) for group in groups]
-        result["all_right_frac"] = num_right.count(group_size) / len(groups)
-        result["all_wrong_frac"] = num_right.count(0) / len(groups)
-        result["distinct_frac"] = sum(num_texts) / len(completions)
-    return result
-
-
-def groups_of(completions, group_size):
-    return [completions[i : i + group_size] for i in range(0, len(completions), group_size)]
-
-
 def pass_at_k(completions, group_size):
     """{"pass@k": probability that at least one of k completions of a problem is right} for k = 1, 2, 4,
     ... up to the size of a group, estimated without bias (Chen et al., 2021, arXiv 2107.03374)."""
-    groups = groups_of(completions, group_size)
+    groups = [completions[i : i + group_size] for i in range(0, len(completions), group_size)]
     num_wrong = [sum(c.verdict != "correct" for c in group) for group in groups]
     result = {}
     k = 1
@@ -201,10 +160,12 @@ def iteration_metrics(meter, batch, completions, rewards, args):
     update, (P, G), or (N, 1) if groups are not the baseline; `batch` is None without an update."""
     rollout = {
         **rollout_summary(completions),
-        **group_summary(completions, args.group_size),
         "reward_mean": rewards.mean().item(),
         "reward_std": rewards.std(correction=0).item(),
     }
+    wrong_lengths = [len(c.ids) for c in completions if c.verdict != "correct"]
+    if wrong_lengths:
+        rollout["response_len_wrong"] = sum(wrong_lengths) / len(wrong_lengths)
     if batch is not None:
         rollout |= {name: value.item() for name, value in correction_stats(batch, args).items()}
     metrics = meter.means() | {f"rollout/{name}": value for name, value in rollout.items()}
@@ -226,12 +187,6 @@ def correction_stats(batch, args):
         # r - 1 - log r, whose mean estimates KL(mu || pi_old); near 0, exp(x) - 1 would be noise
         k3_BT = logratio_BT.expm1() - logratio_BT
         stats["sampler_kl"] = torch.where(mask_BT, k3_BT, 0).sum() / num_tokens
-        stats["sampler_logratio_max"] = logratio_BT.abs().max()
-        if batch.sampler_experts_BSLK is not None:
-            T = mask_BT.shape[1]
-            experts_BTLK = batch.sampler_experts_BSLK[:, -T - 1 : -1].sort().values
-            differ_BT = (experts_BTLK != batch.old_experts_BTLK).any(-1).float().mean(-1)
-            stats["sampler_expert_diff_frac"] = torch.where(mask_BT, differ_BT, 0).sum() / num_tokens
     if args.rollout_correction != "none":
         weights = batch.correction_weights.expand_as(mask_BT)[mask_BT]
         mean = weights.sum() / num_tokens

@@ -98,9 +98,7 @@ def check_model(model, tokenizer, report, args):
         fault = "its weights are quantized, and transformers cannot dequantize them"
     elif len(tokenizer) <= len(tokenizer.all_special_ids):
         fault = "it has no tokenizer"
-    elif not ids:
-        fault = "neither it nor its tokenizer has an EOS token"
-    elif not all(isinstance(token, int) for token in ids):
+    elif not ids or not all(isinstance(token, int) for token in ids):
         fault = f"its EOS ids must be integers, not {ids}"
     elif model.base_model is model:
         fault = "transformers does not tell its body from its head"

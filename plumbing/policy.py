@@ -15,6 +15,9 @@ from plumbing import ranks
 from plumbing.routing import find_routers, read_routers
 
 
+HAVE_COPIES = weakref.WeakSet()  # TrainedModels with a working copy, refreshed after each step
+
+
 class TrainedModel:
     """Master weights and the model that computes with them: a policy, a critic, or a reference, which
     has one model for both."""
@@ -23,7 +26,7 @@ class TrainedModel:
         self.master = master
         self.model = working_copy(master, dtype)
         if self.model is not master:
-            refresh_after_steps(self)
+            HAVE_COPIES.add(self)
 
     def parameters(self):
         """The weights that an optimizer moves."""
@@ -50,19 +53,12 @@ class TrainedModel:
                 weight.copy_(master_weight)
 
 
-def refresh_after_steps(trained):
-    """After each step of an optimizer that has its master weights, refreshes the working copy."""
-    reference = weakref.ref(trained)  # the hook stays, and must not keep a model in memory
+def refresh_copies(*_):
+    for trained in HAVE_COPIES:
+        trained.refresh()
 
-    def hook(optimizer, *_):
-        trained = reference()
-        if trained is None:
-            return
-        masters = {id(weight) for weight in trained.parameters()}
-        if any(id(weight) in masters for group in optimizer.param_groups for weight in group["params"]):
-            trained.refresh()
 
-    register_optimizer_step_post_hook(hook)
+register_optimizer_step_post_hook(refresh_copies)
 
 
 class Policy(TrainedModel):

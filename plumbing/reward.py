@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import inspect
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from plumbing.errors import UserError
@@ -32,6 +33,8 @@ class RewardFunction:
     def __init__(self, name, weight):
         path, _, function_name = name.rpartition(":")
         self.flag = f"--reward {name}"
+        if not path.endswith(".py"):
+            raise UserError(f"{self.flag} must be FILE.py:FUNCTION")
         self.name = f"{Path(path).stem}.{function_name}"
         self.weight = weight
         try:
@@ -45,13 +48,15 @@ class RewardFunction:
         known = LISTS if self.takes_lists else ONE
         required = [p.name for p in parameters if p.name in self.names and p.default is p.empty]
         self.columns = [name for name in required if name not in known]
-        if not self.takes_lists and (self.columns or not set(ONE) & set(self.names)):
-            expected = "(text, answer, truncated) or of (completions, **columns)"
-            names = ", ".join(self.columns or self.names)
-            raise UserError(f"{self.flag} must be a function of {expected}, not of ({names})")
+        if not self.takes_lists and (self.columns or not self.names):
+            names = ", ".join(self.names)
+            raise UserError(
+                f"{self.flag} must be a function of (text, answer, truncated) or of (completions, "
+                f"**columns), not of ({names}). verl's solution_str is text here, ground_truth answer"
+            )
 
-    def grade(self, completions):
-        """[(value, verdict)]. Without a verdict of its own, a value above 0.5 means correct."""
+    def results(self, completions):
+        """What the function returns for completions, one by one or for all of them."""
         if self.takes_lists:
             calls = [lists_of(completions)]
         else:
@@ -66,12 +71,19 @@ class RewardFunction:
                 results = event_loop().run_until_complete(gather(results))
         except SystemExit as error:
             raise UserError(f"{self.flag} called exit()") from error
+        return results[0] if self.takes_lists else results
+
+    def grade(self, completions):
+        """[(value, verdict)]. Without a verdict of its own, a value above 0.5 means correct."""
+        results = self.results(completions)
         try:
-            results = list(results[0]) if self.takes_lists else results
+            results = list(results)
+            if len(results) != len(completions):
+                raise ValueError(f"{len(results)} values for {len(completions)} completions")
             return [grade_of(result, c) for result, c in zip(results, completions, strict=True)]
-        except Exception as error:  # float() raises what a value's own class raises
+        except Exception as error:
             expected = "a number up to a billion, or (number, verdict), for each completion"
-            raise UserError(f"{self.flag} returned {results!r:.80}, not {expected}") from error
+            raise UserError(f"{self.flag} must return {expected}") from error
 
 
 def lists_of(completions):
@@ -92,11 +104,14 @@ def grade_of(result, c):
     verdict = "truncated" if c.truncated else "wrong"
     if isinstance(result, tuple):
         value, verdict = result
-    if isinstance(value, (str, bytes)) or verdict not in VERDICTS:
-        raise TypeError(f"verdicts are {', '.join(VERDICTS)}")
-    value = 0.0 if value is None else float(value)
-    if not abs(value) <= 1e9:  # squares of rewards are finite in float32; a NaN fails this too
-        raise ValueError(f"{value} is out of range")
+    elif value is None:
+        value = 0.0
+    is_number = False
+    with suppress(Exception):  # float() raises what a value's own class raises
+        is_number = not isinstance(value, (str, bytes)) and abs(float(value)) <= 1e9  # no NaN
+    if not is_number or verdict not in VERDICTS:
+        raise ValueError(f"not {result!r:.80} (verdicts are {', '.join(VERDICTS)})")
+    value = float(value)
     if value > 0.5 and not isinstance(result, tuple):
         verdict = "correct"
     return value, verdict
@@ -116,8 +131,6 @@ def load_rewards(args):
     """`--reward` -> [RewardFunction]."""
     weights = args.reward_weights or [1.0] * len(args.reward)
     functions = [RewardFunction(*pair) for pair in zip(args.reward, weights, strict=True)]
-    if len({f.name for f in functions}) < len(functions):
-        raise UserError("--reward names a function twice")
     args.reads_answers = not all(f.takes_lists for f in functions)
     args.reward_columns = {column: f.flag for f in functions for column in f.columns}
     return functions

@@ -9,12 +9,11 @@ import sys
 import time
 
 import torch
-from safetensors import SafetensorError
 from tqdm import tqdm
 
 from plumbing import clock, ranks
 from plumbing.errors import UserError
-from plumbing.folder import RunFolder, write_whole
+from plumbing.folder import LOGS, RunFolder, writing
 from plumbing.metrics import Meter, iteration_metrics
 from plumbing.screen import progress_line, results_text, title_line
 
@@ -41,11 +40,9 @@ class Run:
         self.num_processes = ranks.WORLD
         self.num_signals = 0
         self.uniform_iterations = 0  # in a row, in which all rewards of every group were equal
-        self.has_title = False  # whether `say_progress` has printed the columns' titles
         self.early_end = ""  # why the run ends before its last iteration
         # Without resets the reference can be made of --model again.
-        needs_weights = parts.get("reference") is not None and args.ref_reset_every == 0
-        if needs_weights:
+        if args.ref_reset_every == 0:
             parts["reference"] = None
         parts["problems"] = problems
         if args.rollout_refresh_every > 1:
@@ -53,13 +50,16 @@ class Run:
         self.parts = {name: part for name, part in parts.items() if part is not None}
         self.restore()
         if ranks.RANK == 0:
-            self.folder.check_hashes(problems, needs_weights, policy.weights_hash)
-            self.prepare_files()
+            hashes = {"problems": problems.raw_hash, "prompts": problems.rendered_hash}
+            self.folder.check_hashes(weights=policy.weights_hash, **hashes)
+            if not self.folder.checkpoints():
+                self.save()  # shows early whether that is possible
             num_parameters = sum(weight.numel() for weight in policy.parameters())
             processes = f", {ranks.WORLD} processes" if ranks.WORLD > 1 else ""
             print(f"model: {num_parameters:,} parameters, {args.dtype}, on {args.device}{processes}")
             if args.resume and self.iteration == 0:
                 print(f"--resume: no finished iteration in {self.folder.path}: starting at the first")
+            print(title_line())
         self.bar = tqdm(
             desc=self.folder.script,
             initial=self.iteration,
@@ -92,7 +92,12 @@ class Run:
         Run.answers_signals = True
         try:
             while not self.is_last and not self.early_end:
-                self.begin_iteration()
+                self.iteration += 1
+                self.after = None  # of a run that ended earlier
+                self.meter = Meter()
+                self.metrics = {}
+                clock.seconds.clear()
+                self.start = time.perf_counter()
                 yield self.iteration
                 self.end_iteration()
         finally:
@@ -109,7 +114,7 @@ class Run:
         """The report of a minibatch, before its step. UserError if the loss or a norm is not finite."""
         self.meter.add_step(len(minibatch), grad_norm, norms, self.iteration)
         num_steps = self.args.num_minibatches * self.args.update_epochs
-        clock.show(f"learning {self.meter.num_steps}/{num_steps}")
+        clock.show(f"update {self.meter.num_steps}/{num_steps}")
 
     def log(self, batch, completions, rewards, **numbers):
         """The report of an iteration: all completions that were generated, the rewards that the update
@@ -125,7 +130,7 @@ class Run:
             metrics[f"eval/{name}"] = results["greedy"][name]
         if self.is_new:
             self.before = results
-            self.say_progress({"iteration": 0, **metrics})
+            self.say(progress_line({"iteration": 0, **metrics}))
             return
         self.metrics |= metrics
         if self.is_last:
@@ -139,12 +144,6 @@ class Run:
         """Prints above the progress bar."""
         if ranks.RANK == 0:
             tqdm.write(message)
-
-    def say_progress(self, metrics):
-        if not self.has_title:
-            self.say(title_line())
-            self.has_title = True
-        self.say(progress_line(metrics))
 
     def finish(self):
         """Prints the results."""
@@ -170,15 +169,6 @@ class Run:
     def is_due(self, every):
         """True every `every` iterations (0: never) and after the last one."""
         return self.is_last or (every > 0 and self.iteration % every == 0)
-
-    def begin_iteration(self):
-        self.iteration += 1
-        self.after = None  # of a run that ended earlier
-        self.meter = Meter()
-        self.metrics = {}
-        self.completions = []
-        clock.seconds.clear()
-        self.start = time.perf_counter()
 
     def end_iteration(self):
         seconds = time.perf_counter() - self.start
@@ -206,20 +196,20 @@ class Run:
         # JSON has no NaN and no infinity.
         metrics = {key: value for key, value in self.metrics.items() if math.isfinite(value)}
         metrics = {"iteration": self.iteration, **metrics}
-        try:
-            with open(self.folder.path / "metrics.jsonl", "a") as file:
-                file.write(json.dumps(metrics, allow_nan=False) + "\n")
-            with open(self.folder.path / "samples.jsonl", "a") as file:
-                for sample in transcripts(self.completions, self.args.group_size):
-                    sample = {"iteration": self.iteration, **sample}
-                    file.write(json.dumps(sample, allow_nan=False) + "\n")
-        except OSError as error:
-            message = f"{self.folder.path} cannot be written; the last checkpoint is whole"
-            raise UserError(message) from error
+        self.append("metrics.jsonl", metrics)
+        for c in self.completions[:: self.args.group_size][:4]:
+            sample = {"prompt": c.problem.prompt, "completion": c.text, "answer": c.problem.answer}
+            sample |= {"reward": c.reward, "verdict": c.verdict}
+            self.append("samples.jsonl", {"iteration": self.iteration, **sample})
         if self.iteration % 5 == 0 or "eval/accuracy" in metrics:
-            self.say_progress(metrics)
+            self.say(progress_line(metrics))
         self.warn_without_signal(metrics)
         self.bar.update()
+
+    def append(self, name, row):
+        path = self.folder.path / name
+        with writing(path), open(path, "a") as file:
+            file.write(json.dumps(row, allow_nan=False) + "\n")
 
     def warn_without_signal(self, metrics):
         """After ten iterations in which all rewards were equal, in every group if there are groups."""
@@ -255,22 +245,11 @@ class Run:
                 self.before = saved["before"]
                 self.after = saved["after"]
                 self.extra_state = saved["extra_state"]
+                if ranks.RANK == 0:
+                    for name, size in saved["log_sizes"].items():
+                        os.truncate(self.folder.path / name, size)  # what is later will come again
             except Exception as error:  # a damaged file may raise anything
                 raise UserError(f"--resume: {folder} cannot be read") from error
-
-    def prepare_files(self):
-        """Drops logged lines that will be written again. Writes a first checkpoint, which shows early
-        whether that is possible."""
-        if self.folder.checkpoints():
-            self.folder.warn_about_versions()
-        for name in ("metrics.jsonl", "samples.jsonl"):
-            path = self.folder.path / name
-            try:
-                drop_later_lines(path, self.iteration)
-            except (OSError, ValueError, KeyError) as error:
-                raise UserError(f"--run_dir: {path} cannot be read or written") from error
-        if not self.folder.checkpoints():
-            self.save()
 
     def save(self):
         """Writes a checkpoint and removes the previous one."""
@@ -281,16 +260,15 @@ class Run:
             "before": self.before,
             "after": self.after,
             "extra_state": self.extra_state,
+            "log_sizes": {name: (self.folder.path / name).stat().st_size for name in LOGS},
             "noise": self.noise.get_state(),
             "parts": {name: part.state_dict() for name, part in self.parts.items()},
         }
-        try:
+        with writing(folder):
             shutil.rmtree(scratch, ignore_errors=True)
             self.policy.save_pretrained(scratch)
             torch.save(saved, scratch / STATE)
             scratch.rename(folder)
-        except (OSError, RuntimeError, SafetensorError) as error:  # these are of a full disk
-            raise UserError(f"{folder} cannot be written; older checkpoints are whole") from error
         for path in self.folder.checkpoints()[:-1]:
             shutil.rmtree(path, ignore_errors=True)
 
@@ -304,20 +282,3 @@ def leave_signals_to_the_run():
 
 
 os.register_at_fork(after_in_child=leave_signals_to_the_run)
-
-
-def drop_later_lines(path, iteration):
-    """Keeps the lines of a log up to an iteration."""
-    if path.exists():
-        *lines, _ = path.read_text().split("\n")  # a last line without newline was cut off
-        kept = [line for line in lines if json.loads(line)["iteration"] <= iteration]
-        write_whole(path, "".join(line + "\n" for line in kept))
-
-
-def transcripts(completions, group_size):
-    """The first completion of each of the first four problems, for samples.jsonl: [dict]."""
-    samples = []
-    for c in completions[::group_size][:4]:
-        sample = {"prompt": c.problem.prompt, "completion": c.text, "answer": c.problem.answer}
-        samples.append(sample | {"reward": c.reward, "verdict": c.verdict})
-    return samples

@@ -1,6 +1,7 @@
 """What a run prints: a line every few iterations, and the results at its end."""
 
 import io
+import math
 import os
 
 # Title of a column: key in metrics.jsonl, format
@@ -24,25 +25,20 @@ class Stream:
         self.stream = stream or io.StringIO()  # None if it was closed from the start
         if hasattr(self.stream, "reconfigure"):
             # A prompt may contain characters that the terminal cannot show.
-            self.stream.reconfigure(errors="backslashreplace", line_buffering=True)
+            self.stream.reconfigure(errors="backslashreplace")
 
     def __getattr__(self, name):
         return getattr(self.stream, name)
 
     def write(self, text):
         try:
-            return self.stream.write(text)
-        except OSError:
-            self.silence()
-
-    def flush(self):
-        try:
+            self.stream.write(text)
             self.stream.flush()
         except OSError:
-            self.silence()
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
 
-    def silence(self):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+    def flush(self):
+        """`write` has done it."""
 
 
 def title_line():
@@ -59,13 +55,6 @@ def progress_line(metrics):
         text = f"{metrics[key]:{kind}}" if key in metrics else ""
         cells.append(text.rjust(len(title)))
     return "  ".join(cells).rstrip()
-
-
-def table_cell(value):
-    """A number, or None, in eight columns."""
-    if value is None:
-        return " " * 8
-    return f" {value:7.3f}" if abs(value) < 1000 else f" {value:7.1f}"
 
 
 def results_text(before, after):
@@ -86,7 +75,10 @@ def results_text(before, after):
         for way in WAYS:
             line += " " * 9
             for results in evaluations.values():
-                line += table_cell(results[way].get(name))  # pass@k takes several samples
+                value = results[way].get(name, math.nan)  # pass@k takes several samples
+                digits = 3 if value < 1000 else 1
+                cell = "" if math.isnan(value) else f"{value:.{digits}f}"
+                line += f"{cell:>8}"
         lines.append(line.rstrip())
     for i, (prompt, answer, _) in enumerate(before["examples"]):
         lines += ["", f"{prompt}   (sampled; the answer is {answer})"]

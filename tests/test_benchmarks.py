@@ -50,11 +50,6 @@ def test_every_row_is_of_an_experiment_and_names_its_commit(name):
         assert len(row["commit"]) == 7
 
 
-def test_the_results_stay_small():
-    paths = [*sweep.RESULTS.glob("*.csv"), *(ROOT / "study" / "figures").glob("*.csv")]
-    assert 0 < sum(len(path.read_text().splitlines()) for path in paths) <= 3000
-
-
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_has_flags_that_its_scripts_take(name, monkeypatch):
     for job in EXPERIMENTS[name].jobs:
@@ -69,7 +64,7 @@ def test_run_a_sweep(monkeypatch, tmp_path, sums):
     flags = f"--iterations 3 --dataset {sums} --prompts_per_iteration 4 --num_held_out 8 --eval_every 2"
     whole = Job("dapo", "whole", 1, f"{flags} --max_sampling_rounds 2", "dapo.py")
     broken = Job("grpo", "broken", 1, f"{flags} --lr 1e9", "grpo.py")
-    fails = Job("grpo", "fails", 1, "--model nowhere", "grpo.py")
+    fails = Job("grpo", "fails", 1, "", "nowhere.py")
     jobs = [whole, broken, fails]
     monkeypatch.setattr(sweep, "RUNS", tmp_path / "runs")
     monkeypatch.setattr(sweep, "RESULTS", tmp_path)

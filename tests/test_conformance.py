@@ -1,7 +1,6 @@
 """The test vectors against the scripts; the doctor on our own losses, on each known mistake, and on
 losses that somebody else might bring; pytest suites, the package, the README."""
 
-import ast
 import functools
 import graphlib
 import importlib
@@ -32,9 +31,9 @@ ALL_CASES = [(section, case["id"]) for section in SECTIONS for case in SECTIONS[
 LOSSES = [name.removeprefix("more.") for name in (*SCRIPTS, *MORE)]
 MODULES = dict(zip(LOSSES, (*SCRIPTS, *MORE), strict=True))
 ENTRIES = [
-    (kind, name, section, change)
+    (f"{kind}: {name}", section, change)
     for kind, name, sections, change in mistakes.ENTRIES
-    for section in sections.split()
+    for section in sections
 ]
 OURS = {  # the project's functions for sections that are no losses
     "value_loss": "ppo:value_loss",
@@ -70,61 +69,39 @@ def test_the_scripts_agree(section, id):
     """Within 1e-12, and so no case depends on the clamp of log-ratios, which reference.py has not."""
     case = case_of(section, id)
     subject = Subject(function_of(section), section)
-    if "bootstrap" in case["keywords"]:
-        assert (
-            subject.why_not(case) == "it has no keyword bootstrap"
-        )  # ppo.py adds it to the last reward
+    why_not = subject.why_not(case)
+    if "bootstrap" in case["keywords"]:  # ppo.py adds it to the last reward
+        assert why_not == "it has no keyword bootstrap"
         return
-    strict = {"float64": 1e-12, "float32": 1e-12}
-    assert same(subject.answer(case), *subject.expected(case), strict)
+    assert why_not is None and same(subject.answer(case), *subject.expected(case), 1e-12)
 
 
 def test_every_section_is_ours_or_stands_alone():
     assert set(SECTIONS) == {*LOSSES, *OURS, *NOT_OURS}
 
 
-def test_the_file_is_what_make_gives():
-    """To the last bit, except that the last bits of results may depend on the processor."""
-    made = make.sections()
-    assert list(made) == list(SECTIONS)
-    for section, about in made.items():
-        of_file = SECTIONS[section]
-        assert {**about, "cases": []} == {**of_file, "cases": []}
-        for case, in_file in zip(about["cases"], of_file["cases"], strict=True):
-            results = {"value", "gradient", "terms"} & set(case)
-            for key in results:
-                found, expected = (np.array(x[key]) for x in (case, in_file))
-                assert (abs(found - expected) <= 1e-12 * (1 + abs(expected))).all()
-            plain = dict.fromkeys(results)
-            assert json.loads(json.dumps(case | plain)) == in_file | plain
-
-
-def test_terms_over_denominators_are_the_value():
-    for section, id in ALL_CASES:
-        case = case_of(section, id)
-        assert "terms" in case or section not in LOSSES
+@pytest.mark.parametrize("section", SECTIONS)
+def test_the_file_is_what_make_gives(section):
+    """To the last bits, which may depend on the processor."""
+    for case in SECTIONS[section]["cases"]:
+        assert ("terms" in case) == (section in [*LOSSES, "value_loss"])
+        for key, found in make.results(section, case).items():
+            assert np.allclose(found, case[key], rtol=1e-12, atol=1e-12)
         if "terms" in case:
             total = (np.array(case["terms"]) / np.array(case["denominator"])).sum()
-            assert abs(total - case["value"]) <= 1e-12 * (1 + abs(case["value"])), id
+            assert abs(total - case["value"]) <= 1e-12 * (1 + abs(case["value"]))
 
 
 def test_the_file_is_small_and_plain():
     def refuse(constant):
         raise AssertionError(constant)
 
-    assert json.loads(make.FILE.read_text(), parse_constant=refuse)["version"] == make.VERSION
+    json.loads(make.FILE.read_text(), parse_constant=refuse)
     ids = [id for _, id in ALL_CASES]
-    assert len(set(ids)) == len(ids)
-    for section, about in SECTIONS.items():
-        names = [case["name"] for case in about["cases"]]
-        assert 5 <= len(names) <= 17 and len(set(names)) == len(names)
-        for case in about["cases"]:
-            assert case["id"].startswith(f"{section}-")
-            inputs = json.dumps(case["inputs"])
-            assert re.search(r"\.\d{3}|\de", inputs) is None  # at most two decimals
-            for rows in case["inputs"].values():
-                if isinstance(rows, list) and isinstance(rows[0], list):
-                    assert len(rows) <= 5 and len(rows[0]) <= 6
+    assert len(set(ids)) == len(ids) and all(id.startswith(f"{name}-") for name, id in ALL_CASES)
+    for section, id in ALL_CASES:
+        inputs = json.dumps(case_of(section, id)["inputs"])
+        assert re.search(r"\.\d{3}|\de", inputs) is None  # at most two decimals
 
 
 @pytest.mark.parametrize("section", LOSSES)
@@ -133,8 +110,6 @@ def test_defaults_are_those_of_the_scripts(section):
     defaults = SECTIONS[section]["defaults"]
     of_script = {name: parameter.default for name, parameter in parameters.items()}
     assert defaults == {name: of_script[name] for name in defaults}
-    others = set(of_script) - set(defaults) - {"max_new_tokens", "rollout_ratio_BT"}
-    assert all(name.endswith(("_BT", "_B1")) or name.startswith("num_") for name in others)
 
 
 @pytest.mark.parametrize("section, id", [pair for pair in ALL_CASES if "gradient" in case_of(*pair)])
@@ -144,7 +119,7 @@ def test_no_case_is_at_a_bound(section, id):
     first = SECTIONS[section]["arguments"][0]
     _, gradient = reference.evaluate(section, case)
     for step in (1e-8, -1e-8):
-        rows = (reference.tensor(case["inputs"][first]) + step).tolist()
+        rows = (torch.tensor(case["inputs"][first], dtype=torch.float64) + step).tolist()
         _, moved = reference.evaluate(section, {**case, "inputs": case["inputs"] | {first: rows}})
         assert ((moved - gradient).abs() <= 1e-6 * (1 + gradient.abs())).all()
 
@@ -152,13 +127,7 @@ def test_no_case_is_at_a_bound(section, id):
 @pytest.mark.parametrize("section", LOSSES)
 def test_what_the_cases_of_a_loss_have(section):
     cases = SECTIONS[section]["cases"]
-    rows = ["".join(map(str, row)) for case in cases for row in case["inputs"]["mask"]]
-    assert any(row.startswith("0") for row in rows)  # a prompt
-    assert any(re.search("10+1", row) for row in rows)  # tool output
     assert {"NaN", 1e9} <= {case.get("masked_places_hold") for case in cases}
-    pairs = [(case["inputs"]["logprobs"], case["inputs"]["old_logprobs"]) for case in cases]
-    largest = [abs(np.array(new) - np.array(old)).max() for new, old in pairs]
-    assert any(abs(x - 15) < 0.01 for x in largest)
     for num_rows in (3, 5):
         (case,) = (case for case in cases if len(case["inputs"]["mask"]) == num_rows)
         assert "different_lengths" in case["tags"] and any(case["gradient"][-1])
@@ -167,76 +136,46 @@ def test_what_the_cases_of_a_loss_have(section):
 # ----------------------------------------------------------------------------------------- the doctor
 
 
-def answers_of(section, change, dtype=torch.float64):
+@pytest.mark.parametrize(
+    "name, section, change", ENTRIES, ids=lambda x: x if isinstance(x, str) else ""
+)
+def test_an_entry_is_visible_and_diagnosed_as_itself_alone(name, section, change):
     answers = []
     for case in SECTIONS[section]["cases"]:
-        value, gradient = reference.evaluate(section, case, change, dtype=dtype)
-        gradient = None if gradient is None else gradient.double().numpy()
-        answers.append(
-            (case, Answer(value.detach().double().numpy(), gradient, dtype == torch.float32))
-        )
-    return answers
-
-
-def is_healthy(section, answers):
+        value, gradient = reference.evaluate(section, case, change)
+        answers.append((case, Answer(value.numpy(), None if gradient is None else gradient.numpy())))
     subject = Subject(lambda *given: None, section)
-    return all(doctor.is_right(subject, case, answer) for case, answer in answers)
+    assert not all(doctor.is_right(subject, *pair) for pair in answers)
+    assert doctor.named(section, answers) == [name]
 
 
-@pytest.mark.parametrize(
-    "kind, name, section, change", ENTRIES, ids=lambda x: x if isinstance(x, str) else ""
-)
-def test_an_entry_is_visible_in_both_precisions_and_diagnosed_as_itself_alone(
-    kind, name, section, change
-):
-    answers = answers_of(section, change)
-    assert not is_healthy(section, answers)
-    assert not is_healthy(section, answers_of(section, change, torch.float32))
-    assert doctor.named(section, answers) == [f"{kind}: {name}"]
-
-
-@pytest.mark.parametrize("section", SECTIONS)
-def test_the_objective_in_float32_is_healthy(section):
-    assert is_healthy(section, answers_of(section, None, torch.float32))
-
-
-def from_the_end(function):
-    """Rows and tokens in the opposite order."""
+def with_tensors(function, change):
+    """The function of changed tensors."""
 
     @functools.wraps(function)
     def loss(*given, **keywords):
-        def flipped(x):
-            return x.flip(0, 1) if torch.is_tensor(x) else x
-
-        given = [flipped(x) for x in given]
-        return function(*given, **{key: flipped(x) for key, x in keywords.items()})
+        tensors = {key: change(x) for key, x in keywords.items() if torch.is_tensor(x)}
+        given = [change(x) if torch.is_tensor(x) else x for x in given]
+        return function(*given, **(keywords | tensors))
 
     return loss
 
 
-def in_float32(function):
-    @functools.wraps(function)
-    def loss(*given, **keywords):
-        def single(x):
-            return x.float() if torch.is_tensor(x) and x.is_floating_point() else x
-
-        given = [single(x) for x in given]
-        return function(*given, **{key: single(x) for key, x in keywords.items()})[0].double()
-
-    return loss
+@pytest.mark.parametrize("section", [*LOSSES, *OURS])
+def test_a_function_that_computes_in_float32_is_healthy(section):
+    in_float32 = with_tensors(function_of(section), lambda x: x.float() if x.is_floating_point() else x)
+    subject = Subject(in_float32, section)
+    assert doctor.diagnosis(subject, doctor.examine(subject)) == []
 
 
 @pytest.mark.parametrize("section", LOSSES)
 def test_a_healthy_loss_is_not_accused(section):
-    """In float32, whether it is given it or casts itself; with a mask of floats, with advantages of
-    shape (B,), and with another order of summation."""
+    """With another order of rows and tokens, a mask of floats, advantages of shape (B,)."""
     function = function_of(section)
     for subject in (
-        Subject(function, section, dtype="float32"),
-        Subject(in_float32(function), section),
+        Subject(with_tensors(function, lambda x: x.flip(0, 1)), section),
         Subject(function, section, mask="float"),
         Subject(function, section, advantages="B"),
-        Subject(from_the_end(function), section),
     ):
         assert doctor.diagnosis(subject, doctor.examine(subject)) == []
 
@@ -253,12 +192,12 @@ def dapo_of(terms):
 
 
 def from_the_maximum(rewards):
-    return (rewards - rewards.max(1, keepdim=True).values) / (rewards.std(1, keepdim=True) + 1e-6)
+    return rewards - rewards.max(1, keepdim=True).values
 
 
-def of_half_the_values(rewards, values, mask, gamma, lam):
+def without_values(rewards, values, mask, gamma, lam):
     advantages, returns = ppo.compute_gae(rewards, values, mask, gamma, lam)
-    return advantages, torch.where(mask, returns + values / 2, 0)
+    return advantages, advantages
 
 
 EXPLAINED = [  # (a function whose mistake has no entry, its section, what the doctor says of it)
@@ -269,10 +208,9 @@ EXPLAINED = [  # (a function whose mistake has no entry, its section, what the d
         "A r / N where A > 0, else - A r / N; 0 where",
     ),
     (dapo_of(lambda r, A, m: m.detach() + (r - r.detach()) * A), "dapo", "every value is right"),
-    (dapo_of(lambda r, A, m: r.sqrt() * A), "dapo", "0.5 A sqrt(r) / N"),
     (dapo_of(lambda r, A, m: r * (A - A.mean())), "dapo", "on policy your A is +1 A"),
-    (from_the_maximum, "group_advantages", "your baseline is the maximum of the group, not the mean"),
-    (of_half_the_values, "gae", "your return is +1 A +1.5 V, not +1 A +1 V"),
+    (from_the_maximum, "group_advantages", "3, 3, 3, 7 your A is 1 (R - 7), not 0.5 (R - 4)"),
+    (without_values, "gae", "your return is +1 A +0 V, not +1 A +1 V"),
 ]
 
 
@@ -283,19 +221,6 @@ def test_what_is_unknown_is_explained(function, section, expected):
     assert text.startswith(UNKNOWN) and expected in text, text
 
 
-def test_a_function_that_takes_one_lambda_for_the_batch():
-    def one_lambda(rewards, values, mask, gamma, lam):
-        return ppo.compute_gae(rewards, values, mask, gamma, float(lam))
-
-    subject = Subject(one_lambda, "gae")
-    results = doctor.examine(subject)
-    (words,) = (found for case, found in results if case["id"] == "gae-009")
-    assert (
-        words.startswith("it takes one number for the batch")
-        and doctor.diagnosis(subject, results) == []
-    )
-
-
 # ---------------------------------------------------------------------------------- what users bring
 
 
@@ -303,10 +228,10 @@ def test_a_function_that_takes_one_lambda_for_the_batch():
 def ask(tmp_path, capsys, monkeypatch):
     """(exit code, what it prints) of the doctor on the lines of a file, in this process."""
 
-    def answer(text, *flags, name="loss"):
+    def answer(text, flags="--algorithm dapo", name="loss"):
         path = tmp_path / "mine.py"
         path.write_text(f"import torch\n{text}")
-        monkeypatch.setattr(sys, "argv", ["check.py", f"{path}:{name}", *flags])
+        monkeypatch.setattr(sys, "argv", ["check.py", f"{path}:{name}", *flags.split()])
         monkeypatch.chdir(ROOT)
         with pytest.raises(SystemExit) as ended:
             command.main("check.py")
@@ -317,60 +242,68 @@ def ask(tmp_path, capsys, monkeypatch):
 
 
 DAPO = """
-def loss(new, old, A, mask, *, low=0.2, high=0.28):
+def loss(new, old, A, mask, *, clip_eps_low=0.2, clip_eps_high=0.28):
     r = torch.where(mask, new - old, 0).exp()
-    smaller = torch.min(r * A, r.clamp(1 - low, 1 + high) * A)
+    smaller = torch.min(r * A, r.clamp(1 - clip_eps_low, 1 + clip_eps_high) * A)
     return -torch.where(mask, smaller, 0).sum() / mask.sum()
+class Loss(torch.nn.Module):
+    def __call__(self, *given, **keywords):
+        return super().__call__(*given, **keywords)
+    def forward(self, new, old, A, mask, clip_eps_low=0.2, clip_eps_high=0.28):
+        return loss(new, old, A, mask, clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high)
+instance = Loss()
 """
-PLAIN = "--algorithm dapo"
-RENAMED = f"{PLAIN} --rename clip_eps_low=low clip_eps_high=high"
-ONE = "--algorithm ppo --rename clip_eps_low=high clip_eps_high=high"
-MEAN = "return -torch.where(mask, smaller, 0).sum() / mask.sum()"
 LOG_R = "torch.where(mask, new - old, 0)"
 FIRST = "    r ="
-VARIATIONS = [  # (what is replaced in DAPO, by what, flags, exit code, what is printed)
-    ("", "", RENAMED, 0, "14 of 14 applicable cases agree, 1 not tested\nhealthy\n"),
-    ("", "", PLAIN, 0, "n/a      dapo-011 other bounds: it has no keyword clip_eps_low"),
-    ("", "", "--algorithm rspo", 1, "0 of 0 applicable cases agree"),
-    ("0.28", "0.28, **others", RENAMED, 1, "mistake: a mean of each micro-batch"),
-    ("low=0.2, high=0.28", "high=0.2, low=0.2", ONE, 0, "it has one keyword high for two"),
-    ("return -", "return ", PLAIN, 1, "\nmistake: wrong sign\n"),
-    ("1 - low, 1 + high", "1 - high, 1 + low", PLAIN, 1, "\nmistake: the two bounds swapped\n"),
-    ("(1 - low, 1 + high) * A)", "(1 - high, 1 + low) * A) * -1", PLAIN, 1, " and mistake: the two"),
-    ("new - old", "1.01 * new - old", PLAIN, 1, f"\n{UNKNOWN}\n"),
-    ("* A)", "* A * torch.linspace(0.3, 0.9, 6))", PLAIN, 1, f"\n{UNKNOWN}\n"),
-    (FIRST, "    A = A.unsqueeze(1); assert A.dim() == 2; r =", PLAIN, 0, "advantages B\n"),
-    (FIRST, "    assert A.shape[1] == 1; r =", PLAIN, 0, "it takes one advantage for each completion"),
-    (FIRST, "    assert A.shape == mask.shape; r =", PLAIN, 0, "advantages BT\n"),
-    (FIRST, "    assert not new.isnan().any(), 'no'; r =", PLAIN, 1, "it raises AssertionError no"),
-    (FIRST, "    mask = 1 - mask < 0.5; r =", PLAIN, 0, "13 of 13 applicable cases agree"),
-    (MEAN, f"return {{'loss': {MEAN[7:]}}}", RENAMED, 0, "14 of 14"),
-    (LOG_R, "((new - old) * mask)", PLAIN, 1, "--allow-nan accepts it\n"),
-    (LOG_R, "((new - old) * mask)", f"{PLAIN} --allow-nan", 0, "variant: NaN in masked places"),
-    ("new - old", "new.bfloat16() - old", PLAIN, 1, "computed in bfloat16?"),
+VARIATIONS = [  # (what is replaced in DAPO, by what, exit code, what is printed)
+    ("", "", 0, "14 of 14 applicable cases agree, 1 not tested\nhealthy\n"),
+    ("clip_eps", "eps", 0, "n/a      dapo-011 other bounds: it has no keyword clip_eps_low"),
+    ("0.28):\n    r", "0.28, **others):\n    r", 1, "mistake: a mean of each micro-batch"),
+    ("return -", "return ", 1, "\nmistake: wrong sign\n"),
+    ("/ mask.sum()", "/ -mask.numel()", 1, "mistake: wrong sign and mistake: a mean over the"),
+    (FIRST, "    A = A.unsqueeze(1); assert A.dim() == 2; r =", 0, "advantages B\n"),
+    (FIRST, "    assert A.shape[1] == 1; r =", 0, "it takes one advantage for each completion"),
+    (FIRST, "    assert A.shape == mask.shape; r =", 0, "advantages BT\n"),
+    (FIRST, "    assert not new.isnan().any(), 'no'; r =", 1, "it raises AssertionError no"),
+    (FIRST, "    mask = 1 - mask < 0.5; r =", 0, "14 of 14 applicable cases agree"),
+    (LOG_R, "((new - old) * mask)", 1, "--allow-nan accepts it\n"),
+    ("new - old", "new.bfloat16() - old", 1, "computed in bfloat16?"),
 ]
 
 
-@pytest.mark.parametrize("old, new, flags, code, expected", VARIATIONS)
-def test_variations_of_a_loss(old, new, flags, code, expected, ask):
+@pytest.mark.parametrize("old, new, code, expected", VARIATIONS)
+def test_variations_of_a_loss(old, new, code, expected, ask):
     assert old in DAPO
-    found, text = ask(DAPO.replace(old, new), *flags.split())
+    found, text = ask(DAPO.replace(old, new))
     assert found == code and expected in text, text
 
 
-@pytest.mark.parametrize(
-    "names", ["old_log_prob, log_prob, advantages, response_mask", "old, new, A, mask"]
-)
+def test_nan_in_masked_places_alone_can_be_allowed(ask):
+    lines = DAPO.replace(LOG_R, "((new - old) * mask)")
+    assert ask(lines, "--algorithm dapo --allow-nan")[0] == 0
+
+
+def test_a_loss_of_which_no_case_applies_is_not_healthy(ask):
+    code, text = ask(DAPO, "--algorithm rspo")
+    assert code == 1 and "0 of 0 applicable cases agree" in text
+
+
+@pytest.mark.parametrize("name", ["instance", "in_a_dict"])
+def test_a_module_and_a_dict(name, ask):
+    code, text = ask(f"{DAPO}\ndef in_a_dict(*given): return {{'loss': loss(*given)}}", name=name)
+    assert code == 0 and "healthy" in text
+
+
+@pytest.mark.parametrize("names", ["old_log_prob, log_prob, advantages, mask", "old, new, A, mask"])
 def test_arguments_in_another_order_are_passed_by_name(names, ask):
     old, new, A, mask = names.split(", ")
     wrapper = f"\ndef ordered({names}): return loss({new}, {old}, {A}, {mask})\n"
-    code, text = ask(DAPO + wrapper, *PLAIN.split(), name="ordered")
+    code, text = ask(DAPO + wrapper, name="ordered")
     assert code == 0 and f"arguments by name: {old} is old_logprobs, {new} is logprobs, " in text
 
 
 def test_where_nothing_explains_the_smallest_case_is_printed_token_by_token(ask):
-    """A mask that is rolled by one."""
-    _, text = ask(DAPO.replace(FIRST, "    mask = mask.roll(1, 1); r ="), *PLAIN.split())
+    _, text = ask(DAPO.replace("new - old", "1.01 * new - old"))
     assert UNKNOWN in text and "the smallest case that differs is dapo-014" in text
     ours = [" ".join(f"{x:9.4g}" for x in row) for row in case_of("dapo", "dapo-014")["gradient"]]
     found = re.findall("^    ours  (.*)", text, re.MULTILINE)
@@ -378,31 +311,14 @@ def test_where_nothing_explains_the_smallest_case_is_printed_token_by_token(ask)
     assert text.count("\n    mask  ") == text.count("\n    yours ") == len(found)
 
 
-A_MODULE = """
-class Loss(torch.nn.Module):
-    def __call__(self, *given, **keywords):
-        return super().__call__(*given, **keywords)
-    def forward(self, new, old, A, mask, low=0.2, high=0.28):
-        return loss(new, old, A, mask, low=low, high=high)
-instance = Loss()
-"""
-
-
-def test_an_instance_of_a_module(ask):
-    code, text = ask(DAPO + A_MODULE, *RENAMED.split(), name="instance")
-    assert code == 0 and "14 of 14 applicable cases agree" in text
-
-
 CANNOT = [  # (lines, name of the function, what is printed)
-    (DAPO + A_MODULE, "Loss", "as dapo: Loss is a class: pass an instance of it, or a function"),
-    (DAPO, "lss", "cannot be called as dapo: no function lss; it has: loss"),
+    (DAPO, "Loss", "as dapo: Loss is a class: pass an instance of it, or a function"),
+    (DAPO, "lss", "cannot be called as dapo: no function lss; it has: loss, Loss"),
     (
         "def loss(new, A): pass",
         "loss",
         "it takes 2 arguments (new, A), not 4: logprobs, old_logprobs, ",
     ),
-    ("loss = 1", "loss", "cannot be called as dapo: it is no function: 1"),
-    ("import nothing_here", "loss", "ModuleNotFoundError: No module named 'nothing_here' (/"),
     ("exit()", "loss", "cannot be called as dapo: SystemExit"),
     ("def loss(a, b, c, d):\n    return a.nothing", "loss", "has no attribute 'nothing' (/"),
     ("def loss(a, b, c, d): return {'x': 1}", "loss", 'it returns a dict without "loss": x'),
@@ -412,27 +328,17 @@ CANNOT = [  # (lines, name of the function, what is printed)
 
 @pytest.mark.parametrize("lines, name, expected", CANNOT)
 def test_what_cannot_be_called_is_one_line(lines, name, expected, ask):
-    code, text = ask(lines, *PLAIN.split(), name=name)
+    code, text = ask(lines, name=name)
     assert code == 2 and expected in text and text.count("\n") == 1, text
 
 
 @pytest.mark.parametrize(
-    "flags, expected",
-    [
-        ("", "--algorithm is needed"),
-        ("--algorithm dpo", "invalid choice: 'dpo'"),
-        (
-            f"{PLAIN} --rename low=clip_eps_low",
-            "--rename: the name before = must be one of clip_eps_high, ",
-        ),
-        (f"{PLAIN} --what los", "invalid choice: 'los'"),
-    ],
+    "flags, expected", [("", "--algorithm is needed"), ("--algorithm dpo", "'dpo'")]
 )
 def test_a_usage_error_is_one_line_with_the_name_of_the_program(flags, expected, ask):
-    code, text = ask(DAPO, *flags.split())
-    assert code == 2 and text.startswith("check.py: ") and expected in text and text.count("\n") == 1, (
-        text
-    )
+    code, text = ask(DAPO, flags)
+    assert code == 2 and text.startswith("check.py: ") and expected in text
+    assert text.count("\n") == 1, text
 
 
 def test_every_flag_has_a_help_text(ask):
@@ -445,30 +351,22 @@ def test_every_flag_has_a_help_text(ask):
 @pytest.mark.parametrize("algorithm, what", [("grpo", "advantages"), ("ppo", "gae")])
 def test_functions_that_are_no_losses(algorithm, what, ask):
     lines = f"from {algorithm} import compute_{what} as found"
-    code, text = ask(lines, "--algorithm", algorithm, "--what", what, name="found")
+    code, text = ask(lines, f"--algorithm {algorithm} --what {what}", name="found")
     assert code == 0 and "DIFFERS" not in text
-    # ppo's caller adds the value after a completion that was cut off to its last reward.
-    not_applicable = ["gae-008"] if what == "gae" else []
-    assert re.findall(r"^  n/a +(\S+)", text, re.MULTILINE) == not_applicable
 
 
 # ----------------------------------------------------------------------- pytest, ways in, the package
 
 
-def test_nothing_of_the_project_is_imported_and_no_import_runs_in_a_circle():
+def test_no_import_runs_in_a_circle():
     imports = {}
-    for path in [*PACKAGE.glob("*.py"), ROOT / "conformance" / "make.py"]:
-        names = set()
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                names |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module == "rl_loss_vectors":
-                names |= {f"rl_loss_vectors.{alias.name}" for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                names.add(node.module)
-        allowed = {*sys.stdlib_module_names, "numpy", "torch", "pytest", "rl_loss_vectors"}
-        assert {name.split(".")[0] for name in names} <= allowed, path
-        imports[f"rl_loss_vectors.{path.stem}"] = names
+    for path in PACKAGE.glob("*.py"):
+        text = path.read_text()
+        names = re.findall(r"^from rl_loss_vectors\.(\w+) import", text, re.MULTILINE)
+        for line in re.findall("^from rl_loss_vectors import (.*)", text, re.MULTILINE):
+            names += line.split(", ")
+        imports[path.stem] = names
+    assert "vectors" in imports["doctor"]
     graphlib.TopologicalSorter(imports).prepare()  # an error if there is a circle
 
 
@@ -479,44 +377,26 @@ def run(*command, **options):
 
 
 def test_the_clone_and_the_package_say_the_same():
+    ways = (["conformance/check.py"], ["-m", "rl_loss_vectors"])
     flags = ("grpo.py:policy_loss", "--algorithm", "grpo")
-    results = [
-        run(*way, *flags, cwd=ROOT) for way in (("conformance/check.py",), ("-m", "rl_loss_vectors"))
-    ]
-    assert results[0].stdout == results[1].stdout and [result.returncode for result in results] == [
-        0,
-        0,
-    ]
-    assert results[0].stdout.endswith("17 of 17 applicable cases agree, 0 not tested\nhealthy\n")
+    one, other = (run(*way, *flags, cwd=ROOT) for way in ways)
+    assert one.stdout == other.stdout and one.returncode == other.returncode == 0
+    assert one.stdout.endswith("17 of 17 applicable cases agree, 0 not tested\nhealthy\n")
 
 
-def test_a_failure_is_diagnosed_and_a_known_difference_is_strict(tmp_path):
-    """In somebody's suite: one that is wrong, one whose mistake is known and one that was mended."""
-    (tmp_path / "xfails.txt").write_text("# ours\ndapo-001  # wrong sign\ndapo-002\n\n")
-    lines = [
-        "import pytest, torch",
-        "from rl_loss_vectors import cases",
-        "from dapo import policy_loss",
-        "def loss(*given, clip_eps_low=0.2, clip_eps_high=0.28):",
-        "    value = policy_loss(*given, clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high)[0]",
-        "    return value if abs(given[1].sum() - SUM) < 1e-6 else -value",
-        "@pytest.mark.parametrize('case', cases('dapo', loss, 'xfails.txt'))",
-        "def test_dapo(case):",
-        "    case.check()",
-    ]
-    total = reference.tensor(case_of("dapo", "dapo-002")["inputs"]["old_logprobs"]).sum().item()
-    (tmp_path / "test_it.py").write_text("\n".join(lines).replace("SUM", repr(total)))
-    text = run("-m", "pytest", "-p", "no:cacheprovider", "-q", cwd=tmp_path).stdout
-    assert "FAILED test_it.py::test_dapo[dapo-002]" in text and "XPASS(strict)" in text
-    assert "FAILED test_it.py::test_dapo[dapo-003]" in text
-    assert "1 xfailed" in text and "1 skipped" in text
-    assert UNKNOWN in text  # since one case is right
+def test_the_cases_of_a_pytest_suite():
+    """A failure is diagnosed, a known difference is strict, what does not apply is skipped."""
 
+    def loss(*given):
+        return -copied("dapo").policy_loss(*given)[0]
 
-def test_a_known_difference_that_no_case_has_is_refused(tmp_path):
-    (tmp_path / "xfails.txt").write_text("dapo-099\n")
-    with pytest.raises(ValueError, match="no such case, or it does not apply: dapo-099"):
-        cases("dapo", copied("dapo").policy_loss, tmp_path / "xfails.txt")
+    parameters = {parameter.id: parameter for parameter in cases("dapo", loss, ["dapo-002"])}
+    with pytest.raises(AssertionError, match="mistake: wrong sign"):
+        parameters["dapo-001"].values[0].check()
+    (mark,) = parameters["dapo-002"].marks
+    assert mark.name == "xfail" and mark.kwargs["strict"]
+    (mark,) = parameters["dapo-007"].marks
+    assert mark.name == "skip" and "micro-batches" in mark.kwargs["reason"]
 
 
 def test_the_three_examples_of_the_readme(tmp_path):

@@ -4,9 +4,9 @@ import copy
 import csv
 import gzip
 import json
-import os
 import random
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from conftest import run, script_args
@@ -19,7 +19,7 @@ from plumbing.args import UserError
 from plumbing.data import problem_rows, read_dataset
 from plumbing.policy import Policy
 
-TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}<assistant>"
+TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}{{ end }}<assistant>"
 
 
 def policy_with(template=None, config=None, appends_eos=False):
@@ -42,18 +42,28 @@ def policy_with(template=None, config=None, appends_eos=False):
 
 
 def read(path, **flags):
-    """[(number, row)] of a file or folder."""
+    """The rows of a file or folder."""
     return list(read_dataset(script_args("grpo", dataset=str(path), **flags)[1]))
 
 
 def problems_of(rows, policy=None, **flags):
     """[(prompt, gold answer, ids, columns)] of rows, of which none are held out."""
     args = script_args("grpo", dataset="mine", num_held_out=0, **flags)[1]
-    return problem_rows(enumerate(rows, 1), policy or policy_with(), args)
+    return problem_rows(rows, policy or policy_with(), args)
+
+
+def refusal(rows, policy=None, **flags):
+    with pytest.raises(UserError) as error:
+        problems_of(rows, policy, **flags)
+    return str(error.value)
 
 
 def row(prompt="1+1=", answer="2"):
     return {"question": prompt, "answer": answer}
+
+
+def sums(count):
+    return [row(f"{i}+1=", str(i + 1)) for i in range(count)]
 
 
 def chat(*turns):
@@ -62,14 +72,11 @@ def chat(*turns):
     return [{"role": role, "content": content} for role, content in pairs]
 
 
-ROWS = [row(f"{a}+{b}=", str(a + b)) for a in range(10) for b in range(10)]
-
-
 # --------------------------------------------------------------------------------------------- files
 
 
-def write_csv(path, rows, encoding="utf-8"):
-    with open(path, "w", newline="", encoding=encoding) as file:
+def write_csv(path, rows):
+    with open(path, "w", newline="", encoding="utf-8-sig") as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
@@ -83,68 +90,48 @@ def write_lines(path, rows):
 EXACT = [
     row("2024-01-31", "2024-02-01"),
     row("12345678901234567890123", "007"),
-    row("None", "null"),
-    row("NaN", "0.12345678901234567890123"),
+    row("None", "NaN"),
     row("a\u2028b\u0085c", "1e5"),
     row('"x", \n"y"', "True"),
-    row("ü", "ß"),
 ]
 
 
 def test_every_kind_of_file_has_the_same_rows(tmp_path):
     write_lines(tmp_path / "lines.jsonl", EXACT)
-    (tmp_path / "no_suffix").write_bytes((tmp_path / "lines.jsonl").read_bytes())
-    (tmp_path / "array.json").write_text(json.dumps(EXACT, indent=1))
-    (tmp_path / "mark.json").write_text("\n" + json.dumps(EXACT), encoding="utf-8-sig")
-    lines = "\n".join(json.dumps(row, ensure_ascii=False) for row in EXACT)
-    (tmp_path / "mark.jsonl").write_text(lines, encoding="utf-8-sig")
+    (tmp_path / "mark.json").write_text("\n" + json.dumps(EXACT, indent=1), encoding="utf-8-sig")
     write_csv(tmp_path / "cells.csv", EXACT)
-    write_csv(tmp_path / "mark.csv", EXACT, "utf-8-sig")
-    for name in ("lines.jsonl", "array.json", "cells.csv"):
+    for name in ("lines.jsonl", "mark.json", "cells.csv"):
         (tmp_path / f"{name}.gz").write_bytes(gzip.compress((tmp_path / name).read_bytes()))
     Dataset.from_list(EXACT).to_parquet(tmp_path / "data[1].parquet")
-    Dataset.from_list(ROWS).to_parquet(tmp_path / "data1.parquet")  # no pattern: [1] is not 1
-    paths = [path for path in tmp_path.iterdir() if path.name != "data1.parquet"]
-    assert len(paths) == 11
+    paths = list(tmp_path.iterdir())
+    Dataset.from_list(sums(9)).to_parquet(tmp_path / "data1.parquet")  # no pattern: [1] is not 1
     for path in paths:
-        assert read(path) == list(enumerate(EXACT, 1)), path
+        assert read(path) == EXACT, path
 
 
 def test_a_folder_has_splits(tmp_path):
     """The default is train."""
     folder = tmp_path / "sums"
     folder.mkdir()
-    Dataset.from_list(ROWS).to_parquet(folder / "train-00000-of-00001.parquet")
-    Dataset.from_list(ROWS[:7]).to_parquet(folder / "test.parquet")
-    assert read(folder) == list(enumerate(ROWS, 1))
-    assert read(folder, dataset_split="test") == list(enumerate(ROWS[:7], 1))
-    assert len(read(folder, dataset_split="train[:30]")) == 30
+    Dataset.from_list(sums(9)).to_parquet(folder / "train-00000-of-00001.parquet")
+    Dataset.from_list(EXACT).to_parquet(folder / "test.parquet")
+    assert read(folder) == sums(9)
+    assert read(folder, dataset_split="test[:3]") == EXACT[:3]
     folder.rename(tmp_path / "sums[1]")  # datasets would read sums1
     with pytest.raises(UserError, match=r"sums\[1\] cannot be read"):
         read(tmp_path / "sums[1]")
 
 
-def test_a_parquet_file_that_is_written_again_within_a_second(tmp_path):
-    for rows in (ROWS, EXACT):
-        Dataset.from_list(rows).to_parquet(tmp_path / "data.parquet")
-        os.utime(tmp_path / "data.parquet", (1_700_000_000, 1_700_000_000))
-        assert read(tmp_path / "data.parquet") == list(enumerate(rows, 1))
-
-
 UNREADABLE = [  # what a run says of a file
     ("missing.jsonl", None, "missing.jsonl cannot be read: FileNotFoundError"),
     ("missing.parquet", None, "missing.parquet cannot be read: FileNotFoundError"),
-    ("open.json", b'[{"question": "1"}', "open.json cannot be read: JSONDecodeError"),
     ("lines.jsonl.gz", b"{}", "lines.jsonl.gz cannot be read: BadGzipFile"),
     ("half.parquet", b"PAR1 and no more", "half.parquet cannot be read"),
-    ("latin.csv", "question,answer\nü,1".encode("latin1"), "latin.csv cannot be read: UnicodeDecode"),
-    ("empty.jsonl", b"\n\n", "has no rows"),
-    ("text.jsonl", b'{"question": "1", "answer": "1"}\n\nwhat?\n', "row 3 'what?'"),
-    ("latin.jsonl", '{"question": "ü"}'.encode("latin1"), "1 of 1 rows cannot be used: 1 unreadable"),
-    ("numbers.json", b"[1, [2]]", "2 unreadable (first: row 1 1)"),
+    ("empty.jsonl", b"\n\n", "leaves none of the 0 problems"),
     ("deep.jsonl", b"[" * 100_000, "deep.jsonl cannot be read: RecursionError"),
+    ("text.jsonl", b'{"question": "1", "answer": "1"}\nwhat?\n', "1 unreadable (first: row 2 'what?'"),
     ("surplus.csv", b"question,answer\nWhat is 1,000 + 1?,1001", "1 unreadable (first: row 1 a dict"),
-    ("semicolons.csv", b"question;answer\n1+1=;2", "The columns are question;answer"),
+    ("semicolons.csv", b"question;answer\n1+1=;2", "the columns are question;answer"),
 ]
 
 
@@ -157,48 +144,28 @@ def test_run_with_a_file_that_cannot_be_read(name, content, expected, tmp_path):
     assert expected in result.stderr
 
 
-# ----------------------------------------------------------------------------------- columns, answers
-
-NESTED = {
-    "prompt": chat("user", "1+1="),
-    "extra": {"gold": {"value": "2"}, "style": "rule"},
-    "text": '{"gold": ["2"]}',
-    "a.b": "2",
-    "turns": chat("user", "1+1=", "assistant", "it is #### 2"),
-}
+# ---------------------------------------------------------------------------------- columns, prompts
 
 
-@pytest.mark.parametrize("column", ["extra.gold.value", "text.gold.0", "a.b", "turns.1.content"])
-def test_a_column_may_be_a_path(column):
-    """Into dicts, lists and JSON text; a column of the whole name comes first."""
-    for prompt_column in ("prompt", "turns", "turns.0.content", "prompt.0.content"):
-        flags = {"prompt_column": prompt_column, "answer_column": column}
-        ((prompt, answer, _, columns),) = problems_of([NESTED], **flags)
-        assert (prompt, answer) == ("1+1=", "2")
-        assert columns["extra"] == NESTED["extra"]
+def test_a_column_may_be_a_path():
+    """A column of the whole name comes first."""
+    nested = {"prompt": chat("user", "1+1="), "extra": {"gold": {"value": "2"}}, "a.b": "2"}
+    for column in ("extra.gold.value", "a.b"):
+        flags = {"prompt_column": "prompt", "answer_column": column}
+        ((prompt, answer, _, columns),) = problems_of([nested], **flags)
+        assert (prompt, answer, columns["extra"]) == ("1+1=", "2", nested["extra"])
+    for column, found in {"extra.gold": "a dict with value", "a.b.c": "None"}.items():
+        flags = {"prompt_column": "prompt", "answer_column": column}
+        assert f"1 without a gold answer (first: row 1 {found})" in refusal([nested], **flags)
 
-
-BAD_PATHS = [("extra.gold", "a dict with value"), ("extra.name", "a dict with gold, style")]
-BAD_PATHS += [("a.b.c", "a dict with"), ("text.gold.1", "a dict with 0"), ("extra.style.x", "None")]
-
-
-@pytest.mark.parametrize("column, expected", BAD_PATHS)
-def test_a_path_that_ends_elsewhere(column, expected):
-    with pytest.raises(UserError, match=f"1 without a gold answer .first: row 1 {expected}"):
-        problems_of([NESTED], prompt_column="prompt", answer_column=column)
-
-
-# ------------------------------------------------------------------------------------------- prompts
 
 SHOT = chat("user", "1+1=", "assistant", "2")
 PARTS = [{"type": "text", "text": "1+", "image": None}, {"type": "text", "text": "3="}]
-OTHER_PARTS = [*PARTS, {"type": "reasoning", "text": "4"}]
 SYSTEM = chat("system", "s", "user", "3")
 FLAGS = {"system_prompt": "S", "instruction": "I"}
 PROMPTS = [  # cell, flags, as the template renders it, as reward functions get it if not as the cell
     ("1+3=", {}, "<user>1+3=", None),
     ("[1, 2, 3]", {}, "<user>[1, 2, 3]", None),
-    ('{"role": "user"}', {}, '<user>{"role": "user"}', None),
     (chat("user", " 1+3=\n"), {}, "<user>1+3=", None),
     (json.dumps(SYSTEM), {}, "<system>s<user>3", SYSTEM),
     (chat("user", PARTS), {}, "<user>1+3=", chat("user", "1+3=")),
@@ -206,6 +173,7 @@ PROMPTS = [  # cell, flags, as the template renders it, as reward functions get 
     ([*SHOT, *chat("assistant", "#### 2")], {}, "<user>1+1=", SHOT[:1]),
     (chat("user", "3", "tool", "4"), {}, "<user>3<tool>4", None),
     ("3", FLAGS, "<system>S<user>3\nI", "3\nI"),
+    ("3", {"chat_template_kwargs": '{"end": "!"}'}, "<user>3!", None),
     (SYSTEM, FLAGS, "<system>S<user>3\nI", chat("system", "S", "user", "3\nI")),
 ]
 
@@ -214,104 +182,62 @@ PROMPTS = [  # cell, flags, as the template renders it, as reward functions get 
 def test_prompts_are_text_or_messages(cell, flags, expected, shown):
     """The last answer of the assistant is no part of a prompt. A reward function gets it as it is."""
     ((prompt, _, ids, columns),) = problems_of([row(cell)], policy_with(TURNS), **flags)
-    assert prompt == f"{expected}<assistant>"
-    assert columns["prompts"] == (cell if shown is None else shown)
-    assert columns["question"] == cell and len(ids) == len(prompt)
+    assert prompt == f"{expected}<assistant>" and len(ids) == len(prompt)
+    assert columns["prompts"] == (cell if shown is None else shown) and columns["question"] == cell
 
 
-def test_dropped_replies_are_counted(capsys):
-    rows = [row(chat("user", f"{i}", "assistant", "2")) for i in range(29)]
-    problems_of([row("3+"), *rows, rows[0]], policy_with(TURNS))
-    assert "; left out: 29 last messages of the assistant (first: row 2), 1 " in capsys.readouterr().out
-
-
-BAD_PROMPTS = [  # cell, why the row is left out
-    (" \n", "without a prompt (first: row 1 ' \\n')"),
-    (7, "without a prompt (first: row 1 7)"),
-    (None, "without a prompt (first: row 1 None)"),
-    (["1+1="], "without a prompt (first: row 1 ['1+1='])"),
-    ({"content": "3", "role": "user"}, "without a prompt (first: row 1 a dict with content, role)"),
-    (chat("system", "3"), "without a prompt"),
-    (chat("user", ""), "without a prompt"),
-    (chat("assistant", "3"), "without a prompt"),
-    ([{"from": "human", "value": "3"}], "(as in ShareGPT) (first: row 1 a dict with from, value)"),
-    ('[{"user": "3"}]', "no role and content (as in ShareGPT) (first: row 1 a dict with user)"),
-    ([*SHOT, {"role": "user"}], "no role and content"),
-    (chat("user", OTHER_PARTS), "with a message that is not text"),
-    (chat("user", "3", "assistant", None, "user", "4"), "a message that is not text"),
-    (chat("user", "1\udfff"), "that cannot be rendered"),
-    ("1" * 90, "with a prompt of 107 tokens, the model's limit of 150 is exceeded"),
+BAD_ROWS = [  # prompt, answer, why the row is left out
+    (" \n", "2", "without a prompt (first: row 1 ' \\n')"),
+    (None, "2", "without a prompt (first: row 1 None)"),
+    (["1+1="], "2", "without a prompt (first: row 1 ['1+1='])"),
+    ({"role": "user"}, "2", "without a prompt (first: row 1 a dict with role)"),
+    (chat("system", "3"), "2", "without a prompt"),
+    ([{"from": "human", "value": "3"}], "2", "(as in ShareGPT) (first: row 1 a dict with from, value)"),
+    (chat("user", [*PARTS, {"type": "image"}]), "2", "with a message that is not text"),
+    (chat("user", "1\udfff"), "2", "that cannot be rendered"),
+    ("1" * 90, "2", "the model's limit of 150 (first: row 1 with 107 tokens)"),
+    ("3", {"gold": "2"}, "without a gold answer (first: row 1 a dict with gold)"),
+    ("3", "", "without a gold answer (first: row 1 '')"),
+    ("3", "so it is ####", "without a gold answer"),
 ]
-BAD_ANSWERS = [
-    ({"gold": "2", "style": "rule"}, "without a gold answer (first: row 1 a dict with gold, style)"),
-    (None, "without a gold answer (first: row 1 None)"),
-    ("", "without a gold answer (first: row 1 '')"),
-    (b"365", "without a gold answer (first: row 1 b'365')"),
-    ("so it is ####", "without a gold answer"),
-    ("\\boxed{1", "without a gold answer"),
-]
-BAD_ROWS = [(row(cell), expected) for cell, expected in BAD_PROMPTS]
-BAD_ROWS += [(row(answer=cell), expected) for cell, expected in BAD_ANSWERS]
-BAD_ROWS += [({"text": "1", "answer": 3}, "without a prompt (first: row 1 a dict with text, answer)")]
-BAD_ROWS += [({"question": "1"}, "without a gold answer (first: row 1 a dict with question)")]
 
 
-@pytest.mark.parametrize("bad, expected", BAD_ROWS)
-def test_rows_that_cannot_be_used(bad, expected):
-    """It is said what the cell is, and which columns there are."""
-    policy = policy_with(TURNS, SimpleNamespace(max_position_embeddings=150))
-    with pytest.raises(UserError) as error:
-        problems_of([bad], policy)
-    assert expected in str(error.value) and f"The columns are {', '.join(bad)}" in str(error.value)
+@pytest.mark.parametrize("prompt, answer, expected", BAD_ROWS)
+def test_rows_that_cannot_be_used(prompt, answer, expected):
+    """It is said what the cell is, and which columns there are. The limit of a composite model is that
+    of its text."""
+    text_config = SimpleNamespace(max_position_embeddings=150)
+    config = SimpleNamespace(max_position_embeddings=9, text_config=text_config)
+    policy = policy_with(TURNS, config)
+    message = refusal([row(prompt, answer)], policy)
+    assert expected in message and message.endswith("the columns are question, answer")
 
 
-BAD_TEMPLATES = [  # cell, template, flags, why the row is left out
+BAD_TEMPLATES = [  # cell, template, flags, what is said
     (chat("user", "3", "user", "4"), None, {}, "need a chat template"),
     ("3", None, {"system_prompt": "S"}, "need a chat template"),
     ("3", "{{ raise_exception('no!') }}", {}, "row 1 TemplateError no!"),
-    ("3", "{{ messages[1].content }}", {}, "that cannot be rendered"),
-    ([*SHOT, *chat("user", "3")], "{{ messages[0].content }}", {}, "row 1 '3'"),
-    ("3", "{{ messages[-1].content }}", {"system_prompt": "S"}, "row 1 'S'"),
+    ([*SHOT, *chat("user", "3")], "{{ messages[0].content }}", {}, "lost in the chat template"),
+    ("3", "{{ messages[-1].content }}", {"system_prompt": "S"}, "lost in the chat template"),
+    ("3", TURNS, {"chat_template_kwargs": '{"think": 1}'}, "chat_template_kwargs: .* read think"),
 ]
 
 
 @pytest.mark.parametrize("cell, template, flags, expected", BAD_TEMPLATES)
 def test_templates_that_do_not_give_the_prompt(cell, template, flags, expected):
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=expected):
         problems_of([row(cell)], policy_with(template), **flags)
-    assert expected in str(error.value)
-
-
-def test_template_options():
-    """They reach the template, which must read them."""
-    template = "{{ messages[0].content }}{% if think is defined and not think %}no{% endif %}"
-    policy = policy_with(template)
-    for options, expected in (("{}", "3"), ('{"think": true}', "3"), ('{"think": false}', "3no")):
-        ((prompt, *_),) = problems_of([row("3")], policy, chat_template_kwargs=options)
-        assert prompt == expected
-    with pytest.raises(UserError, match="chat_template_kwargs: .* does not read thinking"):
-        problems_of([row()], policy, chat_template_kwargs='{"thinking": false}')
 
 
 # ------------------------------------------------------------------------------- what remains of rows
-
-
-def sums(count, first=0):
-    return [row(f"{i}+1=", str(i + 1)) for i in range(first, first + count)]
-
-
 TENTH = [  # rows, how many problems remain, None: the run ends
     (sums(18) + [row("", "1")] * 2, 18),
     (sums(17) + [row("", "1")] * 2, None),
-    (sums(9) + [{}], 9),
     (sums(8) + [row("x", "Proof"), row("y", " notfound ")] * 9, 8),  # no answers, but no mistake
-    (sums(8) + [row("x", "")], None),
-    (sums(3) * 100, 3),
     (sums(9) * 100 + [row("x", "")] * 99, 9),
     (sums(9) * 100 + [row("x", "")] * 101, None),
     (sums(20) + [row("3+1=", "4.0")], 20),  # the same answer
     (sums(20) + [row("3+1=", "5"), row("3+1=", "4")], 19),
-    ([row("easy", str(i)) for i in range(5)] + [row("hard", str(i)) for i in range(5)], None),
 ]
 
 
@@ -320,8 +246,7 @@ def test_a_tenth_may_be_left_out(rows, remaining):
     """Besides equal prompts, and answers that say that there is none."""
     random.Random(0).shuffle(rows)
     if remaining is None:
-        with pytest.raises(UserError):
-            problems_of(rows)
+        assert "rows cannot be used" in refusal(rows)
     else:
         problems = problems_of(rows)
         assert len(problems) == remaining
@@ -330,50 +255,28 @@ def test_a_tenth_may_be_left_out(rows, remaining):
 
 def test_equal_prompts_are_rendered_once(monkeypatch):
     policy = policy_with(TURNS)
-    rendered = []
-    original = policy.tokenizer.apply_chat_template
-
-    def apply_chat_template(messages, **options):
-        rendered.append(messages)
-        return original(messages, **options)
-
-    monkeypatch.setattr(policy.tokenizer, "apply_chat_template", apply_chat_template)
-    rows = [row(chat("user", r["question"]), r["answer"]) for r in ROWS] * 20
-    assert len(problems_of(rows, policy)) == len(rendered) == 100
-    same = [row("3"), row(chat("user", "3 ")), row(chat("user", "3"))]  # once they are rendered
-    assert len(problems_of(same, policy)) == 1
+    render = Mock(wraps=policy.tokenizer.apply_chat_template)
+    monkeypatch.setattr(policy.tokenizer, "apply_chat_template", render)
+    assert len(problems_of(sums(50) * 20, policy)) == render.call_count == 50
 
 
 def test_the_line_at_the_start(capsys):
-    """It counts what is left out, with the first row of each kind; some have more than one."""
-    rows = [
-        *sums(60),
-        row("", "1"),
-        row("x", {"gold": 1}),
-        row("x", "proof"),
-        *sums(3),
-        "x",
-        row("", "2"),
-    ]
-    problems_of(rows)
+    """It counts what is left out, with the first row of each kind. A row has one reason; a dropped
+    reply is counted beside."""
+    reply = row(chat("user", "2+2=", "assistant", "4"), "4")
+    rows = [reply, *sums(60), row("", "1"), row("x", {"gold": 1}), row("x", "proof"), *sums(3), "x"]
+    problems_of([*rows, row("", "2"), row("1+1=", "3")], policy_with(TURNS))
     kinds = [
-        "2 without a prompt (first: row 61 '')",
-        "1 without a gold answer (first: row 62 a dict with gold)",
-        "1 whose answer is proof or notfound (first: row 63)",
-        "3 with the prompt of an earlier row (first: row 64)",
-        "1 unreadable (first: row 67 'x')",
+        "1 last messages of the assistant (first: row 1)",
+        "2 without a prompt (first: row 62 '')",
+        "1 without a gold answer (first: row 63 a dict with gold)",
+        "1 whose answer is proof or notfound (first: row 64)",
+        "4 with the prompt of an earlier row (first: row 65)",
+        "1 unreadable (first: row 68 'x')",
+        "1 with a different gold answer for the same prompt in a later row (first: row 3)",
     ]
     line = f"problems: 60 to train on, 0 held out; left out: {', '.join(kinds)}\n"
     assert capsys.readouterr().out == line
-
-
-def test_the_limit_of_a_composite_model_is_that_of_its_text():
-    config = SimpleNamespace(
-        max_position_embeddings=9, text_config=SimpleNamespace(max_position_embeddings=40)
-    )
-    problems_of([row("1" * 20)], policy_with(config=config), max_new_tokens=20)
-    with pytest.raises(UserError, match="limit of 40"):
-        problems_of([row("1" * 21)], policy_with(config=config), max_new_tokens=20)
 
 
 def test_an_eos_that_the_tokenizer_appends_is_dropped():
@@ -387,11 +290,12 @@ def test_an_eos_that_the_tokenizer_appends_is_dropped():
 
 def test_held_out_problems_are_those_of_the_smallest_hash():
     """A row more moves at most one of them, the order of the rows and a repeated row none."""
-    before = [prompt for prompt, *_ in problems_of(ROWS)[:20]]
-    assert [prompt for prompt, *_ in problems_of(ROWS[::-1] + ROWS[:30])[:20]] == before
+    rows = sums(100)
+    before = [prompt for prompt, *_ in problems_of(rows)[:20]]
+    assert [prompt for prompt, *_ in problems_of(rows[::-1] + rows[:30])[:20]] == before
     for i in range(0, 100, 7):
-        after = [prompt for prompt, *_ in problems_of(ROWS[:i] + ROWS[i + 1 :])[:20]]
-        others = [prompt for prompt in before if prompt != ROWS[i]["question"]]
+        after = [prompt for prompt, *_ in problems_of(rows[:i] + rows[i + 1 :])[:20]]
+        others = [prompt for prompt in before if prompt != rows[i]["question"]]
         assert after[: len(others)] == others and len(after) == 20
 
 
@@ -400,17 +304,22 @@ def load(path, policy, rows, **flags):
     return load_problems(script_args("grpo", dataset=str(path), **flags)[1], policy)
 
 
-def test_held_out_problems_are_apart_and_the_same_for_all_seeds(tmp_path, tiny_policy):
+def test_held_out_problems_are_apart_and_the_same_for_all_seeds(tmp_path, tiny_policy, capsys):
     """The seed orders the training problems only."""
     path = tmp_path / "data.jsonl"
-    stream, held_out = load(path, tiny_policy, ROWS + ROWS[:30], num_held_out=20, seed=1)
-    other, same_held_out = load(path, tiny_policy, ROWS + ROWS[:30], num_held_out=20, seed=2)
-    train = stream.problems
-    assert train == other.problems and held_out == same_held_out
-    assert len(held_out) == 20 and len(train) == 80
-    assert not {p.prompt for p in train} & {p.prompt for p in held_out}
-    assert [p.prompt_ids for p in train] == [tiny_policy.tokenizer(p.prompt).input_ids for p in train]
+    rows = sums(100)
+    stream, held_out = load(path, tiny_policy, rows + rows[:30], num_held_out=50, seed=1)
+    assert capsys.readouterr().err == ""
+    other, same_held_out = load(path, tiny_policy, rows, num_held_out=51, seed=2)
+    warning = "warning: more problems are held out than trained on: lower --num_held_out\n"
+    assert capsys.readouterr() == ("problems: 49 to train on, 51 held out\n", warning)
+    assert stream.problems[1:] == other.problems and held_out == same_held_out[:50]
+    assert not {p.prompt for p in stream.problems} & {p.prompt for p in held_out}
+    for p in stream.problems:
+        assert p.prompt_ids == tiny_policy.tokenizer(p.prompt).input_ids
     assert stream.take(10) != other.take(10)
+    with pytest.raises(UserError, match="^--num_held_out 100 leaves none of the 100 problems"):
+        load(path, tiny_policy, rows, num_held_out=100)
 
 
 def test_hashes_of_raw_and_rendered_problems(tmp_path, tiny_model):
@@ -418,45 +327,32 @@ def test_hashes_of_raw_and_rendered_problems(tmp_path, tiny_model):
     policy = copy.copy(Policy(*tiny_model))
     policy.tokenizer = copy.deepcopy(policy.tokenizer)
     hashes = []
-    changed = [*ROWS[1:], row("0+0=", "00")]
-    changed_prompt = [*ROWS[1:], row("00+0=", "0")]
-    for rows, day in ((ROWS, 1), (ROWS[::-1], 1), (ROWS, 2), (changed, 1), (changed_prompt, 1)):
+    rows = sums(100)
+    for changed, day in ((rows, 1), (rows[::-1], 1), (rows, 2), ([*rows[1:], row("0+1=", "01")], 1)):
         policy.tokenizer.chat_template = f"{day}{{{{ messages[0].content }}}}"
-        stream, _ = load(tmp_path / "data.jsonl", policy, rows, num_held_out=20)
+        stream, _ = load(tmp_path / "data.jsonl", policy, changed, num_held_out=20)
         hashes.append((stream.raw_hash, stream.rendered_hash))
-    (raw, rendered), same, tomorrow, answer, prompt = hashes
+    (raw, rendered), same, tomorrow, answer = hashes
     assert same == (raw, rendered)
     assert tomorrow[0] == raw and tomorrow[1] != rendered
     assert answer[0] != raw and answer[1] == rendered
-    assert prompt[0] != raw and prompt[1] != rendered
-
-
-def test_what_is_held_out_and_trained_on(tmp_path, tiny_policy, capsys):
-    path = tmp_path / "data.jsonl"
-    load(path, tiny_policy, ROWS, num_held_out=50)
-    assert capsys.readouterr() == ("problems: 50 to train on, 50 held out\n", "")
-    load(path, tiny_policy, ROWS, num_held_out=51)
-    warning = "warning: more problems are held out than trained on: lower --num_held_out\n"
-    assert capsys.readouterr() == ("problems: 49 to train on, 51 held out\n", warning)
-    with pytest.raises(UserError, match="^--num_held_out 100 leaves none of the 100 problems"):
-        load(path, tiny_policy, ROWS, num_held_out=100)
 
 
 def test_what_reward_functions_get_of_a_row():
-    """Numbers as other readers of JSON have them; the answer column only if something reads it."""
+    """Numbers as other readers of JSON have them; a column that other rows have as None."""
     first = {"question": "1+1=", "tests": [0.5, {"x": 1.50}]}
     args = script_args("grpo", dataset="mine", num_held_out=0)[1]
     args.reads_answers = False
     rows = [first, {**first, "question": "1+2=", "level": 3}]
-    problems = {p[0]: p[3] for p in problem_rows(enumerate(rows, 1), policy_with(), args)}
+    problems = {p[0]: p[3] for p in problem_rows(rows, policy_with(), args)}
     assert problems["1+1="] == {**first, "level": None, "answer": "", "prompts": "1+1="}
-    assert problems["1+2="]["level"] == 3 and type(problems["1+2="]["tests"][0] * 2) is float
+    assert problems["1+2="]["level"] == 3
 
 
 def test_addition_is_what_it_always_was(tiny_policy):
     stream, held_out = load_problems(script_args("grpo")[1], tiny_policy)
     train = stream.problems
-    assert (len(train), len(held_out)) == (20_000, 256)
+    assert (len(train), len(held_out)) == (10_240, 256)
     assert all(sum(map(int, p.prompt[:-1].split("+"))) == int(p.answer) for p in train[:100] + held_out)
     assert [p.prompt for p in held_out[:3]] == ["876+141=", "623+514=", "588+697="]
 

@@ -8,19 +8,22 @@ advantages, the objective and the load-balancing loss.
 """
 
 import dataclasses
+import gc
+import importlib
 import math
+import os
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import MORE, SCRIPTS, run, script_args
+from conftest import MORE, SCRIPTS, script_args
 from rl_loss_vectors import reference
 from torch.func import functional_call
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+import grpo
 import plumbing.policy
-from plumbing.policy import TrainedModel
 
 # 15 completions in minibatches of 5, which cut through groups, and these in micro-batches of 3 and 2.
 # After a step or two the ratios are outside of every clip range.
@@ -45,32 +48,29 @@ SMALL = dict(
     rollout_cap=1.2,
 )
 ALONE = {"prompts_per_iteration": 15}  # of scripts with one completion per prompt
-CRITIC = {"entropy_coef": 0.1, "kl_coef": 0.3, "critic_lr": 3e-3, "value_clip": 0.02, "gamma": 0.9}
+CRITIC = {"entropy_coef": 0.1, "kl_coef": 0.3, "critic_lr": 3e-3, "value_clip": 0.05, "gamma": 0.9}
 PRETRAINED = {"iterations": 3, "pretraining_iterations": 1}
 FROM_SAMPLER = {"old_logprobs": "sampler", "rollout_correction": "none", "rollout_cap": 2.0}
+FROM_SAMPLER |= {"kl_coef": 0.5, "lr": 1e-3}  # with 2e-3, log-ratios are so large that scripts cap them
 BASELINE = {"iterations": 3, "max_grad_norm": 2.0, "baseline_decay": 0.75}
-NO_CLIP = {"clip_eps_low": 0.2, "clip_eps_high": 0.2}  # the defaults: cispo refuses flags it ignores
 STALE = {"rollout_dtype": "same", "rollout_refresh_every": 2}
-CASES = {
+MASKED = {"rollout_correction": "geo_mask", "rollout_mask_low": 0.98, "rollout_mask_high": 1.01}
+CASES = {  # variants that change no line of main are compared by test_conformance.py
     "ppo": ("ppo", ALONE | CRITIC),
-    "ppo, no value clip": ("ppo", ALONE | CRITIC | STALE | {"value_clip": 0.0, "entropy_coef": 0.0}),
     "grpo": ("grpo", {"kl_coef": 0.5}),
     "grpo, reset": ("grpo", {"kl_coef": 0.5, "kl_is_corrected": True, "ref_reset_every": 1}),
-    "grpo, sampler": ("grpo", FROM_SAMPLER | {"kl_coef": 0.5}),
+    "grpo, sampler": ("grpo", FROM_SAMPLER),
     "grpo, stale": ("grpo", STALE | {"kl_coef": 0.0}),
-    "dr_grpo": ("dr_grpo", {"max_grad_norm": 0.2, "max_new_tokens": 40}),  # more than any has
+    "dr_grpo": ("dr_grpo", {"max_grad_norm": 0.2, "max_new_tokens": 40} | MASKED),  # more than any has
     "dapo": ("dapo", {"overlong_cache": 6}),
     "dapo, filter": ("dapo", {"overlong": "filter"}),
     "dapo, one round": ("dapo", {"overlong": "none", "max_sampling_rounds": 1, "num_minibatches": 5}),
     "gspo": ("gspo", {}),
     "gspo_token": ("gspo", {"variant": "gspo_token"}),
-    "cispo": ("cispo", NO_CLIP | {"is_weight_cap": 1.2, "is_weight_floor": 0.8}),
+    "cispo": ("cispo", {"is_weight_cap": 1.2, "is_weight_floor": 0.8}),
     "cispo, PPO mask": ("cispo", {"ppo_mask": True}),
     "gmpo": ("gmpo", {}),
-    "gmpo, sequence": ("gmpo", {"clip_level": "sequence"}),
     "rspo": ("rspo", {"gamma_min": 0.9}),
-    "rspo, literal": ("rspo", {"shift": "literal"}),
-    "rspo, before clip": ("rspo", {"shift": "before_clip"}),
     "sapo": ("sapo", {}),
     "reinforce": ("more.reinforce", ALONE | BASELINE),
     "rloo": ("more.rloo", {"max_grad_norm": 3.0}),
@@ -81,10 +81,11 @@ WITH_COPIES = ["ppo", "grpo, reset", "grpo, stale", "dapo", "vapo"]
 ADVANTAGES = {"dr_grpo": reference.group_differences, "more.rloo": reference.leave_one_out}
 
 
-def watched(module, args, folder, with_copies):
-    """Runs a script. [an iteration: its `rounds` of graded completions, and its `steps`, each with the
-    weights and the gradients of the policy and of the critic, if there is one, and which of the two
-    have refreshed their working copies after it]. Evaluations are not recorded."""
+def watched(name, args, with_copies):
+    """Runs a script. Returns for each iteration its `rounds` of graded completions and its `steps`,
+    each with the weights, gradients and rates of the policy and of the critic, if there is one.
+    Evaluations are not recorded."""
+    script = importlib.import_module(name)
     iterations = []
 
     def load_grader(args):
@@ -104,37 +105,26 @@ def watched(module, args, folder, with_copies):
         return real_evaluate(policy, problems, grade.plain, args, **options)
 
     def before_step(optimizer, *_):
-        step = SimpleNamespace(weights=[], gradients=[], refreshed=[])
+        step = SimpleNamespace(weights=[], gradients=[], rates=[])
         for group in optimizer.param_groups:
             step.weights.append([weight.detach().clone() for weight in group["params"]])
             step.gradients.append([copied(weight.grad) for weight in group["params"]])
+            step.rates.append(group["lr"])
         iterations[-1].steps.append(step)
-
-    def refresh(trained):
-        if iterations and iterations[-1].steps:
-            iterations[-1].steps[-1].refreshed.append(len(list(trained.parameters())))
-        real_refresh(trained)
 
     def working_copy(master, dtype):
         return real_working_copy(master, "float" if with_copies else dtype)
 
-    flags = ["--run_dir", folder]
-    for field in dataclasses.fields(args):
-        if field.name not in ("run_dir", "reward_weights"):
-            flags += [f"--{field.name}", getattr(args, field.name)]
-    real_load_grader = module.load_grader
-    real_evaluate = module.evaluate
-    real_refresh = TrainedModel.refresh
+    real_load_grader = script.load_grader
+    real_evaluate = script.evaluate
     real_working_copy = plumbing.policy.working_copy
-    handle = register_optimizer_step_pre_hook(before_step)
+    hook = register_optimizer_step_pre_hook(before_step)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "load_grader", load_grader)
-        patch.setattr(module, "evaluate", evaluate)
-        patch.setattr(TrainedModel, "refresh", refresh)
+        patch.setattr(script, "load_grader", load_grader)
+        patch.setattr(script, "evaluate", evaluate)
         patch.setattr(plumbing.policy, "working_copy", working_copy)
-        result = run(module.__name__, *flags)
-    handle.remove()
-    assert result.returncode == 0, result.stderr
+        script.main(args)
+    hook.remove()
     return iterations
 
 
@@ -229,13 +219,19 @@ def learned_from(name, args, rounds):
 
 
 def correction_weights(name, args, old, mu, mask):
-    """min(rho, cap): a token's, or where there is one ratio per completion the geometric mean's."""
+    """min(rho, cap): a token's, or where there is one ratio per completion the geometric mean's. With
+    geo_mask, 0 where that mean is out of bounds."""
     if args.rollout_correction == "none":
         return torch.ones_like(old)
     log_rho = torch.where(mask, old - mu, 0)
+    log_mean = (log_rho.sum(1) / mask.sum(1))[:, None].expand_as(mask)
     if name in ("gmpo", "rspo") or getattr(args, "variant", "") == "gspo":
-        log_rho = (log_rho.sum(1) / mask.sum(1))[:, None].expand_as(mask)
-    return log_rho.exp().clamp(max=args.rollout_cap)
+        log_rho = log_mean
+    weights = log_rho.exp().clamp(max=args.rollout_cap)
+    if args.rollout_correction == "geo_mask":
+        weights[log_mean < math.log(args.rollout_mask_low)] = 0
+        weights[log_mean > math.log(args.rollout_mask_high)] = 0
+    return weights
 
 
 def plain_advantages(name, args, completions, baseline):
@@ -367,19 +363,9 @@ def check_step(name, args, before, rows, step, is_pretraining, model):
             continue
         expected = torch.autograd.grad(loss, weights, retain_graph=True)
         expected = torch.cat([gradient.flatten() for gradient in expected])
-        expected = expected * min(1, args.max_grad_norm / expected.norm().item())
+        expected = expected * min(1, args.max_grad_norm / (expected.norm().item() + 1e-6))
         seen = torch.cat([gradient.flatten() for gradient in gradients])
-        assert (seen - expected).norm() < 5e-4 * expected.norm()
-
-
-def check_rates(args, steps):
-    """Adam's first step moves weights by the learning rate, however large their gradients."""
-    rates = [args.lr, getattr(args, "critic_lr", None)]
-    for number in range(len(steps[0].weights)):
-        first = next(i for i, step in enumerate(steps) if step.gradients[number][0] is not None)
-        pairs = zip(steps[first].weights[number], steps[first + 1].weights[number], strict=True)
-        moved = max((after - before).abs().max().item() for before, after in pairs)
-        assert moved == pytest.approx(rates[number], rel=1e-3)
+        assert (seen - expected).norm() <= 5e-4 * expected.norm()  # a value clip may leave 0
 
 
 def check_sampler(args, before, first_weights, weights, model):
@@ -398,24 +384,29 @@ def test_the_cases_are_all_scripts():
     assert {name for name, _ in CASES.values()} == {*SCRIPTS, *MORE}
 
 
+def arguments(case, reward, folder):
+    """(module's name, Args) of a case."""
+    name, changes = CASES[case]
+    _, args = script_args(name, reward=[reward], run_dir=str(folder))
+    fields = {field.name for field in dataclasses.fields(args)}
+    changes = {field: value for field, value in (SMALL | changes).items() if field in fields}
+    return name, dataclasses.replace(args, **changes)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_run_has_the_gradients_of_the_literal_objective(case, tmp_path, tiny_model, reward_file):
-    name, changes = CASES[case]
-    module, args = script_args(name)
     reward = reward_file(
         "number = sum(map(ord, text))",
         'return number % 7 / 7, "correct" if number % 2 else "wrong"',
     )
-    fields = {field.name for field in dataclasses.fields(args)}
-    changes = SMALL | {"reward": reward} | changes
-    args = dataclasses.replace(args, **{k: v for k, v in changes.items() if k in fields})
-    iterations = watched(module, args, tmp_path / "run", case in WITH_COPIES)
+    name, args = arguments(case, reward, tmp_path / "run")
+    iterations = watched(name, args, case in WITH_COPIES)
     assert len(iterations) == args.iterations
     model, _ = tiny_model
-    check_rates(args, [step for seen in iterations for step in seen.steps])
-    first_weights = iterations[0].steps[0].weights
+    first_weights = iterations[0].steps[0].weights[0]
+    rates = [args.lr, args.critic_lr] if hasattr(args, "critic_lr") else [args.lr]
     ref_weights = list(model.parameters())
-    assert all(torch.equal(a, b) for a, b in zip(first_weights[0], ref_weights, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(first_weights, ref_weights, strict=True))
     baseline = 0.0
     for iteration, seen in enumerate(iterations, 1):
         weights = seen.steps[0].weights
@@ -426,12 +417,29 @@ def test_run_has_the_gradients_of_the_literal_objective(case, tmp_path, tiny_mod
         if name == "more.reinforce":
             mean_reward = sum(c.reward for c in completions) / len(completions)
             baseline = args.baseline_decay * baseline + (1 - args.baseline_decay) * mean_reward
-        check_sampler(args, before, first_weights[0], weights[0], model)
+        check_sampler(args, before, first_weights, weights[0], model)
         minibatches = torch.arange(len(completions)).tensor_split(args.num_minibatches)
         assert len(seen.steps) == args.update_epochs * args.num_minibatches
         is_pretraining = iteration <= getattr(args, "pretraining_iterations", 0)
         for number, step in enumerate(seen.steps):
             rows = minibatches[number % args.num_minibatches].tolist()
             check_step(name, args, before, rows, step, is_pretraining, model)
-            if case in WITH_COPIES:
-                assert {len(weights) for weights in step.weights} <= set(step.refreshed)
+            assert step.rates == rates
+
+
+def test_an_iteration_leaves_no_tensors_and_no_open_files(tmp_path, monkeypatch, reward_file):
+    """With an evaluation, a checkpoint and a new reference in each."""
+    _, args = arguments("grpo, reset", reward_file("return float(len(text) % 2)"), tmp_path)
+    args = dataclasses.replace(args, iterations=4, eval_every=1, save_every=1)
+    real_sample = grpo.sample
+    counts = []
+
+    def sample(*inputs):
+        gc.collect()
+        tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+        counts.append((len(tensors), len(os.listdir("/proc/self/fd"))))
+        return real_sample(*inputs)
+
+    monkeypatch.setattr(grpo, "sample", sample)
+    grpo.main(args)
+    assert counts[3] == counts[2]

@@ -59,13 +59,11 @@ def test_statistics_of_the_mismatch_and_the_weights():
         sampler_logprobs_BT=torch.zeros(2, 2),
         mask_BT=torch.tensor([[True, True], [True, False]]),
         correction_weights=torch.tensor([[1, 0.5], [0, 9]]),
-        sampler_experts_BSLK=None,
     )
     stats = {key: value.item() for key, value in correction_stats(batch, args).items()}
     assert stats == pytest.approx(
         {
             "sampler_kl": (math.exp(0.2) + math.exp(-0.4) + math.exp(0.1) - 3 + 0.1) / 3,
-            "sampler_logratio_max": 0.4,
             "weight_zero_frac": 1 / 3,
             "weight_effective_size": 1.5**2 / (3 * 1.25),
         }
@@ -139,35 +137,14 @@ def test_the_sampler_notes_what_the_training_forward_would_choose(
     completions = sample(tiny_policy, problems_of(tiny_policy, *MIXED), 4, args, noise)
     assert len({len(c.ids) for c in completions}) > 3
     batch = collate(completions, args)
-    assert batch.replayed_experts_BSLK is batch.sampler_experts_BSLK
-    batch.replayed_experts_BSLK = None
-    record_old_policy(tiny_policy, batch, args)
     with torch.no_grad():
-        own_BSLK = token_logprobs(tiny_policy, batch, 1.0).routing_choices_BSLK
+        own_BSLK = token_logprobs(tiny_policy, batch, 1.0, replay=False).routing_choices_BSLK
     is_known_BS = batch.attention_BS.bool()
     T = batch.mask_BT.shape[1]
     for row, c in enumerate(completions):
         is_known_BS[row, len(c.ids) - 1 - T] = False  # nothing reads those of the last token
-    assert torch.equal(batch.sampler_experts_BSLK[is_known_BS], own_BSLK[is_known_BS])
-    assert (batch.sampler_experts_BSLK[~is_known_BS] == -1).all()
-    assert correction_stats(batch, args)["sampler_expert_diff_frac"] == 0
-    batch.sampler_experts_BSLK[:, :, 0] = -1  # in one of two layers
-    assert correction_stats(batch, args)["sampler_expert_diff_frac"].item() == pytest.approx(1 / 2)
-
-
-@pytest.mark.parametrize(
-    "flags, reads",
-    [
-        ({"routing_replay": "r2"}, False),
-        ({"routing_replay": "r3", "old_logprobs": "sampler"}, True),
-        ({"rollout_dtype": "int4"}, True),
-        ({"rollout_refresh_every": 2}, True),
-        ({"rollout_dtype": "int4", "old_logprobs": "sampler"}, False),
-    ],
-)
-def test_experts_are_recorded_only_if_an_update_reads_them(flags, reads):
-    """Replayed, or compared with the trainer's."""
-    assert script_args("grpo", **flags)[1].reads_sampler_experts == reads
+    assert torch.equal(batch.replayed_experts_BSLK[is_known_BS], own_BSLK[is_known_BS])
+    assert (batch.replayed_experts_BSLK[~is_known_BS] == -1).all()
 
 
 @pytest.mark.parametrize("replay", ["none", "r2", "r3"])
@@ -232,7 +209,7 @@ def test_numbers_of_experts_fit_their_integers():
 
 
 def test_statistics_of_routers(tiny_policy, batch):
-    """Flips, load and entropy over response tokens only, against counting."""
+    """Flips and load over response tokens only, against counting."""
     with torch.no_grad():
         outputs = token_logprobs(tiny_policy, batch, 1.0)
     old = outputs.experts_BTLK.clone()
@@ -241,25 +218,21 @@ def test_statistics_of_routers(tiny_policy, batch):
     stats = router_stats(outputs, old, batch.mask_BT)
     assert stats["expert_flip_frac"].item() == pytest.approx(1 / 2 / 18, rel=1e-5)
     shares = []
-    entropies = []
     for layer in range(2):
         chosen = outputs.experts_BTLK[:, :, layer][batch.mask_BT].flatten().tolist()
         shares += [chosen.count(expert) / len(chosen) for expert in range(8)]
-        p = outputs.router_logits[layer][batch.mask_BT].softmax(-1)
-        entropies.append(-(p * p.log()).sum(-1).mean().item())
-    assert stats["load"].tolist() == pytest.approx(shares)
-    assert stats["router_entropy"].item() == pytest.approx(sum(entropies) / 2, rel=1e-5)
+    assert stats["load_max"].item() == pytest.approx(max(shares))
 
 
 def test_meter_weighs_and_keeps_extremes():
     """Where no token counts, a key is absent, as is a mean over no token, which must not be NaN."""
     meter = Meter()
     for a, b, weight in ((1.0, -3.0, 1), (4.0, -5.0, 2), (9.0, 9.0, 0)):
-        values = {"a": torch.tensor(a), "b_max": torch.tensor(b), "b_min": torch.tensor(b)}
+        values = {"a": torch.tensor(a), "ratio_max": torch.tensor(b)}
         meter.add("losses", values, weight)
     meter.add("moe", {"a": torch.tensor(7.0), "whole/key": 2.0}, torch.tensor(0))
     meter.add("losses", {"whole/key": 2.0}, 1)
-    expected = {"losses/a": 3.0, "losses/b_max": -3.0, "losses/b_min": -5.0, "whole/key": 2.0}
+    expected = {"losses/a": 3.0, "losses/ratio_max": -3.0, "whole/key": 2.0}
     assert meter.means() == expected
 
 
@@ -267,7 +240,7 @@ def test_meter_weighs_and_keeps_extremes():
 
 SMALL = "--prompts_per_iteration 6 --max_new_tokens 16 --eval_every 0 --num_minibatches 2".split()
 GROUPS = [*SMALL, "--group_size", "4"]
-CORRECTED = "--rollout_correction geo_mask --kl_coef 0.04 --kl_is_corrected True".split()
+CORRECTED = "--rollout_correction geo_mask --kl_coef 0.04 --kl_is_corrected".split()
 
 
 @pytest.mark.parametrize(
@@ -282,7 +255,7 @@ def test_run_old_and_current_policy_replay_the_same(name, replay, flags, tmp_pat
     assert result.returncode == 0, result.stderr
     for line in metrics(tmp_path):
         assert line["losses/first_step_ratio_error_max"] == 0
-        assert line["rollout/sampler_kl"] > 1e-4 and line["rollout/sampler_expert_diff_frac"] > 0
+        assert line["rollout/sampler_kl"] > 1e-4
 
 
 def test_run_rspo_measures_gamma_on_the_experts_that_were_active(tmp_path, monkeypatch):
@@ -318,4 +291,4 @@ def test_run_in_which_nothing_is_in_the_mask(tmp_path, reward_file):
     assert line["rollout/groups_kept"] > 0 and line["losses/policy_loss"] == 0
     for name in ("weight_zero_frac", "weight_effective_size", "sampler_kl"):
         assert line[f"rollout/{name}"] == 0
-    assert not line.keys() & {"losses/entropy", "losses/ratio_max", "losses/ratio_min"}
+    assert not line.keys() & {"losses/entropy", "losses/ratio_max"}

@@ -2,8 +2,6 @@
 and the same state of the optimizer. Ended by a signal, by NaN, or early: what it says, and how it goes
 on."""
 
-import random
-
 import pytest
 import torch
 from conftest import flags_it_has, forked, metrics, run, untimed
@@ -11,7 +9,7 @@ from safetensors.torch import load_file
 
 import grpo
 
-FLAGS = """--prompts_per_iteration 8 --group_size 4 --max_new_tokens 32 --num_minibatches 2
+FLAGS = """--prompts_per_iteration 8 --group_size 4 --max_new_tokens 16 --num_minibatches 2
 --eval_every 2 --iterations 5 --save_every 1 --num_held_out 8""".split()
 
 
@@ -33,6 +31,7 @@ def outcome(folder):
     samples = (folder / "samples.jsonl").read_text()
     (checkpoint,) = folder.glob("checkpoint-*")
     saved = torch.load(checkpoint / "trainer_state.pt", weights_only=True)
+    del saved["log_sizes"]  # times differ
     weights = load_file(checkpoint / "model.safetensors")
     return untimed(folder), samples, as_lists(weights), as_lists(saved)
 
@@ -52,6 +51,7 @@ def check(name, troubles, tmp_path, sums, *more):
 
 MOMENTS = [
     ("kill before a file is in place", 1),  # settings.json
+    ("kill before a file is in place", 3),  # the same with hashes
     ("kill in a save", 1),  # checkpoint 0
     ("kill in an evaluation", 1),  # before training
     ("kill before a step", 1),
@@ -60,15 +60,13 @@ MOMENTS = [
     ("kill in a line", 2),
     ("kill in a removal", 1),
     ("kill in a rollout", 1),
-    ("kill before a file is in place", 4),  # samples.jsonl, after metrics.jsonl
 ]
 
 
 @pytest.mark.parametrize("name", ["ppo", pytest.param("dapo", marks=pytest.mark.slow)])
 def test_killed_at_every_kind_of_moment(name, tmp_path, sums):
-    """And at random steps. ppo has more to save than any other: a critic and a reference."""
-    steps = [("kill before a step", random.Random(name).randint(1, 2)) for _ in range(2)]
-    check(name, [*MOMENTS, *steps], tmp_path, sums)
+    """ppo has more to save than any other: a critic and a reference."""
+    check(name, MOMENTS, tmp_path, sums)
     assert [line["iteration"] for line in metrics(tmp_path / "parts")] == [1, 2, 3, 4, 5]
 
 
@@ -92,7 +90,8 @@ def test_killed_with_more_in_the_checkpoint(state, tmp_path, sums):
 
 
 def test_run_a_signal_ends_the_run_after_a_checkpoint(tmp_path, sums):
-    """The iteration is finished and saved. The run goes on as it was last asked to."""
+    """The iteration is finished and saved, and the run goes on from there. Resumed with nothing left to
+    do, it prints the same results again, and changes nothing."""
     flags = flags_of("grpo", tmp_path, sums, "--save_every", 0, "--iterations", 3)
     result = forked("grpo", *flags, trouble=("SIGTERM", 2))
     assert result.codes == [130] and result.stderr == ""
@@ -101,21 +100,25 @@ def test_run_a_signal_ends_the_run_after_a_checkpoint(tmp_path, sums):
     assert lines[-1] == f"saved; to continue: --resume --run_dir {tmp_path}"
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-000002"]
     resume = ("--resume", "--run_dir", tmp_path)
-    assert forked("grpo", *resume, "--iterations", 5, trouble=("SIGTERM", 2)).codes == [130]
-    result = forked("grpo", *resume)
-    assert result.codes == [0] and "after" in result.stdout
-    assert [line["iteration"] for line in metrics(tmp_path)] == [1, 2, 3, 4, 5]
-    assert (tmp_path / "checkpoint-000005").exists()
+    result = run("grpo", *resume, "--iterations", 4)
+    assert [line["iteration"] for line in metrics(tmp_path)] == [1, 2, 3, 4]
+    before = outcome(tmp_path)
+    results = result.stdout[result.stdout.index("held-out problems") :]
+    assert "after" in results
+    for more in ([], ["--iterations", 1]):
+        assert run("grpo", *resume, *more).stdout.endswith(results)
+        assert outcome(tmp_path) == before
 
 
 def test_run_a_signal_outside_of_an_iteration_or_a_second_one(tmp_path, sums):
-    """The first ends with one word, and its folder holds no run; the second ends at once."""
+    """The first ends with one word, and its folder holds no run: another takes its place. The second
+    ends at once."""
     flags = flags_of("grpo", tmp_path, sums)
     result = forked("grpo", *flags, trouble=("SIGINT in an evaluation", 1))
     assert (result.codes, result.stderr) == ([130], "stopped\n")
-    assert "held-out" not in result.stdout
+    assert "held-out problems" not in result.stdout
     assert (tmp_path / "checkpoint-000000").exists()
-    result = forked("grpo", *flags, trouble=("two SIGINT", 2))
+    result = forked("grpo", *flags, "--lr", 1e-3, trouble=("two SIGINT", 2))
     assert result.codes == [-2] and result.stderr == ""
     assert [line["iteration"] for line in metrics(tmp_path)] == [1]
 
@@ -141,7 +144,7 @@ def test_run_a_loss_that_is_not_finite_ends_the_run(tmp_path, sums, monkeypatch)
     assert all(w.isfinite().all() for w in load_file(checkpoint / "model.safetensors").values())
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo", "more.reinforce"])
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_run_without_a_signal_warns_once(name, tmp_path, sums, reward_file):
     """After ten iterations in which all rewards were equal, also where there are no groups."""
     reward = reward_file('return 0.5, "no_answer" if len(text) % 2 else "truncated"')
@@ -154,39 +157,3 @@ def test_run_without_a_signal_warns_once(name, tmp_path, sums, reward_file):
     assert "no learning signal for 10 iterations" in warning
     for metric in ("no_answer_frac", "truncated_frac"):
         assert f"{metric} {tenth[f'rollout/{metric}']:.2f}" in warning
-
-
-def test_run_dapo_says_so_when_no_group_is_mixed(tmp_path, sums, reward_file):
-    """The iteration is logged and saved, and the results say why the run ends. Resumed where some
-    answers are right, it goes on."""
-    easy = tmp_path / "easy"
-    reward = reward_file(
-        "import os",
-        f"is_right = os.path.exists({str(easy)!r}) and len(text) % 2 == 0",
-        'return (1.0, "correct") if is_right else (0.0, "wrong")',
-    )
-    folder = tmp_path / "run"
-    more = ("--max_sampling_rounds", 2, "--reward", reward, "--eval_every", 0, "--iterations", 3)
-    result = run("dapo", *flags_of("dapo", folder, sums, *more))
-    assert result.returncode == 0 and result.stderr == ""
-    assert "iteration 1: after 2 rounds 8 mixed groups are missing" in result.stdout
-    assert "ended early, after iteration 1: too few mixed groups\n" in result.stdout
-    (line,) = metrics(folder)
-    assert line["rollout/groups_kept"] == line["rollout/accuracy"] == 0
-    assert line["rollout/groups_dropped_all_wrong"] == line["rollout/groups_generated"] == 16
-    assert (folder / "checkpoint-000001").exists()
-    easy.touch()
-    result = run("dapo", "--run_dir", folder, "--resume")
-    assert result.returncode == 0 and "ended early" not in result.stdout
-    assert [line["iteration"] for line in metrics(folder)] == [1, 2, 3]
-
-
-def test_run_resume_with_nothing_left_to_do(tmp_path, sums):
-    """Also with fewer iterations than were done: the same results again, and no change."""
-    first = run("grpo", *flags_of("grpo", tmp_path, sums, "--iterations", 2))
-    before = outcome(tmp_path)
-    results = first.stdout[first.stdout.index("held-out problems") :]
-    for more in ([], ["--iterations", 1]):
-        result = run("grpo", "--run_dir", tmp_path, "--resume", *more)
-        assert result.returncode == 0 and result.stdout.endswith(results)
-        assert outcome(tmp_path) == before

@@ -5,10 +5,10 @@ import json
 import sys
 
 import pytest
-from conftest import run, run_process, script_args
+from conftest import forked, run, script_args
 
 import grpo
-from common import Completion, Problem, load_grader, verify
+from common import Completion, Problem, load_grader
 from plumbing.errors import UserError
 from plumbing.metrics import rollout_summary
 
@@ -38,12 +38,6 @@ def load(*names, weights=()):
 def graded(path, name="f", **columns):
     grade, _ = load(f"{path}:{name}")
     return grade(completions(**columns))
-
-
-def test_without_the_flag_the_verifier_is_used():
-    grade, _ = load()
-    for c in grade(completions()):
-        assert (c.reward, c.verdict) == verify(c.text, "2", c.truncated)
 
 
 BOTH = """
@@ -82,29 +76,20 @@ def test_functions_of_lists_and_of_one(prompt, tmp_path):
     assert ones == texts
     messages = [[{"role": "assistant", "content": text}] for text in texts]
     assert lists.pop("completions") == (texts if prompt == "1+1=" else messages)
-    columns = {"answer": "2", "level": 3, "prompts": prompt}
-    assert lists == {"completion_ids": [[1]] * 5} | {
-        name: [value] * 5 for name, value in columns.items()
-    }
-    assert grade([]) == []
-    assert not load(f"{path}:right")[1].reads_answers
-    with pytest.raises(UserError, match="names a function twice"):
-        load(f"{path}:right", f"{path.parent}/./{path.name}:right")
+    columns = {"completion_ids": [1], "answer": "2", "level": 3, "prompts": prompt}
+    assert lists == {name: [value] * 5 for name, value in columns.items()}
+    assert grade([]) == [] and not load(f"{path}:right")[1].reads_answers
 
 
 VALUES = [  # what a function of (text, answer, truncated) returns, reward, verdicts of "2" and "40"
     ("True", 1.0, "correct", "correct"),
     ("not truncated", 1.0, "correct", "truncated"),
     ("0.5", 0.5, "wrong", "truncated"),
-    ("0.51", 0.51, "correct", "correct"),
     ("None", 0.0, "wrong", "truncated"),
     ("(1, 'no_answer')", 1.0, "no_answer", "no_answer"),
-    ("torch.tensor(2.0)", 2.0, "correct", "correct"),
     ("torch.tensor([0.25])", 0.25, "wrong", "truncated"),
     ("numpy.bool_(True)", 1.0, "correct", "correct"),
-    ("numpy.float32(-3)", -3.0, "wrong", "truncated"),
     ("(numpy.array(0.5), 'correct')", 0.5, "correct", "correct"),
-    ("fractions.Fraction(3, 4)", 0.75, "correct", "correct"),
     ("decimal.Decimal('1e9')", 1e9, "correct", "correct"),
 ]
 
@@ -112,40 +97,32 @@ VALUES = [  # what a function of (text, answer, truncated) returns, reward, verd
 @pytest.mark.parametrize("value, reward, verdict, cut_verdict", VALUES)
 def test_values(value, reward, verdict, cut_verdict, tmp_path):
     """A float is made of whatever can be one; above 0.5 is correct, unless there is a verdict."""
-    head = "import decimal, fractions, numpy, torch\n"
-    lists = write(tmp_path, f"{head}def f(completions): return [{value}] * 5")
-    one = write(tmp_path, f"{head}def f(text, answer, truncated): return {value}")
-    asynchronous = write(tmp_path, f"{head}async def f(text, answer, truncated): return {value}")
-    if "truncated" in value:
-        lists = one
-    for path in (one, asynchronous, lists):
-        first, *_, last = graded(path)
-        assert (first.reward, first.verdict, last.verdict) == (reward, verdict, cut_verdict)
-        assert type(first.reward) is float
+    path = write(
+        tmp_path,
+        "import decimal, numpy, torch\n"
+        f"def one(text, truncated): return {value}\n"
+        f"async def later(text, truncated): return {value}\n"
+        f"def lists(completions, truncated=False): return iter([{value}] * 5)\n",
+    )
+    for name in ("one", "later", "lists"):
+        first, *_, last = graded(path, name)
+        assert (first.reward, first.verdict) == (reward, verdict) and type(first.reward) is float
+        assert last.verdict == cut_verdict or (name, value) == ("lists", "not truncated")
 
 
-LISTS = "torch.ones(5) | numpy.ones(5) | (1.0 for _ in range(5)) | (1,) * 5 | [True] * 5"
+BAD_VALUES = """'high' | b'1' | 1j | 10**400 | 1.1e9 | float('nan') | [1.0] | torch.ones(2) | (1.0,)
+ | (1.0, 'perfect') | ('1', 'correct')"""
+BAD = [("text", value, "not ") for value in BAD_VALUES.split(" | ")]
+BAD += [("text", "[0.5]", "not [0.5]"), ("completions", "0.5", ""), ("completions", "'wrong'", "'w'")]
+BAD += [("completions", "[1.0] * 4", "4 values for 5 completions")]
 
 
-@pytest.mark.parametrize("values", LISTS.split(" | "))
-def test_lists_of_values(values, tmp_path):
-    done = graded(write(tmp_path, f"import numpy, torch\ndef f(prompts, **rest): return {values}"))
-    assert [c.reward for c in done] == [1.0] * 5
-
-
-BAD_VALUES = """'high' | '0.5' | b'1' | 1j | 10**400 | 1.1e9 | float('nan') | -float('inf') | [1.0]
- | torch.ones(2) | (1.0,) | (1.0, 'perfect') | ('1', 'correct') | (1.0, torch.ones(2)) | 'x'.split"""
-BAD_LISTS = """None | 0.5 | [] | [1.0] * 4 | [1.0] * 6 | 'wrong' | {'rewards': [1.0] * 5}
- | torch.ones(5, 2)"""
-BAD = [("text", value) for value in BAD_VALUES.split(" | ")]
-BAD += [("completions", value) for value in BAD_LISTS.split(" | ")]
-
-
-@pytest.mark.parametrize("parameter, value", BAD)
-def test_values_that_are_no_numbers(parameter, value, tmp_path):
+@pytest.mark.parametrize("parameter, value, expected", BAD)
+def test_values_that_are_no_numbers(parameter, value, expected, tmp_path):
     path = write(tmp_path, f"import torch\ndef f({parameter}): return {value}")
-    with pytest.raises(UserError, match="^--reward .*:f returned .*, not a number up to a billion"):
+    with pytest.raises(UserError, match="^--reward .*:f must return a number up to a bi") as error:
         graded(path)
+    assert expected in str(error.value.__cause__)
 
 
 ASYNC = """
@@ -178,62 +155,40 @@ def test_async_functions_share_a_loop(tmp_path):
 
 
 POOL = """
-import concurrent.futures
-import multiprocessing
-
-def length(text):
-    return len(text)
-
-def f(completions, **columns):
-    context = multiprocessing.get_context({way!r})
-    with concurrent.futures.ProcessPoolExecutor(1, context) as pool:
-        return list(pool.map(length, completions))
-"""
-
-
-@pytest.mark.parametrize("way", ["fork", "spawn"])
-def test_a_pool_of_processes_finds_the_functions(way, tmp_path):
-    done = graded(write(tmp_path, POOL.format(way=way)))
-    assert [c.reward for c in done] == list(map(len, TEXTS))
-
-
-ENDED_POOL = """
 import multiprocessing
 
 def length(text):
     return len(text)
 
 def f(completions):
-    with multiprocessing.Pool(2) as pool:  # which ends its processes by SIGTERM
+    with multiprocessing.get_context({way!r}).Pool(2) as pool:  # which ends its processes by SIGTERM
         return pool.map(length, completions)
 """
 
 
-def test_run_a_pool_that_is_ended_by_a_signal(tmp_path):
-    """Its processes are forked from the run, and must not answer a signal as the run does."""
-    path = write(tmp_path, ENDED_POOL)
-    flags = "--iterations 1 --num_held_out 8 --prompts_per_iteration 4 --max_new_tokens 8".split()
-    folder = ("--run_dir", tmp_path / "run")
-    result = run_process("grpo", *flags, "--reward", f"{path}:f", *folder, timeout=120)
-    assert result.returncode == 0 and "stopping" not in result.stdout + result.stderr, result.stderr
+@pytest.mark.parametrize("way", ["fork", "spawn"])
+def test_run_a_pool_of_processes(way, tmp_path):
+    """Its processes find the functions; those forked from the run do not answer a signal as it does."""
+    path = write(tmp_path, POOL.format(way=way))
+    flags = (*SMALL, "--reward", f"{path}:f", "--run_dir", tmp_path / "run")
+    if way == "fork":
+        result = forked("grpo", *flags, "--num_held_out", 8)
+        assert result.codes == [0] and "stopping" not in result.stdout + result.stderr, result.stderr
+    assert [c.reward for c in graded(path)] == list(map(len, TEXTS))
 
 
-VERL = "not of (data_source, solution_str, ground_truth)"
+VERL = "not of (data_source, solution_str, ground_truth). verl's solution_str is text here"
 BAD_FILES = [  # name, content, what is said of it
     ("rw_a.py", None, "cannot be loaded: FileNotFoundError"),
     ("rw_b.py", "", "cannot be loaded: AttributeError"),
     ("rw_c.py", "1 / 0", "cannot be loaded: ZeroDivisionError"),
     ("rw_d.py", "exit()", "cannot be loaded: SystemExit"),
-    ("rw_e.py", "import nonesuch", "cannot be loaded: ModuleNotFoundError"),
-    ("rw_f.py", "f = 0.5", "0.5 is not a callable object"),
-    ("rw_g.py", "def f(data_source, solution_str, ground_truth, extra_info=None): pass", VERL),
-    ("rw_h.py", "def f(text, answer, truncated, tokenizer): pass", "not of (tokenizer)"),
-    ("rw_i.py", "def f(*args, **kwargs): pass", "not of ()"),
-    ("rw_j.py", "def f(response): pass", "not of (response)"),
+    ("rw_e.py", "f = 0.5", "0.5 is not a callable object"),
+    ("rw_f.py", "def f(data_source, solution_str, ground_truth): pass", VERL),
+    ("rw_g.py", "def f(text, answer, truncated, tokenizer): pass", "not of (text, answer, truncated"),
+    ("rw_h.py", "def f(*args, **kwargs): pass", "not of ()"),
     ("common.py", "", "rename common.py"),
     ("json.py", "", "rename json.py"),
-    ("sys.py", "", "rename sys.py"),
-    ("pyarrow.py", "", "rename pyarrow.py"),
     ("rw.v2.py", "", "rename rw.v2.py"),
 ]
 
@@ -249,16 +204,7 @@ def test_files_without_such_a_function(name, source, expected, tmp_path, monkeyp
     assert f"--reward {tmp_path / name}:f" in result.stderr and expected in result.stderr
 
 
-def test_two_files_of_one_name(tmp_path):
-    first = write(tmp_path, "def f(text): return 1")
-    (tmp_path / "other").mkdir()
-    other = tmp_path / "other" / first.name
-    other.write_text("def f(text): return 2")
-    with pytest.raises(UserError, match="cannot be loaded"):
-        load(f"{first}:f", f"{other}:f")
-
-
-def test_a_file_and_its_neighbors(tmp_path, monkeypatch):
+def test_a_file_its_neighbors_and_another_of_its_name(tmp_path, monkeypatch):
     """By a relative path, through a link, with a space in its name."""
     path = write(tmp_path, "import rw_neighbor\ndef f(text): return rw_neighbor.value")
     (tmp_path / "rw_neighbor.py").write_text("value = 7")
@@ -267,43 +213,26 @@ def test_a_file_and_its_neighbors(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in (path.name, "links/my reward.py"):
         assert graded(name)[0].reward == 7
+    (tmp_path / "links" / path.name).write_text("def f(text): return 2")
+    with pytest.raises(UserError, match="cannot be loaded"):
+        load(f"links/{path.name}:f")
 
 
-@pytest.mark.parametrize(
-    "source", ["def f(text): exit()", "async def f(completions): raise SystemExit(0)"]
-)
-def test_run_a_function_that_exits(source, tmp_path):
+def test_run_a_function_that_exits_or_has_a_bug(tmp_path):
+    """The first is one line, the second keeps its traceback."""
+    source = "async def exits(completions): raise SystemExit(0)\ndef bug(text): 1 / 0"
     path = write(tmp_path, source)
-    result = run("grpo", *SMALL, "--reward", f"{path}:f", "--run_dir", tmp_path / "run", held_out=8)
-    assert result.returncode == 2 and f"--reward {path}:f called exit()" in result.stderr
-
-
-def test_run_a_bug_in_a_function_keeps_its_traceback(tmp_path):
-    path = write(tmp_path, "def f(text): 1 / 0")
+    flags = (*SMALL, "--run_dir", tmp_path / "run", "--reward")
+    result = run("grpo", *flags, f"{path}:exits", held_out=8)
+    assert result.returncode == 2 and f"--reward {path}:exits called exit()" in result.stderr
     with pytest.raises(ZeroDivisionError):
-        run("grpo", *SMALL, "--reward", f"{path}:f", "--run_dir", tmp_path / "run", held_out=8)
-
-
-def test_run_a_reward_is_used_in_training_and_evaluation(tmp_path):
-    source = 'def f(text, truncated): return len(text) / 100 + 0.5, "wrong" if truncated else "correct"'
-    flags = ("--reward", f"{write(tmp_path, source)}:f", "--run_dir", tmp_path / "run")
-    result = run("grpo", *SMALL, *flags, "--max_new_tokens", 30, held_out=8)
-    assert result.returncode == 0, result.stderr
-    metrics = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
-    assert metrics["rollout/reward_mean"] > 0.5
-    assert metrics["rollout/accuracy"] == 1 - metrics["rollout/truncated_frac"] < 1
-    assert metrics["eval/accuracy"] > 0.5
+        run("grpo", *flags, f"{path}:bug", held_out=8)
 
 
 NEEDS = [  # parameters, what is said; the dataset has the columns question and level
-    ("completions, level, **rest", None),
-    ("completions, level, difficulty=None", None),
-    (
-        "completions, trainer_state, **rest",
-        "needs trainer_state, but the columns of --dataset are question, level",
-    ),
+    ("completions, level, difficulty=None, **rest", None),
+    ("completions, trainer_state, **rest", "needs trainer_state, but the columns of --dataset are que"),
     ("prompts, answer", "needs answer, but"),
-    ("text, level", "not of (level)"),
     ("text", "20 without a gold answer"),
 ]
 
@@ -314,13 +243,14 @@ def test_run_without_a_gold_answer(parameters, expected, tmp_path, monkeypatch):
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"question": f"{i}+1=", "level": i}) + "\n" for i in range(20)))
     path = write(tmp_path, f"def f({parameters}): return [x / 20 for x in level]")
+    flags = ("--dataset", data, "--reward", f"{path}:f", "--run_dir", tmp_path / "run")
     if expected is not None:
         monkeypatch.setattr(grpo, "evaluate", lambda *args, **kwargs: pytest.fail("sampled"))
-    flags = ("--dataset", data, "--reward", f"{path}:f", "--run_dir", tmp_path / "run")
-    result = run("grpo", *SMALL, *flags, held_out=8)
-    if expected is None:
-        metrics = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
-        mean = metrics[f"rollout/reward_mean_{path.stem}.f"]
-        assert metrics["rollout/reward_mean"] == pytest.approx(mean) and mean > 0
-    else:
+        result = run("grpo", *SMALL, *flags, held_out=8)
         assert result.returncode == 2 and expected in result.stderr
+        return
+    assert run("grpo", *SMALL, *flags, held_out=8).returncode == 0
+    metrics = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
+    mean = metrics[f"rollout/reward_mean_{path.stem}.f"]
+    assert metrics["rollout/reward_mean"] == pytest.approx(mean) and mean > 0
+    assert metrics["eval/accuracy"] > 0  # of levels above 10

@@ -14,16 +14,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import common
 import grpo
 from common import Completion, Problem, load_problems, verify
-from plumbing.metrics import group_summary, pass_at_k, rollout_summary
+from plumbing.metrics import pass_at_k, rollout_summary
 from plumbing.policy import Policy
 
-SMALL = """--prompts_per_iteration 16 --group_size 4 --max_new_tokens 32 --num_minibatches 2
+SMALL = """--prompts_per_iteration 8 --group_size 4 --max_new_tokens 32 --num_minibatches 2
 --eval_every 2 --iterations 3""".split()
 
 
 def small(name, *flags, held_out=32):
-    """The default base model, but small rollouts of 64 completions: about a second."""
-    own = ("--prompts_per_iteration", 64) if name == "ppo" else ()
+    """The default base model, but small rollouts of 32 completions: about a second."""
+    own = ("--prompts_per_iteration", 32) if name == "ppo" else ()
     if name == "more.vapo":
         own = ("--pretraining_iterations", 2)
     return run(name, *flags_it_has(name, SMALL), *own, *flags, held_out=held_out)
@@ -45,27 +45,25 @@ def keys(prefix, names):
 
 COMMON_KEYS = (
     keys("rollout/", "reward_mean reward_std accuracy truncated_frac response_len_mean")
-    | keys("rollout/", "response_len_max response_len_wrong")
-    | keys("rollout/", "no_answer_frac direct_frac sampler_kl sampler_logratio_max")
-    | keys("losses/", "policy_loss entropy approx_kl ratio_max ratio_min sequence_ratio_max")
+    | keys("rollout/", "response_len_wrong no_answer_frac direct_frac sampler_kl")
+    | keys("losses/", "policy_loss entropy approx_kl ratio_max sequence_ratio_max")
     | keys("losses/", "first_step_ratio_error_max")
-    | keys("moe/", "aux_loss load_max router_entropy expert_flip_frac")
+    | keys("moe/", "aux_loss load_max expert_flip_frac")
     | keys("charts/", "grad_norm tokens_per_second rollout_seconds reward_seconds update_seconds")
 )
 CLIPS = keys("losses/", "clipfrac_low clipfrac_high")
-GROUPS = keys("rollout/", "frac_zero_std_groups all_right_frac all_wrong_frac distinct_frac")
+UNIFORM = {"rollout/frac_zero_std_groups"}
 DAPO = "kept dropped_all_right dropped_all_wrong generated sampling_rounds"
+VALUE = keys("losses/", "value_loss explained_variance kl_ref")
 EXTRA_KEYS = {
-    "ppo": CLIPS | keys("losses/", "value_loss explained_variance kl_ref"),
-    "grpo": CLIPS | GROUPS | {"losses/kl_ref"},
-    "rspo": CLIPS | GROUPS | {"moe/router_shift", "moe/router_floor_frac"},
-    "sapo": GROUPS | {"losses/gate_slope"},
-    "dapo": CLIPS | GROUPS | keys("rollout/groups_", DAPO),
-    "more.reinforce": GROUPS - {"rollout/frac_zero_std_groups"},
-    "more.rloo": GROUPS,
-    "more.vapo": CLIPS
-    | GROUPS - {"rollout/frac_zero_std_groups"}
-    | keys("losses/", "value_loss explained_variance kl_ref positive_lm_loss"),
+    "ppo": CLIPS | VALUE,
+    "grpo": CLIPS | UNIFORM | {"losses/kl_ref"},
+    "rspo": CLIPS | UNIFORM | keys("moe/", "router_shift router_floor_frac"),
+    "sapo": UNIFORM | {"losses/gate_slope"},
+    "dapo": CLIPS | UNIFORM | keys("rollout/groups_", DAPO),
+    "more.reinforce": set(),
+    "more.rloo": UNIFORM,
+    "more.vapo": CLIPS | VALUE | {"losses/positive_lm_loss"},
 }
 
 
@@ -87,7 +85,7 @@ def test_run_of_each_script_logs_sensible_numbers(name, tmp_path, sums, monkeypa
     assert [line["iteration"] for line in lines] == [1, 2, 3]
     for line in lines:
         evaluation = {"eval/accuracy", "eval/response_len_mean", "charts/evaluation_seconds"}
-        expected = COMMON_KEYS | EXTRA_KEYS.get(name, CLIPS | GROUPS) | {"iteration"}
+        expected = COMMON_KEYS | EXTRA_KEYS.get(name, CLIPS | UNIFORM) | {"iteration"}
         assert set(line) == (expected | evaluation if line["iteration"] > 1 else expected)
         assert all(math.isfinite(value) for value in line.values())
         # The ratio of the first inner step is 1: old log-probs and update share one forward.
@@ -95,7 +93,7 @@ def test_run_of_each_script_logs_sensible_numbers(name, tmp_path, sums, monkeypa
         assert abs(line["rollout/sampler_kl"]) < 1e-4
         assert 0 <= line["rollout/accuracy"] <= 1 and 0 < line["rollout/response_len_mean"] <= 32
         assert 0 < line["losses/entropy"] < math.log(17) and line["losses/approx_kl"] >= 0
-        assert line["losses/ratio_max"] >= 1 >= line["losses/ratio_min"] > 0
+        assert line["losses/ratio_max"] >= 1
         is_pretraining = name == "more.vapo" and line["iteration"] <= 2  # of the critic alone
         assert (line["charts/grad_norm"] == 0) == is_pretraining
         assert line["charts/grad_norm"] < 100
@@ -103,12 +101,11 @@ def test_run_of_each_script_logs_sensible_numbers(name, tmp_path, sums, monkeypa
     if name == "dapo":
         kept = [line["rollout/groups_kept"] for line in lines]
         generated = [line["rollout/groups_generated"] for line in lines]
-        assert all(k <= 16 for k in kept) and sum(generated) > sum(kept)
+        assert all(k <= 8 for k in kept) and sum(generated) > sum(kept)
         for line in lines:
-            right = line["rollout/groups_dropped_all_right"]
-            dropped = right + line["rollout/groups_dropped_all_wrong"]
+            dropped = line["rollout/groups_dropped_all_right"]
+            dropped += line["rollout/groups_dropped_all_wrong"]
             assert line["rollout/groups_kept"] + dropped == line["rollout/groups_generated"]
-            assert line["rollout/all_right_frac"] == right / line["rollout/groups_generated"]
     if name == "rspo":
         assert all(0.5 < line["moe/router_shift"] < 1 for line in lines)
     if name == "sapo":
@@ -129,27 +126,20 @@ def checkpoint_parts(folder):
     return set(torch.load(checkpoint / "trainer_state.pt", weights_only=True)["parts"])
 
 
-@pytest.mark.parametrize("kl_coef", [0, 0.04])
-@pytest.mark.parametrize("name, dtype", [("grpo", "float32"), ("ppo", "bfloat16")])
-def test_run_without_a_kl_there_is_no_reference(name, kl_coef, dtype, tmp_path):
+NO_REFERENCE = {"ppo": "--kl_coef 0 --dtype bfloat16", "grpo": "--ref_reset_every 5"}
+
+
+@pytest.mark.parametrize("name", NO_REFERENCE)
+def test_run_without_a_kl_there_is_no_reference(name, tmp_path):
     """With --kl_coef 0 no KL is logged. A checkpoint holds a reference that is not --model's."""
-    flags = ["--iterations", 1, "--kl_coef", kl_coef, "--dtype", dtype]
-    has_resets = name == "grpo" and kl_coef > 0
-    if has_resets:
-        flags += ["--ref_reset_every", 5]
-    result = small(name, "--run_dir", tmp_path, *flags)
+    result = small(name, "--run_dir", tmp_path, "--iterations", 1, *NO_REFERENCE[name].split())
     assert result.returncode == 0, result.stderr
-    expected = {"optimizer", "problems"}
-    if name == "ppo":
-        expected.add("critic")
-    if has_resets:
-        expected.add("reference")
-    assert checkpoint_parts(tmp_path) == expected
-    assert ("losses/kl_ref" in metrics(tmp_path)[0]) == (kl_coef > 0)
+    own = {"ppo": "critic", "grpo": "reference"}[name]
+    assert checkpoint_parts(tmp_path) == {"optimizer", "problems", own}
+    assert ("losses/kl_ref" in metrics(tmp_path)[0]) == (name == "grpo")
 
 
 def test_the_summary_of_a_rollout_by_hand():
-    """Shares and lengths of completions, and of groups."""
     texts = ["#### 3", "1+2=3 #### 3", " \\boxed{3}", "1+", "no", "so \\boxed{3}"]
     reasons = ["wrong", "correct", "wrong", "truncated", "no_answer", "correct"]
     completions = []
@@ -157,29 +147,18 @@ def test_the_summary_of_a_rollout_by_hand():
         ids, logprobs = [2] * length, [0.0] * length
         cut = why == "truncated"
         completions.append(Completion(Problem("", "", [1]), ids, logprobs, cut, text, verdict=why))
-    shares = rollout_summary(completions)
-    assert shares == pytest.approx(
+    assert rollout_summary(completions) == pytest.approx(
         {
             "accuracy": 2 / 6,
             "truncated_frac": 1 / 6,
             "no_answer_frac": 1 / 6,
             "direct_frac": 2 / 6,
             "response_len_mean": 3.5,
-            "response_len_max": 6,
         }
     )
-    lengths = {"response_len_wrong": 13 / 4}
-    assert group_summary(completions, 1) == lengths
-    completions[3] = completions[3]._replace(text=texts[2])
-    for group_size, wrong, distinct in ((2, 1 / 3, 5 / 6), (3, 0, 1), (6, 0, 5 / 6)):
-        shares = {"all_right_frac": 0, "all_wrong_frac": wrong, "distinct_frac": distinct}
-        assert group_summary(completions, group_size) == pytest.approx(lengths | shares)
-    right = [c._replace(verdict="correct") for c in completions]
-    assert group_summary(right, 2)["all_right_frac"] == 1
-    assert "response_len_wrong" not in group_summary(right, 2)
 
 
-@pytest.mark.parametrize("n", [1, 2, 5, 8])
+@pytest.mark.parametrize("n", [2, 5, 8])
 def test_pass_at_k_is_the_mean_over_all_choices_of_k(n):
     """By enumeration: of k out of n completions, at least one is right."""
     patterns = list(itertools.product(["correct", "wrong"], repeat=n))[:: max(1, 2**n // 32)]
@@ -209,55 +188,39 @@ def test_run_what_is_not_finite_is_not_logged(tmp_path, monkeypatch):
     assert {"losses/approx_kl", "losses/ratio_max"}.isdisjoint(line) and "losses/kl_ref" in line
 
 
-def weights(folder):
-    return AutoModelForCausalLM.from_pretrained(max(folder.glob("checkpoint-*[0-9]"))).state_dict()
-
-
 def test_run_checkpoint_is_an_ordinary_transformers_folder(tmp_path):
     """Opened with plain transformers, it answers greedily as the script's last evaluation did."""
-    result = small("grpo", "--run_dir", tmp_path, "--save_every", 1)
+    result = small("grpo", "--run_dir", tmp_path, "--iterations", 1, held_out=8)
     assert result.returncode == 0, result.stderr
     (checkpoint,) = tmp_path.glob("checkpoint-*")
     names = {path.name for path in checkpoint.iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
-    problems = load_problems(grpo.Args(num_held_out=32, device="cpu"), Policy(model, tokenizer))[1]
-    inputs = tokenizer(
-        [p.prompt for p in problems], return_tensors="pt", padding=True, padding_side="left"
-    )
-    answers = model.generate(**inputs, max_new_tokens=32, do_sample=False)[
-        :, inputs.input_ids.shape[1] :
-    ]
-    texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
-    truncated = (answers != tokenizer.eos_token_id).all(dim=1).tolist()
-    rows = zip(texts, problems, truncated, strict=True)
-    verdicts = [verify(text, p.answer, cut) for text, p, cut in rows]
-    accuracy = sum(reward for reward, _ in verdicts) / len(problems)
-    lengths = (answers != tokenizer.pad_token_id).sum(dim=1).float().mean().item()
-    assert accuracy == pytest.approx(metrics(tmp_path)[-1]["eval/accuracy"], abs=1e-9)
-    assert lengths == pytest.approx(metrics(tmp_path)[-1]["eval/response_len_mean"], abs=1e-5)
+    problems = load_problems(grpo.Args(num_held_out=8, device="cpu"), Policy(model, tokenizer))[1]
+    num_right = num_tokens = 0
+    for problem in problems:
+        prompt = torch.tensor([problem.prompt_ids])
+        output = model.generate(prompt, max_new_tokens=32, do_sample=False)[0, prompt.shape[1] :]
+        text = tokenizer.decode(output, skip_special_tokens=True)
+        reward, _ = verify(text, problem.answer, output[-1] != tokenizer.eos_token_id)
+        num_right += reward
+        num_tokens += len(output)
+    assert num_right / 8 == metrics(tmp_path)[-1]["eval/accuracy"]
+    assert num_tokens / 8 == metrics(tmp_path)[-1]["eval/response_len_mean"]
 
 
 @pytest.mark.parametrize("name", [*SCRIPTS, *MORE])
 def test_run_help_explains_every_flag_once(name, monkeypatch):
-    """In groups, with a sentence on the script, and with the defaults that are not empty."""
+    """With a sentence on the script, and with the defaults that are not empty."""
     monkeypatch.setenv("COLUMNS", "80")
-    text = run(name, "--help").stdout
-    assert max(len(line) for line in text.splitlines()) <= 80
+    text = " ".join(run(name, "--help").stdout.split())
     module = importlib.import_module(name)
-    title = module.__doc__.splitlines()[0]
-    titles = [line for line in text.splitlines() if line.endswith(":") and line[0] != " "]
-    own = [] if name == "more.rloo" else ["algorithm:"]
-    others = ["model:", "data and reward:", "precision and memory:", "sampler:", "run:"]
-    assert titles == ["options:", "loop:", *own, *others]
-    text = " ".join(text.split())
-    assert f"Trains a language model with {title}" in text
+    assert f"Trains a language model with {module.__doc__.splitlines()[0]}" in text
+    assert "flags of this script: --iterations X" in text and "flags of all scripts: --model X" in text
     flags = [word for word in text.replace("[--flag", "").split() if word.startswith("--")]
-    fields = dataclasses.fields(module.Args)
-    assert [f"--{field.name}" for field in fields if flags.count(f"--{field.name}") != 1] == []
-    for field in fields:
-        assert field.metadata["help"] in text
+    for field in dataclasses.fields(module.Args):
+        assert flags.count(f"--{field.name}") == 1 and field.metadata["help"] in text
     assert "default: )" not in text and "default: []" not in text
     assert f"(default: {module.Args.lr})" in text
 
@@ -269,23 +232,26 @@ def accuracies(result):
 
 
 def test_run_grpo_learns(tmp_path):
-    """10 iterations from the default base model: sampled accuracy on held-out problems rises by 0.3 or
+    """5 iterations from the default base model: sampled accuracy on held-out problems rises by 0.2 or
     more."""
     flags = ("--eval_samples", 2, "--eval_every", 0, "--run_dir", tmp_path)
-    result = run("grpo", "--iterations", 10, *flags, held_out=128)
+    result = run("grpo", "--iterations", 5, *flags, held_out=64)
     assert result.returncode == 0, result.stderr
     _, greedy_after, before, after = accuracies(result)
     assert 0.2 <= before <= 0.6, "base pass@1"
-    assert after >= before + 0.3 and greedy_after >= 0.9
+    assert after >= before + 0.2 and greedy_after >= 0.9
     rows = [line.split() for line in result.stdout.splitlines() if line.startswith("pass@")]
     pass_at_k = {name: [float(before), float(after)] for name, before, after in rows}
     assert pass_at_k["pass@1"] == [before, after]
     assert pass_at_k["pass@2"][0] > before and pass_at_k["pass@2"][1] > after
 
 
+LEARNING = [(name, "float32") for name in [*SCRIPTS, *MORE]]
+LEARNING += [("grpo", "bfloat16"), ("ppo", "bfloat16"), ("rspo", "bfloat16")]  # own models and routers
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", [*SCRIPTS, *MORE])
+@pytest.mark.parametrize("name, dtype", LEARNING)
 def test_run_every_script_learns(name, dtype, tmp_path):
     """The default run: greedy held-out accuracy of 0.9 or more, at least 0.4 above the base."""
     result = run_process(name, "--run_dir", tmp_path, "--dtype", dtype, timeout=900)

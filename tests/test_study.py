@@ -262,16 +262,9 @@ def test_a_bug_from_the_shop_is_found_and_fixed(monkeypatch, capsys, tmp_path):
 
 @functools.cache
 def expected_of(script):
-    return repair.behavior(path_of(script), script)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("script", sorted({bug["script"] for bug in BUGS.values()}))
-def test_the_check_accepts_the_original(script):
-    expected = expected_of(script)
+    expected = repair.behavior(path_of(script), script)
     assert all(all(x) for name, x in expected.items() if name.startswith("test vectors"))
-    assert len(expected["losses/policy_loss"]) == len(expected["charts/grad_norm"]) == 2
-    assert repair.differences(repair.behavior(path_of(script), script), expected) == []
+    return expected
 
 
 @pytest.mark.slow

@@ -10,7 +10,9 @@ from types import SimpleNamespace
 
 import torch
 
-LOSSES = "ppo grpo dr_grpo dapo gspo cispo gmpo rspo sapo reinforce rloo vapo"
+LOSSES = "ppo grpo dr_grpo dapo gspo cispo gmpo rspo sapo reinforce rloo vapo".split()
+BOOLEAN = ["mask", "is_right"]
+INTEGER = ["indices", "group_ids", "rollout_ids"]
 
 
 def batch(**fields):
@@ -121,14 +123,6 @@ def gspo(b):
     return completion_mean(b, lambda i: clipped_by_eps(sequence_ratio(b, i), advantage(b, i), b))
 
 
-def importance_weight(r, a, b):
-    if b.ppo_mask:
-        too_high = a > 0 and r > 1 + b.clip_eps_high
-        too_low = a < 0 and r < 1 - b.clip_eps_low
-        return 0 * r if too_high or too_low else r
-    return torch.clamp(r, b.is_weight_floor, b.is_weight_cap)
-
-
 def stopped(x):
     return x.detach()
 
@@ -136,7 +130,13 @@ def stopped(x):
 def cispo(b):
     def term(i, t):
         a = b.advantages[i, t]
-        return stopped(importance_weight(ratio(b, i, t), a, b)) * a * b.logprobs[i, t]
+        r = ratio(b, i, t)
+        weight = torch.clamp(r, b.is_weight_floor, b.is_weight_cap)
+        if b.ppo_mask:
+            too_high = a > 0 and r > 1 + b.clip_eps_high
+            too_low = a < 0 and r < 1 - b.clip_eps_low
+            weight = 0 * r if too_high or too_low else r
+        return stopped(weight) * a * b.logprobs[i, t]
 
     return average(b, each(b, term), "token")
 
@@ -178,11 +178,14 @@ def rspo(b):
     return completion_mean(b, term)
 
 
+def gate(r, tau):
+    return 4 / tau / (1 + torch.exp(-tau * (r - 1)))
+
+
 def sapo(b):
     def term(i, t):
         a = b.advantages[i, t]
-        tau = b.tau_pos if a > 0 else b.tau_neg
-        return 4 / tau / (1 + torch.exp(-tau * (ratio(b, i, t) - 1))) * a
+        return gate(ratio(b, i, t), b.tau_pos if a > 0 else b.tau_neg) * a
 
     return average(b, each(b, term), "sequence")
 
@@ -201,22 +204,20 @@ def positive_lm_loss(b):
     return sum(terms, start=torch.zeros((), dtype=b.logprobs.dtype)) / max(len(terms), 1)
 
 
-def squares(b, i, t):
-    reach = b.value_clip or math.inf
-    near = b.old_values[i, t] + torch.clamp(b.values[i, t] - b.old_values[i, t], -reach, reach)
-    return (b.values[i, t] - b.returns[i, t]) ** 2, (near - b.returns[i, t]) ** 2
+worse = torch.max
 
 
 def value_loss(b):
-    return average(b, each(b, lambda i, t: torch.max(*squares(b, i, t))), "token")
+    def term(i, t):
+        reach = b.value_clip or math.inf
+        near = b.old_values[i, t] + torch.clamp(b.values[i, t] - b.old_values[i, t], -reach, reach)
+        return worse((b.values[i, t] - b.returns[i, t]) ** 2, (near - b.returns[i, t]) ** 2)
+
+    return average(b, each(b, term), "token")
 
 
 def is_uniform(rewards):
     return all(reward == rewards[0] for reward in rewards)
-
-
-def std(rewards):
-    return rewards.std(unbiased=True)
 
 
 def mean(rewards, j):
@@ -227,29 +228,24 @@ def mean_of_others(rewards, j):
     return (sum(rewards) - rewards[j]) / (len(rewards) - 1)
 
 
-def scale(rewards, j):
-    return std(rewards) + 1e-6
-
-
-def unscaled(rewards, j):
-    return 1
+def scale(rewards):
+    return rewards.std(unbiased=True) + 1e-6
 
 
 def of_group(rewards, baseline, divisor):
     """Advantages; exactly 0 if the rewards are equal."""
     if is_uniform(rewards):
         return torch.zeros_like(rewards)
-    return torch.stack(
-        [(x - baseline(rewards, j)) / divisor(rewards, j) for j, x in enumerate(rewards)]
-    )
+    differences = [x - baseline(rewards, j) for j, x in enumerate(rewards)]
+    return torch.stack(differences) / divisor(rewards)
 
 
-def of_groups(b, baseline, divisor):
+def of_groups(b, baseline, divisor=lambda rewards: 1):
     return torch.stack([of_group(rewards, baseline, divisor) for rewards in b.rewards])
 
 
 def group_differences(b):
-    return of_groups(b, mean, unscaled)
+    return of_groups(b, mean)
 
 
 def group_advantages(b):
@@ -257,7 +253,7 @@ def group_advantages(b):
 
 
 def leave_one_out(b):
-    return of_groups(b, mean_of_others, unscaled)
+    return of_groups(b, mean_of_others)
 
 
 def grouped_advantages(b):
@@ -284,22 +280,20 @@ def whiten(b):
 
 def overlong_penalty(b):
     start = b.max_new_tokens - b.overlong_cache
-    return torch.stack([ramp((start - x) / b.overlong_cache) for x in b.lengths])
+    return torch.clamp((start - b.lengths) / b.overlong_cache, -1, 0)
 
 
-def ramp(x):
-    return torch.clamp(x, -1, 0)
+def rollout_weights(b):
+    weights = torch.zeros_like(b.old_logprobs)
+    for i in range(len(weights)):
+        rhos = {t: torch.exp(b.old_logprobs[i, t] - b.rollout_logprobs[i, t]) for t in tokens(b, i)}
+        for t, rho in rhos.items():
+            weights[i, t] = rollout_weight(b, rho, math.prod(rhos.values()), len(rhos))
+    return weights
 
 
-def sampler_ratio(b, i, t):
-    return torch.exp(b.old_logprobs[i, t] - b.rollout_logprobs[i, t])
-
-
-def rollout_weight(b, i, t):
-    """From rho = pi_old / mu of token t, their product and their geometric mean in completion i."""
-    rho = sampler_ratio(b, i, t)
-    product = math.prod(sampler_ratio(b, i, u) for u in tokens(b, i))
-    geometric = product ** (1 / length(b, i))
+def rollout_weight(b, rho, product, length):
+    """From rho = pi_old / mu of a token, and the product of all in its completion."""
     if b.rule == "token_tis":
         return rho.clamp(max=b.cap)
     if b.rule == "sequence_tis":
@@ -308,16 +302,8 @@ def rollout_weight(b, i, t):
         return product * (product <= b.cap)
     if b.rule == "icepop":
         return rho * (b.mask_low <= rho <= b.mask_high)
-    is_near = b.mask_low <= geometric <= b.mask_high
+    is_near = b.mask_low <= product ** (1 / length) <= b.mask_high
     return (rho.clamp(max=b.cap) if b.rule == "geo_mask" else torch.ones_like(rho)) * is_near
-
-
-def rollout_weights(b):
-    weights = torch.zeros_like(b.old_logprobs)
-    for i in range(len(weights)):
-        for t in tokens(b, i):
-            weights[i, t] = rollout_weight(b, i, t)
-    return weights
 
 
 def replayed_gate(b):
@@ -362,40 +348,37 @@ def router_shift(b):
 # ---------------------------------------------------------------------------- cases of vectors.json
 
 
-def tensor(x, dtype=torch.float64):
-    return torch.tensor(x, dtype=dtype)
-
-
-def batch_of(case, dtype=torch.float64):
-    b = batch(
-        bootstrap=torch.zeros(5, 1, dtype=dtype), micro_batches=case.get("micro_batches", [slice(None)])
-    )
+def fields_of(case):
+    """The arguments and keywords of a case, by name: tensors, numbers and words."""
+    dtypes = dict.fromkeys(BOOLEAN, torch.bool) | dict.fromkeys(INTEGER, torch.int64)
+    fields = {}
     for name, x in (case["inputs"] | case["keywords"]).items():
-        setattr(b, name, tensor(x, dtype) if isinstance(x, list) else x)
-        if name in ("mask", "is_right"):
-            setattr(b, name, tensor(x).bool())
-    if "logprobs" in case["inputs"] and "advantages" in case["inputs"]:
-        b.advantages = b.advantages.expand_as(b.logprobs)
+        fields[name] = x
+        if isinstance(x, list):
+            fields[name] = torch.tensor(x, dtype=dtypes.get(name, torch.float64))
     if "masked_places_hold" in case:
-        for name, x in vars(b).items():
-            if torch.is_tensor(x) and x.shape == b.mask.shape and name != "mask":
-                setattr(b, name, torch.where(b.mask, x, float(case["masked_places_hold"])))
-    return b
+        for name, x in fields.items():
+            if torch.is_tensor(x) and x.is_floating_point() and x.shape == fields["mask"].shape:
+                fields[name] = torch.where(fields["mask"], x, float(case["masked_places_hold"]))
+    return fields
 
 
-def evaluate(section, case, change=None, has_gradient=None, dtype=torch.float64):
+def evaluate(section, case, change=None):
     """(value, gradient or None) of the objective, or of what an entry of mistakes.py makes of it."""
-    b = batch_of(case, dtype)
+    b = batch(**({"bootstrap": torch.zeros(5, 1)} | fields_of(case)))
+    b.micro_batches = case.get("micro_batches", [slice(None)])
     objective = globals()[section]
+    if section in LOSSES:
+        b.advantages = b.advantages.expand_as(b.logprobs)
     first = getattr(b, next(iter(case["inputs"])))
-    if not ("gradient" in case if has_gradient is None else has_gradient):
-        return (change(objective, b) if change else objective(b)), None
-    first.requires_grad_()
+    first.requires_grad_("gradient" in case)
     value = change(objective, b) if change else objective(b)
-    if section in LOSSES.split():
+    if section in LOSSES:
         value = -value
-    value = torch.as_tensor(value, dtype=dtype)
-    total = (value * tensor(case.get("coefficients", 1), dtype)).sum()
+    if "gradient" not in case:
+        return value, None
+    value = torch.as_tensor(value, dtype=torch.float64)
+    total = (value * torch.tensor(case.get("coefficients", 1))).sum()
     total = total + 0 * first.nan_to_num().sum()  # a gradient even if nothing depends on it
     (gradient,) = torch.autograd.grad(total, first)
     return value.detach(), gradient
