@@ -8,6 +8,7 @@ import torch
 from conftest import ROOT, SCRIPTS
 
 import common
+import dr_grpo
 import gmpo
 import grpo
 
@@ -70,6 +71,16 @@ def test_the_gradients(name):
     found = weights_of(name, r_BT, A_B1, mask_BT, **keywords.get(name, {}))
     torch.testing.assert_close(found, torch.where(mask_BT, expected[name], 0), rtol=1e-12, atol=1e-15)
     assert (M_BT != clip_mask(s_B1, A_B1)).any() and not m_BT[mask_BT].all()
+
+
+def test_the_weight_of_a_prompt():
+    """The mean of max(A, 0): p (1 - p), and its square root where A is divided by the std."""
+    rewards_PG = torch.ones(9, 8, dtype=F64).tril(-1)[1:8]  # one to seven right answers of eight
+    p = rewards_PG.mean(1)
+    plain = dr_grpo.compute_advantages(rewards_PG).clamp(min=0).mean(1)
+    torch.testing.assert_close(plain, p * (1 - p))
+    with_std = grpo.compute_advantages(rewards_PG).clamp(min=0).mean(1)
+    torch.testing.assert_close(with_std, (p * (1 - p) * 7 / 8).sqrt(), rtol=1e-5, atol=0)
 
 
 def test_a_token_that_is_sampled_pushes_all_others():
