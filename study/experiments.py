@@ -199,7 +199,7 @@ def bug_jobs():
 
 EXPERIMENTS = {
     "nine": Experiment(
-        crossed(range(1, 4), NINE, DEFAULTS),
+        crossed(range(1, 6), NINE, DEFAULTS),
         ACTED,
         has_curves=True,
     ),
