@@ -103,15 +103,12 @@ ROUTES = {  # variant: flags
     "stale-r3": f"{STALE} --routing_replay r3",
 }
 ROUTING = {}
-ROUTING_OTHERS = {}
 for variant, flags in ROUTES.items():
     ROUTING["grpo", variant] = f"--kl_coef 0 {flags}"
     ROUTING["gspo", variant] = flags
     if variant in ("fresh", "stale", "stale-r3"):
-        ROUTING_OTHERS["sapo", variant] = flags
-        ROUTING_OTHERS["rspo", variant] = flags
-ROUTING_JOBS = crossed(LATER, f"--iterations 20 {QUIET}", ROUTING)
-ROUTING_JOBS += crossed([201, 202], f"--iterations 20 {QUIET}", ROUTING_OTHERS)
+        ROUTING["sapo", variant] = flags
+        ROUTING["rspo", variant] = flags
 ROUTING_COLUMNS = {
     **COLUMNS,
     "mean_accuracy": ("rollout/accuracy", 0),
@@ -213,7 +210,7 @@ EXPERIMENTS = {
     ),
     "dynamic_sampling": Experiment(crossed(FRESH, f"--overlong none {QUIET}", SAMPLING)),
     "int4": Experiment(crossed(FRESH, WILD, INT4)),
-    "routing": Experiment(ROUTING_JOBS, ROUTING_COLUMNS),
+    "routing": Experiment(crossed(LATER, f"--iterations 20 {QUIET}", ROUTING), ROUTING_COLUMNS),
     "dapo_chain": Experiment(crossed(LATER, QUIET, DAPO_CHAIN), CHAIN_COLUMNS),
     "symptoms": Experiment(bug_jobs(), SYMPTOMS),
 }
