@@ -292,6 +292,7 @@ def test_the_three_examples_of_the_readme(tmp_path):
     """The loss gets the diagnosis that is printed there, also in pytest, and the reader reads."""
     for name, text in re.findall(r"```python\n(?:# (\S+)\n)?(.*?)```", README, re.DOTALL):
         (tmp_path / (name or "read.py")).write_text(text)
+    (tmp_path / "rl_loss_vectors").symlink_to(ROOT / "conformance" / "rl_loss_vectors")
     (diagnosis,) = re.findall(r"^mistake: .*", README, re.MULTILINE)
     for arguments, code in (
         (f"{ROOT}/conformance/check.py mine.py:loss --algorithm grpo", 1),
