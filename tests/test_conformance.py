@@ -26,11 +26,11 @@ SECTIONS = VECTORS["sections"]
 ALL_CASES = [(section, case["id"]) for section in SECTIONS for case in SECTIONS[section]["cases"]]
 LOSSES = [name.removeprefix("more.") for name in (*SCRIPTS, *MORE)]
 MODULES = dict(zip(LOSSES, (*SCRIPTS, *MORE), strict=True))
-ENTRIES = [
-    (f"{kind}: {name}", section, change)
-    for kind, name, sections, change in mistakes.ENTRIES
-    for section in sections
-]
+ENTRIES = []
+for kind, name, (first, *others), change in mistakes.ENTRIES:
+    ENTRIES.append((f"{kind}: {name}", first, change))
+    for section in others:
+        ENTRIES.append(pytest.param(f"{kind}: {name}", section, change, marks=pytest.mark.slow))
 OURS = {  # the project's functions for sections that are no losses
     "value_loss": "ppo:value_loss",
     "positive_lm_loss": "more.vapo:positive_lm_loss",
