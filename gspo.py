@@ -107,7 +107,7 @@ def policy_loss(
         num_sequences = len(mask_BT)
     # Mask before exp: 0 * inf is NaN, in the backward pass too. The clamp keeps exp finite.
     logratio_BT = torch.where(mask_BT, logprobs_BT - old_logprobs_BT, 0).clamp(-20, 20)
-    # [1] s_i = exp(1/|o_i| sum_t log r_it), from here on the ratio of every token of the completion
+    # [1] s_i = exp(1/|o_i| sum_t log r_it), from here on the ratio for every token in the completion
     ratio_B1 = (logratio_BT.sum(1, keepdim=True) / length_B1).exp()
     ratio_BT = ratio_B1.expand_as(logratio_BT)
     if variant == "gspo_token":

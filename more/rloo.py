@@ -50,7 +50,7 @@ class Args(RunArgs):  # more flags: --help
 
     def check(self):
         if self.group_size < 2:
-            raise UserError("--group_size must be at least 2: the others of the group are the baseline")
+            raise UserError("--group_size must be at least 2: the rest of the group is the baseline")
 
 
 def masked_mean(x, mask):
@@ -59,7 +59,7 @@ def masked_mean(x, mask):
 
 
 def compute_advantages(rewards_PG):
-    """Rewards -> advantages, (P, G): R minus the mean of the group's others, 0 if all are equal."""
+    """Rewards -> advantages, (P, G): R minus the mean of the other rewards, 0 if all are equal."""
     # [1] the mean of the other G - 1
     num_others = rewards_PG.shape[1] - 1
     mean_of_others_PG = (rewards_PG.sum(1, keepdim=True) - rewards_PG) / num_others

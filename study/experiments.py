@@ -74,6 +74,9 @@ STABILITY = {  # from mild to wild; milder settings never made a run fall
     "lr1e-3-steps4": "--lr 1e-3 --num_minibatches 4",
     "lr1e-3-steps16": "--lr 1e-3 --num_minibatches 16",
 }
+STABILITY_RUNS = {(script, name): flags for name, flags in STABILITY.items() for script in SCRIPTS}
+for name, flags in STABILITY.items():
+    STABILITY_RUNS["grpo", f"{name}-free"] = f"{flags} --kl_coef 0"
 
 # --------------------------------------------------------------- one difference, eight fresh seeds
 
@@ -87,6 +90,47 @@ WILD = f"--iterations 20 --lr 1e-3 --kl_coef 0 --num_minibatches 16 {QUIET}"
 INT4 = {("grpo", "same"): "", ("grpo", "int4"): "--rollout_dtype int4"}
 for rule in ("token_tis", "sequence_tis", "geo_mask"):
     INT4["grpo", f"int4-{rule}"] = f"--rollout_dtype int4 --rollout_correction {rule}"
+
+# --------------------------------------------------------------- an MoE's routes, and dapo step by step
+
+LATER = range(201, 204)
+STALE = "--rollout_dtype int4 --rollout_refresh_every 4"
+ROUTES = {  # variant: flags
+    "fresh": "",
+    "fresh-r3": "--routing_replay r3",
+    "stale": STALE,
+    "stale-r2": f"{STALE} --routing_replay r2",
+    "stale-r3": f"{STALE} --routing_replay r3",
+}
+ROUTING = {}
+for variant, flags in ROUTES.items():
+    ROUTING["grpo", variant] = f"--kl_coef 0 {flags}"
+    ROUTING["gspo", variant] = flags
+    if variant in ("fresh", "stale", "stale-r3"):
+        ROUTING["sapo", variant] = flags
+        ROUTING["rspo", variant] = flags
+ROUTING_COLUMNS = {
+    **COLUMNS,
+    "mean_accuracy": ("rollout/accuracy", 0),
+    "flipped": ("moe/expert_flip_frac", 0),
+    "ratio_max": ("losses/ratio_max", 0),
+    "gamma": ("moe/router_shift", 0),
+}
+DROP = "--iterations 40 --max_sampling_rounds 1"  # groups that are not mixed are not replaced
+DAPO_CHAIN = {
+    ("grpo", "free"): "--kl_coef 0",
+    ("grpo", "clip-higher"): "--kl_coef 0 --clip_eps_high 0.28",
+    ("dapo", "drop-none"): f"{DROP} --overlong none",
+    ("dapo", "drop-filter"): f"{DROP} --overlong filter",
+    ("dapo", "drop-soft"): f"{DROP} --overlong soft",
+    ("dapo", "default"): "",
+}
+CHAIN_COLUMNS = {
+    **COLUMNS,
+    "mean_truncated": ("rollout/truncated_frac", 0),
+    "end_entropy": ("losses/entropy", 10),
+    "end_len": ("rollout/response_len_mean", 10),
+}
 
 # ---------------------------------------------------------------------------------- planted bugs
 
@@ -160,17 +204,13 @@ EXPERIMENTS = {
         crossed(range(1, 4), NINE, {(name, "default"): "" for name in MORE}),
         has_curves=True,
     ),
-    "stability": Experiment(
-        crossed(
-            range(1, 4),
-            f"--iterations 20 {QUIET}",
-            {(script, name): flags for name, flags in STABILITY.items() for script in SCRIPTS},
-        )
-    ),
+    "stability": Experiment(crossed(range(1, 4), f"--iterations 20 {QUIET}", STABILITY_RUNS)),
     "wrong_length": Experiment(
         crossed(FRESH, LONG, {("grpo", "free"): "--kl_coef 0", ("dr_grpo", "default"): ""})
     ),
     "dynamic_sampling": Experiment(crossed(FRESH, f"--overlong none {QUIET}", SAMPLING)),
     "int4": Experiment(crossed(FRESH, WILD, INT4)),
+    "routing": Experiment(crossed(LATER, f"--iterations 20 {QUIET}", ROUTING), ROUTING_COLUMNS),
+    "dapo_chain": Experiment(crossed(LATER, QUIET, DAPO_CHAIN), CHAIN_COLUMNS),
     "symptoms": Experiment(bug_jobs(), SYMPTOMS),
 }

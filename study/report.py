@@ -103,6 +103,13 @@ def lesson():
     return ["```diff", *lines, "```"]
 
 
+def which():
+    """The last table of the_nine.md, to which its links lead from both pages."""
+    text = (ROOT / "study" / "the_nine.md").read_text()
+    _, _, table = text.partition("## Which one should I use?\n\n")
+    return table.splitlines()
+
+
 def example():
     """A group with rewards 1 0 0 0: each script's advantages, and its gradients at r = 1."""
     lengths_B1 = torch.tensor([[3], [5], [4], [2]])
@@ -212,17 +219,84 @@ def acted():
 def stability():
     """Accuracy after the runs at each setting, and how many had an iteration 0.2 or more below an
     earlier one, or broke off."""
+    kinds = [(script, "") for script in SCRIPTS]
+    kinds.insert(2, ("grpo", "-free"))
     rows = []
-    for script in SCRIPTS:
+    for script, kind in kinds:
         cells = []
         for setting in STABILITY:
-            runs = stats.runs("stability")[script, setting]
+            key = (script, f"{setting}{kind}")
+            runs = stats.runs("stability")[key]
             fell = sum(run["largest_drop"] >= 0.2 or run["ended"] is not None for run in runs)
-            accuracy = mean_std(column("stability", (script, setting), "after_sampled_accuracy"))
+            accuracy = mean_std(column("stability", key, "after_sampled_accuracy"))
             cells.append(f"{accuracy}; {fell} of {len(runs)} fell" if fell else accuracy)
-        rows.append([script, *cells])
+        rows.append([f"{script}, no KL" if kind else script, *cells])
     words = [setting.replace("lr", "lr ").replace("-steps", ", steps ") for setting in STABILITY]
     return markdown(["script", *words], rows, "lrrr")
+
+
+def mean_of(runs, name):
+    """Of a column over runs, None if they do not have it."""
+    values = [run[name] for run in runs]
+    return None if None in values else statistics.mean(values)
+
+
+def routing():
+    """What replaying an MoE's experts changes, with a sampler like the trainer and with another one."""
+    rows = []
+    groups = stats.runs("routing").items()
+    for (script, variant), runs in sorted(groups, key=lambda group: SCRIPTS.index(group[0][0])):
+        sampler, _, replay = variant.partition("-")
+        accuracy = column("routing", (script, variant), "mean_accuracy")
+        clipped = [mean_of(runs, "clip_low"), mean_of(runs, "clip_high")]
+        gamma = mean_of(runs, "gamma")
+        rows.append(
+            [
+                script,
+                sampler,
+                replay,
+                mean_std(accuracy),
+                mean_std(column("routing", (script, variant), "after_sampled_accuracy")),
+                "" if None in clipped else f"{sum(clipped):.2%}",
+                f"{mean_of(runs, 'ratio_max'):.2f}",
+                f"{mean_of(runs, 'flipped'):.2%}",
+                "" if gamma is None else f"{gamma:.3f}",
+            ]
+        )
+    names = ["accuracy", "held-out", "clipped", "largest ratio", "flipped", "gamma"]
+    return markdown(["script", "sampler", "replay", *names], rows, "lllrrrrrr")
+
+
+CHAIN = {  # variant of dapo_chain: what it is, and what the paper reports for its own chain
+    ("grpo", "free"): ("grpo, no KL", "naive GRPO: 30"),
+    ("grpo", "clip-higher"): ("with clip-higher", "filtering, then clip-higher: 38"),
+    ("dapo", "drop-none"): ("dapo, groups dropped, not replaced; overlong none", ""),
+    ("dapo", "drop-filter"): ("the same, overlong filter", "filtering alone: 36"),
+    ("dapo", "drop-soft"): ("the same, overlong soft", "soft: 41; with token-mean: 42"),
+    ("dapo", "default"): ("dapo", "with dynamic sampling: 50"),
+}
+
+
+def dapo_chain():
+    """The parts of DAPO, as far as flags can take them apart."""
+    rows = []
+    for key, (words, paper) in CHAIN.items():
+        runs = stats.runs("dapo_chain")[key]
+        rows.append(
+            [
+                words,
+                mean_std(column("dapo_chain", key, "after_sampled_accuracy")),
+                mean_std(column("dapo_chain", key, "area")),
+                f"{mean_of(runs, 'clip_high'):.3%}",
+                f"{mean_of(runs, 'mean_truncated'):.1%}",
+                f"{mean_of(runs, 'end_entropy'):.4f}",
+                f"{mean_of(runs, 'end_len_wrong'):.1f}",
+                f"{mean_of(runs, 'generated'):,.0f}",
+                paper,
+            ]
+        )
+    names = ["held-out", "area", "clipped above", "cut off", "entropy", "wrong length", "completions"]
+    return markdown(["runs", *names, "the paper's AIME"], rows, "lrrrrrrrl")
 
 
 def symptoms():
@@ -243,8 +317,8 @@ def smollm2():
 
 # -------------------------------------------------------------------------------------------- pages
 
-MAKERS = [lesson, scripts, objectives, example, microscope]
-MAKERS += [acted, curves, stability, symptoms, smollm2]
+MAKERS = [lesson, scripts, objectives, which, example, microscope]
+MAKERS += [acted, curves, stability, routing, dapo_chain, symptoms, smollm2]
 PARTS = {make.__name__: make for make in MAKERS}
 BEGIN = "<!-- generated: "
 PART = re.compile(BEGIN + r"(\w+) -->.*?<!-- end: \1 -->", re.DOTALL)

@@ -36,7 +36,7 @@ ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "HF_HUB_OFFLINE": "1",
 }
-END = 10_000  # completions over which `area` is taken; every run of the default job generates as many
+END = 8_000  # completions over which `area` is taken; the last rollout of any default run starts later
 CURVE_STEP = 2  # iterations that a row of a curve averages
 CURVE = {  # column: key in metrics.jsonl
     "accuracy": "rollout/accuracy",
@@ -145,12 +145,13 @@ def average(lines, key, count=0):
 
 
 def area(lines):
-    """Mean height of the accuracy's curve over the first END completions; "" if there are fewer. An
-    iteration's rollout has the accuracy that was learned from the completions before it."""
+    """Mean height of the accuracy's curve over the first END completions; "" if it ends before. An
+    iteration's rollout has the accuracy that was learned from the completions before it, so the curve's
+    last point is where the last rollout starts."""
     starts = [0, *(line["generated"] for line in lines)]
-    if starts[-1] < END:
-        return ""
     points = [(x, line["rollout/accuracy"]) for x, line in zip(starts, lines, strict=False)]
+    if not points or points[-1][0] < END:
+        return ""
     total = 0.0
     for (x0, y0), (x1, y1) in itertools.pairwise(points):
         width = min(x1, END) - x0
