@@ -1,10 +1,10 @@
 """Shared by all scripts, in the order of the loop: problems, model, rollout, verifier, batch,
-log-probs, rollout correction, evaluation. It also re-exports what a script needs from plumbing/.
+log-probs, rollout correction, evaluation. It also re-exports what scripts need from plumbing/.
 
-A tensor's suffix names its axes: P prompts, G completions per prompt, B rows at hand (of a rollout, or
-of a minibatch or micro-batch of it), N rows of a sampler's batch, R those that are still being sampled,
-T response tokens, U = T + 1, S prompt + response, V vocabulary, L layers, E experts, K active experts,
-1 a kept axis. A "step" is an optimizer step, an "iteration" a rollout with its steps.
+A tensor's suffix names its axes: P prompts, G completions per prompt, B rows (of a rollout, minibatch
+or micro-batch), N rows of a sampler's batch, R the rows of it that are not finished, T response tokens,
+U = T + 1, S prompt + response, V vocabulary, L layers, E experts, K active experts, 1 for a size-1
+axis. A "step" is an optimizer step; an "iteration" is a rollout and its steps.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from plumbing.routing import Routing, experts_by_completion, pad_experts
 from plumbing.run import Run
 
 # fmt: off
-__all__ = [  # what scripts import
+__all__ = [  # imported by scripts
     "Run", "RunArgs", "TrainedModel", "UserError", "collate", "critic_stats", "critic_values",
     "evaluate", "flag", "forward_packed", "launch", "load_grader", "load_policy", "load_problems",
     "record_old_policy", "reference_logprobs", "rollout_correction", "sample", "token_logprobs",
@@ -50,12 +50,12 @@ class Problem(NamedTuple):
     prompt: str  # as the model reads it
     answer: str  # the gold answer alone
     prompt_ids: list
-    columns: dict | None = None  # of the dataset, for reward functions
+    columns: dict | None = None  # the dataset's, for reward functions
 
 
 def addition_problems():
-    """10,496 different sums of two- and three-digit numbers: [(prompt, gold answer)]. 256 are held out,
-    and no script takes more than 10,240 in its default run, so none is seen twice."""
+    """10,496 distinct sums of two- and three-digit numbers: [(prompt, gold answer)]. 256 are held out,
+    and no script's default run uses more than 10,240, so no sum is seen twice."""
     rng = random.Random(0)
     ranges = [(10, 99), (100, 999)]
     answers = {}
@@ -67,8 +67,8 @@ def addition_problems():
 
 
 def load_problems(args, policy):
-    """`--dataset` -> (stream of training problems, [held-out problems], the same for all seeds).
-    UserError if the sampler and the training forward disagree on log-probs after such prompts."""
+    """`--dataset` -> (stream of training problems, [held-out problems]). The held-out ones are the
+    same for all seeds. UserError if the sampler and the training forward disagree on log-probs."""
     if args.dataset == "addition":
         rows = [{"question": prompt, "answer": answer} for prompt, answer in addition_problems()]
     else:
@@ -77,7 +77,7 @@ def load_problems(args, policy):
     check_sampler(policy, problems, args)
     stream = ProblemStream(problems[args.num_held_out :], args.seed)
     stream.raw_hash = hash_of([(p.columns["prompts"], p.answer) for p in problems])
-    stream.rendered_hash = hash_of([p.prompt for p in problems])  # a template may contain the date
+    stream.rendered_hash = hash_of([p.prompt for p in problems])  # a template may insert the date
     return stream, problems[: args.num_held_out]
 
 
@@ -85,19 +85,19 @@ def load_problems(args, policy):
 
 
 def load_policy(args):
-    """`--model` -> `Policy`: the model, its tokenizer and the copy that samples."""
+    """`--model` -> `Policy`: the model, its tokenizer, and the copy that samples."""
     master, tokenizer = load_model(args)
-    with one_line(f"--model {args.model}: its architecture cannot be run"):
+    with one_line(f"--model {args.model}: this architecture cannot be run"):
         policy = Policy(master, tokenizer, args.dtype, args.rollout_dtype, args.rollout_refresh_every)
     if args.routing_replay != "none" and not policy.routers.can_replay:
-        reason = "it is dense, or its routers do not let experts be replayed"
+        reason = "it is dense, or its routers do not support replay"
         raise UserError(f"--routing_replay cannot be used with --model {args.model}: {reason}")
     return policy
 
 
 def check_sampler(policy, problems, args):
-    """Compares the log-probs of sampler and training forward after prompts of three lengths, and near
-    each length where the model's attention or rotary embedding changes, if the run may reach it."""
+    """Compares the sampler's log-probs with the training forward's, for prompts of three lengths and
+    near every length that the run can reach where attention or rotary embeddings change."""
     by_length = sorted([problem.prompt_ids for problem in problems], key=len)
     ids = by_length[len(by_length) // 2]
     longest_ids = by_length[-1]
@@ -105,15 +105,15 @@ def check_sampler(policy, problems, args):
         check_logprobs(policy, [ids, ids[: len(ids) // 2 + 1], ids[:1]], args)
         for limit in context_limits(policy.model):
             if len(longest_ids) + args.max_new_tokens > limit:
-                # a prompt that ends just before the limit or, if one is that long, just behind it
+                # a prompt that ends just before the limit or, if one is that long, just after it
                 length = max(limit - 2, min(len(longest_ids), limit + 2))
                 repeated_ids = longest_ids * (length // len(longest_ids) + 1)
                 check_logprobs(policy, [repeated_ids[:length], longest_ids[:1]], args)
 
 
 def check_logprobs(policy, prompts, args):
-    """Compares them in float32, on answers of two and of four tokens. Some architectures attend across
-    packed sequences; packing is turned off for them. UserError if log-probs still differ."""
+    """`check_sampler` for some prompts, in float32, with answers of two and four tokens. If packed
+    sequences attend to each other, turns packing off. UserError if log-probs still differ."""
     exact = policy.with_model(policy.master)
     problems = [Problem("", "", ids) for ids in prompts]
     caps_N = torch.tensor([2, 4] * len(prompts), device=policy.model.device)
@@ -136,18 +136,18 @@ def check_logprobs(policy, prompts, args):
 
 # ------------------------------------------------------------------------------------------ rollout
 
-# Finished rows are dropped every n tokens: rarely on a GPU, which the host must wait for each time.
+# Finished rows are dropped every n tokens: rarely on a GPU, since the host has to wait for it.
 COMPACT_EVERY = {"cuda": 16}  # elsewhere 1
 
 
 class Completion(NamedTuple):
     problem: Problem
-    ids: list  # as sampled, never re-tokenized; the last one is the EOS unless truncated
-    logprobs: list  # of ids, as the sampler saw them
-    truncated: bool = False  # reached the cap without an EOS
+    ids: list  # as sampled, never retokenized; the last one is EOS unless truncated
+    logprobs: list  # of ids, under the sampler
+    truncated: bool = False  # hit the cap before EOS
     text: str = ""
     experts: torch.Tensor | None = None  # (prompt and response, L, K), if recorded
-    reward: float | None = None  # these three are set by grading
+    reward: float | None = None  # grading sets this and the next two
     verdict: str | None = None  # correct, wrong, no_answer or truncated
     rewards: dict | None = None  # {function of --reward: its value}
 
@@ -161,15 +161,15 @@ def pad(rows, device, left=False):
 
 
 def sample(policy, problems, group_size, args, generator=None, greedy=False, experts=True):
-    """[Completion], `group_size` for each problem, next to each other, sampled from the full
-    distribution at `--temperature` (no top-k, no top-p), or greedily. All noise is drawn in advance, so
-    a completion does not depend on which others are in its batch. The routers' choices are recorded
-    for r3, unless `experts` is False."""
+    """[Completion]: `group_size` in a row for each problem, sampled from the full distribution at
+    `--temperature` (no top-k, no top-p), or greedily. All noise is drawn in advance, so a completion
+    does not depend on the rest of its batch. For r3 the routers' choices are recorded, unless
+    `experts` is False."""
     noise_PGT = torch.rand(len(problems), group_size, args.max_new_tokens, generator=generator)
     my_problems = ranks.local_slice(problems)
     my_noise_PGT = ranks.local_slice(noise_PGT)
     rows_at_a_time = args.rollout_batch_size or args.prompts_per_iteration * args.group_size
-    problems_at_a_time = max(1, rows_at_a_time // group_size)  # a group is sampled together
+    problems_at_a_time = max(1, rows_at_a_time // group_size)  # keeps groups together
     record_experts = experts and args.routing_replay == "r3"
     completions = []
     with clock("rollout"):
@@ -198,9 +198,9 @@ class CachedForward:
         self.experts = []  # one entry per call, for experts_by_completion: (rows, (tokens, L, K))
 
     def __call__(self, rows_R, tokens, attention, positions):
-        """Logits of the next token, (R, V), in float32. rows_R are only noted with the experts."""
+        """Logits of the next token, (R, V), in float32. rows_R is only stored with the experts."""
         if self.cache is not None and self.cache_name == "cache_params":
-            attention = None  # its state has left out the padding before the prompt
+            attention = None  # padding before the prompt never entered its state
         context = Routing(self.model) if self.record_experts else contextlib.nullcontext()
         with context as routing:
             output = self.model(
@@ -215,7 +215,7 @@ class CachedForward:
             self.experts.append((rows_R, routing.choices()))
         self.cache = getattr(output, self.cache_name, None)
         if type(self.cache) is not transformers.DynamicCache:
-            raise TypeError("there is no cache whose rows can be copied and removed")
+            raise TypeError("it has no cache that allows rows to be copied and removed")
         return output.logits[:, -1].float()
 
 
@@ -234,10 +234,10 @@ def prefill(forward, prompts, group_size):
 
 
 def next_token(logprobs_RV, noise_R1, greedy):
-    """The next token of each row, (R, 1): the most likely one, or one drawn with the noise."""
+    """The next token of each row, (R, 1): the most likely one, or one drawn using the noise."""
     if greedy:
         return logprobs_RV.argmax(dim=-1, keepdim=True)
-    # Inverse-CDF sampling; the CDF ends at 1 up to rounding.
+    # Inverse-CDF sampling. Because of rounding the CDF may not end at exactly 1.
     cumulative_RV = logprobs_RV.exp().cumsum(-1)
     token_R1 = torch.searchsorted(cumulative_RV, noise_R1 * cumulative_RV[:, -1:], right=True)
     return token_R1.clamp(max=cumulative_RV.shape[1] - 1)
@@ -245,8 +245,8 @@ def next_token(logprobs_RV, noise_R1, greedy):
 
 @torch.inference_mode()
 def sample_batch(policy, problems, noise_NT, *, temperature, greedy, record_experts=False, caps_N=None):
-    """`sample` for one batch of problems. Finished rows are dropped. With `caps_N`, which is for
-    check_logprobs alone, a row ends after that many tokens, and not at an EOS."""
+    """`sample` for one batch of problems. Finished rows are dropped. With `caps_N`, used only
+    by check_logprobs, a row ends after that many tokens instead of at EOS."""
     device = policy.model.device
     N, max_new_tokens = noise_NT.shape
     group_size = N // len(problems)
@@ -290,7 +290,7 @@ def sample_batch(policy, problems, noise_NT, *, temperature, greedy, record_expe
         position_R1 = position_R1 + 1
         logits_RV = forward(rows_R, token_R1, attention, position_R1)
 
-    # A completion ends with its first EOS; its row may have run on until it left the batch.
+    # Cut each row at its first EOS. It may have run on until it was dropped from the batch.
     is_end_NT = torch.isin(ids_NT, ends)
     truncated = (~is_end_NT.any(1)).tolist()
     length_N = torch.where(is_end_NT.any(1), is_end_NT.int().argmax(1) + 1, max_new_tokens)
@@ -323,8 +323,8 @@ def verify(text, answer, truncated=False):
 
 
 def load_grader(args):
-    """A function of completions that returns them with rewards and verdicts: by `verify`, or by the
-    functions that `--reward FILE.py:FUNCTION ...` names."""
+    """Returns a function that adds rewards and verdicts to completions, using `verify` or the functions
+    that `--reward FILE.py:FUNCTION ...` names."""
     functions = load_rewards(args) if args.reward else verify
 
     def grade(completions):
@@ -338,24 +338,24 @@ def load_grader(args):
 
 # ------------------------------------------------------------------------------------------- batch
 
-MICRO_BATCH_TOKENS = 16_384  # in a forward and backward pass, where --micro_batch_size is 0
+MICRO_BATCH_TOKENS = 16_384  # per forward and backward pass, if --micro_batch_size is 0
 
 
 @dataclasses.dataclass
 class Batch:
-    """Completions as tensors, a row for each: those of a rollout, of a minibatch, or of a micro-batch.
-    Masks come from lengths, never from token ids: EOS may be the padding."""
+    """Completions as tensors, one row each: a rollout, a minibatch, or a micro-batch. Masks come from
+    lengths, never from token ids, since EOS may double as padding."""
 
     tokens_BS: torch.Tensor  # prompts padded on the left, responses on the right
     attention_BS: torch.Tensor  # 1 on prompt and response
-    mask_BT: torch.Tensor  # True on the response, its EOS included
+    mask_BT: torch.Tensor  # True on the response, including EOS
     sampler_logprobs_BT: torch.Tensor
-    # by the policy, in the order of the top-k; None or -1: its own choice
+    # for the policy to use, in top-k order; None or -1: it chooses itself
     replayed_experts_BSLK: torch.Tensor | None = None
     # set by record_old_policy
     old_logprobs_BT: torch.Tensor | None = None
     old_experts_BTLK: torch.Tensor | None = None  # the routers' own choice, sorted; None if unknown
-    old_router_scores_BTLK: torch.Tensor | None = None  # what its `router_fn` returns
+    old_router_scores_BTLK: torch.Tensor | None = None  # the result of its `router_fn`
     # set by rollout_correction
     correction_weights: torch.Tensor | None = None  # a factor on advantages, (B, T) or (B, 1)
     rollout_ratio_BT: torch.Tensor | None = None  # pi_old / sampler
@@ -363,14 +363,14 @@ class Batch:
     ref_logprobs_BT: torch.Tensor | None = None
     values_BT: torch.Tensor | None = None  # a critic's, before its update
     returns_BT: torch.Tensor | None = None
-    is_right_B1: torch.Tensor | None = None  # by the verifier
+    is_right_B1: torch.Tensor | None = None  # according to the verifier
     advantages: torch.Tensor | None = None  # (B, T) or (B, 1)
 
     def __len__(self):
         return len(self.mask_BT)
 
     def __getitem__(self, rows):
-        """The same for a slice of the rows. Its tensors are views."""
+        """The batch of a slice of the rows; its tensors are views."""
         tensors = {}
         for field in dataclasses.fields(self):
             tensor = getattr(self, field.name)
@@ -378,18 +378,18 @@ class Batch:
         return Batch(**tensors)
 
     def parts(self, args):
-        """[Batch of one optimizer step]: `--num_minibatches` of nearly equal size, in the order of the
-        rollout; fewer if one of them would leave a process without a row."""
+        """[Batch of one optimizer step]: `--num_minibatches` of nearly equal size, in rollout order.
+        Fewer if a process would otherwise have no row in one of them."""
         count = max(1, min(args.num_minibatches, len(self) // ranks.WORLD))
         return [self[rows] for rows in ranks.even_slices(len(self), count)]
 
     def minibatches(self, args):
-        """These parts, `--update_epochs` times: all optimizer steps of an iteration."""
+        """`parts`, repeated `--update_epochs` times: one for each optimizer step of an iteration."""
         return self.parts(args) * args.update_epochs
 
     def micro_batches(self, args):
         """[Batch of one forward and backward pass]: this process's rows of a minibatch, in batches of
-        nearly equal size: at most `--micro_batch_size` rows, or as many as fit 16,384 tokens."""
+        nearly equal size: at most `--micro_batch_size` rows, or as many as fit in 16,384 tokens."""
         mine = ranks.local_slice(self)
         S = self.tokens_BS.shape[1]  # of the whole rollout
         size = args.micro_batch_size or max(1, MICRO_BATCH_TOKENS // S)
@@ -397,15 +397,15 @@ class Batch:
 
     @functools.cached_property
     def lengths(self):
-        """(tokens of each sequence, tokens in each one's mask), two lists. Packing needs them on the
-        host. Reading them waits for a GPU, so it is done once, and shapes derive from them."""
+        """Two lists: tokens in each sequence, and in its mask. Packing needs them on the host. Reading
+        them means waiting for the GPU, so it is done once, and shapes are derived from them."""
         return torch.stack([self.attention_BS.sum(1), self.mask_BT.sum(1)]).tolist()
 
     @functools.cached_property
     def response_places(self):
         """Where the response tokens are in a flattened (B, T)."""
         _, lengths = self.lengths
-        # Like nonzero(), but with the size known, so that the host does not wait for a GPU to count.
+        # Like nonzero(), but the size is known, so the host does not wait for the GPU to count.
         return self.mask_BT.flatten().nonzero_static(size=sum(lengths))[:, 0]
 
     def response_only(self, x_BT):
@@ -413,13 +413,13 @@ class Batch:
         return x_BT.flatten()[self.response_places]
 
     def by_position(self, values):
-        """The inverse: one row of values -> (B, T), 0 on padding."""
+        """The inverse of `response_only`: one row of values -> (B, T), 0 on padding."""
         zeros = torch.zeros(self.mask_BT.numel(), device=self.mask_BT.device)
         return zeros.index_put((self.response_places,), values).view(self.mask_BT.shape)
 
     def active_experts(self, own_experts_BTLK):
-        """The sorted experts behind each response token's prediction: the replayed ones where they are
-        known, else the routers' own choice."""
+        """The sorted experts that predict each response token: the replayed ones if known, else the
+        routers' own choice."""
         if self.replayed_experts_BSLK is None:
             return own_experts_BTLK
         T = self.mask_BT.shape[1]
@@ -428,7 +428,7 @@ class Batch:
 
 
 def collate(completions, args):
-    """List of `Completion`s -> `Batch` on `--device`; with r3, the sampler's experts are replayed."""
+    """List of `Completion`s -> `Batch` on `--device`; with r3, including the sampler's experts."""
     prompts = [c.problem.prompt_ids for c in completions]
     prompt_ids = pad(prompts, args.device, left=True)
     response_ids = pad([c.ids for c in completions], args.device)
@@ -451,7 +451,7 @@ def collate(completions, args):
 
 # ---------------------------------------------------------------------------------------- log-probs
 
-MAX_LOGITS = 2**26  # above this many, logits are computed in chunks
+MAX_LOGITS = 2**26  # more logits than this are computed in chunks
 
 
 class TokenOutputs(NamedTuple):
@@ -459,19 +459,19 @@ class TokenOutputs(NamedTuple):
 
     logprobs_BT: torch.Tensor  # of the sampled tokens; 0 on padding
     entropy_BT: torch.Tensor  # in nats; 0 on padding
-    aux_loss: torch.Tensor  # transformers' load-balancing loss over prompt and response; 0 without one
-    # L tensors (B, T, E), raw, at the position that predicts the token, detached; () without a softmax
+    aux_loss: torch.Tensor  # transformers' load-balancing loss over prompt and response; 0 if none
+    # L tensors (B, T, E), raw and detached, where the token is predicted; () if there is no softmax
     router_logits: tuple
     num_experts: int  # E, per layer
-    # The experts that the routers chose themselves, even where replay overrode them:
-    experts_BTLK: torch.Tensor  # where the token is predicted; sorted, so that equal sets compare equal
+    # The routers' own choice of experts, even where replay overrode it:
+    experts_BTLK: torch.Tensor  # where the token is predicted; sorted, so equal sets compare equal
     routing_choices_BSLK: torch.Tensor  # at every token of the sequence, in top-k order
 
 
 def token_logprobs(policy, batch, temperature, entropy_grad=False, max_logits=MAX_LOGITS, replay=True):
     """The training forward: log-probs and entropies of the response tokens at the sampling temperature,
     in float32; entropies have a gradient only with `entropy_grad`. The routers use the batch's
-    `replayed_experts_BSLK`, if any, unless `replay` is False, as it is for a reference."""
+    `replayed_experts_BSLK`, if any, unless `replay` is False (it is for a reference)."""
     model = policy.model
     T = batch.mask_BT.shape[1]
 
@@ -535,7 +535,7 @@ def router_outputs(routers, packed, predictor_BT):
 
 @torch.no_grad()
 def over_rows(function, parts, args):
-    """Calls `function(micro_batch)` -> {name: (rows, ...)} for the micro-batches of a batch's parts.
+    """Calls `function(micro_batch)` -> {name: (rows, ...)} on every micro-batch of a batch's parts.
     Returns {name: (B, ...)} for all rows of the batch, on every process."""
     results = []
     for part in parts:
@@ -546,7 +546,7 @@ def over_rows(function, parts, args):
 
 def record_old_policy(policy, batch, args, router_fn=None):
     """One forward pass before the update. Sets `old_logprobs_BT`, `old_experts_BTLK` and, with r2, the
-    experts that the update replays. `router_fn(router_logits, active_experts_BTLK)` makes
+    experts to replay. `router_fn(router_logits, active_experts_BTLK)` computes
     `old_router_scores_BTLK`. `--old_logprobs sampler` skips this pass."""
 
     def old_policy(micro):
@@ -567,13 +567,13 @@ def record_old_policy(policy, batch, args, router_fn=None):
 
 
 def reference_logprobs(reference, batch, args):
-    """Log-probs of the sampled tokens under a frozen policy, (B, T). It chooses its own experts."""
+    """Log-probs of the sampled tokens under a frozen policy, (B, T). Experts are not replayed."""
 
     def forward(micro):
         outputs = token_logprobs(reference, micro, args.temperature, replay=False)
         return {"logprobs_BT": outputs.logprobs_BT}
 
-    # The update's minibatches would do, but may be small. On a CPU, 64 rows at a time are quickest.
+    # The update's minibatches would work, but may be small. On a CPU, 64 rows at a time are fastest.
     count = max(1, len(batch) // (64 * ranks.WORLD))
     parts = [batch[rows] for rows in ranks.even_slices(len(batch), count)]
     return over_rows(forward, parts, args)["logprobs_BT"]
@@ -581,7 +581,7 @@ def reference_logprobs(reference, batch, args):
 
 def critic_values(critic, batch, args):
     """A critic's values, (B, U): at each response token, and after the last column."""
-    parts = batch.parts(args)  # as in the update, so that its first step finds the same values
+    parts = batch.parts(args)  # as in the update, so that its first step computes the same values
     return over_rows(lambda micro: {"values_BU": critic.model(micro)}, parts, args)["values_BU"]
 
 
@@ -602,30 +602,30 @@ def rollout_weights(
     """Importance weights that correct for a sampler mu that differs from the trainer's pi_old: engines
     often sample at lower precision, or with stale weights.
 
-    The decoupled objective is w min(r A, clip(r) A): r = pi / pi_old is clipped as always, and w, which
-    is made of rho = pi_old / mu, is not. Since w is not negative, it can be a factor on A.
+    The decoupled objective is w min(r A, clip(r) A): r = pi / pi_old is clipped as usual, but w, which
+    is computed from rho = pi_old / mu, is not. Since w is never negative, A can be multiplied by it.
 
-    old_logprobs_BT      log-probs of the training forward, before the first step
-    sampler_logprobs_BT  log-probs of the same tokens when they were sampled
+    old_logprobs_BT      log-probs under the training forward, before the first step
+    sampler_logprobs_BT  log-probs of the same tokens under the sampler
     mask_BT              1 on response tokens
     rule                 token_tis, sequence_tis, sequence_mis, geo_mask, geo_filter or icepop
-    per_sequence         for objectives with one ratio, and so one weight, per completion: rules for
-                         tokens are applied to the geometric mean of its rho
+    per_sequence         for objectives with one ratio, and so one weight, per completion: token rules
+                         then apply to the geometric mean of rho over the completion
 
-    Returns (weights, rho_BT): weights of at least 0, (B, T), or (B, 1) if one per completion.
+    Returns (weights, rho_BT). Weights are at least 0, and (B, T), or (B, 1) if one per completion.
     Sources: Hilton et al., arXiv 2110.00641 (the decoupled objective); Yao et al. 2025 (truncated and
     masked weights); the Ling team, arXiv 2510.18855 (icepop).
     """
     mask_BT = mask_BT.bool()
     length_B1 = mask_BT.sum(1, keepdim=True).clamp(min=1)
-    # As in the losses: masked before exp, and clamped to keep exp finite.
+    # As in the losses: mask before exp, and clamp to keep exp finite.
     log_rho_BT = torch.where(mask_BT, old_logprobs_BT - sampler_logprobs_BT, 0).clamp(-20, 20)
     log_product_B1 = log_rho_BT.sum(1, keepdim=True)
     product_B1 = log_product_B1.clamp(-20, 20).exp()
     mean_B1 = (log_product_B1 / length_B1).exp()  # geometric
     is_near_B1 = (mask_low <= mean_B1) & (mean_B1 <= mask_high)
     rho_BT = log_rho_BT.exp()
-    ratio = mean_B1 if per_sequence else rho_BT  # for the rules for tokens
+    ratio = mean_B1 if per_sequence else rho_BT  # for the token rules
     if rule == "token_tis":
         # w_t = min(rho_t, C)
         weights = ratio.clamp(max=cap)
@@ -633,26 +633,26 @@ def rollout_weights(
         # w_i = min(prod_t rho_t, C); the product is compared with C before it is clamped
         weights = torch.where(log_product_B1.exp() <= cap, product_B1, cap)
     elif rule == "sequence_mis":
-        # w_i = prod_t rho_t, and 0 above C, compared as before
+        # w_i = prod_t rho_t, or 0 above C, with the same comparison
         weights = torch.where(log_product_B1.exp() <= cap, product_B1, 0)
     elif rule == "geo_mask":
-        # w_t = min(rho_t, C), and 0 for the whole completion unless low <= mean_i <= high
+        # w_t = min(rho_t, C), or 0 for the whole completion unless low <= mean_i <= high
         weights = torch.where(is_near_B1, ratio.clamp(max=cap), 0)
     elif rule == "geo_filter":
-        # w_i = 1, and 0 unless low <= mean_i <= high: the mask alone
+        # w_i = 1, or 0 unless low <= mean_i <= high: only the mask
         weights = is_near_B1.to(rho_BT.dtype)
     elif rule == "icepop":
-        # w_t = rho_t, and 0 outside [0.5, 5]
+        # w_t = rho_t, or 0 outside [0.5, 5]
         weights = torch.where((ratio >= 0.5) & (ratio <= 5), ratio, 0)
     else:
-        raise ValueError(f"no rule {rule}")
+        raise ValueError(f"unknown rule: {rule}")
     return weights, rho_BT
 
 
 @torch.no_grad()
 def rollout_correction(batch, args, per_sequence=False):
     """Sets `correction_weights` and `rollout_ratio_BT` by `--rollout_correction`; with `none`, both are
-    all 1. per_sequence: one weight for each completion."""
+    all 1. per_sequence: one weight per completion."""
     if args.rollout_correction == "none":
         batch.rollout_ratio_BT = torch.ones_like(batch.old_logprobs_BT)
         batch.correction_weights = batch.rollout_ratio_BT[:, :1]
@@ -674,8 +674,8 @@ def rollout_correction(batch, args, per_sequence=False):
 
 def evaluate(policy, problems, grade, args, sampled=False):
     """Answers the held-out problems greedily and, with `sampled`, also `--eval_samples` times at the
-    training temperature with fixed noise: {"greedy" and "sampled": summaries by `rollout_summary`,
-    "examples": [[prompt, gold answer, text]], sampled if there are sampled answers}."""
+    training temperature with fixed noise. Returns {"greedy" and "sampled": a `rollout_summary`,
+    "examples": [[prompt, gold answer, text]], of sampled answers if there are any}."""
     results = {}
     group_sizes = {"greedy": 1}
     if sampled:

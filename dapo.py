@@ -2,26 +2,26 @@
 
   J = 1/(sum_i |o_i|) sum_i sum_t min(r_it A_i, clip(r_it, 1 - eps_low, 1 + eps_high) A_i)
 
-  o_i    a completion of |o_i| tokens, EOS included; sum_i: over all completions of an optimizer step
+  o_i    a completion of |o_i| tokens, EOS included; sum_i: over all completions in an optimizer step
   r_it   = pi(o_it) / pi_old(o_it); pi_old: the policy before the rollout's first optimizer step
-  A_i    = (R_i - mean) / std, over the rewards R of the G completions of the same prompt, of which
-         some but not all are right
-  _PG    axis suffixes: P prompts, G completions each, B rows at hand, T tokens, 1 a size-1 axis
+  A_i    = (R_i - mean) / std, over the rewards R of the prompt's G completions; some, but not all, of
+         them are right
+  _PG    axis suffixes: P prompts, G completions each, B rows, T tokens, 1 for a size-1 axis
 
 Parent: grpo.py. Differs only in:
   1. Clip-higher: eps_high 0.28 over eps_low 0.2, more headroom for low-probability tokens.
   2. Dynamic sampling: prompts are drawn until the batch is full of groups that are neither all right
      nor all wrong, judged by the verifier, before reward shaping. An iteration generates more
-     completions, so there are fewer: 22 generate about as many as 40 of grpo.py.
+     completions, so we run fewer: 22 generate about as many as grpo.py's 40.
   3. Token-mean: every token of an optimizer step has the same weight, in long and short completions.
   4. Overlong reward shaping: R falls by up to 1 over the last L_cache tokens below the cap (soft), or
      truncated completions get no gradient and are not counted (filter), or neither (none).
   5. No KL, so no reference model.
 
-Not specified in the paper: how many prompts a round draws (here as many as groups are missing), and the
-number of rounds (--max_sampling_rounds; then we train on what there is, and end the run if that is
-nothing). Generation is cut off at L_max, where the ramp of soft ends, and a truncated completion gets
--1; descriptions of the paper's runs differ. Unlike the paper, R is 1 or 0, not 1 or -1, so the penalty
+Not specified in the paper: how many prompts a round draws (here one per missing group), and the number
+of rounds (--max_sampling_rounds; after that we train on the groups we have, and end the run if there
+are none). Generation is cut off at L_max, where the soft penalty reaches -1; descriptions of the
+paper's runs differ. Unlike the paper, R is 1 or 0, not 1 or -1, so the penalty
 weighs more, and tokens are counted over the whole optimizer step, not over one prompt's group.
 
 Run:    python dapo.py
@@ -44,18 +44,18 @@ class Args(RunArgs):  # more flags: --help
     prompts_per_iteration: int = flag(32, "prompts per rollout")
     group_size: int = flag(8, "completions per prompt")
     max_new_tokens: int = flag(48, "maximum tokens per completion")
-    temperature: float = flag(1.0, "temperature of sampling and of all log-probs")
-    lr: float = flag(2e-4, "learning rate of AdamW, constant")
+    temperature: float = flag(1.0, "temperature for sampling and for all log-probs")
+    lr: float = flag(2e-4, "AdamW's constant learning rate")
     update_epochs: int = flag(1, "epochs per rollout")
     num_minibatches: int = flag(16, "optimizer steps per epoch")
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
     router_aux_coef: float = flag(0.001, "weight of an MoE's load-balancing loss")
     # flags of the algorithm
-    clip_eps_low: float = flag(0.2, "lower bound of the ratio: 1 - this")
-    clip_eps_high: float = flag(0.28, "upper bound of the ratio: 1 + this")
-    overlong: Literal["soft", "filter", "none"] = flag("soft", "completions near the cap")
-    overlong_cache: int = flag(12, "L_cache: tokens below the cap where soft begins")
-    max_sampling_rounds: int = flag(10, "rounds to fill the batch with mixed groups")
+    clip_eps_low: float = flag(0.2, "lower bound on the ratio: 1 - this")
+    clip_eps_high: float = flag(0.28, "upper bound on the ratio: 1 + this")
+    overlong: Literal["soft", "filter", "none"] = flag("soft", "how to treat completions near the cap")
+    overlong_cache: int = flag(12, "L_cache: the soft penalty starts this far below the cap")
+    max_sampling_rounds: int = flag(10, "maximum rounds to fill the batch with mixed groups")
 
     def check(self):
         self.check_range(0, 1, "clip_eps_low")
@@ -76,14 +76,14 @@ def compute_advantages(rewards_PG):
     """Rewards -> advantages, (P, G): A = (R - mean) / std in each group, 0 if all rewards are equal."""
     advantages_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
     advantages_PG = advantages_PG / (rewards_PG.std(1, keepdim=True) + 1e-6)
-    # The mean of equal floats may be off by rounding; a tiny std would turn that into advantages.
+    # Rounding can make the mean of equal floats inexact, and dividing by a tiny std would amplify that.
     is_uniform_P1 = (rewards_PG == rewards_PG[:, :1]).all(1, keepdim=True)
     return torch.where(is_uniform_P1, 0, advantages_PG)
 
 
 def mixed_groups(completions, group_size):
     """[2] The completions of groups in which some, but not all, are right. The verdict decides, not the
-    reward: overlong penalties alone would give a group of right answers different rewards."""
+    reward, since overlong penalties alone can make the rewards of an all-right group differ."""
     kept = []
     for start in range(0, len(completions), group_size):
         group = completions[start : start + group_size]
@@ -123,17 +123,17 @@ def policy_loss(
     clip_eps_high=0.28,
     num_tokens=None,
 ):
-    """The loss -J of a micro-batch, normalized by the whole step's count, so that micro-batches add up.
+    """The loss -J of a micro-batch, normalized by the whole step's count, so micro-batch losses add up.
 
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
-    old_logprobs_BT  the same under the policy before the first step on this rollout [None: on-policy]
+    old_logprobs_BT  the same, under the policy before this rollout's first step [None: on-policy]
     advantages_BT    (B, 1) or (B,), broadcast over the tokens, or (B, T)
-    mask_BT          1 on response tokens, the EOS included (bool or float); other tokens, such as
+    mask_BT          1 on response tokens, including EOS (bool or float); other tokens, such as
                      padding or tool output, get no gradient and are excluded from all means
     num_tokens       response tokens in the whole optimizer step [None: this is the whole step];
                      under DDP, which averages gradients, pass total / world_size
 
-    Returns (loss, stats): a scalar, and {name: scalar} for the log, over the given tokens.
+    Returns (loss, stats): a scalar, and {name: scalar} for the log, over this micro-batch.
     """
     if old_logprobs_BT is None:
         old_logprobs_BT = logprobs_BT.detach()
@@ -144,11 +144,11 @@ def policy_loss(
     mask_BT = mask_BT.bool()
     if num_tokens is None:
         num_tokens = mask_BT.sum().clamp(min=1)
-    # Mask before exp, since 0 * inf is NaN, also in the backward pass; the clamp keeps exp finite.
+    # Mask before exp: 0 * inf is NaN, in the backward pass too. The clamp keeps exp finite.
     logratio_BT = torch.where(mask_BT, logprobs_BT - old_logprobs_BT, 0).clamp(-20, 20)
     ratio_BT = logratio_BT.exp()
     clipped_BT = ratio_BT.clamp(1 - clip_eps_low, 1 + clip_eps_high)
-    # PPO's pessimistic bound, the smaller of r A and clip(r) A
+    # PPO's pessimistic bound: the smaller of r A and clip(r) A
     objective_BT = torch.min(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
     # The clip removes the gradient where A < 0 and r < 1 - eps, or A > 0 and r > 1 + eps.
     clips_low_BT = (ratio_BT < clipped_BT) & (advantages_BT < 0)
@@ -166,7 +166,7 @@ def policy_loss(
 
 def main(args):
     # ---------------------------------------------------------------------------------------- setup
-    grade = load_grader(args)  # first: it says whether the data needs gold answers
+    grade = load_grader(args)  # first, since it determines whether the data needs gold answers
     policy = load_policy(args)  # a transformers model and its tokenizer
     problems, held_out = load_problems(args, policy)  # also checks that sampler and update agree
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
@@ -176,7 +176,7 @@ def main(args):
 
     for iteration in run.iterations():  # writes the log, saves when due, stops on Ctrl-C
         # ---------------------------------------------------------------------------------- rollout
-        # [2] Dynamic sampling: a round draws a prompt for each mixed group that is still missing.
+        # [2] Dynamic sampling: each round draws one prompt for every mixed group still missing.
         generated = []  # all completions, with their verdicts
         kept = []  # the completions of mixed groups
         rounds = 0
@@ -191,12 +191,12 @@ def main(args):
             rounds += 1
         counts = group_counts(generated, args.group_size, rounds)
         if missing > 0:
-            run.say(f"iteration {iteration}: after {rounds} rounds {missing} mixed groups are missing")
+            run.say(f"iteration {iteration}: {missing} mixed groups missing after {rounds} rounds")
         if len(kept) < run.num_processes:  # each needs at least one completion
             rewards_PG = torch.tensor([c.reward for c in generated]).view(-1, args.group_size)
             run.log(None, generated, rewards_PG, **counts)
             run.end_early("too few mixed groups")
-            continue  # not break: this iteration is logged and saved when the next one is asked for
+            continue  # not break: asking for the next iteration logs and saves this one
 
         # ------------------------------------------------------------------------------- advantages
         rewards_B = torch.tensor([c.reward for c in kept])
@@ -208,19 +208,19 @@ def main(args):
         advantages_B1 = compute_advantages(rewards_PG).view(-1, 1).to(args.device)
 
         # ------------------------------------------------------------------------------------ batch
-        # Old log-probs come from the training forward, in the micro-batches of the update, so that the
-        # ratio is exactly 1 in the first step. (--old_logprobs sampler takes the sampler's instead.)
+        # Compute old log-probs with the training forward, in the update's micro-batches, so that the
+        # ratio is exactly 1 in the first step. (--old_logprobs sampler uses the sampler's instead.)
         batch = collate(kept, args)
         if args.overlong == "filter":
-            # [4] Truncated completions get no gradient, and their tokens leave the step's token count.
+            # [4] Truncated completions get no gradient, and their tokens are not counted.
             is_whole_B1 = torch.tensor([[not c.truncated] for c in kept], device=args.device)
             batch.mask_BT = batch.mask_BT & is_whole_B1
-        record_old_policy(policy, batch, args)  # sets old_logprobs_BT, and an MoE's experts
+        record_old_policy(policy, batch, args)  # sets old_logprobs_BT and, for an MoE, its experts
         rollout_correction(batch, args)  # sets correction_weights, 1 by default
         batch.advantages = batch.correction_weights * advantages_B1
 
         # ----------------------------------------------------------------------------------- update
-        for minibatch in batch.minibatches(args):  # of all epochs
+        for minibatch in batch.minibatches(args):  # across all epochs
             num_tokens = minibatch.mask_BT.sum().clamp(min=1)  # filter may mask all of them
             for micro in minibatch.micro_batches(args):  # this process's rows
                 outputs = token_logprobs(policy, micro, args.temperature)
@@ -233,13 +233,13 @@ def main(args):
                     clip_eps_high=args.clip_eps_high,
                     num_tokens=num_tokens,
                 )
-                # aux_loss, a product of means, does not add up over micro-batches: it is averaged.
+                # aux_loss is a product of means, so it is averaged over micro-batches, not summed.
                 share = len(micro) / len(minibatch)
                 total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
                 total_loss.backward()
                 run.record(loss, stats, outputs, micro)
             grad_norm = policy.clip_gradients(args.max_grad_norm)  # summed over processes
-            run.record_step(minibatch, grad_norm)  # ends the run if loss or norm is not finite
+            run.record_step(minibatch, grad_norm)  # stops the run if the loss or norm is not finite
             optimizer.step()
             optimizer.zero_grad()
 
@@ -247,7 +247,7 @@ def main(args):
         run.log(batch, generated, rewards_PG, **counts)  # rewards of the groups kept
         if run.eval_is_due:
             run.log_eval(evaluate(policy, held_out, grade, args, sampled=run.is_last))
-    run.finish()  # held-out accuracy before and after, and some answers
+    run.finish()  # prints held-out accuracy before and after, and some answers
 
 
 if __name__ == "__main__":

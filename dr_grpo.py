@@ -2,16 +2,16 @@
 
   J = mean_i 1/L_max sum_t min(r_it A_i, clip(r_it, 1 - eps, 1 + eps) A_i)
 
-  o_i    a completion of |o_i| tokens, EOS included; mean_i: over all completions of an optimizer step
+  o_i    a completion of |o_i| tokens, EOS included; mean_i: over all completions in an optimizer step
   r_it   = pi(o_it) / pi_old(o_it); pi_old: the policy before the rollout's first optimizer step
-  A_i    = R_i - mean, over the rewards R of the G completions of the same prompt
+  A_i    = R_i - mean, over the rewards R of the prompt's G completions
   L_max  = --max_new_tokens, a constant
-  _PG    axis suffixes: P prompts, G completions each, B rows at hand, T tokens, 1 a size-1 axis
+  _PG    axis suffixes: P prompts, G completions each, B rows, T tokens, 1 for a size-1 axis
 
 Parent: grpo.py. Differs only in:
   1. No std: dividing by it gives more weight to prompts that are almost always or almost never solved.
-  2. Constant normalizer: 1/L_max instead of 1/|o_i|, which penalizes each token of a wrong answer less
-     the longer the answer is, and rewards each token of a right answer more the shorter it is.
+  2. Constant normalizer: 1/L_max instead of 1/|o_i|. With 1/|o_i|, each token of a long wrong answer is
+     penalized less, and each token of a short right answer is rewarded more.
   3. No KL, so no reference model.
 
 Not specified in the paper: L_max. Its formula has no normalizer (a plain sum over tokens); its code
@@ -37,15 +37,15 @@ class Args(RunArgs):  # more flags: --help
     prompts_per_iteration: int = flag(32, "prompts per rollout")
     group_size: int = flag(8, "completions per prompt")
     max_new_tokens: int = flag(48, "maximum tokens per completion")
-    temperature: float = flag(1.0, "temperature of sampling and of all log-probs")
-    lr: float = flag(2e-4, "learning rate of AdamW, constant")
+    temperature: float = flag(1.0, "temperature for sampling and for all log-probs")
+    lr: float = flag(2e-4, "AdamW's constant learning rate")
     update_epochs: int = flag(1, "epochs per rollout")
     num_minibatches: int = flag(16, "optimizer steps per epoch")
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
     router_aux_coef: float = flag(0.001, "weight of an MoE's load-balancing loss")
     # flags of the algorithm
-    clip_eps_low: float = flag(0.2, "lower bound of the ratio: 1 - this")
-    clip_eps_high: float = flag(0.2, "upper bound of the ratio: 1 + this")
+    clip_eps_low: float = flag(0.2, "lower bound on the ratio: 1 - this")
+    clip_eps_high: float = flag(0.2, "upper bound on the ratio: 1 + this")
 
     def check(self):
         self.check_range(0, 1, "clip_eps_low")
@@ -61,7 +61,7 @@ def masked_mean(x, mask):
 def compute_advantages(rewards_PG):
     """Rewards -> advantages, (P, G): [1] A = R - mean in each group, 0 if all rewards are equal."""
     advantages_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
-    # The mean of equal floats may be off by rounding.
+    # Rounding can make the mean of equal floats inexact.
     is_uniform_P1 = (rewards_PG == rewards_PG[:, :1]).all(1, keepdim=True)
     return torch.where(is_uniform_P1, 0, advantages_PG)
 
@@ -77,18 +77,18 @@ def policy_loss(
     max_new_tokens,
     num_sequences=None,
 ):
-    """The loss -J of a micro-batch, normalized by the whole step's count, so that micro-batches add up.
+    """The loss -J of a micro-batch, normalized by the whole step's count, so micro-batch losses add up.
 
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
-    old_logprobs_BT  the same under the policy before the first step on this rollout [None: on-policy]
+    old_logprobs_BT  the same, under the policy before this rollout's first step [None: on-policy]
     advantages_BT    (B, 1) or (B,), broadcast over the tokens, or (B, T)
-    mask_BT          1 on response tokens, the EOS included (bool or float); other tokens, such as
+    mask_BT          1 on response tokens, including EOS (bool or float); other tokens, such as
                      padding or tool output, get no gradient and are excluded from all means
     max_new_tokens   L_max, the normalizer in place of |o_i|: the cap on the length of a completion
     num_sequences    completions in the whole optimizer step [None: this is the whole step]; under
                      DDP, which averages gradients, pass total / world_size
 
-    Returns (loss, stats): a scalar, and {name: scalar} for the log, over the given tokens.
+    Returns (loss, stats): a scalar, and {name: scalar} for the log, over this micro-batch.
     """
     if old_logprobs_BT is None:
         old_logprobs_BT = logprobs_BT.detach()
@@ -99,11 +99,11 @@ def policy_loss(
     mask_BT = mask_BT.bool()
     if num_sequences is None:
         num_sequences = len(mask_BT)
-    # Mask before exp, since 0 * inf is NaN, also in the backward pass; the clamp keeps exp finite.
+    # Mask before exp: 0 * inf is NaN, in the backward pass too. The clamp keeps exp finite.
     logratio_BT = torch.where(mask_BT, logprobs_BT - old_logprobs_BT, 0).clamp(-20, 20)
     ratio_BT = logratio_BT.exp()
     clipped_BT = ratio_BT.clamp(1 - clip_eps_low, 1 + clip_eps_high)
-    # PPO's pessimistic bound, the smaller of r A and clip(r) A
+    # PPO's pessimistic bound: the smaller of r A and clip(r) A
     objective_BT = torch.min(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
     # The clip removes the gradient where A < 0 and r < 1 - eps, or A > 0 and r > 1 + eps.
     clips_low_BT = (ratio_BT < clipped_BT) & (advantages_BT < 0)
@@ -121,7 +121,7 @@ def policy_loss(
 
 def main(args):
     # ---------------------------------------------------------------------------------------- setup
-    grade = load_grader(args)  # first: it says whether the data needs gold answers
+    grade = load_grader(args)  # first, since it determines whether the data needs gold answers
     policy = load_policy(args)  # a transformers model and its tokenizer
     problems, held_out = load_problems(args, policy)  # also checks that sampler and update agree
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
@@ -140,15 +140,15 @@ def main(args):
         advantages_B1 = compute_advantages(rewards_PG).view(-1, 1).to(args.device)
 
         # ------------------------------------------------------------------------------------ batch
-        # Old log-probs come from the training forward, in the micro-batches of the update, so that the
-        # ratio is exactly 1 in the first step. (--old_logprobs sampler takes the sampler's instead.)
+        # Compute old log-probs with the training forward, in the update's micro-batches, so that the
+        # ratio is exactly 1 in the first step. (--old_logprobs sampler uses the sampler's instead.)
         batch = collate(completions, args)
-        record_old_policy(policy, batch, args)  # sets old_logprobs_BT, and an MoE's experts
+        record_old_policy(policy, batch, args)  # sets old_logprobs_BT and, for an MoE, its experts
         rollout_correction(batch, args)  # sets correction_weights, 1 by default
         batch.advantages = batch.correction_weights * advantages_B1
 
         # ----------------------------------------------------------------------------------- update
-        for minibatch in batch.minibatches(args):  # of all epochs
+        for minibatch in batch.minibatches(args):  # across all epochs
             for micro in minibatch.micro_batches(args):  # this process's rows
                 outputs = token_logprobs(policy, micro, args.temperature)
                 loss, stats = policy_loss(
@@ -161,13 +161,13 @@ def main(args):
                     max_new_tokens=args.max_new_tokens,
                     num_sequences=len(minibatch),
                 )
-                # aux_loss, a product of means, does not add up over micro-batches: it is averaged.
+                # aux_loss is a product of means, so it is averaged over micro-batches, not summed.
                 share = len(micro) / len(minibatch)
                 total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
                 total_loss.backward()
                 run.record(loss, stats, outputs, micro)
             grad_norm = policy.clip_gradients(args.max_grad_norm)  # summed over processes
-            run.record_step(minibatch, grad_norm)  # ends the run if loss or norm is not finite
+            run.record_step(minibatch, grad_norm)  # stops the run if the loss or norm is not finite
             optimizer.step()
             optimizer.zero_grad()
 
@@ -175,7 +175,7 @@ def main(args):
         run.log(batch, completions, rewards_PG)
         if run.eval_is_due:
             run.log_eval(evaluate(policy, held_out, grade, args, sampled=run.is_last))
-    run.finish()  # held-out accuracy before and after, and some answers
+    run.finish()  # prints held-out accuracy before and after, and some answers
 
 
 if __name__ == "__main__":

@@ -2,22 +2,22 @@
 
   J = mean_i A_i exp(1/|o_i| sum_t c_it)
 
-  o_i    a completion of |o_i| tokens, EOS included; mean_i: over all completions of an optimizer step
+  o_i    a completion of |o_i| tokens, EOS included; mean_i: over all completions in an optimizer step
   c_it   = min(l_it, eps) if A_i > 0, max(l_it, -eps) if A_i < 0
   l_it   = log(pi(o_it) / pi_old(o_it)); pi_old: the policy before the rollout's first optimizer step
-  A_i    = (R_i - mean) / std, over the rewards R of the G completions of the same prompt
-  _PG    axis suffixes: P prompts, G completions each, B rows at hand, T tokens, 1 a size-1 axis
+  A_i    = (R_i - mean) / std, over the rewards R of the prompt's G completions
+  _PG    axis suffixes: P prompts, G completions each, B rows, T tokens, 1 for a size-1 axis
 
 Parent: grpo.py. Differs only in:
   1. Geometric mean: a completion's clipped ratios are multiplied, not added. One token whose ratio
      explodes multiplies the mean by e^(l/|o|) instead of adding (e^l - 1)/|o| to it.
   2. No KL, so no reference model.
 
-This is sgn(A_i) (prod_t |min(r_it A_i, clip(r_it, e^-eps, e^eps) A_i)|)^(1/|o_i|), the paper's formula.
+J equals the paper's sgn(A_i) (prod_t |min(r_it A_i, clip(r_it, e^-eps, e^eps) A_i)|)^(1/|o_i|).
 Its eps, 0.4, bounds the log of the ratio.
---clip_level sequence is the paper's counter-example, which clips the whole product at once: the sum of
-l over the completion, before the root, as in the authors' code. There, one clip removes the gradient
-of a whole completion.
+--clip_level sequence is the paper's counterexample: it clips the whole product at once (the sum of l
+over the completion, before the root), as in the authors' code. A single clip then removes the gradient
+of the whole completion.
 
 Run:    python gmpo.py
 Expect: like grpo.py, greedy held-out accuracy on sums of two numbers rises from 0.43 to at least
@@ -39,15 +39,15 @@ class Args(RunArgs):  # more flags: --help
     prompts_per_iteration: int = flag(32, "prompts per rollout")
     group_size: int = flag(8, "completions per prompt")
     max_new_tokens: int = flag(48, "maximum tokens per completion")
-    temperature: float = flag(1.0, "temperature of sampling and of all log-probs")
-    lr: float = flag(2e-4, "learning rate of AdamW, constant")
+    temperature: float = flag(1.0, "temperature for sampling and for all log-probs")
+    lr: float = flag(2e-4, "AdamW's constant learning rate")
     update_epochs: int = flag(1, "epochs per rollout")
     num_minibatches: int = flag(16, "optimizer steps per epoch")
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
     router_aux_coef: float = flag(0.001, "weight of an MoE's load-balancing loss")
     # flags of the algorithm
-    log_ratio_clip: float = flag(0.4, "log r at most this if A > 0, else at least -this")
-    clip_level: Literal["token", "sequence"] = flag("token", "each token, or their sum")
+    log_ratio_clip: float = flag(0.4, "log r is at most this if A > 0, at least -this if A < 0")
+    clip_level: Literal["token", "sequence"] = flag("token", "clip each token's log r, or their sum")
 
     def check(self):
         if self.group_size < 2:
@@ -63,7 +63,7 @@ def compute_advantages(rewards_PG):
     """Rewards -> advantages, (P, G): A = (R - mean) / std in each group, 0 if all rewards are equal."""
     advantages_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
     advantages_PG = advantages_PG / (rewards_PG.std(1, keepdim=True) + 1e-6)
-    # The mean of equal floats may be off by rounding; a tiny std would turn that into advantages.
+    # Rounding can make the mean of equal floats inexact, and dividing by a tiny std would amplify that.
     is_uniform_P1 = (rewards_PG == rewards_PG[:, :1]).all(1, keepdim=True)
     return torch.where(is_uniform_P1, 0, advantages_PG)
 
@@ -78,17 +78,17 @@ def policy_loss(
     clip_level="token",
     num_sequences=None,
 ):
-    """The loss -J of a micro-batch, normalized by the whole step's count, so that micro-batches add up.
+    """The loss -J of a micro-batch, normalized by the whole step's count, so micro-batch losses add up.
 
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
-    old_logprobs_BT  the same under the policy before the first step on this rollout [None: on-policy]
+    old_logprobs_BT  the same, under the policy before this rollout's first step [None: on-policy]
     advantages_B1    one per completion, (B, 1) or (B,)
-    mask_BT          1 on response tokens, the EOS included (bool or float); other tokens, such as
+    mask_BT          1 on response tokens, including EOS (bool or float); other tokens, such as
                      padding or tool output, get no gradient and are excluded from all means
     num_sequences    completions in the whole optimizer step [None: this is the whole step]; under
                      DDP, which averages gradients, pass total / world_size
 
-    Returns (loss, stats): a scalar, and {name: scalar} for the log, over the given tokens.
+    Returns (loss, stats): a scalar, and {name: scalar} for the log, over this micro-batch.
     """
     if old_logprobs_BT is None:
         old_logprobs_BT = logprobs_BT.detach()
@@ -100,12 +100,12 @@ def policy_loss(
     length_B1 = mask_BT.sum(1, keepdim=True).clamp(min=1)
     if num_sequences is None:
         num_sequences = len(mask_BT)
-    # Mask before exp, since 0 * inf is NaN, also in the backward pass; the clamp keeps exp finite.
+    # Mask before exp: 0 * inf is NaN, in the backward pass too. The clamp keeps exp finite.
     logratio_BT = torch.where(mask_BT, logprobs_BT - old_logprobs_BT, 0).clamp(-20, 20)
     ratio_BT = logratio_BT.exp()
     l_BT = logratio_BT
     if clip_level == "sequence":
-        # The paper's counter-example clips once per completion: here l and c are its sums, (B, 1).
+        # The paper's counterexample clips once per completion: here l and c are sums, (B, 1).
         l_BT = logratio_BT.sum(1, keepdim=True)
     # [1] c_t = min(l_t, eps) where A > 0, max(l_t, -eps) where A < 0
     capped_BT = l_BT.clamp(max=log_ratio_clip)
@@ -129,7 +129,7 @@ def policy_loss(
 
 def main(args):
     # ---------------------------------------------------------------------------------------- setup
-    grade = load_grader(args)  # first: it says whether the data needs gold answers
+    grade = load_grader(args)  # first, since it determines whether the data needs gold answers
     policy = load_policy(args)  # a transformers model and its tokenizer
     problems, held_out = load_problems(args, policy)  # also checks that sampler and update agree
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
@@ -148,15 +148,15 @@ def main(args):
         advantages_B1 = compute_advantages(rewards_PG).view(-1, 1).to(args.device)
 
         # ------------------------------------------------------------------------------------ batch
-        # Old log-probs come from the training forward, in the micro-batches of the update, so that the
-        # ratio is exactly 1 in the first step. (--old_logprobs sampler takes the sampler's instead.)
+        # Compute old log-probs with the training forward, in the update's micro-batches, so that the
+        # ratio is exactly 1 in the first step. (--old_logprobs sampler uses the sampler's instead.)
         batch = collate(completions, args)
-        record_old_policy(policy, batch, args)  # sets old_logprobs_BT, and an MoE's experts
+        record_old_policy(policy, batch, args)  # sets old_logprobs_BT and, for an MoE, its experts
         rollout_correction(batch, args, per_sequence=True)  # sets correction_weights, 1 by default
         batch.advantages = batch.correction_weights * advantages_B1
 
         # ----------------------------------------------------------------------------------- update
-        for minibatch in batch.minibatches(args):  # of all epochs
+        for minibatch in batch.minibatches(args):  # across all epochs
             for micro in minibatch.micro_batches(args):  # this process's rows
                 outputs = token_logprobs(policy, micro, args.temperature)
                 loss, stats = policy_loss(
@@ -168,13 +168,13 @@ def main(args):
                     clip_level=args.clip_level,
                     num_sequences=len(minibatch),
                 )
-                # aux_loss, a product of means, does not add up over micro-batches: it is averaged.
+                # aux_loss is a product of means, so it is averaged over micro-batches, not summed.
                 share = len(micro) / len(minibatch)
                 total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
                 total_loss.backward()
                 run.record(loss, stats, outputs, micro)
             grad_norm = policy.clip_gradients(args.max_grad_norm)  # summed over processes
-            run.record_step(minibatch, grad_norm)  # ends the run if loss or norm is not finite
+            run.record_step(minibatch, grad_norm)  # stops the run if the loss or norm is not finite
             optimizer.step()
             optimizer.zero_grad()
 
@@ -182,7 +182,7 @@ def main(args):
         run.log(batch, completions, rewards_PG)
         if run.eval_is_due:
             run.log_eval(evaluate(policy, held_out, grade, args, sampled=run.is_last))
-    run.finish()  # held-out accuracy before and after, and some answers
+    run.finish()  # prints held-out accuracy before and after, and some answers
 
 
 if __name__ == "__main__":

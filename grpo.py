@@ -2,27 +2,27 @@
 
   J = mean_i 1/|o_i| sum_t [ min(r_it A_i, clip(r_it, 1 - eps, 1 + eps) A_i) - beta k3_it ]
 
-  o_i    a completion of |o_i| tokens, EOS included; mean_i: over all completions of an optimizer step
+  o_i    a completion of |o_i| tokens, EOS included; mean_i: over all completions in an optimizer step
   r_it   = pi(o_it) / pi_old(o_it); pi_old: the policy before the rollout's first optimizer step
-  A_i    = (R_i - mean) / std, over the rewards R of the G completions of the same prompt
+  A_i    = (R_i - mean) / std, over the rewards R of the prompt's G completions
   k3_it  = x - log x - 1, x = pi_ref(o_it) / pi(o_it): an estimate of KL(pi || pi_ref), never negative
-  _PG    axis suffixes: P prompts, G completions each, B rows at hand, T tokens, 1 a size-1 axis
+  _PG    axis suffixes: P prompts, G completions each, B rows, T tokens, 1 for a size-1 axis
 
 Parent: ppo.py. Differs only in:
   1. Group baseline: the mean reward of the group, so all tokens of a completion share one advantage.
      No critic, no GAE, no whitening, no entropy bonus.
-  2. KL in the loss: a separate term instead of a part of the reward.
+  2. KL in the loss: a separate term, not part of the reward.
   3. Sequence-mean: tokens are averaged within a completion, then completions are averaged.
 
-Not specified in the paper: the std (here unbiased, plus 1e-6; a group of equal rewards has advantages
-of exactly 0, and only the KL acts on it) and eps (here 0.2). Unlike the paper, we take 16 optimizer
-steps per rollout, so that r is not always 1 and the clip can act. Beyond it: --kl_is_corrected (as in
-DeepSeek-V3.2) and --ref_reset_every (ProRL). study/README.md compares estimators of the KL.
+Not specified in the paper: the std (here unbiased, plus 1e-6; if all rewards of a group are equal, its
+advantages are exactly 0 and only the KL acts) and eps (here 0.2). Unlike the paper, we take 16
+optimizer steps per rollout, so that r is not always 1 and the clip matters. Not in the paper:
+--kl_is_corrected (DeepSeek-V3.2) and --ref_reset_every (ProRL). study/README.md compares KL estimators.
 
 Run:    python grpo.py
 Expect: greedy held-out accuracy on sums of two numbers rises from 0.43 to at least 0.97, and the
-        share of answers without working drops from half to nearly zero, in under a minute on one CPU
-        core.
+        share of answers that show no work drops from half to nearly zero, in under a minute on one
+        CPU core.
 """
 
 from dataclasses import dataclass
@@ -40,15 +40,15 @@ class Args(RunArgs):  # more flags: --help
     prompts_per_iteration: int = flag(32, "prompts per rollout")
     group_size: int = flag(8, "completions per prompt")
     max_new_tokens: int = flag(48, "maximum tokens per completion")
-    temperature: float = flag(1.0, "temperature of sampling and of all log-probs")
-    lr: float = flag(2e-4, "learning rate of AdamW, constant")
+    temperature: float = flag(1.0, "temperature for sampling and for all log-probs")
+    lr: float = flag(2e-4, "AdamW's constant learning rate")
     update_epochs: int = flag(1, "epochs per rollout")
     num_minibatches: int = flag(16, "optimizer steps per epoch")
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
     router_aux_coef: float = flag(0.001, "weight of an MoE's load-balancing loss")
     # flags of the algorithm
-    clip_eps_low: float = flag(0.2, "lower bound of the ratio: 1 - this")
-    clip_eps_high: float = flag(0.2, "upper bound of the ratio: 1 + this")
+    clip_eps_low: float = flag(0.2, "lower bound on the ratio: 1 - this")
+    clip_eps_high: float = flag(0.2, "upper bound on the ratio: 1 + this")
     kl_coef: float = flag(0.04, "beta, the weight of the KL to the reference [0: none]")
     kl_is_corrected: bool = flag(False, "multiply k3 by pi / sampler, for an unbiased gradient")
     ref_reset_every: int = flag(0, "reset the reference every n iterations [0: never]")
@@ -69,7 +69,7 @@ def compute_advantages(rewards_PG):
     """Rewards -> advantages, (P, G): A = (R - mean) / std in each group, 0 if all rewards are equal."""
     advantages_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
     advantages_PG = advantages_PG / (rewards_PG.std(1, keepdim=True) + 1e-6)
-    # The mean of equal floats may be off by rounding; a tiny std would turn that into advantages.
+    # Rounding can make the mean of equal floats inexact, and dividing by a tiny std would amplify that.
     is_uniform_P1 = (rewards_PG == rewards_PG[:, :1]).all(1, keepdim=True)
     return torch.where(is_uniform_P1, 0, advantages_PG)
 
@@ -88,19 +88,19 @@ def policy_loss(
     rollout_ratio_BT=None,
     num_sequences=None,
 ):
-    """The loss -J of a micro-batch, normalized by the whole step's count, so that micro-batches add up.
+    """The loss -J of a micro-batch, normalized by the whole step's count, so micro-batch losses add up.
 
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
-    old_logprobs_BT  the same under the policy before the first step on this rollout [None: on-policy]
+    old_logprobs_BT  the same, under the policy before this rollout's first step [None: on-policy]
     advantages_BT    (B, 1) or (B,), broadcast over the tokens, or (B, T)
-    mask_BT          1 on response tokens, the EOS included (bool or float); other tokens, such as
+    mask_BT          1 on response tokens, including EOS (bool or float); other tokens, such as
                      padding or tool output, get no gradient and are excluded from all means
     ref_logprobs_BT  log-probs under the reference [None: no KL]
     rollout_ratio_BT pi_old / sampler, for kl_is_corrected [None: 1]
     num_sequences    completions in the whole optimizer step [None: this is the whole step]; under
                      DDP, which averages gradients, pass total / world_size
 
-    Returns (loss, stats): a scalar, and {name: scalar} for the log, over the given tokens.
+    Returns (loss, stats): a scalar, and {name: scalar} for the log, over this micro-batch.
     """
     if old_logprobs_BT is None:
         old_logprobs_BT = logprobs_BT.detach()
@@ -112,11 +112,11 @@ def policy_loss(
     length_B1 = mask_BT.sum(1, keepdim=True).clamp(min=1)
     if num_sequences is None:
         num_sequences = len(mask_BT)
-    # Mask before exp, since 0 * inf is NaN, also in the backward pass; the clamp keeps exp finite.
+    # Mask before exp: 0 * inf is NaN, in the backward pass too. The clamp keeps exp finite.
     logratio_BT = torch.where(mask_BT, logprobs_BT - old_logprobs_BT, 0).clamp(-20, 20)
     ratio_BT = logratio_BT.exp()
     clipped_BT = ratio_BT.clamp(1 - clip_eps_low, 1 + clip_eps_high)
-    # PPO's pessimistic bound, the smaller of r A and clip(r) A
+    # PPO's pessimistic bound: the smaller of r A and clip(r) A
     objective_BT = torch.min(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
     # The clip removes the gradient where A < 0 and r < 1 - eps, or A > 0 and r > 1 + eps.
     clips_low_BT = (ratio_BT < clipped_BT) & (advantages_BT < 0)
@@ -128,12 +128,12 @@ def policy_loss(
         "clipfrac_high": masked_mean(clips_high_BT.float(), mask_BT),
     }
     if ref_logprobs_BT is not None:
-        # [2] k3 = x - log x - 1, x = pi_ref / pi; expm1, since exp(log x) - 1 loses digits near x = 1
+        # [2] k3 = x - log x - 1, x = pi_ref / pi; expm1, as exp(log x) - 1 loses digits near x = 1
         log_x_BT = torch.where(mask_BT, ref_logprobs_BT - logprobs_BT, 0).clamp(-20, 20)
         k3_BT = log_x_BT.expm1() - log_x_BT
         stats["kl_ref"] = masked_mean(k3_BT, mask_BT)
         if kl_is_corrected:
-            # pi / sampler, not detached: its expected gradient is that of KL(pi || pi_ref).
+            # Times pi / sampler, not detached: the expected gradient is then that of KL(pi || pi_ref).
             if rollout_ratio_BT is None:
                 rollout_ratio_BT = torch.ones_like(ratio_BT)
             k3_BT = rollout_ratio_BT * ratio_BT * k3_BT
@@ -146,7 +146,7 @@ def policy_loss(
 
 def main(args):
     # ---------------------------------------------------------------------------------------- setup
-    grade = load_grader(args)  # first: it says whether the data needs gold answers
+    grade = load_grader(args)  # first, since it determines whether the data needs gold answers
     policy = load_policy(args)  # a transformers model and its tokenizer
     problems, held_out = load_problems(args, policy)  # also checks that sampler and update agree
     reference = policy.frozen_copy() if args.kl_coef > 0 else None
@@ -166,17 +166,17 @@ def main(args):
         advantages_B1 = compute_advantages(rewards_PG).view(-1, 1).to(args.device)
 
         # ------------------------------------------------------------------------------------ batch
-        # Old log-probs come from the training forward, in the micro-batches of the update, so that the
-        # ratio is exactly 1 in the first step. (--old_logprobs sampler takes the sampler's instead.)
+        # Compute old log-probs with the training forward, in the update's micro-batches, so that the
+        # ratio is exactly 1 in the first step. (--old_logprobs sampler uses the sampler's instead.)
         batch = collate(completions, args)
-        record_old_policy(policy, batch, args)  # sets old_logprobs_BT, and an MoE's experts
+        record_old_policy(policy, batch, args)  # sets old_logprobs_BT and, for an MoE, its experts
         if reference is not None:
             batch.ref_logprobs_BT = reference_logprobs(reference, batch, args)
-        rollout_correction(batch, args)  # sets correction_weights, rollout_ratio_BT: 1 by default
+        rollout_correction(batch, args)  # sets correction_weights and rollout_ratio_BT, 1 by default
         batch.advantages = batch.correction_weights * advantages_B1
 
         # ----------------------------------------------------------------------------------- update
-        for minibatch in batch.minibatches(args):  # of all epochs
+        for minibatch in batch.minibatches(args):  # across all epochs
             for micro in minibatch.micro_batches(args):  # this process's rows
                 outputs = token_logprobs(policy, micro, args.temperature)
                 loss, stats = policy_loss(
@@ -192,13 +192,13 @@ def main(args):
                     rollout_ratio_BT=micro.rollout_ratio_BT,
                     num_sequences=len(minibatch),
                 )
-                # aux_loss, a product of means, does not add up over micro-batches: it is averaged.
+                # aux_loss is a product of means, so it is averaged over micro-batches, not summed.
                 share = len(micro) / len(minibatch)
                 total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
                 total_loss.backward()
                 run.record(loss, stats, outputs, micro)
             grad_norm = policy.clip_gradients(args.max_grad_norm)  # summed over processes
-            run.record_step(minibatch, grad_norm)  # ends the run if loss or norm is not finite
+            run.record_step(minibatch, grad_norm)  # stops the run if the loss or norm is not finite
             optimizer.step()
             optimizer.zero_grad()
         if args.ref_reset_every > 0 and iteration % args.ref_reset_every == 0:
@@ -208,7 +208,7 @@ def main(args):
         run.log(batch, completions, rewards_PG)
         if run.eval_is_due:
             run.log_eval(evaluate(policy, held_out, grade, args, sampled=run.is_last))
-    run.finish()  # held-out accuracy before and after, and some answers
+    run.finish()  # prints held-out accuracy before and after, and some answers
 
 
 if __name__ == "__main__":

@@ -2,24 +2,24 @@
 
   J = 1/(sum_i |o_i|) sum_i sum_t min(r_it A_it, clip(r_it, 1 - eps, 1 + eps) A_it) - c_v L_V + c_e H
 
-  o_i      a completion of |o_i| tokens, EOS included; sum_i: over all completions of an optimizer step
+  o_i      a completion of |o_i| tokens, EOS included; sum_i: over all completions in an optimizer step
   r_it     = pi(o_it) / pi_old(o_it); pi_old: the policy before the rollout's first optimizer step
   A_it     = sum_k (gamma lambda)^k delta_i,t+k, whitened (GAE);  delta_t = rew_t + gamma V_t+1 - V_t
   rew_it   = -beta log(pi_old(o_it) / pi_ref(o_it)), plus the verifier's reward R_i at the last token
   L_V      = mean over tokens of max((V - ret)^2, (V_old + clip(V - V_old, -d, d) - ret)^2)
   ret_it   = A_it + V_old,it, before A is whitened;  H: mean entropy over tokens
-  _BT      axis suffixes: B rows at hand, T tokens, U = T + 1, 1 a size-1 axis
+  _BT      axis suffixes: B rows, T tokens, U = T + 1, 1 for a size-1 axis
 
-The root of the family: grpo.py is the child, and its header lists the differences.
+The root of the family. Its child is grpo.py; the header there lists the differences.
 
 Not specified in the papers: the critic. Here it is a second copy of the base model with a linear head
 that starts at zero, so its learning rate is higher. V_t is read where o_t is predicted; after the last
 token V is 0. Chosen by us: gamma 1, so that a right answer is worth the same at any length; beta 0.02
 (with --kl_coef 0 there is no reference); d 0.2; c_e 0; c_v 0.5, which matters only where the critic's
 gradient is clipped, since the two models share no weights and AdamW ignores the scale of a gradient.
-Unlike the papers: A is whitened and L_V clipped, as in most code for RLHF. If a completion was
+Unlike the papers: A is whitened and L_V is clipped, as in most RLHF code. If a completion was
 truncated, its last reward includes the critic's value after it, since the cap is not part of the task.
-One epoch per rollout, because a rollout is cheap here. One completion for each of 256 prompts: as many
+One epoch per rollout, because a rollout is cheap here. 256 prompts with one completion each: as many
 completions as the siblings have.
 
 Run:    python ppo.py
@@ -43,22 +43,22 @@ class Args(RunArgs):  # more flags: --help
     iterations: int = flag(40, "number of iterations (one rollout plus its updates)")
     prompts_per_iteration: int = flag(256, "prompts per rollout")  # one completion each
     max_new_tokens: int = flag(48, "maximum tokens per completion")
-    temperature: float = flag(1.0, "temperature of sampling and of all log-probs")
-    lr: float = flag(2e-4, "learning rate of AdamW, constant")
+    temperature: float = flag(1.0, "temperature for sampling and for all log-probs")
+    lr: float = flag(2e-4, "AdamW's constant learning rate")
     update_epochs: int = flag(1, "epochs per rollout")
     num_minibatches: int = flag(16, "optimizer steps per epoch")
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
     router_aux_coef: float = flag(0.001, "weight of an MoE's load-balancing loss")
     # flags of the algorithm
-    clip_eps_low: float = flag(0.2, "lower bound of the ratio: 1 - this")
-    clip_eps_high: float = flag(0.2, "upper bound of the ratio: 1 + this")
+    clip_eps_low: float = flag(0.2, "lower bound on the ratio: 1 - this")
+    clip_eps_high: float = flag(0.2, "upper bound on the ratio: 1 + this")
     kl_coef: float = flag(0.02, "beta, the weight of the KL to the reference [0: none]")
     gamma: float = flag(1.0, "discount per token")
     gae_lambda: float = flag(0.95, "lambda of GAE")
-    value_coef: float = flag(0.5, "weight of the value loss, where the critic's gradient is clipped")
-    value_clip: float = flag(0.2, "how far a value may move [0: any distance]")
+    value_coef: float = flag(0.5, "weight of the value loss; matters only if its gradient is clipped")
+    value_clip: float = flag(0.2, "how far a value may move from the old one [0: no limit]")
     entropy_coef: float = flag(0.0, "weight of the entropy bonus")
-    critic_lr: float = flag(2e-3, "learning rate of the critic's AdamW, constant")
+    critic_lr: float = flag(2e-3, "the critic's constant learning rate")
 
     def check(self):
         self.check_range(0, 1, "clip_eps_low", "gamma", "gae_lambda")
@@ -89,11 +89,11 @@ def masked_mean(x, mask):
 
 
 def compute_gae(rewards_BT, values_BT, mask_BT, gamma, lam):
-    """(advantages, returns), both (B, T), 0 where the mask is: generalized advantage estimation.
+    """Generalized advantage estimation: (advantages, returns), both (B, T), 0 where the mask is 0.
 
     The value after the last token is 0; for a response that was cut off, the caller adds gamma times
     the value there to its last reward, which is the same as bootstrapping. A hole in the mask, such as
-    tool output, is skipped: what follows a token is the next one of the response.
+    tool output, is skipped: each token is followed by the next one in the mask.
     """
     mask_BT = mask_BT.bool()
     rewards_BT = torch.where(mask_BT, rewards_BT, 0)
@@ -120,8 +120,8 @@ def whiten(x_BT, mask_BT):
 
 
 def token_rewards(rewards_B1, kl_BT, values_BU, is_cut_off_B1, mask_BT, kl_coef, gamma):
-    """rew, (B, T): -beta KL at each token; the last one adds R, and gamma V if it was cut off."""
-    # The last token of the response: the count of tokens is complete there, and stays so after it.
+    """rew, (B, T): -beta KL at each token, plus R at the last one, and gamma V if it was cut off."""
+    # The response's last token, where the running count of tokens first reaches its maximum.
     last_B1 = mask_BT.cumsum(1).argmax(1, keepdim=True)
     value_after_B1 = torch.where(is_cut_off_B1.bool(), values_BU.gather(1, last_B1 + 1), 0)
     last_reward_B1 = rewards_B1 + gamma * value_after_B1
@@ -129,19 +129,19 @@ def token_rewards(rewards_B1, kl_BT, values_BU, is_cut_off_B1, mask_BT, kl_coef,
 
 
 def value_loss(values_BT, old_values_BT, returns_BT, mask_BT, *, value_clip=0.2, num_tokens=None):
-    """L_V of a micro-batch, normalized by the whole step's count, so that micro-batches add up.
+    """L_V of a micro-batch, normalized by the whole step's count, so micro-batch losses add up.
 
-    values_BT, old_values_BT, returns_BT, mask_BT: (B, T), the first with gradient. value_clip 0 takes
-    the squared error of V alone. num_tokens counts the whole optimizer step [None: this is it].
+    values_BT, old_values_BT, returns_BT, mask_BT: (B, T), the first with gradient. value_clip 0
+    means the plain squared error. num_tokens: in the whole optimizer step [None: this is it].
     """
     mask_BT = mask_BT.bool()
     if num_tokens is None:
         num_tokens = mask_BT.sum().clamp(min=1)
-    # Masked before the square, since 0 * NaN is NaN, in the backward pass too.
+    # Mask before the square: 0 * NaN is NaN, in the backward pass too.
     error_BT = torch.where(mask_BT, values_BT - returns_BT, 0)
     squared_BT = error_BT**2
     if value_clip > 0:
-        # max of the errors of V and of V kept near V_old
+        # the larger of two errors: of V, and of V kept near V_old
         moved_BT = torch.where(mask_BT, values_BT - old_values_BT, 0).clamp(-value_clip, value_clip)
         near_error_BT = torch.where(mask_BT, old_values_BT + moved_BT - returns_BT, 0)
         squared_BT = torch.max(squared_BT, near_error_BT**2)
@@ -158,17 +158,17 @@ def policy_loss(
     clip_eps_high=0.2,
     num_tokens=None,
 ):
-    """The clipped term of -J, normalized by the whole step's count, so that micro-batches add up.
+    """The clipped term of -J, normalized by the whole step's count, so micro-batch losses add up.
 
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
-    old_logprobs_BT  the same under the policy before the first step on this rollout [None: on-policy]
+    old_logprobs_BT  the same, under the policy before this rollout's first step [None: on-policy]
     advantages_BT    (B, 1) or (B,), broadcast over the tokens, or (B, T)
-    mask_BT          1 on response tokens, the EOS included (bool or float); other tokens, such as
+    mask_BT          1 on response tokens, including EOS (bool or float); other tokens, such as
                      padding or tool output, get no gradient and are excluded from all means
     num_tokens       response tokens in the whole optimizer step [None: this is the whole step];
                      under DDP, which averages gradients, pass total / world_size
 
-    Returns (loss, stats): a scalar, and {name: scalar} for the log, over the given tokens.
+    Returns (loss, stats): a scalar, and {name: scalar} for the log, over this micro-batch.
     """
     if old_logprobs_BT is None:
         old_logprobs_BT = logprobs_BT.detach()
@@ -179,11 +179,11 @@ def policy_loss(
     mask_BT = mask_BT.bool()
     if num_tokens is None:
         num_tokens = mask_BT.sum().clamp(min=1)
-    # Mask before exp, since 0 * inf is NaN, also in the backward pass; the clamp keeps exp finite.
+    # Mask before exp: 0 * inf is NaN, in the backward pass too. The clamp keeps exp finite.
     logratio_BT = torch.where(mask_BT, logprobs_BT - old_logprobs_BT, 0).clamp(-20, 20)
     ratio_BT = logratio_BT.exp()
     clipped_BT = ratio_BT.clamp(1 - clip_eps_low, 1 + clip_eps_high)
-    # PPO's pessimistic bound, the smaller of r A and clip(r) A
+    # PPO's pessimistic bound: the smaller of r A and clip(r) A
     objective_BT = torch.min(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
     # The clip removes the gradient where A < 0 and r < 1 - eps, or A > 0 and r > 1 + eps.
     clips_low_BT = (ratio_BT < clipped_BT) & (advantages_BT < 0)
@@ -201,7 +201,7 @@ def policy_loss(
 
 def main(args):
     # ---------------------------------------------------------------------------------------- setup
-    grade = load_grader(args)  # first: it says whether the data needs gold answers
+    grade = load_grader(args)  # first, since it determines whether the data needs gold answers
     policy = load_policy(args)  # a transformers model and its tokenizer
     problems, held_out = load_problems(args, policy)  # also checks that sampler and update agree
     reference = policy.frozen_copy() if args.kl_coef > 0 else None
@@ -222,10 +222,10 @@ def main(args):
         completions = grade(completions)
 
         # ------------------------------------------------------------------------------------ batch
-        # Old log-probs come from the training forward, in the micro-batches of the update, so that the
-        # ratio is exactly 1 in the first step. (--old_logprobs sampler takes the sampler's instead.)
+        # Compute old log-probs with the training forward, in the update's micro-batches, so that the
+        # ratio is exactly 1 in the first step. (--old_logprobs sampler uses the sampler's instead.)
         batch = collate(completions, args)
-        record_old_policy(policy, batch, args)  # sets old_logprobs_BT, and an MoE's experts
+        record_old_policy(policy, batch, args)  # sets old_logprobs_BT and, for an MoE, its experts
         if reference is not None:
             batch.ref_logprobs_BT = reference_logprobs(reference, batch, args)
         rollout_correction(batch, args)  # sets correction_weights, 1 by default
@@ -233,8 +233,8 @@ def main(args):
         batch.values_BT = values_BU[:, :-1]
 
         # ------------------------------------------------------------------------------- advantages
-        # The KL that token_rewards subtracts is log(pi_old / pi_ref), the plain estimator, of the old
-        # policy; in grpo.py it is k3, of the policy during the update.
+        # token_rewards subtracts log(pi_old / pi_ref), the plain KL estimator for the old policy.
+        # grpo.py uses k3 for the policy that is being updated.
         kl_BT = torch.zeros_like(batch.old_logprobs_BT)
         numbers = {}  # for the log
         if reference is not None:
@@ -252,7 +252,7 @@ def main(args):
         batch.advantages = batch.correction_weights * whiten(advantages_BT, batch.mask_BT)
 
         # ----------------------------------------------------------------------------------- update
-        for minibatch in batch.minibatches(args):  # of all epochs
+        for minibatch in batch.minibatches(args):  # across all epochs
             num_tokens = minibatch.mask_BT.sum()
             for micro in minibatch.micro_batches(args):  # this process's rows
                 outputs = token_logprobs(policy, micro, args.temperature, entropy_grad=has_bonus)
@@ -273,17 +273,17 @@ def main(args):
                     value_clip=args.value_clip,
                     num_tokens=num_tokens,
                 )
-                # H over the whole step's tokens, as the loss; what is logged is a plain mean.
+                # H is divided by the step's tokens, like the loss; the logged entropy is a plain mean.
                 entropy = torch.where(micro.mask_BT, outputs.entropy_BT, 0).sum() / num_tokens
                 total_loss = loss + args.value_coef * critic_loss - args.entropy_coef * entropy
-                # aux_loss, a product of means, does not add up over micro-batches: it is averaged.
+                # aux_loss is a product of means, so it is averaged over micro-batches, not summed.
                 share = len(micro) / len(minibatch)
                 total_loss = total_loss + args.router_aux_coef * outputs.aux_loss * share
                 total_loss.backward()
                 run.record(loss, stats, outputs, micro, value_loss=critic_loss)
             grad_norm = policy.clip_gradients(args.max_grad_norm)  # summed over processes
             critic_norm = critic.clip_gradients(args.max_grad_norm)
-            # Ends the run here, before the step, if a loss or a norm is not finite.
+            # Stops the run here, before the step, if a loss or norm is not finite.
             run.record_step(minibatch, grad_norm, critic_grad_norm=critic_norm)
             optimizer.step()
             optimizer.zero_grad()
@@ -292,7 +292,7 @@ def main(args):
         run.log(batch, completions, rewards_B1, **numbers)
         if run.eval_is_due:
             run.log_eval(evaluate(policy, held_out, grade, args, sampled=run.is_last))
-    run.finish()  # held-out accuracy before and after, and some answers
+    run.finish()  # prints held-out accuracy before and after, and some answers
 
 
 if __name__ == "__main__":

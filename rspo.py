@@ -2,19 +2,19 @@
 
   J = mean_i A_i exp(1/|o_i| sum_t (c_it + log gamma_it))
 
-  o_i       a completion of |o_i| tokens, EOS included; mean_i: over all completions of a step
+  o_i       a completion of |o_i| tokens, EOS included; mean_i: over all completions in a step
   c_it      = min(l_it, eps) if A_i > 0, max(l_it, -eps) if A_i < 0
   l_it      = log(pi(o_it) / pi_old(o_it)); pi_old: the policy before the rollout's first optimizer step
   gamma_it  = sg[max(gamma_min, exp(-1/L sum_j 1/K sum_k |log p_j(e_jk) - log p_old_j(e_jk)|))]
   p_j       = softmax over all experts of layer j's router logits, where o_it is predicted
   e_jk      the K experts that were active there under the old policy (the replayed ones with
             --routing_replay); sg[] stops the gradient
-  A_i       = (R_i - mean) / std, over the rewards R of the G completions of the same prompt
-  _PG       axis suffixes: P prompts, G completions each, B rows at hand, T tokens, L layers
+  A_i       = (R_i - mean) / std, over the rewards R of the prompt's G completions
+  _PG       axis suffixes: P prompts, G completions each, B rows, T tokens, L layers
 
 Parent: gmpo.py. Differs only in:
-  1. Router shift: gamma is 1 while the router scores the experts as it did in the rollout, and falls
-     as it shifts. It damps completions whose ratio compares two different subnetworks.
+  1. Router shift: gamma is 1 while the router's scores are those before the update, and falls as
+     they shift. It damps completions where the ratio compares two different subnetworks.
   2. Token-level clip only: no --clip_level.
 
 Not specified in the paper's first version: where gamma enters, since its text and its formula differ.
@@ -22,7 +22,7 @@ Not specified in the paper's first version: where gamma enters, since its text a
   --shift literal      c(l) + sgn(A) log gamma, the formula as printed: it amplifies A < 0
   --shift before_clip  c(l + log gamma), as in the second version: a token keeps its gradient up to
                        r = e^eps / gamma if A > 0, and only down to r = e^-eps / gamma if A < 0
-A model without a softmax over its experts is refused: p is not defined there. For dense ones use gmpo.
+A model without a softmax over its experts is rejected, since p is undefined. For dense ones use gmpo.
 
 Run:    python rspo.py
 Expect: like grpo.py, greedy held-out accuracy on sums of two numbers rises from 0.43 to at least
@@ -44,21 +44,21 @@ class Args(RunArgs):  # more flags: --help
     prompts_per_iteration: int = flag(32, "prompts per rollout")
     group_size: int = flag(8, "completions per prompt")
     max_new_tokens: int = flag(48, "maximum tokens per completion")
-    temperature: float = flag(1.0, "temperature of sampling and of all log-probs")
-    lr: float = flag(2e-4, "learning rate of AdamW, constant")
+    temperature: float = flag(1.0, "temperature for sampling and for all log-probs")
+    lr: float = flag(2e-4, "AdamW's constant learning rate")
     update_epochs: int = flag(1, "epochs per rollout")
     num_minibatches: int = flag(16, "optimizer steps per epoch")
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
     router_aux_coef: float = flag(0.001, "weight of an MoE's load-balancing loss")
     # flags of the algorithm
-    log_ratio_clip: float = flag(0.4, "log r at most this if A > 0, else at least -this")
+    log_ratio_clip: float = flag(0.4, "log r is at most this if A > 0, at least -this if A < 0")
     gamma_min: float = flag(0.8, "floor of the router shift factor gamma")
     shift: Literal["damped", "literal", "before_clip"] = flag("damped", "see the header")
 
     def check(self):
         self.check_range(0, 1, "gamma_min")
         if self.old_logprobs == "sampler":
-            raise UserError("--old_logprobs sampler: the router shift needs the old policy's forward")
+            raise UserError("--old_logprobs sampler skips the forward pass that rspo needs")
         if self.group_size < 2:
             raise UserError("--group_size must be at least 2: one reward has no group baseline")
 
@@ -72,13 +72,13 @@ def compute_advantages(rewards_PG):
     """Rewards -> advantages, (P, G): A = (R - mean) / std in each group, 0 if all rewards are equal."""
     advantages_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
     advantages_PG = advantages_PG / (rewards_PG.std(1, keepdim=True) + 1e-6)
-    # The mean of equal floats may be off by rounding; a tiny std would turn that into advantages.
+    # Rounding can make the mean of equal floats inexact, and dividing by a tiny std would amplify that.
     is_uniform_P1 = (rewards_PG == rewards_PG[:, :1]).all(1, keepdim=True)
     return torch.where(is_uniform_P1, 0, advantages_PG)
 
 
 def expert_logprobs(router_logits, experts_BTLK):
-    """log p of the given experts, p the softmax over all: L tensors (B, T, E) -> (B, T, L, K)."""
+    """log p of the given experts, p being the softmax over all: L x (B, T, E) -> (B, T, L, K)."""
     scores = []
     for layer, logits_BTE in enumerate(router_logits):
         logp_BTE = logits_BTE.log_softmax(-1)
@@ -103,18 +103,18 @@ def policy_loss(
     router_shift_BT=None,
     num_sequences=None,
 ):
-    """The loss -J of a micro-batch, normalized by the whole step's count, so that micro-batches add up.
+    """The loss -J of a micro-batch, normalized by the whole step's count, so micro-batch losses add up.
 
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
-    old_logprobs_BT  the same under the policy before the first step on this rollout [None: on-policy]
+    old_logprobs_BT  the same, under the policy before this rollout's first step [None: on-policy]
     advantages_B1    one per completion, (B, 1) or (B,)
-    mask_BT          1 on response tokens, the EOS included (bool or float); other tokens, such as
+    mask_BT          1 on response tokens, including EOS (bool or float); other tokens, such as
                      padding or tool output, get no gradient and are excluded from all means
     router_shift_BT  gamma, before its floor; 1 where the router has not moved [None: 1 everywhere]
     num_sequences    completions in the whole optimizer step [None: this is the whole step]; under
                      DDP, which averages gradients, pass total / world_size
 
-    Returns (loss, stats): a scalar, and {name: scalar} for the log, over the given tokens.
+    Returns (loss, stats): a scalar, and {name: scalar} for the log, over this micro-batch.
     """
     if old_logprobs_BT is None:
         old_logprobs_BT = logprobs_BT.detach()
@@ -126,7 +126,7 @@ def policy_loss(
     length_B1 = mask_BT.sum(1, keepdim=True).clamp(min=1)
     if num_sequences is None:
         num_sequences = len(mask_BT)
-    # Mask before exp, since 0 * inf is NaN, also in the backward pass; the clamp keeps exp finite.
+    # Mask before exp: 0 * inf is NaN, in the backward pass too. The clamp keeps exp finite.
     logratio_BT = torch.where(mask_BT, logprobs_BT - old_logprobs_BT, 0).clamp(-20, 20)
     ratio_BT = logratio_BT.exp()
     # [1] sg[max(gamma, gamma_min)], and 1 on padding
@@ -165,7 +165,7 @@ def policy_loss(
 
 def main(args):
     # ---------------------------------------------------------------------------------------- setup
-    grade = load_grader(args)  # first: it says whether the data needs gold answers
+    grade = load_grader(args)  # first, since it determines whether the data needs gold answers
     policy = load_policy(args)  # a transformers model and its tokenizer
     if not policy.routers.has_softmax:
         raise UserError(f"--model {args.model} has no experts chosen by a softmax: use gmpo.py")
@@ -186,8 +186,8 @@ def main(args):
         advantages_B1 = compute_advantages(rewards_PG).view(-1, 1).to(args.device)
 
         # ------------------------------------------------------------------------------------ batch
-        # Old log-probs come from the training forward, in the micro-batches of the update, so that the
-        # ratio is exactly 1 in the first step. (--old_logprobs sampler takes the sampler's instead.)
+        # Compute old log-probs with the training forward, in the update's micro-batches, so that the
+        # ratio is exactly 1 in the first step. (--old_logprobs sampler uses the sampler's instead.)
         batch = collate(completions, args)
         # sets old_logprobs_BT, the experts, and their log p_old(e_jk)
         record_old_policy(policy, batch, args, router_fn=expert_logprobs)
@@ -195,7 +195,7 @@ def main(args):
         batch.advantages = batch.correction_weights * advantages_B1
 
         # ----------------------------------------------------------------------------------- update
-        for minibatch in batch.minibatches(args):  # of all epochs
+        for minibatch in batch.minibatches(args):  # across all epochs
             for micro in minibatch.micro_batches(args):  # this process's rows
                 outputs = token_logprobs(policy, micro, args.temperature)
                 active_BTLK = micro.active_experts(micro.old_experts_BTLK)  # e_jk
@@ -212,7 +212,7 @@ def main(args):
                     router_shift_BT=raw_gamma_BT,
                     num_sequences=len(minibatch),
                 )
-                # aux_loss, a product of means, does not add up over micro-batches: it is averaged.
+                # aux_loss is a product of means, so it is averaged over micro-batches, not summed.
                 share = len(micro) / len(minibatch)
                 total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
                 total_loss.backward()
@@ -221,7 +221,7 @@ def main(args):
                 stats["moe/router_floor_frac"] = masked_mean(is_floored_BT.float(), micro.mask_BT)
                 run.record(loss, stats, outputs, micro)
             grad_norm = policy.clip_gradients(args.max_grad_norm)  # summed over processes
-            run.record_step(minibatch, grad_norm)  # ends the run if loss or norm is not finite
+            run.record_step(minibatch, grad_norm)  # stops the run if the loss or norm is not finite
             optimizer.step()
             optimizer.zero_grad()
 
@@ -229,7 +229,7 @@ def main(args):
         run.log(batch, completions, rewards_PG)
         if run.eval_is_due:
             run.log_eval(evaluate(policy, held_out, grade, args, sampled=run.is_last))
-    run.finish()  # held-out accuracy before and after, and some answers
+    run.finish()  # prints held-out accuracy before and after, and some answers
 
 
 if __name__ == "__main__":

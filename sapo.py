@@ -2,20 +2,20 @@
 
   J = mean_i 1/|o_i| sum_t f(r_it) A_i
 
-  o_i    a completion of |o_i| tokens, EOS included; mean_i: over all completions of an optimizer step
+  o_i    a completion of |o_i| tokens, EOS included; mean_i: over all completions in an optimizer step
   f(r)   = sigmoid(tau (r - 1)) 4 / tau,  tau = tau_pos if A_i > 0 else tau_neg
   r_it   = pi(o_it) / pi_old(o_it); pi_old: the policy before the rollout's first optimizer step
-  A_i    = (R_i - mean) / std, over the rewards R of the G completions of the same prompt
-  _PG    axis suffixes: P prompts, G completions each, B rows at hand, T tokens, 1 a size-1 axis
+  A_i    = (R_i - mean) / std, over the rewards R of the prompt's G completions
+  _PG    axis suffixes: P prompts, G completions each, B rows, T tokens, 1 for a size-1 axis
 
 Parent: grpo.py. Differs only in:
   1. Soft gate: f replaces the clip and the min. Its slope f'(r) = sech^2(tau (r - 1) / 2) is 1 at
-     r = 1, at least 0.76 below, and fades to 0 above, faster for A < 0: no token is dropped.
+     r = 1, at least 0.76 for r < 1, and fades to 0 for r > 1, faster if A < 0. No token is dropped.
   2. No KL, so no reference model.
 
 tau_pos 1.0 and tau_neg 1.05 are the paper's. Since f(1) is 2 / tau and not 1, the logged loss is on
 a different scale than the siblings', but its gradient is not: f'(1) = 1. The metric losses/gate_slope
-is the mean of f'(r), which is 1 while nothing has moved.
+is the mean of f'(r), which is 1 until the policy moves.
 
 Run:    python sapo.py
 Expect: like grpo.py, greedy held-out accuracy on sums of two numbers rises from 0.43 to at least
@@ -36,15 +36,15 @@ class Args(RunArgs):  # more flags: --help
     prompts_per_iteration: int = flag(32, "prompts per rollout")
     group_size: int = flag(8, "completions per prompt")
     max_new_tokens: int = flag(48, "maximum tokens per completion")
-    temperature: float = flag(1.0, "temperature of sampling and of all log-probs")
-    lr: float = flag(2e-4, "learning rate of AdamW, constant")
+    temperature: float = flag(1.0, "temperature for sampling and for all log-probs")
+    lr: float = flag(2e-4, "AdamW's constant learning rate")
     update_epochs: int = flag(1, "epochs per rollout")
     num_minibatches: int = flag(16, "optimizer steps per epoch")
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
     router_aux_coef: float = flag(0.001, "weight of an MoE's load-balancing loss")
     # flags of the algorithm
     tau_pos: float = flag(1.0, "temperature of the gate where A > 0")
-    tau_neg: float = flag(1.05, "temperature of the gate elsewhere; higher fades faster")
+    tau_neg: float = flag(1.05, "temperature of the gate otherwise; higher fades faster")
 
     def check(self):
         self.check_range(1e-9, 1e9, "tau_pos", "tau_neg")
@@ -61,7 +61,7 @@ def compute_advantages(rewards_PG):
     """Rewards -> advantages, (P, G): A = (R - mean) / std in each group, 0 if all rewards are equal."""
     advantages_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
     advantages_PG = advantages_PG / (rewards_PG.std(1, keepdim=True) + 1e-6)
-    # The mean of equal floats may be off by rounding; a tiny std would turn that into advantages.
+    # Rounding can make the mean of equal floats inexact, and dividing by a tiny std would amplify that.
     is_uniform_P1 = (rewards_PG == rewards_PG[:, :1]).all(1, keepdim=True)
     return torch.where(is_uniform_P1, 0, advantages_PG)
 
@@ -76,17 +76,17 @@ def policy_loss(
     tau_neg=1.05,
     num_sequences=None,
 ):
-    """The loss -J of a micro-batch, normalized by the whole step's count, so that micro-batches add up.
+    """The loss -J of a micro-batch, normalized by the whole step's count, so micro-batch losses add up.
 
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
-    old_logprobs_BT  the same under the policy before the first step on this rollout [None: on-policy]
+    old_logprobs_BT  the same, under the policy before this rollout's first step [None: on-policy]
     advantages_BT    (B, 1) or (B,), broadcast over the tokens, or (B, T)
-    mask_BT          1 on response tokens, the EOS included (bool or float); other tokens, such as
+    mask_BT          1 on response tokens, including EOS (bool or float); other tokens, such as
                      padding or tool output, get no gradient and are excluded from all means
     num_sequences    completions in the whole optimizer step [None: this is the whole step]; under
                      DDP, which averages gradients, pass total / world_size
 
-    Returns (loss, stats): a scalar, and {name: scalar} for the log, over the given tokens.
+    Returns (loss, stats): a scalar, and {name: scalar} for the log, over this micro-batch.
     """
     if old_logprobs_BT is None:
         old_logprobs_BT = logprobs_BT.detach()
@@ -98,7 +98,7 @@ def policy_loss(
     length_B1 = mask_BT.sum(1, keepdim=True).clamp(min=1)
     if num_sequences is None:
         num_sequences = len(mask_BT)
-    # Mask before exp, since 0 * inf is NaN, also in the backward pass; the clamp keeps exp finite.
+    # Mask before exp: 0 * inf is NaN, in the backward pass too. The clamp keeps exp finite.
     logratio_BT = torch.where(mask_BT, logprobs_BT - old_logprobs_BT, 0).clamp(-20, 20)
     ratio_BT = logratio_BT.exp()
     # [1] f(r) A, f(r) = sigmoid(tau (r - 1)) 4 / tau
@@ -119,7 +119,7 @@ def policy_loss(
 
 def main(args):
     # ---------------------------------------------------------------------------------------- setup
-    grade = load_grader(args)  # first: it says whether the data needs gold answers
+    grade = load_grader(args)  # first, since it determines whether the data needs gold answers
     policy = load_policy(args)  # a transformers model and its tokenizer
     problems, held_out = load_problems(args, policy)  # also checks that sampler and update agree
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
@@ -138,15 +138,15 @@ def main(args):
         advantages_B1 = compute_advantages(rewards_PG).view(-1, 1).to(args.device)
 
         # ------------------------------------------------------------------------------------ batch
-        # Old log-probs come from the training forward, in the micro-batches of the update, so that the
-        # ratio is exactly 1 in the first step. (--old_logprobs sampler takes the sampler's instead.)
+        # Compute old log-probs with the training forward, in the update's micro-batches, so that the
+        # ratio is exactly 1 in the first step. (--old_logprobs sampler uses the sampler's instead.)
         batch = collate(completions, args)
-        record_old_policy(policy, batch, args)  # sets old_logprobs_BT, and an MoE's experts
+        record_old_policy(policy, batch, args)  # sets old_logprobs_BT and, for an MoE, its experts
         rollout_correction(batch, args)  # sets correction_weights, 1 by default
         batch.advantages = batch.correction_weights * advantages_B1
 
         # ----------------------------------------------------------------------------------- update
-        for minibatch in batch.minibatches(args):  # of all epochs
+        for minibatch in batch.minibatches(args):  # across all epochs
             for micro in minibatch.micro_batches(args):  # this process's rows
                 outputs = token_logprobs(policy, micro, args.temperature)
                 loss, stats = policy_loss(
@@ -158,13 +158,13 @@ def main(args):
                     tau_neg=args.tau_neg,
                     num_sequences=len(minibatch),
                 )
-                # aux_loss, a product of means, does not add up over micro-batches: it is averaged.
+                # aux_loss is a product of means, so it is averaged over micro-batches, not summed.
                 share = len(micro) / len(minibatch)
                 total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
                 total_loss.backward()
                 run.record(loss, stats, outputs, micro)
             grad_norm = policy.clip_gradients(args.max_grad_norm)  # summed over processes
-            run.record_step(minibatch, grad_norm)  # ends the run if loss or norm is not finite
+            run.record_step(minibatch, grad_norm)  # stops the run if the loss or norm is not finite
             optimizer.step()
             optimizer.zero_grad()
 
@@ -172,7 +172,7 @@ def main(args):
         run.log(batch, completions, rewards_PG)
         if run.eval_is_due:
             run.log_eval(evaluate(policy, held_out, grade, args, sampled=run.is_last))
-    run.finish()  # held-out accuracy before and after, and some answers
+    run.finish()  # prints held-out accuracy before and after, and some answers
 
 
 if __name__ == "__main__":

@@ -28,12 +28,12 @@ import transformers
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "study")]
+from experiments import SCRIPTS  # noqa: E402
 from plumbing.args import resolve_device  # noqa: E402
 from plumbing.folder import versions  # noqa: E402
 from plumbing.models import TINY_MOE  # noqa: E402
 
-SCRIPTS = ["grpo", "ppo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "rspo", "sapo"]
 TINY_JOB = "--prompts_per_iteration 4 --max_new_tokens 16 --num_held_out 8"  # of the self-test
 
 
@@ -120,7 +120,7 @@ def speed(args):
 
 def checks(args):
     """[(name, function, its arguments)], the most important ones first."""
-    scripts = SCRIPTS[:1] if args.is_self_test else SCRIPTS
+    scripts = ["grpo"] if args.is_self_test else SCRIPTS
     found = []
     for dtype in ("float32", "bfloat16"):
         found += [(f"learns: {name}, {dtype}", learns, (name, dtype, args)) for name in scripts]

@@ -2,23 +2,23 @@
 
   J = mean_i (R_i - b) sum_t log pi(o_it)
 
-  o_i    a completion; sum_t: over its tokens, EOS included; mean_i: mean over those of an iteration
+  o_i    a completion; sum_t: over its tokens, EOS included; mean_i: over completions in an iteration
   R_i    the verifier's reward of o_i
   b      the exponential mean of the rewards of earlier iterations, 0 before the first:
          after each one, b becomes d b + (1 - d) mean R
-  _PG    axis suffixes: P prompts, G completions each, B rows at hand, T tokens, 1 a size-1 axis
+  _PG    axis suffixes: P prompts, G completions each, B rows, T tokens, 1 for a size-1 axis
 
 Parent: grpo.py. Differs only in:
   1. Running baseline: b, the same for all prompts; no group, no std. It is fixed before the rollout,
      so it does not depend on the answers, and the gradient of J is unbiased.
   2. No ratio: the log-prob itself, without a clip, and one optimizer step per rollout: a second step
-     would learn from completions of another policy.
-  3. No length: a completion's log-probs are added up, since its probability is their product.
+     would learn from a different policy's completions.
+  3. No length: log-probs are summed over a completion, which gives the log of its probability.
   4. No KL, so no reference model.
 
-Not specified: d (here 0.9). One completion for each of 256 prompts: as many completions as the siblings
+Not specified: d (here 0.9). 256 prompts with one completion each: as many completions as the siblings
 have. The learning rate is higher than theirs, since there is one step per rollout instead of 16.
-That J grows with the length of a completion does not matter: AdamW ignores the scale of a gradient.
+J grows with a completion's length, which does not matter: AdamW ignores the scale of a gradient.
 
 Run:    python -m more.reinforce
 Expect: greedy held-out accuracy on sums of two numbers rises from 0.43 to at least 0.98 in under a
@@ -43,8 +43,8 @@ class Args(RunArgs):  # more flags: --help
     prompts_per_iteration: int = flag(256, "prompts per rollout")  # 32 x 8
     group_size: int = flag(1, "completions per prompt")  # no groups here
     max_new_tokens: int = flag(48, "maximum tokens per completion")
-    temperature: float = flag(1.0, "temperature of sampling and of all log-probs")
-    lr: float = flag(5e-4, "learning rate of AdamW, constant")  # see the header
+    temperature: float = flag(1.0, "temperature for sampling and for all log-probs")
+    lr: float = flag(5e-4, "AdamW's constant learning rate")  # see the header
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
     router_aux_coef: float = flag(0.001, "weight of an MoE's load-balancing loss")
     # flags of the algorithm
@@ -72,17 +72,17 @@ def policy_loss(
     *,
     num_sequences=None,
 ):
-    """The loss -J of a micro-batch, normalized by the whole step's count, so that micro-batches add up.
+    """The loss -J of a micro-batch, normalized by the whole step's count, so micro-batch losses add up.
 
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
-    old_logprobs_BT  the same under the policy before the first step on this rollout [None: on-policy]
+    old_logprobs_BT  the same, under the policy before this rollout's first step [None: on-policy]
     advantages_BT    (B, 1) or (B,), broadcast over the tokens, or (B, T)
-    mask_BT          1 on response tokens, the EOS included (bool or float); other tokens, such as
+    mask_BT          1 on response tokens, including EOS (bool or float); other tokens, such as
                      padding or tool output, get no gradient and are excluded from all means
     num_sequences    completions in the whole optimizer step [None: this is the whole step]; under
                      DDP, which averages gradients, pass total / world_size
 
-    Returns (loss, stats): a scalar, and {name: scalar} for the log, over the given tokens.
+    Returns (loss, stats): a scalar, and {name: scalar} for the log, over this micro-batch.
     """
     if old_logprobs_BT is None:
         old_logprobs_BT = logprobs_BT.detach()
@@ -94,7 +94,7 @@ def policy_loss(
     if num_sequences is None:
         num_sequences = len(mask_BT)
     # The ratio is only logged; it is 1 as long as there is one step per rollout.
-    # Mask before exp, since 0 * inf is NaN, also in the backward pass; the clamp keeps exp finite.
+    # Mask before exp: 0 * inf is NaN, in the backward pass too. The clamp keeps exp finite.
     logratio_BT = torch.where(mask_BT, logprobs_BT - old_logprobs_BT, 0).clamp(-20, 20)
     ratio_BT = logratio_BT.exp()
     stats = {
@@ -110,7 +110,7 @@ def policy_loss(
 
 def main(args):
     # ---------------------------------------------------------------------------------------- setup
-    grade = load_grader(args)  # first: it says whether the data needs gold answers
+    grade = load_grader(args)  # first, since it determines whether the data needs gold answers
     policy = load_policy(args)  # a transformers model and its tokenizer
     problems, held_out = load_problems(args, policy)  # also checks that sampler and update agree
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
@@ -135,10 +135,10 @@ def main(args):
         run.extra_state["baseline"] = baseline
 
         # ------------------------------------------------------------------------------------ batch
-        # Old log-probs come from the training forward, in the micro-batches of the update, so that the
-        # ratio is exactly 1 in the first step. (--old_logprobs sampler takes the sampler's instead.)
+        # Compute old log-probs with the training forward, in the update's micro-batches, so that the
+        # ratio is exactly 1 in the first step. (--old_logprobs sampler uses the sampler's instead.)
         batch = collate(completions, args)
-        record_old_policy(policy, batch, args)  # sets old_logprobs_BT, and an MoE's experts
+        record_old_policy(policy, batch, args)  # sets old_logprobs_BT and, for an MoE, its experts
         rollout_correction(batch, args)  # sets correction_weights, 1 by default
         batch.advantages = batch.correction_weights * advantages_B1
 
@@ -152,13 +152,13 @@ def main(args):
                 micro.mask_BT,
                 num_sequences=len(batch),
             )
-            # aux_loss, a product of means, does not add up over micro-batches: it is averaged.
+            # aux_loss is a product of means, so it is averaged over micro-batches, not summed.
             share = len(micro) / len(batch)
             total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
             total_loss.backward()
             run.record(loss, stats, outputs, micro)
         grad_norm = policy.clip_gradients(args.max_grad_norm)  # summed over processes
-        run.record_step(batch, grad_norm)  # ends the run if loss or norm is not finite
+        run.record_step(batch, grad_norm)  # stops the run if the loss or norm is not finite
         optimizer.step()
         optimizer.zero_grad()
 
@@ -166,7 +166,7 @@ def main(args):
         run.log(batch, completions, rewards_PG.view(-1, 1))
         if run.eval_is_due:
             run.log_eval(evaluate(policy, held_out, grade, args, sampled=run.is_last))
-    run.finish()  # held-out accuracy before and after, and some answers
+    run.finish()  # prints held-out accuracy before and after, and some answers
 
 
 if __name__ == "__main__":

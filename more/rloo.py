@@ -2,22 +2,22 @@
 
   J = mean_i A_i sum_t log pi(o_it)
 
-  o_i    a completion; sum_t: over its tokens, EOS included; mean_i: mean over those of an iteration
+  o_i    a completion; sum_t: over its tokens, EOS included; mean_i: over completions in an iteration
   A_i    = R_i - mean of the rewards of the other G - 1 completions of the same prompt
          = G / (G - 1) (R_i - mean of the rewards of all G)
-  _PG    axis suffixes: P prompts, G completions each, B rows at hand, T tokens, 1 a size-1 axis
+  _PG    axis suffixes: P prompts, G completions each, B rows, T tokens, 1 for a size-1 axis
 
 Parent: reinforce.py. Differs only in:
   1. Leave-one-out baseline: each completion is compared with the others of its prompt. Their rewards
      do not depend on o_i, so the gradient of J is unbiased; grpo.py's is not, because of its std and
-     its 1/|o_i|. No running mean, so nothing more to checkpoint.
+     its 1/|o_i|. No running mean, so nothing extra to checkpoint.
 
-Nothing is divided by a std. The std of the others would give the only right one of eight completions,
-whose others are all wrong, an advantage of 1e6 (that is 1 / 1e-6), and the wrong ones -0.38. The std of
-all eight would make it grpo.py's advantage times 8/7, biased again.
+Nothing is divided by a std. With the std of the others, one right completion among eight would have an
+advantage of 1e6 (that is 1 / 1e-6), since the others are all wrong, and the wrong ones -0.38. The std
+of all eight would make it grpo.py's advantage times 8/7, biased again.
 
 Unlike the paper: no KL in the reward, since a verifier, unlike a reward model, can be trusted
-far from any training data. Groups of 8, as the siblings have, instead of 2 and 4. The learning rate is
+far from any training data. Groups of 8, like the siblings, instead of 2 and 4. The learning rate is
 reinforce.py's, for the reason given there.
 
 Run:    python -m more.rloo
@@ -43,14 +43,14 @@ class Args(RunArgs):  # more flags: --help
     prompts_per_iteration: int = flag(32, "prompts per rollout")
     group_size: int = flag(8, "completions per prompt")
     max_new_tokens: int = flag(48, "maximum tokens per completion")
-    temperature: float = flag(1.0, "temperature of sampling and of all log-probs")
-    lr: float = flag(5e-4, "learning rate of AdamW, constant")  # see the header
+    temperature: float = flag(1.0, "temperature for sampling and for all log-probs")
+    lr: float = flag(5e-4, "AdamW's constant learning rate")  # see the header
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
     router_aux_coef: float = flag(0.001, "weight of an MoE's load-balancing loss")
 
     def check(self):
         if self.group_size < 2:
-            raise UserError("--group_size must be at least 2: the others of the group are the baseline")
+            raise UserError("--group_size must be at least 2: the rest of the group is the baseline")
 
 
 def masked_mean(x, mask):
@@ -59,7 +59,7 @@ def masked_mean(x, mask):
 
 
 def compute_advantages(rewards_PG):
-    """Rewards -> advantages, (P, G): R minus the mean of the group's others, 0 if all are equal."""
+    """Rewards -> advantages, (P, G): R minus the mean of the other rewards, 0 if all are equal."""
     # [1] the mean of the other G - 1
     num_others = rewards_PG.shape[1] - 1
     mean_of_others_PG = (rewards_PG.sum(1, keepdim=True) - rewards_PG) / num_others
@@ -77,17 +77,17 @@ def policy_loss(
     *,
     num_sequences=None,
 ):
-    """The loss -J of a micro-batch, normalized by the whole step's count, so that micro-batches add up.
+    """The loss -J of a micro-batch, normalized by the whole step's count, so micro-batch losses add up.
 
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
-    old_logprobs_BT  the same under the policy before the first step on this rollout [None: on-policy]
+    old_logprobs_BT  the same, under the policy before this rollout's first step [None: on-policy]
     advantages_BT    (B, 1) or (B,), broadcast over the tokens, or (B, T)
-    mask_BT          1 on response tokens, the EOS included (bool or float); other tokens, such as
+    mask_BT          1 on response tokens, including EOS (bool or float); other tokens, such as
                      padding or tool output, get no gradient and are excluded from all means
     num_sequences    completions in the whole optimizer step [None: this is the whole step]; under
                      DDP, which averages gradients, pass total / world_size
 
-    Returns (loss, stats): a scalar, and {name: scalar} for the log, over the given tokens.
+    Returns (loss, stats): a scalar, and {name: scalar} for the log, over this micro-batch.
     """
     if old_logprobs_BT is None:
         old_logprobs_BT = logprobs_BT.detach()
@@ -99,7 +99,7 @@ def policy_loss(
     if num_sequences is None:
         num_sequences = len(mask_BT)
     # The ratio, which is 1 as long as there is one step per rollout, is only reported.
-    # Mask before exp, since 0 * inf is NaN, also in the backward pass; the clamp keeps exp finite.
+    # Mask before exp: 0 * inf is NaN, in the backward pass too. The clamp keeps exp finite.
     logratio_BT = torch.where(mask_BT, logprobs_BT - old_logprobs_BT, 0).clamp(-20, 20)
     ratio_BT = logratio_BT.exp()
     stats = {
@@ -115,7 +115,7 @@ def policy_loss(
 
 def main(args):
     # ---------------------------------------------------------------------------------------- setup
-    grade = load_grader(args)  # first: it says whether the data needs gold answers
+    grade = load_grader(args)  # first, since it determines whether the data needs gold answers
     policy = load_policy(args)  # a transformers model and its tokenizer
     problems, held_out = load_problems(args, policy)  # also checks that sampler and update agree
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
@@ -134,10 +134,10 @@ def main(args):
         advantages_B1 = compute_advantages(rewards_PG).view(-1, 1).to(args.device)
 
         # ------------------------------------------------------------------------------------ batch
-        # Old log-probs come from the training forward, in the micro-batches of the update, so that the
-        # ratio is exactly 1 in the first step. (--old_logprobs sampler takes the sampler's instead.)
+        # Compute old log-probs with the training forward, in the update's micro-batches, so that the
+        # ratio is exactly 1 in the first step. (--old_logprobs sampler uses the sampler's instead.)
         batch = collate(completions, args)
-        record_old_policy(policy, batch, args)  # sets old_logprobs_BT, and an MoE's experts
+        record_old_policy(policy, batch, args)  # sets old_logprobs_BT and, for an MoE, its experts
         rollout_correction(batch, args)  # sets correction_weights, 1 by default
         batch.advantages = batch.correction_weights * advantages_B1
 
@@ -151,13 +151,13 @@ def main(args):
                 micro.mask_BT,
                 num_sequences=len(batch),
             )
-            # aux_loss, a product of means, does not add up over micro-batches: it is averaged.
+            # aux_loss is a product of means, so it is averaged over micro-batches, not summed.
             share = len(micro) / len(batch)
             total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
             total_loss.backward()
             run.record(loss, stats, outputs, micro)
         grad_norm = policy.clip_gradients(args.max_grad_norm)  # summed over processes
-        run.record_step(batch, grad_norm)  # ends the run if loss or norm is not finite
+        run.record_step(batch, grad_norm)  # stops the run if the loss or norm is not finite
         optimizer.step()
         optimizer.zero_grad()
 
@@ -165,7 +165,7 @@ def main(args):
         run.log(batch, completions, rewards_PG)
         if run.eval_is_due:
             run.log_eval(evaluate(policy, held_out, grade, args, sampled=run.is_last))
-    run.finish()  # held-out accuracy before and after, and some answers
+    run.finish()  # prints held-out accuracy before and after, and some answers
 
 
 if __name__ == "__main__":

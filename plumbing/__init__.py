@@ -1,10 +1,10 @@
-"""What changes no number of an algorithm. Scripts import from common alone."""
+"""What does not change an algorithm's numbers. Scripts import only from common."""
 
 import sys
 
 
 def print_no_traceback(kind, error, traceback):
-    """Ctrl-C while libraries are imported, which takes seconds, is no bug. Later: see args.launch."""
+    """No traceback for Ctrl-C during the slow imports. After that, see args.launch."""
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, traceback)
 

@@ -2,20 +2,20 @@ r"""The verifier: finds the answer in a text and compares it with the gold answe
 
 The last marker counts: `####` or a line that begins with `Answer:` (the rest of the line is the
 answer), `\boxed{}` or `\fbox{}`, or `<answer>...</answer>`. Two answers are the same if they are equal
-as written, or equal in one of these ways once markup that prints nothing is gone:
+as written, or equal in one of these ways after invisible markup is removed:
 
 - Numbers, by value: -1,000.5 (or `{,}`, `\,`, `'`, a thin or no-break space), 1/2, 2 1/2, any `\frac`,
-  4.5e33, 10^6, 4.5 \times 10^{33}. A fraction that is a whole number (36/2) is unfinished: it is text.
+  4.5e33, 10^6, 4.5 \times 10^{33}. A fraction that is a whole number (36/2) is not reduced: it is text.
 - Numbers with a unit: `%` (not after a fraction), degrees, a currency (also in front), a symbol (cm,
   m^2, km/h; a single letter only after a space), or up to three words, the last one before any `per`
   a plural (red apples, miles per hour) and none that changes the number (dozens, thirds, times).
-  `per day` may stand alone. A unit on one side only is ignored; two must be the same text, a plural s
-  aside.
+  `per day` may stand alone. A unit on one side only is ignored; two units must be the same text, except
+  for a plural s.
 - Choices: for the gold answers B and (B), also B), Option B, and (B) 12 if no other letter follows.
-- Text: spaces around operators and brackets don't count, nor does the capital of a lowercase word.
+- Text: spaces around operators and brackets don't count, nor does a capital that starts a word (Red).
 
-A leading `=` or `Answer:` is dropped, and a name (x=5) that only one side has. A number never equals a
-text. Lists, sets, and algebra are left to math-verify: --reward examples/algebra.py:grade.
+A leading `=` or `Answer:` is dropped, as is a name (x=5) on one side only. A number never equals text.
+Lists, sets, and algebra are left to math-verify: --reward examples/algebra.py:grade.
 """
 
 import json
@@ -31,7 +31,7 @@ LINES = ("####", "\nAnswer:", "\n**Answer:", "\n**Answer:**", "\n**Answer**:")
 # Markup and what it becomes, in this order.
 SILENT = r"\\[!()\[\]]|\\(?:left|right)(?![a-zA-Z])\.?"
 TEXT = r"\\(?:mbox|(?:text|math)(?:bf|it|rm|sf|tt)?) ?\{"
-GLUED = rf"[0-9]\}}?(?:\$|{SILENT}|{TEXT})+[0-9]"  # not read at all: 3$6$5 is not 365
+GLUED = rf"[0-9]\}}?(?:\$|{SILENT}|{TEXT})+[0-9]"  # left as it is: 3$6$5 is not 365
 ARGUMENT = r" ?(?:\{ ?([^{}]*?) ?\}|(\w))"
 SEPARATOR = r"(?:,|\{,\}|\\,|['~\u00a0\u2009\u202f])"
 THOUSANDS = rf"(?<![\w.,^])[1-9][0-9]{{0,2}}(?:{SEPARATOR}[0-9]{{3}})+(?![0-9,])(?!.*(?:[)\]]|\\\}}))"
@@ -68,7 +68,7 @@ LETTER = r"(?:(?<![a-zA-Z])[A-Z](?![a-zA-Z])|\([a-z]\))"
 MARKED = r"(?:\( ?([A-Z]) ?\)|([A-Z])[).:])"
 CHOICE = rf"(?:option )?(?:([A-Z])|{MARKED}(?: (?![+*/^=])(?!.*{LETTER}).*)?)"
 
-# Ways to write a number, and the one that NUMBER reads: 4.5e33, -2 1/2, 5 \$.
+# Ways to write a number -> the form that NUMBER matches: 4.5e33, -2 1/2, 5 \$.
 CURRENCY = r"(?:\\\$|[€£¥₹]|(?:USD|EUR|GBP|JPY|CNY|INR)(?![a-zA-Z]))"
 EXPONENT = r"[+-]?[0-9]{1,3}"
 NUMERALS = [
@@ -98,7 +98,7 @@ UNIT = rf"(?: ?[%°]| ?{CURRENCY}|{SYMBOLS}|(?: {WORD}){{0,2}} {PLURAL})?(?: per
 
 
 def final_answer(text):
-    """What the last marker in `text` marks; None if that is nothing, or if there is no marker."""
+    """The answer at the last marker in `text`; None if it is empty, or if there is no marker."""
     text = "\n" + text
     start, marker = max((text.rfind(marker), marker) for marker in (*BOXES, *LINES, "<answer>"))
     if start < 0:
@@ -128,7 +128,7 @@ def in_braces(text):
 
 def gold_answer(cell):
     """The gold answer in a cell of a dataset: text, a number, a boolean, a list of one of these, or
-    JSON like '["72"]' ('[72]' stays text: it may be an interval). None for anything else."""
+    JSON such as '["72"]' ('[72]' stays text, since it may be an interval). None for anything else."""
     if isinstance(cell, str):
         one_string = re.fullmatch(r'\s*\[\s*(".*")\s*\]\s*', cell)
         with suppress(ValueError):
@@ -147,7 +147,7 @@ def gold_answer(cell):
 
 
 def replaced(text, replacements):
-    """`text` with all replacements, one after the other."""
+    """`text` after all replacements, in order."""
     for pattern, replacement in replacements:
         text = re.sub(pattern, replacement, text)
     return text
@@ -158,7 +158,7 @@ def without_markup(answer):
 
 
 def value_and_unit(text):
-    """'-1/2 cups' -> (Fraction(-1, 2), 'cup'); (text, '') for what is not a number."""
+    """'-1/2 cups' -> (Fraction(-1, 2), 'cup'); (text, '') if it is not a number."""
     number = re.fullmatch(NUMBER, replaced(text, NUMERALS))
     if number is None or re.fullmatch(UNIT, number[4]) is None:
         return replaced(text, SPACES), ""
@@ -173,7 +173,7 @@ def value_and_unit(text):
 
 
 def is_same(found, gold):
-    """Whether two answers are the same by the rule above."""
+    """Whether two answers are the same by the rules above."""
     if found == gold:
         return True
     if max(len(found), len(gold)) > MAX_ANSWER:

@@ -1,4 +1,4 @@
-"""The flags that all scripts share, the ranges of their values, and how a script is started."""
+"""The flags that all scripts share, the ranges of their values, and the launch of a script."""
 
 import argparse
 import contextlib
@@ -33,60 +33,60 @@ class RunArgs:
     """The flags that every script's `Args` inherits."""
 
     # model
-    model: str = flag("tiny-moe", "tiny-moe, or a folder or hub id of a causal language model")
+    model: str = flag("tiny-moe", "tiny-moe, or a folder or hub id of a causal LM")
     # data and reward
-    dataset: str = flag("addition", "addition, a .jsonl, .csv or .parquet file, a folder, a hub id")
-    dataset_config: str = flag("", "configuration of a hub dataset, if it has several")
-    dataset_split: str = flag("", "split of a folder or a hub dataset [train]")
-    prompt_column: str = flag("question", "column of the prompts: text or chat messages")
-    answer_column: str = flag("answer", "column of the gold answers, or a path such as extra.gold")
+    dataset: str = flag("addition", "addition, a .jsonl, .csv or .parquet file, a folder, or a hub id")
+    dataset_config: str = flag("", "config of a hub dataset, if it has several")
+    dataset_split: str = flag("", "split of a folder or hub dataset [train]")
+    prompt_column: str = flag("question", "column with the prompts: text or chat messages")
+    answer_column: str = flag("answer", "column with the gold answers, or a path such as extra.gold")
     chat_template_kwargs: str = flag("", 'JSON for the chat template: {"enable_thinking": false}')
-    system_prompt: str = flag("", "system message before each prompt, in place of the dataset's")
-    instruction: str = flag("", "text added on a separate line after each prompt")
+    system_prompt: str = flag("", "system message before each prompt; replaces the dataset's")
+    instruction: str = flag("", "text to add after each prompt, on a new line")
     num_held_out: int = flag(256, "problems held out for evaluation")
     reward: list[str] = flag([], "FILE.py:FUNCTION ...; the first one decides what is correct")
-    reward_weights: list[float] = flag([], "weights of their values [1 each]")
+    reward_weights: list[float] = flag([], "one weight per reward function [1 each]")
     # precision and memory
-    dtype: Literal["float32", "bfloat16"] = flag("float32", "precision; AdamW's is float32")
-    head_dtype: Literal["same", "float32"] = flag("same", "precision of the logits' matrix product")
+    dtype: Literal["float32", "bfloat16"] = flag("float32", "precision; AdamW always uses float32")
+    head_dtype: Literal["same", "float32"] = flag("same", "precision of the LM head's matrix product")
     micro_batch_size: int = flag(0, "completions per forward and backward pass [0: 16,384 tokens]")
-    rollout_batch_size: int = flag(0, "completions sampled at a time [0: all of an iteration]")
-    gradient_checkpointing: bool = flag(False, "less memory, more time")
+    rollout_batch_size: int = flag(0, "completions sampled at a time [0: a whole iteration's]")
+    gradient_checkpointing: bool = flag(False, "use less memory and more time")
     # sampler
     rollout_dtype: Literal["same", "float32", "bfloat16", "int8", "int4"] = flag(
         "same", "precision of the model that samples"
     )
-    rollout_refresh_every: int = flag(1, "iterations between refreshes of the sampler's weights")
-    old_logprobs: Literal["trainer", "sampler"] = flag("trainer", "source of the old log-probs")
+    rollout_refresh_every: int = flag(1, "refresh the sampler's weights every n iterations")
+    old_logprobs: Literal["trainer", "sampler"] = flag("trainer", "where old log-probs come from")
     rollout_correction: Literal[
         "none", "token_tis", "sequence_tis", "sequence_mis", "geo_mask", "geo_filter", "icepop"
     ] = flag("none", "importance weights that correct for sampler/trainer mismatch")
-    rollout_cap: float = flag(2.0, "cap on these weights (not used by icepop and geo_filter)")
+    rollout_cap: float = flag(2.0, "cap on these weights (unused by icepop and geo_filter)")
     rollout_mask_low: float = flag(0.95, "geo rules drop completions with a lower mean ratio")
     rollout_mask_high: float = flag(1.05, "geo rules drop completions with a higher mean ratio")
     routing_replay: Literal["none", "r2", "r3"] = flag(
         "none", "replay MoE routing in the update: r2 from the old policy, r3 from the sampler"
     )
     # run
-    seed: int = flag(1, "seed of the order of the prompts and of the sampling")
-    device: str = flag("", "cuda, cpu, or mps (untried) [cuda if available]")
-    eval_every: int = flag(10, "iterations between evaluations [0: only at the end]")
-    eval_samples: int = flag(1, "completions per held-out problem, before and after, for pass@k")
-    save_every: int = flag(20, "iterations between checkpoints [0: only at the end]")
+    seed: int = flag(1, "seed for prompt order and sampling")
+    device: str = flag("", "cuda, cpu, or mps (untested) [cuda if available]")
+    eval_every: int = flag(10, "evaluate every n iterations [0: only at the end]")
+    eval_samples: int = flag(1, "samples per held-out problem, before and after training, for pass@k")
+    save_every: int = flag(20, "save a checkpoint every n iterations [0: only at the end]")
     resume: bool = flag(False, "continue the run in --run_dir, with its flags")
     run_dir: str = flag("", "output folder [runs/<script>-seed<seed>]")
 
-    # A script without these flags has one completion per prompt, one step per rollout, or no resets.
+    # For scripts without these flags: one completion per prompt, one step per rollout, no resets.
     group_size = 1
     update_epochs = 1
     num_minibatches = 1
     ref_reset_every = 0
-    # What the functions of --reward need
+    # What the --reward functions need
     reads_answers = True  # gold answers
     reward_columns = {}  # {column of the dataset: the flag that needs it}
 
     def check(self):
-        """Overridden by scripts: UserError if one of their own flags has an impossible value."""
+        """Scripts override this: UserError if one of their own flags has an invalid value."""
 
     def template_options(self):
         """`--chat_template_kwargs` as a dict."""
@@ -104,14 +104,14 @@ class RunArgs:
                 raise UserError(f"--{name} must be from {low:g} to {high:g}, not {value}")
 
     def check_used(self, is_used, condition, *names):
-        """UserError if one of these flags was given although nothing reads it under this condition."""
+        """UserError if one of these flags was given but nothing uses it under this condition."""
         for name in names:
             if not is_used and getattr(self, name) != getattr(type(self), name):
                 raise UserError(f"--{name} does nothing {condition}")
 
 
-# Lowest and highest values of flags that several scripts have. All other numbers must be finite and not
-# negative; a script's check() may be stricter.
+# Lowest and highest values of flags that several scripts have. All other numbers must be finite and
+# nonnegative; a script's check() may be stricter.
 RANGES = [
     (1, 1e6, "prompts_per_iteration group_size max_new_tokens update_epochs num_minibatches"),
     (1, 1e9, "num_held_out rollout_mask_high rollout_refresh_every"),
@@ -123,7 +123,7 @@ RANGES = [
 
 
 def check_flags(args):
-    """UserError if a flag has an impossible value, or flags contradict each other."""
+    """UserError if a flag has an invalid value, or flags contradict each other."""
     ranges = {f.name: (0, 1e9) for f in fields(args) if f.type in (int, float)}
     for low, high, names in RANGES:
         ranges |= dict.fromkeys(names.split(), (low, high))
@@ -138,10 +138,10 @@ def check_flags(args):
     if completions % args.num_minibatches > 0:
         raise UserError(f"--num_minibatches does not divide {completions} completions into equal parts")
     if completions // args.num_minibatches < ranks.WORLD:
-        message = f"leaves fewer completions in a minibatch than {ranks.WORLD} processes"
+        message = f"leaves fewer completions per minibatch than the {ranks.WORLD} processes"
         raise UserError(f"--prompts_per_iteration {args.prompts_per_iteration} {message}")
     if args.old_logprobs == "sampler" and args.routing_replay == "r2":
-        raise UserError("--old_logprobs sampler skips the forward whose experts r2 would replay")
+        raise UserError("--old_logprobs sampler skips the forward pass that r2 takes experts from")
     has_splits = args.dataset != "addition" and not os.path.isfile(args.dataset)
     args.check_used(has_splits, f"with --dataset {args.dataset}", "dataset_config", "dataset_split")
     is_measured = args.old_logprobs == "trainer"
@@ -154,14 +154,14 @@ def check_flags(args):
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises a UserError where argparse would print a usage text and exit."""
+    """Raises a UserError where argparse would print usage and exit."""
 
     def error(self, message):
         raise UserError(message)
 
 
 def make_parser(args_class):
-    """A parser with the fields of a script's `Args` as flags."""
+    """A parser whose flags are the fields of a script's `Args`."""
     title = (sys.modules[args_class.__module__].__doc__ or "").partition("\n")[0]
     parser = Parser(
         description=f"Trains a language model with {title}",
@@ -194,7 +194,7 @@ def add_flag(group, field):
 
 
 def parse_args(args_class):
-    """The command line as `args_class`, its values checked before any work is done."""
+    """The command line as `args_class`. Values are checked before any work is done."""
     parser = make_parser(args_class)
     values, unknown = parser.parse_known_args()
     if unknown:
@@ -224,9 +224,9 @@ def resolve_device(name):
         device = torch.device(name or default)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", ranks.LOCAL_RANK)
-        torch.zeros(1, device=device).item()  # fails on meta, which computes nothing
+        torch.zeros(1, device=device).item()  # fails on meta, which cannot compute
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # pinned memory belongs to the current one
+            torch.cuda.set_device(device)  # pinned memory belongs to the current device
         return str(device)
     except Exception as error:  # each backend has its own exceptions
         message = f"--device {name or default} is not available; the default here is {default}"
@@ -255,16 +255,16 @@ def launch(main, args_class):
         except UserError as error:
             fail(error, error.__cause__)
         except Exception as error:
-            # The CPU's allocator has no class of its own.
+            # The CPU allocator has no exception class of its own.
             if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
                 flags = "--micro_batch_size, --rollout_batch_size, --gradient_checkpointing, --dtype"
-                fail(UserError(f"out of memory on {args.device}; these can lower it: {flags}"), error)
+                fail(UserError(f"out of memory on {args.device}; these flags can help: {flags}"), error)
             ranks.let_others_report(is_user_error=False)
             raise
 
 
 def fail(error, cause):
-    """Ends the program with one line: the error and what caused it."""
+    """Exits with one line: the error and its cause."""
     message = str(error)
     if cause is not None:
         message += f": {type(cause).__name__} {cause}"

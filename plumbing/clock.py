@@ -10,7 +10,7 @@ bar = None  # the progress bar, once there is one
 
 @contextmanager
 def clock(phase):
-    """Times the code inside. Phases do not nest: what is sampled in an evaluation is evaluation."""
+    """Times the code inside. Phases do not nest: sampling during evaluation counts as evaluation."""
     if running:
         yield
         return
@@ -22,10 +22,10 @@ def clock(phase):
     finally:
         running.clear()
         seconds[phase] = seconds.get(phase, 0) + time.perf_counter() - start
-        show("update")  # what is no other phase
+        show("update")  # everything outside other phases
 
 
 def show(text):
-    """Shows what the run is doing in the bar."""
+    """Shows the current phase in the progress bar."""
     if bar is not None:
         bar.set_postfix_str(text)

@@ -1,4 +1,4 @@
-"""Reads datasets, renders prompts as the model reads them, and streams training problems."""
+"""Reads datasets, renders prompts for the model, and streams training problems."""
 
 import copy
 import csv
@@ -20,14 +20,14 @@ from plumbing import ranks
 from plumbing.answers import gold_answer, is_same
 from plumbing.errors import UserError
 
-# What does not mean that a column is wrong:
+# These reasons do not suggest that the wrong column was named:
 EQUAL = "with the prompt of an earlier row"
-NO_ANSWER = "whose answer is proof or notfound"
-REPLY = "last messages of the assistant"
+NO_ANSWER = "with the answer proof or notfound"
+REPLY = "assistant replies at the end"
 
 
 class ProblemStream:
-    """An endless stream of training problems, in another random order in each epoch."""
+    """An endless stream of training problems, in a new random order each epoch."""
 
     def __init__(self, problems, seed):
         self.problems = problems
@@ -41,7 +41,7 @@ class ProblemStream:
         generator = torch.Generator()
         order = []
         for epoch in range(first_epoch, last_epoch + 1):
-            generator.manual_seed(self.seed * 2**20 + epoch)  # no two runs have an epoch in common
+            generator.manual_seed(self.seed * 2**20 + epoch)  # no two runs share an epoch
             order += torch.randperm(size, generator=generator).tolist()
         start = self.position % size
         self.position += count
@@ -58,7 +58,7 @@ class ProblemStream:
 
 
 def read_dataset(args):
-    """Yields the rows of `--dataset`. A row that is not a dict could not be read."""
+    """Yields the rows of `--dataset`. A row that is not a dict was unreadable."""
     name = args.dataset
     kind = Path(name.removesuffix(".gz")).suffix
     open_file = gzip.open if name.endswith(".gz") else open
@@ -75,8 +75,8 @@ def read_dataset(args):
 
 
 def read_json(file):
-    """The rows of one array, or of JSON on each line. (datasets makes dates of text that looks like
-    one, and refuses a file for one bad line.)"""
+    """The rows of one JSON array or of JSON lines. (datasets turns text that looks like a date into
+    one, and rejects a whole file for one bad line.)"""
     start = file.read(1000).lstrip()
     file.seek(0)
     if start.startswith("["):
@@ -94,7 +94,7 @@ def read_table(args):
     """The rows of a parquet file, a folder or a hub dataset."""
     import datasets  # imported here: 80 MB that few runs need
 
-    for library in ("datasets", "huggingface_hub"):  # what goes wrong is said in one line
+    for library in ("datasets", "huggingface_hub"):  # errors are reported in one line instead
         logging.getLogger(library).setLevel(logging.CRITICAL)
     datasets.disable_progress_bars()
     name = args.dataset
@@ -102,7 +102,7 @@ def read_table(args):
         pattern = glob.escape(name)
         return datasets.load_dataset("parquet", data_files=pattern, split="train", streaming=True)
     if os.path.isdir(name) and glob.escape(name) != name:
-        raise ValueError("datasets takes [, ? and * in a folder's name for a pattern: rename it")
+        raise ValueError("datasets reads [, ? and * in a folder's name as a pattern: rename the folder")
     return datasets.load_dataset(name, args.dataset_config or None, split=args.dataset_split or "train")
 
 
@@ -110,7 +110,7 @@ def read_table(args):
 
 
 class BadRow(Exception):
-    """A row cannot be used: the reason in a few words, and what was found."""
+    """A row that cannot be used: why, in a few words, and what was found."""
 
 
 def hash_of(value):
@@ -124,7 +124,7 @@ def describe(cell):
 
 
 def cell_of(row, column):
-    """What is in a column of a row, or deeper: reward_model.ground_truth."""
+    """The value in a row's column, or at a path such as reward_model.ground_truth."""
     if column in row:
         return row[column]
     cell = row
@@ -138,9 +138,9 @@ def is_text_part(part):
 
 
 def chat_message(item):
-    """A message of a dataset; if its parts are text, they are joined."""
+    """A message from a dataset, with its text parts joined."""
     if not {"role", "content"} <= set(item):
-        raise BadRow("whose messages have no role and content (as in ShareGPT)", describe(item))
+        raise BadRow("with messages that lack role and content (as in ShareGPT)", describe(item))
     content = item["content"]
     if isinstance(content, list) and all(is_text_part(part) for part in content):
         content = "".join(part["text"] for part in content)
@@ -152,7 +152,7 @@ def chat_message(item):
 
 def read_row(row, args):
     """(text or chat messages, whether the assistant's reply was dropped, the gold answer or "")."""
-    if not isinstance(row, dict) or None in row:  # csv has surplus cells under None
+    if not isinstance(row, dict) or None in row:  # csv puts surplus cells under None
         raise BadRow("unreadable", describe(row))
     prompt = cell_of(row, args.prompt_column)
     text = prompt
@@ -181,7 +181,7 @@ def read_row(row, args):
 
 
 def render(prompt, policy, args):
-    """(the text that the model reads, its ids, the prompt for reward functions)."""
+    """(the text for the model, its token ids, the prompt for reward functions)."""
     tokenizer = policy.tokenizer
     is_text = isinstance(prompt, str)
     messages = [{"role": "user", "content": prompt}] if is_text else copy.deepcopy(prompt)
@@ -195,20 +195,20 @@ def render(prompt, policy, args):
             text = tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True, **args.template_options()
             )
-            ids = tokenizer(text, add_special_tokens=False).input_ids  # the template has them
+            ids = tokenizer(text, add_special_tokens=False).input_ids  # the template adds them
         elif len(messages) == 1:
             text = question["content"]
             ids = tokenizer(text).input_ids
             if ids[-1] == tokenizer.eos_token_id:
-                ids.pop()  # some tokenizers end each text
+                ids.pop()  # some tokenizers append EOS
         else:
             raise ValueError("chat messages and --system_prompt need a chat template")
     except Exception as error:  # templates raise their own exceptions
         raise BadRow("that cannot be rendered", f"{type(error).__name__} {error}") from error
     for needed in (question["content"], args.system_prompt):
         if needed.strip() not in text:
-            raise BadRow("whose prompt is lost in the chat template", describe(needed))
-    config = policy.model.config.get_text_config()  # where a composite model has its limit
+            raise BadRow("with a prompt that the chat template drops", describe(needed))
+    config = policy.model.config.get_text_config()  # where a multimodal model keeps its limit
     limit = getattr(config, "max_position_embeddings", None) or math.inf
     if len(ids) + args.max_new_tokens > limit:
         reason = f"too long for --max_new_tokens {args.max_new_tokens} and the model's limit of {limit}"
@@ -220,11 +220,11 @@ def render(prompt, policy, args):
 
 
 def problem_rows(rows, policy, args):
-    """Rows -> [(prompt, gold answer, ids of the prompt, columns)], sorted by hashes of the prompts. The
-    first `--num_held_out` are held out: a row more or less moves at most one of them."""
+    """Rows -> [(prompt, gold answer, ids of the prompt, columns)], sorted by prompt hash. The first
+    `--num_held_out` are held out: adding or removing a row changes at most one of them."""
     for name in args.template_options():
         if name not in str(policy.tokenizer.chat_template):
-            raise UserError(f"--chat_template_kwargs: the model's chat template does not read {name}")
+            raise UserError(f"--chat_template_kwargs: the model's chat template does not use {name}")
     counts = Counter()  # {why rows are left out: how many}
     firsts = {}  # {why: the first of them, and what was found}
     columns = {}
@@ -242,7 +242,7 @@ def problem_rows(rows, policy, args):
         try:
             prompt, has_reply, answer = read_row(row, args)
             key = hash_of(prompt)
-            if key not in problems:  # a dataset may have each prompt a hundred times
+            if key not in problems:  # a dataset may repeat each prompt a hundred times
                 text, ids, shown = render(prompt, policy, args)
         except BadRow as error:
             count(number, *error.args)
@@ -272,14 +272,14 @@ def problem_rows(rows, policy, args):
     check_problems(problems.values(), columns, f"; left out: {left_out}" if left_out else "", args)
     check_token_ids([ids for _, _, ids, _ in problems.values()], policy)
     no_cells = dict.fromkeys(columns)
-    # Those of addition are in a random order already.
+    # addition's are already in random order.
     keys = problems if args.dataset == "addition" else sorted(problems)
     return [(*problems[key][:3], no_cells | problems[key][3]) for key in keys]
 
 
 def check_problems(problems, columns, left_out, args):
-    """UserError if a column that a reward function needs is missing, or nothing remains for training;
-    else says what remains."""
+    """UserError if a column that a reward function needs is missing, or no problem is left to train
+    on. Otherwise prints what is left."""
     for name, flag in args.reward_columns.items():
         if name not in columns:
             names = ", ".join(columns)
@@ -291,12 +291,12 @@ def check_problems(problems, columns, left_out, args):
     if ranks.RANK == 0:
         print(f"problems: {num_training:,} to train on, {args.num_held_out:,} held out{left_out}")
     if ranks.RANK == 0 and num_training < args.num_held_out:
-        message = "more problems are held out than trained on: lower --num_held_out"
+        message = "more problems are held out than trained on; lower --num_held_out"
         print(f"warning: {message}", file=sys.stderr)
 
 
 def check_token_ids(rows, policy):
-    """UserError if the model has no embedding for a token, or more than a tenth are unknown tokens."""
+    """UserError if the model has no embedding for a token, or over a tenth of them are unknown."""
     ids = [token for row in rows for token in row]
     size = policy.model.get_input_embeddings().num_embeddings
     unknown = ids.count(policy.tokenizer.unk_token_id)

@@ -2,5 +2,5 @@
 
 
 class UserError(Exception):
-    """Something that the user can fix, in one sentence that names the flag and what was found.
+    """Something the user can fix: one sentence with the flag and what was found.
     `args.launch` prints it and exits with code 2."""

@@ -1,4 +1,4 @@
-"""The folder of a run, `--run_dir`: one run, used by one process at a time, with its settings."""
+"""A run's folder, `--run_dir`. It holds one run and its settings, and is locked while in use."""
 
 import contextlib
 import dataclasses
@@ -19,7 +19,7 @@ from plumbing.errors import UserError
 
 CHECKPOINT = re.compile(r"checkpoint-\d{6}")  # a copy such as checkpoint-best-2 belongs to the user
 LOGS = ("metrics.jsonl", "samples.jsonl")
-# What may change when a run is resumed. The last four change results by rounding.
+# What may change when a run is resumed. The last four change results only by rounding.
 MAY_CHANGE = """run_dir resume iterations eval_every save_every
 device micro_batch_size rollout_batch_size gradient_checkpointing""".split()
 
@@ -38,11 +38,11 @@ def saved_flags(args):
 
 @contextlib.contextmanager
 def writing(path):
-    """Around what writes files: a full disk is a UserError."""
+    """Wraps code that writes files, so that a full disk is a UserError."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own
-        raise UserError(f"{path} cannot be written; existing checkpoints are whole") from error
+        raise UserError(f"{path} cannot be written; existing checkpoints are intact") from error
 
 
 class RunFolder:
@@ -52,17 +52,17 @@ class RunFolder:
         self.script = Path(sys.argv[0]).stem
         self.path = folder_of(args)
         if CHECKPOINT.fullmatch(self.path.name):
-            raise UserError(f"--run_dir {self.path} is a checkpoint: name the folder that it is in")
+            raise UserError(f"--run_dir {self.path} is a checkpoint: pass the folder that contains it")
         if ranks.RANK == 0:
             self.open(args)
         ranks.wait_for_all()
 
     def open(self, args):
-        """Locks the folder. UserError if it is in use, or holds another run."""
+        """Locks the folder. UserError if it is in use, or holds a different run."""
         settings = {"script": self.script, **dataclasses.asdict(args)}
         with writing(f"--run_dir {self.path}"):
             self.path.mkdir(parents=True, exist_ok=True)
-            # A process has one lock for a folder, and may take it again: first `launch`, then `Run`.
+            # A process may acquire its lock twice: first in `launch`, then in `Run`.
             self.lock = FileLock(self.path.absolute() / "lock", is_singleton=True)
             try:
                 self.lock.acquire(timeout=0)
@@ -70,7 +70,7 @@ class RunFolder:
                 raise UserError(f"--run_dir {self.path} is used by another process") from error
             if args.resume and self.checkpoints():
                 self.compare(settings)
-                settings = self.settings() | settings  # versions and hashes stay those of the start
+                settings = self.settings() | settings  # keep the versions and hashes from the start
             else:
                 self.make_empty()
                 settings["versions"] = versions()
@@ -84,15 +84,15 @@ class RunFolder:
         return sorted(path for path in paths if CHECKPOINT.fullmatch(path.name))
 
     def make_empty(self):
-        """Removes checkpoint 0 of a run that ended before its first iteration did. UserError if an
+        """Removes checkpoint 0 of a run that ended before its first iteration was done. UserError if an
         iteration was logged or saved."""
         log = self.path / LOGS[0]
         checkpoints = self.checkpoints()
         is_logged = log.exists() and log.stat().st_size > 0
         if is_logged or any(path.name > "checkpoint-000000" for path in checkpoints):
             raise UserError(
-                f"--run_dir {self.path} holds a run: --resume continues it from its newest checkpoint, "
-                "another --run_dir starts a new one"
+                f"--run_dir {self.path} holds a run: --resume continues it from its newest checkpoint; "
+                "a different --run_dir starts a new one"
             )
         for path in checkpoints:
             shutil.rmtree(path)
@@ -108,14 +108,14 @@ class RunFolder:
         return json.loads((self.path / "settings.json").read_text())
 
     def write_settings(self, settings):
-        """Under another name, which is then changed, so that the file is never half written."""
+        """Writes to a temporary file and renames it, so that the file is never half written."""
         scratch = self.path / "settings.json.tmp"
         scratch.write_text(json.dumps(settings, indent=1))
         scratch.replace(self.path / "settings.json")
 
     def check_hashes(self, **now):
-        """Compares hashes of what flags name with those at the start: of the problems and the weights,
-        which must be the same, and of rendered prompts, which may have the date."""
+        """Compares hashes with those at the start. Problems and weights must be the same; rendered
+        prompts may differ, since a template may insert the date."""
         settings = self.settings()
         first = settings.setdefault("hashes", now)
         for name in ("problems", "weights"):
@@ -132,7 +132,7 @@ class RunFolder:
 
 
 def versions():
-    """What a run is made with: {name: version or commit}."""
+    """The software that a run uses: {name: version or commit}."""
     found = {"torch": str(torch.__version__), "transformers": transformers.__version__}
     if shutil.which("git"):
         command = "git describe --always --dirty --abbrev=40 --exclude=*".split()

@@ -1,4 +1,4 @@
-"""The metrics of an iteration: means over its updates, router statistics, and what was sampled."""
+"""An iteration's metrics: means over its updates, router statistics, and rollout statistics."""
 
 import math
 
@@ -8,12 +8,12 @@ from plumbing import ranks
 from plumbing.errors import UserError
 
 
-# Keys that are not averaged: the largest value of an iteration is logged.
+# Keys for which an iteration's largest value is logged, not its mean.
 MAXIMA = {f"losses/{name}_max" for name in ("ratio", "sequence_ratio", "first_step_ratio_error")}
 
 
 class Meter:
-    """Averages the reports of an iteration's updates. Values stay on the device until `means`."""
+    """Averages what is reported in an iteration's updates. Values stay on the device until `means`."""
 
     def __init__(self):
         self.reports = []  # [(key, value, weight)]
@@ -22,14 +22,14 @@ class Meter:
 
     def add(self, prefix, values, weight):
         """`values`: {name: number or tensor}; `weight`: the number of tokens or sequences averaged. A
-        name with a slash is a whole key."""
+        name with a slash is already a full key."""
         for name, value in values.items():
             key = name if "/" in name else f"{prefix}/{name}"
             self.reports.append((key, torch.as_tensor(value).detach(), torch.as_tensor(weight)))
 
     def add_pass(self, losses, stats, outputs, micro):
-        """The report of a micro-batch: losses, which add up to those of a step, stats over the tokens
-        of the mask, and common.TokenOutputs."""
+        """Adds a micro-batch: its losses (they sum to the step's), stats over the mask's tokens, and
+        common.TokenOutputs."""
         for name, loss in losses.items():
             self.step_losses[name] = self.step_losses.get(name, 0) + loss.detach()
         mask_BT = micro.mask_BT
@@ -42,7 +42,7 @@ class Meter:
             "sequence_ratio_max": torch.where(mask_BT.any(1), logratio_B, -math.inf).max().exp(),
         }
         self.add("losses", numbers, num_tokens)
-        # Before the first update the ratio has to be 1.
+        # Before the first update the ratio must be 1.
         if micro.old_experts_BTLK is not None and self.num_steps == 0:
             error = torch.where(mask_BT, logratio_BT.exp() - 1, 0).abs().max()
             self.add("losses", {"first_step_ratio_error_max": error}, 1)
@@ -50,15 +50,15 @@ class Meter:
         self.add("moe", router_stats(outputs, micro.old_experts_BTLK, mask_BT), num_tokens)
 
     def add_step(self, num_sequences, grad_norm, norms, iteration):
-        """The report of an optimizer step, before it is made: sums its losses over all ranks. UserError
-        if the policy's loss or a norm is not finite."""
+        """Adds an optimizer step, just before it is taken: sums its losses over all ranks. UserError if
+        the policy's loss or a norm is not finite."""
         for loss in self.step_losses.values():
             ranks.all_reduce(loss)
         finite = {"loss": self.step_losses["policy_loss"], "grad_norm": grad_norm, **norms}
         for name, scalar in finite.items():
-            if not math.isfinite(scalar):  # the first waits for a GPU, which has the others by then
+            if not math.isfinite(scalar):  # the first one waits for the GPU; the others are then ready
                 raise UserError(f"iteration {iteration}: {name} is not finite")
-        if ranks.RANK == 0:  # what all ranks share counts once
+        if ranks.RANK == 0:  # count values that all ranks share only once
             self.add("losses", self.step_losses, num_sequences)
             self.add("charts", {"grad_norm": grad_norm}, 1)
         self.step_losses = {}
@@ -67,7 +67,7 @@ class Meter:
     def means(self):
         """{key: weighted mean over all ranks, or the largest value for keys in MAXIMA}. Keys with zero
         weight are omitted."""
-        # Ranks cannot exchange tensors that are on one of their GPUs.
+        # Objects with tensors on a rank's own GPU cannot be exchanged.
         reports = [(key, value.cpu(), weight.cpu()) for key, value, weight in self.reports]
         pairs = {}
         for key, value, weight in ranks.all_gather_list(reports):
@@ -90,10 +90,10 @@ def masked_mean(x, mask):
 
 @torch.no_grad()
 def router_stats(outputs, old_experts_BTLK, mask_BT):
-    """Statistics of the routers' own choices (replayed ones do not count) for response tokens; {} for a
-    dense model. load_max: the largest share of its layer's choices that an expert has.
+    """Statistics of the routers' own choices (not of replayed ones) for response tokens; {} for a dense
+    model. load_max: the largest share of a layer's choices that goes to one expert.
     expert_flip_frac, if the old policy's experts are known: the share of (token, layer) pairs for which
-    the routers now choose others."""
+    the routers now choose different experts."""
     L, K = outputs.experts_BTLK.shape[2:]
     if L == 0:
         return {}
@@ -112,7 +112,7 @@ def router_stats(outputs, old_experts_BTLK, mask_BT):
 
 def rollout_summary(completions, num_samples=1):
     """{name: number} for completions with their verdicts; pass@k if each problem has several. A
-    "direct" completion begins with its answer, without any working."""
+    "direct" completion begins with its answer and shows no work."""
     count = len(completions)
     lengths = [len(c.ids) for c in completions]
     verdicts = [c.verdict for c in completions]
@@ -156,8 +156,8 @@ def critic_stats(values_BT, returns_BT, mask_BT):
 
 
 def iteration_metrics(meter, batch, completions, rewards, args):
-    """{key: number} of an iteration, of all completions that were generated. `rewards` are those in the
-    update, (P, G), or (N, 1) if groups are not the baseline; `batch` is None without an update."""
+    """{key: number} for an iteration and all the completions it generated. `rewards` are those in the
+    update: (P, G), or (N, 1) if groups are not the baseline. `batch` is None if there is no update."""
     rollout = {
         **rollout_summary(completions),
         "reward_mean": rewards.mean().item(),
@@ -177,8 +177,8 @@ def iteration_metrics(meter, batch, completions, rewards, args):
 
 @torch.no_grad()
 def correction_stats(batch, args):
-    """{name: scalar}: how far the sampler is from the training forward, and the weights that correct
-    for that, if there are any."""
+    """{name: scalar}: how far the sampler is from the training forward, and statistics of the weights
+    that correct for it, if any."""
     stats = {}
     mask_BT = batch.mask_BT
     num_tokens = mask_BT.sum().clamp(min=1)

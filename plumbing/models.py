@@ -1,4 +1,4 @@
-"""Loads a model, and refuses what transformers would accept silently: weights that do not fit."""
+"""Loads a model, and rejects what transformers would accept silently: weights that do not fit."""
 
 import contextlib
 import functools
@@ -22,8 +22,8 @@ TINY_MOE = Path(__file__).parent.parent / "tiny_moe"  # the folder that --model 
 
 @contextlib.contextmanager
 def one_line(message):
-    """Whatever the libraries raise inside becomes a UserError: the message and the first line of
-    theirs, which may be long."""
+    """Turns any exception inside into a UserError: this message and the first line of the
+    original one, which may be long."""
     try:
         yield
     except (UserError, torch.OutOfMemoryError):
@@ -34,16 +34,16 @@ def one_line(message):
 
 
 def ask_hub(name):
-    """Fails at once if a model is not in the cache and not on the hub; the loaders would try again for
-    a minute."""
+    """Fails at once if a model is neither in the cache nor on the hub; the loaders would retry for a
+    minute."""
     path = huggingface_hub.try_to_load_from_cache(name, "config.json")
     if not isinstance(path, str):
         huggingface_hub.model_info(name, timeout=10)
 
 
 def read_config(source):
-    """The config, changed so that quantized weights (FP8, MXFP4) are dequantized: the kernels that
-    compute with them pass no gradient, which nothing would show."""
+    """The config, changed so that quantized weights (FP8, MXFP4) are dequantized: the kernels for
+    them pass no gradient, and nothing would reveal it."""
     config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
     for part in (config, config.get_text_config()):
         if getattr(part, "quantization_config", None):
@@ -52,10 +52,10 @@ def read_config(source):
 
 
 def load_model(args):
-    """`--model` -> (model in float32 with dropout off, its tokenizer). No code of its folder is run."""
+    """`--model` -> (model in float32 with dropout off, its tokenizer). Runs no code from the folder."""
     source = str(TINY_MOE) if args.model == "tiny-moe" else args.model
     if not Path(source).is_dir():
-        with one_line(f"--model {args.model} is no folder, and cannot be read from the hub"):
+        with one_line(f"--model {args.model} is not a folder, and cannot be read from the hub"):
             ask_hub(source)
     if (Path(source) / "adapter_config.json").exists():
         raise UserError(f"--model {args.model} is an adapter: merge it into its base model first")
@@ -67,16 +67,16 @@ def load_model(args):
         model, report = loader.from_pretrained(source, config=config, dtype=torch.float32, **options)
     check_model(model, tokenizer, report, args)
     model = model.float().to(args.device).eval()  # some dequantized weights are in bfloat16
-    # The update asks for router logits itself; where they are always made, decoding fails.
+    # The update asks for router logits itself; if they are always on, decoding fails.
     if getattr(model.config.get_text_config(), "output_router_logits", False):
         model.config.get_text_config().output_router_logits = False
-    # A tiny model's operators are so small that several threads mostly wait for each other, ten times
-    # as long when another program occupies a core.
+    # A tiny model's operators are so small that threads mostly wait for each other, ten times as long
+    # if another program occupies a core.
     is_tiny = sum(weight.numel() for weight in model.parameters()) < 10_000_000
     if is_tiny and model.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
-    # In bfloat16 CUDA prefers cuDNN's attention, which makes a new plan for every shape, and so for
-    # every sampled token.
+    # In bfloat16, CUDA prefers cuDNN's attention, which makes a new plan for every shape, so for every
+    # sampled token.
     torch.backends.cuda.enable_cudnn_sdp(False)
     if args.gradient_checkpointing:
         checkpoint_layers(model)
@@ -88,7 +88,7 @@ def load_model(args):
 
 def check_model(model, tokenizer, report, args):
     """UserError if transformers has loaded something that cannot be trained."""
-    # Where weights and architecture do not fit, it goes on with random ones.
+    # If weights do not fit the architecture, it silently uses random ones.
     misfits = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
     ids = end_ids(model, tokenizer)
     fault = ""
@@ -101,7 +101,7 @@ def check_model(model, tokenizer, report, args):
     elif not ids or not all(isinstance(token, int) for token in ids):
         fault = f"its EOS ids must be integers, not {ids}"
     elif model.base_model is model:
-        fault = "transformers does not tell its body from its head"
+        fault = "transformers does not separate its body from its head"
     if fault:
         raise UserError(f"--model {args.model}: {fault}")
 
@@ -113,8 +113,8 @@ def float32_product(head, hidden):
 
 
 def checkpoint_layers(model):
-    """Makes the layers keep only their inputs, and recompute the rest in the backward pass.
-    transformers' own switch works only in train(), which would turn dropout on."""
+    """Makes layers store only their inputs and recompute the rest in the backward pass. transformers'
+    own switch works only in train(), which would turn dropout on."""
     options = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": routing_contexts}
     recompute = functools.partial(checkpoint, **options)
     for layer in model.modules():
@@ -130,18 +130,18 @@ def end_ids(model, tokenizer):
     return sorted({*ids, tokenizer.eos_token_id} - {None}, key=str)
 
 
-# What configs call the length beyond which a token no longer sees all others, or positions are rotated
-# differently.
+# Names in configs for the length beyond which a token no longer sees all earlier ones, or rotary
+# embeddings change.
 LIMITS = re.compile("window|attention_chunk|local_attention|index_topk|original_max_position")
 
 
 def context_limits(model):
-    """The lengths at which a model attends or rotates differently, as its config names them."""
+    """The lengths in a model's config at which its attention or rotary embeddings change."""
     limits = set()
     parts = [model.config.get_text_config().to_dict()]
     while parts:
         for name, value in parts.pop().items():
-            if isinstance(value, dict):  # rotations may differ between kinds of layers
+            if isinstance(value, dict):  # rotary settings may differ between kinds of layers
                 parts.append(value)
             elif type(value) is int and value > 0 and LIMITS.search(str(name)):
                 limits.add(value)
@@ -149,7 +149,7 @@ def context_limits(model):
 
 
 class LastHidden(tuple):
-    """What a model's body returns, with nothing but its last hidden states."""
+    """A model body's output, with only its last hidden states."""
 
     @property
     def last_hidden_state(self):
@@ -166,7 +166,7 @@ def logits_of(model, hidden):
     tokens = torch.zeros(hidden.shape[:1], dtype=torch.long, device=hidden.device)
     body.forward = lambda *inputs, **named: LastHidden([hidden[None]])
     try:
-        # Its class's: a forward that a trainer has put on the object runs the original even in a copy.
+        # The class's forward: one that a trainer patched onto the object would run the original model.
         return type(model).forward(model, tokens[None], use_cache=False).logits[0]
     finally:
-        del body.forward  # the method of its class remains
+        del body.forward  # its class's method remains

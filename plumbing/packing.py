@@ -1,4 +1,4 @@
-"""Packs sequences of different lengths into rows, so that an update computes hardly any padding."""
+"""Packs sequences of different lengths into rows, so that an update spends little on padding."""
 
 from typing import NamedTuple
 
@@ -8,10 +8,10 @@ from plumbing.routing import Routing
 
 
 def row_width(lengths):
-    """Tokens in a packed row: the longest sequence, or, if that is much longer than a typical one, at
-    least two typical ones. Otherwise a few long sequences would leave half of every other row empty."""
+    """Tokens in a packed row: the longest sequence's or, if that is much longer than a typical one, at
+    least two typical ones'. Otherwise a few long sequences would leave the other rows half empty."""
     longest = max(lengths)
-    typical = sorted(lengths)[len(lengths) * 3 // 4]  # three quarters are no longer
+    typical = sorted(lengths)[len(lengths) * 3 // 4]  # the 75th percentile
     if longest > 1.3 * typical:
         return max(longest, 2 * typical)
     return longest
@@ -19,7 +19,7 @@ def row_width(lengths):
 
 def first_fit(lengths, width):
     """Puts sequences into rows of `width` tokens, the longest first, each into the first row with room.
-    Returns the index of each one's first token in the flattened rows, and the number of rows."""
+    Returns the index of each first token in the flattened rows, and the number of rows."""
     starts = [0] * len(lengths)
     room = []  # tokens left in each row
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -34,7 +34,7 @@ def first_fit(lengths, width):
 
 
 class PackedOutput(NamedTuple):
-    """A forward pass over packed rows, and where in these rows a batch's tokens are."""
+    """A forward pass over packed rows, and where the batch's tokens are in these rows."""
 
     hidden: torch.Tensor  # (packed tokens, H), the last hidden states
     router_logits: tuple  # L tensors (packed tokens, E), if asked for
@@ -45,7 +45,7 @@ class PackedOutput(NamedTuple):
 
 def forward_packed(body, batch, one_sequence_per_row=False, replayed_BSLK=None, router_logits=False):
     """Runs `body`, a model without its head, on the batch's sequences, packed side by side into rows.
-    Its routers choose the experts `replayed_BSLK`, where these are given and not -1.
+    Its routers choose the experts in `replayed_BSLK`, if given, except where it is -1.
 
     If no attention_mask is passed, transformers starts a new sequence wherever position_ids restart.
     """
@@ -59,8 +59,8 @@ def forward_packed(body, batch, one_sequence_per_row=False, replayed_BSLK=None, 
     positions_BS = (batch.attention_BS.cumsum(1) - 1).clamp(min=0)
     starts_B = torch.tensor(starts, pin_memory=device.type == "cuda").to(device, non_blocking=True)
     place_BS = starts_B[:, None] + positions_BS
-    # Padding goes to one extra place behind the rows. A boolean index would leave it out, too, but the
-    # host would wait for a GPU to count it.
+    # Padding goes to one extra place after the rows. A boolean index would also leave it out, but the
+    # host would have to wait for the GPU to count it.
     target_BS = torch.where(batch.attention_BS.bool(), place_BS, size)
 
     def packed(x_BS):
@@ -73,13 +73,13 @@ def forward_packed(body, batch, one_sequence_per_row=False, replayed_BSLK=None, 
         flat = replayed_BSLK.new_full((size + 1, L, K), -1)  # -1 on padding
         replayed = flat.index_put((target_BS,), replayed_BSLK)[:size]
     is_token = packed(batch.attention_BS)
-    # Between sequences stands the last token of a prompt. The embedding of token 0, which is often the
-    # padding, may be exactly zero, and the gradient of its norm is NaN.
+    # Fill the gaps with the last token of a prompt. Token 0 is often padding, and its embedding may be
+    # exactly zero, so that the gradient of its norm is NaN.
     filler = batch.tokens_BS[0, -batch.mask_BT.shape[1] - 1]
     tokens = torch.where(is_token.bool(), packed(batch.tokens_BS), filler)
     options = {"output_router_logits": True} if router_logits else {}
     with Routing(body, replayed) as routing:
         output = body(tokens, position_ids=packed(positions_BS), use_cache=False, **options)
-    hidden = output.last_hidden_state.flatten(0, 1).to(body.dtype)  # Mamba's are in float32 anyway
+    hidden = output.last_hidden_state.flatten(0, 1).to(body.dtype)  # Mamba's are always in float32
     recorded = getattr(output, "router_logits", None) or ()
     return PackedOutput(hidden, recorded, routing.choices(), place_BS, is_token)

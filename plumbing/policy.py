@@ -1,4 +1,4 @@
-"""A trained model: float32 master weights, the working copy that computes, the copy that samples."""
+"""A trained model: float32 master weights, a working copy that computes, and a copy that samples."""
 
 import copy
 import functools
@@ -19,8 +19,8 @@ HAVE_COPIES = weakref.WeakSet()  # TrainedModels with a working copy, refreshed 
 
 
 class TrainedModel:
-    """Master weights and the model that computes with them: a policy, a critic, or a reference, which
-    has one model for both."""
+    """Master weights and the model that computes with them: a policy, a critic, or a reference, for
+    which both are the same model."""
 
     def __init__(self, master, dtype):
         self.master = master
@@ -29,7 +29,7 @@ class TrainedModel:
             HAVE_COPIES.add(self)
 
     def parameters(self):
-        """The weights that an optimizer moves."""
+        """The weights for the optimizer."""
         return self.master.parameters()
 
     def state_dict(self):
@@ -68,7 +68,7 @@ class Policy(TrainedModel):
     def __init__(self, master, tokenizer, dtype="float32", rollout_dtype="same", refresh_every=1):
         super().__init__(master, dtype)
         self.tokenizer = tokenizer
-        self.weights_hash = hash_of(master)  # as they were loaded
+        self.weights_hash = hash_of(master)  # as loaded
         self.rollout_dtype = rollout_dtype
         self.refresh_every = refresh_every  # iterations
         self.one_sequence_per_row = False  # see common.check_logprobs
@@ -78,7 +78,7 @@ class Policy(TrainedModel):
             self.rollout_policy = self.with_model(rollout_copy(master, dtype, rollout_dtype))
 
     def with_model(self, model):
-        """Another model of the same architecture, with this tokenizer and these capabilities."""
+        """A policy with a different model of the same architecture, and the same tokenizer."""
         policy = copy.copy(self)
         policy.master = model
         policy.model = model
@@ -86,7 +86,7 @@ class Policy(TrainedModel):
         return policy
 
     def save_pretrained(self, folder):
-        """Writes master weights and tokenizer, an ordinary transformers folder."""
+        """Writes the master weights and the tokenizer as an ordinary transformers folder."""
         self.master.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
@@ -98,12 +98,12 @@ class Policy(TrainedModel):
         self.load_state_dict(saved.state_dict())
 
     def frozen_copy(self):
-        """A reference: the current weights, which will not change."""
+        """A reference: the current weights, frozen."""
         return self.with_model(copy.deepcopy(self.model).requires_grad_(False))
 
     def sampler(self, iteration):
-        """The policy itself, or its copy in --rollout_dtype, which gets the current weights in
-        iteration 1 and then every --rollout_refresh_every iterations."""
+        """The policy itself, or its copy in --rollout_dtype, which is given the current weights in
+        iteration 1 and every --rollout_refresh_every iterations after that."""
         if self.rollout_policy is None:
             return self
         if (iteration - 1) % self.refresh_every == 0:
@@ -111,19 +111,19 @@ class Policy(TrainedModel):
         return self.rollout_policy
 
 
-@functools.lru_cache(maxsize=1)  # a copy that samples asks in each iteration
+@functools.lru_cache(maxsize=1)  # a rollout copy needs it in each iteration
 def kept_in_float32(model):
-    """Names of the weights that transformers keeps in float32 in a model that it loads in bfloat16:
-    those that the architecture lists, and those that it makes in float32."""
+    """Names of the weights that stay in float32 when transformers loads the model in bfloat16: those
+    that the architecture lists, and those that it creates in float32."""
     parts = dict(model.named_modules())
     bodies = [name for name in parts if isinstance(parts[name], transformers.PreTrainedModel)]
     if not bodies:
         return set()
-    prefix = bodies[0]  # of the policy itself, "", or of a critic's body
+    prefix = bodies[0]  # "" for a policy, the body's name for a critic
     body = parts[prefix]
     kind = type(body)
     with ContextManagers(kind.get_init_context(torch.bfloat16, False, False, False)):
-        # on the device meta: no weight has memory
+        # on the meta device, without allocating weights
         empty = kind._from_config(copy.deepcopy(body.config), dtype=torch.bfloat16)
     patterns = [pattern.replace("*", ".*") for pattern in empty._get_dtype_plan(torch.bfloat16)]
     names = set()
@@ -135,8 +135,8 @@ def kept_in_float32(model):
 
 
 def working_copy(master, dtype):
-    """The model that computes: `master` itself in float32, else a copy of it in `dtype`, whose
-    gradients are handed over to the master, in float32, as they come."""
+    """The model that computes: `master` itself in float32, else a copy of it in `dtype`. The copy's
+    gradients are moved to the master, in float32, as soon as they are computed."""
     if dtype == "float32":
         return master
 
@@ -164,8 +164,8 @@ def rollout_copy(master, dtype, rollout_dtype):
 
 
 def cast_weights(model, dtype):
-    """The model with its weights in `dtype`, except those that stay in float32, as do all buffers, from
-    which positions are computed."""
+    """Casts the model's weights to `dtype`, except those that stay in float32. All buffers stay as they
+    are, since positions are computed from them."""
     kept = set() if dtype == "float32" else kept_in_float32(model)
     for name, weight in model.named_parameters():
         if name not in kept:
@@ -191,7 +191,7 @@ def refresh_rollout_copy(sampler, master, rollout_dtype):
 
 
 def hash_of(model):
-    """A hash of the weights. Sums of their bits are exact, so it is the same on every device."""
+    """A hash of the weights. It sums their bits, which is exact, so it is the same on every device."""
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         bits = tensor.float().view(torch.int32)
@@ -200,8 +200,8 @@ def hash_of(model):
 
 
 def fake_quantize(weight, bits):
-    """The weight rounded to a symmetric grid of 2^bits - 1 values, one grid along the last axis: for
-    nearly all weights that is one per output channel."""
+    """The weight rounded to a symmetric grid of 2^bits - 1 values, with one scale along the last
+    axis: for nearly all weights, one per output channel."""
     largest = 2 ** (bits - 1) - 1
     scale = weight.abs().amax(-1, keepdim=True) / largest
     scale = torch.where(scale > 0, scale, 1)

@@ -16,7 +16,7 @@ LISTS = ("completions", "completion_ids", "prompts")
 
 
 def import_file(path):
-    """The module of a file, by its own name, so that the processes of a pool can import it too."""
+    """Imports a file as a module under its own name, so that a pool's processes can import it too."""
     path.stat()  # raises if there is no file
     sys.path.append(str(path.parent))
     spec = importlib.util.find_spec(path.stem) if "." not in path.stem else None
@@ -28,7 +28,7 @@ def import_file(path):
 
 class RewardFunction:
     """The function that `--reward FILE.py:FUNCTION` names: of (text, answer, truncated), or of lists,
-    (completions, **columns), as in TRL. It gets what its parameters name."""
+    (completions, **columns), as in TRL. Its parameter names decide what it is passed."""
 
     def __init__(self, name, weight):
         path, _, function_name = name.rpartition(":")
@@ -56,7 +56,7 @@ class RewardFunction:
             )
 
     def results(self, completions):
-        """What the function returns for completions, one by one or for all of them."""
+        """The function's results for completions, from one call each or one call for all."""
         if self.takes_lists:
             calls = [lists_of(completions)]
         else:
@@ -74,7 +74,7 @@ class RewardFunction:
         return results[0] if self.takes_lists else results
 
     def grade(self, completions):
-        """[(value, verdict)]. Without a verdict of its own, a value above 0.5 means correct."""
+        """[(value, verdict)]. If the function returns no verdict, a value above 0.5 means correct."""
         results = self.results(completions)
         try:
             results = list(results)
@@ -87,7 +87,7 @@ class RewardFunction:
 
 
 def lists_of(completions):
-    """{parameter: list} for a function as in TRL. Completions are messages where prompts are."""
+    """{parameter: list} for a TRL-style function. Completions are messages if prompts are."""
     columns = [c.problem.columns for c in completions]
     lists = {name: [values[name] for values in columns] for name in columns[0]}
     lists["completion_ids"] = [c.ids for c in completions]
@@ -98,8 +98,8 @@ def lists_of(completions):
 
 
 def grade_of(result, c):
-    """(float, verdict) of what a function returned for a completion; an exception if it is neither a
-    number nor that and a verdict."""
+    """A function's result for a completion -> (float, verdict). Raises if it is neither a number nor
+    (number, verdict)."""
     value = result
     verdict = "truncated" if c.truncated else "wrong"
     if isinstance(result, tuple):
@@ -107,7 +107,7 @@ def grade_of(result, c):
     elif value is None:
         value = 0.0
     is_number = False
-    with suppress(Exception):  # float() raises what a value's own class raises
+    with suppress(Exception):  # a class's own __float__ may raise anything
         is_number = not isinstance(value, (str, bytes)) and abs(float(value)) <= 1e9  # no NaN
     if not is_number or verdict not in VERDICTS:
         raise ValueError(f"not {result!r:.80} (verdicts are {', '.join(VERDICTS)})")
@@ -119,7 +119,7 @@ def grade_of(result, c):
 
 @functools.cache
 def event_loop():
-    """The loop of the whole run: a client that a function keeps belongs to one loop."""
+    """One loop for the whole run, since a function may keep a client that is tied to its loop."""
     return asyncio.new_event_loop()
 
 
@@ -137,12 +137,12 @@ def load_rewards(args):
 
 
 def graded(verify, completions):
-    """[{field of a Completion: value}] by `verify`, or by a list of reward functions: the sum of their
-    values, the verdict of the first, and the value of each."""
+    """[{field of a Completion: value}] from `verify`, or from a list of reward functions: the weighted
+    sum of their values, the verdict of the first, and each value."""
     if not isinstance(verify, list):
         results = [verify(c.text, c.problem.answer, c.truncated) for c in completions]
         return [{"reward": reward, "verdict": verdict} for reward, verdict in results]
-    columns = [f.grade(completions) for f in verify if completions]  # a rank may have no share
+    columns = [f.grade(completions) for f in verify if completions]  # a rank may have none
     grades = []
     for _, *results in zip(completions, *columns, strict=True):
         rewards = {f.name: value for f, (value, _) in zip(verify, results, strict=True)}

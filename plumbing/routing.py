@@ -1,4 +1,4 @@
-"""Records and replays the experts of a mixture-of-experts model, and reads how its routers choose."""
+"""Records and replays an MoE's experts, and detects how its routers choose."""
 
 import contextlib
 import functools
@@ -11,21 +11,21 @@ from torch.overrides import TorchFunctionMode
 
 @functools.cache
 def is_told_its_experts(kind):
-    """Whether modules of this class compute the experts that their caller has chosen, as those of
-    transformers do: forward(hidden_states, top_k_index, top_k_weights)."""
+    """Whether modules of this class compute experts that the caller has chosen, as in transformers:
+    forward(hidden_states, top_k_index, top_k_weights)."""
     names = inspect.signature(kind.forward).parameters
     return "top_k_index" in names or "router_indices" in names
 
 
 def find_experts(model):
-    """The modules that compute the experts of a layer, in the order of the layers. [] for a dense
-    model, and for the few whose modules choose and compute experts in one."""
+    """The modules that compute a layer's experts, in layer order. [] for a dense model, and for the few
+    models that choose and compute experts in one module."""
     return [module for module in model.modules() if is_told_its_experts(type(module))]
 
 
 def find_routers(model):
-    """The routers, in the order of their layers: the modules whose logits transformers records. [] for
-    a dense model."""
+    """The routers, in layer order: the modules from which transformers records router logits. [] for a
+    dense model."""
     for module in model.modules():
         recorders = getattr(module, "_can_record_outputs", None) or {}
         kind = getattr(recorders.get("router_logits"), "target_class", None)
@@ -35,24 +35,24 @@ def find_routers(model):
 
 
 class Routing(TorchFunctionMode):
-    """Inside this context the experts that compute are noted, in the order in which they were chosen.
-    With `replayed`, (tokens, L, K), the routers choose these, where they are not negative.
+    """This context records the experts that are used, in the order in which they were chosen. With
+    `replayed`, (tokens, L, K), the routers choose these experts, except where they are negative.
 
-    Only the choice is replaced, the result of torch.topk. The router's own code computes softmax and
-    norm from its own logits, so that it still learns. Contexts do not nest.
+    Only the choice, the result of torch.topk, is replaced. The router's own code computes softmax and
+    norm from its own logits, so it still learns. Contexts do not nest.
     """
 
-    active = None  # the context of the current forward, which its repetition in the backward needs
+    active = None  # the current forward's context, for its recomputation in the backward pass
 
     def __init__(self, model, replayed=None):
         super().__init__()
         self.experts = find_experts(model)
         self.routers = [] if replayed is None else find_routers(model)
         self.replayed = replayed
-        self.noted = [None] * len(self.experts)  # of each layer: experts that computed, (tokens, K)
+        self.noted = [None] * len(self.experts)  # per layer: experts that were used, (tokens, K)
         self.weights = [None] * len(self.experts)  # their weights
-        self.own = [None] * len(self.routers)  # where others are replayed: the routers' own choices
-        self.functions = set()  # names of the functions that routers call
+        self.own = [None] * len(self.routers)  # the routers' own choices, during replay
+        self.functions = set()  # names of functions that the routers call
 
     def __enter__(self):
         assert Routing.active is None, "contexts do not nest"
@@ -79,7 +79,7 @@ class Routing(TorchFunctionMode):
 
     def enter_router(self, layer, *_):
         self.layer = layer
-        super().__enter__()  # until the router returns, torch's functions are called through the below
+        super().__enter__()  # until the router returns, calls to torch go through __torch_function__
 
     def leave_router(self, *_):
         super().__exit__(None, None, None)
@@ -88,7 +88,7 @@ class Routing(TorchFunctionMode):
         result = function(*args, **(kwargs or {}))
         self.functions.add(getattr(function, "__name__", ""))
         is_top_k = function in (torch.topk, torch.Tensor.topk)
-        # Some routers choose groups of experts first, by other calls.
+        # Some routers first choose groups of experts, with separate topk calls.
         if not is_top_k or args[0].shape[1:] != (self.experts[self.layer].num_experts,):
             return result
         self.own[self.layer] = result.indices.to(torch.int16)
@@ -97,26 +97,26 @@ class Routing(TorchFunctionMode):
         return torch.return_types.topk((args[0].gather(-1, indices), indices))
 
     def choices(self):
-        """The routers' own choices, even where others are replayed: (tokens, L, K), or None if the
-        model is dense."""
+        """The routers' own choices, even during replay: (tokens, L, K), or None if the model is
+        dense."""
         if not self.experts:
             return None
         return torch.stack(self.noted if self.replayed is None else self.own, dim=1)
 
 
 class Routers(NamedTuple):
-    """How a model's routers choose experts, as `read_routers` finds out. A dense model has none."""
+    """How a model's routers choose experts, as detected by `read_routers`."""
 
-    num_experts: int = 0  # in a layer; 0 also if the model does not say which experts it uses
-    can_replay: bool = False  # whether other experts can be made to compute
+    num_experts: int = 0  # per layer; 0 if dense, or if the choices cannot be read
+    can_replay: bool = False  # whether the choice of experts can be replaced
     has_softmax: bool = False  # whether experts are chosen by a softmax over all of them
-    are_probabilities: bool = False  # what transformers records as router logits has been through it
-    are_balanced: bool = False  # by a loss, and not by other means
+    are_probabilities: bool = False  # transformers records probabilities as router logits
+    are_balanced: bool = False  # by a loss, not by other means
 
 
 @torch.no_grad()
 def read_routers(model):
-    """`Routers` of a language model, which runs on a few tokens."""
+    """The `Routers` of a language model, detected by running it on a few tokens."""
     experts = find_experts(model)
     routers = find_routers(model)
     if not experts or len(routers) != len(experts) or not hasattr(experts[0], "num_experts"):
@@ -129,7 +129,7 @@ def read_routers(model):
     others = (routing.choices() + 1) % num_experts
     with Routing(model, others) as routing:
         model.base_model(tokens, **options)
-    # Some routers do not use one torch.topk, or give no weight to experts that they have not chosen.
+    # Some routers do not use a single torch.topk, or give no weight to experts they did not choose.
     can_replay = torch.equal(torch.stack(routing.noted, dim=1), others)
     can_replay = can_replay and all(weights.all() for weights in routing.weights)
     recorded = getattr(output, "router_logits", None) or ()
@@ -147,15 +147,15 @@ def read_routers(model):
 
 
 def routing_contexts():
-    """For torch's checkpoint: the contexts of a forward pass, which is already inside its `Routing`,
-    and of its repetition in the backward pass, which has to be inside the same one."""
+    """For torch's checkpoint: the contexts of the forward pass, which is already inside its `Routing`,
+    and of its recomputation in the backward pass, which must be inside the same one."""
     return contextlib.nullcontext(), Routing.active or contextlib.nullcontext()
 
 
 def experts_by_completion(noted, prompts, lengths):
     """The experts used in sampling -> [(prompt and response, L, K)], one tensor per completion. `noted`
-    has (sampled rows, (tokens, L, K)) for each step: first for the tokens of all prompts, padded on the
-    left, then for each row's token sampled before. Those of its last token are not needed: -1."""
+    has (sampled rows, (tokens, L, K)) for each step: first for all prompt tokens, padded on the left,
+    then for the token that each row sampled last. A completion's final token needs no experts: -1."""
     group_size = len(lengths) // len(prompts)
     _, of_prompts = noted[0]
     L, K = of_prompts.shape[1:]

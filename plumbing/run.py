@@ -1,4 +1,4 @@
-"""The bookkeeping of a run: averages, log, checkpoints, evaluations, signals. Its folder: folder.py."""
+"""A run's bookkeeping: averages, log, checkpoints, evaluations, signals. Its folder is in folder.py."""
 
 import json
 import math
@@ -21,27 +21,27 @@ STATE = "trainer_state.pt"  # in a checkpoint: everything except the policy
 
 
 class Run:
-    """Writes what happens in a run, and continues it. A checkpoint is renamed into place before its
-    predecessor is removed, so that one is always whole."""
+    """Logs a run, and resumes it. A checkpoint is renamed into place before the previous one is
+    removed, so one is always complete."""
 
-    answers_signals = False  # whether a Run has handlers of signals in this process
+    answers_signals = False  # whether a Run handles signals in this process
 
     def __init__(self, args, policy, problems, **parts):
-        """Loads the newest checkpoint, if there is one. It also holds the `parts`, which have a
+        """Loads the newest checkpoint, if any. Checkpoints also hold the `parts`, which have a
         state_dict, except those that are None."""
         self.args = args
         self.policy = policy
-        self.folder = RunFolder(args)  # again, if `launch` has opened it
+        self.folder = RunFolder(args)  # `launch` may already have opened it
         self.noise = torch.Generator().manual_seed(args.seed)  # for sampling
-        self.iteration = 0  # the current one, or the last one that is done
+        self.iteration = 0  # the current one, or the last one done
         self.before = None  # results of common.evaluate before training, and after it
         self.after = None
-        self.extra_state = {}  # {name: number} that a script adds to its checkpoints
+        self.extra_state = {}  # {name: number} that a script adds to checkpoints
         self.num_processes = ranks.WORLD
         self.num_signals = 0
-        self.uniform_iterations = 0  # in a row, in which all rewards of every group were equal
+        self.uniform_iterations = 0  # consecutive ones in which all rewards of every group were equal
         self.early_end = ""  # why the run ends before its last iteration
-        # Without resets the reference can be made of --model again.
+        # Without resets the reference can be loaded from --model again.
         if args.ref_reset_every == 0:
             parts["reference"] = None
         parts["problems"] = problems
@@ -53,19 +53,19 @@ class Run:
             hashes = {"problems": problems.raw_hash, "prompts": problems.rendered_hash}
             self.folder.check_hashes(weights=policy.weights_hash, **hashes)
             if not self.folder.checkpoints():
-                self.save()  # shows early whether that is possible
+                self.save()  # fails early if that is impossible
             num_parameters = sum(weight.numel() for weight in policy.parameters())
             processes = f", {ranks.WORLD} processes" if ranks.WORLD > 1 else ""
             print(f"model: {num_parameters:,} parameters, {args.dtype}, on {args.device}{processes}")
             if args.resume and self.iteration == 0:
-                print(f"--resume: no finished iteration in {self.folder.path}: starting at the first")
+                print(f"--resume: no finished iteration in {self.folder.path}; starting at the first")
             print(title_line())
         self.bar = tqdm(
             desc=self.folder.script,
             initial=self.iteration,
             total=args.iterations,
             leave=False,
-            disable=None if ranks.RANK == 0 else True,  # None: where stderr is no terminal
+            disable=None if ranks.RANK == 0 else True,  # None: disabled if stderr is not a terminal
         )
         clock.bar = self.bar
 
@@ -73,7 +73,7 @@ class Run:
 
     @property
     def is_new(self):
-        """Whether no checkpoint holds the evaluation before training."""
+        """Whether the evaluation before training is still to be done."""
         return self.before is None
 
     @property
@@ -85,15 +85,15 @@ class Run:
         return self.is_due(self.args.eval_every)
 
     def iterations(self):
-        """The numbers of the iterations that are left. After each one it writes the log and, if one is
-        due, a checkpoint. A signal ends the program then; a second one at once."""
+        """Yields the numbers of the remaining iterations. After each one it writes the log and, if due,
+        a checkpoint. A signal ends the program at that point, a second one at once."""
         kinds = (signal.SIGINT, signal.SIGTERM)
         handlers = {kind: signal.signal(kind, self.on_signal) for kind in kinds}
         Run.answers_signals = True
         try:
             while not self.is_last and not self.early_end:
                 self.iteration += 1
-                self.after = None  # of a run that ended earlier
+                self.after = None  # left from a run that ended earlier
                 self.meter = Meter()
                 self.metrics = {}
                 clock.seconds.clear()
@@ -106,25 +106,25 @@ class Run:
                 signal.signal(kind, handler)
 
     def record(self, loss, stats, outputs, micro, **losses):
-        """The report of a micro-batch, after its backward pass. Losses are added up to those of the
-        step; `stats`, {name: scalar}, are averaged over tokens."""
+        """Records a micro-batch, after its backward pass. Losses are summed to the step's; `stats`,
+        {name: scalar}, are averaged over tokens."""
         self.meter.add_pass({"policy_loss": loss, **losses}, stats, outputs, micro)
 
     def record_step(self, minibatch, grad_norm, **norms):
-        """The report of a minibatch, before its step. UserError if the loss or a norm is not finite."""
+        """Records a minibatch, before its step. UserError if the loss or a norm is not finite."""
         self.meter.add_step(len(minibatch), grad_norm, norms, self.iteration)
         num_steps = self.args.num_minibatches * self.args.update_epochs
         clock.show(f"update {self.meter.num_steps}/{num_steps}")
 
     def log(self, batch, completions, rewards, **numbers):
-        """The report of an iteration: all completions that were generated, the rewards that the update
-        used, and further numbers by their keys in metrics.jsonl."""
+        """Records an iteration: all completions that were generated, the rewards that the update used,
+        and more numbers by their keys in metrics.jsonl."""
         self.completions = completions
         self.metrics = iteration_metrics(self.meter, batch, completions, rewards, self.args)
         self.metrics |= {key: float(value) for key, value in numbers.items()}
 
     def log_eval(self, results):
-        """The results of `evaluate`: before training, during it, or after the last iteration."""
+        """Records the results of `evaluate` before training, during it, or after the last iteration."""
         metrics = {}
         for name in ("accuracy", "response_len_mean"):
             metrics[f"eval/{name}"] = results["greedy"][name]
@@ -154,7 +154,7 @@ class Run:
                 print(f"ended early, after iteration {self.iteration}: {self.early_end}")
             print(f"the trained model: {self.folder.checkpoints()[-1]}")
         self.folder.close()
-        ranks.wait_for_all()  # torchrun ends all soon after the first
+        ranks.wait_for_all()  # torchrun kills all processes soon after the first one ends
 
     # -------------------------------------------------------------------------------- an iteration
 
@@ -162,7 +162,7 @@ class Run:
         self.num_signals += 1
         if self.num_signals == 1:
             self.say("stopping after this iteration")
-        # The next one ends the program. torchrun hands on a Ctrl-C that its processes have got, too.
+        # The next one ends the program. With torchrun, each Ctrl-C arrives twice: it is forwarded, too.
         if self.num_signals >= min(2, self.num_processes):
             signal.signal(number, signal.SIG_DFL)
 
@@ -173,7 +173,7 @@ class Run:
     def end_iteration(self):
         seconds = time.perf_counter() - self.start
         phases = dict(clock.seconds)
-        phases["update"] = seconds - sum(phases.values())  # what is no other phase
+        phases["update"] = seconds - sum(phases.values())  # everything outside other phases
         num_tokens = sum(len(c.ids) for c in self.completions)
         training_seconds = seconds - phases.get("evaluation", 0)
         self.metrics["charts/tokens_per_second"] = num_tokens / training_seconds
@@ -193,7 +193,7 @@ class Run:
             sys.exit(130)
 
     def write_log(self):
-        # JSON has no NaN and no infinity.
+        # JSON has no NaN or infinity.
         metrics = {key: value for key, value in self.metrics.items() if math.isfinite(value)}
         metrics = {"iteration": self.iteration, **metrics}
         self.append("metrics.jsonl", metrics)
@@ -212,7 +212,7 @@ class Run:
             file.write(json.dumps(row, allow_nan=False) + "\n")
 
     def warn_without_signal(self, metrics):
-        """After ten iterations in which all rewards were equal, in every group if there are groups."""
+        """Warns after ten iterations in which all rewards were equal (within every group, if any)."""
         is_uniform = metrics["rollout/reward_std"] == 0
         is_uniform = is_uniform or metrics.get("rollout/frac_zero_std_groups") == 1
         self.uniform_iterations = self.uniform_iterations + 1 if is_uniform else 0
@@ -231,7 +231,7 @@ class Run:
         folder = max(self.folder.checkpoints(), default=None)
         if len(set(ranks.all_gather(folder))) > 1:
             raise UserError(
-                f"--run_dir {self.folder.path}: not all processes see its newest checkpoint; "
+                f"--run_dir {self.folder.path}: not all processes can see its newest checkpoint; "
                 "several nodes need a shared folder"
             )
         if folder is not None:
@@ -247,7 +247,7 @@ class Run:
                 self.extra_state = saved["extra_state"]
                 if ranks.RANK == 0:
                     for name, size in saved["log_sizes"].items():
-                        os.truncate(self.folder.path / name, size)  # what is later will come again
+                        os.truncate(self.folder.path / name, size)  # later lines will be written again
             except Exception as error:  # a damaged file may raise anything
                 raise UserError(f"--resume: {folder} cannot be read") from error
 
@@ -274,8 +274,8 @@ class Run:
 
 
 def leave_signals_to_the_run():
-    """For a process that a reward function forks, such as a pool's: the pool ends it by SIGTERM, and a
-    Ctrl-C, which reaches it too, is for the run to answer."""
+    """For processes that a reward function forks, such as a pool's. The pool ends them with SIGTERM; a
+    Ctrl-C reaches them too, but only the run should handle it."""
     if Run.answers_signals:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)

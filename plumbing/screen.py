@@ -1,4 +1,4 @@
-"""What a run prints: a line every few iterations, and the results at its end."""
+"""What a run prints: a line every few iterations, and the results at the end."""
 
 import io
 import math
@@ -14,11 +14,11 @@ COLUMNS = {
     "clipped": ("clipped", ".2%"),
     "held-out": ("eval/accuracy", ".3f"),
 }
-WAYS = ("greedy", "sampled")  # of answering held-out problems
+WAYS = ("greedy", "sampled")  # to answer held-out problems
 
 
 class Stream:
-    """stdout or stderr for a run, which goes on when nothing can be printed any more, as after `| head`
+    """stdout or stderr of a run. The run continues if nothing can be printed anymore, as after `| head`
     or on a full disk."""
 
     def __init__(self, stream):
@@ -38,7 +38,7 @@ class Stream:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
 
     def flush(self):
-        """`write` has done it."""
+        """`write` has already done it."""
 
 
 def title_line():
@@ -46,7 +46,7 @@ def title_line():
 
 
 def progress_line(metrics):
-    """A line below `title_line`. What is not in the metrics, a line of metrics.jsonl, is left blank."""
+    """A line below `title_line`. Cells without a metric (a key in metrics.jsonl) stay blank."""
     clips = [metrics[key] for key in ("losses/clipfrac_low", "losses/clipfrac_high") if key in metrics]
     if clips:
         metrics = metrics | {"clipped": sum(clips)}
@@ -75,7 +75,7 @@ def results_text(before, after):
         for way in WAYS:
             line += " " * 9
             for results in evaluations.values():
-                value = results[way].get(name, math.nan)  # pass@k takes several samples
+                value = results[way].get(name, math.nan)  # pass@k needs several samples
                 digits = 3 if value < 1000 else 1
                 cell = "" if math.isnan(value) else f"{value:.{digits}f}"
                 line += f"{cell:>8}"

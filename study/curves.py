@@ -71,7 +71,8 @@ def main():
     parser.add_argument("--out", type=Path, default=Path("runs/curves.png"))
     args = parser.parse_args()
     runs = {folder: read(folder) for folder in args.folders}
-    print("\n".join(table(runs)))
+    if len(runs) > 1:
+        print("\n".join(table(runs)))
     args.out.parent.mkdir(parents=True, exist_ok=True)
     draw(runs).savefig(args.out, dpi=150)
     print(args.out)

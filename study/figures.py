@@ -108,7 +108,7 @@ def nine():
         ("len", "response length\n(tokens)", None),
         ("entropy", "entropy\n(nats per token)", None),
     ]
-    figure, axes = plt.subplots(4, 3, figsize=(WIDTH, 7), sharex=True, sharey="row")
+    figure, axes = plt.subplots(4, len(GROUPS), figsize=(WIDTH, 7), sharex=True, sharey="row")
     for row, (column, words, limits) in zip(axes, panels, strict=True):
         is_smooth = column != "held_out"
         row[0].set_ylabel(words)

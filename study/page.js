@@ -28,7 +28,7 @@ function folded(rows, isStart, isEnd) {
   const end = rows.length - (isEnd ? 0 : KEPT);
   if (end - head <= KEPT) return rows;
   const inside = rows.slice(head, end);
-  const fold = `<details><summary>${inside.length} equal lines</summary>${inside.join("")}</details>`;
+  const fold = `<details><summary>${inside.length} identical lines</summary>${inside.join("")}</details>`;
   return [...rows.slice(0, head), fold, ...rows.slice(end)];
 }
 
@@ -177,21 +177,21 @@ function plots(left, right) {
   const share = { low: 0, high: 1 };
   find("plots").innerHTML = [
     plot({
-      title: "Pull on a token",
+      title: "Gradient of a token",
       x: { label: "ratio r", isLog: true, ticks: { "1/3": 1 / 3, "1/2": 1 / 2, 1: 1, 2: 2, 3: 3 } },
       y: { label: "dJ / d log π", low: -3.1, high: 3.1 },
       series: both.flatMap(([css, name]) => pulls(css, name)),
       words: [[0.35, 2.5, "A = +1"], [0.35, -2.7, "A = −1"]],
-      caption: `Of a token in an answer of ten, relative to r = 1, without grpo's KL. Solid: this token alone has
-        moved; dashed, where that differs: all ten have.`,
+      caption: `The gradient for one token in an answer of ten, without grpo's KL, relative to r = 1. Solid: only this
+        token has moved. Dashed, if different: all ten have.`,
     }),
     plot({
       title: "Weight of a prompt",
-      x: { label: "share of its answers that are right", ...share },
+      x: { label: "share of right answers", ...share },
       y: { label: "mean of max(A, 0)", ...share },
       series: of(data.prompts, "right"),
-      caption: `In a group of eight. dapo replaces the groups at 0 and 1. ppo, vapo and reinforce: before V or b has
-        learned anything.`,
+      caption: `For groups of eight. dapo replaces the groups at 0 and 1. ppo, vapo and reinforce are shown before V or b
+        has learned anything.`,
     }),
     plot({
       title: "Weight of a token",
@@ -199,7 +199,7 @@ function plots(left, right) {
       y: { label: "relative to a mean over all tokens", isLog: true, low: 0.4, high: 30,
         ticks: { 0.5: 0.5, 1: 1, 2: 2, 5: 5, 10: 10, 25: 25 } },
       series: of(data.tokens, "length"),
-      caption: `At r = 1, in a step with one answer of each length. Only the shape counts, since AdamW removes a common
+      caption: `At r = 1, in a step with one answer of each length. Only the shape matters, since AdamW ignores a common
         scale: dr_grpo is as flat as dapo.`,
     }),
     plot({
@@ -207,7 +207,7 @@ function plots(left, right) {
       x: { label: "completions generated", low: 0, high: Math.max(...names.map((name) => data.curves[name].at(-1)[0])) },
       y: { label: "accuracy of the rollouts", ...share },
       series: both.map(([css, name]) => ({ label: name, css, lines: [data.curves[name]] })),
-      caption: "On the default job: mean of the seeds, and of six iterations.",
+      caption: "On the default job, averaged over seeds and over six iterations.",
     }),
   ].join("");
 }

@@ -205,6 +205,8 @@ def acted():
     rows = [["base model", "", *before, "", ""]]
     for script in SCRIPTS:
         runs = stats.runs("nine")[script, "default"]
+        if not runs:
+            sys.exit(f"results/nine.csv has no {script}: python study/sweep.py nine stability")
         names = [name for name in ACTED if all(run[name] is not None for run in runs)]
         means = {name: statistics.mean(run[name] for run in runs) for name in names}
         words = MECHANISMS[script].format(**means)

@@ -25,13 +25,12 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 import common  # noqa: E402
+from experiments import MORE, SCRIPTS  # noqa: E402
 from plumbing.args import launch  # noqa: E402
 from plumbing.policy import Policy  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 TINY_MOE = ROOT / "tiny_moe"
-SCRIPTS = ["ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "rspo", "sapo"]
-MORE = ["more.reinforce", "more.rloo", "more.vapo"]
 torch.set_num_threads(1)  # as the scripts do with the tiny model
 transformers.utils.logging.disable_progress_bar()
 

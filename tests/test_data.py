@@ -203,9 +203,9 @@ def test_rows_that_cannot_be_used(prompt, answer, expected):
 BAD_TEMPLATES = [  # cell, template, flags, what is said
     (chat("user", "3", "user", "4"), None, {}, "need a chat template"),
     ("3", "{{ raise_exception('no!') }}", {}, "row 1 TemplateError no!"),
-    ([*SHOT, *chat("user", "3")], "{{ messages[0].content }}", {}, "lost in the chat template"),
-    ("3", "{{ messages[-1].content }}", {"system_prompt": "S"}, "lost in the chat template"),
-    ("3", TURNS, {"chat_template_kwargs": '{"think": 1}'}, "chat_template_kwargs: .* read think"),
+    ([*SHOT, *chat("user", "3")], "{{ messages[0].content }}", {}, "that the chat template drops"),
+    ("3", "{{ messages[-1].content }}", {"system_prompt": "S"}, "that the chat template drops"),
+    ("3", TURNS, {"chat_template_kwargs": '{"think": 1}'}, "chat_template_kwargs: .* use think"),
 ]
 
 
@@ -248,10 +248,10 @@ def test_the_line_at_the_start(capsys):
     rows = [reply, *sums(60), row("", "1"), row("x", {"gold": 1}), row("x", "proof"), *sums(3), "x"]
     problems_of([*rows, row("", "2"), row("1+1=", "3")], policy_with(TURNS))
     kinds = [
-        "1 last messages of the assistant (first: row 1)",
+        "1 assistant replies at the end (first: row 1)",
         "2 without a prompt (first: row 62 '')",
         "1 without a gold answer (first: row 63 a dict with gold)",
-        "1 whose answer is proof or notfound (first: row 64)",
+        "1 with the answer proof or notfound (first: row 64)",
         "4 with the prompt of an earlier row (first: row 65)",
         "1 unreadable (first: row 68 'x')",
         "1 with a different gold answer for the same prompt in a later row (first: row 3)",
@@ -281,7 +281,7 @@ def test_held_out_problems_are_apart_and_the_same_for_all_seeds(tmp_path, tiny_p
     stream, held_out = load(path, tiny_policy, rows + rows[:30], num_held_out=50, seed=1)
     assert capsys.readouterr().err == ""
     other, same_held_out = load(path, tiny_policy, rows, num_held_out=51, seed=2)
-    warning = "warning: more problems are held out than trained on: lower --num_held_out\n"
+    warning = "warning: more problems are held out than trained on; lower --num_held_out\n"
     assert capsys.readouterr() == ("problems: 49 to train on, 51 held out\n", warning)
     assert stream.problems[1:] == other.problems and held_out == same_held_out[:50]
     assert not {p.prompt for p in stream.problems} & {p.prompt for p in held_out}

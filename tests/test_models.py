@@ -161,4 +161,4 @@ def test_model_folders(how, tiny_model, tmp_path, sums):
 def test_neither_a_folder_nor_on_the_hub(tmp_path, sums, monkeypatch):
     """The hub is asked once: its library would try again for a minute, and print each attempt."""
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda *_: 1 / 0)
-    refused("nobody/nothing", tmp_path, sums, "is no folder")
+    refused("nobody/nothing", tmp_path, sums, "is not a folder")

@@ -163,7 +163,7 @@ def test_run_dapo_ends_early_on_all_ranks(tmp_path, sums, reward_file):
 
 ENDS = {  # {what rank 1 does, the n-th time: (exit codes, what is printed)}; -15 is torchrun's doing
     ("bug", 2): ((-15, 1), "ZeroDivisionError: division by zero"),
-    ("no shared folder", 0): ((2, -15), "not all processes see its newest checkpoint"),
+    ("no shared folder", 0): ((2, -15), "not all processes can see its newest checkpoint"),
 }
 
 
@@ -264,5 +264,5 @@ def test_gpus_take_part_only_if_they_are_used(monkeypatch):
 def test_fewer_completions_than_ranks(monkeypatch):
     monkeypatch.setattr(ranks, "WORLD", 2)
     monkeypatch.setattr(sys, "argv", ["grpo.py", *OTHERS.split()[:-1], "24"])
-    with pytest.raises(UserError, match="leaves fewer completions in a minibatch than 2 processes"):
+    with pytest.raises(UserError, match="leaves fewer completions per minibatch than the 2 processes"):
         parse_args(script_args("grpo")[0].Args)

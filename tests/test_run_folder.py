@@ -112,7 +112,7 @@ def test_run_a_full_disk(folder, sums, tmp_path):
     before = content(checkpoint)
     flags = resume(folder, "--iterations", 2)
     result = run_on_a_full_disk(500_000, *flags)
-    assert "checkpoint-000002 cannot be written; existing checkpoints are whole" in result.stderr
+    assert "checkpoint-000002 cannot be written; existing checkpoints are intact" in result.stderr
     result = run_on_a_full_disk((folder / "metrics.jsonl").stat().st_size - 100, *flags)
     assert f"{folder}/metrics.jsonl cannot be written" in result.stderr
     assert list(folder.glob("checkpoint-*[0-9]")) == [checkpoint] and content(checkpoint) == before

@@ -68,7 +68,7 @@ def test_what_is_copied_is_the_same_in_all():
     dr_grpo; vapo has ppo's GAE, whitening, rewards of tokens and value loss."""
     means = {functions_of(name)["masked_mean"] for name in ["plumbing.metrics", *SIBLINGS]}
     assert len(means) == 1
-    z_scores = set(SCRIPTS) - {"ppo", "dr_grpo"}
+    z_scores = set(SCRIPTS) - {"ppo", "dr_grpo"}  # except scripts with other advantages
     assert len({functions_of(name)["compute_advantages"] for name in z_scores}) == 1
     ppo, vapo = functions_of("ppo"), functions_of("more.vapo")
     for name in ("compute_gae", "whiten", "token_rewards", "value_loss"):
