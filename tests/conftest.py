@@ -110,19 +110,9 @@ def keywords_of(function, args, **given):
     return keywords
 
 
-def run_process(name, *flags, timeout=600):
-    """A script as a user runs it: a process of its own, on the CPU, without a network."""
-    program = ["-m", name] if name in MORE else [f"{name}.py"]
-    command = [sys.executable, *program, *map(str, flags)]
-    env = os.environ | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout, check=False
-    )
-
-
 def run(name, *flags, held_out=256):
-    """The same in this process, which saves the imports, and with fewer held-out problems if that is
-    enough; what a user would see as a traceback fails."""
+    """A script as from its command line, in this process, which saves the imports. What a user would
+    see as a traceback fails."""
     module = importlib.import_module(name)
     out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")  # launch sets its error handler
     err = io.StringIO()
@@ -163,7 +153,7 @@ def fork_server():
     return context
 
 
-def forked(name, *flags, world=1, trouble=None, rank=0, stdout_is="a file"):
+def forked(name, *flags, world=1, trouble=None, rank=0, stdout_is_closed=False):
     """Runs a script in `world` processes of its own, as torchrun would: when one fails, the others get
     SIGTERM. Returns their exit codes, stdout and stderr. `trouble` is a (kind, n) of fork_server.py: it
     comes to one of the ranks, at the n-th time."""
@@ -178,7 +168,7 @@ def forked(name, *flags, world=1, trouble=None, rank=0, stdout_is="a file"):
         processes = []
         for i in range(world):
             mine = trouble if i == rank else None
-            job = (i, port, name, [*map(str, flags)], world, mine, stdout_is, out, err)
+            job = (i, port, name, [*map(str, flags)], world, mine, stdout_is_closed, out, err)
             processes.append(fork_server().Process(target=run_rank, args=job))
             processes[-1].start()
         while any(process.is_alive() for process in processes):

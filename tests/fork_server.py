@@ -60,10 +60,6 @@ def points(module):
 
 def make_trouble(module, kind, n):
     """It comes at the n-th call of its function."""
-    if kind == "NaN":
-        original = module.policy_loss
-        module.policy_loss = lambda *args, **rest: (original(*args, **rest)[0] * torch.nan, {})
-        return
     if kind == "no shared folder":
         RunFolder.checkpoints = lambda folder: []
         return
@@ -86,19 +82,17 @@ def make_trouble(module, kind, n):
 # ---------------------------------------------------------------------------------------- a process
 
 
-def run_rank(rank, port, name, flags, world, trouble, stdout_is, out, err):
+def run_rank(rank, port, name, flags, world, trouble, stdout_is_closed, out, err):
     """Runs a script as one of `world` ranks; it ends with the script's exit code."""
     signal.alarm(150)  # a rank that waits for ever ends with a code that no test expects
     torch.set_num_threads(1)
     append = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     os.dup2(os.open(out, append), 1)
     os.dup2(os.open(err, append), 2)
-    if stdout_is == "closed":
+    if stdout_is_closed:
         reader, writer = os.pipe()
         os.close(reader)
         os.dup2(writer, 1)
-    if stdout_is == "full":
-        os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
     sys.stdout = os.fdopen(1, "w")  # as a new process opens it
     if world > 1:
         os.environ |= {"WORLD_SIZE": str(world), "RANK": str(rank), "LOCAL_RANK": str(rank)}

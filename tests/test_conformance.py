@@ -2,9 +2,6 @@
 losses that somebody else might bring; pytest suites, the package, the README."""
 
 import functools
-import graphlib
-import importlib
-import inspect
 import json
 import os
 import re
@@ -24,7 +21,6 @@ from rl_loss_vectors.vectors import Answer, same
 import common
 import ppo
 
-PACKAGE = ROOT / "conformance" / "rl_loss_vectors"
 README = (ROOT / "conformance" / "README.md").read_text()
 SECTIONS = VECTORS["sections"]
 ALL_CASES = [(section, case["id"]) for section in SECTIONS for case in SECTIONS[section]["cases"]]
@@ -47,7 +43,7 @@ OURS = {  # the project's functions for sections that are no losses
     "overlong_penalty": "dapo:overlong_penalty",
     "rollout_weights": "common:rollout_weights",
 }
-NOT_OURS = {"grouped_advantages", "replayed_gate"}
+OF_SCRIPTS = [pair for pair in ALL_CASES if pair[0] not in ("grouped_advantages", "replayed_gate")]
 UNKNOWN = "unknown: no known mistake gives these numbers"
 
 
@@ -64,7 +60,7 @@ def function_of(section):
 # ---------------------------------------------------------------------------------------- the vectors
 
 
-@pytest.mark.parametrize("section, id", [pair for pair in ALL_CASES if pair[0] not in NOT_OURS])
+@pytest.mark.parametrize("section, id", OF_SCRIPTS)
 def test_the_scripts_agree(section, id):
     """Within 1e-12, and so no case depends on the clamp of log-ratios, which reference.py has not."""
     case = case_of(section, id)
@@ -76,40 +72,12 @@ def test_the_scripts_agree(section, id):
     assert why_not is None and same(subject.answer(case), *subject.expected(case), 1e-12)
 
 
-def test_every_section_is_ours_or_stands_alone():
-    assert set(SECTIONS) == {*LOSSES, *OURS, *NOT_OURS}
-
-
 @pytest.mark.parametrize("section", SECTIONS)
 def test_the_file_is_what_make_gives(section):
     """To the last bits, which may depend on the processor."""
     for case in SECTIONS[section]["cases"]:
-        assert ("terms" in case) == (section in [*LOSSES, "value_loss"])
         for key, found in make.results(section, case).items():
             assert np.allclose(found, case[key], rtol=1e-12, atol=1e-12)
-        if "terms" in case:
-            total = (np.array(case["terms"]) / np.array(case["denominator"])).sum()
-            assert abs(total - case["value"]) <= 1e-12 * (1 + abs(case["value"]))
-
-
-def test_the_file_is_small_and_plain():
-    def refuse(constant):
-        raise AssertionError(constant)
-
-    json.loads(make.FILE.read_text(), parse_constant=refuse)
-    ids = [id for _, id in ALL_CASES]
-    assert len(set(ids)) == len(ids) and all(id.startswith(f"{name}-") for name, id in ALL_CASES)
-    for section, id in ALL_CASES:
-        inputs = json.dumps(case_of(section, id)["inputs"])
-        assert re.search(r"\.\d{3}|\de", inputs) is None  # at most two decimals
-
-
-@pytest.mark.parametrize("section", LOSSES)
-def test_defaults_are_those_of_the_scripts(section):
-    parameters = inspect.signature(importlib.import_module(MODULES[section]).policy_loss).parameters
-    defaults = SECTIONS[section]["defaults"]
-    of_script = {name: parameter.default for name, parameter in parameters.items()}
-    assert defaults == {name: of_script[name] for name in defaults}
 
 
 @pytest.mark.parametrize("section, id", [pair for pair in ALL_CASES if "gradient" in case_of(*pair)])
@@ -122,15 +90,6 @@ def test_no_case_is_at_a_bound(section, id):
         rows = (torch.tensor(case["inputs"][first], dtype=torch.float64) + step).tolist()
         _, moved = reference.evaluate(section, {**case, "inputs": case["inputs"] | {first: rows}})
         assert ((moved - gradient).abs() <= 1e-6 * (1 + gradient.abs())).all()
-
-
-@pytest.mark.parametrize("section", LOSSES)
-def test_what_the_cases_of_a_loss_have(section):
-    cases = SECTIONS[section]["cases"]
-    assert {"NaN", 1e9} <= {case.get("masked_places_hold") for case in cases}
-    for num_rows in (3, 5):
-        (case,) = (case for case in cases if len(case["inputs"]["mask"]) == num_rows)
-        assert "different_lengths" in case["tags"] and any(case["gradient"][-1])
 
 
 # ----------------------------------------------------------------------------------------- the doctor
@@ -168,18 +127,6 @@ def test_a_function_that_computes_in_float32_is_healthy(section):
     assert doctor.diagnosis(subject, doctor.examine(subject)) == []
 
 
-@pytest.mark.parametrize("section", LOSSES)
-def test_a_healthy_loss_is_not_accused(section):
-    """With another order of rows and tokens, a mask of floats, advantages of shape (B,)."""
-    function = function_of(section)
-    for subject in (
-        Subject(with_tensors(function, lambda x: x.flip(0, 1)), section),
-        Subject(function, section, mask="float"),
-        Subject(function, section, advantages="B"),
-    ):
-        assert doctor.diagnosis(subject, doctor.examine(subject)) == []
-
-
 def dapo_of(terms):
     """DAPO with different terms of r, A and the smaller product."""
 
@@ -201,7 +148,6 @@ def without_values(rewards, values, mask, gamma, lam):
 
 
 EXPLAINED = [  # (a function whose mistake has no entry, its section, what the doctor says of it)
-    (dapo_of(lambda r, A, m: 3 * m), "dapo", "3 A r / N; 0 where A > 0 and r is above the range"),
     (
         dapo_of(lambda r, A, m: m.where(A > 0, -m)),
         "dapo",
@@ -261,9 +207,7 @@ VARIATIONS = [  # (what is replaced in DAPO, by what, exit code, what is printed
     ("0.28):\n    r", "0.28, **others):\n    r", 1, "mistake: a mean of each micro-batch"),
     ("return -", "return ", 1, "\nmistake: wrong sign\n"),
     ("/ mask.sum()", "/ -mask.numel()", 1, "mistake: wrong sign and mistake: a mean over the"),
-    (FIRST, "    A = A.unsqueeze(1); assert A.dim() == 2; r =", 0, "advantages B\n"),
     (FIRST, "    assert A.shape[1] == 1; r =", 0, "it takes one advantage for each completion"),
-    (FIRST, "    assert A.shape == mask.shape; r =", 0, "advantages BT\n"),
     (FIRST, "    assert not new.isnan().any(), 'no'; r =", 1, "it raises AssertionError no"),
     (FIRST, "    mask = 1 - mask < 0.5; r =", 0, "14 of 14 applicable cases agree"),
     (LOG_R, "((new - old) * mask)", 1, "--allow-nan accepts it\n"),
@@ -294,34 +238,17 @@ def test_a_module_and_a_dict(name, ask):
     assert code == 0 and "healthy" in text
 
 
-@pytest.mark.parametrize("names", ["old_log_prob, log_prob, advantages, mask", "old, new, A, mask"])
-def test_arguments_in_another_order_are_passed_by_name(names, ask):
-    old, new, A, mask = names.split(", ")
-    wrapper = f"\ndef ordered({names}): return loss({new}, {old}, {A}, {mask})\n"
+def test_arguments_in_another_order_are_passed_by_name(ask):
+    wrapper = "\ndef ordered(old, new, A, mask): return loss(new, old, A, mask)\n"
     code, text = ask(DAPO + wrapper, name="ordered")
-    assert code == 0 and f"arguments by name: {old} is old_logprobs, {new} is logprobs, " in text
-
-
-def test_where_nothing_explains_the_smallest_case_is_printed_token_by_token(ask):
-    _, text = ask(DAPO.replace("new - old", "1.01 * new - old"))
-    assert UNKNOWN in text and "the smallest case that differs is dapo-014" in text
-    ours = [" ".join(f"{x:9.4g}" for x in row) for row in case_of("dapo", "dapo-014")["gradient"]]
-    found = re.findall("^    ours  (.*)", text, re.MULTILINE)
-    assert found and set(found) <= set(ours)
-    assert text.count("\n    mask  ") == text.count("\n    yours ") == len(found)
+    assert code == 0 and "arguments by name: old is old_logprobs, new is logprobs, " in text
 
 
 CANNOT = [  # (lines, name of the function, what is printed)
     (DAPO, "Loss", "as dapo: Loss is a class: pass an instance of it, or a function"),
-    (DAPO, "lss", "cannot be called as dapo: no function lss; it has: loss, Loss"),
-    (
-        "def loss(new, A): pass",
-        "loss",
-        "it takes 2 arguments (new, A), not 4: logprobs, old_logprobs, ",
-    ),
+    ("def loss(new, A): pass", "loss", "it takes 2 arguments (new, A), not 4: logprobs, "),
     ("exit()", "loss", "cannot be called as dapo: SystemExit"),
     ("def loss(a, b, c, d):\n    return a.nothing", "loss", "has no attribute 'nothing' (/"),
-    ("def loss(a, b, c, d): return {'x': 1}", "loss", 'it returns a dict without "loss": x'),
     ("def loss(a, b, c, d): return a", "loss", "a loss is one number, not a tensor of shape (4, 6)"),
 ]
 
@@ -332,56 +259,18 @@ def test_what_cannot_be_called_is_one_line(lines, name, expected, ask):
     assert code == 2 and expected in text and text.count("\n") == 1, text
 
 
-@pytest.mark.parametrize(
-    "flags, expected", [("", "--algorithm is needed"), ("--algorithm dpo", "'dpo'")]
-)
-def test_a_usage_error_is_one_line_with_the_name_of_the_program(flags, expected, ask):
-    code, text = ask(DAPO, flags)
-    assert code == 2 and text.startswith("check.py: ") and expected in text
-    assert text.count("\n") == 1, text
-
-
-def test_every_flag_has_a_help_text(ask):
-    code, text = ask(DAPO, "--help")
-    listed = text[text.index("options:") :]
-    assert code == 0 and "--allow-nan" in listed
-    assert not re.search(r"^  --\S+( \S+)?$\n(?!   )", listed, re.MULTILINE), listed
-
-
-@pytest.mark.parametrize("algorithm, what", [("grpo", "advantages"), ("ppo", "gae")])
-def test_functions_that_are_no_losses(algorithm, what, ask):
-    lines = f"from {algorithm} import compute_{what} as found"
-    code, text = ask(lines, f"--algorithm {algorithm} --what {what}", name="found")
+def test_a_function_that_is_no_loss(ask):
+    code, text = ask("from ppo import compute_gae", "--algorithm ppo --what gae", name="compute_gae")
     assert code == 0 and "DIFFERS" not in text
 
 
-# ----------------------------------------------------------------------- pytest, ways in, the package
-
-
-def test_no_import_runs_in_a_circle():
-    imports = {}
-    for path in PACKAGE.glob("*.py"):
-        text = path.read_text()
-        names = re.findall(r"^from rl_loss_vectors\.(\w+) import", text, re.MULTILINE)
-        for line in re.findall("^from rl_loss_vectors import (.*)", text, re.MULTILINE):
-            names += line.split(", ")
-        imports[path.stem] = names
-    assert "vectors" in imports["doctor"]
-    graphlib.TopologicalSorter(imports).prepare()  # an error if there is a circle
+# ------------------------------------------------------------- in pytest, as a process, as a package
 
 
 def run(*command, **options):
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'conformance'}"}
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "conformance")}
     command = [sys.executable, *map(str, command)]
     return subprocess.run(command, env=env, capture_output=True, text=True, **options)
-
-
-def test_the_clone_and_the_package_say_the_same():
-    ways = (["conformance/check.py"], ["-m", "rl_loss_vectors"])
-    flags = ("grpo.py:policy_loss", "--algorithm", "grpo")
-    one, other = (run(*way, *flags, cwd=ROOT) for way in ways)
-    assert one.stdout == other.stdout and one.returncode == other.returncode == 0
-    assert one.stdout.endswith("17 of 17 applicable cases agree, 0 not tested\nhealthy\n")
 
 
 def test_the_cases_of_a_pytest_suite():
@@ -403,11 +292,9 @@ def test_the_three_examples_of_the_readme(tmp_path):
     """The loss gets the diagnosis that is printed there, also in pytest, and the reader reads."""
     for name, text in re.findall(r"```python\n(?:# (\S+)\n)?(.*?)```", README, re.DOTALL):
         (tmp_path / (name or "read.py")).write_text(text)
-        assert len(text.strip().splitlines()) <= 10
-    (tmp_path / "rl_loss_vectors").symlink_to(PACKAGE)
     (diagnosis,) = re.findall(r"^mistake: .*", README, re.MULTILINE)
     for arguments, code in (
-        ("-m rl_loss_vectors mine.py:loss --algorithm grpo", 1),
+        (f"{ROOT}/conformance/check.py mine.py:loss --algorithm grpo", 1),
         ("-m pytest -p no:cacheprovider test_mine.py", 1),
         ("read.py", 0),
     ):
@@ -418,15 +305,12 @@ def test_the_three_examples_of_the_readme(tmp_path):
 
 @pytest.mark.extras
 def test_the_package(tmp_path, monkeypatch):
-    """Installed from a clone, which stays as it was; the vectors have the form of their schema."""
-    source = tmp_path / "conformance"
-    shutil.copytree(ROOT / "conformance", source, ignore=shutil.ignore_patterns("__pycache__"))
-    before = sorted(source.rglob("*"))
+    """Installed from a copy; the vectors have the form of their schema."""
+    source = shutil.copytree(ROOT / "conformance", tmp_path / "conformance")
     install = ["-m", "pip", "install", "--quiet", "--target"]
     for folder, what in (("site", ["--no-deps", source]), ("tools", ["jsonschema"])):
         result = run(*install, tmp_path / folder, *what)
         assert result.returncode == 0, result.stderr
-    assert sorted(source.rglob("*")) == before
     package = tmp_path / "site" / "rl_loss_vectors"
     assert (package / "vectors.json").read_text() == make.FILE.read_text()
     monkeypatch.syspath_prepend(tmp_path / "tools")

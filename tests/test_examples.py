@@ -22,24 +22,18 @@ B = 16
 T = 9
 
 
-def run_example(name, *arguments, **options):
-    command = [sys.executable, ROOT / "examples" / f"{name}.py", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, **options)
-
-
 # --------------------------------------------------------------------------- data, models and rewards
 
 
 def test_run_own_dataset(tmp_path):
-    """The scripts read all rows, and each sum has its answer. Without a path it says how to run it."""
-    run_example("own_dataset", tmp_path / "sums.jsonl", check=True)
+    """The scripts read all rows, and each sum has its answer."""
+    command = [sys.executable, "examples/own_dataset.py", tmp_path / "sums.jsonl"]
+    subprocess.run(command, cwd=ROOT, check=True)
     rows = list(read_dataset(script_args("grpo", dataset=str(tmp_path / "sums.jsonl"))[1]))
-    assert len(rows) == 4000 and len({row["question"][-1]["content"] for row in rows}) == 4000
+    assert len(rows) == 4000
     for row in rows:
         a, b = row["question"][-1]["content"].split(" + ")
         assert int(a) + int(b) == int(row["answer"])
-    result = run_example("own_dataset")
-    assert result.returncode > 0 and "python examples/own_dataset.py" in result.stderr
 
 
 @pytest.mark.extras
@@ -52,42 +46,31 @@ def test_algebra_is_left_to_math_verify():
     for gold, found in [("x^2+x", "x^2"), ("(1,2)", "(2,1)"), ("5", "9**9**9**9"), ("5", "{{{")]:
         assert grade(f"so \nAnswer: {found}", gold, False) == (0.0, "wrong")
     assert grade("0.5", "0.5", False) == (0.0, "no_answer")
-    assert load_grader(script_args("grpo", reward=["examples/algebra.py:grade"])[1])
 
 
 TRL_REWARDS = """
-from trl.rewards import accuracy_reward, think_format_reward, get_soft_overlong_punishment
+from trl.rewards import accuracy_reward, get_soft_overlong_punishment
 overlong = get_soft_overlong_punishment(max_completion_len=20, soft_punish_cache=8)
 """
 
 
 @pytest.mark.extras
 def test_rewards_of_trl_work_as_they_are(tmp_path):
-    """Each value is what TRL's function gives if it is called by hand."""
-    from trl.rewards import accuracy_reward, think_format_reward
-
     (tmp_path / "mine.py").write_text(TRL_REWARDS)
-    names = ("accuracy_reward", "think_format_reward", "overlong")
-    files = [f"{tmp_path}/mine.py:{name}" for name in names]
-    grade = load_grader(script_args("grpo", reward=files, reward_weights=[1.0, 0.2, 1.0])[1])
+    files = [f"{tmp_path}/mine.py:{name}" for name in ("accuracy_reward", "overlong")]
+    grade = load_grader(script_args("grpo", reward=files)[1])
     question = [{"role": "user", "content": "How much is a half?"}]
     rows = [  # solution, completion, its length
-        (r"\frac{1}{2}", "<think>\nx\n</think>\nIt is \\boxed{0.5}", 12),
+        (r"\frac{1}{2}", r"It is \boxed{0.5}", 12),
         (r"\frac{1}{2}", r"It is \boxed{0.25}", 16),
-        (r"", r"It is \boxed{0.5}", 30),
+        ("", r"It is \boxed{0.5}", 30),  # accuracy None, which is 0
     ]
     completions = []
     for solution, text, length in rows:
         problem = Problem("", "", [], {"solution": solution, "prompts": question})
         completions.append(Completion(problem, [3] * length, [], text=text))
     graded = grade(completions)
-    messages = [[{"role": "assistant", "content": text}] for _, text, _ in rows]
-    accuracies = accuracy_reward(messages, [solution for solution, *_ in rows])
-    formats = think_format_reward(messages)
-    assert accuracies == [1.0, 0.0, None] and formats == [1.0, 0.0, 0.0]
-    expected = zip([1.0, 0.0, 0.0], formats, [0.0, -0.5, -1.0], strict=True)  # None is 0
-    assert [tuple(c.rewards.values()) for c in graded] == list(expected)
-    assert [c.reward for c in graded] == pytest.approx([1.2, -0.5, -1.0])
+    assert [tuple(c.rewards.values()) for c in graded] == [(1.0, 0.0), (0.0, -0.5), (0.0, -1.0)]
     assert [c.verdict for c in graded] == ["correct", "wrong", "wrong"]
 
 
@@ -119,48 +102,9 @@ def test_what_the_doctor_says_of_trl(name, section, expected):
     assert diagnosis == expected
 
 
-@pytest.mark.extras
-def test_trl_gets_the_advantages_of_the_script(monkeypatch):
-    """Each process gets its part of the advantages of all rewards."""
-    from examples import trl_trainer
-
-    rewards = torch.tensor([[1.0], [0.0], [1.0], [1.0], [0.5], [0.5], [0.5], [0.5]])
-
-    def generate(trainer, inputs):
-        trainer._calculate_rewards(inputs)
-        return {"advantages": "theirs", "more": 1}
-
-    parent = trl_trainer.GRPOTrainer
-    monkeypatch.setattr(parent, "_calculate_rewards", lambda *args: rewards)
-    monkeypatch.setattr(parent, "_generate_and_score_completions", generate)
-    module, _ = script_args("dr_grpo")
-    found = []
-    for rank in range(2):
-        trainer = object.__new__(trl_trainer.PluggedTrainer)
-        trainer.script = module
-        trainer.num_generations = 4
-        trainer.accelerator = types.SimpleNamespace(process_index=rank)
-        output = trainer._generate_and_score_completions([None] * 4)
-        assert output["more"] == 1
-        found.append(output["advantages"])
-    assert torch.equal(torch.cat(found), module.compute_advantages(rewards.view(2, 4)).flatten())
-
-
-@pytest.mark.extras
-def test_another_trl_is_refused_in_one_line(monkeypatch):
-    from examples import trl_trainer
-
-    assert f"trl=={trl_trainer.TRL}\n" in (ROOT / "examples" / "requirements.txt").read_text()
-    monkeypatch.setattr(importlib.metadata, "version", lambda package: "1.15.0")
-    with pytest.raises(SystemExit, match=f"^[^\n]*not 1.15.0: pip install trl=={trl_trainer.TRL}$"):
-        trl_trainer.main([])
-
-
 REFUSED = {  # flags: the one that TRL would drop in silence
     "--lr 1e-6": "lr",  # of the scripts
     "--loss-type dapo": "loss_type",  # of TRL
-    "--algorithm dapo --overlong filter": "overlong",
-    "--kl_coef 0 --kl_is_corrected": "kl_is_corrected",
 }
 
 
@@ -209,11 +153,11 @@ VERL = {  # the actor's settings that match the scripts, as the example's header
 def verl_losses(monkeypatch):
     """{name: loss}, as the example registers them."""
     registered = {}
-    module = types.ModuleType("core_algos")
+    module = types.ModuleType("verl.trainer.ppo.core_algos")
     module.register_policy_loss = lambda name: lambda loss: registered.setdefault(name, loss)
     for package in ("verl", "verl.trainer", "verl.trainer.ppo"):
         monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
-    monkeypatch.setitem(sys.modules, "verl.trainer.ppo.core_algos", module)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.syspath_prepend(ROOT)
     importlib.import_module("examples.verl_losses")
     del sys.modules["examples.verl_losses"]  # the next test has its own stand-ins
@@ -252,8 +196,7 @@ def test_a_step_in_verl_is_the_scripts(name, verl_losses):
     value = 0.0
     for rows in torch.arange(B).chunk(8):
         tensors = [x[rows] for x in (old_BT, new_BT, advantages_BT, mask_BT)]
-        share, metrics = verl_losses[f"nine_{name}"](*tensors, "token-mean", config)
-        assert all(isinstance(metric, float) for metric in metrics.values())
+        share, _ = verl_losses[f"nine_{name}"](*tensors, "token-mean", config)
         value += share / 2
     (gradient,) = torch.autograd.grad(value, new_BT)
     keywords = {"max_new_tokens": T} if name == "dr_grpo" else {}
@@ -266,7 +209,6 @@ def test_a_step_in_verl_is_the_scripts(name, verl_losses):
 
 
 def test_what_verl_cannot_give_is_refused(verl_losses):
-    assert set(verl_losses) == {f"nine_{name}" for name in VERL}
     batch = make_batch("grpo")
     with pytest.raises(ValueError, match="loss_scale_factor"):
         verl_losses["nine_dr_grpo"](*batch, config=verl_config())
@@ -276,11 +218,10 @@ def test_what_verl_cannot_give_is_refused(verl_losses):
         verl_losses["nine_gmpo"](*batch, config=verl_config(clip_ratio_low=0.3))
 
 
-@pytest.mark.parametrize("name", sorted(set(VERL) - {"dr_grpo", "gmpo"}))
-def test_weights_of_verl_are_factors_of_the_tokens(name, verl_losses):
+def test_weights_of_verl_are_factors_of_the_tokens(verl_losses):
     """With the weight 2 for all tokens, the loss is twice as large."""
-    batch = make_batch(name)
-    loss = verl_losses[f"nine_{name}"]
+    batch = make_batch("grpo")
+    loss = verl_losses["nine_grpo"]
     plain, _ = loss(*batch, config=verl_config())
     doubled, _ = loss(*batch, config=verl_config(), rollout_is_weights=torch.full((B, T), 2.0))
     assert doubled.item() == pytest.approx(2 * plain.item(), abs=1e-12)

@@ -9,13 +9,12 @@ import pytest
 import torch
 from conftest import metrics, run, script_args
 from test_sampler import MIXED, batch_of_ids, problems_of
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import common
 import rspo
-from common import collate, load_policy, record_old_policy, reference_logprobs, rollout_weights
+from common import collate, record_old_policy, reference_logprobs, rollout_weights
 from common import sample, token_logprobs
-from plumbing.errors import UserError
 from plumbing.metrics import Meter, correction_stats, router_stats
 from plumbing.policy import Policy
 
@@ -41,18 +40,8 @@ def test_one_weight_per_completion_is_that_of_its_geometric_mean(rule, expected)
     torch.testing.assert_close(rho_BT, log_rho.exp())
 
 
-def test_a_cap_is_compared_with_the_product_before_it_is_clamped():
-    """e^25 is above a cap of 1e9, though e^20, to which the product is clamped, is not."""
-    sampler = torch.tensor([[-12.5, -12.5], [-10.25, -10.25]])
-    mask = torch.ones(2, 2, dtype=torch.bool)
-    for rule, above in (("sequence_mis", 0.0), ("sequence_tis", 1e9)):
-        weights, _ = rollout_weights(torch.zeros(2, 2), sampler, mask, rule=rule, cap=1e9)
-        assert weights.tolist() == [[above], [pytest.approx(math.exp(20))]]
-
-
 def test_statistics_of_the_mismatch_and_the_weights():
-    """By hand; of nothing they are 0. Equal weights have the full effective size however small they
-    are, and a small mismatch is no rounding noise in float32."""
+    """By hand; of nothing they are 0."""
     args = SimpleNamespace(rollout_correction="token_tis", old_logprobs="trainer")
     batch = SimpleNamespace(
         old_logprobs_BT=torch.tensor([[0.2, -0.4], [0.1, math.nan]]),
@@ -68,11 +57,6 @@ def test_statistics_of_the_mismatch_and_the_weights():
             "weight_effective_size": 1.5**2 / (3 * 1.25),
         }
     )
-    batch.correction_weights = torch.full((2, 1), 1e-7)
-    batch.old_logprobs_BT = torch.full((2, 2), 1e-4)
-    stats = correction_stats(batch, args)
-    assert stats["weight_effective_size"].item() == pytest.approx(1)
-    assert stats["sampler_kl"].item() == pytest.approx(1e-8 / 2, rel=1e-3)
     batch.mask_BT = torch.zeros_like(batch.mask_BT)
     assert all(value == 0 for value in correction_stats(batch, args).values())
 
@@ -124,15 +108,11 @@ def test_the_aux_loss_stays_live(tiny_policy, batch):
     torch.testing.assert_close(replayed.aux_loss, live.aux_loss)
 
 
-@pytest.mark.parametrize("rollout_batch_size, compact_every", [(0, 1), (4, 7)])
-def test_the_sampler_notes_what_the_training_forward_would_choose(
-    tiny_policy, rollout_batch_size, compact_every, monkeypatch
-):
+def test_the_sampler_notes_what_the_training_forward_would_choose(tiny_policy, monkeypatch):
     """R3 = R2 where the sampler routes as the trainer: prompts of different lengths, rows that leave
     the batch, every position but the last token's, in the order of the top-k."""
-    flags = {"routing_replay": "r3", "rollout_batch_size": rollout_batch_size}
-    _, args = script_args("grpo", **flags)
-    monkeypatch.setitem(common.COMPACT_EVERY, "cpu", compact_every)
+    _, args = script_args("grpo", routing_replay="r3", rollout_batch_size=4)
+    monkeypatch.setitem(common.COMPACT_EVERY, "cpu", 7)
     noise = torch.Generator().manual_seed(0)
     completions = sample(tiny_policy, problems_of(tiny_policy, *MIXED), 4, args, noise)
     assert len({len(c.ids) for c in completions}) > 3
@@ -183,26 +163,14 @@ def test_active_experts_are_the_replayed_ones_where_they_are_known(tiny_policy, 
             assert active_BTLK[b, t, layer].tolist() == expected.tolist()
 
 
-def test_a_dense_model_has_no_experts_to_replay(tiny_model, tmp_path):
-    sizes = dict(vocab_size=40, hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
-    dense = LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=32))
-    for part in (dense, tiny_model[1]):
-        part.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="--routing_replay .*: it is dense"):
-        load_policy(script_args("grpo", model=str(tmp_path), routing_replay="r2")[1])
-
-
 def test_numbers_of_experts_fit_their_integers():
     """int8 ends at 127."""
     sizes = dict(vocab_size=17, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
     sizes |= dict(num_key_value_heads=1, head_dim=8, moe_intermediate_size=16, pad_token_id=0)
-    config = Qwen3MoeConfig(**sizes, num_experts=130, num_experts_per_tok=2)
+    config = Qwen3MoeConfig(**sizes, num_experts=200, num_experts_per_tok=190)
     policy = Policy(Qwen3MoeForCausalLM(config).eval(), tokenizer=None)
-    batch = batch_of_ids([([3, 4], [5, 6])])
-    batch.replayed_experts_BSLK = torch.tensor([128, 129]).expand(1, 4, 1, 2).to(torch.int16)
-    own_BTLK = token_logprobs(policy, batch, 1.0).experts_BTLK
-    assert policy.routers.can_replay and (own_BTLK >= 0).all()
-    assert (batch.active_experts(own_BTLK) == torch.tensor([128, 129])).all()
+    own_BTLK = token_logprobs(policy, batch_of_ids([([3, 4], [5, 6])]), 1.0).experts_BTLK
+    assert own_BTLK.min() >= 0 and own_BTLK.max() > 127
 
 
 # ------------------------------------------------------------------------------------- statistics
@@ -238,20 +206,16 @@ def test_meter_weighs_and_keeps_extremes():
 
 # --------------------------------------------------------------------------------- whole runs
 
-SMALL = "--prompts_per_iteration 6 --max_new_tokens 16 --eval_every 0 --num_minibatches 2".split()
-GROUPS = [*SMALL, "--group_size", "4"]
-CORRECTED = "--rollout_correction geo_mask --kl_coef 0.04 --kl_is_corrected".split()
+GROUPS = """--prompts_per_iteration 6 --group_size 4 --max_new_tokens 16 --num_minibatches 2
+--eval_every 0""".split()
 
 
-@pytest.mark.parametrize(
-    "name, replay, flags",
-    [("ppo", "r2", SMALL), ("grpo", "r3", [*GROUPS, *CORRECTED])],
-)
-def test_run_old_and_current_policy_replay_the_same(name, replay, flags, tmp_path, reward_file):
+@pytest.mark.parametrize("replay", ["r2", "r3"])
+def test_run_old_and_current_policy_replay_the_same(replay, tmp_path, reward_file):
     # The model is a poor one, but it can learn to make its answers even in length.
     parity = reward_file('return (1.0, "correct") if len(text) % 2 == 0 else (0.0, "wrong")')
-    flags = [*flags, "--iterations", 2, "--rollout_dtype", "int4", "--routing_replay", replay]
-    result = run(name, *flags, "--reward", parity, "--run_dir", tmp_path, held_out=4)
+    flags = [*GROUPS, "--iterations", 2, "--rollout_dtype", "int4", "--routing_replay", replay]
+    result = run("grpo", *flags, "--reward", parity, "--run_dir", tmp_path, held_out=4)
     assert result.returncode == 0, result.stderr
     for line in metrics(tmp_path):
         assert line["losses/first_step_ratio_error_max"] == 0
@@ -273,8 +237,8 @@ def test_run_rspo_measures_gamma_on_the_experts_that_were_active(tmp_path, monke
     original = rspo.expert_logprobs
     monkeypatch.setattr(rspo, "sample", sample_and_make_up)
     monkeypatch.setattr(rspo, "expert_logprobs", expert_logprobs)
-    flags = [*GROUPS, "--iterations", 1, "--routing_replay", "r3", "--run_dir", tmp_path]
-    result = run("rspo", *flags, held_out=4)
+    flags = ["--iterations", 1, "--routing_replay", "r3", "--run_dir", tmp_path]
+    result = run("rspo", *GROUPS, *flags, held_out=4)
     assert result.returncode == 0, result.stderr
     assert len(measured) == 4  # two micro-batches, twice
     assert all((experts == torch.tensor([6, 7])).all() for experts in measured)

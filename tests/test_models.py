@@ -14,10 +14,8 @@ from test_architectures import new_model, one_sequence, save
 from transformers import AutoTokenizer
 from transformers.integrations import mxfp4
 
-import ppo
-from common import load_policy, load_problems, token_logprobs
-from more import vapo
-from plumbing.models import load_model, logits_of
+from common import load_policy, token_logprobs
+from plumbing.models import load_model
 from plumbing.policy import Policy
 
 
@@ -46,18 +44,7 @@ def test_a_hash_tells_weights_apart(tiny_model):
     assert Policy(model, None).weights_hash != before
 
 
-def test_a_copy_of_a_model_whose_forward_a_trainer_has_replaced_has_its_own_weights(tiny_model):
-    """The function that trainers put in its place calls the forward of the model it was made for."""
-    model = copy.deepcopy(tiny_model[0])
-    replaced = model.forward
-    model.forward = lambda *inputs, **named: replaced(*inputs, **named)
-    hidden = torch.randn(3, model.config.hidden_size)
-    expected = logits_of(tiny_model[0], hidden)
-    assert torch.equal(logits_of(copy.deepcopy(model), hidden), expected)
-
-
 def test_gradient_checkpointing_saves_memory():
-    """A copy of the model, as a reference is, has its own layers."""
     outputs = []
     saved = []
 
@@ -71,46 +58,7 @@ def test_gradient_checkpointing_saves_memory():
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             outputs.append(token_logprobs(policy, one_sequence(), 1.0).logprobs_BT)
     assert saved[1] < 0.7 * saved[0]
-    reference = policy.frozen_copy()
-    with torch.no_grad():
-        for weight in policy.parameters():
-            weight.add_(0.1)
-    outputs.append(token_logprobs(reference, one_sequence(), 1.0).logprobs_BT)
-    torch.testing.assert_close(outputs[1], outputs[0])
-    torch.testing.assert_close(outputs[2], outputs[0])
-
-
-@pytest.mark.parametrize("script", [ppo, vapo])
-def test_the_critic_packs_like_the_policy(script, tmp_path, sums, monkeypatch):
-    """Also if only the check in load_problems finds that it must not."""
-
-    class Reached(Exception):
-        pass
-
-    def load_and_find(args, policy):
-        policy.one_sequence_per_row = True
-        return load_problems(args, policy)
-
-    def trained_model(critic, dtype):
-        assert critic.one_sequence_per_row
-        raise Reached
-
-    monkeypatch.setattr(script, "load_problems", load_and_find)
-    monkeypatch.setattr(script, "TrainedModel", trained_model)
-    with pytest.raises(Reached):
-        script.main(script_args(script.__name__, dataset=str(sums), run_dir=str(tmp_path / "run"))[1])
-
-
-@pytest.mark.parametrize("given, expected", [(None, [1]), ("2", [])])
-def test_the_tiny_model_runs_on_one_thread(given, expected, monkeypatch):
-    """Unless OMP_NUM_THREADS is set: its operators are too small for more."""
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if given:
-        monkeypatch.setenv("OMP_NUM_THREADS", given)
-    counts = []
-    monkeypatch.setattr(torch, "set_num_threads", counts.append)
-    load_model(script_args("grpo")[1])
-    assert counts == expected
+    torch.testing.assert_close(*outputs)
 
 
 def test_weights_in_mxfp4_are_dequantized_where_there_are_kernels_for_them(tmp_path, monkeypatch):
@@ -138,20 +86,19 @@ def test_weights_in_mxfp4_are_dequantized_where_there_are_kernels_for_them(tmp_p
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
-QUERY = "model.layers.0.self_attn.q_proj.weight"
 
 
 def change_json(path, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def change_layers(folder, count):
-    change_json(folder / CONFIG, num_hidden_layers=count, layer_types=None)
+def add_a_layer(folder):
+    change_json(folder / CONFIG, num_hidden_layers=3, layer_types=None)
 
 
-def change_weights(folder, change):
+def spoil_a_weight(folder):
     weights = load_file(folder / WEIGHTS)
-    change(weights)
+    weights["model.norm.weight"].fill_(math.nan)
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
 
 
@@ -183,25 +130,11 @@ BAD_MODELS = {  # {what is wrong: (how a good folder becomes such a one, expecte
     "adapter": (lambda f: (f / "adapter_config.json").write_text("{}"), "is an adapter: merge it"),
     "no tokenizer": (remove_tokenizer, "no tokenizer"),
     "pickled weights": (pickle_weights, "cannot be used"),
-    "quantized": (
-        lambda f: change_json(f / CONFIG, quantization_config={"quant_method": "gptq"}),
-        "GPTQ",
-    ),
     "code": (add_code, "cannot be used"),
-    "more layers": (lambda f: change_layers(f, 3), "do not fit its config"),
-    "fewer layers": (lambda f: change_layers(f, 1), "do not fit its config"),
-    "few embeddings": (lambda f: new_model("llama", vocab_size=4).save_pretrained(f), "4 embeddings"),
+    "more layers": (add_a_layer, "do not fit its config"),
     "no EOS": (lambda f: set_eos(f, None), "EOS"),  # every completion would be truncated
     "EOS as text": (lambda f: set_eos(f, ["</s>"]), "EOS ids must be integers"),
-    # transformers would go on with random weights where these do not fit, and mutes its warning.
-    "another shape": (
-        lambda f: change_weights(f, lambda w: w.update({QUERY: w[QUERY].repeat(2, 1)})),
-        "cannot be used",
-    ),
-    "NaN": (
-        lambda f: change_weights(f, lambda w: w["model.norm.weight"].fill_(math.nan)),
-        "differ by nan",
-    ),
+    "NaN": (spoil_a_weight, "differ by nan"),
 }
 
 
@@ -225,8 +158,7 @@ def test_model_folders(how, tiny_model, tmp_path, sums):
     assert not (folder / "ran").exists()
 
 
-@pytest.mark.parametrize("name", ["nobody/nothing", "/nowhere/at/all"])
-def test_neither_a_folder_nor_on_the_hub(name, tmp_path, sums, monkeypatch):
+def test_neither_a_folder_nor_on_the_hub(tmp_path, sums, monkeypatch):
     """The hub is asked once: its library would try again for a minute, and print each attempt."""
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda *_: 1 / 0)
-    refused(name, tmp_path, sums, "is not a folder")
+    refused("nobody/nothing", tmp_path, sums, "is not a folder")

@@ -25,7 +25,7 @@ SIZES = {
 OTHERS = "--prompts_per_iteration 6 --group_size 4 --num_minibatches 2"
 
 
-def flags_of(name, folder, sums, size=6, iterations=3):
+def flags_of(name, folder, sums, size=6, iterations=2):
     """Micro-batches of 6 are one for each of two ranks. The loss that balances experts is a mean over
     its micro-batch: it is left out where there are more of them."""
     flags = [*SMALL.split(), *SIZES.get(name, OTHERS).split(), "--micro_batch_size", size]
@@ -115,36 +115,23 @@ def reward(text, answer, truncated):
 
 
 def test_each_completion_is_graded_once(one, tmp_path, sums):
-    """Not on every rank; both have a share. The run is that of one process."""
+    """By one of three ranks. Several micro-batches for each change only the order of a sum, also where
+    the number of ranks does not divide that of the held-out problems."""
     (tmp_path / "reward.py").write_text(COUNTED.format(folder=tmp_path))
     reward = ("--reward", f"{tmp_path}/reward.py:reward")
-    result = forked("grpo", *flags_of("grpo", tmp_path / "run", sums), *reward, world=2)
-    assert result.codes == [0, 0], result.stderr
-    same_bits(one("grpo"), outcome(tmp_path / "run"))
-    calls = [len(path.read_text()) for path in tmp_path.glob("calls-*")]
-    rollouts = 3 * 6 * 4
-    evaluations = 5 * (2 + 1 + 1 + 2)  # the first and the last of them also sampled
-    assert len(calls) == 2 and sum(calls) == rollouts + evaluations
-
-
-def test_ranks_and_micro_batches_change_only_the_order_of_a_sum(one, sums, tmp_path):
-    """Also where the number of ranks does not divide that of the held-out problems."""
-    result = forked("grpo", *flags_of("grpo", tmp_path, sums, size=2), world=3)
+    result = forked("grpo", *flags_of("grpo", tmp_path / "run", sums, size=2), *reward, world=3)
     assert result.codes == [0, 0, 0], result.stderr
-    close(one("grpo", size=2), outcome(tmp_path))
+    close(one("grpo", size=2), outcome(tmp_path / "run"))
+    calls = [len(path.read_text()) for path in tmp_path.glob("calls-*")]
+    rollouts = 2 * 6 * 4
+    evaluations = 5 * (2 + 1 + 2)  # the first and the last of them also sampled
+    assert len(calls) == 3 and sum(calls) == rollouts + evaluations
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "more",
-    [
-        "--rollout_dtype int4 --rollout_correction token_tis --routing_replay r3",
-        "--rollout_refresh_every 2 --rollout_correction geo_filter --routing_replay r2",
-    ],
-)
-def test_two_ranks_share_a_mismatch(more, tmp_path, sums):
+def test_two_ranks_share_a_mismatch(tmp_path, sums):
     """Weights of completions, and experts, are those of one process, up to rounding."""
-    more = [*more.split(), "--eval_samples", 2]
+    more = "--rollout_dtype int4 --rollout_correction token_tis --routing_replay r3".split()
     assert run("grpo", *flags_of("grpo", tmp_path / "1", sums), *more).returncode == 0
     result = forked("grpo", *flags_of("grpo", tmp_path / "2", sums), *more, world=2)
     assert result.codes == [0, 0], result.stderr
@@ -155,18 +142,15 @@ def test_two_ranks_share_a_mismatch(more, tmp_path, sums):
 
 
 def test_run_a_signal_to_one_rank_stops_all_and_resumed_it_is_exact(one, tmp_path, sums):
-    """After the iteration in which it comes, with a checkpoint of it; two ranks or one may go on. A
-    Ctrl-C comes twice, from the terminal and from torchrun."""
-    flags = flags_of("grpo", tmp_path, sums, iterations=3)
-    result = forked("grpo", *flags, world=2, rank=1, trouble=("two SIGINT", 2))
+    """After the iteration in which it comes, with a checkpoint of it. A Ctrl-C comes twice, from the
+    terminal and from torchrun."""
+    flags = flags_of("grpo", tmp_path, sums)
+    result = forked("grpo", *flags, world=2, rank=1, trouble=("two SIGINT", 1))
     assert result.codes == [130, 130] and result.stderr == ""
     assert result.stdout.count("saved; to continue: ") == 1
-    assert (tmp_path / "checkpoint-000002").exists()
-    resume = ("--resume", "--run_dir", tmp_path)
-    assert forked("grpo", *resume, world=2).codes == [0, 0]
+    assert (tmp_path / "checkpoint-000001").exists()
+    assert forked("grpo", "--resume", "--run_dir", tmp_path, world=2).codes == [0, 0]
     same_bits(one("grpo"), outcome(tmp_path))
-    assert run("grpo", *resume, "--iterations", 4).returncode == 0
-    assert [line["iteration"] for line in outcome(tmp_path)[2]] == [1, 2, 3, 4]
 
 
 def test_run_dapo_ends_early_on_all_ranks(tmp_path, sums, reward_file):
@@ -178,7 +162,6 @@ def test_run_dapo_ends_early_on_all_ranks(tmp_path, sums, reward_file):
 
 
 ENDS = {  # {what rank 1 does, the n-th time: (exit codes, what is printed)}; -15 is torchrun's doing
-    ("NaN", 0): ((2, -15), "grpo.py: error: iteration 1: loss is not finite"),
     ("bug", 2): ((-15, 1), "ZeroDivisionError: division by zero"),
     ("no shared folder", 0): ((2, -15), "not all processes can see its newest checkpoint"),
 }

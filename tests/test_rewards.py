@@ -2,15 +2,18 @@
 
 import itertools
 import json
+import multiprocessing
+import signal
 import sys
 
 import pytest
-from conftest import forked, run, script_args
+from conftest import run, script_args
 
 import grpo
 from common import Completion, Problem, load_grader
 from plumbing.errors import UserError
 from plumbing.metrics import rollout_summary
+from plumbing.run import Run
 
 SMALL = """--prompts_per_iteration 4 --group_size 4 --max_new_tokens 8 --num_minibatches 2
 --iterations 1""".split()
@@ -84,13 +87,10 @@ def test_functions_of_lists_and_of_one(prompt, tmp_path):
 VALUES = [  # what a function of (text, answer, truncated) returns, reward, verdicts of "2" and "40"
     ("True", 1.0, "correct", "correct"),
     ("not truncated", 1.0, "correct", "truncated"),
-    ("0.5", 0.5, "wrong", "truncated"),
     ("None", 0.0, "wrong", "truncated"),
     ("(1, 'no_answer')", 1.0, "no_answer", "no_answer"),
     ("torch.tensor([0.25])", 0.25, "wrong", "truncated"),
     ("numpy.bool_(True)", 1.0, "correct", "correct"),
-    ("(numpy.array(0.5), 'correct')", 0.5, "correct", "correct"),
-    ("decimal.Decimal('1e9')", 1e9, "correct", "correct"),
 ]
 
 
@@ -99,7 +99,7 @@ def test_values(value, reward, verdict, cut_verdict, tmp_path):
     """A float is made of whatever can be one; above 0.5 is correct, unless there is a verdict."""
     path = write(
         tmp_path,
-        "import decimal, numpy, torch\n"
+        "import numpy, torch\n"
         f"def one(text, truncated): return {value}\n"
         f"async def later(text, truncated): return {value}\n"
         f"def lists(completions, truncated=False): return iter([{value}] * 5)\n",
@@ -110,16 +110,13 @@ def test_values(value, reward, verdict, cut_verdict, tmp_path):
         assert last.verdict == cut_verdict or (name, value) == ("lists", "not truncated")
 
 
-BAD_VALUES = """'high' | b'1' | 1j | 10**400 | 1.1e9 | float('nan') | [1.0] | torch.ones(2) | (1.0,)
- | (1.0, 'perfect') | ('1', 'correct')"""
-BAD = [("text", value, "not ") for value in BAD_VALUES.split(" | ")]
-BAD += [("text", "[0.5]", "not [0.5]"), ("completions", "0.5", ""), ("completions", "'wrong'", "'w'")]
-BAD += [("completions", "[1.0] * 4", "4 values for 5 completions")]
+BAD = [("text", value, "not ") for value in ("'1'", "1.1e9", "float('nan')", "(1.0, 'perfect')")]
+BAD += [("completions", "0.5", ""), ("completions", "[1.0] * 4", "4 values for 5 completions")]
 
 
 @pytest.mark.parametrize("parameter, value, expected", BAD)
 def test_values_that_are_no_numbers(parameter, value, expected, tmp_path):
-    path = write(tmp_path, f"import torch\ndef f({parameter}): return {value}")
+    path = write(tmp_path, f"def f({parameter}): return {value}")
     with pytest.raises(UserError, match="^--reward .*:f must return a number up to a bi") as error:
         graded(path)
     assert expected in str(error.value.__cause__)
@@ -139,17 +136,14 @@ async def one(text):
     await asyncio.sleep(0.01)
     running -= 1
     return len(text)
-
-async def many(completions, **columns):
-    return await asyncio.gather(*map(one, completions))
 """
 
 
 def test_async_functions_share_a_loop(tmp_path):
     """Calls for one completion run at the same time."""
     path = write(tmp_path, ASYNC)
-    for name in ("one", "many", "one"):
-        assert [c.reward for c in graded(path, name)] == list(map(len, TEXTS))
+    for _ in range(2):
+        assert [c.reward for c in graded(path, "one")] == list(map(len, TEXTS))
     module = sys.modules[path.stem]
     assert len(module.loops) == 1 and module.most == 5
 
@@ -161,35 +155,31 @@ def length(text):
     return len(text)
 
 def f(completions):
-    with multiprocessing.get_context({way!r}).Pool(2) as pool:  # which ends its processes by SIGTERM
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
         return pool.map(length, completions)
 """
 
 
-@pytest.mark.parametrize("way", ["fork", "spawn"])
-def test_run_a_pool_of_processes(way, tmp_path):
-    """Its processes find the functions; those forked from the run do not answer a signal as it does."""
-    path = write(tmp_path, POOL.format(way=way))
-    flags = (*SMALL, "--reward", f"{path}:f", "--run_dir", tmp_path / "run")
-    if way == "fork":
-        result = forked("grpo", *flags, "--num_held_out", 8)
-        assert result.codes == [0] and "stopping" not in result.stdout + result.stderr, result.stderr
-    assert [c.reward for c in graded(path)] == list(map(len, TEXTS))
+def test_a_pool_of_processes_finds_the_function(tmp_path):
+    assert [c.reward for c in graded(write(tmp_path, POOL))] == list(map(len, TEXTS))
+
+
+def test_forked_processes_do_not_answer_a_signal_as_the_run_does(monkeypatch):
+    monkeypatch.setattr(Run, "answers_signals", True)
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert pool.apply(signal.getsignal, [signal.SIGINT]) == signal.SIG_IGN
+        assert pool.apply(signal.getsignal, [signal.SIGTERM]) == signal.SIG_DFL
 
 
 VERL = "not of (data_source, solution_str, ground_truth). verl's solution_str is text here"
 BAD_FILES = [  # name, content, what is said of it
     ("rw_a.py", None, "cannot be loaded: FileNotFoundError"),
     ("rw_b.py", "", "cannot be loaded: AttributeError"),
-    ("rw_c.py", "1 / 0", "cannot be loaded: ZeroDivisionError"),
     ("rw_d.py", "exit()", "cannot be loaded: SystemExit"),
     ("rw_e.py", "f = 0.5", "0.5 is not a callable object"),
     ("rw_f.py", "def f(data_source, solution_str, ground_truth): pass", VERL),
     ("rw_g.py", "def f(text, answer, truncated, tokenizer): pass", "not of (text, answer, truncated"),
-    ("rw_h.py", "def f(*args, **kwargs): pass", "not of ()"),
-    ("common.py", "", "rename common.py"),
     ("json.py", "", "rename json.py"),
-    ("rw.v2.py", "", "rename rw.v2.py"),
 ]
 
 
@@ -205,17 +195,14 @@ def test_files_without_such_a_function(name, source, expected, tmp_path, monkeyp
 
 
 def test_a_file_its_neighbors_and_another_of_its_name(tmp_path, monkeypatch):
-    """By a relative path, through a link, with a space in its name."""
     path = write(tmp_path, "import rw_neighbor\ndef f(text): return rw_neighbor.value")
     (tmp_path / "rw_neighbor.py").write_text("value = 7")
-    (tmp_path / "links").mkdir()
-    (tmp_path / "links" / "my reward.py").symlink_to(path)
     monkeypatch.chdir(tmp_path)
-    for name in (path.name, "links/my reward.py"):
-        assert graded(name)[0].reward == 7
-    (tmp_path / "links" / path.name).write_text("def f(text): return 2")
+    assert graded(path.name)[0].reward == 7
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / path.name).write_text("def f(text): return 2")
     with pytest.raises(UserError, match="cannot be loaded"):
-        load(f"links/{path.name}:f")
+        load(f"other/{path.name}:f")
 
 
 def test_run_a_function_that_exits_or_has_a_bug(tmp_path):
@@ -232,7 +219,6 @@ def test_run_a_function_that_exits_or_has_a_bug(tmp_path):
 NEEDS = [  # parameters, what is said; the dataset has the columns question and level
     ("completions, level, difficulty=None, **rest", None),
     ("completions, trainer_state, **rest", "needs trainer_state, but the columns of --dataset are que"),
-    ("prompts, answer", "needs answer, but"),
     ("text", "20 without a gold answer"),
 ]
 
@@ -251,6 +237,4 @@ def test_run_without_a_gold_answer(parameters, expected, tmp_path, monkeypatch):
         return
     assert run("grpo", *SMALL, *flags, held_out=8).returncode == 0
     metrics = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
-    mean = metrics[f"rollout/reward_mean_{path.stem}.f"]
-    assert metrics["rollout/reward_mean"] == pytest.approx(mean) and mean > 0
-    assert metrics["eval/accuracy"] > 0  # of levels above 10
+    assert metrics["rollout/reward_mean"] > 0 and metrics["eval/accuracy"] > 0  # of levels above 10

@@ -1,8 +1,6 @@
 """Run folders, checkpoints and streams: a folder that is in use, damaged or has other settings is
 refused in one line and stays as it is; a full disk loses nothing."""
 
-import contextlib
-import io
 import json
 import os
 import resource
@@ -17,7 +15,6 @@ from test_bad_input import SMALL, completes, refused
 
 import grpo
 from plumbing.args import UserError, launch
-from plumbing.screen import progress_line, results_text
 
 STATE = "trainer_state.pt"
 
@@ -68,7 +65,6 @@ class Trap:
 DAMAGE = {  # {what is wrong: how a checkpoint becomes such a one}
     "truncated state": lambda checkpoint: os.truncate(checkpoint / STATE, 100),
     "code in the state": lambda checkpoint: torch.save(Trap(checkpoint / "ran"), checkpoint / STATE),
-    "truncated weights": lambda checkpoint: os.truncate(checkpoint / "model.safetensors", 1000),
 }
 
 
@@ -76,11 +72,10 @@ DAMAGE = {  # {what is wrong: how a checkpoint becomes such a one}
 def test_damaged_checkpoints(how, folder):
     (checkpoint,) = folder.glob("checkpoint-*")
     DAMAGE[how](checkpoint)
-    logs = [(folder / name).read_bytes() for name in ("metrics.jsonl", "samples.jsonl")]
+    before = metrics(folder)
     expected = f"--resume: {checkpoint} cannot be read"
     refused("grpo", *resume(folder, "--iterations", 2), expected=expected)
-    assert logs == [(folder / name).read_bytes() for name in ("metrics.jsonl", "samples.jsonl")]
-    assert not (checkpoint / "ran").exists()
+    assert metrics(folder) == before and not (checkpoint / "ran").exists()
 
 
 def test_run_files_and_copies_of_the_user(folder):
@@ -179,23 +174,17 @@ def test_run_a_second_process(tmp_path, sums):
 # ------------------------------------------------------------------------------ streams and the screen
 
 
-@pytest.mark.parametrize("stdout_is", ["closed", "full"])
-def test_run_goes_on_when_nothing_can_be_printed(stdout_is, tmp_path, sums):
-    """As after `| head`, and on a full disk."""
+def test_run_goes_on_when_nothing_can_be_printed(tmp_path, sums):
+    """As after `| head`."""
     flags = (*SMALL, "--dataset", sums, "--num_held_out", 8, "--run_dir", tmp_path)
-    result = forked("grpo", *flags, stdout_is=stdout_is)
+    result = forked("grpo", *flags, stdout_is_closed=True)
     assert (result.codes, result.stdout, result.stderr) == ([0], "", "")
     assert iterations(tmp_path) == [1] and (tmp_path / "checkpoint-000001").exists()
 
 
 def test_what_is_one_line(monkeypatch, capsys, tmp_path):
-    """A UserError with its cause, and memory that is not there; a bug keeps its traceback. An ASCII
-    terminal gets codes of letters that it cannot show."""
+    """A UserError with its cause, and memory that is not there; a bug keeps its traceback."""
     monkeypatch.setattr(sys, "argv", ["grpo.py", "--run_dir", str(tmp_path)])
-    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    with contextlib.redirect_stdout(terminal):
-        launch(lambda args: print("Wie groß?"), grpo.Args)
-    assert terminal.buffer.getvalue() == b"Wie gro\\xdf?\n"
 
     def printed(error, cause):
         def main(args):
@@ -216,22 +205,3 @@ def test_what_is_one_line(monkeypatch, capsys, tmp_path):
         assert len(line.splitlines()) == 1
     with pytest.raises(ZeroDivisionError):
         printed(ZeroDivisionError(), None)
-
-
-def test_what_a_run_prints_fits_80_columns():
-    """With long names, long completions, and pass@k for the sampled ones alone."""
-    greedy = {"accuracy": 0.25, "response_len_mean": 16384.0, "reward_mean_my_rewards.format": -1.5}
-    before = {"greedy": greedy, "sampled": greedy | {"pass@1": 0.5}, "examples": [["1+1=", "2", "3"]]}
-    after = before | {"examples": [["1+1=", "2", "4"]]}
-    lines = results_text(before, after).splitlines()
-    assert max(len(line) for line in lines) <= 80
-    title, _, length, _, pass_at_1, _, *example = lines
-    assert title.split() == "held-out problems greedy before after sampled before after".split()
-    assert length.split() == ["response_len_mean", *["16384.0"] * 4]
-    assert pass_at_1.split() == ["pass@1", "0.500", "0.500"]
-    assert pass_at_1.index("0.500") > title.index("sampled")
-    assert example == ["1+1=   (sampled; the answer is 2)", "  before: 3", "  after:  4"]
-    metrics = {"iteration": 999_999, "rollout/reward_mean": -1234.5, "losses/clipfrac_low": 0.01}
-    metrics |= {"losses/clipfrac_high": 0.02, "eval/accuracy": 0.5}
-    line = progress_line(metrics)
-    assert line.split() == ["999999", "-1234.500", "3.00%", "0.500"] and len(line) <= 80

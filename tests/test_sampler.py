@@ -65,17 +65,14 @@ def policy_with_learned_positions(tokenizer):
     return Policy(GPT2LMHeadModel(config).eval(), tokenizer)
 
 
-@pytest.mark.parametrize("kind", ["rotary", "learned positions", "rows stay for a while"])
-def test_sampler_slow_loop_and_training_forward_agree(kind, tiny_policy, monkeypatch):
+@pytest.mark.parametrize("positions", ["rotary", "learned"])
+def test_sampler_slow_loop_and_training_forward_agree(positions, tiny_policy):
     """The same noise gives the same tokens one by one, without cache, padding or neighbors, from the
     full distribution, whatever the generation config says; all three give the same log-probs. Each EOS
-    id ends a completion; a pad that shares one masks nothing away. On a GPU finished rows run on for a
-    while."""
+    id ends a completion; a pad that shares one masks nothing away."""
     policy = copy.deepcopy(tiny_policy)
-    if kind == "learned positions":
+    if positions == "learned":
         policy = policy_with_learned_positions(tiny_policy.tokenizer)
-    if kind == "rows stay for a while":
-        monkeypatch.setitem(common.COMPACT_EVERY, "cpu", 7)
     tokenizer = copy.deepcopy(tiny_policy.tokenizer)
     tokenizer.pad_token = tokenizer.eos_token
     policy.tokenizer = tokenizer
@@ -117,9 +114,10 @@ SIZES = {
 }
 
 
-def test_completions_do_not_depend_on_the_rollout_batch_size(tiny_policy, monkeypatch):
-    """It is memory, not results: a prompt would get another one's noise, or a group come apart. Nor do
-    evaluations, whose noise is always the same."""
+def test_completions_and_evaluations_do_not_depend_on_the_rollout_batch_size(tiny_policy, monkeypatch):
+    """It is memory, not results: a prompt would get another one's noise, or a group come apart. The
+    noise of evaluations is always the same, and is not that of training."""
+    global_noise = torch.get_rng_state()
     counts = []
     sample_batch = common.sample_batch
 
@@ -147,6 +145,7 @@ def test_completions_do_not_depend_on_the_rollout_batch_size(tiny_policy, monkey
     assert len({tuple(c.ids) for c in results[0]}) > 10
     assert all(evaluation == evaluations[0] for evaluation in evaluations)
     assert evaluations[0]["greedy"] != evaluations[0]["sampled"]
+    assert torch.equal(torch.get_rng_state(), global_noise)
 
 
 def test_every_epoch_is_a_permutation_and_position_is_all_the_state():
@@ -194,9 +193,7 @@ def test_a_part_of_a_batch_is_a_view_of_every_tensor():
     assert batch[2:5].returns_BT is None
 
 
-@pytest.mark.parametrize(
-    "world, count, size", [(1, 4, 0), (1, 30, 5), (2, 4, 2), (3, 30, 1), (3, 7, 5)]
-)
+@pytest.mark.parametrize("world, count, size", [(1, 4, 0), (2, 4, 2), (3, 30, 1)])
 def test_minibatches_tile_the_rollout_and_micro_batches_their_rows(world, count, size, monkeypatch):
     """In their order, each row once in an epoch, and in one process; sizes differ by one at most. No
     process is without a row."""
@@ -234,23 +231,22 @@ def test_chunked_logits_are_the_same(entropy_grad, tiny_policy):
     policy = copy.deepcopy(tiny_policy)
     batch = batch_of_ids([(p.prompt_ids, [7, 8, 9, 1]) for p in problems_of(policy, *MIXED)])
     results = []
-    for max_logits in (2**26, 3 * 17, 1):
+    for max_logits in (2**26, 3 * 17):
         policy.model.zero_grad()
         outputs = token_logprobs(policy, batch, 0.7, entropy_grad, max_logits)
         assert outputs.entropy_BT.requires_grad == entropy_grad
         (outputs.logprobs_BT.sum() + outputs.entropy_BT.sum()).backward()
         gradient = torch.cat([weight.grad.flatten() for weight in policy.parameters()])
         results.append((outputs.logprobs_BT, outputs.entropy_BT, gradient))
-    for other in results[1:]:
-        torch.testing.assert_close(other, results[0], atol=5e-5, rtol=1e-5)
+    torch.testing.assert_close(*results, atol=5e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("lengths", [(3, 9, 4, 4, 2), (4, 5, 4, 6, 4, 5, 30), (5, 5, 5, 5)])
-def test_packed_sequences_do_not_see_each_other(tiny_policy, lengths):
+def test_packed_sequences_do_not_see_each_other(tiny_policy):
     """Side by side in shared rows, each sequence has the log-probs, entropies and experts that it has
     alone, and 0 behind its end. That rows are shared saves time."""
     g = noise_of(0)
     rows = []
+    lengths = (4, 5, 4, 6, 4, 5, 30)
     for i, length in enumerate(lengths):
         ids = torch.randint(3, 17, (1 + i % 3 + length,), generator=g).tolist()
         rows.append((ids[:-length], ids[-length:]))
@@ -264,6 +260,5 @@ def test_packed_sequences_do_not_see_each_other(tiny_policy, lengths):
                 pair = getattr(together, name)[i, :length], getattr(alone, name)[0]
                 torch.testing.assert_close(*pair, atol=1e-5, rtol=0)
             assert not together.logprobs_BT[i, length:].any()
-            assert not together.entropy_BT[i, length:].any()
     assert is_token.sum() == sum(len(prompt) + len(ids) for prompt, ids in rows)
-    assert (len(is_token) < len(rows)) == (lengths != (5, 5, 5, 5))
+    assert len(is_token) < len(rows)

@@ -4,7 +4,6 @@ a fixed script from a broken one."""
 import functools
 import html
 import json
-import math
 import re
 import sys
 
@@ -13,7 +12,6 @@ from conftest import MORE, ROOT, SCRIPTS, path_of
 
 import curves
 import experiments
-import microscope
 import pictures
 import repair
 import symptoms
@@ -33,33 +31,6 @@ def test_a_picture_shows_the_numbers_of_the_scripts(name):
             assert drawn[column][i] == expected, column
 
 
-def test_the_weight_of_a_prompt():
-    """With right-or-wrong rewards: p (1 - p), divided by the std, times G / (G - 1), or p."""
-    found = pictures.prompts(NAMES)
-    for i, p in enumerate(found["right"]):
-        variance = p * (1 - p)
-        assert found["dr_grpo"][i] == pytest.approx(variance)
-        assert found["grpo"][i] == pytest.approx(math.sqrt(variance * 7 / 8), rel=1e-5)
-        assert found["more.rloo"][i] == pytest.approx(variance * 8 / 7)
-        assert found["ppo"][i] == found["more.reinforce"][i] == p
-        assert found["dapo"][i] == (None if p in (0, 1) else found["grpo"][i])
-
-
-def test_the_weight_of_a_token():
-    """Of the answers of 1 to 48 tokens, which have 24.5 on average."""
-    found = pictures.tokens(NAMES)
-    for i, length in enumerate(found["length"]):
-        for name in ("ppo", "dapo", "cispo"):
-            assert found[name][i] == pytest.approx(1)
-        for name in ("grpo", "gspo", "gmpo", "rspo", "sapo"):
-            assert found[name][i] == pytest.approx(24.5 / length)
-        assert found["dr_grpo"][i] == pytest.approx(24.5 / 48)
-        assert found["more.rloo"][i] == pytest.approx(24.5)
-
-
-# --------------------------------------------------------------------------------------- the curves
-
-
 def test_the_keys_that_differ_in_the_first_iteration(tmp_path):
     first = {"iteration": 1, "rollout/accuracy": 0.5, "charts/update_seconds": 2.0}
     metrics = {"old": {**first, "losses/kl_ref": 0.125}, "new": {**first, "charts/update_seconds": 3.0}}
@@ -70,16 +41,6 @@ def test_the_keys_that_differ_in_the_first_iteration(tmp_path):
         (tmp_path / name / "metrics.jsonl").write_text(lines)
     runs = {name: curves.read(tmp_path / name) for name in metrics}
     assert curves.table(runs)[2:] == ["| losses/kl_ref | 0.125 | absent |"]
-    with pytest.raises(SystemExit, match="is .* the folder of a run"):
-        curves.read(tmp_path)
-
-
-@pytest.mark.extras
-def test_the_picture_of_two_runs():
-    row = {"rollout/accuracy": 0.5, "losses/kl_ref": 0.125}
-    figure = curves.draw({"old": [{"iteration": 1, **row}], "new": [{"iteration": 3}]})
-    assert [len(axis.lines) for axis in figure.axes] == [2] * len(curves.PANELS)
-    assert figure.axes[1].lines[0].get_xydata().tolist() == [[1, 0.5]]
 
 
 # ------------------------------------------------------------------------------------------ the page
@@ -87,12 +48,12 @@ def test_the_picture_of_two_runs():
 
 @pytest.fixture(scope="module")
 def page():
-    """The module that builds the page, the page, and its data."""
+    """The page, and its data."""
     import page
 
     text = page.build()
     (data,) = re.findall(r'id="data">(.*?)</script>', text, re.DOTALL)
-    return page, text, json.loads(data)
+    return text, json.loads(data)
 
 
 def plain(words):
@@ -103,7 +64,7 @@ def plain(words):
 @pytest.mark.extras
 @pytest.mark.parametrize("name", NAMES)
 def test_the_page_has_the_lines_and_numbers_of_a_script(page, name):
-    _, _, data = page
+    _, data = page
     script = data["scripts"][name]
     text = path_of(name).read_text()
     lines = [plain(words) for words in script["words"]]
@@ -118,7 +79,7 @@ def test_the_page_has_the_lines_and_numbers_of_a_script(page, name):
 @pytest.mark.extras
 def test_the_page_has_all_pairs(page):
     """Each line once and in its order; what stands side by side unmarked is equal."""
-    _, _, data = page
+    _, data = page
     found = {path.stem for path in [*ROOT.glob("*.py"), *ROOT.glob("more/*.py")]} - {"common"}
     assert {name.split(".")[-1] for name in data["scripts"]} == found
     assert len(data["pairs"]) == len(NAMES) * (len(NAMES) - 1) / 2
@@ -137,72 +98,15 @@ def test_the_page_has_all_pairs(page):
 
 @pytest.mark.extras
 def test_the_page_needs_no_network(page):
-    _, text, _ = page
+    text, _ = page
     assert "default-src 'none'" in text and not re.search(r"://|\ssrc=|@import|url\(", text)
-    assert len(text) < 1_500_000
     assert set(re.findall(r'<a href="#([\w.]+)">', text)) == set(NAMES)
-
-
-@pytest.mark.extras
-def test_the_page_in_a_browser(page, tmp_path):
-    """A click on rspo in the family tree shows it beside gmpo; on a phone nothing is wider than it, for
-    any pair, with everything open. Chromium's own window is never that narrow, but a frame can be."""
-    module, text, data = page
-    clicks = """<script>
-        const isWider = [];
-        for (const pair of Object.keys(data.pairs)) {
-            show(...pair.split(","));
-            for (const details of document.querySelectorAll("details")) details.open = true;
-            if (document.documentElement.scrollWidth > innerWidth) isWider.push(pair);
-        }
-        addEventListener("hashchange", () => {
-            const shown = document.querySelector("main").outerHTML + find("panels").outerHTML;
-            parent.postMessage([innerWidth, isWider.join(), shown], "*");
-        });
-        document.querySelector('nav a[href="#rspo"]').click();
-    </script>"""
-    (tmp_path / "page.html").write_text(text.replace("</html>", f"{clicks}</html>"))
-    path = tmp_path / "frame.html"
-    path.write_text("""<iframe src="page.html" style="border: 0; width: 320px"></iframe><script>
-        addEventListener("message", ({ data }) => {
-            document.body.dataset.found = `${data[0]} wide, wider: ${data[1]}`;
-            document.body.insertAdjacentHTML("beforeend", data[2]);
-        });
-    </script>""")
-    flags = ["--dump-dom", "--virtual-time-budget=20000", "--window-size=1000,900"]
-    try:
-        shown = module.browse(path.as_uri(), *flags)
-    except SystemExit as missing:
-        pytest.skip(str(missing))
-    assert 'data-found="320 wide, wider: "' in shown
-    assert shown.count('<div class="panel">') == len(microscope.PANELS)
-    (shown,) = re.findall(r"<main>.*</main>", shown, re.DOTALL)
-    rows = data["pairs"]["gmpo,rspo"]
-    changed = sum(
-        (i is not None) + (j is not None) for i, j, *marked in rows if None in (i, j) or marked
-    )
-    assert f"{changed} changed lines" in shown
-    titles = re.findall(r"<h2>([\w/]+\.py): ", shown)
-    assert titles == ["gmpo.py", "rspo.py"] and shown.count("<figure>") == 4
-    links = re.findall(r'href="#(gmpo,rspo,[\w.]+)"', shown)
-    assert {"gmpo,rspo,b1", "gmpo,rspo,b1.code"} < set(links)
-    for link in links:
-        assert shown.count(f'id="{link}"') == 1
-    assert shown.count('class="row changed"') == sum(None in row[:2] or len(row) > 2 for row in rows)
 
 
 # ------------------------------------------------------------------------------------------ symptoms
 
 
-@pytest.mark.parametrize(
-    "values, expected",
-    [
-        ([20, 21, 19.5], ["length ↑"]),
-        ([-1, -0.5, -2], ["length ↓"]),
-        ([-1, -0.5, 20], []),
-        ([19, 21, 22], []),
-    ],
-)
+@pytest.mark.parametrize("values, expected", [([20, 21, 19.5], ["length ↑"]), ([-1, -0.5, 20], [])])
 def test_a_bug_shows_where_all_its_runs_lie_outside(values, expected):
     absent = dict.fromkeys(experiments.SYMPTOMS)
     sick = [{**absent, "length": value, "reward": 1.0} for value in values]
@@ -223,10 +127,6 @@ def test_each_bug_applies_exactly_once():
         assert original.count(bug["old"]) == 1, bug["title"]
         assert bug["broken"] != original
         compile(bug["broken"], bug["title"], "exec")
-        texts = {"title", "wrong", "fix", "hint", "script", "old", "new"}
-        assert texts <= set(bug) <= texts | {"seen", "hidden", "original", "broken"}
-    assert len({bug["broken"] for bug in BUGS.values()}) == len(BUGS)
-    assert len({bug["script"] for bug in BUGS.values()}) <= 4
     assert f"has {len(BUGS)} single bugs" in (ROOT / "study" / "README.md").read_text()
 
 
@@ -237,9 +137,7 @@ def shop(monkeypatch, capsys, *arguments):
         repair.main()
     except SystemExit as exit:
         return exit.code
-    printed = capsys.readouterr()
-    assert printed.err == ""  # no progress bars
-    return printed.out
+    return capsys.readouterr().out
 
 
 def test_a_bug_from_the_shop_is_found_and_fixed(monkeypatch, capsys, tmp_path):
@@ -248,12 +146,6 @@ def test_a_bug_from_the_shop_is_found_and_fixed(monkeypatch, capsys, tmp_path):
     (number,) = [number for number, bug in BUGS.items() if bug["title"] == "Broadcast over the batch"]
     path = tmp_path / f"bug_{number}.py"
     assert str(path) in shop(monkeypatch, capsys, number)
-    assert "exists" in shop(monkeypatch, capsys, number)
-    assert shop(monkeypatch, capsys, number, "--hint") == "Print the shapes.\n"
-    refusal = shop(monkeypatch, capsys, number, "--check")
-    assert refusal.startswith("not fixed:\ntest vectors for policy_loss: ")
-    assert "\ncharts/grad_norm: 0 of 2 as in the original" in refusal
-
     text = path.read_text().replace(".sum(1) / length_B1", ".sum(1) / length_B1[:, 0]")
     text = text.replace("-objective_B1.sum() / num_sequences", "-(objective_B1 / num_sequences).sum()")
     path.write_text(text)
@@ -262,9 +154,7 @@ def test_a_bug_from_the_shop_is_found_and_fixed(monkeypatch, capsys, tmp_path):
 
 @functools.cache
 def expected_of(script):
-    expected = repair.behavior(path_of(script), script)
-    assert all(all(x) for name, x in expected.items() if name.startswith("test vectors"))
-    return expected
+    return repair.behavior(path_of(script), script)
 
 
 @pytest.mark.slow
