@@ -198,15 +198,21 @@ MECHANISMS = {
 }
 
 
+def runs_of(name, script, variant):
+    """The rows of an experiment's runs, by seed."""
+    runs = stats.runs(name)[script, variant]
+    if not runs:
+        sys.exit(f"results/{name}.csv has no {script} {variant}: run python study/sweep.py {name}")
+    return runs
+
+
 def acted():
     """What the mechanisms of the nine did in the default job, and what came out."""
     first = stats.runs("nine")["grpo", "default"][0]
     before = [f"{first[f'before_{way}']:.3f}" for way in HELD_OUT]
     rows = [["base model", "", *before, "", ""]]
     for script in SCRIPTS:
-        runs = stats.runs("nine")[script, "default"]
-        if not runs:
-            sys.exit(f"results/nine.csv has no {script}: python study/sweep.py nine stability")
+        runs = runs_of("nine", script, "default")
         names = [name for name in ACTED if all(run[name] is not None for run in runs)]
         means = {name: statistics.mean(run[name] for run in runs) for name in names}
         words = MECHANISMS[script].format(**means)
@@ -228,7 +234,7 @@ def stability():
         cells = []
         for setting in STABILITY:
             key = (script, f"{setting}{kind}")
-            runs = stats.runs("stability")[key]
+            runs = runs_of("stability", *key)
             fell = sum(run["largest_drop"] >= 0.2 or run["ended"] is not None for run in runs)
             accuracy = mean_std(column("stability", key, "after_sampled_accuracy"))
             cells.append(f"{accuracy}; {fell} of {len(runs)} fell" if fell else accuracy)
