@@ -53,13 +53,13 @@ class Problem(NamedTuple):
     columns: dict | None = None  # the dataset's, for reward functions
 
 
-def addition_problems():
-    """10,496 distinct sums of two- and three-digit numbers: [(prompt, gold answer)]. 256 are held out,
-    and no script's default run uses more than 10,240, so no sum is seen twice."""
+def addition_problems(count=10_496):
+    """Distinct sums of two- and three-digit numbers: [(prompt, gold answer)]. 256 are held out, and no
+    script's default run uses more than 10,240, so no sum is seen twice."""
     rng = random.Random(0)
     ranges = [(10, 99), (100, 999)]
     answers = {}
-    while len(answers) < 10_496:
+    while len(answers) < count:
         a = rng.randint(*rng.choice(ranges))
         b = rng.randint(*rng.choice(ranges))
         answers[f"{a}+{b}="] = str(a + b)
