@@ -174,7 +174,7 @@ def clip():
 
 
 def outcomes(size, rates_N):
-    """Rewards of groups with 0, 1, ... size right answers; each group's probability at each pass rate."""
+    """Rewards of groups with 0, 1, ... size right answers, and each one's chance at each pass rate."""
     rewards_OG = torch.ones(size + 1, size, dtype=torch.float64).tril(-1)
     chance = torch.distributions.Binomial(size, rates_N[:, None])
     return rewards_OG, chance.log_prob(rewards_OG.sum(1)).exp()
