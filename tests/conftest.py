@@ -25,6 +25,7 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 import common  # noqa: E402
+from common import Completion, Problem, collate  # noqa: E402
 from experiments import MORE, SCRIPTS  # noqa: E402
 from plumbing.args import launch  # noqa: E402
 from plumbing.policy import Policy  # noqa: E402
@@ -229,3 +230,47 @@ def reward_file(tmp_path):
         return f"{path}:reward"
 
     return write
+
+
+# ---------------------------------------------------------------------- problems, models, small runs
+
+MIXED = ("57+308=", "12+34=", "999+999=", "5=", "100+20=")
+
+
+def problems_of(policy, *texts):
+    return [Problem(text, "", policy.tokenizer(text).input_ids) for text in texts]
+
+
+def batch_of_ids(rows):
+    """Of [(prompt ids, response ids)]."""
+    completions = [Completion(Problem("", "", prompt), ids, [0.0] * len(ids)) for prompt, ids in rows]
+    return collate(completions, script_args("grpo")[1])
+
+
+def save(model, folder):
+    """The folder of a model, with the tokenizer of the tiny MoE."""
+    model.save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(TINY_MOE).save_pretrained(folder)
+    return folder
+
+
+SMALL = """--prompts_per_iteration 4 --group_size 4 --max_new_tokens 8 --num_minibatches 2
+--iterations 1""".split()
+OWN_LR = ("--lr", "1e-6")  # with --model; without it there is a warning, a second line
+
+
+def refused(name, *flags, expected):
+    """Runs a script, which must end with 2 and one line that contains the expected words."""
+    own = OWN_LR if "--model" in flags else ()
+    result = run(name, *flags_it_has(name, SMALL), *own, *flags, held_out=8)
+    assert result.returncode == 2, (result.stdout, result.stderr)
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"{path_of(name).name}: error: ") and expected in line, line
+    assert result.stdout == "" or result.stdout.startswith("problems: ")
+
+
+def completes(*flags):
+    """Runs grpo.py, which must succeed; what it prints on stderr."""
+    result = run("grpo", *SMALL, *flags, held_out=8)
+    assert result.returncode == 0, result.stderr
+    return result.stderr

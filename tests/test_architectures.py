@@ -5,8 +5,8 @@ import json
 
 import pytest
 import torch
-from conftest import TINY_MOE, flags_it_has, metrics, run, script_args
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from conftest import flags_it_has, metrics, run, save, script_args
+from transformers import AutoModelForCausalLM
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig
 from transformers.cache_utils import Cache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -78,13 +78,6 @@ def new_model(name, **changes):
             tensor.normal_()
     model.generation_config.eos_token_id = [1, 5, 9]  # a random model soon samples one
     return model
-
-
-def save(model, folder):
-    """The folder of a model, with the tokenizer of the tiny MoE."""
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(TINY_MOE).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture

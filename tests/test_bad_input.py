@@ -7,33 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import flags_it_has, path_of, run
+from conftest import OWN_LR, completes, refused, run
 
 import grpo
 import ppo
 from plumbing.args import resolve_device
-
-SMALL = """--prompts_per_iteration 4 --group_size 4 --max_new_tokens 8 --num_minibatches 2
---iterations 1""".split()
-OWN_LR = ("--lr", "1e-6")  # with --model; without it there is a warning, a second line
-
-
-def refused(name, *flags, expected):
-    """Runs a script, which must end with 2 and one line that contains the expected words."""
-    own = OWN_LR if "--model" in flags else ()
-    result = run(name, *flags_it_has(name, SMALL), *own, *flags, held_out=8)
-    assert result.returncode == 2, (result.stdout, result.stderr)
-    (line,) = result.stderr.splitlines()
-    assert line.startswith(f"{path_of(name).name}: error: ") and expected in line, line
-    assert result.stdout == "" or result.stdout.startswith("problems: ")
-
-
-def completes(*flags):
-    """Runs grpo.py, which must succeed; what it prints on stderr."""
-    result = run("grpo", *SMALL, *flags, held_out=8)
-    assert result.returncode == 0, result.stderr
-    return result.stderr
-
 
 FLAGS = [row.strip().split(" | ") for row in (Path(__file__).parent / "bad_flags.txt").open()]
 

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import metrics, run, script_args
-from test_sampler import MIXED, batch_of_ids, problems_of
+from conftest import MIXED, batch_of_ids, metrics, problems_of, run, script_args
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import common

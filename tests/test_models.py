@@ -8,9 +8,9 @@ import math
 import pytest
 import torch
 import transformers
-from conftest import metrics, run, script_args
+from conftest import metrics, run, save, script_args
 from safetensors.torch import load_file, save_file
-from test_architectures import new_model, one_sequence, save
+from test_architectures import new_model, one_sequence
 from transformers import AutoTokenizer
 from transformers.integrations import mxfp4
 

@@ -5,8 +5,7 @@ import copy
 
 import pytest
 import torch
-from conftest import script_args
-from test_sampler import MIXED, problems_of
+from conftest import MIXED, problems_of, script_args
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -9,9 +9,8 @@ import sys
 
 import pytest
 import torch
-from conftest import forked, metrics, run
+from conftest import SMALL, completes, forked, metrics, refused, run
 from filelock import FileLock
-from test_bad_input import SMALL, completes, refused
 
 import grpo
 from plumbing.args import UserError, launch

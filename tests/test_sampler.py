@@ -7,31 +7,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import script_args
+from conftest import MIXED, batch_of_ids, problems_of, script_args
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import common
-from common import Batch, Completion, Problem, collate, evaluate, sample, token_logprobs
+from common import Batch, collate, evaluate, sample, token_logprobs
 from plumbing import ranks
 from plumbing.data import ProblemStream
 from plumbing.packing import forward_packed
 from plumbing.policy import Policy
 
-MIXED = ("57+308=", "12+34=", "999+999=", "5=", "100+20=")
-
 
 def settings(**changes):
     return script_args("grpo", **{"max_new_tokens": 24, "temperature": 0.7} | changes)[1]
-
-
-def problems_of(policy, *texts):
-    return [Problem(text, "", policy.tokenizer(text).input_ids) for text in texts]
-
-
-def batch_of_ids(rows):
-    """Of [(prompt ids, response ids)]."""
-    completions = [Completion(Problem("", "", prompt), ids, [0.0] * len(ids)) for prompt, ids in rows]
-    return collate(completions, settings())
 
 
 def noise_of(seed):
