@@ -1,17 +1,17 @@
 """Does everything work on a GPU, and how fast? Needs requirements.txt and one GPU, no network.
 
     python benchmarks/gpu.py OUT.json [--minutes 20]
-    python benchmarks/gpu.py OUT.json --device cpu    # a self-test: tiny sizes, it measures nothing
+    python benchmarks/gpu.py OUT.json --device cpu    # a self-test with tiny sizes; it measures nothing
 
-learns     Each of the nine, in float32 and in bfloat16, with its defaults: held-out accuracy before and
-           after, the largest distance of a first step's ratio from 1, tokens per second, peak memory.
-resume     The largest difference of a weight between three iterations in one go, and two and a resumed
-           third.
+learns     Each of the nine, in float32 and bfloat16, with its defaults: held-out accuracy before and
+           after, how far a first step's ratio is from 1 at most, tokens per second, peak memory.
+resume     The largest difference in any weight between three iterations in one go, and two iterations
+           plus a resumed third.
 speed      grpo.py without its KL on a model of Qwen2.5-0.5B's shape with random weights, in bfloat16:
            64 prompts x 8 completions of 512 tokens, none of which ends.
 
-Each run is a command line of a script, in a process of its own. OUT.json is written after each of them,
-with the error if it failed. What does not begin within --minutes is left out.
+Each run is one command line in its own process. OUT.json is written after each of them, with the error
+if it failed. Checks that cannot start within --minutes are skipped.
 """
 
 import argparse
@@ -34,11 +34,11 @@ from plumbing.args import resolve_device  # noqa: E402
 from plumbing.folder import versions  # noqa: E402
 from plumbing.models import TINY_MOE  # noqa: E402
 
-TINY_JOB = "--prompts_per_iteration 4 --max_new_tokens 16 --num_held_out 8"  # of the self-test
+TINY_JOB = "--prompts_per_iteration 4 --max_new_tokens 16 --num_held_out 8"  # for the self-test
 
 
 def run(script, flags, folder):
-    """Runs a script in a process of its own: its lines of metrics.jsonl."""
+    """Runs a script in its own process, and returns the lines of its metrics.jsonl."""
     command = [sys.executable, f"{script}.py", *flags.split(), "--run_dir", folder]
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -49,7 +49,7 @@ def run(script, flags, folder):
 
 
 def peak(lines):
-    """GiB at most; CUDA alone counts them."""
+    """Peak memory in GiB; only measured on CUDA."""
     return max(line.get("charts/peak_memory_gib", 0) for line in lines)
 
 
@@ -119,7 +119,7 @@ def speed(args):
 
 
 def checks(args):
-    """[(name, function, its arguments)], the most important ones first."""
+    """[(name, function, its arguments)], most important first."""
     scripts = ["grpo"] if args.is_self_test else SCRIPTS
     found = []
     for dtype in ("float32", "bfloat16"):

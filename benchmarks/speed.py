@@ -3,16 +3,17 @@
     python benchmarks/speed.py sampler [--pairs 40]
     python benchmarks/speed.py trl [--pairs 10]      # needs examples/requirements.txt
 
-Prints a row of README.md's table for each case: both medians, and the lowest, middle and highest ratio.
+Prints a row of README.md's table for each case: both medians, and the minimum, median and maximum
+ratio.
 
-Both sides take turns, on a CPU with one thread, in float32, with the same weights and prompts: 32
-prompts x 8 completions of at most 48 tokens from the full distribution at temperature 1.
+The two sides take turns, on a CPU with one thread, in float32, with the same weights and prompts: 32
+prompts x 8 completions of at most 48 tokens, sampled from the full distribution at temperature 1.
 
 sampler   A rollout of the default job, from its base model: common.sample() against generate().
-trl       A pair is a run of seven iterations on each side, of which the first is not counted: four
+trl       A pair is a run of seven iterations on each side; the first one is not counted. Each has four
           optimizer steps of AdamW, clip range 0.2, KL 0.04 to a reference, sequence-mean. TRL samples
-          with generate(). In the case `fixed` the learning rate is 1e-9, so that the lengths of both
-          sides come from the same distribution; in `learning` it is that of grpo.py.
+          with generate(). In the case `fixed` the learning rate is 1e-9, so both sides draw their
+          lengths from the same distribution; in `learning` it is grpo.py's.
 """
 
 import argparse
@@ -41,14 +42,14 @@ RATES = {"fixed": 1e-9, "learning": 2e-4}
 
 
 def load(args, num_rollouts):
-    """(policy, [problems of a rollout])"""
+    """(policy, [the problems of each rollout])"""
     policy = common.load_policy(args)
     stream, _ = common.load_problems(args, policy)
     return policy, [stream.take(args.prompts_per_iteration) for _ in range(num_rollouts)]
 
 
 def in_turn(sides, pair):
-    """The two sides, which take turns in going first."""
+    """The two sides, which take turns going first."""
     return sides if pair % 2 == 0 else sides[::-1]
 
 
@@ -56,7 +57,7 @@ def in_turn(sides, pair):
 
 
 def sampler_pairs(num_pairs):
-    """[(tokens per second of the sampler, of generate())]"""
+    """[(tokens per second with the sampler, with generate())]"""
     args = grpo.Args(device="cpu")
     policy, rollouts = load(args, num_pairs + 1)
     pairs = []
@@ -76,7 +77,7 @@ def sample(policy, problems, args):
 
 
 def generate(policy, problems, args):
-    """The same by transformers. Counts the tokens up to the first EOS: the rest is padding."""
+    """The same with transformers. Counts the tokens up to the first EOS; the rest is padding."""
     ends = end_ids(policy.model, policy.tokenizer)
     prompts = [problem.prompt for problem in problems]
     inputs = policy.tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt")
@@ -100,7 +101,7 @@ def generate(policy, problems, args):
 
 
 def trl_pairs(case, num_pairs):
-    """[(seconds of an iteration of grpo.py, of TRL)]"""
+    """[(seconds per iteration of grpo.py, of TRL)]"""
     pairs = []
     for pair in range(num_pairs):
         seconds = {}
@@ -111,7 +112,7 @@ def trl_pairs(case, num_pairs):
 
 
 def run_ours(case):
-    """The seconds of each iteration of a run of grpo.py, without its evaluations."""
+    """The seconds of each iteration in a run of grpo.py, without the evaluations."""
     with tempfile.TemporaryDirectory() as folder:
         flags = f"--lr {RATES[case]} --iterations {ITERATIONS} --eval_every 0 --save_every 0"
         command = [sys.executable, "grpo.py", *flags.split(), "--run_dir", folder]
@@ -122,7 +123,7 @@ def run_ours(case):
 
 
 def run_trl(case):
-    """The same of TRL, in a process of its own."""
+    """The same for TRL, in its own process."""
     command = [sys.executable, __file__, "train", case]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return json.loads(done.stdout.splitlines()[-1])

@@ -1,11 +1,11 @@
-"""A reward that knows algebra: math-verify looks at what common.verify calls wrong.
+"""A reward that handles algebra: math-verify rechecks the answers that common.verify calls wrong.
 
     pip install -r examples/requirements.txt
     python grpo.py --reward examples/algebra.py:grade
 
 Expect: the same results as without the flag, because the model's sums need no algebra. On a math
-dataset it also accepts x^2+x for x(x+1), and lists, sets, and matrices in a different notation. But
-36/2 counts as 18, so a policy may learn to leave its last step undone.
+dataset it also accepts x^2+x for x(x+1), and lists, sets, and matrices in a different notation. But it
+also accepts 36/2 for 18, so a policy may learn to skip its last step.
 
 math-verify uses a signal to stop after five seconds, which works only in the main thread. Reward
 functions are called there.
@@ -24,7 +24,7 @@ def grade(text, answer, truncated):
     if verdict != "wrong":
         return reward, verdict
     found = final_answer(text)
-    # It finds formulas between dollars. The gold answer comes first: the comparison is not symmetric.
+    # It looks for formulas between dollar signs. The order matters: the gold answer comes first.
     if is_equal(parse(f"${answer}$"), parse(f"${found}$")):
         return 1.0, "correct"
     return 0.0, "wrong"

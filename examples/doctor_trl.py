@@ -1,12 +1,12 @@
-"""TRL's own losses with the signature that the doctor, conformance/check.py, expects.
+"""TRL's own losses, with the signature that the doctor (conformance/check.py) expects.
 
     pip install -r examples/requirements.txt
     python conformance/check.py examples/doctor_trl.py:grpo --algorithm grpo
 
 Expect: all cases agree except NaN in masked places, which TRL multiplies by 0.
 Each function calls `_compute_loss` of TRL 1.16.0's GRPOTrainer or GMPOTrainer with log-probs instead of
-a model, for one process and one optimizer step per rollout. In TRL all micro-batches have the same
-number of rows, and it divides by that, so a loss that is a mean over completions takes no count here.
+a model, for one process and one optimizer step per rollout. TRL divides by the number of rows in a
+micro-batch, which is always the same, so losses that average over completions need no count here.
 """
 
 from collections import defaultdict
@@ -75,7 +75,7 @@ def grpo(
 
 
 def grpo_default_kl(logprobs, old_logprobs, advantages, mask, *, ref_logprobs=None, kl_coef=0.04):
-    """With the default of use_bias_correction_kl."""
+    """With TRL's default for use_bias_correction_kl."""
     return grpo(logprobs, old_logprobs, advantages, mask, ref_logprobs=ref_logprobs, kl_coef=kl_coef)
 
 
@@ -114,7 +114,7 @@ def sapo(logprobs, old_logprobs, advantages, mask, *, tau_pos=1.0, tau_neg=1.05)
     return compute_loss(logprobs, old_logprobs, advantages, mask, **settings)
 
 
-# With TRL's defaults for the range; an epsilon_high of None is epsilon.
+# With TRL's default clip range. If epsilon_high is None, TRL uses epsilon.
 
 
 def dapo_default(logprobs, old_logprobs, advantages, mask, *, num_tokens=None):

@@ -1,13 +1,13 @@
-"""Your own dataset for --dataset: chat messages in JSON lines, here sums for a small model.
+"""Makes a dataset for --dataset: chat messages in JSON lines, here sums for a small model.
 
     python examples/own_dataset.py runs/small_sums.jsonl [--largest 99]
     python grpo.py --model <chat model> --dataset runs/small_sums.jsonl --max_new_tokens 10 --lr 5e-6
 
-Expect: a file within a second, and a dataset that the scripts read as it is. Each of the 4,000 rows
-(fewer if --largest is small) has the two columns that are read by default: `question`, a list of
-messages with one solved sum and the sum to solve, and `answer`. The solved sum shows the format;
-without it the model writes no '####'. A prompt may also be plain text. For other column names there are
---prompt_column and --answer_column.
+Expect: within a second, a file that the scripts can read as it is. Each of the 4,000 rows (fewer if
+--largest is small) has the two default columns: `question`, a list of messages with one solved sum and
+the sum to solve, and `answer`. The solved sum shows the format; without it the model writes no '####'.
+A prompt can also be plain text. If your columns have other names, use --prompt_column and
+--answer_column.
 """
 
 import argparse

@@ -1,14 +1,14 @@
-"""A loss of this repository in TRL's GRPOTrainer, to use TRL's DeepSpeed, FSDP and vLLM.
+"""Plugs a loss of this repository into TRL's GRPOTrainer, so you can use DeepSpeed, FSDP and vLLM.
 
     pip install -r examples/requirements.txt
     torchrun --nproc-per-node 2 examples/trl_trainer.py --algorithm gspo --use_cpu True
 
-Expect: greedy held-out accuracy rises from 0.43 to at least 0.9. Flags are TRL's (GRPOConfig), and
-those of the script that name its model, data and reward or belong to its loss (--model, --kl_coef).
-Loss, advantages and KL are the script's: TRL's flags for them are refused, and so are the script's
-flags for the loop. dapo has no dynamic sampling and no overlong shaping here. ppo is missing because
-it has a critic, rspo because it needs the old policy's router scores. This overrides private methods
-of TRL 1.16.0, and stops with any other version.
+Expect: greedy held-out accuracy rises from 0.43 to at least 0.9. You can use TRL's flags
+(GRPOConfig), and the script's flags for model, data, reward and loss (--model, --kl_coef). Loss,
+advantages and KL are the script's, so TRL's flags for them are refused, and so are the script's flags
+for the loop. dapo has no dynamic sampling and no overlong shaping here. ppo is missing because it has
+a critic, rspo because it needs the old policy's router scores. This overrides private methods of TRL
+1.16.0, and stops with any other version.
 """
 
 import argparse
@@ -36,7 +36,7 @@ DEFAULTS = """--output_dir runs/trl --max_steps 240 --num_generations 8 --max_co
 --per_device_train_batch_size 16 --gradient_accumulation_steps 2 --steps_per_generation 8 --top_k 0
 --learning_rate 2e-4 --lr_scheduler_type constant --bf16 False --gradient_checkpointing False
 --save_strategy no --logging_steps 40 --vllm_importance_sampling_correction False"""
-# What the script's loss, advantages and KL replace
+# Replaced by the script's loss, advantages and KL
 IGNORED_OF_TRL = """beta delta entropy_coef entropy_coef_delta entropy_coef_max entropy_coef_min
 entropy_target epsilon epsilon_high importance_sampling_level loss_type multi_objective_aggregation
 off_policy_mask_threshold sapo_temperature_neg sapo_temperature_pos scale_rewards top_entropy_quantile
@@ -49,10 +49,10 @@ eval_samples kl_coef""".split()
 
 
 class PluggedTrainer(GRPOTrainer):
-    """Takes `policy_loss` and `compute_advantages` from `script`, with the values of its flags."""
+    """Uses `policy_loss` and `compute_advantages` from `script`, with the values of its flags."""
 
     def _calculate_rewards(self, *args):
-        rewards = super()._calculate_rewards(*args)  # of all processes, a column for each function
+        rewards = super()._calculate_rewards(*args)  # from all processes, one column per function
         self.rewards_PG = rewards.nansum(1).view(-1, self.num_generations)
         return rewards
 
@@ -63,14 +63,14 @@ class PluggedTrainer(GRPOTrainer):
         return {**output, "advantages": advantages_N[first : first + len(inputs)]}
 
     def step_counts(self):
-        """The normalizers N / W, where N is the number of completions or tokens of the whole optimizer
+        """The normalizers N / W, where N is the number of completions or tokens in the whole optimizer
         step, over its accumulation steps and all W processes.
-        A step's loss is a sum over all its tokens, divided by N. A process adds up the gradients of its
-        micro-batches; the Trainer does not divide them by their number, because TRL sets
+        A step's loss is a sum over all its tokens, divided by N. Each process adds up the gradients of
+        its micro-batches. The Trainer does not divide by the number of micro-batches, because TRL sets
         loss_is_scaled_for_ga. Then DDP, FSDP and DeepSpeed average over processes, which divides by W.
         (If each process divided by its own count, tokens would weigh more where answers are short.)"""
         accumulation = self.current_gradient_accumulation_steps
-        slices = self.args.steps_per_generation  # micro-batches that a rollout is cut into
+        slices = self.args.steps_per_generation  # number of micro-batches in a rollout
         assert slices % accumulation == 0, "a step needs more than one rollout"
         first = self._step % slices // accumulation * accumulation
         micro_batches = self._buffered_inputs[first : first + accumulation]
@@ -85,7 +85,7 @@ class PluggedTrainer(GRPOTrainer):
         logprobs_BT, _, aux_loss = self._get_per_token_logps_and_entropies(
             model, ids, attention, mask_BT.shape[1], compute_aux_loss=self.aux_loss_enabled
         )
-        # With one optimizer step per rollout, TRL does not compute them: None.
+        # None with one optimizer step per rollout: TRL does not compute them then.
         old_logprobs_BT = inputs.get("old_per_token_logps")
         values = vars(self.flags) | self.step_counts()
         values["ref_logprobs_BT"] = inputs.get("ref_per_token_logps")
@@ -101,7 +101,7 @@ class PluggedTrainer(GRPOTrainer):
 
 
 def names_of(words):
-    """The flags among the words of a command line."""
+    """The names of the flags in a command line."""
     return [word.partition("=")[0][2:].replace("-", "_") for word in words if word.startswith("--")]
 
 
@@ -129,7 +129,7 @@ def parse(argv):
     flags.device = str(config.device)
     flags.max_new_tokens = config.max_completion_length
     flags.temperature = config.temperature
-    config.beta = getattr(flags, "kl_coef", 0.0)  # above 0, TRL makes a reference
+    config.beta = getattr(flags, "kl_coef", 0.0)  # above 0, TRL creates a reference model
     return config, script, flags
 
 
@@ -147,7 +147,7 @@ def main(argv):
         mine = []
         for i, ids, text in zip(number, completion_ids, completions, strict=True):
             mine.append(Completion(stream.problems[i], ids, [], ids[-1] not in ends, text))
-        # Each process has as many; each is graded by one of them, and all get all grades.
+        # All processes have the same number. One process grades each completion; all get all grades.
         graded = grade(ranks.all_gather_list(mine))
         return [c.reward for c in ranks.local_slice(graded)]
 
@@ -160,7 +160,7 @@ def main(argv):
     trainer.train()
     trainer.save_model()
     trainer.accelerator.wait_for_everyone()
-    flags.model = config.output_dir  # what was saved is whole, even where FSDP has spread it
+    flags.model = config.output_dir  # the saved model is complete, even if FSDP has sharded it
     after = evaluate(load_policy(flags), held_out, grade, flags, sampled=True)
     accuracy = {way: after[way]["accuracy"] for way in ("greedy", "sampled")}
     if trainer.accelerator.is_main_process:

@@ -5,11 +5,11 @@
         actor_rollout_ref.model.external_lib=examples.verl_losses \
         actor_rollout_ref.actor.policy_loss.loss_mode=nine_gspo ...
 
-Expect: verl's training with one of our losses. We have not run it, for lack of GPUs; the function that
-verl's actor calls gave the scripts' gradients (conformance/engines.md, measured with 0.9.1).
-Advantages, KL and entropy bonus are verl's. Numbers come from verl's flags, actor_rollout_ref.actor.*,
-whose defaults are not always the paper's. A clip_ratio* or tau_* that a loss does not read has to keep
-verl's default. These settings match our scripts:
+Expect: verl trains with one of our losses. We have not run this, for lack of GPUs. We did check that
+the function that verl's actor calls gives the scripts' gradients (conformance/engines.md, with 0.9.1).
+Advantages, KL and entropy bonus are verl's. Settings come from verl's flags, actor_rollout_ref.actor.*,
+and their defaults are not always the paper's. If a loss does not read a clip_ratio* or tau_*, leave it
+at verl's default. These settings match our scripts:
 
 nine_grpo     use_kl_loss=True kl_loss_coef=0.04 loss_agg_mode=seq-mean-token-mean
 nine_dr_grpo  loss_scale_factor=<longest response>, and algorithm.norm_adv_by_std_in_grpo=False
@@ -19,8 +19,8 @@ nine_cispo    clip_ratio_high=4 (verl adds 1: a cap of 5)
 nine_gmpo     clip_ratio_high=0.4
 nine_sapo     (nothing)
 
-loss_agg_mode only applies to KL and entropy: each loss averages as in its paper. rspo cannot be plugged
-in because verl provides no router scores, nor can ppo because its critic is verl's.
+loss_agg_mode applies only to KL and entropy: each loss averages as in its paper. rspo cannot be plugged
+in because verl provides no router scores, and ppo cannot because its critic is verl's.
 """
 
 import importlib
@@ -33,7 +33,7 @@ from verl.trainer.ppo.core_algos import register_policy_loss
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 CLIP = ("clip_ratio_low", "clip_ratio_high")
-READS = {  # algorithm: what it reads of verl's configuration of the actor
+READS = {  # algorithm: the settings that it reads from verl's actor configuration
     "grpo": CLIP,
     "dr_grpo": CLIP,
     "dapo": CLIP,
@@ -68,9 +68,9 @@ def from_config(name, config):
 
 
 def step_counts(info, mask_BT):
-    """The normalizers N / W, where N is the number of completions or tokens of the whole optimizer
-    step. verl adds up the gradients of a process's micro-batches as they are, and then averages over
-    the W data-parallel processes, which divides by W."""
+    """The normalizers N / W, where N is the number of completions or tokens in the whole optimizer
+    step. verl sums the gradients of a process's micro-batches, and then averages over the W
+    data-parallel processes, which divides by W."""
     processes = info.get("dp_size") or 1
     num_sequences = info.get("global_batch_size") or len(mask_BT)
     num_tokens = info.get("batch_num_tokens") or mask_BT.sum().clamp(min=1)
@@ -94,13 +94,13 @@ def adapted(name):
         values = from_config(name, config) | step_counts(config.global_batch_info, response_mask)
         keywords = {key: value for key, value in values.items() if key in parameters}
         if name == "gmpo":
-            # One advantage for each completion: that of its first response token.
+            # One advantage per completion: that of its first response token.
             if rollout_is_weights is not None:
                 raise ValueError("nine_gmpo has no place for rollout_is_weights, which are per token")
             first_B1 = response_mask.int().argmax(1, keepdim=True)
             advantages = advantages.gather(1, first_B1)
         elif rollout_is_weights is not None:
-            # A non-negative factor may go into A: min, clip and gate depend only on A's sign.
+            # A can absorb a non-negative factor, because min, clip and gate depend only on A's sign.
             advantages = advantages * rollout_is_weights
         value, stats = policy_loss(log_prob, old_log_prob, advantages, response_mask, **keywords)
         return value, {f"actor/{key}": stat.item() for key, stat in stats.items()}

@@ -1,9 +1,9 @@
-"""Lays runs over each other, and prints the metrics that differ in the first iteration.
+"""Plots several runs together, and prints the metrics that differ in the first iteration.
 
-    python study/curves.py runs/grpo-seed1 runs/sapo-seed1     # --out: not to runs/curves.png
+    python study/curves.py runs/grpo-seed1 runs/sapo-seed1     # --out: instead of runs/curves.png
 
-With the same seed the first iteration has the same rollout, so what differs there is what you changed.
-Later the runs drift apart anyway. Times are left out.
+With the same seed the first iteration has the same rollout, so whatever differs there is what you
+changed. Later the runs drift apart anyway. Timings are left out.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def read(folder):
 
 
 def table(runs):
-    """Lines with the metrics that are not equal up to rounding in the first iteration."""
+    """A table of the metrics that differ in the first iteration, by more than rounding."""
     firsts = [rows[0] for rows in runs.values()]
     keys = dict.fromkeys(key for first in firsts for key in first if "second" not in key)
     lines = ["| first iteration | " + " | ".join(runs) + " |", "| --- |" + " ---: |" * len(runs)]
@@ -47,7 +47,7 @@ def table(runs):
 
 
 def draw(runs):
-    import matplotlib  # not above: the table needs none
+    import matplotlib  # imported here because the table does not need it
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt

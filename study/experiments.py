@@ -1,4 +1,4 @@
-"""The experiments of sweep.py, as data. Flags are those of the scripts' command lines."""
+"""The experiments of sweep.py, as data. Flags are the scripts' command-line flags."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ from repair import load_bugs
 SCRIPTS = ["ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "rspo", "sapo"]
 MORE = ["more.reinforce", "more.rloo", "more.vapo"]
 
-# Columns of a run: key in metrics.jsonl, how many iterations at the end are averaged [0: all]
+# Columns of a run: key in metrics.jsonl, how many of the last iterations are averaged [0: all]
 COLUMNS = {
     "end_accuracy": ("rollout/accuracy", 10),
     "end_len_wrong": ("rollout/response_len_wrong", 10),
@@ -16,7 +16,7 @@ COLUMNS = {
     "clip_high": ("losses/clipfrac_high", 0),
     "sampler_kl": ("rollout/sampler_kl", 0),
 }
-ACTED = {  # what the mechanisms of the nine did, for report.acted
+ACTED = {  # what each mechanism did, for report.acted
     **COLUMNS,
     "kl_ref": ("losses/kl_ref", 0),
     "explained_variance": ("losses/explained_variance", 0),
@@ -33,7 +33,7 @@ ACTED = {  # what the mechanisms of the nine did, for report.acted
 
 
 class Job(NamedTuple):
-    script: str  # these three are its key in the CSV
+    script: str  # script, variant and seed are the key in the CSV
     variant: str
     seed: int
     flags: str
@@ -52,9 +52,9 @@ def file_of(script):
 
 
 def crossed(seeds, flags, runs, files=None):
-    """[Job] of {(script, variant): flags of its own}, which follow the common ones: of a flag that is
-    given twice the last value counts. Seed by seed, so that a sweep that is cut off leaves complete
-    comparisons."""
+    """[Job] for {(script, variant): its own flags}. They come after the common flags, because the last
+    value of a repeated flag wins. Jobs are ordered by seed, so an interrupted sweep still leaves
+    complete comparisons."""
     jobs = []
     for seed in seeds:
         for (script, variant), own in runs.items():
@@ -69,7 +69,7 @@ QUIET = "--eval_every 0 --save_every 0"
 NINE = "--eval_every 2 --eval_samples 8 --save_every 0"
 DEFAULTS = {(script, "default"): "" for script in SCRIPTS}
 DEFAULTS |= {("dapo", "default"): "--eval_every 1", ("grpo", "free"): "--kl_coef 0"}
-STABILITY = {  # from mild to wild; milder settings never made a run fall
+STABILITY = {  # from mild to wild; no run fell at milder settings
     "lr3e-4-steps16": "--lr 3e-4 --num_minibatches 16",
     "lr1e-3-steps4": "--lr 1e-3 --num_minibatches 4",
     "lr1e-3-steps16": "--lr 1e-3 --num_minibatches 16",
@@ -134,8 +134,8 @@ CHAIN_COLUMNS = {
 
 # ---------------------------------------------------------------------------------- planted bugs
 
-# Fixed before the first run: what is measured; twenty healthy seeds of each script and job, and three
-# other seeds of each bug.
+# Fixed before the first run: the metrics, twenty healthy seeds for each script and job, and three
+# different seeds for each bug.
 BUGGY = ["grpo", "ppo", "cispo", "dapo"]
 BUG_JOBS = {"calm": "--num_minibatches 4", "stressed": "--lr 3e-4 --num_minibatches 16"}
 BUG_FLAGS = "--iterations 25 --eval_every 0 --save_every 0 --num_held_out 8"
@@ -161,7 +161,7 @@ SYMPTOMS = {
 
 
 def shown_bugs():
-    """{file that sweep.py writes: bug} of those that are not hidden."""
+    """{file that sweep.py writes: bug} for the bugs that are not hidden."""
     bugs = load_bugs().items()
     return {f"runs/symptoms/bug_{n}.py": bug for n, bug in bugs if "hidden" not in bug}
 
@@ -171,7 +171,7 @@ def bug_variant(job, bug):
 
 
 def bug_flags(job, bug):
-    """Those of a job, except a flag whose default the bug changes."""
+    """The flags of a job. If the bug changes the default of a flag, that flag is left out."""
     flags = []
     for flag in BUG_JOBS[job].split("--")[1:]:
         name, _, _ = flag.partition(" ")
@@ -182,7 +182,7 @@ def bug_flags(job, bug):
 
 
 def bug_jobs():
-    """[Job] of the healthy scripts, then of the bugs."""
+    """[Job] for the healthy scripts, then for the bugs."""
     healthy = {(script, job): flags for job, flags in BUG_JOBS.items() for script in BUGGY}
     sick = {}
     files = {}

@@ -1,8 +1,8 @@
 """Draws three figures in figures/ from the CSVs in results/.
 
-    python study/figures.py [nine ...]     # without a name: all of them
+    python study/figures.py [nine ...]     # all of them if you name none
 
-Lines differ in style and lightness, not only in color, so that they can be told apart in grayscale.
+Lines differ in style and lightness as well as color, so you can tell them apart in grayscale.
 """
 
 import statistics
@@ -20,12 +20,12 @@ import matplotlib.pyplot as plt
 FIGURES = Path(__file__).parent / "figures"
 STYLES = [("#000000", "-"), ("#0072b2", "--"), ("#e69f00", ":")]
 GRAY = ("#cccccc", "-")
-GROUPS = [  # a column of `nine` each
+GROUPS = [  # each is one column of `nine`
     {"ppo": "PPO", "grpo": "GRPO", "dr_grpo": "Dr. GRPO"},
     {"dapo": "DAPO", "gspo": "GSPO", "cispo": "CISPO"},
     {"gmpo": "GMPO", "rspo": "RSPO", "sapo": "SAPO"},
 ]
-SYMPTOMS = ("accuracy on average", "length", "entropy", "largest ratio")  # that are drawn
+SYMPTOMS = ("accuracy on average", "length", "entropy", "largest ratio")  # the ones we draw
 WIDTH = 8.6  # inches
 plt.rcParams |= {
     "font.size": 10,
@@ -38,7 +38,7 @@ plt.rcParams |= {
 
 
 def points(rows, column, x, is_smooth):
-    """[(x, y)] of the rows that have the column; smooth: means of three."""
+    """[(x, y)] for the rows that have the column; if smooth, y is a mean of three."""
     rows = [row for row in rows if row[column] is not None]
     ys = [row[column] for row in rows]
     if is_smooth:
@@ -47,12 +47,12 @@ def points(rows, column, x, is_smooth):
 
 
 def draw(axis, runs, column, style, label=None, is_smooth=True):
-    """Mean (line) and standard deviation (band, if there is a label) over the seeds."""
+    """Draws the mean over seeds as a line and, if it has a label, the standard deviation as a band."""
     lines = [points(rows, column, "generated", is_smooth) for rows in runs.values()]
     xs = []
     means = []
     stds = []
-    for together in zip(*lines, strict=False):  # as far as the shortest
+    for together in zip(*lines, strict=False):  # up to the end of the shortest
         here, ys = zip(*together, strict=True)
         xs.append(statistics.mean(here))
         means.append(statistics.mean(ys))
@@ -66,7 +66,7 @@ def draw(axis, runs, column, style, label=None, is_smooth=True):
 
 
 def curves_of_the_nine():
-    """{script: {seed: [row]}}. Greedy held-out accuracy begins before the first iteration."""
+    """{script: {seed: [row]}}. Greedy held-out accuracy starts before the first iteration."""
     found = {}
     for (script, variant), seeds in stats.curves("nine").items():
         if variant == "default":
@@ -100,7 +100,7 @@ def one_run():
 
 
 def nine():
-    """A column for each group of three scripts, with the other six in gray."""
+    """One column per group of three scripts, with the other six in gray."""
     curves = curves_of_the_nine()
     panels = [  # column, words, limits
         ("held_out", "greedy accuracy,\nheld-out sums", (0.4, 1.0)),
@@ -129,7 +129,7 @@ def nine():
 
 
 def symptoms():
-    """The runs of grpo's bugs as dots, and the range of the healthy ones in gray."""
+    """Runs of grpo with a bug as dots, and the range of the healthy runs in gray."""
     runs = stats.runs("symptoms")
     bugs = [bug for bug in shown_bugs().values() if bug["script"] == "grpo"]
     figure, axes = plt.subplots(2, 4, figsize=(9, 6.5), sharey=True)

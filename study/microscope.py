@@ -1,11 +1,11 @@
-"""Six questions about the mechanisms, asked of a policy that is a table.
+"""Answers six questions about the mechanisms, with a policy that is a table.
 
-    python study/microscope.py [rare ...]     # without a name: all six, in less than a minute
+    python study/microscope.py [rare ...]     # all six if you name none, in less than a minute
 
-The policy is a row of logits, or one row for each position of an answer, so there is nothing to see but
-the objective. All advantages and losses are the scripts' own. A panel writes its numbers to
+The policy is a row of logits, or one row for each position of an answer, so only the objective matters.
+All advantages and losses are the scripts' own. A panel writes its numbers to
 results/microscope_<name>.csv and its picture to figures/microscope_<name>.png. microscope.toml has the
-words: each panel's question, what is seen, what the paper says, and the titles of its plots.
+text: each panel's question, what you see, what the paper says, and the titles of its plots.
 """
 
 import csv
@@ -27,7 +27,7 @@ WORDS = tomllib.loads((FOLDER / "microscope.toml").read_text())
 GROUPS = 64
 GROUP_SIZE = 16
 STEPS = 64  # optimizer steps per rollout
-LR = 0.3  # of plain SGD: with AdamW, a larger gradient would not mean a larger step
+LR = 0.3  # for plain SGD; with AdamW, a larger gradient would not mean a larger step
 SEEDS = 5
 RARE = ((0.02, 0.45, 0.45) + (0.01,) * 8, (1, 0, 0) + (0,) * 8)  # probabilities, rewards
 THREE = ((0.3, 0.15, 0.05) + (0.0625,) * 8, (1, 1, 1) + (0,) * 8)
@@ -47,7 +47,7 @@ OBJECTIVES = {  # label: script, flags
 
 
 def train(script, flags, probs_V, rewards_V, rollouts, seed):
-    """grpo.py's loop, for one prompt with V answers of one token: the policy after each rollout."""
+    """grpo.py's loop, for one prompt and V one-token answers. Returns the policy after each rollout."""
     module = importlib.import_module(script)
     noise = torch.Generator().manual_seed(seed)
     logits_V = probs_V.log().requires_grad_()
@@ -73,7 +73,7 @@ def train(script, flags, probs_V, rewards_V, rollouts, seed):
 
 @functools.cache
 def trained(probs, rewards, rollouts):
-    """{label: probabilities, (seeds, rollouts + 1, V)} of all objectives."""
+    """{label: probabilities, shape (seeds, rollouts + 1, V)} for all objectives."""
     probs_V = torch.tensor(probs, dtype=torch.float64)
     rewards_V = torch.tensor(rewards, dtype=torch.float64)
     found = {}
@@ -100,7 +100,7 @@ def rare():
 
 
 def entropy():
-    """Entropy over time for two prompts, and for the second also against how often it is wrong."""
+    """Entropy over time for two prompts; for the second one, also against its error rate."""
     found = []
     for answers in (RARE, THREE):
         lines = {}
@@ -115,7 +115,7 @@ def entropy():
 
 
 def negative():
-    """What one sampled token does to all logits and probabilities; how sapo weights a ratio."""
+    """How one sampled token moves all logits and probabilities; how sapo weighs a ratio."""
     probs_V = torch.tensor([1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 64], dtype=torch.float64)
     pushes = {}
     changes = {}
@@ -127,7 +127,7 @@ def negative():
         policy_loss = importlib.import_module("grpo").policy_loss
         loss, _ = policy_loss(logprobs_11, logprobs_11.detach(), advantage * one_11, one_11)
         push_V = torch.autograd.grad(-loss, logits_V)[0]
-        # A small step along the push moves the probabilities by Jacobian x push; it is symmetric.
+        # A small step along the push moves the probabilities by Jacobian (symmetric) x push.
         change_V = torch.autograd.grad(logits_V.softmax(0), logits_V, push_V)[0]
         pushes[f"sampled: {name}"] = points(probs_V, push_V)
         changes[f"sampled: {name}"] = points(probs_V, change_V)
@@ -141,7 +141,7 @@ def negative():
 
 
 def clip():
-    """Longer and longer answers, after a random move. grpo then clips about as much as GSPO reports."""
+    """Answers of growing length, after a random move. grpo then clips about as much as GSPO reports."""
     noise = torch.Generator().manual_seed(0)
     T, V, N = 16_384, 16, 64
     old_TV = (3 * torch.randn(T, V, generator=noise, dtype=torch.float64)).log_softmax(1)
@@ -158,7 +158,7 @@ def clip():
     shares = {label: [] for label in clips}
     products = []
     for length in lengths:
-        logratios_BT = logratios_NT.reshape(-1, length)  # more answers of fewer tokens
+        logratios_BT = logratios_NT.reshape(-1, length)  # more answers with fewer tokens
         ones_BT = torch.ones_like(logratios_BT)
         advantages_B1 = ones_BT[:, :1].clone()
         advantages_B1[::2] = -1
@@ -174,18 +174,18 @@ def clip():
 
 
 def outcomes(size, rates_N):
-    """Rewards of a group with 0, 1, ... size right answers; each one's chance at each pass rate."""
+    """Rewards of groups with 0, 1, ... size right answers, and each one's chance at each pass rate."""
     rewards_OG = torch.ones(size + 1, size, dtype=torch.float64).tril(-1)
     chance = torch.distributions.Binomial(size, rates_N[:, None])
     return rewards_OG, chance.log_prob(rewards_OG.sum(1)).exp()
 
 
 def group():
-    """How much a prompt counts on average, and how often its whole group has the same reward."""
+    """The average weight of a prompt, and how often its whole group has the same reward."""
     rates_N = torch.linspace(0.01, 0.99, 99, dtype=torch.float64)
     _, chances_NO = outcomes(8, rates_N)
     labels = {"grpo": "mean, std (grpo)", "dr_grpo": "mean (dr_grpo)", "dapo": "mixed only (dapo)"}
-    weights_of = prompts(labels)  # of each outcome, None if the group is dropped
+    weights_of = prompts(labels)  # one per outcome, None if the group is dropped
     weights = {}
     for script, label in labels.items():
         kept = [i for i, weight in enumerate(weights_of[script]) if weight is not None]
@@ -202,7 +202,7 @@ def group():
 
 
 def router():
-    """rspo's gamma as the router moves at random, and what it does to tokens whose router does not."""
+    """rspo's gamma as the router moves at random, and its effect on tokens that keep their routes."""
     noise = torch.Generator().manual_seed(0)
     shape = (2, 64, 64, 8)  # layers, completions, tokens, experts; two are active
     old_LBTE = 2 * torch.randn(shape, generator=noise, dtype=torch.float64)
@@ -252,7 +252,7 @@ def write(name, plots):
 
 
 def read(name):
-    """[{label: [(x, y)]}] of a panel's plots."""
+    """[{label: [(x, y)]}], one dict per plot of a panel."""
     plots = [{} for _ in WORDS[name]["plots"]]
     with open(RESULTS / f"microscope_{name}.csv") as file:
         for row in csv.DictReader(file):
@@ -299,7 +299,7 @@ def draw(plt, name):
 
 
 def main():
-    import matplotlib  # not above: the tests of the numbers need none
+    import matplotlib  # imported here because the tests do not need it
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt

@@ -1,6 +1,6 @@
-"""Builds a page on which any two of the scripts stand side by side, and opens it.
+"""Builds a page that shows any two of the scripts side by side, and opens it.
 
-    python study/page.py               # --no-open: only build it; --out: not in runs/study.html
+    python study/page.py               # --no-open: only build it; --out: instead of runs/study.html
     python study/page.py --screenshot  # also draw figures/page.png, with Chromium
 
 The page is a single file and needs no server and no network. Its numbers come from the scripts and
@@ -31,14 +31,14 @@ from pygments.token import STANDARD_TYPES, Comment, String
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent
-PLAIN = ("", "n", "o", "p", "w")  # Pygments' kinds of text that get no color
+PLAIN = ("", "n", "o", "p", "w")  # Pygments' token types that get no color
 
 
 # -------------------------------------------------------------------------------------------- lines
 
 
 def colored(code):
-    """Lines of words in HTML. A number such as [1] in a comment or docstring becomes a link."""
+    """Lines of HTML words. A number such as [1] in a comment or docstring becomes a link."""
     lines = [[]]
     for kind, text in PythonLexer(stripnl=False).get_tokens(code):
         for word in re.findall(r"\[[1-9]\]|\w+|\n|[^\S\n]+|[^\w\s]", text):
@@ -55,8 +55,8 @@ def colored(code):
 
 
 def side_by_side(left, right):
-    """[line of the left, line of the right] for each row, None where a side has none. In a block that
-    differs, similar lines meet."""
+    """[left line number, right line number] for each row, None where a side has no line. In a block
+    that differs, similar lines share a row."""
     rows = []
     blocks = difflib.SequenceMatcher(None, left, right, autojunk=False).get_opcodes()
     for kind, start, end, right_start, right_end in blocks:
@@ -78,7 +78,7 @@ def side_by_side(left, right):
 
 
 def changed_words(left, right):
-    """(numbers of the words that only the left line has, the same of the right)."""
+    """(positions of the words that only the left line has, the same for the right line)."""
     blocks = difflib.SequenceMatcher(None, left, right, autojunk=False).get_opcodes()
     changed = [block for block in blocks if block[0] != "equal"]
     lefts = [i for _, start, end, _, _ in changed for i in range(start, end)]
@@ -87,7 +87,7 @@ def changed_words(left, right):
 
 
 def compared(a, b, words):
-    """The rows of two scripts, with the words that differ where two lines meet."""
+    """The rows of two scripts. A row with two different lines also has the words that differ."""
     _, left = report.read(a)
     _, right = report.read(b)
     rows = []
@@ -103,7 +103,7 @@ def compared(a, b, words):
 
 
 def own_flags(name):
-    """The flags of the algorithm, which follow those of the loop, with their defaults."""
+    """The algorithm's flags, which come after the loop's flags, with their defaults."""
     args_class = importlib.import_module(name).Args
     flags = list(args_class.__annotations__)
     own = flags[flags.index("router_aux_coef") + 1 :]
@@ -111,8 +111,8 @@ def own_flags(name):
 
 
 def paragraphs(header):
-    """(title, objective with its symbols, [difference], [other paragraph]). Lines that are indented
-    stay as they are, others are filled by the page."""
+    """(title, objective with its symbols, [difference], [other paragraph]). Indented lines stay as they
+    are; the page reflows all other lines."""
     title, formula, symbols, *rest = header.split("\n\n")
     differences = []
     notes = []
@@ -135,7 +135,7 @@ def script(name):
         "notes": notes,
         "axes": [cell or "none" for cell in [*report.AXES["axes"][name], own_flags(name)]],
         "words": colored("\n".join(code)),
-        "first": header.count("\n") + 3,  # number of the first line, after the closing quotes
+        "first": header.count("\n") + 3,  # line number of the first line after the closing quotes
     }
 
 
@@ -149,11 +149,11 @@ def tree(parents, parent=None):
 
 
 def curve(name):
-    """[completions generated, accuracy of the rollouts: mean of the seeds and of six iterations]."""
+    """[completions generated, rollout accuracy: mean over the seeds and over six iterations]."""
     runs = stats.curves("more" if name in MORE else "nine")[name, "default"].values()
     xs = []
     accuracies = []
-    for rows in zip(*runs, strict=False):  # as far as the shortest run
+    for rows in zip(*runs, strict=False):  # up to the end of the shortest run
         xs.append(statistics.mean(row["generated"] for row in rows))
         accuracies.append(statistics.mean(row["accuracy"] for row in rows))
     return list(zip(xs, stats.trailing(accuracies), strict=True))
@@ -198,7 +198,7 @@ def build():
 
 
 def browse(url, *flags):
-    """What Chromium prints when it opens the page without a window."""
+    """Opens the page in headless Chromium, and returns what it prints."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         sys.exit("Chromium is not installed")

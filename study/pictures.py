@@ -1,14 +1,14 @@
-"""What each objective does with a token, and with the length of an answer.
+"""How each objective treats a token, and the length of an answer.
 
     python study/pictures.py
 
-Writes two pictures, and beside each its numbers, which a test compares with the scripts:
+Writes two pictures, each with its numbers in a CSV, which a test compares with the scripts:
 
     figures/gradients   the pull on a token's log-prob, over the token's ratio
     figures/tokens      the weight of a token, over the length of its answer
 
 The page has both for any two scripts, and the weight of a prompt. No formula is repeated here: all
-numbers come from the scripts' own functions, with their defaults.
+numbers come from the scripts' own functions, with their default settings.
 """
 
 import csv
@@ -24,9 +24,9 @@ ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT))
 FIGURES = Path(__file__).parent / "figures"
 NUM_TOKENS = 10
-GAMMA = 0.8  # rspo's, all the way down at its floor
+GAMMA = 0.8  # rspo's, here at its floor
 RATIOS_N = 3 ** torch.linspace(-1, 1, 121, dtype=torch.float64)
-COLORS = {1: "#0072b2", -1: "#d55e00"}  # blue and vermilion: color-blind eyes tell them apart
+COLORS = {1: "#0072b2", -1: "#d55e00"}  # blue and vermilion, which color-blind readers can tell apart
 PANELS = {  # script: title, line below it
     "ppo": ("PPO", "clipped at 0.8 and 1.2; A from a critic"),
     "grpo": ("GRPO", "the same; A from the group's rewards"),
@@ -58,8 +58,8 @@ TOKENS = {
 
 
 def gradient(name, logprobs_NT, mask_NT, advantage=1, gamma=1, **flags):
-    """dJ / d log pi of all tokens, by autograd, if all old log-probs are 0. The advantage and rspo's
-    gamma are numbers, or tensors that broadcast over the tokens. Unknown flags are ignored."""
+    """dJ / d log pi of all tokens, by autograd, with all old log-probs 0. The advantage and rspo's
+    gamma are numbers or tensors that broadcast over the tokens. Unknown flags are ignored."""
     policy_loss = importlib.import_module(name).policy_loss
     logprobs_NT = logprobs_NT.clone().requires_grad_()
     advantages = advantage * torch.ones_like(logprobs_NT[:, :1])
@@ -72,8 +72,8 @@ def gradient(name, logprobs_NT, mask_NT, advantage=1, gamma=1, **flags):
 
 
 def pulls(name, advantage, moved):
-    """On the first of ten tokens at each ratio, which `moved` of them have, relative to r = 1. grpo's
-    KL is left out: its pull does not depend on r."""
+    """The pull on the first of ten tokens, relative to r = 1, when `moved` of them have each ratio.
+    grpo's KL is left out because its pull does not depend on r."""
     logprobs_NT = torch.zeros(len(RATIOS_N), NUM_TOKENS, dtype=torch.float64)
     mask_NT = torch.ones_like(logprobs_NT)
     sizes_N = gradient(name, logprobs_NT, mask_NT)[:, 0]  # before rspo's gamma
@@ -92,8 +92,8 @@ def gradients(names=tuple(PANELS)):
 
 
 def prompt_weight(name, rewards_1G):
-    """Mean over a group's answers of max(A, 0): how hard the right ones are pushed. None if the group
-    is dropped. With a critic or a running mean: before it has learned anything."""
+    """Mean of max(A, 0) over a group's answers: how hard the right ones are pushed. None if the group
+    is dropped. A critic or a running mean has not learned anything yet."""
     module = importlib.import_module(name)
     if hasattr(module, "mixed_groups"):
         words = {1: "correct", 0: "wrong"}
@@ -112,7 +112,7 @@ def prompt_weight(name, rewards_1G):
 
 
 def prompts(names):
-    """{column: values}: the share of right answers in a group, then each script's weights."""
+    """{column: values}: the fraction of right answers in a group, then each script's weights."""
     size = importlib.import_module("grpo").Args().group_size
     right_OG = torch.ones(size + 1, size, dtype=torch.float64).tril(-1)  # every outcome: 0 to G right
     found = {"right": right_OG.mean(1).tolist()}
@@ -122,8 +122,8 @@ def prompts(names):
 
 
 def tokens(names=tuple(TOKENS)):
-    """{column: values}: the length of an answer, then each script's weight of one of its tokens at
-    r = 1, times the number of tokens in the step, which has one answer of each length."""
+    """{column: values}: the length of an answer, then the weight of one of its tokens in each script,
+    at r = 1, times the number of tokens in the step. The step has one answer of each length."""
     longest = importlib.import_module("grpo").Args().max_new_tokens
     mask_NT = torch.ones(longest, longest, dtype=torch.float64).tril()
     found = {"length": mask_NT.sum(1).tolist()}
@@ -191,7 +191,7 @@ def draw_gradients(plt, curves):
 
 
 def draw_tokens(plt, weights):
-    """Lines that differ in style, and dots for one that lies on another."""
+    """Lines in different styles, and dots for a line that lies on top of another one."""
     figure, axis = plt.subplots(figsize=(6, 3))
     for name, (label, style) in TOKENS.items():
         axis.plot(weights["length"], weights[name], style, label=label)
@@ -205,7 +205,7 @@ def draw_tokens(plt, weights):
 
 
 def main():
-    import matplotlib  # not above: the test of the numbers needs none
+    import matplotlib  # imported here because the test does not need it
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt

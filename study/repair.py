@@ -1,4 +1,4 @@
-"""A repair shop: writes a script that has one of the bugs of bugs.toml, and says whether it is fixed.
+"""A repair shop: writes a script with one bug from bugs.toml, and checks whether you have fixed it.
 
 python study/repair.py 7            # writes runs/repair/bug_7.py
 python -m runs.repair.bug_7         # run it, read it and its metrics, fix it
@@ -23,10 +23,10 @@ SHOP = ROOT / "runs" / "repair"
 sys.path += [str(ROOT), str(ROOT / "conformance")]
 from rl_loss_vectors import VECTORS, Subject, doctor  # noqa: E402
 
-# Two iterations, since some bugs only show in the next rollout; several micro-batches in a step.
+# Two iterations, because some bugs show only in the next rollout; several micro-batches per step.
 JOB = {"iterations": 2, "prompts_per_iteration": 6, "num_minibatches": 2, "micro_batch_size": 5}
 JOB |= {"lr": 1e-3, "num_held_out": 2, "device": "cpu"}
-SECTIONS = {  # function: its section of the test vectors, where that has another name
+SECTIONS = {  # function: its section of the test vectors, if it has a different name
     "compute_advantages": "group_advantages",
     "compute_gae": "gae",
 }
@@ -56,7 +56,7 @@ def functions_of(module, script):
 
 
 def metrics_of_a_run(module):
-    """{key: [number of each iteration]} of a small run with a fixed seed, its times left out."""
+    """{key: [value in each iteration]} for a small run with a fixed seed, without timings."""
     found = {}
     silence = io.StringIO()
     with (
@@ -90,7 +90,7 @@ def is_same(x, y):
 
 
 def differences(found, expected):
-    """A line for each name under which a script does not behave like the original."""
+    """One line for each name where a script does not behave like the original."""
     lines = []
     for name in [*expected, *(found.keys() - expected.keys())]:
         ours = expected.get(name, [])

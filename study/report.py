@@ -1,10 +1,10 @@
 """Writes the generated parts of README.md and study/README.md.
 
     python study/report.py           # write
-    python study/report.py --check   # exit code 1 if a part is stale, or in neither
+    python study/report.py --check   # exit code 1 if a part is stale, or in neither file
 
-A part stands between <!-- generated: NAME --> and <!-- end: NAME -->, in the file that has these two
-comments. Its content comes from the scripts' headers, from their diffs, and from results/.
+A part is whatever stands between the comments <!-- generated: NAME --> and <!-- end: NAME -->. Its
+content comes from the scripts' headers, their diffs, and results/.
 """
 
 import ast
@@ -34,14 +34,14 @@ AXES = tomllib.loads((ROOT / "study" / "axes.toml").read_text())
 
 
 def read(name):
-    """(header docstring, lines after it) of a script."""
+    """(header docstring, the lines after it) of a script."""
     text = (ROOT / file_of(name)).read_text()
     tree = ast.parse(text)
     return ast.get_docstring(tree), text.splitlines()[tree.body[0].end_lineno :]
 
 
 def changed_lines(parent, child):
-    """Lines added and lines removed, the header docstring aside."""
+    """How many lines are added or removed, not counting the header docstring."""
     _, old = read(parent)
     _, new = read(child)
     diff = list(difflib.unified_diff(old, new, lineterm=""))
@@ -49,7 +49,7 @@ def changed_lines(parent, child):
 
 
 def parent_of(name):
-    """The script that the header names, None for the root."""
+    """The parent that the header names, None for the root."""
     header, _ = read(name)
     found = re.search(r"Parent: (\w+)\.py", header)
     if not found:
@@ -58,7 +58,7 @@ def parent_of(name):
 
 
 def scripts():
-    """The table of the scripts: what each one changes, and how many lines that takes."""
+    """The table of the scripts: what each one changes, and in how many lines."""
     rows = []
     for name in SCRIPTS:
         header, _ = read(name)
@@ -73,7 +73,7 @@ def scripts():
 
 
 def objectives():
-    """The objectives as the headers have them."""
+    """The objectives, copied from the headers."""
     lines = ["```"]
     for name in SCRIPTS + MORE:
         header, _ = read(name)
@@ -98,13 +98,13 @@ def lesson():
     """The diff of grpo's and sapo's objectives."""
     both = [objective_lines("grpo"), objective_lines("sapo")]
     diff = difflib.unified_diff(*both, "grpo.py", "sapo.py", lineterm="", n=0)
-    # Line numbers would count from the beginning of the function, not of the file.
+    # Line numbers would count from the start of the function, not of the file.
     lines = [line for line in diff if not line.startswith("@@")]
     return ["```diff", *lines, "```"]
 
 
 def which():
-    """The last table of the_nine.md, to which its links lead from both pages."""
+    """The last table of the_nine.md. Its links work on both pages."""
     text = (ROOT / "study" / "the_nine.md").read_text()
     _, _, table = text.partition("## Which one should I use?\n\n")
     return table.splitlines()
@@ -127,7 +127,7 @@ def example():
             advantages_BT = module.whiten(advantages_BT, mask_BT)
         else:
             advantages_BT = module.compute_advantages(rewards_B1.T).T.expand(4, 5)
-        # ppo's advantages differ from token to token: here as at the last one.
+        # ppo's advantages differ from token to token; we show that of the last token.
         advantages_B1 = advantages_BT.gather(1, lengths_B1 - 1)
         pulls_BT = pictures.gradient(name, zeros_BT, mask_BT, advantages_B1, max_new_tokens=longest)
         pulls_B1 = pulls_BT[:, :1]
@@ -158,7 +158,7 @@ def difference(ours, theirs):
 
 
 def curves():
-    """The accuracies that runs of the default job reach, how soon, and the difference from grpo."""
+    """The accuracies that runs of the default job reach, how soon, and how they differ from grpo."""
     names = [("nine", script, "default") for script in SCRIPTS]
     names.insert(2, ("nine", "grpo", "free"))
     names += [("more", script, "default") for script in MORE]
@@ -183,7 +183,7 @@ def curves():
     return markdown(header, rows, "lrrrrr")
 
 
-# What each mechanism did, as means over iterations and seeds; the names are columns of ACTED.
+# What each mechanism did, as means over iterations and seeds. The names are columns in ACTED.
 CLIPPED = "clipped: {clip_low:.2%} below, {clip_high:.2%} above"
 MECHANISMS = {
     "ppo": f"tokens {CLIPPED}; the critic explains {{explained_variance:.0%}} of the returns' variance",
@@ -199,7 +199,7 @@ MECHANISMS = {
 
 
 def runs_of(name, script, variant):
-    """The rows of an experiment's runs, by seed."""
+    """The rows of an experiment's runs, ordered by seed."""
     runs = stats.runs(name)[script, variant]
     if not runs:
         sys.exit(f"results/{name}.csv has no {script} {variant}: run python study/sweep.py {name}")
@@ -207,7 +207,7 @@ def runs_of(name, script, variant):
 
 
 def acted():
-    """What the mechanisms of the nine did in the default job, and what came out."""
+    """What each mechanism did in the default job, and the results."""
     first = stats.runs("nine")["grpo", "default"][0]
     before = [f"{first[f'before_{way}']:.3f}" for way in HELD_OUT]
     rows = [["base model", "", *before, "", ""]]
@@ -225,8 +225,8 @@ def acted():
 
 
 def stability():
-    """Accuracy after the runs at each setting, and how many had an iteration 0.2 or more below an
-    earlier one, or broke off."""
+    """Accuracy after the runs at each setting, and how many fell: an iteration was 0.2 or more below an
+    earlier one, or the run broke off."""
     kinds = [(script, "") for script in SCRIPTS]
     kinds.insert(2, ("grpo", "-free"))
     rows = []
@@ -244,13 +244,13 @@ def stability():
 
 
 def mean_of(runs, name):
-    """Of a column over runs, None if they do not have it."""
+    """The mean of a column over runs, None if a run does not have it."""
     values = [run[name] for run in runs]
     return None if None in values else statistics.mean(values)
 
 
 def routing():
-    """What replaying an MoE's experts changes, with a sampler like the trainer and with another one."""
+    """The effect of replaying an MoE's experts, with a sampler like the trainer or a stale one."""
     rows = []
     groups = stats.runs("routing").items()
     for (script, variant), runs in sorted(groups, key=lambda group: SCRIPTS.index(group[0][0])):
@@ -275,7 +275,7 @@ def routing():
     return markdown(["script", "sampler", "replay", *names], rows, "lllrrrrrr")
 
 
-CHAIN = {  # variant of dapo_chain: what it is, and what the paper reports for its own chain
+CHAIN = {  # variant of dapo_chain: what it is, and what the paper reports at that step
     ("grpo", "free"): ("grpo, no KL", "naive GRPO: 30"),
     ("grpo", "clip-higher"): ("with clip-higher", "filtering, then clip-higher: 38"),
     ("dapo", "drop-none"): ("dapo, groups dropped, not replaced; overlong none", ""),
@@ -286,7 +286,7 @@ CHAIN = {  # variant of dapo_chain: what it is, and what the paper reports for i
 
 
 def dapo_chain():
-    """The parts of DAPO, as far as flags can take them apart."""
+    """The parts of DAPO, as far as flags can separate them."""
     rows = []
     for key, (words, paper) in CHAIN.items():
         runs = stats.runs("dapo_chain")[key]
@@ -312,7 +312,7 @@ def symptoms():
 
 
 def smollm2():
-    """Greedy held-out accuracy during the runs of SmolLM2, one seed."""
+    """Greedy held-out accuracy during the SmolLM2 runs, one seed."""
     iterations = (5, 10, 15, 20)
     rows = []
     for run in stats.table("smollm2"):
@@ -333,7 +333,7 @@ PART = re.compile(BEGIN + r"(\w+) -->.*?<!-- end: \1 -->", re.DOTALL)
 
 
 def filled(text):
-    """(the text with up-to-date parts, the names of these parts)."""
+    """(the text with its parts brought up to date, the names of these parts)."""
 
     def replaced(match):
         name = match[1]

@@ -1,4 +1,4 @@
-"""Reads the CSVs in results/; means and intervals. Comparisons are paired by seed."""
+"""Reads the CSVs in results/, and computes means and intervals. Comparisons are paired by seed."""
 
 import csv
 import math
@@ -33,7 +33,7 @@ def runs(name):
 
 
 def column(name, key, of):
-    """A column of an experiment's runs, by seed; an empty cell, as of a run that broke off, is 0."""
+    """A column of an experiment's runs, by seed. An empty cell counts as 0 (the run broke off)."""
     return [row[of] or 0.0 for row in runs(name)[key]]
 
 
@@ -46,7 +46,7 @@ def curves(name):
 
 
 def trailing(values, width=3):
-    """The mean of each value and of those before it, `width` in all."""
+    """For each value: the mean of the last `width` values up to and including it."""
     return [statistics.mean(values[max(0, i - width + 1) : i + 1]) for i in range(len(values))]
 
 
@@ -55,8 +55,8 @@ def mean_std(values):
 
 
 def interval(ours, theirs):
-    """'+0.013 ± 0.010': mean and half width of the 95 % interval of differences paired by seed, over
-    the seeds that both have. Two digits of the half width, and as many decimals of the mean."""
+    """'+0.013 ± 0.010': mean difference, paired by seed, and half the width of its 95 % interval, over
+    the seeds that both have. The half width has two digits, and the mean as many decimals."""
     deltas = [a - b for a, b in zip(ours, theirs, strict=False)]
     half = T_QUANTILES[len(deltas) - 1] * statistics.stdev(deltas) / math.sqrt(len(deltas))
     digits = 3
@@ -66,6 +66,6 @@ def interval(ours, theirs):
 
 
 def markdown(header, rows, align=""):
-    """A table; `align`: a letter per column, r for right."""
+    """A table. `align` has one letter per column, r for right."""
     rules = ["---:" if letter == "r" else "---" for letter in align.ljust(len(header), "l")]
     return [f"| {' | '.join(map(str, row))} |" for row in (header, rules, *rows)]

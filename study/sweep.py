@@ -1,12 +1,12 @@
 """Runs the experiments of experiments.py, and collects them in results/.
 
-    python study/sweep.py nine [--jobs 2]     # or several of them, or all
+    python study/sweep.py nine [--jobs 2]     # or several names, or all
     python study/sweep.py --list
 
-Each run is a command line of a script, with one thread and a folder under runs/sweep/. For an
+Each run is one command line, with one thread and its own folder under runs/sweep/. For an
 experiment X, results/X.csv has a row for each run; nine and more also have results/X_curves.csv, with a
-row for every second iteration. A sweep that is cut off continues where it stopped: what has ended with
-the same flags, or has a row, is not run again. To measure again, delete both: results/X*.csv and
+row for every second iteration. An interrupted sweep continues where it stopped: a run that has ended
+with the same flags, or has a row, is not repeated. To measure again, delete both results/X*.csv and
 runs/sweep/X.
 """
 
@@ -36,8 +36,8 @@ ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "HF_HUB_OFFLINE": "1",
 }
-END = 8_000  # completions over which `area` is taken; the last rollout of any default run starts later
-CURVE_STEP = 2  # iterations that a row of a curve averages
+END = 8_000  # completions that `area` covers; the last rollout of every default run starts later
+CURVE_STEP = 2  # iterations averaged in one row of a curve
 CURVE = {  # column: key in metrics.jsonl
     "accuracy": "rollout/accuracy",
     "len": "rollout/response_len_mean",
@@ -61,8 +61,8 @@ def write_broken_scripts():
 
 
 def run(name, job):
-    """Runs a job and writes its folder's result.json. Returns whether it has a result: it ended, or its
-    numbers were not finite."""
+    """Runs a job and writes result.json to its folder. Returns whether there is a result: the run
+    ended, or its numbers were not finite."""
     folder = folder_of(name, job)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -87,7 +87,7 @@ def run(name, job):
 
 
 def held_out(run_dir):
-    """{column: held-out accuracy or pass@8} before and after a run, from its last checkpoint."""
+    """{column: held-out accuracy or pass@8} before and after a run, read from its last checkpoint."""
     found = {}
     for path in run_dir.glob("checkpoint-*/trainer_state.pt"):
         saved = torch.load(path, weights_only=True)
@@ -100,7 +100,7 @@ def held_out(run_dir):
 
 
 def result_of(name, job):
-    """The result of a run that has ended with these flags; else None."""
+    """The result of the run if it ended with these flags, else None."""
     path = folder_of(name, job) / "result.json"
     result = json.loads(path.read_text()) if path.exists() else {}
     return result if result.get("flags") == job.flags else None
@@ -124,7 +124,7 @@ def run_all(name, jobs, num_processes):
 
 
 def read_metrics(run_dir):
-    """Its lines of metrics.jsonl, with the completions that were generated up to each of them."""
+    """The lines of metrics.jsonl, each with the number of completions generated so far."""
     path = run_dir / "metrics.jsonl"
     if not path.exists():
         return []
@@ -139,15 +139,15 @@ def read_metrics(run_dir):
 
 
 def average(lines, key, count=0):
-    """Of the last `count` lines that have the key [0: of all]; "" if none has it."""
+    """The mean over the last `count` lines that have the key [0: over all]; "" if none has it."""
     values = [line[key] for line in lines if key in line][-count:]
     return mean(values) if values else ""
 
 
 def area(lines):
-    """Mean height of the accuracy's curve over the first END completions; "" if it ends before. An
-    iteration's rollout has the accuracy that was learned from the completions before it, so the curve's
-    last point is where the last rollout starts."""
+    """Mean height of the accuracy curve over the first END completions; "" if the curve ends earlier. A
+    rollout's accuracy is what was learned from the completions before it, so the curve's last point is
+    where the last rollout starts."""
     starts = [0, *(line["generated"] for line in lines)]
     points = [(x, line["rollout/accuracy"]) for x, line in zip(starts, lines, strict=False)]
     if not points or points[-1][0] < END:
@@ -162,7 +162,7 @@ def area(lines):
 
 
 def largest_drop(lines):
-    """From the highest accuracy so far to a later one."""
+    """The largest drop from the highest accuracy so far to a later one."""
     drop = 0.0
     highest = 0.0
     for line in lines:
@@ -189,7 +189,7 @@ def row_of(job, lines, columns):
 
 
 def curve_of(job, lines):
-    """Rows of means over CURVE_STEP iterations, with the held-out accuracy after the last of them."""
+    """Means over CURVE_STEP iterations, with the held-out accuracy after the last one, one row each."""
     rows = []
     for start in range(0, len(lines), CURVE_STEP):
         part = lines[start : start + CURVE_STEP]
@@ -221,7 +221,7 @@ def key_of(row):
 
 
 def kept(name, jobs):
-    """{job: row} of the CSV, if the flags are still the same."""
+    """{job: row} for the rows of the CSV that still have the same flags."""
     by_key = {job[:3]: job for job in jobs}
     rows = {}
     for row in read_csv(name):
@@ -243,7 +243,7 @@ def write_csv(name, rows):
 
 
 def collect(name, jobs):
-    """Writes the CSVs of an experiment: the runs that have ended, and the rows of earlier ones."""
+    """Writes the CSVs of an experiment: the finished runs, and the rows of earlier ones."""
     experiment = EXPERIMENTS[name]
     rows = kept(name, jobs)
     curves = {job[:3]: [] for job in jobs}

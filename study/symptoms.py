@@ -1,9 +1,9 @@
-"""Which bugs can you see? Compares the metrics of scripts that have a bug with those of healthy runs,
-for a table of report.py and a picture of figures.py. `python study/sweep.py symptoms` makes the runs,
+"""Which bugs can you see? Compares the metrics of scripts with a bug to those of healthy runs, for a
+table in report.py and a picture in figures.py. `python study/sweep.py symptoms` makes the runs,
 in about three core-hours.
 
-A bug shows in a metric if the values of its three runs are all above, or all below, those of the twenty
-healthy ones. For a change without any effect, the probability of that is 2 / C(20 + 3, 3).
+A bug shows in a metric if its three runs are all above, or all below, the twenty healthy ones. If a
+change has no effect, the probability of that is 2 / C(20 + 3, 3).
 """
 
 import math
@@ -14,7 +14,7 @@ import stats
 from experiments import BUG_JOBS, HEALTHY_SEEDS, SICK_SEEDS, SYMPTOMS, bug_variant, shown_bugs
 from repair import doctor, functions_of, load
 
-NUM_WORDS = 4  # metrics that a cell of the table names
+NUM_WORDS = 4  # maximum number of metrics in a cell of the table
 
 
 def values(rows, metric):
@@ -22,7 +22,7 @@ def values(rows, metric):
 
 
 def shows(sick, healthy):
-    """["metric ↑" or "metric ↓"] for those in which all of a bug's runs lie outside the healthy."""
+    """["metric ↑" or "metric ↓"] where all of a bug's runs lie above or below all healthy ones."""
     found = []
     for metric in SYMPTOMS:
         own = values(sick, metric)
@@ -78,7 +78,7 @@ def summary():
 
 
 def table():
-    """What shows in the fewest metrics comes first."""
+    """The bugs that show in the fewest metrics come first."""
     runs = stats.runs("symptoms")
     rows = []
     num_compared = 0
