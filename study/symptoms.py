@@ -71,8 +71,8 @@ def summary():
     num_lower = sum("accuracy on average ↓" in names for names in found)
     num_higher = sum("accuracy on average ↑" in names for names in found)
     return (
-        f"We planted {len(found)} bugs. In 25 iterations only {num_lower} hurt "
-        f"accuracy, {num_higher} improved it, and {found.count([])} left no trace in any of "
+        f"We planted {len(found)} bugs. In 25 iterations with four steps per rollout, only {num_lower} "
+        f"hurt accuracy, {num_higher} improved it, and {found.count([])} left no trace in any of "
         f"{len(SYMPTOMS)} metrics."
     )
 
@@ -97,5 +97,5 @@ def table():
     lines = stats.markdown(["bug", "calm", "stressed", "the doctor", "fix"], [row for _, row in rows])
     ways = math.comb(len(HEALTHY_SEEDS) + len(SICK_SEEDS), len(SICK_SEEDS))
     expected = num_compared * 2 / ways
-    chance = f"Among these {num_compared} comparisons {expected:.1f} would show by chance alone."
+    chance = f"By chance alone, {expected:.1f} of these {num_compared} comparisons would show."
     return [*lines, "", f"{summary()} {chance}"]
