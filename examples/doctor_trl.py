@@ -121,9 +121,5 @@ def dapo_default(logprobs, old_logprobs, advantages, mask, *, num_tokens=None):
     return dapo(logprobs, old_logprobs, advantages, mask, clip_eps_high=0.2, num_tokens=num_tokens)
 
 
-def gspo_default(logprobs, old_logprobs, advantages, mask):
-    return grpo(logprobs, old_logprobs, advantages, mask)
-
-
 def cispo_default(logprobs, old_logprobs, advantages, mask, *, num_tokens=None):
     return cispo(logprobs, old_logprobs, advantages, mask, is_weight_cap=0.2, num_tokens=num_tokens)
