@@ -137,7 +137,7 @@ CHAIN_COLUMNS = {
 # Fixed before the first run: the metrics, twenty healthy seeds for each script and job, and three
 # different seeds for each bug.
 BUGGY = ["grpo", "ppo", "cispo", "dapo"]
-BUG_JOBS = {"calm": "--num_minibatches 4", "stressed": "--lr 3e-4 --num_minibatches 16"}
+BUG_JOBS = {"default": "", "stressed": "--lr 3e-4"}
 BUG_FLAGS = "--iterations 25 --eval_every 0 --save_every 0 --num_held_out 8"
 HEALTHY_SEEDS = range(1, 21)
 SICK_SEEDS = range(21, 24)

@@ -1,4 +1,4 @@
-"""Draws three figures in figures/ from the CSVs in results/.
+"""Draws two figures in figures/ from the CSVs in results/.
 
     python study/figures.py [nine ...]     # all of them if you name none
 
@@ -11,8 +11,6 @@ from pathlib import Path
 
 import matplotlib
 import stats
-from experiments import BUG_JOBS, bug_variant, shown_bugs
-from symptoms import values
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -25,7 +23,6 @@ GROUPS = [  # each is one column of `nine`
     {"dapo": "DAPO", "gspo": "GSPO", "cispo": "CISPO"},
     {"gmpo": "GMPO", "rspo": "RSPO", "sapo": "SAPO"},
 ]
-SYMPTOMS = ("accuracy on average", "length", "entropy", "largest ratio")  # the ones we draw
 WIDTH = 8.6  # inches
 plt.rcParams |= {
     "font.size": 10,
@@ -128,26 +125,8 @@ def nine():
     return figure
 
 
-def symptoms():
-    """Runs of grpo with a bug as dots, and the range of the healthy runs in gray."""
-    runs = stats.runs("symptoms")
-    bugs = [bug for bug in shown_bugs().values() if bug["script"] == "grpo"]
-    figure, axes = plt.subplots(2, 4, figsize=(9, 6.5), sharey=True)
-    for panels, job in zip(axes, BUG_JOBS, strict=True):
-        for axis, metric in zip(panels, SYMPTOMS, strict=True):
-            usual = values(runs["grpo", job], metric)
-            axis.axvspan(min(usual), max(usual), color="#dddddd")
-            for y, bug in enumerate(bugs):
-                own = values(runs["grpo", bug_variant(job, bug)], metric)
-                axis.plot(own, [y] * len(own), "o", color="#0072b2", markersize=4, alpha=0.6)
-            axis.set_title(f"{metric},\n{job}")
-            axis.set_yticks(range(len(bugs)), [bug["title"] for bug in bugs])
-            axis.set_ylim(len(bugs) - 0.5, -0.5)  # the first on top
-    return figure
-
-
 def main():
-    for function in (one_run, nine, symptoms):
+    for function in (one_run, nine):
         name = function.__name__
         if name in sys.argv[1:] or not sys.argv[1:]:
             figure = function()

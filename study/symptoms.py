@@ -1,6 +1,5 @@
 """Which bugs can you see? Compares the metrics of scripts with a bug to those of healthy runs, for a
-table in report.py and a picture in figures.py. `python study/sweep.py symptoms` makes the runs,
-in about three core-hours.
+table in report.py. `python study/sweep.py symptoms` makes the runs, in an hour and a half on one core.
 
 A bug shows in a metric if its three runs are all above, or all below, the twenty healthy ones. If a
 change has no effect, the probability of that is 2 / C(20 + 3, 3).
@@ -66,12 +65,12 @@ def summary():
     runs = stats.runs("symptoms")
     found = []
     for bug in shown_bugs().values():
-        sick = runs[bug["script"], bug_variant("calm", bug)]
-        found.append(shows(sick, runs[bug["script"], "calm"]))
+        sick = runs[bug["script"], bug_variant("default", bug)]
+        found.append(shows(sick, runs[bug["script"], "default"]))
     num_lower = sum("accuracy on average ↓" in names for names in found)
     num_higher = sum("accuracy on average ↑" in names for names in found)
     return (
-        f"We planted {len(found)} bugs. In 25 iterations with four steps per rollout, only {num_lower} "
+        f"We planted {len(found)} bugs. In 25 iterations of the default job, only {num_lower} "
         f"hurt accuracy, {num_higher} improved it, and {found.count([])} left no trace in any of "
         f"{len(SYMPTOMS)} metrics."
     )
@@ -94,7 +93,8 @@ def table():
         cells += [diagnosis(bug).replace("|", "\\|"), bug["fix"]]
         rows.append((num_found, cells))
     rows.sort()
-    lines = stats.markdown(["bug", "calm", "stressed", "the doctor", "fix"], [row for _, row in rows])
+    titles = ["bug", *BUG_JOBS, "the doctor", "fix"]
+    lines = stats.markdown(titles, [row for _, row in rows])
     ways = math.comb(len(HEALTHY_SEEDS) + len(SICK_SEEDS), len(SICK_SEEDS))
     expected = num_compared * 2 / ways
     chance = f"By chance alone, {expected:.1f} of these {num_compared} comparisons would show."
