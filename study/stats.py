@@ -7,7 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
-T_QUANTILES = {2: 4.303, 3: 3.182, 4: 2.776, 7: 2.365}  # 97.5 % of Student's t, by degrees of freedom
+T_QUANTILES = {2: 4.303, 4: 2.776}  # 97.5 % of Student's t, by degrees of freedom
 
 
 def number(text):
@@ -29,12 +29,12 @@ def runs(name):
     groups = defaultdict(list)
     for row in table(name):
         groups[row["script"], row["variant"]].append(row)
-    return groups
+    return dict(groups)
 
 
-def column(name, key, of):
-    """A column of an experiment's runs, by seed. An empty cell counts as 0 (the run broke off)."""
-    return [row[of] or 0.0 for row in runs(name)[key]]
+def values(rows, column):
+    """A column without its empty cells."""
+    return [row[column] for row in rows if row[column] is not None]
 
 
 def curves(name):
@@ -50,8 +50,15 @@ def trailing(values, width=3):
     return [statistics.mean(values[max(0, i - width + 1) : i + 1]) for i in range(len(values))]
 
 
-def mean_std(values):
-    return f"{statistics.mean(values):.3f} ± {statistics.stdev(values):.3f}"
+def mean(rows, column):
+    """nan if the column is empty."""
+    found = values(rows, column)
+    return statistics.mean(found) if found else math.nan
+
+
+def mean_std(rows, column):
+    found = values(rows, column)
+    return f"{statistics.mean(found):.3f} ± {statistics.stdev(found):.3f}"
 
 
 def interval(ours, theirs):
