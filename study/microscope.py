@@ -17,12 +17,13 @@ import tomllib
 from pathlib import Path
 
 import torch
-from pictures import FIGURES, gradient, prompts
+from pictures import gradient, prompts
 
 import rspo
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
+FIGURES = FOLDER / "figures"
 WORDS = tomllib.loads((FOLDER / "microscope.toml").read_text())
 GROUPS = 64
 GROUP_SIZE = 16

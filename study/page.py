@@ -15,7 +15,6 @@ import itertools
 import json
 import re
 import shutil
-import statistics
 import subprocess
 import sys
 import webbrowser
@@ -150,13 +149,8 @@ def tree(parents, parent=None):
 
 def curve(name):
     """[completions generated, rollout accuracy: mean over the seeds and over six iterations]."""
-    runs = stats.curves("more" if name in MORE else "nine")[name, "default"].values()
-    xs = []
-    accuracies = []
-    for rows in zip(*runs, strict=False):  # up to the end of the shortest run
-        xs.append(statistics.mean(row["generated"] for row in rows))
-        accuracies.append(statistics.mean(row["accuracy"] for row in rows))
-    return list(zip(xs, stats.trailing(accuracies), strict=True))
+    runs = stats.curves("more" if name in MORE else "nine")[name, "default"]
+    return [(x, mean) for x, mean, _ in stats.curve(runs, "accuracy")]
 
 
 def panels():

@@ -38,16 +38,26 @@ def values(rows, column):
 
 
 def curves(name):
-    """{(script, variant): {seed: [row]}}"""
+    """{(script, variant): [rows of a seed]}"""
     groups = defaultdict(lambda: defaultdict(list))
     for row in table(f"{name}_curves"):
         groups[row["script"], row["variant"]][row["seed"]].append(row)
-    return groups
+    return {key: list(seeds.values()) for key, seeds in groups.items()}
 
 
-def trailing(values, width=3):
-    """For each value: the mean of the last `width` values up to and including it."""
-    return [statistics.mean(values[max(0, i - width + 1) : i + 1]) for i in range(len(values))]
+def curve(runs, column):
+    """[(completions generated, mean over the seeds, standard deviation)] for a column, averaged over
+    three rows, up to the end of the shortest run."""
+    points = []
+    num_rows = min(len(rows) for rows in runs)
+    for i in range(num_rows):
+        xs = [rows[i]["generated"] for rows in runs]
+        ys = []
+        for rows in runs:
+            last = rows[max(0, i - 2) : i + 1]
+            ys.append(mean(last, column))
+        points.append((statistics.mean(xs), statistics.mean(ys), statistics.stdev(ys)))
+    return points
 
 
 def mean(rows, column):
