@@ -18,10 +18,18 @@ def number(text):
         return text
 
 
+def read_csv(name):
+    """The rows of results/<name>.csv as text; none if there is no such file."""
+    path = RESULTS / f"{name}.csv"
+    if not path.exists():
+        return []
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def table(name):
-    """The rows of results/<name>.csv."""
-    with open(RESULTS / f"{name}.csv") as file:
-        return [{key: number(cell) for key, cell in row.items()} for row in csv.DictReader(file)]
+    """The same with numbers."""
+    return [{key: number(cell) for key, cell in row.items()} for row in read_csv(name)]
 
 
 def runs(name):

@@ -22,12 +22,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import mean
 
+import stats
 import torch
 from experiments import EXPERIMENTS, shown_bugs
 
 ROOT = Path(__file__).parent.parent
 RUNS = ROOT / "runs" / "sweep"
-RESULTS = Path(__file__).parent / "results"
 ENVIRONMENT = {
     "PYTHONPATH": str(ROOT),
     "OMP_NUM_THREADS": "1",
@@ -68,11 +68,12 @@ def run(name, job):
     if done.returncode != 0:
         return None
     lines = read_metrics(run_dir)
-    row = row_of(job, lines, EXPERIMENTS[name].columns) | held_out(run_dir)
     commit = json.loads((run_dir / "settings.json").read_text())["versions"].get("commit", "")
+    key = {"script": job.script, "variant": job.variant, "seed": job.seed}
+    row = key | row_of(lines, EXPERIMENTS[name].columns) | held_out(run_dir)
     row |= {"commit": commit[:7], "flags": job.flags}
     shutil.rmtree(run_dir)
-    return row, curve_of(job, lines)
+    return row, [key | part for part in curve_of(lines)]
 
 
 def held_out(run_dir):
@@ -137,11 +138,8 @@ def largest_drop(lines):
     return drop
 
 
-def row_of(job, lines, columns):
+def row_of(lines, columns):
     return {
-        "script": job.script,
-        "variant": job.variant,
-        "seed": job.seed,
         "generated": lines[-1]["generated"],
         "area": area(lines),
         "largest_drop": largest_drop(lines),
@@ -149,7 +147,7 @@ def row_of(job, lines, columns):
     }
 
 
-def curve_of(job, lines):
+def curve_of(lines):
     """Means over CURVE_STEP iterations, one row each."""
     rows = []
     for start in range(0, len(lines), CURVE_STEP):
@@ -157,9 +155,6 @@ def curve_of(job, lines):
         last = part[-1]
         rows.append(
             {
-                "script": job.script,
-                "variant": job.variant,
-                "seed": job.seed,
                 "iteration": last["iteration"],
                 "generated": last["generated"],
                 **{column: average(part, key) for column, key in CURVE.items()},
@@ -175,23 +170,15 @@ def key_of(row):
     return row["script"], row["variant"], int(row["seed"])
 
 
-def read_csv(name):
-    path = RESULTS / f"{name}.csv"
-    if not path.exists():
-        return []
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def write_csv(name, rows):
     columns = dict.fromkeys(column for row in rows for column in row)
-    scratch = RESULTS / f"{name}.tmp"
+    scratch = stats.RESULTS / f"{name}.tmp"
     with open(scratch, "w", newline="") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
         for row in rows:
             writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})
-    scratch.rename(RESULTS / f"{name}.csv")
+    scratch.rename(stats.RESULTS / f"{name}.csv")
 
 
 def sweep(name, num_processes):
@@ -199,12 +186,12 @@ def sweep(name, num_processes):
     Returns how many failed."""
     jobs = {job[:3]: job for job in EXPERIMENTS[name].jobs}
     rows = {}
-    for row in read_csv(name):
+    for row in stats.read_csv(name):
         job = jobs.get(key_of(row))
         if job and job.flags == row["flags"]:
             rows[key_of(row)] = row
     curves = defaultdict(list)
-    for row in read_csv(f"{name}_curves"):
+    for row in stats.read_csv(f"{name}_curves"):
         curves[key_of(row)].append(row)
     todo = [job for key, job in jobs.items() if key not in rows]
     num_failed = 0

@@ -14,7 +14,7 @@ import stats
 import sweep
 from experiments import EXPERIMENTS, Experiment, Job
 
-MEASURED = [name for name in EXPERIMENTS if (sweep.RESULTS / f"{name}.csv").exists()]
+MEASURED = [name for name in EXPERIMENTS if (stats.RESULTS / f"{name}.csv").exists()]
 
 
 def test_area_of_a_broken_line(monkeypatch):
@@ -43,7 +43,7 @@ def test_the_interval_is_that_of_paired_differences():
 @pytest.mark.parametrize("name", MEASURED)
 def test_every_row_is_of_an_experiment_and_names_its_commit(name):
     jobs = {job[:3]: job for job in EXPERIMENTS[name].jobs}
-    rows = sweep.read_csv(name)
+    rows = stats.read_csv(name)
     assert [sweep.key_of(row) for row in rows] == list(jobs)
     for row in rows:
         assert jobs[sweep.key_of(row)].flags == row["flags"]
@@ -64,15 +64,15 @@ def test_run_a_sweep(monkeypatch, tmp_path, sums):
     whole = Job("dapo", "whole", 1, f"{flags} --max_sampling_rounds 2", "dapo.py")
     fails = Job("grpo", "fails", 1, f"{flags} --lr 1e9", "grpo.py")
     monkeypatch.setattr(sweep, "RUNS", tmp_path / "runs")
-    monkeypatch.setattr(sweep, "RESULTS", tmp_path)
+    monkeypatch.setattr(stats, "RESULTS", tmp_path)
     small = Experiment([fails, whole], {"groups": ("rollout/groups_generated", 0)}, has_curves=True)
     monkeypatch.setattr(sweep, "EXPERIMENTS", {"small": small})
     assert sweep.sweep("small", 1) == 1
-    (row,) = sweep.read_csv("small")
+    (row,) = stats.read_csv("small")
     assert (row["variant"], row["flags"]) == ("whole", whole.flags)
     assert 0 <= float(row["after_sampled_accuracy"]) <= 1
     assert int(row["generated"]) == pytest.approx(8 * 3 * float(row["groups"]), rel=1e-4)
-    two, three = sweep.read_csv("small_curves")
+    two, three = stats.read_csv("small_curves")
     assert (two["iteration"], three["iteration"], three["generated"]) == ("2", "3", row["generated"])
     assert "is not finite" in (tmp_path / "runs" / "small" / "grpo-fails-1" / "log").read_text()
     assert not (tmp_path / "runs" / "small" / "dapo-whole-1" / "run").exists()
