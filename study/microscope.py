@@ -275,11 +275,8 @@ def draw(plt, name):
             style = ":" if label in words.get("bounds", ()) else "-"
             marker = plot.get("marker", "")
             axis.plot(*zip(*line, strict=True), style + marker, color=color, label=label)
-        axis.set(title=plot["title"], xlabel=plot["x"], ylabel=plot["y"])
-        axis.set_xscale(plot.get("xscale", "linear"))
-        axis.set_yscale(plot.get("yscale", "linear"))
+        axis.set(title=plot["title"], xlabel=plot["x"], ylabel=plot["y"], **plot.get("axes", {}))
         axis.minorticks_off()
-        axis.set(**plot.get("ticks", {}))
         axis.xaxis.set_major_formatter("{x:g}")
         axis.yaxis.set_major_formatter("{x:g}")
         axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=num_columns)

@@ -215,10 +215,10 @@ function plots(left, right) {
 // ------------------------------------------------------------------------------------ the microscope
 
 function panel({ question, seen, paper, bounds = [], plots }) {
-  const drawn = plots.map(({ title, x, y, xscale, yscale, lines }) => plot({
+  const drawn = plots.map(({ title, x, y, axes = {}, lines }) => plot({
     title,
-    x: { label: x, isLog: xscale === "log" },
-    y: { label: y, isLog: yscale === "log" },
+    x: { label: x, isLog: axes.xscale === "log" },
+    y: { label: y, isLog: axes.yscale === "log" },
     series: Object.entries(lines).map(([label, line], i) =>
       ({ label, css: `c${i % 7} ${bounds.includes(label) ? "dotted" : ""}`, lines: [line] })),
   }));
