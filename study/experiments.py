@@ -167,14 +167,9 @@ def bug_jobs():
 
 
 EXPERIMENTS = {
-    "nine": Experiment(
-        crossed(range(1, 6), NINE, DEFAULTS),
-        ACTED,
-        has_curves=True,
-    ),
+    "nine": Experiment(crossed(range(1, 6), NINE, DEFAULTS), ACTED, has_curves=True),
     "more": Experiment(
-        crossed(range(1, 4), NINE, {(name, "default"): "" for name in MORE}),
-        has_curves=True,
+        crossed(range(1, 4), NINE, {(name, "default"): "" for name in MORE}), has_curves=True
     ),
     "stability": Experiment(crossed(range(1, 4), f"--iterations 20 {QUIET}", STABILITY_RUNS)),
     "routing": Experiment(crossed(LATER, f"--iterations 20 {QUIET}", ROUTING), ROUTING_COLUMNS),

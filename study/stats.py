@@ -7,15 +7,8 @@ from collections import defaultdict
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
+TEXT = {"script", "variant", "commit", "flags"}
 T_QUANTILES = {2: 4.303, 4: 2.776}  # 97.5 % of Student's t, by degrees of freedom
-
-
-def number(text):
-    """A cell as a float if it is one, None if it is empty."""
-    try:
-        return float(text) if text else None
-    except ValueError:
-        return text
 
 
 def read_csv(name):
@@ -28,8 +21,12 @@ def read_csv(name):
 
 
 def table(name):
-    """The same with numbers."""
-    return [{key: number(cell) for key, cell in row.items()} for row in read_csv(name)]
+    """The same with numbers. An empty cell is None."""
+    rows = read_csv(name)
+    for row in rows:
+        for column in row.keys() - TEXT:
+            row[column] = float(row[column]) if row[column] else None
+    return rows
 
 
 def runs(name):
@@ -53,6 +50,17 @@ def curves(name):
     return {key: list(seeds.values()) for key, seeds in groups.items()}
 
 
+def mean(rows, column):
+    """nan if the column is empty."""
+    found = values(rows, column)
+    return statistics.mean(found) if found else math.nan
+
+
+def mean_std(rows, column):
+    found = values(rows, column)
+    return f"{statistics.mean(found):.3f} ± {statistics.stdev(found):.3f}"
+
+
 def curve(runs, column):
     """[(completions generated, mean over the seeds, standard deviation)] for a column, averaged over
     three rows, up to the end of the shortest run."""
@@ -66,17 +74,6 @@ def curve(runs, column):
             ys.append(mean(last, column))
         points.append((statistics.mean(xs), statistics.mean(ys), statistics.stdev(ys)))
     return points
-
-
-def mean(rows, column):
-    """nan if the column is empty."""
-    found = values(rows, column)
-    return statistics.mean(found) if found else math.nan
-
-
-def mean_std(rows, column):
-    found = values(rows, column)
-    return f"{statistics.mean(found):.3f} ± {statistics.stdev(found):.3f}"
 
 
 def interval(ours, theirs):
