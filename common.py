@@ -9,7 +9,6 @@ axis. A "step" is an optimizer step; an "iteration" is a rollout and its steps.
 
 import contextlib
 import dataclasses
-import functools
 import inspect
 import math
 import random
@@ -19,6 +18,7 @@ import plumbing  # first, so that Ctrl-C during the slow imports prints no trace
 import torch
 import torch.nn.functional as F
 import transformers
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
@@ -32,7 +32,7 @@ from plumbing.models import context_limits, end_ids, load_model, logits_of, one_
 from plumbing.packing import forward_packed
 from plumbing.policy import Policy, TrainedModel
 from plumbing.reward import graded, load_rewards
-from plumbing.routing import Routing, experts_by_completion, pad_experts
+from plumbing.routing import Routing, experts_by_completion
 from plumbing.run import Run
 
 # fmt: off
@@ -152,12 +152,10 @@ class Completion(NamedTuple):
     rewards: dict | None = None  # {function of --reward: its value}
 
 
-def pad(rows, device, left=False):
-    """List of lists -> tensor on the device, with zeros on the right, or on the left."""
-    width = max(len(row) for row in rows)
-    zeros = [[0] * (width - len(row)) for row in rows]
-    pairs = zip(zeros, rows, strict=True) if left else zip(rows, zeros, strict=True)
-    return torch.tensor([first + second for first, second in pairs]).to(device)
+def pad(rows, device, side="right", value=0):
+    """Lists or tensors of different lengths -> one tensor on the device."""
+    rows = [torch.as_tensor(row) for row in rows]
+    return pad_sequence(rows, batch_first=True, padding_value=value, padding_side=side).to(device)
 
 
 def sample(policy, problems, group_size, args, generator=None, greedy=False, experts=True):
@@ -223,8 +221,8 @@ def prefill(forward, prompts, group_size):
     """Runs each prompt once and copies its KV cache to the `group_size` rows of its group. Returns, for
     N rows: the next token's logits (N, V), the attention mask, and each row's last position (N, 1)."""
     device = forward.model.device
-    tokens = pad(prompts, device, left=True)
-    attention = pad([[1] * len(prompt) for prompt in prompts], device, left=True)
+    tokens = pad(prompts, device, "left")
+    attention = pad([[1] * len(prompt) for prompt in prompts], device, "left")
     positions = (attention.cumsum(1) - 1).clamp(min=0)
     rows_P = torch.arange(len(prompts), device=device)
     logits_PV = forward(rows_P, tokens, attention, positions)
@@ -395,28 +393,6 @@ class Batch:
         size = args.micro_batch_size or max(1, MICRO_BATCH_TOKENS // S)
         return [mine[rows] for rows in ranks.even_slices(len(mine), math.ceil(len(mine) / size))]
 
-    @functools.cached_property
-    def lengths(self):
-        """Two lists: tokens in each sequence, and in its mask. Packing needs them on the host. Reading
-        them means waiting for the GPU, so it is done once, and shapes are derived from them."""
-        return torch.stack([self.attention_BS.sum(1), self.mask_BT.sum(1)]).tolist()
-
-    @functools.cached_property
-    def response_places(self):
-        """Where the response tokens are in a flattened (B, T)."""
-        _, lengths = self.lengths
-        # Like nonzero(), but the size is known, so the host does not wait for the GPU to count.
-        return self.mask_BT.flatten().nonzero_static(size=sum(lengths))[:, 0]
-
-    def response_only(self, x_BT):
-        """The values on response tokens, in one row."""
-        return x_BT.flatten()[self.response_places]
-
-    def by_position(self, values):
-        """The inverse of `response_only`: one row of values -> (B, T), 0 on padding."""
-        zeros = torch.zeros(self.mask_BT.numel(), device=self.mask_BT.device)
-        return zeros.index_put((self.response_places,), values).view(self.mask_BT.shape)
-
     def active_experts(self, own_experts_BTLK):
         """The sorted experts that predict each response token: the replayed ones if known, else the
         routers' own choice."""
@@ -430,20 +406,20 @@ class Batch:
 def collate(completions, args):
     """List of `Completion`s -> `Batch` on `--device`; with r3, including the sampler's experts."""
     prompts = [c.problem.prompt_ids for c in completions]
-    prompt_ids = pad(prompts, args.device, left=True)
-    response_ids = pad([c.ids for c in completions], args.device)
-    prompt_length_B1 = torch.tensor([[len(prompt)] for prompt in prompts], device=args.device)
-    length_B1 = torch.tensor([[len(c.ids)] for c in completions], device=args.device)
-    is_prompt = torch.arange(prompt_ids.shape[1], device=args.device).flip(0) < prompt_length_B1
-    mask_BT = torch.arange(response_ids.shape[1], device=args.device) < length_B1
+    responses = [c.ids for c in completions]
+    is_prompt = pad([[1] * len(ids) for ids in prompts], args.device, "left")
+    is_response = pad([[1] * len(ids) for ids in responses], args.device)
     experts_BSLK = None
     if completions[0].experts is not None:
-        experts_BSLK = pad_experts(completions, prompt_ids.shape[1], response_ids.shape[1])
-        experts_BSLK = experts_BSLK.to(args.device)
+        of_prompts = [c.experts[: len(c.problem.prompt_ids)] for c in completions]
+        of_responses = [c.experts[len(c.problem.prompt_ids) :] for c in completions]
+        left = pad(of_prompts, args.device, "left", value=-1)
+        right = pad(of_responses, args.device, value=-1)
+        experts_BSLK = torch.cat([left, right], dim=1)
     return Batch(
-        tokens_BS=torch.cat([prompt_ids, response_ids], dim=1),
-        attention_BS=torch.cat([is_prompt, mask_BT], dim=1).long(),
-        mask_BT=mask_BT,
+        tokens_BS=torch.cat([pad(prompts, args.device, "left"), pad(responses, args.device)], dim=1),
+        attention_BS=torch.cat([is_prompt, is_response], dim=1),
+        mask_BT=is_response.bool(),
         sampler_logprobs_BT=pad([c.logprobs for c in completions], args.device),
         replayed_experts_BSLK=experts_BSLK,
     )
@@ -473,7 +449,8 @@ def token_logprobs(policy, batch, temperature, entropy_grad=False, max_logits=MA
     in float32; entropies have a gradient only with `entropy_grad`. The routers use the batch's
     `replayed_experts_BSLK`, if any, unless `replay` is False (it is for a reference)."""
     model = policy.model
-    T = batch.mask_BT.shape[1]
+    mask_BT = batch.mask_BT
+    T = mask_BT.shape[1]
 
     def logprob_and_entropy(hidden, tokens):
         logprobs = torch.log_softmax(logits_of(model, hidden).float() / temperature, dim=-1)
@@ -489,13 +466,14 @@ def token_logprobs(policy, batch, temperature, entropy_grad=False, max_logits=MA
         router_logits=policy.routers.has_softmax,
     )
     predictor_BT = packed.place_BS[:, -T - 1 : -1]  # the token at s is predicted at s - 1
-    hidden = packed.hidden[batch.response_only(predictor_BT)]
-    tokens = batch.response_only(batch.tokens_BS[:, -T:])
+    hidden = packed.hidden[predictor_BT[mask_BT]]
+    tokens = batch.tokens_BS[:, -T:][mask_BT]
     chunk_size = max(1, max_logits // model.config.get_text_config().vocab_size)
     logprobs, entropy = in_chunks(logprob_and_entropy, hidden, tokens, chunk_size)
+    zeros_BT = torch.zeros(mask_BT.shape, device=mask_BT.device)
     return TokenOutputs(
-        batch.by_position(logprobs),
-        batch.by_position(entropy),
+        zeros_BT.masked_scatter(mask_BT, logprobs),
+        zeros_BT.masked_scatter(mask_BT, entropy),
         *router_outputs(policy.routers, packed, predictor_BT),
     )
 

@@ -226,7 +226,7 @@ def resolve_device(name):
             device = torch.device("cuda", ranks.LOCAL_RANK)
         torch.zeros(1, device=device).item()  # fails on meta, which cannot compute
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # pinned memory belongs to the current device
+            torch.cuda.set_device(device)  # for NCCL, and for the peak of memory
         return str(device)
     except Exception as error:  # each backend has its own exceptions
         message = f"--device {name or default} is not available; the default here is {default}"

@@ -171,15 +171,3 @@ def experts_by_completion(noted, prompts, lengths):
         experts = table[i, width - len(prompts[i // group_size]) : width + length]
         completions.append(experts.index_fill(0, torch.tensor(len(experts) - 1), -1))
     return completions
-
-
-def pad_experts(completions, prompt_width, response_width):
-    """The experts of `Completion`s as one tensor, (B, S, L, K), prompts padded on the left; -1 on
-    padding."""
-    first = completions[0].experts
-    shape = (len(completions), prompt_width + response_width, *first.shape[1:])
-    experts_BSLK = first.new_full(shape, -1)
-    for experts, completion in zip(experts_BSLK, completions, strict=True):
-        start = prompt_width - len(completion.problem.prompt_ids)
-        experts[start : start + len(completion.experts)] = completion.experts
-    return experts_BSLK

@@ -41,8 +41,8 @@ def test_warnings_about_rates_that_do_not_suit_an_own_model(monkeypatch, tmp_pat
     assert "warning: --critic_lr 0.002 suits tiny-moe" in run("ppo", *own, *OWN_LR).stderr
 
 
-def test_memory_is_pinned_by_the_gpu_of_the_run(monkeypatch):
-    """That of the current one, which would otherwise be the first."""
+def test_the_current_gpu_is_that_of_the_run(monkeypatch):
+    """Otherwise it would be the first."""
     current = []
     monkeypatch.setattr(torch, "zeros", lambda *size, device: SimpleNamespace(item=lambda: 0.0))
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
