@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from plumbing import ranks
 from plumbing.errors import UserError
-from plumbing.folder import RunFolder, saved_flags
+from plumbing.folder import RunFolder, folder_of, saved_settings
 from plumbing.screen import Stream
 
 
@@ -205,7 +205,9 @@ def parse_args(args_class):
         raise UserError(f"unknown argument {name}{hint}")
     args = args_class(**vars(values))
     if args.resume:
-        parser.set_defaults(**saved_flags(args))
+        saved = saved_settings(folder_of(args))
+        names = {f.name for f in fields(args)} - {"resume", "run_dir", "device"}
+        parser.set_defaults(**{name: saved[name] for name in names & saved.keys()})
         args = args_class(**vars(parser.parse_args()))
     check_flags(args)
     args.device = resolve_device(args.device)

@@ -28,12 +28,10 @@ def folder_of(args):
     return Path(args.run_dir or f"runs/{Path(sys.argv[0]).stem}-seed{args.seed}")
 
 
-def saved_flags(args):
-    """The flags of the run that --resume continues: {name: value}; {} if there is none."""
-    path = folder_of(args) / "settings.json"
-    settings = json.loads(path.read_text()) if path.exists() else {}
-    names = {field.name for field in dataclasses.fields(args)} - {"resume", "run_dir", "device"}
-    return {name: value for name, value in settings.items() if name in names}
+def saved_settings(folder):
+    """What is in settings.json: flags, script, versions, and hashes; {} if there is no such file."""
+    path = folder / "settings.json"
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 @contextlib.contextmanager
@@ -59,7 +57,6 @@ class RunFolder:
 
     def open(self, args):
         """Locks the folder. UserError if it is in use, or holds a different run."""
-        settings = {"script": self.script, **dataclasses.asdict(args)}
         with writing(f"--run_dir {self.path}"):
             self.path.mkdir(parents=True, exist_ok=True)
             # A process may acquire its lock twice: first in `launch`, then in `Run`.
@@ -68,15 +65,14 @@ class RunFolder:
                 self.lock.acquire(timeout=0)
             except TimeoutError as error:
                 raise UserError(f"--run_dir {self.path} is used by another process") from error
+            saved = {"versions": versions()}
             if args.resume and self.checkpoints():
-                self.compare(settings)
-                settings = self.settings() | settings  # keep the versions and hashes from the start
+                saved = saved_settings(self.path)
             else:
                 self.make_empty()
-                settings["versions"] = versions()
+            self.write_settings(saved, {"script": self.script, **dataclasses.asdict(args)})
             for name in LOGS:
                 (self.path / name).touch()
-            self.write_settings(settings)
 
     def checkpoints(self):
         """The checkpoints in the folder, oldest first."""
@@ -87,44 +83,32 @@ class RunFolder:
         """Removes checkpoint 0 of a run that ended before its first iteration was done. UserError if an
         iteration was logged or saved."""
         log = self.path / LOGS[0]
-        checkpoints = self.checkpoints()
         is_logged = log.exists() and log.stat().st_size > 0
-        if is_logged or any(path.name > "checkpoint-000000" for path in checkpoints):
+        if is_logged or any(path.name > "checkpoint-000000" for path in self.checkpoints()):
             raise UserError(
                 f"--run_dir {self.path} holds a run: --resume continues it from its newest checkpoint; "
                 "a different --run_dir starts a new one"
             )
-        for path in checkpoints:
-            shutil.rmtree(path)
+        shutil.rmtree(self.path / "checkpoint-000000", ignore_errors=True)
 
-    def compare(self, settings):
-        """UserError if the run in the folder was started with other settings."""
-        saved = self.settings()
-        for name, value in settings.items():
-            if name not in MAY_CHANGE and saved.get(name) != value:
-                raise UserError(f"--resume: {self.path} has {name} {saved.get(name)}, not {value}")
-
-    def settings(self):
-        return json.loads((self.path / "settings.json").read_text())
-
-    def write_settings(self, settings):
-        """Writes to a temporary file and renames it, so that the file is never half written."""
+    def write_settings(self, saved, now):
+        """Adds to the saved settings. UserError if one that must not change differs. The file is
+        renamed into place, so it is never half written."""
+        for name, value in now.items():
+            if name not in MAY_CHANGE and saved.get(name, value) != value:
+                raise UserError(f"--resume: {self.path} has {name} {saved[name]}, not {value}")
         scratch = self.path / "settings.json.tmp"
-        scratch.write_text(json.dumps(settings, indent=1))
+        scratch.write_text(json.dumps(saved | now, indent=1))
         scratch.replace(self.path / "settings.json")
 
-    def check_hashes(self, **now):
-        """Compares hashes with those at the start. Problems and weights must be the same; rendered
-        prompts may differ, since a template may insert the date."""
-        settings = self.settings()
-        first = settings.setdefault("hashes", now)
-        for name in ("problems", "weights"):
-            if first[name] != now[name]:
-                raise UserError(f"--resume: {self.path} was started with different {name}")
-        if first["prompts"] != now["prompts"]:
+    def check_hashes(self, problems, prompts, weights):
+        """Compares hashes with those at the start. Rendered prompts may differ, since a template may
+        insert the date."""
+        saved = saved_settings(self.path)
+        if saved.setdefault("prompts_hash", prompts) != prompts:
             message = "the chat template renders prompts differently than when the run started"
             print(f"warning: --resume: {message}", file=sys.stderr)
-        self.write_settings(settings)
+        self.write_settings(saved, {"problems_hash": problems, "weights_hash": weights})
 
     def close(self):
         if ranks.RANK == 0:

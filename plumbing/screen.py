@@ -14,6 +14,7 @@ COLUMNS = {
     "clipped": ("clipped", ".2%"),
     "held-out": ("eval/accuracy", ".3f"),
 }
+TITLES = "  ".join(COLUMNS)
 WAYS = ("greedy", "sampled")  # to answer held-out problems
 
 
@@ -41,12 +42,8 @@ class Stream:
         """`write` has already done it."""
 
 
-def title_line():
-    return "  ".join(COLUMNS)
-
-
 def progress_line(metrics):
-    """A line below `title_line`. Cells without a metric (a key in metrics.jsonl) stay blank."""
+    """A line below `TITLES`. Cells without a metric (a key in metrics.jsonl) stay blank."""
     clips = [metrics[key] for key in ("losses/clipfrac_low", "losses/clipfrac_high") if key in metrics]
     if clips:
         metrics = metrics | {"clipped": sum(clips)}

@@ -156,9 +156,9 @@ def test_run_of_different_problems_weights_and_prompts(folder):
     path = folder / "settings.json"
     settings = settings_of(folder)
     for name in ("problems", "weights"):
-        path.write_text(json.dumps(settings | {"hashes": settings["hashes"] | {name: "other"}}))
-        refused("grpo", *resume(folder), expected=f"was started with different {name}")
-    path.write_text(json.dumps(settings | {"hashes": settings["hashes"] | {"prompts": "other"}}))
+        path.write_text(json.dumps(settings | {f"{name}_hash": "other"}))
+        refused("grpo", *resume(folder), expected=f"has {name}_hash other, not ")
+    path.write_text(json.dumps(settings | {"prompts_hash": "other"}))
     assert completes(*resume(folder)).startswith("warning: --resume: the chat template renders")
 
 
