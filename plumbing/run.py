@@ -14,7 +14,7 @@ from tqdm import tqdm
 from plumbing import clock, ranks
 from plumbing.errors import UserError
 from plumbing.folder import LOGS, RunFolder, writing
-from plumbing.metrics import Meter, iteration_metrics
+from plumbing.metrics import iteration_metrics, micro_batch_reports, report
 from plumbing.screen import TITLES, progress_line, results_text
 
 STATE = "trainer_state.pt"  # in a checkpoint: everything except the policy
@@ -92,7 +92,9 @@ class Run:
             while not self.is_last and not self.early_end:
                 self.iteration += 1
                 self.after = None  # left from a run that ended earlier
-                self.meter = Meter()
+                self.reports = []  # see metrics.means
+                self.step_losses = {}  # of the current step: {name: sum over micro-batches}
+                self.num_steps = 0
                 self.metrics = {}
                 clock.seconds.clear()
                 self.start = time.perf_counter()
@@ -105,19 +107,30 @@ class Run:
     def record(self, loss, stats, outputs, micro, **losses):
         """Records a micro-batch, after its backward pass. Losses are summed to the step's; `stats`,
         {name: scalar}, are averaged over tokens."""
-        self.meter.add_pass({"policy_loss": loss, **losses}, stats, outputs, micro)
+        for name, value in {"policy_loss": loss, **losses}.items():
+            self.step_losses[name] = self.step_losses.get(name, 0) + value.detach()
+        self.reports += micro_batch_reports(stats, outputs, micro, self.num_steps == 0)
 
     def record_step(self, minibatch, grad_norm, **norms):
         """Records a minibatch, before its step. UserError if the loss or a norm is not finite."""
-        self.meter.add_step(len(minibatch), grad_norm, norms, self.iteration)
-        num_steps = self.args.num_minibatches * self.args.update_epochs
-        clock.show(f"update {self.meter.num_steps}/{num_steps}")
+        for loss in self.step_losses.values():
+            ranks.all_reduce(loss)
+        finite = {"loss": self.step_losses["policy_loss"], "grad_norm": grad_norm, **norms}
+        for name, scalar in finite.items():
+            if not math.isfinite(scalar):  # the first one waits for the GPU; the others are then ready
+                raise UserError(f"iteration {self.iteration}: {name} is not finite")
+        if ranks.RANK == 0:  # count values that all ranks share only once
+            self.reports += report("losses", self.step_losses, len(minibatch))
+            self.reports += report("charts", {"grad_norm": grad_norm}, 1)
+        self.step_losses = {}
+        self.num_steps += 1
+        clock.show(f"update {self.num_steps}/{self.args.num_minibatches * self.args.update_epochs}")
 
     def log(self, batch, completions, rewards, **numbers):
         """Records an iteration: all completions that were generated, the rewards that the update used,
         and more numbers by their keys in metrics.jsonl."""
         self.completions = completions
-        self.metrics = iteration_metrics(self.meter, batch, completions, rewards, self.args)
+        self.metrics = iteration_metrics(self.reports, batch, completions, rewards, self.args)
         self.metrics |= {key: float(value) for key, value in numbers.items()}
 
     def log_eval(self, results):
@@ -156,8 +169,8 @@ class Run:
     # -------------------------------------------------------------------------------- an iteration
 
     def on_signal(self, number, frame):
-        # A process that a reward function forked, such as a pool's, has this handler, too. The pool ends
-        # it with SIGTERM. A Ctrl-C also reaches it, but only the run should handle that.
+        # A process that a reward function forked, such as a pool's, has this handler, too. Its pool
+        # ends it with SIGTERM. A Ctrl-C also reaches it, but only the run should handle that.
         if os.getpid() != self.pid:
             if number == signal.SIGTERM:
                 os._exit(1)

@@ -14,7 +14,7 @@ import common
 import rspo
 from common import collate, record_old_policy, reference_logprobs, rollout_weights
 from common import sample, token_logprobs
-from plumbing.metrics import Meter, correction_stats, router_stats
+from plumbing.metrics import correction_stats, means, report, router_stats
 from plumbing.policy import Policy
 
 
@@ -53,7 +53,6 @@ def test_statistics_of_the_mismatch_and_the_weights():
         {
             "sampler_kl": (math.exp(0.2) + math.exp(-0.4) + math.exp(0.1) - 3 + 0.1) / 3,
             "weight_zero_frac": 1 / 3,
-            "weight_effective_size": 1.5**2 / (3 * 1.25),
         }
     )
     batch.mask_BT = torch.zeros_like(batch.mask_BT)
@@ -191,16 +190,16 @@ def test_statistics_of_routers(tiny_policy, batch):
     assert stats["load_max"].item() == pytest.approx(max(shares))
 
 
-def test_meter_weighs_and_keeps_extremes():
+def test_means_weigh_and_keep_extremes():
     """Where no token counts, a key is absent, as is a mean over no token, which must not be NaN."""
-    meter = Meter()
+    reports = []
     for a, b, weight in ((1.0, -3.0, 1), (4.0, -5.0, 2), (9.0, 9.0, 0)):
         values = {"a": torch.tensor(a), "ratio_max": torch.tensor(b)}
-        meter.add("losses", values, weight)
-    meter.add("moe", {"a": torch.tensor(7.0), "whole/key": 2.0}, torch.tensor(0))
-    meter.add("losses", {"whole/key": 2.0}, 1)
+        reports += report("losses", values, weight)
+    reports += report("moe", {"a": torch.tensor(7.0), "whole/key": 2.0}, torch.tensor(0))
+    reports += report("losses", {"whole/key": 2.0}, 1)
     expected = {"losses/a": 3.0, "losses/ratio_max": -3.0, "whole/key": 2.0}
-    assert meter.means() == expected
+    assert means(reports) == expected
 
 
 # --------------------------------------------------------------------------------- whole runs
@@ -252,6 +251,6 @@ def test_run_in_which_nothing_is_in_the_mask(tmp_path, reward_file):
     assert result.returncode == 0, result.stderr
     (line,) = metrics(tmp_path)  # NaN is not JSON
     assert line["rollout/groups_kept"] > 0 and line["losses/policy_loss"] == 0
-    for name in ("weight_zero_frac", "weight_effective_size", "sampler_kl"):
+    for name in ("weight_zero_frac", "sampler_kl"):
         assert line[f"rollout/{name}"] == 0
     assert not line.keys() & {"losses/entropy", "losses/ratio_max"}
