@@ -9,6 +9,7 @@ axis. A "step" is an optimizer step; an "iteration" is a rollout and its steps.
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import math
 import random
@@ -393,6 +394,12 @@ class Batch:
         size = args.micro_batch_size or max(1, MICRO_BATCH_TOKENS // S)
         return [mine[rows] for rows in ranks.even_slices(len(mine), math.ceil(len(mine) / size))]
 
+    @functools.cached_property
+    def lengths(self):
+        """Tokens in each sequence. Packing needs them on the host, and reading them means waiting for
+        the GPU, so it is done once."""
+        return self.attention_BS.sum(1).tolist()
+
     def active_experts(self, own_experts_BTLK):
         """The sorted experts that predict each response token: the replayed ones if known, else the
         routers' own choice."""
@@ -449,8 +456,8 @@ def token_logprobs(policy, batch, temperature, entropy_grad=False, max_logits=MA
     in float32; entropies have a gradient only with `entropy_grad`. The routers use the batch's
     `replayed_experts_BSLK`, if any, unless `replay` is False (it is for a reference)."""
     model = policy.model
-    mask_BT = batch.mask_BT
-    T = mask_BT.shape[1]
+    T = batch.mask_BT.shape[1]
+    response = batch.mask_BT.nonzero(as_tuple=True)  # first, since the GPU has to count
 
     def logprob_and_entropy(hidden, tokens):
         logprobs = torch.log_softmax(logits_of(model, hidden).float() / temperature, dim=-1)
@@ -466,14 +473,14 @@ def token_logprobs(policy, batch, temperature, entropy_grad=False, max_logits=MA
         router_logits=policy.routers.has_softmax,
     )
     predictor_BT = packed.place_BS[:, -T - 1 : -1]  # the token at s is predicted at s - 1
-    hidden = packed.hidden[predictor_BT[mask_BT]]
-    tokens = batch.tokens_BS[:, -T:][mask_BT]
+    hidden = packed.hidden[predictor_BT[response]]
+    tokens = batch.tokens_BS[:, -T:][response]
     chunk_size = max(1, max_logits // model.config.get_text_config().vocab_size)
     logprobs, entropy = in_chunks(logprob_and_entropy, hidden, tokens, chunk_size)
-    zeros_BT = torch.zeros(mask_BT.shape, device=mask_BT.device)
+    zeros_BT = torch.zeros(predictor_BT.shape, device=predictor_BT.device)
     return TokenOutputs(
-        zeros_BT.masked_scatter(mask_BT, logprobs),
-        zeros_BT.masked_scatter(mask_BT, entropy),
+        zeros_BT.index_put(response, logprobs),
+        zeros_BT.index_put(response, entropy),
         *router_outputs(policy.routers, packed, predictor_BT),
     )
 

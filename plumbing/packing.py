@@ -49,30 +49,34 @@ def forward_packed(body, batch, one_sequence_per_row=False, replayed_BSLK=None, 
 
     If no attention_mask is passed, transformers starts a new sequence wherever position_ids restart.
     """
-    is_token_BS = batch.attention_BS.bool()
-    lengths = batch.attention_BS.sum(1).tolist()
+    lengths = batch.lengths
     if one_sequence_per_row:
         lengths = [max(lengths)] * len(lengths)
     width = row_width(lengths)
     starts, num_rows = first_fit(lengths, width)
+    size = num_rows * width
     positions_BS = (batch.attention_BS.cumsum(1) - 1).clamp(min=0)
     place_BS = torch.tensor(starts, device=positions_BS.device)[:, None] + positions_BS
+    # Padding goes to one extra place after the rows. A boolean index would also leave it out, but the
+    # host would have to wait for the GPU to count it.
+    target_BS = torch.where(batch.attention_BS.bool(), place_BS, size)
 
     def packed(x_BS, filler=0):
-        rows = x_BS.new_full((num_rows, width, *x_BS.shape[2:]), filler)
-        rows.flatten(0, 1)[place_BS[is_token_BS]] = x_BS[is_token_BS]
-        return rows
+        flat = x_BS.new_full((size + 1, *x_BS.shape[2:]), filler)
+        return flat.index_put((target_BS,), x_BS)[:size]
 
     replayed = None
     if replayed_BSLK is not None:
-        replayed = packed(replayed_BSLK, -1).flatten(0, 1)
+        replayed = packed(replayed_BSLK, filler=-1)
+    is_token = packed(batch.attention_BS).view(num_rows, width)
+    positions = packed(positions_BS).view(num_rows, width)
     # Fill the gaps with the last token of a prompt. Token 0 is often padding, and its embedding may be
     # exactly zero, so that the gradient of its norm is NaN.
-    tokens = packed(batch.tokens_BS, batch.tokens_BS[0, -batch.mask_BT.shape[1] - 1].item())
+    filler = batch.tokens_BS[0, -batch.mask_BT.shape[1] - 1]
+    tokens = torch.where(is_token.bool(), packed(batch.tokens_BS).view(num_rows, width), filler)
     options = {"output_router_logits": True} if router_logits else {}
     with Routing(body, replayed) as routing:
-        output = body(tokens, position_ids=packed(positions_BS), use_cache=False, **options)
+        output = body(tokens, position_ids=positions, use_cache=False, **options)
     hidden = output.last_hidden_state.flatten(0, 1).to(body.dtype)  # Mamba's are always in float32
     recorded = getattr(output, "router_logits", None) or ()
-    is_token = packed(batch.attention_BS)
     return PackedOutput(hidden, recorded, routing.choices(), place_BS, is_token)

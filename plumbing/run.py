@@ -24,6 +24,8 @@ class Run:
     """Logs a run, and resumes it. A checkpoint is renamed into place before the previous one is
     removed, so one is always complete."""
 
+    answers_signals = False  # whether a Run handles signals in this process
+
     def __init__(self, args, policy, problems, **parts):
         """Loads the newest checkpoint, if any. Checkpoints also hold the `parts`, which have a
         state_dict, except those that are None."""
@@ -36,7 +38,6 @@ class Run:
         self.after = None
         self.extra_state = {}  # {name: number} that a script adds to checkpoints
         self.num_processes = ranks.WORLD
-        self.pid = os.getpid()
         self.num_signals = 0
         self.uniform_iterations = 0  # consecutive ones in which all rewards of every group were equal
         self.early_end = ""  # why the run ends before its last iteration
@@ -88,6 +89,7 @@ class Run:
         a checkpoint. A signal ends the program at that point, a second one at once."""
         kinds = (signal.SIGINT, signal.SIGTERM)
         handlers = {kind: signal.signal(kind, self.on_signal) for kind in kinds}
+        Run.answers_signals = True
         try:
             while not self.is_last and not self.early_end:
                 self.iteration += 1
@@ -101,6 +103,7 @@ class Run:
                 yield self.iteration
                 self.end_iteration()
         finally:
+            Run.answers_signals = False
             for kind, handler in handlers.items():
                 signal.signal(kind, handler)
 
@@ -169,12 +172,6 @@ class Run:
     # -------------------------------------------------------------------------------- an iteration
 
     def on_signal(self, number, frame):
-        # A process that a reward function forked, such as a pool's, has this handler, too. Its pool
-        # ends it with SIGTERM. A Ctrl-C also reaches it, but only the run should handle that.
-        if os.getpid() != self.pid:
-            if number == signal.SIGTERM:
-                os._exit(1)
-            return
         self.num_signals += 1
         if self.num_signals == 1:
             self.say("stopping after this iteration")
@@ -287,3 +284,14 @@ class Run:
             scratch.rename(folder)
         for path in self.folder.checkpoints()[:-1]:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def leave_signals_to_the_run():
+    """For processes that a reward function forks, such as a pool's. The pool ends them with SIGTERM; a
+    Ctrl-C reaches them too, but only the run should handle it."""
+    if Run.answers_signals:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+os.register_at_fork(after_in_child=leave_signals_to_the_run)
