@@ -490,13 +490,9 @@ def in_chunks(function, hidden, tokens, size):
     save memory, it is called again in the backward pass (gradient checkpointing)."""
     if len(tokens) <= size:
         return function(hidden, tokens)
-    logprobs = []
-    entropies = []
-    for chunk in zip(hidden.split(size), tokens.split(size), strict=True):
-        logprob, entropy = checkpoint(function, *chunk, use_reentrant=False)
-        logprobs.append(logprob)
-        entropies.append(entropy)
-    return torch.cat(logprobs), torch.cat(entropies)
+    chunks = zip(hidden.split(size), tokens.split(size), strict=True)
+    pairs = [checkpoint(function, *chunk, use_reentrant=False) for chunk in chunks]
+    return [torch.cat(values) for values in zip(*pairs, strict=True)]
 
 
 def router_outputs(routers, packed, predictor_BT):

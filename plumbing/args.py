@@ -15,8 +15,7 @@ import torch
 import transformers
 from tqdm import tqdm
 
-from plumbing import ranks
-from plumbing.errors import UserError
+from plumbing import UserError, ranks
 from plumbing.folder import RunFolder, folder_of, saved_settings
 from plumbing.screen import Stream
 
@@ -53,7 +52,7 @@ class RunArgs:
     rollout_batch_size: int = flag(0, "completions sampled at a time [0: a whole iteration's]")
     gradient_checkpointing: bool = flag(False, "use less memory and more time")
     # sampler
-    rollout_dtype: Literal["same", "float32", "bfloat16", "int8", "int4"] = flag(
+    rollout_dtype: Literal["same", "float32", "bfloat16", "int4"] = flag(
         "same", "precision of the model that samples"
     )
     rollout_refresh_every: int = flag(1, "refresh the sampler's weights every n iterations")

@@ -16,9 +16,8 @@ from pathlib import Path
 
 import torch
 
-from plumbing import ranks
+from plumbing import UserError, ranks
 from plumbing.answers import gold_answer, is_same
-from plumbing.errors import UserError
 
 # These reasons do not suggest that the wrong column was named:
 EQUAL = "with the prompt of an earlier row"

@@ -14,8 +14,7 @@ import transformers
 from filelock import FileLock
 from safetensors import SafetensorError
 
-from plumbing import ranks
-from plumbing.errors import UserError
+from plumbing import UserError, ranks
 
 CHECKPOINT = re.compile(r"checkpoint-\d{6}")  # a copy such as checkpoint-best-2 belongs to the user
 LOGS = ("metrics.jsonl", "samples.jsonl")

@@ -14,7 +14,7 @@ import transformers
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from plumbing.errors import UserError
+from plumbing import UserError
 from plumbing.routing import routing_contexts
 
 TINY_MOE = Path(__file__).parent.parent / "tiny_moe"  # the folder that --model tiny-moe means

@@ -15,9 +15,6 @@ from plumbing import ranks
 from plumbing.routing import find_routers, read_routers
 
 
-HAVE_COPIES = weakref.WeakSet()  # TrainedModels with a working copy, refreshed after each step
-
-
 class TrainedModel:
     """Master weights and the model that computes with them: a policy, a critic, or a reference, for
     which both are the same model."""
@@ -26,7 +23,13 @@ class TrainedModel:
         self.master = master
         self.model = working_copy(master, dtype)
         if self.model is not master:
-            HAVE_COPIES.add(self)
+            this = weakref.ref(self)  # the hook must not keep it alive
+
+            def refresh_copy(*_):
+                if this() is not None:
+                    this().refresh()
+
+            register_optimizer_step_post_hook(refresh_copy)
 
     def parameters(self):
         """The weights for the optimizer."""
@@ -53,14 +56,6 @@ class TrainedModel:
                 weight.copy_(master_weight)
 
 
-def refresh_copies(*_):
-    for trained in HAVE_COPIES:
-        trained.refresh()
-
-
-register_optimizer_step_post_hook(refresh_copies)
-
-
 class Policy(TrainedModel):
     """A language model with its tokenizer, the capabilities detected at load time, and the copy that
     samples."""
@@ -75,7 +70,11 @@ class Policy(TrainedModel):
         self.routers = read_routers(master)
         self.rollout_policy = None
         if rollout_dtype != "same" or refresh_every > 1:
-            self.rollout_policy = self.with_model(rollout_copy(master, dtype, rollout_dtype))
+            if rollout_dtype in ("float32", "bfloat16"):
+                dtype = rollout_dtype
+            # int4 weights are only rounded; their products are computed in --dtype.
+            sampler = cast_weights(copy.deepcopy(master).requires_grad_(False), dtype)
+            self.rollout_policy = self.with_model(sampler)
 
     def with_model(self, model):
         """A policy with a different model of the same architecture, and the same tokenizer."""
@@ -113,25 +112,23 @@ class Policy(TrainedModel):
 
 @functools.lru_cache(maxsize=1)  # a rollout copy needs it in each iteration
 def kept_in_float32(model):
-    """Names of the weights that stay in float32 when transformers loads the model in bfloat16: those
-    that the architecture lists, and those that it creates in float32."""
-    parts = dict(model.named_modules())
-    bodies = [name for name in parts if isinstance(parts[name], transformers.PreTrainedModel)]
+    """ids of the weights that stay in float32 when transformers loads the model in bfloat16: those that
+    the architecture lists, and those that it creates in float32."""
+    bodies = [part for part in model.modules() if isinstance(part, transformers.PreTrainedModel)]
     if not bodies:
         return set()
-    prefix = bodies[0]  # "" for a policy, the body's name for a critic
-    body = parts[prefix]
+    body = bodies[0]  # the whole model, or a critic's body
     kind = type(body)
     with ContextManagers(kind.get_init_context(torch.bfloat16, False, False, False)):
         # on the meta device, without allocating weights
         empty = kind._from_config(copy.deepcopy(body.config), dtype=torch.bfloat16)
     patterns = [pattern.replace("*", ".*") for pattern in empty._get_dtype_plan(torch.bfloat16)]
-    names = set()
+    kept = set()
     for name, weight in empty.named_parameters():
         is_listed = any(re.search(pattern, name) for pattern in patterns)
         if is_listed or weight.dtype == torch.float32:
-            names.add(f"{prefix}.{name}".lstrip("."))
-    return names
+            kept.add(id(body.get_parameter(name)))
+    return kept
 
 
 def working_copy(master, dtype):
@@ -155,37 +152,25 @@ def working_copy(master, dtype):
     return model
 
 
-def rollout_copy(master, dtype, rollout_dtype):
-    """A copy of `master` that samples, to be filled by `refresh_rollout_copy`."""
-    if rollout_dtype in ("float32", "bfloat16"):
-        dtype = rollout_dtype
-    # int8 and int4 weights are only rounded; their products are computed in --dtype.
-    return cast_weights(copy.deepcopy(master).requires_grad_(False), dtype)
-
-
 def cast_weights(model, dtype):
     """Casts the model's weights to `dtype`, except those that stay in float32. All buffers stay as they
     are, since positions are computed from them."""
     kept = set() if dtype == "float32" else kept_in_float32(model)
-    for name, weight in model.named_parameters():
-        if name not in kept:
+    for weight in model.parameters():
+        if id(weight) not in kept:
             weight.data = weight.data.to(getattr(torch, dtype))
     return model
 
 
 @torch.no_grad()
 def refresh_rollout_copy(sampler, master, rollout_dtype):
-    """Copies the master weights into the sampler. For int8 and int4 all matrices are rounded except
-    embeddings (and a head tied to them), routers, and what stays in float32."""
-    bits = {"int8": 8, "int4": 4}.get(rollout_dtype)
-    not_rounded = {id(sampler.get_input_embeddings().weight)}
-    not_rounded |= {id(weight) for router in find_routers(sampler) for weight in router.parameters()}
-    kept = kept_in_float32(sampler)
-    pairs = zip(sampler.named_parameters(), master.parameters(), strict=True)
-    for (name, weight), master_weight in pairs:
-        is_exact = id(weight) in not_rounded or name in kept
-        if bits and weight.dim() > 1 and not is_exact:
-            weight.copy_(fake_quantize(master_weight, bits))
+    """Copies the master weights into the sampler. For int4 all matrices are rounded except embeddings
+    (and a head tied to them), routers, and what stays in float32."""
+    exact = {id(sampler.get_input_embeddings().weight)} | kept_in_float32(sampler)
+    exact |= {id(weight) for router in find_routers(sampler) for weight in router.parameters()}
+    for weight, master_weight in zip(sampler.parameters(), master.parameters(), strict=True):
+        if rollout_dtype == "int4" and weight.dim() > 1 and id(weight) not in exact:
+            weight.copy_(fake_quantize(master_weight))
         else:
             weight.copy_(master_weight)
 
@@ -199,10 +184,9 @@ def hash_of(model):
     return digest.hexdigest()
 
 
-def fake_quantize(weight, bits):
-    """The weight rounded to a symmetric grid of 2^bits - 1 values, with one scale along the last
-    axis: for nearly all weights, one per output channel."""
-    largest = 2 ** (bits - 1) - 1
-    scale = weight.abs().amax(-1, keepdim=True) / largest
+def fake_quantize(weight):
+    """The weight rounded to 15 values, from -7 to 7 times a scale along the last axis: for nearly all
+    weights, one scale per output channel."""
+    scale = weight.abs().amax(-1, keepdim=True) / 7
     scale = torch.where(scale > 0, scale, 1)
     return (weight / scale).round() * scale

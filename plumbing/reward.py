@@ -1,18 +1,18 @@
 """Loads and calls a user's reward functions, which replace common.verify."""
 
 import asyncio
-import functools
 import importlib.util
 import inspect
 import sys
-from contextlib import suppress
 from pathlib import Path
 
-from plumbing.errors import UserError
+from plumbing import UserError
+
 
 VERDICTS = ("correct", "wrong", "no_answer", "truncated")
 ONE = ("text", "answer", "truncated")
 LISTS = ("completions", "completion_ids", "prompts")
+RUNNER = asyncio.Runner()  # one event loop, since a function may keep a client that is tied to it
 
 
 def import_file(path):
@@ -27,8 +27,8 @@ def import_file(path):
 
 
 class RewardFunction:
-    """The function that `--reward FILE.py:FUNCTION` names: of (text, answer, truncated), or of lists,
-    (completions, **columns), as in TRL. Its parameter names decide what it is passed."""
+    """The function that `--reward FILE.py:FUNCTION` names. Its parameter names decide what it is passed:
+    text, answer, truncated and columns of the dataset, or lists of completions and columns, as in TRL."""
 
     def __init__(self, name, weight):
         path, _, function_name = name.rpartition(":")
@@ -48,27 +48,17 @@ class RewardFunction:
         known = LISTS if self.takes_lists else ONE
         required = [p.name for p in parameters if p.name in self.names and p.default is p.empty]
         self.columns = [name for name in required if name not in known]
-        if not self.takes_lists and (self.columns or not self.names):
-            names = ", ".join(self.names)
-            raise UserError(
-                f"{self.flag} must be a function of (text, answer, truncated) or of (completions, "
-                f"**columns), not of ({names}). verl's solution_str is text here, ground_truth answer"
-            )
 
     def results(self, completions):
         """The function's results for completions, from one call each or one call for all."""
-        if self.takes_lists:
-            calls = [lists_of(completions)]
-        else:
-            parts = [(c.text, c.problem.answer, c.truncated) for c in completions]
-            calls = [dict(zip(ONE, values, strict=True)) for values in parts]
+        calls = [lists_of(completions)] if self.takes_lists else map(values_of, completions)
         results = []
         try:
             for call in calls:
                 named = {name: call[name] for name in call if self.takes_all or name in self.names}
                 results.append(self.function(**named))
             if inspect.isawaitable(results[0]):
-                results = event_loop().run_until_complete(gather(results))
+                results = RUNNER.run(gather(results))
         except SystemExit as error:
             raise UserError(f"{self.flag} called exit()") from error
         return results[0] if self.takes_lists else results
@@ -77,13 +67,15 @@ class RewardFunction:
         """[(value, verdict)]. If the function returns no verdict, a value above 0.5 means correct."""
         results = self.results(completions)
         try:
-            results = list(results)
-            if len(results) != len(completions):
-                raise ValueError(f"{len(results)} values for {len(completions)} completions")
-            return [grade_of(result, c) for result, c in zip(results, completions, strict=True)]
+            return [grade_of(result, c) for c, result in zip(completions, results, strict=True)]
         except Exception as error:
             expected = "a number up to a billion, or (number, verdict), for each completion"
             raise UserError(f"{self.flag} must return {expected}") from error
+
+
+def values_of(c):
+    """{parameter: value} for a function of one completion."""
+    return c.problem.columns | {"text": c.text, "answer": c.problem.answer, "truncated": c.truncated}
 
 
 def lists_of(completions):
@@ -106,21 +98,12 @@ def grade_of(result, c):
         value, verdict = result
     elif value is None:
         value = 0.0
-    is_number = False
-    with suppress(Exception):  # a class's own __float__ may raise anything
-        is_number = not isinstance(value, (str, bytes)) and abs(float(value)) <= 1e9  # no NaN
+    elif float(value) > 0.5:
+        verdict = "correct"
+    is_number = not isinstance(value, (str, bytes)) and abs(float(value)) <= 1e9  # no NaN
     if not is_number or verdict not in VERDICTS:
         raise ValueError(f"not {result!r:.80} (verdicts are {', '.join(VERDICTS)})")
-    value = float(value)
-    if value > 0.5 and not isinstance(result, tuple):
-        verdict = "correct"
-    return value, verdict
-
-
-@functools.cache
-def event_loop():
-    """One loop for the whole run, since a function may keep a client that is tied to its loop."""
-    return asyncio.new_event_loop()
+    return float(value), verdict
 
 
 async def gather(awaitables):

@@ -11,13 +11,13 @@ import time
 import torch
 from tqdm import tqdm
 
-from plumbing import clock, ranks
-from plumbing.errors import UserError
+from plumbing import UserError, clock, ranks
 from plumbing.folder import LOGS, RunFolder, writing
 from plumbing.metrics import iteration_metrics, micro_batch_reports, report
 from plumbing.screen import TITLES, progress_line, results_text
 
 STATE = "trainer_state.pt"  # in a checkpoint: everything except the policy
+SAVED = ("iteration", "before", "after", "extra_state")  # what it holds of a Run
 
 
 class Run:
@@ -57,8 +57,6 @@ class Run:
             num_parameters = sum(weight.numel() for weight in policy.parameters())
             processes = f", {ranks.WORLD} processes" if ranks.WORLD > 1 else ""
             print(f"model: {num_parameters:,} parameters, {args.dtype}, on {args.device}{processes}")
-            if args.resume and self.iteration == 0:
-                print(f"--resume: no finished iteration in {self.folder.path}; starting at the first")
             print(TITLES)
         self.bar = tqdm(
             desc=self.folder.script,
@@ -254,10 +252,8 @@ class Run:
                 self.noise.set_state(saved["noise"])
                 for name, part in self.parts.items():
                     part.load_state_dict(saved["parts"][name])
-                self.iteration = saved["iteration"]
-                self.before = saved["before"]
-                self.after = saved["after"]
-                self.extra_state = saved["extra_state"]
+                for name in SAVED:
+                    setattr(self, name, saved[name])
                 if ranks.RANK == 0:
                     for name, size in saved["log_sizes"].items():
                         os.truncate(self.folder.path / name, size)  # later lines will be written again
@@ -269,10 +265,7 @@ class Run:
         folder = self.folder.path / f"checkpoint-{self.iteration:06d}"
         scratch = self.folder.path / "checkpoint.tmp"
         saved = {
-            "iteration": self.iteration,
-            "before": self.before,
-            "after": self.after,
-            "extra_state": self.extra_state,
+            **{name: getattr(self, name) for name in SAVED},
             "log_sizes": {name: (self.folder.path / name).stat().st_size for name in LOGS},
             "noise": self.noise.get_state(),
             "parts": {name: part.state_dict() for name, part in self.parts.items()},

@@ -15,9 +15,9 @@ import common
 import ppo
 import rspo
 from common import Completion, Problem, check_sampler, collate, load_policy, sample, token_logprobs
-from plumbing.errors import UserError
+from plumbing import UserError
 from plumbing.models import checkpoint_layers, context_limits
-from plumbing.policy import TrainedModel, refresh_rollout_copy, rollout_copy
+from plumbing.policy import Policy, TrainedModel, refresh_rollout_copy
 from plumbing.routing import find_experts, find_routers
 
 # Of these an architecture takes the fields that its config has.
@@ -221,7 +221,7 @@ def check_bfloat16(folder, name):
     policy = load_policy(arguments(folder, dtype="bfloat16"))
     copies = []
     for kind in ("bfloat16", "same", "int4"):
-        model = rollout_copy(policy.master, "bfloat16", kind)
+        model = Policy(policy.master, None, "bfloat16", kind, refresh_every=2).rollout_policy.model
         refresh_rollout_copy(model, policy.master, "bfloat16")
         copies.append(model)
     tokens = torch.tensor([[3, 8, 4, 9, 11, 5]])

@@ -69,7 +69,7 @@ def test_head_in_float32():
     """The product of bfloat16 weights and states is not rounded to bfloat16: in the policy, and, each
     with its own weights, in a reference and in a copy that samples. Gradients reach the master."""
     hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-    policy = load_policy(settings(dtype="bfloat16", rollout_dtype="int8", head_dtype="float32"))
+    policy = load_policy(settings(dtype="bfloat16", rollout_dtype="int4", head_dtype="float32"))
     reference = policy.frozen_copy()
     with torch.no_grad():
         reference.model.get_output_embeddings().weight.mul_(2)
