@@ -27,8 +27,8 @@ def import_file(path):
 
 
 class RewardFunction:
-    """The function that `--reward FILE.py:FUNCTION` names. Its parameter names decide what it is passed:
-    text, answer, truncated and columns of the dataset, or lists of completions and columns, as in TRL."""
+    """The function that `--reward FILE.py:FUNCTION` names. Its parameter names decide what it is
+    passed: text, answer, truncated and columns, or lists of completions and columns, as in TRL."""
 
     def __init__(self, name, weight):
         path, _, function_name = name.rpartition(":")
@@ -114,7 +114,7 @@ def load_rewards(args):
     """`--reward` -> [RewardFunction]."""
     weights = args.reward_weights or [1.0] * len(args.reward)
     functions = [RewardFunction(*pair) for pair in zip(args.reward, weights, strict=True)]
-    args.reads_answers = not all(f.takes_lists for f in functions)
+    args.reads_answers = any("answer" in f.names for f in functions if not f.takes_lists)
     args.reward_columns = {column: f.flag for f in functions for column in f.columns}
     return functions
 

@@ -65,7 +65,7 @@ def test_functions_of_lists_and_of_one(prompt, tmp_path):
     path = write(tmp_path, BOTH)
     grade, args = load(f"{path}:right", f"{path}:length", weights=[1.0, -0.5])
     needed = {"answer": f"--reward {path}:right", "level": f"--reward {path}:length"}
-    assert args.reads_answers and args.reward_columns == needed
+    assert not args.reads_answers and args.reward_columns == needed
     done = grade(completions(prompt, level=3))
     assert [c.reward for c in done] == pytest.approx([0.1, -0.5, -1.5, -0.4, -1])
     assert [c.verdict for c in done] == ["correct", "wrong", "wrong", "correct", "truncated"]
@@ -82,7 +82,7 @@ def test_functions_of_lists_and_of_one(prompt, tmp_path):
     assert lists.pop("completions") == (texts if prompt == "1+1=" else messages)
     columns = {"completion_ids": [1], "answer": "2", "level": 3, "prompts": prompt}
     assert lists == {name: [value] * 5 for name, value in columns.items()}
-    assert grade([]) == [] and not load(f"{path}:right")[1].reads_answers
+    assert grade([]) == []
 
 
 VALUES = [  # what a function of (text, answer, truncated) returns, reward, verdicts of "2" and "40"
@@ -218,13 +218,13 @@ NEEDS = [  # parameters, what is said; the dataset has the columns question and 
     ("completions, level, difficulty=None, **rest", None),
     ("completions, trainer_state, **rest", "needs trainer_state, but the columns of --dataset are que"),
     ("level, solution_str, ground_truth", "needs ground_truth, but the columns of --dataset are que"),
-    ("text", "20 without a gold answer"),
+    ("text, answer, level", "20 without a gold answer"),
 ]
 
 
 @pytest.mark.parametrize("parameters, expected", NEEDS)
 def test_run_without_a_gold_answer(parameters, expected, tmp_path, monkeypatch):
-    """A function of lists needs none. What it does need is known before anything is sampled."""
+    """A function that does not name it needs none. What it does need is known before anything is sampled."""
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"question": f"{i}+1=", "level": i}) + "\n" for i in range(20)))
     path = write(tmp_path, f"def f({parameters}): return [x / 20 for x in level]")
