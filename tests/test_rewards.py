@@ -217,14 +217,14 @@ def test_run_a_function_that_exits_or_has_a_bug(tmp_path):
 NEEDS = [  # parameters, what is said; the dataset has the columns question and level
     ("completions, level, difficulty=None, **rest", None),
     ("completions, trainer_state, **rest", "needs trainer_state, but the columns of --dataset are que"),
-    ("level, solution_str, ground_truth", "needs ground_truth, but the columns of --dataset are que"),
+    ("level, solution_str, ground_truth", "needs solution_str, but the columns of --dataset are que"),
     ("text, answer, level", "20 without a gold answer"),
 ]
 
 
 @pytest.mark.parametrize("parameters, expected", NEEDS)
 def test_run_without_a_gold_answer(parameters, expected, tmp_path, monkeypatch):
-    """A function that does not name it needs none. What it does need is known before anything is sampled."""
+    """A function needs one if it names it. What it needs is known before anything is sampled."""
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"question": f"{i}+1=", "level": i}) + "\n" for i in range(20)))
     path = write(tmp_path, f"def f({parameters}): return [x / 20 for x in level]")
