@@ -227,9 +227,8 @@ def problem_rows(rows, policy, args):
     counts = Counter()  # {why rows are left out: how many}
     firsts = {}  # {why: the first of them, and what was found}
     columns = {}
-    problems = {}
-    numbers = {}
-    contradicted = {}
+    problems = {}  # {hash: (number of the row, prompt, gold answer, ids, columns)}
+    contradicted = {}  # {hash: number of the row}
 
     def count(number, reason, found=""):
         counts[reason] += 1
@@ -241,22 +240,20 @@ def problem_rows(rows, policy, args):
         try:
             prompt, has_reply, answer = read_row(row, args)
             key = hash_of(prompt)
-            if key not in problems:  # a dataset may repeat each prompt a hundred times
-                text, ids, shown = render(prompt, policy, args)
+            if key in problems:  # a dataset may repeat each prompt a hundred times
+                first_number, _, first_answer, *_ = problems[key]
+                if not is_same(answer, first_answer):
+                    contradicted[key] = first_number
+                raise BadRow(EQUAL)
+            text, ids, shown = render(prompt, policy, args)
         except BadRow as error:
             count(number, *error.args)
-            continue
-        if key in problems:
-            count(number, EQUAL)
-            if not is_same(answer, problems[key][1]):
-                contradicted[key] = numbers[key]
             continue
         if has_reply:
             count(number, REPLY)
         if answer:
             columns["answer"] = None
-        problems[key] = (text, answer, ids, {"answer": answer, **row, "prompts": shown})
-        numbers[key] = number
+        problems[key] = (number, text, answer, ids, {"answer": answer, **row, "prompts": shown})
     for key, number in contradicted.items():
         count(number, "with a different gold answer for the same prompt in a later row")
         del problems[key]
@@ -266,43 +263,38 @@ def problem_rows(rows, policy, args):
     if num_bad > num_rows / 10:
         raise UserError(
             f"--dataset {args.dataset}: {num_bad:,} of {num_rows:,} rows cannot be used: {left_out}; "
-            f"--prompt_column or --answer_column may be wrong: the columns are {', '.join(columns)}"
+            f"the columns (--prompt_column, --answer_column) are {', '.join(columns)}"
         )
-    check_problems(problems.values(), columns, f"; left out: {left_out}" if left_out else "", args)
-    check_token_ids([ids for _, _, ids, _ in problems.values()], policy)
+    check_problems(len(problems), columns, f"; left out: {left_out}" if left_out else "", args)
+    check_token_ids([token for _, _, _, ids, _ in problems.values() for token in ids], policy)
     no_cells = dict.fromkeys(columns)
     # addition's are already in random order.
     keys = problems if args.dataset == "addition" else sorted(problems)
-    return [(*problems[key][:3], no_cells | problems[key][3]) for key in keys]
+    return [(*problems[key][1:4], no_cells | problems[key][4]) for key in keys]
 
 
-def check_problems(problems, columns, left_out, args):
+def check_problems(num_problems, columns, left_out, args):
     """UserError if a column that a reward function needs is missing, or no problem is left to train
     on. Otherwise prints what is left."""
     for name, flag in args.reward_columns.items():
         if name not in columns:
             names = ", ".join(columns)
             raise UserError(f"{flag} needs {name}, but the columns of --dataset are {names}")
-    num_training = len(problems) - args.num_held_out
+    num_training = num_problems - args.num_held_out
     if num_training < 1:
-        message = f"leaves none of the {len(problems)} problems for training{left_out}"
+        message = f"leaves none of the {num_problems} problems for training{left_out}"
         raise UserError(f"--num_held_out {args.num_held_out} {message}")
-    if ranks.RANK == 0:
-        print(f"problems: {num_training:,} to train on, {args.num_held_out:,} held out{left_out}")
-    if ranks.RANK == 0 and num_training < args.num_held_out:
+    if ranks.RANK > 0:
+        return
+    print(f"problems: {num_training:,} to train on, {args.num_held_out:,} held out{left_out}")
+    if num_training < args.num_held_out:
         message = "more problems are held out than trained on; lower --num_held_out"
         print(f"warning: {message}", file=sys.stderr)
 
 
-def check_token_ids(rows, policy):
-    """UserError if the model has no embedding for a token, or over a tenth of them are unknown."""
-    ids = [token for row in rows for token in row]
-    size = policy.model.get_input_embeddings().num_embeddings
+def check_token_ids(ids, policy):
+    """UserError if over a tenth of the tokens are unknown."""
     unknown = ids.count(policy.tokenizer.unk_token_id)
-    fault = ""
-    if max(ids) >= size:
-        fault = f"its tokenizer has token {max(ids)}, but it has {size} embeddings"
-    elif unknown > len(ids) / 10:
-        fault = f"{unknown} of {len(ids)} tokens of the prompts are unknown to its tokenizer"
-    if fault:
-        raise UserError(f"--model: {fault}")
+    if unknown > len(ids) / 10:
+        found = f"{unknown} of {len(ids)} tokens of the prompts"
+        raise UserError(f"--model: {found} are unknown to its tokenizer")
