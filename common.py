@@ -445,7 +445,6 @@ class TokenOutputs(NamedTuple):
     aux_loss: torch.Tensor  # transformers' load-balancing loss over prompt and response; 0 if none
     # L tensors (B, T, E), raw and detached, where the token is predicted; () if there is no softmax
     router_logits: tuple
-    num_experts: int  # E, per layer
     # The routers' own choice of experts, even where replay overrode it:
     experts_BTLK: torch.Tensor  # where the token is predicted; sorted, so equal sets compare equal
     routing_choices_BSLK: torch.Tensor  # at every token of the sequence, in top-k order
@@ -496,11 +495,11 @@ def in_chunks(function, hidden, tokens, size):
 
 
 def router_outputs(routers, packed, predictor_BT):
-    """The last five fields of `TokenOutputs`."""
+    """The last four fields of `TokenOutputs`."""
     zero = torch.zeros((), device=predictor_BT.device)
     if routers.num_experts == 0:
         no_experts = zero.new_empty(*predictor_BT.shape, 0, 0)
-        return zero, (), 0, no_experts, no_experts
+        return zero, (), no_experts, no_experts
     layers = [logits.float() for logits in packed.router_logits]  # each (packed tokens, E)
     if routers.are_probabilities:
         layers = [probs.clamp(min=1e-30).log() for probs in layers]
@@ -511,7 +510,7 @@ def router_outputs(routers, packed, predictor_BT):
     router_logits = tuple(logits.detach()[predictor_BT] for logits in layers)
     experts_BTLK = packed.experts[predictor_BT].sort().values
     routing_choices_BSLK = packed.experts[packed.place_BS]
-    return aux_loss, router_logits, routers.num_experts, experts_BTLK, routing_choices_BSLK
+    return aux_loss, router_logits, experts_BTLK, routing_choices_BSLK
 
 
 @torch.no_grad()

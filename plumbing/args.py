@@ -176,7 +176,6 @@ def make_parser(args_class):
 
 
 def add_flag(group, field):
-    """Adds a field of `Args` to a group of flags."""
     help = field.metadata["help"].replace("%", "%%")
     if field.type is bool:
         group.add_argument(f"--{field.name}", help=help, action="store_true")

@@ -74,7 +74,7 @@ def router_stats(outputs, old_experts_BTLK, mask_BT):
     L, K = outputs.experts_BTLK.shape[2:]
     if L == 0:
         return {}
-    E = outputs.num_experts
+    E = outputs.experts_BTLK.max() + 1
     layer_L1 = torch.arange(L, device=mask_BT.device)[:, None]
     counts = (outputs.experts_BTLK + E * layer_L1)[mask_BT].flatten().bincount(minlength=1)
     stats = {"load_max": counts.max() / (K * mask_BT.sum()).clamp(min=1)}

@@ -33,14 +33,6 @@ def one_line(message):
         raise UserError(f"{message}: {type(error).__name__} {cause:.200}") from None
 
 
-def ask_hub(name):
-    """Fails at once if a model is neither in the cache nor on the hub; the loaders would retry for a
-    minute."""
-    path = huggingface_hub.try_to_load_from_cache(name, "config.json")
-    if not isinstance(path, str):
-        huggingface_hub.model_info(name, timeout=10)
-
-
 def read_config(source):
     """The config, changed so that quantized weights (FP8, MXFP4) are dequantized: the kernels for
     them pass no gradient, and nothing would reveal it."""
@@ -56,7 +48,9 @@ def load_model(args):
     source = str(TINY_MOE) if args.model == "tiny-moe" else args.model
     if not Path(source).is_dir():
         with one_line(f"--model {args.model} is not a folder, and cannot be read from the hub"):
-            ask_hub(source)
+            # Fails at once if the hub does not have it; the loaders would retry for a minute.
+            if not isinstance(huggingface_hub.try_to_load_from_cache(source, "config.json"), str):
+                huggingface_hub.model_info(source, timeout=10)
     if (Path(source) / "adapter_config.json").exists():
         raise UserError(f"--model {args.model} is an adapter: merge it into its base model first")
     options = {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
@@ -132,20 +126,14 @@ def end_ids(model, tokenizer):
 
 # Names in configs for the length beyond which a token no longer sees all earlier ones, or rotary
 # embeddings change.
-LIMITS = re.compile("window|attention_chunk|local_attention|index_topk|original_max_position")
+LIMITS = "window|attention_chunk|local_attention|index_topk|original_max_position"
 
 
 def context_limits(model):
     """The lengths in a model's config at which its attention or rotary embeddings change."""
-    limits = set()
-    parts = [model.config.get_text_config().to_dict()]
-    while parts:
-        for name, value in parts.pop().items():
-            if isinstance(value, dict):  # rotary settings may differ between kinds of layers
-                parts.append(value)
-            elif type(value) is int and value > 0 and LIMITS.search(str(name)):
-                limits.add(value)
-    return sorted(limits)
+    config = model.config.get_text_config().to_json_string(use_diff=False)
+    found = re.findall(rf'"\w*(?:{LIMITS})\w*": ([1-9][0-9]*)\b(?!\.)', config)
+    return sorted({int(length) for length in found})
 
 
 class LastHidden(tuple):

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import hashlib
 import re
 import weakref
 
@@ -12,6 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers.utils.generic import ContextManagers
 
 from plumbing import ranks
+from plumbing.data import hash_of
 from plumbing.routing import find_routers, read_routers
 
 
@@ -32,7 +32,6 @@ class TrainedModel:
             register_optimizer_step_post_hook(refresh_copy)
 
     def parameters(self):
-        """The weights for the optimizer."""
         return self.master.parameters()
 
     def state_dict(self):
@@ -63,7 +62,7 @@ class Policy(TrainedModel):
     def __init__(self, master, tokenizer, dtype="float32", rollout_dtype="same", refresh_every=1):
         super().__init__(master, dtype)
         self.tokenizer = tokenizer
-        self.weights_hash = hash_of(master)  # as loaded
+        self.weights_hash = hash_of_weights(master)  # as loaded
         self.rollout_dtype = rollout_dtype
         self.refresh_every = refresh_every  # iterations
         self.one_sequence_per_row = False  # see common.check_logprobs
@@ -90,7 +89,6 @@ class Policy(TrainedModel):
         self.tokenizer.save_pretrained(folder)
 
     def load_pretrained(self, folder):
-        """Reads the weights of such a folder."""
         saved = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
         )
@@ -175,13 +173,10 @@ def refresh_rollout_copy(sampler, master, rollout_dtype):
             weight.copy_(master_weight)
 
 
-def hash_of(model):
-    """A hash of the weights. It sums their bits, which is exact, so it is the same on every device."""
-    digest = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
-        bits = tensor.float().view(torch.int32)
-        digest.update(f"{name} {list(tensor.shape)} {bits.sum().item()}\n".encode())
-    return digest.hexdigest()
+def hash_of_weights(model):
+    """Bits are summed, which is exact, so the hash is the same on every device."""
+    weights = model.state_dict().items()
+    return hash_of({name: x.float().view(torch.int32).sum().item() for name, x in weights})
 
 
 def fake_quantize(weight):

@@ -27,7 +27,6 @@ def init(device):
 
 
 def destroy():
-    """Ends communication between ranks."""
     if WORLD > 1:
         dist.destroy_process_group()
 
