@@ -13,7 +13,7 @@ import make
 import numpy as np
 import pytest
 import torch
-from conftest import COPIED, MORE, ROOT, SCRIPTS, copied
+from conftest import MORE, ROOT, SCRIPTS, copied
 from rl_loss_vectors import VECTORS, Subject, cases, doctor, mistakes, reference
 from rl_loss_vectors import __main__ as command
 from rl_loss_vectors.vectors import Answer, same
@@ -54,7 +54,7 @@ def case_of(section, id):
 def function_of(section):
     """A script's function as it is copied, with nothing but torch around it."""
     module, name = OURS.get(section, f"{MODULES.get(section)}:policy_loss").split(":")
-    return getattr(copied(module) if module in COPIED else common, name)
+    return getattr(common if module == "common" else copied(module), name)
 
 
 # ---------------------------------------------------------------------------------------- the vectors
