@@ -5,15 +5,11 @@ import ast
 import dataclasses
 import difflib
 import graphlib
-import inspect
 
 import pytest
 from conftest import MORE, ROOT, SCRIPTS, path_of, script_args
 
-import common
-
 SIBLINGS = [*SCRIPTS, *MORE]
-HAS_CRITIC = {"ppo", "more.vapo"}
 KNOBS = """iterations prompts_per_iteration group_size max_new_tokens temperature lr update_epochs
 num_minibatches max_grad_norm router_aux_coef""".split()
 # Knobs with another default than in grpo.py; a comment in the script says why.
@@ -92,34 +88,6 @@ def test_flags_of_the_loop_are_the_same(name):
     assert other_defaults == OTHER_DEFAULTS.get(name, set())
 
 
-# ------------------------------------------------------------------------------------------- form
-
-
-@pytest.mark.parametrize("name", SIBLINGS)
-def test_form_of_a_script(name):
-    """The header has the command; the functions have their order."""
-    text = source(name)
-    command = f"python -m {name}" if name in MORE else f"python {name}.py"
-    assert f"    {command}\n" in text
-    functions = list(functions_of(name))
-    advantages = "compute_gae" if name in HAS_CRITIC else "compute_advantages"
-    assert functions[:2] == ["masked_mean", advantages]
-    assert functions[-2:] == ["policy_loss", "main"]
-    assert text.endswith('\n\n\nif __name__ == "__main__":\n    launch(main, Args)\n')
-
-
-@pytest.mark.parametrize("name", SIBLINGS)
-def test_signature_of_a_loss(name):
-    """Four tensors, then keywords; the last one is the step's normalizer."""
-    module, _ = script_args(name)
-    parameters = inspect.signature(module.policy_loss).parameters
-    advantages = "advantages_B1" if name in ("gmpo", "rspo") else "advantages_BT"
-    positional = [key for key, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    assert positional == ["logprobs_BT", "old_logprobs_BT", advantages, "mask_BT"]
-    is_token_mean = name in ("ppo", "dapo", "cispo", "more.vapo")
-    assert list(parameters)[-1] == ("num_tokens" if is_token_mean else "num_sequences")
-
-
 @pytest.mark.parametrize("name", SIBLINGS)
 def test_every_flag_is_read(name):
     plumbing = [f"plumbing.{path.stem}" for path in (ROOT / "plumbing").glob("*.py")]
@@ -167,12 +135,3 @@ def test_imports_run_one_way():
         assert imported_of_ours(path) <= {"plumbing", "common", *SCRIPTS}
     for path in (ROOT / "conformance" / "rl_loss_vectors").glob("*.py"):
         assert imported_of_ours(path) == set()
-
-
-def test_common_offers_what_scripts_import():
-    offered = set()
-    for name in SIBLINGS:
-        for node in ast.parse(source(name)).body:
-            if isinstance(node, ast.ImportFrom) and node.module == "common":
-                offered |= {alias.name for alias in node.names}
-    assert sorted(offered) == common.__all__
