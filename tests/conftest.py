@@ -231,8 +231,8 @@ SMALL = """--prompts_per_iteration 4 --group_size 4 --max_new_tokens 8 --num_min
 OWN_LR = ("--lr", "1e-6")  # with --model; without it there is a warning, a second line
 
 
-def refused(name, *flags, expected):
-    """Runs a script, which must end with 2 and one line that contains the expected words."""
+def refused(name, *flags, expected=""):
+    """Runs a script, which must end with 2 and one line that contains the expected words: that line."""
     own = OWN_LR if "--model" in flags else ()
     result = run(name, *flags_it_has(name, SMALL), *own, *flags, held_out=8)
     assert result.returncode == 2, (result.stdout, result.stderr)
@@ -240,6 +240,7 @@ def refused(name, *flags, expected):
     assert line.startswith(f"{path_of(name).name}: error: ") and expected in line, line
     assert len(line) < 450
     assert result.stdout == "" or result.stdout.startswith("problems: ")
+    return line
 
 
 def completes(*flags):

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from conftest import flags_it_has, metrics, run, save, script_args
+from conftest import flags_it_has, metrics, refused, run, save, script_args
 from transformers import AutoModelForCausalLM
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig
 from transformers.cache_utils import Cache
@@ -270,9 +270,8 @@ def test_run_ppo_in_bfloat16(folder, job, tmp_path):
 
 @pytest.mark.parametrize("folder", ["ernie4_5_moe"], indirect=True)
 def test_run_rspo_only_where_experts_are_chosen_by_a_softmax(folder, job):
-    result = run("rspo", *flags_it_has("rspo", job), "--model", folder)
-    (line,) = result.stderr.splitlines()
-    assert result.returncode == 2 and "softmax" in line and "gmpo.py" in line
+    line = refused("rspo", *flags_it_has("rspo", job), "--model", folder)
+    assert "softmax" in line and "gmpo.py" in line
 
 
 def test_the_language_model_of_one_that_also_sees(tmp_path):
@@ -347,6 +346,5 @@ UNABLE = {
 @pytest.mark.parametrize("name", UNABLE)
 def test_an_architecture_that_the_sampler_cannot_run_is_one_line(name, job, tmp_path):
     folder = save(new_model(name, **UNABLE[name]), tmp_path / "model")
-    result = run("grpo", *flags_it_has("grpo", job), "--model", folder)
-    (line,) = result.stderr.splitlines()
-    assert result.returncode == 2 and "architecture" in line and "Error" in line and len(line) < 400
+    line = refused("grpo", *flags_it_has("grpo", job), "--model", folder)
+    assert "architecture" in line and "Error" in line
