@@ -160,8 +160,8 @@ def test_run_dapo_ends_early_on_all_ranks(tmp_path, sums, reward_file):
 
 
 ENDS = {  # {what rank 1 does, the n-th time: (exit codes, what is printed)}; -15 is torchrun's doing
-    ("bug", 2): ((-15, 1), "ZeroDivisionError: division by zero"),
-    ("no shared folder", 0): ((2, -15), "not all processes can see its newest checkpoint"),
+    ("bug", 2): ((-15, 1), "ZeroDivisionError"),
+    ("no shared folder", 1): ((2, -15), "not all processes can see its newest checkpoint"),
 }
 
 
