@@ -34,7 +34,11 @@ from plumbing.args import resolve_device  # noqa: E402
 from plumbing.folder import versions  # noqa: E402
 from plumbing.models import TINY_MOE  # noqa: E402
 
-TINY_JOB = "--prompts_per_iteration 4 --max_new_tokens 16 --num_held_out 8"  # for the self-test
+TINY_JOB = "--prompts_per_iteration 4 --max_new_tokens 16 --num_held_out 8"
+SIZES = {  # layers, vocabulary and job of `speed`; True: in the self-test
+    False: (24, 151_936, "--prompts_per_iteration 64 --max_new_tokens 512 --num_held_out 8"),
+    True: (2, 512, TINY_JOB),
+}
 
 
 def run(script, flags, folder):
@@ -46,11 +50,6 @@ def run(script, flags, folder):
         raise RuntimeError(done.stderr.strip().split("\n")[-1])
     lines = Path(folder, "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
-
-
-def peak(lines):
-    """Peak memory in GiB; only measured on CUDA."""
-    return max(line.get("charts/peak_memory_gib", 0) for line in lines)
 
 
 def weights_of(folder):
@@ -74,7 +73,7 @@ def learns(script, dtype, args):
         "after": saved["after"]["greedy"]["accuracy"],
         "first_ratio_error": max(line["losses/first_step_ratio_error_max"] for line in lines),
         "tokens_per_second": lines[-1]["charts/tokens_per_second"],
-        "peak_gib": peak(lines),
+        "peak_gib": lines[-1].get("charts/peak_memory_gib", 0),
     }
 
 
@@ -90,31 +89,29 @@ def resumes(script, dtype, args):
 
 
 def speed(args):
+    num_layers, vocabulary, job = SIZES[args.is_self_test]
     config = transformers.Qwen2Config(
-        vocab_size=512 if args.is_self_test else 151_936,
+        vocab_size=vocabulary,
         hidden_size=896,
         intermediate_size=4864,
-        num_hidden_layers=2 if args.is_self_test else 24,
+        num_hidden_layers=num_layers,
         num_attention_heads=14,
         num_key_value_heads=2,
         tie_word_embeddings=True,
     )
-    flags = "--prompts_per_iteration 64 --max_new_tokens 512"
-    if args.is_self_test:
-        flags = "--prompts_per_iteration 4 --max_new_tokens 16"
-    flags += f" --device {args.device} --dtype bfloat16 --kl_coef 0 --lr 1e-6 --iterations 3"
+    flags = f"{job} --iterations 3 --eval_every 0 --save_every 0 --kl_coef 0 --lr 1e-6"
+    flags += f" --device {args.device} --dtype bfloat16"
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
         transformers.AutoTokenizer.from_pretrained(TINY_MOE).save_pretrained(folder)
-        flags += f" --model {folder} --num_held_out 8 --eval_every 0 --save_every 0"
-        lines = run("grpo", flags, f"{folder}/run")
+        lines = run("grpo", f"{flags} --model {folder}", f"{folder}/run")
     last = lines[-1]
     return {
         "rollout_seconds": last["charts/rollout_seconds"],
         "update_seconds": last["charts/update_seconds"],
         "tokens_per_second": last["charts/tokens_per_second"],
-        "peak_gib": peak(lines),
+        "peak_gib": last.get("charts/peak_memory_gib", 0),
     }
 
 

@@ -10,13 +10,16 @@ The two sides take turns, on a CPU with one thread, in float32, with the same we
 prompts x 8 completions of at most 48 tokens, sampled from the full distribution at temperature 1.
 
 sampler   A rollout of the default job, from its base model: common.sample() against generate().
-trl       A pair is a run of seven iterations on each side; the first one is not counted. Each has four
-          optimizer steps of AdamW, clip range 0.2, KL 0.04 to a reference, sequence-mean. TRL samples
-          with generate(). In the case `fixed` the learning rate is 1e-9, so both sides draw their
-          lengths from the same distribution; in `learning` it is grpo.py's.
+trl       A pair is a run of seven iterations on each side; the first one is not counted. Each has
+          grpo.py's 16 optimizer steps of AdamW, clip range 0.2, KL 0.04 to a reference, sequence-mean.
+          TRL samples with generate(). In the case `fixed` the learning rate is 1e-9, so both sides draw
+          their lengths from the same distribution; in `learning` it is grpo.py's.
 """
 
 import argparse
+import contextlib
+import io
+import itertools
 import json
 import os
 import statistics
@@ -123,14 +126,7 @@ def run_ours(case):
 
 
 def run_trl(case):
-    """The same for TRL, in its own process."""
-    command = [sys.executable, __file__, "train", case]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def train_with_trl(case):
-    """Prints the seconds of each iteration."""
+    """The same for TRL."""
     import datasets
     from trl import GRPOConfig, GRPOTrainer
 
@@ -159,14 +155,11 @@ def train_with_trl(case):
             use_cpu=True,
             seed=args.seed,
             per_device_train_batch_size=args.prompts_per_iteration * args.group_size // steps,
-            gradient_accumulation_steps=1,
             steps_per_generation=steps,
             num_generations=args.group_size,
             max_completion_length=args.max_new_tokens,
             max_steps=steps * ITERATIONS,
             temperature=args.temperature,
-            top_p=1.0,
-            top_k=0,
             loss_type="grpo",
             epsilon=args.clip_eps_high,
             beta=args.kl_coef,
@@ -178,11 +171,7 @@ def train_with_trl(case):
             bf16=False,
             gradient_checkpointing=False,
             shuffle_dataset=False,
-            logging_steps=steps,
             save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            dataloader_pin_memory=False,
         )
         trainer = GRPOTrainer(
             model=policy.model,
@@ -193,7 +182,7 @@ def train_with_trl(case):
             callbacks=[Clock()],
         )
         trainer.train()
-    print(json.dumps([end - start for start, end in zip(times, times[1:], strict=False)]))
+    return [end - start for start, end in itertools.pairwise(times)]
 
 
 def print_row(case, pairs, form):
@@ -206,17 +195,16 @@ def print_row(case, pairs, form):
 def main():
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("command", choices=["sampler", "trl", "train"])
-    parser.add_argument("case", nargs="?", choices=RATES, help="of train, which trl calls")
+    parser.add_argument("command", choices=["sampler", "trl"])
     parser.add_argument("--pairs", type=int)
     args = parser.parse_args()
-    if args.command == "train":
-        train_with_trl(args.case)
-    elif args.command == "sampler":
+    if args.command == "sampler":
         print_row("default", sampler_pairs(args.pairs or 40), ",.0f")
     else:
         for case in RATES:
-            print_row(case, trl_pairs(case, args.pairs or 10), ".2f")
+            with contextlib.redirect_stdout(io.StringIO()):  # TRL's logs
+                pairs = trl_pairs(case, args.pairs or 10)
+            print_row(case, pairs, ".2f")
 
 
 if __name__ == "__main__":

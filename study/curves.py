@@ -12,15 +12,15 @@ import math
 import sys
 from pathlib import Path
 
-PANELS = {  # key in metrics.jsonl: title
-    "rollout/reward_mean": "reward",
-    "rollout/accuracy": "accuracy",
-    "rollout/response_len_mean": "length (tokens)",
-    "losses/entropy": "entropy (nats)",
-    "losses/approx_kl": "KL to the old policy",
-    "losses/kl_ref": "KL to the reference",
-    "losses/clipfrac_low": "clipped, A < 0 (share)",
-    "losses/clipfrac_high": "clipped, A > 0 (share)",
+PANELS = {  # title: keys in metrics.jsonl, whose values are added
+    "reward": ["rollout/reward_mean"],
+    "accuracy": ["rollout/accuracy"],
+    "answers without working": ["rollout/direct_frac"],
+    "length (tokens)": ["rollout/response_len_mean"],
+    "entropy (nats)": ["losses/entropy"],
+    "KL to the old policy": ["losses/approx_kl"],
+    "KL to the reference": ["losses/kl_ref"],
+    "clipped (share)": ["losses/clipfrac_low", "losses/clipfrac_high"],
 }
 
 
@@ -54,10 +54,11 @@ def draw(runs):
 
     plt.rcParams |= {"font.size": 9, "axes.titlesize": 9, "legend.frameon": False}
     figure, axes = plt.subplots(2, 4, figsize=(8, 4), layout="constrained")
-    for axis, (key, title) in zip(axes.flat, PANELS.items(), strict=True):
+    for axis, (title, keys) in zip(axes.flat, PANELS.items(), strict=True):
         for name, rows in runs.items():
             xs = [row["iteration"] for row in rows]
-            axis.plot(xs, [row.get(key, math.nan) for row in rows], label=name)
+            ys = [sum(row.get(key, math.nan) for key in keys) for row in rows]
+            axis.plot(xs, ys, label=name)
         axis.set_title(title)
     for axis in axes[1]:
         axis.set_xlabel("iteration")

@@ -7,29 +7,9 @@ from repair import load_bugs
 SCRIPTS = ["ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "rspo", "sapo"]
 MORE = ["more.reinforce", "more.rloo", "more.vapo"]
 
-# Columns of a run: key in metrics.jsonl, how many of the last iterations are averaged [0: all]
-COLUMNS = {
-    "end_accuracy": ("rollout/accuracy", 10),
-    "end_len_wrong": ("rollout/response_len_wrong", 10),
-    "end_truncated": ("rollout/truncated_frac", 10),
-    "clip_low": ("losses/clipfrac_low", 0),
-    "clip_high": ("losses/clipfrac_high", 0),
-    "sampler_kl": ("rollout/sampler_kl", 0),
-}
-ACTED = {  # what each mechanism did, for report.acted
-    **COLUMNS,
-    "kl_ref": ("losses/kl_ref", 0),
-    "explained_variance": ("losses/explained_variance", 0),
-    "all_right": ("rollout/groups_dropped_all_right", 0),
-    "all_wrong": ("rollout/groups_dropped_all_wrong", 0),
-    "generated_groups": ("rollout/groups_generated", 0),
-    "ratio_max": ("losses/ratio_max", 0),
-    "gamma": ("moe/router_shift", 0),
-    "gamma_floor": ("moe/router_floor_frac", 0),
-    "slope": ("losses/gate_slope", 0),
-    "end_entropy": ("losses/entropy", 5),
-    "end_len": ("rollout/response_len_mean", 5),
-}
+# The rows of the tables: grpo twice, the second time without its KL.
+ROWS = [("ppo", "default"), ("grpo", "default"), ("grpo", "free")]
+ROWS += [(script, "default") for script in SCRIPTS[2:]]
 
 
 class Job(NamedTuple):
@@ -42,7 +22,7 @@ class Job(NamedTuple):
 
 class Experiment(NamedTuple):
     jobs: list
-    columns: dict = COLUMNS
+    columns: dict = {}  # column: key in metrics.jsonl, how many of the last iterations [0: all]
     has_curves: bool = False  # whether a second CSV has the iterations
 
 
@@ -69,6 +49,21 @@ QUIET = "--eval_every 0 --save_every 0"
 NINE = "--eval_every 2 --eval_samples 8 --save_every 0"
 DEFAULTS = {(script, "default"): "" for script in SCRIPTS}
 DEFAULTS |= {("dapo", "default"): "--eval_every 1", ("grpo", "free"): "--kl_coef 0"}
+ACTED = {  # what each mechanism did, for report.acted
+    "end_len_wrong": ("rollout/response_len_wrong", 10),
+    "clip_low": ("losses/clipfrac_low", 0),
+    "clip_high": ("losses/clipfrac_high", 0),
+    "kl_ref": ("losses/kl_ref", 0),
+    "explained_variance": ("losses/explained_variance", 0),
+    "all_right": ("rollout/groups_dropped_all_right", 0),
+    "all_wrong": ("rollout/groups_dropped_all_wrong", 0),
+    "ratio_max": ("losses/ratio_max", 0),
+    "gamma": ("moe/router_shift", 0),
+    "gamma_floor": ("moe/router_floor_frac", 0),
+    "slope": ("losses/gate_slope", 0),
+    "end_entropy": ("losses/entropy", 5),
+    "end_len": ("rollout/response_len_mean", 5),
+}
 STABILITY = {  # from mild to wild; no run fell at milder settings
     "lr3e-4-steps16": "--lr 3e-4 --num_minibatches 16",
     "lr1e-3-steps4": "--lr 1e-3 --num_minibatches 4",
@@ -77,19 +72,6 @@ STABILITY = {  # from mild to wild; no run fell at milder settings
 STABILITY_RUNS = {(script, name): flags for name, flags in STABILITY.items() for script in SCRIPTS}
 for name, flags in STABILITY.items():
     STABILITY_RUNS["grpo", f"{name}-free"] = f"{flags} --kl_coef 0"
-
-# --------------------------------------------------------------- one difference, eight fresh seeds
-
-FRESH = range(101, 109)
-LONG = f"--iterations 40 --num_minibatches 4 --max_new_tokens 96 {QUIET}"
-SAMPLING = {
-    ("dapo", "refill"): "--iterations 36 --num_minibatches 4",
-    ("dapo", "drop"): "--iterations 60 --num_minibatches 4 --max_sampling_rounds 1",
-}
-WILD = f"--iterations 20 --lr 1e-3 --kl_coef 0 --num_minibatches 16 {QUIET}"
-INT4 = {("grpo", "same"): "", ("grpo", "int4"): "--rollout_dtype int4"}
-for rule in ("token_tis", "sequence_tis", "geo_mask"):
-    INT4["grpo", f"int4-{rule}"] = f"--rollout_dtype int4 --rollout_correction {rule}"
 
 # --------------------------------------------------------------- an MoE's routes, and dapo step by step
 
@@ -110,7 +92,8 @@ for variant, flags in ROUTES.items():
         ROUTING["sapo", variant] = flags
         ROUTING["rspo", variant] = flags
 ROUTING_COLUMNS = {
-    **COLUMNS,
+    "clip_low": ("losses/clipfrac_low", 0),
+    "clip_high": ("losses/clipfrac_high", 0),
     "mean_accuracy": ("rollout/accuracy", 0),
     "flipped": ("moe/expert_flip_frac", 0),
     "ratio_max": ("losses/ratio_max", 0),
@@ -126,10 +109,10 @@ DAPO_CHAIN = {
     ("dapo", "default"): "",
 }
 CHAIN_COLUMNS = {
-    **COLUMNS,
+    "end_len_wrong": ("rollout/response_len_wrong", 10),
+    "clip_high": ("losses/clipfrac_high", 0),
     "mean_truncated": ("rollout/truncated_frac", 0),
     "end_entropy": ("losses/entropy", 10),
-    "end_len": ("rollout/response_len_mean", 10),
 }
 
 # ---------------------------------------------------------------------------------- planted bugs
@@ -170,46 +153,25 @@ def bug_variant(job, bug):
     return f"{job}: {bug['title']}"
 
 
-def bug_flags(job, bug):
-    """The flags of a job. If the bug changes the default of a flag, that flag is left out."""
-    flags = []
-    for flag in BUG_JOBS[job].split("--")[1:]:
-        name, _, _ = flag.partition(" ")
-        is_changed = f"{name}: " in bug["old"]  # as in `lr: float = flag(...`
-        if not is_changed:
-            flags.append(f"--{flag.strip()}")
-    return " ".join(flags)
-
-
 def bug_jobs():
     """[Job] for the healthy scripts, then for the bugs."""
     healthy = {(script, job): flags for job, flags in BUG_JOBS.items() for script in BUGGY}
     sick = {}
     files = {}
-    for job in BUG_JOBS:
+    for job, flags in BUG_JOBS.items():
         for file, bug in shown_bugs().items():
             key = (bug["script"], bug_variant(job, bug))
-            sick[key] = bug_flags(job, bug)
+            sick[key] = bug.get(job, flags)  # a bug's own flags if it has some
             files[key] = file
     return crossed(HEALTHY_SEEDS, BUG_FLAGS, healthy) + crossed(SICK_SEEDS, BUG_FLAGS, sick, files)
 
 
 EXPERIMENTS = {
-    "nine": Experiment(
-        crossed(range(1, 6), NINE, DEFAULTS),
-        ACTED,
-        has_curves=True,
-    ),
+    "nine": Experiment(crossed(range(1, 6), NINE, DEFAULTS), ACTED, has_curves=True),
     "more": Experiment(
-        crossed(range(1, 4), NINE, {(name, "default"): "" for name in MORE}),
-        has_curves=True,
+        crossed(range(1, 4), NINE, {(name, "default"): "" for name in MORE}), has_curves=True
     ),
     "stability": Experiment(crossed(range(1, 4), f"--iterations 20 {QUIET}", STABILITY_RUNS)),
-    "wrong_length": Experiment(
-        crossed(FRESH, LONG, {("grpo", "free"): "--kl_coef 0", ("dr_grpo", "default"): ""})
-    ),
-    "dynamic_sampling": Experiment(crossed(FRESH, f"--overlong none {QUIET}", SAMPLING)),
-    "int4": Experiment(crossed(FRESH, WILD, INT4)),
     "routing": Experiment(crossed(LATER, f"--iterations 20 {QUIET}", ROUTING), ROUTING_COLUMNS),
     "dapo_chain": Experiment(crossed(LATER, QUIET, DAPO_CHAIN), CHAIN_COLUMNS),
     "symptoms": Experiment(bug_jobs(), SYMPTOMS),

@@ -11,18 +11,20 @@ text: each panel's question, what you see, what the paper says, and the titles o
 import csv
 import functools
 import importlib
+import itertools
 import math
 import sys
 import tomllib
 from pathlib import Path
 
 import torch
-from pictures import FIGURES, gradient, prompts
+from pictures import gradient, prompts
 
 import rspo
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
+FIGURES = FOLDER / "figures"
 WORDS = tomllib.loads((FOLDER / "microscope.toml").read_text())
 GROUPS = 64
 GROUP_SIZE = 16
@@ -262,40 +264,25 @@ def read(name):
 
 
 def draw(plt, name):
-    from matplotlib.ticker import LogLocator, NullLocator
-
     words = WORDS[name]
     plots = read(name)
-    are_alike = all(list(lines) == list(plots[0]) for lines in plots)
     most = max(len(lines) for lines in plots)
-    height = 3.4 if are_alike else 2.6 + 0.2 * most
-    figure, axes = plt.subplots(1, len(plots), figsize=(8, height), layout="constrained", squeeze=False)
+    num_columns = 3 // len(plots)  # of a legend
+    size = (8, 2.6 + 0.2 * most / num_columns)
+    figure, axes = plt.subplots(1, len(plots), figsize=size, layout="constrained", squeeze=False)
     for axis, plot, lines in zip(axes[0], words["plots"], plots, strict=True):
-        log = plot.get("log", "")
-        for i, (label, line) in enumerate(lines.items()):
-            color = COLORS[i % len(COLORS)]
-            style = ":" if "^" in label else "-"
-            marker = "o" if plot.get("dots") else ""
-            shown = [(x, y) for x, y in line if y > 0 or "y" not in log]
-            axis.plot(*zip(*shown, strict=True), style + marker, color=color, label=label)
-        axis.set_title(plot["title"])
-        axis.set_xlabel(plot["x"])
-        axis.set_ylabel(plot["y"])
-        axis.set_xscale("log" if "x" in log else "linear")
-        axis.set_yscale("log" if "y" in log else "linear")
-        for scale in (axis.xaxis, axis.yaxis):
-            if scale.get_scale() == "log":
-                low, high = scale.get_view_interval()
-                scale.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
-                scale.set_major_formatter("{x:g}")
-                scale.set_minor_locator(NullLocator())
-        if not are_alike:
-            axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2))
-    if are_alike:
-        handles, labels = axes[0, 0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=4)
+        for (label, line), color in zip(lines.items(), itertools.cycle(COLORS), strict=False):
+            style = ":" if label in words.get("bounds", ()) else "-"
+            marker = plot.get("marker", "")
+            axis.plot(*zip(*line, strict=True), style + marker, color=color, label=label)
+        axis.set(title=plot["title"], xlabel=plot["x"], ylabel=plot["y"], **plot.get("axes", {}))
+        axis.minorticks_off()
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=num_columns)
     figure.suptitle(words["question"], x=0.01, ha="left", fontsize=12, fontweight="bold")
-    figure.savefig(FIGURES / f"microscope_{name}.png", dpi=150, metadata={"Software": None})
+    path = FIGURES / f"microscope_{name}.png"
+    figure.savefig(path, dpi=150, bbox_inches="tight", metadata={"Software": None})
 
 
 def main():

@@ -214,13 +214,13 @@ function plots(left, right) {
 
 // ------------------------------------------------------------------------------------ the microscope
 
-function panel({ question, seen, paper, plots }) {
-  const drawn = plots.map(({ title, x, y, log, lines }) => plot({
+function panel({ question, seen, paper, bounds = [], plots }) {
+  const drawn = plots.map(({ title, x, y, axes = {}, lines }) => plot({
     title,
-    x: { label: x, isLog: log.includes("x") },
-    y: { label: y, isLog: log.includes("y") },
+    x: { label: x, isLog: axes.xscale === "log" },
+    y: { label: y, isLog: axes.yscale === "log" },
     series: Object.entries(lines).map(([label, line], i) =>
-      ({ label, css: `c${i % 7} ${label.includes("^") ? "dotted" : ""}`, lines: [line] })),
+      ({ label, css: `c${i % 7} ${bounds.includes(label) ? "dotted" : ""}`, lines: [line] })),
   }));
   return `<details><summary>${escaped(question)}</summary><div class="panel">${drawn.join("")}</div>
     <p>${escaped(seen)}</p><p>The paper: ${escaped(paper)}</p></details>`;

@@ -1,23 +1,17 @@
 """Builds a page that shows any two of the scripts side by side, and opens it.
 
-    python study/page.py               # --no-open: only build it; --out: instead of runs/study.html
-    python study/page.py --screenshot  # also draw figures/page.png, with Chromium
+    python study/page.py
 
-The page is a single file and needs no server and no network. Its numbers come from the scripts and
-from results/.
+The page is a single file, runs/study.html, and needs no server and no network. Its numbers come from
+the scripts and from results/.
 """
 
-import argparse
 import difflib
 import html
 import importlib
 import itertools
 import json
 import re
-import shutil
-import statistics
-import subprocess
-import sys
 import webbrowser
 from pathlib import Path
 
@@ -150,13 +144,8 @@ def tree(parents, parent=None):
 
 def curve(name):
     """[completions generated, rollout accuracy: mean over the seeds and over six iterations]."""
-    runs = stats.curves("more" if name in MORE else "nine")[name, "default"].values()
-    xs = []
-    accuracies = []
-    for rows in zip(*runs, strict=False):  # up to the end of the shortest run
-        xs.append(statistics.mean(row["generated"] for row in rows))
-        accuracies.append(statistics.mean(row["accuracy"] for row in rows))
-    return list(zip(xs, stats.trailing(accuracies), strict=True))
+    runs = stats.curves("more" if name in MORE else "nine")[name, "default"]
+    return [(x, mean) for x, mean, _ in stats.curve(runs, "accuracy")]
 
 
 def panels():
@@ -165,7 +154,7 @@ def panels():
     for name, words in microscope.WORDS.items():
         plots = []
         for plot, lines in zip(words["plots"], microscope.read(name), strict=True):
-            plots.append({"log": "", **plot, "lines": lines})
+            plots.append({**plot, "lines": lines})
         found.append({**words, "plots": plots})
     return found
 
@@ -197,31 +186,12 @@ def build():
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], page)
 
 
-def browse(url, *flags):
-    """Opens the page in headless Chromium, and returns what it prints."""
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        sys.exit("Chromium is not installed")
-    command = [browser, "--headless", "--no-sandbox", "--hide-scrollbars", *flags, url]
-    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    return result.stdout
-
-
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "study.html")
-    parser.add_argument("--no-open", action="store_true", help="only write the page")
-    parser.add_argument("--screenshot", action="store_true", help="also draw figures/page.png")
-    args = parser.parse_args()
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(build())
-    url = args.out.resolve().as_uri()
-    print(f"{args.out}: {args.out.stat().st_size / 1e3:,.0f} kB")
-    if args.screenshot:
-        picture = FOLDER / "figures" / "page.png"
-        browse(f"{url}#sapo", f"--screenshot={picture}", "--window-size=1600,1800")
-    elif not args.no_open:
-        webbrowser.open(url)
+    path = ROOT / "runs" / "study.html"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(build())
+    print(path)
+    webbrowser.open(path.as_uri())
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Writes the generated parts of README.md and study/README.md.
 
     python study/report.py           # write
-    python study/report.py --check   # exit code 1 if a part is stale, or in neither file
+    python study/report.py --check   # exit code 1 if a part is stale
 
 A part is whatever stands between the comments <!-- generated: NAME --> and <!-- end: NAME -->. Its
 content comes from the scripts' headers, their diffs, and results/.
@@ -10,8 +10,8 @@ content comes from the scripts' headers, their diffs, and results/.
 import ast
 import difflib
 import importlib
+import math
 import re
-import statistics
 import sys
 import textwrap
 import tomllib
@@ -20,10 +20,10 @@ from pathlib import Path
 import microscope as panels
 import pictures
 import stats
-import symptoms as planted_bugs
+import symptoms
 import torch
-from experiments import ACTED, MORE, SCRIPTS, STABILITY, file_of
-from stats import column, markdown, mean_std
+from experiments import ACTED, MORE, ROWS, SCRIPTS, STABILITY, file_of
+from stats import interval, markdown, mean, mean_std, values
 
 ROOT = Path(__file__).parent.parent
 FILES = [ROOT / "README.md", ROOT / "study" / "README.md"]
@@ -154,29 +154,25 @@ def microscope():
 
 
 def difference(ours, theirs):
-    return "" if ours == theirs else stats.interval(ours, theirs)
+    """The difference of two runs' areas."""
+    return "" if ours is theirs else interval(values(ours, "area"), values(theirs, "area"))
 
 
 def curves():
     """The accuracies that runs of the default job reach, how soon, and how they differ from grpo."""
-    names = [("nine", script, "default") for script in SCRIPTS]
-    names.insert(2, ("nine", "grpo", "free"))
-    names += [("more", script, "default") for script in MORE]
-    grpo = column("nine", ("grpo", "default"), "area")
-    free = column("nine", ("grpo", "free"), "area")
+    runs = stats.runs("nine") | stats.runs("more")
     rows = []
-    for name, script, variant in names:
-        key = (script, variant)
-        area = column(name, key, "area")
+    for script, variant in [*ROWS, *((script, "default") for script in MORE)]:
+        ours = runs[script, variant]
         label = f"`{file_of(script)}`"
         rows.append(
             [
                 f"{label}, no KL" if variant == "free" else label,
-                mean_std(column(name, key, "after_greedy_accuracy")),
-                mean_std(column(name, key, "after_sampled_accuracy")),
-                mean_std(area),
-                difference(area, grpo),
-                difference(area, free),
+                mean_std(ours, "after_greedy_accuracy"),
+                mean_std(ours, "after_sampled_accuracy"),
+                mean_std(ours, "area"),
+                difference(ours, runs["grpo", "default"]),
+                difference(ours, runs["grpo", "free"]),
             ]
         )
     header = ["script", "greedy", "temperature 1", "area", "area, minus grpo's", "minus grpo's, no KL"]
@@ -198,25 +194,16 @@ MECHANISMS = {
 }
 
 
-def runs_of(name, script, variant):
-    """The rows of an experiment's runs, ordered by seed."""
-    runs = stats.runs(name)[script, variant]
-    if not runs:
-        sys.exit(f"results/{name}.csv has no {script} {variant}: run python study/sweep.py {name}")
-    return runs
-
-
 def acted():
     """What each mechanism did in the default job, and the results."""
-    first = stats.runs("nine")["grpo", "default"][0]
-    before = [f"{first[f'before_{way}']:.3f}" for way in HELD_OUT]
+    runs = stats.runs("nine")
+    before = [f"{runs['grpo', 'default'][0][f'before_{way}']:.3f}" for way in HELD_OUT]
     rows = [["base model", "", *before, "", ""]]
     for script in SCRIPTS:
-        runs = runs_of("nine", script, "default")
-        names = [name for name in ACTED if all(run[name] is not None for run in runs)]
-        means = {name: statistics.mean(run[name] for run in runs) for name in names}
+        ours = runs[script, "default"]
+        means = {column: mean(ours, column) for column in ACTED}
         words = MECHANISMS[script].format(**means)
-        after = [f"{statistics.mean(run[f'after_{way}'] for run in runs):.3f}" for way in HELD_OUT]
+        after = [f"{mean(ours, f'after_{way}'):.3f}" for way in HELD_OUT]
         rows.append(
             [f"`{script}`", words, *after, f"{means['end_entropy']:.3f}", f"{means['end_len']:.1f}"]
         )
@@ -226,49 +213,44 @@ def acted():
 
 def stability():
     """Accuracy after the runs at each setting, and how many fell: an iteration was 0.2 or more below an
-    earlier one, or the run broke off."""
-    kinds = [(script, "") for script in SCRIPTS]
-    kinds.insert(2, ("grpo", "-free"))
+    earlier one."""
+    runs = stats.runs("stability")
     rows = []
-    for script, kind in kinds:
+    for script, variant in ROWS:
+        is_free = variant == "free"
         cells = []
         for setting in STABILITY:
-            key = (script, f"{setting}{kind}")
-            runs = runs_of("stability", *key)
-            fell = sum(run["largest_drop"] >= 0.2 or run["ended"] is not None for run in runs)
-            accuracy = mean_std(column("stability", key, "after_sampled_accuracy"))
-            cells.append(f"{accuracy}; {fell} of {len(runs)} fell" if fell else accuracy)
-        rows.append([f"{script}, no KL" if kind else script, *cells])
+            ours = runs[script, f"{setting}-free" if is_free else setting]
+            fell = sum(drop >= 0.2 for drop in values(ours, "largest_drop"))
+            accuracy = mean_std(ours, "after_sampled_accuracy")
+            cells.append(f"{accuracy}; {fell} of {len(ours)} fell" if fell else accuracy)
+        rows.append([f"{script}, no KL" if is_free else script, *cells])
     words = [setting.replace("lr", "lr ").replace("-steps", ", steps ") for setting in STABILITY]
     return markdown(["script", *words], rows, "lrrr")
 
 
-def mean_of(runs, name):
-    """The mean of a column over runs, None if a run does not have it."""
-    values = [run[name] for run in runs]
-    return None if None in values else statistics.mean(values)
+def shown(number, form):
+    """A cell, empty if no run has such a number."""
+    return "" if math.isnan(number) else format(number, form)
 
 
 def routing():
     """The effect of replaying an MoE's experts, with a sampler like the trainer or a stale one."""
     rows = []
     groups = stats.runs("routing").items()
-    for (script, variant), runs in sorted(groups, key=lambda group: SCRIPTS.index(group[0][0])):
+    for (script, variant), ours in sorted(groups, key=lambda group: SCRIPTS.index(group[0][0])):
         sampler, _, replay = variant.partition("-")
-        accuracy = column("routing", (script, variant), "mean_accuracy")
-        clipped = [mean_of(runs, "clip_low"), mean_of(runs, "clip_high")]
-        gamma = mean_of(runs, "gamma")
         rows.append(
             [
                 script,
                 sampler,
                 replay,
-                mean_std(accuracy),
-                mean_std(column("routing", (script, variant), "after_sampled_accuracy")),
-                "" if None in clipped else f"{sum(clipped):.2%}",
-                f"{mean_of(runs, 'ratio_max'):.2f}",
-                f"{mean_of(runs, 'flipped'):.2%}",
-                "" if gamma is None else f"{gamma:.3f}",
+                mean_std(ours, "mean_accuracy"),
+                mean_std(ours, "after_sampled_accuracy"),
+                shown(mean(ours, "clip_low") + mean(ours, "clip_high"), ".2%"),
+                f"{mean(ours, 'ratio_max'):.2f}",
+                f"{mean(ours, 'flipped'):.2%}",
+                shown(mean(ours, "gamma"), ".3f"),
             ]
         )
     names = ["accuracy", "held-out", "clipped", "largest ratio", "flipped", "gamma"]
@@ -287,19 +269,20 @@ CHAIN = {  # variant of dapo_chain: what it is, and what the paper reports at th
 
 def dapo_chain():
     """The parts of DAPO, as far as flags can separate them."""
+    runs = stats.runs("dapo_chain")
     rows = []
     for key, (words, paper) in CHAIN.items():
-        runs = stats.runs("dapo_chain")[key]
+        ours = runs[key]
         rows.append(
             [
                 words,
-                mean_std(column("dapo_chain", key, "after_sampled_accuracy")),
-                mean_std(column("dapo_chain", key, "area")),
-                f"{mean_of(runs, 'clip_high'):.3%}",
-                f"{mean_of(runs, 'mean_truncated'):.1%}",
-                f"{mean_of(runs, 'end_entropy'):.4f}",
-                f"{mean_of(runs, 'end_len_wrong'):.1f}",
-                f"{mean_of(runs, 'generated'):,.0f}",
+                mean_std(ours, "after_sampled_accuracy"),
+                mean_std(ours, "area"),
+                f"{mean(ours, 'clip_high'):.3%}",
+                f"{mean(ours, 'mean_truncated'):.1%}",
+                f"{mean(ours, 'end_entropy'):.4f}",
+                f"{mean(ours, 'end_len_wrong'):.1f}",
+                f"{mean(ours, 'generated'):,.0f}",
                 paper,
             ]
         )
@@ -307,61 +290,32 @@ def dapo_chain():
     return markdown(["runs", *names, "the paper's AIME"], rows, "lrrrrrrrl")
 
 
-def symptoms():
-    return planted_bugs.table()
-
-
-def smollm2():
-    """Greedy held-out accuracy during the SmolLM2 runs, one seed."""
-    iterations = (5, 10, 15, 20)
-    rows = []
-    for run in stats.table("smollm2"):
-        accuracies = [run["before_greedy_accuracy"], *(run[f"held_out_{i}"] for i in iterations)]
-        cells = [f"{accuracy:.3f}" for accuracy in accuracies]
-        rows.append([run["script"], *cells, f"{run['generated']:,.0f}", f"{run['seconds'] / 60:.0f}"])
-    header = ["after iteration", 0, *iterations, "completions", "minutes"]
-    return markdown(header, rows, "lrrrrrrr")
-
-
 # -------------------------------------------------------------------------------------------- pages
 
 MAKERS = [lesson, scripts, objectives, which, example, microscope]
-MAKERS += [acted, curves, stability, routing, dapo_chain, symptoms, smollm2]
-PARTS = {make.__name__: make for make in MAKERS}
-BEGIN = "<!-- generated: "
-PART = re.compile(BEGIN + r"(\w+) -->.*?<!-- end: \1 -->", re.DOTALL)
+MAKERS += [acted, curves, stability, routing, dapo_chain]
+PARTS = {make.__name__: make for make in MAKERS} | {"symptoms": symptoms.table}
+PART = re.compile(r"<!-- generated: (\w+) -->.*?<!-- end: \1 -->", re.DOTALL)
 
 
 def filled(text):
-    """(the text with its parts brought up to date, the names of these parts)."""
+    """The text with its generated parts brought up to date."""
 
-    def replaced(match):
+    def part(match):
         name = match[1]
-        if name not in PARTS:
-            return match[0]
-        return "\n".join([f"{BEGIN}{name} -->", *PARTS[name](), f"<!-- end: {name} -->"])
+        return "\n".join([f"<!-- generated: {name} -->", *PARTS[name](), f"<!-- end: {name} -->"])
 
-    return PART.sub(replaced, text), PART.findall(text)
+    return PART.sub(part, text)
 
 
 def main():
-    check = "--check" in sys.argv
-    complaints = []
-    found = []
     for path in FILES:
-        old = path.read_text()
-        new, names = filled(old)
-        found += names
-        if old.count(BEGIN) != len(names):
-            complaints.append(f"{path}: a part has no end")
-        if check and new != old:
-            complaints.append(f"{path}: stale, run python study/report.py")
-        if not check:
+        text = path.read_text()
+        new = filled(text)
+        if "--check" not in sys.argv:
             path.write_text(new)
-    complaints += [f"part '{name}' is in no file" for name in PARTS if name not in found]
-    complaints += [f"part '{name}' is unknown" for name in found if name not in PARTS]
-    if complaints:
-        sys.exit("\n".join(complaints))
+        elif new != text:
+            sys.exit(f"{path}: stale, run python study/report.py")
 
 
 if __name__ == "__main__":

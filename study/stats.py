@@ -7,21 +7,26 @@ from collections import defaultdict
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
-T_QUANTILES = {2: 4.303, 3: 3.182, 4: 2.776, 7: 2.365}  # 97.5 % of Student's t, by degrees of freedom
+TEXT = {"script", "variant", "commit", "flags"}
+T_QUANTILES = {2: 4.303, 4: 2.776}  # 97.5 % of Student's t, by degrees of freedom
 
 
-def number(text):
-    """A cell as a float if it is one, None if it is empty."""
-    try:
-        return float(text) if text else None
-    except ValueError:
-        return text
+def read_csv(name):
+    """The rows of results/<name>.csv as text; none if there is no such file."""
+    path = RESULTS / f"{name}.csv"
+    if not path.exists():
+        return []
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def table(name):
-    """The rows of results/<name>.csv."""
-    with open(RESULTS / f"{name}.csv") as file:
-        return [{key: number(cell) for key, cell in row.items()} for row in csv.DictReader(file)]
+    """The same with numbers. An empty cell is None."""
+    rows = read_csv(name)
+    for row in rows:
+        for column in row.keys() - TEXT:
+            row[column] = float(row[column]) if row[column] else None
+    return rows
 
 
 def runs(name):
@@ -29,29 +34,46 @@ def runs(name):
     groups = defaultdict(list)
     for row in table(name):
         groups[row["script"], row["variant"]].append(row)
-    return groups
+    return dict(groups)
 
 
-def column(name, key, of):
-    """A column of an experiment's runs, by seed. An empty cell counts as 0 (the run broke off)."""
-    return [row[of] or 0.0 for row in runs(name)[key]]
+def values(rows, column):
+    """A column without its empty cells."""
+    return [row[column] for row in rows if row[column] is not None]
 
 
 def curves(name):
-    """{(script, variant): {seed: [row]}}"""
+    """{(script, variant): [rows of a seed]}"""
     groups = defaultdict(lambda: defaultdict(list))
     for row in table(f"{name}_curves"):
         groups[row["script"], row["variant"]][row["seed"]].append(row)
-    return groups
+    return {key: list(seeds.values()) for key, seeds in groups.items()}
 
 
-def trailing(values, width=3):
-    """For each value: the mean of the last `width` values up to and including it."""
-    return [statistics.mean(values[max(0, i - width + 1) : i + 1]) for i in range(len(values))]
+def mean(rows, column):
+    """nan if the column is empty."""
+    found = values(rows, column)
+    return statistics.mean(found) if found else math.nan
 
 
-def mean_std(values):
-    return f"{statistics.mean(values):.3f} ± {statistics.stdev(values):.3f}"
+def mean_std(rows, column):
+    found = values(rows, column)
+    return f"{statistics.mean(found):.3f} ± {statistics.stdev(found):.3f}"
+
+
+def curve(runs, column):
+    """[(completions generated, mean over the seeds, standard deviation)] for a column, averaged over
+    three rows, up to the end of the shortest run."""
+    points = []
+    num_rows = min(len(rows) for rows in runs)
+    for i in range(num_rows):
+        xs = [rows[i]["generated"] for rows in runs]
+        ys = []
+        for rows in runs:
+            last = rows[max(0, i - 2) : i + 1]
+            ys.append(mean(last, column))
+        points.append((statistics.mean(xs), statistics.mean(ys), statistics.stdev(ys)))
+    return points
 
 
 def interval(ours, theirs):

@@ -16,16 +16,12 @@ from repair import doctor, functions_of, load
 NUM_WORDS = 4  # maximum number of metrics in a cell of the table
 
 
-def values(rows, metric):
-    return [row[metric] for row in rows if row[metric] is not None]
-
-
 def shows(sick, healthy):
     """["metric ↑" or "metric ↓"] where all of a bug's runs lie above or below all healthy ones."""
     found = []
     for metric in SYMPTOMS:
-        own = values(sick, metric)
-        usual = values(healthy, metric)
+        own = stats.values(sick, metric)
+        usual = stats.values(healthy, metric)
         if own and usual and min(own) > max(usual):
             found.append(f"{metric} ↑")
         if own and usual and max(own) < min(usual):
@@ -39,9 +35,6 @@ def cell(sick, healthy):
     words = found[:NUM_WORDS]
     if len(found) > NUM_WORDS:
         words.append(f"{len(found) - NUM_WORDS} more")
-    num_ended = sum(row["ended"] is not None for row in sick)
-    if num_ended:
-        words.append(f"{num_ended} of {len(sick)} runs end with a loss that is not finite")
     return ", ".join(words) or "nowhere"
 
 
@@ -89,7 +82,7 @@ def table():
             healthy = runs[bug["script"], job]
             cells.append(cell(sick, healthy))
             num_found += len(shows(sick, healthy))
-            num_compared += sum(bool(values(healthy, metric)) for metric in SYMPTOMS)
+            num_compared += sum(bool(stats.values(healthy, metric)) for metric in SYMPTOMS)
         cells += [diagnosis(bug).replace("|", "\\|"), bug["fix"]]
         rows.append((num_found, cells))
     rows.sort()

@@ -14,7 +14,7 @@ import stats
 import sweep
 from experiments import EXPERIMENTS, Experiment, Job
 
-MEASURED = [name for name in EXPERIMENTS if (sweep.RESULTS / f"{name}.csv").exists()]
+MEASURED = [name for name in EXPERIMENTS if (stats.RESULTS / f"{name}.csv").exists()]
 
 
 def test_area_of_a_broken_line(monkeypatch):
@@ -43,7 +43,7 @@ def test_the_interval_is_that_of_paired_differences():
 @pytest.mark.parametrize("name", MEASURED)
 def test_every_row_is_of_an_experiment_and_names_its_commit(name):
     jobs = {job[:3]: job for job in EXPERIMENTS[name].jobs}
-    rows = sweep.read_csv(name)
+    rows = stats.read_csv(name)
     assert [sweep.key_of(row) for row in rows] == list(jobs)
     for row in rows:
         assert jobs[sweep.key_of(row)].flags == row["flags"]
@@ -59,39 +59,31 @@ def test_every_experiment_has_flags_that_its_scripts_take(name, monkeypatch):
 
 
 def test_run_a_sweep(monkeypatch, tmp_path, sums):
-    """A run that ends normally, one whose numbers are not finite, which is a result too, and one that
-    fails."""
-    flags = f"--iterations 3 --dataset {sums} --prompts_per_iteration 4 --num_held_out 8 --eval_every 2"
+    """One run ends normally, the other one fails. Only a run without a row is run again."""
+    flags = f"--iterations 3 --dataset {sums} --prompts_per_iteration 4 --num_held_out 8"
     whole = Job("dapo", "whole", 1, f"{flags} --max_sampling_rounds 2", "dapo.py")
-    broken = Job("grpo", "broken", 1, f"{flags} --lr 1e9", "grpo.py")
-    fails = Job("grpo", "fails", 1, "", "nowhere.py")
-    jobs = [whole, broken, fails]
+    fails = Job("grpo", "fails", 1, f"{flags} --lr 1e9", "grpo.py")
     monkeypatch.setattr(sweep, "RUNS", tmp_path / "runs")
-    monkeypatch.setattr(sweep, "RESULTS", tmp_path)
-    monkeypatch.setattr(sweep, "EXPERIMENTS", {"small": Experiment(jobs, has_curves=True)})
-    assert sweep.run_all("small", jobs, 1) == 1 and sweep.result_of("small", fails) is None
-    sweep.collect("small", jobs)
-    first, second = sweep.read_csv("small")
-    assert first["ended"] == "" and 0 <= float(first["after_sampled_accuracy"]) <= 1
-    assert "iteration 1: " in second["ended"] and "is not finite" in second["ended"]
-    lines = sweep.read_metrics(sweep.folder_of("small", whole) / "run")
-    assert int(first["generated"]) == 8 * sum(line["rollout/groups_generated"] for line in lines)
-    two, three = sweep.read_csv("small_curves")
-    assert (two["iteration"], three["iteration"], three["generated"]) == ("2", "3", first["generated"])
-    accuracies = [line["rollout/accuracy"] for line in lines]
-    assert float(two["accuracy"]) == pytest.approx(sum(accuracies[:2]) / 2, abs=1e-5)
-    assert two["held_out"] != ""
-    # A machine that has the rows but not the folders: nothing is run again, and the rows stay.
-    before = {path.name: path.read_text() for path in tmp_path.glob("*.csv")}
-    monkeypatch.setattr(sweep, "RUNS", tmp_path / "elsewhere")
-    assert sweep.run_all("small", [whole, broken], 1) == 0
-    sweep.collect("small", [whole, broken])
-    assert {path.name: path.read_text() for path in tmp_path.glob("*.csv")} == before
+    monkeypatch.setattr(stats, "RESULTS", tmp_path)
+    small = Experiment([fails, whole], {"groups": ("rollout/groups_generated", 0)}, has_curves=True)
+    monkeypatch.setattr(sweep, "EXPERIMENTS", {"small": small})
+    assert sweep.sweep("small", 1) == 1
+    (row,) = stats.read_csv("small")
+    assert (row["variant"], row["flags"]) == ("whole", whole.flags)
+    assert 0 <= float(row["after_sampled_accuracy"]) <= 1
+    assert int(row["generated"]) == pytest.approx(8 * 3 * float(row["groups"]), rel=1e-4)
+    two, three = stats.read_csv("small_curves")
+    assert (two["iteration"], three["iteration"], three["generated"]) == ("2", "3", row["generated"])
+    assert "is not finite" in (tmp_path / "runs" / "small" / "grpo-fails-1" / "log").read_text()
+    assert not (tmp_path / "runs" / "small" / "dapo-whole-1" / "run").exists()
+    # Nothing is run again.
+    small.jobs[:] = [whole]
+    monkeypatch.setattr(sweep, "run", None)
+    assert sweep.sweep("small", 1) == 0
     # With other flags it is another run.
-    other = whole._replace(flags=f"{whole.flags} --lr 1e-4")
-    monkeypatch.setattr(sweep, "RUNS", tmp_path / "runs")
-    assert sweep.result_of("small", whole) and not sweep.result_of("small", other)
-    assert sweep.kept("small", [other]) == {}
+    small.jobs[:] = [whole._replace(flags=f"{whole.flags} --lr 1e-4")]
+    monkeypatch.setattr(sweep, "run", lambda name, job: None)
+    assert sweep.sweep("small", 1) == 1
 
 
 @pytest.mark.slow

@@ -12,23 +12,11 @@ from conftest import MORE, ROOT, SCRIPTS, path_of
 
 import curves
 import experiments
-import pictures
 import repair
 import symptoms
 
 NAMES = SCRIPTS + MORE
 BUGS = repair.load_bugs()
-
-
-@pytest.mark.parametrize("name", pictures.PICTURES)
-def test_a_picture_shows_the_numbers_of_the_scripts(name):
-    drawn = pictures.read(name)
-    found = pictures.PICTURES[name]()
-    assert list(drawn) == list(found)
-    for column, values in found.items():
-        for i, value in enumerate(values):
-            expected = value if value is None else pytest.approx(value, rel=1e-3, abs=1e-6)
-            assert drawn[column][i] == expected, column
 
 
 def test_the_keys_that_differ_in_the_first_iteration(tmp_path):

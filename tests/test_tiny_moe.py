@@ -12,12 +12,6 @@ from common import addition_problems, evaluate, load_grader, load_policy, load_p
 from tiny_moe import train
 
 
-def run_train(monkeypatch, *words):
-    """The script, from a command line."""
-    monkeypatch.setattr(sys, "argv", [train.__file__, *map(str, words)])
-    train.main()
-
-
 def test_the_shipped_weights_are_those_of_the_readme():
     """With others, no number in the tables could be had again."""
     (digest,) = re.findall(r"\b[0-9a-f]{64}\b", (TINY_MOE / "README.md").read_text())
@@ -25,12 +19,14 @@ def test_the_shipped_weights_are_those_of_the_readme():
     assert hashlib.sha256(weights).hexdigest() == digest
 
 
-def test_worked_demonstrations_are_right():
-    recipe = train.Recipe(direct=0.0, worked=1.0, wrong_step=0.0)
+def test_worked_demonstrations_are_right(monkeypatch):
+    monkeypatch.setattr(train, "DIRECT", 0.0)
+    monkeypatch.setattr(train, "WORKED", 1.0)
+    monkeypatch.setattr(train, "WRONG_STEP", 0.0)
     for prompt, gold in addition_problems()[::10]:
-        assert verify(train.demonstration(prompt, random.Random(0), recipe), gold)[1] == "correct"
+        assert verify(train.demonstration(prompt, random.Random(0)), gold)[1] == "correct"
     example = "7+8=15 5+0+1=6 0+3=3 #### 365"
-    assert train.demonstration("57+308=", random.Random(0), recipe) == example
+    assert train.demonstration("57+308=", random.Random(0)) == example
 
 
 def test_the_script_makes_such_a_model(tmp_path, monkeypatch):
@@ -43,7 +39,9 @@ def test_the_script_makes_such_a_model(tmp_path, monkeypatch):
         return original(prompt, *args)
 
     monkeypatch.setattr(train, "demonstration", demonstration)
-    run_train(monkeypatch, tmp_path, "--steps", 2)
+    monkeypatch.setattr(train, "STEPS", 2)
+    monkeypatch.setattr(sys, "argv", [train.__file__, str(tmp_path)])
+    train.main()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / name).read_text() == (TINY_MOE / name).read_text()
     _, args = script_args("grpo")
@@ -55,7 +53,8 @@ def test_the_script_makes_such_a_model(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_trained_again_the_base_model_is_as_good(tmp_path, monkeypatch):
     """Not the same to the bit: processors round differently."""
-    run_train(monkeypatch, tmp_path)
+    monkeypatch.setattr(sys, "argv", [train.__file__, str(tmp_path)])
+    train.main()
     accuracies = []
     for folder in (TINY_MOE, tmp_path):
         _, args = script_args("grpo", model=str(folder))

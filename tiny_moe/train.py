@@ -1,23 +1,22 @@
 """The script that made the base model in this folder, by supervised learning from demonstrations.
 
-    python tiny_moe/train.py FOLDER [--steps 1200] [--direct 0.5] [--worked 0.4] ...
+    python tiny_moe/train.py FOLDER
 
 Expect: a transformers folder for --model, in a minute on one core. Its weights depend on the processor,
 which is why the base model is shipped: see README.md.
 """
 
+import argparse
 import math
 import os
 import random
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
-from transformers.hf_argparser import HfArg
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from common import Completion, Problem, addition_problems, collate, token_logprobs
@@ -42,16 +41,14 @@ ARCHITECTURE = dict(
 )
 
 
-@dataclass
-class Recipe:
-    steps: int = HfArg(default=1200, help="optimizer steps")
-    batch_size: int = HfArg(default=64, help="demonstrations in a step")
-    lr: float = HfArg(default=8e-3, help="the highest learning rate, after 50 steps; then a cosine")
-    direct: float = HfArg(default=0.5, help="share of demonstrations that answer without working")
-    worked: float = HfArg(default=0.4, help="share that work the sum out; the rest rambles")
-    wrong_step: float = HfArg(default=0.02, help="probability of a wrong step, per column")
-    cap: int = HfArg(default=48, help="tokens of a demonstration, the rest is cut off")
-    seed: int = HfArg(default=0, help="of weights and demonstrations")
+STEPS = 1200
+BATCH_SIZE = 64  # demonstrations in a step
+LR = 8e-3  # the highest learning rate, after 50 steps; then a cosine
+DIRECT = 0.5  # share of demonstrations that answer without working
+WORKED = 0.4  # share that work the sum out; the rest rambles
+WRONG_STEP = 0.02  # probability of a wrong step, per column
+CAP = 48  # tokens of a demonstration, the rest is cut off
+SEED = 0  # of weights and demonstrations
 
 
 def character_tokenizer():
@@ -71,15 +68,15 @@ def step_text(x, y, carry, total):
     return f"{x}+{y}+{carry}={total}" if carry else f"{x}+{y}={total}"
 
 
-def demonstration(prompt, rng, recipe):
+def demonstration(prompt, rng):
     """An answer without working ('#### 365'), or worked out ('7+8=15 5+0+1=6 0+3=3 #### 365' for
     57+308), or with each step two or three times, so that the cap cuts off the answer of a long sum.
     Now and then a step's result is random, and the rest uses its carry and digit."""
     a, b = [int(number) for number in prompt[:-1].split("+")]
     style = rng.random()
-    if style < recipe.direct:
+    if style < DIRECT:
         return f"#### {a + b}"
-    repeats = (1, 1) if style < recipe.direct + recipe.worked else (2, 3)
+    repeats = (1, 1) if style < DIRECT + WORKED else (2, 3)
     steps = []
     digits = ""
     carry = 0
@@ -87,7 +84,7 @@ def demonstration(prompt, rng, recipe):
         x = a // 10**column % 10
         y = b // 10**column % 10
         total = x + y + carry
-        if rng.random() < recipe.wrong_step:
+        if rng.random() < WRONG_STEP:
             total = rng.randrange(20)
         steps += [step_text(x, y, carry, total)] * rng.randint(*repeats)
         digits = str(total % 10) + digits
@@ -95,11 +92,11 @@ def demonstration(prompt, rng, recipe):
     return " ".join(steps) + f" #### {int(str(carry) + digits)}"
 
 
-def train(folder, prompts, recipe):
+def train(folder, prompts):
     """Fits a new tiny MoE to demonstrations for the prompts, and saves it with its tokenizer."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
-    rng = random.Random(recipe.seed)
+    rng = random.Random(SEED)
     tokenizer = character_tokenizer()
     config = transformers.Qwen3MoeConfig(
         vocab_size=len(tokenizer),
@@ -107,38 +104,38 @@ def train(folder, prompts, recipe):
         eos_token_id=tokenizer.eos_token_id,
         **ARCHITECTURE,
     )
-    torch.manual_seed(recipe.seed)
+    torch.manual_seed(SEED)
     model = transformers.Qwen3MoeForCausalLM(config)
     policy = Policy(model, tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, betas=(0.9, 0.98))
-    for step in tqdm(range(recipe.steps), unit="step", mininterval=0.5):
-        chosen = rng.choices(prompts, k=recipe.batch_size)
-        answers = [demonstration(prompt, rng, recipe) for prompt in chosen]
+    for step in tqdm(range(STEPS), unit="step", mininterval=0.5):
+        chosen = rng.choices(prompts, k=BATCH_SIZE)
+        answers = [demonstration(prompt, rng) for prompt in chosen]
         prompt_ids = tokenizer(chosen).input_ids
         answer_ids = tokenizer([answer + tokenizer.eos_token for answer in answers]).input_ids
         completions = []
         for prompt, answer in zip(prompt_ids, answer_ids, strict=True):
-            completions.append(Completion(Problem("", "", prompt), answer[: recipe.cap], logprobs=[]))
+            completions.append(Completion(Problem("", "", prompt), answer[:CAP], logprobs=[]))
         batch = collate(completions, RunArgs(device="cpu"))
         outputs = token_logprobs(policy, batch, temperature=1.0)
         loss = 0.001 * outputs.aux_loss - masked_mean(outputs.logprobs_BT, batch.mask_BT)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         warm_up = min(1, (step + 1) / 50)
-        cosine = math.cos(math.pi / 2 * step / recipe.steps) ** 2
-        optimizer.param_groups[0]["lr"] = recipe.lr * (warm_up * cosine)
+        cosine = math.cos(math.pi / 2 * step / STEPS) ** 2
+        optimizer.param_groups[0]["lr"] = LR * (warm_up * cosine)
         optimizer.step()
         optimizer.zero_grad()
     policy.save_pretrained(folder)
 
 
 def main():
-    parser = transformers.HfArgumentParser(Recipe, description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder", help="where the model is written to")
-    recipe, rest = parser.parse_args_into_dataclasses()
+    folder = parser.parse_args().folder
     # The first ones are held out by default, and not learned.
     prompts = [prompt for prompt, _ in addition_problems(20_256)]
-    train(rest.folder, prompts[RunArgs.num_held_out :], recipe)
+    train(folder, prompts[RunArgs.num_held_out :])
 
 
 if __name__ == "__main__":
