@@ -60,8 +60,10 @@ def test_main_changes_only_what_the_algorithm_changes(pair):
 
 
 def test_what_is_copied_is_the_same_in_all():
-    """masked_mean in all scripts and in plumbing, compute_advantages in all of the nine but ppo and
-    dr_grpo; vapo has ppo's GAE, whitening, rewards of tokens and value loss."""
+    """The last lines; masked_mean in all scripts and in plumbing, compute_advantages in all of the nine
+    but ppo and dr_grpo; vapo has ppo's GAE, whitening, rewards of tokens and value loss."""
+    for name in SIBLINGS:
+        assert source(name).endswith('\n\n\nif __name__ == "__main__":\n    launch(main, Args)\n')
     means = {functions_of(name)["masked_mean"] for name in ["plumbing.metrics", *SIBLINGS]}
     assert len(means) == 1
     z_scores = set(SCRIPTS) - {"ppo", "dr_grpo"}  # except scripts with other advantages
