@@ -68,7 +68,7 @@ CASES = {  # variants that change no line of main are compared by test_conforman
     "cispo, PPO mask": ("cispo", {"ppo_mask": True}),
     "gmpo": ("gmpo", MASKED),
     "rspo": ("rspo", {"gamma_min": 0.9}),
-    "sapo": ("sapo", {}),
+    "sapo": ("sapo", {"rollout_dtype": "int8"}),
     "reinforce": ("more.reinforce", ALONE | BASELINE),
     "rloo": ("more.rloo", {"max_grad_norm": 3.0}),
     "vapo": ("more.vapo", CRITIC | PRETRAINED | {"lambda_alpha": 0.3}),
@@ -182,12 +182,12 @@ def load_balancing_loss(answers):
     return E * (chosen.sum(1).mean(0) * logits.softmax(-1).mean(0)).sum()
 
 
-def rounded_to_int4(model, weights):
-    """All matrices but embeddings and routers, on 15 values in each row."""
+def rounded(model, weights, largest):
+    """All matrices but embeddings and routers, to integers times a scale for each row."""
     rounded = []
     for name, weight in named(model, weights).items():
         if weight.dim() > 1 and "embed" not in name and "mlp.gate.weight" not in name:
-            scale = weight.abs().amax(-1, keepdim=True) / 7
+            scale = weight.abs().amax(-1, keepdim=True) / largest
             weight = torch.where(scale > 0, (weight / scale).round() * scale, 0)
         rounded.append(weight)
     return rounded
@@ -366,8 +366,10 @@ def check_step(name, args, before, rows, step, is_pretraining, model):
 
 
 def check_sampler(args, before, first_weights, weights, model):
-    """Completions come from the policy of now in int4, or from that of the first iteration."""
-    sampler = first_weights if args.rollout_refresh_every > 1 else rounded_to_int4(model, weights)
+    """Completions come from the policy of now in int4 or int8, or from that of the first iteration."""
+    sampler = first_weights
+    if args.rollout_refresh_every == 1:
+        sampler = rounded(model, weights, {"int4": 7, "int8": 127}[args.rollout_dtype])
     with torch.no_grad():
         for c in before.completions:
             logprobs = answer(model, sampler, c, args.temperature).logprobs
