@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from conftest import MORE, SCRIPTS, path_of, script_args
+from conftest import MORE, SCRIPTS, copied, path_of, script_args
 
 F64 = torch.float64
 SIBLINGS = [*SCRIPTS, *MORE]
@@ -104,6 +104,14 @@ def test_no_gradient_through_the_router_shift():
     gamma = torch.full((12, 9), 0.9, dtype=F64, requires_grad=True)
     loss_of("rspo", lp, old, adv, mask, router_shift_BT=gamma)[0].backward()
     assert gamma.grad is None and lp.grad.any()
+
+
+def test_the_last_reward_stands_on_the_last_token():
+    """Also where the mask has a hole. V of the next place follows where the completion was cut off."""
+    mask = torch.tensor([[1, 0, 1, 0]])
+    V = torch.tensor([[0.0, 0, 0, 4, 0]])
+    given = torch.tensor([[7.0]]), torch.zeros(1, 4), V, torch.tensor([[1]]), mask
+    assert copied("ppo").token_rewards(*given, kl_coef=0.1, gamma=0.5).tolist() == [[0, 0, 9, 0]]
 
 
 # --------------------------------------------------------------------------------------- statistics
