@@ -12,6 +12,7 @@ from conftest import MIXED, batch_of_ids, metrics, problems_of, run, script_args
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import common
+import rspo
 from common import collate, record_old_policy, reference_logprobs, sample, token_logprobs
 from plumbing.metrics import Meter, correction_stats, router_stats
 from plumbing.policy import Policy
@@ -184,3 +185,23 @@ def test_run_old_and_current_policy_replay_the_same(replay, tmp_path, reward_fil
     for line in metrics(tmp_path):
         assert line["losses/first_step_ratio_error_max"] == 0
         assert line["rollout/sampler_kl"] > 1e-4
+
+
+def test_run_rspo_measures_gamma_on_the_replayed_experts(tmp_path, monkeypatch):
+    """Before the update and in it; here the last two of eight."""
+    measured = []
+
+    def sample_and_make_up(*inputs):
+        experts = torch.tensor([6, 7])
+        return [c._replace(experts=experts.expand_as(c.experts)) for c in sample(*inputs)]
+
+    def expert_logprobs(router_logits, experts_BTLK):
+        measured.extend(experts_BTLK[:, 0].flatten().tolist())  # the first token is no padding
+        return original(router_logits, experts_BTLK)
+
+    original = rspo.expert_logprobs
+    monkeypatch.setattr(rspo, "sample", sample_and_make_up)
+    monkeypatch.setattr(rspo, "expert_logprobs", expert_logprobs)
+    flags = ["--iterations", 1, "--routing_replay", "r3", "--run_dir", tmp_path]
+    assert run("rspo", *GROUPS, *flags, held_out=4).returncode == 0
+    assert set(measured) == {6, 7}
