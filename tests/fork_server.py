@@ -31,7 +31,7 @@ def kill_in_a_save(saved, path):
 
 
 def kill_in_a_removal(path, **_):
-    if "checkpoint-" in str(path):  # not a folder of something unfinished
+    if "checkpoint-" in str(path):  # not checkpoint.tmp, which is unfinished
         next(Path(path).glob("*.safetensors")).unlink()
         kill()
 

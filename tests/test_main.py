@@ -358,6 +358,7 @@ def check_step(name, args, before, rows, step, is_pretraining, model):
         if is_pretraining and number == 0:
             assert all(gradient is None for gradient in gradients)
             continue
+        # Zeros for layers that no loss reaches, if the correction masks the whole minibatch.
         expected = torch.autograd.grad(loss, weights, retain_graph=True, materialize_grads=True)
         expected = torch.cat([gradient.flatten() for gradient in expected])
         expected = expected * min(1, args.max_grad_norm / (expected.norm().item() + 1e-6))
