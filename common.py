@@ -36,14 +36,6 @@ from plumbing.reward import graded, load_rewards
 from plumbing.routing import Routing, experts_by_completion
 from plumbing.run import Run
 
-# fmt: off
-__all__ = [  # imported by scripts
-    "Run", "RunArgs", "TrainedModel", "UserError", "collate", "critic_stats", "critic_values",
-    "evaluate", "flag", "forward_packed", "launch", "load_grader", "load_policy", "load_problems",
-    "record_old_policy", "reference_logprobs", "rollout_correction", "sample", "token_logprobs",
-]
-# fmt: on
-
 # ----------------------------------------------------------------------------------------- problems
 
 

@@ -3,7 +3,8 @@
     python conformance/make.py
 
 README.md explains the fields. A new case is written by hand, with the section's next id and with null
-for each result that the cases of its section have.
+for each result that the cases of its section have. No token is at a bound of a clip, so that nobody has
+to guess which gradient is due at a tie.
 """
 
 import json

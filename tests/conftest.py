@@ -3,7 +3,6 @@ import contextlib
 import dataclasses
 import functools
 import importlib
-import inspect
 import io
 import itertools
 import json
@@ -26,7 +25,7 @@ import transformers  # noqa: E402
 
 import common  # noqa: E402
 from common import Completion, Problem, collate  # noqa: E402
-from experiments import MORE, SCRIPTS  # noqa: E402
+from experiments import MORE, SCRIPTS  # noqa: E402, F401
 from plumbing.args import launch  # noqa: E402
 from plumbing.policy import Policy  # noqa: E402
 
@@ -60,26 +59,14 @@ def path_of(name):
     return ROOT / f"{name.replace('.', '/')}.py"
 
 
-COPIED = {name: ["masked_mean", "compute_advantages"] for name in [*SCRIPTS, *MORE]}
-COPIED["ppo"] = ["masked_mean", "compute_gae", "whiten", "token_rewards", "value_loss"]
-COPIED["more.vapo"] = [*COPIED["ppo"], "positive_lm_loss"]
-COPIED["rspo"] += ["expert_logprobs", "router_shift"]
-COPIED["dapo"] += ["overlong_penalty"]
-for functions in COPIED.values():
-    functions.append("policy_loss")
-
-
 @functools.cache
 def copied(name):
-    """What a reader copies from a script: an empty module with `import torch` and these functions."""
+    """What a reader copies from a script: `import torch`, and all functions but main."""
     text = path_of(name).read_text()
-    parts = {}
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.FunctionDef) and node.name in COPIED[name]:
-            parts[node.name] = ast.get_source_segment(text, node)
-    assert set(parts) == set(COPIED[name])
+    nodes = [n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef) and n.name != "main"]
+    parts = [ast.get_source_segment(text, node) for node in nodes]
     module = types.ModuleType(f"copy_of_{name}")
-    exec("import torch\n\n\n" + "\n\n\n".join(parts.values()), module.__dict__)
+    exec("import torch\n\n\n" + "\n\n\n".join(parts), module.__dict__)
     return module
 
 
@@ -94,21 +81,6 @@ def flags_it_has(name, flags):
     names = {f"--{field.name}" for field in dataclasses.fields(importlib.import_module(name).Args)}
     pairs = zip(flags[::2], flags[1::2], strict=True)
     return [word for pair in pairs if pair[0] in names for word in pair]
-
-
-def keywords_of(function, args, **given):
-    """{keyword: value} for all keywords of a loss: those given, and each of the others from the field
-    of its name in Args. Left out, so that they keep their defaults, are only the normalizer and extra
-    tensors. What is given and is not a keyword fails."""
-    keywords = dict(given)
-    parameters = inspect.signature(function).parameters
-    names = [name for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY]
-    assert set(given) <= set(names), f"{set(given) - set(names)} are no keywords"
-    for name in names:
-        is_flag = name not in ("num_sequences", "num_tokens") and not name.endswith("_BT")
-        if is_flag and name not in given:
-            keywords[name] = getattr(args, name)
-    return keywords
 
 
 def run(name, *flags, held_out=256):
@@ -259,14 +231,16 @@ SMALL = """--prompts_per_iteration 4 --group_size 4 --max_new_tokens 8 --num_min
 OWN_LR = ("--lr", "1e-6")  # with --model; without it there is a warning, a second line
 
 
-def refused(name, *flags, expected):
-    """Runs a script, which must end with 2 and one line that contains the expected words."""
+def refused(name, *flags, expected=""):
+    """Runs a script, which must end with 2 and one line that contains the expected words: that line."""
     own = OWN_LR if "--model" in flags else ()
     result = run(name, *flags_it_has(name, SMALL), *own, *flags, held_out=8)
     assert result.returncode == 2, (result.stdout, result.stderr)
     (line,) = result.stderr.splitlines()
     assert line.startswith(f"{path_of(name).name}: error: ") and expected in line, line
+    assert len(line) < 450
     assert result.stdout == "" or result.stdout.startswith("problems: ")
+    return line
 
 
 def completes(*flags):

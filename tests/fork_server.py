@@ -17,9 +17,11 @@ from plumbing.folder import RunFolder
 from plumbing.run import Run
 
 # ------------------------------------------------------------------------------- what may go wrong
+#
+# An action gets the arguments of the function before which it happens.
 
 
-def kill():
+def kill(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -29,14 +31,36 @@ def kill_in_a_save(saved, path):
 
 
 def kill_in_a_removal(path, **_):
-    next(Path(path).glob("*.safetensors")).unlink()
-    kill()
+    if "checkpoint-" in str(path):  # not checkpoint.tmp, which is unfinished
+        next(Path(path).glob("*.safetensors")).unlink()
+        kill()
 
 
 def kill_in_a_line(run):
     with open(run.folder.path / "metrics.jsonl", "a") as file:
         file.write('{"iteration": 2, "rollout/acc')
     kill()
+
+
+def terminate(*_, **__):
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def interrupt(*_, **__):
+    signal.raise_signal(signal.SIGINT)
+
+
+def interrupt_twice(*_, **__):
+    interrupt()
+    interrupt()
+
+
+def fail(*_, **__):
+    raise ZeroDivisionError
+
+
+def hide(folder):
+    folder.path = Path("nowhere")
 
 
 def points(module):
@@ -51,29 +75,24 @@ def points(module):
         "kill in an evaluation": (module, "evaluate", kill),
         "kill in a rollout": (module, "sample", kill),
         "kill before a step": (torch.optim.AdamW, "step", kill),
-        "SIGTERM": (module, "sample", lambda: os.kill(os.getpid(), signal.SIGTERM)),
-        "two SIGINT": (module, "sample", lambda: [signal.raise_signal(signal.SIGINT) for _ in "12"]),
-        "SIGINT in an evaluation": (module, "evaluate", lambda: signal.raise_signal(signal.SIGINT)),
-        "bug": (module, "collate", lambda: 1 / 0),
+        "SIGTERM": (module, "sample", terminate),
+        "two SIGINT": (module, "sample", interrupt_twice),
+        "SIGINT in an evaluation": (module, "evaluate", interrupt),
+        "bug": (module, "collate", fail),
+        "no shared folder": (RunFolder, "checkpoints", hide),
     }
 
 
 def make_trouble(module, kind, n):
-    """It comes at the n-th call of its function."""
-    if kind == "no shared folder":
-        RunFolder.checkpoints = lambda folder: []
-        return
+    """It comes at the n-th call of its function, and at each later one."""
     owner, name, action = points(module)[kind]
     original = getattr(owner, name)
-    takes_arguments = action.__code__.co_argcount > 0
     calls = []
 
     def function(*args, **keywords):
-        is_other = name == "rmtree" and "checkpoint-" not in str(args[0])
-        if not is_other:
-            calls.append(None)
-            if len(calls) == n:
-                action(*args, **keywords) if takes_arguments else action()
+        calls.append(None)
+        if len(calls) >= n:
+            action(*args, **keywords)
         return original(*args, **keywords)
 
     setattr(owner, name, function)

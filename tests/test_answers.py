@@ -108,30 +108,3 @@ def test_a_mixture_costs_nothing():
     for _ in range(100):
         text = "".join(rng.choices(rng.sample(PIECES, 4), k=1000))
         assert is_cheap(rng.choice(STARTS) + text[:900], text[:990])
-
-
-def bare(answer):
-    """Markup, name and unit taken off, in a different way than the verifier does it."""
-    answer = re.sub(r"\\(?:left|right)\.?|\\!|\\[a-z]+\{|\\[,;()$]|[*$~{}]", " ", answer)
-    answer = re.sub(r"^(?:\s*(?:Answer:|[a-zA-Z]\s*=|=|USD|\+))*", "", answer)
-    unit = r"cm|km|m|L|USD|\\?%|\^\s*\\circ|°|\^2|per|[a-zA-Z]{3,}"
-    return re.sub(rf"(?:\s*(?:{unit}))*\s*\.?\s*$", "", answer).strip()
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_what_is_called_right_is_365_and_no_more(seed):
-    """And no text is an error, not as a gold answer either."""
-    rng = random.Random(seed)
-    number_right = 0
-    for _ in range(2000):
-        before = "".join(rng.choices(PIECES, k=rng.randint(0, 3)))
-        after = "".join(rng.choices(PIECES, k=rng.randint(0, 4)))
-        text = rng.choice(["#### {}", "\\boxed{{{}}}", "Answer: {}"]).format(before + "365" + after)
-        found = final_answer(text)
-        reward, verdict = verify(text, "365")
-        assert reward == (verdict == "correct") and (found is None) == (verdict == "no_answer")
-        if reward:
-            number_right += 1
-            assert re.fullmatch(r"0*365(?:\.0+)?", bare(found)), text
-        assert verify("#### " + after, before)[1] in ("correct", "wrong", "no_answer")
-    assert number_right > 20

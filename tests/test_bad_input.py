@@ -3,15 +3,12 @@ it, without a traceback. Data: test_data.py; rewards: test_rewards.py; folders: 
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 from conftest import OWN_LR, completes, refused, run
 
 import grpo
 import ppo
-from plumbing.args import resolve_device
 
 FLAGS = [row.strip().split(" | ") for row in (Path(__file__).parent / "bad_flags.txt").open()]
 
@@ -39,11 +36,3 @@ def test_warnings_about_rates_that_do_not_suit_an_own_model(monkeypatch, tmp_pat
     assert completes(*own).startswith("warning: --lr 0.0002 suits tiny-moe")
     assert completes(*own, *OWN_LR) == completes(*folder) == ""
     assert "warning: --critic_lr 0.002 suits tiny-moe" in run("ppo", *own, *OWN_LR).stderr
-
-
-def test_the_current_gpu_is_that_of_the_run(monkeypatch):
-    """Otherwise it would be the first."""
-    current = []
-    monkeypatch.setattr(torch, "zeros", lambda *size, device: SimpleNamespace(item=lambda: 0.0))
-    monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    assert resolve_device("cuda:1") == "cuda:1" and current == [torch.device("cuda:1")]

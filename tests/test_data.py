@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from conftest import run, script_args
+from conftest import refused, script_args
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -128,9 +128,8 @@ UNREADABLE = [  # what a run says of a file
 def test_run_with_a_file_that_cannot_be_read(name, content, expected, tmp_path):
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    result = run("grpo", "--dataset", tmp_path / name, "--run_dir", tmp_path / "run")
-    assert result.returncode == 2 and len(result.stderr.splitlines()) == 1, result.stderr
-    assert expected in result.stderr
+    flags = ("--dataset", tmp_path / name, "--run_dir", tmp_path / "run")
+    refused("grpo", *flags, expected=expected)
 
 
 # ---------------------------------------------------------------------------------- columns, prompts

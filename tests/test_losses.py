@@ -7,17 +7,11 @@ import math
 
 import pytest
 import torch
-from conftest import MORE, SCRIPTS, copied, keywords_of, path_of, script_args
-
-import grpo
+from conftest import MORE, SCRIPTS, copied, path_of, script_args
 
 F64 = torch.float64
 SIBLINGS = [*SCRIPTS, *MORE]
 ONE_RATIO = ("gspo", "gmpo", "rspo")  # per completion
-
-
-def tensor(x):
-    return torch.tensor(x, dtype=F64)
 
 
 def data(seed=0):
@@ -35,8 +29,9 @@ def data(seed=0):
 
 def loss_of(name, lp, old, adv, mask, changes=None, **tensors):
     """(loss, stats) with the flags' defaults, except for the changes."""
-    module, args = script_args(name, **(changes or {}))
-    return module.policy_loss(lp, old, adv, mask, **keywords_of(module.policy_loss, args, **tensors))
+    module, _ = script_args(name)
+    needed = {"max_new_tokens": 48} if name == "dr_grpo" else {}
+    return module.policy_loss(lp, old, adv, mask, **needed, **(changes or {}), **tensors)
 
 
 def gradient_of(loss, lp):
@@ -62,13 +57,6 @@ def test_advantages_of_another_shape_are_refused(name):
     for advantages in wrong:
         with pytest.raises(AssertionError, match="advantages_B"):
             loss_of(name, *square, advantages, mask)
-
-
-@pytest.mark.parametrize("name, flag", [("gspo", "variant"), ("gmpo", "clip_level"), ("rspo", "shift")])
-def test_an_option_that_does_not_exist_is_refused(name, flag):
-    """In a copy of the loss too, where no command line has checked it."""
-    with pytest.raises(AssertionError):
-        loss_of(name, *data(), {flag: "tokn"})
 
 
 @pytest.mark.parametrize("name", SIBLINGS)
@@ -119,41 +107,11 @@ def test_no_gradient_through_the_router_shift():
 
 
 def test_the_last_reward_stands_on_the_last_token():
-    """Also where the mask has holes. The value after it, for a completion that was cut off, is that of
-    the next place."""
-    mask = torch.tensor([[1, 1, 0, 1, 0], [1, 1, 1, 1, 1], [0, 1, 0, 0, 0]]).bool()
-    kl = torch.ones(3, 5, dtype=F64)
-    values = torch.arange(18, dtype=F64).view(3, 6)
-    given = tensor([[7], [8], [9]]), kl, values, tensor([[1], [1], [0]]), mask
-    rewards = copied("ppo").token_rewards(*given, kl_coef=0.1, gamma=0.5)
-    expected = -0.1 * kl
-    expected[0, 3] += 7 + 0.5 * 4
-    expected[1, 4] += 8 + 0.5 * 11
-    expected[2, 1] += 9
-    assert torch.equal(rewards, expected)
-
-
-def test_corrected_k3_has_the_gradient_of_the_kl():
-    """E_mu[grad(rho r k3)] = grad KL(pi || ref), where mu samples. By enumeration over a vocabulary of
-    five. Without r, or without rho, it is another gradient."""
-    g = torch.Generator().manual_seed(4)
-    logits = torch.randn(5, generator=g, dtype=F64, requires_grad=True)
-    old, ref, mu = torch.randn(3, 5, 1, generator=g, dtype=F64).log_softmax(1)
-    pi = logits.log_softmax(0)[:, None]
-    expected = gradient_of((pi.exp() * (pi - ref)).sum(), logits)
-
-    def gap(is_corrected, rho):
-        losses = []
-        for a in range(5):  # one completion of one token each
-            inputs = pi[[a]], old[[a]], torch.zeros(1, 1), torch.ones(1, 1)
-            options = {"kl_coef": 1.0, "kl_is_corrected": is_corrected, "ref_logprobs_BT": ref[[a]]}
-            losses.append(grpo.policy_loss(*inputs, rollout_ratio_BT=rho[[a]], **options)[0])
-        found = gradient_of((mu[:, 0].exp() * torch.stack(losses)).sum(), logits)
-        return (found - expected).abs().max()
-
-    rho = (old - mu).exp()
-    assert gap(True, rho) < 1e-12
-    assert gap(False, rho) > 0.01 and gap(True, torch.ones_like(rho)) > 0.01
+    """Also where the mask has a hole. V of the next place follows where the completion was cut off."""
+    mask = torch.tensor([[1, 0, 1, 0]])
+    V = torch.tensor([[0.0, 0, 0, 4, 0]])
+    given = torch.tensor([[7.0]]), torch.zeros(1, 4), V, torch.tensor([[1]]), mask
+    assert copied("ppo").token_rewards(*given, kl_coef=0.1, gamma=0.5).tolist() == [[0, 0, 9, 0]]
 
 
 # --------------------------------------------------------------------------------------- statistics

@@ -1,6 +1,5 @@
 """study/microscope.py shows what the scripts do, and its words say what is seen."""
 
-import math
 import statistics
 
 import pytest
@@ -67,7 +66,6 @@ def test_how_fast_a_rare_answer_grows():
     after_five = {label: line[5][1] for label, line in microscope.read("rare")[0].items()}
     assert [round(p, 2) for p in after_five.values()][:4] == [0.15, 0.29, 0.41, 0.65]
     assert min(after_five["sapo"], after_five["cispo"]) > 0.99
-    assert [round((1.28 / 1.2) ** n, 1) for n in (20, 50, 100)] == [3.6, 25.2, 635.1]
     assert after_five["0.02 x 1.2^n"] == pytest.approx(0.02 * 1.2**5, rel=1e-3)
 
 
@@ -81,45 +79,3 @@ def test_entropy_at_equal_success():
         share = (0.05 / wrong[after - 1]).log() / (wrong[after] / wrong[after - 1]).log()
         left.append(round(torch.lerp(entropy[after - 1], entropy[after], share).item(), 2))
     assert left == [0.9, 0.86, 0.81]
-
-
-def test_a_negative_advantage():
-    """The Jacobian A (1[v = y] - pi_v), and sapo's sech^2(tau (r - 1) / 2) at r = 0."""
-    pushes, changes, weights = microscope.read("negative")
-    pi = [1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 64]
-    for label, sampled, advantage in (
-        ("1/2, A = +1", 0, 1),
-        ("1/2, A = -1", 0, -1),
-        ("1/32, A = -1", 4, -1),
-    ):
-        expected = [advantage * ((v == sampled) - pi[v]) for v in range(7)]
-        assert [y for _, y in pushes[f"sampled: {label}"]] == pytest.approx(expected, rel=1e-3)
-    assert [y > 0 for _, y in changes["sampled: 1/32, A = -1"]] == [True] + [False] * 6
-    assert weights["A > 0"][0][1] == pytest.approx(1 / math.cosh(1 / 2) ** 2, abs=5e-4)
-    assert weights["A < 0"][0][1] == pytest.approx(1 / math.cosh(1.05 / 2) ** 2, abs=5e-4)
-
-
-def test_what_a_clip_bounds():
-    shares, products = microscope.read("clip")
-    assert all(0.0013 < y < 0.0016 for _, y in shares["token, 0.2 (grpo)"])
-    ours, paper = shares["mean, 0.003 (gspo)"], shares["mean, 0.0003 (its paper)"]
-    assert [round(ours[i][1], 2) for i in (1, 4)] == [0.39, 0.06]
-    assert round(paper[4][1], 2) == 0.43 and paper[-1][1] == 0.5
-    assert products["1.2^T"][4] == pytest.approx((1024, 81.08), rel=1e-3)
-    assert round(1.0004**10_000) == 55
-
-
-def test_who_is_heard():
-    weight, silent = microscope.read("group")
-    heard = [line[9][1] / line[49][1] for line in weight.values()]  # at 0.1 and at 0.5
-    assert [round(share, 2) for share in heard] == [0.45, 0.36, 0.79]
-    for size in (4, 8, 16, 64):
-        for rate, share in silent[f"groups of {size}"]:
-            assert share == pytest.approx(rate**size + (1 - rate) ** size, rel=1e-3)
-
-
-def test_a_router_that_moves():
-    gammas, _, pulls = microscope.read("router")
-    assert [round(dict(gammas[name])[0.2], 2) for name in gammas] == [0.89, 0.88]
-    assert pulls["damped, A < 0"][1][1] == pytest.approx(0.8**0.1, rel=1e-3)
-    assert pulls["literal, A < 0"][1][1] == pytest.approx(0.8**-0.1, rel=1e-3)

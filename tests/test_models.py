@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 import transformers
-from conftest import metrics, run, save, script_args
+from conftest import metrics, refused, run, save, script_args
 from safetensors.torch import load_file, save_file
 from test_architectures import new_model, one_sequence
 from transformers import AutoTokenizer
@@ -138,15 +138,6 @@ BAD_MODELS = {  # {what is wrong: (how a good folder becomes such a one, expecte
 }
 
 
-def refused(model, folder, sums, expected):
-    """Runs grpo.py, which must end with 2 and one line that contains the expected words."""
-    flags = ("--model", model, "--dataset", sums, "--run_dir", folder, "--lr", 1e-6)
-    result = run("grpo", *flags, held_out=8)
-    (line,) = result.stderr.splitlines()
-    assert result.returncode == 2 and line.startswith("grpo.py: error: --model")
-    assert expected in line and len(line) < 450 and "iteration" not in result.stdout, line
-
-
 @pytest.mark.parametrize("how", BAD_MODELS)
 def test_model_folders(how, tiny_model, tmp_path, sums):
     folder = tmp_path / "model"
@@ -154,11 +145,13 @@ def test_model_folders(how, tiny_model, tmp_path, sums):
         part.save_pretrained(folder)
     spoil, expected = BAD_MODELS[how]
     spoil(folder)
-    refused(folder, tmp_path / "run", sums, expected)
+    flags = ("--model", folder, "--dataset", sums, "--run_dir", tmp_path / "run")
+    refused("grpo", *flags, expected=expected)
     assert not (folder / "ran").exists()
 
 
-def test_neither_a_folder_nor_on_the_hub(tmp_path, sums, monkeypatch):
+def test_neither_a_folder_nor_on_the_hub(tmp_path, monkeypatch):
     """The hub is asked once: its library would try again for a minute, and print each attempt."""
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda *_: 1 / 0)
-    refused("nobody/nothing", tmp_path, sums, "is not a folder")
+    flags = ("--model", "nobody/nothing", "--run_dir", tmp_path)
+    refused("grpo", *flags, expected="--model nobody/nothing is not a folder")

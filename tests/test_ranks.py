@@ -1,8 +1,6 @@
 """Several ranks are one process, to the bit where each has one micro-batch of a step; and what ends one
 ends all, with one report."""
 
-import dataclasses
-import json
 import os
 import subprocess
 import sys
@@ -13,7 +11,7 @@ from conftest import forked, path_of, run, script_args, untimed
 from safetensors.torch import load_file
 
 from plumbing import ranks
-from plumbing.args import RunArgs, UserError, flag, parse_args
+from plumbing.args import UserError, parse_args
 
 SMALL = "--num_held_out 5 --max_new_tokens 32 --eval_every 1 --save_every 1"
 SIZES = {
@@ -162,8 +160,8 @@ def test_run_dapo_ends_early_on_all_ranks(tmp_path, sums, reward_file):
 
 
 ENDS = {  # {what rank 1 does, the n-th time: (exit codes, what is printed)}; -15 is torchrun's doing
-    ("bug", 2): ((-15, 1), "ZeroDivisionError: division by zero"),
-    ("no shared folder", 0): ((2, -15), "not all processes can see its newest checkpoint"),
+    ("bug", 2): ((-15, 1), "ZeroDivisionError"),
+    ("no shared folder", 1): ((2, -15), "not all processes can see its newest checkpoint"),
 }
 
 
@@ -207,58 +205,15 @@ def test_run_under_torchrun_from_any_folder(tmp_path):
 # -------------------------------------------------------------------------------------- small parts
 
 
-def gradients_of_few():
-    """Of a weight that all ranks have used, of one that the last has, of one that none has."""
+def test_a_gradient_that_one_rank_alone_has_counts(monkeypatch):
+    """What none has used stays None."""
     weights = [torch.zeros((), requires_grad=True) for _ in range(3)]
     weights[0].grad = torch.ones(())
-    if ranks.RANK == ranks.WORLD - 1:
-        weights[1].grad = torch.ones(())
-    ranks.all_reduce_gradients(weights)
-    return [None if weight.grad is None else weight.grad.item() for weight in weights]
-
-
-def rows_of_all():
-    """What each rank knows of its own rows, of two minibatches, in integers that no backend adds up."""
-    rows = [torch.arange(5), torch.arange(5, 8)]
-    mine = [1000 * (ranks.local_slice(part) - 2).to(torch.int16) for part in rows]
-    return ranks.all_rows(mine, [5, 3]).tolist()
-
-
-@dataclasses.dataclass
-class Args(RunArgs):  # of main, which runs in several processes
-    iterations: int = flag(1, "")
-    prompts_per_iteration: int = flag(2, "")
-    temperature: float = flag(1.0, "")
-    max_new_tokens: int = flag(8, "")
-    max_grad_norm: float = flag(1.0, "")
-    lr: float = flag(1e-3, "")
-
-
-def main(args):
-    both = ranks.all_gather([gradients_of_few(), rows_of_all()])
-    if ranks.RANK == 0:
-        print(json.dumps(both))
-
-
-def test_what_ranks_exchange(tmp_path):
-    """A gradient that one rank alone has counts, as of an expert that only its completions have used;
-    what none has used stays None."""
-    result = forked("test_ranks", "--run_dir", tmp_path, world=2)
-    assert result.codes == [0, 0], result.stderr
-    assert json.loads(result.stdout) == [[[2, 1, None], [1000 * (i - 2) for i in range(8)]]] * 2
-
-
-def test_gpus_take_part_only_if_they_are_used(monkeypatch):
-    """With --device cpu there may be more processes than GPUs."""
-    backends = []
+    theirs = iter([torch.tensor([1, 1, 0]), torch.ones(()), torch.ones(())])
     monkeypatch.setattr(ranks, "WORLD", 2)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(
-        torch.distributed, "init_process_group", lambda name, **rest: backends.append(name)
-    )
-    ranks.init("cpu")
-    ranks.init("cuda:0")
-    assert backends == ["gloo", "cpu:gloo,cuda:nccl"]
+    monkeypatch.setattr(ranks, "all_reduce", lambda x: x.add_(next(theirs)))
+    ranks.all_reduce_gradients(weights)
+    assert [None if w.grad is None else w.grad.item() for w in weights] == [2, 1, None]
 
 
 def test_fewer_completions_than_ranks(monkeypatch):

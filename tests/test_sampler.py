@@ -84,16 +84,6 @@ def test_sampler_slow_loop_and_training_forward_agree(positions, tiny_policy):
         assert logprobs_BT[i][batch.mask_BT[i]].tolist() == pytest.approx(logprobs, abs=1e-4)
 
 
-def test_tokens_are_drawn_from_the_whole_distribution():
-    """No top-k, no top-p: with evenly spaced noise each token's share is its probability, in the tail
-    too."""
-    logprobs = torch.linspace(-9, 2, 17).log_softmax(0)
-    noise = (torch.arange(100_000) + 0.5) / 100_000
-    tokens = common.next_token(logprobs.expand(100_000, 17), noise[:, None], greedy=False)
-    shares = tokens.flatten().bincount(minlength=17) / 100_000
-    torch.testing.assert_close(shares, logprobs.exp(), atol=2e-5, rtol=0)
-
-
 SIZES = {
     1000: [20],
     10: [8, 8, 4],  # two prompts at a time, of five

@@ -1,16 +1,15 @@
-"""The formulas and numbers of study/the_nine.md, in float64."""
+"""The claims and the computed numbers of study/the_nine.md, in float64."""
 
 import importlib
 import math
 
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS
+from conftest import ROOT
 
-import common
-import dr_grpo
 import gmpo
 import grpo
+from more import rloo
 
 F64 = torch.float64
 PAGE = (ROOT / "study" / "the_nine.md").read_text()
@@ -22,65 +21,6 @@ def weights_of(name, r_BT, A_B1, mask_BT, **keywords):
     logprobs_BT = r_BT.log().requires_grad_()
     loss, _ = script.policy_loss(logprobs_BT, 0 * r_BT, A_B1, mask_BT, **keywords)
     return torch.autograd.grad(-loss, logprobs_BT)[0]
-
-
-def clip_mask(r, A, low=0.2, high=0.2):
-    """M: 0 where the clip removes the gradient."""
-    return ~((A > 0) & (r > 1 + high) | (A < 0) & (r < 1 - low))
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_the_gradients(name):
-    """As the page prints them, for ratios in and out of the ranges and answers of different lengths."""
-    noise = torch.Generator().manual_seed(0)
-    N, T = 6, 8
-    length_B1 = torch.tensor([[8], [3], [5], [1], [6], [2]])
-    mask_BT = torch.arange(T) < length_B1
-    r_BT = (0.4 * torch.randn(N, T, generator=noise, dtype=F64)).exp()
-    A_B1 = torch.tensor([[1.5], [-0.5], [-1.0], [0.5], [1.0], [-2.0]], dtype=F64)
-    x_BT = (0.3 * torch.randn(N, T, generator=noise, dtype=F64)).exp()  # pi_ref / pi
-    gamma_BT = 0.85 + 0.15 * torch.rand(N, T, generator=noise, dtype=F64)
-    M_BT = clip_mask(r_BT, A_B1)
-    log_r_BT = torch.where(mask_BT, r_BT.log(), 0)
-    s_B1 = (log_r_BT.sum(1, keepdim=True) / length_B1).exp()
-    m_BT = torch.where(A_B1 > 0, log_r_BT < 0.4, log_r_BT > -0.4)
-    c_BT = torch.where(A_B1 > 0, log_r_BT.clamp(max=0.4), log_r_BT.clamp(min=-0.4))
-    g_B1 = (c_BT.sum(1, keepdim=True) / length_B1).exp()
-    damped_B1 = (torch.where(mask_BT, gamma_BT.log(), 0).sum(1, keepdim=True) / length_B1).exp()
-    tau_B1 = 1 + 0.05 * (A_B1 < 0).double()
-    per_sequence_B1 = 1 / (N * length_B1.double())
-    per_token = 1 / length_B1.double().sum()
-    keywords = {
-        "grpo": {"ref_logprobs_BT": r_BT.log() + x_BT.log(), "kl_coef": 0.04},
-        "dr_grpo": {"max_new_tokens": 48},
-        "gspo": {"clip_eps_low": 0.1, "clip_eps_high": 0.1},
-        "cispo": {"is_weight_cap": 1.3},
-        "rspo": {"router_shift_BT": gamma_BT},
-    }
-    expected = {
-        "ppo": M_BT * r_BT * A_B1 * per_token,
-        "grpo": (M_BT * r_BT * A_B1 + 0.04 * (x_BT - 1)) * per_sequence_B1,
-        "dr_grpo": M_BT * r_BT * A_B1 / (N * 48),
-        "dapo": clip_mask(r_BT, A_B1, high=0.28) * r_BT * A_B1 * per_token,
-        "gspo": clip_mask(s_B1, A_B1, 0.1, 0.1) * s_B1 * A_B1 * per_sequence_B1,
-        "cispo": r_BT.clamp(max=1.3) * A_B1 * per_token,
-        "gmpo": m_BT * g_B1 * A_B1 * per_sequence_B1,
-        "rspo": m_BT * g_B1 * damped_B1 * A_B1 * per_sequence_B1,
-        "sapo": (tau_B1 * (r_BT - 1) / 2).cosh() ** -2 * r_BT * A_B1 * per_sequence_B1,
-    }
-    found = weights_of(name, r_BT, A_B1, mask_BT, **keywords.get(name, {}))
-    torch.testing.assert_close(found, torch.where(mask_BT, expected[name], 0), rtol=1e-12, atol=1e-15)
-    assert (M_BT != clip_mask(s_B1, A_B1)).any() and not m_BT[mask_BT].all()
-
-
-def test_the_weight_of_a_prompt():
-    """The mean of max(A, 0): p (1 - p), and its square root where A is divided by the std."""
-    rewards_PG = torch.ones(9, 8, dtype=F64).tril(-1)[1:8]  # one to seven right answers of eight
-    p = rewards_PG.mean(1)
-    plain = dr_grpo.compute_advantages(rewards_PG).clamp(min=0).mean(1)
-    torch.testing.assert_close(plain, p * (1 - p))
-    with_std = grpo.compute_advantages(rewards_PG).clamp(min=0).mean(1)
-    torch.testing.assert_close(with_std, (p * (1 - p) * 7 / 8).sqrt(), rtol=1e-5, atol=0)
 
 
 def test_a_token_that_is_sampled_pushes_all_others():
@@ -214,11 +154,21 @@ def test_the_best_baseline():
     assert variance(best) < variance(value) < variance(0.0)
 
 
-def test_sequence_weights_are_of_the_old_policy():
-    """Their product with the ratio pi / pi_old is the weight pi / mu that other sources have."""
-    mu = torch.tensor([[-1.0, -2.0]], dtype=F64)
-    old = torch.tensor([[-1.1, -1.8]], dtype=F64)
-    pi = torch.tensor([[-0.9, -1.7]], dtype=F64)
-    weight_11, _ = common.rollout_weights(old, mu, torch.ones(1, 2), rule="sequence_tis", cap=9.0)
-    assert weight_11.item() == pytest.approx(math.exp(0.1))
-    assert (weight_11 * (pi - old).sum().exp()).item() == pytest.approx((pi - mu).sum().exp().item())
+@pytest.mark.parametrize("G", [2, 3])
+def test_expected_gradient_of_rloo_is_the_true_one(G):
+    """By enumeration of all groups of three one-token answers. With the mean of all G it is shorter."""
+    logits = torch.tensor([0.5, 0.0, -1.0], dtype=F64, requires_grad=True)
+    R = torch.tensor([0.0, 1.0, 0.5], dtype=F64)
+    groups = torch.cartesian_prod(*[torch.arange(3)] * G)
+
+    def gradient(name):
+        logprobs = logits.log_softmax(0)[groups]
+        chance = logprobs.detach().sum(1, keepdim=True).exp()
+        A = importlib.import_module(name).compute_advantages(R[groups]) * chance
+        ones = torch.ones(logprobs.numel(), 1)
+        loss, _ = rloo.policy_loss(logprobs.view(-1, 1), None, A.view(-1, 1), ones, num_sequences=G)
+        return torch.autograd.grad(-loss, logits)[0]
+
+    (truth,) = torch.autograd.grad((logits.softmax(0) * R).sum(), logits)
+    torch.testing.assert_close(gradient("more.rloo"), truth)
+    torch.testing.assert_close(gradient("dr_grpo"), truth * (G - 1) / G)

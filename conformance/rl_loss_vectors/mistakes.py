@@ -71,13 +71,6 @@ def padded_mean(b, terms, how):
     return sum(sum(row) for row in terms) / b.mask.numel()
 
 
-def prompt_mean(J, b):
-    """The token-mean of each prompt, here of each pair of rows, and then the mean of prompts."""
-    pairs = torch.arange(len(b.mask)).split(2)
-    means = split(lambda part: pieces(average=token_mean)(J, part), b, pairs)
-    return sum(means) / len(means)
-
-
 def mean_of_micro_batches(J, b):
     return sum(split(J, b, b.micro_batches))
 
@@ -125,17 +118,6 @@ def dual_clip(r, a, low, high):
     return torch.max(clipped(r, a, low, high), -3 * abs(a))
 
 
-def without(is_dropped):
-    """Instead of the clip, tokens without gradient: is_dropped(change of probability, advantage)."""
-
-    def term(b, i, t):
-        change = torch.exp(b.logprobs[i, t].detach()) - torch.exp(b.old_logprobs[i, t])
-        a = b.advantages[i, t]
-        return 0 * ratio(b, i, t) if is_dropped(change, a) else ratio(b, i, t) * a
-
-    return pieces(clipped_term=term)
-
-
 def std_of_the_batch(J, b):
     return pieces(scale=lambda rewards: b.rewards.std() + 1e-6)(J, b)
 
@@ -160,7 +142,6 @@ WITH_RATIO = [*CLIPPED, *GEOMETRIC, "cispo", "sapo"]
 BY_LENGTH = [name for name in WITH_RATIO if name != "dr_grpo"]  # where |o| counts
 SEQUENCE_MEAN = ["grpo", "gspo", "gmpo", "rspo", "sapo"]
 OTHER_MEAN = ["ppo", "dr_grpo", "dapo", "cispo", "reinforce", "rloo", "vapo", "value_loss"]
-TOKEN_RATIO = ["ppo", "grpo", "dapo", "vapo"]
 TWO_BOUNDS = ["ppo", "dapo", "gspo", "vapo"]
 STANDARDIZED = ["group_advantages", "grouped_advantages"]
 GROUPS = ["group_advantages", "group_differences", "leave_one_out"]
@@ -228,13 +209,6 @@ VARIANTS = [
     ("no rule for equal rewards [TRL, verl]", GROUPS, pieces(is_uniform=lambda rewards: False)),
     ("MaxRL: divided by the mean", STANDARDIZED, pieces(scale=lambda R: R.mean() + 1e-6)),
     ("dual clip: A < 0 and r > 3 [verl]", CLIPPED, pieces(clipped=dual_clip)),
-    ("IPO: dropped where pi changed by over 0.3", TOKEN_RATIO, without(lambda d, a: abs(d) > 0.3)),
-    (
-        "DPPO: dropped where pi moved too far with A",
-        TOKEN_RATIO,
-        without(lambda d, a: d * a.sign() > 0.2),
-    ),
-    ("prompt-mean: of tokens, then of prompts (here two rows)", BY_LENGTH, prompt_mean),
     ("cap 1 + c [verl]", ["cispo"], setting(is_weight_cap=lambda b: 1 + b.is_weight_cap)),
     ("weights of at least 0.8 [verl]", ["cispo"], setting(is_weight_floor=0.8)),
     ("a cap of 0.2 [TRL: default]", ["cispo"], setting(is_weight_cap=0.2)),
