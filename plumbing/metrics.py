@@ -155,13 +155,12 @@ def correction_stats(batch, args):
     that correct for it drop."""
     stats = {}
     mask_BT = batch.mask_BT
-    num_tokens = mask_BT.sum().clamp(min=1)
     if args.old_logprobs == "trainer":
         logratio_BT = torch.where(mask_BT, batch.old_logprobs_BT - batch.sampler_logprobs_BT, 0)
         # r - 1 - log r, whose mean estimates KL(mu || pi_old); near 0, exp(x) - 1 would be noise
         k3_BT = logratio_BT.expm1() - logratio_BT
-        stats["sampler_kl"] = torch.where(mask_BT, k3_BT, 0).sum() / num_tokens
+        stats["sampler_kl"] = masked_mean(k3_BT, mask_BT)
     if args.rollout_correction != "none":
-        weights = batch.correction_weights.expand_as(mask_BT)[mask_BT]
-        stats["weight_zero_frac"] = (weights == 0).sum() / num_tokens
+        is_zero_BT = (batch.correction_weights == 0).expand_as(mask_BT)
+        stats["weight_zero_frac"] = masked_mean(is_zero_BT.float(), mask_BT)
     return stats

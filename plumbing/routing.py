@@ -168,6 +168,7 @@ def experts_by_completion(noted, prompts, lengths):
     table = table.cpu()
     completions = []
     for i, length in enumerate(lengths):
-        experts = table[i, width - len(prompts[i // group_size]) : width + length]
-        completions.append(experts.index_fill(0, torch.tensor(len(experts) - 1), -1))
+        table[i, width + length - 1] = -1
+        # A copy: with a view, other processes would be sent the whole table.
+        completions.append(table[i, width - len(prompts[i // group_size]) : width + length].clone())
     return completions
