@@ -147,7 +147,6 @@ def gold_answer(cell):
 
 
 def replaced(text, replacements):
-    """`text` after all replacements, in order."""
     for pattern, replacement in replacements:
         text = re.sub(pattern, replacement, text)
     return text

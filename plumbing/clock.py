@@ -26,6 +26,5 @@ def clock(phase):
 
 
 def show(text):
-    """Shows the current phase in the progress bar."""
     if bar is not None:
         bar.set_postfix_str(text)

@@ -111,7 +111,6 @@ async def gather(awaitables):
 
 
 def load_rewards(args):
-    """`--reward` -> [RewardFunction]."""
     weights = args.reward_weights or [1.0] * len(args.reward)
     functions = [RewardFunction(*pair) for pair in zip(args.reward, weights, strict=True)]
     args.reads_answers = any("answer" in f.names for f in functions if not f.takes_lists)

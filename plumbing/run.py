@@ -148,7 +148,6 @@ class Run:
             self.after = results
 
     def end_early(self, why):
-        """Makes the current iteration the last one."""
         self.early_end = why
 
     def say(self, message):
@@ -157,7 +156,6 @@ class Run:
             tqdm.write(message)
 
     def finish(self):
-        """Prints the results."""
         self.bar.close()
         if ranks.RANK == 0:
             print(f"\n{results_text(self.before, self.after)}\n")
