@@ -51,9 +51,9 @@ def test_the_snippet_runs():
     (snippet,) = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
     names = {}
     exec(snippet, names)
-    gradient_NT = names["logprobs_NT"].grad
-    assert names["loss"].isfinite() and gradient_NT.isfinite().all()
-    assert torch.equal(gradient_NT != 0, names["mask_NT"])
+    gradient_BT = names["logprobs_BT"].grad
+    assert names["loss"].isfinite() and gradient_BT.isfinite().all()
+    assert torch.equal(gradient_BT != 0, names["mask_BT"])
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
