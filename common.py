@@ -23,13 +23,13 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from plumbing import ranks
+from plumbing import one_line, ranks
 from plumbing.answers import final_answer, is_same
 from plumbing.args import RunArgs, UserError, flag, launch
 from plumbing.clock import clock
 from plumbing.data import ProblemStream, hash_of, problem_rows, read_dataset
 from plumbing.metrics import critic_stats, rollout_summary
-from plumbing.models import context_limits, end_ids, load_model, logits_of, one_line
+from plumbing.models import context_limits, end_ids, load_model, logits_of
 from plumbing.packing import forward_packed
 from plumbing.policy import Policy, TrainedModel
 from plumbing.reward import graded, load_rewards

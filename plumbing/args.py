@@ -14,7 +14,7 @@ import torch
 import transformers
 from tqdm import tqdm
 
-from plumbing import UserError, ranks
+from plumbing import UserError, one_line, ranks
 from plumbing.folder import RunFolder, folder_of, saved_settings
 from plumbing.screen import Stream
 
@@ -88,11 +88,8 @@ class RunArgs:
 
     def template_options(self):
         """`--chat_template_kwargs` as a dict."""
-        try:
+        with one_line(f"--chat_template_kwargs must be a JSON object, not {self.chat_template_kwargs}"):
             return dict(**json.loads(self.chat_template_kwargs or "{}"))
-        except (ValueError, TypeError) as error:
-            message = f"must be a JSON object, not {self.chat_template_kwargs}"
-            raise UserError(f"--chat_template_kwargs {message}") from error
 
     def check_range(self, low, high, *names):
         """UserError if the value of one of these flags is outside the range."""

@@ -1,6 +1,5 @@
 """A run's folder, `--run_dir`. It holds one run and its settings, and is locked while in use."""
 
-import contextlib
 import dataclasses
 import json
 import re
@@ -12,9 +11,8 @@ from pathlib import Path
 import torch
 import transformers
 from filelock import FileLock
-from safetensors import SafetensorError
 
-from plumbing import UserError, ranks
+from plumbing import UserError, one_line, ranks
 
 CHECKPOINT = re.compile(r"checkpoint-\d{6}")  # a copy such as checkpoint-best-2 belongs to the user
 LOGS = ("metrics.jsonl", "samples.jsonl")
@@ -33,13 +31,9 @@ def saved_settings(folder):
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-@contextlib.contextmanager
 def writing(path):
-    """Wraps code that writes files, so that a full disk is a UserError."""
-    try:
-        yield
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own
-        raise UserError(f"{path} cannot be written; existing checkpoints are intact") from error
+    """Wraps code that writes files, so that a full disk is one line."""
+    return one_line(f"{path} cannot be written; existing checkpoints are intact")
 
 
 class RunFolder:

@@ -1,6 +1,5 @@
 """Loads a model, and rejects what transformers would accept silently: weights that do not fit."""
 
-import contextlib
 import functools
 import os
 import re
@@ -14,23 +13,10 @@ import transformers
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from plumbing import UserError
+from plumbing import UserError, one_line
 from plumbing.routing import routing_contexts
 
 TINY_MOE = Path(__file__).parent.parent / "tiny_moe"  # the folder that --model tiny-moe means
-
-
-@contextlib.contextmanager
-def one_line(message):
-    """Turns any exception inside into a UserError: this message and the first line of the
-    original one, which may be long."""
-    try:
-        yield
-    except (UserError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        cause = str(error).strip().partition("\n")[0]
-        raise UserError(f"{message}: {type(error).__name__} {cause:.200}") from None
 
 
 def read_config(source):

@@ -11,7 +11,7 @@ import time
 import torch
 from tqdm import tqdm
 
-from plumbing import UserError, clock, ranks
+from plumbing import UserError, clock, one_line, ranks
 from plumbing.folder import LOGS, RunFolder, writing
 from plumbing.metrics import iteration_metrics, micro_batch_reports, report
 from plumbing.screen import TITLES, progress_line, results_text
@@ -244,7 +244,7 @@ class Run:
                 "several nodes need a shared folder"
             )
         if folder is not None:
-            try:
+            with one_line(f"--resume: {folder} cannot be read"):  # a damaged file may raise anything
                 saved = torch.load(folder / STATE, weights_only=True, map_location="cpu")
                 self.policy.load_pretrained(folder)
                 self.noise.set_state(saved["noise"])
@@ -255,8 +255,6 @@ class Run:
                 if ranks.RANK == 0:
                     for name, size in saved["log_sizes"].items():
                         os.truncate(self.folder.path / name, size)  # later lines will be written again
-            except Exception as error:  # a damaged file may raise anything
-                raise UserError(f"--resume: {folder} cannot be read") from error
 
     def save(self):
         """Writes a checkpoint and removes the previous one."""
