@@ -50,8 +50,7 @@ class Run:
         self.parts = {name: part for name, part in parts.items() if part is not None}
         self.restore()
         if ranks.RANK == 0:
-            hashes = {"problems": problems.raw_hash, "prompts": problems.rendered_hash}
-            self.folder.check_hashes(weights=policy.weights_hash, **hashes)
+            self.folder.check_hashes(problems.raw_hash, problems.rendered_hash, policy.weights_hash)
             if not self.folder.checkpoints():
                 self.save()  # fails early if that is impossible
             num_parameters = sum(weight.numel() for weight in policy.parameters())
