@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 import torch
 
-from common import Run, RunArgs, UserError, collate, evaluate, flag, launch, load_grader, load_policy
+from common import Run, RunArgs, collate, evaluate, flag, launch, load_grader, load_policy
 from common import load_problems, record_old_policy, rollout_correction, sample, token_logprobs
 
 
@@ -48,7 +48,7 @@ class Args(RunArgs):  # more flags: --help
     # flags of the algorithm
     is_weight_cap: float = flag(5.0, "cap on the importance weight itself")
     is_weight_floor: float = flag(0.0, "lower bound on the importance weight")
-    ppo_mask: bool = flag(False, "use PPO's mask at the two bounds below, not the cap")
+    ppo_mask: bool = flag(False, "use PPO's mask (at the bounds below) instead of the cap")
     clip_eps_low: float = flag(0.2, "lower bound on the ratio: 1 - this")
     clip_eps_high: float = flag(0.2, "upper bound on the ratio: 1 + this")
 
@@ -58,8 +58,7 @@ class Args(RunArgs):  # more flags: --help
         self.check_range(0, self.is_weight_cap, "is_weight_floor")
         self.check_used(self.ppo_mask, "without --ppo_mask", "clip_eps_low", "clip_eps_high")
         self.check_used(not self.ppo_mask, "with --ppo_mask", "is_weight_cap", "is_weight_floor")
-        if self.group_size < 2:
-            raise UserError("--group_size must be at least 2: one reward has no group baseline")
+        self.check_range(2, 1e6, "group_size")  # one reward has no group baseline
 
 
 def masked_mean(x, mask):

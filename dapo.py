@@ -4,8 +4,8 @@
 
   o_i    a completion of |o_i| tokens, EOS included; sum_i: over all completions in an optimizer step
   r_it   = pi(o_it) / pi_old(o_it); pi_old: the policy before the rollout's first optimizer step
-  A_i    = (R_i - mean) / std, over the rewards R of the prompt's G completions; some, but not all, of
-         them are right
+  A_i    = (R_i - mean) / std, over the rewards R of the prompt's G completions, of which some, but not
+         all, are right
   _PG    axis suffixes: P prompts, G completions each, B rows, T tokens, 1 for a size-1 axis
 
 Parent: grpo.py. Differs only in:
@@ -20,9 +20,9 @@ Parent: grpo.py. Differs only in:
 
 Not specified in the paper: how many prompts a round draws (here one per missing group), and the number
 of rounds (--max_sampling_rounds; after that we train on the groups we have, and end the run if there
-are none). Generation is cut off at L_max, where the soft penalty reaches -1; descriptions of the
-paper's runs differ. Unlike the paper, R is 1 or 0, not 1 or -1, so the penalty
-weighs more, and tokens are counted over the whole optimizer step, not over one prompt's group.
+are none). Generation is cut off at L_max, where the soft penalty reaches -1. Unlike the paper, R is 1
+or 0, not 1 or -1, so the penalty weighs more, and tokens are counted over the whole optimizer step, not
+over one prompt's group.
 
 Run:    python dapo.py
 Expect: like grpo.py, greedy held-out accuracy on sums of two numbers rises from 0.43 to at least
@@ -34,7 +34,7 @@ from typing import Literal
 
 import torch
 
-from common import Run, RunArgs, UserError, collate, evaluate, flag, launch, load_grader, load_policy
+from common import Run, RunArgs, collate, evaluate, flag, launch, load_grader, load_policy
 from common import load_problems, record_old_policy, rollout_correction, sample, token_logprobs
 
 
@@ -60,11 +60,10 @@ class Args(RunArgs):  # more flags: --help
     def check(self):
         self.check_range(0, 1, "clip_eps_low")
         self.check_range(1, 1e9, "max_sampling_rounds")
-        if self.group_size < 2:
-            raise UserError("--group_size must be at least 2: one reward has no group baseline")
+        self.check_range(2, 1e6, "group_size")  # one reward has no group baseline
         self.check_used(self.overlong == "soft", f"with --overlong {self.overlong}", "overlong_cache")
-        if self.overlong == "soft" and not 0 < self.overlong_cache < self.max_new_tokens:
-            raise UserError("--overlong_cache must be above 0 and below --max_new_tokens")
+        if self.overlong == "soft":
+            self.check_range(1, self.max_new_tokens - 1, "overlong_cache")
 
 
 def masked_mean(x, mask):

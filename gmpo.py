@@ -29,7 +29,7 @@ from typing import Literal
 
 import torch
 
-from common import Run, RunArgs, UserError, collate, evaluate, flag, launch, load_grader, load_policy
+from common import Run, RunArgs, collate, evaluate, flag, launch, load_grader, load_policy
 from common import load_problems, record_old_policy, rollout_correction, sample, token_logprobs
 
 
@@ -50,8 +50,7 @@ class Args(RunArgs):  # more flags: --help
     clip_level: Literal["token", "sequence"] = flag("token", "clip each token's log r, or their sum")
 
     def check(self):
-        if self.group_size < 2:
-            raise UserError("--group_size must be at least 2: one reward has no group baseline")
+        self.check_range(2, 1e6, "group_size")  # one reward has no group baseline
 
 
 def masked_mean(x, mask):

@@ -14,22 +14,22 @@ Parent: ppo.py. Differs only in:
   2. KL in the loss: a separate term, not part of the reward.
   3. Sequence-mean: tokens are averaged within a completion, then completions are averaged.
 
-Not specified in the paper: the std (here unbiased, plus 1e-6; if all rewards of a group are equal, its
-advantages are exactly 0 and only the KL acts) and eps (here 0.2). Unlike the paper, we take 16
-optimizer steps per rollout, so that r is not always 1 and the clip matters. Not in the paper:
---kl_is_corrected (DeepSeek-V3.2) and --ref_reset_every (ProRL). study/README.md compares KL estimators.
+Not specified in the paper: eps (here 0.2) and which std (here the unbiased one, plus 1e-6). If all
+rewards of a group are equal, its advantages are exactly 0 and only the KL acts. The paper takes one
+optimizer step per rollout, so r is always 1 and the clip never acts. We take 16, as DeepSeek-R1 does.
+--ref_reset_every is the paper's iterative GRPO; --kl_is_corrected comes from DeepSeek-V3.2.
+study/README.md compares KL estimators.
 
 Run:    python grpo.py
-Expect: greedy held-out accuracy on sums of two numbers rises from 0.43 to at least 0.97, and the
-        share of answers that show no work drops from half to nearly zero, in under a minute on one
-        CPU core.
+Expect: greedy held-out accuracy on sums of two numbers rises from 0.43 to at least 0.97, and answers
+        without work drop from half to almost none, in under a minute on one CPU core.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from common import Run, RunArgs, UserError, collate, evaluate, flag, launch, load_grader, load_policy
+from common import Run, RunArgs, collate, evaluate, flag, launch, load_grader, load_policy
 from common import load_problems, record_old_policy, reference_logprobs, rollout_correction, sample
 from common import token_logprobs
 
@@ -55,8 +55,7 @@ class Args(RunArgs):  # more flags: --help
 
     def check(self):
         self.check_range(0, 1, "clip_eps_low")
-        if self.group_size < 2:
-            raise UserError("--group_size must be at least 2: one reward has no group baseline")
+        self.check_range(2, 1e6, "group_size")  # one reward has no group baseline
         self.check_used(self.kl_coef > 0, "with --kl_coef 0", "kl_is_corrected", "ref_reset_every")
 
 

@@ -16,8 +16,8 @@ Parent: grpo.py. Differs only in:
 Unlike the paper: the range. Its 3e-4 and 4e-4 are for answers of thousands of tokens. A mean over about
 25 log-ratios is noisier, so ours is ten times as wide.
 --variant gspo_token: s_it = sg[s_i] pi(o_it) / sg[pi(o_it)], averaged within a completion; sg[] stops
-the gradient. (Some write sg[s_i] s_i / sg[s_i], a slip: it would average the A_it away.) It is for
-(B, T) advantages. If all tokens of a completion have the same A, it equals gspo, gradient included.
+the gradient. It is for (B, T) advantages. If all tokens of a completion have the same A, it equals
+gspo, gradient included.
 
 Run:    python gspo.py
 Expect: like grpo.py, greedy held-out accuracy on sums of two numbers rises from 0.43 to at least
@@ -29,7 +29,7 @@ from typing import Literal
 
 import torch
 
-from common import Run, RunArgs, UserError, collate, evaluate, flag, launch, load_grader, load_policy
+from common import Run, RunArgs, collate, evaluate, flag, launch, load_grader, load_policy
 from common import load_problems, record_old_policy, rollout_correction, sample, token_logprobs
 
 
@@ -48,12 +48,11 @@ class Args(RunArgs):  # more flags: --help
     # flags of the algorithm
     clip_eps_low: float = flag(3e-3, "lower bound on the ratio: 1 - this")  # paper: 3e-4
     clip_eps_high: float = flag(4e-3, "upper bound on the ratio: 1 + this")  # paper: 4e-4
-    variant: Literal["gspo", "gspo_token"] = flag("gspo", "see the header")
+    variant: Literal["gspo", "gspo_token"] = flag("gspo", "gspo_token: for advantages per token")
 
     def check(self):
         self.check_range(0, 1, "clip_eps_low")
-        if self.group_size < 2:
-            raise UserError("--group_size must be at least 2: one reward has no group baseline")
+        self.check_range(2, 1e6, "group_size")  # one reward has no group baseline
 
 
 def masked_mean(x, mask):

@@ -10,17 +10,17 @@
   ret_it   = A_it + V_old,it, before A is whitened;  H: mean entropy over tokens
   _BT      axis suffixes: B rows, T tokens, U = T + 1, 1 for a size-1 axis
 
-The root of the family. Its child is grpo.py; the header there lists the differences.
+The root of the family. Its child is grpo.py, whose header lists the differences.
 
 Not specified in the papers: the critic. Here it is a second copy of the base model with a linear head
 that starts at zero, so its learning rate is higher. V_t is read where o_t is predicted; after the last
-token V is 0. Chosen by us: gamma 1, so that a right answer is worth the same at any length; beta 0.02
-(with --kl_coef 0 there is no reference); d 0.2; c_e 0; c_v 0.5, which matters only where the critic's
-gradient is clipped, since the two models share no weights and AdamW ignores the scale of a gradient.
-Unlike the papers: A is whitened and L_V is clipped, as in most RLHF code. If a completion was
-truncated, its last reward includes the critic's value after it, since the cap is not part of the task.
-One epoch per rollout, because a rollout is cheap here. 256 prompts with one completion each: as many
-completions as the siblings have.
+token V is 0. As in InstructGPT: gamma 1, so that a right answer is worth the same at any length; beta
+0.02 (with --kl_coef 0 there is no reference); one epoch per rollout. Chosen by us: d 0.2; c_e 0; c_v
+0.5, which matters only where the critic's gradient is clipped, since the two models share no weights
+and AdamW ignores the scale of a gradient. Unlike the papers: A is whitened and L_V is clipped, as in
+most RLHF code. If a completion was truncated, its last reward includes the critic's value after it,
+since the cap is not part of the task. 256 prompts with one completion each: as many completions as the
+siblings have.
 
 Run:    python ppo.py
 Expect: greedy held-out accuracy on sums of two numbers rises from 0.43 to at least 0.97 in under a

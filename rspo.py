@@ -2,7 +2,8 @@
 
   J = mean_i A_i exp(1/|o_i| sum_t (c_it + log gamma_it))
 
-  o_i       a completion of |o_i| tokens, EOS included; mean_i: over all completions in a step
+  o_i       a completion of |o_i| tokens, EOS included; mean_i: over all completions in an optimizer
+            step
   c_it      = min(l_it, eps) if A_i > 0, max(l_it, -eps) if A_i < 0
   l_it      = log(pi(o_it) / pi_old(o_it)); pi_old: the policy before the rollout's first optimizer step
   gamma_it  = sg[max(gamma_min, exp(-1/L sum_j 1/K sum_k |log p_j(e_jk) - log p_old_j(e_jk)|))]
@@ -53,14 +54,13 @@ class Args(RunArgs):  # more flags: --help
     # flags of the algorithm
     log_ratio_clip: float = flag(0.4, "log r is at most this if A > 0, at least -this if A < 0")
     gamma_min: float = flag(0.8, "floor of the router shift factor gamma")
-    shift: Literal["damped", "literal", "before_clip"] = flag("damped", "see the header")
+    shift: Literal["damped", "literal", "before_clip"] = flag("damped", "where gamma enters")
 
     def check(self):
         self.check_range(0, 1, "gamma_min")
         if self.old_logprobs == "sampler":
             raise UserError("--old_logprobs sampler skips the forward pass that rspo needs")
-        if self.group_size < 2:
-            raise UserError("--group_size must be at least 2: one reward has no group baseline")
+        self.check_range(2, 1e6, "group_size")  # one reward has no group baseline
 
 
 def masked_mean(x, mask):

@@ -33,7 +33,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run as a file, it finds common too
 
-from common import Run, RunArgs, UserError, collate, evaluate, flag, launch, load_grader, load_policy
+from common import Run, RunArgs, collate, evaluate, flag, launch, load_grader, load_policy
 from common import load_problems, record_old_policy, rollout_correction, sample, token_logprobs
 
 
@@ -49,8 +49,7 @@ class Args(RunArgs):  # more flags: --help
     router_aux_coef: float = flag(0.001, "weight of an MoE's load-balancing loss")
 
     def check(self):
-        if self.group_size < 2:
-            raise UserError("--group_size must be at least 2: the rest of the group is the baseline")
+        self.check_range(2, 1e6, "group_size")  # the rest of the group is the baseline
 
 
 def masked_mean(x, mask):

@@ -103,13 +103,6 @@ def lesson():
     return ["```diff", *lines, "```"]
 
 
-def which():
-    """The last table of the_nine.md. Its links work on both pages."""
-    text = (ROOT / "study" / "the_nine.md").read_text()
-    _, _, table = text.partition("## Which one should I use?\n\n")
-    return table.splitlines()
-
-
 def example():
     """A group with rewards 1 0 0 0: each script's advantages, and its gradients at r = 1."""
     lengths_B1 = torch.tensor([[3], [5], [4], [2]])
@@ -292,7 +285,7 @@ def dapo_chain():
 
 # -------------------------------------------------------------------------------------------- pages
 
-MAKERS = [lesson, scripts, objectives, which, example, microscope]
+MAKERS = [lesson, scripts, objectives, example, microscope]
 MAKERS += [acted, curves, stability, routing, dapo_chain]
 PARTS = {make.__name__: make for make in MAKERS} | {"symptoms": symptoms.table}
 PART = re.compile(r"<!-- generated: (\w+) -->.*?<!-- end: \1 -->", re.DOTALL)
