@@ -580,7 +580,7 @@ def rollout_weights(
     old_logprobs_BT      log-probs under the training forward, before the first step
     sampler_logprobs_BT  log-probs of the same tokens under the sampler
     mask_BT              1 on response tokens
-    rule                 token_tis, sequence_tis, sequence_mis, geo_mask, geo_filter or icepop
+    rule                 none, token_tis, sequence_tis, sequence_mis, geo_mask, geo_filter or icepop
     per_sequence         for objectives with one ratio, and so one weight, per completion: token rules
                          then apply to the geometric mean of rho over the completion
 
@@ -598,7 +598,9 @@ def rollout_weights(
     is_near_B1 = (mask_low <= mean_B1) & (mean_B1 <= mask_high)
     rho_BT = log_rho_BT.exp()
     ratio = mean_B1 if per_sequence else rho_BT  # for the token rules
-    if rule == "token_tis":
+    if rule == "none":
+        weights = torch.ones_like(mean_B1)
+    elif rule == "token_tis":
         # w_t = min(rho_t, C)
         weights = ratio.clamp(max=cap)
     elif rule == "sequence_tis":
@@ -623,12 +625,8 @@ def rollout_weights(
 
 @torch.no_grad()
 def rollout_correction(batch, args, per_sequence=False):
-    """Sets `correction_weights` and `rollout_ratio_BT` by `--rollout_correction`; with `none`, both are
-    all 1. per_sequence: one weight per completion."""
-    if args.rollout_correction == "none":
-        batch.rollout_ratio_BT = torch.ones_like(batch.old_logprobs_BT)
-        batch.correction_weights = batch.rollout_ratio_BT[:, :1]
-        return
+    """Sets `correction_weights` by `--rollout_correction`, and `rollout_ratio_BT`. per_sequence: one
+    weight per completion."""
     batch.correction_weights, batch.rollout_ratio_BT = rollout_weights(
         batch.old_logprobs_BT,
         batch.sampler_logprobs_BT,

@@ -147,7 +147,7 @@ def main(args):
     # ---------------------------------------------------------------------------------------- setup
     grade = load_grader(args)  # first, since it determines whether the data needs gold answers
     policy = load_policy(args)  # a transformers model and its tokenizer
-    problems, held_out = load_problems(args, policy)  # also checks that sampler and update agree
+    problems, held_out = load_problems(args, policy)  # also compares sampler and training forward
     reference = policy.frozen_copy() if args.kl_coef > 0 else None
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
     run = Run(args, policy, problems, optimizer=optimizer, reference=reference)  # log, checkpoints
@@ -171,7 +171,7 @@ def main(args):
         record_old_policy(policy, batch, args)  # sets old_logprobs_BT and, for an MoE, its experts
         if reference is not None:
             batch.ref_logprobs_BT = reference_logprobs(reference, batch, args)
-        rollout_correction(batch, args)  # sets correction_weights and rollout_ratio_BT, 1 by default
+        rollout_correction(batch, args)  # sets correction_weights, 1 by default, and rollout_ratio_BT
         batch.advantages = batch.correction_weights * advantages_B1
 
         # ----------------------------------------------------------------------------------- update

@@ -135,7 +135,7 @@ def main(args):
     # ---------------------------------------------------------------------------------------- setup
     grade = load_grader(args)  # first, since it determines whether the data needs gold answers
     policy = load_policy(args)  # a transformers model and its tokenizer
-    problems, held_out = load_problems(args, policy)  # also checks that sampler and update agree
+    problems, held_out = load_problems(args, policy)  # also compares sampler and training forward
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
     run = Run(args, policy, problems, optimizer=optimizer)  # log, checkpoints
     if run.is_new:

@@ -169,7 +169,7 @@ def main(args):
     policy = load_policy(args)  # a transformers model and its tokenizer
     if not policy.routers.has_softmax:
         raise UserError(f"--model {args.model} has no experts chosen by a softmax: use gmpo.py")
-    problems, held_out = load_problems(args, policy)  # also checks that sampler and update agree
+    problems, held_out = load_problems(args, policy)  # also compares sampler and training forward
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
     run = Run(args, policy, problems, optimizer=optimizer)  # log, checkpoints
     if run.is_new:

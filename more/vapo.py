@@ -227,7 +227,7 @@ def main(args):
     # ---------------------------------------------------------------------------------------- setup
     grade = load_grader(args)  # first, since it determines whether the data needs gold answers
     policy = load_policy(args)  # a transformers model and its tokenizer
-    problems, held_out = load_problems(args, policy)  # also checks that sampler and update agree
+    problems, held_out = load_problems(args, policy)  # also compares sampler and training forward
     reference = policy.frozen_copy() if args.kl_coef > 0 else None
     critic = TrainedModel(Critic(policy), args.dtype)
     policy_group = {"params": list(policy.parameters()), "lr": args.lr}

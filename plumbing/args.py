@@ -42,14 +42,14 @@ class RunArgs:
     system_prompt: str = flag("", "system message before each prompt; replaces the dataset's")
     instruction: str = flag("", "text to add after each prompt, on a new line")
     num_held_out: int = flag(256, "problems held out for evaluation")
-    reward: list[str] = flag([], "FILE.py:FUNCTION ...; the first one decides what is correct")
+    reward: list[str] = flag([], "FILE.py:FUNCTION ...; the first one also decides what is correct")
     reward_weights: list[float] = flag([], "one weight per reward function [1 each]")
     # precision and memory
     dtype: Literal["float32", "bfloat16"] = flag("float32", "precision; AdamW always uses float32")
     head_dtype: Literal["same", "float32"] = flag("same", "precision of the LM head's matrix product")
     micro_batch_size: int = flag(0, "completions per forward and backward pass [0: 16,384 tokens]")
     rollout_batch_size: int = flag(0, "completions sampled at a time [0: a whole iteration's]")
-    gradient_checkpointing: bool = flag(False, "use less memory and more time")
+    gradient_checkpointing: bool = flag(False, "trade time for memory")
     # sampler
     rollout_dtype: Literal["same", "float32", "bfloat16", "int4"] = flag(
         "same", "precision of the model that samples"
@@ -59,15 +59,15 @@ class RunArgs:
     rollout_correction: Literal[
         "none", "token_tis", "sequence_tis", "sequence_mis", "geo_mask", "geo_filter", "icepop"
     ] = flag("none", "importance weights that correct for sampler/trainer mismatch")
-    rollout_cap: float = flag(2.0, "cap on these weights (unused by icepop and geo_filter)")
-    rollout_mask_low: float = flag(0.95, "geo rules drop completions with a lower mean ratio")
-    rollout_mask_high: float = flag(1.05, "geo rules drop completions with a higher mean ratio")
+    rollout_cap: float = flag(2.0, "cap on the correction weights (unused by icepop and geo_filter)")
+    rollout_mask_low: float = flag(0.95, "geo_mask, geo_filter: lowest mean ratio that is kept")
+    rollout_mask_high: float = flag(1.05, "geo_mask, geo_filter: highest mean ratio that is kept")
     routing_replay: Literal["none", "r2", "r3"] = flag(
         "none", "replay MoE routing in the update: r2 from the old policy, r3 from the sampler"
     )
     # run
     seed: int = flag(1, "seed for prompt order and sampling")
-    device: str = flag("", "cuda, cpu, or mps (untested) [cuda if available]")
+    device: str = flag("", "cpu, or cuda or mps, both untested [cuda if available]")
     eval_every: int = flag(10, "evaluate every n iterations [0: only at the end]")
     eval_samples: int = flag(1, "samples per held-out problem, before and after training, for pass@k")
     save_every: int = flag(20, "save a checkpoint every n iterations [0: only at the end]")

@@ -20,8 +20,9 @@ def report(prefix, values, weight):
     return reports
 
 
-def micro_batch_reports(stats, outputs, micro, is_first_step):
-    """Reports on a micro-batch: `stats` from the loss, and what common.TokenOutputs tell."""
+def micro_batch_reports(stats, outputs, micro, num_experts, is_first_step):
+    """Reports on a micro-batch: the loss's `stats`, and numbers from common.TokenOutputs. They stay on
+    the device, so that the host does not wait for it."""
     mask_BT = micro.mask_BT
     num_tokens = mask_BT.sum()
     logratio_BT = outputs.logprobs_BT.detach() - micro.old_logprobs_BT
@@ -37,7 +38,7 @@ def micro_batch_reports(stats, outputs, micro, is_first_step):
     return [
         *report("losses", losses, num_tokens),
         *report("moe", {"aux_loss": outputs.aux_loss}, len(micro)),
-        *report("moe", router_stats(outputs, micro.old_experts_BTLK, mask_BT), num_tokens),
+        *report("moe", router_stats(outputs, micro.old_experts_BTLK, mask_BT, num_experts), num_tokens),
     ]
 
 
@@ -66,7 +67,7 @@ def masked_mean(x, mask):
 
 
 @torch.no_grad()
-def router_stats(outputs, old_experts_BTLK, mask_BT):
+def router_stats(outputs, old_experts_BTLK, mask_BT, num_experts):
     """Statistics of the routers' own choices (not of replayed ones) for response tokens; {} for a dense
     model. load_max: the largest share of a layer's choices that goes to one expert.
     expert_flip_frac, if the old policy's experts are known: the share of (token, layer) pairs for which
@@ -74,9 +75,11 @@ def router_stats(outputs, old_experts_BTLK, mask_BT):
     L, K = outputs.experts_BTLK.shape[2:]
     if L == 0:
         return {}
-    E = outputs.experts_BTLK.max() + 1
     layer_L1 = torch.arange(L, device=mask_BT.device)[:, None]
-    counts = (outputs.experts_BTLK + E * layer_L1)[mask_BT].flatten().bincount(minlength=1)
+    expert_BTLK = outputs.experts_BTLK + num_experts * layer_L1
+    is_counted_BTLK = mask_BT[:, :, None, None].expand_as(expert_BTLK).long()
+    counts = torch.zeros(L * num_experts, dtype=torch.long, device=mask_BT.device)
+    counts.index_add_(0, expert_BTLK.flatten(), is_counted_BTLK.flatten())
     stats = {"load_max": counts.max() / (K * mask_BT.sum()).clamp(min=1)}
     if old_experts_BTLK is not None:
         flips_BTL = (outputs.experts_BTLK != old_experts_BTLK).any(-1)

@@ -109,7 +109,9 @@ class Run:
         {name: scalar}, are averaged over tokens."""
         for name, value in {"policy_loss": loss, **losses}.items():
             self.step_losses[name] = self.step_losses.get(name, 0) + value.detach()
-        self.reports += micro_batch_reports(stats, outputs, micro, self.num_steps == 0)
+        num_experts = self.policy.routers.num_experts
+        is_first = self.num_steps == 0
+        self.reports += micro_batch_reports(stats, outputs, micro, num_experts, is_first)
 
     def record_step(self, minibatch, grad_norm, **norms):
         """Records a minibatch, before its step. UserError if the loss or a norm is not finite."""

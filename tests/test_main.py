@@ -52,10 +52,11 @@ FROM_SAMPLER |= {"kl_coef": 0.5, "lr": 1e-3}  # with 2e-3, log-ratios are so lar
 BASELINE = {"iterations": 3, "max_grad_norm": 2.0, "baseline_decay": 0.75}
 STALE = {"rollout_dtype": "same", "rollout_refresh_every": 2}
 MASKED = {"rollout_correction": "geo_mask", "rollout_mask_low": 0.98, "rollout_mask_high": 1.01}
+CORRECTED = {"kl_is_corrected": True, "rollout_correction": "none", "rollout_cap": 2.0}
 CASES = {  # variants that change no line of main are compared by test_conformance.py
     "ppo": ("ppo", ALONE | CRITIC),
     "grpo": ("grpo", {"kl_coef": 0.5}),
-    "grpo, reset": ("grpo", {"kl_coef": 0.5, "kl_is_corrected": True, "ref_reset_every": 1}),
+    "grpo, reset": ("grpo", CORRECTED | {"kl_coef": 0.5, "ref_reset_every": 1}),
     "grpo, sampler": ("grpo", FROM_SAMPLER),
     "grpo, stale": ("grpo", STALE | {"kl_coef": 0.0}),
     "dr_grpo": ("dr_grpo", {"max_grad_norm": 0.2, "max_new_tokens": 40} | MASKED),  # more than any has
@@ -323,8 +324,7 @@ def total_loss(name, args, before, rows, weights, model):
     b.advantages = before.advantages[rows]
     if before.ref is not None:
         b.ref_logprobs = before.ref[rows]
-    if args.rollout_correction != "none":
-        b.rollout_ratio = (before.logprobs - before.mu)[rows].exp()
+    b.rollout_ratio = (before.logprobs - before.mu)[rows].exp()
     if name == "rspo":
         old_answers = [before.answers[i] for i in rows]
         b.scores = expert_logprobs(answers, old_answers)

@@ -147,7 +147,7 @@ def test_statistics_of_routers(tiny_policy, batch):
     old = outputs.experts_BTLK.clone()
     old[0, 0, 1, 0] = -1  # a change in one of two layers of one of 18 tokens
     old[~batch.mask_BT] = -1  # padding must not count
-    stats = router_stats(outputs, old, batch.mask_BT)
+    stats = router_stats(outputs, old, batch.mask_BT, num_experts=8)
     assert stats["expert_flip_frac"].item() == pytest.approx(1 / 2 / 18, rel=1e-5)
     shares = []
     for layer in range(2):
