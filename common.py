@@ -15,7 +15,7 @@ import math
 import random
 from typing import NamedTuple
 
-import plumbing  # first, so that Ctrl-C during the slow imports prints no traceback
+import plumbing  # before transformers, so that Ctrl-C while it is imported prints no traceback
 import torch
 import torch.nn.functional as F
 import transformers

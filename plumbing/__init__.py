@@ -24,7 +24,7 @@ def one_line(message):
 
 
 def print_no_traceback(kind, error, traceback):
-    """No traceback for Ctrl-C during the slow imports. After that, see args.launch."""
+    """No traceback for Ctrl-C while transformers is imported. After that, see args.launch."""
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, traceback)
 

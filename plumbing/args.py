@@ -67,7 +67,7 @@ class RunArgs:
     )
     # run
     seed: int = flag(1, "seed for prompt order and sampling")
-    device: str = flag("", "cpu, or cuda or mps, both untested [cuda if available]")
+    device: str = flag("", "cpu, cuda or mps; the last two are untested [cuda if available]")
     eval_every: int = flag(10, "evaluate every n iterations [0: only at the end]")
     eval_samples: int = flag(1, "samples per held-out problem, before and after training, for pass@k")
     save_every: int = flag(20, "save a checkpoint every n iterations [0: only at the end]")

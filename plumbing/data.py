@@ -201,7 +201,7 @@ def render(prompt, policy, args):
             if ids[-1] == tokenizer.eos_token_id:
                 ids.pop()  # some tokenizers append EOS
         else:
-            raise ValueError("chat messages and --system_prompt need a chat template")
+            raise ValueError("several messages, and --system_prompt, need a chat template")
     except Exception as error:  # templates raise their own exceptions
         raise BadRow("that cannot be rendered", f"{type(error).__name__} {error}") from error
     for needed in (question["content"], args.system_prompt):

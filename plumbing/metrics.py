@@ -134,7 +134,7 @@ def critic_stats(values_BT, returns_BT, mask_BT):
 
 def iteration_metrics(reports, batch, completions, rewards, args):
     """{key: number} for an iteration and all the completions it generated. `rewards` are those in the
-    update: (P, G), or (N, 1) if groups are not the baseline. `batch` is None if there is no update."""
+    update: (P, G), or (B, 1) if groups are not the baseline. `batch` is None if there is no update."""
     rollout = {
         **rollout_summary(completions),
         "reward_mean": rewards.mean().item(),

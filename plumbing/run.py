@@ -27,8 +27,8 @@ class Run:
     answers_signals = False  # whether a Run handles signals in this process
 
     def __init__(self, args, policy, problems, **parts):
-        """Loads the newest checkpoint, if any. Checkpoints also hold the `parts`, which have a
-        state_dict, except those that are None."""
+        """Loads the newest checkpoint, if any. A checkpoint also holds the state_dict of each
+        of the `parts` that is not None."""
         self.args = args
         self.policy = policy
         self.folder = RunFolder(args)  # `launch` may already have opened it
@@ -56,6 +56,8 @@ class Run:
             num_parameters = sum(weight.numel() for weight in policy.parameters())
             processes = f", {ranks.WORLD} processes" if ranks.WORLD > 1 else ""
             print(f"model: {num_parameters:,} parameters, {args.dtype}, on {args.device}{processes}")
+            if args.resume and self.iteration == 0:
+                print(f"--resume: no finished iteration in {self.folder.path}; starting at the first")
             print(TITLES)
         self.bar = tqdm(
             desc=self.folder.script,
@@ -114,7 +116,8 @@ class Run:
         self.reports += micro_batch_reports(stats, outputs, micro, num_experts, is_first)
 
     def record_step(self, minibatch, grad_norm, **norms):
-        """Records a minibatch, before its step. UserError if the loss or a norm is not finite."""
+        """Records a minibatch, before its step. UserError if the policy's loss or a norm is not
+        finite."""
         for loss in self.step_losses.values():
             ranks.all_reduce(loss)
         finite = {"loss": self.step_losses["policy_loss"], "grad_norm": grad_norm, **norms}
