@@ -208,7 +208,7 @@ def main(args):
 
         # ------------------------------------------------------------------------------------ batch
         # Compute old log-probs with the training forward, in the update's micro-batches, so that the
-        # ratio is exactly 1 in the first step. (--old_logprobs sampler uses the sampler's instead.)
+        # ratio is exactly 1 in the first step.
         batch = collate(kept, args)
         if args.overlong == "filter":
             # [4] Truncated completions get no gradient, and their tokens are not counted.

@@ -153,7 +153,7 @@ def main(args):
 
         # ------------------------------------------------------------------------------------ batch
         # Compute old log-probs with the training forward, in the update's micro-batches, so that the
-        # ratio is exactly 1 in the first step. (--old_logprobs sampler uses the sampler's instead.)
+        # ratio is exactly 1 in the first step.
         batch = collate(completions, args)
         record_old_policy(policy, batch, args)  # sets old_logprobs_BT and, for an MoE, its experts
         rollout_correction(batch, args, per_sequence=args.variant == "gspo")  # sets correction_weights

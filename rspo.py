@@ -187,7 +187,7 @@ def main(args):
 
         # ------------------------------------------------------------------------------------ batch
         # Compute old log-probs with the training forward, in the update's micro-batches, so that the
-        # ratio is exactly 1 in the first step. (--old_logprobs sampler uses the sampler's instead.)
+        # ratio is exactly 1 in the first step.
         batch = collate(completions, args)
         # sets old_logprobs_BT, the experts, and their log p_old(e_jk)
         record_old_policy(policy, batch, args, router_fn=expert_logprobs)

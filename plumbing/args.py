@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import difflib
 import json
+import math
 import os
 import sys
 from dataclasses import dataclass, field, fields
@@ -126,8 +127,9 @@ def check_flags(args):
         args.check_range(low, high, name)
     args.check()
     args.template_options()
-    if args.reward_weights and len(args.reward_weights) != len(args.reward):
-        raise UserError("--reward_weights must be numbers, one for each function of --reward")
+    is_finite = all(map(math.isfinite, args.reward_weights))
+    if args.reward_weights and not (is_finite and len(args.reward_weights) == len(args.reward)):
+        raise UserError("--reward_weights must be finite numbers, one for each function of --reward")
     completions = args.prompts_per_iteration * args.group_size
     if completions % args.num_minibatches > 0:
         raise UserError(f"--num_minibatches does not divide {completions} completions into equal parts")

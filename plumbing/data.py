@@ -293,7 +293,10 @@ def check_problems(num_problems, columns, left_out, args):
 
 
 def check_token_ids(ids, policy):
-    """UserError if over a tenth of the tokens are unknown."""
+    """UserError if the model has no embedding for a token, or over a tenth of them are unknown."""
+    size = policy.model.get_input_embeddings().num_embeddings
+    if max(ids) >= size:
+        raise UserError(f"--model: its tokenizer has token {max(ids)}, but it has {size} embeddings")
     unknown = ids.count(policy.tokenizer.unk_token_id)
     if unknown > len(ids) / 10:
         found = f"{unknown} of {len(ids)} tokens of the prompts"

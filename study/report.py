@@ -72,18 +72,6 @@ def scripts():
     return markdown(["script", "paper", "what it changes", "diff from parent"], rows)
 
 
-def objectives():
-    """The objectives, copied from the headers."""
-    lines = ["```"]
-    for name in SCRIPTS + MORE:
-        header, _ = read(name)
-        _, formula, *_ = header.split("\n\n")
-        for i, line in enumerate(formula.splitlines()):
-            label = name.split(".")[-1] if i == 0 else ""
-            lines.append(f"{label:9}{line}")
-    return [*lines, "```"]
-
-
 def objective_lines(name):
     """The lines of a script's `policy_loss` after its docstring, up to the objective."""
     text = (ROOT / file_of(name)).read_text()
@@ -285,7 +273,7 @@ def dapo_chain():
 
 # -------------------------------------------------------------------------------------------- pages
 
-MAKERS = [lesson, scripts, objectives, example, microscope]
+MAKERS = [lesson, scripts, example, microscope]
 MAKERS += [acted, curves, stability, routing, dapo_chain]
 PARTS = {make.__name__: make for make in MAKERS} | {"symptoms": symptoms.table}
 PART = re.compile(r"<!-- generated: (\w+) -->.*?<!-- end: \1 -->", re.DOTALL)

@@ -35,7 +35,9 @@ def policy_with(template=None, config=None, appends_eos=False):
     tokenizer.chat_template = template
     config = config or SimpleNamespace()
     config.get_text_config = lambda: getattr(config, "text_config", config)
-    return SimpleNamespace(tokenizer=tokenizer, model=SimpleNamespace(config=config))
+    embeddings = SimpleNamespace(num_embeddings=len(tokenizer))
+    model = SimpleNamespace(config=config, get_input_embeddings=lambda: embeddings)
+    return SimpleNamespace(tokenizer=tokenizer, model=model)
 
 
 def read(path, **flags):
@@ -328,4 +330,12 @@ def test_words_that_the_tokenizer_does_not_know(tmp_path, tiny_policy):
     """The tiny model's tokenizer knows only digits."""
     rows = [row(f"How many are {i} and one?") for i in range(20)]
     with pytest.raises(UserError, match="--model: .* unknown to its tokenizer"):
+        load(tmp_path / "data.jsonl", tiny_policy, rows, num_held_out=8)
+
+
+def test_a_token_without_an_embedding(tmp_path, tiny_policy, monkeypatch):
+    rows = [row(f"{i}+1=") for i in range(20)]
+    embeddings = SimpleNamespace(num_embeddings=5)
+    monkeypatch.setattr(tiny_policy.model, "get_input_embeddings", lambda: embeddings)
+    with pytest.raises(UserError, match="--model: its tokenizer has token .* but it has 5 embeddings"):
         load(tmp_path / "data.jsonl", tiny_policy, rows, num_held_out=8)
