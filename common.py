@@ -448,7 +448,8 @@ def token_logprobs(policy, batch, temperature, entropy_grad=False, max_logits=MA
     `replayed_experts_BSLK`, if any, unless `replay` is False (it is for a reference)."""
     model = policy.model
     T = batch.mask_BT.shape[1]
-    response = batch.mask_BT.nonzero(as_tuple=True)  # first, since the GPU has to count
+    # Before the forward pass, while the GPU has nothing to do: the host waits for the number of tokens.
+    response = batch.mask_BT.nonzero(as_tuple=True)
 
     def logprob_and_entropy(hidden, tokens):
         logprobs = torch.log_softmax(logits_of(model, hidden).float() / temperature, dim=-1)
