@@ -56,8 +56,6 @@ class Args(RunArgs):  # more flags: --help
         self.check_range(0, 1, "clip_eps_low")
         self.check_range(1e-9, 1e9, "is_weight_cap")
         self.check_range(0, self.is_weight_cap, "is_weight_floor")
-        self.check_used(self.ppo_mask, "without --ppo_mask", "clip_eps_low", "clip_eps_high")
-        self.check_used(not self.ppo_mask, "with --ppo_mask", "is_weight_cap", "is_weight_floor")
         self.check_range(2, 1e6, "group_size")  # one reward has no group baseline
 
 
@@ -152,7 +150,7 @@ def main(args):
 
         # ------------------------------------------------------------------------------- advantages
         rewards_PG = torch.tensor([c.reward for c in completions]).view(-1, args.group_size)
-        advantages_B1 = compute_advantages(rewards_PG).view(-1, 1).to(args.device)
+        advantages_B1 = compute_advantages(rewards_PG).view(-1, 1).to(args.torch_device)
 
         # ------------------------------------------------------------------------------------ batch
         # Compute old log-probs with the training forward, in the update's micro-batches, so that the
@@ -165,7 +163,7 @@ def main(args):
         # ----------------------------------------------------------------------------------- update
         for minibatch in batch.minibatches(args):  # across all epochs
             num_tokens = minibatch.mask_BT.sum()
-            for micro in minibatch.micro_batches(args):  # this process's rows
+            for micro in minibatch.micro_batches(args):
                 outputs = token_logprobs(policy, micro, args.temperature)
                 loss, stats = policy_loss(
                     outputs.logprobs_BT,
@@ -184,7 +182,7 @@ def main(args):
                 total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
                 total_loss.backward()
                 run.record(loss, stats, outputs, micro)
-            grad_norm = policy.clip_gradients(args.max_grad_norm)  # summed over processes
+            grad_norm = policy.clip_gradients(args.max_grad_norm)
             run.record_step(minibatch, grad_norm)  # stops the run if the loss or norm is not finite
             optimizer.step()
             optimizer.zero_grad()

@@ -1,39 +1,35 @@
-"""Shared by all scripts, in the order of the loop: problems, model, rollout, verifier, batch,
-log-probs, rollout correction, evaluation. It also re-exports what scripts need from plumbing/.
+"""Shared by all scripts, in the order of the loop: problems, rollout, verifier, batch, log-probs,
+rollout correction, evaluation. It also re-exports what scripts need from plumbing/.
 
 A tensor's suffix names its axes: P prompts, G completions per prompt, B rows (of a rollout, minibatch
 or micro-batch), N rows of a sampler's batch, R the rows of it that are not finished, T response tokens,
-U = T + 1, S prompt + response, V vocabulary, L layers, E experts, K active experts, 1 for a size-1
-axis. A "step" is an optimizer step; an "iteration" is a rollout and its steps.
+U = T + 1, S prompt + response, H hidden size, V vocabulary, L layers, E experts, K active experts, 1
+for a size-1 axis. A "step" is an optimizer step; an "iteration" is a rollout and its steps.
 """
 
 import contextlib
 import dataclasses
 import functools
-import inspect
 import math
 import random
+import re
+from fractions import Fraction
+from itertools import pairwise
 from typing import NamedTuple
 
-import plumbing  # before transformers, so that Ctrl-C while it is imported prints no traceback
 import torch
 import torch.nn.functional as F
 import transformers
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
-from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from plumbing import one_line, ranks
-from plumbing.answers import final_answer, is_same
-from plumbing.args import RunArgs, UserError, flag, launch
-from plumbing.clock import clock
-from plumbing.data import ProblemStream, hash_of, problem_rows, read_dataset
-from plumbing.metrics import critic_stats, rollout_summary
-from plumbing.models import context_limits, end_ids, load_model, logits_of
-from plumbing.packing import forward_packed
-from plumbing.policy import Policy, TrainedModel
-from plumbing.reward import graded, load_rewards
+from plumbing.args import RunArgs, UserError, flag, launch, one_line
+from plumbing.data import ProblemStream, hash_of, read_dataset, usable_rows
+from plumbing.model import Policy, TrainedModel, load_policy, logits_of
+from plumbing.packing import run_body
+from plumbing.reward import load_reward
 from plumbing.routing import Routing, experts_by_completion
+from plumbing.metrics import clock, critic_stats, rollout_summary
 from plumbing.run import Run
 
 # ----------------------------------------------------------------------------------------- problems
@@ -43,7 +39,7 @@ class Problem(NamedTuple):
     prompt: str  # as the model reads it
     answer: str  # the gold answer alone
     prompt_ids: list
-    columns: dict | None = None  # the dataset's, for reward functions
+    columns: dict | None = None  # the dataset's, for a reward function
 
 
 def addition_problems(count=10_496):
@@ -61,76 +57,45 @@ def addition_problems(count=10_496):
 
 def load_problems(args, policy):
     """`--dataset` -> (stream of training problems, [held-out problems]). The held-out ones are the
-    same for all seeds. UserError if the sampler and the training forward disagree on log-probs."""
+    same for all seeds."""
     if args.dataset == "addition":
         rows = [{"question": prompt, "answer": answer} for prompt, answer in addition_problems()]
     else:
         rows = read_dataset(args)
-    problems = [Problem(*parts) for parts in problem_rows(rows, policy, args)]
-    check_sampler(policy, problems, args)
+    problems = []
+    for prompt, answer, ids, columns in usable_rows(rows, policy, args):
+        answer = final_answer(answer) or answer  # a worked solution ends with it
+        problems.append(Problem(prompt, answer, ids, {"answer": answer, **columns}))
+    with one_line(f"--model {args.model}: the sampler cannot run this architecture"):
+        check_sampler(policy, problems[0].prompt_ids, args)
     stream = ProblemStream(problems[args.num_held_out :], args.seed)
-    stream.raw_hash = hash_of([(p.columns["prompts"], p.answer) for p in problems])
-    stream.rendered_hash = hash_of([p.prompt for p in problems])  # a template may insert the date
+    stream.hash = hash_of([(p.columns["prompts"], p.answer) for p in problems])
     return stream, problems[: args.num_held_out]
 
 
-# -------------------------------------------------------------------------------------------- model
-
-
-def load_policy(args):
-    """`--model` -> `Policy`: the model, its tokenizer, and the copy that samples."""
-    master, tokenizer = load_model(args)
-    with one_line(f"--model {args.model}: this architecture cannot be run"):
-        policy = Policy(master, tokenizer, args.dtype, args.rollout_dtype, args.rollout_refresh_every)
-    if args.routing_replay != "none" and not policy.routers.can_replay:
-        reason = "it is dense, or its routers do not support replay"
-        raise UserError(f"--routing_replay cannot be used with --model {args.model}: {reason}")
-    return policy
-
-
-def check_sampler(policy, problems, args):
-    """Compares the sampler's log-probs with the training forward's, for prompts of three lengths and
-    near every length that the run can reach where attention or rotary embeddings change."""
-    by_length = sorted([problem.prompt_ids for problem in problems], key=len)
-    ids = by_length[len(by_length) // 2]
-    longest_ids = by_length[-1]
-    with one_line(f"--model {args.model}: the sampler cannot run this architecture"):
-        check_logprobs(policy, [ids, ids[: len(ids) // 2 + 1], ids[:1]], args)
-        for limit in context_limits(policy.model):
-            if len(longest_ids) + args.max_new_tokens > limit:
-                # a prompt that ends just before the limit or, if one is that long, just after it
-                length = max(limit - 2, min(len(longest_ids), limit + 2))
-                repeated_ids = longest_ids * (length // len(longest_ids) + 1)
-                check_logprobs(policy, [repeated_ids[:length], longest_ids[:1]], args)
-
-
-def check_logprobs(policy, prompts, args):
-    """`check_sampler` for some prompts, in float32, with answers of two and four tokens. If packed
-    sequences attend to each other, turns packing off. UserError if log-probs still differ."""
+def check_sampler(policy, ids, args):
+    """Compares the sampler, with its cache, to the training forward, in float32: four tokens each after
+    prompts of three lengths. If packed sequences see each other, turns packing off. UserError if
+    log-probs still differ."""
     exact = policy.with_model(policy.master)
-    problems = [Problem("", "", ids) for ids in prompts]
-    caps_N = torch.tensor([2, 4] * len(prompts), device=policy.model.device)
-    noise_NT = torch.zeros(len(caps_N), 4)
-    completions = sample_batch(exact, problems, noise_NT, temperature=1.0, greedy=True, caps_N=caps_N)
+    problems = [Problem("", "", ids[:length]) for length in (len(ids), len(ids) // 2 + 1, 1)]
+    noise_NT = torch.zeros(6, 4)
+    completions = sample_batch(exact, problems, noise_NT, temperature=1.0, greedy=True)
+    # Some are cut after two tokens, so that they fit into a row with others.
+    completions[::2] = [c._replace(ids=c.ids[:2], logprobs=c.logprobs[:2]) for c in completions[::2]]
     batch = collate(completions, args)
-    for one_sequence_per_row in (policy.one_sequence_per_row, True):
-        exact.one_sequence_per_row = one_sequence_per_row
+    for never_packed in (False, True):
+        for model in (policy.master, policy.model):
+            model.base_model.never_packed = never_packed  # copies of it inherit this
         with torch.no_grad():
-            logprobs_BT = token_logprobs(exact, batch, temperature=1.0, replay=False).logprobs_BT
+            logprobs_BT = token_logprobs(exact, batch, temperature=1.0).logprobs_BT
         gap = (logprobs_BT - batch.sampler_logprobs_BT)[batch.mask_BT].abs().max().item()
         if gap < 1e-3:
-            policy.one_sequence_per_row = one_sequence_per_row
             return
-    raise UserError(
-        f"--model {args.model}: log-probs of the same tokens differ by {gap:.2g} between the sampler "
-        f"(with a cache) and the training forward, after prompts of up to {len(prompts[0])} tokens"
-    )
+    raise UserError(f"--model {args.model}: log-probs of sampler and training differ by {gap:.2g}")
 
 
 # ------------------------------------------------------------------------------------------ rollout
-
-# Finished rows are dropped every n tokens: rarely on a GPU, since the host has to wait for it.
-COMPACT_EVERY = {"cuda": 16}  # elsewhere 1
 
 
 class Completion(NamedTuple):
@@ -140,9 +105,8 @@ class Completion(NamedTuple):
     truncated: bool = False  # hit the cap before EOS
     text: str = ""
     experts: torch.Tensor | None = None  # (prompt and response, L, K), if recorded
-    reward: float | None = None  # grading sets this and the next two
+    reward: float | None = None  # grading sets this and the next
     verdict: str | None = None  # correct, wrong, no_answer or truncated
-    rewards: dict | None = None  # {function of --reward: its value}
 
 
 def pad(rows, device, side="right", value=0):
@@ -157,71 +121,21 @@ def sample(policy, problems, group_size, args, generator=None, greedy=False, exp
     does not depend on the rest of its batch. For r3 the routers' choices are recorded, unless
     `experts` is False."""
     noise_PGT = torch.rand(len(problems), group_size, args.max_new_tokens, generator=generator)
-    my_problems = ranks.local_slice(problems)
-    my_noise_PGT = ranks.local_slice(noise_PGT)
     rows_at_a_time = args.rollout_batch_size or args.prompts_per_iteration * args.group_size
     problems_at_a_time = max(1, rows_at_a_time // group_size)  # keeps groups together
-    record_experts = experts and args.routing_replay == "r3"
     completions = []
     with clock("rollout"):
-        for start in range(0, len(my_problems), problems_at_a_time):
+        for start in range(0, len(problems), problems_at_a_time):
             end = start + problems_at_a_time
             completions += sample_batch(
                 policy,
-                my_problems[start:end],
-                my_noise_PGT[start:end].flatten(0, 1),
+                problems[start:end],
+                noise_PGT[start:end].flatten(0, 1),
                 temperature=args.temperature,
                 greedy=greedy,
-                record_experts=record_experts,
+                record_experts=experts and args.routing_replay == "r3",
             )
-        return ranks.all_gather_list(completions)
-
-
-class CachedForward:
-    """A model with its KV cache: each call continues where the last one ended."""
-
-    def __init__(self, model, record_experts):
-        self.model = model
-        self.cache = None  # made by the first call
-        is_mamba = "cache_params" in inspect.signature(model.forward).parameters
-        self.cache_name = "cache_params" if is_mamba else "past_key_values"
-        self.record_experts = record_experts
-        self.experts = []  # one entry per call, for experts_by_completion: (rows, (tokens, L, K))
-
-    def __call__(self, rows_R, tokens, attention, positions):
-        """Logits of the next token, (R, V), in float32. rows_R is only stored with the experts."""
-        if self.cache is not None and self.cache_name == "cache_params":
-            attention = None  # padding before the prompt never entered its state
-        context = Routing(self.model) if self.record_experts else contextlib.nullcontext()
-        with context as routing:
-            output = self.model(
-                tokens,
-                attention_mask=attention,
-                position_ids=positions,
-                logits_to_keep=1,
-                use_cache=True,
-                **{self.cache_name: self.cache},
-            )
-        if self.record_experts:
-            self.experts.append((rows_R, routing.choices()))
-        self.cache = getattr(output, self.cache_name, None)
-        if type(self.cache) is not transformers.DynamicCache:
-            raise TypeError("it has no cache that allows rows to be copied and removed")
-        return output.logits[:, -1].float()
-
-
-def prefill(forward, prompts, group_size):
-    """Runs each prompt once and copies its KV cache to the `group_size` rows of its group. Returns, for
-    N rows: the next token's logits (N, V), the attention mask, and each row's last position (N, 1)."""
-    device = forward.model.device
-    tokens = pad(prompts, device, "left")
-    attention = pad([[1] * len(prompt) for prompt in prompts], device, "left")
-    positions = (attention.cumsum(1) - 1).clamp(min=0)
-    rows_P = torch.arange(len(prompts), device=device)
-    logits_PV = forward(rows_P, tokens, attention, positions)
-    forward.cache.reorder_cache(rows_P.repeat_interleave(group_size))
-    by_prompt = (logits_PV, attention, positions[:, -1:])
-    return [tensor.repeat_interleave(group_size, dim=0) for tensor in by_prompt]
+    return completions
 
 
 def next_token(logprobs_RV, noise_R1, greedy):
@@ -235,70 +149,158 @@ def next_token(logprobs_RV, noise_R1, greedy):
 
 
 @torch.inference_mode()
-def sample_batch(policy, problems, noise_NT, *, temperature, greedy, record_experts=False, caps_N=None):
-    """`sample` for one batch of problems. Finished rows are dropped. With `caps_N`, used only
-    by check_logprobs, a row ends after that many tokens instead of at EOS."""
-    device = policy.model.device
+def sample_batch(policy, problems, noise_NT, *, temperature, greedy, record_experts=False):
+    """`sample`, with the noise given. Each prompt is run once, and its KV cache copied to its group;
+    rows that have ended are dropped."""
+    model = policy.model
+    device = model.device
     N, max_new_tokens = noise_NT.shape
-    group_size = N // len(problems)
-    ends = torch.tensor(end_ids(policy.model, policy.tokenizer), device=device, dtype=torch.long)
-    compact_every = COMPACT_EVERY.get(device.type, 1)
-    if caps_N is None:
-        caps_N = torch.full((N,), max_new_tokens, device=device)
-    else:
-        ends = ends[:0]
-        compact_every = 1
+    prompts = [problem.prompt_ids for problem in problems]
+    ends = torch.tensor(policy.end_ids, device=device)
     noise_NT = noise_NT.to(device)
     ids_NT = torch.zeros_like(noise_NT, dtype=torch.long)
     logprobs_NT = torch.zeros_like(noise_NT)
-    forward = CachedForward(policy.model, record_experts)
-    prompts = [problem.prompt_ids for problem in problems]
-    logits_RV, attention, position_R1 = prefill(forward, prompts, group_size)
-    rows_R = torch.arange(N, device=device)  # the index of each row's completion
-    ended_R = torch.zeros(N, dtype=torch.bool, device=device)
 
+    tokens = pad(prompts, device, "left")
+    attention = pad([[1] * len(ids) for ids in prompts], device, "left")
+    positions = (attention.cumsum(1) - 1).clamp(min=0)
+    rows_R = torch.arange(N, device=device)  # the index of each row's completion
+    cache = None
+    noted = []  # for experts_by_completion: the rows of each forward, and their experts
     for t in range(max_new_tokens):
+        with Routing(model) if record_experts else contextlib.nullcontext() as routing:
+            output = model(
+                tokens,
+                attention_mask=attention,
+                position_ids=positions,
+                past_key_values=cache,
+                logits_to_keep=1,
+                use_cache=True,
+            )
+        if record_experts:
+            noted.append((rows_R, routing.choices()))
+        cache = getattr(output, "past_key_values", None)  # Mamba has another kind
+        if type(cache) is not transformers.DynamicCache:
+            raise TypeError("it has no cache that allows rows to be copied and removed")
+        logits_RV = output.logits[:, -1].float()
+        if t == 0:  # from one row per prompt to one per completion
+            copies = torch.arange(len(prompts), device=device).repeat_interleave(N // len(prompts))
+            cache.reorder_cache(copies)
+            logits_RV, attention, positions = logits_RV[copies], attention[copies], positions[copies]
+
         logprobs_RV = torch.log_softmax(logits_RV / temperature, dim=-1)
         token_R1 = next_token(logprobs_RV, noise_NT[rows_R, t, None], greedy)
         ids_NT[rows_R, t] = token_R1[:, 0]
         logprobs_NT[rows_R, t] = logprobs_RV.gather(1, token_R1)[:, 0]
-        if t + 1 == max_new_tokens:
-            break
 
-        ended_R |= torch.isin(token_R1[:, 0], ends) | (caps_N[rows_R] == t + 1)
-        if (t + 1) % compact_every == 0:
-            kept = (~ended_R).nonzero()[:, 0]
+        if device.type != "cuda" or t % 16 == 15:  # rarely on a GPU, since the host has to wait for it
+            has_ended_R = torch.isin(ids_NT[rows_R, : t + 1], ends).any(1)
+            kept = (~has_ended_R).nonzero()[:, 0]
             if len(kept) == 0:
                 break
             if len(kept) < len(rows_R):
-                forward.cache.reorder_cache(kept)
-                rows_R = rows_R[kept]
-                ended_R = ended_R[kept]
-                token_R1 = token_R1[kept]
-                attention = attention[kept]
-                position_R1 = position_R1[kept]
+                cache.reorder_cache(kept)
+                rows_R, token_R1 = rows_R[kept], token_R1[kept]
+                attention, positions = attention[kept], positions[kept]
+        tokens = token_R1
         attention = F.pad(attention, (0, 1), value=1)
-        position_R1 = position_R1 + 1
-        logits_RV = forward(rows_R, token_R1, attention, position_R1)
+        positions = positions[:, -1:] + 1
 
     # Cut each row at its first EOS. It may have run on until it was dropped from the batch.
     is_end_NT = torch.isin(ids_NT, ends)
-    truncated = (~is_end_NT.any(1)).tolist()
-    length_N = torch.where(is_end_NT.any(1), is_end_NT.int().argmax(1) + 1, max_new_tokens)
-    length_N = torch.minimum(length_N, caps_N).tolist()
+    has_end_N = is_end_NT.any(1)
+    length_N = torch.where(has_end_N, is_end_NT.int().argmax(1) + 1, max_new_tokens).tolist()
     ids = [row[:length] for row, length in zip(ids_NT.tolist(), length_N, strict=True)]
     logprobs = [row[:length] for row, length in zip(logprobs_NT.tolist(), length_N, strict=True)]
     texts = policy.tokenizer.batch_decode(ids, skip_special_tokens=True)
-    experts = [None] * N
-    if record_experts:
-        experts = experts_by_completion(forward.experts, prompts, length_N)
-    return [
-        Completion(problems[i // group_size], ids[i], logprobs[i], truncated[i], texts[i], experts[i])
-        for i in range(N)
-    ]
+    experts = experts_by_completion(noted, prompts, length_N) if record_experts else [None] * N
+    repeated = [problem for problem in problems for _ in range(N // len(problems))]
+    truncated = (~has_end_N).tolist()
+    return list(map(Completion, repeated, ids, logprobs, truncated, texts, experts))
 
 
 # ----------------------------------------------------------------------------------------- verifier
+
+MAX_ANSWER = 1000  # characters; anything longer is not an answer
+BOXES = ("\\boxed", "\\fbox")
+LINES = ("####", "\nAnswer:", "\n**Answer:**")
+# Markup that does not change what an answer says, and what it becomes, in this order.
+ARGUMENT = r" ?(?:\{ ?([^{}]*?) ?\}|(\w))"
+MARKUP = [
+    (r"\u2212", "-"),
+    (r"^\*\*|\*\*$", ""),
+    (r"^ | ?\.? ?$", ""),
+    (r"^\$+([^$]+)\$+$|^\\\((.+)\\\)$", r"\1\2"),
+    (r"\\(?:text|mbox|mathrm|mathbf) ?\{([^{}0-9]*)\}", r" \1 "),
+    (rf"\\[dtc]?frac{ARGUMENT}{ARGUMENT}", r"\\frac{\1\2}{\3\4}"),
+    (r"^\\frac\{-", r"-\\frac{"),
+    (r"(?<=[0-9])(?:,\\!|\{,\}|\\,|\u202f|\u00a0)(?=[0-9]{3})", ","),
+    (r"(?:\\[,;: ]|\s)+", " "),
+    (r"^ | $", ""),
+]
+DECIMAL = r"((?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+SCALE = r"(?:(?:[eE]| ?(?:\\times|\\cdot|\*|×) ?10 ?\^ ?\{?)([+-]?[0-9]{1,3})\}?)?"
+FRACTION = r"\\frac\{([0-9]+)\}\{([0-9]+)\}|([0-9]+) ?/ ?([0-9]+)"
+NUMBER = re.compile(rf"([+-]?) ?(?:{FRACTION}|(?:\\?(\$) ?)?{DECIMAL}{SCALE}(?: ?\\?(%))?)")
+
+
+def final_answer(text):
+    """The answer at the last marker in `text`: the rest of the line after `####` or `Answer:`, or what
+    is in `\\boxed{}` or `<answer>`. None if it is empty, or if there is no marker."""
+    text = "\n" + text
+    start, marker = max((text.rfind(marker), marker) for marker in (*BOXES, *LINES, "<answer>"))
+    if start < 0:
+        return None
+    rest = text[start + len(marker) :][: MAX_ANSWER + 1]
+    if marker in BOXES:
+        found = in_braces(rest.lstrip())
+    elif marker == "<answer>":
+        found = rest.partition("</answer>")[0] if "</answer>" in rest else ""
+    else:
+        found = re.split("\n|</answer>", rest)[0]
+    if len(found) > MAX_ANSWER:
+        return None
+    return found.strip() or None
+
+
+def in_braces(text):
+    """What is in the braces at the beginning of `text`; '' if there are none, or they never close."""
+    depth = 0
+    for brace in re.finditer(r"(?<!\\)[{}]", text):
+        depth += 1 if brace[0] == "{" else -1
+        if depth == 0 and text[0] == "{":
+            return text[1 : brace.start()]
+    return ""
+
+
+def value_and_unit(answer):
+    r"""-$1,000.5 -> (Fraction(-2001, 2), "$"); \frac{1}{2} -> (Fraction(1, 2), ""). Any other answer is
+    its own text without markup, as is a fraction that is a whole number, such as 36/2."""
+    for pattern, replacement in MARKUP:
+        answer = re.sub(pattern, replacement, answer)
+    text = re.sub(r" ?([^\w .,]) ?", r"\1", answer)  # without spaces around operators
+    number = NUMBER.fullmatch(answer)
+    if number is None:
+        return text, ""
+    sign, *parts, dollar, digits, exponent, percent = number.groups("")
+    if digits:
+        value = Fraction(digits.replace(",", "")) * Fraction(10) ** int(exponent or 0)
+    else:
+        numerator, denominator = (int(part) for part in parts if part)
+        if denominator == 0 or numerator % denominator == 0:
+            return text, ""
+        value = Fraction(numerator, denominator)
+    return -value if sign == "-" else value, dollar + percent
+
+
+def is_same(found, gold):
+    """Whether two answers are equal as text, or as numbers; $ and % may be missing on one side."""
+    if found == gold or max(len(found), len(gold)) > MAX_ANSWER:
+        return found == gold
+    found_value, found_unit = value_and_unit(found)
+    gold_value, gold_unit = value_and_unit(gold)
+    is_one_unit = found_unit == gold_unit or not (found_unit and gold_unit)
+    return found_value == gold_value and is_one_unit
 
 
 def verify(text, answer, truncated=False):
@@ -314,15 +316,18 @@ def verify(text, answer, truncated=False):
 
 
 def load_grader(args):
-    """Returns a function that adds rewards and verdicts to completions, using `verify` or the functions
-    that `--reward FILE.py:FUNCTION ...` names."""
-    functions = load_rewards(args) if args.reward else verify
+    """Returns a function that adds rewards and verdicts to completions, using `verify` or the function
+    that `--reward FILE.py:FUNCTION` names."""
+
+    def verify_all(completions):
+        return [verify(c.text, c.problem.answer, c.truncated) for c in completions]
+
+    grade_all = load_reward(args) if args.reward else verify_all
 
     def grade(completions):
         with clock("reward"):
-            mine = ranks.local_slice(completions)  # each completion is graded by one process
-            fields = ranks.all_gather_list(graded(functions, mine))
-        return [c._replace(**values) for c, values in zip(completions, fields, strict=True)]
+            grades = grade_all(completions)
+        return [c._replace(reward=r, verdict=v) for c, (r, v) in zip(completions, grades, strict=True)]
 
     return grade
 
@@ -330,6 +335,13 @@ def load_grader(args):
 # ------------------------------------------------------------------------------------------- batch
 
 MICRO_BATCH_TOKENS = 16_384  # per forward and backward pass, if --micro_batch_size is 0
+
+
+def even_slices(length, count):
+    """[`count` slices of nearly equal size] that together cover range(length)."""
+    size, rest = divmod(length, count)
+    ends = [i * size + min(i, rest) for i in range(count + 1)]
+    return [slice(*pair) for pair in pairwise(ends)]
 
 
 @dataclasses.dataclass
@@ -369,22 +381,20 @@ class Batch:
         return Batch(**tensors)
 
     def parts(self, args):
-        """[Batch of one optimizer step]: `--num_minibatches` of nearly equal size, in rollout order.
-        Fewer if a process would otherwise have no row in one of them."""
-        count = max(1, min(args.num_minibatches, len(self) // ranks.WORLD))
-        return [self[rows] for rows in ranks.even_slices(len(self), count)]
+        """[Batch of one optimizer step]: `--num_minibatches` of nearly equal size, in rollout order."""
+        count = min(args.num_minibatches, len(self))
+        return [self[rows] for rows in even_slices(len(self), count)]
 
     def minibatches(self, args):
         """`parts`, repeated `--update_epochs` times: one for each optimizer step of an iteration."""
         return self.parts(args) * args.update_epochs
 
     def micro_batches(self, args):
-        """[Batch of one forward and backward pass]: this process's rows of a minibatch, in batches of
-        nearly equal size: at most `--micro_batch_size` rows, or as many as fit in 16,384 tokens."""
-        mine = ranks.local_slice(self)
+        """[Batch of one forward and backward pass], of nearly equal size: at most `--micro_batch_size`
+        rows, or as many as fit in 16,384 tokens."""
         S = self.tokens_BS.shape[1]  # of the whole rollout
         size = args.micro_batch_size or max(1, MICRO_BATCH_TOKENS // S)
-        return [mine[rows] for rows in ranks.even_slices(len(mine), math.ceil(len(mine) / size))]
+        return [self[rows] for rows in even_slices(len(self), math.ceil(len(self) / size))]
 
     @functools.cached_property
     def lengths(self):
@@ -406,20 +416,22 @@ def collate(completions, args):
     """List of `Completion`s -> `Batch` on `--device`; with r3, including the sampler's experts."""
     prompts = [c.problem.prompt_ids for c in completions]
     responses = [c.ids for c in completions]
-    is_prompt = pad([[1] * len(ids) for ids in prompts], args.device, "left")
-    is_response = pad([[1] * len(ids) for ids in responses], args.device)
+    is_prompt = pad([[1] * len(ids) for ids in prompts], args.torch_device, "left")
+    is_response = pad([[1] * len(ids) for ids in responses], args.torch_device)
     experts_BSLK = None
     if completions[0].experts is not None:
         of_prompts = [c.experts[: len(c.problem.prompt_ids)] for c in completions]
         of_responses = [c.experts[len(c.problem.prompt_ids) :] for c in completions]
-        left = pad(of_prompts, args.device, "left", value=-1)
-        right = pad(of_responses, args.device, value=-1)
+        left = pad(of_prompts, args.torch_device, "left", value=-1)
+        right = pad(of_responses, args.torch_device, value=-1)
         experts_BSLK = torch.cat([left, right], dim=1)
     return Batch(
-        tokens_BS=torch.cat([pad(prompts, args.device, "left"), pad(responses, args.device)], dim=1),
+        tokens_BS=torch.cat(
+            [pad(prompts, args.torch_device, "left"), pad(responses, args.torch_device)], dim=1
+        ),
         attention_BS=torch.cat([is_prompt, is_response], dim=1),
         mask_BT=is_response.bool(),
-        sampler_logprobs_BT=pad([c.logprobs for c in completions], args.device),
+        sampler_logprobs_BT=pad([c.logprobs for c in completions], args.torch_device),
         replayed_experts_BSLK=experts_BSLK,
     )
 
@@ -435,8 +447,7 @@ class TokenOutputs(NamedTuple):
     logprobs_BT: torch.Tensor  # of the sampled tokens; 0 on padding
     entropy_BT: torch.Tensor  # in nats; 0 on padding
     aux_loss: torch.Tensor  # transformers' load-balancing loss over prompt and response; 0 if none
-    # L tensors (B, T, E), raw and detached, where the token is predicted; () if there is no softmax
-    router_logits: tuple
+    router_logits: list  # L tensors (B, T, E), detached, where the token is predicted; [] if no softmax
     # The routers' own choice of experts, even where replay overrode it:
     experts_BTLK: torch.Tensor  # where the token is predicted; sorted, so equal sets compare equal
     routing_choices_BSLK: torch.Tensor  # at every token of the sequence, in top-k order
@@ -450,6 +461,8 @@ def token_logprobs(policy, batch, temperature, entropy_grad=False, max_logits=MA
     T = batch.mask_BT.shape[1]
     # Before the forward pass, while the GPU has nothing to do: the host waits for the number of tokens.
     response = batch.mask_BT.nonzero(as_tuple=True)
+    replayed_BSLK = batch.replayed_experts_BSLK if replay else None
+    body = run_body(model.base_model, batch, policy.routers, replayed_BSLK)
 
     def logprob_and_entropy(hidden, tokens):
         logprobs = torch.log_softmax(logits_of(model, hidden).float() / temperature, dim=-1)
@@ -457,23 +470,18 @@ def token_logprobs(policy, batch, temperature, entropy_grad=False, max_logits=MA
             entropy = -(logprobs.exp() * logprobs).sum(-1)
         return logprobs.gather(1, tokens[:, None])[:, 0], entropy
 
-    packed = forward_packed(
-        model.base_model,
-        batch,
-        policy.one_sequence_per_row,
-        replayed_BSLK=batch.replayed_experts_BSLK if replay else None,
-        router_logits=policy.routers.has_softmax,
-    )
-    predictor_BT = packed.place_BS[:, -T - 1 : -1]  # the token at s is predicted at s - 1
-    hidden = packed.hidden[predictor_BT[response]]
+    hidden = body.hidden_BUH[:, :-1][response]
     tokens = batch.tokens_BS[:, -T:][response]
     chunk_size = max(1, max_logits // model.config.get_text_config().vocab_size)
     logprobs, entropy = in_chunks(logprob_and_entropy, hidden, tokens, chunk_size)
-    zeros_BT = torch.zeros(predictor_BT.shape, device=predictor_BT.device)
+    zeros_BT = torch.zeros(batch.mask_BT.shape, device=hidden.device)
     return TokenOutputs(
         zeros_BT.index_put(response, logprobs),
         zeros_BT.index_put(response, entropy),
-        *router_outputs(policy.routers, packed, predictor_BT),
+        body.aux_loss,
+        [logits_BUE[:, :-1] for logits_BUE in body.router_logits],
+        body.experts_BSLK[:, -T - 1 : -1].sort().values,
+        body.experts_BSLK,
     )
 
 
@@ -487,34 +495,14 @@ def in_chunks(function, hidden, tokens, size):
     return [torch.cat(values) for values in zip(*pairs, strict=True)]
 
 
-def router_outputs(routers, packed, predictor_BT):
-    """The last four fields of `TokenOutputs`."""
-    zero = torch.zeros((), device=predictor_BT.device)
-    if routers.num_experts == 0:
-        no_experts = zero.new_empty(*predictor_BT.shape, 0, 0)
-        return zero, (), no_experts, no_experts
-    layers = [logits.float() for logits in packed.router_logits]  # each (packed tokens, E)
-    if routers.are_probabilities:
-        layers = [probs.clamp(min=1e-30).log() for probs in layers]
-    aux_loss = zero
-    if routers.are_balanced:
-        K = packed.experts.shape[-1]
-        aux_loss = load_balancing_loss_func(tuple(layers), routers.num_experts, K, packed.is_token)
-    router_logits = tuple(logits.detach()[predictor_BT] for logits in layers)
-    experts_BTLK = packed.experts[predictor_BT].sort().values
-    routing_choices_BSLK = packed.experts[packed.place_BS]
-    return aux_loss, router_logits, experts_BTLK, routing_choices_BSLK
-
-
 @torch.no_grad()
 def over_rows(function, parts, args):
     """Calls `function(micro_batch)` -> {name: (rows, ...)} on every micro-batch of a batch's parts.
-    Returns {name: (B, ...)} for all rows of the batch, on every process."""
+    Returns {name: (B, ...)} for all rows of the batch."""
     results = []
     for part in parts:
         results += [function(micro) for micro in part.micro_batches(args)]
-    sizes = [len(part) for part in parts]
-    return {name: ranks.all_rows([r[name] for r in results], sizes) for name in results[0]}
+    return {name: torch.cat([result[name] for result in results]) for name in results[0]}
 
 
 def record_old_policy(policy, batch, args, router_fn=None):
@@ -547,8 +535,7 @@ def reference_logprobs(reference, batch, args):
         return {"logprobs_BT": outputs.logprobs_BT}
 
     # The update's minibatches would work, but may be small. On a CPU, 64 rows at a time are fastest.
-    count = max(1, len(batch) // (64 * ranks.WORLD))
-    parts = [batch[rows] for rows in ranks.even_slices(len(batch), count)]
+    parts = [batch[rows] for rows in even_slices(len(batch), max(1, len(batch) // 64))]
     return over_rows(forward, parts, args)["logprobs_BT"]
 
 

@@ -61,7 +61,6 @@ class Args(RunArgs):  # more flags: --help
         self.check_range(0, 1, "clip_eps_low")
         self.check_range(1, 1e9, "max_sampling_rounds")
         self.check_range(2, 1e6, "group_size")  # one reward has no group baseline
-        self.check_used(self.overlong == "soft", f"with --overlong {self.overlong}", "overlong_cache")
         if self.overlong == "soft":
             self.check_range(1, self.max_new_tokens - 1, "overlong_cache")
 
@@ -191,7 +190,7 @@ def main(args):
         counts = group_counts(generated, args.group_size, rounds)
         if missing > 0:
             run.say(f"iteration {iteration}: {missing} mixed groups missing after {rounds} rounds")
-        if len(kept) < run.num_processes:  # each needs at least one completion
+        if not kept:
             rewards_PG = torch.tensor([c.reward for c in generated]).view(-1, args.group_size)
             run.log(None, generated, rewards_PG, **counts)
             run.end_early("too few mixed groups")
@@ -204,7 +203,7 @@ def main(args):
             lengths_B = torch.tensor([len(c.ids) for c in kept])
             rewards_B += overlong_penalty(lengths_B, args.max_new_tokens, args.overlong_cache)
         rewards_PG = rewards_B.view(-1, args.group_size)
-        advantages_B1 = compute_advantages(rewards_PG).view(-1, 1).to(args.device)
+        advantages_B1 = compute_advantages(rewards_PG).view(-1, 1).to(args.torch_device)
 
         # ------------------------------------------------------------------------------------ batch
         # Compute old log-probs with the training forward, in the update's micro-batches, so that the
@@ -212,7 +211,7 @@ def main(args):
         batch = collate(kept, args)
         if args.overlong == "filter":
             # [4] Truncated completions get no gradient, and their tokens are not counted.
-            is_whole_B1 = torch.tensor([[not c.truncated] for c in kept], device=args.device)
+            is_whole_B1 = torch.tensor([[not c.truncated] for c in kept], device=args.torch_device)
             batch.mask_BT = batch.mask_BT & is_whole_B1
         record_old_policy(policy, batch, args)  # sets old_logprobs_BT and, for an MoE, its experts
         rollout_correction(batch, args)  # sets correction_weights, 1 by default
@@ -221,7 +220,7 @@ def main(args):
         # ----------------------------------------------------------------------------------- update
         for minibatch in batch.minibatches(args):  # across all epochs
             num_tokens = minibatch.mask_BT.sum().clamp(min=1)  # filter may mask all of them
-            for micro in minibatch.micro_batches(args):  # this process's rows
+            for micro in minibatch.micro_batches(args):
                 outputs = token_logprobs(policy, micro, args.temperature)
                 loss, stats = policy_loss(
                     outputs.logprobs_BT,
@@ -237,7 +236,7 @@ def main(args):
                 total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
                 total_loss.backward()
                 run.record(loss, stats, outputs, micro)
-            grad_norm = policy.clip_gradients(args.max_grad_norm)  # summed over processes
+            grad_norm = policy.clip_gradients(args.max_grad_norm)
             run.record_step(minibatch, grad_norm)  # stops the run if the loss or norm is not finite
             optimizer.step()
             optimizer.zero_grad()

@@ -144,7 +144,7 @@ def main(args):
 
         # ------------------------------------------------------------------------------- advantages
         rewards_PG = torch.tensor([c.reward for c in completions]).view(-1, args.group_size)
-        advantages_B1 = compute_advantages(rewards_PG).view(-1, 1).to(args.device)
+        advantages_B1 = compute_advantages(rewards_PG).view(-1, 1).to(args.torch_device)
 
         # ------------------------------------------------------------------------------------ batch
         # Compute old log-probs with the training forward, in the update's micro-batches, so that the
@@ -156,7 +156,7 @@ def main(args):
 
         # ----------------------------------------------------------------------------------- update
         for minibatch in batch.minibatches(args):  # across all epochs
-            for micro in minibatch.micro_batches(args):  # this process's rows
+            for micro in minibatch.micro_batches(args):
                 outputs = token_logprobs(policy, micro, args.temperature)
                 loss, stats = policy_loss(
                     outputs.logprobs_BT,
@@ -172,7 +172,7 @@ def main(args):
                 total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
                 total_loss.backward()
                 run.record(loss, stats, outputs, micro)
-            grad_norm = policy.clip_gradients(args.max_grad_norm)  # summed over processes
+            grad_norm = policy.clip_gradients(args.max_grad_norm)
             run.record_step(minibatch, grad_norm)  # stops the run if the loss or norm is not finite
             optimizer.step()
             optimizer.zero_grad()

@@ -34,8 +34,8 @@ import torch
 from torch import nn
 
 from common import Run, RunArgs, TrainedModel, collate, critic_stats, critic_values, evaluate, flag
-from common import forward_packed, launch, load_grader, load_policy, load_problems, record_old_policy
-from common import reference_logprobs, rollout_correction, sample, token_logprobs
+from common import launch, load_grader, load_policy, load_problems, record_old_policy
+from common import reference_logprobs, rollout_correction, run_body, sample, token_logprobs
 
 
 @dataclass
@@ -70,7 +70,6 @@ class Critic(nn.Module):
 
     def __init__(self, policy):
         super().__init__()
-        self.one_sequence_per_row = policy.one_sequence_per_row
         self.body = copy.deepcopy(policy.master.base_model)
         hidden_size = policy.model.config.get_text_config().hidden_size
         self.head = nn.Linear(hidden_size, 1, bias=False, device=policy.model.device)
@@ -78,9 +77,7 @@ class Critic(nn.Module):
 
     def forward(self, batch):
         """Values, (B, U): V_t, read where token t is predicted, and V after the last column."""
-        packed = forward_packed(self.body, batch, self.one_sequence_per_row)
-        U = batch.mask_BT.shape[1] + 1
-        return self.head(packed.hidden[packed.place_BS[:, -U:]])[..., 0].float()
+        return self.head(run_body(self.body, batch).hidden_BUH)[..., 0].float()
 
 
 def masked_mean(x, mask):
@@ -240,8 +237,8 @@ def main(args):
         if reference is not None:
             kl_BT = torch.where(batch.mask_BT, batch.old_logprobs_BT - batch.ref_logprobs_BT, 0)
             numbers["losses/kl_ref"] = masked_mean(kl_BT, batch.mask_BT)
-        rewards_B1 = torch.tensor([[c.reward] for c in completions], device=args.device)
-        is_cut_off_B1 = torch.tensor([[c.truncated] for c in completions], device=args.device)
+        rewards_B1 = torch.tensor([[c.reward] for c in completions], device=args.torch_device)
+        is_cut_off_B1 = torch.tensor([[c.truncated] for c in completions], device=args.torch_device)
         token_rewards_BT = token_rewards(
             rewards_B1, kl_BT, values_BU, is_cut_off_B1, batch.mask_BT, args.kl_coef, args.gamma
         )
@@ -254,7 +251,7 @@ def main(args):
         # ----------------------------------------------------------------------------------- update
         for minibatch in batch.minibatches(args):  # across all epochs
             num_tokens = minibatch.mask_BT.sum()
-            for micro in minibatch.micro_batches(args):  # this process's rows
+            for micro in minibatch.micro_batches(args):
                 outputs = token_logprobs(policy, micro, args.temperature, entropy_grad=has_bonus)
                 loss, stats = policy_loss(
                     outputs.logprobs_BT,
@@ -281,7 +278,7 @@ def main(args):
                 total_loss = total_loss + args.router_aux_coef * outputs.aux_loss * share
                 total_loss.backward()
                 run.record(loss, stats, outputs, micro, value_loss=critic_loss)
-            grad_norm = policy.clip_gradients(args.max_grad_norm)  # summed over processes
+            grad_norm = policy.clip_gradients(args.max_grad_norm)
             critic_norm = critic.clip_gradients(args.max_grad_norm)
             # Stops the run here, before the step, if a loss or norm is not finite.
             run.record_step(minibatch, grad_norm, critic_grad_norm=critic_norm)

@@ -32,7 +32,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "study")]
 from experiments import SCRIPTS  # noqa: E402
 from plumbing.args import resolve_device  # noqa: E402
 from plumbing.folder import versions  # noqa: E402
-from plumbing.models import TINY_MOE  # noqa: E402
+from plumbing.model import TINY_MOE  # noqa: E402
 
 TINY_JOB = "--prompts_per_iteration 4 --max_new_tokens 16 --num_held_out 8"
 SIZES = {  # layers, vocabulary and job of `speed`; True: in the self-test

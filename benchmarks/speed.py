@@ -38,7 +38,7 @@ import transformers  # noqa: E402
 
 import common  # noqa: E402
 import grpo  # noqa: E402
-from plumbing.models import end_ids  # noqa: E402
+from plumbing.model import end_ids  # noqa: E402
 
 ITERATIONS = 7
 RATES = {"fixed": 1e-9, "learning": 2e-4}

@@ -14,8 +14,7 @@ functions are called there.
 from math_verify import parse
 from math_verify import verify as is_equal
 
-from common import verify
-from plumbing.answers import final_answer
+from common import final_answer, verify
 
 
 def grade(text, answer, truncated):

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from common import Completion, UserError, evaluate, load_grader, load_policy, load_problems
 from plumbing import ranks
 from plumbing.args import add_flag, check_flags
-from plumbing.models import end_ids
+from plumbing.model import end_ids
 
 TRL = "1.16.0"
 ALGORITHMS = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "sapo"]

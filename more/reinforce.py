@@ -128,7 +128,7 @@ def main(args):
         # ------------------------------------------------------------------------------- advantages
         rewards_PG = torch.tensor([c.reward for c in completions]).view(-1, args.group_size)
         baseline = run.extra_state["baseline"]
-        advantages_B1 = compute_advantages(rewards_PG, baseline).view(-1, 1).to(args.device)
+        advantages_B1 = compute_advantages(rewards_PG, baseline).view(-1, 1).to(args.torch_device)
         # [1] b becomes d b + (1 - d) mean R, for the next iteration
         baseline *= args.baseline_decay
         baseline += (1 - args.baseline_decay) * rewards_PG.mean().item()
@@ -143,7 +143,7 @@ def main(args):
         batch.advantages = batch.correction_weights * advantages_B1
 
         # ----------------------------------------------------------------------------------- update
-        for micro in batch.micro_batches(args):  # this process's rows
+        for micro in batch.micro_batches(args):
             outputs = token_logprobs(policy, micro, args.temperature)
             loss, stats = policy_loss(
                 outputs.logprobs_BT,
@@ -157,7 +157,7 @@ def main(args):
             total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
             total_loss.backward()
             run.record(loss, stats, outputs, micro)
-        grad_norm = policy.clip_gradients(args.max_grad_norm)  # summed over processes
+        grad_norm = policy.clip_gradients(args.max_grad_norm)
         run.record_step(batch, grad_norm)  # stops the run if the loss or norm is not finite
         optimizer.step()
         optimizer.zero_grad()

@@ -42,8 +42,8 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run as a file, it finds common too
 
 from common import Run, RunArgs, TrainedModel, UserError, collate, critic_stats, critic_values, evaluate
-from common import flag, forward_packed, launch, load_grader, load_policy, load_problems
-from common import record_old_policy, reference_logprobs, rollout_correction, sample, token_logprobs
+from common import flag, launch, load_grader, load_policy, load_problems, record_old_policy
+from common import reference_logprobs, rollout_correction, run_body, sample, token_logprobs
 
 
 @dataclass
@@ -83,7 +83,6 @@ class Critic(nn.Module):
 
     def __init__(self, policy):
         super().__init__()
-        self.one_sequence_per_row = policy.one_sequence_per_row
         self.body = copy.deepcopy(policy.master.base_model)
         hidden_size = policy.model.config.get_text_config().hidden_size
         self.head = nn.Linear(hidden_size, 1, bias=False, device=policy.model.device)
@@ -91,9 +90,7 @@ class Critic(nn.Module):
 
     def forward(self, batch):
         """Values, (B, U): V_t, read where token t is predicted, and V after the last column."""
-        packed = forward_packed(self.body, batch, self.one_sequence_per_row)
-        U = batch.mask_BT.shape[1] + 1
-        return self.head(packed.hidden[packed.place_BS[:, -U:]])[..., 0].float()
+        return self.head(run_body(self.body, batch).hidden_BUH)[..., 0].float()
 
 
 def masked_mean(x, mask):
@@ -256,7 +253,7 @@ def main(args):
         values_BU = critic_values(critic, batch, args)
         batch.values_BT = values_BU[:, :-1]
         is_right_B1 = [[c.verdict == "correct"] for c in completions]
-        batch.is_right_B1 = torch.tensor(is_right_B1, device=args.device)
+        batch.is_right_B1 = torch.tensor(is_right_B1, device=args.torch_device)
 
         # ------------------------------------------------------------------------------- advantages
         # token_rewards subtracts log(pi_old / pi_ref), the plain KL estimator for the old policy.
@@ -266,8 +263,8 @@ def main(args):
         if reference is not None:
             kl_BT = torch.where(batch.mask_BT, batch.old_logprobs_BT - batch.ref_logprobs_BT, 0)
             numbers["losses/kl_ref"] = masked_mean(kl_BT, batch.mask_BT)
-        rewards_B1 = torch.tensor([[c.reward] for c in completions], device=args.device)
-        is_cut_off_B1 = torch.tensor([[c.truncated] for c in completions], device=args.device)
+        rewards_B1 = torch.tensor([[c.reward] for c in completions], device=args.torch_device)
+        is_cut_off_B1 = torch.tensor([[c.truncated] for c in completions], device=args.torch_device)
         token_rewards_BT = token_rewards(
             rewards_B1, kl_BT, values_BU, is_cut_off_B1, batch.mask_BT, args.kl_coef, args.gamma
         )
@@ -287,7 +284,7 @@ def main(args):
         for minibatch in batch.minibatches(args):  # across all epochs
             num_tokens = minibatch.mask_BT.sum()
             num_right_tokens = (minibatch.mask_BT & minibatch.is_right_B1).sum().clamp(min=1)
-            for micro in minibatch.micro_batches(args):  # this process's rows
+            for micro in minibatch.micro_batches(args):
                 # [1] Without gradients AdamW leaves the policy and its moments unchanged.
                 with torch.set_grad_enabled(iteration > args.pretraining_iterations):
                     outputs = token_logprobs(policy, micro, args.temperature, entropy_grad=has_bonus)
@@ -325,7 +322,7 @@ def main(args):
                 total_loss.backward()
                 losses = {"value_loss": critic_loss, "positive_lm_loss": lm_loss}
                 run.record(loss, stats, outputs, micro, **losses)
-            grad_norm = policy.clip_gradients(args.max_grad_norm)  # summed over processes
+            grad_norm = policy.clip_gradients(args.max_grad_norm)
             critic_norm = critic.clip_gradients(args.max_grad_norm)
             # Stops the run here, before the step, if a loss or norm is not finite.
             run.record_step(minibatch, grad_norm, critic_grad_norm=critic_norm)

@@ -2,52 +2,59 @@
 
 import argparse
 import contextlib
-import difflib
 import json
-import math
-import os
+import re
 import sys
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Literal, get_args, get_origin
+from typing import Literal, get_args
 
 import torch
 import transformers
 from tqdm import tqdm
 
-from plumbing import UserError, one_line, ranks
-from plumbing.folder import RunFolder, folder_of, saved_settings
-from plumbing.screen import Stream
+
+class UserError(Exception):
+    """Something the user can fix: one sentence with the flag and what was found. `launch` prints it and
+    exits with code 2."""
+
+
+@contextlib.contextmanager
+def one_line(message):
+    """Turns any exception inside into a UserError: this message and the original's first line."""
+    try:
+        yield
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        cause = str(error).strip().partition("\n")[0]
+        raise UserError(f"{message}: {type(error).__name__} {cause:.200}") from error
 
 
 def flag(default, help):
     """A dataclass field that becomes a command-line flag."""
-    if isinstance(default, list):
-        return field(default_factory=default.copy, metadata={"help": help})
     return field(default=default, metadata={"help": help})
 
 
 @dataclass
 class RunArgs:
-    """The flags that every script's `Args` inherits."""
+    """The flags that every script's `Args` inherits. Making one checks its values (UserError)."""
 
     # model
     model: str = flag("tiny-moe", "tiny-moe, or a folder or hub id of a causal LM")
     # data and reward
     dataset: str = flag("addition", "addition, a .jsonl, .csv or .parquet file, a folder, or a hub id")
     dataset_config: str = flag("", "config of a hub dataset, if it has several")
-    dataset_split: str = flag("", "split of a folder or hub dataset [train]")
+    dataset_split: str = flag("train", "split of a folder or hub dataset")
     prompt_column: str = flag("question", "column with the prompts: text or chat messages")
     answer_column: str = flag("answer", "column with the gold answers, or a path such as extra.gold")
     chat_template_kwargs: str = flag("", 'JSON for the chat template: {"enable_thinking": false}')
     system_prompt: str = flag("", "system message before each prompt; replaces the dataset's")
     instruction: str = flag("", "text to add after each prompt, on a new line")
     num_held_out: int = flag(256, "problems held out for evaluation")
-    reward: list[str] = flag([], "FILE.py:FUNCTION ...; the first one also decides what is correct")
-    reward_weights: list[float] = flag([], "one weight per reward function [1 each]")
+    reward: str = flag("", "FILE.py:FUNCTION that grades completions instead of the verifier")
     # precision and memory
     dtype: Literal["float32", "bfloat16"] = flag("float32", "precision; AdamW always uses float32")
-    head_dtype: Literal["same", "float32"] = flag("same", "precision of the LM head's matrix product")
     micro_batch_size: int = flag(0, "completions per forward and backward pass [0: 16,384 tokens]")
     rollout_batch_size: int = flag(0, "completions sampled at a time [0: a whole iteration's]")
     gradient_checkpointing: bool = flag(False, "trade time for memory")
@@ -68,7 +75,7 @@ class RunArgs:
     )
     # run
     seed: int = flag(1, "seed for prompt order and sampling")
-    device: str = flag("", "cpu, cuda or mps; the last two are untested [cuda if available]")
+    device: str = flag("", "cpu, cuda or mps [cuda if available]")
     eval_every: int = flag(10, "evaluate every n iterations [0: only at the end]")
     eval_samples: int = flag(1, "samples per held-out problem, before and after training, for pass@k")
     save_every: int = flag(20, "save a checkpoint every n iterations [0: only at the end]")
@@ -80,17 +87,14 @@ class RunArgs:
     update_epochs = 1
     num_minibatches = 1
     ref_reset_every = 0
-    # What the --reward functions need
-    reads_answers = True  # gold answers
-    reward_columns = {}  # {column of the dataset: the flag that needs it}
+    # What --reward needs of the data
+    reads_answers = True
+
+    def __post_init__(self):
+        check_flags(self)
 
     def check(self):
         """Scripts override this: UserError if one of their own flags has an invalid value."""
-
-    def template_options(self):
-        """`--chat_template_kwargs` as a dict."""
-        with one_line(f"--chat_template_kwargs must be a JSON object, not {self.chat_template_kwargs}"):
-            return dict(**json.loads(self.chat_template_kwargs or "{}"))
 
     def check_range(self, low, high, *names):
         """UserError if the value of one of these flags is outside the range."""
@@ -99,12 +103,23 @@ class RunArgs:
             if not low <= value <= high:  # a NaN fails this too
                 raise UserError(f"--{name} must be from {low:g} to {high:g}, not {value}")
 
-    def check_used(self, is_used, condition, *names):
-        """UserError if one of these flags was given but nothing uses it under this condition."""
-        for name in names:
-            if not is_used and getattr(self, name) != getattr(type(self), name):
-                raise UserError(f"--{name} does nothing {condition}")
+    @property
+    def torch_device(self):
+        """The name of the device that `--device` means."""
+        return self.device or ("cuda" if torch.cuda.is_available() else "cpu")
 
+    @property
+    def folder(self):
+        """The absolute path that `--run_dir` means."""
+        return folder_of(type(self), self.run_dir, self.seed)
+
+    def template_options(self):
+        """`--chat_template_kwargs` as a dict."""
+        with one_line(f"--chat_template_kwargs must be a JSON object, not {self.chat_template_kwargs}"):
+            return dict(**json.loads(self.chat_template_kwargs or "{}"))
+
+
+# ------------------------------------------------------------------------------------------- checks
 
 # Lowest and highest values of flags that several scripts have. All other numbers must be finite and
 # nonnegative; a script's check() may be stricter.
@@ -113,121 +128,145 @@ RANGES = [
     (1, 1e9, "num_held_out rollout_mask_high rollout_refresh_every"),
     (1, 1000, "eval_samples"),
     (1, 999_999, "iterations"),  # a checkpoint's name has six digits
-    (1e-9, 1e9, "temperature lr max_grad_norm rollout_cap"),
+    (1e-9, 1e9, "temperature lr critic_lr max_grad_norm rollout_cap"),
     (0, 1, "rollout_mask_low"),
 ]
 
 
 def check_flags(args):
     """UserError if a flag has an invalid value, or flags contradict each other."""
+    for f in fields(args):
+        value = getattr(args, f.name)
+        choices = get_args(f.type)
+        if choices and value not in choices:
+            raise UserError(f"--{f.name} must be one of {', '.join(choices)}, not {value}")
     ranges = {f.name: (0, 1e9) for f in fields(args) if f.type in (int, float)}
     for low, high, names in RANGES:
-        ranges |= dict.fromkeys(names.split(), (low, high))
+        ranges |= {name: (low, high) for name in names.split() if hasattr(args, name)}
     for name, (low, high) in ranges.items():
         args.check_range(low, high, name)
     args.check()
     args.template_options()
-    is_finite = all(map(math.isfinite, args.reward_weights))
-    if args.reward_weights and not (is_finite and len(args.reward_weights) == len(args.reward)):
-        raise UserError("--reward_weights must be finite numbers, one for each function of --reward")
     completions = args.prompts_per_iteration * args.group_size
     if completions % args.num_minibatches > 0:
         raise UserError(f"--num_minibatches does not divide {completions} completions into equal parts")
-    if completions // args.num_minibatches < ranks.WORLD:
-        message = f"leaves fewer completions per minibatch than the {ranks.WORLD} processes"
-        raise UserError(f"--prompts_per_iteration {args.prompts_per_iteration} {message}")
     if args.old_logprobs == "sampler" and args.routing_replay == "r2":
         raise UserError("--old_logprobs sampler skips the forward pass that r2 takes experts from")
-    has_splits = args.dataset != "addition" and not os.path.isfile(args.dataset)
-    args.check_used(has_splits, f"with --dataset {args.dataset}", "dataset_config", "dataset_split")
-    is_measured = args.old_logprobs == "trainer"
-    args.check_used(is_measured, "with --old_logprobs sampler", "rollout_correction")
-    rule = f"with --rollout_correction {args.rollout_correction}"
-    has_cap = args.rollout_correction not in ("none", "icepop", "geo_filter")
-    args.check_used(has_cap, rule, "rollout_cap")
-    has_bounds = args.rollout_correction in ("geo_mask", "geo_filter")
-    args.check_used(has_bounds, rule, "rollout_mask_low", "rollout_mask_high")
+    if args.old_logprobs == "sampler" and args.rollout_correction != "none":
+        raise UserError("--old_logprobs sampler leaves nothing for --rollout_correction to correct")
+    with one_line(f"--device {args.torch_device} is not available"):
+        torch.zeros(1, device=args.torch_device).item()  # fails on meta, which cannot compute
+
+
+# ------------------------------------------------------------------------------------- a run's folder
+
+CHECKPOINT = re.compile(r"checkpoint-\d{6}")  # a copy such as checkpoint-best-2 belongs to the user
+# What may change when a run is resumed. If model, data or reward have moved, they must still be the
+# same. The last four change results only by rounding.
+MAY_CHANGE = """run_dir resume iterations eval_every save_every model dataset reward
+device micro_batch_size rollout_batch_size gradient_checkpointing""".split()
+
+
+def folder_of(args_class, run_dir, seed):
+    return Path(run_dir or f"runs/{script_of(args_class)}-seed{seed}").absolute()
+
+
+def script_of(args_class):
+    """The name of the file that defines an `Args`; "notebook" if there is none."""
+    module = sys.modules.get(args_class.__module__)
+    return Path(getattr(module, "__file__", None) or "notebook").stem
+
+
+def checkpoints_in(folder):
+    """The checkpoints in a run's folder, oldest first."""
+    paths = folder.glob("checkpoint-*")
+    return sorted(path for path in paths if CHECKPOINT.fullmatch(path.name))
+
+
+def saved_settings(folder):
+    """What is in a run's settings.json; {} if there is none."""
+    path = folder / "settings.json"
+    with one_line(f"{path} cannot be read"):
+        return json.loads(path.read_text()) if path.exists() else {}
+
+
+def check_folder(args):
+    """The settings of the run that is resumed; {} for a new run. UserError if `--run_dir` holds a
+    different run, or one that cannot be resumed."""
+    folder = args.folder
+    if CHECKPOINT.fullmatch(folder.name):
+        raise UserError(f"--run_dir {folder} is a checkpoint: pass the folder that contains it")
+    checkpoints = checkpoints_in(folder)
+    if args.resume and checkpoints:
+        saved = saved_settings(folder)
+        now = {"script": script_of(type(args)), **asdict(args)}
+        for name, value in now.items():
+            if name not in MAY_CHANGE and saved.get(name, value) != value:
+                raise UserError(f"--resume: {folder} has {name} {saved[name]}, not {value}")
+        return saved
+    log = folder / "metrics.jsonl"
+    is_logged = log.exists() and log.stat().st_size > 0
+    if is_logged or any(path.name > "checkpoint-000000" for path in checkpoints):
+        message = "holds a run: --resume continues it from its newest checkpoint"
+        raise UserError(f"--run_dir {folder} {message}; a different --run_dir starts a new one")
+    return {}
+
+
+# ------------------------------------------------------------------------------------- command line
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises a UserError where argparse would print usage and exit."""
+    """Raises a UserError where argparse would print the usage and exit."""
 
     def error(self, message):
         raise UserError(message)
 
 
-def make_parser(args_class):
-    """A parser whose flags are the fields of a script's `Args`."""
+def read_bool(text):
+    return {"true": True, "false": False}[text.lower()]
+
+
+def add_flags(parser, args_class, names=None):
+    """Adds the flags of an `Args` (of these names) to a parser. Only those that are given become
+    attributes of what it returns."""
+    for f in fields(args_class):
+        if names is not None and f.name not in names:
+            continue
+        help = f.metadata["help"].replace("%", "%%")
+        options = {"type": f.type}
+        if f.type is bool:
+            options = {"type": read_bool, "nargs": "?", "const": True}
+        elif get_args(f.type):
+            options = {"choices": get_args(f.type)}
+            help += f" ({', '.join(options['choices'])})"
+        if f.default not in ("", False):
+            help += f" (default: {f.default})"
+        parser.add_argument(f"--{f.name}", help=help, metavar="X", default=argparse.SUPPRESS, **options)
+
+
+def parse_args(args_class, words):
+    """A command line as `args_class`. A resumed run has the flags of its settings.json, unless they are
+    given again."""
     title = (sys.modules[args_class.__module__].__doc__ or "").partition("\n")[0]
     parser = Parser(
         description=f"Trains a language model with {title}",
         usage="%(prog)s [--flag value ...]",
         allow_abbrev=False,
     )
-    flags = {f.name: f for f in fields(args_class)}
-    for owner, group in ((args_class, "flags of this script"), (RunArgs, "flags of all scripts")):
-        group = parser.add_argument_group(group)
-        for name in owner.__annotations__:
-            add_flag(group, flags[name])
-    return parser
-
-
-def add_flag(group, field):
-    help = field.metadata["help"].replace("%", "%%")
-    if field.type is bool:
-        group.add_argument(f"--{field.name}", help=help, action="store_true")
-        return
-    options = {"type": field.type, "default": field.default}
-    if get_origin(field.type) is list:
-        options = {"type": get_args(field.type)[0], "default": field.default_factory(), "nargs": "+"}
-    elif get_origin(field.type) is Literal:
-        options = {"choices": get_args(field.type), "default": field.default}
-        help += f" ({', '.join(options['choices'])})"
-    if options["default"] not in ("", []):
-        help += f" (default: {field.default})"
-    group.add_argument(f"--{field.name}", help=help, metavar="X", **options)
-
-
-def parse_args(args_class):
-    """The command line as `args_class`. Values are checked before any work is done."""
-    parser = make_parser(args_class)
-    values, unknown = parser.parse_known_args()
+    add_flags(parser, args_class)
+    given, unknown = parser.parse_known_args(words)
+    given = vars(given)
     if unknown:
-        name = unknown[0].partition("=")[0]
-        known = [f"--{f.name}" for f in fields(args_class)]
-        nearest = difflib.get_close_matches(name, known, n=1)
-        hint = f": did you mean {nearest[0]}?" if nearest else "; --help lists all flags"
-        raise UserError(f"unknown argument {name}{hint}")
-    args = args_class(**vars(values))
-    if args.resume:
-        saved = saved_settings(folder_of(args))
-        names = {f.name for f in fields(args)} - {"resume", "run_dir", "device"}
-        parser.set_defaults(**{name: saved[name] for name in names & saved.keys()})
-        args = args_class(**vars(parser.parse_args()))
-    check_flags(args)
-    args.device = resolve_device(args.device)
-    if ranks.RANK == 0 and args.model != args_class.model:
-        for name, typical in (("lr", "1e-6"), ("critic_lr", "1e-5")):
-            if hasattr(args, name) and getattr(args, name) == getattr(args_class, name):
-                message = f"--{name} {getattr(args, name):g} suits {args_class.model}"
-                print(f"warning: {message}; for your own model {typical} is typical", file=sys.stderr)
-    return args
-
-
-def resolve_device(name):
-    """The device's full name ("cuda:0"). If `name` is empty: CUDA if available, else the CPU."""
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name or default)
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", ranks.LOCAL_RANK)
-        torch.zeros(1, device=device).item()  # fails on meta, which cannot compute
-        if device.type == "cuda":
-            torch.cuda.set_device(device)  # for NCCL, and for the peak of memory
-        return str(device)
-    except Exception as error:  # each backend has its own exceptions
-        message = f"--device {name or default} is not available; the default here is {default}"
-        raise UserError(message) from error
+        raise UserError(f"unknown argument {unknown[0]}; --help lists all flags")
+    if [word.partition("=")[0] for word in words].count("--reward") > 1:
+        example = "examples/format_and_accuracy.py adds several up"
+        raise UserError(f"--reward names one function, and was given more than once; {example}")
+    saved = {}
+    if given.get("resume"):
+        run_dir = given.get("run_dir", "")
+        saved = saved_settings(folder_of(args_class, run_dir, given.get("seed", args_class.seed)))
+    kept = {f.name for f in fields(args_class)} & saved.keys() - {"resume", "run_dir", "device"}
+    return args_class(**{name: saved[name] for name in kept} | given)
 
 
 def launch(main, args_class):
@@ -235,37 +274,27 @@ def launch(main, args_class):
     stderr and exit code 2; anything else is a bug and shows its traceback."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    with (
-        contextlib.redirect_stdout(Stream(sys.stdout)),
-        contextlib.redirect_stderr(Stream(sys.stderr)),
-    ):
-        try:
-            args = parse_args(args_class)
-            ranks.init(args.device)
-            RunFolder(args)  # opened and locked before a model is loaded
-            main(args)
-            ranks.destroy()
-        except KeyboardInterrupt:  # during an iteration: see Run.on_signal
-            if ranks.RANK == 0:
-                tqdm.write("stopped", file=sys.stderr)
-            sys.exit(130)
-        except UserError as error:
-            fail(error, error.__cause__)
-        except Exception as error:
-            # The CPU allocator has no exception class of its own.
-            if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-                flags = "--micro_batch_size, --rollout_batch_size, --gradient_checkpointing, --dtype"
-                fail(UserError(f"out of memory on {args.device}; these flags can help: {flags}"), error)
-            ranks.let_others_report(is_user_error=False)
-            raise
+    try:
+        args = parse_args(args_class, sys.argv[1:])
+        check_folder(args)  # before any work is done; Run compares it again
+        for name, typical in (("lr", "1e-6"), ("critic_lr", "1e-5")):
+            is_default = getattr(args, name, None) == getattr(args_class, name, None)
+            if args.model != args_class.model and hasattr(args, name) and is_default:
+                message = f"--{name} {getattr(args, name):g} suits {args_class.model}"
+                print(f"warning: {message}; for your own model {typical} is typical", file=sys.stderr)
+        main(args)
+    except KeyboardInterrupt:  # during an iteration: see Run.on_signal
+        fail("stopped", 130)
+    except UserError as error:
+        fail(f"{Path(sys.argv[0]).name}: error: {' '.join(str(error).split())}", 2)
+    except Exception as error:
+        # The CPU allocator has no exception class of its own.
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            flags = "--micro_batch_size, --rollout_batch_size, --gradient_checkpointing, --dtype"
+            fail(f"{Path(sys.argv[0]).name}: error: out of memory; these flags can help: {flags}", 2)
+        raise
 
 
-def fail(error, cause):
-    """Exits with one line: the error and its cause."""
-    message = str(error)
-    if cause is not None:
-        message += f": {type(cause).__name__} {cause}"
-    ranks.let_others_report(is_user_error=True)
-    line = " ".join(message.split())
-    tqdm.write(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr)
-    sys.exit(2)
+def fail(line, code):
+    tqdm.write(line, file=sys.stderr)  # above the progress bar
+    sys.exit(code)

@@ -1,28 +1,17 @@
 """Reads datasets, renders prompts for the model, and streams training problems."""
 
-import copy
 import csv
 import glob
-import gzip
 import hashlib
 import json
-import logging
 import math
-import os
-import sys
 from collections import Counter
-from contextlib import suppress
-from pathlib import Path
 
 import torch
 
-from plumbing import UserError, ranks
-from plumbing.answers import gold_answer, is_same
+from plumbing.args import UserError, one_line
 
-# These reasons do not suggest that the wrong column was named:
-EQUAL = "with the prompt of an earlier row"
-NO_ANSWER = "with the answer proof or notfound"
-REPLY = "assistant replies at the end"
+EQUAL = "with the prompt of an earlier row"  # which does not suggest that the wrong column was named
 
 
 class ProblemStream:
@@ -57,69 +46,43 @@ class ProblemStream:
 
 
 def read_dataset(args):
-    """Yields the rows of `--dataset`. A row that is not a dict was unreadable."""
+    """The rows of `--dataset`. A row that is not a dict was unreadable."""
     name = args.dataset
-    kind = Path(name.removesuffix(".gz")).suffix
-    open_file = gzip.open if name.endswith(".gz") else open
-    try:
-        if kind in (".csv", ".json", ".jsonl"):
-            read = csv.DictReader if kind == ".csv" else read_json
-            with open_file(name, "rt", encoding="utf-8-sig", newline="") as file:
-                yield from read(file)
-        else:
-            yield from read_table(args)
-    except Exception as error:  # the libraries raise many kinds of exceptions for damaged files
-        cause = error.__cause__ or error  # datasets hides it behind a DatasetGenerationError
-        raise UserError(f"--dataset {name} cannot be read") from cause
+    with one_line(f"--dataset {name} cannot be read"):  # the libraries raise many kinds of exceptions
+        if name.endswith((".csv", ".json", ".jsonl")):
+            with open(name, encoding="utf-8-sig", newline="") as file:
+                return list(csv.DictReader(file)) if name.endswith(".csv") else read_json(file.read())
+        import datasets  # imported here: 80 MB that few runs need
+
+        datasets.disable_progress_bars()
+        if name.endswith(".parquet"):
+            return datasets.load_dataset("parquet", data_files=glob.escape(name), split="train")
+        return datasets.load_dataset(name, args.dataset_config or None, split=args.dataset_split)
 
 
-def read_json(file):
-    """The rows of one JSON array or of JSON lines. (datasets turns text that looks like a date into
-    one, and rejects a whole file for one bad line.)"""
-    start = file.read(1000).lstrip()
-    file.seek(0)
-    if start.startswith("["):
-        yield from json.load(file)
-        return
-    for line in file:
-        row = line.strip()
-        with suppress(ValueError):
-            row = json.loads(line)
-        if row != "":
-            yield row
-
-
-def read_table(args):
-    """The rows of a parquet file, a folder or a hub dataset."""
-    import datasets  # imported here: 80 MB that few runs need
-
-    for library in ("datasets", "huggingface_hub"):  # errors are reported in one line instead
-        logging.getLogger(library).setLevel(logging.CRITICAL)
-    datasets.disable_progress_bars()
-    name = args.dataset
-    if name.endswith(".parquet"):
-        pattern = glob.escape(name)
-        return datasets.load_dataset("parquet", data_files=pattern, split="train", streaming=True)
-    if os.path.isdir(name) and glob.escape(name) != name:
-        raise ValueError("datasets reads [, ? and * in a folder's name as a pattern: rename the folder")
-    return datasets.load_dataset(name, args.dataset_config or None, split=args.dataset_split or "train")
+def read_json(text):
+    """The rows of one JSON array or of JSON lines. (datasets rejects a whole file for one bad line, and
+    guesses types: 007 becomes 7.)"""
+    if text.lstrip().startswith("["):
+        return json.loads(text)
+    rows = []
+    for line in filter(str.strip, text.split("\n")):
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            rows.append(line)
+    return rows
 
 
 # --------------------------------------------------------------------------------------------- rows
 
 
+def hash_of(content):
+    return hashlib.sha256(repr(content).encode()).hexdigest()
+
+
 class BadRow(Exception):
     """A row that cannot be used: why, in a few words, and what was found."""
-
-
-def hash_of(value):
-    return hashlib.sha256(repr(value).encode()).hexdigest()
-
-
-def describe(cell):
-    if isinstance(cell, dict):
-        return f"a dict with {', '.join(map(str, cell))}"
-    return f"{cell!r:.80}"
 
 
 def cell_of(row, column):
@@ -132,172 +95,120 @@ def cell_of(row, column):
     return cell
 
 
-def is_text_part(part):
-    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part["text"], str)
-
-
 def chat_message(item):
     """A message from a dataset, with its text parts joined."""
-    if not {"role", "content"} <= set(item):
-        raise BadRow("with messages that lack role and content (as in ShareGPT)", describe(item))
-    content = item["content"]
-    if isinstance(content, list) and all(is_text_part(part) for part in content):
+    content = item.get("content")
+    if isinstance(content, list) and all(part.get("type") == "text" for part in content):
         content = "".join(part["text"] for part in content)
-    if not isinstance(content, str):
-        raise BadRow("with a message that is not text", describe(content))
+    if "role" not in item or not isinstance(content, str):
+        raise BadRow("with a message that lacks a role, or is not text", item)
     known = {name: value for name, value in item.items() if value is not None}  # parquet adds None
     return known | {"content": content}
 
 
-def read_row(row, args):
-    """(text or chat messages, whether the assistant's reply was dropped, the gold answer or "")."""
-    if not isinstance(row, dict) or None in row:  # csv puts surplus cells under None
-        raise BadRow("unreadable", describe(row))
-    prompt = cell_of(row, args.prompt_column)
-    text = prompt
-    items = prompt
-    has_reply = False
-    if isinstance(prompt, str) and prompt.lstrip().startswith("["):
-        with suppress(ValueError, RecursionError):
-            items = json.loads(prompt)
-    if isinstance(items, list) and items and all(isinstance(item, dict) for item in items):
-        prompt = [chat_message(item) for item in items]
-        has_reply = prompt[-1]["role"] == "assistant"
-        while prompt and prompt[-1]["role"] == "assistant":
-            prompt.pop()
-        if args.system_prompt:
-            prompt = [message for message in prompt if message["role"] != "system"]
-        text = "".join(message["content"] for message in prompt if message["role"] == "user")
-    if not isinstance(text, str) or not text.strip():
-        raise BadRow("without a prompt", describe(text))
-    cell = cell_of(row, args.answer_column)
-    answer = gold_answer(cell) or ""
-    if args.reads_answers and not answer:
-        if str(cell).strip().lower() in ("proof", "notfound"):
-            raise BadRow(NO_ANSWER)
-        raise BadRow("without a gold answer", describe(cell))
-    return prompt, has_reply, answer
-
-
-def render(prompt, policy, args):
-    """(the text for the model, its token ids, the prompt for reward functions)."""
-    tokenizer = policy.tokenizer
-    is_text = isinstance(prompt, str)
-    messages = [{"role": "user", "content": prompt}] if is_text else copy.deepcopy(prompt)
-    question = [message for message in messages if message["role"] == "user"][-1]
-    if args.instruction:
-        question["content"] += f"\n{args.instruction}"
+def read_prompt(cell, args):
+    """The chat messages in a cell: one from the user if it is text. Replies at the end are dropped."""
+    if isinstance(cell, str):
+        messages = [{"role": "user", "content": cell}]
+    elif isinstance(cell, list) and all(isinstance(item, dict) for item in cell):
+        messages = [chat_message(item) for item in cell]
+    else:
+        messages = []
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
     if args.system_prompt:
-        messages.insert(0, {"role": "system", "content": args.system_prompt})
-    try:
-        if tokenizer.chat_template:
-            text = tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **args.template_options()
-            )
-            ids = tokenizer(text, add_special_tokens=False).input_ids  # the template adds them
-        elif len(messages) == 1:
-            text = question["content"]
-            ids = tokenizer(text).input_ids
-            if ids[-1] == tokenizer.eos_token_id:
-                ids.pop()  # some tokenizers append EOS
-        else:
-            raise ValueError("several messages, and --system_prompt, need a chat template")
-    except Exception as error:  # templates raise their own exceptions
-        raise BadRow("that cannot be rendered", f"{type(error).__name__} {error}") from error
-    for needed in (question["content"], args.system_prompt):
-        if needed.strip() not in text:
-            raise BadRow("with a prompt that the chat template drops", describe(needed))
+        messages = [message for message in messages if message["role"] != "system"]
+    if not any(message["role"] == "user" and message["content"].strip() for message in messages):
+        raise BadRow("without a prompt", cell)
+    return messages
+
+
+def read_answer(cell):
+    """The gold answer in a cell: text, a number, or a list of one of these; "" for anything else."""
+    if isinstance(cell, list) and len(cell) == 1:
+        cell = cell[0]
+    is_number = isinstance(cell, (int, float)) and math.isfinite(cell)
+    return str(cell).strip() if is_number or isinstance(cell, str) else ""
+
+
+def render(messages, policy, args):
+    """(the text that the model reads, its token ids, the messages), with `--instruction` and
+    `--system_prompt`."""
+    tokenizer = policy.tokenizer
+    if args.instruction:
+        content = f"{messages[-1]['content']}\n{args.instruction}"
+        messages = [*messages[:-1], messages[-1] | {"content": content}]
+    if args.system_prompt:
+        messages = [{"role": "system", "content": args.system_prompt}, *messages]
+    if tokenizer.chat_template:
+        options = {"tokenize": False, "add_generation_prompt": True, **args.template_options()}
+        try:
+            text = tokenizer.apply_chat_template(messages, **options)
+        except Exception as error:  # templates raise their own exceptions
+            raise BadRow("that the chat template refuses", str(error)) from error
+        ids = tokenizer(text, add_special_tokens=False).input_ids  # the template adds them
+    elif len(messages) == 1:
+        text = messages[0]["content"]
+        ids = tokenizer(text).input_ids
+        if ids[-1] == tokenizer.eos_token_id:
+            ids.pop()  # some tokenizers append EOS
+    else:
+        raise BadRow("with several messages or --system_prompt, which need a chat template", messages)
+    if messages[-1]["content"].strip() not in text:
+        raise BadRow("with a prompt that the chat template drops", messages[-1]["content"])
     config = policy.model.config.get_text_config()  # where a multimodal model keeps its limit
     limit = getattr(config, "max_position_embeddings", None) or math.inf
     if len(ids) + args.max_new_tokens > limit:
-        reason = f"too long for --max_new_tokens {args.max_new_tokens} and the model's limit of {limit}"
-        raise BadRow(reason, f"with {len(ids)} tokens")
-    return text, ids, question["content"] if is_text else messages
+        raise BadRow(f"too long for --max_new_tokens and the model's limit of {limit} tokens", text)
+    return text, ids, messages
 
 
 # ----------------------------------------------------------------------------------------- problems
 
 
-def problem_rows(rows, policy, args):
-    """Rows -> [(prompt, gold answer, ids of the prompt, columns)], sorted by prompt hash. The first
-    `--num_held_out` are held out: adding or removing a row changes at most one of them."""
-    for name in args.template_options():
-        if name not in str(policy.tokenizer.chat_template):
-            raise UserError(f"--chat_template_kwargs: the model's chat template does not use {name}")
+def usable_rows(rows, policy, args):
+    """Rows -> [(prompt as the model reads it, gold answer, ids of the prompt, columns)], sorted by the
+    prompt's hash. The first `--num_held_out` are held out: adding or removing a row changes at most
+    one of them."""
     counts = Counter()  # {why rows are left out: how many}
     firsts = {}  # {why: the first of them, and what was found}
     columns = {}
-    problems = {}  # {hash: (number of the row, prompt, gold answer, ids, columns)}
-    contradicted = {}  # {hash: number of the row}
-
-    def count(number, reason, found=""):
-        counts[reason] += 1
-        firsts.setdefault(reason, f"row {number} {found}".strip())
-
+    problems = {}  # {hash: (prompt, answer, ids, columns)}
     for number, row in enumerate(rows, 1):
-        if isinstance(row, dict):
-            columns |= dict.fromkeys(map(str, row))
         try:
-            prompt, has_reply, answer = read_row(row, args)
-            key = hash_of(prompt)
+            if not isinstance(row, dict):
+                raise BadRow("unreadable", row)
+            columns |= dict.fromkeys(map(str, row))  # csv puts surplus cells under None
+            cell = cell_of(row, args.prompt_column)
+            messages = read_prompt(cell, args)
+            answer = read_answer(cell_of(row, args.answer_column))
+            if args.reads_answers and not answer:
+                raise BadRow("without a gold answer", cell_of(row, args.answer_column))
+            is_text = isinstance(cell, str)
+            key = hash_of(cell if is_text else messages)
             if key in problems:  # a dataset may repeat each prompt a hundred times
-                first_number, _, first_answer, *_ = problems[key]
-                if not is_same(answer, first_answer):
-                    contradicted[key] = first_number
-                raise BadRow(EQUAL)
-            text, ids, shown = render(prompt, policy, args)
+                raise BadRow(EQUAL, cell)
+            text, ids, messages = render(messages, policy, args)
+            shown = messages[-1]["content"] if is_text else messages
+            problems[key] = (text, answer, ids, {**row, "prompts": shown})
         except BadRow as error:
-            count(number, *error.args)
-            continue
-        if has_reply:
-            count(number, REPLY)
-        if answer:
-            columns["answer"] = None
-        problems[key] = (number, text, answer, ids, {"answer": answer, **row, "prompts": shown})
-    for key, number in contradicted.items():
-        count(number, "with a different gold answer for the same prompt in a later row")
-        del problems[key]
+            reason, found = error.args
+            counts[reason] += 1
+            firsts.setdefault(reason, f"row {number} {found!r:.80}")
     left_out = ", ".join(f"{n:,} {reason} (first: {firsts[reason]})" for reason, n in counts.items())
-    num_rows = len(problems) + counts.total() - counts[REPLY]
-    num_bad = num_rows - len(problems) - counts[EQUAL] - counts[NO_ANSWER]
-    if num_bad > num_rows / 10:
+    num_bad = counts.total() - counts[EQUAL]
+    if num_bad > (len(problems) + num_bad) / 10:
         raise UserError(
-            f"--dataset {args.dataset}: {num_bad:,} of {num_rows:,} rows cannot be used: {left_out}; "
+            f"--dataset {args.dataset}: {num_bad:,} rows cannot be used: {left_out}; "
             f"the columns (--prompt_column, --answer_column) are {', '.join(columns)}"
         )
-    check_problems(len(problems), columns, f"; left out: {left_out}" if left_out else "", args)
-    check_token_ids([token for _, _, _, ids, _ in problems.values() for token in ids], policy)
-    no_cells = dict.fromkeys(columns)
+    num_training = len(problems) - args.num_held_out
+    left_out = f"; left out: {left_out}" if left_out else ""
+    if num_training < 1:
+        message = f"leaves none of the {len(problems)} problems for training{left_out}"
+        raise UserError(f"--num_held_out {args.num_held_out} {message}")
+    print(f"problems: {num_training:,} to train on, {args.num_held_out:,} held out{left_out}")
     # addition's are already in random order.
     keys = problems if args.dataset == "addition" else sorted(problems)
-    return [(*problems[key][1:4], no_cells | problems[key][4]) for key in keys]
-
-
-def check_problems(num_problems, columns, left_out, args):
-    """UserError if a column that a reward function needs is missing, or no problem is left to train
-    on. Otherwise prints what is left."""
-    for name, flag in args.reward_columns.items():
-        if name not in columns:
-            names = ", ".join(columns)
-            raise UserError(f"{flag} needs {name}, but the columns of --dataset are {names}")
-    num_training = num_problems - args.num_held_out
-    if num_training < 1:
-        message = f"leaves none of the {num_problems} problems for training{left_out}"
-        raise UserError(f"--num_held_out {args.num_held_out} {message}")
-    if ranks.RANK > 0:
-        return
-    print(f"problems: {num_training:,} to train on, {args.num_held_out:,} held out{left_out}")
-    if num_training < args.num_held_out:
-        message = "more problems are held out than trained on; lower --num_held_out"
-        print(f"warning: {message}", file=sys.stderr)
-
-
-def check_token_ids(ids, policy):
-    """UserError if the model has no embedding for a token, or over a tenth of them are unknown."""
-    size = policy.model.get_input_embeddings().num_embeddings
-    if max(ids) >= size:
-        raise UserError(f"--model: its tokenizer has token {max(ids)}, but it has {size} embeddings")
-    unknown = ids.count(policy.tokenizer.unk_token_id)
-    if unknown > len(ids) / 10:
-        found = f"{unknown} of {len(ids)} tokens of the prompts"
-        raise UserError(f"--model: {found} are unknown to its tokenizer")
+    no_cells = dict.fromkeys(columns)
+    return [(*problems[key][:3], no_cells | problems[key][3]) for key in keys]

@@ -1,10 +1,41 @@
-"""An iteration's metrics: means over its updates, router statistics, and rollout statistics."""
+"""What a run measures: how long its phases take, and the numbers of metrics.jsonl."""
 
 import math
+import time
+from contextlib import contextmanager
 
 import torch
 
-from plumbing import ranks
+
+class Clock:
+    """Times the phases of an iteration, and shows them on the progress bar."""
+
+    def __init__(self):
+        self.seconds = {}  # {phase: seconds since the iteration began}
+        self.is_running = False
+        self.show = lambda text: None
+
+    @contextmanager
+    def __call__(self, phase):
+        """Times the code inside. Phases do not nest: sampling in an evaluation is evaluation."""
+        if self.is_running:
+            yield
+            return
+        self.is_running = True
+        self.show(phase)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.is_running = False
+            self.seconds[phase] = self.seconds.get(phase, 0) + time.perf_counter() - start
+            self.show("update")  # everything outside other phases
+
+
+clock = Clock()
+
+
+# ------------------------------------------------------------------------- means of an iteration
 
 # Keys for which an iteration's largest value is logged, not its mean.
 MAXIMA = {f"losses/{name}_max" for name in ("ratio", "sequence_ratio", "first_step_ratio_error")}
@@ -12,7 +43,8 @@ MAXIMA = {f"losses/{name}_max" for name in ("ratio", "sequence_ratio", "first_st
 
 def report(prefix, values, weight):
     """[(key, value, weight)] for {name: number or tensor}. The weight is the number of tokens or
-    sequences averaged. A name with a slash is already a full key."""
+    sequences averaged. A name with a slash is already a full key. Tensors stay on the device, so that
+    the host does not wait for it."""
     reports = []
     for name, value in values.items():
         key = name if "/" in name else f"{prefix}/{name}"
@@ -20,35 +52,11 @@ def report(prefix, values, weight):
     return reports
 
 
-def micro_batch_reports(stats, outputs, micro, num_experts, is_first_step):
-    """Reports on a micro-batch: the loss's `stats`, and numbers from common.TokenOutputs. They stay on
-    the device, so that the host does not wait for it."""
-    mask_BT = micro.mask_BT
-    num_tokens = mask_BT.sum()
-    logratio_BT = outputs.logprobs_BT.detach() - micro.old_logprobs_BT
-    logratio_B = torch.where(mask_BT, logratio_BT, 0).sum(1) / mask_BT.sum(1).clamp(min=1)
-    losses = {
-        **stats,
-        "entropy": masked_mean(outputs.entropy_BT, mask_BT),
-        "sequence_ratio_max": torch.where(mask_BT.any(1), logratio_B, -math.inf).max().exp(),
-    }
-    if is_first_step and micro.old_experts_BTLK is not None:  # the ratio must be 1
-        error_BT = torch.where(mask_BT, logratio_BT.exp() - 1, 0).abs()
-        losses["first_step_ratio_error_max"] = error_BT.max()
-    return [
-        *report("losses", losses, num_tokens),
-        *report("moe", {"aux_loss": outputs.aux_loss}, len(micro)),
-        *report("moe", router_stats(outputs, micro.old_experts_BTLK, mask_BT, num_experts), num_tokens),
-    ]
-
-
 def means(reports):
-    """{key: weighted mean over all ranks, or the largest value for keys in MAXIMA}. Keys with zero
-    weight are omitted."""
-    # Objects with tensors on a rank's own GPU cannot be exchanged.
-    reports = [(key, value.cpu(), weight.cpu()) for key, value, weight in reports]
+    """{key: weighted mean, or the largest value for keys in MAXIMA}. Keys with zero weight are
+    omitted."""
     pairs = {}
-    for key, value, weight in ranks.all_gather_list(reports):
+    for key, value, weight in reports:
         if weight > 0:
             pairs.setdefault(key, []).append((value, weight))
     result = {}
@@ -64,6 +72,21 @@ def means(reports):
 def masked_mean(x, mask):
     """Mean of x where the mask is 1; 0 for an empty mask. Masked-out values are ignored, even NaN."""
     return torch.where(mask.bool(), x, 0).sum() / mask.sum().clamp(min=1)
+
+
+@torch.no_grad()
+def policy_stats(outputs, micro, is_first_step):
+    """{name: scalar} for a micro-batch: the entropy, and how far the policy is from the old one."""
+    mask_BT = micro.mask_BT
+    logratio_BT = outputs.logprobs_BT - micro.old_logprobs_BT
+    logratio_B = torch.where(mask_BT, logratio_BT, 0).sum(1) / mask_BT.sum(1).clamp(min=1)
+    stats = {
+        "entropy": masked_mean(outputs.entropy_BT, mask_BT),
+        "sequence_ratio_max": torch.where(mask_BT.any(1), logratio_B, -math.inf).max().exp(),
+    }
+    if is_first_step and micro.old_experts_BTLK is not None:  # the ratio must be 1
+        stats["first_step_ratio_error_max"] = torch.where(mask_BT, logratio_BT.expm1(), 0).abs().max()
+    return stats
 
 
 @torch.no_grad()
@@ -87,40 +110,20 @@ def router_stats(outputs, old_experts_BTLK, mask_BT, num_experts):
     return stats
 
 
-def rollout_summary(completions, num_samples=1):
-    """{name: number} for completions with their verdicts; pass@k if each problem has several. A
-    "direct" completion begins with its answer and shows no work."""
-    count = len(completions)
-    lengths = [len(c.ids) for c in completions]
-    verdicts = [c.verdict for c in completions]
-    direct = [c.text.lstrip().startswith(("####", "\\box")) for c in completions]
-    result = {
-        "accuracy": verdicts.count("correct") / count,
-        "truncated_frac": sum(c.truncated for c in completions) / count,
-        "no_answer_frac": verdicts.count("no_answer") / count,
-        "direct_frac": sum(direct) / count,
-        "response_len_mean": sum(lengths) / count,
-    }
-    for name in completions[0].rewards or {}:
-        result[f"reward_mean_{name}"] = sum(c.rewards[name] for c in completions) / count
-    if num_samples > 1:
-        result |= pass_at_k(completions, num_samples)
-    return result
-
-
-def pass_at_k(completions, group_size):
-    """{"pass@k": probability that at least one of k completions of a problem is right} for k = 1, 2, 4,
-    ... up to the size of a group, estimated without bias (Chen et al., 2021, arXiv 2107.03374)."""
-    groups = [completions[i : i + group_size] for i in range(0, len(completions), group_size)]
-    num_wrong = [sum(c.verdict != "correct" for c in group) for group in groups]
-    result = {}
-    k = 1
-    while k <= group_size:
-        # 1 - C(n - c, k) / C(n, k): not all of k completions drawn from n without replacement are wrong
-        all_wrong = [math.comb(wrong, k) / math.comb(group_size, k) for wrong in num_wrong]
-        result[f"pass@{k}"] = 1 - sum(all_wrong) / len(groups)
-        k *= 2
-    return result
+@torch.no_grad()
+def correction_stats(batch, args):
+    """{name: scalar}: how far the sampler is from the training forward, and how many tokens the weights
+    that correct for it drop."""
+    stats = {}
+    mask_BT = batch.mask_BT
+    if args.old_logprobs == "trainer":
+        logratio_BT = torch.where(mask_BT, batch.old_logprobs_BT - batch.sampler_logprobs_BT, 0)
+        # r - 1 - log r, whose mean estimates KL(mu || pi_old); near 0, exp(x) - 1 would be noise
+        stats["sampler_kl"] = masked_mean(logratio_BT.expm1() - logratio_BT, mask_BT)
+    if args.rollout_correction != "none":
+        is_zero_BT = (batch.correction_weights == 0).expand_as(mask_BT)
+        stats["weight_zero_frac"] = masked_mean(is_zero_BT.float(), mask_BT)
+    return stats
 
 
 def critic_stats(values_BT, returns_BT, mask_BT):
@@ -132,38 +135,34 @@ def critic_stats(values_BT, returns_BT, mask_BT):
     return {"losses/explained_variance": 1 - errors.var() / returns_BT[mask_BT].var().clamp(min=1e-8)}
 
 
-def iteration_metrics(reports, batch, completions, rewards, args):
-    """{key: number} for an iteration and all the completions it generated. `rewards` are those in the
-    update: (P, G), or (B, 1) if groups are not the baseline. `batch` is None if there is no update."""
-    rollout = {
-        **rollout_summary(completions),
-        "reward_mean": rewards.mean().item(),
-        "reward_std": rewards.std(correction=0).item(),
+def rollout_summary(completions, num_samples=1):
+    """{name: number} for completions with their verdicts; pass@k if each problem has several. A
+    "direct" completion begins with its answer and shows no work."""
+    count = len(completions)
+    verdicts = [c.verdict for c in completions]
+    direct = [c.text.lstrip().startswith(("####", "\\box")) for c in completions]
+    result = {
+        "accuracy": verdicts.count("correct") / count,
+        "truncated_frac": sum(c.truncated for c in completions) / count,
+        "no_answer_frac": verdicts.count("no_answer") / count,
+        "direct_frac": sum(direct) / count,
+        "response_len_mean": sum(len(c.ids) for c in completions) / count,
     }
-    wrong_lengths = [len(c.ids) for c in completions if c.verdict != "correct"]
-    if wrong_lengths:
-        rollout["response_len_wrong"] = sum(wrong_lengths) / len(wrong_lengths)
-    if batch is not None:
-        rollout |= {name: value.item() for name, value in correction_stats(batch, args).items()}
-    metrics = means(reports) | {f"rollout/{name}": value for name, value in rollout.items()}
-    if rewards.dim() == 2 and rewards.shape[1] > 1:
-        is_uniform_P = (rewards == rewards[:, :1]).all(1)
-        metrics["rollout/frac_zero_std_groups"] = is_uniform_P.float().mean().item()
-    return metrics
+    if num_samples > 1:
+        result |= pass_at_k(verdicts, num_samples)
+    return result
 
 
-@torch.no_grad()
-def correction_stats(batch, args):
-    """{name: scalar}: how far the sampler is from the training forward, and how many tokens the weights
-    that correct for it drop."""
-    stats = {}
-    mask_BT = batch.mask_BT
-    if args.old_logprobs == "trainer":
-        logratio_BT = torch.where(mask_BT, batch.old_logprobs_BT - batch.sampler_logprobs_BT, 0)
-        # r - 1 - log r, whose mean estimates KL(mu || pi_old); near 0, exp(x) - 1 would be noise
-        k3_BT = logratio_BT.expm1() - logratio_BT
-        stats["sampler_kl"] = masked_mean(k3_BT, mask_BT)
-    if args.rollout_correction != "none":
-        is_zero_BT = (batch.correction_weights == 0).expand_as(mask_BT)
-        stats["weight_zero_frac"] = masked_mean(is_zero_BT.float(), mask_BT)
-    return stats
+def pass_at_k(verdicts, group_size):
+    """{"pass@k": probability that at least one of k completions of a problem is right} for k = 1, 2, 4,
+    ... up to the size of a group, estimated without bias (Chen et al., 2021, arXiv 2107.03374)."""
+    starts = range(0, len(verdicts), group_size)
+    num_wrong = [group_size - verdicts[i : i + group_size].count("correct") for i in starts]
+    result = {}
+    k = 1
+    while k <= group_size:
+        # 1 - C(n - c, k) / C(n, k): not all of k completions drawn from n without replacement are wrong
+        all_wrong = [math.comb(wrong, k) / math.comb(group_size, k) for wrong in num_wrong]
+        result[f"pass@{k}"] = 1 - sum(all_wrong) / len(starts)
+        k *= 2
+    return result

@@ -7,6 +7,63 @@ import torch
 from plumbing.routing import Routing
 
 
+class BodyOutput(NamedTuple):
+    """What a model without its head computes for a batch, in the batch's own layout."""
+
+    hidden_BUH: torch.Tensor  # last hidden states: where each token is predicted, and after the last
+    router_logits: list  # L tensors (B, U, E), at the same places; [] if dense
+    experts_BSLK: torch.Tensor  # the routers' own choice at every token, in top-k order; L = 0 if dense
+    aux_loss: torch.Tensor  # the load-balancing loss over prompts and responses; 0 if none
+
+
+def run_body(body, batch, routers=None, replayed_BSLK=None):
+    """Runs `body`, a model without its head, on a batch whose sequences never see each other; values
+    on padding mean nothing. With `routers`, also its MoE outputs. The routers use the experts in
+    `replayed_BSLK`, if given, except where it is -1.
+
+    Sequences are packed side by side into rows. If no attention_mask is passed, transformers starts a
+    new sequence wherever position_ids restart; a body that does not has `never_packed` set.
+    """
+    lengths = batch.lengths
+    if getattr(body, "never_packed", False):
+        lengths = [max(lengths)] * len(lengths)
+    width = row_width(lengths)
+    starts, num_rows = first_fit(lengths, width)
+    size = num_rows * width
+    positions_BS = (batch.attention_BS.cumsum(1) - 1).clamp(min=0)
+    place_BS = torch.tensor(starts, device=positions_BS.device)[:, None] + positions_BS
+    # Padding goes to one extra place after the rows. A boolean index would also leave it out, but the
+    # host would have to wait for the GPU to count it.
+    target_BS = torch.where(batch.attention_BS.bool(), place_BS, size)
+
+    def packed(x_BS, filler=0):
+        flat = x_BS.new_full((size + 1, *x_BS.shape[2:]), filler)
+        return flat.index_put((target_BS,), x_BS)[:size]
+
+    is_token = packed(batch.attention_BS).view(num_rows, width)
+    positions = packed(positions_BS).view(num_rows, width)
+    # Fill the gaps with the last token of a prompt. Token 0 is often padding, and its embedding may be
+    # exactly zero, so that the gradient of its norm is NaN.
+    U = batch.mask_BT.shape[1] + 1
+    filler = batch.tokens_BS[0, -U]
+    tokens = torch.where(is_token.bool(), packed(batch.tokens_BS).view(num_rows, width), filler)
+    options = {"output_router_logits": True} if routers is not None and routers.has_softmax else {}
+    replayed = None if replayed_BSLK is None else packed(replayed_BSLK, filler=-1)
+    with Routing(body, replayed) as routing:
+        output = body(tokens, position_ids=positions, use_cache=False, **options)
+
+    place_BU = place_BS[:, -U:]  # the token at s is predicted at s - 1
+    hidden_BUH = output.last_hidden_state.flatten(0, 1)[place_BU]
+    if routers is None or routers.num_experts == 0:
+        no_experts = place_BS.new_empty(*place_BS.shape, 0, 0)
+        return BodyOutput(hidden_BUH, [], no_experts, hidden_BUH.new_zeros(()))
+    router_logits = routers.logits_of(output)  # each (packed tokens, E)
+    experts = routing.choices()
+    aux_loss = routers.aux_loss(router_logits, experts, is_token)
+    logits_BUE = [logits.detach()[place_BU] for logits in router_logits]
+    return BodyOutput(hidden_BUH, logits_BUE, experts[place_BS], aux_loss)
+
+
 def row_width(lengths):
     """Tokens in a packed row: the longest sequence's or, if that is much longer than a typical one, at
     least two typical ones'. Otherwise a few long sequences would leave the other rows half empty."""
@@ -31,52 +88,3 @@ def first_fit(lengths, width):
         starts[i] = width * (row + 1) - room[row]
         room[row] -= lengths[i]
     return starts, len(room)
-
-
-class PackedOutput(NamedTuple):
-    """A forward pass over packed rows, and where the batch's tokens are in these rows."""
-
-    hidden: torch.Tensor  # (packed tokens, H), the last hidden states
-    router_logits: tuple  # L tensors (packed tokens, E), if asked for
-    experts: torch.Tensor | None  # the routers' own choices, (packed tokens, L, K); None if dense
-    place_BS: torch.Tensor  # of each token, in the flattened rows
-    is_token: torch.Tensor  # (rows, width): 1 on tokens, 0 on padding
-
-
-def forward_packed(body, batch, one_sequence_per_row=False, replayed_BSLK=None, router_logits=False):
-    """Runs `body`, a model without its head, on the batch's sequences, packed side by side into rows.
-    Its routers choose the experts in `replayed_BSLK`, if given, except where it is -1.
-
-    If no attention_mask is passed, transformers starts a new sequence wherever position_ids restart.
-    """
-    lengths = batch.lengths
-    if one_sequence_per_row:
-        lengths = [max(lengths)] * len(lengths)
-    width = row_width(lengths)
-    starts, num_rows = first_fit(lengths, width)
-    size = num_rows * width
-    positions_BS = (batch.attention_BS.cumsum(1) - 1).clamp(min=0)
-    place_BS = torch.tensor(starts, device=positions_BS.device)[:, None] + positions_BS
-    # Padding goes to one extra place after the rows. A boolean index would also leave it out, but the
-    # host would have to wait for the GPU to count it.
-    target_BS = torch.where(batch.attention_BS.bool(), place_BS, size)
-
-    def packed(x_BS, filler=0):
-        flat = x_BS.new_full((size + 1, *x_BS.shape[2:]), filler)
-        return flat.index_put((target_BS,), x_BS)[:size]
-
-    replayed = None
-    if replayed_BSLK is not None:
-        replayed = packed(replayed_BSLK, filler=-1)
-    is_token = packed(batch.attention_BS).view(num_rows, width)
-    positions = packed(positions_BS).view(num_rows, width)
-    # Fill the gaps with the last token of a prompt. Token 0 is often padding, and its embedding may be
-    # exactly zero, so that the gradient of its norm is NaN.
-    filler = batch.tokens_BS[0, -batch.mask_BT.shape[1] - 1]
-    tokens = torch.where(is_token.bool(), packed(batch.tokens_BS).view(num_rows, width), filler)
-    options = {"output_router_logits": True} if router_logits else {}
-    with Routing(body, replayed) as routing:
-        output = body(tokens, position_ids=positions, use_cache=False, **options)
-    hidden = output.last_hidden_state.flatten(0, 1).to(body.dtype)  # Mamba's are always in float32
-    recorded = getattr(output, "router_logits", None) or ()
-    return PackedOutput(hidden, recorded, routing.choices(), place_BS, is_token)

@@ -1,76 +1,52 @@
-"""Loads and calls a user's reward functions, which replace common.verify."""
+"""Loads and calls the user's reward function, which replaces common.verify."""
 
-import asyncio
-import importlib.util
+import importlib
 import inspect
 import sys
 from pathlib import Path
 
-from plumbing import UserError
-
+from plumbing.args import one_line
 
 VERDICTS = ("correct", "wrong", "no_answer", "truncated")
-ONE = ("text", "answer", "truncated")
-LISTS = ("completions", "completion_ids", "prompts")
-RUNNER = asyncio.Runner()  # one event loop, since a function may keep a client that is tied to it
 
 
 def import_file(path):
     """Imports a file as a module under its own name, so that a pool's processes can import it too."""
-    path.stat()  # raises if there is no file
     sys.path.append(str(path.parent))
-    spec = importlib.util.find_spec(path.stem) if "." not in path.stem else None
-    origin = spec.origin if spec is not None else None
-    if origin is None or Path(origin).resolve() != path.resolve():
-        raise ImportError(f"rename {path.name}: `import {path.stem}` finds {origin}")
-    return importlib.import_module(path.stem)
+    module = importlib.import_module(path.stem)
+    if Path(module.__file__).resolve() != path.resolve():
+        raise ImportError(f"rename {path.name}: `import {path.stem}` finds {module.__file__}")
+    return module
 
 
-class RewardFunction:
-    """The function that `--reward FILE.py:FUNCTION` names. Its parameter names decide what it is
-    passed: text, answer, truncated and columns, or lists of completions and columns, as in TRL."""
+def load_reward(args):
+    """`--reward FILE.py:FUNCTION` -> a function that grades completions: [(reward, verdict)]. Its
+    parameter names decide what it is passed: the text, answer, truncated and columns of one completion,
+    or, if there is one called `completions`, lists for all of them, as in TRL."""
+    path, _, name = args.reward.rpartition(":")
+    with one_line(f"--reward {args.reward} must be FILE.py:FUNCTION"):
+        function = getattr(import_file(Path(path).absolute()), name)
+        signature = inspect.signature(function)
+    parameters = signature.parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    takes_lists = "completions" in parameters
+    args.reads_answers = "answer" in parameters and not takes_lists
 
-    def __init__(self, name, weight):
-        path, _, function_name = name.rpartition(":")
-        self.flag = f"--reward {name}"
-        if not path.endswith(".py"):
-            raise UserError(f"{self.flag} must be FILE.py:FUNCTION")
-        self.name = f"{Path(path).stem}.{function_name}"
-        self.weight = weight
-        try:
-            self.function = getattr(import_file(Path(path).absolute()), function_name)
-            parameters = inspect.signature(self.function).parameters.values()
-        except (Exception, SystemExit) as error:  # the file may raise anything
-            raise UserError(f"{self.flag} cannot be loaded") from error
-        self.names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        self.takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        self.takes_lists = any(name in LISTS for name in self.names)
-        known = LISTS if self.takes_lists else ONE
-        required = [p.name for p in parameters if p.name in self.names and p.default is p.empty]
-        self.columns = [name for name in required if name not in known]
+    def call(values):
+        named = {name: values[name] for name in values if takes_all or name in parameters}
+        with one_line(f"--reward {args.reward} can be passed {', '.join(values)}"):
+            signature.bind(**named)  # the dataset may lack a column that it needs
+        return function(**named)
 
-    def results(self, completions):
-        """The function's results for completions, from one call each or one call for all."""
-        calls = [lists_of(completions)] if self.takes_lists else map(values_of, completions)
-        results = []
-        try:
-            for call in calls:
-                named = {name: call[name] for name in call if self.takes_all or name in self.names}
-                results.append(self.function(**named))
-            if inspect.isawaitable(results[0]):
-                results = RUNNER.run(gather(results))
-        except SystemExit as error:
-            raise UserError(f"{self.flag} called exit()") from error
-        return results[0] if self.takes_lists else results
+    def grade(completions):
+        if takes_lists:
+            results = call(lists_of(completions))
+        else:
+            results = [call(values_of(c)) for c in completions]
+        with one_line(f"--reward {args.reward} must return a number, or (number, verdict), for each"):
+            return [graded(result, c) for c, result in zip(completions, results, strict=True)]
 
-    def grade(self, completions):
-        """[(value, verdict)]. If the function returns no verdict, a value above 0.5 means correct."""
-        results = self.results(completions)
-        try:
-            return [grade_of(result, c) for c, result in zip(completions, results, strict=True)]
-        except Exception as error:
-            expected = "a number up to a billion, or (number, verdict), for each completion"
-            raise UserError(f"{self.flag} must return {expected}") from error
+    return grade
 
 
 def values_of(c):
@@ -79,9 +55,9 @@ def values_of(c):
 
 
 def lists_of(completions):
-    """{parameter: list} for a TRL-style function. Completions are messages if prompts are."""
+    """{parameter: list} for a function of all completions. They are messages if prompts are."""
     columns = [c.problem.columns for c in completions]
-    lists = {name: [values[name] for values in columns] for name in columns[0]}
+    lists = {name: [row.get(name) for row in columns] for name in columns[0]}
     lists["completion_ids"] = [c.ids for c in completions]
     lists["completions"] = [c.text for c in completions]
     if isinstance(columns[0]["prompts"], list):
@@ -89,45 +65,13 @@ def lists_of(completions):
     return lists
 
 
-def grade_of(result, c):
-    """A function's result for a completion -> (float, verdict). Raises if it is neither a number nor
-    (number, verdict)."""
-    value = result
-    verdict = "truncated" if c.truncated else "wrong"
+def graded(result, c):
+    """A result -> (float, verdict). Without a verdict, a number above 0.5 is correct."""
     if isinstance(result, tuple):
-        value, verdict = result
-    elif value is None:
-        value = 0.0
-    elif float(value) > 0.5:
-        verdict = "correct"
-    is_number = not isinstance(value, (str, bytes)) and abs(float(value)) <= 1e9  # no NaN
-    if not is_number or verdict not in VERDICTS:
-        raise ValueError(f"not {result!r:.80} (verdicts are {', '.join(VERDICTS)})")
-    return float(value), verdict
-
-
-async def gather(awaitables):
-    return await asyncio.gather(*awaitables)
-
-
-def load_rewards(args):
-    weights = args.reward_weights or [1.0] * len(args.reward)
-    functions = [RewardFunction(*pair) for pair in zip(args.reward, weights, strict=True)]
-    args.reads_answers = any("answer" in f.names for f in functions if not f.takes_lists)
-    args.reward_columns = {column: f.flag for f in functions for column in f.columns}
-    return functions
-
-
-def graded(verify, completions):
-    """[{field of a Completion: value}] from `verify`, or from a list of reward functions: the weighted
-    sum of their values, the verdict of the first, and each value."""
-    if not isinstance(verify, list):
-        results = [verify(c.text, c.problem.answer, c.truncated) for c in completions]
-        return [{"reward": reward, "verdict": verdict} for reward, verdict in results]
-    columns = [f.grade(completions) for f in verify if completions]  # a rank may have none
-    grades = []
-    for _, *results in zip(completions, *columns, strict=True):
-        rewards = {f.name: value for f, (value, _) in zip(verify, results, strict=True)}
-        reward = sum(f.weight * rewards[f.name] for f in verify)
-        grades.append({"reward": reward, "verdict": results[0][1], "rewards": rewards})
-    return grades
+        number, verdict = result
+    else:
+        number = 0.0 if result is None else result  # None: this function does not grade it
+        verdict = "correct" if number > 0.5 else "truncated" if c.truncated else "wrong"
+    if not abs(number) <= 1e9 or verdict not in VERDICTS:  # a NaN fails this too
+        raise ValueError(f"not {result!r:.80} (verdicts: {', '.join(VERDICTS)})")
+    return float(number), verdict

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 
 @functools.cache
@@ -112,6 +113,20 @@ class Routers(NamedTuple):
     has_softmax: bool = False  # whether experts are chosen by a softmax over all of them
     are_probabilities: bool = False  # transformers records probabilities as router logits
     are_balanced: bool = False  # by a loss, not by other means
+
+    def logits_of(self, output):
+        """The router logits in a model's output: L tensors (tokens, E); () without a softmax."""
+        layers = [layer.float() for layer in getattr(output, "router_logits", None) or ()]
+        if self.are_probabilities:
+            layers = [probs.clamp(min=1e-30).log() for probs in layers]
+        return tuple(layers)
+
+    def aux_loss(self, router_logits, experts, is_token):
+        """transformers' load-balancing loss, a scalar; 0 for routers that have none."""
+        if not self.are_balanced:
+            return torch.zeros((), device=is_token.device)
+        K = experts.shape[-1]
+        return load_balancing_loss_func(router_logits, self.num_experts, K, is_token)
 
 
 @torch.no_grad()

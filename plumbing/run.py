@@ -1,72 +1,78 @@
-"""A run's bookkeeping: averages, log, checkpoints, evaluations, signals. Its folder is in folder.py."""
+"""A run's bookkeeping: what it logs, prints and saves, and how it ends and resumes."""
 
+import dataclasses
 import json
 import math
 import os
 import shutil
 import signal
+import subprocess
 import sys
+import threading
 import time
+from pathlib import Path
 
 import torch
+import transformers
+from filelock import FileLock
 from tqdm import tqdm
 
-from plumbing import UserError, clock, one_line, ranks
-from plumbing.folder import LOGS, RunFolder, writing
-from plumbing.metrics import iteration_metrics, micro_batch_reports, report
-from plumbing.screen import TITLES, progress_line, results_text
+from plumbing.args import UserError, check_folder, checkpoints_in, one_line, script_of
+from plumbing.metrics import (
+    clock,
+    correction_stats,
+    means,
+    policy_stats,
+    report,
+    rollout_summary,
+    router_stats,
+)
 
 STATE = "trainer_state.pt"  # in a checkpoint: everything except the policy
 SAVED = ("iteration", "before", "after", "extra_state")  # what it holds of a Run
+LOGS = ("metrics.jsonl", "samples.jsonl")
 
 
 class Run:
     """Logs a run, and resumes it. A checkpoint is renamed into place before the previous one is
     removed, so one is always complete."""
 
-    answers_signals = False  # whether a Run handles signals in this process
-
     def __init__(self, args, policy, problems, **parts):
-        """Loads the newest checkpoint, if any. A checkpoint also holds the state_dict of each
-        of the `parts` that is not None."""
+        """With --resume, loads the newest checkpoint, if any. A checkpoint also holds the state_dict of
+        each of the `parts` that is not None."""
         self.args = args
         self.policy = policy
-        self.folder = RunFolder(args)  # `launch` may already have opened it
+        self.folder = args.folder
         self.noise = torch.Generator().manual_seed(args.seed)  # for sampling
         self.iteration = 0  # the current one, or the last one done
         self.before = None  # results of common.evaluate before training, and after it
         self.after = None
         self.extra_state = {}  # {name: number} that a script adds to checkpoints
-        self.num_processes = ranks.WORLD
-        self.num_signals = 0
         self.uniform_iterations = 0  # consecutive ones in which all rewards of every group were equal
         self.early_end = ""  # why the run ends before its last iteration
+        self.is_stopped = False  # by a signal
+        self.process = os.getpid()
         # Without resets the reference can be loaded from --model again.
         if args.ref_reset_every == 0:
             parts["reference"] = None
-        parts["problems"] = problems
         if args.rollout_refresh_every > 1:
             parts["sampler"] = policy.rollout_policy.model  # its weights are not the current ones
         self.parts = {name: part for name, part in parts.items() if part is not None}
-        self.restore()
-        if ranks.RANK == 0:
-            self.folder.check_hashes(problems.raw_hash, problems.rendered_hash, policy.weights_hash)
-            if not self.folder.checkpoints():
-                self.save()  # fails early if that is impossible
-            num_parameters = sum(weight.numel() for weight in policy.parameters())
-            processes = f", {ranks.WORLD} processes" if ranks.WORLD > 1 else ""
-            print(f"model: {num_parameters:,} parameters, {args.dtype}, on {args.device}{processes}")
-            if args.resume and self.iteration == 0:
-                print(f"--resume: no finished iteration in {self.folder.path}; starting at the first")
-            print(TITLES)
+        self.parts["problems"] = problems
+        self.open_folder(problems)
+        num_parameters = sum(weight.numel() for weight in policy.parameters())
+        print(f"model: {num_parameters:,} parameters, {args.dtype}, on {args.torch_device}")
+        if args.resume and self.iteration == 0:
+            print(f"--resume: no finished iteration in {self.folder}; starting at the first")
+        print(TITLES)
         self.bar = tqdm(
-            desc=self.folder.script,
+            desc=script_of(type(args)),
             initial=self.iteration,
             total=args.iterations,
             leave=False,
-            disable=None if ranks.RANK == 0 else True,  # None: disabled if stderr is not a terminal
+            disable=None,  # if stderr is not a terminal
         )
-        clock.bar = self.bar
+        clock.show = self.bar.set_postfix_str
 
     # ------------------------------------------------------------------------- what a script calls
 
@@ -83,26 +89,29 @@ class Run:
     def eval_is_due(self):
         return self.is_due(self.args.eval_every)
 
+    def is_due(self, every):
+        """True every `every` iterations (0: never) and after the last one."""
+        return self.is_last or (every > 0 and self.iteration % every == 0)
+
     def iterations(self):
         """Yields the numbers of the remaining iterations. After each one it writes the log and, if due,
         a checkpoint. A signal ends the program at that point, a second one at once."""
-        kinds = (signal.SIGINT, signal.SIGTERM)
+        is_main = threading.current_thread() is threading.main_thread()
+        kinds = (signal.SIGINT, signal.SIGTERM) if is_main else ()  # only it can have handlers
         handlers = {kind: signal.signal(kind, self.on_signal) for kind in kinds}
-        Run.answers_signals = True
         try:
             while not self.is_last and not self.early_end:
                 self.iteration += 1
                 self.after = None  # left from a run that ended earlier
-                self.reports = []  # see metrics.means
+                self.reports = []  # see means
                 self.step_losses = {}  # of the current step: {name: sum over micro-batches}
                 self.num_steps = 0
                 self.metrics = {}
                 clock.seconds.clear()
-                self.start = time.perf_counter()
+                start = time.perf_counter()
                 yield self.iteration
-                self.end_iteration()
+                self.end_iteration(time.perf_counter() - start)
         finally:
-            Run.answers_signals = False
             for kind, handler in handlers.items():
                 signal.signal(kind, handler)
 
@@ -111,38 +120,52 @@ class Run:
         {name: scalar}, are averaged over tokens."""
         for name, value in {"policy_loss": loss, **losses}.items():
             self.step_losses[name] = self.step_losses.get(name, 0) + value.detach()
+        num_tokens = micro.mask_BT.sum()
         num_experts = self.policy.routers.num_experts
-        is_first = self.num_steps == 0
-        self.reports += micro_batch_reports(stats, outputs, micro, num_experts, is_first)
+        stats = stats | policy_stats(outputs, micro, is_first_step=self.num_steps == 0)
+        routing = router_stats(outputs, micro.old_experts_BTLK, micro.mask_BT, num_experts)
+        self.reports += report("losses", stats, num_tokens)
+        self.reports += report("moe", routing, num_tokens)
+        if self.policy.routers.are_balanced:
+            self.reports += report("moe", {"aux_loss": outputs.aux_loss}, len(micro))
 
     def record_step(self, minibatch, grad_norm, **norms):
         """Records a minibatch, before its step. UserError if the policy's loss or a norm is not
         finite."""
-        for loss in self.step_losses.values():
-            ranks.all_reduce(loss)
         finite = {"loss": self.step_losses["policy_loss"], "grad_norm": grad_norm, **norms}
         for name, scalar in finite.items():
             if not math.isfinite(scalar):  # the first one waits for the GPU; the others are then ready
                 raise UserError(f"iteration {self.iteration}: {name} is not finite")
-        if ranks.RANK == 0:  # count values that all ranks share only once
-            self.reports += report("losses", self.step_losses, len(minibatch))
-            self.reports += report("charts", {"grad_norm": grad_norm}, 1)
+        self.reports += report("losses", self.step_losses, len(minibatch))
+        self.reports += report("charts", {"grad_norm": grad_norm}, 1)
         self.step_losses = {}
         self.num_steps += 1
         clock.show(f"update {self.num_steps}/{self.args.num_minibatches * self.args.update_epochs}")
 
     def log(self, batch, completions, rewards, **numbers):
         """Records an iteration: all completions that were generated, the rewards that the update used,
-        and more numbers by their keys in metrics.jsonl."""
+        (P, G), or (B, 1) if groups are not the baseline, and more numbers by their keys in
+        metrics.jsonl. `batch` is None if there is no update."""
         self.completions = completions
-        self.metrics = iteration_metrics(self.reports, batch, completions, rewards, self.args)
+        rollout = rollout_summary(completions)
+        rollout["reward_mean"] = rewards.mean().item()
+        rollout["reward_std"] = rewards.std(correction=0).item()
+        wrong_lengths = [len(c.ids) for c in completions if c.verdict != "correct"]
+        if wrong_lengths:
+            rollout["response_len_wrong"] = sum(wrong_lengths) / len(wrong_lengths)
+        if rewards.shape[1] > 1:
+            is_uniform_P = (rewards == rewards[:, :1]).all(1)
+            rollout["frac_zero_std_groups"] = is_uniform_P.float().mean().item()
+        if batch is not None:
+            stats = correction_stats(batch, self.args)
+            rollout |= {name: value.item() for name, value in stats.items()}
+        self.metrics = means(self.reports) | {f"rollout/{name}": x for name, x in rollout.items()}
         self.metrics |= {key: float(value) for key, value in numbers.items()}
 
     def log_eval(self, results):
         """Records the results of `evaluate` before training, during it, or after the last iteration."""
-        metrics = {}
-        for name in ("accuracy", "response_len_mean"):
-            metrics[f"eval/{name}"] = results["greedy"][name]
+        names = ("accuracy", "response_len_mean")
+        metrics = {f"eval/{name}": results["greedy"][name] for name in names}
         if self.is_new:
             self.before = results
             self.say(progress_line({"iteration": 0, **metrics}))
@@ -155,77 +178,67 @@ class Run:
         self.early_end = why
 
     def say(self, message):
-        """Prints above the progress bar."""
-        if ranks.RANK == 0:
-            tqdm.write(message)
+        tqdm.write(message)  # above the progress bar
 
     def finish(self):
         self.bar.close()
-        if ranks.RANK == 0:
-            print(f"\n{results_text(self.before, self.after)}\n")
-            if self.early_end:
-                print(f"ended early, after iteration {self.iteration}: {self.early_end}")
-            print(f"the trained model: {self.folder.checkpoints()[-1]}")
-        self.folder.close()
-        ranks.wait_for_all()  # torchrun kills all processes soon after the first one ends
+        print(f"\n{results_text(self.before, self.after)}\n")
+        if self.early_end:
+            print(f"ended early, after iteration {self.iteration}: {self.early_end}")
+        print(f"the trained model: {checkpoints_in(self.folder)[-1]}")
+        self.lock.release()
 
     # -------------------------------------------------------------------------------- an iteration
 
     def on_signal(self, number, frame):
-        self.num_signals += 1
-        if self.num_signals == 1:
-            self.say("stopping after this iteration")
-        # The next one ends the program. With torchrun, each Ctrl-C arrives twice: it is forwarded, too.
-        if self.num_signals >= min(2, self.num_processes):
-            signal.signal(number, signal.SIG_DFL)
+        if os.getpid() != self.process:  # forked by a reward function, whose pool ends it by SIGTERM
+            if number == signal.SIGTERM:
+                os._exit(1)
+            return
+        self.is_stopped = True
+        self.say("stopping after this iteration")
+        signal.signal(number, signal.SIG_DFL)  # the next one ends the program
 
-    def is_due(self, every):
-        """True every `every` iterations (0: never) and after the last one."""
-        return self.is_last or (every > 0 and self.iteration % every == 0)
-
-    def end_iteration(self):
-        seconds = time.perf_counter() - self.start
-        phases = dict(clock.seconds)
-        phases["update"] = seconds - sum(phases.values())  # everything outside other phases
+    def end_iteration(self, seconds):
+        training_seconds = seconds - clock.seconds.get("evaluation", 0)
+        clock.seconds["update"] = seconds - sum(clock.seconds.values())
         num_tokens = sum(len(c.ids) for c in self.completions)
-        training_seconds = seconds - phases.get("evaluation", 0)
         self.metrics["charts/tokens_per_second"] = num_tokens / training_seconds
-        self.metrics |= {f"charts/{name}_seconds": value for name, value in phases.items()}
-        if self.args.device.startswith("cuda"):
+        self.metrics |= {f"charts/{name}_seconds": value for name, value in clock.seconds.items()}
+        if self.args.torch_device.startswith("cuda"):
             self.metrics["charts/peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        is_stopped = any(ranks.all_gather(self.num_signals))
-        if ranks.RANK == 0:
-            self.write_log()
-            if self.is_due(self.args.save_every) or is_stopped or self.early_end:
-                self.save()
-        if is_stopped:
+        self.write_log()
+        if self.is_due(self.args.save_every) or self.is_stopped or self.early_end:
+            self.save()
+        if self.is_stopped:
             self.bar.close()
-            self.say(f"saved; to continue: --resume --run_dir {self.folder.path}")
-            self.folder.close()
-            ranks.wait_for_all()
+            self.say(f"saved; to continue: --resume --run_dir {self.folder}")
             sys.exit(130)
 
     def write_log(self):
         # JSON has no NaN or infinity.
         metrics = {key: value for key, value in self.metrics.items() if math.isfinite(value)}
         metrics = {"iteration": self.iteration, **metrics}
-        self.append("metrics.jsonl", metrics)
+        samples = []
         for c in self.completions[:: self.args.group_size][:4]:
             sample = {"prompt": c.problem.prompt, "completion": c.text, "answer": c.problem.answer}
             sample |= {"reward": c.reward, "verdict": c.verdict}
-            self.append("samples.jsonl", {"iteration": self.iteration, **sample})
+            samples.append({"iteration": self.iteration, **sample})
+        for name, rows in zip(LOGS, ([metrics], samples), strict=True):
+            with open(self.folder / name, "a") as file:
+                file.writelines(json.dumps(row, allow_nan=False) + "\n" for row in rows)
         if self.iteration % 5 == 0 or "eval/accuracy" in metrics:
             self.say(progress_line(metrics))
-        self.warn_without_signal(metrics)
+        self.warn(metrics)
         self.bar.update()
 
-    def append(self, name, row):
-        path = self.folder.path / name
-        with writing(path), open(path, "a") as file:
-            file.write(json.dumps(row, allow_nan=False) + "\n")
-
-    def warn_without_signal(self, metrics):
-        """Warns after ten iterations in which all rewards were equal (within every group, if any)."""
+    def warn(self, metrics):
+        """Says what a user should look at: a sampler that is not what it should be, in the first
+        iteration, or ten iterations without any signal."""
+        kl = metrics.get("rollout/sampler_kl", 0)
+        is_exact = self.policy.rollout_policy is None and self.args.dtype == "float32"
+        if self.iteration == 1 and is_exact and kl > 1e-3:
+            self.say(f"warning: sampler and training forward disagree: rollout/sampler_kl is {kl:.2g}")
         is_uniform = metrics["rollout/reward_std"] == 0
         is_uniform = is_uniform or metrics.get("rollout/frac_zero_std_groups") == 1
         self.uniform_iterations = self.uniform_iterations + 1 if is_uniform else 0
@@ -239,52 +252,129 @@ class Run:
 
     # --------------------------------------------------------------------------------- checkpoints
 
-    def restore(self):
-        """Loads the newest checkpoint, if there is one."""
-        folder = max(self.folder.checkpoints(), default=None)
-        if len(set(ranks.all_gather(folder))) > 1:
-            raise UserError(
-                f"--run_dir {self.folder.path}: not all processes can see its newest checkpoint; "
-                "several nodes need a shared folder"
-            )
-        if folder is not None:
-            with one_line(f"--resume: {folder} cannot be read"):  # a damaged file may raise anything
-                saved = torch.load(folder / STATE, weights_only=True, map_location="cpu")
-                self.policy.load_pretrained(folder)
-                self.noise.set_state(saved["noise"])
-                for name, part in self.parts.items():
-                    part.load_state_dict(saved["parts"][name])
-                for name in SAVED:
-                    setattr(self, name, saved[name])
-                if ranks.RANK == 0:
-                    for name, size in saved["log_sizes"].items():
-                        os.truncate(self.folder.path / name, size)  # later lines will be written again
+    def open_folder(self, problems):
+        """Locks the run's folder, and resumes the run in it or writes the first checkpoint."""
+        saved = check_folder(self.args)
+        with one_line(f"--run_dir {self.folder} cannot be written"):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.lock = FileLock(self.folder / "lock", is_singleton=True)
+            try:
+                self.lock.acquire(timeout=0)
+            except TimeoutError as error:
+                raise UserError(f"--run_dir {self.folder} is used by another process") from error
+        if saved.get("problems_hash", problems.hash) != problems.hash:
+            message = "has different prompts or gold answers than when the run started"
+            raise UserError(f"--resume: --dataset {self.args.dataset} {message}")
+        checkpoints = checkpoints_in(self.folder)
+        is_resumed = self.args.resume and len(checkpoints) > 0
+        if is_resumed:
+            self.restore(checkpoints[-1])
+        else:
+            # A run that ended before its first iteration may have left its checkpoint 0.
+            shutil.rmtree(self.folder / "checkpoint-000000", ignore_errors=True)
+        settings = {"versions": versions(), **saved, "script": script_of(type(self.args))}
+        settings |= dataclasses.asdict(self.args) | {"problems_hash": problems.hash}
+        with one_line(f"--run_dir {self.folder} cannot be written"):
+            # Renamed into place, so it is never half written.
+            scratch = self.folder / "settings.json.tmp"
+            scratch.write_text(json.dumps(settings, indent=1))
+            scratch.replace(self.folder / "settings.json")
+            for name in LOGS:
+                (self.folder / name).touch()
+        if not is_resumed:
+            self.save()  # fails early if that is impossible
+
+    def restore(self, folder):
+        """Loads a checkpoint."""
+        with one_line(f"--resume: {folder} cannot be read"):  # a damaged file may raise anything
+            saved = torch.load(folder / STATE, weights_only=True, map_location="cpu")
+            self.policy.load_pretrained(folder)
+            self.noise.set_state(saved["noise"])
+            for name, part in self.parts.items():
+                part.load_state_dict(saved["parts"][name])
+            for name in SAVED:
+                setattr(self, name, saved[name])
+            for name, size in saved["log_sizes"].items():
+                os.truncate(self.folder / name, size)  # later lines will be written again
 
     def save(self):
         """Writes a checkpoint and removes the previous one."""
-        folder = self.folder.path / f"checkpoint-{self.iteration:06d}"
-        scratch = self.folder.path / "checkpoint.tmp"
         saved = {
             **{name: getattr(self, name) for name in SAVED},
-            "log_sizes": {name: (self.folder.path / name).stat().st_size for name in LOGS},
+            "log_sizes": {name: (self.folder / name).stat().st_size for name in LOGS},
             "noise": self.noise.get_state(),
             "parts": {name: part.state_dict() for name, part in self.parts.items()},
         }
-        with writing(folder):
+        scratch = self.folder / "checkpoint.tmp"
+        folder = self.folder / f"checkpoint-{self.iteration:06d}"
+        with one_line(f"{folder} cannot be written; existing checkpoints are intact"):
             shutil.rmtree(scratch, ignore_errors=True)
             self.policy.save_pretrained(scratch)
             torch.save(saved, scratch / STATE)
             scratch.rename(folder)
-        for path in self.folder.checkpoints()[:-1]:
+        for path in checkpoints_in(self.folder)[:-1]:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def leave_signals_to_the_run():
-    """For processes that a reward function forks, such as a pool's. The pool ends them with SIGTERM; a
-    Ctrl-C reaches them too, but only the run should handle it."""
-    if Run.answers_signals:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+def versions():
+    """The software that a run uses: {name: version or commit}."""
+    found = {"torch": str(torch.__version__), "transformers": transformers.__version__}
+    if shutil.which("git"):
+        command = "git describe --always --dirty --abbrev=40 --exclude=*".split()
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+        if done.stdout:
+            found["commit"] = done.stdout.strip()
+    return found
 
 
-os.register_at_fork(after_in_child=leave_signals_to_the_run)
+# ------------------------------------------------------------------------------------ printed lines
+
+# Title of a column: key in metrics.jsonl, format
+COLUMNS = {
+    "iteration": ("iteration", "d"),
+    "reward": ("rollout/reward_mean", ".3f"),
+    "accuracy": ("rollout/accuracy", ".3f"),
+    "length": ("rollout/response_len_mean", ".1f"),
+    "entropy": ("losses/entropy", ".3f"),
+    "clipped": ("clipped", ".2%"),
+    "held-out": ("eval/accuracy", ".3f"),
+}
+TITLES = "  ".join(COLUMNS)
+
+
+def progress_line(metrics):
+    """A line below `TITLES`. Cells without a metric (a key in metrics.jsonl) stay blank."""
+    clips = [metrics[key] for key in ("losses/clipfrac_low", "losses/clipfrac_high") if key in metrics]
+    if clips:
+        metrics = metrics | {"clipped": sum(clips)}
+    cells = []
+    for title, (key, kind) in COLUMNS.items():
+        text = f"{metrics[key]:{kind}}" if key in metrics else ""
+        cells.append(text.rjust(len(title)))
+    return "  ".join(cells).rstrip()
+
+
+def results_text(before, after):
+    """The results of two evaluations (common.evaluate) as a table, and some completions. `after` is
+    None for a run that was not evaluated after training."""
+    evaluations = {"before": before} if after is None else {"before": before, "after": after}
+    title = "held-out problems"
+    width = max(len(name) for name in [title, *before["sampled"]])
+    ways = ("greedy", "sampled")
+    header = f"{title:{width}}"
+    for way in ways:
+        header += f"{way:>9}" + "".join(f"{when:>8}" for when in evaluations)
+    lines = [header]
+    for name in before["sampled"]:
+        line = f"{name:{width}}"
+        for way in ways:
+            line += " " * 9
+            for results in evaluations.values():
+                value = results[way].get(name, "")  # pass@k needs several samples
+                line += f"{value:>8.3f}" if value != "" else " " * 8
+        lines.append(line.rstrip())
+    for i, (prompt, answer, _) in enumerate(before["examples"]):
+        lines += ["", f"{prompt}   (sampled; the answer is {answer})"]
+        for when, results in evaluations.items():
+            lines.append(f"  {when + ':':7} {results['examples'][i][2]}")
+    return "\n".join(lines)

@@ -9,11 +9,9 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import time
 import types
 from pathlib import Path
 
@@ -27,7 +25,7 @@ import common  # noqa: E402
 from common import Completion, Problem, collate  # noqa: E402
 from experiments import MORE, SCRIPTS  # noqa: E402, F401
 from plumbing.args import launch  # noqa: E402
-from plumbing.policy import Policy  # noqa: E402
+from plumbing.model import Policy  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 TINY_MOE = ROOT / "tiny_moe"
@@ -35,23 +33,23 @@ torch.set_num_threads(1)  # as the scripts do with the tiny model
 transformers.utils.logging.disable_progress_bar()
 
 
-def remembered(problem_rows):
-    """`problem_rows`, which takes longer than a small run, once for the default job."""
+def remembered(usable_rows):
+    """`usable_rows`, which takes longer than a small run, once for the default job."""
     known = {}
 
     def read_or_remember(rows, policy, args):
         if (args.dataset, args.model) != ("addition", "tiny-moe"):
-            return problem_rows(rows, policy, args)
+            return usable_rows(rows, policy, args)
         names = "max_new_tokens system_prompt instruction num_held_out chat_template_kwargs".split()
         key = tuple(getattr(args, name) for name in names)
         if key not in known:
-            known[key] = problem_rows(rows, policy, args)
+            known[key] = usable_rows(rows, policy, args)
         return known[key]
 
     return read_or_remember
 
 
-common.problem_rows = remembered(common.problem_rows)
+common.usable_rows = remembered(common.usable_rows)
 
 
 def path_of(name):
@@ -73,7 +71,7 @@ def copied(name):
 def script_args(name, **changes):
     """(module of the script, its default Args with changes)."""
     module = importlib.import_module(name)
-    return module, dataclasses.replace(module.Args(), **{"device": "cpu"} | changes)
+    return module, module.Args(**{"device": "cpu"} | changes)
 
 
 def flags_it_has(name, flags):
@@ -126,31 +124,19 @@ def fork_server():
     return context
 
 
-def forked(name, *flags, world=1, trouble=None, rank=0, stdout_is_closed=False):
-    """Runs a script in `world` processes of its own, as torchrun would: when one fails, the others get
-    SIGTERM. Returns their exit codes, stdout and stderr. `trouble` is a (kind, n) of fork_server.py: it
-    comes to one of the ranks, at the n-th time."""
-    from fork_server import run_rank
+def forked(name, *flags, trouble=None):
+    """Runs a script in a process of its own. Returns its exit code, stdout and stderr. `trouble` is a
+    (kind, n) of fork_server.py: it comes at the n-th time."""
+    from fork_server import run_script
 
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "out")
         err = Path(folder, "err")
-        processes = []
-        for i in range(world):
-            mine = trouble if i == rank else None
-            job = (i, port, name, [*map(str, flags)], world, mine, stdout_is_closed, out, err)
-            processes.append(fork_server().Process(target=run_rank, args=job))
-            processes[-1].start()
-        while any(process.is_alive() for process in processes):
-            time.sleep(0.05)
-            if any(process.exitcode for process in processes):
-                time.sleep(0.1)
-                for process in processes:
-                    process.terminate()
-        codes = [process.exitcode for process in processes]
+        job = (name, [*map(str, flags)], trouble, out, err)
+        process = fork_server().Process(target=run_script, args=job)
+        process.start()
+        process.join()
+        codes = [process.exitcode]
         return types.SimpleNamespace(codes=codes, stdout=out.read_text(), stderr=err.read_text())
 
 

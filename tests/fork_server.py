@@ -11,9 +11,7 @@ from pathlib import Path
 import torch
 
 import common  # noqa: F401
-from plumbing import ranks
 from plumbing.args import launch
-from plumbing.folder import RunFolder
 from plumbing.run import Run
 
 # ------------------------------------------------------------------------------- what may go wrong
@@ -37,7 +35,7 @@ def kill_in_a_removal(path, **_):
 
 
 def kill_in_a_line(run):
-    with open(run.folder.path / "metrics.jsonl", "a") as file:
+    with open(run.folder / "metrics.jsonl", "a") as file:
         file.write('{"iteration": 2, "rollout/acc')
     kill()
 
@@ -59,10 +57,6 @@ def fail(*_, **__):
     raise ZeroDivisionError
 
 
-def hide(folder):
-    folder.path = Path("nowhere")
-
-
 def points(module):
     """{trouble: (object, its function, what happens before it is called)}."""
     return {
@@ -79,7 +73,6 @@ def points(module):
         "two SIGINT": (module, "sample", interrupt_twice),
         "SIGINT in an evaluation": (module, "evaluate", interrupt),
         "bug": (module, "collate", fail),
-        "no shared folder": (RunFolder, "checkpoints", hide),
     }
 
 
@@ -101,22 +94,14 @@ def make_trouble(module, kind, n):
 # ---------------------------------------------------------------------------------------- a process
 
 
-def run_rank(rank, port, name, flags, world, trouble, stdout_is_closed, out, err):
-    """Runs a script as one of `world` ranks; it ends with the script's exit code."""
-    signal.alarm(150)  # a rank that waits for ever ends with a code that no test expects
+def run_script(name, flags, trouble, out, err):
+    """Runs a script; the process ends with its exit code."""
+    signal.alarm(150)  # a process that waits for ever ends with a code that no test expects
     torch.set_num_threads(1)
     append = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     os.dup2(os.open(out, append), 1)
     os.dup2(os.open(err, append), 2)
-    if stdout_is_closed:
-        reader, writer = os.pipe()
-        os.close(reader)
-        os.dup2(writer, 1)
     sys.stdout = os.fdopen(1, "w")  # as a new process opens it
-    if world > 1:
-        os.environ |= {"WORLD_SIZE": str(world), "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-        ranks.WORLD, ranks.RANK, ranks.LOCAL_RANK = world, rank, rank
     module = importlib.import_module(name)
     sys.argv = [f"{name}.py", *flags]
     if trouble:

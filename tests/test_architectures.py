@@ -9,16 +9,13 @@ import torch
 from conftest import flags_it_has, metrics, refused, run, save, script_args
 from transformers import AutoModelForCausalLM
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig
-from transformers.cache_utils import Cache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-import common
 import ppo
 import rspo
 from common import Completion, Problem, check_sampler, collate, load_policy, sample, token_logprobs
-from plumbing import UserError
-from plumbing.models import checkpoint_layers, context_limits
-from plumbing.policy import Policy, TrainedModel, refresh_rollout_copy
+from common import UserError
+from plumbing.model import Policy, TrainedModel, checkpoint_layers
 from plumbing.routing import find_experts, find_routers
 
 # Of these an architecture takes the fields that its config has.
@@ -68,7 +65,6 @@ ARCHITECTURES = {
     "gemma3_text": Row(config=LOCAL),
     "gemma3n_text": Row(config=LOCAL | GEMMA3N | {"activation_sparsity_pattern": [0.0] * 4}),
     "cohere2": Row(),
-    "mamba2": Row(config=MAMBA2, mixes=True),
     "olmo_hybrid": Row(mixes=True, has_float32=True),
     "mistral": Row(is_slow=True),
     "qwen2": Row(is_slow=True),
@@ -80,7 +76,6 @@ ARCHITECTURES = {
     "gemma2": Row(is_slow=True),
     "granite": Row(is_slow=True),
     "hunyuan_v1_dense": Row(is_slow=True),
-    "mamba": Row(is_slow=True, mixes=True),
     "qwen3_next": Row(SOFTMAX, LINEAR, mixes=True),
     "qwen3_moe": Row(SOFTMAX),
     "mixtral": Row(SOFTMAX),
@@ -144,9 +139,9 @@ def test_an_architecture(folder, request):
     row = ARCHITECTURES[request.node.callspec.params["folder"]]
     args = arguments(folder, max_new_tokens=16, temperature=0.9)
     policy = load_policy(args)
-    check_sampler(policy, PROBLEMS, args)
+    check_sampler(policy, PROMPTS[1], args)
     for who in (policy, policy.frozen_copy()):
-        assert who.one_sequence_per_row == row.mixes
+        assert who.model.base_model.never_packed == row.mixes
     if policy.routers.num_experts > 0:
         args.routing_replay = "r3"  # the sampler records experts
     check_sampler_and_training_forward(policy, args)
@@ -257,9 +252,9 @@ def check_bfloat16(folder, has_float32):
     policy = load_policy(arguments(folder, dtype="bfloat16"))
     copies = []
     for kind in ("bfloat16", "same", "int4"):
-        model = Policy(policy.master, None, "bfloat16", kind, refresh_every=2).rollout_policy.model
-        refresh_rollout_copy(model, policy.master, "bfloat16")
-        copies.append(model)
+        who = Policy(policy.master, None, "bfloat16", kind, refresh_every=2)
+        who.rollout_dtype = "bfloat16"  # for now
+        copies.append(who.sampler(1).model)
     tokens = torch.tensor([[3, 8, 4, 9, 11, 5]])
     dtypes = {key: weight.dtype for key, weight in theirs.named_parameters()}
     for model in (policy.model, *copies):
@@ -271,7 +266,8 @@ def check_bfloat16(folder, has_float32):
     assert all(weight.dtype == its.dtype for weight, its in bodies)
     kept = {key for key, dtype in dtypes.items() if dtype == torch.float32}
     assert bool(kept) == has_float32
-    refresh_rollout_copy(copies[-1], policy.master, "int4")
+    who.rollout_dtype = "int4"
+    who.sampler(1)
     for key, weight in copies[-1].named_parameters():
         assert key not in kept or torch.equal(weight, policy.master.state_dict()[key])
 
@@ -326,25 +322,7 @@ def test_the_language_model_of_one_that_also_sees(tmp_path):
 
 def check(folder, **changes):
     args = arguments(folder, **changes)
-    check_sampler(load_policy(args), PROBLEMS, args)
-
-
-@pytest.mark.parametrize("folder", ["llama"], indirect=True)
-def test_the_check_sees_rows_that_leave_wrongly(folder, monkeypatch):
-    """On every device, and if the model's first token is an EOS, as each is here: a cache that keeps
-    the first rows, whichever were to stay."""
-    original = Cache.reorder_cache
-
-    def reorder_cache(self, rows):
-        is_longer = len(rows) > len(rows.unique())  # from prompts to groups
-        original(self, rows if is_longer else torch.arange(len(rows)))
-
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [*range(17)]}))
-    monkeypatch.setitem(common.COMPACT_EVERY, "cpu", 16)
-    check(folder)
-    monkeypatch.setattr(Cache, "reorder_cache", reorder_cache)
-    with pytest.raises(UserError, match="log-probs of the same tokens differ"):
-        check(folder)
+    check_sampler(load_policy(args), PROMPTS[1], args)
 
 
 @pytest.mark.parametrize("folder", ["gpt_oss"], indirect=True)
@@ -355,25 +333,9 @@ def test_a_config_that_always_asks_for_router_logits(folder):
     check(folder)
 
 
-LONG = dict(rope_type="longrope", short_factor=[1.0] * 4, long_factor=[4.0] * 4, rope_theta=10000.0)
-LONG |= dict(original_max_position_embeddings=16)
-NORMAL = {"rope_type": "default", "rope_theta": 10000.0}
-
-
-def test_rotations_that_change_with_the_length_are_refused_where_a_run_could_reach_them(tmp_path):
-    """The sampler's cache keeps the keys of shorter sequences as they were rotated."""
-    rotations = {"full_attention": LONG, "sliding_attention": NORMAL}
-    folder = save(new_model("gemma3_text", rope_parameters=rotations, sliding_window=200), tmp_path)
-    check(folder, max_new_tokens=8)
-    with pytest.raises(UserError, match="after prompts of up to 14 tokens"):
-        check(folder, max_new_tokens=12)
-
-
-def test_the_check_knows_the_length_of_a_window():
-    assert context_limits(new_model("olmo3")) == [8] and context_limits(new_model("llama")) == []
-
-
 UNABLE = {
+    "mamba": {},  # no cache that rows can be removed from
+    "mamba2": MAMBA2,
     "bart": {},  # a decoder of an encoder-decoder family: it takes no position_ids
     "qwen3_moe": dict(num_experts_per_tok=9),  # of four
 }

@@ -1,8 +1,6 @@
 """Datasets: files, columns, prompts, gold answers, what is left out, the held-out split."""
 
-import copy
 import csv
-import gzip
 import json
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -14,9 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from common import load_problems
-from plumbing.args import UserError
-from plumbing.data import problem_rows, read_dataset
-from plumbing.policy import Policy
+from common import UserError
+from plumbing.data import read_dataset, usable_rows
 
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}{{ end }}<assistant>"
 
@@ -47,8 +44,9 @@ def read(path, **flags):
 
 def problems_of(rows, policy=None, **flags):
     """[(prompt, gold answer, ids, columns)] of rows, of which none are held out."""
-    args = script_args("grpo", dataset="mine", num_held_out=0, **flags)[1]
-    return problem_rows(rows, policy or policy_with(), args)
+    args = script_args("grpo", dataset="mine", **flags)[1]
+    args.num_held_out = 0
+    return usable_rows(rows, policy or policy_with(), args)
 
 
 def refusal(rows, policy=None, **flags):
@@ -99,8 +97,6 @@ def test_every_kind_of_file_has_the_same_rows(tmp_path):
     write_lines(tmp_path / "lines.jsonl", EXACT)
     (tmp_path / "mark.json").write_text("\n" + json.dumps(EXACT, indent=1), encoding="utf-8-sig")
     write_csv(tmp_path / "cells.csv", EXACT)
-    for name in ("lines.jsonl", "mark.json", "cells.csv"):
-        (tmp_path / f"{name}.gz").write_bytes(gzip.compress((tmp_path / name).read_bytes()))
     Dataset.from_list(EXACT).to_parquet(tmp_path / "data[1].parquet")
     paths = list(tmp_path.iterdir())
     Dataset.from_list(sums(9)).to_parquet(tmp_path / "data1.parquet")  # no pattern: [1] is not 1
@@ -144,7 +140,7 @@ def test_a_column_may_be_a_path():
         flags = {"prompt_column": "prompt", "answer_column": column}
         ((prompt, answer, _, columns),) = problems_of([nested], **flags)
         assert (prompt, answer, columns["extra"]) == ("1+1=", "2", nested["extra"])
-    for column, found in {"extra.gold": "a dict with value", "a.b.c": "None"}.items():
+    for column, found in {"extra.gold": "{'value': '2'}", "a.b.c": "None"}.items():
         flags = {"prompt_column": "prompt", "answer_column": column}
         assert f"1 without a gold answer (first: row 1 {found})" in refusal([nested], **flags)
 
@@ -157,7 +153,6 @@ PROMPTS = [  # cell, flags, as the template renders it, as reward functions get 
     ("1+3=", {}, "<user>1+3=", None),
     ("[1, 2, 3]", {}, "<user>[1, 2, 3]", None),
     (chat("user", " 1+3=\n"), {}, "<user>1+3=", None),
-    (json.dumps(SYSTEM), {}, "<system>s<user>3", SYSTEM),
     (chat("user", PARTS), {}, "<user>1+3=", chat("user", "1+3=")),
     ([*SHOT, *chat("user", "2")], {}, "<user>1+1=<assistant>2<user>2", None),
     ([*SHOT, *chat("assistant", "#### 2")], {}, "<user>1+1=", SHOT[:1]),
@@ -179,11 +174,18 @@ BAD_ROWS = [  # prompt, answer, why the row is left out
     (" \n", "2", "without a prompt (first: row 1 ' \\n')"),
     (["1+1="], "2", "without a prompt (first: row 1 ['1+1='])"),
     (chat("system", "3"), "2", "without a prompt"),
-    ([{"from": "human", "value": "3"}], "2", "(as in ShareGPT) (first: row 1 a dict with from, value)"),
-    (chat("user", [*PARTS, {"type": "image"}]), "2", "with a message that is not text"),
-    (chat("user", "1\udfff"), "2", "that cannot be rendered"),
-    ("1" * 90, "2", "the model's limit of 150 (first: row 1 with 107 tokens)"),
-    ("3", {"gold": "2"}, "without a gold answer (first: row 1 a dict with gold)"),
+    (
+        [{"from": "human", "value": "3"}],
+        "2",
+        "with a message that lacks a role, or is not text (first: row 1 {'from'",
+    ),
+    (
+        chat("user", [*PARTS, {"type": "image"}]),
+        "2",
+        "with a message that lacks a role, or is not text",
+    ),
+    ("1" * 90, "2", "the model's limit of 150 tokens (first: row 1"),
+    ("3", {"gold": "2"}, "without a gold answer (first: row 1 {'gold': '2'})"),
     ("3", "", "without a gold answer (first: row 1 '')"),
 ]
 
@@ -201,10 +203,8 @@ def test_rows_that_cannot_be_used(prompt, answer, expected):
 
 BAD_TEMPLATES = [  # cell, template, flags, what is said
     (chat("user", "3", "user", "4"), None, {}, "need a chat template"),
-    ("3", "{{ raise_exception('no!') }}", {}, "row 1 TemplateError no!"),
+    ("3", "{{ raise_exception('no!') }}", {}, "refuses .first: row 1 'no!'"),
     ([*SHOT, *chat("user", "3")], "{{ messages[0].content }}", {}, "that the chat template drops"),
-    ("3", "{{ messages[-1].content }}", {"system_prompt": "S"}, "that the chat template drops"),
-    ("3", TURNS, {"chat_template_kwargs": '{"think": 1}'}, "chat_template_kwargs: .* use think"),
 ]
 
 
@@ -218,15 +218,14 @@ def test_templates_that_do_not_give_the_prompt(cell, template, flags, expected):
 TENTH = [  # rows, how many problems remain, None: the run ends
     (sums(18) + [row("", "1")] * 2, 18),
     (sums(17) + [row("", "1")] * 2, None),
-    (sums(8) + [row("x", "Proof"), row("y", " notfound ")] * 9, 8),  # no answers, but no mistake
     (sums(9) * 100 + [row("x", "")] * 101, None),
-    (sums(20) + [row("3+1=", "5"), row("3+1=", "4")], 19),
+    (sums(20) + [row("3+1=", "5"), row("3+1=", "4")], 20),
 ]
 
 
 @pytest.mark.parametrize("rows, remaining", TENTH)
 def test_a_tenth_may_be_left_out(rows, remaining):
-    """Besides equal prompts, and answers that say that there is none."""
+    """Besides equal prompts."""
     if remaining is None:
         assert "rows cannot be used" in refusal(rows)
     else:
@@ -241,21 +240,17 @@ def test_equal_prompts_are_rendered_once(monkeypatch):
 
 
 def test_the_line_at_the_start(capsys):
-    """It counts what is left out, with the first row of each kind. A row has one reason; a dropped
-    reply is counted beside."""
+    """It counts what is left out, with the first row of each kind. A row has one reason."""
     reply = row(chat("user", "2+2=", "assistant", "4"), "4")
-    rows = [reply, *sums(60), row("", "1"), row("x", {"gold": 1}), row("x", "proof"), *sums(3), "x"]
+    rows = [reply, *sums(60), row("", "1"), row("x", {"gold": 1}), *sums(3), "x"]
     problems_of([*rows, row("", "2"), row("1+1=", "3")], policy_with(TURNS))
     kinds = [
-        "1 assistant replies at the end (first: row 1)",
         "2 without a prompt (first: row 62 '')",
-        "1 without a gold answer (first: row 63 a dict with gold)",
-        "1 with the answer proof or notfound (first: row 64)",
-        "4 with the prompt of an earlier row (first: row 65)",
-        "1 unreadable (first: row 68 'x')",
-        "1 with a different gold answer for the same prompt in a later row (first: row 3)",
+        "1 without a gold answer (first: row 63 {'gold': 1})",
+        "4 with the prompt of an earlier row (first: row 64 '0+1=')",
+        "1 unreadable (first: row 67 'x')",
     ]
-    line = f"problems: 60 to train on, 0 held out; left out: {', '.join(kinds)}\n"
+    line = f"problems: 61 to train on, 0 held out; left out: {', '.join(kinds)}\n"
     assert capsys.readouterr().out == line
 
 
@@ -280,8 +275,7 @@ def test_held_out_problems_are_apart_and_the_same_for_all_seeds(tmp_path, tiny_p
     stream, held_out = load(path, tiny_policy, rows + rows[:30], num_held_out=50, seed=1)
     assert capsys.readouterr().err == ""
     other, same_held_out = load(path, tiny_policy, rows, num_held_out=51, seed=2)
-    warning = "warning: more problems are held out than trained on; lower --num_held_out\n"
-    assert capsys.readouterr() == ("problems: 49 to train on, 51 held out\n", warning)
+    assert capsys.readouterr().out == "problems: 49 to train on, 51 held out\n"
     assert stream.problems[1:] == other.problems and held_out == same_held_out[:50]
     assert not {p.prompt for p in stream.problems} & {p.prompt for p in held_out}
     for p in stream.problems:
@@ -291,30 +285,15 @@ def test_held_out_problems_are_apart_and_the_same_for_all_seeds(tmp_path, tiny_p
         load(path, tiny_policy, rows, num_held_out=100)
 
 
-def test_hashes_of_raw_and_rendered_problems(tmp_path, tiny_model):
-    """A gold answer changes the first; a template, such as one with the date, changes the second."""
-    policy = copy.copy(Policy(*tiny_model))
-    policy.tokenizer = copy.deepcopy(policy.tokenizer)
-    hashes = []
-    rows = sums(100)
-    for changed, day in ((rows, 1), (rows[::-1], 1), (rows, 2), ([*rows[1:], row("0+1=", "01")], 1)):
-        policy.tokenizer.chat_template = f"{day}{{{{ messages[0].content }}}}"
-        stream, _ = load(tmp_path / "data.jsonl", policy, changed, num_held_out=20)
-        hashes.append((stream.raw_hash, stream.rendered_hash))
-    (raw, rendered), same, tomorrow, answer = hashes
-    assert same == (raw, rendered)
-    assert tomorrow[0] == raw and tomorrow[1] != rendered
-    assert answer[0] != raw and answer[1] == rendered
-
-
 def test_what_reward_functions_get_of_a_row():
     """A column that only other rows have is None."""
     first = {"question": "1+1=", "tests": [0.5, {"x": 1.50}]}
-    args = script_args("grpo", dataset="mine", num_held_out=0)[1]
+    args = script_args("grpo", dataset="mine")[1]
+    args.num_held_out = 0
     args.reads_answers = False
     rows = [first, {**first, "question": "1+2=", "level": 3}]
-    problems = {p[0]: p[3] for p in problem_rows(rows, policy_with(), args)}
-    assert problems["1+1="] == {**first, "level": None, "answer": "", "prompts": "1+1="}
+    problems = {p[0]: p[3] for p in usable_rows(rows, policy_with(), args)}
+    assert problems["1+1="] == {**first, "level": None, "prompts": "1+1="}
     assert problems["1+2="]["level"] == 3
 
 
@@ -324,18 +303,3 @@ def test_addition_is_what_it_always_was(tiny_policy):
     assert (len(train), len(held_out)) == (10_240, 256)
     assert all(sum(map(int, p.prompt[:-1].split("+"))) == int(p.answer) for p in train[:100] + held_out)
     assert held_out[0].prompt == "876+141="
-
-
-def test_words_that_the_tokenizer_does_not_know(tmp_path, tiny_policy):
-    """The tiny model's tokenizer knows only digits."""
-    rows = [row(f"How many are {i} and one?") for i in range(20)]
-    with pytest.raises(UserError, match="--model: .* unknown to its tokenizer"):
-        load(tmp_path / "data.jsonl", tiny_policy, rows, num_held_out=8)
-
-
-def test_a_token_without_an_embedding(tmp_path, tiny_policy, monkeypatch):
-    rows = [row(f"{i}+1=") for i in range(20)]
-    embeddings = SimpleNamespace(num_embeddings=5)
-    monkeypatch.setattr(tiny_policy.model, "get_input_embeddings", lambda: embeddings)
-    with pytest.raises(UserError, match="--model: its tokenizer has token .* but it has 5 embeddings"):
-        load(tmp_path / "data.jsonl", tiny_policy, rows, num_held_out=8)

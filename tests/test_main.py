@@ -20,7 +20,7 @@ from torch.func import functional_call
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-import plumbing.policy
+import plumbing.model
 
 # 15 completions in minibatches of 5, which cut through groups, and these in micro-batches of 3 and 2.
 # After a step or two the ratios are outside of every clip range.
@@ -115,12 +115,12 @@ def watched(name, args, with_copies):
 
     real_load_grader = script.load_grader
     real_evaluate = script.evaluate
-    real_working_copy = plumbing.policy.working_copy
+    real_working_copy = plumbing.model.working_copy
     hook = register_optimizer_step_pre_hook(before_step)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(script, "load_grader", load_grader)
         patch.setattr(script, "evaluate", evaluate)
-        patch.setattr(plumbing.policy, "working_copy", working_copy)
+        patch.setattr(plumbing.model, "working_copy", working_copy)
         script.main(args)
     hook.remove()
     return iterations
@@ -387,7 +387,7 @@ def test_the_cases_are_all_scripts():
 def arguments(case, reward, folder):
     """(module's name, Args) of a case."""
     name, changes = CASES[case]
-    _, args = script_args(name, reward=[reward], run_dir=str(folder))
+    _, args = script_args(name, reward=reward, run_dir=str(folder))
     fields = {field.name for field in dataclasses.fields(args)}
     changes = {field: value for field, value in (SMALL | changes).items() if field in fields}
     return name, dataclasses.replace(args, **changes)

@@ -11,11 +11,10 @@ import torch
 from conftest import MIXED, batch_of_ids, metrics, problems_of, run, script_args
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-import common
 import rspo
 from common import collate, record_old_policy, reference_logprobs, sample, token_logprobs
+from plumbing.model import Policy
 from plumbing.metrics import correction_stats, means, report, router_stats
-from plumbing.policy import Policy
 
 
 def test_statistics_of_the_mismatch_and_the_weights():
@@ -72,11 +71,10 @@ def test_the_aux_loss_stays_live(tiny_policy, batch):
     torch.testing.assert_close(replayed.aux_loss, live.aux_loss)
 
 
-def test_the_sampler_notes_what_the_training_forward_would_choose(tiny_policy, monkeypatch):
+def test_the_sampler_notes_what_the_training_forward_would_choose(tiny_policy):
     """R3 = R2 where the sampler routes as the trainer: prompts of different lengths, rows that leave
     the batch, every position but the last token's, in the order of the top-k."""
     _, args = script_args("grpo", routing_replay="r3", rollout_batch_size=4)
-    monkeypatch.setitem(common.COMPACT_EVERY, "cpu", 7)
     noise = torch.Generator().manual_seed(0)
     completions = sample(tiny_policy, problems_of(tiny_policy, *MIXED), 4, args, noise)
     assert len({len(c.ids) for c in completions}) > 3

@@ -10,10 +10,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ppo
-from common import CachedForward, collate, critic_values, load_policy, prefill, record_old_policy
-from common import sample, token_logprobs
-from plumbing.models import logits_of
-from plumbing.policy import Policy, TrainedModel, working_copy
+from common import collate, critic_values, record_old_policy, sample, token_logprobs
+from plumbing.model import Policy, TrainedModel, working_copy
 
 
 def settings(**changes):
@@ -59,29 +57,6 @@ def test_every_matrix_product_and_the_cache_are_in_bfloat16(tiny_policy):
         loss.backward()
     assert all(dtypes == {torch.bfloat16} for dtypes in products.dtypes.values())
     assert "_grouped_mm" in products.dtypes and len(products.dtypes) > 1
-    forward = CachedForward(policy.model, record_experts=False)
-    prefill(forward, [[3, 4, 5]], 2)
-    for layer in forward.cache.layers:
-        assert layer.keys.dtype == layer.values.dtype == torch.bfloat16
-
-
-def test_head_in_float32():
-    """The product of bfloat16 weights and states is not rounded to bfloat16: in the policy, and, each
-    with its own weights, in a reference and in a copy that samples. Gradients reach the master."""
-    hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-    policy = load_policy(settings(dtype="bfloat16", rollout_dtype="int4", head_dtype="float32"))
-    reference = policy.frozen_copy()
-    with torch.no_grad():
-        reference.model.get_output_embeddings().weight.mul_(2)
-    for who in (policy, reference, policy.sampler(1)):
-        weight = who.model.get_output_embeddings().weight
-        assert weight.dtype == torch.bfloat16
-        logits = logits_of(who.model, hidden)
-        assert logits.dtype == torch.float32
-        expected = hidden.double() @ weight.double().T
-        torch.testing.assert_close(logits.double(), expected, rtol=1e-5, atol=1e-5)
-    logits_of(policy.model, hidden).sum().backward()
-    assert policy.master.get_output_embeddings().weight.grad.dtype == torch.float32
 
 
 # ----------------------------------------------------------------------- masters and the working copy

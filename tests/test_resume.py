@@ -51,7 +51,6 @@ def check(name, troubles, tmp_path, sums, *more):
 
 MOMENTS = [
     ("kill before a file is in place", 1),  # settings.json
-    ("kill before a file is in place", 3),  # the same with hashes
     ("kill in a save", 1),  # checkpoint 0
     ("kill in an evaluation", 1),  # before training
     ("kill before a step", 1),

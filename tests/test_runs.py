@@ -14,7 +14,7 @@ import common
 import grpo
 from common import Completion, Problem, load_problems, verify
 from plumbing.metrics import pass_at_k, rollout_summary
-from plumbing.policy import Policy
+from plumbing.model import Policy
 
 SMALL = """--prompts_per_iteration 8 --group_size 4 --max_new_tokens 32 --num_minibatches 2
 --eval_every 1 --iterations 2""".split()
@@ -108,7 +108,7 @@ def test_run_of_each_script_logs_sensible_numbers(name, tmp_path, sums, monkeypa
     assert "(sampled; the answer is" in result.stdout
     checkpoint = tmp_path / "checkpoint-000002"
     assert str(checkpoint) in result.stdout
-    files = {"lock", "settings.json", "metrics.jsonl", "samples.jsonl", checkpoint.name}
+    files = {"settings.json", "metrics.jsonl", "samples.jsonl", "lock", checkpoint.name}
     assert {path.name for path in tmp_path.iterdir()} == files
 
 
@@ -157,7 +157,7 @@ def test_pass_at_k_is_the_mean_over_all_choices_of_k(n, ks):
             chosen += itertools.combinations(pattern, k)
         solved = ["correct" in verdicts for verdicts in chosen]
         expected[f"pass@{k}"] = sum(solved) / len(solved)
-    assert pass_at_k(completions, n) == pytest.approx(expected, rel=1e-12)
+    assert pass_at_k([c.verdict for c in completions], n) == pytest.approx(expected, rel=1e-12)
 
 
 def test_run_checkpoint_is_an_ordinary_transformers_folder(tmp_path):

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from common import Completion, Problem, addition_problems, collate, token_logprobs
 from plumbing.args import RunArgs
 from plumbing.metrics import masked_mean
-from plumbing.policy import Policy
+from plumbing.model import Policy
 
 ARCHITECTURE = dict(
     hidden_size=64,

@@ -1,0 +1,299 @@
+"""Loads a model, and keeps its float32 master weights, a working copy that computes, and a copy that
+samples."""
+
+import copy
+import functools
+import os
+import re
+import weakref
+from pathlib import Path
+
+import torch
+import transformers
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils.generic import ContextManagers
+
+from plumbing.args import UserError, one_line
+from plumbing.routing import find_routers, read_routers, routing_contexts
+
+TINY_MOE = Path(__file__).parent.parent / "tiny_moe"  # the folder that --model tiny-moe means
+
+
+# ------------------------------------------------------------------------------------------ loading
+
+
+def load_policy(args):
+    """`--model` -> `Policy`. Runs no code from the folder."""
+    source = str(TINY_MOE) if args.model == "tiny-moe" else args.model
+    if (Path(source) / "adapter_config.json").exists():
+        raise UserError(f"--model {args.model} is an adapter: merge it into its base model first")
+    with one_line(f"--model {args.model} cannot be used"):  # damaged folders may raise anything
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            source,
+            config=read_config(source),
+            dtype=torch.float32,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    check_model(model, tokenizer, report, args)
+    model = model.float().to(args.torch_device).eval()  # some dequantized weights are in bfloat16
+    # The update asks for router logits itself; if they are always on, decoding fails.
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        model.config.get_text_config().output_router_logits = False
+    # A tiny model's operators are so small that threads would mostly wait for each other.
+    is_tiny = args.torch_device == "cpu" and model.num_parameters() < 10_000_000
+    if is_tiny and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    # In bfloat16, CUDA prefers cuDNN's attention, which makes a new plan for every shape, so for every
+    # sampled token.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    if args.gradient_checkpointing:
+        checkpoint_layers(model)
+    with one_line(f"--model {args.model}: this architecture cannot be run"):
+        policy = Policy(model, tokenizer, args.dtype, args.rollout_dtype, args.rollout_refresh_every)
+    if args.routing_replay != "none" and not policy.routers.can_replay:
+        reason = "it is dense, or its routers do not support replay"
+        raise UserError(f"--routing_replay cannot be used with --model {args.model}: {reason}")
+    return policy
+
+
+def read_config(source):
+    """The config, changed so that quantized weights (FP8, MXFP4) are dequantized: the kernels for
+    them pass no gradient, and nothing would reveal it."""
+    config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
+    for part in (config, config.get_text_config()):
+        if getattr(part, "quantization_config", None):
+            part.quantization_config["dequantize"] = True
+    return config
+
+
+def check_model(model, tokenizer, report, args):
+    """UserError if transformers has loaded something that cannot be trained."""
+    misfits = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
+    ids = end_ids(model, tokenizer)
+    fault = ""
+    if misfits:
+        fault = f"its weights do not fit its config: {misfits!s:.200}"
+    elif getattr(model, "is_quantized", False):
+        fault = "its weights are quantized, and transformers cannot dequantize them"
+    elif model.base_model is model:
+        fault = "transformers does not separate its body from its head"
+    elif len(tokenizer) <= len(tokenizer.all_special_ids):
+        fault = "it has no tokenizer"
+    elif not ids or not all(isinstance(token, int) for token in ids):
+        fault = f"its EOS ids must be integers, not {ids}"
+    if fault:
+        raise UserError(f"--model {args.model}: {fault}")
+
+
+def end_ids(model, tokenizer):
+    """The ids that end a completion; chat models have several."""
+    ids = model.generation_config.eos_token_id
+    ids = ids if isinstance(ids, list) else [ids]
+    return sorted({*ids, tokenizer.eos_token_id} - {None}, key=str)
+
+
+def checkpoint_layers(model):
+    """Makes layers store only their inputs and recompute the rest in the backward pass. transformers'
+    own switch works only in train(), which would turn dropout on."""
+    options = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": routing_contexts}
+    recompute = functools.partial(checkpoint, **options)
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.forward = functools.partial(recompute, layer.forward)
+
+
+# ------------------------------------------------------------------------------------------- weights
+
+
+class TrainedModel:
+    """Master weights, which the optimizer changes, and the model that computes with them: a policy or
+    a critic. In float32 both are the same model."""
+
+    def __init__(self, master, dtype="float32"):
+        self.master = master
+        self.model = working_copy(master, dtype)
+        this = weakref.ref(self)  # the hook must not keep it alive
+        register_optimizer_step_post_hook(lambda *_: this() and this().refresh())
+
+    def parameters(self):
+        return self.master.parameters()
+
+    def state_dict(self):
+        return self.master.state_dict()
+
+    def load_state_dict(self, state):
+        self.master.load_state_dict(state)
+        self.refresh()
+
+    def clip_gradients(self, max_norm):
+        """Clips the gradients' norm; returns the norm before clipping."""
+        return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm)
+
+    @torch.no_grad()
+    def refresh(self):
+        """Copies the master weights into the working copy, if there is one."""
+        if self.model is not self.master:
+            weights = zip(self.model.parameters(), self.master.parameters(), strict=True)
+            for weight, master_weight in weights:
+                weight.copy_(master_weight)
+
+
+class Policy(TrainedModel):
+    """A language model with its tokenizer, what was detected of its routers, and the copy that
+    samples."""
+
+    def __init__(self, master, tokenizer, dtype="float32", rollout_dtype="same", refresh_every=1):
+        super().__init__(master, dtype)
+        self.tokenizer = tokenizer
+        self.routers = read_routers(master)
+        self.rollout_dtype = rollout_dtype
+        self.refresh_every = refresh_every  # iterations
+        self.rollout_policy = None
+        if rollout_dtype != "same" or refresh_every > 1:
+            # int4 weights are only rounded; their products are computed in --dtype.
+            kind = rollout_dtype if rollout_dtype in ("float32", "bfloat16") else dtype
+            self.rollout_policy = self.with_model(cast_weights(frozen(master), kind))
+
+    @property
+    def end_ids(self):
+        return end_ids(self.model, self.tokenizer)
+
+    def with_model(self, model):
+        """A policy with a different model of the same architecture, and the same tokenizer."""
+        policy = copy.copy(self)
+        policy.master = policy.model = model
+        policy.rollout_policy = None
+        return policy
+
+    def frozen_copy(self):
+        """A reference: the current weights, frozen."""
+        return self.with_model(frozen(self.model))
+
+    @torch.no_grad()
+    def sampler(self, iteration):
+        """The policy itself, or its copy in --rollout_dtype, which is given the current weights in
+        iteration 1 and every --rollout_refresh_every iterations after that."""
+        if self.rollout_policy is None:
+            return self
+        if (iteration - 1) % self.refresh_every == 0:
+            model = self.rollout_policy.model
+            exact = kept_exact(model) if self.rollout_dtype == "int4" else None
+            for weight, master_weight in zip(model.parameters(), self.parameters(), strict=True):
+                is_rounded = exact is not None and weight.dim() > 1 and id(weight) not in exact
+                weight.copy_(fake_quantize(master_weight) if is_rounded else master_weight)
+        return self.rollout_policy
+
+    def save_pretrained(self, folder):
+        """Writes the master weights and the tokenizer as an ordinary transformers folder."""
+        self.master.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+    def load_pretrained(self, folder):
+        saved = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
+        )
+        self.load_state_dict(saved.state_dict())
+
+
+def frozen(model):
+    return copy.deepcopy(model).requires_grad_(False)
+
+
+def working_copy(master, dtype):
+    """The model that computes: `master` itself in float32, else a copy of it in `dtype`. The copy's
+    gradients are moved to the master, in float32, as soon as they are computed."""
+    if dtype == "float32":
+        return master
+
+    def hand_over(weight, master_weight):
+        if master_weight.grad is None:
+            master_weight.grad = weight.grad.float()
+        else:
+            master_weight.grad += weight.grad
+        weight.grad = None
+
+    model = cast_weights(copy.deepcopy(master), dtype)
+    for weight, master_weight in zip(model.parameters(), master.parameters(), strict=True):
+        if weight.requires_grad:
+            hook = functools.partial(hand_over, master_weight=master_weight)
+            weight.register_post_accumulate_grad_hook(hook)
+    return model
+
+
+def cast_weights(model, dtype):
+    """Casts the model's weights to `dtype`, except those that stay in float32. All buffers stay as they
+    are, since positions are computed from them."""
+    kept = set() if dtype == "float32" else kept_in_float32(model)
+    for weight in model.parameters():
+        if id(weight) not in kept:
+            weight.data = weight.data.to(getattr(torch, dtype))
+    return model
+
+
+def kept_in_float32(model):
+    """ids of the weights that stay in float32 when transformers loads the model in bfloat16: those that
+    the architecture lists, and those that it creates in float32."""
+    bodies = [part for part in model.modules() if isinstance(part, transformers.PreTrainedModel)]
+    if not bodies:
+        return set()
+    body = bodies[0]  # the whole model, or a critic's body
+    kind = type(body)
+    with ContextManagers(kind.get_init_context(torch.bfloat16, False, False, False)):
+        # on the meta device, without allocating weights
+        empty = kind._from_config(copy.deepcopy(body.config), dtype=torch.bfloat16)
+    patterns = [pattern.replace("*", ".*") for pattern in empty._get_dtype_plan(torch.bfloat16)]
+    kept = set()
+    for name, weight in empty.named_parameters():
+        is_listed = any(re.search(pattern, name) for pattern in patterns)
+        if is_listed or weight.dtype == torch.float32:
+            kept.add(id(body.get_parameter(name)))
+    return kept
+
+
+@functools.lru_cache(maxsize=1)  # needed in each iteration
+def kept_exact(model):
+    """ids of the weights that int4 does not round: embeddings (and a head tied to them), routers, and
+    what stays in float32."""
+    exact = {id(model.get_input_embeddings().weight)} | kept_in_float32(model)
+    for router in find_routers(model):
+        exact |= {id(weight) for weight in router.parameters()}
+    return exact
+
+
+def fake_quantize(weight):
+    """The weight rounded to 15 values, from -7 to 7 times a scale along the last axis: for nearly all
+    weights, one scale per output channel."""
+    scale = weight.abs().amax(-1, keepdim=True) / 7
+    scale = torch.where(scale > 0, scale, 1)
+    return (weight / scale).round() * scale
+
+
+# ---------------------------------------------------------------------------------------------- head
+
+
+class LastHidden(tuple):
+    """A model body's output, with only its last hidden states."""
+
+    @property
+    def last_hidden_state(self):
+        return self[0]
+
+    def __getattr__(self, name):
+        return None
+
+
+def logits_of(model, hidden):
+    """Last hidden states (tokens, H) -> logits (tokens, V), as the model computes them: its own forward
+    runs, with a body that only returns these states. Architectures scale or cap logits in many ways."""
+    body = model.base_model
+    tokens = torch.zeros(hidden.shape[:1], dtype=torch.long, device=hidden.device)
+    body.forward = lambda *inputs, **named: LastHidden([hidden[None]])
+    try:
+        return type(model).forward(model, tokens[None], use_cache=False).logits[0]
+    finally:
+        del body.forward  # its class's method remains
