@@ -9,8 +9,6 @@ for a size-1 axis. A "step" is an optimizer step; an "iteration" is a rollout an
 
 import contextlib
 import dataclasses
-import functools
-import math
 import random
 import re
 from fractions import Fraction
@@ -21,12 +19,10 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.checkpoint import checkpoint
 
 from plumbing.args import RunArgs, UserError, flag, launch, one_line
 from plumbing.data import ProblemStream, hash_of, read_dataset, usable_rows
-from plumbing.model import Policy, TrainedModel, load_policy, logits_of
-from plumbing.packing import run_body
+from plumbing.model import Policy, TrainedModel, load_policy
 from plumbing.reward import load_reward
 from plumbing.routing import Routing, experts_by_completion
 from plumbing.metrics import clock, critic_stats, rollout_summary
@@ -74,25 +70,28 @@ def load_problems(args, policy):
 
 
 def check_sampler(policy, ids, args):
-    """Compares the sampler, with its cache, to the training forward, in float32: four tokens each after
-    prompts of three lengths. If packed sequences see each other, turns packing off. UserError if
-    log-probs still differ."""
+    """Compares the sampler, with its cache, to the training forward, in float32: answers of two and of
+    four tokens after prompts of three lengths. UserError if their log-probs differ. Lower precisions
+    only have to run."""
     exact = policy.with_model(policy.master)
+    policies = [exact]
+    if policy.model is not policy.master:
+        policies.append(policy)
+    if policy.rollout_policy is not None:
+        policies.append(policy.sampler(1))
     problems = [Problem("", "", ids[:length]) for length in (len(ids), len(ids) // 2 + 1, 1)]
-    noise_NT = torch.zeros(6, 4)
-    completions = sample_batch(exact, problems, noise_NT, temperature=1.0, greedy=True)
-    # Some are cut after two tokens, so that they fit into a row with others.
-    completions[::2] = [c._replace(ids=c.ids[:2], logprobs=c.logprobs[:2]) for c in completions[::2]]
-    batch = collate(completions, args)
-    for never_packed in (False, True):
-        for model in (policy.master, policy.model):
-            model.base_model.never_packed = never_packed  # copies of it inherit this
+    for tried in policies:
+        completions = sample_batch(tried, problems, torch.zeros(6, 4), temperature=1.0, greedy=True)
+        for i in (0, 2, 4):
+            short = completions[i]
+            completions[i] = short._replace(ids=short.ids[:2], logprobs=short.logprobs[:2])
+        batch = collate(completions, args)
         with torch.no_grad():
-            logprobs_BT = token_logprobs(exact, batch, temperature=1.0).logprobs_BT
+            logprobs_BT = token_logprobs(tried, batch, temperature=1.0).logprobs_BT
         gap = (logprobs_BT - batch.sampler_logprobs_BT)[batch.mask_BT].abs().max().item()
-        if gap < 1e-3:
-            return
-    raise UserError(f"--model {args.model}: log-probs of sampler and training differ by {gap:.2g}")
+        if tried is exact and not gap < 1e-3:  # a NaN fails this too
+            message = "log-probs of sampler and training forward differ by"
+            raise UserError(f"--model {args.model}: {message} {gap:.2g}")
 
 
 # ------------------------------------------------------------------------------------------ rollout
@@ -334,14 +333,42 @@ def load_grader(args):
 
 # ------------------------------------------------------------------------------------------- batch
 
-MICRO_BATCH_TOKENS = 16_384  # per forward and backward pass, if --micro_batch_size is 0
+# What a micro-batch may hold if --micro_batch_size is 0, padding included. With more tokens there
+# would be more padding.
+GPU_TOKENS = 8_192
+CPU_TOKENS = 1_024
+MAX_LOGITS = 2**29  # 2 GiB in float32
 
 
 def even_slices(length, count):
-    """[`count` slices of nearly equal size] that together cover range(length)."""
+    """[`count` ranges of nearly equal size] that together cover range(length)."""
     size, rest = divmod(length, count)
     ends = [i * size + min(i, rest) for i in range(count + 1)]
-    return [slice(*pair) for pair in pairwise(ends)]
+    return [range(*pair) for pair in pairwise(ends)]
+
+
+def similar_rows(lengths, args):
+    """[[row, ...]] for the micro-batches of an optimizer step: rows of similar length, so that little
+    is padding. `lengths` has (prompt, response) for each row, in tokens. A micro-batch has at most
+    `--micro_batch_size` rows, or as many as the limits above allow, but at least one."""
+    max_tokens = CPU_TOKENS if args.torch_device == "cpu" else GPU_TOKENS
+    groups = []
+    group = []
+    longest_response = 0
+    for row in sorted(range(len(lengths)), key=lambda row: sum(lengths[row])):  # ties by row
+        size = len(group) + 1
+        longest_response = max(longest_response, lengths[row][1])
+        if args.micro_batch_size > 0:
+            fits = size <= args.micro_batch_size
+        else:
+            fits = size * sum(lengths[row]) <= max_tokens  # this row is the longest so far
+            fits = fits and size * longest_response * args.vocab_size <= MAX_LOGITS
+        if not fits and group:
+            groups.append(group)
+            group = []
+            longest_response = lengths[row][1]
+        group.append(row)
+    return [*groups, group]
 
 
 @dataclasses.dataclass
@@ -349,10 +376,14 @@ class Batch:
     """Completions as tensors, one row each: a rollout, a minibatch, or a micro-batch. Masks come from
     lengths, never from token ids, since EOS may double as padding."""
 
-    tokens_BS: torch.Tensor  # prompts padded on the left, responses on the right
-    attention_BS: torch.Tensor  # 1 on prompt and response
+    tokens_BS: torch.Tensor  # prompt and response side by side, padding on the right
+    is_token_BS: torch.Tensor  # True on prompt and response
+    predictor_BU: torch.Tensor  # the column where each response token is predicted, and the one after
+    response_BT: torch.Tensor  # the response's tokens alone
     mask_BT: torch.Tensor  # True on the response, including EOS
     sampler_logprobs_BT: torch.Tensor
+    lengths: list  # (prompt, response) of each row, in tokens
+    rows: list  # the number of each row in the rollout
     # for the policy to use, in top-k order; None or -1: it chooses itself
     replayed_experts_BSLK: torch.Tensor | None = None
     # set by record_old_policy
@@ -370,19 +401,27 @@ class Batch:
     advantages: torch.Tensor | None = None  # (B, T) or (B, 1)
 
     def __len__(self):
-        return len(self.mask_BT)
+        return len(self.lengths)
 
     def __getitem__(self, rows):
-        """The batch of a slice of the rows; its tensors are views."""
-        tensors = {}
+        """The batch of a list of rows, cut to their longest sequence and their longest response."""
+        lengths = [self.lengths[row] for row in rows]
+        S = max(prompt + response for prompt, response in lengths)
+        T = max(response for _, response in lengths)
+        widths = {"tokens_BS": S, "is_token_BS": S, "replayed_experts_BSLK": S, "predictor_BU": T + 1}
+        index = torch.tensor(rows, device=self.mask_BT.device)
+        fields = {"lengths": lengths, "rows": [self.rows[row] for row in rows]}
         for field in dataclasses.fields(self):
-            tensor = getattr(self, field.name)
-            tensors[field.name] = None if tensor is None else tensor[rows]
-        return Batch(**tensors)
+            value = getattr(self, field.name)
+            if isinstance(value, torch.Tensor):
+                fields[field.name] = value[index, : widths.get(field.name, T)]
+        return Batch(**fields)
 
     def parts(self, args):
-        """[Batch of one optimizer step]: `--num_minibatches` of nearly equal size, in rollout order."""
-        count = min(args.num_minibatches, len(self))
+        """[Batch of one optimizer step]: `--num_minibatches` of nearly equal size, in rollout order.
+        Fewer if dapo could not fill the batch, so that a step keeps about its size."""
+        full_step = args.prompts_per_iteration * args.group_size / args.num_minibatches
+        count = max(1, round(len(self) / full_step))
         return [self[rows] for rows in even_slices(len(self), count)]
 
     def minibatches(self, args):
@@ -390,119 +429,124 @@ class Batch:
         return self.parts(args) * args.update_epochs
 
     def micro_batches(self, args):
-        """[Batch of one forward and backward pass], of nearly equal size: at most `--micro_batch_size`
-        rows, or as many as fit in 16,384 tokens."""
-        S = self.tokens_BS.shape[1]  # of the whole rollout
-        size = args.micro_batch_size or max(1, MICRO_BATCH_TOKENS // S)
-        return [self[rows] for rows in even_slices(len(self), math.ceil(len(self) / size))]
-
-    @functools.cached_property
-    def lengths(self):
-        """Tokens in each sequence. Packing needs them on the host, and reading them means waiting for
-        the GPU, so it is done once."""
-        return self.attention_BS.sum(1).tolist()
+        """[Batch of one forward and backward pass]."""
+        return [self[rows] for rows in similar_rows(self.lengths, args)]
 
     def active_experts(self, own_experts_BTLK):
         """The sorted experts that predict each response token: the replayed ones if known, else the
         routers' own choice."""
         if self.replayed_experts_BSLK is None:
             return own_experts_BTLK
-        T = self.mask_BT.shape[1]
-        replayed_BTLK = self.replayed_experts_BSLK[:, -T - 1 : -1].sort().values
+        replayed_BTLK = at(self.predictor_BU[:, :-1], self.replayed_experts_BSLK).sort().values
         return torch.where(replayed_BTLK < 0, own_experts_BTLK, replayed_BTLK)
+
+
+def at(column_BT, x_BS):
+    """The values of x_BS, which may have more axes, in these columns."""
+    row_B1 = torch.arange(len(column_BT), device=column_BT.device)[:, None]
+    return x_BS[row_B1, column_BT]
 
 
 def collate(completions, args):
     """List of `Completion`s -> `Batch` on `--device`; with r3, including the sampler's experts."""
-    prompts = [c.problem.prompt_ids for c in completions]
+    device = args.torch_device
     responses = [c.ids for c in completions]
-    is_prompt = pad([[1] * len(ids) for ids in prompts], args.torch_device, "left")
-    is_response = pad([[1] * len(ids) for ids in responses], args.torch_device)
+    sequences = [c.problem.prompt_ids + c.ids for c in completions]
+    lengths = [(len(c.problem.prompt_ids), len(c.ids)) for c in completions]
+    U = max(map(len, responses)) + 1
+    predictors = []
+    for prompt, response in lengths:
+        last = prompt + response - 1  # on padding, which nobody reads
+        predictors.append([min(prompt - 1 + t, last) for t in range(U)])
     experts_BSLK = None
     if completions[0].experts is not None:
-        of_prompts = [c.experts[: len(c.problem.prompt_ids)] for c in completions]
-        of_responses = [c.experts[len(c.problem.prompt_ids) :] for c in completions]
-        left = pad(of_prompts, args.torch_device, "left", value=-1)
-        right = pad(of_responses, args.torch_device, value=-1)
-        experts_BSLK = torch.cat([left, right], dim=1)
+        experts_BSLK = pad([c.experts for c in completions], device, value=-1)
     return Batch(
-        tokens_BS=torch.cat(
-            [pad(prompts, args.torch_device, "left"), pad(responses, args.torch_device)], dim=1
-        ),
-        attention_BS=torch.cat([is_prompt, is_response], dim=1),
-        mask_BT=is_response.bool(),
-        sampler_logprobs_BT=pad([c.logprobs for c in completions], args.torch_device),
+        # Padding is a real token, because one that is meant for padding may have the embedding 0, where
+        # the gradient of a norm is NaN.
+        tokens_BS=pad(sequences, device, value=sequences[0][0]),
+        is_token_BS=pad([[True] * len(sequence) for sequence in sequences], device),
+        predictor_BU=torch.tensor(predictors, device=device),
+        response_BT=pad(responses, device),
+        mask_BT=pad([[True] * len(response) for response in responses], device),
+        sampler_logprobs_BT=pad([c.logprobs for c in completions], device),
+        lengths=lengths,
+        rows=list(range(len(completions))),
         replayed_experts_BSLK=experts_BSLK,
     )
 
 
 # ---------------------------------------------------------------------------------------- log-probs
 
-MAX_LOGITS = 2**26  # more logits than this are computed in chunks
 
-
-class TokenOutputs(NamedTuple):
+@dataclasses.dataclass
+class TokenOutputs:
     """The training forward's results for each response token. A dense model has L = 0."""
 
     logprobs_BT: torch.Tensor  # of the sampled tokens; 0 on padding
     entropy_BT: torch.Tensor  # in nats; 0 on padding
     aux_loss: torch.Tensor  # transformers' load-balancing loss over prompt and response; 0 if none
-    router_logits: list  # L tensors (B, T, E), detached, where the token is predicted; [] if no softmax
-    # The routers' own choice of experts, even where replay overrode it:
-    experts_BTLK: torch.Tensor  # where the token is predicted; sorted, so equal sets compare equal
-    routing_choices_BSLK: torch.Tensor  # at every token of the sequence, in top-k order
+    # The routers' own choice of experts at every token, in top-k order, even where replay overrode it
+    routing_choices_BSLK: torch.Tensor
+    all_router_logits: tuple  # L tensors (B * S, E); () if experts are not chosen by a softmax
+    predictor_BT: torch.Tensor
+
+    @property
+    def experts_BTLK(self):
+        """The routers' own choice where the token is predicted; sorted, so equal sets compare equal."""
+        return at(self.predictor_BT, self.routing_choices_BSLK).sort().values
+
+    @property
+    def router_logits(self):
+        """L tensors (B, T, E), raw and detached, where the token is predicted."""
+        shape = (*self.routing_choices_BSLK.shape[:2], -1)
+        return [at(self.predictor_BT, x.detach().view(shape)) for x in self.all_router_logits]
 
 
-def token_logprobs(policy, batch, temperature, entropy_grad=False, max_logits=MAX_LOGITS, replay=True):
+def token_logprobs(policy, batch, temperature, entropy_grad=False, replay=True):
     """The training forward: log-probs and entropies of the response tokens at the sampling temperature,
     in float32; entropies have a gradient only with `entropy_grad`. The routers use the batch's
-    `replayed_experts_BSLK`, if any, unless `replay` is False (it is for a reference)."""
-    model = policy.model
-    T = batch.mask_BT.shape[1]
-    # Before the forward pass, while the GPU has nothing to do: the host waits for the number of tokens.
-    response = batch.mask_BT.nonzero(as_tuple=True)
+    `replayed_experts_BSLK`, if any, unless `replay` is False (it is for a reference).
+
+    Every sequence begins in column 0, and causal attention never looks at the padding behind it, so the
+    model needs no attention mask and no positions."""
+    predictor_BT = batch.predictor_BU[:, :-1]
     replayed_BSLK = batch.replayed_experts_BSLK if replay else None
-    body = run_body(model.base_model, batch, policy.routers, replayed_BSLK)
-
-    def logprob_and_entropy(hidden, tokens):
-        logprobs = torch.log_softmax(logits_of(model, hidden).float() / temperature, dim=-1)
-        with torch.set_grad_enabled(entropy_grad):
-            entropy = -(logprobs.exp() * logprobs).sum(-1)
-        return logprobs.gather(1, tokens[:, None])[:, 0], entropy
-
-    hidden = body.hidden_BUH[:, :-1][response]
-    tokens = batch.tokens_BS[:, -T:][response]
-    chunk_size = max(1, max_logits // model.config.get_text_config().vocab_size)
-    logprobs, entropy = in_chunks(logprob_and_entropy, hidden, tokens, chunk_size)
-    zeros_BT = torch.zeros(batch.mask_BT.shape, device=hidden.device)
+    with Routing(policy.model, replayed_BSLK) as routing:
+        output = policy.model(
+            batch.tokens_BS,
+            logits_to_keep=predictor_BT,  # logits of these columns alone, (B, T, V)
+            use_cache=False,
+            **policy.routers.options,
+        )
+    logprobs_BTV = (output.logits.float() / temperature).log_softmax(-1)
+    logprobs_BT = logprobs_BTV.gather(-1, batch.response_BT[..., None])[..., 0]
+    with torch.set_grad_enabled(entropy_grad):
+        entropy_BT = -(logprobs_BTV.exp() * logprobs_BTV).sum(-1)
+    router_logits = policy.routers.logits_of(output)
+    choices_BSLK = policy.routers.choices(routing, batch.tokens_BS)
     return TokenOutputs(
-        zeros_BT.index_put(response, logprobs),
-        zeros_BT.index_put(response, entropy),
-        body.aux_loss,
-        [logits_BUE[:, :-1] for logits_BUE in body.router_logits],
-        body.experts_BSLK[:, -T - 1 : -1].sort().values,
-        body.experts_BSLK,
+        torch.where(batch.mask_BT, logprobs_BT, 0),
+        torch.where(batch.mask_BT, entropy_BT, 0),
+        policy.routers.aux_loss(router_logits, choices_BSLK, batch.is_token_BS),
+        choices_BSLK,
+        router_logits,
+        predictor_BT,
     )
 
 
-def in_chunks(function, hidden, tokens, size):
-    """`function(hidden, tokens)`, which returns two rows of values, for `size` tokens at a time. To
-    save memory, it is called again in the backward pass (gradient checkpointing)."""
-    if len(tokens) <= size:
-        return function(hidden, tokens)
-    chunks = zip(hidden.split(size), tokens.split(size), strict=True)
-    pairs = [checkpoint(function, *chunk, use_reentrant=False) for chunk in chunks]
-    return [torch.cat(values) for values in zip(*pairs, strict=True)]
-
-
 @torch.no_grad()
-def over_rows(function, parts, args):
-    """Calls `function(micro_batch)` -> {name: (rows, ...)} on every micro-batch of a batch's parts.
-    Returns {name: (B, ...)} for all rows of the batch."""
-    results = []
-    for part in parts:
-        results += [function(micro) for micro in part.micro_batches(args)]
-    return {name: torch.cat([result[name] for result in results]) for name in results[0]}
+def over_rows(function, batch, args):
+    """Calls `function(micro_batch)` -> {name: (rows, ...)} on the update's micro-batches, so that the
+    update's first step computes the same values. Returns {name: (B, ...)}."""
+    tables = {}  # {name: the tensor of each row}
+    for part in batch.parts(args):
+        for micro in part.micro_batches(args):
+            for name, values in function(micro).items():
+                table = tables.setdefault(name, [None] * len(batch))
+                for row, of_row in zip(micro.rows, values, strict=True):
+                    table[row] = of_row
+    return {name: pad(table, batch.mask_BT.device) for name, table in tables.items()}
 
 
 def record_old_policy(policy, batch, args, router_fn=None):
@@ -523,7 +567,7 @@ def record_old_policy(policy, batch, args, router_fn=None):
     if args.old_logprobs == "sampler":
         batch.old_logprobs_BT = batch.sampler_logprobs_BT
         return
-    for name, tensor in over_rows(old_policy, batch.parts(args), args).items():
+    for name, tensor in over_rows(old_policy, batch, args).items():
         setattr(batch, name, tensor)
 
 
@@ -534,15 +578,12 @@ def reference_logprobs(reference, batch, args):
         outputs = token_logprobs(reference, micro, args.temperature, replay=False)
         return {"logprobs_BT": outputs.logprobs_BT}
 
-    # The update's minibatches would work, but may be small. On a CPU, 64 rows at a time are fastest.
-    parts = [batch[rows] for rows in even_slices(len(batch), max(1, len(batch) // 64))]
-    return over_rows(forward, parts, args)["logprobs_BT"]
+    return over_rows(forward, batch, args)["logprobs_BT"]
 
 
 def critic_values(critic, batch, args):
     """A critic's values, (B, U): at each response token, and after the last column."""
-    parts = batch.parts(args)  # as in the update, so that its first step computes the same values
-    return over_rows(lambda micro: {"values_BU": critic.model(micro)}, parts, args)["values_BU"]
+    return over_rows(lambda micro: {"values_BU": critic.model(micro)}, batch, args)["values_BU"]
 
 
 # ------------------------------------------------------------------------------- rollout correction

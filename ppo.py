@@ -35,7 +35,7 @@ from torch import nn
 
 from common import Run, RunArgs, TrainedModel, collate, critic_stats, critic_values, evaluate, flag
 from common import launch, load_grader, load_policy, load_problems, record_old_policy
-from common import reference_logprobs, rollout_correction, run_body, sample, token_logprobs
+from common import reference_logprobs, rollout_correction, sample, token_logprobs
 
 
 @dataclass
@@ -77,7 +77,9 @@ class Critic(nn.Module):
 
     def forward(self, batch):
         """Values, (B, U): V_t, read where token t is predicted, and V after the last column."""
-        return self.head(run_body(self.body, batch).hidden_BUH)[..., 0].float()
+        hidden = self.body(batch.tokens_BS, use_cache=False).last_hidden_state
+        hidden = hidden.take_along_dim(batch.predictor_BU[..., None], dim=1)
+        return self.head(hidden)[..., 0].float()
 
 
 def masked_mean(x, mask):

@@ -43,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # run as a file, it finds
 
 from common import Run, RunArgs, TrainedModel, UserError, collate, critic_stats, critic_values, evaluate
 from common import flag, launch, load_grader, load_policy, load_problems, record_old_policy
-from common import reference_logprobs, rollout_correction, run_body, sample, token_logprobs
+from common import reference_logprobs, rollout_correction, sample, token_logprobs
 
 
 @dataclass
@@ -90,7 +90,9 @@ class Critic(nn.Module):
 
     def forward(self, batch):
         """Values, (B, U): V_t, read where token t is predicted, and V after the last column."""
-        return self.head(run_body(self.body, batch).hidden_BUH)[..., 0].float()
+        hidden = self.body(batch.tokens_BS, use_cache=False).last_hidden_state
+        hidden = hidden.take_along_dim(batch.predictor_BU[..., None], dim=1)
+        return self.head(hidden)[..., 0].float()
 
 
 def masked_mean(x, mask):

@@ -87,8 +87,9 @@ class RunArgs:
     update_epochs = 1
     num_minibatches = 1
     ref_reset_every = 0
-    # What --reward needs of the data
+    # Set when they are known: whether --reward needs gold answers, and the size of the vocabulary
     reads_answers = True
+    vocab_size = 1
 
     def __post_init__(self):
         check_flags(self)

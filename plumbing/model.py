@@ -40,6 +40,7 @@ def load_policy(args):
             output_loading_info=True,
         )
     check_model(model, tokenizer, report, args)
+    args.vocab_size = model.config.get_text_config().vocab_size
     model = model.float().to(args.torch_device).eval()  # some dequantized weights are in bfloat16
     # The update asks for router logits itself; if they are always on, decoding fails.
     if getattr(model.config.get_text_config(), "output_router_logits", False):
@@ -271,29 +272,3 @@ def fake_quantize(weight):
     scale = weight.abs().amax(-1, keepdim=True) / 7
     scale = torch.where(scale > 0, scale, 1)
     return (weight / scale).round() * scale
-
-
-# ---------------------------------------------------------------------------------------------- head
-
-
-class LastHidden(tuple):
-    """A model body's output, with only its last hidden states."""
-
-    @property
-    def last_hidden_state(self):
-        return self[0]
-
-    def __getattr__(self, name):
-        return None
-
-
-def logits_of(model, hidden):
-    """Last hidden states (tokens, H) -> logits (tokens, V), as the model computes them: its own forward
-    runs, with a body that only returns these states. Architectures scale or cap logits in many ways."""
-    body = model.base_model
-    tokens = torch.zeros(hidden.shape[:1], dtype=torch.long, device=hidden.device)
-    body.forward = lambda *inputs, **named: LastHidden([hidden[None]])
-    try:
-        return type(model).forward(model, tokens[None], use_cache=False).logits[0]
-    finally:
-        del body.forward  # its class's method remains

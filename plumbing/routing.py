@@ -37,7 +37,7 @@ def find_routers(model):
 
 class Routing(TorchFunctionMode):
     """This context records the experts that are used, in the order in which they were chosen. With
-    `replayed`, (tokens, L, K), the routers choose these experts, except where they are negative.
+    `replayed_BSLK`, the routers choose these experts, except where they are negative.
 
     Only the choice, the result of torch.topk, is replaced. The router's own code computes softmax and
     norm from its own logits, so it still learns. Contexts do not nest.
@@ -45,11 +45,14 @@ class Routing(TorchFunctionMode):
 
     active = None  # the current forward's context, for its recomputation in the backward pass
 
-    def __init__(self, model, replayed=None):
+    def __init__(self, model, replayed_BSLK=None):
         super().__init__()
         self.experts = find_experts(model)
-        self.routers = [] if replayed is None else find_routers(model)
-        self.replayed = replayed
+        self.routers = []
+        self.replayed = None
+        if replayed_BSLK is not None:
+            self.routers = find_routers(model)
+            self.replayed = replayed_BSLK.flatten(0, 1)  # (tokens, L, K)
         self.noted = [None] * len(self.experts)  # per layer: experts that were used, (tokens, K)
         self.weights = [None] * len(self.experts)  # their weights
         self.own = [None] * len(self.routers)  # the routers' own choices, during replay
@@ -114,6 +117,18 @@ class Routers(NamedTuple):
     are_probabilities: bool = False  # transformers records probabilities as router logits
     are_balanced: bool = False  # by a loss, not by other means
 
+    @property
+    def options(self):
+        """What a model's forward needs so that its output has router logits."""
+        return {"output_router_logits": True} if self.has_softmax else {}
+
+    def choices(self, routing, tokens_BS):
+        """The routers' own choices in a forward of these tokens, (B, S, L, K); L = 0 if dense."""
+        if self.num_experts == 0:
+            return tokens_BS.new_empty(*tokens_BS.shape, 0, 0)
+        choices = routing.choices()
+        return choices.view(*tokens_BS.shape, *choices.shape[1:])
+
     def logits_of(self, output):
         """The router logits in a model's output: L tensors (tokens, E); () without a softmax."""
         layers = [layer.float() for layer in getattr(output, "router_logits", None) or ()]
@@ -121,12 +136,12 @@ class Routers(NamedTuple):
             layers = [probs.clamp(min=1e-30).log() for probs in layers]
         return tuple(layers)
 
-    def aux_loss(self, router_logits, experts, is_token):
+    def aux_loss(self, router_logits, choices_BSLK, is_token_BS):
         """transformers' load-balancing loss, a scalar; 0 for routers that have none."""
         if not self.are_balanced:
-            return torch.zeros((), device=is_token.device)
-        K = experts.shape[-1]
-        return load_balancing_loss_func(router_logits, self.num_experts, K, is_token)
+            return torch.zeros((), device=is_token_BS.device)
+        K = choices_BSLK.shape[-1]
+        return load_balancing_loss_func(router_logits, self.num_experts, K, is_token_BS)
 
 
 @torch.no_grad()
@@ -142,7 +157,7 @@ def read_routers(model):
     with Routing(model) as routing:
         output = model.base_model(tokens, **options)
     others = (routing.choices() + 1) % num_experts
-    with Routing(model, others) as routing:
+    with Routing(model, others[None]) as routing:
         model.base_model(tokens, **options)
     # Some routers do not use a single torch.topk, or give no weight to experts they did not choose.
     can_replay = torch.equal(torch.stack(routing.noted, dim=1), others)

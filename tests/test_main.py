@@ -341,7 +341,9 @@ def total_loss(name, args, before, rows, weights, model):
         b.is_right = torch.tensor([[c.verdict == "correct"] for c in completions])
         loss = loss + args.positive_lm_coef * reference.positive_lm_loss(b)
     # A product of two means, and so the one that depends on how the rows are parted.
-    for part in torch.arange(len(rows)).tensor_split(math.ceil(len(rows) / args.micro_batch_size)):
+    by_length = sorted(range(len(rows)), key=lambda i: answers[i].routers.shape[1])
+    for start in range(0, len(rows), args.micro_batch_size):
+        part = by_length[start : start + args.micro_batch_size]
         share = len(part) / len(rows)
         balance = load_balancing_loss([answers[i] for i in part])
         loss = loss + args.router_aux_coef * share * balance
@@ -418,10 +420,13 @@ def test_run_has_the_gradients_of_the_literal_objective(case, tmp_path, tiny_mod
             mean_reward = sum(c.reward for c in completions) / len(completions)
             baseline = args.baseline_decay * baseline + (1 - args.baseline_decay) * mean_reward
         check_sampler(args, before, first_weights, weights[0], model)
-        minibatches = torch.arange(len(completions)).tensor_split(args.num_minibatches)
-        assert len(seen.steps) == args.update_epochs * args.num_minibatches
+        # dapo, if it could not fill its batch, takes fewer steps of about the same size.
+        rows_per_step = args.prompts_per_iteration * args.group_size / args.num_minibatches
+        num_minibatches = max(1, round(len(completions) / rows_per_step))
+        minibatches = torch.arange(len(completions)).tensor_split(num_minibatches)
+        assert len(seen.steps) == args.update_epochs * num_minibatches
         is_pretraining = iteration <= getattr(args, "pretraining_iterations", 0)
         for number, step in enumerate(seen.steps):
-            rows = minibatches[number % args.num_minibatches].tolist()
+            rows = minibatches[number % num_minibatches].tolist()
             check_step(name, args, before, rows, step, is_pretraining, model)
             assert step.rates == rates

@@ -81,10 +81,9 @@ def test_the_sampler_notes_what_the_training_forward_would_choose(tiny_policy):
     batch = collate(completions, args)
     with torch.no_grad():
         own_BSLK = token_logprobs(tiny_policy, batch, 1.0, replay=False).routing_choices_BSLK
-    is_known_BS = batch.attention_BS.bool()
-    T = batch.mask_BT.shape[1]
-    for row, c in enumerate(completions):
-        is_known_BS[row, len(c.ids) - 1 - T] = False  # nothing reads those of the last token
+    is_known_BS = batch.is_token_BS
+    for row, (prompt, response) in enumerate(batch.lengths):
+        is_known_BS[row, prompt + response - 1] = False  # nothing reads those of the last token
     assert torch.equal(batch.replayed_experts_BSLK[is_known_BS], own_BSLK[is_known_BS])
     assert (batch.replayed_experts_BSLK[~is_known_BS] == -1).all()
 
@@ -104,7 +103,7 @@ def test_old_and_reference_logprobs(replay, tiny_policy, batch):
     is_live = torch.allclose(batch.old_logprobs_BT, live.logprobs_BT, atol=1e-5)
     assert is_live == (replay != "r3")
     if replay == "r2":
-        real = batch.attention_BS.bool()
+        real = batch.is_token_BS
         assert torch.equal(batch.replayed_experts_BSLK[real], live.routing_choices_BSLK[real])
         assert torch.equal(batch.old_experts_BTLK[batch.mask_BT], live.experts_BTLK[batch.mask_BT])
     else:
@@ -117,10 +116,10 @@ def test_active_experts_are_the_replayed_ones_where_they_are_known(tiny_policy, 
     batch.replayed_experts_BSLK = other_experts(batch)
     batch.replayed_experts_BSLK[:, 3:, 1] = -1  # of one layer, at later tokens
     active_BTLK = batch.active_experts(own_BTLK)
-    T = batch.mask_BT.shape[1]
     for b, t in batch.mask_BT.nonzero().tolist():
+        prompt, _ = batch.lengths[b]
         for layer in range(2):
-            replayed = batch.replayed_experts_BSLK[b, t - T - 1, layer].sort().values  # a token earlier
+            replayed = batch.replayed_experts_BSLK[b, prompt + t - 1, layer].sort().values
             expected = own_BTLK[b, t, layer] if -1 in replayed else replayed
             assert active_BTLK[b, t, layer].tolist() == expected.tolist()
 

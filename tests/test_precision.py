@@ -67,7 +67,7 @@ def masters(tiny_policy):
     """A float32 model to change, and two micro-batches of it."""
     policy = copy.deepcopy(tiny_policy)
     batch = rollout(policy, settings())
-    return policy.master, (batch[:12], batch[12:])
+    return policy.master, (batch[range(12)], batch[range(12, len(batch))])
 
 
 def loss_of(model, batch):

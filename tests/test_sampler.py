@@ -1,5 +1,5 @@
 """The sampler against a slow loop without cache, and against the training forward; batches and their
-parts; packing and chunks of logits."""
+parts; the training forward."""
 
 import copy
 import dataclasses
@@ -11,7 +11,7 @@ from conftest import MIXED, batch_of_ids, problems_of, script_args
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import common
-from common import Batch, collate, evaluate, run_body, sample, token_logprobs
+from common import Batch, collate, evaluate, sample, similar_rows, token_logprobs
 from plumbing.data import ProblemStream
 from plumbing.model import Policy
 
@@ -143,96 +143,138 @@ def test_every_epoch_is_a_permutation_and_position_is_all_the_state():
 # ------------------------------------------------------------------------- batches and their parts
 
 
-def numbered_batch(B, S=8):
-    """All tensors that a script sets, with the number of the row in every place."""
-    names = [field.name for field in dataclasses.fields(Batch)]
-    return Batch(**{name: torch.arange(B)[:, None].repeat(1, S) for name in names})
-
-
-def rows_of(*batches):
-    """The numbers of their rows, which are the same in all tensors."""
-    numbers = []
-    for batch in batches:
-        tensors = [getattr(batch, field.name) for field in dataclasses.fields(Batch)]
-        assert all(torch.equal(tensor, tensors[0]) for tensor in tensors)
-        numbers += tensors[0][:, 0].tolist()
-    return numbers
-
-
-def test_a_part_of_a_batch_is_a_view_of_every_tensor():
-    batch = numbered_batch(9)
-    part = batch[2:5]
-    assert len(batch) == 9 and len(part) == 3 and rows_of(part) == [2, 3, 4]
+def random_batch(B):
+    """(prompt, response) of different lengths, as a batch in which all tensors that a script sets hold
+    the number of their row."""
+    g = noise_of(0)
+    rows = []
+    for row in range(B):
+        prompt, response = torch.randint(1, 30, (2,), generator=g).tolist()
+        rows.append(([row + 3] * prompt, [row + 3] * response))
+    batch = batch_of_ids(rows)
+    T = batch.mask_BT.shape[1]
     for field in dataclasses.fields(Batch):
-        assert getattr(part, field.name)._base is getattr(batch, field.name)
-    batch.returns_BT = None
-    assert batch[2:5].returns_BT is None
+        if getattr(batch, field.name) is None:
+            width = 1 if field.name.endswith("B1") else T
+            setattr(batch, field.name, torch.arange(B)[:, None].expand(B, width) + 3)
+    batch.replayed_experts_BSLK = batch.tokens_BS[..., None, None]
+    return batch, rows
 
 
-@pytest.mark.parametrize("count, size", [(4, 0), (4, 2), (30, 1)])
-def test_minibatches_tile_the_rollout_and_micro_batches_their_rows(count, size):
-    """In their order, each row once in an epoch; sizes differ by one at most."""
-    args = SimpleNamespace(num_minibatches=count, micro_batch_size=size, update_epochs=2)
-    batch = numbered_batch(23)
-    assert len(batch.parts(args)) == min(count, 23)
+@pytest.mark.parametrize("chosen", [range(9), [4, 2, 7], [0]])
+def test_a_part_of_a_batch_is_cut_to_its_longest_rows(chosen):
+    batch, rows = random_batch(9)
+    part = batch[chosen]
+    assert part.rows == list(chosen) and len(part) == len(chosen)
+    prompts = [rows[row][0] for row in chosen]
+    responses = [rows[row][1] for row in chosen]
+    T = max(map(len, responses))
+    S = max(len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True))
+    assert part.tokens_BS.shape == part.is_token_BS.shape == (len(chosen), S)
+    assert part.predictor_BU.shape == (len(chosen), T + 1)
+    for i, row in enumerate(chosen):
+        length = len(responses[i])
+        end = len(prompts[i]) + length
+        assert part.tokens_BS[i, :end].tolist() == prompts[i] + responses[i]
+        assert part.is_token_BS[i].sum() == end and part.mask_BT[i].sum() == length
+        columns = part.predictor_BU[i].tolist()
+        assert columns[: length + 1] == list(range(len(prompts[i]) - 1, end))
+        assert max(columns) < S
+        for field in dataclasses.fields(Batch):
+            tensor = getattr(part, field.name)
+            if field.name.endswith(("_BT", "advantages", "_weights", "_B1", "_BSLK")):
+                assert tensor.shape[1] in (1, T, S)
+                if field.name not in ("mask_BT", "sampler_logprobs_BT"):
+                    assert (tensor[i, :length] == row + 3).all(), field.name
+
+
+@pytest.mark.parametrize("count, size", [(4, 0), (4, 2), (24, 1)])
+def test_micro_batches_have_each_row_once_and_little_padding(count, size):
+    """Minibatches are in the rollout's order. Micro-batches are sorted by length, ties by row."""
+    shape = dict(prompts_per_iteration=24, group_size=1, num_minibatches=count, update_epochs=2)
+    args = settings()
+    vars(args).update(shape, micro_batch_size=size)
+    batch, _ = random_batch(24)
     minibatches = batch.minibatches(args)
-    assert rows_of(*minibatches) == 2 * list(range(23))
+    rows = [row for minibatch in minibatches for row in minibatch.rows]
+    assert len(minibatches) == 2 * count and rows == 2 * list(range(24))
     for minibatch in minibatches:
         micro_batches = minibatch.micro_batches(args)
-        sizes = [len(micro) for micro in micro_batches]
-        assert max(sizes) - min(sizes) <= 1 and min(sizes) >= 1
-        assert max(sizes) <= (size or 23)
-        assert rows_of(*micro_batches) == rows_of(minibatch)
+        assert all(len(micro) <= (size or 24) for micro in micro_batches)
+        rows = [row for micro in micro_batches for row in micro.rows]
+        assert rows == sorted(minibatch.rows, key=lambda row: (sum(batch.lengths[row]), row))
 
 
-@pytest.mark.parametrize("S, expected", [(256, [64]), (257, [32, 32]), (30_000, [1] * 64)])
-def test_a_micro_batch_has_at_most_16384_tokens(S, expected):
-    """As wide as the rollout's tensors, padding included; a longer row has a pass of its own."""
-    args = SimpleNamespace(micro_batch_size=0)
-    assert [len(micro) for micro in numbered_batch(64, S).micro_batches(args)] == expected
+def computed_tokens(lengths, groups):
+    """How many tokens the forward passes of these rows compute, padding included."""
+    return sum(len(group) * max(sum(lengths[row]) for row in group) for group in groups)
+
+
+@pytest.mark.parametrize("sigma", [0.5, 0.9])
+def test_long_answers_cost_little_padding_and_few_passes(sigma):
+    """256 answers of log-normal lengths, of 935 tokens on average and one of 8,192, in 16 steps."""
+    torch.manual_seed(0)
+    responses = torch.randn(256).mul(sigma).exp()
+    responses = (responses * 935 / responses.mean()).round().clamp(min=1).long().tolist()
+    responses[0] = 8192
+    prompts = torch.randint(60, 180, (256,)).tolist()
+    lengths = list(zip(prompts, responses, strict=True))
+    args = SimpleNamespace(micro_batch_size=0, torch_device="cuda", vocab_size=1)
+    passes = 0
+    computed = 0
+    for start in range(0, 256, 16):
+        step = lengths[start : start + 16]
+        groups = similar_rows(step, args)
+        assert sorted(sum(groups, [])) == list(range(16))
+        for group in groups:
+            assert len(group) == 1 or computed_tokens(step, [group]) <= 8192
+        passes += len(groups)
+        computed += computed_tokens(step, groups)
+    assert passes <= 60
+    assert computed <= 1.3 * sum(map(sum, lengths))
+
+
+def test_a_micro_batch_has_room_for_its_logits():
+    """At most 2^29: here two rows of a response of two tokens each, then of four."""
+    lengths = [(5, 4), (9, 2), (1, 3), (1, 2), (30, 1)]
+    args = SimpleNamespace(micro_batch_size=0, torch_device="cuda", vocab_size=2**27)
+    assert similar_rows(lengths, args) == [[3], [2], [0], [1, 4]]
+    args.vocab_size = 2**26
+    assert similar_rows(lengths, args) == [[3, 2], [0, 1], [4]]
+
+
+def test_what_is_computed_over_micro_batches_is_in_the_order_of_the_rollout():
+    batch, rows = random_batch(12)
+    args = settings(micro_batch_size=2)
+    vars(args).update(prompts_per_iteration=12, group_size=1, num_minibatches=3)
+
+    def values(micro):
+        return {"x": micro.response_BT * micro.mask_BT}
+
+    found = common.over_rows(values, batch, args)["x"]
+    assert torch.equal(found, batch.response_BT * batch.mask_BT)
 
 
 # ------------------------------------------------------------------------------ the training forward
 
 
-@pytest.mark.parametrize("entropy_grad", [False, True])
-def test_chunked_logits_are_the_same(entropy_grad, tiny_policy):
-    """Log-probs, entropies and gradients do not depend on how many logits exist at a time."""
-    policy = copy.deepcopy(tiny_policy)
-    batch = batch_of_ids([(p.prompt_ids, [7, 8, 9, 1]) for p in problems_of(policy, *MIXED)])
-    results = []
-    for max_logits in (2**26, 3 * 17):
-        policy.model.zero_grad()
-        outputs = token_logprobs(policy, batch, 0.7, entropy_grad, max_logits)
-        assert outputs.entropy_BT.requires_grad == entropy_grad
-        (outputs.logprobs_BT.sum() + outputs.entropy_BT.sum()).backward()
-        gradient = torch.cat([weight.grad.flatten() for weight in policy.parameters()])
-        results.append((outputs.logprobs_BT, outputs.entropy_BT, gradient))
-    torch.testing.assert_close(*results, atol=5e-5, rtol=1e-5)
-
-
-def test_packed_sequences_do_not_see_each_other(tiny_policy):
-    """Side by side in shared rows, each sequence has the log-probs, entropies and experts that it has
-    alone, and 0 behind its end. That rows are shared saves time."""
+def test_padded_sequences_compute_what_they_compute_alone(tiny_policy):
+    """Log-probs, entropies, experts and router logits; 0 behind a sequence's end. The entropy has a
+    gradient only if it is asked for."""
     g = noise_of(0)
     rows = []
     lengths = (4, 5, 4, 6, 4, 5, 30)
     for i, length in enumerate(lengths):
         ids = torch.randint(3, 17, (1 + i % 3 + length,), generator=g).tolist()
         rows.append((ids[:-length], ids[-length:]))
-    batch = batch_of_ids(rows)
-    with torch.no_grad():
-        together = token_logprobs(tiny_policy, batch, 0.9)
-        shapes = []
-        body = tiny_policy.model.base_model
-        hook = body.register_forward_pre_hook(lambda _, inputs: shapes.append(inputs[0].shape))
-        run_body(body, batch)
-        hook.remove()
-        for i, length in enumerate(lengths):
-            alone = token_logprobs(tiny_policy, batch_of_ids([rows[i]]), 0.9)
-            for name in ("logprobs_BT", "entropy_BT", "experts_BTLK"):
-                pair = getattr(together, name)[i, :length], getattr(alone, name)[0]
-                torch.testing.assert_close(*pair, atol=1e-5, rtol=0)
-            assert not together.logprobs_BT[i, length:].any()
-    ((num_rows, _),) = shapes
-    assert num_rows < len(rows)
+    together = token_logprobs(tiny_policy, batch_of_ids(rows), 0.9)
+    assert not together.entropy_BT.requires_grad
+    for i, length in enumerate(lengths):
+        alone = token_logprobs(tiny_policy, batch_of_ids([rows[i]]), 0.9, entropy_grad=True)
+        assert alone.entropy_BT.requires_grad
+        for name in ("logprobs_BT", "entropy_BT", "experts_BTLK"):
+            pair = getattr(together, name)[i, :length], getattr(alone, name)[0]
+            torch.testing.assert_close(*pair, atol=1e-5, rtol=0)
+        for pair in zip(together.router_logits, alone.router_logits, strict=True):
+            torch.testing.assert_close(pair[0][i, :length], pair[1][0], atol=1e-4, rtol=0)
+        assert not together.logprobs_BT[i, length:].any() and not together.entropy_BT[i, length:].any()
