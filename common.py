@@ -21,7 +21,7 @@ import transformers
 from torch.nn.utils.rnn import pad_sequence
 
 from plumbing.args import RunArgs, UserError, flag, launch, one_line
-from plumbing.data import ProblemStream, hash_of, read_dataset, usable_rows
+from plumbing.data import ProblemStream, hash_of, read_rows, usable_rows
 from plumbing.model import Policy, TrainedModel, load_policy
 from plumbing.reward import load_reward
 from plumbing.routing import Routing, experts_by_completion
@@ -52,21 +52,46 @@ def addition_problems(count=10_496):
 
 
 def load_problems(args, policy):
-    """`--dataset` -> (stream of training problems, [held-out problems]). The held-out ones are the
-    same for all seeds."""
+    """`--dataset` -> (stream of training problems, [held-out problems]). The held-out ones, which come
+    from it or from `--eval_dataset`, are the same for all seeds."""
     if args.dataset == "addition":
         rows = [{"question": prompt, "answer": answer} for prompt, answer in addition_problems()]
     else:
-        rows = read_dataset(args)
-    problems = []
-    for prompt, answer, ids, columns in usable_rows(rows, policy, args):
-        answer = final_answer(answer) or answer  # a worked solution ends with it
-        problems.append(Problem(prompt, answer, ids, {"answer": answer, **columns}))
+        rows = read_rows(args.dataset, args.dataset_config, args.dataset_split)
+    training, left_out = read_problems(rows, args.dataset, policy, args)
+    if args.eval_dataset:
+        rows = read_rows(args.eval_dataset, args.dataset_config, args.eval_split)
+        held_out, also_left_out = read_problems(rows, args.eval_dataset, policy, args)
+        held_out = dict(list(held_out.items())[: args.num_held_out])
+        num_shared = len(held_out.keys() & training.keys())
+        left_out += f"; --eval_dataset: {num_shared:,} are also in --dataset{also_left_out}"
+    else:
+        # The smallest hashes, so that adding or removing a row changes at most one of them. The sums
+        # are already in random order.
+        keys = list(training) if args.dataset == "addition" else sorted(training)
+        held_out = {key: training[key] for key in keys[: args.num_held_out]}
+        training = {key: training[key] for key in keys[args.num_held_out :]}
+    if not training:
+        message = f"--num_held_out {args.num_held_out} leaves no problem for training"
+        raise UserError(f"{message}: --dataset {args.dataset} has {len(held_out)}{left_out}")
+    print(f"problems: {len(training):,} to train on, {len(held_out):,} held out{left_out}")
+    training = list(training.values())
+    held_out = list(held_out.values())
     with one_line(f"--model {args.model}: the sampler cannot run this architecture"):
-        check_sampler(policy, problems[0].prompt_ids, args)
-    stream = ProblemStream(problems[args.num_held_out :], args.seed)
-    stream.hash = hash_of([(p.columns["prompts"], p.answer) for p in problems])
-    return stream, problems[: args.num_held_out]
+        check_sampler(policy, training[0].prompt_ids, args)
+    stream = ProblemStream(training, args.seed)
+    stream.hash = hash_of([(p.columns["prompts"], p.answer) for p in held_out + training])
+    return stream, held_out
+
+
+def read_problems(rows, name, policy, args):
+    """A dataset's rows -> ({hash of the prompt: Problem}, what was left out, and why)."""
+    usable, left_out = usable_rows(rows, name, policy, args)
+    problems = {}
+    for key, (prompt, answer, ids, columns) in usable.items():
+        answer = final_answer(answer) or answer  # a worked solution ends with it
+        problems[key] = Problem(prompt, answer, ids, {"answer": answer, **columns})
+    return problems, left_out
 
 
 def check_sampler(policy, ids, args):

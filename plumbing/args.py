@@ -51,7 +51,9 @@ class RunArgs:
     chat_template_kwargs: str = flag("", 'JSON for the chat template: {"enable_thinking": false}')
     system_prompt: str = flag("", "system message before each prompt; replaces the dataset's")
     instruction: str = flag("", "text to add after each prompt, on a new line")
-    num_held_out: int = flag(256, "problems held out for evaluation")
+    eval_dataset: str = flag("", "what --dataset may be: held-out problems come from here [--dataset]")
+    eval_split: str = flag("", "split of --eval_dataset [test, or train if there is no test]")
+    num_held_out: int = flag(256, "problems held out for evaluation [all of --eval_dataset, if fewer]")
     reward: str = flag("", "FILE.py:FUNCTION that grades completions instead of the verifier")
     # precision and memory
     dtype: Literal["float32", "bfloat16"] = flag("float32", "precision; AdamW always uses float32")
@@ -164,7 +166,7 @@ def check_flags(args):
 CHECKPOINT = re.compile(r"checkpoint-\d{6}")  # a copy such as checkpoint-best-2 belongs to the user
 # What may change when a run is resumed. If model, data or reward have moved, they must still be the
 # same. The last four change results only by rounding.
-MAY_CHANGE = """run_dir resume iterations eval_every save_every model dataset reward
+MAY_CHANGE = """run_dir resume iterations eval_every save_every model dataset eval_dataset reward
 device micro_batch_size rollout_batch_size gradient_checkpointing""".split()
 
 

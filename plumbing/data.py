@@ -6,12 +6,15 @@ import hashlib
 import json
 import math
 from collections import Counter
+from pathlib import Path
 
 import torch
 
 from plumbing.args import UserError, one_line
 
-EQUAL = "with the prompt of an earlier row"  # which does not suggest that the wrong column was named
+
+def hash_of(content):
+    return hashlib.sha256(repr(content).encode()).hexdigest()
 
 
 class ProblemStream:
@@ -29,7 +32,8 @@ class ProblemStream:
         generator = torch.Generator()
         order = []
         for epoch in range(first_epoch, last_epoch + 1):
-            generator.manual_seed(self.seed * 2**20 + epoch)  # no two runs share an epoch
+            # A hash, since torch uses only 32 bits of a seed: two runs should not share an epoch.
+            generator.manual_seed(int(hash_of((self.seed, epoch))[:8], 16))
             order += torch.randperm(size, generator=generator).tolist()
         start = self.position % size
         self.position += count
@@ -45,10 +49,10 @@ class ProblemStream:
 # -------------------------------------------------------------------------------------------- files
 
 
-def read_dataset(args):
-    """The rows of `--dataset`. A row that is not a dict was unreadable."""
-    name = args.dataset
-    with one_line(f"--dataset {name} cannot be read"):  # the libraries raise many kinds of exceptions
+def read_rows(name, config, split):
+    """The rows of `--dataset` or `--eval_dataset`. A row that is not a dict was unreadable. Files have
+    no splits; elsewhere an empty `split` means test, or train if there is no test."""
+    with one_line(f"dataset {name} cannot be read"):  # the libraries raise many kinds of exceptions
         if name.endswith((".csv", ".json", ".jsonl")):
             with open(name, encoding="utf-8-sig", newline="") as file:
                 return list(csv.DictReader(file)) if name.endswith(".csv") else read_json(file.read())
@@ -57,7 +61,18 @@ def read_dataset(args):
         datasets.disable_progress_bars()
         if name.endswith(".parquet"):
             return datasets.load_dataset("parquet", data_files=glob.escape(name), split="train")
-        return datasets.load_dataset(name, args.dataset_config or None, split=args.dataset_split)
+        if Path(name, "state.json").exists():  # written by save_to_disk
+            return datasets.load_from_disk(name)
+        if Path(name, "dataset_dict.json").exists():
+            splits = datasets.load_from_disk(name)
+            return splits[split or default_split(splits)]
+        config = config or None
+        split = split or default_split(datasets.get_dataset_split_names(name, config))
+        return datasets.load_dataset(name, config, split=split)
+
+
+def default_split(names):
+    return "test" if "test" in names else "train"
 
 
 def read_json(text):
@@ -77,10 +92,6 @@ def read_json(text):
 # --------------------------------------------------------------------------------------------- rows
 
 
-def hash_of(content):
-    return hashlib.sha256(repr(content).encode()).hexdigest()
-
-
 class BadRow(Exception):
     """A row that cannot be used: why, in a few words, and what was found."""
 
@@ -98,12 +109,22 @@ def cell_of(row, column):
 def chat_message(item):
     """A message from a dataset, with its text parts joined."""
     content = item.get("content")
-    if isinstance(content, list) and all(part.get("type") == "text" for part in content):
-        content = "".join(part["text"] for part in content)
+    if isinstance(content, list):
+        content = joined_parts(content)
     if "role" not in item or not isinstance(content, str):
         raise BadRow("with a message that lacks a role, or is not text", item)
     known = {name: value for name, value in item.items() if value is not None}  # parquet adds None
     return known | {"content": content}
+
+
+def joined_parts(parts):
+    """[{"type": "text", "text": ...}, ...] -> text; None for other kinds of parts, such as images."""
+    texts = []
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text":
+            return None
+        texts.append(part.get("text"))
+    return "".join(texts) if all(isinstance(text, str) for text in texts) else None
 
 
 def read_prompt(cell, args):
@@ -160,20 +181,22 @@ def render(messages, policy, args):
     limit = getattr(config, "max_position_embeddings", None) or math.inf
     if len(ids) + args.max_new_tokens > limit:
         raise BadRow(f"too long for --max_new_tokens and the model's limit of {limit} tokens", text)
+    if not ids or max(ids) >= policy.model.get_input_embeddings().num_embeddings:
+        raise BadRow("with a token that has no embedding, or without a token", text)
+    if ids.count(tokenizer.unk_token_id) > len(ids) / 10:
+        raise BadRow("with tokens that the model does not know", text)
     return text, ids, messages
 
 
-# ----------------------------------------------------------------------------------------- problems
-
-
-def usable_rows(rows, policy, args):
-    """Rows -> [(prompt as the model reads it, gold answer, ids of the prompt, columns)], sorted by the
-    prompt's hash. The first `--num_held_out` are held out: adding or removing a row changes at most
-    one of them."""
+def usable_rows(rows, name, policy, args):
+    """Rows of the dataset `name` -> ({hash of a prompt: (prompt as the model reads it, gold answer, ids
+    of the prompt, columns)}, what was left out, and why). UserError if that is more than a tenth."""
     counts = Counter()  # {why rows are left out: how many}
     firsts = {}  # {why: the first of them, and what was found}
     columns = {}
-    problems = {}  # {hash: (prompt, answer, ids, columns)}
+    problems = {}
+    refused = {}  # {hash of a prompt that cannot be rendered: why}
+    num_equal = 0  # a dataset may repeat each prompt a hundred times
     for number, row in enumerate(rows, 1):
         try:
             if not isinstance(row, dict):
@@ -186,29 +209,33 @@ def usable_rows(rows, policy, args):
                 raise BadRow("without a gold answer", cell_of(row, args.answer_column))
             is_text = isinstance(cell, str)
             key = hash_of(cell if is_text else messages)
-            if key in problems:  # a dataset may repeat each prompt a hundred times
-                raise BadRow(EQUAL, cell)
-            text, ids, messages = render(messages, policy, args)
+            if key in problems:
+                num_equal += 1
+                continue
+            if key in refused:
+                raise refused[key]
+            try:
+                text, ids, messages = render(messages, policy, args)
+            except BadRow as error:
+                refused[key] = error
+                raise
             shown = messages[-1]["content"] if is_text else messages
             problems[key] = (text, answer, ids, {**row, "prompts": shown})
         except BadRow as error:
             reason, found = error.args
             counts[reason] += 1
             firsts.setdefault(reason, f"row {number} {found!r:.80}")
-    left_out = ", ".join(f"{n:,} {reason} (first: {firsts[reason]})" for reason, n in counts.items())
-    num_bad = counts.total() - counts[EQUAL]
-    if num_bad > (len(problems) + num_bad) / 10:
+        if len(refused) == 20 and not problems:
+            break  # the others would be refused too
+    left_out = [f"{n:,} {reason} (first: {firsts[reason]})" for reason, n in counts.items()]
+    if not problems or counts.total() > (len(problems) + counts.total()) / 10:
         raise UserError(
-            f"--dataset {args.dataset}: {num_bad:,} rows cannot be used: {left_out}; "
+            f"dataset {name}: {counts.total():,} rows cannot be used: {', '.join(left_out)}; "
             f"the columns (--prompt_column, --answer_column) are {', '.join(columns)}"
         )
-    num_training = len(problems) - args.num_held_out
-    left_out = f"; left out: {left_out}" if left_out else ""
-    if num_training < 1:
-        message = f"leaves none of the {len(problems)} problems for training{left_out}"
-        raise UserError(f"--num_held_out {args.num_held_out} {message}")
-    print(f"problems: {num_training:,} to train on, {args.num_held_out:,} held out{left_out}")
-    # addition's are already in random order.
-    keys = problems if args.dataset == "addition" else sorted(problems)
+    if num_equal > 0:
+        left_out.append(f"{num_equal:,} with the prompt of an earlier row")
     no_cells = dict.fromkeys(columns)
-    return [(*problems[key][:3], no_cells | problems[key][3]) for key in keys]
+    for key, (text, answer, ids, cells) in problems.items():
+        problems[key] = (text, answer, ids, no_cells | cells)
+    return problems, f"; left out: {', '.join(left_out)}" if left_out else ""

@@ -37,13 +37,13 @@ def remembered(usable_rows):
     """`usable_rows`, which takes longer than a small run, once for the default job."""
     known = {}
 
-    def read_or_remember(rows, policy, args):
-        if (args.dataset, args.model) != ("addition", "tiny-moe"):
-            return usable_rows(rows, policy, args)
-        names = "max_new_tokens system_prompt instruction num_held_out chat_template_kwargs".split()
+    def read_or_remember(rows, name, policy, args):
+        if (name, args.model) != ("addition", "tiny-moe"):
+            return usable_rows(rows, name, policy, args)
+        names = "max_new_tokens system_prompt instruction chat_template_kwargs".split()
         key = tuple(getattr(args, name) for name in names)
         if key not in known:
-            known[key] = usable_rows(rows, policy, args)
+            known[key] = usable_rows(rows, name, policy, args)
         return known[key]
 
     return read_or_remember

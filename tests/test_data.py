@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from common import load_problems
 from common import UserError
-from plumbing.data import read_dataset, usable_rows
+from plumbing.data import read_rows, usable_rows
 
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}{{ end }}<assistant>"
 
@@ -39,14 +39,15 @@ def policy_with(template=None, config=None, appends_eos=False):
 
 def read(path, **flags):
     """The rows of a file or folder."""
-    return list(read_dataset(script_args("grpo", dataset=str(path), **flags)[1]))
+    args = script_args("grpo", dataset=str(path), **flags)[1]
+    return list(read_rows(args.dataset, args.dataset_config, args.dataset_split))
 
 
 def problems_of(rows, policy=None, **flags):
-    """[(prompt, gold answer, ids, columns)] of rows, of which none are held out."""
-    args = script_args("grpo", dataset="mine", **flags)[1]
-    args.num_held_out = 0
-    return usable_rows(rows, policy or policy_with(), args)
+    """[(prompt, gold answer, ids, columns)] of rows."""
+    args = script_args("grpo", **flags)[1]
+    problems, _ = usable_rows(rows, "mine", policy or policy_with(), args)
+    return list(problems.values())
 
 
 def refusal(rows, policy=None, **flags):
@@ -239,19 +240,19 @@ def test_equal_prompts_are_rendered_once(monkeypatch):
     assert len(problems_of(sums(50) * 20, policy)) == render.call_count == 50
 
 
-def test_the_line_at_the_start(capsys):
+def test_the_line_at_the_start():
     """It counts what is left out, with the first row of each kind. A row has one reason."""
     reply = row(chat("user", "2+2=", "assistant", "4"), "4")
     rows = [reply, *sums(60), row("", "1"), row("x", {"gold": 1}), *sums(3), "x"]
-    problems_of([*rows, row("", "2"), row("1+1=", "3")], policy_with(TURNS))
+    rows += [row("", "2"), row("1+1=", "3")]
+    problems, left_out = usable_rows(rows, "mine", policy_with(TURNS), script_args("grpo")[1])
     kinds = [
         "2 without a prompt (first: row 62 '')",
         "1 without a gold answer (first: row 63 {'gold': 1})",
-        "4 with the prompt of an earlier row (first: row 64 '0+1=')",
         "1 unreadable (first: row 67 'x')",
+        "4 with the prompt of an earlier row",
     ]
-    line = f"problems: 61 to train on, 0 held out; left out: {', '.join(kinds)}\n"
-    assert capsys.readouterr().out == line
+    assert len(problems) == 61 and left_out == f"; left out: {', '.join(kinds)}"
 
 
 def test_an_eos_that_the_tokenizer_appends_is_dropped():
@@ -281,18 +282,18 @@ def test_held_out_problems_are_apart_and_the_same_for_all_seeds(tmp_path, tiny_p
     for p in stream.problems:
         assert p.prompt_ids == tiny_policy.tokenizer(p.prompt).input_ids
     assert stream.take(10) != other.take(10)
-    with pytest.raises(UserError, match="^--num_held_out 100 leaves none of the 100 problems"):
+    with pytest.raises(UserError, match="^--num_held_out 100 leaves no problem for training: .* 100$"):
         load(path, tiny_policy, rows, num_held_out=100)
 
 
 def test_what_reward_functions_get_of_a_row():
     """A column that only other rows have is None."""
     first = {"question": "1+1=", "tests": [0.5, {"x": 1.50}]}
-    args = script_args("grpo", dataset="mine")[1]
-    args.num_held_out = 0
+    args = script_args("grpo")[1]
     args.reads_answers = False
     rows = [first, {**first, "question": "1+2=", "level": 3}]
-    problems = {p[0]: p[3] for p in usable_rows(rows, policy_with(), args)}
+    problems, _ = usable_rows(rows, "mine", policy_with(), args)
+    problems = {p[0]: p[3] for p in problems.values()}
     assert problems["1+1="] == {**first, "level": None, "prompts": "1+1="}
     assert problems["1+2="]["level"] == 3
 

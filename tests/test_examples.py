@@ -16,7 +16,7 @@ from conftest import ROOT, script_args
 from rl_loss_vectors import doctor
 
 from common import Completion, Problem, UserError, load_grader
-from plumbing.data import read_dataset
+from plumbing.data import read_rows
 
 B = 16
 T = 9
@@ -29,7 +29,7 @@ def test_run_own_dataset(tmp_path):
     """The scripts read all rows, and each sum has its answer."""
     command = [sys.executable, "examples/own_dataset.py", tmp_path / "sums.jsonl"]
     subprocess.run(command, cwd=ROOT, check=True)
-    rows = list(read_dataset(script_args("grpo", dataset=str(tmp_path / "sums.jsonl"))[1]))
+    rows = read_rows(str(tmp_path / "sums.jsonl"), "", "train")
     assert len(rows) == 4000
     for row in rows:
         a, b = row["question"][-1]["content"].split(" + ")
