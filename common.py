@@ -246,84 +246,123 @@ def sample_batch(policy, problems, noise_NT, *, temperature, greedy, record_expe
 # ----------------------------------------------------------------------------------------- verifier
 
 MAX_ANSWER = 1000  # characters; anything longer is not an answer
-BOXES = ("\\boxed", "\\fbox")
-LINES = ("####", "\nAnswer:", "\n**Answer:**")
-# Markup that does not change what an answer says, and what it becomes, in this order.
-ARGUMENT = r" ?(?:\{ ?([^{}]*?) ?\}|(\w))"
-MARKUP = [
-    (r"\u2212", "-"),
-    (r"^\*\*|\*\*$", ""),
-    (r"^ | ?\.? ?$", ""),
-    (r"^\$+([^$]+)\$+$|^\\\((.+)\\\)$", r"\1\2"),
-    (r"\\(?:text|mbox|mathrm|mathbf) ?\{([^{}0-9]*)\}", r" \1 "),
-    (rf"\\[dtc]?frac{ARGUMENT}{ARGUMENT}", r"\\frac{\1\2}{\3\4}"),
-    (r"^\\frac\{-", r"-\\frac{"),
-    (r"(?<=[0-9])(?:,\\!|\{,\}|\\,|\u202f|\u00a0)(?=[0-9]{3})", ","),
-    (r"(?:\\[,;: ]|\s)+", " "),
-    (r"^ | $", ""),
-]
-DECIMAL = r"((?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
-SCALE = r"(?:(?:[eE]| ?(?:\\times|\\cdot|\*|×) ?10 ?\^ ?\{?)([+-]?[0-9]{1,3})\}?)?"
-FRACTION = r"\\frac\{([0-9]+)\}\{([0-9]+)\}|([0-9]+) ?/ ?([0-9]+)"
-NUMBER = re.compile(rf"([+-]?) ?(?:{FRACTION}|(?:\\?(\$) ?)?{DECIMAL}{SCALE}(?: ?\\?(%))?)")
+MARKERS = ("####", "Answer:", "<answer>", "\\boxed", "\\fbox")
+# A word after a number is a unit, unless it changes the number: 5 dozen, 5 thirds, 5 feet six.
+CHANGING_WORDS = """
+    dozen score pair couple hundred thousand lakh million crore billion trillion times percent
+    half halves third quarter tenth hundredth thousandth squared cubed factorial recurring pi theta
+    zero two three four five six sixes seven eight nine ten twenty twenties
+    and more less not below minus
+    """.split()
+ARGUMENT = r"\s*(?:\{([^{}]*)\}|([0-9]))"  # of \frac: {12}, or a single digit
+# After x=, a sign or $ at the beginning of an answer. Elsewhere it may be a point: (1,000).
+THOUSANDS = r"^((?:[a-zA-Z] ?= ?)?[-+$ ]*)([1-9][0-9]{0,2}(?:(?:,|,\\!|\{,\}|\\,)[0-9]{3})+)(?![0-9,])"
+# In this order: x=, sign, $, number (with the sign of $-5), %, words.
+NUMBER_AND_UNIT = r"([a-zA-Z]=)?([+-]?)(\$?)([^ %]+)(%?)((?: [a-zA-Z]{3,}){0,2})"
+DECIMAL = r"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?"
+FRACTION = r"[0-9]+/0*[1-9][0-9]*"
 
 
 def final_answer(text):
-    """The answer at the last marker in `text`: the rest of the line after `####` or `Answer:`, or what
-    is in `\\boxed{}` or `<answer>`. None if it is empty, or if there is no marker."""
-    text = "\n" + text
-    start, marker = max((text.rfind(marker), marker) for marker in (*BOXES, *LINES, "<answer>"))
+    """The answer at the last marker in `text`: what is in the braces of a box, what is between
+    `<answer>` and `</answer>`, or else the rest of the line. None if that is empty or not found."""
+    marker = max(MARKERS, key=text.rfind)
+    start = text.rfind(marker)
     if start < 0:
         return None
     rest = text[start + len(marker) :][: MAX_ANSWER + 1]
-    if marker in BOXES:
-        found = in_braces(rest.lstrip())
+    if marker in ("\\boxed", "\\fbox"):
+        answer = in_braces(rest.lstrip())
     elif marker == "<answer>":
-        found = rest.partition("</answer>")[0] if "</answer>" in rest else ""
+        answer, end, _ = rest.partition("</answer>")
+        if not end:
+            return None
     else:
-        found = re.split("\n|</answer>", rest)[0]
-    if len(found) > MAX_ANSWER:
+        answer = re.split("\n|</answer>", rest)[0]
+    if len(answer) > MAX_ANSWER:
         return None
-    return found.strip() or None
+    answer = answer.strip().removeprefix("**").removesuffix("**").strip()  # bold
+    return answer or None
 
 
 def in_braces(text):
-    """What is in the braces at the beginning of `text`; '' if there are none, or they never close."""
+    """'{a{b}}c' -> 'a{b}'. '' if `text` does not begin with a brace, or if that is never closed."""
+    if not text.startswith("{"):
+        return ""
     depth = 0
     for brace in re.finditer(r"(?<!\\)[{}]", text):
         depth += 1 if brace[0] == "{" else -1
-        if depth == 0 and text[0] == "{":
+        if depth == 0:
             return text[1 : brace.start()]
     return ""
 
 
+def without_markup(answer):
+    r"""'$\dfrac12$.' -> '\frac{1}{2}', '5\text{ cups}' -> '5 cups', '-\$1{,}000' -> '-$1000'."""
+    answer = re.sub(r"^\\text\{([^{}]*)\}$", r"\1", answer)
+    answer = re.sub(r"\\text\{([^{}0-9]*)\}", r" \1 ", answer)  # but 3\text{6}5 is not 365
+    answer = answer.strip().removesuffix(".")
+    answer = re.sub(r"^\$+([^$]+)\$+$|^\\\((.+)\\\)$", r"\1\2", answer)  # $5$ or \(5\), but not $5
+    answer = answer.replace("\\$", "$").replace("\\%", "%").replace("\u2212", "-")
+    answer = re.sub(r"\\(?:left|right)(?=\\?[()\[\]{}|])", "", answer)
+    answer = re.sub(r"\\[dt]frac", r"\\frac", answer)
+    answer = re.sub(rf"\\frac{ARGUMENT}{ARGUMENT}", r"\\frac{\1\2}{\3\4}", answer)  # \frac12
+    answer = re.sub(THOUSANDS, lambda match: match[1] + re.sub("[^0-9]", "", match[2]), answer)
+    answer = re.sub(r"(?<!\\)\\[,;: ]", " ", answer)  # but \\ is a line break
+    return " ".join(answer.split())
+
+
+def value_of(number):
+    r"""The exact value of '-0.5', '1/2', '\frac{1}{2}', '4.5e33', '4.5\times10^{33}' or '10^6'. None
+    for other text, and for 36/2: a policy would learn to skip the last step."""
+    number = re.sub(r"^([+-]?)\\frac\{(-?[0-9]+)\}\{([0-9]+)\}$", r"\1\2/\3", number)  # 1/2
+    number = re.sub(r"\^\{([+-]?[0-9]+)\}$", r"^\1", number)  # 10^{6} -> 10^6
+    number = re.sub(r"(?:\\times|\\cdot|[*×])10\^", "e", number)  # 4.5*10^6 -> 4.5e6
+    number = re.sub(r"^([+-]?)10\^", r"\g<1>1e", number)  # 10^6 -> 1e6
+    if not re.fullmatch(f"[+-]?(?:{DECIMAL}|{FRACTION})", number):
+        return None
+    value = Fraction(number)
+    is_unfinished = "/" in number and value.denominator == 1
+    return None if is_unfinished else value
+
+
 def value_and_unit(answer):
-    r"""-$1,000.5 -> (Fraction(-2001, 2), "$"); \frac{1}{2} -> (Fraction(1, 2), ""). Any other answer is
-    its own text without markup, as is a fraction that is a whole number, such as 36/2."""
-    for pattern, replacement in MARKUP:
-        answer = re.sub(pattern, replacement, answer)
-    text = re.sub(r" ?([^\w .,]) ?", r"\1", answer)  # without spaces around operators
-    number = NUMBER.fullmatch(answer)
-    if number is None:
-        return text, ""
-    sign, *parts, dollar, digits, exponent, percent = number.groups("")
-    if digits:
-        value = Fraction(digits.replace(",", "")) * Fraction(10) ** int(exponent or 0)
-    else:
-        numerator, denominator = (int(part) for part in parts if part)
-        if denominator == 0 or numerator % denominator == 0:
-            return text, ""
-        value = Fraction(numerator, denominator)
-    return -value if sign == "-" else value, dollar + percent
+    r"""'-$0.5 per day' -> (Fraction(-1, 2), '$ per day'). The x= of x=5 counts as a unit. If it is not
+    a number, the value is None."""
+    # Without spaces around operators, the only spaces are those before words.
+    answer = re.sub(r" ?([-+*/^=$×%]|\\times|\\cdot) ?", r"\1", answer)
+    match = re.fullmatch(NUMBER_AND_UNIT, answer)
+    if match is None:
+        return None, ""
+    name, sign, dollar, number, percent, words = match.groups("")
+    for word in words.lower().split():
+        if word in CHANGING_WORDS or word.removesuffix("s") in CHANGING_WORDS:
+            return None, ""
+    if percent and re.search(r"/|\\frac", number):  # 1/2% is not 1/2
+        return None, ""
+    return value_of(sign + number), name + dollar + percent + words
+
+
+def symbols(answer):
+    r"""Text without spaces: 'a+12 \pi' -> ['a', '+', '12', '\pi']. A number or a command is one symbol,
+    since 1 2 is not 12, and \cos h is not \cosh."""
+    answer = re.sub(r"^\( ?([a-zA-Z]) ?\)$", r"\1", answer)  # (B) is B
+    # x^{2}y is x^2y, but x^{2}1 is not x^21, and x^{a}b is not x^ab.
+    answer = re.sub(r"\{([0-9]|[a-zA-Z](?!\}[a-zA-Z0-9]))\}", r" \1 ", answer)
+    return re.findall(r"\\[a-zA-Z]+|[0-9.]+|\S", answer)
 
 
 def is_same(found, gold):
-    """Whether two answers are equal as text, or as numbers; $ and % may be missing on one side."""
-    if found == gold or max(len(found), len(gold)) > MAX_ANSWER:
+    """Whether two answers are the same number, or the same text. One may lack the unit of a number."""
+    if max(len(found), len(gold)) > MAX_ANSWER:
         return found == gold
+    found = without_markup(found)
+    gold = without_markup(gold)
     found_value, found_unit = value_and_unit(found)
     gold_value, gold_unit = value_and_unit(gold)
-    is_one_unit = found_unit == gold_unit or not (found_unit and gold_unit)
+    if found_value is None and gold_value is None:
+        return symbols(found) == symbols(gold)
+    is_one_unit = found_unit == gold_unit or not found_unit or not gold_unit
     return found_value == gold_value and is_one_unit
 
 

@@ -1,93 +1,134 @@
 r"""What counts as the final answer, and which answers are the same.
 
-answers.jsonl has realistic, wrong and hostile completions with the expected verdict: correct, wrong,
-no_answer; refused (wrong or no_answer); or another: two answers that must not be taken for the same,
-because something is glued to a fraction, a power, an index or a unit. answer_pairs.tsv has pairs of
-answers that are the same or different, with the gold answer first.
+A row of answers.tsv is an expected verdict, a gold answer, and a completion; or `same` or `different`
+and two answers, which are compared in both directions.
 """
 
-import json
 import random
 import re
 import time
 from decimal import Decimal
+from fractions import Fraction
+from itertools import product
 from pathlib import Path
 
 import pytest
 
-from common import verify
-from plumbing.answers import final_answer, gold_answer, is_same
+from common import is_same, verify
 
-CASES = [json.loads(line) for line in (Path(__file__).parent / "answers.jsonl").open()]
-PAIRS = (Path(__file__).parent / "answer_pairs.tsv").read_text(encoding="utf-8").splitlines()
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case["text"][:40])
-def test_answer(case):
-    gold, text, expected = case["gold"], case["text"], case["expected"]
-    reward, verdict = verify(text, gold)
-    assert reward == (expected == "correct") and reward == (verdict == "correct")
-    if expected in ("wrong", "no_answer"):
-        assert verdict == expected
-    found = final_answer(text)
-    assert (found is None) == (verdict == "no_answer")
-    if expected == "another":  # in both directions
-        assert not is_same(gold, found)
-    assert verify(text, gold, truncated=True) == (0.0, "truncated")  # it may go on: 36 of 365
+LINES = (Path(__file__).parent / "answers.tsv").read_text(encoding="utf-8").splitlines()
+ROWS = [line.split("\t") for line in LINES if "\t" in line]
 
 
-@pytest.mark.parametrize("pair", PAIRS)
-def test_pair(pair):
-    expected, gold, found = pair.split("\t")
-    assert is_same(found, gold) == (expected == "same")
-    is_choice = re.fullmatch(r"\(?[A-Z]\)?|\\text\{\([A-Z]\)\}", gold)
-    if not is_choice or expected == "different":  # only the gold answer makes it a choice
-        assert is_same(gold, found) == (expected == "same")
+@pytest.mark.parametrize("expected, gold, text", ROWS)
+def test_row(expected, gold, text):
+    if expected in ("same", "different"):
+        assert is_same(text, gold) == (expected == "same")
+        assert is_same(gold, text) == (expected == "same")
+    else:
+        text = text.replace("⏎", "\n")
+        assert verify(text, gold) == (float(expected == "correct"), expected)
+        assert verify(text, gold, truncated=True) == (0.0, "truncated")  # 36 may become 365
 
 
-CELLS = [
-    *[(" New York\n", "New York"), (72, "72"), (-0.5, "-0.5"), (1e30, "1e+30")],
-    *[(Decimal("1.50"), "1.50"), (True, "true"), ([False], "false"), ([3.0], "3.0"), (["7"], "7")],
-    *[('["72"]', "72"), ('[ "x \\\\boxed{\\\\frac12}" ]', "\\frac12"), (["x #### 7"], "7")],
-    *[(text, text) for text in ("[72]", "[2,5]", '["2", "5"]', '["\\x"]', "[" * 10**5)],
-    *[("so 36+36 #### 72", "72"), ("so \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}")],
-    *[(text, None) for text in ("", " ", "proof", "Proof", "notfound", "x ####", "\\boxed{proof}")],
-    *[(cell, None) for cell in (None, float("nan"), float("-inf"), b"72", {"a": 1}, [], [1, 2], [[1]])],
-]
+CHANGING_WORDS = """
+    dozen dozens score scores pair pairs couple hundred hundreds thousand lakh million crore billion
+    trillion times percent half halves third thirds quarter quarters tenth hundredths thousandths
+    squared cubed factorial recurring pis theta zero two three four five six sixes seven eight nine ten
+    twenty twenties and or more less not below minus
+    """.split()
 
 
-@pytest.mark.parametrize("cell, gold", CELLS, ids=lambda value: repr(value)[:20])
-def test_gold_answer(cell, gold):
-    assert gold_answer(cell) == gold
+@pytest.mark.parametrize("word", CHANGING_WORDS)
+def test_words_that_change_a_number(word):
+    for words in (word, f"{word} cups", f"cups {word}", word.title()):
+        assert not is_same(f"5 {words}", "5")
 
 
 def test_an_answer_that_is_too_long_is_no_answer():
     assert verify("#### " + "0" * 900 + "365", "365") == (1.0, "correct")
-    for start in ("#### ", "\\boxed{", "\nAnswer: ", "<answer>"):
+    for start in ("#### ", "\\boxed{", "Answer: ", "<answer>"):
         for end in ("", "}", "</answer>", "\n"):
             assert verify(start + "0" * 1000 + "365" + end, "365") == (0.0, "no_answer")
-    assert verify("#### " + "9" * 900, "9" * 10**6) == (0.0, "wrong")
     assert is_same("9" * 2000, "9" * 2000) and not is_same("9" * 2000, "9" * 2000 + ".")
 
 
-# ------------------------------------------------------------------------------ hostile and random text
+# --------------------------------------------------------- nothing of a different value is the same
 
-PIECES = [" ", " ", "\n", ".."]
-PIECES += (
-    "365 36 5 0 1 , . / - + $ $$ \\$ % \\% \\! \\, \\; ~ ** { } {,} ^ ^2 _2 ( ) \\( \\) = A".split()
-)
-PIECES += (
-    r"x= Answer: \text{ \mathrm{ \left \right \frac \frac{ \sqrt \pi \cdot ^\circ ° 10^ e9".split()
-)
-PIECES += '(B) 1e999999999 10^{999999999} cm m L USD k #### \\boxed{ <answer> [" teen'.split()
-PIECES += [f" {word} " for word in "dollars people per square million dozen and".split()]
-STARTS = ["", "#### ", "\\boxed{", "#### (B) ", "#### 5 ", "#### $5 ", "\nAnswer: x=", "<answer>"]
+DECIMALS = "0 1 10 12 21 102 120 1020 1200 12000 1234 4321 123456 0.1 0.5 1.2 2.1 0.12 0.012 10.2"
+FRACTIONS = "1/2 1/3 2/3 3/2 12/5 21/2 1/12 1/21 1/120 11/2 111/2 10/3 3/10 100/3"
+
+
+def spellings(text):
+    """[(a decimal or a fraction in another notation, its value)], with all signs."""
+    if "/" in text:
+        a, b = text.split("/")
+        found = [text, f"{a} / 0{b}", rf"\frac{{{a}}}{{{b}}}", rf"\tfrac {{{a}}} {{{b}}}"]
+        if len(text) == 3:
+            found.append(rf"\frac{a}{b}")
+    else:
+        number = Decimal(text)
+        found = [text, f"00{text}", f"{number:,.4f}", f"{number:,.3f}".replace(",", "{,}")]
+        found += [f"{number * 1000:f}e-3", f"{number * 10:f}*10^-1"]
+        found += [rf"{number / 10:f} \times 10^{{1}}"]
+    value = Fraction(text)
+    signs = {"": value, "+": value, "-": -value, "\u2212 ": -value}
+    return [(sign + number, signs[sign]) for sign, number in product(signs, found)]
+
+
+NUMBERS = [pair for text in f"{DECIMALS} {FRACTIONS}".split() for pair in spellings(text)]
+WRAPPERS = ["%s", "$%s", r"\$%s", "%s cups", r"%s\text{ red cups}", "x = %s", "$x=%s$."]
+
+
+def test_numbers_are_the_same_if_and_only_if_their_values_are():
+    rng = random.Random(0)
+    for (found, value), (gold, gold_value) in product(NUMBERS, rng.sample(NUMBERS, 20)):
+        wrapped = rng.choice(WRAPPERS) % found
+        assert is_same(wrapped, gold) == (value == gold_value), (wrapped, gold)
+
+
+def value_in_python(text):
+    """The value of an answer as Python computes it, without its unit; None if Python cannot."""
+    text = re.sub(r"[$%,]|^ *x *= *| +cups$", "", text.strip().removesuffix("."))
+    text = re.sub(r"\\frac *\{(.*?)\} *\{(.*?)\}", r"(\1)/(\2)", text)
+    text = text.replace(r"\times", "*").replace("^", "**").replace("{", "(").replace("}", ")")
+    text = re.sub(r"(?<![.\w])[0-9.]+(?:e[+-]?[0-9]+)?", r"Fraction('\g<0>')", text)
+    try:
+        return eval(text)
+    except (SyntaxError, ValueError, NameError, TypeError, ZeroDivisionError):
+        return None
+
+
+GOLD = r"365; -1,234.5; $0.5; 1/2; \frac{1}{2}; 4.5e3; 10^{6}; 2 \times 10^3; x=5; 5 cups".split("; ")
+
+
+@pytest.mark.parametrize("gold", GOLD)
+def test_a_number_with_another_character(gold):
+    characters = ["", *"0123456789.,-+/*^ex={}()$% "]
+    value = value_in_python(gold)
+    assert value is not None
+    for start, width, character in product(range(len(gold) + 1), (0, 1), characters):
+        found = gold[:start] + character + gold[start + width :]
+        if is_same(found, gold):
+            assert value_in_python(found) == value, found
+
+
+# ------------------------------------------------------------------------------------ hostile text
+
+PIECES = r"""
+    365 0 1, , {,} . / - + * $ \$ % \% \, \! { } { ( \( ^ ^{ _2 = x= **
+    \text{ \text{a} \left \left( \frac \frac{ \frac1 \frac{1}{2} \sqrt{2} \times
+    \times10^ 10^ 10^{ e9 1e999999999 10^{999999999}
+    #### Answer: \boxed{ \fbox{ <answer> </answer>
+    """.split()
+PIECES += [" ", "\n", "\u00a0", " cups", " dozen", " 1"]
+STARTS = ["", "#### ", "#### 5 ", "#### $5", "\\boxed{", "Answer: x=", "<answer>"]
 LIMIT = 0.01  # seconds
 
 
 def is_cheap(text, gold):
-    """Whether reading and comparing an answer takes less CPU time than LIMIT. The machine may be busy:
-    one of three tries is enough."""
+    """Whether verifying takes less CPU time than LIMIT. The machine may be busy: one of three tries is
+    enough."""
     for _ in range(3):
         start = time.thread_time()
         verify(text, gold)
@@ -98,13 +139,16 @@ def is_cheap(text, gold):
 
 @pytest.mark.parametrize("piece", PIECES)
 def test_hostile_text_costs_nothing(piece):
-    for start in STARTS:
-        for length in (900, 10**6):
-            assert is_cheap(start + piece * (length // len(piece)) + "s}</answer>", "365"), start
+    for start, length in product(STARTS, (900, 10**5)):
+        text = start + piece * (length // len(piece))
+        assert is_cheap(text + "}</answer>", "365"), start
+        assert is_cheap(text[:990] + "s", piece * (990 // len(piece))), start
 
 
-def test_a_mixture_costs_nothing():
+def test_a_mixture_costs_nothing_and_order_does_not_matter():
     rng = random.Random(0)
-    for _ in range(100):
-        text = "".join(rng.choices(rng.sample(PIECES, 4), k=1000))
-        assert is_cheap(rng.choice(STARTS) + text[:900], text[:990])
+    for _ in range(200):
+        found = "".join(rng.choices(rng.sample(PIECES, 4), k=300))[:900]
+        gold = "".join(rng.choices(rng.sample(PIECES, 4), k=300))[:900]
+        assert is_cheap(rng.choice(STARTS) + found, gold)
+        assert is_same(found[:9], gold[:9]) == is_same(gold[:9], found[:9])
