@@ -66,6 +66,7 @@ def masked_mean(x, mask):
 
 def compute_advantages(rewards_PG):
     """Rewards -> advantages, (P, G): A = (R - mean) / std in each group, 0 if all rewards are equal."""
+    rewards_PG = 1.0 * rewards_PG  # rewards may be integers or booleans
     advantages_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
     advantages_PG = advantages_PG / (rewards_PG.std(1, keepdim=True) + 1e-6)
     # Rounding can make the mean of equal floats inexact, and dividing by a tiny std would amplify that.
@@ -93,13 +94,16 @@ def policy_loss(
     advantages_BT    (B, 1) or (B,), broadcast over the tokens, or (B, T)
     mask_BT          1 on response tokens, including EOS (bool or float); other tokens, such as
                      padding or tool output, get no gradient and are excluded from all means
-    num_tokens       response tokens in the whole optimizer step [None: this is the whole step];
-                     under DDP, which averages gradients, pass total / world_size
+    num_tokens       response tokens in the whole optimizer step [None: this is the whole step],
+                     divided by whatever divides gradients later: DDP's world size, and accumulation
+                     steps (accelerate's backward; HF Trainer, unless loss_is_scaled_for_ga is True)
 
     Returns (loss, stats): a scalar, and {name: scalar} for the log, over this micro-batch.
     """
     if old_logprobs_BT is None:
         old_logprobs_BT = logprobs_BT.detach()
+    dtypes = {logprobs_BT.dtype, old_logprobs_BT.dtype}
+    assert dtypes <= {torch.float32, torch.float64}, "log-probs need logits.float().log_softmax(-1)"
     if advantages_BT.dim() == 1:
         advantages_BT = advantages_BT[:, None]
     shapes = [(len(mask_BT), 1), mask_BT.shape]
@@ -121,14 +125,14 @@ def policy_loss(
         weight_BT = ratio_BT.clamp(is_weight_floor, is_weight_cap)
     # [1] sg[min(r, cap)] A log pi
     objective_BT = weight_BT.detach() * advantages_BT * torch.where(mask_BT, logprobs_BT, 0)
+    # [2] Token-mean: 1/(sum_i |o_i|) sum_i sum_t
+    loss = -torch.where(mask_BT, objective_BT, 0).sum() / num_tokens
     stats = {
         "approx_kl": masked_mean(logratio_BT.expm1() - logratio_BT, mask_BT),  # r - 1 - log r
-        "ratio_max": torch.where(mask_BT, ratio_BT, 0).max(),
+        "ratio_max": (ratio_BT * mask_BT).max() if mask_BT.numel() > 0 else loss.new_zeros(()),
         "clipfrac_low": masked_mean(clips_low_BT.float(), mask_BT),
         "clipfrac_high": masked_mean(clips_high_BT.float(), mask_BT),
     }
-    # [2] Token-mean: 1/(sum_i |o_i|) sum_i sum_t
-    loss = -torch.where(mask_BT, objective_BT, 0).sum() / num_tokens
     return loss, {name: value.detach() for name, value in stats.items()}
 
 

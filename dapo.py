@@ -72,6 +72,7 @@ def masked_mean(x, mask):
 
 def compute_advantages(rewards_PG):
     """Rewards -> advantages, (P, G): A = (R - mean) / std in each group, 0 if all rewards are equal."""
+    rewards_PG = 1.0 * rewards_PG  # rewards may be integers or booleans
     advantages_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
     advantages_PG = advantages_PG / (rewards_PG.std(1, keepdim=True) + 1e-6)
     # Rounding can make the mean of equal floats inexact, and dividing by a tiny std would amplify that.
@@ -80,29 +81,21 @@ def compute_advantages(rewards_PG):
 
 
 def mixed_groups(completions, group_size):
-    """[2] The completions of groups in which some, but not all, are right. The verdict decides, not the
-    reward, since overlong penalties alone can make the rewards of an all-right group differ."""
+    """[2] The completions of groups in which some, but not all, are right, and how many groups there
+    are of each kind, for the log. The verdict decides, not the reward, since overlong penalties alone
+    can make the rewards of an all-right group differ."""
     kept = []
+    num_right = []  # of each group
     for start in range(0, len(completions), group_size):
         group = completions[start : start + group_size]
-        num_right = sum(c.verdict == "correct" for c in group)
-        if 0 < num_right < group_size:
+        num_right.append(sum(c.verdict == "correct" for c in group))
+        if 0 < num_right[-1] < group_size:
             kept += group
-    return kept
-
-
-def group_counts(completions, group_size, rounds):
-    """How many groups were generated, kept and dropped, for the log."""
-    is_right_PG = torch.tensor([c.verdict == "correct" for c in completions]).view(-1, group_size)
-    num_right = is_right_PG.sum(1).tolist()
-    all_right = num_right.count(group_size)
-    all_wrong = num_right.count(0)
-    return {
+    return kept, {
         "rollout/groups_generated": len(num_right),
-        "rollout/groups_kept": len(num_right) - all_right - all_wrong,
-        "rollout/groups_dropped_all_right": all_right,
-        "rollout/groups_dropped_all_wrong": all_wrong,
-        "rollout/groups_sampling_rounds": rounds,
+        "rollout/groups_kept": len(kept) // group_size,
+        "rollout/groups_dropped_all_right": num_right.count(group_size),
+        "rollout/groups_dropped_all_wrong": num_right.count(0),
     }
 
 
@@ -128,13 +121,16 @@ def policy_loss(
     advantages_BT    (B, 1) or (B,), broadcast over the tokens, or (B, T)
     mask_BT          1 on response tokens, including EOS (bool or float); other tokens, such as
                      padding or tool output, get no gradient and are excluded from all means
-    num_tokens       response tokens in the whole optimizer step [None: this is the whole step];
-                     under DDP, which averages gradients, pass total / world_size
+    num_tokens       response tokens in the whole optimizer step [None: this is the whole step],
+                     divided by whatever divides gradients later: DDP's world size, and accumulation
+                     steps (accelerate's backward; HF Trainer, unless loss_is_scaled_for_ga is True)
 
     Returns (loss, stats): a scalar, and {name: scalar} for the log, over this micro-batch.
     """
     if old_logprobs_BT is None:
         old_logprobs_BT = logprobs_BT.detach()
+    dtypes = {logprobs_BT.dtype, old_logprobs_BT.dtype}
+    assert dtypes <= {torch.float32, torch.float64}, "log-probs need logits.float().log_softmax(-1)"
     if advantages_BT.dim() == 1:
         advantages_BT = advantages_BT[:, None]
     shapes = [(len(mask_BT), 1), mask_BT.shape]
@@ -148,17 +144,17 @@ def policy_loss(
     clipped_BT = ratio_BT.clamp(1 - clip_eps_low, 1 + clip_eps_high)
     # PPO's pessimistic bound: the smaller of r A and clip(r) A
     objective_BT = torch.min(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
-    # The clip removes the gradient where A < 0 and r < 1 - eps, or A > 0 and r > 1 + eps.
+    # [3] Token-mean: 1/(sum_i |o_i|) sum_i sum_t
+    loss = -torch.where(mask_BT, objective_BT, 0).sum() / num_tokens
+    # For the log. The clip removes the gradient where A < 0 and r < 1 - eps, or A > 0 and r > 1 + eps.
     clips_low_BT = (ratio_BT < clipped_BT) & (advantages_BT < 0)
     clips_high_BT = (ratio_BT > clipped_BT) & (advantages_BT > 0)
     stats = {
         "approx_kl": masked_mean(logratio_BT.expm1() - logratio_BT, mask_BT),  # r - 1 - log r
-        "ratio_max": torch.where(mask_BT, ratio_BT, 0).max(),
+        "ratio_max": (ratio_BT * mask_BT).max() if mask_BT.numel() > 0 else loss.new_zeros(()),
         "clipfrac_low": masked_mean(clips_low_BT.float(), mask_BT),
         "clipfrac_high": masked_mean(clips_high_BT.float(), mask_BT),
     }
-    # [3] Token-mean: 1/(sum_i |o_i|) sum_i sum_t
-    loss = -torch.where(mask_BT, objective_BT, 0).sum() / num_tokens
     return loss, {name: value.detach() for name, value in stats.items()}
 
 
@@ -176,18 +172,16 @@ def main(args):
         # ---------------------------------------------------------------------------------- rollout
         # [2] Dynamic sampling: each round draws one prompt for every mixed group still missing.
         generated = []  # all completions, with their verdicts
-        kept = []  # the completions of mixed groups
         rounds = 0
         missing = args.prompts_per_iteration
         while missing > 0 and rounds < args.max_sampling_rounds:
             prompts = problems.take(missing)
             completions = sample(policy.sampler(iteration), prompts, args.group_size, args, run.noise)
-            completions = grade(completions)
-            generated += completions
-            kept += mixed_groups(completions, args.group_size)
+            generated += grade(completions)
+            kept, counts = mixed_groups(generated, args.group_size)
             missing = args.prompts_per_iteration - len(kept) // args.group_size
             rounds += 1
-        counts = group_counts(generated, args.group_size, rounds)
+        counts["rollout/groups_sampling_rounds"] = rounds
         if missing > 0:
             run.say(f"iteration {iteration}: {missing} mixed groups missing after {rounds} rounds")
         if not kept:

@@ -52,6 +52,7 @@ class Args(RunArgs):  # more flags: --help
     kl_coef: float = flag(0.04, "beta, the weight of the KL to the reference [0: none]")
     kl_is_corrected: bool = flag(False, "multiply k3 by pi / sampler, for an unbiased gradient")
     ref_reset_every: int = flag(0, "reset the reference every n iterations [0: never]")
+    offpolicy_mask: float = flag(0.0, "A < 0: drop it if mean log(sampler / pi) is above this [0: off]")
 
     def check(self):
         self.check_range(0, 1, "clip_eps_low")
@@ -65,6 +66,7 @@ def masked_mean(x, mask):
 
 def compute_advantages(rewards_PG):
     """Rewards -> advantages, (P, G): A = (R - mean) / std in each group, 0 if all rewards are equal."""
+    rewards_PG = 1.0 * rewards_PG  # rewards may be integers or booleans
     advantages_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
     advantages_PG = advantages_PG / (rewards_PG.std(1, keepdim=True) + 1e-6)
     # Rounding can make the mean of equal floats inexact, and dividing by a tiny std would amplify that.
@@ -82,6 +84,7 @@ def policy_loss(
     clip_eps_high=0.2,
     kl_coef=0.04,
     kl_is_corrected=False,
+    offpolicy_mask=0.0,
     ref_logprobs_BT=None,
     rollout_ratio_BT=None,
     num_sequences=None,
@@ -94,14 +97,17 @@ def policy_loss(
     mask_BT          1 on response tokens, including EOS (bool or float); other tokens, such as
                      padding or tool output, get no gradient and are excluded from all means
     ref_logprobs_BT  log-probs under the reference [None: no KL]
-    rollout_ratio_BT pi_old / sampler, for kl_is_corrected [None: 1]
-    num_sequences    completions in the whole optimizer step [None: this is the whole step]; under
-                     DDP, which averages gradients, pass total / world_size
+    rollout_ratio_BT pi_old / sampler, for kl_is_corrected and offpolicy_mask [None: 1]
+    num_sequences    completions in the whole optimizer step [None: this is the whole step], divided
+                     by whatever divides gradients later: DDP's world size, and accumulation steps
+                     (accelerate's backward; HF Trainer, unless loss_is_scaled_for_ga is True)
 
     Returns (loss, stats): a scalar, and {name: scalar} for the log, over this micro-batch.
     """
     if old_logprobs_BT is None:
         old_logprobs_BT = logprobs_BT.detach()
+    dtypes = {logprobs_BT.dtype, old_logprobs_BT.dtype}
+    assert dtypes <= {torch.float32, torch.float64}, "log-probs need logits.float().log_softmax(-1)"
     if advantages_BT.dim() == 1:
         advantages_BT = advantages_BT[:, None]
     shapes = [(len(mask_BT), 1), mask_BT.shape]
@@ -109,36 +115,46 @@ def policy_loss(
     mask_BT = mask_BT.bool()
     length_B1 = mask_BT.sum(1, keepdim=True).clamp(min=1)
     if num_sequences is None:
-        num_sequences = len(mask_BT)
+        num_sequences = mask_BT.any(1).sum().clamp(min=1)
     # Mask before exp: 0 * inf is NaN, in the backward pass too. The clamp keeps exp finite.
     logratio_BT = torch.where(mask_BT, logprobs_BT - old_logprobs_BT, 0).clamp(-20, 20)
     ratio_BT = logratio_BT.exp()
     clipped_BT = ratio_BT.clamp(1 - clip_eps_low, 1 + clip_eps_high)
     # PPO's pessimistic bound: the smaller of r A and clip(r) A
     objective_BT = torch.min(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
-    # The clip removes the gradient where A < 0 and r < 1 - eps, or A > 0 and r > 1 + eps.
-    clips_low_BT = (ratio_BT < clipped_BT) & (advantages_BT < 0)
-    clips_high_BT = (ratio_BT > clipped_BT) & (advantages_BT > 0)
-    stats = {
-        "approx_kl": masked_mean(logratio_BT.expm1() - logratio_BT, mask_BT),  # r - 1 - log r
-        "ratio_max": torch.where(mask_BT, ratio_BT, 0).max(),
-        "clipfrac_low": masked_mean(clips_low_BT.float(), mask_BT),
-        "clipfrac_high": masked_mean(clips_high_BT.float(), mask_BT),
-    }
+    if rollout_ratio_BT is None:
+        rollout_ratio_BT = torch.ones_like(ratio_BT)
+    if offpolicy_mask > 0:
+        # M_i = 0 if A_i < 0 and 1/|o_i| sum_t log(mu / pi) > delta, else 1; A_i is the first token's.
+        log_mu_pi_BT = torch.where(mask_BT, -logratio_BT - rollout_ratio_BT.log(), 0)
+        mean_B1 = log_mu_pi_BT.sum(1, keepdim=True) / length_B1
+        first_B1 = mask_BT.int().argmax(1, keepdim=True)
+        is_negative_B1 = advantages_BT.expand_as(mask_BT).gather(1, first_B1) < 0
+        is_dropped_B1 = is_negative_B1 & (mean_B1 > offpolicy_mask)
+        objective_BT = torch.where(is_dropped_B1, 0, objective_BT)
     if ref_logprobs_BT is not None:
         # [2] k3 = x - log x - 1, x = pi_ref / pi; expm1, as exp(log x) - 1 loses digits near x = 1
         log_x_BT = torch.where(mask_BT, ref_logprobs_BT - logprobs_BT, 0).clamp(-20, 20)
         k3_BT = log_x_BT.expm1() - log_x_BT
-        stats["kl_ref"] = masked_mean(k3_BT, mask_BT)
-        if kl_is_corrected:
-            # Times pi / sampler, not detached: the expected gradient is then that of KL(pi || pi_ref).
-            if rollout_ratio_BT is None:
-                rollout_ratio_BT = torch.ones_like(ratio_BT)
-            k3_BT = rollout_ratio_BT * ratio_BT * k3_BT
-        objective_BT = objective_BT - kl_coef * k3_BT
+        # Times pi / sampler, not detached: the expected gradient is then that of KL(pi || pi_ref).
+        kl_BT = rollout_ratio_BT * ratio_BT * k3_BT if kl_is_corrected else k3_BT
+        objective_BT = objective_BT - kl_coef * kl_BT
     # [3] Sequence-mean: mean_i 1/|o_i| sum_t
     objective_B1 = torch.where(mask_BT, objective_BT, 0).sum(1, keepdim=True) / length_B1
     loss = -objective_B1.sum() / num_sequences
+    # For the log. The clip removes the gradient where A < 0 and r < 1 - eps, or A > 0 and r > 1 + eps.
+    clips_low_BT = (ratio_BT < clipped_BT) & (advantages_BT < 0)
+    clips_high_BT = (ratio_BT > clipped_BT) & (advantages_BT > 0)
+    stats = {
+        "approx_kl": masked_mean(logratio_BT.expm1() - logratio_BT, mask_BT),  # r - 1 - log r
+        "ratio_max": (ratio_BT * mask_BT).max() if mask_BT.numel() > 0 else loss.new_zeros(()),
+        "clipfrac_low": masked_mean(clips_low_BT.float(), mask_BT),
+        "clipfrac_high": masked_mean(clips_high_BT.float(), mask_BT),
+    }
+    if ref_logprobs_BT is not None:
+        stats["kl_ref"] = masked_mean(k3_BT, mask_BT)
+    if offpolicy_mask > 0:
+        stats["offpolicy_mask_frac"] = masked_mean(is_dropped_B1.float(), mask_BT.any(1, keepdim=True))
     return loss, {name: value.detach() for name, value in stats.items()}
 
 
@@ -186,6 +202,7 @@ def main(args):
                     clip_eps_high=args.clip_eps_high,
                     kl_coef=args.kl_coef,
                     kl_is_corrected=args.kl_is_corrected,
+                    offpolicy_mask=args.offpolicy_mask,
                     ref_logprobs_BT=micro.ref_logprobs_BT,
                     rollout_ratio_BT=micro.rollout_ratio_BT,
                     num_sequences=len(minibatch),

@@ -62,6 +62,7 @@ def masked_mean(x, mask):
 
 def compute_advantages(rewards_PG):
     """Rewards -> advantages, (P, G): A = (R - mean) / std in each group, 0 if all rewards are equal."""
+    rewards_PG = 1.0 * rewards_PG  # rewards may be integers or booleans
     advantages_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
     advantages_PG = advantages_PG / (rewards_PG.std(1, keepdim=True) + 1e-6)
     # Rounding can make the mean of equal floats inexact, and dividing by a tiny std would amplify that.
@@ -87,23 +88,27 @@ def policy_loss(
     advantages_BT    (B, 1) or (B,), one per completion; with variant "gspo_token" also (B, T)
     mask_BT          1 on response tokens, including EOS (bool or float); other tokens, such as
                      padding or tool output, get no gradient and are excluded from all means
-    num_sequences    completions in the whole optimizer step [None: this is the whole step]; under
-                     DDP, which averages gradients, pass total / world_size
+    num_sequences    completions in the whole optimizer step [None: this is the whole step], divided
+                     by whatever divides gradients later: DDP's world size, and accumulation steps
+                     (accelerate's backward; HF Trainer, unless loss_is_scaled_for_ga is True)
 
     Returns (loss, stats): a scalar, and {name: scalar} for the log, over this micro-batch.
     """
     if old_logprobs_BT is None:
         old_logprobs_BT = logprobs_BT.detach()
+    dtypes = {logprobs_BT.dtype, old_logprobs_BT.dtype}
+    assert dtypes <= {torch.float32, torch.float64}, "log-probs need logits.float().log_softmax(-1)"
     if advantages_BT.dim() == 1:
         advantages_BT = advantages_BT[:, None]
-    has_one_each = advantages_BT.shape == (len(mask_BT), 1)
-    has_one_per_token = advantages_BT.shape == mask_BT.shape and variant == "gspo_token"
-    assert has_one_each or has_one_per_token, f"advantages_BT: {advantages_BT.shape}"
+    shapes = [(len(mask_BT), 1), mask_BT.shape]
+    assert advantages_BT.shape in shapes, f"advantages_BT: {advantages_BT.shape}, not {shapes}"
+    has_one_each = advantages_BT.shape[1] == 1
+    assert has_one_each or variant == "gspo_token", 'advantages_BT (B, T) need variant="gspo_token"'
     assert variant in ("gspo", "gspo_token")
     mask_BT = mask_BT.bool()
     length_B1 = mask_BT.sum(1, keepdim=True).clamp(min=1)
     if num_sequences is None:
-        num_sequences = len(mask_BT)
+        num_sequences = mask_BT.any(1).sum().clamp(min=1)
     # Mask before exp: 0 * inf is NaN, in the backward pass too. The clamp keeps exp finite.
     logratio_BT = torch.where(mask_BT, logprobs_BT - old_logprobs_BT, 0).clamp(-20, 20)
     # [1] s_i = exp(1/|o_i| sum_t log r_it), from here on the ratio for every token in the completion
@@ -116,18 +121,18 @@ def policy_loss(
     clipped_BT = ratio_BT.clamp(1 - clip_eps_low, 1 + clip_eps_high)
     # PPO's pessimistic bound: the smaller of r A and clip(r) A
     objective_BT = torch.min(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
-    # The clip removes the gradient where A < 0 and r < 1 - eps, or A > 0 and r > 1 + eps.
+    # Sequence-mean: mean_i 1/|o_i| sum_t
+    objective_B1 = torch.where(mask_BT, objective_BT, 0).sum(1, keepdim=True) / length_B1
+    loss = -objective_B1.sum() / num_sequences
+    # For the log. The clip removes the gradient where A < 0 and r < 1 - eps, or A > 0 and r > 1 + eps.
     clips_low_BT = (ratio_BT < clipped_BT) & (advantages_BT < 0)
     clips_high_BT = (ratio_BT > clipped_BT) & (advantages_BT > 0)
     stats = {
         "approx_kl": masked_mean(logratio_BT.expm1() - logratio_BT, mask_BT),  # r - 1 - log r
-        "ratio_max": torch.where(mask_BT, ratio_BT, 0).max(),
+        "ratio_max": (ratio_BT * mask_BT).max() if mask_BT.numel() > 0 else loss.new_zeros(()),
         "clipfrac_low": masked_mean(clips_low_BT.float(), mask_BT),
         "clipfrac_high": masked_mean(clips_high_BT.float(), mask_BT),
     }
-    # Sequence-mean: mean_i 1/|o_i| sum_t
-    objective_B1 = torch.where(mask_BT, objective_BT, 0).sum(1, keepdim=True) / length_B1
-    loss = -objective_B1.sum() / num_sequences
     return loss, {name: value.detach() for name, value in stats.items()}
 
 

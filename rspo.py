@@ -70,6 +70,7 @@ def masked_mean(x, mask):
 
 def compute_advantages(rewards_PG):
     """Rewards -> advantages, (P, G): A = (R - mean) / std in each group, 0 if all rewards are equal."""
+    rewards_PG = 1.0 * rewards_PG  # rewards may be integers or booleans
     advantages_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
     advantages_PG = advantages_PG / (rewards_PG.std(1, keepdim=True) + 1e-6)
     # Rounding can make the mean of equal floats inexact, and dividing by a tiny std would amplify that.
@@ -111,29 +112,32 @@ def policy_loss(
     mask_BT          1 on response tokens, including EOS (bool or float); other tokens, such as
                      padding or tool output, get no gradient and are excluded from all means
     router_shift_BT  gamma, before its floor; 1 where the router has not moved [None: 1 everywhere]
-    num_sequences    completions in the whole optimizer step [None: this is the whole step]; under
-                     DDP, which averages gradients, pass total / world_size
+    num_sequences    completions in the whole optimizer step [None: this is the whole step], divided
+                     by whatever divides gradients later: DDP's world size, and accumulation steps
+                     (accelerate's backward; HF Trainer, unless loss_is_scaled_for_ga is True)
 
     Returns (loss, stats): a scalar, and {name: scalar} for the log, over this micro-batch.
     """
     if old_logprobs_BT is None:
         old_logprobs_BT = logprobs_BT.detach()
+    dtypes = {logprobs_BT.dtype, old_logprobs_BT.dtype}
+    assert dtypes <= {torch.float32, torch.float64}, "log-probs need logits.float().log_softmax(-1)"
     if advantages_B1.dim() == 1:
         advantages_B1 = advantages_B1[:, None]
-    assert advantages_B1.shape == (len(mask_BT), 1), f"advantages_B1: {advantages_B1.shape}"
+    shape = (len(mask_BT), 1)
+    assert advantages_B1.shape == shape, f"advantages_B1: {advantages_B1.shape}, not {shape}"
     assert shift in ("damped", "literal", "before_clip")
     mask_BT = mask_BT.bool()
     length_B1 = mask_BT.sum(1, keepdim=True).clamp(min=1)
     if num_sequences is None:
-        num_sequences = len(mask_BT)
+        num_sequences = mask_BT.any(1).sum().clamp(min=1)
     # Mask before exp: 0 * inf is NaN, in the backward pass too. The clamp keeps exp finite.
     logratio_BT = torch.where(mask_BT, logprobs_BT - old_logprobs_BT, 0).clamp(-20, 20)
-    ratio_BT = logratio_BT.exp()
     # [1] sg[max(gamma, gamma_min)], and 1 on padding
     log_gamma_BT = torch.zeros_like(logratio_BT)
     if router_shift_BT is not None:
-        gamma_BT = router_shift_BT.detach().clamp(min=gamma_min)
-        log_gamma_BT = torch.where(mask_BT, gamma_BT.log(), 0)
+        log_gamma_BT = router_shift_BT.detach().clamp(min=gamma_min).log()
+        log_gamma_BT = torch.where(mask_BT, log_gamma_BT, 0)
     l_BT = logratio_BT
     if shift == "before_clip":
         l_BT = logratio_BT + log_gamma_BT
@@ -147,19 +151,20 @@ def policy_loss(
         log_weight_BT = c_BT + advantages_B1.sign() * log_gamma_BT
     else:  # before_clip: l already contains gamma
         log_weight_BT = c_BT
-    # The clip removes the gradient where A < 0 and l < -eps, or A > 0 and l > eps.
+    # A exp(1/|o_i| sum_t log weight_it); 0 on padding; a row without tokens is not counted
+    geometric_mean_B1 = (log_weight_BT.sum(1, keepdim=True) / length_B1).exp()
+    objective_B1 = torch.where(mask_BT.any(1, keepdim=True), advantages_B1 * geometric_mean_B1, 0)
+    loss = -objective_B1.sum() / num_sequences
+    # For the log. The clip removes the gradient where A < 0 and l < -eps, or A > 0 and l > eps.
     clips_low_BT = (l_BT < c_BT) & (advantages_B1 < 0)
     clips_high_BT = (l_BT > c_BT) & (advantages_B1 > 0)
+    ratio_BT = logratio_BT.exp()
     stats = {
         "approx_kl": masked_mean(logratio_BT.expm1() - logratio_BT, mask_BT),  # r - 1 - log r
-        "ratio_max": torch.where(mask_BT, ratio_BT, 0).max(),
+        "ratio_max": (ratio_BT * mask_BT).max() if mask_BT.numel() > 0 else loss.new_zeros(()),
         "clipfrac_low": masked_mean(clips_low_BT.float(), mask_BT),
         "clipfrac_high": masked_mean(clips_high_BT.float(), mask_BT),
     }
-    # A exp(1/|o_i| sum_t log weight_it); on padding log weight is 0
-    log_geometric_mean_B1 = log_weight_BT.sum(1, keepdim=True) / length_B1
-    objective_B1 = advantages_B1 * log_geometric_mean_B1.exp()
-    loss = -objective_B1.sum() / num_sequences
     return loss, {name: value.detach() for name, value in stats.items()}
 
 
@@ -200,7 +205,7 @@ def main(args):
                 outputs = token_logprobs(policy, micro, args.temperature)
                 active_BTLK = micro.active_experts(micro.old_experts_BTLK)  # e_jk
                 scores_BTLK = expert_logprobs(outputs.router_logits, active_BTLK)
-                raw_gamma_BT = router_shift(scores_BTLK, micro.old_router_scores_BTLK)
+                router_shift_BT = router_shift(scores_BTLK, micro.old_router_scores_BTLK)
                 loss, stats = policy_loss(
                     outputs.logprobs_BT,
                     micro.old_logprobs_BT,
@@ -209,15 +214,15 @@ def main(args):
                     log_ratio_clip=args.log_ratio_clip,
                     gamma_min=args.gamma_min,
                     shift=args.shift,
-                    router_shift_BT=raw_gamma_BT,
+                    router_shift_BT=router_shift_BT,
                     num_sequences=len(minibatch),
                 )
                 # aux_loss is a product of means, so it is averaged over micro-batches, not summed.
                 share = len(micro) / len(minibatch)
                 total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
                 total_loss.backward()
-                is_floored_BT = raw_gamma_BT < args.gamma_min
-                stats["moe/router_shift"] = masked_mean(raw_gamma_BT, micro.mask_BT)
+                is_floored_BT = router_shift_BT < args.gamma_min
+                stats["moe/router_shift"] = masked_mean(router_shift_BT, micro.mask_BT)
                 stats["moe/router_floor_frac"] = masked_mean(is_floored_BT.float(), micro.mask_BT)
                 run.record(loss, stats, outputs, micro)
             grad_norm = policy.clip_gradients(args.max_grad_norm)

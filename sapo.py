@@ -58,6 +58,7 @@ def masked_mean(x, mask):
 
 def compute_advantages(rewards_PG):
     """Rewards -> advantages, (P, G): A = (R - mean) / std in each group, 0 if all rewards are equal."""
+    rewards_PG = 1.0 * rewards_PG  # rewards may be integers or booleans
     advantages_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
     advantages_PG = advantages_PG / (rewards_PG.std(1, keepdim=True) + 1e-6)
     # Rounding can make the mean of equal floats inexact, and dividing by a tiny std would amplify that.
@@ -82,13 +83,16 @@ def policy_loss(
     advantages_BT    (B, 1) or (B,), broadcast over the tokens, or (B, T)
     mask_BT          1 on response tokens, including EOS (bool or float); other tokens, such as
                      padding or tool output, get no gradient and are excluded from all means
-    num_sequences    completions in the whole optimizer step [None: this is the whole step]; under
-                     DDP, which averages gradients, pass total / world_size
+    num_sequences    completions in the whole optimizer step [None: this is the whole step], divided
+                     by whatever divides gradients later: DDP's world size, and accumulation steps
+                     (accelerate's backward; HF Trainer, unless loss_is_scaled_for_ga is True)
 
     Returns (loss, stats): a scalar, and {name: scalar} for the log, over this micro-batch.
     """
     if old_logprobs_BT is None:
         old_logprobs_BT = logprobs_BT.detach()
+    dtypes = {logprobs_BT.dtype, old_logprobs_BT.dtype}
+    assert dtypes <= {torch.float32, torch.float64}, "log-probs need logits.float().log_softmax(-1)"
     if advantages_BT.dim() == 1:
         advantages_BT = advantages_BT[:, None]
     shapes = [(len(mask_BT), 1), mask_BT.shape]
@@ -96,7 +100,7 @@ def policy_loss(
     mask_BT = mask_BT.bool()
     length_B1 = mask_BT.sum(1, keepdim=True).clamp(min=1)
     if num_sequences is None:
-        num_sequences = len(mask_BT)
+        num_sequences = mask_BT.any(1).sum().clamp(min=1)
     # Mask before exp: 0 * inf is NaN, in the backward pass too. The clamp keeps exp finite.
     logratio_BT = torch.where(mask_BT, logprobs_BT - old_logprobs_BT, 0).clamp(-20, 20)
     ratio_BT = logratio_BT.exp()
@@ -104,15 +108,15 @@ def policy_loss(
     tau_BT = torch.full_like(ratio_BT, tau_neg).masked_fill(advantages_BT > 0, tau_pos)
     gate_BT = torch.sigmoid(tau_BT * (ratio_BT - 1))
     objective_BT = gate_BT * 4 / tau_BT * advantages_BT
-    stats = {
-        "approx_kl": masked_mean(logratio_BT.expm1() - logratio_BT, mask_BT),  # r - 1 - log r
-        "ratio_max": torch.where(mask_BT, ratio_BT, 0).max(),
-        # f'(r) = 4 sigmoid (1 - sigmoid): how much of a token's gradient the gate lets through
-        "gate_slope": masked_mean(4 * gate_BT * (1 - gate_BT), mask_BT),
-    }
     # Sequence-mean: mean_i 1/|o_i| sum_t
     objective_B1 = torch.where(mask_BT, objective_BT, 0).sum(1, keepdim=True) / length_B1
     loss = -objective_B1.sum() / num_sequences
+    stats = {
+        "approx_kl": masked_mean(logratio_BT.expm1() - logratio_BT, mask_BT),  # r - 1 - log r
+        "ratio_max": (ratio_BT * mask_BT).max() if mask_BT.numel() > 0 else loss.new_zeros(()),
+        # f'(r) = 4 sigmoid (1 - sigmoid): how much of a token's gradient the gate lets through
+        "gate_slope": masked_mean(4 * gate_BT * (1 - gate_BT), mask_BT),
+    }
     return loss, {name: value.detach() for name, value in stats.items()}
 
 

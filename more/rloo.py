@@ -59,6 +59,7 @@ def masked_mean(x, mask):
 
 def compute_advantages(rewards_PG):
     """Rewards -> advantages, (P, G): R minus the mean of the other rewards, 0 if all are equal."""
+    rewards_PG = 1.0 * rewards_PG  # rewards may be integers or booleans
     # [1] the mean of the other G - 1
     num_others = rewards_PG.shape[1] - 1
     mean_of_others_PG = (rewards_PG.sum(1, keepdim=True) - rewards_PG) / num_others
@@ -83,32 +84,34 @@ def policy_loss(
     advantages_BT    (B, 1) or (B,), broadcast over the tokens, or (B, T)
     mask_BT          1 on response tokens, including EOS (bool or float); other tokens, such as
                      padding or tool output, get no gradient and are excluded from all means
-    num_sequences    completions in the whole optimizer step [None: this is the whole step]; under
-                     DDP, which averages gradients, pass total / world_size
+    num_sequences    completions in the whole optimizer step [None: this is the whole step], divided
+                     by whatever divides gradients later: DDP's world size, and accumulation steps
+                     (accelerate's backward; HF Trainer, unless loss_is_scaled_for_ga is True)
 
     Returns (loss, stats): a scalar, and {name: scalar} for the log, over this micro-batch.
     """
     if old_logprobs_BT is None:
         old_logprobs_BT = logprobs_BT.detach()
+    dtypes = {logprobs_BT.dtype, old_logprobs_BT.dtype}
+    assert dtypes <= {torch.float32, torch.float64}, "log-probs need logits.float().log_softmax(-1)"
     if advantages_BT.dim() == 1:
         advantages_BT = advantages_BT[:, None]
     shapes = [(len(mask_BT), 1), mask_BT.shape]
     assert advantages_BT.shape in shapes, f"advantages_BT: {advantages_BT.shape}, not {shapes}"
     mask_BT = mask_BT.bool()
     if num_sequences is None:
-        num_sequences = len(mask_BT)
-    # The ratio, which is 1 as long as there is one step per rollout, is only reported.
-    # Mask before exp: 0 * inf is NaN, in the backward pass too. The clamp keeps exp finite.
-    logratio_BT = torch.where(mask_BT, logprobs_BT - old_logprobs_BT, 0).clamp(-20, 20)
-    ratio_BT = logratio_BT.exp()
-    stats = {
-        "approx_kl": masked_mean(logratio_BT.expm1() - logratio_BT, mask_BT),  # r - 1 - log r
-        "ratio_max": torch.where(mask_BT, ratio_BT, 0).max(),
-    }
+        num_sequences = mask_BT.any(1).sum().clamp(min=1)
     # A log pi
     objective_BT = advantages_BT * torch.where(mask_BT, logprobs_BT, 0)
     # mean_i sum_t
     loss = -torch.where(mask_BT, objective_BT, 0).sum() / num_sequences
+    # The ratio is only logged; it is 1 as long as there is one step per rollout.
+    logratio_BT = torch.where(mask_BT, logprobs_BT - old_logprobs_BT, 0).clamp(-20, 20)
+    ratio_BT = logratio_BT.exp()
+    stats = {
+        "approx_kl": masked_mean(logratio_BT.expm1() - logratio_BT, mask_BT),  # r - 1 - log r
+        "ratio_max": (ratio_BT * mask_BT).max() if mask_BT.numel() > 0 else loss.new_zeros(()),
+    }
     return loss, {name: value.detach() for name, value in stats.items()}
 
 

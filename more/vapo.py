@@ -110,9 +110,9 @@ def compute_gae(rewards_BT, values_BT, mask_BT, gamma, lam):
     mask_BT = mask_BT.bool()
     rewards_BT = torch.where(mask_BT, rewards_BT, 0)
     values_BT = torch.where(mask_BT, values_BT, 0)
-    advantages_BT = torch.zeros_like(rewards_BT)
-    next_advantage_B = torch.zeros_like(rewards_BT[:, 0])
-    next_value_B = torch.zeros_like(rewards_BT[:, 0])
+    advantages_BT = torch.zeros_like(rewards_BT + values_BT)  # rewards may be integers
+    next_advantage_B = torch.zeros_like(advantages_BT[:, 0])
+    next_value_B = torch.zeros_like(values_BT[:, 0])
     for t in reversed(range(rewards_BT.shape[1])):
         # delta_t = rew_t + gamma V_t+1 - V_t;  A_t = delta_t + gamma lambda A_t+1
         delta_B = rewards_BT[:, t] + gamma * next_value_B - values_BT[:, t]
@@ -188,13 +188,16 @@ def policy_loss(
     advantages_BT    (B, 1) or (B,), broadcast over the tokens, or (B, T)
     mask_BT          1 on response tokens, including EOS (bool or float); other tokens, such as
                      padding or tool output, get no gradient and are excluded from all means
-    num_tokens       response tokens in the whole optimizer step [None: this is the whole step];
-                     under DDP, which averages gradients, pass total / world_size
+    num_tokens       response tokens in the whole optimizer step [None: this is the whole step],
+                     divided by whatever divides gradients later: DDP's world size, and accumulation
+                     steps (accelerate's backward; HF Trainer, unless loss_is_scaled_for_ga is True)
 
     Returns (loss, stats): a scalar, and {name: scalar} for the log, over this micro-batch.
     """
     if old_logprobs_BT is None:
         old_logprobs_BT = logprobs_BT.detach()
+    dtypes = {logprobs_BT.dtype, old_logprobs_BT.dtype}
+    assert dtypes <= {torch.float32, torch.float64}, "log-probs need logits.float().log_softmax(-1)"
     if advantages_BT.dim() == 1:
         advantages_BT = advantages_BT[:, None]
     shapes = [(len(mask_BT), 1), mask_BT.shape]
@@ -208,17 +211,17 @@ def policy_loss(
     clipped_BT = ratio_BT.clamp(1 - clip_eps_low, 1 + clip_eps_high)
     # PPO's pessimistic bound: the smaller of r A and clip(r) A
     objective_BT = torch.min(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
-    # The clip removes the gradient where A < 0 and r < 1 - eps, or A > 0 and r > 1 + eps.
+    # Token-mean: 1/(sum_i |o_i|) sum_i sum_t
+    loss = -torch.where(mask_BT, objective_BT, 0).sum() / num_tokens
+    # For the log. The clip removes the gradient where A < 0 and r < 1 - eps, or A > 0 and r > 1 + eps.
     clips_low_BT = (ratio_BT < clipped_BT) & (advantages_BT < 0)
     clips_high_BT = (ratio_BT > clipped_BT) & (advantages_BT > 0)
     stats = {
         "approx_kl": masked_mean(logratio_BT.expm1() - logratio_BT, mask_BT),  # r - 1 - log r
-        "ratio_max": torch.where(mask_BT, ratio_BT, 0).max(),
+        "ratio_max": (ratio_BT * mask_BT).max() if mask_BT.numel() > 0 else loss.new_zeros(()),
         "clipfrac_low": masked_mean(clips_low_BT.float(), mask_BT),
         "clipfrac_high": masked_mean(clips_high_BT.float(), mask_BT),
     }
-    # Token-mean: 1/(sum_i |o_i|) sum_i sum_t
-    loss = -torch.where(mask_BT, objective_BT, 0).sum() / num_tokens
     return loss, {name: value.detach() for name, value in stats.items()}
 
 
