@@ -14,6 +14,7 @@ Parent: grpo.py. Differs only in:
   2. Token-mean: every token of an optimizer step has the same weight.
   3. No KL, so no reference model.
 
+The paper also has DAPO's dynamic sampling and length penalty, which are left out here.
 Not specified in the paper: the cap. --is_weight_cap 5 is the cap on the weight itself, not an offset
 from 1. The paper's formula also has a lower bound, which its runs do not use: --is_weight_floor.
 Unlike the paper, tokens are counted over the whole optimizer step, not over one prompt's group.
@@ -21,8 +22,7 @@ Unlike the paper, tokens are counted over the whole optimizer step, not over one
 that of the clipped objective at the same bounds (dapo.py's, with --clip_eps_high 0.28).
 
 Run:    python cispo.py
-Expect: like grpo.py, greedy held-out accuracy on sums of two numbers rises from 0.43 to at least
-        0.97 in under a minute on one CPU core.
+Expect: like grpo.py, greedy held-out accuracy rises from 0.43 to at least 0.97.
 """
 
 from dataclasses import dataclass
@@ -87,7 +87,8 @@ def policy_loss(
     clip_eps_high=0.2,
     num_tokens=None,
 ):
-    """The loss -J of a micro-batch, normalized by the whole step's count, so micro-batch losses add up.
+    """Returns (loss, stats): the loss -J of a micro-batch, normalized by the whole step's count so that
+    micro-batch losses add up, and {name: scalar} for the log, over this micro-batch.
 
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
     old_logprobs_BT  the same, under the policy before this rollout's first step [None: on-policy]
@@ -97,8 +98,6 @@ def policy_loss(
     num_tokens       response tokens in the whole optimizer step [None: this is the whole step],
                      divided by whatever divides gradients later: DDP's world size, and accumulation
                      steps (accelerate's backward; HF Trainer, unless loss_is_scaled_for_ga is True)
-
-    Returns (loss, stats): a scalar, and {name: scalar} for the log, over this micro-batch.
     """
     if old_logprobs_BT is None:
         old_logprobs_BT = logprobs_BT.detach()

@@ -16,9 +16,12 @@ Parent: ppo.py. Differs only in:
 
 Not specified in the paper: eps (here 0.2) and which std (here the unbiased one, plus 1e-6). If all
 rewards of a group are equal, its advantages are exactly 0 and only the KL acts. The paper takes one
-optimizer step per rollout, so r is always 1 and the clip never acts. We take 16, as DeepSeek-R1 does.
---ref_reset_every is the paper's iterative GRPO; --kl_is_corrected comes from DeepSeek-V3.2.
-study/README.md compares KL estimators.
+optimizer step per rollout, so r is always 1 and the clip never acts. We take 16, like DeepSeek-R1, but
+R1's minibatches are random, its beta is 0.001, its eps is 10 at first, and its reference is reset every
+400 steps. --ref_reset_every is the paper's iterative GRPO. study/README.md compares KL estimators.
+DeepSeek-V3.2's objective is this one with --kl_is_corrected, dr_grpo.py's advantages, and
+--offpolicy_mask delta: a completion loses its policy term, but not its KL, if A_i < 0 and the mean of
+log(mu(o_it) / pi(o_it)) over its tokens is above delta. Here mu is the sampler.
 
 Run:    python grpo.py
 Expect: greedy held-out accuracy on sums of two numbers rises from 0.43 to at least 0.97, and answers
@@ -89,7 +92,8 @@ def policy_loss(
     rollout_ratio_BT=None,
     num_sequences=None,
 ):
-    """The loss -J of a micro-batch, normalized by the whole step's count, so micro-batch losses add up.
+    """Returns (loss, stats): the loss -J of a micro-batch, normalized by the whole step's count so that
+    micro-batch losses add up, and {name: scalar} for the log, over this micro-batch.
 
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
     old_logprobs_BT  the same, under the policy before this rollout's first step [None: on-policy]
@@ -101,8 +105,6 @@ def policy_loss(
     num_sequences    completions in the whole optimizer step [None: this is the whole step], divided
                      by whatever divides gradients later: DDP's world size, and accumulation steps
                      (accelerate's backward; HF Trainer, unless loss_is_scaled_for_ga is True)
-
-    Returns (loss, stats): a scalar, and {name: scalar} for the log, over this micro-batch.
     """
     if old_logprobs_BT is None:
         old_logprobs_BT = logprobs_BT.detach()

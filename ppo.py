@@ -12,15 +12,19 @@
 
 The root of the family. Its child is grpo.py, whose header lists the differences.
 
-Not specified in the papers: the critic. Here it is a second copy of the base model with a linear head
-that starts at zero, so its learning rate is higher. V_t is read where o_t is predicted; after the last
-token V is 0. As in InstructGPT: gamma 1, so that a right answer is worth the same at any length; beta
-0.02 (with --kl_coef 0 there is no reference); one epoch per rollout. Chosen by us: d 0.2; c_e 0; c_v
-0.5, which matters only where the critic's gradient is clipped, since the two models share no weights
-and AdamW ignores the scale of a gradient. Unlike the papers: A is whitened and L_V is clipped, as in
-most RLHF code. If a completion was truncated, its last reward includes the critic's value after it,
-since the cap is not part of the task. 256 prompts with one completion each: as many completions as the
-siblings have.
+Not specified in the papers:
+  - The critic is a second copy of the base model. Its linear head starts at zero, so its lr is higher.
+  - V_t is read where o_t is predicted; after the last token V is 0.
+  - If a completion was truncated, its last reward includes the critic's value after it, since the cap
+    is not part of the task.
+  - d is 0.2, c_e 0, and c_v 0.5, which matters only where the critic's gradient is clipped: the two
+    models share no weights, and AdamW ignores the scale of a gradient.
+  - 256 prompts with one completion each: as many completions as the siblings have.
+As in InstructGPT:
+  - gamma is 1, so that a right answer is worth the same at any length.
+  - beta is 0.02 (with --kl_coef 0 there is no reference).
+  - There is one epoch per rollout.
+Unlike the papers: A is whitened and L_V is clipped, as in most RLHF code.
 
 Run:    python ppo.py
 Expect: greedy held-out accuracy on sums of two numbers rises from 0.43 to at least 0.97 in under a
@@ -157,7 +161,8 @@ def policy_loss(
     clip_eps_high=0.2,
     num_tokens=None,
 ):
-    """The clipped term of -J, normalized by the whole step's count, so micro-batch losses add up.
+    """Returns (loss, stats): the clipped term of -J, normalized by the whole step's count so that
+    micro-batch losses add up, and {name: scalar} for the log, over this micro-batch.
 
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
     old_logprobs_BT  the same, under the policy before this rollout's first step [None: on-policy]
@@ -167,8 +172,6 @@ def policy_loss(
     num_tokens       response tokens in the whole optimizer step [None: this is the whole step],
                      divided by whatever divides gradients later: DDP's world size, and accumulation
                      steps (accelerate's backward; HF Trainer, unless loss_is_scaled_for_ga is True)
-
-    Returns (loss, stats): a scalar, and {name: scalar} for the log, over this micro-batch.
     """
     if old_logprobs_BT is None:
         old_logprobs_BT = logprobs_BT.detach()

@@ -72,7 +72,8 @@ def policy_loss(
     *,
     num_sequences=None,
 ):
-    """The loss -J of a micro-batch, normalized by the whole step's count, so micro-batch losses add up.
+    """Returns (loss, stats): the loss -J of a micro-batch, normalized by the whole step's count so that
+    micro-batch losses add up, and {name: scalar} for the log, over this micro-batch.
 
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
     old_logprobs_BT  the same, under the policy before this rollout's first step [None: on-policy]
@@ -82,8 +83,6 @@ def policy_loss(
     num_sequences    completions in the whole optimizer step [None: this is the whole step], divided
                      by whatever divides gradients later: DDP's world size, and accumulation steps
                      (accelerate's backward; HF Trainer, unless loss_is_scaled_for_ga is True)
-
-    Returns (loss, stats): a scalar, and {name: scalar} for the log, over this micro-batch.
     """
     if old_logprobs_BT is None:
         old_logprobs_BT = logprobs_BT.detach()

@@ -181,7 +181,8 @@ def policy_loss(
     clip_eps_high=0.28,
     num_tokens=None,
 ):
-    """The clipped term of -J, normalized by the whole step's count, so micro-batch losses add up.
+    """Returns (loss, stats): the clipped term of -J, normalized by the whole step's count so that
+    micro-batch losses add up, and {name: scalar} for the log, over this micro-batch.
 
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
     old_logprobs_BT  the same, under the policy before this rollout's first step [None: on-policy]
@@ -191,8 +192,6 @@ def policy_loss(
     num_tokens       response tokens in the whole optimizer step [None: this is the whole step],
                      divided by whatever divides gradients later: DDP's world size, and accumulation
                      steps (accelerate's backward; HF Trainer, unless loss_is_scaled_for_ga is True)
-
-    Returns (loss, stats): a scalar, and {name: scalar} for the log, over this micro-batch.
     """
     if old_logprobs_BT is None:
         old_logprobs_BT = logprobs_BT.detach()
