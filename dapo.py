@@ -90,12 +90,13 @@ def mixed_groups(completions, group_size):
         num_right.append(sum(c.verdict == "correct" for c in group))
         if 0 < num_right[-1] < group_size:
             kept += group
-    return kept, {
+    counts = {
         "rollout/groups_generated": len(num_right),
         "rollout/groups_kept": len(kept) // group_size,
         "rollout/groups_dropped_all_right": num_right.count(group_size),
         "rollout/groups_dropped_all_wrong": num_right.count(0),
     }
+    return kept, counts
 
 
 def overlong_penalty(lengths_B, max_new_tokens, overlong_cache):

@@ -64,7 +64,7 @@ def compute_advantages(rewards_PG):
     num_others = rewards_PG.shape[1] - 1
     mean_of_others_PG = (rewards_PG.sum(1, keepdim=True) - rewards_PG) / num_others
     advantages_PG = rewards_PG - mean_of_others_PG
-    # The mean of equal floats may be off by rounding.
+    # Rounding can make the mean of equal floats inexact.
     is_uniform_P1 = (rewards_PG == rewards_PG[:, :1]).all(1, keepdim=True)
     return torch.where(is_uniform_P1, 0, advantages_PG)
 
