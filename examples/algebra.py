@@ -5,10 +5,8 @@
 
 Expect: the same results as without the flag, because the model's sums need no algebra. On a math
 dataset it also accepts x^2+x for x(x+1), and lists, sets, and matrices in a different notation. But it
-also accepts 36/2 for 18, so a policy may learn to skip its last step.
-
-math-verify uses a signal to stop after five seconds, which works only in the main thread. Reward
-functions are called there.
+also accepts 36/2 for 18, so a policy may learn to skip its last step. math-verify stops after five
+seconds by a signal, which works only in the main thread; reward functions are called there.
 """
 
 from math_verify import parse
@@ -20,10 +18,7 @@ from common import final_answer, verify
 def grade(text, answer, truncated):
     """(reward, verdict) for a completion, the gold answer, and whether the completion was truncated."""
     reward, verdict = verify(text, answer, truncated)
-    if verdict != "wrong":
-        return reward, verdict
-    found = final_answer(text)
     # It looks for formulas between dollar signs. The order matters: the gold answer comes first.
-    if is_equal(parse(f"${answer}$"), parse(f"${found}$")):
+    if verdict == "wrong" and is_equal(parse(f"${answer}$"), parse(f"${final_answer(text)}$")):
         return 1.0, "correct"
-    return 0.0, "wrong"
+    return reward, verdict

@@ -1,20 +1,26 @@
-"""Plugs a loss of this repository into TRL's GRPOTrainer, so you can use DeepSpeed, FSDP and vLLM.
+"""Trains on several GPUs: plugs a loss of this repository into TRL's GRPOTrainer.
 
     pip install -r examples/requirements.txt
-    torchrun --nproc-per-node 2 examples/trl_trainer.py --algorithm gspo --use_cpu True
+    accelerate launch --multi_gpu --num_processes 2 examples/trl_trainer.py --algorithm gspo --use_cpu
 
-Expect: greedy held-out accuracy rises from 0.43 to at least 0.9. You can use TRL's flags
-(GRPOConfig), and the script's flags for model, data, reward and loss (--model, --kl_coef). Loss,
-advantages and KL are the script's, so TRL's flags for them are refused, and so are the script's flags
-for the loop. dapo has no dynamic sampling and no overlong shaping here. ppo is missing because it has
-a critic, rspo because it needs the old policy's router scores. This overrides private methods of TRL
-1.16.0, and stops with any other version.
+Expect: greedy held-out accuracy rises from 0.43 to at least 0.9, and the model is in runs/trl-gspo.
+
+It takes the script's flags (`python gspo.py --help`) for model, data, reward, batches, steps and loss,
+and TRL's (GRPOConfig) for the rest, such as --use_vllm, --deepspeed or --report_to. A flag of the
+script that would do nothing is an error, and so is a flag of TRL for the loss or the batches. Each
+process grades its own completions: a reward function that takes lists sees only those. --dtype bfloat16
+is autocast. The model, in float32, has to fit on one GPU, even if DeepSpeed or FSDP shards it later.
+
+Missing are ppo (its critic), rspo (the old policy's router scores), dapo's dynamic sampling and
+overlong penalty, and any correction for vLLM's log-probs. This has not run on a GPU.
 """
 
 import argparse
 import dataclasses
+import importlib
 import importlib.metadata
 import inspect
+import os
 import sys
 from pathlib import Path
 
@@ -25,35 +31,38 @@ from trl import GRPOConfig, GRPOTrainer
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from common import Completion, UserError, evaluate, load_grader, load_policy, load_problems
-from plumbing import ranks
-from plumbing.args import add_flag, check_flags
-from plumbing.model import end_ids
+from plumbing import one_line
+from plumbing.args import add_flags
 
 TRL = "1.16.0"
 ALGORITHMS = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "sapo"]
-# 60 rollouts of 256 completions, 4 steps of 64 = 2 processes x 2 micro-batches x 16
-DEFAULTS = """--output_dir runs/trl --max_steps 240 --num_generations 8 --max_completion_length 48
---per_device_train_batch_size 16 --gradient_accumulation_steps 2 --steps_per_generation 8 --top_k 0
---learning_rate 2e-4 --lr_scheduler_type constant --bf16 False --gradient_checkpointing False
---save_strategy no --logging_steps 40 --vllm_importance_sampling_correction False"""
-# Replaced by the script's loss, advantages and KL
-IGNORED_OF_TRL = """beta delta entropy_coef entropy_coef_delta entropy_coef_max entropy_coef_min
-entropy_target epsilon epsilon_high importance_sampling_level loss_type multi_objective_aggregation
-off_policy_mask_threshold sapo_temperature_neg sapo_temperature_pos scale_rewards top_entropy_quantile
-use_adaptive_entropy use_bias_correction_kl vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos
-vllm_importance_sampling_cap vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min
-vllm_importance_sampling_correction vllm_importance_sampling_mode""".split()
-USED_OF_SCRIPT = """model dataset dataset_config dataset_split prompt_column answer_column system_prompt
-instruction chat_template_kwargs num_held_out reward reward_weights head_dtype rollout_batch_size
-eval_samples kl_coef""".split()
+# The script's flags that are used, in addition to those of its policy_loss
+USED = """answer_column chat_template_kwargs dataset dataset_config dataset_split dtype eval_dataset
+eval_samples eval_split group_size instruction iterations lr max_new_tokens micro_batch_size model
+num_held_out num_minibatches prompt_column prompts_per_iteration reward rollout_batch_size
+router_aux_coef save_every system_prompt temperature update_epochs""".split()
+# Those that TRL has too, under the same name or a different one
+SAME = {"seed", "max_grad_norm", "gradient_checkpointing"}
+RENAMED = {"device": "use_cpu", "run_dir": "output_dir", "ref_reset_every": "sync_ref_model"}
+RENAMED["resume"] = "resume_from_checkpoint"
+# How the names begin of TRL's flags that have no effect here
+UNUSED = """delta do_ entropy_ epsilon importance_sampling loss_type model_init multi_objective
+num_train_epochs off_policy_mask reward_weights router_aux sapo_ scale_rewards steps_per_generation
+top_entropy trust_remote use_adaptive use_bias_correction vespo_ vllm_importance_sampling""".split()
+DEFAULTS = """--seed 1 --disable_dropout True --gradient_checkpointing False
+--lr_scheduler_type constant --vllm_importance_sampling_correction False""".split()
 
 
 class PluggedTrainer(GRPOTrainer):
-    """Uses `policy_loss` and `compute_advantages` from `script`, with the values of its flags."""
+    """Uses `policy_loss` and `compute_advantages` of `script`, with the flags in `values`."""
+
+    def _tokenize_prompts(self, prompts):
+        # A rendered prompt may begin with BOS already, and TRL would add another.
+        return [self.prompt_ids[prompt] for prompt in prompts], None, {}
 
     def _calculate_rewards(self, *args):
-        rewards = super()._calculate_rewards(*args)  # from all processes, one column per function
-        self.rewards_PG = rewards.nansum(1).view(-1, self.num_generations)
+        rewards = super()._calculate_rewards(*args)  # from all processes
+        self.rewards_PG = rewards.view(-1, self.num_generations)
         return rewards
 
     def _generate_and_score_completions(self, inputs):
@@ -64,19 +73,17 @@ class PluggedTrainer(GRPOTrainer):
 
     def step_counts(self):
         """The normalizers N / W, where N is the number of completions or tokens in the whole optimizer
-        step, over its accumulation steps and all W processes.
-        A step's loss is a sum over all its tokens, divided by N. Each process adds up the gradients of
-        its micro-batches. The Trainer does not divide by the number of micro-batches, because TRL sets
-        loss_is_scaled_for_ga. Then DDP, FSDP and DeepSpeed average over processes, which divides by W.
-        (If each process divided by its own count, tokens would weigh more where answers are short.)"""
+        step, over its micro-batches and all W processes. Each process sums the gradients of its
+        micro-batches; then DDP, FSDP and DeepSpeed average over processes, which divides by W."""
         accumulation = self.current_gradient_accumulation_steps
-        slices = self.args.steps_per_generation  # number of micro-batches in a rollout
-        assert slices % accumulation == 0, "a step needs more than one rollout"
-        first = self._step % slices // accumulation * accumulation
+        first = self._step % self.args.steps_per_generation // accumulation * accumulation
         micro_batches = self._buffered_inputs[first : first + accumulation]
         masks = [micro_batch["completion_mask"] for micro_batch in micro_batches]
-        num_tokens = self.accelerator.reduce(sum(mask.sum() for mask in masks).float(), "mean")
-        return {"num_sequences": sum(map(len, masks)), "num_tokens": num_tokens}
+        num_tokens = sum(mask.sum() for mask in masks).float()
+        return {
+            "num_sequences": sum(len(mask) for mask in masks),  # the same in every process
+            "num_tokens": self.accelerator.reduce(num_tokens, "mean").clamp(min=1),
+        }
 
     def _compute_loss(self, model, inputs):
         mask_BT = inputs["completion_mask"]
@@ -87,7 +94,7 @@ class PluggedTrainer(GRPOTrainer):
         )
         # None with one optimizer step per rollout: TRL does not compute them then.
         old_logprobs_BT = inputs.get("old_per_token_logps")
-        values = vars(self.flags) | self.step_counts()
+        values = self.values | self.step_counts()
         values["ref_logprobs_BT"] = inputs.get("ref_per_token_logps")
         names = inspect.signature(self.script.policy_loss).parameters
         keywords = {name: values[name] for name in names if name in values}
@@ -100,75 +107,112 @@ class PluggedTrainer(GRPOTrainer):
         return loss
 
 
-def names_of(words):
-    """The names of the flags in a command line."""
-    return [word.partition("=")[0][2:].replace("-", "_") for word in words if word.startswith("--")]
+def to_trl(args, processes):
+    """{TRL's flag: value} for the rollouts, steps and KL that the script's flags describe."""
+    rollout = args.prompts_per_iteration * args.group_size
+    step = rollout // args.num_minibatches
+    if step % processes > 0:
+        raise UserError(f"--num_minibatches: {processes} processes cannot share a step of {step}")
+    share = step // processes
+    micro_batch = min(args.micro_batch_size or share, share)
+    if share % micro_batch > 0:
+        raise UserError(f"--micro_batch_size {micro_batch} does not divide {share}, a process's rows")
+    steps = args.update_epochs * args.num_minibatches
+    return {
+        "generation_batch_size": rollout,
+        "per_device_train_batch_size": micro_batch,
+        "gradient_accumulation_steps": share // micro_batch,
+        "max_steps": args.iterations * steps,
+        "logging_steps": steps,
+        "save_strategy": "steps" if args.save_every > 0 else "no",
+        "save_steps": max(1, args.save_every * steps),
+        "num_iterations": args.update_epochs,
+        "num_generations": args.group_size,
+        "max_completion_length": args.max_new_tokens,
+        "temperature": args.temperature,
+        "learning_rate": args.lr,
+        "bf16": args.dtype == "bfloat16",
+        "beta": getattr(args, "kl_coef", 0.0),  # above 0, TRL creates a reference model
+    }
 
 
 def parse(argv):
-    """(TRL's config, the script, its flags). A flag that would do nothing is a UserError."""
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--algorithm", choices=ALGORITHMS, default="grpo")
-    choice, argv = first.parse_known_args(argv)
+    """The command line -> (the script, its Args, TRL's config)."""
+    parser = argparse.ArgumentParser(usage=__doc__, allow_abbrev=False)
+    parser.add_argument("--algorithm", choices=ALGORITHMS, default="grpo")
+    choice, argv = parser.parse_known_args(argv)
     script = importlib.import_module(choice.algorithm)
-    used = {*USED_OF_SCRIPT, *inspect.signature(script.policy_loss).parameters} - {"max_new_tokens"}
-    second = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for field in dataclasses.fields(script.Args):
-        if field.name in used:
-            add_flag(second, field)
-    values, argv = second.parse_known_args(argv)
-    flags = script.Args(**vars(values))
-    check_flags(flags)
-    third = HfArgumentParser(GRPOConfig, allow_abbrev=False)
-    config, rest = third.parse_args_into_dataclasses([*DEFAULTS.split(), *argv], True)
-    dropped = [name for name in names_of(argv) if name in IGNORED_OF_TRL] + names_of(rest)
-    if dropped:
-        raise UserError(f"--{dropped[0]} does nothing here: the header says which flags do")
+
+    options = {"add_help": False, "allow_abbrev": False, "exit_on_error": False}
+    parser = argparse.ArgumentParser(**options)
+    names = {field.name for field in dataclasses.fields(script.Args)}
+    add_flags(parser, script.Args, names - SAME)
+    given, argv = parser.parse_known_args(argv)
+    used = {*USED, *inspect.signature(script.policy_loss).parameters}
+    for name in sorted(vars(given).keys() - used):
+        advice = f": use TRL's --{RENAMED[name]}" if name in RENAMED else ""
+        raise UserError(f"--{name} has no effect in TRL{advice}")
+    if "overlong" in names:
+        given.overlong = "none"  # dapo's penalty is not used, so its cache need not fit
+    args = script.Args(**vars(given))
+
+    ours = to_trl(args, int(os.environ.get("WORLD_SIZE", 1)))
+    for word in argv:
+        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
+        if word.startswith("--") and (name in ours or name.startswith(tuple(UNUSED))):
+            raise UserError(f"--{name} has no effect here: use the flags of {choice.algorithm}.py")
+    parser = HfArgumentParser(GRPOConfig, **options)
+    words = [*DEFAULTS, f"--output_dir=runs/trl-{choice.algorithm}", *argv]
+    words += [f"--{name}={value}" for name, value in ours.items()]
+    with one_line("TRL"):
+        config, rest = parser.parse_args_into_dataclasses(words, return_remaining_strings=True)
     if rest:
-        raise UserError(f"{rest[0]} belongs to no flag")
-    flags.device = str(config.device)
-    flags.max_new_tokens = config.max_completion_length
-    flags.temperature = config.temperature
-    config.beta = getattr(flags, "kl_coef", 0.0)  # above 0, TRL creates a reference model
-    return config, script, flags
+        raise UserError(f"unknown argument {rest[0]}")
+    if config.use_vllm and getattr(args, "kl_is_corrected", False):
+        raise UserError("--kl_is_corrected has no effect with --use_vllm: its log-probs are not read")
+    return script, dataclasses.replace(args, device=str(config.device)), config
 
 
 def main(argv):
-    installed = importlib.metadata.version("trl")
-    if installed != TRL:
-        sys.exit(f"it overrides private methods of TRL {TRL}, not {installed}: pip install trl=={TRL}")
-    config, script, flags = parse(argv)
-    grade = load_grader(flags)
-    policy = load_policy(flags)
-    stream, held_out = load_problems(flags, policy)
-    ends = end_ids(policy.model, policy.tokenizer)
+    if importlib.metadata.version("trl") != TRL:
+        raise UserError(f"it overrides private methods of TRL {TRL}: pip install trl=={TRL}")
+    script, args, config = parse(argv)
+    grade = load_grader(args)
+    policy = load_policy(dataclasses.replace(args, dtype="float32"))  # TRL casts
+    stream, held_out = load_problems(args, policy)
+    problems = stream.problems
+    if len(problems) < args.prompts_per_iteration:
+        raise UserError(f"--prompts_per_iteration: there are only {len(problems)} training problems")
+    is_moe = hasattr(policy.master.config.get_text_config(), "output_router_logits")
+    config.router_aux_loss_coef = args.router_aux_coef if is_moe else 0.0
 
-    def reward(completions, completion_ids, number, **kwargs):
-        mine = []
-        for i, ids, text in zip(number, completion_ids, completions, strict=True):
-            mine.append(Completion(stream.problems[i], ids, [], ids[-1] not in ends, text))
-        # All processes have the same number. One process grades each completion; all get all grades.
-        graded = grade(ranks.all_gather_list(mine))
-        return [c.reward for c in ranks.local_slice(graded)]
+    def reward(number, completion_ids, **others):
+        completions = []
+        for i, ids in zip(number, completion_ids, strict=True):
+            is_truncated = ids[-1] not in policy.end_ids
+            text = policy.tokenizer.decode(ids if is_truncated else ids[:-1])
+            completions.append(Completion(problems[i], ids, [], is_truncated, text))
+        return [c.reward for c in grade(completions)]
 
-    data = Dataset.from_list([{"prompt": p.prompt, "number": i} for i, p in enumerate(stream.problems)])
+    data = Dataset.from_list([{"prompt": p.prompt, "number": i} for i, p in enumerate(problems)])
     trainer = PluggedTrainer(
         policy.master, reward, config, train_dataset=data, processing_class=policy.tokenizer
     )
     trainer.script = script
-    trainer.flags = flags
-    trainer.train()
-    trainer.save_model()
-    trainer.accelerator.wait_for_everyone()
-    flags.model = config.output_dir  # the saved model is complete, even if FSDP has sharded it
-    after = evaluate(load_policy(flags), held_out, grade, flags, sampled=True)
-    accuracy = {way: after[way]["accuracy"] for way in ("greedy", "sampled")}
+    trainer.values = vars(args)
+    trainer.prompt_ids = {p.prompt: p.prompt_ids for p in problems}
+    trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
+    trainer.save_model()  # complete, even if FSDP has sharded it
     if trainer.accelerator.is_main_process:
-        print(f"held-out accuracy: {accuracy}; the model is in {config.output_dir}")
+        trained = load_policy(dataclasses.replace(args, model=config.output_dir))
+        after = evaluate(trained, held_out, grade, args, sampled=True)
+        accuracy = {way: after[way]["accuracy"] for way in ("greedy", "sampled")}
+        print(f"{config.world_size} processes, held-out accuracy {accuracy}: {config.output_dir}")
 
 
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except UserError as error:
-        sys.exit(f"{Path(__file__).name}: error: {error}")
+    except (UserError, argparse.ArgumentError) as error:
+        print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -8,8 +8,8 @@
 Expect: verl trains with one of our losses. We have not run this, for lack of GPUs. We did check that
 the function that verl's actor calls gives the scripts' gradients (conformance/engines.md, with 0.9.1).
 Advantages, KL and entropy bonus are verl's. Settings come from verl's flags, actor_rollout_ref.actor.*,
-and their defaults are not always the paper's. If a loss does not read a clip_ratio* or tau_*, leave it
-at verl's default. These settings match our scripts:
+and their defaults are not always the paper's. A clip_ratio* or tau_* that a loss does not read has to
+stay at verl's default. These settings match our scripts:
 
 nine_grpo     use_kl_loss=True kl_loss_coef=0.04 loss_agg_mode=seq-mean-token-mean
 nine_dr_grpo  loss_scale_factor=<longest response>, and algorithm.norm_adv_by_std_in_grpo=False
@@ -32,15 +32,15 @@ from verl.trainer.ppo.core_algos import register_policy_loss
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-CLIP = ("clip_ratio_low", "clip_ratio_high")
-READS = {  # algorithm: the settings that it reads from verl's actor configuration
+CLIP = {"clip_ratio_low": "clip_eps_low", "clip_ratio_high": "clip_eps_high"}
+READS = {  # algorithm: {verl's setting: our flag}
     "grpo": CLIP,
-    "dr_grpo": CLIP,
+    "dr_grpo": CLIP | {"loss_scale_factor": "max_new_tokens"},
     "dapo": CLIP,
     "gspo": CLIP,
-    "cispo": ("clip_ratio_high",),
-    "gmpo": ("clip_ratio_high",),
-    "sapo": ("tau_pos", "tau_neg"),
+    "cispo": {"clip_ratio_high": "is_weight_cap"},
+    "gmpo": {"clip_ratio_high": "log_ratio_clip"},
+    "sapo": {"tau_pos": "tau_pos", "tau_neg": "tau_neg"},
 }
 DEFAULTS = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0}
 DEFAULTS |= {"tau_pos": 1.0, "tau_neg": 1.05}  # verl's
@@ -48,23 +48,17 @@ DEFAULTS |= {"tau_pos": 1.0, "tau_neg": 1.05}  # verl's
 
 def from_config(name, config):
     """{our flag: its value in verl's configuration}"""
-    for flag, default in DEFAULTS.items():
-        if flag not in READS[name] and getattr(config, flag) != default:
-            raise ValueError(f"nine_{name} does not read actor.{flag}: leave it at {default}")
-    if name == "dr_grpo" and config.loss_scale_factor is None:
+    for setting, default in DEFAULTS.items():
+        if setting not in READS[name] and getattr(config, setting) != default:
+            raise ValueError(f"nine_{name} does not read actor.{setting}: leave it at {default}")
+    values = {flag: getattr(config, setting) for setting, flag in READS[name].items()}
+    if name == "dr_grpo" and values["max_new_tokens"] is None:
         raise ValueError("nine_dr_grpo: set actor.loss_scale_factor to the longest response")
     if name == "cispo":
-        return {"is_weight_cap": 1 + config.clip_ratio_high}
-    if name == "gmpo":
-        return {"log_ratio_clip": config.clip_ratio_high}
-    return {
-        "clip_eps_low": config.clip_ratio_low,
-        "clip_eps_high": config.clip_ratio_high,
-        "tau_pos": config.tau_pos,
-        "tau_neg": config.tau_neg,
-        "max_new_tokens": config.loss_scale_factor,
-        "variant": "gspo_token",  # the same as gspo, for advantages (B, T)
-    }
+        values["is_weight_cap"] += 1
+    if name == "gspo":
+        values["variant"] = "gspo_token"  # the same as gspo, for advantages (B, T)
+    return values
 
 
 def step_counts(info, mask_BT):
@@ -80,7 +74,7 @@ def step_counts(info, mask_BT):
 def adapted(name):
     """The policy_loss of a script, with verl's signature."""
     policy_loss = importlib.import_module(name).policy_loss
-    parameters = inspect.signature(policy_loss).parameters
+    names = inspect.signature(policy_loss).parameters
 
     def loss(
         old_log_prob,
@@ -92,13 +86,12 @@ def adapted(name):
         rollout_is_weights=None,
     ):
         values = from_config(name, config) | step_counts(config.global_batch_info, response_mask)
-        keywords = {key: value for key, value in values.items() if key in parameters}
+        keywords = {key: value for key, value in values.items() if key in names}
         if name == "gmpo":
             # One advantage per completion: that of its first response token.
             if rollout_is_weights is not None:
                 raise ValueError("nine_gmpo has no place for rollout_is_weights, which are per token")
-            first_B1 = response_mask.int().argmax(1, keepdim=True)
-            advantages = advantages.gather(1, first_B1)
+            advantages = advantages.gather(1, response_mask.int().argmax(1, keepdim=True))
         elif rollout_is_weights is not None:
             # A can absorb a non-negative factor, because min, clip and gate depend only on A's sign.
             advantages = advantages * rollout_is_weights

@@ -4,17 +4,24 @@ Tests marked `extras` need examples/requirements.txt. verl needs a separate envi
 calls the losses as verl's actor does, with a step in unequal shares; the real one was called once, see
 conformance/engines.md."""
 
-import importlib.metadata
+import dataclasses
+import importlib
+import inspect
+import random
 import re
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, script_args
+import transformers
+from conftest import ROOT, save, script_args
 from rl_loss_vectors import doctor
+from tokenizers.processors import TemplateProcessing
 
+import common
 from common import Completion, Problem, UserError, load_grader
 from plumbing.data import read_rows
 
@@ -48,30 +55,36 @@ def test_algebra_is_left_to_math_verify():
     assert grade("0.5", "0.5", False) == (0.0, "no_answer")
 
 
-TRL_REWARDS = """
-from trl.rewards import accuracy_reward, get_soft_overlong_punishment
-overlong = get_soft_overlong_punishment(max_completion_len=20, soft_punish_cache=8)
-"""
+def test_format_and_accuracy_are_added():
+    grade = load_grader(script_args("grpo", reward=f"{ROOT}/examples/format_and_accuracy.py:grade")[1])
+    rows = [
+        ("7+5=12 #### 12", False, 1.2, "correct"),
+        ("#### 12", False, 1.0, "correct"),
+        ("7+5=13 #### 13", False, 0.2, "wrong"),
+        ("7+5=12", False, 0.0, "no_answer"),
+        ("7+5=12 #### 1 7+5=", True, 0.0, "truncated"),
+    ]
+    problem = Problem("7+5=", "12", [], {})
+    completions = [Completion(problem, [], [], truncated, text) for text, truncated, _, _ in rows]
+    graded = [(c.text, c.truncated, c.reward, c.verdict) for c in grade(completions)]
+    assert graded == rows
 
 
 @pytest.mark.extras
 def test_rewards_of_trl_work_as_they_are(tmp_path):
-    (tmp_path / "mine.py").write_text(TRL_REWARDS)
-    files = [f"{tmp_path}/mine.py:{name}" for name in ("accuracy_reward", "overlong")]
-    grade = load_grader(script_args("grpo", reward=files)[1])
+    (tmp_path / "of_trl.py").write_text("from trl.rewards import accuracy_reward")
     question = [{"role": "user", "content": "How much is a half?"}]
-    rows = [  # solution, completion, its length
-        (r"\frac{1}{2}", r"It is \boxed{0.5}", 12),
-        (r"\frac{1}{2}", r"It is \boxed{0.25}", 16),
-        ("", r"It is \boxed{0.5}", 30),  # accuracy None, which is 0
+    rows = [  # solution, completion, TRL's reward
+        (r"\frac{1}{2}", r"It is \boxed{0.5}", 1.0),
+        (r"\frac{1}{2}", r"It is \boxed{0.25}", 0.0),
+        ("", r"It is \boxed{0.5}", 0.0),  # None, which is 0
     ]
     completions = []
-    for solution, text, length in rows:
+    for solution, text, _ in rows:
         problem = Problem("", "", [], {"solution": solution, "prompts": question})
-        completions.append(Completion(problem, [3] * length, [], text=text))
-    graded = grade(completions)
-    assert [tuple(c.rewards.values()) for c in graded] == [(1.0, 0.0), (0.0, -0.5), (0.0, -1.0)]
-    assert [c.verdict for c in graded] == ["correct", "wrong", "wrong"]
+        completions.append(Completion(problem, [3], [], text=text))
+    grade = load_grader(script_args("grpo", reward=f"{tmp_path}/of_trl.py:accuracy_reward")[1])
+    assert [c.reward for c in grade(completions)] == [reward for _, _, reward in rows]
 
 
 # ----------------------------------------------------------------------------------------------- TRL
@@ -92,47 +105,308 @@ TRL_LOSSES = [  # (function of doctor_trl.py, section, diagnosis), as conformanc
 ]
 
 
+def with_defaults_of_trl(doctor_trl):
+    """{name: a loss with TRL's default clip range or KL}. If epsilon_high is None, TRL uses epsilon."""
+
+    def grpo_default_kl(logprobs, old_logprobs, advantages, mask, *, ref_logprobs=None, kl_coef=0.04):
+        rest = {"ref_logprobs": ref_logprobs, "kl_coef": kl_coef}
+        return doctor_trl.grpo(logprobs, old_logprobs, advantages, mask, **rest)
+
+    def dapo_default(logprobs, old_logprobs, advantages, mask, *, num_tokens=None):
+        rest = {"clip_eps_high": 0.2, "num_tokens": num_tokens}
+        return doctor_trl.dapo(logprobs, old_logprobs, advantages, mask, **rest)
+
+    def cispo_default(logprobs, old_logprobs, advantages, mask, *, num_tokens=None):
+        rest = {"is_weight_cap": 0.2, "num_tokens": num_tokens}
+        return doctor_trl.cispo(logprobs, old_logprobs, advantages, mask, **rest)
+
+    return locals()
+
+
 @pytest.mark.extras
 @pytest.mark.parametrize("name, section, expected", TRL_LOSSES)
 def test_what_the_doctor_says_of_trl(name, section, expected):
     from examples import doctor_trl
 
-    found = doctor.examine_shapes(getattr(doctor_trl, name), section)
+    functions = vars(doctor_trl) | with_defaults_of_trl(doctor_trl)
+    found = doctor.examine_shapes(functions[name], section)
     _, _, diagnosis = doctor.diagnosed(found)
     assert diagnosis == expected
 
 
-REFUSED = {  # flags: the one that TRL would drop in silence
-    "--lr 1e-6": "lr",  # of the scripts
-    "--loss-type dapo": "loss_type",  # of TRL
+@pytest.fixture
+def trl_trainer(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    return importlib.import_module("examples.trl_trainer")
+
+
+def parsed(trl_trainer, *words):
+    return trl_trainer.parse(["--use_cpu", *map(str, words)])
+
+
+MEANT = {  # a flag of the scripts, a value that is not its default, and what it sets of TRL's
+    ("lr", 1e-3): {"learning_rate": 1e-3},
+    ("group_size", 4): {"num_generations": 4, "generation_batch_size": 128},
+    ("prompts_per_iteration", 16): {"generation_batch_size": 128, "per_device_train_batch_size": 8},
+    ("num_minibatches", 8): {"per_device_train_batch_size": 32, "max_steps": 320},
+    ("micro_batch_size", 4): {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4},
+    ("iterations", 2): {"max_steps": 32},
+    ("update_epochs", 2): {"num_iterations": 2, "max_steps": 1280},
+    ("save_every", 3): {"save_steps": 48},
+    ("max_new_tokens", 20): {"max_completion_length": 20},
+    ("temperature", 0.5): {"temperature": 0.5},
+    ("kl_coef", 0.0): {"beta": 0.0},
+    ("dtype", "bfloat16"): {"bf16": True},
+    ("seed", 2): {"seed": 2},
+    ("max_grad_norm", 0.5): {"max_grad_norm": 0.5},
+    ("gradient_checkpointing", True): {"gradient_checkpointing": True},
 }
 
 
 @pytest.mark.extras
-def test_flags_of_both_sides_arrive_or_are_refused():
-    from examples import trl_trainer
+def test_the_scripts_flags_set_those_of_trl(trl_trainer):
+    _, _, default = parsed(trl_trainer)
+    for (name, value), expected in MEANT.items():
+        words = [f"--{name}"] if value is True else [f"--{name}", value]
+        _, args, config = parsed(trl_trainer, *words)
+        for key, setting in expected.items():
+            assert getattr(config, key) == setting, name
+        assert any(getattr(default, key) != setting for key, setting in expected.items()), name
+        assert name in trl_trainer.SAME or getattr(args, name) == value
 
-    words = "--use_cpu True --learning_rate 1e-6 --max_completion_length 9 --temperature 0.5"
-    words += " --kl_coef 0.1 --clip_eps_low 0.3"
-    config, script, flags = trl_trainer.parse(words.split())
-    assert (config.learning_rate, config.beta, script.__name__) == (1e-6, 0.1, "grpo")
-    assert (flags.clip_eps_low, flags.kl_coef, flags.max_new_tokens) == (0.3, 0.1, 9)
-    assert flags.temperature == 0.5
-    for words, name in REFUSED.items():
-        with pytest.raises(UserError, match=f"^--{name} does nothing"):
-            trl_trainer.parse(["--use_cpu", "True", *words.split()])
+
+REFUSED = """device eval_every max_sampling_rounds old_logprobs overlong overlong_cache ref_reset_every
+resume rollout_cap rollout_correction rollout_dtype rollout_mask_high rollout_mask_low
+rollout_refresh_every routing_replay run_dir""".split()
+
+
+def changed(field):
+    """The words that set a flag to a value other than its default, which need not be valid."""
+    if field.type is bool:
+        return [f"--{field.name}"]
+    if field.type in (int, float):
+        return [f"--{field.name}", "1"]
+    if field.type is str:
+        return [f"--{field.name}", "{}"]
+    return [f"--{field.name}", field.type.__args__[-1]]
+
+
+class Read(dict):
+    """A dict that remembers which of its keys were read."""
+
+    def __init__(self, values):
+        super().__init__(values)
+        self.names = set()
+
+    def __getitem__(self, name):
+        self.names.add(name)
+        return super().__getitem__(name)
+
+    def __or__(self, other):
+        self |= other
+        return self
+
+
+def names_read(monkeypatch, trl_trainer, words):
+    """The flags that the trainer reads of the script's Args while it trains and evaluates."""
+    names = set()
+    real_parse = trl_trainer.parse
+
+    def parse(argv):
+        script, args, config = real_parse(argv)
+
+        class Watched(type(args)):
+            is_ready = False
+
+            def __getattribute__(self, name):
+                if type(self).is_ready and sys._getframe(1).f_code.co_name != "replace":
+                    names.add(name)
+                return super().__getattribute__(name)
+
+        watched = Watched(**vars(args))
+        Watched.__post_init__ = lambda self: None  # checks read everything
+        Watched.is_ready = True
+        return script, watched, config
+
+    class Plugged(trl_trainer.PluggedTrainer):
+        def _compute_loss(self, *inputs):
+            if not isinstance(self.values, Read):
+                self.values = Read(self.values)
+            loss = super()._compute_loss(*inputs)
+            names.update(self.values.names)
+            return loss
+
+    monkeypatch.setattr(trl_trainer, "parse", parse)
+    monkeypatch.setattr(trl_trainer, "PluggedTrainer", Plugged)
+    trl_trainer.main(words)
+    return names
+
+
+@pytest.mark.extras
+def test_no_flag_of_a_script_is_dropped_in_silence(
+    trl_trainer, monkeypatch, tmp_path, tiny_model, sums
+):
+    """Each flag of the seven is refused by its name, sets one of TRL's, or is read in a run with a chat
+    model and a dataset in a folder, where no part of data, reward and evaluation is skipped."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/train.jsonl").write_text(sums.read_text())
+    (tmp_path / "rewards.py").write_text("def f(text, answer): return len(text) / 9")
+    model = save(tiny_model[0], tmp_path / "model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(model)
+    paths = ["--model", model, "--dataset", tmp_path / "data", "--reward", tmp_path / "rewards.py:f"]
+    small = ["--num_held_out", 8, "--max_new_tokens", 8, "--prompts_per_iteration", 4]
+    words = [*paths, *small, "--group_size", 2, "--num_minibatches", 2, "--iterations", 1]
+    words += ["--output_dir", tmp_path / "out", "--use_cpu", "--disable_tqdm", "True"]
+    of_trl = {name for name, _ in MEANT}
+    for algorithm in trl_trainer.ALGORITHMS:
+        with monkeypatch.context() as patch:
+            choice = ["--algorithm", algorithm]
+            read = names_read(patch, trl_trainer, [*choice, *map(str, words)])
+        for field in dataclasses.fields(importlib.import_module(algorithm).Args):
+            if field.name not in REFUSED:
+                assert field.name in of_trl | read
+                continue
+            with pytest.raises(UserError, match=f"^--{field.name} has no effect"):
+                parsed(trl_trainer, *choice, *changed(field))
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize(
+    "words, line",
+    [
+        ("--loss_type=dapo", "--loss_type has no effect here: use the flags of grpo.py"),
+        ("--learning-rate 1", "--learning_rate has no effect here: use the flags of grpo.py"),
+        ("--run_dir a", "--run_dir has no effect in TRL: use TRL's --output_dir"),
+        ("--no_flag 1", "unknown argument --no_flag"),
+        ("--micro_batch_size 3", "--micro_batch_size 3 does not divide 16, a process's rows"),
+        ("--use_vllm --kl_is_corrected", "--kl_is_corrected has no effect with --use_vllm"),
+    ],
+)
+def test_what_trl_would_drop_is_one_line(trl_trainer, words, line):
+    with pytest.raises(UserError, match=f"^{re.escape(line)}"):
+        parsed(trl_trainer, *words.split())
+
+
+@pytest.mark.extras
+def test_a_step_must_be_shared_evenly(trl_trainer, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(UserError, match="^--num_minibatches: 3 processes cannot share a step of 16"):
+        parsed(trl_trainer)
+
+
+def launched(file, *words):
+    """Runs a file in two processes, as the example's header says; what it prints on stdout."""
+    command = [Path(sys.executable).parent / "accelerate", "launch", "--multi_gpu"]
+    command += ["--num_processes", "2", "--main_process_port", "0", file, "--use_cpu", *words]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
 
 
 @pytest.mark.extras
 def test_run_trl_trains_the_default_job(tmp_path):
-    """Two processes, the command of the header."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    flags = ["--algorithm", "gspo", "--use_cpu", "True", "--output_dir", tmp_path / "trl"]
-    command = [*torchrun, "examples/trl_trainer.py", *flags]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
-    assert result.returncode == 0, result.stderr[-3000:]
-    (greedy,) = re.findall(r"held-out accuracy: {'greedy': ([0-9.]+)", result.stdout)
+    """The command of the header, cut short."""
+    flags = ["--algorithm", "gspo", "--iterations", "10", "--output_dir", tmp_path / "trl"]
+    found = launched("examples/trl_trainer.py", *flags)
+    (greedy,) = re.findall(r"2 processes, held-out accuracy {'greedy': ([0-9.]+)", found)
     assert float(greedy) >= 0.9
+
+
+STEP = """
+import random
+import sys
+
+sys.path.insert(0, {root!r})
+from examples import trl_trainer
+
+
+{function}
+
+class Fixed(trl_trainer.PluggedTrainer):
+    def _generate_single_turn(self, prompts, *_):
+        first = len(prompts) * self.accelerator.process_index
+        rows = enumerate(prompts, first)
+        return [fixed_completion(ids, row % 8) for row, ids in rows], None
+
+trl_trainer.PluggedTrainer = Fixed
+for name in trl_trainer.ALGORITHMS:
+    trl_trainer.main(["--algorithm", name, "--output_dir", "{folder}/" + name, *sys.argv[1:]])
+"""
+
+
+def fixed_completion(prompt_ids, i):
+    """The i-th completion of a group: ids that are the same in every process."""
+    rng = random.Random(f"{prompt_ids} {i}")
+    return [rng.randrange(2, 17) for _ in range(rng.randint(1, 11))] + [1]
+
+
+def logprobs_of(model, rows):
+    """[log-probs of a completion], one forward pass for each, without any padding."""
+    found = []
+    for prompt_ids, ids in rows:
+        logits = model(torch.tensor([prompt_ids + ids])).logits[0, len(prompt_ids) - 1 : -1]
+        found.append(torch.log_softmax(logits, -1)[range(len(ids)), ids])
+    return found
+
+
+def padded(rows):
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+@pytest.mark.extras
+def test_two_processes_take_the_scripts_steps(tmp_path, sums, tiny_model, trl_trainer):
+    """Two epochs over three groups of eight, the middle one split between the processes, in three
+    micro-batches each: the weights are those of plain SGD on the script's loss of all rows at once."""
+    function = inspect.getsource(fixed_completion)
+    code = STEP.format(root=str(ROOT), folder=tmp_path, function=function)
+    (tmp_path / "step.py").write_text(code)
+    (tmp_path / "rewards.py").write_text("def f(text): return text.count('1') / 7")
+    (tmp_path / "data.jsonl").write_text("\n".join(sums.read_text().splitlines()[:7]))
+    # Like many chat models: the template begins with BOS, and the tokenizer adds it to plain text.
+    model = save(tiny_model[0], tmp_path / "model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = "<pad>{{ messages[0]['content'] }}"
+    add_bos = TemplateProcessing(single="<pad> $A", special_tokens=[("<pad>", 0)])
+    tokenizer.backend_tokenizer.post_processor = add_bos
+    tokenizer.save_pretrained(model)
+    flags = f"""--model {model} --dataset {tmp_path}/data.jsonl --reward {tmp_path}/rewards.py:f
+    --num_held_out 4 --prompts_per_iteration 3 --group_size 8 --max_new_tokens 12 --num_minibatches 1
+    --update_epochs 2 --iterations 1 --micro_batch_size 4 --router_aux_coef 0 --optim sgd --lr 0.1
+    --max_grad_norm 1e9 --disable_tqdm True""".split()
+    launched(tmp_path / "step.py", *flags)
+    data = str(tmp_path / "data.jsonl")
+    args = script_args("grpo", model=str(model), dataset=data, num_held_out=4)[1]
+    stream, _ = common.load_problems(args, common.load_policy(args))
+    prompts = [problem.prompt_ids for problem in stream.problems]
+    assert [ids.count(0) for ids in prompts] == [1, 1, 1]
+    rows = [(ids, fixed_completion(ids, i)) for ids in prompts for i in range(8)]
+    mask_BT = padded([torch.ones(len(ids)) for _, ids in rows])
+    for name in trl_trainer.ALGORITHMS:
+        script = importlib.import_module(name)
+        policy = common.load_policy(args)
+        start = torch.nn.utils.parameters_to_vector(policy.parameters()).detach()
+        texts = [policy.tokenizer.decode(ids) for _, ids in rows]
+        rewards_PG = torch.tensor([text.count("1") / 7 for text in texts]).view(3, 8)
+        advantages_B = script.compute_advantages(rewards_PG).flatten()
+        optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
+        old_BT = padded(logprobs_of(policy.master, rows)).detach()
+        keywords = {"ref_logprobs_BT": old_BT} if name == "grpo" else {}
+        if name == "dr_grpo":
+            keywords["max_new_tokens"] = 12
+        for _ in range(2):
+            new_BT = padded(logprobs_of(policy.master, rows))
+            loss, _ = script.policy_loss(new_BT, old_BT, advantages_B, mask_BT, **keywords)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        moved = torch.nn.utils.parameters_to_vector(policy.parameters()).detach() - start
+        trained = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        found = torch.nn.utils.parameters_to_vector(trained.parameters()).detach() - start
+        gap = ((found - moved).norm() / moved.norm()).item()
+        assert gap < 1e-4, name
+        assert moved.norm() > 0.01, name
 
 
 # ---------------------------------------------------------------------------------------------- verl

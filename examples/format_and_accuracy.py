@@ -1,0 +1,23 @@
+"""A reward that adds up two: is the answer right, and does the completion show its work?
+
+    python grpo.py --reward examples/format_and_accuracy.py:grade
+
+Expect: greedy held-out accuracy of at least 0.97, as without the flag, and work in almost every answer.
+A small weight for the format makes sure that a right answer without it beats a wrong one with it. The
+verdict stays that of the verifier, so accuracy in the log counts right answers only.
+"""
+
+import re
+
+from common import verify
+
+
+def shows_work(text):
+    """1.0 if the completion is text with a sum in it, then #### and a number, else 0.0."""
+    return float(re.fullmatch(r"\s*\S.*=.*#### ?\d+\s*", text, re.DOTALL) is not None)
+
+
+def grade(text, answer, truncated):
+    """(reward, verdict) for a completion, the gold answer, and whether the completion was truncated."""
+    accuracy, verdict = verify(text, answer, truncated)
+    return accuracy + 0.2 * shows_work(text), verdict
