@@ -144,7 +144,7 @@ def value_loss(values_BT, old_values_BT, returns_BT, mask_BT, *, value_clip=0.2,
     """L_V of a micro-batch, normalized by the whole step's count, so micro-batch losses add up.
 
     values_BT, old_values_BT, returns_BT, mask_BT: (B, T), the first with gradient. value_clip 0
-    means the plain squared error. num_tokens: in the whole optimizer step [None: this is it].
+    means the plain squared error. num_tokens: as in policy_loss.
     """
     mask_BT = mask_BT.bool()
     if num_tokens is None:
@@ -163,7 +163,7 @@ def value_loss(values_BT, old_values_BT, returns_BT, mask_BT, *, value_clip=0.2,
 def positive_lm_loss(logprobs_BT, is_right_B1, mask_BT, *, num_tokens=None):
     """L_LM of a micro-batch, normalized by the whole step's count, so micro-batch losses add up.
 
-    is_right_B1 marks right completions. num_tokens: theirs in the whole step [None: this is it].
+    is_right_B1 marks right completions. num_tokens: theirs alone, else as in policy_loss.
     """
     mask_BT = mask_BT.bool() & is_right_B1
     if num_tokens is None:
