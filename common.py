@@ -57,11 +57,11 @@ def load_problems(args, policy):
     if args.dataset == "addition":
         rows = [{"question": prompt, "answer": answer} for prompt, answer in addition_problems()]
     else:
-        rows = read_rows(args.dataset, args.dataset_config, args.dataset_split)
-    training, left_out = read_problems(rows, args.dataset, policy, args)
+        rows = read_rows(args, "dataset")
+    training, left_out = read_problems(rows, "dataset", policy, args)
     if args.eval_dataset:
-        rows = read_rows(args.eval_dataset, args.dataset_config, args.eval_split)
-        held_out, also_left_out = read_problems(rows, args.eval_dataset, policy, args)
+        rows = read_rows(args, "eval_dataset")
+        held_out, also_left_out = read_problems(rows, "eval_dataset", policy, args)
         held_out = dict(list(held_out.items())[: args.num_held_out])
         num_shared = len(held_out.keys() & training.keys())
         left_out += f"; --eval_dataset: {num_shared:,} are also in --dataset{also_left_out}"
@@ -84,9 +84,9 @@ def load_problems(args, policy):
     return stream, held_out
 
 
-def read_problems(rows, name, policy, args):
+def read_problems(rows, source, policy, args):
     """A dataset's rows -> ({hash of the prompt: Problem}, what was left out, and why)."""
-    usable, left_out = usable_rows(rows, name, policy, args)
+    usable, left_out = usable_rows(rows, source, policy, args)
     problems = {}
     for key, (prompt, answer, ids, columns) in usable.items():
         answer = final_answer(answer) or answer  # a worked solution ends with it
@@ -115,11 +115,12 @@ def check_sampler(policy, ids, args):
             logprobs_BT = token_logprobs(tried, batch, temperature=1.0).logprobs_BT
         gap = (logprobs_BT - batch.sampler_logprobs_BT)[batch.mask_BT].abs().max().item()
         if tried is exact and not gap < 1e-3:  # a NaN fails this too
-            message = "log-probs of sampler and training forward differ by"
-            raise UserError(f"--model {args.model}: {message} {gap:.2g}")
+            raise UserError(f"its log-probs differ from the training forward's by {gap:.2g}")
 
 
 # ------------------------------------------------------------------------------------------ rollout
+
+PROMPT_TOKENS = 8_192  # that the sampler runs at a time, if these are more prompts than a rollout has
 
 
 class Completion(NamedTuple):
@@ -146,7 +147,11 @@ def sample(policy, problems, group_size, args, generator=None, greedy=False, exp
     `experts` is False."""
     noise_PGT = torch.rand(len(problems), group_size, args.max_new_tokens, generator=generator)
     rows_at_a_time = args.rollout_batch_size or args.prompts_per_iteration * args.group_size
-    problems_at_a_time = max(1, rows_at_a_time // group_size)  # keeps groups together
+    # Running the prompts takes memory, too. An evaluation, whose groups are smaller, may have more of
+    # them at a time than a rollout only if they are short.
+    longest = max(len(problem.prompt_ids) for problem in problems)
+    prompts_at_a_time = max(rows_at_a_time // args.group_size, PROMPT_TOKENS // longest)
+    problems_at_a_time = max(1, min(rows_at_a_time // group_size, prompts_at_a_time))
     completions = []
     with clock("rollout"):
         for start in range(0, len(problems), problems_at_a_time):
@@ -236,7 +241,9 @@ def sample_batch(policy, problems, noise_NT, *, temperature, greedy, record_expe
     length_N = torch.where(has_end_N, is_end_NT.int().argmax(1) + 1, max_new_tokens).tolist()
     ids = [row[:length] for row, length in zip(ids_NT.tolist(), length_N, strict=True)]
     logprobs = [row[:length] for row, length in zip(logprobs_NT.tolist(), length_N, strict=True)]
-    texts = policy.tokenizer.batch_decode(ids, skip_special_tokens=True)
+    # Without the end token, and with all others: <answer> may be a special token.
+    shown = [row[:-1] if ended else row for row, ended in zip(ids, has_end_N.tolist(), strict=True)]
+    texts = policy.tokenizer.batch_decode(shown, skip_special_tokens=False)
     experts = experts_by_completion(noted, prompts, length_N) if record_experts else [None] * N
     repeated = [problem for problem in problems for _ in range(N // len(problems))]
     truncated = (~has_end_N).tolist()
@@ -692,8 +699,8 @@ def rollout_weights(
     rho_BT = log_rho_BT.exp()
     ratio = mean_B1 if per_sequence else rho_BT  # for the token rules
     if rule == "none":
-        weights = torch.ones_like(mean_B1)
-    elif rule == "token_tis":
+        return torch.ones_like(mean_B1), rho_BT
+    if rule == "token_tis":
         # w_t = min(rho_t, C)
         weights = ratio.clamp(max=cap)
     elif rule == "sequence_tis":
@@ -713,7 +720,8 @@ def rollout_weights(
         weights = torch.where((ratio >= 0.5) & (ratio <= 5), ratio, 0)
     else:
         raise ValueError(f"unknown rule: {rule}")
-    return weights, rho_BT
+    # NaN stays NaN, which ends the run. The comparisons would turn it into the cap or 0.
+    return torch.where(mean_B1.isnan(), mean_B1, weights), rho_BT
 
 
 @torch.no_grad()

@@ -116,10 +116,12 @@ def compute_gae(rewards_BT, values_BT, mask_BT, gamma, lam):
 
 
 def whiten(x_BT, mask_BT):
-    """Mean 0 and standard deviation 1 over the tokens of the mask."""
+    """Mean 0 and standard deviation 1 over the tokens of the mask; 0 if all are equal."""
     mean = masked_mean(x_BT, mask_BT)
-    variance = masked_mean((x_BT - mean) ** 2, mask_BT)
-    return (x_BT - mean) / (variance.sqrt() + 1e-8)
+    std = masked_mean((x_BT - mean) ** 2, mask_BT).sqrt()
+    # Equal up to rounding, which dividing by a tiny std would amplify.
+    is_constant = std <= 1e-6 * torch.where(mask_BT.bool(), x_BT.abs(), 0).max().clamp(min=1)
+    return torch.where(is_constant, 0, (x_BT - mean) / (std + 1e-8))
 
 
 def token_rewards(rewards_B1, kl_BT, values_BU, is_cut_off_B1, mask_BT, kl_coef, gamma):

@@ -24,8 +24,10 @@ def one_line(message):
     """Turns any exception inside into a UserError: this message and the original's first line."""
     try:
         yield
-    except (UserError, torch.OutOfMemoryError):
+    except torch.OutOfMemoryError:
         raise
+    except UserError as error:
+        raise UserError(f"{message}: {error}") from error
     except Exception as error:
         cause = str(error).strip().partition("\n")[0]
         raise UserError(f"{message}: {type(error).__name__} {cause:.200}") from error
@@ -51,9 +53,9 @@ class RunArgs:
     chat_template_kwargs: str = flag("", 'JSON for the chat template: {"enable_thinking": false}')
     system_prompt: str = flag("", "system message before each prompt; replaces the dataset's")
     instruction: str = flag("", "text to add after each prompt, on a new line")
-    eval_dataset: str = flag("", "what --dataset may be: held-out problems come from here [--dataset]")
-    eval_split: str = flag("", "split of --eval_dataset [test, or train if there is no test]")
-    num_held_out: int = flag(256, "problems held out for evaluation [all of --eval_dataset, if fewer]")
+    eval_dataset: str = flag("", "as dataset; held-out problems come from here [the dataset]")
+    eval_split: str = flag("", "split of the eval dataset [test, or train if there is none]")
+    num_held_out: int = flag(256, "problems held out for evaluation")
     reward: str = flag("", "FILE.py:FUNCTION that grades completions instead of the verifier")
     # precision and memory
     dtype: Literal["float32", "bfloat16"] = flag("float32", "precision; AdamW always uses float32")
@@ -157,8 +159,9 @@ def check_flags(args):
         raise UserError("--old_logprobs sampler skips the forward pass that r2 takes experts from")
     if args.old_logprobs == "sampler" and args.rollout_correction != "none":
         raise UserError("--old_logprobs sampler leaves nothing for --rollout_correction to correct")
-    with one_line(f"--device {args.torch_device} is not available"):
-        torch.zeros(1, device=args.torch_device).item()  # fails on meta, which cannot compute
+    if args.device:
+        with one_line(f"--device {args.device} is not available"):
+            torch.zeros(1, device=args.device).item()  # fails on meta, which cannot compute
 
 
 # ------------------------------------------------------------------------------------- a run's folder
@@ -226,7 +229,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def read_bool(text):
-    return {"true": True, "false": False}[text.lower()]
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{text} is neither true nor false")
+    return text.lower() == "true"
 
 
 def add_flags(parser, args_class, names=None):
@@ -285,6 +290,10 @@ def launch(main, args_class):
             if args.model != args_class.model and hasattr(args, name) and is_default:
                 message = f"--{name} {getattr(args, name):g} suits {args_class.model}"
                 print(f"warning: {message}; for your own model {typical} is typical", file=sys.stderr)
+        is_own_model = args.model != args_class.model
+        if is_own_model and args.torch_device != "cpu" and args.dtype == "float32":
+            message = "float32 is slow on a GPU; --dtype bfloat16 keeps float32 weights for AdamW"
+            print(f"note: {message}", file=sys.stderr)
         main(args)
     except KeyboardInterrupt:  # during an iteration: see Run.on_signal
         fail("stopped", 130)

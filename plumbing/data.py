@@ -49,10 +49,12 @@ class ProblemStream:
 # -------------------------------------------------------------------------------------------- files
 
 
-def read_rows(name, config, split):
-    """The rows of `--dataset` or `--eval_dataset`. A row that is not a dict was unreadable. Files have
-    no splits; elsewhere an empty `split` means test, or train if there is no test."""
-    with one_line(f"dataset {name} cannot be read"):  # the libraries raise many kinds of exceptions
+def read_rows(args, flag):
+    """The rows of the dataset that `flag` names: "dataset" or "eval_dataset". A row that is not a dict
+    was unreadable. Files have no splits."""
+    name = getattr(args, flag)
+    split = args.dataset_split if flag == "dataset" else args.eval_split
+    with one_line(f"--{flag} {name} cannot be read"):  # the libraries raise many kinds of exceptions
         if name.endswith((".csv", ".json", ".jsonl")):
             with open(name, encoding="utf-8-sig", newline="") as file:
                 return list(csv.DictReader(file)) if name.endswith(".csv") else read_json(file.read())
@@ -66,12 +68,13 @@ def read_rows(name, config, split):
         if Path(name, "dataset_dict.json").exists():
             splits = datasets.load_from_disk(name)
             return splits[split or default_split(splits)]
-        config = config or None
+        config = args.dataset_config or None
         split = split or default_split(datasets.get_dataset_split_names(name, config))
         return datasets.load_dataset(name, config, split=split)
 
 
 def default_split(names):
+    """Of `--eval_dataset`."""
     return "test" if "test" in names else "train"
 
 
@@ -188,9 +191,10 @@ def render(messages, policy, args):
     return text, ids, messages
 
 
-def usable_rows(rows, name, policy, args):
-    """Rows of the dataset `name` -> ({hash of a prompt: (prompt as the model reads it, gold answer, ids
-    of the prompt, columns)}, what was left out, and why). UserError if that is more than a tenth."""
+def usable_rows(rows, flag, policy, args):
+    """Rows of `--dataset` or `--eval_dataset` -> ({hash of a prompt: (prompt as the model reads it, its
+    gold answer, its ids, columns)}, what was left out, and why). UserError if that is more than a
+    tenth."""
     counts = Counter()  # {why rows are left out: how many}
     firsts = {}  # {why: the first of them, and what was found}
     columns = {}
@@ -230,7 +234,8 @@ def usable_rows(rows, name, policy, args):
     left_out = [f"{n:,} {reason} (first: {firsts[reason]})" for reason, n in counts.items()]
     if not problems or counts.total() > (len(problems) + counts.total()) / 10:
         raise UserError(
-            f"dataset {name}: {counts.total():,} rows cannot be used: {', '.join(left_out)}; "
+            f"--{flag} {getattr(args, flag)}: {counts.total():,} rows cannot be used: "
+            f"{', '.join(left_out)}; "
             f"the columns (--prompt_column, --answer_column) are {', '.join(columns)}"
         )
     if num_equal > 0:

@@ -8,6 +8,7 @@ import re
 import weakref
 from pathlib import Path
 
+import huggingface_hub
 import torch
 import transformers
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -19,6 +20,8 @@ from plumbing.args import UserError, one_line
 from plumbing.routing import find_routers, read_routers, routing_contexts
 
 TINY_MOE = Path(__file__).parent.parent / "tiny_moe"  # the folder that --model tiny-moe means
+TOKENIZER_FILES = """tokenizer* special_tokens_map.json added_tokens.json vocab* merges.txt *.model
+*.tiktoken *chat_template* additional_chat_templates/*""".split()
 
 
 # ------------------------------------------------------------------------------------------ loading
@@ -27,21 +30,20 @@ TINY_MOE = Path(__file__).parent.parent / "tiny_moe"  # the folder that --model 
 def load_policy(args):
     """`--model` -> `Policy`. Runs no code from the folder."""
     source = str(TINY_MOE) if args.model == "tiny-moe" else args.model
-    if (Path(source) / "adapter_config.json").exists():
+    if not Path(source).is_dir():
+        with one_line(f"--model {args.model} is not a folder, and cannot be read from the hub"):
+            # Fails at once if the hub does not have it; the loaders would retry for a minute.
+            if not isinstance(huggingface_hub.try_to_load_from_cache(source, "config.json"), str):
+                huggingface_hub.model_info(source, timeout=10)
+    if Path(source, "adapter_config.json").exists():
         raise UserError(f"--model {args.model} is an adapter: merge it into its base model first")
     with one_line(f"--model {args.model} cannot be used"):  # damaged folders may raise anything
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
-            source,
-            config=read_config(source),
-            dtype=torch.float32,
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
-    check_model(model, tokenizer, report, args)
+        model = load_weights(source)
+        check_model(model, tokenizer)
+        files = tokenizer_files(source)
     args.vocab_size = model.config.get_text_config().vocab_size
-    model = model.float().to(args.torch_device).eval()  # some dequantized weights are in bfloat16
+    model = model.to(args.torch_device).eval()
     # The update asks for router logits itself; if they are always on, decoding fails.
     if getattr(model.config.get_text_config(), "output_router_logits", False):
         model.config.get_text_config().output_router_logits = False
@@ -56,46 +58,72 @@ def load_policy(args):
         checkpoint_layers(model)
     with one_line(f"--model {args.model}: this architecture cannot be run"):
         policy = Policy(model, tokenizer, args.dtype, args.rollout_dtype, args.rollout_refresh_every)
+    policy.tokenizer_files = files
     if args.routing_replay != "none" and not policy.routers.can_replay:
         reason = "it is dense, or its routers do not support replay"
         raise UserError(f"--routing_replay cannot be used with --model {args.model}: {reason}")
     return policy
 
 
-def read_config(source):
-    """The config, changed so that quantized weights (FP8, MXFP4) are dequantized: the kernels for
-    them pass no gradient, and nothing would reveal it."""
+def load_weights(source):
+    """The model in a folder, or on the hub, in float32. UserError if its weights do not fit its config:
+    transformers would use random ones and, with its warnings muted, not say so."""
     config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
+    # Quantized weights (FP8, MXFP4) are dequantized: the kernels for them pass no gradient, and nothing
+    # would reveal it.
     for part in (config, config.get_text_config()):
         if getattr(part, "quantization_config", None):
             part.quantization_config["dequantize"] = True
-    return config
-
-
-def check_model(model, tokenizer, report, args):
-    """UserError if transformers has loaded something that cannot be trained."""
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        source,
+        config=config,
+        dtype=torch.float32,
+        use_safetensors=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+    )
     misfits = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
-    ids = end_ids(model, tokenizer)
-    fault = ""
     if misfits:
-        fault = f"its weights do not fit its config: {misfits!s:.200}"
-    elif getattr(model, "is_quantized", False):
-        fault = "its weights are quantized, and transformers cannot dequantize them"
-    elif model.base_model is model:
-        fault = "transformers does not separate its body from its head"
-    elif len(tokenizer) <= len(tokenizer.all_special_ids):
-        fault = "it has no tokenizer"
-    elif not ids or not all(isinstance(token, int) for token in ids):
-        fault = f"its EOS ids must be integers, not {ids}"
-    if fault:
-        raise UserError(f"--model {args.model}: {fault}")
+        raise UserError(f"the weights in {source} do not fit its config: {misfits!s:.200}")
+    model = model.float()  # some dequantized weights are in bfloat16
+    # Copied from the file, where they need not be aligned: products of few rows would then round
+    # differently in the policy than in a copy of it, such as the reference.
+    for weight in model.parameters():
+        weight.data = weight.data.clone()
+    return model
+
+
+def check_model(model, tokenizer):
+    """UserError if it cannot be trained."""
+    ids = end_ids(model, tokenizer)
+    if getattr(model, "is_quantized", False):
+        raise UserError("its weights are quantized, and transformers cannot dequantize them")
+    if model.base_model is model:
+        raise UserError("transformers does not separate its body from its head")
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise UserError("it has no tokenizer")
+    if not ids or not all(isinstance(token, int) for token in ids):
+        raise UserError(f"its EOS ids must be integers, not {ids}")
+
+
+def tokenizer_files(source):
+    """{name: bytes} of a tokenizer's files, for checkpoints: transformers would write them in a form
+    that its older versions, and engines pinned to these, cannot read."""
+    folder = Path(source)
+    if not folder.is_dir():
+        folder = Path(huggingface_hub.snapshot_download(source, local_files_only=True))
+    files = {}
+    for pattern in TOKENIZER_FILES:
+        for path in filter(Path.is_file, folder.glob(pattern)):
+            files[str(path.relative_to(folder))] = path.read_bytes()
+    return files
 
 
 def end_ids(model, tokenizer):
     """The ids that end a completion; chat models have several."""
     ids = model.generation_config.eos_token_id
     ids = ids if isinstance(ids, list) else [ids]
-    return sorted({*ids, tokenizer.eos_token_id} - {None}, key=str)
+    return [token for token in [*ids, tokenizer.eos_token_id] if token is not None]
 
 
 def checkpoint_layers(model):
@@ -151,6 +179,7 @@ class Policy(TrainedModel):
     def __init__(self, master, tokenizer, dtype="float32", rollout_dtype="same", refresh_every=1):
         super().__init__(master, dtype)
         self.tokenizer = tokenizer
+        self.tokenizer_files = {}  # {name: bytes}
         self.routers = read_routers(master)
         self.rollout_dtype = rollout_dtype
         self.refresh_every = refresh_every  # iterations
@@ -192,13 +221,13 @@ class Policy(TrainedModel):
     def save_pretrained(self, folder):
         """Writes the master weights and the tokenizer as an ordinary transformers folder."""
         self.master.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
+        for name, content in self.tokenizer_files.items():
+            path = Path(folder, name)
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(content)
 
     def load_pretrained(self, folder):
-        saved = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
-        )
-        self.load_state_dict(saved.state_dict())
+        self.load_state_dict(load_weights(folder).state_dict())
 
 
 def frozen(model):

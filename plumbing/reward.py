@@ -1,11 +1,12 @@
 """Loads and calls the user's reward function, which replaces common.verify."""
 
+import copy
 import importlib
 import inspect
 import sys
 from pathlib import Path
 
-from plumbing.args import one_line
+from plumbing.args import UserError, one_line
 
 VERDICTS = ("correct", "wrong", "no_answer", "truncated")
 
@@ -27,7 +28,9 @@ def load_reward(args):
     with one_line(f"--reward {args.reward} must be FILE.py:FUNCTION"):
         function = getattr(import_file(Path(path).absolute()), name)
         signature = inspect.signature(function)
-    parameters = signature.parameters
+        parameters = signature.parameters
+        if any(parameter.kind is parameter.POSITIONAL_ONLY for parameter in parameters.values()):
+            raise UserError("its parameters must have names, such as text and answer")
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     takes_lists = "completions" in parameters
     args.reads_answers = "answer" in parameters and not takes_lists
@@ -49,14 +52,19 @@ def load_reward(args):
     return grade
 
 
+def columns_of(c):
+    """A copy, which the function may change: other completions have the same problem."""
+    return copy.deepcopy(c.problem.columns)
+
+
 def values_of(c):
     """{parameter: value} for a function of one completion."""
-    return c.problem.columns | {"text": c.text, "answer": c.problem.answer, "truncated": c.truncated}
+    return columns_of(c) | {"text": c.text, "answer": c.problem.answer, "truncated": c.truncated}
 
 
 def lists_of(completions):
     """{parameter: list} for a function of all completions. They are messages if prompts are."""
-    columns = [c.problem.columns for c in completions]
+    columns = [columns_of(c) for c in completions]
     lists = {name: [row.get(name) for row in columns] for name in columns[0]}
     lists["completion_ids"] = [c.ids for c in completions]
     lists["completions"] = [c.text for c in completions]

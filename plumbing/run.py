@@ -30,7 +30,7 @@ from plumbing.metrics import (
 
 STATE = "trainer_state.pt"  # in a checkpoint: everything except the policy
 SAVED = ("iteration", "before", "after", "extra_state")  # what it holds of a Run
-LOGS = ("metrics.jsonl", "samples.jsonl")
+LOGS = ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl")
 
 
 class Run:
@@ -164,6 +164,8 @@ class Run:
 
     def log_eval(self, results):
         """Records the results of `evaluate` before training, during it, or after the last iteration."""
+        evaluation = {way: results[way] for way in ("greedy", "sampled") if way in results}
+        self.append_to("evaluations.jsonl", {"iteration": self.iteration, **evaluation})
         names = ("accuracy", "response_len_mean")
         metrics = {f"eval/{name}": results["greedy"][name] for name in names}
         if self.is_new:
@@ -219,18 +221,19 @@ class Run:
         # JSON has no NaN or infinity.
         metrics = {key: value for key, value in self.metrics.items() if math.isfinite(value)}
         metrics = {"iteration": self.iteration, **metrics}
-        samples = []
+        self.append_to("metrics.jsonl", metrics)
         for c in self.completions[:: self.args.group_size][:4]:
             sample = {"prompt": c.problem.prompt, "completion": c.text, "answer": c.problem.answer}
             sample |= {"reward": c.reward, "verdict": c.verdict}
-            samples.append({"iteration": self.iteration, **sample})
-        for name, rows in zip(LOGS, ([metrics], samples), strict=True):
-            with open(self.folder / name, "a") as file:
-                file.writelines(json.dumps(row, allow_nan=False) + "\n" for row in rows)
+            self.append_to("samples.jsonl", {"iteration": self.iteration, **sample})
         if self.iteration % 5 == 0 or "eval/accuracy" in metrics:
             self.say(progress_line(metrics))
         self.warn(metrics)
         self.bar.update()
+
+    def append_to(self, name, row):
+        with open(self.folder / name, "a") as file:
+            file.write(json.dumps(row, allow_nan=False) + "\n")
 
     def warn(self, metrics):
         """Says what a user should look at: a sampler that is not what it should be, in the first
@@ -255,13 +258,13 @@ class Run:
     def open_folder(self, problems):
         """Locks the run's folder, and resumes the run in it or writes the first checkpoint."""
         saved = check_folder(self.args)
-        with one_line(f"--run_dir {self.folder} cannot be written"):
+        self.lock = FileLock(self.folder / "lock", is_singleton=True)
+        with one_line(f"--run_dir {self.folder} cannot be used"):
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.lock = FileLock(self.folder / "lock", is_singleton=True)
             try:
                 self.lock.acquire(timeout=0)
             except TimeoutError as error:
-                raise UserError(f"--run_dir {self.folder} is used by another process") from error
+                raise UserError("another process uses it") from error
         if saved.get("problems_hash", problems.hash) != problems.hash:
             message = "has different prompts or gold answers than when the run started"
             raise UserError(f"--resume: --dataset {self.args.dataset} {message}")

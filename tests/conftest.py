@@ -37,13 +37,13 @@ def remembered(usable_rows):
     """`usable_rows`, which takes longer than a small run, once for the default job."""
     known = {}
 
-    def read_or_remember(rows, name, policy, args):
-        if (name, args.model) != ("addition", "tiny-moe"):
-            return usable_rows(rows, name, policy, args)
+    def read_or_remember(rows, flag, policy, args):
+        if (getattr(args, flag), args.model) != ("addition", "tiny-moe"):
+            return usable_rows(rows, flag, policy, args)
         names = "max_new_tokens system_prompt instruction chat_template_kwargs".split()
         key = tuple(getattr(args, name) for name in names)
         if key not in known:
-            known[key] = usable_rows(rows, name, policy, args)
+            known[key] = usable_rows(rows, flag, policy, args)
         return known[key]
 
     return read_or_remember

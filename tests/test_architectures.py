@@ -92,7 +92,7 @@ ARCHITECTURES = {
     "minimax_m2": Row(SCORES, is_slow=True),
     "afmoe": Row(SCORES, is_slow=True),
     "inkling2_text": Row(SCORES, is_slow=True, has_float32=True),
-    "hy_v4": Row(SCORES, is_slow=True, has_float32=True),
+    "hy_v4": Row(SCORES, dict(q_lora_rank=16, kv_lora_rank=16), is_slow=True, has_float32=True),
 }
 
 

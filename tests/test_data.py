@@ -40,13 +40,13 @@ def policy_with(template=None, config=None, appends_eos=False):
 def read(path, **flags):
     """The rows of a file or folder."""
     args = script_args("grpo", dataset=str(path), **flags)[1]
-    return list(read_rows(args.dataset, args.dataset_config, args.dataset_split))
+    return list(read_rows(args, "dataset"))
 
 
 def problems_of(rows, policy=None, **flags):
     """[(prompt, gold answer, ids, columns)] of rows."""
     args = script_args("grpo", **flags)[1]
-    problems, _ = usable_rows(rows, "mine", policy or policy_with(), args)
+    problems, _ = usable_rows(rows, "dataset", policy or policy_with(), args)
     return list(problems.values())
 
 
@@ -245,7 +245,7 @@ def test_the_line_at_the_start():
     reply = row(chat("user", "2+2=", "assistant", "4"), "4")
     rows = [reply, *sums(60), row("", "1"), row("x", {"gold": 1}), *sums(3), "x"]
     rows += [row("", "2"), row("1+1=", "3")]
-    problems, left_out = usable_rows(rows, "mine", policy_with(TURNS), script_args("grpo")[1])
+    problems, left_out = usable_rows(rows, "dataset", policy_with(TURNS), script_args("grpo")[1])
     kinds = [
         "2 without a prompt (first: row 62 '')",
         "1 without a gold answer (first: row 63 {'gold': 1})",
@@ -292,7 +292,7 @@ def test_what_reward_functions_get_of_a_row():
     args = script_args("grpo")[1]
     args.reads_answers = False
     rows = [first, {**first, "question": "1+2=", "level": 3}]
-    problems, _ = usable_rows(rows, "mine", policy_with(), args)
+    problems, _ = usable_rows(rows, "dataset", policy_with(), args)
     problems = {p[0]: p[3] for p in problems.values()}
     assert problems["1+1="] == {**first, "level": None, "prompts": "1+1="}
     assert problems["1+2="]["level"] == 3

@@ -36,7 +36,7 @@ def test_run_own_dataset(tmp_path):
     """The scripts read all rows, and each sum has its answer."""
     command = [sys.executable, "examples/own_dataset.py", tmp_path / "sums.jsonl"]
     subprocess.run(command, cwd=ROOT, check=True)
-    rows = read_rows(str(tmp_path / "sums.jsonl"), "", "train")
+    rows = read_rows(script_args("grpo", dataset=str(tmp_path / "sums.jsonl"))[1], "dataset")
     assert len(rows) == 4000
     for row in rows:
         a, b = row["question"][-1]["content"].split(" + ")

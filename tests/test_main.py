@@ -62,7 +62,7 @@ CASES = {  # variants that change no line of main are compared by test_conforman
     "grpo, off-policy mask": ("grpo", CORRECTED | {"kl_coef": 0.5, "offpolicy_mask": 0.02}),
     "dr_grpo": ("dr_grpo", {"max_grad_norm": 0.2, "max_new_tokens": 40} | MASKED),  # more than any has
     "dapo": ("dapo", {"overlong_cache": 6}),
-    "dapo, filter": ("dapo", {"overlong": "filter"}),
+    "dapo, filter": ("dapo", {"overlong": "filter", "max_new_tokens": 20}),
     "dapo, one round": ("dapo", {"overlong": "none", "max_sampling_rounds": 1, "num_minibatches": 5}),
     "gspo": ("gspo", {}),
     "gspo_token": ("gspo", {"variant": "gspo_token"}),

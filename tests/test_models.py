@@ -121,7 +121,7 @@ BAD_MODELS = {  # {what is wrong: (how a good folder becomes such a one, expecte
     "more layers": (add_a_layer, "do not fit its config"),
     "no EOS": (lambda f: set_eos(f, None), "EOS"),  # every completion would be truncated
     "EOS as text": (lambda f: set_eos(f, ["</s>"]), "EOS ids must be integers"),
-    "NaN": (spoil_a_weight, "differ by nan"),
+    "NaN": (spoil_a_weight, "differ from the training forward's by nan"),
 }
 
 

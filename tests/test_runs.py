@@ -108,7 +108,8 @@ def test_run_of_each_script_logs_sensible_numbers(name, tmp_path, sums, monkeypa
     assert "(sampled; the answer is" in result.stdout
     checkpoint = tmp_path / "checkpoint-000002"
     assert str(checkpoint) in result.stdout
-    files = {"settings.json", "metrics.jsonl", "samples.jsonl", "lock", checkpoint.name}
+    files = {"settings.json", "metrics.jsonl", "samples.jsonl", "evaluations.jsonl"}
+    files |= {"lock", checkpoint.name}
     assert {path.name for path in tmp_path.iterdir()} == files
 
 

@@ -77,7 +77,8 @@ def test_sampler_slow_loop_and_training_forward_agree(positions, tiny_policy):
     for i, c in enumerate(completions):
         ids, logprobs = slow_sample(policy.model, c.problem.prompt_ids, noise[i], 0.7, ends)
         assert c.ids == ids and c.truncated == (ids[-1] not in ends)
-        assert c.text == tokenizer.decode(ids, skip_special_tokens=True)
+        shown = ids if c.truncated else ids[:-1]
+        assert c.text == tokenizer.decode(shown, skip_special_tokens=False)
         assert c.logprobs == pytest.approx(logprobs, abs=1e-4)
         assert logprobs_BT[i][batch.mask_BT[i]].tolist() == pytest.approx(logprobs, abs=1e-4)
 
