@@ -9,7 +9,6 @@ for a size-1 axis. A "step" is an optimizer step; an "iteration" is a rollout an
 
 import contextlib
 import dataclasses
-import random
 import re
 from fractions import Fraction
 from itertools import pairwise
@@ -21,77 +20,23 @@ import transformers
 from torch.nn.utils.rnn import pad_sequence
 
 from plumbing.args import RunArgs, UserError, flag, launch, one_line
-from plumbing.data import ProblemStream, hash_of, read_rows, usable_rows
+from plumbing.data import Problem, ProblemStream, addition_problems, read_problems
+from plumbing.metrics import clock, critic_stats, rollout_summary
 from plumbing.model import Policy, TrainedModel, load_policy
 from plumbing.reward import load_reward
 from plumbing.routing import Routing, experts_by_completion
-from plumbing.metrics import clock, critic_stats, rollout_summary
 from plumbing.run import Run
 
 # ----------------------------------------------------------------------------------------- problems
 
 
-class Problem(NamedTuple):
-    prompt: str  # as the model reads it
-    answer: str  # the gold answer alone
-    prompt_ids: list
-    columns: dict | None = None  # the dataset's, for a reward function
-
-
-def addition_problems(count=10_496):
-    """Distinct sums of two- and three-digit numbers: [(prompt, gold answer)]. 256 are held out, and no
-    script's default run uses more than 10,240, so no sum is seen twice."""
-    rng = random.Random(0)
-    ranges = [(10, 99), (100, 999)]
-    answers = {}
-    while len(answers) < count:
-        a = rng.randint(*rng.choice(ranges))
-        b = rng.randint(*rng.choice(ranges))
-        answers[f"{a}+{b}="] = str(a + b)
-    return list(answers.items())
-
-
 def load_problems(args, policy):
     """`--dataset` -> (stream of training problems, [held-out problems]). The held-out ones, which come
     from it or from `--eval_dataset`, are the same for all seeds."""
-    if args.dataset == "addition":
-        rows = [{"question": prompt, "answer": answer} for prompt, answer in addition_problems()]
-    else:
-        rows = read_rows(args, "dataset")
-    training, left_out = read_problems(rows, "dataset", policy, args)
-    if args.eval_dataset:
-        rows = read_rows(args, "eval_dataset")
-        held_out, also_left_out = read_problems(rows, "eval_dataset", policy, args)
-        held_out = dict(list(held_out.items())[: args.num_held_out])
-        num_shared = len(held_out.keys() & training.keys())
-        left_out += f"; --eval_dataset: {num_shared:,} are also in --dataset{also_left_out}"
-    else:
-        # The smallest hashes, so that adding or removing a row changes at most one of them. The sums
-        # are already in random order.
-        keys = list(training) if args.dataset == "addition" else sorted(training)
-        held_out = {key: training[key] for key in keys[: args.num_held_out]}
-        training = {key: training[key] for key in keys[args.num_held_out :]}
-    if not training:
-        message = f"--num_held_out {args.num_held_out} leaves no problem for training"
-        raise UserError(f"{message}: --dataset {args.dataset} has {len(held_out)}{left_out}")
-    print(f"problems: {len(training):,} to train on, {len(held_out):,} held out{left_out}")
-    training = list(training.values())
-    held_out = list(held_out.values())
+    stream, held_out = read_problems(args, policy, final_answer)
     with one_line(f"--model {args.model}: the sampler cannot run this architecture"):
-        check_sampler(policy, training[0].prompt_ids, args)
-    stream = ProblemStream(training, args.seed)
-    stream.hash = hash_of([(p.columns["prompts"], p.answer) for p in held_out + training])
+        check_sampler(policy, stream.problems[0].prompt_ids, args)
     return stream, held_out
-
-
-def read_problems(rows, source, policy, args):
-    """A dataset's rows -> ({hash of the prompt: Problem}, what was left out, and why)."""
-    usable, left_out = usable_rows(rows, source, policy, args)
-    problems = {}
-    for key, (prompt, answer, ids, columns) in usable.items():
-        answer = final_answer(answer) or answer  # a worked solution ends with it
-        problems[key] = Problem(prompt, answer, ids, {"answer": answer, **columns})
-    return problems, left_out
 
 
 def check_sampler(policy, ids, args):

@@ -5,8 +5,10 @@ import glob
 import hashlib
 import json
 import math
+import random
 from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -17,12 +19,20 @@ def hash_of(content):
     return hashlib.sha256(repr(content).encode()).hexdigest()
 
 
+class Problem(NamedTuple):
+    prompt: str  # as the model reads it
+    answer: str  # the gold answer alone
+    prompt_ids: list
+    columns: dict | None = None  # the dataset's, for a reward function
+
+
 class ProblemStream:
     """An endless stream of training problems, in a new random order each epoch."""
 
-    def __init__(self, problems, seed):
+    def __init__(self, problems, seed, hash=""):
         self.problems = problems
         self.seed = seed
+        self.hash = hash  # of all problems and gold answers, so that --resume sees other data
         self.position = 0  # the number of problems taken so far
 
     def take(self, count):
@@ -44,6 +54,53 @@ class ProblemStream:
 
     def load_state_dict(self, state):
         self.position = state["position"]
+
+
+def read_problems(args, policy, final_answer):
+    """`--dataset` and `--eval_dataset` -> (ProblemStream, [held-out Problem]). `final_answer` finds the
+    gold answer in a worked solution."""
+    if args.dataset == "addition":
+        rows = [{"question": prompt, "answer": answer} for prompt, answer in addition_problems()]
+    else:
+        rows = read_rows(args, "dataset")
+    training, left_out = usable_rows(rows, "dataset", policy, args)
+    if args.eval_dataset:
+        rows = read_rows(args, "eval_dataset")
+        held_out, also_left_out = usable_rows(rows, "eval_dataset", policy, args)
+        held_out = dict(list(held_out.items())[: args.num_held_out])
+        num_shared = len(held_out.keys() & training.keys())
+        left_out += f"; --eval_dataset: {num_shared:,} are also in --dataset{also_left_out}"
+    else:
+        # The smallest hashes, so that adding or removing a row changes at most one of them. The sums
+        # are already in random order.
+        keys = list(training) if args.dataset == "addition" else sorted(training)
+        held_out = {key: training[key] for key in keys[: args.num_held_out]}
+        training = {key: training[key] for key in keys[args.num_held_out :]}
+    if not training:
+        message = f"--num_held_out {args.num_held_out} leaves no problem for training"
+        raise UserError(f"{message}: --dataset {args.dataset} has {len(held_out)}{left_out}")
+    print(f"problems: {len(training):,} to train on, {len(held_out):,} held out{left_out}")
+
+    def finished(problems):
+        return [p._replace(answer=final_answer(p.answer) or p.answer) for p in problems.values()]
+
+    training = finished(training)
+    held_out = finished(held_out)
+    content = [(p.columns["prompts"], p.answer) for p in held_out + training]
+    return ProblemStream(training, args.seed, hash_of(content)), held_out
+
+
+def addition_problems(count=10_496):
+    """Distinct sums of two- and three-digit numbers: [(prompt, gold answer)]. 256 are held out, and no
+    script's default run uses more than 10,240, so no sum is seen twice."""
+    rng = random.Random(0)
+    ranges = [(10, 99), (100, 999)]
+    answers = {}
+    while len(answers) < count:
+        a = rng.randint(*rng.choice(ranges))
+        b = rng.randint(*rng.choice(ranges))
+        answers[f"{a}+{b}="] = str(a + b)
+    return list(answers.items())
 
 
 # -------------------------------------------------------------------------------------------- files
@@ -191,46 +248,53 @@ def render(messages, policy, args):
     return text, ids, messages
 
 
+def read_row(row, rendered, policy, args):
+    """A row -> (hash of its prompt, Problem). BadRow if it cannot be used. `rendered` remembers what
+    became of each prompt, since a dataset may repeat one a hundred times."""
+    if not isinstance(row, dict):
+        raise BadRow("unreadable", row)
+    cell = cell_of(row, args.prompt_column)
+    messages = read_prompt(cell, args)
+    answer = read_answer(cell_of(row, args.answer_column))
+    if args.reads_answers and not answer:
+        raise BadRow("without a gold answer", cell_of(row, args.answer_column))
+    is_text = isinstance(cell, str)
+    key = hash_of(cell if is_text else messages)
+    if key not in rendered:
+        try:
+            rendered[key] = render(messages, policy, args)
+        except BadRow as error:
+            rendered[key] = error
+    if isinstance(rendered[key], BadRow):
+        raise rendered[key]
+    text, ids, messages = rendered[key]
+    shown = messages[-1]["content"] if is_text else messages
+    return key, Problem(text, answer, ids, {**row, "prompts": shown})
+
+
 def usable_rows(rows, flag, policy, args):
-    """Rows of `--dataset` or `--eval_dataset` -> ({hash of a prompt: (prompt as the model reads it, its
-    gold answer, its ids, columns)}, what was left out, and why). UserError if that is more than a
-    tenth."""
+    """Rows of `--dataset` or `--eval_dataset` -> ({hash of the prompt: Problem}, what was left out, and
+    why). UserError if that is more than a tenth."""
     counts = Counter()  # {why rows are left out: how many}
     firsts = {}  # {why: the first of them, and what was found}
     columns = {}
+    rendered = {}
     problems = {}
-    refused = {}  # {hash of a prompt that cannot be rendered: why}
-    num_equal = 0  # a dataset may repeat each prompt a hundred times
+    num_equal = 0
     for number, row in enumerate(rows, 1):
-        try:
-            if not isinstance(row, dict):
-                raise BadRow("unreadable", row)
+        if isinstance(row, dict):
             columns |= dict.fromkeys(map(str, row))  # csv puts surplus cells under None
-            cell = cell_of(row, args.prompt_column)
-            messages = read_prompt(cell, args)
-            answer = read_answer(cell_of(row, args.answer_column))
-            if args.reads_answers and not answer:
-                raise BadRow("without a gold answer", cell_of(row, args.answer_column))
-            is_text = isinstance(cell, str)
-            key = hash_of(cell if is_text else messages)
-            if key in problems:
-                num_equal += 1
-                continue
-            if key in refused:
-                raise refused[key]
-            try:
-                text, ids, messages = render(messages, policy, args)
-            except BadRow as error:
-                refused[key] = error
-                raise
-            shown = messages[-1]["content"] if is_text else messages
-            problems[key] = (text, answer, ids, {**row, "prompts": shown})
+        try:
+            key, problem = read_row(row, rendered, policy, args)
         except BadRow as error:
             reason, found = error.args
             counts[reason] += 1
             firsts.setdefault(reason, f"row {number} {found!r:.80}")
-        if len(refused) == 20 and not problems:
-            break  # the others would be refused too
+        else:
+            num_equal += key in problems
+            problems.setdefault(key, problem)
+        if len(rendered) == 20 and not problems:
+            break  # the chat template, say, would refuse the others too
     left_out = [f"{n:,} {reason} (first: {firsts[reason]})" for reason, n in counts.items()]
     if not problems or counts.total() > (len(problems) + counts.total()) / 10:
         raise UserError(
@@ -241,6 +305,6 @@ def usable_rows(rows, flag, policy, args):
     if num_equal > 0:
         left_out.append(f"{num_equal:,} with the prompt of an earlier row")
     no_cells = dict.fromkeys(columns)
-    for key, (text, answer, ids, cells) in problems.items():
-        problems[key] = (text, answer, ids, no_cells | cells)
+    for key, problem in problems.items():
+        problems[key] = problem._replace(columns=no_cells | problem.columns)
     return problems, f"; left out: {', '.join(left_out)}" if left_out else ""

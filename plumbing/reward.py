@@ -54,7 +54,7 @@ def load_reward(args):
 
 def columns_of(c):
     """A copy, which the function may change: other completions have the same problem."""
-    return copy.deepcopy(c.problem.columns)
+    return {"answer": c.problem.answer, **copy.deepcopy(c.problem.columns)}
 
 
 def values_of(c):

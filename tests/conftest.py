@@ -22,6 +22,7 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 import common  # noqa: E402
+import plumbing.data  # noqa: E402
 from common import Completion, Problem, collate  # noqa: E402
 from experiments import MORE, SCRIPTS  # noqa: E402, F401
 from plumbing.args import launch  # noqa: E402
@@ -49,7 +50,7 @@ def remembered(usable_rows):
     return read_or_remember
 
 
-common.usable_rows = remembered(common.usable_rows)
+plumbing.data.usable_rows = remembered(plumbing.data.usable_rows)
 
 
 def path_of(name):

@@ -45,7 +45,7 @@ def read(path, **flags):
 
 def problems_of(rows, policy=None, **flags):
     """[(prompt, gold answer, ids, columns)] of rows."""
-    args = script_args("grpo", **flags)[1]
+    args = script_args("grpo", dataset="mine", **flags)[1]
     problems, _ = usable_rows(rows, "dataset", policy or policy_with(), args)
     return list(problems.values())
 
@@ -245,7 +245,9 @@ def test_the_line_at_the_start():
     reply = row(chat("user", "2+2=", "assistant", "4"), "4")
     rows = [reply, *sums(60), row("", "1"), row("x", {"gold": 1}), *sums(3), "x"]
     rows += [row("", "2"), row("1+1=", "3")]
-    problems, left_out = usable_rows(rows, "dataset", policy_with(TURNS), script_args("grpo")[1])
+    problems, left_out = usable_rows(
+        rows, "dataset", policy_with(TURNS), script_args("grpo", dataset="mine")[1]
+    )
     kinds = [
         "2 without a prompt (first: row 62 '')",
         "1 without a gold answer (first: row 63 {'gold': 1})",
@@ -289,7 +291,7 @@ def test_held_out_problems_are_apart_and_the_same_for_all_seeds(tmp_path, tiny_p
 def test_what_reward_functions_get_of_a_row():
     """A column that only other rows have is None."""
     first = {"question": "1+1=", "tests": [0.5, {"x": 1.50}]}
-    args = script_args("grpo")[1]
+    args = script_args("grpo", dataset="mine")[1]
     args.reads_answers = False
     rows = [first, {**first, "question": "1+2=", "level": 3}]
     problems, _ = usable_rows(rows, "dataset", policy_with(), args)
