@@ -3,7 +3,7 @@ rollout correction, evaluation. It also re-exports what scripts need from plumbi
 
 A tensor's suffix names its axes: P prompts, G completions per prompt, B rows (of a rollout, minibatch
 or micro-batch), N rows of a sampler's batch, R the rows of it that are not finished, T response tokens,
-U = T + 1, S prompt + response, H hidden size, V vocabulary, L layers, E experts, K active experts, 1
+U = T + 1, S prompt + response, V vocabulary, L layers, E experts, K active experts, 1
 for a size-1 axis. A "step" is an optimizer step; an "iteration" is a rollout and its steps.
 """
 
@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import re
 from fractions import Fraction
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -160,7 +159,9 @@ def sample_batch(policy, problems, noise_NT, *, temperature, greedy, record_expe
         if t == 0:  # from one row per prompt to one per completion
             copies = torch.arange(len(prompts), device=device).repeat_interleave(N // len(prompts))
             cache.reorder_cache(copies)
-            logits_RV, attention, positions = logits_RV[copies], attention[copies], positions[copies]
+            logits_RV = logits_RV[copies]
+            attention = attention[copies]
+            positions = positions[copies]
 
         logprobs_RV = torch.log_softmax(logits_RV / temperature, dim=-1)
         token_R1 = next_token(logprobs_RV, noise_NT[rows_R, t, None], greedy)
@@ -174,8 +175,10 @@ def sample_batch(policy, problems, noise_NT, *, temperature, greedy, record_expe
                 break
             if len(kept) < len(rows_R):
                 cache.reorder_cache(kept)
-                rows_R, token_R1 = rows_R[kept], token_R1[kept]
-                attention, positions = attention[kept], positions[kept]
+                rows_R = rows_R[kept]
+                token_R1 = token_R1[kept]
+                attention = attention[kept]
+                positions = positions[kept]
         tokens = token_R1
         attention = F.pad(attention, (0, 1), value=1)
         positions = positions[:, -1:] + 1
@@ -353,14 +356,7 @@ def load_grader(args):
 # would be more padding.
 GPU_TOKENS = 8_192
 CPU_TOKENS = 1_024
-MAX_LOGITS = 2**29  # 2 GiB in float32
-
-
-def even_slices(length, count):
-    """[`count` ranges of nearly equal size] that together cover range(length)."""
-    size, rest = divmod(length, count)
-    ends = [i * size + min(i, rest) for i in range(count + 1)]
-    return [range(*pair) for pair in pairwise(ends)]
+MAX_LOGITS = 2**29  # a logit takes 16 bytes, with its gradient and the entropy
 
 
 def similar_rows(lengths, args):
@@ -438,7 +434,7 @@ class Batch:
         Fewer if dapo could not fill the batch, so that a step keeps about its size."""
         full_step = args.prompts_per_iteration * args.group_size / args.num_minibatches
         count = max(1, round(len(self) / full_step))
-        return [self[rows] for rows in even_slices(len(self), count)]
+        return [self[rows.tolist()] for rows in torch.arange(len(self)).tensor_split(count)]
 
     def minibatches(self, args):
         """`parts`, repeated `--update_epochs` times: one for each optimizer step of an iteration."""
@@ -528,7 +524,7 @@ def token_logprobs(policy, batch, temperature, entropy_grad=False, replay=True):
     model needs no attention mask and no positions."""
     predictor_BT = batch.predictor_BU[:, :-1]
     replayed_BSLK = batch.replayed_experts_BSLK if replay else None
-    with Routing(policy.model, replayed_BSLK) as routing:
+    with Routing(policy.model, replayed_BSLK) as routing:  # does nothing for a dense model
         output = policy.model(
             batch.tokens_BS,
             logits_to_keep=predictor_BT,  # logits of these columns alone, (B, T, V)

@@ -59,7 +59,11 @@ class RunArgs:
     reward: str = flag("", "FILE.py:FUNCTION that grades completions instead of the verifier")
     # precision and memory
     dtype: Literal["float32", "bfloat16"] = flag("float32", "precision; AdamW always uses float32")
-    micro_batch_size: int = flag(0, "completions per forward and backward pass [0: 16,384 tokens]")
+    micro_batch_size: int = flag(
+        0,
+        "completions per forward and backward pass, sorted by length [0: as many as 8,192 tokens on a "
+        "GPU, 1,024 on a CPU]; logits take 16 bytes each, so 8,192 tokens of 152k entries 19 GiB",
+    )
     rollout_batch_size: int = flag(0, "completions sampled at a time [0: a whole iteration's]")
     gradient_checkpointing: bool = flag(False, "trade time for memory")
     # sampler
