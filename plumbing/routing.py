@@ -199,6 +199,6 @@ def experts_by_completion(noted, prompts, lengths):
     completions = []
     for i, length in enumerate(lengths):
         table[i, width + length - 1] = -1
-        # A copy: with a view, other processes would be sent the whole table.
+        # A copy, since a view would keep the whole table in memory.
         completions.append(table[i, width - len(prompts[i // group_size]) : width + length].clone())
     return completions
