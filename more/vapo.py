@@ -31,7 +31,6 @@ Expect: greedy held-out accuracy on sums of two numbers rises from 0.43 to at le
         minute on one CPU core.
 """
 
-import copy
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,7 +82,7 @@ class Critic(nn.Module):
 
     def __init__(self, policy):
         super().__init__()
-        self.body = copy.deepcopy(policy.master.base_model)
+        self.body = policy.body_copy()
         hidden_size = policy.model.config.get_text_config().hidden_size
         self.head = nn.Linear(hidden_size, 1, bias=False, device=policy.model.device)
         nn.init.zeros_(self.head.weight)

@@ -204,6 +204,10 @@ class Policy(TrainedModel):
         """A reference: the current weights, frozen."""
         return self.with_model(frozen(self.model))
 
+    def body_copy(self):
+        """A critic's body: the current weights without the head, in float32, to be trained."""
+        return copy.deepcopy(self.master.base_model)
+
     @torch.no_grad()
     def sampler(self, iteration):
         """The policy itself, or its copy in --rollout_dtype, which is given the current weights in
