@@ -2,12 +2,12 @@
 losses that somebody else might bring; pytest suites, the README."""
 
 import functools
+import inspect
 import os
 import re
 import subprocess
 import sys
 
-import make
 import numpy as np
 import pytest
 import torch
@@ -17,6 +17,7 @@ from rl_loss_vectors import __main__ as command
 from rl_loss_vectors.vectors import Answer, same
 
 import common
+import grpo
 import ppo
 
 README = (ROOT / "conformance" / "README.md").read_text()
@@ -41,7 +42,12 @@ OURS = {  # the project's functions for sections that are no losses
     "overlong_penalty": "dapo:overlong_penalty",
     "rollout_weights": "common:rollout_weights",
 }
-OF_SCRIPTS = [pair for pair in ALL_CASES if pair[0] not in ("grouped_advantages", "replayed_gate")]
+NOT_OF_SCRIPTS = ["grouped_advantages", "replayed_gate"]
+if "offpolicy_mask" in inspect.signature(grpo.policy_loss).parameters:
+    OURS["grpo_offpolicy"] = "grpo:policy_loss"
+else:
+    NOT_OF_SCRIPTS.append("grpo_offpolicy")
+OF_SCRIPTS = [pair for pair in ALL_CASES if pair[0] not in NOT_OF_SCRIPTS]
 UNKNOWN = "unknown: no known mistake gives these numbers"
 
 
@@ -74,8 +80,9 @@ def test_the_scripts_agree(section, id):
 def test_the_file_is_what_make_gives(section):
     """To the last bits, which may depend on the processor."""
     for case in SECTIONS[section]["cases"]:
-        for key, found in make.results(section, case).items():
-            assert np.allclose(found, case[key], rtol=1e-12, atol=1e-12)
+        found = reference.with_results(section, case)
+        for key in {"value", "gradient", "terms", "denominator"} & {*case}:
+            assert np.allclose(found[key], case[key], rtol=1e-12, atol=1e-12)
 
 
 # ----------------------------------------------------------------------------------------- the doctor
@@ -137,12 +144,12 @@ EXPLAINED = [  # (a function whose mistake has no entry, its section, what the d
     (
         dapo_of(lambda r, A, m: m.where(A > 0, -m)),
         "dapo",
-        "A r / N where A > 0, else - A r / N; 0 where",
+        "where A < 0, by r:           1       0.5       0.9",
     ),
     (dapo_of(lambda r, A, m: m.detach() + (r - r.detach()) * A), "dapo", "every value is right"),
-    (dapo_of(lambda r, A, m: r * (A - A.mean())), "dapo", "on policy your A is +1 A"),
+    (dapo_of(lambda r, A, m: m + 0.01 * r), "dapo", "every A is 0 your gradient is up to 0.0025"),
     (from_the_maximum, "group_advantages", "3, 3, 3, 7 your A is 1 (R - 7), not 0.5 (R - 4)"),
-    (without_values, "gae", "your return is +1 A +0 V, not +1 A +1 V"),
+    (without_values, "gae", "your return is +1 A +0 V +0 reward, not +1 A +1 V +0"),
 ]
 
 
@@ -197,15 +204,19 @@ PARTS = {
 MULTIPLIED = "((new - old) * mask)"
 VARIATIONS = [  # (parts that are different, exit code, what is printed)
     ({}, 0, "14 of 14 applicable cases agree, 1 not tested\nhealthy\n"),
-    ({"eps": "eps"}, 0, "n/a      dapo-011 other bounds: it has no keyword clip_eps_low"),
-    ({"more": ", **others"}, 1, "mistake: a mean of each micro-batch"),
+    ({"eps": "bound"}, 0, "n/a      dapo-011 other bounds: it has no keyword clip_eps_low"),
+    (
+        {"more": ", **others"},
+        0,
+        "n/a      dapo-007 a step in two micro-batches of unequal size: it cannot",
+    ),
     ({"sign": ""}, 1, "\nmistake: wrong sign\n"),
     ({"divisor": "-mask.numel()"}, 1, "mistake: wrong sign and mistake: a mean over the"),
     ({"first": "assert A.shape[1] == 1"}, 0, "it takes one advantage for each completion"),
     ({"first": "assert not new.isnan().any(), 'no'"}, 1, "it raises AssertionError no"),
     ({"first": "mask = 1 - mask < 0.5"}, 0, "14 of 14 applicable cases agree"),
     ({"log_r": MULTIPLIED}, 1, "--allow-nan accepts it\n"),
-    ({"log_r": "torch.where(mask, new.bfloat16() - old, 0)"}, 1, "computed in bfloat16?"),
+    ({"log_r": "torch.where(mask, new.bfloat16() - old, 0)"}, 1, "computed in bfloat16"),
 ]
 
 
@@ -241,11 +252,16 @@ def test_arguments_in_another_order_are_passed_by_name(ask):
 
 
 CANNOT = [  # (lines, name of the function, what is printed)
-    (dapo(), "Loss", "as dapo: Loss is a class: pass an instance of it, or a function"),
+    ("def loss(lp, old, A, mask): A + lp", "loss", "as dapo: it returns None: is a `return` missing?"),
     ("def loss(new, A): pass", "loss", "it takes 2 arguments (new, A), not 4: logprobs, "),
     ("exit()", "loss", "cannot be called as dapo: SystemExit"),
     ("def loss(a, b, c, d):\n    return a.nothing", "loss", "has no attribute 'nothing' (/"),
-    ("def loss(a, b, c, d): return a", "loss", "a loss is one number, not a tensor of shape (4, 6)"),
+    ("def loss(a, b, c, d): return a[0]", "loss", "a loss is one number, not a tensor of shape (6,)"),
+    (
+        "class Loss:\n    def __init__(self, model): pass",
+        "Loss",
+        "Loss needs model: pass --set model=...",
+    ),
 ]
 
 
@@ -253,6 +269,234 @@ CANNOT = [  # (lines, name of the function, what is printed)
 def test_what_cannot_be_called_is_one_line(lines, name, expected, ask):
     code, text = ask(lines, name=name)
     assert code == 2 and expected in text and text.count("\n") == 1, text
+
+
+SURROGATE = """
+def surrogate(lp, old, A, low=0.8, high=1.2):
+    r = (lp - old).exp()
+    return -torch.min(r * A, r.clamp(low, high) * A)
+def mean(x, mask):
+    return (x * mask).sum() / mask.sum()
+def k3(log_x):
+    return log_x.exp() - log_x - 1
+def loss({}):
+    return {}
+"""
+FOUR = "lp, old, A, mask"
+GRPO = "((surrogate(lp, old, A) + {}) * mask).sum(1).div(mask.sum(1)).mean()"
+WITH_REF = f"{FOUR}, ref_logp=None, beta=0.04"
+SUM = "(surrogate(lp, old, A) * mask).sum()"
+S = "(((lp - old) * mask).sum(1) / mask.sum(1)).exp()"
+GROUP = "((R := rewards.view(-1, {n})) - R.mean(1, keepdim=True)) / (R.std(1, keepdim=True{}) + {})"
+BROUGHT = [  # (parameters, what is returned, flags, exit code, what is printed): kinds of public code
+    # constants of its own
+    (
+        FOUR,
+        "mean(surrogate(lp, old, A, 0.9, 1.1), mask)",
+        "ppo",
+        1,
+        "the range is [0.9, 1.1], not [0.8",
+    ),
+    (
+        FOUR,
+        "-mean((lp - old).exp().clamp(max=1.28).detach() * A * lp, mask)",
+        "cispo",
+        1,
+        "a cap of 1.28",
+    ),
+    (
+        FOUR,
+        f"surrogate({S}.log(), 0, A[:, 0], 1 - 3e-4, 1 + 4e-4).mean()",
+        "gspo --allow-nan",
+        0,
+        "the paper's",
+    ),
+    (FOUR, f"{SUM} / (len(mask) * 1024)", "dr_grpo --allow-nan", 0, "max_new_tokens is 1024"),
+    (FOUR, f"{SUM} / mask.numel()", "dr_grpo", 1, "mistake: a mean over the padded width"),
+    # required constants, and names anywhere
+    (
+        f"{FOUR}, eps_clip",
+        "mean(surrogate(lp, old, A, 1 - eps_clip, 1 + eps_clip), mask)",
+        "ppo --allow-nan",
+        0,
+        "",
+    ),
+    (
+        f"{FOUR}, x",
+        "mean(surrogate(lp, old, A, *x.range), mask)",
+        "ppo --set x.range=(0.8,1.2) --allow-nan",
+        0,
+        "",
+    ),
+    (
+        f"{FOUR}, x",
+        "mean(surrogate(lp, old, A), mask) * x",
+        "ppo",
+        2,
+        "what is not known is set by --set",
+    ),
+    (
+        f"{FOUR}, clip_low=0.8",
+        "mean(surrogate(lp, old, A, clip_low), mask)",
+        "ppo",
+        1,
+        "clip_low is lower_bound",
+    ),
+    (
+        "ref_logp, mask, A, old, lp",
+        GRPO.format("0.04 * k3(ref_logp - lp)"),
+        "grpo --allow-nan",
+        0,
+        "is ref_logprobs",
+    ),
+    (
+        "x, y, A, z",
+        "mean(surrogate(x, y, A), z)",
+        "ppo",
+        1,
+        "no name was recognized; passed in this order",
+    ),
+    # the KL
+    (
+        WITH_REF,
+        GRPO.format("beta * k3(old - lp)"),
+        "grpo",
+        1,
+        "the KL is k3, x = pi_old / pi, coefficient 0.04",
+    ),
+    (
+        WITH_REF,
+        GRPO.format("-0.1 * (lp - ref_logp)"),
+        "grpo",
+        1,
+        "k1, x = pi_ref / pi, coefficient 0.1, rewarded",
+    ),
+    (
+        WITH_REF,
+        GRPO.format("beta * k3(ref_logp - lp).detach()"),
+        "grpo",
+        1,
+        "coefficient 0.04, without gradient",
+    ),
+    (WITH_REF, GRPO.format("beta * (lp - ref_logp) ** 2 / 2"), "grpo", 1, "the KL is k2"),
+    # several departures at once
+    (
+        FOUR,
+        "mean((lp - old).exp().clamp(0.8, 1.2) * A, mask)",
+        "grpo",
+        1,
+        "both sides, without the min",
+    ),
+    (
+        FOUR,
+        "mean((lp - old).exp().clamp(0.8, 1.2) * A, mask)",
+        "grpo",
+        1,
+        "wrong sign and mistake: token-mean",
+    ),
+    (
+        FOUR,
+        f"({SUM[:-6]}.sum(1) * mask.sum(1)).sum() / mask.numel()",
+        "grpo",
+        1,
+        "each completion times its |o|",
+    ),
+    # clamps for safety, NaN
+    (
+        FOUR,
+        "mean(surrogate((lp - old).clamp(-10, 10), 0, A), mask)",
+        "ppo",
+        1,
+        "|log r| > 10: a clamp of log r",
+    ),
+    (
+        FOUR,
+        "mean(surrogate((lp - old).clamp(-10, 10), 0, A), mask)",
+        "ppo --allow-clamp --allow-nan",
+        0,
+        "",
+    ),
+    (
+        FOUR,
+        "torch.where(mask, surrogate(lp, old, A), 0).sum() / mask.sum()",
+        "ppo",
+        1,
+        "mask the log-ratio before",
+    ),
+    # what is returned, float32, shapes
+    (FOUR, "surrogate(lp, old, A)", "ppo --allow-nan", 0, "it returns terms, (B, T)"),
+    (
+        FOUR,
+        "mean(surrogate(lp, old, A), mask if lp.dtype == torch.float32 else 1 / 0)",
+        "ppo",
+        1,
+        "in float32",
+    ),
+    (FOUR, f"-({S} * A.view(-1, 1)).mean()", "gspo", 1, "(B,) times (B, 1)"),
+    # advantages
+    (
+        "rewards, n",
+        f"({GROUP.format('', 1e-6, n='n')}).view(-1)",
+        "grpo --what advantages",
+        1,
+        "no rule for equal",
+    ),
+    (
+        "rewards",
+        f"{GROUP.format(', unbiased=False', 1e-8, n='rewards.shape[1]')}",
+        "grpo --what advantages",
+        1,
+        "population, eps 1e-8",
+    ),
+    (
+        "rewards",
+        "(rewards - rewards.mean()) / (rewards.std() + 1e-6)",
+        "grpo --what advantages",
+        1,
+        "passed as G",
+    ),
+]
+
+
+@pytest.mark.parametrize("parameters, result, flags, code, expected", BROUGHT)
+def test_what_public_code_does(parameters, result, flags, code, expected, ask):
+    found, text = ask(SURROGATE.format(parameters, result), f"--algorithm {flags}")
+    assert found == code and expected in text, text
+
+
+FILE = """
+from .near import masked_mean
+from nowhere import Trainer, register
+import nowhere.config as config
+LIMIT = config.get("limit")
+@register("ppo")
+def loss(logp, old_logp, advantages, mask: config.Tensor = None, eps=0.2):
+    r = (logp - old_logp).exp()
+    return -masked_mean(torch.min(r * advantages, r.clamp(1 - eps, 1 + eps) * advantages), mask)
+class Loss(Trainer):
+    def __init__(self, clip_eps, **others):
+        super().__init__(**others)
+        self.eps = clip_eps
+    def forward(self, logp, old_logp, batch):
+        return loss(logp, old_logp, batch.advantages, batch["response_mask"], self.eps)
+"""
+
+
+@pytest.mark.parametrize("name", ["loss", "Loss", "Loss.forward"])
+def test_a_file_that_cannot_be_imported(name, ask, tmp_path):
+    (tmp_path / "near.py").write_text(
+        "import nowhere\ndef masked_mean(x, m): return (x * m).sum() / m.sum()"
+    )
+    code, text = ask(FILE, "--algorithm ppo --allow-nan", name=name)
+    assert code == 0 and "is taken from it" in text, text
+
+
+def test_a_module_by_its_name(ask, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    ask(dapo())
+    monkeypatch.setattr(sys, "argv", ["check.py", "mine:loss", "--algorithm", "dapo"])
+    with pytest.raises(SystemExit, match="False"):
+        command.main("check.py")
 
 
 def test_a_function_that_is_no_loss(ask):

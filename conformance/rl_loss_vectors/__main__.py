@@ -6,12 +6,13 @@ Exit code 0: healthy; 1: not; 2: it cannot be called.
 """
 
 import argparse
-import runpy
+import ast
 import sys
 import traceback
-from pathlib import Path
+import warnings
+from types import SimpleNamespace
 
-from rl_loss_vectors import doctor
+from rl_loss_vectors import doctor, load
 from rl_loss_vectors.vectors import LOSSES, VECTORS, Misfit
 
 ADVANTAGES = {"dr_grpo": "group_differences", "rloo": "leave_one_out"}
@@ -36,11 +37,16 @@ def arguments(program):
     )
     allow_nan = "exit code 0 if the only complaint is that NaN in masked places spreads"
     parser.add_argument("--allow-nan", action="store_true", help=allow_nan)
+    allow_clamp = "exit code 0 if the only complaint is a clamp of ratios at 10 or more"
+    parser.add_argument("--allow-clamp", action="store_true", help=allow_clamp)
+    set_help = "a parameter of yours, also of a class that has to be made; config.x=... makes a config"
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=set_help)
     args = parser.parse_args()
     if args.what in ("loss", "advantages") and args.algorithm is None:
         parser.error("--algorithm is needed")
-    if ".py:" not in args.target:
+    if ":" not in args.target:
         parser.error(f"the target is FILE.py:FUNCTION, not {args.target}")
+    args.fixed = fixed_of(args.set, parser)
     args.section = args.what
     if args.what == "loss":
         args.section = args.algorithm
@@ -49,15 +55,23 @@ def arguments(program):
     return args
 
 
-def load(path, name):
-    if not Path(path).is_file():
-        raise Misfit(f"no file {path}")
-    sys.path.insert(0, str(Path(path).parent))
-    names = runpy.run_path(path)
-    if name not in names:
-        here = [key for key, x in names.items() if getattr(x, "__module__", None) == names["__name__"]]
-        raise Misfit(f"no function {name}; it has: {', '.join(here) or 'none'}")
-    return names[name]
+def fixed_of(settings, parser):
+    """{parameter: value}; those with a dot are gathered in a namespace."""
+    fixed = {}
+    for setting in settings:
+        name, is_set, text = setting.partition("=")
+        if not is_set:
+            parser.error(f"--set takes NAME=VALUE, not {setting}")
+        try:
+            value = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            value = text
+        first, _, inner = name.partition(".")
+        if inner:
+            vars(fixed.setdefault(first, SimpleNamespace()))[inner] = value
+        else:
+            fixed[name] = value
+    return fixed
 
 
 def reason(error, path):
@@ -72,18 +86,20 @@ def reason(error, path):
 
 def main(program=None):
     args = arguments(program)
-    path, name = args.target.rsplit(":", 1)
+    warnings.simplefilter("ignore")  # those of the function
+    path = args.target
     try:
-        found = doctor.examine_shapes(load(path, name), args.section)
+        path, name = load.path_of(args.target)
+        function, about = load.load(path, name, args.fixed)
+        found = doctor.examine_shapes(function, args.section, args.fixed)
     except (Exception, SystemExit) as error:
         print(f"{args.target} cannot be called as {args.section}: {reason(error, path)}")
         sys.exit(2)
     subject, results, diagnosis = doctor.diagnosed(found)
-    about = f"vectors {VECTORS['version']}, advantages {subject.advantages}"
-    print(f"{args.target} as {args.section}, {about}")
-    if subject.arguments != subject.about["arguments"]:
-        pairs = zip(subject.parameters, subject.arguments, strict=False)
-        print("arguments by name:", ", ".join(f"{theirs} is {ours}" for theirs, ours in pairs))
+    print(
+        f"{args.target} as {args.section}, vectors {VECTORS['version']}, advantages {subject.advantages}"
+    )
+    print(*about, *subject.notes(), sep="\n")
     lines = doctor.report(subject, results)
     labels = [line.split()[0] for line in lines]
     num_agree = labels.count("agrees")
@@ -92,15 +108,16 @@ def main(program=None):
     lines.append(f"{num_agree} of {num_tested} applicable cases agree, {num_others} not tested")
     lines += diagnosis
     is_healthy = num_agree == num_tested
-    if diagnosis == [doctor.SPREADS]:
-        lines.append(
-            "that alone: what was tested is right while padding stays finite; --allow-nan accepts it"
-        )
-        is_healthy = args.allow_nan
+    allowed = {"--allow-nan": args.allow_nan, "--allow-clamp": args.allow_clamp}
+    needed = [doctor.needed_flag(line) for line in diagnosis]
+    if diagnosis and None not in needed:
+        flags = " ".join(dict.fromkeys(needed))
+        lines.append(f"that alone: what was tested is right in ordinary batches; {flags} accepts it")
+        is_healthy = all(allowed[flag] for flag in needed)
     elif is_healthy:
         lines.append("healthy" if num_agree >= 5 else "fewer than five cases apply: too few to tell")
     print(*lines, sep="\n")
-    sys.exit(not is_healthy or num_agree < 5)
+    sys.exit(not is_healthy or num_tested < 5)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ from unittest import mock
 import torch
 
 from rl_loss_vectors import reference
-from rl_loss_vectors.reference import LOSSES, average, clipped, gate, k3, length, log_ratio, ratio
-from rl_loss_vectors.reference import tokens
+from rl_loss_vectors.reference import LOSSES, average, clipped, gate, k3, length, log_mu_over_pi
+from rl_loss_vectors.reference import log_ratio, ratio, tokens
 
 # ------------------------------------------------------------------------------------ ways to change
 
@@ -58,11 +58,6 @@ def split(J, b, parts):
 # ------------------------------------------------------------------------------ what they change it to
 
 
-def token_mean(b, terms, how):
-    """What there is once for a completion stands on each of its tokens."""
-    return average(b, [row * (length(b, i) // len(row)) for i, row in enumerate(terms)], "token")
-
-
 def sequence_mean(b, terms, how):
     return average(b, terms, "sequence")
 
@@ -96,14 +91,6 @@ def mask_moved(by):
     return together(least_length, setting(mask=moved))
 
 
-def larger(r, a, low, high):
-    return -clipped(r, -a, low, high)
-
-
-def clipped_on_both_sides(r, a, low, high):
-    return r.clamp(low, high) * a
-
-
 def clipped_by_ratio(r, a, low, high):
     return clipped(r, a, 1 + math.log(low), 1 + math.log(high))
 
@@ -114,8 +101,54 @@ def arithmetic_mean(b, i, factor):
     return sum(factors) / length(b, i) * a
 
 
-def dual_clip(r, a, low, high):
-    return torch.max(clipped(r, a, low, high), -3 * abs(a))
+def whitened(x, mask, correction):
+    std = x[mask].std(correction=correction)
+    return torch.where(mask, (x - x[mask].mean()) / (std + 1e-8), 0)
+
+
+def gae_whitened(correction):
+    return lambda J, b: torch.stack([whitened(J(b)[0], b.mask, correction), J(b)[1]])
+
+
+def dropped(by_length=True, bad_only=True):
+    def is_dropped(b, i):
+        far = sum(reference.log_mu_over_pi(b, i, t) for t in tokens(b, i))
+        is_far = far / (length(b, i) if by_length else 1) > b.offpolicy_mask > 0
+        return is_far and (reference.advantage(b, i) < 0 or not bad_only)
+
+    return pieces(is_dropped=is_dropped)
+
+
+def every_pair(J, b):
+    """(B,) times (B, 1) is (B, B)."""
+    rolled = [changed(b, advantages=b.advantages.roll(k, 0)) for k in range(len(b.mask))]
+    return sum(J(each) for each in rolled) / len(rolled)
+
+
+def sequence_ratio_by(mean):
+    """GSPO with another s of the ratios r of a completion and the width."""
+
+    def s(b, i):
+        return mean(torch.stack([ratio(b, i, t) for t in tokens(b, i)]), b.mask.shape[1])
+
+    return pieces(sequence_ratio=s)
+
+
+def token_ratios(J, b):
+    return average(b, reference.each(b, lambda i, t: reference.clipped_term(b, i, t)), "sequence")
+
+
+def clamped_ratio(J, b):
+    """CISPO's weight with a gradient of its own, and no log-prob."""
+
+    def term(i, t):
+        return ratio(b, i, t).clamp(b.is_weight_floor, b.is_weight_cap) * b.advantages[i, t]
+
+    return average(b, reference.each(b, term), "token")
+
+
+def eps(number, unbiased=True):
+    return pieces(scale=lambda rewards: rewards.std(unbiased=unbiased) + number)
 
 
 def std_of_the_batch(J, b):
@@ -136,12 +169,11 @@ def sum_on_each_token(b):
 
 # ---------------------------------------------------------------------------------------- the entries
 
-CLIPPED = ["ppo", "grpo", "dr_grpo", "dapo", "gspo", "vapo"]
+CLIPPED = ["ppo", "grpo", "grpo_offpolicy", "dr_grpo", "dapo", "gspo", "vapo"]
 GEOMETRIC = ["gmpo", "rspo"]
+OFFPOLICY = ["grpo_offpolicy"]
 WITH_RATIO = [*CLIPPED, *GEOMETRIC, "cispo", "sapo"]
 BY_LENGTH = [name for name in WITH_RATIO if name != "dr_grpo"]  # where |o| counts
-SEQUENCE_MEAN = ["grpo", "gspo", "gmpo", "rspo", "sapo"]
-OTHER_MEAN = ["ppo", "dr_grpo", "dapo", "cispo", "reinforce", "rloo", "vapo", "value_loss"]
 TWO_BOUNDS = ["ppo", "dapo", "gspo", "vapo"]
 STANDARDIZED = ["group_advantages", "grouped_advantages"]
 GROUPS = ["group_advantages", "group_differences", "leave_one_out"]
@@ -149,26 +181,34 @@ AVERAGED = [*LOSSES, "value_loss"]
 MASKED = [*AVERAGED, "positive_lm_loss"]
 # (name, sections of vectors.json, the changed objective)
 MISTAKES = [
-    ("wrong sign", MASKED, lambda J, b: -J(b)),
+    ("wrong sign", ["value_loss", "positive_lm_loss"], lambda J, b: -J(b)),
     # The averages and the mask.
-    ("token-mean [verl: default]", SEQUENCE_MEAN, pieces(average=token_mean)),
-    ("sequence-mean: divided by each |o|", OTHER_MEAN, pieces(average=sequence_mean)),
-    ("a mean over the padded width", [*WITH_RATIO, "value_loss"], pieces(average=padded_mean)),
+    ("sequence-mean: divided by each |o|", ["value_loss"], pieces(average=sequence_mean)),
+    ("a mean over the padded width", ["value_loss"], pieces(average=padded_mean)),
     ("a mean of each micro-batch [verl: geo_mean]", AVERAGED, mean_of_micro_batches),
     ("rows forgotten that do not fill a micro-batch of two", AVERAGED, without_the_odd_row),
     ("holes counted in |o|", BY_LENGTH, pieces(length=length_with_holes)),
     ("mask ignored", [*MASKED, "replayed_gate"], setting(mask=lambda b: torch.ones_like(b.mask))),
     ("the mask one place early", MASKED, mask_moved(-1)),
     ("the mask one place late", MASKED, mask_moved(1)),
+    ("no gradient: something is detached", LOSSES, lambda J, b: J(b).detach()),
+    (
+        "the advantages whitened again",
+        LOSSES,
+        setting(advantages=lambda b: whitened(b.advantages, b.mask, 1)),
+    ),
     # Ratios, clips and the KL.
+    ("every ratio times every A: (B,) times (B, 1)", ["gspo", *GEOMETRIC], every_pair),
+    ("a ratio for each token: GRPO's", ["gspo"], token_ratios),
+    ("an arithmetic for a geometric mean", ["gspo"], sequence_ratio_by(lambda r, width: r.mean())),
+    (
+        "log s is a mean over the padded width",
+        ["gspo"],
+        sequence_ratio_by(lambda r, width: torch.exp(r.log().sum() / width)),
+    ),
+    ("the clamped ratio itself, no weight of a log-prob", ["cispo"], clamped_ratio),
     ("the ratio is always 1", WITH_RATIO, setting(old_logprobs=lambda b: b.logprobs.detach())),
     ("the ratio upside down", WITH_RATIO, pieces(log_ratio=lambda b, i, t: -log_ratio(b, i, t))),
-    ("max for min", CLIPPED, pieces(clipped=larger)),
-    (
-        "a clip on both sides, without the min",
-        CLIPPED + GEOMETRIC,
-        pieces(clipped=clipped_on_both_sides),
-    ),
     ("eps bounds r, not log r", GEOMETRIC, pieces(clipped=clipped_by_ratio)),
     ("an arithmetic for a geometric mean", GEOMETRIC, pieces(geometric_mean=arithmetic_mean)),
     ("a product for a geometric mean", ["gspo", *GEOMETRIC], pieces(length=lambda b, i: 1)),
@@ -185,11 +225,12 @@ MISTAKES = [
         TWO_BOUNDS,
         setting(clip_eps_high=lambda b: b.clip_eps_low),
     ),
-    ("k1 in the loss", ["grpo"], pieces(k3=lambda log_x: -log_x)),
-    ("k2 for k3", ["grpo"], pieces(k3=lambda log_x: log_x**2 / 2)),
-    ("k3 upside down", ["grpo"], pieces(k3=lambda log_x: k3(-log_x))),
-    ("the KL is rewarded", ["grpo"], pieces(k3=lambda log_x: -k3(log_x))),
     ("a gradient through the weight", ["cispo"], pieces(stopped=lambda x: x)),
+    # The off-policy mask.
+    ("a sum of log(mu / pi), not a mean", OFFPOLICY, dropped(by_length=False)),
+    ("completions with A > 0 are masked as well", OFFPOLICY, dropped(bad_only=False)),
+    ("log(pi / mu)", OFFPOLICY, pieces(log_mu_over_pi=lambda b, i, t: -log_mu_over_pi(b, i, t))),
+    ("no sampler: log(pi_old / pi)", OFFPOLICY, setting(rollout_ratio=None)),
     # Advantages and values.
     ("the mean of the batch", STANDARDIZED, mean_of_the_batch),
     ("the std of the batch", STANDARDIZED, std_of_the_batch),
@@ -199,25 +240,35 @@ MISTAKES = [
         setting(rollout_ids=lambda b: torch.arange(len(b.rewards))),
     ),
     ("the reward counted on every token", ["gae"], setting(rewards=sum_on_each_token)),
+    ("GAE, then whitened", ["gae"], gae_whitened(0)),
+    ("GAE, then whitened with the unbiased std", ["gae"], gae_whitened(1)),
+    (
+        "the advantage taken for the return",
+        ["value_loss"],
+        setting(returns=lambda b: b.returns - b.old_values),
+    ),
     ("min for max", ["value_loss"], pieces(worse=torch.min)),
     ("the values not clipped", ["value_loss"], setting(value_clip=0)),
     ("rho upside down", ["rollout_weights"], swapped("old_logprobs", "rollout_logprobs")),
 ]
 VARIANTS = [
-    ("the std of the population", STANDARDIZED, pieces(scale=lambda R: R.std(unbiased=False) + 1e-6)),
-    ("eps 1e-4 [TRL]", STANDARDIZED, pieces(scale=lambda R: R.std() + 1e-4)),
+    ("the std of the population", STANDARDIZED, eps(1e-6, False)),
+    ("eps 1e-4 [TRL]", STANDARDIZED, eps(1e-4)),
+    ("eps 1e-8", STANDARDIZED, eps(1e-8)),
+    ("the std of the population, eps 1e-4", STANDARDIZED, eps(1e-4, False)),
+    ("the std of the population, eps 1e-8", STANDARDIZED, eps(1e-8, False)),
     ("no rule for equal rewards [TRL, verl]", GROUPS, pieces(is_uniform=lambda rewards: False)),
     ("MaxRL: divided by the mean", STANDARDIZED, pieces(scale=lambda R: R.mean() + 1e-6)),
-    ("dual clip: A < 0 and r > 3 [verl]", CLIPPED, pieces(clipped=dual_clip)),
-    ("cap 1 + c [verl]", ["cispo"], setting(is_weight_cap=lambda b: 1 + b.is_weight_cap)),
-    ("weights of at least 0.8 [verl]", ["cispo"], setting(is_weight_floor=0.8)),
-    ("a cap of 0.2 [TRL: default]", ["cispo"], setting(is_weight_cap=0.2)),
-    ("bounds of 0.2 [TRL, verl: default]", ["gspo"], setting(clip_eps_low=0.2, clip_eps_high=0.2)),
     ("k3 clamped at 10 [verl]", ["grpo"], pieces(k3=lambda log_x: k3(log_x).clamp(max=10))),
     ("k3 times r, unasked [TRL: default]", ["grpo"], setting(kl_is_corrected=True)),
     ("no step at all if the range is 0", ["value_loss"], setting(value_clip=smallest_range)),
     ("half of the squared error", ["value_loss"], lambda J, b: J(b) / 2),
     ("the unbiased std [TRL, verl]", ["whiten"], lambda J, b: J(b) * (1 - 1 / b.mask.sum()) ** 0.5),
+    (
+        "the mean comes back [TRL, verl: on request]",
+        ["whiten"],
+        lambda J, b: J(b) + b.mask * b.advantages[b.mask].mean(),
+    ),
 ]
 # (kind, name, sections, change)
 ENTRIES = [("mistake", *row) for row in MISTAKES] + [("variant", *row) for row in VARIANTS]

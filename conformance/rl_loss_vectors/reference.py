@@ -7,16 +7,18 @@ in one batch `b`, under their names in vectors.json; only tokens of the mask are
 
 import math
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 
-LOSSES = "ppo grpo dr_grpo dapo gspo cispo gmpo rspo sapo reinforce rloo vapo".split()
+LOSSES = "ppo grpo dr_grpo dapo gspo cispo gmpo rspo sapo reinforce rloo vapo grpo_offpolicy".split()
 BOOLEAN = ["mask", "is_right"]
 INTEGER = ["indices", "group_ids", "rollout_ids"]
 
 
 def batch(**fields):
     b = SimpleNamespace(ref_logprobs=None, rollout_ratio=None, clip_level="token")
+    b.offpolicy_mask = 0
     vars(b).update(fields)
     return b
 
@@ -93,19 +95,38 @@ def k3(log_x):
     return torch.expm1(log_x) - log_x
 
 
+def log_mu_over_pi(b, i, t):
+    """mu is the sampler; rollout_ratio is pi_old / mu."""
+    rho = 1 if b.rollout_ratio is None else b.rollout_ratio[i, t].item()
+    return -log_ratio(b, i, t).item() - math.log(rho)
+
+
+def is_dropped(b, i):
+    """The mask of DeepSeek-V3.2: a bad completion that the policy has moved away from."""
+    if b.offpolicy_mask == 0 or advantage(b, i) >= 0:
+        return False
+    return sum(log_mu_over_pi(b, i, t) for t in tokens(b, i)) / length(b, i) > b.offpolicy_mask
+
+
 def grpo(b):
+    def policy_term(i, t):
+        return 0 * b.logprobs[i, t] if is_dropped(b, i) else clipped_term(b, i, t)
+
     def term(i, t):
         if b.ref_logprobs is None:
-            return clipped_term(b, i, t)
+            return policy_term(i, t)
         k = k3(b.ref_logprobs[i, t] - b.logprobs[i, t])
         if b.kl_is_corrected:
             # the ratio to what the completion was sampled from: pi / mu
             k = ratio(b, i, t) * k
             if b.rollout_ratio is not None:
                 k = b.rollout_ratio[i, t] * k
-        return clipped_term(b, i, t) - b.kl_coef * k
+        return policy_term(i, t) - b.kl_coef * k
 
     return average(b, each(b, term), "sequence")
+
+
+grpo_offpolicy = grpo  # with b.offpolicy_mask
 
 
 def sequence_ratio(b, i):
@@ -363,6 +384,34 @@ def fields_of(case):
     return fields
 
 
+def terms_and_denominator(section, case):
+    """What an objective averages, as terms of the loss, and what the terms of a completion are divided
+    by: the value is the sum of terms / denominator. (B, T) or (B, 1), and (B, 1)."""
+    averages = []
+
+    def recorded(b, terms, how, average=average):
+        averages.append((b, terms, how))
+        return average(b, terms, how)
+
+    without_gradient = {key: x for key, x in case.items() if key != "gradient"}
+    with mock.patch.dict(globals(), average=recorded):
+        evaluate(section, without_gradient)
+    ((b, terms, how),) = averages
+    sign = -1 if section in LOSSES else 1
+    lengths = [length(b, i) for i in range(len(b.mask))]
+    has_tokens = sum(len(row) for row in terms) == sum(lengths)  # a term for each
+    places = b.mask if has_tokens else torch.ones(len(terms), 1).bool()
+    table = torch.zeros(places.shape, dtype=torch.float64)
+    table[places] = torch.tensor([sign * float(x) for row in terms for x in row], dtype=table.dtype)
+    denominators = {
+        "token": [sum(lengths)] * len(lengths),
+        "sequence": [len(lengths) * length for length in lengths],
+        "constant": [len(lengths) * getattr(b, "max_new_tokens", 0)] * len(lengths),
+        "completion": [len(lengths)] * len(lengths),
+    }
+    return {"terms": table.tolist(), "denominator": [[x] for x in denominators[how]]}
+
+
 def evaluate(section, case, change=None):
     """(value, gradient or None) of the objective, or of what an entry of mistakes.py makes of it."""
     b = batch(**({"bootstrap": torch.zeros(5, 1)} | fields_of(case)))
@@ -382,3 +431,14 @@ def evaluate(section, case, change=None):
     total = total + 0 * first.nan_to_num().sum()  # a gradient even if nothing depends on it
     (gradient,) = torch.autograd.grad(total, first)
     return value.detach(), gradient
+
+
+def with_results(section, case):
+    """The case with what the objective gives for it."""
+    value, gradient = evaluate(section, case)
+    case = case | {"value": value.tolist()}
+    if gradient is not None:
+        case["gradient"] = gradient.tolist()
+    if "denominator" in case:
+        case |= terms_and_denominator(section, case)
+    return case

@@ -1,20 +1,22 @@
 """Calls a function with the cases of vectors.json, and compares its answers with the expected ones."""
 
+import copy
+import functools
 import inspect
 import json
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from rl_loss_vectors.reference import LOSSES, fields_of
+from rl_loss_vectors import names
+from rl_loss_vectors.reference import LOSSES, fields_of, with_results
 
 VECTORS = json.loads((Path(__file__).parent / "vectors.json").read_text())
-COUNTS = ["num_sequences", "num_tokens"]
+COUNTS = names.COUNTS
 
 
 class Answer(NamedTuple):
@@ -46,35 +48,24 @@ class Misfit(Exception):
 
 def parameters_of(function):
     """{name: parameter}; those of a module are in `forward`, which its __call__ hides."""
-    if inspect.isclass(function):
-        raise Misfit(f"{function.__name__} is a class: pass an instance of it, or a function")
     if not callable(function):
         raise Misfit(f"it is no function: {function!r}")
     return inspect.signature(getattr(function, "forward", function)).parameters
 
 
-def in_order(arguments, parameters):
-    """The arguments of a section in the order in which a function takes them. A parameter takes the
-    argument that begins with three letters of its name; the others are taken in our order."""
-    kinds = [parameter.kind for parameter in parameters.values()]
-    if inspect.Parameter.VAR_POSITIONAL in kinds:
-        return list(arguments)
-    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [name for name, parameter in parameters.items() if parameter.kind in by_position]
-    if len(names) < len(arguments):
-        raise Misfit(
-            f"it takes {len(names)} arguments ({', '.join(names)}), not {len(arguments)}: "
-            f"{', '.join(arguments)}"
-        )
-    found = {}
-    # "old" is looked for first, since old_log_prob contains "log" as well.
-    for argument in sorted(arguments, key=lambda argument: not argument.startswith("old")):
-        for name in names[: len(arguments)]:
-            if name not in found and argument[:3] in name.lower():
-                found[name] = argument
-                break
-    rest = iter([argument for argument in arguments if argument not in found.values()])
-    return [found[name] if name in found else next(rest) for name in names[: len(arguments)]]
+class Bundle:
+    """A batch or a config: it has whatever it is asked for by a name that we know."""
+
+    def __init__(self, find):
+        self.__dict__["find"] = find
+
+    def __getattr__(self, name):
+        return self.find(name)
+
+    __getitem__ = __getattr__
+
+    def get(self, name, default=None):
+        return getattr(self, name, default)
 
 
 @dataclass(eq=False)
@@ -85,31 +76,85 @@ class Subject:
     section: str  # of vectors.json: "grpo", "gae" ...
     advantages: str = "as in the file"  # or "BT", "B1", "B": their shape
     mask: str = "bool"  # or "float": 0 and 1
+    dtype: torch.dtype = torch.float64
+    rewards: str = "PG"  # or "N", "GP", "G": one group at a time
+    fixed: dict = field(default_factory=dict)  # {parameter: value}
+    constants: dict = field(default_factory=dict)  # of its own, instead of our keywords
+    needs_ref: bool = False  # in cases without a KL as well
 
     def __post_init__(self):
         self.about = VECTORS["sections"][self.section]
         self.parameters = parameters_of(self.function)
-        self.arguments = in_order(self.about["arguments"], self.parameters)
+        kinds = [parameter.kind for parameter in self.parameters.values()]
+        self.takes_all = inspect.Parameter.VAR_KEYWORD in kinds
+        self.takes_any = inspect.Parameter.VAR_POSITIONAL in kinds
+        self.read = {}  # what it asked a bundle for
+        self.given, left = names.assign(self.parameters, self.about, self.section, self.fixed)
+        got = {*self.given.values()}
+        if "advantages" in got and self.section == "value_loss":
+            got.add("returns")  # = advantages + old values
+        takes_ours = "bundle" in got or self.takes_any
+        self.missing = {x for x in self.about["arguments"] if x not in got and not takes_ours}
+        if left or self.missing - {"mask", "old_logprobs"}:
+            wanted = self.about["arguments"]
+            raise Misfit(
+                f"it takes {len(self.parameters)} arguments ({', '.join(self.parameters)}), not "
+                f"{len(wanted)}: {', '.join(wanted)}; what is not known is set by --set NAME=VALUE"
+            )
+        if "ref_logprobs" in got:
+            name = next(name for name, ours in self.given.items() if ours == "ref_logprobs")
+            self.needs_ref = self.parameters[name].default is inspect.Parameter.empty
 
-    def names(self, case):
-        """{our keyword: theirs} of what a case sets and the function takes; mask_BT is mask."""
-        theirs = {re.sub("_[A-Z][A-Z0-9]*$", "", name): name for name in self.parameters}
-        given = [*case["keywords"], *(key for key in COUNTS if key in case)]
-        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in self.parameters.values()):
-            theirs |= {key: key for key in given}
-        return {key: theirs[key] for key in given if key in theirs}
+    def takes(self, key):
+        _ = self.returns_terms  # so that it has been called once
+        taken = {*self.given.values(), *self.read.values()}
+        return key in taken or key in {names.WIDTHS.get(x) for x in taken}
+
+    def swallows(self, case, keys):
+        """Whether these keywords get lost in **keywords: the answer is the same without them."""
+        return not self.takes_all or same(self.answer(case, keys), *self.answer(case), 1e-9)
 
     def why_not(self, case):
         """The reason why a case does not apply, or None."""
-        names = self.names(case)
         for key, value in case["keywords"].items():
-            if key not in names and value != self.about["defaults"].get(key):
+            is_default = value == self.about["defaults"].get(key) or key in self.constants
+            if not is_default and not self.takes(key) and self.swallows(case, {key}):
                 return f"it has no keyword {key}"
-        if "micro_batches" in case and not set(COUNTS) & set(names):
+        bounds = {case["keywords"].get("clip_eps_low"), case["keywords"].get("clip_eps_high")}
+        if "clip_eps" in self.given.values() and "settings" in case["tags"] and len(bounds) == 2:
+            return "it has one width for both bounds"
+        has_count = any(self.takes(key) for key in COUNTS)
+        if "micro_batches" in case and not has_count and self.swallows(case, {*COUNTS}):
             return "it cannot be used in micro-batches: it has no count of the whole step"
         if self.advantages in ("B", "B1") and "token_advantages" in case["tags"]:
             return "it takes one advantage for each completion"
         return None
+
+    @functools.cached_property
+    def returns_terms(self):
+        """Whether a loss returns (B, T), of which we then take the mean of its section."""
+        try:
+            part = self.fields(self.about["cases"][0])
+            return self.section in LOSSES and self.output(part).shape == part["mask"].shape
+        except Exception:
+            return False
+
+    @functools.cache  # noqa: B019: as long as the subject
+    def case_of(self, id):
+        """A case as the function can be asked it: with constants of its own, without padding if it
+        takes no mask, with ratios of 1 if it takes no old log-probs."""
+        case = next(case for case in self.about["cases"] if case["id"] == id)
+        changed = copy.deepcopy(case)
+        inputs = changed["inputs"]
+        if "mask" in self.missing and not self.returns_terms:
+            inputs["mask"] = [[1 for _ in row] for row in inputs["mask"]]
+            changed.pop("masked_places_hold", None)
+        if "old_logprobs" in self.missing and self.section not in ("reinforce", "rloo"):
+            inputs["old_logprobs"] = inputs["logprobs"]
+        changed["keywords"] |= self.constants
+        if self.needs_ref and "kl_coef" in case["keywords"]:
+            changed["keywords"].setdefault("ref_logprobs", inputs["logprobs"])  # a KL of 0
+        return case if changed == case else with_results(self.section, changed)
 
     def fields(self, case):
         """What a case gives a function: tensors and numbers, by name."""
@@ -118,27 +163,89 @@ class Subject:
             fields["advantages"] = fields["advantages"].expand_as(fields["mask"]).clone()
         if self.section in LOSSES and self.advantages == "B":
             fields["advantages"] = fields["advantages"][:, 0]
-        if "mask" in fields and self.mask == "float":
-            fields["mask"] = fields["mask"].double()
+        for name, x in fields.items():
+            if torch.is_tensor(x) and (x.is_floating_point() or (name, self.mask) == ("mask", "float")):
+                fields[name] = x.to(self.dtype)
         return fields | {key: case[key] for key in COUNTS if key in case}
 
     def expected(self, case):
         """(value, gradient or None)"""
+        case = self.case_of(case["id"]) if "id" in case else case
         gradient = np.array(case["gradient"]) if "gradient" in case else None
         return np.array(case["value"], float), gradient
 
-    def answer(self, case):
+    def value_of(self, key, part):
+        """What a parameter gets that is assigned `key`; None if the case has no such thing."""
+        if key == "bundle":
+            return Bundle(lambda name: self.in_bundle(name, part))
+        if key == "lower_bound":
+            return 1 - part["clip_eps_low"]
+        if key == "upper_bound":
+            return 1 + part["clip_eps_high"]
+        if key == "advantages" and self.section == "value_loss":
+            return part["returns"] - part["old_values"]
+        return ({"zero": 0.0, "small": 1e-6} | part).get(names.WIDTHS.get(key, key))
+
+    def in_bundle(self, name, part):
+        known = names.known_to(self.about) | {*self.about["arguments"]}
+        role = names.role_of(name, self.section, self.about["arguments"])
+        if role == "logprobs" and "logprobs" in self.given.values():
+            role = "old_logprobs"
+        key = names.keyword_of(name, self.section, known) or role
+        value = self.value_of(key, part)
+        if value is None:
+            raise AttributeError(f"{name} is not known: pass --set")
+        self.read[name] = key
+        return value
+
+    def call(self, part):
+        named = {key: x for key, x in self.fixed.items() if key in self.parameters}
+        for name, key in self.given.items():
+            value = self.value_of(key, part)
+            is_required = self.parameters[name].default is inspect.Parameter.empty
+            if value is None and is_required and key == "ref_logprobs":
+                value = part["logprobs"].detach().clone()  # a KL of 0, where the paper has none
+            if value is not None or is_required:
+                named[name] = value
+        args = [part[key] for key in self.about["arguments"]] if self.takes_any else []
+        for name, parameter in self.parameters.items():
+            if parameter.kind is parameter.POSITIONAL_ONLY:
+                args.append(named.pop(name))
+        if self.takes_all:
+            mine = {*self.given.values(), *self.about["arguments"], "group_size"}
+            named |= {key: x for key, x in part.items() if key not in mine}
+        result = self.function(*args, **named)
+        return gae_output(result) if self.section == "gae" else main_output(result)
+
+    def output(self, part):
+        """What it returns; groups of rewards may have to be passed in another arrangement."""
+        if self.about["arguments"] != ["rewards"]:
+            return self.call(part)
+        rewards = part["rewards"]
+        part = part | {"group_size": rewards.shape[1]}
+        if self.rewards == "G":
+            return torch.stack([self.call(part | {"rewards": row}).reshape(-1) for row in rewards])
+        if self.rewards == "GP":
+            return self.call(part | {"rewards": rewards.T}).T
+        found = self.call(part | {"rewards": rewards.reshape(-1) if self.rewards == "N" else rewards})
+        return found.reshape(rewards.shape) if found.shape == (rewards.numel(),) else found
+
+    def answer(self, case, without=()):
+        """Its answer in a case; `without` some of the keywords."""
+        case = self.case_of(case["id"]) if "id" in case else case
         fields = self.fields(case)
         expected, expected_gradient = self.expected(case)
         gradient = None if expected_gradient is None else np.zeros(expected_gradient.shape)
         value = 0
         for rows in case.get("micro_batches", [slice(None)]):
             part = {key: x[rows] if torch.is_tensor(x) else x for key, x in fields.items()}
-            given = {name: part[key] for key, name in self.names(case).items()}
+            part = {key: x for key, x in part.items() if key not in without}
             first = part[self.about["arguments"][0]]
             first.requires_grad_(gradient is not None)
-            result = self.function(*(part[key] for key in self.arguments), **given)
-            output = gae_output(result) if self.section == "gae" else main_output(result)
+            output = self.output(part)
+            if self.returns_terms:
+                divisors = torch.tensor(case["denominator"])[rows]
+                output = (torch.where(part["mask"].bool(), output, 0) / divisors).sum()
             if gradient is not None:
                 gradient[rows] = gradient_of(output, first, case.get("coefficients", 1))
             value = value + output.detach().cpu().double().numpy()
@@ -148,14 +255,50 @@ class Subject:
             raise ValueError(f"a loss is one number, not a tensor of shape {value.shape}")
         return Answer(value.reshape(expected.shape), gradient)
 
+    def notes(self):
+        """Lines: what got what, and what was adapted to the function."""
+        lines = []
+        pairs = [f"{theirs} is {ours}" for theirs, ours in (self.given | self.read).items()]
+        if any(names.plain(theirs) != ours for theirs, ours in self.given.items()):
+            lines.append(f"arguments by name: {', '.join(pairs)}")
+        arguments = self.about["arguments"]
+        roles = [names.role_of(name, self.section, arguments) for name in self.given]
+        if not {*roles, *self.given} & {*arguments} and not self.takes_any:
+            lines = [f"no name was recognized; passed in this order: {', '.join(pairs)}"]
+        if self.section == "value_loss" and "advantages" in self.given.values():
+            lines.append("advantages are returns - old_values")
+        first = self.about["cases"][0]["keywords"]
+        for key, x in self.constants.items():
+            if first[key] != x:
+                whose = "the paper's, where ours is" if self.section == "gspo" else "where ours is"
+                lines.append(
+                    f"{key} is {x:.4g}, {whose} {first[key]:.4g}: the cases are computed with it"
+                )
+        if "mask" in self.missing and not self.returns_terms:
+            lines.append(
+                "it takes no mask: tested on rows without padding; zero what stands behind the end"
+            )
+        if "old_logprobs" in self.missing and self.section not in ("reinforce", "rloo"):
+            lines.append("it takes no old log-probs: tested where every ratio is 1")
+        if self.returns_terms:
+            lines.append("it returns terms, (B, T): tested after the paper's mean")
+        if self.dtype == torch.float32:
+            lines.append("tested in float32, since float64 fails")
+        if self.rewards != "PG":
+            lines.append(f"rewards are passed as {self.rewards}")
+        return lines
+
 
 def main_output(result):
-    """What a function returns, or the first of a tuple, or the "loss" of a dict, as a tensor."""
+    """What a function returns, the first of a tuple, or the "loss" of a dict or object, as a tensor."""
+    if result is None:
+        raise Misfit("it returns None: is a `return` missing?")
     if isinstance(result, Mapping):
         if "loss" not in result:
             raise ValueError(f'it returns a dict without "loss": {", ".join(map(str, result))}')
         result = result["loss"]
-    return torch.as_tensor(result[0] if isinstance(result, tuple) else result)
+    result = getattr(result, "loss", result)
+    return torch.as_tensor(result[0] if isinstance(result, (tuple, list)) else result)
 
 
 def gae_output(result):

@@ -1,0 +1,175 @@
+"""A function of somebody's file, also if the file cannot be imported: the function and what it uses are
+then taken out of the syntax tree, with stand-ins for what is not installed."""
+
+import __future__
+
+import ast
+import importlib
+import inspect
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from rl_loss_vectors import names
+from rl_loss_vectors.vectors import Misfit
+
+KEPT = ("staticmethod", "classmethod", "property", "dataclass", "no_grad()")  # decorators
+CONSTANTS = {"clip_eps": 0.2, "clip_eps_low": 0.2, "clip_eps_high": 0.2, "kl_coef": 0.04}
+
+
+class StandIn(type):
+    """A foreign name: it can be called, subclassed or used as a decorator, and it has any attribute."""
+
+    def __getattr__(cls, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return stand_in(name)
+
+    def __call__(cls, *args, **keywords):
+        if "is_stand_in" not in vars(cls):  # a class of the file
+            return super().__call__(*args, **keywords)
+        is_decorator = len(args) == 1 and callable(args[0])
+        return args[0] if is_decorator else cls
+
+
+def stand_in(name):
+    return StandIn(name, (), {"is_stand_in": True, "__init__": lambda self, *args, **keywords: None})
+
+
+def statements_of(nodes):
+    """The statements of a module, also those in `if` and `try`."""
+    for node in nodes:
+        if isinstance(node, (ast.If, ast.Try, ast.With)):
+            for part in ("body", "orelse", "finalbody"):
+                yield from statements_of(getattr(node, part, []))
+        else:
+            yield node
+
+
+def names_of(node):
+    """What a statement defines."""
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        return [alias.asname or alias.name.split(".")[0] for alias in node.names]
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return [node.name]
+    return [x.id for x in ast.walk(node) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)]
+
+
+class Module:
+    """The names of a file, each defined when it is first needed."""
+
+    def __init__(self, path):
+        self.path = Path(path)
+        self.members = {"__name__": self.path.stem, "__file__": str(path)}
+        self.stand_ins = []
+        nodes = list(statements_of(ast.parse(self.path.read_text()).body))
+        self.nodes = {name: node for node in nodes for name in names_of(node)}
+
+    def get(self, name):
+        if name in self.nodes and name not in self.members:
+            node = self.nodes[name]
+            self.members[name] = None  # for a function that calls itself
+            is_import = isinstance(node, (ast.Import, ast.ImportFrom))
+            try:
+                self.members[name] = (
+                    self.imported(node, name) if is_import else self.defined(node, name)
+                )
+            except (Exception, SystemExit):
+                if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                    raise
+                self.stand_ins.append(name)
+                self.members[name] = stand_in(name)
+        return self.members.get(name)
+
+    def defined(self, node, name):
+        for inner in ast.walk(node):
+            if isinstance(inner, (ast.FunctionDef, ast.ClassDef)):
+                inner.decorator_list = [
+                    x for x in inner.decorator_list if ast.unparse(x).endswith(KEPT)
+                ]
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Load):
+                self.get(inner.id)
+        flags = __future__.annotations.compiler_flag
+        exec(
+            compile(ast.Module([node], []), str(self.path), "exec", flags, dont_inherit=True),
+            self.members,
+        )
+        return self.members[name]
+
+    def imported(self, node, name):
+        """From what is installed, or else from a file beside this one."""
+        alias = next(x for x in node.names if name in (x.asname, x.name.split(".")[0]))
+        if isinstance(node, ast.Import):
+            whole = importlib.import_module(alias.name)
+            return whole if alias.asname else sys.modules[name]
+        folder = self.path.parents[max(node.level - 1, 0)].joinpath(*(node.module or "").split("."))
+        for path in (folder.with_suffix(".py"), folder / "__init__.py", folder / f"{alias.name}.py"):
+            if path.is_file():
+                module = Module(path)
+                found = module.get(alias.name)
+                self.stand_ins += module.stand_ins
+                if found is not None:
+                    return found
+        assert node.level == 0, "a file that is not here"
+        return getattr(importlib.import_module(node.module), alias.name)
+
+
+def path_of(target):
+    """(file, name) of FILE.py:NAME or pkg.module:NAME."""
+    path, _, name = target.rpartition(":")
+    if not path.endswith(".py"):
+        module, path = path, path.replace(".", os.sep) + ".py"
+        spec = None if Path(path).is_file() else importlib.util.find_spec(module)
+        path = spec.origin if spec else path
+    if not Path(path).is_file():
+        raise Misfit(f"no file {path}")
+    return path, name
+
+
+def load(path, name, fixed):
+    """(the function, lines about how it was loaded); a class is made, and its forward is the function."""
+    sys.path.insert(0, str(Path(path).parent))
+    first, *attributes = name.split(".")
+    lines = []
+    try:
+        members = runpy.run_path(path)
+        here = [
+            key for key, x in members.items() if getattr(x, "__module__", "") == members["__name__"]
+        ]
+        found = members.get(first)
+    except (Exception, SystemExit) as error:
+        module = Module(path)
+        here = [
+            key for key, x in module.nodes.items() if isinstance(x, (ast.FunctionDef, ast.ClassDef))
+        ]
+        if first not in here:
+            raise
+        found = module.get(first)
+        lines.append(
+            f"the file cannot be imported ({type(error).__name__}: {error}): {first} is taken from it"
+        )
+        if module.stand_ins:
+            lines.append(f"stand-ins for {', '.join(dict.fromkeys(module.stand_ins))}")
+    if found is None:
+        raise Misfit(f"no function {name}; it has: {', '.join(here) or 'none'}")
+    for attribute in attributes:
+        is_method = inspect.isfunction(inspect.getattr_static(found, attribute, None))
+        found = getattr(made(found, fixed) if is_method else found, attribute)
+    found = made(found, fixed) if inspect.isclass(found) else found
+    return (found if callable(found) else getattr(found, "forward", found)), lines
+
+
+def made(cls, fixed):
+    """An instance, whose constructor gets what is set and our usual constants."""
+    given = {}
+    for name, parameter in [*inspect.signature(cls.__init__).parameters.items()][1:]:
+        key = names.first_of(names.KEYWORDS, name)
+        if name in fixed:
+            given[name] = fixed[name]
+        elif parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+            if key not in CONSTANTS:
+                raise Misfit(f"the constructor of {cls.__name__} needs {name}: pass --set {name}=...")
+            given[name] = CONSTANTS[key]
+    return cls(**given)
