@@ -26,6 +26,10 @@ class StandIn(type):
             raise AttributeError(name)
         return stand_in(name)
 
+    def __instancecheck__(cls, x):
+        is_any = "is_stand_in" in vars(cls) and type(x).__name__ in ("Bundle", "SimpleNamespace")
+        return is_any or super().__instancecheck__(x)
+
     def __call__(cls, *args, **keywords):
         if "is_stand_in" not in vars(cls):  # a class of the file
             return super().__call__(*args, **keywords)
@@ -98,22 +102,40 @@ class Module:
         )
         return self.members[name]
 
+    def __getattr__(self, name):
+        found = self.get(name)
+        if found is None:
+            raise AttributeError(name)
+        return found
+
     def imported(self, node, name):
-        """From what is installed, or else from a file beside this one."""
+        """From what is installed, or else from a file in this folder or one above."""
         alias = next(x for x in node.names if name in (x.asname, x.name.split(".")[0]))
-        if isinstance(node, ast.Import):
-            whole = importlib.import_module(alias.name)
-            return whole if alias.asname else sys.modules[name]
-        folder = self.path.parents[max(node.level - 1, 0)].joinpath(*(node.module or "").split("."))
-        for path in (folder.with_suffix(".py"), folder / "__init__.py", folder / f"{alias.name}.py"):
-            if path.is_file():
-                module = Module(path)
-                found = module.get(alias.name)
-                self.stand_ins += module.stand_ins
-                if found is not None:
-                    return found
-        assert node.level == 0, "a file that is not here"
-        return getattr(importlib.import_module(node.module), alias.name)
+        is_whole = isinstance(node, ast.Import)
+        module = alias.name if is_whole else node.module or ""
+        level = 0 if is_whole else node.level
+        try:
+            assert level == 0
+            found = importlib.import_module(module)
+            if is_whole:
+                return found if alias.asname else sys.modules[name]
+            return getattr(found, alias.name)
+        except (Exception, SystemExit):
+            folders = self.path.resolve().parents
+            for folder in folders[level - 1 : level] if level else folders:
+                place = folder.joinpath(*module.split("."))
+                for path in (
+                    place.with_suffix(".py"),
+                    place / "__init__.py",
+                    place / f"{alias.name}.py",
+                ):
+                    if path.is_file():
+                        other = Module(path)
+                        other.stand_ins = self.stand_ins
+                        found = other if is_whole or path.stem == alias.name else other.get(alias.name)
+                        if found is not None:
+                            return found
+            raise
 
 
 def path_of(target):

@@ -243,14 +243,18 @@ def cap_names(floor, cap, ours):
 
 def clip_names(edges, ours, section):
     """What the edges amount to."""
-    far = [r for r in edges.values() if r and abs(math.log(r)) > 2.3]  # 10 or more: for safety
-    near = {key: None if r in far else r for key, r in edges.items()}
+    logs = {key: math.log(r) if r else 0 for key, r in edges.items()}
+    near = {key: None if abs(logs[key]) > 2.3 else r for key, r in edges.items()}
+    far = max(abs(x) if 2.3 < abs(x) < 16 else 0 for x in logs.values())  # for safety
     names = []
-    if far and max(far) < 1e3:
-        names.append(f"{CLAMP}r > {max(far):.4g}: a clamp of r")
-    elif far:
-        log = max(abs(math.log(r)) for r in far)
-        names.append(f"{CLAMP}|log r| > {log:.4g}: a clamp of log r")
+    if far:
+        is_of_r = far < 6
+        words = (
+            f"r > {math.exp(far):.4g}: a clamp of r"
+            if is_of_r
+            else f"|log r| > {far:.4g}: a clamp of log r"
+        )
+        names.append(f"{CLAMP}{words}")
     found = (near[-1, -1], near[1, 1])
     places = {key for key, r in near.items() if r}
     if not places:

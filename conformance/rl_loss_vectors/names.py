@@ -83,12 +83,14 @@ def role_of(name, section, arguments, has_predictions=False):
 
 def filler_of(name, role):
     """What a required parameter gets that the section knows nothing of, or None."""
-    if role in ("ref_logprobs", "advantages", "old_logprobs"):
+    if role in ("ref_logprobs", "advantages", "old_logprobs", "mask"):
         return role
     if re.search(BUNDLES, name.lower()):
         return "bundle"
     if first_of(KEYWORDS, name) == "kl_coef" or re.search("ent.*coef", name):
         return "zero"
+    if re.search("(^|_)kl", name):
+        return "no_kl"
     return "small" if "eps" in name else None
 
 

@@ -4,6 +4,7 @@ import copy
 import functools
 import inspect
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,6 +106,16 @@ class Subject:
             name = next(name for name, ours in self.given.items() if ours == "ref_logprobs")
             self.needs_ref = self.parameters[name].default is inspect.Parameter.empty
 
+    def insists(self):
+        """Whether there is something optional that it was not given so far, and gets from now on."""
+        unused = [x for x in self.parameters if re.search(names.BUNDLES, x) and x not in self.given]
+        unused = [x for x in unused if x not in self.fixed and self.parameters[x].default is None]
+        wants_ref = "ref_logprobs" in self.given.values() and not self.needs_ref
+        self.needs_ref = self.needs_ref or wants_ref
+        self.given |= dict.fromkeys(unused, "bundle")
+        self.__dict__.pop("returns_terms", None)
+        return bool(unused or wants_ref)
+
     def takes(self, key):
         _ = self.returns_terms  # so that it has been called once
         taken = {*self.given.values(), *self.read.values()}
@@ -184,6 +195,8 @@ class Subject:
             return 1 + part["clip_eps_high"]
         if key == "advantages" and self.section == "value_loss":
             return part["returns"] - part["old_values"]
+        if key == "no_kl":
+            return torch.zeros_like(part["logprobs"]).detach()
         return ({"zero": 0.0, "small": 1e-6} | part).get(names.WIDTHS.get(key, key))
 
     def in_bundle(self, name, part):
@@ -193,6 +206,9 @@ class Subject:
             role = "old_logprobs"
         key = names.keyword_of(name, self.section, known) or role
         value = self.value_of(key, part)
+        if value is None and key == "ref_logprobs":
+            self.needs_ref = True
+            value = part["logprobs"].detach().clone()
         if value is None:
             raise AttributeError(f"{name} is not known: pass --set")
         self.read[name] = key
