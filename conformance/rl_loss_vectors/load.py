@@ -14,8 +14,10 @@ from pathlib import Path
 from rl_loss_vectors import names
 from rl_loss_vectors.vectors import Misfit
 
-KEPT = ("staticmethod", "classmethod", "property", "dataclass", "no_grad()")  # decorators
 CONSTANTS = {"clip_eps": 0.2, "clip_eps_low": 0.2, "clip_eps_high": 0.2, "kl_coef": 0.04}
+KEPT = ("staticmethod", "classmethod", "property", "dataclass")  # decorators
+IMPORTS = (ast.Import, ast.ImportFrom)
+DEFINITIONS = (ast.FunctionDef, ast.ClassDef)
 
 
 class StandIn(type):
@@ -27,14 +29,12 @@ class StandIn(type):
         return stand_in(name)
 
     def __instancecheck__(cls, x):
-        is_any = "is_stand_in" in vars(cls) and type(x).__name__ in ("Bundle", "SimpleNamespace")
-        return is_any or super().__instancecheck__(x)
+        return "is_stand_in" in vars(cls) and type(x).__name__ in ("Bundle", "SimpleNamespace")
 
     def __call__(cls, *args, **keywords):
         if "is_stand_in" not in vars(cls):  # a class of the file
             return super().__call__(*args, **keywords)
-        is_decorator = len(args) == 1 and callable(args[0])
-        return args[0] if is_decorator else cls
+        return args[0] if len(args) == 1 and callable(args[0]) else cls
 
 
 def stand_in(name):
@@ -44,18 +44,17 @@ def stand_in(name):
 def statements_of(nodes):
     """The statements of a module, also those in `if` and `try`."""
     for node in nodes:
-        if isinstance(node, (ast.If, ast.Try, ast.With)):
-            for part in ("body", "orelse", "finalbody"):
-                yield from statements_of(getattr(node, part, []))
+        if isinstance(node, (ast.If, ast.Try)):
+            yield from statements_of(node.body + node.orelse)
         else:
             yield node
 
 
 def names_of(node):
     """What a statement defines."""
-    if isinstance(node, (ast.Import, ast.ImportFrom)):
+    if isinstance(node, IMPORTS):
         return [alias.asname or alias.name.split(".")[0] for alias in node.names]
-    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+    if isinstance(node, DEFINITIONS):
         return [node.name]
     return [x.id for x in ast.walk(node) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)]
 
@@ -63,38 +62,35 @@ def names_of(node):
 class Module:
     """The names of a file, each defined when it is first needed."""
 
-    def __init__(self, path):
+    def __init__(self, path, stand_ins=()):
         self.path = Path(path)
         self.members = {"__name__": self.path.stem, "__file__": str(path)}
-        self.stand_ins = []
+        self.stand_ins = stand_ins or {}
         nodes = list(statements_of(ast.parse(self.path.read_text()).body))
         self.nodes = {name: node for node in nodes for name in names_of(node)}
 
-    def get(self, name):
-        if name in self.nodes and name not in self.members:
+    def __getattr__(self, name):
+        if name not in self.nodes:
+            raise AttributeError(name)
+        if name not in self.members:
             node = self.nodes[name]
             self.members[name] = None  # for a function that calls itself
-            is_import = isinstance(node, (ast.Import, ast.ImportFrom))
             try:
-                self.members[name] = (
-                    self.imported(node, name) if is_import else self.defined(node, name)
-                )
+                define = self.imported if isinstance(node, IMPORTS) else self.defined
+                self.members[name] = define(node, name)
             except (Exception, SystemExit):
-                if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                if isinstance(node, DEFINITIONS):
                     raise
-                self.stand_ins.append(name)
-                self.members[name] = stand_in(name)
-        return self.members.get(name)
+                self.stand_ins[name] = self.members[name] = stand_in(name)
+        return self.members[name]
 
     def defined(self, node, name):
         for inner in ast.walk(node):
-            if isinstance(inner, (ast.FunctionDef, ast.ClassDef)):
-                inner.decorator_list = [
-                    x for x in inner.decorator_list if ast.unparse(x).endswith(KEPT)
-                ]
+            if isinstance(inner, DEFINITIONS):
+                inner.decorator_list = [x for x in inner.decorator_list if ast.unparse(x) in KEPT]
         for inner in ast.walk(node):
-            if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Load):
-                self.get(inner.id)
+            if isinstance(inner, ast.Name) and inner.id in self.nodes:
+                getattr(self, inner.id)
         flags = __future__.annotations.compiler_flag
         exec(
             compile(ast.Module([node], []), str(self.path), "exec", flags, dont_inherit=True),
@@ -102,40 +98,23 @@ class Module:
         )
         return self.members[name]
 
-    def __getattr__(self, name):
-        found = self.get(name)
-        if found is None:
-            raise AttributeError(name)
-        return found
-
     def imported(self, node, name):
         """From what is installed, or else from a file in this folder or one above."""
         alias = next(x for x in node.names if name in (x.asname, x.name.split(".")[0]))
         is_whole = isinstance(node, ast.Import)
         module = alias.name if is_whole else node.module or ""
         level = 0 if is_whole else node.level
-        try:
-            assert level == 0
-            found = importlib.import_module(module)
-            if is_whole:
-                return found if alias.asname else sys.modules[name]
-            return getattr(found, alias.name)
-        except (Exception, SystemExit):
-            folders = self.path.resolve().parents
-            for folder in folders[level - 1 : level] if level else folders:
-                place = folder.joinpath(*module.split("."))
-                for path in (
-                    place.with_suffix(".py"),
-                    place / "__init__.py",
-                    place / f"{alias.name}.py",
-                ):
-                    if path.is_file():
-                        other = Module(path)
-                        other.stand_ins = self.stand_ins
-                        found = other if is_whole or path.stem == alias.name else other.get(alias.name)
-                        if found is not None:
-                            return found
-            raise
+        folders = self.path.resolve().parents
+        for folder in folders[level - 1 : level] if level else folders:
+            place = folder.joinpath(*module.split("."))
+            for path in (place.with_suffix(".py"), place / "__init__.py", place / f"{alias.name}.py"):
+                if path.is_file():
+                    other = Module(path, self.stand_ins)
+                    return other if is_whole or path.stem == alias.name else getattr(other, alias.name)
+        found = importlib.import_module(module)
+        if is_whole:
+            return found if alias.asname else sys.modules[name]
+        return getattr(found, alias.name)
 
 
 def path_of(target):
@@ -154,26 +133,19 @@ def load(path, name, fixed):
     """(the function, lines about how it was loaded); a class is made, and its forward is the function."""
     sys.path.insert(0, str(Path(path).parent))
     first, *attributes = name.split(".")
+    module = Module(path)
+    here = [key for key, x in module.nodes.items() if not isinstance(x, IMPORTS)]
     lines = []
     try:
-        members = runpy.run_path(path)
-        here = [
-            key for key, x in members.items() if getattr(x, "__module__", "") == members["__name__"]
-        ]
-        found = members.get(first)
+        found = runpy.run_path(path).get(first)
     except (Exception, SystemExit) as error:
-        module = Module(path)
-        here = [
-            key for key, x in module.nodes.items() if isinstance(x, (ast.FunctionDef, ast.ClassDef))
-        ]
         if first not in here:
             raise
-        found = module.get(first)
-        lines.append(
+        found = getattr(module, first)
+        lines = [
             f"the file cannot be imported ({type(error).__name__}: {error}): {first} is taken from it"
-        )
-        if module.stand_ins:
-            lines.append(f"stand-ins for {', '.join(dict.fromkeys(module.stand_ins))}")
+        ]
+        lines += [f"stand-ins for {', '.join(module.stand_ins)}"] if module.stand_ins else []
     if found is None:
         raise Misfit(f"no function {name}; it has: {', '.join(here) or 'none'}")
     for attribute in attributes:

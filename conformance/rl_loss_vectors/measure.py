@@ -3,16 +3,16 @@ those of mistakes.py, with numbers."""
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 from rl_loss_vectors.mistakes import CLIPPED, GEOMETRIC, k3, pieces, setting, together
-from rl_loss_vectors.reference import LOSSES, evaluate, length, with_results
+from rl_loss_vectors.reference import LOSSES, evaluate, with_results
 
 GRID = np.geomspace(1e-5, 30, 80)  # of log-ratios
 NEAR = 1e-3
-ENGINES = " [TRL, verl: default]"
 CLAMP = "variant: right, but no gradient where "
 
 
@@ -40,92 +40,75 @@ def of_policy(subject, case):
 
 # -------------------------------------------------------------------------------------- the divisor
 
-DIVISORS = {  # of B rows, |o| tokens in one, N in all, the padded width T, the longest M, the constant L
-    "N": ("token-mean [verl: default]", lambda B, o, N, T, M, L: N),
-    "B |o|": ("sequence-mean: divided by each |o|", lambda B, o, N, T, M, L: B * o),
-    "B L_max": ("a constant length", lambda B, o, N, T, M, L: B * L),
-    "B": ("sums of completions, not divided by a length", lambda B, o, N, T, M, L: B),
-    "1": ("a sum, not divided", lambda B, o, N, T, M, L: 1),
-    "B T": ("a mean over the padded width", lambda B, o, N, T, M, L: B * T),
-    "B M": ("divided by the longest |o|", lambda B, o, N, T, M, L: B * M),
-    "B N": ("a token-mean, divided by B again", lambda B, o, N, T, M, L: B * N),
-    "|o|": ("sequence-means, not divided by B", lambda B, o, N, T, M, L: o),
-    "N / |o|": ("each completion times its |o|", lambda B, o, N, T, M, L: N / o),
-    "B T / |o|": ("each completion times its |o|", lambda B, o, N, T, M, L: B * T / o),
-    "B N / |o|": ("each completion times its |o|", lambda B, o, N, T, M, L: B * N / o),
+DIVISORS = {  # B rows, o tokens in each, N in all, the padded width T, a constant L
+    "N": ("token-mean [verl: default]", lambda s: s.N + 0 * s.o),
+    "B |o|": ("sequence-mean: divided by each |o|", lambda s: s.B * s.o),
+    "B L_max": ("a constant length", lambda s: s.B * s.L + 0 * s.o),
+    "B": ("sums of completions, not divided by a length", lambda s: s.B + 0 * s.o),
+    "1": ("a sum, not divided", lambda s: 1 + 0 * s.o),
+    "B T": ("a mean over the padded width", lambda s: s.B * s.T + 0 * s.o),
+    "B N": ("a token-mean, divided by B again", lambda s: s.B * s.N + 0 * s.o),
+    "N / |o|": ("each completion times its |o|", lambda s: s.N / s.o),
+    "B T / |o|": ("each completion times its |o|", lambda s: s.B * s.T / s.o),
+    "B N / |o|": ("each completion times its |o|", lambda s: s.B * s.N / s.o),
 }
 
 
-def on_policy(section, case):
-    """The case with ratios of 1."""
-    case = {key: x for key, x in case.items() if key != "id"}
-    inputs = case["inputs"] | {"old_logprobs": case["inputs"]["logprobs"]}
-    shift = {"router_shift": np.ones(np.shape(case["gradient"])).tolist()} if section == "rspo" else {}
-    return with_results(section, case | {"inputs": inputs, "keywords": case["keywords"] | shift})
+def sizes_of(mask, keywords):
+    o = np.array(mask).sum(1)
+    L = keywords.get("max_new_tokens", math.nan)
+    return SimpleNamespace(B=len(o), o=o, N=o.sum(), T=len(mask[0]), L=L)
 
 
 def divisors_of(subject, plain):
-    """(your divisor, ours, sizes) of each completion; sizes as in DIVISORS. None if tokens differ."""
+    """(words, k) twice: your divisor is k times one of the table, and ours; on policy, where every token
+    of a completion has the same."""
     rows = []
     for case in plain:
-        case = on_policy(subject.section, subject.case_of(case["id"]))
-        A = np.broadcast_to(case["inputs"]["advantages"], np.shape(case["gradient"]))
-        yours, ours = of_policy(subject, case), -np.array(case["gradient"])
-        mask = np.array(case["inputs"]["mask"])
-        o = mask.sum(1)
-        for i in np.flatnonzero(np.abs(ours).max(1)):
-            where = ours[i] != 0
-            D = (A[i] / yours[i])[where]
-            if (
-                np.ptp(D) > NEAR * abs(D[0])
-                or np.abs(yours[i][~where]).any()
-                or not np.isfinite(D).all()
-            ):
-                return None
-            L = case["keywords"].get("max_new_tokens", math.nan)
-            sizes = (len(mask), o[i], o.sum(), mask.shape[1], o.max(), L)
-            rows.append((D[0], (A[i] / ours[i])[where][0], sizes))
-    return zip(*rows, strict=True) if rows else None
-
-
-def fitted(divisors, sizes):
-    """(words, k): these are k times a divisor of the table; a k of 1 or -1, or else the fewest words."""
-    found = []
-    for words, (_, formula) in DIVISORS.items():
-        k = np.array(divisors) / [formula(*each) for each in sizes]
-        if np.ptp(k) <= NEAR * abs(k[0]):
-            found.append((words, k[0]))
-    return min(found, key=lambda pair: (abs(abs(pair[1]) - 1) > NEAR) * len(pair[0]))
+        case = {key: x for key, x in subject.case_of(case["id"]).items() if key != "id"}
+        inputs = case["inputs"] | {"old_logprobs": case["inputs"]["logprobs"]}
+        keywords = case["keywords"] | ones_for(subject, np.shape(case["gradient"]))
+        case = with_results(subject.section, case | {"inputs": inputs, "keywords": keywords})
+        ours = -np.array(case["gradient"])
+        tables = np.array(inputs["advantages"]) / np.array([of_policy(subject, case), ours])
+        tables = np.where(ours == 0, math.nan, tables)
+        assert not np.isinf(tables).any(), "no gradient, or one that should not be there"
+        least, most = np.nanmin(tables, 2), np.nanmax(tables, 2)
+        assert not (most - least > NEAR * abs(most)).any(), "different divisors in a completion"
+        formulas = [formula(sizes_of(inputs["mask"], keywords)) for _, formula in DIVISORS.values()]
+        rows.append(most[:, None] / np.array(formulas))
+    results = []
+    for table in np.concatenate(rows, 2):
+        spread = np.nanmax(table, 1) - np.nanmin(table, 1)
+        fits = [n for n in range(len(table)) if spread[n] <= NEAR * abs(np.nanmax(table[n]))]
+        options = [(words, np.nanmean(table[n])) for n, words in enumerate(DIVISORS) if n in fits]
+        # A factor of 1 is the likeliest, then the fewest words.
+        results.append(min(options, key=lambda pair: (abs(abs(pair[1]) - 1) > NEAR) * len(pair[0])))
+    return results
 
 
 def divisor(subject, plain, found):
-    yours, ours, sizes = divisors_of(subject, plain)
-    words, k = fitted(yours, sizes)
-    right, _ = fitted(ours, sizes)
-    what, formula = DIVISORS[words]
+    (words, k), (right, _) = divisors_of(subject, plain)
+    name, formula = DIVISORS[words]
 
     def average(b, terms, how):
-        o = [length(b, i) for i in range(len(terms))]
-        rest = (sum(o), b.mask.shape[1], max(o), getattr(b, "max_new_tokens", math.nan))
+        sizes = sizes_of(b.mask.tolist(), vars(b))
         # What there is once for a completion stands on each of its tokens.
-        parts = [
-            sum(row) * (n // len(row)) / formula(len(o), n, *rest)
-            for n, row in zip(o, terms, strict=True)
-        ]
-        return sum(parts) / k
+        counts = [o // len(row) for o, row in zip(sizes.o, terms, strict=True)]
+        divisors = k * formula(sizes)
+        return sum(sum(row) * n / D for row, n, D in zip(terms, counts, divisors, strict=True))
 
     names = ["mistake: wrong sign"] if k < 0 else []
     if abs(abs(k) - 1) > NEAR:
-        names.append(f"mistake: divided by {abs(k):.4g} {words}, not by {right}".replace(" 1,", ","))
+        names.append(f"mistake: divided by {abs(k):.4g} times {words}, not by {right}")
     elif words != right:
-        names.append(f"mistake: {what}")
+        names.append(f"mistake: {name}")
     return names, pieces(average=average)
 
 
 def constant_length(subject, plain):
     """The L_max of a Dr. GRPO that has no keyword for it, or None."""
-    yours, _, sizes = divisors_of(subject, plain)
-    words, k = fitted(yours, sizes)
+    (words, k), _ = divisors_of(subject, plain)
     return float(f"{k:.6g}") if words == "B" and k > 1 + NEAR else None
 
 
@@ -138,17 +121,20 @@ def asked(subject, log_ratios, advantages, **more):
     more = {"ref_logprobs": new} | more if subject.needs_ref or more else {}
     table = {"logprobs": new, "old_logprobs": new - log_ratios, **more}
     table = {key: np.stack([x, x], 1).tolist() for key, x in table.items()}
-    keywords = {key: table.pop(key) for key in more}
-    shift = {"router_shift": np.ones((len(new), 2)).tolist()} if subject.section == "rspo" else {}
+    keywords = {key: table.pop(key) for key in more} | ones_for(subject, (len(new), 2))
     inputs = table | {
         "advantages": np.reshape(advantages, (-1, 1)).tolist(),
         "mask": [[1, 1]] * len(new),
     }
-    case = {"inputs": inputs, "keywords": defaults(subject) | keywords | shift, "value": 0}
+    case = {"inputs": inputs, "keywords": defaults(subject) | keywords, "value": 0}
     case["gradient"] = np.zeros((len(new), 2))
     if subject.returns_terms:
         case = with_results(subject.section, case | {"denominator": None})
     return subject.answer(case), case
+
+
+def ones_for(subject, shape):
+    return {"router_shift": np.ones(shape).tolist()} if subject.section == "rspo" else {}
 
 
 def defaults(subject):
@@ -183,9 +169,7 @@ def edge(subject, A, direction):
             return None, ""
         n = int(np.argmin(is_r))
         if (np.abs(w[n:]) > 1e-9).any():
-            assert np.ptp(w[n:]) < NEAR * w[-1] and abs(w[-1] / r[n] - 1) < 0.5, (
-                "neither r nor constant"
-            )
+            assert np.ptp(w[n:]) < NEAR * w[-1] and abs(w[-1] / r[n] - 1) < 0.5, "neither r nor a cap"
             return rounded(w[-1]), "cap"
         grid = np.linspace(grid[n - 1] if n else 0, grid[n], 80)
     return rounded(r[n]), "clip"
@@ -212,76 +196,58 @@ def clip(subject, plain, found):
     edges, kinds = edges_of(subject)
     keywords = defaults(subject)
     limits = {A: (edges[A, -1] or 0, edges[A, 1] or math.inf) for A in (1, -1)}
-    if subject.section == "cispo" and kinds == {"cap"} and limits[1] == limits[-1]:
-        return cap_names(*limits[1], keywords), setting(
-            is_weight_floor=limits[1][0], is_weight_cap=limits[1][1]
-        )
+    floor, cap = limits[1]
+    if subject.section == "cispo" and kinds == {"cap"}:
+        ours = keywords["is_weight_floor"], keywords["is_weight_cap"]
+        engines = {0.2: " [TRL: default]", 1 + ours[1]: " [verl: 1 + c]"}.get(cap, "")
+        names = [f"variant: weights of at least {floor:.4g} [verl: 0.8]"] if floor != ours[0] else []
+        names += [f"variant: a cap of {cap:.4g}, not {ours[1]:.4g}{engines}"] if cap != ours[1] else []
+        return names, setting(is_weight_floor=floor, is_weight_cap=cap)
     if subject.section not in CLIPPED + GEOMETRIC or "cap" in kinds:
         return [], None
 
     def clipped(r, a, low, high):
         return torch.clamp(r, *limits[1 if a > 0 else -1]) * a
 
-    return clip_names(edges, range_of(subject.section, keywords), subject.section), pieces(
-        clipped=clipped
-    )
+    return clip_names(edges, range_of(subject.section, keywords)), pieces(clipped=clipped)
 
 
-def cap_names(floor, cap, ours):
-    names = (
-        [f"variant: weights of at least {floor:.4g} [verl: 0.8]"]
-        if floor != ours["is_weight_floor"]
-        else []
-    )
-    engines = {0.2: " [TRL: default]", 1 + ours["is_weight_cap"]: " [verl: 1 + c]"}
-    if cap != ours["is_weight_cap"]:
-        names.append(
-            f"variant: a cap of {cap:.4g}, where ours is {ours['is_weight_cap']:.4g}{engines.get(cap, '')}"
-        )
-    return names
+PLACES = {  # (sign of A, direction) where there is no gradient: what this is
+    (): "mistake: no clip",
+    ((-1, -1), (1, 1)): None,  # the paper's
+    ((-1, -1), (-1, 1), (1, 1)): "variant: dual clip: A < 0 and r > {:.4g} [verl]",
+    ((-1, 1), (1, -1)): "mistake: max for min",
+    ((-1, -1), (-1, 1), (1, -1), (1, 1)): "mistake: a clip on both sides, without the min",
+    ((-1, 1), (1, 1)): "mistake: min(r, clip(r)) times A: where A < 0 it is clipped above",
+}
 
 
-def clip_names(edges, ours, section):
+def clip_names(edges, ours):
     """What the edges amount to."""
-    logs = {key: math.log(r) if r else 0 for key, r in edges.items()}
-    near = {key: None if abs(logs[key]) > 2.3 else r for key, r in edges.items()}
-    far = max(abs(x) if 2.3 < abs(x) < 16 else 0 for x in logs.values())  # for safety
+    logs = {key: math.log(r) for key, r in edges.items() if r}
+    far = max([abs(x) for x in logs.values() if 2.3 < abs(x) < 16], default=0)  # for safety
+    near = {key: edges[key] for key, x in sorted(logs.items()) if abs(x) < 2.3}
     names = []
     if far:
-        is_of_r = far < 6
-        words = (
+        what = (
             f"r > {math.exp(far):.4g}: a clamp of r"
-            if is_of_r
+            if far < 6
             else f"|log r| > {far:.4g}: a clamp of log r"
         )
-        names.append(f"{CLAMP}{words}")
-    found = (near[-1, -1], near[1, 1])
-    places = {key for key, r in near.items() if r}
-    if not places:
-        return ["mistake: no clip"]
-    if places == {(-1, -1), (1, 1), (-1, 1)}:
-        names.append(f"variant: dual clip: A < 0 and r > {near[-1, 1]:.4g} [verl]")
-    elif len(places) == 4:
-        names.append("mistake: a clip on both sides, without the min")
-    elif places == {(1, -1), (-1, 1)}:
-        names.append("mistake: max for min")
-        found = (near[1, -1], near[-1, 1])
-    elif places == {(1, 1), (-1, 1)}:
-        names.append("mistake: min(r, clip(r)) times A: where A < 0 it is clipped above")
-        found = (ours[0], near[1, 1])
-    elif places != {(-1, -1), (1, 1)}:
-        words = [
-            f"A {'>' if A > 0 else '<'} 0, {'r above' if way > 0 else 'r below'} {near[A, way]:.4g}"
-            for A, way in places
-        ]
-        return [f"mistake: it clips only where {' and where '.join(sorted(words))}"]
-    if found != ours:
-        is_default = found[1] - 1 == 1 - found[0] and found in (
-            (ours[0], rounded(2 - ours[0])),
-            (0.8, 1.2),
+        names.append(CLAMP + what)
+    name = PLACES.get(tuple(near), "mistake: the clip acts in these places alone: {}")
+    is_dual = tuple(near) == ((-1, -1), (-1, 1), (1, 1))
+    names += [name.format(near[-1, 1] if is_dual else near)] if name else []
+    low, high = (
+        min(near.values(), default=1),
+        max((r for key, r in near.items() if key[0] > 0 or not is_dual), default=1),
+    )
+    if low < 1 < high and (low, high) != ours:
+        is_default = high == rounded(2 - low) and (low == ours[0] or low == 0.8)
+        engines = " [TRL, verl: default]" if is_default else ""
+        names.append(
+            f"variant: the range is [{low:.10g}, {high:.10g}], not [{ours[0]:.10g}, {ours[1]:.10g}]{engines}"
         )
-        found, ours = (f"[{low:.10g}, {high:.10g}]" for low, high in (found, ours))
-        names.append(f"variant: the range is {found}, not {ours}{ENGINES if is_default else ''}")
     return names
 
 
@@ -292,7 +258,6 @@ KLS = {  # of log x
     "k2": lambda x: x**2 / 2,
     "k3": k3,
     "k3 upside down": lambda x: k3(-x),
-    "x - 1": torch.expm1,
     "|log x|": torch.abs,
 }
 GRADIENTS = {  # how much there is of the derivative, and of the score times k
@@ -305,36 +270,31 @@ GRADIENTS = {  # how much there is of the derivative, and of the score times k
 
 def kl(subject, plain, found):
     """What is left where A is 0, as c times an estimator."""
-    if "grpo" not in subject.section or not subject.takes("ref_logprobs"):
-        return [], None
+    assert "grpo" in subject.section and subject.takes("ref_logprobs")
     x = np.array([-2, -1, -0.5, 0.3, 1, 1.5])
     pairs = [asked(subject, size * x[::-1] / 3, 0 * x, ref_logprobs=-2 + size * x) for size in (1, 0.4)]
-    for (name, k), (words, parts), of in itertools.product(
-        KLS.items(), GRADIENTS.items(), ("ref", "old")
-    ):
-        change = estimator(k, *parts, of)
+    kl_coef = defaults(subject)["kl_coef"]
+    for name, words, of in itertools.product(KLS, GRADIENTS, ("ref", "old")):
+        change = estimator(KLS[name], *GRADIENTS[words], of)
         for _, other in found:
             change = together(change, other)
-        results = [[y.numpy() for y in evaluate("grpo", case, change)] for _, case in pairs]
-        c, other = (
-            answer.value / value for (answer, _), (value, _) in zip(pairs, results, strict=True)
-        )
-        gradients = np.array(
-            [[c * y, answer.gradient] for (answer, _), (_, y) in zip(pairs, results, strict=True)]
-        )
-        if abs(c - other) < NEAR * abs(c) and np.allclose(*gradients.swapaxes(0, 1), NEAR, NEAR / 100):
+        factors = []
+        for answer, case in pairs:
+            value, gradient = (y.numpy() for y in evaluate("grpo", case, change))
+            c = answer.value / value
+            fits = np.allclose(answer.gradient, c * gradient, rtol=NEAR, atol=NEAR / 100)
+            factors.append(c if fits else math.nan)
+        if abs(factors[0] - factors[1]) < NEAR * abs(c):
             break
     else:
         return [], None
-    ours = defaults(subject)["kl_coef"]
-    c = float(f"{c * ours:.3g}")
-    is_right = (name, words, of) == ("k3", "", "ref")
-    if is_right and c == ours:
-        return [], None
-    kind = "variant" if is_right and c > 0 else "mistake"
-    rewarded = ", rewarded" if c < 0 else ""
-    text = f"{kind}: the KL is {name}, x = pi_{of} / pi, coefficient {abs(c):.3g}{rewarded}{words}"
-    return [text], estimator(k, *parts, of, c / ours)
+    coefficient = float(f"{c * kl_coef:.3g}")
+    is_k3 = (name, words, of) == ("k3", "", "ref")
+    kind = "variant" if is_k3 and c > 0 else "mistake"
+    size = f"{abs(coefficient):.3g}{', rewarded' if c < 0 else ''}"
+    names = [f"{kind}: the KL is {name}, x = pi_{of} / pi, coefficient {size}{words}"]
+    change = estimator(KLS[name], *GRADIENTS[words], of, coefficient / kl_coef)
+    return ([] if is_k3 and coefficient == kl_coef else names), change
 
 
 def estimator(k, derivative, score, of, c=1):

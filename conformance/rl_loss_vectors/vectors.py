@@ -275,12 +275,12 @@ class Subject:
         """Lines: what got what, and what was adapted to the function."""
         lines = []
         pairs = [f"{theirs} is {ours}" for theirs, ours in (self.given | self.read).items()]
-        if any(names.plain(theirs) != ours for theirs, ours in self.given.items()):
-            lines.append(f"arguments by name: {', '.join(pairs)}")
         arguments = self.about["arguments"]
-        roles = [names.role_of(name, self.section, arguments) for name in self.given]
-        if not {*roles, *self.given} & {*arguments} and not self.takes_any:
-            lines = [f"no name was recognized; passed in this order: {', '.join(pairs)}"]
+        roles = {names.role_of(name, self.section, arguments) for name in self.given} | {*self.given}
+        is_known = self.takes_any or roles & {*arguments}
+        if any(names.plain(theirs) != ours for theirs, ours in self.given.items()):
+            how = "arguments by name" if is_known else "no name was recognized; passed in this order"
+            lines.append(f"{how}: {', '.join(pairs)}")
         if self.section == "value_loss" and "advantages" in self.given.values():
             lines.append("advantages are returns - old_values")
         first = self.about["cases"][0]["keywords"]
