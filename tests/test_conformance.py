@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 
+import disagree
 import numpy as np
 import pytest
 import torch
@@ -526,6 +527,11 @@ def test_the_cases_of_a_pytest_suite():
     assert mark.name == "xfail" and mark.kwargs["strict"]
     (mark,) = parameters["dapo-007"].marks
     assert mark.name == "skip" and "micro-batches" in mark.kwargs["reason"]
+
+
+def test_the_table_of_the_readme(capsys):
+    disagree.main()
+    assert capsys.readouterr().out in README
 
 
 def test_the_three_examples_of_the_readme(tmp_path):

@@ -18,6 +18,11 @@ from rl_loss_vectors.vectors import LOSSES, VECTORS, Misfit
 ADVANTAGES = {"dr_grpo": "group_differences", "rloo": "leave_one_out"}
 
 
+ACCEPTED = """Parameters are recognized by name: new or logp, old or behavior, ref, mask, adv; clip or eps (low,
+high), beta or kl_coef, max_tokens, num_items_in_batch, num_generations, gamma, lam. A loss may be a number, the
+first of a tuple, "loss" of a dict or object, or terms (B, T). README.md has it all."""
+
+
 class Parser(argparse.ArgumentParser):
     def error(self, message):
         """One line, without the usage."""
@@ -25,8 +30,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def arguments(program):
-    parser = Parser(program, description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("target", help="FILE.py:FUNCTION")
+    parser = Parser(program, description=__doc__.splitlines()[0], epilog=ACCEPTED, allow_abbrev=False)
+    parser.add_argument(
+        "target", help="FILE.py:FUNCTION, FILE.py:CLASS, FILE.py:CLASS.METHOD or pkg.mod:NAME"
+    )
     parser.add_argument(
         "--algorithm", choices=LOSSES, help="whose loss or advantages the function computes"
     )

@@ -199,7 +199,7 @@ def clip(subject, plain, found):
     floor, cap = limits[1]
     if subject.section == "cispo" and kinds == {"cap"}:
         ours = keywords["is_weight_floor"], keywords["is_weight_cap"]
-        engines = {0.2: " [TRL: default]", 1 + ours[1]: " [verl: 1 + c]"}.get(cap, "")
+        engines = " [verl: 1 + c]" if cap == 1 + ours[1] else ""
         names = [f"variant: weights of at least {floor:.4g} [verl: 0.8]"] if floor != ours[0] else []
         names += [f"variant: a cap of {cap:.4g}, not {ours[1]:.4g}{engines}"] if cap != ours[1] else []
         return names, setting(is_weight_floor=floor, is_weight_cap=cap)

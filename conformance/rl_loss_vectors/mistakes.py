@@ -259,6 +259,7 @@ VARIANTS = [
     ("the std of the population, eps 1e-8", STANDARDIZED, eps(1e-8, False)),
     ("no rule for equal rewards [TRL, verl]", GROUPS, pieces(is_uniform=lambda rewards: False)),
     ("MaxRL: divided by the mean", STANDARDIZED, pieces(scale=lambda R: R.mean() + 1e-6)),
+    ("a cap of 0.2 [TRL: default]", ["cispo"], setting(is_weight_cap=0.2)),
     ("k3 clamped at 10 [verl]", ["grpo"], pieces(k3=lambda log_x: k3(log_x).clamp(max=10))),
     ("k3 times r, unasked [TRL: default]", ["grpo"], setting(kl_is_corrected=True)),
     ("no step at all if the range is 0", ["value_loss"], setting(value_clip=smallest_range)),
