@@ -6,13 +6,12 @@ change(J, batch), which returns what the changed code would. What explain.py say
 as another divisor or range, mostly has no entry.
 """
 
-import math
 from unittest import mock
 
 import torch
 
 from rl_loss_vectors import reference
-from rl_loss_vectors.reference import LOSSES, average, clipped, gate, k3, length, log_mu_over_pi
+from rl_loss_vectors.reference import LOSSES, average, gate, k3, length, log_mu_over_pi
 from rl_loss_vectors.reference import log_ratio, ratio, tokens
 
 # ------------------------------------------------------------------------------------ ways to change
@@ -41,10 +40,6 @@ def setting(**fields):
     return change
 
 
-def swapped(one, other):
-    return setting(**{one: lambda b: getattr(b, other), other: lambda b: getattr(b, one)})
-
-
 def together(first, second):
     return lambda J, b: second(lambda other: first(J, other), b)
 
@@ -56,27 +51,6 @@ def split(J, b, parts):
 
 
 # ------------------------------------------------------------------------------ what they change it to
-
-
-def sequence_mean(b, terms, how):
-    return average(b, terms, "sequence")
-
-
-def padded_mean(b, terms, how):
-    return sum(sum(row) for row in terms) / b.mask.numel()
-
-
-def mean_of_micro_batches(J, b):
-    return sum(split(J, b, b.micro_batches))
-
-
-def without_the_odd_row(J, b):
-    (value,) = split(J, b, [slice(len(b.mask) // 2 * 2)])
-    return value
-
-
-def length_with_holes(b, i):
-    return tokens(b, i)[-1] - tokens(b, i)[0] + 1
 
 
 def mask_moved(by):
@@ -91,10 +65,6 @@ def mask_moved(by):
     return together(least_length, setting(mask=moved))
 
 
-def clipped_by_ratio(r, a, low, high):
-    return clipped(r, a, 1 + math.log(low), 1 + math.log(high))
-
-
 def arithmetic_mean(b, i, factor):
     a = b.advantages[i, tokens(b, i)[0]]
     factors = [factor(ratio(b, i, t), a, t) if a else 0 for t in tokens(b, i)]
@@ -106,8 +76,12 @@ def whitened(x, mask, correction):
     return torch.where(mask, (x - x[mask].mean()) / (std + 1e-8), 0)
 
 
-def gae_whitened(correction):
-    return lambda J, b: torch.stack([whitened(J(b)[0], b.mask, correction), J(b)[1]])
+def gae_whitened(J, b, correction):
+    return torch.stack([whitened(J(b)[0], b.mask, correction), J(b)[1]])
+
+
+def standardized(eps, unbiased):
+    return pieces(scale=lambda rewards: rewards.std(unbiased=unbiased) + eps)
 
 
 def dropped(by_length=True, bad_only=True):
@@ -134,10 +108,6 @@ def sequence_ratio_by(mean):
     return pieces(sequence_ratio=s)
 
 
-def token_ratios(J, b):
-    return average(b, reference.each(b, lambda i, t: reference.clipped_term(b, i, t)), "sequence")
-
-
 def clamped_ratio(J, b):
     """CISPO's weight with a gradient of its own, and no log-prob."""
 
@@ -145,26 +115,6 @@ def clamped_ratio(J, b):
         return ratio(b, i, t).clamp(b.is_weight_floor, b.is_weight_cap) * b.advantages[i, t]
 
     return average(b, reference.each(b, term), "token")
-
-
-def eps(number, unbiased=True):
-    return pieces(scale=lambda rewards: rewards.std(unbiased=unbiased) + number)
-
-
-def std_of_the_batch(J, b):
-    return pieces(scale=lambda rewards: b.rewards.std() + 1e-6)(J, b)
-
-
-def mean_of_the_batch(J, b):
-    return pieces(mean=lambda rewards, j: b.rewards.mean())(J, b)
-
-
-def smallest_range(b):
-    return b.value_clip or 1e-300
-
-
-def sum_on_each_token(b):
-    return torch.where(b.mask, b.rewards, 0).sum(1, keepdim=True).expand_as(b.mask)
 
 
 # ---------------------------------------------------------------------------------------- the entries
@@ -183,11 +133,31 @@ MASKED = [*AVERAGED, "positive_lm_loss"]
 MISTAKES = [
     ("wrong sign", ["value_loss", "positive_lm_loss"], lambda J, b: -J(b)),
     # The averages and the mask.
-    ("sequence-mean: divided by each |o|", ["value_loss"], pieces(average=sequence_mean)),
-    ("a mean over the padded width", ["value_loss"], pieces(average=padded_mean)),
-    ("a mean of each micro-batch [verl: geo_mean]", AVERAGED, mean_of_micro_batches),
-    ("rows forgotten that do not fill a micro-batch of two", AVERAGED, without_the_odd_row),
-    ("holes counted in |o|", BY_LENGTH, pieces(length=length_with_holes)),
+    (
+        "sequence-mean: divided by each |o|",
+        ["value_loss"],
+        pieces(average=lambda b, terms, how: average(b, terms, "sequence")),
+    ),
+    (
+        "a mean over the padded width",
+        ["value_loss"],
+        pieces(average=lambda b, terms, how: sum(map(sum, terms)) / b.mask.numel()),
+    ),
+    (
+        "a mean of each micro-batch [verl: geo_mean]",
+        AVERAGED,
+        lambda J, b: sum(split(J, b, b.micro_batches)),
+    ),
+    (
+        "rows forgotten that do not fill a micro-batch of two",
+        AVERAGED,
+        lambda J, b: sum(split(J, b, [slice(len(b.mask) // 2 * 2)])),
+    ),
+    (
+        "holes counted in |o|",
+        BY_LENGTH,
+        pieces(length=lambda b, i: tokens(b, i)[-1] - tokens(b, i)[0] + 1),
+    ),
     ("mask ignored", [*MASKED, "replayed_gate"], setting(mask=lambda b: torch.ones_like(b.mask))),
     ("the mask one place early", MASKED, mask_moved(-1)),
     ("the mask one place late", MASKED, mask_moved(1)),
@@ -199,7 +169,7 @@ MISTAKES = [
     ),
     # Ratios, clips and the KL.
     ("every ratio times every A: (B,) times (B, 1)", ["gspo", *GEOMETRIC], every_pair),
-    ("a ratio for each token: GRPO's", ["gspo"], token_ratios),
+    ("a ratio for each token: GRPO's", ["gspo"], lambda J, b: reference.grpo(b)),
     ("an arithmetic for a geometric mean", ["gspo"], sequence_ratio_by(lambda r, width: r.mean())),
     (
         "log s is a mean over the padded width",
@@ -209,7 +179,6 @@ MISTAKES = [
     ("the clamped ratio itself, no weight of a log-prob", ["cispo"], clamped_ratio),
     ("the ratio is always 1", WITH_RATIO, setting(old_logprobs=lambda b: b.logprobs.detach())),
     ("the ratio upside down", WITH_RATIO, pieces(log_ratio=lambda b, i, t: -log_ratio(b, i, t))),
-    ("eps bounds r, not log r", GEOMETRIC, pieces(clipped=clipped_by_ratio)),
     ("an arithmetic for a geometric mean", GEOMETRIC, pieces(geometric_mean=arithmetic_mean)),
     ("a product for a geometric mean", ["gspo", *GEOMETRIC], pieces(length=lambda b, i: 1)),
     ("gamma without its floor", ["rspo"], setting(gamma_min=0)),
@@ -218,8 +187,11 @@ MISTAKES = [
     ("the gate at log r", ["sapo"], pieces(gate=lambda r, tau: gate(1 + torch.log(r), tau))),
     ("the gate at r, not r - 1", ["sapo"], pieces(gate=lambda r, tau: gate(1 + r, tau))),
     ("one tau for both signs", ["sapo"], setting(tau_neg=lambda b: b.tau_pos)),
-    ("the two tau swapped", ["sapo"], swapped("tau_pos", "tau_neg")),
-    ("the two bounds swapped", TWO_BOUNDS, swapped("clip_eps_low", "clip_eps_high")),
+    (
+        "the two tau swapped",
+        ["sapo"],
+        setting(tau_pos=lambda b: b.tau_neg, tau_neg=lambda b: b.tau_pos),
+    ),
     (
         "the lower eps for both bounds [TRL, verl: default]",
         TWO_BOUNDS,
@@ -232,16 +204,30 @@ MISTAKES = [
     ("log(pi / mu)", OFFPOLICY, pieces(log_mu_over_pi=lambda b, i, t: -log_mu_over_pi(b, i, t))),
     ("no sampler: log(pi_old / pi)", OFFPOLICY, setting(rollout_ratio=None)),
     # Advantages and values.
-    ("the mean of the batch", STANDARDIZED, mean_of_the_batch),
-    ("the std of the batch", STANDARDIZED, std_of_the_batch),
+    (
+        "the mean of the batch",
+        STANDARDIZED,
+        lambda J, b: pieces(mean=lambda rewards, j: b.rewards.mean())(J, b),
+    ),
+    (
+        "the std of the batch",
+        STANDARDIZED,
+        lambda J, b: pieces(scale=lambda rewards: b.rewards.std() + 1e-6)(J, b),
+    ),
     (
         "a sibling sample counted again",
         ["grouped_advantages"],
         setting(rollout_ids=lambda b: torch.arange(len(b.rewards))),
     ),
-    ("the reward counted on every token", ["gae"], setting(rewards=sum_on_each_token)),
-    ("GAE, then whitened", ["gae"], gae_whitened(0)),
-    ("GAE, then whitened with the unbiased std", ["gae"], gae_whitened(1)),
+    (
+        "the reward counted on every token",
+        ["gae"],
+        setting(
+            rewards=lambda b: 0 * b.rewards + torch.where(b.mask, b.rewards, 0).sum(1, keepdim=True)
+        ),
+    ),
+    ("GAE, then whitened", ["gae"], lambda J, b: gae_whitened(J, b, 0)),
+    ("GAE, then whitened with the unbiased std", ["gae"], lambda J, b: gae_whitened(J, b, 1)),
     (
         "the advantage taken for the return",
         ["value_loss"],
@@ -249,20 +235,34 @@ MISTAKES = [
     ),
     ("min for max", ["value_loss"], pieces(worse=torch.min)),
     ("the values not clipped", ["value_loss"], setting(value_clip=0)),
-    ("rho upside down", ["rollout_weights"], swapped("old_logprobs", "rollout_logprobs")),
+    (
+        "rho upside down",
+        ["rollout_weights"],
+        setting(old_logprobs=lambda b: b.rollout_logprobs, rollout_logprobs=lambda b: b.old_logprobs),
+    ),
 ]
+EPS = {1e-6: "eps 1e-6", 1e-4: "eps 1e-4 [TRL]", 1e-8: "eps 1e-8"}
+SCALES = [  # of all three and both kinds of std, but for ours
+    (
+        name if unbiased else f"the std of the population, {name}",
+        STANDARDIZED,
+        standardized(eps, unbiased),
+    )
+    for unbiased in (True, False)
+    for eps, name in EPS.items()
+][1:]
 VARIANTS = [
-    ("the std of the population", STANDARDIZED, eps(1e-6, False)),
-    ("eps 1e-4 [TRL]", STANDARDIZED, eps(1e-4)),
-    ("eps 1e-8", STANDARDIZED, eps(1e-8)),
-    ("the std of the population, eps 1e-4", STANDARDIZED, eps(1e-4, False)),
-    ("the std of the population, eps 1e-8", STANDARDIZED, eps(1e-8, False)),
+    *SCALES,
     ("no rule for equal rewards [TRL, verl]", GROUPS, pieces(is_uniform=lambda rewards: False)),
     ("MaxRL: divided by the mean", STANDARDIZED, pieces(scale=lambda R: R.mean() + 1e-6)),
     ("a cap of 0.2 [TRL: default]", ["cispo"], setting(is_weight_cap=0.2)),
     ("k3 clamped at 10 [verl]", ["grpo"], pieces(k3=lambda log_x: k3(log_x).clamp(max=10))),
     ("k3 times r, unasked [TRL: default]", ["grpo"], setting(kl_is_corrected=True)),
-    ("no step at all if the range is 0", ["value_loss"], setting(value_clip=smallest_range)),
+    (
+        "no step at all if the range is 0",
+        ["value_loss"],
+        setting(value_clip=lambda b: b.value_clip or 1e-300),
+    ),
     ("half of the squared error", ["value_loss"], lambda J, b: J(b) / 2),
     ("the unbiased std [TRL, verl]", ["whiten"], lambda J, b: J(b) * (1 - 1 / b.mask.sum()) ** 0.5),
     (
