@@ -18,9 +18,9 @@ from rl_loss_vectors.vectors import LOSSES, VECTORS, Misfit
 ADVANTAGES = {"dr_grpo": "group_differences", "rloo": "leave_one_out"}
 
 
-ACCEPTED = """Parameters are recognized by name: new or logp, old or behavior, ref, mask, adv; clip or eps (low,
-high), beta or kl_coef, max_tokens, num_items_in_batch, num_generations, gamma, lam. A loss may be a number, the
-first of a tuple, "loss" of a dict or object, or terms (B, T). README.md has it all."""
+ACCEPTED = """Parameters are recognized by name: new or logp, old or behavior, ref, mask, adv; clip
+or eps (low, high), beta or kl_coef, max_tokens, num_items_in_batch, num_generations, gamma, lam. A loss
+may be a number, the first of a tuple, "loss" of a dict or object, or terms (B, T). More: README.md."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -103,9 +103,8 @@ def main(program=None):
         print(f"{args.target} cannot be called as {args.section}: {reason(error, path)}")
         sys.exit(2)
     subject, results, diagnosis = doctor.diagnosed(found)
-    print(
-        f"{args.target} as {args.section}, vectors {VECTORS['version']}, advantages {subject.advantages}"
-    )
+    about_vectors = f"vectors {VECTORS['version']}, advantages {subject.advantages}"
+    print(f"{args.target} as {args.section}, {about_vectors}")
     print(*about, *subject.notes(), sep="\n")
     lines = doctor.report(subject, results)
     labels = [line.split()[0] for line in lines]

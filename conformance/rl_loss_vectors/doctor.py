@@ -25,7 +25,7 @@ class Raised(str):
 
 def examine_shapes(function, section, fixed=None):
     """[(subject, its results)] for each shape of advantages that the function takes, the one for which
-    most cases agree first. A function that takes no bool mask gets one of 0 and 1, and one that takes no
+    most cases agree first. A function that takes no bool mask gets one of 0 and 1, one that takes no
     float64 gets float32."""
     errors = []
     has_groups = section in ("group_advantages", "group_differences", "leave_one_out")

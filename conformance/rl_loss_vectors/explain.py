@@ -1,6 +1,6 @@
-"""What answers are made of, where no known mistake gives them: for losses the weights on tokens by their
-ratio, for advantages a straight line of the rewards, for GAE the coefficients of its recursion. Where
-nothing fits, the smallest case that differs is printed token by token."""
+"""What answers are made of, where no known mistake gives them: for losses the weights on tokens by
+their ratio, for advantages a straight line of the rewards, for GAE the coefficients of its recursion.
+Where nothing fits, the smallest case that differs is printed token by token."""
 
 import numpy as np
 
@@ -72,6 +72,13 @@ def lines_of_loss(subject, rows, measured):
         lines.append("every value is right: a detach is missing, or one too many")
     if any(answer.gradient[np.array(case["inputs"]["mask"]) == 0].any() for case, answer, *_ in rows):
         lines.append("there is a gradient in masked places")
+    for case, answer, _, gradient in rows:
+        if "on_policy" in case["tags"]:
+            A = np.broadcast_to(case["inputs"]["advantages"], gradient.shape)[:, :1]
+            acts = np.nanmedian(np.where(gradient, answer.gradient / gradient, np.nan) * A, 1)
+            if not near(acts, A[:, 0]).all():
+                lines.append(f"on policy, advantages of {in_columns(A[:, 0])}")
+                lines.append(f"                 act like {in_columns(acts)}")
     try:
         size = measure.own_term(subject)
         yours, cases = measure.weights(subject, np.log(RATIOS[1:]))

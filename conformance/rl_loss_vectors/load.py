@@ -130,7 +130,7 @@ def path_of(target):
 
 
 def load(path, name, fixed):
-    """(the function, lines about how it was loaded); a class is made, and its forward is the function."""
+    """(the function, lines about how it was loaded); a class is made, its forward is the function."""
     sys.path.insert(0, str(Path(path).parent))
     first, *attributes = name.split(".")
     module = Module(path)

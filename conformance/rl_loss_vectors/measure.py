@@ -1,5 +1,5 @@
-"""What a loss divides by, where it clips and its KL, measured by asking it cases of our own: entries like
-those of mistakes.py, with numbers."""
+"""What a loss divides by, where it clips and its KL, measured by asking it cases of our own: entries
+like those of mistakes.py, with numbers."""
 
 import itertools
 import math
@@ -61,8 +61,8 @@ def sizes_of(mask, keywords):
 
 
 def divisors_of(subject, plain):
-    """(words, k) twice: your divisor is k times one of the table, and ours; on policy, where every token
-    of a completion has the same."""
+    """(words, k) twice: your divisor is k times one of the table, and ours; on policy, where every
+    token of a completion has the same."""
     rows = []
     for case in plain:
         case = {key: x for key, x in subject.case_of(case["id"]).items() if key != "id"}
@@ -117,7 +117,7 @@ def constant_length(subject, plain):
 
 def asked(subject, log_ratios, advantages, **more):
     """(your answer, the case) about completions of two tokens with the same ratio."""
-    new = -1 + np.minimum(log_ratios, 0)
+    new = -1.3 + np.minimum(log_ratios, 0)
     more = {"ref_logprobs": new} | more if subject.needs_ref or more else {}
     table = {"logprobs": new, "old_logprobs": new - log_ratios, **more}
     table = {key: np.stack([x, x], 1).tolist() for key, x in table.items()}
@@ -176,8 +176,11 @@ def edge(subject, A, direction):
 
 
 def rounded(r):
-    """A bound as people write it: its distance from 1 has few digits."""
-    return round(1 + float(f"{r - 1:.3g}"), 9) if 0.1 < r < 2 else float(f"{r:.8g}")
+    """A bound as people write it: its distance from 1 has few digits, or its logarithm."""
+    for guess in (1 + float(f"{r - 1:.3g}"), math.exp(float(f"{math.log(r):.3g}"))):
+        if abs(guess / r - 1) < 1e-6:
+            return round(guess, 9)
+    return r
 
 
 def edges_of(subject):
@@ -238,16 +241,13 @@ def clip_names(edges, ours):
     name = PLACES.get(tuple(near), "mistake: the clip acts in these places alone: {}")
     is_dual = tuple(near) == ((-1, -1), (-1, 1), (1, 1))
     names += [name.format(near[-1, 1] if is_dual else near)] if name else []
-    low, high = (
-        min(near.values(), default=1),
-        max((r for key, r in near.items() if key[0] > 0 or not is_dual), default=1),
-    )
+    bounds = [r for key, r in near.items() if key != (-1, 1) or not is_dual]
+    low, high = min(bounds, default=1), max(bounds, default=1)
     if low < 1 < high and (low, high) != ours:
         is_default = high == rounded(2 - low) and (low == ours[0] or low == 0.8)
         engines = " [TRL, verl: default]" if is_default else ""
-        names.append(
-            f"variant: the range is [{low:.10g}, {high:.10g}], not [{ours[0]:.10g}, {ours[1]:.10g}]{engines}"
-        )
+        ranges = [f"[{x:.6g}, {y:.6g}]" for x, y in ((low, high), ours)]
+        names.append(f"variant: the range is {ranges[0]}, not {ranges[1]}{engines}")
     return names
 
 

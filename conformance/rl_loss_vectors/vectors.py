@@ -150,7 +150,7 @@ class Subject:
         except Exception:
             return False
 
-    @functools.cache  # noqa: B019: as long as the subject
+    @functools.cache  # noqa: B019
     def case_of(self, id):
         """A case as the function can be asked it: with constants of its own, without padding if it
         takes no mask, with ratios of 1 if it takes no old log-probs."""
