@@ -341,7 +341,7 @@ BROUGHT = [  # (parameters, what is returned, flags, exit code, what is printed)
         "mean(surrogate(lp, old, A, clip_low), mask)",
         "ppo",
         1,
-        "clip_low is lower_bound",
+        "clip_low is the bound 1 - clip_eps_low",
     ),
     (
         "ref_logp, mask, A, old, lp",

@@ -205,7 +205,8 @@ def diagnosis(subject, results):
     lines = []
     for case, answer in answered(results):
         if "masked_places" in case["tags"] and not explain.is_finite(answer):
-            lines = [AFTER_EXP if np.isfinite(answer.value).all() or lines == [AFTER_EXP] else SPREADS]
+            is_late = subject.section in reference.LOSSES and np.isfinite(answer.value).all()
+            lines = [AFTER_EXP if is_late or lines == [AFTER_EXP] else SPREADS]
         else:
             tested.append((subject.case_of(case["id"]), answer))
     if all(is_right(subject, *pair) for pair in tested):

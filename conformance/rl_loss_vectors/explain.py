@@ -75,7 +75,7 @@ def lines_of_loss(subject, rows, measured):
     for case, answer, _, gradient in rows:
         if "on_policy" in case["tags"]:
             A = np.broadcast_to(case["inputs"]["advantages"], gradient.shape)[:, :1]
-            acts = np.nanmedian(np.where(gradient, answer.gradient / gradient, np.nan) * A, 1)
+            acts = np.fmax.reduce(np.where(gradient, answer.gradient / gradient, np.nan) * A, 1)
             if not near(acts, A[:, 0]).all():
                 lines.append(f"on policy, advantages of {in_columns(A[:, 0])}")
                 lines.append(f"                 act like {in_columns(acts)}")
@@ -108,20 +108,21 @@ def lines_of_groups(wrong):
             R, yours, ours = (x[ids == k].reshape(-1) for x in (rewards, answer.value, expected))
             if not near(yours, ours).all():
                 group = ", ".join(f"{x:g}" for x in R)
-                lines.append(
-                    f"in a group of {group} your A is {line_of(R, yours)}, not {line_of(R, ours)}"
-                )
+                found, right = line_of(R, yours, 4), line_of(R, ours, 4)
+                if found == right:  # never two equal numbers
+                    found, right = line_of(R, yours, 9), line_of(R, ours, 9)
+                lines.append(f"in a group of {group} your A is {found}, not {right}")
     return lines[:3]
 
 
-def line_of(R, A):
+def line_of(R, A, digits):
     """Words for advantages, as a straight line of the rewards of their group."""
     if np.ptp(R) == 0:
-        return f"{A[0]:.4g}"
+        return f"{A[0]:.{digits}g}"
     k, shift = np.polyfit(R, A, 1)
     if not near(k * R + shift, A).all():
         return "no straight line of the reward (are groups mixed?)"
-    return f"{k:.4g} (R - {round(-shift / k, 9) + 0:.4g})"
+    return f"{k:.{digits}g} (R - {round(-shift / k, 9) + 0:.{digits}g})"
 
 
 def lines_of_gae(wrong):

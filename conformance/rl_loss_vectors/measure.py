@@ -73,15 +73,17 @@ def divisors_of(subject, plain):
         tables = np.array(inputs["advantages"]) / np.array([of_policy(subject, case), ours])
         tables = np.where(ours == 0, math.nan, tables)
         assert not np.isinf(tables).any(), "no gradient, or one that should not be there"
-        least, most = np.nanmin(tables, 2), np.nanmax(tables, 2)
+        least, most = np.fmin.reduce(tables, 2), np.fmax.reduce(tables, 2)
         assert not (most - least > NEAR * abs(most)).any(), "different divisors in a completion"
         formulas = [formula(sizes_of(inputs["mask"], keywords)) for _, formula in DIVISORS.values()]
         rows.append(most[:, None] / np.array(formulas))
     results = []
     for table in np.concatenate(rows, 2):
-        spread = np.nanmax(table, 1) - np.nanmin(table, 1)
-        fits = [n for n in range(len(table)) if spread[n] <= NEAR * abs(np.nanmax(table[n]))]
-        options = [(words, np.nanmean(table[n])) for n, words in enumerate(DIVISORS) if n in fits]
+        options = []
+        for words, row in zip(DIVISORS, table, strict=True):
+            k = row[np.isfinite(row)]
+            if len(k) and np.ptp(k) <= NEAR * abs(k[0]):
+                options.append((words, k[0]))
         # A factor of 1 is the likeliest, then the fewest words.
         results.append(min(options, key=lambda pair: (abs(abs(pair[1]) - 1) > NEAR) * len(pair[0])))
     return results

@@ -35,6 +35,15 @@ KEYWORDS = [
     ("lam", "^lam|^lm?bda?$|gae_lam"),
 ]
 WIDTHS = {"clip_eps": "clip_eps_low", "lower_bound": "clip_eps_low", "upper_bound": "clip_eps_high"}
+SAID = {  # of what is given under no name of ours
+    "clip_eps": "the width clip_eps_low",
+    "lower_bound": "the bound 1 - clip_eps_low",
+    "upper_bound": "the bound 1 + clip_eps_high",
+    "bundle": "whatever it asks for",
+    "zero": "0",
+    "no_kl": "0",
+    "small": "1e-6",
+}
 BUNDLES = "batch|experience|^exp$|data|inputs|config|cfg|args"
 
 

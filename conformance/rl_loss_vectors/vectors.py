@@ -274,7 +274,7 @@ class Subject:
     def notes(self):
         """Lines: what got what, and what was adapted to the function."""
         lines = []
-        pairs = [f"{theirs} is {ours}" for theirs, ours in (self.given | self.read).items()]
+        pairs = [f"{x} is {names.SAID.get(ours, ours)}" for x, ours in (self.given | self.read).items()]
         arguments = self.about["arguments"]
         roles = {names.role_of(name, self.section, arguments) for name in self.given} | {*self.given}
         is_known = self.takes_any or roles & {*arguments}
