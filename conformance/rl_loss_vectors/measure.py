@@ -221,7 +221,7 @@ PLACES = {  # (sign of A, direction) where there is no gradient: what this is
     (): "mistake: no clip",
     ((-1, -1), (1, 1)): None,  # the paper's
     ((-1, -1), (-1, 1), (1, 1)): "variant: dual clip: A < 0 and r > {:.4g} [verl]",
-    ((-1, 1), (1, -1)): "mistake: max for min",
+    ((-1, 1), (1, -1)): "mistake: max instead of min",
     ((-1, -1), (-1, 1), (1, -1), (1, 1)): "mistake: a clip on both sides, without the min",
     ((-1, 1), (1, 1)): "mistake: min(r, clip(r)) times A: where A < 0 it is clipped above",
 }

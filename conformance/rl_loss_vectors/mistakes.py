@@ -170,7 +170,11 @@ MISTAKES = [
     # Ratios, clips and the KL.
     ("every ratio times every A: (B,) times (B, 1)", ["gspo", *GEOMETRIC], every_pair),
     ("a ratio for each token: GRPO's", ["gspo"], lambda J, b: reference.grpo(b)),
-    ("an arithmetic for a geometric mean", ["gspo"], sequence_ratio_by(lambda r, width: r.mean())),
+    (
+        "an arithmetic instead of a geometric mean",
+        ["gspo"],
+        sequence_ratio_by(lambda r, width: r.mean()),
+    ),
     (
         "log s is a mean over the padded width",
         ["gspo"],
@@ -179,8 +183,8 @@ MISTAKES = [
     ("the clamped ratio itself, no weight of a log-prob", ["cispo"], clamped_ratio),
     ("the ratio is always 1", WITH_RATIO, setting(old_logprobs=lambda b: b.logprobs.detach())),
     ("the ratio upside down", WITH_RATIO, pieces(log_ratio=lambda b, i, t: -log_ratio(b, i, t))),
-    ("an arithmetic for a geometric mean", GEOMETRIC, pieces(geometric_mean=arithmetic_mean)),
-    ("a product for a geometric mean", ["gspo", *GEOMETRIC], pieces(length=lambda b, i: 1)),
+    ("an arithmetic instead of a geometric mean", GEOMETRIC, pieces(geometric_mean=arithmetic_mean)),
+    ("a product instead of a geometric mean", ["gspo", *GEOMETRIC], pieces(length=lambda b, i: 1)),
     ("gamma without its floor", ["rspo"], setting(gamma_min=0)),
     ("gamma ignored", ["rspo"], setting(gamma_min=1)),
     ("no factor 4 / tau", ["sapo"], pieces(gate=lambda r, tau: gate(r, tau) * tau / 4)),
@@ -233,7 +237,7 @@ MISTAKES = [
         ["value_loss"],
         setting(returns=lambda b: b.returns - b.old_values),
     ),
-    ("min for max", ["value_loss"], pieces(worse=torch.min)),
+    ("min instead of max", ["value_loss"], pieces(worse=torch.min)),
     ("the values not clipped", ["value_loss"], setting(value_clip=0)),
     (
         "rho upside down",
