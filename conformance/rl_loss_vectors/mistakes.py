@@ -246,17 +246,14 @@ MISTAKES = [
     ),
 ]
 EPS = {1e-6: "eps 1e-6", 1e-4: "eps 1e-4 [TRL]", 1e-8: "eps 1e-8"}
-SCALES = [  # of all three and both kinds of std, but for ours
-    (
-        name if unbiased else f"the std of the population, {name}",
-        STANDARDIZED,
-        standardized(eps, unbiased),
-    )
-    for unbiased in (True, False)
-    for eps, name in EPS.items()
-][1:]
+SCALES = []  # of the eps and both kinds of std; ours comes first
+for unbiased in (True, False):
+    for eps, name in EPS.items():
+        sections = STANDARDIZED[:1] if eps == 1e-8 else STANDARDIZED
+        words = name if unbiased else f"the std of the population, {name}"
+        SCALES.append((words, sections, standardized(eps, unbiased)))
 VARIANTS = [
-    *SCALES,
+    *SCALES[1:],
     ("no rule for equal rewards [TRL, verl]", GROUPS, pieces(is_uniform=lambda rewards: False)),
     ("MaxRL: divided by the mean", STANDARDIZED, pieces(scale=lambda R: R.mean() + 1e-6)),
     ("a cap of 0.2 [TRL: default]", ["cispo"], setting(is_weight_cap=0.2)),
