@@ -49,8 +49,8 @@ class Args(RunArgs):  # more flags: --help
     is_weight_cap: float = flag(5.0, "cap on the importance weight itself")
     is_weight_floor: float = flag(0.0, "lower bound on the importance weight")
     ppo_mask: bool = flag(False, "use PPO's mask (at the bounds below) instead of the cap")
-    clip_eps_low: float = flag(0.2, "lower bound on the ratio: 1 - this")
-    clip_eps_high: float = flag(0.2, "upper bound on the ratio: 1 + this")
+    clip_eps_low: float = flag(0.2, "the ratio is clipped below 1 - this")
+    clip_eps_high: float = flag(0.2, "the ratio is clipped above 1 + this")
 
     def check(self):
         self.check_range(0, 1, "clip_eps_low")
@@ -141,7 +141,7 @@ def main(args):
     policy = load_policy(args)  # a transformers model and its tokenizer
     problems, held_out = load_problems(args, policy)  # also compares sampler and training forward
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
-    run = Run(args, policy, problems, optimizer=optimizer)  # log, checkpoints
+    run = Run(args, policy, problems, optimizer=optimizer)  # logs, saves, resumes
     if run.is_new:
         run.log_eval(evaluate(policy, held_out, grade, args, sampled=True))
 

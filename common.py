@@ -19,9 +19,9 @@ import transformers
 from torch.nn.utils.rnn import pad_sequence
 
 from plumbing.args import RunArgs, UserError, flag, launch, one_line
-from plumbing.data import Problem, ProblemStream, addition_problems, read_problems
+from plumbing.data import Problem, addition_problems, read_problems
 from plumbing.metrics import clock, critic_stats, rollout_summary
-from plumbing.model import Policy, TrainedModel, load_policy
+from plumbing.model import TrainedModel, load_policy
 from plumbing.reward import load_reward
 from plumbing.routing import Routing, experts_by_completion
 from plumbing.run import Run
@@ -64,7 +64,8 @@ def check_sampler(policy, ids, args):
 
 # ------------------------------------------------------------------------------------------ rollout
 
-PROMPT_TOKENS = 8_192  # that the sampler runs at a time, if these are more prompts than a rollout has
+# An evaluation may run prompts of this many tokens at a time, if these are more than a rollout has.
+PROMPT_TOKENS = 8_192
 
 
 class Completion(NamedTuple):
@@ -87,11 +88,11 @@ def pad(rows, device, side="right", value=0):
 def sample(policy, problems, group_size, args, generator=None, greedy=False, experts=True):
     """[Completion]: `group_size` in a row for each problem, sampled from the full distribution at
     `--temperature` (no top-k, no top-p), or greedily. All noise is drawn in advance, so a completion
-    does not depend on the rest of its batch. For r3 the routers' choices are recorded, unless
-    `experts` is False."""
+    does not depend on the rest of its batch. With `--routing_replay r3` the routers' choices are
+    recorded, unless `experts` is False."""
     noise_PGT = torch.rand(len(problems), group_size, args.max_new_tokens, generator=generator)
     rows_at_a_time = args.rollout_batch_size or args.prompts_per_iteration * args.group_size
-    # Running the prompts takes memory, too. An evaluation, whose groups are smaller, may have more of
+    # Running the prompts takes memory, too. An evaluation, whose groups are smaller, may run more of
     # them at a time than a rollout only if they are short.
     longest = max(len(problem.prompt_ids) for problem in problems)
     prompts_at_a_time = max(rows_at_a_time // args.group_size, PROMPT_TOKENS // longest)
@@ -152,7 +153,7 @@ def sample_batch(policy, problems, noise_NT, *, temperature, greedy, record_expe
             )
         if record_experts:
             noted.append((rows_R, routing.choices()))
-        cache = getattr(output, "past_key_values", None)  # Mamba has another kind
+        cache = getattr(output, "past_key_values", None)  # Mamba's is a different kind
         if type(cache) is not transformers.DynamicCache:
             raise TypeError("it has no cache that allows rows to be copied and removed")
         logits_RV = output.logits[:, -1].float()
@@ -189,7 +190,7 @@ def sample_batch(policy, problems, noise_NT, *, temperature, greedy, record_expe
     length_N = torch.where(has_end_N, is_end_NT.int().argmax(1) + 1, max_new_tokens).tolist()
     ids = [row[:length] for row, length in zip(ids_NT.tolist(), length_N, strict=True)]
     logprobs = [row[:length] for row, length in zip(logprobs_NT.tolist(), length_N, strict=True)]
-    # Without the end token, and with all others: <answer> may be a special token.
+    # Drop the end token, but keep other special tokens: <answer> may be one.
     shown = [row[:-1] if ended else row for row, ended in zip(ids, has_end_N.tolist(), strict=True)]
     texts = policy.tokenizer.batch_decode(shown, skip_special_tokens=False)
     experts = experts_by_completion(noted, prompts, length_N) if record_experts else [None] * N
@@ -202,11 +203,14 @@ def sample_batch(policy, problems, noise_NT, *, temperature, greedy, record_expe
 
 MAX_ANSWER = 1000  # characters; anything longer is not an answer
 MARKERS = ("####", "Answer:", "<answer>", "\\boxed", "\\fbox")
-# A word after a number is a unit, unless it changes the number: 5 dozen, 5 thirds, 5 feet six.
+# A word of three letters or more after a number is a unit, unless it changes the number: 5 dozen, 5
+# thirds, 5 feet six. (3 km may be a product, as 3 x is.)
 CHANGING_WORDS = """
     dozen score pair couple hundred thousand lakh million crore billion trillion times percent
-    half halves third quarter tenth hundredth thousandth squared cubed factorial recurring pi theta
-    zero two three four five six sixes seven eight nine ten twenty twenties
+    half halves third fourth quarter fifth sixth seventh eighth ninth tenth eleventh twelfth twentieth
+    hundredth thousandth double triple squared cubed factorial recurring pi theta
+    zero two three four five six sixes seven eight nine ten eleven twelve thirteen fourteen fifteen
+    sixteen seventeen eighteen nineteen twenty twenties thirty forty fifty sixty seventy eighty ninety
     and more less not below minus
     """.split()
 ARGUMENT = r"\s*(?:\{([^{}]*)\}|([0-9]))"  # of \frac: {12}, or a single digit
@@ -335,7 +339,7 @@ def verify(text, answer, truncated=False):
 
 def load_grader(args):
     """Returns a function that adds rewards and verdicts to completions, using `verify` or the function
-    that `--reward FILE.py:FUNCTION` names."""
+    that `--reward FILE.py:FUNCTION` names. Sets `args.reads_answers`: whether it needs gold answers."""
 
     def verify_all(completions):
         return [verify(c.text, c.problem.answer, c.truncated) for c in completions]
@@ -352,8 +356,8 @@ def load_grader(args):
 
 # ------------------------------------------------------------------------------------------- batch
 
-# What a micro-batch may hold if --micro_batch_size is 0, padding included. With more tokens there
-# would be more padding.
+# Limits on a micro-batch if --micro_batch_size is 0, counting padding. Larger ones would mix lengths,
+# and so have more padding.
 GPU_TOKENS = 8_192
 CPU_TOKENS = 1_024
 MAX_LOGITS = 2**29  # a logit takes 16 bytes, with its gradient and the entropy
@@ -364,23 +368,23 @@ def similar_rows(lengths, args):
     is padding. `lengths` has (prompt, response) for each row, in tokens. A micro-batch has at most
     `--micro_batch_size` rows, or as many as the limits above allow, but at least one."""
     max_tokens = CPU_TOKENS if args.torch_device == "cpu" else GPU_TOKENS
-    groups = []
-    group = []
+    micro_batches = []
+    current = []
     longest_response = 0
     for row in sorted(range(len(lengths)), key=lambda row: sum(lengths[row])):  # ties by row
-        size = len(group) + 1
+        size = len(current) + 1
         longest_response = max(longest_response, lengths[row][1])
         if args.micro_batch_size > 0:
             fits = size <= args.micro_batch_size
         else:
             fits = size * sum(lengths[row]) <= max_tokens  # this row is the longest so far
             fits = fits and size * longest_response * args.vocab_size <= MAX_LOGITS
-        if not fits and group:
-            groups.append(group)
-            group = []
+        if not fits and current:
+            micro_batches.append(current)
+            current = []
             longest_response = lengths[row][1]
-        group.append(row)
-    return [*groups, group]
+        current.append(row)
+    return [*micro_batches, current]
 
 
 @dataclasses.dataclass
@@ -390,18 +394,19 @@ class Batch:
 
     tokens_BS: torch.Tensor  # prompt and response side by side, padding on the right
     is_token_BS: torch.Tensor  # True on prompt and response
-    predictor_BU: torch.Tensor  # the column where each response token is predicted, and the one after
+    # The column whose logits predict each response token; then the last token's own, for a critic
+    predictor_BU: torch.Tensor
     response_BT: torch.Tensor  # the response's tokens alone
     mask_BT: torch.Tensor  # True on the response, including EOS
     sampler_logprobs_BT: torch.Tensor
     lengths: list  # (prompt, response) of each row, in tokens
-    rows: list  # the number of each row in the rollout
-    # for the policy to use, in top-k order; None or -1: it chooses itself
+    rows: list  # each row's index in the rollout
+    # The experts that routers must use (--routing_replay), in top-k order; None or -1: their own choice
     replayed_experts_BSLK: torch.Tensor | None = None
     # set by record_old_policy
     old_logprobs_BT: torch.Tensor | None = None
     old_experts_BTLK: torch.Tensor | None = None  # the routers' own choice, sorted; None if unknown
-    old_router_scores_BTLK: torch.Tensor | None = None  # the result of its `router_fn`
+    old_router_scores_BTLK: torch.Tensor | None = None  # for rspo
     # set by rollout_correction
     correction_weights: torch.Tensor | None = None  # a factor on advantages, (B, T) or (B, 1)
     rollout_ratio_BT: torch.Tensor | None = None  # pi_old / sampler
@@ -430,14 +435,14 @@ class Batch:
         return Batch(**fields)
 
     def parts(self, args):
-        """[Batch of one optimizer step]: `--num_minibatches` of nearly equal size, in rollout order.
-        Fewer if dapo could not fill the batch, so that a step keeps about its size."""
+        """[Batch of one optimizer step] for one epoch: `--num_minibatches` of nearly equal size, in
+        rollout order. Fewer if dapo could not fill the batch, so that a step keeps about its size."""
         full_step = args.prompts_per_iteration * args.group_size / args.num_minibatches
         count = max(1, round(len(self) / full_step))
         return [self[rows.tolist()] for rows in torch.arange(len(self)).tensor_split(count)]
 
     def minibatches(self, args):
-        """`parts`, repeated `--update_epochs` times: one for each optimizer step of an iteration."""
+        """[Batch of one optimizer step]: `parts`, `--update_epochs` times in the same order."""
         return self.parts(args) * args.update_epochs
 
     def micro_batches(self, args):
@@ -445,16 +450,17 @@ class Batch:
         return [self[rows] for rows in similar_rows(self.lengths, args)]
 
     def active_experts(self, own_experts_BTLK):
-        """The sorted experts that predict each response token: the replayed ones if known, else the
-        routers' own choice."""
+        """For rspo: the sorted experts that predict each response token, the replayed ones if known,
+        else the routers' own choice."""
         if self.replayed_experts_BSLK is None:
             return own_experts_BTLK
-        replayed_BTLK = at(self.predictor_BU[:, :-1], self.replayed_experts_BSLK).sort().values
+        replayed_BTLK = take_columns(self.replayed_experts_BSLK, self.predictor_BU[:, :-1])
+        replayed_BTLK = replayed_BTLK.sort().values
         return torch.where(replayed_BTLK < 0, own_experts_BTLK, replayed_BTLK)
 
 
-def at(column_BT, x_BS):
-    """The values of x_BS, which may have more axes, in these columns."""
+def take_columns(x_BS, column_BT):
+    """x_BS[b, column_BT[b, t]] for each b and t; x_BS may have more axes."""
     row_B1 = torch.arange(len(column_BT), device=column_BT.device)[:, None]
     return x_BS[row_B1, column_BT]
 
@@ -468,14 +474,13 @@ def collate(completions, args):
     U = max(map(len, responses)) + 1
     predictors = []
     for prompt, response in lengths:
-        last = prompt + response - 1  # on padding, which nobody reads
+        last = prompt + response - 1  # also behind the end, where any column will do: it is masked
         predictors.append([min(prompt - 1 + t, last) for t in range(U)])
     experts_BSLK = None
     if completions[0].experts is not None:
         experts_BSLK = pad([c.experts for c in completions], device, value=-1)
     return Batch(
-        # Padding is a real token, because one that is meant for padding may have the embedding 0, where
-        # the gradient of a norm is NaN.
+        # Pad with a real token: a pad token's embedding may be 0, where a norm's gradient is NaN.
         tokens_BS=pad(sequences, device, value=sequences[0][0]),
         is_token_BS=pad([[True] * len(sequence) for sequence in sequences], device),
         predictor_BU=torch.tensor(predictors, device=device),
@@ -506,19 +511,19 @@ class TokenOutputs:
     @property
     def experts_BTLK(self):
         """The routers' own choice where the token is predicted; sorted, so equal sets compare equal."""
-        return at(self.predictor_BT, self.routing_choices_BSLK).sort().values
+        return take_columns(self.routing_choices_BSLK, self.predictor_BT).sort().values
 
     @property
     def router_logits(self):
         """L tensors (B, T, E), raw and detached, where the token is predicted."""
         shape = (*self.routing_choices_BSLK.shape[:2], -1)
-        return [at(self.predictor_BT, x.detach().view(shape)) for x in self.all_router_logits]
+        return [take_columns(x.detach().view(shape), self.predictor_BT) for x in self.all_router_logits]
 
 
 def token_logprobs(policy, batch, temperature, entropy_grad=False, replay=True):
     """The training forward: log-probs and entropies of the response tokens at the sampling temperature,
     in float32; entropies have a gradient only with `entropy_grad`. The routers use the batch's
-    `replayed_experts_BSLK`, if any, unless `replay` is False (it is for a reference).
+    `replayed_experts_BSLK`, if any, unless `replay` is False, as for a reference.
 
     Every sequence begins in column 0, and causal attention never looks at the padding behind it, so the
     model needs no attention mask and no positions."""
@@ -538,12 +543,12 @@ def token_logprobs(policy, batch, temperature, entropy_grad=False, replay=True):
     router_logits = policy.routers.logits_of(output)
     choices_BSLK = policy.routers.choices(routing, batch.tokens_BS)
     return TokenOutputs(
-        torch.where(batch.mask_BT, logprobs_BT, 0),
-        torch.where(batch.mask_BT, entropy_BT, 0),
-        policy.routers.aux_loss(router_logits, choices_BSLK, batch.is_token_BS),
-        choices_BSLK,
-        router_logits,
-        predictor_BT,
+        logprobs_BT=torch.where(batch.mask_BT, logprobs_BT, 0),
+        entropy_BT=torch.where(batch.mask_BT, entropy_BT, 0),
+        aux_loss=policy.routers.aux_loss(router_logits, choices_BSLK, batch.is_token_BS),
+        routing_choices_BSLK=choices_BSLK,
+        all_router_logits=router_logits,
+        predictor_BT=predictor_BT,
     )
 
 
@@ -563,8 +568,11 @@ def over_rows(function, batch, args):
 
 def record_old_policy(policy, batch, args, router_fn=None):
     """One forward pass before the update. Sets `old_logprobs_BT`, `old_experts_BTLK` and, with r2, the
-    experts to replay. `router_fn(router_logits, active_experts_BTLK)` computes
+    experts to replay. rspo's `router_fn(router_logits, active_experts_BTLK)` computes
     `old_router_scores_BTLK`. `--old_logprobs sampler` skips this pass."""
+    if args.old_logprobs == "sampler":
+        batch.old_logprobs_BT = batch.sampler_logprobs_BT
+        return
 
     def old_policy(micro):
         outputs = token_logprobs(policy, micro, args.temperature)
@@ -576,9 +584,6 @@ def record_old_policy(policy, batch, args, router_fn=None):
             result["old_router_scores_BTLK"] = router_fn(outputs.router_logits, active_BTLK)
         return result
 
-    if args.old_logprobs == "sampler":
-        batch.old_logprobs_BT = batch.sampler_logprobs_BT
-        return
     for name, tensor in over_rows(old_policy, batch, args).items():
         setattr(batch, name, tensor)
 
@@ -594,7 +599,7 @@ def reference_logprobs(reference, batch, args):
 
 
 def critic_values(critic, batch, args):
-    """A critic's values, (B, U): at each response token, and after the last column."""
+    """A critic's values, (B, U): where each response token is predicted, and after the last one."""
     return over_rows(lambda micro: {"values_BU": critic.model(micro)}, batch, args)["values_BU"]
 
 
@@ -699,6 +704,6 @@ def evaluate(policy, problems, grade, args, sampled=False):
             completions = sample(policy, problems, size, args, noise, greedy=is_greedy, experts=False)
             completions = grade(completions)
             results[way] = rollout_summary(completions, size)
-    examples = completions[::size][:3]
+    examples = completions[::size][:3]  # of the last way
     results["examples"] = [[c.problem.prompt, c.problem.answer, c.text] for c in examples]
     return results

@@ -43,8 +43,8 @@ class Args(RunArgs):  # more flags: --help
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
     router_aux_coef: float = flag(0.001, "weight of an MoE's load-balancing loss")
     # flags of the algorithm
-    clip_eps_low: float = flag(0.2, "lower bound on the ratio: 1 - this")
-    clip_eps_high: float = flag(0.2, "upper bound on the ratio: 1 + this")
+    clip_eps_low: float = flag(0.2, "the ratio is clipped below 1 - this")
+    clip_eps_high: float = flag(0.2, "the ratio is clipped above 1 + this")
 
     def check(self):
         self.check_range(0, 1, "clip_eps_low")
@@ -126,7 +126,7 @@ def main(args):
     policy = load_policy(args)  # a transformers model and its tokenizer
     problems, held_out = load_problems(args, policy)  # also compares sampler and training forward
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
-    run = Run(args, policy, problems, optimizer=optimizer)  # log, checkpoints
+    run = Run(args, policy, problems, optimizer=optimizer)  # logs, saves, resumes
     if run.is_new:
         run.log_eval(evaluate(policy, held_out, grade, args, sampled=True))
 

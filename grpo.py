@@ -15,7 +15,8 @@ Parent: ppo.py. Differs only in:
   3. Sequence-mean: tokens are averaged within a completion, then completions are averaged.
 
 Not specified in the paper: eps (here 0.2) and which std (here the unbiased one, plus 1e-6). If all
-rewards of a group are equal, its advantages are exactly 0 and only the KL acts. The paper takes one
+rewards of a group are equal, its advantages are exactly 0, and only the KL and an MoE's balancing loss
+act. The paper takes one
 optimizer step per rollout, so r is always 1 and the clip never acts. We take 16, like DeepSeek-R1, but
 R1's minibatches are random, its beta is 0.001, its eps is 10 at first, and its reference is reset every
 400 steps. --ref_reset_every is the paper's iterative GRPO. study/README.md compares KL estimators.
@@ -50,12 +51,14 @@ class Args(RunArgs):  # more flags: --help
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
     router_aux_coef: float = flag(0.001, "weight of an MoE's load-balancing loss")
     # flags of the algorithm
-    clip_eps_low: float = flag(0.2, "lower bound on the ratio: 1 - this")
-    clip_eps_high: float = flag(0.2, "upper bound on the ratio: 1 + this")
+    clip_eps_low: float = flag(0.2, "the ratio is clipped below 1 - this")
+    clip_eps_high: float = flag(0.2, "the ratio is clipped above 1 + this")
     kl_coef: float = flag(0.04, "beta, the weight of the KL to the reference [0: none]")
     kl_is_corrected: bool = flag(False, "multiply k3 by pi / sampler, for an unbiased gradient")
     ref_reset_every: int = flag(0, "reset the reference every n iterations [0: never]")
-    offpolicy_mask: float = flag(0.0, "A < 0: drop it if mean log(sampler / pi) is above this [0: off]")
+    offpolicy_mask: float = flag(
+        0.0, "A < 0: drop it if its mean log(sampler / pi) exceeds this [0: off]"
+    )
 
     def check(self):
         self.check_range(0, 1, "clip_eps_low")
@@ -167,7 +170,7 @@ def main(args):
     problems, held_out = load_problems(args, policy)  # also compares sampler and training forward
     reference = policy.frozen_copy() if args.kl_coef > 0 else None
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
-    run = Run(args, policy, problems, optimizer=optimizer, reference=reference)  # log, checkpoints
+    run = Run(args, policy, problems, optimizer=optimizer, reference=reference)  # logs, saves, resumes
     if run.is_new:
         run.log_eval(evaluate(policy, held_out, grade, args, sampled=True))
 
@@ -218,7 +221,7 @@ def main(args):
             run.record_step(minibatch, grad_norm)  # stops the run if the loss or norm is not finite
             optimizer.step()
             optimizer.zero_grad()
-        if args.ref_reset_every > 0 and iteration % args.ref_reset_every == 0:
+        if reference is not None and args.ref_reset_every > 0 and iteration % args.ref_reset_every == 0:
             reference.load_state_dict(policy.state_dict())
 
         # -------------------------------------------------------------------------------------- log

@@ -53,8 +53,8 @@ class Args(RunArgs):  # more flags: --help
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
     router_aux_coef: float = flag(0.001, "weight of an MoE's load-balancing loss")
     # flags of the algorithm
-    clip_eps_low: float = flag(0.2, "lower bound on the ratio: 1 - this")
-    clip_eps_high: float = flag(0.2, "upper bound on the ratio: 1 + this")
+    clip_eps_low: float = flag(0.2, "the ratio is clipped below 1 - this")
+    clip_eps_high: float = flag(0.2, "the ratio is clipped above 1 + this")
     kl_coef: float = flag(0.02, "beta, the weight of the KL to the reference [0: none]")
     gamma: float = flag(1.0, "discount per token")
     gae_lambda: float = flag(0.95, "lambda of GAE")
@@ -79,7 +79,8 @@ class Critic(nn.Module):
         nn.init.zeros_(self.head.weight)
 
     def forward(self, batch):
-        """Values, (B, U): V_t, read where token t is predicted, and V after the last column."""
+        """Values, (B, U): V_t, read where token t is predicted, and V after the last one."""
+        # No attention mask: padding is on the right, and attention is causal.
         hidden = self.body(batch.tokens_BS, use_cache=False).last_hidden_state
         hidden = hidden.take_along_dim(batch.predictor_BU[..., None], dim=1)
         return self.head(hidden)[..., 0].float()
@@ -216,7 +217,7 @@ def main(args):
     critic_group = {"params": list(critic.parameters()), "lr": args.critic_lr}
     optimizer = torch.optim.AdamW([policy_group, critic_group], weight_decay=0.0, fused=True)
     parts = {"optimizer": optimizer, "critic": critic, "reference": reference}
-    run = Run(args, policy, problems, **parts)  # log, checkpoints
+    run = Run(args, policy, problems, **parts)  # logs, saves, resumes
     has_bonus = args.entropy_coef > 0
     if run.is_new:
         run.log_eval(evaluate(policy, held_out, grade, args, sampled=True))

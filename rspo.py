@@ -174,7 +174,7 @@ def main(args):
         raise UserError(f"--model {args.model} has no experts chosen by a softmax: use gmpo.py")
     problems, held_out = load_problems(args, policy)  # also compares sampler and training forward
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
-    run = Run(args, policy, problems, optimizer=optimizer)  # log, checkpoints
+    run = Run(args, policy, problems, optimizer=optimizer)  # logs, saves, resumes
     if run.is_new:
         run.log_eval(evaluate(policy, held_out, grade, args, sampled=True))
 

@@ -61,8 +61,9 @@ class RunArgs:
     dtype: Literal["float32", "bfloat16"] = flag("float32", "precision; AdamW always uses float32")
     micro_batch_size: int = flag(
         0,
-        "completions per forward and backward pass, sorted by length [0: as many as 8,192 tokens on a "
-        "GPU, 1,024 on a CPU]; logits take 16 bytes each, so 8,192 tokens of 152k entries 19 GiB",
+        "completions per forward and backward pass [0: as many as fit in 8,192 tokens (1,024 on a CPU) "
+        "and 2^29 logits]. A logit takes 16 bytes, so one answer of 8,192 tokens with a vocabulary of "
+        "152k entries takes 19 GiB",
     )
     rollout_batch_size: int = flag(0, "completions sampled at a time [0: a whole iteration's]")
     gradient_checkpointing: bool = flag(False, "trade time for memory")

@@ -36,13 +36,14 @@ class ProblemStream:
         self.position = 0  # the number of problems taken so far
 
     def take(self, count):
+        """The next `count` problems."""
         size = len(self.problems)
         first_epoch = self.position // size
         last_epoch = (self.position + count - 1) // size
         generator = torch.Generator()
         order = []
         for epoch in range(first_epoch, last_epoch + 1):
-            # A hash, since torch uses only 32 bits of a seed: two runs should not share an epoch.
+            # Hashed, since torch uses only 32 bits of a seed, and no two seeds should share an epoch.
             generator.manual_seed(int(hash_of((self.seed, epoch))[:8], 16))
             order += torch.randperm(size, generator=generator).tolist()
         start = self.position % size
@@ -294,7 +295,7 @@ def usable_rows(rows, flag, policy, args):
             num_equal += key in problems
             problems.setdefault(key, problem)
         if len(rendered) == 20 and not problems:
-            break  # the chat template, say, would refuse the others too
+            break  # the chat template, say, would reject all others too
     left_out = [f"{n:,} {reason} (first: {firsts[reason]})" for reason, n in counts.items()]
     if not problems or counts.total() > (len(problems) + counts.total()) / 10:
         raise UserError(

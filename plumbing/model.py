@@ -28,7 +28,7 @@ TOKENIZER_FILES = """tokenizer* special_tokens_map.json added_tokens.json vocab*
 
 
 def load_policy(args):
-    """`--model` -> `Policy`. Runs no code from the folder."""
+    """`--model` -> `Policy`. Runs no code from the folder. Also sets `args.vocab_size`."""
     source = str(TINY_MOE) if args.model == "tiny-moe" else args.model
     if not Path(source).is_dir():
         with one_line(f"--model {args.model} is not a folder, and cannot be read from the hub"):
@@ -67,7 +67,7 @@ def load_policy(args):
 
 def load_weights(source):
     """The model in a folder, or on the hub, in float32. UserError if its weights do not fit its config:
-    transformers would use random ones and, with its warnings muted, not say so."""
+    transformers would fill in random ones, without a visible warning."""
     config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
     # Quantized weights (FP8, MXFP4) are dequantized: the kernels for them pass no gradient, and nothing
     # would reveal it.

@@ -177,6 +177,7 @@ class Run:
             self.after = results
 
     def end_early(self, why):
+        """Ends the run after this iteration, with a checkpoint."""
         self.early_end = why
 
     def say(self, message):
