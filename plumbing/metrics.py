@@ -112,6 +112,16 @@ def router_stats(outputs, old_experts_BTLK, mask_BT, num_experts):
     return stats
 
 
+def sampler_routing_stats(batch, args):
+    """sampler_flip_frac: the share of (response token, layer) pairs for which the sampler used different
+    experts than the old policy's routers choose in the training forward, which replays the sampler's
+    in earlier layers. {} unless both are known."""
+    if args.routing_replay != "r3" or batch.old_experts_BTLK is None:
+        return {}
+    flips_BTL = (batch.active_experts(batch.old_experts_BTLK) != batch.old_experts_BTLK).any(-1)
+    return {"sampler_flip_frac": masked_mean(flips_BTL.float().mean(-1), batch.mask_BT)}
+
+
 @torch.no_grad()
 def correction_stats(batch, args):
     """{name: scalar}: how far the sampler is from the training forward, and how many tokens the weights

@@ -26,6 +26,7 @@ from plumbing.metrics import (
     report,
     rollout_summary,
     router_stats,
+    sampler_routing_stats,
 )
 
 STATE = "trainer_state.pt"  # in a checkpoint: everything except the policy
@@ -159,6 +160,7 @@ class Run:
         if batch is not None:
             stats = correction_stats(batch, self.args)
             rollout |= {name: value.item() for name, value in stats.items()}
+            self.reports += report("moe", sampler_routing_stats(batch, self.args), 1)
         self.metrics = means(self.reports) | {f"rollout/{name}": x for name, x in rollout.items()}
         self.metrics |= {key: float(value) for key, value in numbers.items()}
 

@@ -96,6 +96,7 @@ ROUTING_COLUMNS = {
     "clip_high": ("losses/clipfrac_high", 0),
     "mean_accuracy": ("rollout/accuracy", 0),
     "flipped": ("moe/expert_flip_frac", 0),
+    "sampler_flipped": ("moe/sampler_flip_frac", 0),
     "ratio_max": ("losses/ratio_max", 0),
     "gamma": ("moe/router_shift", 0),
 }

@@ -14,7 +14,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 import rspo
 from common import collate, record_old_policy, reference_logprobs, sample, token_logprobs
 from plumbing.model import Policy
-from plumbing.metrics import correction_stats, means, report, router_stats
+from plumbing.metrics import correction_stats, means, report, router_stats, sampler_routing_stats
 
 
 def test_statistics_of_the_mismatch_and_the_weights():
@@ -153,6 +153,27 @@ def test_statistics_of_routers(tiny_policy, batch):
     assert stats["load_max"].item() == pytest.approx(max(shares))
 
 
+def test_share_of_experts_that_the_sampler_did_not_share(tiny_policy, batch):
+    """Against the training forward before the update; only known if the sampler recorded its own."""
+    _, args = script_args("grpo", routing_replay="r3")
+    with torch.no_grad():
+        own_BSLK = token_logprobs(tiny_policy, batch, 1.0).routing_choices_BSLK
+    batch.replayed_experts_BSLK = own_BSLK.flip(-1).clone()  # their order does not count
+    record_old_policy(tiny_policy, batch, args)
+    assert sampler_routing_stats(batch, args)["sampler_flip_frac"] == 0
+    prompt, response = batch.lengths[0]
+    used = batch.replayed_experts_BSLK[0, prompt - 1, 1]  # of the last layer, for the first token
+    used[0] = next(expert for expert in range(8) if expert not in used)
+    batch.replayed_experts_BSLK[0, 0] = -1  # a prompt's token does not count
+    batch.replayed_experts_BSLK[0, prompt + response - 1] = -1  # nor does what comes after the last
+    record_old_policy(tiny_policy, batch, args)
+    stats = sampler_routing_stats(batch, args)
+    assert stats["sampler_flip_frac"].item() == pytest.approx(1 / 2 / 18, rel=1e-5)
+    assert sampler_routing_stats(batch, script_args("grpo", routing_replay="r2")[1]) == {}
+    batch.old_experts_BTLK = None  # --old_logprobs sampler
+    assert sampler_routing_stats(batch, args) == {}
+
+
 def test_means_weigh_and_keep_extremes():
     """Where no token counts, a key is absent, as is a mean over no token, which must not be NaN."""
     reports = []
@@ -181,6 +202,7 @@ def test_run_old_and_current_policy_replay_the_same(replay, tmp_path, reward_fil
     for line in metrics(tmp_path):
         assert line["losses/first_step_ratio_error_max"] == 0
         assert line["rollout/sampler_kl"] > 1e-4
+        assert (line.get("moe/sampler_flip_frac", 0) > 0) == (replay == "r3")
 
 
 def test_run_rspo_measures_gamma_on_the_replayed_experts(tmp_path, monkeypatch):
