@@ -113,9 +113,9 @@ def router_stats(outputs, old_experts_BTLK, mask_BT, num_experts):
 
 
 def sampler_routing_stats(batch, args):
-    """sampler_flip_frac: the share of (response token, layer) pairs for which the sampler used different
-    experts than the old policy's routers choose in the training forward, which replays the sampler's
-    in earlier layers. {} unless both are known."""
+    """sampler_flip_frac: the share of (response token, layer) pairs for which the sampler used experts
+    other than those that the old policy's routers choose in the training forward, which replays the
+    sampler's in earlier layers. {} unless both are known."""
     if args.routing_replay != "r3" or batch.old_experts_BTLK is None:
         return {}
     flips_BTL = (batch.active_experts(batch.old_experts_BTLK) != batch.old_experts_BTLK).any(-1)
@@ -124,8 +124,10 @@ def sampler_routing_stats(batch, args):
 
 @torch.no_grad()
 def correction_stats(batch, args):
-    """{name: scalar}: how far the sampler is from the training forward, and how many tokens the weights
-    that correct for it drop."""
+    """{name: scalar}: how far the sampler is from the training forward, and what the weights that
+    correct for it do, over tokens or, if a completion has one weight, over completions.
+    weight_effective_size: (sum w)^2 / (n sum w^2), the share of n samples that, weighted equally, would
+    have the same variance."""
     stats = {}
     mask_BT = batch.mask_BT
     if args.old_logprobs == "trainer":
@@ -135,6 +137,12 @@ def correction_stats(batch, args):
     if args.rollout_correction != "none":
         is_zero_BT = (batch.correction_weights == 0).expand_as(mask_BT)
         stats["weight_zero_frac"] = masked_mean(is_zero_BT.float(), mask_BT)
+        weights = batch.correction_weights
+        mask = mask_BT if weights.shape == mask_BT.shape else mask_BT.any(1, keepdim=True)
+        stats["weight_mean"] = masked_mean(weights, mask)
+        stats["weight_cap_frac"] = masked_mean((weights == args.rollout_cap).float(), mask)
+        mean_square = masked_mean(weights**2, mask)
+        stats["weight_effective_size"] = stats["weight_mean"] ** 2 / mean_square.clamp(min=1e-20)
     return stats
 
 

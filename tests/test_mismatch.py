@@ -19,7 +19,7 @@ from plumbing.metrics import correction_stats, means, report, router_stats, samp
 
 def test_statistics_of_the_mismatch_and_the_weights():
     """By hand; of nothing they are 0."""
-    args = SimpleNamespace(rollout_correction="token_tis", old_logprobs="trainer")
+    args = SimpleNamespace(rollout_correction="token_tis", rollout_cap=1.0, old_logprobs="trainer")
     batch = SimpleNamespace(
         old_logprobs_BT=torch.tensor([[0.2, -0.4], [0.1, math.nan]]),
         sampler_logprobs_BT=torch.zeros(2, 2),
@@ -31,8 +31,15 @@ def test_statistics_of_the_mismatch_and_the_weights():
         {
             "sampler_kl": (math.exp(0.2) + math.exp(-0.4) + math.exp(0.1) - 3 + 0.1) / 3,
             "weight_zero_frac": 1 / 3,
+            "weight_cap_frac": 1 / 3,
+            "weight_mean": 1.5 / 3,
+            "weight_effective_size": 1.5**2 / (3 * 1.25),
         }
     )
+    batch.correction_weights = torch.tensor([[0.5], [1.0]])  # one per completion, so lengths don't count
+    stats = {key: value.item() for key, value in correction_stats(batch, args).items()}
+    assert stats["weight_cap_frac"] == 1 / 2 and stats["weight_mean"] == 0.75
+    assert stats["weight_effective_size"] == pytest.approx(1.5**2 / (2 * 1.25))
     batch.mask_BT = torch.zeros_like(batch.mask_BT)
     assert all(value == 0 for value in correction_stats(batch, args).values())
 
