@@ -621,7 +621,9 @@ def rollout_weights(
     often sample at lower precision, or with stale weights.
 
     The decoupled objective is w min(r A, clip(r) A): r = pi / pi_old is clipped as usual, but w, which
-    is computed from rho = pi_old / mu, is not. Since w is never negative, A can be multiplied by it.
+    is computed from rho = pi_old / mu, is not. (Clipping pi / mu as a whole would remove more gradient
+    from a staler batch, a learning rate that depends on the batch.) Since w is never negative, A can be
+    multiplied by it.
 
     old_logprobs_BT      log-probs under the training forward, before the first step
     sampler_logprobs_BT  log-probs of the same tokens under the sampler
@@ -631,8 +633,9 @@ def rollout_weights(
                          then apply to the geometric mean of rho over the completion
 
     Returns (weights, rho_BT). Weights are at least 0, and (B, T), or (B, 1) if one per completion.
-    Sources: Hilton et al., arXiv 2110.00641 (the decoupled objective); Yao et al. 2025 (truncated and
-    masked weights); the Ling team, arXiv 2510.18855 (icepop).
+    Sources: Hilton et al., arXiv 2110.00641 (the decoupled objective); Yao et al. 2025 (truncated
+    weights); Liu, Li et al. 2025, "When Speed Kills Stability" (weights and masks of sequences, and the
+    geometric mean); the Ling team, arXiv 2510.18855 (icepop).
     """
     mask_BT = mask_BT.bool()
     length_B1 = mask_BT.sum(1, keepdim=True).clamp(min=1)

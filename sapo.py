@@ -43,7 +43,7 @@ class Args(RunArgs):  # more flags: --help
     router_aux_coef: float = flag(0.001, "weight of an MoE's load-balancing loss")
     # flags of the algorithm
     tau_pos: float = flag(1.0, "temperature of the gate where A > 0")
-    tau_neg: float = flag(1.05, "temperature of the gate otherwise; higher fades faster")
+    tau_neg: float = flag(1.05, "the same where A <= 0; should exceed tau_pos, to fade faster")
 
     def check(self):
         self.check_range(1e-9, 1e9, "tau_pos", "tau_neg")

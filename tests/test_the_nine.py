@@ -2,6 +2,7 @@
 
 import importlib
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,10 +10,15 @@ from conftest import ROOT
 
 import gmpo
 import grpo
-from more import rloo
+import ppo
+from common import rollout_weights
+from more import reinforce, rloo
+from plumbing.metrics import correction_stats
 
 F64 = torch.float64
 PAGE = (ROOT / "study" / "the_nine.md").read_text()
+STUDY = (ROOT / "study" / "README.md").read_text()
+PAPERS_RANGE = {"clip_eps_low": 3e-4, "clip_eps_high": 4e-4}  # gspo's
 
 
 def weights_of(name, r_BT, A_B1, mask_BT, **keywords):
@@ -46,29 +52,41 @@ def test_sapo_keeps_tokens_whose_ratio_has_fallen():
 def test_what_compounds():
     """A clip bounds one rollout's step: after n of them the bounds differ by (1.28/1.2)^n. A token clip
     bounds each factor of a product, and gspo the mean of its logs."""
-    factors = [(1.28 / 1.2) ** n for n in (20, 50, 100)]
+    bounds = []
+    for name, keywords in (("grpo", {}), ("dapo", {}), ("gspo", PAPERS_RANGE)):
+        r = torch.linspace(1, 1.5, 5001, dtype=F64)[:, None]
+        has_gradient = weights_of(name, r, torch.ones_like(r), torch.ones_like(r), **keywords) > 0
+        bounds.append(r[has_gradient].max().item())
+    assert bounds == pytest.approx([1.2, 1.28, 1.0004], rel=1e-6)
+    grpo_bound, dapo_bound, gspo_bound = bounds
+    factors = [(dapo_bound / grpo_bound) ** n for n in (20, 50, 100)]
     assert " ".join(f"{factor:.3g}" for factor in factors) == "3.64 25.2 635"
     assert "3.64, 25.2 and 635" in PAGE
-    rollouts = [math.log(0.1 / 0.01) / math.log(bound) for bound in (1.2, 1.28)]
+    rollouts = [math.log(0.1 / 0.01) / math.log(bound) for bound in (grpo_bound, dapo_bound)]
     assert [f"{n:.1f}" for n in rollouts] == ["12.6", "9.3"]
     assert "12.6 rollouts at the bound; at 1.28, 9.3" in " ".join(PAGE.split())
-    assert 1e81 < 1.2**1024 < 2e81 and "1.2^1024 is about 10^81" in PAGE
-    product = (1 + 4e-4) ** 10_000
-    assert f"{product:.1f}" == "54.6" and "(1 + 4e-4)^10000 = 54.6" in PAGE
+    assert 1e81 < grpo_bound**1024 < 2e81 and "1.2^1024 is about 10^81" in PAGE
+    assert f"{gspo_bound**10_000:.1f}" == "54.6" and "(1 + 4e-4)^10000 = 54.6" in PAGE
 
 
 def test_gspo_does_not_shrink_a_shift_that_all_tokens_share():
     """It shrinks the mean of independent log-ratios, like 1 / sqrt(|o|). And the toy example that says
-    of three ratios that they are all about 1.02 or 1.03: the third is 1, and is not clipped."""
+    that s_i is about 1.02 to 1.03, so that nearly all are clipped: one of three is 1, and none is
+    clipped where A < 0."""
     for length in (1, 10, 1000):
         r = torch.full((1, length), 1.1, dtype=F64)
         A = torch.ones(1, 1, dtype=F64)
         assert (weights_of("gspo", r, A, torch.ones_like(r)) == 0).all()  # clipped
     steps = [[1, 1, -1, 1, -1, 1], [1, -1, 1, -1, 1, 0], [-1, 1, -1, 1, 0, 0]]
-    log_r = torch.tensor(steps, dtype=F64) / 10
+    r = (torch.tensor(steps, dtype=F64) / 10).exp()
     mask = torch.arange(6) < torch.tensor([[6], [5], [4]])
-    s = (log_r.sum(1) / mask.sum(1)).exp()
-    assert [f"{x:.3f}" for x in s.tolist()] == ["1.034", "1.020", "1.000"]
+    wide = {"clip_eps_low": 0.9, "clip_eps_high": 0.9}
+    for A, clipped in ((1.0, [True, True, False]), (-1.0, [False, False, False])):
+        A_B1 = torch.full((3, 1), A, dtype=F64)
+        s = weights_of("gspo", r, A_B1, mask, **wide)[:, 0] / A * 3 * mask.sum(1)
+        assert [f"{x:.3f}" for x in s.tolist()] == ["1.034", "1.020", "1.000"]
+        is_zero = (weights_of("gspo", r, A_B1, mask, **PAPERS_RANGE) == 0).all(1)
+        assert is_zero.tolist() == clipped
     assert "1.034, 1.020 and 1.000" in PAGE
 
 
@@ -118,21 +136,132 @@ def test_a_geometric_mean_is_not_smaller_in_a_signed_total():
     assert abs(arithmetic) < 1e-12 < 0.005 < abs(geometric)
 
 
+def of_tokens(logprobs_V, old_V, ref_V, rho_V=None, **keywords):
+    """grpo's KL term and its approx_kl, of each token of a vocabulary."""
+    terms = []
+    approx_kls = []
+    for i in range(len(logprobs_V)):
+        logprob, old, ref = (x[i].view(1, 1) for x in (logprobs_V, old_V, ref_V))
+        rho = None if rho_V is None else rho_V[i].view(1, 1)
+        references = {"ref_logprobs_BT": ref, "rollout_ratio_BT": rho, "kl_coef": 1.0}
+        inputs = logprob, old, torch.zeros(1, 1), torch.ones(1, 1)
+        loss, stats = grpo.policy_loss(*inputs, **references, **keywords)
+        terms.append(loss)
+        approx_kls.append(stats["approx_kl"])
+    return torch.stack(terms), torch.stack(approx_kls)
+
+
 def test_k3_needs_samples_of_the_policy():
     """E[k3] is KL(pi || ref) under pi, not under pi_old; with x upside down it is not that either."""
     noise = torch.Generator().manual_seed(0)
     pi, old, ref = torch.randn(3, 5, generator=noise, dtype=F64).log_softmax(1)
+    k3, approx_kl = of_tokens(pi, old, ref)
     x = (ref - pi).exp()
-    k3 = x - x.log() - 1
     upside_down = 1 / x + x.log() - 1
     kl = (pi.exp() * (pi - ref)).sum()
     assert (pi.exp() * k3).sum() == pytest.approx(kl.item(), rel=1e-12)
     assert abs((old.exp() * k3).sum() - kl) > 0.05
     assert abs((pi.exp() * upside_down).sum() - kl) > 0.05
     # What ppo.py and the others log as approx_kl is the KL that TRPO bounds.
-    r = (pi - old).exp()
     trpo = (old.exp() * (old - pi)).sum()
-    assert (old.exp() * (r - 1 - r.log())).sum() == pytest.approx(trpo.item(), rel=1e-12)
+    assert (old.exp() * approx_kl).sum() == pytest.approx(trpo.item(), rel=1e-12)
+
+
+def test_gradients_of_the_estimators_of_the_kl():
+    """By enumeration of five tokens, what README.md's table says: the expected gradient of k1 is 0, of
+    k2 that of KL(pi || ref), of k3 that of KL(ref || pi). Times the ratio, k3's is that of
+    KL(pi || ref), whoever sampled."""
+    noise = torch.Generator().manual_seed(0)
+    logits, old, mu, ref = torch.randn(4, 5, generator=noise, dtype=F64)
+    logits.requires_grad_()
+    pi, old, mu, ref = (x.log_softmax(0) for x in (logits, old, mu, ref))
+
+    def gradient(values_V, sampler_V):
+        mean = (sampler_V.detach().exp() * values_V).sum()
+        return torch.autograd.grad(mean, logits, retain_graph=True)[0]
+
+    forward = torch.autograd.grad((pi.exp() * (pi - ref)).sum(), logits, retain_graph=True)[0]
+    reverse = torch.autograd.grad((ref.exp() * (ref - pi)).sum(), logits, retain_graph=True)[0]
+    assert (forward - reverse).abs().max() > 0.1
+    torch.testing.assert_close(gradient(pi - ref, pi), torch.zeros(5, dtype=F64))
+    torch.testing.assert_close(gradient((pi - ref) ** 2 / 2, pi), forward)
+    torch.testing.assert_close(gradient(of_tokens(pi, pi.detach(), ref)[0], pi), reverse)
+    corrected, _ = of_tokens(pi, old, ref, kl_is_corrected=True)
+    torch.testing.assert_close(gradient(corrected, old), forward)
+    corrected, _ = of_tokens(pi, old, ref, rho_V=(old - mu).exp(), kl_is_corrected=True)
+    torch.testing.assert_close(gradient(corrected, mu), forward)
+
+
+def test_gradient_of_k1_in_the_reward():
+    """ppo's: minus that of the KL of whole answers, so a token also answers for later ones. By
+    enumeration of all answers of two tokens of three."""
+    noise = torch.Generator().manual_seed(0)
+    logits = torch.randn(4, 3, generator=noise, dtype=F64, requires_grad=True)  # first, then each next
+    ref = torch.randn(4, 3, generator=noise, dtype=F64).log_softmax(1)
+    answers_BT = torch.cartesian_prod(torch.arange(3), torch.arange(3))
+    rows_BT = torch.stack([0 * answers_BT[:, 0], 1 + answers_BT[:, 0]], dim=1)
+    logprobs_BT = logits.log_softmax(1)[rows_BT, answers_BT]
+    chance_B1 = logprobs_BT.sum(1, keepdim=True).exp()
+    k1_BT = logprobs_BT - ref[rows_BT, answers_BT]
+    (truth,) = torch.autograd.grad((chance_B1 * k1_BT).sum(), logits, retain_graph=True)
+    ones_BT = torch.ones(9, 2, dtype=torch.bool)
+    zeros_BU = torch.zeros(9, 3, dtype=F64)
+    no_reward_B1 = zeros_BU[:, :1]
+    inputs = no_reward_B1, k1_BT.detach(), zeros_BU, no_reward_B1, ones_BT
+    rewards_BT = ppo.token_rewards(*inputs, kl_coef=1.0, gamma=1.0)
+    advantages_BT, _ = ppo.compute_gae(rewards_BT, zeros_BU[:, :2], ones_BT, gamma=1.0, lam=1.0)
+    weighted_BT = chance_B1.detach() * advantages_BT
+    loss, _ = ppo.policy_loss(logprobs_BT, None, weighted_BT, ones_BT, num_tokens=1)
+    torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], truth)
+
+
+def test_adam_may_go_the_wrong_way():
+    """The mean step of SGD is along the gradient. AdamW's mean first step, which keeps only the sign of
+    a gradient, may go the other way: here it is +3 with probability 0.3, else -1."""
+    p = torch.tensor(0.3, dtype=F64)
+    mean_steps = {"SGD": 0.0, "AdamW": 0.0}
+    for name in mean_steps:
+        for answer, R, chance in ((1, 30 / 7, 0.3), (0, 10 / 3, 0.7)):
+            logit = p.logit().requires_grad_()
+            logprob = torch.nn.functional.logsigmoid(logit if answer else -logit)
+            A_PG = reinforce.compute_advantages(torch.tensor([[R]], dtype=F64), baseline=0.0)
+            loss, _ = reinforce.policy_loss(logprob.view(1, 1), None, A_PG, torch.ones(1, 1))
+            optimizer = getattr(torch.optim, name)([logit], lr=0.1, weight_decay=0.0)
+            loss.backward()
+            assert -logit.grad.item() == pytest.approx(3.0 if answer else -1.0)
+            optimizer.step()
+            mean_steps[name] += chance * (logit - p.logit()).item()
+    assert mean_steps == pytest.approx({"SGD": 0.1 * 0.2, "AdamW": -0.1 * 0.4}, rel=1e-6)
+
+
+WEIGHTS = [  # tokens; of sequence_tis median weight and effective size; share that sequence_mis keeps
+    (30, "0.94", "0.89", "0.9850"),
+    (1_000, "0.14", "0.33", "0.9110"),
+    (10_000, "2.1e-09", "0.0017", "0.9995"),
+]
+
+
+@pytest.mark.parametrize("length, median, effective, kept", WEIGHTS)
+def test_weights_of_long_answers(length, median, effective, kept):
+    """A sampler that is off by 0.002 nats per token: log rho of a token has mean -0.002 and variance
+    0.004. So an answer's sum is normal; here it has 2,000 quantiles, spread evenly over the tokens."""
+    quantiles = (torch.arange(2000, dtype=F64) + 0.5) / 2000
+    sums = -0.002 * length + math.sqrt(0.004 * length) * torch.special.ndtri(quantiles)
+    weights = {"sequence_tis": [], "sequence_mis": [], "geo_mask": []}
+    for part in (sums / length).split(100):
+        log_rho_BT = part[:, None].float().expand(-1, length)
+        zeros_BT = torch.zeros(100, length)
+        for rule, found in weights.items():
+            w, _ = rollout_weights(log_rho_BT, zeros_BT, zeros_BT + 1, rule=rule)
+            found.append(w[:, :1])
+    tis, mis, geo = (torch.cat(found) for found in weights.values())
+    batch = SimpleNamespace(mask_BT=torch.ones(2000, 1), correction_weights=tis)
+    args = SimpleNamespace(old_logprobs="sampler", rollout_correction="sequence_tis", rollout_cap=2.0)
+    assert f"{tis.quantile(0.5):.2g}" == median
+    assert f"{correction_stats(batch, args)['weight_effective_size']:.2g}" == effective
+    assert f"{(mis > 0).double().mean():.4f}" == kept
+    assert (geo > 0.95).all()
+    assert f"| {length:,} | {median} | {effective} | {kept} | 1 |" in STUDY
 
 
 def test_the_best_baseline():
