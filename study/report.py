@@ -231,11 +231,12 @@ def routing():
                 shown(mean(ours, "clip_low") + mean(ours, "clip_high"), ".2%"),
                 f"{mean(ours, 'ratio_max'):.2f}",
                 f"{mean(ours, 'flipped'):.2%}",
+                shown(mean(ours, "sampler_flipped"), ".2%"),
                 shown(mean(ours, "gamma"), ".3f"),
             ]
         )
-    names = ["accuracy", "held-out", "clipped", "largest ratio", "flipped", "gamma"]
-    return markdown(["script", "sampler", "replay", *names], rows, "lllrrrrrr")
+    names = ["accuracy", "held-out", "clipped", "largest ratio", "flipped", "sampler's", "gamma"]
+    return markdown(["script", "sampler", "replay", *names], rows, "lllrrrrrrr")
 
 
 CHAIN = {  # variant of dapo_chain: what it is, and what the paper reports at that step
