@@ -11,7 +11,7 @@ from conftest import ROOT
 import report
 
 README = ROOT / "README.md"
-FOLDERS = ("plumbing", "conformance", "study", "benchmarks")
+FOLDERS = ("plumbing", "conformance", "study")
 PAGES = [README, *(ROOT / folder / "README.md" for folder in FOLDERS), ROOT / "study" / "the_nine.md"]
 
 

@@ -1,12 +1,8 @@
-"""The experiments of study/: their statistics, their CSVs, a sweep; and gpu.py's test of itself."""
+"""The experiments of study/: their statistics, their CSVs, a sweep."""
 
 import importlib
-import json
-import subprocess
-import sys
 
 import pytest
-from conftest import ROOT
 
 from plumbing.args import parse_args
 
@@ -83,14 +79,3 @@ def test_run_a_sweep(monkeypatch, tmp_path, sums):
     small.jobs[:] = [whole._replace(flags=f"{whole.flags} --lr 1e-4")]
     monkeypatch.setattr(sweep, "run", lambda name, job: None)
     assert sweep.sweep("small", 1) == 1
-
-
-@pytest.mark.slow
-def test_run_the_checks_of_a_gpu_on_a_cpu(tmp_path):
-    path = tmp_path / "gpu.json"
-    command = [sys.executable, ROOT / "benchmarks" / "gpu.py", path, "--device", "cpu"]
-    subprocess.run(command, check=True)
-    checks = json.loads(path.read_text())["checks"]
-    assert len(checks) == 5 and not any("error" in result for result in checks.values())
-    for name, result in checks.items():
-        assert result.get("first_ratio_error", 0) == result.get("largest_difference", 0) == 0, name
