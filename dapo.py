@@ -235,7 +235,7 @@ def main(args):
             optimizer.zero_grad()
 
         # -------------------------------------------------------------------------------------- log
-        run.log(batch, generated, rewards_PG, **counts)  # rewards of the groups kept
+        run.log(batch, generated, rewards_PG, **counts)  # [2] rewards of the groups kept
         if run.eval_is_due:
             run.log_eval(evaluate(policy, held_out, grade, args, sampled=run.is_last))
     run.finish()  # prints held-out accuracy before and after, and some answers

@@ -164,7 +164,7 @@ def main(args):
         optimizer.zero_grad()
 
         # -------------------------------------------------------------------------------------- log
-        run.log(batch, completions, rewards_PG.view(-1, 1))
+        run.log(batch, completions, rewards_PG.view(-1, 1))  # [1] no groups
         if run.eval_is_due:
             run.log_eval(evaluate(policy, held_out, grade, args, sampled=run.is_last))
     run.finish()  # prints held-out accuracy before and after, and some answers

@@ -1,9 +1,12 @@
 """Plots several runs together, and prints the metrics that differ in the first iteration.
 
     python study/curves.py runs/grpo-seed1 runs/sapo-seed1     # --out: instead of runs/curves.png
+    python study/curves.py runs/grpo-seed1 --keys losses/ratio_max rollout/truncated_frac
 
-With the same seed the first iteration has the same rollout, so whatever differs there is what you
-changed. Later the runs drift apart anyway. Timings are left out.
+With the same seed and batch the first iteration has the same rollout. What differs there is what you
+changed, and what follows from it: its later optimizer steps start from other weights. (ppo has one
+completion for each of 256 prompts, and so other rollouts.) Later the runs drift apart anyway. Timings
+are left out.
 """
 
 import argparse
@@ -12,6 +15,9 @@ import math
 import sys
 from pathlib import Path
 
+from pictures import pyplot
+
+GREEDY = "held-out accuracy"  # at temperature 0, from evaluations.jsonl
 PANELS = {  # title: keys in metrics.jsonl, whose values are added
     "reward": ["rollout/reward_mean"],
     "accuracy": ["rollout/accuracy"],
@@ -24,13 +30,28 @@ PANELS = {  # title: keys in metrics.jsonl, whose values are added
 }
 
 
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
 def read(folder):
     """[metrics of each iteration] of a run."""
     path = Path(folder, "metrics.jsonl")
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    rows = lines_of(path)
     if not rows:
         sys.exit(f"{path} has no iterations: is {folder} the folder of a run?")
     return rows
+
+
+def held_out(folder):
+    """[(iteration, greedy accuracy, accuracy at temperature 1 or NaN)]"""
+    points = []
+    for line in lines_of(Path(folder, "evaluations.jsonl")):
+        sampled = line.get("sampled") or {}
+        points.append(
+            (line["iteration"], line["greedy"]["accuracy"], sampled.get("accuracy", math.nan))
+        )
+    return points
 
 
 def table(runs):
@@ -46,36 +67,55 @@ def table(runs):
     return lines
 
 
-def draw(runs):
-    import matplotlib  # imported here because the table does not need it
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+def draw(runs, panels):
+    """The panels, the first of them with the held-out accuracy: greedy as a line, at temperature 1 as
+    dots."""
+    plt = pyplot()
     plt.rcParams |= {"font.size": 9, "axes.titlesize": 9, "legend.frameon": False}
-    figure, axes = plt.subplots(2, 4, figsize=(8, 4), layout="constrained")
-    for axis, (title, keys) in zip(axes.flat, PANELS.items(), strict=True):
-        for name, rows in runs.items():
-            xs = [row["iteration"] for row in rows]
+    num_columns = min(3, len(panels) + 1)
+    num_rows = math.ceil((len(panels) + 1) / num_columns)
+    size = (2.7 * num_columns, 2 * num_rows + 0.5)
+    figure, axes = plt.subplots(
+        num_rows, num_columns, figsize=size, layout="constrained", squeeze=False
+    )
+    first, *others = axes.flat
+    first.set_title(GREEDY)
+    for name, rows in runs.items():
+        points = held_out(name) or [(0, math.nan, math.nan)]
+        xs, greedy, sampled = zip(*points, strict=True)
+        (line,) = first.plot(xs, greedy, label=name)
+        first.plot(xs, sampled, "o", color=line.get_color(), markersize=4)
+        for axis, (title, keys) in zip(others, panels.items(), strict=False):
             ys = [sum(row.get(key, math.nan) for key in keys) for row in rows]
-            axis.plot(xs, ys, label=name)
-        axis.set_title(title)
-    for axis in axes[1]:
+            axis.plot([row["iteration"] for row in rows], ys)
+            axis.set_title(title)
+    for axis in axes[-1]:
         axis.set_xlabel("iteration")
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    for axis in others[len(panels) :]:
+        axis.set_visible(False)
+    figure.legend(*first.get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("folders", nargs="+", metavar="RUN_DIR")
+    parser.add_argument(
+        "--keys", nargs="+", default=[], help="draw these keys of metrics.jsonl instead"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/curves.png"))
     args = parser.parse_args()
     runs = {folder: read(folder) for folder in args.folders}
+    known = {key for rows in runs.values() for row in rows for key in row}
+    for key in args.keys:
+        if key not in known:
+            sys.exit(f"--keys: no run has {key}; they have {', '.join(sorted(known))}")
     if len(runs) > 1:
         print("\n".join(table(runs)))
+    panels = {key: [key] for key in args.keys} or PANELS
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    draw(runs).savefig(args.out, dpi=150)
+    draw(runs, panels).savefig(args.out, dpi=150)
     print(args.out)
 
 

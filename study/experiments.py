@@ -3,9 +3,7 @@
 from typing import NamedTuple
 
 from repair import load_bugs
-
-SCRIPTS = ["ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "rspo", "sapo"]
-MORE = ["more.reinforce", "more.rloo", "more.vapo"]
+from scripts import MORE, SCRIPTS, file_of
 
 # The rows of the tables: grpo twice, the second time without its KL.
 ROWS = [("ppo", "default"), ("grpo", "default"), ("grpo", "free")]
@@ -26,11 +24,6 @@ class Experiment(NamedTuple):
     has_curves: bool = False  # whether a second CSV has the iterations
 
 
-def file_of(script):
-    """more.rloo -> more/rloo.py"""
-    return f"{script.replace('.', '/')}.py"
-
-
 def crossed(seeds, flags, runs, files=None):
     """[Job] for {(script, variant): its own flags}. They come after the common flags, because the last
     value of a repeated flag wins. Jobs are ordered by seed, so an interrupted sweep still leaves
@@ -45,24 +38,26 @@ def crossed(seeds, flags, runs, files=None):
 
 # -------------------------------------------------------------------------------- the default job
 
-QUIET = "--eval_every 0 --save_every 0"
+SHORT = "--iterations 20 --eval_every 0 --save_every 0"
 NINE = "--eval_every 2 --eval_samples 8 --save_every 0"
 DEFAULTS = {(script, "default"): "" for script in SCRIPTS}
 DEFAULTS |= {("dapo", "default"): "--eval_every 1", ("grpo", "free"): "--kl_coef 0"}
-ACTED = {  # what each mechanism did, for report.acted
-    "end_len_wrong": ("rollout/response_len_wrong", 10),
-    "clip_low": ("losses/clipfrac_low", 0),
-    "clip_high": ("losses/clipfrac_high", 0),
-    "kl_ref": ("losses/kl_ref", 0),
-    "explained_variance": ("losses/explained_variance", 0),
-    "all_right": ("rollout/groups_dropped_all_right", 0),
-    "all_wrong": ("rollout/groups_dropped_all_wrong", 0),
-    "ratio_max": ("losses/ratio_max", 0),
-    "gamma": ("moe/router_shift", 0),
-    "gamma_floor": ("moe/router_floor_frac", 0),
-    "slope": ("losses/gate_slope", 0),
-    "end_entropy": ("losses/entropy", 5),
-    "end_len": ("rollout/response_len_mean", 5),
+# What each mechanism did. Column: key in metrics.jsonl, how many of the last iterations [0: all], and
+# words for report.py, which leaves out what a script does not log.
+ACTED = {
+    "clip_low": ("losses/clipfrac_low", 0, "clipped: {:.2%} below"),
+    "clip_high": ("losses/clipfrac_high", 0, "{:.2%} above"),
+    "ratio_max": ("losses/ratio_max", 0, "largest ratio {:.2f}"),
+    "kl_ref": ("losses/kl_ref", 0, "KL to the reference {:.3f}"),
+    "explained_variance": ("losses/explained_variance", 0, "the critic explains {:.0%}"),
+    "all_right": ("rollout/groups_dropped_all_right", 0, "groups replaced: {:.1f} all right"),
+    "all_wrong": ("rollout/groups_dropped_all_wrong", 0, "{:.1f} all wrong"),
+    "gamma": ("moe/router_shift", 0, "mean gamma {:.3f}"),
+    "gamma_floor": ("moe/router_floor_frac", 0, "at its floor {:.2%}"),
+    "slope": ("losses/gate_slope", 0, "mean slope of the gate {:.5f}"),
+    "end_len_wrong": ("rollout/response_len_wrong", 10, "wrong answers at the end {:.1f} tokens"),
+    "end_entropy": ("losses/entropy", 5, ""),
+    "end_len": ("rollout/response_len_mean", 5, ""),
 }
 STABILITY = {  # from mild to wild; no run fell at milder settings
     "lr3e-4-steps16": "--lr 3e-4 --num_minibatches 16",
@@ -73,9 +68,8 @@ STABILITY_RUNS = {(script, name): flags for name, flags in STABILITY.items() for
 for name, flags in STABILITY.items():
     STABILITY_RUNS["grpo", f"{name}-free"] = f"{flags} --kl_coef 0"
 
-# --------------------------------------------------------------- an MoE's routes, and dapo step by step
+# --------------------------------------------------------------- an MoE's routes
 
-LATER = range(201, 204)
 STALE = "--rollout_dtype int4 --rollout_refresh_every 4"
 ROUTES = {  # variant: flags
     "fresh": "",
@@ -100,22 +94,6 @@ ROUTING_COLUMNS = {
     "ratio_max": ("losses/ratio_max", 0),
     "gamma": ("moe/router_shift", 0),
 }
-DROP = "--iterations 40 --max_sampling_rounds 1"  # groups that are not mixed are not replaced
-DAPO_CHAIN = {
-    ("grpo", "free"): "--kl_coef 0",
-    ("grpo", "clip-higher"): "--kl_coef 0 --clip_eps_high 0.28",
-    ("dapo", "drop-none"): f"{DROP} --overlong none",
-    ("dapo", "drop-filter"): f"{DROP} --overlong filter",
-    ("dapo", "drop-soft"): f"{DROP} --overlong soft",
-    ("dapo", "default"): "",
-}
-CHAIN_COLUMNS = {
-    "end_len_wrong": ("rollout/response_len_wrong", 10),
-    "clip_high": ("losses/clipfrac_high", 0),
-    "mean_truncated": ("rollout/truncated_frac", 0),
-    "end_entropy": ("losses/entropy", 10),
-}
-
 # ---------------------------------------------------------------------------------- planted bugs
 
 # Fixed before the first run: the metrics, twenty healthy seeds for each script and job, and three
@@ -172,8 +150,7 @@ EXPERIMENTS = {
     "more": Experiment(
         crossed(range(1, 4), NINE, {(name, "default"): "" for name in MORE}), has_curves=True
     ),
-    "stability": Experiment(crossed(range(1, 4), f"--iterations 20 {QUIET}", STABILITY_RUNS)),
-    "routing": Experiment(crossed(LATER, f"--iterations 20 {QUIET}", ROUTING), ROUTING_COLUMNS),
-    "dapo_chain": Experiment(crossed(LATER, QUIET, DAPO_CHAIN), CHAIN_COLUMNS),
+    "stability": Experiment(crossed(range(1, 4), SHORT, STABILITY_RUNS)),
+    "routing": Experiment(crossed(range(201, 204), SHORT, ROUTING), ROUTING_COLUMNS),
     "symptoms": Experiment(bug_jobs(), SYMPTOMS),
 }

@@ -5,53 +5,30 @@
 Lines differ in style or lightness as well as color, so you can tell them apart in grayscale.
 """
 
+import argparse
+import itertools
 from pathlib import Path
 
-import matplotlib
 import pictures
 import stats
-from experiments import SCRIPTS
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from scripts import MORE, SCRIPTS, changes_of, parent_of, title_of
 
 FIGURES = Path(__file__).parent / "figures"
-STYLES = [("#000000", "-"), ("#0072b2", "--"), ("#e69f00", ":")]
+STYLES = [("#000000", "-"), ("#0072b2", "--"), ("#e69f00", ":"), ("#009e73", "-."), ("#d55e00", "-")]
 GRAY = ("#cccccc", "-")
-GROUPS = [  # each is one column of `nine`
-    {"ppo": "PPO", "grpo": "GRPO", "dr_grpo": "Dr. GRPO"},
-    {"dapo": "DAPO", "gspo": "GSPO", "cispo": "CISPO"},
-    {"gmpo": "GMPO", "rspo": "RSPO", "sapo": "SAPO"},
-]
 COLORS = {1: "#0072b2", -1: "#d55e00"}  # blue and vermilion, which color-blind readers can tell apart
-PANELS = {  # script: title, line below it
-    "ppo": ("PPO", "clipped at 0.8 and 1.2; A from a critic"),
-    "grpo": ("GRPO", "the same; A from the group's rewards"),
-    "dr_grpo": ("Dr. GRPO", "the same; no division by length or std"),
-    "dapo": ("DAPO", "clipped at 0.8 and 1.28"),
-    "gspo": ("GSPO", "one ratio for the whole answer"),
-    "cispo": ("CISPO", "the gradient of log π, times r"),
-    "gmpo": ("GMPO", "geometric mean; log r clipped at ±0.4"),
-    "rspo": ("RSPO", f"GMPO (gray) times γ, here {pictures.GAMMA}"),
-    "sapo": ("SAPO", "a soft gate in place of the clip"),
-}
-WORDS = {  # script: [(ratio, pull, advantage, words)]
+WORDS = {  # script: [(ratio, pull, advantage, words)], if something needs to be said
     "ppo": [(1.26, 0.22, 1, "clipped:\nno gradient"), (0.34, -1.5, -1, "clipped:\nno gradient")],
     "gspo": [
         (1.1, 0.22, 1, "a step: clipped at\n0.997 and 1.004"),
         (1.15, -0.8, -1, "this token alone"),
         (0.66, -2.1, -1, "all together"),
     ],
-    "cispo": [(1.06, 0.15, 1, "no clip; r at most 5")],
-    "sapo": [(1.06, 0.15, 1, "fades, is never 0")],
+    "cispo": [(0.36, 1.4, 1, "no clip; r at most 5")],
+    "rspo": [(0.36, 1.4, 1, f"here γ is {pictures.GAMMA}")],
+    "sapo": [(0.36, 1.4, 1, "fades, is never 0")],
 }
-TOKENS = {
-    "more.rloo": ("sum (reinforce, rloo)", "-."),
-    "grpo": ("per completion (grpo, sapo)", "-"),
-    "gmpo": ("geometric mean (gmpo, rspo; gspo)", "o"),
-    "dapo": ("over all (ppo, dapo, cispo)", ":"),
-    "dr_grpo": ("by a constant (dr_grpo)", "--"),
-}
+plt = pictures.pyplot()
 plt.rcParams |= {
     "font.size": 9,
     "axes.spines.top": False,
@@ -67,29 +44,34 @@ def draw_pulls(axis, name, curves):
     for advantage, color in COLORS.items():
         sign = {1: "+1", -1: "−1"}[advantage]
         axis.text(0.34, 2.6 * advantage, f"A = {sign}", color=color, va="center")
-        if name == "rspo":
-            for moved, line in ((1, "-"), (pictures.NUM_TOKENS, ":")):
-                parent = curves[f"gmpo {advantage:+d} {moved}"]
-                axis.plot(curves["ratio"], parent, line, color="#aaaaaa", linewidth=2.5)
-        alone = curves[f"{name} {advantage:+d} 1"]
-        together = curves[f"{name} {advantage:+d} {pictures.NUM_TOKENS}"]
-        axis.plot(curves["ratio"], together, color=color, linestyle=":", linewidth=1.8)
-        axis.plot(curves["ratio"], alone, color=color, linewidth=1.8)
-    title, below = PANELS[name]
-    axis.set_title(title, loc="left", fontsize=11, fontweight="bold", pad=17)
-    axis.text(0, 1.03, below, transform=axis.transAxes)
+        for moved, line in ((pictures.NUM_TOKENS, ":"), (1, "-")):
+            if parent_of(name):
+                parent = curves[f"{parent_of(name)} {advantage:+d} {moved}"]
+                axis.plot(curves["ratio"], parent, line, color="#bbbbbb", linewidth=2.5, zorder=1)
+            pulls = curves[f"{name} {advantage:+d} {moved}"]
+            axis.plot(curves["ratio"], pulls, line, color=color, linewidth=1.8)
+    axis.set_title(title_of(name), loc="left", fontsize=11, fontweight="bold", pad=17)
+    axis.text(0, 1.03, "; ".join(changes_of(name)[:2]), transform=axis.transAxes)
     for ratio, value, advantage, words in WORDS.get(name, ()):
         axis.text(ratio, value, words, color=COLORS[advantage])
     axis.axhline(0, color="#000000", linewidth=0.6, zorder=0)
     axis.axvline(1, color="#cccccc", linewidth=0.8, zorder=0)
 
 
+def in_threes(names):
+    return [names[start : start + 3] for start in range(0, len(names), 3)]
+
+
 def gradients():
     """The pull on a token's log-prob, over the token's ratio."""
     curves = pictures.gradients(SCRIPTS)
-    figure, axes = plt.subplots(3, 3, figsize=(8, 6.4), sharex=True, sharey=True)
-    for axis, name in zip(axes.flat, PANELS, strict=True):
+    num_rows = len(in_threes(SCRIPTS))
+    size = (8, 2.13 * num_rows)
+    figure, axes = plt.subplots(num_rows, 3, figsize=size, sharex=True, sharey=True)
+    for axis, name in zip(axes.flat, SCRIPTS, strict=False):
         draw_pulls(axis, name, curves)
+    for axis in axes.flat[len(SCRIPTS) :]:
+        axis.set_visible(False)
     axes[0, 0].set_xscale("log")
     axes[0, 0].set_xticks([1 / 3, 1 / 2, 1, 2, 3], ["1/3", "1/2", "1", "2", "3"])
     axes[0, 0].minorticks_off()
@@ -104,15 +86,18 @@ def gradients():
 
 
 def tokens():
-    """The weight of a token, over the length of its answer. Lines in different styles, and dots for a
-    line that lies on top of another one."""
-    weights = pictures.tokens(TOKENS)
-    figure, axis = plt.subplots(figsize=(6, 3))
-    for name, (label, style) in TOKENS.items():
-        axis.plot(weights["length"], weights[name], style, label=label)
-    axis.set_xlabel("length of the answer")
-    axis.set_ylabel("weight of a token")
-    axis.set_yscale("log")
+    """The weight of a token, over the length of its answer. Scripts with the same weights share a
+    line."""
+    names = [*MORE, *SCRIPTS]
+    weights = pictures.tokens(names)
+    groups = {}  # {weights: names}
+    for name in names:
+        groups.setdefault(tuple(f"{x:.6g}" for x in weights[name]), []).append(name)
+    figure, axis = plt.subplots(figsize=(6, 3.4))
+    for group, (color, line) in zip(groups.values(), itertools.cycle(STYLES), strict=False):
+        label = ", ".join(name.removeprefix("more.") for name in group)
+        axis.plot(weights["length"], weights[group[0]], color=color, linestyle=line, label=label)
+    axis.set(xlabel="tokens in the answer", ylabel="weight of each token", yscale="log")
     axis.yaxis.set_major_formatter("{x:g}")
     axis.legend(loc="upper right", bbox_to_anchor=(1, 0.94))
     figure.tight_layout()
@@ -134,22 +119,25 @@ def draw_mean(axis, runs, column, style, label=None):
 
 
 def nine():
-    """One column per group of three scripts, with the other six in gray."""
+    """One column for every three scripts, with all others in gray."""
     curves = stats.curves("nine")
+    measured = [script for script in SCRIPTS if (script, "default") in curves]
     panels = {  # column: words
         "accuracy": "rollout accuracy\n(temperature 1)",
         "len": "response length\n(tokens)",
         "entropy": "entropy\n(nats per token)",
     }
-    figure, axes = plt.subplots(3, len(GROUPS), figsize=(8, 5.2), sharex=True, sharey="row")
+    groups = in_threes(measured)
+    size = (2.67 * len(groups), 5.2)
+    figure, axes = plt.subplots(3, len(groups), figsize=size, sharex=True, sharey="row")
     for row, (column, words) in zip(axes, panels.items(), strict=True):
         row[0].set_ylabel(words)
-        for axis, group in zip(row, GROUPS, strict=True):
-            for script in SCRIPTS:
+        for axis, group in zip(row, groups, strict=True):
+            for script in measured:
                 if script not in group:
                     draw_mean(axis, curves[script, "default"], column, GRAY)
-            for (script, label), style in zip(group.items(), STYLES, strict=True):
-                draw_mean(axis, curves[script, "default"], column, style, label)
+            for script, style in zip(group, STYLES, strict=False):
+                draw_mean(axis, curves[script, "default"], column, style, title_of(script))
     for axis in axes[0]:
         axis.legend(loc="lower right")
     for axis in axes[-1]:
@@ -161,8 +149,12 @@ def nine():
 
 
 def main():
+    raw = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=__doc__, formatter_class=raw).parse_args()
     for draw in (gradients, tokens, nine):
-        draw().savefig(FIGURES / f"{draw.__name__}.png", dpi=150, metadata={"Software": None})
+        path = FIGURES / f"{draw.__name__}.png"
+        draw().savefig(path, dpi=150, metadata={"Software": None})
+        print(path)
 
 
 if __name__ == "__main__":

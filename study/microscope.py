@@ -1,6 +1,7 @@
 """Answers six questions about the mechanisms, with a policy that is a table.
 
     python study/microscope.py [rare ...]     # all six if you name none, in less than a minute
+    python study/microscope.py --help         # their names
 
 The policy is a row of logits, or one row for each position of an answer, so only the objective matters.
 All advantages and losses are the scripts' own. A panel writes its numbers to
@@ -8,17 +9,18 @@ results/microscope_<name>.csv and its picture to figures/microscope_<name>.png. 
 text: each panel's question, what you see, what the paper says, and the titles of its plots.
 """
 
+import argparse
 import csv
 import functools
 import importlib
 import itertools
 import math
-import sys
+import textwrap
 import tomllib
 from pathlib import Path
 
 import torch
-from pictures import gradient, prompts
+from pictures import gradient, prompts, pyplot
 
 import rspo
 
@@ -283,20 +285,26 @@ def draw(plt, name):
     figure.suptitle(words["question"], x=0.01, ha="left", fontsize=12, fontweight="bold")
     path = FIGURES / f"microscope_{name}.png"
     figure.savefig(path, dpi=150, bbox_inches="tight", metadata={"Software": None})
+    return path
 
 
 def main():
-    import matplotlib  # imported here because the tests do not need it
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("panels", nargs="*", metavar="PANEL", help=", ".join(PANELS))
+    names = parser.parse_args().panels or PANELS
+    for name in names:
+        if name not in PANELS:
+            parser.error(f"no panel {name}; there are {', '.join(PANELS)}")
+    plt = pyplot()
     plt.rcParams |= {"font.size": 9, "axes.titlesize": 10, "axes.spines.top": False}
     plt.rcParams |= {"axes.spines.right": False, "legend.frameon": False, "lines.markersize": 4}
     torch.set_num_threads(1)
-    for name in sys.argv[1:] or PANELS:
+    for name in names:
         write(name, PANELS[name]())
-        draw(plt, name)
+        path = draw(plt, name)
+        seen = textwrap.fill(" ".join(WORDS[name]["seen"].split()), 100)
+        print(f"{WORDS[name]['question']}\n{seen}\nThe picture: {path}\n")
 
 
 if __name__ == "__main__":

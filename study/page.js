@@ -58,18 +58,26 @@ function card(side, name) {
   const parent = data.parents[name];
   const items = script.differences.map((text) => `<li><a class="ref">${escaped(text)}</a></li>`);
   const list = parent ? `<p>Differs from ${file(parent)} only in:</p><ol>${items.join("")}</ol>` : "";
-  const notes = script.notes.map((text) => `<p>${escaped(text)}</p>`).join("");
+  const paragraphs = script.notes.map((text) => `<p>${escaped(text)}</p>`).join("");
+  const notes = `<details><summary>What the paper leaves open, and our choices</summary>${paragraphs}</details>`;
   const title = `<h2>${file(name)}: ${escaped(script.title)}</h2>`;
   const objective = `<pre>${escaped(script.objective)}</pre>`;
   return `<section class="${side}">${title}${objective}${list}${notes}</section>`;
 }
 
-// A difference in the header and the first [1] in the code link to each other.
+function firstChange(side) {
+  const lines = [...document.querySelectorAll(`#diff .changed code.${side}`)];
+  return lines.find((line) => line.textContent.startsWith("def ")) ?? lines[0];
+}
+
+// A difference in the header and the first [1] in the code link to each other. Without a [1], which only
+// functions that all scripts share cannot have, it links to the first function or line that differs.
 function connect(side) {
   const inCode = [...document.querySelectorAll(`#diff code.${side} .ref`)];
   document.querySelectorAll(`#cards .${side} .ref`).forEach((difference, index) => {
     const places = inCode.filter((link) => link.textContent === `[${index + 1}]`);
-    if (places.length === 0) return;
+    if (places.length === 0) places.push(firstChange(side));
+    if (!places[0]) return;
     difference.id = `${shown},${side}${index + 1}`;
     places[0].id = `${difference.id}.code`;
     difference.href = `#${places[0].id}`;
@@ -77,15 +85,17 @@ function connect(side) {
   });
 }
 
-// A flag may break after an underscore: on a phone the table would be too wide.
-function axes(left, right) {
-  const head = `<tr><td></td><th class="a" scope="col">${left}</th><th class="b" scope="col">${right}</th></tr>`;
-  const rows = data.axes.map((axis, i) => {
-    const [a, b] = [left, right].map((name) => data.scripts[name].axes[i].replaceAll("_", "_<wbr>"));
-    const kind = a === b ? "" : "differs";
-    return `<tr class="${kind}"><th scope="row">${axis}</th><td>${a}</td><td>${b}</td></tr>`;
+// The flags that differ, or that only one has. A name may break after an underscore: on a phone the table
+// would be too wide.
+function flags(left, right) {
+  const [a, b] = [data.scripts[left].flags, data.scripts[right].flags];
+  const head = `<tr><td>flags that differ</td><th class="a" scope="col">${left}</th><th class="b" scope="col">${right}</th></tr>`;
+  const differ = Object.keys({ ...a, ...b }).filter((flag) => a[flag] !== b[flag]);
+  const rows = differ.map((flag) => {
+    const name = `--${flag}`.replaceAll("_", "_<wbr>");
+    return `<tr><th scope="row">${name}</th><td>${a[flag] ?? "–"}</td><td>${b[flag] ?? "–"}</td></tr>`;
   });
-  find("axes").innerHTML = head + rows.join("");
+  find("flags").innerHTML = rows.length > 0 ? head + rows.join("") : "";
 }
 
 // ----------------------------------------------------------------------------------------- the plots
@@ -204,7 +214,7 @@ function plots(left, right) {
     }),
     plot({
       title: "Learning",
-      x: { label: "completions generated", low: 0, high: Math.max(...names.map((name) => data.curves[name].at(-1)[0])) },
+      x: { label: "completions generated", low: 0, high: Math.max(...names.map((name) => data.curves[name].at(-1)?.[0] ?? 0)) },
       y: { label: "accuracy of the rollouts", ...share },
       series: both.map(([css, name]) => ({ label: name, css, lines: [data.curves[name]] })),
       caption: "On the default job, averaged over seeds and over six iterations.",
@@ -230,6 +240,7 @@ function panel({ question, seen, paper, bounds = [], plots }) {
 
 function show(left, right) {
   shown = `${left},${right}`;
+  document.title = `${left} and ${right}, side by side`;
   find("left").value = left;
   find("right").value = right;
   for (const link of document.querySelectorAll("nav a")) {
@@ -237,9 +248,9 @@ function show(left, right) {
     link.ariaCurrent = link.className !== "";
   }
   find("cards").innerHTML = card("a", left) + card("b", right);
-  axes(left, right);
-  plots(left, right);
   diff(left, right);
+  flags(left, right);
+  plots(left, right);
   connect("a");
   connect("b");
 }
@@ -251,6 +262,8 @@ function follow() {
   const name = names.includes(first) ? first : "sapo";
   const parent = data.parents[name] ?? names.find((child) => data.parents[child] === name);
   const pair = names.includes(second) ? [name, second] : [parent, name];
+  const unknown = place.split(",").slice(0, 2).filter((word) => word && !names.includes(word));
+  find("unknown").textContent = unknown.map((word) => `There is no script ${word}.`).join(" ");
   if (shown === pair.join(",")) return;
   show(...pair);
   find(place)?.scrollIntoView();

@@ -6,9 +6,9 @@ The page is a single file, runs/study.html, and needs no server and no network. 
 the scripts and from results/.
 """
 
+import argparse
 import difflib
 import html
-import importlib
 import itertools
 import json
 import re
@@ -17,14 +17,12 @@ from pathlib import Path
 
 import microscope
 import pictures
-import report
 import stats
-from experiments import MORE, SCRIPTS
 from pygments.lexers import PythonLexer
 from pygments.token import STANDARD_TYPES, Comment, String
+from scripts import MORE, ROOT, SCRIPTS, differences_of, flags_of, parent_of, read
 
 FOLDER = Path(__file__).parent
-ROOT = FOLDER.parent
 PLAIN = ("", "n", "o", "p", "w")  # Pygments' token types that get no color
 
 
@@ -82,8 +80,8 @@ def changed_words(left, right):
 
 def compared(a, b, words):
     """The rows of two scripts. A row with two different lines also has the words that differ."""
-    _, left = report.read(a)
-    _, right = report.read(b)
+    _, left = read(a)
+    _, right = read(b)
     rows = []
     for i, j in side_by_side(left, right):
         row = [i, j]
@@ -96,38 +94,18 @@ def compared(a, b, words):
 # ---------------------------------------------------------------------------------------- the parts
 
 
-def own_flags(name):
-    """The algorithm's flags, which come after the loop's flags, with their defaults."""
-    args_class = importlib.import_module(name).Args
-    flags = list(args_class.__annotations__)
-    own = flags[flags.index("router_aux_coef") + 1 :]
-    return ", ".join(f"{flag} {getattr(args_class, flag)}" for flag in own)
-
-
-def paragraphs(header):
-    """(title, objective with its symbols, [difference], [other paragraph]). Indented lines stay as they
-    are; the page reflows all other lines."""
-    title, formula, symbols, *rest = header.split("\n\n")
-    differences = []
-    notes = []
-    for text in rest:
-        if text.startswith("Parent:"):
-            numbered = re.split(r"^  \d\. ", text, flags=re.MULTILINE)[1:]
-            differences = [" ".join(words.split()) for words in numbered]
-        elif not text.startswith("Run:"):
-            notes.append(re.sub(r"(?m)^(\S.*)\n(?=\S)", r"\1 ", text))
-    return title, f"{formula}\n\n{symbols}", differences, notes
-
-
 def script(name):
-    header, code = report.read(name)
-    title, objective, differences, notes = paragraphs(header)
+    """A script's header in parts, its flags and its lines. The page reflows paragraphs, but no
+    indented lines."""
+    header, code = read(name)
+    title, formula, symbols, *rest = header.split("\n\n")
+    notes = [text for text in rest if not text.startswith(("Parent:", "Run:"))]
     return {
         "title": title,
-        "objective": objective,
-        "differences": differences,
-        "notes": notes,
-        "axes": [cell or "none" for cell in [*report.AXES["axes"][name], own_flags(name)]],
+        "objective": f"{formula}\n\n{symbols}",
+        "differences": differences_of(name),
+        "notes": [re.sub(r"(?m)^(\S.*)\n(?=\S)", r"\1 ", text) for text in notes],
+        "flags": {flag: str(default) for flag, default in flags_of(name).items()},
         "words": colored("\n".join(code)),
         "first": header.count("\n") + 3,  # line number of the first line after the closing quotes
     }
@@ -143,9 +121,10 @@ def tree(parents, parent=None):
 
 
 def curve(name):
-    """[completions generated, rollout accuracy: mean over the seeds and over six iterations]."""
-    runs = stats.curves("more" if name in MORE else "nine")[name, "default"]
-    return [(x, mean) for x, mean, _ in stats.curve(runs, "accuracy")]
+    """[completions generated, rollout accuracy: mean over the seeds and over six iterations]; empty if
+    it was not measured."""
+    runs = stats.curves("more" if name in MORE else "nine").get((name, "default"))
+    return [(x, mean) for x, mean, _ in stats.curve(runs, "accuracy")] if runs else []
 
 
 def panels():
@@ -161,7 +140,7 @@ def panels():
 
 def build():
     names = SCRIPTS + MORE
-    parents = {name: report.parent_of(name) for name in names}
+    parents = {name: parent_of(name) for name in names}
     scripts = {name: script(name) for name in names}
     words = {name: scripts[name]["words"] for name in names}
     pairs = itertools.combinations(names, 2)
@@ -169,7 +148,6 @@ def build():
         "parents": parents,
         "scripts": scripts,
         "pairs": {f"{a},{b}": compared(a, b, words) for a, b in pairs},
-        "axes": [*report.AXES["axis_names"], "its own flags"],
         "gradients": pictures.gradients(names),
         "prompts": pictures.prompts(names),
         "tokens": pictures.tokens(names),
@@ -187,6 +165,8 @@ def build():
 
 
 def main():
+    raw = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=__doc__, formatter_class=raw).parse_args()
     path = ROOT / "runs" / "study.html"
     path.parent.mkdir(exist_ok=True)
     path.write_text(build())

@@ -5,16 +5,25 @@ default settings."""
 import importlib
 import inspect
 import sys
-from pathlib import Path
 
+import scripts  # noqa: F401  puts the scripts' folder on the path
 import torch
 
-ROOT = Path(__file__).parent.parent
-sys.path.append(str(ROOT))
 NUM_TOKENS = 10
 GAMMA = 0.8  # rspo's, here at its floor
 RATIOS_N = 3 ** torch.linspace(-1, 1, 121, dtype=torch.float64)
-UNLEARNED = ["ppo", "more.vapo", "more.reinforce"]  # shown before V or b has learned anything: A = R
+
+
+def pyplot():
+    """matplotlib.pyplot, imported where something is drawn: the numbers do not need it."""
+    try:
+        import matplotlib
+    except ImportError:
+        sys.exit("pictures need matplotlib: pip install -r study/requirements.txt")
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
 
 
 def gradient(name, logprobs_NT, mask_NT, advantage=1, gamma=1, **flags):
@@ -53,16 +62,20 @@ def gradients(names):
 
 def prompts(names):
     """{column: values}: the fraction of right answers in a group, then for each script the mean of
-    max(A, 0) over the answers: how hard the right ones are pushed. None if dapo drops the group."""
+    max(A, 0) over the answers: how hard the right ones are pushed. None if dynamic sampling
+    drops the group."""
     size = importlib.import_module("grpo").Args().group_size
     right_OG = torch.ones(size + 1, size, dtype=torch.float64).tril(-1)  # every outcome: 0 to G right
     found = {"right": right_OG.mean(1).tolist()}
     for name in names:
-        advantages_OG = right_OG
-        if name not in UNLEARNED:
-            advantages_OG = importlib.import_module(name).compute_advantages(right_OG)
+        module = importlib.import_module(name)
+        compute_advantages = getattr(module, "compute_advantages", None)
+        if compute_advantages is None or "baseline" in inspect.signature(compute_advantages).parameters:
+            advantages_OG = right_OG  # A = R: neither V nor b has learned anything yet
+        else:
+            advantages_OG = compute_advantages(right_OG)
         weights = advantages_OG.clamp(min=0).mean(1).tolist()
-        if name == "dapo":
+        if hasattr(module.Args, "max_sampling_rounds"):
             weights[0] = weights[-1] = None
         found[name] = weights
     return found

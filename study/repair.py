@@ -102,7 +102,8 @@ def differences(found, expected):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     bugs = load_bugs()
     parser.add_argument("number", type=int, choices=bugs, metavar=f"1..{len(bugs)}")
     parser.add_argument("--hint", action="store_true", help="where to look")

@@ -4,71 +4,56 @@
     python study/report.py --check   # exit code 1 if a part is stale
 
 A part is whatever stands between the comments <!-- generated: NAME --> and <!-- end: NAME -->. Its
-content comes from the scripts' headers, their diffs, and results/.
+content comes from the scripts' headers, their diffs, and results/. A script without rows in results/ is
+left out of the tables of results.
 """
 
+import argparse
 import ast
 import difflib
 import importlib
 import math
 import re
 import sys
+import tempfile
 import textwrap
-import tomllib
 from pathlib import Path
 
 import microscope as panels
 import pictures
 import stats
-import symptoms
 import torch
-from experiments import ACTED, MORE, ROWS, SCRIPTS, STABILITY, file_of
+from experiments import ACTED, BUG_JOBS, HEALTHY_SEEDS, MORE, ROWS, SCRIPTS, SICK_SEEDS, STABILITY
+from experiments import SYMPTOMS, bug_variant, shown_bugs
+from repair import doctor, functions_of, load
+from scripts import ROOT, changed_lines, changes_of, differences_of, file_of, paper_of, parent_of, title_of
 from stats import interval, markdown, mean, mean_std, values
 
-ROOT = Path(__file__).parent.parent
 FILES = [ROOT / "README.md", ROOT / "study" / "README.md"]
 HELD_OUT = ["greedy_accuracy", "sampled_accuracy", "sampled_pass@8"]
-AXES = tomllib.loads((ROOT / "study" / "axes.toml").read_text())
 
 # -------------------------------------------------------------------------------------- the scripts
 
 
-def read(name):
-    """(header docstring, the lines after it) of a script."""
-    text = (ROOT / file_of(name)).read_text()
-    tree = ast.parse(text)
-    return ast.get_docstring(tree), text.splitlines()[tree.body[0].end_lineno :]
-
-
-def changed_lines(parent, child):
-    """How many lines are added or removed, not counting the header docstring."""
-    _, old = read(parent)
-    _, new = read(child)
-    diff = list(difflib.unified_diff(old, new, lineterm=""))
-    return sum(line.startswith(("+", "-")) for line in diff[2:])  # after the two names
-
-
-def parent_of(name):
-    """The parent that the header names, None for the root."""
-    header, _ = read(name)
-    found = re.search(r"Parent: (\w+)\.py", header)
-    if not found:
-        return None
-    return found[1] if found[1] in SCRIPTS else f"more.{found[1]}"
+def lower(words):
+    """The words in lower case, but for abbreviations such as KL."""
+    return words if words[1].isupper() else words[0].lower() + words[1:]
 
 
 def scripts():
     """The table of the scripts: what each one changes, and in how many lines."""
     rows = []
     for name in SCRIPTS:
-        header, _ = read(name)
-        title = header.split(":")[0]
-        arxiv = re.search(r"arXiv\s+(\d+\.\d+)", header).group(1)
         path = file_of(name)
+        paper = title_of(name)
+        if paper_of(name):
+            paper = f"[{paper}](https://arxiv.org/abs/{paper_of(name)})"
         parent = parent_of(name)
-        size = f"{changed_lines(parent, name)} lines ({parent.split('.')[-1]})" if parent else ""
-        paper = f"[{title}](https://arxiv.org/abs/{arxiv})"
-        rows.append([f"[`{path}`]({path})", paper, AXES["changes"][name], size])
+        changes = ", ".join(lower(words) for words in changes_of(name)) or "the root of the family"
+        if len(changes_of(name)) == 1:
+            changes = lower(differences_of(name)[0].split(". ")[0].removesuffix("."))
+        size = f"{changed_lines(parent, name)} lines ({parent})" if parent else ""
+        rows.append([f"[`{path}`]({path})", paper, changes, size])
     return markdown(["script", "paper", "what it changes", "diff from parent"], rows)
 
 
@@ -101,7 +86,7 @@ def example():
     rows = []
     for name in SCRIPTS:
         module = importlib.import_module(name)
-        if name == "ppo":  # before its critic has learned anything
+        if hasattr(module, "compute_gae"):  # before its critic has learned anything
             token_rewards_BT = zeros_BT.scatter(1, lengths_B1 - 1, rewards_B1)
             gae = (module.Args().gamma, module.Args().gae_lambda)
             advantages_BT, _ = module.compute_gae(token_rewards_BT, zeros_BT, mask_BT, *gae)
@@ -144,6 +129,8 @@ def curves():
     runs = stats.runs("nine") | stats.runs("more")
     rows = []
     for script, variant in [*ROWS, *((script, "default") for script in MORE)]:
+        if (script, variant) not in runs:
+            continue
         ours = runs[script, variant]
         label = f"`{file_of(script)}`"
         rows.append(
@@ -160,34 +147,23 @@ def curves():
     return markdown(header, rows, "lrrrrr")
 
 
-# What each mechanism did, as means over iterations and seeds. The names are columns in ACTED.
-CLIPPED = "clipped: {clip_low:.2%} below, {clip_high:.2%} above"
-MECHANISMS = {
-    "ppo": f"tokens {CLIPPED}; the critic explains {{explained_variance:.0%}} of the returns' variance",
-    "grpo": f"tokens {CLIPPED}; KL to the reference {{kl_ref:.3f}}",
-    "dr_grpo": f"tokens {CLIPPED}; wrong answers at the end have {{end_len_wrong:.1f}} tokens",
-    "dapo": f"tokens {CLIPPED}; groups replaced: {{all_right:.1f}} right, {{all_wrong:.1f}} wrong",
-    "gspo": f"completions {CLIPPED}",
-    "cispo": "tokens at the cap: {clip_high:.3%}; the largest ratio of an iteration is {ratio_max:.2f}",
-    "gmpo": f"tokens {CLIPPED}",
-    "rspo": f"tokens {CLIPPED}; mean gamma {{gamma:.3f}}, at its floor {{gamma_floor:.2%}} of tokens",
-    "sapo": "mean slope of the gate {slope:.5f}",
-}
-
-
 def acted():
     """What each mechanism did in the default job, and the results."""
     runs = stats.runs("nine")
     before = [f"{runs['grpo', 'default'][0][f'before_{way}']:.3f}" for way in HELD_OUT]
     rows = [["base model", "", *before, "", ""]]
     for script in SCRIPTS:
+        if (script, "default") not in runs:
+            continue
         ours = runs[script, "default"]
         means = {column: mean(ours, column) for column in ACTED}
-        words = MECHANISMS[script].format(**means)
+        words = []
+        for column, (_, _, form) in ACTED.items():
+            if form and not math.isnan(means[column]):
+                words.append(form.format(means[column]))
         after = [f"{mean(ours, f'after_{way}'):.3f}" for way in HELD_OUT]
-        rows.append(
-            [f"`{script}`", words, *after, f"{means['end_entropy']:.3f}", f"{means['end_len']:.1f}"]
-        )
+        ends = [f"{means['end_entropy']:.3f}", f"{means['end_len']:.1f}"]
+        rows.append([f"`{script}`", "; ".join(words), *after, *ends])
     header = ["script", "what acted", "greedy", "pass@1", "pass@8", "entropy", "length"]
     return markdown(header, rows, "llrrrrr")
 
@@ -199,6 +175,8 @@ def stability():
     rows = []
     for script, variant in ROWS:
         is_free = variant == "free"
+        if not is_free and (script, next(iter(STABILITY))) not in runs:
+            continue
         cells = []
         for setting in STABILITY:
             ours = runs[script, f"{setting}-free" if is_free else setting]
@@ -239,44 +217,87 @@ def routing():
     return markdown(["script", "sampler", "replay", *names], rows, "lllrrrrrrr")
 
 
-CHAIN = {  # variant of dapo_chain: what it is, and what the paper reports at that step
-    ("grpo", "free"): ("grpo, no KL", "naive GRPO: 30"),
-    ("grpo", "clip-higher"): ("with clip-higher", "filtering, then clip-higher: 38"),
-    ("dapo", "drop-none"): ("dapo, groups dropped, not replaced; overlong none", ""),
-    ("dapo", "drop-filter"): ("the same, overlong filter", "filtering alone: 36"),
-    ("dapo", "drop-soft"): ("the same, overlong soft", "soft: 41; with token-mean: 42"),
-    ("dapo", "default"): ("dapo", "with dynamic sampling: 50"),
-}
+# ------------------------------------------------------------------------------------- planted bugs
+
+NUM_WORDS = 4  # maximum number of metrics in a cell of the table
 
 
-def dapo_chain():
-    """The parts of DAPO, as far as flags can separate them."""
-    runs = stats.runs("dapo_chain")
+def shows(sick, healthy):
+    """["metric ↑" or "metric ↓"] where all of a bug's runs lie above or below all healthy ones."""
+    found = []
+    for metric in SYMPTOMS:
+        own = values(sick, metric)
+        usual = values(healthy, metric)
+        if own and usual and min(own) > max(usual):
+            found.append(f"{metric} ↑")
+        if own and usual and max(own) < min(usual):
+            found.append(f"{metric} ↓")
+    return found
+
+
+def diagnosis(bug):
+    """What the doctor says about the script's functions."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "script.py"
+        path.write_text(bug["broken"])
+        module = load(path)
+    for _, function, section in functions_of(module, bug["script"]):
+        _, _, lines = doctor.diagnosed(doctor.examine_shapes(function, section))
+        for line in lines:
+            kind, _, words = line.strip().partition(": ")
+            if kind == "mistake" or kind.startswith("your gradient"):
+                return words
+    return ""
+
+
+def symptoms_summary():
+    """The table in a sentence."""
+    runs = stats.runs("symptoms")
+    found = []
+    for bug in shown_bugs().values():
+        sick = runs[bug["script"], bug_variant("default", bug)]
+        found.append(shows(sick, runs[bug["script"], "default"]))
+    num_lower = sum("accuracy on average ↓" in names for names in found)
+    num_higher = sum("accuracy on average ↑" in names for names in found)
+    return (
+        f"We planted {len(found)} bugs. In 25 iterations of the default job, only {num_lower} "
+        f"hurt accuracy, {num_higher} improved it, and {found.count([])} left no trace in any of "
+        f"{len(SYMPTOMS)} metrics."
+    )
+
+
+def symptoms():
+    """Which bugs show in which metrics? Those that show in the fewest come first."""
+    runs = stats.runs("symptoms")
     rows = []
-    for key, (words, paper) in CHAIN.items():
-        ours = runs[key]
-        rows.append(
-            [
-                words,
-                mean_std(ours, "after_sampled_accuracy"),
-                mean_std(ours, "area"),
-                f"{mean(ours, 'clip_high'):.3%}",
-                f"{mean(ours, 'mean_truncated'):.1%}",
-                f"{mean(ours, 'end_entropy'):.4f}",
-                f"{mean(ours, 'end_len_wrong'):.1f}",
-                f"{mean(ours, 'generated'):,.0f}",
-                paper,
-            ]
-        )
-    names = ["held-out", "area", "clipped above", "cut off", "entropy", "wrong length", "completions"]
-    return markdown(["runs", *names, "the paper's AIME"], rows, "lrrrrrrrl")
+    num_compared = 0
+    for bug in shown_bugs().values():
+        cells = [f"{bug['script']}: {bug['title']}"]
+        num_found = 0
+        for job in BUG_JOBS:
+            healthy = runs[bug["script"], job]
+            found = shows(runs[bug["script"], bug_variant(job, bug)], healthy)
+            words = found[:NUM_WORDS]
+            if len(found) > NUM_WORDS:
+                words.append(f"{len(found) - NUM_WORDS} more")
+            cells.append(", ".join(words) or "nowhere")
+            num_found += len(found)
+            num_compared += sum(bool(values(healthy, metric)) for metric in SYMPTOMS)
+        cells += [diagnosis(bug).replace("|", "\\|"), bug["fix"]]
+        rows.append((num_found, cells))
+    rows.sort()
+    lines = markdown(["bug", *BUG_JOBS, "the doctor", "fix"], [row for _, row in rows])
+    # If a change has no effect, its three runs are all above or all below twenty with this chance.
+    ways = math.comb(len(HEALTHY_SEEDS) + len(SICK_SEEDS), len(SICK_SEEDS))
+    expected = num_compared * 2 / ways
+    chance = f"By chance alone, {expected:.1f} of these {num_compared} comparisons would show."
+    return [*lines, "", f"{symptoms_summary()} {chance}"]
 
 
 # -------------------------------------------------------------------------------------------- pages
 
-MAKERS = [lesson, scripts, example, microscope]
-MAKERS += [acted, curves, stability, routing, dapo_chain]
-PARTS = {make.__name__: make for make in MAKERS} | {"symptoms": symptoms.table}
+MAKERS = [lesson, scripts, example, microscope, acted, curves, stability, routing, symptoms]
+PARTS = {make.__name__: make for make in MAKERS}
 PART = re.compile(r"<!-- generated: (\w+) -->.*?<!-- end: \1 -->", re.DOTALL)
 
 
@@ -291,10 +312,14 @@ def filled(text):
 
 
 def main():
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("--check", action="store_true", help="write nothing; is everything up to date?")
+    args = parser.parse_args()
     for path in FILES:
         text = path.read_text()
         new = filled(text)
-        if "--check" not in sys.argv:
+        if not args.check:
             path.write_text(new)
         elif new != text:
             sys.exit(f"{path}: stale, run python study/report.py")

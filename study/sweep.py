@@ -143,7 +143,7 @@ def row_of(lines, columns):
         "generated": lines[-1]["generated"],
         "area": area(lines),
         "largest_drop": largest_drop(lines),
-        **{column: average(lines, *source) for column, source in columns.items()},
+        **{column: average(lines, *source[:2]) for column, source in columns.items()},
     }
 
 

@@ -24,9 +24,9 @@ import transformers  # noqa: E402
 import common  # noqa: E402
 import plumbing.data  # noqa: E402
 from common import Completion, Problem, collate  # noqa: E402
-from experiments import MORE, SCRIPTS  # noqa: E402, F401
 from plumbing.args import launch  # noqa: E402
 from plumbing.model import Policy  # noqa: E402
+from scripts import MORE, SCRIPTS  # noqa: E402, F401
 
 ROOT = Path(__file__).parent.parent
 TINY_MOE = ROOT / "tiny_moe"

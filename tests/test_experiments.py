@@ -40,7 +40,8 @@ def test_the_interval_is_that_of_paired_differences():
 def test_every_row_is_of_an_experiment_and_names_its_commit(name):
     jobs = {job[:3]: job for job in EXPERIMENTS[name].jobs}
     rows = stats.read_csv(name)
-    assert [sweep.key_of(row) for row in rows] == list(jobs)
+    keys = [sweep.key_of(row) for row in rows]
+    assert len(set(keys)) == len(keys) and jobs.keys() >= set(keys)
     for row in rows:
         assert jobs[sweep.key_of(row)].flags == row["flags"]
         assert len(row["commit"]) == 7

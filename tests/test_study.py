@@ -13,7 +13,8 @@ from conftest import MORE, ROOT, SCRIPTS, path_of
 import curves
 import experiments
 import repair
-import symptoms
+import report
+import scripts
 
 NAMES = SCRIPTS + MORE
 BUGS = repair.load_bugs()
@@ -29,6 +30,34 @@ def test_the_keys_that_differ_in_the_first_iteration(tmp_path):
         (tmp_path / name / "metrics.jsonl").write_text(lines)
     runs = {name: curves.read(tmp_path / name) for name in metrics}
     assert curves.table(runs)[2:] == ["| losses/kl_ref | 0.125 | absent |"]
+
+
+def test_the_scripts_are_found_and_ordered_by_paper():
+    found = {path.stem for path in [*ROOT.glob("*.py"), *ROOT.glob("more/*.py")]} - {"common"}
+    assert {name.split(".")[-1] for name in NAMES} == found
+    papers = [scripts.paper_of(name) for name in SCRIPTS]
+    assert papers == sorted(papers) and SCRIPTS[:2] == ["ppo", "grpo"]
+    for name in NAMES[1:]:
+        assert scripts.parent_of(name) in NAMES, name
+    assert scripts.changes_of("dr_grpo") == ["No std", "Constant normalizer"]
+
+
+@pytest.mark.extras
+def test_curves_draw_the_evaluations_and_any_key(tmp_path, monkeypatch):
+    rows = [{"iteration": i, "rollout/accuracy": 0.1 * i, "losses/ratio_max": 1.5} for i in (1, 2)]
+    evaluations = [{"iteration": 0, "greedy": {"accuracy": 0.4}, "sampled": {"accuracy": 0.3}}]
+    evaluations.append({"iteration": 2, "greedy": {"accuracy": 0.9}})
+    for name, lines in (("metrics", rows), ("evaluations", evaluations)):
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    figure = curves.draw({tmp_path: rows}, {"losses/ratio_max": ["losses/ratio_max"]})
+    held_out, ratio = figure.axes
+    assert held_out.lines[0].get_xydata().tolist() == [[0, 0.4], [2, 0.9]]
+    assert held_out.lines[1].get_ydata()[0] == 0.3
+    assert ratio.lines[0].get_ydata().tolist() == [1.5, 1.5]
+    monkeypatch.setattr(sys, "argv", ["curves.py", str(tmp_path), "--keys", "losses/ratio"])
+    with pytest.raises(SystemExit, match="no run has losses/ratio; they have .*losses/ratio_max"):
+        curves.main()
 
 
 # ------------------------------------------------------------------------------------------ the page
@@ -61,15 +90,14 @@ def test_the_page_has_the_lines_and_numbers_of_a_script(page, name):
     assert marked <= {str(i + 1) for i in range(len(script["differences"]))}
     assert len(script["differences"]) == len(re.findall(r"^  \d\. ", text, re.MULTILINE))
     assert script["objective"] in text and script["objective"].startswith("  J = ")
-    assert script["notes"] and len(data["curves"][name]) >= 10
+    assert script["notes"] and set(script["flags"]) >= {"lr", "temperature"}
+    assert all(0 < accuracy < 1 for _, accuracy in data["curves"][name])
 
 
 @pytest.mark.extras
 def test_the_page_has_all_pairs(page):
     """Each line once and in its order; what stands side by side unmarked is equal."""
     _, data = page
-    found = {path.stem for path in [*ROOT.glob("*.py"), *ROOT.glob("more/*.py")]} - {"common"}
-    assert {name.split(".")[-1] for name in data["scripts"]} == found
     assert len(data["pairs"]) == len(NAMES) * (len(NAMES) - 1) / 2
     for pair, rows in data["pairs"].items():
         left, right = (data["scripts"][name]["words"] for name in pair.split(","))
@@ -99,11 +127,11 @@ def test_a_bug_shows_where_all_its_runs_lie_outside(values, expected):
     absent = dict.fromkeys(experiments.SYMPTOMS)
     sick = [{**absent, "length": value, "reward": 1.0} for value in values]
     healthy = [{**absent, "length": value} for value in range(20)]
-    assert symptoms.shows(sick, healthy) == expected
+    assert report.shows(sick, healthy) == expected
 
 
 def test_the_main_page_has_the_summary_of_the_symptoms():
-    assert symptoms.summary() in " ".join((ROOT / "README.md").read_text().split())
+    assert report.symptoms_summary() in " ".join((ROOT / "README.md").read_text().split())
 
 
 # --------------------------------------------------------------------------------------- repair shop
