@@ -135,7 +135,7 @@ def negative():
         change_V = torch.autograd.grad(logits_V.softmax(0), logits_V, push_V)[0]
         pushes[f"sampled: {name}"] = points(probs_V, push_V)
         changes[f"sampled: {name}"] = points(probs_V, change_V)
-    ratios_N1 = torch.linspace(0, 4, 81, dtype=torch.float64).clamp(min=1e-6)[:, None]
+    ratios_N1 = torch.linspace(0, 4, 21, dtype=torch.float64).clamp(min=1e-6)[:, None]
     ones_N1 = torch.ones_like(ratios_N1)
     weights = {}
     for label, advantage in (("A > 0", 1), ("A < 0", -1)):
@@ -186,7 +186,7 @@ def outcomes(size, rates_N):
 
 def group():
     """The average weight of a prompt, and how often its whole group has the same reward."""
-    rates_N = torch.linspace(0.01, 0.99, 99, dtype=torch.float64)
+    rates_N = torch.linspace(0.02, 0.98, 25, dtype=torch.float64)
     _, chances_NO = outcomes(8, rates_N)
     labels = {"grpo": "mean, std (grpo)", "dr_grpo": "mean (dr_grpo)", "dapo": "mixed only (dapo)"}
     weights_of = prompts(labels)  # one per outcome, None if the group is dropped

@@ -26,7 +26,8 @@ import torch
 from experiments import ACTED, BUG_JOBS, HEALTHY_SEEDS, MORE, ROWS, SCRIPTS, SICK_SEEDS, STABILITY
 from experiments import SYMPTOMS, bug_variant, shown_bugs
 from repair import doctor, functions_of, load
-from scripts import ROOT, changed_lines, changes_of, differences_of, file_of, paper_of, parent_of, title_of
+from scripts import ROOT, changed_lines, changes_of, differences_of, file_of, paper_of, parent_of
+from scripts import title_of
 from stats import interval, markdown, mean, mean_std, values
 
 FILES = [ROOT / "README.md", ROOT / "study" / "README.md"]
