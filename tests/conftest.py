@@ -1,5 +1,6 @@
 import ast
 import contextlib
+import copy
 import dataclasses
 import functools
 import importlib
@@ -35,7 +36,7 @@ transformers.utils.logging.disable_progress_bar()
 
 
 def remembered(usable_rows):
-    """`usable_rows`, which takes longer than a small run, once for the default job."""
+    """Reads the default dataset only once, since that takes longer than a small run."""
     known = {}
 
     def read_or_remember(rows, flag, policy, args):
@@ -60,7 +61,7 @@ def path_of(name):
 
 @functools.cache
 def copied(name):
-    """What a reader copies from a script: `import torch`, and all functions but main."""
+    """What a reader copies from a script: `import torch`, and all functions except main."""
     text = path_of(name).read_text()
     nodes = [n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef) and n.name != "main"]
     parts = [ast.get_source_segment(text, node) for node in nodes]
@@ -70,21 +71,20 @@ def copied(name):
 
 
 def script_args(name, **changes):
-    """(module of the script, its default Args with changes)."""
+    """(the script's module, its default Args with changes)."""
     module = importlib.import_module(name)
     return module, module.Args(**{"device": "cpu"} | changes)
 
 
 def flags_it_has(name, flags):
-    """Of pairs `--flag value` those that a script has: ppo has no groups, reinforce takes one step."""
+    """The pairs `--flag value` that a script has: ppo has no groups, reinforce takes one step."""
     names = {f"--{field.name}" for field in dataclasses.fields(importlib.import_module(name).Args)}
     pairs = zip(flags[::2], flags[1::2], strict=True)
     return [word for pair in pairs if pair[0] in names for word in pair]
 
 
 def run(name, *flags, held_out=256):
-    """A script as from its command line, in this process, which saves the imports. What a user would
-    see as a traceback fails."""
+    """Runs a script as from its command line, but in this process, which saves the imports."""
     module = importlib.import_module(name)
     out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")  # launch sets its error handler
     err = io.StringIO()
@@ -92,7 +92,6 @@ def run(name, *flags, held_out=256):
     argv = sys.argv
     cwd = os.getcwd()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    # A resumed run knows how many it has.
     is_known = "--num_held_out" in flags or "--resume" in flags
     few = () if is_known else ("--num_held_out", held_out)
     sys.argv = [str(path_of(name)), *map(str, (*flags, *few))]
@@ -114,7 +113,7 @@ def run(name, *flags, held_out=256):
 
 @functools.cache
 def fork_server():
-    """Starts the process that forked() forks; it ends with this one."""
+    """Starts the process that `forked` forks; it ends with this one."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["fork_server"])
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
@@ -126,8 +125,8 @@ def fork_server():
 
 
 def forked(name, *flags, trouble=None):
-    """Runs a script in a process of its own. Returns its exit code, stdout and stderr. `trouble` is a
-    (kind, n) of fork_server.py: it comes at the n-th time."""
+    """Runs a script in its own process. Returns its exit code, stdout and stderr. `trouble` is a kind
+    from fork_server.py, and the number of the call at which it comes."""
     from fork_server import run_script
 
     with tempfile.TemporaryDirectory() as folder:
@@ -137,20 +136,32 @@ def forked(name, *flags, trouble=None):
         process = fork_server().Process(target=run_script, args=job)
         process.start()
         process.join()
-        codes = [process.exitcode]
-        return types.SimpleNamespace(codes=codes, stdout=out.read_text(), stderr=err.read_text())
+        texts = {"stdout": out.read_text(), "stderr": err.read_text()}
+        return types.SimpleNamespace(code=process.exitcode, **texts)
 
 
 def metrics(folder):
-    """The lines of metrics.jsonl; a NaN or an infinity, which is not JSON, fails."""
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line, parse_constant=pytest.fail) for line in lines]
+    """The lines of metrics.jsonl. NaN and infinity, which are not JSON, fail."""
+    return read_lines(folder / "metrics.jsonl")
 
 
-def untimed(folder):
-    """The same without how long something took."""
-    times = ("_seconds", "_per_second")
-    return [{key: line[key] for key in line if not key.endswith(times)} for line in metrics(folder)]
+def read_lines(path):
+    return [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
+
+
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def checkpoint_of(folder):
+    """The only checkpoint in a run's folder."""
+    (checkpoint,) = folder.glob("checkpoint-*")
+    return checkpoint
+
+
+def resume(folder, *flags):
+    return ("--resume", "--run_dir", folder, *flags)
 
 
 @pytest.fixture(scope="session")
@@ -162,17 +173,21 @@ def tiny_model():
 
 @pytest.fixture
 def tiny_policy(tiny_model):
-    """The same as a policy. Its model is that of all tests: to change it, copy the policy."""
+    """The base model as a policy. All tests share its model: to change it, use `own_policy`."""
     return Policy(*tiny_model)
+
+
+@pytest.fixture
+def own_policy(tiny_policy):
+    """A policy that the test may change."""
+    return copy.deepcopy(tiny_policy)
 
 
 @pytest.fixture(scope="session")
 def sums(tmp_path_factory):
-    """A dataset that is read faster than that of the default job, for runs in other processes."""
-    path = tmp_path_factory.mktemp("sums") / "sums.jsonl"
+    """A dataset that is read faster than the default one, for runs in other processes."""
     rows = [{"question": q, "answer": a} for q, a in common.addition_problems()[:300]]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_lines(tmp_path_factory.mktemp("sums") / "sums.jsonl", rows)
 
 
 FILE_NUMBERS = itertools.count()
@@ -180,8 +195,8 @@ FILE_NUMBERS = itertools.count()
 
 @pytest.fixture
 def reward_file(tmp_path):
-    """Writes a verifier of one's own: the body of `def reward(text, answer, truncated)` -> the value of
-    `--reward`. Each has another name, since a process imports only one file of a name."""
+    """Writes a reward function: the body of `def reward(text, answer, truncated)` -> the value of
+    `--reward`. Each file has its own name, since a process imports only one of the same name."""
 
     def write(*lines):
         path = tmp_path / f"rewards{next(FILE_NUMBERS)}.py"
@@ -201,13 +216,13 @@ def problems_of(policy, *texts):
 
 
 def batch_of_ids(rows):
-    """Of [(prompt ids, response ids)]."""
+    """[(prompt ids, response ids)] -> a batch."""
     completions = [Completion(Problem("", "", prompt), ids, [0.0] * len(ids)) for prompt, ids in rows]
     return collate(completions, script_args("grpo")[1])
 
 
 def save(model, folder):
-    """The folder of a model, with the tokenizer of the tiny MoE."""
+    """Saves a model with the tokenizer of the tiny MoE; returns the folder."""
     model.save_pretrained(folder)
     transformers.AutoTokenizer.from_pretrained(TINY_MOE).save_pretrained(folder)
     return folder
@@ -219,7 +234,8 @@ OWN_LR = ("--lr", "1e-6")  # with --model; without it there is a warning, a seco
 
 
 def refused(name, *flags, expected=""):
-    """Runs a script, which must end with 2 and one line that contains the expected words: that line."""
+    """Runs a script, which must end with exit code 2 and one line that contains the expected words.
+    Returns that line."""
     own = OWN_LR if "--model" in flags else ()
     result = run(name, *flags_it_has(name, SMALL), *own, *flags, held_out=8)
     assert result.returncode == 2, (result.stdout, result.stderr)
@@ -231,7 +247,7 @@ def refused(name, *flags, expected=""):
 
 
 def completes(*flags):
-    """Runs grpo.py, which must succeed; what it prints on stderr."""
+    """Runs grpo.py, which must succeed. Returns what it prints on stderr."""
     result = run("grpo", *SMALL, *flags, held_out=8)
     assert result.returncode == 0, result.stderr
     return result.stderr

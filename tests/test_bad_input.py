@@ -1,22 +1,38 @@
-"""Mistakes of a user in flags and models: each ends with exit code 2 and one line on stderr that names
-it, without a traceback. Data: test_data.py; rewards: test_rewards.py; folders: test_run_folder.py."""
+"""Wrong flags end with exit code 2 and one line on stderr that names them. Models, data, rewards and
+folders that cannot be used: test_models.py, test_data.py, test_rewards.py, test_run_folder.py."""
 
-import json
+import dataclasses
 from pathlib import Path
 
 import pytest
-from conftest import OWN_LR, completes, refused, run
+from conftest import OWN_LR, metrics, refused, run
 
 import grpo
 import ppo
+from common import UserError
+from plumbing.args import parse_args
 
 FLAGS = [row.strip().split(" | ") for row in (Path(__file__).parent / "bad_flags.txt").open()]
 
 
 @pytest.mark.parametrize("name, flags, expected", FLAGS, ids=lambda x: x if x[:1] == "-" else "")
-def test_flags(name, flags, expected, tmp_path):
+def test_wrong_flags_are_refused(name, flags, expected, tmp_path):
     own = () if "--run_dir" in flags else ("--run_dir", tmp_path / "run")
     refused(name, *own, *flags.split(), expected=expected)
+
+
+def test_args_made_in_python_are_checked():
+    for make in (grpo.Args, lambda **wrong: dataclasses.replace(grpo.Args(), **wrong)):
+        with pytest.raises(UserError, match="--lr "):
+            make(lr=-1.0)
+
+
+def test_a_switch_may_have_a_value():
+    for words, expected in (([], True), (["True"], True), (["false"], False)):
+        args = parse_args(grpo.Args, ["--gradient_checkpointing", *words])
+        assert args.gradient_checkpointing is expected
+    with pytest.raises(UserError, match="--gradient_checkpointing"):
+        parse_args(grpo.Args, ["--gradient_checkpointing", "7"])
 
 
 def test_run_one_prompt_and_one_token(tmp_path):
@@ -24,15 +40,28 @@ def test_run_one_prompt_and_one_token(tmp_path):
     flags = "--prompts_per_iteration 1 --num_minibatches 1 --max_new_tokens 1 --iterations 1".split()
     result = run("ppo", *flags, "--run_dir", tmp_path, held_out=8)
     assert result.returncode == 0 and "Warning" not in result.stderr, result.stderr
-    metrics = json.loads((tmp_path / "metrics.jsonl").read_text())
-    assert "losses/explained_variance" not in metrics
+    assert "losses/explained_variance" not in metrics(tmp_path)[0]
 
 
-def test_warnings_about_rates_that_do_not_suit_an_own_model(monkeypatch, tmp_path):
-    monkeypatch.setattr(grpo, "main", lambda args: None)
+BFLOAT16 = ("--dtype", "bfloat16")
+ADVICE = [  # flags, how the lines begin that ppo.py prints on stderr
+    ((), []),
+    (
+        ("--model", "mine"),
+        ["warning: --lr 0.0002 suits", "warning: --critic_lr 0.002", "note: float32"],
+    ),
+    (("--model", "mine", *BFLOAT16, *OWN_LR, "--critic_lr", 1e-5), []),
+]
+
+
+@pytest.mark.parametrize("flags, expected", ADVICE)
+def test_advice_on_rates_and_precision_for_your_own_model(flags, expected, monkeypatch, tmp_path):
+    """float32 is slow on a GPU only."""
     monkeypatch.setattr(ppo, "main", lambda args: None)
-    folder = ("--run_dir", tmp_path)
-    own = (*folder, "--model", "mine")
-    assert completes(*own).startswith("warning: --lr 0.0002 suits tiny-moe")
-    assert completes(*own, *OWN_LR) == completes(*folder) == ""
-    assert "warning: --critic_lr 0.002 suits tiny-moe" in run("ppo", *own, *OWN_LR).stderr
+    for device in ("cuda", "cpu"):
+        monkeypatch.setattr(ppo.Args, "torch_device", device)
+        lines = run("ppo", *flags, "--run_dir", tmp_path).stderr.splitlines()
+        if device == "cpu":
+            expected = [start for start in expected if "float32" not in start]
+        assert len(lines) == len(expected)
+        assert all(line.startswith(start) for line, start in zip(lines, expected, strict=True))

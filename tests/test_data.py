@@ -1,18 +1,18 @@
-"""Datasets: files, columns, prompts, gold answers, what is left out, the held-out split."""
+"""Datasets: files, columns, prompts, gold answers, rows that are left out, held-out problems."""
 
+import contextlib
 import csv
 import json
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from conftest import refused, script_args
+from conftest import refused, script_args, write_lines
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from common import load_problems
-from common import UserError
+from common import ProblemStream, UserError, addition_problems, load_problems
 from plumbing.data import read_rows, usable_rows
 
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}{{ end }}<assistant>"
@@ -80,11 +80,7 @@ def write_csv(path, rows):
         writer.writerows(rows)
 
 
-def write_lines(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-# Cells that readers which guess types change, and separators of lines inside a string.
+# Cells that a reader that guesses types would change, and line separators inside a string
 EXACT = [
     row("2024-01-31", "2024-02-01"),
     row("12345678901234567890123", "007"),
@@ -99,14 +95,14 @@ def test_every_kind_of_file_has_the_same_rows(tmp_path):
     (tmp_path / "mark.json").write_text("\n" + json.dumps(EXACT, indent=1), encoding="utf-8-sig")
     write_csv(tmp_path / "cells.csv", EXACT)
     Dataset.from_list(EXACT).to_parquet(tmp_path / "data[1].parquet")
+    Dataset.from_list(EXACT).save_to_disk(tmp_path / "saved")
     paths = list(tmp_path.iterdir())
-    Dataset.from_list(sums(9)).to_parquet(tmp_path / "data1.parquet")  # no pattern: [1] is not 1
+    Dataset.from_list(sums(9)).to_parquet(tmp_path / "data1.parquet")  # [1] is not a pattern
     for path in paths:
         assert read(path) == EXACT, path
 
 
-def test_a_folder_has_splits(tmp_path):
-    """The default is train."""
+def test_the_split_of_a_folder_is_train_by_default(tmp_path):
     folder = tmp_path / "sums"
     folder.mkdir()
     Dataset.from_list(sums(9)).to_parquet(folder / "train-00000-of-00001.parquet")
@@ -115,7 +111,7 @@ def test_a_folder_has_splits(tmp_path):
     assert read(folder, dataset_split="test[:3]") == EXACT[:3]
 
 
-UNREADABLE = [  # what a run says of a file
+UNREADABLE = [  # name, content, what the run says
     ("missing.jsonl", None, "missing.jsonl cannot be read: FileNotFoundError"),
     ("half.parquet", b"PAR1 and no more", "half.parquet cannot be read"),
     ("text.jsonl", b'{"question": "1", "answer": "1"}\nwhat?\n', "1 unreadable (first: row 2 'what?'"),
@@ -124,7 +120,7 @@ UNREADABLE = [  # what a run says of a file
 
 
 @pytest.mark.parametrize("name, content, expected", UNREADABLE, ids=[case[0] for case in UNREADABLE])
-def test_run_with_a_file_that_cannot_be_read(name, content, expected, tmp_path):
+def test_a_file_that_cannot_be_read_is_refused(name, content, expected, tmp_path):
     if content is not None:
         (tmp_path / name).write_bytes(content)
     flags = ("--dataset", tmp_path / name, "--run_dir", tmp_path / "run")
@@ -135,7 +131,7 @@ def test_run_with_a_file_that_cannot_be_read(name, content, expected, tmp_path):
 
 
 def test_a_column_may_be_a_path():
-    """A column of the whole name comes first."""
+    """A column with the whole name comes first."""
     nested = {"prompt": chat("user", "1+1="), "extra": {"gold": {"value": "2"}}, "a.b": "2"}
     for column in ("extra.gold.value", "a.b"):
         flags = {"prompt_column": "prompt", "answer_column": column}
@@ -150,7 +146,7 @@ SHOT = chat("user", "1+1=", "assistant", "2")
 PARTS = [{"type": "text", "text": "1+", "image": None}, {"type": "text", "text": "3="}]
 SYSTEM = chat("system", "s", "user", "3")
 FLAGS = {"system_prompt": "S", "instruction": "I"}
-PROMPTS = [  # cell, flags, as the template renders it, as reward functions get it if not as the cell
+PROMPTS = [  # cell, flags, rendered prompt, what reward functions get (None: the cell)
     ("1+3=", {}, "<user>1+3=", None),
     ("[1, 2, 3]", {}, "<user>[1, 2, 3]", None),
     (chat("user", " 1+3=\n"), {}, "<user>1+3=", None),
@@ -164,27 +160,20 @@ PROMPTS = [  # cell, flags, as the template renders it, as reward functions get 
 
 
 @pytest.mark.parametrize("cell, flags, expected, shown", PROMPTS)
-def test_prompts_are_text_or_messages(cell, flags, expected, shown):
-    """The last answer of the assistant is no part of a prompt. A reward function gets it as it is."""
+def test_prompts_are_text_or_messages_without_trailing_replies(cell, flags, expected, shown):
     ((prompt, _, ids, columns),) = problems_of([row(cell)], policy_with(TURNS), **flags)
     assert prompt == f"{expected}<assistant>" and len(ids) == len(prompt)
     assert columns["prompts"] == (cell if shown is None else shown) and columns["question"] == cell
 
 
+NO_TEXT = "with a message that lacks a role, or is not text"
 BAD_ROWS = [  # prompt, answer, why the row is left out
     (" \n", "2", "without a prompt (first: row 1 ' \\n')"),
     (["1+1="], "2", "without a prompt (first: row 1 ['1+1='])"),
     (chat("system", "3"), "2", "without a prompt"),
-    (
-        [{"from": "human", "value": "3"}],
-        "2",
-        "with a message that lacks a role, or is not text (first: row 1 {'from'",
-    ),
-    (
-        chat("user", [*PARTS, {"type": "image"}]),
-        "2",
-        "with a message that lacks a role, or is not text",
-    ),
+    ([{"from": "human", "value": "3"}], "2", f"{NO_TEXT} (first: row 1 {{'from'"),
+    (chat("user", [*PARTS, {"type": "image"}]), "2", NO_TEXT),
+    (chat("user", [{"type": "text"}]), "2", NO_TEXT),
     ("1" * 90, "2", "the model's limit of 150 tokens (first: row 1"),
     ("3", {"gold": "2"}, "without a gold answer (first: row 1 {'gold': '2'})"),
     ("3", "", "without a gold answer (first: row 1 '')"),
@@ -192,31 +181,29 @@ BAD_ROWS = [  # prompt, answer, why the row is left out
 
 
 @pytest.mark.parametrize("prompt, answer, expected", BAD_ROWS)
-def test_rows_that_cannot_be_used(prompt, answer, expected):
-    """It is said what the cell is, and which columns there are. The limit of a composite model is that
-    of its text."""
+def test_a_refusal_names_the_reason_the_cell_and_the_columns(prompt, answer, expected):
+    """The limit of a composite model is that of its text model."""
     text_config = SimpleNamespace(max_position_embeddings=150)
     config = SimpleNamespace(max_position_embeddings=9, text_config=text_config)
-    policy = policy_with(TURNS, config)
-    message = refusal([row(prompt, answer)], policy)
+    message = refusal([row(prompt, answer)], policy_with(TURNS, config))
     assert expected in message and message.endswith("are question, answer")
 
 
-BAD_TEMPLATES = [  # cell, template, flags, what is said
-    (chat("user", "3", "user", "4"), None, {}, "need a chat template"),
-    ("3", "{{ raise_exception('no!') }}", {}, "refuses .first: row 1 'no!'"),
-    ([*SHOT, *chat("user", "3")], "{{ messages[0].content }}", {}, "that the chat template drops"),
+BAD_TEMPLATES = [  # cell, template, what is said
+    (chat("user", "3", "user", "4"), None, "need a chat template"),
+    ("3", "{{ raise_exception('no!') }}", "refuses (first: row 1 'no!'"),
+    ([*SHOT, *chat("user", "3")], "{{ messages[0].content }}", "that the chat template drops"),
 ]
 
 
-@pytest.mark.parametrize("cell, template, flags, expected", BAD_TEMPLATES)
-def test_templates_that_do_not_give_the_prompt(cell, template, flags, expected):
-    with pytest.raises(UserError, match=expected):
-        problems_of([row(cell)], policy_with(template), **flags)
+@pytest.mark.parametrize("cell, template, expected", BAD_TEMPLATES)
+def test_templates_that_do_not_give_the_prompt_are_refused(cell, template, expected):
+    assert expected in refusal([row(cell)], policy_with(template))
 
 
-# ------------------------------------------------------------------------------- what remains of rows
-TENTH = [  # rows, how many problems remain, None: the run ends
+# ----------------------------------------------------------------------------- rows that are left out
+
+TENTH = [  # rows, the number of problems (None: the run ends)
     (sums(18) + [row("", "1")] * 2, 18),
     (sums(17) + [row("", "1")] * 2, None),
     (sums(9) * 100 + [row("x", "")] * 101, None),
@@ -225,23 +212,32 @@ TENTH = [  # rows, how many problems remain, None: the run ends
 
 
 @pytest.mark.parametrize("rows, remaining", TENTH)
-def test_a_tenth_may_be_left_out(rows, remaining):
-    """Besides equal prompts."""
+def test_a_tenth_may_be_left_out_besides_equal_prompts(rows, remaining):
     if remaining is None:
         assert "rows cannot be used" in refusal(rows)
     else:
         assert len(problems_of(rows)) == remaining
 
 
-def test_equal_prompts_are_rendered_once(monkeypatch):
-    policy = policy_with(TURNS)
-    render = Mock(wraps=policy.tokenizer.apply_chat_template)
-    monkeypatch.setattr(policy.tokenizer, "apply_chat_template", render)
-    assert len(problems_of(sums(50) * 20, policy)) == render.call_count == 50
+PICKY = "{{ raise_exception('no!') if messages[0].content == '0+1=' else messages[0].content }}"
+RENDERINGS = [  # template, rows, the highest number of renderings
+    (TURNS, sums(50) * 20, 50),
+    (PICKY, sums(1) * 5 + sums(50)[1:] * 5, 50),
+    ("{{ raise_exception('no!') }}", sums(3000), 100),
+]
 
 
-def test_the_line_at_the_start():
-    """It counts what is left out, with the first row of each kind. A row has one reason."""
+@pytest.mark.parametrize("template, rows, limit", RENDERINGS)
+def test_a_prompt_is_rendered_once_and_a_template_that_always_fails_a_few_times(template, rows, limit):
+    policy = policy_with(template)
+    policy.tokenizer.apply_chat_template = Mock(wraps=policy.tokenizer.apply_chat_template)
+    with contextlib.suppress(UserError):
+        problems_of(rows, policy)
+    assert 0 < policy.tokenizer.apply_chat_template.call_count <= limit
+
+
+def test_the_line_at_the_start_counts_the_rows_that_are_left_out():
+    """With the first row of each kind. A row has one reason."""
     reply = row(chat("user", "2+2=", "assistant", "4"), "4")
     rows = [reply, *sums(60), row("", "1"), row("x", {"gold": 1}), *sums(3), "x"]
     rows += [row("", "2"), row("1+1=", "3")]
@@ -257,8 +253,7 @@ def test_the_line_at_the_start():
     assert len(problems) == 61 and left_out == f"; left out: {', '.join(kinds)}"
 
 
-def test_an_eos_that_the_tokenizer_appends_is_dropped():
-    """But not one that a chat template puts there."""
+def test_an_eos_is_dropped_if_the_tokenizer_but_not_the_template_appends_it():
     ((_, _, ids, _),) = problems_of([row("1+1=")], policy_with(appends_eos=True))
     assert ids == problems_of([row("1+1=")])[0][2]
     policy = policy_with("{{ messages[0].content }}</s>", appends_eos=True)
@@ -266,29 +261,7 @@ def test_an_eos_that_the_tokenizer_appends_is_dropped():
     assert ids[-1] == policy.tokenizer.eos_token_id and len(ids) == 5
 
 
-def load(path, policy, rows, **flags):
-    write_lines(path, rows)
-    return load_problems(script_args("grpo", dataset=str(path), **flags)[1], policy)
-
-
-def test_held_out_problems_are_apart_and_the_same_for_all_seeds(tmp_path, tiny_policy, capsys):
-    """The seed orders the training problems only."""
-    path = tmp_path / "data.jsonl"
-    rows = sums(100)
-    stream, held_out = load(path, tiny_policy, rows + rows[:30], num_held_out=50, seed=1)
-    assert capsys.readouterr().err == ""
-    other, same_held_out = load(path, tiny_policy, rows, num_held_out=51, seed=2)
-    assert capsys.readouterr().out == "problems: 49 to train on, 51 held out\n"
-    assert stream.problems[1:] == other.problems and held_out == same_held_out[:50]
-    assert not {p.prompt for p in stream.problems} & {p.prompt for p in held_out}
-    for p in stream.problems:
-        assert p.prompt_ids == tiny_policy.tokenizer(p.prompt).input_ids
-    assert stream.take(10) != other.take(10)
-    with pytest.raises(UserError, match="^--num_held_out 100 leaves no problem for training: .* 100$"):
-        load(path, tiny_policy, rows, num_held_out=100)
-
-
-def test_what_reward_functions_get_of_a_row():
+def test_reward_functions_get_all_columns():
     """A column that only other rows have is None."""
     first = {"question": "1+1=", "tests": [0.5, {"x": 1.50}]}
     args = script_args("grpo", dataset="mine")[1]
@@ -300,9 +273,86 @@ def test_what_reward_functions_get_of_a_row():
     assert problems["1+2="]["level"] == 3
 
 
-def test_addition_is_what_it_always_was(tiny_policy):
-    stream, held_out = load_problems(script_args("grpo")[1], tiny_policy)
-    train = stream.problems
-    assert (len(train), len(held_out)) == (10_240, 256)
-    assert all(sum(map(int, p.prompt[:-1].split("+"))) == int(p.answer) for p in train[:100] + held_out)
-    assert held_out[0].prompt == "876+141="
+# ------------------------------------------------------------------------------- training and held out
+
+
+def load(path, policy, rows, **flags):
+    args = script_args("grpo", dataset=str(write_lines(path, rows)), **flags)[1]
+    return load_problems(args, policy)
+
+
+def test_held_out_problems_are_apart_and_the_same_for_all_seeds(tmp_path, tiny_policy, capsys):
+    path = tmp_path / "data.jsonl"
+    rows = sums(100)
+    stream, held_out = load(path, tiny_policy, rows + rows[:30], num_held_out=50, seed=1)
+    assert capsys.readouterr().err == ""
+    other, same_held_out = load(path, tiny_policy, rows, num_held_out=51, seed=2)
+    assert capsys.readouterr().out == "problems: 49 to train on, 51 held out\n"
+    assert stream.problems[1:] == other.problems and held_out == same_held_out[:50]
+    assert not {p.prompt for p in stream.problems} & {p.prompt for p in held_out}
+    for p in stream.problems:
+        assert p.prompt_ids == tiny_policy.tokenizer(p.prompt).input_ids
+    with pytest.raises(UserError, match="^--num_held_out 100 leaves no problem for training: .* 100$"):
+        load(path, tiny_policy, rows, num_held_out=100)
+
+
+def test_a_worked_solution_is_reduced_to_its_answer(tmp_path, tiny_policy):
+    rows = [row(f"{i}+1=", f"{i}+1 #### {i + 1}") for i in range(9)]
+    stream, _ = load(tmp_path / "data.jsonl", tiny_policy, rows, num_held_out=1)
+    assert all(p.answer == f"{int(p.prompt[0]) + 1}" for p in stream.problems)
+
+
+def test_the_sums_are_right_and_distinct():
+    problems = dict(addition_problems())
+    assert len(problems) == 10_240 + 256 and list(problems)[0] == "876+141="
+    assert all(sum(map(int, prompt[:-1].split("+"))) == int(gold) for prompt, gold in problems.items())
+
+
+@pytest.mark.parametrize("num_held_out, expected", [(8, 8), (256, 12)])
+def test_eval_dataset_gives_the_held_out_problems(num_held_out, expected, tmp_path, own_policy, capsys):
+    """Its first ones, or all if it has fewer. Nothing is held out from training; prompts that are in
+    both are counted."""
+    path = str(write_lines(tmp_path / "evaluation.jsonl", sums(49)[37:]))
+    flags = {"eval_dataset": path, "num_held_out": num_held_out}
+    stream, held_out = load(tmp_path / "data.jsonl", own_policy, sums(40), **flags)
+    assert len(stream.problems) == 40
+    assert [p.prompt for p in held_out] == [f"{i}+1=" for i in range(37, 37 + expected)]
+    line = capsys.readouterr().out
+    assert f"40 to train on, {expected} held out; --eval_dataset: 3 are also in --dataset" in line
+
+
+def test_eval_split_is_test_if_there_is_one(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    rows = {"train": sums(9), "test": sums(20)[9:]}
+    for name, part in rows.items():
+        Dataset.from_list(part).to_parquet(folder / f"{name}.parquet")
+    for split, expected in {"": "test", "test": "test", "train": "train"}.items():
+        args = script_args("grpo", eval_dataset=str(folder), eval_split=split)[1]
+        assert list(read_rows(args, "eval_dataset")) == rows[expected]
+
+
+# -------------------------------------------------------------------------------------------- epochs
+
+
+def test_every_epoch_is_a_permutation_and_position_is_all_the_state():
+    problems = list(range(10))
+    taken = ProblemStream(problems, seed=1).take(35)
+    for epoch in range(3):
+        assert sorted(taken[10 * epoch : 10 * epoch + 10]) == problems
+    pieces = []
+    state = {"position": 0}
+    for _ in range(7):
+        stream = ProblemStream(problems, seed=1)
+        stream.load_state_dict(state)
+        pieces += stream.take(5)
+        state = stream.state_dict()
+    assert pieces == taken
+
+
+def test_no_epoch_is_repeated_and_no_seeds_share_one():
+    epochs = set()
+    for seed in (1, 2, 4097):
+        stream = ProblemStream(list(range(50)), seed)
+        epochs |= {tuple(stream.take(50)) for _ in range(3)}
+    assert len(epochs) == 9

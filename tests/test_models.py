@@ -1,34 +1,49 @@
-"""Models that people bring: with chat templates, in low precision, with a forward of somebody else's;
-folders that cannot be used."""
+"""Models that people bring: with chat templates, or quantized; and folders that cannot be used."""
 
+import copy
 import json
 import math
 
 import pytest
 import torch
-from conftest import metrics, refused, run, save, script_args
+from conftest import checkpoint_of, metrics, refused, run, save, script_args
 from safetensors.torch import load_file, save_file
 from test_architectures import new_model, one_sequence
 from transformers import AutoTokenizer
 from transformers.integrations import mxfp4
 
-from common import load_policy, token_logprobs
+from common import UserError, load_policy, load_problems, token_logprobs
+from plumbing.model import Policy
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+
+
+def change_json(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def test_run_a_dense_model_with_several_chat_templates(tmp_path, sums):
-    """Its checkpoints hold a folder of templates; the first one is removed when the second is there."""
-    folder = save(new_model("llama"), tmp_path / "model")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    """The last checkpoint has the tokenizer files that were loaded, byte for byte, since other versions
+    of transformers may not read what this one writes. Nothing is logged about experts."""
+    model = save(new_model("llama"), tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     tokenizer.chat_template = {"default": template, "tool_use": "{{ tools }}" + template}
-    tokenizer.save_pretrained(folder)
+    tokenizer.save_pretrained(model)
+    (model / "special_tokens_map.json").write_text("{}")
+    change_json(model / "tokenizer_config.json", comment="of an older version")
     flags = "--prompts_per_iteration 4 --group_size 4 --max_new_tokens 12 --iterations 2 --save_every 1"
-    flags = [*flags.split(), "--model", folder, "--dataset", sums, "--run_dir", tmp_path / "run"]
+    flags = [*flags.split(), "--model", model, "--dataset", sums, "--run_dir", tmp_path / "run"]
     result = run("grpo", *flags, held_out=8)
     assert result.returncode == 0, result.stderr
-    assert not any(key.startswith("moe/router") for key in metrics(tmp_path / "run")[1])
-    (checkpoint,) = (tmp_path / "run").glob("checkpoint-*")
-    assert set(AutoTokenizer.from_pretrained(checkpoint).chat_template) == {"default", "tool_use"}
+    assert not any(key.startswith("moe/") for key in metrics(tmp_path / "run")[1])
+    own = {"config.json", "generation_config.json", WEIGHTS}
+    files = [path for path in model.rglob("*") if path.is_file() and path.name not in own]
+    assert len(files) == 5
+    for path in files:
+        saved = checkpoint_of(tmp_path / "run") / path.relative_to(model)
+        assert saved.read_bytes() == path.read_bytes(), path
 
 
 def test_gradient_checkpointing_saves_memory():
@@ -49,8 +64,7 @@ def test_gradient_checkpointing_saves_memory():
 
 
 def test_weights_in_mxfp4_are_dequantized_where_there_are_kernels_for_them(tmp_path, monkeypatch):
-    """As on a GPU, for which transformers takes this machine: its layers for such weights pass no
-    gradient."""
+    """Here transformers takes this machine for a GPU. Its layers for such weights pass no gradient."""
     save(new_model("gpt_oss", hidden_size=64, intermediate_size=64), tmp_path)
     weights = load_file(tmp_path / WEIGHTS)
     for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
@@ -69,14 +83,20 @@ def test_weights_in_mxfp4_are_dequantized_where_there_are_kernels_for_them(tmp_p
     assert not hasattr(model.config, "quantization_config")  # a checkpoint is an ordinary folder
 
 
+@pytest.mark.parametrize("flag", ["dtype", "rollout_dtype"])
+def test_the_check_at_loading_runs_the_copy_in_bfloat16(flag, tiny_policy):
+    def fail(*_):
+        raise RuntimeError("no kernel for BFloat16")
+
+    master = copy.deepcopy(tiny_policy.master)
+    policy = Policy(master, tiny_policy.tokenizer, **{flag: "bfloat16"})
+    copied = policy.model if flag == "dtype" else policy.rollout_policy.model
+    copied.base_model.register_forward_pre_hook(fail)
+    with pytest.raises(UserError, match="--model .*no kernel"):
+        load_problems(script_args("grpo", **{flag: "bfloat16"})[1], policy)
+
+
 # ------------------------------------------------------------------------- folders that are refused
-
-CONFIG = "config.json"
-WEIGHTS = "model.safetensors"
-
-
-def change_json(path, **changes):
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def add_a_layer(folder):
@@ -95,7 +115,7 @@ def pickle_weights(folder):
 
 
 def add_code(folder):
-    """Code that would leave a file behind if it were run."""
+    """It would leave a file behind if it were run."""
     classes = {"AutoModelForCausalLM": "mine.M", "AutoConfig": "mine.C"}
     change_json(folder / CONFIG, model_type="mine", auto_map=classes)
     (folder / "mine.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
@@ -112,7 +132,7 @@ def set_eos(folder, ids):
     change_json(folder / "tokenizer_config.json", eos_token=None)
 
 
-BAD_MODELS = {  # {what is wrong: (how a good folder becomes such a one, expected)}
+BAD_MODELS = {  # {what is wrong: (a function that spoils a good folder, expected words)}
     "encoder": (lambda f: (f / CONFIG).write_text('{"model_type": "vit"}'), "ViTConfig"),
     "adapter": (lambda f: (f / "adapter_config.json").write_text("{}"), "is an adapter: merge it"),
     "no tokenizer": (remove_tokenizer, "no tokenizer"),
@@ -121,15 +141,15 @@ BAD_MODELS = {  # {what is wrong: (how a good folder becomes such a one, expecte
     "more layers": (add_a_layer, "do not fit its config"),
     "no EOS": (lambda f: set_eos(f, None), "EOS"),  # every completion would be truncated
     "EOS as text": (lambda f: set_eos(f, ["</s>"]), "EOS ids must be integers"),
+    "EOS in nested lists": (lambda f: set_eos(f, [[1]]), "EOS ids must be integers"),
     "NaN": (spoil_a_weight, "differ from the training forward's by nan"),
 }
 
 
 @pytest.mark.parametrize("how", BAD_MODELS)
-def test_model_folders(how, tiny_model, tmp_path, sums):
-    folder = tmp_path / "model"
-    for part in tiny_model:
-        part.save_pretrained(folder)
+def test_a_model_that_cannot_be_used_is_refused(how, tiny_model, tmp_path, sums):
+    """Without running code from its folder."""
+    folder = save(tiny_model[0], tmp_path / "model")
     spoil, expected = BAD_MODELS[how]
     spoil(folder)
     flags = ("--model", folder, "--dataset", sums, "--run_dir", tmp_path / "run")

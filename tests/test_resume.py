@@ -1,10 +1,9 @@
-"""Killed with SIGKILL at any moment and resumed: the same metrics and, bit for bit, the same weights
-and the same state of the optimizer. Ended by a signal, by NaN, or early: what it says, and how it goes
-on."""
+"""A run that is killed at any moment and resumed has the same metrics and, bit for bit, the same
+weights and optimizer state. A run that ends by a signal or NaN says so, and can go on."""
 
 import pytest
 import torch
-from conftest import flags_it_has, forked, metrics, run, untimed
+from conftest import checkpoint_of, completes, flags_it_has, forked, metrics, read_lines, resume, run
 from safetensors.torch import load_file
 
 import grpo
@@ -20,24 +19,26 @@ def flags_of(name, folder, sums, *more):
 
 
 def as_lists(part):
-    """A state_dict with its tensors as lists, which == compares bit for bit."""
+    """A state_dict with lists instead of tensors, which == compares bit for bit."""
     if isinstance(part, dict):
         return {key: as_lists(value) for key, value in part.items()}
     return part.tolist() if isinstance(part, torch.Tensor) else part
 
 
 def outcome(folder):
-    """(metrics, samples, weights, the rest of the checkpoint) of a run."""
-    samples = (folder / "samples.jsonl").read_text()
-    (checkpoint,) = folder.glob("checkpoint-*")
+    """(metrics without times, other logs, weights, the rest of the checkpoint)"""
+    times = ("_seconds", "_per_second")
+    rows = [{key: row[key] for key in row if not key.endswith(times)} for row in metrics(folder)]
+    logs = [(folder / name).read_text() for name in ("samples.jsonl", "evaluations.jsonl")]
+    checkpoint = checkpoint_of(folder)
     saved = torch.load(checkpoint / "trainer_state.pt", weights_only=True)
     del saved["log_sizes"]  # times differ
-    weights = load_file(checkpoint / "model.safetensors")
-    return untimed(folder), samples, as_lists(weights), as_lists(saved)
+    return rows, logs, as_lists(load_file(checkpoint / "model.safetensors")), as_lists(saved)
 
 
 def check(name, troubles, tmp_path, sums, *more):
-    """Once settings.json is there, the folder alone says how the run goes on."""
+    """A run with these troubles ends like one without. Once there is a settings.json, the folder alone
+    says how the run goes on."""
     assert run(name, *flags_of(name, tmp_path / "whole", sums, *more)).returncode == 0
     folder = tmp_path / "parts"
     for trouble in [*troubles, None]:
@@ -45,7 +46,7 @@ def check(name, troubles, tmp_path, sums, *more):
         if (folder / "settings.json").exists():
             flags = ["--run_dir", folder]
         result = forked(name, *flags, "--resume", trouble=trouble)
-        assert result.codes == [-9 if trouble else 0], (trouble, result.stderr)
+        assert result.code == (-9 if trouble else 0), (trouble, result.stderr)
     assert outcome(folder) == outcome(tmp_path / "whole")
 
 
@@ -64,7 +65,7 @@ MOMENTS = [
 
 @pytest.mark.parametrize("name", ["ppo", pytest.param("dapo", marks=pytest.mark.slow)])
 def test_killed_at_every_kind_of_moment(name, tmp_path, sums):
-    """ppo has more to save than any other: a critic and a reference."""
+    """ppo has the most to save: a critic and a reference."""
     check(name, MOMENTS, tmp_path, sums)
     assert [line["iteration"] for line in metrics(tmp_path / "parts")] == [1, 2, 3, 4, 5]
 
@@ -85,6 +86,18 @@ def test_killed_with_more_in_the_checkpoint(state, tmp_path, sums):
     check(name, troubles, tmp_path, sums, *flags)
 
 
+def test_run_evaluations_have_the_numbers_of_the_table_at_the_end(tmp_path, sums):
+    """Of sampled answers before and after training only."""
+    flags = ("--dataset", sums, "--run_dir", tmp_path, "--eval_every", 1, "--eval_samples", 2)
+    completes(*flags, "--iterations", 2)
+    lines = read_lines(tmp_path / "evaluations.jsonl")
+    assert [line["iteration"] for line in lines] == [0, 1, 2]
+    assert ["sampled" in line for line in lines] == [True, False, True]
+    for line, logged in zip(lines[1:], metrics(tmp_path), strict=True):
+        assert line["greedy"]["accuracy"] == logged["eval/accuracy"]
+    assert {"accuracy", "response_len_mean", "pass@1", "pass@2"} <= set(lines[0]["sampled"])
+
+
 # ------------------------------------------------------------------------------- signals and errors
 
 
@@ -93,38 +106,34 @@ def test_run_a_signal_ends_the_run_after_a_checkpoint(tmp_path, sums):
     do, it prints the same results again, and changes nothing."""
     flags = flags_of("grpo", tmp_path, sums, "--save_every", 0, "--iterations", 3)
     result = forked("grpo", *flags, trouble=("SIGTERM", 2))
-    assert result.codes == [130] and result.stderr == ""
+    assert result.code == 130 and result.stderr == ""
     lines = result.stdout.splitlines()
     assert lines.count("stopping after this iteration") == 1
     assert lines[-1] == f"saved; to continue: --resume --run_dir {tmp_path}"
-    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-000002"]
-    resume = ("--resume", "--run_dir", tmp_path)
-    result = run("grpo", *resume, "--iterations", 4)
+    assert checkpoint_of(tmp_path).name == "checkpoint-000002"
+    result = run("grpo", *resume(tmp_path, "--iterations", 4))
     assert [line["iteration"] for line in metrics(tmp_path)] == [1, 2, 3, 4]
     before = outcome(tmp_path)
     results = result.stdout[result.stdout.index("held-out problems") :]
     assert "after" in results
     for more in ([], ["--iterations", 1]):
-        assert run("grpo", *resume, *more).stdout.endswith(results)
+        assert run("grpo", *resume(tmp_path, *more)).stdout.endswith(results)
         assert outcome(tmp_path) == before
 
 
-def test_run_a_signal_outside_of_an_iteration_or_a_second_one(tmp_path, sums):
-    """The first ends with one word, and its folder holds no run: another takes its place. The second
-    ends at once."""
+def test_run_a_signal_outside_of_an_iteration_or_a_second_one_ends_it_at_once(tmp_path, sums):
+    """In the first case the folder holds no run yet, so a run with other flags may use it."""
     flags = flags_of("grpo", tmp_path, sums)
     result = forked("grpo", *flags, trouble=("SIGINT in an evaluation", 1))
-    assert (result.codes, result.stderr) == ([130], "stopped\n")
+    assert (result.code, result.stderr) == (130, "stopped\n")
     assert "held-out problems" not in result.stdout
     assert (tmp_path / "checkpoint-000000").exists()
     result = forked("grpo", *flags, "--lr", 1e-3, trouble=("two SIGINT", 2))
-    assert result.codes == [-2] and result.stderr == ""
+    assert result.code == -2 and result.stderr == ""
     assert [line["iteration"] for line in metrics(tmp_path)] == [1]
 
 
-def test_run_a_loss_that_is_not_finite_ends_the_run(tmp_path, sums, monkeypatch):
-    """Before the optimizer step: it names iteration and tensor; the last checkpoint has finite
-    weights."""
+def test_run_a_loss_that_is_not_finite_ends_the_run_before_the_step(tmp_path, sums, monkeypatch):
     original = grpo.policy_loss
     calls = []
 
@@ -138,14 +147,16 @@ def test_run_a_loss_that_is_not_finite_ends_the_run(tmp_path, sums, monkeypatch)
     result = run("grpo", *flags_of("grpo", tmp_path, sums))
     assert result.returncode == 2
     assert result.stderr == "grpo.py: error: iteration 2: loss is not finite\n"
-    (checkpoint,) = tmp_path.glob("checkpoint-*")
+    checkpoint = checkpoint_of(tmp_path)
     assert checkpoint.name == "checkpoint-000001"
     assert all(w.isfinite().all() for w in load_file(checkpoint / "model.safetensors").values())
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
-def test_run_without_a_signal_warns_once(name, tmp_path, sums, reward_file):
-    """After ten iterations in which all rewards were equal, also where there are no groups."""
+def test_run_without_a_learning_signal_warns_once_after_ten_iterations(
+    name, tmp_path, sums, reward_file
+):
+    """All rewards are equal, in a group, or in the whole rollout if there are no groups."""
     reward = reward_file('return 0.5, "no_answer" if len(text) % 2 else "truncated"')
     small = ("--max_new_tokens", 4, "--save_every", 0, "--eval_every", 0, "--reward", reward)
     flags = flags_of(name, tmp_path, sums, *small, "--iterations", 12)

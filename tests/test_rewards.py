@@ -1,14 +1,22 @@
 """The functions of --reward: how they are found and called, and what they may return."""
 
-import json
 import sys
 
 import pytest
-from conftest import FILE_NUMBERS, SMALL, refused, run, script_args
+from conftest import (
+    FILE_NUMBERS,
+    SMALL,
+    completes,
+    forked,
+    metrics,
+    refused,
+    run,
+    script_args,
+    write_lines,
+)
 
 import grpo
-from common import Completion, Problem, load_grader
-from common import UserError
+from common import Completion, Problem, UserError, load_grader
 
 TEXTS = {"2": False, "?": False, "300": False, "2.": True, "40": True}  # {text: truncated}
 
@@ -47,9 +55,8 @@ def length(text, level):
 
 
 @pytest.mark.parametrize("prompt", ["1+1=", [{"role": "user", "content": "1+1="}]], ids=type)
-def test_functions_of_lists_and_of_one(prompt, tmp_path):
-    """The first is called once, with all columns, and with completions as messages where prompts are
-    messages."""
+def test_functions_of_lists_and_of_one_completion(prompt, tmp_path):
+    """Completions are messages if prompts are."""
     path = write(tmp_path, SOURCE)
     rewards = [c.reward for c in graded(path, "right", prompt=prompt, level=2)]
     assert rewards == [0.6, 0, 0, 0.6, 0]
@@ -57,16 +64,29 @@ def test_functions_of_lists_and_of_one(prompt, tmp_path):
     texts = list(TEXTS)
     if isinstance(prompt, list):
         texts = [[{"role": "assistant", "content": text}] for text in TEXTS]
-    expected = {"completions": texts, "completion_ids": [[1]] * 5}
-    expected |= {
-        name: [value] * 5 for name, value in (("answer", "2"), ("level", 2), ("prompts", prompt))
-    }
-    assert seen == [expected]
+    columns = {"answer": ["2"] * 5, "level": [2] * 5, "prompts": [prompt] * 5}
+    assert seen == [{"completions": texts, "completion_ids": [[1]] * 5, **columns}]
     rewards = [c.reward for c in graded(path, "length", prompt=prompt, level=2)]
     assert rewards == [len(text) - 1 for text in TEXTS] and seen[1:] == list(TEXTS)
 
 
-VALUES = [  # what a function of (text, answer, truncated) returns, reward, verdicts of "2" and "40"
+def test_a_function_cannot_change_the_data(tmp_path):
+    source = """
+def one(nums):
+    nums.pop()
+    return len(nums)
+
+def lists(completions, nums):
+    return [row.pop() and len(row) for row in nums]
+"""
+    path = write(tmp_path, source)
+    problem = Problem("1+1=", "2", [4, 5], {"answer": "2", "prompts": "1+1=", "nums": [7, 8, 9]})
+    rows = [Completion(problem, [1], [0.0], False, "2")] * 3
+    for name in ("one", "one", "lists", "lists"):
+        assert [c.reward for c in load(f"{path}:{name}")(rows)] == [2, 2, 2]
+
+
+VALUES = [  # what a function returns, the reward, the verdicts of "2" and "40"
     ("True", 1.0, "correct", "correct"),
     ("not truncated", 1.0, "correct", "truncated"),
     ("None", 0.0, "wrong", "truncated"),
@@ -77,8 +97,7 @@ VALUES = [  # what a function of (text, answer, truncated) returns, reward, verd
 
 
 @pytest.mark.parametrize("value, reward, verdict, cut_verdict", VALUES)
-def test_values(value, reward, verdict, cut_verdict, tmp_path):
-    """A float is made of whatever can be one; above 0.5 is correct, unless there is a verdict."""
+def test_a_result_becomes_a_float_and_a_verdict(value, reward, verdict, cut_verdict, tmp_path):
     path = write(
         tmp_path,
         "import numpy, torch\n"
@@ -96,7 +115,7 @@ BAD += [("completions", "0.5", ""), ("completions", "[1.0] * 4", "shorter")]
 
 
 @pytest.mark.parametrize("parameter, value, expected", BAD)
-def test_values_that_are_no_numbers(parameter, value, expected, tmp_path):
+def test_results_that_are_not_one_number_each_are_refused(parameter, value, expected, tmp_path):
     path = write(tmp_path, f"def f({parameter}): return {value}")
     with pytest.raises(UserError, match="^--reward .*:f must return a number") as error:
         graded(path)
@@ -104,32 +123,53 @@ def test_values_that_are_no_numbers(parameter, value, expected, tmp_path):
 
 
 POOL = """
-import multiprocessing
+import multiprocessing, os, signal
 
 def length(text):
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # in an iteration
+        os.kill(os.getpid(), signal.SIGINT)
     return len(text)
 
-def f(completions):
-    with multiprocessing.get_context("spawn").Pool(2) as pool:
-        return pool.map(length, completions)
+def lengths(completions, kind):
+    pool = multiprocessing.get_context(kind).Pool(2)
+    values = pool.map(length, completions)
+    pool.terminate()
+    pool.join()
+    return values
+
+def spawned(completions):
+    return lengths(completions, "spawn")
+
+def forked(completions):
+    return lengths(completions, "fork")
 """
 
 
-def test_a_pool_of_processes_finds_the_function(tmp_path):
-    assert [c.reward for c in graded(write(tmp_path, POOL))] == list(map(len, TEXTS))
+def test_spawned_processes_find_the_function(tmp_path):
+    assert [c.reward for c in graded(write(tmp_path, POOL), "spawned")] == list(map(len, TEXTS))
 
 
-BAD_FILES = [  # name, content, what is said of it
+def test_run_forked_processes_ignore_ctrl_c_and_end_on_sigterm(tmp_path, sums):
+    """They have the run's signal handlers."""
+    flags = ("--num_held_out", 8, "--dataset", sums, "--run_dir", tmp_path / "run")
+    result = forked("grpo", *SMALL, *flags, "--reward", f"{write(tmp_path, POOL)}:forked")
+    assert (result.code, result.stderr) == (0, "")
+    assert "stopping" not in result.stdout and len(metrics(tmp_path / "run")) == 1
+
+
+BAD_FILES = [  # name, content, part of the refusal
     ("rw_a.py", None, "ModuleNotFoundError"),
     ("rw_b.py", "", "AttributeError"),
-    ("rw_e.py", "f = 0.5", "0.5 is not a callable object"),
+    ("rw_c.py", "f = 0.5", "0.5 is not a callable object"),
+    ("rw_d.py", "f = len", "its parameters must have names"),
     ("json.py", "", "rename json.py"),
 ]
 
 
 @pytest.mark.parametrize("name, source, expected", BAD_FILES, ids=[case[0] for case in BAD_FILES])
-def test_files_without_such_a_function(name, source, expected, tmp_path, monkeypatch):
-    """Refused before the model is loaded."""
+def test_a_file_without_such_a_function_is_refused_before_loading(
+    name, source, expected, tmp_path, monkeypatch
+):
     monkeypatch.setattr(grpo, "load_policy", lambda args: pytest.fail("loaded"))
     if source is not None:
         (tmp_path / name).write_text(source)
@@ -137,7 +177,7 @@ def test_files_without_such_a_function(name, source, expected, tmp_path, monkeyp
     assert f"--reward {tmp_path / name}:f" in line and expected in line
 
 
-def test_a_file_its_neighbors_and_another_of_its_name(tmp_path, monkeypatch):
+def test_a_file_may_import_its_neighbors_but_not_share_its_name(tmp_path, monkeypatch):
     path = write(tmp_path, "import rw_neighbor\ndef f(text): return rw_neighbor.value")
     (tmp_path / "rw_neighbor.py").write_text("value = 7")
     monkeypatch.chdir(tmp_path)
@@ -148,8 +188,7 @@ def test_a_file_its_neighbors_and_another_of_its_name(tmp_path, monkeypatch):
         load(f"other/{path.name}:f")
 
 
-def test_run_a_function_with_a_bug(tmp_path):
-    """It keeps its traceback."""
+def test_run_a_function_with_a_bug_keeps_its_traceback(tmp_path):
     path = write(tmp_path, "def bug(text): 1 / 0")
     with pytest.raises(ZeroDivisionError):
         run("grpo", *SMALL, "--run_dir", tmp_path / "run", "--reward", f"{path}:bug", held_out=8)
@@ -164,16 +203,15 @@ NEEDS = [  # parameters, what is said; the dataset has the columns question and 
 
 
 @pytest.mark.parametrize("parameters, expected", NEEDS)
-def test_run_without_a_gold_answer(parameters, expected, tmp_path, monkeypatch):
-    """A function needs one if it names it."""
-    data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps({"question": f"{i}+1=", "level": i}) + "\n" for i in range(20)))
+def test_run_rows_need_a_gold_answer_only_if_the_function_does(parameters, expected, tmp_path):
+    data = write_lines(
+        tmp_path / "data.jsonl", [{"question": f"{i}+1=", "level": i} for i in range(20)]
+    )
     path = write(tmp_path, f"def f({parameters}): return [x / 20 for x in level]")
     flags = ("--dataset", data, "--reward", f"{path}:f", "--run_dir", tmp_path / "run")
     if expected is not None:
-        result = run("grpo", *SMALL, *flags, held_out=8)
-        assert result.returncode == 2 and expected in result.stderr
+        refused("grpo", *flags, expected=expected)
         return
-    assert run("grpo", *SMALL, *flags, held_out=8).returncode == 0
-    metrics = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
-    assert metrics["rollout/reward_mean"] > 0 and metrics["eval/accuracy"] > 0  # of levels above 10
+    completes(*flags)
+    (line,) = metrics(tmp_path / "run")
+    assert line["rollout/reward_mean"] > 0 and line["eval/accuracy"] > 0  # for levels above 10

@@ -1,20 +1,27 @@
-"""Run folders, checkpoints and streams: a folder that is in use, damaged or has other settings is
-refused in one line and stays as it is; a full disk loses nothing."""
+"""Run folders: one that is in use, damaged or has other settings is refused in one line and stays as it
+is. Scripts that are called from Python."""
 
 import json
 import os
 import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
-from conftest import completes, metrics, refused
+from conftest import SMALL, checkpoint_of, completes, metrics, read_lines, refused, resume, write_lines
+from filelock import FileLock
+from safetensors.torch import load_file, save_file
 
 import grpo
+import ppo
+import sapo
 from common import UserError
 from plumbing.args import launch
 
 STATE = "trainer_state.pt"
+WEIGHTS = "model.safetensors"
 
 
 def iterations(folder):
@@ -43,10 +50,6 @@ def folder(finished, tmp_path):
     return shutil.copytree(finished, tmp_path / "run")
 
 
-def resume(folder, *flags):
-    return ("--resume", "--run_dir", folder, *flags)
-
-
 # --------------------------------------------------------------------------------------- checkpoints
 
 
@@ -60,26 +63,32 @@ class Trap:
         return open, (str(self.path), "w")
 
 
-DAMAGE = {  # {what is wrong: how a checkpoint becomes such a one}
+def drop_a_weight(checkpoint):
+    weights = load_file(checkpoint / WEIGHTS)
+    del weights["model.layers.0.self_attn.q_proj.weight"]
+    save_file(weights, checkpoint / WEIGHTS, metadata={"format": "pt"})
+
+
+DAMAGE = {  # {what is wrong: a function that damages a checkpoint}
     "truncated state": lambda checkpoint: os.truncate(checkpoint / STATE, 100),
     "code in the state": lambda checkpoint: torch.save(Trap(checkpoint / "ran"), checkpoint / STATE),
+    "a missing weight": drop_a_weight,  # transformers would use random numbers
 }
 
 
 @pytest.mark.parametrize("how", DAMAGE)
-def test_damaged_checkpoints(how, folder):
-    (checkpoint,) = folder.glob("checkpoint-*")
+def test_a_damaged_checkpoint_is_refused(how, folder):
+    """The folder stays as it was, settings.json included."""
+    checkpoint = checkpoint_of(folder)
     DAMAGE[how](checkpoint)
-    before = metrics(folder)
-    expected = f"--resume: {checkpoint} cannot be read"
-    refused("grpo", *resume(folder, "--iterations", 2), expected=expected)
-    assert metrics(folder) == before and not (checkpoint / "ran").exists()
+    before = content(folder)
+    flags = ("--iterations", 2, "--save_every", 3)
+    refused("grpo", *resume(folder, *flags), expected=f"--resume: {checkpoint} cannot be read")
+    assert content(folder) == before
 
 
-def test_run_files_and_copies_of_the_user(folder):
-    """A file in a checkpoint does no harm; copies are not the newest checkpoint, and nobody deletes
-    them."""
-    (checkpoint,) = folder.glob("checkpoint-*")
+def test_run_files_in_a_checkpoint_do_no_harm_and_copies_of_it_are_kept(folder):
+    checkpoint = checkpoint_of(folder)
     (checkpoint / ".DS_Store").write_text("mine")
     kept = {"checkpoint-best-2", "checkpoint-9", "checkpoint-999999.bak"}
     for name in kept:
@@ -92,9 +101,9 @@ def test_run_files_and_copies_of_the_user(folder):
 # ---------------------------------------------------------------------------------- one folder, one run
 
 
-def test_a_used_run_folder(folder, monkeypatch):
-    """Refused without --resume; with it, only for the same script and flags. It is compared before a
-    model is loaded, and stays as it is."""
+def test_a_folder_that_holds_a_run_is_refused(folder, monkeypatch):
+    """Without --resume; with it, only if script and flags are the same. That is checked before a model
+    is loaded, and the folder stays as it is."""
     monkeypatch.setattr(grpo, "load_policy", lambda args: pytest.fail("loaded"))
     before = content(folder)
     expected = f"--run_dir {folder} holds a run: --resume continues"
@@ -103,13 +112,27 @@ def test_a_used_run_folder(folder, monkeypatch):
     refused("grpo", *resume(folder, "--seed", 2), expected="has seed 1, not 2")
     refused("sapo", *resume(folder), expected="has script grpo, not sapo")
     assert content(folder) == before
-    (checkpoint,) = folder.glob("checkpoint-*")
-    shutil.rmtree(checkpoint)
+    shutil.rmtree(checkpoint_of(folder))
     refused("grpo", *resume(folder), expected="holds a run")  # a log that nothing can continue
 
 
-def test_run_what_may_change(folder, tmp_path):
-    """Also the place of the folder. What is given once stays."""
+def test_a_folder_that_another_process_uses_is_refused(folder):
+    with FileLock(folder / "lock"):
+        refused("grpo", *resume(folder, "--iterations", 2), expected="another process uses it")
+
+
+def test_other_data_than_when_the_run_started_are_refused(folder, sums, tmp_path):
+    """A moved file is fine."""
+    rows = read_lines(sums)
+    moved = write_lines(tmp_path / "moved.jsonl", rows)
+    completes(*resume(folder, "--iterations", 2, "--dataset", moved))
+    rows[0]["answer"] = "7"
+    flags = ("--iterations", 3, "--dataset", write_lines(tmp_path / "other.jsonl", rows))
+    refused("grpo", *resume(folder, *flags), expected="has different prompts or gold answers")
+
+
+def test_run_a_resumed_run_keeps_its_flags_except_those_given_again(folder, tmp_path):
+    """The folder may have moved."""
     assert {"torch", "transformers"} <= set(settings_of(folder)["versions"])
     flags = "--iterations 2 --eval_every 1 --save_every 2 --device cpu --micro_batch_size 3"
     flags += " --rollout_batch_size 4 --gradient_checkpointing"
@@ -121,26 +144,65 @@ def test_run_what_may_change(folder, tmp_path):
     assert settings["micro_batch_size"] == 3 and settings["gradient_checkpointing"]
 
 
-def test_what_is_one_line(monkeypatch, capsys, tmp_path):
-    """A UserError with its cause, and memory that is not there; a bug keeps its traceback."""
+def test_user_errors_and_lack_of_memory_are_one_line_but_a_bug_has_a_traceback(
+    monkeypatch, capsys, tmp_path
+):
     monkeypatch.setattr(sys, "argv", ["grpo.py", "--run_dir", str(tmp_path)])
 
-    def printed(error, cause):
+    def printed(error):
         def main(args):
-            raise error from cause
+            raise error
 
         with pytest.raises(SystemExit) as stop:
             launch(main, grpo.Args)
         assert stop.value.code == 2
         return capsys.readouterr().err
 
-    line = printed(UserError("--flag is\nwrong"), None)
-    assert line == "grpo.py: error: --flag is wrong\n"
+    assert printed(UserError("--flag is\nwrong")) == "grpo.py: error: --flag is wrong\n"
     cpu = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
     for error in (torch.OutOfMemoryError("CUDA out of memory.\nTried ..."), RuntimeError(cpu)):
-        line = printed(error, None)
+        line = printed(error)
         for flag in "--micro_batch_size --rollout_batch_size --gradient_checkpointing --dtype".split():
             assert flag in line
         assert len(line.splitlines()) == 1
     with pytest.raises(ZeroDivisionError):
-        printed(ZeroDivisionError(), None)
+        printed(ZeroDivisionError())
+
+
+# --------------------------------------------------------------------------------- called from Python
+
+
+def test_args_keep_what_was_given_and_resolve_it_when_asked(tmp_path, monkeypatch):
+    """A folder is named after the file that defines the Args."""
+    monkeypatch.chdir(tmp_path)
+    args = grpo.Args()
+    assert args.device == args.run_dir == ""
+    assert args.torch_device in ("cpu", "cuda")
+    assert args.folder == tmp_path / "runs" / "grpo-seed1"
+    assert replace(args, seed=2).folder == tmp_path / "runs" / "grpo-seed2"
+    assert ppo.Args().folder == tmp_path / "runs" / "ppo-seed1"
+    assert grpo.Args(run_dir="mine").folder == tmp_path / "mine"
+    monkeypatch.setattr(sys, "argv", ["mine.py"])
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "mine.py", raising=False)
+    monkeypatch.setattr(grpo.Args, "__module__", "__main__")
+    assert grpo.Args().folder == tmp_path / "runs" / "mine-seed1"
+
+
+def test_two_scripts_run_in_threads_of_one_process(tmp_path, monkeypatch, sums):
+    """Each has its folder, even though the reward function changes the working folder. Signal handlers
+    are for the main thread only."""
+    (tmp_path / "other").mkdir()
+    reward = tmp_path / "changes_folder.py"
+    reward.write_text(
+        f"import os\ndef f(text):\n    os.chdir({str(tmp_path / 'other')!r})\n    return 0\n"
+    )
+    numbers = {name[2:]: int(value) for name, value in zip(SMALL[::2], SMALL[1::2], strict=True)}
+    numbers |= {"dataset": str(sums), "num_held_out": 8, "reward": f"{reward}:f"}
+    for module in (grpo, sapo):
+        monkeypatch.chdir(tmp_path)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(module.main, module.Args(**numbers)).result()
+        folder = tmp_path / "runs" / f"{module.__name__}-seed1"
+        assert settings_of(folder)["script"] == module.__name__
+        assert iterations(folder) == [1]
+    assert list((tmp_path / "other").iterdir()) == []

@@ -1,7 +1,6 @@
-"""The sampler against a slow loop without cache, and against the training forward; batches and their
-parts; the training forward."""
+"""The sampler against a slow loop without a cache and against the training forward; batches and their
+parts; rollout weights that are NaN."""
 
-import copy
 import dataclasses
 from types import SimpleNamespace
 
@@ -11,8 +10,7 @@ from conftest import MIXED, batch_of_ids, problems_of, script_args
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import common
-from common import Batch, collate, evaluate, sample, similar_rows, token_logprobs
-from plumbing.data import ProblemStream
+from common import Batch, collate, evaluate, rollout_weights, sample, similar_rows, token_logprobs
 from plumbing.model import Policy
 
 
@@ -29,7 +27,7 @@ def noise_of(seed):
 
 @torch.no_grad()
 def slow_sample(model, prompt, noise, temperature, ends):
-    """One completion by full forwards of the unpadded sequence: no cache, no batch, no mask."""
+    """One completion by full forward passes of the sequence alone: no cache, no batch, no mask."""
     ids = list(prompt)
     logprobs = []
     for number in noise.tolist():
@@ -44,7 +42,7 @@ def slow_sample(model, prompt, noise, temperature, ends):
 
 
 def policy_with_learned_positions(tokenizer):
-    """Rotary ones are the same wherever a prompt begins."""
+    """With rotary ones, it would not matter where a prompt begins."""
     torch.manual_seed(0)
     sizes = dict(vocab_size=17, n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.5)
     config = GPT2Config(**sizes, bos_token_id=2, eos_token_id=1)
@@ -52,16 +50,16 @@ def policy_with_learned_positions(tokenizer):
 
 
 @pytest.mark.parametrize("positions", ["rotary", "learned"])
-def test_sampler_slow_loop_and_training_forward_agree(positions, tiny_policy):
-    """The same noise gives the same tokens one by one, without cache, padding or neighbors, from the
-    full distribution, whatever the generation config says; all three give the same log-probs. Each EOS
-    id ends a completion; a pad that shares one masks nothing away."""
-    policy = copy.deepcopy(tiny_policy)
+def test_sampler_slow_loop_and_training_forward_agree(positions, own_policy):
+    """The same noise gives the same tokens, from the full distribution, whatever the generation config
+    says; all three give the same log-probs. Each EOS id ends a completion, and a pad token that shares
+    one masks nothing. The graded text has all tokens but the EOS."""
+    policy = own_policy
+    tokenizer = policy.tokenizer
     if positions == "learned":
-        policy = policy_with_learned_positions(tiny_policy.tokenizer)
-    tokenizer = copy.deepcopy(tiny_policy.tokenizer)
+        policy = policy_with_learned_positions(tokenizer)
     tokenizer.pad_token = tokenizer.eos_token
-    policy.tokenizer = tokenizer
+    tokenizer.add_special_tokens({"additional_special_tokens": ["#"]})  # still in the text
     ends = {tokenizer.eos_token_id, tokenizer("8").input_ids[0]}
     policy.model.generation_config.eos_token_id = list(ends)
     policy.model.generation_config.update(top_k=1, temperature=0.01, top_p=0.1, do_sample=True)
@@ -83,29 +81,35 @@ def test_sampler_slow_loop_and_training_forward_agree(positions, tiny_policy):
         assert logprobs_BT[i][batch.mask_BT[i]].tolist() == pytest.approx(logprobs, abs=1e-4)
 
 
-SIZES = {
-    1000: [20],
-    10: [8, 8, 4],  # two prompts at a time, of five
-    1: [4, 4, 4, 4, 4],  # smaller than a group
-    0: [16, 4],  # as many as an iteration has
+@pytest.fixture
+def counts(monkeypatch):
+    """The number of prompts in each call of sample_batch."""
+    numbers = []
+    original = common.sample_batch
+
+    def sample_batch(policy, problems, *args, **keywords):
+        numbers.append(len(problems))
+        return original(policy, problems, *args, **keywords)
+
+    monkeypatch.setattr(common, "sample_batch", sample_batch)
+    return numbers
+
+
+def grade(completions):
+    return [c._replace(verdict=["wrong", "correct"][len(c.text) % 2]) for c in completions]
+
+
+SIZES = {  # --rollout_batch_size: prompts at a time, of five in groups of four
+    1000: [5],
+    10: [2, 2, 1],
+    1: [1, 1, 1, 1, 1],
+    0: [4, 1],  # as many as an iteration has
 }
 
 
-def test_completions_and_evaluations_do_not_depend_on_the_rollout_batch_size(tiny_policy, monkeypatch):
-    """It is memory, not results: a prompt would get another one's noise, or a group come apart. The
-    noise of evaluations is always the same, and is not that of training."""
+def test_completions_and_evaluations_do_not_depend_on_the_rollout_batch_size(tiny_policy, counts):
+    """Nor on torch's global noise, which they leave alone."""
     global_noise = torch.get_rng_state()
-    counts = []
-    sample_batch = common.sample_batch
-
-    def counted(policy, problems, noise_NT, **keywords):
-        counts.append(len(noise_NT))
-        return sample_batch(policy, problems, noise_NT, **keywords)
-
-    def grade(completions):
-        return [c._replace(verdict=["wrong", "correct"][len(c.text) % 2]) for c in completions]
-
-    monkeypatch.setattr(common, "sample_batch", counted)
     problems = problems_of(tiny_policy, *MIXED)
     results = []
     evaluations = []
@@ -125,20 +129,14 @@ def test_completions_and_evaluations_do_not_depend_on_the_rollout_batch_size(tin
     assert torch.equal(torch.get_rng_state(), global_noise)
 
 
-def test_every_epoch_is_a_permutation_and_position_is_all_the_state():
-    problems = list(range(10))
-    taken = ProblemStream(problems, seed=1).take(35)
-    for epoch in range(3):
-        assert sorted(taken[10 * epoch : 10 * epoch + 10]) == problems
-    assert taken[:10] != taken[10:20] and taken[:10] != ProblemStream(problems, seed=2).take(10)
-    pieces = []
-    state = {"position": 0}
-    for _ in range(7):
-        stream = ProblemStream(problems, seed=1)
-        stream.load_state_dict(state)
-        pieces += stream.take(5)
-        state = stream.state_dict()
-    assert pieces == taken
+@pytest.mark.parametrize("limit, expected", [(10**6, [32, 8]), (7, [4] * 10)])
+def test_an_evaluation_prefills_more_prompts_than_a_rollout_only_if_they_are_short(
+    limit, expected, tiny_policy, monkeypatch, counts
+):
+    args = settings(prompts_per_iteration=4, group_size=8, max_new_tokens=4)
+    monkeypatch.setattr(common, "PROMPT_TOKENS", limit)
+    evaluate(tiny_policy, problems_of(tiny_policy, *["1+1="] * 40), grade, args)
+    assert counts == expected
 
 
 # ------------------------------------------------------------------------- batches and their parts
@@ -190,8 +188,8 @@ def test_a_part_of_a_batch_is_cut_to_its_longest_rows(chosen):
 
 
 @pytest.mark.parametrize("count, size", [(4, 0), (4, 2), (24, 1)])
-def test_micro_batches_have_each_row_once_and_little_padding(count, size):
-    """Minibatches are in the rollout's order. Micro-batches are sorted by length, ties by row."""
+def test_micro_batches_have_each_row_once_sorted_by_length(count, size):
+    """Minibatches keep the rollout's order. Micro-batches are sorted by length, ties by row."""
     shape = dict(prompts_per_iteration=24, group_size=1, num_minibatches=count, update_epochs=2)
     args = settings()
     vars(args).update(shape, micro_batch_size=size)
@@ -206,14 +204,24 @@ def test_micro_batches_have_each_row_once_and_little_padding(count, size):
         assert rows == sorted(minibatch.rows, key=lambda row: (sum(batch.lengths[row]), row))
 
 
+STEPS = [(256, [16] * 16), (96, [16] * 6), (104, [18] * 2 + [17] * 4), (8, [8])]
+
+
+@pytest.mark.parametrize("num_rows, sizes", STEPS)
+def test_a_batch_that_is_not_full_takes_fewer_steps_of_nearly_the_usual_size(num_rows, sizes):
+    _, args = script_args("dapo", update_epochs=2)
+    batch = batch_of_ids([([3], [4, 5])] * num_rows)
+    assert [len(minibatch) for minibatch in batch.minibatches(args)] == sizes * 2
+
+
 def computed_tokens(lengths, groups):
-    """How many tokens the forward passes of these rows compute, padding included."""
+    """The number of tokens in the forward passes of these rows, padding included."""
     return sum(len(group) * max(sum(lengths[row]) for row in group) for group in groups)
 
 
 @pytest.mark.parametrize("sigma", [0.5, 0.9])
 def test_long_answers_cost_little_padding_and_few_passes(sigma):
-    """256 answers of log-normal lengths, of 935 tokens on average and one of 8,192, in 16 steps."""
+    """256 answers of log-normal lengths, with 935 tokens on average and one of 8,192, in 16 steps."""
     torch.manual_seed(0)
     responses = torch.randn(256).mul(sigma).exp()
     responses = (responses * 935 / responses.mean()).round().clamp(min=1).long().tolist()
@@ -235,8 +243,8 @@ def test_long_answers_cost_little_padding_and_few_passes(sigma):
     assert computed <= 1.3 * sum(map(sum, lengths))
 
 
-def test_a_micro_batch_has_room_for_its_logits():
-    """At most 2^29: here two rows of a response of two tokens each, then of four."""
+def test_a_micro_batch_has_at_most_2_to_the_29_logits():
+    """Here four response tokens, padding included, then eight."""
     lengths = [(5, 4), (9, 2), (1, 3), (1, 2), (30, 1)]
     args = SimpleNamespace(micro_batch_size=0, torch_device="cuda", vocab_size=2**27)
     assert similar_rows(lengths, args) == [[3], [2], [0], [1, 4]]
@@ -244,7 +252,7 @@ def test_a_micro_batch_has_room_for_its_logits():
     assert similar_rows(lengths, args) == [[3, 2], [0, 1], [4]]
 
 
-def test_what_is_computed_over_micro_batches_is_in_the_order_of_the_rollout():
+def test_over_rows_restores_the_order_of_the_rollout():
     batch, rows = random_batch(12)
     args = settings(micro_batch_size=2)
     vars(args).update(prompts_per_iteration=12, group_size=1, num_minibatches=3)
@@ -256,12 +264,9 @@ def test_what_is_computed_over_micro_batches_is_in_the_order_of_the_rollout():
     assert torch.equal(found, batch.response_BT * batch.mask_BT)
 
 
-# ------------------------------------------------------------------------------ the training forward
-
-
 def test_padded_sequences_compute_what_they_compute_alone(tiny_policy):
     """Log-probs, entropies, experts and router logits; 0 behind a sequence's end. The entropy has a
-    gradient only if it is asked for."""
+    gradient only if the caller wants one."""
     g = noise_of(0)
     rows = []
     lengths = (4, 5, 4, 6, 4, 5, 30)
@@ -279,3 +284,14 @@ def test_padded_sequences_compute_what_they_compute_alone(tiny_policy):
         for pair in zip(together.router_logits, alone.router_logits, strict=True):
             torch.testing.assert_close(pair[0][i, :length], pair[1][0], atol=1e-4, rtol=0)
         assert not together.logprobs_BT[i, length:].any() and not together.entropy_BT[i, length:].any()
+
+
+@pytest.mark.parametrize("rule", ["sequence_tis", "sequence_mis", "geo_mask", "geo_filter", "icepop"])
+def test_a_weight_of_a_logprob_that_is_nan_is_nan(rule):
+    """It must end the run, not become 0 or the cap. Other rows keep their weights."""
+    sampler_BT = torch.zeros(2, 3)
+    sampler_BT[0, 1] = torch.nan
+    for per_sequence in (False, True):
+        arguments = (torch.zeros(2, 3), sampler_BT, torch.ones(2, 3))
+        weights, _ = rollout_weights(*arguments, rule=rule, per_sequence=per_sequence)
+        assert weights[0].isnan().any() and (weights[1] == 1).all()
