@@ -31,8 +31,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from common import Completion, UserError, evaluate, load_grader, load_policy, load_problems
-from plumbing import one_line
-from plumbing.args import add_flags
+from plumbing.args import add_flags, one_line
 
 TRL = "1.16.0"
 ALGORITHMS = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "sapo"]

@@ -1,10 +1,10 @@
-"""examples/: that they run, and that a loss inside TRL or verl is the script's.
+"""examples/: they run, and a loss inside TRL or verl is the script's.
 
-Tests marked `extras` need examples/requirements.txt. verl needs a separate environment: here a stand-in
-calls the losses as verl's actor does, with a step in unequal shares; the real one was called once, see
-conformance/engines.md."""
+Tests marked `extras` need examples/requirements.txt. verl needs a separate environment: here the losses
+are called as its actor does; conformance/engines.md tells of the real one."""
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import random
@@ -22,7 +22,7 @@ from rl_loss_vectors import doctor
 from tokenizers.processors import TemplateProcessing
 
 import common
-from common import Completion, Problem, UserError, load_grader
+from common import Completion, Problem, RunArgs, UserError, load_grader
 from plumbing.data import read_rows
 
 B = 16
@@ -32,8 +32,7 @@ T = 9
 # --------------------------------------------------------------------------- data, models and rewards
 
 
-def test_run_own_dataset(tmp_path):
-    """The scripts read all rows, and each sum has its answer."""
+def test_run_own_dataset_writes_rows_that_the_scripts_read(tmp_path):
     command = [sys.executable, "examples/own_dataset.py", tmp_path / "sums.jsonl"]
     subprocess.run(command, cwd=ROOT, check=True)
     rows = read_rows(script_args("grpo", dataset=str(tmp_path / "sums.jsonl"))[1], "dataset")
@@ -91,7 +90,7 @@ def test_rewards_of_trl_work_as_they_are(tmp_path):
 
 
 NAN = [doctor.SPREADS]
-TRL_LOSSES = [  # (function of doctor_trl.py, section, diagnosis), as conformance/engines.md says
+TRL_LOSSES = [  # (function of doctor_trl.py, section, diagnosis)
     ("grpo", "grpo", NAN),
     ("grpo_default_kl", "grpo", ["variant: k3 times r, unasked [TRL: default]", *NAN]),
     ("dr_grpo", "dr_grpo", NAN),
@@ -129,7 +128,7 @@ def with_defaults_of_trl(doctor_trl):
 
 @pytest.mark.extras
 @pytest.mark.parametrize("name, section, expected", TRL_LOSSES)
-def test_what_the_doctor_says_of_trl(name, section, expected):
+def test_the_doctor_says_of_trl_what_engines_md_says(name, section, expected):
     from examples import doctor_trl
 
     functions = vars(doctor_trl) | with_defaults_of_trl(doctor_trl)
@@ -148,7 +147,7 @@ def parsed(trl_trainer, *words):
     return trl_trainer.parse(["--use_cpu", *map(str, words)])
 
 
-MEANT = {  # a flag of the scripts, a value that is not its default, and what it sets of TRL's
+MEANT = {  # {(a flag of the scripts, a value): TRL's flags that it sets}
     ("lr", 1e-3): {"learning_rate": 1e-3},
     ("group_size", 4): {"num_generations": 4, "generation_batch_size": 128},
     ("prompts_per_iteration", 16): {"generation_batch_size": 128, "per_device_train_batch_size": 8},
@@ -195,54 +194,26 @@ def changed(field):
     return [f"--{field.name}", field.type.__args__[-1]]
 
 
-class Read(dict):
-    """A dict that remembers which of its keys were read."""
-
-    def __init__(self, values):
-        super().__init__(values)
-        self.names = set()
-
-    def __getitem__(self, name):
-        self.names.add(name)
-        return super().__getitem__(name)
-
-    def __or__(self, other):
-        self |= other
-        return self
-
-
-def names_read(monkeypatch, trl_trainer, words):
-    """The flags that the trainer reads of the script's Args while it trains and evaluates."""
+def names_read(monkeypatch, trl_trainer, algorithm, words):
+    """The flags of the script that the trainer reads while it trains and evaluates."""
     names = set()
-    real_parse = trl_trainer.parse
+    script = importlib.import_module(algorithm)
+    original = script.policy_loss
 
-    def parse(argv):
-        script, args, config = real_parse(argv)
+    @functools.wraps(original)
+    def policy_loss(*args, **keywords):
+        names.update(keywords)
+        return original(*args, **keywords)
 
-        class Watched(type(args)):
-            is_ready = False
+    def get(self, name):
+        if "replace" not in sys._getframe(1).f_code.co_name:  # dataclasses.replace reads everything
+            names.add(name)
+        return object.__getattribute__(self, name)
 
-            def __getattribute__(self, name):
-                if type(self).is_ready and sys._getframe(1).f_code.co_name != "replace":
-                    names.add(name)
-                return super().__getattribute__(name)
-
-        watched = Watched(**vars(args))
-        Watched.__post_init__ = lambda self: None  # checks read everything
-        Watched.is_ready = True
-        return script, watched, config
-
-    class Plugged(trl_trainer.PluggedTrainer):
-        def _compute_loss(self, *inputs):
-            if not isinstance(self.values, Read):
-                self.values = Read(self.values)
-            loss = super()._compute_loss(*inputs)
-            names.update(self.values.names)
-            return loss
-
-    monkeypatch.setattr(trl_trainer, "parse", parse)
-    monkeypatch.setattr(trl_trainer, "PluggedTrainer", Plugged)
-    trl_trainer.main(words)
+    monkeypatch.setattr(script, "policy_loss", policy_loss)
+    monkeypatch.setattr(RunArgs, "__getattribute__", get, raising=False)
+    monkeypatch.setattr(RunArgs, "__post_init__", lambda self: None)  # checks read everything, too
+    trl_trainer.main(["--algorithm", algorithm, *words])
     return names
 
 
@@ -250,8 +221,8 @@ def names_read(monkeypatch, trl_trainer, words):
 def test_no_flag_of_a_script_is_dropped_in_silence(
     trl_trainer, monkeypatch, tmp_path, tiny_model, sums
 ):
-    """Each flag of the seven is refused by its name, sets one of TRL's, or is read in a run with a chat
-    model and a dataset in a folder, where no part of data, reward and evaluation is skipped."""
+    """Each flag is refused by its name, sets one of TRL's, or is read in a run with a chat model and a
+    dataset in a folder, which skips no part of data, reward and evaluation."""
     (tmp_path / "data").mkdir()
     (tmp_path / "data/train.jsonl").write_text(sums.read_text())
     (tmp_path / "rewards.py").write_text("def f(text, answer): return len(text) / 9")
@@ -259,21 +230,22 @@ def test_no_flag_of_a_script_is_dropped_in_silence(
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     tokenizer.save_pretrained(model)
-    paths = ["--model", model, "--dataset", tmp_path / "data", "--reward", tmp_path / "rewards.py:f"]
+    data = tmp_path / "data"
+    paths = ["--model", model, "--dataset", data, "--eval_dataset", data]
+    paths += ["--reward", tmp_path / "rewards.py:f"]
     small = ["--num_held_out", 8, "--max_new_tokens", 8, "--prompts_per_iteration", 4]
     words = [*paths, *small, "--group_size", 2, "--num_minibatches", 2, "--iterations", 1]
     words += ["--output_dir", tmp_path / "out", "--use_cpu", "--disable_tqdm", "True"]
     of_trl = {name for name, _ in MEANT}
     for algorithm in trl_trainer.ALGORITHMS:
         with monkeypatch.context() as patch:
-            choice = ["--algorithm", algorithm]
-            read = names_read(patch, trl_trainer, [*choice, *map(str, words)])
+            read = names_read(patch, trl_trainer, algorithm, map(str, words))
         for field in dataclasses.fields(importlib.import_module(algorithm).Args):
             if field.name not in REFUSED:
                 assert field.name in of_trl | read
                 continue
             with pytest.raises(UserError, match=f"^--{field.name} has no effect"):
-                parsed(trl_trainer, *choice, *changed(field))
+                parsed(trl_trainer, "--algorithm", algorithm, *changed(field))
 
 
 @pytest.mark.extras
@@ -301,7 +273,7 @@ def test_a_step_must_be_shared_evenly(trl_trainer, monkeypatch):
 
 
 def launched(file, *words):
-    """Runs a file in two processes, as the example's header says; what it prints on stdout."""
+    """Runs a file in two processes, as the example's header says. Returns what it prints."""
     command = [Path(sys.executable).parent / "accelerate", "launch", "--multi_gpu"]
     command += ["--num_processes", "2", "--main_process_port", "0", file, "--use_cpu", *words]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
@@ -311,7 +283,7 @@ def launched(file, *words):
 
 @pytest.mark.extras
 def test_run_trl_trains_the_default_job(tmp_path):
-    """The command of the header, cut short."""
+    """The command in the header, with a quarter of the iterations."""
     flags = ["--algorithm", "gspo", "--iterations", "10", "--output_dir", tmp_path / "trl"]
     found = launched("examples/trl_trainer.py", *flags)
     (greedy,) = re.findall(r"2 processes, held-out accuracy {'greedy': ([0-9.]+)", found)
@@ -362,7 +334,7 @@ def padded(rows):
 @pytest.mark.extras
 def test_two_processes_take_the_scripts_steps(tmp_path, sums, tiny_model, trl_trainer):
     """Two epochs over three groups of eight, the middle one split between the processes, in three
-    micro-batches each: the weights are those of plain SGD on the script's loss of all rows at once."""
+    micro-batches each: the weights are those of plain SGD on the whole loss."""
     function = inspect.getsource(fixed_completion)
     code = STEP.format(root=str(ROOT), folder=tmp_path, function=function)
     (tmp_path / "step.py").write_text(code)
@@ -416,7 +388,7 @@ def test_two_processes_take_the_scripts_steps(tmp_path, sums, tiny_model, trl_tr
 # ---------------------------------------------------------------------------------------------- verl
 
 
-VERL = {  # the actor's settings that match the scripts, as the example's header lists them
+VERL = {  # the settings that match the scripts, as in the example's header
     "grpo": {},
     "dr_grpo": {"loss_scale_factor": T},
     "dapo": {"clip_ratio_high": 0.28},
@@ -450,8 +422,8 @@ def verl_config(**changes):
 
 
 def make_batch(name):
-    """(old log-probs, new ones, advantages, mask) of completions of unequal lengths, in float64, far
-    enough from the old policy for clips to bind."""
+    """(old log-probs, new ones, advantages, mask): unequal lengths, and ratios far enough from 1 for
+    clips to bind."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape):
@@ -467,7 +439,7 @@ def make_batch(name):
 
 @pytest.mark.parametrize("name", VERL)
 def test_a_step_in_verl_is_the_scripts(name, verl_losses):
-    """In two processes with four micro-batches each. verl's own KL is no part of the loss."""
+    """In two processes with four micro-batches each."""
     old_BT, new_BT, advantages_BT, mask_BT = make_batch(name)
     info = {"dp_size": 2, "batch_num_tokens": mask_BT.sum().item(), "global_batch_size": B}
     config = verl_config(**VERL[name], global_batch_info=info)
@@ -496,8 +468,7 @@ def test_what_verl_cannot_give_is_refused(verl_losses):
         verl_losses["nine_gmpo"](*batch, config=verl_config(clip_ratio_low=0.3))
 
 
-def test_weights_of_verl_are_factors_of_the_tokens(verl_losses):
-    """With the weight 2 for all tokens, the loss is twice as large."""
+def test_a_rollout_weight_of_2_in_verl_doubles_the_loss(verl_losses):
     batch = make_batch("grpo")
     loss = verl_losses["nine_grpo"]
     plain, _ = loss(*batch, config=verl_config())
