@@ -1,4 +1,4 @@
-"""The scripts as a user runs them, on the CPU and without a network."""
+"""The scripts as a user runs them, on a CPU and without a network."""
 
 import dataclasses
 import importlib
@@ -7,10 +7,9 @@ import math
 
 import pytest
 import torch
-from conftest import MORE, SCRIPTS, flags_it_has, metrics, run
+from conftest import MORE, SCRIPTS, checkpoint_of, flags_it_has, metrics, read_lines, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import common
 import grpo
 from common import Completion, Problem, load_problems, verify
 from plumbing.metrics import pass_at_k, rollout_summary
@@ -21,21 +20,13 @@ SMALL = """--prompts_per_iteration 8 --group_size 4 --max_new_tokens 32 --num_mi
 
 
 def small(name, *flags, held_out=32):
-    """The default base model, but small rollouts of 32 completions: about a second."""
+    """Runs a script on the base model with small rollouts of 32 completions. It must succeed."""
     own = ("--prompts_per_iteration", 32) if name == "ppo" else ()
     if name == "more.vapo":
         own = ("--pretraining_iterations", 1)
-    return run(name, *flags_it_has(name, SMALL), *own, *flags, held_out=held_out)
-
-
-def recorded(function, calls):
-    """The function, which notes the problems that it is to answer, and whether greedily."""
-
-    def sample(policy, problems, *args, greedy=False, **keywords):
-        calls.append((problems, "greedy" if greedy else "sampled"))
-        return function(policy, problems, *args, greedy=greedy, **keywords)
-
-    return sample
+    result = run(name, *flags_it_has(name, SMALL), *own, *flags, held_out=held_out)
+    assert result.returncode == 0 and result.stderr == "", result.stderr
+    return result.stdout
 
 
 def keys(prefix, names):
@@ -69,24 +60,16 @@ EXTRA_KEYS = {
 
 
 @pytest.mark.parametrize("name", [*SCRIPTS, *MORE])
-def test_run_of_each_script_logs_sensible_numbers(name, tmp_path, sums, monkeypatch):
-    module = importlib.import_module(name)
-    evaluated = []  # in `evaluate`
-    trained_on = []
-    monkeypatch.setattr(common, "sample", recorded(common.sample, evaluated))
-    monkeypatch.setattr(module, "sample", recorded(module.sample, trained_on))
-    result = small(name, "--dataset", sums, "--run_dir", tmp_path)
-    assert result.returncode == 0 and result.stderr == "", result.stderr
-    # Before, after iteration 1, and at the end.
-    assert [way for _, way in evaluated] == ["greedy", "sampled", "greedy", "greedy", "sampled"]
-    held_out = {problem.prompt for problem in evaluated[0][0]}
-    assert len(held_out) == 32  # of 300, so that a wrong split would hardly escape
-    assert held_out.isdisjoint(problem.prompt for problems, _ in trained_on for problem in problems)
+def test_run_of_each_script_logs_sensible_numbers(name, tmp_path, sums):
+    printed = small(name, "--dataset", sums, "--run_dir", tmp_path)
+    assert "(sampled; the answer is" in printed and str(checkpoint_of(tmp_path)) in printed
     lines = metrics(tmp_path)
     assert [line["iteration"] for line in lines] == [1, 2]
+    evaluations = read_lines(tmp_path / "evaluations.jsonl")
+    assert ["sampled" in line for line in evaluations] == [True, False, True]
     for line in lines:
         assert set(line) == COMMON_KEYS | EXTRA_KEYS.get(name, CLIPS | UNIFORM) | {"iteration"}
-        # The ratio of the first inner step is 1: old log-probs and update share one forward.
+        # The first step's ratio is 1, since old log-probs and update share one forward.
         assert line["losses/first_step_ratio_error_max"] < 1e-4
         assert abs(line["rollout/sampler_kl"]) < 1e-4
         assert 0 <= line["rollout/accuracy"] <= 1 and 0 < line["rollout/response_len_mean"] <= 32
@@ -95,44 +78,28 @@ def test_run_of_each_script_logs_sensible_numbers(name, tmp_path, sums, monkeypa
         is_pretraining = name == "more.vapo" and line["iteration"] == 1  # of the critic alone
         assert (line["charts/grad_norm"] == 0) == is_pretraining
         assert 1 / 8 < line["moe/load_max"] <= 1 and line["moe/aux_loss"] >= 1.9
-    if name == "dapo":
-        for line in lines:
-            dropped = line["rollout/groups_dropped_all_right"]
-            dropped += line["rollout/groups_dropped_all_wrong"]
-            assert line["rollout/groups_kept"] + dropped == line["rollout/groups_generated"]
-            assert line["rollout/groups_kept"] == 8 and dropped > 0
-    if name == "rspo":
-        assert all(0.5 < line["moe/router_shift"] < 1 for line in lines)
-    if name == "sapo":
-        assert all(0.5 < line["losses/gate_slope"] < 1 for line in lines)
-    assert "(sampled; the answer is" in result.stdout
-    checkpoint = tmp_path / "checkpoint-000002"
-    assert str(checkpoint) in result.stdout
-    files = {"settings.json", "metrics.jsonl", "samples.jsonl", "evaluations.jsonl"}
-    files |= {"lock", checkpoint.name}
-    assert {path.name for path in tmp_path.iterdir()} == files
-
-
-def checkpoint_parts(folder):
-    """Names of what a checkpoint holds beside the policy."""
-    (checkpoint,) = folder.glob("checkpoint-*")
-    return set(torch.load(checkpoint / "trainer_state.pt", weights_only=True)["parts"])
+        if name == "dapo":
+            kinds = ("dropped_all_right", "dropped_all_wrong", "kept", "generated")
+            right, wrong, kept, generated = (line[f"rollout/groups_{kind}"] for kind in kinds)
+            assert kept == 8 and generated == kept + right + wrong > kept
+        assert 0.5 < line.get("moe/router_shift", 0.9) < 1  # rspo
+        assert 0.5 < line.get("losses/gate_slope", 0.9) < 1  # sapo
 
 
 NO_REFERENCE = {"ppo": "--kl_coef 0 --dtype bfloat16", "grpo": "--ref_reset_every 5"}
 
 
 @pytest.mark.parametrize("name", NO_REFERENCE)
-def test_run_without_a_kl_there_is_no_reference(name, tmp_path):
-    """With --kl_coef 0 no KL is logged. A checkpoint holds a reference that is not --model's."""
-    result = small(name, "--run_dir", tmp_path, "--iterations", 1, *NO_REFERENCE[name].split())
-    assert result.returncode == 0, result.stderr
+def test_run_a_checkpoint_has_a_reference_only_if_it_is_not_the_base_model(name, tmp_path):
+    """With --kl_coef 0, no KL is logged."""
+    small(name, "--run_dir", tmp_path, "--iterations", 1, *NO_REFERENCE[name].split())
     own = {"ppo": "critic", "grpo": "reference"}[name]
-    assert checkpoint_parts(tmp_path) == {"optimizer", "problems", own}
+    saved = torch.load(checkpoint_of(tmp_path) / "trainer_state.pt", weights_only=True)
+    assert set(saved["parts"]) == {"optimizer", "problems", own}
     assert ("losses/kl_ref" in metrics(tmp_path)[0]) == (name == "grpo")
 
 
-def test_the_summary_of_a_rollout_by_hand():
+def test_the_summary_of_a_rollout():
     verdicts = {"#### 3": "wrong", "2+1 #### 3": "correct", "2+1": "truncated", "no": "no_answer"}
     completions = []
     for text, verdict in verdicts.items():
@@ -147,7 +114,7 @@ def test_the_summary_of_a_rollout_by_hand():
 
 @pytest.mark.parametrize("n, ks", [(2, (1, 2)), (5, (1, 2, 4, 5))])
 def test_pass_at_k_is_the_mean_over_all_choices_of_k(n, ks):
-    """By enumeration: of k out of n completions, at least one is right."""
+    """By enumeration: at least one of k out of n completions is right."""
     patterns = list(itertools.product(["correct", "wrong"], repeat=n))
     one = Completion(Problem("", "", [1]), [2], [0.0])
     completions = [one._replace(verdict=name) for pattern in patterns for name in pattern]
@@ -161,11 +128,9 @@ def test_pass_at_k_is_the_mean_over_all_choices_of_k(n, ks):
     assert pass_at_k([c.verdict for c in completions], n) == pytest.approx(expected, rel=1e-12)
 
 
-def test_run_checkpoint_is_an_ordinary_transformers_folder(tmp_path):
-    """Opened with plain transformers, it answers greedily as the script's last evaluation did."""
-    result = small("grpo", "--run_dir", tmp_path, "--iterations", 1, held_out=8)
-    assert result.returncode == 0, result.stderr
-    (checkpoint,) = tmp_path.glob("checkpoint-*")
+def test_run_a_checkpoint_opened_with_transformers_answers_like_the_last_evaluation(tmp_path):
+    small("grpo", "--run_dir", tmp_path, "--iterations", 1, held_out=8)
+    checkpoint = checkpoint_of(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     problems = load_problems(grpo.Args(num_held_out=8, device="cpu"), Policy(model, tokenizer))[1]
@@ -183,7 +148,6 @@ def test_run_checkpoint_is_an_ordinary_transformers_folder(tmp_path):
 
 @pytest.mark.parametrize("name", ["dapo", "more.vapo"])
 def test_run_help_explains_every_flag_once(name, monkeypatch):
-    """With a sentence on the script, and with the defaults that are not empty."""
     monkeypatch.setenv("COLUMNS", "80")
     text = " ".join(run(name, "--help").stdout.split())
     module = importlib.import_module(name)
@@ -195,14 +159,12 @@ def test_run_help_explains_every_flag_once(name, monkeypatch):
 
 
 def accuracies(result):
-    """Held-out accuracy: greedy before and after, sampled before and after."""
+    """Held-out accuracy from the table: greedy before and after, sampled before and after."""
     (row,) = (line.split() for line in result.stdout.splitlines() if line.startswith("accuracy"))
     return [float(number) for number in row[1:]]
 
 
-def test_run_grpo_learns(tmp_path):
-    """5 iterations from the default base model: sampled accuracy on held-out problems rises by 0.2 or
-    more."""
+def test_run_grpo_learns_in_five_iterations(tmp_path):
     flags = ("--eval_samples", 2, "--eval_every", 0, "--run_dir", tmp_path)
     result = run("grpo", "--iterations", 5, *flags, held_out=64)
     assert result.returncode == 0, result.stderr
@@ -217,8 +179,7 @@ LEARNING += [("grpo", "bfloat16"), ("ppo", "bfloat16"), ("rspo", "bfloat16")]  #
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, dtype", LEARNING)
-def test_run_every_script_learns(name, dtype, tmp_path):
-    """The default run: greedy held-out accuracy of 0.9 or more, at least 0.4 above the base."""
+def test_run_every_script_learns_by_default(name, dtype, tmp_path):
     result = run(name, "--run_dir", tmp_path, "--dtype", dtype)
     assert result.returncode == 0, result.stderr
     greedy_before, greedy_after, _, _ = accuracies(result)
