@@ -1,7 +1,7 @@
 r"""What counts as the final answer, and which answers are the same.
 
-A row of answers.tsv is an expected verdict, a gold answer, and a completion; or `same` or `different`
-and two answers, which are compared in both directions.
+A row of answers.tsv is an expected verdict, a gold answer, and a completion, or it is `same` or
+`different` and two answers, which are compared in both directions.
 """
 
 import random
@@ -21,7 +21,7 @@ ROWS = [line.split("\t") for line in LINES if "\t" in line]
 
 
 @pytest.mark.parametrize("expected, gold, text", ROWS)
-def test_row(expected, gold, text):
+def test_a_row_of_answers_tsv(expected, gold, text):
     if expected in ("same", "different"):
         assert is_same(text, gold) == (expected == "same")
         assert is_same(gold, text) == (expected == "same")
@@ -40,12 +40,12 @@ CHANGING_WORDS = """
 
 
 @pytest.mark.parametrize("word", CHANGING_WORDS)
-def test_words_that_change_a_number(word):
+def test_a_word_that_changes_a_number_is_no_unit(word):
     for words in (word, f"{word} cups", f"cups {word}", word.title()):
         assert not is_same(f"5 {words}", "5")
 
 
-def test_an_answer_that_is_too_long_is_no_answer():
+def test_an_answer_of_more_than_1000_characters_is_no_answer():
     assert verify("#### " + "0" * 900 + "365", "365") == (1.0, "correct")
     for start in ("#### ", "\\boxed{", "Answer: ", "<answer>"):
         for end in ("", "}", "</answer>", "\n"):
@@ -53,14 +53,14 @@ def test_an_answer_that_is_too_long_is_no_answer():
     assert is_same("9" * 2000, "9" * 2000) and not is_same("9" * 2000, "9" * 2000 + ".")
 
 
-# --------------------------------------------------------- nothing of a different value is the same
+# -------------------------------------------------------------- different values are never the same
 
 DECIMALS = "0 1 10 12 21 102 120 1020 1200 12000 1234 4321 123456 0.1 0.5 1.2 2.1 0.12 0.012 10.2"
 FRACTIONS = "1/2 1/3 2/3 3/2 12/5 21/2 1/12 1/21 1/120 11/2 111/2 10/3 3/10 100/3"
 
 
 def spellings(text):
-    """[(a decimal or a fraction in another notation, its value)], with all signs."""
+    """[(the number in a different notation, its value)], with all signs."""
     if "/" in text:
         a, b = text.split("/")
         found = [text, f"{a} / 0{b}", rf"\frac{{{a}}}{{{b}}}", rf"\tfrac {{{a}}} {{{b}}}"]
@@ -88,7 +88,7 @@ def test_numbers_are_the_same_if_and_only_if_their_values_are():
 
 
 def value_in_python(text):
-    """The value of an answer as Python computes it, without its unit; None if Python cannot."""
+    """The value that Python computes for an answer without its unit. None if it cannot."""
     text = re.sub(r"[$%,]|^ *x *= *| +cups$", "", text.strip().removesuffix("."))
     text = re.sub(r"\\frac *\{(.*?)\} *\{(.*?)\}", r"(\1)/(\2)", text)
     text = text.replace(r"\times", "*").replace("^", "**").replace("{", "(").replace("}", ")")
@@ -103,7 +103,7 @@ GOLD = r"365; -1,234.5; $0.5; 1/2; \frac{1}{2}; 4.5e3; 10^{6}; 2 \times 10^3; x=
 
 
 @pytest.mark.parametrize("gold", GOLD)
-def test_a_number_with_another_character(gold):
+def test_a_number_with_one_character_changed_or_inserted_is_the_same_only_if_its_value_is(gold):
     characters = ["", *"0123456789.,-+/*^ex={}()$% "]
     value = value_in_python(gold)
     assert value is not None
@@ -123,29 +123,32 @@ PIECES = r"""
     """.split()
 PIECES += [" ", "\n", "\u00a0", " cups", " dozen", " 1"]
 STARTS = ["", "#### ", "#### 5 ", "#### $5", "\\boxed{", "Answer: x=", "<answer>"]
-LIMIT = 0.01  # seconds
 
 
-def is_cheap(text, gold):
-    """Whether verifying takes less CPU time than LIMIT. The machine may be busy: one of three tries is
-    enough."""
+def cost(text, gold):
+    """CPU time of the fastest of three tries."""
+    times = []
     for _ in range(3):
         start = time.thread_time()
         verify(text, gold)
-        if time.thread_time() - start < LIMIT:
-            return True
-    return False
+        times.append(time.thread_time() - start)
+    return min(times)
+
+
+def is_cheap(text, gold):
+    """Whether it costs at most 25 times as much as plain text. A quadratic search costs far more."""
+    return cost(text, gold) < 25 * cost("#### " + "a" * 990, "b" * 990)
 
 
 @pytest.mark.parametrize("piece", PIECES)
-def test_hostile_text_costs_nothing(piece):
+def test_hostile_text_is_cheap(piece):
     for start, length in product(STARTS, (900, 10**5)):
         text = start + piece * (length // len(piece))
         assert is_cheap(text + "}</answer>", "365"), start
         assert is_cheap(text[:990] + "s", piece * (990 // len(piece))), start
 
 
-def test_a_mixture_costs_nothing_and_order_does_not_matter():
+def test_mixtures_are_cheap_and_compared_alike_in_both_directions():
     rng = random.Random(0)
     for _ in range(200):
         found = "".join(rng.choices(rng.sample(PIECES, 4), k=300))[:900]

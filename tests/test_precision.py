@@ -1,9 +1,8 @@
-"""What is computed in bfloat16 and what in float32, and that float32 masters make bfloat16 learn. Which
-weights of an architecture stay in float32: test_architectures.py. Resumed runs: test_resume.py."""
+"""With --dtype bfloat16, products are in bfloat16, and float32 masters make it learn. Which weights
+stay in float32: test_architectures.py. Resumed runs: test_resume.py."""
 
 import copy
 
-import pytest
 import torch
 from conftest import MIXED, problems_of, script_args
 from torch import nn
@@ -29,7 +28,7 @@ PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "mv", "dot", "matmul", "linear", "e
 
 
 class Products(TorchDispatchMode):
-    """Collects the dtypes of what matrix products are made of."""
+    """Collects the dtypes of the factors of matrix products."""
 
     def __init__(self):
         super().__init__()
@@ -43,9 +42,8 @@ class Products(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_every_matrix_product_and_the_cache_are_in_bfloat16(tiny_policy):
-    """In sampling, old log-probs, update and backward pass. A float32 product would take many times as
-    long on a GPU."""
+def test_every_matrix_product_is_in_bfloat16(tiny_policy):
+    """In sampling, old log-probs, update and backward pass."""
     policy = Policy(copy.deepcopy(tiny_policy.master), tiny_policy.tokenizer, "bfloat16")
     critic = TrainedModel(ppo.Critic(policy), "bfloat16")
     args = settings()
@@ -62,22 +60,8 @@ def test_every_matrix_product_and_the_cache_are_in_bfloat16(tiny_policy):
 # ----------------------------------------------------------------------- masters and the working copy
 
 
-@pytest.fixture
-def masters(tiny_policy):
-    """A float32 model to change, and two micro-batches of it."""
-    policy = copy.deepcopy(tiny_policy)
-    batch = rollout(policy, settings())
-    return policy.master, (batch[range(12)], batch[range(12, len(batch))])
-
-
-def loss_of(model, batch):
-    outputs = token_logprobs(Policy(model, tokenizer=None), batch, 0.7)
-    return (outputs.logprobs_BT * torch.linspace(-1, 1, len(batch))[:, None]).sum()
-
-
-def test_small_updates_add_up():
-    """A weight that moves by 1e-4 of its size stays where it is in bfloat16, a hundred times; its
-    master takes it along, and the copy follows after each step of the master's own optimizer."""
+def test_small_updates_add_up_in_the_master_and_the_copy_follows():
+    """In bfloat16 alone, a weight that moves by 1e-4 of its size would stay where it is."""
     master = nn.Linear(8, 8, bias=False)
     nn.init.uniform_(master.weight, 0.5, 2.0)
     start = master.weight.detach().bfloat16()
@@ -95,19 +79,26 @@ def test_small_updates_add_up():
     assert ((trained.model.weight.float() / start.float() - 1.01).abs() < 2**-8).all()
 
 
-def test_micro_batches_add_up_in_float32(masters):
-    """Exactly; in bfloat16 a sum of many would stop growing. The copy keeps no gradients, and a frozen
-    weight gets none."""
-    master, batches = masters
+def test_micro_batches_add_up_in_float32(own_policy):
+    """To the bit; in bfloat16 a sum of many would stop growing. The copy keeps no gradients, and a
+    frozen weight gets none."""
+    master = own_policy.master
+    batch = rollout(own_policy, settings())
+    batches = (batch[range(12)], batch[range(12, len(batch))])
     master.model.norm.weight.requires_grad_(False)
-    model = working_copy(master, "bfloat16")
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
-    first, second = (torch.autograd.grad(loss_of(model, batch), weights) for batch in batches)
+    policy = own_policy.with_model(working_copy(master, "bfloat16"))
+
+    def loss_of(batch):
+        outputs = token_logprobs(policy, batch, 0.7)
+        return (outputs.logprobs_BT * torch.linspace(-1, 1, len(batch))[:, None]).sum()
+
+    weights = [weight for weight in policy.model.parameters() if weight.requires_grad]
+    first, second = (torch.autograd.grad(loss_of(batch), weights) for batch in batches)
     for batch in batches:
-        loss_of(model, batch).backward()
+        loss_of(batch).backward()
     seen = [weight.grad for weight in master.parameters() if weight.grad is not None]
     assert len(seen) == len(list(master.parameters())) - 1
-    assert all(weight.grad is None for weight in model.parameters())
+    assert all(weight.grad is None for weight in policy.model.parameters())
     for gradient, a, b in zip(seen, first, second, strict=True):
         assert a.dtype == torch.bfloat16 and gradient.dtype == torch.float32
         assert torch.equal(gradient, a.float() + b.float())

@@ -1,4 +1,4 @@
-"""The base model that is shipped, and the script that made it."""
+"""The base model, and the script that made it."""
 
 import hashlib
 import random
@@ -12,14 +12,14 @@ from common import addition_problems, evaluate, load_grader, load_policy, load_p
 from tiny_moe import train
 
 
-def test_the_shipped_weights_are_those_of_the_readme():
-    """With others, no number in the tables could be had again."""
+def test_the_weights_have_the_hash_in_the_readme():
+    """With different ones, no number in the tables could be reproduced."""
     (digest,) = re.findall(r"\b[0-9a-f]{64}\b", (TINY_MOE / "README.md").read_text())
     weights = (TINY_MOE / "model.safetensors").read_bytes()
     assert hashlib.sha256(weights).hexdigest() == digest
 
 
-def test_worked_demonstrations_are_right(monkeypatch):
+def test_demonstrations_with_work_are_right(monkeypatch):
     monkeypatch.setattr(train, "DIRECT", 0.0)
     monkeypatch.setattr(train, "WORKED", 1.0)
     monkeypatch.setattr(train, "WRONG_STEP", 0.0)
@@ -29,8 +29,9 @@ def test_worked_demonstrations_are_right(monkeypatch):
     assert train.demonstration("57+308=", random.Random(0)) == example
 
 
-def test_the_script_makes_such_a_model(tmp_path, monkeypatch):
-    """After two steps already: the same architecture and tokenizer, and no held-out problem learned."""
+def test_the_script_makes_the_same_architecture_and_tokenizer_without_held_out_problems(
+    tmp_path, monkeypatch
+):
     learned = []
     original = train.demonstration
 
@@ -52,7 +53,7 @@ def test_the_script_makes_such_a_model(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_trained_again_the_base_model_is_as_good(tmp_path, monkeypatch):
-    """Not the same to the bit: processors round differently."""
+    """Not equal to the bit, since processors round differently."""
     monkeypatch.setattr(sys, "argv", [train.__file__, str(tmp_path)])
     train.main()
     accuracies = []

@@ -12,6 +12,7 @@ import os
 import random
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import transformers
@@ -116,7 +117,7 @@ def train(folder, prompts):
         completions = []
         for prompt, answer in zip(prompt_ids, answer_ids, strict=True):
             completions.append(Completion(Problem("", "", prompt), answer[:CAP], logprobs=[]))
-        batch = collate(completions, RunArgs(device="cpu"))
+        batch = collate(completions, SimpleNamespace(torch_device="cpu"))
         outputs = token_logprobs(policy, batch, temperature=1.0)
         loss = 0.001 * outputs.aux_loss - masked_mean(outputs.logprobs_BT, batch.mask_BT)
         loss.backward()
@@ -126,7 +127,8 @@ def train(folder, prompts):
         optimizer.param_groups[0]["lr"] = LR * (warm_up * cosine)
         optimizer.step()
         optimizer.zero_grad()
-    policy.save_pretrained(folder)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def main():
