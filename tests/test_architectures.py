@@ -1,5 +1,5 @@
-"""Tiny random models of current architectures: attention of all kinds, recurrent layers, experts. In
-float32 if nothing else is said, on the tokenizer of the tiny MoE."""
+"""Tiny random models of current architectures, with attention of all kinds, recurrent layers and
+experts: sampler, training forward, replay, precision, and the check at loading."""
 
 import json
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from common import UserError
 from plumbing.model import Policy, TrainedModel, checkpoint_layers
 from plumbing.routing import find_experts, find_routers
 
-# Of these an architecture takes the fields that its config has.
+# An architecture takes the fields that its config has.
 # fmt: off
 SHAPE = {
     "vocab_size": 17, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "head_dim": 8,
@@ -49,8 +49,7 @@ ERNIE = dict(moe_layer_start_index=1, moe_layer_end_index=3, moe_layer_interval=
 
 class Row(NamedTuple):
     routers: str = "none"
-    config: dict = {}  # what else it needs beside SHAPE
-    is_slow: bool = False  # its test
+    config: dict = {}  # what it needs in addition to SHAPE
     has_float32: bool = False  # in a bfloat16 model
     has_aux_loss: bool = True
     can_replay: bool = True
@@ -66,38 +65,29 @@ ARCHITECTURES = {
     "gemma3n_text": Row(config=LOCAL | GEMMA3N | {"activation_sparsity_pattern": [0.0] * 4}),
     "cohere2": Row(),
     "olmo_hybrid": Row(has_float32=True),
-    "mistral": Row(is_slow=True),
-    "qwen2": Row(is_slow=True),
-    "olmo2": Row(is_slow=True),
-    "olmo3": Row(is_slow=True),
-    "phi3": Row(is_slow=True),
-    "smollm3": Row(is_slow=True),
-    "cohere": Row(is_slow=True),
-    "gemma2": Row(is_slow=True),
-    "granite": Row(is_slow=True),
-    "hunyuan_v1_dense": Row(is_slow=True),
     "qwen3_next": Row(SOFTMAX, LINEAR),
     "qwen3_moe": Row(SOFTMAX),
     "mixtral": Row(SOFTMAX),
     "gpt_oss": Row(SOFTMAX),
-    "gemma4_text": Row(SOFTMAX, LOCAL | GEMMA4, is_slow=True, has_aux_loss=False),
-    "olmoe": Row(SOFTMAX, is_slow=True),
-    "flex_olmo": Row(SOFTMAX, is_slow=True),
-    "granitemoe": Row(SOFTMAX, is_slow=True),
-    "phimoe": Row(SOFTMAX, is_slow=True, can_replay=False),
-    "hunyuan_v1_moe": Row(SOFTMAX, is_slow=True, has_float32=True, has_aux_loss=False),
     "deepseek_v3": Row(SCORES, RANKS | HEADS),
-    "ernie4_5_moe": Row(SCORES, ERNIE, is_slow=True, has_float32=True),
-    "glm4_moe": Row(SCORES, is_slow=True),
-    "minimax_m2": Row(SCORES, is_slow=True),
-    "afmoe": Row(SCORES, is_slow=True),
-    "inkling2_text": Row(SCORES, is_slow=True, has_float32=True),
-    "hy_v4": Row(SCORES, dict(q_lora_rank=16, kv_lora_rank=16), is_slow=True, has_float32=True),
 }
+SLOW = {
+    "gemma4_text": Row(SOFTMAX, LOCAL | GEMMA4, has_aux_loss=False),
+    "phimoe": Row(SOFTMAX, can_replay=False),
+    "hunyuan_v1_moe": Row(SOFTMAX, has_float32=True, has_aux_loss=False),
+    "ernie4_5_moe": Row(SCORES, ERNIE, has_float32=True),
+    "inkling2_text": Row(SCORES, has_float32=True),
+    "hy_v4": Row(SCORES, dict(q_lora_rank=16, kv_lora_rank=16), has_float32=True),
+}
+DENSE = "mistral qwen2 olmo2 olmo3 phi3 smollm3 cohere gemma2 granite hunyuan_v1_dense"
+SLOW |= dict.fromkeys(DENSE.split(), Row())
+SLOW |= dict.fromkeys("olmoe flex_olmo granitemoe".split(), Row(SOFTMAX))
+SLOW |= dict.fromkeys("glm4_moe minimax_m2 afmoe".split(), Row(SCORES))
+ARCHITECTURES |= SLOW
 
 
 def new_model(name, **changes):
-    """Random, biases that select experts included."""
+    """A random model, with random biases for experts, too."""
     config_class = CONFIG_MAPPING[name]
     fields = set(config_class().to_dict()) | set(config_class.attribute_map)
     shape = {key: value for key, value in SHAPE.items() if key in fields}
@@ -113,7 +103,7 @@ def new_model(name, **changes):
 
 @pytest.fixture
 def folder(request, tmp_path):
-    """The model of the test's architecture in a folder of its own."""
+    """A folder with a model of the test's architecture."""
     return save(new_model(request.param), tmp_path / "model")
 
 
@@ -127,15 +117,12 @@ PROBLEMS = [Problem("", "", ids) for ids in PROMPTS]
 
 # ------------------------------------------------------------------------------------ one test each
 
-
-ALL = []
-for name, row in ARCHITECTURES.items():
-    ALL.append(pytest.param(name, marks=pytest.mark.slow if row.is_slow else []))
+ALL = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else []) for name in ARCHITECTURES]
 
 
 @pytest.mark.parametrize("folder", ALL, indirect=True)
-def test_an_architecture(folder, request):
-    """It passes the check at loading, and then what the functions below say."""
+def test_an_architecture_works(folder, request):
+    """It passes the check at loading, and the checks below."""
     row = ARCHITECTURES[request.node.callspec.params["folder"]]
     args = arguments(folder, max_new_tokens=16, temperature=0.9)
     policy = load_policy(args)
@@ -153,8 +140,8 @@ def test_an_architecture(folder, request):
 
 
 def check_sampler_and_training_forward(policy, args):
-    """They agree on log-probs and experts of answers of different lengths, whose rows leave. Padded or
-    not, a sequence has the same log-probs. Weights get finite gradients."""
+    """They agree on log-probs and experts of answers of different lengths, with and without padding.
+    Gradients are finite."""
     completions = sample(policy, PROBLEMS, 4, args, torch.Generator().manual_seed(0))
     assert len({len(c.ids) for c in completions}) > 2
     batch = collate(completions, args)
@@ -179,8 +166,7 @@ def check_sampler_and_training_forward(policy, args):
 
 
 def given_to_experts(policy, batch):
-    """(the result of the training forward, [(indices, weights)] that the experts of each layer were
-    given), by torch's own hooks."""
+    """(the training forward's result, [(indices, weights)] that each layer's experts were given)"""
     given = []
     hooks = []
     for module in find_experts(policy.model):
@@ -199,15 +185,14 @@ def gradients_of(policy, outputs):
 
 
 def one_sequence():
-    """Without padding."""
     ids = [8, 11, 5, 6, 10, 7]
     return collate([Completion(PROBLEMS[0], ids, [0.0] * len(ids))], script_args("grpo")[1])
 
 
 def check_replay(policy):
-    """The experts that are recorded are those that compute. Replayed, they change nothing, to the bit,
-    also where layers are computed again. Others compute with the live router's weights over them, whose
-    gradient reaches their logits; the routers' own choice stays known."""
+    """The experts that are recorded are those that compute. If they are replayed, nothing changes, to
+    the bit, even with gradient checkpointing. If different ones are replayed, they compute with the
+    live router's weights, whose gradient reaches the logits; the routers' own choice stays known."""
     batch = one_sequence()
     own, given = given_to_experts(policy, batch)
     assert len(given) == own.experts_BTLK.shape[2] > 0
@@ -221,8 +206,8 @@ def check_replay(policy):
         assert torch.equal(again.logprobs_BT, own.logprobs_BT)
         for gradient, expected in zip(gradients_of(policy, again), own_gradients, strict=True):
             assert torch.equal(torch.as_tensor(gradient), torch.as_tensor(expected))
-        checkpoint_layers(policy.model)  # for the second time, and for what follows
-    # Others, the same for each token.
+        checkpoint_layers(policy.model)  # for the second time, and below
+    # Different experts, the same for each token
     batch.replayed_experts_BSLK = (own.routing_choices_BSLK[:, :1] + 1) % policy.routers.num_experts
     batch.replayed_experts_BSLK = batch.replayed_experts_BSLK.expand_as(own.routing_choices_BSLK)
     outputs, given = given_to_experts(policy, batch)
@@ -244,9 +229,8 @@ def check_replay(policy):
 
 
 def check_bfloat16(folder, has_float32):
-    """It is the model that transformers serves, to the bit: routers that stay in float32 choose the
-    same experts. Rollout copies too, and of these, int4 leaves alone what stays in float32. The body of
-    ppo's critic has the same dtypes."""
+    """Policy and rollout copies are the model that transformers serves, to the bit, so routers that
+    stay in float32 choose the same experts. int4 leaves those alone. The critic has the same dtypes."""
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     policy = load_policy(arguments(folder, dtype="bfloat16"))
     copies = []
@@ -285,14 +269,14 @@ SMALL = """--prompts_per_iteration 4 --group_size 4 --max_new_tokens 12 --num_mi
 
 @pytest.fixture
 def job(sums, reward_file, tmp_path):
-    """A reward that a random model can learn: the parity of an answer's length."""
+    """Flags with a reward that a random model can learn: the parity of an answer's length."""
     reward = reward_file('return (1.0, "correct") if len(text) % 2 == 0 else (0.0, "wrong")')
     return [*SMALL, "--dataset", sums, "--reward", reward, "--run_dir", tmp_path / "run"]
 
 
 @pytest.mark.parametrize("folder", ["ernie4_5_moe"], indirect=True)
-def test_run_ppo_in_bfloat16(folder, job, tmp_path):
-    """A critic with weights in float32 or without gradient; layers that are computed again."""
+def test_run_ppo_in_bfloat16_with_gradient_checkpointing(folder, job, tmp_path):
+    """Some of the critic's weights are in float32, or have no gradient."""
     flags = [*flags_it_has("ppo", job), "--dtype", "bfloat16", "--gradient_checkpointing"]
     result = run("ppo", *flags, "--model", folder)
     assert result.returncode == 0, result.stderr
@@ -305,8 +289,7 @@ def test_run_rspo_only_where_experts_are_chosen_by_a_softmax(folder, job):
     assert "softmax" in line and "gmpo.py" in line
 
 
-def test_the_language_model_of_one_that_also_sees(tmp_path):
-    """Its config has another for text; ppo's critic has the size of that one."""
+def test_a_critic_of_a_multimodal_model_has_the_size_of_its_text_model(tmp_path):
     fields = Gemma3TextConfig().to_dict()
     text = {key: value for key, value in SHAPE.items() if key in fields} | LOCAL
     vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
@@ -319,17 +302,13 @@ def test_the_language_model_of_one_that_also_sees(tmp_path):
 # ------------------------------------------------------------------------------- the check at loading
 
 
-def check(folder, **changes):
-    args = arguments(folder, **changes)
-    check_sampler(load_policy(args), PROMPTS[1], args)
-
-
 @pytest.mark.parametrize("folder", ["gpt_oss"], indirect=True)
-def test_a_config_that_always_asks_for_router_logits(folder):
+def test_a_config_may_always_ask_for_router_logits(folder):
     """In decoding, transformers would make a loss of them, and fail."""
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"output_router_logits": True}))
-    check(folder)
+    args = arguments(folder)
+    check_sampler(load_policy(args), PROMPTS[1], args)
 
 
 UNABLE = {
