@@ -16,8 +16,6 @@ from rl_loss_vectors import doctor, load
 from rl_loss_vectors.vectors import LOSSES, VECTORS, Misfit
 
 ADVANTAGES = {"dr_grpo": "group_differences", "rloo": "leave_one_out"}
-
-
 ACCEPTED = """Parameters are recognized by name: new or logp, old or behavior, ref, mask, adv; clip
 or eps (low, high), beta or kl_coef, max_tokens, num_items_in_batch, num_generations, gamma, lam. A loss
 may be a number, the first of a tuple, "loss" of a dict or object, or terms (B, T). More: README.md."""
@@ -31,29 +29,23 @@ class Parser(argparse.ArgumentParser):
 
 def arguments(program):
     parser = Parser(program, description=__doc__.splitlines()[0], epilog=ACCEPTED, allow_abbrev=False)
-    parser.add_argument(
-        "target", help="FILE.py:FUNCTION, FILE.py:CLASS, FILE.py:CLASS.METHOD or pkg.mod:NAME"
-    )
-    parser.add_argument(
-        "--algorithm", choices=LOSSES, help="whose loss or advantages the function computes"
-    )
+    add = parser.add_argument
+    add("target", help="FILE.py:FUNCTION, FILE.py:CLASS, FILE.py:CLASS.METHOD or pkg.mod:NAME")
+    add("--algorithm", choices=LOSSES, help="whose loss or advantages the function computes")
     others = [section for section in VECTORS["sections"] if section not in LOSSES]
     what = ["loss", "advantages", *others]
-    parser.add_argument(
-        "--what", choices=what, default="loss", help="what the function computes (default: loss)"
-    )
+    add("--what", choices=what, default="loss", help="what the function computes (default: loss)")
     allow_nan = "exit code 0 if the only complaint is that NaN in masked places spreads"
-    parser.add_argument("--allow-nan", action="store_true", help=allow_nan)
+    add("--allow-nan", action="store_true", help=allow_nan)
     allow_clamp = "exit code 0 if the only complaint is a clamp of ratios at 10 or more"
-    parser.add_argument("--allow-clamp", action="store_true", help=allow_clamp)
+    add("--allow-clamp", action="store_true", help=allow_clamp)
     set_help = "a parameter of yours, also of a class that has to be made; config.x=... makes a config"
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=set_help)
+    add("--set", action="append", default=[], metavar="NAME=VALUE", help=set_help)
     args = parser.parse_args()
     if args.what in ("loss", "advantages") and args.algorithm is None:
         parser.error("--algorithm is needed")
     if ":" not in args.target:
         parser.error(f"the target is FILE.py:FUNCTION, not {args.target}")
-    args.fixed = fixed_of(args.set, parser)
     args.section = args.what
     if args.what == "loss":
         args.section = args.algorithm
@@ -62,13 +54,11 @@ def arguments(program):
     return args
 
 
-def fixed_of(settings, parser):
+def fixed_of(settings):
     """{parameter: value}; those with a dot are gathered in a namespace."""
     fixed = {}
     for setting in settings:
-        name, is_set, text = setting.partition("=")
-        if not is_set:
-            parser.error(f"--set takes NAME=VALUE, not {setting}")
+        name, _, text = setting.partition("=")
         try:
             value = ast.literal_eval(text)
         except (ValueError, SyntaxError):
@@ -81,10 +71,11 @@ def fixed_of(settings, parser):
     return fixed
 
 
-def reason(error, path):
+def reason(error, target):
     """An error in one line, with the last line of the file at which it passed."""
     if isinstance(error, Misfit):
         return str(error)
+    path = target.rpartition(":")[0]
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == path]
     place = f" ({path}, line {lines[-1]})" if lines else ""
@@ -94,18 +85,16 @@ def reason(error, path):
 def main(program=None):
     args = arguments(program)
     warnings.simplefilter("ignore")  # those of the function
-    path = args.target
+    fixed = fixed_of(args.set)
     try:
-        path, name = load.path_of(args.target)
-        function, about = load.load(path, name, args.fixed)
-        found = doctor.examine_shapes(function, args.section, args.fixed)
+        function, about = load.load(args.target, fixed)
+        found = doctor.examine_shapes(function, args.section, fixed)
     except (Exception, SystemExit) as error:
-        print(f"{args.target} cannot be called as {args.section}: {reason(error, path)}")
+        print(f"{args.target} cannot be called as {args.section}: {reason(error, args.target)}")
         sys.exit(2)
     subject, results, diagnosis = doctor.diagnosed(found)
     about_vectors = f"vectors {VECTORS['version']}, advantages {subject.advantages}"
     print(f"{args.target} as {args.section}, {about_vectors}")
-    print(*about, *subject.notes(), sep="\n")
     lines = doctor.report(subject, results)
     labels = [line.split()[0] for line in lines]
     num_agree = labels.count("agrees")
@@ -122,7 +111,7 @@ def main(program=None):
         is_healthy = all(allowed[flag] for flag in needed)
     elif is_healthy:
         lines.append("healthy" if num_agree >= 5 else "fewer than five cases apply: too few to tell")
-    print(*lines, sep="\n")
+    print(*about, *subject.notes(), *lines, sep="\n")
     sys.exit(not is_healthy or num_tested < 5)
 
 

@@ -6,12 +6,10 @@ import __future__
 import ast
 import importlib
 import inspect
-import os
 import runpy
 import sys
 from pathlib import Path
 
-from rl_loss_vectors import names
 from rl_loss_vectors.vectors import Misfit
 
 CONSTANTS = {"clip_eps": 0.2, "clip_eps_low": 0.2, "clip_eps_high": 0.2, "kl_coef": 0.04}
@@ -28,13 +26,10 @@ class StandIn(type):
             raise AttributeError(name)
         return stand_in(name)
 
-    def __instancecheck__(cls, x):
-        return "is_stand_in" in vars(cls) and type(x).__name__ in ("Bundle", "SimpleNamespace")
-
     def __call__(cls, *args, **keywords):
         if "is_stand_in" not in vars(cls):  # a class of the file
             return super().__call__(*args, **keywords)
-        return args[0] if len(args) == 1 and callable(args[0]) else cls
+        return cls
 
 
 def stand_in(name):
@@ -62,10 +57,10 @@ def names_of(node):
 class Module:
     """The names of a file, each defined when it is first needed."""
 
-    def __init__(self, path, stand_ins=()):
+    def __init__(self, path, stand_ins):
         self.path = Path(path)
         self.members = {"__name__": self.path.stem, "__file__": str(path)}
-        self.stand_ins = stand_ins or {}
+        self.stand_ins = stand_ins  # gets the names of foreign things
         nodes = list(statements_of(ast.parse(self.path.read_text()).body))
         self.nodes = {name: node for node in nodes for name in names_of(node)}
 
@@ -81,7 +76,8 @@ class Module:
             except (Exception, SystemExit):
                 if isinstance(node, DEFINITIONS):
                     raise
-                self.stand_ins[name] = self.members[name] = stand_in(name)
+                self.stand_ins.append(name)
+                self.members[name] = stand_in(name)
         return self.members[name]
 
     def defined(self, node, name):
@@ -92,48 +88,36 @@ class Module:
             if isinstance(inner, ast.Name) and inner.id in self.nodes:
                 getattr(self, inner.id)
         flags = __future__.annotations.compiler_flag
-        exec(
-            compile(ast.Module([node], []), str(self.path), "exec", flags, dont_inherit=True),
-            self.members,
-        )
+        code = compile(ast.Module([node], []), str(self.path), "exec", flags, dont_inherit=True)
+        exec(code, self.members)
         return self.members[name]
 
     def imported(self, node, name):
-        """From what is installed, or else from a file in this folder or one above."""
+        """From what is installed, or `from` a file in this folder or one above."""
         alias = next(x for x in node.names if name in (x.asname, x.name.split(".")[0]))
-        is_whole = isinstance(node, ast.Import)
-        module = alias.name if is_whole else node.module or ""
-        level = 0 if is_whole else node.level
-        folders = self.path.resolve().parents
-        for folder in folders[level - 1 : level] if level else folders:
-            place = folder.joinpath(*module.split("."))
-            for path in (place.with_suffix(".py"), place / "__init__.py", place / f"{alias.name}.py"):
-                if path.is_file():
-                    other = Module(path, self.stand_ins)
-                    return other if is_whole or path.stem == alias.name else getattr(other, alias.name)
-        found = importlib.import_module(module)
-        if is_whole:
+        if isinstance(node, ast.Import):
+            found = importlib.import_module(alias.name)
             return found if alias.asname else sys.modules[name]
-        return getattr(found, alias.name)
+        for folder in self.path.resolve().parents:
+            path = folder.joinpath(*(node.module or alias.name).split(".")).with_suffix(".py")
+            if path.is_file():
+                other = Module(path, self.stand_ins)
+                return getattr(other, alias.name) if node.module else other
+        return getattr(importlib.import_module(node.module), alias.name)
 
 
-def path_of(target):
-    """(file, name) of FILE.py:NAME or pkg.module:NAME."""
+def load(target, fixed):
+    """(the function of FILE.py:NAME or pkg.module:NAME, lines about how it was loaded); a class is made:
+    its forward is the function."""
     path, _, name = target.rpartition(":")
-    if not path.endswith(".py"):
-        module, path = path, path.replace(".", os.sep) + ".py"
-        spec = None if Path(path).is_file() else importlib.util.find_spec(module)
-        path = spec.origin if spec else path
-    if not Path(path).is_file():
+    path = path if path.endswith(".py") else path.replace(".", "/") + ".py"
+    places = [Path(folder, path) for folder in (".", *sys.path) if Path(folder, path).is_file()]
+    if not places:
         raise Misfit(f"no file {path}")
-    return path, name
-
-
-def load(path, name, fixed):
-    """(the function, lines about how it was loaded); a class is made, its forward is the function."""
+    path = str(places[0])
     sys.path.insert(0, str(Path(path).parent))
     first, *attributes = name.split(".")
-    module = Module(path)
+    module = Module(path, [])
     here = [key for key, x in module.nodes.items() if not isinstance(x, IMPORTS)]
     lines = []
     try:
@@ -142,9 +126,8 @@ def load(path, name, fixed):
         if first not in here:
             raise
         found = getattr(module, first)
-        lines = [
-            f"the file cannot be imported ({type(error).__name__}: {error}): {first} is taken from it"
-        ]
+        why = f"{type(error).__name__}: {error}"
+        lines = [f"the file cannot be imported ({why}): {first} is taken from it"]
         lines += [f"stand-ins for {', '.join(module.stand_ins)}"] if module.stand_ins else []
     if found is None:
         raise Misfit(f"no function {name}; it has: {', '.join(here) or 'none'}")
@@ -156,14 +139,11 @@ def load(path, name, fixed):
 
 
 def made(cls, fixed):
-    """An instance, whose constructor gets what is set and our usual constants."""
+    """An instance, whose constructor gets what is set, and our usual constants."""
     given = {}
     for name, parameter in [*inspect.signature(cls.__init__).parameters.items()][1:]:
-        key = names.first_of(names.KEYWORDS, name)
-        if name in fixed:
-            given[name] = fixed[name]
+        if name in fixed or name in CONSTANTS:
+            given[name] = (CONSTANTS | fixed)[name]
         elif parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
-            if key not in CONSTANTS:
-                raise Misfit(f"the constructor of {cls.__name__} needs {name}: pass --set {name}=...")
-            given[name] = CONSTANTS[key]
+            raise Misfit(f"the constructor of {cls.__name__} needs {name}: pass --set {name}=...")
     return cls(**given)

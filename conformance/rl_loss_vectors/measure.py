@@ -32,10 +32,9 @@ def entries(subject, plain):
 
 def of_policy(subject, case):
     """Your gradient of J, without what it is where A = 0, such as that of a KL or an entropy."""
-    idle = case["inputs"] | {"advantages": np.zeros(np.shape(case["inputs"]["advantages"])).tolist()}
-    return (
-        np.nan_to_num(subject.answer(case | {"inputs": idle}).gradient) - subject.answer(case).gradient
-    )
+    zeros = np.zeros(np.shape(case["inputs"]["advantages"])).tolist()
+    idle = case | {"inputs": case["inputs"] | {"advantages": zeros}}
+    return np.nan_to_num(subject.answer(idle).gradient) - subject.answer(case).gradient
 
 
 # -------------------------------------------------------------------------------------- the divisor
@@ -108,7 +107,7 @@ def divisor(subject, plain, found):
     return names, pieces(average=average)
 
 
-def constant_length(subject, plain):
+def own_length(subject, plain):
     """The L_max of a Dr. GRPO that has no keyword for it, or None."""
     (words, k), _ = divisors_of(subject, plain)
     return float(f"{k:.6g}") if words == "B" and k > 1 + NEAR else None
@@ -117,19 +116,20 @@ def constant_length(subject, plain):
 # ------------------------------------------------------------------------------------------ the clip
 
 
-def asked(subject, log_ratios, advantages, **more):
+def asked(subject, log_ratios, advantages, ref_logprobs=None):
     """(your answer, the case) about completions of two tokens with the same ratio."""
     new = -1.3 + np.minimum(log_ratios, 0)
-    more = {"ref_logprobs": new} | more if subject.needs_ref or more else {}
-    table = {"logprobs": new, "old_logprobs": new - log_ratios, **more}
-    table = {key: np.stack([x, x], 1).tolist() for key, x in table.items()}
-    keywords = {key: table.pop(key) for key in more} | ones_for(subject, (len(new), 2))
-    inputs = table | {
+    two = lambda x: np.stack([x, x], 1).tolist()  # noqa: E731
+    keywords = defaults(subject) | ones_for(subject, (len(new), 2))
+    if subject.has_ref:
+        keywords["ref_logprobs"] = two(new if ref_logprobs is None else ref_logprobs)
+    inputs = {
+        "logprobs": two(new),
+        "old_logprobs": two(new - log_ratios),
         "advantages": np.reshape(advantages, (-1, 1)).tolist(),
         "mask": [[1, 1]] * len(new),
     }
-    case = {"inputs": inputs, "keywords": defaults(subject) | keywords, "value": 0}
-    case["gradient"] = np.zeros((len(new), 2))
+    case = {"inputs": inputs, "keywords": keywords, "value": 0, "gradient": np.zeros((len(new), 2))}
     if subject.returns_terms:
         case = with_results(subject.section, case | {"denominator": None})
     return subject.answer(case), case
@@ -142,11 +142,6 @@ def ones_for(subject, shape):
 def defaults(subject):
     keywords = subject.about["cases"][0]["keywords"] | subject.about["defaults"] | subject.constants
     return {key: x for key, x in keywords.items() if not isinstance(x, list)}
-
-
-def own_term(subject):
-    """The largest gradient where every A is 0."""
-    return float(np.abs(asked(subject, np.zeros(2), [0, 0])[0].gradient).max())
 
 
 def weights(subject, log_ratios, signs=(1, -1)):
@@ -203,10 +198,11 @@ def clip(subject, plain, found):
     limits = {A: (edges[A, -1] or 0, edges[A, 1] or math.inf) for A in (1, -1)}
     floor, cap = limits[1]
     if subject.section == "cispo" and kinds == {"cap"}:
-        ours = keywords["is_weight_floor"], keywords["is_weight_cap"]
-        engines = " [verl: 1 + c]" if cap == 1 + ours[1] else ""
-        names = [f"variant: weights of at least {floor:.4g} [verl: 0.8]"] if floor != ours[0] else []
-        names += [f"variant: a cap of {cap:.4g}, not {ours[1]:.4g}{engines}"] if cap != ours[1] else []
+        names = []
+        if floor != keywords["is_weight_floor"]:
+            names.append(f"variant: weights of at least {floor:.4g} [verl: 0.8]")
+        if cap != keywords["is_weight_cap"]:
+            names.append(f"variant: a cap of {cap:.4g}, not {keywords['is_weight_cap']:.4g}")
         return names, setting(is_weight_floor=floor, is_weight_cap=cap)
     if subject.section not in CLIPPED + GEOMETRIC or "cap" in kinds:
         return [], None
@@ -228,26 +224,21 @@ PLACES = {  # (sign of A, direction) where there is no gradient: what this is
 
 
 def clip_names(edges, ours):
-    """What the edges amount to."""
-    logs = {key: math.log(r) for key, r in edges.items() if r}
-    far = max([abs(x) for x in logs.values() if 2.3 < abs(x) < 16], default=0)  # for safety
-    near = {key: edges[key] for key, x in sorted(logs.items()) if abs(x) < 2.3}
+    """What the edges amount to; those at a factor of 10 or more are for safety."""
+    near = {key: r for key, r in sorted(edges.items()) if r and 0.1 < r < 9.99}
+    far = max([abs(math.log(r)) for key, r in edges.items() if r and key not in near], default=0)
     names = []
-    if far:
-        what = (
-            f"r > {math.exp(far):.4g}: a clamp of r"
-            if far < 6
-            else f"|log r| > {far:.4g}: a clamp of log r"
-        )
-        names.append(CLAMP + what)
+    if 0 < far < 16:
+        is_of_r = far < 6
+        bound = f"r > {math.exp(far):.4g}" if is_of_r else f"|log r| > {far:.4g}"
+        names.append(f"{CLAMP}{bound}: a clamp of {'r' if is_of_r else 'log r'}")
     name = PLACES.get(tuple(near), "mistake: the clip acts in these places alone: {}")
-    is_dual = tuple(near) == ((-1, -1), (-1, 1), (1, 1))
+    is_dual = "dual" in str(name)
     names += [name.format(near[-1, 1] if is_dual else near)] if name else []
     bounds = [r for key, r in near.items() if key != (-1, 1) or not is_dual]
     low, high = min(bounds, default=1), max(bounds, default=1)
     if low < 1 < high and (low, high) != ours:
-        is_default = high == rounded(2 - low) and (low == ours[0] or low == 0.8)
-        engines = " [TRL, verl: default]" if is_default else ""
+        engines = " [TRL, verl: default]" if (low, high) == (ours[0], rounded(2 - low)) else ""
         ranges = [f"[{x:.6g}, {y:.6g}]" for x, y in ((low, high), ours)]
         names.append(f"variant: the range is {ranges[0]}, not {ranges[1]}{engines}")
     return names
@@ -255,55 +246,42 @@ def clip_names(edges, ours):
 
 # -------------------------------------------------------------------------------------------- the KL
 
-KLS = {  # of log x
+KLS = {  # of log x, x = pi_ref / pi
     "k1": lambda x: -x,
     "k2": lambda x: x**2 / 2,
     "k3": k3,
     "k3 upside down": lambda x: k3(-x),
     "|log x|": torch.abs,
-}
-GRADIENTS = {  # how much there is of the derivative, and of the score times k
-    "": (1, 0),
-    ", without gradient": (0, 0),
-    ", with its score term": (1, 1),
-    ", its score term alone": (0, 1),
+    "k3 without gradient": lambda x: k3(x).detach(),
+    "k3 with its score term": lambda x: k3(x) + k3(x).detach() * (x.detach() - x),
 }
 
 
 def kl(subject, plain, found):
     """What is left where A is 0, as c times an estimator."""
-    assert "grpo" in subject.section and subject.takes("ref_logprobs")
+    assert "grpo" in subject.section and subject.has_ref
     x = np.array([-2, -1, -0.5, 0.3, 1, 1.5])
-    pairs = [asked(subject, size * x[::-1] / 3, 0 * x, ref_logprobs=-2 + size * x) for size in (1, 0.4)]
+    answer, case = asked(subject, x[::-1] / 3, 0 * x, x - 2)
     kl_coef = defaults(subject)["kl_coef"]
-    for name, words, of in itertools.product(KLS, GRADIENTS, ("ref", "old")):
-        change = estimator(KLS[name], *GRADIENTS[words], of)
+    for name, of in itertools.product(KLS, ("ref", "old")):
+        change = estimator(KLS[name], of)
         for _, other in found:
             change = together(change, other)
-        factors = []
-        for answer, case in pairs:
-            value, gradient = (y.numpy() for y in evaluate("grpo", case, change))
-            c = answer.value / value
-            fits = np.allclose(answer.gradient, c * gradient, rtol=NEAR, atol=NEAR / 100)
-            factors.append(c if fits else math.nan)
-        if abs(factors[0] - factors[1]) < NEAR * abs(c):
+        value, gradient = (y.numpy() for y in evaluate("grpo", case, change))
+        c = answer.value / value
+        if np.allclose(answer.gradient, c * gradient, rtol=NEAR, atol=NEAR / 100):
             break
     else:
         return [], None
     coefficient = float(f"{c * kl_coef:.3g}")
-    is_k3 = (name, words, of) == ("k3", "", "ref")
-    kind = "variant" if is_k3 and c > 0 else "mistake"
+    if (name, of, coefficient) == ("k3", "ref", kl_coef):
+        return [], None
+    kind = "variant" if (name, of) == ("k3", "ref") and c > 0 else "mistake"
     size = f"{abs(coefficient):.3g}{', rewarded' if c < 0 else ''}"
-    names = [f"{kind}: the KL is {name}, x = pi_{of} / pi, coefficient {size}{words}"]
-    change = estimator(KLS[name], *GRADIENTS[words], of, coefficient / kl_coef)
-    return ([] if is_k3 and coefficient == kl_coef else names), change
+    line = f"{kind}: the KL is {name}, x = pi_{of} / pi, coefficient {size}"
+    return [line], estimator(KLS[name], of, coefficient / kl_coef)
 
 
-def estimator(k, derivative, score, of, c=1):
-    def changed(log_x):
-        stopped = k(log_x).detach()
-        slope = derivative * (k(log_x) - stopped) + score * stopped * (log_x.detach() - log_x)
-        return c * (stopped + slope)
-
-    change = pieces(k3=changed)
+def estimator(k, of, c=1):
+    change = pieces(k3=lambda log_x: c * k(log_x))
     return together(change, setting(ref_logprobs=lambda b: b.old_logprobs)) if of == "old" else change

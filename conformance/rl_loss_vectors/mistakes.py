@@ -2,8 +2,8 @@
 
 A *mistake* contradicts the paper; a *variant* is a choice that the paper leaves open, or that another
 code base documents. In brackets: the engine that does so, TRL 1.16.0 or verl 0.9.1. Each entry has a
-change(J, batch), which returns what the changed code would. What explain.py says as well, such
-as another divisor or range, mostly has no entry.
+change(J, batch), which returns what the changed code would. What measure.py finds, such as another
+divisor or range, has no entry.
 """
 
 from unittest import mock
@@ -11,8 +11,7 @@ from unittest import mock
 import torch
 
 from rl_loss_vectors import reference
-from rl_loss_vectors.reference import LOSSES, average, gate, k3, length, log_mu_over_pi
-from rl_loss_vectors.reference import log_ratio, ratio, tokens
+from rl_loss_vectors.reference import LOSSES, gate, k3, length, log_mu_over_pi, log_ratio, ratio, tokens
 
 # ------------------------------------------------------------------------------------ ways to change
 
@@ -44,13 +43,14 @@ def together(first, second):
     return lambda J, b: second(lambda other: first(J, other), b)
 
 
-def split(J, b, parts):
-    """[J of each part of the rows]"""
-    rows_of = {key: x for key, x in vars(b).items() if torch.is_tensor(x)}
-    return [J(changed(b, **{key: x[part] for key, x in rows_of.items()})) for part in parts]
-
-
 # ------------------------------------------------------------------------------ what they change it to
+
+
+def sum_over_micro_batches(J, b):
+    rows_of = {key: x for key, x in vars(b).items() if torch.is_tensor(x)}
+    return sum(
+        J(changed(b, **{key: x[rows] for key, x in rows_of.items()})) for rows in b.micro_batches
+    )
 
 
 def mask_moved(by):
@@ -71,17 +71,13 @@ def arithmetic_mean(b, i, factor):
     return sum(factors) / length(b, i) * a
 
 
-def whitened(x, mask, correction):
+def whitened(x, mask, correction=1):
     std = x[mask].std(correction=correction)
     return torch.where(mask, (x - x[mask].mean()) / (std + 1e-8), 0)
 
 
 def gae_whitened(J, b, correction):
     return torch.stack([whitened(J(b)[0], b.mask, correction), J(b)[1]])
-
-
-def standardized(eps, unbiased):
-    return pieces(scale=lambda rewards: rewards.std(unbiased=unbiased) + eps)
 
 
 def dropped(by_length=True, bad_only=True):
@@ -108,13 +104,13 @@ def sequence_ratio_by(mean):
     return pieces(sequence_ratio=s)
 
 
-def clamped_ratio(J, b):
-    """CISPO's weight with a gradient of its own, and no log-prob."""
+def reward_everywhere(b):
+    return 0 * b.rewards + torch.where(b.mask, b.rewards, 0).sum(1, keepdim=True)
 
-    def term(i, t):
-        return ratio(b, i, t).clamp(b.is_weight_floor, b.is_weight_cap) * b.advantages[i, t]
 
-    return average(b, reference.each(b, term), "token")
+def of_sums(divisor):
+    """A value loss that divides by something else than N."""
+    return pieces(average=lambda b, terms, how: sum(map(sum, terms)) / divisor(b))
 
 
 # ---------------------------------------------------------------------------------------- the entries
@@ -124,153 +120,104 @@ GEOMETRIC = ["gmpo", "rspo"]
 OFFPOLICY = ["grpo_offpolicy"]
 WITH_RATIO = [*CLIPPED, *GEOMETRIC, "cispo", "sapo"]
 BY_LENGTH = [name for name in WITH_RATIO if name != "dr_grpo"]  # where |o| counts
-TWO_BOUNDS = ["ppo", "dapo", "gspo", "vapo"]
 STANDARDIZED = ["group_advantages", "grouped_advantages"]
 GROUPS = ["group_advantages", "group_differences", "leave_one_out"]
 AVERAGED = [*LOSSES, "value_loss"]
 MASKED = [*AVERAGED, "positive_lm_loss"]
-# (name, sections of vectors.json, the changed objective)
-MISTAKES = [
-    ("wrong sign", ["value_loss", "positive_lm_loss"], lambda J, b: -J(b)),
-    # The averages and the mask.
-    (
-        "sequence-mean: divided by each |o|",
-        ["value_loss"],
-        pieces(average=lambda b, terms, how: average(b, terms, "sequence")),
-    ),
-    (
-        "a mean over the padded width",
-        ["value_loss"],
-        pieces(average=lambda b, terms, how: sum(map(sum, terms)) / b.mask.numel()),
-    ),
-    (
-        "a mean of each micro-batch [verl: geo_mean]",
-        AVERAGED,
-        lambda J, b: sum(split(J, b, b.micro_batches)),
-    ),
-    (
-        "rows forgotten that do not fill a micro-batch of two",
-        AVERAGED,
-        lambda J, b: sum(split(J, b, [slice(len(b.mask) // 2 * 2)])),
-    ),
-    (
-        "holes counted in |o|",
-        BY_LENGTH,
-        pieces(length=lambda b, i: tokens(b, i)[-1] - tokens(b, i)[0] + 1),
-    ),
-    ("mask ignored", [*MASKED, "replayed_gate"], setting(mask=lambda b: torch.ones_like(b.mask))),
-    ("the mask one place early", MASKED, mask_moved(-1)),
-    ("the mask one place late", MASKED, mask_moved(1)),
-    ("no gradient: something is detached", LOSSES, lambda J, b: J(b).detach()),
-    (
-        "the advantages whitened again",
-        LOSSES,
-        setting(advantages=lambda b: whitened(b.advantages, b.mask, 1)),
-    ),
-    # Ratios, clips and the KL.
-    ("every ratio times every A: (B,) times (B, 1)", ["gspo", *GEOMETRIC], every_pair),
-    ("a ratio for each token: GRPO's", ["gspo"], lambda J, b: reference.grpo(b)),
-    (
-        "an arithmetic instead of a geometric mean",
-        ["gspo"],
-        sequence_ratio_by(lambda r, width: r.mean()),
-    ),
-    (
-        "log s is a mean over the padded width",
-        ["gspo"],
-        sequence_ratio_by(lambda r, width: torch.exp(r.log().sum() / width)),
-    ),
-    ("the clamped ratio itself, no weight of a log-prob", ["cispo"], clamped_ratio),
-    ("the ratio is always 1", WITH_RATIO, setting(old_logprobs=lambda b: b.logprobs.detach())),
-    ("the ratio upside down", WITH_RATIO, pieces(log_ratio=lambda b, i, t: -log_ratio(b, i, t))),
-    ("an arithmetic instead of a geometric mean", GEOMETRIC, pieces(geometric_mean=arithmetic_mean)),
-    ("a product instead of a geometric mean", ["gspo", *GEOMETRIC], pieces(length=lambda b, i: 1)),
-    ("gamma without its floor", ["rspo"], setting(gamma_min=0)),
-    ("gamma ignored", ["rspo"], setting(gamma_min=1)),
-    ("no factor 4 / tau", ["sapo"], pieces(gate=lambda r, tau: gate(r, tau) * tau / 4)),
-    ("the gate at log r", ["sapo"], pieces(gate=lambda r, tau: gate(1 + torch.log(r), tau))),
-    ("the gate at r, not r - 1", ["sapo"], pieces(gate=lambda r, tau: gate(1 + r, tau))),
-    ("one tau for both signs", ["sapo"], setting(tau_neg=lambda b: b.tau_pos)),
-    (
-        "the two tau swapped",
-        ["sapo"],
-        setting(tau_pos=lambda b: b.tau_neg, tau_neg=lambda b: b.tau_pos),
-    ),
-    (
-        "the lower eps for both bounds [TRL, verl: default]",
-        TWO_BOUNDS,
-        setting(clip_eps_high=lambda b: b.clip_eps_low),
-    ),
-    ("a gradient through the weight", ["cispo"], pieces(stopped=lambda x: x)),
-    # The off-policy mask.
-    ("a sum of log(mu / pi), not a mean", OFFPOLICY, dropped(by_length=False)),
-    ("completions with A > 0 are masked as well", OFFPOLICY, dropped(bad_only=False)),
-    ("log(pi / mu)", OFFPOLICY, pieces(log_mu_over_pi=lambda b, i, t: -log_mu_over_pi(b, i, t))),
-    ("no sampler: log(pi_old / pi)", OFFPOLICY, setting(rollout_ratio=None)),
-    # Advantages and values.
-    (
-        "the mean of the batch",
-        STANDARDIZED,
-        lambda J, b: pieces(mean=lambda rewards, j: b.rewards.mean())(J, b),
-    ),
-    (
-        "the std of the batch",
-        STANDARDIZED,
-        lambda J, b: pieces(scale=lambda rewards: b.rewards.std() + 1e-6)(J, b),
-    ),
-    (
-        "a sibling sample counted again",
-        ["grouped_advantages"],
-        setting(rollout_ids=lambda b: torch.arange(len(b.rewards))),
-    ),
-    (
-        "the reward counted on every token",
-        ["gae"],
-        setting(
-            rewards=lambda b: 0 * b.rewards + torch.where(b.mask, b.rewards, 0).sum(1, keepdim=True)
-        ),
-    ),
-    ("GAE, then whitened", ["gae"], lambda J, b: gae_whitened(J, b, 0)),
-    ("GAE, then whitened with the unbiased std", ["gae"], lambda J, b: gae_whitened(J, b, 1)),
-    (
-        "the advantage taken for the return",
-        ["value_loss"],
-        setting(returns=lambda b: b.returns - b.old_values),
-    ),
-    ("min instead of max", ["value_loss"], pieces(worse=torch.min)),
-    ("the values not clipped", ["value_loss"], setting(value_clip=0)),
-    (
-        "rho upside down",
-        ["rollout_weights"],
-        setting(old_logprobs=lambda b: b.rollout_logprobs, rollout_logprobs=lambda b: b.old_logprobs),
-    ),
-]
-EPS = {1e-6: "eps 1e-6", 1e-4: "eps 1e-4 [TRL]", 1e-8: "eps 1e-8"}
-SCALES = []  # of the eps and both kinds of std; ours comes first
-for unbiased in (True, False):
-    for eps, name in EPS.items():
-        sections = STANDARDIZED[:1] if eps == 1e-8 else STANDARDIZED
-        words = name if unbiased else f"the std of the population, {name}"
-        SCALES.append((words, sections, standardized(eps, unbiased)))
-VARIANTS = [
-    *SCALES[1:],
-    ("no rule for equal rewards [TRL, verl]", GROUPS, pieces(is_uniform=lambda rewards: False)),
-    ("MaxRL: divided by the mean", STANDARDIZED, pieces(scale=lambda R: R.mean() + 1e-6)),
-    ("a cap of 0.2 [TRL: default]", ["cispo"], setting(is_weight_cap=0.2)),
-    ("k3 clamped at 10 [verl]", ["grpo"], pieces(k3=lambda log_x: k3(log_x).clamp(max=10))),
-    ("k3 times r, unasked [TRL: default]", ["grpo"], setting(kl_is_corrected=True)),
-    (
-        "no step at all if the range is 0",
-        ["value_loss"],
-        setting(value_clip=lambda b: b.value_clip or 1e-300),
-    ),
-    ("half of the squared error", ["value_loss"], lambda J, b: J(b) / 2),
-    ("the unbiased std [TRL, verl]", ["whiten"], lambda J, b: J(b) * (1 - 1 / b.mask.sum()) ** 0.5),
-    (
-        "the mean comes back [TRL, verl: on request]",
-        ["whiten"],
-        lambda J, b: J(b) + b.mask * b.advantages[b.mask].mean(),
-    ),
-]
-# (kind, name, sections, change)
-ENTRIES = [("mistake", *row) for row in MISTAKES] + [("variant", *row) for row in VARIANTS]
+ENTRIES = []  # (kind, name, sections of vectors.json, change)
+
+
+def mistake(name, sections, change):
+    ENTRIES.append(("mistake", name, sections, change))
+
+
+def variant(name, sections, change):
+    ENTRIES.append(("variant", name, sections, change))
+
+
+# The averages and the mask.
+every_token = setting(mask=lambda b: torch.ones_like(b.mask))
+with_holes = pieces(length=lambda b, i: tokens(b, i)[-1] - tokens(b, i)[0] + 1)
+whitened_again = setting(advantages=lambda b: whitened(b.advantages, b.mask))
+mistake("wrong sign", ["value_loss", "positive_lm_loss"], lambda J, b: -J(b))
+mistake("a mean over the padded width", ["value_loss"], of_sums(lambda b: b.mask.numel()))
+mistake("a mean of each micro-batch [verl: geo_mean]", AVERAGED, sum_over_micro_batches)
+mistake("holes counted in |o|", BY_LENGTH, with_holes)
+mistake("mask ignored", [*MASKED, "replayed_gate"], every_token)
+mistake("the mask one place early", MASKED, mask_moved(-1))
+mistake("the mask one place late", MASKED, mask_moved(1))
+mistake("no gradient: something is detached", LOSSES, lambda J, b: J(b).detach())
+mistake("the advantages whitened again", LOSSES, whitened_again)
+
+# Ratios and clips.
+no_ratio = setting(old_logprobs=lambda b: b.logprobs.detach())
+upside_down = pieces(log_ratio=lambda b, i, t: -log_ratio(b, i, t))
+by_width = sequence_ratio_by(lambda r, width: torch.exp(r.log().sum() / width))
+swapped = setting(tau_pos=lambda b: b.tau_neg, tau_neg=lambda b: b.tau_pos)
+no_4_over_tau = pieces(gate=lambda r, tau: gate(r, tau) * tau / 4)
+arithmetic = "an arithmetic instead of a geometric mean"
+mistake("every ratio times every A: (B,) times (B, 1)", ["gspo", *GEOMETRIC], every_pair)
+mistake("a ratio for each token: GRPO's", ["gspo"], lambda J, b: reference.grpo(b))
+mistake(arithmetic, ["gspo"], sequence_ratio_by(lambda r, width: r.mean()))
+mistake(arithmetic, GEOMETRIC, pieces(geometric_mean=arithmetic_mean))
+mistake("log s is a mean over the padded width", ["gspo"], by_width)
+product = pieces(length=lambda b, i: 1)
+mistake("a product instead of a geometric mean", ["gspo", *GEOMETRIC], product)
+mistake("the ratio is always 1", WITH_RATIO, no_ratio)
+mistake("the ratio upside down", WITH_RATIO, upside_down)
+mistake("gamma ignored", ["rspo"], setting(gamma_min=1))
+mistake("no factor 4 / tau", ["sapo"], no_4_over_tau)
+mistake("the gate at r, not r - 1", ["sapo"], pieces(gate=lambda r, tau: gate(1 + r, tau)))
+mistake("one tau for both signs", ["sapo"], setting(tau_neg=lambda b: b.tau_pos))
+mistake("the two tau swapped", ["sapo"], swapped)
+mistake("a gradient through the weight", ["cispo"], pieces(stopped=lambda x: x))
+variant("k3 clamped at 10 [verl]", ["grpo"], pieces(k3=lambda log_x: k3(log_x).clamp(max=10)))
+variant("k3 times r, unasked [TRL: default]", ["grpo"], setting(kl_is_corrected=True))
+variant("a cap of 0.2 [TRL: default]", ["cispo"], setting(is_weight_cap=0.2))
+
+# The off-policy mask.
+inverse = pieces(log_mu_over_pi=lambda b, i, t: -log_mu_over_pi(b, i, t))
+mistake("a sum of log(mu / pi), not a mean", OFFPOLICY, dropped(by_length=False))
+mistake("completions with A > 0 are masked as well", OFFPOLICY, dropped(bad_only=False))
+mistake("log(pi / mu)", OFFPOLICY, inverse)
+mistake("no sampler: log(pi_old / pi)", OFFPOLICY, setting(rollout_ratio=None))
+
+# Advantages.
+
+
+def batch_mean(J, b):
+    return pieces(mean=lambda rewards, j: b.rewards.mean())(J, b)
+
+
+def batch_std(J, b):
+    return pieces(scale=lambda rewards: b.rewards.std() + 1e-6)(J, b)
+
+
+def standardized(eps, unbiased):
+    return pieces(scale=lambda rewards: rewards.std(unbiased=unbiased) + eps)
+
+
+mistake("the mean of the batch", STANDARDIZED, batch_mean)
+mistake("the std of the batch", STANDARDIZED, batch_std)
+variant("eps 1e-4 [TRL]", STANDARDIZED, standardized(1e-4, True))
+variant("eps 1e-8", STANDARDIZED[:1], standardized(1e-8, True))
+variant("the std of the population, eps 1e-6", STANDARDIZED, standardized(1e-6, False))
+variant("the std of the population, eps 1e-4", STANDARDIZED, standardized(1e-4, False))
+variant("the std of the population, eps 1e-8", STANDARDIZED[:1], standardized(1e-8, False))
+variant("no rule for equal rewards [TRL, verl]", GROUPS, pieces(is_uniform=lambda rewards: False))
+
+# Values, and what is whitened.
+mean_back = lambda J, b: J(b) + b.mask * b.advantages[b.mask].mean()  # noqa: E731
+unbiased = lambda J, b: J(b) * (1 - 1 / b.mask.sum()) ** 0.5  # noqa: E731
+no_return = setting(returns=lambda b: b.returns - b.old_values)
+no_step = setting(value_clip=lambda b: b.value_clip or 1e-300)
+mistake("the reward counted on every token", ["gae"], setting(rewards=reward_everywhere))
+mistake("GAE, then whitened", ["gae"], lambda J, b: gae_whitened(J, b, 0))
+mistake("GAE, then whitened with the unbiased std", ["gae"], lambda J, b: gae_whitened(J, b, 1))
+mistake("the advantage taken for the return", ["value_loss"], no_return)
+mistake("min instead of max", ["value_loss"], pieces(worse=torch.min))
+mistake("the values not clipped", ["value_loss"], setting(value_clip=0))
+variant("no step at all if the range is 0", ["value_loss"], no_step)
+variant("half of the squared error", ["value_loss"], lambda J, b: J(b) / 2)
+variant("the unbiased std [TRL, verl]", ["whiten"], unbiased)
+variant("the mean comes back [TRL, verl: on request]", ["whiten"], mean_back)

@@ -4,7 +4,6 @@ import copy
 import functools
 import inspect
 import json
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,21 +53,6 @@ def parameters_of(function):
     return inspect.signature(getattr(function, "forward", function)).parameters
 
 
-class Bundle:
-    """A batch or a config: it has whatever it is asked for by a name that we know."""
-
-    def __init__(self, find):
-        self.__dict__["find"] = find
-
-    def __getattr__(self, name):
-        return self.find(name)
-
-    __getitem__ = __getattr__
-
-    def get(self, name, default=None):
-        return getattr(self, name, default)
-
-
 @dataclass(eq=False)
 class Subject:
     """A function under test."""
@@ -81,7 +65,6 @@ class Subject:
     rewards: str = "PG"  # or "N", "GP", "G": one group at a time
     fixed: dict = field(default_factory=dict)  # {parameter: value}
     constants: dict = field(default_factory=dict)  # of its own, instead of our keywords
-    needs_ref: bool = False  # in cases without a KL as well
 
     def __post_init__(self):
         self.about = VECTORS["sections"][self.section]
@@ -89,37 +72,21 @@ class Subject:
         kinds = [parameter.kind for parameter in self.parameters.values()]
         self.takes_all = inspect.Parameter.VAR_KEYWORD in kinds
         self.takes_any = inspect.Parameter.VAR_POSITIONAL in kinds
-        self.read = {}  # what it asked a bundle for
         self.given, left = names.assign(self.parameters, self.about, self.section, self.fixed)
         got = {*self.given.values()}
         if "advantages" in got and self.section == "value_loss":
             got.add("returns")  # = advantages + old values
-        takes_ours = "bundle" in got or self.takes_any
-        self.missing = {x for x in self.about["arguments"] if x not in got and not takes_ours}
+        wanted = self.about["arguments"]
+        self.missing = {x for x in wanted if x not in got and not self.takes_any}
         if left or self.missing - {"mask", "old_logprobs"}:
-            wanted = self.about["arguments"]
             raise Misfit(
                 f"it takes {len(self.parameters)} arguments ({', '.join(self.parameters)}), not "
                 f"{len(wanted)}: {', '.join(wanted)}; what is not known is set by --set NAME=VALUE"
             )
-        if "ref_logprobs" in got:
-            name = next(name for name, ours in self.given.items() if ours == "ref_logprobs")
-            self.needs_ref = self.parameters[name].default is inspect.Parameter.empty
-
-    def insists(self):
-        """Whether there is something optional that it was not given so far, and gets from now on."""
-        unused = [x for x in self.parameters if re.search(names.BUNDLES, x) and x not in self.given]
-        unused = [x for x in unused if x not in self.fixed and self.parameters[x].default is None]
-        wants_ref = "ref_logprobs" in self.given.values() and not self.needs_ref
-        self.needs_ref = self.needs_ref or wants_ref
-        self.given |= dict.fromkeys(unused, "bundle")
-        self.__dict__.pop("returns_terms", None)
-        return bool(unused or wants_ref)
+        self.has_ref = "ref_logprobs" in got  # then it gets one in each case
 
     def takes(self, key):
-        _ = self.returns_terms  # so that it has been called once
-        taken = {*self.given.values(), *self.read.values()}
-        return key in taken or key in {names.WIDTHS.get(x) for x in taken}
+        return key in self.given.values()
 
     def swallows(self, case, keys):
         """Whether these keywords get lost in **keywords: the answer is the same without them."""
@@ -131,9 +98,6 @@ class Subject:
             is_default = value == self.about["defaults"].get(key) or key in self.constants
             if not is_default and not self.takes(key) and self.swallows(case, {key}):
                 return f"it has no keyword {key}"
-        bounds = {case["keywords"].get("clip_eps_low"), case["keywords"].get("clip_eps_high")}
-        if "clip_eps" in self.given.values() and "settings" in case["tags"] and len(bounds) == 2:
-            return "it has one width for both bounds"
         has_count = any(self.takes(key) for key in COUNTS)
         if "micro_batches" in case and not has_count and self.swallows(case, {*COUNTS}):
             return "it cannot be used in micro-batches: it has no count of the whole step"
@@ -163,7 +127,7 @@ class Subject:
         if "old_logprobs" in self.missing and self.section not in ("reinforce", "rloo"):
             inputs["old_logprobs"] = inputs["logprobs"]
         changed["keywords"] |= self.constants
-        if self.needs_ref and "kl_coef" in case["keywords"]:
+        if self.has_ref and "kl_coef" in case["keywords"]:
             changed["keywords"].setdefault("ref_logprobs", inputs["logprobs"])  # a KL of 0
         return case if changed == case else with_results(self.section, changed)
 
@@ -185,52 +149,23 @@ class Subject:
         gradient = np.array(case["gradient"]) if "gradient" in case else None
         return np.array(case["value"], float), gradient
 
-    def value_of(self, key, part):
-        """What a parameter gets that is assigned `key`; None if the case has no such thing."""
-        if key == "bundle":
-            return Bundle(lambda name: self.in_bundle(name, part))
-        if key == "lower_bound":
-            return 1 - part["clip_eps_low"]
-        if key == "upper_bound":
-            return 1 + part["clip_eps_high"]
-        if key == "advantages" and self.section == "value_loss":
-            return part["returns"] - part["old_values"]
-        if key == "no_kl":
-            return torch.zeros_like(part["logprobs"]).detach()
-        return ({"zero": 0.0, "small": 1e-6} | part).get(names.WIDTHS.get(key, key))
-
-    def in_bundle(self, name, part):
-        known = names.known_to(self.about) | {*self.about["arguments"]}
-        role = names.role_of(name, self.section, self.about["arguments"])
-        if role == "logprobs" and "logprobs" in self.given.values():
-            role = "old_logprobs"
-        key = names.keyword_of(name, self.section, known) or role
-        value = self.value_of(key, part)
-        if value is None and key == "ref_logprobs":
-            self.needs_ref = True
-            value = part["logprobs"].detach().clone()
-        if value is None:
-            raise AttributeError(f"{name} is not known: pass --set")
-        self.read[name] = key
-        return value
-
     def call(self, part):
+        mine = {*self.given.values(), *self.about["arguments"], "group_size"}
+        others = {key: x for key, x in part.items() if self.takes_all and key not in mine}
+        part = part | {"zero": 0.0}
+        if self.section in LOSSES:
+            part = {"ref_logprobs": part["logprobs"].detach().clone()} | part  # a KL of 0
+        if self.section == "value_loss":
+            part["advantages"] = part["returns"] - part["old_values"]
         named = {key: x for key, x in self.fixed.items() if key in self.parameters}
         for name, key in self.given.items():
-            value = self.value_of(key, part)
-            is_required = self.parameters[name].default is inspect.Parameter.empty
-            if value is None and is_required and key == "ref_logprobs":
-                value = part["logprobs"].detach().clone()  # a KL of 0, where the paper has none
-            if value is not None or is_required:
-                named[name] = value
+            if key in part or self.parameters[name].default is inspect.Parameter.empty:
+                named[name] = part.get(key)
         args = [part[key] for key in self.about["arguments"]] if self.takes_any else []
         for name, parameter in self.parameters.items():
             if parameter.kind is parameter.POSITIONAL_ONLY:
                 args.append(named.pop(name))
-        if self.takes_all:
-            mine = {*self.given.values(), *self.about["arguments"], "group_size"}
-            named |= {key: x for key, x in part.items() if key not in mine}
-        result = self.function(*args, **named)
+        result = self.function(*args, **named, **others)
         return gae_output(result) if self.section == "gae" else main_output(result)
 
     def output(self, part):
@@ -274,11 +209,11 @@ class Subject:
     def notes(self):
         """Lines: what got what, and what was adapted to the function."""
         lines = []
-        pairs = [f"{x} is {names.SAID.get(ours, ours)}" for x, ours in (self.given | self.read).items()]
-        arguments = self.about["arguments"]
-        roles = {names.role_of(name, self.section, arguments) for name in self.given} | {*self.given}
-        is_known = self.takes_any or roles & {*arguments}
+        pairs = [f"{theirs} is {ours}" for theirs, ours in self.given.items()]
         if any(names.plain(theirs) != ours for theirs, ours in self.given.items()):
+            arguments = self.about["arguments"]
+            roles = {names.role_of(name, self.section, arguments, False) for name in self.given}
+            is_known = (roles | {*self.given}) & {*arguments}
             how = "arguments by name" if is_known else "no name was recognized; passed in this order"
             lines.append(f"{how}: {', '.join(pairs)}")
         if self.section == "value_loss" and "advantages" in self.given.values():
