@@ -17,7 +17,6 @@ from rl_loss_vectors import __main__ as command
 from rl_loss_vectors.vectors import Answer, same
 
 import common
-import ppo
 
 README = (ROOT / "conformance" / "README.md").read_text()
 SECTIONS = VECTORS["sections"]

@@ -6,7 +6,7 @@
 wrong with a loss, is `python -m rl_loss_vectors`. The vectors are in the public domain (CC0).
 """
 
-from rl_loss_vectors.suite import cases
+from rl_loss_vectors.doctor import cases
 from rl_loss_vectors.vectors import VECTORS, Subject
 
 __all__ = ["VECTORS", "Subject", "cases"]

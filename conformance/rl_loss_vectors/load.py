@@ -107,8 +107,8 @@ class Module:
 
 
 def load(target, fixed):
-    """(the function of FILE.py:NAME or pkg.module:NAME, lines about how it was loaded); a class is made:
-    its forward is the function."""
+    """(the function of FILE.py:NAME or pkg.module:NAME, lines about how it was loaded); of a class,
+    the forward of a new instance."""
     path, _, name = target.rpartition(":")
     path = path if path.endswith(".py") else path.replace(".", "/") + ".py"
     places = [Path(folder, path) for folder in (".", *sys.path) if Path(folder, path).is_file()]

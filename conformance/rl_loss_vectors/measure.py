@@ -3,7 +3,6 @@ like those of mistakes.py, with numbers."""
 
 import itertools
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -39,77 +38,70 @@ def of_policy(subject, case):
 
 # -------------------------------------------------------------------------------------- the divisor
 
-DIVISORS = {  # B rows, o tokens in each, N in all, the padded width T, a constant L
-    "N": ("token-mean [verl: default]", lambda s: s.N + 0 * s.o),
-    "B |o|": ("sequence-mean: divided by each |o|", lambda s: s.B * s.o),
-    "B L_max": ("a constant length", lambda s: s.B * s.L + 0 * s.o),
-    "B": ("sums of completions, not divided by a length", lambda s: s.B + 0 * s.o),
-    "1": ("a sum, not divided", lambda s: 1 + 0 * s.o),
-    "B T": ("a mean over the padded width", lambda s: s.B * s.T + 0 * s.o),
-    "B N": ("a token-mean, divided by B again", lambda s: s.B * s.N + 0 * s.o),
-    "N / |o|": ("each completion times its |o|", lambda s: s.N / s.o),
-    "B T / |o|": ("each completion times its |o|", lambda s: s.B * s.T / s.o),
-    "B N / |o|": ("each completion times its |o|", lambda s: s.B * s.N / s.o),
+DIVISORS = {  # B rows, o tokens in each, N in all, the padded width T
+    "N": ("token-mean [verl: default]", lambda B, o, N, T: N),
+    "B |o|": ("sequence-mean: divided by each |o|", lambda B, o, N, T: B * o),
+    "B": ("sums of completions, not divided by a length", lambda B, o, N, T: B),
+    "1": ("a sum, not divided", lambda B, o, N, T: 1),
+    "B T": ("a mean over the padded width", lambda B, o, N, T: B * T),
+    "B N": ("a token-mean, divided by B again", lambda B, o, N, T: B * N),
+    "N / |o|": ("each completion times its |o|", lambda B, o, N, T: N / o),
+    "B T / |o|": ("each completion times its |o|", lambda B, o, N, T: B * T / o),
+    "B N / |o|": ("each completion times its |o|", lambda B, o, N, T: B * N / o),
 }
 
 
-def sizes_of(mask, keywords):
-    o = np.array(mask).sum(1)
-    L = keywords.get("max_new_tokens", math.nan)
-    return SimpleNamespace(B=len(o), o=o, N=o.sum(), T=len(mask[0]), L=L)
+def divided_by(formula, k=1):
+    def average(b, terms, how):
+        B, T = b.mask.shape
+        lengths = b.mask.sum(1)
+        # What there is once for a completion stands on each of its tokens.
+        counts = [int(o) // len(row) for o, row in zip(lengths, terms, strict=True)]
+        divisors = [k * formula(B, o, lengths.sum(), T) for o in lengths]
+        return sum(sum(row) * n / D for row, n, D in zip(terms, counts, divisors, strict=True))
+
+    return pieces(average=average)
 
 
-def divisors_of(subject, plain):
-    """(words, k) twice: your divisor is k times one of the table, and ours; on policy, where every
-    token of a completion has the same."""
-    rows = []
-    for case in plain:
-        case = {key: x for key, x in subject.case_of(case["id"]).items() if key != "id"}
-        inputs = case["inputs"] | {"old_logprobs": case["inputs"]["logprobs"]}
-        keywords = case["keywords"] | ones_for(subject, np.shape(case["gradient"]))
-        case = with_results(subject.section, case | {"inputs": inputs, "keywords": keywords})
-        ours = -np.array(case["gradient"])
-        tables = np.array(inputs["advantages"]) / np.array([of_policy(subject, case), ours])
-        tables = np.where(ours == 0, math.nan, tables)
-        assert not np.isinf(tables).any(), "no gradient, or one that should not be there"
-        least, most = np.fmin.reduce(tables, 2), np.fmax.reduce(tables, 2)
-        assert not (most - least > NEAR * abs(most)).any(), "different divisors in a completion"
-        formulas = [formula(sizes_of(inputs["mask"], keywords)) for _, formula in DIVISORS.values()]
-        rows.append(most[:, None] / np.array(formulas))
-    results = []
-    for table in np.concatenate(rows, 2):
-        options = []
-        for words, row in zip(DIVISORS, table, strict=True):
-            k = row[np.isfinite(row)]
-            if len(k) and np.ptp(k) <= NEAR * abs(k[0]):
-                options.append((words, k[0]))
-        # A factor of 1 is the likeliest, then the fewest words.
-        results.append(min(options, key=lambda pair: (abs(abs(pair[1]) - 1) > NEAR) * len(pair[0])))
-    return results
+def divisor_of(subject, plain):
+    """(words, k): yours is k times this one, on policy, in all cases; ("", 1) if it is the paper's."""
+    options = []
+    cases = [on_policy(subject, case) for case in plain]
+    yours = np.concatenate([of_policy(subject, case).ravel() for case in cases])
+    assert yours.any(), "no gradient"
+    formulas = {"": None} | {words: divided_by(formula) for words, (_, formula) in DIVISORS.items()}
+    for words, change in formulas.items():
+        gradients = [evaluate(subject.section, case, change)[1].numpy().ravel() for case in cases]
+        ours = -np.concatenate(gradients)
+        k = (ours @ ours) / (ours @ yours)
+        if np.allclose(ours, k * yours, rtol=NEAR, atol=NEAR * abs(ours).max()):
+            options.append((words, k))
+    # A factor of 1 is the likeliest, then the fewest words.
+    return min(options, key=lambda pair: (abs(abs(pair[1]) - 1) > NEAR) * len(pair[0] or "paper"))
+
+
+def on_policy(subject, case):
+    case = {key: x for key, x in subject.case_of(case["id"]).items() if key != "id"}
+    inputs = case["inputs"] | {"old_logprobs": case["inputs"]["logprobs"]}
+    keywords = case["keywords"] | ones_for(subject, np.shape(case["gradient"]))
+    return with_results(subject.section, case | {"inputs": inputs, "keywords": keywords})
 
 
 def divisor(subject, plain, found):
-    (words, k), (right, _) = divisors_of(subject, plain)
-    name, formula = DIVISORS[words]
-
-    def average(b, terms, how):
-        sizes = sizes_of(b.mask.tolist(), vars(b))
-        # What there is once for a completion stands on each of its tokens.
-        counts = [o // len(row) for o, row in zip(sizes.o, terms, strict=True)]
-        divisors = k * formula(sizes)
-        return sum(sum(row) * n / D for row, n, D in zip(terms, counts, divisors, strict=True))
-
+    words, k = divisor_of(subject, plain)
     names = ["mistake: wrong sign"] if k < 0 else []
     if abs(abs(k) - 1) > NEAR:
-        names.append(f"mistake: divided by {abs(k):.4g} times {words}, not by {right}")
-    elif words != right:
-        names.append(f"mistake: {name}")
-    return names, pieces(average=average)
+        names.append(f"mistake: divided by {abs(k):.4g} times {words or 'what the paper divides by'}")
+    elif words:
+        names.append(f"mistake: {DIVISORS[words][0]}")
+    if not words:
+        return names, lambda J, b: J(b) / k
+    return names, divided_by(DIVISORS[words][1], k)
 
 
 def own_length(subject, plain):
     """The L_max of a Dr. GRPO that has no keyword for it, or None."""
-    (words, k), _ = divisors_of(subject, plain)
+    words, k = divisor_of(subject, plain)
     return float(f"{k:.6g}") if words == "B" and k > 1 + NEAR else None
 
 

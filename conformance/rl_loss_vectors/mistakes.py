@@ -65,12 +65,6 @@ def mask_moved(by):
     return together(least_length, setting(mask=moved))
 
 
-def arithmetic_mean(b, i, factor):
-    a = b.advantages[i, tokens(b, i)[0]]
-    factors = [factor(ratio(b, i, t), a, t) if a else 0 for t in tokens(b, i)]
-    return sum(factors) / length(b, i) * a
-
-
 def whitened(x, mask, correction=1):
     std = x[mask].std(correction=correction)
     return torch.where(mask, (x - x[mask].mean()) / (std + 1e-8), 0)
@@ -78,15 +72,6 @@ def whitened(x, mask, correction=1):
 
 def gae_whitened(J, b, correction):
     return torch.stack([whitened(J(b)[0], b.mask, correction), J(b)[1]])
-
-
-def dropped(by_length=True, bad_only=True):
-    def is_dropped(b, i):
-        far = sum(reference.log_mu_over_pi(b, i, t) for t in tokens(b, i))
-        is_far = far / (length(b, i) if by_length else 1) > b.offpolicy_mask > 0
-        return is_far and (reference.advantage(b, i) < 0 or not bad_only)
-
-    return pieces(is_dropped=is_dropped)
 
 
 def every_pair(J, b):
@@ -102,15 +87,6 @@ def sequence_ratio_by(mean):
         return mean(torch.stack([ratio(b, i, t) for t in tokens(b, i)]), b.mask.shape[1])
 
     return pieces(sequence_ratio=s)
-
-
-def reward_everywhere(b):
-    return 0 * b.rewards + torch.where(b.mask, b.rewards, 0).sum(1, keepdim=True)
-
-
-def of_sums(divisor):
-    """A value loss that divides by something else than N."""
-    return pieces(average=lambda b, terms, how: sum(map(sum, terms)) / divisor(b))
 
 
 # ---------------------------------------------------------------------------------------- the entries
@@ -139,8 +115,9 @@ def variant(name, sections, change):
 every_token = setting(mask=lambda b: torch.ones_like(b.mask))
 with_holes = pieces(length=lambda b, i: tokens(b, i)[-1] - tokens(b, i)[0] + 1)
 whitened_again = setting(advantages=lambda b: whitened(b.advantages, b.mask))
+by_area = pieces(average=lambda b, terms, how: sum(map(sum, terms)) / b.mask.numel())
 mistake("wrong sign", ["value_loss", "positive_lm_loss"], lambda J, b: -J(b))
-mistake("a mean over the padded width", ["value_loss"], of_sums(lambda b: b.mask.numel()))
+mistake("a mean over the padded width", ["value_loss"], by_area)
 mistake("a mean of each micro-batch [verl: geo_mean]", AVERAGED, sum_over_micro_batches)
 mistake("holes counted in |o|", BY_LENGTH, with_holes)
 mistake("mask ignored", [*MASKED, "replayed_gate"], every_token)
@@ -155,11 +132,10 @@ upside_down = pieces(log_ratio=lambda b, i, t: -log_ratio(b, i, t))
 by_width = sequence_ratio_by(lambda r, width: torch.exp(r.log().sum() / width))
 swapped = setting(tau_pos=lambda b: b.tau_neg, tau_neg=lambda b: b.tau_pos)
 no_4_over_tau = pieces(gate=lambda r, tau: gate(r, tau) * tau / 4)
-arithmetic = "an arithmetic instead of a geometric mean"
 mistake("every ratio times every A: (B,) times (B, 1)", ["gspo", *GEOMETRIC], every_pair)
 mistake("a ratio for each token: GRPO's", ["gspo"], lambda J, b: reference.grpo(b))
-mistake(arithmetic, ["gspo"], sequence_ratio_by(lambda r, width: r.mean()))
-mistake(arithmetic, GEOMETRIC, pieces(geometric_mean=arithmetic_mean))
+by_mean = sequence_ratio_by(lambda r, width: r.mean())
+mistake("an arithmetic instead of a geometric mean", ["gspo"], by_mean)
 mistake("log s is a mean over the padded width", ["gspo"], by_width)
 product = pieces(length=lambda b, i: 1)
 mistake("a product instead of a geometric mean", ["gspo", *GEOMETRIC], product)
@@ -177,8 +153,6 @@ variant("a cap of 0.2 [TRL: default]", ["cispo"], setting(is_weight_cap=0.2))
 
 # The off-policy mask.
 inverse = pieces(log_mu_over_pi=lambda b, i, t: -log_mu_over_pi(b, i, t))
-mistake("a sum of log(mu / pi), not a mean", OFFPOLICY, dropped(by_length=False))
-mistake("completions with A > 0 are masked as well", OFFPOLICY, dropped(bad_only=False))
 mistake("log(pi / mu)", OFFPOLICY, inverse)
 mistake("no sampler: log(pi_old / pi)", OFFPOLICY, setting(rollout_ratio=None))
 
@@ -211,7 +185,7 @@ mean_back = lambda J, b: J(b) + b.mask * b.advantages[b.mask].mean()  # noqa: E7
 unbiased = lambda J, b: J(b) * (1 - 1 / b.mask.sum()) ** 0.5  # noqa: E731
 no_return = setting(returns=lambda b: b.returns - b.old_values)
 no_step = setting(value_clip=lambda b: b.value_clip or 1e-300)
-mistake("the reward counted on every token", ["gae"], setting(rewards=reward_everywhere))
+mistake("the advantage returned as the return", ["gae"], lambda J, b: J(b)[[0, 0]])
 mistake("GAE, then whitened", ["gae"], lambda J, b: gae_whitened(J, b, 0))
 mistake("GAE, then whitened with the unbiased std", ["gae"], lambda J, b: gae_whitened(J, b, 1))
 mistake("the advantage taken for the return", ["value_loss"], no_return)

@@ -162,11 +162,10 @@ class Subject:
             if key in part or self.parameters[name].default is inspect.Parameter.empty:
                 named[name] = part.get(key)
         args = [part[key] for key in self.about["arguments"]] if self.takes_any else []
-        for name, parameter in self.parameters.items():
-            if parameter.kind is parameter.POSITIONAL_ONLY:
-                args.append(named.pop(name))
         result = self.function(*args, **named, **others)
-        return gae_output(result) if self.section == "gae" else main_output(result)
+        if self.section == "gae":  # advantages and returns, one above the other
+            return torch.stack([torch.as_tensor(x) for x in result[:2]])
+        return main_output(result)
 
     def output(self, part):
         """What it returns; groups of rewards may have to be passed in another arrangement."""
@@ -221,14 +220,10 @@ class Subject:
         first = self.about["cases"][0]["keywords"]
         for key, x in self.constants.items():
             if first[key] != x:
-                whose = "the paper's, where ours is" if self.section == "gspo" else "where ours is"
-                lines.append(
-                    f"{key} is {x:.4g}, {whose} {first[key]:.4g}: the cases are computed with it"
-                )
+                whose = "the paper's" if self.section == "gspo" else "yours"
+                lines.append(f"{key} is {x:.4g}, {whose}: the cases are computed with it")
         if "mask" in self.missing and not self.returns_terms:
-            lines.append(
-                "it takes no mask: tested on rows without padding; zero what stands behind the end"
-            )
+            lines.append("it takes no mask: tested without padding; zero what stands behind the end")
         if "old_logprobs" in self.missing and self.section not in ("reinforce", "rloo"):
             lines.append("it takes no old log-probs: tested where every ratio is 1")
         if self.returns_terms:
@@ -245,16 +240,9 @@ def main_output(result):
     if result is None:
         raise Misfit("it returns None: is a `return` missing?")
     if isinstance(result, Mapping):
-        if "loss" not in result:
-            raise ValueError(f'it returns a dict without "loss": {", ".join(map(str, result))}')
         result = result["loss"]
     result = getattr(result, "loss", result)
     return torch.as_tensor(result[0] if isinstance(result, (tuple, list)) else result)
-
-
-def gae_output(result):
-    """Advantages and returns, one above the other."""
-    return torch.stack([torch.as_tensor(x) for x in result[:2]])
 
 
 def gradient_of(output, first, coefficients):
