@@ -2,7 +2,6 @@
 an entry of mistakes.py or measure.py, or where and by how much it differs (explain.py)."""
 
 import dataclasses
-import functools
 import itertools
 from typing import NamedTuple
 
@@ -222,17 +221,13 @@ def report(subject, results):
         elif is_right(subject, case, answer):
             lines.append(f"  agrees   {about}")
         else:
-            off = np.abs(answer.value - subject.expected(case)[0]).max()
-            lines.append(f"  DIFFERS  {about}: off by {off:.2g}")
+            pairs = zip(answer, subject.expected(case), strict=True)
+            off = [f"{np.abs(x - y).max():.2g}" for x, y in pairs if y is not None]
+            lines.append(f"  DIFFERS  {about}: off by {', the gradient by '.join(off)}")
     return lines
 
 
 # ------------------------------------------------------------------------------ for a pytest suite
-
-
-@functools.cache
-def diagnosis_of(subject):
-    return diagnosis(subject, examine(subject))
 
 
 class Check(NamedTuple):
@@ -245,7 +240,7 @@ class Check(NamedTuple):
         """An AssertionError with the diagnosis of all cases, if the function does not agree."""
         answer = self.subject.answer(self.case)
         if not is_right(self.subject, self.case, answer):
-            raise AssertionError("\n".join(diagnosis_of(self.subject)))
+            raise AssertionError("\n".join(diagnosis(self.subject, examine(self.subject))))
 
 
 def cases(section, call, xfails=(), **how):

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 from rl_loss_vectors import reference
-from rl_loss_vectors.reference import LOSSES, gate, k3, length, log_mu_over_pi, log_ratio, ratio, tokens
+from rl_loss_vectors.reference import LOSSES, gate, k3, log_mu_over_pi, log_ratio, ratio, tokens
 
 # ------------------------------------------------------------------------------------ ways to change
 
@@ -53,25 +53,9 @@ def sum_over_micro_batches(J, b):
     )
 
 
-def mask_moved(by):
-    """The least length is that of a completion whose tokens are all ignored."""
-    least_length = pieces(
-        length=lambda b, i: length(b, i) or 1e-12, advantage=lambda b, i: b.advantages[i, 0]
-    )
-
-    def moved(b):
-        return torch.roll(torch.nn.functional.pad(b.mask, (1, 1)), by, 1)[:, 1:-1]
-
-    return together(least_length, setting(mask=moved))
-
-
 def whitened(x, mask, correction=1):
     std = x[mask].std(correction=correction)
     return torch.where(mask, (x - x[mask].mean()) / (std + 1e-8), 0)
-
-
-def gae_whitened(J, b, correction):
-    return torch.stack([whitened(J(b)[0], b.mask, correction), J(b)[1]])
 
 
 def every_pair(J, b):
@@ -99,7 +83,7 @@ BY_LENGTH = [name for name in WITH_RATIO if name != "dr_grpo"]  # where |o| coun
 STANDARDIZED = ["group_advantages", "grouped_advantages"]
 GROUPS = ["group_advantages", "group_differences", "leave_one_out"]
 AVERAGED = [*LOSSES, "value_loss"]
-MASKED = [*AVERAGED, "positive_lm_loss"]
+MASKED = [*AVERAGED, "positive_lm_loss", "replayed_gate"]
 ENTRIES = []  # (kind, name, sections of vectors.json, change)
 
 
@@ -120,9 +104,7 @@ mistake("wrong sign", ["value_loss", "positive_lm_loss"], lambda J, b: -J(b))
 mistake("a mean over the padded width", ["value_loss"], by_area)
 mistake("a mean of each micro-batch [verl: geo_mean]", AVERAGED, sum_over_micro_batches)
 mistake("holes counted in |o|", BY_LENGTH, with_holes)
-mistake("mask ignored", [*MASKED, "replayed_gate"], every_token)
-mistake("the mask one place early", MASKED, mask_moved(-1))
-mistake("the mask one place late", MASKED, mask_moved(1))
+mistake("mask ignored", MASKED, every_token)
 mistake("no gradient: something is detached", LOSSES, lambda J, b: J(b).detach())
 mistake("the advantages whitened again", LOSSES, whitened_again)
 
@@ -181,13 +163,19 @@ variant("the std of the population, eps 1e-8", STANDARDIZED[:1], standardized(1e
 variant("no rule for equal rewards [TRL, verl]", GROUPS, pieces(is_uniform=lambda rewards: False))
 
 # Values, and what is whitened.
+
+
+def gae_whitened(correction):
+    return lambda J, b: torch.stack([whitened(J(b)[0], b.mask, correction), J(b)[1]])
+
+
 mean_back = lambda J, b: J(b) + b.mask * b.advantages[b.mask].mean()  # noqa: E731
 unbiased = lambda J, b: J(b) * (1 - 1 / b.mask.sum()) ** 0.5  # noqa: E731
 no_return = setting(returns=lambda b: b.returns - b.old_values)
 no_step = setting(value_clip=lambda b: b.value_clip or 1e-300)
 mistake("the advantage returned as the return", ["gae"], lambda J, b: J(b)[[0, 0]])
-mistake("GAE, then whitened", ["gae"], lambda J, b: gae_whitened(J, b, 0))
-mistake("GAE, then whitened with the unbiased std", ["gae"], lambda J, b: gae_whitened(J, b, 1))
+mistake("GAE, then whitened", ["gae"], gae_whitened(0))
+mistake("GAE, then whitened with the unbiased std", ["gae"], gae_whitened(1))
 mistake("the advantage taken for the return", ["value_loss"], no_return)
 mistake("min instead of max", ["value_loss"], pieces(worse=torch.min))
 mistake("the values not clipped", ["value_loss"], setting(value_clip=0))

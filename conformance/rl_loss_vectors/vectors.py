@@ -46,13 +46,6 @@ class Misfit(Exception):
     """A function that cannot be called at all; the message is one line for its author."""
 
 
-def parameters_of(function):
-    """{name: parameter}; those of a module are in `forward`, which its __call__ hides."""
-    if not callable(function):
-        raise Misfit(f"it is no function: {function!r}")
-    return inspect.signature(getattr(function, "forward", function)).parameters
-
-
 @dataclass(eq=False)
 class Subject:
     """A function under test."""
@@ -68,7 +61,9 @@ class Subject:
 
     def __post_init__(self):
         self.about = VECTORS["sections"][self.section]
-        self.parameters = parameters_of(self.function)
+        # A module's parameters are in `forward`, which its __call__ hides.
+        function = getattr(self.function, "forward", self.function)
+        self.parameters = inspect.signature(function).parameters
         kinds = [parameter.kind for parameter in self.parameters.values()]
         self.takes_all = inspect.Parameter.VAR_KEYWORD in kinds
         self.takes_any = inspect.Parameter.VAR_POSITIONAL in kinds
