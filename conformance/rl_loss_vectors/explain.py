@@ -61,6 +61,13 @@ def lines_of_loss(subject, rows, measured):
         lines.append("every value is right: a detach is missing, or one too many")
     if any(answer.gradient[np.array(case["inputs"]["mask"]) == 0].any() for case, answer, *_ in rows):
         lines.append("there is a gradient in masked places")
+    for case, answer, _, gradient in rows:
+        if "on_policy" in case["tags"]:
+            A = np.broadcast_to(case["inputs"]["advantages"], gradient.shape)[:, :1]
+            acts = np.fmax.reduce(np.where(gradient, answer.gradient / gradient, np.nan) * A, 1)
+            if not near(acts, A[:, 0]).all():
+                lines.append(f"on policy, advantages of {in_columns(A[:, 0])}")
+                lines.append(f"                 act like {in_columns(acts)}")
     try:
         size = np.abs(measure.asked(subject, np.zeros(2), [0, 0])[0].gradient).max()
         yours, cases = measure.weights(subject, np.log(RATIOS[1:]))

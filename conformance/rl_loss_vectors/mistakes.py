@@ -173,6 +173,7 @@ mean_back = lambda J, b: J(b) + b.mask * b.advantages[b.mask].mean()  # noqa: E7
 unbiased = lambda J, b: J(b) * (1 - 1 / b.mask.sum()) ** 0.5  # noqa: E731
 no_return = setting(returns=lambda b: b.returns - b.old_values)
 no_step = setting(value_clip=lambda b: b.value_clip or 1e-300)
+mistake("lambda ignored", ["gae"], setting(lam=1))
 mistake("the advantage returned as the return", ["gae"], lambda J, b: J(b)[[0, 0]])
 mistake("GAE, then whitened", ["gae"], gae_whitened(0))
 mistake("GAE, then whitened with the unbiased std", ["gae"], gae_whitened(1))
