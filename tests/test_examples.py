@@ -95,7 +95,11 @@ TRL_LOSSES = [  # (function of doctor_trl.py, section, diagnosis)
     ("grpo_default_kl", "grpo", ["variant: k3 times r, unasked [TRL: default]", *NAN]),
     ("dr_grpo", "dr_grpo", NAN),
     ("dapo", "dapo", NAN),
-    ("dapo_default", "dapo", ["variant: the range is [0.8, 1.2], not [0.8, 1.28] [TRL, verl: default]", *NAN]),
+    (
+        "dapo_default",
+        "dapo",
+        ["variant: the range is [0.8, 1.2], not [0.8, 1.28] [TRL, verl: default]", *NAN],
+    ),
     ("gspo", "gspo", NAN),
     ("cispo", "cispo", NAN),
     ("cispo_default", "cispo", ["variant: a cap of 0.2 [TRL: default]", *NAN]),
