@@ -69,23 +69,6 @@ def test_format_and_accuracy_are_added():
     assert graded == rows
 
 
-@pytest.mark.extras
-def test_rewards_of_trl_work_as_they_are(tmp_path):
-    (tmp_path / "of_trl.py").write_text("from trl.rewards import accuracy_reward")
-    question = [{"role": "user", "content": "How much is a half?"}]
-    rows = [  # solution, completion, TRL's reward
-        (r"\frac{1}{2}", r"It is \boxed{0.5}", 1.0),
-        (r"\frac{1}{2}", r"It is \boxed{0.25}", 0.0),
-        ("", r"It is \boxed{0.5}", 0.0),  # None, which is 0
-    ]
-    completions = []
-    for solution, text, _ in rows:
-        problem = Problem("", "", [], {"solution": solution, "prompts": question})
-        completions.append(Completion(problem, [3], [], text=text))
-    grade = load_grader(script_args("grpo", reward=f"{tmp_path}/of_trl.py:accuracy_reward")[1])
-    assert [c.reward for c in grade(completions)] == [reward for _, _, reward in rows]
-
-
 # ----------------------------------------------------------------------------------------------- TRL
 
 
@@ -258,18 +241,14 @@ def test_no_flag_of_a_script_is_dropped_in_silence(
         ("--no_flag 1", "unknown argument --no_flag"),
         ("--micro_batch_size 3", "--micro_batch_size 3 does not divide 16, a process's rows"),
         ("--use_vllm --kl_is_corrected", "--kl_is_corrected has no effect with --use_vllm"),
+        ("", "--num_minibatches: 3 processes cannot share a step of 16"),
     ],
 )
-def test_what_trl_would_drop_is_one_line(trl_trainer, words, line):
+def test_what_trl_cannot_use_is_one_line(trl_trainer, monkeypatch, words, line):
+    if "3 processes" in line:
+        monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(UserError, match=f"^{re.escape(line)}"):
         parsed(trl_trainer, *words.split())
-
-
-@pytest.mark.extras
-def test_a_step_must_be_shared_evenly(trl_trainer, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(UserError, match="^--num_minibatches: 3 processes cannot share a step of 16"):
-        parsed(trl_trainer)
 
 
 def launched(file, *words):

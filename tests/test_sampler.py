@@ -204,16 +204,6 @@ def test_micro_batches_have_each_row_once_sorted_by_length(count, size):
         assert rows == sorted(minibatch.rows, key=lambda row: (sum(batch.lengths[row]), row))
 
 
-STEPS = [(256, [16] * 16), (96, [16] * 6), (104, [18] * 2 + [17] * 4), (8, [8])]
-
-
-@pytest.mark.parametrize("num_rows, sizes", STEPS)
-def test_a_batch_that_is_not_full_takes_fewer_steps_of_nearly_the_usual_size(num_rows, sizes):
-    _, args = script_args("dapo", update_epochs=2)
-    batch = batch_of_ids([([3], [4, 5])] * num_rows)
-    assert [len(minibatch) for minibatch in batch.minibatches(args)] == sizes * 2
-
-
 def computed_tokens(lengths, groups):
     """The number of tokens in the forward passes of these rows, padding included."""
     return sum(len(group) * max(sum(lengths[row]) for row in group) for group in groups)
