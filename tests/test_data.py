@@ -12,8 +12,8 @@ from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from common import ProblemStream, UserError, addition_problems, load_problems
-from plumbing.data import read_rows, usable_rows
+from common import UserError, addition_problems, load_problems
+from plumbing.data import ProblemStream, read_rows, usable_rows
 
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}{{ end }}<assistant>"
 
