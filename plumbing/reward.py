@@ -79,7 +79,8 @@ def graded(result, c):
         number, verdict = result
     else:
         number = 0.0 if result is None else result  # None: this function does not grade it
-        verdict = "correct" if number > 0.5 else "truncated" if c.truncated else "wrong"
+        wrong = "truncated" if c.truncated else "wrong"
+        verdict = "correct" if number > 0.5 else wrong
     if not abs(number) <= 1e9 or verdict not in VERDICTS:  # a NaN fails this too
         raise ValueError(f"not {result!r:.80} (verdicts: {', '.join(VERDICTS)})")
     return float(number), verdict
