@@ -3,8 +3,8 @@ rollout correction, evaluation. It also re-exports what scripts need from plumbi
 
 A tensor's suffix names its axes: P prompts, G completions per prompt, B rows (of a rollout, minibatch
 or micro-batch), N rows of a sampler's batch, R the rows of it that are not finished, T response tokens,
-U = T + 1, S prompt + response, V vocabulary, L layers, E experts, K active experts, 1
-for a size-1 axis. A "step" is an optimizer step; an "iteration" is a rollout and its steps.
+U = T + 1, S prompt + response, V vocabulary, L layers, E experts, K active experts, 1 for a size-1
+axis. A "step" is an optimizer step; an "iteration" is a rollout and its steps.
 """
 
 import contextlib
