@@ -130,8 +130,12 @@ def length(text):
         os.kill(os.getpid(), signal.SIGINT)
     return len(text)
 
+def wait_for_all(barrier):  # a signal that arrives in the middle of a fork is lost
+    barrier.wait()
+
 def lengths(completions, kind):
-    pool = multiprocessing.get_context(kind).Pool(2)
+    context = multiprocessing.get_context(kind)
+    pool = context.Pool(2, wait_for_all, (context.Barrier(2),))
     values = pool.map(length, completions)
     pool.terminate()
     pool.join()
