@@ -9,6 +9,8 @@ import torch
 from conftest import MORE, SCRIPTS, SMALL, TINY_MOE, checkpoint_of, flags_it_has, metrics, run
 from safetensors.torch import load_file
 
+import ppo
+
 WEIGHTS = "model.safetensors"
 
 
@@ -54,3 +56,10 @@ def test_no_weight_moves_wherever_the_weights_lie_in_memory(tmp_path, sums, rewa
     flags = ("--model", model, "--lr", 2e-4, "--dataset", sums, "--reward", reward_file("return 0.0"))
     rows = ("--prompts_per_iteration", 4, "--num_minibatches", 16, "--max_new_tokens", 1)
     check_that_nothing_moves("grpo", model, tmp_path / "run", *flags, *rows)
+
+
+@pytest.mark.parametrize("middle", [0, 0.5])
+def test_whitening_does_not_amplify_rounding(middle):
+    """Advantages that are equal up to rounding do not become 1 and -1."""
+    x_BT = middle + 1e-7 * torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
+    assert ppo.whiten(x_BT, torch.ones(16, 8)).abs().max() <= max(1e-3, x_BT.abs().max())
