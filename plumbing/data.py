@@ -282,6 +282,7 @@ def usable_rows(rows, flag, policy, args):
     rendered = {}
     problems = {}
     num_equal = 0
+    number = 0
     for number, row in enumerate(rows, 1):
         if isinstance(row, dict):
             columns |= dict.fromkeys(map(str, row))  # csv puts surplus cells under None
@@ -297,7 +298,7 @@ def usable_rows(rows, flag, policy, args):
         if len(rendered) == 20 and not problems:
             break  # the chat template, say, would reject all others too
     left_out = [f"{n:,} {reason} (first: {firsts[reason]})" for reason, n in counts.items()]
-    if not problems or counts.total() > (len(problems) + counts.total()) / 10:
+    if not problems or counts.total() > number / 10:
         raise UserError(
             f"--{flag} {getattr(args, flag)}: {counts.total():,} rows cannot be used: "
             f"{', '.join(left_out)}; "

@@ -208,6 +208,7 @@ TENTH = [  # rows, the number of problems (None: the run ends)
     (sums(17) + [row("", "1")] * 2, None),
     (sums(9) * 100 + [row("x", "")] * 101, None),
     (sums(20) + [row("3+1=", "5"), row("3+1=", "4")], 20),
+    ((sums(49) + [row("", "1")]) * 20, 49),
 ]
 
 
