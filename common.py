@@ -556,13 +556,14 @@ def token_logprobs(policy, batch, temperature, entropy_grad=False, replay=True):
 def over_rows(function, batch, args):
     """Calls `function(micro_batch)` -> {name: (rows, ...)} on the update's micro-batches, so that the
     update's first step computes the same values. Returns {name: (B, ...)}."""
+    place = {row: i for i, row in enumerate(batch.rows)}  # the batch may be a part of a rollout
     tables = {}  # {name: the tensor of each row}
     for part in batch.parts(args):
         for micro in part.micro_batches(args):
             for name, values in function(micro).items():
                 table = tables.setdefault(name, [None] * len(batch))
                 for row, of_row in zip(micro.rows, values, strict=True):
-                    table[row] = of_row
+                    table[place[row]] = of_row
     return {name: pad(table, batch.mask_BT.device) for name, table in tables.items()}
 
 

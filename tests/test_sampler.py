@@ -250,8 +250,9 @@ def test_over_rows_restores_the_order_of_the_rollout():
     def values(micro):
         return {"x": micro.response_BT * micro.mask_BT}
 
-    found = common.over_rows(values, batch, args)["x"]
-    assert torch.equal(found, batch.response_BT * batch.mask_BT)
+    for part in (batch, batch[[7, 2, 9, 4]]):
+        found = common.over_rows(values, part, args)["x"]
+        assert torch.equal(found, part.response_BT * part.mask_BT)
 
 
 def test_padded_sequences_compute_what_they_compute_alone(tiny_policy):
