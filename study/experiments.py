@@ -39,9 +39,9 @@ def crossed(seeds, flags, runs, files=None):
 # -------------------------------------------------------------------------------- the default job
 
 SHORT = "--iterations 20 --eval_every 0 --save_every 0"
-NINE = "--eval_every 2 --eval_samples 8 --save_every 0"
+NINE = "--eval_every 0 --eval_samples 8 --save_every 0"
 DEFAULTS = {(script, "default"): "" for script in SCRIPTS}
-DEFAULTS |= {("dapo", "default"): "--eval_every 1", ("grpo", "free"): "--kl_coef 0"}
+DEFAULTS["grpo", "free"] = "--kl_coef 0"
 # What each mechanism did. Column: key in metrics.jsonl, how many of the last iterations [0: all], and
 # words for report.py, which leaves out what a script does not log.
 ACTED = {

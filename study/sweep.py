@@ -4,7 +4,7 @@
 
 Each run is one command line, with one thread; its log stays in runs/sweep/. For an experiment X,
 results/X.csv has a row for each run; nine and more also have results/X_curves.csv, with a row for every
-second iteration. An interrupted sweep continues where it stopped: a run that has a row with the same
+fourth iteration. An interrupted sweep continues where it stopped: a run that has a row with the same
 flags is not repeated. To measure again, delete the rows.
 """
 
@@ -36,7 +36,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 END = 8_000  # completions that `area` covers; the last rollout of every default run starts later
-CURVE_STEP = 2  # iterations averaged in one row of a curve
+CURVE_STEP = 4  # iterations averaged in one row of a curve
 CURVE = {  # column: key in metrics.jsonl
     "accuracy": "rollout/accuracy",
     "len": "rollout/response_len_mean",
