@@ -113,9 +113,12 @@ def read_rows(args, flag):
     name = getattr(args, flag)
     split = args.dataset_split if flag == "dataset" else args.eval_split
     with one_line(f"--{flag} {name} cannot be read"):  # the libraries raise many kinds of exceptions
-        if name.endswith((".csv", ".json", ".jsonl")):
+        if name.endswith((".json", ".jsonl")):
+            return read_json(Path(name).read_text(encoding="utf-8-sig"))
+        if name.endswith((".csv", ".tsv")):
+            delimiter = "," if name.endswith(".csv") else "\t"
             with open(name, encoding="utf-8-sig", newline="") as file:
-                return list(csv.DictReader(file)) if name.endswith(".csv") else read_json(file.read())
+                return list(csv.DictReader(file, delimiter=delimiter))
         import datasets  # imported here: 80 MB that few runs need
 
         datasets.disable_progress_bars()
@@ -170,6 +173,8 @@ def cell_of(row, column):
 def chat_message(item):
     """A message from a dataset, with its text parts joined."""
     content = item.get("content")
+    if content is None and item.get("tool_calls"):
+        content = ""
     if isinstance(content, list):
         content = joined_parts(content)
     if "role" not in item or not isinstance(content, str):
@@ -223,6 +228,9 @@ def render(messages, policy, args):
     if args.system_prompt:
         messages = [{"role": "system", "content": args.system_prompt}, *messages]
     if tokenizer.chat_template:
+        for message in messages:
+            if any(token in message["content"] for token in tokenizer.all_special_tokens):
+                raise BadRow("that already have the chat template's special tokens", message["content"])
         options = {"tokenize": False, "add_generation_prompt": True, **args.template_options()}
         try:
             text = tokenizer.apply_chat_template(messages, **options)

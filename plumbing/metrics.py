@@ -84,9 +84,8 @@ def policy_stats(outputs, micro, is_first_step):
         "entropy": masked_mean(outputs.entropy_BT, mask_BT),
         "sequence_ratio_max": torch.where(mask_BT.any(1), logratio_B, -math.inf).max().exp(),
     }
-    if (
-        is_first_step and micro.old_experts_BTLK is not None
-    ):  # old log-probs are the training forward's, so the ratio must be 1
+    if is_first_step and micro.old_experts_BTLK is not None:
+        # Old log-probs are the training forward's, so the ratio must be 1.
         stats["first_step_ratio_error_max"] = torch.where(mask_BT, logratio_BT.expm1(), 0).abs().max()
     return stats
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.generic import ContextManagers
 
-from plumbing.args import UserError, one_line
+from plumbing.args import UserError, checkpoints_in, one_line
 from plumbing.routing import find_routers, read_routers, routing_contexts
 
 TINY_MOE = Path(__file__).parent.parent / "tiny_moe"  # the folder that --model tiny-moe means
@@ -37,6 +37,9 @@ def load_policy(args):
                 huggingface_hub.model_info(source, timeout=10)
     if Path(source, "adapter_config.json").exists():
         raise UserError(f"--model {args.model} is an adapter: merge it into its base model first")
+    checkpoints = checkpoints_in(Path(source))
+    if checkpoints:
+        raise UserError(f"--model {args.model} is a run: pass its {checkpoints[-1].name}")
     with one_line(f"--model {args.model} cannot be used"):  # damaged folders may raise anything
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         model = load_weights(source)
@@ -102,7 +105,9 @@ def check_model(model, tokenizer):
         raise UserError("transformers does not separate its body from its head")
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise UserError("it has no tokenizer")
-    if not ids or not all(isinstance(token, int) for token in ids):
+    if not ids:
+        raise UserError("it has no EOS: name one in its generation_config.json (eos_token_id)")
+    if not all(isinstance(token, int) for token in ids):
         raise UserError(f"its EOS ids must be integers, not {ids}")
 
 

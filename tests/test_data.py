@@ -73,9 +73,9 @@ def chat(*turns):
 # --------------------------------------------------------------------------------------------- files
 
 
-def write_csv(path, rows):
+def write_csv(path, rows, delimiter=","):
     with open(path, "w", newline="", encoding="utf-8-sig") as file:
-        writer = csv.DictWriter(file, rows[0])
+        writer = csv.DictWriter(file, rows[0], delimiter=delimiter)
         writer.writeheader()
         writer.writerows(rows)
 
@@ -94,6 +94,7 @@ def test_every_kind_of_file_has_the_same_rows(tmp_path):
     write_lines(tmp_path / "lines.jsonl", EXACT)
     (tmp_path / "mark.json").write_text("\n" + json.dumps(EXACT, indent=1), encoding="utf-8-sig")
     write_csv(tmp_path / "cells.csv", EXACT)
+    write_csv(tmp_path / "cells.tsv", EXACT, "\t")
     Dataset.from_list(EXACT).to_parquet(tmp_path / "data[1].parquet")
     Dataset.from_list(EXACT).save_to_disk(tmp_path / "saved")
     paths = list(tmp_path.iterdir())
@@ -145,6 +146,8 @@ def test_a_column_may_be_a_path():
 SHOT = chat("user", "1+1=", "assistant", "2")
 PARTS = [{"type": "text", "text": "1+", "image": None}, {"type": "text", "text": "3="}]
 SYSTEM = chat("system", "s", "user", "3")
+CALL = chat("user", "1+3=", "assistant", None, "tool", "4", "user", "so?")
+CALL[1]["tool_calls"] = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
 FLAGS = {"system_prompt": "S", "instruction": "I"}
 PROMPTS = [  # cell, flags, rendered prompt, what reward functions get (None: the cell)
     ("1+3=", {}, "<user>1+3=", None),
@@ -156,6 +159,12 @@ PROMPTS = [  # cell, flags, rendered prompt, what reward functions get (None: th
     ("3", FLAGS, "<system>S<user>3\nI", "3\nI"),
     ("3", {"chat_template_kwargs": '{"end": "!"}'}, "<user>3!", None),
     (SYSTEM, FLAGS, "<system>S<user>3\nI", chat("system", "S", "user", "3\nI")),
+    (
+        CALL,
+        {},
+        "<user>1+3=<assistant><tool>4<user>so?",
+        [*CALL[:1], CALL[1] | {"content": ""}, *CALL[2:]],
+    ),
 ]
 
 
@@ -174,6 +183,8 @@ BAD_ROWS = [  # prompt, answer, why the row is left out
     ([{"from": "human", "value": "3"}], "2", f"{NO_TEXT} (first: row 1 {{'from'"),
     (chat("user", [*PARTS, {"type": "image"}]), "2", NO_TEXT),
     (chat("user", [{"type": "text"}]), "2", NO_TEXT),
+    (chat("user", "1+1=", "assistant", None, "user", "3"), "2", NO_TEXT),
+    ("<user>3</s>", "2", "already have the chat template's special tokens"),
     ("1" * 90, "2", "the model's limit of 150 tokens (first: row 1"),
     ("3", {"gold": "2"}, "without a gold answer (first: row 1 {'gold': '2'})"),
     ("3", "", "without a gold answer (first: row 1 '')"),

@@ -126,6 +126,12 @@ def remove_tokenizer(folder):
     (folder / "tokenizer_config.json").unlink()
 
 
+def make_a_run(folder):
+    checkpoint = folder / "checkpoint-000020"
+    checkpoint.mkdir()
+    (folder / CONFIG).rename(checkpoint / CONFIG)
+
+
 def set_eos(folder, ids):
     change_json(folder / CONFIG, eos_token_id=None)
     change_json(folder / "generation_config.json", eos_token_id=ids)
@@ -139,7 +145,8 @@ BAD_MODELS = {  # {what is wrong: (a function that spoils a good folder, expecte
     "pickled weights": (pickle_weights, "cannot be used"),
     "code": (add_code, "cannot be used"),
     "more layers": (add_a_layer, "do not fit its config"),
-    "no EOS": (lambda f: set_eos(f, None), "EOS"),  # every completion would be truncated
+    "no EOS": (lambda f: set_eos(f, None), "no EOS"),  # every completion would be truncated
+    "run": (make_a_run, "model is a run: pass its checkpoint-000020"),
     "EOS as text": (lambda f: set_eos(f, ["</s>"]), "EOS ids must be integers"),
     "EOS in nested lists": (lambda f: set_eos(f, [[1]]), "EOS ids must be integers"),
     "NaN": (spoil_a_weight, "differ from the training forward's by nan"),
