@@ -1,15 +1,13 @@
 """What the losses promise beside their values and gradients, which test_conformance.py compares with
-the formulas: shapes, defaults, finite numbers, statistics, keywords."""
+the formulas, NaN in masked places included: shapes, defaults, finite numbers, statistics, keywords."""
 
 import ast
 import inspect
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
-from conftest import MORE, ROOT, SCRIPTS, copied, path_of, script_args
+from conftest import MORE, SCRIPTS, copied, path_of, script_args
 
 F64 = torch.float64
 SIBLINGS = [*SCRIPTS, *MORE]
@@ -66,39 +64,23 @@ def test_advantages_of_another_shape_are_refused(name):
             loss_of(name, *square, advantages, mask)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", SIBLINGS)
-def test_log_probs_of_half_precision_are_refused(name, dtype):
+def test_log_probs_of_half_precision_are_refused(name):
     """In bfloat16 a ratio is off by up to 0.4%, more than gspo's whole range."""
     lp, old, adv, mask = data()
-    for pair in ((lp.to(dtype), old), (lp, old.to(dtype)), (lp.to(dtype), None)):
+    for pair in ((lp.bfloat16(), old), (lp, old.half()), (lp.bfloat16(), None)):
         with pytest.raises(AssertionError, match="logits.float()"):
             loss_of(name, *pair, adv, mask)
-    loss, _ = loss_of(name, lp.float(), old.float(), adv.float(), mask)
-    assert loss.dtype == torch.float32
 
 
 @pytest.mark.parametrize("name", [name for name in SIBLINGS if name not in WITH_CRITIC])
 def test_rewards_may_be_integers_or_booleans(name):
-    """They become floats; float64 stays float64."""
     given = (0.25,) if name == "more.reinforce" else ()  # the baseline
     rewards = torch.tensor([[1, 0, 0, 0], [1, 1, 1, 1]])
     advantages = script_args(name)[0].compute_advantages
-    expected = advantages(rewards.double(), *given)
-    assert expected.dtype == F64
-    for kind in (torch.float32, torch.int64, torch.uint8, torch.bool):
+    for kind in (torch.int64, torch.bool):
         found = advantages(rewards.to(kind), *given)
-        torch.testing.assert_close(found, expected.float())
-
-
-@pytest.mark.parametrize("name", WITH_CRITIC)
-def test_rewards_of_tokens_may_be_integers(name):
-    rewards = torch.tensor([[0, 0, 1]])
-    values = torch.tensor([[0.5, 0.6, 0.7]])
-    given = values, torch.ones(1, 3), 1.0, 0.95
-    for kind in (torch.float32, torch.int64, torch.bool):
-        advantages, _ = script_args(name)[0].compute_gae(rewards.to(kind), *given)
-        torch.testing.assert_close(advantages, torch.tensor([[0.46575, 0.385, 0.3]]))
+        torch.testing.assert_close(found, advantages(rewards.float(), *given))
 
 
 @pytest.mark.parametrize("name", SIBLINGS)
@@ -111,43 +93,19 @@ def test_old_logprobs_of_none_are_on_policy(name):
 
 
 @pytest.mark.parametrize("name", SIBLINGS)
-def test_an_empty_mask_and_extreme_ratios_stay_finite(name):
-    """Rows without a token, as dapo's filter leaves them, are 0, not 0 / 0."""
+def test_no_tokens_no_rows_and_extreme_ratios_stay_finite(name):
+    """Without tokens, as dapo's filter may leave a batch, all is 0, not 0 / 0."""
     lp, old, adv, mask = data()
-    loss, stats = loss_of(name, lp, old, adv, torch.zeros_like(mask))
-    assert all(value.isfinite() for value in (loss, *stats.values()))
-    assert (gradient_of(loss, lp) == 0).all()
+    for rows in (slice(12), slice(0)):
+        loss, stats = loss_of(name, lp[rows], old[rows], adv[rows], torch.zeros_like(mask[rows]))
+        assert loss == 0 and all(value.isfinite() for value in stats.values())
+        assert (gradient_of(loss, lp) == 0).all()
     far = torch.zeros(12, 9)
     far[0, 0] = 1e6
     far[2, 0] = -1e6
     loss, stats = loss_of(name, lp + far, old, adv, mask)
     assert all(value.isfinite() for value in (loss, *stats.values()))
     assert gradient_of(loss, lp).isfinite().all()
-
-
-@pytest.mark.parametrize("name", SIBLINGS)
-def test_no_rows_are_0(name):
-    """As a process gets them from dynamic batches."""
-    lp, old, adv, mask = data()
-    loss, stats = loss_of(name, lp[:0], old[:0], adv[:0], mask[:0])
-    assert loss == 0 and stats and all(value == 0 for value in stats.values())
-    assert (gradient_of(loss, lp) == 0).all()
-
-
-@pytest.mark.parametrize("name", SIBLINGS)
-def test_padding_is_not_read(name):
-    """Nor is that of an advantage for each token."""
-    lp, old, adv, mask = data()
-    if name not in ONE_RATIO:
-        adv = adv.expand(12, 9)
-    expected = loss_of(name, lp, old, adv, mask)[0]
-    expected_gradient = gradient_of(expected, lp)
-    lp = torch.where(mask, lp.detach(), math.nan).requires_grad_()
-    old = torch.where(mask, old, math.nan)
-    if name not in ONE_RATIO:
-        adv = torch.where(mask, adv, math.nan)
-    loss, _ = loss_of(name, lp, old, adv, mask)
-    assert loss == expected and torch.equal(gradient_of(loss, lp), expected_gradient)
 
 
 def test_no_gradient_through_the_router_shift():
@@ -163,65 +121,6 @@ def test_the_last_reward_stands_on_the_last_token():
     V = torch.tensor([[0.0, 0, 0, 4, 0]])
     given = torch.tensor([[7.0]]), torch.zeros(1, 4), V, torch.tensor([[1]]), mask
     assert copied("ppo").token_rewards(*given, kl_coef=0.1, gamma=0.5).tolist() == [[0, 0, 9, 0]]
-
-
-# ----------------------------------------------------------- the off-policy mask of DeepSeek-V3.2
-
-
-def test_the_offpolicy_mask_is_the_literal_one():
-    """M_i = 0 if A_i < 0 and 1/|o_i| sum_t log(mu / pi) > delta, where pi is the policy of now, is a
-    factor on the policy term. KL, lengths and the number of completions stay. In a mask that begins
-    late, A_i is that of the first token in it."""
-    lp, old, adv, mask = data()
-    mask = mask.clone()
-    mask[:, 0] &= mask[:, 1:].any(1).logical_not()  # a prompt, except where there is only one token
-    g = torch.Generator().manual_seed(2)
-    mu = old + 0.2 * torch.randn(12, 9, generator=g, dtype=F64)
-    ref = old + 0.2 * torch.randn(12, 9, generator=g, dtype=F64)
-    per_token = torch.where(mask, adv, -adv)  # the sign of a prompt is another one
-    tensors = {"ref_logprobs_BT": ref, "rollout_ratio_BT": (old - mu).exp()}
-    num_dropped = set()
-    for delta in (0.02, 0.1, 0.3):
-        total = 0
-        dropped = 0
-        for i in range(12):
-            tokens = mask[i].nonzero()[:, 0].tolist()
-            mean = sum((mu[i, t] - lp[i, t]).item() for t in tokens) / len(tokens)
-            is_dropped = adv[i].item() < 0 and mean > delta
-            dropped += is_dropped
-            for t in tokens:
-                r = (lp[i, t] - old[i, t]).exp()
-                term = torch.min(r * adv[i], r.clamp(0.8, 1.2) * adv[i])[0]
-                x = (ref[i, t] - lp[i, t]).exp()
-                k3 = (lp[i, t] - mu[i, t]).exp() * (x - x.log() - 1)
-                M = 0.0 if is_dropped else 1.0
-                total = total + (M * term - 0.04 * k3) / len(tokens) / 12
-        changes = {"offpolicy_mask": delta, "kl_is_corrected": True}
-        for advantages in (adv, per_token):
-            loss, stats = loss_of("grpo", lp, old, advantages, mask, changes, **tensors)
-            torch.testing.assert_close(loss, -total, rtol=1e-12, atol=0)
-            torch.testing.assert_close(gradient_of(loss, lp), gradient_of(-total, lp))
-            assert stats["offpolicy_mask_frac"].item() == pytest.approx(dropped / 12)
-        num_dropped.add(dropped)
-    assert len(num_dropped) == 3  # each delta drops others
-
-
-# ---------------------------------------------------------------------------------------- frameworks
-
-
-@pytest.mark.extras
-def test_the_divisor_in_trainer_and_accelerate():
-    """Two processes, four accumulation steps: the docstring's divisor gives the whole batch's gradient.
-    The world size alone gives a quarter of it where the loss is divided again."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, "tests/accumulation.py"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert result.returncode == 0, result.stderr[-3000:]
-    found = [line.split(": ") for line in result.stdout.splitlines() if line.count(", ") == 2]
-    assert len(found) == 10
-    for words, ratio in found:
-        is_short = words.endswith("W") and "scaled" not in words
-        assert ratio == ("0.250000000000" if is_short else "1.000000000000"), words
 
 
 # --------------------------------------------------------------------------------------- statistics
@@ -282,6 +181,16 @@ def test_rows_without_tokens_count_in_nothing(case):
     torch.testing.assert_close(stats, expected_stats, rtol=1e-6, atol=0)
     gradients = gradient_of(loss, lp), gradient_of(expected, lp)
     torch.testing.assert_close(*gradients, rtol=1e-13, atol=0)
+
+
+def test_the_share_of_completions_that_the_offpolicy_mask_drops():
+    """As counted by the gradient: with a clip this wide, only the mask takes it."""
+    lp, old, adv, mask = data()
+    wide = {"clip_eps_low": 1.0, "clip_eps_high": 99.0, "kl_coef": 0.0, "offpolicy_mask": 0.05}
+    loss, stats = loss_of("grpo", lp, old, adv, mask, wide)
+    is_dropped = (gradient_of(loss, lp) == 0).all(1) & (adv[:, 0] != 0)
+    assert 0 < stats["offpolicy_mask_frac"] < 1
+    assert stats["offpolicy_mask_frac"].item() == pytest.approx(is_dropped.double().mean().item())
 
 
 @pytest.mark.parametrize("name", SIBLINGS)
