@@ -37,10 +37,10 @@ def policy_with(template=None, config=None, appends_eos=False):
     return SimpleNamespace(tokenizer=tokenizer, model=model)
 
 
-def read(path, **flags):
+def read(path, flag="dataset", **flags):
     """The rows of a file or folder."""
-    args = script_args("grpo", dataset=str(path), **flags)[1]
-    return list(read_rows(args, "dataset"))
+    args = script_args("grpo", **{flag: str(path)}, **flags)[1]
+    return list(read_rows(args, flag))
 
 
 def problems_of(rows, policy=None, **flags):
@@ -103,13 +103,15 @@ def test_every_kind_of_file_has_the_same_rows(tmp_path):
         assert read(path) == EXACT, path
 
 
-def test_the_split_of_a_folder_is_train_by_default(tmp_path):
+def test_a_folder_has_splits(tmp_path):
+    """By default --dataset is "train", and --eval_dataset is "test"."""
     folder = tmp_path / "sums"
     folder.mkdir()
     Dataset.from_list(sums(9)).to_parquet(folder / "train-00000-of-00001.parquet")
     Dataset.from_list(EXACT).to_parquet(folder / "test.parquet")
-    assert read(folder) == sums(9)
+    assert read(folder) == read(folder, "eval_dataset", eval_split="train") == sums(9)
     assert read(folder, dataset_split="test[:3]") == EXACT[:3]
+    assert read(folder, "eval_dataset") == EXACT
 
 
 UNREADABLE = [  # name, content, what the run says
@@ -132,15 +134,17 @@ def test_a_file_that_cannot_be_read_is_refused(name, content, expected, tmp_path
 
 
 def test_a_column_may_be_a_path():
-    """A column with the whole name comes first."""
-    nested = {"prompt": chat("user", "1+1="), "extra": {"gold": {"value": "2"}}, "a.b": "2"}
-    for column in ("extra.gold.value", "a.b"):
+    """A column with the whole name comes first. Reward functions get all columns; one that only other
+    rows have is None."""
+    nested = {"prompt": chat("user", "1+1="), "extra": {"gold": "2"}, "a.b": "3", "a": {"b": "4"}}
+    rows = [nested, nested | {"prompt": chat("user", "1+2="), "level": 3}]
+    for column, expected in {"extra.gold": "2", "a.b": "3"}.items():
         flags = {"prompt_column": "prompt", "answer_column": column}
-        ((prompt, answer, _, columns),) = problems_of([nested], **flags)
-        assert (prompt, answer, columns["extra"]) == ("1+1=", "2", nested["extra"])
-    for column, found in {"extra.gold": "{'value': '2'}", "a.b.c": "None"}.items():
-        flags = {"prompt_column": "prompt", "answer_column": column}
-        assert f"1 without a gold answer (first: row 1 {found})" in refusal([nested], **flags)
+        (prompt, answer, _, columns), other = problems_of(rows, **flags)
+        assert (prompt, answer) == ("1+1=", expected) and other[3]["level"] == 3
+        assert columns == nested | {"level": None, "prompts": nested["prompt"]}
+    flags["answer_column"] = "extra.gold.value"
+    assert "without a gold answer (first: row 1 None)" in refusal(rows, **flags)
 
 
 SHOT = chat("user", "1+1=", "assistant", "2")
@@ -217,7 +221,6 @@ def test_templates_that_do_not_give_the_prompt_are_refused(cell, template, expec
 TENTH = [  # rows, the number of problems (None: the run ends)
     (sums(18) + [row("", "1")] * 2, 18),
     (sums(17) + [row("", "1")] * 2, None),
-    (sums(9) * 100 + [row("x", "")] * 101, None),
     (sums(20) + [row("3+1=", "5"), row("3+1=", "4")], 20),
     ((sums(49) + [row("", "1")]) * 20, 49),
 ]
@@ -273,18 +276,6 @@ def test_an_eos_is_dropped_if_the_tokenizer_but_not_the_template_appends_it():
     assert ids[-1] == policy.tokenizer.eos_token_id and len(ids) == 5
 
 
-def test_reward_functions_get_all_columns():
-    """A column that only other rows have is None."""
-    first = {"question": "1+1=", "tests": [0.5, {"x": 1.50}]}
-    args = script_args("grpo", dataset="mine")[1]
-    args.reads_answers = False
-    rows = [first, {**first, "question": "1+2=", "level": 3}]
-    problems, _ = usable_rows(rows, "dataset", policy_with(), args)
-    problems = {p[0]: p[3] for p in problems.values()}
-    assert problems["1+1="] == {**first, "level": None, "prompts": "1+1="}
-    assert problems["1+2="]["level"] == 3
-
-
 # ------------------------------------------------------------------------------- training and held out
 
 
@@ -331,17 +322,6 @@ def test_eval_dataset_gives_the_held_out_problems(num_held_out, expected, tmp_pa
     assert [p.prompt for p in held_out] == [f"{i}+1=" for i in range(37, 37 + expected)]
     line = capsys.readouterr().out
     assert f"40 to train on, {expected} held out; --eval_dataset: 3 are also in --dataset" in line
-
-
-def test_eval_split_is_test_if_there_is_one(tmp_path):
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    rows = {"train": sums(9), "test": sums(20)[9:]}
-    for name, part in rows.items():
-        Dataset.from_list(part).to_parquet(folder / f"{name}.parquet")
-    for split, expected in {"": "test", "test": "test", "train": "train"}.items():
-        args = script_args("grpo", eval_dataset=str(folder), eval_split=split)[1]
-        assert list(read_rows(args, "eval_dataset")) == rows[expected]
 
 
 # -------------------------------------------------------------------------------------------- epochs
