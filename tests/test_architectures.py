@@ -275,12 +275,14 @@ def job(sums, reward_file, tmp_path):
 
 
 @pytest.mark.parametrize("folder", ["ernie4_5_moe"], indirect=True)
-def test_run_ppo_in_bfloat16_with_gradient_checkpointing(folder, job, tmp_path):
-    """Some of the critic's weights are in float32, or have no gradient."""
+def test_run_ppo_in_bfloat16_with_gradient_checkpointing_and_no_kl(folder, job, tmp_path):
+    """Some of the critic's weights are in float32, or have no gradient. Without a KL, no reference."""
     flags = [*flags_it_has("ppo", job), "--dtype", "bfloat16", "--gradient_checkpointing"]
+    flags += ["--kl_coef", 0]
     result = run("ppo", *flags, "--model", folder)
     assert result.returncode == 0, result.stderr
-    assert metrics(tmp_path / "run")[1]["losses/first_step_ratio_error_max"] == 0
+    line = metrics(tmp_path / "run")[1]
+    assert line["losses/first_step_ratio_error_max"] == 0 and "losses/kl_ref" not in line
 
 
 @pytest.mark.parametrize("folder", ["ernie4_5_moe"], indirect=True)

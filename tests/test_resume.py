@@ -3,7 +3,7 @@ weights and optimizer state. A run that ends by a signal or NaN says so, and can
 
 import pytest
 import torch
-from conftest import checkpoint_of, completes, flags_it_has, forked, metrics, read_lines, resume, run
+from conftest import checkpoint_of, flags_it_has, forked, metrics, resume, run
 from safetensors.torch import load_file
 
 import grpo
@@ -84,18 +84,6 @@ def test_killed_with_more_in_the_checkpoint(state, tmp_path, sums):
     name, *flags = STATES[state]
     troubles = [("kill after a line", 3), ("kill in a rollout", 3)]  # in iterations 2 and 4
     check(name, troubles, tmp_path, sums, *flags)
-
-
-def test_run_evaluations_have_the_numbers_of_the_table_at_the_end(tmp_path, sums):
-    """Of sampled answers before and after training only."""
-    flags = ("--dataset", sums, "--run_dir", tmp_path, "--eval_every", 1, "--eval_samples", 2)
-    completes(*flags, "--iterations", 2)
-    lines = read_lines(tmp_path / "evaluations.jsonl")
-    assert [line["iteration"] for line in lines] == [0, 1, 2]
-    assert ["sampled" in line for line in lines] == [True, False, True]
-    for line, logged in zip(lines[1:], metrics(tmp_path), strict=True):
-        assert line["greedy"]["accuracy"] == logged["eval/accuracy"]
-    assert {"accuracy", "response_len_mean", "pass@1", "pass@2"} <= set(lines[0]["sampled"])
 
 
 # ------------------------------------------------------------------------------- signals and errors

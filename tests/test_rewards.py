@@ -98,16 +98,10 @@ VALUES = [  # what a function returns, the reward, the verdicts of "2" and "40"
 
 @pytest.mark.parametrize("value, reward, verdict, cut_verdict", VALUES)
 def test_a_result_becomes_a_float_and_a_verdict(value, reward, verdict, cut_verdict, tmp_path):
-    path = write(
-        tmp_path,
-        "import numpy, torch\n"
-        f"def one(text, truncated): return {value}\n"
-        f"def lists(completions, truncated=False): return iter([{value}] * 5)\n",
-    )
-    for name in ("one", "lists"):
-        first, *_, last = graded(path, name)
-        assert (first.reward, first.verdict) == (reward, verdict) and type(first.reward) is float
-        assert last.verdict == cut_verdict or (name, value) == ("lists", "not truncated")
+    path = write(tmp_path, f"import numpy, torch\ndef f(text, truncated): return {value}")
+    first, *_, last = graded(path)
+    assert (first.reward, first.verdict, last.verdict) == (reward, verdict, cut_verdict)
+    assert type(first.reward) is float
 
 
 BAD = [("text", value, "not ") for value in ("'1'", "1.1e9", "float('nan')", "(1.0, 'perfect')")]
