@@ -1,14 +1,13 @@
 """The base model, and the script that made it."""
 
 import hashlib
-import random
 import re
 import sys
 
 import pytest
 from conftest import TINY_MOE, script_args
 
-from common import addition_problems, evaluate, load_grader, load_policy, load_problems, verify
+from common import evaluate, load_grader, load_policy, load_problems
 from tiny_moe import train
 
 
@@ -17,16 +16,6 @@ def test_the_weights_have_the_hash_in_the_readme():
     (digest,) = re.findall(r"\b[0-9a-f]{64}\b", (TINY_MOE / "README.md").read_text())
     weights = (TINY_MOE / "model.safetensors").read_bytes()
     assert hashlib.sha256(weights).hexdigest() == digest
-
-
-def test_demonstrations_with_work_are_right(monkeypatch):
-    monkeypatch.setattr(train, "DIRECT", 0.0)
-    monkeypatch.setattr(train, "WORKED", 1.0)
-    monkeypatch.setattr(train, "WRONG_STEP", 0.0)
-    for prompt, gold in addition_problems()[::10]:
-        assert verify(train.demonstration(prompt, random.Random(0)), gold)[1] == "correct"
-    example = "7+8=15 5+0+1=6 0+3=3 #### 365"
-    assert train.demonstration("57+308=", random.Random(0)) == example
 
 
 def test_the_script_makes_the_same_architecture_and_tokenizer_without_held_out_problems(
