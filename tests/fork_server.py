@@ -53,10 +53,6 @@ def interrupt_twice(*_, **__):
     interrupt()
 
 
-def fail(*_, **__):
-    raise ZeroDivisionError
-
-
 def points(module):
     """{trouble: (object, its function, what happens before it is called)}."""
     return {
@@ -72,7 +68,6 @@ def points(module):
         "SIGTERM": (module, "sample", terminate),
         "two SIGINT": (module, "sample", interrupt_twice),
         "SIGINT in an evaluation": (module, "evaluate", interrupt),
-        "bug": (module, "collate", fail),
     }
 
 

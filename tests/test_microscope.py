@@ -1,7 +1,6 @@
 """study/microscope.py shows what the scripts do."""
 
 import statistics
-import sys
 
 import pytest
 import torch
@@ -46,18 +45,6 @@ def test_a_panel_shows_the_numbers_of_the_scripts(name):
             assert len(plot[label]) == len(line)
             for point, expected in zip(plot[label], line, strict=True):
                 assert point == pytest.approx(expected, rel=1e-3, abs=1e-6), label
-
-
-@pytest.mark.extras
-def test_the_command_prints_question_answer_and_picture(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(microscope, "RESULTS", tmp_path)
-    monkeypatch.setattr(microscope, "FIGURES", tmp_path)
-    monkeypatch.setattr(sys, "argv", ["microscope.py", "group"])
-    microscope.main()
-    printed = capsys.readouterr().out
-    assert printed.startswith("Who is heard in a group?\nWith the mean alone")
-    assert str(tmp_path / "microscope_group.png") in printed
-    assert (tmp_path / "microscope_group.png").stat().st_size > 10_000
 
 
 def test_a_policy_that_is_a_table_learns():

@@ -74,18 +74,6 @@ def test_gspo_token_with_advantages_of_tokens():
     torch.testing.assert_close(slope, (s * A.mean() / 3).expand(1, 3))
 
 
-def test_rspo_as_printed_amplifies_wrong_answers():
-    """The product to the power sgn(A): 1 / gamma where A < 0."""
-    r = torch.ones(1, 4, dtype=F64)
-    gamma = 0.9 * r
-    for A in (1.0, -1.0):
-        inputs = r, A * r[:, :1], r
-        damped = weights_of("rspo", *inputs, router_shift_BT=gamma, shift="damped")
-        literal = weights_of("rspo", *inputs, router_shift_BT=gamma, shift="literal")
-        torch.testing.assert_close(damped, A * 0.9 * r / 4)
-        torch.testing.assert_close(literal, A * 0.9**A * r / 4)
-
-
 def test_a_geometric_mean_is_not_smaller_in_a_signed_total():
     """|J_gmpo| <= |J_grpo| holds for each completion, not for the sum: here grpo's is 0."""
     log_r = torch.tensor([[0.2, -0.2], [0.0, 0.0]], dtype=F64)
