@@ -23,7 +23,6 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 import common  # noqa: E402
-import plumbing.data  # noqa: E402
 from common import Completion, Problem, collate  # noqa: E402
 from plumbing.args import launch  # noqa: E402
 from plumbing.model import Policy  # noqa: E402
@@ -33,25 +32,6 @@ ROOT = Path(__file__).parent.parent
 TINY_MOE = ROOT / "tiny_moe"
 torch.set_num_threads(1)  # as the scripts do with the tiny model
 transformers.utils.logging.disable_progress_bar()
-
-
-def remembered(usable_rows):
-    """Reads the default dataset only once, since that takes longer than a small run."""
-    known = {}
-
-    def read_or_remember(rows, flag, policy, args):
-        if (getattr(args, flag), args.model) != ("addition", "tiny-moe"):
-            return usable_rows(rows, flag, policy, args)
-        names = "max_new_tokens system_prompt instruction chat_template_kwargs".split()
-        key = tuple(getattr(args, name) for name in names)
-        if key not in known:
-            known[key] = usable_rows(rows, flag, policy, args)
-        return known[key]
-
-    return read_or_remember
-
-
-plumbing.data.usable_rows = remembered(plumbing.data.usable_rows)
 
 
 def path_of(name):
@@ -83,8 +63,9 @@ def flags_it_has(name, flags):
     return [word for pair in pairs if pair[0] in names for word in pair]
 
 
-def run(name, *flags, held_out=256):
-    """Runs a script as from its command line, but in this process, which saves the imports."""
+def run(name, *flags):
+    """Runs a script as from its command line, but in this process, which saves the imports. The dataset
+    is a small one, unless a flag names another."""
     module = importlib.import_module(name)
     out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")  # launch sets its error handler
     err = io.StringIO()
@@ -92,9 +73,8 @@ def run(name, *flags, held_out=256):
     argv = sys.argv
     cwd = os.getcwd()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    is_known = "--num_held_out" in flags or "--resume" in flags
-    few = () if is_known else ("--num_held_out", held_out)
-    sys.argv = [str(path_of(name)), *map(str, (*flags, *few))]
+    data = [] if "--resume" in flags else ["--dataset", SUMS, "--num_held_out", 8]
+    sys.argv = [str(path_of(name)), *map(str, (*data, *flags))]
     os.chdir(ROOT)
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -109,6 +89,31 @@ def run(name, *flags, held_out=256):
     out.flush()
     text = out.buffer.getvalue().decode()
     return subprocess.CompletedProcess(name, code or 0, text, err.getvalue())
+
+
+SMALL = """--prompts_per_iteration 4 --group_size 4 --max_new_tokens 8 --num_minibatches 2
+--iterations 1""".split()
+OWN_LR = ("--lr", "1e-6")  # with --model; without it there is a warning, a second line
+
+
+def completes(name, *flags):
+    """Runs a script on a small job, which must succeed. Returns what it prints."""
+    result = run(name, *flags_it_has(name, SMALL), *flags)
+    assert result.returncode == 0 and result.stderr == "", result.stderr
+    return result.stdout
+
+
+def refused(name, *flags, expected=""):
+    """Runs a script, which must end with exit code 2 and one line that contains the expected words.
+    Returns that line."""
+    own = OWN_LR if "--model" in flags else ()
+    result = run(name, *flags_it_has(name, SMALL), *own, *flags)
+    assert result.returncode == 2, (result.stdout, result.stderr)
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"{path_of(name).name}: error: ") and expected in line, line
+    assert len(line) < 450
+    assert result.stdout == "" or result.stdout.startswith("problems: ")
+    return line
 
 
 @functools.cache
@@ -154,6 +159,13 @@ def write_lines(path, rows):
     return path
 
 
+FOLDER = tempfile.TemporaryDirectory()
+SUMS = write_lines(  # read faster than the default dataset
+    Path(FOLDER.name) / "sums.jsonl",
+    [{"question": q, "answer": a} for q, a in common.addition_problems(300)],
+)
+
+
 def checkpoint_of(folder):
     """The only checkpoint in a run's folder."""
     (checkpoint,) = folder.glob("checkpoint-*")
@@ -183,13 +195,6 @@ def own_policy(tiny_policy):
     return copy.deepcopy(tiny_policy)
 
 
-@pytest.fixture(scope="session")
-def sums(tmp_path_factory):
-    """A dataset that is read faster than the default one, for runs in other processes."""
-    rows = [{"question": q, "answer": a} for q, a in common.addition_problems()[:300]]
-    return write_lines(tmp_path_factory.mktemp("sums") / "sums.jsonl", rows)
-
-
 FILE_NUMBERS = itertools.count()
 
 
@@ -206,7 +211,7 @@ def reward_file(tmp_path):
     return write
 
 
-# ---------------------------------------------------------------------- problems, models, small runs
+# ---------------------------------------------------------------------------------- problems, models
 
 MIXED = ("57+308=", "12+34=", "999+999=", "5=", "100+20=")
 
@@ -226,28 +231,3 @@ def save(model, folder):
     model.save_pretrained(folder)
     transformers.AutoTokenizer.from_pretrained(TINY_MOE).save_pretrained(folder)
     return folder
-
-
-SMALL = """--prompts_per_iteration 4 --group_size 4 --max_new_tokens 8 --num_minibatches 2
---iterations 1""".split()
-OWN_LR = ("--lr", "1e-6")  # with --model; without it there is a warning, a second line
-
-
-def refused(name, *flags, expected=""):
-    """Runs a script, which must end with exit code 2 and one line that contains the expected words.
-    Returns that line."""
-    own = OWN_LR if "--model" in flags else ()
-    result = run(name, *flags_it_has(name, SMALL), *own, *flags, held_out=8)
-    assert result.returncode == 2, (result.stdout, result.stderr)
-    (line,) = result.stderr.splitlines()
-    assert line.startswith(f"{path_of(name).name}: error: ") and expected in line, line
-    assert len(line) < 450
-    assert result.stdout == "" or result.stdout.startswith("problems: ")
-    return line
-
-
-def completes(*flags):
-    """Runs grpo.py, which must succeed. Returns what it prints on stderr."""
-    result = run("grpo", *SMALL, *flags, held_out=8)
-    assert result.returncode == 0, result.stderr
-    return result.stderr

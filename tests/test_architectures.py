@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from conftest import flags_it_has, metrics, refused, run, save, script_args
+from conftest import completes, metrics, refused, save, script_args
 from transformers import AutoModelForCausalLM
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -263,31 +263,21 @@ def test_routing_replay_is_refused_where_no_experts_can_be_replayed(folder):
 
 # -------------------------------------------------------------------------------------- whole runs
 
-SMALL = """--prompts_per_iteration 4 --group_size 4 --max_new_tokens 12 --num_minibatches 2
---num_held_out 8 --eval_every 0 --iterations 2 --lr 1e-3 --critic_lr 1e-3""".split()
-
-
-@pytest.fixture
-def job(sums, reward_file, tmp_path):
-    """Flags with a reward that a random model can learn: the parity of an answer's length."""
-    reward = reward_file('return (1.0, "correct") if len(text) % 2 == 0 else (0.0, "wrong")')
-    return [*SMALL, "--dataset", sums, "--reward", reward, "--run_dir", tmp_path / "run"]
-
 
 @pytest.mark.parametrize("folder", ["ernie4_5_moe"], indirect=True)
-def test_run_ppo_in_bfloat16_with_gradient_checkpointing_and_no_kl(folder, job, tmp_path):
+def test_run_ppo_in_bfloat16_with_gradient_checkpointing_and_no_kl(folder, reward_file, tmp_path):
     """Some of the critic's weights are in float32, or have no gradient. Without a KL, no reference."""
-    flags = [*flags_it_has("ppo", job), "--dtype", "bfloat16", "--gradient_checkpointing"]
-    flags += ["--kl_coef", 0]
-    result = run("ppo", *flags, "--model", folder)
-    assert result.returncode == 0, result.stderr
+    reward = reward_file("return len(text) % 2")  # which a random model can learn
+    flags = "--iterations 2 --lr 1e-5 --critic_lr 1e-5 --kl_coef 0 --dtype bfloat16".split()
+    flags += ["--gradient_checkpointing", "--reward", reward, "--run_dir", tmp_path / "run"]
+    completes("ppo", "--model", folder, *flags)
     line = metrics(tmp_path / "run")[1]
     assert line["losses/first_step_ratio_error_max"] == 0 and "losses/kl_ref" not in line
 
 
 @pytest.mark.parametrize("folder", ["ernie4_5_moe"], indirect=True)
-def test_run_rspo_only_where_experts_are_chosen_by_a_softmax(folder, job):
-    line = refused("rspo", *flags_it_has("rspo", job), "--model", folder)
+def test_run_rspo_only_where_experts_are_chosen_by_a_softmax(folder, tmp_path):
+    line = refused("rspo", "--model", folder, "--run_dir", tmp_path / "run")
     assert "softmax" in line and "gmpo.py" in line
 
 
@@ -322,7 +312,7 @@ UNABLE = {
 
 
 @pytest.mark.parametrize("name", UNABLE)
-def test_an_architecture_that_the_sampler_cannot_run_is_one_line(name, job, tmp_path):
+def test_an_architecture_that_the_sampler_cannot_run_is_one_line(name, tmp_path):
     folder = save(new_model(name, **UNABLE[name]), tmp_path / "model")
-    line = refused("grpo", *flags_it_has("grpo", job), "--model", folder)
+    line = refused("grpo", "--model", folder, "--run_dir", tmp_path / "run")
     assert "architecture" in line and "Error" in line

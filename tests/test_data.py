@@ -12,7 +12,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from common import UserError, addition_problems, load_problems
+from common import UserError, load_problems
 from plumbing.data import ProblemStream, read_rows, usable_rows
 
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}{{ end }}<assistant>"
@@ -303,12 +303,6 @@ def test_a_worked_solution_is_reduced_to_its_answer(tmp_path, tiny_policy):
     rows = [row(f"{i}+1=", f"{i}+1 #### {i + 1}") for i in range(9)]
     stream, _ = load(tmp_path / "data.jsonl", tiny_policy, rows, num_held_out=1)
     assert all(p.answer == f"{int(p.prompt[0]) + 1}" for p in stream.problems)
-
-
-def test_the_sums_are_right_and_distinct():
-    problems = dict(addition_problems())
-    assert len(problems) == 10_240 + 256 and list(problems)[0] == "876+141="
-    assert all(sum(map(int, prompt[:-1].split("+"))) == int(gold) for prompt, gold in problems.items())
 
 
 @pytest.mark.parametrize("num_held_out, expected", [(8, 8), (256, 12)])

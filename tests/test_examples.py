@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import ROOT, save, script_args
+from conftest import ROOT, SUMS, save, script_args
 from rl_loss_vectors import doctor
 from tokenizers.processors import TemplateProcessing
 
@@ -193,14 +193,14 @@ def padded(rows):
 
 
 @pytest.mark.extras
-def test_two_processes_take_the_scripts_steps(tmp_path, sums, tiny_model, trl_trainer):
+def test_two_processes_take_the_scripts_steps(tmp_path, tiny_model, trl_trainer):
     """Two epochs over three groups of eight, the middle one split between the processes, in three
     micro-batches each: the weights are those of plain SGD on the whole loss."""
     function = inspect.getsource(fixed_completion)
     code = STEP.format(root=str(ROOT), folder=tmp_path, function=function)
     (tmp_path / "step.py").write_text(code)
     (tmp_path / "rewards.py").write_text("def f(text): return text.count('1') / 7")
-    (tmp_path / "data.jsonl").write_text("\n".join(sums.read_text().splitlines()[:7]))
+    (tmp_path / "data.jsonl").write_text("\n".join(SUMS.read_text().splitlines()[:7]))
     # Like many chat models: the template begins with BOS, and the tokenizer adds it to plain text.
     model = save(tiny_model[0], tmp_path / "model")
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)

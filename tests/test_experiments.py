@@ -3,6 +3,7 @@
 import importlib
 
 import pytest
+from conftest import SUMS
 
 from plumbing.args import parse_args
 
@@ -54,9 +55,9 @@ def test_every_experiment_has_flags_that_its_scripts_take(name):
         parse_args(importlib.import_module(job.script).Args, words)
 
 
-def test_run_a_sweep(monkeypatch, tmp_path, sums):
+def test_run_a_sweep(monkeypatch, tmp_path):
     """One run ends normally, the other one fails."""
-    flags = f"--iterations 3 --dataset {sums} --prompts_per_iteration 4 --num_held_out 8"
+    flags = f"--iterations 3 --dataset {SUMS} --prompts_per_iteration 4 --num_held_out 8"
     whole = Job("dapo", "whole", 1, f"{flags} --max_sampling_rounds 2", "dapo.py")
     fails = Job("grpo", "fails", 1, f"{flags} --lr 1e9", "grpo.py")
     monkeypatch.setattr(sweep, "RUNS", tmp_path / "runs")

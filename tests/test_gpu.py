@@ -7,6 +7,7 @@ from safetensors.torch import load_file
 
 DEVICE = "cuda"
 JOBS = [(name, dtype) for name in [*SCRIPTS, *MORE] for dtype in ("float32", "bfloat16")]
+DEFAULT = ("--dataset", "addition", "--num_held_out", 256)
 SMALL = "--prompts_per_iteration 16 --max_new_tokens 24 --num_minibatches 4 --eval_every 0".split()
 pytestmark = [
     pytest.mark.slow,
@@ -17,7 +18,7 @@ pytestmark = [
 @pytest.mark.parametrize("name, dtype", JOBS)
 def test_run_learns_on_a_gpu(name, dtype, tmp_path):
     """The default job. In the first step of an iteration old log-probs and update have one forward."""
-    result = run(name, "--device", DEVICE, "--dtype", dtype, "--run_dir", tmp_path)
+    result = run(name, *DEFAULT, "--device", DEVICE, "--dtype", dtype, "--run_dir", tmp_path)
     assert result.returncode == 0, result.stderr
     lines = metrics(tmp_path)
     assert lines[-1]["eval/accuracy"] >= 0.9
@@ -29,7 +30,7 @@ def weights_after(name, dtype, folder, *jobs):
     """The weights, as one vector, after runs with these flags in one folder."""
     for flags in jobs:
         words = [*SMALL, "--device", DEVICE, "--dtype", dtype, "--run_dir", folder, *flags.split()]
-        result = run(name, *flags_it_has(name, words[:8]), *words[8:], held_out=8)
+        result = run(name, *flags_it_has(name, words[:8]), *words[8:])
         assert result.returncode == 0, result.stderr
     (path,) = folder.glob("checkpoint-*/model.safetensors")
     return torch.cat([weight.flatten().double() for weight in load_file(path).values()])

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import MORE, SCRIPTS, script_args
+from conftest import MORE, SCRIPTS, SUMS, script_args
 from rl_loss_vectors import reference
 from torch.func import functional_call
 from torch.nn.utils.rnn import pad_sequence
@@ -36,6 +36,7 @@ SMALL = dict(
     micro_batch_size=3,
     max_grad_norm=1.0,  # which some steps exceed, and others do not
     router_aux_coef=0.1,
+    dataset=str(SUMS),
     num_held_out=4,
     eval_every=0,
     clip_eps_low=0.1,

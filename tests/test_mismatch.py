@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import batch_of_ids, metrics, run, script_args
+from conftest import batch_of_ids, completes, metrics, script_args
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import rspo
@@ -173,8 +173,7 @@ def test_means_weigh_and_keep_extremes():
 
 # --------------------------------------------------------------------------------- whole runs
 
-GROUPS = """--prompts_per_iteration 6 --group_size 4 --max_new_tokens 16 --num_minibatches 2
---eval_every 0""".split()
+GROUPS = "--prompts_per_iteration 6 --max_new_tokens 16".split()
 
 
 @pytest.mark.parametrize("replay", ["r2", "r3"])
@@ -182,8 +181,7 @@ def test_run_old_and_current_policy_replay_the_same(replay, tmp_path, reward_fil
     # The model is a poor one, but it can learn to make its answers even in length.
     parity = reward_file('return (1.0, "correct") if len(text) % 2 == 0 else (0.0, "wrong")')
     flags = [*GROUPS, "--iterations", 2, "--rollout_dtype", "int4", "--routing_replay", replay]
-    result = run("grpo", *flags, "--reward", parity, "--run_dir", tmp_path, held_out=4)
-    assert result.returncode == 0, result.stderr
+    completes("grpo", *flags, "--reward", parity, "--run_dir", tmp_path)
     for line in metrics(tmp_path):
         assert line["losses/first_step_ratio_error_max"] == 0
         assert line["rollout/sampler_kl"] > 1e-4
@@ -206,5 +204,5 @@ def test_run_rspo_measures_gamma_on_the_replayed_experts(tmp_path, monkeypatch):
     monkeypatch.setattr(rspo, "sample", sample_and_make_up)
     monkeypatch.setattr(rspo, "expert_logprobs", expert_logprobs)
     flags = ["--iterations", 1, "--routing_replay", "r3", "--run_dir", tmp_path]
-    assert run("rspo", *GROUPS, *flags, held_out=4).returncode == 0
+    completes("rspo", *GROUPS, *flags)
     assert set(measured) == {6, 7}

@@ -6,7 +6,7 @@ import struct
 
 import pytest
 import torch
-from conftest import MORE, SCRIPTS, SMALL, TINY_MOE, checkpoint_of, flags_it_has, metrics, run
+from conftest import MORE, OWN_LR, SCRIPTS, TINY_MOE, checkpoint_of, completes, metrics
 from safetensors.torch import load_file
 
 import ppo
@@ -16,8 +16,7 @@ WEIGHTS = "model.safetensors"
 
 def check_that_nothing_moves(name, model, folder, *flags):
     steps = ("--router_aux_coef", 0, "--iterations", 3, "--eval_every", 0, "--run_dir", folder)
-    result = run(name, *flags_it_has(name, SMALL), *steps, *flags, held_out=8)
-    assert result.returncode == 0, result.stderr
+    completes(name, *steps, *flags)
     trained = load_file(checkpoint_of(folder) / WEIGHTS)
     for key, weight in load_file(model / WEIGHTS).items():
         assert torch.equal(trained[key], weight), f"{key} has moved"
@@ -32,7 +31,7 @@ for name in [*SCRIPTS, *MORE]:
 
 
 @pytest.mark.parametrize("name, dtype", CASES)
-def test_no_weight_moves(name, dtype, tmp_path, sums, reward_file):
+def test_no_weight_moves(name, dtype, tmp_path, reward_file):
     reward = reward_file("return 0.0")
     own = []
     if name == "dapo":  # without mixed groups it would make no update
@@ -40,11 +39,11 @@ def test_no_weight_moves(name, dtype, tmp_path, sums, reward_file):
         own = ["--overlong", "none"]
     if name == "more.vapo":
         own = ["--pretraining_iterations", 1]
-    flags = ("--reward", reward, "--dataset", sums, "--dtype", dtype, "--micro_batch_size", 3)
+    flags = ("--reward", reward, "--dtype", dtype, "--micro_batch_size", 3)
     check_that_nothing_moves(name, TINY_MOE, tmp_path, *flags, *own)
 
 
-def test_no_weight_moves_wherever_the_weights_lie_in_memory(tmp_path, sums, reward_file):
+def test_no_weight_moves_wherever_the_weights_lie_in_memory(tmp_path, reward_file):
     """Mapped from a file, they may begin 8 bytes after a multiple of 16. A product of one row is then
     rounded differently than with the reference's copy, which is aligned."""
     model = shutil.copytree(TINY_MOE, tmp_path / "model")
@@ -53,7 +52,7 @@ def test_no_weight_moves_wherever_the_weights_lie_in_memory(tmp_path, sums, rewa
     header = data[8 : 8 + size] + b" " * (8 if size % 16 == 8 else 0)
     assert len(header) % 16 == 0
     (model / WEIGHTS).write_bytes(struct.pack("<Q", len(header)) + header + data[8 + size :])
-    flags = ("--model", model, "--lr", 2e-4, "--dataset", sums, "--reward", reward_file("return 0.0"))
+    flags = ("--model", model, *OWN_LR, "--reward", reward_file("return 0.0"))
     rows = ("--prompts_per_iteration", 4, "--num_minibatches", 16, "--max_new_tokens", 1)
     check_that_nothing_moves("grpo", model, tmp_path / "run", *flags, *rows)
 

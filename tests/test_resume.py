@@ -3,7 +3,7 @@ weights and optimizer state. A run that ends by a signal or NaN says so, and can
 
 import pytest
 import torch
-from conftest import checkpoint_of, flags_it_has, forked, metrics, resume, run
+from conftest import SUMS, checkpoint_of, flags_it_has, forked, metrics, resume, run
 from safetensors.torch import load_file
 
 import grpo
@@ -12,9 +12,9 @@ FLAGS = """--prompts_per_iteration 8 --group_size 4 --max_new_tokens 16 --num_mi
 --eval_every 2 --iterations 5 --save_every 1 --num_held_out 8""".split()
 
 
-def flags_of(name, folder, sums, *more):
+def flags_of(name, folder, *more):
     own = ["--prompts_per_iteration", "32"] if name in ("ppo", "more.reinforce") else []
-    own += ["--dataset", str(sums), "--run_dir", str(folder), *map(str, more)]
+    own += ["--dataset", str(SUMS), "--run_dir", str(folder), *map(str, more)]
     return [*flags_it_has(name, FLAGS), *own]
 
 
@@ -36,13 +36,13 @@ def outcome(folder):
     return rows, logs, as_lists(load_file(checkpoint / "model.safetensors")), as_lists(saved)
 
 
-def check(name, troubles, tmp_path, sums, *more):
+def check(name, troubles, tmp_path, *more):
     """A run with these troubles ends like one without. Once there is a settings.json, the folder alone
     says how the run goes on."""
-    assert run(name, *flags_of(name, tmp_path / "whole", sums, *more)).returncode == 0
+    assert run(name, *flags_of(name, tmp_path / "whole", *more)).returncode == 0
     folder = tmp_path / "parts"
     for trouble in [*troubles, None]:
-        flags = flags_of(name, folder, sums, *more)
+        flags = flags_of(name, folder, *more)
         if (folder / "settings.json").exists():
             flags = ["--run_dir", folder]
         result = forked(name, *flags, "--resume", trouble=trouble)
@@ -64,9 +64,9 @@ MOMENTS = [
 
 
 @pytest.mark.parametrize("name", ["ppo", pytest.param("dapo", marks=pytest.mark.slow)])
-def test_killed_at_every_kind_of_moment(name, tmp_path, sums):
+def test_killed_at_every_kind_of_moment(name, tmp_path):
     """ppo has the most to save: a critic and a reference."""
-    check(name, MOMENTS, tmp_path, sums)
+    check(name, MOMENTS, tmp_path)
     assert [line["iteration"] for line in metrics(tmp_path / "parts")] == [1, 2, 3, 4, 5]
 
 
@@ -80,19 +80,19 @@ STATES = {  # what else is in a checkpoint
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_killed_with_more_in_the_checkpoint(state, tmp_path, sums):
+def test_killed_with_more_in_the_checkpoint(state, tmp_path):
     name, *flags = STATES[state]
     troubles = [("kill after a line", 3), ("kill in a rollout", 3)]  # in iterations 2 and 4
-    check(name, troubles, tmp_path, sums, *flags)
+    check(name, troubles, tmp_path, *flags)
 
 
 # ------------------------------------------------------------------------------- signals and errors
 
 
-def test_run_a_signal_ends_the_run_after_a_checkpoint(tmp_path, sums):
+def test_run_a_signal_ends_the_run_after_a_checkpoint(tmp_path):
     """The iteration is finished and saved, and the run goes on from there. Resumed with nothing left to
     do, it prints the same results again, and changes nothing."""
-    flags = flags_of("grpo", tmp_path, sums, "--save_every", 0, "--iterations", 3)
+    flags = flags_of("grpo", tmp_path, "--save_every", 0, "--iterations", 3)
     result = forked("grpo", *flags, trouble=("SIGTERM", 2))
     assert result.code == 130 and result.stderr == ""
     lines = result.stdout.splitlines()
@@ -109,9 +109,9 @@ def test_run_a_signal_ends_the_run_after_a_checkpoint(tmp_path, sums):
         assert outcome(tmp_path) == before
 
 
-def test_run_a_signal_outside_of_an_iteration_or_a_second_one_ends_it_at_once(tmp_path, sums):
+def test_run_a_signal_outside_of_an_iteration_or_a_second_one_ends_it_at_once(tmp_path):
     """In the first case the folder holds no run yet, so a run with other flags may use it."""
-    flags = flags_of("grpo", tmp_path, sums)
+    flags = flags_of("grpo", tmp_path)
     result = forked("grpo", *flags, trouble=("SIGINT in an evaluation", 1))
     assert (result.code, result.stderr) == (130, "stopped\n")
     assert "held-out problems" not in result.stdout
@@ -121,7 +121,7 @@ def test_run_a_signal_outside_of_an_iteration_or_a_second_one_ends_it_at_once(tm
     assert [line["iteration"] for line in metrics(tmp_path)] == [1]
 
 
-def test_run_a_loss_that_is_not_finite_ends_the_run_before_the_step(tmp_path, sums, monkeypatch):
+def test_run_a_loss_that_is_not_finite_ends_the_run_before_the_step(tmp_path, monkeypatch):
     original = grpo.policy_loss
     calls = []
 
@@ -132,7 +132,7 @@ def test_run_a_loss_that_is_not_finite_ends_the_run_before_the_step(tmp_path, su
         return (loss * float("nan") if is_wrong else loss), stats
 
     monkeypatch.setattr(grpo, "policy_loss", policy_loss)
-    result = run("grpo", *flags_of("grpo", tmp_path, sums))
+    result = run("grpo", *flags_of("grpo", tmp_path))
     assert result.returncode == 2
     assert result.stderr == "grpo.py: error: iteration 2: loss is not finite\n"
     checkpoint = checkpoint_of(tmp_path)
@@ -141,13 +141,11 @@ def test_run_a_loss_that_is_not_finite_ends_the_run_before_the_step(tmp_path, su
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
-def test_run_without_a_learning_signal_warns_once_after_ten_iterations(
-    name, tmp_path, sums, reward_file
-):
+def test_run_without_a_learning_signal_warns_once_after_ten_iterations(name, tmp_path, reward_file):
     """All rewards are equal, in a group, or in the whole rollout if there are no groups."""
     reward = reward_file('return 0.5, "no_answer" if len(text) % 2 else "truncated"')
     small = ("--max_new_tokens", 4, "--save_every", 0, "--eval_every", 0, "--reward", reward)
-    flags = flags_of(name, tmp_path, sums, *small, "--iterations", 12)
+    flags = flags_of(name, tmp_path, *small, "--iterations", 12)
     result = run(name, *flags, "--prompts_per_iteration", 2 if name == "grpo" else 4)
     assert result.returncode == 0, result.stderr
     (warning,) = (line for line in result.stdout.splitlines() if line.startswith("warning: "))

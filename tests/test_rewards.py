@@ -3,17 +3,8 @@
 import sys
 
 import pytest
-from conftest import (
-    FILE_NUMBERS,
-    SMALL,
-    completes,
-    forked,
-    metrics,
-    refused,
-    run,
-    script_args,
-    write_lines,
-)
+from conftest import FILE_NUMBERS, SMALL, SUMS, completes, forked, metrics, refused, script_args
+from conftest import write_lines
 
 import grpo
 from common import Completion, Problem, UserError, load_grader
@@ -147,9 +138,9 @@ def test_spawned_processes_find_the_function(tmp_path):
     assert [c.reward for c in graded(write(tmp_path, POOL), "spawned")] == list(map(len, TEXTS))
 
 
-def test_run_forked_processes_ignore_ctrl_c_and_end_on_sigterm(tmp_path, sums):
+def test_run_forked_processes_ignore_ctrl_c_and_end_on_sigterm(tmp_path):
     """They have the run's signal handlers."""
-    flags = ("--num_held_out", 8, "--dataset", sums, "--run_dir", tmp_path / "run")
+    flags = ("--num_held_out", 8, "--dataset", SUMS, "--run_dir", tmp_path / "run")
     result = forked("grpo", *SMALL, *flags, "--reward", f"{write(tmp_path, POOL)}:forked")
     assert (result.code, result.stderr) == (0, "")
     assert "stopping" not in result.stdout and len(metrics(tmp_path / "run")) == 1
@@ -186,15 +177,13 @@ def test_a_file_may_import_its_neighbors_but_not_share_its_name(tmp_path, monkey
         load(f"other/{path.name}:f")
 
 
-def test_run_a_function_with_a_bug_keeps_its_traceback(tmp_path):
-    path = write(tmp_path, "def bug(text): 1 / 0")
+def test_a_function_with_a_bug_keeps_its_traceback(tmp_path):
     with pytest.raises(ZeroDivisionError):
-        run("grpo", *SMALL, "--run_dir", tmp_path / "run", "--reward", f"{path}:bug", held_out=8)
+        graded(write(tmp_path, "def f(text): 1 / 0"))
 
 
 NEEDS = [  # parameters, what is said; the dataset has the columns question and level
     ("completions, level, difficulty=None, **rest", None),
-    ("completions, trainer_state, **rest", "missing a required argument: 'trainer_state'"),
     ("level, solution_str, ground_truth", "missing a required argument: 'solution_str'"),
     ("text, answer, level", "20 without a gold answer"),
 ]
@@ -210,6 +199,6 @@ def test_run_rows_need_a_gold_answer_only_if_the_function_does(parameters, expec
     if expected is not None:
         refused("grpo", *flags, expected=expected)
         return
-    completes(*flags)
+    completes("grpo", *flags)
     (line,) = metrics(tmp_path / "run")
     assert line["rollout/reward_mean"] > 0 and line["eval/accuracy"] > 0  # for levels above 10

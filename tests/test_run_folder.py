@@ -10,7 +10,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import SMALL, checkpoint_of, completes, metrics, read_lines, refused, resume, write_lines
+from conftest import SMALL, SUMS, checkpoint_of, completes, metrics, read_lines, refused, resume
+from conftest import write_lines
 from filelock import FileLock
 from safetensors.torch import load_file, save_file
 
@@ -37,10 +38,10 @@ def content(folder):
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, sums):
+def finished(tmp_path_factory):
     """The folder of a run of one iteration."""
     folder = tmp_path_factory.mktemp("finished") / "run"
-    completes("--dataset", sums, "--run_dir", folder)
+    completes("grpo", "--run_dir", folder)
     return folder
 
 
@@ -94,7 +95,7 @@ def test_run_files_in_a_checkpoint_do_no_harm_and_copies_of_it_are_kept(folder):
     for name in kept:
         shutil.copytree(checkpoint, folder / name)
         (folder / name / "config.json").write_text("mine")
-    completes(*resume(folder, "--iterations", 2))
+    completes("grpo", *resume(folder, "--iterations", 2))
     assert {path.name for path in folder.glob("checkpoint-*")} == kept | {"checkpoint-000002"}
 
 
@@ -121,11 +122,11 @@ def test_a_folder_that_another_process_uses_is_refused(folder):
         refused("grpo", *resume(folder, "--iterations", 2), expected="another process uses it")
 
 
-def test_other_data_than_when_the_run_started_are_refused(folder, sums, tmp_path):
+def test_other_data_than_when_the_run_started_are_refused(folder, tmp_path):
     """A moved file is fine."""
-    rows = read_lines(sums)
+    rows = read_lines(SUMS)
     moved = write_lines(tmp_path / "moved.jsonl", rows)
-    completes(*resume(folder, "--iterations", 2, "--dataset", moved))
+    completes("grpo", *resume(folder, "--iterations", 2, "--dataset", moved))
     rows[0]["answer"] = "7"
     flags = ("--iterations", 3, "--dataset", write_lines(tmp_path / "other.jsonl", rows))
     refused("grpo", *resume(folder, *flags), expected="has different prompts or gold answers")
@@ -137,8 +138,8 @@ def test_run_a_resumed_run_keeps_its_flags_except_those_given_again(folder, tmp_
     flags = "--iterations 2 --eval_every 1 --save_every 2 --device cpu --micro_batch_size 3"
     flags += " --rollout_batch_size 4 --gradient_checkpointing"
     moved = folder.rename(tmp_path / "moved")
-    completes(*resume(moved, *flags.split()))
-    completes(*resume(moved, "--iterations", 3))
+    completes("grpo", *resume(moved, *flags.split()))
+    completes("grpo", *resume(moved, "--iterations", 3))
     assert iterations(moved) == [1, 2, 3]
     settings = settings_of(moved)
     assert settings["micro_batch_size"] == 3 and settings["gradient_checkpointing"]
@@ -161,10 +162,8 @@ def test_user_errors_and_lack_of_memory_are_one_line_but_a_bug_has_a_traceback(
     assert printed(UserError("--flag is\nwrong")) == "grpo.py: error: --flag is wrong\n"
     cpu = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
     for error in (torch.OutOfMemoryError("CUDA out of memory.\nTried ..."), RuntimeError(cpu)):
-        line = printed(error)
-        for flag in "--micro_batch_size --rollout_batch_size --gradient_checkpointing --dtype".split():
-            assert flag in line
-        assert len(line.splitlines()) == 1
+        (line,) = printed(error).splitlines()
+        assert "--micro_batch_size" in line and "--gradient_checkpointing" in line
     with pytest.raises(ZeroDivisionError):
         printed(ZeroDivisionError())
 
@@ -188,7 +187,7 @@ def test_args_keep_what_was_given_and_resolve_it_when_asked(tmp_path, monkeypatc
     assert grpo.Args().folder == tmp_path / "runs" / "mine-seed1"
 
 
-def test_two_scripts_run_in_threads_of_one_process(tmp_path, monkeypatch, sums):
+def test_two_scripts_run_in_threads_of_one_process(tmp_path, monkeypatch):
     """Each has its folder, even though the reward function changes the working folder. Signal handlers
     are for the main thread only."""
     (tmp_path / "other").mkdir()
@@ -197,7 +196,7 @@ def test_two_scripts_run_in_threads_of_one_process(tmp_path, monkeypatch, sums):
         f"import os\ndef f(text):\n    os.chdir({str(tmp_path / 'other')!r})\n    return 0\n"
     )
     numbers = {name[2:]: int(value) for name, value in zip(SMALL[::2], SMALL[1::2], strict=True)}
-    numbers |= {"dataset": str(sums), "num_held_out": 8, "reward": f"{reward}:f"}
+    numbers |= {"dataset": str(SUMS), "num_held_out": 8, "reward": f"{reward}:f"}
     for module in (grpo, sapo):
         monkeypatch.chdir(tmp_path)
         with ThreadPoolExecutor(1) as pool:

@@ -6,23 +6,10 @@ import itertools
 import math
 
 import pytest
-from conftest import MORE, SCRIPTS, checkpoint_of, flags_it_has, metrics, read_lines, run
+from conftest import MORE, SCRIPTS, checkpoint_of, completes, metrics, read_lines, run, script_args
 
 from common import Completion, Problem
 from plumbing.metrics import pass_at_k, rollout_summary
-
-SMALL = """--prompts_per_iteration 8 --group_size 4 --max_new_tokens 32 --num_minibatches 2
---eval_every 1 --iterations 2""".split()
-
-
-def small(name, *flags, held_out=32):
-    """Runs a script on the base model with small rollouts of 32 completions. It must succeed."""
-    own = ("--prompts_per_iteration", 32) if name == "ppo" else ()
-    if name == "more.vapo":
-        own = ("--pretraining_iterations", 1)
-    result = run(name, *flags_it_has(name, SMALL), *own, *flags, held_out=held_out)
-    assert result.returncode == 0 and result.stderr == "", result.stderr
-    return result.stdout
 
 
 def keys(prefix, names):
@@ -56,8 +43,12 @@ EXTRA_KEYS = {
 
 
 @pytest.mark.parametrize("name", [*SCRIPTS, *MORE])
-def test_run_of_each_script_logs_sensible_numbers(name, tmp_path, sums):
-    printed = small(name, "--dataset", sums, "--run_dir", tmp_path)
+def test_run_of_each_script_logs_sensible_numbers(name, tmp_path):
+    flags = "--max_new_tokens 32 --eval_every 1 --iterations 2 --prompts_per_iteration".split()
+    flags.append(8 if hasattr(script_args(name)[1], "group_size") else 32)
+    if name == "more.vapo":
+        flags += ["--pretraining_iterations", 1]
+    printed = completes(name, *flags, "--run_dir", tmp_path)
     assert "(sampled; the answer is" in printed and str(checkpoint_of(tmp_path)) in printed
     lines = metrics(tmp_path)
     assert [line["iteration"] for line in lines] == [1, 2]
@@ -125,6 +116,9 @@ def test_run_help_explains_every_flag_once(name, monkeypatch):
     assert f"(default: {module.Args.lr})" in text
 
 
+DEFAULT = ("--dataset", "addition", "--num_held_out", 256)
+
+
 def accuracies(result):
     """Held-out accuracy from the table: greedy before and after, sampled before and after."""
     (row,) = (line.split() for line in result.stdout.splitlines() if line.startswith("accuracy"))
@@ -133,7 +127,7 @@ def accuracies(result):
 
 def test_run_grpo_learns_in_five_iterations(tmp_path):
     flags = ("--eval_samples", 2, "--eval_every", 0, "--run_dir", tmp_path)
-    result = run("grpo", "--iterations", 5, *flags, held_out=64)
+    result = run("grpo", *DEFAULT, "--iterations", 5, *flags)
     assert result.returncode == 0, result.stderr
     _, greedy_after, before, after = accuracies(result)
     assert after >= before + 0.2 and greedy_after >= 0.9
@@ -148,7 +142,7 @@ LEARNING += [("grpo", "bfloat16"), ("ppo", "bfloat16"), ("rspo", "bfloat16")]  #
 @pytest.mark.slow
 @pytest.mark.parametrize("name, dtype", LEARNING)
 def test_run_every_script_learns_by_default(name, dtype, tmp_path):
-    result = run(name, "--run_dir", tmp_path, "--dtype", dtype)
+    result = run(name, *DEFAULT, "--run_dir", tmp_path, "--dtype", dtype)
     assert result.returncode == 0, result.stderr
     greedy_before, greedy_after, _, _ = accuracies(result)
     assert greedy_after >= max(0.9, greedy_before + 0.4)
