@@ -52,15 +52,14 @@ DIVISORS = {  # B rows, o tokens in each, N in all, the padded width T
 
 
 def divided_by(formula, k=1):
-    def average(b, terms, how):
+    def denominators(b, terms, how):
         B, T = b.mask.shape
         lengths = b.mask.sum(1)
-        # What there is once for a completion stands on each of its tokens.
-        counts = [int(o) // len(row) for o, row in zip(lengths, terms, strict=True)]
         divisors = [k * formula(B, o, lengths.sum(), T) for o in lengths]
-        return sum(sum(row) * n / D for row, n, D in zip(terms, counts, divisors, strict=True))
+        # What there is once for a completion stands on each of its tokens.
+        return [D * len(row) / o for D, row, o in zip(divisors, terms, lengths, strict=True)]
 
-    return pieces(average=average)
+    return pieces(denominators=denominators)
 
 
 def divisor_of(subject, plain):

@@ -6,6 +6,7 @@ change(J, batch), which returns what the changed code would. What measure.py fin
 divisor or range, has no entry.
 """
 
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -27,7 +28,7 @@ def pieces(**replacements):
 
 
 def changed(b, **fields):
-    return reference.batch(**(vars(b) | fields))
+    return SimpleNamespace(**(vars(b) | fields))
 
 
 def setting(**fields):

@@ -7,7 +7,6 @@ in one batch `b`, under their names in vectors.json; only tokens of the mask are
 
 import math
 from types import SimpleNamespace
-from unittest import mock
 
 import torch
 
@@ -16,11 +15,8 @@ BOOLEAN = ["mask", "is_right"]
 INTEGER = ["indices", "group_ids", "rollout_ids"]
 
 
-def batch(**fields):
-    b = SimpleNamespace(ref_logprobs=None, rollout_ratio=None, clip_level="token")
-    b.offpolicy_mask = 0
-    vars(b).update(fields)
-    return b
+ABSENT = {"ref_logprobs": None, "rollout_ratio": None, "clip_level": "token", "offpolicy_mask": 0}
+ABSENT |= {"bootstrap": torch.zeros(5, 1)}
 
 
 def tokens(b, i):
@@ -37,17 +33,25 @@ def each(b, term):
     return [[term(i, t) for t in tokens(b, i)] for i in range(len(b.mask))]
 
 
-def average(b, terms, how):
-    """The four means: over all tokens, over those of a completion and then over completions, sums of
-    completions over a constant length, and sums of completions."""
-    sums = [sum(row) for row in terms]
+def denominators(b, terms, how):
+    """What the terms of each completion are divided by, in the four means: over all tokens, over those
+    of a completion and then over completions, sums of completions over a constant length, and sums of
+    completions."""
+    B = len(terms)
+    lengths = [length(b, i) for i in range(B)]
     if how == "token":
-        return sum(sums) / sum(length(b, i) for i in range(len(terms)))
+        return [sum(lengths)] * B
     if how == "sequence":
-        return sum(x / length(b, i) for i, x in enumerate(sums)) / len(terms)
+        return [B * x for x in lengths]
     if how == "constant":
-        return sum(sums) / (len(terms) * b.max_new_tokens)
-    return sum(sums) / len(terms)
+        return [B * b.max_new_tokens] * B
+    return [B] * B
+
+
+def average(b, terms, how):
+    b.terms = terms
+    b.denominators = denominators(b, terms, how)
+    return sum(sum(row) / D for row, D in zip(terms, b.denominators, strict=True))
 
 
 def completion_mean(b, term):
@@ -384,41 +388,18 @@ def fields_of(case):
     return fields
 
 
-def terms_and_denominator(section, case):
-    """What an objective averages, as terms of the loss, and what the terms of a completion are divided
-    by: the value is the sum of terms / denominator. (B, T) or (B, 1), and (B, 1)."""
-    averages = []
-
-    def recorded(b, terms, how, average=average):
-        averages.append((b, terms, how))
-        return average(b, terms, how)
-
-    without_gradient = {key: x for key, x in case.items() if key != "gradient"}
-    with mock.patch.dict(globals(), average=recorded):
-        evaluate(section, without_gradient)
-    ((b, terms, how),) = averages
-    sign = -1 if section in LOSSES else 1
-    lengths = [length(b, i) for i in range(len(b.mask))]
-    has_tokens = sum(len(row) for row in terms) == sum(lengths)  # a term for each
-    places = b.mask if has_tokens else torch.ones(len(terms), 1).bool()
-    table = torch.zeros(places.shape, dtype=torch.float64)
-    table[places] = torch.tensor([sign * float(x) for row in terms for x in row], dtype=table.dtype)
-    denominators = {
-        "token": [sum(lengths)] * len(lengths),
-        "sequence": [len(lengths) * length for length in lengths],
-        "constant": [len(lengths) * getattr(b, "max_new_tokens", 0)] * len(lengths),
-        "completion": [len(lengths)] * len(lengths),
-    }
-    return {"terms": table.tolist(), "denominator": [[x] for x in denominators[how]]}
-
-
-def evaluate(section, case, change=None):
-    """(value, gradient or None) of the objective, or of what an entry of mistakes.py makes of it."""
-    b = batch(**({"bootstrap": torch.zeros(5, 1)} | fields_of(case)))
+def batch_of(section, case):
+    b = SimpleNamespace(**(ABSENT | fields_of(case)))
     b.micro_batches = case.get("micro_batches", [slice(None)])
-    objective = globals()[section]
     if section in LOSSES:
         b.advantages = b.advantages.expand_as(b.logprobs)
+    return b
+
+
+def evaluate(section, case, change=None, b=None):
+    """(value, gradient or None) of the objective, or of what an entry of mistakes.py makes of it."""
+    b = b or batch_of(section, case)
+    objective = globals()[section]
     first = getattr(b, next(iter(case["inputs"])))
     first.requires_grad_("gradient" in case)
     value = change(objective, b) if change else objective(b)
@@ -433,12 +414,24 @@ def evaluate(section, case, change=None):
     return value.detach(), gradient
 
 
+def terms_of_loss(b, section):
+    """What was averaged: (B, T), or (B, 1) if there is one term per completion."""
+    has_tokens = sum(len(row) for row in b.terms) == b.mask.sum()
+    places = b.mask if has_tokens else torch.ones(len(b.terms), 1).bool()
+    table = torch.zeros(places.shape, dtype=torch.float64)
+    sign = -1 if section in LOSSES else 1
+    for_each = [sign * torch.as_tensor(x).item() for row in b.terms for x in row]
+    table[places] = torch.tensor(for_each, dtype=table.dtype)
+    return table.tolist()
+
+
 def with_results(section, case):
     """The case with what the objective gives for it."""
-    value, gradient = evaluate(section, case)
+    b = batch_of(section, case)
+    value, gradient = evaluate(section, case, b=b)
     case = case | {"value": value.tolist()}
     if gradient is not None:
         case["gradient"] = gradient.tolist()
     if "denominator" in case:
-        case |= terms_and_denominator(section, case)
+        case |= {"terms": terms_of_loss(b, section), "denominator": [[x] for x in b.denominators]}
     return case
