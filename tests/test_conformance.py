@@ -7,13 +7,13 @@ import re
 import subprocess
 import sys
 
-import disagree
 import numpy as np
 import pytest
 import torch
 from conftest import MORE, ROOT, SCRIPTS, copied
 from rl_loss_vectors import VECTORS, Subject, cases, doctor, mistakes, reference
 from rl_loss_vectors import __main__ as command
+from rl_loss_vectors.reference import clipped
 from rl_loss_vectors.vectors import Answer, same
 
 import common
@@ -169,287 +169,102 @@ def ask(tmp_path, capsys, monkeypatch):
     return answer
 
 
-DAPO = """
-def loss(new, old, A, mask, *, {eps}_low=0.2, {eps}_high=0.28{more}):
-    {first}
-    r = {log_r}.exp()
-    smaller = torch.min(r * A, r.clamp(1 - {eps}_low, 1 + {eps}_high) * A)
-    return {sign}torch.where(mask, smaller, 0).sum() / {divisor}
-class Loss(torch.nn.Module):
-    def __call__(self, *given, **keywords):
-        return super().__call__(*given, **keywords)
-    def forward(self, new, old, A, mask, clip_eps_low=0.2, clip_eps_high=0.28):
-        return loss(new, old, A, mask, clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high)
-instance = Loss()
-"""
-PARTS = {
-    "eps": "clip_eps",
-    "more": "",  # keywords
-    "first": "",  # what is done before anything else
-    "log_r": "torch.where(mask, new - old, 0)",
-    "sign": "-",
-    "divisor": "mask.sum()",
-}
-MULTIPLIED = "((new - old) * mask)"
-VARIATIONS = [  # (parts that are different, exit code, what is printed)
-    ({}, 0, "14 of 14 applicable cases agree, 1 not tested\nhealthy\n"),
-    ({"eps": "bound"}, 0, "n/a      dapo-011 other bounds: it has no keyword clip_eps_low"),
-    (
-        {"more": ", **others"},
-        0,
-        "n/a      dapo-007 a step in two micro-batches of unequal size: it cannot",
-    ),
-    ({"sign": ""}, 1, "\nmistake: wrong sign\n"),
-    ({"divisor": "-mask.numel()"}, 1, "mistake: wrong sign and mistake: a mean over the"),
-    ({"first": "assert A.shape[1] == 1"}, 0, "it takes one advantage for each completion"),
-    ({"first": "assert not new.isnan().any(), 'no'"}, 1, "it raises AssertionError no"),
-    ({"first": "mask = 1 - mask < 0.5"}, 0, "14 of 14 applicable cases agree"),
-    ({"log_r": MULTIPLIED}, 1, "--allow-nan accepts it\n"),
-    ({"log_r": "torch.where(mask, new.bfloat16() - old, 0)"}, 1, "computed in bfloat16"),
-]
-
-
-def dapo(**parts):
-    return DAPO.format(**(PARTS | parts))
-
-
-@pytest.mark.parametrize("parts, code, expected", VARIATIONS)
-def test_variations_of_a_loss(parts, code, expected, ask):
-    found, text = ask(dapo(**parts))
-    assert found == code and expected in text, text
-
-
-def test_nan_in_masked_places_alone_can_be_allowed(ask):
-    assert ask(dapo(log_r=MULTIPLIED), "--algorithm dapo --allow-nan")[0] == 0
-
-
-def test_a_loss_of_which_no_case_applies_is_not_healthy(ask):
-    code, text = ask(dapo(), "--algorithm rspo")
-    assert code == 1 and "0 of 0 applicable cases agree" in text
-
-
-@pytest.mark.parametrize("name", ["instance", "in_a_dict"])
-def test_a_module_and_a_dict(name, ask):
-    code, text = ask(f"{dapo()}\ndef in_a_dict(*given): return {{'loss': loss(*given)}}", name=name)
-    assert code == 0 and "healthy" in text
-
-
-def test_arguments_in_another_order_are_passed_by_name(ask):
-    wrapper = "\ndef ordered(old, new, A, mask): return loss(new, old, A, mask)\n"
-    code, text = ask(dapo() + wrapper, name="ordered")
-    assert code == 0 and "arguments by name: old is old_logprobs, new is logprobs, " in text
-
-
-CANNOT = [  # (lines, name of the function, what is printed)
-    ("def loss(lp, old, A, mask): A + lp", "loss", "as dapo: it returns None: is a `return` missing?"),
-    ("def loss(new, A): pass", "loss", "it takes 2 arguments (new, A), not 4: logprobs, "),
-    ("exit()", "loss", "cannot be called as dapo: SystemExit"),
-    ("def loss(a, b, c, d):\n    return a.nothing", "loss", "has no attribute 'nothing' (/"),
-    ("def loss(a, b, c, d): return a[0]", "loss", "a loss is one number, not a tensor of shape (6,)"),
-    (
-        "class Loss:\n    def __init__(self, model): pass",
-        "Loss",
-        "Loss needs model: pass --set model=...",
-    ),
-]
-
-
-@pytest.mark.parametrize("lines, name, expected", CANNOT)
-def test_what_cannot_be_called_is_one_line(lines, name, expected, ask):
-    code, text = ask(lines, name=name)
-    assert code == 2 and expected in text and text.count("\n") == 1, text
-
-
-SURROGATE = """
+PRELUDE = """
 def surrogate(lp, old, A, low=0.8, high=1.2):
     r = (lp - old).exp()
     return -torch.min(r * A, r.clamp(low, high) * A)
 def mean(x, mask):
     return (x * mask).sum() / mask.sum()
+def grpo(lp, old, A, mask, penalty):
+    return ((surrogate(lp, old, A) + penalty) * mask).sum(1).div(mask.sum(1)).mean()
 def k3(log_x):
     return log_x.exp() - log_x - 1
-def loss({}):
-    return {}
+def s_of(lp, old, A, mask):
+    return (((lp - old) * mask).sum(1) / mask.sum(1)).exp()
+def standardized(R, eps, unbiased=True):
+    return (R - R.mean(1, keepdim=True)) / (R.std(1, keepdim=True, unbiased=unbiased) + eps)
+def right(lp, old, A, mask, low=0.8, high=1.28):
+    losses = surrogate(torch.where(mask, lp - old, 0), 0, A, low, high)
+    return torch.where(mask, losses, 0).sum() / mask.sum()
 """
-FOUR = "lp, old, A, mask"
-GRPO = "((surrogate(lp, old, A) + {}) * mask).sum(1).div(mask.sum(1)).mean()"
-WITH_REF = f"{FOUR}, ref_logp=None, beta=0.04"
-SUM = "(surrogate(lp, old, A) * mask).sum()"
-S = "(((lp - old) * mask).sum(1) / mask.sum(1)).exp()"
-GROUP = "((R := rewards.view(-1, {n})) - R.mean(1, keepdim=True)) / (R.std(1, keepdim=True{}) + {})"
-BROUGHT = [  # (parameters, what is returned, flags, exit code, what is printed): kinds of public code
-    # constants of its own
-    (
-        FOUR,
-        "mean(surrogate(lp, old, A, 0.9, 1.1), mask)",
-        "ppo",
-        1,
-        "the range is [0.9, 1.1], not [0.8",
-    ),
-    (
-        FOUR,
-        "-mean((lp - old).exp().clamp(max=1.28).detach() * A * lp, mask)",
-        "cispo",
-        1,
-        "a cap of 1.28",
-    ),
-    (
-        FOUR,
-        f"surrogate({S}.log(), 0, A[:, 0], 1 - 3e-4, 1 + 4e-4).mean()",
-        "gspo --allow-nan",
-        0,
-        "the paper's",
-    ),
-    (FOUR, f"{SUM} / (len(mask) * 1024)", "dr_grpo --allow-nan", 0, "max_new_tokens is 1024"),
-    (FOUR, f"{SUM} / mask.numel()", "dr_grpo", 1, "mistake: a mean over the padded width"),
-    # required constants, and names anywhere
-    (
-        f"{FOUR}, eps_clip",
-        "mean(surrogate(lp, old, A, 1 - eps_clip, 1 + eps_clip), mask)",
-        "ppo --allow-nan",
-        0,
-        "",
-    ),
-    (
-        f"{FOUR}, x",
-        "mean(surrogate(lp, old, A, *x.range), mask)",
-        "ppo --set x.range=(0.8,1.2) --allow-nan",
-        0,
-        "",
-    ),
-    (
-        f"{FOUR}, x",
-        "mean(surrogate(lp, old, A), mask) * x",
-        "ppo",
-        2,
-        "what is not known is set by --set",
-    ),
-    (
-        f"{FOUR}, clip_low=0.8",
-        "mean(surrogate(lp, old, A, clip_low), mask)",
-        "ppo --allow-nan",
-        0,
-        "n/a      ppo-011",
-    ),
-    (
-        "ref_logp, mask, A, old, lp",
-        GRPO.format("0.04 * k3(ref_logp - lp)"),
-        "grpo --allow-nan",
-        0,
-        "is ref_logprobs",
-    ),
-    (
-        "x, y, A, z",
-        "mean(surrogate(x, y, A), z)",
-        "ppo",
-        1,
-        "no name was recognized; passed in this order",
-    ),
-    # the KL
-    (
-        WITH_REF,
-        GRPO.format("beta * k3(old - lp)"),
-        "grpo",
-        1,
-        "the KL is k3, x = pi_old / pi, coefficient 0.04",
-    ),
-    (
-        WITH_REF,
-        GRPO.format("-0.1 * (lp - ref_logp)"),
-        "grpo",
-        1,
-        "k1, x = pi_ref / pi, coefficient 0.1, rewarded",
-    ),
-    (
-        WITH_REF,
-        GRPO.format("beta * k3(ref_logp - lp).detach()"),
-        "grpo",
-        1,
-        "k3 without gradient, x = pi_ref",
-    ),
-    (WITH_REF, GRPO.format("beta * (lp - ref_logp) ** 2 / 2"), "grpo", 1, "the KL is k2"),
-    # several departures at once
-    (
-        FOUR,
-        "mean((lp - old).exp().clamp(0.8, 1.2) * A, mask)",
-        "grpo",
-        1,
-        "both sides, without the min",
-    ),
-    (
-        FOUR,
-        "mean((lp - old).exp().clamp(0.8, 1.2) * A, mask)",
-        "grpo",
-        1,
-        "wrong sign and mistake: token-mean",
-    ),
-    (
-        FOUR,
-        f"({SUM[:-6]}.sum(1) * mask.sum(1)).sum() / mask.numel()",
-        "grpo",
-        1,
-        "each completion times its |o|",
-    ),
-    # clamps for safety, NaN
-    (
-        FOUR,
-        "mean(surrogate((lp - old).clamp(-10, 10), 0, A), mask)",
-        "ppo",
-        1,
-        "|log r| > 10: a clamp of log r",
-    ),
-    (
-        FOUR,
-        "mean(surrogate((lp - old).clamp(-10, 10), 0, A), mask)",
-        "ppo --allow-clamp --allow-nan",
-        0,
-        "",
-    ),
-    (
-        FOUR,
-        "torch.where(mask, surrogate(lp, old, A), 0).sum() / mask.sum()",
-        "ppo",
-        1,
-        "mask the log-ratio before",
-    ),
-    # what is returned, float32, shapes
-    (FOUR, "surrogate(lp, old, A)", "ppo --allow-nan", 0, "it returns terms, (B, T)"),
-    (
-        FOUR,
-        "mean(surrogate(lp, old, A), mask if lp.dtype == torch.float32 else 1 / 0)",
-        "ppo",
-        1,
-        "in float32",
-    ),
-    (FOUR, f"-({S} * A.view(-1, 1)).mean()", "gspo", 1, "(B,) times (B, 1)"),
-    # advantages
-    (
-        "rewards, n",
-        f"({GROUP.format('', 1e-6, n='n')}).view(-1)",
-        "grpo --what advantages",
-        1,
-        "no rule for equal",
-    ),
-    (
-        "rewards",
-        f"{GROUP.format(', unbiased=False', 1e-8, n='rewards.shape[1]')}",
-        "grpo --what advantages",
-        1,
-        "population, eps 1e-8",
-    ),
-    (
-        "rewards",
-        "(rewards - rewards.mean()) / (rewards.std() + 1e-6)",
-        "grpo --what advantages",
-        1,
-        "passed as G",
-    ),
+BROUGHT = """
+# exit code, flags | parameters | what is returned | what is printed, where ... is lp, old, A, mask
+0 dapo | ... | right(...) | agree, 2 not tested
+0 dapo | old, new, A, mask | right(new, old, A, mask) | arguments: old is old_logprobs, new is logprobs
+0 dapo | ..., **others | right(...) | micro-batches of unequal size: it cannot
+0 dapo | ... | {"loss": right(...)} | healthy
+0 dapo | ... | right(...) if A.shape[1] == 1 else 1 / 0 | one advantage for each completion
+1 dapo | ... | right(...) if lp.isfinite().all() else 1 / 0 | RAISES   dapo-005
+0 dapo | ... | right(lp, old, A, 1 - mask < 0.5) | healthy
+1 dapo | ... | right(lp.bfloat16(), old, A, mask) | computed in bfloat16
+1 dapo | ... | -right(...) | mistake: wrong sign
+1 dapo | ... | right(...) * mask.sum() / -mask.numel() | wrong sign and mistake: a mean
+1 rspo | ... | right(...) | 0 of 0 applicable cases agree
+# constants of its own
+1 ppo | ... | mean(surrogate(lp, old, A, 0.9, 1.1), mask) | the range is [0.9, 1.1], not [0.8
+1 cispo | ... | -mean((lp - old).exp().clamp(max=1.28).detach() * A * lp, mask) | are in [0, 1.28], not
+0 gspo --allow-nan | ... | surrogate(s_of(...).log(), 0, A[:, 0], 0.9997, 1.0004).mean() | the paper's
+0 dr_grpo --allow-nan | ... | (surrogate(lp, old, A) * mask).sum() / len(mask) / 1024 | tokens is 1024
+1 dr_grpo | ... | (surrogate(lp, old, A) * mask).sum() / mask.numel() | mistake: a mean over the padded
+# required constants, and names anywhere
+0 ppo --allow-nan | ..., eps | mean(surrogate(lp, old, A, 1 - eps, 1 + eps), mask) | alone
+0 ppo --set x.range=(0.8,1.2) --allow-nan | ..., x | mean(surrogate(lp, old, A, *x.range), mask) | alone
+2 ppo | ..., x | mean(surrogate(lp, old, A), mask) * x | what is not known is set by --set
+0 ppo --allow-nan | ..., clip_low=0.8 | mean(surrogate(lp, old, A, clip_low), mask) | n/a      ppo-011
+0 grpo --allow-nan | ref_logp, mask, A, old, lp | grpo(..., 0.04 * k3(ref_logp - lp)) | 13 of 14
+1 ppo | x, y, A, z | mean(surrogate(x, y, A), z) | x is logprobs by order, y is old_logprobs by order
+1 grpo | lp, b | grpo(lp, b.old_logp, b.adv, b.mask, k3(b["ref"] - lp)) | coefficient 1
+# the KL
+1 grpo | ..., ref, beta | grpo(..., beta * k3(old - lp)) | the KL is k3, x = pi_old / pi
+1 grpo | ..., ref | grpo(..., 0.1 * (ref - lp)) | k1, x = pi_ref / pi, coefficient 0.1, rewarded
+1 grpo | ..., ref | grpo(..., 0.04 * k3(ref - lp).detach()) | k3 without gradient, x = pi_ref
+1 grpo | ..., ref | grpo(..., 0.02 * (ref - lp) ** 2) | the KL is k2
+# several departures at once
+1 grpo | ... | mean((lp - old).exp().clamp(0.8, 1.2) * A, mask) | wrong sign and mistake: token-mean
+1 grpo | ... | mean((lp - old).exp().clamp(0.8, 1.2) * A, mask) | both sides, without the min
+1 grpo | ... | ((surrogate(lp, old, A) * mask).sum(1) * mask.sum(1)).sum() / mask.numel() | its |o|
+# clamps for safety, NaN
+1 ppo | ... | mean(surrogate((lp - old).clamp(-10, 10), 0, A), mask) | |log r| > 10 (r = 2.2
+0 ppo --allow-clamp --allow-nan | ... | mean(surrogate((lp - old).clamp(-10, 10), 0, A), mask) | alone
+1 ppo | ... | torch.where(mask, surrogate(lp, old, A), 0).sum() / mask.sum() | mask the log-ratio before
+# what is returned, float32, shapes
+0 ppo --allow-nan | ... | surrogate(lp, old, A) | it returns terms, (B, T)
+1 ppo | ... | mean(surrogate(lp, old, A), mask) if lp.dtype == torch.float32 else 1 / 0 | in float32
+1 gspo | ... | -(s_of(...) * A.view(-1, 1)).mean() | (B,) times (B, 1)
+# advantages
+1 grpo --what advantages | rewards, n | standardized(rewards.view(-1, n), 1e-6).view(-1) | equal rewards
+1 grpo --what advantages | rewards | standardized(rewards, 1e-8, unbiased=False) | population, eps 1e-8
+1 grpo --what advantages | rewards | standardized(rewards[None], 1e-6)[0] | passed as G
+# what cannot be called
+2 dapo | ... | None | as dapo: it returns None: is a `return` missing?
+2 dapo | new, x, y | new | it takes 3 arguments (new, x, y), not 4: logprobs
+2 dapo | a, b, c, d | a.nothing | has no attribute 'nothing' (/
+2 dapo | a, b, c, d | a[0] | a loss is one number, not a tensor of shape (6,)
+"""
+
+
+@pytest.mark.parametrize("row", [row for row in BROUGHT.splitlines()[1:] if not row.startswith("#")])
+def test_what_public_code_does(row, ask):
+    start, parameters, result, expected = row.replace("...", "lp, old, A, mask").split(" | ")
+    code, flags = start.split(" ", 1)
+    found, text = ask(f"{PRELUDE}\ndef loss({parameters}): return {result}", f"--algorithm {flags}")
+    assert found == int(code) and expected in text, text
+    assert code != "2" or text.count("\n") == 1
+
+
+LOADED = [  # (lines, name of the function, exit code, what is printed)
+    ("exit()", "loss", 2, "cannot be called as dapo: SystemExit"),
+    ("x = 1", "loss", 2, "no function loss; it has: surrogate, "),
+    ("class A:\n def __init__(self, model): 0", "A", 2, "A needs model: pass --set model="),
+    ("class A:\n loss = staticmethod(right)", "A.loss", 0, "healthy"),
+    ("class A(torch.nn.Module):\n forward = staticmethod(right)", "A", 0, "healthy"),
+    ("a = torch.nn.Module()\na.forward = right", "a", 0, "healthy"),
 ]
 
 
-@pytest.mark.parametrize("parameters, result, flags, code, expected", BROUGHT)
-def test_what_public_code_does(parameters, result, flags, code, expected, ask):
-    found, text = ask(SURROGATE.format(parameters, result), f"--algorithm {flags}")
+@pytest.mark.parametrize("lines, name, code, expected", LOADED)
+def test_what_is_loaded(lines, name, code, expected, ask):
+    found, text = ask(f"{PRELUDE}\n{lines}", name=name)
     assert found == code and expected in text, text
 
 
@@ -482,8 +297,8 @@ def test_a_file_that_cannot_be_imported(name, ask, tmp_path):
 
 def test_a_module_by_its_name(ask, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    ask(dapo())
-    monkeypatch.setattr(sys, "argv", ["check.py", "mine:loss", "--algorithm", "dapo"])
+    ask(PRELUDE)
+    monkeypatch.setattr(sys, "argv", ["check.py", "mine:right", "--algorithm", "dapo"])
     with pytest.raises(SystemExit, match="False"):
         command.main("check.py")
 
@@ -517,9 +332,29 @@ def test_the_cases_of_a_pytest_suite():
     assert mark.name == "skip" and "micro-batches" in mark.kwargs["reason"]
 
 
-def test_the_table_of_the_readme(capsys):
-    disagree.main()
-    assert capsys.readouterr().out in README
+def dual_clip(r, a, low, high):
+    return torch.max(clipped(r, a, low, high), -3 * abs(a))
+
+
+GRPO = {
+    "paper": lambda J, b: J(b),
+    "TRL": lambda J, b: reference.ppo(b),  # a token-mean without KL
+    "verl": lambda J, b: mistakes.pieces(clipped=dual_clip)(reference.ppo, b),
+}
+
+
+@pytest.mark.parametrize("name", GRPO)
+def test_the_table_of_the_readme(name):
+    old, new, *_ = re.findall(r"^(?:old|new) +(-.*)", README, re.MULTILINE)
+    old, new = ([[float(x) for x in row.split()] for row in text.split("|")] for text in (old, new))
+    rows = [row + [0] * (8 - len(row)) for row in (*old, *new)]
+    inputs = {"logprobs": rows[2:], "old_logprobs": rows[:2], "advantages": [[1.0], [-1.0]]}
+    inputs["mask"] = [[1] * 8, [1, 1, 0, 0, 0, 0, 0, 0]]
+    keywords = {"clip_eps_low": 0.2, "clip_eps_high": 0.2, "kl_coef": 0.04, "kl_is_corrected": False}
+    case = {"inputs": inputs, "keywords": keywords | {"ref_logprobs": rows[:2]}, "gradient": None}
+    value, gradient = reference.evaluate("grpo", case, GRPO[name])
+    long, short = gradient.abs().sum(1)
+    assert f"\n{name:7} {value:7.3f} {long:25.3f} {short:25.3f}\n" in README
 
 
 def test_the_three_examples_of_the_readme(tmp_path):

@@ -21,24 +21,19 @@ or eps (low, high), beta or kl_coef, max_tokens, num_items_in_batch, num_generat
 may be a number, the first of a tuple, "loss" of a dict or object, or terms (B, T). More: README.md."""
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        """One line, without the usage."""
-        self.exit(2, f"{self.prog}: {message} (--help lists all flags)\n")
-
-
 def arguments(program):
-    parser = Parser(program, description=__doc__.splitlines()[0], epilog=ACCEPTED, allow_abbrev=False)
+    parser = argparse.ArgumentParser(program, description=__doc__.splitlines()[0], epilog=ACCEPTED)
     add = parser.add_argument
     add("target", help="FILE.py:FUNCTION, FILE.py:CLASS, FILE.py:CLASS.METHOD or pkg.mod:NAME")
     add("--algorithm", choices=LOSSES, help="whose loss or advantages the function computes")
     others = [section for section in VECTORS["sections"] if section not in LOSSES]
     what = ["loss", "advantages", *others]
     add("--what", choices=what, default="loss", help="what the function computes (default: loss)")
-    allow_nan = "exit code 0 if the only complaint is that NaN in masked places spreads"
-    add("--allow-nan", action="store_true", help=allow_nan)
-    allow_clamp = "exit code 0 if the only complaint is a clamp of ratios at 10 or more"
-    add("--allow-clamp", action="store_true", help=allow_clamp)
+    accepted = {"nan": "NaN in masked places spreads", "clamp": "ratios are clamped at 10 or more"}
+    for name, complaint in accepted.items():
+        flag = f"--allow-{name}"
+        how = {"action": "append_const", "dest": "allowed", "const": flag, "default": []}
+        add(flag, **how, help=f"exit code 0 if the only complaint is that {complaint}")
     set_help = "a parameter of yours, also of a class that has to be made; config.x=... makes a config"
     add("--set", action="append", default=[], metavar="NAME=VALUE", help=set_help)
     args = parser.parse_args()
@@ -71,17 +66,6 @@ def fixed_of(settings):
     return fixed
 
 
-def reason(error, target):
-    """An error in one line, with the last line of the file at which it passed."""
-    if isinstance(error, Misfit):
-        return str(error)
-    path = target.rpartition(":")[0]
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == path]
-    place = f" ({path}, line {lines[-1]})" if lines else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"
-
-
 def main(program=None):
     args = arguments(program)
     warnings.simplefilter("ignore")  # those of the function
@@ -90,28 +74,32 @@ def main(program=None):
         function, about = load.load(args.target, fixed)
         found = doctor.examine_shapes(function, args.section, fixed)
     except (Exception, SystemExit) as error:
-        print(f"{args.target} cannot be called as {args.section}: {reason(error, args.target)}")
+        why = str(error)
+        if not isinstance(error, Misfit):
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            why = f"{type(error).__name__}: {why} ({place.filename}, line {place.lineno})"
+        print(f"{args.target} cannot be called as {args.section}: {' '.join(why.split())}")
         sys.exit(2)
     subject, results, diagnosis = doctor.diagnosed(found)
-    about_vectors = f"vectors {VECTORS['version']}, advantages {subject.advantages}"
-    print(f"{args.target} as {args.section}, {about_vectors}")
-    lines = doctor.report(subject, results)
-    labels = [line.split()[0] for line in lines]
-    num_agree = labels.count("agrees")
-    num_others = labels.count("n/a")
-    num_tested = len(lines) - num_others
-    lines.append(f"{num_agree} of {num_tested} applicable cases agree, {num_others} not tested")
-    lines += diagnosis
+    print(f"{args.target} as {args.section}, vectors {VECTORS['version']}")
+    for line in [*about, *subject.notes()]:
+        print(line)
+    for case, answer in results:
+        print(doctor.report(subject, case, answer))
+    num_agree = sum(doctor.is_right(subject, *pair) for pair in doctor.answered(results))
+    num_others = sum(isinstance(answer, str) for _, answer in results)
+    num_tested = len(results) - num_others
+    print(f"{num_agree} of {num_tested} applicable cases agree, {num_others} not tested")
     is_healthy = num_agree == num_tested
-    allowed = {"--allow-nan": args.allow_nan, "--allow-clamp": args.allow_clamp}
-    needed = [doctor.needed_flag(line) for line in diagnosis]
-    if diagnosis and None not in needed:
-        flags = " ".join(dict.fromkeys(needed))
-        lines.append(f"that alone: what was tested is right in ordinary batches; {flags} accepts it")
-        is_healthy = all(allowed[flag] for flag in needed)
-    elif is_healthy:
-        lines.append("healthy" if num_agree >= 5 else "fewer than five cases apply: too few to tell")
-    print(*about, *subject.notes(), *lines, sep="\n")
+    needed = {doctor.needed_flag(line) for line in diagnosis}
+    for line in diagnosis:
+        print(line)
+    if is_healthy:
+        print("healthy" if num_agree >= 5 else "fewer than five cases apply: too few to tell")
+    elif needed and None not in needed:
+        flags = " ".join(sorted(needed))
+        print(f"that alone: what was tested is right in ordinary batches; {flags} accepts it")
+        is_healthy = needed <= {*args.allowed}
     sys.exit(not is_healthy or num_tested < 5)
 
 

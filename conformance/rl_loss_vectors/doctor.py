@@ -9,19 +9,12 @@ import numpy as np
 import torch
 
 from rl_loss_vectors import explain, measure, mistakes, reference
-from rl_loss_vectors.vectors import Misfit, Subject, same
+from rl_loss_vectors.vectors import GROUPS, SHAPES, Answer, Misfit, Subject, same
 
-SHAPES = ["as in the file", "BT", "B1", "B"]  # of advantages
-GROUPS = ["PG", "N", "GP", "G"]  # of rewards
 SPREADS = "variant: NaN in masked places spreads: the mask is a factor, no torch.where [TRL, verl]"
 AFTER_EXP = "variant: NaN in masked places reaches the gradient: mask the log-ratio before exp"
 SPECIAL = ["masked_places", "large_ratios", "kl", "micro_batches", "settings", "token_advantages"]
 SPECIAL += ["equal_rewards"]
-PAPER = {"gspo": {"clip_eps_low": 3e-4, "clip_eps_high": 4e-4}}  # where the vectors have our own
-
-
-class Raised(str):
-    """What a function raises in a case that it should be able to answer."""
 
 
 def examine_shapes(function, section, fixed=None):
@@ -29,21 +22,20 @@ def examine_shapes(function, section, fixed=None):
     agree first. A function that takes no bool mask gets one of 0 and 1, one that takes no float64 gets
     float32."""
     errors = []
-    shapes = [{"advantages": x} for x in SHAPES]
+    shapes = SHAPES if section in reference.LOSSES else SHAPES[:1]
     if section in mistakes.GROUPS:
-        shapes = [{"rewards": x} for x in GROUPS]
+        shapes = GROUPS
     for dtype, mask in itertools.product((torch.float64, torch.float32), ("bool", "float")):
         found = []
         for shape in shapes:
             try:
-                subject = Subject(function, section, mask=mask, dtype=dtype, fixed=fixed or {}, **shape)
-                subject = dataclasses.replace(subject, constants=own_constants(subject))
+                subject = Subject(function, section, shape, mask, dtype, fixed or {})
+                plain = [case for case in subject.cases if is_plain(case)]
+                constants = measure.own_constants(subject, plain)
+                subject = dataclasses.replace(subject, constants=constants)
                 found.append((subject, examine(subject)))
             except (Exception, SystemExit) as error:
                 errors.append(error)
-        if section in mistakes.GROUPS and found:  # another arrangement only if it is right
-            right = [pair for pair in found if agrees_with_the_paper(*pair)]
-            found = right or [min(found, key=lambda pair: failures(*pair)[1])]
         if found:
             return sorted(found, key=lambda pair: failures(*pair))
     misfits = [error for error in errors if isinstance(error, Misfit)]
@@ -54,55 +46,36 @@ def is_plain(case):
     return not {*SPECIAL} & {*case["tags"]}
 
 
-def own_constants(subject):
-    """{our keyword: the value that a function without this keyword uses}, if it is as good as ours: a
-    length of Dr. GRPO, or the paper's range."""
-    constants = PAPER.get(subject.section, {})
-    cases = subject.about["cases"]
-    try:
-        if subject.section == "dr_grpo" and not subject.takes("max_new_tokens"):
-            length = measure.own_length(subject, [case for case in cases if is_plain(case)])
-            return {"max_new_tokens": length or cases[0]["keywords"]["max_new_tokens"]}
-        if constants and not any(subject.takes(key) for key in constants):
-            edges, _ = measure.edges_of(subject)
-            if (edges[-1, -1], edges[1, 1]) == measure.range_of(subject.section, constants):
-                return constants
-    except Exception:  # of a function that does not take such cases
-        pass
-    return {}
-
-
-def agrees_with_the_paper(subject, results):
-    rows = [pair for pair in results if pair[0]["kind"] == "paper"]
-    return all(not isinstance(found, str) and is_right(subject, case, found) for case, found in rows)
-
-
 def failures(subject, results):
     """To sort by: most cases agree, then fewest raise."""
     num_agree = sum(is_right(subject, *pair) for pair in answered(results))
-    return -num_agree, sum(isinstance(found, Raised) for _, found in results)
+    if subject.section in mistakes.GROUPS:  # another arrangement only if it is right
+        of_paper = [pair for pair in answered(results) if pair[0]["kind"] == "paper"]
+        num_agree = all(is_right(subject, *pair) for pair in of_paper)
+    return -num_agree, sum(isinstance(found, Exception) for _, found in results)
 
 
 def examine(subject):
-    """[(case, its answer, or in words why there is none)]"""
+    """[(case, its answer, or the reason why there is none: words, or what it raises)]"""
     results = []
-    errors = []
-    for case in subject.about["cases"]:
+    for case in subject.cases:
         try:
             found = subject.why_not(case) or subject.answer(case)
         except Exception as error:
-            errors.append(error)
-            found = Raised(f"it raises {type(error).__name__} {error}")
+            found = error
+            if "token_advantages" in case["tags"]:
+                found = "it takes one advantage for each completion"
             if isinstance(case["inputs"].get("lam"), list):
                 found = "it takes one lambda for the batch"
         results.append((case, found))
+    errors = [found for _, found in results if isinstance(found, Exception)]
     if errors and not answered(results):
         raise errors[0]
     return results
 
 
 def answered(results):
-    return [(case, found) for case, found in results if not isinstance(found, str)]
+    return [(case, found) for case, found in results if isinstance(found, Answer)]
 
 
 def is_right(subject, case, answer):
@@ -126,20 +99,19 @@ def named(section, tested, measured=()):
     tested = sorted(tested, key=lambda pair: -len({*pair[0]["tags"]} & {"different_lengths", "holes"}))
     plain = [pair for pair in tested if is_plain(pair[0])] or tested
     known = {f"{kind}: {name}": x for kind, name, where, x in mistakes.ENTRIES if section in where}
-    unchanged = lambda J, b: J(b)  # noqa: E731
-    whole = unchanged
+    whole = unchanged = lambda J, b: J(b)
     for _, change in measured:
         whole = mistakes.together(whole, change)
-    words = " and ".join(name for name, _ in measured)
-    with_one = {f"{words} and {x}": mistakes.together(whole, known[x]) for x in known if words}
+    ones = {" and ".join(name for name, _ in measured): whole} if measured else {}
+    ones |= known
     twos = {}
-    for x, y in itertools.combinations(known, 2):
-        twos[f"{x} and {y}"] = mistakes.together(known[x], known[y])
-    for options in ({"": unchanged}, dict(measured), {words: whole} | known, with_one, twos):
+    for (x, first), (y, second) in itertools.combinations(ones.items(), 2):
+        twos[f"{x} and {y}"] = mistakes.together(first, second)
+    for options in ({"": unchanged}, dict(measured), ones, twos):
         found = []
-        for name, change in options.items():
+        for words, change in options.items():
             if all(gives(section, case, change, answer) for case, answer in plain):
-                found.append(special_lines(section, tested, name, change, dict(measured) | known))
+                found.append(special_lines(section, tested, words, change, dict(measured) | known))
         if found:
             return min(found, key=len)
     return []
@@ -186,7 +158,7 @@ def diagnosis(subject, results):
             is_late = subject.section in reference.LOSSES and np.isfinite(answer.value).all()
             lines = [AFTER_EXP if is_late or lines == [AFTER_EXP] else SPREADS]
         else:
-            tested.append((subject.case_of(case["id"]), answer))
+            tested.append((case, answer))
     wrong = [pair for pair in tested if not is_right(subject, *pair)]
     if not wrong:
         return lines
@@ -210,21 +182,18 @@ def needed_flag(line):
     return "--allow-clamp" if line.startswith(measure.CLAMP) and " and " not in line else None
 
 
-def report(subject, results):
-    """A line about each case: the first word says how it went."""
-    lines = []
-    for case, answer in results:
-        about = f"{case['id']} {case['name']}"
-        if isinstance(answer, str):
-            label = "RAISES " if isinstance(answer, Raised) else "n/a    "
-            lines.append(f"  {label}  {about}: {' '.join(answer.split())}")
-        elif is_right(subject, case, answer):
-            lines.append(f"  agrees   {about}")
-        else:
-            pairs = zip(answer, subject.expected(case), strict=True)
-            off = [f"{np.abs(x - y).max():.2g}" for x, y in pairs if y is not None]
-            lines.append(f"  DIFFERS  {about}: off by {', the gradient by '.join(off)}")
-    return lines
+def report(subject, case, answer):
+    """A line about a case."""
+    about = f"{case['id']} {case['name']}"
+    if isinstance(answer, str):
+        return f"  n/a      {about}: {answer}"
+    if isinstance(answer, Exception):
+        return f"  RAISES   {about}: {type(answer).__name__} {' '.join(str(answer).split())}"
+    if is_right(subject, case, answer):
+        return f"  agrees   {about}"
+    pairs = zip(answer, subject.expected(case), strict=True)
+    off = [f"{np.abs(x - y).max():.2g}" for x, y in pairs if y is not None]
+    return f"  DIFFERS  {about}: off by {', the gradient by '.join(off)}"
 
 
 # ------------------------------------------------------------------------------ for a pytest suite
@@ -253,7 +222,7 @@ def cases(section, call, xfails=(), **how):
 
     subject = Subject(call, section, **how)
     parameters = []
-    for case in subject.about["cases"]:
+    for case in subject.cases:
         why_not = subject.why_not(case)
         marks = []
         if why_not:

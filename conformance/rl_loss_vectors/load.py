@@ -4,36 +4,33 @@ then taken out of the syntax tree, with stand-ins for what is not installed."""
 import __future__
 
 import ast
-import importlib
 import inspect
 import runpy
 import sys
 from pathlib import Path
 
+from rl_loss_vectors import names
 from rl_loss_vectors.vectors import Misfit
 
-CONSTANTS = {"clip_eps": 0.2, "clip_eps_low": 0.2, "clip_eps_high": 0.2, "kl_coef": 0.04}
+CONSTANTS = {"clip_eps_low": 0.2, "clip_eps_high": 0.2, "kl_coef": 0.04}
 KEPT = ("staticmethod", "classmethod", "property", "dataclass")  # decorators
 IMPORTS = (ast.Import, ast.ImportFrom)
 DEFINITIONS = (ast.FunctionDef, ast.ClassDef)
 
 
-class StandIn(type):
-    """A foreign name: it can be called, subclassed or used as a decorator, and it has any attribute."""
+class StandIn:
+    """A foreign name: it can be called and subclassed, and it has any attribute."""
 
-    def __getattr__(cls, name):
+    def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
-        return stand_in(name)
+        return self
 
-    def __call__(cls, *args, **keywords):
-        if "is_stand_in" not in vars(cls):  # a class of the file
-            return super().__call__(*args, **keywords)
-        return cls
+    def __call__(self, *args, **keywords):
+        return self
 
-
-def stand_in(name):
-    return StandIn(name, (), {"is_stand_in": True, "__init__": lambda self, *args, **keywords: None})
+    def __mro_entries__(self, bases):
+        return (type("Base", (), {"__init__": lambda self, *args, **keywords: None}),)
 
 
 def statements_of(nodes):
@@ -59,7 +56,7 @@ class Module:
 
     def __init__(self, path, stand_ins):
         self.path = Path(path)
-        self.members = {"__name__": self.path.stem, "__file__": str(path)}
+        self.members = {"__name__": self.path.stem}
         self.stand_ins = stand_ins  # gets the names of foreign things
         nodes = list(statements_of(ast.parse(self.path.read_text()).body))
         self.nodes = {name: node for node in nodes for name in names_of(node)}
@@ -67,24 +64,24 @@ class Module:
     def __getattr__(self, name):
         if name not in self.nodes:
             raise AttributeError(name)
-        if name not in self.members:
-            node = self.nodes[name]
-            self.members[name] = None  # for a function that calls itself
-            try:
-                define = self.imported if isinstance(node, IMPORTS) else self.defined
-                self.members[name] = define(node, name)
-            except (Exception, SystemExit):
-                if isinstance(node, DEFINITIONS):
-                    raise
-                self.stand_ins.append(name)
-                self.members[name] = stand_in(name)
+        if name in self.members:
+            return self.members[name]
+        node = self.nodes[name]
+        self.members[name] = None  # for a function that calls itself
+        try:
+            define = self.imported if isinstance(node, IMPORTS) else self.defined
+            self.members[name] = define(node, name)
+        except (Exception, SystemExit):
+            if isinstance(node, DEFINITIONS):
+                raise
+            self.stand_ins.append(name)
+            self.members[name] = StandIn()
         return self.members[name]
 
     def defined(self, node, name):
         for inner in ast.walk(node):
             if isinstance(inner, DEFINITIONS):
                 inner.decorator_list = [x for x in inner.decorator_list if ast.unparse(x) in KEPT]
-        for inner in ast.walk(node):
             if isinstance(inner, ast.Name) and inner.id in self.nodes:
                 getattr(self, inner.id)
         flags = __future__.annotations.compiler_flag
@@ -93,17 +90,15 @@ class Module:
         return self.members[name]
 
     def imported(self, node, name):
-        """From what is installed, or `from` a file in this folder or one above."""
+        """From a file in this folder or one above, or else as the statement says."""
         alias = next(x for x in node.names if name in (x.asname, x.name.split(".")[0]))
-        if isinstance(node, ast.Import):
-            found = importlib.import_module(alias.name)
-            return found if alias.asname else sys.modules[name]
+        module = getattr(node, "module", None)  # None in `import x` and `from . import x`
         for folder in self.path.resolve().parents:
-            path = folder.joinpath(*(node.module or alias.name).split(".")).with_suffix(".py")
+            path = folder.joinpath(*(module or alias.name).split(".")).with_suffix(".py")
             if path.is_file():
                 other = Module(path, self.stand_ins)
-                return getattr(other, alias.name) if node.module else other
-        return getattr(importlib.import_module(node.module), alias.name)
+                return getattr(other, alias.name) if module else other
+        return self.defined(node, name)
 
 
 def load(target, fixed):
@@ -118,18 +113,19 @@ def load(target, fixed):
     sys.path.insert(0, str(Path(path).parent))
     first, *attributes = name.split(".")
     module = Module(path, [])
-    here = [key for key, x in module.nodes.items() if not isinstance(x, IMPORTS)]
     lines = []
     try:
         found = runpy.run_path(path).get(first)
     except (Exception, SystemExit) as error:
-        if first not in here:
+        if first not in module.nodes:
             raise
         found = getattr(module, first)
         why = f"{type(error).__name__}: {error}"
-        lines = [f"the file cannot be imported ({why}): {first} is taken from it"]
-        lines += [f"stand-ins for {', '.join(module.stand_ins)}"] if module.stand_ins else []
+        lines.append(f"the file cannot be imported ({why}): {first} is taken from it")
+        if module.stand_ins:
+            lines.append(f"stand-ins for {', '.join(module.stand_ins)}")
     if found is None:
+        here = [key for key, x in module.nodes.items() if not isinstance(x, IMPORTS)]
         raise Misfit(f"no function {name}; it has: {', '.join(here) or 'none'}")
     for attribute in attributes:
         is_method = inspect.isfunction(inspect.getattr_static(found, attribute, None))
@@ -139,11 +135,14 @@ def load(target, fixed):
 
 
 def made(cls, fixed):
-    """An instance, whose constructor gets what is set, and our usual constants."""
+    """An instance, whose constructor gets what is set, and our usual constants if it needs them."""
     given = {}
     for name, parameter in [*inspect.signature(cls.__init__).parameters.items()][1:]:
-        if name in fixed or name in CONSTANTS:
-            given[name] = (CONSTANTS | fixed)[name]
+        key = names.first_of(names.KEYWORDS, name)
+        if name in fixed:
+            given[name] = fixed[name]
         elif parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
-            raise Misfit(f"the constructor of {cls.__name__} needs {name}: pass --set {name}=...")
+            if key not in CONSTANTS:
+                raise Misfit(f"the constructor of {cls.__name__} needs {name}: pass --set {name}=...")
+            given[name] = CONSTANTS[key]
     return cls(**given)

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import torch
 
-from rl_loss_vectors.mistakes import CLIPPED, GEOMETRIC, k3, pieces, setting, together
+from rl_loss_vectors.mistakes import CLIPPED, k3, pieces, setting, together
 from rl_loss_vectors.reference import LOSSES, evaluate, with_results
 
 GRID = np.geomspace(1e-5, 30, 80)  # of log-ratios
@@ -65,7 +65,10 @@ def divided_by(formula, k=1):
 def divisor_of(subject, plain):
     """(words, k): yours is k times this one, on policy, in all cases; ("", 1) if it is the paper's."""
     options = []
-    cases = [on_policy(subject, case) for case in plain]
+    cases = []
+    for case in plain:
+        on_policy = case["inputs"] | {"old_logprobs": case["inputs"]["logprobs"]}
+        cases.append(case | {"inputs": on_policy})
     yours = np.concatenate([of_policy(subject, case).ravel() for case in cases])
     assert yours.any(), "no gradient"
     formulas = {"": None} | {words: divided_by(formula) for words, (_, formula) in DIVISORS.items()}
@@ -77,13 +80,6 @@ def divisor_of(subject, plain):
             options.append((words, k))
     # A factor of 1 is the likeliest, then the fewest words.
     return min(options, key=lambda pair: (abs(abs(pair[1]) - 1) > NEAR) * len(pair[0] or "paper"))
-
-
-def on_policy(subject, case):
-    case = {key: x for key, x in subject.case_of(case["id"]).items() if key != "id"}
-    inputs = case["inputs"] | {"old_logprobs": case["inputs"]["logprobs"]}
-    keywords = case["keywords"] | ones_for(subject, np.shape(case["gradient"]))
-    return with_results(subject.section, case | {"inputs": inputs, "keywords": keywords})
 
 
 def divisor(subject, plain, found):
@@ -98,10 +94,23 @@ def divisor(subject, plain, found):
     return names, divided_by(DIVISORS[words][1], k)
 
 
-def own_length(subject, plain):
-    """The L_max of a Dr. GRPO that has no keyword for it, or None."""
-    words, k = divisor_of(subject, plain)
-    return float(f"{k:.6g}") if words == "B" and k > 1 + NEAR else None
+GSPO = {"clip_eps_low": 3e-4, "clip_eps_high": 4e-4}  # the paper's range; the vectors have our own
+
+
+def own_constants(subject, plain):
+    """{our keyword: the value that a function without this keyword uses}, if it is as good as ours: a
+    length of Dr. GRPO, the range of GSPO's paper."""
+    try:
+        if subject.section == "dr_grpo" and not subject.takes("max_new_tokens"):
+            words, k = divisor_of(subject, plain)
+            is_length = words == "B" and k > 1 + NEAR
+            return {"max_new_tokens": float(f"{k:.6g}") if is_length else 8}
+        if subject.section == "gspo" and not subject.takes("clip_eps_low"):
+            edges, _ = edges_of(subject)
+            return GSPO if (edges[-1, -1], edges[1, 1]) == range_of("gspo", GSPO) else {}
+    except Exception:  # of a function that does not take such cases
+        pass
+    return {}
 
 
 # ------------------------------------------------------------------------------------------ the clip
@@ -109,9 +118,12 @@ def own_length(subject, plain):
 
 def asked(subject, log_ratios, advantages, ref_logprobs=None):
     """(your answer, the case) about completions of two tokens with the same ratio."""
+
+    def two(x):
+        return np.stack([x, x], 1).tolist()
+
     new = -1.3 + np.minimum(log_ratios, 0)
-    two = lambda x: np.stack([x, x], 1).tolist()  # noqa: E731
-    keywords = defaults(subject) | ones_for(subject, (len(new), 2))
+    keywords = defaults(subject)
     if subject.has_ref:
         keywords["ref_logprobs"] = two(new if ref_logprobs is None else ref_logprobs)
     inputs = {
@@ -124,10 +136,6 @@ def asked(subject, log_ratios, advantages, ref_logprobs=None):
     if subject.returns_terms:
         case = with_results(subject.section, case | {"denominator": None})
     return subject.answer(case), case
-
-
-def ones_for(subject, shape):
-    return {"router_shift": np.ones(shape).tolist()} if subject.section == "rspo" else {}
 
 
 def defaults(subject):
@@ -178,7 +186,7 @@ def edges_of(subject):
 
 
 def range_of(section, keywords):
-    if section in GEOMETRIC:
+    if section == "gmpo":
         return tuple(rounded(math.exp(x * keywords["log_ratio_clip"])) for x in (-1, 1))
     return rounded(1 - keywords["clip_eps_low"]), rounded(1 + keywords["clip_eps_high"])
 
@@ -187,15 +195,13 @@ def clip(subject, plain, found):
     edges, kinds = edges_of(subject)
     keywords = defaults(subject)
     limits = {A: (edges[A, -1] or 0, edges[A, 1] or math.inf) for A in (1, -1)}
-    floor, cap = limits[1]
     if subject.section == "cispo" and kinds == {"cap"}:
-        names = []
-        if floor != keywords["is_weight_floor"]:
-            names.append(f"variant: weights of at least {floor:.4g} [verl: 0.8]")
-        if cap != keywords["is_weight_cap"]:
-            names.append(f"variant: a cap of {cap:.4g}, not {keywords['is_weight_cap']:.4g}")
+        floor, cap = limits[1]
+        ours = f"[{keywords['is_weight_floor']:.4g}, {keywords['is_weight_cap']:.4g}]"
+        found = f"[{floor:.4g}, {cap:.4g}]"
+        names = [f"variant: the weights are in {found}, not {ours}"] if found != ours else []
         return names, setting(is_weight_floor=floor, is_weight_cap=cap)
-    if subject.section not in CLIPPED + GEOMETRIC or "cap" in kinds:
+    if subject.section not in [*CLIPPED, "gmpo"] or "cap" in kinds:
         return [], None
 
     def clipped(r, a, low, high):
@@ -204,10 +210,11 @@ def clip(subject, plain, found):
     return clip_names(edges, range_of(subject.section, keywords)), pieces(clipped=clipped)
 
 
+DUAL = "variant: dual clip: A < 0 and r > {:.4g} [verl]"
 PLACES = {  # (sign of A, direction) where there is no gradient: what this is
     (): "mistake: no clip",
     ((-1, -1), (1, 1)): None,  # the paper's
-    ((-1, -1), (-1, 1), (1, 1)): "variant: dual clip: A < 0 and r > {:.4g} [verl]",
+    ((-1, -1), (-1, 1), (1, 1)): DUAL,
     ((-1, 1), (1, -1)): "mistake: max instead of min",
     ((-1, -1), (-1, 1), (1, -1), (1, 1)): "mistake: a clip on both sides, without the min",
     ((-1, 1), (1, 1)): "mistake: min(r, clip(r)) times A: where A < 0 it is clipped above",
@@ -220,14 +227,13 @@ def clip_names(edges, ours):
     far = max([abs(math.log(r)) for key, r in edges.items() if r and key not in near], default=0)
     names = []
     if 0 < far < 16:
-        is_of_r = far < 6
-        bound = f"r > {math.exp(far):.4g}" if is_of_r else f"|log r| > {far:.4g}"
-        names.append(f"{CLAMP}{bound}: a clamp of {'r' if is_of_r else 'log r'}")
-    name = PLACES.get(tuple(near), "mistake: the clip acts in these places alone: {}")
-    is_dual = "dual" in str(name)
-    names += [name.format(near[-1, 1] if is_dual else near)] if name else []
-    bounds = [r for key, r in near.items() if key != (-1, 1) or not is_dual]
-    low, high = min(bounds, default=1), max(bounds, default=1)
+        names.append(f"{CLAMP}|log r| > {far:.4g} (r = {math.exp(far):.4g}): a clamp")
+    name = PLACES.get(tuple(near), f"mistake: the clip acts in these places alone: {near}")
+    if name == DUAL:
+        name = DUAL.format(near.pop((-1, 1)))
+    if name:
+        names.append(name)
+    low, high = min(near.values(), default=1), max(near.values(), default=1)
     if low < 1 < high and (low, high) != ours:
         engines = " [TRL, verl: default]" if (low, high) == (ours[0], rounded(2 - low)) else ""
         ranges = [f"[{x:.6g}, {y:.6g}]" for x, y in ((low, high), ours)]

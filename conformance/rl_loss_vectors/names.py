@@ -5,9 +5,9 @@ import re
 from rl_loss_vectors.reference import LOSSES
 
 COUNTS = ["num_sequences", "num_tokens"]
-NEVER = (
-    r"kl|ratio|entrop|value|reward|return|ids?$|index|temperature|logits|label|weight|model|loss|step"
-)
+BATCH = "whatever it asks for"
+RETURNS = "returns - old_values"  # an advantage of the value loss
+NEVER = "kl|ratio|entrop|value|reward|return|ids?$|index|temperature|logits|label|weight|model|loss"
 # In each list, the first pattern that is in a name counts.
 LOSS_ROLES = [
     ("ref_logprobs", r"(^|_|pi)ref"),
@@ -20,7 +20,7 @@ LOSS_ROLES = [
 VALUE_ROLES = [
     ("mask", "mask"),
     ("returns", "return|target"),
-    ("advantages", "adv"),
+    (RETURNS, "adv"),
     ("old_values", "old|prev"),
     ("values", "pred|new"),
 ]
@@ -71,37 +71,38 @@ def keyword_of(name, section, known, default):
     return found if found in known else None
 
 
-def role_of(name, section, arguments, has_predictions):
-    """The argument that a name speaks of, "never" if it is none of them for sure, or None."""
+def roles_of(section, arguments, parameters):
+    """[(an argument, or "never" for what is none for sure, the pattern of its names)]"""
     if section in LOSSES:
-        return first_of(LOSS_ROLES, name)
+        return LOSS_ROLES
     if section == "value_loss":
         # vpreds are the new values; then `values` are the old ones
-        return first_of([*VALUE_ROLES, ("old_values" if has_predictions else "values", "val")], name)
+        has_predictions = any(re.search("pred|new", name.lower()) for name in parameters)
+        return [*VALUE_ROLES, ("old_values" if has_predictions else "values", "val")]
     old_first = sorted(arguments, key=lambda ours: not ours.startswith("old"))
-    return next((ours for ours in old_first if ours[:3] in name.lower()), None)
+    return [(ours, ours[:3]) for ours in old_first]
 
 
 def assign(parameters, about, section, fixed):
-    """({name of a parameter: what it gets}, names that get nothing though they are required)"""
+    """({name of a parameter: what it gets}, names that get it by their order alone, names that get
+    nothing though they are required)"""
     arguments = about["arguments"]
     known = {*COUNTS, *arguments, *about["defaults"]}.union(*(x["keywords"] for x in about["cases"]))
+    known |= {"ref_logprobs", RETURNS}
     known |= {"group_size"} if "rewards" in arguments else set()
-    has_predictions = any(re.search("pred|new", name.lower()) for name in parameters)
+    roles = roles_of(section, arguments, parameters)
     given = {}
     free = []
     left = []
     for name, parameter in parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or name in fixed:
             continue
-        role = role_of(name, section, arguments, has_predictions)
+        role = first_of(roles, name)
         options = [keyword_of(name, section, known, parameter.default), role]
         options = [x for x in options if x in known and x not in given.values()]
         is_required = parameter.default is parameter.empty
         if options:
             given[name] = options[0]
-        elif is_required and role in ("ref_logprobs", "advantages", "old_logprobs", "mask"):
-            given[name] = role
         elif is_required and re.search(ZERO, name.lower()):
             given[name] = "zero"
         elif is_required and role == "never":
@@ -109,6 +110,26 @@ def assign(parameters, about, section, fixed):
         elif is_required:
             free.append(name)
     rest = [argument for argument in arguments if argument not in given.values()]
+    by_order = {}
     if len(free) >= len(rest) or not given:
-        given |= dict(zip(free, rest, strict=False))
-    return given, left + [name for name in free if name not in given]
+        by_order = dict(zip(free, rest, strict=False))
+    elif len(free) == 1:
+        given[free.pop()] = BATCH
+    left += [name for name in free if name not in by_order]
+    return given | by_order, [*by_order], left
+
+
+class Batch:
+    """An object that has the arguments of a loss under any name; its log-probs are the old ones."""
+
+    def __init__(self, part):
+        self.__part = part
+
+    def __getattr__(self, name):
+        role = first_of(LOSS_ROLES, name)
+        role = "old_logprobs" if role == "logprobs" else role
+        if role not in self.__part:
+            raise AttributeError(name)
+        return self.__part[role]
+
+    __getitem__ = __getattr__

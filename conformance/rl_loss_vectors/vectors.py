@@ -17,6 +17,8 @@ from rl_loss_vectors.reference import LOSSES, fields_of, with_results
 
 VECTORS = json.loads((Path(__file__).parent / "vectors.json").read_text())
 COUNTS = names.COUNTS
+SHAPES = ["as in the file", "BT", "B"]  # of advantages
+GROUPS = ["as in the file", "N", "GP", "G"]  # of rewards: "G" is one group at a time
 
 
 class Answer(NamedTuple):
@@ -52,10 +54,9 @@ class Subject:
 
     function: Callable  # of its section's arguments and of keywords; names may end in _BT and the like
     section: str  # of vectors.json: "grpo", "gae" ...
-    advantages: str = "as in the file"  # or "BT", "B1", "B": their shape
+    shape: str = "as in the file"  # one of SHAPES or GROUPS
     mask: str = "bool"  # or "float": 0 and 1
     dtype: torch.dtype = torch.float64
-    rewards: str = "PG"  # or "N", "GP", "G": one group at a time
     fixed: dict = field(default_factory=dict)  # {parameter: value}
     constants: dict = field(default_factory=dict)  # of its own, instead of our keywords
 
@@ -67,36 +68,43 @@ class Subject:
         kinds = [parameter.kind for parameter in self.parameters.values()]
         self.takes_all = inspect.Parameter.VAR_KEYWORD in kinds
         self.takes_any = inspect.Parameter.VAR_POSITIONAL in kinds
-        self.given, left = names.assign(self.parameters, self.about, self.section, self.fixed)
-        got = {*self.given.values()}
-        if "advantages" in got and self.section == "value_loss":
-            got.add("returns")  # = advantages + old values
+        assigned = names.assign(self.parameters, self.about, self.section, self.fixed)
+        self.given, self.by_order, left = assigned
         wanted = self.about["arguments"]
-        self.missing = {x for x in wanted if x not in got and not self.takes_any}
+        got = {*self.given.values()}
+        if names.RETURNS in got:
+            got.add("returns")
+        if names.BATCH in got or self.takes_any:
+            got |= {*wanted}
+        self.missing = {*wanted} - got
         if left or self.missing - {"mask", "old_logprobs"}:
             raise Misfit(
                 f"it takes {len(self.parameters)} arguments ({', '.join(self.parameters)}), not "
                 f"{len(wanted)}: {', '.join(wanted)}; what is not known is set by --set NAME=VALUE"
             )
-        self.has_ref = "ref_logprobs" in got  # then it gets one in each case
+        self.has_ref = bool(got & {"ref_logprobs", names.BATCH})  # then it gets one in each case
 
     def takes(self, key):
         return key in self.given.values()
 
-    def swallows(self, case, keys):
-        """Whether these keywords get lost in **keywords: the answer is the same without them."""
-        return not self.takes_all or same(self.answer(case, keys), *self.answer(case), 1e-9)
+    def ignores(self, case, keys):
+        """Whether the answer is the same without these keywords."""
+        if not self.takes_all and not self.takes(names.BATCH):
+            return True
+        return same(self.answer(case, keys), *self.answer(case), 1e-9)
 
     def why_not(self, case):
         """The reason why a case does not apply, or None."""
         for key, value in case["keywords"].items():
-            is_default = value == self.about["defaults"].get(key) or key in self.constants
-            if not is_default and not self.takes(key) and self.swallows(case, {key}):
+            # A reference whose log-probs are those of the policy gives a KL of 0.
+            is_default = value in (self.about["defaults"].get(key), case["inputs"].get("logprobs"))
+            is_known = is_default or key in self.constants or self.takes(key)
+            if not is_known and self.ignores(case, {key}):
                 return f"it has no keyword {key}"
         has_count = any(self.takes(key) for key in COUNTS)
-        if "micro_batches" in case and not has_count and self.swallows(case, {*COUNTS}):
+        if "micro_batches" in case and not has_count and self.ignores(case, {*COUNTS}):
             return "it cannot be used in micro-batches: it has no count of the whole step"
-        if self.advantages in ("B", "B1") and "token_advantages" in case["tags"]:
+        if self.shape == "B" and "token_advantages" in case["tags"]:
             return "it takes one advantage for each completion"
         return None
 
@@ -109,11 +117,13 @@ class Subject:
         except Exception:
             return False
 
-    @functools.cache  # noqa: B019
-    def case_of(self, id):
+    @functools.cached_property
+    def cases(self):
+        return [self.adapted(case) for case in self.about["cases"]]
+
+    def adapted(self, case):
         """A case as the function can be asked it: with constants of its own, without padding if it
         takes no mask, with ratios of 1 if it takes no old log-probs."""
-        case = next(case for case in self.about["cases"] if case["id"] == id)
         changed = copy.deepcopy(case)
         inputs = changed["inputs"]
         if "mask" in self.missing and not self.returns_terms:
@@ -129,9 +139,9 @@ class Subject:
     def fields(self, case):
         """What a case gives a function: tensors and numbers, by name."""
         fields = fields_of(case)
-        if self.section in LOSSES and self.advantages == "BT":
+        if self.shape == "BT":
             fields["advantages"] = fields["advantages"].expand_as(fields["mask"]).clone()
-        if self.section in LOSSES and self.advantages == "B":
+        if self.shape == "B":
             fields["advantages"] = fields["advantages"][:, 0]
         for name, x in fields.items():
             if torch.is_tensor(x) and (x.is_floating_point() or (name, self.mask) == ("mask", "float")):
@@ -140,7 +150,6 @@ class Subject:
 
     def expected(self, case):
         """(value, gradient or None)"""
-        case = self.case_of(case["id"]) if "id" in case else case
         gradient = np.array(case["gradient"]) if "gradient" in case else None
         return np.array(case["value"], float), gradient
 
@@ -150,8 +159,9 @@ class Subject:
         part = part | {"zero": 0.0}
         if self.section in LOSSES:
             part = {"ref_logprobs": part["logprobs"].detach().clone()} | part  # a KL of 0
+            part[names.BATCH] = names.Batch(part)
         if self.section == "value_loss":
-            part["advantages"] = part["returns"] - part["old_values"]
+            part[names.RETURNS] = part["returns"] - part["old_values"]
         named = {key: x for key, x in self.fixed.items() if key in self.parameters}
         for name, key in self.given.items():
             if key in part or self.parameters[name].default is inspect.Parameter.empty:
@@ -168,16 +178,17 @@ class Subject:
             return self.call(part)
         rewards = part["rewards"]
         part = part | {"group_size": rewards.shape[1]}
-        if self.rewards == "G":
+        if self.shape == "G":
             return torch.stack([self.call(part | {"rewards": row}).reshape(-1) for row in rewards])
-        if self.rewards == "GP":
+        if self.shape == "GP":
             return self.call(part | {"rewards": rewards.T}).T
-        found = self.call(part | {"rewards": rewards.reshape(-1) if self.rewards == "N" else rewards})
+        if self.shape == "N":
+            part["rewards"] = rewards.reshape(-1)
+        found = self.call(part)
         return found.reshape(rewards.shape) if found.shape == (rewards.numel(),) else found
 
     def answer(self, case, without=()):
         """Its answer in a case; `without` some of the keywords."""
-        case = self.case_of(case["id"]) if "id" in case else case
         fields = self.fields(case)
         expected, expected_gradient = self.expected(case)
         gradient = None if expected_gradient is None else np.zeros(expected_gradient.shape)
@@ -203,15 +214,9 @@ class Subject:
     def notes(self):
         """Lines: what got what, and what was adapted to the function."""
         lines = []
-        pairs = [f"{theirs} is {ours}" for theirs, ours in self.given.items()]
+        pairs = [f"{x} is {ours}{' by order' * (x in self.by_order)}" for x, ours in self.given.items()]
         if any(names.plain(theirs) != ours for theirs, ours in self.given.items()):
-            arguments = self.about["arguments"]
-            roles = {names.role_of(name, self.section, arguments, False) for name in self.given}
-            is_known = (roles | {*self.given}) & {*arguments}
-            how = "arguments by name" if is_known else "no name was recognized; passed in this order"
-            lines.append(f"{how}: {', '.join(pairs)}")
-        if self.section == "value_loss" and "advantages" in self.given.values():
-            lines.append("advantages are returns - old_values")
+            lines.append(f"arguments: {', '.join(pairs)}")
         first = self.about["cases"][0]["keywords"]
         for key, x in self.constants.items():
             if first[key] != x:
@@ -225,8 +230,10 @@ class Subject:
             lines.append("it returns terms, (B, T): tested after the paper's mean")
         if self.dtype == torch.float32:
             lines.append("tested in float32, since float64 fails")
-        if self.rewards != "PG":
-            lines.append(f"rewards are passed as {self.rewards}")
+        if self.shape != "as in the file":
+            lines.append(
+                f"{'rewards' if self.shape in GROUPS else 'advantages'} are passed as {self.shape}"
+            )
         return lines
 
 
