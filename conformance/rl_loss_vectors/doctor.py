@@ -123,18 +123,19 @@ def special_lines(section, tested, words, change, known):
     wrong = [pair for pair in tested if not gives(section, pair[0], change, pair[1])]
     for tag in SPECIAL:
         these = [pair for pair in wrong if tag in pair[0]["tags"]]
+        if not these:
+            continue
         ids = ", ".join(case["id"] for case, _ in these)
-        fits = []
+        line = f"unknown with {tag.replace('_', ' ')}: {ids}"
+        left = [pair for pair in wrong if tag not in pair[0]["tags"]]
         for name, other in known.items():
             both = mistakes.together(change, other)
-            if these and all(gives(section, case, both, answer) for case, answer in these):
+            if all(gives(section, case, both, answer) for case, answer in these):
+                line = f"{name} (in {ids})" if words else name
                 left = [pair for pair in wrong if not gives(section, pair[0], both, pair[1])]
-                fits.append((left, f"{name} (in {ids})" if words else name))
-        if these:
-            left = [pair for pair in wrong if tag not in pair[0]["tags"]]
-            fits.append((left, f"unknown with {tag.replace('_', ' ')}: {ids}"))
-            wrong, line = min(fits, key=lambda fit: len(fit[0]))
-            lines.append(line)
+                break
+        lines.append(line)
+        wrong = left
     return lines
 
 

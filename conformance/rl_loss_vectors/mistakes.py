@@ -77,9 +77,9 @@ def sequence_ratio_by(mean):
 # ---------------------------------------------------------------------------------------- the entries
 
 CLIPPED = ["ppo", "grpo", "grpo_offpolicy", "dr_grpo", "dapo", "gspo", "vapo"]
-GEOMETRIC = ["gmpo", "rspo"]
+BY_ROOT = ["gspo", "gmpo", "rspo"]
 OFFPOLICY = ["grpo_offpolicy"]
-WITH_RATIO = [*CLIPPED, *GEOMETRIC, "cispo", "sapo"]
+WITH_RATIO = [*CLIPPED, "gmpo", "rspo", "cispo", "sapo"]
 BY_LENGTH = [name for name in WITH_RATIO if name != "dr_grpo"]  # where |o| counts
 STANDARDIZED = ["group_advantages", "grouped_advantages"]
 GROUPS = ["group_advantages", "group_differences", "leave_one_out"]
@@ -97,7 +97,6 @@ def variant(name, sections, change):
 
 
 # The averages and the mask.
-every_token = setting(mask=lambda b: torch.ones_like(b.mask))
 with_holes = pieces(length=lambda b, i: tokens(b, i)[-1] - tokens(b, i)[0] + 1)
 whitened_again = setting(advantages=lambda b: whitened(b.advantages, b.mask))
 by_area = pieces(average=lambda b, terms, how: sum(map(sum, terms)) / b.mask.numel())
@@ -105,29 +104,23 @@ mistake("wrong sign", ["value_loss", "positive_lm_loss"], lambda J, b: -J(b))
 mistake("a mean over the padded width", ["value_loss"], by_area)
 mistake("a mean of each micro-batch [verl: geo_mean]", AVERAGED, sum_over_micro_batches)
 mistake("holes counted in |o|", BY_LENGTH, with_holes)
-mistake("mask ignored", MASKED, every_token)
+mistake("mask ignored", MASKED, setting(mask=lambda b: torch.ones_like(b.mask)))
 mistake("no gradient: something is detached", LOSSES, lambda J, b: J(b).detach())
 mistake("the advantages whitened again", LOSSES, whitened_again)
 
 # Ratios and clips.
-no_ratio = setting(old_logprobs=lambda b: b.logprobs.detach())
-upside_down = pieces(log_ratio=lambda b, i, t: -log_ratio(b, i, t))
 by_width = sequence_ratio_by(lambda r, width: torch.exp(r.log().sum() / width))
 swapped = setting(tau_pos=lambda b: b.tau_neg, tau_neg=lambda b: b.tau_pos)
-no_4_over_tau = pieces(gate=lambda r, tau: gate(r, tau) * tau / 4)
-mistake("every ratio times every A: (B,) times (B, 1)", ["gspo", *GEOMETRIC], every_pair)
+mistake("every ratio times every A: (B,) times (B, 1)", BY_ROOT, every_pair)
 mistake("a ratio for each token: GRPO's", ["gspo"], lambda J, b: reference.grpo(b))
 by_mean = sequence_ratio_by(lambda r, width: r.mean())
 mistake("an arithmetic instead of a geometric mean", ["gspo"], by_mean)
 mistake("log s is a mean over the padded width", ["gspo"], by_width)
-product = pieces(length=lambda b, i: 1)
-mistake("a product instead of a geometric mean", ["gspo", *GEOMETRIC], product)
-mistake("the ratio is always 1", WITH_RATIO, no_ratio)
-mistake("the ratio upside down", WITH_RATIO, upside_down)
+mistake("a product instead of a geometric mean", BY_ROOT, pieces(length=lambda b, i: 1))
+mistake("the ratio is always 1", WITH_RATIO, setting(old_logprobs=lambda b: b.logprobs.detach()))
+mistake("the ratio upside down", WITH_RATIO, pieces(log_ratio=lambda b, i, t: -log_ratio(b, i, t)))
 mistake("gamma ignored", ["rspo"], setting(gamma_min=1))
-mistake("no factor 4 / tau", ["sapo"], no_4_over_tau)
-mistake("the gate at r, not r - 1", ["sapo"], pieces(gate=lambda r, tau: gate(1 + r, tau)))
-mistake("one tau for both signs", ["sapo"], setting(tau_neg=lambda b: b.tau_pos))
+mistake("no factor 4 / tau", ["sapo"], pieces(gate=lambda r, tau: gate(r, tau) * tau / 4))
 mistake("the two tau swapped", ["sapo"], swapped)
 mistake("a gradient through the weight", ["cispo"], pieces(stopped=lambda x: x))
 variant("k3 clamped at 10 [verl]", ["grpo"], pieces(k3=lambda log_x: k3(log_x).clamp(max=10)))
@@ -135,8 +128,7 @@ variant("k3 times r, unasked [TRL: default]", ["grpo"], setting(kl_is_corrected=
 variant("a cap of 0.2 [TRL: default]", ["cispo"], setting(is_weight_cap=0.2))
 
 # The off-policy mask.
-inverse = pieces(log_mu_over_pi=lambda b, i, t: -log_mu_over_pi(b, i, t))
-mistake("log(pi / mu)", OFFPOLICY, inverse)
+mistake("log(pi / mu)", OFFPOLICY, pieces(log_mu_over_pi=lambda b, i, t: -log_mu_over_pi(b, i, t)))
 mistake("no sampler: log(pi_old / pi)", OFFPOLICY, setting(rollout_ratio=None))
 
 # Advantages.
