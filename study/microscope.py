@@ -1,20 +1,18 @@
 """Answers six questions about the mechanisms, with a policy that is a table.
 
-    python study/microscope.py [rare ...]     # all six if you name none, in less than a minute
+    python study/microscope.py [rare ...]     # all six if you name none, in half a minute
     python study/microscope.py --help         # their names
 
 The policy is a row of logits, or one row for each position of an answer, so only the objective matters.
-All advantages and losses are the scripts' own. A panel writes its numbers to
-results/microscope_<name>.csv and its picture to figures/microscope_<name>.png. microscope.toml has the
-text: each panel's question, what you see, what the paper says, and the titles of its plots.
+All advantages and losses are the scripts' own. A panel writes its picture to
+figures/microscope_<name>.png. microscope.toml has the text: each panel's question, what you see, what
+the paper says, and the titles of its plots.
 """
 
 import argparse
-import csv
 import functools
 import importlib
 import itertools
-import math
 import textwrap
 import tomllib
 from pathlib import Path
@@ -25,14 +23,13 @@ from pictures import gradient, prompts, pyplot
 import rspo
 
 FOLDER = Path(__file__).parent
-RESULTS = FOLDER / "results"
 FIGURES = FOLDER / "figures"
 WORDS = tomllib.loads((FOLDER / "microscope.toml").read_text())
-GROUPS = 64
+GROUPS = 256
 GROUP_SIZE = 16
+ROLLOUTS = 12
 STEPS = 64  # optimizer steps per rollout
 LR = 0.3  # for plain SGD; with AdamW, a larger gradient would not mean a larger step
-SEEDS = 5
 RARE = ((0.02, 0.45, 0.45) + (0.01,) * 8, (1, 0, 0) + (0,) * 8)  # probabilities, rewards
 THREE = ((0.3, 0.15, 0.05) + (0.0625,) * 8, (1, 1, 1) + (0,) * 8)
 COLORS = ["#000000", "#0072b2", "#56b4e9", "#009e73", "#e69f00", "#d55e00", "#cc79a7"]
@@ -50,10 +47,10 @@ OBJECTIVES = {  # label: script, flags
 # ----------------------------------------------------------------------------------- a policy to train
 
 
-def train(script, flags, probs_V, rewards_V, rollouts, seed):
+def train(script, flags, probs_V, rewards_V, rollouts):
     """grpo.py's loop, for one prompt and V one-token answers. Returns the policy after each rollout."""
     module = importlib.import_module(script)
-    noise = torch.Generator().manual_seed(seed)
+    noise = torch.Generator().manual_seed(0)
     logits_V = probs_V.log().requires_grad_()
     optimizer = torch.optim.SGD([logits_V], lr=LR)
     history = [probs_V]
@@ -76,30 +73,25 @@ def train(script, flags, probs_V, rewards_V, rollouts, seed):
 
 
 @functools.cache
-def trained(probs, rewards, rollouts):
-    """{label: probabilities, shape (seeds, rollouts + 1, V)} for all objectives."""
+def trained(probs, rewards):
+    """{label: probabilities after each rollout, shape (rollouts + 1, V)} for all objectives."""
     probs_V = torch.tensor(probs, dtype=torch.float64)
     rewards_V = torch.tensor(rewards, dtype=torch.float64)
     found = {}
     for label, (script, flags) in OBJECTIVES.items():
-        runs = [train(script, flags, probs_V, rewards_V, rollouts, seed) for seed in range(SEEDS)]
-        found[label] = torch.stack(runs)
+        found[label] = train(script, flags, probs_V, rewards_V, ROLLOUTS)
     return found
 
 
-def points(xs, ys):
-    return [(float(x), float(y)) for x, y in zip(xs, ys, strict=True)]
-
-
-# ---------------------------------------------------------------------------------------- the panels
+# ------------------------------------------------------------- the panels: [{label: (xs, ys)}] by plot
 
 
 def rare():
     """The probability of the right answer, and how it would grow if it always stopped at the clip."""
-    runs = trained(*RARE, rollouts=12)
-    lines = {label: points(range(13), probs[..., 0].mean(0)) for label, probs in runs.items()}
+    rollouts = range(ROLLOUTS + 1)
+    lines = {label: (rollouts, probs_NV[:, 0]) for label, probs_NV in trained(*RARE).items()}
     for bound in (1.2, 1.28):
-        lines[f"0.02 x {bound}^n"] = [(n, 0.02 * bound**n) for n in range(13)]
+        lines[f"0.02 x {bound}^n"] = (rollouts, [0.02 * bound**n for n in rollouts])
     return [lines]
 
 
@@ -108,18 +100,18 @@ def entropy():
     found = []
     for answers in (RARE, THREE):
         lines = {}
-        for label, probs in trained(*answers, rollouts=12).items():
-            lines[label] = points(range(13), -(probs * probs.log()).sum(-1).mean(0))
+        for label, probs_NV in trained(*answers).items():
+            lines[label] = (range(ROLLOUTS + 1), -(probs_NV * probs_NV.log()).sum(1))
         found.append(lines)
     at_equal_success = {}
-    for label, probs in trained(*THREE, rollouts=12).items():
-        entropies = [y for _, y in found[1][label]]
-        at_equal_success[label] = points(probs[..., 3:].sum(-1).mean(0), entropies)
+    for label, probs_NV in trained(*THREE).items():
+        _, entropy_N = lines[label]
+        at_equal_success[label] = (probs_NV[:, 3:].sum(1), entropy_N)
     return [*found, at_equal_success]
 
 
 def negative():
-    """How one sampled token moves all logits and probabilities; how sapo weighs a ratio."""
+    """How one sampled token moves all logits and probabilities."""
     probs_V = torch.tensor([1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 64], dtype=torch.float64)
     pushes = {}
     changes = {}
@@ -133,15 +125,9 @@ def negative():
         push_V = torch.autograd.grad(-loss, logits_V)[0]
         # A small step along the push moves the probabilities by Jacobian (symmetric) x push.
         change_V = torch.autograd.grad(logits_V.softmax(0), logits_V, push_V)[0]
-        pushes[f"sampled: {name}"] = points(probs_V, push_V)
-        changes[f"sampled: {name}"] = points(probs_V, change_V)
-    ratios_N1 = torch.linspace(0, 4, 21, dtype=torch.float64).clamp(min=1e-6)[:, None]
-    ones_N1 = torch.ones_like(ratios_N1)
-    weights = {}
-    for label, advantage in (("A > 0", 1), ("A < 0", -1)):
-        pull_N1 = gradient("sapo", ratios_N1.log(), ones_N1, advantage) * len(ones_N1)
-        weights[label] = points(ratios_N1, pull_N1 / (advantage * ratios_N1))
-    return [pushes, changes, weights]
+        pushes[f"sampled: {name}"] = (probs_V, push_V)
+        changes[f"sampled: {name}"] = (probs_V, change_V)
+    return [pushes, changes]
 
 
 def clip():
@@ -159,22 +145,19 @@ def clip():
         "sum, 0.4 (gmpo, per sequence)": ("gmpo", {"clip_level": "sequence"}),
     }
     lengths = [4**k for k in range(1, 8)]
-    shares = {label: [] for label in clips}
-    products = []
-    for length in lengths:
-        logratios_BT = logratios_NT.reshape(-1, length)  # more answers with fewer tokens
-        ones_BT = torch.ones_like(logratios_BT)
-        advantages_B1 = ones_BT[:, :1].clone()
-        advantages_B1[::2] = -1
-        for label, (script, flags) in clips.items():
-            policy_loss = importlib.import_module(script).policy_loss
+    lines = {}
+    for label, (script, flags) in clips.items():
+        policy_loss = importlib.import_module(script).policy_loss
+        fractions = []
+        for length in lengths:
+            logratios_BT = logratios_NT.reshape(-1, length)  # more answers with fewer tokens
+            ones_BT = torch.ones_like(logratios_BT)
+            advantages_B1 = ones_BT[:, :1].clone()
+            advantages_B1[::2] = -1
             _, stats = policy_loss(logratios_BT, 0 * ones_BT, advantages_B1, ones_BT, **flags)
-            shares[label].append((length, float(stats["clipfrac_low"] + stats["clipfrac_high"])))
-        products.append(logratios_BT.sum(1).abs().quantile(0.95) / math.log(10))
-    allowed = {"here: 95 % are below": points(lengths, products)}
-    for bound in (1.2, 1.004, 1.0004):
-        allowed[f"{bound}^T"] = [(length, length * math.log10(bound)) for length in lengths]
-    return [shares, allowed]
+            fractions.append((stats["clipfrac_low"] + stats["clipfrac_high"]).item())
+        lines[label] = (lengths, fractions)
+    return [lines]
 
 
 def outcomes(size, rates_N):
@@ -195,13 +178,13 @@ def group():
         kept = [i for i, weight in enumerate(weights_of[script]) if weight is not None]
         kept_weights_O = torch.tensor([weights_of[script][i] for i in kept], dtype=torch.float64)
         kept_NO = chances_NO[:, kept]
-        weights[label] = points(rates_N, kept_NO @ kept_weights_O / kept_NO.sum(1))
+        weights[label] = (rates_N, kept_NO @ kept_weights_O / kept_NO.sum(1))
     silent = {}
     for size in (4, 8, 16, 64):
         rewards_OG, chances_NO = outcomes(size, rates_N)
         advantages_OG = importlib.import_module("grpo").compute_advantages(rewards_OG)
         is_silent_O = (advantages_OG == 0).all(1).double()
-        silent[f"groups of {size}"] = points(rates_N, chances_NO @ is_silent_O)
+        silent[f"groups of {size}"] = (rates_N, chances_NO @ is_silent_O)
     return [weights, silent]
 
 
@@ -213,61 +196,39 @@ def router():
     move_LBTE = torch.randn(shape, generator=noise, dtype=torch.float64)
     experts_BTLK = old_LBTE.topk(2).indices.permute(1, 2, 0, 3)
     old_scores_BTLK = rspo.expert_logprobs(old_LBTE, experts_BTLK)
-    gammas = {"same experts": [], "an expert flipped": []}
-    shares = {"an expert flipped": [], "gamma below its floor": []}
-    for size in (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6):
-        new_LBTE = old_LBTE + size * move_LBTE
+    moves = [0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6]
+    same = []
+    flipped = []
+    for move in moves:
+        new_LBTE = old_LBTE + move * move_LBTE
         gamma_BT = rspo.router_shift(rspo.expert_logprobs(new_LBTE, experts_BTLK), old_scores_BTLK)
         new_experts_BTLK = new_LBTE.topk(2).indices.permute(1, 2, 0, 3)
         is_equal_BTLK = new_experts_BTLK.sort(-1).values == experts_BTLK.sort(-1).values
-        flipped_BT = ~is_equal_BTLK.flatten(2).all(-1)
-        gammas["same experts"].append((size, gamma_BT[~flipped_BT].mean().item()))
-        gammas["an expert flipped"].append((size, gamma_BT[flipped_BT].mean().item()))
-        shares["an expert flipped"].append((size, flipped_BT.double().mean().item()))
-        is_low_BT = gamma_BT < rspo.Args().gamma_min
-        shares["gamma below its floor"].append((size, is_low_BT.double().mean().item()))
+        is_same_BT = is_equal_BTLK.flatten(2).all(-1)
+        same.append(gamma_BT[is_same_BT].mean())
+        flipped.append(gamma_BT[~is_same_BT].mean())
     pulls = {}
     ones_BT = torch.ones(1, 10, dtype=torch.float64)
     for shift in ("damped", "literal"):
-        label = f"{shift}, A < 0"
-        pulls[label] = []
+        kept = []
         for moved in range(10):
             gamma_BT = ones_BT.clone()
             gamma_BT[:, :moved] = rspo.Args().gamma_min
             pull_BT = gradient("rspo", 0 * ones_BT, ones_BT, -1, gamma_BT, shift=shift)
-            pulls[label].append((moved, pull_BT[0, -1].item() / -0.1))  # without a shift: A / 10
-    return [gammas, shares, pulls]
+            kept.append(pull_BT[0, -1] / -0.1)  # without a shift: A / 10
+        pulls[f"{shift}, A < 0"] = (range(10), kept)
+    return [{"same experts": (moves, same), "an expert flipped": (moves, flipped)}, pulls]
 
 
 PANELS = {panel.__name__: panel for panel in (rare, entropy, negative, clip, group, router)}
 
 
-# -------------------------------------------------------------------------------- numbers and pictures
-
-
-def write(name, plots):
-    with open(RESULTS / f"microscope_{name}.csv", "w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["plot", "line", "x", "y"])
-        for number, lines in enumerate(plots, start=1):
-            for label, line in lines.items():
-                for x, y in line:
-                    writer.writerow([number, label, f"{x:.6g}", f"{y:.4g}"])
-
-
-def read(name):
-    """[{label: [(x, y)]}], one dict per plot of a panel."""
-    plots = [{} for _ in WORDS[name]["plots"]]
-    with open(RESULTS / f"microscope_{name}.csv") as file:
-        for row in csv.DictReader(file):
-            line = plots[int(row["plot"]) - 1].setdefault(row["line"], [])
-            line.append((float(row["x"]), float(row["y"])))
-    return plots
+# ---------------------------------------------------------------------------------------- pictures
 
 
 def draw(plt, name):
     words = WORDS[name]
-    plots = read(name)
+    plots = PANELS[name]()
     most = max(len(lines) for lines in plots)
     num_columns = 3 // len(plots)  # of a legend
     size = (8, 2.6 + 0.2 * most / num_columns)
@@ -275,8 +236,7 @@ def draw(plt, name):
     for axis, plot, lines in zip(axes[0], words["plots"], plots, strict=True):
         for (label, line), color in zip(lines.items(), itertools.cycle(COLORS), strict=False):
             style = ":" if label in words.get("bounds", ()) else "-"
-            marker = plot.get("marker", "")
-            axis.plot(*zip(*line, strict=True), style + marker, color=color, label=label)
+            axis.plot(*line, style + plot.get("marker", ""), color=color, label=label)
         axis.set(title=plot["title"], xlabel=plot["x"], ylabel=plot["y"], **plot.get("axes", {}))
         axis.minorticks_off()
         axis.xaxis.set_major_formatter("{x:g}")
@@ -301,7 +261,6 @@ def main():
     plt.rcParams |= {"axes.spines.right": False, "legend.frameon": False, "lines.markersize": 4}
     torch.set_num_threads(1)
     for name in names:
-        write(name, PANELS[name]())
         path = draw(plt, name)
         seen = textwrap.fill(" ".join(WORDS[name]["seen"].split()), 100)
         print(f"{WORDS[name]['question']}\n{seen}\nThe picture: {path}\n")

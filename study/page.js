@@ -11,15 +11,14 @@ let shown = "";
 // ------------------------------------------------------------------------------------------ the rows
 
 function rowsOf(left, right) {
-  const swapped = data.pairs[`${right},${left}`] ?? data.scripts[left].words.map((_, i) => [i, i]);
-  return data.pairs[`${left},${right}`] ?? swapped.map(([i, j, lefts, rights]) => [j, i, rights, lefts]);
+  const swapped = data.pairs[`${right},${left}`] ?? data.scripts[left].lines.map((_, i) => [i, i]);
+  return data.pairs[`${left},${right}`] ?? swapped.map(([i, j]) => [j, i]);
 }
 
-function cell(side, name, i, marked = []) {
+function cell(side, name, i) {
   if (i === null) return `<span class="none"></span><code class="none"></code>`;
-  const { words, first } = data.scripts[name];
-  const html = words[i].map((word, k) => (marked.includes(k) ? `<mark>${word}</mark>` : word)).join("");
-  return `<span class="${side}">${first + i}</span><code class="${side}">${html}</code>`;
+  const { lines, first } = data.scripts[name];
+  return `<span class="${side}">${first + i}</span><code class="${side}">${lines[i]}</code>`;
 }
 
 // All but the lines next to a difference go into one that opens.
@@ -36,9 +35,9 @@ function diff(left, right) {
   const parts = [];
   let same = []; // equal rows since the last difference
   let changed = 0;
-  for (const [i, j, lefts, rights] of rowsOf(left, right)) {
-    const cells = cell("a", left, i, lefts) + cell("b", right, j, rights);
-    if (i !== null && j !== null && !lefts) {
+  for (const [i, j] of rowsOf(left, right)) {
+    const cells = cell("a", left, i) + cell("b", right, j);
+    if (data.scripts[left].lines[i] === data.scripts[right].lines[j]) {
       same.push(`<div class="row same">${cells}</div>`);
       continue;
     }
@@ -104,45 +103,17 @@ const WIDTH = 400;
 const HEIGHT = 270;
 const EDGE = { left: 50, right: 20, top: 30, bottom: 46 };
 
-// The powers of ten from low to high, and if they are few, twice and five times each of them.
-function logTicks(low, high) {
-  const factors = high < 100 * low ? [1, 2, 5] : [1];
-  const ticks = [];
-  for (let k = Math.floor(Math.log10(low)); 10 ** k <= high; k++) {
-    ticks.push(...factors.map((factor) => Number(`${factor}e${k}`)));
-  }
-  const inside = ticks.filter((value) => value >= low && value <= high);
-  const every = Math.ceil(inside.length / 6);
-  return inside.filter((_, i) => i % every === 0);
-}
-
-// About five multiples of 1, 2 or 5 times a power of ten.
-function linearTicks(low, high) {
-  const rough = (high - low) / 5;
-  const power = 10 ** Math.floor(Math.log10(rough));
-  const step = power * [1, 2, 5, 10].find((factor) => factor * power >= rough * 0.999);
-  const ticks = [];
-  for (let i = Math.ceil(low / step - 0.01); i * step <= high + 0.01 * step; i++) {
-    ticks.push(Number((i * step).toPrecision(6)));
-  }
-  return ticks;
-}
-
-// The bounds are those of the values, and the ticks are round numbers, unless they are given.
-function axis(values, { isLog = false, low = Math.min(...values), high = Math.max(...values), ticks }) {
-  const round = isLog ? logTicks(low, high) : linearTicks(low, high);
-  const labels = ticks ?? Object.fromEntries(round.map((value) => [value.toLocaleString("en"), value]));
+function axis({ isLog = false, ticks, low, high }) {
   const scale = isLog ? Math.log : (value) => value;
   const place = (value) => (scale(value) - scale(low)) / (scale(high) - scale(low));
-  return { ticks: Object.entries(labels), place };
+  return { ticks, place };
 }
 
-// x, y: {label} and what `axis` takes; series: [{label, css, lines: [[[x, y]]]}]; words: [[x, y, text]]
+// x, y: {label} and what `axis` takes, ticks as [[label, value]]; series: [{label, css, lines: [[[x, y]]]}];
+// words: [[x, y, text]]
 function plot({ title, x, y, series, words = [], caption = "" }) {
-  const isShown = ([, b]) => b !== null && (b > 0 || !y.isLog);
-  const all = series.flatMap(({ lines }) => lines.flat()).filter(isShown);
-  const across = axis(all.map(([a]) => a), x);
-  const up = axis(all.map(([, b]) => b), y);
+  const across = axis(x);
+  const up = axis(y);
   const [right, bottom] = [WIDTH - EDGE.right, HEIGHT - EDGE.bottom];
   const left = (value) => EDGE.left + (right - EDGE.left) * across.place(value);
   const top = (value) => bottom - (bottom - EDGE.top) * up.place(value);
@@ -157,7 +128,7 @@ function plot({ title, x, y, series, words = [], caption = "" }) {
   }
   for (const { css, lines } of series) {
     for (const line of lines) {
-      const path = line.filter(isShown).map(([a, b]) => `${left(a).toFixed(1)},${top(b).toFixed(1)}`);
+      const path = line.filter(([, b]) => b !== null).map(([a, b]) => `${left(a).toFixed(1)},${top(b).toFixed(1)}`);
       parts.push(`<polyline class="${css}" points="${path.join(" ")}"/>`);
     }
   }
@@ -180,16 +151,18 @@ function pulls(css, name) {
   return isSame ? [alone] : [alone, together];
 }
 
+const numbers = (...values) => values.map((value) => [value, value]);
+
 function plots(left, right) {
   const both = [["a", left], ["b", right]];
   const of = (table, x) => both.map(([css, name]) =>
     ({ label: name, css, lines: [table[x].map((value, i) => [value, table[name][i]])] }));
-  const share = { low: 0, high: 1 };
+  const share = { low: 0, high: 1, ticks: numbers(0, 0.2, 0.4, 0.6, 0.8, 1) };
   find("plots").innerHTML = [
     plot({
       title: "Gradient of a token",
-      x: { label: "ratio r", isLog: true, ticks: { "1/3": 1 / 3, "1/2": 1 / 2, 1: 1, 2: 2, 3: 3 } },
-      y: { label: "dJ / d log π", low: -3.1, high: 3.1 },
+      x: { label: "ratio r", isLog: true, low: 1 / 3, high: 3, ticks: [["1/3", 1 / 3], ["1/2", 1 / 2], ...numbers(1, 2, 3)] },
+      y: { label: "dJ / d log π", low: -3.1, high: 3.1, ticks: numbers(-3, -2, -1, 0, 1, 2, 3) },
       series: both.flatMap(([css, name]) => pulls(css, name)),
       words: [[0.35, 2.5, "A = +1"], [0.35, -2.7, "A = −1"]],
       caption: `The gradient for one token in an answer of ten, without grpo's KL, relative to r = 1. Solid: only this
@@ -197,7 +170,7 @@ function plots(left, right) {
     }),
     plot({
       title: "Weight of a prompt",
-      x: { label: "share of right answers", ...share },
+      x: { label: "fraction of right answers", ...share },
       y: { label: "mean of max(A, 0)", ...share },
       series: of(data.prompts, "right"),
       caption: `For groups of eight. dapo replaces the groups at 0 and 1. ppo, vapo and reinforce are shown before V or b
@@ -205,35 +178,14 @@ function plots(left, right) {
     }),
     plot({
       title: "Weight of a token",
-      x: { label: "length of its answer", low: 0 },
+      x: { label: "length of its answer", low: 0, high: data.tokens.length.at(-1), ticks: numbers(0, 10, 20, 30, 40) },
       y: { label: "relative to a mean over all tokens", isLog: true, low: 0.4, high: 30,
-        ticks: { 0.5: 0.5, 1: 1, 2: 2, 5: 5, 10: 10, 25: 25 } },
+        ticks: numbers(0.5, 1, 2, 5, 10, 25) },
       series: of(data.tokens, "length"),
       caption: `At r = 1, in a step with one answer of each length. Only the shape matters, since AdamW ignores a common
         scale: dr_grpo is as flat as dapo.`,
     }),
-    plot({
-      title: "Learning",
-      x: { label: "completions generated", low: 0, high: Math.max(...names.map((name) => data.curves[name].at(-1)?.[0] ?? 0)) },
-      y: { label: "accuracy of the rollouts", ...share },
-      series: both.map(([css, name]) => ({ label: name, css, lines: [data.curves[name]] })),
-      caption: "On the default job, averaged over seeds and over six iterations.",
-    }),
   ].join("");
-}
-
-// ------------------------------------------------------------------------------------ the microscope
-
-function panel({ question, seen, paper, bounds = [], plots }) {
-  const drawn = plots.map(({ title, x, y, axes = {}, lines }) => plot({
-    title,
-    x: { label: x, isLog: axes.xscale === "log" },
-    y: { label: y, isLog: axes.yscale === "log" },
-    series: Object.entries(lines).map(([label, line], i) =>
-      ({ label, css: `c${i % 7} ${bounds.includes(label) ? "dotted" : ""}`, lines: [line] })),
-  }));
-  return `<details><summary>${escaped(question)}</summary><div class="panel">${drawn.join("")}</div>
-    <p>${escaped(seen)}</p><p>The paper: ${escaped(paper)}</p></details>`;
 }
 
 // --------------------------------------------------------------------------------------- which pair
@@ -273,6 +225,5 @@ for (const id of ["left", "right"]) {
   find(id).append(...names.map((name) => new Option(name, name)));
   find(id).onchange = () => (location.hash = `${find("left").value},${find("right").value}`);
 }
-find("panels").innerHTML = data.microscope.map(panel).join("");
 window.onhashchange = follow;
 follow();

@@ -2,48 +2,34 @@
 
     python study/page.py
 
-The page is a single file, runs/study.html, and needs no server and no network. Its numbers come from
-the scripts and from results/.
+The page is a single file, runs/study.html, and needs no server and no network.
 """
 
 import argparse
 import difflib
-import html
 import itertools
 import json
 import re
 import webbrowser
 from pathlib import Path
 
-import microscope
 import pictures
-import stats
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
-from pygments.token import STANDARD_TYPES, Comment, String
 from scripts import MORE, ROOT, SCRIPTS, differences_of, flags_of, parent_of, read
 
 FOLDER = Path(__file__).parent
-PLAIN = ("", "n", "o", "p", "w")  # Pygments' token types that get no color
 
 
 # -------------------------------------------------------------------------------------------- lines
 
 
 def colored(code):
-    """Lines of HTML words. A number such as [1] in a comment or docstring becomes a link."""
-    lines = [[]]
-    for kind, text in PythonLexer(stripnl=False).get_tokens(code):
-        for word in re.findall(r"\[[1-9]\]|\w+|\n|[^\S\n]+|[^\w\s]", text):
-            css = STANDARD_TYPES[kind]
-            if word == "\n":
-                lines.append([])
-            elif re.fullmatch(r"\[\d\]", word) and (kind in Comment or kind in String):
-                lines[-1].append(f'<a class="ref">{word}</a>')
-            elif css in PLAIN or word.isspace():
-                lines[-1].append(html.escape(word, quote=False))
-            else:
-                lines[-1].append(f'<i class="{css}">{html.escape(word, quote=False)}</i>')
-    return lines[:-1]
+    """Lines of HTML. A number such as [1] in a comment or docstring becomes a link."""
+    text = highlight(code, PythonLexer(stripnl=False), HtmlFormatter(nowrap=True))
+    text = re.sub(r"\[[1-9]\]", r'<a class="ref">\g<0></a>', text)
+    return text.splitlines()
 
 
 def side_by_side(left, right):
@@ -69,28 +55,6 @@ def side_by_side(left, right):
     return rows
 
 
-def changed_words(left, right):
-    """(positions of the words that only the left line has, the same for the right line)."""
-    blocks = difflib.SequenceMatcher(None, left, right, autojunk=False).get_opcodes()
-    changed = [block for block in blocks if block[0] != "equal"]
-    lefts = [i for _, start, end, _, _ in changed for i in range(start, end)]
-    rights = [j for _, _, _, start, end in changed for j in range(start, end)]
-    return lefts, rights
-
-
-def compared(a, b, words):
-    """The rows of two scripts. A row with two different lines also has the words that differ."""
-    _, left = read(a)
-    _, right = read(b)
-    rows = []
-    for i, j in side_by_side(left, right):
-        row = [i, j]
-        if i is not None and j is not None and left[i] != right[j]:
-            row += changed_words(words[a][i], words[b][j])
-        rows.append(row)
-    return rows
-
-
 # ---------------------------------------------------------------------------------------- the parts
 
 
@@ -106,7 +70,7 @@ def script(name):
         "differences": differences_of(name),
         "notes": [re.sub(r"(?m)^(\S.*)\n(?=\S)", r"\1 ", text) for text in notes],
         "flags": {flag: str(default) for flag, default in flags_of(name).items()},
-        "words": colored("\n".join(code)),
+        "lines": colored("\n".join(code)),
         "first": header.count("\n") + 3,  # line number of the first line after the closing quotes
     }
 
@@ -120,39 +84,19 @@ def tree(parents, parent=None):
     return f"<ul>{''.join(items)}</ul>" if items else ""
 
 
-def curve(name):
-    """[completions generated, rollout accuracy: mean over the seeds and over six iterations]; empty if
-    it was not measured."""
-    runs = stats.curves("more" if name in MORE else "nine").get((name, "default"))
-    return [(x, mean) for x, mean, _ in stats.curve(runs, "accuracy")] if runs else []
-
-
-def panels():
-    """The microscope's questions, with the lines of each plot."""
-    found = []
-    for name, words in microscope.WORDS.items():
-        plots = []
-        for plot, lines in zip(words["plots"], microscope.read(name), strict=True):
-            plots.append({**plot, "lines": lines})
-        found.append({**words, "plots": plots})
-    return found
-
-
 def build():
     names = SCRIPTS + MORE
     parents = {name: parent_of(name) for name in names}
     scripts = {name: script(name) for name in names}
-    words = {name: scripts[name]["words"] for name in names}
+    code = {name: read(name)[1] for name in names}
     pairs = itertools.combinations(names, 2)
     data = {
         "parents": parents,
         "scripts": scripts,
-        "pairs": {f"{a},{b}": compared(a, b, words) for a, b in pairs},
+        "pairs": {f"{a},{b}": side_by_side(code[a], code[b]) for a, b in pairs},
         "gradients": pictures.gradients(names),
         "prompts": pictures.prompts(names),
         "tokens": pictures.tokens(names),
-        "curves": {name: curve(name) for name in names},
-        "microscope": panels(),
     }
     parts = {
         "CSS": (FOLDER / "page.css").read_text(),
