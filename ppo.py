@@ -65,7 +65,6 @@ class Args(RunArgs):  # more flags: --help
 
     def check(self):
         self.check_range(0, 1, "clip_eps_low", "gamma", "gae_lambda")
-        self.check_range(1e-9, 1e9, "critic_lr")
 
 
 class Critic(nn.Module):

@@ -282,6 +282,18 @@ def parse_args(args_class, words):
     return args_class(**{name: saved[name] for name in kept} | given)
 
 
+def advise(args):
+    """Says which defaults do not suit a user's own model."""
+    for name, typical in (("lr", "1e-6"), ("critic_lr", "1e-5")):
+        default = getattr(type(args), name, None)  # None: this script has no such flag
+        if default is not None and getattr(args, name) == default:
+            message = f"--{name} {default:g} suits {RunArgs.model}"
+            print(f"warning: {message}; for your own model {typical} is typical", file=sys.stderr)
+    if args.torch_device != "cpu" and args.dtype == "float32":
+        message = "float32 is slow on a GPU; --dtype bfloat16 keeps float32 weights for AdamW"
+        print(f"note: {message}", file=sys.stderr)
+
+
 def launch(main, args_class):
     """Calls `main` with the command line as `args_class`. A UserError ends the program with one line on
     stderr and exit code 2; anything else is a bug and shows its traceback."""
@@ -290,15 +302,8 @@ def launch(main, args_class):
     try:
         args = parse_args(args_class, sys.argv[1:])
         check_folder(args)  # before any work is done; Run compares it again
-        for name, typical in (("lr", "1e-6"), ("critic_lr", "1e-5")):
-            is_default = getattr(args, name, None) == getattr(args_class, name, None)
-            if args.model != args_class.model and hasattr(args, name) and is_default:
-                message = f"--{name} {getattr(args, name):g} suits {args_class.model}"
-                print(f"warning: {message}; for your own model {typical} is typical", file=sys.stderr)
-        is_own_model = args.model != args_class.model
-        if is_own_model and args.torch_device != "cpu" and args.dtype == "float32":
-            message = "float32 is slow on a GPU; --dtype bfloat16 keeps float32 weights for AdamW"
-            print(f"note: {message}", file=sys.stderr)
+        if args.model != RunArgs.model:
+            advise(args)
         main(args)
     except KeyboardInterrupt:  # during an iteration: see Run.on_signal
         fail("stopped", 130)
