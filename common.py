@@ -505,13 +505,9 @@ class TokenOutputs:
     aux_loss: torch.Tensor  # transformers' load-balancing loss over prompt and response; 0 if none
     # The routers' own choice of experts at every token, in top-k order, even where replay overrode it
     routing_choices_BSLK: torch.Tensor
+    experts_BTLK: torch.Tensor  # of these, where the token is predicted; sorted, to compare sets
     all_router_logits: tuple  # L tensors (B * S, E); () if experts are not chosen by a softmax
     predictor_BT: torch.Tensor
-
-    @property
-    def experts_BTLK(self):
-        """The routers' own choice where the token is predicted; sorted, so equal sets compare equal."""
-        return take_columns(self.routing_choices_BSLK, self.predictor_BT).sort().values
 
     @property
     def router_logits(self):
@@ -547,6 +543,7 @@ def token_logprobs(policy, batch, temperature, entropy_grad=False, replay=True):
         entropy_BT=torch.where(batch.mask_BT, entropy_BT, 0),
         aux_loss=policy.routers.aux_loss(router_logits, choices_BSLK, batch.is_token_BS),
         routing_choices_BSLK=choices_BSLK,
+        experts_BTLK=take_columns(choices_BSLK, predictor_BT).sort().values,
         all_router_logits=router_logits,
         predictor_BT=predictor_BT,
     )
@@ -697,17 +694,17 @@ def evaluate(policy, problems, grade, args, sampled=False):
     """Answers the held-out problems greedily and, with `sampled`, also `--eval_samples` times at the
     training temperature with fixed noise. Returns {"greedy" and "sampled": a `rollout_summary`,
     "examples": [[prompt, gold answer, text]], of sampled answers if there are any}."""
-    results = {}
-    group_sizes = {"greedy": 1}
-    if sampled:
-        group_sizes["sampled"] = args.eval_samples
+
+    def answers(group_size, greedy):
+        noise = torch.Generator().manual_seed(0)
+        return grade(sample(policy, problems, group_size, args, noise, greedy=greedy, experts=False))
+
     with clock("evaluation"):
-        for way, size in group_sizes.items():
-            noise = torch.Generator().manual_seed(0)
-            is_greedy = way == "greedy"
-            completions = sample(policy, problems, size, args, noise, greedy=is_greedy, experts=False)
-            completions = grade(completions)
-            results[way] = rollout_summary(completions, size)
-    examples = completions[::size][:3]  # of the last way
-    results["examples"] = [[c.problem.prompt, c.problem.answer, c.text] for c in examples]
+        shown = answers(1, greedy=True)
+        results = {"greedy": rollout_summary(shown)}
+        if sampled:
+            completions = answers(args.eval_samples, greedy=False)
+            results["sampled"] = rollout_summary(completions, args.eval_samples)
+            shown = completions[:: args.eval_samples]
+    results["examples"] = [[c.problem.prompt, c.problem.answer, c.text] for c in shown[:3]]
     return results

@@ -45,11 +45,12 @@ def load_policy(args):
         model = load_weights(source)
         check_model(model, tokenizer)
         files = tokenizer_files(source)
-    args.vocab_size = model.config.get_text_config().vocab_size
+    config = model.config.get_text_config()
+    args.vocab_size = config.vocab_size
     model = model.to(args.torch_device).eval()
     # The update asks for router logits itself; if they are always on, decoding fails.
-    if getattr(model.config.get_text_config(), "output_router_logits", False):
-        model.config.get_text_config().output_router_logits = False
+    if getattr(config, "output_router_logits", False):
+        config.output_router_logits = False
     # A tiny model's operators are so small that threads would mostly wait for each other.
     is_tiny = args.torch_device == "cpu" and model.num_parameters() < 10_000_000
     if is_tiny and "OMP_NUM_THREADS" not in os.environ:
