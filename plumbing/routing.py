@@ -11,7 +11,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 
 @functools.cache
-def is_told_its_experts(kind):
+def computes_given_experts(kind):
     """Whether modules of this class compute experts that the caller has chosen, as in transformers:
     forward(hidden_states, top_k_index, top_k_weights)."""
     names = inspect.signature(kind.forward).parameters
@@ -21,7 +21,7 @@ def is_told_its_experts(kind):
 def find_experts(model):
     """The modules that compute a layer's experts, in layer order. [] for a dense model, and for the few
     models that choose and compute experts in one module."""
-    return [module for module in model.modules() if is_told_its_experts(type(module))]
+    return [module for module in model.modules() if computes_given_experts(type(module))]
 
 
 def find_routers(model):
@@ -101,10 +101,7 @@ class Routing(TorchFunctionMode):
         return torch.return_types.topk((args[0].gather(-1, indices), indices))
 
     def choices(self):
-        """The routers' own choices, even during replay: (tokens, L, K), or None if the model is
-        dense."""
-        if not self.experts:
-            return None
+        """The routers' own choices, even during replay: (tokens, L, K). Not for a dense model."""
         return torch.stack(self.noted if self.replayed is None else self.own, dim=1)
 
 
