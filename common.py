@@ -1,10 +1,12 @@
 """Shared by all scripts, in the order of the loop: problems, rollout, verifier, batch, log-probs,
 rollout correction, evaluation. It also re-exports what scripts need from plumbing/.
 
-A tensor's suffix names its axes: P prompts, G completions per prompt, B rows (of a rollout, minibatch
-or micro-batch), N rows of a sampler's batch, R the rows of it that are not finished, T response tokens,
-U = T + 1, S prompt + response, V vocabulary, L layers, E experts, K active experts, 1 for a size-1
-axis. A "step" is an optimizer step; an "iteration" is a rollout and its steps.
+A tensor's suffix names its axes:
+  P prompts, G completions per prompt, B rows (of a rollout, minibatch or micro-batch)
+  N rows of a sampler's batch, R its unfinished rows
+  T response tokens, U = T + 1, S prompt + response, V vocabulary
+  L layers, E experts, K active experts, 1 for a size-1 axis
+A "step" is an optimizer step; an "iteration" is a rollout and its steps.
 """
 
 import contextlib
@@ -50,6 +52,7 @@ def check_sampler(policy, ids, args):
         policies.append(policy.sampler(1))
     problems = [Problem("", "", ids[:length]) for length in (len(ids), len(ids) // 2 + 1, 1)]
     for tried in policies:
+        # Two equal answers to each prompt; the first one is then cut.
         completions = sample_batch(tried, problems, torch.zeros(6, 4), temperature=1.0, greedy=True)
         for i in (0, 2, 4):
             short = completions[i]
@@ -64,8 +67,7 @@ def check_sampler(policy, ids, args):
 
 # ------------------------------------------------------------------------------------------ rollout
 
-# An evaluation may run prompts of this many tokens at a time, if these are more than a rollout has.
-PROMPT_TOKENS = 8_192
+PROMPT_TOKENS = 8_192  # that an evaluation may prefill at a time, even if a rollout has fewer
 
 
 class Completion(NamedTuple):
@@ -92,8 +94,8 @@ def sample(policy, problems, group_size, args, generator=None, greedy=False, exp
     recorded, unless `experts` is False."""
     noise_PGT = torch.rand(len(problems), group_size, args.max_new_tokens, generator=generator)
     rows_at_a_time = args.rollout_batch_size or args.prompts_per_iteration * args.group_size
-    # Running the prompts takes memory, too. An evaluation, whose groups are smaller, may run more of
-    # them at a time than a rollout only if they are short.
+    # Prefill takes memory, too. The same number of rows is more prompts in an evaluation, whose groups
+    # are smaller, than in a rollout. That is allowed only if the prompts are short.
     longest = max(len(problem.prompt_ids) for problem in problems)
     prompts_at_a_time = max(rows_at_a_time // args.group_size, PROMPT_TOKENS // longest)
     problems_at_a_time = max(1, min(rows_at_a_time // group_size, prompts_at_a_time))
@@ -124,8 +126,8 @@ def next_token(logprobs_RV, noise_R1, greedy):
 
 @torch.inference_mode()
 def sample_batch(policy, problems, noise_NT, *, temperature, greedy, record_experts=False):
-    """`sample`, with the noise given. Each prompt is run once, and its KV cache copied to its group;
-    rows that have ended are dropped."""
+    """`sample`, with the noise given. Each prompt is prefilled once, and its KV cache is copied to the
+    group's rows. Rows that have ended are dropped."""
     model = policy.model
     device = model.device
     N, max_new_tokens = noise_NT.shape
@@ -204,7 +206,7 @@ def sample_batch(policy, problems, noise_NT, *, temperature, greedy, record_expe
 MAX_ANSWER = 1000  # characters; anything longer is not an answer
 MARKERS = ("####", "Answer:", "<answer>", "\\boxed", "\\fbox")
 # A word of three letters or more after a number is a unit, unless it changes the number: 5 dozen, 5
-# thirds, 5 feet six. (3 km may be a product, as 3 x is.)
+# thirds, 5 feet six. (A shorter word may be a factor: 3 km is not a number, just as 3 x is not.)
 CHANGING_WORDS = """
     dozen score pair couple hundred thousand lakh million crore billion trillion times percent
     half halves third fourth quarter fifth sixth seventh eighth ninth tenth eleventh twelfth twentieth
@@ -214,7 +216,8 @@ CHANGING_WORDS = """
     and more less not below minus
     """.split()
 ARGUMENT = r"\s*(?:\{([^{}]*)\}|([0-9]))"  # of \frac: {12}, or a single digit
-# After x=, a sign or $ at the beginning of an answer. Elsewhere it may be a point: (1,000).
+# A number with commas, at the beginning of an answer or after x=, a sign or $. Anywhere else a comma
+# may separate coordinates: (1,000).
 THOUSANDS = r"^((?:[a-zA-Z] ?= ?)?[-+$ ]*)([1-9][0-9]{0,2}(?:(?:,|,\\!|\{,\}|\\,)[0-9]{3})+)(?![0-9,])"
 # In this order: x=, sign, $, number (with the sign of $-5), %, words.
 NUMBER_AND_UNIT = r"([a-zA-Z]=)?([+-]?)(\$?)([^ %]+)(%?)((?: [a-zA-Z]{3,}){0,2})"
@@ -273,7 +276,7 @@ def without_markup(answer):
 
 def value_of(number):
     r"""The exact value of '-0.5', '1/2', '\frac{1}{2}', '4.5e33', '4.5\times10^{33}' or '10^6'. None
-    for other text, and for 36/2: a policy would learn to skip the last step."""
+    for other text, and for 36/2: accepting it would teach a policy to skip the last step."""
     number = re.sub(r"^([+-]?)\\frac\{(-?[0-9]+)\}\{([0-9]+)\}$", r"\1\2/\3", number)  # 1/2
     number = re.sub(r"\^\{([+-]?[0-9]+)\}$", r"^\1", number)  # 10^{6} -> 10^6
     number = re.sub(r"(?:\\times|\\cdot|[*×])10\^", "e", number)  # 4.5*10^6 -> 4.5e6
@@ -356,8 +359,8 @@ def load_grader(args):
 
 # ------------------------------------------------------------------------------------------- batch
 
-# Limits on a micro-batch if --micro_batch_size is 0, counting padding. Larger ones would mix lengths,
-# and so have more padding.
+# Limits on a micro-batch if --micro_batch_size is 0, padding included. With higher limits, rows of more
+# different lengths would share a micro-batch, and more of it would be padding.
 GPU_TOKENS = 8_192
 CPU_TOKENS = 1_024
 MAX_LOGITS = 2**29  # a logit takes 16 bytes, with its gradient and the entropy
@@ -474,7 +477,7 @@ def collate(completions, args):
     U = max(map(len, responses)) + 1
     predictors = []
     for prompt, response in lengths:
-        last = prompt + response - 1  # also behind the end, where any column will do: it is masked
+        last = prompt + response - 1  # past the end, any column will do: it is masked
         predictors.append([min(prompt - 1 + t, last) for t in range(U)])
     experts_BSLK = None
     if completions[0].experts is not None:
@@ -616,12 +619,12 @@ def rollout_weights(
     per_sequence=False,
 ):
     """Importance weights that correct for a sampler mu that differs from the trainer's pi_old: engines
-    often sample at lower precision, or with stale weights.
+    often sample at lower precision or with stale weights.
 
     The decoupled objective is w min(r A, clip(r) A): r = pi / pi_old is clipped as usual, but w, which
-    is computed from rho = pi_old / mu, is not. (Clipping pi / mu as a whole would remove more gradient
-    from a staler batch, a learning rate that depends on the batch.) Since w is never negative, A can be
-    multiplied by it.
+    is computed from rho = pi_old / mu, is not. (Clipping pi / mu as a whole would remove more of the
+    gradient from a staler batch, as if the learning rate depended on the batch.) Since w is never
+    negative, it can be a factor on A.
 
     old_logprobs_BT      log-probs under the training forward, before the first step
     sampler_logprobs_BT  log-probs of the same tokens under the sampler

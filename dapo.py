@@ -51,7 +51,7 @@ class Args(RunArgs):  # more flags: --help
     router_aux_coef: float = flag(0.001, "weight of an MoE's load-balancing loss")
     # flags of the algorithm
     clip_eps_low: float = flag(0.2, "the ratio is clipped below 1 - this")
-    clip_eps_high: float = flag(0.28, "upper bound on the ratio: 1 + this")
+    clip_eps_high: float = flag(0.28, "the ratio is clipped above 1 + this")
     overlong: Literal["soft", "filter", "none"] = flag("soft", "how to treat completions near the cap")
     overlong_cache: int = flag(12, "L_cache: the soft penalty starts this far below the cap")
     max_sampling_rounds: int = flag(10, "maximum rounds to fill the batch with mixed groups")

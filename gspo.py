@@ -45,8 +45,8 @@ class Args(RunArgs):  # more flags: --help
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
     router_aux_coef: float = flag(0.001, "weight of an MoE's load-balancing loss")
     # flags of the algorithm
-    clip_eps_low: float = flag(3e-3, "lower bound on the ratio: 1 - this")  # paper: 3e-4
-    clip_eps_high: float = flag(4e-3, "upper bound on the ratio: 1 + this")  # paper: 4e-4
+    clip_eps_low: float = flag(3e-3, "the ratio is clipped below 1 - this")  # paper: 3e-4
+    clip_eps_high: float = flag(4e-3, "the ratio is clipped above 1 + this")  # paper: 4e-4
     variant: Literal["gspo", "gspo_token"] = flag("gspo", "gspo_token: for advantages per token")
 
     def check(self):

@@ -59,7 +59,7 @@ class Args(RunArgs):  # more flags: --help
     router_aux_coef: float = flag(0.001, "weight of an MoE's load-balancing loss")
     # flags of the algorithm
     clip_eps_low: float = flag(0.2, "the ratio is clipped below 1 - this")
-    clip_eps_high: float = flag(0.28, "upper bound on the ratio: 1 + this")  # [4]
+    clip_eps_high: float = flag(0.28, "the ratio is clipped above 1 + this")  # [4]
     kl_coef: float = flag(0.02, "beta, the weight of the KL to the reference [0: none]")
     gamma: float = flag(1.0, "discount per token")
     lambda_alpha: float = flag(1.0, "alpha of lambda = max(0, 1 - 1/(alpha length))")

@@ -40,7 +40,7 @@ def flag(default, help):
 
 @dataclass
 class RunArgs:
-    """The flags that every script's `Args` inherits. Making one checks its values (UserError)."""
+    """The flags that every script's `Args` inherits. Creating one checks its values: UserError."""
 
     # model
     model: str = flag("tiny-moe", "tiny-moe, or a folder or hub id of a causal LM")
@@ -53,8 +53,8 @@ class RunArgs:
     chat_template_kwargs: str = flag("", 'JSON for the chat template: {"enable_thinking": false}')
     system_prompt: str = flag("", "system message before each prompt; replaces the dataset's")
     instruction: str = flag("", "text to add after each prompt, on a new line")
-    eval_dataset: str = flag("", "as dataset; held-out problems come from here [the dataset]")
-    eval_split: str = flag("", "split of the eval dataset [test, or train if there is none]")
+    eval_dataset: str = flag("", "like --dataset, for the held-out problems [--dataset]")
+    eval_split: str = flag("", "split of --eval_dataset [test, or train if there is none]")
     num_held_out: int = flag(256, "problems held out for evaluation")
     reward: str = flag("", "FILE.py:FUNCTION that grades completions instead of the verifier")
     # precision and memory
@@ -96,7 +96,7 @@ class RunArgs:
     update_epochs = 1
     num_minibatches = 1
     ref_reset_every = 0
-    # Set when they are known: whether --reward needs gold answers, and the size of the vocabulary
+    # No flags: load_grader and load_policy set these two.
     reads_answers = True
     vocab_size = 1
 
@@ -278,8 +278,9 @@ def parse_args(args_class, words):
     if given.get("resume"):
         run_dir = given.get("run_dir", "")
         saved = saved_settings(folder_of(args_class, run_dir, given.get("seed", args_class.seed)))
-    kept = {f.name for f in fields(args_class)} & saved.keys() - {"resume", "run_dir", "device"}
-    return args_class(**{name: saved[name] for name in kept} | given)
+    names = {f.name for f in fields(args_class)} - {"resume", "run_dir", "device"}
+    kept = {name: saved[name] for name in names & saved.keys()}
+    return args_class(**kept | given)
 
 
 def advise(args):

@@ -135,7 +135,7 @@ def read_rows(args, flag):
 
 
 def default_split(names):
-    """Of `--eval_dataset`."""
+    """The split of `--eval_dataset` if `--eval_split` is not given."""
     return "test" if "test" in names else "train"
 
 

@@ -90,7 +90,7 @@ def load_weights(source):
     if misfits:
         raise UserError(f"the weights in {source} do not fit its config: {misfits!s:.200}")
     model = model.float()  # some dequantized weights are in bfloat16
-    # Copied from the file, where they need not be aligned: products of few rows would then round
+    # Weights may be unaligned in the file. Used in place, they would make products of few rows round
     # differently in the policy than in a copy of it, such as the reference.
     for weight in model.parameters():
         weight.data = weight.data.clone()
@@ -152,7 +152,8 @@ class TrainedModel:
     def __init__(self, master, dtype="float32"):
         self.master = master
         self.model = working_copy(master, dtype)
-        this = weakref.ref(self)  # the hook must not keep it alive
+        # After each step of any optimizer. The hook must not keep this object alive.
+        this = weakref.ref(self)
         register_optimizer_step_post_hook(lambda *_: this() and this().refresh())
 
     def parameters(self):
@@ -250,7 +251,7 @@ def working_copy(master, dtype):
     if dtype == "float32":
         return master
 
-    def hand_over(weight, master_weight):
+    def move_gradient(weight, master_weight):
         if master_weight.grad is None:
             master_weight.grad = weight.grad.float()
         else:
@@ -260,7 +261,7 @@ def working_copy(master, dtype):
     model = cast_weights(copy.deepcopy(master), dtype)
     for weight, master_weight in zip(model.parameters(), master.parameters(), strict=True):
         if weight.requires_grad:
-            hook = functools.partial(hand_over, master_weight=master_weight)
+            hook = functools.partial(move_gradient, master_weight=master_weight)
             weight.register_post_accumulate_grad_hook(hook)
     return model
 

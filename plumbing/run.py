@@ -71,7 +71,7 @@ class Run:
             initial=self.iteration,
             total=args.iterations,
             leave=False,
-            disable=None,  # if stderr is not a terminal
+            disable=None,  # None: disabled if stderr is not a terminal
         )
         clock.show = self.bar.set_postfix_str
 
@@ -98,7 +98,7 @@ class Run:
         """Yields the numbers of the remaining iterations. After each one it writes the log and, if due,
         a checkpoint. A signal ends the program at that point, a second one at once."""
         is_main = threading.current_thread() is threading.main_thread()
-        kinds = (signal.SIGINT, signal.SIGTERM) if is_main else ()  # only it can have handlers
+        kinds = (signal.SIGINT, signal.SIGTERM) if is_main else ()  # other threads can set no handlers
         handlers = {kind: signal.signal(kind, self.on_signal) for kind in kinds}
         try:
             while not self.is_last and not self.early_end:
@@ -239,8 +239,8 @@ class Run:
             file.write(json.dumps(row, allow_nan=False) + "\n")
 
     def warn(self, metrics):
-        """Says what a user should look at: a sampler that is not what it should be, in the first
-        iteration, or ten iterations without any signal."""
+        """Warns of a sampler that does not match the training forward in the first iteration, and of
+        ten iterations without a learning signal."""
         kl = metrics.get("rollout/sampler_kl", 0)
         is_exact = self.policy.rollout_policy is None and self.args.dtype == "float32"
         if self.iteration == 1 and is_exact and kl > 1e-3:
@@ -261,6 +261,7 @@ class Run:
     def open_folder(self, problems):
         """Locks the run's folder, and resumes the run in it or writes the first checkpoint."""
         saved = check_folder(self.args)
+        # A singleton, since a run that failed in this process may still hold the lock.
         self.lock = FileLock(self.folder / "lock", is_singleton=True)
         with one_line(f"--run_dir {self.folder} cannot be used"):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -278,6 +279,7 @@ class Run:
         else:
             # A run that ended before its first iteration may have left its checkpoint 0.
             shutil.rmtree(self.folder / "checkpoint-000000", ignore_errors=True)
+        # A resumed run keeps the versions that it began with.
         settings = {"versions": versions(), **saved, "script": script_of(type(self.args))}
         settings |= dataclasses.asdict(self.args) | {"problems_hash": problems.hash}
         with one_line(f"--run_dir {self.folder} cannot be written"):
