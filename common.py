@@ -315,7 +315,7 @@ def symbols(answer):
 
 
 def is_same(found, gold):
-    """Whether two answers are the same number, or the same text. One may lack the unit of a number."""
+    """Whether two answers are the same number, or the same text. One side may omit a number's unit."""
     if max(len(found), len(gold)) > MAX_ANSWER:
         return found == gold
     found = without_markup(found)
@@ -453,8 +453,8 @@ class Batch:
         return [self[rows] for rows in similar_rows(self.lengths, args)]
 
     def active_experts(self, own_experts_BTLK):
-        """For rspo: the sorted experts that predict each response token, the replayed ones if known,
-        else the routers' own choice."""
+        """The sorted experts that are active where each response token is predicted: the replayed ones
+        if known, else the routers' own choice."""
         if self.replayed_experts_BSLK is None:
             return own_experts_BTLK
         replayed_BTLK = take_columns(self.replayed_experts_BSLK, self.predictor_BU[:, :-1])

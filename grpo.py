@@ -15,14 +15,16 @@ Parent: ppo.py. Differs only in:
   3. Sequence-mean: tokens are averaged within a completion, then completions are averaged.
 
 Not specified in the paper: eps (here 0.2) and which std (here the unbiased one, plus 1e-6). If all
-rewards of a group are equal, its advantages are exactly 0, and only the KL and an MoE's balancing loss
-act. The paper takes one
-optimizer step per rollout, so r is always 1 and the clip never acts. We take 16, like DeepSeek-R1, but
-R1's minibatches are random, its beta is 0.001, its eps is 10 at first, and its reference is reset every
-400 steps. --ref_reset_every is the paper's iterative GRPO. study/README.md compares KL estimators.
-DeepSeek-V3.2's objective is this one with --kl_is_corrected, dr_grpo.py's advantages, and
---offpolicy_mask delta: a completion loses its policy term, but not its KL, if A_i < 0 and the mean of
-log(mu(o_it) / pi(o_it)) over its tokens is above delta. Here mu is the sampler.
+rewards of a group are equal, its advantages are exactly 0; only KL and load-balancing loss then act.
+Unlike the paper: 16 optimizer steps per rollout, like DeepSeek-R1. The paper takes one, so its r is
+always 1 and its clip never acts. (R1's minibatches are random, its beta is 0.001, its eps is 10 at
+first, and its reference is reset every 400 steps.)
+Variants:
+  --ref_reset_every n     the paper's iterative GRPO: the reference is reset every n iterations
+  --kl_is_corrected       the KL's gradient becomes unbiased; study/README.md compares KL estimators
+  --offpolicy_mask delta  a completion loses its policy term, but not its KL, if A_i < 0 and the mean of
+                          log(mu(o_it) / pi(o_it)) over its tokens is above delta; mu is the sampler
+DeepSeek-V3.2's objective is the last two together, with dr_grpo.py's advantages.
 
 Run:    python grpo.py
 Expect: greedy held-out accuracy on sums of two numbers rises from 0.43 to at least 0.97, and answers
@@ -105,8 +107,8 @@ def policy_loss(
                      padding or tool output, get no gradient and are excluded from all means
     ref_logprobs_BT  log-probs under the reference [None: no KL]
     rollout_ratio_BT pi_old / sampler, for kl_is_corrected and offpolicy_mask [None: 1]
-    num_sequences    completions in the whole optimizer step [None: this is the whole step], divided
-                     by whatever divides gradients later: DDP's world size, and accumulation steps
+    num_sequences    completions in the whole optimizer step [None: this is the whole step]. Divide it
+                     by whatever divides gradients later: the world size (DDP), the accumulation steps
                      (accelerate's backward; HF Trainer, unless loss_is_scaled_for_ga is True)
     """
     if old_logprobs_BT is None:
@@ -131,6 +133,7 @@ def policy_loss(
         rollout_ratio_BT = torch.ones_like(ratio_BT)
     if offpolicy_mask > 0:
         # M_i = 0 if A_i < 0 and 1/|o_i| sum_t log(mu / pi) > delta, else 1; A_i is the first token's.
+        # log(mu / pi) = -log(pi / pi_old) - log(pi_old / mu)
         log_mu_pi_BT = torch.where(mask_BT, -logratio_BT - rollout_ratio_BT.log(), 0)
         mean_B1 = log_mu_pi_BT.sum(1, keepdim=True) / length_B1
         first_B1 = mask_BT.int().argmax(1, keepdim=True)

@@ -112,8 +112,8 @@ def policy_loss(
     mask_BT          1 on response tokens, including EOS (bool or float); other tokens, such as
                      padding or tool output, get no gradient and are excluded from all means
     router_shift_BT  gamma, before its floor; 1 where the router has not moved [None: 1 everywhere]
-    num_sequences    completions in the whole optimizer step [None: this is the whole step], divided
-                     by whatever divides gradients later: DDP's world size, and accumulation steps
+    num_sequences    completions in the whole optimizer step [None: this is the whole step]. Divide it
+                     by whatever divides gradients later: the world size (DDP), the accumulation steps
                      (accelerate's backward; HF Trainer, unless loss_is_scaled_for_ga is True)
     """
     if old_logprobs_BT is None:

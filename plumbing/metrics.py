@@ -112,9 +112,9 @@ def router_stats(outputs, old_experts_BTLK, mask_BT, num_experts):
 
 
 def sampler_routing_stats(batch, args):
-    """sampler_flip_frac: the share of (response token, layer) pairs for which the sampler used experts
-    other than those that the old policy's routers choose in the training forward, which replays the
-    sampler's in earlier layers. {} unless both are known."""
+    """sampler_flip_frac: the share of (response token, layer) pairs where the sampler used different
+    experts than the old policy's routers choose in the training forward, which replays the sampler's
+    experts in earlier layers. {} unless both are known."""
     if args.routing_replay != "r3" or batch.old_experts_BTLK is None:
         return {}
     flips_BTL = (batch.active_experts(batch.old_experts_BTLK) != batch.old_experts_BTLK).any(-1)

@@ -166,7 +166,7 @@ class Run:
 
     def log_eval(self, results):
         """Records the results of `evaluate` before training, during it, or after the last iteration."""
-        evaluation = {way: results[way] for way in ("greedy", "sampled") if way in results}
+        evaluation = {mode: results[mode] for mode in ("greedy", "sampled") if mode in results}
         self.append_to("evaluations.jsonl", {"iteration": self.iteration, **evaluation})
         names = ("accuracy", "response_len_mean")
         metrics = {f"eval/{name}": results["greedy"][name] for name in names}
@@ -368,17 +368,17 @@ def results_text(before, after):
     evaluations = {"before": before} if after is None else {"before": before, "after": after}
     title = "held-out problems"
     width = max(len(name) for name in [title, *before["sampled"]])
-    ways = ("greedy", "sampled")
+    modes = ("greedy", "sampled")
     header = f"{title:{width}}"
-    for way in ways:
-        header += f"{way:>9}" + "".join(f"{when:>8}" for when in evaluations)
+    for mode in modes:
+        header += f"{mode:>9}" + "".join(f"{when:>8}" for when in evaluations)
     lines = [header]
     for name in before["sampled"]:
         line = f"{name:{width}}"
-        for way in ways:
+        for mode in modes:
             line += " " * 9
             for results in evaluations.values():
-                value = results[way].get(name, "")  # pass@k needs several samples
+                value = results[mode].get(name, "")  # pass@k needs several samples
                 line += f"{value:>8.3f}" if value != "" else " " * 8
         lines.append(line.rstrip())
     for i, (prompt, answer, _) in enumerate(before["examples"]):
