@@ -53,8 +53,8 @@ class RunArgs:
     chat_template_kwargs: str = flag("", 'JSON for the chat template: {"enable_thinking": false}')
     system_prompt: str = flag("", "system message before each prompt; replaces the dataset's")
     instruction: str = flag("", "text to add after each prompt, on a new line")
-    eval_dataset: str = flag("", "like --dataset, for the held-out problems [--dataset]")
-    eval_split: str = flag("", "split of --eval_dataset [test, or train if there is none]")
+    eval_dataset: str = flag("", "like dataset, but for the held-out problems [the dataset]")
+    eval_split: str = flag("", "split of the eval dataset [test, or train if there is none]")
     num_held_out: int = flag(256, "problems held out for evaluation")
     reward: str = flag("", "FILE.py:FUNCTION that grades completions instead of the verifier")
     # precision and memory
