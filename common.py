@@ -91,7 +91,8 @@ def sample(policy, problems, group_size, args, generator=None, greedy=False, exp
     """[Completion]: `group_size` in a row for each problem, sampled from the full distribution at
     `--temperature` (no top-k, no top-p), or greedily. All noise is drawn in advance, so a completion
     does not depend on the rest of its batch. With `--routing_replay r3` the routers' choices are
-    recorded, unless `experts` is False."""
+    recorded, unless `experts` is False. Scripts pass `policy.sampler(iteration)`: the policy itself,
+    unless `--rollout_dtype` or `--rollout_refresh_every` asks for a copy."""
     noise_PGT = torch.rand(len(problems), group_size, args.max_new_tokens, generator=generator)
     rows_at_a_time = args.rollout_batch_size or args.prompts_per_iteration * args.group_size
     # Prefill takes memory, too. The same number of rows is more prompts in an evaluation, whose groups
@@ -198,7 +199,8 @@ def sample_batch(policy, problems, noise_NT, *, temperature, greedy, record_expe
     experts = experts_by_completion(noted, prompts, length_N) if record_experts else [None] * N
     repeated = [problem for problem in problems for _ in range(N // len(problems))]
     truncated = (~has_end_N).tolist()
-    return list(map(Completion, repeated, ids, logprobs, truncated, texts, experts))
+    columns = zip(repeated, ids, logprobs, truncated, texts, experts, strict=True)
+    return [Completion(*values) for values in columns]
 
 
 # ----------------------------------------------------------------------------------------- verifier
@@ -528,12 +530,12 @@ def token_logprobs(policy, batch, temperature, entropy_grad=False, replay=True):
     model needs no attention mask and no positions."""
     predictor_BT = batch.predictor_BU[:, :-1]
     replayed_BSLK = batch.replayed_experts_BSLK if replay else None
-    with Routing(policy.model, replayed_BSLK) as routing:  # does nothing for a dense model
+    with Routing(policy.model, replayed_BSLK) as routing:  # records an MoE's experts, and replays them
         output = policy.model(
             batch.tokens_BS,
             logits_to_keep=predictor_BT,  # logits of these columns alone, (B, T, V)
             use_cache=False,
-            **policy.routers.options,
+            **policy.routers.options,  # asks an MoE for its router logits
         )
     logprobs_BTV = (output.logits.float() / temperature).log_softmax(-1)
     logprobs_BT = logprobs_BTV.gather(-1, batch.response_BT[..., None])[..., 0]
@@ -556,15 +558,15 @@ def token_logprobs(policy, batch, temperature, entropy_grad=False, replay=True):
 def over_rows(function, batch, args):
     """Calls `function(micro_batch)` -> {name: (rows, ...)} on the update's micro-batches, so that the
     update's first step computes the same values. Returns {name: (B, ...)}."""
-    place = {row: i for i, row in enumerate(batch.rows)}  # the batch may be a part of a rollout
-    tables = {}  # {name: the tensor of each row}
-    for part in batch.parts(args):
-        for micro in part.micro_batches(args):
+    index = {row: i for i, row in enumerate(batch.rows)}  # the batch may be a part of a rollout
+    results = {}  # {name: [a tensor for each row]}
+    for minibatch in batch.parts(args):
+        for micro in minibatch.micro_batches(args):
             for name, values in function(micro).items():
-                table = tables.setdefault(name, [None] * len(batch))
-                for row, of_row in zip(micro.rows, values, strict=True):
-                    table[place[row]] = of_row
-    return {name: pad(table, batch.mask_BT.device) for name, table in tables.items()}
+                tensors = results.setdefault(name, [None] * len(batch))
+                for row, tensor in zip(micro.rows, values, strict=True):
+                    tensors[index[row]] = tensor
+    return {name: pad(tensors, batch.mask_BT.device) for name, tensors in results.items()}
 
 
 def record_old_policy(policy, batch, args, router_fn=None):
