@@ -132,6 +132,7 @@ def sample_batch(policy, problems, noise_NT, *, temperature, greedy, record_expe
     model = policy.model
     device = model.device
     N, max_new_tokens = noise_NT.shape
+    group_size = N // len(problems)
     prompts = [problem.prompt_ids for problem in problems]
     ends = torch.tensor(policy.end_ids, device=device)
     noise_NT = noise_NT.to(device)
@@ -161,7 +162,7 @@ def sample_batch(policy, problems, noise_NT, *, temperature, greedy, record_expe
             raise TypeError("it has no cache that allows rows to be copied and removed")
         logits_RV = output.logits[:, -1].float()
         if t == 0:  # from one row per prompt to one per completion
-            copies = torch.arange(len(prompts), device=device).repeat_interleave(N // len(prompts))
+            copies = torch.arange(len(prompts), device=device).repeat_interleave(group_size)
             cache.reorder_cache(copies)
             logits_RV = logits_RV[copies]
             attention = attention[copies]
@@ -190,17 +191,27 @@ def sample_batch(policy, problems, noise_NT, *, temperature, greedy, record_expe
     # Cut each row at its first EOS. It may have run on until it was dropped from the batch.
     is_end_NT = torch.isin(ids_NT, ends)
     has_end_N = is_end_NT.any(1)
-    length_N = torch.where(has_end_N, is_end_NT.int().argmax(1) + 1, max_new_tokens).tolist()
-    ids = [row[:length] for row, length in zip(ids_NT.tolist(), length_N, strict=True)]
-    logprobs = [row[:length] for row, length in zip(logprobs_NT.tolist(), length_N, strict=True)]
-    # Drop the end token, but keep other special tokens: <answer> may be one.
-    shown = [row[:-1] if ended else row for row, ended in zip(ids, has_end_N.tolist(), strict=True)]
-    texts = policy.tokenizer.batch_decode(shown, skip_special_tokens=False)
-    experts = experts_by_completion(noted, prompts, length_N) if record_experts else [None] * N
-    repeated = [problem for problem in problems for _ in range(N // len(problems))]
+    length_N = torch.where(has_end_N, is_end_NT.int().argmax(1) + 1, max_new_tokens)
     truncated = (~has_end_N).tolist()
-    columns = zip(repeated, ids, logprobs, truncated, texts, experts, strict=True)
-    return [Completion(*values) for values in columns]
+    lengths = length_N.tolist()
+    experts = experts_by_completion(noted, prompts, lengths) if record_experts else [None] * N
+    all_ids = ids_NT.tolist()
+    all_logprobs = logprobs_NT.tolist()
+    completions = []
+    for i, length in enumerate(lengths):
+        ids = all_ids[i][:length]
+        # Drop the end token, but keep other special tokens: <answer> may be one.
+        shown = ids if truncated[i] else ids[:-1]
+        completion = Completion(
+            problem=problems[i // group_size],
+            ids=ids,
+            logprobs=all_logprobs[i][:length],
+            truncated=truncated[i],
+            text=policy.tokenizer.decode(shown, skip_special_tokens=False),
+            experts=experts[i],
+        )
+        completions.append(completion)
+    return completions
 
 
 # ----------------------------------------------------------------------------------------- verifier
