@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from rl_loss_vectors.mistakes import CLIPPED, k3, pieces, setting, together
-from rl_loss_vectors.reference import LOSSES, evaluate, with_results
+from rl_loss_vectors.reference import evaluate, with_results
 
 GRID = np.geomspace(1e-5, 30, 80)  # of log-ratios
 NEAR = 1e-3
@@ -19,7 +19,7 @@ CLAMP = "variant: right, but no gradient where "
 def entries(subject, plain):
     """[(name, change)]: what is unlike the paper in the divisor, the clip and the KL."""
     found = []
-    for measure in (divisor, clip, kl) if subject.section in LOSSES else ():
+    for measure in (divisor, clip, kl):
         try:
             names, change = measure(subject, plain, found)
         except Exception:  # of a function that does not take such cases
@@ -45,7 +45,6 @@ DIVISORS = {  # B rows, o tokens in each, N in all, the padded width T
     "1": ("a sum, not divided", lambda B, o, N, T: 1),
     "B T": ("a mean over the padded width", lambda B, o, N, T: B * T),
     "B N": ("a token-mean, divided by B again", lambda B, o, N, T: B * N),
-    "N / |o|": ("each completion times its |o|", lambda B, o, N, T: N / o),
     "B T / |o|": ("each completion times its |o|", lambda B, o, N, T: B * T / o),
     "B N / |o|": ("each completion times its |o|", lambda B, o, N, T: B * N / o),
 }
@@ -65,10 +64,8 @@ def divided_by(formula, k=1):
 def divisor_of(subject, plain):
     """(words, k): yours is k times this one, on policy, in all cases; ("", 1) if it is the paper's."""
     options = []
-    cases = []
-    for case in plain:
-        on_policy = case["inputs"] | {"old_logprobs": case["inputs"]["logprobs"]}
-        cases.append(case | {"inputs": on_policy})
+    on_policy = [x["inputs"] | {"old_logprobs": x["inputs"]["logprobs"]} for x in plain]
+    cases = [case | {"inputs": inputs} for case, inputs in zip(plain, on_policy, strict=True)]
     yours = np.concatenate([of_policy(subject, case).ravel() for case in cases])
     assert yours.any(), "no gradient"
     formulas = {"": None} | {words: divided_by(formula) for words, (_, formula) in DIVISORS.items()}
@@ -172,11 +169,7 @@ def edge(subject, A, direction):
 
 
 def rounded(r):
-    """A bound as people write it: its distance from 1 has few digits, or its logarithm."""
-    for guess in (1 + float(f"{r - 1:.3g}"), math.exp(float(f"{math.log(r):.3g}"))):
-        if abs(guess / r - 1) < 1e-6:
-            return round(guess, 9)
-    return r
+    return float(f"{r:.6g}")
 
 
 def edges_of(subject):
@@ -197,10 +190,9 @@ def clip(subject, plain, found):
     limits = {A: (edges[A, -1] or 0, edges[A, 1] or math.inf) for A in (1, -1)}
     if subject.section == "cispo" and kinds == {"cap"}:
         floor, cap = limits[1]
-        ours = f"[{keywords['is_weight_floor']:.4g}, {keywords['is_weight_cap']:.4g}]"
-        found = f"[{floor:.4g}, {cap:.4g}]"
-        names = [f"variant: the weights are in {found}, not {ours}"] if found != ours else []
-        return names, setting(is_weight_floor=floor, is_weight_cap=cap)
+        ours = [keywords["is_weight_floor"], keywords["is_weight_cap"]]
+        names = [f"variant: the weights are in {[floor, cap]}, not {ours}"]
+        return names * ([floor, cap] != ours), setting(is_weight_floor=floor, is_weight_cap=cap)
     if subject.section not in [*CLIPPED, "gmpo"] or "cap" in kinds:
         return [], None
 

@@ -76,12 +76,14 @@ class Subject:
             got.add("returns")
         if names.BATCH in got or self.takes_any:
             got |= {*wanted}
-        self.missing = {*wanted} - got
-        if left or self.missing - {"mask", "old_logprobs"}:
+        missing = {*wanted} - got
+        if left or missing - {"mask", "old_logprobs"}:
             raise Misfit(
                 f"it takes {len(self.parameters)} arguments ({', '.join(self.parameters)}), not "
                 f"{len(wanted)}: {', '.join(wanted)}; what is not known is set by --set NAME=VALUE"
             )
+        self.lacks_mask = "mask" in missing and not self.returns_terms
+        self.lacks_old = "old_logprobs" in missing and self.section not in ("reinforce", "rloo")
         self.has_ref = bool(got & {"ref_logprobs", names.BATCH})  # then it gets one in each case
 
     def takes(self, key):
@@ -126,10 +128,10 @@ class Subject:
         takes no mask, with ratios of 1 if it takes no old log-probs."""
         changed = copy.deepcopy(case)
         inputs = changed["inputs"]
-        if "mask" in self.missing and not self.returns_terms:
+        if self.lacks_mask:
             inputs["mask"] = [[1 for _ in row] for row in inputs["mask"]]
             changed.pop("masked_places_hold", None)
-        if "old_logprobs" in self.missing and self.section not in ("reinforce", "rloo"):
+        if self.lacks_old:
             inputs["old_logprobs"] = inputs["logprobs"]
         changed["keywords"] |= self.constants
         if self.has_ref and "kl_coef" in case["keywords"]:
@@ -222,19 +224,15 @@ class Subject:
             if first[key] != x:
                 whose = "the paper's" if self.section == "gspo" else "yours"
                 lines.append(f"{key} is {x:.4g}, {whose}: the cases are computed with it")
-        if "mask" in self.missing and not self.returns_terms:
-            lines.append("it takes no mask: tested without padding; zero what stands behind the end")
-        if "old_logprobs" in self.missing and self.section not in ("reinforce", "rloo"):
-            lines.append("it takes no old log-probs: tested where every ratio is 1")
-        if self.returns_terms:
-            lines.append("it returns terms, (B, T): tested after the paper's mean")
-        if self.dtype == torch.float32:
-            lines.append("tested in float32, since float64 fails")
-        if self.shape != "as in the file":
-            lines.append(
-                f"{'rewards' if self.shape in GROUPS else 'advantages'} are passed as {self.shape}"
-            )
-        return lines
+        what = "rewards" if self.shape in GROUPS else "advantages"
+        facts = {
+            "it takes no mask: tested without padding; zero what is behind the end": self.lacks_mask,
+            "it takes no old log-probs: tested where every ratio is 1": self.lacks_old,
+            "it returns terms, (B, T): tested after the paper's mean": self.returns_terms,
+            "tested in float32, since float64 fails": self.dtype == torch.float32,
+            f"{what} are passed as {self.shape}": self.shape != SHAPES[0],
+        }
+        return lines + [line for line, is_so in facts.items() if is_so]
 
 
 def main_output(result):
