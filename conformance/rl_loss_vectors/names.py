@@ -7,7 +7,7 @@ from rl_loss_vectors.reference import LOSSES
 COUNTS = ["num_sequences", "num_tokens"]
 BATCH = "whatever it asks for"
 RETURNS = "returns - old_values"  # an advantage of the value loss
-NEVER = "kl|ratio|entrop|value|reward|return|ids?$|index|temperature|logits|label|weight|model|loss"
+NEVER = "kl|ratio|entrop|value|reward|return|ids?$|index|temperature|logit|label|weight|model|loss|step"
 # In each list, the first pattern that is in a name counts.
 LOSS_ROLES = [
     ("ref_logprobs", r"(^|_|pi)ref"),
