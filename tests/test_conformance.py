@@ -1,7 +1,6 @@
 """The test vectors against the scripts; the doctor on our own losses, on each known mistake, and on
 losses that somebody else might bring; pytest suites, the README."""
 
-import functools
 import os
 import re
 import subprocess
@@ -96,22 +95,9 @@ def test_an_entry_is_visible_and_diagnosed_as_itself_alone(name, section, change
     assert doctor.named(section, answers) == [name]
 
 
-def with_tensors(function, change):
-    """The function of changed tensors."""
-
-    @functools.wraps(function)
-    def loss(*given, **keywords):
-        tensors = {key: change(x) for key, x in keywords.items() if torch.is_tensor(x)}
-        given = [change(x) if torch.is_tensor(x) else x for x in given]
-        return function(*given, **(keywords | tensors))
-
-    return loss
-
-
 @pytest.mark.parametrize("section", [*LOSSES, *OURS])
 def test_a_function_that_computes_in_float32_is_healthy(section):
-    in_float32 = with_tensors(function_of(section), lambda x: x.float() if x.is_floating_point() else x)
-    subject = Subject(in_float32, section)
+    subject = Subject(function_of(section), section, dtype=torch.float32)
     assert doctor.diagnosis(subject, doctor.examine(subject)) == []
 
 

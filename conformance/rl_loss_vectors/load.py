@@ -122,8 +122,7 @@ def load(target, fixed):
         found = getattr(module, first)
         why = f"{type(error).__name__}: {error}"
         lines.append(f"the file cannot be imported ({why}): {first} is taken from it")
-        if module.stand_ins:
-            lines.append(f"stand-ins for {', '.join(module.stand_ins)}")
+        lines += [f"stand-ins for {', '.join(module.stand_ins)}"] if module.stand_ins else []
     if found is None:
         here = [key for key, x in module.nodes.items() if not isinstance(x, IMPORTS)]
         raise Misfit(f"no function {name}; it has: {', '.join(here) or 'none'}")

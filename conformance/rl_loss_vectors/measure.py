@@ -191,8 +191,10 @@ def clip(subject, plain, found):
     if subject.section == "cispo" and kinds == {"cap"}:
         floor, cap = limits[1]
         ours = [keywords["is_weight_floor"], keywords["is_weight_cap"]]
+        if [floor, cap] == ours:
+            return [], None
         names = [f"variant: the weights are in {[floor, cap]}, not {ours}"]
-        return names * ([floor, cap] != ours), setting(is_weight_floor=floor, is_weight_cap=cap)
+        return names, setting(is_weight_floor=floor, is_weight_cap=cap)
     if subject.section not in [*CLIPPED, "gmpo"] or "cap" in kinds:
         return [], None
 

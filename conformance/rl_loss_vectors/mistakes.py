@@ -65,13 +65,8 @@ def every_pair(J, b):
     return sum(J(each) for each in rolled) / len(rolled)
 
 
-def sequence_ratio_by(mean):
-    """GSPO with another s of the ratios r of a completion and the width."""
-
-    def s(b, i):
-        return mean(torch.stack([ratio(b, i, t) for t in tokens(b, i)]), b.mask.shape[1])
-
-    return pieces(sequence_ratio=s)
+def arithmetic_mean(b, i):
+    return torch.stack([ratio(b, i, t) for t in tokens(b, i)]).mean()
 
 
 # ---------------------------------------------------------------------------------------- the entries
@@ -109,13 +104,11 @@ mistake("no gradient: something is detached", LOSSES, lambda J, b: J(b).detach()
 mistake("the advantages whitened again", LOSSES, whitened_again)
 
 # Ratios and clips.
-by_width = sequence_ratio_by(lambda r, width: torch.exp(r.log().sum() / width))
 swapped = setting(tau_pos=lambda b: b.tau_neg, tau_neg=lambda b: b.tau_pos)
 mistake("every ratio times every A: (B,) times (B, 1)", BY_ROOT, every_pair)
 mistake("a ratio for each token: GRPO's", ["gspo"], lambda J, b: reference.grpo(b))
-by_mean = sequence_ratio_by(lambda r, width: r.mean())
-mistake("an arithmetic instead of a geometric mean", ["gspo"], by_mean)
-mistake("log s is a mean over the padded width", ["gspo"], by_width)
+mistake("an arithmetic instead of a geometric mean", ["gspo"], pieces(sequence_ratio=arithmetic_mean))
+mistake("a root by the padded width, not by |o|", BY_ROOT, pieces(length=lambda b, i: b.mask.shape[1]))
 mistake("a product instead of a geometric mean", BY_ROOT, pieces(length=lambda b, i: 1))
 mistake("the ratio is always 1", WITH_RATIO, setting(old_logprobs=lambda b: b.logprobs.detach()))
 mistake("the ratio upside down", WITH_RATIO, pieces(log_ratio=lambda b, i, t: -log_ratio(b, i, t)))

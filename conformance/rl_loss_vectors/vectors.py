@@ -216,7 +216,9 @@ class Subject:
     def notes(self):
         """Lines: what got what, and what was adapted to the function."""
         lines = []
-        pairs = [f"{x} is {ours}{' by order' * (x in self.by_order)}" for x, ours in self.given.items()]
+        pairs = []
+        for theirs, ours in self.given.items():
+            pairs.append(f"{theirs} is {ours}{' by order' if theirs in self.by_order else ''}")
         if any(names.plain(theirs) != ours for theirs, ours in self.given.items()):
             lines.append(f"arguments: {', '.join(pairs)}")
         first = self.about["cases"][0]["keywords"]
