@@ -70,22 +70,18 @@ def run(name, *flags):
     out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")  # launch sets its error handler
     err = io.StringIO()
     code = 0
-    argv = sys.argv
-    cwd = os.getcwd()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     data = [] if "--resume" in flags else ["--dataset", SUMS, "--num_held_out", 8]
-    sys.argv = [str(path_of(name)), *map(str, (*data, *flags))]
-    os.chdir(ROOT)
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            launch(module.main, module.Args)
-    except SystemExit as exit:
-        code = exit.code
-    finally:
-        sys.argv = argv
-        os.chdir(cwd)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        patch.setattr(sys, "argv", [str(path_of(name)), *map(str, (*data, *flags))])
+        try:
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+                launch(module.main, module.Args)
+        except SystemExit as exit:
+            code = exit.code
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
     out.flush()
     text = out.buffer.getvalue().decode()
     return subprocess.CompletedProcess(name, code or 0, text, err.getvalue())
