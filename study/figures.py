@@ -1,20 +1,19 @@
-"""Draws three pictures in figures/: gradients and tokens from the scripts, nine from results/.
+"""Draws two pictures in figures/: gradients from the scripts, nine from results/.
 
     python study/figures.py
 
 Lines differ in style or lightness as well as color, so you can tell them apart in grayscale.
 """
 
-import argparse
-import itertools
+from collections import defaultdict
 from pathlib import Path
 
 import pictures
 import stats
-from scripts import MORE, SCRIPTS, changes_of, parent_of, title_of
+from scripts import SCRIPTS, changes_of, parent_of, title_of
 
 FIGURES = Path(__file__).parent / "figures"
-STYLES = [("#000000", "-"), ("#0072b2", "--"), ("#e69f00", ":"), ("#009e73", "-."), ("#d55e00", "-")]
+STYLES = [("#000000", "-"), ("#0072b2", "--"), ("#e69f00", ":")]
 GRAY = ("#cccccc", "-")
 COLORS = {1: "#0072b2", -1: "#d55e00"}  # blue and vermilion, which color-blind readers can tell apart
 WORDS = {  # script: [(ratio, pull, advantage, words)], if something needs to be said
@@ -85,31 +84,17 @@ def gradients():
     return figure
 
 
-def tokens():
-    """The weight of a token, over the length of its answer. Scripts with the same weights share a
-    line."""
-    names = [*MORE, *SCRIPTS]
-    weights = pictures.tokens(names)
-    groups = {}  # {weights: names}
-    for name in names:
-        groups.setdefault(tuple(f"{x:.6g}" for x in weights[name]), []).append(name)
-    figure, axis = plt.subplots(figsize=(6, 3.4))
-    for group, (color, line) in zip(groups.values(), itertools.cycle(STYLES), strict=False):
-        label = ", ".join(name.removeprefix("more.") for name in group)
-        axis.plot(weights["length"], weights[group[0]], color=color, linestyle=line, label=label)
-    axis.set(xlabel="tokens in the answer", ylabel="weight of each token", yscale="log")
-    axis.yaxis.set_major_formatter("{x:g}")
-    axis.legend(loc="upper right", bbox_to_anchor=(1, 0.94))
-    figure.tight_layout()
-    return figure
-
-
 # ------------------------------------------------------------------------------ from results/
 
 
-def draw_mean(axis, runs, column, style, label=None):
+def draw_mean(axis, rows, column, style, label=None):
     """Draws the mean over seeds as a line and, if it has a label, the standard deviation as a band."""
-    xs, means, stds = zip(*stats.curve(runs, column), strict=True)
+    points = defaultdict(list)
+    for row in rows:
+        points[row["iteration"]].append(row)
+    xs = [stats.mean(point, "generated") for point in points.values()]
+    means = [stats.mean(point, column) for point in points.values()]
+    stds = [stats.std(point, column) for point in points.values()]
     color, dashes = style
     axis.plot(xs, means, color=color, linestyle=dashes, label=label)
     if label:
@@ -120,7 +105,7 @@ def draw_mean(axis, runs, column, style, label=None):
 
 def nine():
     """One column for every three scripts, with all others in gray."""
-    curves = stats.curves("nine")
+    curves = stats.runs("nine_curves")
     measured = [script for script in SCRIPTS if (script, "default") in curves]
     panels = {  # column: words
         "accuracy": "rollout accuracy\n(temperature 1)",
@@ -149,9 +134,7 @@ def nine():
 
 
 def main():
-    raw = argparse.RawDescriptionHelpFormatter
-    argparse.ArgumentParser(description=__doc__, formatter_class=raw).parse_args()
-    for draw in (gradients, tokens, nine):
+    for draw in (gradients, nine):
         path = FIGURES / f"{draw.__name__}.png"
         draw().savefig(path, dpi=150, metadata={"Software": None})
         print(path)

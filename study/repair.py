@@ -8,13 +8,13 @@ python study/repair.py 7 --check    # does it behave like the original?
 
 import argparse
 import contextlib
-import importlib.util
 import io
 import json
 import math
 import sys
 import tempfile
 import tomllib
+import types
 import zlib
 from pathlib import Path
 
@@ -42,10 +42,10 @@ def load_bugs():
     return dict(enumerate(bugs, start=1))
 
 
-def load(path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+def load(code, path="script.py"):
+    """The code of a script as a module."""
+    module = types.ModuleType("script")
+    exec(compile(code, path, "exec"), module.__dict__)
     return module
 
 
@@ -74,7 +74,7 @@ def metrics_of_a_run(module):
 
 def behavior(path, script):
     """{name: [values]}: a script's flags, its answers to the test vectors, the metrics of a run."""
-    module = load(path)
+    module = load(path.read_text(), path)
     found = {"defaults of the flags": list(vars(module.Args()).items())}
     for name, function, section in functions_of(module, script):
         subject = Subject(function, section)

@@ -1,27 +1,24 @@
 """Measures speed and memory.
 
-    python study/speed.py sampler          # tokens per second: common.sample() and model.generate()
-    python study/speed.py trl              # seconds per iteration: grpo.py and TRL's GRPOTrainer
-    python study/speed.py memory           # peak memory of an iteration, and its seconds
+    python study/speed.py sampler    # tokens per second: common.sample() and model.generate()
+    python study/speed.py trl        # seconds per iteration: grpo.py and examples/trl_trainer.py
+    python study/speed.py memory     # peak memory of grpo.py and ppo.py, and seconds per iteration
 
-Prints the rows of the tables in README.md. `sampler` and `trl` are pairs: the two sides take turns with
-the same weights and prompts, 32 prompts x 8 completions of at most 48 tokens, and a row has both
-medians, and the minimum, median and maximum ratio. On a CPU everything uses one thread.
+Prints rows of the tables in README.md. `sampler` and `trl` measure two sides in turn, with the same
+weights, 32 prompts x 8 completions of at most 48 tokens: the medians of both, and the minimum, median
+and maximum of their ratio. On a CPU everything uses one thread.
 
-sampler   A rollout of the default job, from its base model.
-trl       Needs examples/requirements.txt. Seven iterations on each side, without the first one, each
-          with grpo.py's 16 steps, clip range and KL. TRL samples with generate(). With a learning rate
-          of 1e-9 (`fixed`) lengths stay the same; `learning` has grpo.py's.
-memory    A model of Qwen2.5-0.5B's shape with random weights, 64 prompts x 8 completions of 512 tokens;
-          on a CPU one layer and 2 x 8 x 8, which only shows that the command works.
+trl       Needs examples/requirements.txt. TRL's trainer with grpo.py's loss, flags and 16 steps samples
+          with generate(). A learning rate of 1e-9 keeps the lengths equal.
+memory    64 prompts x 8 completions of at most 512 tokens. --model is the folder or hub id of a model,
+          such as Qwen/Qwen2.5-0.5B. Without a GPU the memory is nan.
 """
 
 import argparse
-import contextlib
-import io
-import itertools
 import json
+import math
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -30,68 +27,64 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
-import transformers  # noqa: E402
 
 import common  # noqa: E402
 import grpo  # noqa: E402
 
 ITERATIONS = 7
-RATES = {"fixed": 1e-9, "learning": 2e-4}
 MEMORY = [  # script, flags
-    ("grpo", "--kl_coef 0"),
-    ("grpo", "--kl_coef 0 --dtype bfloat16"),
-    ("grpo", "--kl_coef 0 --dtype bfloat16 --gradient_checkpointing"),
-    ("grpo", "--dtype bfloat16"),
-    ("ppo", "--dtype bfloat16"),
+    ("grpo.py", "--kl_coef 0"),
+    ("grpo.py", "--kl_coef 0 --dtype bfloat16"),
+    ("grpo.py", "--kl_coef 0 --dtype bfloat16 --gradient_checkpointing"),
+    ("grpo.py", "--dtype bfloat16"),
+    ("ppo.py", "--dtype bfloat16"),
 ]
 
 
-def run(script, device, folder, flags):
-    """Runs a script: (the lines of its metrics.jsonl, its peak memory in GiB)."""
-    flags += f" --eval_every 0 --save_every 0 --device {device}"
-    command = [sys.executable, f"{script}.py", *flags.split(), "--run_dir", folder]
-    with open(f"{folder}.log", "w") as log:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
-        _, status, usage = os.wait4(process.pid, 0)
-    if status != 0:
-        sys.exit(Path(f"{folder}.log").read_text())
-    lines = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
-    peak_gib = usage.ru_maxrss / 2**20  # of the process
-    return lines, lines[-1].get("charts/peak_memory_gib", peak_gib)
+def run(file, flags):
+    """Runs a script. Returns what it prints."""
+    command = [sys.executable, file, *flags.split()]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if result.returncode != 0:
+        sys.exit(result.stderr)
+    return result.stdout
 
 
-def load(args, num_rollouts):
-    """(policy, [the problems of each rollout])"""
-    policy = common.load_policy(args)
-    stream, _ = common.load_problems(args, policy)
-    return policy, [stream.take(args.prompts_per_iteration) for _ in range(num_rollouts)]
+def metrics_of(script, flags, folder):
+    """Runs one of the nine. Returns the metrics of each iteration."""
+    run(script, f"{flags} --run_dir {folder} --eval_every 0 --save_every 0")
+    return [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
 
 
-def in_turn(sides, pair):
-    """The two sides, which take turns going first."""
-    return sides if pair % 2 == 0 else sides[::-1]
+def print_pairs(pairs, form):
+    """A row for [(our number, the other one)]."""
+    medians = [format(statistics.median(values), form) for values in zip(*pairs, strict=True)]
+    ratios = sorted(ours / theirs for ours, theirs in pairs)
+    chosen = [f"{x:.2f}" for x in (ratios[0], statistics.median(ratios), ratios[-1])]
+    print(f"| {len(pairs)} | {' | '.join(medians)} | {', '.join(chosen)} |")
 
 
 # -------------------------------------------------------------------------------------- the sampler
 
 
-def sampler_pairs(device, num_pairs):
-    """[(tokens per second with the sampler, with generate())]"""
+def sampler(device, num_pairs):
     args = grpo.Args(device=device)
-    policy, rollouts = load(args, num_pairs + 1)
+    policy = common.load_policy(args)
+    problems, _ = common.load_problems(args, policy)
     pairs = []
-    for pair, problems in enumerate(rollouts):
-        rates = {}
-        for side in in_turn([sample, generate], pair):
+    for _ in range(num_pairs + 1):
+        prompts = problems.take(args.prompts_per_iteration)
+        rates = []
+        for side in (sample, generate):
             start = time.perf_counter()
-            num_tokens = side(policy, problems, args)  # a number, so a GPU has finished
-            rates[side] = num_tokens / (time.perf_counter() - start)
-        pairs.append((rates[sample], rates[generate]))
-    return pairs[1:]  # the first one is a warm-up
+            num_tokens = side(policy, prompts, args)  # a number, so a GPU has finished
+            rates.append(num_tokens / (time.perf_counter() - start))
+        pairs.append(rates)
+    print_pairs(pairs[1:], ",.0f")  # the first one is a warm-up
 
 
 def sample(policy, problems, args):
@@ -124,124 +117,35 @@ def generate(policy, problems, args):
 # ------------------------------------------------------------------------------------- an iteration
 
 
-def trl_pairs(case, device, num_pairs):
-    """[(seconds per iteration of grpo.py, of TRL)]"""
+def trl(device, num_pairs):
+    flags = f"--lr 1e-9 --iterations {ITERATIONS} --num_held_out 8"
+    use_cpu = "--use_cpu" if device == "cpu" else ""
     pairs = []
-    for pair in range(num_pairs):
-        seconds = {}
-        for side in in_turn([run_ours, run_trl], pair):
-            seconds[side] = statistics.median(side(case, device)[1:])
-        pairs.append((seconds[run_ours], seconds[run_trl]))
-    return pairs
-
-
-def run_ours(case, device):
-    """The seconds of each iteration of grpo.py."""
-    with tempfile.TemporaryDirectory() as folder:
-        lines, _ = run("grpo", device, f"{folder}/run", f"--lr {RATES[case]} --iterations {ITERATIONS}")
-    phases = [f"charts/{phase}_seconds" for phase in ("rollout", "reward", "update")]
-    return [sum(line[phase] for phase in phases) for line in lines]
-
-
-def run_trl(case, device):
-    """The same for TRL."""
-    import datasets
-    from trl import GRPOConfig, GRPOTrainer
-
-    args = grpo.Args(device=device, lr=RATES[case])
-    policy, rollouts = load(args, ITERATIONS)
-    rows = [{"prompt": p.prompt, "answer": p.answer} for problems in rollouts for p in problems]
-    steps = args.num_minibatches
-    times = []
-
-    def reward(completions, completion_ids, answer, **kwargs):
-        rows = zip(completions, completion_ids, answer, strict=True)
-        return [common.verify(text, gold, ids[-1] not in policy.end_ids)[0] for text, ids, gold in rows]
-
-    class Clock(transformers.TrainerCallback):
-        def on_train_begin(self, *args, **kwargs):
-            times.append(time.perf_counter())
-
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step % steps == 0:
-                times.append(time.perf_counter())
-
-    with tempfile.TemporaryDirectory() as folder:
-        config = GRPOConfig(
-            output_dir=folder,
-            use_cpu=device == "cpu",
-            seed=args.seed,
-            per_device_train_batch_size=args.prompts_per_iteration * args.group_size // steps,
-            steps_per_generation=steps,
-            num_generations=args.group_size,
-            max_completion_length=args.max_new_tokens,
-            max_steps=steps * ITERATIONS,
-            temperature=args.temperature,
-            loss_type="grpo",
-            epsilon=args.clip_eps_high,
-            beta=args.kl_coef,
-            use_bias_correction_kl=False,
-            router_aux_loss_coef=args.router_aux_coef,
-            learning_rate=args.lr,
-            lr_scheduler_type="constant",
-            max_grad_norm=args.max_grad_norm,
-            bf16=False,
-            gradient_checkpointing=False,
-            shuffle_dataset=False,
-            save_strategy="no",
-        )
-        trainer = GRPOTrainer(
-            model=policy.model,
-            reward_funcs=reward,
-            args=config,
-            train_dataset=datasets.Dataset.from_list(rows),
-            processing_class=policy.tokenizer,
-            callbacks=[Clock()],
-        )
-        with contextlib.redirect_stdout(io.StringIO()):  # TRL's log
-            trainer.train()
-    return [end - start for start, end in itertools.pairwise(times)]
+    for _ in range(num_pairs):
+        with tempfile.TemporaryDirectory() as folder:
+            lines = metrics_of("grpo.py", f"{flags} --device {device}", f"{folder}/ours")
+            theirs = f"--algorithm grpo {flags} --save_every 0 --output_dir {folder}/trl {use_cpu}"
+            printed = run("examples/trl_trainer.py", theirs)
+        (seconds,) = re.findall(r"'train_runtime': '?([\d.]+)", printed)
+        phases = [f"charts/{phase}_seconds" for phase in ("rollout", "reward", "update")]
+        ours = sum(line[phase] for line in lines for phase in phases)
+        pairs.append((ours / ITERATIONS, float(seconds) / ITERATIONS))
+    print_pairs(pairs, ".2f")
 
 
 # ------------------------------------------------------------------------------------------- memory
 
 
-def save_model(folder, is_small):
-    """A model of Qwen2.5-0.5B's shape with random weights, and the tokenizer of the tiny MoE."""
-    config = transformers.Qwen2Config(
-        vocab_size=512 if is_small else 151_936,
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=1 if is_small else 24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    )
-    torch.manual_seed(0)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    transformers.AutoTokenizer.from_pretrained(ROOT / "tiny_moe").save_pretrained(folder)
-
-
-def print_memory(device):
-    num_prompts, length = (2, 8) if device == "cpu" else (64, 512)
-    common_flags = f"--max_new_tokens {length} --num_minibatches 2 --num_held_out 2 --lr 1e-6"
-    with tempfile.TemporaryDirectory() as folder:
-        save_model(f"{folder}/model", is_small=device == "cpu")
-        for number, (script, flags) in enumerate(MEMORY):
-            rows = 8 * num_prompts if script == "ppo" else num_prompts  # ppo has no groups
-            words = f"--model {folder}/model --prompts_per_iteration {rows} {common_flags} {flags}"
-            words += " --iterations 2"
-            lines, peak_gib = run(script, device, f"{folder}/{number}", words)
-            seconds = [lines[-1][f"charts/{phase}_seconds"] for phase in ("rollout", "update")]
-            cells = [f"`{script}.py {flags}`", f"{peak_gib:.1f}", *(f"{s:.1f}" for s in seconds)]
-            print(f"| {' | '.join(cells)} |", flush=True)
-
-
-def print_row(case, pairs, form):
-    medians = [format(statistics.median(values), form) for values in zip(*pairs, strict=True)]
-    ratios = sorted(ours / theirs for ours, theirs in pairs)
-    chosen = [f"{x:.2f}" for x in (ratios[0], statistics.median(ratios), ratios[-1])]
-    print(f"| `{case}` | {len(pairs)} | {' | '.join(medians)} | {', '.join(chosen)} |", flush=True)
+def memory(device, model):
+    for script, flags in MEMORY:
+        rows = 512 if script == "ppo.py" else 64  # ppo has no groups
+        words = f"{flags} --model {model} --device {device} --iterations 2 --lr 1e-6 --num_held_out 8"
+        words += f" --prompts_per_iteration {rows} --max_new_tokens 512 --num_minibatches 2"
+        with tempfile.TemporaryDirectory() as folder:
+            *_, last = metrics_of(script, words, folder)
+        gib = last.get("charts/peak_memory_gib", math.nan)
+        seconds = [last[f"charts/{phase}_seconds"] for phase in ("rollout", "update")]
+        print(f"| `{script} {flags}` | {gib:.1f} | {seconds[0]:.1f} | {seconds[1]:.1f} |")
 
 
 def main():
@@ -249,16 +153,16 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("command", choices=["sampler", "trl", "memory"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--pairs", type=int, help="[40; trl: 10]")
+    parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--model", default="tiny-moe", help="for memory")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.command == "sampler":
-        print_row("default", sampler_pairs(args.device, args.pairs or 40), ",.0f")
-    elif args.command == "memory":
-        print_memory(args.device)
+        sampler(args.device, args.pairs)
+    elif args.command == "trl":
+        trl(args.device, args.pairs)
     else:
-        for case in RATES:
-            print_row(case, trl_pairs(case, args.device, args.pairs or 10), ".2f")
+        memory(args.device, args.model)
 
 
 if __name__ == "__main__":

@@ -20,34 +20,17 @@ def read_csv(name):
         return list(csv.DictReader(file))
 
 
-def table(name):
-    """The same with numbers. An empty cell is None."""
-    rows = read_csv(name)
-    for row in rows:
-        for column in row.keys() - TEXT:
-            row[column] = float(row[column]) if row[column] else None
-    return rows
-
-
 def runs(name):
-    """{(script, variant): [row of results/<name>.csv, by seed]}"""
+    """{(script, variant): [row of results/<name>.csv]} with numbers, by seed, without empty cells."""
     groups = defaultdict(list)
-    for row in table(name):
-        groups[row["script"], row["variant"]].append(row)
+    for row in sorted(read_csv(name), key=lambda row: int(row["seed"])):
+        numbers = {column: float(row[column]) for column in row.keys() - TEXT if row[column]}
+        groups[row["script"], row["variant"]].append(numbers)
     return dict(groups)
 
 
 def values(rows, column):
-    """A column without its empty cells."""
-    return [row[column] for row in rows if row[column] is not None]
-
-
-def curves(name):
-    """{(script, variant): [rows of a seed]}"""
-    groups = defaultdict(lambda: defaultdict(list))
-    for row in table(f"{name}_curves"):
-        groups[row["script"], row["variant"]][row["seed"]].append(row)
-    return {key: list(seeds.values()) for key, seeds in groups.items()}
+    return [row[column] for row in rows if column in row]
 
 
 def mean(rows, column):
@@ -56,24 +39,12 @@ def mean(rows, column):
     return statistics.mean(found) if found else math.nan
 
 
+def std(rows, column):
+    return statistics.stdev(values(rows, column))
+
+
 def mean_std(rows, column):
-    found = values(rows, column)
-    return f"{statistics.mean(found):.3f} ± {statistics.stdev(found):.3f}"
-
-
-def curve(runs, column):
-    """[(completions generated, mean over the seeds, standard deviation)] for a column, averaged over
-    three rows, up to the end of the shortest run."""
-    points = []
-    num_rows = min(len(rows) for rows in runs)
-    for i in range(num_rows):
-        xs = [rows[i]["generated"] for rows in runs]
-        ys = []
-        for rows in runs:
-            last = rows[max(0, i - 2) : i + 1]
-            ys.append(mean(last, column))
-        points.append((statistics.mean(xs), statistics.mean(ys), statistics.stdev(ys)))
-    return points
+    return f"{mean(rows, column):.3f} ± {std(rows, column):.3f}"
 
 
 def interval(ours, theirs):
@@ -81,13 +52,5 @@ def interval(ours, theirs):
     the seeds that both have. The half width has two digits, and the mean as many decimals."""
     deltas = [a - b for a, b in zip(ours, theirs, strict=False)]
     half = T_QUANTILES[len(deltas) - 1] * statistics.stdev(deltas) / math.sqrt(len(deltas))
-    digits = 3
-    if half > 0:
-        digits = max(0, 1 - math.floor(math.log10(half)))
+    digits = max(0, 1 - math.floor(math.log10(half)))
     return f"{statistics.mean(deltas):+.{digits}f} ± {half:.{digits}f}"
-
-
-def markdown(header, rows, align=""):
-    """A table. `align` has one letter per column, r for right."""
-    rules = ["---:" if letter == "r" else "---" for letter in align.ljust(len(header), "l")]
-    return [f"| {' | '.join(map(str, row))} |" for row in (header, rules, *rows)]

@@ -4,8 +4,8 @@
 
 Each run is one command line, with one thread; its log stays in runs/sweep/. For an experiment X,
 results/X.csv has a row for each run; nine and more also have results/X_curves.csv, with a row for every
-fourth iteration. An interrupted sweep continues where it stopped: a run that has a row with the same
-flags is not repeated. To measure again, delete the rows.
+fourth iteration. An interrupted sweep continues where it stopped: a run that has a row is not repeated.
+To measure again, delete the files.
 """
 
 import argparse
@@ -17,13 +17,11 @@ import re
 import shutil
 import subprocess
 import sys
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import mean
 
 import stats
-import torch
 from experiments import EXPERIMENTS, shown_bugs
 
 ROOT = Path(__file__).parent.parent
@@ -67,42 +65,32 @@ def run(name, job):
         done = subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
     if done.returncode != 0:
         return None
-    lines = read_metrics(run_dir)
-    commit = json.loads((run_dir / "settings.json").read_text())["versions"].get("commit", "")
+    settings = json.loads((run_dir / "settings.json").read_text())
+    lines = lines_of(run_dir / "metrics.jsonl")
+    count_completions(lines, settings)
+    end = lines_of(run_dir / "evaluations.jsonl")[-1]
     key = {"script": job.script, "variant": job.variant, "seed": job.seed}
-    row = key | row_of(lines, EXPERIMENTS[name].columns) | held_out(run_dir)
-    row |= {"commit": commit[:7], "flags": job.flags}
+    row = key | row_of(lines, EXPERIMENTS[name].columns)
+    row |= {f"after_{way}_accuracy": end[way]["accuracy"] for way in ("greedy", "sampled")}
+    row |= {"commit": settings["versions"].get("commit", "")[:7], "flags": job.flags}
     shutil.rmtree(run_dir)
     return row, [key | part for part in curve_of(lines)]
 
 
-def held_out(run_dir):
-    """{column: held-out accuracy or pass@8} before and after a run, read from its last checkpoint."""
-    (path,) = run_dir.glob("checkpoint-*/trainer_state.pt")
-    saved = torch.load(path, weights_only=True)
-    found = {}
-    for when in ("before", "after"):
-        for way in ("greedy", "sampled"):
-            for number in ("accuracy", "pass@8"):
-                if number in saved[when][way]:
-                    found[f"{when}_{way}_{number}"] = saved[when][way][number]
-    return found
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 # ------------------------------------------------------------------------------------------ one row
 
 
-def read_metrics(run_dir):
-    """The lines of metrics.jsonl, each with the number of completions generated so far."""
-    text = (run_dir / "metrics.jsonl").read_text()
-    lines = [json.loads(line) for line in text.splitlines()]
-    settings = json.loads((run_dir / "settings.json").read_text())
+def count_completions(lines, settings):
+    """Adds to each iteration the number of completions generated so far."""
     generated = 0
     for line in lines:
         num_prompts = line.get("rollout/groups_generated", settings["prompts_per_iteration"])
         generated += int(num_prompts * settings.get("group_size", 1))
         line["generated"] = generated
-    return lines
 
 
 def average(lines, key, count=0):
@@ -139,12 +127,8 @@ def largest_drop(lines):
 
 
 def row_of(lines, columns):
-    return {
-        "generated": lines[-1]["generated"],
-        "area": area(lines),
-        "largest_drop": largest_drop(lines),
-        **{column: average(lines, *source[:2]) for column, source in columns.items()},
-    }
+    averages = {column: average(lines, *source) for column, source in columns.items()}
+    return {"area": area(lines), "largest_drop": largest_drop(lines), **averages}
 
 
 def curve_of(lines):
@@ -152,14 +136,8 @@ def curve_of(lines):
     rows = []
     for start in range(0, len(lines), CURVE_STEP):
         part = lines[start : start + CURVE_STEP]
-        last = part[-1]
-        rows.append(
-            {
-                "iteration": last["iteration"],
-                "generated": last["generated"],
-                **{column: average(part, key) for column, key in CURVE.items()},
-            }
-        )
+        row = {key: part[-1][key] for key in ("iteration", "generated")}
+        rows.append(row | {column: average(part, key) for column, key in CURVE.items()})
     return rows
 
 
@@ -170,30 +148,23 @@ def key_of(row):
     return row["script"], row["variant"], int(row["seed"])
 
 
-def write_csv(name, rows):
-    columns = dict.fromkeys(column for row in rows for column in row)
-    scratch = stats.RESULTS / f"{name}.tmp"
-    with open(scratch, "w", newline="") as file:
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        writer.writeheader()
+def append(name, rows):
+    """Adds rows to results/<name>.csv. If the file exists, its columns stay as they are."""
+    path = stats.RESULTS / f"{name}.csv"
+    known = stats.read_csv(name)
+    with open(path, "a", newline="") as file:
+        writer = csv.DictWriter(file, (known or rows)[0], lineterminator="\n")
+        if not known:
+            writer.writeheader()
         for row in rows:
             writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})
-    scratch.rename(stats.RESULTS / f"{name}.csv")
 
 
 def sweep(name, num_processes):
-    """Runs the jobs that have no row yet, several at a time, and writes the CSVs after each of them.
-    Returns how many failed."""
-    jobs = {job[:3]: job for job in EXPERIMENTS[name].jobs}
-    rows = {}
-    for row in stats.read_csv(name):
-        job = jobs.get(key_of(row))
-        if job and job.flags == row["flags"]:
-            rows[key_of(row)] = row
-    curves = defaultdict(list)
-    for row in stats.read_csv(f"{name}_curves"):
-        curves[key_of(row)].append(row)
-    todo = [job for key, job in jobs.items() if key not in rows]
+    """Runs the jobs that have no row yet, several at a time. Returns how many failed."""
+    experiment = EXPERIMENTS[name]
+    done = {key_of(row) for row in stats.read_csv(name)}
+    todo = [job for job in experiment.jobs if job[:3] not in done]
     num_failed = 0
     with ThreadPoolExecutor(num_processes) as pool:
         results = pool.map(run, itertools.repeat(name), todo)
@@ -204,11 +175,10 @@ def sweep(name, num_processes):
                 print(f"{words} FAILED, see its log in {RUNS / name}")
                 continue
             print(words)
-            rows[job[:3]], curves[job[:3]] = result
-            done = [key for key in jobs if key in rows]
-            write_csv(name, [rows[key] for key in done])
-            if EXPERIMENTS[name].has_curves:
-                write_csv(f"{name}_curves", [row for key in done for row in curves[key]])
+            row, curve = result
+            append(name, [row])
+            if experiment.has_curves:
+                append(f"{name}_curves", curve)
     return num_failed
 
 

@@ -1,12 +1,12 @@
 """study/microscope.py shows what the scripts do."""
 
 import re
-import statistics
 import sys
 
 import numpy
 import pytest
 import torch
+from conftest import SCRIPTS
 
 import microscope
 import report
@@ -18,21 +18,19 @@ def test_a_group_in_numbers():
     for line in report.example()[2:]:
         name, *numbers = (cell.strip(" `") for cell in line.strip("|").split("|"))
         rows[name] = [float(number) for number in numbers]
-    per_completion = [1 / 12, 1 / 20, 1 / 16, 1 / 8]
-    for name in ("grpo", "gspo", "gmpo", "rspo", "sapo"):
-        assert rows[name][:6] == pytest.approx([1.5, -0.5, *per_completion], rel=5e-3)
-    for name in ("dapo", "cispo"):
-        assert rows[name][:6] == pytest.approx([1.5, -0.5] + [1 / 14] * 4, rel=5e-3)
-    assert rows["dr_grpo"][:6] == pytest.approx([0.75, -0.25] + [1 / 4 / 48] * 4, rel=5e-3)
-    raw = [0.95**2, 0.95, 1.0] + [0.0] * 11  # ppo's, before they are whitened
-    mean, std = statistics.mean(raw), statistics.pstdev(raw)
-    expected = [(1 - mean) / std, (0 - mean) / std] + [1 / 14] * 4
-    assert rows["ppo"][:6] == pytest.approx(expected, rel=5e-3)
-    for numbers in rows.values():
-        right, *wrong = numbers[6:]
-        assert right == pytest.approx(numbers[0] * numbers[2], rel=1e-2)
-        for pull, weight in zip(wrong, numbers[3:6], strict=True):
-            assert pull == pytest.approx(numbers[1] * weight, rel=1e-2)
+    lengths = [3, 5, 4, 2]
+    advantages = [1.5, -0.5, -0.5, -0.5]
+    assert rows.keys() == set(SCRIPTS) - {"ppo"}
+    for name, (right, wrong, *pulls) in rows.items():
+        weights = [1 / 4 / length for length in lengths]
+        if name in ("dapo", "cispo"):
+            weights = [1 / sum(lengths)] * 4
+        if name == "dr_grpo":
+            weights = [1 / 4 / 48] * 4
+        scale = 0.5 if name == "dr_grpo" else 1
+        assert (right, wrong) == (1.5 * scale, -0.5 * scale)
+        expected = [scale * A * weight for A, weight in zip(advantages, weights, strict=True)]
+        assert pulls == pytest.approx(expected, rel=5e-3)
 
 
 # ------------------------------------------------------------------------------------ the microscope
