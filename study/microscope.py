@@ -18,7 +18,7 @@ import tomllib
 from pathlib import Path
 
 import torch
-from pictures import gradient, prompts, pyplot
+from pictures import pyplot
 
 import rspo
 
@@ -170,26 +170,25 @@ def outcomes(size, rates_N):
 def group():
     """The average weight of a prompt, and how often its whole group has the same reward."""
     rates_N = torch.linspace(0.02, 0.98, 25, dtype=torch.float64)
-    _, chances_NO = outcomes(8, rates_N)
-    labels = {"grpo": "mean, std (grpo)", "dr_grpo": "mean (dr_grpo)", "dapo": "mixed only (dapo)"}
-    weights_of = prompts(labels)  # one per outcome, None if the group is dropped
+    rewards_OG, chances_NO = outcomes(8, rates_N)
     weights = {}
+    labels = {"grpo": "mean, std (grpo)", "dr_grpo": "mean (dr_grpo)", "dapo": "mixed only (dapo)"}
     for script, label in labels.items():
-        kept = [i for i, weight in enumerate(weights_of[script]) if weight is not None]
-        kept_weights_O = torch.tensor([weights_of[script][i] for i in kept], dtype=torch.float64)
-        kept_NO = chances_NO[:, kept]
-        weights[label] = (rates_N, kept_NO @ kept_weights_O / kept_NO.sum(1))
+        advantages_OG = importlib.import_module(script).compute_advantages(rewards_OG)
+        weights_O = advantages_OG.clamp(min=0).mean(1)
+        kept_NO = chances_NO.clone()
+        if script == "dapo":  # replaces groups that are all wrong or all right
+            kept_NO[:, [0, -1]] = 0
+        weights[label] = (rates_N, kept_NO @ weights_O / kept_NO.sum(1))
     silent = {}
     for size in (4, 8, 16, 64):
-        rewards_OG, chances_NO = outcomes(size, rates_N)
-        advantages_OG = importlib.import_module("grpo").compute_advantages(rewards_OG)
-        is_silent_O = (advantages_OG == 0).all(1).double()
-        silent[f"groups of {size}"] = (rates_N, chances_NO @ is_silent_O)
+        _, chances_NO = outcomes(size, rates_N)
+        silent[f"groups of {size}"] = (rates_N, chances_NO[:, 0] + chances_NO[:, -1])
     return [weights, silent]
 
 
 def router():
-    """rspo's gamma as the router moves at random, and its effect on tokens that keep their routes."""
+    """rspo's gamma as the router moves at random."""
     noise = torch.Generator().manual_seed(0)
     shape = (2, 64, 64, 8)  # layers, completions, tokens, experts; two are active
     old_LBTE = 2 * torch.randn(shape, generator=noise, dtype=torch.float64)
@@ -207,17 +206,7 @@ def router():
         is_same_BT = is_equal_BTLK.flatten(2).all(-1)
         same.append(gamma_BT[is_same_BT].mean())
         flipped.append(gamma_BT[~is_same_BT].mean())
-    pulls = {}
-    ones_BT = torch.ones(1, 10, dtype=torch.float64)
-    for shift in ("damped", "literal"):
-        kept = []
-        for moved in range(10):
-            gamma_BT = ones_BT.clone()
-            gamma_BT[:, :moved] = rspo.Args().gamma_min
-            pull_BT = gradient("rspo", 0 * ones_BT, ones_BT, -1, gamma_BT, shift=shift)
-            kept.append(pull_BT[0, -1] / -0.1)  # without a shift: A / 10
-        pulls[f"{shift}, A < 0"] = (range(10), kept)
-    return [{"same experts": (moves, same), "an expert flipped": (moves, flipped)}, pulls]
+    return [{"same experts": (moves, same), "an expert flipped": (moves, flipped)}]
 
 
 PANELS = {panel.__name__: panel for panel in (rare, entropy, negative, clip, group, router)}

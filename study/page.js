@@ -128,7 +128,7 @@ function plot({ title, x, y, series, words = [], caption = "" }) {
   }
   for (const { css, lines } of series) {
     for (const line of lines) {
-      const path = line.filter(([, b]) => b !== null).map(([a, b]) => `${left(a).toFixed(1)},${top(b).toFixed(1)}`);
+      const path = line.map(([a, b]) => `${left(a).toFixed(1)},${top(b).toFixed(1)}`);
       parts.push(`<polyline class="${css}" points="${path.join(" ")}"/>`);
     }
   }
@@ -155,9 +155,8 @@ const numbers = (...values) => values.map((value) => [value, value]);
 
 function plots(left, right) {
   const both = [["a", left], ["b", right]];
-  const of = (table, x) => both.map(([css, name]) =>
-    ({ label: name, css, lines: [table[x].map((value, i) => [value, table[name][i]])] }));
-  const share = { low: 0, high: 1, ticks: numbers(0, 0.2, 0.4, 0.6, 0.8, 1) };
+  const weights = ([css, name]) =>
+    ({ label: name, css, lines: [data.tokens.length.map((length, i) => [length, data.tokens[name][i]])] });
   find("plots").innerHTML = [
     plot({
       title: "Gradient of a token",
@@ -169,19 +168,11 @@ function plots(left, right) {
         token has moved. Dashed, if different: all ten have.`,
     }),
     plot({
-      title: "Weight of a prompt",
-      x: { label: "fraction of right answers", ...share },
-      y: { label: "mean of max(A, 0)", ...share },
-      series: of(data.prompts, "right"),
-      caption: `For groups of eight. dapo replaces the groups at 0 and 1. ppo, vapo and reinforce are shown before V or b
-        has learned anything.`,
-    }),
-    plot({
       title: "Weight of a token",
       x: { label: "length of its answer", low: 0, high: data.tokens.length.at(-1), ticks: numbers(0, 10, 20, 30, 40) },
       y: { label: "relative to a mean over all tokens", isLog: true, low: 0.4, high: 30,
         ticks: numbers(0.5, 1, 2, 5, 10, 25) },
-      series: of(data.tokens, "length"),
+      series: both.map(weights),
       caption: `At r = 1, in a step with one answer of each length. Only the shape matters, since AdamW ignores a common
         scale: dr_grpo is as flat as dapo.`,
     }),

@@ -94,7 +94,6 @@ def build():
         "scripts": scripts,
         "pairs": {f"{a},{b}": side_by_side(code[a], code[b]) for a, b in pairs},
         "gradients": pictures.gradients(names),
-        "prompts": pictures.prompts(names),
         "tokens": pictures.tokens(names),
     }
     parts = {

@@ -1,6 +1,5 @@
-"""How each objective treats a token, the length of an answer, and a prompt: numbers for figures.py and
-page.py. No formula is repeated here: all of them come from the scripts' own functions, with their
-default settings."""
+"""How each objective treats a token and the length of an answer: numbers for figures.py and page.py. No
+formula is repeated here: all of them come from the scripts' own losses, with their default settings."""
 
 import importlib
 import inspect
@@ -57,27 +56,6 @@ def gradients(names):
         for advantage in (1, -1):
             for moved in (1, NUM_TOKENS):
                 found[f"{name} {advantage:+d} {moved}"] = pulls(name, advantage, moved).tolist()
-    return found
-
-
-def prompts(names):
-    """{column: values}: the fraction of right answers in a group, then for each script the mean of
-    max(A, 0) over the answers: how hard the right ones are pushed. None if dynamic sampling
-    drops the group."""
-    size = importlib.import_module("grpo").Args().group_size
-    right_OG = torch.ones(size + 1, size, dtype=torch.float64).tril(-1)  # every outcome: 0 to G right
-    found = {"right": right_OG.mean(1).tolist()}
-    for name in names:
-        module = importlib.import_module(name)
-        compute_advantages = getattr(module, "compute_advantages", None)
-        if compute_advantages is None or "baseline" in inspect.signature(compute_advantages).parameters:
-            advantages_OG = right_OG  # A = R: neither V nor b has learned anything yet
-        else:
-            advantages_OG = compute_advantages(right_OG)
-        weights = advantages_OG.clamp(min=0).mean(1).tolist()
-        if hasattr(module.Args, "max_sampling_rounds"):
-            weights[0] = weights[-1] = None
-        found[name] = weights
     return found
 
 
