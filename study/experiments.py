@@ -20,15 +20,14 @@ class Experiment(NamedTuple):
     has_curves: bool = False  # whether a second CSV has the iterations
 
 
-def crossed(seeds, flags, runs, files=None):
+def crossed(seeds, flags, runs):
     """[Job] for {(script, variant): its own flags}. They come after the common flags, because the last
     value of a repeated flag wins. Jobs are ordered by seed, so an interrupted sweep still leaves
     complete comparisons."""
     jobs = []
     for seed in seeds:
         for (script, variant), own in runs.items():
-            file = (files or {}).get((script, variant), file_of(script))
-            jobs.append(Job(script, variant, seed, f"{flags} {own}".strip(), file))
+            jobs.append(Job(script, variant, seed, f"{flags} {own}".strip(), file_of(script)))
     return jobs
 
 
@@ -126,14 +125,14 @@ def bug_variant(job, bug):
 def bug_jobs():
     """[Job] for the healthy scripts, then for the bugs."""
     healthy = {(script, job): flags for job, flags in BUG_JOBS.items() for script in BUGGY}
-    sick = {}
-    files = {}
-    for job, flags in BUG_JOBS.items():
-        for file, bug in shown_bugs().items():
-            key = (bug["script"], bug_variant(job, bug))
-            sick[key] = bug.get(job, flags)  # a bug's own flags if it has some
-            files[key] = file
-    return crossed(HEALTHY_SEEDS, BUG_FLAGS, healthy) + crossed(SICK_SEEDS, BUG_FLAGS, sick, files)
+    jobs = crossed(HEALTHY_SEEDS, BUG_FLAGS, healthy)
+    for seed in SICK_SEEDS:
+        for job, flags in BUG_JOBS.items():
+            for file, bug in shown_bugs().items():
+                own = bug.get(job, flags)  # a bug's own flags if it has some
+                words = f"{BUG_FLAGS} {own}".strip()
+                jobs.append(Job(bug["script"], bug_variant(job, bug), seed, words, file))
+    return jobs
 
 
 ACTED_COLUMNS = {column: (key, 0) for column, (key, _) in ACTED.items()}
