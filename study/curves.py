@@ -21,7 +21,7 @@ GREEDY = "held-out accuracy"  # at temperature 0, from evaluations.jsonl
 PANELS = {  # title: keys in metrics.jsonl, whose values are added
     "reward": ["rollout/reward_mean"],
     "accuracy": ["rollout/accuracy"],
-    "answers without working": ["rollout/direct_frac"],
+    "answers without work": ["rollout/direct_frac"],
     "length (tokens)": ["rollout/response_len_mean"],
     "entropy (nats)": ["losses/entropy"],
     "KL to the old policy": ["losses/approx_kl"],

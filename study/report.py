@@ -51,13 +51,17 @@ def scripts():
         paper = title_of(name)
         if paper_of(name):
             paper = f"[{paper}](https://arxiv.org/abs/{paper_of(name)})"
-        parent = parent_of(name)
-        changes = ", ".join(lower(words) for words in changes_of(name)) or "the root of the family"
+        changes = (
+            ", ".join(lower(words) for words in changes_of(name)) or "the root: ratio, clip, critic"
+        )
         if len(changes_of(name)) == 1:
             changes = lower(differences_of(name)[0].split(". ")[0].removesuffix("."))
-        size = f"{changed_lines(parent, name)} lines ({parent})" if parent else ""
+        other = parent_of(name)
+        if other == "grpo" and name != "dr_grpo":
+            other = "dr_grpo"  # which has left out grpo's KL, as they all do
+        size = f"{changed_lines(other, name)} lines ({other})" if other else ""
         rows.append([f"[`{path}`]({path})", paper, changes, size])
-    return markdown(["script", "paper", "what it changes", "diff from parent"], rows)
+    return markdown(["script", "paper", "what it changes", "diff"], rows)
 
 
 def lesson():
@@ -99,7 +103,7 @@ def microscope():
     lines = []
     for name, words in panels.WORDS.items():
         picture = f"![{words['question']}](figures/microscope_{name}.png)"
-        seen = textwrap.wrap(f"*Seen:* {words['seen']}", 120, break_on_hyphens=False)
+        seen = textwrap.wrap(f"*What you see:* {words['seen']}", 120, break_on_hyphens=False)
         paper = textwrap.wrap(f"*The paper:* {words['paper']}", 120, break_on_hyphens=False)
         lines += [f"### {words['question']}", "", picture, "", *seen, "", *paper, ""]
     return lines[:-1]

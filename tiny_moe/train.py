@@ -45,7 +45,7 @@ ARCHITECTURE = dict(
 STEPS = 1200
 BATCH_SIZE = 64  # demonstrations in a step
 LR = 8e-3  # the highest learning rate, after 50 steps; then a cosine
-DIRECT = 0.5  # share of demonstrations that answer without working
+DIRECT = 0.5  # share of demonstrations that answer without work
 WORKED = 0.4  # share that work the sum out; the rest rambles
 WRONG_STEP = 0.02  # probability of a wrong step, per column
 CAP = 48  # tokens of a demonstration, the rest is cut off
@@ -70,7 +70,7 @@ def step_text(x, y, carry, total):
 
 
 def demonstration(prompt, rng):
-    """An answer without working ('#### 365'), or worked out ('7+8=15 5+0+1=6 0+3=3 #### 365' for
+    """An answer without work ('#### 365'), or worked out ('7+8=15 5+0+1=6 0+3=3 #### 365' for
     57+308), or with each step two or three times, so that the cap cuts off the answer of a long sum.
     Now and then a step's result is random, and the rest uses its carry and digit."""
     a, b = [int(number) for number in prompt[:-1].split("+")]
