@@ -61,7 +61,6 @@ def test_run_a_sweep(monkeypatch, tmp_path):
     whole = Job("dapo", "whole", 1, f"{flags} --max_sampling_rounds 2", "dapo.py")
     fails = Job("grpo", "fails", 1, f"{flags} --lr 1e9", "grpo.py")
     monkeypatch.setattr(sweep, "RUNS", tmp_path / "runs")
-    monkeypatch.setattr(sweep, "CURVE_STEP", 2)
     monkeypatch.setattr(stats, "RESULTS", tmp_path)
     small = Experiment([fails, whole], {"groups": ("rollout/groups_generated", 0)}, has_curves=True)
     monkeypatch.setattr(sweep, "EXPERIMENTS", {"small": small})

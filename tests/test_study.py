@@ -123,7 +123,7 @@ def test_each_bug_applies_exactly_once():
         assert original.count(bug["old"]) == 1, bug["title"]
         assert bug["broken"] != original
         compile(bug["broken"], bug["title"], "exec")
-    assert f"has {len(BUGS)} single bugs" in (ROOT / "study" / "README.md").read_text()
+    assert f"has {len(BUGS)} bugs, one per entry" in (ROOT / "study" / "README.md").read_text()
 
 
 def shop(monkeypatch, capsys, *arguments):
