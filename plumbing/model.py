@@ -223,10 +223,11 @@ class Policy(TrainedModel):
             return self
         if (iteration - 1) % self.refresh_every == 0:
             model = self.rollout_policy.model
-            exact = kept_exact(model) if self.rollout_dtype == "int4" else None
+            rounded = rounded_to_int4(model) if self.rollout_dtype == "int4" else set()
             for weight, master_weight in zip(model.parameters(), self.parameters(), strict=True):
-                is_rounded = exact is not None and weight.dim() > 1 and id(weight) not in exact
-                weight.copy_(fake_quantize(master_weight) if is_rounded else master_weight)
+                if id(weight) in rounded:
+                    master_weight = fake_quantize(master_weight)
+                weight.copy_(master_weight)
         return self.rollout_policy
 
     def save_pretrained(self, folder):
@@ -297,13 +298,13 @@ def kept_in_float32(model):
 
 
 @functools.lru_cache(maxsize=1)  # needed in each iteration
-def kept_exact(model):
-    """ids of the weights that int4 does not round: embeddings (and a head tied to them), routers, and
-    what stays in float32."""
+def rounded_to_int4(model):
+    """ids of the weights that int4 rounds: all except vectors, embeddings (and a head tied to them),
+    routers, and what stays in float32."""
     exact = {id(model.get_input_embeddings().weight)} | kept_in_float32(model)
     for router in find_routers(model):
         exact |= {id(weight) for weight in router.parameters()}
-    return exact
+    return {id(weight) for weight in model.parameters() if weight.dim() > 1} - exact
 
 
 def fake_quantize(weight):
