@@ -11,10 +11,10 @@
 Parent: grpo.py. Differs only in:
   1. Sequence ratio: a completion has one ratio, the geometric mean of its tokens' ratios, which is
      clipped as a whole.
-  2. No KL, so no reference model. The paper only leaves it out of its formulas, "for brevity".
+  2. No KL, so no reference model. The paper leaves it out of its formulas only "for brevity".
 
 Unlike the paper: the range. Its 3e-4 and 4e-4 are for answers of thousands of tokens. A mean over about
-25 log-ratios is noisier, so ours is ten times as wide.
+25 log-ratios is noisier, so our range is ten times as wide.
 --variant gspo_token: s_it = sg[s_i] pi(o_it) / sg[pi(o_it)], averaged within a completion; sg[] stops
 the gradient. It is for (B, T) advantages. If all tokens of a completion have the same A, it equals
 gspo, gradient included.

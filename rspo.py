@@ -14,8 +14,8 @@
   _PG       axis suffixes: P prompts, G completions each, B rows, T tokens, L layers
 
 Parent: gmpo.py. Differs only in:
-  1. Router shift: gamma is 1 while the router's scores are those before the update, and falls as
-     they shift. It damps completions where the ratio compares two different subnetworks.
+  1. Router shift: gamma is 1 while the router's scores are as they were before the update, and falls
+     as they shift. It damps completions where the ratio compares two different subnetworks.
   2. Token-level clip only: no --clip_level.
 
 Not specified in the paper's first version: where gamma enters, since its text and its formula differ.

@@ -12,9 +12,9 @@ Parent: reinforce.py. Differs only in:
      do not depend on o_i, so the gradient of J is unbiased; grpo.py's is not, because of its std and
      its 1/|o_i|. No running mean, so nothing extra to checkpoint.
 
-Nothing is divided by a std. With the std of the others, one right completion among eight would have an
-advantage of 1e6 (that is 1 / 1e-6), since the others are all wrong, and the wrong ones -0.38. The std
-of all eight would make it grpo.py's advantage times 8/7, biased again.
+No std: with the std of the other completions, one right completion among eight would have an advantage
+of 1e6 (1 / 1e-6, since the others are all wrong), and each wrong one -0.38. With the std of all eight,
+A would be grpo.py's advantage times 8/7, biased again.
 
 Unlike the paper: no KL in the reward, since a verifier, unlike a reward model, can be trusted
 far from any training data. Groups of 8, like the siblings, instead of 2 and 4. The learning rate is

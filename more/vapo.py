@@ -15,7 +15,7 @@
 Parent: ppo.py. Differs only in:
   1. Value pre-training: in the first iterations only the critic learns.
   2. Decoupled GAE: lambda 1 for the returns that the critic learns, a smaller one for the policy's A.
-  3. Length-adaptive GAE: that one is max(0, 1 - 1/(alpha |o_i|)), higher in long completions.
+  3. Length-adaptive GAE: the policy's lambda is max(0, 1 - 1/(alpha |o_i|)), higher for long o_i.
   4. Clip-higher: eps_high 0.28 over eps_low 0.2.
   5. Positive-example LM loss: right completions are also imitated, with weight mu.
   6. Groups: 8 completions for each of 32 prompts; the critic is the baseline, and no group is dropped.
