@@ -117,12 +117,7 @@ def from_the_maximum(rewards):
 
 
 EXPLAINED = [  # (a function whose mistake has no entry, its section, what the doctor says of it)
-    (
-        dapo_of(lambda r, A, m: m.where(A > 0, -m)),
-        "dapo",
-        "where A < 0, by r:           1       0.5       0.9",
-    ),
-    (dapo_of(lambda r, A, m: m.detach() + (r - r.detach()) * A), "dapo", "every value is right"),
+    (dapo_of(lambda r, A, m: m.where(A > 0, -m)), "dapo", "where A < 0, by r:           1       0.5"),
     (dapo_of(lambda r, A, m: m + 0.01 * r), "dapo", "every A is 0 your gradient is up to 0.0025"),
     (from_the_maximum, "group_advantages", "3, 3, 3, 7 your A is 1 (R - 7), not 0.5 (R - 4)"),
 ]

@@ -12,9 +12,6 @@ RATIOS = [1, 0.5, 0.9, 0.999, 1.001, 1.1, 1.5, 5]
 @np.errstate(all="ignore")
 def explanation(subject, wrong, measured):
     """Lines about [(case, answer)], none of which is right."""
-    strange = [case["id"] for case, answer in wrong if not is_finite(answer)]
-    if strange:
-        return [f"not finite: {', '.join(strange)}"]
     rows = [(case, answer, *subject.expected(case)) for case, answer in wrong]
     found = []
     if subject.section in LOSSES:
@@ -22,10 +19,6 @@ def explanation(subject, wrong, measured):
     elif subject.about["arguments"] == ["rewards"]:
         found = lines_of_groups(rows)
     return found or smallest_case(rows)
-
-
-def is_finite(answer):
-    return all(np.isfinite(x).all() for x in (answer.value, answer.gradient) if x is not None)
 
 
 def near(x, y):
@@ -45,28 +38,23 @@ def smallest_case(rows):
     lines = [f"the smallest case that differs is {case['id']}, {case['name']}; the {what}:"]
     for row in case["inputs"].get("mask", []):
         lines.append(f"  mask  {in_columns(row)}")
-    for your, our in zip(
-        yours.reshape(-1, *yours.shape[-1:]), ours.reshape(-1, *ours.shape[-1:]), strict=True
-    ):
+    width = np.atleast_1d(ours).shape[-1]
+    for your, our in zip(yours.reshape(-1, width), ours.reshape(-1, width), strict=True):
         lines += [f"  yours {in_columns(your)}", f"  ours  {in_columns(our)}"]
     return lines
 
 
 def lines_of_loss(subject, rows, measured):
     """What was measured, although it is not all; then the weights."""
-    if all(near(answer.gradient, gradient).all() for _, answer, _, gradient in rows):
-        return ["every gradient is right: only your value, the number that is reported, differs"]
     lines = [f"what was measured: {name}" for name, _ in measured]
-    if all(near(answer.value, value).all() for _, answer, value, _ in rows):
-        lines.append("every value is right: a detach is missing, or one too many")
     if any(answer.gradient[np.array(case["inputs"]["mask"]) == 0].any() for case, answer, *_ in rows):
         lines.append("there is a gradient in masked places")
     for case, answer, _, gradient in rows:
         if "on_policy" in case["tags"]:
-            A = np.broadcast_to(case["inputs"]["advantages"], gradient.shape)[:, :1]
-            acts = np.fmax.reduce(np.where(gradient, answer.gradient / gradient, np.nan) * A, 1)
-            if not near(acts, A[:, 0]).all():
-                lines.append(f"on policy, advantages of {in_columns(A[:, 0])}")
+            A = np.array(case["inputs"]["advantages"])[:, 0]
+            acts = A * np.nanmax(np.where(gradient, answer.gradient / gradient, np.nan), 1)
+            if not near(acts, A).all():
+                lines.append(f"on policy, advantages of {in_columns(A)}")
                 lines.append(f"                 act like {in_columns(acts)}")
     try:
         size = np.abs(measure.asked(subject, np.zeros(2), [0, 0])[0].gradient).max()

@@ -44,7 +44,6 @@ DIVISORS = {  # B rows, o tokens in each, N in all, the padded width T
     "B": ("sums of completions, not divided by a length", lambda B, o, N, T: B),
     "1": ("a sum, not divided", lambda B, o, N, T: 1),
     "B T": ("a mean over the padded width", lambda B, o, N, T: B * T),
-    "B N": ("a token-mean, divided by B again", lambda B, o, N, T: B * N),
     "B T / |o|": ("each completion times its |o|", lambda B, o, N, T: B * T / o),
     "B N / |o|": ("each completion times its |o|", lambda B, o, N, T: B * N / o),
 }
