@@ -158,6 +158,8 @@ def mean(x, mask):
     return (x * mask).sum() / mask.sum()
 def grpo(lp, old, A, mask, penalty):
     return ((surrogate(lp, old, A) + penalty) * mask).sum(1).div(mask.sum(1)).mean()
+def dual(lp, old, A, mask, low, high):
+    return mean(torch.min(surrogate(lp, old, A, low, high), 3 * A.abs().where(A < 0, 1e9)), mask)
 def k3(log_x):
     return log_x.exp() - log_x - 1
 def s_of(lp, old, A, mask):
@@ -187,6 +189,7 @@ BROUGHT = """
 0 gspo --allow-nan | ... | surrogate(s_of(...).log(), 0, A[:, 0], 0.9997, 1.0004).mean() | the paper's
 0 dr_grpo --allow-nan | ... | (surrogate(lp, old, A) * mask).sum() / len(mask) / 1024 | tokens is 1024
 1 dr_grpo | ... | (surrogate(lp, old, A) * mask).sum() / mask.numel() | mistake: a mean over the padded
+1 dapo | ..., e_clip, clip_high | dual(..., 1 - e_clip, 1 + clip_high) | r > 3 [verl]\\nvariant: NaN
 # required constants, and names anywhere
 0 ppo --allow-nan | ..., eps | mean(surrogate(lp, old, A, 1 - eps, 1 + eps), mask) | alone
 0 ppo --set x.range=(0.8,1.2) --allow-nan | ..., x | mean(surrogate(lp, old, A, *x.range), mask) | alone
@@ -229,7 +232,7 @@ def test_what_public_code_does(row, ask):
     start, parameters, result, expected = row.replace("...", "lp, old, A, mask").split(" | ")
     code, flags = start.split(" ", 1)
     found, text = ask(f"{PRELUDE}\ndef loss({parameters}): return {result}", f"--algorithm {flags}")
-    assert found == int(code) and expected in text, text
+    assert found == int(code) and expected.replace("\\n", "\n") in text, text
     assert code != "2" or text.count("\n") == 1
 
 

@@ -197,10 +197,14 @@ def clip(subject, plain, found):
     if subject.section not in [*CLIPPED, "gmpo"] or "cap" in kinds:
         return [], None
 
-    def clipped(r, a, low, high):
-        return torch.clamp(r, *limits[1 if a > 0 else -1]) * a
+    ours = range_of(subject.section, keywords)
 
-    return clip_names(edges, range_of(subject.section, keywords)), pieces(clipped=clipped)
+    def clipped(r, a, low, high):
+        bounds = {ours[0]: low, ours[1]: high}  # where your bound is ours, it is the case's
+        least, most = limits[1 if a > 0 else -1]
+        return torch.clamp(r, bounds.get(least, least), bounds.get(most, most)) * a
+
+    return clip_names(edges, ours), pieces(clipped=clipped)
 
 
 DUAL = "variant: dual clip: A < 0 and r > {:.4g} [verl]"
