@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import ROOT
 
+import gmpo
 import grpo
 from common import rollout_weights
 from more import rloo
@@ -71,6 +72,25 @@ def test_gspo_token_with_advantages_of_tokens():
     printed = (s.detach() * s / s.detach() * A).mean()
     (slope,) = torch.autograd.grad(printed, logprobs)
     torch.testing.assert_close(slope, (s * A.mean() / 3).expand(1, 3))
+
+
+def test_a_ratio_of_whole_outputs_is_clipped_where_no_token_is():
+    """R1's report prints min and clip at 0.2 of pi(o) / pi_old(o): 25 tokens at 1.01 are outside."""
+    r = torch.full((1, 25), 1.01, dtype=F64)
+    A = torch.ones(1, 1, dtype=F64)
+    assert (weights_of("grpo", r, A, torch.ones_like(r)) > 0).all()
+    assert f"{r.prod().item():.2f}" == "1.28" and "1.01^25 = 1.28" in PAGE
+
+
+def test_a_geometric_mean_is_not_smaller_in_a_signed_total():
+    """|J_gmpo| <= |J_grpo| holds for each completion, not for the sum: here grpo's is 0."""
+    log_r = torch.tensor([[0.2, -0.2], [0.0, 0.0]], dtype=F64)
+    balance = math.cosh(0.2)  # the arithmetic mean of the first completion's ratios
+    A = torch.tensor([[1.0], [-balance]], dtype=F64)
+    ones = torch.ones_like(log_r)
+    arithmetic, _ = grpo.policy_loss(log_r, 0 * log_r, A, ones, clip_eps_low=9, clip_eps_high=9)
+    geometric, _ = gmpo.policy_loss(log_r, 0 * log_r, A, ones)
+    assert abs(arithmetic) < 1e-12 < 0.005 < abs(geometric)
 
 
 def of_tokens(logprobs_V, old_V, ref_V, rho_V=None, **keywords):
