@@ -236,6 +236,11 @@ def correction_weights(name, args, old, mu, mask):
     return weights
 
 
+def batch(**fields):
+    """For reference.py's functions."""
+    return SimpleNamespace(**(reference.ABSENT | fields))
+
+
 def plain_advantages(name, args, completions, baseline):
     """(N, 1)"""
     rewards = torch.tensor([c.reward for c in completions], dtype=torch.float64)
@@ -244,7 +249,7 @@ def plain_advantages(name, args, completions, baseline):
         rewards -= torch.tensor([max(0, tokens) / args.overlong_cache for tokens in over])
     if name == "more.reinforce":
         return (rewards - baseline)[:, None]
-    b = reference.batch(rewards=rewards.view(-1, args.group_size))
+    b = batch(rewards=rewards.view(-1, args.group_size))
     return ADVANTAGES.get(name, reference.group_advantages)(b).view(-1, 1)
 
 
@@ -257,7 +262,7 @@ def advantages_of_a_critic(name, args, completions, old, ref, values, mask):
         if c.truncated:
             bootstrap[i] = values[i, len(c.ids)]
     inputs = {"rewards": rewards, "values": values[:, :-1], "bootstrap": bootstrap, "mask": mask}
-    b = reference.batch(**inputs, gamma=args.gamma)
+    b = batch(**inputs, gamma=args.gamma)
     if name == "ppo":
         b.lam = args.gae_lambda
         advantages, returns = reference.gae(b)
@@ -330,7 +335,7 @@ def total_loss(name, args, before, rows, weights, model):
         padded = pad_sequence(tensors, batch_first=True)
         return torch.nn.functional.pad(padded, (0, width - padded.shape[1]))
 
-    b = reference.batch(**vars(args), mask=mask, logprobs=table([a.logprobs for a in answers]))
+    b = batch(**vars(args), mask=mask, logprobs=table([a.logprobs for a in answers]))
     b.old_logprobs = before.logprobs[rows]
     b.advantages = before.advantages[rows]
     if before.ref is not None:
