@@ -1,7 +1,7 @@
 """Makes a dataset for --dataset: chat messages in JSON lines, here sums for a small model.
 
     python examples/own_dataset.py small_sums.jsonl
-    python grpo.py --model <chat model> --dataset small_sums.jsonl --max_new_tokens 10 --lr 5e-6
+    python grpo.py --model <chat model> --dataset small_sums.jsonl --max_new_tokens 10 --lr 1e-5
 
 Expect: within a second, a file that the scripts can read as it is. Each of the 4,000 rows has the two
 default columns: `question`, a list of messages with one solved sum and the sum to solve, and `answer`.
@@ -14,16 +14,21 @@ import random
 import sys
 
 SHOWN = [("system", "Add the numbers."), ("user", "25 + 14"), ("assistant", "#### 39")]
+RANGES = [(0, 9), (10, 99)]
 
 
 def main():
     rng = random.Random(0)
-    pairs = [(a, b) for a in range(100) for b in range(100)]
+    sums = {}
+    while len(sums) < 4000:
+        a = rng.randint(*rng.choice(RANGES))
+        b = rng.randint(*rng.choice(RANGES))
+        sums[f"{a} + {b}"] = a + b
     with open(sys.argv[1], "w") as file:
-        for a, b in rng.sample(pairs, 4000):
-            turns = [*SHOWN, ("user", f"{a} + {b}")]
+        for question, answer in sums.items():
+            turns = [*SHOWN, ("user", question)]
             messages = [{"role": role, "content": text} for role, text in turns]
-            print(json.dumps({"question": messages, "answer": str(a + b)}), file=file)
+            print(json.dumps({"question": messages, "answer": str(answer)}), file=file)
 
 
 if __name__ == "__main__":
