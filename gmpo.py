@@ -86,8 +86,8 @@ def policy_loss(
     mask_BT          1 on response tokens, including EOS (bool or float); other tokens, such as
                      padding or tool output, get no gradient and are excluded from all means
     num_sequences    completions in the whole optimizer step [None: this is the whole step]. Divide it
-                     by whatever divides gradients later: the world size (DDP), the accumulation steps
-                     (accelerate's backward; HF Trainer, unless loss_is_scaled_for_ga is True)
+                     by what divides gradients later: DDP's world size, accelerate's accumulation steps.
+                     In HF Trainer, set loss_is_scaled_for_ga = True; it then divides by no steps
     """
     if old_logprobs_BT is None:
         old_logprobs_BT = logprobs_BT.detach()

@@ -108,8 +108,8 @@ def policy_loss(
     ref_logprobs_BT  log-probs under the reference [None: no KL]
     rollout_ratio_BT pi_old / sampler, for kl_is_corrected and offpolicy_mask [None: 1]
     num_sequences    completions in the whole optimizer step [None: this is the whole step]. Divide it
-                     by whatever divides gradients later: the world size (DDP), the accumulation steps
-                     (accelerate's backward; HF Trainer, unless loss_is_scaled_for_ga is True)
+                     by what divides gradients later: DDP's world size, accelerate's accumulation steps.
+                     In HF Trainer, set loss_is_scaled_for_ga = True; it then divides by no steps
     """
     if old_logprobs_BT is None:
         old_logprobs_BT = logprobs_BT.detach()

@@ -37,6 +37,51 @@ def test_run_own_dataset_writes_rows_that_the_scripts_read(tmp_path):
         assert int(a) + int(b) == int(row["answer"])
 
 
+class Table(torch.nn.Module):
+    """A policy with a weight for each log-prob. Trainer knows by **kwargs that it may get the labels."""
+
+    def __init__(self, logprobs):
+        super().__init__()
+        self.logprobs = torch.nn.Parameter(logprobs.detach().clone())
+
+    def forward(self, rows, **kwargs):
+        return self.logprobs[rows]
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize("batch", [{"rows"}, {"rows", "labels"}])
+def test_in_hf_trainer_accumulation_divides_nothing(batch, tmp_path):
+    """As the losses' docstrings say. Four micro-batches of three rows make one step of SGD."""
+    lp, old, adv, mask = data()
+    expected = lp - gradient_of(loss_of("grpo", lp, old, adv, mask)[0], lp)
+
+    class Trainer(transformers.Trainer):
+        loss_is_scaled_for_ga = True
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            rows = inputs["rows"]
+            count = {"num_sequences": 12}
+            return loss_of("grpo", model(rows), old[rows], adv[rows], mask[rows], count)[0]
+
+    settings = transformers.TrainingArguments(
+        tmp_path,
+        per_device_train_batch_size=3,
+        gradient_accumulation_steps=4,
+        max_steps=1,
+        max_grad_norm=0,
+        optim="sgd",
+        learning_rate=1.0,
+        lr_scheduler_type="constant",
+        report_to=[],
+        use_cpu=True,
+        remove_unused_columns=False,
+    )
+    model = Table(lp)
+    examples = [dict.fromkeys(batch, i) for i in range(12)]
+    Trainer(model, settings, train_dataset=examples).train()
+    torch.testing.assert_close(model.logprobs, expected, rtol=1e-12, atol=0)
+
+
 @pytest.mark.extras
 def test_algebra_is_left_to_math_verify():
     from examples.algebra import grade

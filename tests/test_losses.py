@@ -93,6 +93,19 @@ def test_old_logprobs_of_none_are_on_policy(name):
 
 
 @pytest.mark.parametrize("name", SIBLINGS)
+def test_micro_batches_add_up(name):
+    """Of unequal size, with the count of the whole step."""
+    lp, old, adv, mask = data()
+    whole, _ = loss_of(name, lp, old, adv, mask)
+    counts = {"num_sequences": len(mask), "num_tokens": mask.sum()}
+    parameters = inspect.signature(script_args(name)[0].policy_loss).parameters
+    counts = {key: value for key, value in counts.items() if key in parameters}
+    parts = [slice(0, 3), slice(3, 12)]
+    parts = [loss_of(name, lp[p], old[p], adv[p], mask[p], counts)[0] for p in parts]
+    torch.testing.assert_close(sum(parts), whole, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("name", SIBLINGS)
 def test_no_tokens_no_rows_and_extreme_ratios_stay_finite(name):
     """Without tokens, as dapo's filter may leave a batch, all is 0, not 0 / 0."""
     lp, old, adv, mask = data()
