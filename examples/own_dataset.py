@@ -9,22 +9,26 @@ The solved sum shows the format; without it the model writes no '####'. A prompt
 If your columns have other names, use --prompt_column and --answer_column.
 """
 
+import argparse
 import json
 import random
-import sys
 
 SHOWN = [("system", "Add the numbers."), ("user", "25 + 14"), ("assistant", "#### 39")]
 RANGES = [(0, 9), (10, 99)]
 
 
 def main():
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("path")
+    path = parser.parse_args().path
     rng = random.Random(0)
     sums = {}
     while len(sums) < 4000:
         a = rng.randint(*rng.choice(RANGES))
         b = rng.randint(*rng.choice(RANGES))
         sums[f"{a} + {b}"] = a + b
-    with open(sys.argv[1], "w") as file:
+    with open(path, "w") as file:
         for question, answer in sums.items():
             turns = [*SHOWN, ("user", question)]
             messages = [{"role": role, "content": text} for role, text in turns]

@@ -45,7 +45,7 @@ class RunArgs:
     # model
     model: str = flag("tiny-moe", "tiny-moe, or a folder or hub id of a causal LM")
     # data and reward
-    dataset: str = flag("addition", "addition, a .jsonl, .csv or .parquet file, a folder, or a hub id")
+    dataset: str = flag("addition", "addition, a file (.jsonl, .csv, .parquet, ...), a folder, or a hub id")
     dataset_config: str = flag("", "config of a hub dataset, if it has several")
     dataset_split: str = flag("train", "split of a folder or hub dataset")
     prompt_column: str = flag("question", "column with the prompts: text or chat messages")
@@ -137,7 +137,7 @@ RANGES = [
     (1, 1e6, "prompts_per_iteration group_size max_new_tokens update_epochs num_minibatches"),
     (1, 1e9, "num_held_out rollout_mask_high rollout_refresh_every"),
     (1, 1000, "eval_samples"),
-    (1, 999_999, "iterations"),  # a checkpoint's name has six digits
+    (0, 999_999, "iterations"),  # a checkpoint's name has six digits
     (1e-9, 1e9, "temperature lr critic_lr max_grad_norm rollout_cap"),
     (0, 1, "rollout_mask_low"),
 ]

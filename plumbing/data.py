@@ -70,7 +70,9 @@ def read_problems(args, policy, final_answer):
         held_out, also_left_out = usable_rows(rows, "eval_dataset", policy, args)
         held_out = dict(list(held_out.items())[: args.num_held_out])
         num_shared = len(held_out.keys() & training.keys())
-        left_out += f"; --eval_dataset: {num_shared:,} are also in --dataset{also_left_out}"
+        left_out += also_left_out
+        if num_shared > 0:
+            left_out += f"; {num_shared:,} of those held out are also in --dataset"
     else:
         # The smallest hashes, so that adding or removing a row changes at most one of them. The sums
         # are already in random order.
@@ -317,4 +319,4 @@ def usable_rows(rows, flag, policy, args):
     no_cells = dict.fromkeys(columns)
     for key, problem in problems.items():
         problems[key] = problem._replace(columns=no_cells | problem.columns)
-    return problems, f"; left out: {', '.join(left_out)}" if left_out else ""
+    return problems, f"; left out of --{flag}: {', '.join(left_out)}" if left_out else ""

@@ -25,6 +25,8 @@ def load_reward(args):
     parameter names decide what it is passed: the text, answer, truncated and columns of one completion,
     or, if there is one called `completions`, lists for all of them, as in TRL."""
     path, _, name = args.reward.rpartition(":")
+    if path and not Path(path).exists():
+        raise UserError(f"--reward {args.reward}: there is no file {Path(path).absolute()}")
     with one_line(f"--reward {args.reward} must be FILE.py:FUNCTION"):
         function = getattr(import_file(Path(path).absolute()), name)
         signature = inspect.signature(function)

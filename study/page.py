@@ -5,6 +5,7 @@
 The page is a single file, runs/study.html, and needs no server and no network.
 """
 
+import argparse
 import difflib
 import itertools
 import json
@@ -107,6 +108,8 @@ def build():
 
 
 def main():
+    raw = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=__doc__, formatter_class=raw).parse_args()
     path = ROOT / "runs" / "study.html"
     path.parent.mkdir(exist_ok=True)
     path.write_text(build())

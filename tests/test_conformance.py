@@ -193,7 +193,7 @@ BROUGHT = """
 # required constants, and names anywhere
 0 ppo --allow-nan | ..., eps | mean(surrogate(lp, old, A, 1 - eps, 1 + eps), mask) | alone
 0 ppo --set x.range=(0.8,1.2) --allow-nan | ..., x | mean(surrogate(lp, old, A, *x.range), mask) | alone
-2 ppo | ..., x | mean(surrogate(lp, old, A), mask) * x | what is not known is set by --set
+2 ppo | ..., x | mean(surrogate(lp, old, A), mask) * x | --set NAME=VALUE sets others
 0 ppo --allow-nan | ..., clip_low=0.8 | mean(surrogate(lp, old, A, clip_low), mask) | n/a      ppo-011
 0 grpo --allow-nan | ref_logp, mask, A, old, lp | grpo(..., 0.04 * k3(ref_logp - lp)) | 13 of 14
 1 ppo | x, y, A, z | mean(surrogate(x, y, A), z) | x is logprobs by order, y is old_logprobs by order
@@ -221,7 +221,7 @@ BROUGHT = """
 1 grpo --what advantages | rewards | standardized(rewards[None], 1e-6)[0] | passed as G
 # what cannot be called
 2 dapo | ... | None | as dapo: it returns None: is a `return` missing?
-2 dapo | new, x, y | new | it takes 3 arguments (new, x, y), not 4: logprobs
+2 dapo | new, x, y | new | its arguments (new, x, y) are not recognized as logprobs
 2 dapo | a, b, c, d | a.nothing | has no attribute 'nothing' (/
 2 dapo | a, b, c, d | a[0] | a loss is one number, not a tensor of shape (6,)
 """

@@ -265,7 +265,7 @@ def test_the_line_at_the_start_counts_the_rows_that_are_left_out():
         "1 unreadable (first: row 67 'x')",
         "4 with the prompt of an earlier row",
     ]
-    assert len(problems) == 61 and left_out == f"; left out: {', '.join(kinds)}"
+    assert len(problems) == 61 and left_out == f"; left out of --dataset: {', '.join(kinds)}"
 
 
 def test_an_eos_is_dropped_if_the_tokenizer_but_not_the_template_appends_it():
@@ -315,7 +315,7 @@ def test_eval_dataset_gives_the_held_out_problems(num_held_out, expected, tmp_pa
     assert len(stream.problems) == 40
     assert [p.prompt for p in held_out] == [f"{i}+1=" for i in range(37, 37 + expected)]
     line = capsys.readouterr().out
-    assert f"40 to train on, {expected} held out; --eval_dataset: 3 are also in --dataset" in line
+    assert f"40 to train on, {expected} held out; 3 of those held out are also in --dataset" in line
 
 
 # -------------------------------------------------------------------------------------------- epochs

@@ -38,7 +38,7 @@ def test_run_own_dataset_writes_rows_that_the_scripts_read(tmp_path):
 
 
 class Table(torch.nn.Module):
-    """A policy with a weight for each log-prob. Trainer knows by **kwargs that it may get the labels."""
+    """A policy with a weight for each log-prob. Because of **kwargs Trainer passes the labels."""
 
     def __init__(self, logprobs):
         super().__init__()

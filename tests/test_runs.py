@@ -42,6 +42,13 @@ EXTRA_KEYS = {
 }
 
 
+def test_no_iterations_only_evaluate(tmp_path):
+    printed = completes("grpo", "--iterations", 0, "--run_dir", tmp_path)
+    assert "before" in printed and "after" not in printed and metrics(tmp_path) == []
+    (evaluation,) = read_lines(tmp_path / "evaluations.jsonl")
+    assert evaluation["iteration"] == 0 and {"greedy", "sampled"} < set(evaluation)
+
+
 @pytest.mark.parametrize("name", [*SCRIPTS, *MORE])
 def test_run_of_each_script_logs_sensible_numbers(name, tmp_path):
     flags = "--max_new_tokens 32 --eval_every 1 --iterations 2 --prompts_per_iteration".split()

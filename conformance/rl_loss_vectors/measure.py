@@ -271,6 +271,8 @@ def kl(subject, plain, found):
     if (name, of, coefficient) == ("k3", "ref", kl_coef):
         return [], None
     kind = "variant" if (name, of) == ("k3", "ref") and c > 0 else "mistake"
+    if coefficient == 0:
+        return ["mistake: there is no KL: the reference is not used"], estimator(KLS[name], of, 0)
     size = f"{abs(coefficient):.3g}{', rewarded' if c < 0 else ''}"
     line = f"{kind}: the KL is {name}, x = pi_{of} / pi, coefficient {size}"
     return [line], estimator(KLS[name], of, coefficient / kl_coef)

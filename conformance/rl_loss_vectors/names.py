@@ -133,3 +133,6 @@ class Batch:
         return self.__part[role]
 
     __getitem__ = __getattr__
+
+    def get(self, name, default=None):
+        return getattr(self, name, default)

@@ -79,8 +79,8 @@ class Subject:
         missing = {*wanted} - got
         if left or missing - {"mask", "old_logprobs"}:
             raise Misfit(
-                f"it takes {len(self.parameters)} arguments ({', '.join(self.parameters)}), not "
-                f"{len(wanted)}: {', '.join(wanted)}; what is not known is set by --set NAME=VALUE"
+                f"its arguments ({', '.join(self.parameters)}) are not recognized as "
+                f"{', '.join(wanted)}; --set NAME=VALUE sets others"
             )
         self.lacks_mask = "mask" in missing and not self.returns_terms
         self.lacks_old = "old_logprobs" in missing and self.section not in ("reinforce", "rloo")
