@@ -17,7 +17,6 @@ from pathlib import Path
 
 from pictures import pyplot
 
-GREEDY = "held-out accuracy"  # at temperature 0, from evaluations.jsonl
 PANELS = {  # title: keys in metrics.jsonl, whose values are added
     "reward": ["rollout/reward_mean"],
     "accuracy": ["rollout/accuracy"],
@@ -26,7 +25,7 @@ PANELS = {  # title: keys in metrics.jsonl, whose values are added
     "entropy (nats)": ["losses/entropy"],
     "KL to the old policy": ["losses/approx_kl"],
     "KL to the reference": ["losses/kl_ref"],
-    "clipped (share)": ["losses/clipfrac_low", "losses/clipfrac_high"],
+    "clipped (fraction)": ["losses/clipfrac_low", "losses/clipfrac_high"],
 }
 
 
@@ -79,7 +78,7 @@ def draw(runs, panels):
         num_rows, num_columns, figsize=size, layout="constrained", squeeze=False
     )
     first, *others = axes.flat
-    first.set_title(GREEDY)
+    first.set_title("held-out (line: greedy, dots: sampled)")
     for name, rows in runs.items():
         points = held_out(name) or [(0, math.nan, math.nan)]
         xs, greedy, sampled = zip(*points, strict=True)
@@ -91,6 +90,7 @@ def draw(runs, panels):
             axis.set_title(title)
     for axis in axes[-1]:
         axis.set_xlabel("iteration")
+        axis.xaxis.get_major_locator().set_params(integer=True)
     for axis in others[len(panels) :]:
         axis.set_visible(False)
     figure.legend(*first.get_legend_handles_labels(), loc="outside lower center", ncols=3)
