@@ -197,12 +197,13 @@ BROUGHT = """
 0 ppo --allow-nan | ..., clip_low=0.8 | mean(surrogate(lp, old, A, clip_low), mask) | n/a      ppo-011
 0 grpo --allow-nan | ref_logp, mask, A, old, lp | grpo(..., 0.04 * k3(ref_logp - lp)) | 13 of 14
 1 ppo | x, y, A, z | mean(surrogate(x, y, A), z) | x is logprobs by order, y is old_logprobs by order
-1 grpo | lp, b | grpo(lp, b.old_logp, b.adv, b.mask, k3(b["ref"] - lp)) | coefficient 1
+1 grpo | lp, b | grpo(lp, b.old_logp, b.adv, b.get("mask"), k3(b["ref"] - lp)) | coefficient 1
 # the KL
 1 grpo | ..., ref, beta | grpo(..., beta * k3(old - lp)) | the KL is k3, x = pi_old / pi
 1 grpo | ..., ref | grpo(..., 0.1 * (ref - lp)) | k1, x = pi_ref / pi, coefficient 0.1, rewarded
 1 grpo | ..., ref | grpo(..., 0.04 * k3(ref - lp).detach()) | k3 without gradient, x = pi_ref
 1 grpo | ..., ref | grpo(..., 0.02 * (ref - lp) ** 2) | the KL is k2
+1 grpo | ..., ref | grpo(..., 0) | there is no KL: the reference is not used
 # several departures at once
 1 grpo | ... | mean((lp - old).exp().clamp(0.8, 1.2) * A, mask) | wrong sign and mistake: token-mean
 1 grpo | ... | mean((lp - old).exp().clamp(0.8, 1.2) * A, mask) | both sides, without the min
