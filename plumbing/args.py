@@ -45,7 +45,7 @@ class RunArgs:
     # model
     model: str = flag("tiny-moe", "tiny-moe, or a folder or hub id of a causal LM")
     # data and reward
-    dataset: str = flag("addition", "addition, a file (.jsonl, .csv, .parquet, ...), a folder, or a hub id")
+    dataset: str = flag("addition", "addition, a file (.jsonl, .csv, ...), a folder, or a hub id")
     dataset_config: str = flag("", "config of a hub dataset, if it has several")
     dataset_split: str = flag("train", "split of a folder or hub dataset")
     prompt_column: str = flag("question", "column with the prompts: text or chat messages")
