@@ -97,7 +97,7 @@ def policy_loss(
                      padding or tool output, get no gradient and are excluded from all means
     num_tokens       response tokens in the whole optimizer step [None: this is the whole step]. Divide
                      it by what divides gradients later: DDP's world size, accelerate's accumulation
-                     steps. (HF Trainer: set loss_is_scaled_for_ga = True and don't divide by the steps.)
+                     steps. (HF Trainer: set loss_is_scaled_for_ga = True and don't divide by the steps)
     """
     if old_logprobs_BT is None:
         old_logprobs_BT = logprobs_BT.detach()
