@@ -52,7 +52,6 @@ class Run:
         self.uniform_iterations = 0  # consecutive ones in which all rewards of every group were equal
         self.early_end = ""  # why the run ends before its last iteration
         self.is_stopped = False  # by a signal
-        self.process = os.getpid()
         # Without resets the reference can be loaded from --model again.
         if args.ref_reset_every == 0:
             parts["reference"] = None
@@ -196,10 +195,6 @@ class Run:
     # -------------------------------------------------------------------------------- an iteration
 
     def on_signal(self, number, frame):
-        if os.getpid() != self.process:  # forked by a reward function, whose pool ends it by SIGTERM
-            if number == signal.SIGTERM:
-                os._exit(1)
-            return
         self.is_stopped = True
         self.say("stopping after this iteration")
         signal.signal(number, signal.SIG_DFL)  # the next one ends the program
@@ -322,6 +317,19 @@ class Run:
             scratch.rename(folder)
         for path in checkpoints_in(self.folder)[:-1]:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def reset_signals():
+    """In a process that a reward function forked: Ctrl-C is left to the run, and SIGTERM, by which a
+    pool ends its processes, acts at once. (A handler in Python acts between two bytecodes: a process
+    that gets the signal just before it waits for a lock would wait for ever.)"""
+    for kind, action in ((signal.SIGINT, signal.SIG_IGN), (signal.SIGTERM, signal.SIG_DFL)):
+        if getattr(signal.getsignal(kind), "__func__", None) is Run.on_signal:
+            signal.signal(kind, action)
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=reset_signals)
 
 
 def versions():
