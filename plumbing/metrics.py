@@ -93,9 +93,9 @@ def policy_stats(outputs, micro, is_first_step):
 @torch.no_grad()
 def router_stats(outputs, old_experts_BTLK, mask_BT, num_experts):
     """Statistics of the routers' own choices (not of replayed ones) for response tokens; {} for a dense
-    model. load_max: the largest share of a layer's choices that goes to one expert.
-    expert_flip_frac, if the old policy's experts are known: the share of (token, layer) pairs for which
-    the routers now choose different experts."""
+    model. load_max: the largest fraction of a layer's choices that goes to one expert.
+    expert_flip_frac, if the old policy's experts are known: the fraction of (token, layer) pairs for
+    which the routers now choose different experts."""
     L, K = outputs.experts_BTLK.shape[2:]
     if L == 0:
         return {}
@@ -112,7 +112,7 @@ def router_stats(outputs, old_experts_BTLK, mask_BT, num_experts):
 
 
 def sampler_routing_stats(batch, args):
-    """sampler_flip_frac: the share of (response token, layer) pairs where the sampler used different
+    """sampler_flip_frac: the fraction of (response token, layer) pairs where the sampler used different
     experts than the old policy's routers choose in the training forward, which replays the sampler's
     experts in earlier layers. {} unless both are known."""
     if args.routing_replay != "r3" or batch.old_experts_BTLK is None:
@@ -125,8 +125,8 @@ def sampler_routing_stats(batch, args):
 def correction_stats(batch, args):
     """{name: scalar}: how far the sampler is from the training forward, and what the weights that
     correct for it do, over tokens or, if a completion has one weight, over completions.
-    weight_effective_size: (sum w)^2 / (n sum w^2), the share of n samples that, weighted equally, would
-    have the same variance."""
+    weight_effective_size: (sum w)^2 / (n sum w^2), the fraction of n samples that, weighted equally,
+    would have the same variance."""
     stats = {}
     mask_BT = batch.mask_BT
     if args.old_logprobs == "trainer":
@@ -146,7 +146,7 @@ def correction_stats(batch, args):
 
 
 def critic_stats(values_BT, returns_BT, mask_BT):
-    """{"losses/explained_variance": share of the returns' variance that the critic's values explain};
+    """{"losses/explained_variance": the fraction of the returns' variance that the critic explains};
     {} for a single token, which has no variance."""
     if mask_BT.sum() < 2:
         return {}
