@@ -10,18 +10,14 @@ left out of the tables of results.
 
 import argparse
 import difflib
-import importlib
 import math
 import re
 import sys
 import textwrap
 
 import microscope as panels
-import pictures
 import stats
-import torch
 from experiments import ACTED, BUG_JOBS, STABILITY, SYMPTOMS, bug_variant, shown_bugs
-from repair import doctor, functions_of, load
 from scripts import MORE, ROOT, SCRIPTS, changed_lines, changes_of, differences_of, file_of, paper_of
 from scripts import parent_of, read, title_of
 from stats import interval, mean, mean_std, values
@@ -76,26 +72,6 @@ def lesson():
     # Line numbers would count from the first line above, not from that of the file.
     lines = [line for line in diff if not line.startswith("@@")]
     return ["```diff", *lines, "```"]
-
-
-def example():
-    """A group with rewards 1 0 0 0: each script's advantages, and its gradients at r = 1."""
-    lengths_B1 = torch.tensor([[3], [5], [4], [2]])
-    mask_BT = torch.arange(5) < lengths_B1
-    rewards_PG = torch.tensor([[1.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
-    zeros_BT = torch.zeros(4, 5, dtype=torch.float64)
-    longest = importlib.import_module("grpo").Args().max_new_tokens
-    rows = []
-    for name in SCRIPTS:
-        module = importlib.import_module(name)
-        if not hasattr(module, "compute_advantages"):  # ppo has no groups
-            continue
-        advantages_B1 = module.compute_advantages(rewards_PG).T
-        pulls_BT = pictures.gradient(name, zeros_BT, mask_BT, advantages_B1, max_new_tokens=longest)
-        numbers = [*advantages_B1[:2], *pulls_BT[:, :1]]
-        rows.append([f"`{name}`", *(f"{number.item():.3g}" for number in numbers)])
-    header = ["script", "A, right", "A, wrong", "pull, 3 (right)", "pull, 5", "pull, 4", "pull, 2"]
-    return markdown(header, rows, "lrrrrrr")
 
 
 def microscope():
@@ -212,17 +188,6 @@ def shows(sick, healthy):
     return found
 
 
-def diagnosis(bug):
-    """What the doctor says about the script's functions."""
-    for _, function, section in functions_of(load(bug["broken"]), bug["script"]):
-        _, _, lines = doctor.diagnosed(doctor.examine_shapes(function, section))
-        for line in lines:
-            kind, _, words = line.strip().partition(": ")
-            if kind == "mistake" or kind.startswith("your gradient"):
-                return words.replace("|", "\\|")
-    return ""
-
-
 def symptoms_found():
     """{(the bug's file, job): the metrics in which it shows}"""
     runs = stats.runs("symptoms")
@@ -257,12 +222,12 @@ def symptoms():
             words = ", ".join(metrics[:NUM_WORDS]) or "nowhere"
             rest = len(metrics) - NUM_WORDS
             cells.append(f"{words}, {rest} more" if rest > 0 else words)
-        cells += [diagnosis(bug), bug["fix"]]
+        cells.append(bug["fix"])
         num_found = sum(len(found[file, job]) for job in BUG_JOBS)
         rows.append((num_found, cells))
     rows.sort()
     return [
-        *markdown(["bug", *BUG_JOBS, "the doctor", "fix"], [row for _, row in rows]),
+        *markdown(["bug", *BUG_JOBS, "fix"], [row for _, row in rows]),
         "",
         symptoms_summary(),
     ]
@@ -270,7 +235,7 @@ def symptoms():
 
 # -------------------------------------------------------------------------------------------- pages
 
-MAKERS = [lesson, scripts, example, microscope, nine, stability, routing, symptoms]
+MAKERS = [lesson, scripts, microscope, nine, stability, routing, symptoms]
 PARTS = {make.__name__: make for make in MAKERS}
 PART = re.compile(r"<!-- generated: (\w+) -->.*?<!-- end: \1 -->", re.DOTALL)
 

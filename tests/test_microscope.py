@@ -6,34 +6,8 @@ import sys
 import numpy
 import pytest
 import torch
-from conftest import SCRIPTS
 
 import microscope
-import report
-
-
-def test_a_group_in_numbers():
-    """Rewards 1 0 0 0, answers of 3, 5, 4 and 2 tokens: A = 0.75 or -0.25, over a std of 0.5."""
-    rows = {}
-    for line in report.example()[2:]:
-        name, *numbers = (cell.strip(" `") for cell in line.strip("|").split("|"))
-        rows[name] = [float(number) for number in numbers]
-    lengths = [3, 5, 4, 2]
-    advantages = [1.5, -0.5, -0.5, -0.5]
-    assert rows.keys() == set(SCRIPTS) - {"ppo"}
-    for name, (right, wrong, *pulls) in rows.items():
-        weights = [1 / 4 / length for length in lengths]
-        if name in ("dapo", "cispo"):
-            weights = [1 / sum(lengths)] * 4
-        if name == "dr_grpo":
-            weights = [1 / 4 / 48] * 4
-        scale = 0.5 if name == "dr_grpo" else 1
-        assert (right, wrong) == (1.5 * scale, -0.5 * scale)
-        expected = [scale * A * weight for A, weight in zip(advantages, weights, strict=True)]
-        assert pulls == pytest.approx(expected, rel=5e-3)
-
-
-# ------------------------------------------------------------------------------------ the microscope
 
 
 @pytest.mark.extras
