@@ -16,7 +16,6 @@ import pytest
 import torch
 import transformers
 from conftest import ROOT, SUMS, save, script_args
-from rl_loss_vectors import doctor
 from test_losses import data, gradient_of, loss_of
 from tokenizers.processors import TemplateProcessing
 
@@ -110,15 +109,6 @@ def test_format_and_accuracy_are_added():
 
 
 # ----------------------------------------------------------------------------------------------- TRL
-
-
-@pytest.mark.extras
-@pytest.mark.parametrize("name", "grpo dr_grpo dapo gspo cispo gmpo sapo".split())
-def test_the_doctor_finds_in_trl_only_nan_in_masked_places(name):
-    from examples import doctor_trl
-
-    found = doctor.examine_shapes(vars(doctor_trl)[name], name)
-    assert doctor.diagnosed(found)[2] == [doctor.SPREADS]
 
 
 @pytest.fixture
