@@ -5,14 +5,21 @@
 Lines differ in style or lightness as well as color, so you can tell them apart in grayscale.
 """
 
+import argparse
+import importlib
+import inspect
 from collections import defaultdict
 from pathlib import Path
 
-import pictures
 import stats
+import torch
+from pictures import pyplot
 from scripts import SCRIPTS, changes_of, parent_of, title_of
 
 FIGURES = Path(__file__).parent / "figures"
+NUM_TOKENS = 10
+GAMMA = 0.8  # rspo's, here at its floor
+RATIOS_N = 3 ** torch.linspace(-1, 1, 121, dtype=torch.float64)
 STYLES = [("#000000", "-"), ("#0072b2", "--"), ("#e69f00", ":")]
 GRAY = ("#cccccc", "-")
 COLORS = {1: "#0072b2", -1: "#d55e00"}  # blue and vermilion, which color-blind readers can tell apart
@@ -24,10 +31,10 @@ WORDS = {  # script: [(ratio, pull, advantage, words)], if something needs to be
         (0.66, -2.1, -1, "all together"),
     ],
     "cispo": [(0.36, 1.4, 1, "no clip; r at most 5")],
-    "rspo": [(0.36, 1.4, 1, f"here γ is {pictures.GAMMA}")],
+    "rspo": [(0.36, 1.4, 1, f"here γ is {GAMMA}")],
     "sapo": [(0.36, 1.4, 1, "fades, is never 0")],
 }
-plt = pictures.pyplot()
+plt = pyplot()
 plt.rcParams |= {
     "font.size": 9,
     "axes.spines.top": False,
@@ -39,16 +46,37 @@ plt.rcParams |= {
 # ---------------------------------------------------------------------------- from the scripts
 
 
-def draw_pulls(axis, name, curves):
+def gradient(name, logprobs_NT, advantage, gamma):
+    """dJ / d log pi of all tokens, by autograd of the script's own loss, with all old log-probs 0."""
+    policy_loss = importlib.import_module(name).policy_loss
+    logprobs_NT = logprobs_NT.clone().requires_grad_()
+    ones_NT = torch.ones_like(logprobs_NT)
+    own = {"max_new_tokens": NUM_TOKENS, "router_shift_BT": gamma * ones_NT}
+    known = inspect.signature(policy_loss).parameters
+    own = {key: value for key, value in own.items() if key in known}
+    loss, _ = policy_loss(logprobs_NT, 0 * ones_NT, advantage * ones_NT[:, :1], ones_NT, **own)
+    return torch.autograd.grad(-loss, logprobs_NT)[0]
+
+
+def pulls(name, advantage, moved):
+    """The pull on the first of ten tokens, relative to r = 1, when `moved` of them have each ratio.
+    grpo's KL is left out because its pull does not depend on r."""
+    logprobs_NT = torch.zeros(len(RATIOS_N), NUM_TOKENS, dtype=torch.float64)
+    sizes_N = gradient(name, logprobs_NT, 1, 1)[:, 0]
+    logprobs_NT[:, :moved] = RATIOS_N.log()[:, None]
+    return gradient(name, logprobs_NT, advantage, GAMMA)[:, 0] / sizes_N
+
+
+def draw_pulls(axis, name):
     for advantage, color in COLORS.items():
         sign = {1: "+1", -1: "−1"}[advantage]
         axis.text(0.34, 2.6 * advantage, f"A = {sign}", color=color, va="center")
-        for moved, line in ((pictures.NUM_TOKENS, ":"), (1, "-")):
+        for moved, line in ((NUM_TOKENS, ":"), (1, "-")):
             if parent_of(name):
-                parent = curves[f"{parent_of(name)} {advantage:+d} {moved}"]
-                axis.plot(curves["ratio"], parent, line, color="#bbbbbb", linewidth=2.5, zorder=1)
-            pulls = curves[f"{name} {advantage:+d} {moved}"]
-            axis.plot(curves["ratio"], pulls, line, color=color, linewidth=1.8)
+                parent = pulls(parent_of(name), advantage, moved)
+                axis.plot(RATIOS_N, parent, line, color="#bbbbbb", linewidth=2.5, zorder=1)
+            own = pulls(name, advantage, moved)
+            axis.plot(RATIOS_N, own, line, color=color, linewidth=1.8)
     axis.set_title(title_of(name), loc="left", fontsize=11, fontweight="bold", pad=17)
     axis.text(0, 1.03, "; ".join(changes_of(name)[:2]), transform=axis.transAxes)
     for ratio, value, advantage, words in WORDS.get(name, ()):
@@ -63,12 +91,11 @@ def in_threes(names):
 
 def gradients():
     """The pull on a token's log-prob, over the token's ratio."""
-    curves = pictures.gradients(SCRIPTS)
     num_rows = len(in_threes(SCRIPTS))
     size = (8, 2.13 * num_rows)
     figure, axes = plt.subplots(num_rows, 3, figsize=size, sharex=True, sharey=True)
     for axis, name in zip(axes.flat, SCRIPTS, strict=False):
-        draw_pulls(axis, name, curves)
+        draw_pulls(axis, name)
     for axis in axes.flat[len(SCRIPTS) :]:
         axis.set_visible(False)
     axes[0, 0].set_xscale("log")
@@ -134,6 +161,8 @@ def nine():
 
 
 def main():
+    raw = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=__doc__, formatter_class=raw).parse_args()
     for draw in (gradients, nine):
         path = FIGURES / f"{draw.__name__}.png"
         draw().savefig(path, dpi=150, metadata={"Software": None})

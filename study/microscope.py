@@ -17,6 +17,7 @@ import textwrap
 import tomllib
 from pathlib import Path
 
+import scripts  # noqa: F401  puts the scripts' folder on the path
 import torch
 from pictures import pyplot
 

@@ -1,10 +1,9 @@
 """What the scripts say about themselves. A new script is found by its last line; its title, paper,
-parent and differences are read from its header, and its flags from its Args."""
+parent and differences are read from its header."""
 
 import ast
 import difflib
 import functools
-import importlib
 import re
 import sys
 from pathlib import Path
@@ -64,12 +63,6 @@ def changed_lines(parent, child):
     """How many lines are added or removed, not counting the header docstring."""
     diff = list(difflib.unified_diff(read(parent)[1], read(child)[1], lineterm=""))
     return sum(line.startswith(("+", "-")) for line in diff[2:])  # after the two names
-
-
-def flags_of(name):
-    """{flag: default} of the loop's knobs and the algorithm's own flags."""
-    args_class = importlib.import_module(name).Args
-    return {flag: getattr(args_class, flag) for flag in args_class.__annotations__}
 
 
 def named(pattern, prefix=""):
