@@ -12,7 +12,7 @@ import math
 import sys
 from pathlib import Path
 
-from pictures import pyplot
+import matplotlib.pyplot as plt
 
 PANELS = {  # title: keys in metrics.jsonl, whose values are added
     "reward": ["rollout/reward_mean"],
@@ -53,7 +53,6 @@ def held_out(folder):
 def draw(runs, panels):
     """The panels, the first of them with the held-out accuracy: greedy as a line, at temperature 1 as
     dots."""
-    plt = pyplot()
     plt.rcParams |= {"font.size": 9, "axes.titlesize": 9, "legend.frameon": False}
     num_columns = min(3, len(panels) + 1)
     num_rows = math.ceil((len(panels) + 1) / num_columns)

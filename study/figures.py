@@ -11,9 +11,9 @@ import inspect
 from collections import defaultdict
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import stats
 import torch
-from pictures import pyplot
 from scripts import SCRIPTS, changes_of, parent_of, title_of
 
 FIGURES = Path(__file__).parent / "figures"
@@ -34,7 +34,6 @@ WORDS = {  # script: [(ratio, pull, advantage, words)], if something needs to be
     "rspo": [(0.36, 1.4, 1, f"here γ is {GAMMA}")],
     "sapo": [(0.36, 1.4, 1, "fades, is never 0")],
 }
-plt = pyplot()
 plt.rcParams |= {
     "font.size": 9,
     "axes.spines.top": False,

@@ -19,7 +19,6 @@ from pathlib import Path
 
 import scripts  # noqa: F401  puts the scripts' folder on the path
 import torch
-from pictures import pyplot
 
 import rspo
 
@@ -216,7 +215,11 @@ PANELS = {panel.__name__: panel for panel in (rare, entropy, negative, clip, gro
 # ---------------------------------------------------------------------------------------- pictures
 
 
-def draw(plt, name):
+def draw(name):
+    import matplotlib.pyplot as plt  # here, since report.py and the tests need no picture
+
+    plt.rcParams |= {"font.size": 9, "axes.titlesize": 10, "axes.spines.top": False}
+    plt.rcParams |= {"axes.spines.right": False, "legend.frameon": False, "lines.markersize": 4}
     words = WORDS[name]
     plots = PANELS[name]()
     most = max(len(lines) for lines in plots)
@@ -246,12 +249,9 @@ def main():
     for name in names:
         if name not in PANELS:
             parser.error(f"no panel {name}; there are {', '.join(PANELS)}")
-    plt = pyplot()
-    plt.rcParams |= {"font.size": 9, "axes.titlesize": 10, "axes.spines.top": False}
-    plt.rcParams |= {"axes.spines.right": False, "legend.frameon": False, "lines.markersize": 4}
     torch.set_num_threads(1)
     for name in names:
-        path = draw(plt, name)
+        path = draw(name)
         seen = textwrap.fill(" ".join(WORDS[name]["seen"].split()), 100)
         print(f"{WORDS[name]['question']}\n{seen}\nThe picture: {path}\n")
 

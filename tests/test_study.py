@@ -11,7 +11,6 @@ import sys
 import pytest
 from conftest import MORE, ROOT, SCRIPTS, path_of, write_lines
 
-import curves
 import repair
 import report
 import scripts
@@ -40,6 +39,8 @@ def test_every_tool_runs_from_anywhere(tool, tmp_path):
 
 @pytest.mark.extras
 def test_curves_draw_the_evaluations_and_any_key(tmp_path):
+    import curves
+
     rows = [{"iteration": i, "losses/ratio_max": 1.5} for i in (1, 2)]
     evaluations = [{"iteration": 0, "greedy": {"accuracy": 0.4}, "sampled": {"accuracy": 0.3}}]
     evaluations.append({"iteration": 2, "greedy": {"accuracy": 0.9}})
