@@ -5,7 +5,6 @@ import sys
 
 import numpy
 import pytest
-import torch
 
 import microscope
 
@@ -19,18 +18,6 @@ def test_the_command_prints_question_answer_and_picture(monkeypatch, capsys, tmp
     assert printed.startswith("Which prompts get the gradient?\nWith the mean alone")
     assert str(tmp_path / "microscope_group.png") in printed
     assert (tmp_path / "microscope_group.png").stat().st_size > 10_000
-
-
-def test_a_policy_that_is_a_table_learns():
-    """The first rollout of the panels `rare` and `entropy`. Without a clip the right answer grows most;
-    with one it passes 1.2 times its probability, since wrong answers are pushed down."""
-    probs, rewards = (torch.tensor(values, dtype=torch.float64) for values in microscope.RARE)
-    sizes = []
-    for script, flags in microscope.OBJECTIVES.values():
-        sizes.append(microscope.train(script, flags, probs, rewards, rollouts=1)[1, 0].item())
-    slowest = sizes.pop()
-    assert 0.02 < slowest < 0.0225
-    assert sizes == sorted(sizes) and 0.024 < sizes[0] < 0.03 and sizes[-1] > 0.5
 
 
 def seen(name):
