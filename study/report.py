@@ -1,7 +1,6 @@
 """Writes the generated parts of README.md and study/README.md.
 
-    python study/report.py           # write
-    python study/report.py --check   # exit code 1 if a part is stale
+    python study/report.py
 
 A part is whatever stands between the comments <!-- generated: NAME --> and <!-- end: NAME -->. Its
 content comes from the scripts' headers, their diffs, and results/. A script without rows in results/ is
@@ -12,7 +11,6 @@ import argparse
 import difflib
 import math
 import re
-import sys
 import textwrap
 
 import microscope as panels
@@ -252,16 +250,9 @@ def filled(text):
 
 def main():
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("--check", action="store_true", help="write nothing; is everything up to date?")
-    args = parser.parse_args()
+    argparse.ArgumentParser(description=__doc__, formatter_class=raw).parse_args()
     for path in FILES:
-        text = path.read_text()
-        new = filled(text)
-        if not args.check:
-            path.write_text(new)
-        elif new != text:
-            sys.exit(f"{path}: stale, run python study/report.py")
+        path.write_text(filled(path.read_text()))
 
 
 if __name__ == "__main__":
