@@ -1,5 +1,5 @@
-"""study/: the pictures show what the scripts do, the page shows the scripts, and the repair shop tells
-a fixed script from a broken one."""
+"""study/: the tools run, the page shows the scripts, and the repair shop tells a fixed script from a
+broken one."""
 
 import functools
 import html
