@@ -35,4 +35,7 @@ for (const [id, name] of [["left", left], ["right", right]]) {
   find(id).onchange = () => find(id).form.submit();
 }
 document.title = `${left} and ${right}, side by side`;
-find("diff").innerHTML = data.blocks[`${left},${right}`].map((block) => rows(left, right, block)).join("");
+const blocks = data.blocks[`${left},${right}`];
+find("diff").innerHTML = blocks
+  ? blocks.map((block) => rows(left, right, block)).join("")
+  : "The address names a script that does not exist.";

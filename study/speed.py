@@ -9,7 +9,7 @@ weights, 32 prompts x 8 completions of at most 48 tokens: the medians of both, a
 and maximum of their ratio. On a CPU everything uses one thread.
 
 trl       Needs examples/requirements.txt. TRL's trainer with grpo.py's loss, flags and 16 steps samples
-          with generate(). The learning rate is 1e-9, so that lengths stay equal.
+          with generate(). --lr 2e-4 is grpo.py's; the default, 1e-9, keeps the lengths equal.
 memory    64 prompts x 8 completions of at most 512 tokens. --model is the folder or hub id of a model,
           such as Qwen/Qwen2.5-0.5B. Without a GPU the memory is nan.
 """
@@ -117,8 +117,8 @@ def generate(policy, problems, args):
 # ------------------------------------------------------------------------------------- an iteration
 
 
-def trl(device, num_pairs):
-    flags = f"--lr 1e-9 --iterations {ITERATIONS} --num_held_out 8"
+def trl(device, num_pairs, lr):
+    flags = f"--lr {lr} --iterations {ITERATIONS} --num_held_out 8"
     use_cpu = "--use_cpu" if device == "cpu" else ""
     pairs = []
     for _ in range(num_pairs):
@@ -154,13 +154,14 @@ def main():
     parser.add_argument("command", choices=["sampler", "trl", "memory"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--lr", default="1e-9", help="for trl")
     parser.add_argument("--model", default="tiny-moe", help="for memory")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.command == "sampler":
         sampler(args.device, args.pairs)
     elif args.command == "trl":
-        trl(args.device, args.pairs)
+        trl(args.device, args.pairs, args.lr)
     else:
         memory(args.device, args.model)
 
