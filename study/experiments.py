@@ -138,7 +138,7 @@ def bug_jobs():
 ACTED_COLUMNS = {column: (key, 0) for column, (key, _) in ACTED.items()}
 EXPERIMENTS = {
     "nine": Experiment(crossed(range(1, 6), NINE, DEFAULTS), ACTED_COLUMNS, has_curves=True),
-    "more": Experiment(crossed(range(1, 4), NINE, MORE_DEFAULTS), has_curves=True),
+    "more": Experiment(crossed(range(1, 4), NINE, MORE_DEFAULTS)),
     "stability": Experiment(crossed(range(1, 4), SHORT, STABILITY_RUNS)),
     "routing": Experiment(crossed(range(201, 204), SHORT, ROUTING), ROUTING_COLUMNS),
     "symptoms": Experiment(bug_jobs(), SYMPTOMS),

@@ -3,8 +3,8 @@
     python study/sweep.py nine [--jobs 2]     # or several names, or all
 
 Each run is one command line, with one thread; its log stays in runs/sweep/. For an experiment X,
-results/X.csv has a row for each run; nine and more also have results/X_curves.csv, with a row for every
-fourth iteration. An interrupted sweep continues where it stopped: a run that has a row is not repeated.
+results/X.csv has a row for each run; nine also has results/nine_curves.csv, with a row for every fourth
+iteration. An interrupted sweep continues where it stopped: a run that has a row is not repeated.
 To measure again, delete the files.
 """
 
