@@ -9,23 +9,17 @@ to guess which gradient is due at a tie.
 
 import argparse
 import json
-import math
 import sys
 from pathlib import Path
+
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from rl_loss_vectors import VECTORS, reference
 
+RESULTS = {"value", "gradient", "terms", "denominator"}
 FILE = Path(__file__).parent / "rl_loss_vectors" / "vectors.json"
-
-
-def is_near(x, y):
-    """Equal up to what another CPU may round differently."""
-    if isinstance(x, list) and isinstance(y, list) and len(x) == len(y):
-        return all(map(is_near, x, y))
-    is_number = isinstance(x, float) and isinstance(y, float)
-    return math.isclose(x, y, rel_tol=1e-12, abs_tol=1e-15) if is_number else x == y
 
 
 def main():
@@ -34,8 +28,9 @@ def main():
     for section, about in VECTORS["sections"].items():
         for case in about["cases"]:
             results = reference.with_results(section, case)
-            for name in results:
-                if not is_near(results[name], case[name]):
+            for name in RESULTS & {*results}:
+                # Another CPU may round differently; that changes nothing.
+                if case[name] is None or not np.allclose(results[name], case[name], 1e-12, 1e-15):
                     case[name] = results[name]
     text = json.dumps(VECTORS)
     for start in ('"id"', '"inputs"', '"keywords"', '"value"', '"gradient"', '"terms"', '"arguments"'):

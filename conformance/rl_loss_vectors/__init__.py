@@ -1,12 +1,12 @@
 """Test vectors for the losses of PPO, GRPO, Dr. GRPO, DAPO, GSPO, CISPO, GMPO, RSPO, SAPO and others.
 
-    from rl_loss_vectors import VECTORS, cases
+    from rl_loss_vectors import VECTORS, diagnose
 
-`VECTORS` is vectors.json as a dict; `cases` parametrizes a pytest test. The doctor, which names what is
-wrong with a loss, is `python -m rl_loss_vectors`. The vectors are in the public domain (CC0).
+`VECTORS` is vectors.json as a dict; `diagnose` names what is wrong with a loss, and so does
+`python -m rl_loss_vectors`. The vectors are in the public domain (CC0).
 """
 
-from rl_loss_vectors.doctor import cases
+from rl_loss_vectors.doctor import diagnose
 from rl_loss_vectors.vectors import VECTORS, Subject
 
-__all__ = ["VECTORS", "Subject", "cases"]
+__all__ = ["VECTORS", "Subject", "diagnose"]

@@ -3,13 +3,12 @@ an entry of mistakes.py or measure.py, or where and by how much it differs (expl
 
 import dataclasses
 import itertools
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from rl_loss_vectors import explain, measure, mistakes, reference
-from rl_loss_vectors.vectors import GROUPS, SHAPES, Answer, Misfit, Subject, same
+from rl_loss_vectors.vectors import GROUPS, SHAPES, Answer, Misfit, Subject, expected, same
 
 SPREADS = "variant: NaN in masked places spreads: the mask is a factor, no torch.where [TRL, verl]"
 AFTER_EXP = "variant: NaN in masked places reaches the gradient: mask the log-ratio before exp"
@@ -17,7 +16,7 @@ SPECIAL = ["masked_places", "large_ratios", "kl", "micro_batches", "settings", "
 SPECIAL += ["equal_rewards"]
 
 
-def examine_shapes(function, section, fixed=None):
+def examine_shapes(function, section, fixed):
     """[(subject, its results)] for each shape that the function takes, the one for which most cases
     agree first. A function that takes no bool mask gets one of 0 and 1, one that takes no float64 gets
     float32."""
@@ -29,7 +28,7 @@ def examine_shapes(function, section, fixed=None):
         found = []
         for shape in shapes:
             try:
-                subject = Subject(function, section, shape, mask, dtype, fixed or {})
+                subject = Subject(function, section, shape, mask, dtype, fixed)
                 plain = [case for case in subject.cases if is_plain(case)]
                 constants = measure.own_constants(subject, plain)
                 subject = dataclasses.replace(subject, constants=constants)
@@ -48,10 +47,10 @@ def is_plain(case):
 
 def failures(subject, results):
     """To sort by: most cases agree, then fewest raise."""
-    num_agree = sum(is_right(subject, *pair) for pair in answered(results))
+    num_agree = sum(is_right(*pair) for pair in answered(results))
     if subject.section in mistakes.GROUPS:  # another arrangement only if it is right
         of_paper = [pair for pair in answered(results) if pair[0]["kind"] == "paper"]
-        num_agree = all(is_right(subject, *pair) for pair in of_paper)
+        num_agree = all(is_right(*pair) for pair in of_paper)
     return -num_agree, sum(isinstance(found, Exception) for _, found in results)
 
 
@@ -78,18 +77,17 @@ def answered(results):
     return [(case, found) for case, found in results if isinstance(found, Answer)]
 
 
-def is_right(subject, case, answer):
-    return same(answer, *subject.expected(case), case["tolerance"]["float32"])
+def is_right(case, answer):
+    return same(answer, expected(case), case["tolerance"]["float32"])
 
 
 def gives(section, case, change, answer):
     """Whether an entry gives the answer. Some cannot be evaluated in some cases: no."""
     try:
-        value, gradient = reference.evaluate(section, case, change)
+        changed = Answer(*reference.evaluate(section, case, change))
     except Exception:
         return False
-    gradient = None if gradient is None else gradient.numpy()
-    return same(answer, value.numpy(), gradient, case["tolerance"]["float32"])
+    return same(answer, changed, case["tolerance"]["float32"])
 
 
 def named(section, tested, measured=()):
@@ -139,19 +137,28 @@ def special_lines(section, tested, words, change, known):
     return lines
 
 
-def diagnosed(found):
+def examined(function, section, fixed):
     """(subject, its results, the diagnosis) for the shape of advantages that suits a function best:
     where as many cases agree, the one in which its mistake is known."""
-    options = {}
+    found = examine_shapes(function, section, fixed)
+    options = []
     for subject, results in found:
-        answers = str(answered(results))
-        if failures(subject, results) == failures(*found[0]) and answers not in options:
-            options[answers] = (subject, results, diagnosis(subject, results))
-    return min(options.values(), key=lambda option: "unknown" in " ".join(option[2]))
+        if failures(subject, results) == failures(*found[0]):
+            lines = diagnosis(subject, results)
+            options.append((subject, results, lines))
+            if "unknown" not in " ".join(lines):
+                return options[-1]
+    return options[0]
+
+
+def diagnose(function, section, **fixed):
+    """What is wrong with a function, in lines: none if it is right, for the assertion of a test.
+    fixed: other parameters of the function."""
+    return examined(function, section, fixed)[2]
 
 
 def diagnosis(subject, results):
-    """Lines; none if the function is healthy in all cases that were tested."""
+    """Lines; none if the function is right in all cases that were tested, and these are enough."""
     tested = []
     lines = []
     for case, answer in answered(results):
@@ -161,15 +168,19 @@ def diagnosis(subject, results):
             lines = [AFTER_EXP if is_late or lines == [AFTER_EXP] else SPREADS]
         else:
             tested.append((case, answer))
-    wrong = [pair for pair in tested if not is_right(subject, *pair)]
+    raising = [case["id"] for case, found in results if isinstance(found, Exception)]
+    if raising:
+        lines.append(f"it raises an error in {', '.join(raising)}")
+    wrong = [pair for pair in tested if not is_right(*pair)]
     if not wrong:
-        return lines
+        too_few = ["fewer than five cases apply: too few to tell"]
+        return lines + (too_few if len(answered(results)) < 5 else [])
     measured = measure.entries(subject, [case for case, _ in tested if is_plain(case)])
     found = named(subject.section, tested, measured)
     if not found:
         found = ["unknown: no known mistake gives these numbers"]
         plain = [pair for pair in tested if is_plain(pair[0])]
-        if all(same(answer, *subject.expected(case), 2e-2) for case, answer in plain):
+        if all(same(answer, expected(case), 2e-2) for case, answer in plain):
             found.append("  all are within 2%: computed in bfloat16, or a small term is added")
     if "unknown" in " ".join(found):
         found += [f"  {line}" for line in explain.explanation(subject, wrong, measured)]
@@ -183,52 +194,15 @@ def needed_flag(line):
     return "--allow-clamp" if line.startswith(measure.CLAMP) and " and " not in line else None
 
 
-def report(subject, case, answer):
+def report(case, answer):
     """A line about a case."""
     about = f"{case['id']} {case['name']}"
     if isinstance(answer, str):
         return f"  n/a      {about}: {answer}"
     if isinstance(answer, Exception):
         return f"  RAISES   {about}: {type(answer).__name__} {' '.join(str(answer).split())}"
-    if is_right(subject, case, answer):
+    if is_right(case, answer):
         return f"  agrees   {about}"
-    pairs = zip(answer, subject.expected(case), strict=True)
+    pairs = zip(answer, expected(case), strict=True)
     off = [f"{np.abs(x - y).max():.2g}" for x, y in pairs if y is not None]
     return f"  DIFFERS  {about}: off by {', the gradient by '.join(off)}"
-
-
-# ------------------------------------------------------------------------------ for a pytest suite
-
-
-class Check(NamedTuple):
-    """A case and the function that is to pass it: `check()` in the body of a test."""
-
-    subject: Subject
-    case: dict
-
-    def check(self):
-        """An AssertionError with the diagnosis of all cases, if the function does not agree."""
-        answer = self.subject.answer(self.case)
-        if not is_right(self.subject, self.case, answer):
-            raise AssertionError("\n".join(diagnosis(self.subject, examine(self.subject))))
-
-
-def cases(section, call, xfails=(), **how):
-    """The cases of a section for `pytest.mark.parametrize`, each with its id; `how`: as in Subject.
-
-    Cases that do not apply are skipped. xfails: ids of known differences. They are strict: when one
-    starts to pass, its test fails.
-    """
-    import pytest
-
-    subject = Subject(call, section, **how)
-    parameters = []
-    for case in subject.cases:
-        why_not = subject.why_not(case)
-        marks = []
-        if why_not:
-            marks = [pytest.mark.skip(reason=why_not)]
-        elif case["id"] in xfails:
-            marks = [pytest.mark.xfail(strict=True, raises=AssertionError)]
-        parameters.append(pytest.param(Check(subject, case), id=case["id"], marks=marks))
-    return parameters

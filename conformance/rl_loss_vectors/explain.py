@@ -1,10 +1,11 @@
-"""What answers are made of, where no known mistake gives them: for losses the weights on tokens by
-their ratio, for advantages a straight line of the rewards, else the smallest case, token by token."""
+"""Where no known mistake gives the answers: what weights a loss puts on tokens by their ratio, or else
+the smallest case that differs, number by number."""
 
 import numpy as np
 
 from rl_loss_vectors import measure
 from rl_loss_vectors.reference import LOSSES, evaluate
+from rl_loss_vectors.vectors import expected
 
 RATIOS = [1, 0.5, 0.9, 0.999, 1.001, 1.1, 1.5, 5]
 
@@ -12,12 +13,8 @@ RATIOS = [1, 0.5, 0.9, 0.999, 1.001, 1.1, 1.5, 5]
 @np.errstate(all="ignore")
 def explanation(subject, wrong, measured):
     """Lines about [(case, answer)], none of which is right."""
-    rows = [(case, answer, *subject.expected(case)) for case, answer in wrong]
-    found = []
-    if subject.section in LOSSES:
-        found = lines_of_loss(subject, rows, measured)
-    elif subject.about["arguments"] == ["rewards"]:
-        found = lines_of_groups(rows)
+    rows = [(case, answer, *expected(case)) for case, answer in wrong]
+    found = lines_of_loss(subject, rows, measured) if subject.section in LOSSES else []
     return found or smallest_case(rows)
 
 
@@ -59,7 +56,7 @@ def lines_of_loss(subject, rows, measured):
     try:
         size = np.abs(measure.asked(subject, np.zeros(2), [0, 0])[0].gradient).max()
         yours, cases = measure.weights(subject, np.log(RATIOS[1:]))
-        ours = [-evaluate(subject.section, x)[1].numpy().sum(1) / A for A, x in cases.items()]
+        ours = [-evaluate(subject.section, x)[1].sum(1) / A for A, x in cases.items()]
     except Exception:  # of a function that does not take such cases
         return lines
     if size > 1e-9:
@@ -70,27 +67,3 @@ def lines_of_loss(subject, rows, measured):
             lines += [f"where {A}, by r:   {in_columns(RATIOS)}"]
             lines += [f"  your weight     {in_columns(your)}", f"  our weight      {in_columns(our)}"]
     return lines
-
-
-def lines_of_groups(rows):
-    """A = k (R - baseline) in the groups that differ, at most three."""
-    lines = []
-    for case, answer, expected, _ in rows:
-        rewards = np.array(case["inputs"]["rewards"])
-        for R, yours, ours in zip(rewards, answer.value, expected, strict=True):
-            found = line_of(R, yours)
-            right = line_of(R, ours)
-            if found != right:
-                group = ", ".join(f"{x:g}" for x in R)
-                lines.append(f"in a group of {group} your A is {found}, not {right}")
-    return lines[:3]
-
-
-def line_of(R, A):
-    """Words for advantages, as a straight line of the rewards of their group."""
-    if np.ptp(R) == 0:
-        return f"{A[0]:.6g}"
-    k, shift = np.polyfit(R, A, 1)
-    if not near(k * R + shift, A).all():
-        return "no straight line of the reward (are groups mixed?)"
-    return f"{k:.6g} (R - {round(-shift / k, 9) + 0:.6g})"

@@ -397,7 +397,7 @@ def batch_of(section, case):
 
 
 def evaluate(section, case, change=None, b=None):
-    """(value, gradient or None) of the objective, or of what an entry of mistakes.py makes of it."""
+    """(value, gradient or None) as arrays; change: of an entry of mistakes.py."""
     b = b or batch_of(section, case)
     objective = globals()[section]
     first = getattr(b, next(iter(case["inputs"])))
@@ -406,12 +406,12 @@ def evaluate(section, case, change=None, b=None):
     if section in LOSSES:
         value = -value
     if "gradient" not in case:
-        return value, None
+        return value.numpy(), None
     value = torch.as_tensor(value, dtype=torch.float64)
     total = (value * torch.tensor(case.get("coefficients", 1))).sum()
     total = total + 0 * first.nan_to_num().sum()  # a gradient even if nothing depends on it
     (gradient,) = torch.autograd.grad(total, first)
-    return value.detach(), gradient
+    return value.detach().numpy(), gradient.numpy()
 
 
 def terms_of_loss(b, section):

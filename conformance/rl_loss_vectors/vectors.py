@@ -37,11 +37,15 @@ def close(x, y, tolerance):
     return bool((is_near | np.isnan(y) | (x == y)).all())
 
 
-def same(answer, value, gradient, tolerance):
-    """Whether an answer is (value, gradient)."""
-    if not close(answer.value, value, tolerance):
+def same(answer, other, tolerance):
+    if not close(answer.value, other.value, tolerance):
         return False
-    return gradient is None or close(answer.gradient, gradient, tolerance)
+    return other.gradient is None or close(answer.gradient, other.gradient, tolerance)
+
+
+def expected(case):
+    gradient = np.array(case["gradient"]) if "gradient" in case else None
+    return Answer(np.array(case["value"], float), gradient)
 
 
 class Misfit(Exception):
@@ -93,7 +97,7 @@ class Subject:
         """Whether the answer is the same without these keywords."""
         if not self.takes_all and not self.takes(names.BATCH):
             return True
-        return same(self.answer(case, keys), *self.answer(case), 1e-9)
+        return same(self.answer(case, keys), self.answer(case), 1e-9)
 
     def why_not(self, case):
         """The reason why a case does not apply, or None."""
@@ -150,11 +154,6 @@ class Subject:
                 fields[name] = x.to(self.dtype)
         return fields | {key: case[key] for key in COUNTS if key in case}
 
-    def expected(self, case):
-        """(value, gradient or None)"""
-        gradient = np.array(case["gradient"]) if "gradient" in case else None
-        return np.array(case["value"], float), gradient
-
     def call(self, part):
         mine = {*self.given.values(), *self.about["arguments"], "group_size"}
         others = {key: x for key, x in part.items() if self.takes_all and key not in mine}
@@ -192,8 +191,8 @@ class Subject:
     def answer(self, case, without=()):
         """Its answer in a case; `without` some of the keywords."""
         fields = self.fields(case)
-        expected, expected_gradient = self.expected(case)
-        gradient = None if expected_gradient is None else np.zeros(expected_gradient.shape)
+        ours = expected(case)
+        gradient = None if ours.gradient is None else np.zeros(ours.gradient.shape)
         value = 0
         for rows in case.get("micro_batches", [slice(None)]):
             part = {key: x[rows] if torch.is_tensor(x) else x for key, x in fields.items()}
@@ -207,11 +206,11 @@ class Subject:
             if gradient is not None:
                 gradient[rows] = gradient_of(output, first, case.get("coefficients", 1))
             value = value + output.detach().cpu().double().numpy()
-        if expected.size > 1:
-            value = shaped(value, expected, case)
+        if ours.value.size > 1:
+            value = shaped(value, ours.value, case)
         elif value.size != 1:
             raise ValueError(f"a loss is one number, not a tensor of shape {value.shape}")
-        return Answer(value.reshape(expected.shape), gradient)
+        return Answer(value.reshape(ours.value.shape), gradient)
 
     def notes(self):
         """Lines: what got what, and what was adapted to the function."""
