@@ -34,13 +34,11 @@ def arguments(program):
     add("--allow-nan", const="--allow-nan", help=nan_help, **allow)
     clamp_help = "the same for ratios that are clamped at 10 or more"
     add("--allow-clamp", const="--allow-clamp", help=clamp_help, **allow)
-    set_help = "a parameter of yours, also of a class that has to be made; config.x=... makes a config"
+    set_help = "a parameter of yours, also of a constructor; config.x=... makes a config"
     add("--set", action="append", default=[], metavar="NAME=VALUE", help=set_help)
     args = parser.parse_args()
     if args.what in ("loss", "advantages") and args.algorithm is None:
         parser.error("--algorithm is needed")
-    if ":" not in args.target:
-        parser.error(f"the target is FILE.py:FUNCTION, not {args.target}")
     args.section = args.what
     if args.what == "loss":
         args.section = args.algorithm

@@ -1,5 +1,5 @@
 """Is a function the one in the paper? Runs it on its section of the vectors, and says what is wrong:
-an entry of mistakes.py or measure.py, or where and by how much it differs (explain.py)."""
+an entry of mistakes.py or measure.py, or else what measure.py finds about its weights."""
 
 import dataclasses
 import itertools
@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import torch
 
-from rl_loss_vectors import explain, measure, mistakes, reference
+from rl_loss_vectors import measure, mistakes, reference
 from rl_loss_vectors.vectors import GROUPS, SHAPES, Answer, Misfit, Subject, expected, same
 
 SPREADS = "variant: NaN in masked places spreads: the mask is a factor, no torch.where [TRL, verl]"
@@ -178,12 +178,13 @@ def diagnosis(subject, results):
     measured = measure.entries(subject, [case for case, _ in tested if is_plain(case)])
     found = named(subject.section, tested, measured)
     if not found:
-        found = ["unknown: no known mistake gives these numbers"]
+        ids = ", ".join(case["id"] for case, _ in wrong)
+        found = [f"unknown: no known mistake gives these numbers: {ids}"]
         plain = [pair for pair in tested if is_plain(pair[0])]
         if all(same(answer, expected(case), 2e-2) for case, answer in plain):
             found.append("  all are within 2%: computed in bfloat16, or a small term is added")
-    if "unknown" in " ".join(found):
-        found += [f"  {line}" for line in explain.explanation(subject, wrong, measured)]
+    if "unknown" in " ".join(found) and subject.section in reference.LOSSES:
+        found += [f"  {line}" for line in measure.explanation(subject, measured)]
     return found + lines
 
 

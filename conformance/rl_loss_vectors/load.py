@@ -9,10 +9,8 @@ import runpy
 import sys
 from pathlib import Path
 
-from rl_loss_vectors import names
 from rl_loss_vectors.vectors import Misfit
 
-CONSTANTS = {"clip_eps_low": 0.2, "clip_eps_high": 0.2, "kl_coef": 0.04}
 KEPT = ("staticmethod", "classmethod", "property", "dataclass")  # decorators
 IMPORTS = (ast.Import, ast.ImportFrom)
 DEFINITIONS = (ast.FunctionDef, ast.ClassDef)
@@ -108,7 +106,7 @@ def load(target, fixed):
     path = path if path.endswith(".py") else path.replace(".", "/") + ".py"
     places = [Path(folder, path) for folder in (".", *sys.path) if Path(folder, path).is_file()]
     if not places:
-        raise Misfit(f"no file {path}")
+        raise Misfit(f"no file {path}: the target is FILE.py:FUNCTION")
     path = str(places[0])
     sys.path.insert(0, str(Path(path).parent))
     first, *attributes = name.split(".")
@@ -134,14 +132,6 @@ def load(target, fixed):
 
 
 def made(cls, fixed):
-    """An instance, whose constructor gets what is set, and our usual constants if it needs them."""
-    given = {}
-    for name, parameter in [*inspect.signature(cls.__init__).parameters.items()][1:]:
-        key = names.first_of(names.KEYWORDS, name)
-        if name in fixed:
-            given[name] = fixed[name]
-        elif parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
-            if key not in CONSTANTS:
-                raise Misfit(f"the constructor of {cls.__name__} needs {name}: pass --set {name}=...")
-            given[name] = CONSTANTS[key]
-    return cls(**given)
+    """An instance, whose constructor gets what is set."""
+    taken = inspect.signature(cls).parameters
+    return cls(**{name: x for name, x in fixed.items() if name in taken})

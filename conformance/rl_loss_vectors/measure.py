@@ -11,6 +11,7 @@ from rl_loss_vectors.mistakes import CLIPPED, k3, pieces, setting, together
 from rl_loss_vectors.reference import evaluate, with_results
 
 GRID = np.geomspace(1e-5, 30, 80)  # of log-ratios
+RATIOS = [1, 0.5, 0.9, 0.999, 1.001, 1.1, 1.5, 5]
 NEAR = 1e-3
 CLAMP = "variant: right, but no gradient where "
 
@@ -140,8 +141,8 @@ def defaults(subject):
 
 
 def weights(subject, log_ratios, signs=(1, -1)):
-    """Your dJ / dlogprob over A for A = 1 and A = -1, the first of them that at a ratio of 1, in units
-    of the latter for A = 1; and the cases"""
+    """Your dJ / dlogprob over A for A = 1 and A = -1, at a ratio of 1 and at others, divided by the
+    first; and the cases"""
     x = np.concatenate([[0], log_ratios])
     cases = {A: asked(subject, x, np.full(len(x), A))[1] for A in signs}
     table = np.array([of_policy(subject, case).sum(1) / A for A, case in cases.items()])
@@ -281,3 +282,30 @@ def kl(subject, plain, found):
 def estimator(k, of, c=1):
     change = pieces(k3=lambda log_x: c * k(log_x))
     return together(change, setting(ref_logprobs=lambda b: b.old_logprobs)) if of == "old" else change
+
+
+# ------------------------------------------------------------------------- where all this is not enough
+
+
+@np.errstate(all="ignore")
+def explanation(subject, measured):
+    """Lines: what was measured, and the weights of tokens by their ratio."""
+    lines = [f"what was measured: {name}" for name, _ in measured]
+    try:
+        size = np.abs(asked(subject, np.zeros(2), [0, 0])[0].gradient).max()
+        yours, cases = weights(subject, np.log(RATIOS[1:]))
+        ours = [-evaluate(subject.section, x)[1].sum(1) / A for A, x in cases.items()]
+    except Exception:  # of a function that does not take such cases
+        return lines
+    if size > 1e-9:
+        lines.append(f"a term has no advantage: where every A is 0 your gradient is up to {size:.2g}")
+    ours = np.array(ours) / abs(ours[0][0])
+    for A, your, our in zip(("A > 0", "A < 0"), yours, ours, strict=True):
+        lines.append(f"where {A}, by r:   {in_columns(RATIOS)}")
+        lines.append(f"  your weight     {in_columns(your)}")
+        lines.append(f"  our weight      {in_columns(our)}")
+    return lines
+
+
+def in_columns(row):
+    return " ".join(f"{x:9.4g}" for x in row)

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 
 from rl_loss_vectors import reference
-from rl_loss_vectors.reference import LOSSES, gate, k3, log_mu_over_pi, log_ratio, ratio, tokens
+from rl_loss_vectors.reference import LOSSES, gate, k3, log_ratio, tokens
 
 # ------------------------------------------------------------------------------------ ways to change
 
@@ -65,15 +65,10 @@ def every_pair(J, b):
     return sum(J(each) for each in rolled) / len(rolled)
 
 
-def arithmetic_mean(b, i):
-    return torch.stack([ratio(b, i, t) for t in tokens(b, i)]).mean()
-
-
 # ---------------------------------------------------------------------------------------- the entries
 
 CLIPPED = ["ppo", "grpo", "grpo_offpolicy", "dr_grpo", "dapo", "gspo", "vapo"]
 BY_ROOT = ["gspo", "gmpo", "rspo"]
-OFFPOLICY = ["grpo_offpolicy"]
 WITH_RATIO = [*CLIPPED, "gmpo", "rspo", "cispo", "sapo"]
 BY_LENGTH = [name for name in WITH_RATIO if name != "dr_grpo"]  # where |o| counts
 STANDARDIZED = ["group_advantages", "grouped_advantages"]
@@ -107,7 +102,6 @@ mistake("the advantages whitened again", LOSSES, whitened_again)
 swapped = setting(tau_pos=lambda b: b.tau_neg, tau_neg=lambda b: b.tau_pos)
 mistake("every ratio times every A: (B,) times (B, 1)", BY_ROOT, every_pair)
 mistake("a ratio for each token: GRPO's", ["gspo"], lambda J, b: reference.grpo(b))
-mistake("an arithmetic instead of a geometric mean", ["gspo"], pieces(sequence_ratio=arithmetic_mean))
 mistake("a root by the padded width, not by |o|", BY_ROOT, pieces(length=lambda b, i: b.mask.shape[1]))
 mistake("a product instead of a geometric mean", BY_ROOT, pieces(length=lambda b, i: 1))
 mistake("the ratio is always 1", WITH_RATIO, setting(old_logprobs=lambda b: b.logprobs.detach()))
@@ -119,10 +113,6 @@ mistake("a gradient through the weight", ["cispo"], pieces(stopped=lambda x: x))
 variant("k3 clamped at 10 [verl]", ["grpo"], pieces(k3=lambda log_x: k3(log_x).clamp(max=10)))
 variant("k3 times r, unasked [TRL: default]", ["grpo"], setting(kl_is_corrected=True))
 variant("a cap of 0.2 [TRL: default]", ["cispo"], setting(is_weight_cap=0.2))
-
-# The off-policy mask.
-mistake("log(pi / mu)", OFFPOLICY, pieces(log_mu_over_pi=lambda b, i, t: -log_mu_over_pi(b, i, t)))
-mistake("no sampler: log(pi_old / pi)", OFFPOLICY, setting(rollout_ratio=None))
 
 # Advantages.
 

@@ -5,7 +5,6 @@ import re
 from rl_loss_vectors.reference import LOSSES
 
 COUNTS = ["num_sequences", "num_tokens"]
-BATCH = "whatever it asks for"
 RETURNS = "returns - old_values"  # an advantage of the value loss
 NEVER = "kl|ratio|entrop|value|reward|return|ids?$|index|temperature|logit|label|weight|model|loss|step"
 # In each list, the first pattern that is in a name counts.
@@ -113,26 +112,5 @@ def assign(parameters, about, section, fixed):
     by_order = {}
     if len(free) >= len(rest) or not given:
         by_order = dict(zip(free, rest, strict=False))
-    elif len(free) == 1:
-        given[free.pop()] = BATCH
     left += [name for name in free if name not in by_order]
     return given | by_order, [*by_order], left
-
-
-class Batch:
-    """An object that has the arguments of a loss under any name; its log-probs are the old ones."""
-
-    def __init__(self, part):
-        self.__part = part
-
-    def __getattr__(self, name):
-        role = first_of(LOSS_ROLES, name)
-        role = "old_logprobs" if role == "logprobs" else role
-        if role not in self.__part:
-            raise AttributeError(name)
-        return self.__part[role]
-
-    __getitem__ = __getattr__
-
-    def get(self, name, default=None):
-        return getattr(self, name, default)

@@ -11,10 +11,8 @@ from types import SimpleNamespace
 import torch
 
 LOSSES = "ppo grpo dr_grpo dapo gspo cispo gmpo rspo sapo reinforce rloo vapo grpo_offpolicy".split()
-BOOLEAN = ["mask", "is_right"]
-INTEGER = ["indices", "group_ids", "rollout_ids"]
-
-
+DTYPES = dict.fromkeys(["mask", "is_right"], torch.bool)
+DTYPES |= dict.fromkeys(["indices", "group_ids", "rollout_ids"], torch.int64)
 ABSENT = {"ref_logprobs": None, "rollout_ratio": None, "clip_level": "token", "offpolicy_mask": 0}
 ABSENT |= {"bootstrap": torch.zeros(5, 1)}
 
@@ -113,19 +111,17 @@ def is_dropped(b, i):
 
 
 def grpo(b):
-    def policy_term(i, t):
-        return 0 * b.logprobs[i, t] if is_dropped(b, i) else clipped_term(b, i, t)
-
     def term(i, t):
+        policy_term = 0 * b.logprobs[i, t] if is_dropped(b, i) else clipped_term(b, i, t)
         if b.ref_logprobs is None:
-            return policy_term(i, t)
+            return policy_term
         k = k3(b.ref_logprobs[i, t] - b.logprobs[i, t])
         if b.kl_is_corrected:
             # the ratio to what the completion was sampled from: pi / mu
             k = ratio(b, i, t) * k
             if b.rollout_ratio is not None:
                 k = b.rollout_ratio[i, t] * k
-        return policy_term(i, t) - b.kl_coef * k
+        return policy_term - b.kl_coef * k
 
     return average(b, each(b, term), "sequence")
 
@@ -171,36 +167,34 @@ def pessimistic(r, a, b):
     return clipped(r, a, math.exp(-b.log_ratio_clip), math.exp(b.log_ratio_clip)) / a
 
 
-def geometric_mean(b, i, factor):
+def geometric_means(b, factor):
     """(prod_t |factor A|)^(1/|o|) sgn(A), not the scripts' log space"""
-    a = advantage(b, i)
-    if a == 0:
-        return 0
-    product = math.prod(factor(ratio(b, i, t), a, t) for t in tokens(b, i))
-    if b.clip_level == "sequence":  # the counter-example: first the clip, then the root
-        product = pessimistic(product, a, b)
-    return product ** (1 / length(b, i)) * a
+
+    def term(i):
+        a = advantage(b, i)
+        if a == 0:
+            return 0
+        product = math.prod(factor(i, t, ratio(b, i, t), a) for t in tokens(b, i))
+        if b.clip_level == "sequence":  # the counter-example: first the clip, then the root
+            product = pessimistic(product, a, b)
+        return product ** (1 / length(b, i)) * a
+
+    return completion_mean(b, term)
 
 
 def gmpo(b):
-    def factor(r, a, t):
-        return pessimistic(r, a, b) if b.clip_level == "token" else r
-
-    return completion_mean(b, lambda i: geometric_mean(b, i, factor))
+    return geometric_means(b, lambda i, t, r, a: pessimistic(r, a, b) if b.clip_level == "token" else r)
 
 
 def rspo(b):
-    def term(i):
-        def factor(r, a, t):
-            gamma = max(b.router_shift[i, t].item(), b.gamma_min)
-            if b.shift == "before_clip":
-                return pessimistic(r * gamma, a, b)
-            exponent = 1 if b.shift == "damped" else torch.sign(a)  # or as printed
-            return pessimistic(r, a, b) * gamma**exponent
+    def factor(i, t, r, a):
+        gamma = max(b.router_shift[i, t].item(), b.gamma_min)
+        if b.shift == "before_clip":
+            return pessimistic(r * gamma, a, b)
+        exponent = 1 if b.shift == "damped" else torch.sign(a)  # or as printed
+        return pessimistic(r, a, b) * gamma**exponent
 
-        return geometric_mean(b, i, factor)
-
-    return completion_mean(b, term)
+    return geometric_means(b, factor)
 
 
 def gate(r, tau):
@@ -375,12 +369,11 @@ def router_shift(b):
 
 def fields_of(case):
     """The arguments and keywords of a case, by name: tensors, numbers and words."""
-    dtypes = dict.fromkeys(BOOLEAN, torch.bool) | dict.fromkeys(INTEGER, torch.int64)
     fields = {}
     for name, x in (case["inputs"] | case["keywords"]).items():
         fields[name] = x
         if isinstance(x, list):
-            fields[name] = torch.tensor(x, dtype=dtypes.get(name, torch.float64))
+            fields[name] = torch.tensor(x, dtype=DTYPES.get(name, torch.float64))
     if "masked_places_hold" in case:
         for name, x in fields.items():
             if torch.is_tensor(x) and x.is_floating_point() and x.shape == fields["mask"].shape:

@@ -71,15 +71,12 @@ class Subject:
         self.parameters = inspect.signature(function).parameters
         kinds = [parameter.kind for parameter in self.parameters.values()]
         self.takes_all = inspect.Parameter.VAR_KEYWORD in kinds
-        self.takes_any = inspect.Parameter.VAR_POSITIONAL in kinds
         assigned = names.assign(self.parameters, self.about, self.section, self.fixed)
         self.given, self.by_order, left = assigned
         wanted = self.about["arguments"]
         got = {*self.given.values()}
         if names.RETURNS in got:
             got.add("returns")
-        if names.BATCH in got or self.takes_any:
-            got |= {*wanted}
         missing = {*wanted} - got
         if left or missing - {"mask", "old_logprobs"}:
             raise Misfit(
@@ -88,16 +85,14 @@ class Subject:
             )
         self.lacks_mask = "mask" in missing and not self.returns_terms
         self.lacks_old = "old_logprobs" in missing and self.section not in ("reinforce", "rloo")
-        self.has_ref = bool(got & {"ref_logprobs", names.BATCH})  # then it gets one in each case
+        self.has_ref = "ref_logprobs" in got  # then it gets one in each case
 
     def takes(self, key):
         return key in self.given.values()
 
     def ignores(self, case, keys):
         """Whether the answer is the same without these keywords."""
-        if not self.takes_all and not self.takes(names.BATCH):
-            return True
-        return same(self.answer(case, keys), self.answer(case), 1e-9)
+        return not self.takes_all or same(self.answer(case, keys), self.answer(case), 1e-9)
 
     def why_not(self, case):
         """The reason why a case does not apply, or None."""
@@ -160,15 +155,13 @@ class Subject:
         part = part | {"zero": 0.0}
         if self.section in LOSSES:
             part = {"ref_logprobs": part["logprobs"].detach().clone()} | part  # a KL of 0
-            part[names.BATCH] = names.Batch(part)
         if self.section == "value_loss":
             part[names.RETURNS] = part["returns"] - part["old_values"]
         named = {key: x for key, x in self.fixed.items() if key in self.parameters}
         for name, key in self.given.items():
             if key in part or self.parameters[name].default is inspect.Parameter.empty:
                 named[name] = part.get(key)
-        args = [part[key] for key in self.about["arguments"]] if self.takes_any else []
-        result = self.function(*args, **named, **others)
+        result = self.function(**named, **others)
         if self.section == "gae":  # advantages and returns, one above the other
             return torch.stack([torch.as_tensor(x) for x in result[:2]])
         return main_output(result)
