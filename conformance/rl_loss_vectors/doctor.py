@@ -37,8 +37,7 @@ def examine_shapes(function, section, fixed):
                 errors.append(error)
         if found:
             return sorted(found, key=lambda pair: failures(*pair))
-    misfits = [error for error in errors if isinstance(error, Misfit)]
-    raise (misfits or sorted(errors, key=lambda error: "bool" in str(error)))[0]
+    raise min(errors, key=lambda error: (not isinstance(error, Misfit), "bool" in str(error)))
 
 
 def is_plain(case):
@@ -184,7 +183,7 @@ def diagnosis(subject, results):
         if all(same(answer, expected(case), 2e-2) for case, answer in plain):
             found.append("  all are within 2%: computed in bfloat16, or a small term is added")
     if "unknown" in " ".join(found) and subject.section in reference.LOSSES:
-        found += [f"  {line}" for line in measure.explanation(subject, measured)]
+        found += [f"  {line}" for line in measure.explanation(subject, wrong, measured)]
     return found + lines
 
 

@@ -9,6 +9,7 @@ import torch
 
 from rl_loss_vectors.mistakes import CLIPPED, k3, pieces, setting, together
 from rl_loss_vectors.reference import evaluate, with_results
+from rl_loss_vectors.vectors import expected
 
 GRID = np.geomspace(1e-5, 30, 80)  # of log-ratios
 RATIOS = [1, 0.5, 0.9, 0.999, 1.001, 1.1, 1.5, 5]
@@ -288,9 +289,18 @@ def estimator(k, of, c=1):
 
 
 @np.errstate(all="ignore")
-def explanation(subject, measured):
-    """Lines: what was measured, and the weights of tokens by their ratio."""
+def explanation(subject, wrong, measured):
+    """Lines: what was measured, how advantages act on policy, the weights of tokens by their ratio."""
     lines = [f"what was measured: {name}" for name, _ in measured]
+    if any(answer.gradient[np.array(case["inputs"]["mask"]) == 0].any() for case, answer in wrong):
+        lines.append("there is a gradient in masked places")
+    for case, answer in wrong:
+        if "on_policy" in case["tags"]:
+            A = np.array(case["inputs"]["advantages"])[:, 0]
+            ours = expected(case).gradient
+            quotients = np.where(ours, answer.gradient / ours, np.nan)
+            lines.append(f"on policy, advantages of {in_columns(A)}")
+            lines.append(f"                 act like {in_columns(A * np.nanmax(quotients, 1))}")
     try:
         size = np.abs(asked(subject, np.zeros(2), [0, 0])[0].gradient).max()
         yours, cases = weights(subject, np.log(RATIOS[1:]))
@@ -301,9 +311,10 @@ def explanation(subject, measured):
         lines.append(f"a term has no advantage: where every A is 0 your gradient is up to {size:.2g}")
     ours = np.array(ours) / abs(ours[0][0])
     for A, your, our in zip(("A > 0", "A < 0"), yours, ours, strict=True):
-        lines.append(f"where {A}, by r:   {in_columns(RATIOS)}")
-        lines.append(f"  your weight     {in_columns(your)}")
-        lines.append(f"  our weight      {in_columns(our)}")
+        if not np.allclose(your, our, rtol=NEAR):
+            lines.append(f"where {A}, by r:   {in_columns(RATIOS)}")
+            lines.append(f"  your weight     {in_columns(your)}")
+            lines.append(f"  our weight      {in_columns(our)}")
     return lines
 
 

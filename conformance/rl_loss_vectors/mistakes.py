@@ -112,7 +112,6 @@ mistake("the two tau swapped", ["sapo"], swapped)
 mistake("a gradient through the weight", ["cispo"], pieces(stopped=lambda x: x))
 variant("k3 clamped at 10 [verl]", ["grpo"], pieces(k3=lambda log_x: k3(log_x).clamp(max=10)))
 variant("k3 times r, unasked [TRL: default]", ["grpo"], setting(kl_is_corrected=True))
-variant("a cap of 0.2 [TRL: default]", ["cispo"], setting(is_weight_cap=0.2))
 
 # Advantages.
 
