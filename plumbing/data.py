@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import random
-from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -173,26 +172,14 @@ def cell_of(row, column):
 
 
 def chat_message(item):
-    """A message from a dataset, with its text parts joined."""
+    """A message from a dataset, with its text parts joined. Other parts, such as images, have none."""
     content = item.get("content")
-    if content is None and item.get("tool_calls"):
-        content = ""
-    if isinstance(content, list):
-        content = joined_parts(content)
-    if "role" not in item or not isinstance(content, str):
+    parts = content if isinstance(content, list) else [{"text": content}]
+    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+    if "role" not in item or not all(isinstance(text, str) for text in texts):
         raise BadRow("with a message that lacks a role, or is not text", item)
     known = {name: value for name, value in item.items() if value is not None}  # parquet adds None
-    return known | {"content": content}
-
-
-def joined_parts(parts):
-    """[{"type": "text", "text": ...}, ...] -> text; None for other kinds of parts, such as images."""
-    texts = []
-    for part in parts:
-        if not isinstance(part, dict) or part.get("type") != "text":
-            return None
-        texts.append(part.get("text"))
-    return "".join(texts) if all(isinstance(text, str) for text in texts) else None
+    return known | {"content": "".join(texts)}
 
 
 def read_prompt(cell, args):
@@ -221,8 +208,8 @@ def read_answer(cell):
 
 
 def render(messages, policy, args):
-    """(the text that the model reads, its token ids, the messages), with `--instruction` and
-    `--system_prompt`."""
+    """Messages -> (the text that the model reads, its token ids, the messages), with `--instruction`
+    and `--system_prompt`."""
     tokenizer = policy.tokenizer
     if args.instruction:
         content = f"{messages[-1]['content']}\n{args.instruction}"
@@ -242,7 +229,7 @@ def render(messages, policy, args):
     elif len(messages) == 1:
         text = messages[0]["content"]
         ids = tokenizer(text).input_ids
-        if ids[-1] == tokenizer.eos_token_id:
+        if ids[-1:] == [tokenizer.eos_token_id]:
             ids.pop()  # some tokenizers append EOS
     else:
         raise BadRow("with several messages or --system_prompt, which need a chat template", messages)
@@ -259,9 +246,9 @@ def render(messages, policy, args):
     return text, ids, messages
 
 
-def read_row(row, rendered, policy, args):
-    """A row -> (hash of its prompt, Problem). BadRow if it cannot be used. `rendered` remembers what
-    became of each prompt, since a dataset may repeat one a hundred times."""
+def read_row(row, known, policy, args):
+    """A row -> (hash of its prompt, Problem). BadRow if it cannot be used. A prompt in `known` is not
+    rendered again, since a dataset may repeat one a hundred times."""
     if not isinstance(row, dict):
         raise BadRow("unreadable", row)
     cell = cell_of(row, args.prompt_column)
@@ -271,14 +258,9 @@ def read_row(row, rendered, policy, args):
         raise BadRow("without a gold answer", cell_of(row, args.answer_column))
     is_text = isinstance(cell, str)
     key = hash_of(cell if is_text else messages)
-    if key not in rendered:
-        try:
-            rendered[key] = render(messages, policy, args)
-        except BadRow as error:
-            rendered[key] = error
-    if isinstance(rendered[key], BadRow):
-        raise rendered[key]
-    text, ids, messages = rendered[key]
+    if key in known:
+        return key, known[key]
+    text, ids, messages = render(messages, policy, args)
     shown = messages[-1]["content"] if is_text else messages
     return key, Problem(text, answer, ids, {**row, "prompts": shown})
 
@@ -286,31 +268,27 @@ def read_row(row, rendered, policy, args):
 def usable_rows(rows, flag, policy, args):
     """Rows of `--dataset` or `--eval_dataset` -> ({hash of the prompt: Problem}, what was left out, and
     why). UserError if that is more than a tenth."""
-    counts = Counter()  # {why rows are left out: how many}
-    firsts = {}  # {why: the first of them, and what was found}
     columns = {}
-    rendered = {}
     problems = {}
+    reasons = {}  # {why rows are left out: [which one, and what was found]}
     num_equal = 0
     number = 0
     for number, row in enumerate(rows, 1):
         if isinstance(row, dict):
             columns |= dict.fromkeys(map(str, row))  # csv puts surplus cells under None
         try:
-            key, problem = read_row(row, rendered, policy, args)
+            key, problem = read_row(row, problems, policy, args)
         except BadRow as error:
             reason, found = error.args
-            counts[reason] += 1
-            firsts.setdefault(reason, f"row {number} {found!r:.80}")
+            reasons.setdefault(reason, []).append(f"row {number} {found!r:.80}")
         else:
             num_equal += key in problems
-            problems.setdefault(key, problem)
-        if len(rendered) == 20 and not problems:
-            break  # the chat template, say, would reject all others too
-    left_out = [f"{n:,} {reason} (first: {firsts[reason]})" for reason, n in counts.items()]
-    if not problems or counts.total() > number / 10:
+            problems[key] = problem
+    left_out = [f"{len(bad):,} {reason} (first: {bad[0]})" for reason, bad in reasons.items()]
+    num_bad = sum(map(len, reasons.values()))
+    if not problems or num_bad > number / 10:
         raise UserError(
-            f"--{flag} {getattr(args, flag)}: {counts.total():,} rows cannot be used: "
+            f"--{flag} {getattr(args, flag)}: {num_bad:,} rows cannot be used: "
             f"{', '.join(left_out)}; "
             f"the columns (--prompt_column, --answer_column) are {', '.join(columns)}"
         )
