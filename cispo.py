@@ -192,7 +192,7 @@ def main(args):
 
         # -------------------------------------------------------------------------------------- log
         run.log(batch, completions, rewards_PG)
-        if run.eval_is_due:
+        if run.is_due(args.eval_every):
             run.log_eval(evaluate(policy, held_out, grade, args, sampled=run.is_last))
     run.finish()  # prints held-out accuracy before and after, and some answers
 

@@ -186,7 +186,7 @@ def main(args):
         if not kept:
             rewards_PG = torch.tensor([c.reward for c in generated]).view(-1, args.group_size)
             run.log(None, generated, rewards_PG, **counts)
-            run.end_early("too few mixed groups")
+            run.early_end = "too few mixed groups"
             continue  # not break: asking for the next iteration logs and saves this one
 
         # ------------------------------------------------------------------------------- advantages
@@ -236,7 +236,7 @@ def main(args):
 
         # -------------------------------------------------------------------------------------- log
         run.log(batch, generated, rewards_PG, **counts)  # [2] rewards of the groups kept
-        if run.eval_is_due:
+        if run.is_due(args.eval_every):
             run.log_eval(evaluate(policy, held_out, grade, args, sampled=run.is_last))
     run.finish()  # prints held-out accuracy before and after, and some answers
 

@@ -146,10 +146,7 @@ def correction_stats(batch, args):
 
 
 def critic_stats(values_BT, returns_BT, mask_BT):
-    """{"losses/explained_variance": the fraction of the returns' variance that the critic explains};
-    {} for a single token, which has no variance."""
-    if mask_BT.sum() < 2:
-        return {}
+    """{"losses/explained_variance": the fraction of the returns' variance that the critic explains}"""
     errors = (returns_BT - values_BT)[mask_BT]
     return {"losses/explained_variance": 1 - errors.var() / returns_BT[mask_BT].var().clamp(min=1e-8)}
 

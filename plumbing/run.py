@@ -30,7 +30,7 @@ from plumbing.metrics import (
 )
 
 STATE = "trainer_state.pt"  # in a checkpoint: everything except the policy
-SAVED = ("iteration", "before", "after", "extra_state")  # what it holds of a Run
+SAVED = ("iteration", "extra_state")  # what it holds of a Run
 LOGS = ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl")
 
 
@@ -46,11 +46,9 @@ class Run:
         self.folder = args.folder
         self.noise = torch.Generator().manual_seed(args.seed)  # for sampling
         self.iteration = 0  # the current one, or the last one done
-        self.before = None  # results of common.evaluate before training, and after it
-        self.after = None
         self.extra_state = {}  # {name: number} that a script adds to checkpoints
-        self.uniform_iterations = 0  # consecutive ones in which all rewards of every group were equal
-        self.early_end = ""  # why the run ends before its last iteration
+        self.metrics = {}  # of the current iteration
+        self.early_end = ""  # a script sets this: why the run ends after the current iteration
         self.is_stopped = False  # by a signal
         # Without resets the reference can be loaded from --model again.
         if args.ref_reset_every == 0:
@@ -62,8 +60,6 @@ class Run:
         self.open_folder(problems)
         num_parameters = sum(weight.numel() for weight in policy.parameters())
         print(f"model: {num_parameters:,} parameters, {args.dtype}, on {args.torch_device}")
-        if args.resume and self.iteration == 0:
-            print(f"--resume: no finished iteration in {self.folder}; starting at the first")
         print(TITLES)
         self.bar = tqdm(
             desc=script_of(type(args)),
@@ -79,15 +75,11 @@ class Run:
     @property
     def is_new(self):
         """Whether the evaluation before training is still to be done."""
-        return self.before is None
+        return (self.folder / "evaluations.jsonl").stat().st_size == 0
 
     @property
     def is_last(self):
         return self.iteration >= self.args.iterations  # a resumed run may already have more
-
-    @property
-    def eval_is_due(self):
-        return self.is_due(self.args.eval_every)
 
     def is_due(self, every):
         """True every `every` iterations (0: never) and after the last one."""
@@ -102,7 +94,6 @@ class Run:
         try:
             while not self.is_last and not self.early_end:
                 self.iteration += 1
-                self.after = None  # left from a run that ended earlier
                 self.reports = []  # see means
                 self.step_losses = {}  # of the current step: {name: sum over micro-batches}
                 self.num_steps = 0
@@ -165,28 +156,23 @@ class Run:
 
     def log_eval(self, results):
         """Records the results of `evaluate` before training, during it, or after the last iteration."""
-        evaluation = {mode: results[mode] for mode in ("greedy", "sampled") if mode in results}
-        self.append_to("evaluations.jsonl", {"iteration": self.iteration, **evaluation})
-        names = ("accuracy", "response_len_mean")
-        metrics = {f"eval/{name}": results["greedy"][name] for name in names}
-        if self.is_new:
-            self.before = results
-            self.say(progress_line({"iteration": 0, **metrics}))
-            return
-        self.metrics |= metrics
-        if self.is_last:
-            self.after = results
-
-    def end_early(self, why):
-        """Ends the run after this iteration, with a checkpoint."""
-        self.early_end = why
+        self.append_to("evaluations.jsonl", {"iteration": self.iteration, **results})
+        for name in ("accuracy", "response_len_mean"):
+            self.metrics[f"eval/{name}"] = results["greedy"][name]
+        if self.iteration == 0:
+            self.say(progress_line({"iteration": 0, **self.metrics}))
 
     def say(self, message):
         tqdm.write(message)  # above the progress bar
 
     def finish(self):
         self.bar.close()
-        print(f"\n{results_text(self.before, self.after)}\n")
+        lines = (self.folder / "evaluations.jsonl").read_text().splitlines()
+        evaluations = {"before": json.loads(lines[0])}
+        last = json.loads(lines[-1])
+        if last["iteration"] > 0 and "sampled" in last:
+            evaluations["after"] = last
+        print(f"\n{results_text(evaluations)}\n")
         if self.early_end:
             print(f"ended early, after iteration {self.iteration}: {self.early_end}")
         print(f"the trained model: {checkpoints_in(self.folder)[-1]}")
@@ -226,30 +212,15 @@ class Run:
             self.append_to("samples.jsonl", {"iteration": self.iteration, **sample})
         if self.iteration % 5 == 0 or "eval/accuracy" in metrics:
             self.say(progress_line(metrics))
-        self.warn(metrics)
+        kl = metrics.get("rollout/sampler_kl", 0)
+        is_exact = self.policy.rollout_policy is None and self.args.dtype == "float32"
+        if self.iteration == 1 and is_exact and kl > 1e-3:
+            self.say(f"warning: sampler and training forward disagree: rollout/sampler_kl is {kl:.2g}")
         self.bar.update()
 
     def append_to(self, name, row):
         with open(self.folder / name, "a") as file:
             file.write(json.dumps(row, allow_nan=False) + "\n")
-
-    def warn(self, metrics):
-        """Warns of a sampler that does not match the training forward in the first iteration, and of
-        ten iterations without a learning signal."""
-        kl = metrics.get("rollout/sampler_kl", 0)
-        is_exact = self.policy.rollout_policy is None and self.args.dtype == "float32"
-        if self.iteration == 1 and is_exact and kl > 1e-3:
-            self.say(f"warning: sampler and training forward disagree: rollout/sampler_kl is {kl:.2g}")
-        is_uniform = metrics["rollout/reward_std"] == 0
-        is_uniform = is_uniform or metrics.get("rollout/frac_zero_std_groups") == 1
-        self.uniform_iterations = self.uniform_iterations + 1 if is_uniform else 0
-        if self.uniform_iterations == 10:
-            self.say(
-                "warning: no learning signal for 10 iterations "
-                "(all rewards within every group are equal); "
-                f"no_answer_frac {metrics['rollout/no_answer_frac']:.2f}, "
-                f"truncated_frac {metrics['rollout/truncated_frac']:.2f}"
-            )
 
     # --------------------------------------------------------------------------------- checkpoints
 
@@ -260,10 +231,7 @@ class Run:
         self.lock = FileLock(self.folder / "lock", is_singleton=True)
         with one_line(f"--run_dir {self.folder} cannot be used"):
             self.folder.mkdir(parents=True, exist_ok=True)
-            try:
-                self.lock.acquire(timeout=0)
-            except TimeoutError as error:
-                raise UserError("another process uses it") from error
+            self.lock.acquire(timeout=0)
         if saved.get("problems_hash", problems.hash) != problems.hash:
             message = "has different prompts or gold answers than when the run started"
             raise UserError(f"--resume: --dataset {self.args.dataset} {message}")
@@ -277,13 +245,11 @@ class Run:
         # A resumed run keeps the versions that it began with.
         settings = {"versions": versions(), **saved, "script": script_of(type(self.args))}
         settings |= dataclasses.asdict(self.args) | {"problems_hash": problems.hash}
-        with one_line(f"--run_dir {self.folder} cannot be written"):
-            # Renamed into place, so it is never half written.
-            scratch = self.folder / "settings.json.tmp"
-            scratch.write_text(json.dumps(settings, indent=1))
-            scratch.replace(self.folder / "settings.json")
-            for name in LOGS:
-                (self.folder / name).touch()
+        scratch = self.folder / "settings.json.tmp"
+        scratch.write_text(json.dumps(settings, indent=1))
+        scratch.replace(self.folder / "settings.json")  # so it is never half written
+        for name in LOGS:
+            (self.folder / name).touch()
         if not is_resumed:
             self.save()  # fails early if that is impossible
 
@@ -370,24 +336,21 @@ def progress_line(metrics):
     return "  ".join(cells).rstrip()
 
 
-def results_text(before, after):
-    """The results of two evaluations (common.evaluate) as a table, and some completions. `after` is
-    None for a run that was not evaluated after training."""
-    evaluations = {"before": before} if after is None else {"before": before, "after": after}
-    title = "held-out problems"
-    width = max(len(name) for name in [title, *before["sampled"]])
-    modes = ("greedy", "sampled")
-    header = f"{title:{width}}"
-    for mode in modes:
+def results_text(evaluations):
+    """{"before" and, if it was evaluated after training, "after": results of common.evaluate} as a
+    table, and some completions."""
+    before = evaluations["before"]
+    header = "held-out problems"
+    for mode in ("greedy", "sampled"):
         header += f"{mode:>9}" + "".join(f"{when:>8}" for when in evaluations)
     lines = [header]
     for name in before["sampled"]:
-        line = f"{name:{width}}"
-        for mode in modes:
+        line = f"{name:17}"
+        for mode in ("greedy", "sampled"):
             line += " " * 9
             for results in evaluations.values():
-                value = results[mode].get(name, "")  # pass@k needs several samples
-                line += f"{value:>8.3f}" if value != "" else " " * 8
+                value = results[mode].get(name)  # pass@k needs several samples
+                line += " " * 8 if value is None else f"{value:8.3f}"
         lines.append(line.rstrip())
     for i, (prompt, answer, _) in enumerate(before["examples"]):
         lines += ["", f"{prompt}   (sampled; the answer is {answer})"]

