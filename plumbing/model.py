@@ -42,15 +42,17 @@ def load_policy(args):
         raise UserError(f"--model {args.model} is a run: pass its {checkpoints[-1].name}")
     with one_line(f"--model {args.model} cannot be used"):  # damaged folders may raise anything
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        model = load_weights(source)
-        check_model(model, tokenizer)
-        files = tokenizer_files(source)
-    config = model.config.get_text_config()
+        model = load_weights(source).to(args.torch_device).eval()
+        config = model.config.get_text_config()
+        # The update asks for router logits itself; if they are always on, decoding fails.
+        if getattr(config, "output_router_logits", False):
+            config.output_router_logits = False
+        if args.gradient_checkpointing:
+            checkpoint_layers(model)
+        policy = Policy(model, tokenizer, args.dtype, args.rollout_dtype, args.rollout_refresh_every)
+        policy.tokenizer_files = tokenizer_files(source)
+        check_policy(policy)
     args.vocab_size = config.vocab_size
-    model = model.to(args.torch_device).eval()
-    # The update asks for router logits itself; if they are always on, decoding fails.
-    if getattr(config, "output_router_logits", False):
-        config.output_router_logits = False
     # A tiny model's operators are so small that threads would mostly wait for each other.
     is_tiny = args.torch_device == "cpu" and model.num_parameters() < 10_000_000
     if is_tiny and "OMP_NUM_THREADS" not in os.environ:
@@ -58,11 +60,6 @@ def load_policy(args):
     # In bfloat16, CUDA prefers cuDNN's attention, which makes a new plan for every shape, so for every
     # sampled token.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    if args.gradient_checkpointing:
-        checkpoint_layers(model)
-    with one_line(f"--model {args.model}: this architecture cannot be run"):
-        policy = Policy(model, tokenizer, args.dtype, args.rollout_dtype, args.rollout_refresh_every)
-    policy.tokenizer_files = files
     if args.routing_replay != "none" and not policy.routers.can_replay:
         reason = "it is dense, or its routers do not support replay"
         raise UserError(f"--routing_replay cannot be used with --model {args.model}: {reason}")
@@ -97,19 +94,14 @@ def load_weights(source):
     return model
 
 
-def check_model(model, tokenizer):
+def check_policy(policy):
     """UserError if it cannot be trained."""
-    ids = end_ids(model, tokenizer)
-    if getattr(model, "is_quantized", False):
+    if getattr(policy.master, "is_quantized", False):
         raise UserError("its weights are quantized, and transformers cannot dequantize them")
-    if model.base_model is model:
-        raise UserError("transformers does not separate its body from its head")
-    if len(tokenizer) <= len(tokenizer.all_special_ids):
+    if len(policy.tokenizer) <= len(policy.tokenizer.all_special_ids):
         raise UserError("it has no tokenizer")
-    if not ids:
+    if not policy.end_ids:
         raise UserError("it has no EOS: name one in its generation_config.json (eos_token_id)")
-    if not all(isinstance(token, int) for token in ids):
-        raise UserError(f"its EOS ids must be integers, not {ids}")
 
 
 def tokenizer_files(source):
@@ -123,13 +115,6 @@ def tokenizer_files(source):
         for path in filter(Path.is_file, folder.glob(pattern)):
             files[str(path.relative_to(folder))] = path.read_bytes()
     return files
-
-
-def end_ids(model, tokenizer):
-    """The ids that end a completion; chat models have several."""
-    ids = model.generation_config.eos_token_id
-    ids = ids if isinstance(ids, list) else [ids]
-    return [token for token in [*ids, tokenizer.eos_token_id] if token is not None]
 
 
 def checkpoint_layers(model):
@@ -198,7 +183,10 @@ class Policy(TrainedModel):
 
     @property
     def end_ids(self):
-        return end_ids(self.model, self.tokenizer)
+        """The ids that end a completion; chat models have several."""
+        ids = self.model.generation_config.eos_token_id
+        ids = ids if isinstance(ids, list) else [ids]
+        return [token for token in [*ids, self.tokenizer.eos_token_id] if token is not None]
 
     def with_model(self, model):
         """A policy with a different model of the same architecture, and the same tokenizer."""

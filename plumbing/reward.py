@@ -30,9 +30,7 @@ def load_reward(args):
     with one_line(f"--reward {args.reward} must be FILE.py:FUNCTION"):
         function = getattr(import_file(Path(path).absolute()), name)
         signature = inspect.signature(function)
-        parameters = signature.parameters
-        if any(parameter.kind is parameter.POSITIONAL_ONLY for parameter in parameters.values()):
-            raise UserError("its parameters must have names, such as text and answer")
+    parameters = signature.parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     takes_lists = "completions" in parameters
     args.reads_answers = "answer" in parameters and not takes_lists
@@ -67,7 +65,7 @@ def values_of(c):
 def lists_of(completions):
     """{parameter: list} for a function of all completions. They are messages if prompts are."""
     columns = [columns_of(c) for c in completions]
-    lists = {name: [row.get(name) for row in columns] for name in columns[0]}
+    lists = {name: [row[name] for row in columns] for name in columns[0]}
     lists["completion_ids"] = [c.ids for c in completions]
     lists["completions"] = [c.text for c in completions]
     if isinstance(columns[0]["prompts"], list):

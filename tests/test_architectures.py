@@ -315,4 +315,4 @@ UNABLE = {
 def test_an_architecture_that_the_sampler_cannot_run_is_one_line(name, tmp_path):
     folder = save(new_model(name, **UNABLE[name]), tmp_path / "model")
     line = refused("grpo", "--model", folder, "--run_dir", tmp_path / "run")
-    assert "architecture" in line and "Error" in line
+    assert f"--model {folder}" in line and "Error" in line
