@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import json
-import re
 import sys
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -171,7 +170,7 @@ def check_flags(args):
 
 # ------------------------------------------------------------------------------------- a run's folder
 
-CHECKPOINT = re.compile(r"checkpoint-\d{6}")  # a copy such as checkpoint-best-2 belongs to the user
+CHECKPOINT = "checkpoint-" + 6 * "[0-9]"  # a copy such as checkpoint-best-2 belongs to the user
 # What may change when a run is resumed. If model, data or reward have moved, they must still be the
 # same. The last four change results only by rounding.
 MAY_CHANGE = """run_dir resume iterations eval_every save_every model dataset eval_dataset reward
@@ -190,8 +189,7 @@ def script_of(args_class):
 
 def checkpoints_in(folder):
     """The checkpoints in a run's folder, oldest first."""
-    paths = folder.glob("checkpoint-*")
-    return sorted(path for path in paths if CHECKPOINT.fullmatch(path.name))
+    return sorted(folder.glob(CHECKPOINT))
 
 
 def saved_settings(folder):
@@ -205,10 +203,9 @@ def check_folder(args):
     """The settings of the run that is resumed; {} for a new run. UserError if `--run_dir` holds a
     different run, or one that cannot be resumed."""
     folder = args.folder
-    if CHECKPOINT.fullmatch(folder.name):
+    if folder.match(CHECKPOINT):
         raise UserError(f"--run_dir {folder} is a checkpoint: pass the folder that contains it")
-    checkpoints = checkpoints_in(folder)
-    if args.resume and checkpoints:
+    if args.resume and checkpoints_in(folder):
         saved = saved_settings(folder)
         now = {"script": script_of(type(args)), **asdict(args)}
         for name, value in now.items():
@@ -216,8 +213,7 @@ def check_folder(args):
                 raise UserError(f"--resume: {folder} has {name} {saved[name]}, not {value}")
         return saved
     log = folder / "metrics.jsonl"
-    is_logged = log.exists() and log.stat().st_size > 0
-    if is_logged or any(path.name > "checkpoint-000000" for path in checkpoints):
+    if log.exists() and log.stat().st_size > 0:
         message = "holds a run: --resume continues it from its newest checkpoint"
         raise UserError(f"--run_dir {folder} {message}; a different --run_dir starts a new one")
     return {}
@@ -267,10 +263,7 @@ def parse_args(args_class, words):
         allow_abbrev=False,
     )
     add_flags(parser, args_class)
-    given, unknown = parser.parse_known_args(words)
-    given = vars(given)
-    if unknown:
-        raise UserError(f"unknown argument {unknown[0]}; --help lists all flags")
+    given = vars(parser.parse_args(words))
     if [word.partition("=")[0] for word in words].count("--reward") > 1:
         example = "examples/format_and_accuracy.py adds several up"
         raise UserError(f"--reward names one function, and was given more than once; {example}")
