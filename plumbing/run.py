@@ -30,7 +30,6 @@ from plumbing.metrics import (
 )
 
 STATE = "trainer_state.pt"  # in a checkpoint: everything except the policy
-SAVED = ("iteration", "extra_state")  # what it holds of a Run
 LOGS = ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl")
 
 
@@ -261,15 +260,16 @@ class Run:
             self.noise.set_state(saved["noise"])
             for name, part in self.parts.items():
                 part.load_state_dict(saved["parts"][name])
-            for name in SAVED:
-                setattr(self, name, saved[name])
+            self.iteration = saved["iteration"]
+            self.extra_state = saved["extra_state"]
             for name, size in saved["log_sizes"].items():
                 os.truncate(self.folder / name, size)  # later lines will be written again
 
     def save(self):
         """Writes a checkpoint and removes the previous one."""
         saved = {
-            **{name: getattr(self, name) for name in SAVED},
+            "iteration": self.iteration,
+            "extra_state": self.extra_state,
             "log_sizes": {name: (self.folder / name).stat().st_size for name in LOGS},
             "noise": self.noise.get_state(),
             "parts": {name: part.state_dict() for name, part in self.parts.items()},
