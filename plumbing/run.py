@@ -239,16 +239,16 @@ class Run:
         if is_resumed:
             self.restore(checkpoints[-1])
         else:
-            # A run that ended before its first iteration may have left its checkpoint 0.
+            # A run that ended before its first iteration may have left checkpoint 0 and an evaluation.
             shutil.rmtree(self.folder / "checkpoint-000000", ignore_errors=True)
+            for name in LOGS:
+                (self.folder / name).write_text("")
         # A resumed run keeps the versions that it began with.
         settings = {"versions": versions(), **saved, "script": script_of(type(self.args))}
         settings |= dataclasses.asdict(self.args) | {"problems_hash": problems.hash}
         scratch = self.folder / "settings.json.tmp"
         scratch.write_text(json.dumps(settings, indent=1))
         scratch.replace(self.folder / "settings.json")  # so it is never half written
-        for name in LOGS:
-            (self.folder / name).touch()
         if not is_resumed:
             self.save()  # fails early if that is impossible
 

@@ -43,10 +43,15 @@ EXTRA_KEYS = {
 
 
 def test_no_iterations_only_evaluate(tmp_path):
+    """A different run may then use the folder, and evaluates again."""
     printed = completes("grpo", "--iterations", 0, "--run_dir", tmp_path)
     assert "before" in printed and "after" not in printed and metrics(tmp_path) == []
     (evaluation,) = read_lines(tmp_path / "evaluations.jsonl")
     assert evaluation["iteration"] == 0 and {"greedy", "sampled"} < set(evaluation)
+    completes("grpo", "--num_held_out", 9, "--run_dir", tmp_path)
+    first, last = read_lines(tmp_path / "evaluations.jsonl")
+    assert first["iteration"] == 0 and first["greedy"] != evaluation["greedy"]
+    assert last["iteration"] == 1
 
 
 @pytest.mark.parametrize("name", [*SCRIPTS, *MORE])
