@@ -87,12 +87,12 @@ def pad(rows, device, side="right", value=0):
     return pad_sequence(rows, batch_first=True, padding_value=value, padding_side=side).to(device)
 
 
-def sample(policy, problems, group_size, args, generator=None, greedy=False, experts=True):
+def sample(policy, problems, group_size, args, generator=None, greedy=False):
     """[Completion]: `group_size` in a row for each problem, sampled from the full distribution at
     `--temperature` (no top-k, no top-p), or greedily. All noise is drawn in advance, so a completion
     does not depend on the rest of its batch. With `--routing_replay r3` the routers' choices are
-    recorded, unless `experts` is False. Scripts pass `policy.sampler(iteration)`: the policy itself,
-    unless `--rollout_dtype` or `--rollout_refresh_every` asks for a copy."""
+    recorded. Scripts pass `policy.sampler(iteration)`: the policy itself, unless `--rollout_dtype` or
+    `--rollout_refresh_every` asks for a copy."""
     noise_PGT = torch.rand(len(problems), group_size, args.max_new_tokens, generator=generator)
     rows_at_a_time = args.rollout_batch_size or args.prompts_per_iteration * args.group_size
     # Prefill takes memory, too. The same number of rows is more prompts in an evaluation, whose groups
@@ -110,7 +110,7 @@ def sample(policy, problems, group_size, args, generator=None, greedy=False, exp
                 noise_PGT[start:end].flatten(0, 1),
                 temperature=args.temperature,
                 greedy=greedy,
-                record_experts=experts and args.routing_replay == "r3",
+                record_experts=args.routing_replay == "r3",
             )
     return completions
 
@@ -656,7 +656,7 @@ def rollout_weights(
     # As in the losses: mask before exp, and clamp to keep exp finite.
     log_rho_BT = torch.where(mask_BT, old_logprobs_BT - sampler_logprobs_BT, 0).clamp(-20, 20)
     log_product_B1 = log_rho_BT.sum(1, keepdim=True)
-    product_B1 = log_product_B1.clamp(-20, 20).exp()
+    product_B1 = log_product_B1.exp()  # may be infinite; the cap is not
     mean_B1 = (log_product_B1 / length_B1).exp()  # geometric
     is_near_B1 = (mask_low <= mean_B1) & (mean_B1 <= mask_high)
     rho_BT = log_rho_BT.exp()
@@ -667,11 +667,11 @@ def rollout_weights(
         # w_t = min(rho_t, C)
         weights = ratio.clamp(max=cap)
     elif rule == "sequence_tis":
-        # w_i = min(prod_t rho_t, C); the product is compared with C before it is clamped
-        weights = torch.where(log_product_B1.exp() <= cap, product_B1, cap)
+        # w_i = min(prod_t rho_t, C)
+        weights = product_B1.clamp(max=cap)
     elif rule == "sequence_mis":
-        # w_i = prod_t rho_t, or 0 above C, with the same comparison
-        weights = torch.where(log_product_B1.exp() <= cap, product_B1, 0)
+        # w_i = prod_t rho_t, or 0 above C
+        weights = torch.where(product_B1 <= cap, product_B1, 0)
     elif rule == "geo_mask":
         # w_t = min(rho_t, C), or 0 for the whole completion unless low <= mean_i <= high
         weights = torch.where(is_near_B1, ratio.clamp(max=cap), 0)
@@ -713,7 +713,7 @@ def evaluate(policy, problems, grade, args, sampled=False):
 
     def answers(group_size, greedy):
         noise = torch.Generator().manual_seed(0)
-        return grade(sample(policy, problems, group_size, args, noise, greedy=greedy, experts=False))
+        return grade(sample(policy, problems, group_size, args, noise, greedy))
 
     with clock("evaluation"):
         shown = answers(1, greedy=True)
