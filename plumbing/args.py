@@ -10,7 +10,6 @@ from typing import Literal, get_args
 
 import torch
 import transformers
-from tqdm import tqdm
 
 
 class UserError(Exception):
@@ -312,5 +311,5 @@ def launch(main, args_class):
 
 
 def fail(line, code):
-    tqdm.write(line, file=sys.stderr)  # above the progress bar
+    print(line, file=sys.stderr)
     sys.exit(code)
