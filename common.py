@@ -87,12 +87,12 @@ def pad(rows, device, side="right", value=0):
     return pad_sequence(rows, batch_first=True, padding_value=value, padding_side=side).to(device)
 
 
-def sample(policy, problems, group_size, args, generator=None, greedy=False):
+def sample(policy, problems, group_size, args, generator=None, greedy=False, experts=True):
     """[Completion]: `group_size` in a row for each problem, sampled from the full distribution at
     `--temperature` (no top-k, no top-p), or greedily. All noise is drawn in advance, so a completion
     does not depend on the rest of its batch. With `--routing_replay r3` the routers' choices are
-    recorded. Scripts pass `policy.sampler(iteration)`: the policy itself, unless `--rollout_dtype` or
-    `--rollout_refresh_every` asks for a copy."""
+    recorded, unless `experts` is False. Scripts pass `policy.sampler(iteration)`: the policy itself,
+    unless `--rollout_dtype` or `--rollout_refresh_every` asks for a copy."""
     noise_PGT = torch.rand(len(problems), group_size, args.max_new_tokens, generator=generator)
     rows_at_a_time = args.rollout_batch_size or args.prompts_per_iteration * args.group_size
     # Prefill takes memory, too. The same number of rows is more prompts in an evaluation, whose groups
@@ -110,7 +110,7 @@ def sample(policy, problems, group_size, args, generator=None, greedy=False):
                 noise_PGT[start:end].flatten(0, 1),
                 temperature=args.temperature,
                 greedy=greedy,
-                record_experts=args.routing_replay == "r3",
+                record_experts=experts and args.routing_replay == "r3",
             )
     return completions
 
@@ -713,7 +713,7 @@ def evaluate(policy, problems, grade, args, sampled=False):
 
     def answers(group_size, greedy):
         noise = torch.Generator().manual_seed(0)
-        return grade(sample(policy, problems, group_size, args, noise, greedy))
+        return grade(sample(policy, problems, group_size, args, noise, greedy=greedy, experts=False))
 
     with clock("evaluation"):
         shown = answers(1, greedy=True)
