@@ -182,7 +182,7 @@ def main(args):
             rounds += 1
         counts["rollout/groups_sampling_rounds"] = rounds
         if missing > 0:
-            print(f"iteration {iteration}: {missing} mixed groups missing after {rounds} rounds")
+            run.say(f"iteration {iteration}: {missing} mixed groups missing after {rounds} rounds")
         if not kept:
             rewards_PG = torch.tensor([c.reward for c in generated]).view(-1, args.group_size)
             run.log(None, generated, rewards_PG, **counts)

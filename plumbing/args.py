@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 import torch
 import transformers
+from tqdm import tqdm
 
 
 class UserError(Exception):
@@ -311,5 +312,5 @@ def launch(main, args_class):
 
 
 def fail(line, code):
-    print(line, file=sys.stderr)
+    tqdm.write(line, file=sys.stderr)  # above the progress bar
     sys.exit(code)

@@ -7,19 +7,32 @@ from contextlib import contextmanager
 import torch
 
 
-phase_seconds = {}  # {phase: seconds since the iteration began}
+class Clock:
+    """Times the phases of an iteration, and shows them on the progress bar."""
+
+    def __init__(self):
+        self.seconds = {}  # {phase: seconds since the iteration began}
+        self.is_running = False
+        self.show = lambda text: None
+
+    @contextmanager
+    def __call__(self, phase):
+        """Times the code inside. Phases do not nest: sampling in an evaluation is evaluation."""
+        if self.is_running:
+            yield
+            return
+        self.is_running = True
+        self.show(phase)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.is_running = False
+            self.seconds[phase] = self.seconds.get(phase, 0) + time.perf_counter() - start
+            self.show("update")  # everything outside other phases
 
 
-@contextmanager
-def clock(phase):
-    """Adds the time of the code inside to `phase_seconds`. Phases inside it are not counted on their
-    own: sampling in an evaluation is evaluation."""
-    before = phase_seconds.copy()
-    start = time.perf_counter()
-    yield
-    phase_seconds.clear()
-    phase_seconds.update(before)
-    phase_seconds[phase] = before.get(phase, 0) + time.perf_counter() - start
+clock = Clock()
 
 
 # ------------------------------------------------------------------------- means of an iteration

@@ -15,12 +15,13 @@ from pathlib import Path
 import torch
 import transformers
 from filelock import FileLock
+from tqdm import tqdm
 
 from plumbing.args import UserError, check_folder, checkpoints_in, one_line, script_of
 from plumbing.metrics import (
+    clock,
     correction_stats,
     means,
-    phase_seconds,
     policy_stats,
     report,
     rollout_summary,
@@ -59,6 +60,14 @@ class Run:
         num_parameters = sum(weight.numel() for weight in policy.parameters())
         print(f"model: {num_parameters:,} parameters, {args.dtype}, on {args.torch_device}")
         print(TITLES)
+        self.bar = tqdm(
+            desc=script_of(type(args)),
+            initial=self.iteration,
+            total=args.iterations,
+            leave=False,
+            disable=None,  # None: disabled if stderr is not a terminal
+        )
+        clock.show = self.bar.set_postfix_str
 
     # ------------------------------------------------------------------------- what a script calls
 
@@ -88,7 +97,7 @@ class Run:
                 self.step_losses = {}  # of the current step: {name: sum over micro-batches}
                 self.num_steps = 0
                 self.metrics = {}
-                phase_seconds.clear()
+                clock.seconds.clear()
                 start = time.perf_counter()
                 yield self.iteration
                 self.end_iteration(time.perf_counter() - start)
@@ -121,6 +130,7 @@ class Run:
         self.reports += report("charts", {"grad_norm": grad_norm}, 1)
         self.step_losses = {}
         self.num_steps += 1
+        clock.show(f"update {self.num_steps}/{self.args.num_minibatches * self.args.update_epochs}")
 
     def log(self, batch, completions, rewards, **numbers):
         """Records an iteration: all completions that were generated, the rewards that the update used,
@@ -149,9 +159,13 @@ class Run:
         for name in ("accuracy", "response_len_mean"):
             self.metrics[f"eval/{name}"] = results["greedy"][name]
         if self.iteration == 0:
-            print(progress_line({"iteration": 0, **self.metrics}), flush=True)
+            self.say(progress_line({"iteration": 0, **self.metrics}))
+
+    def say(self, message):
+        tqdm.write(message)  # above the progress bar
 
     def finish(self):
+        self.bar.close()
         lines = (self.folder / "evaluations.jsonl").read_text().splitlines()
         evaluations = {"before": json.loads(lines[0])}
         last = json.loads(lines[-1])
@@ -167,22 +181,23 @@ class Run:
 
     def on_signal(self, number, frame):
         self.is_stopped = True
-        print("stopping after this iteration", flush=True)
+        self.say("stopping after this iteration")
         signal.signal(number, signal.SIG_DFL)  # the next one ends the program
 
     def end_iteration(self, seconds):
-        training_seconds = seconds - phase_seconds.get("evaluation", 0)
-        phase_seconds["update"] = seconds - sum(phase_seconds.values())
+        training_seconds = seconds - clock.seconds.get("evaluation", 0)
+        clock.seconds["update"] = seconds - sum(clock.seconds.values())
         num_tokens = sum(len(c.ids) for c in self.completions)
         self.metrics["charts/tokens_per_second"] = num_tokens / training_seconds
-        self.metrics |= {f"charts/{name}_seconds": value for name, value in phase_seconds.items()}
+        self.metrics |= {f"charts/{name}_seconds": value for name, value in clock.seconds.items()}
         if self.args.torch_device.startswith("cuda"):
             self.metrics["charts/peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         self.write_log()
         if self.is_due(self.args.save_every) or self.is_stopped or self.early_end:
             self.save()
         if self.is_stopped:
-            print(f"saved; to continue: --resume --run_dir {self.folder}")
+            self.bar.close()
+            self.say(f"saved; to continue: --resume --run_dir {self.folder}")
             sys.exit(130)
 
     def write_log(self):
@@ -194,11 +209,13 @@ class Run:
             sample = {"prompt": c.problem.prompt, "completion": c.text, "answer": c.problem.answer}
             sample |= {"reward": c.reward, "verdict": c.verdict}
             self.append_to("samples.jsonl", {"iteration": self.iteration, **sample})
-        print(progress_line(metrics), flush=True)  # so that a file can be followed
+        if self.iteration % 5 == 0 or "eval/accuracy" in metrics:
+            self.say(progress_line(metrics))
         kl = metrics.get("rollout/sampler_kl", 0)
         is_exact = self.policy.rollout_policy is None and self.args.dtype == "float32"
         if self.iteration == 1 and is_exact and kl > 1e-3:
-            print(f"warning: sampler and training forward disagree: rollout/sampler_kl is {kl:.2g}")
+            self.say(f"warning: sampler and training forward disagree: rollout/sampler_kl is {kl:.2g}")
+        self.bar.update()
 
     def append_to(self, name, row):
         with open(self.folder / name, "a") as file:

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from common import Completion, Problem, addition_problems, collate, token_logprobs
@@ -108,7 +109,7 @@ def train(folder, prompts):
     model = transformers.Qwen3MoeForCausalLM(config)
     policy = Policy(model, tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, betas=(0.9, 0.98))
-    for step in range(STEPS):
+    for step in tqdm(range(STEPS), unit="step", mininterval=0.5):
         chosen = rng.choices(prompts, k=BATCH_SIZE)
         answers = [demonstration(prompt, rng) for prompt in chosen]
         prompt_ids = tokenizer(chosen).input_ids
@@ -126,8 +127,6 @@ def train(folder, prompts):
         optimizer.param_groups[0]["lr"] = LR * (warm_up * cosine)
         optimizer.step()
         optimizer.zero_grad()
-        if step % 100 == 0:
-            print(f"step {step} of {STEPS}: loss {loss.item():.3f}", flush=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
