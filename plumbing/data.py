@@ -174,6 +174,8 @@ def cell_of(row, column):
 def chat_message(item):
     """A message from a dataset, with its text parts joined. Other parts, such as images, have none."""
     content = item.get("content")
+    if content is None and item.get("tool_calls"):
+        content = ""
     parts = content if isinstance(content, list) else [{"text": content}]
     texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
     if "role" not in item or not all(isinstance(text, str) for text in texts):
@@ -247,8 +249,8 @@ def render(messages, policy, args):
 
 
 def read_row(row, known, policy, args):
-    """A row -> (hash of its prompt, Problem). BadRow if it cannot be used. A prompt in `known` is not
-    rendered again, since a dataset may repeat one a hundred times."""
+    """A row -> (hash of its prompt, Problem). BadRow if it cannot be used. `known` remembers what
+    became of each prompt, since a dataset may repeat one a hundred times."""
     if not isinstance(row, dict):
         raise BadRow("unreadable", row)
     cell = cell_of(row, args.prompt_column)
@@ -258,17 +260,23 @@ def read_row(row, known, policy, args):
         raise BadRow("without a gold answer", cell_of(row, args.answer_column))
     is_text = isinstance(cell, str)
     key = hash_of(cell if is_text else messages)
-    if key in known:
-        return key, known[key]
-    text, ids, messages = render(messages, policy, args)
-    shown = messages[-1]["content"] if is_text else messages
-    return key, Problem(text, answer, ids, {**row, "prompts": shown})
+    if key not in known:
+        try:
+            text, ids, messages = render(messages, policy, args)
+            shown = messages[-1]["content"] if is_text else messages
+            known[key] = Problem(text, answer, ids, {**row, "prompts": shown})
+        except BadRow as error:
+            known[key] = error
+    if isinstance(known[key], BadRow):
+        raise known[key]
+    return key, known[key]
 
 
 def usable_rows(rows, flag, policy, args):
     """Rows of `--dataset` or `--eval_dataset` -> ({hash of the prompt: Problem}, what was left out, and
     why). UserError if that is more than a tenth."""
     columns = {}
+    known = {}
     problems = {}
     reasons = {}  # {why rows are left out: [which one, and what was found]}
     num_equal = 0
@@ -277,13 +285,15 @@ def usable_rows(rows, flag, policy, args):
         if isinstance(row, dict):
             columns |= dict.fromkeys(map(str, row))  # csv puts surplus cells under None
         try:
-            key, problem = read_row(row, problems, policy, args)
+            key, problem = read_row(row, known, policy, args)
         except BadRow as error:
             reason, found = error.args
             reasons.setdefault(reason, []).append(f"row {number} {found!r:.80}")
         else:
             num_equal += key in problems
             problems[key] = problem
+        if len(known) == 20 and not problems:
+            break  # the chat template, say, would refuse all others too
     left_out = [f"{len(bad):,} {reason} (first: {bad[0]})" for reason, bad in reasons.items()]
     num_bad = sum(map(len, reasons.values()))
     if not problems or num_bad > number / 10:

@@ -102,6 +102,8 @@ def check_policy(policy):
         raise UserError("it has no tokenizer")
     if not policy.end_ids:
         raise UserError("it has no EOS: name one in its generation_config.json (eos_token_id)")
+    if not all(isinstance(token, int) for token in policy.end_ids):
+        raise UserError(f"its EOS ids must be integers, not {policy.end_ids}")
 
 
 def tokenizer_files(source):

@@ -30,7 +30,9 @@ def load_reward(args):
     with one_line(f"--reward {args.reward} must be FILE.py:FUNCTION"):
         function = getattr(import_file(Path(path).absolute()), name)
         signature = inspect.signature(function)
-    parameters = signature.parameters
+        parameters = signature.parameters
+        if any(parameter.kind is parameter.POSITIONAL_ONLY for parameter in parameters.values()):
+            raise UserError("its parameters must have names, such as text and answer")
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     takes_lists = "completions" in parameters
     args.reads_answers = "answer" in parameters and not takes_lists

@@ -1,5 +1,6 @@
 """Datasets: files, columns, prompts, gold answers, rows that are left out, held-out problems."""
 
+import contextlib
 import csv
 import json
 from types import SimpleNamespace
@@ -149,6 +150,8 @@ def test_a_column_may_be_a_path():
 SHOT = chat("user", "1+1=", "assistant", "2")
 PARTS = [{"type": "text", "text": "1+", "image": None}, {"type": "text", "text": "3="}]
 SYSTEM = chat("system", "s", "user", "3")
+CALL = chat("user", "1+3=", "assistant", None, "tool", "4", "user", "so?")
+CALL[1]["tool_calls"] = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
 FLAGS = {"system_prompt": "S", "instruction": "I"}
 PROMPTS = [  # cell, flags, rendered prompt, what reward functions get (None: the cell)
     ("1+3=", {}, "<user>1+3=", None),
@@ -160,6 +163,12 @@ PROMPTS = [  # cell, flags, rendered prompt, what reward functions get (None: th
     ("3", FLAGS, "<system>S<user>3\nI", "3\nI"),
     ("3", {"chat_template_kwargs": '{"end": "!"}'}, "<user>3!", None),
     (SYSTEM, FLAGS, "<system>S<user>3\nI", chat("system", "S", "user", "3\nI")),
+    (
+        CALL,
+        {},
+        "<user>1+3=<assistant><tool>4<user>so?",
+        [*CALL[:1], CALL[1] | {"content": ""}, *CALL[2:]],
+    ),
 ]
 
 
@@ -225,11 +234,21 @@ def test_a_tenth_may_be_left_out_besides_equal_prompts(rows, remaining):
         assert len(problems_of(rows)) == remaining
 
 
-def test_a_prompt_is_rendered_once():
-    policy = policy_with(TURNS)
+PICKY = "{{ raise_exception('no!') if messages[0].content == '0+1=' else messages[0].content }}"
+RENDERINGS = [  # template, rows, the highest number of renderings
+    (TURNS, sums(50) * 20, 50),
+    (PICKY, sums(1) * 5 + sums(50)[1:] * 5, 50),
+    ("{{ raise_exception('no!') }}", sums(3000), 100),
+]
+
+
+@pytest.mark.parametrize("template, rows, limit", RENDERINGS)
+def test_a_prompt_is_rendered_once_and_a_template_that_always_fails_a_few_times(template, rows, limit):
+    policy = policy_with(template)
     policy.tokenizer.apply_chat_template = Mock(wraps=policy.tokenizer.apply_chat_template)
-    problems_of(sums(50) * 20, policy)
-    assert policy.tokenizer.apply_chat_template.call_count == 50
+    with contextlib.suppress(UserError):
+        problems_of(rows, policy)
+    assert 0 < policy.tokenizer.apply_chat_template.call_count <= limit
 
 
 def test_the_line_at_the_start_counts_the_rows_that_are_left_out():

@@ -145,6 +145,7 @@ BAD_MODELS = {  # {what is wrong: (a function that spoils a good folder, expecte
     "more layers": (add_a_layer, "do not fit its config"),
     "no EOS": (lambda f: set_eos(f, None), "no EOS"),  # every completion would be truncated
     "run": (make_a_run, "model is a run: pass its checkpoint-000020"),
+    "EOS in nested lists": (lambda f: set_eos(f, [[1]]), "EOS ids must be integers"),
     "NaN": (spoil_a_weight, "differ from the training forward's by nan"),
 }
 

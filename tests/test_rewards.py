@@ -151,6 +151,7 @@ BAD_FILES = [  # name, content, part of the refusal
     ("rw_a.py", None, "there is no file"),
     ("rw_b.py", "", "AttributeError"),
     ("rw_c.py", "f = 0.5", "0.5 is not a callable object"),
+    ("rw_d.py", "f = len", "its parameters must have names"),
     ("json.py", "", "rename json.py"),
 ]
 
