@@ -88,24 +88,12 @@ PIECES += [" ", "\n", "\u00a0", " cups", " dozen", " 1"]
 STARTS = ["", "#### ", "#### 5 ", "#### $5", "\\boxed{", "Answer: x=", "<answer>"]
 
 
-def cost(text, gold):
-    """CPU time of the fastest of three tries."""
-    times = []
-    for _ in range(3):
-        start = time.thread_time()
-        verify(text, gold)
-        times.append(time.thread_time() - start)
-    return min(times)
-
-
-def is_cheap(text, gold):
-    """Whether it costs at most 25 times as much as plain text. A quadratic search costs far more."""
-    return cost(text, gold) < 25 * cost("#### " + "a" * 990, "b" * 990)
-
-
 @pytest.mark.parametrize("piece", PIECES)
 def test_hostile_text_is_cheap(piece):
-    for start, length in product(STARTS, (900, 10**5)):
+    """A search whose time is quadratic would take minutes for the long text."""
+    start_time = time.thread_time()
+    for start, length in product(STARTS, (990, 10**5)):
         text = start + piece * (length // len(piece))
-        assert is_cheap(text + "}</answer>", "365"), start
-        assert is_cheap(text[:990] + "s", piece * (990 // len(piece))), start
+        verify(text + "}</answer>", "365")
+        verify(text[:990] + "s", piece * (990 // len(piece)))
+    assert time.thread_time() - start_time < 1
