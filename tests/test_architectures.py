@@ -1,14 +1,12 @@
 """Tiny random models of current architectures, with attention of all kinds, recurrent layers and
 experts: sampler, training forward, replay, precision, and the check at loading."""
 
-import json
 from typing import NamedTuple
 
 import pytest
 import torch
 from conftest import completes, metrics, refused, save, script_args
 from transformers import AutoModelForCausalLM
-from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import ppo
@@ -41,7 +39,6 @@ LOCAL = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 LINEAR = {"layer_types": ["linear_attention", "full_attention"] * 2}
 GEMMA3N = dict(laurel_rank=4, altup_num_inputs=2, num_kv_shared_layers=2)
 GEMMA4 = dict(enable_moe_block=True, top_k_experts=2)
-MAMBA2 = dict(num_heads=8, head_dim=8, state_size=8, n_groups=2, chunk_size=16)
 RANKS = dict(q_lora_rank=16, kv_lora_rank=16, num_key_value_heads=4)  # of compressed keys and values
 HEADS = dict(qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8, head_dim=4)
 ERNIE = dict(moe_layer_start_index=1, moe_layer_end_index=3, moe_layer_interval=1)
@@ -68,7 +65,8 @@ ARCHITECTURES = {
     "qwen3_next": Row(SOFTMAX, LINEAR),
     "qwen3_moe": Row(SOFTMAX),
     "mixtral": Row(SOFTMAX),
-    "gpt_oss": Row(SOFTMAX),
+    # In decoding, transformers would make a loss of router logits, and fail.
+    "gpt_oss": Row(SOFTMAX, {"output_router_logits": True}),
     "deepseek_v3": Row(SCORES, RANKS | HEADS),
 }
 SLOW = {
@@ -140,19 +138,13 @@ def test_an_architecture_works(folder, request):
 
 
 def check_sampler_and_training_forward(policy, args):
-    """They agree on log-probs and experts of answers of different lengths, with and without padding.
-    Gradients are finite."""
+    """They agree on log-probs and experts of answers of different lengths. Gradients are finite."""
     completions = sample(policy, PROBLEMS, 4, args, torch.Generator().manual_seed(0))
     assert len({len(c.ids) for c in completions}) > 2
     batch = collate(completions, args)
     outputs = token_logprobs(policy, batch, args.temperature, replay=False)
     gap_BT = outputs.logprobs_BT - batch.sampler_logprobs_BT
     assert gap_BT[batch.mask_BT].abs().max() < 1e-4
-    for row in range(3):
-        one = batch[[row]]
-        alone = token_logprobs(policy, one, args.temperature, replay=False).logprobs_BT
-        together = outputs.logprobs_BT[row : row + 1, : alone.shape[1]]
-        torch.testing.assert_close(alone, together, atol=1e-4, rtol=0)
     if policy.routers.num_experts > 0:
         is_known_BS = batch.replayed_experts_BSLK[..., 0, 0] >= 0
         assert is_known_BS.sum() == batch.is_token_BS.sum() - len(batch)  # all but each one's last
@@ -281,32 +273,9 @@ def test_run_rspo_only_where_experts_are_chosen_by_a_softmax(folder, tmp_path):
     assert "softmax" in line and "gmpo.py" in line
 
 
-def test_a_critic_of_a_multimodal_model_has_the_size_of_its_text_model(tmp_path):
-    fields = Gemma3TextConfig().to_dict()
-    text = {key: value for key, value in SHAPE.items() if key in fields} | LOCAL
-    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
-    vision |= dict(image_size=28, patch_size=14)
-    config = Gemma3Config(text_config=text, vision_config=vision, image_token_index=15)
-    policy = load_policy(arguments(save(Gemma3ForConditionalGeneration(config), tmp_path)))
-    assert ppo.Critic(policy)(one_sequence()).shape == (1, 7)
-
-
-# ------------------------------------------------------------------------------- the check at loading
-
-
-@pytest.mark.parametrize("folder", ["gpt_oss"], indirect=True)
-def test_a_config_may_always_ask_for_router_logits(folder):
-    """In decoding, transformers would make a loss of them, and fail."""
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"output_router_logits": True}))
-    args = arguments(folder)
-    check_sampler(load_policy(args), PROMPTS[1], args)
-
-
 UNABLE = {
     "mamba": {},  # no cache that rows can be removed from
-    "mamba2": MAMBA2,
-    "bart": {},  # a decoder of an encoder-decoder family: it takes no position_ids
+    "mamba2": dict(num_heads=8, head_dim=8, state_size=8, n_groups=2, chunk_size=16),
     "qwen3_moe": dict(num_experts_per_tok=9),  # of four
 }
 

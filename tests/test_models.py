@@ -124,12 +124,6 @@ def remove_tokenizer(folder):
     (folder / "tokenizer_config.json").unlink()
 
 
-def make_a_run(folder):
-    checkpoint = folder / "checkpoint-000020"
-    checkpoint.mkdir()
-    (folder / CONFIG).rename(checkpoint / CONFIG)
-
-
 def set_eos(folder, ids):
     change_json(folder / CONFIG, eos_token_id=None)
     change_json(folder / "generation_config.json", eos_token_id=ids)
@@ -137,14 +131,12 @@ def set_eos(folder, ids):
 
 
 BAD_MODELS = {  # {what is wrong: (a function that spoils a good folder, expected words)}
-    "encoder": (lambda f: (f / CONFIG).write_text('{"model_type": "vit"}'), "ViTConfig"),
     "adapter": (lambda f: (f / "adapter_config.json").write_text("{}"), "is an adapter: merge it"),
     "no tokenizer": (remove_tokenizer, "no tokenizer"),
     "pickled weights": (pickle_weights, "cannot be used"),
     "code": (add_code, "cannot be used"),
     "more layers": (add_a_layer, "do not fit its config"),
     "no EOS": (lambda f: set_eos(f, None), "no EOS"),  # every completion would be truncated
-    "run": (make_a_run, "model is a run: pass its checkpoint-000020"),
     "EOS in nested lists": (lambda f: set_eos(f, [[1]]), "EOS ids must be integers"),
     "NaN": (spoil_a_weight, "differ from the training forward's by nan"),
 }
