@@ -56,15 +56,12 @@ def interrupt_twice(*_, **__):
 def points(module):
     """{trouble: (object, its function, what happens before it is called)}."""
     return {
-        "kill before a file is in place": (Path, "replace", kill),
         "kill in a save": (torch, "save", kill_in_a_save),
         "kill before a rename": (Path, "rename", kill),
         "kill in a removal": (shutil, "rmtree", kill_in_a_removal),
         "kill in a line": (Run, "write_log", kill_in_a_line),
         "kill after a line": (Run, "save", kill),  # before its checkpoint
-        "kill in an evaluation": (module, "evaluate", kill),
         "kill in a rollout": (module, "sample", kill),
-        "kill before a step": (torch.optim.AdamW, "step", kill),
         "SIGTERM": (module, "sample", terminate),
         "two SIGINT": (module, "sample", interrupt_twice),
         "SIGINT in an evaluation": (module, "evaluate", interrupt),

@@ -51,22 +51,18 @@ def check(name, troubles, tmp_path, *more):
 
 
 MOMENTS = [
-    ("kill before a file is in place", 1),  # settings.json
     ("kill in a save", 1),  # checkpoint 0
-    ("kill in an evaluation", 1),  # before training
-    ("kill before a step", 1),
+    ("kill in a rollout", 1),
     ("kill before a rename", 2),
     ("kill after a line", 2),
     ("kill in a line", 2),
     ("kill in a removal", 1),
-    ("kill in a rollout", 1),
 ]
 
 
-@pytest.mark.parametrize("name", ["ppo", pytest.param("dapo", marks=pytest.mark.slow)])
-def test_killed_at_every_kind_of_moment(name, tmp_path):
+def test_killed_at_every_kind_of_moment(tmp_path):
     """ppo has the most to save: a critic and a reference."""
-    check(name, MOMENTS, tmp_path)
+    check("ppo", MOMENTS, tmp_path)
     assert [line["iteration"] for line in metrics(tmp_path / "parts")] == [1, 2, 3, 4, 5]
 
 
@@ -104,9 +100,8 @@ def test_run_a_signal_ends_the_run_after_a_checkpoint(tmp_path):
     before = outcome(tmp_path)
     results = result.stdout[result.stdout.index("held-out problems") :]
     assert "after" in results
-    for more in ([], ["--iterations", 1]):
-        assert run("grpo", *resume(tmp_path, *more)).stdout.endswith(results)
-        assert outcome(tmp_path) == before
+    assert run("grpo", *resume(tmp_path, "--iterations", 1)).stdout.endswith(results)
+    assert outcome(tmp_path) == before
 
 
 def test_run_a_signal_outside_of_an_iteration_or_a_second_one_ends_it_at_once(tmp_path):
@@ -143,13 +138,9 @@ def test_run_a_loss_that_is_not_finite_ends_the_run_before_the_step(tmp_path, mo
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_run_without_a_learning_signal_warns_once_after_ten_iterations(name, tmp_path, reward_file):
     """All rewards are equal, in a group, or in the whole rollout if there are no groups."""
-    reward = reward_file('return 0.5, "no_answer" if len(text) % 2 else "truncated"')
-    small = ("--max_new_tokens", 4, "--save_every", 0, "--eval_every", 0, "--reward", reward)
-    flags = flags_of(name, tmp_path, *small, "--iterations", 12)
+    small = ("--max_new_tokens", 4, "--save_every", 0, "--eval_every", 0, "--iterations", 12)
+    flags = flags_of(name, tmp_path, *small, "--reward", reward_file("return 0.5"))
     result = run(name, *flags, "--prompts_per_iteration", 2 if name == "grpo" else 4)
     assert result.returncode == 0, result.stderr
     (warning,) = (line for line in result.stdout.splitlines() if line.startswith("warning: "))
-    tenth = metrics(tmp_path)[9]
     assert "no learning signal for 10 iterations" in warning
-    for metric in ("no_answer_frac", "truncated_frac"):
-        assert f"{metric} {tenth[f'rollout/{metric}']:.2f}" in warning
