@@ -2,7 +2,6 @@
 is. Scripts that are called from Python."""
 
 import json
-import os
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -71,7 +70,6 @@ def drop_a_weight(checkpoint):
 
 
 DAMAGE = {  # {what is wrong: a function that damages a checkpoint}
-    "truncated state": lambda checkpoint: os.truncate(checkpoint / STATE, 100),
     "code in the state": lambda checkpoint: torch.save(Trap(checkpoint / "ran"), checkpoint / STATE),
     "a missing weight": drop_a_weight,  # transformers would use random numbers
 }
@@ -88,13 +86,10 @@ def test_a_damaged_checkpoint_is_refused(how, folder):
     assert content(folder) == before
 
 
-def test_run_files_in_a_checkpoint_do_no_harm_and_copies_of_it_are_kept(folder):
-    checkpoint = checkpoint_of(folder)
-    (checkpoint / ".DS_Store").write_text("mine")
+def test_run_copies_of_a_checkpoint_are_kept(folder):
     kept = {"checkpoint-best-2", "checkpoint-9", "checkpoint-999999.bak"}
     for name in kept:
-        shutil.copytree(checkpoint, folder / name)
-        (folder / name / "config.json").write_text("mine")
+        (folder / name).mkdir()
     completes("grpo", *resume(folder, "--iterations", 2))
     assert {path.name for path in folder.glob("checkpoint-*")} == kept | {"checkpoint-000002"}
 
@@ -134,7 +129,6 @@ def test_other_data_than_when_the_run_started_are_refused(folder, tmp_path):
 
 def test_run_a_resumed_run_keeps_its_flags_except_those_given_again(folder, tmp_path):
     """The folder may have moved."""
-    assert {"torch", "transformers"} <= set(settings_of(folder)["versions"])
     flags = "--iterations 2 --eval_every 1 --save_every 2 --device cpu --micro_batch_size 3"
     flags += " --rollout_batch_size 4 --gradient_checkpointing"
     moved = folder.rename(tmp_path / "moved")
