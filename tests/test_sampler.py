@@ -49,15 +49,12 @@ def policy_with_learned_positions(tokenizer):
     return Policy(GPT2LMHeadModel(config).eval(), tokenizer)
 
 
-@pytest.mark.parametrize("positions", ["rotary", "learned"])
-def test_sampler_slow_loop_and_training_forward_agree(positions, own_policy):
+def test_sampler_slow_loop_and_training_forward_agree(own_policy):
     """The same noise gives the same tokens, from the full distribution, whatever the generation config
     says; all three give the same log-probs. Each EOS id ends a completion, and a pad token that shares
     one masks nothing. The graded text has all tokens but the EOS."""
-    policy = own_policy
-    tokenizer = policy.tokenizer
-    if positions == "learned":
-        policy = policy_with_learned_positions(tokenizer)
+    tokenizer = own_policy.tokenizer
+    policy = policy_with_learned_positions(tokenizer)
     tokenizer.pad_token = tokenizer.eos_token
     tokenizer.add_special_tokens({"additional_special_tokens": ["#"]})  # still in the text
     ends = {tokenizer.eos_token_id, tokenizer("8").input_ids[0]}
