@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-from conftest import FILE_NUMBERS, SMALL, SUMS, completes, forked, metrics, refused, script_args
+from conftest import FILE_NUMBERS, SMALL, SUMS, completes, metrics, refused, script_args, started
 from conftest import write_lines
 
 from common import Completion, Problem, UserError, load_grader
@@ -140,9 +140,10 @@ def test_spawned_processes_find_the_function(tmp_path):
 def test_run_forked_processes_ignore_ctrl_c_and_end_on_sigterm(tmp_path):
     """With a handler in Python for SIGTERM, one in a hundred pools never ended."""
     flags = ("--num_held_out", 8, "--dataset", SUMS, "--run_dir", tmp_path / "run")
-    result = forked("grpo", *SMALL, *flags, "--reward", f"{write(tmp_path, POOL)}:forked")
-    assert (result.code, result.stderr) == (0, "")
-    assert "stopping" not in result.stdout and len(metrics(tmp_path / "run")) == 1
+    with started("grpo", *SMALL, *flags, "--reward", f"{write(tmp_path, POOL)}:forked") as process:
+        printed, errors = process.communicate(timeout=150)
+    assert (process.returncode, errors) == (0, "")
+    assert "stopping" not in printed and len(metrics(tmp_path / "run")) == 1
 
 
 BAD_FILES = [("rw.py", "f = len", "parameters must have names"), ("json.py", "", "rename json.py")]
