@@ -1,13 +1,12 @@
 """What the losses promise beside their values and gradients, which test_conformance.py compares with
 the formulas, NaN in masked places included: shapes, defaults, finite numbers, statistics, keywords."""
 
-import ast
 import inspect
 import math
 
 import pytest
 import torch
-from conftest import MORE, SCRIPTS, path_of, script_args
+from conftest import MORE, SCRIPTS, script_args
 
 F64 = torch.float64
 SIBLINGS = [*SCRIPTS, *MORE]
@@ -193,9 +192,9 @@ LOSSES += [("more.vapo", "value_loss"), ("more.vapo", "positive_lm_loss")]
 
 
 @pytest.mark.parametrize("name, function", LOSSES)
-def test_keywords_are_the_flags_and_main_passes_all(name, function):
-    """With the flags' names and defaults. A keyword that is no flag is the normalizer, or an optional
-    tensor. A loss would ignore a flag that is not passed on."""
+def test_keywords_have_the_names_and_defaults_of_the_flags(name, function):
+    """A keyword that is no flag is the normalizer, or an optional tensor. That main passes all of them:
+    test_main.py, and test_siblings.py, where every flag is read."""
     module, args = script_args(name)
     parameters = inspect.signature(getattr(module, function)).parameters.values()
     keywords = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
@@ -205,12 +204,3 @@ def test_keywords_are_the_flags_and_main_passes_all(name, function):
         else:
             expected = getattr(args, keyword, None)
             assert default == expected and type(default) is type(expected), keyword
-    calls = []
-    for node in ast.walk(ast.parse(path_of(name).read_text())):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == function:
-            calls.append(node)
-    (call,) = calls
-    passed = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
-    assert list(passed) == list(keywords)
-    for keyword, value in passed.items():
-        assert value == f"args.{keyword}" or not hasattr(args, keyword)
