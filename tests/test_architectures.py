@@ -221,29 +221,25 @@ def check_replay(policy):
 
 
 def check_bfloat16(folder, has_float32):
-    """Policy and rollout copies are the model that transformers serves, to the bit, so routers that
-    stay in float32 choose the same experts. int4 leaves those alone. The critic has the same dtypes."""
+    """Policy and rollout copy are the model that transformers serves, to the bit, so routers that stay
+    in float32 choose the same experts. int4 leaves those alone. The critic has the same dtypes."""
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     policy = load_policy(arguments(folder, dtype="bfloat16"))
-    copies = []
-    for kind in ("bfloat16", "same", "int4"):
-        who = Policy(policy.master, None, "bfloat16", kind, refresh_every=2)
-        who.rollout_dtype = "bfloat16"  # for now
-        copies.append(who.sampler(1).model)
+    in_bfloat16 = Policy(policy.master, None, rollout_dtype="bfloat16").sampler(1).model
+    in_int4 = Policy(policy.master, None, "bfloat16", "int4").sampler(1).model
     tokens = torch.tensor([[3, 8, 4, 9, 11, 5]])
     dtypes = {key: weight.dtype for key, weight in theirs.named_parameters()}
-    for model in (policy.model, *copies):
-        assert {key: weight.dtype for key, weight in model.named_parameters()} == dtypes
+    for model in (policy.model, in_bfloat16):
         with torch.no_grad():
             assert torch.equal(model(tokens).logits, theirs(tokens).logits)
+    for model in (policy.model, in_bfloat16, in_int4):
+        assert {key: weight.dtype for key, weight in model.named_parameters()} == dtypes
     critic = TrainedModel(ppo.Critic(policy), "bfloat16").model
     bodies = zip(critic.body.parameters(), theirs.base_model.parameters(), strict=True)
     assert all(weight.dtype == its.dtype for weight, its in bodies)
     kept = {key for key, dtype in dtypes.items() if dtype == torch.float32}
     assert bool(kept) == has_float32
-    who.rollout_dtype = "int4"
-    who.sampler(1)
-    for key, weight in copies[-1].named_parameters():
+    for key, weight in in_int4.named_parameters():
         assert key not in kept or torch.equal(weight, policy.master.state_dict()[key])
 
 

