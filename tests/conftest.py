@@ -66,7 +66,7 @@ def run(name, *flags):
     """Runs a script as from its command line, but in this process, which saves the imports. The dataset
     is a small one, unless a flag names another."""
     module = importlib.import_module(name)
-    out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")  # launch sets its error handler
+    out = io.StringIO()
     err = io.StringIO()
     code = 0
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -82,9 +82,7 @@ def run(name, *flags):
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-    out.flush()
-    text = out.buffer.getvalue().decode()
-    return subprocess.CompletedProcess(name, code or 0, text, err.getvalue())
+    return subprocess.CompletedProcess(name, code or 0, out.getvalue(), err.getvalue())
 
 
 SMALL = """--prompts_per_iteration 4 --group_size 4 --max_new_tokens 8 --num_minibatches 2

@@ -156,12 +156,6 @@ def test_a_file_whose_function_cannot_be_called_or_found_is_refused(name, source
         load(f"{tmp_path / name}:f")
 
 
-def test_a_file_may_import_its_neighbors(tmp_path):
-    path = write(tmp_path, "import rw_neighbor\ndef f(text): return rw_neighbor.value")
-    (tmp_path / "rw_neighbor.py").write_text("value = 7")
-    assert graded(path)[0].reward == 7
-
-
 def test_a_function_with_a_bug_keeps_its_traceback(tmp_path):
     with pytest.raises(ZeroDivisionError):
         graded(write(tmp_path, "def f(text): 1 / 0"))

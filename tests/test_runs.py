@@ -8,8 +8,7 @@ import pytest
 from conftest import MORE, SCRIPTS, completes, metrics, read_lines, run, script_args
 
 import dapo
-from common import Completion, Problem
-from plumbing.metrics import pass_at_k, rollout_summary
+from plumbing.metrics import pass_at_k
 
 
 def keys(prefix, names):
@@ -77,19 +76,6 @@ def test_run_of_each_script_logs_sensible_numbers(name, tmp_path):
             kinds = ("dropped_all_right", "dropped_all_wrong", "kept", "generated")
             right, wrong, kept, generated = (line[f"rollout/groups_{kind}"] for kind in kinds)
             assert kept == 8 and generated == kept + right + wrong > kept
-
-
-def test_the_summary_of_a_rollout():
-    verdicts = {"#### 3": "wrong", "2+1 #### 3": "correct", "2+1": "truncated", "no": "no_answer"}
-    completions = []
-    for text, verdict in verdicts.items():
-        ids = list(range(len(text)))
-        is_cut = verdict == "truncated"
-        completions.append(Completion(Problem("", "", [1]), ids, [], is_cut, text, verdict=verdict))
-    summary = rollout_summary(completions)
-    assert summary.pop("response_len_mean") == (6 + 10 + 3 + 2) / 4
-    names = ("accuracy", "truncated_frac", "no_answer_frac", "direct_frac")
-    assert summary == dict.fromkeys(names, 1 / 4)
 
 
 def test_pass_at_k_is_the_mean_over_all_choices_of_k():
