@@ -1,7 +1,6 @@
 """The sampler against a slow loop without a cache and against the training forward; batches and their
 parts; rollout weights that are NaN."""
 
-import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +9,7 @@ from conftest import MIXED, batch_of_ids, problems_of, script_args
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import common
-from common import Batch, collate, evaluate, rollout_weights, sample, similar_rows, token_logprobs
+from common import collate, evaluate, rollout_weights, sample, similar_rows, token_logprobs
 from plumbing.model import Policy
 
 
@@ -139,49 +138,19 @@ def test_an_evaluation_prefills_more_prompts_than_a_rollout_only_if_they_are_sho
 # ------------------------------------------------------------------------- batches and their parts
 
 
-def random_batch(B):
-    """(prompt, response) of different lengths, as a batch in which all tensors that a script sets hold
-    the number of their row."""
-    g = noise_of(0)
-    rows = []
-    for row in range(B):
-        prompt, response = torch.randint(1, 30, (2,), generator=g).tolist()
-        rows.append(([row + 3] * prompt, [row + 3] * response))
-    batch = batch_of_ids(rows)
-    T = batch.mask_BT.shape[1]
-    for field in dataclasses.fields(Batch):
-        if getattr(batch, field.name) is None:
-            width = 1 if field.name.endswith("B1") else T
-            setattr(batch, field.name, torch.arange(B)[:, None].expand(B, width) + 3)
+def test_a_part_of_a_batch_is_cut_to_its_longest_rows():
+    """That its numbers are right: test_main.py."""
+    batch = batch_of_ids([([3] * 9, [4] * 5), ([5] * 2, [6] * 3), ([7] * 5, [8])])
+    batch.advantages = torch.zeros(3, 1)
+    batch.returns_BT = torch.zeros(3, 5)
     batch.replayed_experts_BSLK = batch.tokens_BS[..., None, None]
-    return batch, rows
-
-
-@pytest.mark.parametrize("chosen", [range(9), [4, 2, 7]])
-def test_a_part_of_a_batch_is_cut_to_its_longest_rows(chosen):
-    batch, rows = random_batch(9)
-    part = batch[chosen]
-    assert part.rows == list(chosen) and len(part) == len(chosen)
-    prompts = [rows[row][0] for row in chosen]
-    responses = [rows[row][1] for row in chosen]
-    T = max(map(len, responses))
-    S = max(len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True))
-    assert part.tokens_BS.shape == part.is_token_BS.shape == (len(chosen), S)
-    assert part.predictor_BU.shape == (len(chosen), T + 1)
-    for i, row in enumerate(chosen):
-        length = len(responses[i])
-        end = len(prompts[i]) + length
-        assert part.tokens_BS[i, :end].tolist() == prompts[i] + responses[i]
-        assert part.is_token_BS[i].sum() == end and part.mask_BT[i].sum() == length
-        columns = part.predictor_BU[i].tolist()
-        assert columns[: length + 1] == list(range(len(prompts[i]) - 1, end))
-        assert max(columns) < S
-        for field in dataclasses.fields(Batch):
-            tensor = getattr(part, field.name)
-            if field.name.endswith(("_BT", "advantages", "_weights", "_B1", "_BSLK")):
-                assert tensor.shape[1] in (1, T, S)
-                if field.name not in ("mask_BT", "sampler_logprobs_BT"):
-                    assert (tensor[i, :length] == row + 3).all(), field.name
+    part = batch[[1, 2]]
+    assert part.rows == [1, 2] and part.lengths == [(2, 3), (5, 1)]
+    assert part.tokens_BS.shape == part.is_token_BS.shape == (2, 6)
+    assert part.replayed_experts_BSLK.shape == (2, 6, 1, 1)
+    assert part.mask_BT.shape == part.returns_BT.shape == (2, 3)
+    assert part.predictor_BU.tolist() == [[1, 2, 3, 4], [4, 5, 5, 5]]
+    assert part.advantages.shape == (2, 1)
 
 
 def test_micro_batches_have_rows_of_similar_length():
