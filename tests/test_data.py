@@ -9,8 +9,7 @@ from unittest.mock import Mock
 import pytest
 from conftest import script_args, write_lines
 from datasets import Dataset
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer
 
 from common import UserError, load_problems
 from plumbing.data import ProblemStream, read_rows, usable_rows
@@ -18,17 +17,10 @@ from plumbing.data import ProblemStream, read_rows, usable_rows
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}{{ end }}<assistant>"
 
 
-def policy_with(template=None, limit=None, appends_eos=False):
-    """A model with a limit on positions, and a tokenizer with a token for each byte."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["</s>"])
-    if appends_eos:
-        ends = [("</s>", tokenizer.token_to_id("</s>"))]
-        tokenizer.post_processor = processors.TemplateProcessing("$A </s>", special_tokens=ends)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+def policy_with(template=None, limit=None):
+    """A model with a limit on positions, and a tokenizer with a token for each byte, which appends an
+    EOS."""
+    tokenizer = ByT5Tokenizer(extra_ids=0)
     tokenizer.chat_template = template
     config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=limit))
     embeddings = SimpleNamespace(num_embeddings=len(tokenizer))
@@ -157,34 +149,26 @@ def test_prompts_are_text_or_messages_without_trailing_replies(cell, flags, expe
 
 
 NO_TEXT = "with a message that lacks a role, or is not text (first: row 1 {'role'"
-BAD_ROWS = [  # prompt, answer, why the row is left out
-    (" \n", "2", "without a prompt (first: row 1 ' \\n')"),
-    (["1+1="], "2", "without a prompt (first: row 1 ['1+1='])"),
-    (chat("user", [*PARTS, {"type": "image"}]), "2", NO_TEXT),
-    (chat("user", [{"type": "text"}]), "2", NO_TEXT),
-    ("<user>3</s>", "2", "already have the chat template's special tokens"),
-    ("1" * 90, "2", "the model's limit of 150 tokens (first: row 1"),
-    ("3", {"gold": "2"}, "without a gold answer (first: row 1 {'gold': '2'})"),
-    ("3", "", "without a gold answer (first: row 1 '')"),
+FIRST = "{{ messages[0].content }}"
+BAD_ROWS = [  # prompt, answer, chat template, why the row is left out
+    (" \n", "2", TURNS, "without a prompt (first: row 1 ' \\n')"),
+    (["1+1="], "2", TURNS, "without a prompt (first: row 1 ['1+1='])"),
+    (chat("user", [*PARTS, {"type": "image"}]), "2", TURNS, NO_TEXT),
+    (chat("user", [{"type": "text"}]), "2", TURNS, NO_TEXT),
+    ("<user>3</s>", "2", TURNS, "already have the chat template's special tokens"),
+    ("1" * 90, "2", TURNS, "the model's limit of 150 tokens (first: row 1"),
+    (chat("user", "3", "user", "4"), "2", None, "need a chat template"),
+    ([*SHOT, *chat("user", "3")], "2", FIRST, "that the chat template drops"),
+    ("3", "2", "{{ raise_exception('no!') }}", "refuses (first: row 1 'no!'"),
+    ("3", {"gold": "2"}, TURNS, "without a gold answer (first: row 1 {'gold': '2'})"),
+    ("3", "", TURNS, "without a gold answer (first: row 1 '')"),
 ]
 
 
-@pytest.mark.parametrize("prompt, answer, expected", BAD_ROWS)
-def test_a_refusal_names_the_reason_the_cell_and_the_columns(prompt, answer, expected):
-    message = refusal([row(prompt, answer)], policy_with(TURNS, limit=150))
+@pytest.mark.parametrize("prompt, answer, template, expected", BAD_ROWS)
+def test_a_refusal_names_the_reason_the_cell_and_the_columns(prompt, answer, template, expected):
+    message = refusal([row(prompt, answer)], policy_with(template, limit=150))
     assert expected in message and message.endswith("are question, answer")
-
-
-BAD_TEMPLATES = [  # cell, template, what is said
-    (chat("user", "3", "user", "4"), None, "need a chat template"),
-    ("3", "{{ raise_exception('no!') }}", "refuses (first: row 1 'no!'"),
-    ([*SHOT, *chat("user", "3")], "{{ messages[0].content }}", "that the chat template drops"),
-]
-
-
-@pytest.mark.parametrize("cell, template, expected", BAD_TEMPLATES)
-def test_templates_that_do_not_give_the_prompt_are_refused(cell, template, expected):
-    assert expected in refusal([row(cell)], policy_with(template))
 
 
 # ----------------------------------------------------------------------------- rows that are left out
@@ -192,7 +176,6 @@ def test_templates_that_do_not_give_the_prompt_are_refused(cell, template, expec
 TENTH = [  # rows, the number of problems (None: the run ends)
     (sums(18) + [row("", "1")] * 2, 18),
     (sums(17) + [row("", "1")] * 2, None),
-    (sums(20) + [row("3+1=", "5"), row("3+1=", "4")], 20),
     ((sums(49) + [row("", "1")]) * 20, 49),
 ]
 
@@ -236,8 +219,8 @@ def test_the_line_at_the_start_counts_the_rows_that_are_left_out():
 
 
 def test_an_eos_that_the_tokenizer_appends_is_dropped():
-    ((_, _, ids, _),) = problems_of([row("1+1=")], policy_with(appends_eos=True))
-    assert ids == problems_of([row("1+1=")])[0][2]
+    ((_, _, ids, _),) = problems_of([row("1+1=")])
+    assert len(ids) == 4
 
 
 # ------------------------------------------------------------------------------- training and held out

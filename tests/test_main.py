@@ -72,7 +72,7 @@ CASES = {  # variants that change no line of main are compared by test_conforman
     "sapo": ("sapo", {"tau_pos": 2.0, "tau_neg": 1.5}),
     "reinforce": ("more.reinforce", ALONE | BASELINE),
     "rloo": ("more.rloo", {"max_grad_norm": 3.0}),
-    "vapo": ("more.vapo", CRITIC | PRETRAINED | {"lambda_alpha": 0.3}),
+    "vapo": ("more.vapo", CRITIC | PRETRAINED | {"lambda_alpha": 0.3, "kl_coef": 0.0}),
 }
 for name in {*SCRIPTS, *MORE} - {script for script, _ in CASES.values()}:
     CASES[name] = (name, {})  # a new script needs no case of its own

@@ -70,10 +70,8 @@ def lists(completions, nums):
     return [row.pop() and len(row) for row in nums]
 """
     path = write(tmp_path, source)
-    problem = Problem("1+1=", "2", [4, 5], {"answer": "2", "prompts": "1+1=", "nums": [7, 8, 9]})
-    rows = [Completion(problem, [1], [0.0], False, "2")] * 3
-    for name in ("one", "one", "lists", "lists"):
-        assert [c.reward for c in load(f"{path}:{name}")(rows)] == [2, 2, 2]
+    for name in ("one", "lists"):
+        assert [c.reward for c in graded(path, name, nums=[7, 8, 9])] == [2] * 5
 
 
 VALUES = [  # what a function returns, the reward, the verdicts of "2" and "40"

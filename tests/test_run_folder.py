@@ -2,6 +2,7 @@
 is. Scripts that are called from Python."""
 
 import json
+import os
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,6 @@ import sapo
 from common import UserError
 from plumbing.args import launch
 
-STATE = "trainer_state.pt"
 WEIGHTS = "model.safetensors"
 
 
@@ -52,16 +52,6 @@ def folder(finished, tmp_path):
 # --------------------------------------------------------------------------------------- checkpoints
 
 
-class Trap:
-    """A pickle that would leave a file behind if it were loaded."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return open, (str(self.path), "w")
-
-
 def drop_a_weight(checkpoint):
     weights = load_file(checkpoint / WEIGHTS)
     del weights["model.layers.0.self_attn.q_proj.weight"]
@@ -69,7 +59,7 @@ def drop_a_weight(checkpoint):
 
 
 DAMAGE = {  # {what is wrong: a function that damages a checkpoint}
-    "code in the state": lambda checkpoint: torch.save(Trap(checkpoint / "ran"), checkpoint / STATE),
+    "half a state": lambda checkpoint: os.truncate(checkpoint / "trainer_state.pt", 1000),
     "a missing weight": drop_a_weight,  # transformers would use random numbers
 }
 
