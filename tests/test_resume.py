@@ -62,12 +62,6 @@ def kill_in_a_removal(path, **_):
         kill()
 
 
-def kill_in_a_line(run):
-    with open(run.folder / "metrics.jsonl", "a") as file:
-        file.write('{"iteration": 2, "rollout/acc')
-    kill()
-
-
 def interfere(patch, owner, name, action, n):
     """Calls the action, with the same arguments, before the n-th and each later call of a function."""
     original = getattr(owner, name)
@@ -104,7 +98,6 @@ def test_killed_at_every_kind_of_moment(tmp_path):
         (ppo, "sample", kill, 1),
         (Path, "rename", kill, 2),  # of a checkpoint
         (Run, "save", kill, 2),  # after a line
-        (Run, "write_log", kill_in_a_line, 2),
         (shutil, "rmtree", kill_in_a_removal, 1),
     ]
     check("ppo", moments, tmp_path)
