@@ -173,6 +173,7 @@ def test_a_refusal_names_the_reason_the_cell_and_the_columns(prompt, answer, tem
 
 # ----------------------------------------------------------------------------- rows that are left out
 
+
 def test_a_tenth_may_be_left_out_besides_equal_prompts():
     bad = [row("", "1"), row("", "2")]
     assert len(problems_of(sums(18) + bad)) == 18
