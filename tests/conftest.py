@@ -113,9 +113,10 @@ def refused(name, *flags, expected=""):
 def started(name, *flags):
     """A script in a process of its own, as a user starts it. It computes with one thread, as `run`."""
     command = [sys.executable, "-m", name, *map(str, flags)]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=pipe, stderr=pipe, text=True)
+    options = {"cwd": ROOT, "env": os.environ | {"OMP_NUM_THREADS": "1"}, "text": True}
+    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    # One that waits for ever ends by this signal.
+    return subprocess.Popen(command, preexec_fn=lambda: signal.alarm(600), **options)
 
 
 def metrics(folder):
