@@ -58,8 +58,13 @@ def drop_a_weight(checkpoint):
     save_file(weights, checkpoint / WEIGHTS, metadata={"format": "pt"})
 
 
+def add_a_function(checkpoint):
+    path = checkpoint / "trainer_state.pt"
+    torch.save(torch.load(path) | {"more": os.getpid}, path)
+
+
 DAMAGE = {  # {what is wrong: a function that damages a checkpoint}
-    "half a state": lambda checkpoint: os.truncate(checkpoint / "trainer_state.pt", 1000),
+    "code in the state": add_a_function,  # which loading would import
     "a missing weight": drop_a_weight,  # transformers would use random numbers
 }
 
