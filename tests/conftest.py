@@ -7,7 +7,6 @@ import importlib
 import io
 import itertools
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -67,7 +66,7 @@ def run(name, *flags):
     """Runs a script as from its command line, but in this process, which saves the imports. The dataset
     is a small one, unless a flag names another."""
     module = importlib.import_module(name)
-    out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")  # launch sets its error handler
+    out = io.StringIO()
     err = io.StringIO()
     code = 0
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -80,11 +79,10 @@ def run(name, *flags):
                 launch(module.main, module.Args)
         except SystemExit as exit:
             code = exit.code
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-    out.flush()
-    text = out.buffer.getvalue().decode()
-    return subprocess.CompletedProcess(name, code or 0, text, err.getvalue())
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+    return subprocess.CompletedProcess(name, code or 0, out.getvalue(), err.getvalue())
 
 
 SMALL = """--prompts_per_iteration 4 --group_size 4 --max_new_tokens 8 --num_minibatches 2
@@ -112,33 +110,13 @@ def refused(name, *flags, expected=""):
     return line
 
 
-@functools.cache
-def fork_server():
-    """Starts the process that `forked` forks; it ends with this one."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fork_server"])
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", path)
-        patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        multiprocessing.forkserver.ensure_running()
-    return context
-
-
-def forked(name, *flags, trouble=None):
-    """Runs a script in its own process. Returns its exit code, stdout and stderr. `trouble` is a kind
-    from fork_server.py, and the number of the call at which it comes."""
-    from fork_server import run_script
-
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "out")
-        err = Path(folder, "err")
-        job = (name, [*map(str, flags)], trouble, out, err)
-        process = fork_server().Process(target=run_script, args=job)
-        process.start()
-        process.join()
-        texts = {"stdout": out.read_text(), "stderr": err.read_text()}
-        return types.SimpleNamespace(code=process.exitcode, **texts)
+def started(name, *flags):
+    """A script in a process of its own, as a user starts it. It computes with one thread, as `run`."""
+    command = [sys.executable, "-m", name, *map(str, flags)]
+    options = {"cwd": ROOT, "env": os.environ | {"OMP_NUM_THREADS": "1"}, "text": True}
+    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    # One that waits for ever ends by this signal.
+    return subprocess.Popen(command, preexec_fn=lambda: signal.alarm(600), **options)
 
 
 def metrics(folder):

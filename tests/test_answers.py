@@ -29,16 +29,6 @@ def test_a_row_of_answers_tsv(expected, gold, text):
         assert verify(text, gold, truncated=True) == (0.0, "truncated")  # 36 may become 365
 
 
-WORDS = """dozen pair hundred thousand million billion percent half halves third quarter times and or
-more less""".split()
-
-
-@pytest.mark.parametrize("word", WORDS)
-def test_a_word_that_changes_a_number_is_no_unit(word):
-    for words in (word, f"{word} cups", f"cups {word.title()}"):
-        assert not is_same(f"5 {words}", "5")
-
-
 def test_an_answer_of_more_than_1000_characters_is_no_answer():
     assert verify("#### " + "0" * 900 + "365", "365") == (1.0, "correct")
     for start in ("#### ", "\\boxed{", "Answer: ", "<answer>"):
@@ -88,24 +78,12 @@ PIECES += [" ", "\n", "\u00a0", " cups", " dozen", " 1"]
 STARTS = ["", "#### ", "#### 5 ", "#### $5", "\\boxed{", "Answer: x=", "<answer>"]
 
 
-def cost(text, gold):
-    """CPU time of the fastest of three tries."""
-    times = []
-    for _ in range(3):
-        start = time.thread_time()
-        verify(text, gold)
-        times.append(time.thread_time() - start)
-    return min(times)
-
-
-def is_cheap(text, gold):
-    """Whether it costs at most 25 times as much as plain text. A quadratic search costs far more."""
-    return cost(text, gold) < 25 * cost("#### " + "a" * 990, "b" * 990)
-
-
 @pytest.mark.parametrize("piece", PIECES)
 def test_hostile_text_is_cheap(piece):
-    for start, length in product(STARTS, (900, 10**5)):
+    """A search whose time is quadratic would take minutes for the long text."""
+    start_time = time.thread_time()
+    for start, length in product(STARTS, (990, 10**5)):
         text = start + piece * (length // len(piece))
-        assert is_cheap(text + "}</answer>", "365"), start
-        assert is_cheap(text[:990] + "s", piece * (990 // len(piece))), start
+        verify(text + "}</answer>", "365")
+        verify(text[:990] + "s", piece * (990 // len(piece)))
+    assert time.thread_time() - start_time < 1

@@ -1,14 +1,12 @@
 """Tiny random models of current architectures, with attention of all kinds, recurrent layers and
 experts: sampler, training forward, replay, precision, and the check at loading."""
 
-import json
 from typing import NamedTuple
 
 import pytest
 import torch
-from conftest import completes, metrics, refused, save, script_args
+from conftest import refused, save, script_args
 from transformers import AutoModelForCausalLM
-from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import ppo
@@ -41,7 +39,6 @@ LOCAL = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 LINEAR = {"layer_types": ["linear_attention", "full_attention"] * 2}
 GEMMA3N = dict(laurel_rank=4, altup_num_inputs=2, num_kv_shared_layers=2)
 GEMMA4 = dict(enable_moe_block=True, top_k_experts=2)
-MAMBA2 = dict(num_heads=8, head_dim=8, state_size=8, n_groups=2, chunk_size=16)
 RANKS = dict(q_lora_rank=16, kv_lora_rank=16, num_key_value_heads=4)  # of compressed keys and values
 HEADS = dict(qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8, head_dim=4)
 ERNIE = dict(moe_layer_start_index=1, moe_layer_end_index=3, moe_layer_interval=1)
@@ -66,9 +63,10 @@ ARCHITECTURES = {
     "cohere2": Row(),
     "olmo_hybrid": Row(has_float32=True),
     "qwen3_next": Row(SOFTMAX, LINEAR),
-    "qwen3_moe": Row(SOFTMAX),
+    "qwen3_moe": Row(SOFTMAX, dict(num_experts=200, num_local_experts=200)),  # int8 ends at 127
     "mixtral": Row(SOFTMAX),
-    "gpt_oss": Row(SOFTMAX),
+    # In decoding, transformers would make a loss of router logits, and fail.
+    "gpt_oss": Row(SOFTMAX, {"output_router_logits": True}),
     "deepseek_v3": Row(SCORES, RANKS | HEADS),
 }
 SLOW = {
@@ -140,19 +138,13 @@ def test_an_architecture_works(folder, request):
 
 
 def check_sampler_and_training_forward(policy, args):
-    """They agree on log-probs and experts of answers of different lengths, with and without padding.
-    Gradients are finite."""
+    """They agree on log-probs and experts of answers of different lengths. Gradients are finite."""
     completions = sample(policy, PROBLEMS, 4, args, torch.Generator().manual_seed(0))
     assert len({len(c.ids) for c in completions}) > 2
     batch = collate(completions, args)
     outputs = token_logprobs(policy, batch, args.temperature, replay=False)
     gap_BT = outputs.logprobs_BT - batch.sampler_logprobs_BT
     assert gap_BT[batch.mask_BT].abs().max() < 1e-4
-    for row in range(3):
-        one = batch[[row]]
-        alone = token_logprobs(policy, one, args.temperature, replay=False).logprobs_BT
-        together = outputs.logprobs_BT[row : row + 1, : alone.shape[1]]
-        torch.testing.assert_close(alone, together, atol=1e-4, rtol=0)
     if policy.routers.num_experts > 0:
         is_known_BS = batch.replayed_experts_BSLK[..., 0, 0] >= 0
         assert is_known_BS.sum() == batch.is_token_BS.sum() - len(batch)  # all but each one's last
@@ -208,7 +200,8 @@ def check_replay(policy):
             assert torch.equal(torch.as_tensor(gradient), torch.as_tensor(expected))
         checkpoint_layers(policy.model)  # for the second time, and below
     # Different experts, the same for each token
-    batch.replayed_experts_BSLK = (own.routing_choices_BSLK[:, :1] + 1) % policy.routers.num_experts
+    num_experts = policy.routers.num_experts
+    batch.replayed_experts_BSLK = (own.routing_choices_BSLK[:, :1] + 1) % num_experts
     batch.replayed_experts_BSLK = batch.replayed_experts_BSLK.expand_as(own.routing_choices_BSLK)
     outputs, given = given_to_experts(policy, batch)
     assert not torch.equal(outputs.logprobs_BT, own.logprobs_BT)
@@ -224,34 +217,30 @@ def check_replay(policy):
             difference = weights[3:-1].log() - logp[:, 0]  # their sum may be normalized
             assert (difference - difference[:, :1]).abs().max() < 1e-4
         router = find_routers(policy.model)[layer]
-        (matrix,) = [w for w in router.parameters() if w.dim() == 2 and len(w) == 4]
+        (matrix,) = [w for w in router.parameters() if w.dim() == 2 and len(w) == num_experts]
         assert (matrix.grad[replayed[0].long()].abs().sum(1) > 0).all()
 
 
 def check_bfloat16(folder, has_float32):
-    """Policy and rollout copies are the model that transformers serves, to the bit, so routers that
-    stay in float32 choose the same experts. int4 leaves those alone. The critic has the same dtypes."""
+    """Policy and rollout copy are the model that transformers serves, to the bit, so routers that stay
+    in float32 choose the same experts. int4 leaves those alone. The critic has the same dtypes."""
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     policy = load_policy(arguments(folder, dtype="bfloat16"))
-    copies = []
-    for kind in ("bfloat16", "same", "int4"):
-        who = Policy(policy.master, None, "bfloat16", kind, refresh_every=2)
-        who.rollout_dtype = "bfloat16"  # for now
-        copies.append(who.sampler(1).model)
+    in_bfloat16 = Policy(policy.master, None, rollout_dtype="bfloat16").sampler(1).model
+    in_int4 = Policy(policy.master, None, "bfloat16", "int4").sampler(1).model
     tokens = torch.tensor([[3, 8, 4, 9, 11, 5]])
     dtypes = {key: weight.dtype for key, weight in theirs.named_parameters()}
-    for model in (policy.model, *copies):
-        assert {key: weight.dtype for key, weight in model.named_parameters()} == dtypes
+    for model in (policy.model, in_bfloat16):
         with torch.no_grad():
             assert torch.equal(model(tokens).logits, theirs(tokens).logits)
+    for model in (policy.model, in_bfloat16, in_int4):
+        assert {key: weight.dtype for key, weight in model.named_parameters()} == dtypes
     critic = TrainedModel(ppo.Critic(policy), "bfloat16").model
     bodies = zip(critic.body.parameters(), theirs.base_model.parameters(), strict=True)
     assert all(weight.dtype == its.dtype for weight, its in bodies)
     kept = {key for key, dtype in dtypes.items() if dtype == torch.float32}
     assert bool(kept) == has_float32
-    who.rollout_dtype = "int4"
-    who.sampler(1)
-    for key, weight in copies[-1].named_parameters():
+    for key, weight in in_int4.named_parameters():
         assert key not in kept or torch.equal(weight, policy.master.state_dict()[key])
 
 
@@ -261,53 +250,16 @@ def test_routing_replay_is_refused_where_no_experts_can_be_replayed(folder):
         load_policy(arguments(folder, routing_replay="r2"))
 
 
-# -------------------------------------------------------------------------------------- whole runs
-
-
-@pytest.mark.parametrize("folder", ["ernie4_5_moe"], indirect=True)
-def test_run_ppo_in_bfloat16_with_gradient_checkpointing_and_no_kl(folder, reward_file, tmp_path):
-    """Some of the critic's weights are in float32, or have no gradient. Without a KL, no reference."""
-    reward = reward_file("return len(text) % 2")  # which a random model can learn
-    flags = "--iterations 2 --lr 1e-5 --critic_lr 1e-5 --kl_coef 0 --dtype bfloat16".split()
-    flags += ["--gradient_checkpointing", "--reward", reward, "--run_dir", tmp_path / "run"]
-    completes("ppo", "--model", folder, *flags)
-    line = metrics(tmp_path / "run")[1]
-    assert line["losses/first_step_ratio_error_max"] == 0 and "losses/kl_ref" not in line
-
-
 @pytest.mark.parametrize("folder", ["ernie4_5_moe"], indirect=True)
 def test_run_rspo_only_where_experts_are_chosen_by_a_softmax(folder, tmp_path):
     line = refused("rspo", "--model", folder, "--run_dir", tmp_path / "run")
     assert "softmax" in line and "gmpo.py" in line
 
 
-def test_a_critic_of_a_multimodal_model_has_the_size_of_its_text_model(tmp_path):
-    fields = Gemma3TextConfig().to_dict()
-    text = {key: value for key, value in SHAPE.items() if key in fields} | LOCAL
-    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
-    vision |= dict(image_size=28, patch_size=14)
-    config = Gemma3Config(text_config=text, vision_config=vision, image_token_index=15)
-    policy = load_policy(arguments(save(Gemma3ForConditionalGeneration(config), tmp_path)))
-    assert ppo.Critic(policy)(one_sequence()).shape == (1, 7)
-
-
-# ------------------------------------------------------------------------------- the check at loading
-
-
-@pytest.mark.parametrize("folder", ["gpt_oss"], indirect=True)
-def test_a_config_may_always_ask_for_router_logits(folder):
-    """In decoding, transformers would make a loss of them, and fail."""
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"output_router_logits": True}))
-    args = arguments(folder)
-    check_sampler(load_policy(args), PROMPTS[1], args)
-
-
 UNABLE = {
     "mamba": {},  # no cache that rows can be removed from
-    "mamba2": MAMBA2,
-    "bart": {},  # a decoder of an encoder-decoder family: it takes no position_ids
-    "qwen3_moe": dict(num_experts_per_tok=9),  # of four
+    "mamba2": dict(num_heads=8, head_dim=8, state_size=8, n_groups=2, chunk_size=16),
+    "qwen3_moe": dict(num_experts_per_tok=201),
 }
 
 

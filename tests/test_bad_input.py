@@ -5,7 +5,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from conftest import OWN_LR, metrics, refused, run
+from conftest import OWN_LR, refused, run
 
 import grpo
 import ppo
@@ -35,33 +35,11 @@ def test_a_switch_may_have_a_value():
         parse_args(grpo.Args, ["--gradient_checkpointing", "7"])
 
 
-def test_run_one_prompt_and_one_token(tmp_path):
-    """A single token has no variance that a critic could explain."""
-    flags = "--prompts_per_iteration 1 --num_minibatches 1 --max_new_tokens 1 --iterations 1".split()
-    result = run("ppo", *flags, "--run_dir", tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert "losses/explained_variance" not in metrics(tmp_path)[0]
-
-
-BFLOAT16 = ("--dtype", "bfloat16")
-ADVICE = [  # flags, how the lines begin that ppo.py prints on stderr
-    ((), []),
-    (
-        ("--model", "mine"),
-        ["warning: --lr 0.0002 suits", "warning: --critic_lr 0.002", "note: float32"],
-    ),
-    (("--model", "mine", *BFLOAT16, *OWN_LR, "--critic_lr", 1e-5), []),
-]
-
-
-@pytest.mark.parametrize("flags, expected", ADVICE)
-def test_advice_on_rates_and_precision_for_your_own_model(flags, expected, monkeypatch, tmp_path):
-    """float32 is slow on a GPU only."""
+def test_advice_on_rates_and_precision_for_your_own_model_on_a_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(ppo, "main", lambda args: None)
-    for device in ("cuda", "cpu"):
-        monkeypatch.setattr(ppo.Args, "torch_device", device)
-        lines = run("ppo", *flags, "--run_dir", tmp_path).stderr.splitlines()
-        if device == "cpu":
-            expected = [start for start in expected if "float32" not in start]
-        assert len(lines) == len(expected)
-        assert all(line.startswith(start) for line, start in zip(lines, expected, strict=True))
+    monkeypatch.setattr(ppo.Args, "torch_device", "cuda")
+    flags = ("--model", "mine", "--run_dir", tmp_path)
+    lines = run("ppo", *flags).stderr.splitlines()
+    starts = ["warning: --lr 0.0002 suits", "warning: --critic_lr 0.002 suits", "note: float32 is slow"]
+    assert [line[: len(start)] for line, start in zip(lines, starts, strict=True)] == starts
+    assert run("ppo", *flags, *OWN_LR, "--critic_lr", 1e-5, "--dtype", "bfloat16").stderr == ""

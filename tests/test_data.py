@@ -7,10 +7,9 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from conftest import refused, script_args, write_lines
+from conftest import script_args, write_lines
 from datasets import Dataset
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer
 
 from common import UserError, load_problems
 from plumbing.data import ProblemStream, read_rows, usable_rows
@@ -18,20 +17,12 @@ from plumbing.data import ProblemStream, read_rows, usable_rows
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}{{ end }}<assistant>"
 
 
-def policy_with(template=None, config=None, appends_eos=False):
-    """A model with a limit on positions, and a tokenizer with a token for each byte."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["</s>"])
-    if appends_eos:
-        ends = [("</s>", tokenizer.token_to_id("</s>"))]
-        tokenizer.post_processor = processors.TemplateProcessing("$A </s>", special_tokens=ends)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+def policy_with(template=None, limit=None):
+    """A model with a limit on positions, and a tokenizer with a token for each byte, which appends an
+    EOS."""
+    tokenizer = ByT5Tokenizer(extra_ids=0)
     tokenizer.chat_template = template
-    config = config or SimpleNamespace()
-    config.get_text_config = lambda: getattr(config, "text_config", config)
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=limit))
     embeddings = SimpleNamespace(num_embeddings=len(tokenizer))
     model = SimpleNamespace(config=config, get_input_embeddings=lambda: embeddings)
     return SimpleNamespace(tokenizer=tokenizer, model=model)
@@ -114,20 +105,15 @@ def test_a_folder_has_splits(tmp_path):
     assert read(folder, "eval_dataset") == EXACT
 
 
-UNREADABLE = [  # name, content, what the run says
-    ("missing.jsonl", None, "missing.jsonl cannot be read: FileNotFoundError"),
-    ("half.parquet", b"PAR1 and no more", "half.parquet cannot be read"),
-    ("text.jsonl", b'{"question": "1", "answer": "1"}\nwhat?\n', "1 unreadable (first: row 2 'what?'"),
-    ("semicolons.csv", b"question;answer\n1+1=;2", "are question;answer"),
-]
+def test_a_line_that_is_not_json_is_an_unreadable_row(tmp_path):
+    path = tmp_path / "text.jsonl"
+    path.write_text('{"question": "1+1=", "answer": "2"}\nwhat?\n')
+    assert read(path) == [row(), "what?"]
 
 
-@pytest.mark.parametrize("name, content, expected", UNREADABLE, ids=[case[0] for case in UNREADABLE])
-def test_a_file_that_cannot_be_read_is_refused(name, content, expected, tmp_path):
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
-    flags = ("--dataset", tmp_path / name, "--run_dir", tmp_path / "run")
-    refused("grpo", *flags, expected=expected)
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path):
+    with pytest.raises(UserError, match="missing.jsonl cannot be read: FileNotFoundError"):
+        read(tmp_path / "missing.jsonl")
 
 
 # ---------------------------------------------------------------------------------- columns, prompts
@@ -139,12 +125,9 @@ def test_a_column_may_be_a_path():
     nested = {"prompt": chat("user", "1+1="), "extra": {"gold": "2"}, "a.b": "3", "a": {"b": "4"}}
     rows = [nested, nested | {"prompt": chat("user", "1+2="), "level": 3}]
     for column, expected in {"extra.gold": "2", "a.b": "3"}.items():
-        flags = {"prompt_column": "prompt", "answer_column": column}
-        (prompt, answer, _, columns), other = problems_of(rows, **flags)
-        assert (prompt, answer) == ("1+1=", expected) and other[3]["level"] == 3
-        assert columns == nested | {"level": None, "prompts": nested["prompt"]}
-    flags["answer_column"] = "extra.gold.value"
-    assert "without a gold answer (first: row 1 None)" in refusal(rows, **flags)
+        problem, other = problems_of(rows, prompt_column="prompt", answer_column=column)
+        assert problem[:2] == ("1+1=", expected) and other[3]["level"] == 3
+        assert problem[3] == nested | {"level": None, "prompts": nested["prompt"]}
 
 
 SHOT = chat("user", "1+1=", "assistant", "2")
@@ -155,7 +138,6 @@ CALL[1]["tool_calls"] = [{"type": "function", "function": {"name": "add", "argum
 FLAGS = {"system_prompt": "S", "instruction": "I"}
 PROMPTS = [  # cell, flags, rendered prompt, what reward functions get (None: the cell)
     ("1+3=", {}, "<user>1+3=", None),
-    ("[1, 2, 3]", {}, "<user>[1, 2, 3]", None),
     (chat("user", " 1+3=\n"), {}, "<user>1+3=", None),
     (chat("user", PARTS), {}, "<user>1+3=", chat("user", "1+3=")),
     ([*SHOT, *chat("user", "2")], {}, "<user>1+1=<assistant>2<user>2", None),
@@ -179,64 +161,41 @@ def test_prompts_are_text_or_messages_without_trailing_replies(cell, flags, expe
     assert columns["prompts"] == (cell if shown is None else shown) and columns["question"] == cell
 
 
-NO_TEXT = "with a message that lacks a role, or is not text"
-BAD_ROWS = [  # prompt, answer, why the row is left out
-    (" \n", "2", "without a prompt (first: row 1 ' \\n')"),
-    (["1+1="], "2", "without a prompt (first: row 1 ['1+1='])"),
-    (chat("system", "3"), "2", "without a prompt"),
-    ([{"from": "human", "value": "3"}], "2", f"{NO_TEXT} (first: row 1 {{'from'"),
-    (chat("user", [*PARTS, {"type": "image"}]), "2", NO_TEXT),
-    (chat("user", [{"type": "text"}]), "2", NO_TEXT),
-    (chat("user", "1+1=", "assistant", None, "user", "3"), "2", NO_TEXT),
-    ("<user>3</s>", "2", "already have the chat template's special tokens"),
-    ("1" * 90, "2", "the model's limit of 150 tokens (first: row 1"),
-    ("3", {"gold": "2"}, "without a gold answer (first: row 1 {'gold': '2'})"),
-    ("3", "", "without a gold answer (first: row 1 '')"),
+NO_TEXT = "with a message that lacks a role, or is not text (first: row 1 {'role'"
+FIRST = "{{ messages[0].content }}"
+BAD_ROWS = [  # prompt, answer, chat template, why the row is left out
+    (" \n", "2", TURNS, "without a prompt (first: row 1 ' \\n')"),
+    (["1+1="], "2", TURNS, "without a prompt (first: row 1 ['1+1='])"),
+    (chat("user", [*PARTS, {"type": "image"}]), "2", TURNS, NO_TEXT),
+    (chat("user", [{"type": "text"}]), "2", TURNS, NO_TEXT),
+    ("<user>3</s>", "2", TURNS, "already have the chat template's special tokens"),
+    ("1" * 90, "2", TURNS, "the model's limit of 150 tokens (first: row 1"),
+    (chat("user", "3", "user", "4"), "2", None, "need a chat template"),
+    ([*SHOT, *chat("user", "3")], "2", FIRST, "that the chat template drops"),
+    ("3", "2", "{{ raise_exception('no!') }}", "refuses (first: row 1 'no!'"),
+    ("3", {"gold": "2"}, TURNS, "without a gold answer (first: row 1 {'gold': '2'})"),
+    ("3", "", TURNS, "without a gold answer (first: row 1 '')"),
 ]
 
 
-@pytest.mark.parametrize("prompt, answer, expected", BAD_ROWS)
-def test_a_refusal_names_the_reason_the_cell_and_the_columns(prompt, answer, expected):
-    """The limit of a composite model is that of its text model."""
-    text_config = SimpleNamespace(max_position_embeddings=150)
-    config = SimpleNamespace(max_position_embeddings=9, text_config=text_config)
-    message = refusal([row(prompt, answer)], policy_with(TURNS, config))
+@pytest.mark.parametrize("prompt, answer, template, expected", BAD_ROWS)
+def test_a_refusal_names_the_reason_the_cell_and_the_columns(prompt, answer, template, expected):
+    message = refusal([row(prompt, answer)], policy_with(template, limit=150))
     assert expected in message and message.endswith("are question, answer")
-
-
-BAD_TEMPLATES = [  # cell, template, what is said
-    (chat("user", "3", "user", "4"), None, "need a chat template"),
-    ("3", "{{ raise_exception('no!') }}", "refuses (first: row 1 'no!'"),
-    ([*SHOT, *chat("user", "3")], "{{ messages[0].content }}", "that the chat template drops"),
-]
-
-
-@pytest.mark.parametrize("cell, template, expected", BAD_TEMPLATES)
-def test_templates_that_do_not_give_the_prompt_are_refused(cell, template, expected):
-    assert expected in refusal([row(cell)], policy_with(template))
 
 
 # ----------------------------------------------------------------------------- rows that are left out
 
-TENTH = [  # rows, the number of problems (None: the run ends)
-    (sums(18) + [row("", "1")] * 2, 18),
-    (sums(17) + [row("", "1")] * 2, None),
-    (sums(20) + [row("3+1=", "5"), row("3+1=", "4")], 20),
-    ((sums(49) + [row("", "1")]) * 20, 49),
-]
 
-
-@pytest.mark.parametrize("rows, remaining", TENTH)
-def test_a_tenth_may_be_left_out_besides_equal_prompts(rows, remaining):
-    if remaining is None:
-        assert "rows cannot be used" in refusal(rows)
-    else:
-        assert len(problems_of(rows)) == remaining
+def test_a_tenth_may_be_left_out_besides_equal_prompts():
+    bad = [row("", "1"), row("", "2")]
+    assert len(problems_of(sums(18) + bad)) == 18
+    assert "rows cannot be used" in refusal(sums(17) + bad)
+    assert len(problems_of((sums(49) + bad[:1]) * 20)) == 49
 
 
 PICKY = "{{ raise_exception('no!') if messages[0].content == '0+1=' else messages[0].content }}"
 RENDERINGS = [  # template, rows, the highest number of renderings
-    (TURNS, sums(50) * 20, 50),
     (PICKY, sums(1) * 5 + sums(50)[1:] * 5, 50),
     ("{{ raise_exception('no!') }}", sums(3000), 100),
 ]
@@ -253,27 +212,21 @@ def test_a_prompt_is_rendered_once_and_a_template_that_always_fails_a_few_times(
 
 def test_the_line_at_the_start_counts_the_rows_that_are_left_out():
     """With the first row of each kind. A row has one reason."""
-    reply = row(chat("user", "2+2=", "assistant", "4"), "4")
-    rows = [reply, *sums(60), row("", "1"), row("x", {"gold": 1}), *sums(3), "x"]
-    rows += [row("", "2"), row("1+1=", "3")]
-    problems, left_out = usable_rows(
-        rows, "dataset", policy_with(TURNS), script_args("grpo", dataset="mine")[1]
-    )
+    rows = [*sums(60), row("", "1"), row("x", {"gold": 1}), "x", row("", "2"), row("1+1=", "3")]
+    args = script_args("grpo", dataset="mine")[1]
+    problems, left_out = usable_rows(rows, "dataset", policy_with(TURNS), args)
     kinds = [
-        "2 without a prompt (first: row 62 '')",
-        "1 without a gold answer (first: row 63 {'gold': 1})",
-        "1 unreadable (first: row 67 'x')",
-        "4 with the prompt of an earlier row",
+        "2 without a prompt (first: row 61 '')",
+        "1 without a gold answer (first: row 62 {'gold': 1})",
+        "1 unreadable (first: row 63 'x')",
+        "1 with the prompt of an earlier row",
     ]
-    assert len(problems) == 61 and left_out == f"; left out of --dataset: {', '.join(kinds)}"
+    assert len(problems) == 60 and left_out == f"; left out of --dataset: {', '.join(kinds)}"
 
 
-def test_an_eos_is_dropped_if_the_tokenizer_but_not_the_template_appends_it():
-    ((_, _, ids, _),) = problems_of([row("1+1=")], policy_with(appends_eos=True))
-    assert ids == problems_of([row("1+1=")])[0][2]
-    policy = policy_with("{{ messages[0].content }}</s>", appends_eos=True)
-    ((_, _, ids, _),) = problems_of([row("1+1=")], policy)
-    assert ids[-1] == policy.tokenizer.eos_token_id and len(ids) == 5
+def test_an_eos_that_the_tokenizer_appends_is_dropped():
+    ((_, _, ids, _),) = problems_of([row("1+1=")])
+    assert len(ids) == 4
 
 
 # ------------------------------------------------------------------------------- training and held out
@@ -321,19 +274,14 @@ def test_eval_dataset_gives_the_held_out_problems(num_held_out, expected, tmp_pa
 # -------------------------------------------------------------------------------------------- epochs
 
 
-def test_every_epoch_is_a_permutation_and_position_is_all_the_state():
+def test_every_epoch_is_a_permutation_however_it_is_taken():
     problems = list(range(10))
     taken = ProblemStream(problems, seed=1).take(35)
     for epoch in range(3):
         assert sorted(taken[10 * epoch : 10 * epoch + 10]) == problems
-    pieces = []
-    state = {"position": 0}
-    for _ in range(7):
-        stream = ProblemStream(problems, seed=1)
-        stream.load_state_dict(state)
-        pieces += stream.take(5)
-        state = stream.state_dict()
-    assert pieces == taken
+    stream = ProblemStream(problems, seed=1)
+    pieces = [stream.take(5) for _ in range(7)]
+    assert sum(pieces, []) == taken
 
 
 def test_no_epoch_is_repeated_and_no_seeds_share_one():

@@ -137,7 +137,6 @@ def set_eos(folder, ids):
 
 
 BAD_MODELS = {  # {what is wrong: (a function that spoils a good folder, expected words)}
-    "encoder": (lambda f: (f / CONFIG).write_text('{"model_type": "vit"}'), "ViTConfig"),
     "adapter": (lambda f: (f / "adapter_config.json").write_text("{}"), "is an adapter: merge it"),
     "no tokenizer": (remove_tokenizer, "no tokenizer"),
     "pickled weights": (pickle_weights, "cannot be used"),

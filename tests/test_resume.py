@@ -1,12 +1,19 @@
 """A run that is killed at any moment and resumed has the same metrics and, bit for bit, the same
 weights and optimizer state. A run that ends by a signal or NaN says so, and can go on."""
 
+import shutil
+import signal
+import time
+from pathlib import Path
+
 import pytest
 import torch
-from conftest import SUMS, checkpoint_of, flags_it_has, forked, metrics, resume, run
+from conftest import SUMS, checkpoint_of, flags_it_has, metrics, resume, run, started
 from safetensors.torch import load_file
 
 import grpo
+import ppo
+from plumbing.run import Run
 
 FLAGS = """--prompts_per_iteration 8 --group_size 4 --max_new_tokens 16 --num_minibatches 2
 --eval_every 2 --iterations 5 --save_every 1 --num_held_out 8""".split()
@@ -36,89 +43,116 @@ def outcome(folder):
     return rows, logs, as_lists(load_file(checkpoint / "model.safetensors")), as_lists(saved)
 
 
-def check(name, troubles, tmp_path, *more):
-    """A run with these troubles ends like one without. Once there is a settings.json, the folder alone
-    says how the run goes on."""
-    assert run(name, *flags_of(name, tmp_path / "whole", *more)).returncode == 0
-    folder = tmp_path / "parts"
-    for trouble in [*troubles, None]:
-        flags = flags_of(name, folder, *more)
-        if (folder / "settings.json").exists():
-            flags = ["--run_dir", folder]
-        result = forked(name, *flags, "--resume", trouble=trouble)
-        assert result.code == (-9 if trouble else 0), (trouble, result.stderr)
-    assert outcome(folder) == outcome(tmp_path / "whole")
+class Killed(BaseException):
+    """Stands for the end of the process: nothing in a run catches it."""
 
 
-MOMENTS = [
-    ("kill before a file is in place", 1),  # settings.json
-    ("kill in a save", 1),  # checkpoint 0
-    ("kill in an evaluation", 1),  # before training
-    ("kill before a step", 1),
-    ("kill before a rename", 2),
-    ("kill after a line", 2),
-    ("kill in a line", 2),
-    ("kill in a removal", 1),
-    ("kill in a rollout", 1),
-]
+def kill(*_, **__):
+    raise Killed
 
 
-@pytest.mark.parametrize("name", ["ppo", pytest.param("dapo", marks=pytest.mark.slow)])
-def test_killed_at_every_kind_of_moment(name, tmp_path):
+def kill_in_a_save(saved, path):
+    path.write_bytes(b"PK" + bytes(1000))
+    kill()
+
+
+def kill_in_a_removal(path, **_):
+    if "checkpoint-" in str(path):  # not checkpoint.tmp, which is unfinished
+        next(Path(path).glob("*.safetensors")).unlink()
+        kill()
+
+
+def interfere(patch, owner, name, action, n):
+    """Calls the action, with the same arguments, before the n-th and each later call of a function."""
+    original = getattr(owner, name)
+    calls = []
+
+    def function(*args, **keywords):
+        calls.append(None)
+        if len(calls) >= n:
+            action(*args, **keywords)
+        return original(*args, **keywords)
+
+    patch.setattr(owner, name, function)
+
+
+def check(name, moments, tmp_path, *more):
+    """A run that is killed before these calls ends like one that is not. In the end the folder alone
+    says how it goes on."""
+    whole = tmp_path / "whole"
+    parts = tmp_path / "parts"
+    assert run(name, *flags_of(name, whole, *more)).returncode == 0
+    for moment in moments:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+            interfere(patch, *moment)
+            run(name, *flags_of(name, parts, *more), "--resume")
+    assert run(name, *resume(parts)).returncode == 0
+    assert outcome(parts) == outcome(whole)
+    assert [line["iteration"] for line in metrics(parts)] == [1, 2, 3, 4, 5]
+
+
+def test_killed_at_every_kind_of_moment(tmp_path):
     """ppo has the most to save: a critic and a reference."""
-    check(name, MOMENTS, tmp_path)
-    assert [line["iteration"] for line in metrics(tmp_path / "parts")] == [1, 2, 3, 4, 5]
+    moments = [
+        (torch, "save", kill_in_a_save, 1),  # of checkpoint 0
+        (ppo, "sample", kill, 1),
+        (Path, "rename", kill, 2),  # of a checkpoint
+        (Run, "save", kill, 2),  # after a line
+        (shutil, "rmtree", kill_in_a_removal, 1),
+    ]
+    check("ppo", moments, tmp_path)
 
 
-STATES = {  # what else is in a checkpoint
-    "float32 weights, a stale sampler, a new reference": (
-        "grpo",
-        *("--dtype", "bfloat16", "--rollout_refresh_every", 2, "--ref_reset_every", 2),
-    ),
-    "a running baseline": ("more.reinforce",),
-}
+def test_killed_with_more_in_the_checkpoint(tmp_path):
+    """float32 weights, a stale sampler, a new reference."""
+    flags = ("--dtype", "bfloat16", "--rollout_refresh_every", 2, "--ref_reset_every", 2)
+    moments = [(Run, "save", kill, 3), (grpo, "sample", kill, 3)]  # in iterations 2 and 4
+    check("grpo", moments, tmp_path, *flags)
 
 
-@pytest.mark.parametrize("state", STATES)
-def test_killed_with_more_in_the_checkpoint(state, tmp_path):
-    name, *flags = STATES[state]
-    troubles = [("kill after a line", 3), ("kill in a rollout", 3)]  # in iterations 2 and 4
-    check(name, troubles, tmp_path, *flags)
+def test_run_as_a_process_that_is_killed(tmp_path):
+    """By kill -9, wherever it is after two lines of its log. A checkpoint has a running baseline."""
+    whole = tmp_path / "whole"
+    parts = tmp_path / "parts"
+    log = parts / "metrics.jsonl"
+    assert run("more.reinforce", *flags_of("more.reinforce", whole)).returncode == 0
+    with started("more.reinforce", *flags_of("more.reinforce", parts)) as process:
+        while process.poll() is None and not (log.exists() and log.read_text().count("\n") >= 2):
+            time.sleep(0.01)
+        process.kill()
+    assert process.returncode == -9, process.stderr.read()
+    assert run("more.reinforce", *resume(parts)).returncode == 0
+    assert outcome(parts) == outcome(whole)
 
 
 # ------------------------------------------------------------------------------- signals and errors
 
 
 def test_run_a_signal_ends_the_run_after_a_checkpoint(tmp_path):
-    """The iteration is finished and saved, and the run goes on from there. Resumed with nothing left to
-    do, it prints the same results again, and changes nothing."""
-    flags = flags_of("grpo", tmp_path, "--save_every", 0, "--iterations", 3)
-    result = forked("grpo", *flags, trouble=("SIGTERM", 2))
-    assert result.code == 130 and result.stderr == ""
+    """The iteration is finished and saved, and the run goes on from there."""
+    next_handlers = []
+
+    def terminate(*_):
+        signal.raise_signal(signal.SIGTERM)
+        next_handlers.append(signal.getsignal(signal.SIGTERM))
+
+    with pytest.MonkeyPatch.context() as patch:
+        interfere(patch, grpo, "sample", terminate, 2)
+        result = run("grpo", *flags_of("grpo", tmp_path, "--save_every", 0, "--iterations", 3))
+    assert next_handlers == [signal.SIG_DFL]  # a second signal ends the process at once
+    assert result.returncode == 130 and result.stderr == ""
     lines = result.stdout.splitlines()
     assert lines.count("stopping after this iteration") == 1
     assert lines[-1] == f"saved; to continue: --resume --run_dir {tmp_path}"
     assert checkpoint_of(tmp_path).name == "checkpoint-000002"
-    result = run("grpo", *resume(tmp_path, "--iterations", 4))
+    assert run("grpo", *resume(tmp_path, "--iterations", 4)).returncode == 0
     assert [line["iteration"] for line in metrics(tmp_path)] == [1, 2, 3, 4]
-    before = outcome(tmp_path)
-    results = result.stdout[result.stdout.index("held-out problems") :]
-    assert "after" in results
-    for more in ([], ["--iterations", 1]):
-        assert run("grpo", *resume(tmp_path, *more)).stdout.endswith(results)
-        assert outcome(tmp_path) == before
 
 
-def test_run_a_signal_outside_of_an_iteration_or_a_second_one_ends_it_at_once(tmp_path):
-    """In the first case the folder holds no run yet, so a run with other flags may use it."""
-    flags = flags_of("grpo", tmp_path)
-    result = forked("grpo", *flags, trouble=("SIGINT in an evaluation", 1))
-    assert (result.code, result.stderr) == (130, "stopped\n")
-    assert "held-out problems" not in result.stdout
-    assert (tmp_path / "checkpoint-000000").exists()
-    result = forked("grpo", *flags, "--lr", 1e-3, trouble=("two SIGINT", 2))
-    assert result.code == -2 and result.stderr == ""
-    assert [line["iteration"] for line in metrics(tmp_path)] == [1]
+def test_ctrl_c_outside_of_an_iteration_ends_the_run_at_once(tmp_path, monkeypatch):
+    interfere(monkeypatch, grpo, "evaluate", lambda *_, **__: signal.raise_signal(signal.SIGINT), 1)
+    result = run("grpo", *flags_of("grpo", tmp_path))
+    assert (result.returncode, result.stderr) == (130, "stopped\n")
 
 
 def test_run_a_loss_that_is_not_finite_ends_the_run_before_the_step(tmp_path, monkeypatch):

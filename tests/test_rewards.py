@@ -3,10 +3,9 @@
 import sys
 
 import pytest
-from conftest import FILE_NUMBERS, SMALL, SUMS, completes, forked, metrics, refused, script_args
+from conftest import FILE_NUMBERS, SMALL, SUMS, completes, metrics, refused, script_args, started
 from conftest import write_lines
 
-import grpo
 from common import Completion, Problem, UserError, load_grader
 
 TEXTS = {"2": False, "?": False, "300": False, "2.": True, "40": True}  # {text: truncated}
@@ -71,14 +70,11 @@ def lists(completions, nums):
     return [row.pop() and len(row) for row in nums]
 """
     path = write(tmp_path, source)
-    problem = Problem("1+1=", "2", [4, 5], {"answer": "2", "prompts": "1+1=", "nums": [7, 8, 9]})
-    rows = [Completion(problem, [1], [0.0], False, "2")] * 3
-    for name in ("one", "one", "lists", "lists"):
-        assert [c.reward for c in load(f"{path}:{name}")(rows)] == [2, 2, 2]
+    for name in ("one", "lists"):
+        assert [c.reward for c in graded(path, name, nums=[7, 8, 9])] == [2] * 5
 
 
 VALUES = [  # what a function returns, the reward, the verdicts of "2" and "40"
-    ("True", 1.0, "correct", "correct"),
     ("not truncated", 1.0, "correct", "truncated"),
     ("None", 0.0, "wrong", "truncated"),
     ("(1, 'no_answer')", 1.0, "no_answer", "no_answer"),
@@ -142,40 +138,20 @@ def test_spawned_processes_find_the_function(tmp_path):
 def test_run_forked_processes_ignore_ctrl_c_and_end_on_sigterm(tmp_path):
     """With a handler in Python for SIGTERM, one in a hundred pools never ended."""
     flags = ("--num_held_out", 8, "--dataset", SUMS, "--run_dir", tmp_path / "run")
-    result = forked("grpo", *SMALL, *flags, "--reward", f"{write(tmp_path, POOL)}:forked")
-    assert (result.code, result.stderr) == (0, "")
-    assert "stopping" not in result.stdout and len(metrics(tmp_path / "run")) == 1
+    with started("grpo", *SMALL, *flags, "--reward", f"{write(tmp_path, POOL)}:forked") as process:
+        assert process.wait() == 0
+        assert process.stderr.read() == "" and "stopping" not in process.stdout.read()
+    assert len(metrics(tmp_path / "run")) == 1
 
 
-BAD_FILES = [  # name, content, part of the refusal
-    ("rw_a.py", None, "there is no file"),
-    ("rw_b.py", "", "AttributeError"),
-    ("rw_c.py", "f = 0.5", "0.5 is not a callable object"),
-    ("rw_d.py", "f = len", "its parameters must have names"),
-    ("json.py", "", "rename json.py"),
-]
+BAD_FILES = [("rw.py", "f = len", "parameters must have names"), ("json.py", "", "rename json.py")]
 
 
-@pytest.mark.parametrize("name, source, expected", BAD_FILES, ids=[case[0] for case in BAD_FILES])
-def test_a_file_without_such_a_function_is_refused_before_loading(
-    name, source, expected, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(grpo, "load_policy", lambda args: pytest.fail("loaded"))
-    if source is not None:
-        (tmp_path / name).write_text(source)
-    line = refused("grpo", "--reward", f"{tmp_path / name}:f", "--run_dir", tmp_path / "run")
-    assert f"--reward {tmp_path / name}:f" in line and expected in line
-
-
-def test_a_file_may_import_its_neighbors_but_not_share_its_name(tmp_path, monkeypatch):
-    path = write(tmp_path, "import rw_neighbor\ndef f(text): return rw_neighbor.value")
-    (tmp_path / "rw_neighbor.py").write_text("value = 7")
-    monkeypatch.chdir(tmp_path)
-    assert graded(path.name)[0].reward == 7
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / path.name).write_text("def f(text): return 2")
-    with pytest.raises(UserError, match="rename"):
-        load(f"other/{path.name}:f")
+@pytest.mark.parametrize("name, source, expected", BAD_FILES)
+def test_a_file_whose_function_cannot_be_called_or_found_is_refused(name, source, expected, tmp_path):
+    (tmp_path / name).write_text(source)
+    with pytest.raises(UserError, match=f"--reward {tmp_path / name}:f .*{expected}"):
+        load(f"{tmp_path / name}:f")
 
 
 def test_a_function_with_a_bug_keeps_its_traceback(tmp_path):
@@ -183,23 +159,21 @@ def test_a_function_with_a_bug_keeps_its_traceback(tmp_path):
         graded(write(tmp_path, "def f(text): 1 / 0"))
 
 
-NEEDS = [  # parameters, what is said; the dataset has the columns question and level
-    ("completions, level, difficulty=None, **rest", None),
-    ("level, solution_str, ground_truth", "missing a required argument: 'solution_str'"),
-    ("text, answer, level", "20 without a gold answer"),
-]
+GOLD = """
+def one(text, answer): return 0
+def other(text, solution_str): return 0
+def lists(completions, level, difficulty=None, **rest): return [x / 20 for x in level]
+"""
 
 
-@pytest.mark.parametrize("parameters, expected", NEEDS)
-def test_run_rows_need_a_gold_answer_only_if_the_function_does(parameters, expected, tmp_path):
-    data = write_lines(
-        tmp_path / "data.jsonl", [{"question": f"{i}+1=", "level": i} for i in range(20)]
-    )
-    path = write(tmp_path, f"def f({parameters}): return [x / 20 for x in level]")
-    flags = ("--dataset", data, "--reward", f"{path}:f", "--run_dir", tmp_path / "run")
-    if expected is not None:
-        refused("grpo", *flags, expected=expected)
-        return
-    completes("grpo", *flags)
+def test_run_rows_need_a_gold_answer_only_if_the_function_does(tmp_path):
+    """The dataset has the columns question and level."""
+    rows = [{"question": f"{i}+1=", "level": i} for i in range(20)]
+    data = write_lines(tmp_path / "data.jsonl", rows)
+    path = write(tmp_path, GOLD)
+    flags = ("--dataset", data, "--run_dir", tmp_path / "run", "--reward")
+    refused("grpo", *flags, f"{path}:one", expected="20 without a gold answer")
+    refused("grpo", *flags, f"{path}:other", expected="missing a required argument: 'solution_str'")
+    completes("grpo", *flags, f"{path}:lists")
     (line,) = metrics(tmp_path / "run")
     assert line["rollout/reward_mean"] > 0 and line["eval/accuracy"] > 0  # for levels above 10

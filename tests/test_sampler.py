@@ -1,7 +1,6 @@
 """The sampler against a slow loop without a cache and against the training forward; batches and their
 parts; rollout weights that are NaN."""
 
-import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +9,7 @@ from conftest import MIXED, batch_of_ids, problems_of, script_args
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import common
-from common import Batch, collate, evaluate, rollout_weights, sample, similar_rows, token_logprobs
+from common import collate, evaluate, rollout_weights, sample, similar_rows, token_logprobs
 from plumbing.model import Policy
 
 
@@ -49,15 +48,12 @@ def policy_with_learned_positions(tokenizer):
     return Policy(GPT2LMHeadModel(config).eval(), tokenizer)
 
 
-@pytest.mark.parametrize("positions", ["rotary", "learned"])
-def test_sampler_slow_loop_and_training_forward_agree(positions, own_policy):
+def test_sampler_slow_loop_and_training_forward_agree(own_policy):
     """The same noise gives the same tokens, from the full distribution, whatever the generation config
     says; all three give the same log-probs. Each EOS id ends a completion, and a pad token that shares
     one masks nothing. The graded text has all tokens but the EOS."""
-    policy = own_policy
-    tokenizer = policy.tokenizer
-    if positions == "learned":
-        policy = policy_with_learned_positions(tokenizer)
+    tokenizer = own_policy.tokenizer
+    policy = policy_with_learned_positions(tokenizer)
     tokenizer.pad_token = tokenizer.eos_token
     tokenizer.add_special_tokens({"additional_special_tokens": ["#"]})  # still in the text
     ends = {tokenizer.eos_token_id, tokenizer("8").input_ids[0]}
@@ -142,91 +138,34 @@ def test_an_evaluation_prefills_more_prompts_than_a_rollout_only_if_they_are_sho
 # ------------------------------------------------------------------------- batches and their parts
 
 
-def random_batch(B):
-    """(prompt, response) of different lengths, as a batch in which all tensors that a script sets hold
-    the number of their row."""
-    g = noise_of(0)
-    rows = []
-    for row in range(B):
-        prompt, response = torch.randint(1, 30, (2,), generator=g).tolist()
-        rows.append(([row + 3] * prompt, [row + 3] * response))
-    batch = batch_of_ids(rows)
-    T = batch.mask_BT.shape[1]
-    for field in dataclasses.fields(Batch):
-        if getattr(batch, field.name) is None:
-            width = 1 if field.name.endswith("B1") else T
-            setattr(batch, field.name, torch.arange(B)[:, None].expand(B, width) + 3)
+def test_a_part_of_a_batch_is_cut_to_its_longest_rows():
+    """That its numbers are right: test_main.py."""
+    batch = batch_of_ids([([3] * 9, [4] * 5), ([5] * 2, [6] * 3), ([7] * 5, [8])])
+    batch.advantages = torch.zeros(3, 1)
+    batch.returns_BT = torch.zeros(3, 5)
     batch.replayed_experts_BSLK = batch.tokens_BS[..., None, None]
-    return batch, rows
+    part = batch[[1, 2]]
+    assert part.rows == [1, 2] and part.lengths == [(2, 3), (5, 1)]
+    assert part.tokens_BS.shape == part.is_token_BS.shape == (2, 6)
+    assert part.replayed_experts_BSLK.shape == (2, 6, 1, 1)
+    assert part.mask_BT.shape == part.returns_BT.shape == (2, 3)
+    assert part.predictor_BU.tolist() == [[1, 2, 3, 4], [4, 5, 5, 5]]
+    assert part.advantages.shape == (2, 1)
 
 
-@pytest.mark.parametrize("chosen", [range(9), [4, 2, 7], [0]])
-def test_a_part_of_a_batch_is_cut_to_its_longest_rows(chosen):
-    batch, rows = random_batch(9)
-    part = batch[chosen]
-    assert part.rows == list(chosen) and len(part) == len(chosen)
-    prompts = [rows[row][0] for row in chosen]
-    responses = [rows[row][1] for row in chosen]
-    T = max(map(len, responses))
-    S = max(len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True))
-    assert part.tokens_BS.shape == part.is_token_BS.shape == (len(chosen), S)
-    assert part.predictor_BU.shape == (len(chosen), T + 1)
-    for i, row in enumerate(chosen):
-        length = len(responses[i])
-        end = len(prompts[i]) + length
-        assert part.tokens_BS[i, :end].tolist() == prompts[i] + responses[i]
-        assert part.is_token_BS[i].sum() == end and part.mask_BT[i].sum() == length
-        columns = part.predictor_BU[i].tolist()
-        assert columns[: length + 1] == list(range(len(prompts[i]) - 1, end))
-        assert max(columns) < S
-        for field in dataclasses.fields(Batch):
-            tensor = getattr(part, field.name)
-            if field.name.endswith(("_BT", "advantages", "_weights", "_B1", "_BSLK")):
-                assert tensor.shape[1] in (1, T, S)
-                if field.name not in ("mask_BT", "sampler_logprobs_BT"):
-                    assert (tensor[i, :length] == row + 3).all(), field.name
-
-
-@pytest.mark.parametrize("count, size", [(4, 0), (4, 2), (24, 1)])
-def test_micro_batches_have_each_row_once_sorted_by_length(count, size):
-    """Minibatches keep the rollout's order. Micro-batches are sorted by length, ties by row."""
-    shape = dict(prompts_per_iteration=24, group_size=1, num_minibatches=count, update_epochs=2)
-    args = settings()
-    vars(args).update(shape, micro_batch_size=size)
-    batch, _ = random_batch(24)
-    minibatches = batch.minibatches(args)
-    rows = [row for minibatch in minibatches for row in minibatch.rows]
-    assert len(minibatches) == 2 * count and rows == 2 * list(range(24))
-    for minibatch in minibatches:
-        micro_batches = minibatch.micro_batches(args)
-        assert all(len(micro) <= (size or 24) for micro in micro_batches)
-        rows = [row for micro in micro_batches for row in micro.rows]
-        assert rows == sorted(minibatch.rows, key=lambda row: (sum(batch.lengths[row]), row))
-
-
-def test_a_micro_batch_on_a_gpu_has_at_most_8192_tokens_and_2_to_the_29_logits():
-    """Padding included. A single row may have more."""
-    args = SimpleNamespace(micro_batch_size=0, torch_device="cuda", vocab_size=1)
+def test_micro_batches_have_rows_of_similar_length():
+    """Sorted by length, ties by row: at most --micro_batch_size, or by default on a GPU 8,192 tokens
+    with padding, and 2^29 logits. A single row may have more."""
     lengths = [(9, 1000), (9000, 1), (500, 1500), (1, 2047), (1, 2047), (48, 2000)]
+    args = SimpleNamespace(micro_batch_size=4, torch_device="cuda", vocab_size=1)
+    assert similar_rows(lengths, args) == [[0, 2, 3, 4], [5, 1]]
+    args.micro_batch_size = 0
     assert similar_rows(lengths, args) == [[0, 2, 3, 4], [5], [1]]
     lengths = [(5, 4), (9, 2), (1, 3), (1, 2), (30, 1)]
     args.vocab_size = 2**27  # four response tokens
     assert similar_rows(lengths, args) == [[3], [2], [0], [1, 4]]
     args.vocab_size = 2**26
     assert similar_rows(lengths, args) == [[3, 2], [0, 1], [4]]
-
-
-def test_over_rows_restores_the_order_of_the_rollout():
-    batch, rows = random_batch(12)
-    args = settings(micro_batch_size=2)
-    vars(args).update(prompts_per_iteration=12, group_size=1, num_minibatches=3)
-
-    def values(micro):
-        return {"x": micro.response_BT * micro.mask_BT}
-
-    for part in (batch, batch[[7, 2, 9, 4]]):
-        found = common.over_rows(values, part, args)["x"]
-        assert torch.equal(found, part.response_BT * part.mask_BT)
 
 
 @pytest.mark.parametrize("rule", ["sequence_tis", "sequence_mis", "geo_mask", "geo_filter", "icepop"])

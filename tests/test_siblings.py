@@ -4,7 +4,6 @@ more/."""
 import ast
 import dataclasses
 import difflib
-import graphlib
 import re
 
 import pytest
@@ -94,15 +93,6 @@ def test_what_is_copied_is_the_same_in_all():
 
 
 @pytest.mark.parametrize("name", SIBLINGS)
-def test_the_objective_stands_in_one_block(name):
-    """What is only logged stands below the loss, which reads none of it."""
-    loss = functions_of(name)["policy_loss"]
-    objective, log = loss.split("    loss = -")
-    for word in ("stats", "approx_kl", "ratio_max", "masked_mean"):
-        assert word not in objective.split('"""')[2] and word in log
-
-
-@pytest.mark.parametrize("name", SIBLINGS)
 def test_flags_of_the_loop_are_the_same(name):
     """First in Args, in the same order, with the same help and default."""
     args_class = script_args(name)[0].Args
@@ -130,31 +120,21 @@ def test_every_flag_is_read(name):
 # ---------------------------------------------------------------------------------------- imports
 
 
-def imported(path):
-    """The modules that a file imports, wherever in it."""
+def imported_of_ours(path):
+    """The files and folders of ours from which a file imports, wherever in it."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "a relative import"
-            names = [alias.name for alias in node.names]
-            found |= (
-                {f"plumbing.{name}" for name in names} if node.module == "plumbing" else {node.module}
-            )
-    return found
-
-
-def imported_of_ours(path):
+            found.add(node.module)
     ours = {path.stem for path in [*ROOT.iterdir(), *ROOT.glob("*/*.py")]}
-    return {name.split(".")[0] for name in imported(path)} & ours
+    return {name.split(".")[0] for name in found} & ours
 
 
 def test_imports_run_one_way():
     """plumbing <- common <- scripts <- everything else. A script does not even name plumbing; an
     example knows no other example; the doctor knows nothing of ours."""
-    rooms = {f"plumbing.{path.stem}": imported(path) for path in (ROOT / "plumbing").glob("*.py")}
-    graphlib.TopologicalSorter(rooms).prepare()  # fails if there is a circle
     for path in (ROOT / "plumbing").glob("*.py"):
         assert imported_of_ours(path) <= {"plumbing"}
     assert imported_of_ours(path_of("common")) == {"plumbing"}
