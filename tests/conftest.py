@@ -70,6 +70,7 @@ def run(name, *flags):
     err = io.StringIO()
     code = 0
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
     data = [] if "--resume" in flags else ["--dataset", SUMS, "--num_held_out", 8]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
