@@ -11,7 +11,7 @@
 Parent: grpo.py. Differs only in:
   1. Capped weight: REINFORCE with a truncated importance weight, instead of a clipped update. The
      gradient flows only through log pi, so every token keeps its gradient, even outside PPO's range.
-  2. Token-mean: every token of an optimizer step has the same weight.
+  2. Token-mean: every token in an optimizer step has the same weight.
   3. No KL, so no reference model.
 
 The paper also has DAPO's dynamic sampling and length penalty, which are left out here.

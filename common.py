@@ -52,7 +52,7 @@ def check_sampler(policy, ids, args):
         policies.append(policy.sampler(1))
     problems = [Problem("", "", ids[:length]) for length in (len(ids), len(ids) // 2 + 1, 1)]
     for tried in policies:
-        # Two equal answers to each prompt; the first one is then cut.
+        # Two equal answers to each prompt; the first one is then cut in half.
         completions = sample_batch(tried, problems, torch.zeros(6, 4), temperature=1.0, greedy=True)
         for i in (0, 2, 4):
             short = completions[i]
@@ -67,7 +67,7 @@ def check_sampler(policy, ids, args):
 
 # ------------------------------------------------------------------------------------------ rollout
 
-PROMPT_TOKENS = 8_192  # that an evaluation may prefill at a time, even if a rollout has fewer
+PROMPT_TOKENS = 8_192  # an evaluation may prefill this many at a time, even if a rollout has fewer
 
 
 class Completion(NamedTuple):
@@ -95,8 +95,8 @@ def sample(policy, problems, group_size, args, generator=None, greedy=False, exp
     unless `--rollout_dtype` or `--rollout_refresh_every` asks for a copy."""
     noise_PGT = torch.rand(len(problems), group_size, args.max_new_tokens, generator=generator)
     rows_at_a_time = args.rollout_batch_size or args.prompts_per_iteration * args.group_size
-    # Prefill takes memory, too. The same number of rows is more prompts in an evaluation, whose groups
-    # are smaller, than in a rollout. That is allowed only if the prompts are short.
+    # Prefill takes memory, too. An evaluation has smaller groups than a rollout, so the same number of
+    # rows has more prompts. That is allowed only if the prompts are short.
     longest = max(len(problem.prompt_ids) for problem in problems)
     prompts_at_a_time = max(rows_at_a_time // args.group_size, PROMPT_TOKENS // longest)
     problems_at_a_time = max(1, min(rows_at_a_time // group_size, prompts_at_a_time))
@@ -372,7 +372,7 @@ def load_grader(args):
 
 # ------------------------------------------------------------------------------------------- batch
 
-# Limits on a micro-batch if --micro_batch_size is 0, padding included. With higher limits, rows of more
+# Limits on a micro-batch if --micro_batch_size is 0, padding included. With higher limits, rows of very
 # different lengths would share a micro-batch, and more of it would be padding.
 GPU_TOKENS = 8_192
 CPU_TOKENS = 1_024
@@ -437,7 +437,7 @@ class Batch:
         return len(self.lengths)
 
     def __getitem__(self, rows):
-        """The batch of a list of rows, cut to their longest sequence and their longest response."""
+        """A batch with only these rows, cut to their longest sequence and their longest response."""
         lengths = [self.lengths[row] for row in rows]
         S = max(prompt + response for prompt, response in lengths)
         T = max(response for _, response in lengths)

@@ -11,9 +11,9 @@
 Parent: grpo.py. Differs only in:
   1. Clip-higher: eps_high 0.28 over eps_low 0.2, more headroom for low-probability tokens.
   2. Dynamic sampling: prompts are drawn until the batch is full of groups that are neither all right
-     nor all wrong, judged by the verifier, before reward shaping. An iteration generates more
-     completions, so we run fewer: 22 generate about as many as grpo.py's 40.
-  3. Token-mean: every token of an optimizer step has the same weight, in long and short completions.
+     nor all wrong according to the verifier, before reward shaping. An iteration generates more
+     completions, so we run fewer iterations: 22 generate about as many as grpo.py's 40.
+  3. Token-mean: every token in an optimizer step has the same weight, in long and short completions.
   4. Overlong reward shaping: R falls by up to 1 over the last L_cache tokens below the cap (soft), or
      truncated completions get no gradient and are not counted (filter), or neither (none).
   5. No KL, so no reference model.

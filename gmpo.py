@@ -14,10 +14,10 @@ Parent: grpo.py. Differs only in:
   2. No KL, so no reference model.
 
 J equals the paper's sgn(A_i) (prod_t |min(r_it A_i, clip(r_it, e^-eps, e^eps) A_i)|)^(1/|o_i|).
-Its eps, 0.4, bounds the log of the ratio.
+The paper's eps, 0.4, bounds the log of the ratio.
 --clip_level sequence is the paper's counterexample: it clips the whole product at once (the sum of l
-over the completion, before the root), as in the authors' code. A single clip then removes the gradient
-of the whole completion.
+over the completion, before the root), as in the authors' code. A single clip then removes the
+completion's whole gradient.
 
 Run:    python gmpo.py
 Expect: like grpo.py, greedy held-out accuracy rises from 0.43 to at least 0.97.

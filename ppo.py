@@ -10,7 +10,7 @@
   ret_it   = A_it + V_old,it, before A is whitened;  H: mean entropy over tokens
   _BT      axis suffixes: B rows, T tokens, U = T + 1, 1 for a size-1 axis
 
-The root of the family. Its child is grpo.py, whose header lists the differences.
+This is the root of the family. The header of its child, grpo.py, lists the differences.
 
 Not specified in the papers:
   - The critic is a second copy of the base model. Its linear head starts at zero, so its lr is higher.
@@ -19,7 +19,7 @@ Not specified in the papers:
     is not part of the task.
   - d is 0.2, c_e 0, and c_v 0.5, which matters only where the critic's gradient is clipped: the two
     models share no weights, and AdamW ignores the scale of a gradient.
-  - 256 prompts with one completion each: as many completions as the siblings have.
+  - There are 256 prompts with one completion each, as many completions as in the siblings.
 As in InstructGPT:
   - gamma is 1, so that a right answer is worth the same at any length.
   - beta is 0.02 (with --kl_coef 0 there is no reference).

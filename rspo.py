@@ -23,7 +23,7 @@ Not specified in the paper's first version: where gamma enters, since its text a
   --shift literal      c(l) + sgn(A) log gamma, the formula as printed: it amplifies A < 0
   --shift before_clip  c(l + log gamma), as in the second version: a token keeps its gradient up to
                        r = e^eps / gamma if A > 0, and only down to r = e^-eps / gamma if A < 0
-A model without a softmax over its experts is rejected, since p is undefined. For dense ones use gmpo.
+A model without a softmax over its experts is rejected, since p is undefined. For those, use gmpo.py.
 
 Run:    python rspo.py
 Expect: like grpo.py, greedy held-out accuracy rises from 0.43 to at least 0.97.

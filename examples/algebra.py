@@ -5,8 +5,8 @@
 
 Expect: the same results as without the flag, because the model's sums need no algebra. On a math
 dataset it also accepts x^2+x for x(x+1), and lists, sets, and matrices in a different notation. But it
-also accepts 36/2 for 18, so a policy may learn to skip its last step. math-verify stops after five
-seconds by a signal, which works only in the main thread; reward functions are called there.
+also accepts 36/2 for 18, so a policy may learn to skip its last step. math-verify uses a signal to stop
+after five seconds, which works only in the main thread; reward functions are called there.
 """
 
 from math_verify import parse

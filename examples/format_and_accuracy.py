@@ -1,10 +1,10 @@
-"""A reward that adds up two: is the answer right, and does the completion show its work?
+"""A reward that adds up two rewards: is the answer right, and does the completion show its work?
 
     python grpo.py --reward examples/format_and_accuracy.py:grade
 
 Expect: greedy held-out accuracy of at least 0.97, as without the flag, and work in almost every answer.
-A small weight for the format makes sure that a right answer without it beats a wrong one with it. The
-verdict stays that of the verifier, so accuracy in the log counts right answers only.
+The format has a small weight, so a right answer in the wrong format beats a wrong answer in the right
+format. The verdict is the verifier's, so accuracy in the log counts right answers only.
 """
 
 import re

@@ -8,10 +8,11 @@ Expect: greedy held-out accuracy rises from 0.43 to at least 0.9, and the model 
 It takes the script's flags (`python gspo.py --help`) for model, data, reward, batches, steps and loss,
 and TRL's (GRPOConfig) for the rest, such as --use_vllm, --deepspeed or --report_to. A flag of the
 script that would do nothing is an error, and so is a flag of TRL for the loss or the batches. Each
-process grades its own completions: a reward function that takes lists sees only those. --dtype bfloat16
-is autocast. The model, in float32, has to fit on one GPU, even if DeepSpeed or FSDP shards it later.
+process grades its own completions, so a reward function that takes lists gets only those. With --dtype
+bfloat16, TRL uses autocast. The model, in float32, has to fit on one GPU, even if DeepSpeed or FSDP
+shards it later.
 
-Missing are ppo (its critic), rspo (the old policy's router scores), dapo's dynamic sampling and
+Not supported: ppo (its critic), rspo (the old policy's router scores), dapo's dynamic sampling and
 overlong penalty, and any correction for vLLM's log-probs. This has not run on a GPU.
 """
 
@@ -35,16 +36,16 @@ from plumbing.args import add_flags, one_line
 
 TRL = "1.16.0"
 ALGORITHMS = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "sapo"]
-# The script's flags that are used, in addition to those of its policy_loss
+# Flags of the script that are used, in addition to those of its policy_loss
 USED = """answer_column chat_template_kwargs dataset dataset_config dataset_split dtype eval_dataset
 eval_samples eval_split group_size instruction iterations lr max_new_tokens micro_batch_size model
 num_held_out num_minibatches prompt_column prompts_per_iteration reward rollout_batch_size
 router_aux_coef save_every system_prompt temperature update_epochs""".split()
-# Those that TRL has too, under the same name or a different one
+# Flags that TRL has, too, under the same name or a different one
 SAME = {"seed", "max_grad_norm", "gradient_checkpointing"}
 RENAMED = {"device": "use_cpu", "run_dir": "output_dir", "ref_reset_every": "sync_ref_model"}
 RENAMED["resume"] = "resume_from_checkpoint"
-# How the names begin of TRL's flags that have no effect here
+# Prefixes of TRL's flags that have no effect here
 UNUSED = """delta do_ entropy_ epsilon importance_sampling loss_type model_init multi_objective
 num_train_epochs off_policy_mask reward_weights router_aux sapo_ scale_rewards steps_per_generation
 top_entropy trust_remote use_adaptive use_bias_correction vespo_ vllm_importance_sampling""".split()

@@ -1,15 +1,15 @@
 """The losses of this repository in verl 0.9, registered as nine_grpo, nine_dapo and so on.
 
-    pip install torch==2.13.0 verl==0.9.1    # in a separate environment: it pins another transformers
+    pip install torch==2.13.0 verl==0.9.1    # in a separate environment: it pins its own transformers
     PYTHONPATH=. python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo \
         actor_rollout_ref.model.external_lib=examples.verl_losses \
         actor_rollout_ref.actor.policy_loss.loss_mode=nine_gspo ...
 
 Expect: verl trains with one of our losses. We have not run this, for lack of GPUs. We did check that
-the function that verl's actor calls gives the scripts' gradients (conformance/engines.md, with 0.9.1).
+the function that verl's actor calls gives the scripts' gradients (conformance/engines.md).
 Advantages, KL and entropy bonus are verl's. Settings come from verl's flags, actor_rollout_ref.actor.*,
-and their defaults are not always the paper's. A clip_ratio* or tau_* that a loss does not read has to
-stay at verl's default. These settings match our scripts:
+whose defaults are not always the paper's. A clip_ratio* or tau_* that a loss does not read has to stay
+at verl's default. These settings match our scripts:
 
 nine_grpo     use_kl_loss=True kl_loss_coef=0.04 loss_agg_mode=seq-mean-token-mean
 nine_dr_grpo  loss_scale_factor=<longest response>, and algorithm.norm_adv_by_std_in_grpo=False

@@ -16,8 +16,8 @@ Parent: grpo.py. Differs only in:
   3. No length: log-probs are summed over a completion, which gives the log of its probability.
   4. No KL, so no reference model.
 
-Not specified: d (here 0.9). 256 prompts with one completion each: as many completions as the siblings
-have. The learning rate is higher than theirs, since there is one step per rollout instead of 16.
+Not specified: d (here 0.9). There are 256 prompts with one completion each, as many completions as in
+the siblings. The learning rate is higher than theirs, since a rollout has one step instead of 16.
 J grows with a completion's length, which does not matter: AdamW ignores the scale of a gradient.
 
 Run:    python -m more.reinforce

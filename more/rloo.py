@@ -10,14 +10,14 @@
 Parent: reinforce.py. Differs only in:
   1. Leave-one-out baseline: each completion is compared with the others of its prompt. Their rewards
      do not depend on o_i, so the gradient of J is unbiased; grpo.py's is not, because of its std and
-     its 1/|o_i|. No running mean, so nothing extra to checkpoint.
+     its 1/|o_i|. There is no running mean, so nothing extra to checkpoint.
 
 No std: with the std of the other completions, one right completion among eight would have an advantage
 of 1e6 (1 / 1e-6, since the others are all wrong), and each wrong one -0.38. With the std of all eight,
 A would be grpo.py's advantage times 8/7, biased again.
 
-Unlike the paper: no KL in the reward, since a verifier, unlike a reward model, can be trusted
-far from any training data. Groups of 8, like the siblings, instead of 2 and 4. The learning rate is
+Unlike the paper: no KL in the reward, since a verifier, unlike a reward model, can be trusted far from
+any training data; and groups of 8, as in the siblings, instead of 2 and 4. The learning rate is
 reinforce.py's, for the reason given there.
 
 Run:    python -m more.rloo

@@ -14,15 +14,15 @@
 
 Parent: ppo.py. Differs only in:
   1. Value pre-training: in the first iterations only the critic learns.
-  2. Decoupled GAE: lambda 1 for the returns that the critic learns, a smaller one for the policy's A.
+  2. Decoupled GAE: lambda is 1 for the returns that the critic learns, and smaller for the policy's A.
   3. Length-adaptive GAE: the policy's lambda is max(0, 1 - 1/(alpha |o_i|)), higher for long o_i.
   4. Clip-higher: eps_high 0.28 over eps_low 0.2.
   5. Positive-example LM loss: right completions are also imitated, with weight mu.
   6. Groups: 8 completions for each of 32 prompts; the critic is the baseline, and no group is dropped.
 
 Unlike the paper: alpha is 1 instead of 0.05, which is for thousands of tokens. At 20 tokens, about the
-base model's mean, lambda is then ppo.py's 0.95; with 0.05 it would be 0. The five iterations of
-pre-training, 80 steps of the critic, are included in --iterations, so that vapo generates as many
+base model's mean, lambda is then ppo.py's 0.95; with 0.05 it would be 0. The five pre-training
+iterations, with 80 steps of the critic, are included in --iterations, so that vapo generates as many
 completions as the siblings. As in ppo.py, the returns of a truncated completion include the critic's
 value at its end, and the reward includes a KL.
 
@@ -165,7 +165,7 @@ def value_loss(values_BT, old_values_BT, returns_BT, mask_BT, *, value_clip=0.2,
 def positive_lm_loss(logprobs_BT, is_right_B1, mask_BT, *, num_tokens=None):
     """L_LM of a micro-batch, normalized by the whole step's count, so micro-batch losses add up.
 
-    is_right_B1 marks right completions. num_tokens: theirs alone, else as in policy_loss.
+    is_right_B1 marks right completions. num_tokens: as in policy_loss, but only their tokens.
     """
     mask_BT = mask_BT.bool() & is_right_B1
     if num_tokens is None:

@@ -52,7 +52,7 @@ class RunArgs:
     chat_template_kwargs: str = flag("", 'JSON for the chat template: {"enable_thinking": false}')
     system_prompt: str = flag("", "system message before each prompt; replaces the dataset's")
     instruction: str = flag("", "text to add after each prompt, on a new line")
-    eval_dataset: str = flag("", "like dataset, but for the held-out problems [the dataset]")
+    eval_dataset: str = flag("", "like dataset, but for the held-out problems [part of the dataset]")
     eval_split: str = flag("", "split of the eval dataset [test, or train if there is none]")
     num_held_out: int = flag(256, "problems held out for evaluation")
     reward: str = flag("", "FILE.py:FUNCTION that grades completions instead of the verifier")
@@ -200,7 +200,7 @@ def saved_settings(folder):
 
 
 def check_folder(args):
-    """The settings of the run that is resumed; {} for a new run. UserError if `--run_dir` holds a
+    """The settings of the run to be resumed; {} for a new run. UserError if `--run_dir` holds a
     different run, or one that cannot be resumed."""
     folder = args.folder
     if folder.match(CHECKPOINT):
@@ -236,8 +236,8 @@ def read_bool(text):
 
 
 def add_flags(parser, args_class, names=None):
-    """Adds the flags of an `Args` (of these names) to a parser. Only those that are given become
-    attributes of what it returns."""
+    """Adds the flags of an `Args` (all, or those with these names) to a parser. What the parser returns
+    has only the flags that were given."""
     for f in fields(args_class):
         if names is not None and f.name not in names:
             continue
@@ -254,8 +254,8 @@ def add_flags(parser, args_class, names=None):
 
 
 def parse_args(args_class, words):
-    """A command line as `args_class`. A resumed run has the flags of its settings.json, unless they are
-    given again."""
+    """A command line as `args_class`. A resumed run takes its flags from its settings.json, unless they
+    are given again."""
     title = (sys.modules[args_class.__module__].__doc__ or "").partition("\n")[0]
     parser = Parser(
         description=f"Trains a language model with {title}",

@@ -31,7 +31,7 @@ class ProblemStream:
     def __init__(self, problems, seed, hash=""):
         self.problems = problems
         self.seed = seed
-        self.hash = hash  # of all problems and gold answers, so that --resume sees other data
+        self.hash = hash  # of all problems and gold answers, so that --resume can reject different data
         self.position = 0  # the number of problems taken so far
 
     def take(self, count):
@@ -158,7 +158,7 @@ def read_json(text):
 
 
 class BadRow(Exception):
-    """A row that cannot be used: why, in a few words, and what was found."""
+    """A row that cannot be used: the reason in a few words, and what was found."""
 
 
 def cell_of(row, column):
@@ -273,12 +273,12 @@ def read_row(row, known, policy, args):
 
 
 def usable_rows(rows, flag, policy, args):
-    """Rows of `--dataset` or `--eval_dataset` -> ({hash of the prompt: Problem}, what was left out, and
-    why). UserError if that is more than a tenth."""
+    """Rows of `--dataset` or `--eval_dataset` -> ({hash of the prompt: Problem}, what was left out and
+    why). UserError if more than a tenth is left out."""
     columns = {}
     known = {}
     problems = {}
-    reasons = {}  # {why rows are left out: [which one, and what was found]}
+    reasons = {}  # {why rows are left out: [which row, and what was found]}
     num_equal = 0
     number = 0
     for number, row in enumerate(rows, 1):
@@ -293,7 +293,7 @@ def usable_rows(rows, flag, policy, args):
             num_equal += key in problems
             problems[key] = problem
         if len(known) == 20 and not problems:
-            break  # the chat template, say, would refuse all others too
+            break  # the chat template, for example, would reject every other row, too
     left_out = [f"{len(bad):,} {reason} (first: {bad[0]})" for reason, bad in reasons.items()]
     num_bad = sum(map(len, reasons.values()))
     if not problems or num_bad > number / 10:

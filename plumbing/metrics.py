@@ -123,8 +123,8 @@ def sampler_routing_stats(batch, args):
 
 @torch.no_grad()
 def correction_stats(batch, args):
-    """{name: scalar}: how far the sampler is from the training forward, and what the weights that
-    correct for it do, over tokens or, if a completion has one weight, over completions.
+    """{name: scalar}: how far the sampler is from the training forward, and statistics of the weights
+    that correct for it, over tokens or, if a completion has one weight, over completions.
     weight_effective_size: (sum w)^2 / (n sum w^2), the fraction of n samples that, weighted equally,
     would have the same variance."""
     stats = {}

@@ -57,8 +57,8 @@ def load_policy(args):
     is_tiny = args.torch_device == "cpu" and model.num_parameters() < 10_000_000
     if is_tiny and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
-    # In bfloat16, CUDA prefers cuDNN's attention, which makes a new plan for every shape, so for every
-    # sampled token.
+    # In bfloat16, CUDA prefers cuDNN's attention, which makes a new plan for every shape, and so for
+    # every sampled token.
     torch.backends.cuda.enable_cudnn_sdp(False)
     if args.routing_replay != "none" and not policy.routers.can_replay:
         reason = "it is dense, or its routers do not support replay"
@@ -70,8 +70,8 @@ def load_weights(source):
     """The model in a folder, or on the hub, in float32. UserError if its weights do not fit its config:
     transformers would fill in random ones, without a visible warning."""
     config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
-    # Quantized weights (FP8, MXFP4) are dequantized: the kernels for them pass no gradient, and nothing
-    # would reveal it.
+    # Quantized weights (FP8, MXFP4) are dequantized: their kernels pass no gradient, and no error would
+    # reveal it.
     for part in (config, config.get_text_config()):
         if getattr(part, "quantization_config", None):
             part.quantization_config["dequantize"] = True
@@ -107,8 +107,8 @@ def check_policy(policy):
 
 
 def tokenizer_files(source):
-    """{name: bytes} of a tokenizer's files, for checkpoints: transformers would write them in a form
-    that its older versions, and engines pinned to these, cannot read."""
+    """{name: bytes} of a tokenizer's files, for checkpoints. transformers would write them in a form
+    that its older versions, and engines pinned to those, cannot read."""
     folder = Path(source)
     if not folder.is_dir():
         folder = Path(huggingface_hub.snapshot_download(source, local_files_only=True))
@@ -167,7 +167,7 @@ class TrainedModel:
 
 
 class Policy(TrainedModel):
-    """A language model with its tokenizer, what was detected of its routers, and the copy that
+    """A language model with its tokenizer, what was detected about its routers, and the copy that
     samples."""
 
     def __init__(self, master, tokenizer, dtype="float32", rollout_dtype="same", refresh_every=1):
@@ -207,7 +207,7 @@ class Policy(TrainedModel):
 
     @torch.no_grad()
     def sampler(self, iteration):
-        """The policy itself, or its copy in --rollout_dtype, which is given the current weights in
+        """The policy itself, or its copy in --rollout_dtype, which gets the current weights in
         iteration 1 and every --rollout_refresh_every iterations after that."""
         if self.rollout_policy is None:
             return self

@@ -21,9 +21,9 @@ def import_file(path):
 
 
 def load_reward(args):
-    """`--reward FILE.py:FUNCTION` -> a function that grades completions: [(reward, verdict)]. Its
-    parameter names decide what it is passed: the text, answer, truncated and columns of one completion,
-    or, if there is one called `completions`, lists for all of them, as in TRL."""
+    """`--reward FILE.py:FUNCTION` -> a function that grades completions: [(reward, verdict)]. The names
+    of FUNCTION's parameters decide what it gets: text, answer, truncated and columns of one completion,
+    or, if one is named `completions`, lists for all completions, as in TRL."""
     path, _, name = args.reward.rpartition(":")
     if path and not Path(path).exists():
         raise UserError(f"--reward {args.reward}: there is no file {Path(path).absolute()}")

@@ -39,8 +39,8 @@ class Routing(TorchFunctionMode):
     """This context records the experts that are used, in the order in which they were chosen. With
     `replayed_BSLK`, the routers choose these experts, except where they are negative.
 
-    Only the choice, the result of torch.topk, is replaced. The router's own code computes softmax and
-    norm from its own logits, so it still learns. Contexts do not nest.
+    Only the choice, the result of torch.topk, is replaced. The router's own code still computes softmax
+    and norm from its own logits, so the router still learns. Contexts do not nest.
     """
 
     active = None  # the current forward's context, for its recomputation in the backward pass

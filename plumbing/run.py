@@ -88,7 +88,7 @@ class Run:
         """Yields the numbers of the remaining iterations. After each one it writes the log and, if due,
         a checkpoint. A signal ends the program at that point, a second one at once."""
         is_main = threading.current_thread() is threading.main_thread()
-        kinds = (signal.SIGINT, signal.SIGTERM) if is_main else ()  # other threads can set no handlers
+        kinds = (signal.SIGINT, signal.SIGTERM) if is_main else ()  # other threads cannot set handlers
         handlers = {kind: signal.signal(kind, self.on_signal) for kind in kinds}
         try:
             while not self.is_last and not self.early_end:
@@ -134,8 +134,8 @@ class Run:
 
     def log(self, batch, completions, rewards, **numbers):
         """Records an iteration: all completions that were generated, the rewards that the update used,
-        (P, G), or (B, 1) if groups are not the baseline, and more numbers by their keys in
-        metrics.jsonl. `batch` is None if there is no update."""
+        (P, G), or (B, 1) if groups are not the baseline, and other numbers, named as in metrics.jsonl.
+        `batch` is None if there is no update."""
         self.completions = completions
         rollout = rollout_summary(completions)
         rollout["reward_mean"] = rewards.mean().item()
@@ -286,9 +286,9 @@ class Run:
 
 
 def reset_signals():
-    """In a process that a reward function forked: Ctrl-C is left to the run, and SIGTERM, by which a
-    pool ends its processes, acts at once. (A handler in Python acts between two bytecodes: a process
-    that gets the signal just before it waits for a lock would wait for ever.)"""
+    """In a process that a reward function forked, Ctrl-C is left to the run, and SIGTERM, with which a
+    pool ends its processes, acts at once. (A Python handler runs between two bytecodes, so a process
+    that gets the signal just before it waits for a lock would wait forever.)"""
     for kind, action in ((signal.SIGINT, signal.SIG_IGN), (signal.SIGTERM, signal.SIG_DFL)):
         if getattr(signal.getsignal(kind), "__func__", None) is Run.on_signal:
             signal.signal(kind, action)
@@ -337,8 +337,8 @@ def progress_line(metrics):
 
 
 def results_text(evaluations):
-    """{"before" and, if it was evaluated after training, "after": results of common.evaluate} as a
-    table, and some completions."""
+    """{"before" and, if there was an evaluation after training, "after": results of common.evaluate} as
+    a table, and some completions."""
     before = evaluations["before"]
     header = "held-out problems"
     for mode in ("greedy", "sampled"):

@@ -38,8 +38,8 @@ NINE = "--eval_every 0 --eval_samples 8 --save_every 0"
 DEFAULTS = {(script, "default"): "" for script in SCRIPTS}
 DEFAULTS["grpo", "free"] = "--kl_coef 0"
 MORE_DEFAULTS = {(script, "default"): "" for script in MORE}
-# What each mechanism did. Column: key in metrics.jsonl, and words for report.py, which leaves out what
-# a script does not log.
+# What each mechanism did. Column: key in metrics.jsonl, and text for report.py, which leaves out what a
+# script does not log.
 ACTED = {
     "clip_low": ("losses/clipfrac_low", "clipped: {:.2%} below"),
     "clip_high": ("losses/clipfrac_high", "{:.2%} above"),

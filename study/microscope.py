@@ -1,4 +1,4 @@
-"""Answers six questions about the mechanisms, with a policy that is a table.
+"""Answers six questions about the mechanisms, with a tabular policy.
 
     python study/microscope.py [rare ...]     # all six if you name none, in half a minute
     python study/microscope.py --help         # their names
@@ -96,7 +96,7 @@ def rare():
 
 
 def entropy():
-    """Entropy over time for two prompts; for the second one, also against its error rate."""
+    """Entropy over time for two prompts; for the second one, also by its error rate."""
     found = []
     for answers in (RARE, THREE):
         lines = {}
@@ -161,7 +161,7 @@ def clip():
 
 
 def outcomes(size, rates_N):
-    """Rewards of groups with 0, 1, ... size right answers, and each one's chance at each pass rate."""
+    """Rewards of groups with 0, 1, ... size right answers, and their probability at each pass rate."""
     rewards_OG = torch.ones(size + 1, size, dtype=torch.float64).tril(-1)
     chance = torch.distributions.Binomial(size, rates_N[:, None])
     return rewards_OG, chance.log_prob(rewards_OG.sum(1)).exp()

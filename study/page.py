@@ -39,7 +39,7 @@ def colored(name):
 
 
 def blocks(left, right):
-    """[(kind, first line and end at the left, first line and end at the right)], kind as in difflib"""
+    """[(kind, first line and end on the left, first line and end on the right)], kind as in difflib"""
     matcher = difflib.SequenceMatcher(None, lines_of(left), lines_of(right), autojunk=False)
     return matcher.get_opcodes()
 

@@ -28,7 +28,7 @@ JOB |= {"lr": 1e-3, "num_held_out": 2, "device": "cpu"}
 
 
 def load_bugs():
-    """{number: bug}. The order of the numbers gives nothing away."""
+    """{number: bug}. The numbers do not give anything away."""
     kinds = tomllib.loads((ROOT / "study" / "bugs.toml").read_text())
     bugs = sorted(sum(kinds.values(), []), key=lambda bug: zlib.crc32(bug["title"].encode()))
     for bug in bugs:

@@ -33,7 +33,7 @@ def markdown(header, rows, align=""):
 
 
 def lower(words):
-    """The words in lower case, but for abbreviations such as KL."""
+    """The words in lower case, except for abbreviations such as KL."""
     return words if words[1].isupper() else words[0].lower() + words[1:]
 
 
@@ -52,7 +52,7 @@ def scripts():
             changes = lower(differences_of(name)[0].split(". ")[0].removesuffix("."))
         other = parent_of(name)
         if other == "grpo" and name != "dr_grpo":
-            other = "dr_grpo"  # which has left out grpo's KL, as they all do
+            other = "dr_grpo"  # which leaves out grpo's KL, as they all do
         size = f"{changed_lines(other, name)} lines ({other})" if other else ""
         rows.append([f"[`{path}`]({path})", paper, changes, size])
     return markdown(["script", "paper", "what it changes", "diff"], rows)
@@ -146,7 +146,7 @@ def stability():
 
 
 def routing():
-    """The effect of replaying an MoE's experts, with a sampler like the trainer or a stale one."""
+    """The effect of replaying an MoE's experts, with a fresh sampler or a stale one."""
     rows = []
     groups = stats.runs("routing").items()
     for (script, variant), ours in sorted(groups, key=lambda group: SCRIPTS.index(group[0][0])):

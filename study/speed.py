@@ -4,9 +4,9 @@
     python study/speed.py trl        # seconds per iteration: grpo.py and examples/trl_trainer.py
     python study/speed.py memory     # peak memory of grpo.py and ppo.py, and seconds per iteration
 
-Prints rows of the tables in README.md. `sampler` and `trl` measure two sides in turn, with the same
-weights, 32 prompts x 8 completions of at most 48 tokens: the medians of both, and the minimum, median
-and maximum of their ratio. On a CPU everything uses one thread.
+Prints one row for each measurement. `sampler` and `trl` measure two sides in turn, with the same
+weights and 32 prompts x 8 completions of at most 48 tokens. They print the medians of both sides, and
+the minimum, median and maximum of their ratio. On a CPU everything uses one thread.
 
 trl       Needs examples/requirements.txt. TRL's trainer with grpo.py's loss, flags and 16 steps samples
           with generate(). --lr 2e-4 is grpo.py's; the default, 1e-9, keeps the lengths equal.
@@ -61,7 +61,7 @@ def metrics_of(script, flags, folder):
 
 
 def print_pairs(pairs, form):
-    """A row for [(our number, the other one)]."""
+    """A row for [(our number, the other side's)]."""
     medians = [format(statistics.median(values), form) for values in zip(*pairs, strict=True)]
     ratios = sorted(ours / theirs for ours, theirs in pairs)
     chosen = [f"{x:.2f}" for x in (ratios[0], statistics.median(ratios), ratios[-1])]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
 TEXT = {"script", "variant", "commit", "flags"}
-T_QUANTILES = {2: 4.303, 4: 2.776}  # 97.5 % of Student's t, by degrees of freedom
+T_QUANTILES = {2: 4.303, 4: 2.776}  # Student's t at 97.5%, by degrees of freedom
 
 
 def read_csv(name):
@@ -48,8 +48,8 @@ def mean_std(rows, column):
 
 
 def interval(ours, theirs):
-    """'+0.013 ± 0.010': mean difference, paired by seed, and half the width of its 95 % interval, over
-    the seeds that both have. The half width has two digits, and the mean as many decimals."""
+    """'+0.013 ± 0.010': mean difference, paired by seed, and half the width of its 95% interval, over
+    the seeds that both have. The half width has two digits, and the mean has as many decimals."""
     deltas = [a - b for a, b in zip(ours, theirs, strict=False)]
     half = T_QUANTILES[len(deltas) - 1] * statistics.stdev(deltas) / math.sqrt(len(deltas))
     digits = max(0, 1 - math.floor(math.log10(half)))
