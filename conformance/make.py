@@ -1,10 +1,10 @@
-"""Computes the results in vectors.json again, from the inputs there, with reference.py.
+"""Recomputes the results in vectors.json from the inputs there, with reference.py.
 
     python conformance/make.py
 
-README.md explains the fields. A new case is written by hand, with the section's next id and with null
-for each result that the cases of its section have. No token is at a bound of a clip, so that nobody has
-to guess which gradient is due at a tie.
+README.md explains the fields. Write a new case by hand, with the section's next id, and with null for
+each result that the cases of its section have. No token may be exactly at a clip's bound, where the
+gradient is not defined.
 """
 
 import argparse

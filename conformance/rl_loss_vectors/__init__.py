@@ -1,4 +1,4 @@
-"""Test vectors for the losses of PPO, GRPO, Dr. GRPO, DAPO, GSPO, CISPO, GMPO, RSPO, SAPO and others.
+"""Test vectors for the losses of PPO, GRPO, Dr. GRPO, DAPO, GSPO, CISPO, GMPO, RSPO, SAPO and more.
 
     from rl_loss_vectors import VECTORS, diagnose
 

@@ -2,7 +2,7 @@
 
     python -m rl_loss_vectors grpo.py:policy_loss --algorithm grpo
 
-Exit code 0: healthy; 1: not; 2: it cannot be called.
+Exit code 0: healthy; 1: not healthy; 2: it cannot be called.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def arguments(program):
     add("--allow-nan", const="--allow-nan", help=nan_help, **allow)
     clamp_help = "the same for ratios that are clamped at 10 or more"
     add("--allow-clamp", const="--allow-clamp", help=clamp_help, **allow)
-    set_help = "a parameter of yours, also of a constructor; config.x=... makes a config"
+    set_help = "one of your function's or constructor's parameters; config.x=... makes a config"
     add("--set", action="append", default=[], metavar="NAME=VALUE", help=set_help)
     args = parser.parse_args()
     if args.what in ("loss", "advantages") and args.algorithm is None:
@@ -48,7 +48,7 @@ def arguments(program):
 
 
 def fixed_of(settings):
-    """{parameter: value}; those with a dot are gathered in a namespace."""
+    """{parameter: value}; names with a dot are gathered in a namespace."""
     fixed = {}
     for setting in settings:
         name, _, text = setting.partition("=")
@@ -66,7 +66,7 @@ def fixed_of(settings):
 
 def main(program=None):
     args = arguments(program)
-    warnings.simplefilter("ignore")  # those of the function
+    warnings.simplefilter("ignore")  # the function's
     fixed = fixed_of(args.set)
     try:
         function, about = load.load(args.target, fixed)

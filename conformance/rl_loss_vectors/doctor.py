@@ -17,9 +17,9 @@ SPECIAL += ["equal_rewards"]
 
 
 def examine_shapes(function, section, fixed):
-    """[(subject, its results)] for each shape that the function takes, the one for which most cases
-    agree first. A function that takes no bool mask gets one of 0 and 1, one that takes no float64 gets
-    float32."""
+    """[(subject, its results)] for each shape that the function takes, beginning with the one in which
+    most cases agree. A function that takes no bool mask gets one of 0 and 1; one that takes no float64
+    gets float32."""
     errors = []
     shapes = SHAPES if section in reference.LOSSES else SHAPES[:1]
     if section in mistakes.GROUPS:
@@ -45,16 +45,16 @@ def is_plain(case):
 
 
 def failures(subject, results):
-    """To sort by: most cases agree, then fewest raise."""
+    """A sort key: the most cases that agree, then the fewest that raise."""
     num_agree = sum(is_right(*pair) for pair in answered(results))
-    if subject.section in mistakes.GROUPS:  # another arrangement only if it is right
+    if subject.section in mistakes.GROUPS:  # a different arrangement counts only if it is right
         of_paper = [pair for pair in answered(results) if pair[0]["kind"] == "paper"]
         num_agree = all(is_right(*pair) for pair in of_paper)
     return -num_agree, sum(isinstance(found, Exception) for _, found in results)
 
 
 def examine(subject):
-    """[(case, its answer, or the reason why there is none: words, or what it raises)]"""
+    """[(case, answer)]. Instead of an answer there may be the reason why there is none, or an error."""
     results = []
     for case in subject.cases:
         try:
@@ -81,7 +81,7 @@ def is_right(case, answer):
 
 
 def gives(section, case, change, answer):
-    """Whether an entry gives the answer. Some cannot be evaluated in some cases: no."""
+    """Whether an entry gives the answer. No, if it cannot be evaluated in this case."""
     try:
         changed = Answer(*reference.evaluate(section, case, change))
     except Exception:
@@ -90,9 +90,9 @@ def gives(section, case, change, answer):
 
 
 def named(section, tested, measured=()):
-    """Lines: the entries that give the answers in the plain cases, alone or in twos, and then, for each
+    """Lines: the entries that give the answers in the plain cases, alone or in pairs. Then, for each
     tag of a special case in which they do not, what else does."""
-    # The cases that tell most apart come first, since most entries fail on them.
+    # The most telling cases come first, since most entries fail on them.
     tested = sorted(tested, key=lambda pair: -len({*pair[0]["tags"]} & {"different_lengths", "holes"}))
     plain = [pair for pair in tested if is_plain(pair[0])] or tested
     known = {f"{kind}: {name}": x for kind, name, where, x in mistakes.ENTRIES if section in where}
@@ -115,7 +115,7 @@ def named(section, tested, measured=()):
 
 
 def special_lines(section, tested, words, change, known):
-    """[words, a line for each tag whose cases need more than this change]"""
+    """[words, a line for each tag with cases that need more than this change]"""
     lines = [words] if words else []
     wrong = [pair for pair in tested if not gives(section, pair[0], change, pair[1])]
     for tag in SPECIAL:
@@ -137,8 +137,8 @@ def special_lines(section, tested, words, change, known):
 
 
 def examined(function, section, fixed):
-    """(subject, its results, the diagnosis) for the shape of advantages that suits a function best:
-    where as many cases agree, the one in which its mistake is known."""
+    """(subject, its results, the diagnosis) for the shape of advantages in which most cases agree; at a
+    tie, for one in which the mistake is known."""
     found = examine_shapes(function, section, fixed)
     options = []
     for subject, results in found:
@@ -151,7 +151,7 @@ def examined(function, section, fixed):
 
 
 def diagnose(function, section, **fixed):
-    """What is wrong with a function, in lines: none if it is right, for the assertion of a test.
+    """What is wrong with a function, in lines; none if it is right. For the assertion in a test.
     fixed: other parameters of the function."""
     return examined(function, section, fixed)[2]
 

@@ -1,5 +1,5 @@
-"""A function of somebody's file, also if the file cannot be imported: the function and what it uses are
-then taken out of the syntax tree, with stand-ins for what is not installed."""
+"""Loads a function from a file, even if the file cannot be imported: the function and what it uses are
+then extracted from the syntax tree, with stand-ins for what is not installed."""
 
 import __future__
 
@@ -17,7 +17,8 @@ DEFINITIONS = (ast.FunctionDef, ast.ClassDef)
 
 
 class StandIn:
-    """A foreign name: it can be called and subclassed, and it has any attribute."""
+    """Stands in for a name that cannot be imported. It can be called and subclassed, and has every
+    attribute."""
 
     def __getattr__(self, name):
         if name.startswith("__"):
@@ -32,7 +33,7 @@ class StandIn:
 
 
 def statements_of(nodes):
-    """The statements of a module, also those in `if` and `try`."""
+    """The statements of a module, including those in `if` and `try`."""
     for node in nodes:
         if isinstance(node, (ast.If, ast.Try)):
             yield from statements_of(node.body + node.orelse)
@@ -55,7 +56,7 @@ class Module:
     def __init__(self, path, stand_ins):
         self.path = Path(path)
         self.members = {"__name__": self.path.stem}
-        self.stand_ins = stand_ins  # gets the names of foreign things
+        self.stand_ins = stand_ins  # a list to which the names of stand-ins are added
         nodes = list(statements_of(ast.parse(self.path.read_text()).body))
         self.nodes = {name: node for node in nodes for name in names_of(node)}
 
@@ -100,7 +101,7 @@ class Module:
 
 
 def load(target, fixed):
-    """(the function of FILE.py:NAME or pkg.module:NAME, lines about how it was loaded); of a class,
+    """(the function of FILE.py:NAME or pkg.module:NAME, lines about how it was loaded); for a class,
     the forward of a new instance."""
     path, _, name = target.rpartition(":")
     path = path if path.endswith(".py") else path.replace(".", "/") + ".py"
@@ -132,6 +133,6 @@ def load(target, fixed):
 
 
 def made(cls, fixed):
-    """An instance, whose constructor gets what is set."""
+    """An instance of a class. Its constructor gets the parameters that are set."""
     taken = inspect.signature(cls).parameters
     return cls(**{name: x for name, x in fixed.items() if name in taken})

@@ -1,5 +1,5 @@
-"""What a loss divides by, where it clips and its KL, measured by asking it cases of our own: entries
-like those of mistakes.py, with numbers."""
+"""Measures what a loss divides by, where it clips, and its KL, by calling it with cases of our own. The
+results are entries like those of mistakes.py, with numbers."""
 
 import itertools
 import math
@@ -19,7 +19,7 @@ CLAMP = "variant: right, but no gradient where "
 
 @np.errstate(all="ignore")
 def entries(subject, plain):
-    """[(name, change)]: what is unlike the paper in the divisor, the clip and the KL."""
+    """[(name, change)]: where the divisor, the clip and the KL differ from the paper's."""
     found = []
     for measure in (divisor, clip, kl):
         try:
@@ -32,7 +32,7 @@ def entries(subject, plain):
 
 
 def of_policy(subject, case):
-    """Your gradient of J, without what it is where A = 0, such as that of a KL or an entropy."""
+    """Your gradient of J, minus its value at A = 0, such as that of a KL or an entropy bonus."""
     zeros = np.zeros(np.shape(case["inputs"]["advantages"])).tolist()
     idle = case | {"inputs": case["inputs"] | {"advantages": zeros}}
     return np.nan_to_num(subject.answer(idle).gradient) - subject.answer(case).gradient
@@ -56,14 +56,15 @@ def divided_by(formula, k=1):
         B, T = b.mask.shape
         lengths = b.mask.sum(1)
         divisors = [k * formula(B, o, lengths.sum(), T) for o in lengths]
-        # What there is once for a completion stands on each of its tokens.
+        # A completion's single term counts as one equal term for each of its tokens.
         return [D * len(row) / o for D, row, o in zip(divisors, terms, lengths, strict=True)]
 
     return pieces(denominators=denominators)
 
 
 def divisor_of(subject, plain):
-    """(words, k): yours is k times this one, on policy, in all cases; ("", 1) if it is the paper's."""
+    """(words, k): your divisor is k times this one, on policy, in all cases; ("", 1) if it is the
+    paper's."""
     options = []
     on_policy = [x["inputs"] | {"old_logprobs": x["inputs"]["logprobs"]} for x in plain]
     cases = [case | {"inputs": inputs} for case, inputs in zip(plain, on_policy, strict=True)]
@@ -96,8 +97,8 @@ GSPO = {"clip_eps_low": 3e-4, "clip_eps_high": 4e-4}  # the paper's range; the v
 
 
 def own_constants(subject, plain):
-    """{our keyword: the value that a function without this keyword uses}, if it is as good as ours: a
-    length of Dr. GRPO, the range of GSPO's paper."""
+    """{our keyword: the value that a function without this keyword uses}, if it is as good as ours: any
+    length in Dr. GRPO, the range in GSPO's paper."""
     try:
         if subject.section == "dr_grpo" and not subject.takes("max_new_tokens"):
             words, k = divisor_of(subject, plain)
@@ -115,7 +116,7 @@ def own_constants(subject, plain):
 
 
 def asked(subject, log_ratios, advantages, ref_logprobs=None):
-    """(your answer, the case) about completions of two tokens with the same ratio."""
+    """(your answer, the case) for completions of two tokens with the same ratio."""
 
     def two(x):
         return np.stack([x, x], 1).tolist()
@@ -142,8 +143,8 @@ def defaults(subject):
 
 
 def weights(subject, log_ratios, signs=(1, -1)):
-    """Your dJ / dlogprob over A for A = 1 and A = -1, at a ratio of 1 and at others, divided by the
-    first; and the cases"""
+    """Your dJ / dlogprob over A for A = 1 and A = -1, at a ratio of 1 and then at other ratios, divided
+    by the first one; and the cases."""
     x = np.concatenate([[0], log_ratios])
     cases = {A: asked(subject, x, np.full(len(x), A))[1] for A in signs}
     table = np.array([of_policy(subject, case).sum(1) / A for A, case in cases.items()])
@@ -151,8 +152,8 @@ def weights(subject, log_ratios, signs=(1, -1)):
 
 
 def edge(subject, A, direction):
-    """(ratio, kind): from where on the weight is not r, but 0 ("clip") or constant ("cap"); (None, "")
-    if there is no such place."""
+    """(ratio, kind): beyond this ratio the weight is not r, but 0 ("clip") or constant ("cap");
+    (None, "") if there is no such ratio."""
     grid = GRID
     for _ in range(4):
         w = weights(subject, direction * grid, [A])[0][0]
@@ -202,7 +203,7 @@ def clip(subject, plain, found):
     ours = range_of(subject.section, keywords)
 
     def clipped(r, a, low, high):
-        bounds = {ours[0]: low, ours[1]: high}  # where your bound is ours, it is the case's
+        bounds = {ours[0]: low, ours[1]: high}  # if your bound equals ours, use the case's
         least, most = limits[1 if a > 0 else -1]
         return torch.clamp(r, bounds.get(least, least), bounds.get(most, most)) * a
 
@@ -221,7 +222,7 @@ PLACES = {  # (sign of A, direction) where there is no gradient: what this is
 
 
 def clip_names(edges, ours):
-    """What the edges amount to; those at a factor of 10 or more are for safety."""
+    """What the edges amount to. Edges at a factor of 10 or more are there for safety."""
     near = {key: r for key, r in sorted(edges.items()) if r and 0.1 < r < 9.99}
     far = max([abs(math.log(r)) for key, r in edges.items() if r and key not in near], default=0)
     names = []
@@ -254,7 +255,7 @@ KLS = {  # of log x, x = pi_ref / pi
 
 
 def kl(subject, plain, found):
-    """What is left where A is 0, as c times an estimator."""
+    """What remains where A is 0, as c times an estimator."""
     assert "grpo" in subject.section and subject.has_ref
     x = np.array([-2, -1, -0.5, 0.3, 1, 1.5])
     answer, case = asked(subject, x[::-1] / 3, 0 * x, x - 2)
@@ -290,7 +291,7 @@ def estimator(k, of, c=1):
 
 @np.errstate(all="ignore")
 def explanation(subject, wrong, measured):
-    """Lines: what was measured, how advantages act on policy, the weights of tokens by their ratio."""
+    """Lines: what was measured, how advantages act on policy, and the weights of tokens by ratio."""
     lines = [f"what was measured: {name}" for name, _ in measured]
     if any(answer.gradient[np.array(case["inputs"]["mask"]) == 0].any() for case, answer in wrong):
         lines.append("there is a gradient in masked places")

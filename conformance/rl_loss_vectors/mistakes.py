@@ -1,8 +1,8 @@
-"""What is known to go wrong in these objectives, and what others do differently, as literal code.
+"""Known mistakes in these objectives, and known variants of them, as code.
 
-A *mistake* contradicts the paper; a *variant* is a choice that the paper leaves open, or that another
-code base documents. In brackets: the engine that does so, TRL 1.16.0 or verl 0.9.1. Each entry has a
-change(J, batch), which returns what the changed code would. What measure.py finds, such as another
+A *mistake* contradicts the paper; a *variant* is a choice that the paper leaves open, or that a code
+base documents. In brackets is the engine that does this, TRL 1.16.0 or verl 0.9.1. Each entry has a
+change(J, batch), which returns what the changed code would. What measure.py finds, such as a different
 divisor or range, has no entry.
 """
 
@@ -32,7 +32,7 @@ def changed(b, **fields):
 
 
 def setting(**fields):
-    """J of a batch with other fields; a function gives the field's value from the batch."""
+    """J of a batch with different fields; if a field is a function, it is called with the batch."""
 
     def change(J, b):
         return J(changed(b, **{key: x(b) if callable(x) else x for key, x in fields.items()}))

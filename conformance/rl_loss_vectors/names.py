@@ -1,4 +1,4 @@
-"""Which parameter of a function gets what: by its name, wherever it stands."""
+"""Decides by its name which argument a function's parameter gets, wherever it stands."""
 
 import re
 
@@ -7,7 +7,7 @@ from rl_loss_vectors.reference import LOSSES
 COUNTS = ["num_sequences", "num_tokens"]
 RETURNS = "returns - old_values"  # an advantage of the value loss
 NEVER = "kl|ratio|entrop|value|reward|return|ids?$|index|temperature|logit|label|weight|model|loss|step"
-# In each list, the first pattern that is in a name counts.
+# In each list, the first pattern that matches a name counts.
 LOSS_ROLES = [
     ("ref_logprobs", r"(^|_|pi)ref"),
     ("mask", "mask"),
@@ -44,7 +44,7 @@ CLIPS = {  # what a section calls them
     "rspo": {"clip_eps_low": "log_ratio_clip"},
     "cispo": {"clip_eps_high": "is_weight_cap"},
 }
-ZERO = "(^|_)kl|beta|ent.*coef"  # what is required, but not by the paper
+ZERO = "(^|_)kl|beta|ent.*coef"  # parameters that the function requires, but the paper doesn't have
 
 
 def plain(name):
@@ -57,7 +57,7 @@ def first_of(patterns, name):
 
 
 def keyword_of(name, section, known, default):
-    """Our keyword for a name, or None; a lower clip of 0.8 is a bound, no width: it is left alone."""
+    """Our keyword for a name, or None. A lower clip of 0.8 is a bound, not a width: None."""
     if plain(name) in known:
         return plain(name)
     if isinstance(default, (bool, str)):
@@ -71,7 +71,7 @@ def keyword_of(name, section, known, default):
 
 
 def roles_of(section, arguments, parameters):
-    """[(an argument, or "never" for what is none for sure, the pattern of its names)]"""
+    """[(an argument, or "never" for what is surely none, the pattern of its names)]"""
     if section in LOSSES:
         return LOSS_ROLES
     if section == "value_loss":
@@ -83,8 +83,8 @@ def roles_of(section, arguments, parameters):
 
 
 def assign(parameters, about, section, fixed):
-    """({name of a parameter: what it gets}, names that get it by their order alone, names that get
-    nothing though they are required)"""
+    """({name of a parameter: what it gets}, the names that get it only by their order, the required
+    names that get nothing)"""
     arguments = about["arguments"]
     known = {*COUNTS, *arguments, *about["defaults"]}.union(*(x["keywords"] for x in about["cases"]))
     known |= {"ref_logprobs", RETURNS}

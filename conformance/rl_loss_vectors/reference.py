@@ -1,8 +1,8 @@
 """The objectives again, as slow double loops over completions and tokens, straight from the papers.
 
-The expected numbers of vectors.json were made with it, and mistakes.py changes its pieces. Inputs are
-in one batch `b`, under their names in vectors.json; only tokens of the mask are read. Advantages are
-(B, T); where there is one ratio per completion, that of its first token is read.
+The expected numbers in vectors.json were made with it, and mistakes.py replaces its pieces. Inputs are
+in one batch `b`, under their names in vectors.json; only tokens in the mask are read. Advantages are
+(B, T); where there is one ratio per completion, the first token's advantage is read.
 """
 
 import math
@@ -27,7 +27,7 @@ def length(b, i):
 
 
 def each(b, term):
-    """term(i, t) of every token, a list for each completion."""
+    """term(i, t) for every token: a list for each completion."""
     return [[term(i, t) for t in tokens(b, i)] for i in range(len(b.mask))]
 
 
@@ -93,7 +93,7 @@ def dr_grpo(b):
 
 
 def k3(log_x):
-    """x - log x - 1, x = pi_ref / pi; by expm1, since x - 1 is rounding near 1"""
+    """x - log x - 1, x = pi_ref / pi; with expm1, since x - 1 would lose digits near 1"""
     return torch.expm1(log_x) - log_x
 
 
@@ -175,7 +175,7 @@ def geometric_means(b, factor):
         if a == 0:
             return 0
         product = math.prod(factor(i, t, ratio(b, i, t), a) for t in tokens(b, i))
-        if b.clip_level == "sequence":  # the counter-example: first the clip, then the root
+        if b.clip_level == "sequence":  # the counterexample: first the clip, then the root
             product = pessimistic(product, a, b)
         return product ** (1 / length(b, i)) * a
 
@@ -217,7 +217,7 @@ rloo = reinforce
 
 
 def positive_lm_loss(b):
-    """VAPO's, of the tokens of right completions; 0 if there are none."""
+    """VAPO's, over the tokens of right completions; 0 if there are none."""
     right = [i for i in range(len(b.mask)) if b.is_right[i, 0]]
     terms = [-b.logprobs[i, t] for i in right for t in tokens(b, i)]
     return sum(terms, start=torch.zeros((), dtype=b.logprobs.dtype)) / max(len(terms), 1)
@@ -276,7 +276,7 @@ def leave_one_out(b):
 
 
 def grouped_advantages(b):
-    """Of samples in any order, (N,); a rollout counts once in its group, however many samples."""
+    """For samples in any order, (N,); a rollout counts once in its group, even with several samples."""
     result = torch.zeros_like(b.rewards)
     for group in b.group_ids.unique():
         places = [n for n, other in enumerate(b.group_ids) if other == group]
@@ -312,7 +312,7 @@ def rollout_weights(b):
 
 
 def rollout_weight(b, rho, product, length):
-    """From rho = pi_old / mu of a token, and the product of all in its completion."""
+    """From a token's rho = pi_old / mu, and the product of all rhos in its completion."""
     if b.rule == "token_tis":
         return rho.clamp(max=b.cap)
     if b.rule == "sequence_tis":
@@ -326,8 +326,8 @@ def rollout_weight(b, rho, product, length):
 
 
 def replayed_gate(b):
-    """The weights of given experts by today's router, (N, K): of a softmax over all, or over those
-    chosen; 0 where the mask is 0."""
+    """The weights of given experts under the current router, (N, K): from a softmax over all experts,
+    or only over the given ones; 0 where the mask is 0."""
     rows = []
     for n in range(len(b.logits)):
         p = torch.exp(b.logits[n]) / torch.exp(b.logits[n]).sum()
@@ -390,7 +390,7 @@ def batch_of(section, case):
 
 
 def evaluate(section, case, change=None, b=None):
-    """(value, gradient or None) as arrays; change: of an entry of mistakes.py."""
+    """(value, gradient or None) as arrays. change: an entry's, from mistakes.py."""
     b = b or batch_of(section, case)
     objective = globals()[section]
     first = getattr(b, next(iter(case["inputs"])))
@@ -419,7 +419,7 @@ def terms_of_loss(b, section):
 
 
 def with_results(section, case):
-    """The case with what the objective gives for it."""
+    """The case with the objective's results for it."""
     b = batch_of(section, case)
     value, gradient = evaluate(section, case, b=b)
     case = case | {"value": value.tolist()}

@@ -22,15 +22,15 @@ GROUPS = ["as in the file", "N", "GP", "G"]  # of rewards: "G" is one group at a
 
 
 class Answer(NamedTuple):
-    """What a function answers in a case, as arrays of float64."""
+    """What a function returns for a case, as arrays of float64."""
 
     value: np.ndarray
     gradient: "np.ndarray | None"
 
 
 def close(x, y, tolerance):
-    """Whether x is y, up to the rounding of float32 next to its largest number. Where y is NaN, as some
-    mistakes give it, any x will do."""
+    """Whether x is y, up to float32's rounding error relative to the largest number. Where y is NaN, as
+    in some mistakes, any x will do."""
     size = np.abs(np.nan_to_num(y)).max(initial=0)
     with np.errstate(invalid="ignore"):  # of infinities
         is_near = np.abs(x - y) <= tolerance * (1 + size)
@@ -123,7 +123,7 @@ class Subject:
         return [self.adapted(case) for case in self.about["cases"]]
 
     def adapted(self, case):
-        """A case as the function can be asked it: with constants of its own, without padding if it
+        """A case adapted to the function: with the function's own constants, without padding if it
         takes no mask, with ratios of 1 if it takes no old log-probs."""
         changed = copy.deepcopy(case)
         inputs = changed["inputs"]
@@ -138,7 +138,7 @@ class Subject:
         return case if changed == case else with_results(self.section, changed)
 
     def fields(self, case):
-        """What a case gives a function: tensors and numbers, by name."""
+        """What a function gets in a case: tensors and numbers, by name."""
         fields = fields_of(case)
         if self.shape == "BT":
             fields["advantages"] = fields["advantages"].expand_as(fields["mask"]).clone()
@@ -167,7 +167,7 @@ class Subject:
         return main_output(result)
 
     def output(self, part):
-        """What it returns; groups of rewards may have to be passed in another arrangement."""
+        """What it returns; groups of rewards may have to be passed in a different arrangement."""
         if self.about["arguments"] != ["rewards"]:
             return self.call(part)
         rewards = part["rewards"]
@@ -182,7 +182,7 @@ class Subject:
         return found.reshape(rewards.shape) if found.shape == (rewards.numel(),) else found
 
     def answer(self, case, without=()):
-        """Its answer in a case; `without` some of the keywords."""
+        """Its answer in a case, `without` some of the keywords."""
         fields = self.fields(case)
         ours = expected(case)
         gradient = None if ours.gradient is None else np.zeros(ours.gradient.shape)
@@ -206,7 +206,7 @@ class Subject:
         return Answer(value.reshape(ours.value.shape), gradient)
 
     def notes(self):
-        """Lines: what got what, and what was adapted to the function."""
+        """Lines: which parameter got what, and what was adapted to the function."""
         lines = []
         pairs = []
         for theirs, ours in self.given.items():
@@ -220,7 +220,7 @@ class Subject:
                 lines.append(f"{key} is {x:.4g}, {whose}: the cases are computed with it")
         what = "rewards" if self.shape in GROUPS else "advantages"
         facts = {
-            "it takes no mask: tested without padding; zero what is behind the end": self.lacks_mask,
+            "it takes no mask: tested without padding; set what follows the end to 0": self.lacks_mask,
             "it takes no old log-probs: tested where every ratio is 1": self.lacks_old,
             "it returns terms, (B, T): tested after the paper's mean": self.returns_terms,
             "tested in float32, since float64 fails": self.dtype == torch.float32,
@@ -248,7 +248,7 @@ def gradient_of(output, first, coefficients):
 
 
 def shaped(found, expected, case):
-    """An array of answers in the shape of those that are expected, 0 in masked places."""
+    """An array of answers in the shape of the expected ones, 0 in masked places."""
     if found.squeeze().shape == expected.squeeze().shape:
         found = found.reshape(expected.shape)
     found = np.broadcast_to(found, expected.shape)  # an error, if it cannot be
