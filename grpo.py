@@ -59,7 +59,7 @@ class Args(RunArgs):  # more flags: --help
     kl_is_corrected: bool = flag(False, "multiply k3 by pi / sampler, for an unbiased gradient")
     ref_reset_every: int = flag(0, "reset the reference every n iterations [0: never]")
     offpolicy_mask: float = flag(
-        0.0, "drop completions with A < 0 whose mean log(sampler / pi) exceeds this [0: off]"
+        0.0, "drop completions with A < 0 and a mean log(sampler / pi) above this [0: off]"
     )
 
     def check(self):
