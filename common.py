@@ -567,15 +567,16 @@ def token_logprobs(policy, batch, temperature, entropy_grad=False, replay=True):
 
 @torch.no_grad()
 def over_rows(function, batch, args):
-    """Calls `function(micro_batch)` -> {name: (rows, ...)} on the micro-batches of a rollout's update,
-    so that the update's first step computes the same values. Returns {name: (B, ...)}."""
+    """Calls `function(micro_batch)` -> {name: (rows, ...)} on the update's micro-batches, so that the
+    update's first step computes the same values. Returns {name: (B, ...)}."""
+    index = {row: i for i, row in enumerate(batch.rows)}  # the batch may be a minibatch, too
     results = {}  # {name: [a tensor for each row]}
     for minibatch in batch.parts(args):
         for micro in minibatch.micro_batches(args):
             for name, values in function(micro).items():
                 tensors = results.setdefault(name, [None] * len(batch))
                 for row, tensor in zip(micro.rows, values, strict=True):
-                    tensors[row] = tensor
+                    tensors[index[row]] = tensor
     return {name: pad(tensors, batch.mask_BT.device) for name, tensors in results.items()}
 
 
