@@ -11,16 +11,16 @@ import contextlib
 import io
 import json
 import math
+import runpy
 import sys
 import tempfile
 import tomllib
-import types
 import zlib
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from scripts import ROOT
+
 SHOP = ROOT / "runs" / "repair"
-sys.path.append(str(ROOT))
 
 # Two iterations, because some bugs show only in the next rollout; several micro-batches per step.
 JOB = {"iterations": 2, "prompts_per_iteration": 6, "num_minibatches": 2, "micro_batch_size": 5}
@@ -37,14 +37,7 @@ def load_bugs():
     return dict(enumerate(bugs, start=1))
 
 
-def load(path):
-    """A script as a module."""
-    module = types.ModuleType("script")
-    exec(compile(path.read_text(), path, "exec"), module.__dict__)
-    return module
-
-
-def metrics_of_a_run(module):
+def metrics_of_a_run(script):
     """{key: [value in each iteration]} for a small run with a fixed seed, without timings."""
     found = {}
     silence = io.StringIO()
@@ -53,7 +46,7 @@ def metrics_of_a_run(module):
         contextlib.redirect_stdout(silence),
         contextlib.redirect_stderr(silence),
     ):
-        module.main(module.Args(**JOB, run_dir=folder))
+        script["main"](script["Args"](**JOB, run_dir=folder))
         for line in Path(folder, "metrics.jsonl").read_text().splitlines():
             for key, value in json.loads(line).items():
                 if "second" not in key:
@@ -63,9 +56,9 @@ def metrics_of_a_run(module):
 
 def behavior(path):
     """{name: [values]}: the defaults of a script's flags, and the metrics of a run."""
-    module = load(path)
-    defaults = {"defaults of the flags": list(vars(module.Args()).items())}
-    return defaults | metrics_of_a_run(module)
+    script = runpy.run_path(str(path))
+    defaults = {"defaults of the flags": list(vars(script["Args"]()).items())}
+    return defaults | metrics_of_a_run(script)
 
 
 def is_same(x, y):

@@ -26,14 +26,11 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-os.environ["OMP_NUM_THREADS"] = "1"
-sys.path.insert(0, str(ROOT))
+import torch
+from scripts import ROOT
 
-import torch  # noqa: E402
-
-import common  # noqa: E402
-import grpo  # noqa: E402
+import common
+import grpo
 
 ITERATIONS = 7
 MEMORY = [  # script, flags
@@ -48,7 +45,8 @@ MEMORY = [  # script, flags
 def run(file, flags):
     """Runs a script. Returns what it prints."""
     command = [sys.executable, file, *flags.split()]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, cwd=ROOT, env=one_thread, capture_output=True, text=True)
     if result.returncode != 0:
         sys.exit(result.stderr)
     return result.stdout

@@ -18,20 +18,18 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from statistics import mean
 
+import numpy
 import stats
 from experiments import EXPERIMENTS, shown_bugs
+from scripts import ROOT
 
-ROOT = Path(__file__).parent.parent
 RUNS = ROOT / "runs" / "sweep"
 ENVIRONMENT = {
     "PYTHONPATH": str(ROOT),
     "OMP_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
     "CUDA_VISIBLE_DEVICES": "",
-    "HF_HUB_OFFLINE": "1",
 }
 END = 8_000  # completions that `area` covers; the last rollout of every default run starts later
 CURVE_STEP = 4  # iterations averaged in one row of a curve
@@ -103,27 +101,19 @@ def area(lines):
     """Mean height of the accuracy curve over the first END completions; "" if the curve ends earlier. A
     rollout's accuracy is what was learned from the completions before it, so the curve's last point is
     where the last rollout starts."""
-    starts = [0, *(line["generated"] for line in lines)]
-    points = [(x, line["rollout/accuracy"]) for x, line in zip(starts, lines, strict=False)]
-    if points[-1][0] < END:
+    starts = [0] + [line["generated"] for line in lines[:-1]]
+    if starts[-1] < END:
         return ""
-    total = 0.0
-    for (x0, y0), (x1, y1) in itertools.pairwise(points):
-        width = min(x1, END) - x0
-        if width > 0:
-            y_end = y0 + (y1 - y0) * width / (x1 - x0)
-            total += width * (y0 + y_end) / 2
-    return total / END
+    xs = [start for start in starts if start < END] + [END]
+    ys = numpy.interp(xs, starts, [line["rollout/accuracy"] for line in lines])
+    return numpy.trapezoid(ys, xs) / END
 
 
 def largest_drop(lines):
     """The largest drop from the highest accuracy so far to a later one."""
-    drop = 0.0
-    highest = 0.0
-    for line in lines:
-        highest = max(highest, line["rollout/accuracy"])
-        drop = max(drop, highest - line["rollout/accuracy"])
-    return drop
+    accuracies = [line["rollout/accuracy"] for line in lines]
+    highest = itertools.accumulate(accuracies, max)
+    return max(high - now for high, now in zip(highest, accuracies, strict=True))
 
 
 def row_of(lines, columns):
