@@ -17,7 +17,6 @@ class Job(NamedTuple):
 class Experiment(NamedTuple):
     jobs: list
     columns: dict = {}  # column: key in metrics.jsonl, how many of the last iterations [0: all]
-    has_curves: bool = False  # whether a second CSV has the iterations
 
 
 def crossed(seeds, flags, runs):
@@ -137,7 +136,7 @@ def bug_jobs():
 
 ACTED_COLUMNS = {column: (key, 0) for column, (key, _) in ACTED.items()}
 EXPERIMENTS = {
-    "nine": Experiment(crossed(range(1, 6), NINE, DEFAULTS), ACTED_COLUMNS, has_curves=True),
+    "nine": Experiment(crossed(range(1, 6), NINE, DEFAULTS), ACTED_COLUMNS),
     "more": Experiment(crossed(range(1, 4), NINE, MORE_DEFAULTS)),
     "stability": Experiment(crossed(range(1, 4), SHORT, STABILITY_RUNS)),
     "routing": Experiment(crossed(range(201, 204), SHORT, ROUTING), ROUTING_COLUMNS),

@@ -1,4 +1,4 @@
-"""Draws two pictures in figures/: gradients from the scripts, nine from results/.
+"""Draws figures/gradients.png: the pull of each script's objective on a token, over the token's ratio.
 
     python study/figures.py
 
@@ -8,20 +8,17 @@ Lines differ in style or lightness as well as color, so you can tell them apart 
 import argparse
 import importlib
 import inspect
-from collections import defaultdict
+import math
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-import stats
 import torch
 from scripts import SCRIPTS, changes_of, parent_of, title_of
 
-FIGURES = Path(__file__).parent / "figures"
+PATH = Path(__file__).parent / "figures" / "gradients.png"
 NUM_TOKENS = 10
 GAMMA = 0.8  # rspo's, here at its floor
 RATIOS_N = 3 ** torch.linspace(-1, 1, 121, dtype=torch.float64)
-STYLES = [("#000000", "-"), ("#0072b2", "--"), ("#e69f00", ":")]
-GRAY = ("#cccccc", "-")
 COLORS = {1: "#0072b2", -1: "#d55e00"}  # blue and vermilion, which color-blind readers can tell apart
 WORDS = {  # script: [(ratio, pull, advantage, words)], if something needs to be said
     "ppo": [(1.26, 0.22, 1, "clipped:\nno gradient"), (0.34, -1.5, -1, "clipped:\nno gradient")],
@@ -34,15 +31,7 @@ WORDS = {  # script: [(ratio, pull, advantage, words)], if something needs to be
     "rspo": [(0.36, 1.4, 1, f"here γ is {GAMMA}")],
     "sapo": [(0.36, 1.4, 1, "fades, is never 0")],
 }
-plt.rcParams |= {
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "legend.frameon": False,
-    "lines.markersize": 3.5,
-}
-
-# ---------------------------------------------------------------------------- from the scripts
+plt.rcParams |= {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
 
 
 def gradient(name, logprobs_NT, advantage, gamma):
@@ -84,13 +73,8 @@ def draw_pulls(axis, name):
     axis.axvline(1, color="#cccccc", linewidth=0.8, zorder=0)
 
 
-def in_threes(names):
-    return [names[start : start + 3] for start in range(0, len(names), 3)]
-
-
-def gradients():
-    """The pull on a token's log-prob, over the token's ratio."""
-    num_rows = len(in_threes(SCRIPTS))
+def draw():
+    num_rows = math.ceil(len(SCRIPTS) / 3)
     size = (8, 2.13 * num_rows)
     figure, axes = plt.subplots(num_rows, 3, figsize=size, sharex=True, sharey=True)
     for axis, name in zip(axes.flat, SCRIPTS, strict=False):
@@ -110,62 +94,11 @@ def gradients():
     return figure
 
 
-# ------------------------------------------------------------------------------ from results/
-
-
-def draw_mean(axis, rows, column, style, label=None):
-    """Draws the mean over seeds as a line and, if it has a label, the standard deviation as a band."""
-    points = defaultdict(list)
-    for row in rows:
-        points[row["iteration"]].append(row)
-    xs = [stats.mean(point, "generated") for point in points.values()]
-    means = [stats.mean(point, column) for point in points.values()]
-    stds = [stats.std(point, column) for point in points.values()]
-    color, dashes = style
-    axis.plot(xs, means, color=color, linestyle=dashes, label=label)
-    if label:
-        low = [mean - std for mean, std in zip(means, stds, strict=True)]
-        high = [mean + std for mean, std in zip(means, stds, strict=True)]
-        axis.fill_between(xs, low, high, color=color, alpha=0.15, linewidth=0)
-
-
-def nine():
-    """One column for every three scripts, with all others in gray."""
-    curves = stats.runs("nine_curves")
-    measured = [script for script in SCRIPTS if (script, "default") in curves]
-    panels = {  # column: words
-        "accuracy": "rollout accuracy\n(temperature 1)",
-        "len": "response length\n(tokens)",
-        "entropy": "entropy\n(nats per token)",
-    }
-    groups = in_threes(measured)
-    size = (2.67 * len(groups), 5.2)
-    figure, axes = plt.subplots(3, len(groups), figsize=size, sharex=True, sharey="row")
-    for row, (column, words) in zip(axes, panels.items(), strict=True):
-        row[0].set_ylabel(words)
-        for axis, group in zip(row, groups, strict=True):
-            for script in measured:
-                if script not in group:
-                    draw_mean(axis, curves[script, "default"], column, GRAY)
-            for script, style in zip(group, STYLES, strict=False):
-                draw_mean(axis, curves[script, "default"], column, style, title_of(script))
-    for axis in axes[0]:
-        axis.legend(loc="lower right")
-    for axis in axes[-1]:
-        axis.set_xlabel("completions generated")
-        axis.set_xlim(0, 10_400)
-        axis.set_xticks([0, 5000, 10_000], ["0", "5k", "10k"])
-    figure.tight_layout()
-    return figure
-
-
 def main():
     raw = argparse.RawDescriptionHelpFormatter
     argparse.ArgumentParser(description=__doc__, formatter_class=raw).parse_args()
-    for draw in (gradients, nine):
-        path = FIGURES / f"{draw.__name__}.png"
-        draw().savefig(path, dpi=150, metadata={"Software": None})
-        print(path)
+    draw().savefig(PATH, dpi=150, metadata={"Software": None})
+    print(PATH)
 
 
 if __name__ == "__main__":

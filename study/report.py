@@ -9,7 +9,6 @@ left out of the tables of results.
 
 import argparse
 import difflib
-import math
 import re
 import textwrap
 
@@ -90,6 +89,16 @@ def label(script, is_free):
     return f"`{file_of(script)}`, no KL" if is_free else f"`{file_of(script)}`"
 
 
+def by_script(runs):
+    """[((script, variant), rows)] in the order of the scripts, then of the variants' names."""
+    names = SCRIPTS + MORE
+    return sorted(runs.items(), key=lambda item: (names.index(item[0][0]), item[0][1]))
+
+
+def percent(ours, column):
+    return f"{mean(ours, column):.2%}" if values(ours, column) else ""
+
+
 def what_acted(ours):
     """What each mechanism did, in words."""
     words = []
@@ -104,22 +113,18 @@ def nine():
     runs = stats.runs("nine") | stats.runs("more")
     free = values(runs["grpo", "free"], "area")
     rows = []
-    for script in SCRIPTS + MORE:
-        for variant in ("default", "free"):
-            if (script, variant) not in runs:
-                continue
-            ours = runs[script, variant]
-            is_free = variant == "free"
-            rows.append(
-                [
-                    label(script, is_free),
-                    mean_std(ours, "after_greedy_accuracy"),
-                    mean_std(ours, "after_sampled_accuracy"),
-                    mean_std(ours, "area"),
-                    "" if is_free else interval(values(ours, "area"), free),
-                    what_acted(ours),
-                ]
-            )
+    for (script, variant), ours in by_script(runs):
+        is_free = variant == "free"
+        rows.append(
+            [
+                label(script, is_free),
+                mean_std(ours, "after_greedy_accuracy"),
+                mean_std(ours, "after_sampled_accuracy"),
+                mean_std(ours, "area"),
+                "" if is_free else interval(values(ours, "area"), free),
+                what_acted(ours),
+            ]
+        )
     header = ["script", "greedy", "temperature 1", "area", "area, minus that of grpo, no KL"]
     return markdown([*header, "what acted"], rows, "lrrrr")
 
@@ -148,10 +153,8 @@ def stability():
 def routing():
     """The effect of replaying an MoE's experts, with a fresh sampler or a stale one."""
     rows = []
-    groups = stats.runs("routing").items()
-    for (script, variant), ours in sorted(groups, key=lambda group: SCRIPTS.index(group[0][0])):
+    for (script, variant), ours in by_script(stats.runs("routing")):
         sampler, _, replay = variant.partition("-")
-        sampler_flipped = mean(ours, "sampler_flipped")
         rows.append(
             [
                 label(script, script == "grpo"),
@@ -160,8 +163,8 @@ def routing():
                 mean_std(ours, "mean_accuracy"),
                 mean_std(ours, "after_sampled_accuracy"),
                 f"{mean(ours, 'ratio_max'):.2f}",
-                f"{mean(ours, 'flipped'):.2%}",
-                "" if math.isnan(sampler_flipped) else f"{sampler_flipped:.2%}",
+                percent(ours, "flipped"),
+                percent(ours, "sampler_flipped"),
             ]
         )
     names = ["accuracy", "held-out", "largest ratio", "flipped", "sampler's"]
@@ -187,19 +190,21 @@ def shows(sick, healthy):
 
 
 def symptoms_found():
-    """{(the bug's file, job): the metrics in which it shows}"""
+    """[(bug, {job: the metrics in which it shows})]"""
     runs = stats.runs("symptoms")
-    found = {}
-    for file, bug in shown_bugs().items():
+    found = []
+    for bug in shown_bugs().values():
+        metrics = {}
         for job in BUG_JOBS:
             sick = runs[bug["script"], bug_variant(job, bug)]
-            found[file, job] = shows(sick, runs[bug["script"], job])
+            metrics[job] = shows(sick, runs[bug["script"], job])
+        found.append((bug, metrics))
     return found
 
 
 def symptoms_summary():
     """The table in a sentence."""
-    found = [metrics for (_, job), metrics in symptoms_found().items() if job == "default"]
+    found = [metrics["default"] for _, metrics in symptoms_found()]
     num_lower = sum("accuracy on average ↓" in metrics for metrics in found)
     num_higher = sum("accuracy on average ↑" in metrics for metrics in found)
     return (
@@ -211,17 +216,15 @@ def symptoms_summary():
 
 def symptoms():
     """Which bugs show in which metrics? Those that show in the fewest come first."""
-    found = symptoms_found()
     rows = []
-    for file, bug in shown_bugs().items():
+    for bug, found in symptoms_found():
         cells = [f"{bug['script']}: {bug['title']}"]
-        for job in BUG_JOBS:
-            metrics = found[file, job]
+        for metrics in found.values():
             words = ", ".join(metrics[:NUM_WORDS]) or "nowhere"
             rest = len(metrics) - NUM_WORDS
             cells.append(f"{words}, {rest} more" if rest > 0 else words)
         cells.append(bug["fix"])
-        num_found = sum(len(found[file, job]) for job in BUG_JOBS)
+        num_found = sum(len(metrics) for metrics in found.values())
         rows.append((num_found, cells))
     rows.sort()
     return [

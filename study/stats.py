@@ -34,17 +34,12 @@ def values(rows, column):
 
 
 def mean(rows, column):
-    """nan if the column is empty."""
-    found = values(rows, column)
-    return statistics.mean(found) if found else math.nan
-
-
-def std(rows, column):
-    return statistics.stdev(values(rows, column))
+    return statistics.mean(values(rows, column))
 
 
 def mean_std(rows, column):
-    return f"{mean(rows, column):.3f} ± {std(rows, column):.3f}"
+    found = values(rows, column)
+    return f"{statistics.mean(found):.3f} ± {statistics.stdev(found):.3f}"
 
 
 def interval(ours, theirs):

@@ -3,9 +3,8 @@
     python study/sweep.py nine [--jobs 2]     # or several names, or all
 
 Each run is one command line, with one thread; its log stays in runs/sweep/. For an experiment X,
-results/X.csv has a row for each run; nine also has results/nine_curves.csv, with a row for every fourth
-iteration. An interrupted sweep continues where it stopped: a run that has a row is not repeated.
-To measure again, delete the files.
+results/X.csv has a row for each run. An interrupted sweep continues where it stopped: a run that has a
+row is not repeated. To measure again, delete the file.
 """
 
 import argparse
@@ -32,12 +31,6 @@ ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
 }
 END = 8_000  # completions that `area` covers; the last rollout of every default run starts later
-CURVE_STEP = 4  # iterations averaged in one row of a curve
-CURVE = {  # column: key in metrics.jsonl
-    "accuracy": "rollout/accuracy",
-    "len": "rollout/response_len_mean",
-    "entropy": "losses/entropy",
-}
 
 # ---------------------------------------------------------------------------------------------- run
 
@@ -50,7 +43,7 @@ def write_broken_scripts():
 
 
 def run(name, job):
-    """Runs a job. Returns its row and the rows of its curve, or None if it failed."""
+    """Runs a job. Returns its row, or None if it failed."""
     words = re.sub(r"[^\w.]+", "-", f"{job.script} {job.variant} {job.seed}")
     folder = RUNS / name / words
     shutil.rmtree(folder, ignore_errors=True)
@@ -67,12 +60,13 @@ def run(name, job):
     lines = lines_of(run_dir / "metrics.jsonl")
     count_completions(lines, settings)
     end = lines_of(run_dir / "evaluations.jsonl")[-1]
-    key = {"script": job.script, "variant": job.variant, "seed": job.seed}
-    row = key | row_of(lines, EXPERIMENTS[name].columns)
+    row = {"script": job.script, "variant": job.variant, "seed": job.seed}
+    row |= {"area": area(lines), "largest_drop": largest_drop(lines)}
+    row |= {column: average(lines, *source) for column, source in EXPERIMENTS[name].columns.items()}
     row |= {f"after_{way}_accuracy": end[way]["accuracy"] for way in ("greedy", "sampled")}
     row |= {"commit": settings["versions"].get("commit", "")[:7], "flags": job.flags}
     shutil.rmtree(run_dir)
-    return row, [key | part for part in curve_of(lines)]
+    return row
 
 
 def lines_of(path):
@@ -91,7 +85,7 @@ def count_completions(lines, settings):
         line["generated"] = generated
 
 
-def average(lines, key, count=0):
+def average(lines, key, count):
     """The mean over the last `count` lines that have the key [0: over all]; "" if none has it."""
     values = [line[key] for line in lines if key in line][-count:]
     return mean(values) if values else ""
@@ -116,59 +110,39 @@ def largest_drop(lines):
     return max(high - now for high, now in zip(highest, accuracies, strict=True))
 
 
-def row_of(lines, columns):
-    averages = {column: average(lines, *source) for column, source in columns.items()}
-    return {"area": area(lines), "largest_drop": largest_drop(lines), **averages}
-
-
-def curve_of(lines):
-    """Means over CURVE_STEP iterations, one row each."""
-    rows = []
-    for start in range(0, len(lines), CURVE_STEP):
-        part = lines[start : start + CURVE_STEP]
-        row = {key: part[-1][key] for key in ("iteration", "generated")}
-        rows.append(row | {column: average(part, key) for column, key in CURVE.items()})
-    return rows
-
-
-# -------------------------------------------------------------------------------------------- results
+# ------------------------------------------------------------------------------------------ results
 
 
 def key_of(row):
     return row["script"], row["variant"], int(row["seed"])
 
 
-def append(name, rows):
-    """Adds rows to results/<name>.csv. If the file exists, its columns stay as they are."""
-    path = stats.RESULTS / f"{name}.csv"
+def append(name, row):
+    """Adds a row to results/<name>.csv. If the file exists, its columns stay as they are."""
     known = stats.read_csv(name)
-    with open(path, "a", newline="") as file:
-        writer = csv.DictWriter(file, (known or rows)[0], lineterminator="\n")
+    columns = known[0] if known else row
+    with open(stats.RESULTS / f"{name}.csv", "a", newline="") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
         if not known:
             writer.writeheader()
-        for row in rows:
-            writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})
+        writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})
 
 
 def sweep(name, num_processes):
     """Runs the jobs that have no row yet, several at a time. Returns how many failed."""
-    experiment = EXPERIMENTS[name]
     done = {key_of(row) for row in stats.read_csv(name)}
-    todo = [job for job in experiment.jobs if job[:3] not in done]
+    todo = [job for job in EXPERIMENTS[name].jobs if job[:3] not in done]
     num_failed = 0
     with ThreadPoolExecutor(num_processes) as pool:
-        results = pool.map(run, itertools.repeat(name), todo)
-        for count, (job, result) in enumerate(zip(todo, results, strict=True), start=1):
+        rows = pool.map(run, itertools.repeat(name), todo)
+        for count, (job, row) in enumerate(zip(todo, rows, strict=True), start=1):
             words = f"{name} {count} of {len(todo)}: {job.script} {job.variant} {job.seed}"
-            if result is None:
+            if row:
+                append(name, row)
+                print(words)
+            else:
                 num_failed += 1
                 print(f"{words} FAILED, see its log in {RUNS / name}")
-                continue
-            print(words)
-            row, curve = result
-            append(name, [row])
-            if experiment.has_curves:
-                append(f"{name}_curves", curve)
     return num_failed
 
 

@@ -26,6 +26,12 @@ def test_area_of_a_broken_line(monkeypatch):
     assert sweep.area(lines) == ""
 
 
+def test_completions_are_counted_with_those_that_dapo_threw_away():
+    lines = [{"rollout/groups_generated": 6.0}, {"rollout/groups_generated": 4.0}]
+    sweep.count_completions(lines, {"prompts_per_iteration": 4, "group_size": 8})
+    assert [line["generated"] for line in lines] == [48, 80]
+
+
 def test_the_largest_drop_may_take_several_iterations():
     lines = [{"rollout/accuracy": y} for y in (0.5, 0.7, 0.6, 0.4, 0.9, 0.8)]
     assert sweep.largest_drop(lines) == pytest.approx(0.3)
@@ -62,15 +68,13 @@ def test_run_a_sweep(monkeypatch, tmp_path):
     fails = Job("grpo", "fails", 1, f"{flags} --lr 1e9", "grpo.py")
     monkeypatch.setattr(sweep, "RUNS", tmp_path / "runs")
     monkeypatch.setattr(stats, "RESULTS", tmp_path)
-    small = Experiment([fails, whole], {"groups": ("rollout/groups_generated", 0)}, has_curves=True)
+    small = Experiment([fails, whole], {"groups": ("rollout/groups_generated", 0)})
     monkeypatch.setattr(sweep, "EXPERIMENTS", {"small": small})
     assert sweep.sweep("small", 1) == 1
     (row,) = stats.read_csv("small")
     assert (row["variant"], row["flags"]) == ("whole", whole.flags)
     assert 0 <= float(row["after_sampled_accuracy"]) <= 1
-    (curve,) = stats.read_csv("small_curves")
-    assert curve["iteration"] == "3"
-    assert int(curve["generated"]) == pytest.approx(8 * 3 * float(row["groups"]), rel=1e-4)
+    assert float(row["groups"]) > 4
     assert "is not finite" in (tmp_path / "runs" / "small" / "grpo-fails-1" / "log").read_text()
     assert not (tmp_path / "runs" / "small" / "dapo-whole-1" / "run").exists()
     small.jobs[:] = [whole]
