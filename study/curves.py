@@ -26,33 +26,24 @@ PANELS = {  # title: keys in metrics.jsonl, whose values are added
 }
 
 
-def lines_of(path):
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def read(folder):
-    """[metrics of each iteration] of a run."""
-    path = Path(folder, "metrics.jsonl")
-    rows = lines_of(path)
-    if not rows:
-        sys.exit(f"{path} has no iterations: is {folder} the folder of a run?")
-    return rows
+    """(metrics of each iteration, evaluations) of a run."""
+    logs = []
+    for name in ("metrics.jsonl", "evaluations.jsonl"):
+        path = Path(folder, name)
+        if not path.exists():
+            sys.exit(f"there is no {path}: is {folder} the folder of a run?")
+        logs.append([json.loads(line) for line in path.read_text().splitlines()])
+    return logs
 
 
-def held_out(folder):
-    """[(iteration, greedy accuracy, accuracy at temperature 1 or NaN)]"""
-    points = []
-    for line in lines_of(Path(folder, "evaluations.jsonl")):
-        sampled = line.get("sampled") or {}
-        points.append(
-            (line["iteration"], line["greedy"]["accuracy"], sampled.get("accuracy", math.nan))
-        )
-    return points
+def held_out(evaluations, way):
+    """The iterations with an evaluation that was done this way, and its accuracies."""
+    lines = [line for line in evaluations if way in line]
+    return [line["iteration"] for line in lines], [line[way]["accuracy"] for line in lines]
 
 
 def draw(runs, panels):
-    """The panels, the first of them with the held-out accuracy: greedy as a line, at temperature 1 as
-    dots."""
     plt.rcParams |= {"font.size": 9, "axes.titlesize": 9, "legend.frameon": False}
     num_columns = min(3, len(panels) + 1)
     num_rows = math.ceil((len(panels) + 1) / num_columns)
@@ -62,11 +53,9 @@ def draw(runs, panels):
     )
     first, *others = axes.flat
     first.set_title("held-out (line: greedy, dots: sampled)")
-    for name, rows in runs.items():
-        points = held_out(name) or [(0, math.nan, math.nan)]
-        xs, greedy, sampled = zip(*points, strict=True)
-        (line,) = first.plot(xs, greedy, label=name)
-        first.plot(xs, sampled, "o", color=line.get_color(), markersize=4)
+    for folder, (rows, evaluations) in runs.items():
+        (line,) = first.plot(*held_out(evaluations, "greedy"), label=folder)
+        first.plot(*held_out(evaluations, "sampled"), "o", color=line.get_color(), markersize=4)
         for axis, (title, keys) in zip(others, panels.items(), strict=False):
             ys = [sum(row.get(key, math.nan) for key in keys) for row in rows]
             axis.plot([row["iteration"] for row in rows], ys)
@@ -90,7 +79,7 @@ def main():
     parser.add_argument("--out", type=Path, default=Path("runs/curves.png"))
     args = parser.parse_args()
     runs = {folder: read(folder) for folder in args.folders}
-    known = {key for rows in runs.values() for row in rows for key in row}
+    known = {key for rows, _ in runs.values() for row in rows for key in row}
     for key in args.keys:
         if key not in known:
             sys.exit(f"--keys: no run has {key}; they have {', '.join(sorted(known))}")

@@ -39,8 +39,9 @@ def test_curves_draw_the_evaluations_and_any_key(tmp_path):
     rows = [{"iteration": i, "losses/ratio_max": 1.5} for i in (1, 2)]
     evaluations = [{"iteration": 0, "greedy": {"accuracy": 0.4}, "sampled": {"accuracy": 0.3}}]
     evaluations.append({"iteration": 2, "greedy": {"accuracy": 0.9}})
+    write_lines(tmp_path / "metrics.jsonl", rows)
     write_lines(tmp_path / "evaluations.jsonl", evaluations)
-    figure = curves.draw({tmp_path: rows}, {"losses/ratio_max": ["losses/ratio_max"]})
+    figure = curves.draw({tmp_path: curves.read(tmp_path)}, {"losses/ratio_max": ["losses/ratio_max"]})
     held_out, ratio = figure.axes
     assert held_out.lines[0].get_xydata().tolist() == [[0, 0.4], [2, 0.9]]
     assert held_out.lines[1].get_ydata()[0] == 0.3
