@@ -6,11 +6,11 @@
 Expect: greedy held-out accuracy rises from 0.43 to at least 0.9, and the model is in runs/trl-gspo.
 
 It takes the script's flags (`python gspo.py --help`) for model, data, reward, batches, steps and loss,
-and TRL's (GRPOConfig) for the rest, such as --use_vllm, --deepspeed or --report_to. A flag of the
-script that would do nothing is an error, and so is a flag of TRL for the loss or the batches. Each
-process grades its own completions, so a reward function that takes lists gets only those. With --dtype
-bfloat16, TRL uses autocast. The model, in float32, has to fit on one GPU, even if DeepSpeed or FSDP
-shards it later.
+and TRL's (GRPOConfig) for the rest, such as --output_dir, --use_cpu, --use_vllm, --deepspeed or
+--report_to. Any other flag of the script is unknown here, and a flag of TRL for the loss or the batches
+is an error. Each process grades its own completions, so a reward function that takes lists gets only
+those. With --dtype bfloat16, TRL uses autocast. The model, in float32, has to fit on one GPU, even if
+DeepSpeed or FSDP shards it later.
 
 Not supported: ppo (its critic), rspo (the old policy's router scores), dapo's dynamic sampling and
 overlong penalty, and any correction for vLLM's log-probs. This has not run on a GPU.
@@ -41,10 +41,6 @@ USED = """answer_column chat_template_kwargs dataset dataset_config dataset_spli
 eval_samples eval_split group_size instruction iterations lr max_new_tokens micro_batch_size model
 num_held_out num_minibatches prompt_column prompts_per_iteration reward rollout_batch_size
 router_aux_coef save_every system_prompt temperature update_epochs""".split()
-# Flags that TRL has, too, under the same name or a different one
-SAME = {"seed", "max_grad_norm", "gradient_checkpointing"}
-RENAMED = {"device": "use_cpu", "run_dir": "output_dir", "ref_reset_every": "sync_ref_model"}
-RENAMED["resume"] = "resume_from_checkpoint"
 # Prefixes of TRL's flags that have no effect here
 UNUSED = """delta do_ entropy_ epsilon importance_sampling loss_type model_init multi_objective
 num_train_epochs off_policy_mask reward_weights router_aux sapo_ scale_rewards steps_per_generation
@@ -145,14 +141,9 @@ def parse(argv):
 
     options = {"add_help": False, "allow_abbrev": False, "exit_on_error": False}
     parser = argparse.ArgumentParser(**options)
-    names = {field.name for field in dataclasses.fields(script.Args)}
-    add_flags(parser, script.Args, names - SAME)
+    add_flags(parser, script.Args, {*USED, *inspect.signature(script.policy_loss).parameters})
     given, argv = parser.parse_known_args(argv)
-    used = {*USED, *inspect.signature(script.policy_loss).parameters}
-    for name in sorted(vars(given).keys() - used):
-        advice = f": use TRL's --{RENAMED[name]}" if name in RENAMED else ""
-        raise UserError(f"--{name} has no effect in TRL{advice}")
-    if "overlong" in names:
+    if hasattr(script.Args, "overlong"):
         given.overlong = "none"  # dapo's penalty is not used, so its cache need not fit
     args = script.Args(**vars(given))
 

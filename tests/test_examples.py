@@ -137,8 +137,7 @@ def test_the_scripts_flags_set_those_of_trl(trl_trainer):
     [
         ("--loss_type=dapo", "--loss_type has no effect here: use the flags of grpo.py"),
         ("--learning-rate 1", "--learning_rate has no effect here: use the flags of grpo.py"),
-        ("--run_dir a", "--run_dir has no effect in TRL: use TRL's --output_dir"),
-        ("--rollout_cap 3", "--rollout_cap has no effect in TRL"),
+        ("--rollout_cap 3", "unknown argument --rollout_cap"),
         ("--no_flag 1", "unknown argument --no_flag"),
         ("--micro_batch_size 3", "--micro_batch_size 3 does not divide 16, a process's rows"),
         ("--use_vllm --kl_is_corrected", "--kl_is_corrected has no effect with --use_vllm"),
