@@ -1,6 +1,6 @@
-"""Answers six questions about the mechanisms, with a tabular policy.
+"""Answers five questions about the mechanisms, with a tabular policy.
 
-    python study/microscope.py [rare ...]     # all six if you name none, in half a minute
+    python study/microscope.py [rare ...]     # all five if you name none, in half a minute
     python study/microscope.py --help         # their names
 
 The policy is a row of logits, or one row for each position of an answer, so only the objective matters.
@@ -19,8 +19,6 @@ from pathlib import Path
 
 import scripts  # noqa: F401  puts the scripts' folder on the path
 import torch
-
-import rspo
 
 FOLDER = Path(__file__).parent
 FIGURES = FOLDER / "figures"
@@ -187,29 +185,7 @@ def group():
     return [weights, silent]
 
 
-def router():
-    """rspo's gamma as the router moves at random."""
-    noise = torch.Generator().manual_seed(0)
-    shape = (2, 64, 64, 8)  # layers, completions, tokens, experts; two are active
-    old_LBTE = 2 * torch.randn(shape, generator=noise, dtype=torch.float64)
-    move_LBTE = torch.randn(shape, generator=noise, dtype=torch.float64)
-    experts_BTLK = old_LBTE.topk(2).indices.permute(1, 2, 0, 3)
-    old_scores_BTLK = rspo.expert_logprobs(old_LBTE, experts_BTLK)
-    moves = [0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6]
-    same = []
-    flipped = []
-    for move in moves:
-        new_LBTE = old_LBTE + move * move_LBTE
-        gamma_BT = rspo.router_shift(rspo.expert_logprobs(new_LBTE, experts_BTLK), old_scores_BTLK)
-        new_experts_BTLK = new_LBTE.topk(2).indices.permute(1, 2, 0, 3)
-        is_equal_BTLK = new_experts_BTLK.sort(-1).values == experts_BTLK.sort(-1).values
-        is_same_BT = is_equal_BTLK.flatten(2).all(-1)
-        same.append(gamma_BT[is_same_BT].mean())
-        flipped.append(gamma_BT[~is_same_BT].mean())
-    return [{"same experts": (moves, same), "an expert flipped": (moves, flipped)}]
-
-
-PANELS = {panel.__name__: panel for panel in (rare, entropy, negative, clip, group, router)}
+PANELS = {panel.__name__: panel for panel in (rare, entropy, negative, clip, group)}
 
 
 # ---------------------------------------------------------------------------------------- pictures
