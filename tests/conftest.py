@@ -55,11 +55,14 @@ def script_args(name, **changes):
     return module, module.Args(**{"device": "cpu"} | changes)
 
 
+def fields_of(name):
+    return {field.name for field in dataclasses.fields(importlib.import_module(name).Args)}
+
+
 def flags_it_has(name, flags):
     """The pairs `--flag value` that a script has: ppo has no groups, reinforce takes one step."""
-    names = {f"--{field.name}" for field in dataclasses.fields(importlib.import_module(name).Args)}
     pairs = zip(flags[::2], flags[1::2], strict=True)
-    return [word for pair in pairs if pair[0] in names for word in pair]
+    return [word for pair in pairs if pair[0][2:] in fields_of(name) for word in pair]
 
 
 def run(name, *flags):

@@ -7,19 +7,19 @@ entropies, values and router logits by a plain forward of one completion at a ti
 advantages, the objective and the load-balancing loss.
 """
 
-import dataclasses
 import importlib
 import math
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import MORE, SCRIPTS, SUMS, script_args
+from conftest import MORE, SCRIPTS, SUMS, fields_of, script_args
 from rl_loss_vectors import reference
 from torch.func import functional_call
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+import common
 import plumbing.model
 
 # 15 completions in minibatches of 5, which cut through groups, and these in micro-batches of 3 and 2.
@@ -83,53 +83,39 @@ ADVANTAGES = {"dr_grpo": reference.group_differences, "more.rloo": reference.lea
 
 def watched(name, args, with_copies):
     """Runs a script. Returns for each iteration its `rounds` of graded completions and its `steps`,
-    each with the weights, gradients and rates of the policy and of the critic, if there is one.
-    Evaluations are not recorded."""
+    each with the weights, gradients and rates of the policy and of the critic, if there is one."""
     script = importlib.import_module(name)
+    grade = common.load_grader(args)
     iterations = []
 
-    def load_grader(args):
-        grade = real_load_grader(args)
-
-        def recorded_grade(completions):
-            graded = grade(completions)
-            if not iterations or iterations[-1].steps:
-                iterations.append(SimpleNamespace(rounds=[], steps=[]))
-            iterations[-1].rounds.append(graded)
-            return graded
-
-        return recorded_grade
-
-    def evaluate(policy, problems, _, args, **options):
-        grade = real_load_grader(args)
-        return real_evaluate(policy, problems, grade, args, **options)
+    def sample(*inputs):  # evaluations call that of common.py
+        completions = common.sample(*inputs)
+        if not iterations or iterations[-1].steps:
+            iterations.append(SimpleNamespace(rounds=[], steps=[]))
+        iterations[-1].rounds.append(grade(completions))
+        return completions
 
     def before_step(optimizer, *_):
         step = SimpleNamespace(weights=[], gradients=[], rates=[])
         for group in optimizer.param_groups:
+            gradients = [weight.grad for weight in group["params"]]
             step.weights.append([weight.detach().clone() for weight in group["params"]])
-            step.gradients.append([copied(weight.grad) for weight in group["params"]])
+            step.gradients.append([None if x is None else x.clone() for x in gradients])
             step.rates.append(group["lr"])
         iterations[-1].steps.append(step)
 
-    def working_copy(master, dtype):
-        return real_working_copy(master, "float" if with_copies else dtype)
+    def copy_in_float32(master, dtype):
+        return real_working_copy(master, "float")
 
-    real_load_grader = script.load_grader
-    real_evaluate = script.evaluate
     real_working_copy = plumbing.model.working_copy
     hook = register_optimizer_step_pre_hook(before_step)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(script, "load_grader", load_grader)
-        patch.setattr(script, "evaluate", evaluate)
-        patch.setattr(plumbing.model, "working_copy", working_copy)
+        patch.setattr(script, "sample", sample)
+        if with_copies:
+            patch.setattr(plumbing.model, "working_copy", copy_in_float32)
         script.main(args)
     hook.remove()
     return iterations
-
-
-def copied(gradient):
-    return None if gradient is None else gradient.clone()
 
 
 # ------------------------------------------------------------------ one completion at a time
@@ -389,22 +375,15 @@ def check_sampler(args, before, first_weights, weights, model):
 # ------------------------------------------------------------------------------------------ runs
 
 
-def arguments(case, reward, folder):
-    """(module's name, Args) of a case."""
-    name, changes = CASES[case]
-    _, args = script_args(name, reward=reward, run_dir=str(folder))
-    fields = {field.name for field in dataclasses.fields(args)}
-    changes = {field: value for field, value in (SMALL | changes).items() if field in fields}
-    return name, dataclasses.replace(args, **changes)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_run_has_the_gradients_of_the_literal_objective(case, tmp_path, tiny_model, reward_file):
     reward = reward_file(
         "number = sum(map(ord, text))",
         'return number % 7 / 7, "correct" if number % 2 else "wrong"',
     )
-    name, args = arguments(case, reward, tmp_path / "run")
+    name, changes = CASES[case]
+    small = {field: value for field, value in SMALL.items() if field in fields_of(name)}
+    _, args = script_args(name, **small | changes, reward=reward, run_dir=str(tmp_path / "run"))
     iterations = watched(name, args, case in WITH_COPIES)
     assert len(iterations) == args.iterations
     model, _ = tiny_model
