@@ -74,40 +74,44 @@ def test_the_aux_loss_stays_live(tiny_policy, batch):
     torch.testing.assert_close(replayed.aux_loss, live.aux_loss)
 
 
-@pytest.mark.parametrize("replay", ["none", "r2", "r3"])
-def test_old_and_reference_logprobs(replay, tiny_policy, batch):
-    """Those of a reference route live, whatever the flags. The old policy's replay with r3, and with r2
-    make the update replay."""
-    flags = {"routing_replay": replay, "micro_batch_size": 2, "num_minibatches": 2}
-    _, args = script_args("grpo", **flags)
-    experts = other_experts(batch) if replay == "r3" else None
-    batch.replayed_experts_BSLK = experts
+def test_old_and_reference_logprobs(tiny_policy, batch):
+    """With r2 the old policy routes live, and the update replays its experts. With r3 both replay those
+    of the sampler. A reference always routes live."""
+    _, args = script_args("grpo", routing_replay="r2", micro_batch_size=2, num_minibatches=2)
     with torch.no_grad():
-        live = token_logprobs(tiny_policy, batch, args.temperature, replay=False)
-    torch.testing.assert_close(reference_logprobs(tiny_policy, batch, args), live.logprobs_BT)
+        live = token_logprobs(tiny_policy, batch, 1.0)
     record_old_policy(tiny_policy, batch, args)
-    is_live = torch.allclose(batch.old_logprobs_BT, live.logprobs_BT, atol=1e-5)
-    assert is_live == (replay != "r3")
-    if replay == "r2":
-        real = batch.is_token_BS
-        assert torch.equal(batch.replayed_experts_BSLK[real], live.routing_choices_BSLK[real])
-        assert torch.equal(batch.old_experts_BTLK[batch.mask_BT], live.experts_BTLK[batch.mask_BT])
-    else:
-        assert batch.replayed_experts_BSLK is experts
+    torch.testing.assert_close(batch.old_logprobs_BT, live.logprobs_BT)
+    real = batch.is_token_BS
+    assert torch.equal(batch.replayed_experts_BSLK[real], live.routing_choices_BSLK[real])
+    assert torch.equal(batch.old_experts_BTLK[batch.mask_BT], live.experts_BTLK[batch.mask_BT])
+    args.routing_replay = "r3"
+    batch.replayed_experts_BSLK = experts = other_experts(batch)
+    record_old_policy(tiny_policy, batch, args)
+    assert not torch.allclose(batch.old_logprobs_BT, live.logprobs_BT, atol=1e-5)
+    assert batch.replayed_experts_BSLK is experts
+    torch.testing.assert_close(reference_logprobs(tiny_policy, batch, args), live.logprobs_BT)
 
 
-def test_active_experts_are_the_replayed_ones_where_they_are_known(tiny_policy, batch):
-    own_BTLK = token_logprobs(tiny_policy, batch, 1.0).experts_BTLK
-    assert batch.active_experts(own_BTLK) is own_BTLK
-    batch.replayed_experts_BSLK = other_experts(batch)
-    batch.replayed_experts_BSLK[:, 3:, 1] = -1  # of one layer, at later tokens
-    active_BTLK = batch.active_experts(own_BTLK)
-    for b, t in batch.mask_BT.nonzero().tolist():
-        prompt, _ = batch.lengths[b]
-        for layer in range(2):
-            replayed = batch.replayed_experts_BSLK[b, prompt + t - 1, layer].sort().values
-            expected = own_BTLK[b, t, layer] if -1 in replayed else replayed
-            assert active_BTLK[b, t, layer].tolist() == expected.tolist()
+def test_run_r3_replays_the_samplers_experts_before_the_update_and_in_it(tmp_path, monkeypatch):
+    """Here the last two of eight, for which rspo then measures gamma, too. The first ratio is 1."""
+    measured = []
+
+    def sample_and_make_up(*inputs):
+        experts = torch.tensor([6, 7])
+        return [c._replace(experts=experts.expand_as(c.experts)) for c in sample(*inputs)]
+
+    def expert_logprobs(router_logits, experts_BTLK):
+        measured.extend(experts_BTLK[:, 0].flatten().tolist())  # the first token is no padding
+        return original(router_logits, experts_BTLK)
+
+    original = rspo.expert_logprobs
+    monkeypatch.setattr(rspo, "sample", sample_and_make_up)
+    monkeypatch.setattr(rspo, "expert_logprobs", expert_logprobs)
+    completes("rspo", "--routing_replay", "r3", "--run_dir", tmp_path)
+    assert set(measured) == {6, 7}
+    (line,) = metrics(tmp_path)
+    assert line["losses/first_step_ratio_error_max"] == 0 and line["moe/sampler_flip_frac"] > 0
 
 
 # ------------------------------------------------------------------------------------- statistics
@@ -130,19 +134,19 @@ def test_statistics_of_routers(tiny_policy, batch):
 
 
 def test_fraction_of_experts_that_the_sampler_did_not_share(tiny_policy, batch):
-    """Against the training forward before the update; only known if the sampler recorded its own."""
+    """Against the old policy's choice, for response tokens whose experts the sampler has recorded."""
     _, args = script_args("grpo", routing_replay="r3")
-    with torch.no_grad():
-        own_BSLK = token_logprobs(tiny_policy, batch, 1.0).routing_choices_BSLK
-    batch.replayed_experts_BSLK = own_BSLK.flip(-1).clone()  # their order does not count
-    record_old_policy(tiny_policy, batch, args)
+    own = token_logprobs(tiny_policy, batch, 1.0)
+    batch.old_experts_BTLK = own.experts_BTLK
+    batch.replayed_experts_BSLK = own.routing_choices_BSLK.flip(-1).clone()  # in any order
     assert sampler_routing_stats(batch, args)["sampler_flip_frac"] == 0
     prompt, response = batch.lengths[0]
-    used = batch.replayed_experts_BSLK[0, prompt - 1, 1]  # of the last layer, for the first token
+    theirs_SLK = batch.replayed_experts_BSLK[0]
+    for uncounted in (0, prompt + response - 1):  # a prompt's token, and what follows the last one
+        theirs_SLK[uncounted] = (theirs_SLK[uncounted] + 1) % 8
+    theirs_SLK[prompt] = -1  # not recorded
+    used = theirs_SLK[prompt - 1, 1]  # of the last layer, for the first token
     used[0] = next(expert for expert in range(8) if expert not in used)
-    batch.replayed_experts_BSLK[0, 0] = -1  # a prompt's token does not count
-    batch.replayed_experts_BSLK[0, prompt + response - 1] = -1  # nor does what comes after the last
-    record_old_policy(tiny_policy, batch, args)
     stats = sampler_routing_stats(batch, args)
     assert stats["sampler_flip_frac"].item() == pytest.approx(1 / 2 / 18, rel=1e-5)
 
@@ -157,40 +161,3 @@ def test_means_weigh_and_keep_extremes():
     reports += report("losses", {"whole/key": 2.0}, 1)
     expected = {"losses/a": 3.0, "losses/ratio_max": -3.0, "whole/key": 2.0}
     assert means(reports) == expected
-
-
-# --------------------------------------------------------------------------------- whole runs
-
-GROUPS = "--prompts_per_iteration 6 --max_new_tokens 16".split()
-
-
-@pytest.mark.parametrize("replay", ["r2", "r3"])
-def test_run_old_and_current_policy_replay_the_same(replay, tmp_path, reward_file):
-    # The model is a poor one, but it can learn to make its answers even in length.
-    parity = reward_file('return (1.0, "correct") if len(text) % 2 == 0 else (0.0, "wrong")')
-    flags = [*GROUPS, "--iterations", 2, "--rollout_dtype", "int4", "--routing_replay", replay]
-    completes("grpo", *flags, "--reward", parity, "--run_dir", tmp_path)
-    for line in metrics(tmp_path):
-        assert line["losses/first_step_ratio_error_max"] == 0
-        assert line["rollout/sampler_kl"] > 1e-4
-        assert (line.get("moe/sampler_flip_frac", 0) > 0) == (replay == "r3")
-
-
-def test_run_rspo_measures_gamma_on_the_replayed_experts(tmp_path, monkeypatch):
-    """Before the update and in it; here the last two of eight."""
-    measured = []
-
-    def sample_and_make_up(*inputs):
-        experts = torch.tensor([6, 7])
-        return [c._replace(experts=experts.expand_as(c.experts)) for c in sample(*inputs)]
-
-    def expert_logprobs(router_logits, experts_BTLK):
-        measured.extend(experts_BTLK[:, 0].flatten().tolist())  # the first token is no padding
-        return original(router_logits, experts_BTLK)
-
-    original = rspo.expert_logprobs
-    monkeypatch.setattr(rspo, "sample", sample_and_make_up)
-    monkeypatch.setattr(rspo, "expert_logprobs", expert_logprobs)
-    flags = ["--iterations", 1, "--routing_replay", "r3", "--run_dir", tmp_path]
-    completes("rspo", *GROUPS, *flags)
-    assert set(measured) == {6, 7}
