@@ -77,44 +77,43 @@ def test_sampler_slow_loop_and_training_forward_agree(own_policy):
         assert logprobs_BT[i][batch.mask_BT[i]].tolist() == pytest.approx(logprobs, abs=1e-4)
 
 
-@pytest.fixture
-def counts(monkeypatch):
-    """The number of prompts in each call of sample_batch."""
-    numbers = []
-    original = common.sample_batch
-
-    def sample_batch(policy, problems, *args, **keywords):
-        numbers.append(len(problems))
-        return original(policy, problems, *args, **keywords)
-
-    monkeypatch.setattr(common, "sample_batch", sample_batch)
-    return numbers
-
-
 def grade(completions):
     return [c._replace(verdict=["wrong", "correct"][len(c.text) % 2]) for c in completions]
 
 
-SIZES = {  # --rollout_batch_size: prompts at a time, of five in groups of four
-    1000: [5],
-    10: [2, 2, 1],
-    1: [1, 1, 1, 1, 1],
-    0: [4, 1],  # as many as an iteration has
-}
+SIZES = [  # --rollout_batch_size; prompts at a time, of five: in groups of four, in an evaluation
+    (1000, [5], [5]),
+    (10, [2, 2, 1], [5]),
+    (1, [1, 1, 1, 1, 1], [1, 1, 1, 1, 1]),
+    (0, [4, 1], [5]),  # as many as an iteration has
+]
 
 
-def test_completions_and_evaluations_do_not_depend_on_the_rollout_batch_size(tiny_policy, counts):
-    """Nor on torch's global noise, which they leave alone."""
+@pytest.mark.parametrize("are_short", [True, False])
+def test_completions_do_not_depend_on_the_rollout_batch_size(are_short, tiny_policy, monkeypatch):
+    """Nor on torch's global noise, which they leave alone. An evaluation prefills more prompts than a
+    rollout only if they are short."""
+    counts = []
+
+    def sample_batch(policy, problems, *args, **keywords):
+        counts.append(len(problems))
+        return original(policy, problems, *args, **keywords)
+
+    original = common.sample_batch
+    monkeypatch.setattr(common, "sample_batch", sample_batch)
+    if not are_short:
+        monkeypatch.setattr(common, "PROMPT_TOKENS", 7)
     global_noise = torch.get_rng_state()
     problems = problems_of(tiny_policy, *MIXED)
     results = []
     evaluations = []
-    for size, expected in SIZES.items():
+    for size, of_rollout, of_evaluation in SIZES:
         args = settings(rollout_batch_size=size, prompts_per_iteration=4, group_size=4)
-        counts.clear()
         results.append(sample(tiny_policy, problems, 4, args, noise_of(7)))
-        assert counts == expected
         evaluations.append(evaluate(tiny_policy, problems, grade, args, sampled=True))
+        expected = of_evaluation if are_short else of_rollout
+        assert counts == of_rollout + 2 * expected  # greedy and sampled
+        counts.clear()
     for completions in results[1:]:
         for c, whole in zip(completions, results[0], strict=True):
             assert c._replace(logprobs=[]) == whole._replace(logprobs=[])
@@ -125,32 +124,14 @@ def test_completions_and_evaluations_do_not_depend_on_the_rollout_batch_size(tin
     assert torch.equal(torch.get_rng_state(), global_noise)
 
 
-@pytest.mark.parametrize("limit, expected", [(10**6, [32, 8]), (7, [4] * 10)])
-def test_an_evaluation_prefills_more_prompts_than_a_rollout_only_if_they_are_short(
-    limit, expected, tiny_policy, monkeypatch, counts
-):
-    args = settings(prompts_per_iteration=4, group_size=8, max_new_tokens=4)
-    monkeypatch.setattr(common, "PROMPT_TOKENS", limit)
-    evaluate(tiny_policy, problems_of(tiny_policy, *["1+1="] * 40), grade, args)
-    assert counts == expected
-
-
 # ------------------------------------------------------------------------- batches and their parts
 
 
 def test_a_part_of_a_batch_is_cut_to_its_longest_rows():
     """That its numbers are right: test_main.py."""
-    batch = batch_of_ids([([3] * 9, [4] * 5), ([5] * 2, [6] * 3), ([7] * 5, [8])])
-    batch.advantages = torch.zeros(3, 1)
-    batch.returns_BT = torch.zeros(3, 5)
-    batch.replayed_experts_BSLK = batch.tokens_BS[..., None, None]
-    part = batch[[1, 2]]
-    assert part.rows == [1, 2] and part.lengths == [(2, 3), (5, 1)]
+    part = batch_of_ids([([3] * 9, [4] * 5), ([5] * 2, [6] * 3), ([7] * 5, [8])])[[1, 2]]
     assert part.tokens_BS.shape == part.is_token_BS.shape == (2, 6)
-    assert part.replayed_experts_BSLK.shape == (2, 6, 1, 1)
-    assert part.mask_BT.shape == part.returns_BT.shape == (2, 3)
-    assert part.predictor_BU.tolist() == [[1, 2, 3, 4], [4, 5, 5, 5]]
-    assert part.advantages.shape == (2, 1)
+    assert part.mask_BT.shape == part.response_BT.shape == (2, 3)
 
 
 def test_micro_batches_have_rows_of_similar_length():
