@@ -1,7 +1,6 @@
 """The READMEs: generated parts are up to date, links point to something, and the snippet runs."""
 
 import re
-from collections import Counter
 
 import pytest
 import torch
@@ -20,16 +19,9 @@ def without_blocks(text):
 
 
 def anchors(path):
-    """What GitHub makes of the headings: lower case, no punctuation, hyphens for spaces, and a
-    number behind a name that was there before."""
-    found = set()
-    seen = Counter()
-    for heading in re.findall(r"^#{1,6} +(.+)$", without_blocks(path.read_text()), re.MULTILINE):
-        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)  # of a link: its text
-        name = re.sub(r"[^\w\- ]", "", words.strip().lower()).replace(" ", "-")
-        found.add(f"{name}-{seen[name]}" if seen[name] else name)
-        seen[name] += 1
-    return found
+    """What GitHub makes of the headings: lower case, no punctuation, hyphens for spaces."""
+    headings = re.findall(r"^#{1,6} +(.+)$", without_blocks(path.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", words.strip().lower()).replace(" ", "-") for words in headings}
 
 
 def links(path):

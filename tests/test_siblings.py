@@ -4,6 +4,7 @@ more/."""
 import ast
 import dataclasses
 import difflib
+import inspect
 import re
 
 import pytest
@@ -30,15 +31,10 @@ def functions_of(name):
 
 def own_names(name):
     """What may make a main differ: functions, their parameters, flags, imports from common."""
-    found = set()
-    for node in ast.parse(source(name)).body:
-        if isinstance(node, ast.ImportFrom) and node.module == "common":
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.FunctionDef):
-            parameters = [*node.args.args, *node.args.kwonlyargs]
-            found |= {node.name, *(parameter.arg for parameter in parameters)}
-        elif isinstance(node, ast.ClassDef) and node.name == "Args":
-            found |= {field.target.id for field in node.body if isinstance(field, ast.AnnAssign)}
+    module, args = script_args(name)
+    found = {*vars(module), *vars(args)}
+    for function in functions_of(name):
+        found |= {*inspect.signature(vars(module)[function]).parameters}
     return found
 
 
@@ -55,15 +51,11 @@ def unexplained(left, right):
     places = []
     for line in main_diff(left, right):
         if line.startswith("@@"):
-            places.append([])
+            places.append("")
         elif line[0] in "+-":
-            places[-1].append(line)
-    texts = ["\n".join(place) for place in places]
-    return [
-        text
-        for text in texts
-        if not re.search(r"\[\d\]", text) and reasons.isdisjoint(re.findall(r"\w+", text))
-    ]
+            places[-1] += line + "\n"
+    is_marked = re.compile(r"\[\d\]").search
+    return [x for x in places if not is_marked(x) and reasons.isdisjoint(re.findall(r"\w+", x))]
 
 
 @pytest.mark.parametrize("name", SIBLINGS)
