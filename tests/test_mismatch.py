@@ -2,7 +2,6 @@
 correct for the difference. The weights: test_conformance.py and test_main.py; what the sampler
 records, and replay in other architectures: test_architectures.py."""
 
-import copy
 import math
 from types import SimpleNamespace
 
@@ -43,29 +42,24 @@ def test_statistics_of_the_mismatch_and_the_weights():
 
 @pytest.fixture
 def batch():
-    """Four sequences of random tokens."""
-    g = torch.Generator().manual_seed(0)
-    rows = []
-    for prompt, length in ((3, 5), (6, 2), (1, 7), (3, 4)):
-        ids = torch.randint(3, 17, (prompt + length,), generator=g).tolist()
-        rows.append((ids[:prompt], ids[prompt:]))
-    return batch_of_ids(rows)
+    """Four sequences, 18 response tokens."""
+    ids = list(range(3, 17))
+    lengths = [(3, 5), (6, 2), (1, 7), (3, 4)]
+    return batch_of_ids([(ids[:prompt], ids[-response:]) for prompt, response in lengths])
 
 
-def other_experts(batch):
-    """Random ones for each token: two of eight in each of two layers."""
-    g = torch.Generator().manual_seed(3)
-    return torch.rand(*batch.tokens_BS.shape, 2, 8, generator=g).topk(2).indices
+def others(experts):
+    """The next ones, of eight."""
+    return (experts + 1) % 8
 
 
-def test_the_aux_loss_stays_live(tiny_policy, batch):
+def test_the_aux_loss_stays_live(own_policy, batch):
     """As do the router logits, which have no gradient. The first router reads the same tokens whatever
     is replayed; alone, it has the same aux loss."""
-    policy = copy.deepcopy(tiny_policy)
-    policy.model.model.layers = policy.model.model.layers[:1]
-    live = token_logprobs(policy, batch, 1.0)
-    batch.replayed_experts_BSLK = other_experts(batch)[:, :, :1]
-    replayed = token_logprobs(policy, batch, 1.0)
+    own_policy.model.model.layers = own_policy.model.model.layers[:1]
+    live = token_logprobs(own_policy, batch, 1.0)
+    batch.replayed_experts_BSLK = others(live.routing_choices_BSLK)
+    replayed = token_logprobs(own_policy, batch, 1.0)
     assert not torch.equal(replayed.logprobs_BT, live.logprobs_BT)
     assert live.aux_loss.requires_grad and not live.router_logits[0].requires_grad
     torch.testing.assert_close(replayed.router_logits, live.router_logits)
@@ -84,7 +78,7 @@ def test_old_and_reference_logprobs(tiny_policy, batch):
     assert torch.equal(batch.replayed_experts_BSLK[real], live.routing_choices_BSLK[real])
     assert torch.equal(batch.old_experts_BTLK[batch.mask_BT], live.experts_BTLK[batch.mask_BT])
     args.routing_replay = "r3"
-    batch.replayed_experts_BSLK = experts = other_experts(batch)
+    batch.replayed_experts_BSLK = experts = others(live.routing_choices_BSLK)
     record_old_policy(tiny_policy, batch, args)
     assert not torch.allclose(batch.old_logprobs_BT, live.logprobs_BT, atol=1e-5)
     assert batch.replayed_experts_BSLK is experts
@@ -141,7 +135,7 @@ def test_fraction_of_experts_that_the_sampler_did_not_share(tiny_policy, batch):
     prompt, response = batch.lengths[0]
     theirs_SLK = batch.replayed_experts_BSLK[0]
     for uncounted in (0, prompt + response - 1):  # a prompt's token, and what follows the last one
-        theirs_SLK[uncounted] = (theirs_SLK[uncounted] + 1) % 8
+        theirs_SLK[uncounted] = others(theirs_SLK[uncounted])
     theirs_SLK[prompt] = -1  # not recorded
     used = theirs_SLK[prompt - 1, 1]  # of the last layer, for the first token
     used[0] = next(expert for expert in range(8) if expert not in used)

@@ -114,14 +114,8 @@ def test_every_flag_is_read(name):
 
 def imported_of_ours(path):
     """The files and folders of ours from which a file imports, wherever in it."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            found.add(node.module)
-    ours = {path.stem for path in [*ROOT.iterdir(), *ROOT.glob("*/*.py")]}
-    return {name.split(".")[0] for name in found} & ours
+    found = re.findall(r"^ *(?:from|import) (\w+)", path.read_text(), re.MULTILINE)
+    return {*found} & {path.stem for path in [*ROOT.iterdir(), *ROOT.glob("*/*.py")]}
 
 
 def test_imports_run_one_way():
