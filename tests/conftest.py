@@ -38,12 +38,17 @@ def path_of(name):
     return ROOT / f"{name.replace('.', '/')}.py"
 
 
+def functions_of(name):
+    """{name of a top-level function: its text}"""
+    text = path_of(name).read_text()
+    nodes = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
+    return {node.name: ast.get_source_segment(text, node) for node in nodes}
+
+
 @functools.cache
 def copied(name):
     """What a reader copies from a script: `import torch`, and all functions except main."""
-    text = path_of(name).read_text()
-    nodes = [n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef) and n.name != "main"]
-    parts = [ast.get_source_segment(text, node) for node in nodes]
+    parts = [text for function, text in functions_of(name).items() if function != "main"]
     module = types.ModuleType(f"copy_of_{name}")
     exec("import torch\n\n\n" + "\n\n\n".join(parts), module.__dict__)
     return module

@@ -1,14 +1,13 @@
 """Siblings stay siblings: what is not the algorithm is the same in all nine and in the three of
 more/."""
 
-import ast
 import dataclasses
 import difflib
 import inspect
 import re
 
 import pytest
-from conftest import MORE, ROOT, SCRIPTS, path_of, script_args
+from conftest import MORE, ROOT, SCRIPTS, functions_of, path_of, script_args
 
 SIBLINGS = [*SCRIPTS, *MORE]
 KNOBS = """iterations prompts_per_iteration group_size max_new_tokens temperature lr update_epochs
@@ -17,13 +16,6 @@ num_minibatches max_grad_norm router_aux_coef""".split()
 
 def source(name):
     return path_of(name).read_text()
-
-
-def functions_of(name):
-    """{name of a top-level function: its text}"""
-    text = source(name)
-    nodes = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
-    return {node.name: ast.get_source_segment(text, node) for node in nodes}
 
 
 # ------------------------------------------------------------------------- what is the same in all
