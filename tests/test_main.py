@@ -192,15 +192,14 @@ def learned_from(name, args, rounds):
         assert len(rounds) == 1
         return rounds[0]
     kept = []
+    wanted = args.prompts_per_iteration * args.group_size
     for completions in rounds:
-        missing = args.prompts_per_iteration - len(kept) // args.group_size
-        assert len(completions) == missing * args.group_size
+        assert len(completions) == wanted - len(kept)
         for start in range(0, len(completions), args.group_size):
             group = completions[start : start + args.group_size]
             if len({c.verdict == "correct" for c in group}) == 2:
                 kept += group
-    missing = args.prompts_per_iteration - len(kept) // args.group_size
-    assert missing == 0 or len(rounds) == args.max_sampling_rounds
+    assert len(kept) == wanted or len(rounds) == args.max_sampling_rounds
     return kept
 
 
