@@ -59,7 +59,7 @@ def test_half_precision_and_advantages_of_another_shape_are_refused(name):
 
 
 @pytest.mark.parametrize("name", SIBLINGS)
-def test_the_same_inputs_in_another_form(name):
+def test_rows_without_tokens_and_other_shapes_of_advantages_change_nothing(name):
     """Advantages may be (B,) and, with a ratio for each token, (B, T). Rows without tokens count in
     nothing, not even in a statistic, and whatever stands in them is not read."""
     lp, old, adv, mask = data()

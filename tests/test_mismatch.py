@@ -66,7 +66,7 @@ def test_the_aux_loss_stays_live(own_policy, batch):
     torch.testing.assert_close(replayed.aux_loss, live.aux_loss)
 
 
-def test_old_and_reference_logprobs(tiny_policy, batch):
+def test_what_old_policy_update_and_reference_replay(tiny_policy, batch):
     """With r2 the old policy routes live, and the update replays its experts. With r3 both replay those
     of the sampler. A reference always routes live."""
     _, args = script_args("grpo", routing_replay="r2", micro_batch_size=2, num_minibatches=2)
