@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import MORE, SCRIPTS, SUMS, fields_of, script_args
+from conftest import MORE, SCRIPTS, SUMS, fields_of, metrics, script_args
 from rl_loss_vectors import reference
 from torch.func import functional_call
 from torch.nn.utils.rnn import pad_sequence
@@ -343,7 +343,9 @@ def total_loss(name, args, before, rows, weights, model):
 
 
 def check_step(name, args, before, rows, step, is_pretraining, model):
-    """The gradients that the optimizer was given, clipped model by model."""
+    """The gradients that the optimizer was given, clipped model by model. Returns the policy's norm
+    before that, 0 if it has none."""
+    norms = []
     for weights in step.weights:
         for weight in weights:
             weight.requires_grad_()
@@ -351,13 +353,16 @@ def check_step(name, args, before, rows, step, is_pretraining, model):
     for number, (weights, gradients) in enumerate(zip(step.weights, step.gradients, strict=True)):
         if is_pretraining and number == 0:
             assert all(gradient is None for gradient in gradients)
+            norms.append(0)
             continue
         # Zeros for layers that no loss reaches, if the correction masks the whole minibatch.
         expected = torch.autograd.grad(loss, weights, retain_graph=True, materialize_grads=True)
         expected = torch.cat([gradient.flatten() for gradient in expected])
-        expected = expected * min(1, args.max_grad_norm / (expected.norm().item() + 1e-6))
+        norms.append(expected.norm().item())
+        expected = expected * min(1, args.max_grad_norm / (norms[-1] + 1e-6))
         seen = torch.cat([gradient.flatten() for gradient in gradients])
         assert (seen - expected).norm() <= 5e-4 * expected.norm()  # a value clip may leave 0
+    return norms[0]
 
 
 def check_sampler(args, before, first_weights, weights, model):
@@ -391,7 +396,7 @@ def test_run_has_the_gradients_of_the_literal_objective(case, tmp_path, tiny_mod
     ref_weights = list(model.parameters())
     assert all(torch.equal(a, b) for a, b in zip(first_weights, ref_weights, strict=True))
     baseline = 0.0
-    for iteration, seen in enumerate(iterations, 1):
+    for iteration, (seen, line) in enumerate(zip(iterations, metrics(args.folder), strict=True), 1):
         weights = seen.steps[0].weights
         if iteration > 1 and getattr(args, "ref_reset_every", 0) > 0:
             ref_weights = weights[0]
@@ -407,7 +412,9 @@ def test_run_has_the_gradients_of_the_literal_objective(case, tmp_path, tiny_mod
         minibatches = torch.arange(len(completions)).tensor_split(num_minibatches)
         assert len(seen.steps) == args.update_epochs * num_minibatches
         is_pretraining = iteration <= getattr(args, "pretraining_iterations", 0)
+        norms = []
         for number, step in enumerate(seen.steps):
             rows = minibatches[number % num_minibatches].tolist()
-            check_step(name, args, before, rows, step, is_pretraining, model)
+            norms.append(check_step(name, args, before, rows, step, is_pretraining, model))
             assert step.rates == rates
+        assert line["charts/grad_norm"] == pytest.approx(sum(norms) / len(norms), rel=1e-3)
