@@ -7,12 +7,48 @@ import pytest
 import torch
 from conftest import ROOT
 
+import gmpo
 import grpo
 from common import rollout_weights
 from more import rloo
 
 F64 = torch.float64
 STUDY = (ROOT / "study" / "README.md").read_text()
+
+
+def keeps_a_gradient(name, *log_ratios, A=1.0, **keywords):
+    """[whether a script's objective still moves a completion with these log-ratios]"""
+    loss_of = importlib.import_module(name).policy_loss
+    answers = []
+    for row in log_ratios:
+        logprobs_BT = torch.tensor([row], dtype=F64, requires_grad=True)
+        A_B1 = torch.tensor([[A]], dtype=F64)
+        mask_BT = torch.ones_like(logprobs_BT)
+        loss, _ = loss_of(logprobs_BT, 0 * mask_BT, A_B1, mask_BT, **keywords)
+        (gradient_BT,) = torch.autograd.grad(loss, logprobs_BT)
+        answers.append(bool(gradient_BT.any()))
+    return answers
+
+
+def test_what_secondary_sources_say_of_clips():
+    """gspo's toy example, with the paper's range; a shift that all tokens share, which gspo's mean does
+    not compress; and 25 tokens at 1.01, none of them clipped, though their product is 1.28."""
+    toy = [0.1, 0.1, -0.1, 0.1, -0.1, 0.1], [0.1, -0.1, 0.1, -0.1, 0.1], [-0.1, 0.1, -0.1, 0.1]
+    papers = {"clip_eps_low": 3e-4, "clip_eps_high": 4e-4}
+    assert keeps_a_gradient("gspo", *toy, A=1.0, **papers) == [False, False, True]
+    assert keeps_a_gradient("gspo", *toy, A=-1.0, **papers) == [True, True, True]
+    assert keeps_a_gradient("gspo", [0.1], [0.1] * 1000) == [False, False]
+    assert keeps_a_gradient("grpo", [math.log(1.01)] * 25) == [True]
+
+
+def test_the_sum_of_geometric_means_may_be_the_larger_one():
+    log_r_BT = torch.tensor([[0.1, -0.1], [0.0, 0.0]], dtype=F64)
+    A_B1 = torch.tensor([[1.0], [-math.cosh(0.1)]], dtype=F64)
+    inputs = log_r_BT, 0 * log_r_BT, A_B1, torch.ones(2, 2)
+    arithmetic, _ = grpo.policy_loss(*inputs)
+    geometric, _ = gmpo.policy_loss(*inputs)
+    assert abs(arithmetic) < 1e-12
+    assert f"{-geometric:.4f}" == "-0.0025"
 
 
 def of_tokens(*tensors_V, **keywords):
