@@ -410,7 +410,8 @@ class Batch:
 
     tokens_BS: torch.Tensor  # prompt and response side by side, padding on the right
     is_token_BS: torch.Tensor  # True on prompt and response
-    # The column whose logits predict each response token; then the last token's own, for a critic
+    # The column whose logits predict each response token; then the last token's own, for a critic; then
+    # any, since the mask excludes it
     predictor_BU: torch.Tensor
     response_BT: torch.Tensor  # the response's tokens alone
     mask_BT: torch.Tensor  # True on the response, including EOS
@@ -487,11 +488,7 @@ def collate(completions, args):
     responses = [c.ids for c in completions]
     sequences = [c.problem.prompt_ids + c.ids for c in completions]
     lengths = [(len(c.problem.prompt_ids), len(c.ids)) for c in completions]
-    U = max(map(len, responses)) + 1
-    predictors = []
-    for prompt, response in lengths:
-        last = prompt + response - 1  # past the end, any column will do: it is masked
-        predictors.append([min(prompt - 1 + t, last) for t in range(U)])
+    predictors = [range(prompt - 1, prompt + response) for prompt, response in lengths]
     experts_BSLK = None
     if completions[0].experts is not None:
         experts_BSLK = pad([c.experts for c in completions], device, value=-1)
@@ -499,7 +496,7 @@ def collate(completions, args):
         # Pad with a real token: a pad token's embedding may be 0, where a norm's gradient is NaN.
         tokens_BS=pad(sequences, device, value=sequences[0][0]),
         is_token_BS=pad([[True] * len(sequence) for sequence in sequences], device),
-        predictor_BU=torch.tensor(predictors, device=device),
+        predictor_BU=pad(predictors, device),
         response_BT=pad(responses, device),
         mask_BT=pad([[True] * len(response) for response in responses], device),
         sampler_logprobs_BT=pad([c.logprobs for c in completions], device),
@@ -512,8 +509,7 @@ def collate(completions, args):
 # ---------------------------------------------------------------------------------------- log-probs
 
 
-@dataclasses.dataclass
-class TokenOutputs:
+class TokenOutputs(NamedTuple):
     """The training forward's results for each response token. A dense model has L = 0."""
 
     logprobs_BT: torch.Tensor  # of the sampled tokens; 0 on padding
@@ -522,14 +518,8 @@ class TokenOutputs:
     # The routers' own choice of experts at every token, in top-k order, even where replay overrode it
     routing_choices_BSLK: torch.Tensor
     experts_BTLK: torch.Tensor  # of these, where the token is predicted; sorted, to compare sets
-    all_router_logits: tuple  # L tensors (B * S, E); () if experts are not chosen by a softmax
-    predictor_BT: torch.Tensor
-
-    @property
-    def router_logits(self):
-        """L tensors (B, T, E), raw and detached, where the token is predicted."""
-        shape = (*self.routing_choices_BSLK.shape[:2], -1)
-        return [take_columns(x.detach().view(shape), self.predictor_BT) for x in self.all_router_logits]
+    # L tensors (B, T, E), raw and detached, where the token is predicted; [] without a softmax
+    router_logits: list
 
 
 def token_logprobs(policy, batch, temperature, entropy_grad=False, replay=True):
@@ -552,7 +542,8 @@ def token_logprobs(policy, batch, temperature, entropy_grad=False, replay=True):
     logprobs_BT = logprobs_BTV.gather(-1, batch.response_BT[..., None])[..., 0]
     with torch.set_grad_enabled(entropy_grad):
         entropy_BT = -(logprobs_BTV.exp() * logprobs_BTV).sum(-1)
-    router_logits = policy.routers.logits_of(output)
+    router_logits = policy.routers.logits_of(output)  # L tensors (B * S, E)
+    by_column = [layer.detach().unflatten(0, batch.tokens_BS.shape) for layer in router_logits]
     choices_BSLK = policy.routers.choices(routing, batch.tokens_BS)
     return TokenOutputs(
         logprobs_BT=torch.where(batch.mask_BT, logprobs_BT, 0),
@@ -560,8 +551,7 @@ def token_logprobs(policy, batch, temperature, entropy_grad=False, replay=True):
         aux_loss=policy.routers.aux_loss(router_logits, choices_BSLK, batch.is_token_BS),
         routing_choices_BSLK=choices_BSLK,
         experts_BTLK=take_columns(choices_BSLK, predictor_BT).sort().values,
-        all_router_logits=router_logits,
-        predictor_BT=predictor_BT,
+        router_logits=[take_columns(logits_BSE, predictor_BT) for logits_BSE in by_column],
     )
 
 
@@ -569,15 +559,15 @@ def token_logprobs(policy, batch, temperature, entropy_grad=False, replay=True):
 def over_rows(function, batch, args):
     """Calls `function(micro_batch)` -> {name: (rows, ...)} on the update's micro-batches, so that the
     update's first step computes the same values. Returns {name: (B, ...)}."""
-    index = {row: i for i, row in enumerate(batch.rows)}  # the batch may be a minibatch, too
-    results = {}  # {name: [a tensor for each row]}
+    by_row = {}  # {name: {row: tensor}}
     for minibatch in batch.parts(args):
         for micro in minibatch.micro_batches(args):
             for name, values in function(micro).items():
-                tensors = results.setdefault(name, [None] * len(batch))
-                for row, tensor in zip(micro.rows, values, strict=True):
-                    tensors[index[row]] = tensor
-    return {name: pad(tensors, batch.mask_BT.device) for name, tensors in results.items()}
+                by_row.setdefault(name, {}).update(zip(micro.rows, values, strict=True))
+    results = {}
+    for name, tensors in by_row.items():
+        results[name] = pad([tensors[row] for row in batch.rows], batch.mask_BT.device)
+    return results
 
 
 def record_old_policy(policy, batch, args, router_fn=None):
