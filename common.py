@@ -227,7 +227,8 @@ CHANGING_WORDS = """
     zero two three four five six sixes seven eight nine ten eleven twelve thirteen fourteen fifteen
     sixteen seventeen eighteen nineteen twenty twenties thirty forty fifty sixty seventy eighty ninety
     and more less not below minus
-    """.split()
+    """
+CHANGING_WORD = rf"\b(?:{'|'.join(CHANGING_WORDS.split())})s?\b"  # or its plural
 ARGUMENT = r"\s*(?:\{([^{}]*)\}|([0-9]))"  # of \frac: {12}, or a single digit
 # A number with commas, at the beginning of an answer or after x=, a sign or $. Anywhere else a comma
 # may separate coordinates: (1,000).
@@ -301,23 +302,6 @@ def value_of(number):
     return None if is_unfinished else value
 
 
-def value_and_unit(answer):
-    r"""'-$0.5 per day' -> (Fraction(-1, 2), '$ per day'). The x= of x=5 counts as a unit. If it is not
-    a number, the value is None."""
-    # Without spaces around operators, the only spaces are those before words.
-    answer = re.sub(r" ?([-+*/^=$×%]|\\times|\\cdot) ?", r"\1", answer)
-    match = re.fullmatch(NUMBER_AND_UNIT, answer)
-    if match is None:
-        return None, ""
-    name, sign, dollar, number, percent, words = match.groups("")
-    for word in words.lower().split():
-        if word in CHANGING_WORDS or word.removesuffix("s") in CHANGING_WORDS:
-            return None, ""
-    if percent and re.search(r"/|\\frac", number):  # 1/2% is not 1/2
-        return None, ""
-    return value_of(sign + number), name + dollar + percent + words
-
-
 def symbols(answer):
     r"""Text without spaces: 'a+12 \pi' -> ['a', '+', '12', '\pi']. A number or a command is one symbol,
     since 1 2 is not 12, and \cos h is not \cosh."""
@@ -327,16 +311,27 @@ def symbols(answer):
     return re.findall(r"\\[a-zA-Z]+|[0-9.]+|\S", answer)
 
 
+def value_and_unit(answer):
+    r"""'-$0.5 per day' -> (Fraction(-1, 2), '$ per day'). The x= of x=5 counts as a unit. Other text
+    -> (its symbols, '')."""
+    answer = without_markup(answer)
+    # Without spaces around operators, the only spaces in a number are those before words.
+    tight = re.sub(r" ?([-+*/^=$×%]|\\times|\\cdot) ?", r"\1", answer)
+    match = re.fullmatch(NUMBER_AND_UNIT, tight)
+    if match:
+        name, sign, dollar, number, percent, words = match.groups("")
+        value = value_of(sign + number)
+        if value is not None and not re.search(CHANGING_WORD, words.lower()):
+            return value, name + dollar + percent + words
+    return symbols(answer), ""
+
+
 def is_same(found, gold):
     """Whether two answers are the same number, or the same text. One side may omit a number's unit."""
     if max(len(found), len(gold)) > MAX_ANSWER:
         return found == gold
-    found = without_markup(found)
-    gold = without_markup(gold)
     found_value, found_unit = value_and_unit(found)
     gold_value, gold_unit = value_and_unit(gold)
-    if found_value is None and gold_value is None:
-        return symbols(found) == symbols(gold)
     is_one_unit = found_unit == gold_unit or not found_unit or not gold_unit
     return found_value == gold_value and is_one_unit
 
