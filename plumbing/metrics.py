@@ -41,31 +41,27 @@ clock = Clock()
 MAXIMA = {f"losses/{name}_max" for name in ("ratio", "sequence_ratio", "first_step_ratio_error")}
 
 
-def report(prefix, values, weight):
-    """[(key, value, weight)] for {name: number or tensor}. The weight is the number of tokens or
-    sequences averaged. A name with a slash is already a full key. Tensors stay on the device, so that
-    the host does not wait for it."""
-    reports = []
+def report(reports, prefix, values, weight):
+    """Adds {name: number or tensor} to `reports`, {key: [(value, weight)]}. The weight is the number of
+    tokens or sequences averaged. A name with a slash is already a full key. Tensors stay on the device,
+    so that the host does not wait for it."""
     for name, value in values.items():
         key = name if "/" in name else f"{prefix}/{name}"
-        reports.append((key, torch.as_tensor(value).detach(), torch.as_tensor(weight)))
-    return reports
+        pair = (torch.as_tensor(value).detach(), torch.as_tensor(weight))
+        reports.setdefault(key, []).append(pair)
 
 
 def means(reports):
     """{key: weighted mean, or the largest value for keys in MAXIMA}. Keys with zero weight are
     omitted."""
-    pairs = {}
-    for key, value, weight in reports:
-        if weight > 0:
-            pairs.setdefault(key, []).append((value, weight))
     result = {}
-    for key, found in pairs.items():
-        if key in MAXIMA:
-            result[key] = max(value.item() for value, _ in found)
-        else:
-            total = sum(value * weight for value, weight in found)
-            result[key] = (total / sum(weight for _, weight in found)).item()
+    for key, pairs in reports.items():
+        counted = [(value, weight) for value, weight in pairs if weight > 0]
+        if counted and key in MAXIMA:
+            result[key] = max(value.item() for value, _ in counted)
+        elif counted:
+            total = sum(value * weight for value, weight in counted)
+            result[key] = (total / sum(weight for _, weight in counted)).item()
     return result
 
 
@@ -111,28 +107,24 @@ def router_stats(outputs, old_experts_BTLK, mask_BT, num_experts):
     return stats
 
 
-def sampler_routing_stats(batch, args):
-    """sampler_flip_frac: the fraction of (response token, layer) pairs where the sampler used different
-    experts than the old policy's routers choose in the training forward, which replays the sampler's
-    experts in earlier layers. {} unless both are known."""
-    if args.routing_replay != "r3" or batch.old_experts_BTLK is None:
-        return {}
-    flips_BTL = (batch.active_experts(batch.old_experts_BTLK) != batch.old_experts_BTLK).any(-1)
-    return {"sampler_flip_frac": masked_mean(flips_BTL.float().mean(-1), batch.mask_BT)}
-
-
 @torch.no_grad()
 def correction_stats(batch, args):
     """{name: scalar}: how far the sampler is from the training forward, and statistics of the weights
     that correct for it, over tokens or, if a completion has one weight, over completions.
-    weight_effective_size: (sum w)^2 / (n sum w^2), the fraction of n samples that, weighted equally,
-    would have the same variance."""
+    sampler_flip_frac: the fraction of (response token, layer) pairs where the sampler used different
+    experts than the old policy's routers choose in the training forward, which replays the sampler's
+    experts in earlier layers. weight_effective_size: (sum w)^2 / (n sum w^2), the fraction of n samples
+    that, weighted equally, would have the same variance."""
     stats = {}
     mask_BT = batch.mask_BT
     if args.old_logprobs == "trainer":
         logratio_BT = torch.where(mask_BT, batch.old_logprobs_BT - batch.sampler_logprobs_BT, 0)
         # r - 1 - log r, whose mean estimates KL(mu || pi_old); near 0, exp(x) - 1 would be noise
         stats["sampler_kl"] = masked_mean(logratio_BT.expm1() - logratio_BT, mask_BT)
+        if args.routing_replay == "r3":
+            own_BTLK = batch.old_experts_BTLK
+            flips_BTL = (batch.active_experts(own_BTLK) != own_BTLK).any(-1)
+            stats["moe/sampler_flip_frac"] = masked_mean(flips_BTL.float().mean(-1), mask_BT)
     if args.rollout_correction != "none":
         is_zero_BT = (batch.correction_weights == 0).expand_as(mask_BT)
         stats["weight_zero_frac"] = masked_mean(is_zero_BT.float(), mask_BT)

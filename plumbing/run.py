@@ -26,7 +26,6 @@ from plumbing.metrics import (
     report,
     rollout_summary,
     router_stats,
-    sampler_routing_stats,
 )
 
 STATE = "trainer_state.pt"  # in a checkpoint: everything except the policy
@@ -93,7 +92,7 @@ class Run:
         try:
             while not self.is_last and not self.early_end:
                 self.iteration += 1
-                self.reports = []  # see means
+                self.reports = {}  # {key: [(value, weight)]}
                 self.step_losses = {}  # of the current step: {name: sum over micro-batches}
                 self.num_steps = 0
                 self.metrics = {}
@@ -114,10 +113,10 @@ class Run:
         num_experts = self.policy.routers.num_experts
         stats = stats | policy_stats(outputs, micro, is_first_step=self.num_steps == 0)
         routing = router_stats(outputs, micro.old_experts_BTLK, micro.mask_BT, num_experts)
-        self.reports += report("losses", stats, num_tokens)
-        self.reports += report("moe", routing, num_tokens)
+        report(self.reports, "losses", stats, num_tokens)
+        report(self.reports, "moe", routing, num_tokens)
         if self.policy.routers.are_balanced:
-            self.reports += report("moe", {"aux_loss": outputs.aux_loss}, len(micro))
+            report(self.reports, "moe", {"aux_loss": outputs.aux_loss}, len(micro))
 
     def record_step(self, minibatch, grad_norm, **norms):
         """Records a minibatch, before its step. UserError if the policy's loss or a norm is not
@@ -126,8 +125,8 @@ class Run:
         for name, scalar in finite.items():
             if not math.isfinite(scalar):  # the first one waits for the GPU; the others are then ready
                 raise UserError(f"iteration {self.iteration}: {name} is not finite")
-        self.reports += report("losses", self.step_losses, len(minibatch))
-        self.reports += report("charts", {"grad_norm": grad_norm}, 1)
+        report(self.reports, "losses", self.step_losses, len(minibatch))
+        report(self.reports, "charts", {"grad_norm": grad_norm}, 1)
         self.step_losses = {}
         self.num_steps += 1
         clock.show(f"update {self.num_steps}/{self.args.num_minibatches * self.args.update_epochs}")
@@ -147,9 +146,7 @@ class Run:
             is_uniform_P = (rewards == rewards[:, :1]).all(1)
             rollout["frac_zero_std_groups"] = is_uniform_P.float().mean().item()
         if batch is not None:
-            stats = correction_stats(batch, self.args)
-            rollout |= {name: value.item() for name, value in stats.items()}
-            self.reports += report("moe", sampler_routing_stats(batch, self.args), 1)
+            report(self.reports, "rollout", correction_stats(batch, self.args), 1)
         self.metrics = means(self.reports) | {f"rollout/{name}": x for name, x in rollout.items()}
         self.metrics |= {key: float(value) for key, value in numbers.items()}
 

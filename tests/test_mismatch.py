@@ -11,12 +11,12 @@ from conftest import batch_of_ids, completes, metrics, script_args
 
 import rspo
 from common import record_old_policy, reference_logprobs, sample, token_logprobs
-from plumbing.metrics import correction_stats, means, report, router_stats, sampler_routing_stats
+from plumbing.metrics import correction_stats, means, report, router_stats
 
 
 def test_statistics_of_the_mismatch_and_the_weights():
     """By hand."""
-    args = SimpleNamespace(rollout_correction="token_tis", rollout_cap=1.0, old_logprobs="trainer")
+    args = script_args("grpo", rollout_correction="token_tis", rollout_cap=1.0)[1]
     batch = SimpleNamespace(
         old_logprobs_BT=torch.tensor([[0.2, -0.4], [0.1, math.nan]]),
         sampler_logprobs_BT=torch.zeros(2, 2),
@@ -129,9 +129,10 @@ def test_fraction_of_experts_that_the_sampler_did_not_share(tiny_policy, batch):
     """Against the old policy's choice, for response tokens whose experts the sampler has recorded."""
     _, args = script_args("grpo", routing_replay="r3")
     own = token_logprobs(tiny_policy, batch, 1.0)
+    batch.old_logprobs_BT = own.logprobs_BT.detach()
     batch.old_experts_BTLK = own.experts_BTLK
     batch.replayed_experts_BSLK = own.routing_choices_BSLK.flip(-1).clone()  # in any order
-    assert sampler_routing_stats(batch, args)["sampler_flip_frac"] == 0
+    assert correction_stats(batch, args)["moe/sampler_flip_frac"] == 0
     prompt, response = batch.lengths[0]
     theirs_SLK = batch.replayed_experts_BSLK[0]
     for uncounted in (0, prompt + response - 1):  # a prompt's token, and what follows the last one
@@ -139,17 +140,17 @@ def test_fraction_of_experts_that_the_sampler_did_not_share(tiny_policy, batch):
     theirs_SLK[prompt] = -1  # not recorded
     used = theirs_SLK[prompt - 1, 1]  # of the last layer, for the first token
     used[0] = next(expert for expert in range(8) if expert not in used)
-    stats = sampler_routing_stats(batch, args)
-    assert stats["sampler_flip_frac"].item() == pytest.approx(1 / 2 / 18, rel=1e-5)
+    stats = correction_stats(batch, args)
+    assert stats["moe/sampler_flip_frac"].item() == pytest.approx(1 / 2 / 18, rel=1e-5)
 
 
 def test_means_weigh_and_keep_extremes():
     """Where no token counts, a key is absent, as is a mean over no token, which must not be NaN."""
-    reports = []
+    reports = {}
     for a, b, weight in ((1.0, -3.0, 1), (4.0, -5.0, 2), (9.0, 9.0, 0)):
         values = {"a": torch.tensor(a), "ratio_max": torch.tensor(b)}
-        reports += report("losses", values, weight)
-    reports += report("moe", {"a": torch.tensor(7.0), "whole/key": 2.0}, torch.tensor(0))
-    reports += report("losses", {"whole/key": 2.0}, 1)
+        report(reports, "losses", values, weight)
+    report(reports, "moe", {"a": torch.tensor(7.0), "whole/key": 2.0}, torch.tensor(0))
+    report(reports, "losses", {"whole/key": 2.0}, 1)
     expected = {"losses/a": 3.0, "losses/ratio_max": -3.0, "whole/key": 2.0}
     assert means(reports) == expected
