@@ -59,11 +59,7 @@ class ProblemStream:
 def read_problems(args, policy, final_answer):
     """`--dataset` and `--eval_dataset` -> (ProblemStream, [held-out Problem]). `final_answer` finds the
     gold answer in a worked solution."""
-    if args.dataset == "addition":
-        rows = [{"question": prompt, "answer": answer} for prompt, answer in addition_problems()]
-    else:
-        rows = read_rows(args, "dataset")
-    training, left_out = usable_rows(rows, "dataset", policy, args)
+    training, left_out = usable_rows(read_rows(args, "dataset"), "dataset", policy, args)
     if args.eval_dataset:
         rows = read_rows(args, "eval_dataset")
         held_out, also_left_out = usable_rows(rows, "eval_dataset", policy, args)
@@ -112,6 +108,8 @@ def read_rows(args, flag):
     """The rows of the dataset that `flag` names: "dataset" or "eval_dataset". A row that is not a dict
     was unreadable. Files have no splits."""
     name = getattr(args, flag)
+    if name == "addition":
+        return [{"question": prompt, "answer": answer} for prompt, answer in addition_problems()]
     split = args.dataset_split if flag == "dataset" else args.eval_split
     with one_line(f"--{flag} {name} cannot be read"):  # the libraries raise many kinds of exceptions
         if name.endswith((".json", ".jsonl")):
@@ -279,7 +277,6 @@ def usable_rows(rows, flag, policy, args):
     known = {}
     problems = {}
     reasons = {}  # {why rows are left out: [which row, and what was found]}
-    num_equal = 0
     number = 0
     for number, row in enumerate(rows, 1):
         if isinstance(row, dict):
@@ -290,7 +287,6 @@ def usable_rows(rows, flag, policy, args):
             reason, found = error.args
             reasons.setdefault(reason, []).append(f"row {number} {found!r:.80}")
         else:
-            num_equal += key in problems
             problems[key] = problem
         if len(known) == 20 and not problems:
             break  # the chat template, for example, would reject every other row, too
@@ -302,6 +298,7 @@ def usable_rows(rows, flag, policy, args):
             f"{', '.join(left_out)}; "
             f"the columns (--prompt_column, --answer_column) are {', '.join(columns)}"
         )
+    num_equal = number - num_bad - len(problems)
     if num_equal > 0:
         left_out.append(f"{num_equal:,} with the prompt of an earlier row")
     no_cells = dict.fromkeys(columns)

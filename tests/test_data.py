@@ -105,6 +105,10 @@ def test_a_folder_has_splits(tmp_path):
     assert read(folder, "eval_dataset") == EXACT
 
 
+def test_the_default_dataset_can_be_evaluated_on():
+    assert read("addition", "eval_dataset") == read("addition")
+
+
 def test_a_line_that_is_not_json_is_an_unreadable_row(tmp_path):
     path = tmp_path / "text.jsonl"
     path.write_text('{"question": "1+1=", "answer": "2"}\nwhat?\n')
