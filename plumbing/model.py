@@ -181,7 +181,7 @@ class Policy(TrainedModel):
         if rollout_dtype != "same" or refresh_every > 1:
             # int4 weights are only rounded; their products are computed in --dtype.
             kind = rollout_dtype if rollout_dtype in ("float32", "bfloat16") else dtype
-            self.rollout_policy = self.with_model(cast_weights(frozen(master), kind))
+            self.rollout_policy = self.with_model(copied(master, kind).requires_grad_(False))
 
     @property
     def end_ids(self):
@@ -199,7 +199,7 @@ class Policy(TrainedModel):
 
     def frozen_copy(self):
         """A reference: the current weights, frozen."""
-        return self.with_model(frozen(self.model))
+        return self.with_model(copy.deepcopy(self.model).requires_grad_(False))
 
     def body_copy(self):
         """A critic's body: the current weights without the head, in float32, to be trained."""
@@ -232,10 +232,6 @@ class Policy(TrainedModel):
         self.load_state_dict(load_weights(folder).state_dict())
 
 
-def frozen(model):
-    return copy.deepcopy(model).requires_grad_(False)
-
-
 def working_copy(master, dtype):
     """The model that computes: `master` itself in float32, else a copy of it in `dtype`. The copy's
     gradients are moved to the master, in float32, as soon as they are computed."""
@@ -249,7 +245,7 @@ def working_copy(master, dtype):
             master_weight.grad += weight.grad
         weight.grad = None
 
-    model = cast_weights(copy.deepcopy(master), dtype)
+    model = copied(master, dtype)
     for weight, master_weight in zip(model.parameters(), master.parameters(), strict=True):
         if weight.requires_grad:
             hook = functools.partial(move_gradient, master_weight=master_weight)
@@ -257,9 +253,10 @@ def working_copy(master, dtype):
     return model
 
 
-def cast_weights(model, dtype):
-    """Casts the model's weights to `dtype`, except those that stay in float32. All buffers stay as they
-    are, since positions are computed from them."""
+def copied(model, dtype):
+    """A copy with weights in `dtype`, except those that stay in float32. All buffers stay as they are,
+    since positions are computed from them."""
+    model = copy.deepcopy(model)
     kept = set() if dtype == "float32" else kept_in_float32(model)
     for weight in model.parameters():
         if id(weight) not in kept:
