@@ -120,7 +120,7 @@ class RunArgs:
     @property
     def folder(self):
         """The absolute path that `--run_dir` means."""
-        return folder_of(type(self), self.run_dir, self.seed)
+        return Path(self.run_dir or f"runs/{script_of(type(self))}-seed{self.seed}").absolute()
 
     def template_options(self):
         """`--chat_template_kwargs` as a dict."""
@@ -175,10 +175,6 @@ CHECKPOINT = "checkpoint-" + 6 * "[0-9]"  # a copy such as checkpoint-best-2 bel
 # same. The last four change results only by rounding.
 MAY_CHANGE = """run_dir resume iterations eval_every save_every model dataset eval_dataset reward
 device micro_batch_size rollout_batch_size gradient_checkpointing""".split()
-
-
-def folder_of(args_class, run_dir, seed):
-    return Path(run_dir or f"runs/{script_of(args_class)}-seed{seed}").absolute()
 
 
 def script_of(args_class):
@@ -269,8 +265,8 @@ def parse_args(args_class, words):
         raise UserError(f"--reward names one function, and was given more than once; {example}")
     saved = {}
     if given.get("resume"):
-        run_dir = given.get("run_dir", "")
-        saved = saved_settings(folder_of(args_class, run_dir, given.get("seed", args_class.seed)))
+        named = args_class(**{name: given[name] for name in given.keys() & {"run_dir", "seed"}})
+        saved = saved_settings(named.folder)
     names = {f.name for f in fields(args_class)} - {"resume", "run_dir", "device"}
     kept = {name: saved[name] for name in names & saved.keys()}
     return args_class(**kept | given)
