@@ -277,7 +277,6 @@ def usable_rows(rows, flag, policy, args):
     known = {}
     problems = {}
     reasons = {}  # {why rows are left out: [which row, and what was found]}
-    number = 0
     for number, row in enumerate(rows, 1):
         if isinstance(row, dict):
             columns |= dict.fromkeys(map(str, row))  # csv puts surplus cells under None
@@ -292,13 +291,13 @@ def usable_rows(rows, flag, policy, args):
             break  # the chat template, for example, would reject every other row, too
     left_out = [f"{len(bad):,} {reason} (first: {bad[0]})" for reason, bad in reasons.items()]
     num_bad = sum(map(len, reasons.values()))
-    if not problems or num_bad > number / 10:
+    if not problems or num_bad > len(rows) / 10:
         raise UserError(
             f"--{flag} {getattr(args, flag)}: {num_bad:,} rows cannot be used: "
             f"{', '.join(left_out)}; "
             f"the columns (--prompt_column, --answer_column) are {', '.join(columns)}"
         )
-    num_equal = number - num_bad - len(problems)
+    num_equal = len(rows) - num_bad - len(problems)
     if num_equal > 0:
         left_out.append(f"{num_equal:,} with the prompt of an earlier row")
     no_cells = dict.fromkeys(columns)
