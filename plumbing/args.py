@@ -118,9 +118,15 @@ class RunArgs:
         return self.device or ("cuda" if torch.cuda.is_available() else "cpu")
 
     @property
+    def script(self):
+        """The name of the file that defines this class; "notebook" if there is none."""
+        module = sys.modules.get(type(self).__module__)
+        return Path(getattr(module, "__file__", None) or "notebook").stem
+
+    @property
     def folder(self):
         """The absolute path that `--run_dir` means."""
-        return Path(self.run_dir or f"runs/{script_of(type(self))}-seed{self.seed}").absolute()
+        return Path(self.run_dir or f"runs/{self.script}-seed{self.seed}").absolute()
 
     def template_options(self):
         """`--chat_template_kwargs` as a dict."""
@@ -149,11 +155,9 @@ def check_flags(args):
         choices = get_args(f.type)
         if choices and value not in choices:
             raise UserError(f"--{f.name} must be one of {', '.join(choices)}, not {value}")
-    ranges = {f.name: (0, 1e9) for f in fields(args) if f.type in (int, float)}
     for low, high, names in RANGES:
-        ranges |= {name: (low, high) for name in names.split() if hasattr(args, name)}
-    for name, (low, high) in ranges.items():
-        args.check_range(low, high, name)
+        args.check_range(low, high, *[name for name in names.split() if hasattr(args, name)])
+    args.check_range(0, 1e9, *[f.name for f in fields(args) if f.type in (int, float)])
     args.check()
     args.template_options()
     completions = args.prompts_per_iteration * args.group_size
@@ -177,12 +181,6 @@ MAY_CHANGE = """run_dir resume iterations eval_every save_every model dataset ev
 device micro_batch_size rollout_batch_size gradient_checkpointing""".split()
 
 
-def script_of(args_class):
-    """The name of the file that defines an `Args`; "notebook" if there is none."""
-    module = sys.modules.get(args_class.__module__)
-    return Path(getattr(module, "__file__", None) or "notebook").stem
-
-
 def checkpoints_in(folder):
     """The checkpoints in a run's folder, oldest first."""
     return sorted(folder.glob(CHECKPOINT))
@@ -203,7 +201,7 @@ def check_folder(args):
         raise UserError(f"--run_dir {folder} is a checkpoint: pass the folder that contains it")
     if args.resume and checkpoints_in(folder):
         saved = saved_settings(folder)
-        now = {"script": script_of(type(args)), **asdict(args)}
+        now = {"script": args.script, **asdict(args)}
         for name, value in now.items():
             if name not in MAY_CHANGE and saved.get(name, value) != value:
                 raise UserError(f"--resume: {folder} has {name} {saved[name]}, not {value}")

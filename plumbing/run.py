@@ -17,7 +17,7 @@ import transformers
 from filelock import FileLock
 from tqdm import tqdm
 
-from plumbing.args import UserError, check_folder, checkpoints_in, one_line, script_of
+from plumbing.args import UserError, check_folder, checkpoints_in, one_line
 from plumbing.metrics import (
     clock,
     correction_stats,
@@ -45,7 +45,7 @@ class Run:
         self.noise = torch.Generator().manual_seed(args.seed)  # for sampling
         self.iteration = 0  # the current one, or the last one done
         self.extra_state = {}  # {name: number} that a script adds to checkpoints
-        self.metrics = {}  # of the current iteration
+        self.metrics = {"iteration": 0}  # of the current iteration
         self.early_end = ""  # a script sets this: why the run ends after the current iteration
         self.is_stopped = False  # by a signal
         # Without resets the reference can be loaded from --model again.
@@ -60,7 +60,7 @@ class Run:
         print(f"model: {num_parameters:,} parameters, {args.dtype}, on {args.torch_device}")
         print(TITLES)
         self.bar = tqdm(
-            desc=script_of(type(args)),
+            desc=args.script,
             initial=self.iteration,
             total=args.iterations,
             leave=False,
@@ -95,7 +95,7 @@ class Run:
                 self.reports = {}  # {key: [(value, weight)]}
                 self.step_losses = {}  # of the current step: {name: sum over micro-batches}
                 self.num_steps = 0
-                self.metrics = {}
+                self.metrics = {"iteration": self.iteration}
                 clock.seconds.clear()
                 start = time.perf_counter()
                 yield self.iteration
@@ -147,7 +147,7 @@ class Run:
             rollout["frac_zero_std_groups"] = is_uniform_P.float().mean().item()
         if batch is not None:
             report(self.reports, "rollout", correction_stats(batch, self.args), 1)
-        self.metrics = means(self.reports) | {f"rollout/{name}": x for name, x in rollout.items()}
+        self.metrics |= means(self.reports) | {f"rollout/{name}": x for name, x in rollout.items()}
         self.metrics |= {key: float(value) for key, value in numbers.items()}
 
     def log_eval(self, results):
@@ -156,7 +156,7 @@ class Run:
         for name in ("accuracy", "response_len_mean"):
             self.metrics[f"eval/{name}"] = results["greedy"][name]
         if self.iteration == 0:
-            self.say(progress_line({"iteration": 0, **self.metrics}))
+            self.say(progress_line(self.metrics))
 
     def say(self, message):
         tqdm.write(message)  # above the progress bar
@@ -182,10 +182,7 @@ class Run:
         signal.signal(number, signal.SIG_DFL)  # the next one ends the program
 
     def end_iteration(self, seconds):
-        training_seconds = seconds - clock.seconds.get("evaluation", 0)
         clock.seconds["update"] = seconds - sum(clock.seconds.values())
-        num_tokens = sum(len(c.ids) for c in self.completions)
-        self.metrics["charts/tokens_per_second"] = num_tokens / training_seconds
         self.metrics |= {f"charts/{name}_seconds": value for name, value in clock.seconds.items()}
         if self.args.torch_device.startswith("cuda"):
             self.metrics["charts/peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
@@ -200,7 +197,6 @@ class Run:
     def write_log(self):
         # JSON has no NaN or infinity.
         metrics = {key: value for key, value in self.metrics.items() if math.isfinite(value)}
-        metrics = {"iteration": self.iteration, **metrics}
         self.append_to("metrics.jsonl", metrics)
         for c in self.completions[:: self.args.group_size][:4]:
             sample = {"prompt": c.problem.prompt, "completion": c.text, "answer": c.problem.answer}
@@ -241,7 +237,7 @@ class Run:
             for name in LOGS:
                 (self.folder / name).write_text("")
         # A resumed run keeps the versions that it began with.
-        settings = {"versions": versions(), **saved, "script": script_of(type(self.args))}
+        settings = {"versions": versions(), **saved, "script": self.args.script}
         settings |= dataclasses.asdict(self.args) | {"problems_hash": problems.hash}
         scratch = self.folder / "settings.json.tmp"
         scratch.write_text(json.dumps(settings, indent=1))
