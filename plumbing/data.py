@@ -59,10 +59,11 @@ class ProblemStream:
 def read_problems(args, policy, final_answer):
     """`--dataset` and `--eval_dataset` -> (ProblemStream, [held-out Problem]). `final_answer` finds the
     gold answer in a worked solution."""
-    training, left_out = usable_rows(read_rows(args, "dataset"), "dataset", policy, args)
+    rows = read_rows(args, "dataset")
+    training, left_out = usable_rows(rows, "dataset", policy, args, final_answer)
     if args.eval_dataset:
         rows = read_rows(args, "eval_dataset")
-        held_out, also_left_out = usable_rows(rows, "eval_dataset", policy, args)
+        held_out, also_left_out = usable_rows(rows, "eval_dataset", policy, args, final_answer)
         held_out = dict(list(held_out.items())[: args.num_held_out])
         num_shared = len(held_out.keys() & training.keys())
         left_out += also_left_out
@@ -78,12 +79,8 @@ def read_problems(args, policy, final_answer):
         message = f"--num_held_out {args.num_held_out} leaves no problem for training"
         raise UserError(f"{message}: --dataset {args.dataset} has {len(held_out)}{left_out}")
     print(f"problems: {len(training):,} to train on, {len(held_out):,} held out{left_out}")
-
-    def finished(problems):
-        return [p._replace(answer=final_answer(p.answer) or p.answer) for p in problems.values()]
-
-    training = finished(training)
-    held_out = finished(held_out)
+    training = list(training.values())
+    held_out = list(held_out.values())
     content = [(p.columns["prompts"], p.answer) for p in held_out + training]
     return ProblemStream(training, args.seed, hash_of(content)), held_out
 
@@ -270,7 +267,7 @@ def read_row(row, known, policy, args):
     return key, known[key]
 
 
-def usable_rows(rows, flag, policy, args):
+def usable_rows(rows, flag, policy, args, final_answer):
     """Rows of `--dataset` or `--eval_dataset` -> ({hash of the prompt: Problem}, what was left out and
     why). UserError if more than a tenth is left out."""
     columns = {}
@@ -302,5 +299,6 @@ def usable_rows(rows, flag, policy, args):
         left_out.append(f"{num_equal:,} with the prompt of an earlier row")
     no_cells = dict.fromkeys(columns)
     for key, problem in problems.items():
-        problems[key] = problem._replace(columns=no_cells | problem.columns)
+        answer = final_answer(problem.answer) or problem.answer
+        problems[key] = problem._replace(answer=answer, columns=no_cells | problem.columns)
     return problems, f"; left out of --{flag}: {', '.join(left_out)}" if left_out else ""

@@ -11,7 +11,7 @@ from conftest import script_args, write_lines
 from datasets import Dataset
 from transformers import ByT5Tokenizer
 
-from common import UserError, load_problems
+from common import UserError, final_answer, load_problems
 from plumbing.data import ProblemStream, read_rows, usable_rows
 
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}{{ end }}<assistant>"
@@ -37,7 +37,7 @@ def read(path, flag="dataset", **flags):
 def problems_of(rows, policy=None, **flags):
     """[(prompt, gold answer, ids, columns)] of rows."""
     args = script_args("grpo", dataset="mine", **flags)[1]
-    problems, _ = usable_rows(rows, "dataset", policy or policy_with(), args)
+    problems, _ = usable_rows(rows, "dataset", policy or policy_with(), args, final_answer)
     return list(problems.values())
 
 
@@ -218,7 +218,8 @@ def test_the_line_at_the_start_counts_the_rows_that_are_left_out():
     """With the first row of each kind. A row has one reason."""
     rows = [*sums(60), row("", "1"), row("x", {"gold": 1}), "x", row("", "2"), row("1+1=", "3")]
     args = script_args("grpo", dataset="mine")[1]
-    problems, left_out = usable_rows(rows, "dataset", policy_with(TURNS), args)
+    policy = policy_with(TURNS)
+    problems, left_out = usable_rows(rows, "dataset", policy, args, final_answer)
     kinds = [
         "2 without a prompt (first: row 61 '')",
         "1 without a gold answer (first: row 62 {'gold': 1})",
