@@ -87,11 +87,12 @@ def policy_stats(outputs, micro, is_first_step):
 
 
 @torch.no_grad()
-def router_stats(outputs, old_experts_BTLK, mask_BT, num_experts):
+def router_stats(outputs, micro, num_experts):
     """Statistics of the routers' own choices (not of replayed ones) for response tokens; {} for a dense
     model. load_max: the largest fraction of a layer's choices that goes to one expert.
     expert_flip_frac, if the old policy's experts are known: the fraction of (token, layer) pairs for
     which the routers now choose different experts."""
+    mask_BT = micro.mask_BT
     L, K = outputs.experts_BTLK.shape[2:]
     if L == 0:
         return {}
@@ -100,10 +101,10 @@ def router_stats(outputs, old_experts_BTLK, mask_BT, num_experts):
     is_counted_BTLK = mask_BT[:, :, None, None].expand_as(expert_BTLK).long()
     counts = torch.zeros(L * num_experts, dtype=torch.long, device=mask_BT.device)
     counts.index_add_(0, expert_BTLK.flatten(), is_counted_BTLK.flatten())
-    stats = {"load_max": counts.max() / (K * mask_BT.sum()).clamp(min=1)}
-    if old_experts_BTLK is not None:
-        flips_BTL = (outputs.experts_BTLK != old_experts_BTLK).any(-1)
-        stats["expert_flip_frac"] = masked_mean(flips_BTL.float().mean(-1), mask_BT)
+    stats = {"moe/load_max": counts.max() / (K * mask_BT.sum()).clamp(min=1)}
+    if micro.old_experts_BTLK is not None:
+        flips_BTL = (outputs.experts_BTLK != micro.old_experts_BTLK).any(-1)
+        stats["moe/expert_flip_frac"] = masked_mean(flips_BTL.float().mean(-1), mask_BT)
     return stats
 
 

@@ -123,8 +123,7 @@ class Routers(NamedTuple):
         """The routers' own choices in a forward of these tokens, (B, S, L, K); L = 0 if dense."""
         if self.num_experts == 0:
             return tokens_BS.new_empty(*tokens_BS.shape, 0, 0)
-        choices = routing.choices()
-        return choices.view(*tokens_BS.shape, *choices.shape[1:])
+        return routing.choices().unflatten(0, tokens_BS.shape)
 
     def logits_of(self, output):
         """The router logits in a model's output: L tensors (tokens, E); () without a softmax."""

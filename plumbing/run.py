@@ -109,13 +109,11 @@ class Run:
         {name: scalar}, are averaged over tokens."""
         for name, value in {"policy_loss": loss, **losses}.items():
             self.step_losses[name] = self.step_losses.get(name, 0) + value.detach()
-        num_tokens = micro.mask_BT.sum()
-        num_experts = self.policy.routers.num_experts
+        routers = self.policy.routers
         stats = stats | policy_stats(outputs, micro, is_first_step=self.num_steps == 0)
-        routing = router_stats(outputs, micro.old_experts_BTLK, micro.mask_BT, num_experts)
-        report(self.reports, "losses", stats, num_tokens)
-        report(self.reports, "moe", routing, num_tokens)
-        if self.policy.routers.are_balanced:
+        stats = stats | router_stats(outputs, micro, routers.num_experts)
+        report(self.reports, "losses", stats, micro.mask_BT.sum())
+        if routers.are_balanced:
             report(self.reports, "moe", {"aux_loss": outputs.aux_loss}, len(micro))
 
     def record_step(self, minibatch, grad_norm, **norms):

@@ -113,16 +113,16 @@ def test_statistics_of_routers(tiny_policy, batch):
     """Flips and load over response tokens only, against counting."""
     with torch.no_grad():
         outputs = token_logprobs(tiny_policy, batch, 1.0)
-    old = outputs.experts_BTLK.clone()
+    old = batch.old_experts_BTLK = outputs.experts_BTLK.clone()
     old[0, 0, 1, 0] = -1  # a change in one of two layers of one of 18 tokens
     old[~batch.mask_BT] = -1  # padding must not count
-    stats = router_stats(outputs, old, batch.mask_BT, num_experts=8)
-    assert stats["expert_flip_frac"].item() == pytest.approx(1 / 2 / 18, rel=1e-5)
+    stats = router_stats(outputs, batch, num_experts=8)
+    assert stats["moe/expert_flip_frac"].item() == pytest.approx(1 / 2 / 18, rel=1e-5)
     shares = []
     for layer in range(2):
         chosen = outputs.experts_BTLK[:, :, layer][batch.mask_BT].flatten().tolist()
         shares += [chosen.count(expert) / len(chosen) for expert in range(8)]
-    assert stats["load_max"].item() == pytest.approx(max(shares))
+    assert stats["moe/load_max"].item() == pytest.approx(max(shares))
 
 
 def test_fraction_of_experts_that_the_sampler_did_not_share(tiny_policy, batch):
