@@ -180,7 +180,10 @@ class Run:
         signal.signal(number, signal.SIG_DFL)  # the next one ends the program
 
     def end_iteration(self, seconds):
+        training_seconds = seconds - clock.seconds.get("evaluation", 0)
         clock.seconds["update"] = seconds - sum(clock.seconds.values())
+        num_tokens = sum(len(c.ids) for c in self.completions)
+        self.metrics["charts/tokens_per_second"] = num_tokens / training_seconds
         self.metrics |= {f"charts/{name}_seconds": value for name, value in clock.seconds.items()}
         if self.args.torch_device.startswith("cuda"):
             self.metrics["charts/peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30

@@ -34,7 +34,8 @@ def as_lists(part):
 
 def outcome(folder):
     """(metrics without times, other logs, weights, the rest of the checkpoint)"""
-    rows = [{key: row[key] for key in row if not key.endswith("_seconds")} for row in metrics(folder)]
+    times = ("_seconds", "_per_second")
+    rows = [{key: row[key] for key in row if not key.endswith(times)} for row in metrics(folder)]
     logs = [(folder / name).read_text() for name in ("samples.jsonl", "evaluations.jsonl")]
     checkpoint = checkpoint_of(folder)
     saved = torch.load(checkpoint / "trainer_state.pt", weights_only=True)
