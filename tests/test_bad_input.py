@@ -1,10 +1,13 @@
-"""Wrong flags end with exit code 2 and one line on stderr that names them. Models, data, rewards and
-folders that cannot be used: test_models.py, test_data.py, test_rewards.py, test_run_folder.py."""
+"""What the user can fix ends with exit code 2 and one line on stderr, which names wrong flags. Models,
+data, rewards and folders that cannot be used: test_models.py, test_data.py, test_rewards.py,
+test_run_folder.py."""
 
 import dataclasses
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+import torch
 from conftest import OWN_LR, refused, run
 
 import grpo
@@ -43,3 +46,24 @@ def test_advice_on_rates_and_precision_for_your_own_model_on_a_gpu(monkeypatch, 
     starts = ["warning: --lr 0.0002 suits", "warning: --critic_lr 0.002 suits", "note: float32 is slow"]
     assert [line[: len(start)] for line, start in zip(lines, starts, strict=True)] == starts
     assert run("ppo", *flags, *OWN_LR, "--critic_lr", 1e-5, "--dtype", "bfloat16").stderr == ""
+
+
+FULL = "--micro_batch_size, --rollout_batch_size, --gradient_checkpointing, --dtype"
+CPU = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
+ERRORS = [
+    (UserError("--flag is\nwrong"), "grpo.py: error: --flag is wrong"),
+    (torch.OutOfMemoryError("CUDA out of memory.\nTried ..."), FULL),
+    (RuntimeError(CPU), FULL),
+]
+
+
+@pytest.mark.parametrize("error, expected", ERRORS)
+def test_errors_of_users_and_lack_of_memory_are_one_line(error, expected, monkeypatch, tmp_path):
+    monkeypatch.setattr(grpo, "main", Mock(side_effect=error))
+    refused("grpo", "--run_dir", tmp_path, expected=expected)
+
+
+def test_a_bug_has_a_traceback(tmp_path, reward_file):
+    """Here one in a reward function."""
+    with pytest.raises(ZeroDivisionError):
+        run("grpo", "--reward", reward_file("return 1 / 0"), "--run_dir", tmp_path)

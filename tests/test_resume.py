@@ -1,6 +1,7 @@
 """A run that is killed at any moment and resumed has the same metrics and, bit for bit, the same
 weights and optimizer state. A run that ends by a signal or NaN says so, and can go on."""
 
+import math
 import shutil
 import signal
 import time
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SUMS, checkpoint_of, flags_it_has, metrics, resume, run, started
+from conftest import SUMS, checkpoint_of, flags_it_has, metrics, read_lines, resume, run, started
 from safetensors.torch import load_file
 
 import grpo
@@ -25,22 +26,33 @@ def flags_of(name, folder, *more):
     return [*flags_it_has(name, FLAGS), *own]
 
 
-def as_lists(part):
-    """A state_dict with lists instead of tensors, which == compares bit for bit."""
-    if isinstance(part, dict):
-        return {key: as_lists(value) for key, value in part.items()}
-    return part.tolist() if isinstance(part, torch.Tensor) else part
+def iterations(folder):
+    return [line["iteration"] for line in metrics(folder)]
 
 
-def outcome(folder):
-    """(metrics without times, other logs, weights, the rest of the checkpoint)"""
-    times = ("_seconds", "_per_second")
-    rows = [{key: row[key] for key in row if not key.endswith(times)} for row in metrics(folder)]
-    logs = [(folder / name).read_text() for name in ("samples.jsonl", "evaluations.jsonl")]
+def logs_and_checkpoint(folder):
+    """Without times."""
+    logs = [read_lines(folder / name) for name in ("samples.jsonl", "evaluations.jsonl")]
+    for line in metrics(folder):
+        logs.append({key: line[key] for key in line if not key.endswith(("_seconds", "_per_second"))})
     checkpoint = checkpoint_of(folder)
     saved = torch.load(checkpoint / "trainer_state.pt", weights_only=True)
-    del saved["log_sizes"]  # times differ
-    return rows, logs, as_lists(load_file(checkpoint / "model.safetensors")), as_lists(saved)
+    del saved["log_sizes"]
+    return logs, [load_file(checkpoint / "model.safetensors"), saved]
+
+
+def check(name, tmp_path, *more):
+    """The run in parts/, which was killed, is resumed and ends like one that was not. Its folder alone
+    says how it goes on."""
+    whole = tmp_path / "whole"
+    parts = tmp_path / "parts"
+    assert run(name, *flags_of(name, whole, *more)).returncode == 0
+    assert run(name, *resume(parts)).returncode == 0
+    assert iterations(parts) == [1, 2, 3, 4, 5]
+    logs, checkpoint = logs_and_checkpoint(parts)
+    expected_logs, expected_checkpoint = logs_and_checkpoint(whole)
+    assert logs == expected_logs
+    torch.testing.assert_close(checkpoint, expected_checkpoint, rtol=0, atol=0)
 
 
 class Killed(BaseException):
@@ -49,11 +61,6 @@ class Killed(BaseException):
 
 def kill(*_, **__):
     raise Killed
-
-
-def kill_in_a_save(saved, path):
-    path.write_bytes(b"PK" + bytes(1000))
-    kill()
 
 
 def kill_in_a_removal(path, **_):
@@ -76,59 +83,50 @@ def interfere(patch, owner, name, action, n):
     patch.setattr(owner, name, function)
 
 
-def check(name, moments, tmp_path, *more):
-    """A run that is killed before these calls ends like one that is not. In the end the folder alone
-    says how it goes on."""
-    whole = tmp_path / "whole"
-    parts = tmp_path / "parts"
-    assert run(name, *flags_of(name, whole, *more)).returncode == 0
+def run_until(moments, name, *flags):
+    """Starts or resumes a run that is killed before one of these calls; then the same with the next."""
     for moment in moments:
         with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
             interfere(patch, *moment)
-            run(name, *flags_of(name, parts, *more), "--resume")
-    assert run(name, *resume(parts)).returncode == 0
-    assert outcome(parts) == outcome(whole)
-    assert [line["iteration"] for line in metrics(parts)] == [1, 2, 3, 4, 5]
+            run(name, *flags, "--resume")
 
 
 def test_killed_at_every_kind_of_moment(tmp_path):
-    """ppo has the most to save: a critic and a reference."""
+    """With a critic in the checkpoint."""
     moments = [
-        (torch, "save", kill_in_a_save, 1),  # of checkpoint 0
+        (torch, "save", kill, 1),  # of checkpoint 0
         (ppo, "sample", kill, 1),
         (Path, "rename", kill, 2),  # of a checkpoint
         (Run, "save", kill, 2),  # after a line
         (shutil, "rmtree", kill_in_a_removal, 1),
     ]
-    check("ppo", moments, tmp_path)
+    run_until(moments, "ppo", *flags_of("ppo", tmp_path / "parts"))
+    check("ppo", tmp_path)
 
 
 def test_killed_with_more_in_the_checkpoint(tmp_path):
     """float32 weights, a stale sampler, a new reference."""
-    flags = ("--dtype", "bfloat16", "--rollout_refresh_every", 2, "--ref_reset_every", 2)
+    more = ("--dtype", "bfloat16", "--rollout_refresh_every", 2, "--ref_reset_every", 2)
     moments = [(Run, "save", kill, 3), (grpo, "sample", kill, 3)]  # in iterations 2 and 4
-    check("grpo", moments, tmp_path, *flags)
+    run_until(moments, "grpo", *flags_of("grpo", tmp_path / "parts", *more))
+    check("grpo", tmp_path, *more)
 
 
 def test_run_as_a_process_that_is_killed(tmp_path):
     """By kill -9, wherever it is after two lines of its log. A checkpoint has a running baseline."""
-    whole = tmp_path / "whole"
-    parts = tmp_path / "parts"
-    log = parts / "metrics.jsonl"
-    assert run("more.reinforce", *flags_of("more.reinforce", whole)).returncode == 0
-    with started("more.reinforce", *flags_of("more.reinforce", parts)) as process:
+    log = tmp_path / "parts" / "metrics.jsonl"
+    with started("more.reinforce", *flags_of("more.reinforce", tmp_path / "parts")) as process:
         while process.poll() is None and not (log.exists() and log.read_text().count("\n") >= 2):
             time.sleep(0.01)
         process.kill()
     assert process.returncode == -9, process.stderr.read()
-    assert run("more.reinforce", *resume(parts)).returncode == 0
-    assert outcome(parts) == outcome(whole)
+    check("more.reinforce", tmp_path)
 
 
 # ------------------------------------------------------------------------------- signals and errors
 
 
-def test_run_a_signal_ends_the_run_after_a_checkpoint(tmp_path):
+def test_run_a_signal_ends_the_run_after_a_checkpoint(tmp_path, monkeypatch):
     """The iteration is finished and saved, and the run goes on from there."""
     next_handlers = []
 
@@ -136,17 +134,17 @@ def test_run_a_signal_ends_the_run_after_a_checkpoint(tmp_path):
         signal.raise_signal(signal.SIGTERM)
         next_handlers.append(signal.getsignal(signal.SIGTERM))
 
-    with pytest.MonkeyPatch.context() as patch:
-        interfere(patch, grpo, "sample", terminate, 2)
-        result = run("grpo", *flags_of("grpo", tmp_path, "--save_every", 0, "--iterations", 3))
+    interfere(monkeypatch, grpo, "sample", terminate, 2)
+    result = run("grpo", *flags_of("grpo", tmp_path, "--save_every", 0, "--iterations", 3))
     assert next_handlers == [signal.SIG_DFL]  # a second signal ends the process at once
     assert result.returncode == 130 and result.stderr == ""
     lines = result.stdout.splitlines()
     assert lines.count("stopping after this iteration") == 1
     assert lines[-1] == f"saved; to continue: --resume --run_dir {tmp_path}"
     assert checkpoint_of(tmp_path).name == "checkpoint-000002"
+    monkeypatch.undo()
     assert run("grpo", *resume(tmp_path, "--iterations", 4)).returncode == 0
-    assert [line["iteration"] for line in metrics(tmp_path)] == [1, 2, 3, 4]
+    assert iterations(tmp_path) == [1, 2, 3, 4]
 
 
 def test_ctrl_c_outside_of_an_iteration_ends_the_run_at_once(tmp_path, monkeypatch):
@@ -156,16 +154,10 @@ def test_ctrl_c_outside_of_an_iteration_ends_the_run_at_once(tmp_path, monkeypat
 
 
 def test_run_a_loss_that_is_not_finite_ends_the_run_before_the_step(tmp_path, monkeypatch):
-    original = grpo.policy_loss
-    calls = []
+    def spoil(logprobs, old_logprobs, advantages, *_, **__):
+        advantages.fill_(math.nan)
 
-    def policy_loss(*args, **keywords):
-        loss, stats = original(*args, **keywords)
-        calls.append(None)
-        is_wrong = len(calls) == 4  # in the second iteration
-        return (loss * float("nan") if is_wrong else loss), stats
-
-    monkeypatch.setattr(grpo, "policy_loss", policy_loss)
+    interfere(monkeypatch, grpo, "policy_loss", spoil, 4)  # in the second iteration
     result = run("grpo", *flags_of("grpo", tmp_path))
     assert result.returncode == 2
     assert result.stderr == "grpo.py: error: iteration 2: loss is not finite\n"
