@@ -1,6 +1,5 @@
 """Datasets: files, columns, prompts, gold answers, rows that are left out, held-out problems."""
 
-import contextlib
 import csv
 import json
 from types import SimpleNamespace
@@ -52,7 +51,8 @@ def row(prompt="1+1=", answer="2"):
 
 
 def sums(count):
-    return [row(f"{i}+1=", str(i + 1)) for i in range(count)]
+    """With worked solutions."""
+    return [row(f"{i}+1=", f"{i}+1={i + 1} #### {i + 1}") for i in range(count)]
 
 
 def chat(*turns):
@@ -115,23 +115,19 @@ def test_a_line_that_is_not_json_is_an_unreadable_row(tmp_path):
     assert read(path) == [row(), "what?"]
 
 
-def test_a_file_that_cannot_be_read_is_one_line(tmp_path):
-    with pytest.raises(UserError, match="missing.jsonl cannot be read: FileNotFoundError"):
-        read(tmp_path / "missing.jsonl")
-
-
 # ---------------------------------------------------------------------------------- columns, prompts
 
 
 def test_a_column_may_be_a_path():
     """A column with the whole name comes first. Reward functions get all columns; one that only other
-    rows have is None."""
+    rows have is None. The EOS that the tokenizer appends to a prompt is dropped."""
     nested = {"prompt": chat("user", "1+1="), "extra": {"gold": "2"}, "a.b": "3", "a": {"b": "4"}}
     rows = [nested, nested | {"prompt": chat("user", "1+2="), "level": 3}]
     for column, expected in {"extra.gold": "2", "a.b": "3"}.items():
         problem, other = problems_of(rows, prompt_column="prompt", answer_column=column)
-        assert problem[:2] == ("1+1=", expected) and other[3]["level"] == 3
+        assert problem[:2] == ("1+1=", expected) and len(problem[2]) == 4
         assert problem[3] == nested | {"level": None, "prompts": nested["prompt"]}
+        assert other[3]["level"] == 3
 
 
 SHOT = chat("user", "1+1=", "assistant", "2")
@@ -198,20 +194,16 @@ def test_a_tenth_may_be_left_out_besides_equal_prompts():
     assert len(problems_of((sums(49) + bad[:1]) * 20)) == 49
 
 
-PICKY = "{{ raise_exception('no!') if messages[0].content == '0+1=' else messages[0].content }}"
-RENDERINGS = [  # template, rows, the highest number of renderings
-    (PICKY, sums(1) * 5 + sums(50)[1:] * 5, 50),
-    ("{{ raise_exception('no!') }}", sums(3000), 100),
-]
-
-
-@pytest.mark.parametrize("template, rows, limit", RENDERINGS)
-def test_a_prompt_is_rendered_once_and_a_template_that_always_fails_a_few_times(template, rows, limit):
-    policy = policy_with(template)
-    policy.tokenizer.apply_chat_template = Mock(wraps=policy.tokenizer.apply_chat_template)
-    with contextlib.suppress(UserError):
-        problems_of(rows, policy)
-    assert 0 < policy.tokenizer.apply_chat_template.call_count <= limit
+def test_a_prompt_is_rendered_once_and_a_template_that_always_fails_a_few_times():
+    """Also a prompt that the template refuses."""
+    policy = policy_with("{% if '0' in messages[0].content %}{{ no() }}{% endif %}" + TURNS)
+    render = Mock(wraps=policy.tokenizer.apply_chat_template)
+    policy.tokenizer.apply_chat_template = render
+    problems_of(sums(10) * 5, policy)
+    assert render.call_count == 10
+    render.side_effect = ValueError
+    refusal(sums(3000), policy)
+    assert render.call_count < 100
 
 
 def test_the_line_at_the_start_counts_the_rows_that_are_left_out():
@@ -229,11 +221,6 @@ def test_the_line_at_the_start_counts_the_rows_that_are_left_out():
     assert len(problems) == 60 and left_out == f"; left out of --dataset: {', '.join(kinds)}"
 
 
-def test_an_eos_that_the_tokenizer_appends_is_dropped():
-    ((_, _, ids, _),) = problems_of([row("1+1=")])
-    assert len(ids) == 4
-
-
 # ------------------------------------------------------------------------------- training and held out
 
 
@@ -243,6 +230,7 @@ def load(path, policy, rows, **flags):
 
 
 def test_held_out_problems_are_apart_and_the_same_for_all_seeds(tmp_path, tiny_policy, capsys):
+    """A worked solution is reduced to its answer."""
     path = tmp_path / "data.jsonl"
     rows = sums(100)
     stream, held_out = load(path, tiny_policy, rows + rows[:30], num_held_out=50, seed=1)
@@ -251,16 +239,11 @@ def test_held_out_problems_are_apart_and_the_same_for_all_seeds(tmp_path, tiny_p
     assert capsys.readouterr().out == "problems: 49 to train on, 51 held out\n"
     assert stream.problems[1:] == other.problems and held_out == same_held_out[:50]
     assert not {p.prompt for p in stream.problems} & {p.prompt for p in held_out}
-    for p in stream.problems:
+    for p in stream.problems + held_out:
         assert p.prompt_ids == tiny_policy.tokenizer(p.prompt).input_ids
+        assert p.answer == str(int(p.prompt.removesuffix("+1=")) + 1)
     with pytest.raises(UserError, match="^--num_held_out 100 leaves no problem for training: .* 100$"):
         load(path, tiny_policy, rows, num_held_out=100)
-
-
-def test_a_worked_solution_is_reduced_to_its_answer(tmp_path, tiny_policy):
-    rows = [row(f"{i}+1=", f"{i}+1 #### {i + 1}") for i in range(9)]
-    stream, _ = load(tmp_path / "data.jsonl", tiny_policy, rows, num_held_out=1)
-    assert all(p.answer == f"{int(p.prompt[0]) + 1}" for p in stream.problems)
 
 
 @pytest.mark.parametrize("num_held_out, expected", [(8, 8), (256, 12)])
@@ -279,19 +262,16 @@ def test_eval_dataset_gives_the_held_out_problems(num_held_out, expected, tmp_pa
 # -------------------------------------------------------------------------------------------- epochs
 
 
-def test_every_epoch_is_a_permutation_however_it_is_taken():
-    problems = list(range(10))
-    taken = ProblemStream(problems, seed=1).take(35)
-    for epoch in range(3):
-        assert sorted(taken[10 * epoch : 10 * epoch + 10]) == problems
-    stream = ProblemStream(problems, seed=1)
-    pieces = [stream.take(5) for _ in range(7)]
-    assert sum(pieces, []) == taken
-
-
-def test_no_epoch_is_repeated_and_no_seeds_share_one():
+def test_each_epoch_of_each_seed_is_a_different_permutation_however_it_is_taken():
+    problems = list(range(50))
     epochs = set()
     for seed in (1, 2, 4097):
-        stream = ProblemStream(list(range(50)), seed)
-        epochs |= {tuple(stream.take(50)) for _ in range(3)}
+        taken = ProblemStream(problems, seed).take(160)
+        stream = ProblemStream(problems, seed)
+        pieces = [stream.take(20) for _ in range(8)]
+        assert sum(pieces, []) == taken
+        for start in (0, 50, 100):
+            epoch = taken[start : start + 50]
+            assert sorted(epoch) == problems
+            epochs.add(tuple(epoch))
     assert len(epochs) == 9
