@@ -33,45 +33,32 @@ def graded(path, name="f", **columns):
 SOURCE = """
 seen = []
 
-def right(completions, answer, **columns):
+def right(completions, answer, nums, **columns):
     seen.append(columns | {"completions": completions, "answer": answer})
-    values = [0.6 * (gold in str(text)) for text, gold in zip(completions, answer)]
+    scores = [numbers.pop() / 5 for numbers in nums]
+    values = [score * (gold in str(text)) for score, gold, text in zip(scores, answer, completions)]
     return [None if "?" in str(text) else value for text, value in zip(completions, values)]
 
-def length(text, level):
+def length(text, nums):
     seen.append(text)
-    return len(text) + level - 3, "wrong"
+    return len(text) - nums.pop(), "wrong"
 """
 
 
 @pytest.mark.parametrize("prompt", ["1+1=", [{"role": "user", "content": "1+1="}]], ids=type)
 def test_functions_of_lists_and_of_one_completion(prompt, tmp_path):
-    """Completions are messages if prompts are."""
+    """Completions are messages if prompts are. What a function does to a column does not change it."""
     path = write(tmp_path, SOURCE)
-    rewards = [c.reward for c in graded(path, "right", prompt=prompt, level=2)]
-    assert rewards == [0.6, 0, 0, 0.6, 0]
+    columns = {"prompt": prompt, "level": 2, "nums": [7, 3]}
+    assert [c.reward for c in graded(path, "right", **columns)] == [0.6, 0, 0, 0.6, 0]
     seen = sys.modules[path.stem].seen
     texts = list(TEXTS)
     if isinstance(prompt, list):
         texts = [[{"role": "assistant", "content": text}] for text in TEXTS]
-    columns = {"answer": ["2"] * 5, "level": [2] * 5, "prompts": [prompt] * 5}
-    assert seen == [{"completions": texts, "completion_ids": [[1]] * 5, **columns}]
-    rewards = [c.reward for c in graded(path, "length", prompt=prompt, level=2)]
-    assert rewards == [len(text) - 1 for text in TEXTS] and seen[1:] == list(TEXTS)
-
-
-def test_a_function_cannot_change_the_data(tmp_path):
-    source = """
-def one(nums):
-    nums.pop()
-    return len(nums)
-
-def lists(completions, nums):
-    return [row.pop() and len(row) for row in nums]
-"""
-    path = write(tmp_path, source)
-    for name in ("one", "lists"):
-        assert [c.reward for c in graded(path, name, nums=[7, 8, 9])] == [2] * 5
+    lists = {"answer": ["2"] * 5, "level": [2] * 5, "prompts": [prompt] * 5}
+    assert seen == [{"completions": texts, "completion_ids": [[1]] * 5, **lists}]
+    rewards = [c.reward for c in graded(path, "length", **columns)]
+    assert rewards == [len(text) - 3 for text in TEXTS] and seen[1:] == list(TEXTS)
 
 
 VALUES = [  # what a function returns, the reward, the verdicts of "2" and "40"
@@ -115,30 +102,22 @@ def length(text):
 def wait_for_all(barrier):  # a signal that arrives in the middle of a fork is lost
     barrier.wait()
 
-def lengths(completions, kind):
-    context = multiprocessing.get_context(kind)
-    pool = context.Pool(2, wait_for_all, (context.Barrier(2),))
-    values = pool.map(length, completions)
-    pool.terminate()
-    pool.join()
-    return values
-
-def spawned(completions):
-    return lengths(completions, "spawn")
-
-def forked(completions):
-    return lengths(completions, "fork")
+def lengths(completions, kinds=("fork",)):
+    context = multiprocessing.get_context(kinds[0])
+    with context.Pool(2, wait_for_all, (context.Barrier(2),)) as pool:
+        return pool.map(length, completions)
 """
 
 
 def test_spawned_processes_find_the_function(tmp_path):
-    assert [c.reward for c in graded(write(tmp_path, POOL), "spawned")] == list(map(len, TEXTS))
+    completions = graded(write(tmp_path, POOL), "lengths", kinds="spawn")
+    assert [c.reward for c in completions] == list(map(len, TEXTS))
 
 
 def test_run_forked_processes_ignore_ctrl_c_and_end_on_sigterm(tmp_path):
     """With a handler in Python for SIGTERM, one in a hundred pools never ended."""
     flags = ("--num_held_out", 8, "--dataset", SUMS, "--run_dir", tmp_path / "run")
-    with started("grpo", *SMALL, *flags, "--reward", f"{write(tmp_path, POOL)}:forked") as process:
+    with started("grpo", *SMALL, *flags, "--reward", f"{write(tmp_path, POOL)}:lengths") as process:
         assert process.wait() == 0
         assert process.stderr.read() == "" and "stopping" not in process.stdout.read()
     assert len(metrics(tmp_path / "run")) == 1
@@ -152,11 +131,6 @@ def test_a_file_whose_function_cannot_be_called_or_found_is_refused(name, source
     (tmp_path / name).write_text(source)
     with pytest.raises(UserError, match=f"--reward {tmp_path / name}:f .*{expected}"):
         load(f"{tmp_path / name}:f")
-
-
-def test_a_function_with_a_bug_keeps_its_traceback(tmp_path):
-    with pytest.raises(ZeroDivisionError):
-        graded(write(tmp_path, "def f(text): 1 / 0"))
 
 
 GOLD = """
