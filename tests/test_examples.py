@@ -3,24 +3,26 @@
 Tests marked `extras` need examples/requirements.txt. verl needs a separate environment: here the losses
 are called as its actor does; conformance/engines.md tells of the real one."""
 
+import functools
 import importlib
 import inspect
 import random
 import re
 import subprocess
 import sys
-import types
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
-from conftest import ROOT, SUMS, save, script_args
+from conftest import ROOT, SUMS, batch_of_ids, save, script_args
 from test_losses import data, gradient_of, loss_of
 from tokenizers.processors import TemplateProcessing
 
 import common
-from common import Completion, Problem, UserError, load_grader
+from common import UserError
+from examples import format_and_accuracy
 from plumbing.data import read_rows
 
 # --------------------------------------------------------------------------- data, models and rewards
@@ -36,15 +38,21 @@ def test_run_own_dataset_writes_rows_that_the_scripts_read(tmp_path):
         assert int(a) + int(b) == int(row["answer"])
 
 
-class Table(torch.nn.Module):
+class Table(torch.nn.Embedding):
     """A policy with a weight for each log-prob. Because of **kwargs Trainer passes the labels."""
 
-    def __init__(self, logprobs):
-        super().__init__()
-        self.logprobs = torch.nn.Parameter(logprobs.detach().clone())
-
     def forward(self, rows, **kwargs):
-        return self.logprobs[rows]
+        return super().forward(rows)
+
+
+class Trainer(transformers.Trainer):
+    loss_is_scaled_for_ga = True
+
+    def compute_loss(self, model, inputs, **_):
+        rows = inputs["rows"]
+        _, old, adv, mask = data()
+        count = {"num_sequences": 12}
+        return loss_of("grpo", model(rows), old[rows], adv[rows], mask[rows], count)[0]
 
 
 @pytest.mark.extras
@@ -53,15 +61,6 @@ def test_in_hf_trainer_accumulation_divides_nothing(batch, tmp_path):
     """As the losses' docstrings say. Four micro-batches of three rows make one step of SGD."""
     lp, old, adv, mask = data()
     expected = lp - gradient_of(loss_of("grpo", lp, old, adv, mask)[0], lp)
-
-    class Trainer(transformers.Trainer):
-        loss_is_scaled_for_ga = True
-
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            rows = inputs["rows"]
-            count = {"num_sequences": 12}
-            return loss_of("grpo", model(rows), old[rows], adv[rows], mask[rows], count)[0]
-
     settings = transformers.TrainingArguments(
         tmp_path,
         per_device_train_batch_size=3,
@@ -71,14 +70,13 @@ def test_in_hf_trainer_accumulation_divides_nothing(batch, tmp_path):
         optim="sgd",
         learning_rate=1.0,
         lr_scheduler_type="constant",
-        report_to=[],
         use_cpu=True,
         remove_unused_columns=False,
     )
-    model = Table(lp)
+    model = Table.from_pretrained(lp.detach().clone(), freeze=False)
     examples = [dict.fromkeys(batch, i) for i in range(12)]
     Trainer(model, settings, train_dataset=examples).train()
-    torch.testing.assert_close(model.logprobs, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(model.weight, expected, rtol=1e-12, atol=0)
 
 
 @pytest.mark.extras
@@ -94,18 +92,15 @@ def test_algebra_is_left_to_math_verify():
 
 
 def test_format_and_accuracy_are_added():
-    grade = load_grader(script_args("grpo", reward=f"{ROOT}/examples/format_and_accuracy.py:grade")[1])
     rows = [
-        ("7+5=12 #### 12", False, 1.2, "correct"),
-        ("#### 12", False, 1.0, "correct"),
-        ("7+5=13 #### 13", False, 0.2, "wrong"),
-        ("7+5=12", False, 0.0, "no_answer"),
-        ("7+5=12 #### 1 7+5=", True, 0.0, "truncated"),
+        ("7+5=12 #### 12", 1.2, "correct"),
+        ("#### 12", 1.0, "correct"),
+        ("7+5=13 #### 13", 0.2, "wrong"),
+        ("7+5=12", 0.0, "no_answer"),
+        ("7+5=12 #### 1 7+5=", 0.0, "truncated"),
     ]
-    problem = Problem("7+5=", "12", [], {})
-    completions = [Completion(problem, [], [], truncated, text) for text, truncated, _, _ in rows]
-    graded = [(c.text, c.truncated, c.reward, c.verdict) for c in grade(completions)]
-    assert graded == rows
+    for text, reward, verdict in rows:
+        assert format_and_accuracy.grade(text, "12", verdict == "truncated") == (reward, verdict)
 
 
 # ----------------------------------------------------------------------------------------------- TRL
@@ -117,16 +112,12 @@ def trl_trainer(monkeypatch):
     return importlib.import_module("examples.trl_trainer")
 
 
-def parsed(trl_trainer, *words):
-    return trl_trainer.parse(["--use_cpu", *map(str, words)])
-
-
 @pytest.mark.extras
 def test_the_scripts_flags_set_those_of_trl(trl_trainer):
     """Those that are not seen in the steps that two processes take."""
-    flags = """--num_minibatches 2 --update_epochs 3 --iterations 4 --save_every 5 --max_new_tokens 20
-    --temperature 0.5 --dtype bfloat16"""
-    _, _, config = parsed(trl_trainer, *flags.split())
+    flags = """--use_cpu --num_minibatches 2 --update_epochs 3 --iterations 4 --save_every 5
+    --max_new_tokens 20 --temperature 0.5 --dtype bfloat16"""
+    _, _, config = trl_trainer.parse(flags.split())
     assert (config.max_steps, config.save_steps) == (24, 30)
     assert (config.max_completion_length, config.temperature, config.bf16) == (20, 0.5, True)
 
@@ -148,7 +139,7 @@ def test_what_trl_cannot_use_is_one_line(trl_trainer, monkeypatch, words, line):
     if "3 processes" in line:
         monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(UserError, match=f"^{re.escape(line)}"):
-        parsed(trl_trainer, *words.split())
+        trl_trainer.parse(["--use_cpu", *words.split()])
 
 
 def launched(file, *words):
@@ -197,17 +188,8 @@ def fixed_completion(prompt_ids, i):
     return [rng.randrange(2, 17) for _ in range(rng.randint(1, 11))] + [1]
 
 
-def logprobs_of(model, rows):
-    """[log-probs of a completion], one forward pass for each, without any padding."""
-    found = []
-    for prompt_ids, ids in rows:
-        logits = model(torch.tensor([prompt_ids + ids])).logits[0, len(prompt_ids) - 1 : -1]
-        found.append(torch.log_softmax(logits, -1)[range(len(ids)), ids])
-    return found
-
-
-def padded(rows):
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+def weights_of(model):
+    return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
 @pytest.mark.extras
@@ -237,31 +219,27 @@ def test_two_processes_take_the_scripts_steps(tmp_path, tiny_model, trl_trainer)
     prompts = [problem.prompt_ids for problem in stream.problems]
     assert [ids.count(0) for ids in prompts] == [1, 1, 1]
     rows = [(ids, fixed_completion(ids, i)) for ids in prompts for i in range(8)]
-    mask_BT = padded([torch.ones(len(ids)) for _, ids in rows])
+    rewards = [tokenizer.decode(ids).count("1") / 7 for _, ids in rows]
+    batch = batch_of_ids(rows)
     for name in trl_trainer.ALGORITHMS:
         script = importlib.import_module(name)
+        advantages_B = script.compute_advantages(torch.tensor(rewards).view(3, 8)).flatten()
         policy = common.load_policy(args)
-        start = torch.nn.utils.parameters_to_vector(policy.parameters()).detach()
-        texts = [policy.tokenizer.decode(ids) for _, ids in rows]
-        rewards_PG = torch.tensor([text.count("1") / 7 for text in texts]).view(3, 8)
-        advantages_B = script.compute_advantages(rewards_PG).flatten()
+        start = weights_of(policy)
         optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
-        old_BT = padded(logprobs_of(policy.master, rows)).detach()
-        keywords = {"ref_logprobs_BT": old_BT} if name == "grpo" else {}
-        if name == "dr_grpo":
-            keywords["max_new_tokens"] = 12
+        old_BT = common.token_logprobs(policy, batch, 1.0).logprobs_BT.detach()
+        own = {"grpo": {"ref_logprobs_BT": old_BT}, "dr_grpo": {"max_new_tokens": 12}}
         for _ in range(2):
-            new_BT = padded(logprobs_of(policy.master, rows))
-            loss, _ = script.policy_loss(new_BT, old_BT, advantages_B, mask_BT, **keywords)
+            new_BT = common.token_logprobs(policy, batch, 1.0).logprobs_BT
+            tensors = new_BT, old_BT, advantages_B, batch.mask_BT
+            loss, _ = script.policy_loss(*tensors, **own.get(name, {}))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        moved = torch.nn.utils.parameters_to_vector(policy.parameters()).detach() - start
+        moved = weights_of(policy) - start
         trained = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
-        found = torch.nn.utils.parameters_to_vector(trained.parameters()).detach() - start
-        gap = ((found - moved).norm() / moved.norm()).item()
-        assert gap < 1e-4, name
-        assert moved.norm() > 0.01, name
+        gap = weights_of(trained) - weights_of(policy)
+        assert moved.norm() > 0.01 and gap.norm() < 1e-4 * moved.norm(), name
 
 
 # ---------------------------------------------------------------------------------------------- verl
@@ -278,26 +256,23 @@ VERL = {  # the settings that match the scripts, as in the example's header
 }
 
 
-@pytest.fixture
-def verl_losses(monkeypatch):
-    """{name: loss}, as the example registers them."""
-    registered = {}
-    module = types.ModuleType("verl.trainer.ppo.core_algos")
-    module.register_policy_loss = lambda name: lambda loss: registered.setdefault(name, loss)
-    for package in ("verl", "verl.trainer", "verl.trainer.ppo"):
-        monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.syspath_prepend(ROOT)
-    importlib.import_module("examples.verl_losses")
-    del sys.modules["examples.verl_losses"]  # the next test has its own stand-ins
-    return registered
+@pytest.fixture(scope="module")
+def verl_losses():
+    """{name: loss}, as the example registers them in a stand-in for verl."""
+    losses = {}
+    stand_in = SimpleNamespace()
+    stand_in.register_policy_loss = lambda name: functools.partial(losses.setdefault, name)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("verl", "verl.trainer", "verl.trainer.ppo", "verl.trainer.ppo.core_algos"):
+            patch.setitem(sys.modules, name, stand_in)
+        importlib.import_module("examples.verl_losses")
+    return losses
 
 
 def verl_config(**changes):
     defaults = dict(clip_ratio=0.2, clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=3.0)
-    defaults |= dict(tau_pos=1.0, tau_neg=1.05)
-    defaults |= dict(loss_scale_factor=None, global_batch_info={})
-    return types.SimpleNamespace(**{**defaults, **changes})
+    defaults |= dict(tau_pos=1.0, tau_neg=1.05, loss_scale_factor=None, global_batch_info={})
+    return SimpleNamespace(**defaults | changes)
 
 
 def verl_batch():
