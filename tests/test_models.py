@@ -1,6 +1,5 @@
 """Models that people bring: with chat templates, or quantized; and folders that cannot be used."""
 
-import copy
 import json
 import math
 
@@ -81,12 +80,11 @@ def test_weights_in_mxfp4_are_dequantized_where_there_are_kernels_for_them(tmp_p
 
 
 @pytest.mark.parametrize("flag", ["dtype", "rollout_dtype"])
-def test_the_check_at_loading_runs_the_copy_in_bfloat16(flag, tiny_policy):
+def test_the_check_at_loading_runs_the_copy_in_bfloat16(flag, own_policy):
     def fail(*_):
         raise RuntimeError("no kernel for BFloat16")
 
-    master = copy.deepcopy(tiny_policy.master)
-    policy = Policy(master, tiny_policy.tokenizer, **{flag: "bfloat16"})
+    policy = Policy(own_policy.master, own_policy.tokenizer, **{flag: "bfloat16"})
     copied = policy.model if flag == "dtype" else policy.rollout_policy.model
     copied.base_model.register_forward_pre_hook(fail)
     with pytest.raises(UserError, match="--model .*no kernel"):

@@ -7,7 +7,7 @@ import pytest
 from conftest import MORE, SCRIPTS, completes, metrics, read_lines, run, script_args
 
 import dapo
-from common import Completion, Problem
+from common import Completion
 from plumbing.metrics import pass_at_k, rollout_summary
 
 
@@ -82,16 +82,15 @@ def test_run_of_each_script_logs_sensible_numbers(name, tmp_path):
 
 
 def test_the_summary_of_a_rollout():
-    verdicts = {"#### 3": "wrong", "2+1 #### 3": "correct", "2+1": "truncated", "no": "no_answer"}
-    completions = []
-    for text, verdict in verdicts.items():
-        ids = list(range(len(text)))
-        is_cut = verdict == "truncated"
-        completions.append(Completion(Problem("", "", [1]), ids, [], is_cut, text, verdict=verdict))
-    summary = rollout_summary(completions)
-    assert summary.pop("response_len_mean") == (6 + 10 + 3 + 2) / 4
+    completions = [
+        Completion(None, [5] * 6, [], text="#### 3", verdict="wrong"),
+        Completion(None, [5] * 10, [], text="2+1 #### 3", verdict="correct"),
+        Completion(None, [5] * 3, [], text="2+1", truncated=True, verdict="truncated"),
+        Completion(None, [5] * 2, [], text="no", verdict="no_answer"),
+    ]
     names = ("accuracy", "truncated_frac", "no_answer_frac", "direct_frac")
-    assert summary == dict.fromkeys(names, 1 / 4)
+    expected = {"response_len_mean": 21 / 4} | dict.fromkeys(names, 1 / 4)
+    assert rollout_summary(completions) == expected
 
 
 def test_pass_at_k():
