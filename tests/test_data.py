@@ -230,12 +230,12 @@ def load(path, policy, rows, **flags):
 
 
 def test_held_out_problems_are_apart_and_the_same_for_all_seeds(tmp_path, tiny_policy, capsys):
-    """A worked solution is reduced to its answer."""
+    """And for all orders of the rows. A worked solution is reduced to its answer."""
     path = tmp_path / "data.jsonl"
     rows = sums(100)
     stream, held_out = load(path, tiny_policy, rows + rows[:30], num_held_out=50, seed=1)
     assert capsys.readouterr().err == ""
-    other, same_held_out = load(path, tiny_policy, rows, num_held_out=51, seed=2)
+    other, same_held_out = load(path, tiny_policy, rows[::-1], num_held_out=51, seed=2)
     assert capsys.readouterr().out == "problems: 49 to train on, 51 held out\n"
     assert stream.problems[1:] == other.problems and held_out == same_held_out[:50]
     assert not {p.prompt for p in stream.problems} & {p.prompt for p in held_out}
