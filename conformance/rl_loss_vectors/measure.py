@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from rl_loss_vectors.mistakes import CLIPPED, k3, pieces, setting, together
-from rl_loss_vectors.reference import evaluate, with_results
+from rl_loss_vectors.reference import average, evaluate, with_results
 from rl_loss_vectors.vectors import expected
 
 GRID = np.geomspace(1e-5, 30, 80)  # of log-ratios
@@ -52,14 +52,14 @@ DIVISORS = {  # B rows, o tokens in each, N in all, the padded width T
 
 
 def divided_by(formula, k=1):
-    def denominators(b, terms, how):
+    def other_average(b, terms, divisors):
         B, T = b.mask.shape
-        lengths = b.mask.sum(1)
-        divisors = [k * formula(B, o, lengths.sum(), T) for o in lengths]
+        o = b.mask.sum(1, keepdim=True)
         # A completion's single term counts as one equal term for each of its tokens.
-        return [D * len(row) / o for D, row, o in zip(divisors, terms, lengths, strict=True)]
+        num_equal = o if terms.shape[1] < T else 1
+        return average(b, terms * num_equal, k * formula(B, o, o.sum(), T))
 
-    return pieces(denominators=denominators)
+    return pieces(average=other_average)
 
 
 def divisor_of(subject, plain):

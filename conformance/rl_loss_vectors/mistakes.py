@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 
 from rl_loss_vectors import reference
-from rl_loss_vectors.reference import LOSSES, gate, k3, log_ratio, tokens
+from rl_loss_vectors.reference import LOSSES, average, gate, k3, log_ratio, tokens
 
 # ------------------------------------------------------------------------------------ ways to change
 
@@ -89,7 +89,7 @@ def variant(name, sections, change):
 # The averages and the mask.
 with_holes = pieces(length=lambda b, i: tokens(b, i)[-1] - tokens(b, i)[0] + 1)
 whitened_again = setting(advantages=lambda b: whitened(b.advantages, b.mask))
-by_area = pieces(average=lambda b, terms, how: sum(map(sum, terms)) / b.mask.numel())
+by_area = pieces(average=lambda b, terms, divisors: average(b, terms, b.mask.numel()))
 mistake("wrong sign", ["value_loss", "positive_lm_loss"], lambda J, b: -J(b))
 mistake("a mean over the padded width", ["value_loss"], by_area)
 mistake("a mean of each micro-batch [verl: geo_mean]", AVERAGED, sum_over_micro_batches)

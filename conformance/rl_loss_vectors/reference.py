@@ -26,34 +26,31 @@ def length(b, i):
     return len(tokens(b, i))
 
 
+def lengths(b):
+    return torch.tensor([[length(b, i)] for i in range(len(b.mask))])
+
+
 def each(b, term):
-    """term(i, t) for every token: a list for each completion."""
-    return [[term(i, t) for t in tokens(b, i)] for i in range(len(b.mask))]
+    """term(i, t) for every token, and 0 elsewhere, (B, T)."""
+    terms = torch.zeros(b.mask.shape, dtype=torch.float64)
+    for i in range(len(terms)):
+        for t in tokens(b, i):
+            terms[i, t] = term(i, t)
+    return terms
 
 
-def denominators(b, terms, how):
-    """What the terms of each completion are divided by, in the four means: over all tokens, over those
-    of a completion and then over completions, sums of completions over a constant length, and sums of
-    completions."""
-    B = len(terms)
-    lengths = [length(b, i) for i in range(B)]
-    if how == "token":
-        return [sum(lengths)] * B
-    if how == "sequence":
-        return [B * x for x in lengths]
-    if how == "constant":
-        return [B * b.max_new_tokens] * B
-    return [B] * B
-
-
-def average(b, terms, how):
+def average(b, terms, divisors):
+    """The sum of all terms, (B, T) or (B, 1), divided by one number or by one for each completion."""
     b.terms = terms
-    b.denominators = denominators(b, terms, how)
-    return sum(sum(row) / D for row, D in zip(terms, b.denominators, strict=True))
+    b.denominators = torch.zeros(len(terms), 1) + divisors
+    return (terms / divisors).sum()
 
 
 def completion_mean(b, term):
-    return average(b, [[term(i)] for i in range(len(b.mask))], "completion")
+    terms = torch.zeros(len(b.mask), 1, dtype=torch.float64)
+    for i in range(len(terms)):
+        terms[i] = term(i)
+    return average(b, terms, len(terms))
 
 
 def log_ratio(b, i, t):
@@ -81,7 +78,7 @@ def clipped_term(b, i, t):
 
 
 def ppo(b):
-    return average(b, each(b, lambda i, t: clipped_term(b, i, t)), "token")
+    return average(b, each(b, lambda i, t: clipped_term(b, i, t)), lengths(b).sum())
 
 
 dapo = ppo
@@ -89,7 +86,8 @@ vapo = ppo  # without the LM loss, which is a function of its own
 
 
 def dr_grpo(b):
-    return average(b, each(b, lambda i, t: clipped_term(b, i, t)), "constant")
+    terms = each(b, lambda i, t: clipped_term(b, i, t))
+    return average(b, terms, len(terms) * b.max_new_tokens)
 
 
 def k3(log_x):
@@ -123,7 +121,7 @@ def grpo(b):
                 k = b.rollout_ratio[i, t] * k
         return policy_term - b.kl_coef * k
 
-    return average(b, each(b, term), "sequence")
+    return average(b, each(b, term), len(b.mask) * lengths(b))
 
 
 grpo_offpolicy = grpo  # with b.offpolicy_mask
@@ -140,7 +138,7 @@ def gspo(b):
         return clipped_by_eps(sequence_ratio(b, i).detach() * own, b.advantages[i, t], b)
 
     if b.variant == "gspo_token":
-        return average(b, each(b, term), "sequence")
+        return average(b, each(b, term), len(b.mask) * lengths(b))
     return completion_mean(b, lambda i: clipped_by_eps(sequence_ratio(b, i), advantage(b, i), b))
 
 
@@ -159,7 +157,7 @@ def cispo(b):
             weight = 0 * r if too_high or too_low else r
         return stopped(weight) * a * b.logprobs[i, t]
 
-    return average(b, each(b, term), "token")
+    return average(b, each(b, term), lengths(b).sum())
 
 
 def pessimistic(r, a, b):
@@ -206,11 +204,11 @@ def sapo(b):
         a = b.advantages[i, t]
         return gate(ratio(b, i, t), b.tau_pos if a > 0 else b.tau_neg) * a
 
-    return average(b, each(b, term), "sequence")
+    return average(b, each(b, term), len(b.mask) * lengths(b))
 
 
 def reinforce(b):
-    return average(b, each(b, lambda i, t: b.advantages[i, t] * b.logprobs[i, t]), "completion")
+    return average(b, each(b, lambda i, t: b.advantages[i, t] * b.logprobs[i, t]), len(b.mask))
 
 
 rloo = reinforce
@@ -232,7 +230,7 @@ def value_loss(b):
         near = b.old_values[i, t] + torch.clamp(b.values[i, t] - b.old_values[i, t], -reach, reach)
         return worse((b.values[i, t] - b.returns[i, t]) ** 2, (near - b.returns[i, t]) ** 2)
 
-    return average(b, each(b, term), "token")
+    return average(b, each(b, term), lengths(b).sum())
 
 
 def is_uniform(rewards):
@@ -407,17 +405,6 @@ def evaluate(section, case, change=None, b=None):
     return value.detach().numpy(), gradient.numpy()
 
 
-def terms_of_loss(b, section):
-    """What was averaged: (B, T), or (B, 1) if there is one term per completion."""
-    has_tokens = sum(len(row) for row in b.terms) == b.mask.sum()
-    places = b.mask if has_tokens else torch.ones(len(b.terms), 1).bool()
-    table = torch.zeros(places.shape, dtype=torch.float64)
-    sign = -1 if section in LOSSES else 1
-    for_each = [sign * torch.as_tensor(x).item() for row in b.terms for x in row]
-    table[places] = torch.tensor(for_each, dtype=table.dtype)
-    return table.tolist()
-
-
 def with_results(section, case):
     """The case with the objective's results for it."""
     b = batch_of(section, case)
@@ -426,5 +413,6 @@ def with_results(section, case):
     if gradient is not None:
         case["gradient"] = gradient.tolist()
     if "denominator" in case:
-        case |= {"terms": terms_of_loss(b, section), "denominator": [[x] for x in b.denominators]}
+        terms = -b.terms if section in LOSSES else b.terms
+        case |= {"terms": terms.tolist(), "denominator": b.denominators.tolist()}
     return case
