@@ -2,6 +2,7 @@
 an entry of mistakes.py or measure.py, or else what measure.py finds about its weights."""
 
 import dataclasses
+import functools
 import itertools
 
 import numpy as np
@@ -12,6 +13,8 @@ from rl_loss_vectors.vectors import GROUPS, SHAPES, Answer, Misfit, Subject, exp
 
 SPREADS = "variant: NaN in masked places spreads: the mask is a factor, no torch.where [TRL, verl]"
 AFTER_EXP = "variant: NaN in masked places reaches the gradient: mask the log-ratio before exp"
+UNKNOWN = "unknown: no known mistake gives these numbers"
+PLAIN = "plain"
 SPECIAL = ["masked_places", "large_ratios", "kl", "micro_batches", "settings", "token_advantages"]
 SPECIAL += ["equal_rewards"]
 
@@ -29,10 +32,9 @@ def examine_shapes(function, section, fixed):
         for shape in shapes:
             try:
                 subject = Subject(function, section, shape, mask, dtype, fixed)
-                plain = [case for case in subject.cases if is_plain(case)]
-                constants = measure.own_constants(subject, plain)
-                subject = dataclasses.replace(subject, constants=constants)
-                found.append((subject, examine(subject)))
+                for constants in measure.own_constants(subject):
+                    subject = dataclasses.replace(subject, constants=constants)
+                    found.append((subject, examine(subject)))
             except (Exception, SystemExit) as error:
                 errors.append(error)
         if found:
@@ -40,16 +42,13 @@ def examine_shapes(function, section, fixed):
     raise min(errors, key=lambda error: (not isinstance(error, Misfit), "bool" in str(error)))
 
 
-def is_plain(case):
-    return not {*SPECIAL} & {*case["tags"]}
+def tag_of(case):
+    return next((tag for tag in SPECIAL if tag in case["tags"]), PLAIN)
 
 
 def failures(subject, results):
-    """A sort key: the most cases that agree, then the fewest that raise."""
-    num_agree = sum(is_right(*pair) for pair in answered(results))
-    if subject.section in mistakes.GROUPS:  # a different arrangement counts only if it is right
-        of_paper = [pair for pair in answered(results) if pair[0]["kind"] == "paper"]
-        num_agree = all(is_right(*pair) for pair in of_paper)
+    """A sort key: the most plain cases that agree, then the fewest that raise."""
+    num_agree = sum(is_right(*pair) for pair in answered(results) if tag_of(pair[0]) == PLAIN)
     return -num_agree, sum(isinstance(found, Exception) for _, found in results)
 
 
@@ -90,50 +89,39 @@ def gives(section, case, change, answer):
 
 
 def named(section, tested, measured=()):
-    """Lines: the entries that give the answers in the plain cases, alone or in pairs. Then, for each
-    tag of a special case in which they do not, what else does."""
+    """Lines that name what gives the answers: entries of mistakes.py, and what was measured."""
     # The most telling cases come first, since most entries fail on them.
     tested = sorted(tested, key=lambda pair: -len({*pair[0]["tags"]} & {"different_lengths", "holes"}))
-    plain = [pair for pair in tested if is_plain(pair[0])] or tested
-    known = {f"{kind}: {name}": x for kind, name, where, x in mistakes.ENTRIES if section in where}
-    whole = unchanged = lambda J, b: J(b)
-    for _, change in measured:
-        whole = mistakes.together(whole, change)
-    ones = {" and ".join(name for name, _ in measured): whole} if measured else {}
-    ones |= known
-    twos = {}
-    for (x, first), (y, second) in itertools.combinations(ones.items(), 2):
-        twos[f"{x} and {y}"] = mistakes.together(first, second)
-    for options in ({"": unchanged}, dict(measured), ones, twos):
+    groups = [(tag, [pair for pair in tested if tag_of(pair[0]) == tag]) for tag in (PLAIN, *SPECIAL)]
+    changes = dict(measured)
+    if len(measured) > 1:
+        words = " and ".join(changes)
+        changes[words] = functools.reduce(mistakes.together, changes.values())
+    changes |= {name: change for name, (where, change) in mistakes.ENTRIES.items() if section in where}
+    return explained(section, groups, mistakes.unchanged, changes)
+
+
+def explained(section, groups, change, changes):
+    """The fewest lines that explain the answers in groups of cases, one group after the other: by at
+    most two changes in the plain cases, and by one more for each tag of the special ones."""
+    if not groups:
+        return []
+    (tag, tested), *rest = groups
+    for size in range(3 if tag == PLAIN else 2):
         found = []
-        for words, change in options.items():
-            if all(gives(section, case, change, answer) for case, answer in plain):
-                found.append(special_lines(section, tested, words, change, dict(measured) | known))
+        for names in itertools.combinations(changes, size):
+            all_changes = functools.reduce(mistakes.together, [changes[x] for x in names], change)
+            if all(gives(section, case, all_changes, answer) for case, answer in tested):
+                line = [" and ".join(names)] if names else []
+                found.append(line + explained(section, rest, all_changes, changes))
         if found:
             return min(found, key=len)
-    return []
-
-
-def special_lines(section, tested, words, change, known):
-    """[words, a line for each tag with cases that need more than this change]"""
-    lines = [words] if words else []
-    wrong = [pair for pair in tested if not gives(section, pair[0], change, pair[1])]
-    for tag in SPECIAL:
-        these = [pair for pair in wrong if tag in pair[0]["tags"]]
-        if not these:
-            continue
-        ids = ", ".join(case["id"] for case, _ in these)
-        line = f"unknown with {tag.replace('_', ' ')}: {ids}"
-        left = [pair for pair in wrong if tag not in pair[0]["tags"]]
-        for name, other in known.items():
-            both = mistakes.together(change, other)
-            if all(gives(section, case, both, answer) for case, answer in these):
-                line = f"{name} (in {ids})" if words else name
-                left = [pair for pair in wrong if not gives(section, pair[0], both, pair[1])]
-                break
-        lines.append(line)
-        wrong = left
-    return lines
+    wrong = [case["id"] for case, answer in tested if not gives(section, case, change, answer)]
+    ids = ", ".join(sorted(wrong))
+    if tag == PLAIN:
+        return [f"{UNKNOWN}: {ids}"]
+    line = f"unknown with {tag.replace('_', ' ')}: {ids}"
+    return [line, *explained(section, rest, change, changes)]
 
 
 def examined(function, section, fixed):
@@ -174,14 +162,12 @@ def diagnosis(subject, results):
     if not wrong:
         too_few = ["fewer than five cases apply: too few to tell"]
         return lines + (too_few if len(answered(results)) < 5 else [])
-    measured = measure.entries(subject, [case for case, _ in tested if is_plain(case)])
+    plain = [pair for pair in tested if tag_of(pair[0]) == PLAIN]
+    measured = measure.entries(subject, [case for case, _ in plain])
     found = named(subject.section, tested, measured)
-    if not found:
-        ids = ", ".join(case["id"] for case, _ in wrong)
-        found = [f"unknown: no known mistake gives these numbers: {ids}"]
-        plain = [pair for pair in tested if is_plain(pair[0])]
-        if all(same(answer, expected(case), 2e-2) for case, answer in plain):
-            found.append("  all are within 2%: computed in bfloat16, or a small term is added")
+    is_near = all(same(answer, expected(case), 2e-2) for case, answer in plain)
+    if found[0].startswith(UNKNOWN) and is_near:
+        found.append("  all are within 2%: computed in bfloat16, or a small term is added")
     if "unknown" in " ".join(found) and subject.section in reference.LOSSES:
         found += [f"  {line}" for line in measure.explanation(subject, wrong, measured)]
     return found + lines

@@ -7,11 +7,11 @@ import math
 import numpy as np
 import torch
 
-from rl_loss_vectors.mistakes import CLIPPED, k3, pieces, setting, together
+from rl_loss_vectors.mistakes import CLIPPED, k3, pieces, setting, together, unchanged
 from rl_loss_vectors.reference import average, evaluate, with_results
-from rl_loss_vectors.vectors import expected
+from rl_loss_vectors.vectors import Answer, expected
 
-GRID = np.geomspace(1e-5, 30, 80)  # of log-ratios
+FAR = 16  # a log-ratio; a clamp beyond it is there for safety, and never acts
 RATIOS = [1, 0.5, 0.9, 0.999, 1.001, 1.1, 1.5, 5]
 NEAR = 1e-3
 CLAMP = "variant: right, but no gradient where "
@@ -32,109 +32,97 @@ def entries(subject, plain):
 
 
 def of_policy(subject, case):
-    """Your gradient of J, minus its value at A = 0, such as that of a KL or an entropy bonus."""
+    """Your J and its gradient, without what they are at A = 0, such as a KL or an entropy bonus."""
     zeros = np.zeros(np.shape(case["inputs"]["advantages"])).tolist()
-    idle = case | {"inputs": case["inputs"] | {"advantages": zeros}}
-    return np.nan_to_num(subject.answer(idle).gradient) - subject.answer(case).gradient
+    idle = subject.answer(case | {"inputs": case["inputs"] | {"advantages": zeros}})
+    yours = subject.answer(case)
+    return Answer(idle.value - yours.value, np.nan_to_num(idle.gradient) - yours.gradient)
 
 
 # -------------------------------------------------------------------------------------- the divisor
 
-DIVISORS = {  # B rows, o tokens in each, N in all, the padded width T
-    "N": ("token-mean [verl: default]", lambda B, o, N, T: N),
-    "B |o|": ("sequence-mean: divided by each |o|", lambda B, o, N, T: B * o),
-    "B": ("sums of completions, not divided by a length", lambda B, o, N, T: B),
-    "1": ("a sum, not divided", lambda B, o, N, T: 1),
-    "B T": ("a mean over the padded width", lambda B, o, N, T: B * T),
-    "B T / |o|": ("each completion times its |o|", lambda B, o, N, T: B * T / o),
-    "B N / |o|": ("each completion times its |o|", lambda B, o, N, T: B * N / o),
-}
 
-
-def divided_by(formula, k=1):
+def divided_by(formula):
     def other_average(b, terms, divisors):
         B, T = b.mask.shape
         o = b.mask.sum(1, keepdim=True)
         # A completion's single term counts as one equal term for each of its tokens.
         num_equal = o if terms.shape[1] < T else 1
-        return average(b, terms * num_equal, k * formula(B, o, o.sum(), T))
+        return average(b, terms * num_equal, formula(B, o, o.sum(), T))
 
     return pieces(average=other_average)
 
 
-def divisor_of(subject, plain):
-    """(words, k): your divisor is k times this one, on policy, in all cases; ("", 1) if it is the
-    paper's."""
-    options = []
+PAPER = "what the paper divides by"
+DIVISORS = {  # B rows, o tokens in each, N in all, the padded width T
+    PAPER: ("", unchanged),
+    "N": ("token-mean [verl: default]", divided_by(lambda B, o, N, T: N)),
+    "B |o|": ("sequence-mean: divided by each |o|", divided_by(lambda B, o, N, T: B * o)),
+    "B": ("sums of completions, not divided by a length", divided_by(lambda B, o, N, T: B)),
+    "1": ("a sum, not divided", divided_by(lambda B, o, N, T: 1)),
+    "B T": ("a mean over the padded width", divided_by(lambda B, o, N, T: B * T)),
+    "B T / |o|": ("each completion times its |o|", divided_by(lambda B, o, N, T: B * T / o)),
+    "B N / |o|": ("each completion times its |o|", divided_by(lambda B, o, N, T: B * N / o)),
+}
+
+
+def divisor(subject, plain, found):
+    """On policy, where all cases have your gradient k times smaller than with one of these divisors."""
     on_policy = [x["inputs"] | {"old_logprobs": x["inputs"]["logprobs"]} for x in plain]
     cases = [case | {"inputs": inputs} for case, inputs in zip(plain, on_policy, strict=True)]
-    yours = np.concatenate([of_policy(subject, case).ravel() for case in cases])
+    yours = np.concatenate([of_policy(subject, case).gradient.ravel() for case in cases])
     assert yours.any(), "no gradient"
-    formulas = {"": None} | {words: divided_by(formula) for words, (_, formula) in DIVISORS.items()}
-    for words, change in formulas.items():
+    options = []
+    for words, (name, change) in DIVISORS.items():
         gradients = [evaluate(subject.section, case, change)[1].ravel() for case in cases]
         ours = -np.concatenate(gradients)
         k = (ours @ ours) / (ours @ yours)
         if np.allclose(ours, k * yours, rtol=NEAR, atol=NEAR * abs(ours).max()):
-            options.append((words, k))
+            has_factor = abs(abs(k) - 1) > NEAR
+            options.append((has_factor * len(words), words, name, change, k))
     # A factor of 1 is the likeliest, then the fewest words.
-    return min(options, key=lambda pair: (abs(abs(pair[1]) - 1) > NEAR) * len(pair[0] or "paper"))
-
-
-def divisor(subject, plain, found):
-    words, k = divisor_of(subject, plain)
+    size, words, name, change, k = min(options, key=lambda option: option[0])
     names = ["mistake: wrong sign"] if k < 0 else []
-    if abs(abs(k) - 1) > NEAR:
-        names.append(f"mistake: divided by {abs(k):.4g} times {words or 'what the paper divides by'}")
-    elif words:
-        names.append(f"mistake: {DIVISORS[words][0]}")
-    if not words:
-        return names, lambda J, b: J(b) / k
-    return names, divided_by(DIVISORS[words][1], k)
+    if size > 0:
+        names.append(f"mistake: divided by {abs(k):.4g} times {words}")
+    elif name:
+        names.append(f"mistake: {name}")
+    return names, lambda J, b: change(J, b) / k
 
 
-GSPO = {"clip_eps_low": 3e-4, "clip_eps_high": 4e-4}  # the paper's range; the vectors have our own
-
-
-def own_constants(subject, plain):
-    """{our keyword: the value that a function without this keyword uses}, if it is as good as ours: any
-    length in Dr. GRPO, the range in GSPO's paper."""
-    try:
-        if subject.section == "dr_grpo" and not subject.takes("max_new_tokens"):
-            words, k = divisor_of(subject, plain)
-            is_length = words == "B" and k > 1 + NEAR
-            return {"max_new_tokens": float(f"{k:.6g}") if is_length else 8}
-        if subject.section == "gspo" and not subject.takes("clip_eps_low"):
-            edges, _ = edges_of(subject)
-            return GSPO if (edges[-1, -1], edges[1, 1]) == range_of("gspo", GSPO) else {}
-    except Exception:  # of a function that does not take such cases
-        pass
-    return {}
+def own_constants(subject):
+    """Constants to test a function with that does not take them: ours, or others that are as good (the
+    range in GSPO's paper, any length in Dr. GRPO)."""
+    if subject.section == "gspo" and not subject.takes("clip_eps_low"):
+        return [{}, {"clip_eps_low": 3e-4, "clip_eps_high": 4e-4}]
+    if subject.section == "dr_grpo" and not subject.takes("max_new_tokens"):
+        case = subject.cases[0]
+        ours = case["keywords"]["max_new_tokens"]
+        length = round(ours * float(expected(case).value / subject.answer(case).value))
+        T = len(case["inputs"]["mask"][0])
+        return [{"max_new_tokens": length if length > T else ours}]
+    return [{}]
 
 
 # ------------------------------------------------------------------------------------------ the clip
 
 
-def asked(subject, log_ratios, advantages, ref_logprobs=None):
-    """(your answer, the case) for completions of two tokens with the same ratio."""
+def two_tokens(subject, log_ratios, advantages, **keywords):
+    """A case whose completions have two tokens with the same ratio."""
 
     def two(x):
         return np.stack([x, x], 1).tolist()
 
     new = -1.3 + np.minimum(log_ratios, 0)
-    keywords = defaults(subject)
-    if subject.has_ref:
-        keywords["ref_logprobs"] = two(new if ref_logprobs is None else ref_logprobs)
     inputs = {
         "logprobs": two(new),
         "old_logprobs": two(new - log_ratios),
         "advantages": np.reshape(advantages, (-1, 1)).tolist(),
         "mask": [[1, 1]] * len(new),
     }
-    case = {"inputs": inputs, "keywords": keywords, "value": 0, "gradient": np.zeros((len(new), 2))}
-    if subject.returns_terms:
-        case = with_results(subject.section, case | {"denominator": None})
-    return subject.answer(case), case
+    keywords = defaults(subject) | {name: two(x) for name, x in keywords.items()}
+    case = {"inputs": inputs, "keywords": keywords, "gradient": None, "denominator": None}
+    return with_results(subject.section, subject.adapted(case))
 
 
 def defaults(subject):
@@ -142,65 +130,51 @@ def defaults(subject):
     return {key: x for key, x in keywords.items() if not isinstance(x, list)}
 
 
-def weights(subject, log_ratios, signs=(1, -1)):
-    """Your dJ / dlogprob over A for A = 1 and A = -1, at a ratio of 1 and then at other ratios, divided
-    by the first one; and the cases."""
-    x = np.concatenate([[0], log_ratios])
-    cases = {A: asked(subject, x, np.full(len(x), A))[1] for A in signs}
-    table = np.array([of_policy(subject, case).sum(1) / A for A, case in cases.items()])
-    return table / abs(table[0, 0]), cases
-
-
 def edge(subject, A, direction):
-    """(ratio, kind): beyond this ratio the weight is not r, but 0 ("clip") or constant ("cap");
-    (None, "") if there is no such ratio."""
-    grid = GRID
-    for _ in range(4):
-        w = weights(subject, direction * grid, [A])[0][0]
-        w = w[1:] / w[0]
-        r = np.exp(direction * grid)
-        is_r = np.abs(w / r - 1) < NEAR
-        if is_r.all():
-            return None, ""
-        n = int(np.argmin(is_r))
-        if (np.abs(w[n:]) > 1e-9).any():
-            assert np.ptp(w[n:]) < NEAR * w[-1] and abs(w[-1] / r[n] - 1) < 0.5, "neither r nor a cap"
-            return rounded(w[-1]), "cap"
-        grid = np.linspace(grid[n - 1] if n else 0, grid[n], 80)
-    return rounded(r[n]), "clip"
+    """The ratio beyond which the weight is not r: it is 0 there, or constant in CISPO. None if there is
+    no such ratio."""
+
+    def measured(log_ratio):
+        found = of_policy(subject, two_tokens(subject, np.array([log_ratio]), [A]))
+        return float(found.value), found.gradient.sum()
+
+    value_at_1, weight_at_1 = measured(0)
+    value, weight = measured(direction * FAR)
+    weight = weight / weight_at_1
+    if abs(weight / math.exp(direction * FAR) - 1) < NEAR:
+        return None
+    is_capped = abs(weight) > 1e-9
+    assert is_capped == (subject.section == "cispo"), "another kind of clip"
+    if is_capped:
+        return rounded(weight)
+    # Where the objective is clipped, it stays what it was at the edge.
+    log_edge = math.log(value / value_at_1)
+    _, inside = measured(0.99 * log_edge)
+    assert abs(inside / weight_at_1 / math.exp(0.99 * log_edge) - 1) < NEAR, "not clipped"
+    return rounded(math.exp(log_edge))
 
 
 def rounded(r):
     return float(f"{r:.6g}")
 
 
-def edges_of(subject):
-    """{(sign of A, direction): ratio or None}, and the kinds"""
-    found = {(A, way): edge(subject, A, way) for A in (1, -1) for way in (-1, 1)}
-    return {key: r for key, (r, _) in found.items()}, {kind for _, kind in found.values()} - {""}
-
-
 def range_of(section, keywords):
+    if section == "cispo":
+        return keywords["is_weight_floor"], keywords["is_weight_cap"]
     if section == "gmpo":
         return tuple(rounded(math.exp(x * keywords["log_ratio_clip"])) for x in (-1, 1))
     return rounded(1 - keywords["clip_eps_low"]), rounded(1 + keywords["clip_eps_high"])
 
 
 def clip(subject, plain, found):
-    edges, kinds = edges_of(subject)
-    keywords = defaults(subject)
+    assert subject.section in [*CLIPPED, "gmpo", "cispo"]
+    edges = {(A, way): edge(subject, A, way) for A in (1, -1) for way in (-1, 1)}
     limits = {A: (edges[A, -1] or 0, edges[A, 1] or math.inf) for A in (1, -1)}
-    if subject.section == "cispo" and kinds == {"cap"}:
+    ours = range_of(subject.section, defaults(subject))
+    if subject.section == "cispo":
         floor, cap = limits[1]
-        ours = [keywords["is_weight_floor"], keywords["is_weight_cap"]]
-        if [floor, cap] == ours:
-            return [], None
-        names = [f"variant: the weights are in {[floor, cap]}, not {ours}"]
-        return names, setting(is_weight_floor=floor, is_weight_cap=cap)
-    if subject.section not in [*CLIPPED, "gmpo"] or "cap" in kinds:
-        return [], None
-
-    ours = range_of(subject.section, keywords)
+        change = setting(is_weight_floor=floor, is_weight_cap=cap)
+        return [] if limits[1] == ours else [range_name((floor, cap), ours)], change
 
     def clipped(r, a, low, high):
         bounds = {ours[0]: low, ours[1]: high}  # if your bound equals ours, use the case's
@@ -208,6 +182,10 @@ def clip(subject, plain, found):
         return torch.clamp(r, bounds.get(least, least), bounds.get(most, most)) * a
 
     return clip_names(edges, ours), pieces(clipped=clipped)
+
+
+def range_name(yours, ours):
+    return "variant: the range is [{:.6g}, {:.6g}], not [{:.6g}, {:.6g}]".format(*yours, *ours)
 
 
 DUAL = "variant: dual clip: A < 0 and r > {:.4g} [verl]"
@@ -226,7 +204,7 @@ def clip_names(edges, ours):
     near = {key: r for key, r in sorted(edges.items()) if r and 0.1 < r < 9.99}
     far = max([abs(math.log(r)) for key, r in edges.items() if r and key not in near], default=0)
     names = []
-    if 0 < far < 16:
+    if far > 0:
         names.append(f"{CLAMP}|log r| > {far:.4g} (r = {math.exp(far):.4g}): a clamp")
     name = PLACES.get(tuple(near), f"mistake: the clip acts in these places alone: {near}")
     if name == DUAL:
@@ -235,9 +213,7 @@ def clip_names(edges, ours):
         names.append(name)
     low, high = min(near.values(), default=1), max(near.values(), default=1)
     if low < 1 < high and (low, high) != ours:
-        engines = " [TRL, verl: default]" if (low, high) == (ours[0], rounded(2 - low)) else ""
-        ranges = [f"[{x:.6g}, {y:.6g}]" for x, y in ((low, high), ours)]
-        names.append(f"variant: the range is {ranges[0]}, not {ranges[1]}{engines}")
+        names.append(range_name((low, high), ours))
     return names
 
 
@@ -258,7 +234,8 @@ def kl(subject, plain, found):
     """What remains where A is 0, as c times an estimator."""
     assert "grpo" in subject.section and subject.has_ref
     x = np.array([-2, -1, -0.5, 0.3, 1, 1.5])
-    answer, case = asked(subject, x[::-1] / 3, 0 * x, x - 2)
+    case = two_tokens(subject, x[::-1] / 3, 0 * x, ref_logprobs=x - 2)
+    answer = subject.answer(case)
     kl_coef = defaults(subject)["kl_coef"]
     for name, of in itertools.product(KLS, ("ref", "old")):
         change = estimator(KLS[name], of)
@@ -271,14 +248,14 @@ def kl(subject, plain, found):
     else:
         return [], None
     coefficient = float(f"{c * kl_coef:.3g}")
+    change = estimator(KLS[name], of, coefficient / kl_coef)
     if (name, of, coefficient) == ("k3", "ref", kl_coef):
-        return [], None
-    kind = "variant" if (name, of) == ("k3", "ref") and c > 0 else "mistake"
+        return [], change
     if coefficient == 0:
-        return ["mistake: there is no KL: the reference is not used"], estimator(KLS[name], of, 0)
+        return ["mistake: there is no KL: the reference is not used"], change
+    kind = "variant" if (name, of) == ("k3", "ref") and c > 0 else "mistake"
     size = f"{abs(coefficient):.3g}{', rewarded' if c < 0 else ''}"
-    line = f"{kind}: the KL is {name}, x = pi_{of} / pi, coefficient {size}"
-    return [line], estimator(KLS[name], of, coefficient / kl_coef)
+    return [f"{kind}: the KL is {name}, x = pi_{of} / pi, coefficient {size}"], change
 
 
 def estimator(k, of, c=1):
@@ -291,25 +268,23 @@ def estimator(k, of, c=1):
 
 @np.errstate(all="ignore")
 def explanation(subject, wrong, measured):
-    """Lines: what was measured, how advantages act on policy, and the weights of tokens by ratio."""
+    """Lines: what was measured, and the weights of tokens by ratio."""
     lines = [f"what was measured: {name}" for name, _ in measured]
     if any(answer.gradient[np.array(case["inputs"]["mask"]) == 0].any() for case, answer in wrong):
         lines.append("there is a gradient in masked places")
-    for case, answer in wrong:
-        if "on_policy" in case["tags"]:
-            A = np.array(case["inputs"]["advantages"])[:, 0]
-            ours = expected(case).gradient
-            quotients = np.where(ours, answer.gradient / ours, np.nan)
-            lines.append(f"on policy, advantages of {in_columns(A)}")
-            lines.append(f"                 act like {in_columns(A * np.nanmax(quotients, 1))}")
+    yours, ours = [], []
     try:
-        size = np.abs(asked(subject, np.zeros(2), [0, 0])[0].gradient).max()
-        yours, cases = weights(subject, np.log(RATIOS[1:]))
-        ours = [-evaluate(subject.section, x)[1].sum(1) / A for A, x in cases.items()]
+        idle = subject.answer(two_tokens(subject, np.zeros(2), [0, 0]))
+        for A in (1, -1):
+            case = two_tokens(subject, np.log(RATIOS), np.full(len(RATIOS), A))
+            yours.append(of_policy(subject, case).gradient.sum(1) / A)
+            ours.append(-evaluate(subject.section, case)[1].sum(1) / A)
     except Exception:  # of a function that does not take such cases
         return lines
+    size = np.abs(idle.gradient).max()
     if size > 1e-9:
         lines.append(f"a term has no advantage: where every A is 0 your gradient is up to {size:.2g}")
+    yours = np.array(yours) / abs(yours[0][0])
     ours = np.array(ours) / abs(ours[0][0])
     for A, your, our in zip(("A > 0", "A < 0"), yours, ours, strict=True):
         if not np.allclose(your, our, rtol=NEAR):

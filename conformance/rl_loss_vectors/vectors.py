@@ -83,7 +83,7 @@ class Subject:
                 f"its arguments ({', '.join(self.parameters)}) are not recognized as "
                 f"{', '.join(wanted)}; --set NAME=VALUE sets others"
             )
-        self.lacks_mask = "mask" in missing and not self.returns_terms
+        self.lacks_mask = "mask" in missing
         self.lacks_old = "old_logprobs" in missing and self.section not in ("reinforce", "rloo")
         self.has_ref = "ref_logprobs" in got  # then it gets one in each case
 
@@ -113,7 +113,7 @@ class Subject:
     def returns_terms(self):
         """Whether a loss returns (B, T), of which we then take the mean of its section."""
         try:
-            part = self.fields(self.about["cases"][0])
+            part = self.fields(self.cases[0])
             return self.section in LOSSES and self.output(part).shape == part["mask"].shape
         except Exception:
             return False
@@ -133,7 +133,7 @@ class Subject:
         if self.lacks_old:
             inputs["old_logprobs"] = inputs["logprobs"]
         changed["keywords"] |= self.constants
-        if self.has_ref and "kl_coef" in case["keywords"]:
+        if self.has_ref:
             changed["keywords"].setdefault("ref_logprobs", inputs["logprobs"])  # a KL of 0
         return case if changed == case else with_results(self.section, changed)
 
@@ -153,8 +153,6 @@ class Subject:
         mine = {*self.given.values(), *self.about["arguments"], "group_size"}
         others = {key: x for key, x in part.items() if self.takes_all and key not in mine}
         part = part | {"zero": 0.0}
-        if self.section in LOSSES:
-            part = {"ref_logprobs": part["logprobs"].detach().clone()} | part  # a KL of 0
         if self.section == "value_loss":
             part[names.RETURNS] = part["returns"] - part["old_values"]
         named = {key: x for key, x in self.fixed.items() if key in self.parameters}
