@@ -13,7 +13,8 @@ import warnings
 from types import SimpleNamespace
 
 from rl_loss_vectors import doctor, load
-from rl_loss_vectors.vectors import LOSSES, VECTORS, Misfit
+from rl_loss_vectors.names import Misfit
+from rl_loss_vectors.vectors import LOSSES, VECTORS
 
 ADVANTAGES = {"dr_grpo": "group_differences", "rloo": "leave_one_out"}
 ACCEPTED = """Parameters are recognized by name: new or logp, old or behavior, ref, mask, adv; clip
@@ -37,13 +38,11 @@ def arguments(program):
     set_help = "one of your function's or constructor's parameters; config.x=... makes a config"
     add("--set", action="append", default=[], metavar="NAME=VALUE", help=set_help)
     args = parser.parse_args()
-    if args.what in ("loss", "advantages") and args.algorithm is None:
+    advantages = ADVANTAGES.get(args.algorithm, "group_advantages")
+    sections = {"loss": args.algorithm, "advantages": advantages}
+    if args.what in sections and args.algorithm is None:
         parser.error("--algorithm is needed")
-    args.section = args.what
-    if args.what == "loss":
-        args.section = args.algorithm
-    if args.what == "advantages":
-        args.section = ADVANTAGES.get(args.algorithm, "group_advantages")
+    args.section = sections.get(args.what, args.what)
     return args
 
 

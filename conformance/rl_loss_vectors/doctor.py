@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from rl_loss_vectors import measure, mistakes, reference
-from rl_loss_vectors.vectors import GROUPS, SHAPES, Answer, Misfit, Subject, expected, same
+from rl_loss_vectors.names import Misfit
+from rl_loss_vectors.vectors import GROUPS, SHAPES, Answer, Subject, expected, same
 
 SPREADS = "variant: NaN in masked places spreads: the mask is a factor, no torch.where [TRL, verl]"
 AFTER_EXP = "variant: NaN in masked places reaches the gradient: mask the log-ratio before exp"
@@ -125,17 +126,12 @@ def explained(section, groups, change, changes):
 
 
 def examined(function, section, fixed):
-    """(subject, its results, the diagnosis) for the shape of advantages in which most cases agree; at a
-    tie, for one in which the mistake is known."""
+    """(subject, its results, the diagnosis) for the shape in which most cases agree; at a tie, for one
+    in which the mistake is known."""
     found = examine_shapes(function, section, fixed)
-    options = []
-    for subject, results in found:
-        if failures(subject, results) == failures(*found[0]):
-            lines = diagnosis(subject, results)
-            options.append((subject, results, lines))
-            if "unknown" not in " ".join(lines):
-                return options[-1]
-    return options[0]
+    best = [pair for pair in found if failures(*pair) == failures(*found[0])]
+    options = [(*pair, diagnosis(*pair)) for pair in best]
+    return min(options, key=lambda option: " ".join(option[2]).count("unknown"))
 
 
 def diagnose(function, section, **fixed):

@@ -9,7 +9,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from rl_loss_vectors.vectors import Misfit
+from rl_loss_vectors.names import Misfit
 
 KEPT = ("staticmethod", "classmethod", "property", "dataclass")  # decorators
 IMPORTS = (ast.Import, ast.ImportFrom)

@@ -1,6 +1,7 @@
 """Measures what a loss divides by, where it clips, and its KL, by calling it with cases of our own. The
 results are entries like those of mistakes.py, with numbers."""
 
+import functools
 import itertools
 import math
 
@@ -224,7 +225,6 @@ KLS = {  # of log x, x = pi_ref / pi
     "k2": lambda x: x**2 / 2,
     "k3": k3,
     "k3 upside down": lambda x: k3(-x),
-    "|log x|": torch.abs,
     "k3 without gradient": lambda x: k3(x).detach(),
     "k3 with its score term": lambda x: k3(x) + k3(x).detach() * (x.detach() - x),
 }
@@ -238,9 +238,8 @@ def kl(subject, plain, found):
     answer = subject.answer(case)
     kl_coef = defaults(subject)["kl_coef"]
     for name, of in itertools.product(KLS, ("ref", "old")):
-        change = estimator(KLS[name], of)
-        for _, other in found:
-            change = together(change, other)
+        others = [change for _, change in found]
+        change = functools.reduce(together, others, estimator(KLS[name], of))
         value, gradient = evaluate("grpo", case, change)
         c = answer.value / value
         if np.allclose(answer.gradient, c * gradient, rtol=NEAR, atol=NEAR / 100):
@@ -272,20 +271,20 @@ def explanation(subject, wrong, measured):
     lines = [f"what was measured: {name}" for name, _ in measured]
     if any(answer.gradient[np.array(case["inputs"]["mask"]) == 0].any() for case, answer in wrong):
         lines.append("there is a gradient in masked places")
-    yours, ours = [], []
     try:
         idle = subject.answer(two_tokens(subject, np.zeros(2), [0, 0]))
+        yours, ours = [], []
         for A in (1, -1):
             case = two_tokens(subject, np.log(RATIOS), np.full(len(RATIOS), A))
             yours.append(of_policy(subject, case).gradient.sum(1) / A)
             ours.append(-evaluate(subject.section, case)[1].sum(1) / A)
     except Exception:  # of a function that does not take such cases
         return lines
+    yours = yours / abs(yours[0][0])
+    ours = ours / abs(ours[0][0])
     size = np.abs(idle.gradient).max()
     if size > 1e-9:
         lines.append(f"a term has no advantage: where every A is 0 your gradient is up to {size:.2g}")
-    yours = np.array(yours) / abs(yours[0][0])
-    ours = np.array(ours) / abs(ours[0][0])
     for A, your, our in zip(("A > 0", "A < 0"), yours, ours, strict=True):
         if not np.allclose(your, our, rtol=NEAR):
             lines.append(f"where {A}, by r:   {in_columns(RATIOS)}")

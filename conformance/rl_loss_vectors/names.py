@@ -1,13 +1,14 @@
 """Decides by its name which argument a function's parameter gets, wherever it stands."""
 
+import math
 import re
 
 from rl_loss_vectors.reference import LOSSES
 
-COUNTS = ["num_sequences", "num_tokens"]
 RETURNS = "returns - old_values"  # an advantage of the value loss
 NEVER = "kl|ratio|entrop|value|reward|return|ids?$|index|temperature|logit|label|weight|model|loss|step"
-# In each list, the first pattern that matches a name counts.
+# In each list, the first pattern counts that matches a name and belongs to an argument or keyword of
+# the section.
 LOSS_ROLES = [
     ("ref_logprobs", r"(^|_|pi)ref"),
     ("mask", "mask"),
@@ -24,12 +25,15 @@ VALUE_ROLES = [
     ("values", "pred|new"),
 ]
 CLIP = "clip|eps|ratio_m"
+HIGH = f"({CLIP}).*(high|upper|max)|(high|upper|max).*({CLIP})"
 KEYWORDS = [
     ("never", "_c$|std|norm|grad|dual"),
-    ("value_clip", "clip.*(val|vf)|(val|vf).*clip"),
-    ("clip_eps_high", f"({CLIP}).*(high|upper|max)|(high|upper|max).*({CLIP})"),
+    ("value_clip", CLIP),
+    ("never", "val|vf"),
+    ("is_weight_cap", f"cap|weight_max|max_weight|{HIGH}"),
+    ("clip_eps_high", HIGH),
     ("clip_eps_low", CLIP),
-    ("is_weight_cap", "cap|weight_max|max_weight"),
+    ("log_ratio_clip", CLIP),
     ("kl_coef", "beta|kl.*(coef|weight|lambda|penalty)|(coef|weight|lambda).*kl"),
     ("num_tokens", "num_items|(num|total|global).*tok"),
     ("max_new_tokens", "max.*(tok|len)|l_max"),
@@ -38,36 +42,26 @@ KEYWORDS = [
     ("gamma", "gamma|discount"),
     ("lam", "^lam|^lm?bda?$|gae_lam"),
 ]
-CLIPS = {  # what a section calls them
-    "value_loss": {"clip_eps_low": "value_clip", "clip_eps_high": "value_clip"},
-    "gmpo": {"clip_eps_low": "log_ratio_clip"},
-    "rspo": {"clip_eps_low": "log_ratio_clip"},
-    "cispo": {"clip_eps_high": "is_weight_cap"},
-}
 ZERO = "(^|_)kl|beta|ent.*coef"  # parameters that the function requires, but the paper doesn't have
 
 
-def plain(name):
-    """mask_BT is mask."""
-    return re.sub("_[A-Z][A-Z0-9]*$", "", name)
+def first_of(patterns, name, known):
+    """The first of the known names whose pattern matches, "never" or None."""
+    for ours, pattern in patterns:
+        if ours in (*known, "never") and re.search(pattern, name.lower()):
+            return ours
+    return None
 
 
-def first_of(patterns, name):
-    return next((ours for ours, pattern in patterns if re.search(pattern, name.lower())), None)
-
-
-def keyword_of(name, section, known, default):
+def keyword_of(name, known, default):
     """Our keyword for a name, or None. A lower clip of 0.8 is a bound, not a width: None."""
-    if plain(name) in known:
-        return plain(name)
-    if isinstance(default, (bool, str)):
-        return None
-    found = first_of(KEYWORDS, name)
-    found = CLIPS.get(section, {}).get(found, found)
-    least_bound = {"clip_eps_low": 0.5, "clip_eps_high": 1}.get(found)
-    if least_bound and isinstance(default, float) and default > least_bound:
-        return None
-    return found if found in known else None
+    name = re.sub("_[A-Z][A-Z0-9]*$", "", name)  # mask_BT is mask
+    if name in known:
+        return name
+    found = first_of(KEYWORDS, name, known)
+    least_bound = {"clip_eps_low": 0.5, "clip_eps_high": 1}.get(found, math.inf)
+    is_bound = isinstance(default, float) and default > least_bound
+    return None if is_bound or isinstance(default, (bool, str)) else found
 
 
 def roles_of(section, arguments, parameters):
@@ -82,12 +76,13 @@ def roles_of(section, arguments, parameters):
     return [(ours, ours[:3]) for ours in old_first]
 
 
-def assign(parameters, about, section, fixed):
-    """({name of a parameter: what it gets}, the names that get it only by their order, the required
-    names that get nothing)"""
-    arguments = about["arguments"]
-    known = {*COUNTS, *arguments, *about["defaults"]}.union(*(x["keywords"] for x in about["cases"]))
-    known |= {"ref_logprobs", RETURNS}
+class Misfit(Exception):
+    """A function that cannot be called at all; the message is one line for its author."""
+
+
+def assign(parameters, section, arguments, keywords, fixed):
+    """({name of a parameter: what it gets}, the names that get it only by their order)"""
+    known = {*arguments, *keywords, "ref_logprobs", RETURNS}
     known |= {"group_size"} if "rewards" in arguments else set()
     roles = roles_of(section, arguments, parameters)
     given = {}
@@ -96,8 +91,8 @@ def assign(parameters, about, section, fixed):
     for name, parameter in parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or name in fixed:
             continue
-        role = first_of(roles, name)
-        options = [keyword_of(name, section, known, parameter.default), role]
+        role = first_of(roles, name, known)
+        options = [keyword_of(name, known, parameter.default), role]
         options = [x for x in options if x in known and x not in given.values()]
         is_required = parameter.default is parameter.empty
         if options:
@@ -108,9 +103,13 @@ def assign(parameters, about, section, fixed):
             left.append(name)
         elif is_required:
             free.append(name)
-    rest = [argument for argument in arguments if argument not in given.values()]
-    by_order = {}
-    if len(free) >= len(rest) or not given:
-        by_order = dict(zip(free, rest, strict=False))
-    left += [name for name in free if name not in by_order]
-    return given | by_order, [*by_order], left
+    got = {*given.values()}
+    rest = [x for x in arguments if x not in got and (x != "returns" or RETURNS not in got)]
+    by_order = dict(zip(free, rest, strict=False)) if len(free) >= len(rest) or not given else {}
+    missing = {*rest} - {*by_order.values(), "mask", "old_logprobs"}
+    if left or missing or len(by_order) < len(free):
+        raise Misfit(
+            f"its arguments ({', '.join(parameters)}) are not recognized as "
+            f"{', '.join(arguments)}; --set NAME=VALUE sets others"
+        )
+    return given | by_order, [*by_order]

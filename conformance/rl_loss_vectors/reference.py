@@ -6,6 +6,7 @@ in one batch `b`, under their names in vectors.json; only tokens in the mask are
 """
 
 import math
+from collections import defaultdict
 from types import SimpleNamespace
 
 import torch
@@ -13,8 +14,8 @@ import torch
 LOSSES = "ppo grpo dr_grpo dapo gspo cispo gmpo rspo sapo reinforce rloo vapo grpo_offpolicy".split()
 DTYPES = dict.fromkeys(["mask", "is_right"], torch.bool)
 DTYPES |= dict.fromkeys(["indices", "group_ids", "rollout_ids"], torch.int64)
-ABSENT = {"ref_logprobs": None, "rollout_ratio": None, "clip_level": "token", "offpolicy_mask": 0}
-ABSENT |= {"bootstrap": torch.zeros(5, 1)}
+ABSENT = {"ref_logprobs": None, "clip_level": "token", "offpolicy_mask": 0}
+ABSENT |= {"rollout_ratio": defaultdict(lambda: 1.0), "bootstrap": defaultdict(lambda: 0.0)}
 
 
 def tokens(b, i):
@@ -95,17 +96,13 @@ def k3(log_x):
     return torch.expm1(log_x) - log_x
 
 
-def log_mu_over_pi(b, i, t):
-    """mu is the sampler; rollout_ratio is pi_old / mu."""
-    rho = 1 if b.rollout_ratio is None else b.rollout_ratio[i, t].item()
-    return -log_ratio(b, i, t).item() - math.log(rho)
-
-
 def is_dropped(b, i):
     """The mask of DeepSeek-V3.2: a bad completion that the policy has moved away from."""
     if b.offpolicy_mask == 0 or advantage(b, i) >= 0:
         return False
-    return sum(log_mu_over_pi(b, i, t) for t in tokens(b, i)) / length(b, i) > b.offpolicy_mask
+    log_old_over_pi = sum(-log_ratio(b, i, t).item() for t in tokens(b, i))
+    log_mu_over_old = sum(-math.log(b.rollout_ratio[i, t]) for t in tokens(b, i))
+    return (log_old_over_pi + log_mu_over_old) / length(b, i) > b.offpolicy_mask
 
 
 def grpo(b):
@@ -115,10 +112,8 @@ def grpo(b):
             return policy_term
         k = k3(b.ref_logprobs[i, t] - b.logprobs[i, t])
         if b.kl_is_corrected:
-            # the ratio to what the completion was sampled from: pi / mu
-            k = ratio(b, i, t) * k
-            if b.rollout_ratio is not None:
-                k = b.rollout_ratio[i, t] * k
+            # pi / mu, where mu is what the completion was sampled from; rollout_ratio is pi_old / mu
+            k = b.rollout_ratio[i, t] * ratio(b, i, t) * k
         return policy_term - b.kl_coef * k
 
     return average(b, each(b, term), len(b.mask) * lengths(b))
@@ -303,14 +298,15 @@ def overlong_penalty(b):
 def rollout_weights(b):
     weights = torch.zeros_like(b.old_logprobs)
     for i in range(len(weights)):
-        rhos = {t: torch.exp(b.old_logprobs[i, t] - b.rollout_logprobs[i, t]) for t in tokens(b, i)}
-        for t, rho in rhos.items():
-            weights[i, t] = rollout_weight(b, rho, math.prod(rhos.values()), len(rhos))
+        places = tokens(b, i)
+        rho = torch.exp(b.old_logprobs[i, places] - b.rollout_logprobs[i, places])
+        weights[i, places] = weights_by_rule(b, rho)
     return weights
 
 
-def rollout_weight(b, rho, product, length):
-    """From a token's rho = pi_old / mu, and the product of all rhos in its completion."""
+def weights_by_rule(b, rho):
+    """Of the tokens of a completion; rho = pi_old / mu."""
+    product = rho.prod()
     if b.rule == "token_tis":
         return rho.clamp(max=b.cap)
     if b.rule == "sequence_tis":
@@ -318,9 +314,9 @@ def rollout_weight(b, rho, product, length):
     if b.rule == "sequence_mis":
         return product * (product <= b.cap)
     if b.rule == "icepop":
-        return rho * (b.mask_low <= rho <= b.mask_high)
-    is_near = b.mask_low <= product ** (1 / length) <= b.mask_high
-    return (rho.clamp(max=b.cap) if b.rule == "geo_mask" else torch.ones_like(rho)) * is_near
+        return rho * (b.mask_low <= rho) * (rho <= b.mask_high)
+    is_near = b.mask_low <= product ** (1 / len(rho)) <= b.mask_high
+    return is_near * (rho.clamp(max=b.cap) if b.rule == "geo_mask" else torch.ones_like(rho))
 
 
 def replayed_gate(b):

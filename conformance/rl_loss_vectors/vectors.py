@@ -13,10 +13,11 @@ import numpy as np
 import torch
 
 from rl_loss_vectors import names
+from rl_loss_vectors.names import Misfit
 from rl_loss_vectors.reference import LOSSES, fields_of, with_results
 
 VECTORS = json.loads((Path(__file__).parent / "vectors.json").read_text())
-COUNTS = names.COUNTS
+COUNTS = ["num_sequences", "num_tokens"]  # of the whole step
 SHAPES = ["as in the file", "BT", "B"]  # of advantages
 GROUPS = ["as in the file", "N", "GP", "G"]  # of rewards: "G" is one group at a time
 
@@ -48,10 +49,6 @@ def expected(case):
     return Answer(np.array(case["value"], float), gradient)
 
 
-class Misfit(Exception):
-    """A function that cannot be called at all; the message is one line for its author."""
-
-
 @dataclass(eq=False)
 class Subject:
     """A function under test."""
@@ -66,26 +63,19 @@ class Subject:
 
     def __post_init__(self):
         self.about = VECTORS["sections"][self.section]
+        self.keywords = {*COUNTS}.union(*(case["keywords"] for case in self.about["cases"]))
         # A module's parameters are in `forward`, which its __call__ hides.
         function = getattr(self.function, "forward", self.function)
         self.parameters = inspect.signature(function).parameters
         kinds = [parameter.kind for parameter in self.parameters.values()]
         self.takes_all = inspect.Parameter.VAR_KEYWORD in kinds
-        assigned = names.assign(self.parameters, self.about, self.section, self.fixed)
-        self.given, self.by_order, left = assigned
         wanted = self.about["arguments"]
-        got = {*self.given.values()}
-        if names.RETURNS in got:
-            got.add("returns")
-        missing = {*wanted} - got
-        if left or missing - {"mask", "old_logprobs"}:
-            raise Misfit(
-                f"its arguments ({', '.join(self.parameters)}) are not recognized as "
-                f"{', '.join(wanted)}; --set NAME=VALUE sets others"
-            )
-        self.lacks_mask = "mask" in missing
-        self.lacks_old = "old_logprobs" in missing and self.section not in ("reinforce", "rloo")
-        self.has_ref = "ref_logprobs" in got  # then it gets one in each case
+        assigned = names.assign(self.parameters, self.section, wanted, self.keywords, self.fixed)
+        self.given, self.by_order = assigned
+        lacking = {*wanted} - {*self.given.values()}
+        self.lacks_mask = "mask" in lacking
+        self.lacks_old = "old_logprobs" in lacking and self.section not in ("reinforce", "rloo")
+        self.has_ref = self.takes("ref_logprobs")  # then it gets one in each case
 
     def takes(self, key):
         return key in self.given.values()
@@ -97,16 +87,13 @@ class Subject:
     def why_not(self, case):
         """The reason why a case does not apply, or None."""
         for key, value in case["keywords"].items():
-            # A reference whose log-probs are those of the policy gives a KL of 0.
-            is_default = value in (self.about["defaults"].get(key), case["inputs"].get("logprobs"))
+            is_default = value == self.about["defaults"].get(key)
             is_known = is_default or key in self.constants or self.takes(key)
             if not is_known and self.ignores(case, {key}):
                 return f"it has no keyword {key}"
         has_count = any(self.takes(key) for key in COUNTS)
         if "micro_batches" in case and not has_count and self.ignores(case, {*COUNTS}):
             return "it cannot be used in micro-batches: it has no count of the whole step"
-        if self.shape == "B" and "token_advantages" in case["tags"]:
-            return "it takes one advantage for each completion"
         return None
 
     @functools.cached_property
@@ -139,45 +126,42 @@ class Subject:
 
     def fields(self, case):
         """What a function gets in a case: tensors and numbers, by name."""
-        fields = fields_of(case)
+        fields = fields_of(case) | {key: case[key] for key in COUNTS if key in case}
+        if self.section == "value_loss":
+            fields[names.RETURNS] = fields["returns"] - fields["old_values"]
+        if self.about["arguments"] == ["rewards"]:
+            fields["group_size"] = fields["rewards"].shape[1]
         if self.shape == "BT":
             fields["advantages"] = fields["advantages"].expand_as(fields["mask"]).clone()
-        if self.shape == "B":
-            fields["advantages"] = fields["advantages"][:, 0]
+        if self.shape == "B":  # an error, if there is one for each token
+            fields["advantages"] = fields["advantages"].view(len(fields["mask"]))
+        if self.shape == "N":
+            fields["rewards"] = fields["rewards"].reshape(-1)
+        if self.shape == "GP":
+            fields["rewards"] = fields["rewards"].T
         for name, x in fields.items():
             if torch.is_tensor(x) and (x.is_floating_point() or (name, self.mask) == ("mask", "float")):
                 fields[name] = x.to(self.dtype)
-        return fields | {key: case[key] for key in COUNTS if key in case}
+        return fields | {"zero": 0.0}
 
     def call(self, part):
-        mine = {*self.given.values(), *self.about["arguments"], "group_size"}
-        others = {key: x for key, x in part.items() if self.takes_all and key not in mine}
-        part = part | {"zero": 0.0}
-        if self.section == "value_loss":
-            part[names.RETURNS] = part["returns"] - part["old_values"]
         named = {key: x for key, x in self.fixed.items() if key in self.parameters}
         for name, key in self.given.items():
             if key in part or self.parameters[name].default is inspect.Parameter.empty:
                 named[name] = part.get(key)
-        result = self.function(**named, **others)
+        if self.takes_all:
+            named |= {key: x for key, x in part.items() if key in self.keywords and not self.takes(key)}
+        result = self.function(**named)
         if self.section == "gae":  # advantages and returns, one above the other
             return torch.stack([torch.as_tensor(x) for x in result[:2]])
         return main_output(result)
 
     def output(self, part):
-        """What it returns; groups of rewards may have to be passed in a different arrangement."""
-        if self.about["arguments"] != ["rewards"]:
-            return self.call(part)
-        rewards = part["rewards"]
-        part = part | {"group_size": rewards.shape[1]}
+        """What it returns; if it takes one group of rewards, for one group after the other."""
         if self.shape == "G":
-            return torch.stack([self.call(part | {"rewards": row}).reshape(-1) for row in rewards])
-        if self.shape == "GP":
-            return self.call(part | {"rewards": rewards.T}).T
-        if self.shape == "N":
-            part["rewards"] = rewards.reshape(-1)
+            return torch.stack([self.call(part | {"rewards": x}).reshape(-1) for x in part["rewards"]])
         found = self.call(part)
-        return found.reshape(rewards.shape) if found.shape == (rewards.numel(),) else found
+        return found.T if self.shape == "GP" else found
 
     def answer(self, case, without=()):
         """Its answer in a case, `without` some of the keywords."""
@@ -209,13 +193,10 @@ class Subject:
         pairs = []
         for theirs, ours in self.given.items():
             pairs.append(f"{theirs} is {ours}{' by order' if theirs in self.by_order else ''}")
-        if any(names.plain(theirs) != ours for theirs, ours in self.given.items()):
+        if any(not theirs.startswith(ours) for theirs, ours in self.given.items()):
             lines.append(f"arguments: {', '.join(pairs)}")
-        first = self.about["cases"][0]["keywords"]
         for key, x in self.constants.items():
-            if first[key] != x:
-                whose = "the paper's" if self.section == "gspo" else "yours"
-                lines.append(f"{key} is {x:.4g}, {whose}: the cases are computed with it")
+            lines.append(f"{key} is {x:.4g}, as the paper allows: the cases are computed with it")
         what = "rewards" if self.shape in GROUPS else "advantages"
         facts = {
             "it takes no mask: tested without padding; set what follows the end to 0": self.lacks_mask,
@@ -247,7 +228,7 @@ def gradient_of(output, first, coefficients):
 
 def shaped(found, expected, case):
     """An array of answers in the shape of the expected ones, 0 in masked places."""
-    if found.squeeze().shape == expected.squeeze().shape:
+    if found.size == expected.size and 1 in (found.ndim, expected.ndim):
         found = found.reshape(expected.shape)
     found = np.broadcast_to(found, expected.shape)  # an error, if it cannot be
     mask = np.array(case["inputs"].get("mask", 1))
