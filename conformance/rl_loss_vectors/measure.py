@@ -225,6 +225,7 @@ KLS = {  # of log x, x = pi_ref / pi
     "k2": lambda x: x**2 / 2,
     "k3": k3,
     "k3 upside down": lambda x: k3(-x),
+    "|log x|": torch.abs,
     "k3 without gradient": lambda x: k3(x).detach(),
     "k3 with its score term": lambda x: k3(x) + k3(x).detach() * (x.detach() - x),
 }
@@ -267,10 +268,17 @@ def estimator(k, of, c=1):
 
 @np.errstate(all="ignore")
 def explanation(subject, wrong, measured):
-    """Lines: what was measured, and the weights of tokens by ratio."""
+    """Lines: what was measured, how advantages act on policy, and the weights of tokens by ratio."""
     lines = [f"what was measured: {name}" for name, _ in measured]
     if any(answer.gradient[np.array(case["inputs"]["mask"]) == 0].any() for case, answer in wrong):
         lines.append("there is a gradient in masked places")
+    for case, answer in wrong:
+        if "on_policy" in case["tags"]:
+            A = np.array(case["inputs"]["advantages"])[:, 0]
+            ours = expected(case).gradient
+            quotients = (answer.gradient * (ours != 0)).sum(1) / ours.sum(1)
+            lines.append(f"on policy, advantages of {in_columns(A)}")
+            lines.append(f"                 act like {in_columns(A * quotients)}")
     try:
         idle = subject.answer(two_tokens(subject, np.zeros(2), [0, 0]))
         yours, ours = [], []
