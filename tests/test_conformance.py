@@ -210,6 +210,7 @@ BROUGHT = """
 1 ppo | ... | torch.where(mask, surrogate(lp, old, A), 0).sum() / mask.sum() | mask the log-ratio before
 # what is returned, float32, shapes
 0 ppo --allow-nan | ... | surrogate(lp, old, A) | it returns terms, (B, T)
+1 ppo | lp, old, adv | surrogate(lp, old, adv) | mask the log-ratio before
 1 ppo | ... | mean(surrogate(lp, old, A), mask) if lp.dtype == torch.float32 else 1 / 0 | in float32
 1 gspo | ... | -(s_of(...) * A.view(-1, 1)).mean() | (B,) times (B, 1)
 # advantages

@@ -76,6 +76,8 @@ class Subject:
         self.lacks_mask = "mask" in lacking
         self.lacks_old = "old_logprobs" in lacking and self.section not in ("reinforce", "rloo")
         self.has_ref = self.takes("ref_logprobs")  # then it gets one in each case
+        if self.returns_terms:
+            self.lacks_mask = False  # whoever averages the terms masks them
 
     def takes(self, key):
         return key in self.given.values()
@@ -100,7 +102,7 @@ class Subject:
     def returns_terms(self):
         """Whether a loss returns (B, T), of which we then take the mean of its section."""
         try:
-            part = self.fields(self.cases[0])
+            part = self.fields(self.adapted(self.about["cases"][0]))
             return self.section in LOSSES and self.output(part).shape == part["mask"].shape
         except Exception:
             return False
