@@ -401,8 +401,8 @@ class Batch:
 
     tokens_BS: torch.Tensor  # prompt and response side by side, padding on the right
     is_token_BS: torch.Tensor  # True on prompt and response
-    # The column whose logits predict each response token; then the last token's own, for a critic; then
-    # any, since the mask excludes it
+    # The column whose logits predict each response token; then the last token's own column, for a
+    # critic; then 0, which is padding
     predictor_BU: torch.Tensor
     response_BT: torch.Tensor  # the response's tokens alone
     mask_BT: torch.Tensor  # True on the response, including EOS

@@ -7,10 +7,10 @@ Expect: greedy held-out accuracy rises from 0.43 to at least 0.9, and the model 
 
 It takes the script's flags (`python gspo.py --help`) for model, data, reward, batches, steps and loss,
 and TRL's (GRPOConfig) for the rest, such as --output_dir, --use_cpu, --use_vllm, --deepspeed or
---report_to. Any other flag of the script is unknown here, and a flag of TRL for the loss or the batches
-is an error. Each process grades its own completions, so a reward function that takes lists gets only
-those. With --dtype bfloat16, TRL uses autocast. The model, in float32, has to fit on one GPU, even if
-DeepSpeed or FSDP shards it later.
+--report_to. Any other flag of the script is an error, and so is a flag of TRL for the loss or batches.
+Each process grades its own completions, so a reward function that takes lists gets only those. With
+--dtype bfloat16, TRL uses autocast. The model, in float32, has to fit on one GPU, even if DeepSpeed or
+FSDP shards it later.
 
 Not supported: ppo (its critic), rspo (the old policy's router scores), dapo's dynamic sampling and
 overlong penalty, and any correction for vLLM's log-probs. This has not run on a GPU.

@@ -38,7 +38,7 @@ def read(folder):
 
 
 def held_out(evaluations, way):
-    """The iterations with an evaluation that was done this way, and its accuracies."""
+    """The iterations that were evaluated this way, and the accuracies."""
     lines = [line for line in evaluations if way in line]
     return [line["iteration"] for line in lines], [line[way]["accuracy"] for line in lines]
 

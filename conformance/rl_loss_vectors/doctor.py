@@ -48,7 +48,7 @@ def tag_of(case):
 
 
 def failures(subject, results):
-    """A sort key: the most plain cases that agree, then the fewest that raise."""
+    """A sort key: first where most plain cases agree, then where the fewest cases raise an error."""
     num_agree = sum(is_right(*pair) for pair in answered(results) if tag_of(pair[0]) == PLAIN)
     return -num_agree, sum(isinstance(found, Exception) for _, found in results)
 

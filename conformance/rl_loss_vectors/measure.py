@@ -33,7 +33,7 @@ def entries(subject, plain):
 
 
 def of_policy(subject, case):
-    """Your J and its gradient, without what they are at A = 0, such as a KL or an entropy bonus."""
+    """Your J and its gradient, minus what a KL or an entropy bonus adds: their values at A = 0."""
     zeros = np.zeros(np.shape(case["inputs"]["advantages"])).tolist()
     idle = subject.answer(case | {"inputs": case["inputs"] | {"advantages": zeros}})
     yours = subject.answer(case)
@@ -68,7 +68,7 @@ DIVISORS = {  # B rows, o tokens in each, N in all, the padded width T
 
 
 def divisor(subject, plain, found):
-    """On policy, where all cases have your gradient k times smaller than with one of these divisors."""
+    """The divisor for which, on policy, k times your gradient is ours, with the same k in all cases."""
     on_policy = [x["inputs"] | {"old_logprobs": x["inputs"]["logprobs"]} for x in plain]
     cases = [case | {"inputs": inputs} for case, inputs in zip(plain, on_policy, strict=True)]
     yours = np.concatenate([of_policy(subject, case).gradient.ravel() for case in cases])
@@ -92,8 +92,8 @@ def divisor(subject, plain, found):
 
 
 def own_constants(subject):
-    """Constants to test a function with that does not take them: ours, or others that are as good (the
-    range in GSPO's paper, any length in Dr. GRPO)."""
+    """Constants to use with a function that takes none: ours, or others that the paper allows (GSPO's
+    own range, any length in Dr. GRPO)."""
     if subject.section == "gspo" and not subject.takes("clip_eps_low"):
         return [{}, {"clip_eps_low": 3e-4, "clip_eps_high": 4e-4}]
     if subject.section == "dr_grpo" and not subject.takes("max_new_tokens"):

@@ -70,7 +70,7 @@ def every_pair(J, b):
 
 
 def of_batch(piece, function):
-    """A piece of a group's advantages becomes the same of all rewards in the batch."""
+    """Computes a group's mean or std from all rewards in the batch."""
     return lambda J, b: pieces(**{piece: lambda *_: function(b.rewards)})(J, b)
 
 

@@ -7,8 +7,7 @@ from rl_loss_vectors.reference import LOSSES
 
 RETURNS = "returns - old_values"  # an advantage of the value loss
 NEVER = "kl|ratio|entrop|value|reward|return|ids?$|index|temperature|logit|label|weight|model|loss|step"
-# In each list, the first pattern counts that matches a name and belongs to an argument or keyword of
-# the section.
+# In each list, the first match counts. Arguments and keywords that a section does not have are skipped.
 LOSS_ROLES = [
     ("ref_logprobs", r"(^|_|pi)ref"),
     ("mask", "mask"),

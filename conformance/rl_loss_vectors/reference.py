@@ -305,7 +305,7 @@ def rollout_weights(b):
 
 
 def weights_by_rule(b, rho):
-    """Of the tokens of a completion; rho = pi_old / mu."""
+    """The weights of one completion's tokens; rho = pi_old / mu."""
     product = rho.prod()
     if b.rule == "token_tis":
         return rho.clamp(max=b.cap)
