@@ -11,10 +11,11 @@ from types import SimpleNamespace
 
 import torch
 
-LOSSES = "ppo grpo dr_grpo dapo gspo cispo gmpo rspo sapo reinforce rloo vapo grpo_offpolicy".split()
+LOSSES = "ppo grpo dr_grpo dapo gspo cispo gmpo rspo sapo reinforce rloo vapo".split()
+LOSSES += ["deepseek_v32", "grpo_offpolicy"]
 DTYPES = dict.fromkeys(["mask", "is_right"], torch.bool)
 DTYPES |= dict.fromkeys(["indices", "group_ids", "rollout_ids"], torch.int64)
-ABSENT = {"ref_logprobs": None, "clip_level": "token", "offpolicy_mask": 0}
+ABSENT = {"ref_logprobs": None, "sampler_logprobs": None, "clip_level": "token", "offpolicy_mask": 0}
 ABSENT |= {"rollout_ratio": defaultdict(lambda: 1.0), "bootstrap": defaultdict(lambda: 0.0)}
 
 
@@ -120,6 +121,26 @@ def grpo(b):
 
 
 grpo_offpolicy = grpo  # with b.offpolicy_mask
+
+
+def deepseek_v32(b):
+    """GRPO whose KL is weighted by pi / mu, with gradient, and which drops bad completions that the
+    policy has moved away from. mu is the sampler, by default the old policy."""
+    mu = b.old_logprobs if b.sampler_logprobs is None else b.sampler_logprobs
+
+    def is_left(i):
+        places = tokens(b, i)
+        moved = sum((mu[i, t] - b.logprobs[i, t]).item() for t in places) / len(places)
+        return sum(b.advantages[i, t] for t in places) < 0 and moved > b.offpolicy_mask
+
+    def term(i, t):
+        policy_term = 0 * b.logprobs[i, t] if is_left(i) else clipped_term(b, i, t)
+        if b.ref_logprobs is None:
+            return policy_term
+        k = k3(b.ref_logprobs[i, t] - b.logprobs[i, t])
+        return policy_term - b.kl_coef * torch.exp(b.logprobs[i, t] - mu[i, t]) * k
+
+    return average(b, each(b, term), len(b.mask) * lengths(b))
 
 
 def sequence_ratio(b, i):
