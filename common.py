@@ -22,10 +22,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from plumbing.args import RunArgs, UserError, flag, launch, one_line
 from plumbing.data import Problem, addition_problems, read_problems
-from plumbing.metrics import clock, critic_stats, rollout_summary
+from plumbing.metrics import clock, critic_stats, mean_over, rollout_summary
 from plumbing.model import TrainedModel, load_policy
 from plumbing.reward import load_reward
-from plumbing.routing import Routing, experts_by_completion
+from plumbing.routing import RouterOutputs, Routing, experts_by_completion, take_columns
 from plumbing.run import Run
 
 # ----------------------------------------------------------------------------------------- problems
@@ -34,16 +34,18 @@ from plumbing.run import Run
 def load_problems(args, policy):
     """`--dataset` -> (stream of training problems, [held-out problems]). The held-out ones, which come
     from it or from `--eval_dataset`, are the same for all seeds."""
-    stream, held_out = read_problems(args, policy, final_answer)
-    with one_line(f"--model {args.model}: the sampler cannot run this architecture"):
-        check_sampler(policy, stream.problems[0].prompt_ids, args)
-    return stream, held_out
+    return read_problems(args, policy, final_answer)
 
 
-def check_sampler(policy, ids, args):
+def check_sampler(policy, problem, args):
     """Compares the sampler, with its cache, to the training forward, in float32: answers of two and of
-    four tokens after prompts of three lengths. UserError if their log-probs differ. Lower precisions
-    only have to run."""
+    four tokens after prompts of three lengths. UserError if their log-probs differ. In lower precision
+    it only has to run without an error."""
+    with one_line(f"--model {args.model}: the sampler cannot run this architecture"):
+        compare_forwards(policy, problem.prompt_ids, args)
+
+
+def compare_forwards(policy, ids, args):
     problems = [Problem("", "", ids[:length]) for length in (len(ids), len(ids) // 2 + 1, 1)]
     models = [policy.master, policy.model, policy.sampler(1).model]
     for model in dict.fromkeys(models):  # each one once; with default flags all are the same
@@ -53,9 +55,10 @@ def check_sampler(policy, ids, args):
         for i in (0, 2, 4):
             short = completions[i]
             completions[i] = short._replace(ids=short.ids[:2], logprobs=short.logprobs[:2])
-        batch = collate(completions, args)
+        batch = collate(completions, ids[0], args)
         with torch.no_grad():
-            logprobs_BT = token_logprobs(tried, batch, temperature=1.0).logprobs_BT
+            outputs = token_logprobs(tried, batch, temperature=1.0, with_entropy=False)
+        logprobs_BT = outputs.logprobs_BT
         gap = (logprobs_BT - batch.sampler_logprobs_BT)[batch.mask_BT].abs().max().item()
         if model is policy.master and not gap < 1e-3:  # a NaN fails this too
             raise UserError(f"its log-probs differ from the training forward's by {gap:.2g}")
@@ -75,6 +78,7 @@ class Completion(NamedTuple):
     experts: torch.Tensor | None = None  # (prompt and response, L, K), if recorded
     reward: float | None = None  # grading sets this and the next
     verdict: str | None = None  # correct, wrong, no_answer or truncated
+    advantage: float | None = None  # set by with_advantages
 
 
 def pad(rows, device, side="right", value=0):
@@ -142,7 +146,7 @@ def sample_batch(policy, problems, noise_NT, *, temperature, greedy, record_expe
     cache = None
     noted = []  # for experts_by_completion: the rows of each forward, and their experts
     for t in range(max_new_tokens):
-        with Routing(model) if record_experts else contextlib.nullcontext() as routing:
+        with Routing(policy.routers) if record_experts else contextlib.nullcontext() as routing:
             output = model(
                 tokens,
                 attention_mask=attention,
@@ -363,99 +367,91 @@ def load_grader(args):
 
 # ------------------------------------------------------------------------------------------- batch
 
-# Limits on a micro-batch if --micro_batch_size is 0, padding included. With higher limits, rows of very
-# different lengths would share a micro-batch, and more of it would be padding.
+# Limits on a batch if --micro_batch_size is 0, padding included. With higher limits, rows of very
+# different lengths would share a batch, and more of it would be padding.
 GPU_TOKENS = 8_192
 CPU_TOKENS = 1_024
 MAX_LOGITS = 2**29  # a logit takes 16 bytes, with its gradient and the entropy
 
 
-def similar_rows(lengths, args):
-    """[[row, ...]] for the micro-batches of an optimizer step: rows of similar length, so that little
-    is padding. `lengths` has (prompt, response) for each row, in tokens. A micro-batch has at most
-    `--micro_batch_size` rows, or as many as the limits above allow, but at least one."""
+def with_advantages(completions, advantages_PG):
+    """The completions, each with its advantage."""
+    pairs = zip(completions, advantages_PG.flatten().tolist(), strict=True)
+    return [c._replace(advantage=advantage) for c, advantage in pairs]
+
+
+def optimizer_steps(policy, completions, args):
+    """The rollout as tensors, for one epoch: a list of `--num_minibatches` optimizer steps, each a list
+    of `Batch`es, which go through the model one by one. Completions keep their order from step to step.
+    (Fewer steps if dapo could not fill the rollout, so that a step keeps about its size.)"""
+    full_step = args.prompts_per_iteration * args.group_size / args.num_minibatches
+    num_steps = max(1, round(len(completions) / full_step))
+    filler = completions[0].problem.prompt_ids[0]
+    steps = []
+    for rows in torch.arange(len(completions)).tensor_split(num_steps):
+        in_step = [completions[row] for row in rows]
+        batches = similar_lengths(in_step, policy.vocab_size, args)
+        steps.append([collate(batch, filler, args) for batch in batches])
+    return steps
+
+
+def similar_lengths(completions, vocab_size, args):
+    """Splits the completions of an optimizer step into batches of similar length, so that little is
+    padding. A batch has at most `--micro_batch_size` completions, or as many as the limits above allow,
+    but at least one."""
     max_tokens = CPU_TOKENS if args.torch_device == "cpu" else GPU_TOKENS
-    micro_batches = []
+    batches = []
     current = []
     longest_response = 0
-    for row in sorted(range(len(lengths)), key=lambda row: sum(lengths[row])):  # ties by row
+    for c in sorted(completions, key=num_tokens):
         size = len(current) + 1
-        longest_response = max(longest_response, lengths[row][1])
+        longest_response = max(longest_response, len(c.ids))
         if args.micro_batch_size > 0:
             fits = size <= args.micro_batch_size
         else:
-            fits = size * sum(lengths[row]) <= max_tokens  # this row is the longest so far
-            fits = fits and size * longest_response * args.vocab_size <= MAX_LOGITS
+            fits = size * num_tokens(c) <= max_tokens  # this is the longest one so far
+            fits = fits and size * longest_response * vocab_size <= MAX_LOGITS
         if not fits and current:
-            micro_batches.append(current)
+            batches.append(current)
             current = []
-            longest_response = lengths[row][1]
-        current.append(row)
-    return [*micro_batches, current]
+            longest_response = len(c.ids)
+        current.append(c)
+    return [*batches, current]
+
+
+def num_tokens(c):
+    """The length of prompt and response."""
+    return len(c.problem.prompt_ids) + len(c.ids)
 
 
 @dataclasses.dataclass
 class Batch:
-    """Completions as tensors, one row each: a rollout, a minibatch, or a micro-batch. Masks come from
-    lengths, never from token ids, since EOS may double as padding."""
+    """Completions that go through the model together, one row each: prompt and response side by side,
+    padding on the right. Masks come from lengths, never from token ids, since EOS may double as
+    padding. Scripts add fields of their own."""
 
-    tokens_BS: torch.Tensor  # prompt and response side by side, padding on the right
+    completions: list  # of the rows
+    tokens_BS: torch.Tensor
     is_token_BS: torch.Tensor  # True on prompt and response
     # The column whose logits predict each response token; then the last token's own column, for a
-    # critic; then 0, which is padding
+    # critic; then 0. A prompt of 3 and a response of 2: columns 2, 3, 4, then 0.
     predictor_BU: torch.Tensor
     response_BT: torch.Tensor  # the response's tokens alone
     mask_BT: torch.Tensor  # True on the response, including EOS
     sampler_logprobs_BT: torch.Tensor
-    lengths: list  # (prompt, response) of each row, in tokens
-    rows: list  # each row's index in the rollout
+    advantages_B1: torch.Tensor | None = None  # the completions', if they have some
     # The experts that routers must use (--routing_replay), in top-k order; None or -1: their own choice
     replayed_experts_BSLK: torch.Tensor | None = None
     # set by record_old_policy
     old_logprobs_BT: torch.Tensor | None = None
     old_experts_BTLK: torch.Tensor | None = None  # the routers' own choice, sorted; None if unknown
-    old_router_scores_BTLK: torch.Tensor | None = None  # for rspo
-    # set by rollout_correction
-    correction_weights: torch.Tensor | None = None  # a factor on advantages, (B, T) or (B, 1)
-    rollout_ratio_BT: torch.Tensor | None = None  # pi_old / sampler
     # set by the scripts
     ref_logprobs_BT: torch.Tensor | None = None
-    values_BT: torch.Tensor | None = None  # a critic's, before its update
-    returns_BT: torch.Tensor | None = None
-    is_right_B1: torch.Tensor | None = None  # according to the verifier
-    advantages: torch.Tensor | None = None  # (B, T) or (B, 1)
+    correction_weights: torch.Tensor | None = None  # (B, T) or (B, 1)
+    advantages: torch.Tensor | None = None  # the corrected ones, (B, T) or (B, 1)
 
     def __len__(self):
-        return len(self.lengths)
-
-    def __getitem__(self, rows):
-        """A batch with only these rows, cut to their longest sequence and their longest response."""
-        lengths = [self.lengths[row] for row in rows]
-        S = max(prompt + response for prompt, response in lengths)
-        T = max(response for _, response in lengths)
-        widths = {"tokens_BS": S, "is_token_BS": S, "replayed_experts_BSLK": S, "predictor_BU": T + 1}
-        index = torch.tensor(rows, device=self.mask_BT.device)
-        fields = {"lengths": lengths, "rows": [self.rows[row] for row in rows]}
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, torch.Tensor):
-                fields[field.name] = value[index, : widths.get(field.name, T)]
-        return Batch(**fields)
-
-    def parts(self, args):
-        """[Batch of one optimizer step] for one epoch: `--num_minibatches` of nearly equal size, in
-        rollout order. Fewer if dapo could not fill the batch, so that a step keeps about its size."""
-        full_step = args.prompts_per_iteration * args.group_size / args.num_minibatches
-        count = max(1, round(len(self) / full_step))
-        return [self[rows.tolist()] for rows in torch.arange(len(self)).tensor_split(count)]
-
-    def minibatches(self, args):
-        """[Batch of one optimizer step]: `parts`, `--update_epochs` times in the same order."""
-        return self.parts(args) * args.update_epochs
-
-    def micro_batches(self, args):
-        """[Batch of one forward and backward pass]."""
-        return [self[rows] for rows in similar_rows(self.lengths, args)]
+        return len(self.completions)
 
     def active_experts(self, own_experts_BTLK):
         """The sorted experts that are active where each response token is predicted: the replayed ones
@@ -467,135 +463,90 @@ class Batch:
         return torch.where(replayed_BTLK < 0, own_experts_BTLK, replayed_BTLK)
 
 
-def take_columns(x_BS, column_BT):
-    """x_BS[b, column_BT[b, t]] for each b and t; x_BS may have more axes."""
-    row_B1 = torch.arange(len(column_BT), device=column_BT.device)[:, None]
-    return x_BS[row_B1, column_BT]
-
-
-def collate(completions, args):
-    """List of `Completion`s -> `Batch` on `--device`; with r3, including the sampler's experts."""
+def collate(completions, filler, args):
+    """[Completion] -> `Batch` on `--device`; with r3, including the sampler's experts. Sequences are
+    padded with the filler, a real token: a pad token's embedding may be 0, where a norm's gradient is
+    NaN."""
     device = args.torch_device
+    prompts = [c.problem.prompt_ids for c in completions]
     responses = [c.ids for c in completions]
-    sequences = [c.problem.prompt_ids + c.ids for c in completions]
-    lengths = [(len(c.problem.prompt_ids), len(c.ids)) for c in completions]
-    predictors = [range(prompt - 1, prompt + response) for prompt, response in lengths]
-    experts_BSLK = None
-    if completions[0].experts is not None:
-        experts_BSLK = pad([c.experts for c in completions], device, value=-1)
-    return Batch(
-        # Pad with a real token: a pad token's embedding may be 0, where a norm's gradient is NaN.
-        tokens_BS=pad(sequences, device, value=sequences[0][0]),
+    sequences = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
+    predictors = []
+    for prompt, sequence in zip(prompts, sequences, strict=True):
+        predictors.append(range(len(prompt) - 1, len(sequence)))
+    batch = Batch(
+        completions=completions,
+        tokens_BS=pad(sequences, device, value=filler),
         is_token_BS=pad([[True] * len(sequence) for sequence in sequences], device),
         predictor_BU=pad(predictors, device),
         response_BT=pad(responses, device),
         mask_BT=pad([[True] * len(response) for response in responses], device),
         sampler_logprobs_BT=pad([c.logprobs for c in completions], device),
-        lengths=lengths,
-        rows=list(range(len(completions))),
-        replayed_experts_BSLK=experts_BSLK,
     )
+    if completions[0].advantage is not None:
+        batch.advantages_B1 = torch.tensor([[c.advantage] for c in completions], device=device)
+    if completions[0].experts is not None:
+        batch.replayed_experts_BSLK = pad([c.experts for c in completions], device, value=-1)
+    return batch
 
 
 # ---------------------------------------------------------------------------------------- log-probs
 
 
 class TokenOutputs(NamedTuple):
-    """The training forward's results for each response token. A dense model has L = 0."""
+    """The training forward's results for each response token."""
 
     logprobs_BT: torch.Tensor  # of the sampled tokens; 0 on padding
-    entropy_BT: torch.Tensor  # in nats; 0 on padding
-    aux_loss: torch.Tensor  # transformers' load-balancing loss over prompt and response; 0 if none
-    # The routers' own choice of experts at every token, in top-k order, even where replay overrode it
-    routing_choices_BSLK: torch.Tensor
-    experts_BTLK: torch.Tensor  # of these, where the token is predicted; sorted, to compare sets
-    # L tensors (B, T, E), raw and detached, where the token is predicted; [] without a softmax
-    router_logits: list
+    entropy_BT: torch.Tensor | None  # in nats; 0 on padding
+    routing: RouterOutputs  # what the routers of an MoE did
 
 
-def token_logprobs(policy, batch, temperature, entropy_grad=False, replay=True):
-    """The training forward: log-probs and entropies of the response tokens at the sampling temperature,
-    in float32; entropies have a gradient only with `entropy_grad`. The routers use the batch's
-    `replayed_experts_BSLK`, if any, unless `replay` is False, as for a reference.
+def token_logprobs(policy, batch, temperature, *, with_entropy=True, entropy_grad=False, replay=True):
+    """The training forward: log-probs and, `with_entropy`, entropies of the response tokens at the
+    sampling temperature, in float32. Entropies have a gradient only with `entropy_grad`. The routers
+    use the batch's `replayed_experts_BSLK`, if any, unless `replay` is False.
 
     Every sequence begins in column 0, and causal attention never looks at the padding behind it, so the
     model needs no attention mask and no positions."""
     predictor_BT = batch.predictor_BU[:, :-1]
     replayed_BSLK = batch.replayed_experts_BSLK if replay else None
-    with Routing(policy.model, replayed_BSLK) as routing:  # records an MoE's experts, and replays them
-        output = policy.model(
-            batch.tokens_BS,
-            logits_to_keep=predictor_BT,  # logits of these columns alone, (B, T, V)
-            use_cache=False,
-            **policy.routers.options,  # asks an MoE for its router logits
-        )
-    logprobs_BTV = (output.logits.float() / temperature).log_softmax(-1)
+    with Routing(policy.routers, replayed_BSLK) as routing:
+        # logits of these columns alone, (B, T, V)
+        output = policy.model(batch.tokens_BS, logits_to_keep=predictor_BT, use_cache=False)
+    logits_BTV = output.logits.float()
+    if temperature != 1:
+        logits_BTV = logits_BTV / temperature
+    logprobs_BTV = logits_BTV.log_softmax(-1)
     logprobs_BT = logprobs_BTV.gather(-1, batch.response_BT[..., None])[..., 0]
-    with torch.set_grad_enabled(entropy_grad):
-        entropy_BT = -(logprobs_BTV.exp() * logprobs_BTV).sum(-1)
-    router_logits = policy.routers.logits_of(output)  # L tensors (B * S, E)
-    by_column = [layer.detach().unflatten(0, batch.tokens_BS.shape) for layer in router_logits]
-    choices_BSLK = policy.routers.choices(routing, batch.tokens_BS)
-    return TokenOutputs(
-        logprobs_BT=torch.where(batch.mask_BT, logprobs_BT, 0),
-        entropy_BT=torch.where(batch.mask_BT, entropy_BT, 0),
-        aux_loss=policy.routers.aux_loss(router_logits, choices_BSLK, batch.is_token_BS),
-        routing_choices_BSLK=choices_BSLK,
-        experts_BTLK=take_columns(choices_BSLK, predictor_BT).sort().values,
-        router_logits=[take_columns(logits_BSE, predictor_BT) for logits_BSE in by_column],
-    )
+    logprobs_BT = torch.where(batch.mask_BT, logprobs_BT, 0)
+    entropy_BT = None
+    if with_entropy:
+        with torch.set_grad_enabled(entropy_grad):
+            entropy_BT = -(logprobs_BTV.exp() * logprobs_BTV).sum(-1)
+        entropy_BT = torch.where(batch.mask_BT, entropy_BT, 0)
+    return TokenOutputs(logprobs_BT, entropy_BT, RouterOutputs(routing, batch))
 
 
 @torch.no_grad()
-def over_rows(function, batch, args):
-    """Calls `function(micro_batch)` -> {name: (rows, ...)} on the update's micro-batches, so that the
-    update's first step computes the same values. Returns {name: (B, ...)}."""
-    by_row = {}  # {name: {row: tensor}}
-    for minibatch in batch.parts(args):
-        for micro in minibatch.micro_batches(args):
-            for name, values in function(micro).items():
-                by_row.setdefault(name, {}).update(zip(micro.rows, values, strict=True))
-    results = {}
-    for name, tensors in by_row.items():
-        results[name] = pad([tensors[row] for row in batch.rows], batch.mask_BT.device)
-    return results
-
-
-def record_old_policy(policy, batch, args, router_fn=None):
-    """One forward pass before the update. Sets `old_logprobs_BT`, `old_experts_BTLK` and, with r2, the
-    experts to replay. rspo's `router_fn(router_logits, active_experts_BTLK)` computes
-    `old_router_scores_BTLK`. `--old_logprobs sampler` skips this pass."""
+def record_old_policy(policy, batch, args):
+    """Before the update: sets `old_logprobs_BT` and, for an MoE, `old_experts_BTLK` and, with r2, the
+    experts to replay. Returns the forward's outputs. `--old_logprobs sampler` skips this pass."""
     if args.old_logprobs == "sampler":
         batch.old_logprobs_BT = batch.sampler_logprobs_BT
-        return
-
-    def old_policy(micro):
-        outputs = token_logprobs(policy, micro, args.temperature)
-        result = {"old_logprobs_BT": outputs.logprobs_BT, "old_experts_BTLK": outputs.experts_BTLK}
-        if args.routing_replay == "r2":
-            result["replayed_experts_BSLK"] = outputs.routing_choices_BSLK
-        if router_fn is not None:
-            active_BTLK = micro.active_experts(outputs.experts_BTLK)
-            result["old_router_scores_BTLK"] = router_fn(outputs.router_logits, active_BTLK)
-        return result
-
-    for name, tensor in over_rows(old_policy, batch, args).items():
-        setattr(batch, name, tensor)
+        return None
+    outputs = token_logprobs(policy, batch, args.temperature, with_entropy=False)
+    batch.old_logprobs_BT = outputs.logprobs_BT
+    batch.old_experts_BTLK = outputs.routing.experts_BTLK
+    if args.routing_replay == "r2":
+        batch.replayed_experts_BSLK = outputs.routing.choices_BSLK
+    return outputs
 
 
+@torch.no_grad()
 def reference_logprobs(reference, batch, args):
     """Log-probs of the sampled tokens under a frozen policy, (B, T). Experts are not replayed."""
-
-    def forward(micro):
-        outputs = token_logprobs(reference, micro, args.temperature, replay=False)
-        return {"logprobs_BT": outputs.logprobs_BT}
-
-    return over_rows(forward, batch, args)["logprobs_BT"]
-
-
-def critic_values(critic, batch, args):
-    """A critic's values, (B, U): where each response token is predicted, and after the last one."""
-    return over_rows(lambda micro: {"values_BU": critic.model(micro)}, batch, args)["values_BU"]
+    outputs = token_logprobs(reference, batch, args.temperature, with_entropy=False, replay=False)
+    return outputs.logprobs_BT
 
 
 # ------------------------------------------------------------------------------- rollout correction
@@ -627,7 +578,7 @@ def rollout_weights(
     per_sequence         for objectives with one ratio, and so one weight, per completion: token rules
                          then apply to the geometric mean of rho over the completion
 
-    Returns (weights, rho_BT). Weights are at least 0, and (B, T), or (B, 1) if one per completion.
+    Returns weights that are at least 0: (B, T), or (B, 1) if one per completion.
     Sources: Hilton et al., arXiv 2110.00641 (the decoupled objective); Yao et al. 2025 (truncated
     weights); Liu, Li et al. 2025, "When Speed Kills Stability" (weights and masks of sequences, and the
     geometric mean); the Ling team, arXiv 2510.18855 (icepop).
@@ -643,7 +594,7 @@ def rollout_weights(
     rho_BT = log_rho_BT.exp()
     ratio = mean_B1 if per_sequence else rho_BT  # for the token rules
     if rule == "none":
-        return torch.ones_like(mean_B1), rho_BT
+        return torch.ones_like(mean_B1)
     if rule == "token_tis":
         # w_t = min(rho_t, C)
         weights = ratio.clamp(max=cap)
@@ -665,14 +616,14 @@ def rollout_weights(
     else:
         raise ValueError(f"unknown rule: {rule}")
     # NaN stays NaN, which ends the run. The comparisons would turn it into the cap or 0.
-    return torch.where(mean_B1.isnan(), mean_B1, weights), rho_BT
+    return torch.where(mean_B1.isnan(), mean_B1, weights)
 
 
 @torch.no_grad()
 def rollout_correction(batch, args, per_sequence=False):
-    """Sets `correction_weights` by `--rollout_correction`, and `rollout_ratio_BT`. per_sequence: one
-    weight per completion."""
-    batch.correction_weights, batch.rollout_ratio_BT = rollout_weights(
+    """The weights that `--rollout_correction` asks for, a factor on advantages; 1 by default.
+    per_sequence: one weight per completion."""
+    return rollout_weights(
         batch.old_logprobs_BT,
         batch.sampler_logprobs_BT,
         batch.mask_BT,

@@ -29,12 +29,14 @@ Expect: like grpo.py, greedy held-out accuracy rises from 0.43 to at least 0.97.
 """
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 import torch
 
-from common import Run, RunArgs, collate, evaluate, flag, launch, load_grader, load_policy
-from common import load_problems, record_old_policy, rollout_correction, sample, token_logprobs
+from common import Run, RunArgs, check_sampler, evaluate, flag, launch, load_grader, load_policy
+from common import load_problems, optimizer_steps, record_old_policy, rollout_correction, sample
+from common import token_logprobs, with_advantages
 
 
 @dataclass
@@ -161,13 +163,14 @@ def main(args):
     # ---------------------------------------------------------------------------------------- setup
     grade = load_grader(args)  # first, since it determines whether the data needs gold answers
     policy = load_policy(args)  # a transformers model and its tokenizer
-    problems, held_out = load_problems(args, policy)  # also compares sampler and training forward
+    problems, held_out = load_problems(args, policy)
+    check_sampler(policy, held_out[0], args)  # its log-probs are the training forward's
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
     run = Run(args, policy, problems, optimizer=optimizer)  # logs, saves, resumes
-    if run.is_new:
+    if run.needs_first_eval:
         run.log_eval(evaluate(policy, held_out, grade, args, sampled=True))
 
-    for iteration in run.iterations():  # writes the log, saves when due, stops on Ctrl-C
+    for iteration in run.iterations():
         # ---------------------------------------------------------------------------------- rollout
         # [2] Dynamic sampling: each round draws one prompt for every mixed group still missing.
         generated = []  # all completions, with their verdicts
@@ -185,9 +188,9 @@ def main(args):
             run.say(f"iteration {iteration}: {missing} mixed groups missing after {rounds} rounds")
         if not kept:
             rewards_PG = torch.tensor([c.reward for c in generated]).view(-1, args.group_size)
-            run.log(None, generated, rewards_PG, **counts)
+            run.log([], generated, rewards_PG, **counts)
             run.early_end = "too few mixed groups"
-            continue  # not break: asking for the next iteration logs and saves this one
+            break
 
         # ------------------------------------------------------------------------------- advantages
         rewards_B = torch.tensor([c.reward for c in kept])
@@ -196,24 +199,26 @@ def main(args):
             lengths_B = torch.tensor([len(c.ids) for c in kept])
             rewards_B += overlong_penalty(lengths_B, args.max_new_tokens, args.overlong_cache)
         rewards_PG = rewards_B.view(-1, args.group_size)
-        advantages_B1 = compute_advantages(rewards_PG).view(-1, 1).to(args.torch_device)
+        kept = with_advantages(kept, compute_advantages(rewards_PG))
 
-        # ------------------------------------------------------------------------------------ batch
-        # Compute old log-probs with the training forward, in the update's micro-batches, so that the
+        # ------------------------------------------------------------------------------- old policy
+        # Its log-probs come from the training forward, in the update's own micro-batches, so that the
         # ratio is exactly 1 in the first step.
-        batch = collate(kept, args)
-        if args.overlong == "filter":
-            # [4] Truncated completions get no gradient, and their tokens are not counted.
-            is_whole_B1 = torch.tensor([[not c.truncated] for c in kept], device=args.torch_device)
-            batch.mask_BT = batch.mask_BT & is_whole_B1
-        record_old_policy(policy, batch, args)  # sets old_logprobs_BT and, for an MoE, its experts
-        rollout_correction(batch, args)  # sets correction_weights, 1 by default
-        batch.advantages = batch.correction_weights * advantages_B1
+        steps = optimizer_steps(policy, kept, args)
+        for micro in chain(*steps):
+            if args.overlong == "filter":
+                # [4] Truncated completions get no gradient, and their tokens are not counted.
+                is_whole = [[not c.truncated] for c in micro.completions]
+                micro.mask_BT &= torch.tensor(is_whole, device=args.torch_device)
+            record_old_policy(policy, micro, args)  # sets old_logprobs_BT and, for an MoE, its experts
+            micro.correction_weights = rollout_correction(micro, args)
+            micro.advantages = micro.correction_weights * micro.advantages_B1  # times 1 by default
 
         # ----------------------------------------------------------------------------------- update
-        for minibatch in batch.minibatches(args):  # across all epochs
-            num_tokens = minibatch.mask_BT.sum().clamp(min=1)  # filter may mask all of them
-            for micro in minibatch.micro_batches(args):
+        for step in steps * args.update_epochs:
+            num_sequences = sum(len(micro) for micro in step)
+            num_tokens = sum(micro.mask_BT.sum() for micro in step).clamp(min=1)  # filter may mask all
+            for micro in step:
                 outputs = token_logprobs(policy, micro, args.temperature)
                 loss, stats = policy_loss(
                     outputs.logprobs_BT,
@@ -225,19 +230,20 @@ def main(args):
                     num_tokens=num_tokens,
                 )
                 # aux_loss is a product of means, so it is averaged over micro-batches, not summed.
-                share = len(micro) / len(minibatch)
-                total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
+                share = len(micro) / num_sequences
+                total_loss = loss + args.router_aux_coef * outputs.routing.aux_loss * share
                 total_loss.backward()
                 run.record(loss, stats, outputs, micro)
             grad_norm = policy.clip_gradients(args.max_grad_norm)
-            run.record_step(minibatch, grad_norm)  # stops the run if the loss or norm is not finite
+            run.check_step(num_sequences, grad_norm)  # stops the run if the loss or norm is not finite
             optimizer.step()
             optimizer.zero_grad()
 
         # -------------------------------------------------------------------------------------- log
-        run.log(batch, generated, rewards_PG, **counts)  # [2] rewards of the groups kept
         if run.is_due(args.eval_every):
             run.log_eval(evaluate(policy, held_out, grade, args, sampled=run.is_last))
+        # [2] with the rewards of the groups kept
+        run.log(steps, generated, rewards_PG, **counts)  # logs, saves when due, stops on Ctrl-C
     run.finish()  # prints held-out accuracy before and after, and some answers
 
 

@@ -6,7 +6,8 @@
   r_it   = pi(o_it) / pi_old(o_it); pi_old: the policy before the rollout's first optimizer step
   A_i    = (R_i - mean) / std, over the rewards R of the prompt's G completions
   k3_it  = x - log x - 1, x = pi_ref(o_it) / pi(o_it): an estimate of KL(pi || pi_ref), never negative
-  _PG    axis suffixes: P prompts, G completions each, B rows, T tokens, 1 for a size-1 axis
+
+Suffixes name axes: P prompts, G completions each, B rows, T tokens, 1 for a size-1 axis.
 
 Parent: ppo.py. Differs only in:
   1. Group baseline: the mean reward of the group, so all tokens of a completion share one advantage.
@@ -16,15 +17,11 @@ Parent: ppo.py. Differs only in:
 
 Not specified in the paper: eps (here 0.2) and which std (here the unbiased one, plus 1e-6). If all
 rewards of a group are equal, its advantages are exactly 0; only KL and load-balancing loss then act.
-Unlike the paper: 16 optimizer steps per rollout, like DeepSeek-R1. The paper takes one, so its r is
-always 1 and its clip never acts. (R1's minibatches are random, its beta is 0.001, its eps is 10 at
-first, and its reference is reset every 400 steps.)
-Variants:
-  --ref_reset_every n     the paper's iterative GRPO: the reference is reset every n iterations
-  --kl_is_corrected       the KL's gradient becomes unbiased; study/README.md compares KL estimators
-  --offpolicy_mask delta  a completion loses its policy term, but not its KL, if A_i < 0 and the mean of
-                          log(mu(o_it) / pi(o_it)) over its tokens is above delta; mu is the sampler
-DeepSeek-V3.2's objective is the last two together, with dr_grpo.py's advantages.
+We take 16 optimizer steps per rollout, as DeepSeek-R1 does. The paper takes one, so its r is always 1
+and its clip never acts. (R1's minibatches are random, its beta is 0.001, its eps is 10 at first, and
+its reference is reset every 400 steps.)
+The paper's iterative GRPO resets the reference every n iterations: --ref_reset_every n. DeepSeek-V3.2
+changed GRPO once more: more/deepseek_v32.py.
 
 Run:    python grpo.py
 Expect: greedy held-out accuracy on sums of two numbers rises from 0.43 to at least 0.97, and answers
@@ -32,12 +29,13 @@ Expect: greedy held-out accuracy on sums of two numbers rises from 0.43 to at le
 """
 
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
-from common import Run, RunArgs, collate, evaluate, flag, launch, load_grader, load_policy
-from common import load_problems, record_old_policy, reference_logprobs, rollout_correction, sample
-from common import token_logprobs
+from common import Run, RunArgs, check_sampler, evaluate, flag, launch, load_grader, load_policy
+from common import load_problems, optimizer_steps, record_old_policy, reference_logprobs
+from common import rollout_correction, sample, token_logprobs, with_advantages
 
 
 @dataclass
@@ -56,11 +54,7 @@ class Args(RunArgs):  # more flags: --help
     clip_eps_low: float = flag(0.2, "the ratio is clipped below 1 - this")
     clip_eps_high: float = flag(0.2, "the ratio is clipped above 1 + this")
     kl_coef: float = flag(0.04, "beta, the weight of the KL to the reference [0: none]")
-    kl_is_corrected: bool = flag(False, "multiply k3 by pi / sampler, for an unbiased gradient")
     ref_reset_every: int = flag(0, "reset the reference every n iterations [0: never]")
-    offpolicy_mask: float = flag(
-        0.0, "drop completions with A < 0 and a mean log(sampler / pi) above this [0: off]"
-    )
 
     def check(self):
         self.check_range(0, 1, "clip_eps_low")
@@ -91,10 +85,7 @@ def policy_loss(
     clip_eps_low=0.2,
     clip_eps_high=0.2,
     kl_coef=0.04,
-    kl_is_corrected=False,
-    offpolicy_mask=0.0,
     ref_logprobs_BT=None,
-    rollout_ratio_BT=None,
     num_sequences=None,
 ):
     """Returns (loss, stats): the loss -J of a micro-batch, normalized by the whole step's count so that
@@ -106,7 +97,6 @@ def policy_loss(
     mask_BT          1 on response tokens, including EOS (bool or float); other tokens, such as
                      padding or tool output, get no gradient and are excluded from all means
     ref_logprobs_BT  log-probs under the reference [None: no KL]
-    rollout_ratio_BT pi_old / sampler, for kl_is_corrected and offpolicy_mask [None: 1]
     num_sequences    completions in the whole optimizer step [None: this is the whole step]. Divide it
                      by what divides gradients later: DDP's world size, accelerate's accumulation steps.
                      (HF Trainer: set loss_is_scaled_for_ga = True and don't divide by the steps)
@@ -129,24 +119,11 @@ def policy_loss(
     clipped_BT = ratio_BT.clamp(1 - clip_eps_low, 1 + clip_eps_high)
     # PPO's pessimistic bound: the smaller of r A and clip(r) A
     objective_BT = torch.min(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
-    if rollout_ratio_BT is None:
-        rollout_ratio_BT = torch.ones_like(ratio_BT)
-    if offpolicy_mask > 0:
-        # M_i = 0 if A_i < 0 and 1/|o_i| sum_t log(mu / pi) > delta, else 1; A_i is the first token's.
-        # log(mu / pi) = -log(pi / pi_old) - log(pi_old / mu)
-        log_mu_pi_BT = torch.where(mask_BT, -logratio_BT - rollout_ratio_BT.log(), 0)
-        mean_B1 = log_mu_pi_BT.sum(1, keepdim=True) / length_B1
-        first_B1 = mask_BT.int().argmax(1, keepdim=True)
-        is_negative_B1 = advantages_BT.expand_as(mask_BT).gather(1, first_B1) < 0
-        is_dropped_B1 = is_negative_B1 & (mean_B1 > offpolicy_mask)
-        objective_BT = torch.where(is_dropped_B1, 0, objective_BT)
     if ref_logprobs_BT is not None:
         # [2] k3 = x - log x - 1, x = pi_ref / pi; expm1, as exp(log x) - 1 loses digits near x = 1
         log_x_BT = torch.where(mask_BT, ref_logprobs_BT - logprobs_BT, 0).clamp(-20, 20)
         k3_BT = log_x_BT.expm1() - log_x_BT
-        # Times pi / sampler, not detached: the expected gradient is then that of KL(pi || pi_ref).
-        kl_BT = rollout_ratio_BT * ratio_BT * k3_BT if kl_is_corrected else k3_BT
-        objective_BT = objective_BT - kl_coef * kl_BT
+        objective_BT = objective_BT - kl_coef * k3_BT
     # [3] Sequence-mean: mean_i 1/|o_i| sum_t
     objective_B1 = torch.where(mask_BT, objective_BT, 0).sum(1, keepdim=True) / length_B1
     loss = -objective_B1.sum() / num_sequences
@@ -161,8 +138,6 @@ def policy_loss(
     }
     if ref_logprobs_BT is not None:
         stats["kl_ref"] = masked_mean(k3_BT, mask_BT)
-    if offpolicy_mask > 0:
-        stats["offpolicy_mask_frac"] = masked_mean(is_dropped_B1.float(), mask_BT.any(1, keepdim=True))
     return loss, {name: value.detach() for name, value in stats.items()}
 
 
@@ -170,14 +145,15 @@ def main(args):
     # ---------------------------------------------------------------------------------------- setup
     grade = load_grader(args)  # first, since it determines whether the data needs gold answers
     policy = load_policy(args)  # a transformers model and its tokenizer
-    problems, held_out = load_problems(args, policy)  # also compares sampler and training forward
+    problems, held_out = load_problems(args, policy)
+    check_sampler(policy, held_out[0], args)  # its log-probs are the training forward's
     reference = policy.frozen_copy() if args.kl_coef > 0 else None
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
     run = Run(args, policy, problems, optimizer=optimizer, reference=reference)  # logs, saves, resumes
-    if run.is_new:
+    if run.needs_first_eval:
         run.log_eval(evaluate(policy, held_out, grade, args, sampled=True))
 
-    for iteration in run.iterations():  # writes the log, saves when due, stops on Ctrl-C
+    for iteration in run.iterations():
         # ---------------------------------------------------------------------------------- rollout
         prompts = problems.take(args.prompts_per_iteration)
         completions = sample(policy.sampler(iteration), prompts, args.group_size, args, run.noise)
@@ -185,21 +161,23 @@ def main(args):
 
         # ------------------------------------------------------------------------------- advantages
         rewards_PG = torch.tensor([c.reward for c in completions]).view(-1, args.group_size)
-        advantages_B1 = compute_advantages(rewards_PG).view(-1, 1).to(args.torch_device)
+        completions = with_advantages(completions, compute_advantages(rewards_PG))
 
-        # ------------------------------------------------------------------------------------ batch
-        # Compute old log-probs with the training forward, in the update's micro-batches, so that the
+        # ------------------------------------------------------------------------------- old policy
+        # Its log-probs come from the training forward, in the update's own micro-batches, so that the
         # ratio is exactly 1 in the first step.
-        batch = collate(completions, args)
-        record_old_policy(policy, batch, args)  # sets old_logprobs_BT and, for an MoE, its experts
-        if reference is not None:
-            batch.ref_logprobs_BT = reference_logprobs(reference, batch, args)
-        rollout_correction(batch, args)  # sets correction_weights, 1 by default, and rollout_ratio_BT
-        batch.advantages = batch.correction_weights * advantages_B1
+        steps = optimizer_steps(policy, completions, args)
+        for micro in chain(*steps):
+            record_old_policy(policy, micro, args)  # sets old_logprobs_BT and, for an MoE, its experts
+            if reference is not None:
+                micro.ref_logprobs_BT = reference_logprobs(reference, micro, args)
+            micro.correction_weights = rollout_correction(micro, args)
+            micro.advantages = micro.correction_weights * micro.advantages_B1  # times 1 by default
 
         # ----------------------------------------------------------------------------------- update
-        for minibatch in batch.minibatches(args):  # across all epochs
-            for micro in minibatch.micro_batches(args):
+        for step in steps * args.update_epochs:
+            num_sequences = sum(len(micro) for micro in step)
+            for micro in step:
                 outputs = token_logprobs(policy, micro, args.temperature)
                 loss, stats = policy_loss(
                     outputs.logprobs_BT,
@@ -209,28 +187,25 @@ def main(args):
                     clip_eps_low=args.clip_eps_low,
                     clip_eps_high=args.clip_eps_high,
                     kl_coef=args.kl_coef,
-                    kl_is_corrected=args.kl_is_corrected,
-                    offpolicy_mask=args.offpolicy_mask,
                     ref_logprobs_BT=micro.ref_logprobs_BT,
-                    rollout_ratio_BT=micro.rollout_ratio_BT,
-                    num_sequences=len(minibatch),
+                    num_sequences=num_sequences,
                 )
                 # aux_loss is a product of means, so it is averaged over micro-batches, not summed.
-                share = len(micro) / len(minibatch)
-                total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
+                share = len(micro) / num_sequences
+                total_loss = loss + args.router_aux_coef * outputs.routing.aux_loss * share
                 total_loss.backward()
                 run.record(loss, stats, outputs, micro)
             grad_norm = policy.clip_gradients(args.max_grad_norm)
-            run.record_step(minibatch, grad_norm)  # stops the run if the loss or norm is not finite
+            run.check_step(num_sequences, grad_norm)  # stops the run if the loss or norm is not finite
             optimizer.step()
             optimizer.zero_grad()
         if reference is not None and args.ref_reset_every > 0 and iteration % args.ref_reset_every == 0:
             reference.load_state_dict(policy.state_dict())
 
         # -------------------------------------------------------------------------------------- log
-        run.log(batch, completions, rewards_PG)
         if run.is_due(args.eval_every):
             run.log_eval(evaluate(policy, held_out, grade, args, sampled=run.is_last))
+        run.log(steps, completions, rewards_PG)  # logs, saves when due, stops on Ctrl-C
     run.finish()  # prints held-out accuracy before and after, and some answers
 
 

@@ -32,13 +32,14 @@ Expect: greedy held-out accuracy on sums of two numbers rises from 0.43 to at le
 """
 
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import nn
 
-from common import Run, RunArgs, TrainedModel, collate, critic_stats, critic_values, evaluate, flag
-from common import launch, load_grader, load_policy, load_problems, record_old_policy
-from common import reference_logprobs, rollout_correction, sample, token_logprobs
+from common import Run, RunArgs, TrainedModel, check_sampler, critic_stats, evaluate, flag, launch
+from common import load_grader, load_policy, load_problems, mean_over, optimizer_steps
+from common import record_old_policy, reference_logprobs, rollout_correction, sample, token_logprobs
 
 
 @dataclass
@@ -114,12 +115,15 @@ def compute_gae(rewards_BT, values_BT, mask_BT, gamma, lam):
     return advantages_BT, advantages_BT + values_BT
 
 
-def whiten(x_BT, mask_BT):
-    """Mean 0 and standard deviation 1 over the tokens of the mask; 0 if all are equal."""
-    mean = masked_mean(x_BT, mask_BT)
-    std = masked_mean((x_BT - mean) ** 2, mask_BT).sqrt()
+def whiten(x_BT, mask_BT, all_N=None):
+    """Mean 0 and standard deviation 1 over the tokens of the mask; 0 if all are equal. all_N: x at all
+    tokens of the rollout, if this is a part of it [None: it is all]."""
+    if all_N is None:
+        all_N = x_BT[mask_BT.bool()]
+    mean = all_N.mean()
+    std = all_N.std(correction=0)
     # Equal up to rounding, which dividing by a tiny std would amplify.
-    is_constant = std <= 1e-6 * torch.where(mask_BT.bool(), x_BT.abs(), 0).max().clamp(min=1)
+    is_constant = std <= 1e-6 * all_N.abs().max().clamp(min=1)
     return torch.where(is_constant, 0, (x_BT - mean) / (std + 1e-8))
 
 
@@ -209,7 +213,8 @@ def main(args):
     # ---------------------------------------------------------------------------------------- setup
     grade = load_grader(args)  # first, since it determines whether the data needs gold answers
     policy = load_policy(args)  # a transformers model and its tokenizer
-    problems, held_out = load_problems(args, policy)  # also compares sampler and training forward
+    problems, held_out = load_problems(args, policy)
+    check_sampler(policy, held_out[0], args)  # its log-probs are the training forward's
     reference = policy.frozen_copy() if args.kl_coef > 0 else None
     critic = TrainedModel(Critic(policy), args.dtype)
     policy_group = {"params": list(policy.parameters()), "lr": args.lr}
@@ -218,49 +223,67 @@ def main(args):
     parts = {"optimizer": optimizer, "critic": critic, "reference": reference}
     run = Run(args, policy, problems, **parts)  # logs, saves, resumes
     has_bonus = args.entropy_coef > 0
-    if run.is_new:
+    if run.needs_first_eval:
         run.log_eval(evaluate(policy, held_out, grade, args, sampled=True))
 
-    for iteration in run.iterations():  # writes the log, saves when due, stops on Ctrl-C
+    for iteration in run.iterations():
         # ---------------------------------------------------------------------------------- rollout
         prompts = problems.take(args.prompts_per_iteration)
         completions = sample(policy.sampler(iteration), prompts, args.group_size, args, run.noise)
         completions = grade(completions)
 
-        # ------------------------------------------------------------------------------------ batch
-        # Compute old log-probs with the training forward, in the update's micro-batches, so that the
+        # ------------------------------------------------------------------------------- old policy
+        # Its log-probs come from the training forward, in the update's own micro-batches, so that the
         # ratio is exactly 1 in the first step.
-        batch = collate(completions, args)
-        record_old_policy(policy, batch, args)  # sets old_logprobs_BT and, for an MoE, its experts
-        if reference is not None:
-            batch.ref_logprobs_BT = reference_logprobs(reference, batch, args)
-        rollout_correction(batch, args)  # sets correction_weights, 1 by default
-        values_BU = critic_values(critic, batch, args)
-        batch.values_BT = values_BU[:, :-1]
+        steps = optimizer_steps(policy, completions, args)
+        batches = list(chain(*steps))
+        for micro in batches:
+            record_old_policy(policy, micro, args)  # sets old_logprobs_BT and, for an MoE, its experts
+            if reference is not None:
+                micro.ref_logprobs_BT = reference_logprobs(reference, micro, args)
+            micro.correction_weights = rollout_correction(micro, args)
+            with torch.no_grad():
+                micro.values_BU = critic.model(micro)
 
         # ------------------------------------------------------------------------------- advantages
-        # token_rewards subtracts log(pi_old / pi_ref), the plain KL estimator for the old policy.
-        # grpo.py uses k3 for the policy that is being updated.
-        kl_BT = torch.zeros_like(batch.old_logprobs_BT)
-        numbers = {}  # for the log
+        for micro in batches:
+            # token_rewards subtracts log(pi_old / pi_ref), the plain KL estimator for the old policy.
+            # grpo.py uses k3 for the policy that is being updated.
+            micro.kl_BT = torch.zeros_like(micro.old_logprobs_BT)
+            if reference is not None:
+                log_ratio_BT = micro.old_logprobs_BT - micro.ref_logprobs_BT
+                micro.kl_BT = torch.where(micro.mask_BT, log_ratio_BT, 0)
+            rewards = [[c.reward] for c in micro.completions]
+            is_cut_off = [[c.truncated] for c in micro.completions]
+            token_rewards_BT = token_rewards(
+                torch.tensor(rewards, device=args.torch_device),
+                micro.kl_BT,
+                micro.values_BU,
+                torch.tensor(is_cut_off, device=args.torch_device),
+                micro.mask_BT,
+                args.kl_coef,
+                args.gamma,
+            )
+            micro.values_BT = micro.values_BU[:, :-1]
+            micro.gae_BT, micro.returns_BT = compute_gae(
+                token_rewards_BT, micro.values_BT, micro.mask_BT, args.gamma, args.gae_lambda
+            )
+        all_N = torch.cat([micro.gae_BT[micro.mask_BT] for micro in batches])
+        for micro in batches:
+            whitened_BT = whiten(micro.gae_BT, micro.mask_BT, all_N)
+            micro.advantages = micro.correction_weights * whitened_BT  # times 1 by default
+        masks = [micro.mask_BT for micro in batches]
+        values = [micro.values_BT for micro in batches]
+        returns = [micro.returns_BT for micro in batches]
+        numbers = critic_stats(values, returns, masks)  # for the log
         if reference is not None:
-            kl_BT = torch.where(batch.mask_BT, batch.old_logprobs_BT - batch.ref_logprobs_BT, 0)
-            numbers["losses/kl_ref"] = masked_mean(kl_BT, batch.mask_BT)
-        rewards_B1 = torch.tensor([[c.reward] for c in completions], device=args.torch_device)
-        is_cut_off_B1 = torch.tensor([[c.truncated] for c in completions], device=args.torch_device)
-        token_rewards_BT = token_rewards(
-            rewards_B1, kl_BT, values_BU, is_cut_off_B1, batch.mask_BT, args.kl_coef, args.gamma
-        )
-        advantages_BT, batch.returns_BT = compute_gae(
-            token_rewards_BT, batch.values_BT, batch.mask_BT, args.gamma, args.gae_lambda
-        )
-        numbers |= critic_stats(batch.values_BT, batch.returns_BT, batch.mask_BT)
-        batch.advantages = batch.correction_weights * whiten(advantages_BT, batch.mask_BT)
+            numbers["losses/kl_ref"] = mean_over([micro.kl_BT for micro in batches], masks)
 
         # ----------------------------------------------------------------------------------- update
-        for minibatch in batch.minibatches(args):  # across all epochs
-            num_tokens = minibatch.mask_BT.sum()
-            for micro in minibatch.micro_batches(args):
+        for step in steps * args.update_epochs:
+            num_sequences = sum(len(micro) for micro in step)
+            num_tokens = sum(micro.mask_BT.sum() for micro in step)
+            for micro in step:
                 outputs = token_logprobs(policy, micro, args.temperature, entropy_grad=has_bonus)
                 loss, stats = policy_loss(
                     outputs.logprobs_BT,
@@ -283,21 +306,22 @@ def main(args):
                 entropy = torch.where(micro.mask_BT, outputs.entropy_BT, 0).sum() / num_tokens
                 total_loss = loss + args.value_coef * critic_loss - args.entropy_coef * entropy
                 # aux_loss is a product of means, so it is averaged over micro-batches, not summed.
-                share = len(micro) / len(minibatch)
-                total_loss = total_loss + args.router_aux_coef * outputs.aux_loss * share
+                share = len(micro) / num_sequences
+                total_loss = total_loss + args.router_aux_coef * outputs.routing.aux_loss * share
                 total_loss.backward()
                 run.record(loss, stats, outputs, micro, value_loss=critic_loss)
             grad_norm = policy.clip_gradients(args.max_grad_norm)
             critic_norm = critic.clip_gradients(args.max_grad_norm)
             # Stops the run here, before the step, if a loss or norm is not finite.
-            run.record_step(minibatch, grad_norm, critic_grad_norm=critic_norm)
+            run.check_step(num_sequences, grad_norm, critic_grad_norm=critic_norm)
             optimizer.step()
             optimizer.zero_grad()
 
         # -------------------------------------------------------------------------------------- log
-        run.log(batch, completions, rewards_B1, **numbers)
         if run.is_due(args.eval_every):
             run.log_eval(evaluate(policy, held_out, grade, args, sampled=run.is_last))
+        rewards_B1 = torch.tensor([[c.reward] for c in completions])
+        run.log(steps, completions, rewards_B1, **numbers)  # logs, saves when due, stops on Ctrl-C
     run.finish()  # prints held-out accuracy before and after, and some answers
 
 

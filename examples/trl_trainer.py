@@ -159,8 +159,6 @@ def parse(argv):
         config, rest = parser.parse_args_into_dataclasses(words, return_remaining_strings=True)
     if rest:
         raise UserError(f"unknown argument {rest[0]}")
-    if config.use_vllm and getattr(args, "kl_is_corrected", False):
-        raise UserError("--kl_is_corrected has no effect with --use_vllm: its log-probs are not read")
     return script, dataclasses.replace(args, device=str(config.device)), config
 
 

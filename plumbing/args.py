@@ -95,9 +95,8 @@ class RunArgs:
     update_epochs = 1
     num_minibatches = 1
     ref_reset_every = 0
-    # No flags: load_grader and load_policy set these two.
+    # No flag: load_grader sets this.
     reads_answers = True
-    vocab_size = 1
 
     def __post_init__(self):
         check_flags(self)

@@ -41,7 +41,7 @@ clock = Clock()
 MAXIMA = {f"losses/{name}_max" for name in ("ratio", "sequence_ratio", "first_step_ratio_error")}
 
 
-def report(reports, prefix, values, weight):
+def add(reports, prefix, values, weight):
     """Adds {name: number or tensor} to `reports`, {key: [(value, weight)]}. The weight is the number of
     tokens or sequences averaged. A name with a slash is already a full key. Tensors stay on the device,
     so that the host does not wait for it."""
@@ -51,7 +51,7 @@ def report(reports, prefix, values, weight):
         reports.setdefault(key, []).append(pair)
 
 
-def means(reports):
+def summarize(reports):
     """{key: weighted mean, or the largest value for keys in MAXIMA}. Keys with zero weight are
     omitted."""
     result = {}
@@ -93,55 +93,74 @@ def router_stats(outputs, micro, num_experts):
     expert_flip_frac, if the old policy's experts are known: the fraction of (token, layer) pairs for
     which the routers now choose different experts."""
     mask_BT = micro.mask_BT
-    L, K = outputs.experts_BTLK.shape[2:]
+    own_BTLK = outputs.routing.experts_BTLK
+    L, K = own_BTLK.shape[2:]
     if L == 0:
         return {}
     layer_L1 = torch.arange(L, device=mask_BT.device)[:, None]
-    expert_BTLK = outputs.experts_BTLK + num_experts * layer_L1
+    expert_BTLK = own_BTLK + num_experts * layer_L1
     is_counted_BTLK = mask_BT[:, :, None, None].expand_as(expert_BTLK).long()
     counts = torch.zeros(L * num_experts, dtype=torch.long, device=mask_BT.device)
     counts.index_add_(0, expert_BTLK.flatten(), is_counted_BTLK.flatten())
     stats = {"moe/load_max": counts.max() / (K * mask_BT.sum()).clamp(min=1)}
     if micro.old_experts_BTLK is not None:
-        flips_BTL = (outputs.experts_BTLK != micro.old_experts_BTLK).any(-1)
+        flips_BTL = (own_BTLK != micro.old_experts_BTLK).any(-1)
         stats["moe/expert_flip_frac"] = masked_mean(flips_BTL.float().mean(-1), mask_BT)
     return stats
 
 
+def mean_over(tensors, masks):
+    """Mean over several batches, as `masked_mean`. A tensor and a mask for each batch, both (B, T) or
+    (B, 1), or the tensor (B, 1) and the mask (B, T)."""
+    pairs = list(zip(tensors, masks, strict=True))
+    total = sum(torch.where(mask, x, 0).sum() for x, mask in pairs)
+    return total / sum(mask.sum() for mask in masks).clamp(min=1)
+
+
 @torch.no_grad()
-def correction_stats(batch, args):
+def correction_stats(batches, args):
     """{name: scalar}: how far the sampler is from the training forward, and statistics of the weights
     that correct for it, over tokens or, if a completion has one weight, over completions.
-    sampler_flip_frac: the fraction of (response token, layer) pairs where the sampler used different
-    experts than the old policy's routers choose in the training forward, which replays the sampler's
+    sampler_flip_frac: the fraction of (response token, layer) pairs where the sampler's experts differ
+    from those that the old policy's routers choose in the training forward, which replays the sampler's
     experts in earlier layers. weight_effective_size: (sum w)^2 / (n sum w^2), the fraction of n samples
     that, weighted equally, would have the same variance."""
     stats = {}
-    mask_BT = batch.mask_BT
+    masks = [batch.mask_BT for batch in batches]
     if args.old_logprobs == "trainer":
-        logratio_BT = torch.where(mask_BT, batch.old_logprobs_BT - batch.sampler_logprobs_BT, 0)
-        # r - 1 - log r, whose mean estimates KL(mu || pi_old); near 0, exp(x) - 1 would be noise
-        stats["sampler_kl"] = masked_mean(logratio_BT.expm1() - logratio_BT, mask_BT)
+        kls = []
+        for batch in batches:
+            logratio_BT = batch.old_logprobs_BT - batch.sampler_logprobs_BT
+            # r - 1 - log r, whose mean estimates KL(mu || pi_old); near 0, exp(x) - 1 would be noise
+            kls.append(logratio_BT.expm1() - logratio_BT)
+        stats["sampler_kl"] = mean_over(kls, masks)
         if args.routing_replay == "r3":
-            own_BTLK = batch.old_experts_BTLK
-            flips_BTL = (batch.active_experts(own_BTLK) != own_BTLK).any(-1)
-            stats["moe/sampler_flip_frac"] = masked_mean(flips_BTL.float().mean(-1), mask_BT)
+            flips = []
+            for batch in batches:
+                own_BTLK = batch.old_experts_BTLK
+                flips_BTL = (batch.active_experts(own_BTLK) != own_BTLK).any(-1)
+                flips.append(flips_BTL.float().mean(-1))
+            stats["moe/sampler_flip_frac"] = mean_over(flips, masks)
     if args.rollout_correction != "none":
-        is_zero_BT = (batch.correction_weights == 0).expand_as(mask_BT)
-        stats["weight_zero_frac"] = masked_mean(is_zero_BT.float(), mask_BT)
-        weights = batch.correction_weights
-        mask = mask_BT if weights.shape == mask_BT.shape else mask_BT.any(1, keepdim=True)
-        stats["weight_mean"] = masked_mean(weights, mask)
-        stats["weight_cap_frac"] = masked_mean((weights == args.rollout_cap).float(), mask)
-        mean_square = masked_mean(weights**2, mask)
+        weights = [batch.correction_weights for batch in batches]
+        stats["weight_zero_frac"] = mean_over([(w == 0).float() for w in weights], masks)
+        is_per_token = all(w.shape == mask.shape for w, mask in zip(weights, masks, strict=True))
+        if not is_per_token:
+            masks = [mask_BT.any(1, keepdim=True) for mask_BT in masks]
+        stats["weight_mean"] = mean_over(weights, masks)
+        stats["weight_cap_frac"] = mean_over([(w == args.rollout_cap).float() for w in weights], masks)
+        mean_square = mean_over([w**2 for w in weights], masks)
         stats["weight_effective_size"] = stats["weight_mean"] ** 2 / mean_square.clamp(min=1e-20)
     return stats
 
 
-def critic_stats(values_BT, returns_BT, mask_BT):
-    """{"losses/explained_variance": the fraction of the returns' variance that the critic explains}"""
-    errors = (returns_BT - values_BT)[mask_BT]
-    return {"losses/explained_variance": 1 - errors.var() / returns_BT[mask_BT].var().clamp(min=1e-8)}
+def critic_stats(values, returns, masks):
+    """{"losses/explained_variance": the fraction of the returns' variance that the critic explains},
+    from lists with one tensor (B, T) for each batch."""
+    returns_N = torch.cat([x_BT[mask_BT] for x_BT, mask_BT in zip(returns, masks, strict=True)])
+    values_N = torch.cat([x_BT[mask_BT] for x_BT, mask_BT in zip(values, masks, strict=True)])
+    variance = (returns_N - values_N).var()
+    return {"losses/explained_variance": 1 - variance / returns_N.var().clamp(min=1e-8)}
 
 
 def rollout_summary(completions, num_samples=1):

@@ -28,7 +28,7 @@ TOKENIZER_FILES = """tokenizer* special_tokens_map.json added_tokens.json vocab*
 
 
 def load_policy(args):
-    """`--model` -> `Policy`. Runs no code from the folder. Also sets `args.vocab_size`."""
+    """`--model` -> `Policy`. Runs no code from the folder."""
     source = str(TINY_MOE) if args.model == "tiny-moe" else args.model
     if not Path(source).is_dir():
         with one_line(f"--model {args.model} is not a folder, and cannot be read from the hub"):
@@ -44,7 +44,7 @@ def load_policy(args):
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         model = load_weights(source).to(args.torch_device).eval()
         config = model.config.get_text_config()
-        # The update asks for router logits itself; if they are always on, decoding fails.
+        # Router logits come from our own hooks; if transformers' are on, decoding fails.
         if getattr(config, "output_router_logits", False):
             config.output_router_logits = False
         if args.gradient_checkpointing:
@@ -52,7 +52,6 @@ def load_policy(args):
         policy = Policy(model, tokenizer, args.dtype, args.rollout_dtype, args.rollout_refresh_every)
         policy.tokenizer_files = tokenizer_files(source)
         check_policy(policy)
-    args.vocab_size = config.vocab_size
     # A tiny model's operators are so small that threads would mostly wait for each other.
     is_tiny = args.torch_device == "cpu" and model.num_parameters() < 10_000_000
     if is_tiny and "OMP_NUM_THREADS" not in os.environ:
@@ -174,7 +173,7 @@ class Policy(TrainedModel):
         super().__init__(master, dtype)
         self.tokenizer = tokenizer
         self.tokenizer_files = {}  # {name: bytes}
-        self.routers = read_routers(master)
+        self.routers = read_routers(master).of(self.model)
         self.rollout_dtype = rollout_dtype
         self.refresh_every = refresh_every  # iterations
         self.rollout_policy = None
@@ -182,6 +181,10 @@ class Policy(TrainedModel):
             # int4 weights are only rounded; their products are computed in --dtype.
             kind = rollout_dtype if rollout_dtype in ("float32", "bfloat16") else dtype
             self.rollout_policy = self.with_model(copied(master, kind).requires_grad_(False))
+
+    @property
+    def vocab_size(self):
+        return self.model.config.get_text_config().vocab_size
 
     @property
     def end_ids(self):
@@ -194,6 +197,7 @@ class Policy(TrainedModel):
         """A policy with a different model of the same architecture, and the same tokenizer."""
         policy = copy.copy(self)
         policy.master = policy.model = model
+        policy.routers = self.routers.of(model)
         policy.rollout_policy = None
         return policy
 
@@ -289,7 +293,8 @@ def rounded_to_int4(model):
     """ids of the weights that int4 rounds: all except vectors, embeddings (and a head tied to them),
     routers, and what stays in float32."""
     exact = {id(model.get_input_embeddings().weight)} | kept_in_float32(model)
-    for router in find_routers(model):
+    routers, _ = find_routers(model)
+    for router in routers:
         exact |= {id(weight) for weight in router.parameters()}
     return {id(weight) for weight in model.parameters() if weight.dim() > 1} - exact
 

@@ -1,9 +1,9 @@
 """Records and replays an MoE's experts, and detects how its routers choose."""
 
 import contextlib
+import dataclasses
 import functools
 import inspect
-from typing import NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -25,19 +25,42 @@ def find_experts(model):
 
 
 def find_routers(model):
-    """The routers, in layer order: the modules from which transformers records router logits. [] for a
-    dense model."""
+    """(routers in layer order, which of the tensors that they return are router logits), from what
+    transformers records. ([], 0) for a dense model."""
     for module in model.modules():
         recorders = getattr(module, "_can_record_outputs", None) or {}
-        kind = getattr(recorders.get("router_logits"), "target_class", None)
+        recorder = recorders.get("router_logits")
+        kind = getattr(recorder, "target_class", None)
         if kind is not None:
-            return [router for router in module.modules() if isinstance(router, kind)]
-    return []
+            routers = [router for router in module.modules() if isinstance(router, kind)]
+            return routers, recorder.index
+    return [], 0
+
+
+@dataclasses.dataclass
+class Routers:
+    """A model's routers, and how they choose experts, as detected by `read_routers`."""
+
+    experts: list = ()  # the modules that compute a layer's experts, in layer order
+    modules: list = ()  # the routers, in layer order
+    logits_index: int = 0  # of the router logits in what a router returns
+    num_experts: int = 0  # per layer; 0 if dense, or if the choices cannot be read
+    can_replay: bool = False  # whether the choice of experts can be replaced
+    has_softmax: bool = False  # whether experts are chosen by a softmax over all of them
+    are_probabilities: bool = False  # what transformers calls router logits are probabilities
+    are_balanced: bool = False  # by a loss, not by other means
+
+    def of(self, model):
+        """The same for a different model of this architecture."""
+        if self.num_experts == 0:
+            return self
+        return dataclasses.replace(self, experts=find_experts(model), modules=find_routers(model)[0])
 
 
 class Routing(TorchFunctionMode):
-    """This context records the experts that are used, in the order in which they were chosen. With
-    `replayed_BSLK`, the routers choose these experts, except where they are negative.
+    """This context records the experts that are used in one forward, in the order in which they were
+    chosen, and the router logits. With `replayed_BSLK`, the routers choose these experts, except where
+    they are negative.
 
     Only the choice, the result of torch.topk, is replaced. The router's own code still computes softmax
     and norm from its own logits, so the router still learns. Contexts do not nest.
@@ -45,30 +68,33 @@ class Routing(TorchFunctionMode):
 
     active = None  # the current forward's context, for its recomputation in the backward pass
 
-    def __init__(self, model, replayed_BSLK=None):
+    def __init__(self, routers, replayed_BSLK=None):
         super().__init__()
-        self.experts = find_experts(model)
-        self.routers = []
+        self.routers = routers
         self.replayed = None
         if replayed_BSLK is not None:
-            self.routers = find_routers(model)
             self.replayed = replayed_BSLK.flatten(0, 1)  # (tokens, L, K)
-        self.noted = [None] * len(self.experts)  # per layer: experts that were used, (tokens, K)
-        self.weights = [None] * len(self.experts)  # their weights
-        self.own = [None] * len(self.routers)  # the routers' own choices, during replay
-        self.functions = set()  # names of functions that the routers call
+        # By layer. A recomputation in the backward pass comes second and changes nothing.
+        self.used = {}  # experts that were used, (tokens, K)
+        self.weights = {}  # their weights
+        self.own = {}  # the routers' own choices, during replay
+        self.logits = {}  # (tokens, E)
+        self.functions = set()  # names of functions that the routers call, during replay
 
     def __enter__(self):
         assert Routing.active is None, "contexts do not nest"
         Routing.active = self
         self.hooks = []
-        for layer, module in enumerate(self.experts):
-            note = functools.partial(self.note, layer)
+        for layer, module in enumerate(self.routers.experts):
+            note = functools.partial(self.note_experts, layer)
             self.hooks.append(module.register_forward_pre_hook(note))
-        for layer, module in enumerate(self.routers):
-            enter = functools.partial(self.enter_router, layer)
-            self.hooks.append(module.register_forward_pre_hook(enter))
-            self.hooks.append(module.register_forward_hook(self.leave_router, always_call=True))
+        for layer, module in enumerate(self.routers.modules):
+            note = functools.partial(self.note_logits, layer)
+            self.hooks.append(module.register_forward_hook(note))
+            if self.replayed is not None:
+                enter = functools.partial(self.enter_router, layer)
+                self.hooks.append(module.register_forward_pre_hook(enter))
+                self.hooks.append(module.register_forward_hook(self.leave_router, always_call=True))
         return self
 
     def __exit__(self, *exception):
@@ -76,10 +102,14 @@ class Routing(TorchFunctionMode):
         for hook in self.hooks:
             hook.remove()
 
-    def note(self, layer, module, inputs):
+    def note_experts(self, layer, module, inputs):
         _, chosen, weights = inputs
-        self.noted[layer] = chosen.to(torch.int16)
-        self.weights[layer] = weights.detach()
+        self.used.setdefault(layer, chosen.to(torch.int16))
+        self.weights.setdefault(layer, weights.detach())
+
+    def note_logits(self, layer, module, inputs, output):
+        logits = output[self.routers.logits_index] if isinstance(output, tuple) else output
+        self.logits.setdefault(layer, logits)
 
     def enter_router(self, layer, *_):
         self.layer = layer
@@ -93,83 +123,106 @@ class Routing(TorchFunctionMode):
         self.functions.add(getattr(function, "__name__", ""))
         is_top_k = function in (torch.topk, torch.Tensor.topk)
         # Some routers first choose groups of experts, with separate topk calls.
-        if not is_top_k or args[0].shape[1:] != (self.experts[self.layer].num_experts,):
+        if not is_top_k or args[0].shape[1:] != (self.routers.experts[self.layer].num_experts,):
             return result
-        self.own[self.layer] = result.indices.to(torch.int16)
+        self.own.setdefault(self.layer, result.indices.to(torch.int16))
         replayed = self.replayed[:, self.layer]
         indices = torch.where(replayed < 0, result.indices, replayed)
         return torch.return_types.topk((args[0].gather(-1, indices), indices))
 
     def choices(self):
         """The routers' own choices, even during replay: (tokens, L, K). Not for a dense model."""
-        return torch.stack(self.noted if self.replayed is None else self.own, dim=1)
+        by_layer = self.used if self.replayed is None else self.own
+        return torch.stack([by_layer[layer] for layer in range(len(by_layer))], dim=1)
 
 
-class Routers(NamedTuple):
-    """How a model's routers choose experts, as detected by `read_routers`."""
+class RouterOutputs:
+    """What the routers did in a forward of a batch. A dense model has L = 0. Each of these is computed
+    when it is first needed."""
 
-    num_experts: int = 0  # per layer; 0 if dense, or if the choices cannot be read
-    can_replay: bool = False  # whether the choice of experts can be replaced
-    has_softmax: bool = False  # whether experts are chosen by a softmax over all of them
-    are_probabilities: bool = False  # transformers records probabilities as router logits
-    are_balanced: bool = False  # by a loss, not by other means
+    def __init__(self, routing, batch):
+        self.routers = routing.routers
+        self.recorded = routing
+        self.batch = batch
 
-    @property
-    def options(self):
-        """What a model's forward needs so that its output has router logits."""
-        return {"output_router_logits": True} if self.has_softmax else {}
-
-    def choices(self, routing, tokens_BS):
-        """The routers' own choices in a forward of these tokens, (B, S, L, K); L = 0 if dense."""
-        if self.num_experts == 0:
+    @functools.cached_property
+    def choices_BSLK(self):
+        """The routers' own choice of experts at every token, in top-k order, even where replay overrode
+        it."""
+        tokens_BS = self.batch.tokens_BS
+        if self.routers.num_experts == 0:
             return tokens_BS.new_empty(*tokens_BS.shape, 0, 0)
-        return routing.choices().unflatten(0, tokens_BS.shape)
+        return self.recorded.choices().unflatten(0, tokens_BS.shape)
 
-    def logits_of(self, output):
-        """The router logits in a model's output: L tensors (tokens, E); () without a softmax."""
-        layers = [layer.float() for layer in getattr(output, "router_logits", None) or ()]
-        if self.are_probabilities:
+    @functools.cached_property
+    def experts_BTLK(self):
+        """Of these, where a response token is predicted; sorted, to compare sets."""
+        return take_columns(self.choices_BSLK, self.batch.predictor_BU[:, :-1]).sort().values
+
+    @functools.cached_property
+    def token_logits(self):
+        """The router logits at every token: L tensors (B * S, E); () without a softmax."""
+        if not self.routers.has_softmax:
+            return ()
+        layers = [self.recorded.logits[layer].float() for layer in range(len(self.routers.modules))]
+        if self.routers.are_probabilities:
             layers = [probs.clamp(min=1e-30).log() for probs in layers]
         return tuple(layers)
 
-    def aux_loss(self, router_logits, choices_BSLK, is_token_BS):
-        """transformers' load-balancing loss, a scalar; 0 for routers that have none."""
-        if not self.are_balanced:
+    @property
+    def logits(self):
+        """Of these, where a response token is predicted: L tensors (B, T, E), detached."""
+        shape = self.batch.tokens_BS.shape
+        predictor_BT = self.batch.predictor_BU[:, :-1]
+        by_column = [layer.detach().unflatten(0, shape) for layer in self.token_logits]
+        return [take_columns(logits_BSE, predictor_BT) for logits_BSE in by_column]
+
+    @functools.cached_property
+    def aux_loss(self):
+        """transformers' load-balancing loss over prompt and response, a scalar; 0 for routers that have
+        none."""
+        is_token_BS = self.batch.is_token_BS
+        if not self.routers.are_balanced:
             return torch.zeros((), device=is_token_BS.device)
-        K = choices_BSLK.shape[-1]
-        return load_balancing_loss_func(router_logits, self.num_experts, K, is_token_BS)
+        K = self.choices_BSLK.shape[-1]
+        return load_balancing_loss_func(self.token_logits, self.routers.num_experts, K, is_token_BS)
+
+
+def take_columns(x_BS, column_BT):
+    """x_BS[b, column_BT[b, t]] for each b and t; x_BS may have more axes."""
+    row_B1 = torch.arange(len(column_BT), device=column_BT.device)[:, None]
+    return x_BS[row_B1, column_BT]
 
 
 @torch.no_grad()
 def read_routers(model):
     """The `Routers` of a language model, detected by running it on a few tokens."""
     experts = find_experts(model)
-    routers = find_routers(model)
-    if not experts or len(routers) != len(experts) or not hasattr(experts[0], "num_experts"):
+    modules, logits_index = find_routers(model)
+    if not experts or len(modules) != len(experts) or not hasattr(experts[0], "num_experts"):
         return Routers()
     num_experts = experts[0].num_experts
+    routers = Routers(experts, modules, logits_index, num_experts)
     tokens = torch.arange(8, device=model.device)[None]
-    options = {"use_cache": False, "output_router_logits": True}
-    with Routing(model) as routing:
-        output = model.base_model(tokens, **options)
+    with Routing(routers) as routing:
+        model.base_model(tokens, use_cache=False)
     others = (routing.choices() + 1) % num_experts
-    with Routing(model, others[None]) as routing:
-        model.base_model(tokens, **options)
+    with Routing(routers, others[None]) as replay:
+        model.base_model(tokens, use_cache=False)
     # Some routers do not use a single torch.topk, or give no weight to experts they did not choose.
-    can_replay = torch.equal(torch.stack(routing.noted, dim=1), others)
-    can_replay = can_replay and all(weights.all() for weights in routing.weights)
-    recorded = getattr(output, "router_logits", None) or ()
-    names = [name for router in routers for name in router.state_dict()]
+    layers = range(len(experts))
+    routers.can_replay = all(torch.equal(replay.used[layer], others[:, layer]) for layer in layers)
+    routers.can_replay &= all(replay.weights[layer].all().item() for layer in layers)
+    names = [name for module in modules for name in module.state_dict()]
     has_bias = any(name.endswith("_bias") for name in names)  # which is not part of the softmax
-    has_softmax = "softmax" in routing.functions and len(recorded) == len(experts) and not has_bias
-    sums = [layer.sum(-1) for layer in recorded]
-    return Routers(
-        num_experts=num_experts,
-        can_replay=can_replay,
-        has_softmax=has_softmax,
-        are_probabilities=bool(sums) and all(((x - 1).abs() < 1e-4).all() for x in sums),
-        are_balanced=has_softmax and hasattr(model, "router_aux_loss_coef"),
-    )
+    logits = list(routing.logits.values())
+    shape = (tokens.numel(), num_experts)
+    has_logits = len(logits) == len(experts) and all(layer.shape == shape for layer in logits)
+    routers.has_softmax = "softmax" in replay.functions and has_logits and not has_bias
+    sums = [layer.sum(-1) for layer in logits]
+    routers.are_probabilities = all(((x - 1).abs() < 1e-4).all().item() for x in sums)
+    routers.are_balanced = routers.has_softmax and hasattr(model, "router_aux_loss_coef")
+    return routers
 
 
 def routing_contexts():

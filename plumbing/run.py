@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -19,13 +20,13 @@ from tqdm import tqdm
 
 from plumbing.args import UserError, check_folder, checkpoints_in, one_line
 from plumbing.metrics import (
+    add,
     clock,
     correction_stats,
-    means,
     policy_stats,
-    report,
     rollout_summary,
     router_stats,
+    summarize,
 )
 
 STATE = "trainer_state.pt"  # in a checkpoint: everything except the policy
@@ -44,9 +45,10 @@ class Run:
         self.folder = args.folder
         self.noise = torch.Generator().manual_seed(args.seed)  # for sampling
         self.iteration = 0  # the current one, or the last one done
+        self.num_logged = 0  # iterations; `log` counts them
         self.extra_state = {}  # {name: number} that a script adds to checkpoints
         self.metrics = {"iteration": 0}  # of the current iteration
-        self.early_end = ""  # a script sets this: why the run ends after the current iteration
+        self.early_end = ""  # a script sets this: why it left the loop
         self.is_stopped = False  # by a signal
         # Without resets the reference can be loaded from --model again.
         if args.ref_reset_every == 0:
@@ -71,7 +73,7 @@ class Run:
     # ------------------------------------------------------------------------- what a script calls
 
     @property
-    def is_new(self):
+    def needs_first_eval(self):
         """Whether the evaluation before training is still to be done."""
         return (self.folder / "evaluations.jsonl").stat().st_size == 0
 
@@ -79,27 +81,31 @@ class Run:
     def is_last(self):
         return self.iteration >= self.args.iterations  # a resumed run may already have more
 
+    @property
+    def checkpoint(self):
+        """The folder of the current iteration's checkpoint."""
+        return self.folder / f"checkpoint-{self.iteration:06d}"
+
     def is_due(self, every):
         """True every `every` iterations (0: never) and after the last one."""
         return self.is_last or (every > 0 and self.iteration % every == 0)
 
     def iterations(self):
-        """Yields the numbers of the remaining iterations. After each one it writes the log and, if due,
-        a checkpoint. A signal ends the program at that point, a second one at once."""
+        """Yields the numbers of the remaining iterations. During the loop a signal makes `log` end the
+        program, and a second one ends it at once."""
         is_main = threading.current_thread() is threading.main_thread()
         kinds = (signal.SIGINT, signal.SIGTERM) if is_main else ()  # other threads cannot set handlers
         handlers = {kind: signal.signal(kind, self.on_signal) for kind in kinds}
         try:
-            while not self.is_last and not self.early_end:
+            while not self.is_last:
                 self.iteration += 1
                 self.reports = {}  # {key: [(value, weight)]}
                 self.step_losses = {}  # of the current step: {name: sum over micro-batches}
                 self.num_steps = 0
                 self.metrics = {"iteration": self.iteration}
                 clock.seconds.clear()
-                start = time.perf_counter()
+                self.start = time.perf_counter()
                 yield self.iteration
-                self.end_iteration(time.perf_counter() - start)
         finally:
             for kind, handler in handlers.items():
                 signal.signal(kind, handler)
@@ -112,28 +118,32 @@ class Run:
         routers = self.policy.routers
         stats = stats | policy_stats(outputs, micro, is_first_step=self.num_steps == 0)
         stats = stats | router_stats(outputs, micro, routers.num_experts)
-        report(self.reports, "losses", stats, micro.mask_BT.sum())
+        add(self.reports, "losses", stats, micro.mask_BT.sum())
         if routers.are_balanced:
-            report(self.reports, "moe", {"aux_loss": outputs.aux_loss}, len(micro))
+            add(self.reports, "moe", {"aux_loss": outputs.routing.aux_loss}, len(micro))
 
-    def record_step(self, minibatch, grad_norm, **norms):
-        """Records a minibatch, before its step. UserError if the policy's loss or a norm is not
-        finite."""
+    def check_step(self, num_sequences, grad_norm, **norms):
+        """Before a step of `num_sequences` completions: UserError if the policy's loss or a norm is not
+        finite; else records them."""
         finite = {"loss": self.step_losses["policy_loss"], "grad_norm": grad_norm, **norms}
         for name, scalar in finite.items():
             if not math.isfinite(scalar):  # the first one waits for the GPU; the others are then ready
                 raise UserError(f"iteration {self.iteration}: {name} is not finite")
-        report(self.reports, "losses", self.step_losses, len(minibatch))
-        report(self.reports, "charts", {"grad_norm": grad_norm}, 1)
+        add(self.reports, "losses", self.step_losses, num_sequences)
+        add(self.reports, "charts", {"grad_norm": grad_norm}, 1)
         self.step_losses = {}
         self.num_steps += 1
         clock.show(f"update {self.num_steps}/{self.args.num_minibatches * self.args.update_epochs}")
 
-    def log(self, batch, completions, rewards, **numbers):
-        """Records an iteration: all completions that were generated, the rewards that the update used,
-        (P, G), or (B, 1) if groups are not the baseline, and other numbers, named as in metrics.jsonl.
-        `batch` is None if there is no update."""
-        self.completions = completions
+    def log(self, steps, completions, rewards, **numbers):
+        """Ends an iteration: writes its metrics and some completions and, if due, a checkpoint. After a
+        signal it also ends the program. An iteration that a script leaves before this is not counted.
+
+        steps        of the update, as from `optimizer_steps`; [] if there was no update
+        completions  all that were generated
+        rewards      those that the update used, (P, G), or (B, 1) if groups are not the baseline
+        numbers      others, named as in metrics.jsonl
+        """
         rollout = rollout_summary(completions)
         rollout["reward_mean"] = rewards.mean().item()
         rollout["reward_std"] = rewards.std(correction=0).item()
@@ -143,10 +153,20 @@ class Run:
         if rewards.shape[1] > 1:
             is_uniform_P = (rewards == rewards[:, :1]).all(1)
             rollout["frac_zero_std_groups"] = is_uniform_P.float().mean().item()
-        if batch is not None:
-            report(self.reports, "rollout", correction_stats(batch, self.args), 1)
-        self.metrics |= means(self.reports) | {f"rollout/{name}": x for name, x in rollout.items()}
+        if steps:
+            batches = list(chain(*steps))
+            add(self.reports, "rollout", correction_stats(batches, self.args), 1)
+        self.metrics |= summarize(self.reports) | {f"rollout/{name}": x for name, x in rollout.items()}
         self.metrics |= {key: float(value) for key, value in numbers.items()}
+        self.metrics |= self.times(sum(len(c.ids) for c in completions))
+        self.write_log(completions)
+        self.num_logged = self.iteration
+        if self.is_due(self.args.save_every) or self.is_stopped:
+            self.save()
+        if self.is_stopped:
+            self.bar.close()
+            self.say(f"saved; to continue: --resume --run_dir {self.folder}")
+            sys.exit(130)
 
     def log_eval(self, results):
         """Records the results of `evaluate` before training, during it, or after the last iteration."""
@@ -160,7 +180,12 @@ class Run:
         tqdm.write(message)  # above the progress bar
 
     def finish(self):
+        """After the loop, also if the script left it early: saves what is not saved, and prints how the
+        run went."""
         self.bar.close()
+        self.iteration = self.num_logged
+        if not self.checkpoint.exists():
+            self.save()
         lines = (self.folder / "evaluations.jsonl").read_text().splitlines()
         evaluations = {"before": json.loads(lines[0])}
         last = json.loads(lines[-1])
@@ -179,27 +204,22 @@ class Run:
         self.say("stopping after this iteration")
         signal.signal(number, signal.SIG_DFL)  # the next one ends the program
 
-    def end_iteration(self, seconds):
+    def times(self, num_tokens):
+        """{key: number} on the current iteration's time and memory."""
+        seconds = time.perf_counter() - self.start
         training_seconds = seconds - clock.seconds.get("evaluation", 0)
         clock.seconds["update"] = seconds - sum(clock.seconds.values())
-        num_tokens = sum(len(c.ids) for c in self.completions)
-        self.metrics["charts/tokens_per_second"] = num_tokens / training_seconds
-        self.metrics |= {f"charts/{name}_seconds": value for name, value in clock.seconds.items()}
+        result = {f"charts/{name}_seconds": value for name, value in clock.seconds.items()}
+        result["charts/tokens_per_second"] = num_tokens / training_seconds
         if self.args.torch_device.startswith("cuda"):
-            self.metrics["charts/peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        self.write_log()
-        if self.is_due(self.args.save_every) or self.is_stopped or self.early_end:
-            self.save()
-        if self.is_stopped:
-            self.bar.close()
-            self.say(f"saved; to continue: --resume --run_dir {self.folder}")
-            sys.exit(130)
+            result["charts/peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        return result
 
-    def write_log(self):
+    def write_log(self, completions):
         # JSON has no NaN or infinity.
         metrics = {key: value for key, value in self.metrics.items() if math.isfinite(value)}
         self.append_to("metrics.jsonl", metrics)
-        for c in self.completions[:: self.args.group_size][:4]:
+        for c in completions[:: self.args.group_size][:4]:
             sample = {"prompt": c.problem.prompt, "completion": c.text, "answer": c.problem.answer}
             sample |= {"reward": c.reward, "verdict": c.verdict}
             self.append_to("samples.jsonl", {"iteration": self.iteration, **sample})
@@ -255,6 +275,7 @@ class Run:
             for name, part in self.parts.items():
                 part.load_state_dict(saved["parts"][name])
             self.iteration = saved["iteration"]
+            self.num_logged = self.iteration
             self.extra_state = saved["extra_state"]
             for name, size in saved["log_sizes"].items():
                 os.truncate(self.folder / name, size)  # later lines will be written again
@@ -269,7 +290,7 @@ class Run:
             "parts": {name: part.state_dict() for name, part in self.parts.items()},
         }
         scratch = self.folder / "checkpoint.tmp"
-        folder = self.folder / f"checkpoint-{self.iteration:06d}"
+        folder = self.checkpoint
         with one_line(f"{folder} cannot be written; existing checkpoints are intact"):
             shutil.rmtree(scratch, ignore_errors=True)
             self.policy.save_pretrained(scratch)

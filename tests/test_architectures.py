@@ -13,7 +13,7 @@ import ppo
 import rspo
 from common import Problem, check_sampler, collate, load_policy, sample, token_logprobs
 from plumbing.model import Policy, TrainedModel, checkpoint_layers
-from plumbing.routing import find_experts, find_routers
+from plumbing.routing import find_experts
 
 # An architecture takes the fields that its config has.
 # fmt: off
@@ -119,7 +119,7 @@ def test_an_architecture_works(name, tmp_path):
     folder = save(new_model(name), tmp_path / "model")
     args = arguments(folder, max_new_tokens=16, temperature=0.9)
     policy = load_policy(args)
-    check_sampler(policy, PROMPTS[1], args)
+    check_sampler(policy, PROBLEMS[1], args)
     if policy.routers.num_experts > 0:
         args.routing_replay = "r3"  # the sampler records experts
     check_sampler_and_training_forward(policy, args)
@@ -136,7 +136,7 @@ def check_sampler_and_training_forward(policy, args):
     """They agree on log-probs and experts of answers of different lengths. Gradients are finite."""
     completions = sample(policy, PROBLEMS, 4, args, torch.Generator().manual_seed(0))
     assert len({len(c.ids) for c in completions}) > 2
-    batch = collate(completions, args)
+    batch = collate(completions, PROMPTS[0][0], args)
     outputs = token_logprobs(policy, batch, args.temperature, replay=False)
     gap_BT = outputs.logprobs_BT - batch.sampler_logprobs_BT
     assert gap_BT[batch.mask_BT].abs().max() < 1e-4
@@ -144,9 +144,9 @@ def check_sampler_and_training_forward(policy, args):
         is_known_BS = batch.replayed_experts_BSLK[..., 0, 0] >= 0
         assert is_known_BS.sum() == batch.is_token_BS.sum() - len(batch)  # all but each one's last
         theirs = batch.replayed_experts_BSLK[is_known_BS]
-        assert torch.equal(theirs, outputs.routing_choices_BSLK[is_known_BS])
-    assert (outputs.aux_loss > 0) == policy.routers.are_balanced
-    (outputs.logprobs_BT.sum() + outputs.aux_loss).backward()
+        assert torch.equal(theirs, outputs.routing.choices_BSLK[is_known_BS])
+    assert (outputs.routing.aux_loss > 0) == policy.routers.are_balanced
+    (outputs.logprobs_BT.sum() + outputs.routing.aux_loss).backward()
     gradients = [weight.grad for weight in policy.parameters() if weight.grad is not None]
     assert len(gradients) > 0.8 * len(list(policy.parameters()))
     assert all(gradient.isfinite().all() for gradient in gradients)
@@ -181,12 +181,12 @@ def check_replay(policy):
     live router's weights, whose gradient reaches the logits; the routers' own choice stays known."""
     batch = one_sequence()
     own, given = given_to_experts(policy, batch)
-    assert len(given) == own.experts_BTLK.shape[2] > 0
+    assert len(given) == own.routing.experts_BTLK.shape[2] > 0
     for layer, (indices, _) in enumerate(given):
-        assert torch.equal(own.routing_choices_BSLK[0, :, layer], indices.short())
-        assert torch.equal(own.experts_BTLK[0, :, layer], indices[3:-1].sort().values.short())
+        assert torch.equal(own.routing.choices_BSLK[0, :, layer], indices.short())
+        assert torch.equal(own.routing.experts_BTLK[0, :, layer], indices[3:-1].sort().values.short())
     own_gradients = gradients_of(policy, own)
-    batch.replayed_experts_BSLK = own.routing_choices_BSLK
+    batch.replayed_experts_BSLK = own.routing.choices_BSLK
     for _ in range(2):
         again = token_logprobs(policy, batch, 1.0)
         assert torch.equal(again.logprobs_BT, own.logprobs_BT)
@@ -195,22 +195,22 @@ def check_replay(policy):
         checkpoint_layers(policy.model)  # for the second time, and below
     # Different experts, the same for each token
     num_experts = policy.routers.num_experts
-    batch.replayed_experts_BSLK = (own.routing_choices_BSLK[:, :1] + 1) % num_experts
-    batch.replayed_experts_BSLK = batch.replayed_experts_BSLK.expand_as(own.routing_choices_BSLK)
+    batch.replayed_experts_BSLK = (own.routing.choices_BSLK[:, :1] + 1) % num_experts
+    batch.replayed_experts_BSLK = batch.replayed_experts_BSLK.expand_as(own.routing.choices_BSLK)
     outputs, given = given_to_experts(policy, batch)
     assert not torch.equal(outputs.logprobs_BT, own.logprobs_BT)
-    assert torch.equal(outputs.routing_choices_BSLK[:, :1, 0], own.routing_choices_BSLK[:, :1, 0])
+    assert torch.equal(outputs.routing.choices_BSLK[:, :1, 0], own.routing.choices_BSLK[:, :1, 0])
     assert not any(module._forward_pre_hooks for module in policy.model.modules())
     gradients_of(policy, outputs)
     for layer, (indices, weights) in enumerate(given):
         replayed = batch.replayed_experts_BSLK[0, :, layer]
         assert torch.equal(indices.short(), replayed) and (weights > 0).all()
         if policy.routers.has_softmax:
-            logits = outputs.router_logits[layer : layer + 1]
+            logits = outputs.routing.logits[layer : layer + 1]
             (logp,) = rspo.expert_logprobs(logits, indices[None, 3:-1, None])
             difference = weights[3:-1].log() - logp[:, 0]  # their sum may be normalized
             assert (difference - difference[:, :1]).abs().max() < 1e-4
-        router = find_routers(policy.model)[layer]
+        router = policy.routers.modules[layer]
         (matrix,) = [w for w in router.parameters() if w.dim() == 2 and len(w) == num_experts]
         assert (matrix.grad[replayed[0].long()].abs().sum(1) > 0).all()
 

@@ -1,6 +1,7 @@
 """The test vectors against the scripts; the doctor on our own losses, on each known mistake, and on
 losses that somebody else might bring; pytest suites, the README."""
 
+import math
 import os
 import re
 import subprocess
@@ -28,7 +29,6 @@ for name, ((first, *others), change) in mistakes.ENTRIES.items():
     for section in others:
         ENTRIES.append(pytest.param(name, section, change, marks=pytest.mark.slow))
 OURS = {  # the project's functions for sections that have not the name of a script
-    "grpo_offpolicy": "grpo:policy_loss",
     "value_loss": "ppo:value_loss",
     "positive_lm_loss": "more.vapo:positive_lm_loss",
     "group_advantages": "grpo:compute_advantages",
@@ -42,6 +42,8 @@ OURS = {  # the project's functions for sections that have not the name of a scr
 }
 NOT_OF_SCRIPTS = ["grouped_advantages", "replayed_gate"]
 OF_SCRIPTS = [pair for pair in ALL_CASES if pair[0] not in NOT_OF_SCRIPTS]
+# Its mask reads the sign of the first token's advantage; deepseek_v32.py's reads that of the sum.
+OF_SCRIPTS.remove(("grpo_offpolicy", "grpo_offpolicy-012"))
 UNKNOWN = "unknown: no known mistake gives these numbers"
 
 
@@ -49,8 +51,42 @@ def case_of(section, id):
     return next(case for case in SECTIONS[section]["cases"] if case["id"] == id)
 
 
+def grpo_offpolicy(
+    logprobs_BT,
+    old_logprobs_BT,
+    advantages_BT,
+    mask_BT,
+    *,
+    clip_eps_low=0.2,
+    clip_eps_high=0.2,
+    kl_coef=0.04,
+    kl_is_corrected=False,
+    offpolicy_mask=0.0,
+    ref_logprobs_BT=None,
+    rollout_ratio_BT=None,
+    num_sequences=None,
+):
+    """What DeepSeek-V3.2 adds to GRPO's loss, one by one, from its script and grpo's."""
+    inputs = logprobs_BT, old_logprobs_BT, advantages_BT, mask_BT
+    shared = {"clip_eps_low": clip_eps_low, "clip_eps_high": clip_eps_high, "kl_coef": kl_coef}
+    shared |= {"num_sequences": num_sequences}
+    own = {"offpolicy_mask": offpolicy_mask or math.inf}
+    if rollout_ratio_BT is not None:
+        own["sampler_logprobs_BT"] = old_logprobs_BT - rollout_ratio_BT.log()
+    if kl_is_corrected:
+        own["ref_logprobs_BT"] = ref_logprobs_BT
+    loss, stats = copied("more.deepseek_v32").policy_loss(*inputs, **shared, **own)
+    if not kl_is_corrected:
+        with_kl, _ = copied("grpo").policy_loss(*inputs, **shared, ref_logprobs_BT=ref_logprobs_BT)
+        without, _ = copied("grpo").policy_loss(*inputs, **shared)
+        loss = loss + with_kl - without
+    return loss, stats
+
+
 def function_of(section):
     """A script's function as it is copied, with nothing but torch around it."""
+    if section == "grpo_offpolicy":
+        return grpo_offpolicy
     module, name = OURS.get(section, f"{MODULES.get(section)}:policy_loss").split(":")
     return getattr(common if module == "common" else copied(module), name)
 
@@ -62,7 +98,9 @@ def function_of(section):
 def test_the_scripts_agree(section, id):
     """Within 1e-12, and so no case depends on the clamp of log-ratios, which reference.py has not."""
     case = case_of(section, id)
-    subject = Subject(function_of(section), section)
+    is_corrected = case["keywords"].get("kl_is_corrected", False)
+    function = grpo_offpolicy if is_corrected else function_of(section)
+    subject = Subject(function, section)
     why_not = subject.why_not(case)
     if "bootstrap" in case["keywords"]:  # ppo.py adds it to the last reward
         assert why_not == "it has no keyword bootstrap"

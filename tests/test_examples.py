@@ -131,7 +131,6 @@ def test_the_scripts_flags_set_those_of_trl(trl_trainer):
         ("--rollout_cap 3", "unknown argument --rollout_cap"),
         ("--no_flag 1", "unknown argument --no_flag"),
         ("--micro_batch_size 3", "--micro_batch_size 3 does not divide 16, a process's rows"),
-        ("--use_vllm --kl_is_corrected", "--kl_is_corrected has no effect with --use_vllm"),
         ("", "--num_minibatches: 3 processes cannot share a step of 16"),
     ],
 )

@@ -53,11 +53,10 @@ FROM_SAMPLER |= {"kl_coef": 0.5, "lr": 1e-3}  # with 2e-3, log-ratios are so lar
 BASELINE = {"iterations": 3, "max_grad_norm": 2.0, "baseline_decay": 0.75}
 STALE = {"rollout_dtype": "same", "rollout_refresh_every": 2}
 MASKED = {"rollout_correction": "geo_mask", "rollout_mask_low": 0.98, "rollout_mask_high": 1.01}
-CORRECTED = {"kl_is_corrected": True, "rollout_correction": "none", "rollout_cap": 2.0}
 CASES = {  # variants that change no line of main are compared by test_conformance.py
     "ppo": ("ppo", ALONE | CRITIC),
     "grpo": ("grpo", {"kl_coef": 0.5}),
-    "grpo, reset": ("grpo", CORRECTED | {"kl_coef": 0.5, "ref_reset_every": 1}),
+    "grpo, reset": ("grpo", {"kl_coef": 0.5, "ref_reset_every": 1}),
     "grpo, sampler": ("grpo", FROM_SAMPLER),
     "grpo, stale": ("grpo", STALE | {"kl_coef": 0.0}),
     "dr_grpo": ("dr_grpo", {"max_grad_norm": 0.2, "max_new_tokens": 40} | MASKED),  # more than any has
@@ -72,13 +71,19 @@ CASES = {  # variants that change no line of main are compared by test_conforman
     "sapo": ("sapo", {"tau_pos": 2.0, "tau_neg": 1.5}),
     "reinforce": ("more.reinforce", ALONE | BASELINE),
     "rloo": ("more.rloo", {"max_grad_norm": 3.0}),
+    # Some completions are masked by pi / mu that pi / pi_old or pi_old / mu would keep, and vice versa.
+    "deepseek_v32": ("more.deepseek_v32", {"kl_coef": 0.5, "offpolicy_mask": 0.02}),
     "vapo": ("more.vapo", CRITIC | PRETRAINED | {"lambda_alpha": 0.3, "kl_coef": 0.0}),
 }
 for name in {*SCRIPTS, *MORE} - {script for script, _ in CASES.values()}:
     CASES[name] = (name, {})  # a new script needs no case of its own
 # Here the master weights have a working copy, as with bfloat16, but in float32, so that numbers agree.
 WITH_COPIES = ["ppo", "grpo, reset", "grpo, stale", "dapo", "vapo"]
-ADVANTAGES = {"dr_grpo": reference.group_differences, "more.rloo": reference.leave_one_out}
+ADVANTAGES = {
+    "dr_grpo": reference.group_differences,
+    "more.deepseek_v32": reference.group_differences,
+    "more.rloo": reference.leave_one_out,
+}
 
 
 def watched(name, args, with_copies):
@@ -316,7 +321,7 @@ def total_loss(name, args, before, rows, weights, model):
     b.advantages = before.advantages[rows]
     if before.ref is not None:
         b.ref_logprobs = before.ref[rows]
-    b.rollout_ratio = (before.logprobs - before.mu)[rows].exp()
+    b.sampler_logprobs = before.mu[rows]
     if name == "rspo":
         old_answers = [before.answers[i] for i in rows]
         b.scores = expert_logprobs(answers, old_answers)

@@ -11,11 +11,18 @@ from conftest import batch_of_ids, completes, metrics, script_args
 
 import rspo
 from common import record_old_policy, reference_logprobs, sample, token_logprobs
-from plumbing.metrics import correction_stats, means, report, router_stats
+from plumbing.model import checkpoint_layers
+from plumbing.metrics import add, correction_stats, router_stats, summarize
+
+
+def halves(batch):
+    """Two batches of one row each."""
+    rows = [{name: tensor[i : i + 1] for name, tensor in vars(batch).items()} for i in (0, 1)]
+    return [SimpleNamespace(**row) for row in rows]
 
 
 def test_statistics_of_the_mismatch_and_the_weights():
-    """By hand."""
+    """By hand, over two batches."""
     args = script_args("grpo", rollout_correction="token_tis", rollout_cap=1.0)[1]
     batch = SimpleNamespace(
         old_logprobs_BT=torch.tensor([[0.2, -0.4], [0.1, math.nan]]),
@@ -30,22 +37,24 @@ def test_statistics_of_the_mismatch_and_the_weights():
         "weight_mean": 1.5 / 3,
         "weight_effective_size": 1.5**2 / (3 * 1.25),
     }
-    assert correction_stats(batch, args) == pytest.approx(expected)
+    assert correction_stats(halves(batch), args) == pytest.approx(expected)
     batch.correction_weights = torch.tensor([[0.5], [1.0]])  # one per completion
     expected |= {"weight_zero_frac": 0, "weight_cap_frac": 1 / 2, "weight_mean": 1.5 / 2}
     expected["weight_effective_size"] = 1.5**2 / (2 * 1.25)
-    assert correction_stats(batch, args) == pytest.approx(expected)
+    assert correction_stats(halves(batch), args) == pytest.approx(expected)
 
 
 # ----------------------------------------------------------------------------- routing replay
+
+
+LENGTHS = [(3, 5), (6, 2), (1, 7), (3, 4)]  # of prompt and response
 
 
 @pytest.fixture
 def batch():
     """Four sequences, 18 response tokens."""
     ids = list(range(3, 17))
-    lengths = [(3, 5), (6, 2), (1, 7), (3, 4)]
-    return batch_of_ids([(ids[:prompt], ids[-response:]) for prompt, response in lengths])
+    return batch_of_ids([(ids[:prompt], ids[-response:]) for prompt, response in LENGTHS])
 
 
 def others(experts):
@@ -57,13 +66,28 @@ def test_the_aux_loss_stays_live(own_policy, batch):
     """As do the router logits, which have no gradient. The first router reads the same tokens whatever
     is replayed; alone, it has the same aux loss."""
     own_policy.model.model.layers = own_policy.model.model.layers[:1]
-    live = token_logprobs(own_policy, batch, 1.0)
-    batch.replayed_experts_BSLK = others(live.routing_choices_BSLK)
-    replayed = token_logprobs(own_policy, batch, 1.0)
+    policy = own_policy.with_model(own_policy.model)
+    live = token_logprobs(policy, batch, 1.0)
+    batch.replayed_experts_BSLK = others(live.routing.choices_BSLK)
+    replayed = token_logprobs(policy, batch, 1.0)
     assert not torch.equal(replayed.logprobs_BT, live.logprobs_BT)
-    assert live.aux_loss.requires_grad and not live.router_logits[0].requires_grad
-    torch.testing.assert_close(replayed.router_logits, live.router_logits)
-    torch.testing.assert_close(replayed.aux_loss, live.aux_loss)
+    assert live.routing.aux_loss.requires_grad and not live.routing.logits[0].requires_grad
+    torch.testing.assert_close(replayed.routing.logits, live.routing.logits)
+    torch.testing.assert_close(replayed.routing.aux_loss, live.routing.aux_loss)
+
+
+def test_a_recomputation_leaves_what_the_forward_recorded(own_policy, batch):
+    """The logits' graph is that of the forward, which the aux loss needs."""
+    checkpoint_layers(own_policy.model)
+    outputs = token_logprobs(own_policy, batch, 1.0)
+    recorded = outputs.routing.recorded
+    before = [*recorded.used.items(), *recorded.logits.items()]
+    calls = []
+    own_policy.routers.modules[0].register_forward_hook(lambda *_: calls.append(None))
+    outputs.logprobs_BT.sum().backward()
+    assert calls
+    after = [*recorded.used.items(), *recorded.logits.items()]
+    assert all(old is new for (_, old), (_, new) in zip(before, after, strict=True))
 
 
 def test_what_old_policy_update_and_reference_replay(tiny_policy, batch):
@@ -75,10 +99,10 @@ def test_what_old_policy_update_and_reference_replay(tiny_policy, batch):
     record_old_policy(tiny_policy, batch, args)
     torch.testing.assert_close(batch.old_logprobs_BT, live.logprobs_BT)
     real = batch.is_token_BS
-    assert torch.equal(batch.replayed_experts_BSLK[real], live.routing_choices_BSLK[real])
-    assert torch.equal(batch.old_experts_BTLK[batch.mask_BT], live.experts_BTLK[batch.mask_BT])
+    assert torch.equal(batch.replayed_experts_BSLK[real], live.routing.choices_BSLK[real])
+    assert torch.equal(batch.old_experts_BTLK[batch.mask_BT], live.routing.experts_BTLK[batch.mask_BT])
     args.routing_replay = "r3"
-    batch.replayed_experts_BSLK = experts = others(live.routing_choices_BSLK)
+    batch.replayed_experts_BSLK = experts = others(live.routing.choices_BSLK)
     record_old_policy(tiny_policy, batch, args)
     assert not torch.allclose(batch.old_logprobs_BT, live.logprobs_BT, atol=1e-5)
     assert batch.replayed_experts_BSLK is experts
@@ -113,14 +137,14 @@ def test_statistics_of_routers(tiny_policy, batch):
     """Flips and load over response tokens only, against counting."""
     with torch.no_grad():
         outputs = token_logprobs(tiny_policy, batch, 1.0)
-    old = batch.old_experts_BTLK = outputs.experts_BTLK.clone()
+    old = batch.old_experts_BTLK = outputs.routing.experts_BTLK.clone()
     old[0, 0, 1, 0] = -1  # a change in one of two layers of one of 18 tokens
     old[~batch.mask_BT] = -1  # padding must not count
     stats = router_stats(outputs, batch, num_experts=8)
     assert stats["moe/expert_flip_frac"].item() == pytest.approx(1 / 2 / 18, rel=1e-5)
     shares = []
     for layer in range(2):
-        chosen = outputs.experts_BTLK[:, :, layer][batch.mask_BT].flatten().tolist()
+        chosen = outputs.routing.experts_BTLK[:, :, layer][batch.mask_BT].flatten().tolist()
         shares += [chosen.count(expert) / len(chosen) for expert in range(8)]
     assert stats["moe/load_max"].item() == pytest.approx(max(shares))
 
@@ -130,17 +154,17 @@ def test_fraction_of_experts_that_the_sampler_did_not_share(tiny_policy, batch):
     _, args = script_args("grpo", routing_replay="r3")
     own = token_logprobs(tiny_policy, batch, 1.0)
     batch.old_logprobs_BT = own.logprobs_BT.detach()
-    batch.old_experts_BTLK = own.experts_BTLK
-    batch.replayed_experts_BSLK = own.routing_choices_BSLK.flip(-1).clone()  # in any order
-    assert correction_stats(batch, args)["moe/sampler_flip_frac"] == 0
-    prompt, response = batch.lengths[0]
+    batch.old_experts_BTLK = own.routing.experts_BTLK
+    batch.replayed_experts_BSLK = own.routing.choices_BSLK.flip(-1).clone()  # in any order
+    assert correction_stats([batch], args)["moe/sampler_flip_frac"] == 0
+    prompt, response = LENGTHS[0]
     theirs_SLK = batch.replayed_experts_BSLK[0]
     for uncounted in (0, prompt + response - 1):  # a prompt's token, and what follows the last one
         theirs_SLK[uncounted] = others(theirs_SLK[uncounted])
     theirs_SLK[prompt] = -1  # not recorded
     used = theirs_SLK[prompt - 1, 1]  # of the last layer, for the first token
     used[0] = next(expert for expert in range(8) if expert not in used)
-    stats = correction_stats(batch, args)
+    stats = correction_stats([batch], args)
     assert stats["moe/sampler_flip_frac"].item() == pytest.approx(1 / 2 / 18, rel=1e-5)
 
 
@@ -149,8 +173,8 @@ def test_means_weigh_and_keep_extremes():
     reports = {}
     for a, b, weight in ((1.0, -3.0, 1), (4.0, -5.0, 2), (9.0, 9.0, 0)):
         values = {"a": torch.tensor(a), "ratio_max": torch.tensor(b)}
-        report(reports, "losses", values, weight)
-    report(reports, "moe", {"a": torch.tensor(7.0), "whole/key": 2.0}, torch.tensor(0))
-    report(reports, "losses", {"whole/key": 2.0}, 1)
+        add(reports, "losses", values, weight)
+    add(reports, "moe", {"a": torch.tensor(7.0), "whole/key": 2.0}, torch.tensor(0))
+    add(reports, "losses", {"whole/key": 2.0}, 1)
     expected = {"losses/a": 3.0, "losses/ratio_max": -3.0, "whole/key": 2.0}
-    assert means(reports) == expected
+    assert summarize(reports) == expected

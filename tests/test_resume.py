@@ -1,15 +1,19 @@
 """A run that is killed at any moment and resumed has the same metrics and, bit for bit, the same
 weights and optimizer state. A run that ends by a signal or NaN says so, and can go on."""
 
+import importlib.util
 import math
+import re
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import SUMS, checkpoint_of, flags_it_has, metrics, read_lines, resume, run, started
+from conftest import SUMS, checkpoint_of, flags_it_has, metrics, path_of, read_lines, resume, run
+from conftest import started
 from safetensors.torch import load_file
 
 import grpo
@@ -123,7 +127,40 @@ def test_run_as_a_process_that_is_killed(tmp_path):
     check("more.reinforce", tmp_path)
 
 
-# ------------------------------------------------------------------------------- signals and errors
+# ------------------------------------------------------------------- signals, errors, and a break
+
+
+@pytest.mark.parametrize("left, save_every", [((2, "after"), 0), ((3, "before"), 1)])
+def test_a_break_loses_nothing(left, save_every, tmp_path, monkeypatch):
+    """A copy of grpo.py leaves the loop after the second iteration's log, or before the third one's.
+    Both have two lines and checkpoint 2, and go on to the bit as if nothing had happened."""
+    text = path_of("grpo").read_text()
+    (log,) = re.findall(r"^        run\.log\(.*\n", text, re.MULTILINE)
+    check = "        if LEFT == (iteration, '{}'):\n            break\n"
+    text = text.replace(log, check.format("before") + log + check.format("after"))
+    path = tmp_path / "leaves.py"
+    path.write_text(text)
+    spec = importlib.util.spec_from_file_location("leaves", path)
+    script = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "leaves", script)
+    spec.loader.exec_module(script)
+
+    def train(folder, **changes):
+        flags = dict(prompts_per_iteration=4, group_size=4, max_new_tokens=16, num_minibatches=2)
+        flags |= dict(iterations=4, eval_every=0, num_held_out=8, dataset=str(SUMS), device="cpu")
+        script.main(script.Args(**flags, run_dir=str(folder), **changes))
+
+    script.LEFT = left
+    train(tmp_path / "parts", save_every=save_every)
+    assert iterations(tmp_path / "parts") == [1, 2]
+    assert checkpoint_of(tmp_path / "parts").name == "checkpoint-000002"
+    script.LEFT = None
+    train(tmp_path / "parts", resume=True)
+    train(tmp_path / "whole")
+    logs, checkpoint = logs_and_checkpoint(tmp_path / "parts")
+    expected_logs, expected_checkpoint = logs_and_checkpoint(tmp_path / "whole")
+    assert logs == expected_logs
+    torch.testing.assert_close(checkpoint, expected_checkpoint, rtol=0, atol=0)
 
 
 def test_run_a_signal_ends_the_run_after_a_checkpoint(tmp_path, monkeypatch):

@@ -35,6 +35,7 @@ EXTRA_KEYS = {
     "rspo": CLIPS | UNIFORM | keys("moe/", "router_shift router_floor_frac"),
     "sapo": UNIFORM | {"losses/gate_slope"},
     "dapo": CLIPS | UNIFORM | keys("rollout/groups_", DAPO),
+    "more.deepseek_v32": CLIPS | UNIFORM | keys("losses/", "kl_ref offpolicy_mask_frac"),
     "more.reinforce": set(),
     "more.rloo": UNIFORM,
     "more.vapo": CLIPS | VALUE | {"losses/positive_lm_loss"},

@@ -1,15 +1,17 @@
-"""The sampler against a slow loop without a cache and against the training forward; batches and their
-parts; rollout weights that are NaN."""
+"""The sampler against a slow loop without a cache and against the training forward; which completions
+share a batch; rollout weights that are NaN."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import MIXED, batch_of_ids, problems_of, script_args
+from conftest import MIXED, problems_of, script_args
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import common
-from common import collate, evaluate, rollout_weights, sample, similar_rows, token_logprobs
+from common import Completion, Problem, collate, evaluate, optimizer_steps, rollout_weights, sample
+from common import token_logprobs
 from plumbing.model import Policy
 
 
@@ -65,7 +67,7 @@ def test_sampler_slow_loop_and_training_forward_agree(own_policy):
     assert [c.problem for c in completions] == [p for p in problems for _ in range(4)]
     assert {c.ids[-1] for c in completions} > ends and len({len(c.ids) for c in completions}) > 3
     noise = torch.rand(20, args.max_new_tokens, generator=noise_of(2))
-    batch = collate(completions, args)
+    batch = collate(completions, 3, args)
     with torch.no_grad():
         logprobs_BT = token_logprobs(policy, batch, args.temperature).logprobs_BT
     for i, c in enumerate(completions):
@@ -127,26 +129,41 @@ def test_completions_do_not_depend_on_the_rollout_batch_size(are_short, tiny_pol
 # ------------------------------------------------------------------------- batches and their parts
 
 
-def test_a_part_of_a_batch_is_cut_to_its_longest_rows():
-    """That its numbers are right: test_main.py."""
-    part = batch_of_ids([([3] * 9, [4] * 5), ([5] * 2, [6] * 3), ([7] * 5, [8])])[[1, 2]]
-    assert part.tokens_BS.shape == part.is_token_BS.shape == (2, 6)
-    assert part.mask_BT.shape == part.response_BT.shape == (2, 3)
+def rows_of_steps(lengths, vocab_size=1, **settings):
+    """Which of the completions with these lengths of (prompt, response) share a batch: for each step
+    [[row, ...] of each batch]."""
+    completions = []
+    for row, (prompt, response) in enumerate(lengths):
+        completion = Completion(Problem("", "", [3] * prompt), [4] * response, [0.0] * response)
+        completions.append(completion._replace(reward=row))
+    args = SimpleNamespace(micro_batch_size=0, torch_device="cpu", num_minibatches=1, group_size=1)
+    vars(args).update({"prompts_per_iteration": len(lengths)} | settings)
+    steps = optimizer_steps(SimpleNamespace(vocab_size=vocab_size), completions, args)
+    for batch in itertools.chain(*steps):  # only as wide as its own rows
+        sizes = [lengths[c.reward] for c in batch.completions]
+        assert batch.tokens_BS.shape[1] == max(map(sum, sizes))
+        assert batch.mask_BT.shape == (len(batch), max(response for _, response in sizes))
+    return [[[c.reward for c in batch.completions] for batch in step] for step in steps]
 
 
-def test_micro_batches_have_rows_of_similar_length():
-    """Sorted by length, ties by row: at most --micro_batch_size, or by default on a GPU 8,192 tokens
-    with padding, and 2^29 logits. A single row may have more."""
-    lengths = [(9, 1000), (9000, 1), (500, 1500), (1, 2047), (1, 2047), (48, 2000)]
-    args = SimpleNamespace(micro_batch_size=4, torch_device="cuda", vocab_size=1)
-    assert similar_rows(lengths, args) == [[0, 2, 3, 4], [5, 1]]
-    args.micro_batch_size = 0
-    assert similar_rows(lengths, args) == [[0, 2, 3, 4], [5], [1]]
+def test_micro_batches_have_rows_of_similar_length(monkeypatch):
+    """Sorted by length, ties by row: at most --micro_batch_size, or by default as many tokens with
+    padding, and as many logits, as the limits say. A single row may have more."""
+    lengths = [(2, 6), (70, 1), (5, 10), (1, 15), (1, 15), (6, 10)]
+    assert rows_of_steps(lengths, micro_batch_size=4) == [[[0, 2, 3, 4], [5, 1]]]
+    monkeypatch.setattr(common, "CPU_TOKENS", 64)
+    assert rows_of_steps(lengths) == [[[0, 2, 3, 4], [5], [1]]]
     lengths = [(5, 4), (9, 2), (1, 3), (1, 2), (30, 1)]
-    args.vocab_size = 2**27  # four response tokens
-    assert similar_rows(lengths, args) == [[3], [2], [0], [1, 4]]
-    args.vocab_size = 2**26
-    assert similar_rows(lengths, args) == [[3, 2], [0, 1], [4]]
+    assert rows_of_steps(lengths, vocab_size=2**27) == [[[3], [2], [0], [1, 4]]]  # 4 response tokens
+    assert rows_of_steps(lengths, vocab_size=2**26) == [[[3, 2], [0, 1], [4]]]
+
+
+def test_steps_have_rows_in_the_rollouts_order():
+    """Of nearly equal size, and fewer if the rollout has fewer rows than it should have."""
+    lengths = [(1, 5), (1, 4), (1, 3), (1, 2), (1, 1)]
+    steps = rows_of_steps(lengths, num_minibatches=2, micro_batch_size=2)
+    assert steps == [[[2, 1], [0]], [[4, 3]]]
+    assert rows_of_steps(lengths, num_minibatches=2, prompts_per_iteration=9) == [[[4, 3, 2, 1, 0]]]
 
 
 @pytest.mark.parametrize("rule", ["sequence_tis", "sequence_mis", "geo_mask", "geo_filter", "icepop"])
@@ -156,5 +173,5 @@ def test_a_weight_of_a_logprob_that_is_nan_is_nan(rule):
     sampler_BT[0, 1] = torch.nan
     for per_sequence in (False, True):
         arguments = (torch.zeros(2, 3), sampler_BT, torch.ones(2, 3))
-        weights, _ = rollout_weights(*arguments, rule=rule, per_sequence=per_sequence)
+        weights = rollout_weights(*arguments, rule=rule, per_sequence=per_sequence)
         assert weights[0].isnan().any() and (weights[1] == 1).all()

@@ -10,7 +10,7 @@ from conftest import ROOT
 import gmpo
 import grpo
 from common import rollout_weights
-from more import rloo
+from more import deepseek_v32, rloo
 
 F64 = torch.float64
 STUDY = (ROOT / "study" / "README.md").read_text()
@@ -51,27 +51,26 @@ def test_the_sum_of_geometric_means_may_be_the_larger_one():
     assert f"{-geometric:.4f}" == "-0.0025"
 
 
-def of_tokens(*tensors_V, **keywords):
-    """grpo's KL term of each token: from log pi, log pi_old, log pi_ref and pi_old / mu."""
+def kl_terms(script, logprobs_V, ref_V, **more_V):
+    """The KL term of each token in a script's loss, (V,)."""
     terms = []
-    for numbers in zip(*tensors_V, strict=True):
-        logprob, old, ref, rho = (x.view(1, 1) for x in numbers)
-        references = {"ref_logprobs_BT": ref, "rollout_ratio_BT": rho, "kl_coef": 1.0}
-        inputs = logprob, old, torch.zeros(1, 1), torch.ones(1, 1)
-        loss, _ = grpo.policy_loss(*inputs, **references, **keywords)
+    for token in range(len(logprobs_V)):
+        at_token = {name: x_V[token].view(1, 1) for name, x_V in more_V.items()}
+        inputs = logprobs_V[token].view(1, 1), None, torch.zeros(1, 1), torch.ones(1, 1)
+        ref = ref_V[token].view(1, 1)
+        loss, _ = script.policy_loss(*inputs, ref_logprobs_BT=ref, kl_coef=1.0, **at_token)
         terms.append(loss)
     return torch.stack(terms)
 
 
 def test_gradients_of_the_estimators_of_the_kl():
-    """By enumeration of five tokens, what README.md's table says: the expected gradient of k1 is 0, of
-    k2 that of KL(pi || ref), of k3 that of KL(ref || pi). Times the ratio, k3's is that of
-    KL(pi || ref), whoever sampled."""
+    """By enumeration of five tokens, what study/README.md's table says: the expected gradient of k1 is
+    0, of k2 that of KL(pi || ref), of k3 that of KL(ref || pi). Times pi / mu, as in DeepSeek-V3.2,
+    k3's is that of KL(pi || ref), whoever sampled."""
     noise = torch.Generator().manual_seed(0)
-    logits, old, mu, ref = torch.randn(4, 5, generator=noise, dtype=F64)
+    logits, mu, ref = torch.randn(3, 5, generator=noise, dtype=F64)
     logits.requires_grad_()
-    pi, old, mu, ref = (x.log_softmax(0) for x in (logits, old, mu, ref))
-    one = torch.ones(5, dtype=F64)
+    pi, mu, ref = (x.log_softmax(0) for x in (logits, mu, ref))
 
     def gradient(values_V, sampler_V):
         mean = (sampler_V.detach().exp() * values_V).sum()
@@ -82,10 +81,8 @@ def test_gradients_of_the_estimators_of_the_kl():
     assert (forward - reverse).abs().max() > 0.1
     torch.testing.assert_close(gradient(pi - ref, pi), torch.zeros(5, dtype=F64))
     torch.testing.assert_close(gradient((pi - ref) ** 2 / 2, pi), forward)
-    torch.testing.assert_close(gradient(of_tokens(pi, pi.detach(), ref, one), pi), reverse)
-    corrected = of_tokens(pi, old, ref, one, kl_is_corrected=True)
-    torch.testing.assert_close(gradient(corrected, old), forward)
-    corrected = of_tokens(pi, old, ref, (old - mu).exp(), kl_is_corrected=True)
+    torch.testing.assert_close(gradient(kl_terms(grpo, pi, ref), pi), reverse)
+    corrected = kl_terms(deepseek_v32, pi, ref, sampler_logprobs_BT=mu)
     torch.testing.assert_close(gradient(corrected, mu), forward)
 
 
@@ -104,9 +101,9 @@ def test_weights_of_long_answers(length, median, effective, kept):
     quantiles = (torch.arange(2000, dtype=F64) + 0.5) / 2000
     sum_B1 = -0.002 * length + math.sqrt(0.004 * length) * torch.special.ndtri(quantiles)[:, None]
     one_B1 = torch.ones_like(sum_B1)
-    tis, _ = rollout_weights(sum_B1, 0 * one_B1, one_B1, rule="sequence_tis")
-    mis, _ = rollout_weights(sum_B1, 0 * one_B1, one_B1, rule="sequence_mis")
-    geo, _ = rollout_weights(sum_B1 / length, 0 * one_B1, one_B1, rule="geo_mask")
+    tis = rollout_weights(sum_B1, 0 * one_B1, one_B1, rule="sequence_tis")
+    mis = rollout_weights(sum_B1, 0 * one_B1, one_B1, rule="sequence_mis")
+    geo = rollout_weights(sum_B1 / length, 0 * one_B1, one_B1, rule="geo_mask")
     assert f"{tis.median():.2g}" == median
     assert f"{tis.mean() ** 2 / (tis**2).mean():.2g}" == effective
     assert f"{(mis > 0).double().mean():.4f}" == kept

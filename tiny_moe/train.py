@@ -117,9 +117,9 @@ def train(folder, prompts):
         completions = []
         for prompt, answer in zip(prompt_ids, answer_ids, strict=True):
             completions.append(Completion(Problem("", "", prompt), answer[:CAP], logprobs=[]))
-        batch = collate(completions, SimpleNamespace(torch_device="cpu"))
+        batch = collate(completions, prompt_ids[0][0], SimpleNamespace(torch_device="cpu"))
         outputs = token_logprobs(policy, batch, temperature=1.0)
-        loss = 0.001 * outputs.aux_loss - masked_mean(outputs.logprobs_BT, batch.mask_BT)
+        loss = 0.001 * outputs.routing.aux_loss - masked_mean(outputs.logprobs_BT, batch.mask_BT)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         warm_up = min(1, (step + 1) / 50)

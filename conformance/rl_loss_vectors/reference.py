@@ -17,6 +17,7 @@ DTYPES = dict.fromkeys(["mask", "is_right"], torch.bool)
 DTYPES |= dict.fromkeys(["indices", "group_ids", "rollout_ids"], torch.int64)
 ABSENT = {"ref_logprobs": None, "sampler_logprobs": None, "clip_level": "token", "offpolicy_mask": 0}
 ABSENT |= {"rollout_ratio": defaultdict(lambda: 1.0), "bootstrap": defaultdict(lambda: 0.0)}
+ABSENT |= {"kl_is_corrected": False}
 
 
 def tokens(b, i):

@@ -1,0 +1,231 @@
+"""DeepSeek-V3.2: GRPO for a sampler that differs from the trainer (arXiv 2512.02556).
+
+  J = mean_i 1/|o_i| sum_t [ M_i min(r_it A_i, clip(r_it, 1 - eps, 1 + eps) A_i) - beta w_it k3_it ]
+
+  o_i    a completion of |o_i| tokens, EOS included; mean_i: over all completions in an optimizer step
+  r_it   = pi(o_it) / pi_old(o_it); pi_old: the policy before the rollout's first optimizer step
+  w_it   = pi(o_it) / mu(o_it); mu: the sampler, which may be quantized or have older weights
+  M_i    = 0 if A_i < 0 and mean_t log(mu(o_it) / pi(o_it)) > delta, else 1
+  A_i    = R_i - mean, over the rewards R of the prompt's G completions
+  k3_it  = x - log x - 1, x = pi_ref(o_it) / pi(o_it)
+
+Suffixes name axes: P prompts, G completions each, B rows, T tokens, 1 for a size-1 axis.
+
+Parent: grpo.py. Differs only in:
+  1. No std: an advantage is the reward minus the group's mean.
+  2. Unbiased KL: k3 is multiplied by w. Since w has a gradient, too, the expected gradient is that of
+     KL(pi || pi_ref), whichever policy sampled.
+  3. Off-policy mask: a bad completion that the policy has moved away from loses its policy term, but
+     not its KL, and still counts.
+
+Not specified in the paper: eps and beta (here grpo.py's), and delta (here 0.05). If A varies within a
+completion, as with --rollout_correction, the mask reads the sign of its sum.
+The paper also replays the sampler's experts, here --routing_replay r3, and the sampler's top-p mask,
+which a sampler without top-p does not need.
+
+Run:    python -m more.deepseek_v32 --rollout_dtype int4 --rollout_refresh_every 2
+Expect: like grpo.py, greedy held-out accuracy rises from 0.43 to at least 0.97.
+"""
+
+import sys
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # run as a file, it finds common too
+
+from common import Run, RunArgs, check_sampler, evaluate, flag, launch, load_grader, load_policy
+from common import load_problems, optimizer_steps, record_old_policy, reference_logprobs
+from common import rollout_correction, sample, token_logprobs, with_advantages
+
+
+@dataclass
+class Args(RunArgs):  # more flags: --help
+    iterations: int = flag(40, "number of iterations (one rollout plus its updates)")
+    prompts_per_iteration: int = flag(32, "prompts per rollout")
+    group_size: int = flag(8, "completions per prompt")
+    max_new_tokens: int = flag(48, "maximum tokens per completion")
+    temperature: float = flag(1.0, "temperature for sampling and for all log-probs")
+    lr: float = flag(2e-4, "AdamW's constant learning rate")
+    update_epochs: int = flag(1, "epochs per rollout")
+    num_minibatches: int = flag(16, "optimizer steps per epoch")
+    max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
+    router_aux_coef: float = flag(0.001, "weight of an MoE's load-balancing loss")
+    # flags of the algorithm
+    clip_eps_low: float = flag(0.2, "the ratio is clipped below 1 - this")
+    clip_eps_high: float = flag(0.2, "the ratio is clipped above 1 + this")
+    offpolicy_mask: float = flag(0.05, "delta: drop bad completions with a higher mean log(mu / pi)")
+    kl_coef: float = flag(0.04, "beta, the weight of the KL to the reference [0: none]")
+    ref_reset_every: int = flag(0, "reset the reference every n iterations [0: never]")
+
+    def check(self):
+        self.check_range(0, 1, "clip_eps_low")
+        self.check_range(2, 1e6, "group_size")  # one reward has no group baseline
+
+
+def masked_mean(x, mask):
+    """Mean of x where the mask is 1; 0 for an empty mask. Masked-out values are ignored, even NaN."""
+    return torch.where(mask.bool(), x, 0).sum() / mask.sum().clamp(min=1)
+
+
+def compute_advantages(rewards_PG):
+    """[1] Rewards -> advantages, (P, G): A = R - mean in each group, 0 if all rewards are equal."""
+    rewards_PG = 1.0 * rewards_PG  # rewards may be integers or booleans
+    advantages_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
+    # Rounding can make the mean of equal floats inexact.
+    is_uniform_P1 = (rewards_PG == rewards_PG[:, :1]).all(1, keepdim=True)
+    return torch.where(is_uniform_P1, 0, advantages_PG)
+
+
+def policy_loss(
+    logprobs_BT,
+    old_logprobs_BT,
+    advantages_BT,
+    mask_BT,
+    *,
+    clip_eps_low=0.2,
+    clip_eps_high=0.2,
+    offpolicy_mask=0.05,
+    kl_coef=0.04,
+    ref_logprobs_BT=None,
+    sampler_logprobs_BT=None,
+    num_sequences=None,
+):
+    """Returns (loss, stats): the loss -J of a micro-batch, normalized by the whole step's count so that
+    micro-batch losses add up, and {name: scalar} for the log, over this micro-batch.
+
+    logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
+    old_logprobs_BT  the same, under the policy before this rollout's first step [None: on-policy]
+    advantages_BT    (B, 1) or (B,), broadcast over the tokens, or (B, T)
+    mask_BT          1 on response tokens, including EOS (bool or float); other tokens, such as
+                     padding or tool output, get no gradient and are excluded from all means
+    ref_logprobs_BT  log-probs under the reference [None: no KL]
+    sampler_logprobs_BT  log-probs under mu [None: old_logprobs_BT]
+    num_sequences    completions in the whole optimizer step [None: this is the whole step]. Divide it
+                     by what divides gradients later: DDP's world size, accelerate's accumulation steps.
+                     (HF Trainer: set loss_is_scaled_for_ga = True and don't divide by the steps)
+    """
+    if old_logprobs_BT is None:
+        old_logprobs_BT = logprobs_BT.detach()
+    if sampler_logprobs_BT is None:
+        sampler_logprobs_BT = old_logprobs_BT
+    dtypes = {logprobs_BT.dtype, old_logprobs_BT.dtype}
+    assert dtypes <= {torch.float32, torch.float64}, "log-probs need logits.float().log_softmax(-1)"
+    if advantages_BT.dim() == 1:
+        advantages_BT = advantages_BT[:, None]
+    shapes = [(len(mask_BT), 1), mask_BT.shape]
+    assert advantages_BT.shape in shapes, f"advantages_BT: {advantages_BT.shape}, not {shapes}"
+    mask_BT = mask_BT.bool()
+    length_B1 = mask_BT.sum(1, keepdim=True).clamp(min=1)
+    if num_sequences is None:
+        num_sequences = mask_BT.any(1).sum().clamp(min=1)
+    # Mask before exp: 0 * inf is NaN, in the backward pass too. The clamp keeps exp finite.
+    logratio_BT = torch.where(mask_BT, logprobs_BT - old_logprobs_BT, 0).clamp(-20, 20)
+    ratio_BT = logratio_BT.exp()
+    clipped_BT = ratio_BT.clamp(1 - clip_eps_low, 1 + clip_eps_high)
+    # PPO's pessimistic bound: the smaller of r A and clip(r) A
+    objective_BT = torch.min(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
+    # [3] M_i = 0 if A_i < 0 and mean_t log(mu / pi) > delta, else 1. The sign is that of the sum of A
+    # over the tokens, since a correction may give any one of them a weight of 0.
+    log_w_BT = torch.where(mask_BT, logprobs_BT - sampler_logprobs_BT, 0).clamp(-20, 20)
+    distance_B1 = -log_w_BT.sum(1, keepdim=True) / length_B1
+    is_bad_B1 = torch.where(mask_BT, advantages_BT, 0).sum(1, keepdim=True) < 0
+    is_dropped_B1 = is_bad_B1 & (distance_B1 > offpolicy_mask)
+    objective_BT = torch.where(is_dropped_B1, 0, objective_BT)
+    if ref_logprobs_BT is not None:
+        # k3 = x - log x - 1, x = pi_ref / pi; expm1, as exp(log x) - 1 loses digits near x = 1
+        log_x_BT = torch.where(mask_BT, ref_logprobs_BT - logprobs_BT, 0).clamp(-20, 20)
+        k3_BT = log_x_BT.expm1() - log_x_BT
+        objective_BT = objective_BT - kl_coef * log_w_BT.exp() * k3_BT  # [2] w is not detached
+    # Sequence-mean: mean_i 1/|o_i| sum_t
+    objective_B1 = torch.where(mask_BT, objective_BT, 0).sum(1, keepdim=True) / length_B1
+    loss = -objective_B1.sum() / num_sequences
+    # For the log. The clip removes the gradient where A < 0 and r < 1 - eps, or A > 0 and r > 1 + eps.
+    clips_low_BT = (ratio_BT < clipped_BT) & (advantages_BT < 0)
+    clips_high_BT = (ratio_BT > clipped_BT) & (advantages_BT > 0)
+    stats = {
+        "approx_kl": masked_mean(logratio_BT.expm1() - logratio_BT, mask_BT),  # r - 1 - log r
+        "ratio_max": (ratio_BT * mask_BT).max() if mask_BT.numel() > 0 else loss.new_zeros(()),
+        "clipfrac_low": masked_mean(clips_low_BT.float(), mask_BT),
+        "clipfrac_high": masked_mean(clips_high_BT.float(), mask_BT),
+        "offpolicy_mask_frac": masked_mean(is_dropped_B1.float(), mask_BT.any(1, keepdim=True)),
+    }
+    if ref_logprobs_BT is not None:
+        stats["kl_ref"] = masked_mean(k3_BT, mask_BT)
+    return loss, {name: value.detach() for name, value in stats.items()}
+
+
+def main(args):
+    # ---------------------------------------------------------------------------------------- setup
+    grade = load_grader(args)  # first, since it determines whether the data needs gold answers
+    policy = load_policy(args)  # a transformers model and its tokenizer
+    problems, held_out = load_problems(args, policy)
+    check_sampler(policy, held_out[0], args)  # its log-probs are the training forward's
+    reference = policy.frozen_copy() if args.kl_coef > 0 else None
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
+    run = Run(args, policy, problems, optimizer=optimizer, reference=reference)  # logs, saves, resumes
+    if run.needs_first_eval:
+        run.log_eval(evaluate(policy, held_out, grade, args, sampled=True))
+
+    for iteration in run.iterations():
+        # ---------------------------------------------------------------------------------- rollout
+        prompts = problems.take(args.prompts_per_iteration)
+        completions = sample(policy.sampler(iteration), prompts, args.group_size, args, run.noise)
+        completions = grade(completions)
+
+        # ------------------------------------------------------------------------------- advantages
+        rewards_PG = torch.tensor([c.reward for c in completions]).view(-1, args.group_size)
+        completions = with_advantages(completions, compute_advantages(rewards_PG))
+
+        # ------------------------------------------------------------------------------- old policy
+        # Its log-probs come from the training forward, in the update's own micro-batches, so that the
+        # ratio is exactly 1 in the first step.
+        steps = optimizer_steps(policy, completions, args)
+        for micro in chain(*steps):
+            record_old_policy(policy, micro, args)  # sets old_logprobs_BT and, for an MoE, its experts
+            if reference is not None:
+                micro.ref_logprobs_BT = reference_logprobs(reference, micro, args)
+            micro.correction_weights = rollout_correction(micro, args)
+            micro.advantages = micro.correction_weights * micro.advantages_B1  # times 1 by default
+
+        # ----------------------------------------------------------------------------------- update
+        for step in steps * args.update_epochs:
+            num_sequences = sum(len(micro) for micro in step)
+            for micro in step:
+                outputs = token_logprobs(policy, micro, args.temperature)
+                loss, stats = policy_loss(
+                    outputs.logprobs_BT,
+                    micro.old_logprobs_BT,
+                    micro.advantages,
+                    micro.mask_BT,
+                    clip_eps_low=args.clip_eps_low,
+                    clip_eps_high=args.clip_eps_high,
+                    offpolicy_mask=args.offpolicy_mask,
+                    kl_coef=args.kl_coef,
+                    ref_logprobs_BT=micro.ref_logprobs_BT,
+                    sampler_logprobs_BT=micro.sampler_logprobs_BT,
+                    num_sequences=num_sequences,
+                )
+                # aux_loss is a product of means, so it is averaged over micro-batches, not summed.
+                share = len(micro) / num_sequences
+                total_loss = loss + args.router_aux_coef * outputs.routing.aux_loss * share
+                total_loss.backward()
+                run.record(loss, stats, outputs, micro)
+            grad_norm = policy.clip_gradients(args.max_grad_norm)
+            run.check_step(num_sequences, grad_norm)  # stops the run if the loss or norm is not finite
+            optimizer.step()
+            optimizer.zero_grad()
+        if reference is not None and args.ref_reset_every > 0 and iteration % args.ref_reset_every == 0:
+            reference.load_state_dict(policy.state_dict())
+
+        # -------------------------------------------------------------------------------------- log
+        if run.is_due(args.eval_every):
+            run.log_eval(evaluate(policy, held_out, grade, args, sampled=run.is_last))
+        run.log(steps, completions, rewards_PG)  # logs, saves when due, stops on Ctrl-C
+    run.finish()  # prints held-out accuracy before and after, and some answers
+
+
+if __name__ == "__main__":
+    launch(main, Args)
