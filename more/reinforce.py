@@ -6,7 +6,8 @@
   R_i    the verifier's reward of o_i
   b      the exponential mean of the rewards of earlier iterations, 0 before the first:
          after each one, b becomes d b + (1 - d) mean R
-  _PG    axis suffixes: P prompts, G completions each, B rows, T tokens, 1 for a size-1 axis
+
+Suffixes name axes: P prompts, G completions each, B rows, T tokens, 1 for a size-1 axis.
 
 Parent: grpo.py. Differs only in:
   1. Running baseline: b, the same for all prompts; no group, no std. It is fixed before the rollout,
