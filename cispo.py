@@ -6,7 +6,8 @@
   r_it   = pi(o_it) / pi_old(o_it); pi_old: the policy before the rollout's first optimizer step
   sg[]   stops the gradient
   A_i    = (R_i - mean) / std, over the rewards R of the prompt's G completions
-  _PG    axis suffixes: P prompts, G completions each, B rows, T tokens, 1 for a size-1 axis
+
+Suffixes name axes: P prompts, G completions each, B rows, T tokens, 1 for a size-1 axis.
 
 Parent: grpo.py. Differs only in:
   1. Capped weight: REINFORCE with a truncated importance weight, instead of a clipped update. The

@@ -6,7 +6,8 @@
   r_it   = pi(o_it) / pi_old(o_it); pi_old: the policy before the rollout's first optimizer step
   A_i    = (R_i - mean) / std, over the rewards R of the prompt's G completions, of which some, but not
          all, are right
-  _PG    axis suffixes: P prompts, G completions each, B rows, T tokens, 1 for a size-1 axis
+
+Suffixes name axes: P prompts, G completions each, B rows, T tokens, 1 for a size-1 axis.
 
 Parent: grpo.py. Differs only in:
   1. Clip-higher: eps_high 0.28 over eps_low 0.2, more headroom for low-probability tokens.
@@ -14,15 +15,16 @@ Parent: grpo.py. Differs only in:
      nor all wrong according to the verifier, before reward shaping. An iteration generates more
      completions, so we run fewer iterations: 22 generate about as many as grpo.py's 40.
   3. Token-mean: every token in an optimizer step has the same weight, in long and short completions.
-  4. Overlong reward shaping: R falls by up to 1 over the last L_cache tokens below the cap (soft), or
-     truncated completions get no gradient and are not counted (filter), or neither (none).
+  4. Overlong reward shaping: R falls by up to 1 over the last L_cache tokens (--overlong_cache) before
+     the cap, --max_new_tokens (soft), or truncated completions get no gradient and are not counted
+     (filter), or neither (none).
   5. No KL, so no reference model.
 
 Not specified in the paper: how many prompts a round draws (here one per missing group), and the number
 of rounds (--max_sampling_rounds; after that we train on the groups we have, and end the run if there
-are none). Generation is cut off at L_max, where the soft penalty reaches -1. Unlike the paper, R is 1
-or 0, not 1 or -1, so the penalty weighs more, and tokens are counted over the whole optimizer step, not
-over one prompt's group.
+are none). Generation is cut off at the cap, where the soft penalty reaches -1. Unlike the paper, R is
+1 or 0, not 1 or -1, so the penalty weighs more, and tokens are counted over the whole optimizer step,
+not over one prompt's group.
 
 Run:    python dapo.py
 Expect: like grpo.py, greedy held-out accuracy rises from 0.43 to at least 0.97.

@@ -6,7 +6,8 @@
   r_it   = pi(o_it) / pi_old(o_it); pi_old: the policy before the rollout's first optimizer step
   A_i    = R_i - mean, over the rewards R of the prompt's G completions
   L_max  = --max_new_tokens, a constant
-  _PG    axis suffixes: P prompts, G completions each, B rows, T tokens, 1 for a size-1 axis
+
+Suffixes name axes: P prompts, G completions each, B rows, T tokens, 1 for a size-1 axis.
 
 Parent: grpo.py. Differs only in:
   1. No std: dividing by it gives more weight to prompts that are almost always or almost never solved.

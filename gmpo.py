@@ -6,7 +6,8 @@
   c_it   = min(l_it, eps) if A_i > 0, max(l_it, -eps) if A_i < 0
   l_it   = log(pi(o_it) / pi_old(o_it)); pi_old: the policy before the rollout's first optimizer step
   A_i    = (R_i - mean) / std, over the rewards R of the prompt's G completions
-  _PG    axis suffixes: P prompts, G completions each, B rows, T tokens, 1 for a size-1 axis
+
+Suffixes name axes: P prompts, G completions each, B rows, T tokens, 1 for a size-1 axis.
 
 Parent: grpo.py. Differs only in:
   1. Geometric mean: a completion's clipped ratios are multiplied, not added. One token whose ratio

@@ -6,7 +6,8 @@
   s_i    = exp(1/|o_i| sum_t log(pi(o_it) / pi_old(o_it))), with gradient; pi_old: the policy before the
          rollout's first optimizer step
   A_i    = (R_i - mean) / std, over the rewards R of the prompt's G completions
-  _PG    axis suffixes: P prompts, G completions each, B rows, T tokens, 1 for a size-1 axis
+
+Suffixes name axes: P prompts, G completions each, B rows, T tokens, 1 for a size-1 axis.
 
 Parent: grpo.py. Differs only in:
   1. Sequence ratio: a completion has one ratio, the geometric mean of its tokens' ratios, which is

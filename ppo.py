@@ -4,27 +4,30 @@
 
   o_i      a completion of |o_i| tokens, EOS included; sum_i: over all completions in an optimizer step
   r_it     = pi(o_it) / pi_old(o_it); pi_old: the policy before the rollout's first optimizer step
-  A_it     = sum_k (gamma lambda)^k delta_i,t+k, whitened (GAE);  delta_t = rew_t + gamma V_t+1 - V_t
+  A_it     = sum_k (gamma lambda)^k delta_i,t+k, whitened (GAE)
+  delta_it = rew_it + gamma V_i,t+1 - V_it
   rew_it   = -beta log(pi_old(o_it) / pi_ref(o_it)), plus the verifier's reward R_i at the last token
+  V_it     the critic's value where o_it is predicted; V_old: before the rollout's first optimizer step
   L_V      = mean over tokens of max((V - ret)^2, (V_old + clip(V - V_old, -d, d) - ret)^2)
   ret_it   = A_it + V_old,it, before A is whitened;  H: mean entropy over tokens
-  _BT      axis suffixes: B rows, T tokens, U = T + 1, 1 for a size-1 axis
+
+Suffixes name axes: B rows, T tokens, U = T + 1, 1 for a size-1 axis.
 
 This is the root of the family. The header of its child, grpo.py, lists the differences.
 
 Not specified in the papers:
-  - The critic is a second copy of the base model. Its linear head starts at zero, so its lr is higher.
-  - V_t is read where o_t is predicted; after the last token V is 0.
-  - If a completion was truncated, its last reward includes the critic's value after it, since the cap
-    is not part of the task.
-  - d is 0.2, c_e 0, and c_v 0.5, which matters only where the critic's gradient is clipped: the two
-    models share no weights, and AdamW ignores the scale of a gradient.
+  - After the last token V is 0. If a completion was truncated, its last reward includes the critic's
+    value after it, since the cap is not part of the task.
+  - d is 0.2, c_e 0, and c_v 0.5. The two models share no weights, so c_v only scales the critic's
+    gradient. AdamW ignores that, except where the gradient is clipped first (--max_grad_norm).
   - There are 256 prompts with one completion each, as many completions as in the siblings.
 As in InstructGPT:
   - gamma is 1, so that a right answer is worth the same at any length.
   - beta is 0.02 (with --kl_coef 0 there is no reference).
   - There is one epoch per rollout.
-Unlike the papers: A is whitened and L_V is clipped, as in most RLHF code.
+Unlike the papers: A is whitened and L_V is clipped, as in most RLHF code. The critic starts as a second
+copy of the base model with a linear head of zeros, so its lr is ten times the policy's. InstructGPT's
+critic starts from the reward model, with an lr of 9e-6 (5e-6 beside its 175B policy).
 
 Run:    python ppo.py
 Expect: greedy held-out accuracy on sums of two numbers rises from 0.43 to at least 0.97 in under a

@@ -11,7 +11,8 @@
   e_jk      the K experts that were active there under the old policy (the replayed ones with
             --routing_replay); sg[] stops the gradient
   A_i       = (R_i - mean) / std, over the rewards R of the prompt's G completions
-  _PG       axis suffixes: P prompts, G completions each, B rows, T tokens, L layers
+
+Suffixes name axes: P prompts, G completions each, B rows, T tokens, L layers.
 
 Parent: gmpo.py. Differs only in:
   1. Router shift: gamma is 1 while the router's scores are as they were before the update, and falls

@@ -6,7 +6,8 @@
   f(r)   = sigmoid(tau (r - 1)) 4 / tau,  tau = tau_pos if A_i > 0 else tau_neg
   r_it   = pi(o_it) / pi_old(o_it); pi_old: the policy before the rollout's first optimizer step
   A_i    = (R_i - mean) / std, over the rewards R of the prompt's G completions
-  _PG    axis suffixes: P prompts, G completions each, B rows, T tokens, 1 for a size-1 axis
+
+Suffixes name axes: P prompts, G completions each, B rows, T tokens, 1 for a size-1 axis.
 
 Parent: grpo.py. Differs only in:
   1. Soft gate: f replaces the clip and the min. Its slope f'(r) = sech^2(tau (r - 1) / 2) is 1 at

@@ -4,7 +4,10 @@
 
 Expect: greedy held-out accuracy of at least 0.97, as without the flag, and work in almost every answer.
 The format has a small weight, so a right answer in the wrong format beats a wrong answer in the right
-format. The verdict is the verifier's, so accuracy in the log counts right answers only.
+format. But grpo.py divides by the group's std. If all eight answers are right, and only one shows its
+work, its advantage is 2.47, as large as that of one right answer among seven wrong ones. dr_grpo.py has
+no std, so there the weight stays small. The verdict is the verifier's, so accuracy in the log counts
+right answers only.
 """
 
 import re

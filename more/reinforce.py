@@ -6,7 +6,8 @@
   R_i    the verifier's reward of o_i
   b      the exponential mean of the rewards of earlier iterations, 0 before the first:
          after each one, b becomes d b + (1 - d) mean R
-  _PG    axis suffixes: P prompts, G completions each, B rows, T tokens, 1 for a size-1 axis
+
+Suffixes name axes: P prompts, G completions each, B rows, T tokens, 1 for a size-1 axis.
 
 Parent: grpo.py. Differs only in:
   1. Running baseline: b, the same for all prompts; no group, no std. It is fixed before the rollout,
@@ -18,7 +19,8 @@ Parent: grpo.py. Differs only in:
 
 Not specified: d (here 0.9). There are 256 prompts with one completion each, as many completions as in
 the siblings. The learning rate is higher than theirs, since a rollout has one step instead of 16.
-J grows with a completion's length, which does not matter: AdamW ignores the scale of a gradient.
+J grows with a completion's length, and so does its gradient. AdamW ignores a constant scale, but
+--max_grad_norm 1 acts first: it clips 12 to 19 of the 40 gradients (rloo.py: 33 to 35; three seeds).
 
 Run:    python -m more.reinforce
 Expect: greedy held-out accuracy on sums of two numbers rises from 0.43 to at least 0.98 in under a

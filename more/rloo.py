@@ -5,7 +5,8 @@
   o_i    a completion; sum_t: over its tokens, EOS included; mean_i: over completions in an iteration
   A_i    = R_i - mean of the rewards of the other G - 1 completions of the same prompt
          = G / (G - 1) (R_i - mean of the rewards of all G)
-  _PG    axis suffixes: P prompts, G completions each, B rows, T tokens, 1 for a size-1 axis
+
+Suffixes name axes: P prompts, G completions each, B rows, T tokens, 1 for a size-1 axis.
 
 Parent: reinforce.py. Differs only in:
   1. Leave-one-out baseline: each completion is compared with the others of its prompt. Their rewards

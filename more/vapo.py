@@ -5,19 +5,21 @@
 
   o_i    a completion of |o_i| tokens, EOS included; sum_i: over all completions in an optimizer step
   r_it   = pi(o_it) / pi_old(o_it); pi_old: the policy before the rollout's first optimizer step
-  A_it   = sum_k (gamma lambda_i)^k delta_i,t+k, whitened;  delta_t = rew_t + gamma V_t+1 - V_t
+  A_it   = sum_k (gamma lambda_i)^k delta_i,t+k, whitened;  delta_it = rew_it + gamma V_i,t+1 - V_it
   rew_it = -beta log(pi_old(o_it) / pi_ref(o_it)), plus the verifier's reward R_i at the last token
   L_V    = mean over tokens of max((V - ret)^2, (V_old + clip(V - V_old, -d, d) - ret)^2)
   ret_it = sum_k gamma^k rew_i,t+k, the Monte Carlo return;  H: mean entropy over tokens
   L_LM   = mean of -log pi(o_it) over the tokens of all right completions of an optimizer step
-  _BT    axis suffixes: B rows, T tokens, U = T + 1, 1 for a size-1 axis
+
+Suffixes name axes: B rows, T tokens, U = T + 1, 1 for a size-1 axis.
 
 Parent: ppo.py. Differs only in:
   1. Value pre-training: in the first iterations only the critic learns.
   2. Decoupled GAE: lambda is 1 for the returns that the critic learns, and smaller for the policy's A.
   3. Length-adaptive GAE: the policy's lambda is max(0, 1 - 1/(alpha |o_i|)), higher for long o_i.
   4. Clip-higher: eps_high 0.28 over eps_low 0.2.
-  5. Positive-example LM loss: right completions are also imitated, with weight mu.
+  5. Positive-example LM loss: right completions are also imitated. Their weight is the paper's mu;
+     elsewhere in this project mu is the sampler.
   6. Groups: 8 completions for each of 32 prompts; the critic is the baseline, and no group is dropped.
 
 Unlike the paper: alpha is 1 instead of 0.05, which is for thousands of tokens. At 20 tokens, about the

@@ -1,1 +1,1 @@
-"""What does not change an algorithm's numbers. Scripts import only from common."""
+"""Flags, data, models, rewards, and a run's bookkeeping. Scripts import only from common."""

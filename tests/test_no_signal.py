@@ -1,5 +1,6 @@
 """Without any learning signal no weight moves, to the bit: all rewards are equal, and the KL to the
-reference is exactly 0, not rounding, which AdamW would turn into full steps."""
+reference is exactly 0, not rounding, which AdamW would turn into full steps. Only a baseline that has
+to be learned makes a signal of equal rewards, unless they are 0."""
 
 import pytest
 import torch
@@ -11,23 +12,36 @@ import ppo
 from common import load_policy
 
 WEIGHTS = "model.safetensors"
+# In float32 the mean of eight 0.1 is not 0.1.
 STEPS = """--micro_batch_size 3 --router_aux_coef 0 --iterations 3 --eval_every 0
---pretraining_iterations 1 --overlong none""".split()
+--pretraining_iterations 1 --overlong none --group_size 8""".split()
 # Without groups with right and wrong answers dapo would make no update.
-REWARDS = {"dapo": 'return 0.0, "correct" if text[-1:] in "02468" else "wrong"'}
+VERDICTS = {"dapo": '"correct" if text[-1:] in "02468" else "wrong"'}
+LEARNED_BASELINES = ("ppo", "more.reinforce", "more.vapo")  # a critic, or a mean of earlier rewards
+
+
+def moved_weights(name, reward, folder, reward_file, *flags):
+    """The weights that change in a run where each completion has this reward."""
+    function = reward_file(f"return {reward}, " + VERDICTS.get(name, '"wrong"'))
+    completes(name, *flags_it_has(name, STEPS), *flags, "--reward", function, "--run_dir", folder)
+    trained = load_file(checkpoint_of(folder) / WEIGHTS)
+    before = load_file(TINY_MOE / WEIGHTS)
+    return [key for key, weight in before.items() if not torch.equal(trained[key], weight)]
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [*SCRIPTS, *MORE])
 def test_no_weight_moves(name, dtype, tmp_path, reward_file):
-    reward = reward_file(REWARDS.get(name, "return 0.0"))
-    flags = ("--dtype", dtype, "--reward", reward, "--run_dir", tmp_path)
-    completes(name, *flags_it_has(name, STEPS), *flags)
-    trained = load_file(checkpoint_of(tmp_path) / WEIGHTS)
-    for key, weight in load_file(TINY_MOE / WEIGHTS).items():
-        assert torch.equal(trained[key], weight), f"{key} has moved"
+    assert moved_weights(name, 0.0, tmp_path, reward_file, "--dtype", dtype) == []
     for line in metrics(tmp_path):
         assert line.get("losses/kl_ref", 0) == line.get("losses/approx_kl", 0) == 0
+
+
+@pytest.mark.parametrize("reward", [0.1, 1.0])
+@pytest.mark.parametrize("name", [*SCRIPTS, *MORE])
+def test_equal_rewards_move_only_what_learns_its_baseline(name, reward, tmp_path, reward_file):
+    moved = moved_weights(name, reward, tmp_path, reward_file)
+    assert (moved != []) == (name in LEARNED_BASELINES), moved
 
 
 def test_weights_lie_in_memory_as_those_of_a_copy():

@@ -14,6 +14,7 @@ from more import deepseek_v32, rloo
 
 F64 = torch.float64
 STUDY = (ROOT / "study" / "README.md").read_text()
+PAGE = " ".join((ROOT / "study" / "the_nine.md").read_text().split())
 
 
 def keeps_a_gradient(name, *log_ratios, A=1.0, **keywords):
@@ -39,6 +40,39 @@ def test_what_secondary_sources_say_of_clips():
     assert keeps_a_gradient("gspo", *toy, A=-1.0, **papers) == [True, True, True]
     assert keeps_a_gradient("gspo", [0.1], [0.1] * 1000) == [False, False]
     assert keeps_a_gradient("grpo", [math.log(1.01)] * 25) == [True]
+
+
+COSINES = {"dr_grpo": "1.00", "dapo": "1.00", "cispo": "1.00", "grpo": "0.80", "gspo": "0.80"}
+
+
+@pytest.mark.parametrize("name", COSINES)
+def test_a_sum_over_tokens_has_the_gradient_of_the_sequences_weight(name):
+    """Near r = 1, for 2 and 8 tokens: the cosine with the gradient of mean_i A_i prod_t r_it.
+    A division by |o_i| turns the gradient."""
+    mask_BT = torch.arange(8) < torch.tensor([[2], [8]])
+    log_r_BT = 1e-3 * torch.randn(2, 8, generator=torch.Generator().manual_seed(0), dtype=F64)
+    log_r_BT.requires_grad_()
+    A_B1 = torch.tensor([[1.0], [-1.0]], dtype=F64)
+    product_B1 = torch.where(mask_BT, log_r_BT, 0).sum(1, keepdim=True).exp()
+    (truth_BT,) = torch.autograd.grad((A_B1 * product_B1).mean(), log_r_BT)
+    keywords = {"max_new_tokens": 8} if name == "dr_grpo" else {}
+    policy_loss = importlib.import_module(name).policy_loss
+    loss, _ = policy_loss(log_r_BT, 0 * mask_BT.double(), A_B1, mask_BT, **keywords)
+    (gradient_BT,) = torch.autograd.grad(-loss, log_r_BT)
+    cosine = torch.cosine_similarity(truth_BT.flatten(), gradient_BT.flatten(), dim=0)
+    assert f"{cosine:.2f}" == COSINES[name]
+    assert "is 1 for dr_grpo, but 0.80 for grpo and gspo" in PAGE
+
+
+def test_what_a_std_makes_of_the_rewards():
+    """It blows up a difference of 0.01 in eight rewards; of two rewards, only the ranking counts."""
+    near = grpo.compute_advantages(torch.tensor([[0.51] + 7 * [0.5], [1.0] + 7 * [0.0]]))
+    assert [f"{A:.3f}" for A in near[:, 0]] == ["2.474", "2.475"]
+    pairs = torch.tensor([[1.0, 0.2], [1.0, 0.0]])
+    with_std = grpo.compute_advantages(pairs)[:, 0]
+    without = importlib.import_module("dr_grpo").compute_advantages(pairs)[:, 0]
+    assert [f"{A:.3f}" for A in with_std] == ["0.707", "0.707"]
+    assert [f"{A:.1f}" for A in without] == ["0.4", "0.5"]
 
 
 def test_the_sum_of_geometric_means_may_be_the_larger_one():
@@ -109,6 +143,32 @@ def test_weights_of_long_answers(length, median, effective, kept):
     assert f"{(mis > 0).double().mean():.4f}" == kept
     assert (geo > 0).all()
     assert f"| {length:,} | {median} | {effective} | {kept} | 1 |" in STUDY
+
+
+@pytest.mark.parametrize("length, kept", [(200, "52%"), (1_000, "17%"), (10_000, "0.06%")])
+def test_two_bounds_on_the_product_drop_long_answers(length, kept):
+    """With the same sampler: the probability that the product of rho lies in [1/2, 2]."""
+    bounds = torch.tensor([-math.log(2), math.log(2)], dtype=F64)
+    low, high = torch.special.ndtr((bounds + 0.002 * length) / math.sqrt(0.004 * length))
+    assert f"{100 * (high - low):.2g}%" == kept
+    assert f"{kept} at {length:,}" in PAGE
+
+
+def test_baseline_with_the_least_variance():
+    """By enumeration of four one-token answers: E[R |s|^2] / E[|s|^2], which is not E[R]."""
+    pi_V = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=F64)
+    R_V1 = torch.tensor([[0.0], [1.0], [0.5], [1.0]], dtype=F64)
+    s_VV = torch.eye(4, dtype=F64) - pi_V  # d log pi(v) / d logits
+
+    def variance(baseline):
+        gradient_VV = (R_V1 - baseline) * s_VV
+        mean_V = pi_V @ gradient_VV
+        return pi_V @ ((gradient_VV - mean_V) ** 2).sum(1)
+
+    weight_V = pi_V * (s_VV**2).sum(1)
+    best = (weight_V @ R_V1 / weight_V.sum()).item()
+    assert variance(best) < min(variance(best - 0.01), variance(best + 0.01))
+    assert variance(best) < 0.99 * variance((pi_V @ R_V1).item())
 
 
 @pytest.mark.parametrize("G", [2, 3])
