@@ -9,7 +9,9 @@ weights and 32 prompts x 8 completions of at most 48 tokens. They print the medi
 the minimum, median and maximum of their ratio. On a CPU everything uses one thread.
 
 trl       Needs examples/requirements.txt. TRL's trainer with grpo.py's loss, flags and 16 steps samples
-          with generate(). --lr 2e-4 is grpo.py's; the default, 1e-9, keeps the lengths equal.
+          with generate(). --lr 2e-4 is grpo.py's; the default, 1e-9, keeps the lengths equal. --model
+          random is a dense model with random weights and 32,000 entries in its vocabulary: its answers
+          are all as long as they may be.
 memory    64 prompts x 8 completions of at most 512 tokens. --model is the folder or hub id of a model,
           such as Qwen/Qwen2.5-0.5B. Without a GPU the memory is nan.
 """
@@ -27,6 +29,7 @@ import time
 from pathlib import Path
 
 import torch
+import transformers
 from scripts import ROOT
 
 import common
@@ -115,8 +118,29 @@ def generate(policy, problems, args):
 # ------------------------------------------------------------------------------------- an iteration
 
 
-def trl(device, num_pairs, lr):
-    flags = f"--lr {lr} --iterations {ITERATIONS} --num_held_out 8"
+def save_random_model(folder):
+    """A dense model that has learned nothing, with the tiny MoE's tokenizer."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=32_000,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        eos_token_id=1,
+        tie_word_embeddings=True,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(ROOT / "tiny_moe").save_pretrained(folder)
+
+
+def trl(device, num_pairs, lr, model):
+    if model == "random":
+        with tempfile.TemporaryDirectory() as folder:
+            save_random_model(folder)
+            trl(device, num_pairs, lr, folder)
+        return
+    flags = f"--model {model} --lr {lr} --iterations {ITERATIONS} --num_held_out 8"
     use_cpu = "--use_cpu" if device == "cpu" else ""
     pairs = []
     for _ in range(num_pairs):
@@ -153,13 +177,13 @@ def main():
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--lr", default="1e-9", help="for trl")
-    parser.add_argument("--model", default="tiny-moe", help="for memory")
+    parser.add_argument("--model", default="tiny-moe", help="for trl and memory")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.command == "sampler":
         sampler(args.device, args.pairs)
     elif args.command == "trl":
-        trl(args.device, args.pairs, args.lr)
+        trl(args.device, args.pairs, args.lr, args.model)
     else:
         memory(args.device, args.model)
 
