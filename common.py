@@ -214,23 +214,12 @@ def sample_batch(policy, problems, noise_NT, *, temperature, greedy, record_expe
 
 MAX_ANSWER = 1000  # characters; anything longer is not an answer
 MARKERS = ("####", "Answer:", "<answer>", "\\boxed", "\\fbox")
-# A word of three letters or more after a number is a unit, unless it changes the number: 5 dozen, 5
-# thirds, 5 feet six. (A shorter word may be a factor: 3 km is not a number, just as 3 x is not.)
-CHANGING_WORDS = """
-    dozen score pair couple hundred thousand lakh million crore billion trillion times percent
-    half halves third fourth quarter fifth sixth seventh eighth ninth tenth eleventh twelfth twentieth
-    hundredth thousandth double triple squared cubed factorial recurring pi theta
-    zero two three four five six sixes seven eight nine ten eleven twelve thirteen fourteen fifteen
-    sixteen seventeen eighteen nineteen twenty twenties thirty forty fifty sixty seventy eighty ninety
-    and more less not below minus
-    """
-CHANGING_WORD = rf"\b(?:{'|'.join(CHANGING_WORDS.split())})s?\b"  # or its plural
 ARGUMENT = r"\s*(?:\{([^{}]*)\}|([0-9]))"  # of \frac: {12}, or a single digit
 # A number with commas, at the beginning of an answer or after x=, a sign or $. Anywhere else a comma
 # may separate coordinates: (1,000).
 THOUSANDS = r"^((?:[a-zA-Z] ?= ?)?[-+$ ]*)([1-9][0-9]{0,2}(?:(?:,|,\\!|\{,\}|\\,)[0-9]{3})+)(?![0-9,])"
-# In this order: x=, sign, $, number (with the sign of $-5), %, words.
-NUMBER_AND_UNIT = r"([a-zA-Z]=)?([+-]?)(\$?)([^ %]+)(%?)((?: [a-zA-Z]{3,}){0,2})"
+# In this order: x=, sign, $, number (with the sign of $-5), %.
+NUMBER_AND_UNIT = r"([a-zA-Z]=)?([+-]?)(\$?)([^ %]+)(%?)"
 DECIMAL = r"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?"
 FRACTION = r"[0-9]+/0*[1-9][0-9]*"
 
@@ -270,7 +259,7 @@ def in_braces(text):
 
 
 def without_markup(answer):
-    r"""'$\dfrac12$.' -> '\frac{1}{2}', '5\text{ cups}' -> '5 cups', '-\$1{,}000' -> '-$1000'."""
+    r"""'$\dfrac12$.' -> '\frac{1}{2}', 'x^{ 2 }' -> 'x^{2}', '-\$1{,}000' -> '-$1000'."""
     answer = re.sub(r"^\\text\{([^{}]*)\}$", r"\1", answer)
     answer = re.sub(r"\\text\{([^{}0-9]*)\}", r" \1 ", answer)  # but 3\text{6}5 is not 365
     answer = answer.strip().removesuffix(".")
@@ -281,7 +270,8 @@ def without_markup(answer):
     answer = re.sub(rf"\\frac{ARGUMENT}{ARGUMENT}", r"\\frac{\1\2}{\3\4}", answer)  # \frac12
     answer = re.sub(THOUSANDS, lambda match: match[1] + re.sub("[^0-9]", "", match[2]), answer)
     answer = re.sub(r"(?<!\\)\\[,;: ]", " ", answer)  # but \\ is a line break
-    return " ".join(answer.split())
+    answer = " ".join(answer.split())
+    return re.sub(r"(?<=\{) | (?=\})", "", answer)
 
 
 def value_of(number):
@@ -308,17 +298,16 @@ def symbols(answer):
 
 
 def value_and_unit(answer):
-    r"""'-$0.5 per day' -> (Fraction(-1, 2), '$ per day'). The x= of x=5 counts as a unit. Other text
-    -> (its symbols, '')."""
+    r"""'-$0.5' -> (Fraction(-1, 2), '$'). Units are the x= of x=5, $ and %; with words, such as 5 cups,
+    an answer is text, since they may change the number: 5 dozen. Text -> (its symbols, '')."""
     answer = without_markup(answer)
-    # Without spaces around operators, the only spaces in a number are those before words.
-    tight = re.sub(r" ?([-+*/^=$×%]|\\times|\\cdot) ?", r"\1", answer)
+    tight = re.sub(r" ?([-+*/^=$×%]|\\times|\\cdot) ?", r"\1", answer)  # no spaces around operators
     match = re.fullmatch(NUMBER_AND_UNIT, tight)
     if match:
-        name, sign, dollar, number, percent, words = match.groups("")
+        name, sign, dollar, number, percent = match.groups("")
         value = value_of(sign + number)
-        if value is not None and not re.search(CHANGING_WORD, words.lower()):
-            return value, name + dollar + percent + words
+        if value is not None:
+            return value, name + dollar + percent
     return symbols(answer), ""
 
 

@@ -42,7 +42,7 @@ def test_an_answer_of_more_than_1000_characters_is_no_answer():
 
 def value_in_python(text):
     """The value that Python computes for an answer without its unit. None if it cannot."""
-    text = re.sub(r"[$%,]|^ *x *= *| +cups$", "", text.strip().removesuffix("."))
+    text = re.sub(r"[$%,]|^ *x *= *", "", text.strip().removesuffix("."))
     text = re.sub(r"\\frac *\{(.*?)\} *\{(.*?)\}", r"(\1)/(\2)", text)
     text = text.replace(r"\times", "*").replace("^", "**").replace("{", "(").replace("}", ")")
     text = re.sub(r"(?<![.\w])[0-9.]+(?:e[+-]?[0-9]+)?", r"Fraction('\g<0>')", text)
@@ -52,7 +52,7 @@ def value_in_python(text):
         return None
 
 
-GOLD = r"365; -1,234.5; $0.5; 1/2; \frac{1}{2}; 4.5e3; 10^{6}; 2 \times 10^3; x=5; 5 cups".split("; ")
+GOLD = r"365; -1,234.5; $0.5; 1/2; \frac{1}{2}; 4.5e3; 10^{6}; 2 \times 10^3; x=5".split("; ")
 
 
 @pytest.mark.parametrize("gold", GOLD)
