@@ -12,6 +12,7 @@ A "step" is an optimizer step; an "iteration" is a rollout and its steps.
 import contextlib
 import dataclasses
 import re
+from collections.abc import Callable
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -31,10 +32,10 @@ from plumbing.run import Run
 # ----------------------------------------------------------------------------------------- problems
 
 
-def load_problems(args, policy):
+def load_problems(args, policy, grade):
     """`--dataset` -> (stream of training problems, [held-out problems]). The held-out ones, which come
-    from it or from `--eval_dataset`, are the same for all seeds."""
-    stream, held_out = read_problems(args, policy, final_answer)
+    from it or from `--eval_dataset`, are the same for all seeds. `grade` is from `load_grader`."""
+    stream, held_out = read_problems(args, policy, final_answer, grade.reads_answers)
     with one_line(f"--model {args.model}: the sampler cannot run this architecture"):
         check_sampler(policy, stream.problems[0].prompt_ids, args)
     return stream, held_out
@@ -334,20 +335,24 @@ def verify(text, answer, truncated=False):
 
 
 def load_grader(args):
-    """Returns a function that adds rewards and verdicts to completions, using `verify` or the function
-    that `--reward FILE.py:FUNCTION` names. Sets `args.reads_answers`: whether it needs gold answers."""
+    """Returns a `Grader` with `verify`, or with the function that `--reward FILE.py:FUNCTION` names."""
 
     def verify_all(completions):
         return [verify(c.text, c.problem.answer, c.truncated) for c in completions]
 
-    grade_all = load_reward(args) if args.reward else verify_all
+    return Grader(*load_reward(args)) if args.reward else Grader(verify_all, reads_answers=True)
 
-    def grade(completions):
+
+class Grader(NamedTuple):
+    """Called with completions, it returns them with their rewards and verdicts."""
+
+    grade_all: Callable  # [Completion] -> [(reward, verdict)]
+    reads_answers: bool  # whether every problem needs a gold answer
+
+    def __call__(self, completions):
         with clock("reward"):
-            grades = grade_all(completions)
+            grades = self.grade_all(completions)
         return [c._replace(reward=r, verdict=v) for c, (r, v) in zip(completions, grades, strict=True)]
-
-    return grade
 
 
 # ------------------------------------------------------------------------------------------- batch

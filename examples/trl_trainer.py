@@ -170,7 +170,7 @@ def main(argv):
     script, args, config = parse(argv)
     grade = load_grader(args)
     policy = load_policy(dataclasses.replace(args, dtype="float32"))  # TRL casts
-    stream, held_out = load_problems(args, policy)
+    stream, held_out = load_problems(args, policy, grade)
     problems = stream.problems
     if len(problems) < args.prompts_per_iteration:
         raise UserError(f"--prompts_per_iteration: there are only {len(problems)} training problems")

@@ -95,8 +95,7 @@ class RunArgs:
     update_epochs = 1
     num_minibatches = 1
     ref_reset_every = 0
-    # No flags: load_grader and load_policy set these two.
-    reads_answers = True
+    # No flag: load_policy sets this.
     vocab_size = 1
 
     def __post_init__(self):

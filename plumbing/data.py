@@ -56,14 +56,16 @@ class ProblemStream:
         self.position = state["position"]
 
 
-def read_problems(args, policy, final_answer):
+def read_problems(args, policy, final_answer, reads_answers):
     """`--dataset` and `--eval_dataset` -> (ProblemStream, [held-out Problem]). `final_answer` finds the
-    gold answer in a worked solution."""
+    gold answer in a worked solution; with `reads_answers` every problem needs one."""
     rows = read_rows(args, "dataset")
-    training, left_out = usable_rows(rows, "dataset", policy, args, final_answer)
+    training, left_out = usable_rows(rows, "dataset", policy, args, final_answer, reads_answers)
     if args.eval_dataset:
         rows = read_rows(args, "eval_dataset")
-        held_out, also_left_out = usable_rows(rows, "eval_dataset", policy, args, final_answer)
+        held_out, also_left_out = usable_rows(
+            rows, "eval_dataset", policy, args, final_answer, reads_answers
+        )
         held_out = dict(list(held_out.items())[: args.num_held_out])
         num_shared = len(held_out.keys() & training.keys())
         left_out += also_left_out
@@ -243,7 +245,7 @@ def render(messages, policy, args):
     return text, ids, messages
 
 
-def read_row(row, known, policy, args):
+def read_row(row, known, policy, args, reads_answers):
     """A row -> (hash of its prompt, Problem). BadRow if it cannot be used. `known` remembers what
     became of each prompt, since a dataset may repeat one a hundred times."""
     if not isinstance(row, dict):
@@ -251,7 +253,7 @@ def read_row(row, known, policy, args):
     cell = cell_of(row, args.prompt_column)
     messages = read_prompt(cell, args)
     answer = read_answer(cell_of(row, args.answer_column))
-    if args.reads_answers and not answer:
+    if reads_answers and not answer:
         raise BadRow("without a gold answer", cell_of(row, args.answer_column))
     is_text = isinstance(cell, str)
     key = hash_of(cell if is_text else messages)
@@ -267,7 +269,7 @@ def read_row(row, known, policy, args):
     return key, known[key]
 
 
-def usable_rows(rows, flag, policy, args, final_answer):
+def usable_rows(rows, flag, policy, args, final_answer, reads_answers=True):
     """Rows of `--dataset` or `--eval_dataset` -> ({hash of the prompt: Problem}, what was left out and
     why). UserError if more than a tenth is left out."""
     columns = {}
@@ -278,7 +280,7 @@ def usable_rows(rows, flag, policy, args, final_answer):
         if isinstance(row, dict):
             columns |= dict.fromkeys(map(str, row))  # csv puts surplus cells under None
         try:
-            key, problem = read_row(row, known, policy, args)
+            key, problem = read_row(row, known, policy, args, reads_answers)
         except BadRow as error:
             reason, found = error.args
             reasons.setdefault(reason, []).append(f"row {number} {found!r:.80}")

@@ -21,9 +21,10 @@ def import_file(path):
 
 
 def load_reward(args):
-    """`--reward FILE.py:FUNCTION` -> a function that grades completions: [(reward, verdict)]. The names
-    of FUNCTION's parameters decide what it gets: text, answer, truncated and columns of one completion,
-    or, if one is named `completions`, lists for all completions, as in TRL."""
+    """`--reward FILE.py:FUNCTION` -> (a function that grades completions: [(reward, verdict)], whether it
+    reads gold answers). The names of FUNCTION's parameters decide what it gets: text, answer, truncated
+    and columns of one completion, or, if one is named `completions`, lists for all completions, as in
+    TRL."""
     path, _, name = args.reward.rpartition(":")
     if path and not Path(path).exists():
         raise UserError(f"--reward {args.reward}: there is no file {Path(path).absolute()}")
@@ -35,7 +36,6 @@ def load_reward(args):
             raise UserError("its parameters must have names, such as text and answer")
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     takes_lists = "completions" in parameters
-    args.reads_answers = "answer" in parameters and not takes_lists
 
     def call(values):
         named = {name: values[name] for name in values if takes_all or name in parameters}
@@ -51,7 +51,7 @@ def load_reward(args):
         with one_line(f"--reward {args.reward} must return a number, or (number, verdict), for each"):
             return [graded(result, c) for c, result in zip(completions, results, strict=True)]
 
-    return grade
+    return grade, "answer" in parameters and not takes_lists
 
 
 def columns_of(c):

@@ -10,7 +10,7 @@ from conftest import script_args, write_lines
 from datasets import Dataset
 from transformers import ByT5Tokenizer
 
-from common import UserError, final_answer, load_problems
+from common import UserError, final_answer, load_grader, load_problems
 from plumbing.data import ProblemStream, read_rows, usable_rows
 
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}{{ end }}<assistant>"
@@ -226,7 +226,7 @@ def test_the_line_at_the_start_counts_the_rows_that_are_left_out():
 
 def load(path, policy, rows, **flags):
     args = script_args("grpo", dataset=str(write_lines(path, rows)), **flags)[1]
-    return load_problems(args, policy)
+    return load_problems(args, policy, load_grader(args))
 
 
 def test_held_out_problems_are_apart_and_the_same_for_all_seeds(tmp_path, tiny_policy, capsys):

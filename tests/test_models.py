@@ -11,7 +11,7 @@ from test_architectures import new_model, one_sequence
 from transformers import AutoTokenizer
 from transformers.integrations import mxfp4
 
-from common import UserError, load_policy, load_problems, token_logprobs
+from common import UserError, load_grader, load_policy, load_problems, token_logprobs
 from plumbing.model import Policy
 
 CONFIG = "config.json"
@@ -87,8 +87,9 @@ def test_the_check_at_loading_runs_the_copy_in_bfloat16(flag, own_policy):
     policy = Policy(own_policy.master, own_policy.tokenizer, **{flag: "bfloat16"})
     copied = policy.model if flag == "dtype" else policy.rollout_policy.model
     copied.base_model.register_forward_pre_hook(fail)
+    args = script_args("grpo", **{flag: "bfloat16"})[1]
     with pytest.raises(UserError, match="--model .*no kernel"):
-        load_problems(script_args("grpo", **{flag: "bfloat16"})[1], policy)
+        load_problems(args, policy, load_grader(args))
 
 
 # ------------------------------------------------------------------------- folders that are refused
