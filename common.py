@@ -75,7 +75,7 @@ class Completion(NamedTuple):
     text: str = ""
     experts: torch.Tensor | None = None  # (prompt and response, L, K), if recorded
     reward: float | None = None  # grading sets this and the next
-    verdict: str | None = None  # correct, wrong, no_answer or truncated
+    verdict: str | None = None  # correct, wrong, no_answer or truncated; None if --reward gave none
 
 
 def pad(rows, device, side="right", value=0):

@@ -11,8 +11,9 @@
 Parent: grpo.py. Differs only in:
   1. Clip-higher: eps_high 0.28 over eps_low 0.2, more headroom for low-probability tokens.
   2. Dynamic sampling: prompts are drawn until the batch is full of groups that are neither all right
-     nor all wrong according to the verifier, before reward shaping. An iteration generates more
-     completions, so we run fewer iterations: 22 generate about as many as grpo.py's 40.
+     nor all wrong according to the verifier, before reward shaping. (If a reward has no verdict, whose
+     rewards are not all equal.) An iteration generates more completions, so we run fewer iterations:
+     22 generate about as many as grpo.py's 40.
   3. Token-mean: every token in an optimizer step has the same weight, in long and short completions.
   4. Overlong reward shaping: R falls by up to 1 over the last L_cache tokens below the cap (soft), or
      truncated completions get no gradient and are not counted (filter), or neither (none).
@@ -81,17 +82,22 @@ def compute_advantages(rewards_PG):
 
 def mixed_groups(completions, group_size):
     """[2] The completions of groups in which some, but not all, are right, and how many groups there
-    are of each kind, for the log. The verdict decides, not the reward, since overlong penalties alone
-    can make the rewards of an all-right group differ."""
+    are of each kind, for the log. Verdicts decide, not rewards, which may add a bonus for the format.
+    But if a completion has no verdict, its group is kept if its rewards are not all equal."""
     kept = []
-    num_right = []  # of each group
+    num_right = []  # of each group whose verdicts are all known
     for start in range(0, len(completions), group_size):
         group = completions[start : start + group_size]
-        num_right.append(sum(c.verdict == "correct" for c in group))
-        if 0 < num_right[-1] < group_size:
+        verdicts = [c.verdict for c in group]
+        if None in verdicts:
+            is_mixed = len({c.reward for c in group}) > 1
+        else:
+            num_right.append(verdicts.count("correct"))
+            is_mixed = 0 < num_right[-1] < group_size
+        if is_mixed:
             kept += group
     counts = {
-        "rollout/groups_generated": len(num_right),
+        "rollout/groups_generated": len(completions) // group_size,
         "rollout/groups_kept": len(kept) // group_size,
         "rollout/groups_dropped_all_right": num_right.count(group_size),
         "rollout/groups_dropped_all_wrong": num_right.count(0),
@@ -171,11 +177,12 @@ def main(args):
         # ---------------------------------------------------------------------------------- rollout
         # [2] Dynamic sampling: each round draws one prompt for every mixed group still missing.
         generated = []  # all completions, with their verdicts
+        sampler = policy.sampler(iteration)  # once, since it may copy the weights
         rounds = 0
         missing = args.prompts_per_iteration
         while missing > 0 and rounds < args.max_sampling_rounds:
             prompts = problems.take(missing)
-            completions = sample(policy.sampler(iteration), prompts, args.group_size, args, run.noise)
+            completions = sample(sampler, prompts, args.group_size, args, run.noise)
             generated += grade(completions)
             kept, counts = mixed_groups(generated, args.group_size)
             missing = args.prompts_per_iteration - len(kept) // args.group_size

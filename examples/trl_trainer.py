@@ -197,8 +197,11 @@ def main(argv):
     if trainer.accelerator.is_main_process:
         trained = load_policy(dataclasses.replace(args, model=config.output_dir))
         after = evaluate(trained, held_out, grade, args, sampled=True)
-        accuracy = {way: after[way]["accuracy"] for way in ("greedy", "sampled")}
-        print(f"{config.world_size} processes, held-out accuracy {accuracy}: {config.output_dir}")
+        ways = ("greedy", "sampled")
+        has_verdicts = all("accuracy" in after[way] for way in ways)
+        name = "accuracy" if has_verdicts else "reward_mean"
+        found = {way: after[way][name] for way in ways}
+        print(f"{config.world_size} processes, held-out {name} {found}: {config.output_dir}")
 
 
 if __name__ == "__main__":

@@ -145,21 +145,36 @@ def critic_stats(values_BT, returns_BT, mask_BT):
 
 
 def rollout_summary(completions, num_samples=1):
-    """{name: number} for completions with their verdicts; pass@k if each problem has several. A
-    "direct" completion begins with its answer and shows no work."""
+    """{name: number} for graded completions. The accuracy, and pass@k if each problem has several, are
+    there only if all of them have a verdict. A "direct" completion begins with its answer and shows no
+    work."""
     count = len(completions)
     verdicts = [c.verdict for c in completions]
     direct = [c.text.lstrip().startswith(("####", "\\box")) for c in completions]
-    result = {
-        "accuracy": verdicts.count("correct") / count,
+    result = {} if None in verdicts else {"accuracy": verdicts.count("correct") / count}
+    result |= {
+        "reward_mean": sum(c.reward for c in completions) / count,
         "truncated_frac": sum(c.truncated for c in completions) / count,
         "no_answer_frac": verdicts.count("no_answer") / count,
         "direct_frac": sum(direct) / count,
         "response_len_mean": sum(len(c.ids) for c in completions) / count,
     }
-    if num_samples > 1:
+    if num_samples > 1 and None not in verdicts:
         result |= pass_at_k(verdicts, num_samples)
     return result
+
+
+def missing_signal(completions, rewards):
+    """Why an iteration has nothing to learn from: a sentence, or "" if some group, or without groups
+    the whole rollout, has rewards that differ."""
+    groups = rewards if rewards.shape[1] > 1 else rewards.T
+    if (groups != groups[:, :1]).any():
+        return ""
+    if all(c.truncated for c in completions):
+        return "all completions were cut off at --max_new_tokens"
+    if all(c.verdict in ("no_answer", "truncated") for c in completions):
+        return "no answer was found: the verifier looks for ####, \\boxed{}, <answer> or Answer:"
+    return "the rewards that would be compared are all equal"
 
 
 def pass_at_k(verdicts, group_size):

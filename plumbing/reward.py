@@ -4,42 +4,56 @@ import copy
 import importlib
 import inspect
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from plumbing.args import UserError, one_line
 
 VERDICTS = ("correct", "wrong", "no_answer", "truncated")
+IMPORTED = {}  # {file: what was in it}
 
 
 def import_file(path):
-    """Imports a file as a module under its own name, so that a pool's processes can import it too."""
+    """Imports a file as a module under its own name, so that a pool's processes can import it too. A
+    file that has changed, as in a notebook, is run again."""
     sys.path.append(str(path.parent))
+    source = path.read_bytes()
     module = importlib.import_module(path.stem)
     if Path(module.__file__).resolve() != path.resolve():
         raise ImportError(f"rename {path.name}: `import {path.stem}` finds {module.__file__}")
+    if IMPORTED.setdefault(path, source) != source:
+        IMPORTED[path] = source
+        exec(compile(source, path, "exec"), vars(module))
     return module
 
 
 def load_reward(args):
-    """`--reward FILE.py:FUNCTION` -> (a function that grades completions: [(reward, verdict)], whether it
-    reads gold answers). The names of FUNCTION's parameters decide what it gets: text, answer, truncated
-    and columns of one completion, or, if one is named `completions`, lists for all completions, as in
-    TRL."""
-    path, _, name = args.reward.rpartition(":")
-    if path and not Path(path).exists():
-        raise UserError(f"--reward {args.reward}: there is no file {Path(path).absolute()}")
-    with one_line(f"--reward {args.reward} must be FILE.py:FUNCTION"):
-        function = getattr(import_file(Path(path).absolute()), name)
+    """`--reward`, FILE.py:FUNCTION or a function -> (what grades completions: [(reward, verdict)],
+    whether it reads gold answers). The names of the function's parameters decide what it gets: text,
+    answer, truncated and columns of one completion, or, if one is named `completions`, lists for all
+    completions, as in TRL."""
+    function = args.reward
+    name = getattr(function, "__name__", type(function).__name__)
+    if isinstance(args.reward, str):
+        name = args.reward
+        path, _, attribute = name.rpartition(":")
+        if path and not Path(path).exists():
+            raise UserError(f"--reward {name}: there is no file {Path(path).absolute()}")
+    with one_line(f"--reward {name} must be FILE.py:FUNCTION"):
+        if isinstance(args.reward, str):
+            function = getattr(import_file(Path(path).absolute()), attribute)
         signature = inspect.signature(function)
         parameters = signature.parameters
         if any(parameter.kind is parameter.POSITIONAL_ONLY for parameter in parameters.values()):
             raise UserError("its parameters must have names, such as text and answer")
+        if any(inspect.iscoroutinefunction(each) for each in (function, function.__call__)):
+            raise UserError("it must not be async; it may call asyncio.run")
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     takes_lists = "completions" in parameters
 
     def call(values):
-        named = {name: values[name] for name in values if takes_all or name in parameters}
-        with one_line(f"--reward {args.reward} can be passed {', '.join(values)}"):
+        with one_line(f"--reward {name} can be passed {', '.join(values)}"):
+            named = {key: values[key] for key in values if takes_all or key in parameters}
             signature.bind(**named)  # the dataset may lack a column that it needs
         return function(**named)
 
@@ -48,15 +62,18 @@ def load_reward(args):
             results = call(lists_of(completions))
         else:
             results = [call(values_of(c)) for c in completions]
-        with one_line(f"--reward {args.reward} must return a number, or (number, verdict), for each"):
+        with one_line(f"--reward {name} must return a number, or (number, verdict), for each"):
+            results = in_order(results, len(completions))
             return [graded(result, c) for c, result in zip(completions, results, strict=True)]
 
     return grade, "answer" in parameters and not takes_lists
 
 
 def columns_of(c):
-    """A copy, which the function may change: other completions have the same problem."""
-    return {"answer": c.problem.answer, **copy.deepcopy(c.problem.columns)}
+    """{column: value}, and the prompt as the model reads it: a template may have begun the answer. They
+    are copies, which the function may change: other completions have the same problem."""
+    columns = copy.deepcopy(c.problem.columns)
+    return {"answer": c.problem.answer, "rendered_prompt": c.problem.prompt, **columns}
 
 
 def values_of(c):
@@ -75,14 +92,30 @@ def lists_of(completions):
     return lists
 
 
+def in_order(results, count):
+    """What a function returned for all completions, as a list. UserError if that has a different
+    length, or no order that is certain to be theirs: a dict would give its keys."""
+    if not isinstance(results, (list, tuple, Iterator)) and not hasattr(results, "tolist"):
+        raise UserError(
+            f"it returned one {type(results).__name__}, not a list, for {count} completions"
+        )
+    results = list(results)
+    if len(results) != count:
+        raise UserError(f"it returned {len(results)} for {count} completions")
+    return results
+
+
 def graded(result, c):
-    """A result -> (float, verdict). Without a verdict, a number above 0.5 is correct."""
-    if isinstance(result, tuple):
-        number, verdict = result
-    else:
-        number = 0.0 if result is None else result  # None: this function does not grade it
-        wrong = "truncated" if c.truncated else "wrong"
-        verdict = "correct" if number > 0.5 else wrong
-    if not abs(number) <= 1e9 or verdict not in VERDICTS:  # a NaN fails this too
+    """A result -> (float, verdict). A number alone has a verdict only if it is 0 or 1, else None."""
+    has_verdict = isinstance(result, tuple)
+    number, verdict = result if has_verdict else (result, None)
+    if number is None:
+        number = 0.0  # this function does not grade it
+    if not -1e9 <= number <= 1e9 or (has_verdict and verdict not in VERDICTS):  # NaN fails this too
         raise ValueError(f"not {result!r:.80} (verdicts: {', '.join(VERDICTS)})")
-    return float(number), verdict
+    number = float(number)
+    if not has_verdict and number == 1:
+        verdict = "correct"
+    elif not has_verdict and number == 0:
+        verdict = "truncated" if c.truncated else "wrong"
+    return number, verdict

@@ -22,6 +22,7 @@ from plumbing.metrics import (
     clock,
     correction_stats,
     means,
+    missing_signal,
     policy_stats,
     report,
     rollout_summary,
@@ -137,7 +138,7 @@ class Run:
         rollout = rollout_summary(completions)
         rollout["reward_mean"] = rewards.mean().item()
         rollout["reward_std"] = rewards.std(correction=0).item()
-        wrong_lengths = [len(c.ids) for c in completions if c.verdict != "correct"]
+        wrong_lengths = [len(c.ids) for c in completions if c.verdict not in ("correct", None)]
         if wrong_lengths:
             rollout["response_len_wrong"] = sum(wrong_lengths) / len(wrong_lengths)
         if rewards.shape[1] > 1:
@@ -147,12 +148,16 @@ class Run:
             report(self.reports, "rollout", correction_stats(batch, self.args), 1)
         self.metrics |= means(self.reports) | {f"rollout/{name}": x for name, x in rollout.items()}
         self.metrics |= {key: float(value) for key, value in numbers.items()}
+        reason = missing_signal(completions, rewards)
+        if reason and self.iteration == 1:
+            self.say(f"warning: no learning signal in iteration 1: {reason}")
 
     def log_eval(self, results):
         """Records the results of `evaluate` before training, during it, or after the last iteration."""
         self.append_to("evaluations.jsonl", {"iteration": self.iteration, **results})
         for name in ("accuracy", "response_len_mean"):
-            self.metrics[f"eval/{name}"] = results["greedy"][name]
+            if name in results["greedy"]:
+                self.metrics[f"eval/{name}"] = results["greedy"][name]
         if self.iteration == 0:
             self.say(progress_line(self.metrics))
 
@@ -203,7 +208,7 @@ class Run:
             sample = {"prompt": c.problem.prompt, "completion": c.text, "answer": c.problem.answer}
             sample |= {"reward": c.reward, "verdict": c.verdict}
             self.append_to("samples.jsonl", {"iteration": self.iteration, **sample})
-        if self.iteration % 5 == 0 or "eval/accuracy" in metrics:
+        if self.iteration % 5 == 0 or "eval/response_len_mean" in metrics:
             self.say(progress_line(metrics))
         kl = metrics.get("rollout/sampler_kl", 0)
         is_exact = self.policy.rollout_policy is None and self.args.dtype == "float32"
@@ -338,13 +343,14 @@ def results_text(evaluations):
     for mode in ("greedy", "sampled"):
         header += f"{mode:>9}" + "".join(f"{when:>8}" for when in evaluations)
     lines = [header]
-    for name in before["sampled"]:
+    summaries = [results[mode] for results in evaluations.values() for mode in ("greedy", "sampled")]
+    for name in dict.fromkeys(name for summary in summaries for name in summary):
         line = f"{name:17}"
         for mode in ("greedy", "sampled"):
             line += " " * 9
             for results in evaluations.values():
                 value = results[mode].get(name)  # pass@k needs several samples
-                line += " " * 8 if value is None else f"{value:8.3f}"
+                line += " " * 8 if value is None else f" {value:7.3f}"
         lines.append(line.rstrip())
     for i, (prompt, answer, _) in enumerate(before["examples"]):
         lines += ["", f"{prompt}   (sampled; the answer is {answer})"]

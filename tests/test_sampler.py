@@ -78,7 +78,9 @@ def test_sampler_slow_loop_and_training_forward_agree(own_policy):
 
 
 def grade(completions):
-    return [c._replace(verdict=["wrong", "correct"][len(c.text) % 2]) for c in completions]
+    marks = [len(c.text) % 2 for c in completions]
+    verdicts = ("wrong", "correct")
+    return [c._replace(reward=x, verdict=verdicts[x]) for c, x in zip(completions, marks, strict=True)]
 
 
 SIZES = [  # --rollout_batch_size; prompts at a time, of five: in groups of four, in an evaluation
