@@ -37,7 +37,7 @@ def load_problems(args, policy, grade):
     from it or from `--eval_dataset`, are the same for all seeds. `grade` is from `load_grader`."""
     stream, held_out = read_problems(args, policy, final_answer, grade.reads_answers)
     with one_line(f"--model {args.model}: the sampler cannot run this architecture"):
-        check_sampler(policy, stream.problems[0].prompt_ids, args)
+        check_sampler(policy, (stream.problems + held_out)[0].prompt_ids, args)
     return stream, held_out
 
 
