@@ -42,18 +42,22 @@ def load_problems(args, policy, grade):
 
 
 def check_sampler(policy, ids, args):
-    """Compares the sampler, with its cache, to the training forward, in float32: answers of two and of
-    four tokens after prompts of three lengths. UserError if their log-probs differ. Lower precisions
-    only have to run."""
+    """Compares the sampler, with its cache, to the training forward, in float32: answers of four tokens
+    (or `--max_new_tokens`, if less) and of half of that, after prompts of three lengths. UserError if
+    their log-probs differ. In lower precision it only has to run without an error."""
+    num_tokens = min(4, args.max_new_tokens)  # the model may have no positions for more
     problems = [Problem("", "", ids[:length]) for length in (len(ids), len(ids) // 2 + 1, 1)]
     models = [policy.master, policy.model, policy.sampler(1).model]
     for model in dict.fromkeys(models):  # each one once; with default flags all are the same
         tried = policy.with_model(model)
         # Two equal answers to each prompt; the first one is then cut in half.
-        completions = sample_batch(tried, problems, torch.zeros(6, 4), temperature=1.0, greedy=True)
+        completions = sample_batch(
+            tried, problems, torch.zeros(6, num_tokens), temperature=1.0, greedy=True
+        )
         for i in (0, 2, 4):
             short = completions[i]
-            completions[i] = short._replace(ids=short.ids[:2], logprobs=short.logprobs[:2])
+            half = (num_tokens + 1) // 2
+            completions[i] = short._replace(ids=short.ids[:half], logprobs=short.logprobs[:half])
         batch = collate(completions, args)
         with torch.no_grad():
             logprobs_BT = token_logprobs(tried, batch, temperature=1.0).logprobs_BT
@@ -171,7 +175,8 @@ def sample_batch(policy, problems, noise_NT, *, temperature, greedy, record_expe
         logprobs_NT[rows_R, t] = logprobs_RV.gather(1, token_R1)[:, 0]
 
         if device.type != "cuda" or t % 16 == 15:  # rarely on a GPU, since the host has to wait for it
-            has_ended_R = torch.isin(ids_NT[rows_R, : t + 1], ends).any(1)
+            new_ids = ids_NT[rows_R, max(0, t - 15) : t + 1]  # since the last search, or more
+            has_ended_R = torch.isin(new_ids, ends).any(1)
             kept = (~has_ended_R).nonzero()[:, 0]
             if len(kept) == 0:
                 break

@@ -54,7 +54,9 @@ class Args(RunArgs):  # more flags: --help
     clip_eps_low: float = flag(0.2, "the ratio is clipped below 1 - this")
     clip_eps_high: float = flag(0.28, "the ratio is clipped above 1 + this")
     overlong: Literal["soft", "filter", "none"] = flag("soft", "how to treat completions near the cap")
-    overlong_cache: int = flag(12, "L_cache: the soft penalty starts this far below the cap")
+    overlong_cache: int = flag(
+        0, "L_cache: the soft penalty starts this far below the cap [0: a quarter of the cap]"
+    )
     max_sampling_rounds: int = flag(10, "maximum rounds to fill the batch with mixed groups")
 
     def check(self):
@@ -62,7 +64,7 @@ class Args(RunArgs):  # more flags: --help
         self.check_range(1, 1e9, "max_sampling_rounds")
         self.check_range(2, 1e6, "group_size")  # one reward has no group baseline
         if self.overlong == "soft":
-            self.check_range(1, self.max_new_tokens - 1, "overlong_cache")
+            self.check_range(0, self.max_new_tokens - 1, "overlong_cache")
 
 
 def masked_mean(x, mask):
@@ -201,7 +203,8 @@ def main(args):
         if args.overlong == "soft":
             # [4] R falls by up to 1
             lengths_B = torch.tensor([len(c.ids) for c in kept])
-            rewards_B += overlong_penalty(lengths_B, args.max_new_tokens, args.overlong_cache)
+            overlong_cache = args.overlong_cache or max(1, args.max_new_tokens // 4)
+            rewards_B += overlong_penalty(lengths_B, args.max_new_tokens, overlong_cache)
         rewards_PG = rewards_B.view(-1, args.group_size)
         advantages_B1 = compute_advantages(rewards_PG).view(-1, 1).to(args.torch_device)
 

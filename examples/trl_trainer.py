@@ -143,8 +143,6 @@ def parse(argv):
     parser = argparse.ArgumentParser(**options)
     add_flags(parser, script.Args, {*USED, *inspect.signature(script.policy_loss).parameters})
     given, argv = parser.parse_known_args(argv)
-    if hasattr(script.Args, "overlong"):
-        given.overlong = "none"  # dapo's penalty is not used, so its cache need not fit
     args = script.Args(**vars(given))
 
     ours = to_trl(args, int(os.environ.get("WORLD_SIZE", 1)))

@@ -106,8 +106,6 @@ def addition_problems(count=10_496):
 
 # -------------------------------------------------------------------------------------------- files
 
-KINDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
-
 
 def read_rows(args, flag):
     """The rows of the dataset that `flag` names: "dataset" or "eval_dataset". A row that is not a dict
@@ -116,18 +114,16 @@ def read_rows(args, flag):
     if name == "addition":
         return [{"question": prompt, "answer": answer} for prompt, answer in addition_problems()]
     kind = Path(name).suffix.lower()
-    # Bytes that are not UTF-8 become lone surrogates, so that only their rows are left out.
-    encoding = {"encoding": "utf-8-sig", "errors": "surrogateescape"}
     with one_line(f"--{flag} {name} cannot be read"):  # the libraries raise many kinds of exceptions
-        if kind in (".json", ".jsonl"):
-            return read_json(Path(name).read_text(**encoding))
-        if kind in (".csv", ".tsv"):
-            csv.field_size_limit(10**9)  # of characters in a cell; the default is 131,072
-            delimiter = "," if kind == ".csv" else "\t"
-            with open(name, newline="", **encoding) as file:
-                return list(csv.DictReader(file, delimiter=delimiter))
+        if kind in (".json", ".jsonl", ".csv", ".tsv"):
+            # Bytes that are not UTF-8 become lone surrogates, so that only their rows are left out.
+            with open(name, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+                if kind in (".json", ".jsonl"):
+                    return read_json(file.read())
+                csv.field_size_limit(10**9)  # characters in a cell; by default 131,072
+                return list(csv.DictReader(file, delimiter="," if kind == ".csv" else "\t"))
         if Path(name).is_file() and kind != ".parquet":
-            raise UserError(f"it is not one of these kinds of files: {', '.join(KINDS)}")
+            raise UserError("it is none of these files: .jsonl, .json, .csv, .tsv, .parquet")
         rows = load_rows(name, args, flag)
         keep_encoded(rows.info.features)
         return rows
@@ -139,7 +135,7 @@ def load_rows(name, args, flag):
 
     datasets.disable_progress_bars()
     split = args.dataset_split if flag == "dataset" else args.eval_split
-    if Path(name).is_file():
+    if name.lower().endswith(".parquet"):
         return datasets.load_dataset("parquet", data_files=glob.escape(name), split="train")
     if Path(name, "state.json").exists():  # written by save_to_disk
         return datasets.load_from_disk(name)
@@ -152,7 +148,7 @@ def load_rows(name, args, flag):
     config = args.dataset_config or None
     if config is None and datasets.get_dataset_default_config_name(name) is None:
         names = datasets.get_dataset_config_names(name)
-        raise UserError(f"it has several configs: --dataset_config can be {', '.join(names)}")
+        raise UserError(f"it has several configs: --dataset_config can be {', '.join(names):.300}")
     split = split or default_split(datasets.get_dataset_split_names(name, config))
     return datasets.load_dataset(name, config, split=split)
 

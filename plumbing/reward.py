@@ -10,38 +10,27 @@ from pathlib import Path
 from plumbing.args import UserError, one_line
 
 VERDICTS = ("correct", "wrong", "no_answer", "truncated")
-IMPORTED = {}  # {file: what was in it}
 
 
 def import_file(path):
-    """Imports a file as a module under its own name, so that a pool's processes can import it too. A
-    file that has changed, as in a notebook, is run again."""
+    """Imports a file as a module under its own name, so that a pool's processes can import it too."""
     sys.path.append(str(path.parent))
-    source = path.read_bytes()
     module = importlib.import_module(path.stem)
     if Path(module.__file__).resolve() != path.resolve():
         raise ImportError(f"rename {path.name}: `import {path.stem}` finds {module.__file__}")
-    if IMPORTED.setdefault(path, source) != source:
-        IMPORTED[path] = source
-        exec(compile(source, path, "exec"), vars(module))
     return module
 
 
 def load_reward(args):
-    """`--reward`, FILE.py:FUNCTION or a function -> (what grades completions: [(reward, verdict)],
-    whether it reads gold answers). The names of the function's parameters decide what it gets: text,
-    answer, truncated and columns of one completion, or, if one is named `completions`, lists for all
+    """`--reward FILE.py:FUNCTION` -> (a function that grades completions: [(reward, verdict)], whether
+    it reads gold answers). The names of FUNCTION's parameters decide what it gets: text, answer,
+    truncated and columns of one completion, or, if one is named `completions`, lists for all
     completions, as in TRL."""
-    function = args.reward
-    name = getattr(function, "__name__", type(function).__name__)
-    if isinstance(args.reward, str):
-        name = args.reward
-        path, _, attribute = name.rpartition(":")
-        if path and not Path(path).exists():
-            raise UserError(f"--reward {name}: there is no file {Path(path).absolute()}")
-    with one_line(f"--reward {name} must be FILE.py:FUNCTION"):
-        if isinstance(args.reward, str):
-            function = getattr(import_file(Path(path).absolute()), attribute)
+    path, _, name = args.reward.rpartition(":")
+    if path and not Path(path).exists():
+        raise UserError(f"--reward {args.reward}: there is no file {Path(path).absolute()}")
+    with one_line(f"--reward {args.reward} must be FILE.py:FUNCTION"):
+        function = getattr(import_file(Path(path).absolute()), name)
         signature = inspect.signature(function)
         parameters = signature.parameters
         if any(parameter.kind is parameter.POSITIONAL_ONLY for parameter in parameters.values()):
@@ -52,8 +41,8 @@ def load_reward(args):
     takes_lists = "completions" in parameters
 
     def call(values):
-        with one_line(f"--reward {name} can be passed {', '.join(values)}"):
-            named = {key: values[key] for key in values if takes_all or key in parameters}
+        named = {name: values[name] for name in values if takes_all or name in parameters}
+        with one_line(f"--reward {args.reward} can be passed {', '.join(values)}"):
             signature.bind(**named)  # the dataset may lack a column that it needs
         return function(**named)
 
@@ -62,8 +51,13 @@ def load_reward(args):
             results = call(lists_of(completions))
         else:
             results = [call(values_of(c)) for c in completions]
-        with one_line(f"--reward {name} must return a number, or (number, verdict), for each"):
-            results = in_order(results, len(completions))
+        with one_line(f"--reward {args.reward} must return a number, or (number, verdict), for each"):
+            # Nothing without an order: a dict would give its keys.
+            if not isinstance(results, (list, tuple, Iterator)) and not hasattr(results, "tolist"):
+                raise UserError(f"not one {type(results).__name__} for {len(completions)} completions")
+            results = list(results)
+            if len(results) != len(completions):
+                raise UserError(f"not {len(results)} for {len(completions)} completions")
             return [graded(result, c) for c, result in zip(completions, results, strict=True)]
 
     return grade, "answer" in parameters and not takes_lists
@@ -90,19 +84,6 @@ def lists_of(completions):
     if isinstance(columns[0]["prompts"], list):
         lists["completions"] = [[{"role": "assistant", "content": c.text}] for c in completions]
     return lists
-
-
-def in_order(results, count):
-    """What a function returned for all completions, as a list. UserError if that has a different
-    length, or no order that is certain to be theirs: a dict would give its keys."""
-    if not isinstance(results, (list, tuple, Iterator)) and not hasattr(results, "tolist"):
-        raise UserError(
-            f"it returned one {type(results).__name__}, not a list, for {count} completions"
-        )
-    results = list(results)
-    if len(results) != count:
-        raise UserError(f"it returned {len(results)} for {count} completions")
-    return results
 
 
 def graded(result, c):

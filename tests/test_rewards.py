@@ -97,18 +97,18 @@ def test_a_result_becomes_a_float_and_a_verdict(value, reward, verdict, cut_verd
 NO_NUMBERS = ("'1'", "1.1e9", "float('nan')", "(1.0, 'perfect')", "(1.0, None)", "1j", "[1.0]", "{}")
 BAD = [("text", value, "not ") for value in NO_NUMBERS]
 BAD += [  # for all five
-    ("completions", "0.5", "it returned one float, not a list, for 5 completions"),
+    ("completions", "0.5", "not one float for 5 completions"),
     ("completions", "torch.tensor(0.5)", "0-d tensor"),
-    ("completions", "{i: 1.0 for i in range(5)}", "it returned one dict, not a list"),
-    ("completions", "{0, 1, 2, 3, 4}", "it returned one set, not a list"),
-    ("completions", "'01010'", "it returned one str, not a list"),
-    ("completions", "bytes(5)", "it returned one bytes, not a list"),
-    ("completions", "ThreadPool(1).map_async(len, completions)", "it returned one MapResult"),
+    ("completions", "{i: 1.0 for i in range(5)}", "not one dict for 5 completions"),
+    ("completions", "{0, 1, 2, 3, 4}", "not one set for 5 completions"),
+    ("completions", "'01010'", "not one str for 5 completions"),
+    ("completions", "bytes(5)", "not one bytes for 5 completions"),
+    ("completions", "ThreadPool(1).map_async(len, completions)", "not one MapResult for 5 completions"),
     ("completions", "[ThreadPool(1).apply_async(int)] * 5", "not "),
-    ("completions", "[1.0] * 4", "it returned 4 for 5 completions"),
-    ("completions", "[1.0] * 6", "it returned 6 for 5 completions"),
-    ("completions", "[]", "it returned 0 for 5 completions"),
-    ("completions", "[[1.0] * 5]", "it returned 1 for 5 completions"),
+    ("completions", "[1.0] * 4", "not 4 for 5 completions"),
+    ("completions", "[1.0] * 6", "not 6 for 5 completions"),
+    ("completions", "[]", "not 0 for 5 completions"),
+    ("completions", "[[1.0] * 5]", "not 1 for 5 completions"),
     ("completions", "torch.ones(5, 2)", ""),
 ]
 
@@ -143,19 +143,6 @@ def test_a_function_gets_the_prompt_as_the_model_reads_it(tmp_path):
     path = write(tmp_path, source)
     assert [c.reward for c in graded(path, prompt="1+1")] == [1.0] * 5
     assert graded(path, prompt="1+1", rendered_prompt="1+1=2")[0].reward == 2
-
-
-def test_a_file_that_has_changed_is_run_again(tmp_path):
-    """In a notebook, where it is imported already."""
-    path = write(tmp_path, "def f(text): return 3")
-    assert graded(path)[0].reward == 3
-    path.write_text("def f(text): return 4")
-    assert graded(path)[0].reward == 4
-
-
-def test_a_function_may_be_given_as_it_is():
-    grade = load(lambda text, answer: 3.0)
-    assert grade.reads_answers and grade(completions())[0].reward == 3
 
 
 POOL = """
@@ -248,8 +235,7 @@ def test_accuracy_is_there_only_with_verdicts_and_the_reward_always(name, kind, 
     """Both iterations of dapo have groups to learn from."""
     reward = reward_file(f"return {KINDS[kind]}")
     flags = ("--iterations", 2, "--eval_samples", 2, "--eval_every", 1, "--run_dir", tmp_path / "run")
-    own = ("--overlong", "none") if name == "dapo" else ()
-    printed = completes(name, *flags, *own, "--reward", reward)
+    printed = completes(name, *flags, "--reward", reward)
     has_verdicts = kind == "0 or 1"
     first, second = metrics(tmp_path / "run")
     assert second["iteration"] == 2

@@ -9,7 +9,7 @@ from conftest import MIXED, batch_of_ids, problems_of, script_args
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import common
-from common import collate, evaluate, rollout_weights, sample, similar_rows, token_logprobs
+from common import UserError, collate, evaluate, rollout_weights, sample, similar_rows, token_logprobs
 from plumbing.model import Policy
 
 
@@ -40,10 +40,11 @@ def slow_sample(model, prompt, noise, temperature, ends):
     return ids[len(prompt) :], logprobs
 
 
-def policy_with_learned_positions(tokenizer):
+def policy_with_learned_positions(tokenizer, count=64):
     """With rotary ones, it would not matter where a prompt begins."""
     torch.manual_seed(0)
-    sizes = dict(vocab_size=17, n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.5)
+    sizes = dict(vocab_size=17, n_embd=32, n_layer=2, n_head=4, initializer_range=0.5)
+    sizes["n_positions"] = count
     config = GPT2Config(**sizes, bos_token_id=2, eos_token_id=1)
     return Policy(GPT2LMHeadModel(config).eval(), tokenizer)
 
@@ -75,6 +76,15 @@ def test_sampler_slow_loop_and_training_forward_agree(own_policy):
         assert c.text == tokenizer.decode(shown, skip_special_tokens=False)
         assert c.logprobs == pytest.approx(logprobs, abs=1e-4)
         assert logprobs_BT[i][batch.mask_BT[i]].tolist() == pytest.approx(logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("max_new_tokens", [1, 2, 3])
+def test_the_check_at_loading_needs_no_more_positions_than_the_run(max_new_tokens, own_policy):
+    """Here a prompt of four tokens, and exactly as many positions as it and the answer need."""
+    policy = policy_with_learned_positions(own_policy.tokenizer, 4 + max_new_tokens)
+    common.check_sampler(policy, [3, 4, 5, 6], settings(max_new_tokens=max_new_tokens))
+    with pytest.raises((IndexError, UserError)):
+        common.check_sampler(policy, [3, 4, 5, 6], settings(max_new_tokens=max_new_tokens + 1))
 
 
 def grade(completions):
