@@ -134,6 +134,7 @@ def load_rows(name, args, flag):
     import datasets  # imported here: 80 MB that few runs need
 
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # an error is one line, which we print
     split = args.dataset_split if flag == "dataset" else args.eval_split
     if name.lower().endswith(".parquet"):
         return datasets.load_dataset("parquet", data_files=glob.escape(name), split="train")

@@ -165,8 +165,8 @@ def rollout_summary(completions, num_samples=1):
 
 
 def missing_signal(completions, rewards):
-    """Why an iteration has nothing to learn from: a sentence, or "" if some group, or without groups
-    the whole rollout, has rewards that differ."""
+    """Why an iteration has nothing to learn from; "" if rewards differ in some group, or, without
+    groups, in the rollout."""
     groups = rewards if rewards.shape[1] > 1 else rewards.T
     if (groups != groups[:, :1]).any():
         return ""
@@ -174,7 +174,7 @@ def missing_signal(completions, rewards):
         return "all completions were cut off at --max_new_tokens"
     if all(c.verdict in ("no_answer", "truncated") for c in completions):
         return "no answer was found: the verifier looks for ####, \\boxed{}, <answer> or Answer:"
-    return "the rewards that would be compared are all equal"
+    return "the rewards of each group are all equal" if len(groups) > 1 else "all rewards are equal"
 
 
 def pass_at_k(verdicts, group_size):

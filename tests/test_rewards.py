@@ -295,7 +295,7 @@ SIGNALS = [  # flags, reward, what the line after iteration 1 says
         "return 0, 'no_answer'",
         "no answer was found: the verifier looks for ####",
     ),
-    ("--max_new_tokens 48", "return 7", "are all equal"),
+    ("--max_new_tokens 48", "return 7", "rewards"),
     ("--max_new_tokens 48", "return len(text)", ""),
 ]
 
