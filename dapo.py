@@ -11,9 +11,9 @@
 Parent: grpo.py. Differs only in:
   1. Clip-higher: eps_high 0.28 over eps_low 0.2, more headroom for low-probability tokens.
   2. Dynamic sampling: prompts are drawn until the batch is full of groups that are neither all right
-     nor all wrong according to the verifier, before reward shaping. (If a reward has no verdict, whose
-     rewards are not all equal.) An iteration generates more completions, so we run fewer iterations:
-     22 generate about as many as grpo.py's 40.
+     nor all wrong according to the verifier, before reward shaping. (Where a reward comes without a
+     verdict, the group's rewards must not all be equal.) An iteration generates more completions, so we
+     run fewer iterations: 22 generate about as many as grpo.py's 40.
   3. Token-mean: every token in an optimizer step has the same weight, in long and short completions.
   4. Overlong reward shaping: R falls by up to 1 over the last L_cache tokens below the cap (soft), or
      truncated completions get no gradient and are not counted (filter), or neither (none).
