@@ -46,17 +46,16 @@ def check_sampler(policy, ids, args):
     (or `--max_new_tokens`, if less) and of half of that, after prompts of three lengths. UserError if
     their log-probs differ. In lower precision it only has to run without an error."""
     num_tokens = min(4, args.max_new_tokens)  # the model may have no positions for more
+    half = (num_tokens + 1) // 2
+    noise_NT = torch.zeros(6, num_tokens)
     problems = [Problem("", "", ids[:length]) for length in (len(ids), len(ids) // 2 + 1, 1)]
     models = [policy.master, policy.model, policy.sampler(1).model]
     for model in dict.fromkeys(models):  # each one once; with default flags all are the same
         tried = policy.with_model(model)
         # Two equal answers to each prompt; the first one is then cut in half.
-        completions = sample_batch(
-            tried, problems, torch.zeros(6, num_tokens), temperature=1.0, greedy=True
-        )
+        completions = sample_batch(tried, problems, noise_NT, temperature=1.0, greedy=True)
         for i in (0, 2, 4):
             short = completions[i]
-            half = (num_tokens + 1) // 2
             completions[i] = short._replace(ids=short.ids[:half], logprobs=short.logprobs[:half])
         batch = collate(completions, args)
         with torch.no_grad():

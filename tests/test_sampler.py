@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import MIXED, batch_of_ids, problems_of, script_args
+from conftest import MIXED, batch_of_ids, completes, metrics, problems_of, script_args
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import common
@@ -85,6 +85,17 @@ def test_the_check_at_loading_needs_no_more_positions_than_the_run(max_new_token
     common.check_sampler(policy, [3, 4, 5, 6], settings(max_new_tokens=max_new_tokens))
     with pytest.raises((IndexError, UserError)):
         common.check_sampler(policy, [3, 4, 5, 6], settings(max_new_tokens=max_new_tokens + 1))
+
+
+def test_dapo_copies_the_weights_once_per_iteration(tmp_path, monkeypatch, reward_file):
+    """However often it samples. The check at loading asks for the sampler, too."""
+    asked = []
+    sampler = Policy.sampler
+    monkeypatch.setattr(Policy, "sampler", lambda self, i: asked.append(i) or sampler(self, i))
+    flags = ("--iterations", 2, "--rollout_dtype", "bfloat16", "--run_dir", tmp_path)
+    completes("dapo", *flags, "--reward", reward_file("return len(text) > 7"))
+    assert max(line["rollout/groups_sampling_rounds"] for line in metrics(tmp_path)) > 1
+    assert asked == [1, 1, 2]
 
 
 def grade(completions):
