@@ -182,12 +182,9 @@ def pass_at_k(verdicts, group_size):
     ... and the size of a group, estimated without bias (Chen et al., 2021, arXiv 2107.03374)."""
     starts = range(0, len(verdicts), group_size)
     num_wrong = [group_size - verdicts[i : i + group_size].count("correct") for i in starts]
-    sizes = [1]
-    while 2 * sizes[-1] < group_size:
-        sizes.append(2 * sizes[-1])
-    sizes.append(group_size)
+    powers_of_2 = [2**i for i in range(group_size.bit_length())]
     result = {}
-    for k in sizes:
+    for k in sorted({*powers_of_2, group_size}):
         # 1 - C(n - c, k) / C(n, k): not all of k completions drawn from n without replacement are wrong
         all_wrong = [math.comb(wrong, k) / math.comb(group_size, k) for wrong in num_wrong]
         result[f"pass@{k}"] = 1 - sum(all_wrong) / len(starts)
