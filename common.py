@@ -12,6 +12,7 @@ A "step" is an optimizer step; an "iteration" is a rollout and its steps.
 import contextlib
 import dataclasses
 import re
+from collections.abc import Callable
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -31,30 +32,33 @@ from plumbing.run import Run
 # ----------------------------------------------------------------------------------------- problems
 
 
-def load_problems(args, policy):
+def load_problems(args, policy, grade):
     """`--dataset` -> (stream of training problems, [held-out problems]). The held-out ones, which come
-    from it or from `--eval_dataset`, are the same for all seeds."""
-    return read_problems(args, policy, final_answer)
+    from it or from `--eval_dataset`, are the same for all seeds. `grade` is from `load_grader`."""
+    return read_problems(args, policy, final_answer, grade.reads_answers)
 
 
 def check_sampler(policy, problem, args):
-    """Compares the sampler, with its cache, to the training forward, in float32: answers of two and of
-    four tokens after prompts of three lengths. UserError if their log-probs differ. In lower precision
-    it only has to run without an error."""
+    """Compares the sampler, with its cache, to the training forward, in float32: answers of four tokens
+    (or `--max_new_tokens`, if less) and of half of that, after prompts of three lengths. UserError if
+    their log-probs differ. In lower precision it only has to run without an error."""
     with one_line(f"--model {args.model}: the sampler cannot run this architecture"):
         compare_forwards(policy, problem.prompt_ids, args)
 
 
 def compare_forwards(policy, ids, args):
+    num_tokens = min(4, args.max_new_tokens)  # the model may have no positions for more
+    half = (num_tokens + 1) // 2
+    noise_NT = torch.zeros(6, num_tokens)
     problems = [Problem("", "", ids[:length]) for length in (len(ids), len(ids) // 2 + 1, 1)]
     models = [policy.master, policy.model, policy.sampler(1).model]
     for model in dict.fromkeys(models):  # each one once; with default flags all are the same
         tried = policy.with_model(model)
         # Two equal answers to each prompt; the first one is then cut in half.
-        completions = sample_batch(tried, problems, torch.zeros(6, 4), temperature=1.0, greedy=True)
+        completions = sample_batch(tried, problems, noise_NT, temperature=1.0, greedy=True)
         for i in (0, 2, 4):
             short = completions[i]
-            completions[i] = short._replace(ids=short.ids[:2], logprobs=short.logprobs[:2])
+            completions[i] = short._replace(ids=short.ids[:half], logprobs=short.logprobs[:half])
         batch = collate(completions, ids[0], args)
         with torch.no_grad():
             outputs = token_logprobs(tried, batch, temperature=1.0, with_entropy=False)
@@ -77,7 +81,7 @@ class Completion(NamedTuple):
     text: str = ""
     experts: torch.Tensor | None = None  # (prompt and response, L, K), if recorded
     reward: float | None = None  # grading sets this and the next
-    verdict: str | None = None  # correct, wrong, no_answer or truncated
+    verdict: str | None = None  # correct, wrong, no_answer or truncated; None if --reward gave none
     advantage: float | None = None  # set by with_advantages
 
 
@@ -174,7 +178,8 @@ def sample_batch(policy, problems, noise_NT, *, temperature, greedy, record_expe
         logprobs_NT[rows_R, t] = logprobs_RV.gather(1, token_R1)[:, 0]
 
         if device.type != "cuda" or t % 16 == 15:  # rarely on a GPU, since the host has to wait for it
-            has_ended_R = torch.isin(ids_NT[rows_R, : t + 1], ends).any(1)
+            new_ids = ids_NT[rows_R, max(0, t - 15) : t + 1]  # since the last search, or more
+            has_ended_R = torch.isin(new_ids, ends).any(1)
             kept = (~has_ended_R).nonzero()[:, 0]
             if len(kept) == 0:
                 break
@@ -218,23 +223,12 @@ def sample_batch(policy, problems, noise_NT, *, temperature, greedy, record_expe
 
 MAX_ANSWER = 1000  # characters; anything longer is not an answer
 MARKERS = ("####", "Answer:", "<answer>", "\\boxed", "\\fbox")
-# A word of three letters or more after a number is a unit, unless it changes the number: 5 dozen, 5
-# thirds, 5 feet six. (A shorter word may be a factor: 3 km is not a number, just as 3 x is not.)
-CHANGING_WORDS = """
-    dozen score pair couple hundred thousand lakh million crore billion trillion times percent
-    half halves third fourth quarter fifth sixth seventh eighth ninth tenth eleventh twelfth twentieth
-    hundredth thousandth double triple squared cubed factorial recurring pi theta
-    zero two three four five six sixes seven eight nine ten eleven twelve thirteen fourteen fifteen
-    sixteen seventeen eighteen nineteen twenty twenties thirty forty fifty sixty seventy eighty ninety
-    and more less not below minus
-    """
-CHANGING_WORD = rf"\b(?:{'|'.join(CHANGING_WORDS.split())})s?\b"  # or its plural
 ARGUMENT = r"\s*(?:\{([^{}]*)\}|([0-9]))"  # of \frac: {12}, or a single digit
 # A number with commas, at the beginning of an answer or after x=, a sign or $. Anywhere else a comma
 # may separate coordinates: (1,000).
 THOUSANDS = r"^((?:[a-zA-Z] ?= ?)?[-+$ ]*)([1-9][0-9]{0,2}(?:(?:,|,\\!|\{,\}|\\,)[0-9]{3})+)(?![0-9,])"
-# In this order: x=, sign, $, number (with the sign of $-5), %, words.
-NUMBER_AND_UNIT = r"([a-zA-Z]=)?([+-]?)(\$?)([^ %]+)(%?)((?: [a-zA-Z]{3,}){0,2})"
+# In this order: x=, sign, $, number (with the sign of $-5), %.
+NUMBER_AND_UNIT = r"([a-zA-Z]=)?([+-]?)(\$?)([^ %]+)(%?)"
 DECIMAL = r"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?"
 FRACTION = r"[0-9]+/0*[1-9][0-9]*"
 
@@ -274,7 +268,7 @@ def in_braces(text):
 
 
 def without_markup(answer):
-    r"""'$\dfrac12$.' -> '\frac{1}{2}', '5\text{ cups}' -> '5 cups', '-\$1{,}000' -> '-$1000'."""
+    r"""'$\dfrac12$.' -> '\frac{1}{2}', 'x^{ 2 }' -> 'x^{2}', '-\$1{,}000' -> '-$1000'."""
     answer = re.sub(r"^\\text\{([^{}]*)\}$", r"\1", answer)
     answer = re.sub(r"\\text\{([^{}0-9]*)\}", r" \1 ", answer)  # but 3\text{6}5 is not 365
     answer = answer.strip().removesuffix(".")
@@ -285,7 +279,8 @@ def without_markup(answer):
     answer = re.sub(rf"\\frac{ARGUMENT}{ARGUMENT}", r"\\frac{\1\2}{\3\4}", answer)  # \frac12
     answer = re.sub(THOUSANDS, lambda match: match[1] + re.sub("[^0-9]", "", match[2]), answer)
     answer = re.sub(r"(?<!\\)\\[,;: ]", " ", answer)  # but \\ is a line break
-    return " ".join(answer.split())
+    answer = " ".join(answer.split())
+    return re.sub(r"(?<=\{) | (?=\})", "", answer)
 
 
 def value_of(number):
@@ -312,17 +307,16 @@ def symbols(answer):
 
 
 def value_and_unit(answer):
-    r"""'-$0.5 per day' -> (Fraction(-1, 2), '$ per day'). The x= of x=5 counts as a unit. Other text
-    -> (its symbols, '')."""
+    r"""'-$0.5' -> (Fraction(-1, 2), '$'). Units are the x= of x=5, $ and %; with words, such as 5 cups,
+    an answer is text, since they may change the number: 5 dozen. Text -> (its symbols, '')."""
     answer = without_markup(answer)
-    # Without spaces around operators, the only spaces in a number are those before words.
-    tight = re.sub(r" ?([-+*/^=$×%]|\\times|\\cdot) ?", r"\1", answer)
+    tight = re.sub(r" ?([-+*/^=$×%]|\\times|\\cdot) ?", r"\1", answer)  # no spaces around operators
     match = re.fullmatch(NUMBER_AND_UNIT, tight)
     if match:
-        name, sign, dollar, number, percent, words = match.groups("")
+        name, sign, dollar, number, percent = match.groups("")
         value = value_of(sign + number)
-        if value is not None and not re.search(CHANGING_WORD, words.lower()):
-            return value, name + dollar + percent + words
+        if value is not None:
+            return value, name + dollar + percent
     return symbols(answer), ""
 
 
@@ -349,20 +343,24 @@ def verify(text, answer, truncated=False):
 
 
 def load_grader(args):
-    """Returns a function that adds rewards and verdicts to completions, using `verify` or the function
-    that `--reward FILE.py:FUNCTION` names. Sets `args.reads_answers`: whether it needs gold answers."""
+    """Returns a `Grader` with `verify`, or with the function that `--reward FILE.py:FUNCTION` names."""
 
     def verify_all(completions):
         return [verify(c.text, c.problem.answer, c.truncated) for c in completions]
 
-    grade_all = load_reward(args) if args.reward else verify_all
+    return Grader(*load_reward(args)) if args.reward else Grader(verify_all, reads_answers=True)
 
-    def grade(completions):
+
+class Grader(NamedTuple):
+    """Called with completions, it returns them with their rewards and verdicts."""
+
+    grade_all: Callable  # [Completion] -> [(reward, verdict)]
+    reads_answers: bool  # whether every problem needs a gold answer
+
+    def __call__(self, completions):
         with clock("reward"):
-            grades = grade_all(completions)
+            grades = self.grade_all(completions)
         return [c._replace(reward=r, verdict=v) for c, (r, v) in zip(completions, grades, strict=True)]
-
-    return grade
 
 
 # ------------------------------------------------------------------------------------------- batch

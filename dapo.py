@@ -12,8 +12,9 @@ Suffixes name axes: P prompts, G completions each, B rows, T tokens, 1 for a siz
 Parent: grpo.py. Differs only in:
   1. Clip-higher: eps_high 0.28 over eps_low 0.2, more headroom for low-probability tokens.
   2. Dynamic sampling: prompts are drawn until the batch is full of groups that are neither all right
-     nor all wrong according to the verifier, before reward shaping. An iteration generates more
-     completions, so we run fewer iterations: 22 generate about as many as grpo.py's 40.
+     nor all wrong according to the verifier, before reward shaping. (Where a reward comes without a
+     verdict, the group's rewards must not all be equal.) An iteration generates more completions, so we
+     run fewer iterations: 22 generate about as many as grpo.py's 40.
   3. Token-mean: every token in an optimizer step has the same weight, in long and short completions.
   4. Overlong reward shaping: R falls by up to 1 over the last L_cache tokens (--overlong_cache) before
      the cap, --max_new_tokens (soft), or truncated completions get no gradient and are not counted
@@ -57,7 +58,9 @@ class Args(RunArgs):  # more flags: --help
     clip_eps_low: float = flag(0.2, "the ratio is clipped below 1 - this")
     clip_eps_high: float = flag(0.28, "the ratio is clipped above 1 + this")
     overlong: Literal["soft", "filter", "none"] = flag("soft", "how to treat completions near the cap")
-    overlong_cache: int = flag(12, "L_cache: the soft penalty starts this far below the cap")
+    overlong_cache: int = flag(
+        0, "L_cache: the soft penalty starts this far below the cap [0: a quarter of the cap]"
+    )
     max_sampling_rounds: int = flag(10, "maximum rounds to fill the batch with mixed groups")
 
     def check(self):
@@ -65,7 +68,7 @@ class Args(RunArgs):  # more flags: --help
         self.check_range(1, 1e9, "max_sampling_rounds")
         self.check_range(2, 1e6, "group_size")  # one reward has no group baseline
         if self.overlong == "soft":
-            self.check_range(1, self.max_new_tokens - 1, "overlong_cache")
+            self.check_range(0, self.max_new_tokens - 1, "overlong_cache")
 
 
 def masked_mean(x, mask):
@@ -85,17 +88,22 @@ def compute_advantages(rewards_PG):
 
 def mixed_groups(completions, group_size):
     """[2] The completions of groups in which some, but not all, are right, and how many groups there
-    are of each kind, for the log. The verdict decides, not the reward, since overlong penalties alone
-    can make the rewards of an all-right group differ."""
+    are of each kind, for the log. Verdicts decide, not rewards, which may add a bonus for the format.
+    But if a completion has no verdict, its group is kept if its rewards are not all equal."""
     kept = []
-    num_right = []  # of each group
+    num_right = []  # of each group whose verdicts are all known
     for start in range(0, len(completions), group_size):
         group = completions[start : start + group_size]
-        num_right.append(sum(c.verdict == "correct" for c in group))
-        if 0 < num_right[-1] < group_size:
+        verdicts = [c.verdict for c in group]
+        if None in verdicts:
+            is_mixed = len({c.reward for c in group}) > 1
+        else:
+            num_right.append(verdicts.count("correct"))
+            is_mixed = 0 < num_right[-1] < group_size
+        if is_mixed:
             kept += group
     counts = {
-        "rollout/groups_generated": len(num_right),
+        "rollout/groups_generated": len(completions) // group_size,
         "rollout/groups_kept": len(kept) // group_size,
         "rollout/groups_dropped_all_right": num_right.count(group_size),
         "rollout/groups_dropped_all_wrong": num_right.count(0),
@@ -163,9 +171,9 @@ def policy_loss(
 
 def main(args):
     # ---------------------------------------------------------------------------------------- setup
-    grade = load_grader(args)  # first, since it determines whether the data needs gold answers
+    grade = load_grader(args)  # the verifier, or --reward
     policy = load_policy(args)  # a transformers model and its tokenizer
-    problems, held_out = load_problems(args, policy)
+    problems, held_out = load_problems(args, policy, grade)
     check_sampler(policy, held_out[0], args)  # its log-probs are the training forward's
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
     run = Run(args, policy, problems, optimizer=optimizer)  # logs, saves, resumes
@@ -176,11 +184,12 @@ def main(args):
         # ---------------------------------------------------------------------------------- rollout
         # [2] Dynamic sampling: each round draws one prompt for every mixed group still missing.
         generated = []  # all completions, with their verdicts
+        sampler = policy.sampler(iteration)  # once, since it may copy the weights
         rounds = 0
         missing = args.prompts_per_iteration
         while missing > 0 and rounds < args.max_sampling_rounds:
             prompts = problems.take(missing)
-            completions = sample(policy.sampler(iteration), prompts, args.group_size, args, run.noise)
+            completions = sample(sampler, prompts, args.group_size, args, run.noise)
             generated += grade(completions)
             kept, counts = mixed_groups(generated, args.group_size)
             missing = args.prompts_per_iteration - len(kept) // args.group_size
@@ -199,7 +208,8 @@ def main(args):
         if args.overlong == "soft":
             # [4] R falls by up to 1
             lengths_B = torch.tensor([len(c.ids) for c in kept])
-            rewards_B += overlong_penalty(lengths_B, args.max_new_tokens, args.overlong_cache)
+            overlong_cache = args.overlong_cache or max(1, args.max_new_tokens // 4)
+            rewards_B += overlong_penalty(lengths_B, args.max_new_tokens, overlong_cache)
         rewards_PG = rewards_B.view(-1, args.group_size)
         kept = with_advantages(kept, compute_advantages(rewards_PG))
 

@@ -171,11 +171,11 @@ def policy_loss(
 
 def main(args):
     # ---------------------------------------------------------------------------------------- setup
-    grade = load_grader(args)  # first, since it determines whether the data needs gold answers
+    grade = load_grader(args)  # the verifier, or --reward
     policy = load_policy(args)  # a transformers model and its tokenizer
     if not policy.routers.has_softmax:
         raise UserError(f"--model {args.model} has no experts chosen by a softmax: use gmpo.py")
-    problems, held_out = load_problems(args, policy)
+    problems, held_out = load_problems(args, policy, grade)
     check_sampler(policy, held_out[0], args)  # its log-probs are the training forward's
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
     run = Run(args, policy, problems, optimizer=optimizer)  # logs, saves, resumes

@@ -143,8 +143,6 @@ def parse(argv):
     parser = argparse.ArgumentParser(**options)
     add_flags(parser, script.Args, {*USED, *inspect.signature(script.policy_loss).parameters})
     given, argv = parser.parse_known_args(argv)
-    if hasattr(script.Args, "overlong"):
-        given.overlong = "none"  # dapo's penalty is not used, so its cache need not fit
     args = script.Args(**vars(given))
 
     ours = to_trl(args, int(os.environ.get("WORLD_SIZE", 1)))
@@ -168,7 +166,7 @@ def main(argv):
     script, args, config = parse(argv)
     grade = load_grader(args)
     policy = load_policy(dataclasses.replace(args, dtype="float32"))  # TRL casts
-    stream, held_out = load_problems(args, policy)
+    stream, held_out = load_problems(args, policy, grade)
     problems = stream.problems
     if len(problems) < args.prompts_per_iteration:
         raise UserError(f"--prompts_per_iteration: there are only {len(problems)} training problems")
@@ -195,8 +193,11 @@ def main(argv):
     if trainer.accelerator.is_main_process:
         trained = load_policy(dataclasses.replace(args, model=config.output_dir))
         after = evaluate(trained, held_out, grade, args, sampled=True)
-        accuracy = {way: after[way]["accuracy"] for way in ("greedy", "sampled")}
-        print(f"{config.world_size} processes, held-out accuracy {accuracy}: {config.output_dir}")
+        ways = ("greedy", "sampled")
+        has_verdicts = all("accuracy" in after[way] for way in ways)
+        name = "accuracy" if has_verdicts else "reward_mean"
+        found = {way: after[way][name] for way in ways}
+        print(f"{config.world_size} processes, held-out {name} {found}: {config.output_dir}")
 
 
 if __name__ == "__main__":

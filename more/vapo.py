@@ -19,7 +19,8 @@ Parent: ppo.py. Differs only in:
   3. Length-adaptive GAE: the policy's lambda is max(0, 1 - 1/(alpha |o_i|)), higher for long o_i.
   4. Clip-higher: eps_high 0.28 over eps_low 0.2.
   5. Positive-example LM loss: right completions are also imitated. Their weight is the paper's mu;
-     elsewhere in this project mu is the sampler.
+     elsewhere in this project mu is the sampler. A reward without a verdict is refused before training,
+     and later on it counts as not right.
   6. Groups: 8 completions for each of 32 prompts; the critic is the baseline, and no group is dropped.
 
 Unlike the paper: alpha is 1 instead of 0.05, which is for thousands of tokens. At 20 tokens, about the
@@ -168,6 +169,16 @@ def value_loss(values_BT, old_values_BT, returns_BT, mask_BT, *, value_clip=0.2,
     return squared_BT.sum() / num_tokens
 
 
+def check_verdicts(results, positive_lm_coef):
+    """[5] UserError if right answers are to be imitated, but some of an evaluation have no verdict."""
+    has_verdicts = "accuracy" in results["greedy"] and "accuracy" in results["sampled"]
+    if positive_lm_coef > 0 and not has_verdicts:
+        raise UserError(
+            "--reward must say which answers are right, so that vapo can imitate them: return 0, 1 or "
+            "(number, verdict); --positive_lm_coef 0 needs no verdicts"
+        )
+
+
 def positive_lm_loss(logprobs_BT, is_right_B1, mask_BT, *, num_tokens=None):
     """L_LM of a micro-batch, normalized by the whole step's count, so micro-batch losses add up.
 
@@ -234,9 +245,9 @@ def policy_loss(
 
 def main(args):
     # ---------------------------------------------------------------------------------------- setup
-    grade = load_grader(args)  # first, since it determines whether the data needs gold answers
+    grade = load_grader(args)  # the verifier, or --reward
     policy = load_policy(args)  # a transformers model and its tokenizer
-    problems, held_out = load_problems(args, policy)
+    problems, held_out = load_problems(args, policy, grade)
     check_sampler(policy, held_out[0], args)  # its log-probs are the training forward's
     reference = policy.frozen_copy() if args.kl_coef > 0 else None
     critic = TrainedModel(Critic(policy), args.dtype)
@@ -247,7 +258,9 @@ def main(args):
     run = Run(args, policy, problems, **parts)  # logs, saves, resumes
     has_bonus = args.entropy_coef > 0
     if run.needs_first_eval:
-        run.log_eval(evaluate(policy, held_out, grade, args, sampled=True))
+        results = evaluate(policy, held_out, grade, args, sampled=True)
+        check_verdicts(results, args.positive_lm_coef)
+        run.log_eval(results)
 
     for iteration in run.iterations():
         # ---------------------------------------------------------------------------------- rollout

@@ -95,8 +95,6 @@ class RunArgs:
     update_epochs = 1
     num_minibatches = 1
     ref_reset_every = 0
-    # No flag: load_grader sets this.
-    reads_answers = True
 
     def __post_init__(self):
         check_flags(self)

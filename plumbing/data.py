@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import random
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,31 +57,36 @@ class ProblemStream:
         self.position = state["position"]
 
 
-def read_problems(args, policy, final_answer):
+def read_problems(args, policy, final_answer, reads_answers):
     """`--dataset` and `--eval_dataset` -> (ProblemStream, [held-out Problem]). `final_answer` finds the
-    gold answer in a worked solution."""
-    rows = read_rows(args, "dataset")
-    training, left_out = usable_rows(rows, "dataset", policy, args, final_answer)
+    gold answer in a worked solution; with `reads_answers` every problem needs one."""
+    reading = (policy, args, final_answer, reads_answers)
+    training, left_out = usable_rows(read_rows(args, "dataset"), "dataset", *reading)
+    others = {}  # the held-out problems are the first ones of these
     if args.eval_dataset:
-        rows = read_rows(args, "eval_dataset")
-        held_out, also_left_out = usable_rows(rows, "eval_dataset", policy, args, final_answer)
-        held_out = dict(list(held_out.items())[: args.num_held_out])
-        num_shared = len(held_out.keys() & training.keys())
+        others, also_left_out = usable_rows(read_rows(args, "eval_dataset"), "eval_dataset", *reading)
+        held_out = dict(list(others.items())[: args.num_held_out])
         left_out += also_left_out
-        if num_shared > 0:
-            left_out += f"; {num_shared:,} of those held out are also in --dataset"
     else:
         # The smallest hashes, so that adding or removing a row changes at most one of them. The sums
         # are already in random order.
         keys = list(training) if args.dataset == "addition" else sorted(training)
         held_out = {key: training[key] for key in keys[: args.num_held_out]}
         training = {key: training[key] for key in keys[args.num_held_out :]}
-    if not training:
+    if not training and args.iterations > 0:
         message = f"--num_held_out {args.num_held_out} leaves no problem for training"
         raise UserError(f"{message}: --dataset {args.dataset} has {len(held_out)}{left_out}")
-    print(f"problems: {len(training):,} to train on, {len(held_out):,} held out{left_out}")
     training = list(training.values())
     held_out = list(held_out.values())
+    # Compared as the model reads them: in one file a prompt may be text, and in the other messages.
+    known = {tuple(problem.prompt_ids) for problem in training}
+    num_shared = sum(tuple(problem.prompt_ids) in known for problem in held_out)
+    if num_shared > 0:
+        left_out += f"; {num_shared:,} of those held out are also in --dataset"
+    count = f"{len(held_out):,}"
+    if len(others) > len(held_out):
+        count = f"the first {count} of {len(others):,}"
+    print(f"problems: {len(training):,} to train on, {count} held out{left_out}")
     content = [(p.columns["prompts"], p.answer) for p in held_out + training]
     return ProblemStream(training, args.seed, hash_of(content)), held_out
 
@@ -107,27 +113,57 @@ def read_rows(args, flag):
     name = getattr(args, flag)
     if name == "addition":
         return [{"question": prompt, "answer": answer} for prompt, answer in addition_problems()]
-    split = args.dataset_split if flag == "dataset" else args.eval_split
+    kind = Path(name).suffix.lower()
     with one_line(f"--{flag} {name} cannot be read"):  # the libraries raise many kinds of exceptions
-        if name.endswith((".json", ".jsonl")):
-            return read_json(Path(name).read_text(encoding="utf-8-sig"))
-        if name.endswith((".csv", ".tsv")):
-            delimiter = "," if name.endswith(".csv") else "\t"
-            with open(name, encoding="utf-8-sig", newline="") as file:
-                return list(csv.DictReader(file, delimiter=delimiter))
-        import datasets  # imported here: 80 MB that few runs need
+        if kind in (".json", ".jsonl", ".csv", ".tsv"):
+            # Bytes that are not UTF-8 become lone surrogates, so that only their rows are left out.
+            with open(name, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+                if kind in (".json", ".jsonl"):
+                    return read_json(file.read())
+                csv.field_size_limit(10**9)  # characters in a cell; by default 131,072
+                return list(csv.DictReader(file, delimiter="," if kind == ".csv" else "\t"))
+        if Path(name).is_file() and kind != ".parquet":
+            raise UserError("it is none of these files: .jsonl, .json, .csv, .tsv, .parquet")
+        rows = load_rows(name, args, flag)
+        keep_encoded(rows.info.features)
+        return rows
 
-        datasets.disable_progress_bars()
-        if name.endswith(".parquet"):
-            return datasets.load_dataset("parquet", data_files=glob.escape(name), split="train")
-        if Path(name, "state.json").exists():  # written by save_to_disk
-            return datasets.load_from_disk(name)
-        if Path(name, "dataset_dict.json").exists():
-            splits = datasets.load_from_disk(name)
-            return splits[split or default_split(splits)]
-        config = args.dataset_config or None
-        split = split or default_split(datasets.get_dataset_split_names(name, config))
-        return datasets.load_dataset(name, config, split=split)
+
+def load_rows(name, args, flag):
+    """The rows of a .parquet file, or of a split of a folder or hub dataset."""
+    import datasets  # imported here: 80 MB that few runs need
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # an error is one line, which we print
+    split = args.dataset_split if flag == "dataset" else args.eval_split
+    if name.lower().endswith(".parquet"):
+        return datasets.load_dataset("parquet", data_files=glob.escape(name), split="train")
+    if Path(name, "state.json").exists():  # written by save_to_disk
+        return datasets.load_from_disk(name)
+    if Path(name, "dataset_dict.json").exists():
+        splits = datasets.load_from_disk(name)
+        split = split or default_split(splits)
+        if split not in splits:
+            raise UserError(f"it has no split {split}, but {', '.join(splits)}")
+        return splits[split]
+    config = args.dataset_config or None
+    if config is None and datasets.get_dataset_default_config_name(name) is None:
+        names = datasets.get_dataset_config_names(name)
+        raise UserError(f"it has several configs: --dataset_config can be {', '.join(names):.300}")
+    split = split or default_split(datasets.get_dataset_split_names(name, config))
+    return datasets.load_dataset(name, config, split=split)
+
+
+def keep_encoded(feature):
+    """Nobody reads images, audio and the like, wherever they are in a column, so they are not decoded:
+    that takes other libraries, and one damaged file would end the run."""
+    if isinstance(feature, dict):
+        for part in feature.values():
+            keep_encoded(part)
+    elif hasattr(feature, "feature"):  # a list
+        keep_encoded(feature.feature)
+    elif hasattr(feature, "decode") and feature._type != "Json":
+        feature.decode = False
 
 
 def default_split(names):
@@ -138,15 +174,18 @@ def default_split(names):
 def read_json(text):
     """The rows of one JSON array or of JSON lines. (datasets rejects a whole file for one bad line, and
     guesses types: 007 becomes 7.)"""
-    if text.lstrip().startswith("["):
+    array = parsed(text) if text.lstrip().startswith("[") else None
+    if isinstance(array, list):
+        return array
+    return [parsed(line) for line in filter(str.strip, text.split("\n"))]
+
+
+def parsed(text):
+    """What is in JSON; the text itself if it is none, or nested too deeply."""
+    try:
         return json.loads(text)
-    rows = []
-    for line in filter(str.strip, text.split("\n")):
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            rows.append(line)
-    return rows
+    except (ValueError, RecursionError):
+        return text
 
 
 # --------------------------------------------------------------------------------------------- rows
@@ -154,6 +193,12 @@ def read_json(text):
 
 class BadRow(Exception):
     """A row that cannot be used: the reason in a few words, and what was found."""
+
+
+def check_unicode(text):
+    """Half a surrogate pair, as in "\\ud83d", cannot be tokenized or printed."""
+    if re.search("[\ud800-\udfff]", text):
+        raise BadRow("with text that is not valid Unicode", text)
 
 
 def cell_of(row, column):
@@ -200,7 +245,7 @@ def read_answer(cell):
     """The gold answer in a cell: text, a number, or a list of one of these; "" for anything else."""
     if isinstance(cell, list) and len(cell) == 1:
         cell = cell[0]
-    is_number = isinstance(cell, (int, float)) and math.isfinite(cell)
+    is_number = isinstance(cell, int) or (isinstance(cell, float) and math.isfinite(cell))
     return str(cell).strip() if is_number or isinstance(cell, str) else ""
 
 
@@ -222,14 +267,16 @@ def render(messages, policy, args):
             text = tokenizer.apply_chat_template(messages, **options)
         except Exception as error:  # templates raise their own exceptions
             raise BadRow("that the chat template refuses", str(error)) from error
-        ids = tokenizer(text, add_special_tokens=False).input_ids  # the template adds them
+        if not isinstance(text, str):
+            raise BadRow("that --chat_template_kwargs do not turn into text", text)
     elif len(messages) == 1:
         text = messages[0]["content"]
-        ids = tokenizer(text).input_ids
-        if ids[-1:] == [tokenizer.eos_token_id]:
-            ids.pop()  # some tokenizers append EOS
     else:
         raise BadRow("with several messages or --system_prompt, which need a chat template", messages)
+    check_unicode(text)
+    ids = tokenizer(text, add_special_tokens=not tokenizer.chat_template).input_ids
+    if not tokenizer.chat_template and ids[-1:] == [tokenizer.eos_token_id]:
+        ids.pop()  # some tokenizers append EOS
     if messages[-1]["content"].strip() not in text:
         raise BadRow("with a prompt that the chat template drops", messages[-1]["content"])
     config = policy.model.config.get_text_config()  # where a multimodal model keeps its limit
@@ -243,16 +290,20 @@ def render(messages, policy, args):
     return text, ids, messages
 
 
-def read_row(row, known, policy, args):
+def read_row(row, known, policy, args, reads_answers):
     """A row -> (hash of its prompt, Problem). BadRow if it cannot be used. `known` remembers what
     became of each prompt, since a dataset may repeat one a hundred times."""
     if not isinstance(row, dict):
         raise BadRow("unreadable", row)
+    if None in row:  # where csv puts them
+        raise BadRow("with more cells than the header", row[None])
     cell = cell_of(row, args.prompt_column)
     messages = read_prompt(cell, args)
     answer = read_answer(cell_of(row, args.answer_column))
-    if args.reads_answers and not answer:
-        raise BadRow("without a gold answer", cell_of(row, args.answer_column))
+    if reads_answers and not answer:
+        advice = " (if --reward needs none, drop `answer` from its parameters)" if args.reward else ""
+        raise BadRow(f"without a gold answer{advice}", cell_of(row, args.answer_column))
+    check_unicode(answer)
     is_text = isinstance(cell, str)
     key = hash_of(cell if is_text else messages)
     if key not in known:
@@ -267,18 +318,20 @@ def read_row(row, known, policy, args):
     return key, known[key]
 
 
-def usable_rows(rows, flag, policy, args, final_answer):
+def usable_rows(rows, flag, policy, args, final_answer, reads_answers=True):
     """Rows of `--dataset` or `--eval_dataset` -> ({hash of the prompt: Problem}, what was left out and
     why). UserError if more than a tenth is left out."""
+    if len(rows) == 0:
+        raise UserError(f"--{flag} {getattr(args, flag)} has no rows")
     columns = {}
     known = {}
     problems = {}
     reasons = {}  # {why rows are left out: [which row, and what was found]}
     for number, row in enumerate(rows, 1):
         if isinstance(row, dict):
-            columns |= dict.fromkeys(map(str, row))  # csv puts surplus cells under None
+            columns |= dict.fromkeys(map(str, row))
         try:
-            key, problem = read_row(row, known, policy, args)
+            key, problem = read_row(row, known, policy, args, reads_answers)
         except BadRow as error:
             reason, found = error.args
             reasons.setdefault(reason, []).append(f"row {number} {found!r:.80}")
@@ -289,11 +342,12 @@ def usable_rows(rows, flag, policy, args, final_answer):
     left_out = [f"{len(bad):,} {reason} (first: {bad[0]})" for reason, bad in reasons.items()]
     num_bad = sum(map(len, reasons.values()))
     if not problems or num_bad > len(rows) / 10:
-        raise UserError(
-            f"--{flag} {getattr(args, flag)}: {num_bad:,} rows cannot be used: "
-            f"{', '.join(left_out)}; "
-            f"the columns (--prompt_column, --answer_column) are {', '.join(columns)}"
+        message = (
+            f"--{flag} {getattr(args, flag)}: {num_bad:,} rows cannot be used: {', '.join(left_out)}"
         )
+        if columns:
+            message += f"; the columns (--prompt_column, --answer_column) are {', '.join(columns)}"
+        raise UserError(message)
     num_equal = len(rows) - num_bad - len(problems)
     if num_equal > 0:
         left_out.append(f"{num_equal:,} with the prompt of an earlier row")

@@ -164,21 +164,36 @@ def critic_stats(values, returns, masks):
 
 
 def rollout_summary(completions, num_samples=1):
-    """{name: number} for completions with their verdicts; pass@k if each problem has several. A
-    "direct" completion begins with its answer and shows no work."""
+    """{name: number} for graded completions. The accuracy, and pass@k if each problem has several, are
+    there only if all of them have a verdict. A "direct" completion begins with its answer and shows no
+    work."""
     count = len(completions)
     verdicts = [c.verdict for c in completions]
     direct = [c.text.lstrip().startswith(("####", "\\box")) for c in completions]
-    result = {
-        "accuracy": verdicts.count("correct") / count,
+    result = {} if None in verdicts else {"accuracy": verdicts.count("correct") / count}
+    result |= {
+        "reward_mean": sum(c.reward for c in completions) / count,
         "truncated_frac": sum(c.truncated for c in completions) / count,
         "no_answer_frac": verdicts.count("no_answer") / count,
         "direct_frac": sum(direct) / count,
         "response_len_mean": sum(len(c.ids) for c in completions) / count,
     }
-    if num_samples > 1:
+    if num_samples > 1 and None not in verdicts:
         result |= pass_at_k(verdicts, num_samples)
     return result
+
+
+def missing_signal(completions, rewards):
+    """Why an iteration has nothing to learn from; "" if rewards differ in some group, or, without
+    groups, in the rollout."""
+    groups = rewards if rewards.shape[1] > 1 else rewards.T
+    if (groups != groups[:, :1]).any():
+        return ""
+    if all(c.truncated for c in completions):
+        return "all completions were cut off at --max_new_tokens"
+    if all(c.verdict in ("no_answer", "truncated") for c in completions):
+        return "no answer was found: the verifier looks for ####, \\boxed{}, <answer> or Answer:"
+    return "the rewards of each group are all equal" if len(groups) > 1 else "all rewards are equal"
 
 
 def pass_at_k(verdicts, group_size):
@@ -186,12 +201,9 @@ def pass_at_k(verdicts, group_size):
     ... and the size of a group, estimated without bias (Chen et al., 2021, arXiv 2107.03374)."""
     starts = range(0, len(verdicts), group_size)
     num_wrong = [group_size - verdicts[i : i + group_size].count("correct") for i in starts]
-    sizes = [1]
-    while 2 * sizes[-1] < group_size:
-        sizes.append(2 * sizes[-1])
-    sizes.append(group_size)
+    powers_of_2 = [2**i for i in range(group_size.bit_length())]
     result = {}
-    for k in sizes:
+    for k in sorted({*powers_of_2, group_size}):
         # 1 - C(n - c, k) / C(n, k): not all of k completions drawn from n without replacement are wrong
         all_wrong = [math.comb(wrong, k) / math.comb(group_size, k) for wrong in num_wrong]
         result[f"pass@{k}"] = 1 - sum(all_wrong) / len(starts)

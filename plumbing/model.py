@@ -32,9 +32,14 @@ def load_policy(args):
     source = str(TINY_MOE) if args.model == "tiny-moe" else args.model
     if not Path(source).is_dir():
         with one_line(f"--model {args.model} is not a folder, and cannot be read from the hub"):
-            # Fails at once if the hub does not have it; the loaders would retry for a minute.
-            if not isinstance(huggingface_hub.try_to_load_from_cache(source, "config.json"), str):
+            # Ask the hub once: without a network the loaders would retry for minutes.
+            is_cached = isinstance(huggingface_hub.try_to_load_from_cache(source, "config.json"), str)
+            try:
                 huggingface_hub.model_info(source, timeout=10)
+            except Exception:  # no network, offline on purpose, or the hub does not have it
+                if not is_cached:
+                    raise
+                source = huggingface_hub.snapshot_download(source, local_files_only=True)
     if Path(source, "adapter_config.json").exists():
         raise UserError(f"--model {args.model} is an adapter: merge it into its base model first")
     checkpoints = checkpoints_in(Path(source))

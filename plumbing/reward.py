@@ -4,6 +4,7 @@ import copy
 import importlib
 import inspect
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from plumbing.args import UserError, one_line
@@ -21,9 +22,10 @@ def import_file(path):
 
 
 def load_reward(args):
-    """`--reward FILE.py:FUNCTION` -> a function that grades completions: [(reward, verdict)]. The names
-    of FUNCTION's parameters decide what it gets: text, answer, truncated and columns of one completion,
-    or, if one is named `completions`, lists for all completions, as in TRL."""
+    """`--reward FILE.py:FUNCTION` -> (a function that grades completions: [(reward, verdict)], whether
+    it reads gold answers). The names of FUNCTION's parameters decide what it gets: text, answer,
+    truncated and columns of one completion, or, if one is named `completions`, lists for all
+    completions, as in TRL."""
     path, _, name = args.reward.rpartition(":")
     if path and not Path(path).exists():
         raise UserError(f"--reward {args.reward}: there is no file {Path(path).absolute()}")
@@ -33,9 +35,10 @@ def load_reward(args):
         parameters = signature.parameters
         if any(parameter.kind is parameter.POSITIONAL_ONLY for parameter in parameters.values()):
             raise UserError("its parameters must have names, such as text and answer")
+        if any(inspect.iscoroutinefunction(each) for each in (function, function.__call__)):
+            raise UserError("it must not be async; it may call asyncio.run")
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     takes_lists = "completions" in parameters
-    args.reads_answers = "answer" in parameters and not takes_lists
 
     def call(values):
         named = {name: values[name] for name in values if takes_all or name in parameters}
@@ -49,14 +52,22 @@ def load_reward(args):
         else:
             results = [call(values_of(c)) for c in completions]
         with one_line(f"--reward {args.reward} must return a number, or (number, verdict), for each"):
+            # Nothing without an order: a dict would give its keys.
+            if not isinstance(results, (list, tuple, Iterator)) and not hasattr(results, "tolist"):
+                raise UserError(f"not one {type(results).__name__} for {len(completions)} completions")
+            results = list(results)
+            if len(results) != len(completions):
+                raise UserError(f"not {len(results)} for {len(completions)} completions")
             return [graded(result, c) for c, result in zip(completions, results, strict=True)]
 
-    return grade
+    return grade, "answer" in parameters and not takes_lists
 
 
 def columns_of(c):
-    """A copy, which the function may change: other completions have the same problem."""
-    return {"answer": c.problem.answer, **copy.deepcopy(c.problem.columns)}
+    """{column: value}, and the prompt as the model reads it: a template may have begun the answer. They
+    are copies, which the function may change: other completions have the same problem."""
+    columns = copy.deepcopy(c.problem.columns)
+    return {"answer": c.problem.answer, "rendered_prompt": c.problem.prompt, **columns}
 
 
 def values_of(c):
@@ -76,13 +87,16 @@ def lists_of(completions):
 
 
 def graded(result, c):
-    """A result -> (float, verdict). Without a verdict, a number above 0.5 is correct."""
-    if isinstance(result, tuple):
-        number, verdict = result
-    else:
-        number = 0.0 if result is None else result  # None: this function does not grade it
-        wrong = "truncated" if c.truncated else "wrong"
-        verdict = "correct" if number > 0.5 else wrong
-    if not abs(number) <= 1e9 or verdict not in VERDICTS:  # a NaN fails this too
+    """A result -> (float, verdict). A number alone has a verdict only if it is 0 or 1, else None."""
+    has_verdict = isinstance(result, tuple)
+    number, verdict = result if has_verdict else (result, None)
+    if number is None:
+        number = 0.0  # this function does not grade it
+    if not -1e9 <= number <= 1e9 or (has_verdict and verdict not in VERDICTS):  # NaN fails this too
         raise ValueError(f"not {result!r:.80} (verdicts: {', '.join(VERDICTS)})")
-    return float(number), verdict
+    number = float(number)
+    if not has_verdict and number == 1:
+        verdict = "correct"
+    elif not has_verdict and number == 0:
+        verdict = "truncated" if c.truncated else "wrong"
+    return number, verdict

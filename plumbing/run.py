@@ -23,6 +23,7 @@ from plumbing.metrics import (
     add,
     clock,
     correction_stats,
+    missing_signal,
     policy_stats,
     rollout_summary,
     router_stats,
@@ -147,7 +148,7 @@ class Run:
         rollout = rollout_summary(completions)
         rollout["reward_mean"] = rewards.mean().item()
         rollout["reward_std"] = rewards.std(correction=0).item()
-        wrong_lengths = [len(c.ids) for c in completions if c.verdict != "correct"]
+        wrong_lengths = [len(c.ids) for c in completions if c.verdict not in ("correct", None)]
         if wrong_lengths:
             rollout["response_len_wrong"] = sum(wrong_lengths) / len(wrong_lengths)
         if rewards.shape[1] > 1:
@@ -160,6 +161,9 @@ class Run:
         self.metrics |= {key: float(value) for key, value in numbers.items()}
         self.metrics |= self.times(sum(len(c.ids) for c in completions))
         self.write_log(completions)
+        reason = missing_signal(completions, rewards)
+        if reason and self.iteration == 1:
+            self.say(f"warning: no learning signal in iteration 1: {reason}")
         self.num_logged = self.iteration
         if self.is_due(self.args.save_every) or self.is_stopped:
             self.save()
@@ -172,7 +176,8 @@ class Run:
         """Records the results of `evaluate` before training, during it, or after the last iteration."""
         self.append_to("evaluations.jsonl", {"iteration": self.iteration, **results})
         for name in ("accuracy", "response_len_mean"):
-            self.metrics[f"eval/{name}"] = results["greedy"][name]
+            if name in results["greedy"]:
+                self.metrics[f"eval/{name}"] = results["greedy"][name]
         if self.iteration == 0:
             self.say(progress_line(self.metrics))
 
@@ -223,7 +228,7 @@ class Run:
             sample = {"prompt": c.problem.prompt, "completion": c.text, "answer": c.problem.answer}
             sample |= {"reward": c.reward, "verdict": c.verdict}
             self.append_to("samples.jsonl", {"iteration": self.iteration, **sample})
-        if self.iteration % 5 == 0 or "eval/accuracy" in metrics:
+        if self.iteration % 5 == 0 or "eval/response_len_mean" in metrics:
             self.say(progress_line(metrics))
         kl = metrics.get("rollout/sampler_kl", 0)
         is_exact = self.policy.rollout_policy is None and self.args.dtype == "float32"
@@ -359,13 +364,14 @@ def results_text(evaluations):
     for mode in ("greedy", "sampled"):
         header += f"{mode:>9}" + "".join(f"{when:>8}" for when in evaluations)
     lines = [header]
-    for name in before["sampled"]:
+    summaries = [results[mode] for results in evaluations.values() for mode in ("greedy", "sampled")]
+    for name in dict.fromkeys(name for summary in summaries for name in summary):
         line = f"{name:17}"
         for mode in ("greedy", "sampled"):
             line += " " * 9
             for results in evaluations.values():
                 value = results[mode].get(name)  # pass@k needs several samples
-                line += " " * 8 if value is None else f"{value:8.3f}"
+                line += " " * 8 if value is None else f" {value:7.3f}"
         lines.append(line.rstrip())
     for i, (prompt, answer, _) in enumerate(before["examples"]):
         lines += ["", f"{prompt}   (sampled; the answer is {answer})"]

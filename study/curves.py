@@ -3,7 +3,8 @@
     python study/curves.py runs/grpo-seed1 runs/sapo-seed1     # --out: instead of runs/curves.png
     python study/curves.py runs/grpo-seed1 --keys losses/ratio_max rollout/truncated_frac
 
-The first panel has the held-out accuracy: greedy as a line, at temperature 1 as dots.
+The first panel has the held-out accuracy: greedy as a line, at temperature 1 as dots. If an evaluation
+has none, since the reward gives no verdicts, it has the mean reward.
 """
 
 import argparse
@@ -37,10 +38,10 @@ def read(folder):
     return logs
 
 
-def held_out(evaluations, way):
-    """The iterations that were evaluated this way, and the accuracies."""
-    lines = [line for line in evaluations if way in line]
-    return [line["iteration"] for line in lines], [line[way]["accuracy"] for line in lines]
+def held_out(evaluations, way, name):
+    """The iterations that were evaluated this way, and the values that have this name."""
+    lines = [line for line in evaluations if name in line.get(way, {})]
+    return [line["iteration"] for line in lines], [line[way][name] for line in lines]
 
 
 def draw(runs, panels):
@@ -52,10 +53,12 @@ def draw(runs, panels):
         num_rows, num_columns, figsize=size, layout="constrained", squeeze=False
     )
     first, *others = axes.flat
-    first.set_title("held-out (line: greedy, dots: sampled)")
+    summaries = [line["greedy"] for _, evaluations in runs.values() for line in evaluations]
+    name = "accuracy" if all("accuracy" in summary for summary in summaries) else "reward_mean"
+    first.set_title(f"held-out {name} (line: greedy, dots: sampled)")
     for folder, (rows, evaluations) in runs.items():
-        (line,) = first.plot(*held_out(evaluations, "greedy"), label=folder)
-        first.plot(*held_out(evaluations, "sampled"), "o", color=line.get_color(), markersize=4)
+        (line,) = first.plot(*held_out(evaluations, "greedy", name), label=folder)
+        first.plot(*held_out(evaluations, "sampled", name), "o", color=line.get_color(), markersize=4)
         for axis, (title, keys) in zip(others, panels.items(), strict=False):
             ys = [sum(row.get(key, math.nan) for key in keys) for row in rows]
             axis.plot([row["iteration"] for row in rows], ys)

@@ -75,7 +75,7 @@ def print_pairs(pairs, form):
 def sampler(device, num_pairs):
     args = grpo.Args(device=device)
     policy = common.load_policy(args)
-    problems, _ = common.load_problems(args, policy)
+    problems, _ = common.load_problems(args, policy, common.load_grader(args))
     pairs = []
     for _ in range(num_pairs + 1):
         prompts = problems.take(args.prompts_per_iteration)

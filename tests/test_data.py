@@ -2,15 +2,18 @@
 
 import csv
 import json
+import math
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import pyarrow.parquet
 import pytest
 from conftest import script_args, write_lines
-from datasets import Dataset
+from datasets import Audio, Dataset, DatasetDict, Features, Image, Json, List, Value
 from transformers import ByT5Tokenizer
 
-from common import UserError, final_answer, load_problems
+import plumbing.data
+from common import UserError, final_answer, load_grader, load_problems
 from plumbing.data import ProblemStream, read_rows, usable_rows
 
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}{{ end }}<assistant>"
@@ -105,14 +108,119 @@ def test_a_folder_has_splits(tmp_path):
     assert read(folder, "eval_dataset") == EXACT
 
 
+CARD = """---
+configs:
+- config_name: main
+  data_files:
+  - {split: train, path: main/train*}
+  - {split: test, path: main/test*}
+- config_name: socratic
+  data_files: socratic/*
+---
+"""
+
+
+@pytest.fixture
+def like_gsm8k(tmp_path):
+    """A folder with two configs, as on the hub."""
+    for name in ("main/train", "main/test", "socratic/train"):
+        Dataset.from_list(sums(9)).to_parquet(tmp_path / "gsm" / f"{name}-00000.parquet")
+    (tmp_path / "gsm" / "README.md").write_text(CARD)
+    return tmp_path / "gsm"
+
+
+def test_configs_and_splits_that_exist_are_named(like_gsm8k, tmp_path):
+    assert read(like_gsm8k, dataset_config="main") == sums(9)
+    assert read(like_gsm8k, "eval_dataset", dataset_config="main") == sums(9)
+    for flag in ("dataset", "eval_dataset"):
+        with pytest.raises(UserError, match="--dataset_config can be main, socratic"):
+            read(like_gsm8k, flag)
+    with pytest.raises(UserError, match="'other' not found. .*main.*socratic"):
+        read(like_gsm8k, dataset_config="other")
+    with pytest.raises(UserError, match="'train', 'test'"):
+        read(like_gsm8k, dataset_config="main", dataset_split="validation")
+    DatasetDict(train=Dataset.from_list(EXACT)).save_to_disk(tmp_path / "splits")
+    assert read(tmp_path / "splits") == EXACT
+    with pytest.raises(UserError, match="it has no split validation, but train"):
+        read(tmp_path / "splits", dataset_split="validation")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.xlsx", "a.txt", "a"])
+def test_other_kinds_of_files_are_not_looked_up_on_the_hub(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(plumbing.data, "load_rows", lambda *_: pytest.fail("looked up"))
+    (tmp_path / name).write_bytes(b"7")
+    with pytest.raises(UserError, match=f"{name} .* files: .jsonl, .json, .csv, .tsv, .parquet"):
+        read(tmp_path / name)
+
+
+def test_the_case_of_a_file_name_does_not_matter(tmp_path):
+    assert read(write_lines(tmp_path / "A.JSONL", EXACT)) == EXACT
+
+
+def test_images_and_audio_that_nobody_reads_are_not_decoded(tmp_path):
+    """They are damaged, and need libraries. Lists of them are common. A column of JSON is
+    decoded, or it would be text."""
+    junk = {"bytes": b"junk", "path": None}
+    rows = [row() | {"image": junk, "images": [junk], "audio": junk, "extra": {"image": junk}}]
+    kinds = {"image": Image(), "images": List(Image()), "audio": Audio(), "extra": {"image": Image()}}
+    kinds |= {"question": Value("string"), "answer": Value("string"), "json": Json()}
+    table = pyarrow.Table.from_pylist([rows[0] | {"json": '{"a": 1}'}], Features(kinds).arrow_schema)
+    rows[0]["json"] = {"a": 1}
+    pyarrow.parquet.write_table(table, tmp_path / "data.parquet")
+    Dataset(table).save_to_disk(tmp_path / "saved")
+    for path in tmp_path.iterdir():
+        assert read(path) == rows
+
+
 def test_the_default_dataset_can_be_evaluated_on():
     assert read("addition", "eval_dataset") == read("addition")
 
 
-def test_a_line_that_is_not_json_is_an_unreadable_row(tmp_path):
+GOOD = '{"question": "1+1=", "answer": "2"}\n'
+LINES = {  # what is in a file: its rows
+    GOOD + "what?\n": [row(), "what?"],
+    "[" * 10_000 + "\n" + GOOD: ["[" * 10_000, row()],
+    GOOD + '{"a":' * 10_000: [row(), '{"a":' * 10_000],
+    "9" * 5_000 + "\n" + GOOD: ["9" * 5_000, row()],
+    '["a", "b"]\n["c"]\n' + GOOD: [["a", "b"], ["c"], row()],
+    "[" + GOOD.strip() + ",\n" + GOOD.strip() + "]": [row(), row()],
+    "\n\r\n" + GOOD: [row()],
+    "": [],
+}
+
+
+@pytest.mark.parametrize("text", LINES, ids=lambda text: f"{text:.10}")
+def test_a_line_that_is_not_json_is_an_unreadable_row(text, tmp_path):
     path = tmp_path / "text.jsonl"
-    path.write_text('{"question": "1+1=", "answer": "2"}\nwhat?\n')
-    assert read(path) == [row(), "what?"]
+    path.write_text(text)
+    assert read(path) == LINES[text]
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_bytes_that_are_not_utf8_cost_only_their_rows(kind, tmp_path):
+    """As when lines of two files were put together."""
+    path = tmp_path / f"data.{kind}"
+    rows = [*sums(20), row("né", "2"), row("2", "né")]
+    if kind == "csv":
+        write_csv(path, rows)
+    else:
+        path.write_text("".join(json.dumps(each, ensure_ascii=False) + "\n" for each in rows), "utf-8")
+    path.write_bytes(path.read_bytes().replace("é".encode(), "é".encode("latin-1")))
+    found = read(path)
+    assert found[:20] == sums(20) and len(problems_of(found)) == 20
+
+
+def test_a_csv_cell_may_be_long_and_a_row_with_a_surplus_cell_is_left_out(tmp_path):
+    """Its cells may have moved to other columns."""
+    path = tmp_path / "cells.csv"
+    path.write_text("question,answer\n1+1=,2\n" + "1" * 200_000 + ",3\n1,000+1=,1001\n7+1=\n")
+    rows = read(path)
+    assert rows[1]["question"] == "1" * 200_000
+    problems = problems_of(rows + sums(30))
+    assert len(problems) == 31 + 1 - 1  # 1+1= is there twice
+    message = refusal(rows[2:])
+    assert "1 with more cells than the header (first: row 1 ['1001'])" in message
+    assert "1 without a gold answer (first: row 2 None)" in message
 
 
 # ---------------------------------------------------------------------------------- columns, prompts
@@ -175,6 +283,11 @@ BAD_ROWS = [  # prompt, answer, chat template, why the row is left out
     ("3", "2", "{{ raise_exception('no!') }}", "refuses (first: row 1 'no!'"),
     ("3", {"gold": "2"}, TURNS, "without a gold answer (first: row 1 {'gold': '2'})"),
     ("3", "", TURNS, "without a gold answer (first: row 1 '')"),
+    ("3\ud83d", "2", TURNS, "text that is not valid Unicode (first: row 1 '<user>3\\ud83d"),
+    ("3\udcff", "2", None, "text that is not valid Unicode (first: row 1 '3\\udcff'"),
+    (chat("user", "\udc00"), "2", TURNS, "text that is not valid Unicode"),
+    ("3", "\ud83d", TURNS, "text that is not valid Unicode (first: row 1 '\\ud83d')"),
+    ("3", math.inf, TURNS, "without a gold answer (first: row 1 inf)"),
 ]
 
 
@@ -182,6 +295,45 @@ BAD_ROWS = [  # prompt, answer, chat template, why the row is left out
 def test_a_refusal_names_the_reason_the_cell_and_the_columns(prompt, answer, template, expected):
     message = refusal([row(prompt, answer)], policy_with(template, limit=150))
     assert expected in message and message.endswith("are question, answer")
+
+
+GOLD = [  # the cell, the gold answer
+    ("2 ", "2"),
+    (2, "2"),
+    (2.5, "2.5"),
+    (10**400, str(10**400)),  # too large for a float
+    (["10"], "10"),
+    ('["10"]', '["10"]'),  # a list inside text is text
+    ("so #### 2", "2"),
+    ("The answer is 2", "The answer is 2"),
+]
+
+
+@pytest.mark.parametrize("cell, expected", GOLD, ids=lambda x: f"{x!s:.20}")
+def test_a_gold_answer_is_text_or_a_number(cell, expected):
+    ((_, answer, _, _),) = problems_of([row("1+1=", cell)])
+    assert answer == expected
+
+
+OPTIONS = [  # --chat_template_kwargs that make it something else, the reason
+    ('{"tokenize": true}', "that --chat_template_kwargs do not turn into text"),
+    ('{"tokenize": true, "return_dict": true}', "that --chat_template_kwargs do not turn into text"),
+    ('{"continue_final_message": true}', "that the chat template refuses"),
+    ('{"messages": []}', "that the chat template refuses"),
+    ('{"conversation": []}', "that the chat template refuses"),
+]
+
+
+@pytest.mark.parametrize("options, expected", OPTIONS)
+def test_options_of_the_chat_template_that_cannot_be_used_are_refused(options, expected):
+    assert expected in refusal(sums(3), policy_with(TURNS), chat_template_kwargs=options)
+
+
+def test_a_refusal_without_rows_or_columns_or_gold_answers():
+    assert refusal([]) == "--dataset mine has no rows"
+    assert refusal(["x"]).endswith("1 unreadable (first: row 1 'x')")
+    message = refusal([row(answer="")] * 16, reward="my.py:f")
+    assert "16 without a gold answer (if --reward needs none, drop `answer` from its " in message
 
 
 # ----------------------------------------------------------------------------- rows that are left out
@@ -226,7 +378,7 @@ def test_the_line_at_the_start_counts_the_rows_that_are_left_out():
 
 def load(path, policy, rows, **flags):
     args = script_args("grpo", dataset=str(write_lines(path, rows)), **flags)[1]
-    return load_problems(args, policy)
+    return load_problems(args, policy, load_grader(args))
 
 
 def test_held_out_problems_are_apart_and_the_same_for_all_seeds(tmp_path, tiny_policy, capsys):
@@ -256,7 +408,27 @@ def test_eval_dataset_gives_the_held_out_problems(num_held_out, expected, tmp_pa
     assert len(stream.problems) == 40
     assert [p.prompt for p in held_out] == [f"{i}+1=" for i in range(37, 37 + expected)]
     line = capsys.readouterr().out
-    assert f"40 to train on, {expected} held out; 3 of those held out are also in --dataset" in line
+    count = "the first 8 of 12" if num_held_out == 8 else "12"
+    assert f"40 to train on, {count} held out; 3 of those held out are also in --dataset" in line
+
+
+def test_leaks_are_counted_by_what_the_model_reads(tmp_path, own_policy, capsys):
+    """Here one side is text, and the other messages or text with spaces that the template drops. Which
+    problems are held out depends on the rows as they are."""
+    own_policy.tokenizer.chat_template = "{{ messages[0].content | trim }}"
+    messages = [row(chat("user", f"{i}+1=")) for i in range(10)]
+    spaces = [row(f" {i}+1=") for i in range(10, 15)]
+    path = str(write_lines(tmp_path / "evaluation.jsonl", messages + spaces + [row("77+1=")]))
+    load(tmp_path / "data.jsonl", own_policy, sums(40), eval_dataset=path)
+    assert "16 held out; 15 of those held out are also in --dataset" in capsys.readouterr().out
+    load(tmp_path / "data.jsonl", own_policy, sums(10) + messages, num_held_out=10)
+    line = capsys.readouterr().out
+    assert "10 to train on, 10 held out; " in line and "of those held out are also in" in line
+
+
+def test_without_training_all_problems_may_be_held_out(tmp_path, tiny_policy):
+    stream, held_out = load(tmp_path / "data.jsonl", tiny_policy, sums(9), iterations=0)
+    assert stream.problems == [] and len(held_out) == 9
 
 
 # -------------------------------------------------------------------------------------------- epochs

@@ -214,7 +214,8 @@ def test_two_processes_take_the_scripts_steps(tmp_path, tiny_model, trl_trainer)
     launched(tmp_path / "step.py", *flags)
     data = str(tmp_path / "data.jsonl")
     args = script_args("grpo", model=str(model), dataset=data, num_held_out=4)[1]
-    stream, _ = common.load_problems(args, common.load_policy(args))
+    policy = common.load_policy(args)
+    stream, _ = common.load_problems(args, policy, common.load_grader(args))
     prompts = [problem.prompt_ids for problem in stream.problems]
     assert [ids.count(0) for ids in prompts] == [1, 1, 1]
     rows = [(ids, fixed_completion(ids, i)) for ids in prompts for i in range(8)]

@@ -61,6 +61,7 @@ CASES = {  # variants that change no line of main are compared by test_conforman
     "grpo, stale": ("grpo", STALE | {"kl_coef": 0.0}),
     "dr_grpo": ("dr_grpo", {"max_grad_norm": 0.2, "max_new_tokens": 40} | MASKED),  # more than any has
     "dapo": ("dapo", {"overlong_cache": 6}),
+    "dapo, default": ("dapo", {"max_new_tokens": 32}),
     "dapo, filter": ("dapo", {"overlong": "filter", "max_new_tokens": 20}),
     "dapo, one round": ("dapo", {"overlong": "none", "max_sampling_rounds": 1, "num_minibatches": 5}),
     "gspo": ("gspo", {}),
@@ -233,8 +234,9 @@ def plain_advantages(name, args, completions, baseline):
     """(N, 1)"""
     rewards = torch.tensor([c.reward for c in completions], dtype=torch.float64)
     if name == "dapo" and args.overlong == "soft":
-        over = [len(c.ids) - (args.max_new_tokens - args.overlong_cache) for c in completions]
-        rewards -= torch.tensor([max(0, tokens) / args.overlong_cache for tokens in over])
+        cache = args.overlong_cache or args.max_new_tokens // 4
+        over = [len(c.ids) - (args.max_new_tokens - cache) for c in completions]
+        rewards -= torch.tensor([max(0, tokens) / cache for tokens in over])
     if name == "more.reinforce":
         return (rewards - baseline)[:, None]
     b = batch(rewards=rewards.view(-1, args.group_size))

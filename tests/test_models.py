@@ -2,15 +2,20 @@
 
 import json
 import math
+import shutil
+from unittest.mock import Mock
 
+import huggingface_hub
 import pytest
 import torch
-from conftest import OWN_LR, checkpoint_of, completes, metrics, problems_of, refused, save, script_args
+from conftest import OWN_LR, TINY_MOE, checkpoint_of, completes, metrics, problems_of, refused, save
+from conftest import script_args
 from safetensors.torch import load_file, save_file
 from test_architectures import new_model, one_sequence
 from transformers import AutoTokenizer
 from transformers.integrations import mxfp4
 
+import plumbing.model
 from common import UserError, check_sampler, load_policy, token_logprobs
 from plumbing.model import Policy
 
@@ -90,6 +95,24 @@ def test_the_check_at_loading_runs_the_copy_in_bfloat16(flag, own_policy):
     (problem,) = problems_of(policy, "12+34=")
     with pytest.raises(UserError, match="--model .*no kernel"):
         check_sampler(policy, problem, script_args("grpo", **{flag: "bfloat16"})[1])
+
+
+def test_a_cached_model_is_loaded_from_its_folder_if_the_hub_does_not_answer(tmp_path, monkeypatch):
+    """The loaders, given its name, would ask again and again. A model that is not cached is refused."""
+    cache = tmp_path / "models--me--tiny"
+    (cache / "refs").mkdir(parents=True)
+    (cache / "refs" / "main").write_text("a" * 40)
+    shutil.copytree(TINY_MOE, cache / "snapshots" / ("a" * 40))
+    model_info = Mock(side_effect=ConnectionError("no network"))
+    monkeypatch.setattr(huggingface_hub, "model_info", model_info)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    load_weights = Mock(wraps=plumbing.model.load_weights)
+    monkeypatch.setattr(plumbing.model, "load_weights", load_weights)
+    load_policy(script_args("grpo", model="me/tiny")[1])
+    assert load_weights.call_args[0] == (str(cache / "snapshots" / ("a" * 40)),)
+    assert model_info.call_count == 1
+    with pytest.raises(UserError, match="me/other is not a folder, .*ConnectionError no network"):
+        load_policy(script_args("grpo", model="me/other")[1])
 
 
 # ------------------------------------------------------------------------- folders that are refused

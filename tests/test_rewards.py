@@ -3,9 +3,10 @@
 import sys
 
 import pytest
-from conftest import FILE_NUMBERS, SMALL, SUMS, completes, metrics, refused, script_args, started
-from conftest import write_lines
+from conftest import FILE_NUMBERS, SMALL, SUMS, completes, metrics, read_lines, refused, script_args
+from conftest import started, write_lines
 
+import dapo
 from common import Completion, Problem, UserError, load_grader
 
 TEXTS = {"2": False, "?": False, "300": False, "2.": True, "40": True}  # {text: truncated}
@@ -56,38 +57,92 @@ def test_functions_of_lists_and_of_one_completion(prompt, tmp_path):
     if isinstance(prompt, list):
         texts = [[{"role": "assistant", "content": text}] for text in TEXTS]
     lists = {"answer": ["2"] * 5, "level": [2] * 5, "prompts": [prompt] * 5}
+    lists["rendered_prompt"] = ["1+1="] * 5
     assert seen == [{"completions": texts, "completion_ids": [[1]] * 5, **lists}]
     rewards = [c.reward for c in graded(path, "length", **columns)]
     assert rewards == [len(text) - 3 for text in TEXTS] and seen[1:] == list(TEXTS)
 
 
-VALUES = [  # what a function returns, the reward, the verdicts of "2" and "40"
+VALUES = [  # what a function returns, the reward, the verdicts of "2" and "40", which is truncated
     ("not truncated", 1.0, "correct", "truncated"),
     ("None", 0.0, "wrong", "truncated"),
-    ("(1, 'no_answer')", 1.0, "no_answer", "no_answer"),
-    ("torch.tensor([0.25])", 0.25, "wrong", "truncated"),
+    ("0", 0.0, "wrong", "truncated"),
+    ("-0.0", 0.0, "wrong", "truncated"),
+    ("1.0", 1.0, "correct", "correct"),
+    ("torch.tensor([1])", 1.0, "correct", "correct"),
     ("numpy.bool_(True)", 1.0, "correct", "correct"),
+    ("fractions.Fraction(1)", 1.0, "correct", "correct"),
+    ("torch.tensor([0.25])", 0.25, None, None),
+    ("0.999999", 0.999999, None, None),
+    ("0.4", 0.4, None, None),
+    ("40", 40.0, None, None),
+    ("46.5", 46.5, None, None),
+    ("-1", -1.0, None, None),
+    ("-5.0", -5.0, None, None),
+    ("1e-30", 1e-30, None, None),
+    ("(1, 'no_answer')", 1.0, "no_answer", "no_answer"),
+    ("(40, 'correct')", 40.0, "correct", "correct"),
+    ("(None, 'wrong')", 0.0, "wrong", "wrong"),
 ]
 
 
 @pytest.mark.parametrize("value, reward, verdict, cut_verdict", VALUES)
 def test_a_result_becomes_a_float_and_a_verdict(value, reward, verdict, cut_verdict, tmp_path):
-    path = write(tmp_path, f"import numpy, torch\ndef f(text, truncated): return {value}")
+    path = write(tmp_path, f"import fractions, numpy, torch\ndef f(text, truncated): return {value}")
     first, *_, last = graded(path)
     assert (first.reward, first.verdict, last.verdict) == (reward, verdict, cut_verdict)
     assert type(first.reward) is float
 
 
-BAD = [("text", value, "not ") for value in ("'1'", "1.1e9", "float('nan')", "(1.0, 'perfect')")]
-BAD += [("completions", "0.5", ""), ("completions", "[1.0] * 4", "shorter")]
+NO_NUMBERS = ("'1'", "1.1e9", "float('nan')", "(1.0, 'perfect')", "(1.0, None)", "1j", "[1.0]", "{}")
+BAD = [("text", value, "not ") for value in NO_NUMBERS]
+BAD += [  # for all five
+    ("completions", "0.5", "not one float for 5 completions"),
+    ("completions", "torch.tensor(0.5)", "0-d tensor"),
+    ("completions", "{i: 1.0 for i in range(5)}", "not one dict for 5 completions"),
+    ("completions", "{0, 1, 2, 3, 4}", "not one set for 5 completions"),
+    ("completions", "'01010'", "not one str for 5 completions"),
+    ("completions", "bytes(5)", "not one bytes for 5 completions"),
+    ("completions", "ThreadPool(1).map_async(len, completions)", "not one MapResult for 5 completions"),
+    ("completions", "[ThreadPool(1).apply_async(int)] * 5", "not "),
+    ("completions", "[1.0] * 4", "not 4 for 5 completions"),
+    ("completions", "[1.0] * 6", "not 6 for 5 completions"),
+    ("completions", "[]", "not 0 for 5 completions"),
+    ("completions", "[[1.0] * 5]", "not 1 for 5 completions"),
+    ("completions", "torch.ones(5, 2)", ""),
+]
 
 
 @pytest.mark.parametrize("parameter, value, expected", BAD)
 def test_results_that_are_not_one_number_each_are_refused(parameter, value, expected, tmp_path):
-    path = write(tmp_path, f"def f({parameter}): return {value}")
+    imports = "import torch\nfrom multiprocessing.pool import ThreadPool\n"
+    path = write(tmp_path, f"{imports}def f({parameter}): return {value}")
     with pytest.raises(UserError, match="^--reward .*:f must return a number") as error:
         graded(path)
     assert expected in str(error.value)
+
+
+LISTS = (
+    "[3.0] * 5",
+    "(3, 3, 3, 3, 3)",
+    "numpy.full(5, 3)",
+    "torch.full((5, 1), 3)",
+    "map(int, '33333')",
+)
+
+
+@pytest.mark.parametrize("value", LISTS)
+def test_lists_arrays_and_iterators_are_results_for_all(value, tmp_path):
+    path = write(tmp_path, f"import numpy, torch\ndef f(completions): return {value}")
+    assert [c.reward for c in graded(path)] == [3.0] * 5
+
+
+def test_a_function_gets_the_prompt_as_the_model_reads_it(tmp_path):
+    """Its template may have begun the answer with <think>. A column of that name comes first."""
+    source = "def f(text, rendered_prompt, prompts): return len(rendered_prompt) - len(prompts)"
+    path = write(tmp_path, source)
+    assert [c.reward for c in graded(path, prompt="1+1")] == [1.0] * 5
+    assert graded(path, prompt="1+1", rendered_prompt="1+1=2")[0].reward == 2
 
 
 POOL = """
@@ -123,7 +178,18 @@ def test_run_forked_processes_ignore_ctrl_c_and_end_on_sigterm(tmp_path):
     assert len(metrics(tmp_path / "run")) == 1
 
 
-BAD_FILES = [("rw.py", "f = len", "parameters must have names"), ("json.py", "", "rename json.py")]
+ASYNC = "async def f(text): return 1.0"
+BAD_FILES = [
+    ("rw.py", "f = len", "parameters must have names"),
+    ("json.py", "", "rename json.py"),
+    ("async1.py", ASYNC, "must not be async"),
+    ("async2.py", f"import functools\n{ASYNC}\nf = functools.partial(f, text='')", "must not be async"),
+    (
+        "async3.py",
+        f"class C:\n  {ASYNC.replace('f(', '__call__(self, ')}\nf = C()",
+        "must not be async",
+    ),
+]
 
 
 @pytest.mark.parametrize("name, source, expected", BAD_FILES)
@@ -150,4 +216,96 @@ def test_run_rows_need_a_gold_answer_only_if_the_function_does(tmp_path):
     refused("grpo", *flags, f"{path}:other", expected="missing a required argument: 'solution_str'")
     completes("grpo", *flags, f"{path}:lists")
     (line,) = metrics(tmp_path / "run")
-    assert line["rollout/reward_mean"] > 0 and line["eval/accuracy"] > 0  # for levels above 10
+    assert 0 < line["rollout/reward_mean"] < 1
+
+
+# ------------------------------------------------------------------------- rewards without verdicts
+
+KINDS = {  # rewards of a reward model, of a length, of a part of the answer
+    "40 to 46": "40 + len(text) / 8",
+    "-5 to -1": "-5 + len(text) / 2",
+    "0 to 0.4": "len(text) / 20",
+    "0 or 1": "len(text) % 2",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["grpo", "dapo", "ppo", "more.reinforce"])
+def test_accuracy_is_there_only_with_verdicts_and_the_reward_always(name, kind, tmp_path, reward_file):
+    """Both iterations of dapo have groups to learn from."""
+    reward = reward_file(f"return {KINDS[kind]}")
+    flags = ("--iterations", 2, "--eval_samples", 2, "--eval_every", 1, "--run_dir", tmp_path / "run")
+    printed = completes(name, *flags, "--reward", reward)
+    has_verdicts = kind == "0 or 1"
+    first, second = metrics(tmp_path / "run")
+    assert second["iteration"] == 2
+    for line in (first, second):
+        assert ("rollout/accuracy" in line) == ("eval/accuracy" in line) == has_verdicts
+        assert "eval/response_len_mean" in line
+    for line in read_lines(tmp_path / "run" / "evaluations.jsonl"):
+        for way in {"greedy", "sampled"} & line.keys():
+            assert "reward_mean" in line[way]
+            assert ("accuracy" in line[way]) == has_verdicts
+        assert ("pass@2" in line.get("sampled", {})) <= has_verdicts
+    rows = [line.split() for line in printed.splitlines()]
+    (row,) = [row for row in rows if row[:1] == ["reward_mean"]]
+    assert len(row) == 5
+    assert any(row[:1] == ["accuracy"] for row in rows) == has_verdicts
+
+
+def test_vapo_needs_verdicts_before_it_trains(tmp_path, reward_file):
+    """Unless it imitates nothing."""
+    reward = reward_file("return 40 + len(text)")
+    flags = ("--pretraining_iterations", 0, "--run_dir", tmp_path / "run", "--reward", reward)
+    line = refused("more.vapo", *flags, expected="--reward must say which answers are right")
+    assert "0, 1 or (number, verdict)" in line
+    assert metrics(tmp_path / "run") == []
+    completes("more.vapo", *flags, "--positive_lm_coef", 0)
+
+
+GROUPS = [  # rewards and verdicts of a group, whether it is kept; right and wrong groups dropped
+    ([1, 0], ["correct", "wrong"], True, 0, 0),
+    ([1.2, 1.0], ["correct", "correct"], False, 1, 0),
+    ([0.2, 0.0], ["wrong", "no_answer"], False, 0, 1),
+    ([1.0, 1.0], ["correct", "wrong"], True, 0, 0),
+    ([40, 41], [None, None], True, 0, 0),
+    ([40, 40], [None, None], False, 0, 0),
+    ([1, 0.5], ["correct", None], True, 0, 0),
+    ([0, 0.5], ["wrong", None], True, 0, 0),
+]
+
+
+@pytest.mark.parametrize("rewards, verdicts, is_kept, right, wrong", GROUPS)
+def test_dapo_judges_a_group_by_its_verdicts_or_its_rewards(rewards, verdicts, is_kept, right, wrong):
+    group = [
+        Completion(None, [1], [0.0], reward=r, verdict=v)
+        for r, v in zip(rewards, verdicts, strict=True)
+    ]
+    kept, counts = dapo.mixed_groups(group, 2)
+    assert kept == (group if is_kept else [])
+    assert counts["rollout/groups_generated"] == 1 and counts["rollout/groups_kept"] == is_kept
+    assert counts["rollout/groups_dropped_all_right"] == right
+    assert counts["rollout/groups_dropped_all_wrong"] == wrong
+
+
+SIGNALS = [  # flags, reward, what the line after iteration 1 says
+    ("--max_new_tokens 2", "", "all completions were cut off at --max_new_tokens"),
+    (
+        "--max_new_tokens 48",
+        "return 0, 'no_answer'",
+        "no answer was found: the verifier looks for ####",
+    ),
+    ("--max_new_tokens 48", "return 7", "rewards"),
+    ("--max_new_tokens 48", "return len(text)", ""),
+]
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+@pytest.mark.parametrize("flags, reward, expected", SIGNALS)
+def test_a_first_iteration_without_a_signal_says_why(
+    name, flags, reward, expected, tmp_path, reward_file
+):
+    own = ("--reward", reward_file(reward)) if reward else ()
+    flags = (*flags.split(), "--iterations", 2, *own, "--run_dir", tmp_path / "run")
+    lines = [line for line in completes(name, *flags).splitlines() if "no learning signal" in line]
+    assert len(lines) == (expected != "") and expected in "".join(lines)

@@ -84,14 +84,18 @@ def test_run_of_each_script_logs_sensible_numbers(name, tmp_path):
 
 def test_the_summary_of_a_rollout():
     completions = [
-        Completion(None, [5] * 6, [], text="#### 3", verdict="wrong"),
-        Completion(None, [5] * 10, [], text="2+1 #### 3", verdict="correct"),
-        Completion(None, [5] * 3, [], text="2+1", truncated=True, verdict="truncated"),
-        Completion(None, [5] * 2, [], text="no", verdict="no_answer"),
+        Completion(None, [5] * 6, [], text="#### 3", reward=0.2, verdict="wrong"),
+        Completion(None, [5] * 10, [], text="2+1 #### 3", reward=40.0, verdict="correct"),
+        Completion(None, [5] * 3, [], text="2+1", truncated=True, reward=0.0, verdict="truncated"),
+        Completion(None, [5] * 2, [], text="no", reward=-0.2, verdict="no_answer"),
     ]
     names = ("accuracy", "truncated_frac", "no_answer_frac", "direct_frac")
-    expected = {"response_len_mean": 21 / 4} | dict.fromkeys(names, 1 / 4)
+    expected = {"response_len_mean": 21 / 4, "reward_mean": 10.0} | dict.fromkeys(names, 1 / 4)
     assert rollout_summary(completions) == expected
+    assert rollout_summary(completions, 4) == expected | {"pass@1": 1 / 4, "pass@2": 1 / 2, "pass@4": 1}
+    completions[0] = completions[0]._replace(verdict=None)
+    del expected["accuracy"]
+    assert rollout_summary(completions, 4) == expected
 
 
 def test_pass_at_k():

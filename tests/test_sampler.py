@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import MIXED, problems_of, script_args
+from conftest import MIXED, completes, metrics, problems_of, script_args
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import common
-from common import Completion, Problem, collate, evaluate, optimizer_steps, rollout_weights, sample
-from common import token_logprobs
+from common import Completion, Problem, UserError, check_sampler, collate, evaluate, optimizer_steps
+from common import rollout_weights, sample, token_logprobs
 from plumbing.model import Policy
 
 
@@ -42,10 +42,11 @@ def slow_sample(model, prompt, noise, temperature, ends):
     return ids[len(prompt) :], logprobs
 
 
-def policy_with_learned_positions(tokenizer):
+def policy_with_learned_positions(tokenizer, count=64):
     """With rotary ones, it would not matter where a prompt begins."""
     torch.manual_seed(0)
-    sizes = dict(vocab_size=17, n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.5)
+    sizes = dict(vocab_size=17, n_embd=32, n_layer=2, n_head=4, initializer_range=0.5)
+    sizes["n_positions"] = count
     config = GPT2Config(**sizes, bos_token_id=2, eos_token_id=1)
     return Policy(GPT2LMHeadModel(config).eval(), tokenizer)
 
@@ -79,8 +80,31 @@ def test_sampler_slow_loop_and_training_forward_agree(own_policy):
         assert logprobs_BT[i][batch.mask_BT[i]].tolist() == pytest.approx(logprobs, abs=1e-4)
 
 
+@pytest.mark.parametrize("max_new_tokens", [1, 2, 3])
+def test_the_check_at_loading_needs_no_more_positions_than_the_run(max_new_tokens, own_policy):
+    """Here a prompt of four tokens, and exactly as many positions as it and the answer need."""
+    policy = policy_with_learned_positions(own_policy.tokenizer, 4 + max_new_tokens)
+    problem = Problem("", "", [3, 4, 5, 6])
+    check_sampler(policy, problem, settings(max_new_tokens=max_new_tokens))
+    with pytest.raises((IndexError, UserError)):
+        check_sampler(policy, problem, settings(max_new_tokens=max_new_tokens + 1))
+
+
+def test_dapo_copies_the_weights_once_per_iteration(tmp_path, monkeypatch, reward_file):
+    """However often it samples. The check at loading asks for the sampler, too."""
+    asked = []
+    sampler = Policy.sampler
+    monkeypatch.setattr(Policy, "sampler", lambda self, i: asked.append(i) or sampler(self, i))
+    flags = ("--iterations", 2, "--rollout_dtype", "bfloat16", "--run_dir", tmp_path)
+    completes("dapo", *flags, "--reward", reward_file("return len(text) > 7"))
+    assert max(line["rollout/groups_sampling_rounds"] for line in metrics(tmp_path)) > 1
+    assert asked == [1, 1, 2]
+
+
 def grade(completions):
-    return [c._replace(verdict=["wrong", "correct"][len(c.text) % 2]) for c in completions]
+    marks = [len(c.text) % 2 for c in completions]
+    verdicts = ("wrong", "correct")
+    return [c._replace(reward=x, verdict=verdicts[x]) for c, x in zip(completions, marks, strict=True)]
 
 
 SIZES = [  # --rollout_batch_size; prompts at a time, of five: in groups of four, in an evaluation

@@ -28,8 +28,9 @@ def test_trained_again_the_base_model_is_as_good(tmp_path, monkeypatch):
     for folder in (TINY_MOE, tmp_path):
         _, args = script_args("grpo", model=str(folder))
         policy = load_policy(args)
-        _, held_out = load_problems(args, policy)
+        grade = load_grader(args)
+        _, held_out = load_problems(args, policy, grade)
         assert learned and not learned & {problem.prompt for problem in held_out}
-        results = evaluate(policy, held_out, load_grader(args), args)
+        results = evaluate(policy, held_out, grade, args)
         accuracies.append(results["greedy"]["accuracy"])
     assert accuracies[1] == pytest.approx(accuracies[0], abs=0.1)
