@@ -3,8 +3,11 @@ samples."""
 
 import copy
 import functools
+import inspect
 import os
 import re
+import sys
+import threading
 import weakref
 from pathlib import Path
 
@@ -27,8 +30,28 @@ TOKENIZER_FILES = """tokenizer* special_tokens_map.json added_tokens.json vocab*
 # ------------------------------------------------------------------------------------------ loading
 
 
+CALLERS = {}  # {thread: the code that has called load_policy there}
+
+
+def check_alone():
+    """UserError if a different thread is still in the code that has called `load_policy`: loading a
+    model, sampling and the clock use globals."""
+    thread = threading.get_ident()
+    CALLERS[thread] = sys._getframe(2).f_code
+    for other, frame in sys._current_frames().items():
+        while frame is not None and other != thread:
+            if frame.f_code is CALLERS.get(other):
+                raise UserError("a different thread of this process has a run: one at a time")
+            frame = frame.f_back
+
+
 def load_policy(args):
     """`--model` -> `Policy`. Runs no code from the folder. Also sets `args.vocab_size`."""
+    check_alone()
+    version = transformers.__version__
+    if [int(number) for number in re.findall("[0-9]+", version)[:2]] < [5, 21]:
+        command = "pip install -r requirements.txt"
+        raise UserError(f"transformers {version} is too old, 5.21 or newer is needed: {command}")
     source = str(TINY_MOE) if args.model == "tiny-moe" else args.model
     if not Path(source).is_dir():
         with one_line(f"--model {args.model} is not a folder, and cannot be read from the hub"):
@@ -175,6 +198,9 @@ class Policy(TrainedModel):
         self.tokenizer = tokenizer
         self.tokenizer_files = {}  # {name: bytes}
         self.routers = read_routers(master)
+        # transformers 5.24 calls it cache, and warns of the old name.
+        is_renamed = "cache" in inspect.signature(master.forward).parameters
+        self.cache_name = "cache" if is_renamed else "past_key_values"
         self.rollout_dtype = rollout_dtype
         self.refresh_every = refresh_every  # iterations
         self.rollout_policy = None
