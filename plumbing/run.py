@@ -1,6 +1,5 @@
 """A run's bookkeeping: what it logs, prints and saves, and how it ends and resumes."""
 
-import dataclasses
 import json
 import math
 import os
@@ -17,7 +16,7 @@ import transformers
 from filelock import FileLock
 from tqdm import tqdm
 
-from plumbing.args import UserError, check_folder, checkpoints_in, one_line
+from plumbing.args import LOGS, UserError, check_folder, checkpoints_in, one_line
 from plumbing.metrics import (
     clock,
     correction_stats,
@@ -29,7 +28,6 @@ from plumbing.metrics import (
 )
 
 STATE = "trainer_state.pt"  # in a checkpoint: everything except the policy
-LOGS = ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl")
 
 
 class Run:
@@ -203,7 +201,7 @@ class Run:
             sample = {"prompt": c.problem.prompt, "completion": c.text, "answer": c.problem.answer}
             sample |= {"reward": c.reward, "verdict": c.verdict}
             self.append_to("samples.jsonl", {"iteration": self.iteration, **sample})
-        if self.iteration % 5 == 0 or "eval/accuracy" in metrics:
+        if self.iteration < 5 or self.iteration % 5 == 0 or "eval/accuracy" in metrics:
             self.say(progress_line(metrics))
         kl = metrics.get("rollout/sampler_kl", 0)
         is_exact = self.policy.rollout_policy is None and self.args.dtype == "float32"
@@ -212,42 +210,53 @@ class Run:
         self.bar.update()
 
     def append_to(self, name, row):
-        with open(self.folder / name, "a") as file:
+        path = self.folder / name
+        with one_line(f"{path} cannot be written"), open(path, "a") as file:
             file.write(json.dumps(row, allow_nan=False) + "\n")
 
     # --------------------------------------------------------------------------------- checkpoints
 
     def open_folder(self, problems):
         """Locks the run's folder, and resumes the run in it or writes the first checkpoint."""
-        saved = check_folder(self.args)
+        args = self.args
+        saved = check_folder(args)
         # A singleton, since a run that failed in this process may still hold the lock.
         self.lock = FileLock(self.folder / "lock", is_singleton=True)
         with one_line(f"--run_dir {self.folder} cannot be used"):
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.lock.acquire(timeout=0)
-        if saved.get("problems_hash", problems.hash) != problems.hash:
+            with one_line("another process uses it (scripts run in one; several GPUs: examples/)"):
+                self.lock.acquire(timeout=0)
+        if saved and saved.get("problems_hash") != problems.hash:
+            is_eval = args.eval_dataset and saved.get("held_out_hash") != problems.held_out_hash
+            flag = "eval_dataset" if is_eval else "dataset"
             message = "has different prompts or gold answers than when the run started"
-            raise UserError(f"--resume: --dataset {self.args.dataset} {message}")
+            raise UserError(f"--resume: --{flag} {getattr(args, flag)} {message}")
+        now = versions()
+        settings = {"versions": now, **saved, **args.settings()}
+        settings |= {"problems_hash": problems.hash, "held_out_hash": problems.held_out_hash}
+        if settings["versions"] != now:
+            print(f"note: the run began with {settings['versions']}, and goes on with {now}")
         checkpoints = checkpoints_in(self.folder)
-        is_resumed = self.args.resume and len(checkpoints) > 0
+        is_resumed = args.resume and len(checkpoints) > 0
         if is_resumed:
             self.restore(checkpoints[-1])
-        else:
-            # A run that ended before its first iteration may have left checkpoint 0 and an evaluation.
-            shutil.rmtree(self.folder / "checkpoint-000000", ignore_errors=True)
-            for name in LOGS:
-                (self.folder / name).write_text("")
-        # A resumed run keeps the versions that it began with.
-        settings = {"versions": versions(), **saved, "script": self.args.script}
-        settings |= dataclasses.asdict(self.args) | {"problems_hash": problems.hash}
+            if self.is_last and not self.is_new:
+                print(f"nothing left to do: {self.iteration} iterations are done")
         scratch = self.folder / "settings.json.tmp"
-        scratch.write_text(json.dumps(settings, indent=1))
-        scratch.replace(self.folder / "settings.json")  # so it is never half written
+        with one_line(f"--run_dir {self.folder} cannot be written"):
+            if not is_resumed:
+                # A run that ended before its first iteration may have left checkpoint 0.
+                shutil.rmtree(self.folder / "checkpoint-000000", ignore_errors=True)
+                for name in LOGS:
+                    (self.folder / name).touch()
+            scratch.write_text(json.dumps(settings, indent=1))
+            sync(scratch)
+            scratch.replace(self.folder / "settings.json")  # so it is never half written
         if not is_resumed:
             self.save()  # fails early if that is impossible
 
     def restore(self, folder):
-        """Loads a checkpoint."""
+        """Loads a checkpoint, and cuts what was logged after it."""
         with one_line(f"--resume: {folder} cannot be read"):  # a damaged file may raise anything
             saved = torch.load(folder / STATE, weights_only=True, map_location="cpu")
             self.policy.load_pretrained(folder)
@@ -256,8 +265,16 @@ class Run:
                 part.load_state_dict(saved["parts"][name])
             self.iteration = saved["iteration"]
             self.extra_state = saved["extra_state"]
-            for name, size in saved["log_sizes"].items():
-                os.truncate(self.folder / name, size)  # later lines will be written again
+            sizes = {self.folder / name: saved["log_sizes"][name] for name in LOGS}
+        for path, size in sizes.items():
+            with one_line(f"--resume: {path} is damaged"):
+                kept = path.read_bytes()[:size]
+                if len(kept) < size:
+                    raise UserError("it has lost lines")
+                for line in kept.splitlines():
+                    json.loads(line)
+        for path, size in sizes.items():
+            os.truncate(path, size)  # later lines will be written again
 
     def save(self):
         """Writes a checkpoint and removes the previous one."""
@@ -274,9 +291,20 @@ class Run:
             shutil.rmtree(scratch, ignore_errors=True)
             self.policy.save_pretrained(scratch)
             torch.save(saved, scratch / STATE)
+            for path in [*scratch.rglob("*"), scratch, *(self.folder / name for name in LOGS)]:
+                sync(path)
             scratch.rename(folder)
+            sync(self.folder)
         for path in checkpoints_in(self.folder)[:-1]:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def sync(path):
+    """Waits until a file or folder is on disk."""
+    if os.name == "posix":  # Windows cannot open a folder
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
 
 
 def reset_signals():

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import SMALL, SUMS, checkpoint_of, completes, metrics, read_lines, refused, resume
-from conftest import write_lines
+from conftest import run, write_lines
 from filelock import FileLock
 from safetensors.torch import load_file, save_file
 
@@ -19,6 +19,7 @@ import sapo
 
 WEIGHTS = "model.safetensors"
 STATE = "trainer_state.pt"
+CHECKPOINT = "checkpoint-000001"
 
 
 def settings_of(folder):
@@ -29,11 +30,18 @@ def content(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.fixture(scope="session")
+def run_of_one_iteration(tmp_path_factory):
+    """Its folder, which tests copy."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    completes("grpo", "--run_dir", folder)
+    return folder
+
+
 @pytest.fixture
-def folder(tmp_path):
-    """The folder of a run of one iteration."""
-    completes("grpo", "--run_dir", tmp_path / "run")
-    return tmp_path / "run"
+def folder(run_of_one_iteration, tmp_path):
+    """The folder of a run of one iteration, which the test may change."""
+    return shutil.copytree(run_of_one_iteration, tmp_path / "run")
 
 
 def test_a_damaged_checkpoint_is_refused(folder):
@@ -56,21 +64,59 @@ def test_a_damaged_checkpoint_is_refused(folder):
     refuses()
 
 
+DAMAGE = {
+    "missing": lambda path, content: None,
+    "empty": lambda path, content: path.write_bytes(b""),
+    "cut": lambda path, content: path.write_bytes(content[: len(content) // 2]),
+    "a folder": lambda path, content: path.mkdir(),
+    "a link to nothing": lambda path, content: path.symlink_to("nowhere"),
+}
+FILES = ["settings.json", "metrics.jsonl", "samples.jsonl", "evaluations.jsonl", "lock"]
+FILES += [f"{CHECKPOINT}/{name}" for name in ("config.json", WEIGHTS, STATE, "tokenizer.json")]
+FILES += [CHECKPOINT]
+NOT_READ = {"lock", f"{CHECKPOINT}/tokenizer.json"}  # a resumed run has the tokenizer of --model
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+@pytest.mark.parametrize("name", FILES)
+def test_run_with_a_damaged_file(name, how, run_of_one_iteration, tmp_path):
+    """A run is resumed from what is whole, or refused in a line; nothing is lost then, nor replaced."""
+    folder = shutil.copytree(run_of_one_iteration, tmp_path / "run")
+    path = folder / name
+    old = b"" if path.is_dir() else path.read_bytes()
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    DAMAGE[how](path, old)
+    before = content(folder)
+    result = run("grpo", *resume(folder, "--iterations", 2))
+    if name in NOT_READ and result.returncode == 0:
+        assert [line["iteration"] for line in metrics(folder)] == [1, 2]
+    else:
+        (line,) = result.stderr.splitlines()
+        assert result.returncode == 2 and "grpo.py: error: --" in line or str(path) in line
+        assert content(folder) == before
+    if name != "lock" and how != "missing":
+        before = content(folder)
+        refused("grpo", "--run_dir", folder)
+        assert content(folder) == before
+
+
 def test_a_folder_that_holds_a_run_is_refused(folder, monkeypatch):
     """Without --resume; with it, only if script and flags are the same, and no other process uses it.
     All but the last is checked before a model is loaded, and the folder stays as it is."""
     with FileLock(folder / "lock"):
-        refused("grpo", *resume(folder, "--iterations", 2), expected="/lock' could not be acquired")
+        refused("grpo", *resume(folder, "--iterations", 2), expected="another process uses it")
     monkeypatch.setattr(grpo, "load_policy", lambda args: pytest.fail("loaded"))
     before = content(folder)
-    expected = f"--run_dir {folder} holds a run: --resume continues"
+    expected = (
+        f"--run_dir {folder} already has metrics.jsonl: a new run needs an empty folder; --resume"
+    )
     refused("grpo", "--run_dir", folder, expected=expected)
     refused("grpo", *resume(folder, "--lr", 1e-3), expected="has lr 0.0002, not 0.001")
     refused("grpo", *resume(folder, "--seed", 2), expected="has seed 1, not 2")
     refused("sapo", *resume(folder), expected="has script grpo, not sapo")
     assert content(folder) == before
     shutil.rmtree(checkpoint_of(folder))
-    refused("grpo", *resume(folder), expected="holds a run")  # a log that nothing can continue
+    refused("grpo", *resume(folder), expected="already has")  # a log that nothing can continue
 
 
 def test_run_a_resumed_run_keeps_its_flags_except_those_given_again(folder, tmp_path):
@@ -85,6 +131,7 @@ def test_run_a_resumed_run_keeps_its_flags_except_those_given_again(folder, tmp_
     flags += " --micro_batch_size 3 --rollout_batch_size 4 --gradient_checkpointing"
     completes("grpo", *resume(moved, *flags.split()))
     completes("grpo", *resume(moved, "--iterations", 3))
+    assert "nothing left to do: 3 iterations are done" in completes("grpo", *resume(moved))
     assert [line["iteration"] for line in metrics(moved)] == [1, 2, 3]
     settings = settings_of(moved)
     assert settings["micro_batch_size"] == 3 and settings["gradient_checkpointing"]

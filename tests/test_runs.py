@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 import pytest
-from conftest import MORE, SCRIPTS, completes, metrics, read_lines, run, script_args
+from conftest import MORE, SCRIPTS, completes, metrics, read_lines, refused, resume, run, script_args
 
 import dapo
 from common import Completion
@@ -42,15 +42,18 @@ EXTRA_KEYS = {
 
 
 def test_no_iterations_only_evaluate(tmp_path):
-    """A different run may then use the folder, and evaluates again."""
+    """A second evaluation needs a different folder. Training may follow, if the run is resumed."""
     printed = completes("grpo", "--iterations", 0, "--run_dir", tmp_path)
     assert "before" in printed and "after" not in printed and metrics(tmp_path) == []
     (evaluation,) = read_lines(tmp_path / "evaluations.jsonl")
     assert evaluation["iteration"] == 0 and {"greedy", "sampled"} < set(evaluation)
-    completes("grpo", "--num_held_out", 9, "--run_dir", tmp_path)
+    for flags in (("--iterations", 0), ("--num_held_out", 9)):
+        expected = f"--run_dir {tmp_path} already has evaluations.jsonl: a new run needs"
+        refused("grpo", *flags, "--run_dir", tmp_path, expected=expected)
+    assert read_lines(tmp_path / "evaluations.jsonl") == [evaluation]
+    completes("grpo", *resume(tmp_path))
     first, last = read_lines(tmp_path / "evaluations.jsonl")
-    assert first["iteration"] == 0 and first["greedy"] != evaluation["greedy"]
-    assert last["iteration"] == 1
+    assert first == evaluation and last["iteration"] == 1
 
 
 @pytest.mark.parametrize("name", [*SCRIPTS, *MORE])
