@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import errno
 import io
 import json
 import os
@@ -181,10 +182,8 @@ def typed(f, value):
     with one_line(f"--{f.name} cannot be used"):
         if dict in allowed and isinstance(value, dict):
             value = json.dumps(value)
-        if int in allowed and type(value) is float and value.is_integer():
-            value = int(value)
-        if float in allowed and type(value) is int:
-            value = float(value)
+        if allowed[0] in (int, float) and type(value) in (int, float) and value % 1 == 0:
+            value = allowed[0](value)
     is_function = Callable in allowed and callable(value)
     is_choice = isinstance(value, str) and value in allowed
     if type(value) not in allowed and not is_function and not is_choice:
@@ -255,7 +254,8 @@ def check_folder(args):
     if folder.match(CHECKPOINT):
         raise UserError(f"--run_dir {folder} is a checkpoint: pass the folder that contains it")
     saved = saved_settings(args)
-    checkpoints = checkpoints_in(folder)
+    with one_line(f"--run_dir {folder} cannot be used"):
+        checkpoints = checkpoints_in(folder)
     if args.resume:
         if not saved:
             raise UserError(f"--resume: {folder} holds no run, since it has no settings.json")
@@ -394,6 +394,12 @@ def launch(main, args_class):
         fail("stopped", 130)
     except UserError as error:
         fail(f"{Path(sys.argv[0]).name}: error: {' '.join(str(error).split())}", 2)
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        # Python writes the rest of stdout when it ends, and would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        fail(f"{Path(sys.argv[0]).name}: error: the output cannot be written: {error}", 2)
     except Exception as error:
         # The CPU allocator has no exception class of its own.
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):

@@ -28,12 +28,10 @@ class Problem(NamedTuple):
 class ProblemStream:
     """An endless stream of training problems, in a new random order each epoch."""
 
-    def __init__(self, problems, seed, hash="", held_out_hash=""):
+    def __init__(self, problems, seed, hash=""):
         self.problems = problems
         self.seed = seed
-        # Of all problems and gold answers, and of those held out, so that --resume can reject others.
-        self.hash = hash
-        self.held_out_hash = held_out_hash
+        self.hash = hash  # of all problems and gold answers, so that --resume can reject different data
         self.position = 0  # the number of problems taken so far
 
     def take(self, count):
@@ -84,8 +82,7 @@ def read_problems(args, policy, final_answer):
     training = list(training.values())
     held_out = list(held_out.values())
     content = [(p.columns["prompts"], p.answer) for p in held_out + training]
-    held_out_hash = hash_of(content[: len(held_out)])
-    return ProblemStream(training, args.seed, hash_of(content), held_out_hash), held_out
+    return ProblemStream(training, args.seed, hash_of(content)), held_out
 
 
 def addition_problems(count=10_496):

@@ -30,19 +30,19 @@ TOKENIZER_FILES = """tokenizer* special_tokens_map.json added_tokens.json vocab*
 # ------------------------------------------------------------------------------------------ loading
 
 
-CALLERS = {}  # {thread: the code that has called load_policy there}
+LAST_RUN = {"thread": None, "code": None}  # the thread of the last load_policy, and its caller's code
 
 
 def check_alone():
-    """UserError if a different thread is still in the code that has called `load_policy`: loading a
-    model, sampling and the clock use globals."""
-    thread = threading.get_ident()
-    CALLERS[thread] = sys._getframe(2).f_code
-    for other, frame in sys._current_frames().items():
-        while frame is not None and other != thread:
-            if frame.f_code is CALLERS.get(other):
-                raise UserError("a different thread of this process has a run: one at a time")
-            frame = frame.f_back
+    """UserError if a different thread is still in the code that called `load_policy`. Loading a model,
+    sampling and the clock use globals."""
+    thread = LAST_RUN["thread"]
+    frame = sys._current_frames().get(thread)
+    while frame is not None and thread != threading.get_ident():
+        if frame.f_code is LAST_RUN["code"]:
+            raise UserError("a different thread of this process has a run: start one at a time")
+        frame = frame.f_back
+    LAST_RUN.update(thread=threading.get_ident(), code=sys._getframe(2).f_code)
 
 
 def load_policy(args):

@@ -227,13 +227,13 @@ class Run:
             with one_line("another process uses it (scripts run in one; several GPUs: examples/)"):
                 self.lock.acquire(timeout=0)
         if saved and saved.get("problems_hash") != problems.hash:
-            is_eval = args.eval_dataset and saved.get("held_out_hash") != problems.held_out_hash
-            flag = "eval_dataset" if is_eval else "dataset"
+            named = f"--dataset {args.dataset}"
+            if args.eval_dataset:
+                named += f" or --eval_dataset {args.eval_dataset}"
             message = "has different prompts or gold answers than when the run started"
-            raise UserError(f"--resume: --{flag} {getattr(args, flag)} {message}")
+            raise UserError(f"--resume: {named} {message}")
         now = versions()
-        settings = {"versions": now, **saved, **args.settings()}
-        settings |= {"problems_hash": problems.hash, "held_out_hash": problems.held_out_hash}
+        settings = {"versions": now, **saved, **args.settings(), "problems_hash": problems.hash}
         if settings["versions"] != now:
             print(f"note: the run began with {settings['versions']}, and goes on with {now}")
         checkpoints = checkpoints_in(self.folder)
@@ -267,8 +267,8 @@ class Run:
             self.extra_state = saved["extra_state"]
             sizes = {self.folder / name: saved["log_sizes"][name] for name in LOGS}
         for path, size in sizes.items():
-            with one_line(f"--resume: {path} is damaged"):
-                kept = path.read_bytes()[:size]
+            with one_line(f"--resume: {path} is damaged"), open(path, "rb") as file:
+                kept = file.read(size)
                 if len(kept) < size:
                     raise UserError("it has lost lines")
                 for line in kept.splitlines():
