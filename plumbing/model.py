@@ -48,10 +48,11 @@ def check_alone():
 def load_policy(args):
     """`--model` -> `Policy`. Runs no code from the folder. Also sets `args.vocab_size`."""
     check_alone()
-    version = transformers.__version__
-    if [int(number) for number in re.findall("[0-9]+", version)[:2]] < [5, 21]:
-        command = "pip install -r requirements.txt"
-        raise UserError(f"transformers {version} is too old, 5.21 or newer is needed: {command}")
+    for module in (transformers, sys.modules["transformers"]):  # it may import itself twice
+        numbers = re.findall("[0-9]+", module.__version__)
+        if [int(number) for number in numbers[:2]] < [5, 21]:
+            message = "is too old, 5.21 or newer is needed: pip install -r requirements.txt"
+            raise UserError(f"transformers {module.__version__} {message}")
     source = str(TINY_MOE) if args.model == "tiny-moe" else args.model
     if not Path(source).is_dir():
         with one_line(f"--model {args.model} is not a folder, and cannot be read from the hub"):

@@ -104,6 +104,14 @@ def test_pass_at_k():
     assert pass_at_k(verdicts, 5) == pytest.approx(expected, rel=1e-12)
 
 
+def test_run_prints_each_of_the_first_five_iterations(tmp_path):
+    printed = completes("grpo", "--iterations", 11, "--eval_every", 0, "--run_dir", tmp_path)
+    numbers = [
+        line.split()[0] for line in printed.partition("held-out\n")[2].splitlines() if line.strip()
+    ]
+    assert numbers[:8] == ["0", "1", "2", "3", "4", "5", "10", "11"]
+
+
 def test_run_help_explains_every_flag(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     text = " ".join(run("dapo", "--help").stdout.split())
