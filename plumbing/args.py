@@ -330,12 +330,12 @@ def parse_args(args_class, words):
         allow_abbrev=False,
     )
     add_flags(parser, args_class)
-    for word in words:
-        name = word.partition("=")[0].removeprefix("--")
-        if name in CONSTANTS and name not in args_class.__dataclass_fields__:
-            raise UserError(f"--{name}: {Path(sys.argv[0]).stem} {CONSTANTS[name]}")
+    flags = [word.partition("=")[0] for word in words]
+    for name, text in CONSTANTS.items():
+        if f"--{name}" in flags and name not in args_class.__dataclass_fields__:
+            raise UserError(f"--{name}: {Path(sys.argv[0]).stem} {text}")
     given = vars(parser.parse_args(words))
-    if [word.partition("=")[0] for word in words].count("--reward") > 1:
+    if flags.count("--reward") > 1:
         example = "examples/format_and_accuracy.py adds several up"
         raise UserError(f"--reward names one function, and was given more than once; {example}")
     saved = {}
@@ -395,10 +395,10 @@ def launch(main, args_class):
     except UserError as error:
         fail(f"{Path(sys.argv[0]).name}: error: {' '.join(str(error).split())}", 2)
     except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+        if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         # Python writes the rest of stdout when it ends, and would fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         fail(f"{Path(sys.argv[0]).name}: error: the output cannot be written: {error}", 2)
     except Exception as error:
         # The CPU allocator has no exception class of its own.

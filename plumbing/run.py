@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from plumbing.args import LOGS, UserError, check_folder, checkpoints_in, one_line
@@ -220,12 +220,15 @@ class Run:
         """Locks the run's folder, and resumes the run in it or writes the first checkpoint."""
         args = self.args
         saved = check_folder(args)
-        # A singleton, since a run that failed in this process may still hold the lock.
-        self.lock = FileLock(self.folder / "lock", is_singleton=True)
+        # A singleton for all threads, since a run that failed in this process may still hold the lock.
+        self.lock = FileLock(self.folder / "lock", is_singleton=True, thread_local=False)
         with one_line(f"--run_dir {self.folder} cannot be used"):
             self.folder.mkdir(parents=True, exist_ok=True)
-            with one_line("another process uses it (scripts run in one; several GPUs: examples/)"):
+            try:
                 self.lock.acquire(timeout=0)
+            except Timeout as error:
+                message = "another process uses it; scripts run in one (several GPUs: examples/)"
+                raise UserError(message) from error
         if saved and saved.get("problems_hash") != problems.hash:
             named = f"--dataset {args.dataset}"
             if args.eval_dataset:
@@ -267,7 +270,7 @@ class Run:
             self.extra_state = saved["extra_state"]
             sizes = {self.folder / name: saved["log_sizes"][name] for name in LOGS}
         for path, size in sizes.items():
-            with one_line(f"--resume: {path} is damaged"), open(path, "rb") as file:
+            with one_line(f"--resume: {path} is damaged"), open(path, "r+b") as file:
                 kept = file.read(size)
                 if len(kept) < size:
                     raise UserError("it has lost lines")
@@ -278,16 +281,16 @@ class Run:
 
     def save(self):
         """Writes a checkpoint and removes the previous one."""
-        saved = {
-            "iteration": self.iteration,
-            "extra_state": self.extra_state,
-            "log_sizes": {name: (self.folder / name).stat().st_size for name in LOGS},
-            "noise": self.noise.get_state(),
-            "parts": {name: part.state_dict() for name, part in self.parts.items()},
-        }
         scratch = self.folder / "checkpoint.tmp"
         folder = self.folder / f"checkpoint-{self.iteration:06d}"
         with one_line(f"{folder} cannot be written; existing checkpoints are intact"):
+            saved = {
+                "iteration": self.iteration,
+                "extra_state": self.extra_state,
+                "log_sizes": {name: (self.folder / name).stat().st_size for name in LOGS},
+                "noise": self.noise.get_state(),
+                "parts": {name: part.state_dict() for name, part in self.parts.items()},
+            }
             shutil.rmtree(scratch, ignore_errors=True)
             self.policy.save_pretrained(scratch)
             torch.save(saved, scratch / STATE)
