@@ -196,11 +196,13 @@ def test_run_prints_into_a_file_whose_encoding_lacks_a_character(encoding, tmp_p
     assert "(sampled; the answer is \\u03c0)" in printed
 
 
-def test_run_whose_output_is_a_full_disk_or_a_closed_pipe_ends_with_a_line(tmp_path):
+def test_run_whose_output_is_a_full_disk_or_a_closed_pipe_ends_with_a_line(tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     with open("/dev/full", "w") as full:
         process = started("grpo", *SMALL, "--run_dir", tmp_path / "a", stdout=full)
     closed = started("grpo", *SMALL, "--run_dir", tmp_path / "b")
     assert closed.stdout.readline().startswith("problems: ")  # at once, not when the program ends
+    assert not (tmp_path / "b" / "checkpoint-000001").exists()
     closed.stdout.close()
     for program, expected in ((process, "No space left on device"), (closed, "Broken pipe")):
         (line,) = program.stderr.read().splitlines()

@@ -172,12 +172,13 @@ def test_run_from_before_a_log_existed_is_refused(folder):
 
 @pytest.mark.parametrize("name", [*LOGS, "settings.json", "checkpoint-000000", "checkpoint-000007"])
 def test_a_new_run_replaces_nothing_of_the_users(name, tmp_path):
-    path = tmp_path / name
-    path.mkdir() if "checkpoint" in name else path.write_text('{"mine": 1}\n')
-    before = sorted(tmp_path.iterdir())
-    refused("grpo", "--run_dir", tmp_path, expected=name)
-    assert sorted(tmp_path.iterdir()) == before
-    assert path.is_dir() or path.read_text() == '{"mine": 1}\n'
+    for how in ("a folder", "a link to nothing", "cut"):
+        path = tmp_path / how / name
+        path.parent.mkdir()
+        DAMAGE[how](path, 2 * b'{"mine": 1}\n')
+        before = content(path.parent)
+        refused("grpo", "--run_dir", path.parent, expected=name)
+        assert content(path.parent) == before
 
 
 def test_run_that_logged_nothing_may_be_started_again(tmp_path, monkeypatch):
