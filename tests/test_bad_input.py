@@ -12,13 +12,13 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from conftest import MORE, OWN_LR, SCRIPTS, SMALL, fields_of, refused, run, script_args, started
+from conftest import MORE, OWN_LR, SCRIPTS, SMALL, refused, run, script_args, started
 from conftest import write_lines
 
 import grpo
 import ppo
 from common import UserError
-from plumbing.args import parse_args
+from plumbing.args import allowed_in, parse_args
 
 FLAGS = [row.strip().split(" | ") for row in (Path(__file__).parent / "bad_flags.txt").open()]
 
@@ -110,9 +110,15 @@ def test_values_of_other_types_are_what_they_mean(name, value, expected):
 
 @pytest.mark.parametrize("name", [*SCRIPTS, *MORE])
 def test_a_wrong_type_of_every_flag_is_refused(name, tmp_path):
-    """In Python, and in the settings of a run that is resumed."""
-    settings = script_args(name)[1].settings()
-    for flag in fields_of(name):
+    """In Python, in the settings of a run that is resumed, and, unless it is text, as a flag."""
+    args = script_args(name)[1]
+    settings = args.settings()
+    for field in dataclasses.fields(args):
+        flag = field.name
+        if allowed_in(field)[0] is not str:
+            refused(
+                name, f"--{flag}=[7]", "--run_dir", tmp_path / "new", expected=f"argument --{flag}: "
+            )
         with pytest.raises(UserError, match=f"^--{flag} must be "):
             script_args(name, **{flag: [7]})
         (tmp_path / "settings.json").write_text(json.dumps(settings | {flag: [7]}))
