@@ -276,6 +276,10 @@ class Run:
                     raise UserError("it has lost lines")
                 for line in kept.splitlines():
                     json.loads(line)
+                after = file.readline()
+                # Checkpoint 0 is older than the evaluation before training.
+                if self.iteration == 0 and path.name == "evaluations.jsonl" and after.endswith(b"\n"):
+                    sizes[path] += len(after)
         for path, size in sizes.items():
             os.truncate(path, size)  # later lines will be written again
 

@@ -7,6 +7,7 @@ import pytest
 from conftest import MORE, SCRIPTS, completes, metrics, read_lines, refused, resume, run, script_args
 
 import dapo
+import grpo
 from common import Completion
 from plumbing.metrics import pass_at_k, rollout_summary
 
@@ -41,7 +42,7 @@ EXTRA_KEYS = {
 }
 
 
-def test_no_iterations_only_evaluate(tmp_path):
+def test_no_iterations_only_evaluate(tmp_path, monkeypatch):
     """A second evaluation needs a different folder. Training may follow, if the run is resumed."""
     printed = completes("grpo", "--iterations", 0, "--run_dir", tmp_path)
     assert "before" in printed and "after" not in printed and metrics(tmp_path) == []
@@ -50,6 +51,10 @@ def test_no_iterations_only_evaluate(tmp_path):
     for flags in (("--iterations", 0), ("--num_held_out", 9)):
         expected = f"--run_dir {tmp_path} already has evaluations.jsonl: a new run needs"
         refused("grpo", *flags, "--run_dir", tmp_path, expected=expected)
+    with monkeypatch.context() as patch:
+        patch.setattr(grpo, "evaluate", lambda *_, **__: pytest.fail("evaluated again"))
+        printed = completes("grpo", *resume(tmp_path, "--iterations", 0))
+    assert "nothing left to do: 0 iterations are done" in printed and "before" in printed
     assert read_lines(tmp_path / "evaluations.jsonl") == [evaluation]
     completes("grpo", *resume(tmp_path))
     first, last = read_lines(tmp_path / "evaluations.jsonl")
