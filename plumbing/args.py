@@ -394,13 +394,11 @@ def launch(main, args_class):
         fail("stopped", 130)
     except UserError as error:
         fail(f"{Path(sys.argv[0]).name}: error: {' '.join(str(error).split())}", 2)
-    except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        # Python writes the rest of stdout when it ends, and would fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        fail(f"{Path(sys.argv[0]).name}: error: the output cannot be written: {error}", 2)
     except Exception as error:
+        if getattr(error, "errno", None) in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            # Python writes the rest of stdout when it ends, and would fail again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            fail(f"{Path(sys.argv[0]).name}: error: the output cannot be written: {error}", 2)
         # The CPU allocator has no exception class of its own.
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
             flags = "--micro_batch_size, --rollout_batch_size, --gradient_checkpointing, --dtype"
