@@ -155,13 +155,13 @@ def sample_batch(policy, problems, noise_NT, *, temperature, greedy, record_expe
                 tokens,
                 attention_mask=attention,
                 position_ids=positions,
-                past_key_values=cache,
                 logits_to_keep=1,
                 use_cache=True,
+                **{policy.cache_name: cache},
             )
         if record_experts:
             noted.append((rows_R, routing.choices()))
-        cache = getattr(output, "past_key_values", None)  # Mamba's is a different kind
+        cache = getattr(output, policy.cache_name, None)  # Mamba's is a different kind
         if type(cache) is not transformers.DynamicCache:
             raise TypeError("it has no cache that allows rows to be copied and removed")
         logits_RV = output.logits[:, -1].float()

@@ -2,11 +2,16 @@
 
 import argparse
 import contextlib
+import errno
+import io
 import json
+import os
+import reprlib
 import sys
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, get_args, get_origin
 
 import torch
 import transformers
@@ -39,7 +44,7 @@ def flag(default, help):
 
 @dataclass
 class RunArgs:
-    """The flags that every script's `Args` inherits. Creating one checks its values: UserError."""
+    """The flags that every script's `Args` inherits. Creating one checks them: UserError."""
 
     # model
     model: str = flag("tiny-moe", "tiny-moe, or a folder or hub id of a causal LM")
@@ -49,13 +54,13 @@ class RunArgs:
     dataset_split: str = flag("train", "split of a folder or hub dataset")
     prompt_column: str = flag("question", "column with the prompts: text or chat messages")
     answer_column: str = flag("answer", "column with the gold answers, or a path such as extra.gold")
-    chat_template_kwargs: str = flag("", 'JSON for the chat template: {"enable_thinking": false}')
+    chat_template_kwargs: str | dict = flag("", 'JSON for the template: {"enable_thinking": false}')
     system_prompt: str = flag("", "system message before each prompt; replaces the dataset's")
     instruction: str = flag("", "text to add after each prompt, on a new line")
     eval_dataset: str = flag("", "like dataset, but for the held-out problems [part of the dataset]")
     eval_split: str = flag("", "split of the eval dataset [test, or train if there is none]")
     num_held_out: int = flag(256, "problems held out for evaluation")
-    reward: str = flag("", "FILE.py:FUNCTION that grades completions instead of the verifier")
+    reward: str | Callable = flag("", "FILE.py:FUNCTION that replaces the verifier")
     # precision and memory
     dtype: Literal["float32", "bfloat16"] = flag("float32", "precision; AdamW always uses float32")
     micro_batch_size: int = flag(
@@ -125,6 +130,14 @@ class RunArgs:
         """The absolute path that `--run_dir` means."""
         return Path(self.run_dir or f"runs/{self.script}-seed{self.seed}").absolute()
 
+    def settings(self):
+        """The script and all flags, for settings.json. A function made in Python is module:name."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        if callable(self.reward):
+            name = getattr(self.reward, "__qualname__", type(self.reward).__name__)
+            values["reward"] = f"{self.reward.__module__}:{name}"
+        return {"script": self.script, **values}
+
     def template_options(self):
         """`--chat_template_kwargs` as a dict."""
         with one_line(f"--chat_template_kwargs must be a JSON object, not {self.chat_template_kwargs}"):
@@ -145,13 +158,41 @@ RANGES = [
 ]
 
 
+def has_splits(dataset):
+    is_file = dataset.endswith((".json", ".jsonl", ".csv", ".tsv", ".parquet"))
+    return dataset not in ("", "addition") and not is_file and not Path(dataset, "state.json").exists()
+
+
+def allowed_in(f):
+    """What a field may be, by its annotation: types (a command line takes the first), or choices."""
+    return get_args(f.type) or (f.type,)
+
+
+def typed(f, value):
+    """The value of a field. Paths and dicts become text; whole floats, and scalars of numpy or torch,
+    become the numbers that they mean. UserError if the result does not fit the annotation."""
+    allowed = allowed_in(f)
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if getattr(value, "ndim", None) == 0:
+        value = value.item()
+    with one_line(f"--{f.name} cannot be used"):
+        if dict in allowed and isinstance(value, dict):
+            value = json.dumps(value)
+        if allowed[0] in (int, float) and type(value) in (int, float) and value % 1 == 0:
+            value = allowed[0](value)
+    is_function = Callable in allowed and callable(value)
+    is_choice = isinstance(value, str) and value in allowed
+    if type(value) not in allowed and not is_function and not is_choice:
+        names = " or ".join(getattr(kind, "__name__", kind) for kind in allowed)
+        raise UserError(f"--{f.name} must be {names}, not {reprlib.repr(value)}")
+    return value
+
+
 def check_flags(args):
     """UserError if a flag has an invalid value, or flags contradict each other."""
     for f in fields(args):
-        value = getattr(args, f.name)
-        choices = get_args(f.type)
-        if choices and value not in choices:
-            raise UserError(f"--{f.name} must be one of {', '.join(choices)}, not {value}")
+        setattr(args, f.name, typed(f, getattr(args, f.name)))
     for low, high, names in RANGES:
         args.check_range(low, high, *[name for name in names.split() if hasattr(args, name)])
     args.check_range(0, 1e9, *[f.name for f in fields(args) if f.type in (int, float)])
@@ -164,6 +205,11 @@ def check_flags(args):
         raise UserError("--old_logprobs sampler skips the forward pass that r2 takes experts from")
     if args.old_logprobs == "sampler" and args.rollout_correction != "none":
         raise UserError("--old_logprobs sampler leaves nothing for --rollout_correction to correct")
+    splits = {"dataset_split": has_splits(args.dataset), "eval_split": has_splits(args.eval_dataset)}
+    splits["dataset_config"] = any(splits.values())
+    for name, is_read in splits.items():
+        if not is_read and getattr(args, name) != getattr(RunArgs, name):
+            raise UserError(f"--{name} is for a folder or hub id, and there is none that it applies to")
     if args.device:
         with one_line(f"--device {args.device} is not available"):
             torch.zeros(1, device=args.device).item()  # fails on meta, which cannot compute
@@ -171,10 +217,11 @@ def check_flags(args):
 
 # ------------------------------------------------------------------------------------- a run's folder
 
+LOGS = ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl")
 CHECKPOINT = "checkpoint-" + 6 * "[0-9]"  # a copy such as checkpoint-best-2 belongs to the user
 # What may change when a run is resumed. If model, data or reward have moved, they must still be the
 # same. The last four change results only by rounding.
-MAY_CHANGE = """run_dir resume iterations eval_every save_every model dataset eval_dataset reward
+MAY_CHANGE = """run_dir resume iterations eval_every save_every model dataset eval_dataset
 device micro_batch_size rollout_batch_size gradient_checkpointing""".split()
 
 
@@ -183,31 +230,48 @@ def checkpoints_in(folder):
     return sorted(folder.glob(CHECKPOINT))
 
 
-def saved_settings(folder):
-    """What is in a run's settings.json; {} if there is none."""
-    path = folder / "settings.json"
-    with one_line(f"{path} cannot be read"):
-        return json.loads(path.read_text()) if path.exists() else {}
+def saved_settings(args):
+    """What is in a run's settings.json; {} if there is none. UserError if a flag is missing, or has a
+    value of the wrong type."""
+    path = args.folder / "settings.json"
+    if not os.path.lexists(path):
+        return {}
+    with one_line(f"{path} does not hold a run's settings"):
+        saved = dict(**json.loads(path.read_text()))
+        if saved["script"] == args.script:
+            for f in fields(args):
+                typed(f, saved[f.name])
+        return saved
 
 
 def check_folder(args):
     """The settings of the run to be resumed; {} for a new run. UserError if `--run_dir` holds a
-    different run, or one that cannot be resumed."""
+    different run, one that cannot be resumed, or anything that a new run would erase."""
     folder = args.folder
     if folder.match(CHECKPOINT):
         raise UserError(f"--run_dir {folder} is a checkpoint: pass the folder that contains it")
-    if args.resume and checkpoints_in(folder):
-        saved = saved_settings(folder)
-        now = {"script": args.script, **asdict(args)}
-        for name, value in now.items():
-            if name not in MAY_CHANGE and saved.get(name, value) != value:
-                raise UserError(f"--resume: {folder} has {name} {saved[name]}, not {value}")
-        return saved
-    log = folder / "metrics.jsonl"
-    if log.exists() and log.stat().st_size > 0:
-        message = "holds a run: --resume continues it from its newest checkpoint"
-        raise UserError(f"--run_dir {folder} {message}; a different --run_dir starts a new one")
-    return {}
+    saved = saved_settings(args)
+    with one_line(f"--run_dir {folder} cannot be used"):
+        checkpoints = checkpoints_in(folder)
+    if args.resume:
+        if not saved:
+            raise UserError(f"--resume: {folder} holds no run, since it has no settings.json")
+        for name, value in args.settings().items():
+            before = saved.get(name)
+            if name == "reward":  # its file may have moved
+                before, value = before.rpartition(":")[2], value.rpartition(":")[2]
+            if name not in MAY_CHANGE and before != value:
+                raise UserError(f"--resume: {folder} has {name} {before}, not {value}")
+        if checkpoints:
+            return saved
+    # A run that logged nothing may leave settings and checkpoint 0, which a new run replaces.
+    for path in [*(folder / name for name in LOGS), *checkpoints]:
+        is_empty = os.path.isfile(path) and os.path.getsize(path) == 0
+        is_spare = is_empty or (saved and path.name == "checkpoint-000000")
+        if os.path.lexists(path) and not is_spare:
+            message = "a new run needs an empty folder; --resume continues one from its checkpoint"
+            raise UserError(f"--run_dir {folder} already has {path.name}: {message}")
+    return saved if args.resume else {}
 
 
 # ------------------------------------------------------------------------------------- command line
@@ -218,6 +282,15 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         raise UserError(message)
+
+
+# What scripts without these flags do: see RunArgs
+CONSTANTS = {
+    "group_size": "has one completion per prompt",
+    "update_epochs": "has one epoch per rollout",
+    "num_minibatches": "has one step per rollout",
+    "ref_reset_every": "never resets its reference",
+}
 
 
 def read_bool(text):
@@ -233,11 +306,11 @@ def add_flags(parser, args_class, names=None):
         if names is not None and f.name not in names:
             continue
         help = f.metadata["help"].replace("%", "%%")
-        options = {"type": f.type}
+        options = {"type": allowed_in(f)[0]}
         if f.type is bool:
             options = {"type": read_bool, "nargs": "?", "const": True}
-        elif get_args(f.type):
-            options = {"choices": get_args(f.type)}
+        elif get_origin(f.type) is Literal:
+            options = {"choices": allowed_in(f)}
             help += f" ({', '.join(options['choices'])})"
         if f.default not in ("", False):
             help += f" (default: {f.default})"
@@ -254,24 +327,44 @@ def parse_args(args_class, words):
         allow_abbrev=False,
     )
     add_flags(parser, args_class)
+    flags = [word.partition("=")[0] for word in words]
+    for name, text in CONSTANTS.items():
+        if f"--{name}" in flags and name not in args_class.__dataclass_fields__:
+            raise UserError(f"--{name}: {Path(sys.argv[0]).stem} {text}")
     given = vars(parser.parse_args(words))
-    if [word.partition("=")[0] for word in words].count("--reward") > 1:
+    if flags.count("--reward") > 1:
         example = "examples/format_and_accuracy.py adds several up"
         raise UserError(f"--reward names one function, and was given more than once; {example}")
     saved = {}
     if given.get("resume"):
         named = args_class(**{name: given[name] for name in given.keys() & {"run_dir", "seed"}})
-        saved = saved_settings(named.folder)
+        saved = saved_settings(named)
     names = {f.name for f in fields(args_class)} - {"resume", "run_dir", "device"}
     kept = {name: saved[name] for name in names & saved.keys()}
     return args_class(**kept | given)
 
 
+# A flag, and the values of a different flag with which it is not read
+UNREAD = [
+    ("rollout_cap", "rollout_correction", "none geo_filter icepop"),
+    ("rollout_mask_low", "rollout_correction", "none token_tis sequence_tis sequence_mis icepop"),
+    ("rollout_mask_high", "rollout_correction", "none token_tis sequence_tis sequence_mis icepop"),
+    ("ref_reset_every", "kl_coef", "0.0"),
+]
+
+
 def advise(args):
-    """Says which defaults do not suit a user's own model."""
+    """Says which flags have no effect, and which defaults do not suit a user's own model."""
+    for name, other, values in UNREAD:
+        value = getattr(args, other, "")
+        is_set = getattr(args, name, None) != getattr(type(args), name, None)
+        if is_set and str(value) in values.split():
+            print(f"note: --{name} has no effect with --{other} {value}", file=sys.stderr)
+    if args.model == RunArgs.model:
+        return
     for name, typical in (("lr", "1e-6"), ("critic_lr", "1e-5")):
         default = getattr(type(args), name, None)  # None: this script has no such flag
-        if default is not None and getattr(args, name) == default:
+        if default is not None and getattr(args, name) == default and args.iterations > 0:
             message = f"--{name} {default:g} suits {RunArgs.model}"
             print(f"warning: {message}; for your own model {typical} is typical", file=sys.stderr)
     if args.torch_device != "cpu" and args.dtype == "float32":
@@ -282,19 +375,26 @@ def advise(args):
 def launch(main, args_class):
     """Calls `main` with the command line as `args_class`. A UserError ends the program with one line on
     stderr and exit code 2; anything else is a bug and shows its traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # Some encodings lack characters. A file should show each line at once.
+            stream.reconfigure(errors="backslashreplace", line_buffering=True)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     try:
         args = parse_args(args_class, sys.argv[1:])
         check_folder(args)  # before any work is done; Run compares it again
-        if args.model != RunArgs.model:
-            advise(args)
+        advise(args)
         main(args)
     except KeyboardInterrupt:  # during an iteration: see Run.on_signal
         fail("stopped", 130)
     except UserError as error:
         fail(f"{Path(sys.argv[0]).name}: error: {' '.join(str(error).split())}", 2)
     except Exception as error:
+        if getattr(error, "errno", None) in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            # Python writes the rest of stdout when it ends, and would fail again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            fail(f"{Path(sys.argv[0]).name}: error: the output cannot be written: {error}", 2)
         # The CPU allocator has no exception class of its own.
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
             flags = "--micro_batch_size, --rollout_batch_size, --gradient_checkpointing, --dtype"

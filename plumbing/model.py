@@ -3,8 +3,11 @@ samples."""
 
 import copy
 import functools
+import inspect
 import os
 import re
+import sys
+import threading
 import weakref
 from pathlib import Path
 
@@ -27,8 +30,29 @@ TOKENIZER_FILES = """tokenizer* special_tokens_map.json added_tokens.json vocab*
 # ------------------------------------------------------------------------------------------ loading
 
 
+LAST_RUN = {"thread": None, "code": None}  # the thread of the last load_policy, and its caller's code
+
+
+def check_alone():
+    """UserError if a different thread is still in the code that called `load_policy`. Loading a model,
+    sampling and the clock use globals."""
+    thread = LAST_RUN["thread"]
+    frame = sys._current_frames().get(thread)
+    while frame is not None and thread != threading.get_ident():
+        if frame.f_code is LAST_RUN["code"]:
+            raise UserError("a different thread of this process has a run: start one at a time")
+        frame = frame.f_back
+    LAST_RUN.update(thread=threading.get_ident(), code=sys._getframe(2).f_code)
+
+
 def load_policy(args):
     """`--model` -> `Policy`. Runs no code from the folder."""
+    check_alone()
+    for module in (transformers, sys.modules["transformers"]):  # it may import itself twice
+        numbers = re.findall("[0-9]+", module.__version__)
+        if [int(number) for number in numbers[:2]] < [5, 21]:
+            message = "is too old, 5.21 or newer is needed: pip install -r requirements.txt"
+            raise UserError(f"transformers {module.__version__} {message}")
     source = str(TINY_MOE) if args.model == "tiny-moe" else args.model
     if not Path(source).is_dir():
         with one_line(f"--model {args.model} is not a folder, and cannot be read from the hub"):
@@ -179,6 +203,9 @@ class Policy(TrainedModel):
         self.tokenizer = tokenizer
         self.tokenizer_files = {}  # {name: bytes}
         self.routers = read_routers(master).of(self.model)
+        # transformers 5.24 calls it cache, and warns of the old name.
+        is_renamed = "cache" in inspect.signature(master.forward).parameters
+        self.cache_name = "cache" if is_renamed else "past_key_values"
         self.rollout_dtype = rollout_dtype
         self.refresh_every = refresh_every  # iterations
         self.rollout_policy = None

@@ -12,25 +12,37 @@ from plumbing.args import UserError, one_line
 VERDICTS = ("correct", "wrong", "no_answer", "truncated")
 
 
+SOURCES = {}  # {path of an imported file: its content}
+
+
 def import_file(path):
-    """Imports a file as a module under its own name, so that a pool's processes can import it too."""
+    """Imports a file as a module under its own name, so that a pool's processes can import it too; and
+    again if it has changed, as in a notebook."""
     sys.path.append(str(path.parent))
     module = importlib.import_module(path.stem)
     if Path(module.__file__).resolve() != path.resolve():
         raise ImportError(f"rename {path.name}: `import {path.stem}` finds {module.__file__}")
+    source = path.read_bytes()
+    if SOURCES.setdefault(path, source) != source:
+        exec(compile(source, path, "exec"), module.__dict__)
+        SOURCES[path] = source
     return module
 
 
 def load_reward(args):
-    """`--reward FILE.py:FUNCTION` -> (a function that grades completions: [(reward, verdict)], whether
-    it reads gold answers). The names of FUNCTION's parameters decide what it gets: text, answer,
-    truncated and columns of one completion, or, if one is named `completions`, lists for all
+    """`--reward` (FILE.py:FUNCTION, or a function) -> (a function that grades completions: [(reward,
+    verdict)], whether it reads gold answers). The names of its parameters decide what it gets: text,
+    answer, truncated and columns of one completion, or, if one is named `completions`, lists for all
     completions, as in TRL."""
-    path, _, name = args.reward.rpartition(":")
-    if path and not Path(path).exists():
-        raise UserError(f"--reward {args.reward}: there is no file {Path(path).absolute()}")
-    with one_line(f"--reward {args.reward} must be FILE.py:FUNCTION"):
-        function = getattr(import_file(Path(path).absolute()), name)
+    reward = args.settings()["reward"]
+    path, _, name = reward.rpartition(":")
+    function = args.reward
+    if path and reward == function and not Path(path).exists():
+        message = "if it was a function made in Python, pass it again"
+        raise UserError(f"--reward {reward}: there is no file {Path(path).absolute()}; {message}")
+    with one_line(f"--reward {reward} must be FILE.py:FUNCTION"):
+        if reward == function:
+            function = getattr(import_file(Path(path).absolute()), name)
         signature = inspect.signature(function)
         parameters = signature.parameters
         if any(parameter.kind is parameter.POSITIONAL_ONLY for parameter in parameters.values()):
@@ -42,7 +54,7 @@ def load_reward(args):
 
     def call(values):
         named = {name: values[name] for name in values if takes_all or name in parameters}
-        with one_line(f"--reward {args.reward} can be passed {', '.join(values)}"):
+        with one_line(f"--reward {reward} can be passed {', '.join(values)}"):
             signature.bind(**named)  # the dataset may lack a column that it needs
         return function(**named)
 
@@ -51,7 +63,7 @@ def load_reward(args):
             results = call(lists_of(completions))
         else:
             results = [call(values_of(c)) for c in completions]
-        with one_line(f"--reward {args.reward} must return a number, or (number, verdict), for each"):
+        with one_line(f"--reward {reward} must return a number, or (number, verdict), for each"):
             # Nothing without an order: a dict would give its keys.
             if not isinstance(results, (list, tuple, Iterator)) and not hasattr(results, "tolist"):
                 raise UserError(f"not one {type(results).__name__} for {len(completions)} completions")

@@ -1,6 +1,5 @@
 """A run's bookkeeping: what it logs, prints and saves, and how it ends and resumes."""
 
-import dataclasses
 import json
 import math
 import os
@@ -15,10 +14,10 @@ from pathlib import Path
 
 import torch
 import transformers
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from plumbing.args import UserError, check_folder, checkpoints_in, one_line
+from plumbing.args import LOGS, UserError, check_folder, checkpoints_in, one_line
 from plumbing.metrics import (
     add,
     clock,
@@ -31,7 +30,6 @@ from plumbing.metrics import (
 )
 
 STATE = "trainer_state.pt"  # in a checkpoint: everything except the policy
-LOGS = ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl")
 
 
 class Run:
@@ -228,7 +226,8 @@ class Run:
             sample = {"prompt": c.problem.prompt, "completion": c.text, "answer": c.problem.answer}
             sample |= {"reward": c.reward, "verdict": c.verdict}
             self.append_to("samples.jsonl", {"iteration": self.iteration, **sample})
-        if self.iteration % 5 == 0 or "eval/response_len_mean" in metrics:
+        is_evaluated = "eval/response_len_mean" in metrics
+        if self.iteration < 5 or self.iteration % 5 == 0 or is_evaluated:
             self.say(progress_line(metrics))
         kl = metrics.get("rollout/sampler_kl", 0)
         is_exact = self.policy.rollout_policy is None and self.args.dtype == "float32"
@@ -237,42 +236,56 @@ class Run:
         self.bar.update()
 
     def append_to(self, name, row):
-        with open(self.folder / name, "a") as file:
+        path = self.folder / name
+        with one_line(f"{path} cannot be written"), open(path, "a") as file:
             file.write(json.dumps(row, allow_nan=False) + "\n")
 
     # --------------------------------------------------------------------------------- checkpoints
 
     def open_folder(self, problems):
         """Locks the run's folder, and resumes the run in it or writes the first checkpoint."""
-        saved = check_folder(self.args)
-        # A singleton, since a run that failed in this process may still hold the lock.
-        self.lock = FileLock(self.folder / "lock", is_singleton=True)
+        args = self.args
+        saved = check_folder(args)
+        # A singleton for all threads, since a run that failed in this process may still hold the lock.
+        self.lock = FileLock(self.folder / "lock", is_singleton=True, thread_local=False)
         with one_line(f"--run_dir {self.folder} cannot be used"):
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.lock.acquire(timeout=0)
-        if saved.get("problems_hash", problems.hash) != problems.hash:
+            try:
+                self.lock.acquire(timeout=0)
+            except Timeout as error:
+                message = "another process uses it; scripts run in one (several GPUs: examples/)"
+                raise UserError(message) from error
+        if saved and saved.get("problems_hash") != problems.hash:
+            named = f"--dataset {args.dataset}"
+            if args.eval_dataset:
+                named += f" or --eval_dataset {args.eval_dataset}"
             message = "has different prompts or gold answers than when the run started"
-            raise UserError(f"--resume: --dataset {self.args.dataset} {message}")
+            raise UserError(f"--resume: {named} {message}")
+        now = versions()
+        settings = {"versions": now, **saved, **args.settings(), "problems_hash": problems.hash}
+        if settings["versions"] != now:
+            print(f"note: the run began with {settings['versions']}, and goes on with {now}")
         checkpoints = checkpoints_in(self.folder)
-        is_resumed = self.args.resume and len(checkpoints) > 0
+        is_resumed = args.resume and len(checkpoints) > 0
         if is_resumed:
             self.restore(checkpoints[-1])
-        else:
-            # A run that ended before its first iteration may have left checkpoint 0 and an evaluation.
-            shutil.rmtree(self.folder / "checkpoint-000000", ignore_errors=True)
-            for name in LOGS:
-                (self.folder / name).write_text("")
-        # A resumed run keeps the versions that it began with.
-        settings = {"versions": versions(), **saved, "script": self.args.script}
-        settings |= dataclasses.asdict(self.args) | {"problems_hash": problems.hash}
+            if self.is_last and not self.needs_first_eval:
+                print(f"nothing left to do: {self.iteration} iterations are done")
         scratch = self.folder / "settings.json.tmp"
-        scratch.write_text(json.dumps(settings, indent=1))
-        scratch.replace(self.folder / "settings.json")  # so it is never half written
+        with one_line(f"--run_dir {self.folder} cannot be written"):
+            if not is_resumed:
+                # A run that ended before its first iteration may have left checkpoint 0.
+                shutil.rmtree(self.folder / "checkpoint-000000", ignore_errors=True)
+                for name in LOGS:
+                    (self.folder / name).touch()
+            scratch.write_text(json.dumps(settings, indent=1))
+            sync(scratch)
+            scratch.replace(self.folder / "settings.json")  # so it is never half written
         if not is_resumed:
             self.save()  # fails early if that is impossible
 
     def restore(self, folder):
-        """Loads a checkpoint."""
+        """Loads a checkpoint, and cuts what was logged after it."""
         with one_line(f"--resume: {folder} cannot be read"):  # a damaged file may raise anything
             saved = torch.load(folder / STATE, weights_only=True, map_location="cpu")
             self.policy.load_pretrained(folder)
@@ -282,27 +295,50 @@ class Run:
             self.iteration = saved["iteration"]
             self.num_logged = self.iteration
             self.extra_state = saved["extra_state"]
-            for name, size in saved["log_sizes"].items():
-                os.truncate(self.folder / name, size)  # later lines will be written again
+            sizes = {self.folder / name: saved["log_sizes"][name] for name in LOGS}
+        for path, size in sizes.items():
+            with one_line(f"--resume: {path} is damaged"), open(path, "r+b") as file:
+                kept = file.read(size)
+                if len(kept) < size:
+                    raise UserError("it has lost lines")
+                for line in kept.splitlines():
+                    json.loads(line)
+                after = file.readline()
+                # Checkpoint 0 is older than the evaluation before training.
+                if self.iteration == 0 and path.name == "evaluations.jsonl" and after.endswith(b"\n"):
+                    sizes[path] += len(after)
+        for path, size in sizes.items():
+            os.truncate(path, size)  # later lines will be written again
 
     def save(self):
         """Writes a checkpoint and removes the previous one."""
-        saved = {
-            "iteration": self.iteration,
-            "extra_state": self.extra_state,
-            "log_sizes": {name: (self.folder / name).stat().st_size for name in LOGS},
-            "noise": self.noise.get_state(),
-            "parts": {name: part.state_dict() for name, part in self.parts.items()},
-        }
         scratch = self.folder / "checkpoint.tmp"
         folder = self.checkpoint
         with one_line(f"{folder} cannot be written; existing checkpoints are intact"):
+            saved = {
+                "iteration": self.iteration,
+                "extra_state": self.extra_state,
+                "log_sizes": {name: (self.folder / name).stat().st_size for name in LOGS},
+                "noise": self.noise.get_state(),
+                "parts": {name: part.state_dict() for name, part in self.parts.items()},
+            }
             shutil.rmtree(scratch, ignore_errors=True)
             self.policy.save_pretrained(scratch)
             torch.save(saved, scratch / STATE)
+            for path in [*scratch.rglob("*"), scratch, *(self.folder / name for name in LOGS)]:
+                sync(path)
             scratch.rename(folder)
+            sync(self.folder)
         for path in checkpoints_in(self.folder)[:-1]:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def sync(path):
+    """Waits until a file or folder is on disk."""
+    if os.name == "posix":  # Windows cannot open a folder
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
 
 
 def reset_signals():

@@ -3,17 +3,22 @@ data, rewards and folders that cannot be used: test_models.py, test_data.py, tes
 test_run_folder.py."""
 
 import dataclasses
+import json
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
-from conftest import OWN_LR, refused, run
+from conftest import MORE, OWN_LR, SCRIPTS, SMALL, refused, run, script_args, started
+from conftest import write_lines
 
 import grpo
 import ppo
 from common import UserError
-from plumbing.args import parse_args
+from plumbing.args import allowed_in, parse_args
 
 FLAGS = [row.strip().split(" | ") for row in (Path(__file__).parent / "bad_flags.txt").open()]
 
@@ -28,6 +33,117 @@ def test_args_made_in_python_are_checked():
     for make in (grpo.Args, lambda **wrong: dataclasses.replace(grpo.Args(), **wrong)):
         with pytest.raises(UserError, match="--lr "):
             make(lr=-1.0)
+
+
+def reward(text):
+    return 0
+
+
+class Reward:
+    def __call__(self, text):
+        return 0
+
+
+WRONG = [  # a flag, a value of the wrong type, and what the message says about it
+    ("lr", "1e-6", "must be float, not '1e-6'"),
+    ("lr", None, "must be float, not None"),
+    ("lr", True, "must be float, not True"),
+    ("lr", Decimal("1e-6"), "must be float, not Decimal('0.000001')"),
+    ("lr", torch.ones(2), "must be float, not tensor([1., 1.])"),
+    ("lr", 10**400, "cannot be used: OverflowError"),
+    ("lr", np.float32("nan"), "must be from 1e-09 to 1e+09, not nan"),
+    ("group_size", 2.5, "must be int, not 2.5"),
+    ("group_size", "8", "must be int, not '8'"),
+    ("group_size", np.bool_(True), "must be int, not True"),
+    ("iterations", 2.5, "must be int, not 2.5"),
+    ("seed", float("inf"), "must be int, not inf"),
+    ("seed", Fraction(4, 2), "must be int, not Fraction(2, 1)"),
+    ("gradient_checkpointing", "False", "must be bool, not 'False'"),
+    ("gradient_checkpointing", 1, "must be bool, not 1"),
+    ("resume", "no", "must be bool, not 'no'"),
+    ("device", 0, "must be str, not 0"),
+    ("dataset", [{"question": "1+1="}] * 10_000, "must be str, not [{'question': '1+1='}, {"),
+    ("dtype", torch.bfloat16, "must be float32 or bfloat16, not torch.bfloat16"),
+    ("dtype", "float16", "must be float32 or bfloat16, not 'float16'"),
+    ("dtype", np.array(["float32", "bfloat16"]), "must be float32 or bfloat16, not array("),
+    ("reward", 3, "must be str or Callable, not 3"),
+    ("chat_template_kwargs", [1], "must be str or dict, not [1]"),
+    ("chat_template_kwargs", {"tools": {1}}, "cannot be used: TypeError Object of type set"),
+    ("run_dir", b"runs", "must be str, not b'runs'"),
+    ("model", None, "must be str, not None"),
+]
+
+
+@pytest.mark.parametrize("name, value, expected", WRONG)
+def test_values_of_the_wrong_type_are_refused(name, value, expected):
+    with pytest.raises(UserError) as error:
+        grpo.Args(**{name: value})
+    message = str(error.value)
+    assert message.startswith(f"--{name} {expected}") and len(message) < 250
+
+
+MEANT = [  # a flag, a value of a different type, and what is meant
+    ("seed", np.int64(3), 3),
+    ("seed", torch.tensor(3), 3),
+    ("group_size", 4.0, 4),
+    ("lr", 1, 1.0),
+    ("lr", np.float64(0.5), 0.5),
+    ("gradient_checkpointing", np.bool_(True), True),
+    ("run_dir", Path("a/b"), "a/b"),
+    ("dataset", Path("a.jsonl"), "a.jsonl"),
+    ("model", np.str_("a"), "a"),
+    ("chat_template_kwargs", {"enable_thinking": False}, '{"enable_thinking": false}'),
+    ("reward", Path("my.py:f"), "my.py:f"),
+    ("reward", reward, "test_bad_input:reward"),
+    ("reward", Reward(), "test_bad_input:Reward"),
+]
+
+
+@pytest.mark.parametrize("name, value, expected", MEANT)
+def test_values_of_other_types_are_what_they_mean(name, value, expected):
+    args = grpo.Args(**{name: value})
+    in_settings = args.settings()[name]
+    assert (in_settings, type(in_settings)) == (expected, type(expected))
+    assert getattr(args, name) in (value if callable(value) else expected, expected)
+    assert json.loads(json.dumps(args.settings())) == dataclasses.replace(args).settings()
+
+
+@pytest.mark.parametrize("name", [*SCRIPTS, *MORE])
+def test_a_wrong_type_of_every_flag_is_refused(name, tmp_path):
+    """In Python, in the settings of a run that is resumed, and, unless it is text, as a flag."""
+    args = script_args(name)[1]
+    settings = args.settings()
+    for field in dataclasses.fields(args):
+        flag = field.name
+        if allowed_in(field)[0] is not str:
+            refused(
+                name, f"--{flag}=[7]", "--run_dir", tmp_path / "new", expected=f"argument --{flag}: "
+            )
+        with pytest.raises(UserError, match=f"^--{flag} must be "):
+            script_args(name, **{flag: [7]})
+        (tmp_path / "settings.json").write_text(json.dumps(settings | {flag: [7]}))
+        expected = f"{tmp_path}/settings.json does not hold a run's settings: --{flag} must be "
+        refused(name, "--resume", "--run_dir", tmp_path, expected=expected)
+
+
+IDLE = [  # flags without effect, and with what
+    ("grpo", "--ref_reset_every 2 --kl_coef 0", ["--ref_reset_every", "--kl_coef 0.0"]),
+    ("sapo", "--rollout_cap 3", ["--rollout_cap", "--rollout_correction none"]),
+    ("ppo", "--rollout_cap 3 --rollout_correction geo_filter", ["--rollout_cap", "geo_filter"]),
+    ("grpo", "--rollout_mask_low 0.9", ["--rollout_mask_low", "none"]),
+    ("grpo", "--rollout_mask_high 2 --rollout_correction icepop", ["--rollout_mask_high", "icepop"]),
+    ("grpo", "--rollout_mask_high 2 --rollout_correction geo_filter", []),
+    ("grpo", "--rollout_cap 3 --rollout_correction token_tis", []),
+    ("grpo", "--ref_reset_every 2", []),
+]
+
+
+@pytest.mark.parametrize("name, flags, expected", IDLE)
+def test_flags_without_effect_are_said_in_a_line(name, flags, expected, monkeypatch, tmp_path):
+    monkeypatch.setattr(script_args(name)[0], "main", lambda args: None)
+    result = run(name, *flags.split(), "--run_dir", tmp_path)
+    assert len(result.stderr.splitlines()) == (len(expected) > 0) and result.returncode == 0
+    assert all(words in result.stderr for words in expected)
 
 
 def test_a_switch_may_have_a_value():
@@ -46,6 +162,7 @@ def test_advice_on_rates_and_precision_for_your_own_model_on_a_gpu(monkeypatch, 
     starts = ["warning: --lr 0.0002 suits", "warning: --critic_lr 0.002 suits", "note: float32 is slow"]
     assert [line[: len(start)] for line, start in zip(lines, starts, strict=True)] == starts
     assert run("ppo", *flags, *OWN_LR, "--critic_lr", 1e-5, "--dtype", "bfloat16").stderr == ""
+    assert run("ppo", *flags, "--iterations", 0, "--dtype", "bfloat16").stderr == ""  # no rate matters
 
 
 FULL = "--micro_batch_size, --rollout_batch_size, --gradient_checkpointing, --dtype"
@@ -67,3 +184,31 @@ def test_a_bug_has_a_traceback(tmp_path, reward_file):
     """Here one in a reward function."""
     with pytest.raises(ZeroDivisionError):
         run("grpo", "--reward", reward_file("return 1 / 0"), "--run_dir", tmp_path)
+
+
+# ---------------------------------------------------------------------------------- as a user starts it
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "ascii"])
+def test_run_prints_into_a_file_whose_encoding_lacks_a_character(encoding, tmp_path, monkeypatch):
+    """As `> log.txt` on Windows. Each of the first lines is in the file at once."""
+    rows = [{"question": f"{i}+1=", "answer": "\u03c0"} for i in range(20)]
+    flags = ["--dataset", write_lines(tmp_path / "data.jsonl", rows), "--run_dir", tmp_path / "run"]
+    monkeypatch.setenv("PYTHONIOENCODING", encoding)
+    process = started("grpo", *SMALL, "--num_held_out", 4, *flags)
+    printed, errors = process.communicate()
+    assert process.returncode == 0 and errors == ""
+    assert "(sampled; the answer is \\u03c0)" in printed
+
+
+def test_run_whose_output_is_a_full_disk_or_a_closed_pipe_ends_with_a_line(tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    with open("/dev/full", "w") as full:
+        process = started("grpo", *SMALL, "--run_dir", tmp_path / "a", stdout=full)
+    closed = started("grpo", *SMALL, "--run_dir", tmp_path / "b")
+    assert closed.stdout.readline().startswith("problems: ")  # at once, not when the program ends
+    assert not (tmp_path / "b" / "checkpoint-000001").exists()
+    closed.stdout.close()
+    for program, expected in ((process, "No space left on device"), (closed, "Broken pipe")):
+        (line,) = program.stderr.read().splitlines()
+        assert program.wait() == 2 and line.startswith("grpo.py: error: ") and expected in line

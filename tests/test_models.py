@@ -1,8 +1,10 @@
 """Models that people bring: with chat templates, or quantized; and folders that cannot be used."""
 
+import copy
 import json
 import math
 import shutil
+import types
 from unittest.mock import Mock
 
 import huggingface_hub
@@ -16,7 +18,7 @@ from transformers import AutoTokenizer
 from transformers.integrations import mxfp4
 
 import plumbing.model
-from common import UserError, check_sampler, load_policy, token_logprobs
+from common import UserError, check_sampler, load_policy, sample, token_logprobs
 from plumbing.model import Policy
 
 CONFIG = "config.json"
@@ -26,6 +28,44 @@ WEIGHTS = "model.safetensors"
 def change_json(path, **changes):
     old = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps(old | changes))
+
+
+OLD = ["5.20.2", "5.20.0.dev0", "5.10.4", "4.57.6", "unknown"]
+
+
+@pytest.mark.parametrize("version", OLD)
+def test_run_with_an_old_transformers_is_refused(version, tmp_path, monkeypatch):
+    """Before a model is loaded."""
+    monkeypatch.setattr("transformers.__version__", version)
+    monkeypatch.setattr("plumbing.model.load_weights", lambda source: pytest.fail("loaded"))
+    expected = f"transformers {version} is too old, 5.21 or newer is needed: pip install -r"
+    refused("grpo", "--run_dir", tmp_path / "run", expected=expected)
+
+
+@pytest.mark.parametrize("version", ["5.21.0", "5.24.0.dev0", "5.100.1", "6.0"])
+def test_a_newer_transformers_is_used(version, monkeypatch):
+    monkeypatch.setattr("transformers.__version__", version)
+    assert load_policy(script_args("grpo")[1]).cache_name == "past_key_values"
+
+
+def test_the_cache_has_the_name_that_forward_knows(tiny_model):
+    """In transformers 5.24, forward takes and returns `cache`."""
+    model, tokenizer = tiny_model
+
+    class Renamed(type(model)):
+        def forward(self, input_ids, cache=None, **options):
+            assert "past_key_values" not in options
+            output = super().forward(input_ids, past_key_values=cache, **options)
+            return types.SimpleNamespace(logits=output.logits, cache=output.past_key_values)
+
+    renamed = copy.deepcopy(model)
+    renamed.__class__ = Renamed
+    policies = [Policy(model, tokenizer), Policy(renamed, tokenizer)]
+    assert [policy.cache_name for policy in policies] == ["past_key_values", "cache"]
+    args = script_args("grpo", max_new_tokens=8)[1]
+    problems = problems_of(policies[0], "12+34=", "5=")
+    first, second = (sample(policy, problems, 2, args, torch.manual_seed(0)) for policy in policies)
+    assert [c.ids for c in first] == [c.ids for c in second]
 
 
 def test_run_a_dense_model_with_several_chat_templates(tmp_path):

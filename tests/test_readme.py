@@ -1,11 +1,15 @@
 """The READMEs: generated parts are up to date, links point to something, and the snippet runs."""
 
+import functools
+import json
 import re
+import textwrap
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, SMALL, SUMS
 
+import grpo
 import report
 
 README = ROOT / "README.md"
@@ -47,6 +51,20 @@ def test_the_snippet_runs():
     gradient_BT = names["logprobs_BT"].grad
     assert names["loss"].isfinite() and gradient_BT.isfinite().all()
     assert torch.equal(gradient_BT != 0, names["mask_BT"])
+
+
+def test_the_call_from_python_runs(monkeypatch, tmp_path):
+    """As it is copied, but with a small job."""
+    text = (ROOT / "plumbing" / "README.md").read_text()
+    (snippet,) = re.findall(r"^  ```python\n(.*?)^  ```", text, re.DOTALL | re.MULTILINE)
+    small = {name[2:]: int(value) for name, value in zip(SMALL[::2], SMALL[1::2], strict=True)}
+    make = functools.partial(grpo.Args, **small, dataset=SUMS, num_held_out=8)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(grpo, "Args", make)
+    exec(textwrap.dedent(snippet), {"__name__": "__main__"})
+    settings = json.loads((tmp_path / "runs" / "x" / "settings.json").read_text())
+    assert settings["reward"] == "__main__:f"
+    assert json.loads(settings["chat_template_kwargs"]) == {"enable_thinking": False}
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -88,11 +88,11 @@ def interfere(patch, owner, name, action, n):
 
 
 def run_until(moments, name, *flags):
-    """Starts or resumes a run that is killed before one of these calls; then the same with the next."""
-    for moment in moments:
+    """Starts a run that is killed before the first of these calls, resumes it until the next, ..."""
+    for i, moment in enumerate(moments):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
             interfere(patch, *moment)
-            run(name, *flags, "--resume")
+            run(name, *flags, *(["--resume"] if i > 0 else []))
 
 
 def test_killed_at_every_kind_of_moment(tmp_path):

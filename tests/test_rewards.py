@@ -1,12 +1,16 @@
 """The functions of --reward: how they are found and called, and what they may return."""
 
+import functools
+import json
 import sys
+from unittest.mock import Mock
 
 import pytest
-from conftest import FILE_NUMBERS, SMALL, SUMS, completes, metrics, read_lines, refused, script_args
-from conftest import started, write_lines
+from conftest import FILE_NUMBERS, SMALL, SUMS, completes, metrics, read_lines, refused, resume
+from conftest import script_args, started, write_lines
 
 import dapo
+import grpo
 from common import Completion, Problem, UserError, load_grader
 
 TEXTS = {"2": False, "?": False, "300": False, "2.": True, "40": True}  # {text: truncated}
@@ -176,6 +180,54 @@ def test_run_forked_processes_ignore_ctrl_c_and_end_on_sigterm(tmp_path):
         assert process.wait() == 0
         assert process.stderr.read() == "" and "stopping" not in process.stdout.read()
     assert len(metrics(tmp_path / "run")) == 1
+
+
+def given(text):
+    """A reward function that is passed in Python."""
+    return len(text)
+
+
+def test_run_with_a_function_made_in_python(tmp_path):
+    """settings.json has its name. A resume needs the function again, and no other one will do."""
+    numbers = {name[2:]: int(value) for name, value in zip(SMALL[::2], SMALL[1::2], strict=True)}
+    numbers |= {"dataset": SUMS, "num_held_out": 8, "run_dir": tmp_path / "run"}
+    grpo.main(grpo.Args(**numbers, reward=given))
+    (line,) = metrics(tmp_path / "run")
+    assert line["rollout/reward_mean"] == line["rollout/response_len_mean"]  # a token is a character
+    settings = json.loads((tmp_path / "run" / "settings.json").read_text())
+    assert settings["reward"] == "test_rewards:given"
+    refused(
+        "grpo", *resume(tmp_path / "run", "--iterations", 2), expected="made in Python, pass it again"
+    )
+    numbers |= {"resume": True, "iterations": 2}
+    for other in ("", lambda text: 0):
+        with pytest.raises(UserError, match="has reward given, not"):
+            grpo.main(grpo.Args(**numbers, reward=other))
+    grpo.main(grpo.Args(**numbers, reward=given))
+    assert len(metrics(tmp_path / "run")) == 2
+
+
+CALLABLES = [lambda text: 7, functools.partial(lambda score, text: score, 7), Mock(return_value=7)]
+
+
+@pytest.mark.parametrize("function", CALLABLES, ids=lambda function: type(function).__name__)
+def test_what_can_be_called_is_a_reward_function(function):
+    assert [c.reward for c in load(function)(completions())] == [7.0] * 5
+
+
+def test_a_file_that_has_changed_is_imported_again(tmp_path):
+    """Even in the same second, with the same size. One that has not is not: it may keep a state."""
+    path = write(tmp_path, "calls = []\ndef f(text): calls.append(text); return len(calls)")
+    assert [c.reward for c in graded(path)] == [1, 2, 3, 4, 5]
+    assert [c.reward for c in graded(path)] == [6, 7, 8, 9, 10]
+    path.write_text("calls = []\ndef f(text): calls.append(text); return 1")
+    assert [c.reward for c in graded(path)] == [1] * 5
+    path.write_text("def f(text) return 1")
+    for _ in range(2):
+        with pytest.raises(UserError, match="SyntaxError"):
+            graded(path)
+    path.write_text("def f(text): return 3")
+    assert [c.reward for c in graded(path)] == [3] * 5
 
 
 ASYNC = "async def f(text): return 1.0"

@@ -1,24 +1,33 @@
 """Run folders: one that is in use, damaged or has other settings is refused in one line and stays as it
 is. Scripts that are called from Python."""
 
+import errno
 import json
 import os
+import resource
 import shutil
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from conftest import SMALL, SUMS, checkpoint_of, completes, metrics, read_lines, refused, resume
-from conftest import write_lines
+from conftest import run, write_lines
 from filelock import FileLock
 from safetensors.torch import load_file, save_file
+from test_resume import interfere
 
 import grpo
 import sapo
+from common import UserError
+from plumbing.args import LOGS
 
 WEIGHTS = "model.safetensors"
 STATE = "trainer_state.pt"
+CHECKPOINT = "checkpoint-000001"
 
 
 def settings_of(folder):
@@ -26,14 +35,22 @@ def settings_of(folder):
 
 
 def content(folder):
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    """{path: content, or None for a folder or a link to nothing}"""
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+@pytest.fixture(scope="session")
+def run_of_one_iteration(tmp_path_factory):
+    """Its folder, which tests copy."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    completes("grpo", "--run_dir", folder)
+    return folder
 
 
 @pytest.fixture
-def folder(tmp_path):
-    """The folder of a run of one iteration."""
-    completes("grpo", "--run_dir", tmp_path / "run")
-    return tmp_path / "run"
+def folder(run_of_one_iteration, tmp_path):
+    """The folder of a run of one iteration, which the test may change."""
+    return shutil.copytree(run_of_one_iteration, tmp_path / "run")
 
 
 def test_a_damaged_checkpoint_is_refused(folder):
@@ -56,21 +73,228 @@ def test_a_damaged_checkpoint_is_refused(folder):
     refuses()
 
 
+DAMAGE = {
+    "missing": lambda path, content: None,
+    "empty": lambda path, content: path.write_bytes(b""),
+    "cut": lambda path, content: path.write_bytes(content[: len(content) // 2]),
+    "a folder": lambda path, content: path.mkdir(),
+    "a link to nothing": lambda path, content: path.symlink_to("nowhere"),
+}
+FILES = ["settings.json", "metrics.jsonl", "samples.jsonl", "evaluations.jsonl", "lock"]
+FILES += [f"{CHECKPOINT}/{name}" for name in ("config.json", WEIGHTS, STATE, "tokenizer.json")]
+FILES += [CHECKPOINT]
+NOT_READ = {"lock", f"{CHECKPOINT}/tokenizer.json"}  # a resumed run has the tokenizer of --model
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+@pytest.mark.parametrize("name", FILES)
+def test_run_with_a_damaged_file(name, how, run_of_one_iteration, tmp_path):
+    """A run is resumed from what is whole, or refused in a line; nothing is lost then, nor replaced."""
+    folder = shutil.copytree(run_of_one_iteration, tmp_path / "run")
+    path = folder / name
+    old = b"" if path.is_dir() else path.read_bytes()
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    DAMAGE[how](path, old)
+    before = content(folder)
+    result = run("grpo", *resume(folder, "--iterations", 2))
+    if name in NOT_READ and result.returncode == 0:
+        assert [line["iteration"] for line in metrics(folder)] == [1, 2]
+    else:
+        (line,) = result.stderr.splitlines()
+        assert result.returncode == 2 and line.startswith("grpo.py: error: ")
+        assert name.partition("/")[0] in line or how == "missing"
+        assert content(folder) == before
+    if name != "lock" and how != "missing":
+        before = content(folder)
+        refused("grpo", "--run_dir", folder)
+        assert content(folder) == before
+
+
+SETTINGS = [  # what settings.json holds (None: the run's own but for these changes), and the message
+    ("[]", None, "does not hold a run's settings: TypeError"),
+    ("null", None, "does not hold a run's settings: TypeError"),
+    ("{}", None, "does not hold a run's settings: KeyError 'script'"),
+    (None, {"lr": "2e-4"}, "does not hold a run's settings: --lr must be float, not '2e-4'"),
+    (None, {"lr": float("nan")}, "--lr must be from"),
+    (None, {"eval_every": None}, "--eval_every must be int, not None"),
+    (None, {"group_size": ...}, "does not hold a run's settings: KeyError 'group_size'"),
+    (None, {"eval_every": ...}, "does not hold a run's settings: KeyError 'eval_every'"),
+    (None, {"script": ...}, "does not hold a run's settings: KeyError 'script'"),
+    (None, {"problems_hash": ...}, "has different prompts or gold answers"),
+    (None, {"group_size": 2}, "has group_size 2, not 4"),
+    (None, {"reward": "my.py:g"}, "--reward my.py:g: there is no file"),
+]
+
+
+@pytest.mark.parametrize("text, changes, expected", SETTINGS)
+def test_run_with_other_settings(text, changes, expected, folder):
+    """Neither default flags nor anything else is taken for a run's own. (`refused` gives --group_size 4
+    again.)"""
+    if text is None:
+        changed = settings_of(folder) | changes
+        text = json.dumps({name: value for name, value in changed.items() if value is not ...})
+    (folder / "settings.json").write_text(text)
+    before = content(folder)
+    refused("grpo", *resume(folder, "--iterations", 2), expected=expected)
+    assert content(folder) == before
+
+
+LOST = [  # what becomes of a log's bytes
+    lambda old: old[:-1],
+    lambda old: bytes(len(old)),
+    lambda old: old.replace(b"{", b"\0", 1),
+    lambda old: old[1:] + b"\n" + old,
+]
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_run_whose_log_has_changed(name, folder):
+    """It is refused if lines that the checkpoint counts on are lost; what comes after them is cut."""
+    path = folder / name
+    old = path.read_bytes()
+    for changed in LOST:
+        path.write_bytes(changed(old))
+        before = content(folder)
+        refused("grpo", *resume(folder, "--iterations", 2), expected=f"--resume: {path} is damaged")
+        assert content(folder) == before
+    path.write_bytes(old + b'{"iteration": 2, "cut')
+    completes("grpo", *resume(folder, "--iterations", 2))
+    assert path.read_bytes().startswith(old) and b"cut" not in path.read_bytes()
+
+
+def test_run_from_before_a_log_existed_is_refused(folder):
+    state = torch.load(folder / CHECKPOINT / STATE)
+    del state["log_sizes"]["evaluations.jsonl"]
+    torch.save(state, folder / CHECKPOINT / STATE)
+    (folder / "evaluations.jsonl").unlink()
+    refused("grpo", *resume(folder, "--iterations", 2), expected="KeyError 'evaluations.jsonl'")
+
+
+@pytest.mark.parametrize("name", [*LOGS, "settings.json", "checkpoint-000000", "checkpoint-000007"])
+def test_a_new_run_replaces_nothing_of_the_users(name, tmp_path):
+    for how in ("a folder", "a link to nothing", "cut"):
+        path = tmp_path / how / name
+        path.parent.mkdir()
+        DAMAGE[how](path, 2 * b'{"mine": 1}\n')
+        before = content(path.parent)
+        refused("grpo", "--run_dir", path.parent, expected=name)
+        assert content(path.parent) == before
+
+
+def test_run_that_logged_nothing_may_be_started_again(tmp_path, monkeypatch):
+    """With other flags, too; or resumed, with its own."""
+    with monkeypatch.context() as patch:
+        patch.setattr(grpo, "evaluate", Mock(side_effect=UserError("a reward function that fails")))
+        for group_size in (8, 2):
+            refused("grpo", "--run_dir", tmp_path, "--group_size", group_size, expected="that fails")
+    shutil.rmtree(tmp_path / "checkpoint-000000")  # as if the program had ended before
+    assert run("grpo", *resume(tmp_path)).returncode == 0
+    assert settings_of(tmp_path)["group_size"] == 2 and len(metrics(tmp_path)) == 1
+
+
+def test_folders_that_cannot_be_used_are_refused_in_a_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to("nowhere")
+    for name in ("file", "file/run", "link", "a" * 300):
+        result = run("grpo", *SMALL, "--run_dir", tmp_path / name)
+        (line,) = result.stderr.splitlines()
+        assert result.returncode == 2 and f"--run_dir {tmp_path / name} cannot be used" in line
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link"]
+
+
+def test_run_resumed_under_other_versions_says_so(folder):
+    settings = settings_of(folder)
+    old = settings["versions"] | {"torch": "2.12.0"}
+    (folder / "settings.json").write_text(json.dumps(settings | {"versions": old}))
+    printed = completes("grpo", *resume(folder, "--iterations", 2))
+    (line,) = (line for line in printed.splitlines() if line.startswith("note: "))
+    assert "'torch': '2.12.0'" in line and torch.__version__ in line
+    assert settings_of(folder)["versions"] == old
+
+
+def test_other_eval_data_are_not_blamed_on_the_training_data(tmp_path):
+    rows = [{"question": f"{i}+1=", "answer": str(i + 1)} for i in range(40)]
+    data = write_lines(tmp_path / "train.jsonl", rows[:20])
+    held_out = write_lines(tmp_path / "eval.jsonl", rows[20:])
+    flags = ("--dataset", data, "--eval_dataset", held_out)
+    completes("grpo", *flags, "--run_dir", tmp_path / "run")
+    write_lines(held_out, rows[21:])
+    expected = f"or --eval_dataset {held_out} has different prompts"
+    refused("grpo", *resume(tmp_path / "run", "--iterations", 2), expected=expected)
+
+
+# ----------------------------------------------------------------------------------------- full disks
+
+
+@pytest.mark.parametrize("size, name", [(100, "settings.json"), (100_000, "checkpoint-000000")])
+def test_run_on_a_disk_without_room(size, name, tmp_path):
+    """Files longer than `size` bytes cannot be written. A new run starts when there is room."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        line = refused("grpo", "--run_dir", tmp_path, expected="cannot be written")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert str(tmp_path) in line and not (tmp_path / name).exists()
+    completes("grpo", "--run_dir", tmp_path)
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_run_whose_log_cannot_be_written(name, tmp_path, monkeypatch):
+    """It goes on from its checkpoint when there is room."""
+    path = tmp_path / name
+    old = []
+
+    def fill(*_, **__):
+        old.append(path.read_bytes())
+        path.unlink()
+        path.symlink_to("/dev/full")
+
+    with monkeypatch.context() as patch:
+        interfere(patch, grpo, "evaluate" if name == "evaluations.jsonl" else "sample", fill, 1)
+        refused("grpo", "--run_dir", tmp_path, expected=f"{path} cannot be written: OSError [Errno 28]")
+    path.unlink()
+    path.write_bytes(old[0])
+    completes("grpo", *resume(tmp_path))
+    assert len(metrics(tmp_path)) == 1 and len(read_lines(path)) > 0
+
+
+@pytest.mark.parametrize(
+    "owner, name, number", [(torch, "save", 1), (os, "fsync", 3), (Path, "rename", 1)]
+)
+def test_run_keeps_the_old_checkpoint_until_the_new_one_is_on_disk(
+    owner, name, number, folder, monkeypatch
+):
+    before = content(folder / CHECKPOINT)
+    with monkeypatch.context() as patch:
+        interfere(patch, owner, name, Mock(side_effect=OSError(errno.ENOSPC, "full")), number)
+        expected = "checkpoint-000002 cannot be written; existing checkpoints are intact: OSError"
+        refused("grpo", *resume(folder, "--iterations", 2), expected=expected)
+    assert content(folder / CHECKPOINT) == before
+    completes("grpo", *resume(folder, "--iterations", 2))
+    assert [line["iteration"] for line in metrics(folder)] == [1, 2]
+
+
+# -----------------------------------------------------------------------------------------------------
+
+
 def test_a_folder_that_holds_a_run_is_refused(folder, monkeypatch):
     """Without --resume; with it, only if script and flags are the same, and no other process uses it.
     All but the last is checked before a model is loaded, and the folder stays as it is."""
     with FileLock(folder / "lock"):
-        refused("grpo", *resume(folder, "--iterations", 2), expected="/lock' could not be acquired")
+        refused("grpo", *resume(folder, "--iterations", 2), expected="another process uses it")
     monkeypatch.setattr(grpo, "load_policy", lambda args: pytest.fail("loaded"))
     before = content(folder)
-    expected = f"--run_dir {folder} holds a run: --resume continues"
+    expected = (
+        f"--run_dir {folder} already has metrics.jsonl: a new run needs an empty folder; --resume"
+    )
     refused("grpo", "--run_dir", folder, expected=expected)
     refused("grpo", *resume(folder, "--lr", 1e-3), expected="has lr 0.0002, not 0.001")
     refused("grpo", *resume(folder, "--seed", 2), expected="has seed 1, not 2")
     refused("sapo", *resume(folder), expected="has script grpo, not sapo")
     assert content(folder) == before
     shutil.rmtree(checkpoint_of(folder))
-    refused("grpo", *resume(folder), expected="holds a run")  # a log that nothing can continue
+    refused("grpo", *resume(folder), expected="already has")  # a log that nothing can continue
 
 
 def test_run_a_resumed_run_keeps_its_flags_except_those_given_again(folder, tmp_path):
@@ -85,6 +309,7 @@ def test_run_a_resumed_run_keeps_its_flags_except_those_given_again(folder, tmp_
     flags += " --micro_batch_size 3 --rollout_batch_size 4 --gradient_checkpointing"
     completes("grpo", *resume(moved, *flags.split()))
     completes("grpo", *resume(moved, "--iterations", 3))
+    assert "nothing left to do: 3 iterations are done" in completes("grpo", *resume(moved))
     assert [line["iteration"] for line in metrics(moved)] == [1, 2, 3]
     settings = settings_of(moved)
     assert settings["micro_batch_size"] == 3 and settings["gradient_checkpointing"]
@@ -108,16 +333,48 @@ def test_args_keep_what_was_given_and_resolve_it_when_asked(tmp_path, monkeypatc
     assert replace(args, seed=2).folder == tmp_path / "runs" / "grpo-seed2"
 
 
+def small_args(module, folder, **changes):
+    numbers = {name[2:]: int(value) for name, value in zip(SMALL[::2], SMALL[1::2], strict=True)}
+    numbers |= {"dataset": str(SUMS), "num_held_out": 8, "run_dir": folder}
+    return module.Args(**numbers | changes)
+
+
 def test_two_scripts_run_in_threads_of_one_process(tmp_path, monkeypatch):
     """Each has its folder, even though the reward function changes the working folder. Signal handlers
     are for the main thread only."""
     reward = tmp_path / "changes_folder.py"
     reward.write_text("import os\ndef f(text):\n    os.chdir('/')\n    return 0\n")
-    numbers = {name[2:]: int(value) for name, value in zip(SMALL[::2], SMALL[1::2], strict=True)}
-    numbers |= {"dataset": str(SUMS), "num_held_out": 8, "reward": f"{reward}:f"}
     for module in (grpo, sapo):
         monkeypatch.chdir(tmp_path)
         with ThreadPoolExecutor(1) as pool:
-            pool.submit(module.main, module.Args(**numbers)).result()
+            args = small_args(module, "", reward=f"{reward}:f")
+            pool.submit(module.main, args).result()
         folder = tmp_path / "runs" / f"{module.__name__}-seed1"
         assert settings_of(folder)["script"] == module.__name__ and len(metrics(folder)) == 1
+
+
+def test_a_second_run_at_the_same_time_is_refused(tmp_path, monkeypatch):
+    """Before a model is loaded. A run that has failed blocks nobody, even if its thread lives on."""
+    has_begun = threading.Event()
+    may_fail = threading.Event()
+
+    def fail(*_, **__):
+        has_begun.set()
+        may_fail.wait(60)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(grpo, "sample", fail)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(grpo.main, small_args(grpo, tmp_path / "first"))
+        assert has_begun.wait(60)
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError, match="one at a time"):
+            patch.setattr("plumbing.model.load_weights", lambda source: pytest.fail("loaded"))
+            sapo.main(small_args(sapo, tmp_path / "second"))
+        assert not (tmp_path / "second").exists()
+        may_fail.set()
+        assert isinstance(first.exception(), ZeroDivisionError)
+        monkeypatch.undo()
+        grpo.main(small_args(grpo, tmp_path / "first", resume=True))
+        sapo.main(small_args(sapo, tmp_path / "second"))
+        third = pool.submit(sapo.main, small_args(sapo, tmp_path / "third"))
+        assert third.result() is None

@@ -4,9 +4,10 @@ import dataclasses
 import math
 
 import pytest
-from conftest import MORE, SCRIPTS, completes, metrics, read_lines, run, script_args
+from conftest import MORE, SCRIPTS, completes, metrics, read_lines, refused, resume, run, script_args
 
 import dapo
+import grpo
 from common import Completion
 from plumbing.metrics import pass_at_k, rollout_summary
 
@@ -42,16 +43,23 @@ EXTRA_KEYS = {
 }
 
 
-def test_no_iterations_only_evaluate(tmp_path):
-    """A different run may then use the folder, and evaluates again."""
+def test_no_iterations_only_evaluate(tmp_path, monkeypatch):
+    """A second evaluation needs a different folder. Training may follow, if the run is resumed."""
     printed = completes("grpo", "--iterations", 0, "--run_dir", tmp_path)
     assert "before" in printed and "after" not in printed and metrics(tmp_path) == []
     (evaluation,) = read_lines(tmp_path / "evaluations.jsonl")
     assert evaluation["iteration"] == 0 and {"greedy", "sampled"} < set(evaluation)
-    completes("grpo", "--num_held_out", 9, "--run_dir", tmp_path)
+    for flags in (("--iterations", 0), ("--num_held_out", 9)):
+        expected = f"--run_dir {tmp_path} already has evaluations.jsonl: a new run needs"
+        refused("grpo", *flags, "--run_dir", tmp_path, expected=expected)
+    with monkeypatch.context() as patch:
+        patch.setattr(grpo, "evaluate", lambda *_, **__: pytest.fail("evaluated again"))
+        printed = completes("grpo", *resume(tmp_path, "--iterations", 0))
+    assert "nothing left to do: 0 iterations are done" in printed and "before" in printed
+    assert read_lines(tmp_path / "evaluations.jsonl") == [evaluation]
+    completes("grpo", *resume(tmp_path))
     first, last = read_lines(tmp_path / "evaluations.jsonl")
-    assert first["iteration"] == 0 and first["greedy"] != evaluation["greedy"]
-    assert last["iteration"] == 1
+    assert first == evaluation and last["iteration"] == 1
 
 
 @pytest.mark.parametrize("name", [*SCRIPTS, *MORE])
@@ -104,6 +112,14 @@ def test_pass_at_k():
     verdicts = ["correct", "wrong", "wrong", "correct", "wrong", *["wrong"] * 5]
     expected = {"pass@1": 2 / 5 / 2, "pass@2": 7 / 10 / 2, "pass@4": 1 / 2, "pass@5": 1 / 2}
     assert pass_at_k(verdicts, 5) == pytest.approx(expected, rel=1e-12)
+
+
+def test_run_prints_each_of_the_first_five_iterations(tmp_path):
+    printed = completes("grpo", "--iterations", 11, "--eval_every", 0, "--run_dir", tmp_path)
+    lines = printed.partition("held-out\n")[2].splitlines()
+    words = [line.split()[0] for line in lines if line.strip()]
+    numbers = [word for word in words if word != "warning:"]  # no answer is right
+    assert numbers[:8] == ["0", "1", "2", "3", "4", "5", "10", "11"]
 
 
 def test_run_help_explains_every_flag(monkeypatch):
