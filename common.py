@@ -150,7 +150,8 @@ def sample_batch(policy, problems, noise_NT, *, temperature, greedy, record_expe
     cache = None
     noted = []  # for experts_by_completion: the rows of each forward, and their experts
     for t in range(max_new_tokens):
-        with Routing(policy.routers) if record_experts else contextlib.nullcontext() as routing:
+        recorder = Routing(policy.routers) if record_experts else contextlib.nullcontext()
+        with recorder as routing:
             output = model(
                 tokens,
                 attention_mask=attention,
@@ -401,13 +402,13 @@ def similar_lengths(completions, vocab_size, args):
     batches = []
     current = []
     longest_response = 0
-    for c in sorted(completions, key=num_tokens):
+    for c in sorted(completions, key=total_length):
         size = len(current) + 1
         longest_response = max(longest_response, len(c.ids))
         if args.micro_batch_size > 0:
             fits = size <= args.micro_batch_size
         else:
-            fits = size * num_tokens(c) <= max_tokens  # this is the longest one so far
+            fits = size * total_length(c) <= max_tokens  # this is the longest one so far
             fits = fits and size * longest_response * vocab_size <= MAX_LOGITS
         if not fits and current:
             batches.append(current)
@@ -417,8 +418,8 @@ def similar_lengths(completions, vocab_size, args):
     return [*batches, current]
 
 
-def num_tokens(c):
-    """The length of prompt and response."""
+def total_length(c):
+    """Of prompt and response, in tokens."""
     return len(c.problem.prompt_ids) + len(c.ids)
 
 
@@ -509,7 +510,7 @@ def token_logprobs(policy, batch, temperature, *, with_entropy=True, entropy_gra
     predictor_BT = batch.predictor_BU[:, :-1]
     replayed_BSLK = batch.replayed_experts_BSLK if replay else None
     with Routing(policy.routers, replayed_BSLK) as routing:
-        # logits of these columns alone, (B, T, V)
+        # logits of these columns alone, (B, T, V); before version 5.21 transformers can't
         output = policy.model(batch.tokens_BS, logits_to_keep=predictor_BT, use_cache=False)
     logits_BTV = output.logits.float()
     if temperature != 1:
@@ -581,6 +582,8 @@ def rollout_weights(
     weights); Liu, Li et al. 2025, "When Speed Kills Stability" (weights and masks of sequences, and the
     geometric mean); the Ling team, arXiv 2510.18855 (icepop).
     """
+    if rule == "none":
+        return old_logprobs_BT.new_ones(len(mask_BT), 1)
     mask_BT = mask_BT.bool()
     length_B1 = mask_BT.sum(1, keepdim=True).clamp(min=1)
     # As in the losses: mask before exp, and clamp to keep exp finite.
@@ -591,8 +594,6 @@ def rollout_weights(
     is_near_B1 = (mask_low <= mean_B1) & (mean_B1 <= mask_high)
     rho_BT = log_rho_BT.exp()
     ratio = mean_B1 if per_sequence else rho_BT  # for the token rules
-    if rule == "none":
-        return torch.ones_like(mean_B1)
     if rule == "token_tis":
         # w_t = min(rho_t, C)
         weights = ratio.clamp(max=cap)

@@ -172,7 +172,7 @@ def policy_loss(
 def main(args):
     # ---------------------------------------------------------------------------------------- setup
     grade = load_grader(args)  # the verifier, or --reward
-    policy = load_policy(args)  # a transformers model and its tokenizer
+    policy = load_policy(args)  # a transformers model, without dropout, and its tokenizer
     if not policy.routers.has_softmax:
         raise UserError(f"--model {args.model} has no experts chosen by a softmax: use gmpo.py")
     problems, held_out = load_problems(args, policy, grade)

@@ -116,7 +116,7 @@ def policy_loss(
 def main(args):
     # ---------------------------------------------------------------------------------------- setup
     grade = load_grader(args)  # the verifier, or --reward
-    policy = load_policy(args)  # a transformers model and its tokenizer
+    policy = load_policy(args)  # a transformers model, without dropout, and its tokenizer
     problems, held_out = load_problems(args, policy, grade)
     check_sampler(policy, held_out[0], args)  # its log-probs are the training forward's
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)

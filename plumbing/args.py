@@ -220,7 +220,8 @@ def check_flags(args):
 LOGS = ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl")
 CHECKPOINT = "checkpoint-" + 6 * "[0-9]"  # a copy such as checkpoint-best-2 belongs to the user
 # What may change when a run is resumed. If model, data or reward have moved, they must still be the
-# same. The last four change results only by rounding.
+# same. The last four change results only by rounding (and an MoE's load-balancing loss, which is a
+# product of means over a micro-batch, by a few percent if micro-batches change).
 MAY_CHANGE = """run_dir resume iterations eval_every save_every model dataset eval_dataset
 device micro_batch_size rollout_batch_size gradient_checkpointing""".split()
 

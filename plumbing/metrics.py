@@ -71,8 +71,9 @@ def masked_mean(x, mask):
 
 
 @torch.no_grad()
-def policy_stats(outputs, micro, is_first_step):
-    """{name: scalar} for a micro-batch: the entropy, and how far the policy is from the old one."""
+def policy_stats(outputs, micro, ratio_is_one):
+    """{name: scalar} for a micro-batch: the entropy, and how far the policy is from the old one.
+    ratio_is_one: in an iteration's first step, if old log-probs are the training forward's."""
     mask_BT = micro.mask_BT
     logratio_BT = outputs.logprobs_BT - micro.old_logprobs_BT
     logratio_B = torch.where(mask_BT, logratio_BT, 0).sum(1) / mask_BT.sum(1).clamp(min=1)
@@ -80,8 +81,7 @@ def policy_stats(outputs, micro, is_first_step):
         "entropy": masked_mean(outputs.entropy_BT, mask_BT),
         "sequence_ratio_max": torch.where(mask_BT.any(1), logratio_B, -math.inf).max().exp(),
     }
-    if is_first_step and micro.old_experts_BTLK is not None:
-        # Old log-probs are the training forward's, so the ratio must be 1.
+    if ratio_is_one:
         stats["first_step_ratio_error_max"] = torch.where(mask_BT, logratio_BT.expm1(), 0).abs().max()
     return stats
 

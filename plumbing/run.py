@@ -115,7 +115,8 @@ class Run:
         for name, value in {"policy_loss": loss, **losses}.items():
             self.step_losses[name] = self.step_losses.get(name, 0) + value.detach()
         routers = self.policy.routers
-        stats = stats | policy_stats(outputs, micro, is_first_step=self.num_steps == 0)
+        ratio_is_one = self.num_steps == 0 and self.args.old_logprobs == "trainer"
+        stats = stats | policy_stats(outputs, micro, ratio_is_one)
         stats = stats | router_stats(outputs, micro, routers.num_experts)
         add(self.reports, "losses", stats, micro.mask_BT.sum())
         if routers.are_balanced:
@@ -211,6 +212,7 @@ class Run:
         """{key: number} on the current iteration's time and memory."""
         seconds = time.perf_counter() - self.start
         training_seconds = seconds - clock.seconds.get("evaluation", 0)
+        # The rest: also old log-probs, reference and advantages
         clock.seconds["update"] = seconds - sum(clock.seconds.values())
         result = {f"charts/{name}_seconds": value for name, value in clock.seconds.items()}
         result["charts/tokens_per_second"] = num_tokens / training_seconds
