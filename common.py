@@ -370,7 +370,7 @@ class Grader(NamedTuple):
 # different lengths would share a batch, and more of it would be padding.
 GPU_TOKENS = 8_192
 CPU_TOKENS = 1_024
-MAX_LOGITS = 2**29  # a logit takes 16 bytes, with its gradient and the entropy
+MAX_LOGITS = 2**29  # a logit takes 16 to 20 bytes, with its gradient and the entropy
 
 
 def with_advantages(completions, advantages_PG):
