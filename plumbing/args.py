@@ -66,8 +66,8 @@ class RunArgs:
     micro_batch_size: int = flag(
         0,
         "completions per forward and backward pass [0: as many as fit in 8,192 tokens (1,024 on a CPU) "
-        "and 2^29 logits]. A logit takes 16 to 20 bytes: up to 23 GiB for one answer of 8,192 tokens with "
-        "a vocabulary of 152k entries",
+        "and 2^29 logits]. A logit takes 16 to 20 bytes: up to 23 GiB for one answer of 8,192 tokens "
+        "with a vocabulary of 152k entries",
     )
     rollout_batch_size: int = flag(0, "completions sampled at a time [0: a whole iteration's]")
     gradient_checkpointing: bool = flag(False, "trade time for memory")
