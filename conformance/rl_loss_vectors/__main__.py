@@ -1,96 +1,100 @@
-"""Is your loss the one in the paper? Runs it on the vectors, case by case, and says what is wrong.
+"""Is your loss the one in the paper? Runs it on the vectors, case by case, and says what it computes.
 
     python -m rl_loss_vectors grpo.py:policy_loss --algorithm grpo
 
-Exit code 0: healthy; 1: not healthy; 2: it cannot be called.
+Exit code 0: right; 1: not right; 2: it cannot be called.
 """
 
 import argparse
-import ast
 import sys
-import traceback
+import textwrap
 import warnings
-from types import SimpleNamespace
 
 from rl_loss_vectors import doctor, load
-from rl_loss_vectors.names import Misfit
-from rl_loss_vectors.vectors import LOSSES, VECTORS
+from rl_loss_vectors.names import Misfit, optional_of
+from rl_loss_vectors.reference import LOSSES
+from rl_loss_vectors.vectors import LAYOUTS, VECTORS, ours, parameters_of
 
-ADVANTAGES = {"dr_grpo": "group_differences", "rloo": "leave_one_out"}
-ACCEPTED = """Parameters are recognized by name: new or logp, old or behavior, ref, mask, adv; clip
-or eps (low, high), beta or kl_coef, max_tokens, num_items_in_batch, num_generations, gamma, lam. A loss
-may be a number, the first of a tuple, "loss" of a dict or object, or terms (B, T). More: README.md."""
+ADVANTAGES = {"dr_grpo": "group_differences", "deepseek_v32": "group_differences", "rloo": "leave_one_out"}
+OTHERS = ["gae", "value_loss", "whiten"]  # what is no loss
 
 
 def arguments(program):
-    parser = argparse.ArgumentParser(program, description=__doc__.splitlines()[0], epilog=ACCEPTED)
+    parser = argparse.ArgumentParser(program, description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("target", help="FILE.py:FUNCTION, FILE.py:CLASS, FILE.py:CLASS.METHOD or pkg.mod:NAME")
-    add("--algorithm", choices=LOSSES, help="whose loss or advantages the function computes")
-    others = [section for section in VECTORS["sections"] if section not in LOSSES]
-    what = ["loss", "advantages", *others]
-    add("--what", choices=what, default="loss", help="what the function computes (default: loss)")
+    add("target", help="FILE.py:FUNCTION, FILE.py:CLASS, FILE.py:CLASS.METHOD or pkg.mod:NAME; it is run")
+    losses = [name for name in LOSSES if name != "grpo_offpolicy"]
+    add("--algorithm", choices=losses, help="whose loss or advantages the function computes")
+    what_help = "what the function computes (default: loss)"
+    add("--what", choices=["loss", "advantages", *OTHERS], default="loss", help=what_help)
+    layout_help = "of rewards: P prompts x G completions (default), GP, N = P G in a row, or one group, G"
+    add("--layout", choices=LAYOUTS, help=layout_help)
     allow = {"dest": "allowed", "action": "append_const", "default": []}
-    nan_help = "exit code 0 if the only complaint is that NaN in masked places spreads"
-    add("--allow-nan", const="--allow-nan", help=nan_help, **allow)
-    clamp_help = "the same for ratios that are clamped at 10 or more"
-    add("--allow-clamp", const="--allow-clamp", help=clamp_help, **allow)
-    set_help = "one of your function's or constructor's parameters; config.x=... makes a config"
+    add("--allow-nan", const="--allow-nan", help="accept that NaN in masked places spreads", **allow)
+    add("--allow-clamp", const="--allow-clamp", help="accept clamps of ratios at 10 or more", **allow)
+    add("--allow-value", const="--allow-value", help="accept another value with the right gradient", **allow)
+    set_help = "a parameter of your function or its constructor: a number, config.x=..., or a tensor's name"
     add("--set", action="append", default=[], metavar="NAME=VALUE", help=set_help)
     args = parser.parse_args()
-    advantages = ADVANTAGES.get(args.algorithm, "group_advantages")
-    sections = {"loss": args.algorithm, "advantages": advantages}
+    sections = {"loss": args.algorithm, "advantages": ADVANTAGES.get(args.algorithm, "group_advantages")}
     if args.what in sections and args.algorithm is None:
         parser.error("--algorithm is needed")
     args.section = sections.get(args.what, args.what)
     return args
 
 
-def fixed_of(settings):
-    """{parameter: value}; names with a dot are gathered in a namespace."""
-    fixed = {}
-    for setting in settings:
-        name, _, text = setting.partition("=")
-        try:
-            value = ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            value = text
-        first, _, inner = name.partition(".")
-        if inner:
-            vars(fixed.setdefault(first, SimpleNamespace()))[inner] = value
-        else:
-            fixed[name] = value
-    return fixed
+def refusal(error, args, function):
+    """Lines: why the function cannot be called, and an adapter to complete."""
+    why = " ".join(str(error).split())
+    yield f"{args.target} cannot be called as {args.section}: {why}"
+    if function is None and not error.unknown:
+        return
+    unknown = error.unknown or ["NAME"]
+    yield f"Pass a constant with --set {unknown[0]}=0.2 or --set {unknown[0]}.x=0.2, a tensor with --set"
+    yield f"{unknown[-1]}=mask, or check this file instead, in which you complete the last line:"
+    yield ""
+    parameters = parameters_of(function) if function else {}
+    wanted = VECTORS["sections"][args.section]["arguments"]
+    optional = [name for name in optional_of(args.section) if name.isidentifier()]
+    text = load.adapter(args.target, wanted, optional, parameters, error.known)
+    yield textwrap.indent(text, "    ")
+
+
+def title_of(section):
+    names = {"cispo": "CISPO", "dr_grpo": "Dr. GRPO", "deepseek_v32": "DeepSeek-V3.2"}
+    return names.get(section, section.upper() if section in LOSSES else section)
 
 
 def main(program=None):
     args = arguments(program)
     warnings.simplefilter("ignore")  # the function's
-    fixed = fixed_of(args.set)
+    fixed = load.settings_of(args.set)
+    function = None
     try:
-        function, about = load.load(args.target, fixed)
-        subject, results, diagnosis = doctor.examined(function, args.section, fixed)
-    except (Exception, SystemExit) as error:
-        why = str(error)
-        if not isinstance(error, Misfit):
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            why = f"{type(error).__name__}: {why} ({place.filename}, line {place.lineno})"
-        print(f"{args.target} cannot be called as {args.section}: {' '.join(why.split())}")
+        function, constants = load.load(args.target, args.section, ours(args.section), fixed)
+        found = doctor.Report(function, args.section, fixed, args.layout)
+    except Misfit as error:
+        for line in refusal(error, args, function):
+            print(line)
         sys.exit(2)
     print(f"{args.target} as {args.section}, vectors {VECTORS['version']}")
-    for line in [*about, *subject.notes()]:
+    for line in [*found.subject.notes(constants), *found.notes]:
         print(line)
-    for case, answer in results:
+    for case, answer in found.results:
         print(doctor.report(case, answer))
-    num_agree = sum(doctor.is_right(*pair) for pair in doctor.answered(results))
-    num_others = sum(isinstance(answer, str) for _, answer in results)
-    print(f"{num_agree} of {len(results) - num_others} applicable cases agree, {num_others} not tested")
-    for line in diagnosis or ["healthy"]:
+    num_agree = sum(doctor.is_right(found.section, *pair) for pair in found.answered)
+    num_others = sum(isinstance(answer, str) for _, answer in found.results)
+    print(f"{num_agree} of {len(found.results) - num_others} applicable cases agree, {num_others} not tested")
+    for finding in found.constants:
+        print(finding)
+    needed = {doctor.needed_flag(line) for line in found.lines}
+    for line in found.lines:
         print(line)
-    needed = {doctor.needed_flag(line) for line in diagnosis}
-    if needed and None not in needed:
-        flags = " ".join(sorted(needed))
-        print(f"that alone: what was tested is right in ordinary batches; {flags} accepts it")
+    if not found.lines:
+        where = ", with the constants above" if found.constants else ""
+        print(f"right: {title_of(args.section)}{where}")
+    elif None not in needed:
+        print(f"that alone: what was tested is right otherwise; {' '.join(sorted(needed))} accepts it")
     sys.exit(not needed <= {*args.allowed})
 
 

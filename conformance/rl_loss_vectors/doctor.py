@@ -1,179 +1,199 @@
 """Is a function the one in the paper? Runs it on its section of the vectors, and says what is wrong:
-an entry of mistakes.py or measure.py, or else what measure.py finds about its weights."""
+what measure.py and groups.py find, an entry of mistakes.py, or both."""
 
-import dataclasses
 import functools
 import itertools
 
 import numpy as np
-import torch
 
-from rl_loss_vectors import measure, mistakes, reference
-from rl_loss_vectors.names import Misfit
-from rl_loss_vectors.vectors import GROUPS, SHAPES, Answer, Subject, expected, same
+from rl_loss_vectors import groups, measure, mistakes, reference
+from rl_loss_vectors.measure import Finding
+from rl_loss_vectors.mistakes import together, unchanged
+from rl_loss_vectors.vectors import Answer, expected, fitted, same
 
 SPREADS = "variant: NaN in masked places spreads: the mask is a factor, no torch.where [TRL, verl]"
 AFTER_EXP = "variant: NaN in masked places reaches the gradient: mask the log-ratio before exp"
-UNKNOWN = "unknown: no known mistake gives these numbers"
+VALUE = "variant: the gradient is right, the value is not"
 PLAIN = "plain"
-SPECIAL = ["masked_places", "large_ratios", "kl", "micro_batches", "settings", "token_advantages"]
+SPECIAL = ["masked_places", "large_ratios", "kl", "sampler", "micro_batches", "token_advantages"]
 SPECIAL += ["equal_rewards"]
-
-
-def examine_shapes(function, section, fixed):
-    """[(subject, its results)] for each shape that the function takes, beginning with the one in which
-    most cases agree. A function that takes no bool mask gets one of 0 and 1; one that takes no float64
-    gets float32."""
-    errors = []
-    shapes = SHAPES if section in reference.LOSSES else SHAPES[:1]
-    if section in mistakes.GROUPS:
-        shapes = GROUPS
-    for dtype, mask in itertools.product((torch.float64, torch.float32), ("bool", "float")):
-        found = []
-        for shape in shapes:
-            try:
-                subject = Subject(function, section, shape, mask, dtype, fixed)
-                for constants in measure.own_constants(subject):
-                    subject = dataclasses.replace(subject, constants=constants)
-                    found.append((subject, examine(subject)))
-            except (Exception, SystemExit) as error:
-                errors.append(error)
-        if found:
-            return sorted(found, key=lambda pair: failures(*pair))
-    raise min(errors, key=lambda error: (not isinstance(error, Misfit), "bool" in str(error)))
+MEASURE = {"value_loss": groups.value_findings, "gae": groups.gae_findings, "whiten": lambda subject: []}
+MEASURE |= dict.fromkeys(groups.PAPER, groups.findings)
+BOTH, GRADIENT = (0, 1), (1,)
 
 
 def tag_of(case):
     return next((tag for tag in SPECIAL if tag in case["tags"]), PLAIN)
 
 
-def failures(subject, results):
-    """A sort key: first where most plain cases agree, then where the fewest cases raise an error."""
-    num_agree = sum(is_right(*pair) for pair in answered(results) if tag_of(pair[0]) == PLAIN)
-    return -num_agree, sum(isinstance(found, Exception) for _, found in results)
-
-
-def examine(subject):
-    """[(case, answer)]. Instead of an answer there may be the reason why there is none, or an error."""
-    results = []
-    for case in subject.cases:
-        try:
-            found = subject.why_not(case) or subject.answer(case)
-        except Exception as error:
-            found = error
-            if "token_advantages" in case["tags"]:
-                found = "it takes one advantage for each completion"
-            if isinstance(case["inputs"].get("lam"), list):
-                found = "it takes one lambda for the batch"
-        results.append((case, found))
-    errors = [found for _, found in results if isinstance(found, Exception)]
-    if errors and not answered(results):
-        raise errors[0]
-    return results
-
-
-def answered(results):
-    return [(case, found) for case, found in results if isinstance(found, Answer)]
-
-
-def is_right(case, answer):
-    return same(answer, expected(case), case["tolerance"]["float32"])
-
-
-def gives(section, case, change, answer):
-    """Whether an entry gives the answer. No, if it cannot be evaluated in this case."""
+def is_right(section, case, answer, change=None, parts=BOTH):
+    """Whether the answer is the expected one, or what a change of the paper gives. No, if that cannot be
+    evaluated in this case."""
     try:
-        changed = Answer(*reference.evaluate(section, case, change))
+        ours = Answer(*reference.evaluate(section, case, change)) if change else expected(case)
     except Exception:
         return False
-    return same(answer, changed, case["tolerance"]["float32"])
+    return same(answer, ours, case["tolerance"]["float32"], parts)
 
 
-def named(section, tested, measured=()):
-    """Lines that name what gives the answers: entries of mistakes.py, and what was measured."""
-    # The most telling cases come first, since most entries fail on them.
-    tested = sorted(tested, key=lambda pair: -len({*pair[0]["tags"]} & {"different_lengths", "holes"}))
-    groups = [(tag, [pair for pair in tested if tag_of(pair[0]) == tag]) for tag in (PLAIN, *SPECIAL)]
-    changes = dict(measured)
-    if len(measured) > 1:
-        words = " and ".join(changes)
-        changes[words] = functools.reduce(mistakes.together, changes.values())
-    changes |= {name: change for name, (where, change) in mistakes.ENTRIES.items() if section in where}
-    return explained(section, groups, mistakes.unchanged, changes)
+class Report:
+    """What the doctor finds out about a function: `lines`, none if it is right; `constants`, in which it
+    may still differ from the paper; `results`, [(case, answer or reason or error)]."""
+
+    def __init__(self, function, section, fixed=None, layout=None):
+        self.section = section
+        self.subject = fitted(function, section, fixed, layout)
+        self.notes = []
+        findings = self.measured()
+        self.constants = [x for x in findings if x.kind == "constant"]
+        self.change = functools.reduce(together, [x.change for x in self.constants], unchanged)
+        self.results = [self.examined(case) for case in self.subject.about["cases"]]
+        self.lines = self.diagnosis([x for x in findings if x.kind != "constant"])
+
+    def measured(self):
+        """[Finding]; none if the function does not take batches of our own, and a note says so."""
+        findings = []
+        if self.subject.separation < 0.999:
+            share = f"{self.subject.separation:.0%} of what one A moves is in its own row"
+            findings.append(Finding("mistake", f"one row's A moves the others' gradient: {share}"))
+        try:
+            with np.errstate(all="ignore"):
+                return findings + MEASURE.get(self.section, measure.findings)(self.subject)
+        except Exception as error:
+            words = " ".join(f"{type(error).__name__}: {error}".split())
+            self.notes.append(f"not measured, since it fails in a batch of ours ({words})")
+            return findings
+
+    def examined(self, case):
+        """(the case with the author's constants, the answer, or why there is none, or an error)"""
+        reason = self.subject.why_not(case)
+        if reason:
+            return case, reason
+        try:
+            case = self.subject.adapted(case, self.change if self.constants else None)
+            return case, self.subject.answer(case)
+        except Exception as error:
+            if "token_advantages" in case["tags"]:
+                return case, "it takes one advantage for each completion"
+            if isinstance(case["inputs"].get("lam"), list):
+                return case, "it takes one lambda for the batch"
+            return case, error
+
+    @property
+    def answered(self):
+        return [(case, found) for case, found in self.results if isinstance(found, Answer)]
+
+    def diagnosis(self, shown):
+        lines, tested = [], []
+        for case, answer in self.answered:
+            are_finite = [np.isfinite(x).all() for x in answer if x is not None]
+            if "masked_places" in case["tags"] and not all(are_finite):
+                is_late = self.section in reference.LOSSES and are_finite[0]
+                lines = [AFTER_EXP if is_late or lines == [AFTER_EXP] else SPREADS]
+            else:
+                tested.append((case, answer))
+        raising = [case["id"] for case, found in self.results if isinstance(found, Exception)]
+        if raising:
+            lines.append(f"it raises an error in {', '.join(raising)}")
+        if len(self.answered) < 5:
+            lines.append("fewer than five cases apply: too few to tell")
+        if tested and (shown or not all(is_right(self.section, *pair) for pair in tested)):
+            lines = Explanation(self.section, tested, self.change, shown).lines() + lines
+        return lines
 
 
-def explained(section, groups, change, changes):
-    """The fewest lines that explain the answers in groups of cases, one group after the other: by at
-    most two changes in the plain cases, and by one more for each tag of the special ones."""
-    if not groups:
-        return []
-    (tag, tested), *rest = groups
-    for size in range(3 if tag == PLAIN else 2):
-        found = []
-        for names in itertools.combinations(changes, size):
-            all_changes = functools.reduce(mistakes.together, [changes[x] for x in names], change)
-            if all(gives(section, case, all_changes, answer) for case, answer in tested):
-                line = [" and ".join(names)] if names else []
-                found.append(line + explained(section, rest, all_changes, changes))
-        if found:
-            return min(found, key=len)
-    wrong = [case["id"] for case, answer in tested if not gives(section, case, change, answer)]
-    ids = ", ".join(sorted(wrong))
-    if tag == PLAIN:
-        return [f"{UNKNOWN}: {ids}"]
-    line = f"unknown with {tag.replace('_', ' ')}: {ids}"
-    return [line, *explained(section, rest, change, changes)]
+class Explanation:
+    """What gives a function's answers, in as few lines as possible."""
+
+    def __init__(self, section, tested, change, shown):
+        """change: the author's constants. shown: what else was measured."""
+        self.section, self.change, self.shown = section, change, shown
+        # The most telling cases come first, since most entries fail on them.
+        tested = sorted(tested, key=lambda pair: -len({*pair[0]["tags"]} & {"different_lengths", "holes"}))
+        self.tested = {tag: [x for x in tested if tag_of(x[0]) == tag] for tag in (PLAIN, *SPECIAL)}
+        named = {name: x for name, (where, x) in mistakes.ENTRIES.items() if section in where}
+        self.entries = [Finding(*name.split(": ", 1), x) for name, x in named.items()]
+
+    def with_all(self, findings):
+        return functools.reduce(together, [x.change for x in findings], self.change)
+
+    def gives(self, tag, findings, parts=BOTH):
+        change = self.with_all(findings)
+        return all(is_right(self.section, *pair, change, parts) for pair in self.tested[tag])
+
+    def is_visible(self, finding):
+        """Whether the plain cases show it. No, if it is a clamp or a KL with a reference."""
+        change = self.with_all([finding])
+        for case, _ in self.tested[PLAIN]:
+            if not is_right(self.section, case, Answer(*reference.evaluate(self.section, case, change))):
+                return True
+        return False
+
+    def of_plain(self, hidden, visible):
+        """(findings that give the answers in the plain cases, whether the values, too), or (None, False)"""
+        options = []
+        for size in range(3):
+            for entries in itertools.combinations(self.entries, size):
+                options += [[*hidden, *entries], [*hidden, *visible, *entries]]
+        for parts in (BOTH, GRADIENT) if self.section in reference.LOSSES else (BOTH,):
+            for findings in sorted(options, key=len):
+                if self.gives(PLAIN, findings, parts):
+                    return findings, parts == BOTH
+        return None, False
+
+    def lines(self):
+        facts = [x for x in self.shown if x.change is unchanged]
+        hidden = [x for x in self.shown if x not in facts and not self.is_visible(x)]
+        visible = [x for x in self.shown if x not in facts and x not in hidden]
+        found, has_value = self.of_plain(hidden, visible)
+        if found is None:
+            return self.not_explained(PLAIN) + [str(x) for x in self.shown] + self.tables()
+        lines = [str(x) for x in [*found, *facts]] + ([] if has_value else [VALUE])
+        parts = BOTH if has_value else GRADIENT
+        for tag in SPECIAL:
+            options = [[], *([x] for x in self.entries if x not in found)]
+            more = next((x for x in options if self.gives(tag, [*found, *x], parts)), None)
+            lines += self.not_explained(tag) if more is None else [str(x) for x in more]
+            found = [*found, *(more or [])]
+        return lines
+
+    def not_explained(self, tag):
+        wrong = [case["id"] for case, answer in self.tested[tag] if not is_right(self.section, case, answer)]
+        return [f"mistake: differs in {', '.join(sorted(wrong))}, which no entry of mistakes.py explains"]
+
+    def tables(self):
+        """The first case that differs."""
+        pairs = [x for x in self.tested[PLAIN] if not is_right(self.section, *x)]
+        if not pairs:
+            return []
+        case, answer = pairs[0]
+        k = 1 if expected(case).gradient is not None else 0
+        yours, ours = np.atleast_2d(answer[k]), np.atleast_2d(expected(case)[k])
+        what = "gradient" if k else "result"
+        rows = [f"  {case['id']}: the value is {columns(answer[0])}, not {columns(expected(case)[0])}"] if k else []
+        for n, (your, our) in enumerate(zip(yours.reshape(-1, yours.shape[-1]), ours.reshape(-1, ours.shape[-1]), strict=True)):
+            rows.append(f"  {case['id']}, row {n}: your {what} {columns(your)}")
+            rows.append(f"  {' ' * len(case['id'])}         ours {' ' * len(what)} {columns(our)}")
+        return rows
 
 
-def examined(function, section, fixed):
-    """(subject, its results, the diagnosis) for the shape in which most cases agree; at a tie, for one
-    in which the mistake is known."""
-    found = examine_shapes(function, section, fixed)
-    best = [pair for pair in found if failures(*pair) == failures(*found[0])]
-    options = [(*pair, diagnosis(*pair)) for pair in best]
-    return min(options, key=lambda option: " ".join(option[2]).count("unknown"))
+def columns(row):
+    return " ".join(f"{x:8.4g}" for x in np.ravel(row))
 
 
 def diagnose(function, section, **fixed):
     """What is wrong with a function, in lines; none if it is right. For the assertion in a test.
     fixed: other parameters of the function."""
-    return examined(function, section, fixed)[2]
-
-
-def diagnosis(subject, results):
-    """Lines; none if the function is right in all cases that were tested, and these are enough."""
-    tested = []
-    lines = []
-    for case, answer in answered(results):
-        are_finite = [np.isfinite(x).all() for x in answer if x is not None]
-        if "masked_places" in case["tags"] and not all(are_finite):
-            is_late = subject.section in reference.LOSSES and are_finite[0]
-            lines = [AFTER_EXP if is_late or lines == [AFTER_EXP] else SPREADS]
-        else:
-            tested.append((case, answer))
-    raising = [case["id"] for case, found in results if isinstance(found, Exception)]
-    if raising:
-        lines.append(f"it raises an error in {', '.join(raising)}")
-    wrong = [pair for pair in tested if not is_right(*pair)]
-    if not wrong:
-        too_few = ["fewer than five cases apply: too few to tell"]
-        return lines + (too_few if len(answered(results)) < 5 else [])
-    plain = [pair for pair in tested if tag_of(pair[0]) == PLAIN]
-    measured = measure.entries(subject, [case for case, _ in plain])
-    found = named(subject.section, tested, measured)
-    is_near = all(same(answer, expected(case), 2e-2) for case, answer in plain)
-    if found[0].startswith(UNKNOWN) and is_near:
-        found.append("  all are within 2%: computed in bfloat16, or a small term is added")
-    if "unknown" in " ".join(found) and subject.section in reference.LOSSES:
-        found += [f"  {line}" for line in measure.explanation(subject, wrong, measured)]
-    return found + lines
+    return Report(function, section, fixed).lines
 
 
 def needed_flag(line):
     """The flag that accepts a complaint, or None."""
     if line in (SPREADS, AFTER_EXP):
         return "--allow-nan"
-    return "--allow-clamp" if line.startswith(measure.CLAMP) and " and " not in line else None
+    if line.startswith(VALUE):
+        return "--allow-value"
+    return "--allow-clamp" if line.startswith("clamp: ") else None
 
 
 def report(case, answer):
@@ -183,8 +203,8 @@ def report(case, answer):
         return f"  n/a      {about}: {answer}"
     if isinstance(answer, Exception):
         return f"  RAISES   {about}: {type(answer).__name__} {' '.join(str(answer).split())}"
-    if is_right(case, answer):
+    ours = expected(case)
+    if same(answer, ours, case["tolerance"]["float32"]):
         return f"  agrees   {about}"
-    pairs = zip(answer, expected(case), strict=True)
-    off = [f"{np.abs(x - y).max():.2g}" for x, y in pairs if y is not None]
+    off = [f"{np.abs(x - y).max():.2g}" for x, y in zip(answer, ours, strict=True) if y is not None]
     return f"  DIFFERS  {about}: off by {', the gradient by '.join(off)}"

@@ -1,305 +1,599 @@
-"""Measures what a loss divides by, where it clips, and its KL, by calling it with cases of our own. The
-results are entries like those of mistakes.py, with numbers."""
+"""Measures a loss with batches of our own: what it divides by, the weight of a token by its ratio, and
+what is left where A is 0. Each difference from the paper is a Finding, with the change that it makes."""
 
-import functools
 import itertools
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from rl_loss_vectors.mistakes import CLIPPED, k3, pieces, setting, together, unchanged
-from rl_loss_vectors.reference import average, evaluate, with_results
-from rl_loss_vectors.vectors import Answer, expected
+from rl_loss_vectors import reference
+from rl_loss_vectors.mistakes import by_weights, divided_by, pieces, setting, unchanged, with_terms
+from rl_loss_vectors.vectors import ours
 
-FAR = 16  # a log-ratio; a clamp beyond it is there for safety, and never acts
-RATIOS = [1, 0.5, 0.9, 0.999, 1.001, 1.1, 1.5, 5]
-NEAR = 1e-3
-CLAMP = "variant: right, but no gradient where "
-
-
-@np.errstate(all="ignore")
-def entries(subject, plain):
-    """[(name, change)]: where the divisor, the clip and the KL differ from the paper's."""
-    found = []
-    for measure in (divisor, clip, kl):
-        try:
-            names, change = measure(subject, plain, found)
-        except Exception:  # of a function that does not take such cases
-            continue
-        if names:
-            found.append((" and ".join(names), change))
-    return found
+FAR = math.log(9.99)  # a clip beyond this ratio is there for safety
+CLIPPED = ["ppo", "grpo", "dr_grpo", "dapo", "gspo", "vapo", "deepseek_v32"]
+LOG_RATIO = 16  # our own scripts clamp at 20
 
 
-def of_policy(subject, case):
-    """Your J and its gradient, minus what a KL or an entropy bonus adds: their values at A = 0."""
-    zeros = np.zeros(np.shape(case["inputs"]["advantages"])).tolist()
-    idle = subject.answer(case | {"inputs": case["inputs"] | {"advantages": zeros}})
-    yours = subject.answer(case)
-    return Answer(idle.value - yours.value, np.nan_to_num(idle.gradient) - yours.gradient)
+class Finding(NamedTuple):
+    """One difference between a function and its paper, as measured."""
+
+    kind: str  # "mistake", "variant", "clamp", or "constant" where only a number differs
+    words: str
+    change: Callable = unchanged
+
+    def __str__(self):
+        return f"{self.kind}: {self.words}"
+
+
+def same_number(x, y):
+    return math.isclose(x, y, rel_tol=1e-4)
+
+
+def short(x):
+    """A measured number, as its author would have written it."""
+    return float(f"{x:.5g}")
+
+
+def two(x):
+    """Rows of two equal tokens."""
+    return np.stack([x, x], 1)
 
 
 # -------------------------------------------------------------------------------------- the divisor
 
-
-def divided_by(formula):
-    def other_average(b, terms, divisors):
-        B, T = b.mask.shape
-        o = b.mask.sum(1, keepdim=True)
-        # A completion's single term counts as one equal term for each of its tokens.
-        num_equal = o if terms.shape[1] < T else 1
-        return average(b, terms * num_equal, formula(B, o, o.sum(), T))
-
-    return pieces(average=other_average)
-
-
-PAPER = "what the paper divides by"
 DIVISORS = {  # B rows, o tokens in each, N in all, the padded width T
-    PAPER: ("", unchanged),
-    "N": ("token-mean [verl: default]", divided_by(lambda B, o, N, T: N)),
-    "B |o|": ("sequence-mean: divided by each |o|", divided_by(lambda B, o, N, T: B * o)),
-    "B": ("sums of completions, not divided by a length", divided_by(lambda B, o, N, T: B)),
-    "1": ("a sum, not divided", divided_by(lambda B, o, N, T: 1)),
-    "B T": ("a mean over the padded width", divided_by(lambda B, o, N, T: B * T)),
-    "B T / |o|": ("each completion times its |o|", divided_by(lambda B, o, N, T: B * T / o)),
-    "B N / |o|": ("each completion times its |o|", divided_by(lambda B, o, N, T: B * N / o)),
+    "N": ("token-mean", lambda B, o, N, T: N),
+    "B |o|": ("sequence-mean: divided by each |o|", lambda B, o, N, T: B * o),
+    "B": ("sums of completions, not divided by a length", lambda B, o, N, T: B),
+    "1": ("a sum, not divided", lambda B, o, N, T: 1),
+    "B T": ("a mean over the padded width", lambda B, o, N, T: B * T),
+    "B T / |o|": ("each completion times its |o|", lambda B, o, N, T: B * T / o),
+    "B N / |o|": ("each completion times its |o|", lambda B, o, N, T: B * N / o),
+    "B max|o|": ("divided by the longest completion", lambda B, o, N, T: B * o.max()),
 }
+PAPER_DIVISORS = dict.fromkeys(["ppo", "dapo", "vapo", "cispo"], "N")
+PAPER_DIVISORS |= dict.fromkeys(["dr_grpo", "reinforce", "rloo"], "B")
+LENGTHS = [((6, 3, 1, 4), 6), ((2, 5, 5), 7), ((3, 3), 3)]
 
 
-def divisor(subject, plain, found):
-    """The divisor for which, on policy, k times your gradient is ours, with the same k in all cases."""
-    on_policy = [x["inputs"] | {"old_logprobs": x["inputs"]["logprobs"]} for x in plain]
-    cases = [case | {"inputs": inputs} for case, inputs in zip(plain, on_policy, strict=True)]
-    yours = np.concatenate([of_policy(subject, case).gradient.ravel() for case in cases])
-    assert yours.any(), "no gradient"
+def batches(subject):
+    """Masks: rows of different length, and one batch that is wider than its longest row."""
+    for lengths, T in LENGTHS:
+        mask = np.arange(T) < np.array(lengths)[:, None]
+        yield np.ones_like(mask) if subject.lacks_mask else mask
+
+
+def per_token(subject, A, shift=None):
+    """[(mask, gradient)] at ratios of 1; shift: log(ref / pi), if there is a reference."""
+    found = []
+    for mask in batches(subject):
+        new = -0.4 - 0.3 * np.arange(mask.size).reshape(mask.shape) % 2.1
+        more = {} if shift is None else {"ref_logprobs": new + shift}
+        gradient = subject.probe(new, new, np.full((len(mask), 1), A), mask, **more).gradient
+        found.append((mask, gradient))
+    return found
+
+
+def fit_divisor(measured, paper):
+    """(words of DIVISORS, k): the gradient is 1 / (k times what the words say); None if none fits."""
     options = []
-    for words, (name, change) in DIVISORS.items():
-        gradients = [evaluate(subject.section, case, change)[1].ravel() for case in cases]
-        ours = -np.concatenate(gradients)
-        k = (ours @ ours) / (ours @ yours)
-        if np.allclose(ours, k * yours, rtol=NEAR, atol=NEAR * abs(ours).max()):
-            has_factor = abs(abs(k) - 1) > NEAR
-            options.append((has_factor * len(words), words, name, change, k))
-    # A factor of 1 is the likeliest, then the fewest words.
-    size, words, name, change, k = min(options, key=lambda option: option[0])
-    names = ["mistake: wrong sign"] if k < 0 else []
-    if size > 0:
-        names.append(f"mistake: divided by {abs(k):.4g} times {words}")
-    elif name:
-        names.append(f"mistake: {name}")
-    return names, lambda J, b: change(J, b) / k
-
-
-def own_constants(subject):
-    """Constants to use with a function that takes none: ours, or others that the paper allows (GSPO's
-    own range, any length in Dr. GRPO)."""
-    if subject.section == "gspo" and not subject.takes("clip_eps_low"):
-        return [{}, {"clip_eps_low": 3e-4, "clip_eps_high": 4e-4}]
-    if subject.section == "dr_grpo" and not subject.takes("max_new_tokens"):
-        case = subject.cases[0]
-        ours = case["keywords"]["max_new_tokens"]
-        length = round(ours * float(expected(case).value / subject.answer(case).value))
-        T = len(case["inputs"]["mask"][0])
-        return [{"max_new_tokens": length if length > T else ours}]
-    return [{}]
-
-
-# ------------------------------------------------------------------------------------------ the clip
-
-
-def two_tokens(subject, log_ratios, advantages, **keywords):
-    """A case whose completions have two tokens with the same ratio."""
-
-    def two(x):
-        return np.stack([x, x], 1).tolist()
-
-    new = -1.3 + np.minimum(log_ratios, 0)
-    inputs = {
-        "logprobs": two(new),
-        "old_logprobs": two(new - log_ratios),
-        "advantages": np.reshape(advantages, (-1, 1)).tolist(),
-        "mask": [[1, 1]] * len(new),
-    }
-    keywords = defaults(subject) | {name: two(x) for name, x in keywords.items()}
-    case = {"inputs": inputs, "keywords": keywords, "gradient": None, "denominator": None}
-    return with_results(subject.section, subject.adapted(case))
-
-
-def defaults(subject):
-    keywords = subject.about["cases"][0]["keywords"] | subject.about["defaults"] | subject.constants
-    return {key: x for key, x in keywords.items() if not isinstance(x, list)}
-
-
-def edge(subject, A, direction):
-    """The ratio beyond which the weight is not r: it is 0 there, or constant in CISPO. None if there is
-    no such ratio."""
-
-    def measured(log_ratio):
-        found = of_policy(subject, two_tokens(subject, np.array([log_ratio]), [A]))
-        return float(found.value), found.gradient.sum()
-
-    value_at_1, weight_at_1 = measured(0)
-    value, weight = measured(direction * FAR)
-    weight = weight / weight_at_1
-    if abs(weight / math.exp(direction * FAR) - 1) < NEAR:
+    for words, (_, formula) in DIVISORS.items():
+        quotients = []
+        for mask, gradient in measured:
+            o = mask.sum(1, keepdims=True)
+            expected = 1 / (np.zeros(mask.shape) + formula(len(mask), o, o.sum(), mask.shape[1]))
+            quotients.append(gradient[mask] / expected[mask])
+        quotients = np.concatenate(quotients)
+        if np.allclose(quotients, quotients[0], rtol=1e-3) and quotients[0] != 0:
+            k = short(1 / quotients[0])
+            options.append((not same_number(abs(k), 1), words != paper, len(words), words, k))
+    if not options:
         return None
-    is_capped = abs(weight) > 1e-9
-    assert is_capped == (subject.section == "cispo"), "another kind of clip"
-    if is_capped:
-        return rounded(weight)
-    # Where the objective is clipped, it stays what it was at the edge.
-    log_edge = math.log(value / value_at_1)
-    _, inside = measured(0.99 * log_edge)
-    assert abs(inside / weight_at_1 / math.exp(0.99 * log_edge) - 1) < NEAR, "not clipped"
-    return rounded(math.exp(log_edge))
+    return min(options)[3:]
 
 
-def rounded(r):
-    return float(f"{r:.6g}")
+def divisor(subject):
+    """(findings, (words, k)), k being positive."""
+    paper = PAPER_DIVISORS.get(subject.section, "B |o|")
+    pairs = zip(per_token(subject, 1.0), per_token(subject, 0.0), strict=True)
+    measured = [(mask, idle - gradient) for (mask, gradient), (_, idle) in pairs]
+    if not any(gradient.any() for _, gradient in measured):
+        return [Finding("mistake", "no gradient of the policy term reaches the log-probs", detached)], None
+    found = (paper, 1.0) if subject.returns_terms else fit_divisor(measured, paper)
+    if found is None:
+        mask, gradient = measured[0]
+        words = "at r = 1 and A = 1, the weights of the tokens of four completions are "
+        rows = [" ".join(f"{x:.3g}" for x in row[kept]) for row, kept in zip(gradient, mask, strict=True)]
+        return [Finding("mistake", words + "; ".join(rows))], None
+    words, k = found
+    findings = []
+    if k < 0:
+        findings.append(Finding("mistake", "wrong sign", lambda J, b: -J(b)))
+        k = -k
+    name, formula = DIVISORS[words]
+    if subject.section == "dr_grpo" and words == "B" and not same_number(k, 1):
+        if not same_number(k, ours("dr_grpo")["max_new_tokens"]):
+            about = f"L_max is {k:.5g} (the paper: any; here: {ours('dr_grpo')['max_new_tokens']})"
+            findings.append(Finding("constant", about, setting(max_new_tokens=k)))
+        return findings, found
+    divide = divided_by(lambda *sizes: formula(*sizes) * k)
+    if not same_number(k, 1):
+        by = "what the paper divides by" if words == paper else words
+        findings.append(Finding("mistake", f"divided by {k:.4g} times {by}", divide))
+    elif words != paper:
+        findings.append(Finding("mistake", name, divide))
+    return findings, (words, k)
 
 
-def range_of(section, keywords):
+def detached(J, b):
+    return J(b).detach()
+
+
+# ------------------------------------------------------------------------------ weights by the ratio
+
+
+class Segment(NamedTuple):
+    """Where the weight of a token, by its log-ratio, is of one kind."""
+
+    low: float
+    high: float
+    kind: str  # "r": it is r; "0": there is no gradient; "c": it is the level
+    level: float
+
+    def fits(self, l, w, tolerance):
+        expected = {"r": math.exp(l), "0": 0, "c": self.level}[self.kind]
+        return abs(w - expected) <= tolerance * max(1, abs(expected))
+
+
+class Weights:
+    """The weights of a token: the derivative of J with respect to its log-prob, divided by A, relative
+    to its value at r = 1 and A = 1."""
+
+    def __init__(self, subject):
+        self.subject = subject
+        is_exact = subject.dtype is torch.float64
+        self.tolerance = 1e-6 if is_exact else 1e-3
+        self.start = 1e-5 if is_exact else 3e-3
+
+    def probe(self, l, A, level=-1.3):
+        new = level + np.minimum(l, 0)
+        new, old = two(new), two(new - l)
+        if self.subject.section == "deepseek_v32":  # the second token keeps the mask off
+            new[:, 1], old[:, 1] = old[:, 0], new[:, 0]
+        idle = self.subject.probe(new, old, np.zeros((len(l), 1))).gradient
+        return (idle - self.subject.probe(new, old, np.reshape(A, (-1, 1))).gradient)[:, 0] / A
+
+    def at(self, l, A, level=-1.3):
+        A = np.broadcast_to(A, np.shape(l)).astype(float)
+        return self.probe(l, A, level) / self.probe(0 * l, np.ones(len(l)))
+
+    def side(self, sign, way):
+        """[Segment] from r = 1 outwards; None if the curve is smooth. way: -1 down, 1 up."""
+        grid = np.geomspace(self.start, LOG_RATIO, 100)
+        weights = self.at(way * grid, sign)
+        segments = []
+        begin, left = 0, None
+        for n, (l, w) in enumerate(zip(way * grid, weights, strict=True)):
+            left = left or [Segment(0, 0, kind, weights[n]) for kind in "r0c"]
+            fitting = [x for x in left if x.fits(l, w, self.tolerance)]
+            if not fitting:
+                edge = self.edge(left[0], sign, way * grid[n - 1], l)
+                segments.append(left[0]._replace(low=begin, high=edge))
+                begin, left = edge, [Segment(0, 0, kind, w) for kind in "r0c"]
+                fitting = [x for x in left if x.fits(l, w, self.tolerance)]
+            left = fitting
+            if len(segments) > 3:
+                return None
+        return [*segments, left[0]._replace(low=begin, high=way * math.inf)]
+
+    def edge(self, segment, sign, inside, outside):
+        """The log-ratio between the two beyond which the weight is of another kind."""
+        for _ in range(4):
+            l = np.linspace(inside, outside, 40)
+            fits = [segment.fits(*pair, self.tolerance) for pair in zip(l, self.at(l, sign), strict=True)]
+            n = max(1, fits.index(False) if False in fits else 39)
+            inside, outside = l[n - 1], l[n]
+        return (inside + outside) / 2
+
+    def curve(self, sign):
+        """[Segment] from r = 0 to infinity; None if it is smooth."""
+        down, up = self.side(sign, -1), self.side(sign, 1)
+        if down is None or up is None:
+            return None
+        down = [x._replace(low=x.high, high=x.low) for x in reversed(down)]
+        if down[-1].kind == up[0].kind and same_number(down[-1].level, up[0].level) or (
+            down[-1].kind == up[0].kind != "c"
+        ):
+            return [*down[:-1], up[0]._replace(low=down[-1].low), *up[1:]]
+        return [*down, *up]
+
+
+def near(segments):
+    """Without the clips that are there for safety."""
+    kept = list(segments)
+    while len(kept) > 1 and kept[-1].low >= FAR and kept[-1].kind == "0":
+        kept[-2:] = [kept[-2]._replace(high=math.inf)]
+    while len(kept) > 1 and kept[0].high <= -FAR and kept[0].kind == "0":
+        kept[:2] = [kept[1]._replace(low=-math.inf)]
+    return kept
+
+
+def letters(segments):
+    return "".join(x.kind for x in segments)
+
+
+def edges(segments):
+    return [math.exp(x.low) for x in segments[1:]]
+
+
+def said(segments):
+    """r up to 1.2, then 0"""
+    words = []
+    for x in segments:
+        kind = f"{x.level:.4g}" if x.kind == "c" else x.kind
+        words.append(kind if x.high == math.inf else f"{kind} up to {math.exp(x.high):.5g}")
+    return ", then ".join(words)
+
+
+def term_of(curves):
+    """f(r, a): the objective whose weights are these curves, clipped where they are 0."""
+
+    def f(r, a, *bounds):
+        l = r.detach().log()
+        x = next(x for x in curves[1 if a > 0 else -1] if x.low <= l <= x.high)
+        if x.kind == "r":
+            return r * a
+        if x.kind == "0":
+            return a * (math.exp(x.low if x.low >= 0 else x.high) if len(curves[1]) > 1 else 0) + 0 * r
+        return a * x.level * (1 + r.log() - l)
+
+    return f
+
+
+PATTERNS = {  # the kinds of weight by r, for A > 0 and A < 0
+    ("r", "r"): "no clip",
+    ("r0", "0r0"): "a dual clip: no gradient where A < 0 and r > {:.4g}",
+    ("0r", "r0"): "max instead of min",
+    ("0r0", "0r0"): "a clip on both sides, without the min",
+    ("r0", "r0"): "min(r, clip(r)) times A: where A < 0 it is clipped above",
+    ("c", "c"): "the ratio does not count: the weight is 1 at any r",
+    ("rc", "rc"): "a cap on the weight instead of a clip: every token keeps its gradient",
+    ("crc", "crc"): "a weight with two bounds instead of a clip: every token keeps its gradient",
+}
+PAPER_PATTERNS = {"cispo": ("rc", "rc"), "reinforce": ("c", "c"), "rloo": ("c", "c")}
+UNSPECIFIED = ["grpo", "dr_grpo", "cispo", "deepseek_v32"]
+
+
+def paper_range(section):
+    """(the range here, what the paper says)"""
+    here = ours(section)
     if section == "cispo":
-        return keywords["is_weight_floor"], keywords["is_weight_cap"]
-    if section == "gmpo":
-        return tuple(rounded(math.exp(x * keywords["log_ratio_clip"])) for x in (-1, 1))
-    return rounded(1 - keywords["clip_eps_low"]), rounded(1 + keywords["clip_eps_high"])
+        return (here["is_weight_floor"], here["is_weight_cap"]), "unspecified"
+    if section in ("gmpo", "rspo"):
+        return tuple(short(math.exp(x * here["log_ratio_clip"])) for x in (-1, 1)), None
+    low, high = short(1 - here["clip_eps_low"]), short(1 + here["clip_eps_high"])
+    paper = {"gspo": "[0.9997, 1.0004]"}.get(section)
+    return (low, high), "unspecified" if section in UNSPECIFIED else paper
 
 
-def clip(subject, plain, found):
-    assert subject.section in [*CLIPPED, "gmpo", "cispo"]
-    edges = {(A, way): edge(subject, A, way) for A in (1, -1) for way in (-1, 1)}
-    limits = {A: (edges[A, -1] or 0, edges[A, 1] or math.inf) for A in (1, -1)}
-    ours = range_of(subject.section, defaults(subject))
-    if subject.section == "cispo":
-        floor, cap = limits[1]
-        change = setting(is_weight_floor=floor, is_weight_cap=cap)
-        return [] if limits[1] == ours else [range_name((floor, cap), ours)], change
-
-    def clipped(r, a, low, high):
-        bounds = {ours[0]: low, ours[1]: high}  # if your bound equals ours, use the case's
-        least, most = limits[1 if a > 0 else -1]
-        return torch.clamp(r, bounds.get(least, least), bounds.get(most, most)) * a
-
-    return clip_names(edges, ours), pieces(clipped=clipped)
+def range_finding(section, low, high):
+    here, paper = paper_range(section)
+    if all(same_number(1 + x, 1 + y) if y == 0 else abs(x - y) < 1e-5 for x, y in zip((low, high), here)):
+        return []
+    source = f"the paper: {paper}; here: [{here[0]:.6g}, {here[1]:.6g}]"
+    if paper is None:
+        source = f"the paper: [{here[0]:.6g}, {here[1]:.6g}]"
+    return [Finding("constant", f"the range is [{low:.6g}, {high:.6g}] ({source})")]
 
 
-def range_name(yours, ours):
-    return "variant: the range is [{:.6g}, {:.6g}], not [{:.6g}, {:.6g}]".format(*yours, *ours)
+def clip(weights, section):
+    """Findings about the weights by the ratio."""
+    findings = []
+    share = float(weights.at(np.zeros(1), -1)[0])
+    if abs(share - 1) > 1e-3:
+        words = f"A < 0 counts {share:.4g} times as much as A > 0"
+        scaled = setting(advantages=lambda b: torch.where(b.advantages < 0, share * b.advantages, b.advantages))
+        return [Finding("mistake", words, scaled)]
+    curves = {sign: weights.curve(sign) for sign in (1, -1)}
+    if None in curves.values():
+        return gates(weights, section)
+    change = pieces(clipped=term_of(curves))
+    if section not in [*CLIPPED, "gmpo", "rspo"]:
+        change = by_weights(term_of(curves))
+    kept = {sign: near(curve) for sign, curve in curves.items()}
+    far = [edge for sign in curves for edge in edges(curves[sign]) if edge not in edges(kept[sign])]
+    pattern = letters(kept[1]), letters(kept[-1])
+    expected = PAPER_PATTERNS.get(section, ("r0", "0r"))
+    bounds = sorted(short(x) for sign in kept for x in edges(kept[sign]))
+    if section == "cispo" and pattern in [("rc", "rc"), ("crc", "crc")]:
+        low, high = ([0.0] * 4 + bounds)[-4::3] if pattern[0] == "crc" else (0.0, bounds[0])
+        findings = range_finding(section, low, high)
+        change = setting(is_weight_floor=low, is_weight_cap=high)
+        findings = [x._replace(change=change) for x in findings]
+    elif pattern == expected and bounds:
+        findings = [x._replace(change=change) for x in range_finding(section, *bounds)]
+    elif pattern != expected:
+        words = PATTERNS.get(pattern)
+        if words is None or section == "cispo" and pattern != ("r", "r"):
+            words = f"by r, the weight is {said(kept[1])} where A > 0; {said(kept[-1])} where A < 0"
+        if pattern == ("r0", "0r0"):
+            words = words.format(bounds.pop())
+        findings = [Finding("variant" if "dual" in words else "mistake", words, change)]
+        if len(bounds) > 1 and section not in ("cispo", "reinforce", "rloo"):
+            findings += range_finding(section, bounds[0], bounds[-1])
+    if far:
+        most = max(abs(math.log(edge)) for edge in far)
+        words = f"right, but no gradient where |log r| > {most:.4g} (r = {math.exp(most):.4g}): a clamp"
+        findings.append(Finding("clamp", words, change))
+    return findings
 
 
-DUAL = "variant: dual clip: A < 0 and r > {:.4g} [verl]"
-PLACES = {  # (sign of A, direction) where there is no gradient: what this is
-    (): "mistake: no clip",
-    ((-1, -1), (1, 1)): None,  # the paper's
-    ((-1, -1), (-1, 1), (1, 1)): DUAL,
-    ((-1, 1), (1, -1)): "mistake: max instead of min",
-    ((-1, -1), (-1, 1), (1, -1), (1, 1)): "mistake: a clip on both sides, without the min",
-    ((-1, 1), (1, 1)): "mistake: min(r, clip(r)) times A: where A < 0 it is clipped above",
+def gates(weights, section):
+    """SAPO's tau, or the table of a smooth curve."""
+    r = np.array([0.5, 1.5, 2.0])
+    taus = {}
+    for sign in (1, -1):
+        quotients = np.maximum(r / weights.at(np.log(r), sign), 1)
+        found = 2 * np.arccosh(np.sqrt(quotients)) / np.abs(r - 1)
+        taus[sign] = short(found[0]) if np.allclose(found, found[0], rtol=1e-3) else None
+    here = ours("sapo")["tau_pos"], ours("sapo")["tau_neg"]
+    if None not in taus.values() and min(taus.values()) > 0 and section == "sapo":
+        if (taus[1], taus[-1]) == here:
+            return []
+        change = setting(tau_pos=taus[1], tau_neg=taus[-1])
+        if (taus[-1], taus[1]) == here:
+            return [Finding("mistake", "the two tau swapped", change)]
+        words = f"tau is {taus[1]:.4g} and {taus[-1]:.4g} (the paper: {here[0]:.4g} and {here[1]:.4g})"
+        return [Finding("constant", words, change)]
+    r = np.array([0.25, 0.5, 0.8, 1, 1.25, 2, 4])
+    rows = [f"by r = {columns(r)}"]
+    for name, sign in (("A > 0", 1), ("A < 0", -1)):
+        rows.append(f"where {name} {columns(weights.at(np.log(r), sign))}")
+    return [Finding("mistake", "the weight is a smooth curve: " + "; ".join(rows))]
+
+
+def columns(row):
+    return " ".join(f"{x:.4g}" for x in row)
+
+
+def beyond_ratio(weights):
+    """Findings if a weight depends on more than r: on the probability, or on A's size."""
+    findings = []
+    l = np.log(np.array([0.7, 0.95, 1.1, 1.5]))
+    levels = [weights.at(l, 1, level) for level in (-0.05, -1.3, -5)]
+    if not np.allclose(levels, levels[1], rtol=1e-2, atol=1e-3):
+        rows = "; ".join(columns(row) for row in levels)
+        words = "the weight depends on pi itself, not on r alone: at r = 0.7 0.95 1.1 1.5 and "
+        findings.append(Finding("mistake", f"{words}log pi about -0.05, -1.3, -5 it is {rows}"))
+    sizes = np.array([0.25, 0.5, 1, 2, 4])
+    by_size = weights.at(np.zeros(5), sizes)
+    if not np.allclose(by_size, 1, rtol=1e-2):
+        words = f"the weight is not proportional to A: at A = {columns(sizes)} it is {columns(sizes * by_size)}"
+        findings.append(Finding("mistake", words))
+    return findings
+
+
+# ---------------------------------------------------------------------------------- where A is 0
+
+
+def k3(x):
+    return torch.expm1(x) - x
+
+
+def estimators(name, log_x, r):
+    """{name: its formula}, log x being log_x(logp, old, ref)"""
+    of = {
+        "k1": lambda x: -x,
+        "k2": lambda x: x**2 / 2,
+        "k3": k3,
+        "k3 upside down": lambda x: k3(-x),
+        "|log x|": torch.abs,
+        "k3 clamped at 10": lambda x: k3(x).clamp(max=10),
+    }
+    found = {}
+    for words, formula in of.items():
+        found[f"{words}, x = {name}"] = lambda *b, f=formula: f(log_x(*b))
+    found[f"k3 times r, x = {name}"] = lambda *b: r(*b) * k3(log_x(*b))
+    found[f"k3 times r without its gradient, x = {name}"] = lambda *b: r(*b).detach() * k3(log_x(*b))
+    return found
+
+
+def ratio(logp, old, ref):
+    return torch.exp(logp - old)
+
+
+TERMS = estimators("pi_ref / pi", lambda logp, old, ref: ref - logp, ratio)
+TERMS |= estimators("pi_old / pi", lambda logp, old, ref: old - logp, ratio)
+TERMS |= {
+    "log pi": lambda logp, old, ref: logp,
+    "pi log pi": lambda logp, old, ref: logp.exp() * logp,
+    "pi": lambda logp, old, ref: logp.exp(),
+    "r": ratio,
 }
+X = np.array([0, -2, -1, -0.5, 0.3, 1, 1.5, 3.1, 0.7])  # log(pi_ref / pi)
+Y = np.array([0, 0.5, 0.3, 0.1, -0.2, -0.4, 0.6, 0.2, -0.55])  # log r
+NEW = -np.array([1.3, 0.7, 1.1, 1.6, 0.9, 1.2, 2.0, 0.8, 1.4])
 
 
-def clip_names(edges, ours):
-    """What the edges amount to. Edges at a factor of 10 or more are there for safety."""
-    near = {key: r for key, r in sorted(edges.items()) if r and 0.1 < r < 9.99}
-    far = max([abs(math.log(r)) for key, r in edges.items() if r and key not in near], default=0)
-    names = []
-    if far > 0:
-        names.append(f"{CLAMP}|log r| > {far:.4g} (r = {math.exp(far):.4g}): a clamp")
-    name = PLACES.get(tuple(near), f"mistake: the clip acts in these places alone: {near}")
-    if name == DUAL:
-        name = DUAL.format(near.pop((-1, 1)))
-    if name:
-        names.append(name)
-    low, high = min(near.values(), default=1), max(near.values(), default=1)
-    if low < 1 < high and (low, high) != ours:
-        names.append(range_name((low, high), ours))
-    return names
+def idle(subject, with_ref):
+    """(values, gradients) of the loss's term for one token, where A is 0, in units of the weight of a
+    token at r = 1 and A = 1. Values are relative to the first."""
+    ref = {"ref_logprobs": two(NEW + X)} if with_ref else {}
+    n = len(X)
+    zeros = np.zeros((n, 1))
+    unit = Weights(subject).probe(np.zeros(n), np.ones(n))
+    gradients = subject.probe(two(NEW), two(NEW - Y), zeros, **ref).gradient[:, 0] / unit
+    unit = Weights(subject).probe(np.zeros(1), np.ones(1))[0]
+    values = []
+    for k in range(n):
+        one = [two(x[k : k + 1]) for x in (NEW, NEW - Y)]
+        more = {name: x[k : k + 1] for name, x in ref.items()}
+        values.append(float(subject.probe(*one, zeros[:1], **more).value) / (2 * unit))
+    return np.array(values) - values[0], gradients
 
 
-# -------------------------------------------------------------------------------------------- the KL
-
-KLS = {  # of log x, x = pi_ref / pi
-    "k1": lambda x: -x,
-    "k2": lambda x: x**2 / 2,
-    "k3": k3,
-    "k3 upside down": lambda x: k3(-x),
-    "|log x|": torch.abs,
-    "k3 without gradient": lambda x: k3(x).detach(),
-    "k3 with its score term": lambda x: k3(x) + k3(x).detach() * (x.detach() - x),
-}
-
-
-def kl(subject, plain, found):
-    """What remains where A is 0, as c times an estimator."""
-    assert "grpo" in subject.section and subject.has_ref
-    x = np.array([-2, -1, -0.5, 0.3, 1, 1.5])
-    case = two_tokens(subject, x[::-1] / 3, 0 * x, ref_logprobs=x - 2)
-    answer = subject.answer(case)
-    kl_coef = defaults(subject)["kl_coef"]
-    for name, of in itertools.product(KLS, ("ref", "old")):
-        others = [change for _, change in found]
-        change = functools.reduce(together, others, estimator(KLS[name], of))
-        value, gradient = evaluate("grpo", case, change)
-        c = answer.value / value
-        if np.allclose(answer.gradient, c * gradient, rtol=NEAR, atol=NEAR / 100):
-            break
-    else:
-        return [], None
-    coefficient = float(f"{c * kl_coef:.3g}")
-    change = estimator(KLS[name], of, coefficient / kl_coef)
-    if (name, of, coefficient) == ("k3", "ref", kl_coef):
-        return [], change
-    if coefficient == 0:
-        return ["mistake: there is no KL: the reference is not used"], change
-    kind = "variant" if (name, of) == ("k3", "ref") and c > 0 else "mistake"
-    size = f"{abs(coefficient):.3g}{', rewarded' if c < 0 else ''}"
-    return [f"{kind}: the KL is {name}, x = pi_{of} / pi, coefficient {size}"], change
+def formulas(with_ref):
+    """{name: (values, gradients)} of TERMS in the batch of `idle`."""
+    found = {}
+    for name, term in TERMS.items():
+        logp = torch.tensor(NEW, requires_grad=True)
+        if with_ref or "ref" not in name:
+            values = term(logp, torch.tensor(NEW - Y), torch.tensor(NEW + X))
+            (gradient,) = torch.autograd.grad(values.sum(), logp)
+            found[name] = (values - values[0]).detach().numpy(), gradient.numpy()
+    return found
 
 
-def estimator(k, of, c=1):
-    change = pieces(k3=lambda log_x: c * k(log_x))
-    return together(change, setting(ref_logprobs=lambda b: b.old_logprobs)) if of == "old" else change
+def fit(measured, known, tolerance):
+    """[(coefficient, name)] of at most two whose sum is what was measured; None if there are none."""
+    if np.abs(measured).max() < tolerance:
+        return []
+    for size in (1, 2):
+        for names in itertools.combinations(known, size):
+            columns = np.stack([known[name] for name in names], 1)
+            coefficients, *_ = np.linalg.lstsq(columns, measured, rcond=None)
+            error = np.abs(columns @ coefficients - measured).max()
+            if error < tolerance * (1 + np.abs(measured).max()):
+                return [(short(c), name) for c, name in zip(coefficients, names, strict=True)]
+    return None
 
 
-# ------------------------------------------------------------------------- where all this is not enough
+def of_values(subject, with_ref):
+    """(the terms by their gradients, the terms by their values), as `fit` gives them"""
+    values, gradients = idle(subject, with_ref)
+    known = formulas(with_ref)
+    tolerance = 1e-6 if subject.dtype is torch.float64 else 1e-3
+    by_gradient = fit(gradients, {name: x[1] for name, x in known.items()}, tolerance)
+    if by_gradient:
+        # The same terms, if they have these values, too: others may have the same gradients.
+        total = sum(c * known[name][0] for c, name in by_gradient)
+        if np.abs(total - values).max() < 10 * tolerance * (1 + np.abs(values).max()):
+            return by_gradient, by_gradient
+    by_value = fit(values, {name: x[0] for name, x in known.items()}, tolerance)
+    return by_gradient, by_value
 
 
-@np.errstate(all="ignore")
-def explanation(subject, wrong, measured):
-    """Lines: what was measured, how advantages act on policy, and the weights of tokens by ratio."""
-    lines = [f"what was measured: {name}" for name, _ in measured]
-    if any(answer.gradient[np.array(case["inputs"]["mask"]) == 0].any() for case, answer in wrong):
-        lines.append("there is a gradient in masked places")
-    for case, answer in wrong:
-        if "on_policy" in case["tags"]:
-            A = np.array(case["inputs"]["advantages"])[:, 0]
-            ours = expected(case).gradient
-            quotients = (answer.gradient * (ours != 0)).sum(1) / ours.sum(1)
-            lines.append(f"on policy, advantages of {in_columns(A)}")
-            lines.append(f"                 act like {in_columns(A * quotients)}")
-    try:
-        idle = subject.answer(two_tokens(subject, np.zeros(2), [0, 0]))
-        yours, ours = [], []
-        for A in (1, -1):
-            case = two_tokens(subject, np.log(RATIOS), np.full(len(RATIOS), A))
-            yours.append(of_policy(subject, case).gradient.sum(1) / A)
-            ours.append(-evaluate(subject.section, case)[1].sum(1) / A)
-    except Exception:  # of a function that does not take such cases
-        return lines
-    yours = yours / abs(yours[0][0])
-    ours = ours / abs(ours[0][0])
-    size = np.abs(idle.gradient).max()
-    if size > 1e-9:
-        lines.append(f"a term has no advantage: where every A is 0 your gradient is up to {size:.2g}")
-    for A, your, our in zip(("A > 0", "A < 0"), yours, ours, strict=True):
-        if not np.allclose(your, our, rtol=NEAR):
-            lines.append(f"where {A}, by r:   {in_columns(RATIOS)}")
-            lines.append(f"  your weight     {in_columns(your)}")
-            lines.append(f"  our weight      {in_columns(our)}")
-    return lines
+def listed_terms(found):
+    return " and ".join(
+        f"{name}, coefficient {abs(c):.4g}{', rewarded' if c < 0 else ''}" for c, name in found
+    )
 
 
-def in_columns(row):
-    return " ".join(f"{x:9.4g}" for x in row)
+def said_terms(by_gradient, by_value):
+    if by_gradient is None:
+        return "a term whose gradient no known estimator has"
+    if by_value == by_gradient:
+        return listed_terms(by_gradient)
+    value = "a value of another kind" if by_value is None else listed_terms(by_value) or "no value"
+    if not by_gradient:
+        return f"{value}, without a gradient"
+    return f"the gradient of {listed_terms(by_gradient)}, the value of {value}"
+
+
+PAPER_TERMS = {"grpo": "k3, x = pi_ref / pi", "deepseek_v32": "k3 times r, x = pi_ref / pi"}
+
+
+def kl_divisor(subject, formula):
+    """(findings, what a term where A is 0 is divided by), if the terms have a gradient that shows it."""
+    measured = per_token(subject, 0.0, 1.0 if subject.takes("ref_logprobs") else None)
+    found = fit_divisor(measured, "") if any(gradient.any() for _, gradient in measured) else None
+    if found is None or subject.returns_terms:
+        return [], formula
+    name, own = DIVISORS[found[0]]
+    if all(np.allclose(own(*sizes), formula(*sizes) * own(2, 2, 4, 2) / formula(2, 2, 4, 2)) for sizes in SIZES):
+        return [], formula
+    scale = formula(9, 2, 18, 2) / own(9, np.array(2), 18, 2)
+    return [Finding("mistake", f"what is left where A is 0 has a mean of its own: {name}")], (
+        lambda *sizes: own(*sizes) * scale
+    )
+
+
+SIZES = [(3, np.array([2, 5, 4]), 11, 6), (2, np.array([2, 2]), 4, 7)]
+
+
+def kl(subject, found_divisor):
+    """Findings about what is left where A is 0, without a reference and with one."""
+    findings = []
+    section = subject.section
+    words, k = found_divisor or (PAPER_DIVISORS.get(section, "B |o|"), 1.0)
+    paper, here = PAPER_TERMS.get(section), ours(section).get("kl_coef")
+    states = [False, True][: 1 + subject.takes("ref_logprobs")]
+    for with_ref in states[subject.needs("ref_logprobs") :]:
+        by_gradient, by_value = of_values(subject, with_ref)
+        is_known = by_gradient is not None and by_value == by_gradient
+        if (by_gradient, by_value) == ([], []):
+            findings += [no_kl(subject)] if with_ref and paper else []
+            continue
+        if with_ref and is_known and by_gradient[0][0] > 0 and [x for _, x in by_gradient] == [paper]:
+            if not same_number(by_gradient[0][0], here):
+                about = f"the KL's coefficient is {by_gradient[0][0]:.4g} (the paper: {here})"
+                findings.append(Finding("constant", about, setting(kl_coef=by_gradient[0][0])))
+            continue
+        more, divide = kl_divisor(subject, lambda *sizes: DIVISORS[words][1](*sizes) * abs(k))
+        change = unchanged
+        if is_known:
+            terms = [(c, TERMS[name], "ref" in name) for c, name in by_gradient]
+            change = with_terms(terms, divide)
+        about = said_terms(by_gradient, by_value)
+        if with_ref and paper:
+            is_other = is_known and by_gradient[0][0] > 0 and by_gradient[0][1] in VARIANT_TERMS
+            kind, about = "variant" if is_other else "mistake", f"the KL is {about}"
+        else:
+            where = "without a reference, " if not with_ref and len(states) > 1 else ""
+            name = "a KL" if "x = " in about else "a term"
+            kind, about = "mistake", f"{where}{name} that the paper lacks: {about}"
+        findings = [Finding(kind, about, change), *more]
+    return findings
+
+
+VARIANT_TERMS = [f"{name}, x = pi_ref / pi" for name in ("k2", "k3", "k3 clamped at 10", "k3 times r")]
+VARIANT_TERMS.append("k3 times r without its gradient, x = pi_ref / pi")
+
+
+def no_kl(subject):
+    change = setting(ref_logprobs=None)
+    if subject.is_off("kl_coef"):
+        return Finding("constant", f"the KL's coefficient is 0 (the paper: {ours('grpo')['kl_coef']})", change)
+    return Finding("mistake", "there is no KL: the reference is not used", change)
+
+
+# ------------------------------------------------------------------------------------------ all of it
+
+
+def findings(subject):
+    """[Finding] of a loss: how it differs from its paper, as far as our batches show it."""
+    found, found_divisor = divisor(subject)
+    if found and found[0].change is detached:
+        return found
+    weights = Weights(subject)
+    if subject.lacks_old and subject.section not in ("reinforce", "rloo"):
+        return found + kl(subject, found_divisor)
+    found += clip(weights, subject.section)
+    found += beyond_ratio(weights)
+    if subject.section == "deepseek_v32":
+        found += offpolicy(subject)
+    return found + kl(subject, found_divisor)
+
+
+def offpolicy(subject):
+    """DeepSeek-V3.2's mask: below which log r a bad completion has no gradient."""
+    l = -np.linspace(0.0, 0.2, 401)[1:]
+    zeros = np.zeros((len(l), 1))
+    old = two(np.full(len(l), -1.3))
+    new = old + two(l)
+    left = subject.probe(new, old, zeros - 1).gradient - subject.probe(new, old, zeros).gradient
+    dropped = np.abs(left[:, 0]) < 1e-9
+    delta = short(-l[dropped.argmax()] - 0.00025) if dropped.any() else math.inf
+    here = ours("deepseek_v32")["offpolicy_mask"]
+    change = setting(offpolicy_mask=delta)
+    if delta == math.inf:
+        words = "no off-policy mask: a bad completion keeps its gradient wherever the policy has moved"
+        return [Finding("mistake", words, change)]
+    if abs(delta - here) < 3e-4:
+        return []
+    about = f"the off-policy mask's delta is {delta:.3g} (the paper: unspecified; here: {here})"
+    return [Finding("constant", about, change)]
