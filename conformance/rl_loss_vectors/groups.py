@@ -95,13 +95,17 @@ def findings(subject):
     found = probe(subject, rewards=R).value
     kept = (R != R[:, :1]).any(1)
     A, rewards = found[kept], R[kept]
-    slopes = (A[:, 1:] - A[:, :1]) / np.where(rewards[:, 1:] == rewards[:, :1], np.nan, rewards[:, 1:] - rewards[:, :1])
+    slopes = (A[:, 1:] - A[:, :1]) / np.where(
+        rewards[:, 1:] == rewards[:, :1], np.nan, rewards[:, 1:] - rewards[:, :1]
+    )
     slope = np.nanmean(slopes, 1)
     if np.nanmax(np.abs(slopes - slope[:, None])) > 1e-6 or not slope.all():
         return [Finding("mistake", f"no line in R: rewards {columns(R[0])} give {columns(found[0])}")]
     scale = 1 / slope
     base = rewards[:, 0] - A[:, 0] * scale
-    names = [name for name, formula in BASELINES.items() if np.allclose(formula(R)[kept], base, atol=1e-8)]
+    names = [
+        name for name, formula in BASELINES.items() if np.allclose(formula(R)[kept], base, atol=1e-8)
+    ]
     back = np.allclose(rewards.mean(1) * (1 - scale), base, atol=1e-8) and not names
     paper_base, paper_scale, paper_eps = PAPER[subject.section]
     leaves_out = 1 - 1 / R.shape[1]
@@ -140,7 +144,9 @@ def article(baseline):
 def clip_of(subject, baseline, name, eps, is_inside):
     """The size at which advantages are clipped, by a reward that is far from its group's mean."""
     found = probe(subject, rewards=LONG).value
-    expected = of_groups(baseline, name, eps, is_inside, math.inf, 0)(None, SimpleNamespace(rewards=torch.tensor(LONG)))
+    expected = of_groups(baseline, name, eps, is_inside, math.inf, 0)(
+        None, SimpleNamespace(rewards=torch.tensor(LONG))
+    )
     most = np.abs(found).max()
     is_less = most < np.abs(expected.numpy()).max() - 1e-6
     return short(most) if is_less and np.isclose(np.abs(expected).max(), 3.75, atol=0.3) else math.inf
@@ -182,7 +188,12 @@ def value_findings(subject):
     fitting = fit_divisor(measured, "N")
     if fitting is None:
         rows = "; ".join(columns(row) for row in measured[0][1])
-        return [Finding("mistake", f"where V is the old value and the return 0.5 above, minus the gradient is {rows}")]
+        return [
+            Finding(
+                "mistake",
+                f"where V is the old value and the return 0.5 above, minus the gradient is {rows}",
+            )
+        ]
     words, k = fitting
     name, formula = DIVISORS[words]
     scaled = divided_by(lambda *sizes: formula(*sizes) * k)
@@ -207,7 +218,13 @@ def value_clip(subject):
         low, high = 1e-3, 10.0
         for _ in range(4):
             d = np.linspace(low, high, 200)
-            moved = probe(subject, values=two(d), old_values=two(0 * d), returns=two(0 * d + returns), mask=two(0 * d + 1))
+            moved = probe(
+                subject,
+                values=two(d),
+                old_values=two(0 * d),
+                returns=two(0 * d + returns),
+                mask=two(0 * d + 1),
+            )
             has_none = np.abs(moved.gradient[:, 0]) < 1e-9
             if not has_none.any() or has_none[0]:
                 break
@@ -221,7 +238,9 @@ def value_clip(subject):
     if best is None:
         found.append(Finding("mistake", "min instead of max", pieces(worse=torch.min)))
     elif worst is not None:
-        found.append(Finding("mistake", "the clipped error alone, without the max", pieces(worse=lambda x, y: y)))
+        found.append(
+            Finding("mistake", "the clipped error alone, without the max", pieces(worse=lambda x, y: y))
+        )
     limit = best or worst
     if abs(limit - here) > 1e-4:
         about = f"values are clipped at {limit:.4g} (here: {here})"

@@ -106,11 +106,11 @@ def adapter(target, arguments, optional, parameters, known):
             passed.append(f"{parameter.name}={value}")
     taken = ", ".join([*arguments, *(f"{key}=None" for key in optional)])
     return f"""\
-    import sys
+import sys
 
-    sys.path.insert(0, {folder!r})
-    from {module} import {first}
+sys.path.insert(0, {folder!r})
+from {module} import {first}
 
 
-    def adapter({taken}):
-        return {called}({", ".join(passed) or "..."})  # complete your own call"""
+def adapter({taken}):
+    return {called}({", ".join(passed) or "..."})  # complete your own call"""

@@ -78,7 +78,7 @@ def per_token(subject, A, shift=None):
     return found
 
 
-def fit_divisor(measured, paper):
+def fit_divisor(measured, paper, tolerance=1e-3):
     """(words of DIVISORS, k): the gradient is 1 / (k times what the words say); None if none fits."""
     options = []
     for words, (_, formula) in DIVISORS.items():
@@ -88,7 +88,7 @@ def fit_divisor(measured, paper):
             expected = 1 / (np.zeros(mask.shape) + formula(len(mask), o, o.sum(), mask.shape[1]))
             quotients.append(gradient[mask] / expected[mask])
         quotients = np.concatenate(quotients)
-        if np.allclose(quotients, quotients[0], rtol=1e-3) and quotients[0] != 0:
+        if np.allclose(quotients, quotients[0], rtol=tolerance) and quotients[0] != 0:
             k = short(1 / quotients[0])
             options.append((not same_number(abs(k), 1), words != paper, len(words), words, k))
     if not options:
@@ -102,12 +102,20 @@ def divisor(subject):
     pairs = zip(per_token(subject, 1.0), per_token(subject, 0.0), strict=True)
     measured = [(mask, idle - gradient) for (mask, gradient), (_, idle) in pairs]
     if not any(gradient.any() for _, gradient in measured):
-        return [Finding("mistake", "no gradient of the policy term reaches the log-probs", detached)], None
+        return [
+            Finding("mistake", "no gradient of the policy term reaches the log-probs", detached)
+        ], None
     found = (paper, 1.0) if subject.returns_terms else fit_divisor(measured, paper)
     if found is None:
         mask, gradient = measured[0]
+        if fit_divisor(measured, paper, 2e-2):
+            most = max(np.abs(x[kept] / x[kept].mean() - 1).max() for kept, x in [(mask, gradient)])
+            words = f"less precise than float32: the weights of equal tokens scatter by {most:.1%}"
+            return [Finding("mistake", words, rounded)], None
         words = "at r = 1 and A = 1, the weights of the tokens of four completions are "
-        rows = [" ".join(f"{x:.3g}" for x in row[kept]) for row, kept in zip(gradient, mask, strict=True)]
+        rows = [
+            " ".join(f"{x:.3g}" for x in row[kept]) for row, kept in zip(gradient, mask, strict=True)
+        ]
         return [Finding("mistake", words + "; ".join(rows))], None
     words, k = found
     findings = []
@@ -133,6 +141,10 @@ def detached(J, b):
     return J(b).detach()
 
 
+def rounded(J, b):
+    return J(b)
+
+
 # ------------------------------------------------------------------------------ weights by the ratio
 
 
@@ -151,25 +163,32 @@ class Segment(NamedTuple):
 
 class Weights:
     """The weights of a token: the derivative of J with respect to its log-prob, divided by A, relative
-    to its value at r = 1 and A = 1."""
+    to its value at r = 1 for the same sign of A."""
 
-    def __init__(self, subject):
-        self.subject = subject
-        is_exact = subject.dtype is torch.float64
+    def __init__(self, subject, level=-1.3):
+        """level: the larger of the two log-probs, pi's and pi_old's."""
+        self.subject, self.level = subject, level
+        # A function that computes in float32, whatever it is given, does not feel a step of 1e-9.
+        near_1 = self.probe(1e-4 + 1e-9 * np.arange(8), np.ones(8))
+        is_exact = subject.dtype is torch.float64 and len({*near_1}) > 5
         self.tolerance = 1e-6 if is_exact else 1e-3
         self.start = 1e-5 if is_exact else 3e-3
 
-    def probe(self, l, A, level=-1.3):
-        new = level + np.minimum(l, 0)
+    def probe(self, l, A):
+        new = self.level + np.minimum(l, 0)
         new, old = two(new), two(new - l)
         if self.subject.section == "deepseek_v32":  # the second token keeps the mask off
             new[:, 1], old[:, 1] = old[:, 0], new[:, 0]
         idle = self.subject.probe(new, old, np.zeros((len(l), 1))).gradient
         return (idle - self.subject.probe(new, old, np.reshape(A, (-1, 1))).gradient)[:, 0] / A
 
-    def at(self, l, A, level=-1.3):
+    def at(self, l, A):
         A = np.broadcast_to(A, np.shape(l)).astype(float)
-        return self.probe(l, A, level) / self.probe(0 * l, np.ones(len(l)))
+        return self.probe(l, A) / self.probe(0 * l, np.sign(A))
+
+    def share(self):
+        """How much A < 0 counts, relative to A > 0."""
+        return float((self.probe(np.zeros(1), -np.ones(1)) / self.probe(np.zeros(1), np.ones(1)))[0])
 
     def side(self, sign, way):
         """[Segment] from r = 1 outwards; None if the curve is smooth. way: -1 down, 1 up."""
@@ -194,19 +213,25 @@ class Weights:
         """The log-ratio between the two beyond which the weight is of another kind."""
         for _ in range(4):
             l = np.linspace(inside, outside, 40)
-            fits = [segment.fits(*pair, self.tolerance) for pair in zip(l, self.at(l, sign), strict=True)]
+            fits = [
+                segment.fits(*pair, self.tolerance) for pair in zip(l, self.at(l, sign), strict=True)
+            ]
             n = max(1, fits.index(False) if False in fits else 39)
             inside, outside = l[n - 1], l[n]
         return (inside + outside) / 2
 
     def curve(self, sign):
         """[Segment] from r = 0 to infinity; None if it is smooth."""
+        if abs(self.probe(np.zeros(1), np.array([sign]))[0]) < 1e-12:
+            return [Segment(-math.inf, math.inf, "0", 0)]
         down, up = self.side(sign, -1), self.side(sign, 1)
         if down is None or up is None:
             return None
         down = [x._replace(low=x.high, high=x.low) for x in reversed(down)]
-        if down[-1].kind == up[0].kind and same_number(down[-1].level, up[0].level) or (
-            down[-1].kind == up[0].kind != "c"
+        if (
+            down[-1].kind == up[0].kind
+            and same_number(down[-1].level, up[0].level)
+            or (down[-1].kind == up[0].kind != "c")
         ):
             return [*down[:-1], up[0]._replace(low=down[-1].low), *up[1:]]
         return [*down, *up]
@@ -239,12 +264,14 @@ def said(segments):
     return ", then ".join(words)
 
 
-def term_of(curves):
-    """f(r, a): the objective whose weights are these curves, clipped where they are 0."""
+def term_of(curves, share=1):
+    """f(r, a): the objective whose weights are these curves, clipped where they are 0. share: of A < 0."""
 
     def f(r, a, *bounds):
         l = r.detach().log()
-        x = next(x for x in curves[1 if a > 0 else -1] if x.low <= l <= x.high)
+        sign = 1 if a > 0 else -1
+        a = a if a > 0 else a * share
+        x = next(x for x in curves[sign] if x.low <= l <= x.high)
         if x.kind == "r":
             return r * a
         if x.kind == "0":
@@ -282,7 +309,9 @@ def paper_range(section):
 
 def range_finding(section, low, high):
     here, paper = paper_range(section)
-    if all(same_number(1 + x, 1 + y) if y == 0 else abs(x - y) < 1e-5 for x, y in zip((low, high), here)):
+    if all(
+        same_number(1 + x, 1 + y) if y == 0 else abs(x - y) < 1e-5 for x, y in zip((low, high), here)
+    ):
         return []
     source = f"the paper: {paper}; here: [{here[0]:.6g}, {here[1]:.6g}]"
     if paper is None:
@@ -293,43 +322,43 @@ def range_finding(section, low, high):
 def clip(weights, section):
     """Findings about the weights by the ratio."""
     findings = []
-    share = float(weights.at(np.zeros(1), -1)[0])
+    share = weights.share()
     if abs(share - 1) > 1e-3:
-        words = f"A < 0 counts {share:.4g} times as much as A > 0"
-        scaled = setting(advantages=lambda b: torch.where(b.advantages < 0, share * b.advantages, b.advantages))
-        return [Finding("mistake", words, scaled)]
+        findings.append(Finding("mistake", f"A < 0 counts {share:.4g} times as much as A > 0"))
     curves = {sign: weights.curve(sign) for sign in (1, -1)}
     if None in curves.values():
-        return gates(weights, section)
-    change = pieces(clipped=term_of(curves))
+        scaled = lambda b: torch.where(b.advantages < 0, share * b.advantages, b.advantages)  # noqa: E731
+        findings = [x._replace(change=setting(advantages=scaled)) for x in findings]
+        return findings + gates(weights, section)
+    change = pieces(clipped=term_of(curves, share))
     if section not in [*CLIPPED, "gmpo", "rspo"]:
-        change = by_weights(term_of(curves))
+        change = by_weights(term_of(curves, share))
     kept = {sign: near(curve) for sign, curve in curves.items()}
     far = [edge for sign in curves for edge in edges(curves[sign]) if edge not in edges(kept[sign])]
     pattern = letters(kept[1]), letters(kept[-1])
     expected = PAPER_PATTERNS.get(section, ("r0", "0r"))
     bounds = sorted(short(x) for sign in kept for x in edges(kept[sign]))
     if section == "cispo" and pattern in [("rc", "rc"), ("crc", "crc")]:
-        low, high = ([0.0] * 4 + bounds)[-4::3] if pattern[0] == "crc" else (0.0, bounds[0])
-        findings = range_finding(section, low, high)
+        limits = [short(x) for x in edges(kept[1])]
+        low, high = limits if len(limits) == 2 else (0.0, *limits)
+        findings += range_finding(section, low, high)
         change = setting(is_weight_floor=low, is_weight_cap=high)
-        findings = [x._replace(change=change) for x in findings]
-    elif pattern == expected and bounds:
-        findings = [x._replace(change=change) for x in range_finding(section, *bounds)]
     elif pattern != expected:
         words = PATTERNS.get(pattern)
         if words is None or section == "cispo" and pattern != ("r", "r"):
             words = f"by r, the weight is {said(kept[1])} where A > 0; {said(kept[-1])} where A < 0"
-        if pattern == ("r0", "0r0"):
+        if "{" in words:
             words = words.format(bounds.pop())
-        findings = [Finding("variant" if "dual" in words else "mistake", words, change)]
-        if len(bounds) > 1 and section not in ("cispo", "reinforce", "rloo"):
-            findings += range_finding(section, bounds[0], bounds[-1])
+        findings.append(Finding("variant" if "dual" in words else "mistake", words))
+    if section in [*CLIPPED, "gmpo", "rspo"] and bounds and bounds[0] < 1 < bounds[-1]:
+        findings += range_finding(section, bounds[0], bounds[-1])
     if far:
         most = max(abs(math.log(edge)) for edge in far)
-        words = f"right, but no gradient where |log r| > {most:.4g} (r = {math.exp(most):.4g}): a clamp"
-        findings.append(Finding("clamp", words, change))
-    return findings
+        words = (
+            f"no gradient where |log r| > {most:.4g} (r = {math.exp(most):.4g}), which hardly occurs"
+        )
+        findings.append(Finding("clamp", words))
+    return [x._replace(change=change) for x in findings]
 
 
 def gates(weights, section):
@@ -360,21 +389,61 @@ def columns(row):
     return " ".join(f"{x:.4g}" for x in row)
 
 
+def binary_kl(p, q):
+    return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+
+
+DISTANCES = {
+    "|pi - pi_old|": lambda p, q: abs(p - q),
+    "KL(pi_old || pi) of this token against all others": lambda p, q: binary_kl(q, p),
+    "KL(pi || pi_old) of this token against all others": binary_kl,
+}
+
+
+def distance(subject):
+    """(name, size) of the distance of pi from pi_old beyond which tokens lose their gradient, or None."""
+    edges = []
+    for level in (-0.3, -0.6, -0.9):
+        for sign in (1, -1):  # up where A > 0, down where A < 0
+            segments = Weights(subject, level).side(sign, sign)
+            if segments is None or letters(sorted(segments, key=lambda x: abs(x.low))) != "r0":
+                return None
+            l = segments[0].high
+            edges.append((math.exp(level + min(l, 0)), math.exp(level - max(l, 0))))
+    for name, of in DISTANCES.items():
+        sizes = [of(*pair) for pair in edges]
+        if np.allclose(sizes, sizes[0], rtol=1e-3):
+            return name, short(sizes[0])
+    return None
+
+
 def beyond_ratio(weights):
     """Findings if a weight depends on more than r: on the probability, or on A's size."""
     findings = []
     l = np.log(np.array([0.7, 0.95, 1.1, 1.5]))
-    levels = [weights.at(l, 1, level) for level in (-0.05, -1.3, -5)]
+    levels = [Weights(weights.subject, level).at(l, 1) for level in (-0.05, -1.3, -5)]
     if not np.allclose(levels, levels[1], rtol=1e-2, atol=1e-3):
         rows = "; ".join(columns(row) for row in levels)
         words = "the weight depends on pi itself, not on r alone: at r = 0.7 0.95 1.1 1.5 and "
-        findings.append(Finding("mistake", f"{words}log pi about -0.05, -1.3, -5 it is {rows}"))
-    sizes = np.array([0.25, 0.5, 1, 2, 4])
-    by_size = weights.at(np.zeros(5), sizes)
-    if not np.allclose(by_size, 1, rtol=1e-2):
-        words = f"the weight is not proportional to A: at A = {columns(sizes)} it is {columns(sizes * by_size)}"
+        words = f"{words}log pi about -0.05, -1.3, -5 it is {rows}"
+        found = distance(weights.subject)
+        if found:
+            words = "no gradient where {} > {:.4g}, instead of a clip of r: DPPO's mask".format(*found)
         findings.append(Finding("mistake", words))
-    return findings
+    sizes = np.array([0.25, 0.5, 1, 2, 4])
+    scaled = sizes * weights.at(np.zeros(5), sizes)
+    if np.allclose(scaled, sizes, rtol=1e-2):
+        return findings
+    words, change = f"at A = {columns(sizes)} the weight is {columns(scaled)}", unchanged
+    if np.allclose(scaled, 1, rtol=1e-3):
+        words, change = "only the sign of A counts", setting(advantages=lambda b: b.advantages.sign())
+    elif np.allclose(scaled, sizes.clip(max=scaled[-1]), rtol=1e-3):
+        limit = float(scaled[-1])
+        words, change = (
+            f"A is clipped at {limit:.4g}",
+            setting(advantages=lambda b: b.advantages.clip(-limit, limit)),
+        )
+    return [*findings, Finding("mistake", words, change)]
 
 
 # ---------------------------------------------------------------------------------- where A is 0
@@ -448,33 +517,31 @@ def formulas(with_ref):
     return found
 
 
-def fit(measured, known, tolerance):
-    """[(coefficient, name)] of at most two whose sum is what was measured; None if there are none."""
-    if np.abs(measured).max() < tolerance:
-        return []
+def fits(measured, known, tolerance):
+    """Yields [(coefficient, name)], one or two, whose sum is what was measured."""
     for size in (1, 2):
         for names in itertools.combinations(known, size):
             columns = np.stack([known[name] for name in names], 1)
-            coefficients, *_ = np.linalg.lstsq(columns, measured, rcond=None)
+            coefficients, _, rank, _ = np.linalg.lstsq(columns, measured, rcond=1e-9)
             error = np.abs(columns @ coefficients - measured).max()
-            if error < tolerance * (1 + np.abs(measured).max()):
-                return [(short(c), name) for c, name in zip(coefficients, names, strict=True)]
-    return None
+            is_needed = rank == size and np.abs(coefficients).min() > 1e-6
+            if is_needed and error < tolerance * (1 + np.abs(measured).max()):
+                yield [(short(c), name) for c, name in zip(coefficients, names, strict=True)]
 
 
 def of_values(subject, with_ref):
-    """(the terms by their gradients, the terms by their values), as `fit` gives them"""
+    """(the terms by their gradients, the terms by their values), [(coefficient, name)]; None if unknown."""
     values, gradients = idle(subject, with_ref)
     known = formulas(with_ref)
     tolerance = 1e-6 if subject.dtype is torch.float64 else 1e-3
-    by_gradient = fit(gradients, {name: x[1] for name, x in known.items()}, tolerance)
-    if by_gradient:
-        # The same terms, if they have these values, too: others may have the same gradients.
-        total = sum(c * known[name][0] for c, name in by_gradient)
-        if np.abs(total - values).max() < 10 * tolerance * (1 + np.abs(values).max()):
-            return by_gradient, by_gradient
-    by_value = fit(values, {name: x[0] for name, x in known.items()}, tolerance)
-    return by_gradient, by_value
+    found = []
+    for measured, k in ((gradients, 1), (values, 0)):
+        candidates = list(fits(measured, {name: x[k] for name, x in known.items()}, tolerance))
+        found.append(candidates if np.abs(measured).max() > tolerance else [[]])
+    both = [x for x in found[0] if x in found[1]]
+    if both:
+        return both[0], both[0]
+    return tuple(x[0] if x else None for x in found)
 
 
 def listed_terms(found):
@@ -504,7 +571,10 @@ def kl_divisor(subject, formula):
     if found is None or subject.returns_terms:
         return [], formula
     name, own = DIVISORS[found[0]]
-    if all(np.allclose(own(*sizes), formula(*sizes) * own(2, 2, 4, 2) / formula(2, 2, 4, 2)) for sizes in SIZES):
+    if all(
+        np.allclose(own(*sizes), formula(*sizes) * own(2, 2, 4, 2) / formula(2, 2, 4, 2))
+        for sizes in SIZES
+    ):
         return [], formula
     scale = formula(9, 2, 18, 2) / own(9, np.array(2), 18, 2)
     return [Finding("mistake", f"what is left where A is 0 has a mean of its own: {name}")], (
@@ -524,30 +594,55 @@ def kl(subject, found_divisor):
     states = [False, True][: 1 + subject.takes("ref_logprobs")]
     for with_ref in states[subject.needs("ref_logprobs") :]:
         by_gradient, by_value = of_values(subject, with_ref)
-        is_known = by_gradient is not None and by_value == by_gradient
         if (by_gradient, by_value) == ([], []):
             findings += [no_kl(subject)] if with_ref and paper else []
             continue
-        if with_ref and is_known and by_gradient[0][0] > 0 and [x for _, x in by_gradient] == [paper]:
-            if not same_number(by_gradient[0][0], here):
-                about = f"the KL's coefficient is {by_gradient[0][0]:.4g} (the paper: {here})"
-                findings.append(Finding("constant", about, setting(kl_coef=by_gradient[0][0])))
-            continue
-        more, divide = kl_divisor(subject, lambda *sizes: DIVISORS[words][1](*sizes) * abs(k))
-        change = unchanged
-        if is_known:
-            terms = [(c, TERMS[name], "ref" in name) for c, name in by_gradient]
-            change = with_terms(terms, divide)
+        more, divide = [], lambda *sizes: DIVISORS[words][1](*sizes) * abs(k)
+        if by_gradient:
+            more, divide = kl_divisor(subject, divide)
+        is_known = None not in (by_gradient, by_value)
+        change = with_terms(term_of_both(by_gradient, by_value), divide) if is_known else unchanged
+        more = [x._replace(change=change) for x in more]
         about = said_terms(by_gradient, by_value)
+        is_own = with_ref and is_known and by_gradient == by_value and by_gradient[0][0] > 0
+        if is_own and [name for _, name in by_gradient] == [paper]:
+            c = by_gradient[0][0]
+            if not same_number(c, here):
+                about = f"the KL's coefficient is {c:.4g} (the paper: {here})"
+                findings.append(Finding("constant", about, setting(kl_coef=c)))
+            findings += more
+            continue
         if with_ref and paper:
-            is_other = is_known and by_gradient[0][0] > 0 and by_gradient[0][1] in VARIANT_TERMS
-            kind, about = "variant" if is_other else "mistake", f"the KL is {about}"
+            is_variant = is_own and len(by_gradient) == 1 and by_gradient[0][1] in VARIANT_TERMS
+            kind = "variant" if is_variant else "mistake"
+            about = f"the KL is {about}"
         else:
             where = "without a reference, " if not with_ref and len(states) > 1 else ""
             name = "a KL" if "x = " in about else "a term"
             kind, about = "mistake", f"{where}{name} that the paper lacks: {about}"
         findings = [Finding(kind, about, change), *more]
-    return findings
+    return findings + constant(subject)
+
+
+def term_of_both(by_gradient, by_value):
+    """[(1, formula, whether it needs a reference)] with these gradients and these values."""
+
+    def k(*logps):
+        g = sum(c * TERMS[name](*logps) for c, name in by_gradient) + 0 * logps[0]
+        v = sum(c * TERMS[name](*logps) for c, name in by_value) + 0 * logps[0]
+        return g - g.detach() + v.detach()
+
+    return [(1.0, k, any("ref" in name for _, name in [*by_gradient, *by_value]))]
+
+
+def constant(subject):
+    """A finding if the loss of one token is not 0 where A is 0 and every log-prob is the same."""
+    one = two(np.array([-1e-9]))
+    value = float(subject.probe(one, one, np.zeros((1, 1)), ref_logprobs=one).value)
+    if abs(value) < 1e-6:
+        return []
+    words = f"a constant is added: where A is 0 the loss is {value:.4g}"
+    return [Finding("variant", words, lambda J, b: J(b) - value)]
 
 
 VARIANT_TERMS = [f"{name}, x = pi_ref / pi" for name in ("k2", "k3", "k3 clamped at 10", "k3 times r")]
@@ -557,7 +652,9 @@ VARIANT_TERMS.append("k3 times r without its gradient, x = pi_ref / pi")
 def no_kl(subject):
     change = setting(ref_logprobs=None)
     if subject.is_off("kl_coef"):
-        return Finding("constant", f"the KL's coefficient is 0 (the paper: {ours('grpo')['kl_coef']})", change)
+        return Finding(
+            "constant", f"the KL's coefficient is 0 (the paper: {ours('grpo')['kl_coef']})", change
+        )
     return Finding("mistake", "there is no KL: the reference is not used", change)
 
 
@@ -566,17 +663,20 @@ def no_kl(subject):
 
 def findings(subject):
     """[Finding] of a loss: how it differs from its paper, as far as our batches show it."""
+    if not subject.is_separate:
+        return []  # in our batches, all A are equal
     found, found_divisor = divisor(subject)
-    if found and found[0].change is detached:
+    if {x.change for x in found} & {detached, rounded}:
         return found
-    weights = Weights(subject)
     if subject.lacks_old and subject.section not in ("reinforce", "rloo"):
         return found + kl(subject, found_divisor)
-    found += clip(weights, subject.section)
-    found += beyond_ratio(weights)
+    weights = Weights(subject)
+    beyond = beyond_ratio(weights)
+    if not any("pi" in x.words for x in beyond):
+        found += clip(weights, subject.section)
     if subject.section == "deepseek_v32":
         found += offpolicy(subject)
-    return found + kl(subject, found_divisor)
+    return found + beyond + kl(subject, found_divisor)
 
 
 def offpolicy(subject):

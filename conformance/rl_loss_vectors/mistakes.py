@@ -37,7 +37,10 @@ def setting(**fields):
     """J of a batch with different fields; if a field is a function, it is called with the batch."""
 
     def change(J, b):
-        return J(changed(b, **{key: x(b) if callable(x) else x for key, x in fields.items()}))
+        other = changed(b, **{key: x(b) if callable(x) else x for key, x in fields.items()})
+        value = J(other)
+        vars(b).update({key: x for key, x in vars(other).items() if key in ("terms", "denominators")})
+        return value
 
     return change
 
@@ -59,6 +62,12 @@ def sum_over_micro_batches(J, b):
 def whitened(x, mask, correction=1):
     std = x[mask].std(correction=correction)
     return torch.where(mask, (x - x[mask].mean()) / (std + 1e-8), 0)
+
+
+def rows_whitened(b):
+    A = b.advantages
+    A = A[:, :1] if (A == A[:, :1]).all() else A
+    return ((A - A.mean()) / (A.std() + 1e-8)).expand_as(b.mask)
 
 
 def every_pair(J, b):
@@ -105,7 +114,8 @@ MISTAKES = {  # name: (sections of vectors.json, change)
     "a mean of each micro-batch [verl: geo_mean]": (AVERAGED, sum_over_micro_batches),
     "holes counted in |o|": (BY_LENGTH, with_holes),
     "mask ignored": (AVERAGED, setting(mask=lambda b: torch.ones_like(b.mask))),
-    "the advantages whitened again": (LOSSES, whitened_again),
+    "the advantages whitened again": (LOSSES, setting(advantages=rows_whitened)),
+    "the advantages whitened again, over tokens": (LOSSES, whitened_again),
     "every ratio times every A: (B,) times (B, 1)": (BY_ROOT, every_pair),
     "a ratio for each token, as in GRPO": (BY_ROOT, token_ratios),
     "one ratio for a completion, as in GSPO": (BY_TOKEN, sequence_ratios),
@@ -162,9 +172,7 @@ def with_terms(found, formula):
     """Instead of the section's KL, terms c k(logp, old, ref) of each token, [(c, k, needs_ref)]."""
 
     def change(J, b):
-        rest = changed(b, ref_logprobs=None)
-        total = J(rest)
-        vars(b).update(terms=rest.terms, denominators=rest.denominators)
+        total = setting(ref_logprobs=None)(J, b)
         B, T = b.mask.shape
         o = b.mask.sum(1, keepdim=True)
         for c, k, needs_ref in found:

@@ -48,6 +48,7 @@ VALUE_ROLES = {
     "advantages": RETURNS,
     "mask": "mask",
 }
+WHITEN_ROLES = dict.fromkeys(["advantages", "values", "x", "xs"], "advantages") | {"mask": "mask"}
 OTHER_ROLES = {"rewards": "rewards", "values": "values", "mask": "mask", "advantages": "advantages"}
 EPS = "(eps|epsilon|clip_?ratio|clip_?range|cliprange|clip_eps|clip_epsilon|eps_clip|epsilon_clip)"
 CONSTANTS = [  # (a keyword of ours, the whole name of a constant)
@@ -87,8 +88,8 @@ def role_of(name, section):
     roles = OTHER_ROLES
     if section in LOSSES:
         roles = LOSS_ROLES
-    elif section == "value_loss":
-        roles = VALUE_ROLES
+    elif section in ("value_loss", "whiten"):
+        roles = VALUE_ROLES if section == "value_loss" else WHITEN_ROLES
     return roles.get(" ".join(meanings))
 
 
@@ -171,7 +172,9 @@ def bind(parameters, arguments, section, defaults, fixed):
     lacking = sorted(needed - given)
     if unknown or lacking:
         verb = "is" if len(unknown) == 1 else "are"
-        why = f"{listed(unknown)} {verb} unknown" if unknown else f"nothing is known as {listed(lacking)}"
+        why = (
+            f"{listed(unknown)} {verb} unknown" if unknown else f"nothing is known as {listed(lacking)}"
+        )
         error = Misfit(why)
         error.unknown = unknown or lacking
         error.known = found.tensors | found.constants

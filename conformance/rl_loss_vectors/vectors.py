@@ -13,7 +13,18 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from rl_loss_vectors.names import COUNTS, RETURNS, Binding, Misfit, bind, constant_of, is_required, plain, resolved, words_in
+from rl_loss_vectors.names import (
+    COUNTS,
+    RETURNS,
+    Binding,
+    Misfit,
+    bind,
+    constant_of,
+    is_required,
+    plain,
+    resolved,
+    words_in,
+)
 from rl_loss_vectors.reference import LOSSES, fields_of, with_results
 
 VECTORS = json.loads((Path(__file__).parent / "vectors.json").read_text())
@@ -143,7 +154,8 @@ class Subject:
     layout: str = "PG"  # of rewards
     mask: str = "bool"  # or "float": 0 and 1
     dtype: object = torch.float64
-    separation: float = 1.0  # how much of what one row's A changes is that row's own gradient
+    # The share of what one row's A moves that is that row's own gradient; None if there is no gradient.
+    separation: "float | None" = 1.0
 
     def __post_init__(self):
         self.about = VECTORS["sections"][self.section]
@@ -154,6 +166,10 @@ class Subject:
         self.returns_terms = False
         self.returns_terms = self.section in LOSSES and self.is_terms()
 
+    @property
+    def is_separate(self):
+        return self.separation is None or self.separation > 0.999
+
     def names_of(self, key):
         """The parameters that get one of our tensors or numbers."""
         set_by_user = [name for name, x in self.fixed.items() if x == key]
@@ -163,7 +179,9 @@ class Subject:
         return bool(self.names_of(key)) or key in words_in(self.fixed)
 
     def needs(self, key):
-        return any(is_required(self.parameters[name]) for name in self.names_of(key) if name in self.parameters)
+        return any(
+            is_required(self.parameters[name]) for name in self.names_of(key) if name in self.parameters
+        )
 
     def is_off(self, keyword):
         """Whether a parameter that its name says is this constant is 0."""
@@ -292,10 +310,11 @@ class Subject:
     def answer(self, case):
         return answer(self.call, self.section, case, self.returns_terms)
 
-
     def notes(self, constants):
         """Lines: which parameter got what, and how. constants: those of the constructor."""
-        given = [f"{name} is {role}" for name, role in self.binding.tensors.items() if plain(name) != role]
+        given = [
+            f"{name} is {role}" for name, role in self.binding.tensors.items() if plain(name) != role
+        ]
         constants = constants | self.binding.constants
         order = "by their order, since no name is known: " if self.binding.by_order else ""
         facts = {
@@ -305,7 +324,8 @@ class Subject:
             "it takes no old log-probs: tested where every ratio is 1": self.lacks_old,
             "it returns terms, (B, T): tested after the paper's mean": self.returns_terms,
             "tested in float32, since float64 fails": self.dtype is torch.float32,
-            "it is called with numpy arrays; gradients are differences of its values": self.dtype is np.float64,
+            "it is called with numpy arrays; gradients are differences of its values": self.dtype
+            is np.float64,
             f"advantages are passed as {SHAPES[self.shape]}": self.shape != "B1",
             f"rewards are passed as {self.layout}": self.layout != "PG",
         }
@@ -321,8 +341,8 @@ def parameters_of(function):
 
 
 def fitted(function, section, fixed=None, layout=None):
-    """The Subject for a function: in float64 if it takes that, or else float32 or numpy; advantages in
-    the shape for which changing one row's A moves that row's gradient alone, or nearest to it."""
+    """[Subject] for a function: in float64 if it takes that, or else float32 or numpy; advantages in the
+    shape for which changing one row's A moves that row's gradient alone; if there is none, all shapes."""
     fixed = fixed or {}
     arguments = VECTORS["sections"][section]["arguments"]
     binding = bind(parameters_of(function), arguments, section, ours(section), fixed)
@@ -337,13 +357,17 @@ def fitted(function, section, fixed=None, layout=None):
                 found.append(replace(subject, separation=separation(subject)))
             except (Exception, SystemExit) as error:
                 errors.append(error)
+        with_gradient = [subject for subject in found if subject.separation is not None]
+        separate = [subject for subject in with_gradient if subject.is_separate]
         if found:
-            return max(found, key=lambda subject: round(subject.separation, 3))
-    raise refused(min(errors, key=lambda error: is_about_type(error)), binding)
+            return separate[:1] or with_gradient or found[:1]
+    raise refused(min(errors, key=is_about_type), binding)
 
 
 def is_about_type(error):
-    return any(word in str(error) for word in ("bool", "dtype", "Double", "Long", "numpy", "size of tensor"))
+    return any(
+        word in str(error) for word in ("bool", "dtype", "Double", "Long", "numpy", "size of tensor")
+    )
 
 
 def refused(error, binding):
@@ -366,5 +390,7 @@ def separation(subject):
     new = np.array([[-1.3, -0.4, -2.1, -0.7], [-0.2, -1.1, -0.6, -3.0], [-0.9, -0.3, -1.7, -0.5]])
     A = np.array([[1.0], [-0.5], [2.0]])
     before = subject.probe(new, new, A).gradient
+    if not before.any():
+        return None
     moved = np.abs(subject.probe(new, new, A + [[0], [-0.3], [0]]).gradient - before).sum(1)
-    return float(moved[1] / moved.sum()) if moved.sum() > 0 else 0.0
+    return float(moved[1] / moved.sum()) if moved.sum() > 0 else 1.0
