@@ -9,21 +9,29 @@ import numpy as np
 from rl_loss_vectors import groups, measure, mistakes, reference
 from rl_loss_vectors.measure import Finding
 from rl_loss_vectors.mistakes import together, unchanged
+from rl_loss_vectors.names import Misfit
 from rl_loss_vectors.vectors import Answer, expected, fitted, same
 
 SPREADS = "variant: NaN in masked places spreads: the mask is a factor, no torch.where [TRL, verl]"
 AFTER_EXP = "variant: NaN in masked places reaches the gradient: mask the log-ratio before exp"
 VALUE = "variant: the gradient is right, the value is not"
+NO_RULE = "variant: no rule for equal rewards [TRL, verl]"
+FLAGS = {SPREADS: "--allow-nan", AFTER_EXP: "--allow-nan", VALUE: "--allow-value"}
+FLAGS |= {"clamp": "--allow-clamp", NO_RULE: "--allow-rounding"}
 PLAIN = "plain"
 SPECIAL = ["masked_places", "large_ratios", "kl", "sampler", "micro_batches", "token_advantages"]
 SPECIAL += ["equal_rewards"]
-MEASURE = {
-    "value_loss": groups.value_findings,
+MEASURES = dict.fromkeys(groups.PAPER, groups.findings) | {
+    "whiten": groups.whiten_findings,
     "gae": groups.gae_findings,
-    "whiten": lambda subject: [],
+    "value_loss": groups.value_findings,
 }
-MEASURE |= dict.fromkeys(groups.PAPER, groups.findings)
 BOTH, GRADIENT = (0, 1), (1,)
+OTHER_LAYOUTS = {
+    "GP": "over the wrong axis: it would be right for rewards (G, P)",
+    "N": "it would be right for rewards in a row, (P G,)",
+    "G": "it would be right if it got one group at a time",
+}
 
 
 def tag_of(case):
@@ -31,8 +39,8 @@ def tag_of(case):
 
 
 def is_right(section, case, answer, change=None, parts=BOTH):
-    """Whether the answer is the expected one, or what a change of the paper gives. No, if that cannot be
-    evaluated in this case."""
+    """Whether the answer is the expected one, or what a change of the paper gives; no, if that change
+    cannot be evaluated in this case."""
     try:
         ours = Answer(*reference.evaluate(section, case, change)) if change else expected(case)
     except Exception:
@@ -41,33 +49,35 @@ def is_right(section, case, answer, change=None, parts=BOTH):
 
 
 class Report:
-    """What the doctor finds out about a function: `lines`, none if it is right; `constants`, in which it
-    may still differ from the paper; `results`, [(case, answer or reason or error)]."""
+    """What the doctor finds out about a function: `lines`, none if it is right; `constants`, in which
+    it may differ from the paper; `results`, [(case, answer or reason or error)]."""
 
     def __init__(self, subject):
         self.subject = subject
         self.section = subject.section
-        self.is_explained = True
         self.notes = []
+        self.is_explained = True
         findings = self.measured()
         self.constants = [x for x in findings if x.kind == "constant"]
         self.change = functools.reduce(together, [x.change for x in self.constants], unchanged)
-        self.results = [self.examined(case) for case in self.subject.about["cases"]]
+        self.results = [self.examined(case) for case in subject.about["cases"]]
+        self.answered = [pair for pair in self.results if isinstance(pair[1], Answer)]
         self.lines = self.diagnosis([x for x in findings if x.kind != "constant"])
 
     def measured(self):
-        """[Finding]; none if the function does not take batches of our own, and a note says so."""
+        """[Finding]; a note, if the function does not take batches of our own."""
         findings = []
         if not self.subject.is_separate:
             share = f"{self.subject.separation:.0%} of what one A moves is in its own row"
             findings.append(Finding("mistake", f"one row's A moves the others' gradient: {share}"))
         try:
             with np.errstate(all="ignore"):
-                return findings + MEASURE.get(self.section, measure.findings)(self.subject)
+                for finding in MEASURES.get(self.section, measure.findings)(self.subject):
+                    findings.append(finding)
         except Exception as error:
             words = " ".join(f"{type(error).__name__}: {error}".split())
-            self.notes.append(f"not measured, since it fails in a batch of ours ({words})")
-            return findings
+            self.notes.append(f"not all was measured, since it fails in a batch of ours ({words})")
+        return findings
 
     def examined(self, case):
         """(the case with the author's constants, the answer, or why there is none, or an error)"""
@@ -84,9 +94,8 @@ class Report:
                 return case, "it takes one lambda for the batch"
             return case, error
 
-    @property
-    def answered(self):
-        return [(case, found) for case, found in self.results if isinstance(found, Answer)]
+    def has_only(self, start):
+        return all(line.startswith(start) for line in self.lines)
 
     def diagnosis(self, shown):
         lines, tested = [], []
@@ -110,10 +119,30 @@ class Report:
 
 
 def examine(function, section, fixed=None, layout=None):
-    """The Report on a function: in the first shape of advantages that separates rows or, if there is
-    none, in the first that can be explained."""
+    """The Report on a function: in the shape of advantages that separates rows or, if there is none, in
+    the first that can be explained. fixed: {parameter: value}. layout: of rewards, as in the file."""
     reports = [Report(subject) for subject in fitted(function, section, fixed, layout)]
-    return min(reports, key=lambda report: not report.is_explained)
+    report = min(reports, key=lambda report: not report.is_explained)
+    if section in groups.PAPER and layout is None and not report.has_only(NO_RULE):
+        for other, words in OTHER_LAYOUTS.items():
+            if other != report.subject.layout and is_right_in(function, section, fixed, other):
+                line = f"mistake: {words}; if that is meant, --layout {other}"
+                report.lines = [line, *(report.lines if report.is_explained else [])]
+                break
+    return report
+
+
+def is_right_in(function, section, fixed, layout):
+    try:
+        return Report(fitted(function, section, fixed, layout)[0]).has_only(NO_RULE)
+    except Misfit:
+        return False
+
+
+def diagnose(function, section, **fixed):
+    """What is wrong with a function, in lines; none if it is right. For the assertion in a test.
+    fixed: other parameters of the function."""
+    return examine(function, section, fixed).lines
 
 
 class Explanation:
@@ -124,9 +153,8 @@ class Explanation:
         self.section, self.change, self.shown = section, change, shown
         self.is_complete = False
         # The most telling cases come first, since most entries fail on them.
-        tested = sorted(
-            tested, key=lambda pair: -len({*pair[0]["tags"]} & {"different_lengths", "holes"})
-        )
+        telling = {"different_lengths", "holes"}
+        tested = sorted(tested, key=lambda pair: -len(telling & {*pair[0]["tags"]}))
         self.tested = {tag: [x for x in tested if tag_of(x[0]) == tag] for tag in (PLAIN, *SPECIAL)}
         named = {name: x for name, (where, x) in mistakes.ENTRIES.items() if section in where}
         self.entries = [Finding(*name.split(": ", 1), x) for name, x in named.items()]
@@ -142,14 +170,13 @@ class Explanation:
         """Whether the plain cases show it. No, if it is a clamp or a KL with a reference."""
         change = self.with_all([finding])
         for case, _ in self.tested[PLAIN]:
-            if not is_right(
-                self.section, case, Answer(*reference.evaluate(self.section, case, change))
-            ):
+            changed = Answer(*reference.evaluate(self.section, case, change))
+            if not is_right(self.section, case, changed):
                 return True
         return False
 
     def of_plain(self, hidden, visible):
-        """(findings that give the answers in the plain cases, whether the values, too), or (None, False)"""
+        """(what gives the answers in the plain cases, or None; whether it gives the values, too)"""
         options = []
         for size in range(3):
             for entries in itertools.combinations(self.entries, size):
@@ -166,42 +193,41 @@ class Explanation:
         visible = [x for x in self.shown if x not in facts and x not in hidden]
         found, has_value = self.of_plain(hidden, visible)
         if found is None:
-            return [*self.not_explained(PLAIN), *(str(x) for x in self.shown), *self.first_case()]
+            return [self.not_explained(PLAIN), *map(str, self.shown), *self.first_case()]
         self.is_complete = True
-        lines = [str(x) for x in [*found, *facts]] + ([] if has_value else [self.other_value()])
+        lines = [str(x) for x in [*found, *facts]]
+        if not has_value:
+            case, answer = max(self.tested[PLAIN], key=lambda x: abs(x[1].value - expected(x[0]).value))
+            example = f"{answer.value:.4g} instead of {expected(case).value:.4g} in {case['id']}"
+            lines.append(f"{VALUE}, for example {example}")
         parts = BOTH if has_value else GRADIENT
         for tag in SPECIAL:
             options = [[], *([x] for x in self.entries if x not in found)]
             more = next((x for x in options if self.gives(tag, [*found, *x], parts)), None)
-            lines += self.not_explained(tag) if more is None else [str(x) for x in more]
+            lines += [self.not_explained(tag)] if more is None else [str(x) for x in more]
             found = [*found, *(more or [])]
         return lines
 
-    def other_value(self):
-        case, answer = self.tested[PLAIN][0]
-        return f"{VALUE}, for example {answer.value:.4g} instead of {expected(case).value:.4g} in {case['id']}"
-
     def not_explained(self, tag):
         if tag == "equal_rewards":
-            most = max(np.abs(answer.value).max() for _, answer in self.tested[tag])
-            return [
-                f"variant: no rule for equal rewards [TRL, verl]: A is up to {most:.2g} there, by rounding"
-            ]
-        wrong = [
+            sizes = [np.abs(x.value[groups.is_uniform(case)]).max() for case, x in self.tested[tag]]
+            if max(sizes) > 1e-6:
+                return f"{NO_RULE}: there, A is up to {max(sizes):.2g} instead of 0"
+        ids = [
             case["id"] for case, answer in self.tested[tag] if not is_right(self.section, case, answer)
         ]
-        return [
-            f"mistake: {', '.join(sorted(wrong))} differ, which what was measured does not fully explain"
-        ]
+        return (
+            f"mistake: {', '.join(sorted(ids))} differ, which what was measured does not fully explain"
+        )
 
     def first_case(self):
         """Lines: up to two rows of the first case that differs."""
         case, answer = next(x for x in self.tested[PLAIN] if not is_right(self.section, *x))
         ours = expected(case)
+        what, k = ("result", 0) if ours.gradient is None else ("gradient", 1)
         lines = []
-        if ours.gradient is not None:
-            lines.append(f"  {case['id']}: the value is {answer.value:.4g} instead of {ours.value:.4g}")
-        what, k = ("gradient", 1) if ours.gradient is not None else ("result", 0)
+        if k:
+            lines = [f"  {case['id']}: the value is {answer.value:.4g} instead of {ours.value:.4g}"]
         width = ours[k].shape[-1]
         for your, our in zip(answer[k].reshape(-1, width), ours[k].reshape(-1, width), strict=True):
             if len(lines) < 5 and not np.allclose(your, our, rtol=1e-4):
@@ -211,22 +237,12 @@ class Explanation:
 
 
 def in_columns(row):
-    return " ".join(f"{x:8.4g}" for x in np.ravel(row))
-
-
-def diagnose(function, section, **fixed):
-    """What is wrong with a function, in lines; none if it is right. For the assertion in a test.
-    fixed: other parameters of the function."""
-    return examine(function, section, fixed).lines
+    return " ".join(f"{x:8.4g}" for x in row)
 
 
 def needed_flag(line):
     """The flag that accepts a complaint, or None."""
-    if line in (SPREADS, AFTER_EXP):
-        return "--allow-nan"
-    if line.startswith(VALUE):
-        return "--allow-value"
-    return "--allow-clamp" if line.startswith("clamp: ") else None
+    return next((flag for start, flag in FLAGS.items() if line.startswith(start)), None)
 
 
 def report(case, answer):

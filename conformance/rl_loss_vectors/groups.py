@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from rl_loss_vectors import reference
-from rl_loss_vectors.measure import DIVISORS, Finding, columns, fit_divisor, same_number, short, two
-from rl_loss_vectors.mistakes import divided_by, pieces, setting
+from rl_loss_vectors.measure import Finding, columns, divisor, masks_for, short, two
+from rl_loss_vectors.mistakes import pieces, setting
 from rl_loss_vectors.vectors import ours
 
 PAPER = {  # section: (baseline, scale, eps)
@@ -17,64 +17,59 @@ PAPER = {  # section: (baseline, scale, eps)
     "leave_one_out": ("mean of the others", "no std", 0.0),
 }
 R = np.array([[1, 0, 0.2, 0.5], [2, 2.5, -1, 0.3], [0.5, 0.5, 0.5, 0.5], [0.1, 0.4, 0.2, 0.9]])
-LONG = np.array([[1.0] + [0.0] * 15, [0.0] * 8 + [1.0] * 8])
+OUTLIER = np.array([[1.0] + [0.0] * 15, [0.0] * 8 + [1.0] * 8])  # its A is 3.75 with a std
 
 
 def informative(R):
     return R[(R != R[:, :1]).any(1)]
 
 
-BASELINES = {
+def is_uniform(case):
+    """Which groups of a case have equal rewards, (P,)"""
+    rewards = np.array(case["inputs"]["rewards"])
+    return (rewards == rewards[:, :1]).all(1)
+
+
+def for_all(f):
+    """f of all rewards, for each group"""
+    return lambda R: f(R) + 0 * R[:, 0]
+
+
+BASELINES = {  # each a number for each group
     "mean": lambda R: R.mean(1),
-    "mean of the batch": lambda R: R.mean() + 0 * R[:, 0],
-    "mean of informative completions": lambda R: informative(R).mean() + 0 * R[:, 0],
-    "median": lambda R: np.sort(R, 1)[:, (R.shape[1] - 1) // 2],
+    "mean of the batch": for_all(np.mean),
+    "mean of informative completions": for_all(lambda R: informative(R).mean()),
+    "median": lambda R: np.median(R, 1),
     "highest reward": lambda R: R.max(1),
     "lowest reward": lambda R: R.min(1),
-    "no baseline": lambda R: 0 * R[:, 0],
+    "no baseline": for_all(lambda R: 0),
 }
 SCALES = {
-    "no std": lambda R: 1 + 0 * R[:, 0],
+    "no std": for_all(lambda R: 1),
     "std": lambda R: R.std(1, ddof=1),
     "std of the population": lambda R: R.std(1),
-    "std of the batch": lambda R: R.std(ddof=1) + 0 * R[:, 0],
-    "std of the batch, of the population": lambda R: R.std() + 0 * R[:, 0],
-    "std of informative completions": lambda R: informative(R).std(ddof=1) + 0 * R[:, 0],
-    "std of informative completions, of the population": lambda R: informative(R).std() + 0 * R[:, 0],
-    "sum of squares, rooted": lambda R: R.std(1) * R.shape[1] ** 0.5,
-    "mean deviation": lambda R: np.abs(R - R.mean(1, keepdims=True)).mean(1),
+    "std of the batch": for_all(lambda R: R.std(ddof=1)),
+    "std of the batch (of the population)": for_all(np.std),
+    "std of informative completions": for_all(lambda R: informative(R).std(ddof=1)),
+    "std of informative completions (of the population)": for_all(lambda R: informative(R).std()),
     "range": lambda R: R.max(1) - R.min(1),
 }
 
 
-def probe(subject, **inputs):
-    """The function's answer for arrays of our own."""
-    first = next(iter(inputs.values()))
-    inputs = {name: np.asarray(x, float).tolist() for name, x in inputs.items()}
-    case = {"inputs": inputs, "keywords": {}, "value": 0 * first, "tags": []}
-    if subject.section == "value_loss":
-        case |= {"value": 0.0, "gradient": 0 * first}
-    if subject.section == "gae":
-        case["value"] = np.stack([0 * first, 0 * first])
-    return subject.answer(case)
-
-
-def scale_of(scale):
-    """(name of SCALES, eps, whether eps is inside the root) of a divisor for each group; None if unknown."""
-    kept = (R != R[:, :1]).any(1)
+def scale_of(scale, tolerance):
+    """(name of SCALES, eps, whether eps is inside the root) of the groups' divisors, or None"""
     for is_inside in (False, True):
         for name, formula in SCALES.items():
-            std = formula(R)[kept]
-            excess = scale**2 - std**2 if is_inside else scale - std
-            is_constant = np.allclose(excess, excess[0], rtol=1e-3, atol=1e-10)
-            most = 1e-10 if name == "no std" else 0.05
-            if is_constant and -1e-10 < excess[0] < most:
-                return name, float(f"{max(excess[0], 0):.3g}") if excess[0] > 1e-10 else 0.0, is_inside
+            std = formula(R)[[0, 1, 3]]
+            eps = scale**2 - std**2 if is_inside else scale - std
+            most = tolerance if name == "no std" else 0.05
+            if np.allclose(eps, eps[0], rtol=1e-3, atol=tolerance) and -tolerance < eps[0] < most:
+                return name, float(f"{eps[0]:.3g}") if eps[0] > tolerance else 0.0, is_inside
     return None
 
 
-def of_groups(baseline, name, eps, is_inside, limit, back):
-    """The advantages that were measured, as a change of the paper's."""
+def with_formula(baseline, name, eps, is_inside, limit=math.inf, back=0, sign=1):
+    """What was measured, as a change of the paper's."""
 
     def change(J, b):
         rewards = b.rewards.numpy()
@@ -82,167 +77,149 @@ def of_groups(baseline, name, eps, is_inside, limit, back):
         scale = np.sqrt(std**2 + eps) if is_inside else std + eps
         if baseline == "mean of the others":
             scale = scale * (1 - 1 / rewards.shape[1])
-        center = BASELINES.get(baseline, BASELINES["mean"])(rewards)
-        A = (rewards - center[:, None]) / scale[:, None] + back * center[:, None]
-        A = np.where([[reference.is_uniform(row)] for row in rewards], 0, A)
-        return torch.from_numpy(np.clip(A, -limit, limit))
+        center = BASELINES.get(baseline, BASELINES["mean"])(rewards)[:, None]
+        A = (rewards - center) / scale[:, None] + back * center
+        is_uniform = [[reference.is_uniform(row)] for row in rewards]
+        return torch.from_numpy(sign * np.where(is_uniform, 0, A).clip(-limit, limit))
 
     return change
 
 
 def findings(subject):
     """[Finding] of advantages: their baseline, what they are divided by, whether they are clipped."""
-    found = probe(subject, rewards=R).value
-    kept = (R != R[:, :1]).any(1)
-    A, rewards = found[kept], R[kept]
-    slopes = (A[:, 1:] - A[:, :1]) / np.where(
-        rewards[:, 1:] == rewards[:, :1], np.nan, rewards[:, 1:] - rewards[:, :1]
-    )
-    slope = np.nanmean(slopes, 1)
-    if np.nanmax(np.abs(slopes - slope[:, None])) > 1e-6 or not slope.all():
-        return [Finding("mistake", f"no line in R: rewards {columns(R[0])} give {columns(found[0])}")]
-    scale = 1 / slope
+    tolerance = 1e-10 if subject.dtype is not torch.float32 else 1e-5
+    A = subject.probe_values(rewards=R)[[0, 1, 3]]
+    rewards = R[[0, 1, 3]]
+    slope = (A[:, 1] - A[:, 0]) / (rewards[:, 1] - rewards[:, 0])
+    sign = -1 if (slope < 0).all() else 1
+    A, scale = sign * A, sign / np.where(slope == 0, np.nan, slope)
     base = rewards[:, 0] - A[:, 0] * scale
     names = [
-        name for name, formula in BASELINES.items() if np.allclose(formula(R)[kept], base, atol=1e-8)
+        name for name, f in BASELINES.items() if np.allclose(f(R)[[0, 1, 3]], base, atol=10 * tolerance)
     ]
-    back = np.allclose(rewards.mean(1) * (1 - scale), base, atol=1e-8) and not names
-    paper_base, paper_scale, paper_eps = PAPER[subject.section]
-    leaves_out = 1 - 1 / R.shape[1]
-    divided = scale_of(scale)
-    baseline = "mean" if back else (names or [None])[0]
-    if divided is None and baseline == "mean" and scale_of(scale / leaves_out):
-        baseline, divided = "mean of the others", scale_of(scale / leaves_out)
-    if baseline is None or divided is None:
-        words = f"rewards {columns(R[0])} give {columns(found[0])}: minus {base[0]:.4g}, divided by {scale[0]:.4g}"
-        return [Finding("mistake", words)]
+    back = np.allclose(rewards.mean(1) * (1 - scale), base, atol=10 * tolerance) and not names
+    baseline = "mean" if back else next(iter(names), None)
+    divided = scale_of(scale, tolerance)
+    if divided is None and baseline == "mean":  # R - mean of the others is G / (G - 1) (R - mean)
+        divided = scale_of(scale * 4 / 3, tolerance)
+        baseline = "mean of the others"
+    is_line = np.allclose((rewards - base[:, None]) / scale[:, None], A, atol=1e-6)
+    if baseline is None or divided is None or not is_line:
+        return [Finding("mistake", f"rewards {columns(R[0])} give {columns(sign * A[0])}")]
     name, eps, is_inside = divided
-    limit = clip_of(subject, baseline, *divided)
-    change = of_groups(baseline, name, eps, is_inside, limit, back)
-    found = []
-    if back:
-        found.append(("mistake", "the mean comes back"))
-    if baseline != paper_base:
-        found.append(("mistake", f"minus {article(baseline)}, not the {paper_base}"))
-    if name != paper_scale:
-        kind = "variant" if name == "std of the population" and paper_scale == "std" else "mistake"
-        found.append((kind, "no std" if name == "no std" else f"divided by the {name}"))
-    if is_inside:
-        found.append(("variant", f"divided by sqrt(var + {eps:.3g})"))
-    elif eps != paper_eps and name != "no std":
-        about = f"eps is {eps:.3g} (the paper: unspecified; here: {paper_eps:.3g})"
-        found.append(("constant", about))
-    if limit < math.inf:
-        found.append(("mistake", f"clipped at {limit:.4g}"))
-    return [Finding(*pair, change) for pair in found]
+    found = subject.probe_values(rewards=OUTLIER)
+    unclipped = with_formula(baseline, *divided)(None, SimpleNamespace(rewards=torch.tensor(OUTLIER)))
+    is_clipped = not back and np.abs(found).max() < unclipped.abs().max() - 1e-6
+    limit = short(np.abs(found).max()) if is_clipped else math.inf
+    paper_base, paper_scale, paper_eps = PAPER[subject.section]
+    population = "variant" if (name, paper_scale) == ("std of the population", "std") else "mistake"
+    has_eps = "std" in name and name != "no std" and not is_inside
+    facts = {
+        ("mistake", "wrong sign"): sign < 0,
+        ("mistake", "the mean comes back"): back,
+        ("mistake", f"the baseline is: {baseline} (the paper: {paper_base})"): baseline != paper_base,
+        (population, f"divided by the {name}".replace("divided by the no", "no")): name != paper_scale,
+        ("variant", f"divided by sqrt(var + {eps:.3g})"): is_inside,
+        ("constant", f"eps is {eps:.3g} (the paper: unspecified; here: {paper_eps:.3g})"): (
+            has_eps and abs(eps - paper_eps) > tolerance
+        ),
+        ("mistake", f"clipped at {limit:.4g}"): is_clipped,
+    }
+    change = with_formula(baseline, *divided, limit, back, sign)
+    return [Finding(*fact, change) for fact, is_so in facts.items() if is_so]
 
 
-def article(baseline):
-    return baseline if baseline == "no baseline" else f"the {baseline}"
+def whiten_findings(subject):
+    """[Finding] of a whitening: what it subtracts, and what it divides by."""
+    x = np.array([[0.3, -1.2, 2.0, 0.7, 0.1, -0.4]])
+    found = subject.probe_values(advantages=x, mask=np.ones(x.shape))[0]
+    scale = float((x[0, 1] - x[0, 0]) / (found[1] - found[0]))
+    base = float(x[0, 0] - found[0] * scale)
+    centers = {"mean": x.mean(), "comes back": x.mean() * (1 - scale), "stays": 0.0}
+    stds = {"paper": x.std(), "unbiased": x.std(ddof=1), "none": 1.0}
+    center = [name for name, c in centers.items() if abs(c - base) < 1e-4]
+    std = [name for name, s in stds.items() if abs(s - scale) < 1e-4]
+    if not center or not std or not np.allclose((x[0] - base) / scale, found, atol=1e-4):
+        return [Finding("mistake", f"{columns(x[0])} become {columns(found)}")]
 
+    def change(J, b):
+        tokens = b.advantages[b.mask]
+        mean = tokens.mean()
+        divisor = {"paper": tokens.std(correction=0) + 1e-8, "unbiased": tokens.std(), "none": 1.0}[
+            std[0]
+        ]
+        back = {"mean": 0, "comes back": mean, "stays": mean / divisor}[center[0]]
+        return torch.where(b.mask, (b.advantages - mean) / divisor + back, 0)
 
-def clip_of(subject, baseline, name, eps, is_inside):
-    """The size at which advantages are clipped, by a reward that is far from its group's mean."""
-    found = probe(subject, rewards=LONG).value
-    expected = of_groups(baseline, name, eps, is_inside, math.inf, 0)(
-        None, SimpleNamespace(rewards=torch.tensor(LONG))
-    )
-    most = np.abs(found).max()
-    is_less = most < np.abs(expected.numpy()).max() - 1e-6
-    return short(most) if is_less and np.isclose(np.abs(expected).max(), 3.75, atol=0.3) else math.inf
-
-
-# --------------------------------------------------------------------------------------- GAE, values
+    facts = {
+        ("variant", "the unbiased std [TRL, verl]"): std[0] == "unbiased",
+        ("mistake", "no std"): std[0] == "none",
+        ("variant", "the mean comes back [TRL, verl: on request]"): center[0] == "comes back",
+        ("mistake", "the mean is not subtracted"): center[0] == "stays",
+    }
+    return [Finding(*fact, change) for fact, is_so in facts.items() if is_so]
 
 
 def gae_findings(subject):
-    """The constants of a function that takes no gamma or no lambda."""
-    if subject.takes("gamma") and subject.takes("lam"):
-        return []
-    zeros = np.zeros((1, 3))
-    last = np.array([[0.0, 0.0, 1.0]])
-    more = {"mask": zeros + 1}
-    for name, x in {"gamma": 0.5, "lam": 0.25}.items():
-        more |= {name: x} if subject.takes(name) and subject.default(name) is None else {}
-    both = probe(subject, rewards=last, values=zeros, **more).value[0][0, 1]  # gamma lambda
-    gamma = short(probe(subject, rewards=zeros, values=last, **more).value[0][0, 1] + both)
-    lam = short(both / gamma)
-    found = []
-    for name, x in {"gamma": gamma, "lam": lam}.items():
-        if not subject.takes(name):
-            about = f"{name} is {x:.4g}, which the function does not take"
-            found.append(Finding("constant", about, setting(**{name: x})))
-    return found
+    """The gamma and lambda of a function that does not take them, or has them as defaults."""
+    zeros, last = np.zeros((1, 3)), np.array([[0.0, 0.0, 1.0]])
+    own = {name: subject.default(name) for name in ("gamma", "lam")}
+    more = {name: 0.5 if x is None else x for name, x in own.items()}
+    both = subject.probe_values(rewards=last, values=zeros, mask=zeros + 1, **more)[0][0, 1]
+    gamma = subject.probe_values(rewards=zeros, values=last, mask=zeros + 1, **more)[0][0, 1] + both
+    measured = {"gamma": short(gamma), "lam": short(both / gamma)}  # both is gamma lambda
+    return [
+        Finding("constant", f"{name} is {x:.4g}, the function's own", setting(**{name: x}))
+        for name, x in measured.items()
+        if own[name] is not None or not subject.takes(name)
+    ]
 
 
 def value_findings(subject):
     """[Finding] of a value loss: its divisor, and where it has no gradient."""
     measured = []
-    for lengths, T in [((6, 3, 1, 4), 6), ((2, 5, 5), 7)]:
-        mask = np.arange(T) < np.array(lengths)[:, None]
-        mask = np.ones_like(mask) if subject.lacks_mask else mask
+    for mask in masks_for(subject):
         zeros = np.zeros(mask.shape)
-        answer = probe(subject, values=zeros, old_values=zeros, returns=zeros + 0.5, mask=mask)
-        measured.append((mask, -answer.gradient))
-    found = []
-    fitting = fit_divisor(measured, "N")
-    if fitting is None:
-        rows = "; ".join(columns(row) for row in measured[0][1])
-        return [
-            Finding(
-                "mistake",
-                f"where V is the old value and the return 0.5 above, minus the gradient is {rows}",
-            )
-        ]
-    words, k = fitting
-    name, formula = DIVISORS[words]
-    scaled = divided_by(lambda *sizes: formula(*sizes) * k)
-    if same_number(k, 2):
-        found.append(Finding("variant", "half of the squared error", lambda J, b: J(b) / 2))
-        k = 1
-        scaled = divided_by(formula)
-    if k < 0:
-        found.append(Finding("mistake", "wrong sign", lambda J, b: -J(b)))
-        scaled, k = divided_by(lambda *sizes: formula(*sizes) * -k), -k
-    if not same_number(k, 1):
-        found.append(Finding("mistake", f"divided by {k:.4g} times {words}", scaled))
-    elif words != "N":
-        found.append(Finding("mistake", name, scaled))
+        measured.append((mask, -subject.probe_gradient(zeros, zeros, zeros + 0.5, mask)))
+    errors = np.array([0.5, 1, 2, 4])
+    one = two(0 * errors)
+    gradient = -subject.probe_gradient(one, one, one + errors[:, None], one + 1)[:, 0]
+    if not np.allclose(gradient / gradient[0], errors / errors[0], rtol=1e-3):
+        words = f"no squared error: at errors {columns(errors)} its gradient is {columns(gradient)}"
+        return [Finding("mistake", words)]
+    # The squared error's gradient is 2 (V - return) / N.
+    found, _ = divisor(subject, measured)
+    half = [x for x in found if x.words == "divided by 2 times what the paper divides by"]
+    found = [
+        x._replace(kind="variant", words="half of the squared error") if x in half else x for x in found
+    ]
     return found + value_clip(subject)
 
 
 def value_clip(subject):
-    """Findings about the clip: d is how far V has moved from the old value."""
-    edges = {}
+    """[Finding] about the clip: V moves from an old value of 0, toward a return and away from it."""
+    edges = []
     for returns in (100.0, -100.0):
         low, high = 1e-3, 10.0
         for _ in range(4):
-            d = np.linspace(low, high, 200)
-            moved = probe(
-                subject,
-                values=two(d),
-                old_values=two(0 * d),
-                returns=two(0 * d + returns),
-                mask=two(0 * d + 1),
-            )
-            has_none = np.abs(moved.gradient[:, 0]) < 1e-9
-            if not has_none.any() or has_none[0]:
-                break
-            low, high = d[has_none.argmax() - 1], d[has_none.argmax()]
-        edges[returns] = short((low + high) / 2) if has_none.any() else None
+            moved = np.linspace(low, high, 200)
+            zeros = two(0 * moved)
+            gradient = subject.probe_gradient(two(moved), zeros, zeros + returns, zeros + 1)
+            n = (np.abs(gradient[:, 0]) < 1e-9).argmax()  # 0 if there is none
+            low, high = (moved[n - 1], moved[n]) if n else (low, high)
+        edges.append(short((low + high) / 2) if high < 10 else None)
+    toward, away = edges
+    limit = toward or away
     here = ours("value_loss")["value_clip"]
-    best, worst = edges[100.0], edges[-100.0]  # toward the return, and away from it
-    found = []
-    if best is None and worst is None:
+    if limit is None:
         return [Finding("variant", "the values are not clipped", setting(value_clip=0))]
-    if best is None:
-        found.append(Finding("mistake", "min instead of max", pieces(worse=torch.min)))
-    elif worst is not None:
-        found.append(
-            Finding("mistake", "the clipped error alone, without the max", pieces(worse=lambda x, y: y))
-        )
-    limit = best or worst
+    found = []
     if abs(limit - here) > 1e-4:
-        about = f"values are clipped at {limit:.4g} (here: {here})"
+        about = f"values are clipped at {limit:.4g} (the paper: unspecified; here: {here})"
         found.append(Finding("constant", about, setting(value_clip=limit)))
+    if toward is None:
+        found.append(Finding("mistake", "min instead of max", pieces(worse=torch.min)))
+    elif away is not None:
+        alone = pieces(worse=lambda plain, near: near)
+        found.append(Finding("mistake", "the clipped error alone, without the max", alone))
     return found

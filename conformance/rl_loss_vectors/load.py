@@ -84,9 +84,12 @@ def made(cls, section, defaults, fixed):
     given = {name: x for name, x in fixed.items() if name in parameters}
     try:
         constants = bind(parameters, [], section, defaults, given).constants
-    except Misfit as error:
-        raise Misfit(f"of the constructor, {error}: --set NAME=VALUE sets them") from error
-    return cls(**given, **constants), constants
+        return cls(**given, **constants), constants
+    except Exception as error:
+        why = f"{type(error).__name__}: " * (not isinstance(error, Misfit)) + str(error)
+        misfit = Misfit(f"the constructor of {cls.__name__}: {why}")
+        misfit.unknown = getattr(error, "unknown", ()) or ["NAME"]
+        raise misfit from error
 
 
 def adapter(target, arguments, optional, parameters, known):
@@ -113,4 +116,5 @@ from {module} import {first}
 
 
 def adapter({taken}):
-    return {called}({", ".join(passed) or "..."})  # complete your own call"""
+    # Complete your own call.
+    return {called}({", ".join(passed) or "..."})"""

@@ -1,5 +1,5 @@
 """Measures a loss with batches of our own: what it divides by, the weight of a token by its ratio, and
-what is left where A is 0. Each difference from the paper is a Finding, with the change that it makes."""
+what is left where A is 0. Each difference from the paper is a Finding with the change that it makes."""
 
 import itertools
 import math
@@ -9,13 +9,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from rl_loss_vectors import reference
-from rl_loss_vectors.mistakes import by_weights, divided_by, pieces, setting, unchanged, with_terms
+from rl_loss_vectors.mistakes import by_weights, divided_by, pieces, setting, unchanged, with_term
+from rl_loss_vectors.reference import k3
 from rl_loss_vectors.vectors import ours
 
-FAR = math.log(9.99)  # a clip beyond this ratio is there for safety
-CLIPPED = ["ppo", "grpo", "dr_grpo", "dapo", "gspo", "vapo", "deepseek_v32"]
-LOG_RATIO = 16  # our own scripts clamp at 20
+FAR = math.log(9.99)  # a clip of r beyond this is there for safety
+CLIPPED = ["ppo", "grpo", "dr_grpo", "dapo", "gspo", "vapo", "deepseek_v32", "gmpo", "rspo"]
 
 
 class Finding(NamedTuple):
@@ -43,6 +42,10 @@ def two(x):
     return np.stack([x, x], 1)
 
 
+def columns(row):
+    return " ".join(f"{x:.4g}" for x in row)
+
+
 # -------------------------------------------------------------------------------------- the divisor
 
 DIVISORS = {  # B rows, o tokens in each, N in all, the padded width T
@@ -55,110 +58,73 @@ DIVISORS = {  # B rows, o tokens in each, N in all, the padded width T
     "B N / |o|": ("each completion times its |o|", lambda B, o, N, T: B * N / o),
     "B max|o|": ("divided by the longest completion", lambda B, o, N, T: B * o.max()),
 }
-PAPER_DIVISORS = dict.fromkeys(["ppo", "dapo", "vapo", "cispo"], "N")
+PAPER_DIVISORS = dict.fromkeys(["ppo", "dapo", "vapo", "cispo", "value_loss"], "N")
 PAPER_DIVISORS |= dict.fromkeys(["dr_grpo", "reinforce", "rloo"], "B")
-LENGTHS = [((6, 3, 1, 4), 6), ((2, 5, 5), 7), ((3, 3), 3)]
+LENGTHS = [((6, 3, 1, 4), 6), ((2, 5, 5), 7), ((3, 3), 3)]  # of completions, and the padded width
 
 
-def batches(subject):
-    """Masks: rows of different length, and one batch that is wider than its longest row."""
-    for lengths, T in LENGTHS:
-        mask = np.arange(T) < np.array(lengths)[:, None]
-        yield np.ones_like(mask) if subject.lacks_mask else mask
+def masks_for(subject):
+    masks = [np.arange(T) < np.array(lengths)[:, None] for lengths, T in LENGTHS]
+    return [np.ones_like(mask) if subject.lacks_mask else mask for mask in masks]
 
 
-def per_token(subject, A, shift=None):
-    """[(mask, gradient)] at ratios of 1; shift: log(ref / pi), if there is a reference."""
+def per_token(subject, A, shift=0.0):
+    """[(mask, gradient)] where every ratio is 1; shift: log(pi_ref / pi)"""
     found = []
-    for mask in batches(subject):
+    for mask in masks_for(subject):
         new = -0.4 - 0.3 * np.arange(mask.size).reshape(mask.shape) % 2.1
-        more = {} if shift is None else {"ref_logprobs": new + shift}
-        gradient = subject.probe(new, new, np.full((len(mask), 1), A), mask, **more).gradient
-        found.append((mask, gradient))
+        A_B1 = np.full((len(mask), 1), A)
+        found.append((mask, subject.probe(new, new, A_B1, mask, ref_logprobs=new + shift).gradient))
     return found
 
 
 def fit_divisor(measured, paper, tolerance=1e-3):
-    """(words of DIVISORS, k): the gradient is 1 / (k times what the words say); None if none fits."""
+    """(words of DIVISORS, k) where the gradient is 1 / (k times what the words say), or None"""
     options = []
     for words, (_, formula) in DIVISORS.items():
-        quotients = []
+        products = []
         for mask, gradient in measured:
             o = mask.sum(1, keepdims=True)
-            expected = 1 / (np.zeros(mask.shape) + formula(len(mask), o, o.sum(), mask.shape[1]))
-            quotients.append(gradient[mask] / expected[mask])
-        quotients = np.concatenate(quotients)
-        if np.allclose(quotients, quotients[0], rtol=tolerance) and quotients[0] != 0:
-            k = short(1 / quotients[0])
+            sizes = np.zeros(mask.shape) + formula(len(mask), o, o.sum(), mask.shape[1])
+            products.append((gradient * sizes)[mask])
+        products = np.concatenate(products)
+        if products[0] != 0 and np.allclose(products, products[0], rtol=tolerance):
+            k = short(1 / products[0])
             options.append((not same_number(abs(k), 1), words != paper, len(words), words, k))
-    if not options:
-        return None
-    return min(options)[3:]
+    return min(options)[3:] if options else None
 
 
-def divisor(subject):
-    """(findings, (words, k)), k being positive."""
-    paper = PAPER_DIVISORS.get(subject.section, "B |o|")
-    pairs = zip(per_token(subject, 1.0), per_token(subject, 0.0), strict=True)
-    measured = [(mask, idle - gradient) for (mask, gradient), (_, idle) in pairs]
-    if not any(gradient.any() for _, gradient in measured):
-        return [
-            Finding("mistake", "no gradient of the policy term reaches the log-probs", detached)
-        ], None
+def divisor(subject, measured):
+    """([Finding], what the loss divides by, a function as in DIVISORS; None if that is unknown)"""
+    section = subject.section
+    paper = PAPER_DIVISORS.get(section, "B |o|")
     found = (paper, 1.0) if subject.returns_terms else fit_divisor(measured, paper)
     if found is None:
-        mask, gradient = measured[0]
+        rows = "; ".join(columns(row[kept]) for kept, row in zip(*measured[0], strict=True))
+        words = (
+            f"at r = 1 and A = 1, the weights of the tokens of {len(measured[0][0])} rows are {rows}"
+        )
         if fit_divisor(measured, paper, 2e-2):
-            most = max(np.abs(x[kept] / x[kept].mean() - 1).max() for kept, x in [(mask, gradient)])
-            words = f"less precise than float32: the weights of equal tokens scatter by {most:.1%}"
-            return [Finding("mistake", words, rounded)], None
-        words = "at r = 1 and A = 1, the weights of the tokens of four completions are "
-        rows = [
-            " ".join(f"{x:.3g}" for x in row[kept]) for row, kept in zip(gradient, mask, strict=True)
-        ]
-        return [Finding("mistake", words + "; ".join(rows))], None
+            words = f"less precise than float32: equal tokens of a row have weights {rows}"
+        return [Finding("mistake", words)], None
     words, k = found
-    findings = []
-    if k < 0:
-        findings.append(Finding("mistake", "wrong sign", lambda J, b: -J(b)))
-        k = -k
     name, formula = DIVISORS[words]
-    if subject.section == "dr_grpo" and words == "B" and not same_number(k, 1):
-        if not same_number(k, ours("dr_grpo")["max_new_tokens"]):
-            about = f"L_max is {k:.5g} (the paper: any; here: {ours('dr_grpo')['max_new_tokens']})"
+    findings = [Finding("mistake", "wrong sign", lambda J, b: -J(b))] if k < 0 else []
+    k = abs(k)
+    here = ours(section).get("max_new_tokens")
+    if here and words == paper and not same_number(k, 1):
+        if not same_number(k, here):
+            about = f"L_max is {k:.5g} (the paper: any; here: {here})"
             findings.append(Finding("constant", about, setting(max_new_tokens=k)))
-        return findings, found
-    divide = divided_by(lambda *sizes: formula(*sizes) * k)
-    if not same_number(k, 1):
-        by = "what the paper divides by" if words == paper else words
-        findings.append(Finding("mistake", f"divided by {k:.4g} times {by}", divide))
-    elif words != paper:
-        findings.append(Finding("mistake", name, divide))
-    return findings, (words, k)
-
-
-def detached(J, b):
-    return J(b).detach()
-
-
-def rounded(J, b):
-    return J(b)
+    elif words != paper or not same_number(k, 1):
+        factor = f"divided by {k:.4g} times "
+        about = factor + ("what the paper divides by" if words == paper else words)
+        about = name if same_number(k, 1) else about
+        findings.append(Finding("mistake", about, divided_by(lambda *sizes: formula(*sizes) * k)))
+    return findings, lambda *sizes: formula(*sizes) * k
 
 
 # ------------------------------------------------------------------------------ weights by the ratio
-
-
-class Segment(NamedTuple):
-    """Where the weight of a token, by its log-ratio, is of one kind."""
-
-    low: float
-    high: float
-    kind: str  # "r": it is r; "0": there is no gradient; "c": it is the level
-    level: float
-
-    def fits(self, l, w, tolerance):
-        expected = {"r": math.exp(l), "0": 0, "c": self.level}[self.kind]
-        return abs(w - expected) <= tolerance * max(1, abs(expected))
 
 
 class Weights:
@@ -166,227 +132,188 @@ class Weights:
     to its value at r = 1 for the same sign of A."""
 
     def __init__(self, subject, level=-1.3):
-        """level: the larger of the two log-probs, pi's and pi_old's."""
+        """level: the larger one of log pi and log pi_old"""
         self.subject, self.level = subject, level
         # A function that computes in float32, whatever it is given, does not feel a step of 1e-9.
         near_1 = self.probe(1e-4 + 1e-9 * np.arange(8), np.ones(8))
         is_exact = subject.dtype is torch.float64 and len({*near_1}) > 5
-        self.tolerance = 1e-6 if is_exact else 1e-3
-        self.start = 1e-5 if is_exact else 3e-3
+        self.tolerance, self.start = (1e-6, 1e-5) if is_exact else (1e-3, 3e-3)
 
-    def probe(self, l, A):
-        new = self.level + np.minimum(l, 0)
-        new, old = two(new), two(new - l)
+    def probe(self, log_r, A):
+        new = two(self.level + np.minimum(log_r, 0))
+        old = two(self.level - np.maximum(log_r, 0))
         if self.subject.section == "deepseek_v32":  # the second token keeps the mask off
             new[:, 1], old[:, 1] = old[:, 0], new[:, 0]
-        idle = self.subject.probe(new, old, np.zeros((len(l), 1))).gradient
-        return (idle - self.subject.probe(new, old, np.reshape(A, (-1, 1))).gradient)[:, 0] / A
+        idle = self.subject.probe(new, old, np.zeros((len(log_r), 1))).gradient
+        return (idle - self.subject.probe(new, old, A[:, None]).gradient)[:, 0] / A
 
-    def at(self, l, A):
-        A = np.broadcast_to(A, np.shape(l)).astype(float)
-        return self.probe(l, A) / self.probe(0 * l, np.sign(A))
+    def at(self, log_r, A):
+        A = np.broadcast_to(float(A), log_r.shape) if np.isscalar(A) else A
+        return self.probe(log_r, A) / self.probe(0 * log_r, np.sign(A))
 
-    def share(self):
-        """How much A < 0 counts, relative to A > 0."""
-        return float((self.probe(np.zeros(1), -np.ones(1)) / self.probe(np.zeros(1), np.ones(1)))[0])
+    def fits(self, kind, log_r, w):
+        """kind: "r" if the weight is r, or the constant that it is"""
+        expected = math.exp(log_r) if kind == "r" else kind
+        return abs(w - expected) <= self.tolerance * max(1, abs(expected))
 
     def side(self, sign, way):
-        """[Segment] from r = 1 outwards; None if the curve is smooth. way: -1 down, 1 up."""
-        grid = np.geomspace(self.start, LOG_RATIO, 100)
-        weights = self.at(way * grid, sign)
-        segments = []
-        begin, left = 0, None
-        for n, (l, w) in enumerate(zip(way * grid, weights, strict=True)):
-            left = left or [Segment(0, 0, kind, weights[n]) for kind in "r0c"]
-            fitting = [x for x in left if x.fits(l, w, self.tolerance)]
+        """(kinds, edges, as log r) from r = 1 outwards, down if way is -1; None if it is smooth."""
+        grid = way * np.geomspace(self.start, 16, 100)  # our own scripts clamp at 20
+        weights = self.at(grid, sign)
+        kinds, edges = [], []
+        options = ["r", 0.0, weights[0]]
+        for n, (log_r, w) in enumerate(zip(grid, weights, strict=True)):
+            fitting = [kind for kind in options if self.fits(kind, log_r, w)]
             if not fitting:
-                edge = self.edge(left[0], sign, way * grid[n - 1], l)
-                segments.append(left[0]._replace(low=begin, high=edge))
-                begin, left = edge, [Segment(0, 0, kind, w) for kind in "r0c"]
-                fitting = [x for x in left if x.fits(l, w, self.tolerance)]
-            left = fitting
-            if len(segments) > 3:
+                kinds.append(options[0])
+                edges.append(self.edge(options[0], sign, grid[n - 1], log_r))
+                fitting = [kind for kind in ("r", 0.0, w) if self.fits(kind, log_r, w)]
+            if len(edges) > 3:
                 return None
-        return [*segments, left[0]._replace(low=begin, high=way * math.inf)]
+            options = fitting
+        return [*kinds, options[0]], edges
 
-    def edge(self, segment, sign, inside, outside):
-        """The log-ratio between the two beyond which the weight is of another kind."""
+    def edge(self, kind, sign, inside, outside):
+        """The log r between the two where the weight ceases to be of this kind."""
         for _ in range(4):
-            l = np.linspace(inside, outside, 40)
-            fits = [
-                segment.fits(*pair, self.tolerance) for pair in zip(l, self.at(l, sign), strict=True)
-            ]
+            grid = np.linspace(inside, outside, 40)
+            fits = [self.fits(kind, *pair) for pair in zip(grid, self.at(grid, sign), strict=True)]
             n = max(1, fits.index(False) if False in fits else 39)
-            inside, outside = l[n - 1], l[n]
+            inside, outside = grid[n - 1], grid[n]
         return (inside + outside) / 2
 
     def curve(self, sign):
-        """[Segment] from r = 0 to infinity; None if it is smooth."""
-        if abs(self.probe(np.zeros(1), np.array([sign]))[0]) < 1e-12:
-            return [Segment(-math.inf, math.inf, "0", 0)]
+        """(kinds, edges) from r = 0 to infinity; None if the curve is smooth."""
         down, up = self.side(sign, -1), self.side(sign, 1)
         if down is None or up is None:
             return None
-        down = [x._replace(low=x.high, high=x.low) for x in reversed(down)]
-        if (
-            down[-1].kind == up[0].kind
-            and same_number(down[-1].level, up[0].level)
-            or (down[-1].kind == up[0].kind != "c")
-        ):
-            return [*down[:-1], up[0]._replace(low=down[-1].low), *up[1:]]
-        return [*down, *up]
+        is_same = bool((down[0][0] == "r") == (up[0][0] == "r"))
+        middle = [] if is_same else [0.0]
+        return [*reversed(down[0][is_same:]), *up[0]], [*reversed(down[1]), *middle, *up[1]]
 
 
-def near(segments):
-    """Without the clips that are there for safety."""
-    kept = list(segments)
-    while len(kept) > 1 and kept[-1].low >= FAR and kept[-1].kind == "0":
-        kept[-2:] = [kept[-2]._replace(high=math.inf)]
-    while len(kept) > 1 and kept[0].high <= -FAR and kept[0].kind == "0":
-        kept[:2] = [kept[1]._replace(low=-math.inf)]
-    return kept
+def without_far(kinds, edges):
+    """A curve without the clips that are there for safety."""
+    first = 1 if edges and edges[0] < -FAR and kinds[0] == 0 else 0
+    last = -1 if edges and edges[-1] > FAR and kinds[-1] == 0 else None
+    return kinds[first:last], edges[first:last]
 
 
-def letters(segments):
-    return "".join(x.kind for x in segments)
+def letters(kinds):
+    return "".join("r" if kind == "r" else "0" if kind == 0 else "c" for kind in kinds)
 
 
-def edges(segments):
-    return [math.exp(x.low) for x in segments[1:]]
-
-
-def said(segments):
+def said(kinds, edges):
     """r up to 1.2, then 0"""
-    words = []
-    for x in segments:
-        kind = f"{x.level:.4g}" if x.kind == "c" else x.kind
-        words.append(kind if x.high == math.inf else f"{kind} up to {math.exp(x.high):.5g}")
-    return ", then ".join(words)
+    words = ["r" if kind == "r" else f"{kind:.4g}" for kind in kinds]
+    limits = [f" up to {math.exp(edge):.5g}" for edge in edges]
+    return ", then ".join(word + limit for word, limit in zip(words, [*limits, ""], strict=True))
 
 
-def term_of(curves, share=1):
-    """f(r, a): the objective whose weights are these curves, clipped where they are 0. share: of A < 0."""
+def term_of(curves, share):
+    """f(r, a): a term whose weights are these curves, clipped where they are 0. share: of A < 0"""
 
     def f(r, a, *bounds):
-        l = r.detach().log()
-        sign = 1 if a > 0 else -1
+        kinds, edges = curves[1 if a > 0 else -1]
         a = a if a > 0 else a * share
-        x = next(x for x in curves[sign] if x.low <= l <= x.high)
-        if x.kind == "r":
+        log_r = r.detach().log()
+        n = sum(bool(log_r > edge) for edge in edges)
+        if kinds[n] == "r":
             return r * a
-        if x.kind == "0":
-            return a * (math.exp(x.low if x.low >= 0 else x.high) if len(curves[1]) > 1 else 0) + 0 * r
-        return a * x.level * (1 + r.log() - l)
+        if kinds[n] == 0:
+            nearest = min([*edges[max(n - 1, 0) : n + 1]], key=abs, default=-math.inf)
+            return a * math.exp(nearest) + 0 * r
+        return a * kinds[n] * (1 + r.log() - log_r)
 
     return f
 
 
-PATTERNS = {  # the kinds of weight by r, for A > 0 and A < 0
+PATTERNS = {  # the kinds of weights by r, for A > 0 and A < 0
     ("r", "r"): "no clip",
     ("r0", "0r0"): "a dual clip: no gradient where A < 0 and r > {:.4g}",
     ("0r", "r0"): "max instead of min",
     ("0r0", "0r0"): "a clip on both sides, without the min",
     ("r0", "r0"): "min(r, clip(r)) times A: where A < 0 it is clipped above",
-    ("c", "c"): "the ratio does not count: the weight is 1 at any r",
-    ("rc", "rc"): "a cap on the weight instead of a clip: every token keeps its gradient",
-    ("crc", "crc"): "a weight with two bounds instead of a clip: every token keeps its gradient",
+    ("c", "c"): "the ratio does not count: the weight is the same at any r",
 }
-PAPER_PATTERNS = {"cispo": ("rc", "rc"), "reinforce": ("c", "c"), "rloo": ("c", "c")}
-UNSPECIFIED = ["grpo", "dr_grpo", "cispo", "deepseek_v32"]
-
-
-def paper_range(section):
-    """(the range here, what the paper says)"""
-    here = ours(section)
-    if section == "cispo":
-        return (here["is_weight_floor"], here["is_weight_cap"]), "unspecified"
-    if section in ("gmpo", "rspo"):
-        return tuple(short(math.exp(x * here["log_ratio_clip"])) for x in (-1, 1)), None
-    low, high = short(1 - here["clip_eps_low"]), short(1 + here["clip_eps_high"])
-    paper = {"gspo": "[0.9997, 1.0004]"}.get(section)
-    return (low, high), "unspecified" if section in UNSPECIFIED else paper
+PAPER_PATTERNS = dict.fromkeys(CLIPPED, ("r0", "0r")) | {"cispo": ("rc", "rc")}
+PAPER_PATTERNS |= dict.fromkeys(["reinforce", "rloo"], ("c", "c"))
+PAPER_RANGES = {"gspo": "[0.9997, 1.0004]"}
+PAPER_RANGES |= dict.fromkeys(["grpo", "dr_grpo", "cispo", "deepseek_v32"], "unspecified")
 
 
 def range_finding(section, low, high):
-    here, paper = paper_range(section)
-    if all(
-        same_number(1 + x, 1 + y) if y == 0 else abs(x - y) < 1e-5 for x, y in zip((low, high), here)
-    ):
+    """[Finding] if the range of ratios is not the one here."""
+    here = ours(section)
+    if section == "cispo":
+        bounds = here["is_weight_floor"], here["is_weight_cap"]
+    elif "log_ratio_clip" in here:
+        bounds = [math.exp(x * here["log_ratio_clip"]) for x in (-1, 1)]
+    else:
+        bounds = 1 - here["clip_eps_low"], 1 + here["clip_eps_high"]
+    if np.allclose((low, high), bounds, rtol=1e-5, atol=1e-5):
         return []
-    source = f"the paper: {paper}; here: [{here[0]:.6g}, {here[1]:.6g}]"
-    if paper is None:
-        source = f"the paper: [{here[0]:.6g}, {here[1]:.6g}]"
-    return [Finding("constant", f"the range is [{low:.6g}, {high:.6g}] ({source})")]
+    text = "[{:.5g}, {:.5g}]".format(*bounds)
+    paper = PAPER_RANGES.get(section)
+    source = f"the paper: {paper}; here: {text}" if paper else f"the paper: {text}"
+    return [Finding("constant", f"the range is [{low:.5g}, {high:.5g}] ({source})")]
 
 
-def clip(weights, section):
-    """Findings about the weights by the ratio."""
+def clip(weights):
+    """[Finding] about the weights by the ratio."""
+    section = weights.subject.section
+    one = np.ones(1)
+    share = float((weights.probe(0 * one, -one) / weights.probe(0 * one, one))[0])
     findings = []
-    share = weights.share()
     if abs(share - 1) > 1e-3:
         findings.append(Finding("mistake", f"A < 0 counts {share:.4g} times as much as A > 0"))
-    curves = {sign: weights.curve(sign) for sign in (1, -1)}
+    curves = {1: weights.curve(1), -1: ([0.0], []) if share == 0 else weights.curve(-1)}
     if None in curves.values():
-        scaled = lambda b: torch.where(b.advantages < 0, share * b.advantages, b.advantages)  # noqa: E731
-        findings = [x._replace(change=setting(advantages=scaled)) for x in findings]
-        return findings + gates(weights, section)
+        return gates(weights, share, findings)
+    near = {sign: without_far(*curve) for sign, curve in curves.items()}
+    pattern = letters(near[1][0]), letters(near[-1][0])
+    bounds = sorted(math.exp(x) for _, edges in near.values() for x in edges)
     change = pieces(clipped=term_of(curves, share))
-    if section not in [*CLIPPED, "gmpo", "rspo"]:
+    if section not in CLIPPED:
         change = by_weights(term_of(curves, share))
-    kept = {sign: near(curve) for sign, curve in curves.items()}
-    far = [edge for sign in curves for edge in edges(curves[sign]) if edge not in edges(kept[sign])]
-    pattern = letters(kept[1]), letters(kept[-1])
-    expected = PAPER_PATTERNS.get(section, ("r0", "0r"))
-    bounds = sorted(short(x) for sign in kept for x in edges(kept[sign]))
     if section == "cispo" and pattern in [("rc", "rc"), ("crc", "crc")]:
-        limits = [short(x) for x in edges(kept[1])]
-        low, high = limits if len(limits) == 2 else (0.0, *limits)
+        kinds, _ = near[1]
+        low, high = 0.0 if kinds[0] == "r" else kinds[0], kinds[-1]
         findings += range_finding(section, low, high)
         change = setting(is_weight_floor=low, is_weight_cap=high)
-    elif pattern != expected:
-        words = PATTERNS.get(pattern)
-        if words is None or section == "cispo" and pattern != ("r", "r"):
-            words = f"by r, the weight is {said(kept[1])} where A > 0; {said(kept[-1])} where A < 0"
-        if "{" in words:
-            words = words.format(bounds.pop())
-        findings.append(Finding("variant" if "dual" in words else "mistake", words))
-    if section in [*CLIPPED, "gmpo", "rspo"] and bounds and bounds[0] < 1 < bounds[-1]:
+    elif pattern != PAPER_PATTERNS.get(section):
+        shown = f"by r, the weight is {said(*near[1])} where A > 0; {said(*near[-1])} where A < 0"
+        words = PATTERNS.get(pattern, shown) if section in CLIPPED or not bounds else shown
+        kind = "variant" if "dual" in words else "mistake"
+        findings.append(Finding(kind, words.format(bounds.pop()) if "{" in words else words))
+    if section in CLIPPED and bounds and bounds[0] < 1 < bounds[-1]:
         findings += range_finding(section, bounds[0], bounds[-1])
-    if far:
-        most = max(abs(math.log(edge)) for edge in far)
-        words = (
-            f"no gradient where |log r| > {most:.4g} (r = {math.exp(most):.4g}), which hardly occurs"
-        )
+    far = [edge for _, edges in curves.values() for edge in edges if abs(edge) > FAR]
+    if far and section in CLIPPED:
+        most = max(map(abs, far))
+        words = f"no gradient where |log r| > {most:.4g} (r = {math.exp(most):.4g}), which is rare"
         findings.append(Finding("clamp", words))
     return [x._replace(change=change) for x in findings]
 
 
-def gates(weights, section):
+def gates(weights, share, findings):
     """SAPO's tau, or the table of a smooth curve."""
-    r = np.array([0.5, 1.5, 2.0])
-    taus = {}
-    for sign in (1, -1):
-        quotients = np.maximum(r / weights.at(np.log(r), sign), 1)
-        found = 2 * np.arccosh(np.sqrt(quotients)) / np.abs(r - 1)
-        taus[sign] = short(found[0]) if np.allclose(found, found[0], rtol=1e-3) else None
-    here = ours("sapo")["tau_pos"], ours("sapo")["tau_neg"]
-    if None not in taus.values() and min(taus.values()) > 0 and section == "sapo":
-        if (taus[1], taus[-1]) == here:
-            return []
-        change = setting(tau_pos=taus[1], tau_neg=taus[-1])
-        if (taus[-1], taus[1]) == here:
-            return [Finding("mistake", "the two tau swapped", change)]
-        words = f"tau is {taus[1]:.4g} and {taus[-1]:.4g} (the paper: {here[0]:.4g} and {here[1]:.4g})"
-        return [Finding("constant", words, change)]
-    r = np.array([0.25, 0.5, 0.8, 1, 1.25, 2, 4])
-    rows = [f"by r = {columns(r)}"]
-    for name, sign in (("A > 0", 1), ("A < 0", -1)):
-        rows.append(f"where {name} {columns(weights.at(np.log(r), sign))}")
-    return [Finding("mistake", "the weight is a smooth curve: " + "; ".join(rows))]
-
-
-def columns(row):
-    return " ".join(f"{x:.4g}" for x in row)
+    section = weights.subject.section
+    r = np.array([0.25, 0.5, 0.8, 1.25, 2, 4])
+    rows = {sign: weights.at(np.log(r), sign) for sign in (1, -1)}
+    # w = r sech^2(tau (r - 1) / 2)
+    taus = [2 * np.arccosh(np.sqrt(np.maximum(r / w, 1))) / abs(r - 1) for w in rows.values()]
+    if section == "sapo" and all(np.allclose(tau, tau[0], rtol=1e-3) for tau in taus):
+        yours, here = [short(tau[0]) for tau in taus], list(ours("sapo").values())
+        change = setting(tau_pos=yours[0], tau_neg=yours[1])
+        words = "tau is {:.4g} and {:.4g} (the paper: {:.4g} and {:.4g})".format(*yours, *here)
+        kind = "mistake" if yours == here[::-1] else "constant"
+        findings += [] if yours == here else [Finding(kind, words, change)]
+    else:
+        words = f"by r = {columns(r)}, the weight is {columns(rows[1])} where A > 0, "
+        findings.append(Finding("mistake", words + f"{columns(rows[-1])} where A < 0"))
+    scaled = setting(advantages=lambda b: torch.where(b.advantages < 0, share, 1) * b.advantages)
+    return [x._replace(change=scaled) if "counts" in x.words else x for x in findings]
 
 
 def binary_kl(p, q):
@@ -400,300 +327,276 @@ DISTANCES = {
 }
 
 
-def distance(subject):
-    """(name, size) of the distance of pi from pi_old beyond which tokens lose their gradient, or None."""
+def beyond_ratio(subject):
+    """[Finding] if a weight depends on pi itself, as with DPPO's masks."""
+    log_r = np.log(np.array([0.7, 0.95, 1.1, 1.5]))
+    rows = [Weights(subject, level).at(log_r, 1) for level in (-0.05, -1.3, -5)]
+    if np.allclose(rows, rows[1], rtol=1e-2, atol=1e-3):
+        return []
     edges = []
-    for level in (-0.3, -0.6, -0.9):
-        for sign in (1, -1):  # up where A > 0, down where A < 0
-            segments = Weights(subject, level).side(sign, sign)
-            if segments is None or letters(sorted(segments, key=lambda x: abs(x.low))) != "r0":
-                return None
-            l = segments[0].high
-            edges.append((math.exp(level + min(l, 0)), math.exp(level - max(l, 0))))
+    for level, sign in itertools.product((-0.3, -0.6, -0.9), (1, -1)):
+        found = Weights(subject, level).side(sign, sign)  # up where A > 0, down where A < 0
+        if found and letters(found[0]) == "r0":
+            log_r = found[1][0]
+            edges.append((math.exp(level + min(log_r, 0)), math.exp(level - max(log_r, 0))))
     for name, of in DISTANCES.items():
         sizes = [of(*pair) for pair in edges]
-        if np.allclose(sizes, sizes[0], rtol=1e-3):
-            return name, short(sizes[0])
-    return None
+        if len(edges) == 6 and np.allclose(sizes, sizes[0], rtol=1e-3):
+            words = f"no gradient where {name} > {short(sizes[0]):.4g}: DPPO's mask instead of a clip"
+            return [Finding("mistake", words)]
+    words = "the weight depends on pi, not on r alone: at r = 0.7 0.95 1.1 1.5 and log pi about "
+    text = f"{words}-0.05, -1.3, -5 it is {'; '.join(map(columns, rows))}"
+    return [Finding("mistake", text)]
 
 
-def beyond_ratio(weights):
-    """Findings if a weight depends on more than r: on the probability, or on A's size."""
-    findings = []
-    l = np.log(np.array([0.7, 0.95, 1.1, 1.5]))
-    levels = [Weights(weights.subject, level).at(l, 1) for level in (-0.05, -1.3, -5)]
-    if not np.allclose(levels, levels[1], rtol=1e-2, atol=1e-3):
-        rows = "; ".join(columns(row) for row in levels)
-        words = "the weight depends on pi itself, not on r alone: at r = 0.7 0.95 1.1 1.5 and "
-        words = f"{words}log pi about -0.05, -1.3, -5 it is {rows}"
-        found = distance(weights.subject)
-        if found:
-            words = "no gradient where {} > {:.4g}, instead of a clip of r: DPPO's mask".format(*found)
-        findings.append(Finding("mistake", words))
-    sizes = np.array([0.25, 0.5, 1, 2, 4])
-    scaled = sizes * weights.at(np.zeros(5), sizes)
-    if np.allclose(scaled, sizes, rtol=1e-2):
-        return findings
-    words, change = f"at A = {columns(sizes)} the weight is {columns(scaled)}", unchanged
-    if np.allclose(scaled, 1, rtol=1e-3):
-        words, change = "only the sign of A counts", setting(advantages=lambda b: b.advantages.sign())
-    elif np.allclose(scaled, sizes.clip(max=scaled[-1]), rtol=1e-3):
-        limit = float(scaled[-1])
-        words, change = (
-            f"A is clipped at {limit:.4g}",
-            setting(advantages=lambda b: b.advantages.clip(-limit, limit)),
-        )
-    return [*findings, Finding("mistake", words, change)]
+def size_of_advantages(weights):
+    """[Finding] if a gradient is not proportional to A."""
+    sizes = np.array([0.5, 1, 2, 4])
+    found = sizes * weights.at(np.zeros(4), sizes)
+    limit = short(found[-1])
+    if np.allclose(found, sizes, rtol=1e-2):
+        return []
+    if np.allclose(found, 1, rtol=1e-3):
+        words = "only the sign of A counts"
+        return [Finding("mistake", words, setting(advantages=lambda b: b.advantages.sign()))]
+    if np.allclose(found, sizes.clip(max=limit), rtol=1e-3):
+        clipped = setting(advantages=lambda b: b.advantages.clip(-limit, limit))
+        return [Finding("mistake", f"A is clipped at {limit:.4g}", clipped)]
+    return [
+        Finding("mistake", f"where A is {columns(sizes)}, the gradient is that of {columns(found)}")
+    ]
 
 
 # ---------------------------------------------------------------------------------- where A is 0
 
 
-def k3(x):
-    return torch.expm1(x) - x
-
-
-def estimators(name, log_x, r):
-    """{name: its formula}, log x being log_x(logp, old, ref)"""
+def terms_of(name, log_x):
+    """{name of a term: its formula}, log x being log_x(logp, old, ref)"""
     of = {
-        "k1": lambda x: -x,
-        "k2": lambda x: x**2 / 2,
-        "k3": k3,
-        "k3 upside down": lambda x: k3(-x),
-        "|log x|": torch.abs,
-        "k3 clamped at 10": lambda x: k3(x).clamp(max=10),
+        "k1": lambda x, r: -x,
+        "k2": lambda x, r: x**2 / 2,
+        "k3": lambda x, r: k3(x),
+        "k3 upside down": lambda x, r: k3(-x),
+        "|log x|": lambda x, r: abs(x),
+        "k3 clamped at 10": lambda x, r: k3(x).clamp(max=10),
+        "k3 times r": lambda x, r: r * k3(x),
+        "k3 times r without its gradient": lambda x, r: r.detach() * k3(x),
+        "k3 times min(r, 1)": lambda x, r: r.clamp(max=1) * k3(x),
     }
-    found = {}
-    for words, formula in of.items():
-        found[f"{words}, x = {name}"] = lambda *b, f=formula: f(log_x(*b))
-    found[f"k3 times r, x = {name}"] = lambda *b: r(*b) * k3(log_x(*b))
-    found[f"k3 times r without its gradient, x = {name}"] = lambda *b: r(*b).detach() * k3(log_x(*b))
-    return found
+    return {
+        f"{words}, x = {name}": lambda logp, old, ref, f=f: f(log_x(logp, old, ref), (logp - old).exp())
+        for words, f in of.items()
+    }
 
 
-def ratio(logp, old, ref):
-    return torch.exp(logp - old)
-
-
-TERMS = estimators("pi_ref / pi", lambda logp, old, ref: ref - logp, ratio)
-TERMS |= estimators("pi_old / pi", lambda logp, old, ref: old - logp, ratio)
+TERMS = terms_of("pi_ref / pi", lambda logp, old, ref: ref - logp)
+TERMS |= terms_of("pi_old / pi", lambda logp, old, ref: old - logp)
 TERMS |= {
     "log pi": lambda logp, old, ref: logp,
     "pi log pi": lambda logp, old, ref: logp.exp() * logp,
-    "pi": lambda logp, old, ref: logp.exp(),
-    "r": ratio,
+    "r": lambda logp, old, ref: (logp - old).exp(),
 }
-X = np.array([0, -2, -1, -0.5, 0.3, 1, 1.5, 3.1, 0.7])  # log(pi_ref / pi)
-Y = np.array([0, 0.5, 0.3, 0.1, -0.2, -0.4, 0.6, 0.2, -0.55])  # log r
 NEW = -np.array([1.3, 0.7, 1.1, 1.6, 0.9, 1.2, 2.0, 0.8, 1.4])
+OLD = NEW - np.array([0, 0.5, 0.3, 0.1, -0.2, -0.4, 0.6, 0.2, -0.55])
+REF = NEW + np.array([0, -2, -1, -0.5, 0.3, 1, 1.5, 3.1, 0.7])
 
 
 def idle(subject, with_ref):
-    """(values, gradients) of the loss's term for one token, where A is 0, in units of the weight of a
-    token at r = 1 and A = 1. Values are relative to the first."""
-    ref = {"ref_logprobs": two(NEW + X)} if with_ref else {}
-    n = len(X)
-    zeros = np.zeros((n, 1))
-    unit = Weights(subject).probe(np.zeros(n), np.ones(n))
-    gradients = subject.probe(two(NEW), two(NEW - Y), zeros, **ref).gradient[:, 0] / unit
-    unit = Weights(subject).probe(np.zeros(1), np.ones(1))[0]
+    """(values, gradients) of what is left for one token where A is 0, in units of the weight of a token
+    at r = 1 and A = 1. Values are relative to the first."""
+    ref = two(REF) if with_ref else None
+    zeros = np.zeros((len(NEW), 1))
+    unit = Weights(subject).probe(zeros[:, 0], np.ones(len(NEW)))
+    gradients = subject.probe(two(NEW), two(OLD), zeros, ref_logprobs=ref).gradient[:, 0] / unit
+    unit = Weights(subject).probe(zeros[0], np.ones(1))[0]
     values = []
-    for k in range(n):
-        one = [two(x[k : k + 1]) for x in (NEW, NEW - Y)]
-        more = {name: x[k : k + 1] for name, x in ref.items()}
-        values.append(float(subject.probe(*one, zeros[:1], **more).value) / (2 * unit))
+    for k in range(len(NEW)):
+        new, old, ref = (two(x[k : k + 1]) for x in (NEW, OLD, REF))
+        answer = subject.probe(new, old, zeros[:1], ref_logprobs=ref if with_ref else None)
+        values.append(float(answer.value) / (2 * unit))
     return np.array(values) - values[0], gradients
 
 
-def formulas(with_ref):
-    """{name: (values, gradients)} of TERMS in the batch of `idle`."""
-    found = {}
-    for name, term in TERMS.items():
-        logp = torch.tensor(NEW, requires_grad=True)
-        if with_ref or "ref" not in name:
-            values = term(logp, torch.tensor(NEW - Y), torch.tensor(NEW + X))
-            (gradient,) = torch.autograd.grad(values.sum(), logp)
-            found[name] = (values - values[0]).detach().numpy(), gradient.numpy()
+def fits(measured, known, tolerance):
+    """[[(coefficient, name)]]: every one or two terms whose sum is what was measured"""
+    if np.abs(measured).max() < tolerance:
+        return [[]]
+    found = []
+    for names in [*itertools.combinations(known, 1), *itertools.combinations(known, 2)]:
+        matrix = np.stack([known[name] for name in names], 1)
+        coefficients, _, rank, _ = np.linalg.lstsq(matrix, measured, rcond=1e-9)
+        error = np.abs(matrix @ coefficients - measured).max()
+        is_needed = rank == len(names) and np.abs(coefficients).min() > 1e-6
+        if is_needed and error < tolerance * (1 + np.abs(measured).max()):
+            found.append([(short(c), name) for c, name in zip(coefficients, names, strict=True)])
     return found
 
 
-def fits(measured, known, tolerance):
-    """Yields [(coefficient, name)], one or two, whose sum is what was measured."""
-    for size in (1, 2):
-        for names in itertools.combinations(known, size):
-            columns = np.stack([known[name] for name in names], 1)
-            coefficients, _, rank, _ = np.linalg.lstsq(columns, measured, rcond=1e-9)
-            error = np.abs(columns @ coefficients - measured).max()
-            is_needed = rank == size and np.abs(coefficients).min() > 1e-6
-            if is_needed and error < tolerance * (1 + np.abs(measured).max()):
-                yield [(short(c), name) for c, name in zip(coefficients, names, strict=True)]
-
-
-def of_values(subject, with_ref):
-    """(the terms by their gradients, the terms by their values), [(coefficient, name)]; None if unknown."""
-    values, gradients = idle(subject, with_ref)
-    known = formulas(with_ref)
-    tolerance = 1e-6 if subject.dtype is torch.float64 else 1e-3
-    found = []
-    for measured, k in ((gradients, 1), (values, 0)):
-        candidates = list(fits(measured, {name: x[k] for name, x in known.items()}, tolerance))
-        found.append(candidates if np.abs(measured).max() > tolerance else [[]])
-    both = [x for x in found[0] if x in found[1]]
-    if both:
-        return both[0], both[0]
-    return tuple(x[0] if x else None for x in found)
-
-
-def listed_terms(found):
-    return " and ".join(
-        f"{name}, coefficient {abs(c):.4g}{', rewarded' if c < 0 else ''}" for c, name in found
+def left(subject, with_ref):
+    """(terms that have the gradient, terms that have the value), [(coefficient, name)] or None"""
+    known = {}
+    for name, term in TERMS.items():
+        logp = torch.tensor(NEW, requires_grad=True)
+        values = term(logp, torch.tensor(OLD), torch.tensor(REF))
+        if with_ref or "ref" not in name:
+            (gradient,) = torch.autograd.grad(values.sum(), logp)
+            known[name] = (values - values[0]).detach().numpy(), gradient.numpy()
+    tolerance = 1e-5 if subject.dtype is torch.float64 else 1e-3
+    by_value, by_gradient = (
+        fits(measured, {name: x[k] for name, x in known.items()}, tolerance)
+        for k, measured in enumerate(idle(subject, with_ref))
     )
+    both = [x for x in by_gradient if x in by_value]
+    return tuple((both or found or [None])[0] for found in (by_gradient, by_value))
 
 
 def said_terms(by_gradient, by_value):
+    def listed(found):
+        words = [f"{name}, coefficient {abs(c):.4g}{', rewarded' * (c < 0)}" for c, name in found]
+        return " and ".join(words)
+
     if by_gradient is None:
-        return "a term whose gradient no known estimator has"
-    if by_value == by_gradient:
-        return listed_terms(by_gradient)
-    value = "a value of another kind" if by_value is None else listed_terms(by_value) or "no value"
-    if not by_gradient:
-        return f"{value}, without a gradient"
-    return f"the gradient of {listed_terms(by_gradient)}, the value of {value}"
-
-
-PAPER_TERMS = {"grpo": "k3, x = pi_ref / pi", "deepseek_v32": "k3 times r, x = pi_ref / pi"}
-
-
-def kl_divisor(subject, formula):
-    """(findings, what a term where A is 0 is divided by), if the terms have a gradient that shows it."""
-    measured = per_token(subject, 0.0, 1.0 if subject.takes("ref_logprobs") else None)
-    found = fit_divisor(measured, "") if any(gradient.any() for _, gradient in measured) else None
-    if found is None or subject.returns_terms:
-        return [], formula
-    name, own = DIVISORS[found[0]]
-    if all(
-        np.allclose(own(*sizes), formula(*sizes) * own(2, 2, 4, 2) / formula(2, 2, 4, 2))
-        for sizes in SIZES
-    ):
-        return [], formula
-    scale = formula(9, 2, 18, 2) / own(9, np.array(2), 18, 2)
-    return [Finding("mistake", f"what is left where A is 0 has a mean of its own: {name}")], (
-        lambda *sizes: own(*sizes) * scale
+        return "a term with a gradient of its own"
+    if by_gradient == by_value:
+        return listed(by_gradient)
+    value = "something else" if by_value is None else listed(by_value) or "nothing"
+    return (
+        f"{value}, without a gradient"
+        if not by_gradient
+        else f"the gradient of {listed(by_gradient)}, the value of {value}"
     )
 
 
-SIZES = [(3, np.array([2, 5, 4]), 11, 6), (2, np.array([2, 2]), 4, 7)]
+PAPER_TERMS = {"grpo": "k3, x = pi_ref / pi", "deepseek_v32": "k3 times r, x = pi_ref / pi"}
+VARIANTS = ["k2", "k3", "k3 clamped at 10", "k3 times r", "k3 times r without its gradient"]
+VARIANTS = [f"{name}, x = pi_ref / pi" for name in [*VARIANTS, "k3 times min(r, 1)"]]
 
 
-def kl(subject, found_divisor):
-    """Findings about what is left where A is 0, without a reference and with one."""
+def kl(subject, divide):
+    """[Finding] about what is left where A is 0, without a reference and with one. divide: as `divisor`
+    gives it"""
     findings = []
-    section = subject.section
-    words, k = found_divisor or (PAPER_DIVISORS.get(section, "B |o|"), 1.0)
-    paper, here = PAPER_TERMS.get(section), ours(section).get("kl_coef")
-    states = [False, True][: 1 + subject.takes("ref_logprobs")]
-    for with_ref in states[subject.needs("ref_logprobs") :]:
-        by_gradient, by_value = of_values(subject, with_ref)
+    paper, here = PAPER_TERMS.get(subject.section), ours(subject.section).get("kl_coef")
+    states = [False, True][subject.needs("ref_logprobs") : 1 + subject.takes("ref_logprobs")]
+    for with_ref in states:
+        by_gradient, by_value = left(subject, with_ref)
         if (by_gradient, by_value) == ([], []):
-            findings += [no_kl(subject)] if with_ref and paper else []
+            findings += [no_kl(subject, here)] if with_ref and paper else []
             continue
-        more, divide = [], lambda *sizes: DIVISORS[words][1](*sizes) * abs(k)
-        if by_gradient:
-            more, divide = kl_divisor(subject, divide)
-        is_known = None not in (by_gradient, by_value)
-        change = with_terms(term_of_both(by_gradient, by_value), divide) if is_known else unchanged
-        more = [x._replace(change=change) for x in more]
+        more, own_divide = mean_of_its_own(subject, divide) if by_gradient else ([], divide)
+        change = unchanged
+        if None not in (by_gradient, by_value):
+            change = with_term(term_with(by_gradient, by_value), own_divide)
+        is_one = by_gradient == by_value and len(by_gradient or []) == 1 and by_gradient[0][0] > 0
+        name = by_gradient[0][1] if is_one else None
         about = said_terms(by_gradient, by_value)
-        is_own = with_ref and is_known and by_gradient == by_value and by_gradient[0][0] > 0
-        if is_own and [name for _, name in by_gradient] == [paper]:
+        if with_ref and name == paper and paper:
             c = by_gradient[0][0]
-            if not same_number(c, here):
-                about = f"the KL's coefficient is {c:.4g} (the paper: {here})"
-                findings.append(Finding("constant", about, setting(kl_coef=c)))
-            findings += more
-            continue
-        if with_ref and paper:
-            is_variant = is_own and len(by_gradient) == 1 and by_gradient[0][1] in VARIANT_TERMS
-            kind = "variant" if is_variant else "mistake"
-            about = f"the KL is {about}"
+            words = f"the KL's coefficient is {c:.4g} (the paper: {here})"
+            findings += [] if same_number(c, here) else [Finding("constant", words, setting(kl_coef=c))]
+        elif with_ref and paper:
+            kind = "variant" if name in VARIANTS else "mistake"
+            findings = [Finding(kind, f"the KL is {about}", change)]
         else:
-            where = "without a reference, " if not with_ref and len(states) > 1 else ""
-            name = "a KL" if "x = " in about else "a term"
-            kind, about = "mistake", f"{where}{name} that the paper lacks: {about}"
-        findings = [Finding(kind, about, change), *more]
-    return findings + constant(subject)
+            where = "" if with_ref or len(states) == 1 else "without a reference, "
+            kind = "a KL" if "x = " in about else "a term"
+            findings = [Finding("mistake", f"{where}{kind} that the paper lacks: {about}", change)]
+        findings += [x._replace(change=change) for x in more]
+    return findings or constant(subject)
 
 
-def term_of_both(by_gradient, by_value):
-    """[(1, formula, whether it needs a reference)] with these gradients and these values."""
+def term_with(by_gradient, by_value):
+    """A term with these gradients and these values; None without a reference that it needs."""
+    needs_ref = any("ref" in name for _, name in [*by_gradient, *by_value])
 
-    def k(*logps):
-        g = sum(c * TERMS[name](*logps) for c, name in by_gradient) + 0 * logps[0]
-        v = sum(c * TERMS[name](*logps) for c, name in by_value) + 0 * logps[0]
+    def term(logp, old, ref):
+        if needs_ref and ref is None:
+            return 0 * logp
+        g, v = (
+            sum([c * TERMS[name](logp, old, ref) for c, name in found], 0 * logp)
+            for found in (by_gradient, by_value)
+        )
         return g - g.detach() + v.detach()
 
-    return [(1.0, k, any("ref" in name for _, name in [*by_gradient, *by_value]))]
+    return term
+
+
+def mean_of_its_own(subject, divide):
+    """([Finding], what divides it) for what is left where A is 0."""
+    found = fit_divisor(per_token(subject, 0.0, 1.0), "")
+    if found is None or subject.returns_terms:
+        return [], divide
+    name, formula = DIVISORS[found[0]]
+    batches = [(len(mask), mask.sum(1), mask.sum(), mask.shape[1]) for mask in masks_for(subject)]
+    quotients = np.concatenate([np.ravel(divide(*x) / formula(*x) + 0 * x[1]) for x in batches])
+    if np.allclose(quotients, quotients[0]):
+        return [], divide
+    # Its coefficient was measured where all rows have two tokens.
+    scale = divide(9, np.array(2), 18, 2) / formula(9, np.array(2), 18, 2)
+    words = f"what is left where A is 0 has a mean of its own: {name}"
+    return [Finding("mistake", words)], lambda *sizes: formula(*sizes) * scale
+
+
+def no_kl(subject, here):
+    change = setting(ref_logprobs=None)
+    if subject.is_off("kl_coef"):
+        return Finding("constant", f"the KL's coefficient is 0 (the paper: {here})", change)
+    return Finding("mistake", "there is no KL: the reference is not used", change)
 
 
 def constant(subject):
-    """A finding if the loss of one token is not 0 where A is 0 and every log-prob is the same."""
+    """[Finding] if the loss of one token is not 0 where A is 0 and every log-prob is the same."""
     one = two(np.array([-1e-9]))
-    value = float(subject.probe(one, one, np.zeros((1, 1)), ref_logprobs=one).value)
+    value = float(subject.probe(one, one, np.zeros((1, 1))).value)
     if abs(value) < 1e-6:
         return []
     words = f"a constant is added: where A is 0 the loss is {value:.4g}"
     return [Finding("variant", words, lambda J, b: J(b) - value)]
 
 
-VARIANT_TERMS = [f"{name}, x = pi_ref / pi" for name in ("k2", "k3", "k3 clamped at 10", "k3 times r")]
-VARIANT_TERMS.append("k3 times r without its gradient, x = pi_ref / pi")
-
-
-def no_kl(subject):
-    change = setting(ref_logprobs=None)
-    if subject.is_off("kl_coef"):
-        return Finding(
-            "constant", f"the KL's coefficient is 0 (the paper: {ours('grpo')['kl_coef']})", change
-        )
-    return Finding("mistake", "there is no KL: the reference is not used", change)
-
-
 # ------------------------------------------------------------------------------------------ all of it
 
 
 def findings(subject):
-    """[Finding] of a loss: how it differs from its paper, as far as our batches show it."""
-    if not subject.is_separate:
-        return []  # in our batches, all A are equal
-    found, found_divisor = divisor(subject)
-    if {x.change for x in found} & {detached, rounded}:
-        return found
-    if subject.lacks_old and subject.section not in ("reinforce", "rloo"):
-        return found + kl(subject, found_divisor)
-    weights = Weights(subject)
-    beyond = beyond_ratio(weights)
-    if not any("pi" in x.words for x in beyond):
-        found += clip(weights, subject.section)
-    if subject.section == "deepseek_v32":
-        found += offpolicy(subject)
-    return found + beyond + kl(subject, found_divisor)
+    """Yields a Finding for each way in which a loss differs from its paper, as our batches show it."""
+    pairs = zip(per_token(subject, 1.0), per_token(subject, 0.0), strict=True)
+    measured = [(mask, idle - gradient) for (mask, gradient), (_, idle) in pairs]
+    if max(np.abs(gradient).max() for _, gradient in measured) < 1e-12:
+        if subject.is_separate:  # if not, their mean may have been subtracted from A, which are equal
+            words = "no gradient of the policy term reaches the log-probs"
+            yield Finding("mistake", words, lambda J, b: J(b).detach())
+        return
+    found, divide = divisor(subject, measured)
+    yield from found
+    if divide is None:
+        return
+    if not subject.lacks_old:
+        weights = Weights(subject)
+        yield from beyond_ratio(subject) or clip(weights)
+        if subject.is_separate:
+            yield from size_of_advantages(weights)
+        if subject.section == "deepseek_v32":
+            yield from offpolicy(subject)
+    yield from kl(subject, divide)
 
 
 def offpolicy(subject):
-    """DeepSeek-V3.2's mask: below which log r a bad completion has no gradient."""
-    l = -np.linspace(0.0, 0.2, 401)[1:]
-    zeros = np.zeros((len(l), 1))
-    old = two(np.full(len(l), -1.3))
-    new = old + two(l)
-    left = subject.probe(new, old, zeros - 1).gradient - subject.probe(new, old, zeros).gradient
-    dropped = np.abs(left[:, 0]) < 1e-9
-    delta = short(-l[dropped.argmax()] - 0.00025) if dropped.any() else math.inf
+    """[Finding] about DeepSeek-V3.2's mask: below which log r a bad completion has no gradient."""
+    low, high = 0.0, 0.5
+    for _ in range(4):
+        moved = np.linspace(low, high, 100)
+        zeros = np.zeros((len(moved), 1))
+        old = two(-1.3 + 0 * moved)
+        new = old - np.stack([0 * moved, 2 * moved], 1)  # the first token is inside every range
+        kept = subject.probe(new, old, zeros - 1).gradient - subject.probe(new, old, zeros).gradient
+        n = (np.abs(kept[:, 0]) < 1e-9).argmax()  # 0 if there is none
+        low, high = (moved[n - 1], moved[n]) if n else (low, high)
     here = ours("deepseek_v32")["offpolicy_mask"]
-    change = setting(offpolicy_mask=delta)
-    if delta == math.inf:
+    delta = short((low + high) / 2)
+    if high == 0.5:
         words = "no off-policy mask: a bad completion keeps its gradient wherever the policy has moved"
-        return [Finding("mistake", words, change)]
-    if abs(delta - here) < 3e-4:
+        return [Finding("mistake", words, setting(offpolicy_mask=math.inf))]
+    if abs(delta - here) < 1e-4:
         return []
-    about = f"the off-policy mask's delta is {delta:.3g} (the paper: unspecified; here: {here})"
-    return [Finding("constant", about, change)]
+    about = f"the off-policy mask's delta is {delta:.4g} (the paper: unspecified; here: {here})"
+    return [Finding("constant", about, setting(offpolicy_mask=delta))]

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 from rl_loss_vectors import reference
-from rl_loss_vectors.reference import LOSSES, average, each, gate, log_ratio, lengths, ratio, tokens
+from rl_loss_vectors.reference import LOSSES, average, each, lengths, ratio, tokens
 
 # ------------------------------------------------------------------------------------ ways to change
 
@@ -95,8 +95,6 @@ def sequence_ratios(J, b):
     return J(changed(b, logprobs=means.expand_as(b.logprobs), old_logprobs=0 * b.old_logprobs))
 
 
-mean_back = lambda J, b: J(b) + b.mask * b.advantages[b.mask].mean()  # noqa: E731
-unbiased = lambda J, b: J(b) * (1 - 1 / b.mask.sum()) ** 0.5  # noqa: E731
 with_holes = pieces(length=lambda b, i: tokens(b, i)[-1] - tokens(b, i)[0] + 1)
 whitened_again = setting(advantages=lambda b: whitened(b.advantages, b.mask))
 no_return = setting(returns=lambda b: b.returns - b.old_values)
@@ -121,9 +119,7 @@ MISTAKES = {  # name: (sections of vectors.json, change)
     "one ratio for a completion, as in GSPO": (BY_TOKEN, sequence_ratios),
     "a root by the padded width, not by |o|": (BY_ROOT, pieces(length=lambda b, i: b.mask.shape[1])),
     "a product instead of a geometric mean": (BY_ROOT, pieces(length=lambda b, i: 1)),
-    "the ratio upside down": (WITH_RATIO, pieces(log_ratio=lambda b, i, t: -log_ratio(b, i, t))),
     "gamma ignored": (["rspo"], setting(gamma_min=1)),
-    "no factor 4 / tau": (["sapo"], pieces(gate=lambda r, tau: gate(r, tau) * tau / 4)),
     "a gradient through the weight": (["cispo"], pieces(stopped=lambda x: x)),
     "lambda ignored": (["gae"], setting(lam=1)),
     "the advantage returned as the return": (["gae"], lambda J, b: J(b)[[0, 0]]),
@@ -135,8 +131,6 @@ MISTAKES = {  # name: (sections of vectors.json, change)
 VARIANTS = {
     "gamma to the power sgn(A), as printed in the paper": (["rspo"], setting(shift="literal")),
     "gamma before the clip, the paper's second version": (["rspo"], setting(shift="before_clip")),
-    "the unbiased std [TRL, verl]": (["whiten"], unbiased),
-    "the mean comes back [TRL, verl: on request]": (["whiten"], mean_back),
 }
 ENTRIES = {f"mistake: {name}": entry for name, entry in MISTAKES.items()}
 ENTRIES |= {f"variant: {name}": entry for name, entry in VARIANTS.items()}
@@ -168,17 +162,13 @@ def by_weights(f):
     return change
 
 
-def with_terms(found, formula):
-    """Instead of the section's KL, terms c k(logp, old, ref) of each token, [(c, k, needs_ref)]."""
+def with_term(term, formula):
+    """Instead of the section's KL, term(logp, old, ref) of each token."""
 
     def change(J, b):
-        total = setting(ref_logprobs=None)(J, b)
         B, T = b.mask.shape
         o = b.mask.sum(1, keepdim=True)
-        for c, k, needs_ref in found:
-            if not needs_ref or b.ref_logprobs is not None:
-                values = torch.where(b.mask, k(b.logprobs, b.old_logprobs, b.ref_logprobs), 0)
-                total = total - (c * values / formula(B, o, o.sum(), T)).sum()
-        return total
+        values = torch.where(b.mask, term(b.logprobs, b.old_logprobs, b.ref_logprobs), 0)
+        return setting(ref_logprobs=None)(J, b) - (values / formula(B, o, o.sum(), T)).sum()
 
     return change

@@ -1,6 +1,6 @@
 """What a parameter is, by its name: one of the section's tensors, a constant, or nothing we know.
 
-Every word of a name must be known. `prompt_mask`, `ppo_kl` or `config` are not in the tables, so nothing
+Every word of a name must be known. `prompt_mask`, `ppo_kl` or `config` are not in the tables. Nothing
 is passed for them, and a function that requires them is refused with an adapter to complete.
 """
 
@@ -44,6 +44,7 @@ VALUE_ROLES = {
     "values": "values",
     "new values": "values",
     "old values": "old_values",
+    "old": "old_values",
     "returns": "returns",
     "advantages": RETURNS,
     "mask": "mask",

@@ -290,14 +290,14 @@ class Subject:
         return x.to(self.dtype) if is_number else x
 
     def probe(self, logprobs, old_logprobs, advantages, mask=None, **more):
-        """The value and gradient of a loss for arrays of our own, all (B, T) but advantages (B, 1)."""
-        given = {"logprobs": logprobs, "old_logprobs": old_logprobs, "advantages": advantages, **more}
-        part = {name: torch.tensor(x, dtype=torch.float64) for name, x in given.items()}
-        part["mask"] = torch.tensor(np.ones(logprobs.shape) if mask is None else mask).bool()
-        if self.needs("ref_logprobs"):
-            part.setdefault("ref_logprobs", part["logprobs"].clone())
-        if self.needs("sampler_logprobs"):
-            part.setdefault("sampler_logprobs", part["old_logprobs"])
+        """The value and gradient of a loss for arrays of our own, all (B, T) but advantages (B, 1). The
+        reference and the sampler are the policy and the old policy, if there is nothing else."""
+        mask = np.ones(logprobs.shape) if mask is None else mask
+        given = {"ref_logprobs": logprobs, "sampler_logprobs": old_logprobs} | more
+        given |= {"logprobs": logprobs, "old_logprobs": old_logprobs, "advantages": advantages}
+        given |= {"router_shift": np.ones(logprobs.shape)}
+        part = {key: torch.tensor(x, dtype=torch.float64) for key, x in given.items() if x is not None}
+        part["mask"] = torch.tensor(mask).bool()
         part["logprobs"].requires_grad_()
         output = self.call(part)
         if self.returns_terms:
@@ -306,6 +306,19 @@ class Subject:
             raise Misfit(f"a loss is one number, not a tensor of shape {tuple(output.shape)}")
         gradient = np.zeros(logprobs.shape) + gradient_of(output, part["logprobs"], 1)
         return Answer(output.detach().double().numpy().reshape(()), gradient)
+
+    def probe_values(self, **inputs):
+        """The result, an array, for arrays of our own and numbers; of GAE both results."""
+        inputs = {key: x.tolist() if isinstance(x, np.ndarray) else x for key, x in inputs.items()}
+        zeros = 0 * np.array(next(iter(inputs.values())))
+        value = [zeros, zeros] if self.section == "gae" else zeros
+        return self.answer({"inputs": inputs, "keywords": {}, "value": value}).value
+
+    def probe_gradient(self, values, old_values, returns, mask):
+        """The gradient of a value loss, (B, T), for arrays of our own."""
+        inputs = {"values": values, "old_values": old_values, "returns": returns, "mask": mask}
+        inputs = {key: x.tolist() for key, x in inputs.items()}
+        return self.answer({"inputs": inputs, "keywords": {}, "value": 0, "gradient": values}).gradient
 
     def answer(self, case):
         return answer(self.call, self.section, case, self.returns_terms)
@@ -341,8 +354,8 @@ def parameters_of(function):
 
 
 def fitted(function, section, fixed=None, layout=None):
-    """[Subject] for a function: in float64 if it takes that, or else float32 or numpy; advantages in the
-    shape for which changing one row's A moves that row's gradient alone; if there is none, all shapes."""
+    """[Subject] for a function: in float64 if it takes that, or else float32 or numpy; advantages in
+    the shape for which changing one row's A moves that row's gradient alone, or else in each shape."""
     fixed = fixed or {}
     arguments = VECTORS["sections"][section]["arguments"]
     binding = bind(parameters_of(function), arguments, section, ours(section), fixed)
@@ -390,7 +403,7 @@ def separation(subject):
     new = np.array([[-1.3, -0.4, -2.1, -0.7], [-0.2, -1.1, -0.6, -3.0], [-0.9, -0.3, -1.7, -0.5]])
     A = np.array([[1.0], [-0.5], [2.0]])
     before = subject.probe(new, new, A).gradient
-    if not before.any():
+    if np.abs(before).max() < 1e-12:
         return None
     moved = np.abs(subject.probe(new, new, A + [[0], [-0.3], [0]]).gradient - before).sum(1)
     return float(moved[1] / moved.sum()) if moved.sum() > 0 else 1.0
