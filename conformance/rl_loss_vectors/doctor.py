@@ -159,50 +159,35 @@ class Explanation:
         named = {name: x for name, (where, x) in mistakes.ENTRIES.items() if section in where}
         self.entries = [Finding(*name.split(": ", 1), x) for name, x in named.items()]
 
-    def with_all(self, findings):
-        return functools.reduce(together, [x.change for x in findings], self.change)
-
     def gives(self, tag, findings, parts=BOTH):
-        change = self.with_all(findings)
+        change = functools.reduce(together, [x.change for x in findings], self.change)
         return all(is_right(self.section, *pair, change, parts) for pair in self.tested[tag])
 
-    def is_visible(self, finding):
-        """Whether the plain cases show it. No, if it is a clamp or a KL with a reference."""
-        change = self.with_all([finding])
-        for case, _ in self.tested[PLAIN]:
-            changed = Answer(*reference.evaluate(self.section, case, change))
-            if not is_right(self.section, case, changed):
-                return True
-        return False
-
-    def of_plain(self, hidden, visible):
+    def of_plain(self):
         """(what gives the answers in the plain cases, or None; whether it gives the values, too)"""
-        options = []
-        for size in range(3):
+        facts = [x for x in self.shown if x.change is unchanged]
+        has_gradient = all("gradient" in case for case, _ in self.tested[PLAIN])
+        for parts, size in itertools.product([BOTH, GRADIENT][: 1 + has_gradient], range(3)):
             for entries in itertools.combinations(self.entries, size):
-                options += [[*hidden, *entries], [*hidden, *visible, *entries]]
-        for parts in (BOTH, GRADIENT) if self.section in reference.LOSSES else (BOTH,):
-            for findings in sorted(options, key=len):
-                if self.gives(PLAIN, findings, parts):
-                    return findings, parts == BOTH
+                for findings in ([*self.shown, *entries], [*entries, *facts]):
+                    if self.gives(PLAIN, findings, parts) and (size or findings == self.shown):
+                        return findings, parts == BOTH
         return None, False
 
     def lines(self):
-        facts = [x for x in self.shown if x.change is unchanged]
-        hidden = [x for x in self.shown if x not in facts and not self.is_visible(x)]
-        visible = [x for x in self.shown if x not in facts and x not in hidden]
-        found, has_value = self.of_plain(hidden, visible)
+        found, has_value = self.of_plain()
         if found is None:
             return [self.not_explained(PLAIN), *map(str, self.shown), *self.first_case()]
         self.is_complete = True
-        lines = [str(x) for x in [*found, *facts]]
+        lines = [str(x) for x in sorted(found, key=lambda x: x.change is unchanged)]
         if not has_value:
-            case, answer = max(self.tested[PLAIN], key=lambda x: abs(x[1].value - expected(x[0]).value))
+            size_of_error = lambda pair: abs(pair[1].value - expected(pair[0]).value)  # noqa: E731
+            case, answer = max(self.tested[PLAIN], key=size_of_error)
             example = f"{answer.value:.4g} instead of {expected(case).value:.4g} in {case['id']}"
             lines.append(f"{VALUE}, for example {example}")
-        parts = BOTH if has_value else GRADIENT
         for tag in SPECIAL:
             options = [[], *([x] for x in self.entries if x not in found)]
+            parts = BOTH if has_value else GRADIENT
             more = next((x for x in options if self.gives(tag, [*found, *x], parts)), None)
             lines += [self.not_explained(tag)] if more is None else [str(x) for x in more]
             found = [*found, *(more or [])]
@@ -222,7 +207,8 @@ class Explanation:
 
     def first_case(self):
         """Lines: up to two rows of the first case that differs."""
-        case, answer = next(x for x in self.tested[PLAIN] if not is_right(self.section, *x))
+        wrong = [x for x in self.tested[PLAIN] if not is_right(self.section, *x)]
+        case, answer = (wrong or self.tested[PLAIN])[0]
         ours = expected(case)
         what, k = ("result", 0) if ours.gradient is None else ("gradient", 1)
         lines = []

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from rl_loss_vectors import reference
-from rl_loss_vectors.measure import Finding, columns, divisor, masks_for, short, two
+from rl_loss_vectors.measure import Finding, columns, divisor, edge, masks_for, short, two
 from rl_loss_vectors.mistakes import pieces, setting
 from rl_loss_vectors.vectors import ours
 
@@ -88,7 +88,7 @@ def with_formula(baseline, name, eps, is_inside, limit=math.inf, back=0, sign=1)
 def findings(subject):
     """[Finding] of advantages: their baseline, what they are divided by, whether they are clipped."""
     tolerance = 1e-10 if subject.dtype is not torch.float32 else 1e-5
-    A = subject.probe_values(rewards=R)[[0, 1, 3]]
+    A = subject.probe(rewards=R).value[[0, 1, 3]]
     rewards = R[[0, 1, 3]]
     slope = (A[:, 1] - A[:, 0]) / (rewards[:, 1] - rewards[:, 0])
     sign = -1 if (slope < 0).all() else 1
@@ -107,9 +107,9 @@ def findings(subject):
     if baseline is None or divided is None or not is_line:
         return [Finding("mistake", f"rewards {columns(R[0])} give {columns(sign * A[0])}")]
     name, eps, is_inside = divided
-    found = subject.probe_values(rewards=OUTLIER)
+    found = subject.probe(rewards=OUTLIER).value
     unclipped = with_formula(baseline, *divided)(None, SimpleNamespace(rewards=torch.tensor(OUTLIER)))
-    is_clipped = not back and np.abs(found).max() < unclipped.abs().max() - 1e-6
+    is_clipped = not back and np.abs(found).max() < 0.999 * unclipped.abs().max()
     limit = short(np.abs(found).max()) if is_clipped else math.inf
     paper_base, paper_scale, paper_eps = PAPER[subject.section]
     population = "variant" if (name, paper_scale) == ("std of the population", "std") else "mistake"
@@ -132,7 +132,7 @@ def findings(subject):
 def whiten_findings(subject):
     """[Finding] of a whitening: what it subtracts, and what it divides by."""
     x = np.array([[0.3, -1.2, 2.0, 0.7, 0.1, -0.4]])
-    found = subject.probe_values(advantages=x, mask=np.ones(x.shape))[0]
+    found = subject.probe(advantages=x).value[0]
     scale = float((x[0, 1] - x[0, 0]) / (found[1] - found[0]))
     base = float(x[0, 0] - found[0] * scale)
     centers = {"mean": x.mean(), "comes back": x.mean() * (1 - scale), "stays": 0.0}
@@ -165,8 +165,8 @@ def gae_findings(subject):
     zeros, last = np.zeros((1, 3)), np.array([[0.0, 0.0, 1.0]])
     own = {name: subject.default(name) for name in ("gamma", "lam")}
     more = {name: 0.5 if x is None else x for name, x in own.items()}
-    both = subject.probe_values(rewards=last, values=zeros, mask=zeros + 1, **more)[0][0, 1]
-    gamma = subject.probe_values(rewards=zeros, values=last, mask=zeros + 1, **more)[0][0, 1] + both
+    both = subject.probe(rewards=last, values=zeros, **more).value[0][0, 1]
+    gamma = subject.probe(rewards=zeros, values=last, **more).value[0][0, 1] + both
     measured = {"gamma": short(gamma), "lam": short(both / gamma)}  # both is gamma lambda
     return [
         Finding("constant", f"{name} is {x:.4g}, the function's own", setting(**{name: x}))
@@ -175,40 +175,36 @@ def gae_findings(subject):
     ]
 
 
+def error_gradient(subject, values, returns, mask=None):
+    """The gradient of a value loss whose old values are 0, (B, T)."""
+    inputs = {"values": values, "old_values": 0 * values, "returns": returns}
+    return subject.probe(**inputs, mask=0 * values + 1 if mask is None else mask).gradient
+
+
 def value_findings(subject):
     """[Finding] of a value loss: its divisor, and where it has no gradient."""
-    measured = []
-    for mask in masks_for(subject):
-        zeros = np.zeros(mask.shape)
-        measured.append((mask, -subject.probe_gradient(zeros, zeros, zeros + 0.5, mask)))
     errors = np.array([0.5, 1, 2, 4])
-    one = two(0 * errors)
-    gradient = -subject.probe_gradient(one, one, one + errors[:, None], one + 1)[:, 0]
+    gradient = -error_gradient(subject, two(0 * errors), two(errors))[:, 0]
     if not np.allclose(gradient / gradient[0], errors / errors[0], rtol=1e-3):
         words = f"no squared error: at errors {columns(errors)} its gradient is {columns(gradient)}"
         return [Finding("mistake", words)]
-    # The squared error's gradient is 2 (V - return) / N.
+    zeros = [np.zeros(mask.shape) for mask in masks_for(subject)]
+    measured = []
+    for x, mask in zip(zeros, masks_for(subject), strict=True):
+        measured.append((mask, -error_gradient(subject, x, x + 0.5, mask)))  # 2 (V - return) / N
     found, _ = divisor(subject, measured)
-    half = [x for x in found if x.words == "divided by 2 times what the paper divides by"]
-    found = [
-        x._replace(kind="variant", words="half of the squared error") if x in half else x for x in found
-    ]
-    return found + value_clip(subject)
+    half = "divided by 2 times what the paper divides by"
+    named = {half: ("variant", "half of the squared error")}
+    return [Finding(*named.get(x.words, x[:2]), x.change) for x in found] + value_clip(subject)
 
 
 def value_clip(subject):
     """[Finding] about the clip: V moves from an old value of 0, toward a return and away from it."""
-    edges = []
-    for returns in (100.0, -100.0):
-        low, high = 1e-3, 10.0
-        for _ in range(4):
-            moved = np.linspace(low, high, 200)
-            zeros = two(0 * moved)
-            gradient = subject.probe_gradient(two(moved), zeros, zeros + returns, zeros + 1)
-            n = (np.abs(gradient[:, 0]) < 1e-9).argmax()  # 0 if there is none
-            low, high = (moved[n - 1], moved[n]) if n else (low, high)
-        edges.append(short((low + high) / 2) if high < 10 else None)
-    toward, away = edges
+
+    def edge_for(returns):
+        return edge(lambda d: error_gradient(subject, two(d), two(0 * d + returns))[:, 0], 10.0)
+
+    toward, away = edge_for(100.0), edge_for(-100.0)
     limit = toward or away
     here = ours("value_loss")["value_clip"]
     if limit is None:

@@ -74,7 +74,8 @@ def per_token(subject, A, shift=0.0):
     for mask in masks_for(subject):
         new = -0.4 - 0.3 * np.arange(mask.size).reshape(mask.shape) % 2.1
         A_B1 = np.full((len(mask), 1), A)
-        found.append((mask, subject.probe(new, new, A_B1, mask, ref_logprobs=new + shift).gradient))
+        inputs = {"logprobs": new, "old_logprobs": new, "advantages": A_B1, "mask": mask}
+        found.append((mask, subject.probe(**inputs, ref_logprobs=new + shift).gradient))
     return found
 
 
@@ -124,7 +125,24 @@ def divisor(subject, measured):
     return findings, lambda *sizes: formula(*sizes) * k
 
 
+def edge(gradient, high):
+    """The number between 0 and high from which on gradient(numbers) is 0, or None"""
+    low, most = 0.0, high
+    for _ in range(4):
+        numbers = np.linspace(low, high, 100)
+        n = (np.abs(gradient(numbers)) < 1e-9).argmax()  # 0 if there is none
+        low, high = (numbers[n - 1], numbers[n]) if n else (low, high)
+    return None if high == most else short((low + high) / 2)
+
+
 # ------------------------------------------------------------------------------ weights by the ratio
+
+
+def policy_gradient(subject, new, old, A):
+    """The gradient of J without what is left where A is 0, (B, T). A: (B,)"""
+    inputs = {"logprobs": new, "old_logprobs": old}
+    idle = subject.probe(**inputs, advantages=0.0 * A[:, None]).gradient
+    return idle - subject.probe(**inputs, advantages=A[:, None]).gradient
 
 
 class Weights:
@@ -144,8 +162,7 @@ class Weights:
         old = two(self.level - np.maximum(log_r, 0))
         if self.subject.section == "deepseek_v32":  # the second token keeps the mask off
             new[:, 1], old[:, 1] = old[:, 0], new[:, 0]
-        idle = self.subject.probe(new, old, np.zeros((len(log_r), 1))).gradient
-        return (idle - self.subject.probe(new, old, A[:, None]).gradient)[:, 0] / A
+        return policy_gradient(self.subject, new, old, A)[:, 0] / A
 
     def at(self, log_r, A):
         A = np.broadcast_to(float(A), log_r.shape) if np.isscalar(A) else A
@@ -404,17 +421,16 @@ REF = NEW + np.array([0, -2, -1, -0.5, 0.3, 1, 1.5, 3.1, 0.7])
 def idle(subject, with_ref):
     """(values, gradients) of what is left for one token where A is 0, in units of the weight of a token
     at r = 1 and A = 1. Values are relative to the first."""
-    ref = two(REF) if with_ref else None
-    zeros = np.zeros((len(NEW), 1))
-    unit = Weights(subject).probe(zeros[:, 0], np.ones(len(NEW)))
-    gradients = subject.probe(two(NEW), two(OLD), zeros, ref_logprobs=ref).gradient[:, 0] / unit
-    unit = Weights(subject).probe(zeros[0], np.ones(1))[0]
-    values = []
-    for k in range(len(NEW)):
-        new, old, ref = (two(x[k : k + 1]) for x in (NEW, OLD, REF))
-        answer = subject.probe(new, old, zeros[:1], ref_logprobs=ref if with_ref else None)
-        values.append(float(answer.value) / (2 * unit))
-    return np.array(values) - values[0], gradients
+
+    def probe(rows):
+        new, old, ref = (two(x[rows]) for x in (NEW, OLD, REF))
+        unit = policy_gradient(subject, new, new, np.ones(len(new)))[0, 0]
+        inputs = {"logprobs": new, "old_logprobs": old, "advantages": 0 * new[:, :1]}
+        answer = subject.probe(**inputs, ref_logprobs=ref if with_ref else None)
+        return float(answer.value) / (2 * unit), answer.gradient[:, 0] / unit
+
+    values = np.array([probe(slice(k, k + 1))[0] for k in range(len(NEW))])
+    return values - values[0], probe(slice(None))[1]
 
 
 def fits(measured, known, tolerance):
@@ -547,7 +563,8 @@ def no_kl(subject, here):
 def constant(subject):
     """[Finding] if the loss of one token is not 0 where A is 0 and every log-prob is the same."""
     one = two(np.array([-1e-9]))
-    value = float(subject.probe(one, one, np.zeros((1, 1))).value)
+    inputs = {"logprobs": one, "old_logprobs": one, "advantages": np.zeros((1, 1))}
+    value = float(subject.probe(**inputs).value)
     if abs(value) < 1e-6:
         return []
     words = f"a constant is added: where A is 0 the loss is {value:.4g}"
@@ -582,21 +599,17 @@ def findings(subject):
 
 def offpolicy(subject):
     """[Finding] about DeepSeek-V3.2's mask: below which log r a bad completion has no gradient."""
-    low, high = 0.0, 0.5
-    for _ in range(4):
-        moved = np.linspace(low, high, 100)
-        zeros = np.zeros((len(moved), 1))
+
+    def gradient(moved):
         old = two(-1.3 + 0 * moved)
         new = old - np.stack([0 * moved, 2 * moved], 1)  # the first token is inside every range
-        kept = subject.probe(new, old, zeros - 1).gradient - subject.probe(new, old, zeros).gradient
-        n = (np.abs(kept[:, 0]) < 1e-9).argmax()  # 0 if there is none
-        low, high = (moved[n - 1], moved[n]) if n else (low, high)
+        return policy_gradient(subject, new, old, 0 * moved - 1)[:, 0]
+
     here = ours("deepseek_v32")["offpolicy_mask"]
-    delta = short((low + high) / 2)
-    if high == 0.5:
+    delta = edge(gradient, 0.5)
+    if delta is None:
         words = "no off-policy mask: a bad completion keeps its gradient wherever the policy has moved"
         return [Finding("mistake", words, setting(offpolicy_mask=math.inf))]
-    if abs(delta - here) < 1e-4:
-        return []
     about = f"the off-policy mask's delta is {delta:.4g} (the paper: unspecified; here: {here})"
-    return [Finding("constant", about, setting(offpolicy_mask=delta))]
+    change = setting(offpolicy_mask=delta)
+    return [] if abs(delta - here) < 1e-4 else [Finding("constant", about, change)]

@@ -6,25 +6,15 @@ import json
 import linecache
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from rl_loss_vectors.names import (
-    COUNTS,
-    RETURNS,
-    Binding,
-    Misfit,
-    bind,
-    constant_of,
-    is_required,
-    plain,
-    resolved,
-    words_in,
-)
+from rl_loss_vectors.names import COUNTS, RETURNS, Binding, Misfit, bind, constant_of
+from rl_loss_vectors.names import is_required, plain, resolved, words_in
 from rl_loss_vectors.reference import LOSSES, fields_of, with_results
 
 VECTORS = json.loads((Path(__file__).parent / "vectors.json").read_text())
@@ -32,9 +22,6 @@ SHAPES = {"B1": "(B, 1)", "BT": "(B, T)", "B": "(B,)"}  # of advantages
 LAYOUTS = ["PG", "N", "GP", "G"]  # of rewards: N is flat, G is one group at a time
 KINDS = [(torch.float64, "bool"), (torch.float64, "float"), (torch.float32, "bool")]
 KINDS += [(torch.float32, "float"), (np.float64, "bool")]
-
-
-OTHER_SECTIONS = [name for name in VECTORS["sections"] if name not in LOSSES]
 
 
 class Answer(NamedTuple):
@@ -99,8 +86,6 @@ def shaped(found, expected, case):
     """An array of answers in the shape of the expected ones, 0 in masked places."""
     if found.size == expected.size and 1 in (found.ndim, expected.ndim):
         found = found.reshape(expected.shape)
-    if found.ndim > expected.ndim:
-        raise Misfit(f"it returns {found.shape}, not {expected.shape}")
     found = np.broadcast_to(found, expected.shape)  # an error, if it cannot be
     mask = np.array(case["inputs"].get("mask", 1))
     return np.where(mask, found, 0) if expected.shape[-1:] == mask.shape[-1:] else found
@@ -124,22 +109,24 @@ def ours(section):
     return {key: x for key, x in keywords.items() if not isinstance(x, list)}
 
 
+def parameters_of(function):
+    # A module's parameters are in `forward`, which its __call__ hides.
+    return inspect.signature(getattr(function, "forward", function)).parameters
+
+
 class ByDifferences(torch.autograd.Function):
     """The gradient of a numpy function: central differences."""
 
     @staticmethod
-    def forward(ctx, first, function):
-        ctx.first, ctx.function = first.detach().numpy().copy(), function
-        return torch.as_tensor(float(function(ctx.first)), dtype=torch.float64)
+    def forward(ctx, x, function):
+        steps = 1e-5 * torch.eye(x.numel(), dtype=x.dtype).view(-1, *x.shape)
+        both = [[float(function(y)) for y in (x + step, x - step)] for step in steps]
+        ctx.gradient = torch.tensor(both, dtype=x.dtype).diff(dim=1).view(x.shape) / -2e-5
+        return torch.tensor(float(function(x)), dtype=x.dtype)
 
     @staticmethod
     def backward(ctx, gradient):
-        found = np.zeros(ctx.first.shape)
-        for place in np.ndindex(found.shape):
-            step = np.zeros(found.shape)
-            step[place] = 1e-5
-            found[place] = ctx.function(ctx.first + step) - ctx.function(ctx.first - step)
-        return gradient * torch.from_numpy(found / 2e-5), None
+        return gradient * ctx.gradient, None
 
 
 @dataclass(eq=False)
@@ -149,22 +136,26 @@ class Subject:
     function: Callable
     section: str  # of vectors.json: "grpo", "gae" ...
     binding: Binding
-    fixed: dict = field(default_factory=dict)  # {parameter: value, Settings, or a tensor's name}
-    shape: str = "B1"  # of advantages
-    layout: str = "PG"  # of rewards
-    mask: str = "bool"  # or "float": 0 and 1
-    dtype: object = torch.float64
+    fixed: dict  # {parameter: value, Settings, or the name of one of our tensors}
+    shape: str  # of advantages
+    layout: str  # of rewards
+    dtype: object  # of torch or numpy
+    mask: str  # "bool", or "float": 0 and 1
     # The share of what one row's A moves that is that row's own gradient; None if there is no gradient.
     separation: "float | None" = 1.0
 
     def __post_init__(self):
         self.about = VECTORS["sections"][self.section]
+        self.is_loss = self.section in LOSSES
         self.parameters = parameters_of(self.function)
         self.lacks_mask = "mask" in self.about["arguments"] and not self.takes("mask")
-        without_old = [*OTHER_SECTIONS, "reinforce", "rloo"]
-        self.lacks_old = not self.takes("old_logprobs") and self.section not in without_old
+        needs_old = self.is_loss and self.section not in ("reinforce", "rloo")
+        self.lacks_old = needs_old and not self.takes("old_logprobs")
         self.returns_terms = False
-        self.returns_terms = self.section in LOSSES and self.is_terms()
+        if self.is_loss:  # it may return terms, (B, T), of which we then take the mean of its section
+            part = fields_of(self.adapted(self.about["cases"][1]))
+            self.returns_terms = self.call(part).shape == part["mask"].shape
+        self.lacks_mask &= not self.returns_terms  # whoever averages the terms masks them
 
     @property
     def is_separate(self):
@@ -172,33 +163,23 @@ class Subject:
 
     def names_of(self, key):
         """The parameters that get one of our tensors or numbers."""
-        set_by_user = [name for name, x in self.fixed.items() if x == key]
-        return [name for name, role in self.binding.tensors.items() if role == key] + set_by_user
+        return [name for name, role in self.binding.tensors.items() if role == key]
 
     def takes(self, key):
         return bool(self.names_of(key)) or key in words_in(self.fixed)
 
     def needs(self, key):
-        return any(
-            is_required(self.parameters[name]) for name in self.names_of(key) if name in self.parameters
-        )
-
-    def is_off(self, keyword):
-        """Whether a parameter that its name says is this constant is 0."""
-        defaults = {name: x.default for name, x in self.parameters.items()} | self.fixed
-        return any(x == 0 and constant_of(name, [keyword]) for name, x in defaults.items())
-
-    def is_terms(self):
-        """Whether a loss returns (B, T), of which we then take the mean of its section."""
-        part = fields_of(self.adapted(self.about["cases"][1]))
-        return self.call(part).shape == part["mask"].shape
+        return any(is_required(self.parameters[name]) for name in self.names_of(key))
 
     def default(self, key):
         """The default of the parameter that gets this tensor or number, or None."""
         defaults = [self.parameters[name].default for name in self.names_of(key)]
         return next((x for x in defaults if x is not inspect.Parameter.empty), None)
 
-    # ------------------------------------------------------------------------------------- cases
+    def is_off(self, keyword):
+        """Whether a parameter that its name says is this constant is 0."""
+        values = {name: x.default for name, x in self.parameters.items()} | self.fixed
+        return any(x == 0 and constant_of(name, [keyword]) for name, x in values.items())
 
     def why_not(self, case):
         """The reason why a case does not apply, or None."""
@@ -220,60 +201,51 @@ class Subject:
         inputs, keywords = changed["inputs"], changed["keywords"]
         numbers = {key: x for key, x in ours(self.section).items() if not isinstance(x, (bool, str))}
         keywords |= {key: numbers[key] for key in {*numbers} & {*keywords}}
-        if self.lacks_mask and not self.returns_terms:
+        if self.lacks_mask:
             inputs["mask"] = [[1 for _ in row] for row in inputs["mask"]]
             changed.pop("masked_places_hold", None)
-        if self.section in LOSSES and self.lacks_old:
+        if self.lacks_old:
             inputs["old_logprobs"] = inputs["logprobs"]
-        if self.needs("ref_logprobs"):
-            keywords.setdefault("ref_logprobs", inputs["logprobs"])  # a KL of 0
-        if self.needs("sampler_logprobs"):
-            keywords.setdefault("sampler_logprobs", inputs["old_logprobs"])
-        for key in {"gamma", "lam"} & {*inputs}:
-            inputs[key] = self.default(key) if self.default(key) is not None else inputs[key]
+        for key, same_as in (("ref_logprobs", "logprobs"), ("sampler_logprobs", "old_logprobs")):
+            if self.needs(key):
+                keywords.setdefault(key, inputs[same_as])
+        own = {key: self.default(key) for key in ("gamma", "lam") if key in inputs}
+        inputs |= {key: x for key, x in own.items() if x is not None}
         is_same = changed == case and change is None
         return case if is_same else with_results(self.section, changed, change)
 
-    # ------------------------------------------------------------------------------------- calls
-
     def call(self, part):
         """The function's output for {name: tensor or number}, as a tensor."""
-        if self.dtype is np.float64 and self.section in LOSSES:
-            of_first = lambda x: self.output(part | {"logprobs": torch.from_numpy(x)})  # noqa: E731
-            return ByDifferences.apply(part["logprobs"], of_first)
-        is_grouped = self.about["arguments"] == ["rewards"]
-        if is_grouped and self.layout == "G":
-            groups = [{"rewards": x, "group_size": len(x)} for x in part["rewards"]]
-            return torch.stack([self.output(group).reshape(-1) for group in groups])
-        if is_grouped:
-            R = part["rewards"]
-            layouts = {"PG": R, "N": R.reshape(-1), "GP": R.T}
-            found = self.output({"rewards": layouts[self.layout], "group_size": R.shape[1]})
-            return found.T if self.layout == "GP" else found
-        if self.section == "value_loss":
-            return self.output(part | {RETURNS: part["returns"] - part["old_values"]})
-        return self.output(part)
+        if self.is_loss and self.dtype is np.float64:
+            return ByDifferences.apply(part["logprobs"], lambda x: self.output(part | {"logprobs": x}))
+        if self.about["arguments"] != ["rewards"]:
+            return self.output(part)
+        R = part["rewards"]
+        if self.layout == "G":
+            return torch.stack([self.output({"rewards": x, "group_size": len(x)}).view(-1) for x in R])
+        shaped = {"PG": R, "N": R.reshape(-1), "GP": R.T}[self.layout]
+        found = self.output({"rewards": shaped, "group_size": R.shape[1]})
+        return found.T if self.layout == "GP" else found
 
     def output(self, part):
         part = dict(part)
-        if self.section in LOSSES:
-            mask = part["mask"]
+        if self.is_loss:
+            A, mask = part["advantages"], part["mask"]
             counts = {"num_sequences": len(mask), "num_tokens": mask.sum().item()}
-            part |= {key: x for key, x in counts.items() if self.needs(key) and key not in part}
-            A = part["advantages"]
-            shapes = {"BT": lambda: A.expand_as(mask).clone(), "B": lambda: A.view(len(mask))}
-            part["advantages"] = shapes.get(self.shape, lambda: A)()
+            part = {key: x for key, x in counts.items() if self.needs(key)} | part
+            part["advantages"] = A.expand_as(mask).clone() if self.shape == "BT" else A
+            part["advantages"] = A.view(len(mask)) if self.shape == "B" else part["advantages"]
+        if self.section == "value_loss":
+            part[RETURNS] = part["returns"] - part["old_values"]
         part = {name: self.native(x, name) for name, x in part.items()}
-        values = dict(self.binding.constants)
+        values = {name: resolved(x, part) for name, x in self.fixed.items() if name in self.parameters}
+        values |= self.binding.constants
         for name, role in self.binding.tensors.items():
             if role in part or is_required(self.parameters[name]):
                 values[name] = part.get(role)
-        for name in {*self.fixed} & {*self.parameters}:
-            values[name] = resolved(self.fixed[name], part)
-        positional = []
-        for name, parameter in self.parameters.items():
-            if parameter.kind == parameter.POSITIONAL_ONLY and name in values:
-                positional.append(values.pop(name))
+        kinds = {name: x.kind for name, x in self.parameters.items() if name in values}
+        first = [name for name, kind in kinds.items() if kind == inspect.Parameter.POSITIONAL_ONLY]
+        positional = [values.pop(name) for name in first]
         result = self.function(*positional, **values)
         if self.section != "gae":
             return main_output(result)
@@ -289,65 +261,43 @@ class Subject:
         is_number = x.is_floating_point() or (name, self.mask) == ("mask", "float")
         return x.to(self.dtype) if is_number else x
 
-    def probe(self, logprobs, old_logprobs, advantages, mask=None, **more):
-        """The value and gradient of a loss for arrays of our own, all (B, T) but advantages (B, 1). The
-        reference and the sampler are the policy and the old policy, if there is nothing else."""
-        mask = np.ones(logprobs.shape) if mask is None else mask
-        given = {"ref_logprobs": logprobs, "sampler_logprobs": old_logprobs} | more
-        given |= {"logprobs": logprobs, "old_logprobs": old_logprobs, "advantages": advantages}
-        given |= {"router_shift": np.ones(logprobs.shape)}
-        part = {key: torch.tensor(x, dtype=torch.float64) for key, x in given.items() if x is not None}
-        part["mask"] = torch.tensor(mask).bool()
-        part["logprobs"].requires_grad_()
-        output = self.call(part)
-        if self.returns_terms:
-            output = torch.where(part["mask"], output, 0).sum()
-        if output.numel() != 1:
-            raise Misfit(f"a loss is one number, not a tensor of shape {tuple(output.shape)}")
-        gradient = np.zeros(logprobs.shape) + gradient_of(output, part["logprobs"], 1)
-        return Answer(output.detach().double().numpy().reshape(()), gradient)
-
-    def probe_values(self, **inputs):
-        """The result, an array, for arrays of our own and numbers; of GAE both results."""
-        inputs = {key: x.tolist() if isinstance(x, np.ndarray) else x for key, x in inputs.items()}
-        zeros = 0 * np.array(next(iter(inputs.values())))
-        value = [zeros, zeros] if self.section == "gae" else zeros
-        return self.answer({"inputs": inputs, "keywords": {}, "value": value}).value
-
-    def probe_gradient(self, values, old_values, returns, mask):
-        """The gradient of a value loss, (B, T), for arrays of our own."""
-        inputs = {"values": values, "old_values": old_values, "returns": returns, "mask": mask}
-        inputs = {key: x.tolist() for key, x in inputs.items()}
-        return self.answer({"inputs": inputs, "keywords": {}, "value": 0, "gradient": values}).gradient
-
     def answer(self, case):
         return answer(self.call, self.section, case, self.returns_terms)
 
+    def probe(self, **inputs):
+        """Its answer for arrays of our own and numbers. Without a word about them, the mask is 1, the
+        reference is the policy, and the sampler the old policy; None leaves the reference out."""
+        first = next(iter(inputs.values()))
+        inputs = {"mask": np.ones(first.shape), "router_shift": np.ones(first.shape)} | inputs
+        if self.is_loss:
+            same = {"ref_logprobs": inputs["logprobs"], "sampler_logprobs": inputs["old_logprobs"]}
+            inputs = same | inputs
+        lists = {name: np.asarray(x).tolist() for name, x in inputs.items() if x is not None}
+        case = {"inputs": lists, "keywords": {}, "denominator": np.ones((len(first), 1))}
+        zeros = 0.0 * first
+        if self.is_loss or self.section == "value_loss":
+            return self.answer(case | {"value": 0.0, "gradient": zeros})
+        return self.answer(case | {"value": [zeros, zeros] if self.section == "gae" else zeros})
+
     def notes(self, constants):
         """Lines: which parameter got what, and how. constants: those of the constructor."""
-        given = [
-            f"{name} is {role}" for name, role in self.binding.tensors.items() if plain(name) != role
-        ]
-        constants = constants | self.binding.constants
+        tensors = self.binding.tensors
+        given = [f"{name} is {role}" for name, role in tensors.items() if plain(name) != role]
+        filled = [f"{name}={x}" for name, x in (constants | self.binding.constants).items()]
         order = "by their order, since no name is known: " if self.binding.by_order else ""
+        numpy_note = "it is called with numpy arrays; gradients are differences of its values"
         facts = {
             f"{order}{', '.join(given)}": given,
-            f"filled in: {', '.join(f'{name}={x}' for name, x in constants.items())}": constants,
-            "it takes no mask: tested without padding": self.lacks_mask and not self.returns_terms,
+            f"filled in: {', '.join(filled)}": filled,
+            "it takes no mask: tested without padding": self.lacks_mask,
             "it takes no old log-probs: tested where every ratio is 1": self.lacks_old,
             "it returns terms, (B, T): tested after the paper's mean": self.returns_terms,
             "tested in float32, since float64 fails": self.dtype is torch.float32,
-            "it is called with numpy arrays; gradients are differences of its values": self.dtype
-            is np.float64,
+            numpy_note: self.dtype is np.float64,
             f"advantages are passed as {SHAPES[self.shape]}": self.shape != "B1",
             f"rewards are passed as {self.layout}": self.layout != "PG",
         }
         return [line for line, is_so in facts.items() if is_so]
-
-
-def parameters_of(function):
-    # A module's parameters are in `forward`, which its __call__ hides.
-    return inspect.signature(getattr(function, "forward", function)).parameters
 
 
 # ---------------------------------------------------------------------------- how a function is called
@@ -359,14 +309,13 @@ def fitted(function, section, fixed=None, layout=None):
     fixed = fixed or {}
     arguments = VECTORS["sections"][section]["arguments"]
     binding = bind(parameters_of(function), arguments, section, ours(section), fixed)
-    if layout is None:
-        layout = "N" if "group_size" in binding.tensors.values() else "PG"
+    layout = layout or ("N" if "group_size" in binding.tensors.values() else "PG")
     errors = []
-    for dtype, mask in KINDS:
+    for kind in KINDS:
         found = []
         for shape in SHAPES if section in LOSSES else ["B1"]:
             try:
-                subject = Subject(function, section, binding, fixed, shape, layout, mask, dtype)
+                subject = Subject(function, section, binding, fixed, shape, layout, *kind)
                 found.append(replace(subject, separation=separation(subject)))
             except (Exception, SystemExit) as error:
                 errors.append(error)
@@ -374,36 +323,29 @@ def fitted(function, section, fixed=None, layout=None):
         separate = [subject for subject in with_gradient if subject.is_separate]
         if found:
             return separate[:1] or with_gradient or found[:1]
-    raise refused(min(errors, key=is_about_type), binding)
-
-
-def is_about_type(error):
-    return any(
-        word in str(error) for word in ("bool", "dtype", "Double", "Long", "numpy", "size of tensor")
-    )
-
-
-def refused(error, binding):
-    """A Misfit that says where the function failed."""
+    # Some functions take no bool mask, some take nothing else, and few take numpy.
+    error = min(errors, key=lambda error: any(x in str(error) for x in ("bool", "indices", "numpy")))
     if not isinstance(error, Misfit):
         place = traceback.extract_tb(error.__traceback__)[-1]
         line = linecache.getline(place.filename, place.lineno).strip()
-        why = f"{type(error).__name__}: {error}" if str(error) else f"{type(error).__name__}: {line}"
+        why = f"{type(error).__name__}: {str(error) or line}"
         error = Misfit(f"it raises {why} ({place.filename}, line {place.lineno})")
     error.known = binding.tensors | binding.constants
-    return error
+    raise error
 
 
 def separation(subject):
     """How much of what one row's advantage moves is that row's own gradient. It is 1 for all that is no
     loss. This is the first call."""
-    if subject.section not in LOSSES:
+    if not subject.is_loss:
         subject.answer(subject.adapted(subject.about["cases"][0]))
         return 1.0
     new = np.array([[-1.3, -0.4, -2.1, -0.7], [-0.2, -1.1, -0.6, -3.0], [-0.9, -0.3, -1.7, -0.5]])
-    A = np.array([[1.0], [-0.5], [2.0]])
-    before = subject.probe(new, new, A).gradient
-    if np.abs(before).max() < 1e-12:
+    first, second = (
+        subject.probe(logprobs=new, old_logprobs=new, advantages=np.array([[1.0], [A], [2.0]])).gradient
+        for A in (-0.5, -0.8)
+    )
+    if np.abs(first).max() < 1e-12:
         return None
-    moved = np.abs(subject.probe(new, new, A + [[0], [-0.3], [0]]).gradient - before).sum(1)
+    moved = np.abs(second - first).sum(1)
     return float(moved[1] / moved.sum()) if moved.sum() > 0 else 1.0
