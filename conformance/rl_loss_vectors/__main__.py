@@ -11,7 +11,7 @@ import textwrap
 import warnings
 
 from rl_loss_vectors import doctor, load
-from rl_loss_vectors.names import Misfit, optional_of
+from rl_loss_vectors.names import COUNTS, Misfit, optional_of
 from rl_loss_vectors.reference import LOSSES
 from rl_loss_vectors.vectors import LAYOUTS, VECTORS, ours, parameters_of
 
@@ -67,7 +67,8 @@ def refusal(error, args, function):
         parameters = parameters_of(function) if function else {}
         wanted = VECTORS["sections"][args.section]["arguments"]
         optional = [name for name in optional_of(args.section) if name.isidentifier()]
-        text = load.adapter(args.target, wanted, optional, parameters, error.known)
+        known = {name: x for name, x in error.known.items() if x not in COUNTS}
+        text = load.adapter(args.target, wanted, optional, parameters, known)
         lines += ["", textwrap.indent(text, "    ")]
     return lines
 
@@ -94,7 +95,8 @@ def main(program=None):
     num_agree = sum(line.startswith("  agrees") for line in cases)
     num_tested = sum(not line.startswith("  n/a") for line in cases)
     print(f"{num_agree} of {num_tested} cases that apply agree, {len(cases) - num_tested} do not apply")
-    print("\n".join(map(str, [*found.constants, *found.lines])))
+    for line in [*found.constants, *found.lines]:
+        print(line)
     needed = {doctor.needed_flag(line) for line in found.lines}
     if not needed:
         where = ", with the constants above" if found.constants else ""

@@ -177,7 +177,9 @@ class Explanation:
     def lines(self):
         found, has_value = self.of_plain()
         if found is None:
-            return [self.not_explained(PLAIN), *map(str, self.shown), *self.first_case()]
+            as_paper = "  in the batches that measure it, it does what the paper does"
+            facts = [str(x) for x in self.shown] or [as_paper]
+            return [self.not_explained(PLAIN), *facts, *self.first_case()]
         self.is_complete = True
         lines = [str(x) for x in sorted(found, key=lambda x: x.change is unchanged)]
         if not has_value:

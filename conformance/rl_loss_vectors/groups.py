@@ -131,25 +131,25 @@ def findings(subject):
 
 def whiten_findings(subject):
     """[Finding] of a whitening: what it subtracts, and what it divides by."""
-    x = np.array([[0.3, -1.2, 2.0, 0.7, 0.1, -0.4]])
-    found = subject.probe(advantages=x).value[0]
-    scale = float((x[0, 1] - x[0, 0]) / (found[1] - found[0]))
-    base = float(x[0, 0] - found[0] * scale)
+    x = np.array([[0.3, -1.2, 2.0], [0.7, 0.1, 1.4]])
+    found = subject.probe(advantages=x).value
+    if np.allclose(found.mean(1), 0, atol=1e-4):
+        return [Finding("mistake", "each row is whitened by itself")]
+    scale = float((x[0, 1] - x[0, 0]) / (found[0, 1] - found[0, 0]))
+    base = float(x[0, 0] - found[0, 0] * scale)
     centers = {"mean": x.mean(), "comes back": x.mean() * (1 - scale), "stays": 0.0}
     stds = {"paper": x.std(), "unbiased": x.std(ddof=1), "none": 1.0}
     center = [name for name, c in centers.items() if abs(c - base) < 1e-4]
     std = [name for name, s in stds.items() if abs(s - scale) < 1e-4]
-    if not center or not std or not np.allclose((x[0] - base) / scale, found, atol=1e-4):
-        return [Finding("mistake", f"{columns(x[0])} become {columns(found)}")]
+    if not center or not std or not np.allclose((x - base) / scale, found, atol=1e-4):
+        return [Finding("mistake", f"{columns(x.ravel())} become {columns(found.ravel())}")]
 
     def change(J, b):
         tokens = b.advantages[b.mask]
         mean = tokens.mean()
-        divisor = {"paper": tokens.std(correction=0) + 1e-8, "unbiased": tokens.std(), "none": 1.0}[
-            std[0]
-        ]
-        back = {"mean": 0, "comes back": mean, "stays": mean / divisor}[center[0]]
-        return torch.where(b.mask, (b.advantages - mean) / divisor + back, 0)
+        stds = {"paper": tokens.std(correction=0) + 1e-8, "unbiased": tokens.std(), "none": 1.0}
+        back = {"mean": 0, "comes back": mean, "stays": mean / stds[std[0]]}[center[0]]
+        return torch.where(b.mask, (b.advantages - mean) / stds[std[0]] + back, 0)
 
     facts = {
         ("variant", "the unbiased std [TRL, verl]"): std[0] == "unbiased",

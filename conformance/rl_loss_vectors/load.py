@@ -97,15 +97,16 @@ def adapter(target, arguments, optional, parameters, known):
     path, _, name = target.rpartition(":")
     folder, module = place_of(path)
     first, *rest = name.split(".")
-    is_class = first[:1].isupper()
-    called = ".".join([f"{first}(...)" if is_class else first, *rest])
+    called = ".".join([f"{first}(...)" if first[:1].isupper() else first, *rest])
     passed = []
     for parameter in parameters.values():
-        value = known.get(parameter.name, "...")
-        is_needed = parameter.default is parameter.empty or parameter.name in known
+        is_set = parameter.default not in (None, parameter.empty)
+        is_variable = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        value = "None" if parameter.default is None else "..."
+        value = known.get(parameter.name, value)
         if parameter.kind == parameter.POSITIONAL_ONLY:
             passed.append(f"{value}")
-        elif is_needed and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+        elif parameter.name in known or not (is_set or is_variable):
             passed.append(f"{parameter.name}={value}")
     taken = ", ".join([*arguments, *(f"{key}=None" for key in optional)])
     return f"""\

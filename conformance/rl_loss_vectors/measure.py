@@ -140,9 +140,14 @@ def edge(gradient, high):
 
 def policy_gradient(subject, new, old, A):
     """The gradient of J without what is left where A is 0, (B, T). A: (B,)"""
-    inputs = {"logprobs": new, "old_logprobs": old}
-    idle = subject.probe(**inputs, advantages=0.0 * A[:, None]).gradient
-    return idle - subject.probe(**inputs, advantages=A[:, None]).gradient
+    # A function that mixes rows is asked about one at a time.
+    groups = [slice(None)] if subject.is_separate else [slice(k, k + 1) for k in range(len(A))]
+    found = []
+    for rows in groups:
+        inputs = {"logprobs": new[rows], "old_logprobs": old[rows]}
+        idle = subject.probe(**inputs, advantages=0.0 * A[rows, None]).gradient
+        found.append(idle - subject.probe(**inputs, advantages=A[rows, None]).gradient)
+    return np.concatenate(found)
 
 
 class Weights:
@@ -353,8 +358,8 @@ def beyond_ratio(subject):
     edges = []
     for level, sign in itertools.product((-0.3, -0.6, -0.9), (1, -1)):
         found = Weights(subject, level).side(sign, sign)  # up where A > 0, down where A < 0
-        if found and letters(found[0]) == "r0":
-            log_r = found[1][0]
+        if found and letters(found[0])[-1] == "0":
+            log_r = found[1][-1]
             edges.append((math.exp(level + min(log_r, 0)), math.exp(level - max(log_r, 0))))
     for name, of in DISTANCES.items():
         sizes = [of(*pair) for pair in edges]
@@ -421,16 +426,15 @@ REF = NEW + np.array([0, -2, -1, -0.5, 0.3, 1, 1.5, 3.1, 0.7])
 def idle(subject, with_ref):
     """(values, gradients) of what is left for one token where A is 0, in units of the weight of a token
     at r = 1 and A = 1. Values are relative to the first."""
-
-    def probe(rows):
-        new, old, ref = (two(x[rows]) for x in (NEW, OLD, REF))
-        unit = policy_gradient(subject, new, new, np.ones(len(new)))[0, 0]
-        inputs = {"logprobs": new, "old_logprobs": old, "advantages": 0 * new[:, :1]}
+    values, gradients = [], []
+    for k in range(len(NEW)):
+        new, old, ref = (two(x[k : k + 1]) for x in (NEW, OLD, REF))
+        inputs = {"logprobs": new, "old_logprobs": old, "advantages": np.zeros((1, 1))}
         answer = subject.probe(**inputs, ref_logprobs=ref if with_ref else None)
-        return float(answer.value) / (2 * unit), answer.gradient[:, 0] / unit
-
-    values = np.array([probe(slice(k, k + 1))[0] for k in range(len(NEW))])
-    return values - values[0], probe(slice(None))[1]
+        unit = policy_gradient(subject, new, new, np.ones(1))[0, 0]
+        values.append(float(answer.value) / (2 * unit))
+        gradients.append(answer.gradient[0, 0] / unit)
+    return np.array(values) - values[0], np.array(gradients)
 
 
 def fits(measured, known, tolerance):
@@ -466,13 +470,15 @@ def left(subject, with_ref):
     return tuple((both or found or [None])[0] for found in (by_gradient, by_value))
 
 
-def said_terms(by_gradient, by_value):
+def said_terms(subject, with_ref, by_gradient, by_value):
     def listed(found):
         words = [f"{name}, coefficient {abs(c):.4g}{', rewarded' * (c < 0)}" for c, name in found]
         return " and ".join(words)
 
     if by_gradient is None:
-        return "a term with a gradient of its own"
+        points = [f"log r = {columns(NEW - OLD)}", f"log(pi_ref / pi) = {columns(REF - NEW)}"]
+        where = " and ".join(points[: 1 + with_ref])
+        return f"a term whose gradient, at {where}, is {columns(idle(subject, with_ref)[1])}"
     if by_gradient == by_value:
         return listed(by_gradient)
     value = "something else" if by_value is None else listed(by_value) or "nothing"
@@ -505,7 +511,7 @@ def kl(subject, divide):
             change = with_term(term_with(by_gradient, by_value), own_divide)
         is_one = by_gradient == by_value and len(by_gradient or []) == 1 and by_gradient[0][0] > 0
         name = by_gradient[0][1] if is_one else None
-        about = said_terms(by_gradient, by_value)
+        about = said_terms(subject, with_ref, by_gradient, by_value)
         if with_ref and name == paper and paper:
             c = by_gradient[0][0]
             words = f"the KL's coefficient is {c:.4g} (the paper: {here})"
@@ -576,24 +582,27 @@ def constant(subject):
 
 def findings(subject):
     """Yields a Finding for each way in which a loss differs from its paper, as our batches show it."""
-    pairs = zip(per_token(subject, 1.0), per_token(subject, 0.0), strict=True)
-    measured = [(mask, idle - gradient) for (mask, gradient), (_, idle) in pairs]
-    if max(np.abs(gradient).max() for _, gradient in measured) < 1e-12:
-        if subject.is_separate:  # if not, their mean may have been subtracted from A, which are equal
+    divide = DIVISORS[PAPER_DIVISORS.get(subject.section, "B |o|")][1]
+    if subject.is_separate:
+        pairs = zip(per_token(subject, 1.0), per_token(subject, 0.0), strict=True)
+        measured = [(mask, idle - gradient) for (mask, gradient), (_, idle) in pairs]
+        if max(np.abs(gradient).max() for _, gradient in measured) < 1e-12:
             words = "no gradient of the policy term reaches the log-probs"
             yield Finding("mistake", words, lambda J, b: J(b).detach())
-        return
-    found, divide = divisor(subject, measured)
-    yield from found
-    if divide is None:
-        return
+            return
+        found, divide = divisor(subject, measured)
+        yield from found
+    weights = Weights(subject)
+    unit = weights.probe(np.zeros(1), np.ones(1))[0]
+    if divide is None or not np.isfinite(unit) or abs(unit) < 1e-12:
+        return  # a single row whose mean is subtracted from A, for example
     if not subject.lacks_old:
-        weights = Weights(subject)
-        yield from beyond_ratio(subject) or clip(weights)
-        if subject.is_separate:
-            yield from size_of_advantages(weights)
+        other = beyond_ratio(subject) if subject.is_separate else []
+        yield from other or clip(weights)
         if subject.section == "deepseek_v32":
             yield from offpolicy(subject)
+    if subject.is_separate:
+        yield from size_of_advantages(weights)
     yield from kl(subject, divide)
 
 

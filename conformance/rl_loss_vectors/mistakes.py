@@ -76,8 +76,13 @@ def every_pair(J, b):
     return sum(J(each) for each in rolled) / len(rolled)
 
 
-def gae_whitened(correction):
-    return lambda J, b: torch.stack([whitened(J(b)[0], b.mask, correction), J(b)[1]])
+def gae_whitened(correction, keeps_mean=False):
+    def change(J, b):
+        A, returns = J(b)
+        back = keeps_mean * b.mask * A[b.mask].mean()
+        return torch.stack([whitened(A, b.mask, correction) + back, returns])
+
+    return change
 
 
 def gae_of_all_places(J, b):
@@ -126,6 +131,7 @@ MISTAKES = {  # name: (sections of vectors.json, change)
     "the mask is ignored in the recursion": (["gae"], gae_of_all_places),
     "whitened behind the recursion": (["gae"], gae_whitened(0)),
     "whitened behind the recursion, with the unbiased std": (["gae"], gae_whitened(1)),
+    "whitened behind the recursion, and the mean comes back": (["gae"], gae_whitened(1, True)),
     "the advantage taken for the return": (["value_loss"], no_return),
 }
 VARIANTS = {

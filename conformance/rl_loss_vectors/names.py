@@ -20,8 +20,8 @@ SYNONYMS = {  # a word: what it stands for; "" if it adds nothing
     **dict.fromkeys("mask masks".split(), "mask"),
     **dict.fromkeys("reward rewards scores".split(), "rewards"),
     **dict.fromkeys("value values vpreds".split(), "values"),
-    **dict.fromkeys("return returns".split(), "returns"),
-    **dict.fromkeys("policy actor trainer training theta model".split(), ""),
+    **dict.fromkeys("return returns target targets".split(), "returns"),
+    **dict.fromkeys("policy actor trainer training pi theta model".split(), ""),
     **dict.fromkeys("per token tokens level action actions response responses completion".split(), ""),
     **dict.fromkeys("loss valid assistant selected batch all sequence seq".split(), ""),
 }
@@ -46,6 +46,7 @@ VALUE_ROLES = {
     "old values": "old_values",
     "old": "old_values",
     "returns": "returns",
+    "returns values": "returns",
     "advantages": RETURNS,
     "mask": "mask",
 }
@@ -64,12 +65,12 @@ CONSTANTS = [  # (a keyword of ours, the whole name of a constant)
     ("tau_neg", "tau_neg(ative)?"),
     ("gamma_min", "gamma_min|min_gamma"),
     ("offpolicy_mask", "offpolicy_mask|off_policy_(threshold|delta)|delta"),
-    ("num_tokens", "num_tokens|num_items_in_batch|total_tokens|global_num_tokens"),
+    ("num_tokens", "(batch_|global_)?num_tokens|num_items_in_batch|total_tokens"),
     ("max_new_tokens", "max_(new_|completion_|response_)?(tokens|len|length)|l_max"),
     ("num_sequences", "num_sequences|num_seqs|global_batch_size"),
     ("group_size", "num_generations|group_size|num_return_sequences|(num_)?samples_per_prompt|n|g"),
     ("gamma", "gamma|discount"),
-    ("lam", "lam|lambda_?|lamb?da|lmbda|gae_(lam|lambda)"),
+    ("lam", "lam|lambda_?|lambd|lmbda|gae_(lam|lambda)"),
 ]
 COUNTS = ["num_sequences", "num_tokens"]  # of the whole step
 ABSENT_IN_PAPER = {"kl_coef": 0.0, "entropy_coef": 0.0}  # where the section has no such term

@@ -286,9 +286,11 @@ class Subject:
         filled = [f"{name}={x}" for name, x in (constants | self.binding.constants).items()]
         order = "by their order, since no name is known: " if self.binding.by_order else ""
         numpy_note = "it is called with numpy arrays; gradients are differences of its values"
+        no_kl = "kl_coef" in ours(self.section) and not self.takes("ref_logprobs")
         facts = {
             f"{order}{', '.join(given)}": given,
             f"filled in: {', '.join(filled)}": filled,
+            "it takes no reference: no KL was tested": no_kl,
             "it takes no mask: tested without padding": self.lacks_mask,
             "it takes no old log-probs: tested where every ratio is 1": self.lacks_old,
             "it returns terms, (B, T): tested after the paper's mean": self.returns_terms,
