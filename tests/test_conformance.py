@@ -269,7 +269,7 @@ class Batch:
 
 
 def test_a_file_is_imported_as_python_imports_it(ask, tmp_path, monkeypatch, capsys):
-    """In its package; with a dataclass's annotations; by a module's name. If that fails, in one line."""
+    """In its package; with annotations of a dataclass; by a module's name. An error takes one line."""
     (tmp_path / "pack").mkdir()
     (tmp_path / "pack" / "__init__.py").write_text("")
     (tmp_path / "pack" / "near.py").write_text(f"import torch\n{PRELUDE}")

@@ -186,7 +186,8 @@ class Explanation:
             size_of_error = lambda pair: abs(pair[1].value - expected(pair[0]).value)  # noqa: E731
             case, answer = max(self.tested[PLAIN], key=size_of_error)
             example = f"{answer.value:.4g} instead of {expected(case).value:.4g} in {case['id']}"
-            lines.append(f"{VALUE}, for example {example}")
+            words = VALUE.replace("the", "with that, the", 1) if found else VALUE
+            lines.append(f"{words}, for example {example}")
         for tag in SPECIAL:
             options = [[], *([x] for x in self.entries if x not in found)]
             parts = BOTH if has_value else GRADIENT

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from rl_loss_vectors import reference
-from rl_loss_vectors.measure import Finding, columns, divisor, edge, masks_for, short, two
+from rl_loss_vectors.measure import Finding, boundary, columns, divisor, masks_for, short, two
 from rl_loss_vectors.mistakes import pieces, setting
 from rl_loss_vectors.vectors import ours
 
@@ -201,10 +201,14 @@ def value_findings(subject):
 def value_clip(subject):
     """[Finding] about the clip: V moves from an old value of 0, toward a return and away from it."""
 
-    def edge_for(returns):
-        return edge(lambda d: error_gradient(subject, two(d), two(0 * d + returns))[:, 0], 10.0)
+    def edge(returns):
+        def has_gradient(moved):
+            gradient = error_gradient(subject, two(moved), two(0 * moved + returns))
+            return np.abs(gradient[:, 0]) > 1e-9
 
-    toward, away = edge_for(100.0), edge_for(-100.0)
+        return boundary(has_gradient, 0.0, 10.0)
+
+    toward, away = edge(100.0), edge(-100.0)
     limit = toward or away
     here = ours("value_loss")["value_clip"]
     if limit is None:
@@ -212,7 +216,7 @@ def value_clip(subject):
     found = []
     if abs(limit - here) > 1e-4:
         about = f"values are clipped at {limit:.4g} (the paper: unspecified; here: {here})"
-        found.append(Finding("constant", about, setting(value_clip=limit)))
+        found.append(Finding("constant", about, setting(value_clip=short(limit))))
     if toward is None:
         found.append(Finding("mistake", "min instead of max", pieces(worse=torch.min)))
     elif away is not None:

@@ -1,6 +1,7 @@
 """Measures a loss with batches of our own: what it divides by, the weight of a token by its ratio, and
 what is left where A is 0. Each difference from the paper is a Finding with the change that it makes."""
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -125,14 +126,16 @@ def divisor(subject, measured):
     return findings, lambda *sizes: formula(*sizes) * k
 
 
-def edge(gradient, high):
-    """The number between 0 and high from which on gradient(numbers) is 0, or None"""
-    low, most = 0.0, high
+def boundary(test, inside, outside):
+    """The number from which on test(numbers) is false, or None if it is true up to `outside`."""
     for _ in range(4):
-        numbers = np.linspace(low, high, 100)
-        n = (np.abs(gradient(numbers)) < 1e-9).argmax()  # 0 if there is none
-        low, high = (numbers[n - 1], numbers[n]) if n else (low, high)
-    return None if high == most else short((low + high) / 2)
+        numbers = np.linspace(inside, outside, 64)
+        is_true = [bool(x) for x in test(numbers)]
+        if False not in is_true:
+            return None
+        n = max(1, is_true.index(False))
+        inside, outside = numbers[n - 1], numbers[n]
+    return float(inside + outside) / 2
 
 
 # ------------------------------------------------------------------------------ weights by the ratio
@@ -180,6 +183,10 @@ class Weights:
 
     def side(self, sign, way):
         """(kinds, edges, as log r) from r = 1 outwards, down if way is -1; None if it is smooth."""
+
+        def test(kind, grid):
+            return [self.fits(kind, *pair) for pair in zip(grid, self.at(grid, sign), strict=True)]
+
         grid = way * np.geomspace(self.start, 16, 100)  # our own scripts clamp at 20
         weights = self.at(grid, sign)
         kinds, edges = [], []
@@ -188,21 +195,13 @@ class Weights:
             fitting = [kind for kind in options if self.fits(kind, log_r, w)]
             if not fitting:
                 kinds.append(options[0])
-                edges.append(self.edge(options[0], sign, grid[n - 1], log_r))
+                is_kind = functools.partial(test, options[0])
+                edges.append(boundary(is_kind, grid[n - 1], log_r))
                 fitting = [kind for kind in ("r", 0.0, w) if self.fits(kind, log_r, w)]
             if len(edges) > 3:
                 return None
             options = fitting
         return [*kinds, options[0]], edges
-
-    def edge(self, kind, sign, inside, outside):
-        """The log r between the two where the weight ceases to be of this kind."""
-        for _ in range(4):
-            grid = np.linspace(inside, outside, 40)
-            fits = [self.fits(kind, *pair) for pair in zip(grid, self.at(grid, sign), strict=True)]
-            n = max(1, fits.index(False) if False in fits else 39)
-            inside, outside = grid[n - 1], grid[n]
-        return (inside + outside) / 2
 
     def curve(self, sign):
         """(kinds, edges) from r = 0 to infinity; None if the curve is smooth."""
@@ -482,11 +481,9 @@ def said_terms(subject, with_ref, by_gradient, by_value):
     if by_gradient == by_value:
         return listed(by_gradient)
     value = "something else" if by_value is None else listed(by_value) or "nothing"
-    return (
-        f"{value}, without a gradient"
-        if not by_gradient
-        else f"the gradient of {listed(by_gradient)}, the value of {value}"
-    )
+    if not by_gradient:
+        return f"{value}, without a gradient"
+    return f"the gradient of {listed(by_gradient)}, the value of {value}"
 
 
 PAPER_TERMS = {"grpo": "k3, x = pi_ref / pi", "deepseek_v32": "k3 times r, x = pi_ref / pi"}
@@ -553,8 +550,8 @@ def mean_of_its_own(subject, divide):
     quotients = np.concatenate([np.ravel(divide(*x) / formula(*x) + 0 * x[1]) for x in batches])
     if np.allclose(quotients, quotients[0]):
         return [], divide
-    # Its coefficient was measured where all rows have two tokens.
-    scale = divide(9, np.array(2), 18, 2) / formula(9, np.array(2), 18, 2)
+    one = (1, np.array(2), 2, 2)  # where its coefficient was measured
+    scale = divide(*one) / formula(*one)
     words = f"what is left where A is 0 has a mean of its own: {name}"
     return [Finding("mistake", words)], lambda *sizes: formula(*sizes) * scale
 
@@ -609,16 +606,16 @@ def findings(subject):
 def offpolicy(subject):
     """[Finding] about DeepSeek-V3.2's mask: below which log r a bad completion has no gradient."""
 
-    def gradient(moved):
+    def is_kept(moved):
         old = two(-1.3 + 0 * moved)
         new = old - np.stack([0 * moved, 2 * moved], 1)  # the first token is inside every range
-        return policy_gradient(subject, new, old, 0 * moved - 1)[:, 0]
+        return np.abs(policy_gradient(subject, new, old, 0 * moved - 1)[:, 0]) > 1e-9
 
     here = ours("deepseek_v32")["offpolicy_mask"]
-    delta = edge(gradient, 0.5)
+    delta = boundary(is_kept, 0.0, 0.5)
     if delta is None:
         words = "no off-policy mask: a bad completion keeps its gradient wherever the policy has moved"
         return [Finding("mistake", words, setting(offpolicy_mask=math.inf))]
     about = f"the off-policy mask's delta is {delta:.4g} (the paper: unspecified; here: {here})"
-    change = setting(offpolicy_mask=delta)
+    change = setting(offpolicy_mask=short(delta))
     return [] if abs(delta - here) < 1e-4 else [Finding("constant", about, change)]
