@@ -160,7 +160,8 @@ class Explanation:
         self.entries = [Finding(*name.split(": ", 1), x) for name, x in named.items()]
 
     def gives(self, tag, findings, parts=BOTH):
-        change = functools.reduce(together, [x.change for x in findings], self.change)
+        # The innermost of several changes of the same piece counts, so the constants come last.
+        change = functools.reduce(together, [*(x.change for x in findings), self.change])
         return all(is_right(self.section, *pair, change, parts) for pair in self.tested[tag])
 
     def of_plain(self):

@@ -277,7 +277,11 @@ def range_finding(section, low, high):
     text = "[{:.5g}, {:.5g}]".format(*bounds)
     paper = PAPER_RANGES.get(section)
     source = f"the paper: {paper}; here: {text}" if paper else f"the paper: {text}"
-    return [Finding("constant", f"the range is [{low:.5g}, {high:.5g}] ({source})")]
+    change = setting(is_weight_floor=low, is_weight_cap=high)
+    if section != "cispo":
+        curves = {1: (["r", 0.0], [math.log(high)]), -1: ([0.0, "r"], [math.log(low)])}
+        change = pieces(clipped=term_of(curves, 1))
+    return [Finding("constant", f"the range is [{low:.5g}, {high:.5g}] ({source})", change)]
 
 
 def clip(weights):
@@ -301,7 +305,6 @@ def clip(weights):
         kinds, _ = near[1]
         low, high = 0.0 if kinds[0] == "r" else kinds[0], kinds[-1]
         findings += range_finding(section, low, high)
-        change = setting(is_weight_floor=low, is_weight_cap=high)
     elif pattern != PAPER_PATTERNS.get(section):
         shown = f"by r, the weight is {said(*near[1])} where A > 0; {said(*near[-1])} where A < 0"
         words = PATTERNS.get(pattern, shown) if section in CLIPPED or not bounds else shown
@@ -314,7 +317,7 @@ def clip(weights):
         most = max(map(abs, far))
         words = f"no gradient where |log r| > {most:.4g} (r = {math.exp(most):.4g}), which is rare"
         findings.append(Finding("clamp", words))
-    return [x._replace(change=change) for x in findings]
+    return [x if x.kind == "constant" else x._replace(change=change) for x in findings]
 
 
 def gates(weights, share, findings):
