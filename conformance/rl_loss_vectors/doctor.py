@@ -3,6 +3,7 @@ what measure.py and groups.py find, an entry of mistakes.py, or both."""
 
 import functools
 import itertools
+import math
 
 import numpy as np
 
@@ -67,6 +68,8 @@ class Report:
     def measured(self):
         """[Finding]; a note, if the function does not take batches of our own."""
         findings = []
+        if math.isnan(self.subject.separation or 0):
+            return [Finding("mistake", "two calls with the same arguments differ")]
         if not self.subject.is_separate:
             share = f"{self.subject.separation:.0%} of what one A moves is in its own row"
             findings.append(Finding("mistake", f"one row's A moves the others' gradient: {share}"))
@@ -183,7 +186,7 @@ class Explanation:
             return [self.not_explained(PLAIN), *facts, *self.first_case()]
         self.is_complete = True
         lines = [str(x) for x in sorted(found, key=lambda x: x.change is unchanged)]
-        if not has_value:
+        if not has_value and any(answer.gradient.any() for _, answer in self.tested[PLAIN]):
             size_of_error = lambda pair: abs(pair[1].value - expected(pair[0]).value)  # noqa: E731
             case, answer = max(self.tested[PLAIN], key=size_of_error)
             example = f"{answer.value:.4g} instead of {expected(case).value:.4g} in {case['id']}"

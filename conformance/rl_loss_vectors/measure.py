@@ -80,7 +80,7 @@ def per_token(subject, A, shift=0.0):
     return found
 
 
-def fit_divisor(measured, paper, tolerance=1e-3):
+def fit_divisor(measured, paper):
     """(words of DIVISORS, k) where the gradient is 1 / (k times what the words say), or None"""
     options = []
     for words, (_, formula) in DIVISORS.items():
@@ -90,7 +90,7 @@ def fit_divisor(measured, paper, tolerance=1e-3):
             sizes = np.zeros(mask.shape) + formula(len(mask), o, o.sum(), mask.shape[1])
             products.append((gradient * sizes)[mask])
         products = np.concatenate(products)
-        if products[0] != 0 and np.allclose(products, products[0], rtol=tolerance):
+        if products[0] != 0 and np.allclose(products, products[0], rtol=1e-3):
             k = short(1 / products[0])
             options.append((not same_number(abs(k), 1), words != paper, len(words), words, k))
     return min(options)[3:] if options else None
@@ -106,8 +106,6 @@ def divisor(subject, measured):
         words = (
             f"at r = 1 and A = 1, the weights of the tokens of {len(measured[0][0])} rows are {rows}"
         )
-        if fit_divisor(measured, paper, 2e-2):
-            words = f"less precise than float32: equal tokens of a row have weights {rows}"
         return [Finding("mistake", words)], None
     words, k = found
     name, formula = DIVISORS[words]
@@ -163,7 +161,9 @@ class Weights:
         # A function that computes in float32, whatever it is given, does not feel a step of 1e-9.
         near_1 = self.probe(1e-4 + 1e-9 * np.arange(8), np.ones(8))
         is_exact = subject.dtype is torch.float64 and len({*near_1}) > 5
-        self.tolerance, self.start = (1e-6, 1e-5) if is_exact else (1e-3, 3e-3)
+        self.tolerance, self.start = (1e-6, 1e-5) if is_exact else (3e-5, 1e-4)
+        if subject.dtype is np.float64:
+            self.tolerance, self.start = 1e-3, 3e-3
 
     def probe(self, log_r, A):
         new = two(self.level + np.minimum(log_r, 0))
@@ -291,7 +291,8 @@ def clip(weights):
     share = float((weights.probe(0 * one, -one) / weights.probe(0 * one, one))[0])
     findings = []
     if abs(share - 1) > 1e-3:
-        findings.append(Finding("mistake", f"A < 0 counts {share:.4g} times as much as A > 0"))
+        words = f"A < 0 counts {share:.4g} times as much as A > 0" if share else "A < 0 does not count"
+        findings.append(Finding("mistake", words))
     curves = {1: weights.curve(1), -1: ([0.0], []) if share == 0 else weights.curve(-1)}
     if None in curves.values():
         return gates(weights, share, findings)
@@ -305,6 +306,9 @@ def clip(weights):
         kinds, _ = near[1]
         low, high = 0.0 if kinds[0] == "r" else kinds[0], kinds[-1]
         findings += range_finding(section, low, high)
+    elif section == "cispo" and pattern == ("r", "r"):
+        findings.append(Finding("mistake", "no cap"))
+        change = setting(is_weight_cap=math.inf)
     elif pattern != PAPER_PATTERNS.get(section):
         shown = f"by r, the weight is {said(*near[1])} where A > 0; {said(*near[-1])} where A < 0"
         words = PATTERNS.get(pattern, shown) if section in CLIPPED or not bounds else shown

@@ -97,9 +97,13 @@ def main_output(result):
     if isinstance(result, Mapping):
         result = result["loss"]
     result = getattr(result, "loss", result)
-    result = result[0] if isinstance(result, (tuple, list)) else result
+    is_pair = isinstance(result, list) and not all(isinstance(x, type(result[0])) for x in result)
+    result = result[0] if isinstance(result, tuple) or is_pair else result
+    result = torch.stack(result) if isinstance(result, list) and torch.is_tensor(result[0]) else result
     if result is None:
         raise Misfit("it returns None: is a `return` missing?")
+    if not isinstance(result, (torch.Tensor, np.ndarray, np.number, int, float, list)):
+        raise Misfit(f"it returns an object of type {type(result).__name__}")
     return torch.as_tensor(result)
 
 
@@ -142,7 +146,8 @@ class Subject:
     layout: str  # of rewards
     dtype: object  # of torch or numpy
     mask: str  # "bool", or "float": 0 and 1
-    # The share of what one row's A moves that is that row's own gradient; None if there is no gradient.
+    # The share of what one row's A moves that is that row's own gradient; None if there is no gradient,
+    # NaN if two calls with the same arguments differ.
     separation: "float | None" = 1.0
 
     def __post_init__(self):
@@ -349,10 +354,12 @@ def separation(subject):
         subject.answer(subject.adapted(subject.about["cases"][0]))
         return 1.0
     new = np.array([[-1.3, -0.4, -2.1, -0.7], [-0.2, -1.1, -0.6, -3.0], [-0.9, -0.3, -1.7, -0.5]])
-    first, second = (
+    first, again, second = (
         subject.probe(logprobs=new, old_logprobs=new, advantages=np.array([[1.0], [A], [2.0]])).gradient
-        for A in (-0.5, -0.8)
+        for A in (-0.5, -0.5, -0.8)
     )
+    if not np.array_equal(first, again, equal_nan=True):
+        return math.nan
     if np.abs(first).max() < 1e-12:
         return None
     moved = np.abs(second - first).sum(1)
