@@ -55,6 +55,8 @@ def arguments(program):
 def refusal(error, args, function):
     """Lines: why the function cannot be called, and an adapter to complete."""
     lines = [f"{args.target} cannot be called as {args.section}: {' '.join(str(error).split())}"]
+    if args.what == "advantages" and args.layout is None:
+        lines.append("If it takes one group of rewards, say --layout G.")
     if error.unknown:
         first, last = error.unknown[0], error.unknown[-1]
         lines.append(

@@ -87,8 +87,8 @@ def with_formula(baseline, name, eps, is_inside, limit=math.inf, back=0, sign=1)
 
 def findings(subject):
     """[Finding] of advantages: their baseline, what they are divided by, whether they are clipped."""
-    tolerance = 1e-10 if subject.dtype is not torch.float32 else 1e-5
     A = subject.probe(rewards=R).value[[0, 1, 3]]
+    tolerance = 1e-5 if np.array_equal(A, A.astype(np.float32)) else 1e-10  # it computes in float32
     rewards = R[[0, 1, 3]]
     slope = (A[:, 1] - A[:, 0]) / (rewards[:, 1] - rewards[:, 0])
     sign = -1 if (slope < 0).all() else 1
@@ -103,7 +103,7 @@ def findings(subject):
     if divided is None and baseline == "mean":  # R - mean of the others is G / (G - 1) (R - mean)
         divided = scale_of(scale * 4 / 3, tolerance)
         baseline = "mean of the others"
-    is_line = np.allclose((rewards - base[:, None]) / scale[:, None], A, atol=1e-6)
+    is_line = np.allclose((rewards - base[:, None]) / scale[:, None], A, atol=1e-6 + tolerance)
     if baseline is None or divided is None or not is_line:
         return [Finding("mistake", f"rewards {columns(R[0])} give {columns(sign * A[0])}")]
     name, eps, is_inside = divided

@@ -99,7 +99,8 @@ def main_output(result):
     result = getattr(result, "loss", result)
     is_pair = isinstance(result, list) and not all(isinstance(x, type(result[0])) for x in result)
     result = result[0] if isinstance(result, tuple) or is_pair else result
-    result = torch.stack(result) if isinstance(result, list) and torch.is_tensor(result[0]) else result
+    if isinstance(result, list) and torch.is_tensor(result[0]):
+        result = torch.stack(result)
     if result is None:
         raise Misfit("it returns None: is a `return` missing?")
     if not isinstance(result, (torch.Tensor, np.ndarray, np.number, int, float, list)):
