@@ -208,9 +208,12 @@ class Weights:
         down, up = self.side(sign, -1), self.side(sign, 1)
         if down is None or up is None:
             return None
-        is_same = bool((down[0][0] == "r") == (up[0][0] == "r"))
-        middle = [] if is_same else [0.0]
-        return [*reversed(down[0][is_same:]), *up[0]], [*reversed(down[1]), *middle, *up[1]]
+        kinds, edges = down[0][::-1], down[1][::-1]
+        if (kinds[-1] == "r") == (up[0][0] == "r"):
+            kinds = kinds[:-1]  # the same below 1 and above
+        else:
+            edges = [*edges, 0.0]
+        return [*kinds, *up[0]], [*edges, *up[1]]
 
 
 def without_far(kinds, edges):
@@ -258,7 +261,7 @@ PATTERNS = {  # the kinds of weights by r, for A > 0 and A < 0
     ("c", "c"): "the ratio does not count: the weight is the same at any r",
 }
 PAPER_PATTERNS = dict.fromkeys(CLIPPED, ("r0", "0r")) | {"cispo": ("rc", "rc")}
-PAPER_PATTERNS |= dict.fromkeys(["reinforce", "rloo"], ("c", "c"))
+PAPER_PATTERNS |= dict.fromkeys(["reinforce", "rloo"], ("c", "c")) | {"sapo": None}  # a smooth curve
 PAPER_RANGES = {"gspo": "[0.9997, 1.0004]"}
 PAPER_RANGES |= dict.fromkeys(["grpo", "dr_grpo", "cispo", "deepseek_v32"], "unspecified")
 
@@ -335,8 +338,9 @@ def gates(weights, share, findings):
         yours, here = [short(tau[0]) for tau in taus], list(ours("sapo").values())
         change = setting(tau_pos=yours[0], tau_neg=yours[1])
         words = "tau is {:.4g} and {:.4g} (the paper: {:.4g} and {:.4g})".format(*yours, *here)
-        kind = "mistake" if yours == here[::-1] else "constant"
-        findings += [] if yours == here else [Finding(kind, words, change)]
+        if yours != here:
+            kind = "mistake" if yours == here[::-1] else "constant"
+            findings.append(Finding(kind, words, change))
     else:
         words = f"by r = {columns(r)}, the weight is {columns(rows[1])} where A > 0, "
         findings.append(Finding("mistake", words + f"{columns(rows[-1])} where A < 0"))
@@ -503,11 +507,14 @@ def kl(subject, divide):
     gives it"""
     findings = []
     paper, here = PAPER_TERMS.get(subject.section), ours(subject.section).get("kl_coef")
-    states = [False, True][subject.needs("ref_logprobs") : 1 + subject.takes("ref_logprobs")]
+    states = [] if subject.needs("ref_logprobs") else [False]
+    if subject.takes("ref_logprobs"):
+        states.append(True)
     for with_ref in states:
         by_gradient, by_value = left(subject, with_ref)
         if (by_gradient, by_value) == ([], []):
-            findings += [no_kl(subject, here)] if with_ref and paper else []
+            if with_ref and paper:
+                findings.append(no_kl(subject, here))
             continue
         more, own_divide = mean_of_its_own(subject, divide) if by_gradient else ([], divide)
         change = unchanged
@@ -518,8 +525,9 @@ def kl(subject, divide):
         about = said_terms(subject, with_ref, by_gradient, by_value)
         if with_ref and name == paper and paper:
             c = by_gradient[0][0]
-            words = f"the KL's coefficient is {c:.4g} (the paper: {here})"
-            findings += [] if same_number(c, here) else [Finding("constant", words, setting(kl_coef=c))]
+            if not same_number(c, here):
+                words = f"the KL's coefficient is {c:.4g} (the paper: {here})"
+                findings.append(Finding("constant", words, setting(kl_coef=c)))
         elif with_ref and paper:
             kind = "variant" if name in VARIANTS else "mistake"
             findings = [Finding(kind, f"the KL is {about}", change)]
@@ -586,6 +594,8 @@ def constant(subject):
 
 def findings(subject):
     """Yields a Finding for each way in which a loss differs from its paper, as our batches show it."""
+    if subject.section not in PAPER_PATTERNS:
+        return  # a new section: its cases are all that is compared
     divide = DIVISORS[PAPER_DIVISORS.get(subject.section, "B |o|")][1]
     if subject.is_separate:
         pairs = zip(per_token(subject, 1.0), per_token(subject, 0.0), strict=True)
@@ -624,5 +634,6 @@ def offpolicy(subject):
         words = "no off-policy mask: a bad completion keeps its gradient wherever the policy has moved"
         return [Finding("mistake", words, setting(offpolicy_mask=math.inf))]
     about = f"the off-policy mask's delta is {delta:.4g} (the paper: unspecified; here: {here})"
-    change = setting(offpolicy_mask=short(delta))
-    return [] if abs(delta - here) < 1e-4 else [Finding("constant", about, change)]
+    if abs(delta - here) < 1e-4:
+        return []
+    return [Finding("constant", about, setting(offpolicy_mask=short(delta)))]

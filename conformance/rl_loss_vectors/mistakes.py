@@ -85,7 +85,7 @@ def gae_whitened(correction, keeps_mean=False):
     return change
 
 
-def gae_of_all_places(J, b):
+def of_all_places(J, b):
     return torch.where(b.mask, J(changed(b, mask=torch.ones_like(b.mask))), 0)
 
 
@@ -128,7 +128,8 @@ MISTAKES = {  # name: (sections of vectors.json, change)
     "a gradient through the weight": (["cispo"], pieces(stopped=lambda x: x)),
     "lambda ignored": (["gae"], setting(lam=1)),
     "the advantage returned as the return": (["gae"], lambda J, b: J(b)[[0, 0]]),
-    "the mask is ignored in the recursion": (["gae"], gae_of_all_places),
+    "the mask is ignored in the recursion": (["gae"], of_all_places),
+    "masked places are counted": (["whiten"], of_all_places),
     "whitened behind the recursion": (["gae"], gae_whitened(0)),
     "whitened behind the recursion, with the unbiased std": (["gae"], gae_whitened(1)),
     "whitened behind the recursion, and the mean comes back": (["gae"], gae_whitened(1, True)),

@@ -111,8 +111,8 @@ class Misfit(Exception):
 
 
 def listed(names):
-    quoted = [f"`{name}`" for name in names]
-    return " and ".join([", ".join(quoted[:-1]), quoted[-1]] if quoted[1:] else quoted)
+    *most, last = [f"`{name}`" for name in names]
+    return f"{', '.join(most)} and {last}" if most else last
 
 
 def is_required(parameter):
@@ -173,11 +173,10 @@ def bind(parameters, arguments, section, defaults, fixed):
     needed -= {"returns"} if RETURNS in given else set()
     lacking = sorted(needed - given)
     if unknown or lacking:
-        verb = "is" if len(unknown) == 1 else "are"
-        why = (
-            f"{listed(unknown)} {verb} unknown" if unknown else f"nothing is known as {listed(lacking)}"
-        )
-        error = Misfit(why)
+        if unknown:
+            error = Misfit(f"{listed(unknown)} {'is' if len(unknown) == 1 else 'are'} unknown")
+        else:
+            error = Misfit(f"nothing is known as {listed(lacking)}")
         error.unknown = unknown or lacking
         error.known = found.tensors | found.constants
         raise error
