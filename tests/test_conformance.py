@@ -58,11 +58,11 @@ def function_of(section):
 def as_v32(logprobs, old_logprobs, advantages, mask, rollout_ratio=None, offpolicy_mask=0, **more):
     """GRPO with a corrected KL or the off-policy mask is what DeepSeek-V3.2's script computes."""
     sampler = old_logprobs if rollout_ratio is None else old_logprobs - rollout_ratio.log()
-    del more["kl_is_corrected"]
-    more = {("ref_logprobs_BT" if key == "ref_logprobs" else key): x for key, x in more.items()}
     loss = function_of("deepseek_v32")
-    more |= {"sampler_logprobs_BT": sampler, "offpolicy_mask": offpolicy_mask or torch.inf}
-    return loss(logprobs, old_logprobs, advantages, mask, **more)
+    names = {plain(name): name for name in inspect.signature(loss).parameters}
+    more |= {"sampler_logprobs": sampler, "offpolicy_mask": offpolicy_mask or torch.inf}
+    keywords = {names[key]: x for key, x in more.items() if key in names}
+    return loss(logprobs, old_logprobs, advantages, mask, **keywords)
 
 
 def function_for(section, case):
