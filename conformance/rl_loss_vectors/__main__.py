@@ -13,7 +13,7 @@ import warnings
 from rl_loss_vectors import doctor, load
 from rl_loss_vectors.names import COUNTS, Misfit, optional_of
 from rl_loss_vectors.reference import LOSSES
-from rl_loss_vectors.vectors import LAYOUTS, VECTORS, ours, parameters_of
+from rl_loss_vectors.vectors import LAYOUTS, VECTORS, ours
 
 ADVANTAGES = dict.fromkeys(["dr_grpo", "deepseek_v32"], "group_differences") | {"rloo": "leave_one_out"}
 ALLOWED = {
@@ -52,27 +52,26 @@ def arguments(program):
     return args
 
 
-def refusal(error, args, function):
+def refusal(error, args):
     """Lines: why the function cannot be called, and an adapter to complete."""
     lines = [f"{args.target} cannot be called as {args.section}: {' '.join(str(error).split())}"]
+    if error.parameters is None:
+        return lines
     if args.what == "advantages" and args.layout is None:
         lines.append("If it takes one group of rewards, say --layout G.")
+    what = "If it needs something else,"
     if error.unknown:
         first, last = error.unknown[0], error.unknown[-1]
         lines.append(
             f"Pass a number with --set {first}=0.2 or --set {first}.NAME=0.2, a tensor with --set"
         )
-        lines.append(f"{last}=mask, or complete the last line of this file and check that:")
-    elif function:
-        lines.append("If it needs something else, complete the last line of this file and check that:")
-    if error.unknown or function:
-        parameters = parameters_of(function) if function else {}
-        wanted = VECTORS["sections"][args.section]["arguments"]
-        optional = [name for name in optional_of(args.section) if name.isidentifier()]
-        known = {name: x for name, x in error.known.items() if x not in COUNTS}
-        text = load.adapter(args.target, wanted, optional, parameters, known)
-        lines += ["", textwrap.indent(text, "    ")]
-    return lines
+        what = f"{last}=mask, or"
+    lines.append(f"{what} complete the last line of this file and check that:")
+    wanted = VECTORS["sections"][args.section]["arguments"]
+    optional = [name for name in optional_of(args.section) if name.isidentifier()]
+    known = {name: x for name, x in error.known.items() if x not in COUNTS}
+    text = load.adapter(args.target, wanted, optional, error.parameters, known)
+    return [*lines, "", textwrap.indent(text, "    ")]
 
 
 def title_of(section):
@@ -83,13 +82,12 @@ def title_of(section):
 def main(program=None):
     args = arguments(program)
     warnings.simplefilter("ignore")  # the function's
-    fixed = load.settings_of(args.set)
-    function = None
     try:
+        fixed = load.settings_of(args.set)
         function, constants = load.load(args.target, args.section, ours(args.section), fixed)
         found = doctor.examine(function, args.section, fixed, args.layout)
     except Misfit as error:
-        print("\n".join(refusal(error, args, function)))
+        print("\n".join(refusal(error, args)))
         sys.exit(2)
     print(f"{args.target} as {args.section}, vectors {VECTORS['version']}")
     cases = [doctor.report(*pair) for pair in found.results]

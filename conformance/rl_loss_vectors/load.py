@@ -21,6 +21,8 @@ def settings_of(texts):
         place = settings
         for key in outer:
             place = vars(place).setdefault(key, Settings())
+            if not isinstance(place, Settings):
+                raise Misfit(f"--set {text}: {key} has a value already")
         try:
             vars(place)[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
@@ -30,6 +32,8 @@ def settings_of(texts):
 
 def place_of(path):
     """(folder for sys.path, the module's name): a file in a package is imported as a part of it."""
+    if not path:
+        raise Misfit("the target is FILE.py:FUNCTION or pkg.module:FUNCTION")
     if not path.endswith(".py"):
         return str(Path.cwd()), path
     file = Path(path).resolve()
@@ -69,7 +73,7 @@ def load(target, section, defaults, fixed):
         if not hasattr(found, attribute):
             own = [key for key, x in vars(module).items() if inspect.getmodule(x) is module]
             raise Misfit(f"no function {name}; it has: {', '.join(own) or 'none'}")
-        is_method = inspect.isfunction(inspect.getattr_static(found, attribute))
+        is_method = inspect.isfunction(inspect.getattr_static(found, attribute, None))
         if inspect.isclass(found) and is_method:
             found, constants = made(found, section, defaults, fixed)
         found = getattr(found, attribute)
@@ -88,7 +92,7 @@ def made(cls, section, defaults, fixed):
     except Exception as error:
         why = f"{type(error).__name__}: " * (not isinstance(error, Misfit)) + str(error)
         misfit = Misfit(f"the constructor of {cls.__name__}: {why}")
-        misfit.unknown = getattr(error, "unknown", ()) or ["NAME"]
+        misfit.unknown, misfit.parameters = getattr(error, "unknown", ()) or ["NAME"], {}
         raise misfit from error
 
 

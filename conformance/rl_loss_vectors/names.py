@@ -108,6 +108,7 @@ class Misfit(Exception):
 
     unknown = ()  # its parameters that we do not know
     known = {}  # {parameter: what it would get}
+    parameters = None  # all of them, as inspect gives them
 
 
 def listed(names):
@@ -177,7 +178,7 @@ def bind(parameters, arguments, section, defaults, fixed):
             error = Misfit(f"{listed(unknown)} {'is' if len(unknown) == 1 else 'are'} unknown")
         else:
             error = Misfit(f"nothing is known as {listed(lacking)}")
-        error.unknown = unknown or lacking
+        error.unknown, error.parameters = unknown, parameters
         error.known = found.tensors | found.constants
         raise error
     return found

@@ -116,8 +116,12 @@ def ours(section):
 
 
 def parameters_of(function):
-    # A module's parameters are in `forward`, which its __call__ hides.
-    return inspect.signature(getattr(function, "forward", function)).parameters
+    try:  # a module's parameters are in `forward`, which its __call__ hides
+        return inspect.signature(getattr(function, "forward", function)).parameters
+    except (TypeError, ValueError) as error:
+        misfit = Misfit(f"its parameters cannot be read: {error}")
+        misfit.parameters = {} if callable(function) else None
+        raise misfit from error
 
 
 class ByDifferences(torch.autograd.Function):
@@ -322,7 +326,8 @@ def fitted(function, section, fixed=None, layout=None):
     the shape for which changing one row's A moves that row's gradient alone, or else in each shape."""
     fixed = fixed or {}
     arguments = VECTORS["sections"][section]["arguments"]
-    binding = bind(parameters_of(function), arguments, section, ours(section), fixed)
+    parameters = parameters_of(function)
+    binding = bind(parameters, arguments, section, ours(section), fixed)
     layout = layout or ("N" if "group_size" in binding.tensors.values() else "PG")
     errors = []
     for kind in KINDS:
@@ -344,7 +349,7 @@ def fitted(function, section, fixed=None, layout=None):
         line = linecache.getline(place.filename, place.lineno).strip()
         why = f"{type(error).__name__}: {str(error) or line}"
         error = Misfit(f"it raises {why} ({place.filename}, line {place.lineno})")
-    error.known = binding.tensors | binding.constants
+    error.known, error.parameters = binding.tensors | binding.constants, parameters
     raise error
 
 
