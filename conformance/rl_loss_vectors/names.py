@@ -52,25 +52,22 @@ VALUE_ROLES = {
 }
 WHITEN_ROLES = dict.fromkeys(["advantages", "values", "x", "xs"], "advantages") | {"mask": "mask"}
 OTHER_ROLES = {"rewards": "rewards", "values": "values", "mask": "mask", "advantages": "advantages"}
-EPS = "(eps|epsilon|clip_?ratio|clip_?range|cliprange|clip_eps|clip_epsilon|eps_clip|epsilon_clip)"
-CONSTANTS = [  # (a keyword of ours, the whole name of a constant)
-    ("value_clip", f"{EPS}(_value)?|value_{EPS}|value_clip|vf_clip|cliprange_value"),
-    ("clip_eps_low", f"{EPS}|{EPS}_low|low_{EPS}|clip_eps_low|clip_ratio_low|eps_low|clip|e_clip"),
-    ("clip_eps_high", f"{EPS}_high|high_{EPS}|clip_eps_high|clip_ratio_high|eps_high"),
-    ("is_weight_cap", "is_weight_cap|cap|weight_cap|max_weight|weight_max|max_is_weight"),
-    ("log_ratio_clip", f"log_ratio_clip|{EPS}|clip"),
+EPS = "(eps|epsilon|clip_?ratio|clip_?range|clip_eps|clip_epsilon|eps_clip|epsilon_clip)"
+CONSTANTS = [  # (a keyword of ours, what else it is called)
+    ("value_clip", f"{EPS}(_value)?|value_{EPS}|vf_clip"),
+    ("clip_eps_low", f"{EPS}|{EPS}_low|low_{EPS}|eps_low|clip|e_clip"),
+    ("clip_eps_high", f"{EPS}_high|high_{EPS}|eps_high"),
+    ("is_weight_cap", "cap|weight_cap|max_weight|weight_max|max_is_weight"),
+    ("log_ratio_clip", f"{EPS}|clip"),
     ("kl_coef", "(kl_)?beta|kl_?(loss_)?(coef|coeff|weight|beta|lambda)|(coef|weight|lambda)_kl"),
     ("entropy_coef", "ent(ropy)?_?(loss_)?(coef|coeff|weight|bonus_coef)"),
-    ("tau_pos", "tau_pos(itive)?"),
-    ("tau_neg", "tau_neg(ative)?"),
-    ("gamma_min", "gamma_min|min_gamma"),
-    ("offpolicy_mask", "offpolicy_mask|off_policy_(threshold|delta)|delta"),
-    ("num_tokens", "(batch_|global_)?num_tokens|num_items_in_batch|total_tokens"),
+    ("offpolicy_mask", "off_policy_(threshold|delta)|delta"),
+    ("num_tokens", "(batch_|global_)num_tokens|num_items_in_batch|total_tokens"),
     ("max_new_tokens", "max_(new_|completion_|response_)?(tokens|len|length)|l_max"),
-    ("num_sequences", "num_sequences|num_seqs|global_batch_size"),
-    ("group_size", "num_generations|group_size|num_return_sequences|(num_)?samples_per_prompt|n|g"),
-    ("gamma", "gamma|discount"),
-    ("lam", "lam|lambda_?|lambd|lmbda|gae_(lam|lambda)"),
+    ("num_sequences", "num_seqs|global_batch_size"),
+    ("group_size", "num_generations|num_return_sequences|(num_)?samples_per_prompt|n|g"),
+    ("gamma", "discount"),
+    ("lam", "lambda_?|lambd|lmbda|gae_(lam|lambda)"),
 ]
 COUNTS = ["num_sequences", "num_tokens"]  # of the whole step
 ABSENT_IN_PAPER = {"kl_coef": 0.0, "entropy_coef": 0.0}  # where the section has no such term
@@ -97,10 +94,11 @@ def role_of(name, section):
 
 def constant_of(name, known):
     """Our keyword for a constant, or None."""
+    name = plain(name)
     for keyword, pattern in CONSTANTS:
-        if keyword in known and re.fullmatch(pattern, plain(name)):
+        if keyword in known and re.fullmatch(pattern, name):
             return keyword
-    return None
+    return name if name in known else None
 
 
 class Misfit(Exception):

@@ -270,6 +270,8 @@ class Subject:
 
     def native(self, x, name):
         """As the function takes it: a dtype, or numpy."""
+        if name in COUNTS and self.dtype is not np.float64:
+            return torch.as_tensor(x)  # as trainers pass it
         if not torch.is_tensor(x):
             return x
         if self.dtype is np.float64:
