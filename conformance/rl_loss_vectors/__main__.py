@@ -98,11 +98,13 @@ def main(program=None):
     for line in [*found.constants, *found.lines]:
         print(line)
     needed = {doctor.needed_flag(line) for line in found.lines}
+    title = title_of(args.section) + (", with the constants above" if found.constants else "")
     if not needed:
-        where = ", with the constants above" if found.constants else ""
-        print(f"right: {title_of(args.section)}{where}")
+        print(f"right: {title}")
     elif None not in needed:
-        print(f"that alone: all else that was tested is right; {' '.join(sorted(needed))} accepts it")
+        print(
+            f"all else that was tested is right: {title}; {' '.join(sorted(needed))} accepts the rest"
+        )
     sys.exit(not needed <= {*args.allowed})
 
 

@@ -10,12 +10,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from rl_loss_vectors import mistakes
 from rl_loss_vectors.mistakes import by_weights, divided_by, pieces, setting, unchanged, with_term
 from rl_loss_vectors.reference import k3
 from rl_loss_vectors.vectors import ours
 
 FAR = math.log(9.99)  # a clip of r beyond this is there for safety
-CLIPPED = ["ppo", "grpo", "dr_grpo", "dapo", "gspo", "vapo", "deepseek_v32", "gmpo", "rspo"]
+CLIPPED = [*mistakes.CLIPPED, "gmpo", "rspo"]
 
 
 class Finding(NamedTuple):
@@ -320,9 +321,9 @@ def clip(weights):
     if section in CLIPPED and bounds and bounds[0] < 1 < bounds[-1]:
         findings += range_finding(section, bounds[0], bounds[-1])
     far = [edge for _, edges in curves.values() for edge in edges if abs(edge) > FAR]
+    where = {f"r {'>' if edge > 0 else '<'} {math.exp(edge):.4g}" for edge in far}
     if far and section in CLIPPED:
-        most = max(map(abs, far))
-        words = f"no gradient where |log r| > {most:.4g} (r = {math.exp(most):.4g}), which is rare"
+        words = f"no gradient where {' or '.join(sorted(where))}, which is rare"
         findings.append(Finding("clamp", words))
     return [x if x.kind == "constant" else x._replace(change=change) for x in findings]
 
