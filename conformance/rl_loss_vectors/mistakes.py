@@ -4,6 +4,7 @@ A *mistake* contradicts the paper; a *variant* is a choice that the paper leaves
 base documents. Each entry has a change(J, batch), which returns what the changed code would.
 """
 
+import math
 from types import SimpleNamespace
 from unittest import mock
 
@@ -91,7 +92,11 @@ def of_all_places(J, b):
 
 def token_ratios(J, b):
     """GRPO's term for each token, with this section's range."""
-    return reference.grpo(changed(b, ref_logprobs=None))
+    eps = getattr(b, "log_ratio_clip", None)
+    bounds = (
+        {} if eps is None else {"clip_eps_low": 1 - math.exp(-eps), "clip_eps_high": math.exp(eps) - 1}
+    )
+    return reference.grpo(changed(b, ref_logprobs=None, **bounds))
 
 
 def sequence_ratios(J, b):
