@@ -1,42 +1,48 @@
-"""Is your loss the one in the paper? Runs it on the vectors, case by case, and says what is wrong.
+"""Is your loss the one in the paper? Runs it on the vectors, case by case, and says what it computes.
 
     python -m rl_loss_vectors grpo.py:policy_loss --algorithm grpo
 
-Exit code 0: healthy; 1: not healthy; 2: it cannot be called.
+Exit code 0: right; 1: not right; 2: it cannot be called.
 """
 
 import argparse
-import ast
 import sys
-import traceback
+import textwrap
 import warnings
-from types import SimpleNamespace
 
 from rl_loss_vectors import doctor, load
-from rl_loss_vectors.names import Misfit
-from rl_loss_vectors.vectors import LOSSES, VECTORS
+from rl_loss_vectors.names import COUNTS, Misfit, optional_of
+from rl_loss_vectors.reference import LOSSES
+from rl_loss_vectors.vectors import LAYOUTS, VECTORS, ours
 
-ADVANTAGES = {"dr_grpo": "group_differences", "rloo": "leave_one_out"}
-ACCEPTED = """Parameters are recognized by name: new or logp, old or behavior, ref, mask, adv; clip
-or eps (low, high), beta or kl_coef, max_tokens, num_items_in_batch, num_generations, gamma, lam. A loss
-may be a number, the first of a tuple, "loss" of a dict or object, or terms (B, T). More: README.md."""
+ADVANTAGES = dict.fromkeys(["dr_grpo", "deepseek_v32"], "group_differences") | {"rloo": "leave_one_out"}
+ALLOWED = {
+    "--allow-nan": "accept that NaN in masked places spreads",
+    "--allow-clamp": "accept clamps of ratios at 10 or more",
+    "--allow-value": "accept a different value if the gradient is right",
+    "--allow-rounding": "accept rounding noise as advantages of equal rewards",
+}
 
 
 def arguments(program):
-    parser = argparse.ArgumentParser(program, description=__doc__.splitlines()[0], epilog=ACCEPTED)
+    parser = argparse.ArgumentParser(program, description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("target", help="FILE.py:FUNCTION, FILE.py:CLASS, FILE.py:CLASS.METHOD or pkg.mod:NAME")
-    add("--algorithm", choices=LOSSES, help="whose loss or advantages the function computes")
-    others = [section for section in VECTORS["sections"] if section not in LOSSES]
-    what = ["loss", "advantages", *others]
+    add(
+        "target",
+        help="FILE.py:FUNCTION, FILE.py:CLASS, FILE.py:CLASS.METHOD or pkg.mod:NAME, which is run",
+    )
+    losses = [name for name in LOSSES if name != "grpo_offpolicy"]
+    add("--algorithm", choices=losses, help="whose loss or advantages the function computes")
+    what = ["loss", "advantages", "gae", "value_loss", "whiten"]
     add("--what", choices=what, default="loss", help="what the function computes (default: loss)")
-    allow = {"dest": "allowed", "action": "append_const", "default": []}
-    nan_help = "exit code 0 if the only complaint is that NaN in masked places spreads"
-    add("--allow-nan", const="--allow-nan", help=nan_help, **allow)
-    clamp_help = "the same for ratios that are clamped at 10 or more"
-    add("--allow-clamp", const="--allow-clamp", help=clamp_help, **allow)
-    set_help = "one of your function's or constructor's parameters; config.x=... makes a config"
+    layout_help = "of rewards: P prompts x G completions (default), GP, N in a row, or one group, G"
+    add("--layout", choices=LAYOUTS, help=layout_help)
+    set_help = (
+        "a parameter of the function or its constructor: a number, config.x=..., or a tensor's name"
+    )
     add("--set", action="append", default=[], metavar="NAME=VALUE", help=set_help)
+    for flag, text in ALLOWED.items():
+        add(flag, dest="allowed", action="append_const", const=flag, default=[], help=text)
     args = parser.parse_args()
     advantages = ADVANTAGES.get(args.algorithm, "group_advantages")
     sections = {"loss": args.algorithm, "advantages": advantages}
@@ -46,51 +52,59 @@ def arguments(program):
     return args
 
 
-def fixed_of(settings):
-    """{parameter: value}; names with a dot are gathered in a namespace."""
-    fixed = {}
-    for setting in settings:
-        name, _, text = setting.partition("=")
-        try:
-            value = ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            value = text
-        first, _, inner = name.partition(".")
-        if inner:
-            vars(fixed.setdefault(first, SimpleNamespace()))[inner] = value
-        else:
-            fixed[name] = value
-    return fixed
+def refusal(error, args):
+    """Lines: why the function cannot be called, and an adapter to complete."""
+    lines = [f"{args.target} cannot be called as {args.section}: {' '.join(str(error).split())}"]
+    if error.parameters is None:
+        return lines
+    if args.what == "advantages" and args.layout is None:
+        lines.append("If it takes one group of rewards, say --layout G.")
+    what = "If it needs something else,"
+    if error.unknown:
+        first, last = error.unknown[0], error.unknown[-1]
+        lines.append(
+            f"Pass a number with --set {first}=0.2 or --set {first}.NAME=0.2, a tensor with --set"
+        )
+        what = f"{last}=mask, or"
+    lines.append(f"{what} complete the last line of this file and check that:")
+    wanted = VECTORS["sections"][args.section]["arguments"]
+    optional = [name for name in optional_of(args.section) if name.isidentifier()]
+    known = {name: x for name, x in error.known.items() if x not in COUNTS}
+    text = load.adapter(args.target, wanted, optional, error.parameters, known)
+    return [*lines, "", textwrap.indent(text, "    ")]
+
+
+def title_of(section):
+    titles = {"dr_grpo": "Dr. GRPO", "deepseek_v32": "DeepSeek-V3.2"}
+    return titles.get(section, section.upper() if section in LOSSES else section)
 
 
 def main(program=None):
     args = arguments(program)
     warnings.simplefilter("ignore")  # the function's
-    fixed = fixed_of(args.set)
     try:
-        function, about = load.load(args.target, fixed)
-        subject, results, diagnosis = doctor.examined(function, args.section, fixed)
-    except (Exception, SystemExit) as error:
-        why = str(error)
-        if not isinstance(error, Misfit):
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            why = f"{type(error).__name__}: {why} ({place.filename}, line {place.lineno})"
-        print(f"{args.target} cannot be called as {args.section}: {' '.join(why.split())}")
+        fixed = load.settings_of(args.set)
+        function, constants = load.load(args.target, args.section, ours(args.section), fixed)
+        found = doctor.examine(function, args.section, fixed, args.layout)
+    except Misfit as error:
+        print("\n".join(refusal(error, args)))
         sys.exit(2)
     print(f"{args.target} as {args.section}, vectors {VECTORS['version']}")
-    for line in [*about, *subject.notes()]:
+    cases = [doctor.report(*pair) for pair in found.results]
+    print("\n".join([*found.subject.notes(constants), *found.notes, *cases]))
+    num_agree = sum(line.startswith("  agrees") for line in cases)
+    num_tested = sum(not line.startswith("  n/a") for line in cases)
+    print(f"{num_agree} of {num_tested} cases that apply agree, {len(cases) - num_tested} do not apply")
+    for line in [*found.constants, *found.lines]:
         print(line)
-    for case, answer in results:
-        print(doctor.report(case, answer))
-    num_agree = sum(doctor.is_right(*pair) for pair in doctor.answered(results))
-    num_others = sum(isinstance(answer, str) for _, answer in results)
-    print(f"{num_agree} of {len(results) - num_others} applicable cases agree, {num_others} not tested")
-    for line in diagnosis or ["healthy"]:
-        print(line)
-    needed = {doctor.needed_flag(line) for line in diagnosis}
-    if needed and None not in needed:
-        flags = " ".join(sorted(needed))
-        print(f"that alone: what was tested is right in ordinary batches; {flags} accepts it")
+    needed = {doctor.needed_flag(line) for line in found.lines}
+    title = title_of(args.section) + (", with the constants above" if found.constants else "")
+    if not needed:
+        print(f"right: {title}")
+    elif None not in needed:
+        print(
+            f"all else that was tested is right: {title}; {' '.join(sorted(needed))} accepts the rest"
+        )
     sys.exit(not needed <= {*args.allowed})
 
 

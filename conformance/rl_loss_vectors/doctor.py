@@ -1,179 +1,241 @@
 """Is a function the one in the paper? Runs it on its section of the vectors, and says what is wrong:
-an entry of mistakes.py or measure.py, or else what measure.py finds about its weights."""
+what measure.py and groups.py find, an entry of mistakes.py, or both."""
 
-import dataclasses
 import functools
 import itertools
+import math
 
 import numpy as np
-import torch
 
-from rl_loss_vectors import measure, mistakes, reference
+from rl_loss_vectors import groups, measure, mistakes, reference
+from rl_loss_vectors.measure import Finding
+from rl_loss_vectors.mistakes import together, unchanged
 from rl_loss_vectors.names import Misfit
-from rl_loss_vectors.vectors import GROUPS, SHAPES, Answer, Subject, expected, same
+from rl_loss_vectors.vectors import Answer, expected, fitted, same
 
 SPREADS = "variant: NaN in masked places spreads: the mask is a factor, no torch.where [TRL, verl]"
 AFTER_EXP = "variant: NaN in masked places reaches the gradient: mask the log-ratio before exp"
-UNKNOWN = "unknown: no known mistake gives these numbers"
+VALUE = "variant: the gradient is right, the value is not"
+NO_RULE = "variant: no rule for equal rewards [TRL, verl]"
+FLAGS = {SPREADS: "--allow-nan", AFTER_EXP: "--allow-nan", VALUE: "--allow-value"}
+FLAGS |= {"clamp": "--allow-clamp", NO_RULE: "--allow-rounding"}
 PLAIN = "plain"
-SPECIAL = ["masked_places", "large_ratios", "kl", "micro_batches", "settings", "token_advantages"]
+SPECIAL = ["masked_places", "large_ratios", "kl", "sampler", "micro_batches", "token_advantages"]
 SPECIAL += ["equal_rewards"]
-
-
-def examine_shapes(function, section, fixed):
-    """[(subject, its results)] for each shape that the function takes, beginning with the one in which
-    most cases agree. A function that takes no bool mask gets one of 0 and 1; one that takes no float64
-    gets float32."""
-    errors = []
-    shapes = SHAPES if section in reference.LOSSES else SHAPES[:1]
-    if section in mistakes.GROUPS:
-        shapes = GROUPS
-    for dtype, mask in itertools.product((torch.float64, torch.float32), ("bool", "float")):
-        found = []
-        for shape in shapes:
-            try:
-                subject = Subject(function, section, shape, mask, dtype, fixed)
-                for constants in measure.own_constants(subject):
-                    subject = dataclasses.replace(subject, constants=constants)
-                    found.append((subject, examine(subject)))
-            except (Exception, SystemExit) as error:
-                errors.append(error)
-        if found:
-            return sorted(found, key=lambda pair: failures(*pair))
-    raise min(errors, key=lambda error: (not isinstance(error, Misfit), "bool" in str(error)))
+MEASURES = dict.fromkeys(groups.PAPER, groups.findings) | {
+    "whiten": groups.whiten_findings,
+    "gae": groups.gae_findings,
+    "value_loss": groups.value_findings,
+}
+BOTH, GRADIENT = (0, 1), (1,)
+OTHER_LAYOUTS = {
+    "GP": "over the wrong axis: it would be right for rewards (G, P)",
+    "N": "it would be right for rewards in a row, (P G,)",
+    "G": "it would be right if it got one group at a time",
+}
 
 
 def tag_of(case):
     return next((tag for tag in SPECIAL if tag in case["tags"]), PLAIN)
 
 
-def failures(subject, results):
-    """A sort key: first where most plain cases agree, then where the fewest cases raise an error."""
-    num_agree = sum(is_right(*pair) for pair in answered(results) if tag_of(pair[0]) == PLAIN)
-    return -num_agree, sum(isinstance(found, Exception) for _, found in results)
-
-
-def examine(subject):
-    """[(case, answer)]. Instead of an answer there may be the reason why there is none, or an error."""
-    results = []
-    for case in subject.cases:
-        try:
-            found = subject.why_not(case) or subject.answer(case)
-        except Exception as error:
-            found = error
-            if "token_advantages" in case["tags"]:
-                found = "it takes one advantage for each completion"
-            if isinstance(case["inputs"].get("lam"), list):
-                found = "it takes one lambda for the batch"
-        results.append((case, found))
-    errors = [found for _, found in results if isinstance(found, Exception)]
-    if errors and not answered(results):
-        raise errors[0]
-    return results
-
-
-def answered(results):
-    return [(case, found) for case, found in results if isinstance(found, Answer)]
-
-
-def is_right(case, answer):
-    return same(answer, expected(case), case["tolerance"]["float32"])
-
-
-def gives(section, case, change, answer):
-    """Whether an entry gives the answer. No, if it cannot be evaluated in this case."""
+def is_right(section, case, answer, change=None, parts=BOTH):
+    """Whether the answer is the expected one, or what a change of the paper gives; no, if that change
+    cannot be evaluated in this case."""
     try:
-        changed = Answer(*reference.evaluate(section, case, change))
+        ours = Answer(*reference.evaluate(section, case, change)) if change else expected(case)
     except Exception:
         return False
-    return same(answer, changed, case["tolerance"]["float32"])
+    return same(answer, ours, case["tolerance"]["float32"], parts)
 
 
-def named(section, tested, measured=()):
-    """Lines that name what gives the answers: entries of mistakes.py, and what was measured."""
-    # The most telling cases come first, since most entries fail on them.
-    tested = sorted(tested, key=lambda pair: -len({*pair[0]["tags"]} & {"different_lengths", "holes"}))
-    groups = [(tag, [pair for pair in tested if tag_of(pair[0]) == tag]) for tag in (PLAIN, *SPECIAL)]
-    changes = dict(measured)
-    if len(measured) > 1:
-        words = " and ".join(changes)
-        changes[words] = functools.reduce(mistakes.together, changes.values())
-    changes |= {name: change for name, (where, change) in mistakes.ENTRIES.items() if section in where}
-    return explained(section, groups, mistakes.unchanged, changes)
+class Report:
+    """What the doctor finds out about a function: `lines`, none if it is right; `constants`, in which
+    it may differ from the paper; `results`, [(case, answer or reason or error)]."""
+
+    def __init__(self, subject):
+        self.subject = subject
+        self.section = subject.section
+        self.notes = []
+        self.is_explained = True
+        findings = self.measured()
+        self.constants = [x for x in findings if x.kind == "constant"]
+        self.change = functools.reduce(together, [x.change for x in self.constants], unchanged)
+        self.results = [self.examined(case) for case in subject.about["cases"]]
+        self.answered = [pair for pair in self.results if isinstance(pair[1], Answer)]
+        self.lines = self.diagnosis([x for x in findings if x.kind != "constant"])
+
+    def measured(self):
+        """[Finding]; a note, if the function does not take batches of our own."""
+        findings = []
+        if math.isnan(self.subject.separation or 0):
+            return [Finding("mistake", "two calls with the same arguments differ")]
+        if not self.subject.is_separate:
+            share = f"{self.subject.separation:.0%} of what one A moves is in its own row"
+            findings.append(Finding("mistake", f"one row's A moves the others' gradient: {share}"))
+        try:
+            with np.errstate(all="ignore"):
+                for finding in MEASURES.get(self.section, measure.findings)(self.subject):
+                    findings.append(finding)
+        except Exception as error:
+            words = " ".join(f"{type(error).__name__}: {error}".split())
+            self.notes.append(f"not all was measured, since it fails in a batch of ours ({words})")
+        return findings
+
+    def examined(self, case):
+        """(the case with the author's constants, the answer, or why there is none, or an error)"""
+        reason = self.subject.why_not(case)
+        if reason:
+            return case, reason
+        try:
+            case = self.subject.adapted(case, self.change if self.constants else None)
+            return case, self.subject.answer(case)
+        except Exception as error:
+            if "token_advantages" in case["tags"]:
+                return case, "it takes one advantage for each completion"
+            if isinstance(case["inputs"].get("lam"), list):
+                return case, "it takes one lambda for the batch"
+            return case, error
+
+    def has_only(self, start):
+        return all(line.startswith(start) for line in self.lines)
+
+    def diagnosis(self, shown):
+        lines, tested = [], []
+        for case, answer in self.answered:
+            are_finite = [np.isfinite(x).all() for x in answer if x is not None]
+            if "masked_places" in case["tags"] and not all(are_finite):
+                is_late = self.section in reference.LOSSES and are_finite[0]
+                lines = [AFTER_EXP if is_late or lines == [AFTER_EXP] else SPREADS]
+            else:
+                tested.append((case, answer))
+        raising = [case["id"] for case, found in self.results if isinstance(found, Exception)]
+        if raising:
+            lines.append(f"it raises an error in {', '.join(raising)}")
+        if len(self.answered) < 5:
+            lines.append("fewer than five cases apply: too few to tell")
+        if tested and (shown or not all(is_right(self.section, *pair) for pair in tested)):
+            explanation = Explanation(self.section, tested, self.change, shown)
+            lines = explanation.lines() + lines
+            self.is_explained = explanation.is_complete
+        return lines
 
 
-def explained(section, groups, change, changes):
-    """The fewest lines that explain the answers in groups of cases, one group after the other: by at
-    most two changes in the plain cases, and by one more for each tag of the special ones."""
-    if not groups:
-        return []
-    (tag, tested), *rest = groups
-    for size in range(3 if tag == PLAIN else 2):
-        found = []
-        for names in itertools.combinations(changes, size):
-            all_changes = functools.reduce(mistakes.together, [changes[x] for x in names], change)
-            if all(gives(section, case, all_changes, answer) for case, answer in tested):
-                line = [" and ".join(names)] if names else []
-                found.append(line + explained(section, rest, all_changes, changes))
-        if found:
-            return min(found, key=len)
-    wrong = [case["id"] for case, answer in tested if not gives(section, case, change, answer)]
-    ids = ", ".join(sorted(wrong))
-    if tag == PLAIN:
-        return [f"{UNKNOWN}: {ids}"]
-    line = f"unknown with {tag.replace('_', ' ')}: {ids}"
-    return [line, *explained(section, rest, change, changes)]
+def examine(function, section, fixed=None, layout=None):
+    """The Report on a function: in the shape of advantages that separates rows or, if there is none, in
+    the first that can be explained. fixed: {parameter: value}. layout: of rewards, as in the file."""
+    reports = [Report(subject) for subject in fitted(function, section, fixed, layout)]
+    report = min(reports, key=lambda report: not report.is_explained)
+    if section in groups.PAPER and layout is None and not report.has_only(NO_RULE):
+        for other, words in OTHER_LAYOUTS.items():
+            if other != report.subject.layout and is_right_in(function, section, fixed, other):
+                line = f"mistake: {words}; if that is meant, --layout {other}"
+                report.lines = [line, *(report.lines if report.is_explained else [])]
+                break
+    return report
 
 
-def examined(function, section, fixed):
-    """(subject, its results, the diagnosis) for the shape in which most cases agree; at a tie, for one
-    in which the mistake is known."""
-    found = examine_shapes(function, section, fixed)
-    best = [pair for pair in found if failures(*pair) == failures(*found[0])]
-    options = [(*pair, diagnosis(*pair)) for pair in best]
-    return min(options, key=lambda option: " ".join(option[2]).count("unknown"))
+def is_right_in(function, section, fixed, layout):
+    try:
+        return Report(fitted(function, section, fixed, layout)[0]).has_only(NO_RULE)
+    except Misfit:
+        return False
 
 
 def diagnose(function, section, **fixed):
     """What is wrong with a function, in lines; none if it is right. For the assertion in a test.
     fixed: other parameters of the function."""
-    return examined(function, section, fixed)[2]
+    return examine(function, section, fixed).lines
 
 
-def diagnosis(subject, results):
-    """Lines; none if the function is right in all cases that were tested, and these are enough."""
-    tested = []
-    lines = []
-    for case, answer in answered(results):
-        are_finite = [np.isfinite(x).all() for x in answer if x is not None]
-        if "masked_places" in case["tags"] and not all(are_finite):
-            is_late = subject.section in reference.LOSSES and are_finite[0]
-            lines = [AFTER_EXP if is_late or lines == [AFTER_EXP] else SPREADS]
-        else:
-            tested.append((case, answer))
-    raising = [case["id"] for case, found in results if isinstance(found, Exception)]
-    if raising:
-        lines.append(f"it raises an error in {', '.join(raising)}")
-    wrong = [pair for pair in tested if not is_right(*pair)]
-    if not wrong:
-        too_few = ["fewer than five cases apply: too few to tell"]
-        return lines + (too_few if len(answered(results)) < 5 else [])
-    plain = [pair for pair in tested if tag_of(pair[0]) == PLAIN]
-    measured = measure.entries(subject, [case for case, _ in plain])
-    found = named(subject.section, tested, measured)
-    is_near = all(same(answer, expected(case), 2e-2) for case, answer in plain)
-    if found[0].startswith(UNKNOWN) and is_near:
-        found.append("  all are within 2%: computed in bfloat16, or a small term is added")
-    if "unknown" in " ".join(found) and subject.section in reference.LOSSES:
-        found += [f"  {line}" for line in measure.explanation(subject, wrong, measured)]
-    return found + lines
+class Explanation:
+    """What gives a function's answers, in as few lines as possible."""
+
+    def __init__(self, section, tested, change, shown):
+        """change: the author's constants. shown: what else was measured."""
+        self.section, self.change, self.shown = section, change, shown
+        self.is_complete = False
+        # The most telling cases come first, since most entries fail on them.
+        telling = {"different_lengths", "holes"}
+        tested = sorted(tested, key=lambda pair: -len(telling & {*pair[0]["tags"]}))
+        self.tested = {tag: [x for x in tested if tag_of(x[0]) == tag] for tag in (PLAIN, *SPECIAL)}
+        named = {name: x for name, (where, x) in mistakes.ENTRIES.items() if section in where}
+        self.entries = [Finding(*name.split(": ", 1), x) for name, x in named.items()]
+
+    def gives(self, tag, findings, parts=BOTH):
+        # The innermost of several changes of the same piece counts, so the constants come last.
+        change = functools.reduce(together, [*(x.change for x in findings), self.change])
+        return all(is_right(self.section, *pair, change, parts) for pair in self.tested[tag])
+
+    def of_plain(self):
+        """(what gives the answers in the plain cases, or None; whether it gives the values, too)"""
+        facts = [x for x in self.shown if x.change is unchanged]
+        has_gradient = all("gradient" in case for case, _ in self.tested[PLAIN])
+        for parts, size in itertools.product([BOTH, GRADIENT][: 1 + has_gradient], range(3)):
+            for entries in itertools.combinations(self.entries, size):
+                for findings in ([*self.shown, *entries], [*entries, *facts]):
+                    if self.gives(PLAIN, findings, parts) and (size or findings == self.shown):
+                        return findings, parts == BOTH
+        return None, False
+
+    def lines(self):
+        found, has_value = self.of_plain()
+        if found is None:
+            as_paper = "  in the batches that measure it, it does what the paper does"
+            facts = [str(x) for x in self.shown] or [as_paper]
+            return [self.not_explained(PLAIN), *facts, *self.first_case()]
+        self.is_complete = True
+        lines = [str(x) for x in sorted(found, key=lambda x: x.change is unchanged)]
+        if not has_value and any(answer.gradient.any() for _, answer in self.tested[PLAIN]):
+            size_of_error = lambda pair: abs(pair[1].value - expected(pair[0]).value)  # noqa: E731
+            case, answer = max(self.tested[PLAIN], key=size_of_error)
+            example = f"{answer.value:.4g} instead of {expected(case).value:.4g} in {case['id']}"
+            words = VALUE.replace("the", "with that, the", 1) if found else VALUE
+            lines.append(f"{words}, for example {example}")
+        for tag in SPECIAL:
+            options = [[], *([x] for x in self.entries if x not in found)]
+            parts = BOTH if has_value else GRADIENT
+            more = next((x for x in options if self.gives(tag, [*found, *x], parts)), None)
+            lines += [self.not_explained(tag)] if more is None else [str(x) for x in more]
+            found = [*found, *(more or [])]
+        return lines
+
+    def not_explained(self, tag):
+        if tag == "equal_rewards":
+            sizes = [np.abs(x.value[groups.is_uniform(case)]).max() for case, x in self.tested[tag]]
+            if max(sizes) > 1e-6:
+                return f"{NO_RULE}: there, A is up to {max(sizes):.2g} instead of 0"
+        ids = [
+            case["id"] for case, answer in self.tested[tag] if not is_right(self.section, case, answer)
+        ]
+        return (
+            f"mistake: {', '.join(sorted(ids))} differ, which what was measured does not fully explain"
+        )
+
+    def first_case(self):
+        """Lines: up to two rows of the first case that differs."""
+        wrong = [x for x in self.tested[PLAIN] if not is_right(self.section, *x)]
+        case, answer = (wrong or self.tested[PLAIN])[0]
+        ours = expected(case)
+        what, k = ("result", 0) if ours.gradient is None else ("gradient", 1)
+        lines = []
+        if k:
+            lines = [f"  {case['id']}: the value is {answer.value:.4g} instead of {ours.value:.4g}"]
+        width = ours[k].shape[-1]
+        for your, our in zip(answer[k].reshape(-1, width), ours[k].reshape(-1, width), strict=True):
+            if len(lines) < 5 and not np.allclose(your, our, rtol=1e-4):
+                lines.append(f"  {case['id']}: your {what}  {in_columns(your)}")
+                lines.append(f"  {' ' * len(case['id'])}  ours {' ' * len(what)}  {in_columns(our)}")
+        return lines
+
+
+def in_columns(row):
+    return " ".join(f"{x:8.4g}" for x in row)
 
 
 def needed_flag(line):
     """The flag that accepts a complaint, or None."""
-    if line in (SPREADS, AFTER_EXP):
-        return "--allow-nan"
-    return "--allow-clamp" if line.startswith(measure.CLAMP) and " and " not in line else None
+    return next((flag for start, flag in FLAGS.items() if line.startswith(start)), None)
 
 
 def report(case, answer):
@@ -183,8 +245,8 @@ def report(case, answer):
         return f"  n/a      {about}: {answer}"
     if isinstance(answer, Exception):
         return f"  RAISES   {about}: {type(answer).__name__} {' '.join(str(answer).split())}"
-    if is_right(case, answer):
+    ours = expected(case)
+    if same(answer, ours, case["tolerance"]["float32"]):
         return f"  agrees   {about}"
-    pairs = zip(answer, expected(case), strict=True)
-    off = [f"{np.abs(x - y).max():.2g}" for x, y in pairs if y is not None]
+    off = [f"{np.abs(x - y).max():.2g}" for x, y in zip(answer, ours, strict=True) if y is not None]
     return f"  DIFFERS  {about}: off by {', the gradient by '.join(off)}"

@@ -1,138 +1,125 @@
-"""Loads a function from a file, even if the file cannot be imported: the function and what it uses are
-then extracted from the syntax tree, with stand-ins for what is not installed."""
-
-import __future__
+"""Imports a function as Python imports it, makes an instance of a class, and writes adapters."""
 
 import ast
+import importlib
+import importlib.util
 import inspect
-import runpy
 import sys
 from pathlib import Path
 
-from rl_loss_vectors.names import Misfit
+from rl_loss_vectors.names import Misfit, Settings, bind
 
-KEPT = ("staticmethod", "classmethod", "property", "dataclass")  # decorators
-IMPORTS = (ast.Import, ast.ImportFrom)
-DEFINITIONS = (ast.FunctionDef, ast.ClassDef)
+COPY = "Copy the function into a file of its own and check that."
 
 
-class StandIn:
-    """Stands in for a name that cannot be imported. It can be called and subclassed, and has every
-    attribute."""
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self
-
-    def __call__(self, *args, **keywords):
-        return self
-
-    def __mro_entries__(self, bases):
-        return (type("Base", (), {"__init__": lambda self, *args, **keywords: None}),)
-
-
-def statements_of(nodes):
-    """The statements of a module, including those in `if` and `try`."""
-    for node in nodes:
-        if isinstance(node, (ast.If, ast.Try)):
-            yield from statements_of(node.body + node.orelse)
-        else:
-            yield node
-
-
-def names_of(node):
-    """What a statement defines."""
-    if isinstance(node, IMPORTS):
-        return [alias.asname or alias.name.split(".")[0] for alias in node.names]
-    if isinstance(node, DEFINITIONS):
-        return [node.name]
-    return [x.id for x in ast.walk(node) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)]
-
-
-class Module:
-    """The names of a file, each defined when it is first needed."""
-
-    def __init__(self, path, stand_ins):
-        self.path = Path(path)
-        self.members = {"__name__": self.path.stem}
-        self.stand_ins = stand_ins  # a list to which the names of stand-ins are added
-        nodes = list(statements_of(ast.parse(self.path.read_text()).body))
-        self.nodes = {name: node for node in nodes for name in names_of(node)}
-
-    def __getattr__(self, name):
-        if name not in self.nodes:
-            raise AttributeError(name)
-        if name in self.members:
-            return self.members[name]
-        node = self.nodes[name]
-        self.members[name] = None  # for a function that calls itself
+def settings_of(texts):
+    """{parameter: value} of NAME=VALUE; a.b=VALUE makes Settings, to any depth."""
+    settings = Settings()
+    for text in texts:
+        path, _, value = text.partition("=")
+        *outer, name = path.split(".")
+        place = settings
+        for key in outer:
+            place = vars(place).setdefault(key, Settings())
+            if not isinstance(place, Settings):
+                raise Misfit(f"--set {text}: {key} has a value already")
         try:
-            define = self.imported if isinstance(node, IMPORTS) else self.defined
-            self.members[name] = define(node, name)
-        except (Exception, SystemExit):
-            if isinstance(node, DEFINITIONS):
-                raise
-            self.stand_ins.append(name)
-            self.members[name] = StandIn()
-        return self.members[name]
-
-    def defined(self, node, name):
-        for inner in ast.walk(node):
-            if isinstance(inner, DEFINITIONS):
-                inner.decorator_list = [x for x in inner.decorator_list if ast.unparse(x) in KEPT]
-            if isinstance(inner, ast.Name) and inner.id in self.nodes:
-                getattr(self, inner.id)
-        flags = __future__.annotations.compiler_flag
-        code = compile(ast.Module([node], []), str(self.path), "exec", flags, dont_inherit=True)
-        exec(code, self.members)
-        return self.members[name]
-
-    def imported(self, node, name):
-        """From a file in this folder or one above, or else as the statement says."""
-        alias = next(x for x in node.names if name in (x.asname, x.name.split(".")[0]))
-        module = getattr(node, "module", None)  # None in `import x` and `from . import x`
-        for folder in self.path.resolve().parents:
-            path = folder.joinpath(*(module or alias.name).split(".")).with_suffix(".py")
-            if path.is_file():
-                other = Module(path, self.stand_ins)
-                return getattr(other, alias.name) if module else other
-        return self.defined(node, name)
+            vars(place)[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            vars(place)[name] = value
+    return vars(settings)
 
 
-def load(target, fixed):
-    """(the function of FILE.py:NAME or pkg.module:NAME, lines about how it was loaded); for a class,
-    the forward of a new instance."""
-    path, _, name = target.rpartition(":")
-    path = path if path.endswith(".py") else path.replace(".", "/") + ".py"
-    places = [Path(folder, path) for folder in (".", *sys.path) if Path(folder, path).is_file()]
-    if not places:
+def place_of(path):
+    """(folder for sys.path, the module's name): a file in a package is imported as a part of it."""
+    if not path:
+        raise Misfit("the target is FILE.py:FUNCTION or pkg.module:FUNCTION")
+    if not path.endswith(".py"):
+        return str(Path.cwd()), path
+    file = Path(path).resolve()
+    if not file.is_file():
         raise Misfit(f"no file {path}: the target is FILE.py:FUNCTION")
-    path = str(places[0])
-    sys.path.insert(0, str(Path(path).parent))
-    first, *attributes = name.split(".")
-    module = Module(path, [])
-    lines = []
+    names = [file.stem]
+    folder = file.parent
+    while (folder / "__init__.py").is_file():
+        names.insert(0, folder.name)
+        folder = folder.parent
+    return str(folder), ".".join(names)
+
+
+def imported(path):
+    folder, name = place_of(path)
+    sys.path.insert(0, folder)
     try:
-        found = runpy.run_path(path).get(first)
+        if "." in name or not path.endswith(".py"):
+            return importlib.import_module(name)
+        name = f"checked_{name}" if name in sys.modules else name
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module  # where a dataclass looks for it
+        spec.loader.exec_module(module)
+        return module
     except (Exception, SystemExit) as error:
-        if first not in module.nodes:
-            raise
-        found = getattr(module, first)
-        why = f"{type(error).__name__}: {error}"
-        lines.append(f"the file cannot be imported ({why}): {first} is taken from it")
-        lines += [f"stand-ins for {', '.join(module.stand_ins)}"] if module.stand_ins else []
-    if found is None:
-        here = [key for key, x in module.nodes.items() if not isinstance(x, IMPORTS)]
-        raise Misfit(f"no function {name}; it has: {', '.join(here) or 'none'}")
-    for attribute in attributes:
+        raise Misfit(f"{path} cannot be imported: {type(error).__name__}: {error}. {COPY}") from error
+
+
+def load(target, section, defaults, fixed):
+    """(the function of FILE.py:NAME or pkg.module:NAME, {parameter: constant} of its constructor)"""
+    path, _, name = target.rpartition(":")
+    module = imported(path)
+    found = module
+    constants = {}
+    for attribute in name.split("."):
+        if not hasattr(found, attribute):
+            own = [key for key, x in vars(module).items() if inspect.getmodule(x) is module]
+            raise Misfit(f"no function {name}; it has: {', '.join(own) or 'none'}")
         is_method = inspect.isfunction(inspect.getattr_static(found, attribute, None))
-        found = getattr(made(found, fixed) if is_method else found, attribute)
-    found = made(found, fixed) if inspect.isclass(found) else found
-    return (found if callable(found) else getattr(found, "forward", found)), lines
+        if inspect.isclass(found) and is_method:
+            found, constants = made(found, section, defaults, fixed)
+        found = getattr(found, attribute)
+    if inspect.isclass(found):
+        found, constants = made(found, section, defaults, fixed)
+    return (found if callable(found) else getattr(found, "forward", found)), constants
 
 
-def made(cls, fixed):
-    """An instance of a class. Its constructor gets the parameters that are set."""
-    taken = inspect.signature(cls).parameters
-    return cls(**{name: x for name, x in fixed.items() if name in taken})
+def made(cls, section, defaults, fixed):
+    """(an instance, the constants that we have filled in)"""
+    parameters = inspect.signature(cls).parameters
+    given = {name: x for name, x in fixed.items() if name in parameters}
+    try:
+        constants = bind(parameters, [], section, defaults, given).constants
+        return cls(**given, **constants), constants
+    except Exception as error:
+        why = f"{type(error).__name__}: " * (not isinstance(error, Misfit)) + str(error)
+        misfit = Misfit(f"the constructor of {cls.__name__}: {why}")
+        misfit.unknown, misfit.parameters = getattr(error, "unknown", ()) or ["NAME"], {}
+        raise misfit from error
+
+
+def adapter(target, arguments, optional, parameters, known):
+    """Lines that run when every ... is filled in. parameters: of the function, {} if it has none."""
+    path, _, name = target.rpartition(":")
+    folder, module = place_of(path)
+    first, *rest = name.split(".")
+    called = ".".join([f"{first}(...)" if first[:1].isupper() else first, *rest])
+    passed = []
+    for parameter in parameters.values():
+        is_set = parameter.default not in (None, parameter.empty)
+        is_variable = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        value = "None" if parameter.default is None else "..."
+        value = known.get(parameter.name, value)
+        if parameter.kind == parameter.POSITIONAL_ONLY:
+            passed.append(f"{value}")
+        elif parameter.name in known or not (is_set or is_variable):
+            passed.append(f"{parameter.name}={value}")
+    taken = ", ".join([*arguments, *(f"{key}=None" for key in optional)])
+    return f"""\
+import sys
+
+sys.path.insert(0, {folder!r})
+from {module} import {first}
+
+
+def adapter({taken}):
+    # Complete your own call.
+    return {called}({", ".join(passed) or "..."})"""

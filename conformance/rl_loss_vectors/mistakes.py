@@ -1,18 +1,17 @@
-"""Known mistakes in these objectives, and known variants of them, as code.
+"""Known mistakes and variants that no curve of measure.py can show, as code.
 
 A *mistake* contradicts the paper; a *variant* is a choice that the paper leaves open, or that a code
-base documents. In brackets is the engine that does this, TRL 1.16.0 or verl 0.9.1. Each entry has a
-change(J, batch), which returns what the changed code would. What measure.py finds, such as a different
-divisor or range, has no entry.
+base documents. Each entry has a change(J, batch), which returns what the changed code would.
 """
 
+import math
 from types import SimpleNamespace
 from unittest import mock
 
 import torch
 
 from rl_loss_vectors import reference
-from rl_loss_vectors.reference import LOSSES, average, gate, k3, log_ratio, tokens
+from rl_loss_vectors.reference import LOSSES, average, each, lengths, ratio, tokens
 
 # ------------------------------------------------------------------------------------ ways to change
 
@@ -39,7 +38,10 @@ def setting(**fields):
     """J of a batch with different fields; if a field is a function, it is called with the batch."""
 
     def change(J, b):
-        return J(changed(b, **{key: x(b) if callable(x) else x for key, x in fields.items()}))
+        other = changed(b, **{key: x(b) if callable(x) else x for key, x in fields.items()})
+        value = J(other)
+        vars(b).update({key: x for key, x in vars(other).items() if key in ("terms", "denominators")})
+        return value
 
     return change
 
@@ -63,89 +65,122 @@ def whitened(x, mask, correction=1):
     return torch.where(mask, (x - x[mask].mean()) / (std + 1e-8), 0)
 
 
+def rows_whitened(b):
+    A = b.advantages
+    A = A[:, :1] if (A == A[:, :1]).all() else A
+    return ((A - A.mean()) / (A.std() + 1e-8)).expand_as(b.mask)
+
+
 def every_pair(J, b):
     """(B,) times (B, 1) is (B, B)."""
     rolled = [changed(b, advantages=b.advantages.roll(k, 0)) for k in range(len(b.mask))]
     return sum(J(each) for each in rolled) / len(rolled)
 
 
-def of_batch(piece, function):
-    """Computes a group's mean or std from all rewards in the batch."""
-    return lambda J, b: pieces(**{piece: lambda *_: function(b.rewards)})(J, b)
+def gae_whitened(correction, keeps_mean=False):
+    def change(J, b):
+        A, returns = J(b)
+        back = keeps_mean * b.mask * A[b.mask].mean()
+        return torch.stack([whitened(A, b.mask, correction) + back, returns])
+
+    return change
 
 
-def standardized(eps, unbiased):
-    return pieces(scale=lambda rewards: rewards.std(unbiased=unbiased) + eps)
+def of_all_places(J, b):
+    return torch.where(b.mask, J(changed(b, mask=torch.ones_like(b.mask))), 0)
 
 
-def gae_whitened(correction):
-    return lambda J, b: torch.stack([whitened(J(b)[0], b.mask, correction), J(b)[1]])
+def token_ratios(J, b):
+    """GRPO's term for each token, with this section's range."""
+    eps = getattr(b, "log_ratio_clip", None)
+    bounds = (
+        {} if eps is None else {"clip_eps_low": 1 - math.exp(-eps), "clip_eps_high": math.exp(eps) - 1}
+    )
+    return reference.grpo(changed(b, ref_logprobs=None, **bounds))
 
 
-mean_back = lambda J, b: J(b) + b.mask * b.advantages[b.mask].mean()  # noqa: E731
-unbiased = lambda J, b: J(b) * (1 - 1 / b.mask.sum()) ** 0.5  # noqa: E731
+def sequence_ratios(J, b):
+    """GSPO's ratio of a completion on each of its tokens."""
+    means = (torch.where(b.mask, b.logprobs - b.old_logprobs, 0).sum(1) / lengths(b)[:, 0])[:, None]
+    return J(changed(b, logprobs=means.expand_as(b.logprobs), old_logprobs=0 * b.old_logprobs))
+
+
 with_holes = pieces(length=lambda b, i: tokens(b, i)[-1] - tokens(b, i)[0] + 1)
 whitened_again = setting(advantages=lambda b: whitened(b.advantages, b.mask))
-by_area = pieces(average=lambda b, terms, divisors: average(b, terms, b.mask.numel()))
-swapped = setting(tau_pos=lambda b: b.tau_neg, tau_neg=lambda b: b.tau_pos)
 no_return = setting(returns=lambda b: b.returns - b.old_values)
-no_step = setting(value_clip=lambda b: b.value_clip or 1e-300)
 
 # ---------------------------------------------------------------------------------------- the entries
 
-CLIPPED = ["ppo", "grpo", "grpo_offpolicy", "dr_grpo", "dapo", "gspo", "vapo"]
+CLIPPED = ["ppo", "grpo", "dr_grpo", "dapo", "gspo", "vapo", "deepseek_v32"]
 BY_ROOT = ["gspo", "gmpo", "rspo"]
 WITH_RATIO = [*CLIPPED, "gmpo", "rspo", "cispo", "sapo"]
 BY_LENGTH = [name for name in WITH_RATIO if name != "dr_grpo"]  # where |o| counts
-STANDARDIZED = ["group_advantages", "grouped_advantages"]
-GROUPS = ["group_advantages", "group_differences", "leave_one_out"]
+BY_TOKEN = ["ppo", "grpo", "dr_grpo", "dapo", "vapo", "sapo"]
 AVERAGED = [*LOSSES, "value_loss"]
-MASKED = [*AVERAGED, "positive_lm_loss", "replayed_gate"]
 
 MISTAKES = {  # name: (sections of vectors.json, change)
-    # The averages and the mask.
-    "wrong sign": (["value_loss", "positive_lm_loss"], lambda J, b: -J(b)),
-    "a mean over the padded width": (["value_loss"], by_area),
     "a mean of each micro-batch [verl: geo_mean]": (AVERAGED, sum_over_micro_batches),
     "holes counted in |o|": (BY_LENGTH, with_holes),
-    "mask ignored": (MASKED, setting(mask=lambda b: torch.ones_like(b.mask))),
-    "no gradient: something is detached": (LOSSES, lambda J, b: J(b).detach()),
-    "the advantages whitened again": (LOSSES, whitened_again),
-    # Ratios and clips.
+    "mask ignored": (AVERAGED, setting(mask=lambda b: torch.ones_like(b.mask))),
+    "the advantages whitened again": (LOSSES, setting(advantages=rows_whitened)),
+    "the advantages whitened again, over tokens": (LOSSES, whitened_again),
     "every ratio times every A: (B,) times (B, 1)": (BY_ROOT, every_pair),
-    "a ratio for each token: GRPO's": (["gspo"], lambda J, b: reference.grpo(b)),
+    "a ratio for each token, as in GRPO": (BY_ROOT, token_ratios),
+    "one ratio for a completion, as in GSPO": (BY_TOKEN, sequence_ratios),
     "a root by the padded width, not by |o|": (BY_ROOT, pieces(length=lambda b, i: b.mask.shape[1])),
     "a product instead of a geometric mean": (BY_ROOT, pieces(length=lambda b, i: 1)),
-    "the ratio is always 1": (WITH_RATIO, setting(old_logprobs=lambda b: b.logprobs.detach())),
-    "the ratio upside down": (WITH_RATIO, pieces(log_ratio=lambda b, i, t: -log_ratio(b, i, t))),
     "gamma ignored": (["rspo"], setting(gamma_min=1)),
-    "no factor 4 / tau": (["sapo"], pieces(gate=lambda r, tau: gate(r, tau) * tau / 4)),
-    "the two tau swapped": (["sapo"], swapped),
     "a gradient through the weight": (["cispo"], pieces(stopped=lambda x: x)),
-    # Advantages and values.
-    "the mean of the batch": (STANDARDIZED, of_batch("mean", torch.mean)),
-    "the std of the batch": (STANDARDIZED, of_batch("scale", lambda rewards: rewards.std() + 1e-6)),
     "lambda ignored": (["gae"], setting(lam=1)),
     "the advantage returned as the return": (["gae"], lambda J, b: J(b)[[0, 0]]),
-    "GAE, then whitened": (["gae"], gae_whitened(0)),
-    "GAE, then whitened with the unbiased std": (["gae"], gae_whitened(1)),
+    "the mask is ignored in the recursion": (["gae"], of_all_places),
+    "masked places are counted": (["whiten"], of_all_places),
+    "whitened behind the recursion": (["gae"], gae_whitened(0)),
+    "whitened behind the recursion, with the unbiased std": (["gae"], gae_whitened(1)),
+    "whitened behind the recursion, and the mean comes back": (["gae"], gae_whitened(1, True)),
     "the advantage taken for the return": (["value_loss"], no_return),
-    "min instead of max": (["value_loss"], pieces(worse=torch.min)),
-    "the values not clipped": (["value_loss"], setting(value_clip=0)),
 }
 VARIANTS = {
-    "k3 clamped at 10 [verl]": (["grpo"], pieces(k3=lambda log_x: k3(log_x).clamp(max=10))),
-    "k3 times r, unasked [TRL: default]": (["grpo"], setting(kl_is_corrected=True)),
-    "eps 1e-4 [TRL]": (STANDARDIZED, standardized(1e-4, True)),
-    "eps 1e-8": (STANDARDIZED[:1], standardized(1e-8, True)),
-    "the std of the population, eps 1e-6": (STANDARDIZED, standardized(1e-6, False)),
-    "the std of the population, eps 1e-4": (STANDARDIZED, standardized(1e-4, False)),
-    "the std of the population, eps 1e-8": (STANDARDIZED[:1], standardized(1e-8, False)),
-    "no rule for equal rewards [TRL, verl]": (GROUPS, pieces(is_uniform=lambda rewards: False)),
-    "no step at all if the range is 0": (["value_loss"], no_step),
-    "half of the squared error": (["value_loss"], lambda J, b: J(b) / 2),
-    "the unbiased std [TRL, verl]": (["whiten"], unbiased),
-    "the mean comes back [TRL, verl: on request]": (["whiten"], mean_back),
+    "gamma to the power sgn(A), as printed in the paper": (["rspo"], setting(shift="literal")),
+    "gamma before the clip, the paper's second version": (["rspo"], setting(shift="before_clip")),
 }
 ENTRIES = {f"mistake: {name}": entry for name, entry in MISTAKES.items()}
 ENTRIES |= {f"variant: {name}": entry for name, entry in VARIANTS.items()}
+
+
+# ----------------------------------------------------------- what a measurement changes the paper's to
+
+
+def divided_by(formula):
+    """formula(B, o, N, T): B rows, o tokens in each, N in all, the padded width T."""
+
+    def other_average(b, terms, divisors):
+        B, T = b.mask.shape
+        o = b.mask.sum(1, keepdim=True)
+        # A completion's single term counts as one equal term for each of its tokens.
+        num_equal = o if terms.shape[1] < T else 1
+        return average(b, terms * num_equal, formula(B, o, o.sum(), T))
+
+    return pieces(average=other_average)
+
+
+def by_weights(f):
+    """The terms f(r, A), for a ratio of the section's kind, averaged as the section does."""
+
+    def change(J, b):
+        J(b)
+        return average(b, each(b, lambda i, t: f(ratio(b, i, t), b.advantages[i, t])), b.denominators)
+
+    return change
+
+
+def with_term(term, formula):
+    """Instead of the section's KL, term(logp, old, ref) of each token."""
+
+    def change(J, b):
+        B, T = b.mask.shape
+        o = b.mask.sum(1, keepdim=True)
+        values = torch.where(b.mask, term(b.logprobs, b.old_logprobs, b.ref_logprobs), 0)
+        return setting(ref_logprobs=None)(J, b) - (values / formula(B, o, o.sum(), T)).sum()
+
+    return change

@@ -423,10 +423,10 @@ def evaluate(section, case, change=None, b=None):
     return value.detach().numpy(), gradient.numpy()
 
 
-def with_results(section, case):
-    """The case with the objective's results for it."""
+def with_results(section, case, change=None):
+    """The case with the objective's results for it; change: as in evaluate."""
     b = batch_of(section, case)
-    value, gradient = evaluate(section, case, b=b)
+    value, gradient = evaluate(section, case, change, b)
     case = case | {"value": value.tolist()}
     if gradient is not None:
         case["gradient"] = gradient.tolist()
