@@ -198,6 +198,16 @@ def test_micro_batches_have_rows_of_similar_length(monkeypatch):
     assert rows_of_steps(lengths, vocab_size=2**26) == [[[3, 2], [0, 1], [4]]]
 
 
+@pytest.mark.parametrize("limit, sizes", [(2 * 3 * 17, [2]), (2 * 3 * 17 - 1, [1, 1])])
+def test_the_limit_on_logits_knows_the_models_vocabulary(limit, sizes, tiny_policy, monkeypatch):
+    """Two answers of three tokens, with 17 logits each. If it took another size, it would never act."""
+    monkeypatch.setattr(common, "MAX_LOGITS", limit)
+    completion = Completion(Problem("", "", [3]), [4] * 3, [0.0] * 3)
+    args = settings(prompts_per_iteration=1, group_size=2, num_minibatches=1)
+    (batches,) = optimizer_steps(tiny_policy, [completion] * 2, args)
+    assert [len(batch) for batch in batches] == sizes
+
+
 def test_steps_have_rows_in_the_rollouts_order():
     """Of nearly equal size, and fewer if the rollout has fewer rows than it should have."""
     lengths = [(1, 5), (1, 4), (1, 3), (1, 2), (1, 1)]
