@@ -82,6 +82,19 @@ def test_run_of_each_script_logs_sensible_numbers(name, tmp_path):
             assert kept == 8 and generated == kept + right + wrong > kept
 
 
+def test_the_size_of_a_micro_batch_changes_no_mean_over_tokens(tmp_path):
+    """A micro-batch of short answers has as many rows as one of long answers, but fewer tokens."""
+    names = keys("losses/", "policy_loss entropy approx_kl kl_ref")
+    found = []
+    for size in (1, 3, 16):
+        flags = ("--micro_batch_size", size, "--router_aux_coef", 0, "--max_new_tokens", 32)
+        completes("grpo", *flags, "--update_epochs", 2, "--lr", 1e-3, "--run_dir", tmp_path / str(size))
+        (line,) = metrics(tmp_path / str(size))
+        found.append({name: line[name] for name in names})
+    assert found[0] == pytest.approx(found[2], rel=1e-2)
+    assert found[1] == pytest.approx(found[2], rel=1e-2)
+
+
 def test_the_summary_of_a_rollout():
     completions = [
         Completion(None, [5] * 6, [], text="#### 3", reward=0.2, verdict="wrong"),
