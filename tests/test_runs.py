@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 import pytest
-from conftest import MORE, SCRIPTS, completes, metrics, read_lines, run, script_args
+from conftest import MORE, SCRIPTS, checkpoint_of, completes, metrics, read_lines, run, script_args
 
 import dapo
 from common import Completion
@@ -80,6 +80,16 @@ def test_run_of_each_script_logs_sensible_numbers(name, tmp_path):
             kinds = ("dropped_all_right", "dropped_all_wrong", "kept", "generated")
             right, wrong, kept, generated = (line[f"rollout/groups_{kind}"] for kind in kinds)
             assert kept == 8 and generated == kept + right + wrong > kept
+
+
+def test_dapo_ends_where_no_group_is_mixed(tmp_path, reward_file):
+    """That iteration is logged and saved, without an update, and the last lines say why it ended."""
+    flags = ("--iterations", 3, "--max_sampling_rounds", 2, "--run_dir", tmp_path)
+    printed = completes("dapo", *flags, "--reward", reward_file("return 0"))
+    assert "\nended early, after iteration 1: too few mixed groups\n" in printed
+    (line,) = metrics(tmp_path)
+    assert line["rollout/groups_generated"] == 8 and "losses/policy_loss" not in line
+    assert checkpoint_of(tmp_path).name == "checkpoint-000001"
 
 
 def test_the_size_of_a_micro_batch_changes_no_mean_over_tokens(tmp_path):
