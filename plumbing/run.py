@@ -137,7 +137,8 @@ class Run:
 
     def log(self, steps, completions, rewards, **numbers):
         """Ends an iteration: writes its metrics and some completions and, if due, a checkpoint. After a
-        signal it also ends the program. An iteration that a script leaves before this is not counted.
+        signal it also ends the program. An iteration that a script leaves before this is not counted,
+        though what it has changed stays changed.
 
         steps        of the update, as from `optimizer_steps`; [] if there was no update
         completions  all that were generated

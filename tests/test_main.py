@@ -372,8 +372,9 @@ def check_step(name, args, before, rows, step, is_pretraining, model):
     return norms[0]
 
 
-def check_sampler(args, before, first_weights, weights, model):
-    """Completions come from the policy of now in int4, or from that of the first iteration."""
+def check_sampler(args, before, first_weights, weights, model, line):
+    """Completions come from the policy of now in int4, or from that of the first iteration. The log has
+    the KL to the policy of now, over the tokens of all steps."""
     sampler = first_weights
     if args.rollout_refresh_every == 1:
         sampler = rounded(model, weights)
@@ -381,6 +382,10 @@ def check_sampler(args, before, first_weights, weights, model):
         for c in before.completions:
             logprobs = answer(model, sampler, c, args.temperature).logprobs
             assert c.logprobs == pytest.approx(logprobs.tolist(), abs=1e-4)
+    if args.old_logprobs == "trainer":
+        log_rho = (before.logprobs - before.mu)[before.mask]
+        kl = (log_rho.expm1() - log_rho).mean().item()
+        assert line["rollout/sampler_kl"] == pytest.approx(kl, rel=1e-3, abs=1e-8)
 
 
 # ------------------------------------------------------------------------------------------ runs
@@ -412,7 +417,7 @@ def test_run_has_the_gradients_of_the_literal_objective(case, tmp_path, tiny_mod
         if name == "more.reinforce":
             mean_reward = sum(c.reward for c in completions) / len(completions)
             baseline = args.baseline_decay * baseline + (1 - args.baseline_decay) * mean_reward
-        check_sampler(args, before, first_weights, weights[0], model)
+        check_sampler(args, before, first_weights, weights[0], model, line)
         # dapo, if it could not fill its batch, takes fewer steps of about the same size.
         rows_per_step = args.prompts_per_iteration * args.group_size / args.num_minibatches
         num_minibatches = max(1, round(len(completions) / rows_per_step))

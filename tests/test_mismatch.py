@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import batch_of_ids, completes, metrics, script_args
 
+import common
 import rspo
 from common import record_old_policy, reference_logprobs, sample, token_logprobs
 from plumbing.model import checkpoint_layers
@@ -107,6 +108,25 @@ def test_what_old_policy_update_and_reference_replay(tiny_policy, batch):
     assert not torch.allclose(batch.old_logprobs_BT, live.logprobs_BT, atol=1e-5)
     assert batch.replayed_experts_BSLK is experts
     torch.testing.assert_close(reference_logprobs(tiny_policy, batch, args), live.logprobs_BT)
+
+
+def test_old_policy_and_reference_compute_only_what_is_read(tiny_policy, batch, monkeypatch):
+    """With a large vocabulary, entropies would take a quarter of the update. What the routers did is
+    computed when it is asked for."""
+    seen = []
+
+    def token_logprobs(*inputs, **keywords):
+        seen.append(original(*inputs, **keywords))
+        return seen[-1]
+
+    original = common.token_logprobs
+    monkeypatch.setattr(common, "token_logprobs", token_logprobs)
+    _, args = script_args("grpo")
+    record_old_policy(tiny_policy, batch, args)
+    reference_logprobs(tiny_policy, batch, args)
+    assert [outputs.entropy_BT for outputs in seen] == [None, None]
+    computed = [set(vars(outputs.routing)) - {"routers", "recorded", "batch"} for outputs in seen]
+    assert computed == [{"choices_BSLK", "experts_BTLK"}, set()]
 
 
 def test_run_r3_replays_the_samplers_experts_before_the_update_and_in_it(tmp_path, monkeypatch):

@@ -4,7 +4,8 @@ import dataclasses
 import math
 
 import pytest
-from conftest import MORE, SCRIPTS, completes, metrics, read_lines, refused, resume, run, script_args
+from conftest import MORE, SCRIPTS, checkpoint_of, completes, metrics, read_lines, refused, resume, run
+from conftest import script_args
 
 import dapo
 import grpo
@@ -88,6 +89,29 @@ def test_run_of_each_script_logs_sensible_numbers(name, tmp_path):
             kinds = ("dropped_all_right", "dropped_all_wrong", "kept", "generated")
             right, wrong, kept, generated = (line[f"rollout/groups_{kind}"] for kind in kinds)
             assert kept == 8 and generated == kept + right + wrong > kept
+
+
+def test_dapo_ends_where_no_group_is_mixed(tmp_path, reward_file):
+    """That iteration is logged and saved, without an update, and the last lines say why it ended."""
+    flags = ("--iterations", 3, "--max_sampling_rounds", 2, "--run_dir", tmp_path)
+    printed = completes("dapo", *flags, "--reward", reward_file("return 0"))
+    assert "\nended early, after iteration 1: too few mixed groups\n" in printed
+    (line,) = metrics(tmp_path)
+    assert line["rollout/groups_generated"] == 8 and "losses/policy_loss" not in line
+    assert checkpoint_of(tmp_path).name == "checkpoint-000001"
+
+
+def test_the_size_of_a_micro_batch_changes_no_mean_over_tokens(tmp_path):
+    """A micro-batch of short answers has as many rows as one of long answers, but fewer tokens."""
+    names = keys("losses/", "policy_loss entropy approx_kl kl_ref")
+    found = []
+    for size in (1, 3, 16):
+        flags = ("--micro_batch_size", size, "--router_aux_coef", 0, "--max_new_tokens", 32)
+        completes("grpo", *flags, "--update_epochs", 2, "--lr", 1e-3, "--run_dir", tmp_path / str(size))
+        (line,) = metrics(tmp_path / str(size))
+        found.append({name: line[name] for name in names})
+    assert found[0] == pytest.approx(found[2], rel=1e-2)
+    assert found[1] == pytest.approx(found[2], rel=1e-2)
 
 
 def test_the_summary_of_a_rollout():

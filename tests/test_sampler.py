@@ -150,6 +150,22 @@ def test_completions_do_not_depend_on_the_rollout_batch_size(are_short, tiny_pol
     assert torch.equal(torch.get_rng_state(), global_noise)
 
 
+@pytest.mark.parametrize("entropy_grad", [False, True])
+def test_entropies_are_those_of_the_distribution_that_was_sampled(entropy_grad, tiny_policy):
+    """So at the sampling temperature, with a gradient or without; 0 on padding. Against a plain forward
+    of one completion at a time."""
+    problems = problems_of(tiny_policy, *MIXED)
+    completions = sample(tiny_policy, problems, 1, settings(), noise_of(0))
+    batch = collate(completions, 3, settings())
+    entropy_BT = token_logprobs(tiny_policy, batch, 0.7, entropy_grad=entropy_grad).entropy_BT
+    assert entropy_BT.requires_grad == entropy_grad and (entropy_BT[~batch.mask_BT] == 0).all()
+    for row, c in enumerate(completions):
+        tokens = torch.tensor([c.problem.prompt_ids + c.ids])
+        logits = tiny_policy.model(tokens).logits[0, len(c.problem.prompt_ids) - 1 : -1]
+        expected = torch.distributions.Categorical(logits=logits / 0.7).entropy()
+        torch.testing.assert_close(entropy_BT[row][batch.mask_BT[row]], expected, atol=1e-4, rtol=0)
+
+
 # ------------------------------------------------------------------------- batches and their parts
 
 
@@ -180,6 +196,16 @@ def test_micro_batches_have_rows_of_similar_length(monkeypatch):
     lengths = [(5, 4), (9, 2), (1, 3), (1, 2), (30, 1)]
     assert rows_of_steps(lengths, vocab_size=2**27) == [[[3], [2], [0], [1, 4]]]  # 4 response tokens
     assert rows_of_steps(lengths, vocab_size=2**26) == [[[3, 2], [0, 1], [4]]]
+
+
+@pytest.mark.parametrize("limit, sizes", [(2 * 3 * 17, [2]), (2 * 3 * 17 - 1, [1, 1])])
+def test_the_limit_on_logits_knows_the_models_vocabulary(limit, sizes, tiny_policy, monkeypatch):
+    """Two answers of three tokens, with 17 logits each. If it took another size, it would never act."""
+    monkeypatch.setattr(common, "MAX_LOGITS", limit)
+    completion = Completion(Problem("", "", [3]), [4] * 3, [0.0] * 3)
+    args = settings(prompts_per_iteration=1, group_size=2, num_minibatches=1)
+    (batches,) = optimizer_steps(tiny_policy, [completion] * 2, args)
+    assert [len(batch) for batch in batches] == sizes
 
 
 def test_steps_have_rows_in_the_rollouts_order():
