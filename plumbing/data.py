@@ -151,7 +151,12 @@ def load_rows(name, args, flag):
         names = datasets.get_dataset_config_names(name)
         raise UserError(f"it has several configs: --dataset_config can be {', '.join(names):.300}")
     split = split or default_split(datasets.get_dataset_split_names(name, config))
-    return datasets.load_dataset(name, config, split=split)
+    options = {}
+    if Path(name).is_dir():
+        # Read it again each time. The library finds a folder in its cache by its name and card, so it
+        # would return old rows after a change, or those of a different folder.
+        options = {"download_mode": "force_redownload", "verification_mode": "no_checks"}
+    return datasets.load_dataset(name, config, split=split, **options)
 
 
 def keep_encoded(feature):
