@@ -36,10 +36,21 @@ def lower(words):
     return words if words[1].isupper() else words[0].lower() + words[1:]
 
 
+def compared_with(name):
+    """The script whose diff with this one shows only its own idea; None for the root."""
+    parent = parent_of(name)
+    # dr_grpo leaves out grpo's KL, as the other children do.
+    return "dr_grpo" if parent == "grpo" and name != "dr_grpo" else parent
+
+
 def scripts():
-    """The table of the scripts: what each one changes, and in how many lines."""
-    rows = []
+    """The table of the scripts: what each one changes, and in how many lines. A script stands below the
+    one that it is compared with."""
+    names = []
     for name in SCRIPTS:
+        names += [each for each in (compared_with(name), name) if each and each not in names]
+    rows = []
+    for name in names:
         path = file_of(name)
         paper = title_of(name)
         if paper_of(name):
@@ -49,9 +60,7 @@ def scripts():
         )
         if len(changes_of(name)) == 1:
             changes = lower(differences_of(name)[0].split(". ")[0].removesuffix("."))
-        other = parent_of(name)
-        if other == "grpo" and name != "dr_grpo":
-            other = "dr_grpo"  # which leaves out grpo's KL, as they all do
+        other = compared_with(name)
         size = f"{changed_lines(other, name)} lines ({other})" if other else ""
         rows.append([f"[`{path}`]({path})", paper, changes, size])
     return markdown(["script", "paper", "what it changes", "diff"], rows)
