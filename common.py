@@ -39,9 +39,9 @@ def load_problems(args, policy, grade):
 
 
 def check_sampler(policy, problem, args):
-    """Compares the sampler, with its cache, to the training forward, in float32: answers of four tokens
-    (or `--max_new_tokens`, if less) and of half of that, after prompts of three lengths. UserError if
-    their log-probs differ. In lower precision it only has to run without an error."""
+    """Compares the log-probs of the sampler, with its cache, and of the training forward, on answers of
+    up to four tokens to prompts of three lengths. UserError if they differ in float32; lower precision
+    only has to run without an error."""
     with one_line(f"--model {args.model}: the sampler cannot run this architecture"):
         compare_forwards(policy, problem.prompt_ids, args)
 
@@ -70,7 +70,7 @@ def compare_forwards(policy, ids, args):
 
 # ------------------------------------------------------------------------------------------ rollout
 
-PROMPT_TOKENS = 8_192  # an evaluation may prefill this many at a time, even if a rollout has fewer
+PROMPT_TOKENS = 8_192  # that an evaluation may prefill at a time, even if a rollout has fewer
 
 
 class Completion(NamedTuple):
@@ -381,8 +381,8 @@ def with_advantages(completions, advantages_PG):
 
 def optimizer_steps(policy, completions, args):
     """The rollout as tensors, for one epoch: a list of `--num_minibatches` optimizer steps, each a list
-    of `Batch`es, which go through the model one by one. Completions keep their order from step to step.
-    (Fewer steps if dapo could not fill the rollout, so that a step keeps about its size.)"""
+    of `Batch`es, which go through the model one by one. Steps take the completions in their order.
+    (If dapo could not fill the rollout, there are fewer steps, of about the same size.)"""
     full_step = args.prompts_per_iteration * args.group_size / args.num_minibatches
     num_steps = max(1, round(len(completions) / full_step))
     filler = completions[0].problem.prompt_ids[0]
@@ -639,8 +639,9 @@ def rollout_correction(batch, args, per_sequence=False):
 
 def evaluate(policy, problems, grade, args, sampled=False):
     """Answers the held-out problems greedily and, with `sampled`, also `--eval_samples` times at the
-    training temperature with fixed noise. Returns {"greedy" and "sampled": a `rollout_summary`,
-    "examples": [[prompt, gold answer, text]], of sampled answers if there are any}."""
+    training temperature with fixed noise. Returns {"greedy": summary, "sampled": summary if asked,
+    "examples": [[prompt, gold answer, text]]}, with sampled answers if there are any. A summary is that
+    of `rollout_summary`."""
 
     def answers(group_size, greedy):
         noise = torch.Generator().manual_seed(0)

@@ -140,7 +140,7 @@ def token_rewards(rewards_B1, kl_BT, values_BU, is_cut_off_B1, mask_BT, kl_coef,
 
 
 def value_loss(values_BT, old_values_BT, returns_BT, mask_BT, *, value_clip=0.2, num_tokens=None):
-    """L_V of a micro-batch, normalized by the whole step's count, so micro-batch losses add up.
+    """L_V of this micro-batch, divided by the step's num_tokens, so that micro-batch losses add up.
 
     values_BT, old_values_BT, returns_BT, mask_BT: (B, T), the first with gradient. value_clip 0
     means the plain squared error. num_tokens: as in policy_loss.
@@ -169,8 +169,8 @@ def policy_loss(
     clip_eps_high=0.2,
     num_tokens=None,
 ):
-    """Returns (loss, stats): the clipped term of -J, normalized by the whole step's count so that
-    micro-batch losses add up, and {name: scalar} for the log, over this micro-batch.
+    """Returns (loss, stats). loss: the clipped term of -J of this micro-batch, divided by the step's
+    num_tokens, so that micro-batch losses add up. stats: {name: scalar} for the log.
 
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
     old_logprobs_BT  the same, under the policy before this rollout's first step [None: on-policy]

@@ -106,8 +106,8 @@ def policy_loss(
     router_shift_BT=None,
     num_sequences=None,
 ):
-    """Returns (loss, stats): the loss -J of a micro-batch, normalized by the whole step's count so that
-    micro-batch losses add up, and {name: scalar} for the log, over this micro-batch.
+    """Returns (loss, stats). loss: -J of this micro-batch, divided by the step's num_sequences, so that
+    micro-batch losses add up. stats: {name: scalar} for the log.
 
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
     old_logprobs_BT  the same, under the policy before this rollout's first step [None: on-policy]

@@ -3,6 +3,9 @@
     pip install -r examples/requirements.txt
     accelerate launch --multi_gpu --num_processes 2 examples/trl_trainer.py --algorithm gspo --use_cpu
 
+Without --multi_gpu, accelerate starts a single process and does not say so. Each process prints a line
+that begins with "problems:", and the last line of the output names their number.
+
 Expect: greedy held-out accuracy rises from 0.43 to at least 0.9, and the model is in runs/trl-gspo.
 
 It takes the script's flags (`python gspo.py --help`) for model, data, reward, batches, steps and loss,

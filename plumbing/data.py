@@ -59,7 +59,7 @@ class ProblemStream:
 
 def read_problems(args, policy, final_answer, reads_answers):
     """`--dataset` and `--eval_dataset` -> (ProblemStream, [held-out Problem]). `final_answer` finds the
-    gold answer in a worked solution; with `reads_answers` every problem needs one."""
+    gold answer in a worked solution; with `reads_answers` every problem needs a gold answer."""
     reading = (policy, args, final_answer, reads_answers)
     training, left_out = usable_rows(read_rows(args, "dataset"), "dataset", *reading)
     others = {}  # the held-out problems are the first ones of these
@@ -151,12 +151,17 @@ def load_rows(name, args, flag):
         names = datasets.get_dataset_config_names(name)
         raise UserError(f"it has several configs: --dataset_config can be {', '.join(names):.300}")
     split = split or default_split(datasets.get_dataset_split_names(name, config))
-    return datasets.load_dataset(name, config, split=split)
+    options = {}
+    if Path(name).is_dir():
+        # Read it again each time. The library finds a folder in its cache by its name and card, so it
+        # would return old rows after a change, or those of a different folder.
+        options = {"download_mode": "force_redownload", "verification_mode": "no_checks"}
+    return datasets.load_dataset(name, config, split=split, **options)
 
 
 def keep_encoded(feature):
-    """Nobody reads images, audio and the like, wherever they are in a column, so they are not decoded:
-    that takes other libraries, and one damaged file would end the run."""
+    """Images, audio and the like are not read, so they are not decoded, wherever they are in a column.
+    Decoding takes other libraries, and one damaged file would end the run."""
     if isinstance(feature, dict):
         for part in feature.values():
             keep_encoded(part)
@@ -181,7 +186,7 @@ def read_json(text):
 
 
 def parsed(text):
-    """What is in JSON; the text itself if it is none, or nested too deeply."""
+    """The value of a JSON text; the text itself if it is not JSON, or nested too deeply."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

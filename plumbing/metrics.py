@@ -164,9 +164,8 @@ def critic_stats(values, returns, masks):
 
 
 def rollout_summary(completions, num_samples=1):
-    """{name: number} for graded completions. The accuracy, and pass@k if each problem has several, are
-    there only if all of them have a verdict. A "direct" completion begins with its answer and shows no
-    work."""
+    """{name: number} for graded completions. Accuracy, and pass@k if each problem has several, are left
+    out if a completion has no verdict. A "direct" one begins with its answer and shows no work."""
     count = len(completions)
     verdicts = [c.verdict for c in completions]
     direct = [c.text.lstrip().startswith(("####", "\\box")) for c in completions]

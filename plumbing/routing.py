@@ -25,8 +25,8 @@ def find_experts(model):
 
 
 def find_routers(model):
-    """(routers in layer order, which of the tensors that they return are router logits), from what
-    transformers records. ([], 0) for a dense model."""
+    """(routers in layer order, index of the router logits in what a router returns), as transformers
+    records them. ([], 0) for a dense model."""
     for module in model.modules():
         recorders = getattr(module, "_can_record_outputs", None) or {}
         recorder = recorders.get("router_logits")
@@ -226,8 +226,8 @@ def read_routers(model):
 
 
 def routing_contexts():
-    """For torch's checkpoint: the contexts of the forward pass, which is already inside its `Routing`,
-    and of its recomputation in the backward pass, which must be inside the same one."""
+    """For torch's checkpoint: a context for the forward pass (none: it is inside a `Routing` already),
+    and one for its recomputation in the backward pass, which needs that same `Routing`."""
     return contextlib.nullcontext(), Routing.active or contextlib.nullcontext()
 
 

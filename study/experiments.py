@@ -1,9 +1,10 @@
 """The experiments of sweep.py, as data. Flags are the scripts' command-line flags."""
 
+import tomllib
 from typing import NamedTuple
 
-from repair import load_bugs
-from scripts import MORE, SCRIPTS, file_of
+from repair import changed, load_bugs
+from scripts import MORE, ROOT, SCRIPTS, file_of
 
 
 class Job(NamedTuple):
@@ -85,6 +86,39 @@ ROUTING_COLUMNS = {
     "ratio_max": ("losses/ratio_max", 0),
 }
 
+# ------------------------------------------------------------------------------------- exercises
+
+# Each changed script has the seeds of its original, so both start from the same rollout.
+EXERCISE_FLAGS = "--iterations 20 --eval_every 0"
+EXERCISE_COLUMNS = {
+    "mean_accuracy": ("rollout/accuracy", 0),
+    "entropy": ("losses/entropy", 5),
+    "ratio_max": ("losses/ratio_max", 0),
+    "grad_norm": ("charts/grad_norm", 0),
+}
+
+
+def exercises():
+    """{file that sweep.py writes: exercise}"""
+    found = tomllib.loads((ROOT / "study" / "exercises.toml").read_text())["exercise"]
+    return {f"runs/exercises/exercise_{n}.py": each for n, each in enumerate(found, start=1)}
+
+
+def exercise_jobs():
+    """[Job] for the original scripts, then for the exercises."""
+    originals = {(each["script"], "original"): "" for each in exercises().values()}
+    jobs = crossed(range(1, 4), EXERCISE_FLAGS, originals)
+    for seed in range(1, 4):
+        for file, each in exercises().items():
+            jobs.append(Job(each["script"], each["title"], seed, EXERCISE_FLAGS, file))
+    return jobs
+
+
+def changed_scripts():
+    """{file that sweep.py writes: its text}"""
+    return {file: changed(change) for file, change in (shown_bugs() | exercises()).items()}
+
+
 # ---------------------------------------------------------------------------------- planted bugs
 
 # Fixed before the first run: the metrics, twenty healthy seeds for each script and job, and three
@@ -143,4 +177,5 @@ EXPERIMENTS = {
     "stability": Experiment(crossed(range(1, 4), SHORT, STABILITY_RUNS)),
     "routing": Experiment(crossed(range(201, 204), SHORT, ROUTING), ROUTING_COLUMNS),
     "symptoms": Experiment(bug_jobs(), SYMPTOMS),
+    "exercises": Experiment(exercise_jobs(), EXERCISE_COLUMNS),
 }

@@ -27,13 +27,19 @@ JOB = {"iterations": 2, "prompts_per_iteration": 6, "num_minibatches": 2, "micro
 JOB |= {"lr": 1e-3, "num_held_out": 2, "device": "cpu"}
 
 
+def changed(change):
+    """The script that an entry of bugs.toml or exercises.toml changes, as text."""
+    original = (ROOT / f"{change['script']}.py").read_text()
+    return original.replace(change["old"], change["new"])
+
+
 def load_bugs():
     """{number: bug}. The numbers do not give anything away."""
     kinds = tomllib.loads((ROOT / "study" / "bugs.toml").read_text())
     bugs = sorted(sum(kinds.values(), []), key=lambda bug: zlib.crc32(bug["title"].encode()))
     for bug in bugs:
         bug["original"] = ROOT / f"{bug['script']}.py"
-        bug["broken"] = bug["original"].read_text().replace(bug["old"], bug["new"])
+        bug["broken"] = changed(bug)
     return dict(enumerate(bugs, start=1))
 
 

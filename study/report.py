@@ -15,6 +15,7 @@ import textwrap
 import microscope as panels
 import stats
 from experiments import ACTED, BUG_JOBS, STABILITY, SYMPTOMS, bug_variant, shown_bugs
+from experiments import exercises as all_exercises
 from scripts import MORE, ROOT, SCRIPTS, changed_lines, changes_of, differences_of, file_of, paper_of
 from scripts import parent_of, read, title_of
 from stats import interval, mean, mean_std, values
@@ -36,10 +37,21 @@ def lower(words):
     return words if words[1].isupper() else words[0].lower() + words[1:]
 
 
+def compared_with(name):
+    """The script whose diff with this one shows only its own idea; None for the root."""
+    parent = parent_of(name)
+    # dr_grpo leaves out grpo's KL, as the other children do.
+    return "dr_grpo" if parent == "grpo" and name != "dr_grpo" else parent
+
+
 def scripts():
-    """The table of the scripts: what each one changes, and in how many lines."""
-    rows = []
+    """The table of the scripts: what each one changes, and in how many lines. A script stands below the
+    one that it is compared with."""
+    names = []
     for name in SCRIPTS:
+        names += [each for each in (compared_with(name), name) if each and each not in names]
+    rows = []
+    for name in names:
         path = file_of(name)
         paper = title_of(name)
         if paper_of(name):
@@ -49,9 +61,7 @@ def scripts():
         )
         if len(changes_of(name)) == 1:
             changes = lower(differences_of(name)[0].split(". ")[0].removesuffix("."))
-        other = parent_of(name)
-        if other == "grpo" and name != "dr_grpo":
-            other = "dr_grpo"  # which leaves out grpo's KL, as they all do
+        other = compared_with(name)
         size = f"{changed_lines(other, name)} lines ({other})" if other else ""
         rows.append([f"[`{path}`]({path})", paper, changes, size])
     return markdown(["script", "paper", "what it changes", "diff"], rows)
@@ -171,6 +181,39 @@ def routing():
     return markdown(["script", "sampler", "replay", *names], rows, "lllrrrrr")
 
 
+def exercises():
+    """What to change, and what to ask."""
+    rows = []
+    for number, each in enumerate(all_exercises().values(), start=1):
+        change = f"`- {each['old']}`<br>`+ {each['new']}`"
+        rows.append([number, f"`{file_of(each['script'])}`", change, each["question"]])
+    return markdown(["", "script", "change", "what do you expect?"], rows)
+
+
+def answers():
+    """What the curves show, and why."""
+    found = all_exercises().values()
+    runs = stats.runs("exercises")
+    variants = [(each["script"], "original") for each in found]
+    variants += [(each["script"], each["title"]) for each in found]
+    rows = []
+    for script, variant in dict.fromkeys(variants):
+        ours = runs[script, variant]
+        theirs = values(runs[script, "original"], "mean_accuracy")
+        delta = interval(values(ours, "mean_accuracy"), theirs) if variant != "original" else ""
+        cells = [mean_std(ours, "mean_accuracy"), delta]
+        for column in ("after_greedy_accuracy", "after_sampled_accuracy", "entropy"):
+            cells.append(f"{mean(ours, column):.3f}")
+        cells += [f"{mean(ours, 'ratio_max'):.2f}", f"{mean(ours, 'grad_norm'):.4f}"]
+        rows.append([f"`{file_of(script)}`, {variant}", *cells])
+    header = ["runs", "accuracy", "minus original", "greedy", "temperature 1", "entropy"]
+    lines = [*markdown([*header, "largest ratio", "gradient norm"], rows, "lrrrrrrr"), ""]
+    for number, each in enumerate(found, start=1):
+        words = f"{number}. **{each['title']}.** {each['answer']}"
+        lines += textwrap.wrap(words, 120, subsequent_indent="   ", break_on_hyphens=False)
+    return lines
+
+
 # ------------------------------------------------------------------------------------- planted bugs
 
 NUM_WORDS = 4  # maximum number of metrics in a cell of the table
@@ -236,7 +279,7 @@ def symptoms():
 
 # -------------------------------------------------------------------------------------------- pages
 
-MAKERS = [lesson, scripts, microscope, nine, stability, routing, symptoms]
+MAKERS = [lesson, scripts, exercises, answers, microscope, nine, stability, routing, symptoms]
 PARTS = {make.__name__: make for make in MAKERS}
 PART = re.compile(r"<!-- generated: (\w+) -->.*?<!-- end: \1 -->", re.DOTALL)
 

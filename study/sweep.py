@@ -21,7 +21,7 @@ from statistics import mean
 
 import numpy
 import stats
-from experiments import EXPERIMENTS, shown_bugs
+from experiments import EXPERIMENTS, changed_scripts
 from scripts import ROOT
 
 RUNS = ROOT / "runs" / "sweep"
@@ -35,11 +35,11 @@ END = 8_000  # completions that `area` covers; the last rollout of every default
 # ---------------------------------------------------------------------------------------------- run
 
 
-def write_broken_scripts():
-    for file, bug in shown_bugs().items():
+def write_changed_scripts():
+    for file, text in changed_scripts().items():
         path = ROOT / file
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(bug["broken"])
+        path.write_text(text)
 
 
 def run(name, job):
@@ -156,9 +156,8 @@ def main():
     args = parser.parse_args()
     names = EXPERIMENTS if "all" in args.names else args.names
     num_failed = 0
+    write_changed_scripts()
     for name in names:
-        if name == "symptoms":
-            write_broken_scripts()
         num_failed += sweep(name, args.jobs)
     sys.exit(num_failed > 0)
 

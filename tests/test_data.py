@@ -3,17 +3,20 @@
 import csv
 import json
 import math
+import re
+import shlex
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pyarrow.parquet
 import pytest
-from conftest import script_args, write_lines
+from conftest import ROOT, SMALL, completes, read_lines, save, script_args, write_lines
 from datasets import Audio, Dataset, DatasetDict, Features, Image, Json, List, Value
+from test_architectures import new_model
 from transformers import ByT5Tokenizer
 
 import plumbing.data
-from common import UserError, final_answer, load_grader, load_problems
+from common import UserError, final_answer, load_grader, load_problems, verify
 from plumbing.data import ProblemStream, read_rows, usable_rows
 
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}{{ end }}<assistant>"
@@ -115,7 +118,9 @@ configs:
   - {split: train, path: main/train*}
   - {split: test, path: main/test*}
 - config_name: socratic
-  data_files: socratic/*
+  data_files:
+  - {split: train, path: socratic/train*}
+  - {split: test, path: socratic/test*}
 ---
 """
 
@@ -123,8 +128,8 @@ configs:
 @pytest.fixture
 def like_gsm8k(tmp_path):
     """A folder with two configs, as on the hub."""
-    for name in ("main/train", "main/test", "socratic/train"):
-        Dataset.from_list(sums(9)).to_parquet(tmp_path / "gsm" / f"{name}-00000.parquet")
+    for name in ("main/train", "main/test", "socratic/train", "socratic/test"):
+        Dataset.from_list(sums(9)).to_parquet(tmp_path / "gsm" / f"{name}-00000-of-00001.parquet")
     (tmp_path / "gsm" / "README.md").write_text(CARD)
     return tmp_path / "gsm"
 
@@ -143,6 +148,55 @@ def test_configs_and_splits_that_exist_are_named(like_gsm8k, tmp_path):
     assert read(tmp_path / "splits") == EXACT
     with pytest.raises(UserError, match="it has no split validation, but train"):
         read(tmp_path / "splits", dataset_split="validation")
+
+
+def test_a_folder_with_a_card_is_read_again_after_a_change(like_gsm8k):
+    for count in (5, 7):
+        path = like_gsm8k / "main" / "train-00000-of-00001.parquet"
+        Dataset.from_list(sums(count)).to_parquet(path)
+        assert read(like_gsm8k, dataset_config="main") == sums(count)
+
+
+def word_problems(first):
+    """With the marks that GSM8K has for a calculator."""
+    rows = []
+    for n in range(first, first + 6):
+        question = (
+            f"Half of Ada's {2 * n} plums are ripe. Each costs $1,000. What does she get for them?"
+        )
+        work = (
+            f"{2 * n}/2=<<{2 * n}/2={n}>>{n} are ripe.\nThat is {n}*1000=$<<{n}*1000={n}000>>{n},000."
+        )
+        rows.append(row(question, f"{work}\n#### {n},000"))
+    return rows
+
+
+def test_run_the_command_for_gsm8k(like_gsm8k, tmp_path):
+    """README's, with a folder and a tiny model in place of the hub's."""
+    model = save(new_model("qwen2", vocab_size=300, max_position_embeddings=1024), tmp_path / "model")
+    tokenizer = ByT5Tokenizer(extra_ids=0)
+    tokenizer.chat_template = TURNS
+    tokenizer.save_pretrained(model)
+    for n, split in enumerate(("train", "test"), start=1):
+        path = like_gsm8k / "main" / f"{split}-00000-of-00001.parquet"
+        Dataset.from_list(word_problems(20 * n)).to_parquet(path)
+    text = (ROOT / "README.md").read_text()
+    (command,) = re.findall(r"^python grpo.py --model Qwen.*?(?=^```)", text, re.DOTALL | re.MULTILINE)
+    paths = {"openai/gsm8k": like_gsm8k, "Qwen/Qwen2.5-0.5B-Instruct": model}
+    words = [paths.get(word, word) for word in shlex.split(command.replace("\\\n", ""))]
+    output = completes("grpo", *words[2:], *SMALL, "--run_dir", tmp_path / "run")
+    assert "problems: 6 to train on, 6 held out\n" in output
+    instruction = words[words.index("--instruction") + 1]
+    solutions = {
+        f"<user>{p['question']}\n{instruction}<assistant>": p["answer"] for p in word_problems(20)
+    }
+    samples = read_lines(tmp_path / "run" / "samples.jsonl")
+    assert len({sample["prompt"] for sample in samples}) == 4
+    for sample in samples:
+        solution = solutions[sample["prompt"]]
+        assert solution.endswith(f"#### {sample['answer']}")
+        assert verify(solution, sample["answer"]) == (1.0, "correct")
+        assert verify(f"{solution} dollars", sample["answer"]) == (0.0, "wrong")
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.xlsx", "a.txt", "a"])

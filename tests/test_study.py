@@ -11,6 +11,7 @@ import sys
 import pytest
 from conftest import MORE, ROOT, SCRIPTS, path_of, write_lines
 
+import experiments
 import repair
 import report
 
@@ -116,6 +117,16 @@ def test_each_bug_applies_exactly_once():
         assert bug["broken"] != original
         compile(bug["broken"], bug["title"], "exec")
     assert f"has {len(BUGS)} bugs, one per entry" in (ROOT / "study" / "README.md").read_text()
+
+
+def test_each_exercise_changes_one_line():
+    for exercise in experiments.exercises().values():
+        original = path_of(exercise["script"]).read_text()
+        assert original.count(exercise["old"]) == 1, exercise["title"]
+        changed = repair.changed(exercise)
+        compile(changed, exercise["title"], "exec")
+        pairs = zip(original.splitlines(), changed.splitlines(), strict=True)
+        assert sum(old != new for old, new in pairs) == 1, exercise["title"]
 
 
 def test_a_bug_from_the_shop_is_found_and_fixed(monkeypatch, capsys, tmp_path):
