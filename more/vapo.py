@@ -77,7 +77,7 @@ class Args(RunArgs):  # more flags: --help
     def check(self):
         self.check_range(0, 1, "clip_eps_low", "gamma")
         self.check_range(1e-9, 1e9, "lambda_alpha")
-        if self.pretraining_iterations >= self.iterations:
+        if 0 < self.iterations <= self.pretraining_iterations:  # 0: only evaluate
             raise UserError("--pretraining_iterations must be below --iterations")
 
 

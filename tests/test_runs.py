@@ -63,6 +63,11 @@ def test_no_iterations_only_evaluate(tmp_path, monkeypatch):
     assert first == evaluation and last["iteration"] == 1
 
 
+def test_vapo_evaluates_without_pretraining_iterations(tmp_path):
+    assert "before" in completes("more.vapo", "--iterations", 0, "--run_dir", tmp_path)
+    assert metrics(tmp_path) == []
+
+
 @pytest.mark.parametrize("name", [*SCRIPTS, *MORE])
 def test_run_of_each_script_logs_sensible_numbers(name, tmp_path):
     flags = "--max_new_tokens 32 --eval_every 1 --iterations 2 --prompts_per_iteration".split()
