@@ -13,8 +13,8 @@ Suffixes name axes: P prompts, G completions each, B rows, T tokens, 1 for a siz
 
 Parent: grpo.py. Differs only in:
   1. No std: an advantage is the reward minus the group's mean.
-  2. Unbiased KL: k3 is multiplied by w. Since w has a gradient, too, the expected gradient is that of
-     KL(pi || pi_ref), whichever policy sampled.
+  2. Unbiased KL: k3 is multiplied by w. Since w has a gradient, too, the expected gradient for a token
+     is that of KL(pi || pi_ref) after its prefix, whichever policy sampled the token.
   3. Off-policy mask: a bad completion that the policy has moved away from loses its policy term, but
      not its KL, and still counts.
 
