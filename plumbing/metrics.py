@@ -188,7 +188,7 @@ def missing_signal(completions, rewards):
     groups = rewards if rewards.shape[1] > 1 else rewards.T
     if (groups != groups[:, :1]).any():
         return ""
-    if all(c.truncated for c in completions):
+    if all(c.truncated and c.reward == 0 for c in completions):
         return "all completions were cut off at --max_new_tokens"
     if all(c.verdict in ("no_answer", "truncated") for c in completions):
         return "no answer was found: the verifier looks for ####, \\boxed{}, <answer> or Answer:"

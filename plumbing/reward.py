@@ -42,6 +42,8 @@ def load_reward(args):
         raise UserError(f"--reward {reward}: there is no file {Path(path).absolute()}; {message}")
     with one_line(f"--reward {reward} must be FILE.py:FUNCTION"):
         if reward == function:
+            if not path:
+                raise UserError("it names no file")
             function = getattr(import_file(Path(path).absolute()), name)
         signature = inspect.signature(function)
         parameters = signature.parameters

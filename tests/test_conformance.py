@@ -238,6 +238,7 @@ def test_what_is_brought(row, ask):
     found, text = ask(f"{PRELUDE}\ndef loss({parameters}): return {result}", flags)
     assert found == int(code) and expected.replace("\\n", "\n") in text, text
     assert "unknown with" not in text and "not all was measured" not in text, text
+    assert "mistake:  differ" not in text, text
 
 
 CLASSES = """

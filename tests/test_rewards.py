@@ -251,6 +251,17 @@ def test_a_file_whose_function_cannot_be_called_or_found_is_refused(name, source
         load(f"{tmp_path / name}:f")
 
 
+@pytest.mark.parametrize("word", ["f", "rw.py", ":f"])
+def test_a_reward_without_a_file_imports_nothing(word, tmp_path, monkeypatch):
+    """Not even a file that is named like the folder in which the run starts."""
+    folder = tmp_path / "proj"
+    folder.mkdir()
+    (tmp_path / "proj.py").write_text("raise AssertionError('imported')")
+    monkeypatch.chdir(folder)
+    with pytest.raises(UserError, match="must be FILE.py:FUNCTION: it names no file"):
+        load(word)
+
+
 GOLD = """
 def one(text, answer): return 0
 def other(text, solution_str): return 0
@@ -348,6 +359,7 @@ SIGNALS = [  # flags, reward, what the line after iteration 1 says
         "no answer was found: the verifier looks for ####",
     ),
     ("--max_new_tokens 48", "return 7", "rewards"),
+    ("--max_new_tokens 2", "return 41", "rewards"),
     ("--max_new_tokens 48", "return len(text)", ""),
 ]
 

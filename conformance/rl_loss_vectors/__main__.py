@@ -61,11 +61,9 @@ def refusal(error, args):
         lines.append("If it takes one group of rewards, say --layout G.")
     what = "If it needs something else,"
     if error.unknown:
-        first, last = error.unknown[0], error.unknown[-1]
-        lines.append(
-            f"Pass a number with --set {first}=0.2 or --set {first}.NAME=0.2, a tensor with --set"
-        )
-        what = f"{last}=mask, or"
+        words = "--set NAME=0.2 passes a number, --set NAME.FIELD=0.2 a number in a config, and"
+        lines.append(f"For a parameter NAME, {words}")
+        what = "--set NAME=mask a tensor. Or"
     lines.append(f"{what} complete the last line of this file and check that:")
     wanted = VECTORS["sections"][args.section]["arguments"]
     optional = [name for name in optional_of(args.section) if name.isidentifier()]

@@ -196,7 +196,9 @@ class Explanation:
             options = [[], *([x] for x in self.entries if x not in found)]
             parts = BOTH if has_value else GRADIENT
             more = next((x for x in options if self.gives(tag, [*found, *x], parts)), None)
-            lines += [self.not_explained(tag)] if more is None else [str(x) for x in more]
+            if more is None and self.wrong_ids(tag):
+                lines.append(self.not_explained(tag))
+            lines += [str(x) for x in more or []]
             found = [*found, *(more or [])]
         return lines
 
@@ -205,12 +207,13 @@ class Explanation:
             sizes = [np.abs(x.value[groups.is_uniform(case)]).max() for case, x in self.tested[tag]]
             if max(sizes) > 1e-6:
                 return f"{NO_RULE}: there, A is up to {max(sizes):.2g} instead of 0"
-        ids = [
+        ids = ", ".join(sorted(self.wrong_ids(tag)))
+        return f"mistake: {ids} differ, which what was measured does not fully explain"
+
+    def wrong_ids(self, tag):
+        return [
             case["id"] for case, answer in self.tested[tag] if not is_right(self.section, case, answer)
         ]
-        return (
-            f"mistake: {', '.join(sorted(ids))} differ, which what was measured does not fully explain"
-        )
 
     def first_case(self):
         """Lines: up to two rows of the first case that differs."""

@@ -180,7 +180,8 @@ class Subject:
         return bool(self.names_of(key)) or key in words_in(self.fixed)
 
     def needs(self, key):
-        return any(is_required(self.parameters[name]) for name in self.names_of(key))
+        is_set = key in words_in(self.fixed)
+        return is_set or any(is_required(self.parameters[name]) for name in self.names_of(key))
 
     def default(self, key):
         """The default of the parameter that gets this tensor or number, or None."""
@@ -305,8 +306,11 @@ class Subject:
         order = "by their order, since no name is known: " if self.binding.by_order else ""
         numpy_note = "it is called with numpy arrays; gradients are differences of its values"
         no_kl = "kl_coef" in ours(self.section) and not self.takes("ref_logprobs")
+        left = [name for name, x in self.parameters.items() if x.default is None]
+        left = [name for name in left if name not in tensors and name not in self.fixed]
         facts = {
             f"{order}{', '.join(given)}": given,
+            f"not passed, since their names say nothing: {', '.join(left)}": left,
             f"filled in: {', '.join(filled)}": filled,
             "it takes no reference: no KL was tested": no_kl,
             "it takes no mask: tested without padding": self.lacks_mask,
