@@ -140,7 +140,8 @@ def trl(device, num_pairs, lr, model):
             save_random_model(folder)
             trl(device, num_pairs, lr, folder)
         return
-    flags = f"--model {model} --lr {lr} --iterations {ITERATIONS} --num_held_out 8"
+    iterations = ITERATIONS if model == "tiny-moe" else 2
+    flags = f"--model {model} --lr {lr} --iterations {iterations} --num_held_out 8"
     use_cpu = "--use_cpu" if device == "cpu" else ""
     pairs = []
     for _ in range(num_pairs):
@@ -151,7 +152,7 @@ def trl(device, num_pairs, lr, model):
         (seconds,) = re.findall(r"'train_runtime': '?([\d.]+)", printed)
         phases = [f"charts/{phase}_seconds" for phase in ("rollout", "reward", "update")]
         ours = sum(line[phase] for line in lines for phase in phases)
-        pairs.append((ours / ITERATIONS, float(seconds) / ITERATIONS))
+        pairs.append((ours / iterations, float(seconds) / iterations))
     print_pairs(pairs, ".2f")
 
 
