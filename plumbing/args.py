@@ -260,7 +260,8 @@ def check_folder(args):
         for name, value in args.settings().items():
             before = saved.get(name)
             if name == "reward":  # its file may have moved
-                before, value = before.rpartition(":")[2], value.rpartition(":")[2]
+                before = before.rpartition(":")[2]
+                value = value.rpartition(":")[2]
             if name not in MAY_CHANGE and before != value:
                 raise UserError(f"--resume: {folder} has {name} {before}, not {value}")
         if checkpoints:
