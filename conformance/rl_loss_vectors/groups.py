@@ -1,22 +1,18 @@
-"""Measures advantages of groups, GAE's constants, and a value loss, with batches of our own."""
-
-import math
-from types import SimpleNamespace
+"""Measures advantages of groups, whitening, GAE's constants and a value loss, with our own batches."""
 
 import numpy as np
-import torch
 
-from rl_loss_vectors import reference
-from rl_loss_vectors.measure import Finding, boundary, columns, divisor, masks_for, short, two
-from rl_loss_vectors.mistakes import pieces, setting
+from rl_loss_vectors.measure import Finding, boundary, columns, divisor, fitted_divisor, masks_for
+from rl_loss_vectors.measure import short, two
 from rl_loss_vectors.vectors import ours
 
-PAPER = {  # section: (baseline, scale, eps)
+PAPER = {  # section: (baseline, divided by, eps)
     "group_advantages": ("mean", "std", 1e-6),
     "group_differences": ("mean", "no std", 0.0),
     "leave_one_out": ("mean of the others", "no std", 0.0),
 }
 R = np.array([[1, 0, 0.2, 0.5], [2, 2.5, -1, 0.3], [0.5, 0.5, 0.5, 0.5], [0.1, 0.4, 0.2, 0.9]])
+MIXED = [0, 1, 3]  # its groups of different rewards
 OUTLIER = np.array([[1.0] + [0.0] * 15, [0.0] * 8 + [1.0] * 8])  # its A is 3.75 with a std
 
 
@@ -60,7 +56,7 @@ def scale_of(scale, tolerance):
     """(name of SCALES, eps, whether eps is inside the root) of the groups' divisors, or None"""
     for is_inside in (False, True):
         for name, formula in SCALES.items():
-            std = formula(R)[[0, 1, 3]]
+            std = formula(R)[MIXED]
             eps = scale**2 - std**2 if is_inside else scale - std
             most = tolerance if name == "no std" else 0.05
             if np.allclose(eps, eps[0], rtol=1e-3, atol=tolerance) and -tolerance < eps[0] < most:
@@ -68,34 +64,17 @@ def scale_of(scale, tolerance):
     return None
 
 
-def with_formula(baseline, name, eps, is_inside, limit=math.inf, back=0, sign=1):
-    """What was measured, as a change of the paper's."""
-
-    def change(J, b):
-        rewards = b.rewards.numpy()
-        std = SCALES[name](rewards)
-        scale = np.sqrt(std**2 + eps) if is_inside else std + eps
-        if baseline == "mean of the others":
-            scale = scale * (1 - 1 / rewards.shape[1])
-        center = BASELINES.get(baseline, BASELINES["mean"])(rewards)[:, None]
-        A = (rewards - center) / scale[:, None] + back * center
-        is_uniform = [[reference.is_uniform(row)] for row in rewards]
-        return torch.from_numpy(sign * np.where(is_uniform, 0, A).clip(-limit, limit))
-
-    return change
-
-
 def findings(subject):
     """[Finding] of advantages: their baseline, what they are divided by, whether they are clipped."""
-    A = subject.probe(rewards=R).value[[0, 1, 3]]
+    A = subject.probe(rewards=R).value[MIXED]
     tolerance = 1e-5 if np.array_equal(A, A.astype(np.float32)) else 1e-10  # it computes in float32
-    rewards = R[[0, 1, 3]]
+    rewards = R[MIXED]
     slope = (A[:, 1] - A[:, 0]) / (rewards[:, 1] - rewards[:, 0])
     sign = -1 if (slope < 0).all() else 1
     A, scale = sign * A, sign / np.where(slope == 0, np.nan, slope)
     base = rewards[:, 0] - A[:, 0] * scale
     names = [
-        name for name, f in BASELINES.items() if np.allclose(f(R)[[0, 1, 3]], base, atol=10 * tolerance)
+        name for name, f in BASELINES.items() if np.allclose(f(R)[MIXED], base, atol=10 * tolerance)
     ]
     back = np.allclose(rewards.mean(1) * (1 - scale), base, atol=10 * tolerance) and not names
     baseline = "mean" if back else next(iter(names), None)
@@ -107,26 +86,30 @@ def findings(subject):
     if baseline is None or divided is None or not is_line:
         return [Finding("mistake", f"rewards {columns(R[0])} give {columns(sign * A[0])}")]
     name, eps, is_inside = divided
-    found = subject.probe(rewards=OUTLIER).value
-    unclipped = with_formula(baseline, *divided)(None, SimpleNamespace(rewards=torch.tensor(OUTLIER)))
-    is_clipped = not back and np.abs(found).max() < 0.999 * unclipped.abs().max()
-    limit = short(np.abs(found).max()) if is_clipped else math.inf
     paper_base, paper_scale, paper_eps = PAPER[subject.section]
     population = "variant" if (name, paper_scale) == ("std of the population", "std") else "mistake"
-    has_eps = "std" in name and name != "no std" and not is_inside
     facts = {
         ("mistake", "wrong sign"): sign < 0,
         ("mistake", "the mean comes back"): back,
         ("mistake", f"the baseline is: {baseline} (the paper: {paper_base})"): baseline != paper_base,
         (population, f"divided by the {name}".replace("divided by the no", "no")): name != paper_scale,
         ("variant", f"divided by sqrt(var + {eps:.3g})"): is_inside,
-        ("constant", f"eps is {eps:.3g} (the paper: unspecified; here: {paper_eps:.3g})"): (
-            has_eps and abs(eps - paper_eps) > tolerance
-        ),
-        ("mistake", f"clipped at {limit:.4g}"): is_clipped,
     }
-    change = with_formula(baseline, *divided, limit, back, sign)
-    return [Finding(*fact, change) for fact, is_so in facts.items() if is_so]
+    found = [Finding(*fact) for fact, is_so in facts.items() if is_so]
+    has_eps = "std" in name and name != "no std" and not is_inside
+    if has_eps and abs(eps - paper_eps) > tolerance:
+        words = f"eps is {eps:.3g} (the paper: unspecified; here: {paper_eps:.3g})"
+        found.append(Finding("constant", words, {"eps": eps}))
+    return found + clipped(subject, name)
+
+
+def clipped(subject, scale):
+    """[Finding] if the advantage of a rare reward is smaller than its std says."""
+    if scale != "std":
+        return []
+    largest = np.abs(subject.probe(rewards=OUTLIER).value[0]).max()
+    is_clipped = largest < 0.999 * 15 / 16 / OUTLIER[0].std(ddof=1)
+    return [Finding("mistake", f"clipped at {short(largest):.4g}")] if is_clipped else []
 
 
 def whiten_findings(subject):
@@ -137,27 +120,17 @@ def whiten_findings(subject):
         return [Finding("mistake", "each row is whitened by itself")]
     scale = float((x[0, 1] - x[0, 0]) / (found[0, 1] - found[0, 0]))
     base = float(x[0, 0] - found[0, 0] * scale)
-    centers = {"mean": x.mean(), "comes back": x.mean() * (1 - scale), "stays": 0.0}
-    stds = {"paper": x.std(), "unbiased": x.std(ddof=1), "none": 1.0}
-    center = [name for name, c in centers.items() if abs(c - base) < 1e-4]
-    std = [name for name, s in stds.items() if abs(s - scale) < 1e-4]
-    if not center or not std or not np.allclose((x - base) / scale, found, atol=1e-4):
+    if not np.allclose((x - base) / scale, found, atol=1e-4):
         return [Finding("mistake", f"{columns(x.ravel())} become {columns(found.ravel())}")]
-
-    def change(J, b):
-        tokens = b.advantages[b.mask]
-        mean = tokens.mean()
-        stds = {"paper": tokens.std(correction=0) + 1e-8, "unbiased": tokens.std(), "none": 1.0}
-        back = {"mean": 0, "comes back": mean, "stays": mean / stds[std[0]]}[center[0]]
-        return torch.where(b.mask, (b.advantages - mean) / stds[std[0]] + back, 0)
-
     facts = {
-        ("variant", "the unbiased std [TRL, verl]"): std[0] == "unbiased",
-        ("mistake", "no std"): std[0] == "none",
-        ("variant", "the mean comes back [TRL, verl: on request]"): center[0] == "comes back",
-        ("mistake", "the mean is not subtracted"): center[0] == "stays",
+        ("variant", "the unbiased std [TRL, verl]"): abs(x.std(ddof=1) - scale) < 1e-4,
+        ("mistake", "no std"): abs(1 - scale) < 1e-4,
+        ("variant", "the mean comes back [TRL, verl: on request]"): (
+            abs(x.mean() * (1 - scale) - base) < 1e-4 < abs(x.mean() - base)
+        ),
+        ("mistake", "the mean is not subtracted"): abs(base) < 1e-4,
     }
-    return [Finding(*fact, change) for fact, is_so in facts.items() if is_so]
+    return [Finding(*fact) for fact, is_so in facts.items() if is_so]
 
 
 def gae_findings(subject):
@@ -169,7 +142,7 @@ def gae_findings(subject):
     gamma = subject.probe(rewards=zeros, values=last, **more).value[0][0, 1] + both
     measured = {"gamma": short(gamma), "lam": short(both / gamma)}  # both is gamma lambda
     return [
-        Finding("constant", f"{name} is {x:.4g}, the function's own", setting(**{name: x}))
+        Finding("constant", f"{name} is {x:.4g}, the function's own", {name: x})
         for name, x in measured.items()
         if own[name] is not None or not subject.takes(name)
     ]
@@ -188,14 +161,16 @@ def value_findings(subject):
     if not np.allclose(gradient / gradient[0], errors / errors[0], rtol=1e-3):
         words = f"no squared error: at errors {columns(errors)} its gradient is {columns(gradient)}"
         return [Finding("mistake", words)]
-    zeros = [np.zeros(mask.shape) for mask in masks_for(subject)]
     measured = []
-    for x, mask in zip(zeros, masks_for(subject), strict=True):
-        measured.append((mask, -error_gradient(subject, x, x + 0.5, mask)))  # 2 (V - return) / N
-    found, _ = divisor(subject, measured)
-    half = "divided by 2 times what the paper divides by"
-    named = {half: ("variant", "half of the squared error")}
-    return [Finding(*named.get(x.words, x[:2]), x.change) for x in found] + value_clip(subject)
+    for mask in masks_for(subject):
+        zeros = np.zeros(mask.shape)
+        measured.append(
+            (mask, -error_gradient(subject, zeros, zeros + 0.5, mask))
+        )  # 2 (V - return) / N
+    found = fitted_divisor(measured, "N")
+    if found == ("N", 2.0):
+        return [Finding("variant", "half of the squared error"), *value_clip(subject)]
+    return [*divisor("value_loss", found, measured), *value_clip(subject)]
 
 
 def value_clip(subject):
@@ -212,14 +187,13 @@ def value_clip(subject):
     limit = toward or away
     here = ours("value_loss")["value_clip"]
     if limit is None:
-        return [Finding("variant", "the values are not clipped", setting(value_clip=0))]
+        return [Finding("variant", "the values are not clipped")]
     found = []
     if abs(limit - here) > 1e-4:
-        about = f"values are clipped at {limit:.4g} (the paper: unspecified; here: {here})"
-        found.append(Finding("constant", about, setting(value_clip=short(limit))))
+        words = f"values are clipped at {limit:.4g} (the paper: unspecified; here: {here})"
+        found.append(Finding("constant", words, {"value_clip": short(limit)}))
     if toward is None:
-        found.append(Finding("mistake", "min instead of max", pieces(worse=torch.min)))
+        found.append(Finding("mistake", "min instead of max"))
     elif away is not None:
-        alone = pieces(worse=lambda plain, near: near)
-        found.append(Finding("mistake", "the clipped error alone, without the max", alone))
+        found.append(Finding("mistake", "the clipped error alone, without the max"))
     return found

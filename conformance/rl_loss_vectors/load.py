@@ -20,14 +20,14 @@ def settings_of(texts):
         *outer, name = path.split(".")
         place = settings
         for key in outer:
-            place = vars(place).setdefault(key, Settings())
+            place = place.setdefault(key, Settings())
             if not isinstance(place, Settings):
                 raise Misfit(f"--set {text}: {key} has a value already")
         try:
-            vars(place)[name] = ast.literal_eval(value)
+            place[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
-            vars(place)[name] = value
-    return vars(settings)
+            place[name] = value
+    return settings
 
 
 def place_of(path):

@@ -1,22 +1,18 @@
 """Measures a loss with batches of our own: what it divides by, the weight of a token by its ratio, and
-what is left where A is 0. Each difference from the paper is a Finding with the change that it makes."""
+what is left where A is 0."""
 
 import functools
 import itertools
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from rl_loss_vectors import mistakes
-from rl_loss_vectors.mistakes import by_weights, divided_by, pieces, setting, unchanged, with_term
 from rl_loss_vectors.reference import k3
 from rl_loss_vectors.vectors import ours
 
 FAR = math.log(9.99)  # a clip of r beyond this is there for safety
-CLIPPED = [*mistakes.CLIPPED, "gmpo", "rspo"]
 
 
 class Finding(NamedTuple):
@@ -24,7 +20,8 @@ class Finding(NamedTuple):
 
     kind: str  # "mistake", "variant", "clamp", or "constant" where only a number differs
     words: str
-    change: Callable = unchanged
+    settings: "dict | None" = None  # of a constant: {our keyword: the author's value}
+    reach: float = math.inf  # of a clamp: the |log r| where it begins
 
     def __str__(self):
         return f"{self.kind}: {self.words}"
@@ -81,48 +78,51 @@ def per_token(subject, A, shift=0.0):
     return found
 
 
-def fit_divisor(measured, paper):
-    """(words of DIVISORS, k) where the gradient is 1 / (k times what the words say), or None"""
-    options = []
-    for words, (_, formula) in DIVISORS.items():
-        products = []
-        for mask, gradient in measured:
-            o = mask.sum(1, keepdims=True)
-            sizes = np.zeros(mask.shape) + formula(len(mask), o, o.sum(), mask.shape[1])
-            products.append((gradient * sizes)[mask])
-        products = np.concatenate(products)
-        if products[0] != 0 and np.allclose(products, products[0], rtol=1e-3):
-            k = short(1 / products[0])
-            options.append((not same_number(abs(k), 1), words != paper, len(words), words, k))
-    return min(options)[3:] if options else None
+def factor(measured, name):
+    """k, if the gradient of every token is 1 / (k times what the name says), or None"""
+    products = []
+    for mask, gradient in measured:
+        o = mask.sum(1, keepdims=True)
+        sizes = DIVISORS[name][1](len(mask), o, o.sum(), mask.shape[1])
+        products.append((gradient * sizes)[mask])
+    products = np.concatenate(products)
+    is_constant = products[0] != 0 and np.allclose(products, products[0], rtol=1e-3)
+    return short(1 / products[0]) if is_constant else None
 
 
-def divisor(subject, measured):
-    """([Finding], what the loss divides by, a function as in DIVISORS; None if that is unknown)"""
-    section = subject.section
-    paper = PAPER_DIVISORS.get(section, "B |o|")
-    found = (paper, 1.0) if subject.returns_terms else fit_divisor(measured, paper)
+def fitted_divisor(measured, paper):
+    """(name in DIVISORS, k), or None; if there is a choice, without a k, or else the paper's"""
+    factors = {name: factor(measured, name) for name in DIVISORS}
+    known = [name for name, k in factors.items() if k is not None]
+    if not known:
+        return None
+    name = min(known, key=lambda x: (not same_number(abs(factors[x]), 1), x != paper, len(x)))
+    return name, factors[name]
+
+
+def divisor(section, found, measured):
+    """Yields a Finding about what the loss divides by. found: as fitted_divisor gives it"""
     if found is None:
-        rows = "; ".join(columns(row[kept]) for kept, row in zip(*measured[0], strict=True))
-        words = (
-            f"at r = 1 and A = 1, the weights of the tokens of {len(measured[0][0])} rows are {rows}"
-        )
-        return [Finding("mistake", words)], None
-    words, k = found
-    name, formula = DIVISORS[words]
-    findings = [Finding("mistake", "wrong sign", lambda J, b: -J(b))] if k < 0 else []
+        mask, gradient = measured[0]
+        rows = "; ".join(columns(row[kept]) for kept, row in zip(mask, gradient, strict=True))
+        words = f"at r = 1 and A = 1, the weights of the tokens of {len(mask)} rows are {rows}"
+        yield Finding("mistake", words)
+        return
+    name, k = found
+    if k < 0:
+        yield Finding("mistake", "wrong sign")
     k = abs(k)
+    is_papers = name == PAPER_DIVISORS.get(section, "B |o|")
     here = ours(section).get("max_new_tokens")
-    if here and words == paper and not same_number(k, 1):
-        if not same_number(k, here):
-            about = f"L_max is {k:.5g} (the paper: any; here: {here})"
-            findings.append(Finding("constant", about, setting(max_new_tokens=k)))
-    elif words != paper or not same_number(k, 1):
-        factor = f"divided by {k:.4g} times "
-        about = factor + ("what the paper divides by" if words == paper else words)
-        about = name if same_number(k, 1) else about
-        findings.append(Finding("mistake", about, divided_by(lambda *sizes: formula(*sizes) * k)))
-    return findings, lambda *sizes: formula(*sizes) * k
+    if here and is_papers:
+        if not same_number(k, 1) and not same_number(k, here):
+            words = f"L_max is {k:.5g} (the paper: any; here: {here})"
+            yield Finding("constant", words, {"max_new_tokens": k})
+    elif not same_number(k, 1):
+        words = "what the paper divides by" if is_papers else name
+        yield Finding("mistake", f"divided by {k:.4g} times {words}")
+    elif not is_papers:
+        yield Finding("mistake", DIVISORS[name][0])
 
 
 def boundary(test, inside, outside):
@@ -183,45 +183,40 @@ class Weights:
         return abs(w - expected) <= self.tolerance * max(1, abs(expected))
 
     def side(self, sign, way):
-        """(kinds, edges, as log r) from r = 1 outwards, down if way is -1; None if it is smooth."""
+        """The curve from r = 1 outwards, down if way is -1: (what it is near 1, "r" or 1; the log r at
+        which that ends; the constant that it is from there on), or None if it is smooth."""
 
-        def test(kind, grid):
+        def are(kind, grid):
             return [self.fits(kind, *pair) for pair in zip(grid, self.at(grid, sign), strict=True)]
 
         grid = way * np.geomspace(self.start, 16, 100)  # our own scripts clamp at 20
-        weights = self.at(grid, sign)
-        kinds, edges = [], []
-        options = ["r", 0.0, weights[0]]
-        for n, (log_r, w) in enumerate(zip(grid, weights, strict=True)):
-            fitting = [kind for kind in options if self.fits(kind, log_r, w)]
-            if not fitting:
-                kinds.append(options[0])
-                is_kind = functools.partial(test, options[0])
-                edges.append(boundary(is_kind, grid[n - 1], log_r))
-                fitting = [kind for kind in ("r", 0.0, w) if self.fits(kind, log_r, w)]
-            if len(edges) > 3:
-                return None
-            options = fitting
-        return [*kinds, options[0]], edges
+        kind = "r" if are("r", grid[:1])[0] else 1.0
+        is_kind = are(kind, grid)
+        if all(is_kind):
+            return kind, way * math.inf, None
+        n = is_kind.index(False)
+        beyond = 0.0 if are(0.0, grid[n : n + 1])[0] else self.at(grid[-1:], sign)[0]
+        if n == 0 or not all(are(beyond, grid[n:])):
+            return None
+        return kind, boundary(functools.partial(are, kind), grid[n - 1], grid[n]), beyond
 
     def curve(self, sign):
-        """(kinds, edges) from r = 0 to infinity; None if the curve is smooth."""
+        """(kinds, edges as log r) from r = 0 to infinity; None if the curve is smooth."""
         down, up = self.side(sign, -1), self.side(sign, 1)
         if down is None or up is None:
             return None
-        kinds, edges = down[0][::-1], down[1][::-1]
-        if (kinds[-1] == "r") == (up[0][0] == "r"):
-            kinds = kinds[:-1]  # the same below 1 and above
-        else:
-            edges = [*edges, 0.0]
-        return [*kinds, *up[0]], [*edges, *up[1]]
+        kinds = [down[2], down[0], up[0], up[2]]
+        edges = [down[1], 0.0, up[1]]
+        if down[0] == up[0]:
+            kinds, edges = [*kinds[:2], kinds[3]], edges[::2]
+        return kinds, edges
 
 
-def without_far(kinds, edges):
-    """A curve without the clips that are there for safety."""
-    first = 1 if edges and edges[0] < -FAR and kinds[0] == 0 else 0
-    last = -1 if edges and edges[-1] > FAR and kinds[-1] == 0 else None
-    return kinds[first:last], edges[first:last]
+def near(kinds, edges):
+    """A curve without its ends beyond FAR."""
+    first = edges[0] < -FAR
+    last = len(kinds) - (edges[-1] > FAR)
+    return kinds[first:last], edges[first : last - 1]
 
 
 def letters(kinds):
@@ -235,34 +230,18 @@ def said(kinds, edges):
     return ", then ".join(word + limit for word, limit in zip(words, [*limits, ""], strict=True))
 
 
-def term_of(curves, share):
-    """f(r, a): a term whose weights are these curves, clipped where they are 0. share: of A < 0"""
-
-    def f(r, a, *bounds):
-        kinds, edges = curves[1 if a > 0 else -1]
-        a = a if a > 0 else a * share
-        log_r = r.detach().log()
-        n = sum(bool(log_r > edge) for edge in edges)
-        if kinds[n] == "r":
-            return r * a
-        if kinds[n] == 0:
-            nearest = min([*edges[max(n - 1, 0) : n + 1]], key=abs, default=-math.inf)
-            return a * math.exp(nearest) + 0 * r
-        return a * kinds[n] * (1 + r.log() - log_r)
-
-    return f
-
-
 PATTERNS = {  # the kinds of weights by r, for A > 0 and A < 0
-    ("r", "r"): "no clip",
+    ("r", "r"): "no clip, no cap: the weight is r",
     ("r0", "0r0"): "a dual clip: no gradient where A < 0 and r > {:.4g}",
     ("0r", "r0"): "max instead of min",
     ("0r0", "0r0"): "a clip on both sides, without the min",
     ("r0", "r0"): "min(r, clip(r)) times A: where A < 0 it is clipped above",
     ("c", "c"): "the ratio does not count: the weight is the same at any r",
 }
-PAPER_PATTERNS = dict.fromkeys(CLIPPED, ("r0", "0r")) | {"cispo": ("rc", "rc")}
-PAPER_PATTERNS |= dict.fromkeys(["reinforce", "rloo"], ("c", "c")) | {"sapo": None}  # a smooth curve
+CLIPPED = "ppo grpo dr_grpo dapo gspo vapo deepseek_v32 gmpo rspo".split()
+PAPER_PATTERNS = dict.fromkeys(CLIPPED, [("r0", "0r")])
+PAPER_PATTERNS |= {"cispo": [("rc", "rc"), ("crc", "crc")], "sapo": []}  # sapo's curve is smooth
+PAPER_PATTERNS |= dict.fromkeys(["reinforce", "rloo"], [("c", "c")])
 PAPER_RANGES = {"gspo": "[0.9997, 1.0004]"}
 PAPER_RANGES |= dict.fromkeys(["grpo", "dr_grpo", "cispo", "deepseek_v32"], "unspecified")
 
@@ -272,20 +251,21 @@ def range_finding(section, low, high):
     here = ours(section)
     if section == "cispo":
         bounds = here["is_weight_floor"], here["is_weight_cap"]
+        settings = {"is_weight_floor": low, "is_weight_cap": high}
     elif "log_ratio_clip" in here:
         bounds = [math.exp(x * here["log_ratio_clip"]) for x in (-1, 1)]
+        settings = {"log_ratio_clip": math.log(high)}
     else:
         bounds = 1 - here["clip_eps_low"], 1 + here["clip_eps_high"]
+        settings = {"clip_eps_low": 1 - low, "clip_eps_high": high - 1}
     if np.allclose((low, high), bounds, rtol=1e-5, atol=1e-5):
         return []
     text = "[{:.5g}, {:.5g}]".format(*bounds)
     paper = PAPER_RANGES.get(section)
     source = f"the paper: {paper}; here: {text}" if paper else f"the paper: {text}"
-    change = setting(is_weight_floor=low, is_weight_cap=high)
-    if section != "cispo":
-        curves = {1: (["r", 0.0], [math.log(high)]), -1: ([0.0, "r"], [math.log(low)])}
-        change = pieces(clipped=term_of(curves, 1))
-    return [Finding("constant", f"the range is [{low:.5g}, {high:.5g}] ({source})", change)]
+    is_constant = "log_ratio_clip" not in settings or same_number(low * high, 1)
+    words = f"the range is [{low:.5g}, {high:.5g}] ({source})"
+    return [Finding("constant", words, settings) if is_constant else Finding("mistake", words)]
 
 
 def clip(weights):
@@ -297,67 +277,49 @@ def clip(weights):
     if abs(share - 1) > 1e-3:
         words = f"A < 0 counts {share:.4g} times as much as A > 0" if share else "A < 0 does not count"
         findings.append(Finding("mistake", words))
-    curves = {1: weights.curve(1), -1: ([0.0], []) if share == 0 else weights.curve(-1)}
-    if None in curves.values():
-        return gates(weights, share, findings)
-    near = {sign: without_far(*curve) for sign, curve in curves.items()}
-    pattern = letters(near[1][0]), letters(near[-1][0])
-    bounds = sorted(math.exp(x) for _, edges in near.values() for x in edges)
-    change = pieces(clipped=term_of(curves, share))
-    if section not in CLIPPED:
-        change = by_weights(term_of(curves, share))
-    if section == "cispo" and pattern in [("rc", "rc"), ("crc", "crc")]:
-        kinds, _ = near[1]
-        low, high = 0.0 if kinds[0] == "r" else kinds[0], kinds[-1]
-        findings += range_finding(section, low, high)
-    elif section == "cispo" and pattern == ("r", "r"):
-        findings.append(Finding("mistake", "no cap"))
-        change = setting(is_weight_cap=math.inf)
-    elif pattern != PAPER_PATTERNS.get(section):
-        shown = f"by r, the weight is {said(*near[1])} where A > 0; {said(*near[-1])} where A < 0"
+    curves = [
+        weights.curve(1),
+        weights.curve(-1) if share else ([None, 0.0, None], [-math.inf, math.inf]),
+    ]
+    if None in curves:
+        return [*findings, *gates(weights)]
+    up, down = [near(*curve) for curve in curves]  # for A > 0 and A < 0
+    pattern = letters(up[0]), letters(down[0])
+    bounds = sorted(math.exp(x) for x in up[1] + down[1])
+    if pattern not in PAPER_PATTERNS[section]:
+        shown = f"by r, the weight is {said(*up)} where A > 0; {said(*down)} where A < 0"
         words = PATTERNS.get(pattern, shown) if section in CLIPPED or not bounds else shown
         kind = "variant" if "dual" in words else "mistake"
         findings.append(Finding(kind, words.format(bounds.pop()) if "{" in words else words))
-    if section in CLIPPED and bounds and bounds[0] < 1 < bounds[-1]:
+    elif section == "cispo":
+        bounds = [0.0 if up[0][0] == "r" else up[0][0], up[0][-1]]
+    if section in [*CLIPPED, "cispo"] and bounds and bounds[0] < 1 < bounds[-1]:
         findings += range_finding(section, bounds[0], bounds[-1])
-    far = [edge for _, edges in curves.values() for edge in edges if abs(edge) > FAR]
-    where = {f"r {'>' if edge > 0 else '<'} {math.exp(edge):.4g}" for edge in far}
+    far = [x for _, edges in curves for x in edges if FAR < abs(x) < math.inf]
     if far and section in CLIPPED:
+        where = {f"r {'>' if edge > 0 else '<'} {math.exp(edge):.4g}" for edge in far}
         words = f"no gradient where {' or '.join(sorted(where))}, which is rare"
-        findings.append(Finding("clamp", words))
-    return [x if x.kind == "constant" else x._replace(change=change) for x in findings]
+        findings.append(Finding("clamp", words, reach=min(map(abs, far))))
+    return findings
 
 
-def gates(weights, share, findings):
-    """SAPO's tau, or the table of a smooth curve."""
-    section = weights.subject.section
+def gates(weights):
+    """[Finding] about a smooth curve: SAPO's tau, or a table."""
     r = np.array([0.25, 0.5, 0.8, 1.25, 2, 4])
     rows = {sign: weights.at(np.log(r), sign) for sign in (1, -1)}
     # w = r sech^2(tau (r - 1) / 2)
     taus = [2 * np.arccosh(np.sqrt(np.maximum(r / w, 1))) / abs(r - 1) for w in rows.values()]
-    if section == "sapo" and all(np.allclose(tau, tau[0], rtol=1e-3) for tau in taus):
-        yours, here = [short(tau[0]) for tau in taus], list(ours("sapo").values())
-        change = setting(tau_pos=yours[0], tau_neg=yours[1])
-        words = "tau is {:.4g} and {:.4g} (the paper: {:.4g} and {:.4g})".format(*yours, *here)
-        if yours != here:
-            kind = "mistake" if yours == here[::-1] else "constant"
-            findings.append(Finding(kind, words, change))
-    else:
+    is_gate = all(np.allclose(tau, tau[0], rtol=1e-3) for tau in taus)
+    if weights.subject.section != "sapo" or not is_gate:
         words = f"by r = {columns(r)}, the weight is {columns(rows[1])} where A > 0, "
-        findings.append(Finding("mistake", words + f"{columns(rows[-1])} where A < 0"))
-    scaled = setting(advantages=lambda b: torch.where(b.advantages < 0, share, 1) * b.advantages)
-    return [x._replace(change=scaled) if "counts" in x.words else x for x in findings]
-
-
-def binary_kl(p, q):
-    return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
-
-
-DISTANCES = {
-    "|pi - pi_old|": lambda p, q: abs(p - q),
-    "KL(pi_old || pi) of this token against all others": lambda p, q: binary_kl(q, p),
-    "KL(pi || pi_old) of this token against all others": binary_kl,
-}
+        return [Finding("mistake", words + f"{columns(rows[-1])} where A < 0")]
+    yours, here = [short(tau[0]) for tau in taus], list(ours("sapo").values())
+    if yours == here:
+        return []
+    words = "tau is {:.4g} and {:.4g} (the paper: {:.4g} and {:.4g})".format(*yours, *here)
+    if yours == here[::-1]:
+        return [Finding("mistake", words)]
+    return [Finding("constant", words, {"tau_pos": yours[0], "tau_neg": yours[1]})]
 
 
 def beyond_ratio(subject):
@@ -366,17 +328,6 @@ def beyond_ratio(subject):
     rows = [Weights(subject, level).at(log_r, 1) for level in (-0.05, -1.3, -5)]
     if np.allclose(rows, rows[1], rtol=1e-2, atol=1e-3):
         return []
-    edges = []
-    for level, sign in itertools.product((-0.3, -0.6, -0.9), (1, -1)):
-        found = Weights(subject, level).side(sign, sign)  # up where A > 0, down where A < 0
-        if found and letters(found[0])[-1] == "0":
-            log_r = found[1][-1]
-            edges.append((math.exp(level + min(log_r, 0)), math.exp(level - max(log_r, 0))))
-    for name, of in DISTANCES.items():
-        sizes = [of(*pair) for pair in edges]
-        if len(edges) == 6 and np.allclose(sizes, sizes[0], rtol=1e-3):
-            words = f"no gradient where {name} > {short(sizes[0]):.4g}: DPPO's mask instead of a clip"
-            return [Finding("mistake", words)]
     words = "the weight depends on pi, not on r alone: at r = 0.7 0.95 1.1 1.5 and log pi about "
     text = f"{words}-0.05, -1.3, -5 it is {'; '.join(map(columns, rows))}"
     return [Finding("mistake", text)]
@@ -386,52 +337,49 @@ def size_of_advantages(weights):
     """[Finding] if a gradient is not proportional to A."""
     sizes = np.array([0.5, 1, 2, 4])
     found = sizes * weights.at(np.zeros(4), sizes)
-    limit = short(found[-1])
     if np.allclose(found, sizes, rtol=1e-2):
         return []
-    if np.allclose(found, 1, rtol=1e-3):
-        words = "only the sign of A counts"
-        return [Finding("mistake", words, setting(advantages=lambda b: b.advantages.sign()))]
-    if np.allclose(found, sizes.clip(max=limit), rtol=1e-3):
-        clipped = setting(advantages=lambda b: b.advantages.clip(-limit, limit))
-        return [Finding("mistake", f"A is clipped at {limit:.4g}", clipped)]
-    return [
-        Finding("mistake", f"where A is {columns(sizes)}, the gradient is that of {columns(found)}")
-    ]
+    words = f"where A is {columns(sizes)}, the gradient is that of {columns(found)}"
+    return [Finding("mistake", words)]
 
 
 # ---------------------------------------------------------------------------------- where A is 0
 
-
-def terms_of(name, log_x):
-    """{name of a term: its formula}, log x being log_x(logp, old, ref)"""
-    of = {
-        "k1": lambda x, r: -x,
-        "k2": lambda x, r: x**2 / 2,
-        "k3": lambda x, r: k3(x),
-        "k3 upside down": lambda x, r: k3(-x),
-        "|log x|": lambda x, r: abs(x),
-        "k3 clamped at 10": lambda x, r: k3(x).clamp(max=10),
-        "k3 times r": lambda x, r: r * k3(x),
-        "k3 times r without its gradient": lambda x, r: r.detach() * k3(x),
-        "k3 times min(r, 1)": lambda x, r: r.clamp(max=1) * k3(x),
-    }
-    return {
-        f"{words}, x = {name}": lambda logp, old, ref, f=f: f(log_x(logp, old, ref), (logp - old).exp())
-        for words, f in of.items()
-    }
-
-
-TERMS = terms_of("pi_ref / pi", lambda logp, old, ref: ref - logp)
-TERMS |= terms_of("pi_old / pi", lambda logp, old, ref: old - logp)
-TERMS |= {
-    "log pi": lambda logp, old, ref: logp,
-    "pi log pi": lambda logp, old, ref: logp.exp() * logp,
-    "r": lambda logp, old, ref: (logp - old).exp(),
+ESTIMATORS = {  # of a KL, by log x and r
+    "k1": lambda x, r: -x,
+    "k2": lambda x, r: x**2 / 2,
+    "k3": lambda x, r: k3(x),
+    "k3 upside down": lambda x, r: k3(-x),
+    "|log x|": lambda x, r: abs(x),
+    "k3 clamped at 10": lambda x, r: k3(x).clamp(max=10),
+    "k3 times r": lambda x, r: r * k3(x),
+    "k3 times r without its gradient": lambda x, r: r.detach() * k3(x),
+    "k3 times min(r, 1)": lambda x, r: r.clamp(max=1) * k3(x),
+}
+OTHER_TERMS = {  # by log pi and r
+    "log pi": lambda logp, r: logp,
+    "pi log pi": lambda logp, r: logp.exp() * logp,
+    "r": lambda logp, r: r,
 }
 NEW = -np.array([1.3, 0.7, 1.1, 1.6, 0.9, 1.2, 2.0, 0.8, 1.4])
 OLD = NEW - np.array([0, 0.5, 0.3, 0.1, -0.2, -0.4, 0.6, 0.2, -0.55])
 REF = NEW + np.array([0, -2, -1, -0.5, 0.3, 1, 1.5, 3.1, 0.7])
+
+
+def known_terms(with_ref):
+    """{name: (values, gradients)} of ESTIMATORS and OTHER_TERMS. Values are relative to the first."""
+    logp = torch.tensor(NEW, requires_grad=True)
+    old, ref = torch.tensor(OLD), torch.tensor(REF)
+    r = (logp - old).exp()
+    terms = {f"{name}, x = pi_old / pi": f(old - logp, r) for name, f in ESTIMATORS.items()}
+    if with_ref:
+        terms |= {f"{name}, x = pi_ref / pi": f(ref - logp, r) for name, f in ESTIMATORS.items()}
+    terms |= {name: f(logp, r) for name, f in OTHER_TERMS.items()}
+    known = {}
+    for name, values in terms.items():
+        (gradient,) = torch.autograd.grad(values.sum(), logp, retain_graph=True)
+        known[name] = (values - values[0]).detach().numpy(), gradient.numpy()
+    return known
 
 
 def idle(subject, with_ref):
@@ -464,32 +412,28 @@ def fits(measured, known, tolerance):
 
 
 def left(subject, with_ref):
-    """(terms that have the gradient, terms that have the value), [(coefficient, name)] or None"""
-    known = {}
-    for name, term in TERMS.items():
-        logp = torch.tensor(NEW, requires_grad=True)
-        values = term(logp, torch.tensor(OLD), torch.tensor(REF))
-        if with_ref or "ref" not in name:
-            (gradient,) = torch.autograd.grad(values.sum(), logp)
-            known[name] = (values - values[0]).detach().numpy(), gradient.numpy()
+    """(terms that have the gradient, terms that have the value), [(coefficient, name)] or None, of what
+    is left where A is 0; and its gradients"""
+    values, gradients = idle(subject, with_ref)
+    known = known_terms(with_ref)
     tolerance = 1e-5 if subject.dtype is torch.float64 else 1e-3
-    by_value, by_gradient = (
-        fits(measured, {name: x[k] for name, x in known.items()}, tolerance)
-        for k, measured in enumerate(idle(subject, with_ref))
-    )
+    by_value = fits(values, {name: x for name, (x, _) in known.items()}, tolerance)
+    by_gradient = fits(gradients, {name: x for name, (_, x) in known.items()}, tolerance)
     both = [x for x in by_gradient if x in by_value]
-    return tuple((both or found or [None])[0] for found in (by_gradient, by_value))
+    best = [(both or found or [None])[0] for found in (by_gradient, by_value)]
+    return *best, gradients
 
 
-def said_terms(subject, with_ref, by_gradient, by_value):
-    def listed(found):
-        words = [f"{name}, coefficient {abs(c):.4g}{', rewarded' * (c < 0)}" for c, name in found]
-        return " and ".join(words)
+def listed(terms):
+    words = [f"{name}, coefficient {abs(c):.4g}{', rewarded' * (c < 0)}" for c, name in terms]
+    return " and ".join(words)
 
+
+def said_terms(with_ref, by_gradient, by_value, gradients):
     if by_gradient is None:
         points = [f"log r = {columns(NEW - OLD)}", f"log(pi_ref / pi) = {columns(REF - NEW)}"]
         where = " and ".join(points[: 1 + with_ref])
-        return f"a term whose gradient, at {where}, is {columns(idle(subject, with_ref)[1])}"
+        return f"a term whose gradient, at {where}, is {columns(gradients)}"
     if by_gradient == by_value:
         return listed(by_gradient)
     value = "something else" if by_value is None else listed(by_value) or "nothing"
@@ -499,84 +443,56 @@ def said_terms(subject, with_ref, by_gradient, by_value):
 
 
 PAPER_TERMS = {"grpo": "k3, x = pi_ref / pi", "deepseek_v32": "k3 times r, x = pi_ref / pi"}
-VARIANTS = ["k2", "k3", "k3 clamped at 10", "k3 times r", "k3 times r without its gradient"]
-VARIANTS = [f"{name}, x = pi_ref / pi" for name in [*VARIANTS, "k3 times min(r, 1)"]]
+VARIANTS = ("k2, x = pi_ref", "k3, x = pi_ref", "k3 clamped at 10, x = pi_ref", "k3 times")
 
 
-def kl(subject, divide):
-    """[Finding] about what is left where A is 0, without a reference and with one. divide: as `divisor`
-    gives it"""
-    findings = []
-    paper, here = PAPER_TERMS.get(subject.section), ours(subject.section).get("kl_coef")
+def kl(subject):
+    """[Finding] about what is left where A is 0, without a reference and with one"""
+    section = subject.section
+    paper, here = PAPER_TERMS.get(section), ours(section).get("kl_coef")
     states = [] if subject.needs("ref_logprobs") else [False]
     if subject.takes("ref_logprobs"):
         states.append(True)
+    findings = []
     for with_ref in states:
-        by_gradient, by_value = left(subject, with_ref)
+        by_gradient, by_value, gradients = left(subject, with_ref)
+        is_one = by_gradient == by_value and len(by_gradient or []) == 1 and by_gradient[0][0] > 0
+        c, name = by_gradient[0] if is_one else (0.0, None)
         if (by_gradient, by_value) == ([], []):
             if with_ref and paper:
                 findings.append(no_kl(subject, here))
-            continue
-        more, own_divide = mean_of_its_own(subject, divide) if by_gradient else ([], divide)
-        change = unchanged
-        if None not in (by_gradient, by_value):
-            change = with_term(term_with(by_gradient, by_value), own_divide)
-        is_one = by_gradient == by_value and len(by_gradient or []) == 1 and by_gradient[0][0] > 0
-        name = by_gradient[0][1] if is_one else None
-        about = said_terms(subject, with_ref, by_gradient, by_value)
-        if with_ref and name == paper and paper:
-            c = by_gradient[0][0]
+        elif with_ref and paper and name == paper:
             if not same_number(c, here):
                 words = f"the KL's coefficient is {c:.4g} (the paper: {here})"
-                findings.append(Finding("constant", words, setting(kl_coef=c)))
+                findings.append(Finding("constant", words, {"kl_coef": c}))
         elif with_ref and paper:
-            kind = "variant" if name in VARIANTS else "mistake"
-            findings = [Finding(kind, f"the KL is {about}", change)]
+            kind = "variant" if name and name.startswith(VARIANTS) else "mistake"
+            about = said_terms(with_ref, by_gradient, by_value, gradients)
+            findings = [Finding(kind, f"the KL is {about}")]
         else:
+            about = said_terms(with_ref, by_gradient, by_value, gradients)
             where = "" if with_ref or len(states) == 1 else "without a reference, "
-            kind = "a KL" if "x = " in about else "a term"
-            findings = [Finding("mistake", f"{where}{kind} that the paper lacks: {about}", change)]
-        findings += [x._replace(change=change) for x in more]
+            what = "a KL" if "x = " in about else "a term"
+            findings = [Finding("mistake", f"{where}{what} that the paper lacks: {about}")]
     return findings or constant(subject)
 
 
-def term_with(by_gradient, by_value):
-    """A term with these gradients and these values; None without a reference that it needs."""
-    needs_ref = any("ref" in name for _, name in [*by_gradient, *by_value])
-
-    def term(logp, old, ref):
-        if needs_ref and ref is None:
-            return 0 * logp
-        g, v = (
-            sum([c * TERMS[name](logp, old, ref) for c, name in found], 0 * logp)
-            for found in (by_gradient, by_value)
-        )
-        return g - g.detach() + v.detach()
-
-    return term
-
-
-def mean_of_its_own(subject, divide):
-    """([Finding], what divides it) for what is left where A is 0."""
-    found = fit_divisor(per_token(subject, 0.0, 1.0), "")
-    if found is None or subject.returns_terms:
-        return [], divide
-    name, formula = DIVISORS[found[0]]
-    batches = [(len(mask), mask.sum(1), mask.sum(), mask.shape[1]) for mask in masks_for(subject)]
-    quotients = np.concatenate([np.ravel(divide(*x) / formula(*x) + 0 * x[1]) for x in batches])
-    if np.allclose(quotients, quotients[0]):
-        return [], divide
-    one = (1, np.array(2), 2, 2)  # where its coefficient was measured
-    scale = divide(*one) / formula(*one)
-    words = f"what is left where A is 0 has a mean of its own: {name}"
-    return [Finding("mistake", words)], lambda *sizes: formula(*sizes) * scale
-
-
 def no_kl(subject, here):
-    change = setting(ref_logprobs=None)
     if subject.is_off("kl_coef"):
-        return Finding("constant", f"the KL's coefficient is 0 (the paper: {here})", change)
-    return Finding("mistake", "there is no KL: the reference is not used", change)
+        return Finding("constant", f"the KL's coefficient is 0 (the paper: {here})", {"kl_coef": 0.0})
+    return Finding("mistake", "there is no KL: the reference is not used")
+
+
+def own_mean(subject, divisor_name):
+    """[Finding] if what is left where A is 0 has another divisor than the policy's term."""
+    if subject.returns_terms:
+        return []
+    measured = per_token(subject, 0.0, 1.0)
+    found = fitted_divisor(measured, divisor_name)
+    if found is None or factor(measured, divisor_name) is not None:
+        return []
+    words = f"what is left where A is 0 has a mean of its own: {DIVISORS[found[0]][0]}"
+    return [Finding("mistake", words)]
 
 
 def constant(subject):
@@ -586,8 +502,7 @@ def constant(subject):
     value = float(subject.probe(**inputs).value)
     if abs(value) < 1e-6:
         return []
-    words = f"a constant is added: where A is 0 the loss is {value:.4g}"
-    return [Finding("variant", words, lambda J, b: J(b) - value)]
+    return [Finding("variant", f"a constant is added: where A is 0 the loss is {value:.4g}")]
 
 
 # ------------------------------------------------------------------------------------------ all of it
@@ -595,30 +510,33 @@ def constant(subject):
 
 def findings(subject):
     """Yields a Finding for each way in which a loss differs from its paper, as our batches show it."""
-    if subject.section not in PAPER_PATTERNS:
+    section = subject.section
+    if section not in PAPER_PATTERNS:
         return  # a new section: its cases are all that is compared
-    divide = DIVISORS[PAPER_DIVISORS.get(subject.section, "B |o|")][1]
+    paper = PAPER_DIVISORS.get(section, "B |o|")
+    fitted = paper, 1.0
     if subject.is_separate:
         pairs = zip(per_token(subject, 1.0), per_token(subject, 0.0), strict=True)
         measured = [(mask, idle - gradient) for (mask, gradient), (_, idle) in pairs]
         if max(np.abs(gradient).max() for _, gradient in measured) < 1e-12:
-            words = "no gradient of the policy term reaches the log-probs"
-            yield Finding("mistake", words, lambda J, b: J(b).detach())
+            yield Finding("mistake", "no gradient of the policy term reaches the log-probs")
             return
-        found, divide = divisor(subject, measured)
-        yield from found
+        if not subject.returns_terms:
+            fitted = fitted_divisor(measured, paper)
+            yield from divisor(section, fitted, measured)
     weights = Weights(subject)
     unit = weights.probe(np.zeros(1), np.ones(1))[0]
-    if divide is None or not np.isfinite(unit) or abs(unit) < 1e-12:
+    if fitted is None or not np.isfinite(unit) or abs(unit) < 1e-12:
         return  # a single row whose mean is subtracted from A, for example
     if not subject.lacks_old:
         other = beyond_ratio(subject) if subject.is_separate else []
         yield from other or clip(weights)
-        if subject.section == "deepseek_v32":
+        if section == "deepseek_v32":
             yield from offpolicy(subject)
     if subject.is_separate:
         yield from size_of_advantages(weights)
-    yield from kl(subject, divide)
+        yield from own_mean(subject, fitted[0])
+    yield from kl(subject)
 
 
 def offpolicy(subject):
@@ -633,8 +551,8 @@ def offpolicy(subject):
     delta = boundary(is_kept, 0.0, 0.5)
     if delta is None:
         words = "no off-policy mask: a bad completion keeps its gradient wherever the policy has moved"
-        return [Finding("mistake", words, setting(offpolicy_mask=math.inf))]
-    about = f"the off-policy mask's delta is {delta:.4g} (the paper: unspecified; here: {here})"
+        return [Finding("mistake", words)]
     if abs(delta - here) < 1e-4:
         return []
-    return [Finding("constant", about, setting(offpolicy_mask=short(delta)))]
+    words = f"the off-policy mask's delta is {delta:.4g} (the paper: unspecified; here: {here})"
+    return [Finding("constant", words, {"offpolicy_mask": short(delta)})]

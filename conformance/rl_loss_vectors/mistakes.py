@@ -11,13 +11,17 @@ from unittest import mock
 import torch
 
 from rl_loss_vectors import reference
-from rl_loss_vectors.reference import LOSSES, average, each, lengths, ratio, tokens
+from rl_loss_vectors.reference import LOSSES, lengths, tokens
 
 # ------------------------------------------------------------------------------------ ways to change
 
 
 def unchanged(J, b):
     return J(b)
+
+
+def together(first, second):
+    return lambda J, b: second(lambda other: first(J, other), b)
 
 
 def pieces(**replacements):
@@ -36,18 +40,7 @@ def changed(b, **fields):
 
 def setting(**fields):
     """J of a batch with different fields; if a field is a function, it is called with the batch."""
-
-    def change(J, b):
-        other = changed(b, **{key: x(b) if callable(x) else x for key, x in fields.items()})
-        value = J(other)
-        vars(b).update({key: x for key, x in vars(other).items() if key in ("terms", "denominators")})
-        return value
-
-    return change
-
-
-def together(first, second):
-    return lambda J, b: second(lambda other: first(J, other), b)
+    return lambda J, b: J(changed(b, **{key: x(b) if callable(x) else x for key, x in fields.items()}))
 
 
 # ------------------------------------------------------------------------------ what they change it to
@@ -146,41 +139,3 @@ VARIANTS = {
 }
 ENTRIES = {f"mistake: {name}": entry for name, entry in MISTAKES.items()}
 ENTRIES |= {f"variant: {name}": entry for name, entry in VARIANTS.items()}
-
-
-# ----------------------------------------------------------- what a measurement changes the paper's to
-
-
-def divided_by(formula):
-    """formula(B, o, N, T): B rows, o tokens in each, N in all, the padded width T."""
-
-    def other_average(b, terms, divisors):
-        B, T = b.mask.shape
-        o = b.mask.sum(1, keepdim=True)
-        # A completion's single term counts as one equal term for each of its tokens.
-        num_equal = o if terms.shape[1] < T else 1
-        return average(b, terms * num_equal, formula(B, o, o.sum(), T))
-
-    return pieces(average=other_average)
-
-
-def by_weights(f):
-    """The terms f(r, A), for a ratio of the section's kind, averaged as the section does."""
-
-    def change(J, b):
-        J(b)
-        return average(b, each(b, lambda i, t: f(ratio(b, i, t), b.advantages[i, t])), b.denominators)
-
-    return change
-
-
-def with_term(term, formula):
-    """Instead of the section's KL, term(logp, old, ref) of each token."""
-
-    def change(J, b):
-        B, T = b.mask.shape
-        o = b.mask.sum(1, keepdim=True)
-        values = torch.where(b.mask, term(b.logprobs, b.old_logprobs, b.ref_logprobs), 0)
-        return setting(ref_logprobs=None)(J, b) - (values / formula(B, o, o.sum(), T)).sum()
-
-    return change

@@ -6,7 +6,6 @@ is passed for them, and a function that requires them is refused with an adapter
 
 import re
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 from rl_loss_vectors.reference import LOSSES
 
@@ -187,25 +186,21 @@ def words_in(settings):
     words = []
     for value in settings.values():
         words += [value] if isinstance(value, str) else []
-        words += words_in(vars(value)) if isinstance(value, Settings) else []
+        words += words_in(value) if isinstance(value, Settings) else []
     return words
 
 
-class Settings(SimpleNamespace):
+class Settings(dict):
     """What --set config.eps=0.2 makes: config.eps, config["eps"] and config.get("eps") are 0.2."""
 
-    def __getitem__(self, name):
-        return vars(self)[name]
-
-    def get(self, name, default=None):
-        return vars(self).get(name, default)
-
-    def resolved(self, part):
-        """With tensors in place of their names."""
-        return Settings(**{name: resolved(value, part) for name, value in vars(self).items()})
+    def __getattr__(self, name):
+        if name not in self:
+            raise AttributeError(f"--set gives no {name}")
+        return self[name]
 
 
 def resolved(value, part):
+    """A setting with tensors in place of their names."""
     if isinstance(value, Settings):
-        return value.resolved(part)
-    return part.get(value) if isinstance(value, str) and value in part else value
+        return Settings({name: resolved(x, part) for name, x in value.items()})
+    return part.get(value, value) if isinstance(value, str) else value

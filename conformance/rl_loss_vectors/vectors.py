@@ -164,7 +164,7 @@ class Subject:
         self.lacks_old = needs_old and not self.takes("old_logprobs")
         self.returns_terms = False
         if self.is_loss:  # it may return terms, (B, T), of which we then take the mean of its section
-            part = fields_of(self.adapted(self.about["cases"][1]))
+            part = fields_of(self.adapted(self.about["cases"][1], {}))
             self.returns_terms = self.call(part).shape == part["mask"].shape
         self.lacks_mask &= not self.returns_terms  # whoever averages the terms masks them
 
@@ -206,8 +206,8 @@ class Subject:
             return "it takes one advantage for each completion"
         return None
 
-    def adapted(self, case, change=None):
-        """A case adapted to the function: with our numbers, changed as its author's constants say;
+    def adapted(self, case, settings):
+        """A case adapted to the function: with our numbers, or its author's, which are the settings;
         without padding if it takes no mask; with ratios of 1 if it takes no old log-probs."""
         changed = copy.deepcopy(case)
         inputs, keywords = changed["inputs"], changed["keywords"]
@@ -221,15 +221,15 @@ class Subject:
         for key, same_as in (("ref_logprobs", "logprobs"), ("sampler_logprobs", "old_logprobs")):
             if self.needs(key):
                 keywords.setdefault(key, inputs[same_as])
-        if change and "gradient" in case:
+        if settings and "gradient" in case:
             # Inputs have two decimals, and so may an author's bound: no token may be exactly there.
             first = self.about["arguments"][0]
             for n, row in enumerate(inputs[first]):
                 inputs[first][n] = [x + 1e-5 * math.sin(1 + 7 * n + t) for t, x in enumerate(row)]
-        own = {key: self.default(key) for key in ("gamma", "lam") if key in inputs}
-        inputs |= {key: x for key, x in own.items() if x is not None}
-        is_same = changed == case and change is None
-        return case if is_same else with_results(self.section, changed, change)
+        for key, x in settings.items():
+            place = inputs if key in inputs else keywords
+            place[key] = x
+        return case if changed == case else with_results(self.section, changed)
 
     def call(self, part):
         """The function's output for {name: tensor or number}, as a tensor."""
@@ -328,8 +328,8 @@ class Subject:
 
 
 def fitted(function, section, fixed=None, layout=None):
-    """[Subject] for a function: in float64 if it takes that, or else float32 or numpy; advantages in
-    the shape for which changing one row's A moves that row's gradient alone, or else in each shape."""
+    """The Subject of a function: in float64 if it takes that, or else float32 or numpy; advantages in
+    the shape for which changing one row's A moves that row's gradient alone, or else as (B, 1)."""
     fixed = fixed or {}
     arguments = VECTORS["sections"][section]["arguments"]
     parameters = parameters_of(function)
@@ -347,7 +347,7 @@ def fitted(function, section, fixed=None, layout=None):
         with_gradient = [subject for subject in found if subject.separation is not None]
         separate = [subject for subject in with_gradient if subject.is_separate]
         if found:
-            return separate[:1] or with_gradient or found[:1]
+            return [*separate, *with_gradient, *found][0]
     # Some functions take no bool mask, some take nothing else, and few take numpy.
     error = min(errors, key=lambda error: any(x in str(error) for x in ("bool", "indices", "numpy")))
     if not isinstance(error, Misfit):
@@ -363,7 +363,7 @@ def separation(subject):
     """How much of what one row's advantage moves is that row's own gradient. It is 1 for all that is no
     loss. This is the first call."""
     if not subject.is_loss:
-        subject.answer(subject.adapted(subject.about["cases"][0]))
+        subject.answer(subject.adapted(subject.about["cases"][0], {}))
         return 1.0
     new = np.array([[-1.3, -0.4, -2.1, -0.7], [-0.2, -1.1, -0.6, -3.0], [-0.9, -0.3, -1.7, -0.5]])
     first, again, second = (
