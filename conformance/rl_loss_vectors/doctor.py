@@ -55,14 +55,18 @@ class Report:
         self.results = [self.examined(case) for case in subject.about["cases"]]
         self.lines = self.diagnosis([x for x in findings if x.kind != "constant"])
 
+    def mixing(self):
+        """[Finding] if there is no shape of advantages that keeps rows apart."""
+        if self.subject.is_separate:
+            return []
+        share = f"{self.subject.separation:.0%} of what one A moves is in its own row"
+        return [Finding("mistake", f"one row's A moves the others' gradient: {share}")]
+
     def measured(self):
         """[Finding]; a note, if the function does not take batches of our own."""
         findings = []
         if math.isnan(self.subject.separation or 0):
             return [Finding("mistake", "two calls with the same arguments differ")]
-        if not self.subject.is_separate:
-            share = f"{self.subject.separation:.0%} of what one A moves is in its own row"
-            findings.append(Finding("mistake", f"one row's A moves the others' gradient: {share}"))
         try:
             with np.errstate(all="ignore"):
                 for finding in MEASURES.get(self.section, measure.findings)(self.subject):
@@ -101,10 +105,16 @@ class Report:
                 accepted |= {words: max(accepted.get(words, 0), size_where_equal(case, answer))}
             elif largest_log_ratio(case) < reach:
                 tested.append((case, answer))
-        lines = [str(x) for x in shown]
+        mixing = self.mixing()
         if not all(is_right(self.section, *pair) for pair in tested):
-            is_described = any(x.kind != "clamp" for x in shown)
-            lines = explanation(self.section, tested, is_described) + lines
+            described = [x for x in shown if x.kind != "clamp"]
+            has_gradient = all("gradient" in case for case, _ in tested)
+            parts = [BOTH, GRADIENT] if has_gradient and not described else [BOTH]
+            found = entries_that_give(self.section, tested, parts)
+            if found is None and not described and not mixing:
+                found = numbers_of(self.section, tested)
+            shown = shown if found is None else [*found, *(x for x in shown if x.kind == "clamp")]
+        lines = [str(x) for x in [*mixing, *shown]]
         for words, size in accepted.items():
             lines.append(f"{words}: there, A is up to {size:.2g} instead of 0" if size else words)
         raising = [case["id"] for case, found in self.results if isinstance(found, Exception)]
@@ -141,23 +151,16 @@ def largest_log_ratio(case):
     return np.abs(log_ratio[inputs["mask"].astype(bool)]).max()
 
 
-def explanation(section, tested, is_described):
-    """Lines: one or two entries that give all answers, or that only the value differs, or, if nothing
-    has been described, numbers of both."""
+def entries_that_give(section, tested, all_parts):
+    """Lines: one or two entries that give all answers, or their gradients, or None."""
     named = [(name, x) for name, (sections, x) in mistakes.ENTRIES.items() if section in sections]
-    has_gradient = all("gradient" in case for case, _ in tested)
-    for parts, size in itertools.product([BOTH, GRADIENT][: 1 + has_gradient], range(3)):
+    for parts, size in itertools.product(all_parts, range(3)):
         for entries in itertools.combinations(named, size):
             change = functools.reduce(mistakes.together, [x for _, x in entries], mistakes.unchanged)
             if all(is_right(section, *pair, change, parts) for pair in tested):
                 lines = [name for name, _ in entries]
-                return lines if parts == BOTH or is_described else [*lines, value_line(tested)]
-    if is_described:
-        return []
-    wrong = [pair for pair in tested if not is_right(section, *pair)]
-    ids = ", ".join(case["id"] for case, _ in wrong)
-    words = f"mistake: {ids} differ, but all that could be measured is as in the paper"
-    return [words, *numbers_of(*wrong[0])]
+                return lines if parts == BOTH else [*lines, value_line(tested)]
+    return None
 
 
 def value_line(tested):
@@ -165,13 +168,16 @@ def value_line(tested):
     return f"{VALUE}: {answer.value:.4g} instead of {expected(case).value:.4g} in {case['id']}"
 
 
-def numbers_of(case, answer):
-    """Lines: up to two rows of a case that differ."""
+def numbers_of(section, tested):
+    """Lines: which cases differ, and up to two rows of the first one."""
+    wrong = [pair for pair in tested if not is_right(section, *pair)]
+    ids = ", ".join(case["id"] for case, _ in wrong)
+    lines = [f"mistake: {ids} differ, but all that could be measured is as in the paper"]
+    case, answer = wrong[0]
     ours = expected(case)
     what, k = ("result", 0) if ours.gradient is None else ("gradient", 1)
-    lines = []
     if k:
-        lines = [f"  {case['id']}: the value is {answer.value:.4g} instead of {ours.value:.4g}"]
+        lines.append(f"  {case['id']}: the value is {answer.value:.4g} instead of {ours.value:.4g}")
     width = ours[k].shape[-1]
     for your, our in zip(answer[k].reshape(-1, width), ours[k].reshape(-1, width), strict=True):
         if len(lines) < 5 and not np.allclose(your, our, rtol=1e-4):

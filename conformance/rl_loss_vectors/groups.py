@@ -100,16 +100,21 @@ def findings(subject):
     if has_eps and abs(eps - paper_eps) > tolerance:
         words = f"eps is {eps:.3g} (the paper: unspecified; here: {paper_eps:.3g})"
         found.append(Finding("constant", words, {"eps": eps}))
-    return found + clipped(subject, name)
+    return found + clipped(subject, baseline, divided)
 
 
-def clipped(subject, scale):
-    """[Finding] if the advantage of a rare reward is smaller than its std says."""
-    if scale != "std":
-        return []
-    largest = np.abs(subject.probe(rewards=OUTLIER).value[0]).max()
-    is_clipped = largest < 0.999 * 15 / 16 / OUTLIER[0].std(ddof=1)
-    return [Finding("mistake", f"clipped at {short(largest):.4g}")] if is_clipped else []
+def divided_by(rewards, name, eps, is_inside):
+    """What the groups' differences are divided by, (P, 1). The rest is as scale_of gives it."""
+    std = SCALES[name](rewards)[:, None]
+    return np.sqrt(std**2 + eps) if is_inside else std + eps
+
+
+def clipped(subject, baseline, divided):
+    """[Finding] if the advantage of a rare reward is smaller than these say."""
+    center = BASELINES.get(baseline, BASELINES["mean"])(OUTLIER)[:, None]
+    largest = np.abs((OUTLIER - center) / divided_by(OUTLIER, *divided)).max()
+    found = np.abs(subject.probe(rewards=OUTLIER).value).max()
+    return [Finding("mistake", f"clipped at {short(found):.4g}")] if found < 0.999 * largest else []
 
 
 def whiten_findings(subject):
