@@ -213,10 +213,10 @@ class Weights:
 
 
 def near(kinds, edges):
-    """A curve without its ends beyond FAR."""
-    first = edges[0] < -FAR
-    last = len(kinds) - (edges[-1] > FAR)
-    return kinds[first:last], edges[first : last - 1]
+    """A curve without the clips that are there for safety, and without ends at infinity."""
+    is_left_out = [kinds[k] in (None, 0.0) and abs(edges[k]) > FAR for k in (0, -1)]
+    last = len(kinds) - is_left_out[1]
+    return kinds[is_left_out[0] : last], edges[is_left_out[0] : last - 1]
 
 
 def letters(kinds):
@@ -277,10 +277,8 @@ def clip(weights):
     if abs(share - 1) > 1e-3:
         words = f"A < 0 counts {share:.4g} times as much as A > 0" if share else "A < 0 does not count"
         findings.append(Finding("mistake", words))
-    curves = [
-        weights.curve(1),
-        weights.curve(-1) if share else ([None, 0.0, None], [-math.inf, math.inf]),
-    ]
+    nothing = [None, 0.0, None], [-math.inf, math.inf]
+    curves = [weights.curve(1), weights.curve(-1) if share else nothing]
     if None in curves:
         return [*findings, *gates(weights)]
     up, down = [near(*curve) for curve in curves]  # for A > 0 and A < 0
@@ -292,8 +290,9 @@ def clip(weights):
         kind = "variant" if "dual" in words else "mistake"
         findings.append(Finding(kind, words.format(bounds.pop()) if "{" in words else words))
     elif section == "cispo":
-        bounds = [0.0 if up[0][0] == "r" else up[0][0], up[0][-1]]
-    if section in [*CLIPPED, "cispo"] and bounds and bounds[0] < 1 < bounds[-1]:
+        floor = 0.0 if up[0][0] == "r" else up[0][0]
+        findings += range_finding(section, floor, up[0][-1])
+    if section in CLIPPED and bounds and bounds[0] < 1 < bounds[-1]:
         findings += range_finding(section, bounds[0], bounds[-1])
     far = [x for _, edges in curves for x in edges if FAR < abs(x) < math.inf]
     if far and section in CLIPPED:
