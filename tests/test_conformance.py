@@ -257,12 +257,13 @@ module.forward = right
 """
 LOADED = [  # (name of the function, flags, exit code, what is printed)
     ("Loss", "ppo", 0, "filled in: clip_eps=0.2"),
-    ("Loss.forward", "ppo --set scale=2.0", 1, "divided by 0.5 times what the paper divides by"),
+    ("Loss.forward", "ppo --set scale=2.0", 1, "the paper's mean, times 2"),
     ("Broken", "ppo", 2, "the constructor of Broken: `model` is unknown"),
     ("Broken", "ppo --set model=1", 2, "AttributeError: 'int' object has no attribute 'loss'"),
     ("Static.loss", "dapo", 0, "right: DAPO"),
     ("module", "dapo", 0, "right: DAPO"),
     ("nothing", "dapo", 2, "no function nothing; it has: surrogate, "),
+    ("Static", "dapo", 2, "Static cannot be called; it has: loss"),
 ]
 
 
@@ -307,6 +308,8 @@ ADAPTED = [  # (a function that is refused, what completes its adapter)
     ("def loss(batch): return right(*batch)", ["(logprobs, old_logprobs, advantages, mask)"]),
     ("class Loss:\n def __init__(self, x): 0\n forward = staticmethod(right)", []),
     ("def loss(x, A, /, *, y, mask): return right(x, y, A, mask)", ["logprobs", "old_logprobs"]),
+    ("class loss:\n def __init__(self, x): 0\n forward = staticmethod(right)", []),
+    ("def Loss(batch): return right(*batch)", ["(logprobs, old_logprobs, advantages, mask)"]),
     ("def loss(lp, old, A, mask):\n assert len(lp) == 0\n return right(lp, old, A, mask)", None),
 ]
 
@@ -321,10 +324,8 @@ def test_an_adapter_runs_when_it_is_completed(text, completions, ask, tmp_path):
     if completions is None:  # a blank assertion shows its line
         assert "AssertionError: assert len(lp) == 0" in printed
         return
-    if name == "Loss":
-        adapter = adapter.replace(
-            "Loss(...)(...)", "Loss(0).forward(logprobs, old_logprobs, advantages, mask)"
-        )
+    call = f"{name}(0).forward(logprobs, old_logprobs, advantages, mask)"
+    adapter = adapter.replace(f"{name}(...)(...)", call)
     for completion in completions:
         adapter = adapter.replace("...", completion, 1)
     code, printed = ask(adapter, name="adapter", file="adapter.py")

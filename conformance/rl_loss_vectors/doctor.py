@@ -15,7 +15,7 @@ from rl_loss_vectors.vectors import Answer, expected, fitted, same
 SPREADS = "variant: NaN in masked places spreads: the mask is a factor, no torch.where [TRL, verl]"
 AFTER_EXP = "variant: NaN in masked places reaches the gradient: mask the log-ratio before exp"
 VALUE = "variant: the gradient is right, the value is not"
-NO_RULE = "variant: no rule for equal rewards [TRL, verl]"
+NO_RULE = "variant: equal rewards do not always give A = 0 [TRL, verl]"
 FLAGS = {SPREADS: "--allow-nan", AFTER_EXP: "--allow-nan", VALUE: "--allow-value"}
 FLAGS |= {"clamp": "--allow-clamp", NO_RULE: "--allow-rounding"}
 MEASURES = dict.fromkeys(groups.PAPER, groups.findings) | {
@@ -57,7 +57,7 @@ class Report:
 
     def mixing(self):
         """[Finding] if there is no shape of advantages that keeps rows apart."""
-        if self.subject.is_separate:
+        if self.subject.is_separate or math.isnan(self.subject.separation):
             return []
         share = f"{self.subject.separation:.0%} of what one A moves is in its own row"
         return [Finding("mistake", f"one row's A moves the others' gradient: {share}")]
@@ -78,13 +78,13 @@ class Report:
 
     def examined(self, case):
         """(the case with the author's constants, the answer, or why there is none, or an error)"""
-        reason = self.subject.why_not(case)
-        if reason:
-            return case, reason
         settings = {}
         for finding in self.constants:
             settings |= finding.settings
         try:
+            reason = self.subject.why_not(case)
+            if reason:
+                return case, reason
             case = self.subject.adapted(case, settings)
             return case, self.subject.answer(case)
         except Exception as error:
@@ -116,7 +116,7 @@ class Report:
             shown = shown if found is None else [*found, *(x for x in shown if x.kind == "clamp")]
         lines = [str(x) for x in [*mixing, *shown]]
         for words, size in accepted.items():
-            lines.append(f"{words}: there, A is up to {size:.2g} instead of 0" if size else words)
+            lines.append(f"{words}: it is up to {size:.2g}" if size else words)
         raising = [case["id"] for case, found in self.results if isinstance(found, Exception)]
         if raising:
             lines.append(f"it raises an error in {', '.join(raising)}")
@@ -155,7 +155,7 @@ def entries_that_give(section, tested, all_parts):
     """Lines: one or two entries that give all answers, or their gradients, or None."""
     named = [(name, x) for name, (sections, x) in mistakes.ENTRIES.items() if section in sections]
     for parts, size in itertools.product(all_parts, range(3)):
-        for entries in itertools.combinations(named, size):
+        for entries in itertools.permutations(named, size):
             change = functools.reduce(mistakes.together, [x for _, x in entries], mistakes.unchanged)
             if all(is_right(section, *pair, change, parts) for pair in tested):
                 lines = [name for name, _ in entries]
@@ -198,6 +198,8 @@ def examine(function, section, fixed=None, layout=None):
             if other != report.subject.layout and is_right_in(function, section, fixed, other):
                 report.lines = [f"mistake: {words}; if that is meant, --layout {other}"]
                 break
+        if any("of the batch" in line for line in report.lines):
+            report.notes.append("if it takes one group of rewards at a time, say --layout G")
     return report
 
 

@@ -2,8 +2,9 @@
 
 import numpy as np
 
-from rl_loss_vectors.measure import Finding, boundary, columns, divisor, fitted_divisor, masks_for
-from rl_loss_vectors.measure import short, two
+from rl_loss_vectors import reference
+from rl_loss_vectors.measure import Finding, boundary, columns, divisor, fitted_divisor
+from rl_loss_vectors.measure import in_masked_places, masks_for, short, two
 from rl_loss_vectors.vectors import ours
 
 PAPER = {  # section: (baseline, divided by, eps)
@@ -35,9 +36,7 @@ BASELINES = {  # each a number for each group
     "mean": lambda R: R.mean(1),
     "mean of the batch": for_all(np.mean),
     "mean of informative completions": for_all(lambda R: informative(R).mean()),
-    "median": lambda R: np.median(R, 1),
     "highest reward": lambda R: R.max(1),
-    "lowest reward": lambda R: R.min(1),
     "no baseline": for_all(lambda R: 0),
 }
 SCALES = {
@@ -48,7 +47,8 @@ SCALES = {
     "std of the batch (of the population)": for_all(np.std),
     "std of informative completions": for_all(lambda R: informative(R).std(ddof=1)),
     "std of informative completions (of the population)": for_all(lambda R: informative(R).std()),
-    "range": lambda R: R.max(1) - R.min(1),
+    "std of all differences": for_all(lambda R: (R - R.mean(1, keepdims=True)).std(ddof=1)),
+    "mean": lambda R: R.mean(1),
 }
 
 
@@ -112,45 +112,78 @@ def divided_by(rewards, name, eps, is_inside):
 def clipped(subject, baseline, divided):
     """[Finding] if the advantage of a rare reward is smaller than these say."""
     center = BASELINES.get(baseline, BASELINES["mean"])(OUTLIER)[:, None]
-    largest = np.abs((OUTLIER - center) / divided_by(OUTLIER, *divided)).max()
-    found = np.abs(subject.probe(rewards=OUTLIER).value).max()
-    return [Finding("mistake", f"clipped at {short(found):.4g}")] if found < 0.999 * largest else []
+    expected = (OUTLIER - center) / divided_by(OUTLIER, *divided)
+    found = subject.probe(rewards=OUTLIER).value
+    limit = np.abs(found).max()
+    is_clip = np.allclose(found, expected.clip(-limit, limit), atol=1e-3)
+    is_clip = is_clip and limit < 0.999 * np.abs(expected).max()
+    return [Finding("mistake", f"clipped at {short(limit):.4g}")] if is_clip else []
 
 
 def whiten_findings(subject):
     """[Finding] of a whitening: what it subtracts, and what it divides by."""
-    x = np.array([[0.3, -1.2, 2.0], [0.7, 0.1, 1.4]])
-    found = subject.probe(advantages=x).value
-    if np.allclose(found.mean(1), 0, atol=1e-4):
+    x = np.array([[5.0, 0.3, -1.2, 2.0], [0.7, -3.0, 0.1, 1.4]])
+    mask = np.array([[0, 1, 1, 1], [1, 0, 1, 1]], bool) | subject.lacks_mask
+    found = subject.probe(advantages=x, mask=mask).value
+    if np.allclose((found * mask).sum(1), 0, atol=1e-4):
         return [Finding("mistake", "each row is whitened by itself")]
-    scale = float((x[0, 1] - x[0, 0]) / (found[0, 1] - found[0, 0]))
-    base = float(x[0, 0] - found[0, 0] * scale)
-    if not np.allclose((x - base) / scale, found, atol=1e-4):
-        return [Finding("mistake", f"{columns(x.ravel())} become {columns(found.ravel())}")]
-    facts = {
-        ("variant", "the unbiased std [TRL, verl]"): abs(x.std(ddof=1) - scale) < 1e-4,
-        ("mistake", "no std"): abs(1 - scale) < 1e-4,
-        ("variant", "the mean comes back [TRL, verl: on request]"): (
-            abs(x.mean() * (1 - scale) - base) < 1e-4 < abs(x.mean() - base)
-        ),
-        ("mistake", "the mean is not subtracted"): abs(base) < 1e-4,
+    tokens, result = x[mask], found[mask]
+    scale = (tokens[1] - tokens[0]) / (result[1] - result[0])
+    base = tokens[0] - result[0] * scale
+    centers = {
+        "": tokens.mean(),
+        "mistake: masked places count in the mean": x.mean(),
+        "mistake: masked places are added to the mean": x.sum() / mask.sum(),
+        "mistake: the mean is not subtracted": 0.0,
+        "variant: the mean comes back [TRL, verl: on request]": tokens.mean() * (1 - scale),
     }
-    return [Finding(*fact) for fact, is_so in facts.items() if is_so]
+    stds = {
+        "": tokens.std(),
+        "variant: the unbiased std [TRL, verl]": tokens.std(ddof=1),
+        "mistake: masked places count in the std": x.std(),
+        "mistake: masked places count in the std, which is the unbiased one": x.std(ddof=1),
+        "mistake: no std": 1.0,
+    }
+    center = [words for words, c in centers.items() if abs(c - base) < 1e-4]
+    std = [words for words, c in stds.items() if abs(c - scale) < 1e-4]
+    if not center or not std or not np.allclose((tokens - base) / scale, result, atol=1e-4):
+        return [Finding("mistake", f"{columns(tokens)} become {columns(result)}")]
+    return [Finding(*words.split(": ", 1)) for words in (std[0], center[0]) if words]
 
 
 def gae_findings(subject):
-    """The gamma and lambda of a function that does not take them, or has them as defaults."""
-    zeros, last = np.zeros((1, 3)), np.array([[0.0, 0.0, 1.0]])
+    """[Finding] of GAE: the function's own gamma and lambda; and, since GAE is linear, how much the
+    first token's A and return have of each reward and each value."""
+    units, zeros = np.eye(4), np.zeros((4, 4))
+    inputs = {"rewards": np.vstack([units, zeros]), "values": np.vstack([zeros, units])}
+    inputs["mask"] = np.array(8 * [[1, 0, 1, 1]], bool) | subject.lacks_mask
     own = {name: subject.default(name) for name in ("gamma", "lam")}
-    more = {name: 0.5 if x is None else x for name, x in own.items()}
-    both = subject.probe(rewards=last, values=zeros, **more).value[0][0, 1]
-    gamma = subject.probe(rewards=zeros, values=last, **more).value[0][0, 1] + both
-    measured = {"gamma": short(gamma), "lam": short(both / gamma)}  # both is gamma lambda
-    return [
-        Finding("constant", f"{name} is {x:.4g}, the function's own", {name: x})
-        for name, x in measured.items()
-        if own[name] is not None or not subject.takes(name)
-    ]
+    constants = {name: 0.5 if x is None else x for name, x in own.items()}
+    found = subject.probe(**inputs, **constants).value[:, :, 0]
+    doubled = subject.probe(**inputs | {"rewards": 2 * inputs["rewards"]}, **constants).value[:, :, 0]
+    is_linear = np.allclose(doubled[:, :4], 2 * found[:, :4])
+    findings = []
+    second = 1 if subject.lacks_mask else 2
+    product = found[0, second]  # gamma lambda
+    gamma = found[0, 4 + second] + product
+    for name, x in {"gamma": gamma, "lam": product / gamma if gamma else 0}.items():
+        if not subject.takes(name) and is_linear:
+            constants[name] = short(x)
+        if not subject.takes(name) or own[name] is not None:
+            words = f"{name} is {constants[name]:.4g}, the function's own"
+            findings.append(Finding("constant", words, {name: constants[name]}))
+    lists = {name: np.asarray(x).tolist() for name, x in (inputs | constants).items()}
+    paper = reference.evaluate("gae", {"inputs": lists, "keywords": {}})[0][:, :, 0]
+    for name, yours, papers in zip(("A", "return"), found, paper, strict=True):
+        if is_linear and not np.allclose(yours, papers, atol=1e-6):
+            parts = [
+                f"{columns(x[:4])} of the rewards and {columns(x[4:])} of the values"
+                for x in (yours, papers)
+            ]
+            where = "" if subject.lacks_mask else ", where the second place is masked"
+            words = f"the first token's {name} has {parts[0]}{where} (the paper: {parts[1]})"
+            findings.append(Finding("mistake", words))
+    return findings
 
 
 def error_gradient(subject, values, returns, mask=None):
@@ -172,10 +205,11 @@ def value_findings(subject):
         measured.append(
             (mask, -error_gradient(subject, zeros, zeros + 0.5, mask))
         )  # 2 (V - return) / N
+    findings = [*in_masked_places(measured), *value_clip(subject)]
     found = fitted_divisor(measured, "N")
     if found == ("N", 2.0):
-        return [Finding("variant", "half of the squared error"), *value_clip(subject)]
-    return [*divisor("value_loss", found, measured), *value_clip(subject)]
+        return [Finding("variant", "half of the squared error"), *findings]
+    return [*divisor("value_loss", found, measured), *findings]
 
 
 def value_clip(subject):

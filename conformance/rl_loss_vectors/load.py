@@ -7,7 +7,7 @@ import inspect
 import sys
 from pathlib import Path
 
-from rl_loss_vectors.names import Misfit, Settings, bind
+from rl_loss_vectors.names import Misfit, Settings, bind, is_required
 
 COPY = "Copy the function into a file of its own and check that."
 
@@ -79,7 +79,11 @@ def load(target, section, defaults, fixed):
         found = getattr(found, attribute)
     if inspect.isclass(found):
         found, constants = made(found, section, defaults, fixed)
-    return (found if callable(found) else getattr(found, "forward", found)), constants
+    found = found if callable(found) else getattr(found, "forward", found)
+    if not callable(found):
+        methods = [key for key, x in inspect.getmembers(found, callable) if not key.startswith("_")]
+        raise Misfit(f"{name} cannot be called; it has: {', '.join(methods) or 'no methods'}")
+    return found, constants
 
 
 def made(cls, section, defaults, fixed):
@@ -101,7 +105,8 @@ def adapter(target, arguments, optional, parameters, known):
     path, _, name = target.rpartition(":")
     folder, module = place_of(path)
     first, *rest = name.split(".")
-    called = ".".join([f"{first}(...)" if first[:1].isupper() else first, *rest])
+    is_class = inspect.isclass(getattr(sys.modules.get(module), first, None))
+    called = ".".join([f"{first}(...)" if is_class else first, *rest])
     passed = []
     for parameter in parameters.values():
         is_set = parameter.default not in (None, parameter.empty)
@@ -112,7 +117,10 @@ def adapter(target, arguments, optional, parameters, known):
             passed.append(f"{value}")
         elif parameter.name in known or not (is_set or is_variable):
             passed.append(f"{parameter.name}={value}")
-    taken = ", ".join([*arguments, *(f"{key}=None" for key in optional)])
+    # What is =None is sometimes not passed.
+    needed = [known[x.name] for x in parameters.values() if x.name in known and is_required(x)]
+    taken = [*arguments, *(key if key in needed else f"{key}=None" for key in optional)]
+    taken += ["group_size"] if "group_size" in needed else []
     return f"""\
 import sys
 
@@ -120,6 +128,6 @@ sys.path.insert(0, {folder!r})
 from {module} import {first}
 
 
-def adapter({taken}):
+def adapter({", ".join(taken)}):
     # Complete your own call.
     return {called}({", ".join(passed) or "..."})"""

@@ -42,7 +42,7 @@ def two(x):
 
 
 def columns(row):
-    return " ".join(f"{x:.4g}" for x in row)
+    return " ".join(f"{x + 0:.4g}" for x in row)  # no -0
 
 
 # -------------------------------------------------------------------------------------- the divisor
@@ -54,16 +54,14 @@ DIVISORS = {  # B rows, o tokens in each, N in all, the padded width T
     "1": ("a sum, not divided", lambda B, o, N, T: 1),
     "B T": ("a mean over the padded width", lambda B, o, N, T: B * T),
     "B T / |o|": ("each completion times its |o|", lambda B, o, N, T: B * T / o),
-    "B N / |o|": ("each completion times its |o|", lambda B, o, N, T: B * N / o),
-    "B max|o|": ("divided by the longest completion", lambda B, o, N, T: B * o.max()),
 }
 PAPER_DIVISORS = dict.fromkeys(["ppo", "dapo", "vapo", "cispo", "value_loss"], "N")
 PAPER_DIVISORS |= dict.fromkeys(["dr_grpo", "reinforce", "rloo"], "B")
-LENGTHS = [((6, 3, 1, 4), 6), ((2, 5, 5), 7), ((3, 3), 3)]  # of completions, and the padded width
+MASKS = ["111111 111000 100000 111100", "1100000 1111100 1111100", "111 111", "01101 11110"]
 
 
 def masks_for(subject):
-    masks = [np.arange(T) < np.array(lengths)[:, None] for lengths, T in LENGTHS]
+    masks = [np.array([[x == "1" for x in row] for row in rows.split()]) for rows in MASKS]
     return [np.ones_like(mask) if subject.lacks_mask else mask for mask in masks]
 
 
@@ -100,12 +98,20 @@ def fitted_divisor(measured, paper):
     return name, factors[name]
 
 
+def in_masked_places(measured):
+    """[Finding] if there is a gradient."""
+    if any(gradient[~mask].any() for mask, gradient in measured):
+        return [Finding("mistake", "masked places have a gradient")]
+    return []
+
+
 def divisor(section, found, measured):
     """Yields a Finding about what the loss divides by. found: as fitted_divisor gives it"""
     if found is None:
         mask, gradient = measured[0]
         rows = "; ".join(columns(row[kept]) for kept, row in zip(mask, gradient, strict=True))
-        words = f"at r = 1 and A = 1, the weights of the tokens of {len(mask)} rows are {rows}"
+        where = "where every error is 0.5" if section == "value_loss" else "at r = 1 and A = 1"
+        words = f"{where}, the weights of the tokens of {len(mask)} rows are {rows}"
         yield Finding("mistake", words)
         return
     name, k = found
@@ -115,12 +121,12 @@ def divisor(section, found, measured):
     is_papers = name == PAPER_DIVISORS.get(section, "B |o|")
     here = ours(section).get("max_new_tokens")
     if here and is_papers:
-        if not same_number(k, 1) and not same_number(k, here):
+        if not same_number(k, here):
             words = f"L_max is {k:.5g} (the paper: any; here: {here})"
             yield Finding("constant", words, {"max_new_tokens": k})
     elif not same_number(k, 1):
-        words = "what the paper divides by" if is_papers else name
-        yield Finding("mistake", f"divided by {k:.4g} times {words}")
+        words = "the paper's mean" if is_papers else DIVISORS[name][0]
+        yield Finding("mistake", f"{words}, times {1 / k:.4g}")
     elif not is_papers:
         yield Finding("mistake", DIVISORS[name][0])
 
@@ -170,7 +176,8 @@ class Weights:
         new = two(self.level + np.minimum(log_r, 0))
         old = two(self.level - np.maximum(log_r, 0))
         if self.subject.section == "deepseek_v32":  # the second token keeps the mask off
-            new[:, 1], old[:, 1] = old[:, 0], new[:, 0]
+            is_bad = A < 0
+            new[is_bad, 1], old[is_bad, 1] = old[is_bad, 0], new[is_bad, 0]
         return policy_gradient(self.subject, new, old, A)[:, 0] / A
 
     def at(self, log_r, A):
@@ -292,7 +299,7 @@ def clip(weights):
     elif section == "cispo":
         floor = 0.0 if up[0][0] == "r" else up[0][0]
         findings += range_finding(section, floor, up[0][-1])
-    if section in CLIPPED and bounds and bounds[0] < 1 < bounds[-1]:
+    if section in CLIPPED and bounds and bounds[0] <= 1 <= bounds[-1]:
         findings += range_finding(section, bounds[0], bounds[-1])
     far = [x for _, edges in curves for x in edges if FAR < abs(x) < math.inf]
     if far and section in CLIPPED:
@@ -323,13 +330,32 @@ def gates(weights):
 
 def beyond_ratio(subject):
     """[Finding] if a weight depends on pi itself, as with DPPO's masks."""
-    log_r = np.log(np.array([0.7, 0.95, 1.1, 1.5]))
-    rows = [Weights(subject, level).at(log_r, 1) for level in (-0.05, -1.3, -5)]
+    r = np.array([0.71, 0.96, 1.13, 1.53])  # where no author's bound is
+    rows = [Weights(subject, level).at(np.log(r), 1) for level in (-0.05, -1.3, -5)]
     if np.allclose(rows, rows[1], rtol=1e-2, atol=1e-3):
         return []
-    words = "the weight depends on pi, not on r alone: at r = 0.7 0.95 1.1 1.5 and log pi about "
+    words = f"the weight depends on pi, not on r alone: at r = {columns(r)} and log pi about "
     text = f"{words}-0.05, -1.3, -5 it is {'; '.join(map(columns, rows))}"
     return [Finding("mistake", text)]
+
+
+def coupling(subject):
+    """[Finding] if a token's weight depends on the other tokens' ratios as the paper's does not."""
+    one = np.ones(1)
+    new, old = np.array([[-1.3, -2.3]]), np.full((1, 2), -1.3)  # below 1 no clip acts where A > 0
+    both = [policy_gradient(subject, x, old, one)[0, 0] for x in (old, new)]
+    weight = both[1] / both[0]
+    is_one_ratio = subject.section in ("gspo", "gmpo", "rspo")
+    if np.isclose(weight, math.exp(-0.5) if is_one_ratio else 1, rtol=1e-3):
+        return []
+    known = {
+        "a token's weight is its own ratio, as in GRPO": 1,
+        "a token's weight is the ratio of the completion, as in GSPO": math.exp(-0.5),
+        "a token's weight is the product of all ratios": math.exp(-1),
+    }
+    measured = f"a token's weight is {weight:.4g} times as large if another token's r is 1/e, not 1"
+    words = next((name for name, x in known.items() if np.isclose(weight, x, rtol=1e-3)), measured)
+    return [Finding("mistake", words)]
 
 
 def size_of_advantages(weights):
@@ -352,8 +378,6 @@ ESTIMATORS = {  # of a KL, by log x and r
     "|log x|": lambda x, r: abs(x),
     "k3 clamped at 10": lambda x, r: k3(x).clamp(max=10),
     "k3 times r": lambda x, r: r * k3(x),
-    "k3 times r without its gradient": lambda x, r: r.detach() * k3(x),
-    "k3 times min(r, 1)": lambda x, r: r.clamp(max=1) * k3(x),
 }
 OTHER_TERMS = {  # by log pi and r
     "log pi": lambda logp, r: logp,
@@ -442,7 +466,12 @@ def said_terms(with_ref, by_gradient, by_value, gradients):
 
 
 PAPER_TERMS = {"grpo": "k3, x = pi_ref / pi", "deepseek_v32": "k3 times r, x = pi_ref / pi"}
-VARIANTS = ("k2, x = pi_ref", "k3, x = pi_ref", "k3 clamped at 10, x = pi_ref", "k3 times")
+VARIANTS = (
+    "k2, x = pi_ref",
+    "k3, x = pi_ref",
+    "k3 clamped at 10, x = pi_ref",
+    "k3 times r, x = pi_ref",
+)
 
 
 def kl(subject):
@@ -477,9 +506,13 @@ def kl(subject):
 
 
 def no_kl(subject, here):
+    """The Finding, if nothing is left where A is 0."""
     if subject.is_off("kl_coef"):
         return Finding("constant", f"the KL's coefficient is 0 (the paper: {here})", {"kl_coef": 0.0})
-    return Finding("mistake", "there is no KL: the reference is not used")
+    same, moved = per_token(subject, 1.0), per_token(subject, 1.0, 1.0)
+    if all(np.allclose(x, y) for (_, x), (_, y) in zip(same, moved, strict=True)):
+        return Finding("mistake", "there is no KL: the reference is not used")
+    return Finding("mistake", "the KL depends on A: where A is 0 there is none")
 
 
 def own_mean(subject, divisor_name):
@@ -523,6 +556,7 @@ def findings(subject):
         if not subject.returns_terms:
             fitted = fitted_divisor(measured, paper)
             yield from divisor(section, fitted, measured)
+        yield from in_masked_places(per_token(subject, 1.0, 1.0))
     weights = Weights(subject)
     unit = weights.probe(np.zeros(1), np.ones(1))[0]
     if fitted is None or not np.isfinite(unit) or abs(unit) < 1e-12:
@@ -530,8 +564,11 @@ def findings(subject):
     if not subject.lacks_old:
         other = beyond_ratio(subject) if subject.is_separate else []
         yield from other or clip(weights)
+        yield from coupling(subject)
         if section == "deepseek_v32":
             yield from offpolicy(subject)
+        elif section == "rspo":
+            yield from shift_floor(subject)
     if subject.is_separate:
         yield from size_of_advantages(weights)
         yield from own_mean(subject, fitted[0])
@@ -555,3 +592,30 @@ def offpolicy(subject):
         return []
     words = f"the off-policy mask's delta is {delta:.4g} (the paper: unspecified; here: {here})"
     return [Finding("constant", words, {"offpolicy_mask": short(delta)})]
+
+
+def shift_floor(subject):
+    """[Finding] about RSPO's gamma: the weight of a token by it, and its floor."""
+
+    def weight(shift):
+        new = two(0 * shift - 1.3)
+        inputs = {"logprobs": new, "old_logprobs": new, "advantages": 0 * shift[:, None] + 1}
+        return subject.probe(**inputs, router_shift=two(shift)).gradient[:, 0]
+
+    def is_shift(shift):
+        return np.isclose(weight(shift) / weight(0 * shift + 1), shift, rtol=1e-3)
+
+    here = ours("rspo")["gamma_min"]
+    floor = boundary(is_shift, 1.0, 0.01)
+    if floor is None:
+        return [Finding("mistake", "gamma has no floor")]
+    if floor > 0.99:
+        shift = np.array([1, 0.95, 0.9, 0.5, 0.1])
+        words = (
+            f"by gamma = {columns(shift)}, the weight is {columns(weight(shift) / weight(shift)[0])}"
+        )
+        return [Finding("mistake", f"{words} where A > 0")]
+    if abs(floor - here) < 1e-3:
+        return []
+    words = f"gamma's floor is {floor:.3g} (the paper: unspecified; here: {here})"
+    return [Finding("constant", words, {"gamma_min": float(f"{floor:.3g}")})]

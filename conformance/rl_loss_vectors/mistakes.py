@@ -4,14 +4,13 @@ A *mistake* contradicts the paper; a *variant* is a choice that the paper leaves
 base documents. Each entry has a change(J, batch), which returns what the changed code would.
 """
 
-import math
 from types import SimpleNamespace
 from unittest import mock
 
 import torch
 
 from rl_loss_vectors import reference
-from rl_loss_vectors.reference import LOSSES, lengths, tokens
+from rl_loss_vectors.reference import LOSSES, tokens
 
 # ------------------------------------------------------------------------------------ ways to change
 
@@ -58,10 +57,10 @@ def whitened(x, mask, correction=1):
     return torch.where(mask, (x - x[mask].mean()) / (std + 1e-8), 0)
 
 
-def rows_whitened(b):
+def rows_whitened(b, correction=1):
     A = b.advantages
     A = A[:, :1] if (A == A[:, :1]).all() else A
-    return ((A - A.mean()) / (A.std() + 1e-8)).expand_as(b.mask)
+    return ((A - A.mean()) / (A.std(correction=correction) + 1e-8)).expand_as(b.mask)
 
 
 def every_pair(J, b):
@@ -83,22 +82,8 @@ def of_all_places(J, b):
     return torch.where(b.mask, J(changed(b, mask=torch.ones_like(b.mask))), 0)
 
 
-def token_ratios(J, b):
-    """GRPO's term for each token, with this section's range."""
-    eps = getattr(b, "log_ratio_clip", None)
-    bounds = (
-        {} if eps is None else {"clip_eps_low": 1 - math.exp(-eps), "clip_eps_high": math.exp(eps) - 1}
-    )
-    return reference.grpo(changed(b, ref_logprobs=None, **bounds))
-
-
-def sequence_ratios(J, b):
-    """GSPO's ratio of a completion on each of its tokens."""
-    means = (torch.where(b.mask, b.logprobs - b.old_logprobs, 0).sum(1) / lengths(b)[:, 0])[:, None]
-    return J(changed(b, logprobs=means.expand_as(b.logprobs), old_logprobs=0 * b.old_logprobs))
-
-
 with_holes = pieces(length=lambda b, i: tokens(b, i)[-1] - tokens(b, i)[0] + 1)
+again_by_population = setting(advantages=lambda b: rows_whitened(b, correction=0))
 whitened_again = setting(advantages=lambda b: whitened(b.advantages, b.mask))
 no_return = setting(returns=lambda b: b.returns - b.old_values)
 
@@ -116,18 +101,15 @@ MISTAKES = {  # name: (sections of vectors.json, change)
     "holes counted in |o|": (BY_LENGTH, with_holes),
     "mask ignored": (AVERAGED, setting(mask=lambda b: torch.ones_like(b.mask))),
     "the advantages whitened again": (LOSSES, setting(advantages=rows_whitened)),
+    "the advantages whitened again, with the std of the population": (LOSSES, again_by_population),
     "the advantages whitened again, over tokens": (LOSSES, whitened_again),
     "every ratio times every A: (B,) times (B, 1)": (BY_ROOT, every_pair),
-    "a ratio for each token, as in GRPO": (BY_ROOT, token_ratios),
-    "one ratio for a completion, as in GSPO": (BY_TOKEN, sequence_ratios),
     "a root by the padded width, not by |o|": (BY_ROOT, pieces(length=lambda b, i: b.mask.shape[1])),
-    "a product instead of a geometric mean": (BY_ROOT, pieces(length=lambda b, i: 1)),
     "gamma ignored": (["rspo"], setting(gamma_min=1)),
     "a gradient through the weight": (["cispo"], pieces(stopped=lambda x: x)),
     "lambda ignored": (["gae"], setting(lam=1)),
     "the advantage returned as the return": (["gae"], lambda J, b: J(b)[[0, 0]]),
     "the mask is ignored in the recursion": (["gae"], of_all_places),
-    "masked places are counted": (["whiten"], of_all_places),
     "whitened behind the recursion": (["gae"], gae_whitened(0)),
     "whitened behind the recursion, with the unbiased std": (["gae"], gae_whitened(1)),
     "whitened behind the recursion, and the mean comes back": (["gae"], gae_whitened(1, True)),

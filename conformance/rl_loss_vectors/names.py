@@ -50,7 +50,7 @@ VALUE_ROLES = {
     "mask": "mask",
 }
 WHITEN_ROLES = dict.fromkeys(["advantages", "values", "x", "xs"], "advantages") | {"mask": "mask"}
-OTHER_ROLES = {"rewards": "rewards", "values": "values", "mask": "mask", "advantages": "advantages"}
+OTHER_ROLES = {name: name for name in ("rewards", "values", "mask", "advantages", "bootstrap")}
 EPS = "(eps|epsilon|clip_?ratio|clip_?range|clip_eps|clip_epsilon|eps_clip|epsilon_clip)"
 CONSTANTS = [  # (a keyword of ours, what else it is called)
     ("value_clip", f"{EPS}(_value)?|value_{EPS}|vf_clip"),

@@ -85,7 +85,8 @@ def gradient_of(output, first, coefficients):
 
 def shaped(found, expected, case):
     """An array of answers in the shape of the expected ones, 0 in masked places."""
-    if found.size == expected.size and 1 in (found.ndim, expected.ndim):
+    is_row = 1 in (found.squeeze().ndim, expected.squeeze().ndim)
+    if found.size == expected.size and is_row:
         found = found.reshape(expected.shape)
     found = np.broadcast_to(found, expected.shape)  # an error, if it cannot be
     mask = np.array(case["inputs"].get("mask", 1))
@@ -202,9 +203,18 @@ class Subject:
                 return f"it needs {key}={value}"
         if "micro_batches" in case and not any(self.takes(key) for key in COUNTS):
             return "it has no count of the whole step, so it cannot be used in micro-batches"
-        if "token_advantages" in case["tags"] and self.shape == "B":
+        if "token_advantages" in case["tags"] and not self.reads_each_advantage():
             return "it takes one advantage for each completion"
         return None
+
+    def reads_each_advantage(self):
+        """Whether the A of a later token counts."""
+        new = np.array([[-1.3, -0.4]])
+        answers = []
+        for A in (1.0, 3.0):
+            inputs = {"logprobs": new, "old_logprobs": new, "advantages": np.array([[1.0, A]])}
+            answers.append(self.probe(**inputs).gradient)
+        return not np.array_equal(*answers)
 
     def adapted(self, case, settings):
         """A case adapted to the function: with our numbers, or its author's, which are the settings;
@@ -304,7 +314,8 @@ class Subject:
         given = [f"{name} is {role}" for name, role in tensors.items() if plain(name) != role]
         filled = [f"{name}={x}" for name, x in (constants | self.binding.constants).items()]
         order = "by their order, since no name is known: " if self.binding.by_order else ""
-        numpy_note = "it is called with numpy arrays; gradients are differences of its values"
+        numpy_note = "it is called with numpy arrays"
+        numpy_note += "; gradients are differences of its values" if self.is_loss else ""
         no_kl = "kl_coef" in ours(self.section) and not self.takes("ref_logprobs")
         left = [name for name, x in self.parameters.items() if x.default is None]
         left = [name for name in left if name not in tensors and name not in self.fixed]
@@ -348,8 +359,11 @@ def fitted(function, section, fixed=None, layout=None):
         separate = [subject for subject in with_gradient if subject.is_separate]
         if found:
             return [*separate, *with_gradient, *found][0]
-    # Some functions take no bool mask, some take nothing else, and few take numpy.
-    error = min(errors, key=lambda error: any(x in str(error) for x in ("bool", "indices", "numpy")))
+    # Some functions take no bool mask, some take nothing else, and few take numpy. A Misfit is what
+    # comes after the function has returned.
+    hints = ("bool", "indices", "numpy")
+    order = lambda x: (not isinstance(x, Misfit), any(hint in str(x) for hint in hints))  # noqa: E731
+    error = min(errors, key=order)
     if not isinstance(error, Misfit):
         place = traceback.extract_tb(error.__traceback__)[-1]
         line = linecache.getline(place.filename, place.lineno).strip()
