@@ -93,7 +93,6 @@ CLIPPED = ["ppo", "grpo", "dr_grpo", "dapo", "gspo", "vapo", "deepseek_v32"]
 BY_ROOT = ["gspo", "gmpo", "rspo"]
 WITH_RATIO = [*CLIPPED, "gmpo", "rspo", "cispo", "sapo"]
 BY_LENGTH = [name for name in WITH_RATIO if name != "dr_grpo"]  # where |o| counts
-BY_TOKEN = ["ppo", "grpo", "dr_grpo", "dapo", "vapo", "sapo"]
 AVERAGED = [*LOSSES, "value_loss"]
 
 MISTAKES = {  # name: (sections of vectors.json, change)
