@@ -158,7 +158,7 @@ def gae_findings(subject):
     inputs = {"rewards": np.vstack([units, zeros]), "values": np.vstack([zeros, units])}
     inputs["mask"] = np.array(8 * [[1, 0, 1, 1]], bool) | subject.lacks_mask
     own = {name: subject.default(name) for name in ("gamma", "lam")}
-    constants = {name: 0.5 if x is None else x for name, x in own.items()}
+    constants = {"gamma": 0.5, "lam": 0.25} | {name: x for name, x in own.items() if x is not None}
     found = subject.probe(**inputs, **constants).value[:, :, 0]
     doubled = subject.probe(**inputs | {"rewards": 2 * inputs["rewards"]}, **constants).value[:, :, 0]
     is_linear = np.allclose(doubled[:, :4], 2 * found[:, :4])
