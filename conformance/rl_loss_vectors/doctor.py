@@ -112,7 +112,7 @@ class Report:
             parts = [BOTH, GRADIENT] if has_gradient and not described else [BOTH]
             found = entries_that_give(self.section, tested, parts)
             if found is None and not described and not mixing:
-                found = numbers_of(self.section, tested)
+                found = numbers_of(self.section, tested, not self.notes)
             shown = shown if found is None else [*found, *(x for x in shown if x.kind == "clamp")]
         lines = [str(x) for x in [*mixing, *shown]]
         for words, size in accepted.items():
@@ -168,11 +168,12 @@ def value_line(tested):
     return f"{VALUE}: {answer.value:.4g} instead of {expected(case).value:.4g} in {case['id']}"
 
 
-def numbers_of(section, tested):
+def numbers_of(section, tested, is_measured):
     """Lines: which cases differ, and up to two rows of the first one."""
     wrong = [pair for pair in tested if not is_right(section, *pair)]
     ids = ", ".join(case["id"] for case, _ in wrong)
-    lines = [f"mistake: {ids} differ, but all that could be measured is as in the paper"]
+    but = ", but all that could be measured is as in the paper" if is_measured else ""
+    lines = [f"mistake: {ids} differ{but}"]
     case, answer = wrong[0]
     ours = expected(case)
     what, k = ("result", 0) if ours.gradient is None else ("gradient", 1)

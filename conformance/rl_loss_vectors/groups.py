@@ -48,6 +48,7 @@ SCALES = {
     "std of informative completions": for_all(lambda R: informative(R).std(ddof=1)),
     "std of informative completions (of the population)": for_all(lambda R: informative(R).std()),
     "std of all differences": for_all(lambda R: (R - R.mean(1, keepdims=True)).std(ddof=1)),
+    "std of all differences (of the population)": for_all(lambda R: (R.T - R.mean(1)).std()),
     "mean": lambda R: R.mean(1),
 }
 
@@ -58,7 +59,7 @@ def scale_of(scale, tolerance):
         for name, formula in SCALES.items():
             std = formula(R)[MIXED]
             eps = scale**2 - std**2 if is_inside else scale - std
-            most = tolerance if name == "no std" else 0.05
+            most = tolerance if name == "no std" else 0.01
             if np.allclose(eps, eps[0], rtol=1e-3, atol=tolerance) and -tolerance < eps[0] < most:
                 return name, float(f"{eps[0]:.3g}") if eps[0] > tolerance else 0.0, is_inside
     return None
@@ -84,7 +85,9 @@ def findings(subject):
         baseline = "mean of the others"
     is_line = np.allclose((rewards - base[:, None]) / scale[:, None], A, atol=1e-6 + tolerance)
     if baseline is None or divided is None or not is_line:
-        return [Finding("mistake", f"rewards {columns(R[0])} give {columns(sign * A[0])}")]
+        return clipped(subject, R, *PAPER[subject.section]) or [
+            Finding("mistake", f"rewards {columns(R[0])} give {columns(sign * A[0])}")
+        ]
     name, eps, is_inside = divided
     paper_base, paper_scale, paper_eps = PAPER[subject.section]
     population = "variant" if (name, paper_scale) == ("std of the population", "std") else "mistake"
@@ -100,23 +103,18 @@ def findings(subject):
     if has_eps and abs(eps - paper_eps) > tolerance:
         words = f"eps is {eps:.3g} (the paper: unspecified; here: {paper_eps:.3g})"
         found.append(Finding("constant", words, {"eps": eps}))
-    return found + clipped(subject, baseline, divided)
+    return found + clipped(subject, OUTLIER, baseline, *divided)
 
 
-def divided_by(rewards, name, eps, is_inside):
-    """What the groups' differences are divided by, (P, 1). The rest is as scale_of gives it."""
+def clipped(subject, rewards, baseline, name, eps, is_inside=False):
+    """[Finding] if advantages are what these say, but for a limit. The rest is as scale_of gives it."""
+    center = BASELINES.get(baseline, BASELINES["mean"])(rewards)[:, None]
     std = SCALES[name](rewards)[:, None]
-    return np.sqrt(std**2 + eps) if is_inside else std + eps
-
-
-def clipped(subject, baseline, divided):
-    """[Finding] if the advantage of a rare reward is smaller than these say."""
-    center = BASELINES.get(baseline, BASELINES["mean"])(OUTLIER)[:, None]
-    expected = (OUTLIER - center) / divided_by(OUTLIER, *divided)
-    found = subject.probe(rewards=OUTLIER).value
+    expected = (rewards - center) / (np.sqrt(std**2 + eps) if is_inside else std + max(eps, 1e-9))
+    found = subject.probe(rewards=rewards).value
     limit = np.abs(found).max()
     is_clip = np.allclose(found, expected.clip(-limit, limit), atol=1e-3)
-    is_clip = is_clip and limit < 0.999 * np.abs(expected).max()
+    is_clip = is_clip and 0 < limit < 0.999 * np.abs(expected).max()
     return [Finding("mistake", f"clipped at {short(limit):.4g}")] if is_clip else []
 
 
@@ -146,9 +144,12 @@ def whiten_findings(subject):
     }
     center = [words for words, c in centers.items() if abs(c - base) < 1e-4]
     std = [words for words, c in stds.items() if abs(c - scale) < 1e-4]
-    if not center or not std or not np.allclose((tokens - base) / scale, result, atol=1e-4):
-        return [Finding("mistake", f"{columns(tokens)} become {columns(result)}")]
-    return [Finding(*words.split(": ", 1)) for words in (std[0], center[0]) if words]
+    is_line = np.allclose((tokens - base) / scale, result, atol=1e-4)
+    names = [*std[:1], *center[:1]] if is_line else []
+    found = [Finding(*words.split(": ", 1)) for words in names if words]
+    if len(names) < 2:
+        found.append(Finding("mistake", f"{columns(tokens)} become {columns(result)}"))
+    return found
 
 
 def gae_findings(subject):
@@ -163,6 +164,9 @@ def gae_findings(subject):
     doubled = subject.probe(**inputs | {"rewards": 2 * inputs["rewards"]}, **constants).value[:, :, 0]
     is_linear = np.allclose(doubled[:, :4], 2 * found[:, :4])
     findings = []
+    if not is_linear:
+        words = "twice the rewards do not give twice the A: it whitens or clips inside"
+        findings.append(Finding("mistake", words))
     second = 1 if subject.lacks_mask else 2
     product = found[0, second]  # gamma lambda
     gamma = found[0, 4 + second] + product
@@ -198,6 +202,11 @@ def value_findings(subject):
     gradient = -error_gradient(subject, two(0 * errors), two(errors))[:, 0]
     if not np.allclose(gradient / gradient[0], errors / errors[0], rtol=1e-3):
         words = f"no squared error: at errors {columns(errors)} its gradient is {columns(gradient)}"
+        return [Finding("mistake", words)]
+    values = errors / 50  # inside every clip
+    moved = error_gradient(subject, two(values), two(0 * values - 1))[:, 0]
+    if not np.allclose(moved / moved[0], (1 + values) / (1 + values[0]), rtol=1e-3):
+        words = f"at values of {columns(values)} and returns of -1 its gradient is {columns(moved)}"
         return [Finding("mistake", words)]
     measured = []
     for mask in masks_for(subject):

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from rl_loss_vectors.reference import k3
-from rl_loss_vectors.vectors import ours
+from rl_loss_vectors.vectors import BY_TOKENS, ours
 
 FAR = math.log(9.99)  # a clip of r beyond this is there for safety
 
@@ -55,8 +55,7 @@ DIVISORS = {  # B rows, o tokens in each, N in all, the padded width T
     "B T": ("a mean over the padded width", lambda B, o, N, T: B * T),
     "B T / |o|": ("each completion times its |o|", lambda B, o, N, T: B * T / o),
 }
-PAPER_DIVISORS = dict.fromkeys(["ppo", "dapo", "vapo", "cispo", "value_loss"], "N")
-PAPER_DIVISORS |= dict.fromkeys(["dr_grpo", "reinforce", "rloo"], "B")
+PAPER_DIVISORS = dict.fromkeys(BY_TOKENS, "N") | dict.fromkeys(["dr_grpo", "reinforce", "rloo"], "B")
 MASKS = ["111111 111000 100000 111100", "1100000 1111100 1111100", "111 111", "01101 11110"]
 
 
@@ -108,10 +107,13 @@ def in_masked_places(measured):
 def divisor(section, found, measured):
     """Yields a Finding about what the loss divides by. found: as fitted_divisor gives it"""
     if found is None:
-        mask, gradient = measured[0]
+        paper = PAPER_DIVISORS.get(section, "B |o|")
+        departing = [x for x in measured if not same_number(factor([x], paper) or 0, 1)]
+        mask, gradient = departing[0]
         rows = "; ".join(columns(row[kept]) for kept, row in zip(mask, gradient, strict=True))
         where = "where every error is 0.5" if section == "value_loss" else "at r = 1 and A = 1"
-        words = f"{where}, the weights of the tokens of {len(mask)} rows are {rows}"
+        masks = " ".join("".join(str(int(x)) for x in row) for row in mask)
+        words = f"{where}, with the mask {masks}, the weights of the tokens are {rows}"
         yield Finding("mistake", words)
         return
     name, k = found
@@ -349,7 +351,7 @@ def coupling(subject):
     if np.isclose(weight, math.exp(-0.5) if is_one_ratio else 1, rtol=1e-3):
         return []
     known = {
-        "a token's weight is its own ratio, as in GRPO": 1,
+        "a token's weight is its own ratio, not the completion's": 1,
         "a token's weight is the ratio of the completion, as in GSPO": math.exp(-0.5),
         "a token's weight is the product of all ratios": math.exp(-1),
     }
@@ -563,8 +565,11 @@ def findings(subject):
         return  # a single row whose mean is subtracted from A, for example
     if not subject.lacks_old:
         other = beyond_ratio(subject) if subject.is_separate else []
-        yield from other or clip(weights)
-        yield from coupling(subject)
+        coupled = coupling(subject)
+        # V3.2's token that keeps the mask off has the inverse ratio, which a product would hide.
+        is_hidden = coupled and section == "deepseek_v32"
+        yield from coupled
+        yield from other if other or is_hidden else clip(weights)
         if section == "deepseek_v32":
             yield from offpolicy(subject)
         elif section == "rspo":

@@ -104,6 +104,7 @@ MISTAKES = {  # name: (sections of vectors.json, change)
     "the advantages whitened again, over tokens": (LOSSES, whitened_again),
     "every ratio times every A: (B,) times (B, 1)": (BY_ROOT, every_pair),
     "a root by the padded width, not by |o|": (BY_ROOT, pieces(length=lambda b, i: b.mask.shape[1])),
+    "the product of ratios is clipped, not each of them": (["gmpo"], setting(clip_level="sequence")),
     "gamma ignored": (["rspo"], setting(gamma_min=1)),
     "a gradient through the weight": (["cispo"], pieces(stopped=lambda x: x)),
     "lambda ignored": (["gae"], setting(lam=1)),

@@ -19,6 +19,7 @@ from rl_loss_vectors.names import is_required, plain, resolved, words_in
 from rl_loss_vectors.reference import LOSSES, fields_of, with_results
 
 VECTORS = json.loads((Path(__file__).parent / "vectors.json").read_text())
+BY_TOKENS = ["ppo", "dapo", "vapo", "cispo", "value_loss"]  # a mean over all tokens of the step
 SHAPES = {"B1": "(B, 1)", "BT": "(B, T)", "B": "(B,)"}  # of advantages
 LAYOUTS = ["PG", "N", "GP", "G"]  # of rewards: N is flat, G is one group at a time
 KINDS = [(torch.float64, "bool"), (torch.float64, "float"), (torch.float32, "bool")]
@@ -201,8 +202,9 @@ class Subject:
                 return f"it takes no {key}"
             if isinstance(value, (bool, str)) and value != self.about["defaults"].get(key):
                 return f"it needs {key}={value}"
-        if "micro_batches" in case and not any(self.takes(key) for key in COUNTS):
-            return "it has no count of the whole step, so it cannot be used in micro-batches"
+        count = "num_tokens" if self.section in BY_TOKENS else "num_sequences"
+        if "micro_batches" in case and not self.takes(count):
+            return f"it takes no {count} of the whole step, so it cannot be used in micro-batches"
         if "token_advantages" in case["tags"] and not self.reads_each_advantage():
             return "it takes one advantage for each completion"
         return None
