@@ -88,7 +88,7 @@ def main():
             sys.exit(f"--keys: no run has {key}; they have {', '.join(sorted(known))}")
     panels = {key: [key] for key in args.keys} or PANELS
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    draw(runs, panels).savefig(args.out, dpi=150)
+    draw(runs, panels).savefig(args.out, dpi=150, bbox_inches="tight")
     print(args.out)
 
 
