@@ -88,7 +88,7 @@ def main(program=None):
         print("\n".join(refusal(error, args)))
         sys.exit(2)
     print(f"{args.target} as {args.section}, vectors {VECTORS['version']}")
-    cases = [doctor.report(*pair) for pair in found.results]
+    cases = [doctor.line_about(*pair) for pair in found.results]
     print("\n".join([*found.subject.notes(constants), *found.notes, *cases]))
     num_agree = sum(line.startswith("  agrees") for line in cases)
     num_tested = sum(not line.startswith("  n/a") for line in cases)

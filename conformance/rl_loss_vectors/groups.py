@@ -91,14 +91,17 @@ def findings(subject):
     name, eps, is_inside = divided
     paper_base, paper_scale, paper_eps = PAPER[subject.section]
     population = "variant" if (name, paper_scale) == ("std of the population", "std") else "mistake"
-    facts = {
-        ("mistake", "wrong sign"): sign < 0,
-        ("mistake", "the mean comes back"): back,
-        ("mistake", f"the baseline is: {baseline} (the paper: {paper_base})"): baseline != paper_base,
-        (population, f"divided by the {name}".replace("divided by the no", "no")): name != paper_scale,
-        ("variant", f"divided by sqrt(var + {eps:.3g})"): is_inside,
-    }
-    found = [Finding(*fact) for fact, is_so in facts.items() if is_so]
+    found = []
+    if sign < 0:
+        found.append(Finding("mistake", "wrong sign"))
+    if back:
+        found.append(Finding("mistake", "the mean comes back"))
+    if baseline != paper_base:
+        found.append(Finding("mistake", f"the baseline is: {baseline} (the paper: {paper_base})"))
+    if name != paper_scale:
+        found.append(Finding(population, name if name == "no std" else f"divided by the {name}"))
+    if is_inside:
+        found.append(Finding("variant", f"divided by sqrt(var + {eps:.3g})"))
     has_eps = "std" in name and name != "no std" and not is_inside
     if has_eps and abs(eps - paper_eps) > tolerance:
         words = f"eps is {eps:.3g} (the paper: unspecified; here: {paper_eps:.3g})"

@@ -155,8 +155,8 @@ def policy_gradient(subject, new, old, A):
     found = []
     for rows in groups:
         inputs = {"logprobs": new[rows], "old_logprobs": old[rows]}
-        idle = subject.probe(**inputs, advantages=0.0 * A[rows, None]).gradient
-        found.append(idle - subject.probe(**inputs, advantages=A[rows, None]).gradient)
+        at_0 = subject.probe(**inputs, advantages=0.0 * A[rows, None]).gradient
+        found.append(at_0 - subject.probe(**inputs, advantages=A[rows, None]).gradient)
     return np.concatenate(found)
 
 
@@ -210,7 +210,9 @@ class Weights:
         return kind, boundary(functools.partial(are, kind), grid[n - 1], grid[n]), beyond
 
     def curve(self, sign):
-        """(kinds, edges as log r) from r = 0 to infinity; None if the curve is smooth."""
+        """(kinds, edges as log r) from r = 0 to infinity; None if the curve is smooth. PPO, A > 0: side
+        gives ("r", -inf, None) down and ("r", 0.182, 0.0) up, so the curve is [None, "r", 0.0], [-inf,
+        0.182]."""
         down, up = self.side(sign, -1), self.side(sign, 1)
         if down is None or up is None:
             return None
@@ -421,7 +423,7 @@ def idle(subject, with_ref):
     return np.array(values) - values[0], np.array(gradients)
 
 
-def fits(measured, known, tolerance):
+def sums_that_fit(measured, known, tolerance):
     """[[(coefficient, name)]]: every one or two terms whose sum is what was measured"""
     if np.abs(measured).max() < tolerance:
         return [[]]
@@ -442,8 +444,8 @@ def left(subject, with_ref):
     values, gradients = idle(subject, with_ref)
     known = known_terms(with_ref)
     tolerance = 1e-5 if subject.dtype is torch.float64 else 1e-3
-    by_value = fits(values, {name: x for name, (x, _) in known.items()}, tolerance)
-    by_gradient = fits(gradients, {name: x for name, (_, x) in known.items()}, tolerance)
+    by_value = sums_that_fit(values, {name: x for name, (x, _) in known.items()}, tolerance)
+    by_gradient = sums_that_fit(gradients, {name: x for name, (_, x) in known.items()}, tolerance)
     both = [x for x in by_gradient if x in by_value]
     best = [(both or found or [None])[0] for found in (by_gradient, by_value)]
     return *best, gradients
@@ -546,12 +548,12 @@ def findings(subject):
     """Yields a Finding for each way in which a loss differs from its paper, as our batches show it."""
     section = subject.section
     if section not in PAPER_PATTERNS:
-        return  # a new section: its cases are all that is compared
+        return  # of such a section, its cases are all that is compared
     paper = PAPER_DIVISORS.get(section, "B |o|")
     fitted = paper, 1.0
     if subject.is_separate:
         pairs = zip(per_token(subject, 1.0), per_token(subject, 0.0), strict=True)
-        measured = [(mask, idle - gradient) for (mask, gradient), (_, idle) in pairs]
+        measured = [(mask, at_0 - gradient) for (mask, gradient), (_, at_0) in pairs]
         if max(np.abs(gradient).max() for _, gradient in measured) < 1e-12:
             yield Finding("mistake", "no gradient of the policy term reaches the log-probs")
             return

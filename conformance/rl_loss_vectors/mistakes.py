@@ -1,4 +1,4 @@
-"""Known mistakes and variants that no curve of measure.py can show, as code.
+"""Known mistakes and variants, as code: what measure.py and groups.py cannot show, or cannot name.
 
 A *mistake* contradicts the paper; a *variant* is a choice that the paper leaves open, or that a code
 base documents. Each entry has a change(J, batch), which returns what the changed code would.
@@ -89,10 +89,17 @@ no_return = setting(returns=lambda b: b.returns - b.old_values)
 
 # ---------------------------------------------------------------------------------------- the entries
 
-CLIPPED = ["ppo", "grpo", "dr_grpo", "dapo", "gspo", "vapo", "deepseek_v32"]
 BY_ROOT = ["gspo", "gmpo", "rspo"]
-WITH_RATIO = [*CLIPPED, "gmpo", "rspo", "cispo", "sapo"]
-BY_LENGTH = [name for name in WITH_RATIO if name != "dr_grpo"]  # where |o| counts
+BY_LENGTH = [
+    "ppo",
+    "grpo",
+    "dapo",
+    "vapo",
+    "deepseek_v32",
+    "cispo",
+    "sapo",
+    *BY_ROOT,
+]  # where |o| counts
 AVERAGED = [*LOSSES, "value_loss"]
 
 MISTAKES = {  # name: (sections of vectors.json, change)

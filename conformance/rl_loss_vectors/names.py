@@ -123,7 +123,7 @@ class Binding:
     """What a function's parameters get."""
 
     tensors: dict  # {parameter: one of our names}, or a count of the whole step
-    constants: dict  # {parameter: value}: required, filled from the table of names
+    constants: dict  # {parameter: value}: required, filled with our numbers
     by_order: bool = False
 
 

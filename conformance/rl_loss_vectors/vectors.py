@@ -7,7 +7,7 @@ import linecache
 import math
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -262,8 +262,7 @@ class Subject:
             A, mask = part["advantages"], part["mask"]
             counts = {"num_sequences": len(mask), "num_tokens": mask.sum().item()}
             part = {key: x for key, x in counts.items() if self.needs(key)} | part
-            part["advantages"] = A.expand_as(mask).clone() if self.shape == "BT" else A
-            part["advantages"] = A.view(len(mask)) if self.shape == "B" else part["advantages"]
+            part["advantages"] = self.in_shape(A, mask)
         if self.section == "value_loss":
             part[RETURNS] = part["returns"] - part["old_values"]
         part = {name: self.native(x, name) for name, x in part.items()}
@@ -280,6 +279,11 @@ class Subject:
             return main_output(result)
         pair = result[:2] if isinstance(result, (tuple, list)) else [result, result + part["values"]]
         return torch.stack([main_output(x) for x in pair])
+
+    def in_shape(self, A, mask):
+        if self.shape == "BT":
+            return A.expand_as(mask).clone()
+        return A.view(len(mask)) if self.shape == "B" else A
 
     def native(self, x, name):
         """As the function takes it: a dtype, or numpy."""
@@ -354,18 +358,15 @@ def fitted(function, section, fixed=None, layout=None):
         for shape in SHAPES if section in LOSSES else ["B1"]:
             try:
                 subject = Subject(function, section, binding, fixed, shape, layout, *kind)
-                found.append(replace(subject, separation=separation(subject)))
+                subject.separation = separation(subject)
+                found.append(subject)
             except (Exception, SystemExit) as error:
                 errors.append(error)
         with_gradient = [subject for subject in found if subject.separation is not None]
         separate = [subject for subject in with_gradient if subject.is_separate]
         if found:
             return [*separate, *with_gradient, *found][0]
-    # Some functions take no bool mask, some take nothing else, and few take numpy. A Misfit is what
-    # comes after the function has returned.
-    hints = ("bool", "indices", "numpy")
-    order = lambda x: (not isinstance(x, Misfit), any(hint in str(x) for hint in hints))  # noqa: E731
-    error = min(errors, key=order)
+    error = min(errors, key=rank)
     if not isinstance(error, Misfit):
         place = traceback.extract_tb(error.__traceback__)[-1]
         line = linecache.getline(place.filename, place.lineno).strip()
@@ -375,9 +376,16 @@ def fitted(function, section, fixed=None, layout=None):
     raise error
 
 
+def rank(error):
+    """The most telling error comes first: a Misfit after the function has returned, then what is not
+    about a dtype, since some functions take no bool mask, some nothing else, and few take numpy."""
+    is_about_dtype = any(hint in str(error) for hint in ("bool", "indices", "numpy"))
+    return not isinstance(error, Misfit), is_about_dtype
+
+
 def separation(subject):
     """How much of what one row's advantage moves is that row's own gradient. It is 1 for all that is no
-    loss. This is the first call."""
+    loss."""
     if not subject.is_loss:
         subject.answer(subject.adapted(subject.about["cases"][0], {}))
         return 1.0
