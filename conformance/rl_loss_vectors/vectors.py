@@ -361,12 +361,12 @@ def fitted(function, section, fixed=None, layout=None):
                 subject.separation = separation(subject)
                 found.append(subject)
             except (Exception, SystemExit) as error:
-                errors.append(error)
+                errors.append((rank(error, kind), error))
         with_gradient = [subject for subject in found if subject.separation is not None]
         separate = [subject for subject in with_gradient if subject.is_separate]
         if found:
             return [*separate, *with_gradient, *found][0]
-    error = min(errors, key=rank)
+    _, error = min(errors, key=lambda pair: pair[0])
     if not isinstance(error, Misfit):
         place = traceback.extract_tb(error.__traceback__)[-1]
         line = linecache.getline(place.filename, place.lineno).strip()
@@ -376,11 +376,11 @@ def fitted(function, section, fixed=None, layout=None):
     raise error
 
 
-def rank(error):
-    """The most telling error comes first: a Misfit after the function has returned, then what is not
-    about a dtype, since some functions take no bool mask, some nothing else, and few take numpy."""
+def rank(error, kind):
+    """The most telling error comes first: what is not about a dtype, since some functions take no bool
+    mask, some nothing else, and few take numpy; and a Misfit, since the function has returned."""
     is_about_dtype = any(hint in str(error) for hint in ("bool", "indices", "numpy"))
-    return not isinstance(error, Misfit), is_about_dtype
+    return is_about_dtype, kind[0] is np.float64, not isinstance(error, Misfit)
 
 
 def separation(subject):
