@@ -117,7 +117,6 @@ def adapter(target, arguments, optional, parameters, known):
             passed.append(f"{value}")
         elif parameter.name in known or not (is_set or is_variable):
             passed.append(f"{parameter.name}={value}")
-    # What is =None is sometimes not passed.
     needed = [known[x.name] for x in parameters.values() if x.name in known and is_required(x)]
     taken = [*arguments, *(key if key in needed else f"{key}=None" for key in optional)]
     taken += ["group_size"] if "group_size" in needed else []
@@ -129,5 +128,5 @@ from {module} import {first}
 
 
 def adapter({", ".join(taken)}):
-    # Complete your own call.
+    # Complete your own call. What is =None is not always passed.
     return {called}({", ".join(passed) or "..."})"""
