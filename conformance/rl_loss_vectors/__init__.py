@@ -7,6 +7,6 @@
 """
 
 from rl_loss_vectors.doctor import diagnose
-from rl_loss_vectors.vectors import VECTORS, Subject
+from rl_loss_vectors.vectors import VECTORS
 
-__all__ = ["VECTORS", "Subject", "diagnose"]
+__all__ = ["VECTORS", "diagnose"]

@@ -156,8 +156,8 @@ def whiten_findings(subject):
 
 
 def gae_findings(subject):
-    """[Finding] of GAE: the function's own gamma and lambda; and, since GAE is linear, how much the
-    first token's A and return have of each reward and each value."""
+    """[Finding] of GAE: the function's own gamma and lambda; and, since GAE is linear, how the first
+    token's A and return weigh each reward and value."""
     units, zeros = np.eye(4), np.zeros((4, 4))
     inputs = {"rewards": np.vstack([units, zeros]), "values": np.vstack([zeros, units])}
     inputs["mask"] = np.array(8 * [[1, 0, 1, 1]], bool) | subject.lacks_mask
@@ -184,11 +184,11 @@ def gae_findings(subject):
     for name, yours, papers in zip(("A", "return"), found, paper, strict=True):
         if is_linear and not np.allclose(yours, papers, atol=1e-6):
             parts = [
-                f"{columns(x[:4])} of the rewards and {columns(x[4:])} of the values"
+                f"the rewards by {columns(x[:4])} and the values by {columns(x[4:])}"
                 for x in (yours, papers)
             ]
             where = "" if subject.lacks_mask else ", where the second place is masked"
-            words = f"the first token's {name} has {parts[0]}{where} (the paper: {parts[1]})"
+            words = f"the first token's {name} weighs {parts[0]}{where} (the paper: {parts[1]})"
             findings.append(Finding("mistake", words))
     return findings
 

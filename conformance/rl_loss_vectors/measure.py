@@ -470,12 +470,7 @@ def said_terms(with_ref, by_gradient, by_value, gradients):
 
 
 PAPER_TERMS = {"grpo": "k3, x = pi_ref / pi", "deepseek_v32": "k3 times r, x = pi_ref / pi"}
-VARIANTS = (
-    "k2, x = pi_ref",
-    "k3, x = pi_ref",
-    "k3 clamped at 10, x = pi_ref",
-    "k3 times r, x = pi_ref",
-)
+VARIANTS = [f"{name}, x = pi_ref / pi" for name in ("k2", "k3", "k3 clamped at 10", "k3 times r")]
 
 
 def kl(subject):
@@ -498,7 +493,7 @@ def kl(subject):
                 words = f"the KL's coefficient is {c:.4g} (the paper: {here})"
                 findings.append(Finding("constant", words, {"kl_coef": c}))
         elif with_ref and paper:
-            kind = "variant" if name and name.startswith(VARIANTS) else "mistake"
+            kind = "variant" if name in VARIANTS else "mistake"
             about = said_terms(with_ref, by_gradient, by_value, gradients)
             findings = [Finding(kind, f"the KL is {about}")]
         else:
@@ -593,7 +588,7 @@ def offpolicy(subject):
     here = ours("deepseek_v32")["offpolicy_mask"]
     delta = boundary(is_kept, 0.0, 0.5)
     if delta is None:
-        words = "no off-policy mask: a bad completion keeps its gradient wherever the policy has moved"
+        words = "no off-policy mask: in a bad completion, tokens inside the range keep their gradient"
         return [Finding("mistake", words)]
     if abs(delta - here) < 1e-4:
         return []
