@@ -9,7 +9,6 @@ A tensor's suffix names its axes:
 A "step" is an optimizer step; an "iteration" is a rollout and its steps.
 """
 
-import contextlib
 import dataclasses
 import re
 from collections.abc import Callable
@@ -17,16 +16,14 @@ from fractions import Fraction
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
-import transformers
-from torch.nn.utils.rnn import pad_sequence
 
 from plumbing.args import RunArgs, UserError, flag, launch, one_line
 from plumbing.data import Problem, addition_problems, read_problems
+from plumbing.decoding import graphs_for, new_decoder, pad
 from plumbing.metrics import clock, critic_stats, mean_over, rollout_summary
 from plumbing.model import TrainedModel, load_policy
 from plumbing.reward import load_reward
-from plumbing.routing import RouterOutputs, Routing, experts_by_completion, take_columns
+from plumbing.routing import RouterOutputs, Routing, take_columns
 from plumbing.run import Run
 
 # ----------------------------------------------------------------------------------------- problems
@@ -51,7 +48,8 @@ def compare_forwards(policy, ids, args):
     half = (num_tokens + 1) // 2
     noise_NT = torch.zeros(6, num_tokens)
     problems = [Problem("", "", ids[:length]) for length in (len(ids), len(ids) // 2 + 1, 1)]
-    models = [policy.master, policy.model, policy.sampler(1).model]
+    sampler = policy.sampler(1)
+    models = [policy.master, policy.model, sampler.model]
     for model in dict.fromkeys(models):  # each one once; with default flags all are the same
         tried = policy.with_model(model)
         # Two equal answers to each prompt; the first one is then cut in half.
@@ -66,11 +64,14 @@ def compare_forwards(policy, ids, args):
         gap = (logprobs_BT - batch.sampler_logprobs_BT)[batch.mask_BT].abs().max().item()
         if model is policy.master and not gap < 1e-3:  # a NaN fails this too
             raise UserError(f"its log-probs differ from the training forward's by {gap:.2g}")
+    prompts = [problem.prompt_ids for problem in problems]
+    for sampling in dict.fromkeys([policy, sampler]):  # evaluations sample with the policy itself
+        sampling.graphs = graphs_for(sampling, prompts, args.max_new_tokens)
 
 
 # ------------------------------------------------------------------------------------------ rollout
 
-PROMPT_TOKENS = 8_192  # that an evaluation may prefill at a time, even if a rollout has fewer
+ROLLOUT_TOKENS = 2**17  # that the KV cache may hold, if all answers are as long as they may be
 
 
 class Completion(NamedTuple):
@@ -85,12 +86,6 @@ class Completion(NamedTuple):
     advantage: float | None = None  # set by with_advantages
 
 
-def pad(rows, device, side="right", value=0):
-    """Lists or tensors of different lengths -> one tensor on the device."""
-    rows = [torch.as_tensor(row) for row in rows]
-    return pad_sequence(rows, batch_first=True, padding_value=value, padding_side=side).to(device)
-
-
 def sample(policy, problems, group_size, args, generator=None, greedy=False, experts=True):
     """[Completion]: `group_size` in a row for each problem, sampled from the full distribution at
     `--temperature` (no top-k, no top-p), or greedily. All noise is drawn in advance, so a completion
@@ -98,24 +93,23 @@ def sample(policy, problems, group_size, args, generator=None, greedy=False, exp
     recorded, unless `experts` is False. Scripts pass `policy.sampler(iteration)`: the policy itself,
     unless `--rollout_dtype` or `--rollout_refresh_every` asks for a copy."""
     noise_PGT = torch.rand(len(problems), group_size, args.max_new_tokens, generator=generator)
-    rows_at_a_time = args.rollout_batch_size or args.prompts_per_iteration * args.group_size
-    # Prefill takes memory, too. An evaluation has smaller groups than a rollout, so the same number of
-    # rows has more prompts. That is allowed only if the prompts are short.
-    longest = max(len(problem.prompt_ids) for problem in problems)
-    prompts_at_a_time = max(rows_at_a_time // args.group_size, PROMPT_TOKENS // longest)
-    problems_at_a_time = max(1, min(rows_at_a_time // group_size, prompts_at_a_time))
+    longest = max(len(problem.prompt_ids) for problem in problems) + args.max_new_tokens
+    rows_at_a_time = args.rollout_batch_size or max(1, ROLLOUT_TOKENS // longest)
+    problems_at_a_time = max(1, rows_at_a_time // group_size)
     completions = []
     with clock("rollout"):
         for start in range(0, len(problems), problems_at_a_time):
-            end = start + problems_at_a_time
-            completions += sample_batch(
-                policy,
-                problems[start:end],
-                noise_PGT[start:end].flatten(0, 1),
-                temperature=args.temperature,
-                greedy=greedy,
-                record_experts=experts and args.routing_replay == "r3",
-            )
+            some = slice(start, start + problems_at_a_time)
+            # Several parts only if a single group has too many rows
+            for part_PGT in noise_PGT[some].split(rows_at_a_time, dim=1):
+                completions += sample_batch(
+                    policy,
+                    problems[some],
+                    part_PGT.flatten(0, 1),
+                    temperature=args.temperature,
+                    greedy=greedy,
+                    record_experts=experts and args.routing_replay == "r3",
+                )
     return completions
 
 
@@ -131,10 +125,8 @@ def next_token(logprobs_RV, noise_R1, greedy):
 
 @torch.inference_mode()
 def sample_batch(policy, problems, noise_NT, *, temperature, greedy, record_experts=False):
-    """`sample`, with the noise given. Each prompt is prefilled once, and its KV cache is copied to the
-    group's rows. Rows that have ended are dropped."""
-    model = policy.model
-    device = model.device
+    """`sample`, with the noise given. Rows that have ended are dropped."""
+    device = policy.model.device
     N, max_new_tokens = noise_NT.shape
     group_size = N // len(problems)
     prompts = [problem.prompt_ids for problem in problems]
@@ -143,56 +135,28 @@ def sample_batch(policy, problems, noise_NT, *, temperature, greedy, record_expe
     ids_NT = torch.zeros_like(noise_NT, dtype=torch.long)
     logprobs_NT = torch.zeros_like(noise_NT)
 
-    tokens = pad(prompts, device, "left")
-    attention = pad([[1] * len(ids) for ids in prompts], device, "left")
-    positions = (attention.cumsum(1) - 1).clamp(min=0)
+    decoder = new_decoder(policy, max_new_tokens, record_experts)  # the model, with its KV cache
+    logits_RV = decoder.prefill(prompts, group_size)
     rows_R = torch.arange(N, device=device)  # the index of each row's completion
-    cache = None
-    noted = []  # for experts_by_completion: the rows of each forward, and their experts
+    start = 0  # the first token that may have ended one of these rows
     for t in range(max_new_tokens):
-        recorder = Routing(policy.routers) if record_experts else contextlib.nullcontext()
-        with recorder as routing:
-            output = model(
-                tokens,
-                attention_mask=attention,
-                position_ids=positions,
-                logits_to_keep=1,
-                use_cache=True,
-                **{policy.cache_name: cache},
-            )
-        if record_experts:
-            noted.append((rows_R, routing.choices()))
-        cache = getattr(output, policy.cache_name, None)  # Mamba's is a different kind
-        if type(cache) is not transformers.DynamicCache:
-            raise TypeError("it has no cache that allows rows to be copied and removed")
-        logits_RV = output.logits[:, -1].float()
-        if t == 0:  # from one row per prompt to one per completion
-            copies = torch.arange(len(prompts), device=device).repeat_interleave(group_size)
-            cache.reorder_cache(copies)
-            logits_RV = logits_RV[copies]
-            attention = attention[copies]
-            positions = positions[copies]
-
-        logprobs_RV = torch.log_softmax(logits_RV / temperature, dim=-1)
+        logprobs_RV = torch.log_softmax(logits_RV.float() / temperature, dim=-1)
         token_R1 = next_token(logprobs_RV, noise_NT[rows_R, t, None], greedy)
         ids_NT[rows_R, t] = token_R1[:, 0]
         logprobs_NT[rows_R, t] = logprobs_RV.gather(1, token_R1)[:, 0]
 
-        if device.type != "cuda" or t % 16 == 15:  # rarely on a GPU, since the host has to wait for it
-            new_ids = ids_NT[rows_R, max(0, t - 15) : t + 1]  # since the last search, or more
-            has_ended_R = torch.isin(new_ids, ends).any(1)
+        if decoder.can_drop or t % 16 == 15:
+            has_ended_R = torch.isin(ids_NT[rows_R, start : t + 1], ends).any(1)
             kept = (~has_ended_R).nonzero()[:, 0]
             if len(kept) == 0:
                 break
-            if len(kept) < len(rows_R):
-                cache.reorder_cache(kept)
+            if decoder.can_drop and len(kept) < len(rows_R):
+                decoder.keep(kept)
                 rows_R = rows_R[kept]
                 token_R1 = token_R1[kept]
-                attention = attention[kept]
-                positions = positions[kept]
-        tokens = token_R1
-        attention = F.pad(attention, (0, 1), value=1)
-        positions = positions[:, -1:] + 1
+                start = t + 1
+        if t + 1 < max_new_tokens:
+            logits_RV = decoder(token_R1)
 
     # Cut each row at its first EOS. It may have run on until it was dropped from the batch.
     is_end_NT = torch.isin(ids_NT, ends)
@@ -200,7 +164,7 @@ def sample_batch(policy, problems, noise_NT, *, temperature, greedy, record_expe
     length_N = torch.where(has_end_N, is_end_NT.int().argmax(1) + 1, max_new_tokens)
     truncated = (~has_end_N).tolist()
     lengths = length_N.tolist()
-    experts = experts_by_completion(noted, prompts, lengths) if record_experts else [None] * N
+    experts = decoder.experts_by_completion(lengths)
     all_ids = ids_NT.tolist()
     all_logprobs = logprobs_NT.tolist()
     completions = []

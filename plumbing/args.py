@@ -69,7 +69,9 @@ class RunArgs:
         "and 2^29 logits]. A logit takes 16 to 20 bytes: up to 23 GiB for one answer of 8,192 tokens "
         "with a vocabulary of 152k entries",
     )
-    rollout_batch_size: int = flag(0, "completions sampled at a time [0: a whole iteration's]")
+    rollout_batch_size: int = flag(
+        0, "completions sampled at a time [0: as many as 131,072 tokens of prompt and answer allow]"
+    )
     gradient_checkpointing: bool = flag(False, "trade time for memory")
     # sampler
     rollout_dtype: Literal["same", "float32", "bfloat16", "int4"] = flag(

@@ -208,6 +208,7 @@ class Policy(TrainedModel):
         self.cache_name = "cache" if is_renamed else "past_key_values"
         self.rollout_dtype = rollout_dtype
         self.refresh_every = refresh_every  # iterations
+        self.graphs = None  # set before training, if the sampler's steps can be CUDA graphs
         self.rollout_policy = None
         if rollout_dtype != "same" or refresh_every > 1:
             # int4 weights are only rounded; their products are computed in --dtype.
@@ -230,6 +231,7 @@ class Policy(TrainedModel):
         policy = copy.copy(self)
         policy.master = policy.model = model
         policy.routers = self.routers.of(model)
+        policy.graphs = None
         policy.rollout_policy = None
         return policy
 

@@ -6,12 +6,14 @@ from typing import NamedTuple
 import pytest
 import torch
 from conftest import batch_of_ids, refused, save, script_args
+from test_decoding import Eager
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import ppo
 import rspo
 from common import Problem, check_sampler, collate, load_policy, sample, token_logprobs
+from plumbing.decoding import check_stretches
 from plumbing.model import Policy, TrainedModel, checkpoint_layers
 from plumbing.routing import find_experts
 
@@ -50,6 +52,7 @@ class Row(NamedTuple):
     has_float32: bool = False  # in a bfloat16 model
     has_aux_loss: bool = True
     can_replay: bool = True
+    can_be_fixed: bool = True  # the sampler's cache, which CUDA graphs need
 
 
 SOFTMAX = "softmax"  # over all experts
@@ -58,29 +61,33 @@ ARCHITECTURES = {
     "llama": Row(),
     "qwen3": Row(),
     "opt": Row(config=dict(word_embed_proj_dim=32, ffn_dim=48)),  # its head calls another module
-    "gemma3_text": Row(config=LOCAL),
-    "gemma3n_text": Row(config=LOCAL | GEMMA3N | {"activation_sparsity_pattern": [0.0] * 4}),
-    "cohere2": Row(),
-    "olmo_hybrid": Row(has_float32=True),
-    "qwen3_next": Row(SOFTMAX, LINEAR),
+    "gemma3_text": Row(config=LOCAL, can_be_fixed=False),
+    "gemma3n_text": Row(
+        config=LOCAL | GEMMA3N | {"activation_sparsity_pattern": [0.0] * 4}, can_be_fixed=False
+    ),
+    "cohere2": Row(can_be_fixed=False),
+    "olmo_hybrid": Row(has_float32=True, can_be_fixed=False),
+    "qwen3_next": Row(SOFTMAX, LINEAR, can_be_fixed=False),
     "qwen3_moe": Row(SOFTMAX, dict(num_experts=200, num_local_experts=200)),  # int8 ends at 127
-    "mixtral": Row(SOFTMAX),
+    "mixtral": Row(SOFTMAX, can_be_fixed=False),
     # In decoding, transformers would make a loss of router logits, and fail.
-    "gpt_oss": Row(SOFTMAX, {"output_router_logits": True}),
+    "gpt_oss": Row(SOFTMAX, {"output_router_logits": True}, can_be_fixed=False),
     "deepseek_v3": Row(SCORES, RANKS | HEADS),
 }
 SLOW = {
-    "gemma4_text": Row(SOFTMAX, LOCAL | GEMMA4, has_aux_loss=False),
-    "phimoe": Row(SOFTMAX, can_replay=False),
+    "gemma4_text": Row(SOFTMAX, LOCAL | GEMMA4, has_aux_loss=False, can_be_fixed=False),
+    "phimoe": Row(SOFTMAX, can_replay=False, can_be_fixed=False),
     "hunyuan_v1_moe": Row(SOFTMAX, has_float32=True, has_aux_loss=False),
     "ernie4_5_moe": Row(SCORES, ERNIE, has_float32=True),
-    "inkling2_text": Row(SCORES, has_float32=True),
-    "hy_v4": Row(SCORES, dict(q_lora_rank=16, kv_lora_rank=16), has_float32=True),
+    "inkling2_text": Row(SCORES, has_float32=True, can_be_fixed=False),
+    "hy_v4": Row(SCORES, dict(q_lora_rank=16, kv_lora_rank=16), has_float32=True, can_be_fixed=False),
 }
-DENSE = "mistral qwen2 olmo2 olmo3 phi3 smollm3 cohere gemma2 granite hunyuan_v1_dense"
+DENSE = "qwen2 olmo2 smollm3 cohere granite hunyuan_v1_dense"
 SLOW |= dict.fromkeys(DENSE.split(), Row())
+SLOW |= dict.fromkeys("mistral olmo3 phi3 gemma2".split(), Row(can_be_fixed=False))
 SLOW |= dict.fromkeys("olmoe flex_olmo granitemoe".split(), Row(SOFTMAX))
-SLOW |= dict.fromkeys("glm4_moe minimax_m2 afmoe".split(), Row(SCORES))
+SLOW |= dict.fromkeys("glm4_moe minimax_m2".split(), Row(SCORES))
+SLOW["afmoe"] = Row(SCORES, can_be_fixed=False)
 ARCHITECTURES |= SLOW
 
 
@@ -123,6 +130,7 @@ def test_an_architecture_works(name, tmp_path):
     if policy.routers.num_experts > 0:
         args.routing_replay = "r3"  # the sampler records experts
     check_sampler_and_training_forward(policy, args)
+    check_fixed_cache(policy, row.can_be_fixed)
     routers = policy.routers
     assert routers.has_softmax == (row.routers == SOFTMAX)
     assert routers.are_balanced == (row.routers == SOFTMAX and row.has_aux_loss)
@@ -150,6 +158,15 @@ def check_sampler_and_training_forward(policy, args):
     gradients = [weight.grad for weight in policy.parameters() if weight.grad is not None]
     assert len(gradients) > 0.8 * len(list(policy.parameters()))
     assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+def check_fixed_cache(policy, can_be_fixed):
+    """On a GPU, the sampler's steps would be CUDA graphs."""
+    if can_be_fixed:
+        check_stretches(policy, PROMPTS, Eager())
+    else:
+        with pytest.raises(ValueError, match="its (attention is not sdpa|cache does not keep all)"):
+            check_stretches(policy, PROMPTS, Eager())
 
 
 def given_to_experts(policy, batch):

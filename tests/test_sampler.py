@@ -107,38 +107,34 @@ def grade(completions):
     return [c._replace(reward=x, verdict=verdicts[x]) for c, x in zip(completions, marks, strict=True)]
 
 
-SIZES = [  # --rollout_batch_size; prompts at a time, of five: in groups of four, in an evaluation
-    (1000, [5], [5]),
-    (10, [2, 2, 1], [5]),
-    (1, [1, 1, 1, 1, 1], [1, 1, 1, 1, 1]),
-    (0, [4, 1], [5]),  # as many as an iteration has
+SIZES = [  # --rollout_batch_size; rows at a time, of five prompts: in groups of four, in an evaluation
+    (0, [20], [5]),
+    (10, [8, 8, 4], [5]),
+    (4, [4, 4, 4, 4, 4], [4, 1]),
+    (3, [3, 1, 3, 1, 3, 1, 3, 1, 3, 1], [3, 2]),  # a group has more
+    (1, [1] * 20, [1] * 5),
 ]
 
 
-@pytest.mark.parametrize("are_short", [True, False])
-def test_completions_do_not_depend_on_the_rollout_batch_size(are_short, tiny_policy, monkeypatch):
-    """Nor on torch's global noise, which they leave alone. An evaluation prefills more prompts than a
-    rollout only if they are short."""
+def test_completions_do_not_depend_on_the_rollout_batch_size(tiny_policy, monkeypatch):
+    """Nor on torch's global noise, which they leave alone."""
     counts = []
 
-    def sample_batch(policy, problems, *args, **keywords):
-        counts.append(len(problems))
-        return original(policy, problems, *args, **keywords)
+    def sample_batch(policy, problems, noise_NT, **keywords):
+        counts.append(len(noise_NT))
+        return original(policy, problems, noise_NT, **keywords)
 
     original = common.sample_batch
     monkeypatch.setattr(common, "sample_batch", sample_batch)
-    if not are_short:
-        monkeypatch.setattr(common, "PROMPT_TOKENS", 7)
     global_noise = torch.get_rng_state()
     problems = problems_of(tiny_policy, *MIXED)
     results = []
     evaluations = []
     for size, of_rollout, of_evaluation in SIZES:
-        args = settings(rollout_batch_size=size, prompts_per_iteration=4, group_size=4)
+        args = settings(rollout_batch_size=size)
         results.append(sample(tiny_policy, problems, 4, args, noise_of(7)))
         evaluations.append(evaluate(tiny_policy, problems, grade, args, sampled=True))
-        expected = of_evaluation if are_short else of_rollout
-        assert counts == of_rollout + 2 * expected  # greedy and sampled
+        assert counts == of_rollout + 2 * of_evaluation  # greedy and sampled
         counts.clear()
     for completions in results[1:]:
         for c, whole in zip(completions, results[0], strict=True):
@@ -148,6 +144,10 @@ def test_completions_do_not_depend_on_the_rollout_batch_size(are_short, tiny_pol
     assert all(evaluation == evaluations[0] for evaluation in evaluations)
     assert evaluations[0]["greedy"] != evaluations[0]["sampled"]
     assert torch.equal(torch.get_rng_state(), global_noise)
+    # By default, what the cache may hold: 8 tokens of the longest prompt and 24 of an answer per row
+    monkeypatch.setattr(common, "ROLLOUT_TOKENS", 9 * 32)
+    sample(tiny_policy, problems, 4, settings(), noise_of(7))
+    assert counts == [8, 8, 4]
 
 
 @pytest.mark.parametrize("entropy_grad", [False, True])

@@ -1,0 +1,283 @@
+"""Runs the sampler's model: the prompts first, then one token per row at a time."""
+
+import contextlib
+import sys
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch.nn.utils.rnn import pad_sequence
+from transformers.cache_utils import DynamicLayer
+
+from plumbing.routing import Routing, experts_by_completion
+
+STRETCH = (64, 256)  # fewest and most tokens that are decoded with one CUDA graph
+
+
+def pad(rows, device, side="right", value=0):
+    """Lists or tensors of different lengths -> one tensor on the device."""
+    rows = [torch.as_tensor(row) for row in rows]
+    return pad_sequence(rows, batch_first=True, padding_value=value, padding_side=side).to(device)
+
+
+def new_decoder(policy, max_new_tokens, record_experts=False):
+    """A `Decoder` for one batch of prompts."""
+    if policy.graphs is None:
+        return Decoder(policy, record_experts)
+    return StretchDecoder(policy, record_experts, policy.graphs, max_new_tokens, STRETCH)
+
+
+class Decoder:
+    """Returns the logits of each row's next token: `prefill` of the first one, and a call, which takes
+    the token that was chosen, of each one after that. `keep` drops rows."""
+
+    def __init__(self, policy, record_experts):
+        self.policy = policy
+        self.record_experts = record_experts
+        self.cache = None
+        self.experts = None  # that the last forward used, (tokens, L, K)
+        self.noted = []  # for experts_by_completion
+        self.num_forwards = 0
+
+    @property
+    def can_drop(self):
+        """Whether this is a time to drop rows that have ended. It is rare on a GPU, since the host has
+        to wait there to find out which rows those are."""
+        return self.policy.model.device.type != "cuda" or self.num_forwards % 16 == 0
+
+    def prefill(self, prompts, group_size):
+        """Logits (N, V) for `group_size` rows per prompt. Each prompt goes through the model once, and
+        its part of the KV cache is then copied to its rows."""
+        device = self.policy.model.device
+        self.prompts = prompts
+        self.rows = torch.arange(len(prompts), device=device)
+        tokens_PS = pad(prompts, device, "left")
+        self.attention = pad([[1] * len(ids) for ids in prompts], device, "left")
+        positions_PS = (self.attention.cumsum(1) - 1).clamp(min=0)
+        logits_PV = self.forward(tokens_PS, self.attention, positions_PS)
+        self.note_experts()
+        self.positions = positions_PS[:, -1:] + 1  # of each row's next token
+        copies = self.rows.repeat_interleave(group_size)
+        self.keep(copies)
+        self.rows = torch.arange(len(copies), device=device)  # the index of each row's completion
+        return logits_PV[copies]
+
+    def __call__(self, token_R1):
+        self.attention = F.pad(self.attention, (0, 1), value=1)
+        logits_RV = self.forward(token_R1, self.attention, self.positions)
+        self.note_experts()
+        self.positions = self.positions + 1
+        return logits_RV
+
+    def forward(self, tokens, attention, positions):
+        self.num_forwards += 1
+        recorder = Routing(self.policy.routers) if self.record_experts else contextlib.nullcontext()
+        with recorder as routing:
+            output = self.policy.model(
+                tokens,
+                attention_mask=attention,
+                position_ids=positions,
+                logits_to_keep=1,
+                use_cache=True,
+                **{self.policy.cache_name: self.cache},
+            )
+        if self.record_experts:
+            self.experts = routing.choices()
+        self.cache = getattr(output, self.policy.cache_name, None)  # Mamba's is a different kind
+        if type(self.cache) is not transformers.DynamicCache:
+            raise TypeError("it has no cache that allows rows to be copied and removed")
+        return output.logits[:, -1]
+
+    def keep(self, rows):
+        """Keeps these rows, in this order."""
+        self.cache.reorder_cache(rows)
+        self.attention = self.attention[rows]
+        self.positions = self.positions[rows]
+        self.rows = self.rows[rows]
+
+    def note_experts(self):
+        if self.record_experts:
+            self.noted.append((self.rows, self.experts.clone()))
+
+    def experts_by_completion(self, lengths):
+        """The experts that each completion used, (prompt and response, L, K); None if not recorded."""
+        if not self.record_experts:
+            return [None] * len(lengths)
+        return experts_by_completion(self.noted, self.prompts, lengths)
+
+
+# --------------------------------------------------------------------------------------- CUDA graphs
+
+
+class StretchDecoder(Decoder):
+    """For a GPU, which runs a step's thousand small kernels faster than the host launches them. As a
+    CUDA graph, they are launched as one. A graph needs tensors that keep their size and place. So the
+    cache gets spare columns for a stretch of tokens, all of which use the same graph. Rows are dropped
+    between stretches."""
+
+    def __init__(self, policy, record_experts, graphs, max_new_tokens, stretch):
+        super().__init__(policy, record_experts)
+        self.graphs = graphs
+        self.num_left = max_new_tokens - 1  # tokens that go through the model after the prompts
+        self.stretch = stretch
+        self.num_spare = 0  # tokens for which this stretch still has columns
+
+    @property
+    def can_drop(self):
+        return self.num_spare == 0
+
+    def begin_stretch(self):
+        width = self.attention.shape[1]
+        fewest, most = self.stretch
+        # About as many as there are, so that the spare columns, which attention reads too, are few.
+        self.num_spare = min(max(fewest, width), most, self.num_left)
+        self.num_left -= self.num_spare
+        end = width + self.num_spare
+        aligned_end = end + -end % 16  # attention's kernels would copy a mask that is not aligned
+        self.column_1 = torch.full((1,), width, device=self.attention.device)  # of the next token
+        self.mask = F.pad(self.attention, (0, aligned_end - width)).bool()[:, None, None]
+        self.attention = F.pad(self.attention, (0, self.num_spare), value=1)  # after the stretch
+        self.token_R1 = torch.zeros_like(self.positions)
+        for i, layer in enumerate(self.cache.layers):
+            keys = layer.keys[:, :, :width]
+            values = layer.values[:, :, :width]
+            self.cache.layers[i] = FixedLayer(keys, values, aligned_end, self.column_1)
+        self.is_warm = False
+        self.replay = None
+
+    def __call__(self, token_R1):
+        if self.num_spare == 0:
+            self.begin_stretch()
+        self.token_R1.copy_(token_R1)
+        if not self.is_warm:  # the first step loads kernels, which cannot be done during a capture
+            self.graphs.run(self.step)
+            self.is_warm = True
+        else:
+            if self.replay is None:
+                self.replay = self.graphs.capture(self.step)
+            self.replay()
+        self.note_experts()
+        self.num_spare -= 1
+        return self.logits_RV
+
+    def step(self):
+        """One token of each row. Everything that changes is changed in place."""
+        self.mask.index_fill_(3, self.column_1, True)
+        self.logits_RV = self.forward(self.token_R1, self.mask, self.positions)
+        self.positions.add_(1)
+        self.column_1.add_(1)
+
+
+class FixedLayer(DynamicLayer):
+    """A layer of the KV cache whose tensors have spare columns. New keys and values are written to
+    `column_1`, a tensor, since a graph would repeat a number."""
+
+    def __init__(self, keys, values, num_columns, column_1):
+        super().__init__()
+        self.lazy_initialization(keys, values)
+        spare = num_columns - keys.shape[2]
+        self.keys = F.pad(keys, (0, 0, 0, spare))
+        self.values = F.pad(values, (0, 0, 0, spare))
+        self.column_1 = column_1
+
+    def update(self, keys, values, *args, **kwargs):
+        self.keys.index_copy_(2, self.column_1, keys)
+        self.values.index_copy_(2, self.column_1, values)
+        return self.keys, self.values
+
+
+class Graphs:
+    """Captures a policy's steps as CUDA graphs, all on one stream and in one pool of memory: graphs
+    with pools of their own would leave them behind."""
+
+    def __init__(self):
+        self.stream = torch.cuda.Stream()
+        self.pool = torch.cuda.MemPool()
+
+    @contextlib.contextmanager
+    def on_stream(self):
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            yield
+        torch.cuda.current_stream().wait_stream(self.stream)
+
+    def run(self, step):
+        with self.on_stream():
+            step()
+
+    def capture(self, step):
+        """Records the kernels that `step` launches. Returns a function that runs them."""
+        graph = torch.cuda.CUDAGraph()
+        with self.on_stream():
+            # A reward function may use the GPU in a thread of its own.
+            graph.capture_begin(self.pool.id, capture_error_mode="thread_local")
+            step()
+            graph.capture_end()
+        return graph.replay
+
+    @contextlib.contextmanager
+    def refuse_to_wait(self):
+        """Inside, an operator that makes the host wait for the GPU raises a RuntimeError. It could not
+        be captured, and a capture that fails leaves CUDA's allocator and random numbers unusable."""
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+# The check below decodes this many tokens after the prompts, in stretches of three and one.
+NUM_CHECKED = 4
+
+
+def graphs_for(policy, prompts, max_new_tokens):
+    """Decides before training, once, how a policy samples: returns `Graphs` if a step can be captured,
+    and None, which means a cache that grows, if not, or if there is no GPU. prompts: of token ids."""
+    if policy.model.device.type != "cuda" or max_new_tokens <= NUM_CHECKED:
+        return None
+    try:
+        graphs = Graphs()
+        check_stretches(policy, prompts, graphs)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # some architectures cannot, each in its own way
+        reason = str(error).strip().partition("\n")[0]
+        print(f"note: the sampler runs without CUDA graphs: {reason:.200}", file=sys.stderr)
+        return None
+    return graphs
+
+
+@torch.inference_mode()
+def check_stretches(policy, prompts, graphs):
+    """Compares a `StretchDecoder` with a `Decoder`, both given the same tokens, in two stretches with
+    fewer rows in the second one. An exception if they differ."""
+    record_experts = policy.routers.num_experts > 0
+    growing = Decoder(policy, record_experts)
+    fixed = StretchDecoder(policy, record_experts, graphs, 1 + NUM_CHECKED, stretch=(3, 3))
+    logits_RV = growing.prefill(prompts, 2)
+    fixed.prefill(prompts, 2)
+    if policy.model.config._attn_implementation != "sdpa":
+        raise ValueError("its attention is not sdpa")
+    if not all(type(layer) is DynamicLayer for layer in growing.cache.layers):
+        raise ValueError("its cache does not keep all keys and values")
+    is_exact = policy.model.dtype == torch.float32
+    for step in range(NUM_CHECKED):
+        token_R1 = logits_RV.argmax(1, keepdim=True)
+        if step == 3:
+            kept = torch.arange(1, len(token_R1), device=token_R1.device)
+            token_R1 = token_R1[kept]
+            growing.keep(kept)
+            fixed.keep(kept)
+        logits_RV = growing(token_R1)
+        with graphs.refuse_to_wait():
+            others_RV = fixed(token_R1)
+        # The total variation distance of their distributions. In bfloat16 it is up to a few percent
+        # between two kernels that are both right.
+        difference_RV = logits_RV.float().softmax(-1) - others_RV.float().softmax(-1)
+        gap = difference_RV.abs().sum(-1).max().item() / 2
+        if not gap < (1e-3 if is_exact else 0.2):  # a NaN fails this too
+            raise ValueError(f"its distributions differ by {gap:.2g} from those with a growing cache")
+        if record_experts:
+            share = (fixed.experts == growing.experts).float().mean().item()
+            if share < (1 if is_exact else 0.9):
+                raise ValueError(f"its routers choose different experts, {share:.0%} are the same")

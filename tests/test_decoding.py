@@ -1,0 +1,233 @@
+"""The sampler's fixed cache, which CUDA graphs need, against its growing one. Here a graph is the step
+itself. Which architectures can use it: test_architectures.py; what only a GPU shows: test_gpu.py."""
+
+import contextlib
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from conftest import MIXED, problems_of, script_args
+
+import common
+from common import check_sampler, sample
+from plumbing import decoding
+from plumbing.decoding import Decoder, FixedLayer, Graphs, StretchDecoder, check_stretches, graphs_for
+
+
+class Eager:
+    """In place of `Graphs`: runs a step where a GPU would replay its graph. Notes what was asked."""
+
+    def __init__(self):
+        self.calls = []
+
+    def run(self, step):
+        self.calls.append("run")
+        step()
+
+    def capture(self, step):
+        self.calls.append("capture")
+        return step
+
+    @contextlib.contextmanager
+    def refuse_to_wait(self):
+        self.calls.append("refuse")
+        yield
+
+
+PROMPTS = ([3, 8, 4, 9, 6], [3, 4, 12], [10])
+
+
+def sampled(policy, graphs, seed, **changes):
+    """Completions of prompts of mixed lengths, and the number of forwards that they took."""
+    _, args = script_args("grpo", **{"max_new_tokens": 20} | changes)
+    policy.graphs = graphs
+    count = []
+    hook = policy.model.base_model.register_forward_pre_hook(lambda *_: count.append(1))
+    noise = torch.Generator().manual_seed(seed)
+    completions = sample(policy, problems_of(policy, *MIXED), 4, args, noise)
+    hook.remove()
+    return completions, len(count)
+
+
+def assert_same(completions, others):
+    for c, other in zip(completions, others, strict=True):
+        assert c.ids == other.ids and c.truncated == other.truncated
+        assert c.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+        assert (c.experts is None) == (other.experts is None)
+        assert c.experts is None or torch.equal(c.experts, other.experts)
+
+
+@pytest.mark.parametrize("stretch", [3, 4, 5, 6, 7])
+@pytest.mark.parametrize("routing_replay", ["none", "r3"])
+def test_a_fixed_cache_gives_the_same_completions(stretch, routing_replay, own_policy, monkeypatch):
+    """And the same experts, whether rows end inside a stretch or at its edge."""
+    monkeypatch.setattr(decoding, "STRETCH", (stretch, stretch))
+    own_policy.model.generation_config.eos_token_id = [1, 5]
+    changes = {"routing_replay": routing_replay, "temperature": 1.5, "max_new_tokens": 16}
+    growing, _ = sampled(own_policy, None, 1, **changes)
+    graphs = Eager()
+    fixed, _ = sampled(own_policy, graphs, 1, **changes)
+    assert_same(fixed, growing)
+    assert graphs.calls[:4] == ["run", "capture", "run", "capture"]  # one graph per stretch
+    places = {(len(c.ids) - 1) % stretch for c in growing}  # the first token is before any stretch
+    assert 0 in places and len(places) > 1
+
+
+@pytest.mark.parametrize("max_new_tokens", [1, 2, 3])
+def test_a_fixed_cache_with_a_low_cap(max_new_tokens, tiny_policy):
+    """One token needs no forward after the prompts', and two tokens no graph."""
+    growing, _ = sampled(tiny_policy, None, 0, max_new_tokens=max_new_tokens)
+    graphs = Eager()
+    fixed, count = sampled(tiny_policy, graphs, 0, max_new_tokens=max_new_tokens)
+    assert_same(fixed, growing)
+    assert count == max_new_tokens
+    assert graphs.calls == ["run", "capture"][: max_new_tokens - 1]
+
+
+def test_a_stretch_ends_when_all_rows_have_ended(own_policy):
+    """The host looks for that every 16 tokens."""
+    own_policy.model.generation_config.eos_token_id = list(range(3, 10))  # ends most rows soon
+    completions, count = sampled(own_policy, Eager(), 0, max_new_tokens=40)
+    longest = max(len(c.ids) for c in completions)
+    assert 1 < longest <= 16 and count == 16
+    assert sampled(own_policy, None, 0, max_new_tokens=40)[1] == longest
+
+
+def test_the_stretches_of_a_long_answer(tiny_policy):
+    """As many tokens as there are, from 64 to 256, up to the cap, with columns in multiples of 16."""
+    decoder = StretchDecoder(tiny_policy, False, Eager(), 700, decoding.STRETCH)
+    token_R1 = decoder.prefill([[3] * 10], 2).argmax(1, keepdim=True)
+    widths = []
+    for _ in range(699):
+        token_R1 = decoder(token_R1).argmax(1, keepdim=True)
+        if decoder.can_drop:
+            columns = decoder.cache.layers[0].keys.shape[2]
+            widths.append(decoder.attention.shape[1])
+            assert 0 <= columns - widths[-1] < 16 and columns % 16 == 0
+            assert decoder.mask.shape == (2, 1, 1, columns)
+    assert widths == [74, 148, 296, 552, 709]
+
+
+@pytest.mark.parametrize("device, num_forwards, expected", [("cpu", 5, True), ("cuda", 5, False)])
+def test_a_growing_cache_on_a_gpu_drops_rows_rarely(device, num_forwards, expected):
+    policy = SimpleNamespace(model=SimpleNamespace(device=torch.device(device)))
+    decoder = Decoder(policy, False)
+    decoder.num_forwards = num_forwards
+    assert decoder.can_drop == expected
+    decoder.num_forwards = 32
+    assert decoder.can_drop
+
+
+# --------------------------------------------------------------------------------- the check at loading
+
+
+def wrong_column(layer, keys, values, *_, **__):
+    layer.keys[:, :, :1] = keys
+    layer.values[:, :, :1] = values
+    return layer.keys, layer.values
+
+
+def wrong_position(decoder):
+    decoder.logits_RV = decoder.forward(decoder.token_R1, decoder.mask, decoder.positions)
+    decoder.mask.index_fill_(3, decoder.column_1, True)
+    decoder.column_1.add_(1)
+
+
+def stale_experts(decoder):
+    decoder.noted.append((decoder.rows, decoder.experts))
+    decoder.experts = torch.zeros_like(decoder.experts)
+
+
+WRONG = [  # what a model might do to one
+    (FixedLayer, "update", wrong_column, "its distributions differ by"),
+    (StretchDecoder, "step", wrong_position, "its distributions differ by"),
+    (StretchDecoder, "note_experts", stale_experts, "its routers choose different experts"),
+]
+
+
+@pytest.mark.parametrize("owner, name, function, expected", WRONG)
+def test_the_check_sees_a_fixed_cache_that_is_wrong(
+    owner, name, function, expected, tiny_policy, monkeypatch
+):
+    monkeypatch.setattr(owner, name, function)
+    with pytest.raises(ValueError, match=expected):
+        check_stretches(tiny_policy, PROMPTS, Eager())
+
+
+def test_the_check_decodes_two_stretches_and_drops_a_row(tiny_policy, monkeypatch):
+    """No step may wait for the GPU, and one that would is never captured."""
+    kept = []
+    original = StretchDecoder.keep
+
+    def keep(decoder, rows):
+        kept.append(len(rows))
+        original(decoder, rows)
+
+    monkeypatch.setattr(StretchDecoder, "keep", keep)
+    graphs = Eager()
+    check_stretches(tiny_policy, PROMPTS, graphs)
+    assert graphs.calls == ["refuse", "run", "refuse", "capture", "refuse", "refuse", "run"]
+    assert kept == [6, 5]  # from prompts to rows, and then without the first one
+
+    def wait(step):
+        raise RuntimeError("called a synchronizing CUDA operation")
+
+    graphs = Eager()
+    graphs.run = wait
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        check_stretches(tiny_policy, PROMPTS, graphs)
+    assert graphs.calls == ["refuse"]
+
+
+ON_GPU = SimpleNamespace(model=SimpleNamespace(device=torch.device("cuda")))
+
+
+def test_what_cannot_be_captured_is_sampled_with_a_growing_cache(monkeypatch, capsys):
+    """With a line that says why. Running out of memory is not a reason."""
+    monkeypatch.setattr(decoding, "Graphs", Eager)
+    fails = MagicMock(side_effect=RuntimeError("it waits\nhere"))
+    monkeypatch.setattr(decoding, "check_stretches", fails)
+    assert graphs_for(ON_GPU, PROMPTS, 48) is None
+    assert capsys.readouterr().err == "note: the sampler runs without CUDA graphs: it waits\n"
+    fails.side_effect = torch.OutOfMemoryError
+    with pytest.raises(torch.OutOfMemoryError):
+        graphs_for(ON_GPU, PROMPTS, 48)
+    fails.side_effect = None
+    assert graphs_for(ON_GPU, PROMPTS, 4) is None  # the model may have no positions for the check
+    assert type(graphs_for(ON_GPU, PROMPTS, 5)) is Eager
+
+
+def test_the_policy_and_its_rollout_copy_are_told(tiny_model, monkeypatch):
+    """Each samples: the policy in evaluations. Other copies, such as a reference, never do."""
+    policy = common.load_policy(script_args("grpo", rollout_dtype="bfloat16")[1])
+    asked = []
+    monkeypatch.setattr(common, "graphs_for", lambda policy, *_: asked.append(policy) or "graphs")
+    (problem,) = problems_of(policy, "12+34=")
+    check_sampler(policy, problem, script_args("grpo", rollout_dtype="bfloat16")[1])
+    assert asked == [policy, policy.rollout_policy]
+    assert policy.graphs == policy.rollout_policy.graphs == policy.sampler(1).graphs == "graphs"
+    assert policy.frozen_copy().graphs is None
+
+
+def test_graphs_share_one_stream_and_one_pool(monkeypatch):
+    """And leave other threads alone. An exception in a capture is not hidden by what follows it."""
+    cuda = MagicMock()
+    monkeypatch.setattr(torch, "cuda", cuda)
+    graphs = Graphs()
+    for _ in range(2):
+        graphs.capture(lambda: None)
+    graphs.run(lambda: None)
+    assert cuda.Stream.call_count == cuda.MemPool.call_count == 1
+    begin = cuda.CUDAGraph.return_value.capture_begin
+    assert begin.call_count == 2
+    begin.assert_called_with(graphs.pool.id, capture_error_mode="thread_local")
+    assert [call.args[0] for call in cuda.stream.call_args_list] == [graphs.stream] * 3
+    end = cuda.CUDAGraph.return_value.capture_end
+    end.reset_mock()
+    with pytest.raises(torch.OutOfMemoryError):
+        graphs.capture(MagicMock(side_effect=torch.OutOfMemoryError))
+    assert not end.called
+    with pytest.raises(KeyError), graphs.refuse_to_wait():
+        raise KeyError
+    assert [call.args[0] for call in cuda.set_sync_debug_mode.call_args_list] == ["error", "default"]
