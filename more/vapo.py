@@ -11,7 +11,7 @@
   ret_it = sum_k gamma^k rew_i,t+k, the Monte Carlo return;  H: mean entropy over tokens
   L_LM   = mean of -log pi(o_it) over the tokens of all right completions of an optimizer step
 
-Suffixes name axes: B rows, T tokens, U = T + 1, 1 for a size-1 axis.
+Suffixes name axes: B rows, T tokens, 1 for a size-1 axis.
 
 Parent: ppo.py. Differs only in:
   1. Value pre-training: in the first iterations only the critic learns.
@@ -26,8 +26,7 @@ Parent: ppo.py. Differs only in:
 Unlike the paper: alpha is 1 instead of 0.05, which is for thousands of tokens. At 20 tokens, about the
 base model's mean, lambda is then ppo.py's 0.95; with 0.05 it would be 0. The five pre-training
 iterations, with 80 steps of the critic, are included in --iterations, so that vapo generates as many
-completions as the siblings. As in ppo.py, the returns of a truncated completion include the critic's
-value at its end, and the reward includes a KL.
+completions as the siblings. As in ppo.py, the reward includes a KL.
 
 Run:    python -m more.vapo
 Expect: greedy held-out accuracy on sums of two numbers rises from 0.43 to at least 0.95 in under a
@@ -92,10 +91,10 @@ class Critic(nn.Module):
         nn.init.zeros_(self.head.weight)
 
     def forward(self, batch):
-        """Values, (B, U): V_t, read where token t is predicted, and V after the last one."""
+        """Values, (B, T): V_t, read where token t is predicted."""
         # No attention mask: padding is on the right, and attention is causal.
         hidden = self.body(batch.tokens_BS, use_cache=False).last_hidden_state
-        hidden = hidden.take_along_dim(batch.predictor_BU[..., None], dim=1)
+        hidden = hidden.take_along_dim(batch.predictor_BU[:, :-1, None], dim=1)
         return self.head(hidden)[..., 0].float()
 
 
@@ -107,9 +106,8 @@ def masked_mean(x, mask):
 def compute_gae(rewards_BT, values_BT, mask_BT, gamma, lam):
     """Generalized advantage estimation: (advantages, returns), both (B, T), 0 where the mask is 0.
 
-    The value after the last token is 0; for a response that was cut off, the caller adds gamma times
-    the value there to its last reward, which is the same as bootstrapping. A hole in the mask, such as
-    tool output, is skipped: each token is followed by the next one in the mask.
+    The value after the last token is 0. A hole in the mask, such as tool output, is skipped: each token
+    is followed by the next one in the mask.
     """
     mask_BT = mask_BT.bool()
     rewards_BT = torch.where(mask_BT, rewards_BT, 0)
@@ -140,13 +138,11 @@ def whiten(x_BT, mask_BT, all_N=None):
     return torch.where(is_constant, 0, (x_BT - mean) / (std + 1e-8))
 
 
-def token_rewards(rewards_B1, kl_BT, values_BU, is_cut_off_B1, mask_BT, kl_coef, gamma):
-    """rew, (B, T): -beta KL at each token, plus R at the last one, and gamma V if it was cut off."""
+def token_rewards(rewards_B1, kl_BT, mask_BT, kl_coef):
+    """rew, (B, T): -beta KL at each token, plus R at the last one."""
     # The response's last token, where the running count of tokens first reaches its maximum.
     last_B1 = mask_BT.cumsum(1).argmax(1, keepdim=True)
-    value_after_B1 = torch.where(is_cut_off_B1.bool(), values_BU.gather(1, last_B1 + 1), 0)
-    last_reward_B1 = rewards_B1 + gamma * value_after_B1
-    return (-kl_coef * kl_BT).scatter_add(1, last_B1, last_reward_B1)
+    return (-kl_coef * kl_BT).scatter_add(1, last_B1, rewards_B1)
 
 
 def value_loss(values_BT, old_values_BT, returns_BT, mask_BT, *, value_clip=0.2, num_tokens=None):
@@ -279,7 +275,7 @@ def main(args):
                 micro.ref_logprobs_BT = reference_logprobs(reference, micro, args)
             micro.correction_weights = rollout_correction(micro, args)
             with torch.no_grad():
-                micro.values_BU = critic.model(micro)
+                micro.values_BT = critic.model(micro)
 
         # ------------------------------------------------------------------------------- advantages
         for micro in batches:
@@ -290,18 +286,9 @@ def main(args):
                 log_ratio_BT = micro.old_logprobs_BT - micro.ref_logprobs_BT
                 micro.kl_BT = torch.where(micro.mask_BT, log_ratio_BT, 0)
             rewards = [[c.reward] for c in micro.completions]
-            is_cut_off = [[c.truncated] for c in micro.completions]
-            token_rewards_BT = token_rewards(
-                torch.tensor(rewards, device=args.torch_device),
-                micro.kl_BT,
-                micro.values_BU,
-                torch.tensor(is_cut_off, device=args.torch_device),
-                micro.mask_BT,
-                args.kl_coef,
-                args.gamma,
-            )
-            micro.values_BT = micro.values_BU[:, :-1]
-            # [2] With lambda 1 returns do not depend on the critic, unless a completion was cut off.
+            rewards_B1 = torch.tensor(rewards, device=args.torch_device)
+            token_rewards_BT = token_rewards(rewards_B1, micro.kl_BT, micro.mask_BT, args.kl_coef)
+            # [2] With lambda 1 returns do not depend on the critic.
             _, micro.returns_BT = compute_gae(
                 token_rewards_BT, micro.values_BT, micro.mask_BT, args.gamma, 1.0
             )
@@ -349,7 +336,7 @@ def main(args):
                     num_tokens=num_right_tokens,
                 )
                 critic_loss = value_loss(
-                    critic.model(micro)[:, :-1],
+                    critic.model(micro),
                     micro.values_BT,
                     micro.returns_BT,
                     micro.mask_BT,

@@ -151,12 +151,12 @@ def answer(model, weights, completion, temperature):
 
 
 def values_of(model, weights, completion):
-    """(T + 1,): a critic's values of the tokens, and the one after the last."""
+    """(T,): a critic's values of the tokens."""
     *body, head = weights
     tokens = torch.tensor([completion.problem.prompt_ids + completion.ids])
     output = functional_call(model.base_model, named(model.base_model, body), (tokens,))
     first = len(completion.problem.prompt_ids) - 1
-    return (output.last_hidden_state[0, first:] @ head[0]).double()
+    return (output.last_hidden_state[0, first:-1] @ head[0]).double()
 
 
 def expert_logprobs(answers, old_answers):
@@ -246,13 +246,9 @@ def plain_advantages(name, args, completions, baseline):
 def advantages_of_a_critic(name, args, completions, old, ref, values, mask):
     """(advantages, returns), (N, T)"""
     rewards = torch.where(mask, -args.kl_coef * (old - ref), 0)
-    bootstrap = torch.zeros(len(mask), 1, dtype=torch.float64)
     for i, c in enumerate(completions):
         rewards[i, len(c.ids) - 1] += c.reward
-        if c.truncated:
-            bootstrap[i] = values[i, len(c.ids)]
-    inputs = {"rewards": rewards, "values": values[:, :-1], "bootstrap": bootstrap, "mask": mask}
-    b = batch(**inputs, gamma=args.gamma)
+    b = batch(rewards=rewards, values=values, mask=mask, gamma=args.gamma)
     if name == "ppo":
         b.lam = args.gae_lambda
         advantages, returns = reference.gae(b)
@@ -285,7 +281,6 @@ def before_update(name, args, completions, weights, ref_weights, baseline, model
         values = pad_sequence(values, batch_first=True)
         inputs = completions, old, ref, values, mask
         advantages, returns = advantages_of_a_critic(name, args, *inputs)
-        values = values[:, :-1]
     else:
         advantages = plain_advantages(name, args, completions, baseline)
     factors = correction_weights(name, args, old, mu, mask)
@@ -333,7 +328,7 @@ def total_loss(name, args, before, rows, weights, model):
     if len(weights) == 2:
         b.old_values = before.values[rows]
         b.returns = before.returns[rows]
-        b.values = table([values_of(model, weights[1], c)[:-1] for c in completions])
+        b.values = table([values_of(model, weights[1], c) for c in completions])
         entropy = torch.cat([a.entropies for a in answers]).mean()
         loss = loss + args.value_coef * reference.value_loss(b) - args.entropy_coef * entropy
     if name == "more.vapo":

@@ -44,6 +44,18 @@ def test_equal_rewards_move_only_what_learns_its_baseline(name, reward, tmp_path
     assert (moved != []) == (name in LEARNED_BASELINES), moved
 
 
+LONGER = """--prompts_per_iteration 64 --group_size 1 --num_minibatches 16 --max_new_tokens 24
+--iterations 8 --pretraining_iterations 1 --eval_every 0""".split()
+
+
+@pytest.mark.parametrize("name", ["ppo", "more.vapo"])
+def test_equal_rewards_do_not_teach_to_be_cut_off(name, tmp_path, reward_file):
+    """They would if a critic's value behind the cap were added to the reward: 91% and more then."""
+    reward = ("--reward", reward_file("return 1.0"))
+    completes(name, *flags_it_has(name, LONGER), *reward, "--run_dir", tmp_path)
+    assert max(line["rollout/truncated_frac"] for line in metrics(tmp_path)[-3:]) < 0.75
+
+
 def test_weights_lie_in_memory_as_those_of_a_copy():
     """In the file they begin anywhere. Used from there, they would make products of one row round
     differently than with the reference's, which torch aligns to 64 bytes."""
