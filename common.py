@@ -2,9 +2,9 @@
 rollout correction, evaluation. It also re-exports what scripts need from plumbing/.
 
 A tensor's suffix names its axes:
-  P prompts, G completions per prompt, B rows (of a rollout, minibatch or micro-batch)
-  N rows of a sampler's batch, R its unfinished rows
-  T response tokens, U = T + 1, S prompt + response, V vocabulary
+  P prompts, G completions per prompt, B rows at hand, R rows that the sampler has not finished
+  T response tokens, S prompt + response, V vocabulary
+  N response tokens of all rows, one row after the other, without padding
   L layers, E experts, K active experts, 1 for a size-1 axis
 A "step" is an optimizer step; an "iteration" is a rollout and its steps.
 """
@@ -13,9 +13,12 @@ import dataclasses
 import re
 from collections.abc import Callable
 from fractions import Fraction
+from itertools import chain
 from typing import NamedTuple
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
 
 from plumbing.args import RunArgs, UserError, flag, launch, one_line
 from plumbing.data import Problem, addition_problems, read_problems
@@ -23,7 +26,7 @@ from plumbing.decoding import graphs_for, new_decoder, pad
 from plumbing.metrics import clock, critic_stats, mean_over, rollout_summary
 from plumbing.model import TrainedModel, load_policy
 from plumbing.reward import load_reward
-from plumbing.routing import RouterOutputs, Routing, take_columns
+from plumbing.routing import RouterOutputs, Routing
 from plumbing.run import Run
 
 # ----------------------------------------------------------------------------------------- problems
@@ -46,14 +49,14 @@ def check_sampler(policy, problem, args):
 def compare_forwards(policy, ids, args):
     num_tokens = min(4, args.max_new_tokens)  # the model may have no positions for more
     half = (num_tokens + 1) // 2
-    noise_NT = torch.zeros(6, num_tokens)
+    noise_BT = torch.zeros(6, num_tokens)
     problems = [Problem("", "", ids[:length]) for length in (len(ids), len(ids) // 2 + 1, 1)]
     sampler = policy.sampler(1)
     models = [policy.master, policy.model, sampler.model]
     for model in dict.fromkeys(models):  # each one once; with default flags all are the same
         tried = policy.with_model(model)
         # Two equal answers to each prompt; the first one is then cut in half.
-        completions = sample_batch(tried, problems, noise_NT, temperature=1.0, greedy=True)
+        completions = sample_batch(tried, problems, noise_BT, temperature=1.0, greedy=True)
         for i in (0, 2, 4):
             short = completions[i]
             completions[i] = short._replace(ids=short.ids[:half], logprobs=short.logprobs[:half])
@@ -124,29 +127,29 @@ def next_token(logprobs_RV, noise_R1, greedy):
 
 
 @torch.inference_mode()
-def sample_batch(policy, problems, noise_NT, *, temperature, greedy, record_experts=False):
+def sample_batch(policy, problems, noise_BT, *, temperature, greedy, record_experts=False):
     """`sample`, with the noise given. Rows that have ended are dropped."""
     device = policy.model.device
-    N, max_new_tokens = noise_NT.shape
-    group_size = N // len(problems)
+    B, max_new_tokens = noise_BT.shape
+    group_size = B // len(problems)
     prompts = [problem.prompt_ids for problem in problems]
     ends = torch.tensor(policy.end_ids, device=device)
-    noise_NT = noise_NT.to(device)
-    ids_NT = torch.zeros_like(noise_NT, dtype=torch.long)
-    logprobs_NT = torch.zeros_like(noise_NT)
+    noise_BT = noise_BT.to(device)
+    ids_BT = torch.zeros_like(noise_BT, dtype=torch.long)
+    logprobs_BT = torch.zeros_like(noise_BT)
 
     decoder = new_decoder(policy, max_new_tokens, record_experts)  # the model, with its KV cache
     logits_RV = decoder.prefill(prompts, group_size)
-    rows_R = torch.arange(N, device=device)  # the index of each row's completion
+    rows_R = torch.arange(B, device=device)  # the index of each row's completion
     start = 0  # the first token that may have ended one of these rows
     for t in range(max_new_tokens):
         logprobs_RV = torch.log_softmax(logits_RV.float() / temperature, dim=-1)
-        token_R1 = next_token(logprobs_RV, noise_NT[rows_R, t, None], greedy)
-        ids_NT[rows_R, t] = token_R1[:, 0]
-        logprobs_NT[rows_R, t] = logprobs_RV.gather(1, token_R1)[:, 0]
+        token_R1 = next_token(logprobs_RV, noise_BT[rows_R, t, None], greedy)
+        ids_BT[rows_R, t] = token_R1[:, 0]
+        logprobs_BT[rows_R, t] = logprobs_RV.gather(1, token_R1)[:, 0]
 
         if decoder.can_drop or t % 16 == 15:
-            has_ended_R = torch.isin(ids_NT[rows_R, start : t + 1], ends).any(1)
+            has_ended_R = torch.isin(ids_BT[rows_R, start : t + 1], ends).any(1)
             kept = (~has_ended_R).nonzero()[:, 0]
             if len(kept) == 0:
                 break
@@ -159,14 +162,14 @@ def sample_batch(policy, problems, noise_NT, *, temperature, greedy, record_expe
             logits_RV = decoder(token_R1)
 
     # Cut each row at its first EOS. It may have run on until it was dropped from the batch.
-    is_end_NT = torch.isin(ids_NT, ends)
-    has_end_N = is_end_NT.any(1)
-    length_N = torch.where(has_end_N, is_end_NT.int().argmax(1) + 1, max_new_tokens)
-    truncated = (~has_end_N).tolist()
-    lengths = length_N.tolist()
+    is_end_BT = torch.isin(ids_BT, ends)
+    has_end_B = is_end_BT.any(1)
+    length_B = torch.where(has_end_B, is_end_BT.int().argmax(1) + 1, max_new_tokens)
+    truncated = (~has_end_B).tolist()
+    lengths = length_B.tolist()
     experts = decoder.experts_by_completion(lengths)
-    all_ids = ids_NT.tolist()
-    all_logprobs = logprobs_NT.tolist()
+    all_ids = ids_BT.tolist()
+    all_logprobs = logprobs_BT.tolist()
     completions = []
     for i, length in enumerate(lengths):
         ids = all_ids[i][:length]
@@ -396,10 +399,9 @@ class Batch:
     completions: list  # of the rows
     tokens_BS: torch.Tensor
     is_token_BS: torch.Tensor  # True on prompt and response
-    # The column whose logits predict each response token; then the last token's own column, for a
-    # critic; then 0. A prompt of 3 and a response of 2: columns 2, 3, 4, then 0.
-    predictor_BU: torch.Tensor
-    response_BT: torch.Tensor  # the response's tokens alone
+    predicts_BS: torch.Tensor  # True where a response token is predicted, a column before that token
+    predictor_N: torch.Tensor  # the indices of these places in a flattened (B, S)
+    response_N: torch.Tensor  # the response's tokens
     mask_BT: torch.Tensor  # True on the response, including EOS
     sampler_logprobs_BT: torch.Tensor
     advantages_B1: torch.Tensor | None = None  # the completions', if they have some
@@ -416,13 +418,18 @@ class Batch:
     def __len__(self):
         return len(self.completions)
 
+    def as_rows(self, x_N):
+        """(N, ...) -> (B, T, ...), 0 on padding."""
+        lengths = [len(c.ids) for c in self.completions]
+        return pad_sequence(x_N.split(lengths), batch_first=True)
+
     def active_experts(self, own_experts_BTLK):
         """The sorted experts that are active where each response token is predicted: the replayed ones
         if known, else the routers' own choice."""
         if self.replayed_experts_BSLK is None:
             return own_experts_BTLK
-        replayed_BTLK = take_columns(self.replayed_experts_BSLK, self.predictor_BU[:, :-1])
-        replayed_BTLK = replayed_BTLK.sort().values
+        replayed_NLK = self.replayed_experts_BSLK.flatten(0, 1)[self.predictor_N]
+        replayed_BTLK = self.as_rows(replayed_NLK).sort().values
         return torch.where(replayed_BTLK < 0, own_experts_BTLK, replayed_BTLK)
 
 
@@ -434,15 +441,17 @@ def collate(completions, filler, args):
     prompts = [c.problem.prompt_ids for c in completions]
     responses = [c.ids for c in completions]
     sequences = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
-    predictors = []
-    for prompt, sequence in zip(prompts, sequences, strict=True):
-        predictors.append(range(len(prompt) - 1, len(sequence)))
+    predicts = []
+    for prompt, response in zip(prompts, responses, strict=True):
+        predicts.append([False] * (len(prompt) - 1) + [True] * len(response) + [False])
+    predicts_BS = pad(predicts, "cpu")
     batch = Batch(
         completions=completions,
         tokens_BS=pad(sequences, device, value=filler),
         is_token_BS=pad([[True] * len(sequence) for sequence in sequences], device),
-        predictor_BU=pad(predictors, device),
-        response_BT=pad(responses, device),
+        predicts_BS=predicts_BS.to(device),
+        predictor_N=predicts_BS.flatten().nonzero()[:, 0].to(device),
+        response_N=torch.tensor(list(chain(*responses)), device=device),
         mask_BT=pad([[True] * len(response) for response in responses], device),
         sampler_logprobs_BT=pad([c.logprobs for c in completions], device),
     )
@@ -464,6 +473,11 @@ class TokenOutputs(NamedTuple):
     routing: RouterOutputs  # what the routers of an MoE did
 
 
+# Logits that are in float32 at a time, on a CPU and on a GPU
+CPU_CHUNK = 2**22
+GPU_CHUNK = 2**26
+
+
 def token_logprobs(policy, batch, temperature, *, with_entropy=True, entropy_grad=False, replay=True):
     """The training forward: log-probs and, `with_entropy`, entropies of the response tokens at the
     sampling temperature, in float32. Entropies have a gradient only with `entropy_grad`. The routers
@@ -471,23 +485,43 @@ def token_logprobs(policy, batch, temperature, *, with_entropy=True, entropy_gra
 
     Every sequence begins in column 0, and causal attention never looks at the padding behind it, so the
     model needs no attention mask and no positions."""
-    predictor_BT = batch.predictor_BU[:, :-1]
     replayed_BSLK = batch.replayed_experts_BSLK if replay else None
     with Routing(policy.routers, replayed_BSLK) as routing:
-        # logits of these columns alone, (B, T, V); before version 5.21 transformers can't
-        output = policy.model(batch.tokens_BS, logits_to_keep=predictor_BT, use_cache=False)
-    logits_BTV = output.logits.float()
+        # logits where a response token is predicted, and nowhere else; transformers 5.20 can't
+        output = policy.model(batch.tokens_BS, logits_to_keep=batch.predicts_BS, use_cache=False)
+    logits_NV = output.logits.flatten(0, -2)
+    chunk = max(1, (CPU_CHUNK if logits_NV.is_cpu else GPU_CHUNK) // logits_NV.shape[1])
+    logprobs = []
+    entropies = []
+    for logits_CV, ids_C in zip(logits_NV.split(chunk), batch.response_N.split(chunk), strict=True):
+        inputs = (logits_CV, ids_C, temperature, with_entropy, entropy_grad)
+        if len(logits_CV) == len(logits_NV):
+            logprobs_C, entropy_C = logprobs_of(*inputs)
+        else:
+            # The backward pass computes a chunk again. Otherwise all of them would be kept in float32.
+            options = {"use_reentrant": False, "preserve_rng_state": False}
+            logprobs_C, entropy_C = checkpoint(logprobs_of, *inputs, **options)
+        logprobs.append(logprobs_C)
+        entropies.append(entropy_C)
+    return TokenOutputs(
+        logprobs_BT=batch.as_rows(torch.cat(logprobs)),
+        entropy_BT=batch.as_rows(torch.cat(entropies)) if with_entropy else None,
+        routing=RouterOutputs(routing, batch),
+    )
+
+
+def logprobs_of(logits_CV, ids_C, temperature, with_entropy, entropy_grad):
+    """Of some tokens, (C,): log-probs, and entropies or None."""
+    logits_CV = logits_CV.float()
     if temperature != 1:
-        logits_BTV = logits_BTV / temperature
-    logprobs_BTV = logits_BTV.log_softmax(-1)
-    logprobs_BT = logprobs_BTV.gather(-1, batch.response_BT[..., None])[..., 0]
-    logprobs_BT = torch.where(batch.mask_BT, logprobs_BT, 0)
-    entropy_BT = None
+        logits_CV = logits_CV / temperature
+    logprobs_CV = logits_CV.log_softmax(-1)
+    logprobs_C = logprobs_CV.gather(-1, ids_C[:, None])[:, 0]
+    entropy_C = None
     if with_entropy:
         with torch.set_grad_enabled(entropy_grad):
-            entropy_BT = -(logprobs_BTV.exp() * logprobs_BTV).sum(-1)
-        entropy_BT = torch.where(batch.mask_BT, entropy_BT, 0)
-    return TokenOutputs(logprobs_BT, entropy_BT, RouterOutputs(routing, batch))
+            entropy_C = -(logprobs_CV.exp() * logprobs_CV).sum(-1)
+    return logprobs_C, entropy_C
 
 
 @torch.no_grad()

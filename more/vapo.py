@@ -94,8 +94,8 @@ class Critic(nn.Module):
         """Values, (B, T): V_t, read where token t is predicted."""
         # No attention mask: padding is on the right, and attention is causal.
         hidden = self.body(batch.tokens_BS, use_cache=False).last_hidden_state
-        hidden = hidden.take_along_dim(batch.predictor_BU[:, :-1, None], dim=1)
-        return self.head(hidden)[..., 0].float()
+        values_N = self.head(hidden.flatten(0, 1)[batch.predictor_N])[:, 0]
+        return batch.as_rows(values_N.float())
 
 
 def masked_mean(x, mask):

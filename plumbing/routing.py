@@ -157,7 +157,8 @@ class RouterOutputs:
     @functools.cached_property
     def experts_BTLK(self):
         """Of these, where a response token is predicted; sorted, to compare sets."""
-        return take_columns(self.choices_BSLK, self.batch.predictor_BU[:, :-1]).sort().values
+        choices_NLK = self.choices_BSLK.flatten(0, 1)[self.batch.predictor_N]
+        return self.batch.as_rows(choices_NLK).sort().values
 
     @functools.cached_property
     def token_logits(self):
@@ -172,10 +173,8 @@ class RouterOutputs:
     @property
     def logits(self):
         """Of these, where a response token is predicted: L tensors (B, T, E), detached."""
-        shape = self.batch.tokens_BS.shape
-        predictor_BT = self.batch.predictor_BU[:, :-1]
-        by_column = [layer.detach().unflatten(0, shape) for layer in self.token_logits]
-        return [take_columns(logits_BSE, predictor_BT) for logits_BSE in by_column]
+        batch = self.batch
+        return [batch.as_rows(layer.detach()[batch.predictor_N]) for layer in self.token_logits]
 
     @functools.cached_property
     def aux_loss(self):
@@ -186,12 +185,6 @@ class RouterOutputs:
             return torch.zeros((), device=is_token_BS.device)
         K = self.choices_BSLK.shape[-1]
         return load_balancing_loss_func(self.token_logits, self.routers.num_experts, K, is_token_BS)
-
-
-def take_columns(x_BS, column_BT):
-    """x_BS[b, column_BT[b, t]] for each b and t; x_BS may have more axes."""
-    row_B1 = torch.arange(len(column_BT), device=column_BT.device)[:, None]
-    return x_BS[row_B1, column_BT]
 
 
 @torch.no_grad()

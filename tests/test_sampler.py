@@ -166,6 +166,37 @@ def test_entropies_are_those_of_the_distribution_that_was_sampled(entropy_grad, 
         torch.testing.assert_close(entropy_BT[row][batch.mask_BT[row]], expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("chunk", [1, 5 * 17, 1000 * 17])
+def test_log_probs_in_chunks_are_the_same(chunk, own_policy, monkeypatch):
+    """To the bit, with their gradients, whether a chunk has one token or all of them."""
+    problems = problems_of(own_policy, *MIXED)
+    batch = collate(sample(own_policy, problems, 1, settings(), noise_of(0)), 3, settings())
+    results = []
+    for size in (1000 * 17, chunk):
+        monkeypatch.setattr(common, "CPU_CHUNK", size)
+        outputs = token_logprobs(own_policy, batch, 0.7, entropy_grad=True)
+        own_policy.model.zero_grad()
+        (outputs.logprobs_BT.sum() + 0.1 * outputs.entropy_BT.sum()).backward()
+        gradients = [weight.grad.clone() for weight in own_policy.parameters()]
+        results.append([outputs.logprobs_BT, outputs.entropy_BT, *gradients])
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+def test_chunks_save_memory(tiny_policy, monkeypatch):
+    """The backward pass keeps logits, and of float32 only what the body of the model keeps."""
+    problems = problems_of(tiny_policy, *MIXED)
+    batch = collate(sample(tiny_policy, problems, 4, settings(), noise_of(0)), 3, settings())
+    kept = []
+    for size in (1000 * 17, 17):
+        monkeypatch.setattr(common, "CPU_CHUNK", size)
+        sizes = []
+        note = lambda tensor: sizes.append(tensor.numel()) or tensor  # noqa: B023, E731
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            token_logprobs(tiny_policy, batch, 0.7, entropy_grad=True)
+        kept.append(sum(sizes))
+    assert kept[0] - kept[1] > 2 * 17 * len(batch.response_N)
+
+
 # ------------------------------------------------------------------------- batches and their parts
 
 
