@@ -333,12 +333,6 @@ class Grader(NamedTuple):
 
 # ------------------------------------------------------------------------------------------- batch
 
-# Limits on a batch if --micro_batch_size is 0, padding included. With higher limits, rows of very
-# different lengths would share a batch, and more of it would be padding.
-GPU_TOKENS = 8_192
-CPU_TOKENS = 1_024
-MAX_LOGITS = 2**29  # a logit takes 16 to 20 bytes, with its gradient and the entropy
-
 
 def with_advantages(completions, advantages_PG):
     """The completions, each with its advantage."""
@@ -346,7 +340,7 @@ def with_advantages(completions, advantages_PG):
     return [c._replace(advantage=advantage) for c, advantage in pairs]
 
 
-def optimizer_steps(policy, completions, args):
+def optimizer_steps(completions, args):
     """The rollout as tensors, for one epoch: a list of `--num_minibatches` optimizer steps, each a list
     of `Batch`es, which go through the model one by one. Steps take the completions in their order.
     (If dapo could not fill the rollout, there are fewer steps, of about the same size.)"""
@@ -356,31 +350,26 @@ def optimizer_steps(policy, completions, args):
     steps = []
     for rows in torch.arange(len(completions)).tensor_split(num_steps):
         in_step = [completions[row] for row in rows]
-        batches = similar_lengths(in_step, policy.vocab_size, args)
+        batches = similar_lengths(in_step, args)
         steps.append([collate(batch, filler, args) for batch in batches])
     return steps
 
 
-def similar_lengths(completions, vocab_size, args):
+def similar_lengths(completions, args):
     """Splits the completions of an optimizer step into batches of similar length, so that little is
-    padding. A batch has at most `--micro_batch_size` completions, or as many as the limits above allow,
-    but at least one."""
-    max_tokens = CPU_TOKENS if args.torch_device == "cpu" else GPU_TOKENS
+    padding. A batch has at most `--micro_batch_tokens` tokens, padding included, or one completion."""
+    max_tokens = args.micro_batch_tokens
+    if max_tokens == 0 and args.torch_device == "cpu":
+        max_tokens = 1_024
+    elif max_tokens == 0:
+        max_tokens = 32_768 if args.gradient_checkpointing else 8_192
     batches = []
     current = []
-    longest_response = 0
     for c in sorted(completions, key=total_length):
-        size = len(current) + 1
-        longest_response = max(longest_response, len(c.ids))
-        if args.micro_batch_size > 0:
-            fits = size <= args.micro_batch_size
-        else:
-            fits = size * total_length(c) <= max_tokens  # this is the longest one so far
-            fits = fits and size * longest_response * vocab_size <= MAX_LOGITS
-        if not fits and current:
+        num_tokens = (len(current) + 1) * total_length(c)  # this is the longest one so far
+        if num_tokens > max_tokens and current:
             batches.append(current)
             current = []
-            longest_response = len(c.ids)
         current.append(c)
     return [*batches, current]
 

@@ -216,7 +216,7 @@ def main(args):
         # ------------------------------------------------------------------------------- old policy
         # Its log-probs come from the training forward, in the update's own micro-batches, so that the
         # ratio is exactly 1 in the first step.
-        steps = optimizer_steps(policy, kept, args)
+        steps = optimizer_steps(kept, args)
         for micro in chain(*steps):
             if args.overlong == "filter":
                 # [4] Truncated completions get no gradient, and their tokens are not counted.

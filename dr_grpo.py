@@ -147,7 +147,7 @@ def main(args):
         # ------------------------------------------------------------------------------- old policy
         # Its log-probs come from the training forward, in the update's own micro-batches, so that the
         # ratio is exactly 1 in the first step.
-        steps = optimizer_steps(policy, completions, args)
+        steps = optimizer_steps(completions, args)
         for micro in chain(*steps):
             record_old_policy(policy, micro, args)  # sets old_logprobs_BT and, for an MoE, its experts
             micro.correction_weights = rollout_correction(micro, args)

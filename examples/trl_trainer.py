@@ -8,9 +8,10 @@ that begins with "problems:", and the last line of the output names their number
 
 Expect: greedy held-out accuracy rises from 0.43 to at least 0.9, and the model is in runs/trl-gspo.
 
-It takes the script's flags (`python gspo.py --help`) for model, data, reward, batches, steps and loss,
+It takes the script's flags (`python gspo.py --help`) for model, data, reward, rollouts, steps and loss,
 and TRL's (GRPOConfig) for the rest, such as --output_dir, --use_cpu, --use_vllm, --deepspeed or
---report_to. Any other flag of the script is an error, and so is a flag of TRL for the loss or batches.
+--report_to; --per_device_train_batch_size is by default a process's part of a whole step. Any other
+flag of the script is an error, and so is a flag of TRL for the loss or the size of a step.
 Each process grades its own completions, so a reward function that takes lists gets only those. With
 --dtype bfloat16, TRL uses autocast. The model, in float32, has to fit on one GPU, even if DeepSpeed or
 FSDP shards it later.
@@ -41,9 +42,9 @@ TRL = "1.16.0"
 ALGORITHMS = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "sapo"]
 # Flags of the script that are used, in addition to those of its policy_loss
 USED = """answer_column chat_template_kwargs dataset dataset_config dataset_split dtype eval_dataset
-eval_samples eval_split group_size instruction iterations lr max_new_tokens micro_batch_size model
-num_held_out num_minibatches prompt_column prompts_per_iteration reward rollout_batch_size
-router_aux_coef save_every system_prompt temperature update_epochs""".split()
+eval_samples eval_split group_size instruction iterations lr max_new_tokens model num_held_out
+num_minibatches prompt_column prompts_per_iteration reward rollout_batch_size router_aux_coef save_every
+system_prompt temperature update_epochs""".split()
 # Prefixes of TRL's flags that have no effect here
 UNUSED = """delta do_ entropy_ epsilon importance_sampling loss_type model_init multi_objective
 num_train_epochs off_policy_mask reward_weights router_aux sapo_ scale_rewards steps_per_generation
@@ -106,16 +107,17 @@ class PluggedTrainer(GRPOTrainer):
         return loss
 
 
-def to_trl(args, processes):
+def to_trl(args, processes, micro_batch):
     """{TRL's flag: value} for the rollouts, steps and KL that the script's flags describe."""
     rollout = args.prompts_per_iteration * args.group_size
     step = rollout // args.num_minibatches
     if step % processes > 0:
         raise UserError(f"--num_minibatches: {processes} processes cannot share a step of {step}")
     share = step // processes
-    micro_batch = min(args.micro_batch_size or share, share)
+    micro_batch = min(micro_batch or share, share)
     if share % micro_batch > 0:
-        raise UserError(f"--micro_batch_size {micro_batch} does not divide {share}, a process's rows")
+        name = f"--per_device_train_batch_size {micro_batch}"
+        raise UserError(f"{name} does not divide {share}, a process's part of a step")
     steps = args.update_epochs * args.num_minibatches
     return {
         "generation_batch_size": rollout,
@@ -139,6 +141,7 @@ def parse(argv):
     """The command line -> (the script, its Args, TRL's config)."""
     parser = argparse.ArgumentParser(usage=__doc__, allow_abbrev=False)
     parser.add_argument("--algorithm", choices=ALGORITHMS, default="grpo")
+    parser.add_argument("--per_device_train_batch_size", type=int, default=0)  # 0: a whole step
     choice, argv = parser.parse_known_args(argv)
     script = importlib.import_module(choice.algorithm)
 
@@ -148,7 +151,8 @@ def parse(argv):
     given, argv = parser.parse_known_args(argv)
     args = script.Args(**vars(given))
 
-    ours = to_trl(args, int(os.environ.get("WORLD_SIZE", 1)))
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    ours = to_trl(args, processes, choice.per_device_train_batch_size)
     for word in argv:
         name = word.partition("=")[0].removeprefix("--").replace("-", "_")
         if word.startswith("--") and (name in ours or name.startswith(tuple(UNUSED))):

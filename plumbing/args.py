@@ -63,11 +63,10 @@ class RunArgs:
     reward: str | Callable = flag("", "FILE.py:FUNCTION that replaces the verifier")
     # precision and memory
     dtype: Literal["float32", "bfloat16"] = flag("float32", "precision; AdamW always uses float32")
-    micro_batch_size: int = flag(
+    micro_batch_tokens: int = flag(
         0,
-        "completions per forward and backward pass [0: as many as fit in 8,192 tokens (1,024 on a CPU) "
-        "and 2^29 logits]. A logit takes 16 to 20 bytes: up to 23 GiB for one answer of 8,192 tokens "
-        "with a vocabulary of 152k entries",
+        "most tokens in a forward and backward pass, padding included, unless one completion has more "
+        "[0: 1,024 on a CPU; 8,192 on a GPU, or 32,768 with --gradient_checkpointing]",
     )
     rollout_batch_size: int = flag(
         0, "completions sampled at a time [0: as many as 131,072 tokens of prompt and answer allow]"
@@ -225,7 +224,7 @@ CHECKPOINT = "checkpoint-" + 6 * "[0-9]"  # a copy such as checkpoint-best-2 bel
 # same. The last four change results only by rounding (and an MoE's load-balancing loss, which is a
 # product of means over a micro-batch, by a few percent if micro-batches change).
 MAY_CHANGE = """run_dir resume iterations eval_every save_every model dataset eval_dataset
-device micro_batch_size rollout_batch_size gradient_checkpointing""".split()
+device micro_batch_tokens rollout_batch_size gradient_checkpointing""".split()
 
 
 def checkpoints_in(folder):
@@ -401,7 +400,7 @@ def launch(main, args_class):
             fail(f"{Path(sys.argv[0]).name}: error: the output cannot be written: {error}", 2)
         # The CPU allocator has no exception class of its own.
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-            flags = "--micro_batch_size, --rollout_batch_size, --gradient_checkpointing, --dtype"
+            flags = "--gradient_checkpointing, --micro_batch_tokens, --rollout_batch_size, --dtype"
             fail(f"{Path(sys.argv[0]).name}: error: out of memory; these flags can help: {flags}", 2)
         raise
 

@@ -216,10 +216,6 @@ class Policy(TrainedModel):
             self.rollout_policy = self.with_model(copied(master, kind).requires_grad_(False))
 
     @property
-    def vocab_size(self):
-        return self.model.config.get_text_config().vocab_size
-
-    @property
     def end_ids(self):
         """The ids that end a completion; chat models have several."""
         ids = self.model.generation_config.eos_token_id

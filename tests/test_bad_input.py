@@ -165,7 +165,7 @@ def test_advice_on_rates_and_precision_for_your_own_model_on_a_gpu(monkeypatch, 
     assert run("ppo", *flags, "--iterations", 0, "--dtype", "bfloat16").stderr == ""  # no rate matters
 
 
-FULL = "--micro_batch_size, --rollout_batch_size, --gradient_checkpointing, --dtype"
+FULL = "--gradient_checkpointing, --micro_batch_tokens, --rollout_batch_size, --dtype"
 CPU = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
 ERRORS = [
     (UserError("--flag is\nwrong"), "grpo.py: error: --flag is wrong"),

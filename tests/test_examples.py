@@ -130,7 +130,7 @@ def test_the_scripts_flags_set_those_of_trl(trl_trainer):
         ("--learning-rate 1", "--learning_rate has no effect here: use the flags of grpo.py"),
         ("--rollout_cap 3", "unknown argument --rollout_cap"),
         ("--no_flag 1", "unknown argument --no_flag"),
-        ("--micro_batch_size 3", "--micro_batch_size 3 does not divide 16, a process's rows"),
+        ("--per_device_train_batch_size 3", "--per_device_train_batch_size 3 does not divide 16"),
         ("", "--num_minibatches: 3 processes cannot share a step of 16"),
     ],
 )
@@ -210,8 +210,8 @@ def test_two_processes_take_the_scripts_steps(tmp_path, tiny_model, trl_trainer)
     tokenizer.save_pretrained(model)
     flags = f"""--model {model} --dataset {tmp_path}/data.jsonl --reward {tmp_path}/rewards.py:f
     --num_held_out 4 --prompts_per_iteration 3 --group_size 8 --max_new_tokens 12 --num_minibatches 1
-    --update_epochs 2 --iterations 1 --micro_batch_size 4 --router_aux_coef 0 --optim sgd --lr 0.1
-    --max_grad_norm 1e9 --disable_tqdm True""".split()
+    --update_epochs 2 --iterations 1 --per_device_train_batch_size 4 --router_aux_coef 0 --optim sgd
+    --lr 0.1 --max_grad_norm 1e9 --disable_tqdm True""".split()
     launched(tmp_path / "step.py", *flags)
     data = str(tmp_path / "data.jsonl")
     args = script_args("grpo", model=str(model), dataset=data, num_held_out=4)[1]

@@ -22,8 +22,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import common
 import plumbing.model
 
-# 15 completions in minibatches of 5, which cut through groups, and these in micro-batches of 3 and 2.
-# After a step or two the ratios are outside of every clip range.
+# 15 completions in minibatches of 5, which cut through groups, and these in micro-batches of at most 45
+# tokens. After a step or two the ratios are outside of every clip range.
 SMALL = dict(
     iterations=2,
     prompts_per_iteration=5,
@@ -33,7 +33,7 @@ SMALL = dict(
     lr=2e-3,
     update_epochs=2,
     num_minibatches=3,
-    micro_batch_size=3,
+    micro_batch_tokens=45,
     max_grad_norm=1.0,  # which some steps exceed, and others do not
     router_aux_coef=0.1,
     dataset=str(SUMS),
@@ -335,9 +335,14 @@ def total_loss(name, args, before, rows, weights, model):
         b.is_right = torch.tensor([[c.verdict == "correct"] for c in completions])
         loss = loss + args.positive_lm_coef * reference.positive_lm_loss(b)
     # A product of two means, and so the one that depends on how the rows are parted.
-    by_length = sorted(range(len(rows)), key=lambda i: answers[i].routers.shape[1])
-    for start in range(0, len(rows), args.micro_batch_size):
-        part = by_length[start : start + args.micro_batch_size]
+    widths = [a.routers.shape[1] for a in answers]
+    parts = []
+    for i in sorted(range(len(rows)), key=lambda i: widths[i]):
+        if not parts or (len(parts[-1]) + 1) * widths[i] > args.micro_batch_tokens:
+            parts.append([])
+        parts[-1].append(i)
+    assert len(parts) > 1 or len(rows) < 5
+    for part in parts:
         share = len(part) / len(rows)
         balance = load_balancing_loss([answers[i] for i in part])
         loss = loss + args.router_aux_coef * share * balance

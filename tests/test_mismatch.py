@@ -94,7 +94,7 @@ def test_a_recomputation_leaves_what_the_forward_recorded(own_policy, batch):
 def test_what_old_policy_update_and_reference_replay(tiny_policy, batch):
     """With r2 the old policy routes live, and the update replays its experts. With r3 both replay those
     of the sampler. A reference always routes live."""
-    _, args = script_args("grpo", routing_replay="r2", micro_batch_size=2, num_minibatches=2)
+    _, args = script_args("grpo", routing_replay="r2", num_minibatches=2)
     with torch.no_grad():
         live = token_logprobs(tiny_policy, batch, 1.0)
     record_old_policy(tiny_policy, batch, args)

@@ -13,7 +13,7 @@ from common import load_policy
 
 WEIGHTS = "model.safetensors"
 # In float32 the mean of eight 0.1 is not 0.1.
-STEPS = """--micro_batch_size 3 --router_aux_coef 0 --iterations 3 --eval_every 0
+STEPS = """--micro_batch_tokens 40 --router_aux_coef 0 --iterations 3 --eval_every 0
 --pretraining_iterations 1 --overlong none --group_size 8""".split()
 # Without groups with right and wrong answers dapo would make no update.
 VERDICTS = {"dapo": '"correct" if text[-1:] in "02468" else "wrong"'}

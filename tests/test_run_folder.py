@@ -306,13 +306,13 @@ def test_run_a_resumed_run_keeps_its_flags_except_those_given_again(folder, tmp_
     rows = read_lines(SUMS)
     data = write_lines(tmp_path / "data.jsonl", rows)
     flags = f"--iterations 2 --dataset {data} --eval_every 1 --save_every 2 --device cpu"
-    flags += " --micro_batch_size 3 --rollout_batch_size 4 --gradient_checkpointing"
+    flags += " --micro_batch_tokens 60 --rollout_batch_size 4 --gradient_checkpointing"
     completes("grpo", *resume(moved, *flags.split()))
     completes("grpo", *resume(moved, "--iterations", 3))
     assert "nothing left to do: 3 iterations are done" in completes("grpo", *resume(moved))
     assert [line["iteration"] for line in metrics(moved)] == [1, 2, 3]
     settings = settings_of(moved)
-    assert settings["micro_batch_size"] == 3 and settings["gradient_checkpointing"]
+    assert settings["micro_batch_tokens"] == 60 and settings["gradient_checkpointing"]
     assert {path.name for path in moved.glob("checkpoint-*")} == kept | {"checkpoint-000003"}
     rows[0]["answer"] = "7"
     write_lines(data, rows)

@@ -107,11 +107,11 @@ def test_dapo_ends_where_no_group_is_mixed(tmp_path, reward_file):
 
 
 def test_the_size_of_a_micro_batch_changes_no_mean_over_tokens(tmp_path):
-    """A micro-batch of short answers has as many rows as one of long answers, but fewer tokens."""
+    """From one completion to a whole step in a micro-batch."""
     names = keys("losses/", "policy_loss entropy approx_kl kl_ref")
     found = []
-    for size in (1, 3, 16):
-        flags = ("--micro_batch_size", size, "--router_aux_coef", 0, "--max_new_tokens", 32)
+    for size in (1, 100, 1000):
+        flags = ("--micro_batch_tokens", size, "--router_aux_coef", 0, "--max_new_tokens", 32)
         completes("grpo", *flags, "--update_epochs", 2, "--lr", 1e-3, "--run_dir", tmp_path / str(size))
         (line,) = metrics(tmp_path / str(size))
         found.append({name: line[name] for name in names})

@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import common
 from common import Completion, Problem, UserError, check_sampler, collate, evaluate, optimizer_steps
-from common import rollout_weights, sample, token_logprobs
+from common import rollout_weights, sample, similar_lengths, token_logprobs
 from plumbing.model import Policy
 
 
@@ -200,16 +200,16 @@ def test_chunks_save_memory(tiny_policy, monkeypatch):
 # ------------------------------------------------------------------------- batches and their parts
 
 
-def rows_of_steps(lengths, vocab_size=1, **settings):
+def rows_of_steps(lengths, **settings):
     """Which of the completions with these lengths of (prompt, response) share a batch: for each step
     [[row, ...] of each batch]."""
     completions = []
     for row, (prompt, response) in enumerate(lengths):
         completion = Completion(Problem("", "", [3] * prompt), [4] * response, [0.0] * response)
         completions.append(completion._replace(reward=row))
-    args = SimpleNamespace(micro_batch_size=0, torch_device="cpu", num_minibatches=1, group_size=1)
-    vars(args).update({"prompts_per_iteration": len(lengths)} | settings)
-    steps = optimizer_steps(SimpleNamespace(vocab_size=vocab_size), completions, args)
+    flags = {"micro_batch_tokens": 0, "torch_device": "cpu", "num_minibatches": 1, "group_size": 1}
+    args = SimpleNamespace(**flags | {"prompts_per_iteration": len(lengths)} | settings)
+    steps = optimizer_steps(completions, args)
     for batch in itertools.chain(*steps):  # only as wide as its own rows
         sizes = [lengths[c.reward] for c in batch.completions]
         assert batch.tokens_BS.shape[1] == max(map(sum, sizes))
@@ -217,32 +217,34 @@ def rows_of_steps(lengths, vocab_size=1, **settings):
     return [[[c.reward for c in batch.completions] for batch in step] for step in steps]
 
 
-def test_micro_batches_have_rows_of_similar_length(monkeypatch):
-    """Sorted by length, ties by row: at most --micro_batch_size, or by default as many tokens with
-    padding, and as many logits, as the limits say. A single row may have more."""
+def test_micro_batches_have_rows_of_similar_length():
+    """Sorted by length, ties by row: as many tokens with padding as the limit says, or one row."""
     lengths = [(2, 6), (70, 1), (5, 10), (1, 15), (1, 15), (6, 10)]
-    assert rows_of_steps(lengths, micro_batch_size=4) == [[[0, 2, 3, 4], [5, 1]]]
-    monkeypatch.setattr(common, "CPU_TOKENS", 64)
-    assert rows_of_steps(lengths) == [[[0, 2, 3, 4], [5], [1]]]
-    lengths = [(5, 4), (9, 2), (1, 3), (1, 2), (30, 1)]
-    assert rows_of_steps(lengths, vocab_size=2**27) == [[[3], [2], [0], [1, 4]]]  # 4 response tokens
-    assert rows_of_steps(lengths, vocab_size=2**26) == [[[3, 2], [0, 1], [4]]]
+    assert rows_of_steps(lengths, micro_batch_tokens=64) == [[[0, 2, 3, 4], [5], [1]]]
+    assert rows_of_steps(lengths, micro_batch_tokens=63) == [[[0, 2, 3], [4, 5], [1]]]
+    assert rows_of_steps(lengths, micro_batch_tokens=1) == [[[0], [2], [3], [4], [5], [1]]]
 
 
-@pytest.mark.parametrize("limit, sizes", [(2 * 3 * 17, [2]), (2 * 3 * 17 - 1, [1, 1])])
-def test_the_limit_on_logits_knows_the_models_vocabulary(limit, sizes, tiny_policy, monkeypatch):
-    """Two answers of three tokens, with 17 logits each. If it took another size, it would never act."""
-    monkeypatch.setattr(common, "MAX_LOGITS", limit)
-    completion = Completion(Problem("", "", [3]), [4] * 3, [0.0] * 3)
-    args = settings(prompts_per_iteration=1, group_size=2, num_minibatches=1)
-    (batches,) = optimizer_steps(tiny_policy, [completion] * 2, args)
-    assert [len(batch) for batch in batches] == sizes
+LIMITS = [  # device, --gradient_checkpointing, tokens in a batch by default
+    ("cpu", False, 1_024),
+    ("cpu", True, 1_024),
+    ("cuda", False, 8_192),
+    ("cuda", True, 32_768),
+]
+
+
+@pytest.mark.parametrize("device, gradient_checkpointing, limit", LIMITS)
+def test_the_default_limit_on_tokens(device, gradient_checkpointing, limit):
+    completions = [Completion(Problem("", "", [3] * 8), [4] * 8, [])] * (limit // 16 + 1)
+    settings = {"torch_device": device, "gradient_checkpointing": gradient_checkpointing}
+    batches = similar_lengths(completions, SimpleNamespace(micro_batch_tokens=0, **settings))
+    assert [len(batch) for batch in batches] == [limit // 16, 1]
 
 
 def test_steps_have_rows_in_the_rollouts_order():
     """Of nearly equal size, and fewer if the rollout has fewer rows than it should have."""
     lengths = [(1, 5), (1, 4), (1, 3), (1, 2), (1, 1)]
-    steps = rows_of_steps(lengths, num_minibatches=2, micro_batch_size=2)
+    steps = rows_of_steps(lengths, num_minibatches=2, micro_batch_tokens=10)
     assert steps == [[[2, 1], [0]], [[4, 3]]]
     assert rows_of_steps(lengths, num_minibatches=2, prompts_per_iteration=9) == [[[4, 3, 2, 1, 0]]]
 
