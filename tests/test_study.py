@@ -26,7 +26,7 @@ def test_no_script_is_overlooked():
 
 
 @pytest.mark.extras
-@pytest.mark.parametrize("tool", "curves figures microscope page repair report speed sweep".split())
+@pytest.mark.parametrize("tool", "baseline curves figures microscope page repair report speed sweep".split())
 def test_every_tool_runs_from_anywhere(tool, tmp_path):
     command = [sys.executable, ROOT / "study" / f"{tool}.py", "--help"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
