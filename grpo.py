@@ -18,8 +18,8 @@ Parent: ppo.py. Differs only in:
 Not specified in the paper: eps (here 0.2) and which std (here the unbiased one, plus 1e-6). If all
 rewards of a group are equal, its advantages are exactly 0; only KL and load-balancing loss then act.
 We take 16 optimizer steps per rollout, as DeepSeek-R1 does. The paper takes one, so its r is always 1
-and its clip never acts. (R1's minibatches are random, its beta is 0.001, its eps is 10 at first, and
-its reference is reset every 400 steps.)
+and its clip never acts. (R1's minibatches are random, its beta is 0.001, its eps is 10, and its
+reference is reset every 400 steps.)
 The paper's iterative GRPO resets the reference every n iterations: --ref_reset_every n. DeepSeek-V3.2
 changed GRPO once more: more/deepseek_v32.py.
 

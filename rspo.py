@@ -19,11 +19,14 @@ Parent: gmpo.py. Differs only in:
      as they shift. It damps completions where the ratio compares two different subnetworks.
   2. Token-level clip only: no --clip_level.
 
-Not specified in the paper's first version: where gamma enters, since its text and its formula differ.
-  --shift damped       c(l) + log gamma, as in J and in the text, "after token-level clipping"
-  --shift literal      c(l) + sgn(A) log gamma, the formula as printed: it amplifies A < 0
-  --shift before_clip  c(l + log gamma), as in the second version: a token keeps its gradient up to
-                       r = e^eps / gamma if A > 0, and only down to r = e^-eps / gamma if A < 0
+The paper has two versions, and the first one's text and formula differ on where gamma enters:
+  --shift damped       c(l) + log gamma, as in J: the first version's text, which reweights "after
+                       token-level clipping"
+  --shift literal      c(l) + sgn(A) log gamma: its formula as printed, which amplifies A < 0
+  --shift before_clip  c(l + log gamma): the second version, which scales the ratio before clipping and
+                       aggregation. A token keeps its gradient up to r = e^eps / gamma if A > 0, and
+                       only down to r = e^-eps / gamma if A < 0
+Not specified: gamma_min, here 0.8.
 A model without a softmax over its experts is rejected, since p is undefined. For those, use gmpo.py.
 
 Run:    python rspo.py
