@@ -24,12 +24,11 @@ As in InstructGPT:
   - gamma is 1, so that a right answer is worth the same at any length.
   - beta is 0.02 (with --kl_coef 0 there is no reference).
   - There is one epoch per rollout.
-Unlike the papers: A is whitened and L_V is clipped, as in most RLHF code; PPO's L_V is the plain square.
-c_e is 0 and c_v 0.5 (PPO on Atari: 0.01 and 1). The two models share no weights, so c_v only scales the
-critic's gradient. AdamW ignores that, except where the gradient is clipped first (--max_grad_norm).
-The critic starts as a second copy of the base model with a linear head of zeros, so its lr is ten times
-the policy's. InstructGPT's critic starts from the reward model, with an lr of 9e-6 (5e-6 beside its 175B
-policy).
+Unlike the papers: A is whitened, and L_V is clipped, not the plain square, as in most RLHF code. c_e is
+0 and c_v 0.5 (PPO on Atari: 0.01 and 1). The two models share no weights, so c_v only scales the
+critic's gradient. AdamW ignores that, except where the gradient is clipped first (--max_grad_norm). The
+critic starts as a second copy of the base model with a linear head of zeros, so its lr is ten times the
+policy's. InstructGPT's starts from the reward model, with an lr of 9e-6 (5e-6 beside its 175B policy).
 
 Run:    python ppo.py
 Expect: greedy held-out accuracy on sums of two numbers rises from 0.43 to at least 0.97 in under a

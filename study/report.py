@@ -14,7 +14,7 @@ import textwrap
 
 import microscope as panels
 import stats
-from experiments import ACTED, BUG_JOBS, STABILITY, SYMPTOMS, bug_variant, shown_bugs
+from experiments import ACTED, BASELINES, BUG_JOBS, STABILITY, SYMPTOMS, bug_variant, shown_bugs
 from experiments import exercises as all_exercises
 from scripts import MORE, ROOT, SCRIPTS, changed_lines, changes_of, differences_of, file_of, paper_of
 from scripts import parent_of, read, title_of
@@ -181,6 +181,24 @@ def routing():
     return markdown(["script", "sampler", "replay", *names], rows, "lllrrrrr")
 
 
+def baselines():
+    """The noise of the gradient with each baseline, and that divided by the squared mean gradient."""
+    runs = stats.runs("baseline")
+    rows = []
+    for name, words in BASELINES.items():
+        cells = []
+        for variant in ("before", "after"):
+            ours = runs["dr_grpo", variant]
+            squared_gradient = mean(ours, "squared_gradient")
+            if name == "group":
+                squared_gradient *= (7 / 8) ** 2  # it includes the completion itself: 7/8 of rloo's A
+            cells.append(f"{mean(ours, name):.0f}")
+            cells.append(f"{mean(ours, name) / squared_gradient:.0f}")
+        rows.append([words, *cells])
+    header = ["baseline", "before: noise", "relative", "after: noise", "relative"]
+    return markdown(header, rows, "lrrrr")
+
+
 def exercises():
     """What to change, and what to ask."""
     rows = []
@@ -279,7 +297,8 @@ def symptoms():
 
 # -------------------------------------------------------------------------------------------- pages
 
-MAKERS = [lesson, scripts, exercises, answers, microscope, nine, stability, routing, symptoms]
+MAKERS = [lesson, scripts, exercises, answers, microscope, nine, baselines, stability, routing]
+MAKERS += [symptoms]
 PARTS = {make.__name__: make for make in MAKERS}
 PART = re.compile(r"<!-- generated: (\w+) -->.*?<!-- end: \1 -->", re.DOTALL)
 

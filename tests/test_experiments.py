@@ -3,10 +3,12 @@
 import importlib
 
 import pytest
+import torch
 from conftest import SUMS
 
 from plumbing.args import parse_args
 
+import baseline
 import stats
 import sweep
 from experiments import EXPERIMENTS, Experiment, Job
@@ -39,6 +41,16 @@ def test_the_interval_is_that_of_paired_differences():
     low = [0.1, 0.5, 0.9, 0.3, 0.7]
     high = [0.21, 0.59, 1.0, 0.41, 0.79]  # 0.1 more, give or take 0.01: 2.776 0.01 / sqrt(5)
     assert stats.interval(high, low) == "+0.100 ± 0.012"
+
+
+def test_noise_of_the_gradient_by_hand():
+    """Two prompts, two answers each; b* is 1/2. The group's mean halves rloo's A, as (G - 1) / G."""
+    rewards_PG = torch.tensor([[1.0, 0.0], [1.0, 1.0]])
+    squares_PG = torch.tensor([[2.0, 8.0], [4.0, 2.0]])
+    found = baseline.noise(rewards_PG, squares_PG)
+    expected = {"reward": 0.75, "best_baseline": 0.5, "square_right": 8 / 3, "square_wrong": 8}
+    expected |= {"none": 2, "mean": 1.25, "loo": 2.5, "group": 0.625, "best": 1}
+    assert found == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

@@ -17,6 +17,7 @@ import report
 
 NAMES = SCRIPTS + MORE
 BUGS = repair.load_bugs()
+TOOLS = "baseline curves figures microscope page repair report speed sweep".split()
 
 
 def test_no_script_is_overlooked():
@@ -26,7 +27,7 @@ def test_no_script_is_overlooked():
 
 
 @pytest.mark.extras
-@pytest.mark.parametrize("tool", "baseline curves figures microscope page repair report speed sweep".split())
+@pytest.mark.parametrize("tool", TOOLS)
 def test_every_tool_runs_from_anywhere(tool, tmp_path):
     command = [sys.executable, ROOT / "study" / f"{tool}.py", "--help"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
