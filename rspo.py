@@ -26,7 +26,7 @@ The paper has two versions, and the first one's text and formula differ on where
   --shift before_clip  c(l + log gamma): the second version, which scales the ratio before clipping and
                        aggregation. A token keeps its gradient up to r = e^eps / gamma if A > 0, and
                        only down to r = e^-eps / gamma if A < 0
-Not specified: gamma_min, here 0.8.
+gamma_min is 0.8; our sources don't give the paper's.
 A model without a softmax over its experts is rejected, since p is undefined. For those, use gmpo.py.
 
 Run:    python rspo.py
