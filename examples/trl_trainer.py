@@ -17,7 +17,8 @@ Each process grades its own completions, so a reward function that takes lists g
 FSDP shards it later.
 
 Not supported: ppo (its critic), rspo (the old policy's router scores), dapo's dynamic sampling and
-overlong penalty, and any correction for vLLM's log-probs. This has not run on a GPU.
+overlong penalty, and any correction for vLLM's log-probs. This has run on one GPU, but not
+on several.
 """
 
 import argparse

@@ -5,10 +5,11 @@
 A completion's policy gradient is (R - b) s, where s is the gradient of the log-prob of the whole
 completion. Its mean does not depend on the baseline b, but its noise does, E[(R - b)^2 |s|^2]. Before
 training and after 20 iterations of dr_grpo.py, three seeds sample 8 answers to each of 128 held-out
-problems. A model that has a row is not measured again; to repeat that, delete the file.
+problems. A model that has a row is not measured again; to repeat it, delete the file and runs/baseline.
 """
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
@@ -116,15 +117,15 @@ def measure(model, seed):
 
 def measure_all():
     done = {(row["variant"], int(row["seed"])) for row in stats.read_csv("baseline")}
-    for seed in SEEDS:
+    for seed, variant in itertools.product(SEEDS, COLORS):
+        if (variant, seed) in done:
+            continue
         folder = train(seed)
         settings = json.loads((folder / "settings.json").read_text())
         commit = settings["versions"].get("commit", "")[:7]
-        for variant, model in (("before", "tiny-moe"), ("after", next(folder.glob("checkpoint-*")))):
-            if (variant, seed) in done:
-                continue
-            row = {"script": "dr_grpo", "variant": variant, "seed": seed}
-            append("baseline", row | measure(model, seed) | {"commit": commit, "flags": FLAGS})
+        model = "tiny-moe" if variant == "before" else next(folder.glob("checkpoint-*"))
+        row = {"script": "dr_grpo", "variant": variant, "seed": seed}
+        append("baseline", row | measure(model, seed) | {"commit": commit, "flags": FLAGS})
 
 
 def draw():
