@@ -20,8 +20,8 @@ Parent: gmpo.py. Differs only in:
   2. Token-level clip only: no --clip_level.
 
 The paper has two versions, and the first one's text and formula differ on where gamma enters:
-  --shift damped       c(l) + log gamma, as in J: the first version's text, which reweights "after
-                       token-level clipping"
+  --shift damped       c(l) + log gamma, as in J: the first version's text, which reweights tokens after
+                       the clip
   --shift literal      c(l) + sgn(A) log gamma: its formula as printed, which amplifies A < 0
   --shift before_clip  c(l + log gamma): the second version, which scales the ratio before clipping and
                        aggregation. A token keeps its gradient up to r = e^eps / gamma if A > 0, and
