@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from plumbing.answers import final_answer
 from plumbing.args import UserError, one_line
 
 
@@ -57,10 +58,10 @@ class ProblemStream:
         self.position = state["position"]
 
 
-def read_problems(args, policy, final_answer, reads_answers):
-    """`--dataset` and `--eval_dataset` -> (ProblemStream, [held-out Problem]). `final_answer` finds the
-    gold answer in a worked solution; with `reads_answers` every problem needs a gold answer."""
-    reading = (policy, args, final_answer, reads_answers)
+def load_problems(args, policy, grade):
+    """`--dataset` -> (stream of training problems, [held-out problems]). The held-out ones, which come
+    from it or from `--eval_dataset`, are the same for all seeds. `grade` is from `load_grader`."""
+    reading = (policy, args, grade.reads_answers)
     training, left_out = usable_rows(read_rows(args, "dataset"), "dataset", *reading)
     others = {}  # the held-out problems are the first ones of these
     if args.eval_dataset:
@@ -323,7 +324,7 @@ def read_row(row, known, policy, args, reads_answers):
     return key, known[key]
 
 
-def usable_rows(rows, flag, policy, args, final_answer, reads_answers=True):
+def usable_rows(rows, flag, policy, args, reads_answers=True):
     """Rows of `--dataset` or `--eval_dataset` -> ({hash of the prompt: Problem}, what was left out and
     why). UserError if more than a tenth is left out."""
     if len(rows) == 0:

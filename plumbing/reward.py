@@ -1,15 +1,39 @@
-"""Loads and calls the user's reward function, which replaces common.verify."""
+"""Grades completions: with the verifier, or with the user's reward function."""
 
 import copy
 import importlib
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
+from plumbing.answers import verify
 from plumbing.args import UserError, one_line
+from plumbing.metrics import clock
 
 VERDICTS = ("correct", "wrong", "no_answer", "truncated")
+
+
+class Grader(NamedTuple):
+    """Called with completions, it returns them with their rewards and verdicts."""
+
+    grade_all: Callable  # [Completion] -> [(reward, verdict)]
+    reads_answers: bool  # whether every problem needs a gold answer
+
+    def __call__(self, completions):
+        with clock("reward"):
+            grades = self.grade_all(completions)
+        return [c._replace(reward=r, verdict=v) for c, (r, v) in zip(completions, grades, strict=True)]
+
+
+def load_grader(args):
+    """Returns a `Grader` with `verify`, or with the function that `--reward FILE.py:FUNCTION` names."""
+
+    def verify_all(completions):
+        return [verify(c.text, c.problem.answer, c.truncated) for c in completions]
+
+    return Grader(*load_reward(args)) if args.reward else Grader(verify_all, reads_answers=True)
 
 
 SOURCES = {}  # {path of an imported file: its content}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from common import is_same, verify
+from plumbing.answers import is_same, verify
 
 LINES = (Path(__file__).parent / "answers.tsv").read_text(encoding="utf-8").splitlines()
 ROWS = [line.split("\t") for line in LINES if "\t" in line]

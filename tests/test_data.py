@@ -16,7 +16,7 @@ from test_architectures import new_model
 from transformers import ByT5Tokenizer
 
 import plumbing.data
-from common import UserError, final_answer, load_grader, load_problems, verify
+from common import UserError, load_grader, load_problems, verify
 from plumbing.data import ProblemStream, read_rows, usable_rows
 
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}{{ end }}<assistant>"
@@ -42,7 +42,7 @@ def read(path, flag="dataset", **flags):
 def problems_of(rows, policy=None, **flags):
     """[(prompt, gold answer, ids, columns)] of rows."""
     args = script_args("grpo", dataset="mine", **flags)[1]
-    problems, _ = usable_rows(rows, "dataset", policy or policy_with(), args, final_answer)
+    problems, _ = usable_rows(rows, "dataset", policy or policy_with(), args)
     return list(problems.values())
 
 
@@ -417,7 +417,7 @@ def test_the_line_at_the_start_counts_the_rows_that_are_left_out():
     rows = [*sums(60), row("", "1"), row("x", {"gold": 1}), "x", row("", "2"), row("1+1=", "3")]
     args = script_args("grpo", dataset="mine")[1]
     policy = policy_with(TURNS)
-    problems, left_out = usable_rows(rows, "dataset", policy, args, final_answer)
+    problems, left_out = usable_rows(rows, "dataset", policy, args)
     kinds = [
         "2 without a prompt (first: row 61 '')",
         "1 without a gold answer (first: row 62 {'gold': 1})",
