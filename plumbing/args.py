@@ -2,16 +2,15 @@
 
 import argparse
 import contextlib
-import errno
 import io
 import json
 import os
-import reprlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal, get_args, get_origin
+from types import NoneType
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import torch
 import transformers
@@ -25,16 +24,17 @@ class UserError(Exception):
 
 @contextlib.contextmanager
 def one_line(message):
-    """Turns any exception inside into a UserError: this message and the original's first line."""
+    """Turns any exception inside into a UserError: this message, and what the first cause says."""
     try:
         yield
     except torch.OutOfMemoryError:
         raise
-    except UserError as error:
-        raise UserError(f"{message}: {error}") from error
-    except Exception as error:
-        cause = str(error).strip().partition("\n")[0]
-        raise UserError(f"{message}: {type(error).__name__} {cause:.200}") from error
+    except (Exception, SystemExit) as error:
+        cause = error
+        while cause.__cause__ is not None and not isinstance(cause, UserError):
+            cause = cause.__cause__
+        kind = "" if isinstance(cause, UserError) else f"{type(cause).__name__} "
+        raise UserError(f"{message}: {kind}{' '.join(str(cause).split()):.250}") from error
 
 
 def flag(default, help):
@@ -54,11 +54,11 @@ class RunArgs:
     dataset_split: str = flag("train", "split of a folder or hub dataset")
     prompt_column: str = flag("question", "column with the prompts: text or chat messages")
     answer_column: str = flag("answer", "column with the gold answers, or a path such as extra.gold")
-    chat_template_kwargs: str | dict = flag("", 'JSON for the template: {"enable_thinking": false}')
+    chat_template_kwargs: dict | None = flag(None, 'JSON for the template: {"enable_thinking": false}')
     system_prompt: str = flag("", "system message before each prompt; replaces the dataset's")
     instruction: str = flag("", "text to add after each prompt, on a new line")
     eval_dataset: str = flag("", "like dataset, but for the held-out problems [part of the dataset]")
-    eval_split: str = flag("", "split of the eval dataset [test, or train if there is none]")
+    eval_split: str = flag("test", "split of the eval dataset")
     num_held_out: int = flag(256, "problems held out for evaluation")
     reward: str | Callable = flag("", "FILE.py:FUNCTION that replaces the verifier")
     # precision and memory
@@ -102,6 +102,11 @@ class RunArgs:
     num_minibatches = 1
     ref_reset_every = 0
 
+    def __init_subclass__(cls):
+        # Under `from __future__ import annotations` types are text.
+        hints = get_type_hints(cls)
+        cls.__annotations__ = {name: hints[name] for name in cls.__annotations__}
+
     def __post_init__(self):
         check_flags(self)
 
@@ -117,8 +122,9 @@ class RunArgs:
 
     @property
     def torch_device(self):
-        """The name of the device that `--device` means."""
-        return self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        """The name of the device that `--device` means. cpu:0 is the CPU, too."""
+        device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        return "cpu" if device.startswith("cpu:") else device
 
     @property
     def script(self):
@@ -139,11 +145,6 @@ class RunArgs:
             values["reward"] = f"{self.reward.__module__}:{name}"
         return {"script": self.script, **values}
 
-    def template_options(self):
-        """`--chat_template_kwargs` as a dict."""
-        with one_line(f"--chat_template_kwargs must be a JSON object, not {self.chat_template_kwargs}"):
-            return dict(**json.loads(self.chat_template_kwargs or "{}"))
-
 
 # ------------------------------------------------------------------------------------------- checks
 
@@ -156,6 +157,13 @@ RANGES = [
     (0, 999_999, "iterations"),  # a checkpoint's name has six digits
     (1e-9, 1e9, "temperature lr critic_lr max_grad_norm rollout_cap"),
     (0, 1, "rollout_mask_low"),
+]
+# A flag, and the values of a different flag with which it is not read
+UNREAD = [
+    ("rollout_cap", "rollout_correction", "none geo_filter icepop"),
+    ("rollout_mask_low", "rollout_correction", "none token_tis sequence_tis sequence_mis icepop"),
+    ("rollout_mask_high", "rollout_correction", "none token_tis sequence_tis sequence_mis icepop"),
+    ("ref_reset_every", "kl_coef", "0.0"),
 ]
 
 
@@ -170,24 +178,24 @@ def allowed_in(f):
 
 
 def typed(f, value):
-    """The value of a field. Paths and dicts become text; whole floats, and scalars of numpy or torch,
-    become the numbers that they mean. UserError if the result does not fit the annotation."""
+    """The value of a field, as its type. UserError if that would change it: 4.0 is an int; 2.5, "4" and
+    NaN are not. True is not taken for a number."""
     allowed = allowed_in(f)
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
-    if getattr(value, "ndim", None) == 0:
-        value = value.item()
-    with one_line(f"--{f.name} cannot be used"):
-        if dict in allowed and isinstance(value, dict):
-            value = json.dumps(value)
-        if allowed[0] in (int, float) and type(value) in (int, float) and value % 1 == 0:
-            value = allowed[0](value)
-    is_function = Callable in allowed and callable(value)
-    is_choice = isinstance(value, str) and value in allowed
-    if type(value) not in allowed and not is_function and not is_choice:
-        names = " or ".join(getattr(kind, "__name__", kind) for kind in allowed)
-        raise UserError(f"--{f.name} must be {names}, not {reprlib.repr(value)}")
-    return value
+    if (Callable in allowed and callable(value)) or (NoneType in allowed and value is None):
+        return value
+    has_choices = get_origin(f.type) is Literal
+    kind = str if has_choices else allowed[0]
+    with contextlib.suppress(Exception):  # such as int([7])
+        if kind is dict:
+            value = json.loads(json.dumps(value))
+        is_bool = isinstance(value, bool) and kind is not bool
+        is_choice = value in allowed if has_choices else True
+        if kind(value) == value and is_choice and not is_bool:
+            return kind(value)
+    names = " or ".join(getattr(kind, "__name__", kind) for kind in allowed)
+    raise UserError(f"--{f.name} must be {names}, not {value!r:.100}")
 
 
 def check_flags(args):
@@ -198,7 +206,10 @@ def check_flags(args):
         args.check_range(low, high, *[name for name in names.split() if hasattr(args, name)])
     args.check_range(0, 1e9, *[f.name for f in fields(args) if f.type in (int, float)])
     args.check()
-    args.template_options()
+    for name, other, values in UNREAD:
+        value = str(getattr(args, other, ""))
+        if getattr(args, name) != getattr(type(args), name) and value in values.split():
+            raise UserError(f"--{name} has no effect with --{other} {value}")
     completions = args.prompts_per_iteration * args.group_size
     if completions % args.num_minibatches > 0:
         raise UserError(f"--num_minibatches does not divide {completions} completions into equal parts")
@@ -206,10 +217,8 @@ def check_flags(args):
         raise UserError("--old_logprobs sampler skips the forward pass that r2 takes experts from")
     if args.old_logprobs == "sampler" and args.rollout_correction != "none":
         raise UserError("--old_logprobs sampler leaves nothing for --rollout_correction to correct")
-    splits = {"dataset_split": has_splits(args.dataset), "eval_split": has_splits(args.eval_dataset)}
-    splits["dataset_config"] = any(splits.values())
-    for name, is_read in splits.items():
-        if not is_read and getattr(args, name) != getattr(RunArgs, name):
+    for name, dataset in (("dataset_split", args.dataset), ("eval_split", args.eval_dataset)):
+        if getattr(args, name) != getattr(RunArgs, name) and not has_splits(dataset):
             raise UserError(f"--{name} is for a folder or hub id, and there is none that it applies to")
     if args.device:
         with one_line(f"--device {args.device} is not available"):
@@ -220,9 +229,9 @@ def check_flags(args):
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl")
 CHECKPOINT = "checkpoint-" + 6 * "[0-9]"  # a copy such as checkpoint-best-2 belongs to the user
-# What may change when a run is resumed. If model, data or reward have moved, they must still be the
-# same. The last four change results only by rounding (and an MoE's load-balancing loss, which is a
-# product of means over a micro-batch, by a few percent if micro-batches change).
+# What may change when a run is resumed. If model or data have moved, they must still be the same. The
+# last four change results only by rounding (and an MoE's load-balancing loss, which is a product of
+# means over a micro-batch, by a few percent if micro-batches change).
 MAY_CHANGE = """run_dir resume iterations eval_every save_every model dataset eval_dataset
 device micro_batch_tokens rollout_batch_size gradient_checkpointing""".split()
 
@@ -246,6 +255,13 @@ def saved_settings(args):
         return saved
 
 
+def check_same(args, saved):
+    """UserError if these settings of the run to be resumed differ from its flags."""
+    for name, value in args.settings().items():
+        if name not in MAY_CHANGE and saved.get(name) != value:
+            raise UserError(f"--resume: {args.folder} has {name} {saved.get(name)}, not {value}")
+
+
 def check_folder(args):
     """The settings of the run to be resumed; {} for a new run. UserError if `--run_dir` holds a
     different run, one that cannot be resumed, or anything that a new run would erase."""
@@ -258,13 +274,7 @@ def check_folder(args):
     if args.resume:
         if not saved:
             raise UserError(f"--resume: {folder} holds no run, since it has no settings.json")
-        for name, value in args.settings().items():
-            before = saved.get(name)
-            if name == "reward":  # its file may have moved
-                before = before.rpartition(":")[2]
-                value = value.rpartition(":")[2]
-            if name not in MAY_CHANGE and before != value:
-                raise UserError(f"--resume: {folder} has {name} {before}, not {value}")
+        check_same(args, saved)
         if checkpoints:
             return saved
     # A run that logged nothing may leave settings and checkpoint 0, which a new run replaces.
@@ -287,19 +297,8 @@ class Parser(argparse.ArgumentParser):
         raise UserError(message)
 
 
-# What scripts without these flags do: see RunArgs
-CONSTANTS = {
-    "group_size": "has one completion per prompt",
-    "update_epochs": "has one epoch per rollout",
-    "num_minibatches": "has one step per rollout",
-    "ref_reset_every": "never resets its reference",
-}
-
-
-def read_bool(text):
-    if text.lower() not in ("true", "false"):
-        raise argparse.ArgumentTypeError(f"{text} is neither true nor false")
-    return text.lower() == "true"
+def json_object(text):
+    return dict(**json.loads(text))
 
 
 def add_flags(parser, args_class, names=None):
@@ -309,15 +308,16 @@ def add_flags(parser, args_class, names=None):
         if names is not None and f.name not in names:
             continue
         help = f.metadata["help"].replace("%", "%%")
-        options = {"type": allowed_in(f)[0]}
-        if f.type is bool:
-            options = {"type": read_bool, "nargs": "?", "const": True}
+        kind = allowed_in(f)[0]
+        options = {"type": json_object if kind is dict else kind, "metavar": "X"}
+        if kind is bool:
+            options = {"action": argparse.BooleanOptionalAction}
         elif get_origin(f.type) is Literal:
-            options = {"choices": allowed_in(f)}
+            options = {"choices": allowed_in(f), "metavar": "X"}
             help += f" ({', '.join(options['choices'])})"
-        if f.default not in ("", False):
+        if f.default not in ("", False, None):
             help += f" (default: {f.default})"
-        parser.add_argument(f"--{f.name}", help=help, metavar="X", default=argparse.SUPPRESS, **options)
+        parser.add_argument(f"--{f.name}", help=help, default=argparse.SUPPRESS, **options)
 
 
 def parse_args(args_class, words):
@@ -330,12 +330,8 @@ def parse_args(args_class, words):
         allow_abbrev=False,
     )
     add_flags(parser, args_class)
-    flags = [word.partition("=")[0] for word in words]
-    for name, text in CONSTANTS.items():
-        if f"--{name}" in flags and name not in args_class.__dataclass_fields__:
-            raise UserError(f"--{name}: {Path(sys.argv[0]).stem} {text}")
     given = vars(parser.parse_args(words))
-    if flags.count("--reward") > 1:
+    if [word.partition("=")[0] for word in words].count("--reward") > 1:
         example = "examples/format_and_accuracy.py adds several up"
         raise UserError(f"--reward names one function, and was given more than once; {example}")
     saved = {}
@@ -347,29 +343,18 @@ def parse_args(args_class, words):
     return args_class(**kept | given)
 
 
-# A flag, and the values of a different flag with which it is not read
-UNREAD = [
-    ("rollout_cap", "rollout_correction", "none geo_filter icepop"),
-    ("rollout_mask_low", "rollout_correction", "none token_tis sequence_tis sequence_mis icepop"),
-    ("rollout_mask_high", "rollout_correction", "none token_tis sequence_tis sequence_mis icepop"),
-    ("ref_reset_every", "kl_coef", "0.0"),
-]
-
-
 def advise(args):
-    """Says which flags have no effect, and which defaults do not suit a user's own model."""
-    for name, other, values in UNREAD:
-        value = getattr(args, other, "")
-        is_set = getattr(args, name, None) != getattr(type(args), name, None)
-        if is_set and str(value) in values.split():
-            print(f"note: --{name} has no effect with --{other} {value}", file=sys.stderr)
+    """Says which defaults do not suit a user's own model."""
     if args.model == RunArgs.model:
         return
-    for name, typical in (("lr", "1e-6"), ("critic_lr", "1e-5")):
+    typical = {"max_new_tokens": "512"}
+    if args.iterations > 0:
+        typical |= {"lr": "1e-6", "critic_lr": "1e-5"}
+    for name, value in typical.items():
         default = getattr(type(args), name, None)  # None: this script has no such flag
-        if default is not None and getattr(args, name) == default and args.iterations > 0:
+        if default is not None and getattr(args, name) == default:
             message = f"--{name} {default:g} suits {RunArgs.model}"
-            print(f"warning: {message}; for your own model {typical} is typical", file=sys.stderr)
+            print(f"warning: {message}; for your own model {value} is typical", file=sys.stderr)
     if args.torch_device != "cpu" and args.dtype == "float32":
         message = "float32 is slow on a GPU; --dtype bfloat16 keeps float32 weights for AdamW"
         print(f"note: {message}", file=sys.stderr)
@@ -394,10 +379,6 @@ def launch(main, args_class):
     except UserError as error:
         fail(f"{Path(sys.argv[0]).name}: error: {' '.join(str(error).split())}", 2)
     except Exception as error:
-        if getattr(error, "errno", None) in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            # Python writes the rest of stdout when it ends, and would fail again.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            fail(f"{Path(sys.argv[0]).name}: error: the output cannot be written: {error}", 2)
         # The CPU allocator has no exception class of its own.
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
             flags = "--gradient_checkpointing, --micro_batch_tokens, --rollout_batch_size, --dtype"

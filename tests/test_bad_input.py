@@ -3,6 +3,7 @@ data, rewards and folders that cannot be used: test_models.py, test_data.py, tes
 test_run_folder.py."""
 
 import dataclasses
+import importlib
 import json
 from decimal import Decimal
 from fractions import Fraction
@@ -50,16 +51,16 @@ WRONG = [  # a flag, a value of the wrong type, and what the message says about 
     ("lr", True, "must be float, not True"),
     ("lr", Decimal("1e-6"), "must be float, not Decimal('0.000001')"),
     ("lr", torch.ones(2), "must be float, not tensor([1., 1.])"),
-    ("lr", 10**400, "cannot be used: OverflowError"),
-    ("lr", np.float32("nan"), "must be from 1e-09 to 1e+09, not nan"),
+    ("lr", 10**400, "must be float, not 1000"),
+    ("lr", np.float32("nan"), "must be float, not np.float32(nan)"),
     ("group_size", 2.5, "must be int, not 2.5"),
     ("group_size", "8", "must be int, not '8'"),
-    ("group_size", np.bool_(True), "must be int, not True"),
+    ("group_size", True, "must be int, not True"),
     ("iterations", 2.5, "must be int, not 2.5"),
     ("seed", float("inf"), "must be int, not inf"),
-    ("seed", Fraction(4, 2), "must be int, not Fraction(2, 1)"),
+    ("seed", Fraction(1, 2), "must be int, not Fraction(1, 2)"),
     ("gradient_checkpointing", "False", "must be bool, not 'False'"),
-    ("gradient_checkpointing", 1, "must be bool, not 1"),
+    ("gradient_checkpointing", 2, "must be bool, not 2"),
     ("resume", "no", "must be bool, not 'no'"),
     ("device", 0, "must be str, not 0"),
     ("dataset", [{"question": "1+1="}] * 10_000, "must be str, not [{'question': '1+1='}, {"),
@@ -67,8 +68,9 @@ WRONG = [  # a flag, a value of the wrong type, and what the message says about 
     ("dtype", "float16", "must be float32 or bfloat16, not 'float16'"),
     ("dtype", np.array(["float32", "bfloat16"]), "must be float32 or bfloat16, not array("),
     ("reward", 3, "must be str or Callable, not 3"),
-    ("chat_template_kwargs", [1], "must be str or dict, not [1]"),
-    ("chat_template_kwargs", {"tools": {1}}, "cannot be used: TypeError Object of type set"),
+    ("chat_template_kwargs", [1], "must be dict or NoneType, not [1]"),
+    ("chat_template_kwargs", '{"a": 1}', "must be dict or NoneType, not '{"),
+    ("chat_template_kwargs", {"tools": {1}}, "must be dict or NoneType, not {'tools': {1}}"),
     ("run_dir", b"runs", "must be str, not b'runs'"),
     ("model", None, "must be str, not None"),
 ]
@@ -92,7 +94,9 @@ MEANT = [  # a flag, a value of a different type, and what is meant
     ("run_dir", Path("a/b"), "a/b"),
     ("dataset", Path("a.jsonl"), "a.jsonl"),
     ("model", np.str_("a"), "a"),
-    ("chat_template_kwargs", {"enable_thinking": False}, '{"enable_thinking": false}'),
+    ("chat_template_kwargs", {"enable_thinking": False}, {"enable_thinking": False}),
+    ("seed", Fraction(4, 2), 2),
+    ("dtype", np.str_("bfloat16"), "bfloat16"),
     ("reward", Path("my.py:f"), "my.py:f"),
     ("reward", reward, "test_bad_input:reward"),
     ("reward", Reward(), "test_bad_input:Reward"),
@@ -116,9 +120,7 @@ def test_a_wrong_type_of_every_flag_is_refused(name, tmp_path):
     for field in dataclasses.fields(args):
         flag = field.name
         if allowed_in(field)[0] is not str:
-            refused(
-                name, f"--{flag}=[7]", "--run_dir", tmp_path / "new", expected=f"argument --{flag}: "
-            )
+            refused(name, f"--{flag}=[7]", "--run_dir", tmp_path / "new", expected=f"argument --{flag}")
         with pytest.raises(UserError, match=f"^--{flag} must be "):
             script_args(name, **{flag: [7]})
         (tmp_path / "settings.json").write_text(json.dumps(settings | {flag: [7]}))
@@ -126,43 +128,38 @@ def test_a_wrong_type_of_every_flag_is_refused(name, tmp_path):
         refused(name, "--resume", "--run_dir", tmp_path, expected=expected)
 
 
-IDLE = [  # flags without effect, and with what
-    ("grpo", "--ref_reset_every 2 --kl_coef 0", ["--ref_reset_every", "--kl_coef 0.0"]),
-    ("sapo", "--rollout_cap 3", ["--rollout_cap", "--rollout_correction none"]),
-    ("ppo", "--rollout_cap 3 --rollout_correction geo_filter", ["--rollout_cap", "geo_filter"]),
-    ("grpo", "--rollout_mask_low 0.9", ["--rollout_mask_low", "none"]),
-    ("grpo", "--rollout_mask_high 2 --rollout_correction icepop", ["--rollout_mask_high", "icepop"]),
-    ("grpo", "--rollout_mask_high 2 --rollout_correction geo_filter", []),
-    ("grpo", "--rollout_cap 3 --rollout_correction token_tis", []),
-    ("grpo", "--ref_reset_every 2", []),
-]
+def test_a_switch_can_be_turned_off_again():
+    for word, expected in (("--gradient_checkpointing", True), ("--no-gradient_checkpointing", False)):
+        assert parse_args(grpo.Args, [word]).gradient_checkpointing is expected
 
 
-@pytest.mark.parametrize("name, flags, expected", IDLE)
-def test_flags_without_effect_are_said_in_a_line(name, flags, expected, monkeypatch, tmp_path):
-    monkeypatch.setattr(script_args(name)[0], "main", lambda args: None)
-    result = run(name, *flags.split(), "--run_dir", tmp_path)
-    assert len(result.stderr.splitlines()) == (len(expected) > 0) and result.returncode == 0
-    assert all(words in result.stderr for words in expected)
-
-
-def test_a_switch_may_have_a_value():
-    for words, expected in (([], True), (["True"], True), (["false"], False)):
-        args = parse_args(grpo.Args, ["--gradient_checkpointing", *words])
-        assert args.gradient_checkpointing is expected
-    with pytest.raises(UserError, match="--gradient_checkpointing"):
-        parse_args(grpo.Args, ["--gradient_checkpointing", "7"])
-
-
-def test_advice_on_rates_and_precision_for_your_own_model_on_a_gpu(monkeypatch, tmp_path):
+def test_advice_for_your_own_model_on_a_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(ppo, "main", lambda args: None)
     monkeypatch.setattr(ppo.Args, "torch_device", "cuda")
     flags = ("--model", "mine", "--run_dir", tmp_path)
+    starts = ["warning: --max_new_tokens 48 suits", "warning: --lr 0.0002 suits"]
+    starts += ["warning: --critic_lr 0.002 suits", "note: float32 is slow"]
     lines = run("ppo", *flags).stderr.splitlines()
-    starts = ["warning: --lr 0.0002 suits", "warning: --critic_lr 0.002 suits", "note: float32 is slow"]
     assert [line[: len(start)] for line, start in zip(lines, starts, strict=True)] == starts
-    assert run("ppo", *flags, *OWN_LR, "--critic_lr", 1e-5, "--dtype", "bfloat16").stderr == ""
-    assert run("ppo", *flags, "--iterations", 0, "--dtype", "bfloat16").stderr == ""  # no rate matters
+    own = ("--max_new_tokens", 512, "--dtype", "bfloat16")
+    assert run("ppo", *flags, *own, *OWN_LR, "--critic_lr", 1e-5).stderr == ""
+    assert run("ppo", *flags, *own, "--iterations", 0).stderr == ""  # no rate matters
+
+
+def test_types_may_be_text(tmp_path, monkeypatch):
+    """In a file that begins with `from __future__ import annotations`."""
+    source = "from __future__ import annotations\nfrom dataclasses import dataclass\nimport grpo\n"
+    source += "@dataclass\nclass Args(grpo.Args):\n    top: int = grpo.flag(3, 'how many')\n"
+    (tmp_path / "textual.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    args_class = importlib.import_module("textual").Args
+    assert args_class().top == 3 and parse_args(args_class, ["--top", "4"]).top == 4
+    with pytest.raises(UserError, match="--top must be int, not 'x'"):
+        args_class(top="x")
+
+
+def test_the_cpu_may_have_a_number():
+    assert grpo.Args(device="cpu:0").torch_device == "cpu"
 
 
 FULL = "--gradient_checkpointing, --micro_batch_tokens, --rollout_batch_size, --dtype"
@@ -199,16 +196,3 @@ def test_run_prints_into_a_file_whose_encoding_lacks_a_character(encoding, tmp_p
     printed, errors = process.communicate()
     assert process.returncode == 0 and errors == ""
     assert "(sampled; the answer is \\u03c0)" in printed
-
-
-def test_run_whose_output_is_a_full_disk_or_a_closed_pipe_ends_with_a_line(tmp_path, monkeypatch):
-    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
-    with open("/dev/full", "w") as full:
-        process = started("grpo", *SMALL, "--run_dir", tmp_path / "a", stdout=full)
-    closed = started("grpo", *SMALL, "--run_dir", tmp_path / "b")
-    assert closed.stdout.readline().startswith("problems: ")  # at once, not when the program ends
-    assert not (tmp_path / "b" / "checkpoint-000001").exists()
-    closed.stdout.close()
-    for program, expected in ((process, "No space left on device"), (closed, "Broken pipe")):
-        (line,) = program.stderr.read().splitlines()
-        assert program.wait() == 2 and line.startswith("grpo.py: error: ") and expected in line
