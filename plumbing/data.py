@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from tqdm import tqdm
 
 from plumbing.answers import final_answer
-from plumbing.args import UserError, one_line
+from plumbing.args import UserError, has_splits, one_line
 
 
 def hash_of(content):
@@ -62,12 +63,12 @@ def load_problems(args, policy, grade):
     """`--dataset` -> (stream of training problems, [held-out problems]). The held-out ones, which come
     from it or from `--eval_dataset`, are the same for all seeds. `grade` is from `load_grader`."""
     reading = (policy, args, grade.reads_answers)
-    training, left_out = usable_rows(read_rows(args, "dataset"), "dataset", *reading)
+    training, notes = usable_rows(read_rows(args, "dataset"), "dataset", *reading)
     others = {}  # the held-out problems are the first ones of these
     if args.eval_dataset:
-        others, also_left_out = usable_rows(read_rows(args, "eval_dataset"), "eval_dataset", *reading)
+        others, more_notes = usable_rows(read_rows(args, "eval_dataset"), "eval_dataset", *reading)
         held_out = dict(list(others.items())[: args.num_held_out])
-        left_out += also_left_out
+        notes += more_notes
     else:
         # The smallest hashes, so that adding or removing a row changes at most one of them. The sums
         # are already in random order.
@@ -76,18 +77,19 @@ def load_problems(args, policy, grade):
         training = {key: training[key] for key in keys[args.num_held_out :]}
     if not training and args.iterations > 0:
         message = f"--num_held_out {args.num_held_out} leaves no problem for training"
-        raise UserError(f"{message}: --dataset {args.dataset} has {len(held_out)}{left_out}")
+        notes = "; ".join([str(len(held_out)), *notes])
+        raise UserError(f"{message}: --dataset {args.dataset} has {notes}")
     training = list(training.values())
     held_out = list(held_out.values())
     # Compared as the model reads them: in one file a prompt may be text, and in the other messages.
     known = {tuple(problem.prompt_ids) for problem in training}
     num_shared = sum(tuple(problem.prompt_ids) in known for problem in held_out)
     if num_shared > 0:
-        left_out += f"; {num_shared:,} of those held out are also in --dataset"
+        notes.append(f"{num_shared:,} of those held out are also in --dataset")
     count = f"{len(held_out):,}"
     if len(others) > len(held_out):
         count = f"the first {count} of {len(others):,}"
-    print(f"problems: {len(training):,} to train on, {count} held out{left_out}")
+    print("; ".join([f"problems: {len(training):,} to train on, {count} held out", *notes]))
     content = [(p.columns["prompts"], p.answer) for p in held_out + training]
     return ProblemStream(training, args.seed, hash_of(content)), held_out
 
@@ -115,74 +117,25 @@ def read_rows(args, flag):
     if name == "addition":
         return [{"question": prompt, "answer": answer} for prompt, answer in addition_problems()]
     kind = Path(name).suffix.lower()
-    with one_line(f"--{flag} {name} cannot be read"):  # the libraries raise many kinds of exceptions
-        if kind in (".json", ".jsonl", ".csv", ".tsv"):
-            # Bytes that are not UTF-8 become lone surrogates, so that only their rows are left out.
-            with open(name, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-                if kind in (".json", ".jsonl"):
-                    return read_json(file.read())
-                csv.field_size_limit(10**9)  # characters in a cell; by default 131,072
-                return list(csv.DictReader(file, delimiter="," if kind == ".csv" else "\t"))
+    if kind not in (".json", ".jsonl", ".csv", ".tsv"):
         if Path(name).is_file() and kind != ".parquet":
-            raise UserError("it is none of these files: .jsonl, .json, .csv, .tsv, .parquet")
-        rows = load_rows(name, args, flag)
-        keep_encoded(rows.info.features)
-        return rows
-
-
-def load_rows(name, args, flag):
-    """The rows of a .parquet file, or of a split of a folder or hub dataset."""
-    import datasets  # imported here: 80 MB that few runs need
-
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # an error is one line, which we print
-    split = args.dataset_split if flag == "dataset" else args.eval_split
-    if name.lower().endswith(".parquet"):
-        return datasets.load_dataset("parquet", data_files=glob.escape(name), split="train")
-    if Path(name, "state.json").exists():  # written by save_to_disk
-        return datasets.load_from_disk(name)
-    if Path(name, "dataset_dict.json").exists():
-        splits = datasets.load_from_disk(name)
-        split = split or default_split(splits)
-        if split not in splits:
-            raise UserError(f"it has no split {split}, but {', '.join(splits)}")
-        return splits[split]
-    config = args.dataset_config or None
-    if config is None and datasets.get_dataset_default_config_name(name) is None:
-        names = datasets.get_dataset_config_names(name)
-        raise UserError(f"it has several configs: --dataset_config can be {', '.join(names):.300}")
-    split = split or default_split(datasets.get_dataset_split_names(name, config))
-    options = {}
-    if Path(name).is_dir():
-        # Read it again each time. The library finds a folder in its cache by its name and card, so it
-        # would return old rows after a change, or those of a different folder.
-        options = {"download_mode": "force_redownload", "verification_mode": "no_checks"}
-    return datasets.load_dataset(name, config, split=split, **options)
-
-
-def keep_encoded(feature):
-    """Images, audio and the like are not read, so they are not decoded, wherever they are in a column.
-    Decoding takes other libraries, and one damaged file would end the run."""
-    if isinstance(feature, dict):
-        for part in feature.values():
-            keep_encoded(part)
-    elif hasattr(feature, "feature"):  # a list
-        keep_encoded(feature.feature)
-    elif hasattr(feature, "decode") and feature._type != "Json":
-        feature.decode = False
-
-
-def default_split(names):
-    """The split of `--eval_dataset` if `--eval_split` is not given."""
-    return "test" if "test" in names else "train"
+            kinds = ".jsonl, .json, .csv, .tsv, .parquet"
+            raise UserError(f"--{flag} {name} is none of these files: {kinds}")
+        return load_rows(name, args, flag)
+    # Not with datasets, which guesses types (007 becomes 7) and rejects a file for one bad line. Bytes
+    # that are not UTF-8 become lone surrogates, so that only their rows are left out.
+    options = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": ""}
+    with one_line(f"--{flag} {name} cannot be read"), open(name, **options) as file:
+        if kind in (".json", ".jsonl"):
+            return read_json(file.read())
+        return read_csv(file, "," if kind == ".csv" else "\t")
 
 
 def read_json(text):
-    """The rows of one JSON array or of JSON lines. (datasets rejects a whole file for one bad line, and
-    guesses types: 007 becomes 7.)"""
-    array = parsed(text) if text.lstrip().startswith("[") else None
-    if isinstance(array, list):
-        return array
+    """The rows of a JSON array, of a single object, or of JSON lines."""
+    whole = parsed(text)
+    if isinstance(whole, (list, dict)):
+        return whole if isinstance(whole, list) else [whole]
     return [parsed(line) for line in filter(str.strip, text.split("\n"))]
 
 
@@ -194,171 +147,275 @@ def parsed(text):
         return text
 
 
+def read_csv(file, delimiter):
+    """The rows of a file with a header. A quote that is not closed is an error: it would swallow all
+    rows up to the next quote."""
+    csv.field_size_limit(10**9)  # characters in a cell; by default 131,072
+    reader = csv.DictReader(file, delimiter=delimiter, strict=True)
+    names = reader.fieldnames or []
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"it has two columns with the name {name}")
+    rows = []
+    try:
+        for row in reader:
+            rows.append(row)
+    except csv.Error as error:
+        raise UserError(f"a quote in row {len(rows) + 1} may not be closed ({error})") from error
+    return rows
+
+
+def load_rows(name, args, flag):
+    """The rows of a .parquet file, or of a split of a folder or hub dataset."""
+    import datasets  # imported here: 80 MB that few runs need
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # an error is one line, which we print
+    split_flag = {"dataset": "dataset_split", "eval_dataset": "eval_split"}[flag]
+    split = args.dataset_split if flag == "dataset" else args.eval_split
+    config = args.dataset_config or None
+    path = Path(name)
+    message = f"--{flag} {name} cannot be read"
+    if has_splits(name):
+        message += f" with --dataset_config {config} and --{split_flag} {split}"
+    with one_line(message):
+        if path.suffix.lower() == ".parquet":
+            rows = datasets.load_dataset("parquet", data_files=glob.escape(name), split="train")
+        elif Path(path, "state.json").exists():  # written by save_to_disk
+            rows = datasets.load_from_disk(name)
+        elif Path(path, "dataset_dict.json").exists():
+            rows = datasets.load_from_disk(path / split)
+        else:
+            # A folder is read again each time. The library finds it in its cache by its name and card,
+            # so it would return old rows after a change, or those of a different folder.
+            options = {"download_mode": "force_redownload", "verification_mode": "no_checks"}
+            options = options if path.is_dir() else {}
+            rows = datasets.load_dataset(name, config, split=split, **options)
+        return as_dicts(rows)
+
+
+def as_dicts(rows):
+    """A dataset as a list of rows. Labels become their names. Images and audio are not decoded, since
+    nobody reads them."""
+    columns = rows.with_format("arrow")[:].to_pydict()
+    for column, feature in rows.features.items():
+        kind = getattr(feature, "_type", "")
+        if kind == "ClassLabel":
+            names = dict(enumerate(feature.names))  # not -1, which is no label
+            columns[column] = [names.get(cell) for cell in columns[column]]
+        elif kind == "Json":
+            columns[column] = [parsed(cell or "null") for cell in columns[column]]
+    return [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
+
+
 # --------------------------------------------------------------------------------------------- rows
+
+LONGEST_GOLD = 200  # characters of a gold answer without a marker; anything longer is a solution
+IN_BRACES = r"\{([^{}]+)\}"
+BATCH = 1_000  # prompts that are tokenized at a time
 
 
 class BadRow(Exception):
-    """A row that cannot be used: the reason in a few words, and what was found."""
-
-
-def check_unicode(text):
-    """Half a surrogate pair, as in "\\ud83d", cannot be tokenized or printed."""
-    if re.search("[\ud800-\udfff]", text):
-        raise BadRow("with text that is not valid Unicode", text)
+    """A row that cannot be used: one of five reasons, and what was found."""
 
 
 def cell_of(row, column):
-    """The value in a row's column, or at a path such as reward_model.ground_truth."""
+    """The value in a row's column, or at a path such as reward_model.ground_truth; or text made of
+    several, such as '{Body} {Question}'. None if there is none."""
     if column in row:
         return row[column]
+    names = re.findall(IN_BRACES, column)
+    if names:
+        cells = {name: cell_of(row, name) for name in names}
+        is_whole = all(cell is not None for cell in cells.values())
+        return re.sub(IN_BRACES, lambda found: shown(cells[found[1]]), column) if is_whole else None
     cell = row
     for name in column.split("."):
         cell = cell.get(name) if isinstance(cell, dict) else None
     return cell
 
 
+def shown(cell):
+    """A cell as its file shows it: text as it is, everything else as JSON."""
+    return cell if isinstance(cell, str) else json.dumps(cell, ensure_ascii=False, default=str)
+
+
 def chat_message(item):
-    """A message from a dataset, with its text parts joined. Other parts, such as images, have none."""
+    """A message from a dataset, with its text parts joined. It must have a role and only text."""
     content = item.get("content")
     if content is None and item.get("tool_calls"):
         content = ""
-    parts = content if isinstance(content, list) else [{"text": content}]
-    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
-    if "role" not in item or not all(isinstance(text, str) for text in texts):
-        raise BadRow("with a message that lacks a role, or is not text", item)
+    if isinstance(content, list):
+        content = "".join(part["text"] for part in content)  # an image has none
     known = {name: value for name, value in item.items() if value is not None}  # parquet adds None
-    return known | {"content": "".join(texts)}
+    return known | {"role": item["role"], "content": content + ""}
 
 
 def read_prompt(cell, args):
     """The chat messages in a cell: one from the user if it is text. Replies at the end are dropped."""
-    if isinstance(cell, str):
-        messages = [{"role": "user", "content": cell}]
-    elif isinstance(cell, list) and all(isinstance(item, dict) for item in cell):
-        messages = [chat_message(item) for item in cell]
-    else:
-        messages = []
+    reason = f"without a prompt in --prompt_column {args.prompt_column}"
+    try:
+        messages = [{"role": "user", "content": cell}] if isinstance(cell, str) else cell
+        messages = [chat_message(item) for item in messages]
+    except (AttributeError, KeyError, TypeError) as error:  # no messages, or not of text
+        raise BadRow(reason, cell) from error
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if args.system_prompt:
         messages = [message for message in messages if message["role"] != "system"]
     if not any(message["role"] == "user" and message["content"].strip() for message in messages):
-        raise BadRow("without a prompt", cell)
+        raise BadRow(reason, cell)
     return messages
 
 
-def read_answer(cell):
-    """The gold answer in a cell: text, a number, or a list of one of these; "" for anything else."""
-    if isinstance(cell, list) and len(cell) == 1:
-        cell = cell[0]
+def read_answer(cell, args):
+    """The gold answer in a cell: what is behind a marker, or else all of it; of a list of one, also as
+    text, the element. "" if there is none: to the verifier, a long text without a marker is none."""
+    items = parsed(cell) if isinstance(cell, str) and cell.lstrip().startswith("[") else cell
+    if isinstance(items, list) and len(items) == 1 and not isinstance(items[0], (list, dict)):
+        cell = items[0]
     is_number = isinstance(cell, int) or (isinstance(cell, float) and math.isfinite(cell))
-    return str(cell).strip() if is_number or isinstance(cell, str) else ""
+    text = shown(cell).strip() if is_number or isinstance(cell, str) else ""
+    is_solution = "\n" in text or len(text) > LONGEST_GOLD
+    whole = "" if is_solution and not args.reward else text
+    return final_answer(text) or whole
 
 
 def render(messages, policy, args):
-    """Messages -> (the text that the model reads, its token ids, the messages), with `--instruction`
-    and `--system_prompt`."""
+    """Messages -> the text that the model reads. A row for which this raises is left out."""
     tokenizer = policy.tokenizer
-    if args.instruction:
-        content = f"{messages[-1]['content']}\n{args.instruction}"
-        messages = [*messages[:-1], messages[-1] | {"content": content}]
-    if args.system_prompt:
-        messages = [{"role": "system", "content": args.system_prompt}, *messages]
     if tokenizer.chat_template:
         for message in messages:
             if any(token in message["content"] for token in tokenizer.all_special_tokens):
-                raise BadRow("that already have the chat template's special tokens", message["content"])
-        options = {"tokenize": False, "add_generation_prompt": True, **args.template_options()}
-        try:
-            text = tokenizer.apply_chat_template(messages, **options)
-        except Exception as error:  # templates raise their own exceptions
-            raise BadRow("that the chat template refuses", str(error)) from error
-        if not isinstance(text, str):
-            raise BadRow("that --chat_template_kwargs do not turn into text", text)
+                raise ValueError("it already has the chat template's special tokens")
+        options = {"tokenize": False, "add_generation_prompt": True}
+        text = tokenizer.apply_chat_template(messages, **options, **args.chat_template_kwargs or {})
     elif len(messages) == 1:
         text = messages[0]["content"]
     else:
-        raise BadRow("with several messages or --system_prompt, which need a chat template", messages)
-    check_unicode(text)
-    ids = tokenizer(text, add_special_tokens=not tokenizer.chat_template).input_ids
-    if not tokenizer.chat_template and ids[-1:] == [tokenizer.eos_token_id]:
-        ids.pop()  # some tokenizers append EOS
+        raise ValueError("several messages, or --system_prompt, need a chat template")
     if messages[-1]["content"].strip() not in text:
-        raise BadRow("with a prompt that the chat template drops", messages[-1]["content"])
-    config = policy.model.config.get_text_config()  # where a multimodal model keeps its limit
-    limit = getattr(config, "max_position_embeddings", None) or math.inf
-    if len(ids) + args.max_new_tokens > limit:
-        raise BadRow(f"too long for --max_new_tokens and the model's limit of {limit} tokens", text)
-    if not ids or max(ids) >= policy.model.get_input_embeddings().num_embeddings:
-        raise BadRow("with a token that has no embedding, or without a token", text)
-    if ids.count(tokenizer.unk_token_id) > len(ids) / 10:
-        raise BadRow("with tokens that the model does not know", text)
-    return text, ids, messages
+        raise ValueError("the chat template drops the last message")
+    return text
 
 
 def read_row(row, known, policy, args, reads_answers):
-    """A row -> (hash of its prompt, Problem). BadRow if it cannot be used. `known` remembers what
-    became of each prompt, since a dataset may repeat one a hundred times."""
-    if not isinstance(row, dict):
+    """A row -> (hash of its prompt, Problem without ids: the known one, if any). BadRow if it cannot be
+    used."""
+    if not isinstance(row, dict) or None in row:  # where csv puts cells without a column
         raise BadRow("unreadable", row)
-    if None in row:  # where csv puts them
-        raise BadRow("with more cells than the header", row[None])
     cell = cell_of(row, args.prompt_column)
     messages = read_prompt(cell, args)
-    answer = read_answer(cell_of(row, args.answer_column))
+    gold = cell_of(row, args.answer_column)
+    answer = read_answer(gold, args)
     if reads_answers and not answer:
-        advice = " (if --reward needs none, drop `answer` from its parameters)" if args.reward else ""
-        raise BadRow(f"without a gold answer{advice}", cell_of(row, args.answer_column))
-    check_unicode(answer)
+        advice = "it is one short line, or behind #### or \\boxed"
+        if args.reward:
+            advice = "if --reward needs none, drop `answer` from its parameters"
+        raise BadRow(f"without a gold answer in --answer_column {args.answer_column} ({advice})", gold)
     is_text = isinstance(cell, str)
     key = hash_of(cell if is_text else messages)
-    if key not in known:
-        try:
-            text, ids, messages = render(messages, policy, args)
-            shown = messages[-1]["content"] if is_text else messages
-            known[key] = Problem(text, answer, ids, {**row, "prompts": shown})
-        except BadRow as error:
-            known[key] = error
-    if isinstance(known[key], BadRow):
-        raise known[key]
-    return key, known[key]
+    if key in known:
+        return key, known[key]
+    if args.instruction:
+        content = f"{messages[-1]['content']}\n{args.instruction}"
+        messages[-1] = messages[-1] | {"content": content}
+    if args.system_prompt:
+        messages = [{"role": "system", "content": args.system_prompt}, *messages]
+    prompt = messages[-1]["content"] if is_text else messages
+    try:
+        text = render(messages, policy, args)
+        (text + answer).encode()  # fails for half a surrogate pair, as in "\ud83d"
+    except Exception as error:  # templates raise their own exceptions
+        raise BadRow("that the model or its chat template cannot take", f"{error}: {prompt}") from error
+    return key, Problem(text, answer, [], {**row, "prompts": prompt})
+
+
+def tokenized(problems, policy, args):
+    """Yields each of the problems with its ids, or a BadRow that says why the model cannot take it."""
+    tokenizer = policy.tokenizer
+    config = policy.model.config.get_text_config()  # where a multimodal model keeps its limit
+    limit = getattr(config, "max_position_embeddings", None) or math.inf
+    num_embeddings = policy.model.get_input_embeddings().num_embeddings
+    numbers = list(
+        range(num_embeddings)
+    )  # one object for each id: lists of new ones take 5 KB a prompt
+    for start in range(0, len(problems), BATCH):
+        batch = problems[start : start + BATCH]
+        texts = [problem.prompt for problem in batch]
+        encoded = tokenizer(texts, add_special_tokens=not tokenizer.chat_template)
+        for problem, ids in zip(batch, encoded.input_ids, strict=True):
+            if not tokenizer.chat_template and ids[-1:] == [tokenizer.eos_token_id]:
+                ids.pop()  # some tokenizers append EOS
+            is_known = ids.count(tokenizer.unk_token_id) <= len(ids) / 10
+            if not ids or max(ids) >= num_embeddings or not is_known:
+                message = "no token, or tokens that the model does not know"
+                yield BadRow("that the model or its chat template cannot take", message)
+            elif len(ids) + args.max_new_tokens > limit:
+                message = f"too long for --max_new_tokens and the model's limit of {limit} tokens"
+                yield BadRow(message, problem.prompt)
+            else:
+                yield problem._replace(prompt_ids=[numbers[token] for token in ids])
 
 
 def usable_rows(rows, flag, policy, args, reads_answers=True):
-    """Rows of `--dataset` or `--eval_dataset` -> ({hash of the prompt: Problem}, what was left out and
-    why). UserError if more than a tenth is left out."""
+    """Rows of `--dataset` or `--eval_dataset` -> ({hash of the prompt: Problem}, [what was left out and
+    why, if anything]). UserError if more than a tenth is left out."""
     if len(rows) == 0:
         raise UserError(f"--{flag} {getattr(args, flag)} has no rows")
     columns = {}
-    known = {}
     problems = {}
+    numbers = {}  # {hash of the prompt: number of its first row}
     reasons = {}  # {why rows are left out: [which row, and what was found]}
-    for number, row in enumerate(rows, 1):
+
+    def leave_out(number, error):
+        reason, found = error.args
+        reasons.setdefault(reason, []).append(f"row {number} {found!r:.80}")
+
+    for number, row in enumerate(tqdm(rows, desc="rows", leave=False, disable=None, delay=5), 1):
         if isinstance(row, dict):
             columns |= dict.fromkeys(map(str, row))
         try:
-            key, problem = read_row(row, known, policy, args, reads_answers)
+            key, problem = read_row(row, problems, policy, args, reads_answers)
         except BadRow as error:
-            reason, found = error.args
-            reasons.setdefault(reason, []).append(f"row {number} {found!r:.80}")
+            leave_out(number, error)
         else:
             problems[key] = problem
-        if len(known) == 20 and not problems:
-            break  # the chat template, for example, would reject every other row, too
+            numbers.setdefault(key, number)
+        if number == 20 and not problems:
+            break  # the chat template, for example, would refuse every other row, too
+    no_cells = dict.fromkeys(columns)
+    results = tokenized(list(problems.values()), policy, args)
+    for key, result in zip(list(problems), results, strict=True):
+        if isinstance(result, BadRow):
+            leave_out(numbers[key], result)
+            del problems[key]
+        else:
+            problems[key] = result._replace(columns=no_cells | result.columns)
     left_out = [f"{len(bad):,} {reason} (first: {bad[0]})" for reason, bad in reasons.items()]
     num_bad = sum(map(len, reasons.values()))
     if not problems or num_bad > len(rows) / 10:
-        message = (
-            f"--{flag} {getattr(args, flag)}: {num_bad:,} rows cannot be used: {', '.join(left_out)}"
-        )
-        if columns:
-            message += f"; the columns (--prompt_column, --answer_column) are {', '.join(columns)}"
-        raise UserError(message)
+        message = f"{num_bad:,} rows cannot be used: {', '.join(left_out)}"
+        names = f"its columns are {', '.join(columns)}"
+        if args.eval_dataset:
+            names += "; --prompt_column and --answer_column are the same for both datasets"
+        raise UserError(f"--{flag} {getattr(args, flag)}: {message}; {names}")
     num_equal = len(rows) - num_bad - len(problems)
     if num_equal > 0:
         left_out.append(f"{num_equal:,} with the prompt of an earlier row")
-    no_cells = dict.fromkeys(columns)
-    for key, problem in problems.items():
-        answer = final_answer(problem.answer) or problem.answer
-        problems[key] = problem._replace(answer=answer, columns=no_cells | problem.columns)
-    return problems, f"; left out of --{flag}: {', '.join(left_out)}" if left_out else ""
+    if getattr(args, flag) != "addition":
+        print(columns_line(columns, problems, args))
+    return problems, [f"left out of --{flag}: {', '.join(left_out)}"] if left_out else []
+
+
+def columns_line(columns, problems, args):
+    """What the columns of a dataset are used for, and the first gold answer."""
+    used = set()
+    for column in (args.prompt_column, args.answer_column):
+        names = [column] if column in columns else re.findall(IN_BRACES, column) or [column]
+        used |= {name if name in columns else name.partition(".")[0] for name in names}
+    rest = [column for column in columns if column not in used]
+    first = next(iter(problems.values())).answer
+    words = "columns for --reward alone" if args.reward else "not used"
+    line = f"prompt: {args.prompt_column}, answer: {args.answer_column} (the first: {first:.200})"
+    return f"{line}, {words}: {', '.join(rest)}" if rest else line

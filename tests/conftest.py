@@ -115,7 +115,7 @@ def refused(name, *flags, expected=""):
     (line,) = result.stderr.splitlines()
     assert line.startswith(f"{path_of(name).name}: error: ") and expected in line, line
     assert len(line) < 450
-    assert result.stdout == "" or result.stdout.startswith("problems: ")
+    assert result.stdout == "" or result.stdout.startswith(("prompt: ", "problems: "))
     return line
 
 

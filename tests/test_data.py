@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pyarrow.parquet
 import pytest
 from conftest import ROOT, SMALL, completes, read_lines, save, script_args, write_lines
-from datasets import Audio, Dataset, DatasetDict, Features, Image, Json, List, Value
+from datasets import Audio, ClassLabel, Dataset, DatasetDict, Features, Image, Json, List, Value
 from test_architectures import new_model
 from transformers import ByT5Tokenizer
 
@@ -134,20 +134,50 @@ def like_gsm8k(tmp_path):
     return tmp_path / "gsm"
 
 
-def test_configs_and_splits_that_exist_are_named(like_gsm8k, tmp_path):
-    assert read(like_gsm8k, dataset_config="main") == sums(9)
-    assert read(like_gsm8k, "eval_dataset", dataset_config="main") == sums(9)
+def test_a_config_may_be_named(like_gsm8k):
     for flag in ("dataset", "eval_dataset"):
-        with pytest.raises(UserError, match="--dataset_config can be main, socratic"):
-            read(like_gsm8k, flag)
-    with pytest.raises(UserError, match="'other' not found. .*main.*socratic"):
-        read(like_gsm8k, dataset_config="other")
-    with pytest.raises(UserError, match="'train', 'test'"):
-        read(like_gsm8k, dataset_config="main", dataset_split="validation")
-    DatasetDict(train=Dataset.from_list(EXACT)).save_to_disk(tmp_path / "splits")
-    assert read(tmp_path / "splits") == EXACT
-    with pytest.raises(UserError, match="it has no split validation, but train"):
-        read(tmp_path / "splits", dataset_split="validation")
+        assert read(like_gsm8k, flag, dataset_config="main") == sums(9)
+
+
+def test_a_folder_of_save_to_disk_may_have_splits(tmp_path):
+    DatasetDict(train=Dataset.from_list(EXACT)).save_to_disk(tmp_path)
+    assert read(tmp_path) == EXACT
+    with pytest.raises(
+        UserError, match="cannot be read with .*--dataset_split test: FileNotFoundError"
+    ):
+        read(tmp_path, dataset_split="test")
+
+
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n"
+SUM = '{"question": "1+1=", "answer": "2"}\n'
+OTHER = '{"problem": "1+1=", "solution": "2"}\n'
+PATHS = [f"{config}/{split}.jsonl" for config in ("main", "socratic") for split in ("train", "test")]
+CONFIGS = {"README.md": CARD} | dict.fromkeys(PATHS, SUM)
+UNREADABLE = [  # the files in a folder, flags, and what the line says: the flags, and the first cause
+    ({"test.jsonl": SUM}, {}, "--dataset_split train: ValueError Unknown split .*\\['test'\\]"),
+    ({"train.jsonl": SUM, "test.jsonl": OTHER}, {}, "CastError .*problem.*column names don't match"),
+    ({"train.parquet": LFS}, {}, "ArrowInvalid Parquet magic bytes not found"),
+    ({"train.jsonl": LFS}, {}, "ArrowInvalid JSON parse error"),
+    ({"train.jsonl": '["1+1=", "2"]\n' * 2}, {}, "ValueError Trailing data"),
+    (CONFIGS, {}, "--dataset_config None .*among the available configs: \\['main', 'socratic'\\]"),
+    (CONFIGS, {"dataset_config": "x"}, "--dataset_config x .*Available: \\['main', 'socratic'\\]"),
+    ({}, {}, "doesn't contain any data files"),
+]
+
+
+@pytest.mark.parametrize("files, flags, expected", UNREADABLE)
+def test_a_folder_that_cannot_be_read_is_told_by_its_first_cause(files, flags, expected, tmp_path):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=f"--dataset {tmp_path} cannot be read with .*{expected}"):
+        read(tmp_path, **flags)
+
+
+def test_the_eval_dataset_has_its_own_split_flag(tmp_path):
+    write_lines(tmp_path / "train.jsonl", EXACT)
+    with pytest.raises(UserError, match="--eval_dataset .* --eval_split test: .*Unknown split"):
+        read(tmp_path, "eval_dataset")
 
 
 def test_a_folder_with_a_card_is_read_again_after_a_change(like_gsm8k):
@@ -213,13 +243,15 @@ def test_the_case_of_a_file_name_does_not_matter(tmp_path):
 
 def test_images_and_audio_that_nobody_reads_are_not_decoded(tmp_path):
     """They are damaged, and need libraries. Lists of them are common. A column of JSON is
-    decoded, or it would be text."""
+    decoded, or it would be text; a label is its name."""
     junk = {"bytes": b"junk", "path": None}
     rows = [row() | {"image": junk, "images": [junk], "audio": junk, "extra": {"image": junk}}]
     kinds = {"image": Image(), "images": List(Image()), "audio": Audio(), "extra": {"image": Image()}}
     kinds |= {"question": Value("string"), "answer": Value("string"), "json": Json()}
-    table = pyarrow.Table.from_pylist([rows[0] | {"json": '{"a": 1}'}], Features(kinds).arrow_schema)
-    rows[0]["json"] = {"a": 1}
+    kinds |= {"label": ClassLabel(names=["no", "yes"]), "none": ClassLabel(names=["no"])}
+    raw = rows[0] | {"json": '{"a": 1}', "label": 1, "none": -1}
+    table = pyarrow.Table.from_pylist([raw], Features(kinds).arrow_schema)
+    rows[0] |= {"json": {"a": 1}, "label": "yes", "none": None}
     pyarrow.parquet.write_table(table, tmp_path / "data.parquet")
     Dataset(table).save_to_disk(tmp_path / "saved")
     for path in tmp_path.iterdir():
@@ -230,15 +262,16 @@ def test_the_default_dataset_can_be_evaluated_on():
     assert read("addition", "eval_dataset") == read("addition")
 
 
-GOOD = '{"question": "1+1=", "answer": "2"}\n'
 LINES = {  # what is in a file: its rows
-    GOOD + "what?\n": [row(), "what?"],
-    "[" * 10_000 + "\n" + GOOD: ["[" * 10_000, row()],
-    GOOD + '{"a":' * 10_000: [row(), '{"a":' * 10_000],
-    "9" * 5_000 + "\n" + GOOD: ["9" * 5_000, row()],
-    '["a", "b"]\n["c"]\n' + GOOD: [["a", "b"], ["c"], row()],
-    "[" + GOOD.strip() + ",\n" + GOOD.strip() + "]": [row(), row()],
-    "\n\r\n" + GOOD: [row()],
+    SUM + "what?\n": [row(), "what?"],
+    "[" * 10_000 + "\n" + SUM: ["[" * 10_000, row()],
+    SUM + '{"a":' * 10_000: [row(), '{"a":' * 10_000],
+    "9" * 5_000 + "\n" + SUM: ["9" * 5_000, row()],
+    '["a", "b"]\n["c"]\n' + SUM: [["a", "b"], ["c"], row()],
+    "[" + SUM.strip() + ",\n" + SUM.strip() + "]": [row(), row()],
+    "\n\r\n" + SUM: [row()],
+    SUM: [row()],
+    '{\n "data": [\n  7\n ]\n}': [{"data": [7]}],
     "": [],
 }
 
@@ -264,32 +297,70 @@ def test_bytes_that_are_not_utf8_cost_only_their_rows(kind, tmp_path):
     assert found[:20] == sums(20) and len(problems_of(found)) == 20
 
 
-def test_a_csv_cell_may_be_long_and_a_row_with_a_surplus_cell_is_left_out(tmp_path):
-    """Its cells may have moved to other columns."""
+HEADER = "question,answer\n"
+CSV = [  # a file's text, and its rows or what the line says
+    (HEADER + "1" * 200_000 + ",3\n", [row("1" * 200_000, "3")]),
+    (HEADER + '"1,000\n+1=",1001\n', [row("1,000\n+1=", "1001")]),
+    (HEADER + '12" + 1",13"\n', [row('12" + 1"', '13"')]),
+    (HEADER + "7+1=\n1,000+1=,1001\n", [row("7+1=", None), row("1", "000+1=") | {None: ["1001"]}]),
+    (HEADER + '1+1=,2\n"2+1=,3\n3+1=,4\n', "a quote in row 2 may not be closed"),
+    (HEADER + '1+1=,2\n"2+1=,3\n"3+1=",4\n', "a quote in row 2 may not be closed"),
+    ("question,answer,answer\n1+1=,2,3\n", "two columns with the name answer"),
+]
+
+
+@pytest.mark.parametrize("text, expected", CSV, ids=lambda x: f"{x!s:.40}")
+def test_a_csv_file_is_read_exactly_or_refused(text, expected, tmp_path):
     path = tmp_path / "cells.csv"
-    path.write_text("question,answer\n1+1=,2\n" + "1" * 200_000 + ",3\n1,000+1=,1001\n7+1=\n")
-    rows = read(path)
-    assert rows[1]["question"] == "1" * 200_000
-    problems = problems_of(rows + sums(30))
-    assert len(problems) == 31 + 1 - 1  # 1+1= is there twice
-    message = refusal(rows[2:])
-    assert "1 with more cells than the header (first: row 1 ['1001'])" in message
-    assert "1 without a gold answer (first: row 2 None)" in message
+    path.write_text(text)
+    if isinstance(expected, list):
+        assert read(path) == expected
+    else:
+        with pytest.raises(UserError, match=f"--dataset {path} cannot be read: .*{expected}"):
+            read(path)
 
 
 # ---------------------------------------------------------------------------------- columns, prompts
 
 
-def test_a_column_may_be_a_path():
-    """A column with the whole name comes first. Reward functions get all columns; one that only other
-    rows have is None. The EOS that the tokenizer appends to a prompt is dropped."""
-    nested = {"prompt": chat("user", "1+1="), "extra": {"gold": "2"}, "a.b": "3", "a": {"b": "4"}}
-    rows = [nested, nested | {"prompt": chat("user", "1+2="), "level": 3}]
-    for column, expected in {"extra.gold": "2", "a.b": "3"}.items():
-        problem, other = problems_of(rows, prompt_column="prompt", answer_column=column)
-        assert problem[:2] == ("1+1=", expected) and len(problem[2]) == 4
-        assert problem[3] == nested | {"level": None, "prompts": nested["prompt"]}
-        assert other[3]["level"] == 3
+NESTED = {"prompt": chat("user", "1+1="), "extra": {"gold": "2"}, "a.b": "3", "a": {"b": "4"}, "n": 5}
+COLUMNS = [  # columns, prompt and gold answer, and what the line at the start says
+    ("prompt", "extra.gold", "1+1=", "2", "answer: extra.gold (the first: 2), not used: a.b, a, n"),
+    ("prompt", "a.b", "1+1=", "3", "answer: a.b (the first: 3), not used: extra, a, n"),
+    ("{a.b} and {n}", "n", "3 and 5", "5", "answer: n (the first: 5), not used: prompt, extra, a"),
+    ("{extra.gold}{a}", "n", '2{"b": "4"}', "5", "(the first: 5), not used: prompt, a.b"),
+    ("n", "n", None, "", "without a prompt in --prompt_column n (first: row 1 5)"),
+    (
+        "{n} {level}",
+        "n",
+        None,
+        "",
+        "without a prompt in --prompt_column {n} {level} (first: row 1 None)",
+    ),
+]
+
+
+@pytest.mark.parametrize("prompt_column, answer_column, prompt, answer, line", COLUMNS)
+def test_a_column_may_be_a_path_or_several(prompt_column, answer_column, prompt, answer, line, capsys):
+    """A column with the whole name comes first. The EOS that the tokenizer appends is dropped."""
+    flags = {"prompt_column": prompt_column, "answer_column": answer_column}
+    if prompt is None:
+        assert line in refusal([NESTED], **flags)
+    else:
+        ((text, gold, ids, columns),) = problems_of([NESTED], **flags)
+        assert (text, gold, len(ids)) == (
+            prompt,
+            answer,
+            len(prompt),
+        ) and columns.items() > NESTED.items()
+        assert capsys.readouterr().out == f"prompt: {prompt_column}, {line}\n" or line.startswith("(")
+
+
+def test_reward_functions_get_all_columns(capsys):
+    """One that only other rows have is None."""
+    first, second = problems_of([row(), row("1+2=") | {"level": 3}], reward="my.py:f")
+    assert first.columns == row() | {"level": None, "prompts": "1+1="} and second.columns["level"] == 3
+    assert capsys.readouterr().out.endswith("(the first: 2), columns for --reward alone: level\n")
 
 
 SHOT = chat("user", "1+1=", "assistant", "2")
@@ -305,7 +376,7 @@ PROMPTS = [  # cell, flags, rendered prompt, what reward functions get (None: th
     ([*SHOT, *chat("user", "2")], {}, "<user>1+1=<assistant>2<user>2", None),
     ([*SHOT, *chat("assistant", "#### 2")], {}, "<user>1+1=", SHOT[:1]),
     ("3", FLAGS, "<system>S<user>3\nI", "3\nI"),
-    ("3", {"chat_template_kwargs": '{"end": "!"}'}, "<user>3!", None),
+    ("3", {"chat_template_kwargs": {"end": "!"}}, "<user>3!", None),
     (SYSTEM, FLAGS, "<system>S<user>3\nI", chat("system", "S", "user", "3\nI")),
     (
         CALL,
@@ -323,86 +394,121 @@ def test_prompts_are_text_or_messages_without_trailing_replies(cell, flags, expe
     assert columns["prompts"] == (cell if shown is None else shown) and columns["question"] == cell
 
 
-NO_TEXT = "with a message that lacks a role, or is not text (first: row 1 {'role'"
+NO_PROMPT = "without a prompt in --prompt_column question (first: row 1 "
+NO_GOLD = (
+    "without a gold answer in --answer_column answer (it is one short line, or behind #### or \\boxed)"
+)
+REFUSED = "that the model or its chat template cannot take (first: row 1 "
 FIRST = "{{ messages[0].content }}"
 BAD_ROWS = [  # prompt, answer, chat template, why the row is left out
-    (" \n", "2", TURNS, "without a prompt (first: row 1 ' \\n')"),
-    (["1+1="], "2", TURNS, "without a prompt (first: row 1 ['1+1='])"),
-    (chat("user", [*PARTS, {"type": "image"}]), "2", TURNS, NO_TEXT),
-    (chat("user", [{"type": "text"}]), "2", TURNS, NO_TEXT),
-    ("<user>3</s>", "2", TURNS, "already have the chat template's special tokens"),
+    (" \n", "2", TURNS, f"{NO_PROMPT}' \\n')"),
+    (None, "2", TURNS, f"{NO_PROMPT}None)"),
+    (["1+1="], "2", TURNS, f"{NO_PROMPT}['1+1='])"),
+    (chat("user", [*PARTS, {"type": "image"}]), "2", TURNS, NO_PROMPT),
+    (chat("user", [{"type": "text"}]), "2", TURNS, NO_PROMPT),
+    ([{"content": "3"}], "2", TURNS, NO_PROMPT),
+    ("<user>3</s>", "2", TURNS, f"{REFUSED}\"it already has the chat template's special tokens"),
+    (chat("user", "3", "user", "4"), "2", None, f'{REFUSED}"several messages'),
+    ([*SHOT, *chat("user", "3")], "2", FIRST, f'{REFUSED}"the chat template drops the last message'),
+    ("3", "2", "{{ raise_exception('no!') }}", f"{REFUSED}'no!: 3')"),
+    ("3\ud83d", "2", TURNS, REFUSED),
+    ("3\udcff", "2", None, REFUSED),
+    (chat("user", "\udc00"), "2", TURNS, REFUSED),
+    ("3", "\ud83d", TURNS, REFUSED),
     ("1" * 90, "2", TURNS, "the model's limit of 150 tokens (first: row 1"),
-    (chat("user", "3", "user", "4"), "2", None, "need a chat template"),
-    ([*SHOT, *chat("user", "3")], "2", FIRST, "that the chat template drops"),
-    ("3", "2", "{{ raise_exception('no!') }}", "refuses (first: row 1 'no!'"),
-    ("3", {"gold": "2"}, TURNS, "without a gold answer (first: row 1 {'gold': '2'})"),
-    ("3", "", TURNS, "without a gold answer (first: row 1 '')"),
-    ("3\ud83d", "2", TURNS, "text that is not valid Unicode (first: row 1 '<user>3\\ud83d"),
-    ("3\udcff", "2", None, "text that is not valid Unicode (first: row 1 '3\\udcff'"),
-    (chat("user", "\udc00"), "2", TURNS, "text that is not valid Unicode"),
-    ("3", "\ud83d", TURNS, "text that is not valid Unicode (first: row 1 '\\ud83d')"),
-    ("3", math.inf, TURNS, "without a gold answer (first: row 1 inf)"),
+    ("3", {"gold": "2"}, TURNS, f"{NO_GOLD} (first: row 1 {{'gold': '2'}})"),
 ]
 
 
 @pytest.mark.parametrize("prompt, answer, template, expected", BAD_ROWS)
 def test_a_refusal_names_the_reason_the_cell_and_the_columns(prompt, answer, template, expected):
     message = refusal([row(prompt, answer)], policy_with(template, limit=150))
-    assert expected in message and message.endswith("are question, answer")
+    assert expected in message and message.endswith("its columns are question, answer")
 
 
-GOLD = [  # the cell, the gold answer
-    ("2 ", "2"),
-    (2, "2"),
-    (2.5, "2.5"),
-    (10**400, str(10**400)),  # too large for a float
-    (["10"], "10"),
-    ('["10"]', '["10"]'),  # a list inside text is text
-    ("so #### 2", "2"),
-    ("The answer is 2", "The answer is 2"),
+SOLUTION = "She has 7 apples and picks 9, so she has 16."
+GOLD = [  # the cell, the gold answer of the verifier, and that of a reward function
+    ("2 ", "2", "2"),
+    (2, "2", "2"),
+    (2.5, "2.5", "2.5"),
+    (10**100, str(10**100), str(10**100)),
+    (True, "true", "true"),
+    (False, "false", "false"),
+    (["10"], "10", "10"),
+    ([10], "10", "10"),
+    ('["20"]', "20", "20"),
+    ("[20]", "20", "20"),
+    ("[1, 2]", "[1, 2]", "[1, 2]"),
+    ("[[1, 2]]", "[[1, 2]]", "[[1, 2]]"),
+    ("[0, \\infty)", "[0, \\infty)", "[0, \\infty)"),
+    (["so \\boxed{3}"], "3", "3"),
+    (f"{SOLUTION}\n#### 16", "16", "16"),
+    (f"{SOLUTION}\nThe answer is \\boxed{{16}}.", "16", "16"),
+    (SOLUTION, SOLUTION, SOLUTION),  # it is short: the line at the start shows it
+    (f"{SOLUTION}\nThe answer is: 16", "", f"{SOLUTION}\nThe answer is: 16"),
+    (f"{SOLUTION} " * 5, "", (f"{SOLUTION} " * 5).strip()),
+    ("7" * 200, "7" * 200, "7" * 200),
+    ("7" * 201, "", "7" * 201),
+    ("", "", ""),
+    (None, "", ""),
+    (math.inf, "", ""),
+    (["1", "2"], "", ""),
+    ([["1"]], "", ""),
 ]
 
 
-@pytest.mark.parametrize("cell, expected", GOLD, ids=lambda x: f"{x!s:.20}")
-def test_a_gold_answer_is_text_or_a_number(cell, expected):
-    ((_, answer, _, _),) = problems_of([row("1+1=", cell)])
-    assert answer == expected
+@pytest.mark.parametrize("cell, expected, rewarded", GOLD, ids=lambda x: f"{x!s:.20}")
+def test_a_gold_answer_is_short_or_behind_a_marker(cell, expected, rewarded):
+    """Anything else leaves the row out, unless a reward function reads it."""
+    for reward, gold in (("", expected), ("my.py:f", rewarded)):
+        if gold:
+            ((_, answer, _, _),) = problems_of([row("1+1=", cell)], reward=reward)
+            assert answer == gold
+        else:
+            assert "1 without a gold answer" in refusal([row("1+1=", cell)], reward=reward)
 
 
-OPTIONS = [  # --chat_template_kwargs that make it something else, the reason
-    ('{"tokenize": true}', "that --chat_template_kwargs do not turn into text"),
-    ('{"tokenize": true, "return_dict": true}', "that --chat_template_kwargs do not turn into text"),
-    ('{"continue_final_message": true}', "that the chat template refuses"),
-    ('{"messages": []}', "that the chat template refuses"),
-    ('{"conversation": []}', "that the chat template refuses"),
+OPTIONS = [  # --chat_template_kwargs that make it something else
+    {"tokenize": True},
+    {"tokenize": True, "return_dict": True},
+    {"continue_final_message": True},
+    {"messages": []},
+    {"conversation": []},
 ]
 
 
-@pytest.mark.parametrize("options, expected", OPTIONS)
-def test_options_of_the_chat_template_that_cannot_be_used_are_refused(options, expected):
-    assert expected in refusal(sums(3), policy_with(TURNS), chat_template_kwargs=options)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_options_of_the_chat_template_that_cannot_be_used_are_refused(options):
+    assert REFUSED in refusal(sums(3), policy_with(TURNS), chat_template_kwargs=options)
 
 
 def test_a_refusal_without_rows_or_columns_or_gold_answers():
     assert refusal([]) == "--dataset mine has no rows"
-    assert refusal(["x"]).endswith("1 unreadable (first: row 1 'x')")
+    assert "1 unreadable (first: row 1 'x')" in refusal(["x"])
     message = refusal([row(answer="")] * 16, reward="my.py:f")
-    assert "16 without a gold answer (if --reward needs none, drop `answer` from its " in message
+    assert "16 without a gold answer in --answer_column answer (if --reward needs none, drop" in message
+
+
+def test_the_eval_dataset_has_the_same_columns():
+    """As AIME beside DAPO-17k: the columns of the training set would not be of help."""
+    message = refusal([{"problem": "1+1=", "solution": "2"}], eval_dataset="aime.jsonl")
+    assert message.endswith("--prompt_column and --answer_column are the same for both datasets")
 
 
 # ----------------------------------------------------------------------------- rows that are left out
 
 
 def test_a_tenth_may_be_left_out_besides_equal_prompts():
-    bad = [row("", "1"), row("", "2")]
-    assert len(problems_of(sums(18) + bad)) == 18
-    assert "rows cannot be used" in refusal(sums(17) + bad)
-    assert len(problems_of((sums(49) + bad[:1]) * 20)) == 49
+    """For all reasons together."""
+    bad = [row("", "1"), row("9" * 200, "2")]
+    policy = policy_with(TURNS, limit=200)
+    assert len(problems_of(sums(18) + bad, policy)) == 18
+    assert "2 rows cannot be used" in refusal(sums(17) + bad, policy)
+    assert len(problems_of((sums(49) + bad[:1]) * 20, policy)) == 49
 
 
 def test_a_prompt_is_rendered_once_and_a_template_that_always_fails_a_few_times():
-    """Also a prompt that the template refuses."""
-    policy = policy_with("{% if '0' in messages[0].content %}{{ no() }}{% endif %}" + TURNS)
+    policy = policy_with(TURNS)
     render = Mock(wraps=policy.tokenizer.apply_chat_template)
     policy.tokenizer.apply_chat_template = render
     problems_of(sums(10) * 5, policy)
@@ -414,17 +520,20 @@ def test_a_prompt_is_rendered_once_and_a_template_that_always_fails_a_few_times(
 
 def test_the_line_at_the_start_counts_the_rows_that_are_left_out():
     """With the first row of each kind. A row has one reason."""
-    rows = [*sums(60), row("", "1"), row("x", {"gold": 1}), "x", row("", "2"), row("1+1=", "3")]
+    bad = [row("", "1"), row("x", {"gold": 1}), "x", row("", "2"), row("1+1=", "3"), row("9" * 200)]
     args = script_args("grpo", dataset="mine")[1]
-    policy = policy_with(TURNS)
-    problems, left_out = usable_rows(rows, "dataset", policy, args)
+    problems, notes = usable_rows(sums(60) + bad, "dataset", policy_with(TURNS, limit=200), args)
     kinds = [
-        "2 without a prompt (first: row 61 '')",
-        "1 without a gold answer (first: row 62 {'gold': 1})",
+        f"2 {NO_PROMPT}'')",
+        f"1 {NO_GOLD} (first: row 62 {{'gold': 1}})",
         "1 unreadable (first: row 63 'x')",
+        "1 too long for --max_new_tokens and the model's limit of 200 tokens (first: row 66 '<user>999",
         "1 with the prompt of an earlier row",
     ]
-    assert len(problems) == 60 and left_out == f"; left out of --dataset: {', '.join(kinds)}"
+    kinds[0] = kinds[0].replace("row 1 ", "row 61 ")
+    (note,) = notes
+    assert len(problems) == 60 and note.startswith(f"left out of --dataset: {kinds[0]}")
+    assert all(kind in note for kind in kinds)
 
 
 # ------------------------------------------------------------------------------- training and held out
@@ -442,7 +551,8 @@ def test_held_out_problems_are_apart_and_the_same_for_all_seeds(tmp_path, tiny_p
     stream, held_out = load(path, tiny_policy, rows + rows[:30], num_held_out=50, seed=1)
     assert capsys.readouterr().err == ""
     other, same_held_out = load(path, tiny_policy, rows[::-1], num_held_out=51, seed=2)
-    assert capsys.readouterr().out == "problems: 49 to train on, 51 held out\n"
+    line = "prompt: question, answer: answer (the first: 100)"
+    assert capsys.readouterr().out == f"{line}\nproblems: 49 to train on, 51 held out\n"
     assert stream.problems[1:] == other.problems and held_out == same_held_out[:50]
     assert not {p.prompt for p in stream.problems} & {p.prompt for p in held_out}
     for p in stream.problems + held_out:
