@@ -7,7 +7,6 @@ import inspect
 import os
 import re
 import sys
-import threading
 import weakref
 from pathlib import Path
 
@@ -17,9 +16,9 @@ import transformers
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils.generic import ContextManagers
 
 from plumbing.args import UserError, checkpoints_in, one_line
+from plumbing.data import hash_of
 from plumbing.routing import find_routers, read_routers, routing_contexts
 
 TINY_MOE = Path(__file__).parent.parent / "tiny_moe"  # the folder that --model tiny-moe means
@@ -30,24 +29,8 @@ TOKENIZER_FILES = """tokenizer* special_tokens_map.json added_tokens.json vocab*
 # ------------------------------------------------------------------------------------------ loading
 
 
-LAST_RUN = {"thread": None, "code": None}  # the thread of the last load_policy, and its caller's code
-
-
-def check_alone():
-    """UserError if a different thread is still in the code that called `load_policy`. Loading a model,
-    sampling and the clock use globals."""
-    thread = LAST_RUN["thread"]
-    frame = sys._current_frames().get(thread)
-    while frame is not None and thread != threading.get_ident():
-        if frame.f_code is LAST_RUN["code"]:
-            raise UserError("a different thread of this process has a run: start one at a time")
-        frame = frame.f_back
-    LAST_RUN.update(thread=threading.get_ident(), code=sys._getframe(2).f_code)
-
-
 def load_policy(args):
     """`--model` -> `Policy`. Runs no code from the folder."""
-    check_alone()
     for module in (transformers, sys.modules["transformers"]):  # it may import itself twice
         numbers = re.findall("[0-9]+", module.__version__)
         if [int(number) for number in numbers[:2]] < [5, 21]:
@@ -160,6 +143,17 @@ def checkpoint_layers(model):
 # ------------------------------------------------------------------------------------------- weights
 
 
+TRAINED = weakref.WeakSet()  # every TrainedModel
+
+
+def refresh_all(*_):
+    for model in TRAINED:
+        model.refresh()
+
+
+register_optimizer_step_post_hook(refresh_all)  # after each step of any optimizer
+
+
 class TrainedModel:
     """Master weights, which the optimizer changes, and the model that computes with them: a policy or
     a critic. In float32 both are the same model."""
@@ -167,9 +161,7 @@ class TrainedModel:
     def __init__(self, master, dtype="float32"):
         self.master = master
         self.model = working_copy(master, dtype)
-        # After each step of any optimizer. The hook must not keep this object alive.
-        this = weakref.ref(self)
-        register_optimizer_step_post_hook(lambda *_: this() and this().refresh())
+        TRAINED.add(self)
 
     def parameters(self):
         return self.master.parameters()
@@ -180,6 +172,10 @@ class TrainedModel:
     def load_state_dict(self, state):
         self.master.load_state_dict(state)
         self.refresh()
+
+    def hash(self):
+        """Of the master weights' bits: the same on all devices."""
+        return hash_of([weight.view(torch.int32).sum().item() for weight in self.parameters()])
 
     def clip_gradients(self, max_norm):
         """Clips the gradients' norm; returns the norm before clipping."""
@@ -214,6 +210,9 @@ class Policy(TrainedModel):
             # int4 weights are only rounded; their products are computed in --dtype.
             kind = rollout_dtype if rollout_dtype in ("float32", "bfloat16") else dtype
             self.rollout_policy = self.with_model(copied(master, kind).requires_grad_(False))
+        self.rounded = set()  # ids of the sampler's weights that are rounded
+        if rollout_dtype == "int4":
+            self.rounded = rounded_to_int4(self.rollout_policy.model)
 
     @property
     def end_ids(self):
@@ -246,10 +245,9 @@ class Policy(TrainedModel):
         if self.rollout_policy is None:
             return self
         if (iteration - 1) % self.refresh_every == 0:
-            model = self.rollout_policy.model
-            rounded = rounded_to_int4(model) if self.rollout_dtype == "int4" else set()
-            for weight, master_weight in zip(model.parameters(), self.parameters(), strict=True):
-                if id(weight) in rounded:
+            weights = self.rollout_policy.model.parameters()
+            for weight, master_weight in zip(weights, self.parameters(), strict=True):
+                if id(weight) in self.rounded:
                     master_weight = fake_quantize(master_weight)
                 weight.copy_(master_weight)
         return self.rollout_policy
@@ -302,23 +300,18 @@ def kept_in_float32(model):
     """ids of the weights that stay in float32 when transformers loads the model in bfloat16: those that
     the architecture lists, and those that it creates in float32."""
     bodies = [part for part in model.modules() if isinstance(part, transformers.PreTrainedModel)]
-    if not bodies:
-        return set()
-    body = bodies[0]  # the whole model, or a critic's body
-    kind = type(body)
-    with ContextManagers(kind.get_init_context(torch.bfloat16, False, False, False)):
-        # on the meta device, without allocating weights
-        empty = kind._from_config(copy.deepcopy(body.config), dtype=torch.bfloat16)
-    patterns = [pattern.replace("*", ".*") for pattern in empty._get_dtype_plan(torch.bfloat16)]
     kept = set()
-    for name, weight in empty.named_parameters():
-        is_listed = any(re.search(pattern, name) for pattern in patterns)
-        if is_listed or weight.dtype == torch.float32:
-            kept.add(id(body.get_parameter(name)))
+    for body in bodies[:1]:  # the whole model, or a critic's body
+        with torch.device("meta"):  # without allocating weights
+            empty = type(body)._from_config(copy.deepcopy(body.config), dtype=torch.bfloat16)
+        patterns = [pattern.replace("*", ".*") for pattern in empty._get_dtype_plan(torch.bfloat16)]
+        for name, weight in empty.named_parameters():
+            is_listed = any(re.search(pattern, name) for pattern in patterns)
+            if is_listed or weight.dtype == torch.float32:
+                kept.add(id(body.get_parameter(name)))
     return kept
 
 
-@functools.lru_cache(maxsize=1)  # needed in each iteration
 def rounded_to_int4(model):
     """ids of the weights that int4 rounds: all except vectors, embeddings (and a head tied to them),
     routers, and what stays in float32."""

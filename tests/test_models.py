@@ -89,6 +89,15 @@ def test_run_a_dense_model_with_several_chat_templates(tmp_path):
         assert saved.read_bytes() == path.read_bytes(), path
 
 
+def test_the_hash_of_a_model_is_that_of_its_bits(own_policy):
+    before = own_policy.hash()
+    weight = next(own_policy.parameters())
+    assert own_policy.frozen_copy().hash() == before
+    with torch.no_grad():
+        weight[0] = torch.nextafter(weight[0], torch.tensor(1.0))
+    assert own_policy.hash() != before
+
+
 def numbers_kept(is_on):
     """How many numbers a forward pass keeps for the backward pass."""
     policy = load_policy(script_args("grpo", gradient_checkpointing=is_on)[1])
