@@ -65,11 +65,6 @@ def summarize(reports):
     return result
 
 
-def masked_mean(x, mask):
-    """Mean of x where the mask is 1; 0 for an empty mask. Masked-out values are ignored, even NaN."""
-    return torch.where(mask.bool(), x, 0).sum() / mask.sum().clamp(min=1)
-
-
 @torch.no_grad()
 def policy_stats(outputs, micro, ratio_is_one):
     """{name: scalar} for a micro-batch: the entropy, and how far the policy is from the old one.
@@ -78,7 +73,7 @@ def policy_stats(outputs, micro, ratio_is_one):
     logratio_BT = outputs.logprobs_BT - micro.old_logprobs_BT
     logratio_B = torch.where(mask_BT, logratio_BT, 0).sum(1) / mask_BT.sum(1).clamp(min=1)
     stats = {
-        "entropy": masked_mean(outputs.entropy_BT, mask_BT),
+        "entropy": mean_over([outputs.entropy_BT], [mask_BT]),
         "sequence_ratio_max": torch.where(mask_BT.any(1), logratio_B, -math.inf).max().exp(),
     }
     if ratio_is_one:
@@ -105,13 +100,13 @@ def router_stats(outputs, micro, num_experts):
     stats = {"moe/load_max": counts.max() / (K * mask_BT.sum()).clamp(min=1)}
     if micro.old_experts_BTLK is not None:
         flips_BTL = (own_BTLK != micro.old_experts_BTLK).any(-1)
-        stats["moe/expert_flip_frac"] = masked_mean(flips_BTL.float().mean(-1), mask_BT)
+        stats["moe/expert_flip_frac"] = mean_over([flips_BTL.float().mean(-1)], [mask_BT])
     return stats
 
 
 def mean_over(tensors, masks):
-    """Mean over several batches, as `masked_mean`. A tensor and a mask for each batch, both (B, T) or
-    (B, 1), or the tensor (B, 1) and the mask (B, T)."""
+    """Mean over several batches where the masks are True; 0 if they are empty. A tensor and a mask for
+    each batch, both (B, T) or (B, 1), or the tensor (B, 1) and the mask (B, T)."""
     pairs = list(zip(tensors, masks, strict=True))
     total = sum(torch.where(mask, x, 0).sum() for x, mask in pairs)
     return total / sum(mask.sum() for mask in masks).clamp(min=1)
@@ -164,20 +159,24 @@ def critic_stats(values, returns, masks):
 
 
 def rollout_summary(completions, num_samples=1):
-    """{name: number} for graded completions. Accuracy, and pass@k if each problem has several, are left
-    out if a completion has no verdict. A "direct" one begins with its answer and shows no work."""
+    """{name: number} for graded completions, with pass@k if each problem has several. What needs
+    verdicts is left out if one has none. A "direct" completion begins with its answer: no work."""
     count = len(completions)
     verdicts = [c.verdict for c in completions]
     direct = [c.text.lstrip().startswith(("####", "\\box")) for c in completions]
-    result = {} if None in verdicts else {"accuracy": verdicts.count("correct") / count}
-    result |= {
+    result = {
+        "accuracy": verdicts.count("correct") / count,
         "reward_mean": sum(c.reward for c in completions) / count,
         "truncated_frac": sum(c.truncated for c in completions) / count,
         "no_answer_frac": verdicts.count("no_answer") / count,
         "direct_frac": sum(direct) / count,
         "response_len_mean": sum(len(c.ids) for c in completions) / count,
     }
-    if num_samples > 1 and None not in verdicts:
+    if None in verdicts:
+        for name in ("accuracy", "no_answer_frac", "direct_frac"):
+            del result[name]
+        return result
+    if num_samples > 1:
         result |= pass_at_k(verdicts, num_samples)
     return result
 
@@ -192,7 +191,11 @@ def missing_signal(completions, rewards):
         return "all completions were cut off at --max_new_tokens"
     if all(c.verdict in ("no_answer", "truncated") for c in completions):
         return "no answer was found: the verifier looks for ####, \\boxed{}, <answer> or Answer:"
-    return "the rewards of each group are all equal" if len(groups) > 1 else "all rewards are equal"
+    reason = "the rewards of each group are all equal" if len(groups) > 1 else "all rewards are equal"
+    cut_frac = sum(c.truncated for c in completions) / len(completions)
+    if cut_frac > 0.5:
+        reason += f", and {cut_frac:.0%} of the answers were cut off at --max_new_tokens"
+    return reason
 
 
 def pass_at_k(verdicts, group_size):

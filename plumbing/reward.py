@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from tqdm import tqdm
+
 from plumbing.answers import verify
 from plumbing.args import UserError, one_line
 from plumbing.metrics import clock
@@ -27,54 +29,38 @@ class Grader(NamedTuple):
         return [c._replace(reward=r, verdict=v) for c, (r, v) in zip(completions, grades, strict=True)]
 
 
-def load_grader(args):
-    """Returns a `Grader` with `verify`, or with the function that `--reward FILE.py:FUNCTION` names."""
-
-    def verify_all(completions):
-        return [verify(c.text, c.problem.answer, c.truncated) for c in completions]
-
-    return Grader(*load_reward(args)) if args.reward else Grader(verify_all, reads_answers=True)
+def verify_all(completions):
+    return [verify(c.text, c.problem.answer, c.truncated) for c in completions]
 
 
-SOURCES = {}  # {path of an imported file: its content}
-
-
-def import_file(path):
-    """Imports a file as a module under its own name, so that a pool's processes can import it too; and
-    again if it has changed, as in a notebook."""
+def import_function(reward):
+    """FILE.py:FUNCTION -> the function. The file is imported under its own name, so that a pool's
+    processes can import it too; and again for each run, since it may have changed, as in a notebook."""
+    file, _, name = reward.rpartition(":")
+    if not file:
+        raise UserError("it names no file")
+    path = Path(file).absolute()
+    if not path.exists():
+        raise UserError(f"there is no file {path}; if it was a function made in Python, pass it again")
     sys.path.append(str(path.parent))
+    is_known = path.stem in sys.modules
     module = importlib.import_module(path.stem)
     if Path(module.__file__).resolve() != path.resolve():
         raise ImportError(f"rename {path.name}: `import {path.stem}` finds {module.__file__}")
-    source = path.read_bytes()
-    if SOURCES.setdefault(path, source) != source:
-        exec(compile(source, path, "exec"), module.__dict__)
-        SOURCES[path] = source
-    return module
+    return getattr(importlib.reload(module) if is_known else module, name)
 
 
-def load_reward(args):
-    """`--reward` (FILE.py:FUNCTION, or a function) -> (a function that grades completions: [(reward,
-    verdict)], whether it reads gold answers). The names of its parameters decide what it gets: text,
-    answer, truncated and columns of one completion, or, if one is named `completions`, lists for all
-    completions, as in TRL."""
+def load_grader(args):
+    """A `Grader` with `verify`, or with `--reward` (FILE.py:FUNCTION, or a function). The names of its
+    parameters decide what it gets: text, answer, truncated and columns of one completion, or, if one is
+    named `completions`, lists for all completions, as in TRL."""
+    if not args.reward:
+        return Grader(verify_all, reads_answers=True)
     reward = args.settings()["reward"]
-    path, _, name = reward.rpartition(":")
-    function = args.reward
-    if path and reward == function and not Path(path).exists():
-        message = "if it was a function made in Python, pass it again"
-        raise UserError(f"--reward {reward}: there is no file {Path(path).absolute()}; {message}")
     with one_line(f"--reward {reward} must be FILE.py:FUNCTION"):
-        if reward == function:
-            if not path:
-                raise UserError("it names no file")
-            function = getattr(import_file(Path(path).absolute()), name)
+        function = args.reward if callable(args.reward) else import_function(reward)
         signature = inspect.signature(function)
-        parameters = signature.parameters
-        if any(parameter.kind is parameter.POSITIONAL_ONLY for parameter in parameters.values()):
-            raise UserError("its parameters must have names, such as text and answer")
-        if any(inspect.iscoroutinefunction(each) for each in (function, function.__call__)):
-            raise UserError("it must not be async; it may call asyncio.run")
+    parameters = signature.parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     takes_lists = "completions" in parameters
 
@@ -82,9 +68,20 @@ def load_reward(args):
         named = {name: values[name] for name in values if takes_all or name in parameters}
         with one_line(f"--reward {reward} can be passed {', '.join(values)}"):
             signature.bind(**named)  # the dataset may lack a column that it needs
-        return function(**named)
+            if not named:
+                raise UserError("its parameters must have names")
+        try:
+            return function(**named)
+        except SystemExit as error:
+            raise UserError(f"--reward {reward} ends the program: SystemExit {error}") from error
+        except Exception:
+            kind = "text; in a list they are messages if prompts are"
+            if takes_lists and isinstance(values["prompts"][0], list):
+                kind = "messages, since prompts are"
+            tqdm.write(f"--reward {reward} failed. Completions are {kind}.", file=sys.stderr)
+            raise
 
-    def grade(completions):
+    def grade_all(completions):
         if takes_lists:
             results = call(lists_of(completions))
         else:
@@ -98,7 +95,7 @@ def load_reward(args):
                 raise UserError(f"not {len(results)} for {len(completions)} completions")
             return [graded(result, c) for c, result in zip(completions, results, strict=True)]
 
-    return grade, "answer" in parameters and not takes_lists
+    return Grader(grade_all, reads_answers="answer" in parameters and not takes_lists)
 
 
 def columns_of(c):
@@ -117,7 +114,7 @@ def lists_of(completions):
     """{parameter: list} for a function of all completions. They are messages if prompts are."""
     columns = [columns_of(c) for c in completions]
     lists = {name: [row[name] for row in columns] for name in columns[0]}
-    lists["completion_ids"] = [c.ids for c in completions]
+    lists["completion_ids"] = [list(c.ids) for c in completions]
     lists["completions"] = [c.text for c in completions]
     if isinstance(columns[0]["prompts"], list):
         lists["completions"] = [[{"role": "assistant", "content": c.text}] for c in completions]
@@ -130,9 +127,9 @@ def graded(result, c):
     number, verdict = result if has_verdict else (result, None)
     if number is None:
         number = 0.0  # this function does not grade it
+    number = float(number + 0)  # text has no sum
     if not -1e9 <= number <= 1e9 or (has_verdict and verdict not in VERDICTS):  # NaN fails this too
         raise ValueError(f"not {result!r:.80} (verdicts: {', '.join(VERDICTS)})")
-    number = float(number)
     if not has_verdict and number == 1:
         verdict = "correct"
     elif not has_verdict and number == 0:

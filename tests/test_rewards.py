@@ -40,6 +40,7 @@ seen = []
 
 def right(completions, answer, nums, **columns):
     seen.append(columns | {"completions": completions, "answer": answer})
+    seen[-1]["completion_ids"] = [ids.pop() for ids in columns["completion_ids"]]
     scores = [numbers.pop() / 5 for numbers in nums]
     values = [score * (gold in str(text)) for score, gold, text in zip(scores, answer, completions)]
     return [None if "?" in str(text) else value for text, value in zip(completions, values)]
@@ -52,19 +53,22 @@ def length(text, nums):
 
 @pytest.mark.parametrize("prompt", ["1+1=", [{"role": "user", "content": "1+1="}]], ids=type)
 def test_functions_of_lists_and_of_one_completion(prompt, tmp_path):
-    """Completions are messages if prompts are. What a function does to a column does not change it."""
+    """Completions are messages if prompts are. What a function does to a column or to ids does not
+    change them."""
     path = write(tmp_path, SOURCE)
     columns = {"prompt": prompt, "level": 2, "nums": [7, 3]}
-    assert [c.reward for c in graded(path, "right", **columns)] == [0.6, 0, 0, 0.6, 0]
+    grades = graded(path, "right", **columns)
+    assert [c.reward for c in grades] == [0.6, 0, 0, 0.6, 0] and all(c.ids == [1] for c in grades)
     seen = sys.modules[path.stem].seen
     texts = list(TEXTS)
     if isinstance(prompt, list):
         texts = [[{"role": "assistant", "content": text}] for text in TEXTS]
     lists = {"answer": ["2"] * 5, "level": [2] * 5, "prompts": [prompt] * 5}
     lists["rendered_prompt"] = ["1+1="] * 5
-    assert seen == [{"completions": texts, "completion_ids": [[1]] * 5, **lists}]
+    assert seen == [{"completions": texts, "completion_ids": [1] * 5, **lists}]
     rewards = [c.reward for c in graded(path, "length", **columns)]
-    assert rewards == [len(text) - 3 for text in TEXTS] and seen[1:] == list(TEXTS)
+    assert rewards == [len(text) - 3 for text in TEXTS]
+    assert sys.modules[path.stem].seen == list(TEXTS)
 
 
 VALUES = [  # what a function returns, the reward, the verdicts of "2" and "40", which is truncated
@@ -99,7 +103,8 @@ def test_a_result_becomes_a_float_and_a_verdict(value, reward, verdict, cut_verd
 
 
 NO_NUMBERS = ("'1'", "1.1e9", "float('nan')", "(1.0, 'perfect')", "(1.0, None)", "1j", "[1.0]", "{}")
-BAD = [("text", value, "not ") for value in NO_NUMBERS]
+NO_NUMBERS += ("torch.tensor(torch.inf).half()", "-torch.tensor(torch.inf).half()", "b'1'", "f")
+BAD = [("text", value, "for each: ") for value in NO_NUMBERS]
 BAD += [  # for all five
     ("completions", "0.5", "not one float for 5 completions"),
     ("completions", "torch.tensor(0.5)", "0-d tensor"),
@@ -108,7 +113,7 @@ BAD += [  # for all five
     ("completions", "'01010'", "not one str for 5 completions"),
     ("completions", "bytes(5)", "not one bytes for 5 completions"),
     ("completions", "ThreadPool(1).map_async(len, completions)", "not one MapResult for 5 completions"),
-    ("completions", "[ThreadPool(1).apply_async(int)] * 5", "not "),
+    ("completions", "[ThreadPool(1).apply_async(int)] * 5", "unsupported operand"),
     ("completions", "[1.0] * 4", "not 4 for 5 completions"),
     ("completions", "[1.0] * 6", "not 6 for 5 completions"),
     ("completions", "[]", "not 0 for 5 completions"),
@@ -201,7 +206,7 @@ def test_run_with_a_function_made_in_python(tmp_path):
     )
     numbers |= {"resume": True, "iterations": 2}
     for other in ("", lambda text: 0):
-        with pytest.raises(UserError, match="has reward given, not"):
+        with pytest.raises(UserError, match="has reward test_rewards:given, not"):
             grpo.main(grpo.Args(**numbers, reward=other))
     grpo.main(grpo.Args(**numbers, reward=given))
     assert len(metrics(tmp_path / "run")) == 2
@@ -215,40 +220,59 @@ def test_what_can_be_called_is_a_reward_function(function):
     assert [c.reward for c in load(function)(completions())] == [7.0] * 5
 
 
-def test_a_file_that_has_changed_is_imported_again(tmp_path):
-    """Even in the same second, with the same size. One that has not is not: it may keep a state."""
+def test_a_file_is_run_once_for_each_run(tmp_path):
+    """It may have changed, as in a notebook."""
     path = write(tmp_path, "calls = []\ndef f(text): calls.append(text); return len(calls)")
-    assert [c.reward for c in graded(path)] == [1, 2, 3, 4, 5]
-    assert [c.reward for c in graded(path)] == [6, 7, 8, 9, 10]
-    path.write_text("calls = []\ndef f(text): calls.append(text); return 1")
-    assert [c.reward for c in graded(path)] == [1] * 5
-    path.write_text("def f(text) return 1")
     for _ in range(2):
-        with pytest.raises(UserError, match="SyntaxError"):
-            graded(path)
+        grade = load(f"{path}:f")
+        assert [c.reward for c in grade(completions()) + grade(completions())] == list(range(1, 11))
+    path.write_text("def f(text) return 1")
+    with pytest.raises(UserError, match="SyntaxError"):
+        graded(path)
     path.write_text("def f(text): return 3")
     assert [c.reward for c in graded(path)] == [3] * 5
 
 
-ASYNC = "async def f(text): return 1.0"
-BAD_FILES = [
-    ("rw.py", "f = len", "parameters must have names"),
+ARGPARSE = (
+    "import argparse, sys\nsys.argv = ['grpo.py', '--lr', '1']\nargparse.ArgumentParser().parse_args()"
+)
+BAD_FILES = [  # a file and its content, and what the line says
     ("json.py", "", "rename json.py"),
-    ("async1.py", ASYNC, "must not be async"),
-    ("async2.py", f"import functools\n{ASYNC}\nf = functools.partial(f, text='')", "must not be async"),
-    (
-        "async3.py",
-        f"class C:\n  {ASYNC.replace('f(', '__call__(self, ')}\nf = C()",
-        "must not be async",
-    ),
+    ("bad1.py", "import sys\nsys.exit()", "must be FILE.py:FUNCTION: SystemExit"),
+    ("bad2.py", ARGPARSE, "must be FILE.py:FUNCTION: SystemExit 2"),
+    ("bad3.py", "f = print", "its parameters must have names"),
+    ("bad4.py", "def f(*args): return 1", "its parameters must have names"),
+    ("bad5.py", "f = len", "missing a required argument: 'obj'"),
+    ("bad6.py", "async def f(text): return 1.0", "must return a number"),
+    ("bad7.py", "import sys\ndef f(text): sys.exit(3)", "ends the program: SystemExit 3"),
+    ("bad8.py", "def f(text, solution_str): return 0", "missing a required argument: 'solution_str'"),
 ]
 
 
+@pytest.mark.filterwarnings("ignore:coroutine")
 @pytest.mark.parametrize("name, source, expected", BAD_FILES)
-def test_a_file_whose_function_cannot_be_called_or_found_is_refused(name, source, expected, tmp_path):
+def test_a_file_whose_function_cannot_be_found_or_called_is_refused(name, source, expected, tmp_path):
     (tmp_path / name).write_text(source)
     with pytest.raises(UserError, match=f"--reward {tmp_path / name}:f .*{expected}"):
-        load(f"{tmp_path / name}:f")
+        graded(tmp_path / name)
+
+
+FAILS = [  # a function's parameter, the prompt, and what completions are
+    ("text", "1+1=", "text; in a list they are messages if prompts are"),
+    ("completions", "1+1=", "text; in a list they are messages if prompts are"),
+    ("completions", [{"role": "user", "content": "1+1="}], "messages, since prompts are"),
+]
+
+
+@pytest.mark.parametrize("parameter, prompt, expected", FAILS, ids=str)
+def test_an_error_in_a_function_has_a_line_and_its_traceback(
+    parameter, prompt, expected, tmp_path, capsys
+):
+    """Also one that looks like an error of ours."""
+    path = write(tmp_path, f"def f({parameter}): raise BrokenPipeError(32, 'a worker')")
+    with pytest.raises(BrokenPipeError):
+        graded(path, prompt=prompt)
+    assert capsys.readouterr().err == f"--reward {path}:f failed. Completions are {expected}.\n"
 
 
 @pytest.mark.parametrize("word", ["f", "rw.py", ":f"])
@@ -264,7 +288,6 @@ def test_a_reward_without_a_file_imports_nothing(word, tmp_path, monkeypatch):
 
 GOLD = """
 def one(text, answer): return 0
-def other(text, solution_str): return 0
 def lists(completions, level, difficulty=None, **rest): return [x / 20 for x in level]
 """
 
@@ -276,7 +299,6 @@ def test_run_rows_need_a_gold_answer_only_if_the_function_does(tmp_path):
     path = write(tmp_path, GOLD)
     flags = ("--dataset", data, "--run_dir", tmp_path / "run", "--reward")
     refused("grpo", *flags, f"{path}:one", expected="20 without a gold answer")
-    refused("grpo", *flags, f"{path}:other", expected="missing a required argument: 'solution_str'")
     completes("grpo", *flags, f"{path}:lists")
     (line,) = metrics(tmp_path / "run")
     assert 0 < line["rollout/reward_mean"] < 1
@@ -304,12 +326,15 @@ def test_accuracy_is_there_only_with_verdicts_and_the_reward_always(name, kind, 
     assert second["iteration"] == 2
     for line in (first, second):
         assert ("rollout/accuracy" in line) == ("eval/accuracy" in line) == has_verdicts
+        assert ("eval/reward_mean" in line) == (not has_verdicts)
         assert "eval/response_len_mean" in line
     for line in read_lines(tmp_path / "run" / "evaluations.jsonl"):
         for way in {"greedy", "sampled"} & line.keys():
             assert "reward_mean" in line[way]
-            assert ("accuracy" in line[way]) == has_verdicts
+            for key in ("accuracy", "no_answer_frac", "direct_frac"):
+                assert (key in line[way]) == has_verdicts
         assert ("pass@2" in line.get("sampled", {})) <= has_verdicts
+    assert ("has no verdict, accuracy is blank" in printed) == (not has_verdicts)
     rows = [line.split() for line in printed.splitlines()]
     (row,) = [row for row in rows if row[:1] == ["reward_mean"]]
     assert len(row) == 5
@@ -359,7 +384,11 @@ SIGNALS = [  # flags, reward, what the line after iteration 1 says
         "no answer was found: the verifier looks for ####",
     ),
     ("--max_new_tokens 48", "return 7", "rewards"),
-    ("--max_new_tokens 2", "return 41", "rewards"),
+    (
+        "--max_new_tokens 2",
+        "return 41",
+        "equal, and 100% of the answers were cut off at --max_new_tokens",
+    ),
     ("--max_new_tokens 48", "return len(text)", ""),
 ]
 

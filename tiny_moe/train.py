@@ -22,7 +22,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from common import Completion, Problem, addition_problems, collate, token_logprobs
 from plumbing.args import RunArgs
-from plumbing.metrics import masked_mean
+from plumbing.metrics import mean_over
 from plumbing.model import Policy
 
 ARCHITECTURE = dict(
@@ -119,7 +119,7 @@ def train(folder, prompts):
             completions.append(Completion(Problem("", "", prompt), answer[:CAP], logprobs=[]))
         batch = collate(completions, prompt_ids[0][0], SimpleNamespace(torch_device="cpu"))
         outputs = token_logprobs(policy, batch, temperature=1.0)
-        loss = 0.001 * outputs.routing.aux_loss - masked_mean(outputs.logprobs_BT, batch.mask_BT)
+        loss = 0.001 * outputs.routing.aux_loss - mean_over([outputs.logprobs_BT], [batch.mask_BT])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         warm_up = min(1, (step + 1) / 50)
