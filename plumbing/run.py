@@ -1,5 +1,6 @@
 """A run's bookkeeping: what it logs, prints and saves, and how it ends and resumes."""
 
+import hashlib
 import json
 import math
 import os
@@ -17,7 +18,7 @@ import transformers
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from plumbing.args import LOGS, UserError, check_folder, checkpoints_in, one_line
+from plumbing.args import LOGS, UserError, check_folder, check_same, checkpoints_in, one_line
 from plumbing.metrics import (
     add,
     clock,
@@ -128,7 +129,8 @@ class Run:
         finite = {"loss": self.step_losses["policy_loss"], "grad_norm": grad_norm, **norms}
         for name, scalar in finite.items():
             if not math.isfinite(scalar):  # the first one waits for the GPU; the others are then ready
-                raise UserError(f"iteration {self.iteration}: {name} is not finite")
+                advice = "a new run from the last checkpoint (--model) with a lower --lr may help"
+                raise UserError(f"iteration {self.iteration}: {name} is not finite; {advice}")
         add(self.reports, "losses", self.step_losses, num_sequences)
         add(self.reports, "charts", {"grad_norm": grad_norm}, 1)
         self.step_losses = {}
@@ -137,8 +139,8 @@ class Run:
 
     def log(self, steps, completions, rewards, **numbers):
         """Ends an iteration: writes its metrics and some completions and, if due, a checkpoint. After a
-        signal it also ends the program. An iteration that a script leaves before this is not counted,
-        though what it has changed stays changed.
+        signal it also ends the program. If a script leaves the loop before this, `finish` logs what is
+        known of the iteration, and saves it.
 
         steps        of the update, as from `optimizer_steps`; [] if there was no update
         completions  all that were generated
@@ -175,10 +177,12 @@ class Run:
     def log_eval(self, results):
         """Records the results of `evaluate` before training, during it, or after the last iteration."""
         self.append_to("evaluations.jsonl", {"iteration": self.iteration, **results})
-        for name in ("accuracy", "response_len_mean"):
-            if name in results["greedy"]:
-                self.metrics[f"eval/{name}"] = results["greedy"][name]
+        score = "accuracy" if "accuracy" in results["greedy"] else "reward_mean"
+        for name in (score, "response_len_mean"):
+            self.metrics[f"eval/{name}"] = results["greedy"][name]
         if self.iteration == 0:
+            if not all("accuracy" in results[way] for way in results.keys() - {"examples"}):
+                self.say(NO_VERDICTS)
             self.say(progress_line(self.metrics))
 
     def say(self, message):
@@ -188,7 +192,9 @@ class Run:
         """After the loop, also if the script left it early: saves what is not saved, and prints how the
         run went."""
         self.bar.close()
-        self.iteration = self.num_logged
+        if self.num_logged < self.iteration:  # the script left the loop before `log`
+            self.metrics |= summarize(self.reports)
+            self.write_metrics()
         if not self.checkpoint.exists():
             self.save()
         lines = (self.folder / "evaluations.jsonl").read_text().splitlines()
@@ -222,9 +228,7 @@ class Run:
         return result
 
     def write_log(self, completions):
-        # JSON has no NaN or infinity.
-        metrics = {key: value for key, value in self.metrics.items() if math.isfinite(value)}
-        self.append_to("metrics.jsonl", metrics)
+        metrics = self.write_metrics()
         for c in completions[:: self.args.group_size][:4]:
             sample = {"prompt": c.problem.prompt, "completion": c.text, "answer": c.problem.answer}
             sample |= {"reward": c.reward, "verdict": c.verdict}
@@ -237,6 +241,12 @@ class Run:
         if self.iteration == 1 and is_exact and kl > 1e-3:
             self.say(f"warning: sampler and training forward disagree: rollout/sampler_kl is {kl:.2g}")
         self.bar.update()
+
+    def write_metrics(self):
+        # JSON has no NaN or infinity.
+        metrics = {key: value for key, value in self.metrics.items() if math.isfinite(value)}
+        self.append_to("metrics.jsonl", metrics)
+        return metrics
 
     def append_to(self, name, row):
         path = self.folder / name
@@ -259,21 +269,20 @@ class Run:
                 message = "another process uses it; scripts run in one (several GPUs: examples/)"
                 raise UserError(message) from error
         if saved and saved.get("problems_hash") != problems.hash:
-            named = f"--dataset {args.dataset}"
-            if args.eval_dataset:
-                named += f" or --eval_dataset {args.eval_dataset}"
-            message = "has different prompts or gold answers than when the run started"
-            raise UserError(f"--resume: {named} {message}")
+            message = "have different prompts or gold answers than when the run started"
+            raise UserError(f"--resume: --dataset {args.dataset} or --eval_dataset {message}")
+        hashes = {"problems_hash": problems.hash, "model_hash": self.policy.hash()}
+        if saved and saved.get("model_hash") != hashes["model_hash"]:  # the reference is loaded from it
+            message = "has different weights than when the run started"
+            raise UserError(f"--resume: --model {args.model} {message}")
         now = versions()
-        settings = {"versions": now, **saved, **args.settings(), "problems_hash": problems.hash}
+        settings = {"versions": now, **saved, **args.settings(), **hashes}
         if settings["versions"] != now:
             print(f"note: the run began with {settings['versions']}, and goes on with {now}")
         checkpoints = checkpoints_in(self.folder)
         is_resumed = args.resume and len(checkpoints) > 0
         if is_resumed:
             self.restore(checkpoints[-1])
-            if self.is_last and not self.needs_first_eval:
-                print(f"nothing left to do: {self.iteration} iterations are done")
         scratch = self.folder / "settings.json.tmp"
         with one_line(f"--run_dir {self.folder} cannot be written"):
             if not is_resumed:
@@ -282,7 +291,6 @@ class Run:
                 for name in LOGS:
                     (self.folder / name).touch()
             scratch.write_text(json.dumps(settings, indent=1))
-            sync(scratch)
             scratch.replace(self.folder / "settings.json")  # so it is never half written
         if not is_resumed:
             self.save()  # fails early if that is impossible
@@ -298,18 +306,19 @@ class Run:
             self.iteration = saved["iteration"]
             self.num_logged = self.iteration
             self.extra_state = saved["extra_state"]
-            sizes = {self.folder / name: saved["log_sizes"][name] for name in LOGS}
-        for path, size in sizes.items():
-            with one_line(f"--resume: {path} is damaged"), open(path, "r+b") as file:
-                kept = file.read(size)
-                if len(kept) < size:
-                    raise UserError("it has lost lines")
-                for line in kept.splitlines():
-                    json.loads(line)
-                after = file.readline()
-                # Checkpoint 0 is older than the evaluation before training.
-                if self.iteration == 0 and path.name == "evaluations.jsonl" and after.endswith(b"\n"):
-                    sizes[path] += len(after)
+            settings = saved["settings"]
+            logs = {self.folder / name: saved["logs"][name] for name in LOGS}
+        check_same(self.args, settings)  # the optimizer, for example, keeps its lr
+        sizes = {}
+        for path, (size, digest) in logs.items():
+            with one_line(f"--resume: {path} is damaged"):
+                content = path.read_bytes()
+                if hashlib.sha256(content[:size]).hexdigest() != digest:
+                    raise UserError("lines that it had are lost or changed")
+            # Checkpoint 0 is older than the evaluation before training.
+            if self.iteration == 0 and path.name == "evaluations.jsonl":
+                size = content.find(b"\n") + 1
+            sizes[path] = size
         for path, size in sizes.items():
             os.truncate(path, size)  # later lines will be written again
 
@@ -318,10 +327,12 @@ class Run:
         scratch = self.folder / "checkpoint.tmp"
         folder = self.checkpoint
         with one_line(f"{folder} cannot be written; existing checkpoints are intact"):
+            contents = {name: (self.folder / name).read_bytes() for name in LOGS}
             saved = {
                 "iteration": self.iteration,
+                "settings": self.args.settings(),
                 "extra_state": self.extra_state,
-                "log_sizes": {name: (self.folder / name).stat().st_size for name in LOGS},
+                "logs": {name: (len(x), hashlib.sha256(x).hexdigest()) for name, x in contents.items()},
                 "noise": self.noise.get_state(),
                 "parts": {name: part.state_dict() for name, part in self.parts.items()},
             }
@@ -378,9 +389,13 @@ COLUMNS = {
     "length": ("rollout/response_len_mean", ".1f"),
     "entropy": ("losses/entropy", ".3f"),
     "clipped": ("clipped", ".2%"),
-    "held-out": ("eval/accuracy", ".3f"),
+    "held-out": ("held-out", ".3f"),
 }
 TITLES = "  ".join(COLUMNS)
+NO_VERDICTS = (
+    "note: where a reward other than 0 and 1 has no verdict, accuracy is blank, and held-out is the "
+    "mean reward; return (number, verdict)"
+)
 
 
 def progress_line(metrics):
@@ -388,6 +403,9 @@ def progress_line(metrics):
     clips = [metrics[key] for key in ("losses/clipfrac_low", "losses/clipfrac_high") if key in metrics]
     if clips:
         metrics = metrics | {"clipped": sum(clips)}
+    for key in ("eval/accuracy", "eval/reward_mean"):
+        if key in metrics:
+            metrics = metrics | {"held-out": metrics[key]}
     cells = []
     for title, (key, kind) in COLUMNS.items():
         text = f"{metrics[key]:{kind}}" if key in metrics else ""

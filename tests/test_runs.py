@@ -56,7 +56,7 @@ def test_no_iterations_only_evaluate(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(grpo, "evaluate", lambda *_, **__: pytest.fail("evaluated again"))
         printed = completes("grpo", *resume(tmp_path, "--iterations", 0))
-    assert "nothing left to do: 0 iterations are done" in printed and "before" in printed
+    assert "before" in printed
     assert read_lines(tmp_path / "evaluations.jsonl") == [evaluation]
     completes("grpo", *resume(tmp_path))
     first, last = read_lines(tmp_path / "evaluations.jsonl")
@@ -131,7 +131,8 @@ def test_the_summary_of_a_rollout():
     assert rollout_summary(completions) == expected
     assert rollout_summary(completions, 4) == expected | {"pass@1": 1 / 4, "pass@2": 1 / 2, "pass@4": 1}
     completions[0] = completions[0]._replace(verdict=None)
-    del expected["accuracy"]
+    for name in ("accuracy", "no_answer_frac", "direct_frac"):
+        del expected[name]
     assert rollout_summary(completions, 4) == expected
 
 
