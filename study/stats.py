@@ -1,14 +1,21 @@
-"""Reads the CSVs in results/, and computes means and intervals. Comparisons are paired by seed."""
+"""Means, and differences with their 95% intervals, paired by seed: of the CSVs in results/, or of runs.
 
+python study/stats.py runs/sapo-seed? --minus runs/grpo-seed?
+"""
+
+import argparse
 import csv
+import json
 import math
 import statistics
+import sys
 from collections import defaultdict
 from pathlib import Path
 
+import numpy
+
 RESULTS = Path(__file__).parent / "results"
 TEXT = {"script", "variant", "commit", "flags"}
-T_QUANTILES = {2: 4.303, 4: 2.776}  # Student's t at 97.5%, by degrees of freedom
 
 
 def read_csv(name):
@@ -42,10 +49,62 @@ def mean_std(rows, column):
     return f"{statistics.mean(found):.3f} ± {statistics.stdev(found):.3f}"
 
 
+def t_quantile(freedom):
+    """Student's t at 97.5%: up to here the density has an integral of 0.475 from 0."""
+    x = numpy.linspace(0, 20, 200_001)
+    density = (1 + x**2 / freedom) ** (-(freedom + 1) / 2)
+    log_factor = math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)
+    density *= math.exp(log_factor) / math.sqrt(freedom * math.pi)
+    integral = x[1] * (density.cumsum() - density / 2 - density[0] / 2)
+    return numpy.interp(0.475, integral, x)
+
+
 def interval(ours, theirs):
     """'+0.013 ± 0.010': mean difference, paired by seed, and half the width of its 95% interval, over
-    the seeds that both have. The half width has two digits, and the mean has as many decimals."""
+    the seeds that both have. The half width has two digits, and the mean has as many decimals. A single
+    seed has no interval."""
     deltas = [a - b for a, b in zip(ours, theirs, strict=False)]
-    half = T_QUANTILES[len(deltas) - 1] * statistics.stdev(deltas) / math.sqrt(len(deltas))
-    digits = max(0, 1 - math.floor(math.log10(half)))
+    if len(deltas) == 1:
+        return f"{deltas[0]:+.3f}"
+    half = t_quantile(len(deltas) - 1) * statistics.stdev(deltas) / math.sqrt(len(deltas))
+    digits = max(0, 1 - math.floor(math.log10(half))) if half > 0 else 3
     return f"{statistics.mean(deltas):+.{digits}f} ± {half:.{digits}f}"
+
+
+def measured(folder):
+    """(seed, {name: number}) of a run: its mean reward over all rollouts, and its last evaluation."""
+    try:
+        seed = json.loads(Path(folder, "settings.json").read_text())["seed"]
+        lines = Path(folder, "metrics.jsonl").read_text().splitlines()
+        last = json.loads(Path(folder, "evaluations.jsonl").read_text().splitlines()[-1])
+        numbers = {"reward": statistics.mean(json.loads(line)["rollout/reward_mean"] for line in lines)}
+    except (OSError, ValueError, LookupError) as error:
+        sys.exit(f"{folder} is not the folder of a run that has ended: {error}")
+    for way in ("greedy", "sampled"):
+        for name in ("accuracy", "reward_mean"):
+            if name in last.get(way, {}):
+                numbers[f"{way} {name}"] = last[way][name]
+    return seed, numbers
+
+
+def main():
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("folders", nargs="+", metavar="RUN_DIR")
+    parser.add_argument("--minus", nargs="+", metavar="RUN_DIR", required=True)
+    args = parser.parse_args()
+    ours = dict(map(measured, args.folders))
+    theirs = dict(map(measured, args.minus))
+    seeds = sorted(ours.keys() & theirs.keys())
+    if not seeds:
+        sys.exit("no seed is in both sets of runs")
+    print(f"difference, paired by {len(seeds)} seeds")
+    for name in ours[seeds[0]]:
+        pairs = [(ours[seed], theirs[seed]) for seed in seeds]
+        pairs = [(a[name], b[name]) for a, b in pairs if name in a and name in b]
+        if pairs:
+            print(f"{name:20} {interval(*zip(*pairs, strict=True))}")
+
+
+if __name__ == "__main__":
+    main()

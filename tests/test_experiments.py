@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 import torch
-from conftest import SUMS
+from conftest import SUMS, write_lines
 
 from plumbing.args import parse_args
 
@@ -37,10 +37,36 @@ def test_the_largest_drop_may_take_several_iterations():
     assert sweep.largest_drop(lines) == pytest.approx(0.3)
 
 
-def test_the_interval_is_that_of_paired_differences():
-    low = [0.1, 0.5, 0.9, 0.3, 0.7]
-    high = [0.21, 0.59, 1.0, 0.41, 0.79]  # 0.1 more, give or take 0.01: 2.776 0.01 / sqrt(5)
-    assert stats.interval(high, low) == "+0.100 ± 0.012"
+INTERVALS = [  # ours, theirs, and the mean of their differences with its interval
+    # 0.1 more, give or take 0.01: 2.776 0.01 / sqrt(5)
+    ([0.21, 0.59, 1.0, 0.41, 0.79], [0.1, 0.5, 0.9, 0.3, 0.7], "+0.100 ± 0.012"),
+    ([0.3, 0.5], [0.1, 0.1], "+0.3 ± 1.3"),  # 12.706 0.1414 / sqrt(2)
+    ([0.1, 0.3, 0.1, 0.3], [0.0] * 4, "+0.20 ± 0.18"),  # 3.182 0.1155 / 2
+    ([0.1, 0.3] * 10, [0.0] * 20, "+0.200 ± 0.048"),  # 2.093 0.1026 / sqrt(20)
+    ([0.5, 0.7], [0.5, 0.7], "+0.000 ± 0.000"),
+    ([0.5], [0.25], "+0.250"),
+]
+
+
+@pytest.mark.parametrize("ours, theirs, expected", INTERVALS)
+def test_the_interval_is_that_of_paired_differences(ours, theirs, expected):
+    assert stats.interval(ours, theirs) == expected
+
+
+def test_two_sets_of_runs_are_compared_by_seed(tmp_path, monkeypatch, capsys):
+    for name, seed, reward, accuracy in (("a", 1, 0.5, 0.8), ("b", 1, 0.25, 0.6), ("c", 2, 0.0, 0.0)):
+        folder = tmp_path / name
+        folder.mkdir()
+        write_lines(folder / "settings.json", [{"seed": seed}])
+        write_lines(
+            folder / "metrics.jsonl", [{"rollout/reward_mean": x} for x in (reward, 2 * reward)]
+        )
+        write_lines(folder / "evaluations.jsonl", [{"greedy": {"accuracy": accuracy}}])
+    words = [str(tmp_path / name) for name in ("a", "c")]
+    monkeypatch.setattr("sys.argv", ["stats.py", *words, "--minus", str(tmp_path / "b")])
+    stats.main()
+    lines = [line.rsplit(" ", 1) for line in capsys.readouterr().out.splitlines()[1:]]
+    assert {name.strip(): x for name, x in lines} == {"reward": "+0.375", "greedy accuracy": "+0.200"}
 
 
 def test_noise_of_the_gradient_by_hand():
