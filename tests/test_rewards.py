@@ -6,12 +6,14 @@ import sys
 from unittest.mock import Mock
 
 import pytest
+import torch
 from conftest import FILE_NUMBERS, SMALL, SUMS, completes, metrics, read_lines, refused, resume
 from conftest import script_args, started, write_lines
 
 import dapo
 import grpo
 from common import Completion, Problem, UserError, load_grader
+from plumbing.metrics import missing_signal
 
 TEXTS = {"2": False, "?": False, "300": False, "2.": True, "40": True}  # {text: truncated}
 
@@ -306,22 +308,25 @@ def test_run_rows_need_a_gold_answer_only_if_the_function_does(tmp_path):
 
 # ------------------------------------------------------------------------- rewards without verdicts
 
-KINDS = {  # rewards of a reward model, of a length, of a part of the answer
-    "40 to 46": "40 + len(text) / 8",
-    "-5 to -1": "-5 + len(text) / 2",
-    "0 to 0.4": "len(text) / 20",
-    "0 or 1": "len(text) % 2",
-}
+RESULTS = [  # a script, and what a reward function returns
+    ("grpo", "40 + len(text) / 8"),  # of a reward model
+    ("grpo", "len(text) / 20"),  # of a part of the answer
+    ("grpo", "len(text) % 2"),
+    ("dapo", "-5 + len(text) / 2"),
+    ("ppo", "len(text) / 20"),
+    ("more.reinforce", "40 + len(text) / 8"),
+]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["grpo", "dapo", "ppo", "more.reinforce"])
-def test_accuracy_is_there_only_with_verdicts_and_the_reward_always(name, kind, tmp_path, reward_file):
+@pytest.mark.parametrize("name, result", RESULTS)
+def test_accuracy_is_there_only_with_verdicts_and_the_reward_always(
+    name, result, tmp_path, reward_file
+):
     """Both iterations of dapo have groups to learn from."""
-    reward = reward_file(f"return {KINDS[kind]}")
+    reward = reward_file(f"return {result}")
     flags = ("--iterations", 2, "--eval_samples", 2, "--eval_every", 1, "--run_dir", tmp_path / "run")
     printed = completes(name, *flags, "--reward", reward)
-    has_verdicts = kind == "0 or 1"
+    has_verdicts = "%" in result
     first, second = metrics(tmp_path / "run")
     assert second["iteration"] == 2
     for line in (first, second):
@@ -376,29 +381,41 @@ def test_dapo_judges_a_group_by_its_verdicts_or_its_rewards(rewards, verdicts, i
     assert counts["rollout/groups_dropped_all_wrong"] == wrong
 
 
-SIGNALS = [  # flags, reward, what the line after iteration 1 says
-    ("--max_new_tokens 2", "", "all completions were cut off at --max_new_tokens"),
+CUT = (0, "truncated", True)
+WRONG = (0, "wrong", False)
+RIGHT = (1, "correct", False)
+MUTE = (0, "no_answer", False)
+SEVEN = (7, None, False)
+SEVEN_CUT = (7, None, True)
+SIGNALS = [  # (reward, verdict, cut off) of each completion, the size of a group, what the line says
+    ([CUT] * 4, 2, "all completions were cut off at --max_new_tokens"),
     (
-        "--max_new_tokens 48",
-        "return 0, 'no_answer'",
-        "no answer was found: the verifier looks for ####",
+        [MUTE, CUT] * 2,
+        2,
+        "no answer was found: the verifier looks for ####, \\boxed{}, <answer> or Answer:",
     ),
-    ("--max_new_tokens 48", "return 7", "rewards"),
+    ([WRONG] * 4, 2, "the rewards of each group are all equal"),
+    ([WRONG] * 4, 1, "all rewards are equal"),
+    ([RIGHT, RIGHT, WRONG, WRONG], 2, "the rewards of each group are all equal"),
+    ([RIGHT, RIGHT, WRONG, WRONG], 1, ""),
+    ([RIGHT, WRONG, WRONG, WRONG], 2, ""),
+    ([SEVEN, SEVEN, SEVEN_CUT, SEVEN_CUT], 1, "all rewards are equal"),
     (
-        "--max_new_tokens 2",
-        "return 41",
-        "equal, and 100% of the answers were cut off at --max_new_tokens",
+        [SEVEN, SEVEN_CUT, SEVEN_CUT, SEVEN_CUT],
+        1,
+        "all rewards are equal, and 75% of the answers were cut off at --max_new_tokens",
     ),
-    ("--max_new_tokens 48", "return len(text)", ""),
 ]
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo"])
-@pytest.mark.parametrize("flags, reward, expected", SIGNALS)
-def test_a_first_iteration_without_a_signal_says_why(
-    name, flags, reward, expected, tmp_path, reward_file
-):
-    own = ("--reward", reward_file(reward)) if reward else ()
-    flags = (*flags.split(), "--iterations", 2, *own, "--run_dir", tmp_path / "run")
-    lines = [line for line in completes(name, *flags).splitlines() if "no learning signal" in line]
-    assert len(lines) == (expected != "") and expected in "".join(lines)
+@pytest.mark.parametrize("grades, group_size, expected", SIGNALS, ids=str)
+def test_what_an_iteration_without_a_signal_lacks(grades, group_size, expected):
+    rows = [Completion(None, [1], [0.0], cut, reward=r, verdict=v) for r, v, cut in grades]
+    rewards = torch.tensor([reward for reward, *_ in grades]).view(-1, group_size)
+    assert missing_signal(rows, rewards) == expected
+
+
+def test_run_a_first_iteration_without_a_signal_says_why(tmp_path):
+    printed = completes("grpo", "--max_new_tokens", 2, "--iterations", 2, "--run_dir", tmp_path)
+    (line,) = [line for line in printed.splitlines() if "no learning signal" in line]
+    assert line.endswith("in iteration 1: all completions were cut off at --max_new_tokens")
