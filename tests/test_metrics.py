@@ -53,8 +53,8 @@ FIRST = micro_batch(
     [[0, 0, 0], [0, 6, 6]],
     2.0,
 )
-SECOND = micro_batch([[1, 1]], [[0.1, 0.3]], [[0.5, 0.5]], [[1, 1]], [[2, 2]], 3.0)
-THIRD = micro_batch([[1, 0]], [[0.5, 9.0]], [[7.0, 9.0]], [[2, 7]], [[2, 6]], 4.0)
+SECOND = micro_batch([[1, 1]], [[0.0, 0.3]], [[0.5, 0.5]], [[1, 1]], [[2, 2]], 3.0)
+THIRD = micro_batch([[1, 0]], [[-1.5, 9.0]], [[7.0, 9.0]], [[2, 7]], [[2, 6]], 4.0)
 # A group with a right answer, and one without: 3 + 1 + 2 + 1 tokens
 COMPLETIONS = [
     Completion(None, [5] * 3, [], text="1+1=2 #### 2", reward=1.0, verdict="correct"),
@@ -75,7 +75,7 @@ BY_HAND = {
     "moe/expert_flip_frac": (1 / 4 * 4 + 1 * 2 + 0 * 1) / 7,
     # the largest
     "losses/ratio_max": 3.0,
-    "losses/sequence_ratio_max": math.exp(0.5),
+    "losses/sequence_ratio_max": math.exp(0.2),
     "losses/first_step_ratio_error_max": 1 - math.exp(-1),
     "moe/aux_loss": (2.0 * 2 + 3.0 * 1 + 4.0 * 1) / 4,
     "charts/grad_norm": (1.0 + 2.0) / 2,
