@@ -1,5 +1,5 @@
-"""Shared by all scripts, in the order of the loop: model, rollout, batch, log-probs, rollout
-correction, evaluation. It also re-exports what scripts need from plumbing/.
+"""Shared by all scripts, in the order of the loop: rollout, batch, log-probs, rollout
+correction, evaluation; and the check of a model. It also re-exports what scripts need from plumbing/.
 
 A tensor's suffix names its axes:
   P prompts, G completions per prompt, B rows at hand, R rows that the sampler has not finished
@@ -21,48 +21,11 @@ from plumbing.answers import final_answer, verify
 from plumbing.args import RunArgs, UserError, flag, launch, one_line
 from plumbing.data import Problem, addition_problems, load_problems
 from plumbing.decoding import graphs_for, new_decoder, pad
-from plumbing.metrics import clock, critic_stats, mean_over, rollout_summary
-from plumbing.model import TrainedModel, load_policy
+from plumbing.metrics import clock, critic_stats, rollout_summary
+from plumbing.model import TrainedModel, load_unchecked
 from plumbing.reward import load_grader
-from plumbing.routing import RouterOutputs, Routing
+from plumbing.routing import Routing, balancing_loss
 from plumbing.run import Run
-
-# -------------------------------------------------------------------------------------------- model
-
-
-def check_sampler(policy, problem, args):
-    """Compares the log-probs of the sampler, with its cache, and of the training forward, on answers of
-    up to four tokens to prompts of three lengths. UserError if they differ in float32; lower precision
-    only has to run without an error."""
-    with one_line(f"--model {args.model}: the sampler cannot run this architecture"):
-        compare_forwards(policy, problem.prompt_ids, args)
-
-
-def compare_forwards(policy, ids, args):
-    num_tokens = min(4, args.max_new_tokens)  # the model may have no positions for more
-    half = (num_tokens + 1) // 2
-    noise_BT = torch.zeros(6, num_tokens)
-    problems = [Problem("", "", ids[:length]) for length in (len(ids), len(ids) // 2 + 1, 1)]
-    sampler = policy.sampler(1)
-    models = [policy.master, policy.model, sampler.model]
-    for model in dict.fromkeys(models):  # each one once; with default flags all are the same
-        tried = policy.with_model(model)
-        # Two equal answers to each prompt; the first one is then cut in half.
-        completions = sample_batch(tried, problems, noise_BT, temperature=1.0, greedy=True)
-        for i in (0, 2, 4):
-            short = completions[i]
-            completions[i] = short._replace(ids=short.ids[:half], logprobs=short.logprobs[:half])
-        batch = collate(completions, ids[0], args)
-        with torch.no_grad():
-            outputs = token_logprobs(tried, batch, temperature=1.0, with_entropy=False)
-        logprobs_BT = outputs.logprobs_BT
-        gap = (logprobs_BT - batch.sampler_logprobs_BT)[batch.mask_BT].abs().max().item()
-        if model is policy.master and not gap < 1e-3:  # a NaN fails this too
-            raise UserError(f"its log-probs differ from the training forward's by {gap:.2g}")
-    prompts = [problem.prompt_ids for problem in problems]
-    for sampling in dict.fromkeys([policy, sampler]):  # evaluations sample with the policy itself
-        sampling.graphs = graphs_for(sampling, prompts, args.max_new_tokens)
-
 
 # ------------------------------------------------------------------------------------------ rollout
 
@@ -195,6 +158,7 @@ def optimizer_steps(completions, args):
     (If dapo could not fill the rollout, there are fewer steps, of about the same size.)"""
     full_step = args.prompts_per_iteration * args.group_size / args.num_minibatches
     num_steps = max(1, round(len(completions) / full_step))
+    # Padding is a real token: a pad token's embedding may be 0, where a norm's gradient is NaN.
     filler = completions[0].problem.prompt_ids[0]
     steps = []
     for rows in torch.arange(len(completions)).tensor_split(num_steps):
@@ -242,16 +206,15 @@ class Batch:
     response_N: torch.Tensor  # the response's tokens
     mask_BT: torch.Tensor  # True on the response, including EOS
     sampler_logprobs_BT: torch.Tensor
-    advantages_B1: torch.Tensor | None = None  # the completions', if they have some
+    # (B, 1), if the completions have some; scripts may replace them with (B, T)
+    advantages: torch.Tensor | None = None
     # The experts that routers must use (--routing_replay), in top-k order; None or -1: their own choice
     replayed_experts_BSLK: torch.Tensor | None = None
-    # set by record_old_policy
+    # set by the scripts
     old_logprobs_BT: torch.Tensor | None = None
     old_experts_BTLK: torch.Tensor | None = None  # the routers' own choice, sorted; None if unknown
-    # set by the scripts
     ref_logprobs_BT: torch.Tensor | None = None
     correction_weights: torch.Tensor | None = None  # (B, T) or (B, 1)
-    advantages: torch.Tensor | None = None  # the corrected ones, (B, T) or (B, 1)
 
     def __len__(self):
         return len(self.completions)
@@ -261,20 +224,22 @@ class Batch:
         lengths = [len(c.ids) for c in self.completions]
         return pad_sequence(x_N.split(lengths), batch_first=True)
 
+    def where_predicted(self, x):
+        """x at every token, (B * S, ...) -> x where each response token is predicted, (B, T, ...)."""
+        return self.as_rows(x[self.predictor_N])
+
     def active_experts(self, own_experts_BTLK):
         """The sorted experts that are active where each response token is predicted: the replayed ones
         if known, else the routers' own choice."""
         if self.replayed_experts_BSLK is None:
             return own_experts_BTLK
-        replayed_NLK = self.replayed_experts_BSLK.flatten(0, 1)[self.predictor_N]
-        replayed_BTLK = self.as_rows(replayed_NLK).sort().values
+        replayed_BTLK = self.where_predicted(self.replayed_experts_BSLK.flatten(0, 1)).sort().values
         return torch.where(replayed_BTLK < 0, own_experts_BTLK, replayed_BTLK)
 
 
 def collate(completions, filler, args):
     """[Completion] -> `Batch` on `--device`; with r3, including the sampler's experts. Sequences are
-    padded with the filler, a real token: a pad token's embedding may be 0, where a norm's gradient is
-    NaN."""
+    padded with the filler, a token id."""
     device = args.torch_device
     prompts = [c.problem.prompt_ids for c in completions]
     responses = [c.ids for c in completions]
@@ -294,7 +259,7 @@ def collate(completions, filler, args):
         sampler_logprobs_BT=pad([c.logprobs for c in completions], device),
     )
     if completions[0].advantage is not None:
-        batch.advantages_B1 = torch.tensor([[c.advantage] for c in completions], device=device)
+        batch.advantages = torch.tensor([[c.advantage] for c in completions], device=device)
     if completions[0].experts is not None:
         batch.replayed_experts_BSLK = pad([c.experts for c in completions], device, value=-1)
     return batch
@@ -304,11 +269,15 @@ def collate(completions, filler, args):
 
 
 class TokenOutputs(NamedTuple):
-    """The training forward's results for each response token."""
+    """The training forward's results."""
 
     logprobs_BT: torch.Tensor  # of the sampled tokens; 0 on padding
     entropy_BT: torch.Tensor | None  # in nats; 0 on padding
-    routing: RouterOutputs  # what the routers of an MoE did
+    aux_loss: torch.Tensor | None  # an MoE's load-balancing loss, a scalar; 0 if there is none
+    # What an MoE's routers chose, even where replay overrode it; None if dense
+    choices_BSLK: torch.Tensor | None  # at every token, in top-k order
+    experts_BTLK: torch.Tensor | None  # where a response token is predicted, sorted
+    router_logits: tuple  # there, if asked for: L tensors (B, T, E), detached
 
 
 # Logits that are in float32 at a time, on a CPU and on a GPU
@@ -316,10 +285,20 @@ CPU_CHUNK = 2**22
 GPU_CHUNK = 2**26
 
 
-def token_logprobs(policy, batch, temperature, *, with_entropy=True, entropy_grad=False, replay=True):
-    """The training forward: log-probs and, `with_entropy`, entropies of the response tokens at the
-    sampling temperature, in float32. Entropies have a gradient only with `entropy_grad`. The routers
-    use the batch's `replayed_experts_BSLK`, if any, unless `replay` is False.
+def token_logprobs(
+    policy,
+    batch,
+    temperature,
+    *,
+    only_logprobs=False,
+    entropy_grad=False,
+    with_router_logits=False,
+    replay=True,
+):
+    """The training forward: log-probs of the response tokens at the sampling temperature, in float32,
+    and, unless `only_logprobs`, entropies and the aux loss. Entropies have a gradient only with
+    `entropy_grad`. The routers use the batch's `replayed_experts_BSLK`, if any, unless `replay` is
+    False.
 
     Every sequence begins in column 0, and causal attention never looks at the padding behind it, so the
     model needs no attention mask and no positions."""
@@ -332,7 +311,7 @@ def token_logprobs(policy, batch, temperature, *, with_entropy=True, entropy_gra
     logprobs = []
     entropies = []
     for logits_CV, ids_C in zip(logits_NV.split(chunk), batch.response_N.split(chunk), strict=True):
-        inputs = (logits_CV, ids_C, temperature, with_entropy, entropy_grad)
+        inputs = (logits_CV, ids_C, temperature, only_logprobs, entropy_grad)
         if len(logits_CV) == len(logits_NV):
             logprobs_C, entropy_C = logprobs_of(*inputs)
         else:
@@ -341,47 +320,63 @@ def token_logprobs(policy, batch, temperature, *, with_entropy=True, entropy_gra
             logprobs_C, entropy_C = checkpoint(logprobs_of, *inputs, **options)
         logprobs.append(logprobs_C)
         entropies.append(entropy_C)
+    choices_BSLK = None
+    experts_BTLK = None
+    if policy.routers.num_experts > 0:
+        choices = routing.choices()
+        choices_BSLK = choices.unflatten(0, batch.tokens_BS.shape)
+        experts_BTLK = batch.where_predicted(choices).sort().values
+    router_logits = routing.token_logits() if with_router_logits else ()
     return TokenOutputs(
         logprobs_BT=batch.as_rows(torch.cat(logprobs)),
-        entropy_BT=batch.as_rows(torch.cat(entropies)) if with_entropy else None,
-        routing=RouterOutputs(routing, batch),
+        entropy_BT=None if only_logprobs else batch.as_rows(torch.cat(entropies)),
+        aux_loss=None if only_logprobs else balancing_loss(routing, batch.is_token_BS),
+        choices_BSLK=choices_BSLK,
+        experts_BTLK=experts_BTLK,
+        router_logits=tuple(batch.where_predicted(layer.detach()) for layer in router_logits),
     )
 
 
-def logprobs_of(logits_CV, ids_C, temperature, with_entropy, entropy_grad):
-    """Of some tokens, (C,): log-probs, and entropies or None."""
+def logprobs_of(logits_CV, ids_C, temperature, only_logprobs, entropy_grad):
+    """Of a chunk of C tokens, (C,): log-probs and, unless `only_logprobs`, entropies."""
     logits_CV = logits_CV.float()
     if temperature != 1:
         logits_CV = logits_CV / temperature
     logprobs_CV = logits_CV.log_softmax(-1)
     logprobs_C = logprobs_CV.gather(-1, ids_C[:, None])[:, 0]
-    entropy_C = None
-    if with_entropy:
-        with torch.set_grad_enabled(entropy_grad):
-            entropy_C = -(logprobs_CV.exp() * logprobs_CV).sum(-1)
+    if only_logprobs:
+        return logprobs_C, None
+    with torch.set_grad_enabled(entropy_grad):
+        entropy_C = -(logprobs_CV.exp() * logprobs_CV).sum(-1)
     return logprobs_C, entropy_C
 
 
+class OldPolicy(NamedTuple):
+    """The policy before the update, for one batch."""
+
+    logprobs_BT: torch.Tensor
+    experts_BTLK: torch.Tensor | None  # the routers' own choice, sorted; None if dense or unknown
+    router_logits: tuple  # as in TokenOutputs, if asked for
+    replayed_experts_BSLK: torch.Tensor | None  # what the update replays: r2 these, r3 the sampler's
+
+
 @torch.no_grad()
-def record_old_policy(policy, batch, args):
-    """Before the update: sets `old_logprobs_BT` and, for an MoE, `old_experts_BTLK` and, with r2, the
-    experts to replay. Returns the forward's outputs. `--old_logprobs sampler` skips this pass."""
+def old_policy(policy, batch, args, with_router_logits=False):
+    """`OldPolicy`, by the training forward. `--old_logprobs sampler` takes the sampler's log-probs."""
     if args.old_logprobs == "sampler":
-        batch.old_logprobs_BT = batch.sampler_logprobs_BT
-        return None
-    outputs = token_logprobs(policy, batch, args.temperature, with_entropy=False)
-    batch.old_logprobs_BT = outputs.logprobs_BT
-    batch.old_experts_BTLK = outputs.routing.experts_BTLK
-    if args.routing_replay == "r2":
-        batch.replayed_experts_BSLK = outputs.routing.choices_BSLK
-    return outputs
+        return OldPolicy(batch.sampler_logprobs_BT, None, (), batch.replayed_experts_BSLK)
+    options = {"only_logprobs": True, "with_router_logits": with_router_logits}
+    outputs = token_logprobs(policy, batch, args.temperature, **options)
+    is_r2 = args.routing_replay == "r2"
+    replayed_BSLK = outputs.choices_BSLK if is_r2 else batch.replayed_experts_BSLK
+    return OldPolicy(outputs.logprobs_BT, outputs.experts_BTLK, outputs.router_logits, replayed_BSLK)
 
 
 @torch.no_grad()
 def reference_logprobs(reference, batch, args):
     """Log-probs of the sampled tokens under a frozen policy, (B, T). Experts are not replayed."""
-    outputs = token_logprobs(reference, batch, args.temperature, with_entropy=False, replay=False)
-    return outputs.logprobs_BT
+    options = {"only_logprobs": True, "replay": False}
+    return token_logprobs(reference, batch, args.temperature, **options).logprobs_BT
 
 
 # ------------------------------------------------------------------------------- rollout correction
@@ -492,3 +487,44 @@ def evaluate(policy, problems, grade, args, sampled=False):
             shown = completions[:: args.eval_samples]
     results["examples"] = [[c.problem.prompt, c.problem.answer, c.text] for c in shown[:3]]
     return results
+
+
+# -------------------------------------------------------------------------------------------- model
+
+
+def load_policy(args):
+    """`--model` -> `Policy`, if the sampler, with its cache, and the training forward give the same
+    log-probs, and if a model in lower precision runs: else UserError."""
+    policy = load_unchecked(args)
+    with one_line(f"--model {args.model}: the sampler cannot run this architecture"):
+        check_sampler(policy, args)
+    return policy
+
+
+def check_sampler(policy, args):
+    """Compares log-probs of answers of up to four tokens to prompts of three lengths. It also decides
+    whether sampling can use CUDA graphs."""
+    special = policy.tokenizer.all_special_ids
+    ids = [token for token in range(len(policy.tokenizer)) if token not in special][:6]
+    prompts = [ids, ids[: len(ids) // 2 + 1], ids[:1]]
+    problems = [Problem("", "", prompt) for prompt in prompts]
+    num_tokens = min(4, args.max_new_tokens)  # the model may have no positions for more
+    half = (num_tokens + 1) // 2
+    noise_BT = torch.zeros(6, num_tokens)
+    sampler = policy.sampler(1)
+    models = [policy.master, policy.model, sampler.model]
+    for model in dict.fromkeys(models):  # each one once; with default flags all are the same
+        tried = policy.with_model(model)
+        # Two equal answers to each prompt; the first one is then cut in half.
+        completions = sample_batch(tried, problems, noise_BT, temperature=1.0, greedy=True)
+        for i in (0, 2, 4):
+            short = completions[i]
+            completions[i] = short._replace(ids=short.ids[:half], logprobs=short.logprobs[:half])
+        batch = collate(completions, ids[0], args)
+        with torch.no_grad():
+            logprobs_BT = token_logprobs(tried, batch, temperature=1.0, only_logprobs=True).logprobs_BT
+        gap = (logprobs_BT - batch.sampler_logprobs_BT)[batch.mask_BT].abs().max().item()
+        if model is policy.master and not gap < 1e-3:  # a NaN fails this too
+            raise UserError(f"its log-probs differ from the training forward's by {gap:.2g}")
+    for sampling in dict.fromkeys([policy, sampler]):  # evaluations sample with the policy itself
+        sampling.graphs = graphs_for(sampling, prompts, args.max_new_tokens)

@@ -28,9 +28,9 @@ from itertools import chain
 
 import torch
 
-from common import Run, RunArgs, check_sampler, evaluate, flag, launch, load_grader, load_policy
-from common import load_problems, optimizer_steps, record_old_policy, rollout_correction, sample
-from common import token_logprobs, with_advantages
+from common import Run, RunArgs, evaluate, flag, launch, load_grader, load_policy, load_problems
+from common import old_policy, optimizer_steps, rollout_correction, sample, token_logprobs
+from common import with_advantages
 
 
 @dataclass
@@ -128,7 +128,6 @@ def main(args):
     grade = load_grader(args)  # the verifier, or --reward
     policy = load_policy(args)  # a transformers model, without dropout, and its tokenizer
     problems, held_out = load_problems(args, policy, grade)
-    check_sampler(policy, held_out[0], args)  # its log-probs are the training forward's
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
     run = Run(args, policy, problems, optimizer=optimizer)  # logs, saves, resumes
     if run.needs_first_eval:
@@ -149,9 +148,12 @@ def main(args):
         # ratio is exactly 1 in the first step.
         steps = optimizer_steps(completions, args)
         for micro in chain(*steps):
-            record_old_policy(policy, micro, args)  # sets old_logprobs_BT and, for an MoE, its experts
+            old = old_policy(policy, micro, args)
+            micro.old_logprobs_BT = old.logprobs_BT
+            micro.old_experts_BTLK = old.experts_BTLK  # of an MoE
+            micro.replayed_experts_BSLK = old.replayed_experts_BSLK  # --routing_replay, in the update
             micro.correction_weights = rollout_correction(micro, args)
-            micro.advantages = micro.correction_weights * micro.advantages_B1  # times 1 by default
+            micro.advantages = micro.correction_weights * micro.advantages  # times 1 by default
 
         # ----------------------------------------------------------------------------------- update
         for step in steps * args.update_epochs:
@@ -170,11 +172,11 @@ def main(args):
                 )
                 # aux_loss is a product of means, so it is averaged over micro-batches, not summed.
                 share = len(micro) / num_sequences
-                total_loss = loss + args.router_aux_coef * outputs.routing.aux_loss * share
+                total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
                 total_loss.backward()
                 run.record(loss, stats, outputs, micro)
             grad_norm = policy.clip_gradients(args.max_grad_norm)
-            run.check_step(num_sequences, grad_norm)  # stops the run if the loss or norm is not finite
+            run.record_step(num_sequences, grad_norm)  # stops the run if the loss or norm is not finite
             optimizer.step()
             optimizer.zero_grad()
 

@@ -41,9 +41,9 @@ from itertools import chain
 import torch
 from torch import nn
 
-from common import Run, RunArgs, TrainedModel, check_sampler, critic_stats, evaluate, flag, launch
-from common import load_grader, load_policy, load_problems, mean_over, optimizer_steps
-from common import record_old_policy, reference_logprobs, rollout_correction, sample, token_logprobs
+from common import Run, RunArgs, TrainedModel, critic_stats, evaluate, flag, launch, load_grader
+from common import load_policy, load_problems, old_policy, optimizer_steps, reference_logprobs
+from common import rollout_correction, sample, token_logprobs
 
 
 @dataclass
@@ -215,7 +215,6 @@ def main(args):
     grade = load_grader(args)  # the verifier, or --reward
     policy = load_policy(args)  # a transformers model, without dropout, and its tokenizer
     problems, held_out = load_problems(args, policy, grade)
-    check_sampler(policy, held_out[0], args)  # its log-probs are the training forward's
     reference = policy.frozen_copy() if args.kl_coef > 0 else None
     critic = TrainedModel(Critic(policy), args.dtype)
     policy_group = {"params": list(policy.parameters()), "lr": args.lr}
@@ -239,7 +238,10 @@ def main(args):
         steps = optimizer_steps(completions, args)
         batches = list(chain(*steps))
         for micro in batches:
-            record_old_policy(policy, micro, args)  # sets old_logprobs_BT and, for an MoE, its experts
+            old = old_policy(policy, micro, args)
+            micro.old_logprobs_BT = old.logprobs_BT
+            micro.old_experts_BTLK = old.experts_BTLK  # of an MoE
+            micro.replayed_experts_BSLK = old.replayed_experts_BSLK  # --routing_replay, in the update
             if reference is not None:
                 micro.ref_logprobs_BT = reference_logprobs(reference, micro, args)
             micro.correction_weights = rollout_correction(micro, args)
@@ -264,12 +266,7 @@ def main(args):
         for micro in batches:
             whitened_BT = whiten(micro.gae_BT, micro.mask_BT, all_N)
             micro.advantages = micro.correction_weights * whitened_BT  # times 1 by default
-        masks = [micro.mask_BT for micro in batches]
-        values = [micro.values_BT for micro in batches]
-        returns = [micro.returns_BT for micro in batches]
-        numbers = critic_stats(values, returns, masks)  # for the log
-        if reference is not None:
-            numbers["losses/kl_ref"] = mean_over([micro.kl_BT for micro in batches], masks)
+        numbers = critic_stats(batches)  # for the log
 
         # ----------------------------------------------------------------------------------- update
         for step in steps * args.update_epochs:
@@ -299,13 +296,13 @@ def main(args):
                 total_loss = loss + args.value_coef * critic_loss - args.entropy_coef * entropy
                 # aux_loss is a product of means, so it is averaged over micro-batches, not summed.
                 share = len(micro) / num_sequences
-                total_loss = total_loss + args.router_aux_coef * outputs.routing.aux_loss * share
+                total_loss = total_loss + args.router_aux_coef * outputs.aux_loss * share
                 total_loss.backward()
                 run.record(loss, stats, outputs, micro, value_loss=critic_loss)
             grad_norm = policy.clip_gradients(args.max_grad_norm)
             critic_norm = critic.clip_gradients(args.max_grad_norm)
             # Stops the run here, before the step, if a loss or norm is not finite.
-            run.check_step(num_sequences, grad_norm, critic_grad_norm=critic_norm)
+            run.record_step(num_sequences, grad_norm, critic_grad_norm=critic_norm)
             optimizer.step()
             optimizer.zero_grad()
 

@@ -39,9 +39,9 @@ from typing import Literal
 
 import torch
 
-from common import Run, RunArgs, UserError, check_sampler, evaluate, flag, launch, load_grader
-from common import load_policy, load_problems, optimizer_steps, record_old_policy
-from common import rollout_correction, sample, token_logprobs, with_advantages
+from common import Run, RunArgs, UserError, evaluate, flag, launch, load_grader, load_policy
+from common import load_problems, old_policy, optimizer_steps, rollout_correction, sample
+from common import token_logprobs, with_advantages
 
 
 @dataclass
@@ -179,7 +179,6 @@ def main(args):
     if not policy.routers.has_softmax:
         raise UserError(f"--model {args.model} has no experts chosen by a softmax: use gmpo.py")
     problems, held_out = load_problems(args, policy, grade)
-    check_sampler(policy, held_out[0], args)  # its log-probs are the training forward's
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
     run = Run(args, policy, problems, optimizer=optimizer)  # logs, saves, resumes
     if run.needs_first_eval:
@@ -200,18 +199,21 @@ def main(args):
         # ratio is exactly 1 in the first step.
         steps = optimizer_steps(completions, args)
         for micro in chain(*steps):
-            outputs = record_old_policy(policy, micro, args)  # sets old_logprobs_BT and its experts
-            micro.experts_BTLK = micro.active_experts(micro.old_experts_BTLK)  # e_jk
-            micro.old_scores_BTLK = expert_logprobs(outputs.routing.logits, micro.experts_BTLK)
+            old = old_policy(policy, micro, args, with_router_logits=True)
+            micro.old_logprobs_BT = old.logprobs_BT
+            micro.old_experts_BTLK = old.experts_BTLK
+            micro.replayed_experts_BSLK = old.replayed_experts_BSLK  # --routing_replay, in the update
+            micro.experts_BTLK = micro.active_experts(old.experts_BTLK)  # e_jk
+            micro.old_scores_BTLK = expert_logprobs(old.router_logits, micro.experts_BTLK)
             micro.correction_weights = rollout_correction(micro, args, per_sequence=True)
-            micro.advantages = micro.correction_weights * micro.advantages_B1  # times 1 by default
+            micro.advantages = micro.correction_weights * micro.advantages  # times 1 by default
 
         # ----------------------------------------------------------------------------------- update
         for step in steps * args.update_epochs:
             num_sequences = sum(len(micro) for micro in step)
             for micro in step:
-                outputs = token_logprobs(policy, micro, args.temperature)
-                scores_BTLK = expert_logprobs(outputs.routing.logits, micro.experts_BTLK)
+                outputs = token_logprobs(policy, micro, args.temperature, with_router_logits=True)
+                scores_BTLK = expert_logprobs(outputs.router_logits, micro.experts_BTLK)
                 router_shift_BT = router_shift(scores_BTLK, micro.old_scores_BTLK)
                 loss, stats = policy_loss(
                     outputs.logprobs_BT,
@@ -226,14 +228,14 @@ def main(args):
                 )
                 # aux_loss is a product of means, so it is averaged over micro-batches, not summed.
                 share = len(micro) / num_sequences
-                total_loss = loss + args.router_aux_coef * outputs.routing.aux_loss * share
+                total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
                 total_loss.backward()
                 is_floored_BT = router_shift_BT < args.gamma_min
                 stats["moe/router_shift"] = masked_mean(router_shift_BT, micro.mask_BT)
                 stats["moe/router_floor_frac"] = masked_mean(is_floored_BT.float(), micro.mask_BT)
                 run.record(loss, stats, outputs, micro)
             grad_norm = policy.clip_gradients(args.max_grad_norm)
-            run.check_step(num_sequences, grad_norm)  # stops the run if the loss or norm is not finite
+            run.record_step(num_sequences, grad_norm)  # stops the run if the loss or norm is not finite
             optimizer.step()
             optimizer.zero_grad()
 

@@ -88,10 +88,10 @@ def router_stats(outputs, micro, num_experts):
     expert_flip_frac, if the old policy's experts are known: the fraction of (token, layer) pairs for
     which the routers now choose different experts."""
     mask_BT = micro.mask_BT
-    own_BTLK = outputs.routing.experts_BTLK
-    L, K = own_BTLK.shape[2:]
-    if L == 0:
+    own_BTLK = outputs.experts_BTLK
+    if own_BTLK is None:
         return {}
+    L, K = own_BTLK.shape[2:]
     layer_L1 = torch.arange(L, device=mask_BT.device)[:, None]
     expert_BTLK = own_BTLK + num_experts * layer_L1
     is_counted_BTLK = mask_BT[:, :, None, None].expand_as(expert_BTLK).long()
@@ -149,13 +149,17 @@ def correction_stats(batches, args):
     return stats
 
 
-def critic_stats(values, returns, masks):
-    """{"losses/explained_variance": the fraction of the returns' variance that the critic explains},
-    from lists with one tensor (B, T) for each batch."""
-    returns_N = torch.cat([x_BT[mask_BT] for x_BT, mask_BT in zip(returns, masks, strict=True)])
-    values_N = torch.cat([x_BT[mask_BT] for x_BT, mask_BT in zip(values, masks, strict=True)])
+def critic_stats(batches):
+    """{key: scalar} of ppo's batches. losses/explained_variance: the fraction of the returns' variance
+    that the critic explains; losses/kl_ref, with a reference."""
+    masks = [batch.mask_BT for batch in batches]
+    returns_N = torch.cat([batch.returns_BT[batch.mask_BT] for batch in batches])
+    values_N = torch.cat([batch.values_BT[batch.mask_BT] for batch in batches])
     variance = (returns_N - values_N).var()
-    return {"losses/explained_variance": 1 - variance / returns_N.var().clamp(min=1e-8)}
+    stats = {"losses/explained_variance": 1 - variance / returns_N.var().clamp(min=1e-8)}
+    if batches[0].ref_logprobs_BT is not None:
+        stats["losses/kl_ref"] = mean_over([batch.kl_BT for batch in batches], masks)
+    return stats
 
 
 def rollout_summary(completions, num_samples=1):

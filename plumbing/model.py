@@ -29,7 +29,7 @@ TOKENIZER_FILES = """tokenizer* special_tokens_map.json added_tokens.json vocab*
 # ------------------------------------------------------------------------------------------ loading
 
 
-def load_policy(args):
+def load_unchecked(args):
     """`--model` -> `Policy`. Runs no code from the folder."""
     for module in (transformers, sys.modules["transformers"]):  # it may import itself twice
         numbers = re.findall("[0-9]+", module.__version__)

@@ -76,7 +76,6 @@ class Routing(TorchFunctionMode):
             self.replayed = replayed_BSLK.flatten(0, 1)  # (tokens, L, K)
         # By layer. A recomputation in the backward pass comes second and changes nothing.
         self.used = {}  # experts that were used, (tokens, K)
-        self.weights = {}  # their weights
         self.own = {}  # the routers' own choices, during replay
         self.logits = {}  # (tokens, E)
         self.functions = set()  # names of functions that the routers call, during replay
@@ -103,9 +102,8 @@ class Routing(TorchFunctionMode):
             hook.remove()
 
     def note_experts(self, layer, module, inputs):
-        _, chosen, weights = inputs
+        chosen = inputs[1]
         self.used.setdefault(layer, chosen.to(torch.int16))
-        self.weights.setdefault(layer, weights.detach())
 
     def note_logits(self, layer, module, inputs, output):
         logits = output[self.routers.logits_index] if isinstance(output, tuple) else output
@@ -135,56 +133,24 @@ class Routing(TorchFunctionMode):
         by_layer = self.used if self.replayed is None else self.own
         return torch.stack([by_layer[layer] for layer in range(len(by_layer))], dim=1)
 
-
-class RouterOutputs:
-    """What the routers did in a forward of a batch. A dense model has L = 0. Each of these is computed
-    when it is first needed."""
-
-    def __init__(self, routing, batch):
-        self.routers = routing.routers
-        self.recorded = routing
-        self.batch = batch
-
-    @functools.cached_property
-    def choices_BSLK(self):
-        """The routers' own choice of experts at every token, in top-k order, even where replay overrode
-        it."""
-        tokens_BS = self.batch.tokens_BS
-        if self.routers.num_experts == 0:
-            return tokens_BS.new_empty(*tokens_BS.shape, 0, 0)
-        return self.recorded.choices().unflatten(0, tokens_BS.shape)
-
-    @functools.cached_property
-    def experts_BTLK(self):
-        """Of these, where a response token is predicted; sorted, to compare sets."""
-        choices_NLK = self.choices_BSLK.flatten(0, 1)[self.batch.predictor_N]
-        return self.batch.as_rows(choices_NLK).sort().values
-
-    @functools.cached_property
     def token_logits(self):
-        """The router logits at every token: L tensors (B * S, E); () without a softmax."""
+        """The router logits: L tensors (tokens, E); () without a softmax."""
         if not self.routers.has_softmax:
             return ()
-        layers = [self.recorded.logits[layer].float() for layer in range(len(self.routers.modules))]
+        layers = [self.logits[layer].float() for layer in range(len(self.routers.modules))]
         if self.routers.are_probabilities:
             layers = [probs.clamp(min=1e-30).log() for probs in layers]
         return tuple(layers)
 
-    @property
-    def logits(self):
-        """Of these, where a response token is predicted: L tensors (B, T, E), detached."""
-        batch = self.batch
-        return [batch.as_rows(layer.detach()[batch.predictor_N]) for layer in self.token_logits]
 
-    @functools.cached_property
-    def aux_loss(self):
-        """transformers' load-balancing loss over prompt and response, a scalar; 0 for routers that have
-        none."""
-        is_token_BS = self.batch.is_token_BS
-        if not self.routers.are_balanced:
-            return torch.zeros((), device=is_token_BS.device)
-        K = self.choices_BSLK.shape[-1]
-        return load_balancing_loss_func(self.token_logits, self.routers.num_experts, K, is_token_BS)
+def balancing_loss(routing, is_token_BS):
+    """transformers' load-balancing loss over prompt and response in the forward that `routing` has
+    recorded, a scalar; 0 for routers that have none."""
+    routers = routing.routers
+    if not routers.are_balanced:
+        return torch.zeros((), device=is_token_BS.device)
+    K = routing.used[0].shape[-1]
+    return load_balancing_loss_func(routing.token_logits(), routers.num_experts, K, is_token_BS)
 
 
 @torch.no_grad()
@@ -200,12 +166,17 @@ def read_routers(model):
     with Routing(routers) as routing:
         model.base_model(tokens, use_cache=False)
     others = (routing.choices() + 1) % num_experts
+    weights = []  # of the replayed experts, by layer
+    note = lambda module, inputs: weights.append(inputs[2])  # noqa: E731
+    hooks = [module.register_forward_pre_hook(note) for module in experts]
     with Routing(routers, others[None]) as replay:
         model.base_model(tokens, use_cache=False)
+    for hook in hooks:
+        hook.remove()
     # Some routers do not use a single torch.topk, or give no weight to experts they did not choose.
     layers = range(len(experts))
     routers.can_replay = all(torch.equal(replay.used[layer], others[:, layer]) for layer in layers)
-    routers.can_replay &= all(replay.weights[layer].all().item() for layer in layers)
+    routers.can_replay &= all(layer.all().item() for layer in weights)
     names = [name for module in modules for name in module.state_dict()]
     has_bias = any(name.endswith("_bias") for name in names)  # which is not part of the softmax
     logits = list(routing.logits.values())

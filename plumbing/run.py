@@ -121,11 +121,11 @@ class Run:
         stats = stats | router_stats(outputs, micro, routers.num_experts)
         add(self.reports, "losses", stats, micro.mask_BT.sum())
         if routers.are_balanced:
-            add(self.reports, "moe", {"aux_loss": outputs.routing.aux_loss}, len(micro))
+            add(self.reports, "moe", {"aux_loss": outputs.aux_loss}, len(micro))
 
-    def check_step(self, num_sequences, grad_norm, **norms):
-        """Before a step of `num_sequences` completions: UserError if the policy's loss or a norm is not
-        finite; else records them."""
+    def record_step(self, num_sequences, grad_norm, **norms):
+        """Records an optimizer step of `num_sequences` completions, before it is taken. UserError if
+        the policy's loss or a norm is not finite."""
         finite = {"loss": self.step_losses["policy_loss"], "grad_norm": grad_norm, **norms}
         for name, scalar in finite.items():
             if not math.isfinite(scalar):  # the first one waits for the GPU; the others are then ready

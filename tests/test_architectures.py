@@ -12,7 +12,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import ppo
 import rspo
-from common import Problem, check_sampler, collate, load_policy, sample, token_logprobs
+from common import Problem, collate, load_policy, sample, token_logprobs
 from plumbing.decoding import check_stretches
 from plumbing.model import Policy, TrainedModel, checkpoint_layers
 from plumbing.routing import find_experts
@@ -126,7 +126,6 @@ def test_an_architecture_works(name, tmp_path):
     folder = save(new_model(name), tmp_path / "model")
     args = arguments(folder, max_new_tokens=16, temperature=0.9)
     policy = load_policy(args)
-    check_sampler(policy, PROBLEMS[1], args)
     if policy.routers.num_experts > 0:
         args.routing_replay = "r3"  # the sampler records experts
     check_sampler_and_training_forward(policy, args)
@@ -152,9 +151,9 @@ def check_sampler_and_training_forward(policy, args):
         is_known_BS = batch.replayed_experts_BSLK[..., 0, 0] >= 0
         assert is_known_BS.sum() == batch.is_token_BS.sum() - len(batch)  # all but each one's last
         theirs = batch.replayed_experts_BSLK[is_known_BS]
-        assert torch.equal(theirs, outputs.routing.choices_BSLK[is_known_BS])
-    assert (outputs.routing.aux_loss > 0) == policy.routers.are_balanced
-    (outputs.logprobs_BT.sum() + outputs.routing.aux_loss).backward()
+        assert torch.equal(theirs, outputs.choices_BSLK[is_known_BS])
+    assert (outputs.aux_loss > 0) == policy.routers.are_balanced
+    (outputs.logprobs_BT.sum() + outputs.aux_loss).backward()
     gradients = [weight.grad for weight in policy.parameters() if weight.grad is not None]
     assert len(gradients) > 0.8 * len(list(policy.parameters()))
     assert all(gradient.isfinite().all() for gradient in gradients)
@@ -176,7 +175,7 @@ def given_to_experts(policy, batch):
     for module in find_experts(policy.model):
         note = lambda module, inputs: given.append(inputs[1:3])  # noqa: E731
         hooks.append(module.register_forward_pre_hook(note))
-    outputs = token_logprobs(policy, batch, 1.0)
+    outputs = token_logprobs(policy, batch, 1.0, with_router_logits=True)
     for hook in hooks:
         hook.remove()
     return outputs, given
@@ -198,12 +197,12 @@ def check_replay(policy):
     live router's weights, whose gradient reaches the logits; the routers' own choice stays known."""
     batch = one_sequence()
     own, given = given_to_experts(policy, batch)
-    assert len(given) == own.routing.experts_BTLK.shape[2] > 0
+    assert len(given) == own.experts_BTLK.shape[2] > 0
     for layer, (indices, _) in enumerate(given):
-        assert torch.equal(own.routing.choices_BSLK[0, :, layer], indices.short())
-        assert torch.equal(own.routing.experts_BTLK[0, :, layer], indices[3:-1].sort().values.short())
+        assert torch.equal(own.choices_BSLK[0, :, layer], indices.short())
+        assert torch.equal(own.experts_BTLK[0, :, layer], indices[3:-1].sort().values.short())
     own_gradients = gradients_of(policy, own)
-    batch.replayed_experts_BSLK = own.routing.choices_BSLK
+    batch.replayed_experts_BSLK = own.choices_BSLK
     for _ in range(2):
         again = token_logprobs(policy, batch, 1.0)
         assert torch.equal(again.logprobs_BT, own.logprobs_BT)
@@ -212,18 +211,18 @@ def check_replay(policy):
         checkpoint_layers(policy.model)  # for the second time, and below
     # Different experts, the same for each token
     num_experts = policy.routers.num_experts
-    batch.replayed_experts_BSLK = (own.routing.choices_BSLK[:, :1] + 1) % num_experts
-    batch.replayed_experts_BSLK = batch.replayed_experts_BSLK.expand_as(own.routing.choices_BSLK)
+    batch.replayed_experts_BSLK = (own.choices_BSLK[:, :1] + 1) % num_experts
+    batch.replayed_experts_BSLK = batch.replayed_experts_BSLK.expand_as(own.choices_BSLK)
     outputs, given = given_to_experts(policy, batch)
     assert not torch.equal(outputs.logprobs_BT, own.logprobs_BT)
-    assert torch.equal(outputs.routing.choices_BSLK[:, :1, 0], own.routing.choices_BSLK[:, :1, 0])
+    assert torch.equal(outputs.choices_BSLK[:, :1, 0], own.choices_BSLK[:, :1, 0])
     assert not any(module._forward_pre_hooks for module in policy.model.modules())
     gradients_of(policy, outputs)
     for layer, (indices, weights) in enumerate(given):
         replayed = batch.replayed_experts_BSLK[0, :, layer]
         assert torch.equal(indices.short(), replayed) and (weights > 0).all()
         if policy.routers.has_softmax:
-            logits = outputs.routing.logits[layer : layer + 1]
+            logits = outputs.router_logits[layer : layer + 1]
             (logp,) = rspo.expert_logprobs(logits, indices[None, 3:-1, None])
             difference = weights[3:-1].log() - logp[:, 0]  # their sum may be normalized
             assert (difference - difference[:, :1]).abs().max() < 1e-4

@@ -32,14 +32,11 @@ def micro_batch(mask, logratios, entropies, experts, old_experts, aux_loss):
         sampler_logprobs_BT=zeros_BT - 0.1,
         old_experts_BTLK=torch.tensor(old_experts)[:, :, None, None],
     )
-    routing = SimpleNamespace(
-        experts_BTLK=torch.tensor(experts)[:, :, None, None], aux_loss=torch.tensor(aux_loss)
-    )
     outputs = SimpleNamespace(
         logprobs_BT=torch.tensor(logratios),
         entropy_BT=torch.tensor(entropies),
-        routing=routing,
-        aux_loss=routing.aux_loss,
+        experts_BTLK=torch.tensor(experts)[:, :, None, None],
+        aux_loss=torch.tensor(aux_loss),
     )
     return micro, outputs
 
@@ -128,8 +125,8 @@ def test_a_line_of_metrics_jsonl_by_hand(first_iteration, tmp_path, monkeypatch)
         losses = dict(zip(("value_loss", "positive_lm_loss"), map(torch.tensor, values), strict=True))
         run.record(torch.tensor(loss), stats, outputs, micro, **losses)
         if micro is SECOND[0]:
-            run.check_step(3, torch.tensor(1.0), critic_grad_norm=torch.tensor(9.0))
-    run.check_step(1, torch.tensor(2.0))
+            run.record_step(3, torch.tensor(1.0), critic_grad_norm=torch.tensor(9.0))
+    run.record_step(1, torch.tensor(2.0))
     run.log_eval({"greedy": {"accuracy": 0.25, "response_len_mean": 6.0}})
     steps = [[FIRST[0], SECOND[0]], [THIRD[0]]]
     problem = Problem("1+1=", "2", [4])
@@ -176,7 +173,7 @@ def test_a_loss_or_norm_that_is_not_finite_ends_the_run(loss, norm, critic_norm,
     first_iteration.record(torch.tensor(loss), {}, outputs, micro)
     norms = {"critic_grad_norm": torch.tensor(critic_norm)}
     with pytest.raises(UserError, match=f"^iteration 1: {name} is not finite; .* lower --lr"):
-        first_iteration.check_step(1, torch.tensor(norm), **norms)
+        first_iteration.record_step(1, torch.tensor(norm), **norms)
 
 
 def test_run_of_rspo_counts_tokens_below_the_floor(tmp_path, monkeypatch):

@@ -11,9 +11,10 @@ from conftest import batch_of_ids, completes, metrics, script_args
 
 import common
 import rspo
-from common import record_old_policy, reference_logprobs, sample, token_logprobs
+from common import old_policy, reference_logprobs, sample, token_logprobs
 from plumbing.model import checkpoint_layers
 from plumbing.metrics import add, correction_stats, router_stats, summarize
+from plumbing.routing import Routing
 
 
 def halves(batch):
@@ -68,20 +69,21 @@ def test_the_aux_loss_stays_live(own_policy, batch):
     is replayed; alone, it has the same aux loss."""
     own_policy.model.model.layers = own_policy.model.model.layers[:1]
     policy = own_policy.with_model(own_policy.model)
-    live = token_logprobs(policy, batch, 1.0)
-    batch.replayed_experts_BSLK = others(live.routing.choices_BSLK)
-    replayed = token_logprobs(policy, batch, 1.0)
+    live = token_logprobs(policy, batch, 1.0, with_router_logits=True)
+    batch.replayed_experts_BSLK = others(live.choices_BSLK)
+    replayed = token_logprobs(policy, batch, 1.0, with_router_logits=True)
     assert not torch.equal(replayed.logprobs_BT, live.logprobs_BT)
-    assert live.routing.aux_loss.requires_grad and not live.routing.logits[0].requires_grad
-    torch.testing.assert_close(replayed.routing.logits, live.routing.logits)
-    torch.testing.assert_close(replayed.routing.aux_loss, live.routing.aux_loss)
+    assert live.aux_loss.requires_grad and not live.router_logits[0].requires_grad
+    torch.testing.assert_close(replayed.router_logits, live.router_logits)
+    torch.testing.assert_close(replayed.aux_loss, live.aux_loss)
 
 
-def test_a_recomputation_leaves_what_the_forward_recorded(own_policy, batch):
+def test_a_recomputation_leaves_what_the_forward_recorded(own_policy, batch, monkeypatch):
     """The logits' graph is that of the forward, which the aux loss needs."""
+    recorded = Routing(own_policy.routers)
+    monkeypatch.setattr(common, "Routing", lambda *_: recorded)
     checkpoint_layers(own_policy.model)
     outputs = token_logprobs(own_policy, batch, 1.0)
-    recorded = outputs.routing.recorded
     before = [*recorded.used.items(), *recorded.logits.items()]
     calls = []
     own_policy.routers.modules[0].register_forward_hook(lambda *_: calls.append(None))
@@ -97,22 +99,24 @@ def test_what_old_policy_update_and_reference_replay(tiny_policy, batch):
     _, args = script_args("grpo", routing_replay="r2", num_minibatches=2)
     with torch.no_grad():
         live = token_logprobs(tiny_policy, batch, 1.0)
-    record_old_policy(tiny_policy, batch, args)
-    torch.testing.assert_close(batch.old_logprobs_BT, live.logprobs_BT)
+    old = old_policy(tiny_policy, batch, args)
+    torch.testing.assert_close(old.logprobs_BT, live.logprobs_BT)
     real = batch.is_token_BS
-    assert torch.equal(batch.replayed_experts_BSLK[real], live.routing.choices_BSLK[real])
-    assert torch.equal(batch.old_experts_BTLK[batch.mask_BT], live.routing.experts_BTLK[batch.mask_BT])
+    assert torch.equal(old.replayed_experts_BSLK[real], live.choices_BSLK[real])
+    assert torch.equal(old.experts_BTLK[batch.mask_BT], live.experts_BTLK[batch.mask_BT])
     args.routing_replay = "r3"
-    batch.replayed_experts_BSLK = experts = others(live.routing.choices_BSLK)
-    record_old_policy(tiny_policy, batch, args)
-    assert not torch.allclose(batch.old_logprobs_BT, live.logprobs_BT, atol=1e-5)
-    assert batch.replayed_experts_BSLK is experts
+    batch.replayed_experts_BSLK = experts = others(live.choices_BSLK)
+    old = old_policy(tiny_policy, batch, args)
+    assert not torch.allclose(old.logprobs_BT, live.logprobs_BT, atol=1e-5)
+    assert old.replayed_experts_BSLK is experts
+    args.old_logprobs = "sampler"
+    old = old_policy(None, batch, args)
+    assert old.logprobs_BT is batch.sampler_logprobs_BT and old.replayed_experts_BSLK is experts
     torch.testing.assert_close(reference_logprobs(tiny_policy, batch, args), live.logprobs_BT)
 
 
 def test_old_policy_and_reference_compute_only_what_is_read(tiny_policy, batch, monkeypatch):
-    """With a large vocabulary, entropies would take a quarter of the update. What the routers did is
-    computed when it is asked for."""
+    """With a large vocabulary, entropies would take a quarter of the update."""
     seen = []
 
     def token_logprobs(*inputs, **keywords):
@@ -122,11 +126,11 @@ def test_old_policy_and_reference_compute_only_what_is_read(tiny_policy, batch, 
     original = common.token_logprobs
     monkeypatch.setattr(common, "token_logprobs", token_logprobs)
     _, args = script_args("grpo")
-    record_old_policy(tiny_policy, batch, args)
+    old_policy(tiny_policy, batch, args)
     reference_logprobs(tiny_policy, batch, args)
     assert [outputs.entropy_BT for outputs in seen] == [None, None]
-    computed = [set(vars(outputs.routing)) - {"routers", "recorded", "batch"} for outputs in seen]
-    assert computed == [{"choices_BSLK", "experts_BTLK"}, set()]
+    assert [outputs.aux_loss for outputs in seen] == [None, None]
+    assert [outputs.router_logits for outputs in seen] == [(), ()]
 
 
 def test_run_r3_replays_the_samplers_experts_before_the_update_and_in_it(tmp_path, monkeypatch):
@@ -157,14 +161,14 @@ def test_statistics_of_routers(tiny_policy, batch):
     """Flips and load over response tokens only, against counting."""
     with torch.no_grad():
         outputs = token_logprobs(tiny_policy, batch, 1.0)
-    old = batch.old_experts_BTLK = outputs.routing.experts_BTLK.clone()
+    old = batch.old_experts_BTLK = outputs.experts_BTLK.clone()
     old[0, 0, 1, 0] = -1  # a change in one of two layers of one of 18 tokens
     old[~batch.mask_BT] = -1  # padding must not count
     stats = router_stats(outputs, batch, num_experts=8)
     assert stats["moe/expert_flip_frac"].item() == pytest.approx(1 / 2 / 18, rel=1e-5)
     shares = []
     for layer in range(2):
-        chosen = outputs.routing.experts_BTLK[:, :, layer][batch.mask_BT].flatten().tolist()
+        chosen = outputs.experts_BTLK[:, :, layer][batch.mask_BT].flatten().tolist()
         shares += [chosen.count(expert) / len(chosen) for expert in range(8)]
     assert stats["moe/load_max"].item() == pytest.approx(max(shares))
 
@@ -174,8 +178,8 @@ def test_fraction_of_experts_that_the_sampler_did_not_share(tiny_policy, batch):
     _, args = script_args("grpo", routing_replay="r3")
     own = token_logprobs(tiny_policy, batch, 1.0)
     batch.old_logprobs_BT = own.logprobs_BT.detach()
-    batch.old_experts_BTLK = own.routing.experts_BTLK
-    batch.replayed_experts_BSLK = own.routing.choices_BSLK.flip(-1).clone()  # in any order
+    batch.old_experts_BTLK = own.experts_BTLK
+    batch.replayed_experts_BSLK = own.choices_BSLK.flip(-1).clone()  # in any order
     assert correction_stats([batch], args)["moe/sampler_flip_frac"] == 0
     prompt, response = LENGTHS[0]
     theirs_SLK = batch.replayed_experts_BSLK[0]

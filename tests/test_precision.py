@@ -8,7 +8,7 @@ from conftest import MIXED, problems_of, script_args
 from torch import nn
 
 import ppo
-from common import collate, record_old_policy, sample, token_logprobs
+from common import collate, old_policy, sample, token_logprobs
 from plumbing.model import Policy, TrainedModel, working_copy
 
 
@@ -20,7 +20,7 @@ def test_the_masters_never_compute(own_policy):
         master.register_forward_pre_hook(lambda *_: pytest.fail("float32"))
     _, args = script_args("grpo", max_new_tokens=12)
     batch = collate(sample(policy, problems_of(policy, *MIXED), 4, args), 3, args)
-    record_old_policy(policy, batch, args)
+    old_policy(policy, batch, args)
     critic.model(batch)
     assert token_logprobs(policy, batch, 1.0).logprobs_BT.requires_grad
 

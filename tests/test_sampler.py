@@ -82,12 +82,11 @@ def test_sampler_slow_loop_and_training_forward_agree(own_policy):
 
 @pytest.mark.parametrize("max_new_tokens", [1, 2, 3])
 def test_the_check_at_loading_needs_no_more_positions_than_the_run(max_new_tokens, own_policy):
-    """Here a prompt of four tokens, and exactly as many positions as it and the answer need."""
-    policy = policy_with_learned_positions(own_policy.tokenizer, 4 + max_new_tokens)
-    problem = Problem("", "", [3, 4, 5, 6])
-    check_sampler(policy, problem, settings(max_new_tokens=max_new_tokens))
+    """Here it and its prompt of six tokens have exactly as many positions as they need."""
+    policy = policy_with_learned_positions(own_policy.tokenizer, 6 + max_new_tokens)
+    check_sampler(policy, settings(max_new_tokens=max_new_tokens))
     with pytest.raises((IndexError, UserError)):
-        check_sampler(policy, problem, settings(max_new_tokens=max_new_tokens + 1))
+        check_sampler(policy, settings(max_new_tokens=max_new_tokens + 1))
 
 
 def test_dapo_copies_the_weights_once_per_iteration(tmp_path, monkeypatch, reward_file):

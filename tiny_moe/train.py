@@ -119,7 +119,7 @@ def train(folder, prompts):
             completions.append(Completion(Problem("", "", prompt), answer[:CAP], logprobs=[]))
         batch = collate(completions, prompt_ids[0][0], SimpleNamespace(torch_device="cpu"))
         outputs = token_logprobs(policy, batch, temperature=1.0)
-        loss = 0.001 * outputs.routing.aux_loss - mean_over([outputs.logprobs_BT], [batch.mask_BT])
+        loss = 0.001 * outputs.aux_loss - mean_over([outputs.logprobs_BT], [batch.mask_BT])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         warm_up = min(1, (step + 1) / 50)
