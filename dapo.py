@@ -198,6 +198,7 @@ def main(args):
             run.say(f"iteration {iteration}: {missing} mixed groups missing after {rounds} rounds")
         if not kept:
             rewards_PG = torch.tensor([c.reward for c in generated]).view(-1, args.group_size)
+            run.log_eval(evaluate(policy, held_out, grade, args, sampled=True))
             run.log([], generated, rewards_PG, **counts)
             run.early_end = "too few mixed groups"
             break

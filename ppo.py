@@ -259,9 +259,11 @@ def main(args):
             rewards = [[c.reward] for c in micro.completions]
             rewards_B1 = torch.tensor(rewards, device=args.torch_device)
             token_rewards_BT = token_rewards(rewards_B1, micro.kl_BT, micro.mask_BT, args.kl_coef)
-            micro.gae_BT, micro.returns_BT = compute_gae(
-                token_rewards_BT, micro.values_BT, micro.mask_BT, args.gamma, args.gae_lambda
-            )
+            # A GPU would mostly wait for the host to launch compute_gae's many small operations.
+            inputs = [x.cpu() for x in (token_rewards_BT, micro.values_BT, micro.mask_BT)]
+            gae_BT, returns_BT = compute_gae(*inputs, args.gamma, args.gae_lambda)
+            micro.gae_BT = gae_BT.to(args.torch_device)
+            micro.returns_BT = returns_BT.to(args.torch_device)
         all_N = torch.cat([micro.gae_BT[micro.mask_BT] for micro in batches])
         for micro in batches:
             whitened_BT = whiten(micro.gae_BT, micro.mask_BT, all_N)

@@ -103,7 +103,7 @@ def policy_loss(
     objective_BT = advantages_BT * torch.where(mask_BT, logprobs_BT, 0)
     # [3] mean_i sum_t
     loss = -torch.where(mask_BT, objective_BT, 0).sum() / num_sequences
-    # The ratio is only logged; it is 1 as long as there is one step per rollout.
+    # The ratio is only logged; it is 1 with one step per rollout.
     logratio_BT = torch.where(mask_BT, logprobs_BT - old_logprobs_BT, 0).clamp(-20, 20)
     ratio_BT = logratio_BT.exp()
     stats = {
@@ -140,16 +140,16 @@ def main(args):
         run.extra_state["baseline"] = baseline
 
         # ------------------------------------------------------------------------------- old policy
-        # Its log-probs come from the training forward, in the update's own micro-batches, so that the
-        # ratio is exactly 1 in the first step.
+        # There is no ratio, so its log-probs are needed only to correct for the sampler.
         steps = optimizer_steps(completions, args)
-        for micro in chain(*steps):
-            old = old_policy(policy, micro, args)
-            micro.old_logprobs_BT = old.logprobs_BT
-            micro.old_experts_BTLK = old.experts_BTLK  # of an MoE
-            micro.replayed_experts_BSLK = old.replayed_experts_BSLK  # --routing_replay, in the update
-            micro.correction_weights = rollout_correction(micro, args)
-            micro.advantages = micro.correction_weights * micro.advantages  # times 1 by default
+        if args.rollout_correction != "none" or args.routing_replay != "none":
+            for micro in chain(*steps):
+                old = old_policy(policy, micro, args)
+                micro.old_logprobs_BT = old.logprobs_BT
+                micro.old_experts_BTLK = old.experts_BTLK  # of an MoE
+                micro.replayed_experts_BSLK = old.replayed_experts_BSLK  # in the update
+                micro.correction_weights = rollout_correction(micro, args)
+                micro.advantages = micro.correction_weights * micro.advantages
 
         # ----------------------------------------------------------------------------------- update
         for micro in chain(*steps):  # a single step

@@ -290,15 +290,16 @@ def main(args):
             rewards = [[c.reward] for c in micro.completions]
             rewards_B1 = torch.tensor(rewards, device=args.torch_device)
             token_rewards_BT = token_rewards(rewards_B1, micro.kl_BT, micro.mask_BT, args.kl_coef)
+            # A GPU would mostly wait for the host to launch compute_gae's many small operations.
+            inputs = [x.cpu() for x in (token_rewards_BT, micro.values_BT, micro.mask_BT)]
             # [2] With lambda 1 returns do not depend on the critic.
-            _, micro.returns_BT = compute_gae(
-                token_rewards_BT, micro.values_BT, micro.mask_BT, args.gamma, 1.0
-            )
+            _, returns_BT = compute_gae(*inputs, args.gamma, 1.0)
             # [3] lambda_i = max(0, 1 - 1/(alpha |o_i|))
-            lambda_B = (1 - 1 / (args.lambda_alpha * micro.mask_BT.sum(1))).clamp(min=0)
-            micro.gae_BT, _ = compute_gae(
-                token_rewards_BT, micro.values_BT, micro.mask_BT, args.gamma, lambda_B
-            )
+            lengths_B = torch.tensor([len(c.ids) for c in micro.completions])
+            lambda_B = (1 - 1 / (args.lambda_alpha * lengths_B)).clamp(min=0)
+            gae_BT, _ = compute_gae(*inputs, args.gamma, lambda_B)
+            micro.gae_BT = gae_BT.to(args.torch_device)
+            micro.returns_BT = returns_BT.to(args.torch_device)
             is_right = [[c.verdict == "correct"] for c in micro.completions]
             micro.is_right_B1 = torch.tensor(is_right, device=args.torch_device)
         all_N = torch.cat([micro.gae_BT[micro.mask_BT] for micro in batches])

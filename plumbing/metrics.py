@@ -67,15 +67,16 @@ def summarize(reports):
 
 @torch.no_grad()
 def policy_stats(outputs, micro, ratio_is_one):
-    """{name: scalar} for a micro-batch: the entropy, and how far the policy is from the old one.
-    ratio_is_one: in an iteration's first step, if old log-probs are the training forward's."""
+    """{name: scalar} for a micro-batch: the entropy, and how far the policy is from the old one, if
+    that is known. ratio_is_one: in an iteration's first step, if old log-probs are the training
+    forward's."""
     mask_BT = micro.mask_BT
+    stats = {"entropy": mean_over([outputs.entropy_BT], [mask_BT])}
+    if micro.old_logprobs_BT is None:
+        return stats
     logratio_BT = outputs.logprobs_BT - micro.old_logprobs_BT
     logratio_B = torch.where(mask_BT, logratio_BT, 0).sum(1) / mask_BT.sum(1).clamp(min=1)
-    stats = {
-        "entropy": mean_over([outputs.entropy_BT], [mask_BT]),
-        "sequence_ratio_max": torch.where(mask_BT.any(1), logratio_B, -math.inf).max().exp(),
-    }
+    stats["sequence_ratio_max"] = torch.where(mask_BT.any(1), logratio_B, -math.inf).max().exp()
     if ratio_is_one:
         stats["first_step_ratio_error_max"] = torch.where(mask_BT, logratio_BT.expm1(), 0).abs().max()
     return stats
@@ -122,7 +123,7 @@ def correction_stats(batches, args):
     that, weighted equally, would have the same variance."""
     stats = {}
     masks = [batch.mask_BT for batch in batches]
-    if args.old_logprobs == "trainer":
+    if args.old_logprobs == "trainer" and batches[0].old_logprobs_BT is not None:
         kls = []
         for batch in batches:
             logratio_BT = batch.old_logprobs_BT - batch.sampler_logprobs_BT
