@@ -2,18 +2,20 @@
 
     python study/speed.py sampler    # tokens per second: common.sample() and model.generate()
     python study/speed.py trl        # seconds per iteration: grpo.py and examples/trl_trainer.py
-    python study/speed.py memory     # peak memory of grpo.py and ppo.py, and seconds per iteration
+    python study/speed.py memory     # peak memory of grpo.py, and seconds per iteration
 
-Prints one row for each measurement. `sampler` and `trl` measure two sides in turn, with the same
-weights and 32 prompts x 8 completions of at most 48 tokens. They print the medians of both sides, and
-the minimum, median and maximum of their ratio. On a CPU everything uses one thread.
+Prints one row. `sampler` and `trl` measure two sides in turn, with the same weights. They print the
+medians of both sides, and the minimum, median and maximum of their ratio. On a CPU everything uses one
+thread. `trl` needs examples/requirements.txt: TRL's trainer with grpo.py's loss samples with
+generate().
 
-trl       Needs examples/requirements.txt. TRL's trainer with grpo.py's loss, flags and 16 steps samples
-          with generate(). --lr 2e-4 is grpo.py's; the default, 1e-9, keeps the lengths equal. --model
-          random is a dense model with random weights and 32,000 entries in its vocabulary: its answers
-          are all as long as they may be.
-memory    64 prompts x 8 completions of at most 512 tokens. --model is the folder or hub id of a model,
-          such as Qwen/Qwen2.5-0.5B. Without a GPU the memory is nan.
+--model   tiny-moe, a folder or hub id, or one of two dense models with random weights, whose answers
+          are all as long as they may be: small (6 layers, 32,000 entries), qwen (the shape of
+          Qwen2.5-0.5B)
+--flags   of grpo.py, for both sides. The learning rate is 1e-9, which keeps the lengths equal, unless
+          this has another one.
+--ours, --theirs    flags for one side of `trl`, such as --micro_batch_tokens or TRL's
+          --per_device_train_batch_size
 """
 
 import argparse
@@ -34,15 +36,38 @@ from scripts import ROOT
 
 import common
 import grpo
+from plumbing.args import parse_args
 
-ITERATIONS = 7
-MEMORY = [  # script, flags
-    ("grpo.py", "--kl_coef 0"),
-    ("grpo.py", "--kl_coef 0 --dtype bfloat16"),
-    ("grpo.py", "--kl_coef 0 --dtype bfloat16 --gradient_checkpointing"),
-    ("grpo.py", "--dtype bfloat16"),
-    ("ppo.py", "--dtype bfloat16"),
-]
+SHAPES = {  # of models with random weights
+    "small": transformers.LlamaConfig(
+        vocab_size=32_000,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        tie_word_embeddings=True,
+        eos_token_id=1,
+    ),
+    "qwen": transformers.Qwen2Config(
+        vocab_size=151_936,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        eos_token_id=1,
+        pad_token_id=0,
+    ),
+}
+
+
+def save_model(name, folder):
+    """A model with random weights and the tiny MoE's tokenizer."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(SHAPES[name])
+    model.to(torch.bfloat16).save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(ROOT / "tiny_moe").save_pretrained(folder)
 
 
 def run(file, flags):
@@ -55,9 +80,9 @@ def run(file, flags):
     return result.stdout
 
 
-def metrics_of(script, flags, folder):
-    """Runs one of the nine. Returns the metrics of each iteration."""
-    run(script, f"{flags} --run_dir {folder} --eval_every 0 --save_every 0")
+def metrics_of(flags, folder):
+    """Runs grpo.py. Returns the metrics of each iteration."""
+    run("grpo.py", f"{flags} --run_dir {folder} --eval_every 0 --save_every 0")
     return [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
 
 
@@ -72,8 +97,8 @@ def print_pairs(pairs, form):
 # -------------------------------------------------------------------------------------- the sampler
 
 
-def sampler(device, num_pairs):
-    args = grpo.Args(device=device)
+def sampler(flags, num_pairs):
+    args = parse_args(grpo.Args, flags.split())
     policy = common.load_policy(args)
     problems, _ = common.load_problems(args, policy, common.load_grader(args))
     pairs = []
@@ -118,57 +143,29 @@ def generate(policy, problems, args):
 # ------------------------------------------------------------------------------------- an iteration
 
 
-def save_random_model(folder):
-    """A dense model that has learned nothing, with the tiny MoE's tokenizer."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=32_000,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        eos_token_id=1,
-        tie_word_embeddings=True,
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    transformers.AutoTokenizer.from_pretrained(ROOT / "tiny_moe").save_pretrained(folder)
-
-
-def trl(device, num_pairs, lr, model):
-    if model == "random":
-        with tempfile.TemporaryDirectory() as folder:
-            save_random_model(folder)
-            trl(device, num_pairs, lr, folder)
-        return
-    iterations = ITERATIONS if model == "tiny-moe" else 2
-    flags = f"--model {model} --lr {lr} --iterations {iterations} --num_held_out 8"
-    use_cpu = "--use_cpu" if device == "cpu" else ""
+def trl(flags, ours, theirs, num_pairs):
     pairs = []
     for _ in range(num_pairs):
         with tempfile.TemporaryDirectory() as folder:
-            lines = metrics_of("grpo.py", f"{flags} --device {device}", f"{folder}/ours")
-            theirs = f"--algorithm grpo {flags} --save_every 0 --output_dir {folder}/trl {use_cpu}"
-            printed = run("examples/trl_trainer.py", theirs)
+            lines = metrics_of(f"{flags} {ours}", f"{folder}/ours")
+            words = f"--algorithm grpo {flags} {theirs} --save_every 0 --output_dir {folder}/trl"
+            printed = run("examples/trl_trainer.py", words)
         (seconds,) = re.findall(r"'train_runtime': '?([\d.]+)", printed)
         phases = [f"charts/{phase}_seconds" for phase in ("rollout", "reward", "update")]
-        ours = sum(line[phase] for line in lines for phase in phases)
-        pairs.append((ours / iterations, float(seconds) / iterations))
+        total = sum(line[phase] for line in lines for phase in phases)
+        pairs.append((total / len(lines), float(seconds) / len(lines)))
     print_pairs(pairs, ".2f")
 
 
 # ------------------------------------------------------------------------------------------- memory
 
 
-def memory(device, model):
-    for script, flags in MEMORY:
-        rows = 512 if script == "ppo.py" else 64  # ppo has no groups
-        words = f"{flags} --model {model} --device {device} --iterations 2 --lr 1e-6 --num_held_out 8"
-        words += f" --prompts_per_iteration {rows} --max_new_tokens 512 --num_minibatches 2"
-        with tempfile.TemporaryDirectory() as folder:
-            *_, last = metrics_of(script, words, folder)
-        gib = last.get("charts/peak_memory_gib", math.nan)
-        seconds = [last[f"charts/{phase}_seconds"] for phase in ("rollout", "update")]
-        print(f"| `{script} {flags}` | {gib:.1f} | {seconds[0]:.1f} | {seconds[1]:.1f} |")
+def memory(flags):
+    with tempfile.TemporaryDirectory() as folder:
+        *_, last = metrics_of(flags, folder)
+    gib = last.get("charts/peak_memory_gib", math.nan)
+    seconds = [last[f"charts/{phase}_seconds"] for phase in ("rollout", "update")]
+    print(f"| {gib:.1f} | {seconds[0]:.1f} | {seconds[1]:.1f} |")
 
 
 def main():
@@ -177,16 +174,26 @@ def main():
     parser.add_argument("command", choices=["sampler", "trl", "memory"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--pairs", type=int, default=10)
-    parser.add_argument("--lr", default="1e-9", help="for trl")
-    parser.add_argument("--model", default="tiny-moe", help="for trl and memory")
+    parser.add_argument("--model", default="tiny-moe")
+    for name in ("--flags", "--ours", "--theirs"):
+        parser.add_argument(name, default="")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    if args.command == "sampler":
-        sampler(args.device, args.pairs)
-    elif args.command == "trl":
-        trl(args.device, args.pairs, args.lr, args.model)
-    else:
-        memory(args.device, args.model)
+    with tempfile.TemporaryDirectory() as folder:
+        model = args.model
+        if model in SHAPES:
+            save_model(model, folder)
+            model = folder
+        iterations = 7 if model == "tiny-moe" else 2
+        flags = f"--model {model} --iterations {iterations} --num_held_out 8 --lr 1e-9 {args.flags}"
+        device = f"--device {args.device}"
+        if args.command == "sampler":
+            sampler(f"{flags} {device}", args.pairs)
+        elif args.command == "trl":
+            use_cpu = "--use_cpu" if args.device == "cpu" else ""
+            trl(flags, f"{args.ours} {device}", f"{args.theirs} {use_cpu}", args.pairs)
+        else:
+            memory(f"{flags} {device}")
 
 
 if __name__ == "__main__":
