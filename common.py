@@ -15,16 +15,15 @@ from typing import NamedTuple
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.checkpoint import checkpoint
 
 from plumbing.answers import final_answer, verify
 from plumbing.args import RunArgs, UserError, flag, launch, one_line
 from plumbing.data import Problem, addition_problems, load_problems
 from plumbing.decoding import graphs_for, new_decoder, pad
 from plumbing.metrics import clock, critic_stats, rollout_summary
-from plumbing.model import TrainedModel, load_unchecked
+from plumbing.model import TrainedModel, in_chunks, load_unchecked
 from plumbing.reward import load_grader
-from plumbing.routing import Routing, balancing_loss
+from plumbing.routing import RouterOutputs, Routing, active_experts, balancing_loss
 from plumbing.run import Run
 
 # ------------------------------------------------------------------------------------------ rollout
@@ -171,16 +170,11 @@ def optimizer_steps(completions, args):
 def similar_lengths(completions, args):
     """Splits the completions of an optimizer step into batches of similar length, so that little is
     padding. A batch has at most `--micro_batch_tokens` tokens, padding included, or one completion."""
-    max_tokens = args.micro_batch_tokens
-    if max_tokens == 0 and args.torch_device == "cpu":
-        max_tokens = 1_024
-    elif max_tokens == 0:
-        max_tokens = 32_768 if args.gradient_checkpointing else 8_192
     batches = []
     current = []
     for c in sorted(completions, key=total_length):
         num_tokens = (len(current) + 1) * total_length(c)  # this is the longest one so far
-        if num_tokens > max_tokens and current:
+        if num_tokens > args.max_micro_batch_tokens and current:
             batches.append(current)
             current = []
         current.append(c)
@@ -228,14 +222,6 @@ class Batch:
         """x at every token, (B * S, ...) -> x where each response token is predicted, (B, T, ...)."""
         return self.as_rows(x[self.predictor_N])
 
-    def active_experts(self, own_experts_BTLK):
-        """The sorted experts that are active where each response token is predicted: the replayed ones
-        if known, else the routers' own choice."""
-        if self.replayed_experts_BSLK is None:
-            return own_experts_BTLK
-        replayed_BTLK = self.where_predicted(self.replayed_experts_BSLK.flatten(0, 1)).sort().values
-        return torch.where(replayed_BTLK < 0, own_experts_BTLK, replayed_BTLK)
-
 
 def collate(completions, filler, args):
     """[Completion] -> `Batch` on `--device`; with r3, including the sampler's experts. Sequences are
@@ -269,20 +255,12 @@ def collate(completions, filler, args):
 
 
 class TokenOutputs(NamedTuple):
-    """The training forward's results."""
+    """The training forward's results; the last two are None if `only_logprobs`."""
 
     logprobs_BT: torch.Tensor  # of the sampled tokens; 0 on padding
-    entropy_BT: torch.Tensor | None  # in nats; 0 on padding
-    aux_loss: torch.Tensor | None  # an MoE's load-balancing loss, a scalar; 0 if there is none
-    # What an MoE's routers chose, even where replay overrode it; None if dense
-    choices_BSLK: torch.Tensor | None  # at every token, in top-k order
-    experts_BTLK: torch.Tensor | None  # where a response token is predicted, sorted
-    router_logits: tuple  # there, if asked for: L tensors (B, T, E), detached
-
-
-# Logits that are in float32 at a time, on a CPU and on a GPU
-CPU_CHUNK = 2**22
-GPU_CHUNK = 2**26
+    routers: RouterOutputs | None  # what an MoE's routers chose; None for a dense model
+    entropy_BT: torch.Tensor | None = None  # in nats; 0 on padding
+    aux_loss: torch.Tensor | None = None  # an MoE's load-balancing loss, a scalar; 0 without one
 
 
 def token_logprobs(
@@ -292,7 +270,7 @@ def token_logprobs(
     *,
     only_logprobs=False,
     entropy_grad=False,
-    with_router_logits=False,
+    router_logits=False,
     replay=True,
 ):
     """The training forward: log-probs of the response tokens at the sampling temperature, in float32,
@@ -302,74 +280,55 @@ def token_logprobs(
 
     Every sequence begins in column 0, and causal attention never looks at the padding behind it, so the
     model needs no attention mask and no positions."""
+
+    def logprobs_and_entropy(logits_NV, ids_N):
+        logits_NV = logits_NV.float()
+        if temperature != 1:
+            logits_NV = logits_NV / temperature
+        logprobs_NV = logits_NV.log_softmax(-1)
+        logprobs_N = logprobs_NV.gather(-1, ids_N[:, None])[:, 0]
+        if only_logprobs:
+            return (logprobs_N,)
+        if not entropy_grad:
+            logprobs_NV = logprobs_NV.detach()
+        return logprobs_N, -(logprobs_NV.exp() * logprobs_NV).sum(-1)
+
     replayed_BSLK = batch.replayed_experts_BSLK if replay else None
     with Routing(policy.routers, replayed_BSLK) as routing:
         # logits where a response token is predicted, and nowhere else; transformers 5.20 can't
         output = policy.model(batch.tokens_BS, logits_to_keep=batch.predicts_BS, use_cache=False)
-    logits_NV = output.logits.flatten(0, -2)
-    chunk = max(1, (CPU_CHUNK if logits_NV.is_cpu else GPU_CHUNK) // logits_NV.shape[1])
-    logprobs = []
-    entropies = []
-    for logits_CV, ids_C in zip(logits_NV.split(chunk), batch.response_N.split(chunk), strict=True):
-        inputs = (logits_CV, ids_C, temperature, only_logprobs, entropy_grad)
-        if len(logits_CV) == len(logits_NV):
-            logprobs_C, entropy_C = logprobs_of(*inputs)
-        else:
-            # The backward pass computes a chunk again. Otherwise all of them would be kept in float32.
-            options = {"use_reentrant": False, "preserve_rng_state": False}
-            logprobs_C, entropy_C = checkpoint(logprobs_of, *inputs, **options)
-        logprobs.append(logprobs_C)
-        entropies.append(entropy_C)
-    choices_BSLK = None
-    experts_BTLK = None
-    if policy.routers.num_experts > 0:
-        choices = routing.choices()
-        choices_BSLK = choices.unflatten(0, batch.tokens_BS.shape)
-        experts_BTLK = batch.where_predicted(choices).sort().values
-    router_logits = routing.token_logits() if with_router_logits else ()
-    return TokenOutputs(
-        logprobs_BT=batch.as_rows(torch.cat(logprobs)),
-        entropy_BT=None if only_logprobs else batch.as_rows(torch.cat(entropies)),
-        aux_loss=None if only_logprobs else balancing_loss(routing, batch.is_token_BS),
-        choices_BSLK=choices_BSLK,
-        experts_BTLK=experts_BTLK,
-        router_logits=tuple(batch.where_predicted(layer.detach()) for layer in router_logits),
-    )
-
-
-def logprobs_of(logits_CV, ids_C, temperature, only_logprobs, entropy_grad):
-    """Of a chunk of C tokens, (C,): log-probs and, unless `only_logprobs`, entropies."""
-    logits_CV = logits_CV.float()
-    if temperature != 1:
-        logits_CV = logits_CV / temperature
-    logprobs_CV = logits_CV.log_softmax(-1)
-    logprobs_C = logprobs_CV.gather(-1, ids_C[:, None])[:, 0]
+    # In float32, all logits at once would take too much memory.
+    results = in_chunks(logprobs_and_entropy, output.logits.flatten(0, -2), batch.response_N)
+    rows = [batch.as_rows(x_N) for x_N in results]
+    routers = routing.outputs(batch, router_logits)
     if only_logprobs:
-        return logprobs_C, None
-    with torch.set_grad_enabled(entropy_grad):
-        entropy_C = -(logprobs_CV.exp() * logprobs_CV).sum(-1)
-    return logprobs_C, entropy_C
+        return TokenOutputs(*rows, routers)
+    logprobs_BT, entropy_BT = rows
+    return TokenOutputs(logprobs_BT, routers, entropy_BT, balancing_loss(routing, batch.is_token_BS))
 
 
 class OldPolicy(NamedTuple):
     """The policy before the update, for one batch."""
 
     logprobs_BT: torch.Tensor
-    experts_BTLK: torch.Tensor | None  # the routers' own choice, sorted; None if dense or unknown
-    router_logits: tuple  # as in TokenOutputs, if asked for
-    replayed_experts_BSLK: torch.Tensor | None  # what the update replays: r2 these, r3 the sampler's
+    replayed_experts_BSLK: torch.Tensor | None  # in the update: r2 the old policy's, r3 the sampler's
+    experts_BTLK: torch.Tensor | None = None  # the routers' own, sorted; None if dense or unknown
+    router_logits: list | None = None  # if asked for: L tensors (B, T, E)
 
 
 @torch.no_grad()
-def old_policy(policy, batch, args, with_router_logits=False):
+def old_policy(policy, batch, args, router_logits=False):
     """`OldPolicy`, by the training forward. `--old_logprobs sampler` takes the sampler's log-probs."""
+    replayed_BSLK = batch.replayed_experts_BSLK
     if args.old_logprobs == "sampler":
-        return OldPolicy(batch.sampler_logprobs_BT, None, (), batch.replayed_experts_BSLK)
-    options = {"only_logprobs": True, "with_router_logits": with_router_logits}
-    outputs = token_logprobs(policy, batch, args.temperature, **options)
-    is_r2 = args.routing_replay == "r2"
-    replayed_BSLK = outputs.choices_BSLK if is_r2 else batch.replayed_experts_BSLK
-    return OldPolicy(outputs.logprobs_BT, outputs.experts_BTLK, outputs.router_logits, replayed_BSLK)
+        return OldPolicy(batch.sampler_logprobs_BT, replayed_BSLK)
+    options = {"only_logprobs": True, "router_logits": router_logits}
+    logprobs_BT, routers, *_ = token_logprobs(policy, batch, args.temperature, **options)
+    if routers is None:
+        return OldPolicy(logprobs_BT, replayed_BSLK)
+    if args.routing_replay == "r2":
+        replayed_BSLK = routers.choices_BSLK
+    return OldPolicy(logprobs_BT, replayed_BSLK, routers.experts_BTLK, routers.logits)
 
 
 @torch.no_grad()
@@ -404,7 +363,7 @@ def rollout_weights(
     old_logprobs_BT      log-probs under the training forward, before the first step
     sampler_logprobs_BT  log-probs of the same tokens under the sampler
     mask_BT              1 on response tokens
-    rule                 none, token_tis, sequence_tis, sequence_mis, geo_mask, geo_filter or icepop
+    rule                 token_tis, sequence_tis, sequence_mis, geo_mask, geo_filter or icepop
     per_sequence         for objectives with one ratio, and so one weight, per completion: token rules
                          then apply to the geometric mean of rho over the completion
 
@@ -413,8 +372,6 @@ def rollout_weights(
     weights); Liu, Li et al. 2025, "When Speed Kills Stability" (weights and masks of sequences, and the
     geometric mean); the Ling team, arXiv 2510.18855 (icepop).
     """
-    if rule == "none":
-        return old_logprobs_BT.new_ones(len(mask_BT), 1)
     mask_BT = mask_BT.bool()
     length_B1 = mask_BT.sum(1, keepdim=True).clamp(min=1)
     # As in the losses: mask before exp, and clamp to keep exp finite.
@@ -453,6 +410,8 @@ def rollout_weights(
 def rollout_correction(batch, args, per_sequence=False):
     """The weights that `--rollout_correction` asks for, a factor on advantages; 1 by default.
     per_sequence: one weight per completion."""
+    if args.rollout_correction == "none":
+        return torch.ones(len(batch), 1, device=args.torch_device)
     return rollout_weights(
         batch.old_logprobs_BT,
         batch.sampler_logprobs_BT,

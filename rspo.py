@@ -39,9 +39,9 @@ from typing import Literal
 
 import torch
 
-from common import Run, RunArgs, UserError, evaluate, flag, launch, load_grader, load_policy
-from common import load_problems, old_policy, optimizer_steps, rollout_correction, sample
-from common import token_logprobs, with_advantages
+from common import Run, RunArgs, UserError, active_experts, evaluate, flag, launch, load_grader
+from common import load_policy, load_problems, old_policy, optimizer_steps, rollout_correction
+from common import sample, token_logprobs, with_advantages
 
 
 @dataclass
@@ -199,11 +199,11 @@ def main(args):
         # ratio is exactly 1 in the first step.
         steps = optimizer_steps(completions, args)
         for micro in chain(*steps):
-            old = old_policy(policy, micro, args, with_router_logits=True)
+            old = old_policy(policy, micro, args, router_logits=True)
             micro.old_logprobs_BT = old.logprobs_BT
             micro.old_experts_BTLK = old.experts_BTLK
             micro.replayed_experts_BSLK = old.replayed_experts_BSLK  # --routing_replay, in the update
-            micro.experts_BTLK = micro.active_experts(old.experts_BTLK)  # e_jk
+            micro.experts_BTLK = active_experts(micro, old.experts_BTLK)  # e_jk
             micro.old_scores_BTLK = expert_logprobs(old.router_logits, micro.experts_BTLK)
             micro.correction_weights = rollout_correction(micro, args, per_sequence=True)
             micro.advantages = micro.correction_weights * micro.advantages  # times 1 by default
@@ -212,8 +212,8 @@ def main(args):
         for step in steps * args.update_epochs:
             num_sequences = sum(len(micro) for micro in step)
             for micro in step:
-                outputs = token_logprobs(policy, micro, args.temperature, with_router_logits=True)
-                scores_BTLK = expert_logprobs(outputs.router_logits, micro.experts_BTLK)
+                outputs = token_logprobs(policy, micro, args.temperature, router_logits=True)
+                scores_BTLK = expert_logprobs(outputs.routers.logits, micro.experts_BTLK)
                 router_shift_BT = router_shift(scores_BTLK, micro.old_scores_BTLK)
                 loss, stats = policy_loss(
                     outputs.logprobs_BT,

@@ -127,6 +127,15 @@ class RunArgs:
         return "cpu" if device.startswith("cpu:") else device
 
     @property
+    def max_micro_batch_tokens(self):
+        """The number that `--micro_batch_tokens` means."""
+        if self.micro_batch_tokens > 0:
+            return self.micro_batch_tokens
+        if self.torch_device == "cpu":
+            return 1_024
+        return 32_768 if self.gradient_checkpointing else 8_192
+
+    @property
     def script(self):
         """The name of the file that defines this class; "notebook" if there is none."""
         module = sys.modules.get(type(self).__module__)

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 
 import torch
 
+from plumbing.routing import active_experts
+
 
 class Clock:
     """Times the phases of an iteration, and shows them on the progress bar."""
@@ -89,9 +91,9 @@ def router_stats(outputs, micro, num_experts):
     expert_flip_frac, if the old policy's experts are known: the fraction of (token, layer) pairs for
     which the routers now choose different experts."""
     mask_BT = micro.mask_BT
-    own_BTLK = outputs.experts_BTLK
-    if own_BTLK is None:
+    if outputs.routers is None:
         return {}
+    own_BTLK = outputs.routers.experts_BTLK
     L, K = own_BTLK.shape[2:]
     layer_L1 = torch.arange(L, device=mask_BT.device)[:, None]
     expert_BTLK = own_BTLK + num_experts * layer_L1
@@ -134,7 +136,7 @@ def correction_stats(batches, args):
             flips = []
             for batch in batches:
                 own_BTLK = batch.old_experts_BTLK
-                flips_BTL = (batch.active_experts(own_BTLK) != own_BTLK).any(-1)
+                flips_BTL = (active_experts(batch, own_BTLK) != own_BTLK).any(-1)
                 flips.append(flips_BTL.float().mean(-1))
             stats["moe/sampler_flip_frac"] = mean_over(flips, masks)
     if args.rollout_correction != "none":

@@ -140,6 +140,26 @@ def checkpoint_layers(model):
             layer.forward = functools.partial(recompute, layer.forward)
 
 
+# -------------------------------------------------------------------------------------------- memory
+
+# Logits that are in float32 at a time, on a CPU and on a GPU
+CPU_CHUNK = 2**22
+GPU_CHUNK = 2**26
+
+
+def in_chunks(function, logits_NV, ids_N):
+    """function(logits_NV, ids_N), a tuple of tensors (N,), computed from a part of the rows at a time.
+    The backward pass computes each part again, so of all rows it keeps only the logits."""
+    size = max(1, (CPU_CHUNK if logits_NV.is_cpu else GPU_CHUNK) // logits_NV.shape[1])
+    if len(logits_NV) <= size:
+        return function(logits_NV, ids_N)
+    options = {"use_reentrant": False, "preserve_rng_state": False}
+    parts = []
+    for inputs in zip(logits_NV.split(size), ids_N.split(size), strict=True):
+        parts.append(checkpoint(function, *inputs, **options))
+    return tuple(torch.cat(results) for results in zip(*parts, strict=True))
+
+
 # ------------------------------------------------------------------------------------------- weights
 
 

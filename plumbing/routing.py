@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+from typing import NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -133,6 +134,18 @@ class Routing(TorchFunctionMode):
         by_layer = self.used if self.replayed is None else self.own
         return torch.stack([by_layer[layer] for layer in range(len(by_layer))], dim=1)
 
+    def outputs(self, batch, with_logits):
+        """`RouterOutputs` of a forward of this batch; None for a dense model."""
+        if self.routers.num_experts == 0:
+            return None
+        choices = self.choices()
+        logits = self.token_logits() if with_logits else ()
+        return RouterOutputs(
+            choices_BSLK=choices.unflatten(0, batch.tokens_BS.shape),
+            experts_BTLK=batch.where_predicted(choices).sort().values,
+            logits=[batch.where_predicted(layer.detach()) for layer in logits],
+        )
+
     def token_logits(self):
         """The router logits: L tensors (tokens, E); () without a softmax."""
         if not self.routers.has_softmax:
@@ -141,6 +154,23 @@ class Routing(TorchFunctionMode):
         if self.routers.are_probabilities:
             layers = [probs.clamp(min=1e-30).log() for probs in layers]
         return tuple(layers)
+
+
+class RouterOutputs(NamedTuple):
+    """What an MoE's routers chose in a forward, even where replay overrode it."""
+
+    choices_BSLK: torch.Tensor  # at every token, in top-k order
+    experts_BTLK: torch.Tensor  # where a response token is predicted, sorted
+    logits: list  # there, if asked for: L tensors (B, T, E), detached
+
+
+def active_experts(batch, own_experts_BTLK):
+    """The sorted experts that are active where each response token is predicted: the replayed ones if
+    known, else the routers' own choice."""
+    if batch.replayed_experts_BSLK is None:
+        return own_experts_BTLK
+    replayed_BTLK = batch.where_predicted(batch.replayed_experts_BSLK.flatten(0, 1)).sort().values
+    return torch.where(replayed_BTLK < 0, own_experts_BTLK, replayed_BTLK)
 
 
 def balancing_loss(routing, is_token_BS):

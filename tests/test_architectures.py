@@ -151,7 +151,7 @@ def check_sampler_and_training_forward(policy, args):
         is_known_BS = batch.replayed_experts_BSLK[..., 0, 0] >= 0
         assert is_known_BS.sum() == batch.is_token_BS.sum() - len(batch)  # all but each one's last
         theirs = batch.replayed_experts_BSLK[is_known_BS]
-        assert torch.equal(theirs, outputs.choices_BSLK[is_known_BS])
+        assert torch.equal(theirs, outputs.routers.choices_BSLK[is_known_BS])
     assert (outputs.aux_loss > 0) == policy.routers.are_balanced
     (outputs.logprobs_BT.sum() + outputs.aux_loss).backward()
     gradients = [weight.grad for weight in policy.parameters() if weight.grad is not None]
@@ -175,7 +175,7 @@ def given_to_experts(policy, batch):
     for module in find_experts(policy.model):
         note = lambda module, inputs: given.append(inputs[1:3])  # noqa: E731
         hooks.append(module.register_forward_pre_hook(note))
-    outputs = token_logprobs(policy, batch, 1.0, with_router_logits=True)
+    outputs = token_logprobs(policy, batch, 1.0, router_logits=True)
     for hook in hooks:
         hook.remove()
     return outputs, given
@@ -197,12 +197,12 @@ def check_replay(policy):
     live router's weights, whose gradient reaches the logits; the routers' own choice stays known."""
     batch = one_sequence()
     own, given = given_to_experts(policy, batch)
-    assert len(given) == own.experts_BTLK.shape[2] > 0
+    assert len(given) == own.routers.experts_BTLK.shape[2] > 0
     for layer, (indices, _) in enumerate(given):
-        assert torch.equal(own.choices_BSLK[0, :, layer], indices.short())
-        assert torch.equal(own.experts_BTLK[0, :, layer], indices[3:-1].sort().values.short())
+        assert torch.equal(own.routers.choices_BSLK[0, :, layer], indices.short())
+        assert torch.equal(own.routers.experts_BTLK[0, :, layer], indices[3:-1].sort().values.short())
     own_gradients = gradients_of(policy, own)
-    batch.replayed_experts_BSLK = own.choices_BSLK
+    batch.replayed_experts_BSLK = own.routers.choices_BSLK
     for _ in range(2):
         again = token_logprobs(policy, batch, 1.0)
         assert torch.equal(again.logprobs_BT, own.logprobs_BT)
@@ -211,18 +211,18 @@ def check_replay(policy):
         checkpoint_layers(policy.model)  # for the second time, and below
     # Different experts, the same for each token
     num_experts = policy.routers.num_experts
-    batch.replayed_experts_BSLK = (own.choices_BSLK[:, :1] + 1) % num_experts
-    batch.replayed_experts_BSLK = batch.replayed_experts_BSLK.expand_as(own.choices_BSLK)
+    batch.replayed_experts_BSLK = (own.routers.choices_BSLK[:, :1] + 1) % num_experts
+    batch.replayed_experts_BSLK = batch.replayed_experts_BSLK.expand_as(own.routers.choices_BSLK)
     outputs, given = given_to_experts(policy, batch)
     assert not torch.equal(outputs.logprobs_BT, own.logprobs_BT)
-    assert torch.equal(outputs.choices_BSLK[:, :1, 0], own.choices_BSLK[:, :1, 0])
+    assert torch.equal(outputs.routers.choices_BSLK[:, :1, 0], own.routers.choices_BSLK[:, :1, 0])
     assert not any(module._forward_pre_hooks for module in policy.model.modules())
     gradients_of(policy, outputs)
     for layer, (indices, weights) in enumerate(given):
         replayed = batch.replayed_experts_BSLK[0, :, layer]
         assert torch.equal(indices.short(), replayed) and (weights > 0).all()
         if policy.routers.has_softmax:
-            logits = outputs.router_logits[layer : layer + 1]
+            logits = outputs.routers.logits[layer : layer + 1]
             (logp,) = rspo.expert_logprobs(logits, indices[None, 3:-1, None])
             difference = weights[3:-1].log() - logp[:, 0]  # their sum may be normalized
             assert (difference - difference[:, :1]).abs().max() < 1e-4

@@ -35,7 +35,7 @@ def micro_batch(mask, logratios, entropies, experts, old_experts, aux_loss):
     outputs = SimpleNamespace(
         logprobs_BT=torch.tensor(logratios),
         entropy_BT=torch.tensor(entropies),
-        experts_BTLK=torch.tensor(experts)[:, :, None, None],
+        routers=SimpleNamespace(experts_BTLK=torch.tensor(experts)[:, :, None, None]),
         aux_loss=torch.tensor(aux_loss),
     )
     return micro, outputs

@@ -69,12 +69,12 @@ def test_the_aux_loss_stays_live(own_policy, batch):
     is replayed; alone, it has the same aux loss."""
     own_policy.model.model.layers = own_policy.model.model.layers[:1]
     policy = own_policy.with_model(own_policy.model)
-    live = token_logprobs(policy, batch, 1.0, with_router_logits=True)
-    batch.replayed_experts_BSLK = others(live.choices_BSLK)
-    replayed = token_logprobs(policy, batch, 1.0, with_router_logits=True)
+    live = token_logprobs(policy, batch, 1.0, router_logits=True)
+    batch.replayed_experts_BSLK = others(live.routers.choices_BSLK)
+    replayed = token_logprobs(policy, batch, 1.0, router_logits=True)
     assert not torch.equal(replayed.logprobs_BT, live.logprobs_BT)
-    assert live.aux_loss.requires_grad and not live.router_logits[0].requires_grad
-    torch.testing.assert_close(replayed.router_logits, live.router_logits)
+    assert live.aux_loss.requires_grad and not live.routers.logits[0].requires_grad
+    torch.testing.assert_close(replayed.routers.logits, live.routers.logits)
     torch.testing.assert_close(replayed.aux_loss, live.aux_loss)
 
 
@@ -102,10 +102,10 @@ def test_what_old_policy_update_and_reference_replay(tiny_policy, batch):
     old = old_policy(tiny_policy, batch, args)
     torch.testing.assert_close(old.logprobs_BT, live.logprobs_BT)
     real = batch.is_token_BS
-    assert torch.equal(old.replayed_experts_BSLK[real], live.choices_BSLK[real])
-    assert torch.equal(old.experts_BTLK[batch.mask_BT], live.experts_BTLK[batch.mask_BT])
+    assert torch.equal(old.replayed_experts_BSLK[real], live.routers.choices_BSLK[real])
+    assert torch.equal(old.experts_BTLK[batch.mask_BT], live.routers.experts_BTLK[batch.mask_BT])
     args.routing_replay = "r3"
-    batch.replayed_experts_BSLK = experts = others(live.choices_BSLK)
+    batch.replayed_experts_BSLK = experts = others(live.routers.choices_BSLK)
     old = old_policy(tiny_policy, batch, args)
     assert not torch.allclose(old.logprobs_BT, live.logprobs_BT, atol=1e-5)
     assert old.replayed_experts_BSLK is experts
@@ -130,7 +130,7 @@ def test_old_policy_and_reference_compute_only_what_is_read(tiny_policy, batch, 
     reference_logprobs(tiny_policy, batch, args)
     assert [outputs.entropy_BT for outputs in seen] == [None, None]
     assert [outputs.aux_loss for outputs in seen] == [None, None]
-    assert [outputs.router_logits for outputs in seen] == [(), ()]
+    assert [outputs.routers.logits for outputs in seen] == [[], []]
 
 
 def test_run_r3_replays_the_samplers_experts_before_the_update_and_in_it(tmp_path, monkeypatch):
@@ -161,14 +161,14 @@ def test_statistics_of_routers(tiny_policy, batch):
     """Flips and load over response tokens only, against counting."""
     with torch.no_grad():
         outputs = token_logprobs(tiny_policy, batch, 1.0)
-    old = batch.old_experts_BTLK = outputs.experts_BTLK.clone()
+    old = batch.old_experts_BTLK = outputs.routers.experts_BTLK.clone()
     old[0, 0, 1, 0] = -1  # a change in one of two layers of one of 18 tokens
     old[~batch.mask_BT] = -1  # padding must not count
     stats = router_stats(outputs, batch, num_experts=8)
     assert stats["moe/expert_flip_frac"].item() == pytest.approx(1 / 2 / 18, rel=1e-5)
     shares = []
     for layer in range(2):
-        chosen = outputs.experts_BTLK[:, :, layer][batch.mask_BT].flatten().tolist()
+        chosen = outputs.routers.experts_BTLK[:, :, layer][batch.mask_BT].flatten().tolist()
         shares += [chosen.count(expert) / len(chosen) for expert in range(8)]
     assert stats["moe/load_max"].item() == pytest.approx(max(shares))
 
@@ -178,8 +178,8 @@ def test_fraction_of_experts_that_the_sampler_did_not_share(tiny_policy, batch):
     _, args = script_args("grpo", routing_replay="r3")
     own = token_logprobs(tiny_policy, batch, 1.0)
     batch.old_logprobs_BT = own.logprobs_BT.detach()
-    batch.old_experts_BTLK = own.experts_BTLK
-    batch.replayed_experts_BSLK = own.choices_BSLK.flip(-1).clone()  # in any order
+    batch.old_experts_BTLK = own.routers.experts_BTLK
+    batch.replayed_experts_BSLK = own.routers.choices_BSLK.flip(-1).clone()  # in any order
     assert correction_stats([batch], args)["moe/sampler_flip_frac"] == 0
     prompt, response = LENGTHS[0]
     theirs_SLK = batch.replayed_experts_BSLK[0]

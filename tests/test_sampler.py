@@ -2,7 +2,6 @@
 share a batch; rollout weights that are NaN."""
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from conftest import MIXED, completes, metrics, problems_of, script_args
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import common
+import plumbing.model
 from common import Completion, Problem, UserError, check_sampler, collate, evaluate, optimizer_steps
 from common import rollout_weights, sample, similar_lengths, token_logprobs
 from plumbing.model import Policy
@@ -172,7 +172,7 @@ def test_log_probs_in_chunks_are_the_same(chunk, own_policy, monkeypatch):
     batch = collate(sample(own_policy, problems, 1, settings(), noise_of(0)), 3, settings())
     results = []
     for size in (1000 * 17, chunk):
-        monkeypatch.setattr(common, "CPU_CHUNK", size)
+        monkeypatch.setattr(plumbing.model, "CPU_CHUNK", size)
         outputs = token_logprobs(own_policy, batch, 0.7, entropy_grad=True)
         own_policy.model.zero_grad()
         (outputs.logprobs_BT.sum() + 0.1 * outputs.entropy_BT.sum()).backward()
@@ -187,7 +187,7 @@ def test_chunks_save_memory(tiny_policy, monkeypatch):
     batch = collate(sample(tiny_policy, problems, 4, settings(), noise_of(0)), 3, settings())
     kept = []
     for size in (1000 * 17, 17):
-        monkeypatch.setattr(common, "CPU_CHUNK", size)
+        monkeypatch.setattr(plumbing.model, "CPU_CHUNK", size)
         sizes = []
         note = lambda tensor: sizes.append(tensor.numel()) or tensor  # noqa: B023, E731
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
@@ -206,8 +206,9 @@ def rows_of_steps(lengths, **settings):
     for row, (prompt, response) in enumerate(lengths):
         completion = Completion(Problem("", "", [3] * prompt), [4] * response, [0.0] * response)
         completions.append(completion._replace(reward=row))
-    flags = {"micro_batch_tokens": 0, "torch_device": "cpu", "num_minibatches": 1, "group_size": 1}
-    args = SimpleNamespace(**flags | {"prompts_per_iteration": len(lengths)} | settings)
+    flags = {"prompts_per_iteration": len(lengths), "group_size": 2, "num_minibatches": 1} | settings
+    args = script_args("grpo", **flags)[1]
+    args.group_size = 1
     steps = optimizer_steps(completions, args)
     for batch in itertools.chain(*steps):  # only as wide as its own rows
         sizes = [lengths[c.reward] for c in batch.completions]
@@ -235,8 +236,9 @@ LIMITS = [  # device, --gradient_checkpointing, tokens in a batch by default
 @pytest.mark.parametrize("device, gradient_checkpointing, limit", LIMITS)
 def test_the_default_limit_on_tokens(device, gradient_checkpointing, limit):
     completions = [Completion(Problem("", "", [3] * 8), [4] * 8, [])] * (limit // 16 + 1)
-    settings = {"torch_device": device, "gradient_checkpointing": gradient_checkpointing}
-    batches = similar_lengths(completions, SimpleNamespace(micro_batch_tokens=0, **settings))
+    args = script_args("grpo", gradient_checkpointing=gradient_checkpointing)[1]
+    args.device = device
+    batches = similar_lengths(completions, args)
     assert [len(batch) for batch in batches] == [limit // 16, 1]
 
 
