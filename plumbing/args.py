@@ -203,7 +203,7 @@ def typed(f, value):
         is_choice = value in allowed if has_choices else True
         if kind(value) == value and is_choice and not is_bool:
             return kind(value)
-    names = " or ".join(getattr(kind, "__name__", kind) for kind in allowed)
+    names = " or ".join(getattr(kind, "__name__", kind) for kind in allowed if kind is not NoneType)
     raise UserError(f"--{f.name} must be {names}, not {value!r:.100}")
 
 

@@ -25,7 +25,9 @@ class Problem(NamedTuple):
     prompt: str  # as the model reads it
     answer: str  # the gold answer alone
     prompt_ids: list
-    columns: dict | None = None  # the dataset's, for a reward function
+    columns: dict | None = (
+        None  # the dataset's, for a reward function, and the messages or text: prompts
+    )
 
 
 class ProblemStream:
@@ -173,11 +175,10 @@ def load_rows(name, args, flag):
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # an error is one line, which we print
     split_flag = {"dataset": "dataset_split", "eval_dataset": "eval_split"}[flag]
     split = args.dataset_split if flag == "dataset" else args.eval_split
-    config = args.dataset_config or None
     path = Path(name)
     message = f"--{flag} {name} cannot be read"
     if has_splits(name):
-        message += f" with --dataset_config {config} and --{split_flag} {split}"
+        message += f" with --dataset_config {args.dataset_config!r} and --{split_flag} {split}"
     with one_line(message):
         if path.suffix.lower() == ".parquet":
             rows = datasets.load_dataset("parquet", data_files=glob.escape(name), split="train")
@@ -190,7 +191,7 @@ def load_rows(name, args, flag):
             # so it would return old rows after a change, or those of a different folder.
             options = {"download_mode": "force_redownload", "verification_mode": "no_checks"}
             options = options if path.is_dir() else {}
-            rows = datasets.load_dataset(name, config, split=split, **options)
+            rows = datasets.load_dataset(name, args.dataset_config or None, split=split, **options)
         return as_dicts(rows)
 
 
@@ -404,7 +405,8 @@ def usable_rows(rows, flag, policy, args, reads_answers=True):
     if num_equal > 0:
         left_out.append(f"{num_equal:,} with the prompt of an earlier row")
     if getattr(args, flag) != "addition":
-        print(columns_line(columns, problems, args))
+        where = "" if flag == "dataset" else "--eval_dataset: "
+        print(where + columns_line(columns, problems, args))
     return problems, [f"left out of --{flag}: {', '.join(left_out)}"] if left_out else []
 
 
@@ -416,6 +418,7 @@ def columns_line(columns, problems, args):
         used |= {name if name in columns else name.partition(".")[0] for name in names}
     rest = [column for column in columns if column not in used]
     first = next(iter(problems.values())).answer
+    answer = f"{args.answer_column} (the first: {first:.200})" if first else "none"
+    line = f"prompt: {args.prompt_column}, answer: {answer}"
     words = "columns for --reward alone" if args.reward else "not used"
-    line = f"prompt: {args.prompt_column}, answer: {args.answer_column} (the first: {first:.200})"
     return f"{line}, {words}: {', '.join(rest)}" if rest else line

@@ -68,9 +68,9 @@ WRONG = [  # a flag, a value of the wrong type, and what the message says about 
     ("dtype", "float16", "must be float32 or bfloat16, not 'float16'"),
     ("dtype", np.array(["float32", "bfloat16"]), "must be float32 or bfloat16, not array("),
     ("reward", 3, "must be str or Callable, not 3"),
-    ("chat_template_kwargs", [1], "must be dict or NoneType, not [1]"),
-    ("chat_template_kwargs", '{"a": 1}', "must be dict or NoneType, not '{"),
-    ("chat_template_kwargs", {"tools": {1}}, "must be dict or NoneType, not {'tools': {1}}"),
+    ("chat_template_kwargs", [1], "must be dict, not [1]"),
+    ("chat_template_kwargs", '{"a": 1}', "must be dict, not '{"),
+    ("chat_template_kwargs", {"tools": {1}}, "must be dict, not {'tools': {1}}"),
     ("run_dir", b"runs", "must be str, not b'runs'"),
     ("model", None, "must be str, not None"),
 ]

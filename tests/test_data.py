@@ -39,10 +39,10 @@ def read(path, flag="dataset", **flags):
     return list(read_rows(args, flag))
 
 
-def problems_of(rows, policy=None, **flags):
+def problems_of(rows, policy=None, reads_answers=True, **flags):
     """[(prompt, gold answer, ids, columns)] of rows."""
     args = script_args("grpo", dataset="mine", **flags)[1]
-    problems, _ = usable_rows(rows, "dataset", policy or policy_with(), args)
+    problems, _ = usable_rows(rows, "dataset", policy or policy_with(), args, reads_answers)
     return list(problems.values())
 
 
@@ -159,8 +159,8 @@ UNREADABLE = [  # the files in a folder, flags, and what the line says: the flag
     ({"train.parquet": LFS}, {}, "ArrowInvalid Parquet magic bytes not found"),
     ({"train.jsonl": LFS}, {}, "ArrowInvalid JSON parse error"),
     ({"train.jsonl": '["1+1=", "2"]\n' * 2}, {}, "ValueError Trailing data"),
-    (CONFIGS, {}, "--dataset_config None .*among the available configs: \\['main', 'socratic'\\]"),
-    (CONFIGS, {"dataset_config": "x"}, "--dataset_config x .*Available: \\['main', 'socratic'\\]"),
+    (CONFIGS, {}, "--dataset_config '' .*among the available configs: \\['main', 'socratic'\\]"),
+    (CONFIGS, {"dataset_config": "x"}, "--dataset_config 'x' .*Available: \\['main', 'socratic'\\]"),
     ({}, {}, "doesn't contain any data files"),
 ]
 
@@ -361,6 +361,8 @@ def test_reward_functions_get_all_columns(capsys):
     first, second = problems_of([row(), row("1+2=") | {"level": 3}], reward="my.py:f")
     assert first.columns == row() | {"level": None, "prompts": "1+1="} and second.columns["level"] == 3
     assert capsys.readouterr().out.endswith("(the first: 2), columns for --reward alone: level\n")
+    problems_of([{"question": "1+1="}], reward="my.py:f", reads_answers=False)
+    assert capsys.readouterr().out == "prompt: question, answer: none\n"
 
 
 SHOT = chat("user", "1+1=", "assistant", "2")
@@ -572,6 +574,7 @@ def test_eval_dataset_gives_the_held_out_problems(num_held_out, expected, tmp_pa
     assert len(stream.problems) == 40
     assert [p.prompt for p in held_out] == [f"{i}+1=" for i in range(37, 37 + expected)]
     line = capsys.readouterr().out
+    assert "\n--eval_dataset: prompt: question, answer: answer (the first: 38)\n" in line
     count = "the first 8 of 12" if num_held_out == 8 else "12"
     assert f"40 to train on, {count} held out; 3 of those held out are also in --dataset" in line
 
