@@ -1,10 +1,12 @@
 """Models that people bring: with chat templates, or quantized; and folders that cannot be used."""
 
 import copy
+import gc
 import json
 import math
 import shutil
 import types
+import weakref
 from unittest.mock import Mock
 
 import huggingface_hub
@@ -97,6 +99,17 @@ def test_the_hash_of_a_model_is_that_of_its_bits(own_policy):
     with torch.no_grad():
         weight[0] = torch.nextafter(weight[0], torch.tensor(1.0))
     assert own_policy.hash() != before
+
+
+def test_nothing_is_kept_of_a_policy_that_is_gone(tiny_model):
+    model, tokenizer = tiny_model
+    before = len(plumbing.model.TRAINED)
+    policy = Policy(copy.deepcopy(model), tokenizer, "bfloat16", "int4")
+    policy.sampler(1)
+    copies = [weakref.ref(policy.model), weakref.ref(policy.rollout_policy.model)]
+    del policy
+    gc.collect()
+    assert [copy() for copy in copies] == [None, None] and len(plumbing.model.TRAINED) == before
 
 
 def numbers_kept(is_on):

@@ -14,6 +14,7 @@ import dapo
 import grpo
 from common import Completion, Problem, UserError, load_grader
 from plumbing.metrics import missing_signal
+from plumbing.run import progress_line
 
 TEXTS = {"2": False, "?": False, "300": False, "2.": True, "40": True}  # {text: truncated}
 
@@ -235,9 +236,7 @@ def test_a_file_is_run_once_for_each_run(tmp_path):
     assert [c.reward for c in graded(path)] == [3] * 5
 
 
-ARGPARSE = (
-    "import argparse, sys\nsys.argv = ['grpo.py', '--lr', '1']\nargparse.ArgumentParser().parse_args()"
-)
+ARGPARSE = "import argparse\nargparse.ArgumentParser().parse_args(['--lr', '1'])"
 BAD_FILES = [  # a file and its content, and what the line says
     ("json.py", "", "rename json.py"),
     ("bad1.py", "import sys\nsys.exit()", "must be FILE.py:FUNCTION: SystemExit"),
@@ -344,6 +343,11 @@ def test_accuracy_is_there_only_with_verdicts_and_the_reward_always(
     (row,) = [row for row in rows if row[:1] == ["reward_mean"]]
     assert len(row) == 5
     assert any(row[:1] == ["accuracy"] for row in rows) == has_verdicts
+
+
+def test_the_column_of_held_out_problems_falls_back_to_the_reward():
+    for key in ("eval/accuracy", "eval/reward_mean"):
+        assert progress_line({"iteration": 3, key: 0.25}).split() == ["3", "0.250"]
 
 
 def test_vapo_needs_verdicts_before_it_trains(tmp_path, reward_file):
