@@ -165,6 +165,17 @@ def test_the_share_of_completions_that_the_offpolicy_mask_drops():
     assert stats["offpolicy_mask_frac"].item() == pytest.approx(is_dropped.double().mean().item())
 
 
+@pytest.mark.parametrize("distance, advantage, share", [(0.5, -1, 0), (0.625, -1, 1), (0.625, 1, 0)])
+def test_the_offpolicy_mask_drops_what_is_farther_than_its_edge(distance, advantage, share):
+    """By hand, in numbers that are exact: at the edge a completion stays, and so does a good one."""
+    old = torch.zeros(1, 2, dtype=F64)
+    lp = old - torch.tensor([[2 * distance, 0.0]])  # the mean over two tokens
+    adv = torch.tensor([[advantage]], dtype=F64)
+    flags = {"offpolicy_mask": 0.5, "kl_coef": 0.0}
+    _, stats = loss_of("more.deepseek_v32", lp, old, adv, torch.ones(1, 2), flags)
+    assert stats["offpolicy_mask_frac"] == share
+
+
 @pytest.mark.parametrize("name", SIBLINGS)
 def test_statistics_are_of_the_response_alone(name):
     """By hand: the ratio of padding, 1, is not the largest where all others are e^-0.5. No statistic
