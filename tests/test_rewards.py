@@ -244,13 +244,12 @@ BAD_FILES = [  # a file and its content, and what the line says
     ("bad3.py", "f = print", "its parameters must have names"),
     ("bad4.py", "def f(*args): return 1", "its parameters must have names"),
     ("bad5.py", "f = len", "missing a required argument: 'obj'"),
-    ("bad6.py", "async def f(text): return 1.0", "must return a number"),
+    ("bad6.py", "async def f(text): yield 1.0", "must return a number"),
     ("bad7.py", "import sys\ndef f(text): sys.exit(3)", "ends the program: SystemExit 3"),
     ("bad8.py", "def f(text, solution_str): return 0", "missing a required argument: 'solution_str'"),
 ]
 
 
-@pytest.mark.filterwarnings("ignore:coroutine")
 @pytest.mark.parametrize("name, source, expected", BAD_FILES)
 def test_a_file_whose_function_cannot_be_found_or_called_is_refused(name, source, expected, tmp_path):
     (tmp_path / name).write_text(source)
