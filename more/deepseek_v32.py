@@ -136,7 +136,9 @@ def policy_loss(
     objective_BT = torch.where(is_dropped_B1, 0, objective_BT)
     if ref_logprobs_BT is not None:
         # k3 = x - log x - 1, x = pi_ref / pi; expm1, as exp(log x) - 1 loses digits near x = 1
-        log_x_BT = torch.where(mask_BT, ref_logprobs_BT - logprobs_BT, 0).clamp(-20, 20)
+        # Clamped only above, where exp overflows; below, the KL keeps its gradient. Where pi_ref is 0,
+        # log x is -inf and the loss is infinite, which ends the run.
+        log_x_BT = torch.where(mask_BT, ref_logprobs_BT - logprobs_BT, 0).clamp(max=20)
         k3_BT = log_x_BT.expm1() - log_x_BT
         objective_BT = objective_BT - kl_coef * log_w_BT.exp() * k3_BT  # [2] w is not detached
     # Sequence-mean: mean_i 1/|o_i| sum_t

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rl_loss_vectors.reference import ABSENT, LOSSES, fields_of, with_results
+from rl_loss_vectors.reference import LOSSES, fields_of, with_results
 
 HERE = Path(__file__).parent
 VECTORS = json.loads((HERE / "vectors.json").read_text())
@@ -67,8 +67,7 @@ def numbers_of(section):
     """{keyword: number} of the paper, or ours where it gives none"""
     about = VECTORS["sections"][section]
     keywords = about["cases"][0]["keywords"] | about["defaults"]
-    eps = {"eps": ABSENT["eps"]} if section == "group_advantages" else {}
-    return eps | {name: x for name, x in keywords.items() if type(x) in (int, float)}
+    return {name: x for name, x in keywords.items() if type(x) in (int, float)}
 
 
 def optional_of(section):

@@ -48,10 +48,12 @@ def departure(case, answer):
 
 
 def is_far(case):
-    """Whether a token's ratio is far from 1."""
-    inputs = {name: np.array(x) for name, x in case["inputs"].items()}
-    moved = inputs.get("logprobs", 0) - inputs.get("old_logprobs", 0)
-    return np.abs(moved * inputs.get("mask", 1)).max() > math.log(FAR)
+    """Whether a token's ratio, to the old policy or the reference, is far from 1."""
+    tensors = {name: x for name, x in (case["inputs"] | case["keywords"]).items() if type(x) is list}
+    new = np.array(tensors.get("logprobs", 0))
+    others = [np.array(tensors.get(name, new)) for name in ("old_logprobs", "ref_logprobs")]
+    moved = np.array([new - x for x in others]) * np.array(tensors.get("mask", 1))
+    return np.abs(moved).max() > math.log(FAR)
 
 
 def examined(subject, case):
