@@ -2,16 +2,20 @@
 
     python -m rl_loss_vectors grpo.py:policy_loss --algorithm grpo
 
-Exit code 0: right; 1: not right; 2: it cannot be called.
+Exit code 0: right; 1: not right; 2: it cannot be called, and an adapter is printed.
 """
 
 import argparse
+import ast
+import importlib
+import inspect
 import sys
 import textwrap
 import warnings
+from pathlib import Path
 
-from rl_loss_vectors import doctor, load
-from rl_loss_vectors.call import VECTORS, Refusal
+from rl_loss_vectors import doctor
+from rl_loss_vectors.call import VECTORS, Refusal, optional_of, role_of
 from rl_loss_vectors.reference import LOSSES
 
 ADVANTAGES = dict.fromkeys(["dr_grpo", "deepseek_v32"], "group_differences") | {"rloo": "leave_one_out"}
@@ -25,8 +29,7 @@ def arguments(program):
     add("--algorithm", choices=losses, help="whose loss or advantages the function computes")
     what = ["loss", "advantages", "gae", "value_loss", "whiten"]
     add("--what", choices=what, default="loss", help="what the function computes (default: loss)")
-    set_help = "a number or a tensor's name for a parameter of the function; or a constant of the paper"
-    add("--set", action="append", default=[], metavar="NAME=VALUE", help=set_help)
+    add("--set", action="append", default=[], metavar="NAME=VALUE", help="a number or tensor's name")
     add("--allow", action="append", default=[], choices=doctor.DEPARTURES, help="what to accept")
     add("--verbose", action="store_true", help="print all tables")
     args = parser.parse_args()
@@ -38,23 +41,98 @@ def arguments(program):
     return args
 
 
+def value_of(text):
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text  # a tensor's name
+
+
+def place_of(path):
+    """(folder for sys.path, the module's name): a file in a package is imported as a part of it."""
+    if not path.endswith(".py"):
+        return str(Path.cwd()), path
+    file = Path(path).resolve()
+    names = [file.stem]
+    folder = file.parent
+    while (folder / "__init__.py").is_file():
+        names.insert(0, folder.name)
+        folder = folder.parent
+    return str(folder), ".".join(names)
+
+
+def load(target):
+    """What FILE.py:NAME or pkg.module:NAME is."""
+    path, _, name = target.rpartition(":")
+    folder, module = place_of(path)
+    sys.path.insert(0, folder)
+    try:
+        found = importlib.import_module(module)
+        for attribute in name.split("."):
+            found = getattr(found, attribute)
+    except (Exception, SystemExit) as error:
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        advice = "The target is FILE.py:FUNCTION; if modules are missing, copy it to a file of its own"
+        raise Refusal(f"{why}. {advice}") from error
+    return found
+
+
+def passed_to(function, section, settings):
+    """`x=mask, y=...`: what an adapter passes: all that it knows, and what has no default."""
+    known = [*VECTORS["sections"][section]["arguments"], *optional_of(section)]
+    given = {name: str(x) for name, x in settings.items()}
+    given |= {name.split(".")[0]: "..." for name in settings if "." in name}  # a field of it
+    passed = []
+    for name, x in inspect.signature(function).parameters.items():
+        role = role_of(name, section)
+        value = given.get(name, role if role in known else "...")
+        is_variable = x.kind in (x.VAR_POSITIONAL, x.VAR_KEYWORD)
+        is_required = x.default is x.empty and not is_variable and name != "self"
+        if is_required or value != "..." or name in given:
+            passed.append(value if x.kind == x.POSITIONAL_ONLY else f"{name}={value}")
+    return ", ".join(passed)
+
+
+def adapter(target, found, section, settings):
+    """Lines that run when every ... is filled in. All arguments are required, so none is ever None:
+    where a case has no reference, the policy itself is passed, and the KL is 0."""
+    path, _, name = target.rpartition(":")
+    folder, module = place_of(path)
+    first, *rest = name.split(".")
+    owner = getattr(sys.modules[module], first)
+    made = f"{first}({passed_to(owner, section, {})})" if inspect.isclass(owner) else first
+    passed = "..."
+    if not inspect.isclass(found):
+        passed = passed_to(getattr(found, "forward", found), section, settings) or "..."
+    optional = [x for x in optional_of(section) if f"={x}" in passed or "logprobs" not in passed]
+    return f"""\
+import sys
+
+sys.path.insert(0, {folder!r})
+from {module} import {first}
+
+
+def adapter({", ".join([*VECTORS["sections"][section]["arguments"], *optional])}):
+    return {".".join([made, *rest])}({passed})"""
+
+
 def main(program=None):
     args = arguments(program)
     warnings.simplefilter("ignore")  # the function's
     settings = {}
     for text in args.set:
         name, _, value = text.partition("=")
-        settings[name] = load.value_of(value)
+        settings[name] = value_of(value)
     function = None
     try:
-        function = load.load(args.target)
+        function = load(args.target)
         report = doctor.examine(function, args.section, settings, args.allow, args.verbose)
     except Refusal as error:
         print(f"{args.target} cannot be called as {args.section}: {error}")
         if function is not None:
             print("--set NAME=0.2 passes a number, --set NAME=mask a tensor. Or complete the last line")
             print("of this file, and check that:\n")
-            print(textwrap.indent(load.adapter(args.target, function, args.section, settings), "    "))
+            print(textwrap.indent(adapter(args.target, function, args.section, settings), "    "))
         sys.exit(2)
     constants = " ".join(f"{name}={x:g}" for name, x in report.subject.constants.items())
     constants = f" with {constants}" if constants else ""

@@ -40,8 +40,7 @@ MEANINGS = {word: meaning for meaning, words in WORDS.items() for word in words.
 ROLES = ["logprobs", "old_logprobs", "ref_logprobs", "advantages", "mask", "rewards", "values"]
 ROLES += ["old_values", "returns", "sampler_logprobs"]
 ALIASES = {"new": "logprobs", "new_logprobs": "logprobs", "old": "old_logprobs", "ref": "ref_logprobs"}
-ALIASES |= {"num_generations": "group_size", "num_returns_sequences": "group_size"}
-ALIASES |= {"num_items_in": "num_tokens", "lambd": "lam"}
+ALIASES |= {"num_generations": "group_size", "num_items_in": "num_tokens", "lambd": "lam"}
 
 
 class Refusal(Exception):

@@ -49,11 +49,10 @@ def departure(case, answer):
 
 def is_far(case):
     """Whether a token's ratio, to the old policy or the reference, is far from 1."""
-    tensors = {name: x for name, x in (case["inputs"] | case["keywords"]).items() if type(x) is list}
-    new = np.array(tensors.get("logprobs", 0))
-    others = [np.array(tensors.get(name, new)) for name in ("old_logprobs", "ref_logprobs")]
-    moved = np.array([new - x for x in others]) * np.array(tensors.get("mask", 1))
-    return np.abs(moved).max() > math.log(FAR)
+    tensors = {name: np.array(x) for name, x in (case["inputs"] | case["keywords"]).items()}
+    new = tensors.get("logprobs", np.zeros(1))
+    moved = [new - tensors.get(name, new) for name in ("old_logprobs", "ref_logprobs")]
+    return any(np.abs(x * tensors.get("mask", 1)).max() > math.log(FAR) for x in moved)
 
 
 def examined(subject, case):
@@ -92,7 +91,11 @@ class Report:
             f"{case['id']}: {said(x)}" for case, x in self.results if isinstance(x, Exception)
         ]
         self.tables = []
-        self.measure()
+        try:
+            tables = tables_of_loss(subject) if subject.is_loss else []
+            self.tables = [x for x in tables if len(x.different())]
+        except Exception as error:
+            self.errors.append(f"a small batch: {said(error)}")
         differs = bool(self.wrong or self.tables)
         far = [is_far(case) for case, _ in self.wrong] + [table.is_far() for table in self.tables]
         is_value_only = subject.is_loss and all(is_right(*pair, parts=[1]) for pair in self.wrong)
@@ -116,15 +119,6 @@ class Report:
             self.lines.append("fewer than five cases apply: too few to tell")
         if self.lines:
             self.lines += self.shown(is_verbose)
-
-    def measure(self):
-        """Fills `tables`, with those that differ."""
-        try:
-            for table in tables_of_loss(self.subject) if self.subject.is_loss else ():
-                if len(table.different()):
-                    self.tables.append(table)
-        except Exception as error:
-            self.errors.append(f"a small batch: {said(error)}")
 
     def is_given_by(self, change):
         """Whether a change of the paper's formula gives all answers."""

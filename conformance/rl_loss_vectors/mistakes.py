@@ -106,7 +106,6 @@ MISTAKES = {  # sections of vectors.json: {name: change}
         "the mean of ratios": pieces(sequence_ratio=lambda b, i: sum(ratios(b, i)) / length(b, i)),
         "a token's own ratio": lambda J, b: reference.grpo(changed(b, kl_coef=0)),
     },
-    "gspo gmpo rspo": {"a root by the padded width": pieces(length=lambda b, i: b.mask.shape[1])},
     "cispo": {
         "a gradient through the weight": pieces(stopped=lambda x: x),
         "the weight is between 0.8 and 1.2": setting(is_weight_floor=0.8, is_weight_cap=1.2),
@@ -114,7 +113,6 @@ MISTAKES = {  # sections of vectors.json: {name: change}
     "sapo": {
         "the taus swapped": setting(tau_pos=lambda b: b.tau_neg, tau_neg=lambda b: b.tau_pos),
         "one tau for both signs": setting(tau_neg=lambda b: b.tau_pos),
-        "no factor 4 / tau": pieces(gate=lambda r, tau: torch.sigmoid(tau * (r - 1))),
     },
     "group_advantages": {
         "the std of the population": pieces(scale=lambda b: lambda R: R.std(correction=0) + b.eps),

@@ -157,10 +157,6 @@ def tables_of_loss(subject):
     if subject.takes("ref_logprobs"):
         both = relative(by_ratio(gradients, subject, 0, 0, 0, 1), unit)
         yield Table("ref", title, "pi_ref/pi", ratios, *both)
-        both = gradients(subject, new, mask=MASK, advantages=np.zeros((4, 1)), ref_logprobs=new - 0.5)
-        total = np.abs(both).sum((1, 2), keepdims=True)
-        title = "share of a token (x) in what is left where A = 0"
-        yield share_table(title, both / np.where(total == 0, 1, total))
 
 
 def tables_of_case(subject, case, answer):
