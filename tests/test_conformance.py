@@ -407,6 +407,8 @@ def test_the_lines_for_an_assertion():
     def lines(**settings):
         return [line for line in diagnose(loss, "reinforce", **settings) if "it " in line]
 
+    assert "it is: the range is [0.8, 1.2]" in diagnose(function_of("ppo"), "dapo")
+    assert diagnose(function_of("ppo"), "dapo", clip_eps_high=0.2) == []
     error = f"it raises an error in reinforce-013: ValueError: raise ValueError ({__file__}, line "
     assert diagnose(function_of("dapo"), "dapo") == []
     (line,) = lines()

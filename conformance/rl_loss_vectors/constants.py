@@ -4,15 +4,16 @@ config says it."""
 import inspect
 import math
 
-OPEN = {  # section: [names that share one number]
-    "grpo": [["clip_eps_low", "clip_eps_high"]],
-    "dr_grpo": [["max_new_tokens"]],
-    "cispo": [["is_weight_cap"]],
-    "deepseek_v32": [["kl_coef"], ["offpolicy_mask"], ["clip_eps_low", "clip_eps_high"]],
-    "group_advantages": [["eps"]],
-    "value_loss": [["value_clip"]],
+RANGE = ["clip_eps_low", "clip_eps_high"]
+OPEN = {  # section: [(names that share one number, limits within which it does its work)]
+    "grpo": [(RANGE, 0, 1)],
+    "dr_grpo": [(["max_new_tokens"], 1, math.inf)],
+    "cispo": [(["is_weight_cap"], 1, 10)],
+    "deepseek_v32": [(["kl_coef"], 0, 1), (["offpolicy_mask"], 0, 1), (RANGE, 0, 1)],
+    "group_advantages": [(["eps"], 0, 0.01)],
+    "value_loss": [(["value_clip"], 0, 1)],
 }
-IN_CODE = {"max_new_tokens": (1, math.inf), "eps": (0, 0.01)}  # they clip nothing: a literal will do
+IN_CODE = ["max_new_tokens", "eps"]  # they clip nothing, so a number in the code will do
 DEPTH = 5  # an adapter, a class, its method, a config, a number
 GSPO = {"clip_eps_low": 3e-4, "clip_eps_high": 4e-4}  # the paper's range, a tenth of ours
 
@@ -38,7 +39,7 @@ def parts_of(thing, with_code):
 def candidates(subject):
     """[[{name: number}]]: for each open constant, the numbers that the function says."""
     found = [[GSPO]] if subject.section == "gspo" else []
-    for names in OPEN.get(subject.section, []):
+    for names, low, high in OPEN.get(subject.section, []):
         things = [subject.function, getattr(subject.function, "__self__", None)]
         things += [x.default for x in subject.parameters.values()]
         seen = {}
@@ -47,8 +48,7 @@ def candidates(subject):
             seen |= new
             things = [part for x in new.values() for part in parts_of(x, names[0] in IN_CODE)]
         numbers = [x for x in seen.values() if type(x) in (int, float)]
-        if names[0] == "clip_eps_low":
+        if names is RANGE:
             numbers += [round(abs(1 - x), 9) for x in numbers]  # it may say 0.8 and 1.2
-        low, high = IN_CODE.get(names[0], (0, math.inf))
         found.append([dict.fromkeys(names, x) for x in sorted({*numbers}) if low < x < high])
     return found

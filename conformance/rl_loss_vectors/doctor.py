@@ -40,8 +40,7 @@ def departure(case, answer):
         rewards = np.array(case["inputs"]["rewards"])
         is_uniform = (rewards == rewards[:, :1]).all(1)
         is_exact = (rewards == rewards.round()).all(1)  # the mean of whole numbers is not rounded
-        found = answer[0][is_uniform & ~is_exact]
-        if np.abs(found).max(initial=0) > 1e-6:
+        if np.abs(answer[0][is_uniform & ~is_exact]).max(initial=0) > 1e-6:
             return "rounding"
     is_finite = all(np.isfinite(x).all() for x in answer if x is not None)
     return "nan" if "masked_places" in case["tags"] and not is_finite else None
@@ -96,16 +95,17 @@ class Report:
             self.tables = [x for x in tables if len(x.different())]
         except Exception as error:
             self.errors.append(f"a small batch: {said(error)}")
-        differs = bool(self.wrong or self.tables)
+        self.differs = bool(self.wrong or self.tables)  # more than what --allow accepts
         far = [is_far(case) for case, _ in self.wrong] + [table.is_far() for table in self.tables]
         is_value_only = subject.is_loss and all(is_right(*pair, parts=[1]) for pair in self.wrong)
         self.names = []
         self.lines = []
-        if differs and all(far):
+        if self.differs and all(far):
             departures.add("clamp")
-        elif differs and is_value_only and not self.tables:
+        elif self.differs and is_value_only and not self.tables:
             departures.add("value")
-        elif differs:
+        self.differs = self.differs and not {"clamp", "value"} & departures
+        if self.differs:
             known = mistakes.known_for(subject.section) if self.wrong else []
             self.names = [name for name, change in known if self.is_given_by(change)]
             self.lines.append(self.summary())
@@ -179,11 +179,12 @@ def examine(function, section, settings=None, allowed=(), is_verbose=False):
     for numbers in candidates(ours) if contradictions(ours) else []:
         others = [subject_with(best.open | constants) for constants in numbers]
         best = min([best, *others], key=contradictions)
-    if contradictions(best):
-        best = ours
-    reports = [Report(best, allowed, is_verbose)]
-    if section == "gspo" and best is ours:  # its author may mean either range
-        reports.append(Report(subject_with(GSPO), allowed, is_verbose))
+    if not contradictions(best):
+        report = Report(best, allowed, is_verbose)
+        if not report.differs:
+            return report
+    others = [subject_with(GSPO)] if section == "gspo" else []  # its author may mean either range
+    reports = [Report(subject, allowed, is_verbose) for subject in (ours, *others)]
     return min(reports, key=lambda x: (len(x.wrong), len(x.tables), len(x.names) != 1))
 
 
