@@ -89,6 +89,7 @@ MISTAKES = {  # sections of vectors.json: {name: change}
         "no clip": clip(lambda r, c, a: r * a),
         "the clip without the min": clip(lambda r, c, a: c * a),
         "max instead of min": clip(lambda r, c, a: torch.max(r * a, c * a)),
+        "min(r, clip(r)) times A": clip(lambda r, c, a: torch.min(r, c) * a),
         "a dual clip at 3": clip(lambda r, c, a: torch.max(torch.min(r * a, c * a), -3 * abs(a))),
         "the range is [0.8, 1.2]": setting(clip_eps_low=0.2, clip_eps_high=0.2),
         "the range is [0.8, 1.28]": setting(clip_eps_low=0.2, clip_eps_high=0.28),
@@ -117,7 +118,6 @@ MISTAKES = {  # sections of vectors.json: {name: change}
     "group_advantages": {
         "the std of the population": pieces(scale=lambda b: lambda R: R.std(correction=0) + b.eps),
         "the std of the batch": pieces(scale=lambda b: lambda R: b.rewards.std() + b.eps),
-        "no std": pieces(scale=lambda b: lambda R: 1),
     },
     "gae": {
         "whitened behind the recursion": whitened(lambda J, b: J(b)),
