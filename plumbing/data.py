@@ -25,9 +25,8 @@ class Problem(NamedTuple):
     prompt: str  # as the model reads it
     answer: str  # the gold answer alone
     prompt_ids: list
-    columns: dict | None = (
-        None  # the dataset's, for a reward function, and the messages or text: prompts
-    )
+    # The dataset's, for a reward function, and the prompt as messages or text: prompts
+    columns: dict | None = None
 
 
 class ProblemStream:
