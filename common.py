@@ -83,7 +83,7 @@ def next_token(logprobs_RV, noise_R1, greedy):
 
 @torch.inference_mode()
 def sample_batch(policy, problems, noise_BT, *, temperature, greedy, record_experts=False):
-    """`sample`, with the noise given. Rows that have ended are dropped."""
+    """`sample`, with the noise given. Rows that have ended are dropped from time to time."""
     device = policy.model.device
     B, max_new_tokens = noise_BT.shape
     group_size = B // len(problems)
@@ -103,7 +103,9 @@ def sample_batch(policy, problems, noise_BT, *, temperature, greedy, record_expe
         ids_BT[rows_R, t] = token_R1[:, 0]
         logprobs_BT[rows_R, t] = logprobs_RV.gather(1, token_R1)[:, 0]
 
-        if decoder.can_drop or t % 16 == 15:
+        if t == max_new_tokens - 1:
+            break
+        if decoder.should_look:
             has_ended_R = torch.isin(ids_BT[rows_R, start : t + 1], ends).any(1)
             kept = (~has_ended_R).nonzero()[:, 0]
             if len(kept) == 0:
@@ -113,8 +115,7 @@ def sample_batch(policy, problems, noise_BT, *, temperature, greedy, record_expe
                 rows_R = rows_R[kept]
                 token_R1 = token_R1[kept]
                 start = t + 1
-        if t + 1 < max_new_tokens:
-            logits_RV = decoder(token_R1)
+        logits_RV = decoder(token_R1)
 
     # Cut each row at its first EOS. It may have run on until it was dropped from the batch.
     is_end_BT = torch.isin(ids_BT, ends)
@@ -146,7 +147,7 @@ def sample_batch(policy, problems, noise_BT, *, temperature, greedy, record_expe
 
 
 def with_advantages(completions, advantages_PG):
-    """The completions, each with its advantage."""
+    """The completions, each with its advantage, since batches will have them in another order."""
     pairs = zip(completions, advantages_PG.flatten().tolist(), strict=True)
     return [c._replace(advantage=advantage) for c, advantage in pairs]
 
@@ -295,16 +296,17 @@ def token_logprobs(
 
     replayed_BSLK = batch.replayed_experts_BSLK if replay else None
     with Routing(policy.routers, replayed_BSLK) as routing:
-        # logits where a response token is predicted, and nowhere else; transformers 5.20 can't
+        # With a mask, the logits are (N, V): where a response token is predicted, and nowhere else.
         output = policy.model(batch.tokens_BS, logits_to_keep=batch.predicts_BS, use_cache=False)
     # In float32, all logits at once would take too much memory.
     results = in_chunks(logprobs_and_entropy, output.logits.flatten(0, -2), batch.response_N)
-    rows = [batch.as_rows(x_N) for x_N in results]
+    logprobs_BT = batch.as_rows(results[0])
     routers = routing.outputs(batch, router_logits)
     if only_logprobs:
-        return TokenOutputs(*rows, routers)
-    logprobs_BT, entropy_BT = rows
-    return TokenOutputs(logprobs_BT, routers, entropy_BT, balancing_loss(routing, batch.is_token_BS))
+        return TokenOutputs(logprobs_BT, routers)
+    entropy_BT = batch.as_rows(results[1])
+    aux_loss = balancing_loss(routing, batch.is_token_BS)
+    return TokenOutputs(logprobs_BT, routers, entropy_BT, aux_loss)
 
 
 class OldPolicy(NamedTuple):

@@ -173,7 +173,7 @@ def main(args):
             old = old_policy(policy, micro, args)
             micro.old_logprobs_BT = old.logprobs_BT
             micro.old_experts_BTLK = old.experts_BTLK  # of an MoE
-            micro.replayed_experts_BSLK = old.replayed_experts_BSLK  # --routing_replay, in the update
+            micro.replayed_experts_BSLK = old.replayed_experts_BSLK  # None without --routing_replay
             if reference is not None:
                 micro.ref_logprobs_BT = reference_logprobs(reference, micro, args)
             micro.correction_weights = rollout_correction(micro, args)

@@ -201,8 +201,8 @@ def main(args):
         for micro in chain(*steps):
             old = old_policy(policy, micro, args, router_logits=True)
             micro.old_logprobs_BT = old.logprobs_BT
-            micro.old_experts_BTLK = old.experts_BTLK
-            micro.replayed_experts_BSLK = old.replayed_experts_BSLK  # --routing_replay, in the update
+            micro.old_experts_BTLK = old.experts_BTLK  # of an MoE
+            micro.replayed_experts_BSLK = old.replayed_experts_BSLK  # None without --routing_replay
             micro.experts_BTLK = active_experts(micro, old.experts_BTLK)  # e_jk
             micro.old_scores_BTLK = expert_logprobs(old.router_logits, micro.experts_BTLK)
             micro.correction_weights = rollout_correction(micro, args, per_sequence=True)

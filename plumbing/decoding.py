@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import warnings
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from transformers.cache_utils import DynamicLayer
 from plumbing.routing import Routing, experts_by_completion
 
 STRETCH = (64, 256)  # fewest and most tokens that are decoded with one CUDA graph
+LITTLE_MEMORY = 2**31  # free bytes
 
 
 def pad(rows, device, side="right", value=0):
@@ -31,19 +33,21 @@ class Decoder:
     """Returns the logits of each row's next token: `prefill` of the first one, and a call, which takes
     the token that was chosen, of each one after that. `keep` drops rows."""
 
+    can_drop = True  # whether `keep` may be called now
+
     def __init__(self, policy, record_experts):
         self.policy = policy
         self.record_experts = record_experts
         self.cache = None
         self.experts = None  # that the last forward used, (tokens, L, K)
         self.noted = []  # for experts_by_completion
-        self.num_forwards = 0
+        self.num_tokens = 0  # that each row was given logits for
 
     @property
-    def can_drop(self):
-        """Whether this is a time to drop rows that have ended. It is rare on a GPU, since the host has
-        to wait there to find out which rows those are."""
-        return self.policy.model.device.type != "cuda" or self.num_forwards % 16 == 0
+    def should_look(self):
+        """Whether the sampler should look for rows that have ended: rarely on a GPU, since the host has
+        to wait there for the answer."""
+        return self.policy.model.device.type != "cuda" or self.num_tokens % 16 == 0
 
     def prefill(self, prompts, group_size):
         """Logits (N, V) for `group_size` rows per prompt. Each prompt goes through the model once, and
@@ -57,6 +61,7 @@ class Decoder:
         logits_PV = self.forward(tokens_PS, self.attention, positions_PS)
         self.note_experts()
         self.positions = positions_PS[:, -1:] + 1  # of each row's next token
+        self.num_tokens = 1
         copies = self.rows.repeat_interleave(group_size)
         self.keep(copies)
         self.rows = torch.arange(len(copies), device=device)  # the index of each row's completion
@@ -67,10 +72,10 @@ class Decoder:
         logits_RV = self.forward(token_R1, self.attention, self.positions)
         self.note_experts()
         self.positions = self.positions + 1
+        self.num_tokens += 1
         return logits_RV
 
     def forward(self, tokens, attention, positions):
-        self.num_forwards += 1
         recorder = Routing(self.policy.routers) if self.record_experts else contextlib.nullcontext()
         with recorder as routing:
             output = self.policy.model(
@@ -89,7 +94,7 @@ class Decoder:
         return output.logits[:, -1]
 
     def keep(self, rows):
-        """Keeps these rows, in this order."""
+        """Drops all rows but these."""
         self.cache.reorder_cache(rows)
         self.attention = self.attention[rows]
         self.positions = self.positions[rows]
@@ -126,7 +131,16 @@ class StretchDecoder(Decoder):
     def can_drop(self):
         return self.num_spare == 0
 
+    @property
+    def should_look(self):
+        return self.can_drop or self.num_tokens % 16 == 0
+
+    def keep(self, rows):
+        assert self.can_drop, "a graph's tensors keep their rows"
+        super().keep(rows)
+
     def begin_stretch(self):
+        assert self.num_left > 0, "more tokens than max_new_tokens"
         width = self.attention.shape[1]
         fewest, most = self.stretch
         # About as many as there are, so that the spare columns, which attention reads too, are few.
@@ -158,6 +172,7 @@ class StretchDecoder(Decoder):
             self.replay()
         self.note_experts()
         self.num_spare -= 1
+        self.num_tokens += 1
         return self.logits_RV
 
     def step(self):
@@ -207,27 +222,36 @@ class Graphs:
 
     def capture(self, step):
         """Records the kernels that `step` launches. Returns a function that runs them."""
+        if torch.cuda.mem_get_info()[0] < LITTLE_MEMORY:
+            torch.cuda.empty_cache()  # which torch cannot do during a capture
         graph = torch.cuda.CUDAGraph()
         with self.on_stream():
-            # A reward function may use the GPU in a thread of its own.
+            # A reward function may launch kernels in a thread of its own.
             graph.capture_begin(self.pool.id, capture_error_mode="thread_local")
-            step()
+            try:
+                step()
+            except Exception:
+                with contextlib.suppress(RuntimeError):  # the first exception is the one to show
+                    graph.capture_end()
+                raise
             graph.capture_end()
         return graph.replay
 
     @contextlib.contextmanager
     def refuse_to_wait(self):
         """Inside, an operator that makes the host wait for the GPU raises a RuntimeError. It could not
-        be captured, and a capture that fails leaves CUDA's allocator and random numbers unusable."""
-        torch.cuda.set_sync_debug_mode("error")
+        be captured, and a capture that fails may leave CUDA's allocator and random numbers unusable."""
+        before = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings(action="ignore"):  # torch calls it a prototype
+            torch.cuda.set_sync_debug_mode("error")
         try:
             yield
         finally:
-            torch.cuda.set_sync_debug_mode("default")
+            torch.cuda.set_sync_debug_mode(before)
 
 
-# The check below decodes this many tokens after the prompts, in stretches of three and one.
-NUM_CHECKED = 4
+# The check below decodes this many tokens after the prompts, in two stretches.
+NUM_CHECKED = 6
 
 
 def graphs_for(policy, prompts, max_new_tokens):

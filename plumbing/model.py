@@ -54,6 +54,8 @@ def load_unchecked(args):
         raise UserError(f"--model {args.model} is a run: pass its {checkpoints[-1].name}")
     with one_line(f"--model {args.model} cannot be used"):  # damaged folders may raise anything
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        if args.torch_device.startswith("cuda"):
+            torch.cuda.set_device(args.torch_device)  # for what uses the current one: graphs, memory
         model = load_weights(source).to(args.torch_device).eval()
         config = model.config.get_text_config()
         # Router logits come from our own hooks; if transformers' are on, decoding fails.
