@@ -394,7 +394,7 @@ def usable_rows(rows, flag, policy, args, reads_answers=True):
     num_bad = sum(map(len, reasons.values()))
     if not problems or num_bad > len(rows) / 10:
         message = f"{num_bad:,} rows cannot be used: {', '.join(left_out)}"
-        names = f"its columns are {', '.join(columns)}"
+        names = f"its columns are {', '.join(columns) or 'none'}"
         if args.eval_dataset:
             names += "; --prompt_column and --answer_column are the same for both datasets"
         raise UserError(f"--{flag} {getattr(args, flag)}: {message}; {names}")

@@ -98,7 +98,7 @@ def main():
     seeds = sorted(ours.keys() & theirs.keys())
     if not seeds:
         sys.exit("no seed is in both sets of runs")
-    print(f"difference, paired by {len(seeds)} seeds")
+    print("difference, paired by seed:", *seeds)
     for name in ours[seeds[0]]:
         pairs = [(ours[seed], theirs[seed]) for seed in seeds]
         pairs = [(a[name], b[name]) for a, b in pairs if name in a and name in b]
