@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import common
 import plumbing.model
 from common import Completion, Problem, UserError, check_sampler, collate, evaluate, optimizer_steps
-from common import rollout_weights, sample, similar_lengths, token_logprobs
+from common import next_token, rollout_weights, sample, similar_lengths, token_logprobs
 from plumbing.model import Policy
 
 
@@ -78,6 +78,28 @@ def test_sampler_slow_loop_and_training_forward_agree(own_policy):
         assert c.text == tokenizer.decode(shown, skip_special_tokens=False)
         assert c.logprobs == pytest.approx(logprobs, abs=1e-4)
         assert logprobs_BT[i][batch.mask_BT[i]].tolist() == pytest.approx(logprobs, abs=1e-4)
+
+
+def test_a_token_with_probability_0_is_never_sampled():
+    """Not even by noise of exactly 0, or at the edge of a token with probability."""
+    probs_RV = torch.tensor([[0.0, 0.5, 0.0, 0.5]]).expand(3, 4)
+    noise_R1 = torch.tensor([[0.0], [0.5], [1 - 2**-24]])
+    assert next_token(probs_RV.log(), noise_R1, greedy=False).tolist() == [[1], [3], [3]]
+
+
+def test_evaluations_record_no_experts(tiny_policy, monkeypatch):
+    asked = []
+    original = common.sample_batch
+
+    def sample_batch(*inputs, record_experts, **keywords):
+        asked.append(record_experts)
+        return original(*inputs, record_experts=record_experts, **keywords)
+
+    monkeypatch.setattr(common, "sample_batch", sample_batch)
+    args = settings(routing_replay="r3")
+    evaluate(tiny_policy, problems_of(tiny_policy, *MIXED), grade, args, sampled=True)
+    sample(tiny_policy, problems_of(tiny_policy, *MIXED), 1, args, noise_of(0))
+    assert asked == [False, False, True]
 
 
 @pytest.mark.parametrize("max_new_tokens", [1, 2, 3])
@@ -156,7 +178,8 @@ def test_entropies_are_those_of_the_distribution_that_was_sampled(entropy_grad, 
     problems = problems_of(tiny_policy, *MIXED)
     completions = sample(tiny_policy, problems, 1, settings(), noise_of(0))
     batch = collate(completions, 3, settings())
-    entropy_BT = token_logprobs(tiny_policy, batch, 0.7, entropy_grad=entropy_grad).entropy_BT
+    logprobs_BT, _, entropy_BT, _ = token_logprobs(tiny_policy, batch, 0.7, entropy_grad=entropy_grad)
+    assert (logprobs_BT[~batch.mask_BT] == 0).all()
     assert entropy_BT.requires_grad == entropy_grad and (entropy_BT[~batch.mask_BT] == 0).all()
     for row, c in enumerate(completions):
         tokens = torch.tensor([c.problem.prompt_ids + c.ids])
@@ -214,6 +237,7 @@ def rows_of_steps(lengths, **settings):
         sizes = [lengths[c.reward] for c in batch.completions]
         assert batch.tokens_BS.shape[1] == max(map(sum, sizes))
         assert batch.mask_BT.shape == (len(batch), max(response for _, response in sizes))
+        assert (batch.tokens_BS[~batch.is_token_BS] == 3).all()  # a real token
     return [[[c.reward for c in batch.completions] for batch in step] for step in steps]
 
 
