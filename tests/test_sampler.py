@@ -227,7 +227,8 @@ def rows_of_steps(lengths, **settings):
     [[row, ...] of each batch]."""
     completions = []
     for row, (prompt, response) in enumerate(lengths):
-        completion = Completion(Problem("", "", [3] * prompt), [4] * response, [0.0] * response)
+        ids = [3] + [0] * (prompt - 1)  # 0 is also what tensors are padded with
+        completion = Completion(Problem("", "", ids), [4] * response, [0.0] * response)
         completions.append(completion._replace(reward=row))
     flags = {"prompts_per_iteration": len(lengths), "group_size": 2, "num_minibatches": 1} | settings
     args = script_args("grpo", **flags)[1]
@@ -237,6 +238,7 @@ def rows_of_steps(lengths, **settings):
         sizes = [lengths[c.reward] for c in batch.completions]
         assert batch.tokens_BS.shape[1] == max(map(sum, sizes))
         assert batch.mask_BT.shape == (len(batch), max(response for _, response in sizes))
+        assert batch.is_token_BS.sum(1).tolist() == [sum(size) for size in sizes]
         assert (batch.tokens_BS[~batch.is_token_BS] == 3).all()  # a real token
     return [[[c.reward for c in batch.completions] for batch in step] for step in steps]
 
