@@ -88,12 +88,13 @@ EXACT = [
 
 
 def test_every_kind_of_file_has_the_same_rows(tmp_path):
-    write_lines(tmp_path / "lines.jsonl", EXACT)
+    write_lines(tmp_path / "LINES.JSONL", EXACT)
     (tmp_path / "mark.json").write_text("\n" + json.dumps(EXACT, indent=1), encoding="utf-8-sig")
     write_csv(tmp_path / "cells.csv", EXACT)
     write_csv(tmp_path / "cells.tsv", EXACT, "\t")
     Dataset.from_list(EXACT).to_parquet(tmp_path / "data[1].parquet")
     Dataset.from_list(EXACT).save_to_disk(tmp_path / "saved")
+    DatasetDict(train=Dataset.from_list(EXACT)).save_to_disk(tmp_path / "splits")
     paths = list(tmp_path.iterdir())
     Dataset.from_list(sums(9)).to_parquet(tmp_path / "data1.parquet")  # [1] is not a pattern
     for path in paths:
@@ -134,50 +135,21 @@ def like_gsm8k(tmp_path):
     return tmp_path / "gsm"
 
 
-def test_a_config_may_be_named(like_gsm8k):
-    for flag in ("dataset", "eval_dataset"):
-        assert read(like_gsm8k, flag, dataset_config="main") == sums(9)
-
-
-def test_a_folder_of_save_to_disk_may_have_splits(tmp_path):
-    DatasetDict(train=Dataset.from_list(EXACT)).save_to_disk(tmp_path)
-    assert read(tmp_path) == EXACT
-    with pytest.raises(
-        UserError, match="cannot be read with .*--dataset_split test: FileNotFoundError"
-    ):
-        read(tmp_path, dataset_split="test")
-
-
-LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n"
 SUM = '{"question": "1+1=", "answer": "2"}\n'
 OTHER = '{"problem": "1+1=", "solution": "2"}\n'
-PATHS = [f"{config}/{split}.jsonl" for config in ("main", "socratic") for split in ("train", "test")]
-CONFIGS = {"README.md": CARD} | dict.fromkeys(PATHS, SUM)
-UNREADABLE = [  # the files in a folder, flags, and what the line says: the flags, and the first cause
-    ({"test.jsonl": SUM}, {}, "--dataset_split train: ValueError Unknown split .*\\['test'\\]"),
-    ({"train.jsonl": SUM, "test.jsonl": OTHER}, {}, "CastError .*problem.*column names don't match"),
-    ({"train.parquet": LFS}, {}, "ArrowInvalid Parquet magic bytes not found"),
-    ({"train.jsonl": LFS}, {}, "ArrowInvalid JSON parse error"),
-    ({"train.jsonl": '["1+1=", "2"]\n' * 2}, {}, "ValueError Trailing data"),
-    (CONFIGS, {}, "--dataset_config '' .*among the available configs: \\['main', 'socratic'\\]"),
-    (CONFIGS, {"dataset_config": "x"}, "--dataset_config 'x' .*Available: \\['main', 'socratic'\\]"),
-    ({}, {}, "doesn't contain any data files"),
+UNREADABLE = [  # a flag, the files in its folder, and what the line says: flags and first cause
+    ("dataset", {"test.jsonl": SUM}, "--dataset_split train: ValueError Unknown split .*\\['test'\\]"),
+    ("eval_dataset", {"train.jsonl": SUM}, "--eval_split test: ValueError Unknown split"),
+    ("dataset", {"train.jsonl": SUM, "test.jsonl": OTHER}, "CastError .*column names don't match"),
 ]
 
 
-@pytest.mark.parametrize("files, flags, expected", UNREADABLE)
-def test_a_folder_that_cannot_be_read_is_told_by_its_first_cause(files, flags, expected, tmp_path):
+@pytest.mark.parametrize("flag, files, expected", UNREADABLE)
+def test_a_folder_that_cannot_be_read_is_told_by_its_first_cause(flag, files, expected, tmp_path):
     for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    with pytest.raises(UserError, match=f"--dataset {tmp_path} cannot be read with .*{expected}"):
-        read(tmp_path, **flags)
-
-
-def test_the_eval_dataset_has_its_own_split_flag(tmp_path):
-    write_lines(tmp_path / "train.jsonl", EXACT)
-    with pytest.raises(UserError, match="--eval_dataset .* --eval_split test: .*Unknown split"):
-        read(tmp_path, "eval_dataset")
+    with pytest.raises(UserError, match=f"--{flag} {tmp_path} cannot be read with .*{expected}"):
+        read(tmp_path, flag)
 
 
 def test_a_folder_with_a_card_is_read_again_after_a_change(like_gsm8k):
@@ -191,13 +163,8 @@ def word_problems(first):
     """With the marks that GSM8K has for a calculator."""
     rows = []
     for n in range(first, first + 6):
-        question = (
-            f"Half of Ada's {2 * n} plums are ripe. Each costs $1,000. What does she get for them?"
-        )
-        work = (
-            f"{2 * n}/2=<<{2 * n}/2={n}>>{n} are ripe.\nThat is {n}*1000=$<<{n}*1000={n}000>>{n},000."
-        )
-        rows.append(row(question, f"{work}\n#### {n},000"))
+        work = f"{n} are ripe.\nThat is {n}*1000=$<<{n}*1000={n}000>>{n},000."
+        rows.append(row(f"{n} of Ada's plums are ripe. Each costs $1,000.", f"{work}\n#### {n},000"))
     return rows
 
 
@@ -237,10 +204,6 @@ def test_other_kinds_of_files_are_not_looked_up_on_the_hub(name, tmp_path, monke
         read(tmp_path / name)
 
 
-def test_the_case_of_a_file_name_does_not_matter(tmp_path):
-    assert read(write_lines(tmp_path / "A.JSONL", EXACT)) == EXACT
-
-
 def test_images_and_audio_that_nobody_reads_are_not_decoded(tmp_path):
     """They are damaged, and need libraries. Lists of them are common. A column of JSON is
     decoded, or it would be text; a label is its name."""
@@ -265,12 +228,9 @@ def test_the_default_dataset_can_be_evaluated_on():
 LINES = {  # what is in a file: its rows
     SUM + "what?\n": [row(), "what?"],
     "[" * 10_000 + "\n" + SUM: ["[" * 10_000, row()],
-    SUM + '{"a":' * 10_000: [row(), '{"a":' * 10_000],
-    "9" * 5_000 + "\n" + SUM: ["9" * 5_000, row()],
     '["a", "b"]\n["c"]\n' + SUM: [["a", "b"], ["c"], row()],
     "[" + SUM.strip() + ",\n" + SUM.strip() + "]": [row(), row()],
     "\n\r\n" + SUM: [row()],
-    SUM: [row()],
     '{\n "data": [\n  7\n ]\n}': [{"data": [7]}],
     "": [],
 }
@@ -283,15 +243,10 @@ def test_a_line_that_is_not_json_is_an_unreadable_row(text, tmp_path):
     assert read(path) == LINES[text]
 
 
-@pytest.mark.parametrize("kind", ["csv", "jsonl"])
-def test_bytes_that_are_not_utf8_cost_only_their_rows(kind, tmp_path):
+def test_bytes_that_are_not_utf8_cost_only_their_rows(tmp_path):
     """As when lines of two files were put together."""
-    path = tmp_path / f"data.{kind}"
-    rows = [*sums(20), row("né", "2"), row("2", "né")]
-    if kind == "csv":
-        write_csv(path, rows)
-    else:
-        path.write_text("".join(json.dumps(each, ensure_ascii=False) + "\n" for each in rows), "utf-8")
+    path = tmp_path / "data.csv"
+    write_csv(path, [*sums(20), row("né", "2"), row("2", "né")])
     path.write_bytes(path.read_bytes().replace("é".encode(), "é".encode("latin-1")))
     found = read(path)
     assert found[:20] == sums(20) and len(problems_of(found)) == 20
@@ -304,7 +259,6 @@ CSV = [  # a file's text, and its rows or what the line says
     (HEADER + '12" + 1",13"\n', [row('12" + 1"', '13"')]),
     (HEADER + "7+1=\n1,000+1=,1001\n", [row("7+1=", None), row("1", "000+1=") | {None: ["1001"]}]),
     (HEADER + '1+1=,2\n"2+1=,3\n3+1=,4\n', "a quote in row 2 may not be closed"),
-    (HEADER + '1+1=,2\n"2+1=,3\n"3+1=",4\n', "a quote in row 2 may not be closed"),
     ("question,answer,answer\n1+1=,2,3\n", "two columns with the name answer"),
 ]
 
@@ -328,15 +282,7 @@ COLUMNS = [  # columns, prompt and gold answer, and what the line at the start s
     ("prompt", "extra.gold", "1+1=", "2", "answer: extra.gold (the first: 2), not used: a.b, a, n"),
     ("prompt", "a.b", "1+1=", "3", "answer: a.b (the first: 3), not used: extra, a, n"),
     ("{a.b} and {n}", "n", "3 and 5", "5", "answer: n (the first: 5), not used: prompt, extra, a"),
-    ("{extra.gold}{a}", "n", '2{"b": "4"}', "5", "(the first: 5), not used: prompt, a.b"),
-    ("n", "n", None, "", "without a prompt in --prompt_column n (first: row 1 5)"),
-    (
-        "{n} {level}",
-        "n",
-        None,
-        "",
-        "without a prompt in --prompt_column {n} {level} (first: row 1 None)",
-    ),
+    ("{extra.gold}{a}", "n", '2{"b": "4"}', "5", "answer: n (the first: 5), not used: prompt, a.b"),
 ]
 
 
@@ -344,16 +290,16 @@ COLUMNS = [  # columns, prompt and gold answer, and what the line at the start s
 def test_a_column_may_be_a_path_or_several(prompt_column, answer_column, prompt, answer, line, capsys):
     """A column with the whole name comes first. The EOS that the tokenizer appends is dropped."""
     flags = {"prompt_column": prompt_column, "answer_column": answer_column}
-    if prompt is None:
-        assert line in refusal([NESTED], **flags)
-    else:
-        ((text, gold, ids, columns),) = problems_of([NESTED], **flags)
-        assert (text, gold, len(ids)) == (
-            prompt,
-            answer,
-            len(prompt),
-        ) and columns.items() > NESTED.items()
-        assert capsys.readouterr().out == f"prompt: {prompt_column}, {line}\n" or line.startswith("(")
+    ((text, gold, ids, columns),) = problems_of([NESTED], **flags)
+    assert (text, gold, len(ids)) == (prompt, answer, len(prompt))
+    assert columns.items() > NESTED.items()
+    assert capsys.readouterr().out == f"prompt: {prompt_column}, {line}\n"
+
+
+@pytest.mark.parametrize("column, found", [("n", "5"), ("{n} {level}", "None")])
+def test_a_prompt_is_text_of_columns_that_are_all_there(column, found):
+    expected = f"without a prompt in --prompt_column {column} (first: row 1 {found})"
+    assert expected in refusal([NESTED], prompt_column=column, answer_column="n")
 
 
 def test_reward_functions_get_all_columns(capsys):
@@ -404,18 +350,14 @@ REFUSED = "that the model or its chat template cannot take (first: row 1 "
 FIRST = "{{ messages[0].content }}"
 BAD_ROWS = [  # prompt, answer, chat template, why the row is left out
     (" \n", "2", TURNS, f"{NO_PROMPT}' \\n')"),
-    (None, "2", TURNS, f"{NO_PROMPT}None)"),
     (["1+1="], "2", TURNS, f"{NO_PROMPT}['1+1='])"),
     (chat("user", [*PARTS, {"type": "image"}]), "2", TURNS, NO_PROMPT),
-    (chat("user", [{"type": "text"}]), "2", TURNS, NO_PROMPT),
     ([{"content": "3"}], "2", TURNS, NO_PROMPT),
     ("<user>3</s>", "2", TURNS, f"{REFUSED}\"it already has the chat template's special tokens"),
     (chat("user", "3", "user", "4"), "2", None, f'{REFUSED}"several messages'),
     ([*SHOT, *chat("user", "3")], "2", FIRST, f'{REFUSED}"the chat template drops the last message'),
     ("3", "2", "{{ raise_exception('no!') }}", f"{REFUSED}'no!: 3')"),
     ("3\ud83d", "2", TURNS, REFUSED),
-    ("3\udcff", "2", None, REFUSED),
-    (chat("user", "\udc00"), "2", TURNS, REFUSED),
     ("3", "\ud83d", TURNS, REFUSED),
     ("1" * 90, "2", TURNS, "the model's limit of 150 tokens (first: row 1"),
     ("3", {"gold": "2"}, TURNS, f"{NO_GOLD} (first: row 1 {{'gold': '2'}})"),
@@ -431,27 +373,18 @@ def test_a_refusal_names_the_reason_the_cell_and_the_columns(prompt, answer, tem
 SOLUTION = "She has 7 apples and picks 9, so she has 16."
 GOLD = [  # the cell, the gold answer of the verifier, and that of a reward function
     ("2 ", "2", "2"),
-    (2, "2", "2"),
     (2.5, "2.5", "2.5"),
-    (10**100, str(10**100), str(10**100)),
-    (True, "true", "true"),
     (False, "false", "false"),
-    (["10"], "10", "10"),
     ([10], "10", "10"),
     ('["20"]', "20", "20"),
-    ("[20]", "20", "20"),
     ("[1, 2]", "[1, 2]", "[1, 2]"),
-    ("[[1, 2]]", "[[1, 2]]", "[[1, 2]]"),
-    ("[0, \\infty)", "[0, \\infty)", "[0, \\infty)"),
     (["so \\boxed{3}"], "3", "3"),
     (f"{SOLUTION}\n#### 16", "16", "16"),
-    (f"{SOLUTION}\nThe answer is \\boxed{{16}}.", "16", "16"),
     (SOLUTION, SOLUTION, SOLUTION),  # it is short: the line at the start shows it
     (f"{SOLUTION}\nThe answer is: 16", "", f"{SOLUTION}\nThe answer is: 16"),
     (f"{SOLUTION} " * 5, "", (f"{SOLUTION} " * 5).strip()),
     ("7" * 200, "7" * 200, "7" * 200),
     ("7" * 201, "", "7" * 201),
-    ("", "", ""),
     (None, "", ""),
     (math.inf, "", ""),
     (["1", "2"], "", ""),
@@ -564,19 +497,16 @@ def test_held_out_problems_are_apart_and_the_same_for_all_seeds(tmp_path, tiny_p
         load(path, tiny_policy, rows, num_held_out=100)
 
 
-@pytest.mark.parametrize("num_held_out, expected", [(8, 8), (256, 12)])
-def test_eval_dataset_gives_the_held_out_problems(num_held_out, expected, tmp_path, own_policy, capsys):
-    """Its first ones, or all if it has fewer. Nothing is held out from training; prompts that are in
-    both are counted."""
+def test_eval_dataset_gives_the_held_out_problems(tmp_path, own_policy, capsys):
+    """Its first ones. Nothing is held out from training; prompts that are in both are counted."""
     path = str(write_lines(tmp_path / "evaluation.jsonl", sums(49)[37:]))
-    flags = {"eval_dataset": path, "num_held_out": num_held_out}
+    flags = {"eval_dataset": path, "num_held_out": 8}
     stream, held_out = load(tmp_path / "data.jsonl", own_policy, sums(40), **flags)
     assert len(stream.problems) == 40
-    assert [p.prompt for p in held_out] == [f"{i}+1=" for i in range(37, 37 + expected)]
+    assert [p.prompt for p in held_out] == [f"{i}+1=" for i in range(37, 45)]
     line = capsys.readouterr().out
     assert "\n--eval_dataset: prompt: question, answer: answer (the first: 38)\n" in line
-    count = "the first 8 of 12" if num_held_out == 8 else "12"
-    assert f"40 to train on, {count} held out; 3 of those held out are also in --dataset" in line
+    assert "the first 8 of 12 held out; 3 of those held out are also in --dataset" in line
 
 
 def test_leaks_are_counted_by_what_the_model_reads(tmp_path, own_policy, capsys):
