@@ -5,8 +5,6 @@ test_run_folder.py."""
 import dataclasses
 import importlib
 import json
-from decimal import Decimal
-from fractions import Fraction
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -30,12 +28,6 @@ def test_wrong_flags_are_refused(name, flags, expected, tmp_path):
     refused(name, *own, *flags.split(), expected=expected)
 
 
-def test_args_made_in_python_are_checked():
-    for make in (grpo.Args, lambda **wrong: dataclasses.replace(grpo.Args(), **wrong)):
-        with pytest.raises(UserError, match="--lr "):
-            make(lr=-1.0)
-
-
 def reward(text):
     return 0
 
@@ -48,31 +40,18 @@ class Reward:
 WRONG = [  # a flag, a value of the wrong type, and what the message says about it
     ("lr", "1e-6", "must be float, not '1e-6'"),
     ("lr", None, "must be float, not None"),
-    ("lr", True, "must be float, not True"),
-    ("lr", Decimal("1e-6"), "must be float, not Decimal('0.000001')"),
     ("lr", torch.ones(2), "must be float, not tensor([1., 1.])"),
-    ("lr", 10**400, "must be float, not 1000"),
     ("lr", np.float32("nan"), "must be float, not np.float32(nan)"),
     ("group_size", 2.5, "must be int, not 2.5"),
     ("group_size", "8", "must be int, not '8'"),
     ("group_size", True, "must be int, not True"),
-    ("iterations", 2.5, "must be int, not 2.5"),
     ("seed", float("inf"), "must be int, not inf"),
-    ("seed", Fraction(1, 2), "must be int, not Fraction(1, 2)"),
     ("gradient_checkpointing", "False", "must be bool, not 'False'"),
-    ("gradient_checkpointing", 2, "must be bool, not 2"),
-    ("resume", "no", "must be bool, not 'no'"),
-    ("device", 0, "must be str, not 0"),
     ("dataset", [{"question": "1+1="}] * 10_000, "must be str, not [{'question': '1+1='}, {"),
-    ("dtype", torch.bfloat16, "must be float32 or bfloat16, not torch.bfloat16"),
-    ("dtype", "float16", "must be float32 or bfloat16, not 'float16'"),
     ("dtype", np.array(["float32", "bfloat16"]), "must be float32 or bfloat16, not array("),
     ("reward", 3, "must be str or Callable, not 3"),
-    ("chat_template_kwargs", [1], "must be dict, not [1]"),
     ("chat_template_kwargs", '{"a": 1}', "must be dict, not '{"),
     ("chat_template_kwargs", {"tools": {1}}, "must be dict, not {'tools': {1}}"),
-    ("run_dir", b"runs", "must be str, not b'runs'"),
-    ("model", None, "must be str, not None"),
 ]
 
 
@@ -85,19 +64,14 @@ def test_values_of_the_wrong_type_are_refused(name, value, expected):
 
 
 MEANT = [  # a flag, a value of a different type, and what is meant
-    ("seed", np.int64(3), 3),
     ("seed", torch.tensor(3), 3),
     ("group_size", 4.0, 4),
     ("lr", 1, 1.0),
     ("lr", np.float64(0.5), 0.5),
     ("gradient_checkpointing", np.bool_(True), True),
     ("run_dir", Path("a/b"), "a/b"),
-    ("dataset", Path("a.jsonl"), "a.jsonl"),
     ("model", np.str_("a"), "a"),
     ("chat_template_kwargs", {"enable_thinking": False}, {"enable_thinking": False}),
-    ("seed", Fraction(4, 2), 2),
-    ("dtype", np.str_("bfloat16"), "bfloat16"),
-    ("reward", Path("my.py:f"), "my.py:f"),
     ("reward", reward, "test_bad_input:reward"),
     ("reward", Reward(), "test_bad_input:Reward"),
 ]
@@ -161,10 +135,6 @@ def test_types_may_be_text(tmp_path, monkeypatch):
         args_class(top="x")
 
 
-def test_the_cpu_may_have_a_number():
-    assert grpo.Args(device="cpu:0").torch_device == "cpu"
-
-
 FULL = "--gradient_checkpointing, --micro_batch_tokens, --rollout_batch_size, --dtype"
 CPU = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
 ERRORS = [
@@ -189,12 +159,11 @@ def test_a_bug_has_a_traceback(tmp_path, reward_file):
 # ---------------------------------------------------------------------------------- as a user starts it
 
 
-@pytest.mark.parametrize("encoding", ["cp1252", "ascii"])
-def test_run_prints_into_a_file_whose_encoding_lacks_a_character(encoding, tmp_path, monkeypatch):
-    """As `> log.txt` on Windows. Each of the first lines is in the file at once."""
+def test_run_prints_into_a_file_whose_encoding_lacks_a_character(tmp_path, monkeypatch):
+    """As `> log.txt` on Windows."""
     rows = [{"question": f"{i}+1=", "answer": "\u03c0"} for i in range(20)]
     flags = ["--dataset", write_lines(tmp_path / "data.jsonl", rows), "--run_dir", tmp_path / "run"]
-    monkeypatch.setenv("PYTHONIOENCODING", encoding)
+    monkeypatch.setenv("PYTHONIOENCODING", "cp1252")
     process = started("grpo", *SMALL, "--num_held_out", 4, *flags)
     printed, errors = process.communicate()
     assert process.returncode == 0 and errors == ""
