@@ -96,6 +96,15 @@ def run(name, *flags):
 
 SMALL = """--prompts_per_iteration 4 --group_size 4 --max_new_tokens 8 --num_minibatches 2
 --iterations 1""".split()
+
+
+def small_args(module, folder, **changes):
+    """The Args of a script for the same job, called from Python."""
+    numbers = {name[2:]: int(value) for name, value in zip(SMALL[::2], SMALL[1::2], strict=True)}
+    numbers |= {"dataset": SUMS, "num_held_out": 8, "run_dir": folder}
+    return module.Args(**numbers | changes)
+
+
 OWN_LR = ("--lr", "1e-6")  # with --model; without it there is a warning, a second line
 
 
