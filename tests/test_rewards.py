@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from conftest import FILE_NUMBERS, SMALL, SUMS, completes, metrics, read_lines, refused, resume
-from conftest import script_args, started, write_lines
+from conftest import script_args, small_args, started, write_lines
 
 import dapo
 import grpo
@@ -78,21 +78,12 @@ VALUES = [  # what a function returns, the reward, the verdicts of "2" and "40",
     ("not truncated", 1.0, "correct", "truncated"),
     ("None", 0.0, "wrong", "truncated"),
     ("0", 0.0, "wrong", "truncated"),
-    ("-0.0", 0.0, "wrong", "truncated"),
-    ("1.0", 1.0, "correct", "correct"),
     ("torch.tensor([1])", 1.0, "correct", "correct"),
     ("numpy.bool_(True)", 1.0, "correct", "correct"),
     ("fractions.Fraction(1)", 1.0, "correct", "correct"),
-    ("torch.tensor([0.25])", 0.25, None, None),
-    ("0.999999", 0.999999, None, None),
-    ("0.4", 0.4, None, None),
     ("40", 40.0, None, None),
-    ("46.5", 46.5, None, None),
     ("-1", -1.0, None, None),
-    ("-5.0", -5.0, None, None),
-    ("1e-30", 1e-30, None, None),
     ("(1, 'no_answer')", 1.0, "no_answer", "no_answer"),
-    ("(40, 'correct')", 40.0, "correct", "correct"),
     ("(None, 'wrong')", 0.0, "wrong", "wrong"),
 ]
 
@@ -110,16 +101,9 @@ NO_NUMBERS += ("torch.tensor(torch.inf).half()", "-torch.tensor(torch.inf).half(
 BAD = [("text", value, "for each: ") for value in NO_NUMBERS]
 BAD += [  # for all five
     ("completions", "0.5", "not one float for 5 completions"),
-    ("completions", "torch.tensor(0.5)", "0-d tensor"),
     ("completions", "{i: 1.0 for i in range(5)}", "not one dict for 5 completions"),
-    ("completions", "{0, 1, 2, 3, 4}", "not one set for 5 completions"),
     ("completions", "'01010'", "not one str for 5 completions"),
-    ("completions", "bytes(5)", "not one bytes for 5 completions"),
-    ("completions", "ThreadPool(1).map_async(len, completions)", "not one MapResult for 5 completions"),
-    ("completions", "[ThreadPool(1).apply_async(int)] * 5", "unsupported operand"),
     ("completions", "[1.0] * 4", "not 4 for 5 completions"),
-    ("completions", "[1.0] * 6", "not 6 for 5 completions"),
-    ("completions", "[]", "not 0 for 5 completions"),
     ("completions", "[[1.0] * 5]", "not 1 for 5 completions"),
     ("completions", "torch.ones(5, 2)", ""),
 ]
@@ -127,25 +111,18 @@ BAD += [  # for all five
 
 @pytest.mark.parametrize("parameter, value, expected", BAD)
 def test_results_that_are_not_one_number_each_are_refused(parameter, value, expected, tmp_path):
-    imports = "import torch\nfrom multiprocessing.pool import ThreadPool\n"
-    path = write(tmp_path, f"{imports}def f({parameter}): return {value}")
+    path = write(tmp_path, f"import torch\ndef f({parameter}): return {value}")
     with pytest.raises(UserError, match="^--reward .*:f must return a number") as error:
         graded(path)
     assert expected in str(error.value)
 
 
-LISTS = (
-    "[3.0] * 5",
-    "(3, 3, 3, 3, 3)",
-    "numpy.full(5, 3)",
-    "torch.full((5, 1), 3)",
-    "map(int, '33333')",
-)
+LISTS = ("[3.0] * 5", "(3, 3, 3, 3, 3)", "numpy.full(5, 3)", "map(int, '33333')")
 
 
 @pytest.mark.parametrize("value", LISTS)
 def test_lists_arrays_and_iterators_are_results_for_all(value, tmp_path):
-    path = write(tmp_path, f"import numpy, torch\ndef f(completions): return {value}")
+    path = write(tmp_path, f"import numpy\ndef f(completions): return {value}")
     assert [c.reward for c in graded(path)] == [3.0] * 5
 
 
@@ -197,22 +174,18 @@ def given(text):
 
 def test_run_with_a_function_made_in_python(tmp_path):
     """settings.json has its name. A resume needs the function again, and no other one will do."""
-    numbers = {name[2:]: int(value) for name, value in zip(SMALL[::2], SMALL[1::2], strict=True)}
-    numbers |= {"dataset": SUMS, "num_held_out": 8, "run_dir": tmp_path / "run"}
-    grpo.main(grpo.Args(**numbers, reward=given))
-    (line,) = metrics(tmp_path / "run")
+    folder = tmp_path / "run"
+    grpo.main(small_args(grpo, folder, reward=given))
+    (line,) = metrics(folder)
     assert line["rollout/reward_mean"] == line["rollout/response_len_mean"]  # a token is a character
-    settings = json.loads((tmp_path / "run" / "settings.json").read_text())
+    settings = json.loads((folder / "settings.json").read_text())
     assert settings["reward"] == "test_rewards:given"
-    refused(
-        "grpo", *resume(tmp_path / "run", "--iterations", 2), expected="made in Python, pass it again"
-    )
-    numbers |= {"resume": True, "iterations": 2}
-    for other in ("", lambda text: 0):
-        with pytest.raises(UserError, match="has reward test_rewards:given, not"):
-            grpo.main(grpo.Args(**numbers, reward=other))
-    grpo.main(grpo.Args(**numbers, reward=given))
-    assert len(metrics(tmp_path / "run")) == 2
+    more = {"resume": True, "iterations": 2}
+    refused("grpo", *resume(folder, "--iterations", 2), expected="made in Python, pass it again")
+    with pytest.raises(UserError, match="has reward test_rewards:given, not"):
+        grpo.main(small_args(grpo, folder, reward=lambda text: 0, **more))
+    grpo.main(small_args(grpo, folder, reward=given, **more))
+    assert len(metrics(folder)) == 2
 
 
 CALLABLES = [lambda text: 7, functools.partial(lambda score, text: score, 7), Mock(return_value=7)]
@@ -236,14 +209,10 @@ def test_a_file_is_run_once_for_each_run(tmp_path):
     assert [c.reward for c in graded(path)] == [3] * 5
 
 
-ARGPARSE = "import argparse\nargparse.ArgumentParser().parse_args(['--lr', '1'])"
 BAD_FILES = [  # a file and its content, and what the line says
     ("json.py", "", "rename json.py"),
     ("bad1.py", "import sys\nsys.exit()", "must be FILE.py:FUNCTION: SystemExit"),
-    ("bad2.py", ARGPARSE, "must be FILE.py:FUNCTION: SystemExit 2"),
     ("bad3.py", "f = print", "its parameters must have names"),
-    ("bad4.py", "def f(*args): return 1", "its parameters must have names"),
-    ("bad5.py", "f = len", "missing a required argument: 'obj'"),
     ("bad6.py", "async def f(text): yield 1.0", "must return a number"),
     ("bad7.py", "import sys\ndef f(text): sys.exit(3)", "ends the program: SystemExit 3"),
     ("bad8.py", "def f(text, solution_str): return 0", "missing a required argument: 'solution_str'"),
@@ -275,17 +244,6 @@ def test_an_error_in_a_function_has_a_line_and_its_traceback(
     assert capsys.readouterr().err == f"--reward {path}:f failed. Completions are {expected}.\n"
 
 
-@pytest.mark.parametrize("word", ["f", "rw.py", ":f"])
-def test_a_reward_without_a_file_imports_nothing(word, tmp_path, monkeypatch):
-    """Not even a file that is named like the folder in which the run starts."""
-    folder = tmp_path / "proj"
-    folder.mkdir()
-    (tmp_path / "proj.py").write_text("raise AssertionError('imported')")
-    monkeypatch.chdir(folder)
-    with pytest.raises(UserError, match="must be FILE.py:FUNCTION: it names no file"):
-        load(word)
-
-
 GOLD = """
 def one(text, answer): return 0
 def lists(completions, level, difficulty=None, **rest): return [x / 20 for x in level]
@@ -308,11 +266,9 @@ def test_run_rows_need_a_gold_answer_only_if_the_function_does(tmp_path):
 
 RESULTS = [  # a script, and what a reward function returns
     ("grpo", "40 + len(text) / 8"),  # of a reward model
-    ("grpo", "len(text) / 20"),  # of a part of the answer
     ("grpo", "len(text) % 2"),
     ("dapo", "-5 + len(text) / 2"),
     ("ppo", "len(text) / 20"),
-    ("more.reinforce", "40 + len(text) / 8"),
 ]
 
 
@@ -373,10 +329,8 @@ GROUPS = [  # rewards and verdicts of a group, whether it is kept; right and wro
 
 @pytest.mark.parametrize("rewards, verdicts, is_kept, right, wrong", GROUPS)
 def test_dapo_judges_a_group_by_its_verdicts_or_its_rewards(rewards, verdicts, is_kept, right, wrong):
-    group = [
-        Completion(None, [1], [0.0], reward=r, verdict=v)
-        for r, v in zip(rewards, verdicts, strict=True)
-    ]
+    pairs = zip(rewards, verdicts, strict=True)
+    group = [Completion(None, [1], [0.0], reward=r, verdict=v) for r, v in pairs]
     kept, counts = dapo.mixed_groups(group, 2)
     assert kept == (group if is_kept else [])
     assert counts["rollout/groups_generated"] == 1 and counts["rollout/groups_kept"] == is_kept
@@ -390,24 +344,18 @@ RIGHT = (1, "correct", False)
 MUTE = (0, "no_answer", False)
 SEVEN = (7, None, False)
 SEVEN_CUT = (7, None, True)
+WERE_CUT = "of the answers were cut off at --max_new_tokens"
+NO_ANSWER = "no answer was found: the verifier looks for ####, \\boxed{}, <answer> or Answer:"
 SIGNALS = [  # (reward, verdict, cut off) of each completion, the size of a group, what the line says
     ([CUT] * 4, 2, "all completions were cut off at --max_new_tokens"),
-    (
-        [MUTE, CUT] * 2,
-        2,
-        "no answer was found: the verifier looks for ####, \\boxed{}, <answer> or Answer:",
-    ),
+    ([MUTE, CUT] * 2, 2, NO_ANSWER),
     ([WRONG] * 4, 2, "the rewards of each group are all equal"),
     ([WRONG] * 4, 1, "all rewards are equal"),
     ([RIGHT, RIGHT, WRONG, WRONG], 2, "the rewards of each group are all equal"),
     ([RIGHT, RIGHT, WRONG, WRONG], 1, ""),
     ([RIGHT, WRONG, WRONG, WRONG], 2, ""),
     ([SEVEN, SEVEN, SEVEN_CUT, SEVEN_CUT], 1, "all rewards are equal"),
-    (
-        [SEVEN, SEVEN_CUT, SEVEN_CUT, SEVEN_CUT],
-        1,
-        "all rewards are equal, and 75% of the answers were cut off at --max_new_tokens",
-    ),
+    ([SEVEN, SEVEN_CUT, SEVEN_CUT, SEVEN_CUT], 1, f"all rewards are equal, and 75% {WERE_CUT}"),
 ]
 
 

@@ -4,13 +4,12 @@ import dataclasses
 import math
 
 import pytest
-from conftest import MORE, SCRIPTS, checkpoint_of, completes, metrics, read_lines, refused, resume, run
+from conftest import MORE, SCRIPTS, checkpoint_of, completes, metrics, read_lines, resume, run
 from conftest import script_args
 
 import dapo
 import grpo
-from common import Completion
-from plumbing.metrics import pass_at_k, rollout_summary
+from plumbing.metrics import pass_at_k
 
 
 def keys(prefix, names):
@@ -46,14 +45,11 @@ EXTRA_KEYS = {
 
 
 def test_no_iterations_only_evaluate(tmp_path, monkeypatch):
-    """A second evaluation needs a different folder. Training may follow, if the run is resumed."""
+    """Training may follow, if the run is resumed."""
     printed = completes("grpo", "--iterations", 0, "--run_dir", tmp_path)
     assert "before" in printed and "after" not in printed and metrics(tmp_path) == []
     (evaluation,) = read_lines(tmp_path / "evaluations.jsonl")
     assert evaluation["iteration"] == 0 and {"greedy", "sampled"} < set(evaluation)
-    for flags in (("--iterations", 0), ("--num_held_out", 9)):
-        expected = f"--run_dir {tmp_path} already has evaluations.jsonl: a new run needs"
-        refused("grpo", *flags, "--run_dir", tmp_path, expected=expected)
     with monkeypatch.context() as patch:
         patch.setattr(grpo, "evaluate", lambda *_, **__: pytest.fail("evaluated again"))
         printed = completes("grpo", *resume(tmp_path, "--iterations", 0))
@@ -111,36 +107,6 @@ def test_dapo_ends_where_no_group_is_mixed(tmp_path, reward_file):
     evaluations = read_lines(tmp_path / "evaluations.jsonl")
     assert [line["iteration"] for line in evaluations if "sampled" in line] == [0, 1]
     assert checkpoint_of(tmp_path).name == "checkpoint-000001"
-
-
-def test_the_size_of_a_micro_batch_changes_no_mean_over_tokens(tmp_path):
-    """From one completion to a whole step in a micro-batch."""
-    names = keys("losses/", "policy_loss entropy approx_kl kl_ref")
-    found = []
-    for size in (1, 100, 1000):
-        flags = ("--micro_batch_tokens", size, "--router_aux_coef", 0, "--max_new_tokens", 32)
-        completes("grpo", *flags, "--update_epochs", 2, "--lr", 1e-3, "--run_dir", tmp_path / str(size))
-        (line,) = metrics(tmp_path / str(size))
-        found.append({name: line[name] for name in names})
-    assert found[0] == pytest.approx(found[2], rel=1e-2)
-    assert found[1] == pytest.approx(found[2], rel=1e-2)
-
-
-def test_the_summary_of_a_rollout():
-    completions = [
-        Completion(None, [5] * 6, [], text="#### 3", reward=0.2, verdict="wrong"),
-        Completion(None, [5] * 10, [], text="2+1 #### 3", reward=40.0, verdict="correct"),
-        Completion(None, [5] * 3, [], text="2+1", truncated=True, reward=0.0, verdict="truncated"),
-        Completion(None, [5] * 2, [], text="no", reward=-0.2, verdict="no_answer"),
-    ]
-    names = ("accuracy", "truncated_frac", "no_answer_frac", "direct_frac")
-    expected = {"response_len_mean": 21 / 4, "reward_mean": 10.0} | dict.fromkeys(names, 1 / 4)
-    assert rollout_summary(completions) == expected
-    assert rollout_summary(completions, 4) == expected | {"pass@1": 1 / 4, "pass@2": 1 / 2, "pass@4": 1}
-    completions[0] = completions[0]._replace(verdict=None)
-    for name in ("accuracy", "no_answer_frac", "direct_frac"):
-        del expected[name]
-    assert rollout_summary(completions, 4) == expected
 
 
 def test_pass_at_k():
