@@ -16,7 +16,7 @@ from test_architectures import new_model
 from transformers import ByT5Tokenizer
 
 import plumbing.data
-from common import UserError, load_grader, load_problems, verify
+from common import UserError, load_grader, load_problems
 from plumbing.data import ProblemStream, read_rows, usable_rows
 
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}{{ end }}<assistant>"
@@ -184,16 +184,13 @@ def test_run_the_command_for_gsm8k(like_gsm8k, tmp_path):
     output = completes("grpo", *words[2:], *SMALL, "--run_dir", tmp_path / "run")
     assert "problems: 6 to train on, 6 held out\n" in output
     instruction = words[words.index("--instruction") + 1]
-    solutions = {
-        f"<user>{p['question']}\n{instruction}<assistant>": p["answer"] for p in word_problems(20)
-    }
+    known = set()
+    for problem in word_problems(20):
+        prompt = f"<user>{problem['question']}\n{instruction}<assistant>"
+        known.add((prompt, problem["answer"].rpartition("#### ")[2]))
     samples = read_lines(tmp_path / "run" / "samples.jsonl")
-    assert len({sample["prompt"] for sample in samples}) == 4
-    for sample in samples:
-        solution = solutions[sample["prompt"]]
-        assert solution.endswith(f"#### {sample['answer']}")
-        assert verify(solution, sample["answer"]) == (1.0, "correct")
-        assert verify(f"{solution} dollars", sample["answer"]) == (0.0, "wrong")
+    shown = {(sample["prompt"], sample["answer"]) for sample in samples}
+    assert len(shown) == 4 and shown < known
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.xlsx", "a.txt", "a"])

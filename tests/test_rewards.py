@@ -1,9 +1,7 @@
 """The functions of --reward: how they are found and called, and what they may return."""
 
-import functools
 import json
 import sys
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -126,14 +124,6 @@ def test_lists_arrays_and_iterators_are_results_for_all(value, tmp_path):
     assert [c.reward for c in graded(path)] == [3.0] * 5
 
 
-def test_a_function_gets_the_prompt_as_the_model_reads_it(tmp_path):
-    """Its template may have begun the answer with <think>. A column of that name comes first."""
-    source = "def f(text, rendered_prompt, prompts): return len(rendered_prompt) - len(prompts)"
-    path = write(tmp_path, source)
-    assert [c.reward for c in graded(path, prompt="1+1")] == [1.0] * 5
-    assert graded(path, prompt="1+1", rendered_prompt="1+1=2")[0].reward == 2
-
-
 POOL = """
 import multiprocessing, os, signal
 
@@ -186,14 +176,6 @@ def test_run_with_a_function_made_in_python(tmp_path):
         grpo.main(small_args(grpo, folder, reward=lambda text: 0, **more))
     grpo.main(small_args(grpo, folder, reward=given, **more))
     assert len(metrics(folder)) == 2
-
-
-CALLABLES = [lambda text: 7, functools.partial(lambda score, text: score, 7), Mock(return_value=7)]
-
-
-@pytest.mark.parametrize("function", CALLABLES, ids=lambda function: type(function).__name__)
-def test_what_can_be_called_is_a_reward_function(function):
-    assert [c.reward for c in load(function)(completions())] == [7.0] * 5
 
 
 def test_a_file_is_run_once_for_each_run(tmp_path):
