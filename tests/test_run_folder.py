@@ -52,28 +52,24 @@ def folder(run_of_one_iteration, tmp_path):
 
 
 def test_a_damaged_checkpoint_is_refused(folder):
-    """The folder stays as it was, settings.json included."""
+    """With code in its state, which loading would import; or without a weight, for which transformers
+    would use random numbers."""
     checkpoint = checkpoint_of(folder)
-
-    def refuses():
-        before = content(folder)
-        flags = ("--iterations", 2, "--save_every", 3)
-        refused("grpo", *resume(folder, *flags), expected=f"--resume: {checkpoint} cannot be read")
-        assert content(folder) == before
-
+    refusal = {"expected": f"--resume: {checkpoint} cannot be read"}
     state = torch.load(checkpoint / STATE)
-    torch.save(state | {"code": os.getpid}, checkpoint / STATE)  # which loading would import
-    refuses()
+    torch.save(state | {"code": os.getpid}, checkpoint / STATE)
+    refused("grpo", *resume(folder, "--iterations", 2), **refusal)
     torch.save(state, checkpoint / STATE)
     weights = load_file(checkpoint / WEIGHTS)
-    del weights["model.layers.0.self_attn.q_proj.weight"]  # transformers would use random numbers
+    del weights["model.layers.0.self_attn.q_proj.weight"]
     save_file(weights, checkpoint / WEIGHTS, metadata={"format": "pt"})
-    refuses()
+    refused("grpo", *resume(folder, "--iterations", 2), **refusal)
 
 
 DAMAGE = {
     "missing": lambda path, content: None,
     "empty": lambda path, content: path.write_bytes(b""),
+    "changed": lambda path, content: path.write_bytes(b"\0" + content[1:]),
     "cut": lambda path, content: path.write_bytes(content[: len(content) // 2]),
     "a folder": lambda path, content: path.mkdir(),
     "a link to nothing": lambda path, content: path.symlink_to("nowhere"),
@@ -126,24 +122,11 @@ def test_run_with_other_settings(text, expected, folder):
     assert content(folder) == before
 
 
-LOST = [  # what becomes of a log's bytes
-    lambda old: old[:-1],
-    lambda old: bytes(len(old)),
-    lambda old: old.replace(b"{", b"\0", 1),
-    lambda old: old[1:] + b"\n" + old,
-]
-
-
 @pytest.mark.parametrize("name", LOGS)
-def test_run_whose_log_has_changed(name, folder):
-    """It is refused if lines that the checkpoint counts on are lost; what comes after them is cut."""
+def test_run_whose_log_is_longer_than_the_checkpoint_knows(name, folder):
+    """What comes after the lines that it knows is cut. That these must be whole: the test above."""
     path = folder / name
     old = path.read_bytes()
-    for changed in LOST:
-        path.write_bytes(changed(old))
-        before = content(folder)
-        refused("grpo", *resume(folder, "--iterations", 2), expected=f"--resume: {path} is damaged")
-        assert content(folder) == before
     path.write_bytes(old + b'{"iteration": 2, "cut')
     completes("grpo", *resume(folder, "--iterations", 2))
     assert path.read_bytes().startswith(old) and b"cut" not in path.read_bytes()
