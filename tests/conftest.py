@@ -98,13 +98,6 @@ SMALL = """--prompts_per_iteration 4 --group_size 4 --max_new_tokens 8 --num_min
 --iterations 1""".split()
 
 
-def small_args(module, folder, **changes):
-    """The Args of a script for the same job, called from Python."""
-    numbers = {name[2:]: int(value) for name, value in zip(SMALL[::2], SMALL[1::2], strict=True)}
-    numbers |= {"dataset": SUMS, "num_held_out": 8, "run_dir": folder}
-    return module.Args(**numbers | changes)
-
-
 OWN_LR = ("--lr", "1e-6")  # with --model; without it there is a warning, a second line
 
 
@@ -156,6 +149,11 @@ SUMS = write_lines(  # read faster than the default dataset
     Path(FOLDER.name) / "sums.jsonl",
     [{"question": q, "answer": a} for q, a in common.addition_problems(300)],
 )
+
+
+# The same job for a script that is called from Python
+SMALL_ARGS = {name[2:]: int(value) for name, value in zip(SMALL[::2], SMALL[1::2], strict=True)}
+SMALL_ARGS |= {"dataset": SUMS, "num_held_out": 8}
 
 
 def checkpoint_of(folder):

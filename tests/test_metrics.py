@@ -21,21 +21,30 @@ class Micro(SimpleNamespace):
         return len(self.mask_BT)
 
 
+def two_layers(experts):
+    """Of two experts per token, which choose alike: e and e + 4, and then the next ones, of eight."""
+    first_BT = torch.tensor(experts)
+    first_BTK = torch.stack([first_BT, first_BT + 4], -1)
+    return torch.stack([first_BTK, first_BTK + 1], 2) % 8
+
+
 def micro_batch(mask, logratios, entropies, experts, old_experts, aux_loss):
-    """(a micro-batch, the outputs of its forward) of one layer, with one expert per token. Padding has
-    numbers that must not count."""
+    """(a micro-batch, the outputs of its forward). Padding has numbers that must not count. Only the
+    first expert of a token in the first layer may change."""
     mask_BT = torch.tensor(mask).bool()
     zeros_BT = torch.zeros(mask_BT.shape)
+    old_experts_BTLK = two_layers(experts)
+    old_experts_BTLK[:, :, 0, 0] = torch.tensor(old_experts)
     micro = Micro(
         mask_BT=mask_BT,
         old_logprobs_BT=zeros_BT,
         sampler_logprobs_BT=zeros_BT - 0.1,
-        old_experts_BTLK=torch.tensor(old_experts)[:, :, None, None],
+        old_experts_BTLK=old_experts_BTLK,
     )
     outputs = SimpleNamespace(
         logprobs_BT=torch.tensor(logratios),
         entropy_BT=torch.tensor(entropies),
-        routers=SimpleNamespace(experts_BTLK=torch.tensor(experts)[:, :, None, None]),
+        routers=SimpleNamespace(experts_BTLK=two_layers(experts)),
         aux_loss=torch.tensor(aux_loss),
     )
     return micro, outputs
@@ -51,7 +60,7 @@ FIRST = micro_batch(
     2.0,
 )
 SECOND = micro_batch([[1, 1]], [[0.0, 0.3]], [[0.5, 0.5]], [[1, 1]], [[2, 2]], 3.0)
-THIRD = micro_batch([[1, 0]], [[-1.5, 9.0]], [[7.0, 9.0]], [[2, 7]], [[2, 6]], 4.0)
+THIRD = micro_batch([[1, 0]], [[-1.5, 9.0]], [[7.0, 9.0]], [[2, 2]], [[2, 6]], 4.0)
 # A group with a right answer, and one without: 3 + 1 + 2 + 1 tokens
 COMPLETIONS = [
     Completion(None, [5] * 3, [], text="1+1=2 #### 2", reward=1.0, verdict="correct"),
@@ -68,8 +77,8 @@ BY_HAND = {
     # means, weighted by 4, 2 and 1 tokens
     "losses/clipfrac_low": (0.5 * 4 + 0.0 * 2 + 1.0 * 1) / 7,
     "losses/entropy": (10 + 1 + 7) / 7,
-    "moe/load_max": (3 / 4 * 4 + 1 * 2 + 1 * 1) / 7,
-    "moe/expert_flip_frac": (1 / 4 * 4 + 1 * 2 + 0 * 1) / 7,
+    "moe/load_max": (3 / 8 * 4 + 1 / 2 * 2 + 1 / 2 * 1) / 7,  # of both experts of a token
+    "moe/expert_flip_frac": (1 / 4 * 4 + 1 * 2 + 0 * 1) / 7 / 2,  # in one of two layers
     # the largest
     "losses/ratio_max": 3.0,
     "losses/sequence_ratio_max": math.exp(0.2),

@@ -1,6 +1,6 @@
 """When the sampler is not the trainer: routing replay, and statistics of it and of the weights that
-correct for the difference. The weights: test_conformance.py and test_main.py; what the sampler
-records, and replay in other architectures: test_architectures.py."""
+correct for the difference. Those of routers: test_metrics.py. The weights: test_conformance.py and
+test_main.py; what the sampler records, and replay in other architectures: test_architectures.py."""
 
 import math
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ import common
 import rspo
 from common import old_policy, reference_logprobs, sample, token_logprobs
 from plumbing.model import checkpoint_layers
-from plumbing.metrics import add, correction_stats, router_stats, summarize
+from plumbing.metrics import add, correction_stats, summarize
 from plumbing.routing import Routing
 
 
@@ -155,22 +155,6 @@ def test_run_r3_replays_the_samplers_experts_before_the_update_and_in_it(tmp_pat
 
 
 # ------------------------------------------------------------------------------------- statistics
-
-
-def test_statistics_of_routers(tiny_policy, batch):
-    """Flips and load over response tokens only, against counting."""
-    with torch.no_grad():
-        outputs = token_logprobs(tiny_policy, batch, 1.0)
-    old = batch.old_experts_BTLK = outputs.routers.experts_BTLK.clone()
-    old[0, 0, 1, 0] = -1  # a change in one of two layers of one of 18 tokens
-    old[~batch.mask_BT] = -1  # padding must not count
-    stats = router_stats(outputs, batch, num_experts=8)
-    assert stats["moe/expert_flip_frac"].item() == pytest.approx(1 / 2 / 18, rel=1e-5)
-    shares = []
-    for layer in range(2):
-        chosen = outputs.routers.experts_BTLK[:, :, layer][batch.mask_BT].flatten().tolist()
-        shares += [chosen.count(expert) / len(chosen) for expert in range(8)]
-    assert stats["moe/load_max"].item() == pytest.approx(max(shares))
 
 
 def test_fraction_of_experts_that_the_sampler_did_not_share(tiny_policy, batch):

@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 import torch
-from conftest import ROOT, SMALL, SUMS
+from conftest import ROOT, SMALL_ARGS
 
 import grpo
 import report
@@ -57,10 +57,8 @@ def test_the_call_from_python_runs(monkeypatch, tmp_path):
     """As it is copied, but with a small job."""
     text = (ROOT / "plumbing" / "README.md").read_text()
     (snippet,) = re.findall(r"^  ```python\n(.*?)^  ```", text, re.DOTALL | re.MULTILINE)
-    small = {name[2:]: int(value) for name, value in zip(SMALL[::2], SMALL[1::2], strict=True)}
-    make = functools.partial(grpo.Args, **small, dataset=SUMS, num_held_out=8)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(grpo, "Args", make)
+    monkeypatch.setattr(grpo, "Args", functools.partial(grpo.Args, **SMALL_ARGS))
     exec(textwrap.dedent(snippet), {"__name__": "__main__"})
     settings = json.loads((tmp_path / "runs" / "x" / "settings.json").read_text())
     assert settings["reward"] == "__main__:f"

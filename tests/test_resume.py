@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SUMS, checkpoint_of, flags_it_has, metrics, path_of, read_lines, resume, run
-from conftest import small_args, started
+from conftest import SMALL_ARGS, SUMS, checkpoint_of, flags_it_has, metrics, path_of, read_lines
+from conftest import resume, run, started
 from safetensors.torch import load_file
 
 import grpo
@@ -144,14 +144,14 @@ def test_a_break_loses_nothing(save_every, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "leaves", script)
     spec.loader.exec_module(script)
 
-    flags = {"iterations": 4, "eval_every": 2, "save_every": save_every}
+    flags = SMALL_ARGS | {"iterations": 4, "eval_every": 2, "save_every": save_every}
     script.LEFT = 2
-    script.main(small_args(script, tmp_path, **flags))
+    script.main(script.Args(**flags, run_dir=tmp_path))
     assert iterations(tmp_path) == [1, 2]
     assert {"losses/policy_loss", "eval/response_len_mean"} < metrics(tmp_path)[1].keys()
     assert checkpoint_of(tmp_path).name == "checkpoint-000002"
     script.LEFT = None
-    script.main(small_args(script, tmp_path, **flags, resume=True))
+    script.main(script.Args(**flags, run_dir=tmp_path, resume=True))
     assert iterations(tmp_path) == [1, 2, 3, 4]
 
 

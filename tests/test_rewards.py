@@ -5,8 +5,8 @@ import sys
 
 import pytest
 import torch
-from conftest import FILE_NUMBERS, SMALL, SUMS, completes, metrics, read_lines, refused, resume
-from conftest import script_args, small_args, started, write_lines
+from conftest import FILE_NUMBERS, SMALL, SMALL_ARGS, SUMS, completes, metrics, read_lines, refused
+from conftest import resume, script_args, started, write_lines
 
 import dapo
 import grpo
@@ -165,16 +165,17 @@ def given(text):
 def test_run_with_a_function_made_in_python(tmp_path):
     """settings.json has its name. A resume needs the function again, and no other one will do."""
     folder = tmp_path / "run"
-    grpo.main(small_args(grpo, folder, reward=given))
+    flags = SMALL_ARGS | {"run_dir": folder}
+    grpo.main(grpo.Args(**flags, reward=given))
     (line,) = metrics(folder)
     assert line["rollout/reward_mean"] == line["rollout/response_len_mean"]  # a token is a character
     settings = json.loads((folder / "settings.json").read_text())
     assert settings["reward"] == "test_rewards:given"
-    more = {"resume": True, "iterations": 2}
+    flags |= {"resume": True, "iterations": 2}
     refused("grpo", *resume(folder, "--iterations", 2), expected="made in Python, pass it again")
     with pytest.raises(UserError, match="has reward test_rewards:given, not"):
-        grpo.main(small_args(grpo, folder, reward=lambda text: 0, **more))
-    grpo.main(small_args(grpo, folder, reward=given, **more))
+        grpo.main(grpo.Args(**flags, reward=lambda text: 0))
+    grpo.main(grpo.Args(**flags, reward=given))
     assert len(metrics(folder)) == 2
 
 

@@ -13,8 +13,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import SUMS, checkpoint_of, completes, metrics, read_lines, refused, resume
-from conftest import run, small_args, write_lines
+from conftest import SMALL_ARGS, SUMS, checkpoint_of, completes, metrics, read_lines, refused, resume
+from conftest import run, write_lines
 from filelock import FileLock
 from safetensors.torch import load_file, save_file
 from test_resume import interfere
@@ -270,5 +270,5 @@ def test_a_script_runs_in_a_thread(tmp_path, monkeypatch):
     reward.write_text("import os\ndef f(text):\n    os.chdir('/')\n    return 0\n")
     monkeypatch.chdir(tmp_path)
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(grpo.main, small_args(grpo, "", reward=f"{reward}:f")).result()
+        pool.submit(grpo.main, grpo.Args(**SMALL_ARGS, reward=f"{reward}:f")).result()
     assert len(metrics(tmp_path / "runs" / "grpo-seed1")) == 1
