@@ -50,7 +50,7 @@ class Decoder:
         return self.policy.model.device.type != "cuda" or self.num_tokens % 16 == 0
 
     def prefill(self, prompts, group_size):
-        """Logits (N, V) for `group_size` rows per prompt. Each prompt goes through the model once, and
+        """Logits (B, V) for `group_size` rows per prompt. Each prompt goes through the model once, and
         its part of the KV cache is then copied to its rows."""
         device = self.policy.model.device
         self.prompts = prompts
