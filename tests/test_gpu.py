@@ -32,7 +32,7 @@ def test_run_learns_and_resumes_on_a_gpu(name, dtype, tmp_path):
     lines = metrics(tmp_path)
     assert [line["iteration"] for line in lines] == [*range(1, more + 1)]
     assert lines[-1]["eval/accuracy"] >= 0.7  # 0.43 before training
-    assert max(line["losses/first_step_ratio_error_max"] for line in lines) < 1e-3
+    assert max(line.get("losses/first_step_ratio_error_max", 0) for line in lines) < 1e-3
     assert lines[-1]["charts/peak_memory_gib"] > 0
 
 
