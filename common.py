@@ -110,11 +110,12 @@ def sample_batch(policy, problems, noise_BT, *, temperature, greedy, record_expe
             kept = (~has_ended_R).nonzero()[:, 0]
             if len(kept) == 0:
                 break
-            if decoder.can_drop and len(kept) < len(rows_R):
-                decoder.keep(kept)
-                rows_R = rows_R[kept]
-                token_R1 = token_R1[kept]
+            if decoder.can_drop:
                 start = t + 1
+                if len(kept) < len(rows_R):
+                    decoder.keep(kept)
+                    rows_R = rows_R[kept]
+                    token_R1 = token_R1[kept]
         logits_RV = decoder(token_R1)
 
     # Cut each row at its first EOS. It may have run on until it was dropped from the batch.
