@@ -49,24 +49,22 @@ def sample(policy, problems, group_size, args, generator=None, greedy=False, exp
     does not depend on the rest of its batch. With `--routing_replay r3` the routers' choices are
     recorded, unless `experts` is False. Scripts pass `policy.sampler(iteration)`: the policy itself,
     unless `--rollout_dtype` or `--rollout_refresh_every` asks for a copy."""
-    noise_PGT = torch.rand(len(problems), group_size, args.max_new_tokens, generator=generator)
+    problems = [problem for problem in problems for _ in range(group_size)]  # one for each completion
+    noise_BT = torch.rand(len(problems), args.max_new_tokens, generator=generator)
     longest = max(len(problem.prompt_ids) for problem in problems) + args.max_new_tokens
     rows_at_a_time = args.rollout_batch_size or max(1, ROLLOUT_TOKENS // longest)
-    problems_at_a_time = max(1, rows_at_a_time // group_size)
     completions = []
     with clock("rollout"):
-        for start in range(0, len(problems), problems_at_a_time):
-            some = slice(start, start + problems_at_a_time)
-            # Several parts only if a single group has too many rows
-            for part_PGT in noise_PGT[some].split(rows_at_a_time, dim=1):
-                completions += sample_batch(
-                    policy,
-                    problems[some],
-                    part_PGT.flatten(0, 1),
-                    temperature=args.temperature,
-                    greedy=greedy,
-                    record_experts=experts and args.routing_replay == "r3",
-                )
+        for start in range(0, len(problems), rows_at_a_time):
+            rows = slice(start, start + rows_at_a_time)
+            completions += sample_batch(
+                policy,
+                problems[rows],
+                noise_BT[rows],
+                temperature=args.temperature,
+                greedy=greedy,
+                record_experts=experts and args.routing_replay == "r3",
+            )
     return completions
 
 
@@ -83,18 +81,18 @@ def next_token(logprobs_RV, noise_R1, greedy):
 
 @torch.inference_mode()
 def sample_batch(policy, problems, noise_BT, *, temperature, greedy, record_experts=False):
-    """`sample`, with the noise given. Rows that have ended are dropped from time to time."""
+    """`sample` with a problem and noise for each completion. Rows that have ended are dropped from time
+    to time."""
     device = policy.model.device
     B, max_new_tokens = noise_BT.shape
-    group_size = B // len(problems)
-    prompts = [problem.prompt_ids for problem in problems]
-    ends = torch.tensor(policy.end_ids, device=device)
+    end_ids = policy.end_ids
+    ends = torch.tensor(end_ids, device=device)
     noise_BT = noise_BT.to(device)
     ids_BT = torch.zeros_like(noise_BT, dtype=torch.long)
     logprobs_BT = torch.zeros_like(noise_BT)
 
     decoder = new_decoder(policy, max_new_tokens, record_experts)  # the model, with its KV cache
-    logits_RV = decoder.prefill(prompts, group_size)
+    logits_RV = decoder.prefill([problem.prompt_ids for problem in problems])
     rows_R = torch.arange(B, device=device)  # the index of each row's completion
     start = 0  # the first token that may have ended one of these rows
     for t in range(max_new_tokens):
@@ -118,30 +116,19 @@ def sample_batch(policy, problems, noise_BT, *, temperature, greedy, record_expe
                     token_R1 = token_R1[kept]
         logits_RV = decoder(token_R1)
 
-    # Cut each row at its first EOS. It may have run on until it was dropped from the batch.
-    is_end_BT = torch.isin(ids_BT, ends)
-    has_end_B = is_end_BT.any(1)
-    length_B = torch.where(has_end_B, is_end_BT.int().argmax(1) + 1, max_new_tokens)
-    truncated = (~has_end_B).tolist()
-    lengths = length_B.tolist()
-    experts = decoder.experts_by_completion(lengths)
-    all_ids = ids_BT.tolist()
-    all_logprobs = logprobs_BT.tolist()
     completions = []
-    for i, length in enumerate(lengths):
-        ids = all_ids[i][:length]
-        # Drop the end token, but keep other special tokens: <answer> may be one.
-        shown = ids if truncated[i] else ids[:-1]
-        completion = Completion(
-            problem=problems[i // group_size],
-            ids=ids,
-            logprobs=all_logprobs[i][:length],
-            truncated=truncated[i],
-            text=policy.tokenizer.decode(shown, skip_special_tokens=False),
-            experts=experts[i],
-        )
+    rows = zip(problems, ids_BT.tolist(), logprobs_BT.tolist(), strict=True)
+    for problem, ids, logprobs in rows:
+        # Cut at the first EOS. The row may have run on until it was dropped.
+        is_end = [token in end_ids for token in ids]
+        truncated = True not in is_end
+        length = max_new_tokens if truncated else is_end.index(True) + 1
+        # Without the end token, but with other special tokens: <answer> may be one.
+        shown = ids if truncated else ids[: length - 1]
+        text = policy.tokenizer.decode(shown, skip_special_tokens=False)
+        completion = Completion(problem, ids[:length], logprobs[:length], truncated, text)
         completions.append(completion)
-    return completions
+    return decoder.with_experts(completions)
 
 
 # ------------------------------------------------------------------------------------------- batch
@@ -468,10 +455,10 @@ def check_sampler(policy, args):
     whether sampling can use CUDA graphs."""
     special = policy.tokenizer.all_special_ids
     ids = [token for token in range(len(policy.tokenizer)) if token not in special][:6]
-    prompts = [ids, ids[: len(ids) // 2 + 1], ids[:1]]
+    half = ids[: len(ids) // 2 + 1]
+    prompts = [ids, ids, half, half, ids[:1], ids[:1]]
     problems = [Problem("", "", prompt) for prompt in prompts]
     num_tokens = min(4, args.max_new_tokens)  # the model may have no positions for more
-    half = (num_tokens + 1) // 2
     noise_BT = torch.zeros(6, num_tokens)
     sampler = policy.sampler(1)
     models = [policy.master, policy.model, sampler.model]
@@ -481,7 +468,8 @@ def check_sampler(policy, args):
         completions = sample_batch(tried, problems, noise_BT, temperature=1.0, greedy=True)
         for i in (0, 2, 4):
             short = completions[i]
-            completions[i] = short._replace(ids=short.ids[:half], logprobs=short.logprobs[:half])
+            length = (num_tokens + 1) // 2
+            completions[i] = short._replace(ids=short.ids[:length], logprobs=short.logprobs[:length])
         batch = collate(completions, ids[0], args)
         with torch.no_grad():
             logprobs_BT = token_logprobs(tried, batch, temperature=1.0, only_logprobs=True).logprobs_BT

@@ -40,7 +40,7 @@ class Decoder:
         self.record_experts = record_experts
         self.cache = None
         self.experts = None  # that the last forward used, (tokens, L, K)
-        self.noted = []  # for experts_by_completion
+        self.noted = []  # for with_experts
         self.num_tokens = 0  # that each row was given logits for
 
     @property
@@ -49,20 +49,22 @@ class Decoder:
         to wait there for the answer."""
         return self.policy.model.device.type != "cuda" or self.num_tokens % 16 == 0
 
-    def prefill(self, prompts, group_size):
-        """Logits (B, V) for `group_size` rows per prompt. Each prompt goes through the model once, and
-        its part of the KV cache is then copied to its rows."""
+    def prefill(self, prompts):
+        """Logits (B, V), for a prompt per row. Prompts that are equal go through the model once, and
+        their part of the KV cache is then copied to their rows."""
         device = self.policy.model.device
-        self.prompts = prompts
-        self.rows = torch.arange(len(prompts), device=device)
-        tokens_PS = pad(prompts, device, "left")
-        self.attention = pad([[1] * len(ids) for ids in prompts], device, "left")
+        numbers = {}  # {prompt: its number among those that differ}
+        for ids in prompts:
+            numbers.setdefault(tuple(ids), len(numbers))
+        copies = torch.tensor([numbers[tuple(ids)] for ids in prompts], device=device)
+        tokens_PS = pad(numbers, device, "left")
+        self.attention = pad([[1] * len(ids) for ids in numbers], device, "left")
         positions_PS = (self.attention.cumsum(1) - 1).clamp(min=0)
         logits_PV = self.forward(tokens_PS, self.attention, positions_PS)
-        self.note_experts()
         self.positions = positions_PS[:, -1:] + 1  # of each row's next token
+        self.rows = copies  # whose experts these are
+        self.note_experts()
         self.num_tokens = 1
-        copies = self.rows.repeat_interleave(group_size)
         self.keep(copies)
         self.rows = torch.arange(len(copies), device=device)  # the index of each row's completion
         return logits_PV[copies]
@@ -104,11 +106,12 @@ class Decoder:
         if self.record_experts:
             self.noted.append((self.rows, self.experts.clone()))
 
-    def experts_by_completion(self, lengths):
-        """The experts that each completion used, (prompt and response, L, K); None if not recorded."""
+    def with_experts(self, completions):
+        """The completions, one per row, each with the experts that it used, if they were recorded."""
         if not self.record_experts:
-            return [None] * len(lengths)
-        return experts_by_completion(self.noted, self.prompts, lengths)
+            return completions
+        experts = experts_by_completion(self.noted, completions)
+        return [c._replace(experts=used) for c, used in zip(completions, experts, strict=True)]
 
 
 # --------------------------------------------------------------------------------------- CUDA graphs
@@ -278,8 +281,8 @@ def check_stretches(policy, prompts, graphs):
     record_experts = policy.routers.num_experts > 0
     growing = Decoder(policy, record_experts)
     fixed = StretchDecoder(policy, record_experts, graphs, 1 + NUM_CHECKED, stretch=(3, 3))
-    logits_RV = growing.prefill(prompts, 2)
-    fixed.prefill(prompts, 2)
+    logits_RV = growing.prefill(prompts)
+    fixed.prefill(prompts)
     if policy.model.config._attn_implementation != "sdpa":
         raise ValueError("its attention is not sdpa")
     if not all(type(layer) is DynamicLayer for layer in growing.cache.layers):

@@ -162,10 +162,10 @@ def check_sampler_and_training_forward(policy, args):
 def check_fixed_cache(policy, can_be_fixed):
     """On a GPU, the sampler's steps would be CUDA graphs."""
     if can_be_fixed:
-        check_stretches(policy, PROMPTS, Eager())
+        check_stretches(policy, PROMPTS * 2, Eager())
     else:
         with pytest.raises(ValueError, match="its (attention is not sdpa|cache does not keep all)"):
-            check_stretches(policy, PROMPTS, Eager())
+            check_stretches(policy, PROMPTS * 2, Eager())
 
 
 def given_to_experts(policy, batch):

@@ -96,7 +96,7 @@ def test_a_stretch_ends_when_all_rows_have_ended(own_policy):
 def test_the_stretches_of_a_long_answer(tiny_policy):
     """As many tokens as there are, from 64 to 256, up to the cap, with columns in multiples of 16."""
     decoder = StretchDecoder(tiny_policy, False, Eager(), 700, decoding.STRETCH)
-    token_R1 = decoder.prefill([[3] * 10], 2).argmax(1, keepdim=True)
+    token_R1 = decoder.prefill([[3] * 10] * 2).argmax(1, keepdim=True)
     widths = []
     for _ in range(699):
         token_R1 = decoder(token_R1).argmax(1, keepdim=True)
@@ -153,7 +153,7 @@ def test_the_check_sees_a_fixed_cache_that_is_wrong(
 ):
     monkeypatch.setattr(owner, name, function)
     with pytest.raises(ValueError, match=expected):
-        check_stretches(tiny_policy, PROMPTS, Eager())
+        check_stretches(tiny_policy, PROMPTS * 2, Eager())
 
 
 def test_the_check_decodes_two_stretches_and_drops_a_row(tiny_policy, monkeypatch):
@@ -167,7 +167,7 @@ def test_the_check_decodes_two_stretches_and_drops_a_row(tiny_policy, monkeypatc
 
     monkeypatch.setattr(StretchDecoder, "keep", keep)
     graphs = Eager()
-    check_stretches(tiny_policy, PROMPTS, graphs)
+    check_stretches(tiny_policy, PROMPTS * 2, graphs)
     assert graphs.calls == ["refuse", "run", "refuse", "capture", "refuse"] * 2
     assert kept == [6, 5]  # from prompts to rows, and then without the first one
 
@@ -177,7 +177,7 @@ def test_the_check_decodes_two_stretches_and_drops_a_row(tiny_policy, monkeypatc
     graphs = Eager()
     graphs.run = wait
     with pytest.raises(RuntimeError, match="synchronizing"):
-        check_stretches(tiny_policy, PROMPTS, graphs)
+        check_stretches(tiny_policy, PROMPTS * 2, graphs)
     assert graphs.calls == ["refuse"]
 
 

@@ -128,11 +128,11 @@ def grade(completions):
     return [c._replace(reward=x, verdict=verdicts[x]) for c, x in zip(completions, marks, strict=True)]
 
 
-SIZES = [  # --rollout_batch_size; rows at a time, of five prompts: in groups of four, in an evaluation
+SIZES = [  # --rollout_batch_size; rows at a time, of five prompts: with four answers each, in an evaluation
     (0, [20], [5]),
-    (10, [8, 8, 4], [5]),
+    (10, [10, 10], [5]),
     (4, [4, 4, 4, 4, 4], [4, 1]),
-    (3, [3, 1, 3, 1, 3, 1, 3, 1, 3, 1], [3, 2]),  # a group has more
+    (3, [3] * 6 + [2], [3, 2]),
     (1, [1] * 20, [1] * 5),
 ]
 
@@ -168,7 +168,7 @@ def test_completions_do_not_depend_on_the_rollout_batch_size(tiny_policy, monkey
     # By default, what the cache may hold: 8 tokens of the longest prompt and 24 of an answer per row
     monkeypatch.setattr(common, "ROLLOUT_TOKENS", 9 * 32)
     sample(tiny_policy, problems, 4, settings(), noise_of(7))
-    assert counts == [8, 8, 4]
+    assert counts == [9, 9, 2]
 
 
 @pytest.mark.parametrize("entropy_grad", [False, True])
