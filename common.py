@@ -10,7 +10,6 @@ A "step" is an optimizer step; an "iteration" is a rollout and its steps.
 """
 
 import dataclasses
-from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ from plumbing.args import RunArgs, UserError, flag, launch, one_line
 from plumbing.data import Problem, addition_problems, load_problems
 from plumbing.decoding import graphs_for, new_decoder, pad
 from plumbing.metrics import clock, critic_stats, rollout_summary
-from plumbing.model import TrainedModel, in_chunks, load_unchecked
+from plumbing.model import TrainedModel, in_chunks, load_unchecked, similar_lengths
 from plumbing.reward import load_grader
 from plumbing.routing import RouterOutputs, Routing, active_experts, balancing_loss
 from plumbing.run import Run
@@ -151,28 +150,9 @@ def optimizer_steps(completions, args):
     steps = []
     for rows in torch.arange(len(completions)).tensor_split(num_steps):
         in_step = [completions[row] for row in rows]
-        batches = similar_lengths(in_step, args)
+        batches = similar_lengths(in_step, args.max_micro_batch_tokens)
         steps.append([collate(batch, filler, args) for batch in batches])
     return steps
-
-
-def similar_lengths(completions, args):
-    """Splits the completions of an optimizer step into batches of similar length, so that little is
-    padding. A batch has at most `--micro_batch_tokens` tokens, padding included, or one completion."""
-    batches = []
-    current = []
-    for c in sorted(completions, key=total_length):
-        num_tokens = (len(current) + 1) * total_length(c)  # this is the longest one so far
-        if num_tokens > args.max_micro_batch_tokens and current:
-            batches.append(current)
-            current = []
-        current.append(c)
-    return [*batches, current]
-
-
-def total_length(c):
-    """Of prompt and response, in tokens."""
-    return len(c.problem.prompt_ids) + len(c.ids)
 
 
 @dataclasses.dataclass
@@ -186,16 +166,15 @@ class Batch:
     is_token_BS: torch.Tensor  # True on prompt and response
     predicts_BS: torch.Tensor  # True where a response token is predicted, a column before that token
     predictor_N: torch.Tensor  # the indices of these places in a flattened (B, S)
-    response_N: torch.Tensor  # the response's tokens
     mask_BT: torch.Tensor  # True on the response, including EOS
     sampler_logprobs_BT: torch.Tensor
     # (B, 1), if the completions have some; scripts may replace them with (B, T)
     advantages: torch.Tensor | None = None
-    # The experts that routers must use (--routing_replay), in top-k order; None or -1: their own choice
-    replayed_experts_BSLK: torch.Tensor | None = None
+    sampler_experts_BSLK: torch.Tensor | None = None  # with r3, in top-k order; -1 if not recorded
     # set by the scripts
     old_logprobs_BT: torch.Tensor | None = None
     old_experts_BTLK: torch.Tensor | None = None  # the routers' own choice, sorted; None if unknown
+    replay_BSLK: torch.Tensor | None = None  # experts that the update's routers must use
     ref_logprobs_BT: torch.Tensor | None = None
     correction_weights: torch.Tensor | None = None  # (B, T) or (B, 1)
 
@@ -213,15 +192,14 @@ class Batch:
 
 
 def collate(completions, filler, args):
-    """[Completion] -> `Batch` on `--device`; with r3, including the sampler's experts. Sequences are
-    padded with the filler, a token id."""
+    """[Completion] -> `Batch` on `--device`. Sequences are padded with the filler, a token id."""
     device = args.torch_device
-    prompts = [c.problem.prompt_ids for c in completions]
-    responses = [c.ids for c in completions]
-    sequences = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
+    sequences = []
     predicts = []
-    for prompt, response in zip(prompts, responses, strict=True):
-        predicts.append([False] * (len(prompt) - 1) + [True] * len(response) + [False])
+    for c in completions:
+        prompt_ids = c.problem.prompt_ids
+        sequences.append(prompt_ids + c.ids)
+        predicts.append([False] * (len(prompt_ids) - 1) + [True] * len(c.ids) + [False])
     predicts_BS = pad(predicts, "cpu")
     batch = Batch(
         completions=completions,
@@ -229,14 +207,13 @@ def collate(completions, filler, args):
         is_token_BS=pad([[True] * len(sequence) for sequence in sequences], device),
         predicts_BS=predicts_BS.to(device),
         predictor_N=predicts_BS.flatten().nonzero()[:, 0].to(device),
-        response_N=torch.tensor(list(chain(*responses)), device=device),
-        mask_BT=pad([[True] * len(response) for response in responses], device),
+        mask_BT=pad([[True] * len(c.ids) for c in completions], device),
         sampler_logprobs_BT=pad([c.logprobs for c in completions], device),
     )
     if completions[0].advantage is not None:
         batch.advantages = torch.tensor([[c.advantage] for c in completions], device=device)
     if completions[0].experts is not None:
-        batch.replayed_experts_BSLK = pad([c.experts for c in completions], device, value=-1)
+        batch.sampler_experts_BSLK = pad([c.experts for c in completions], device, value=-1)
     return batch
 
 
@@ -257,15 +234,14 @@ def token_logprobs(
     batch,
     temperature,
     *,
+    replay=None,
     only_logprobs=False,
     entropy_grad=False,
     router_logits=False,
-    replay=True,
 ):
     """The training forward: log-probs of the response tokens at the sampling temperature, in float32,
     and, unless `only_logprobs`, entropies and the aux loss. Entropies have a gradient only with
-    `entropy_grad`. The routers use the batch's `replayed_experts_BSLK`, if any, unless `replay` is
-    False.
+    `entropy_grad`. replay: experts that the routers must use, (B, S, L, K); -1 leaves them the choice.
 
     Every sequence begins in column 0, and causal attention never looks at the padding behind it, so the
     model needs no attention mask and no positions."""
@@ -282,12 +258,13 @@ def token_logprobs(
             logprobs_NV = logprobs_NV.detach()
         return logprobs_N, -(logprobs_NV.exp() * logprobs_NV).sum(-1)
 
-    replayed_BSLK = batch.replayed_experts_BSLK if replay else None
-    with Routing(policy.routers, replayed_BSLK) as routing:
+    with Routing(policy.routers, replay) as routing:
         # With a mask, the logits are (N, V): where a response token is predicted, and nowhere else.
         output = policy.model(batch.tokens_BS, logits_to_keep=batch.predicts_BS, use_cache=False)
+    logits_NV = output.logits.flatten(0, -2)
+    ids_N = batch.tokens_BS.flatten()[batch.predictor_N + 1]  # the tokens that were predicted
     # In float32, all logits at once would take too much memory.
-    results = in_chunks(logprobs_and_entropy, output.logits.flatten(0, -2), batch.response_N)
+    results = in_chunks(logprobs_and_entropy, logits_NV, ids_N)
     logprobs_BT = batch.as_rows(results[0])
     routers = routing.outputs(batch, router_logits)
     if only_logprobs:
@@ -297,35 +274,34 @@ def token_logprobs(
     return TokenOutputs(logprobs_BT, routers, entropy_BT, aux_loss)
 
 
-class OldPolicy(NamedTuple):
-    """The policy before the update, for one batch."""
+class OldOutputs(NamedTuple):
+    """The policy before the update, on one batch."""
 
     logprobs_BT: torch.Tensor
-    replayed_experts_BSLK: torch.Tensor | None  # in the update: r2 the old policy's, r3 the sampler's
-    experts_BTLK: torch.Tensor | None = None  # the routers' own, sorted; None if dense or unknown
-    router_logits: list | None = None  # if asked for: L tensors (B, T, E)
+    experts_BTLK: torch.Tensor | None  # the routers' own choice, sorted; None if dense or unknown
+    replay_BSLK: torch.Tensor | None  # for the update: with r2 its own experts, with r3 the sampler's
+    router_logits: list | None  # if asked for: L tensors (B, T, E)
 
 
 @torch.no_grad()
 def old_policy(policy, batch, args, router_logits=False):
-    """`OldPolicy`, by the training forward. `--old_logprobs sampler` takes the sampler's log-probs."""
-    replayed_BSLK = batch.replayed_experts_BSLK
+    """`OldOutputs`, by the training forward. `--old_logprobs sampler` takes the sampler's log-probs."""
+    replay_BSLK = batch.sampler_experts_BSLK
     if args.old_logprobs == "sampler":
-        return OldPolicy(batch.sampler_logprobs_BT, replayed_BSLK)
-    options = {"only_logprobs": True, "router_logits": router_logits}
+        return OldOutputs(batch.sampler_logprobs_BT, None, replay_BSLK, None)
+    options = {"replay": replay_BSLK, "only_logprobs": True, "router_logits": router_logits}
     logprobs_BT, routers, *_ = token_logprobs(policy, batch, args.temperature, **options)
     if routers is None:
-        return OldPolicy(logprobs_BT, replayed_BSLK)
+        return OldOutputs(logprobs_BT, None, None, None)
     if args.routing_replay == "r2":
-        replayed_BSLK = routers.choices_BSLK
-    return OldPolicy(logprobs_BT, replayed_BSLK, routers.experts_BTLK, routers.logits)
+        replay_BSLK = routers.choices_BSLK
+    return OldOutputs(logprobs_BT, routers.experts_BTLK, replay_BSLK, routers.logits)
 
 
 @torch.no_grad()
 def reference_logprobs(reference, batch, args):
     """Log-probs of the sampled tokens under a frozen policy, (B, T). Experts are not replayed."""
-    options = {"only_logprobs": True, "replay": False}
-    return token_logprobs(reference, batch, args.temperature, **options).logprobs_BT
+    return token_logprobs(reference, batch, args.temperature, only_logprobs=True).logprobs_BT
 
 
 # ------------------------------------------------------------------------------- rollout correction

@@ -151,7 +151,7 @@ def main(args):
             old = old_policy(policy, micro, args)
             micro.old_logprobs_BT = old.logprobs_BT
             micro.old_experts_BTLK = old.experts_BTLK  # of an MoE
-            micro.replayed_experts_BSLK = old.replayed_experts_BSLK  # None without --routing_replay
+            micro.replay_BSLK = old.replay_BSLK  # experts of --routing_replay, or None
             micro.correction_weights = rollout_correction(micro, args)
             micro.advantages = micro.correction_weights * micro.advantages  # times 1 by default
 
@@ -159,7 +159,7 @@ def main(args):
         for step in steps * args.update_epochs:
             num_sequences = sum(len(micro) for micro in step)
             for micro in step:
-                outputs = token_logprobs(policy, micro, args.temperature)
+                outputs = token_logprobs(policy, micro, args.temperature, replay=micro.replay_BSLK)
                 loss, stats = policy_loss(
                     outputs.logprobs_BT,
                     micro.old_logprobs_BT,

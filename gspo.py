@@ -165,7 +165,7 @@ def main(args):
             old = old_policy(policy, micro, args)
             micro.old_logprobs_BT = old.logprobs_BT
             micro.old_experts_BTLK = old.experts_BTLK  # of an MoE
-            micro.replayed_experts_BSLK = old.replayed_experts_BSLK  # None without --routing_replay
+            micro.replay_BSLK = old.replay_BSLK  # experts of --routing_replay, or None
             is_gspo = args.variant == "gspo"  # one ratio, and so one weight, per completion
             micro.correction_weights = rollout_correction(micro, args, per_sequence=is_gspo)
             micro.advantages = micro.correction_weights * micro.advantages  # times 1 by default
@@ -174,7 +174,7 @@ def main(args):
         for step in steps * args.update_epochs:
             num_sequences = sum(len(micro) for micro in step)
             for micro in step:
-                outputs = token_logprobs(policy, micro, args.temperature)
+                outputs = token_logprobs(policy, micro, args.temperature, replay=micro.replay_BSLK)
                 loss, stats = policy_loss(
                     outputs.logprobs_BT,
                     micro.old_logprobs_BT,

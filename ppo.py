@@ -241,7 +241,7 @@ def main(args):
             old = old_policy(policy, micro, args)
             micro.old_logprobs_BT = old.logprobs_BT
             micro.old_experts_BTLK = old.experts_BTLK  # of an MoE
-            micro.replayed_experts_BSLK = old.replayed_experts_BSLK  # None without --routing_replay
+            micro.replay_BSLK = old.replay_BSLK  # experts of --routing_replay, or None
             if reference is not None:
                 micro.ref_logprobs_BT = reference_logprobs(reference, micro, args)
             micro.correction_weights = rollout_correction(micro, args)
@@ -275,7 +275,9 @@ def main(args):
             num_sequences = sum(len(micro) for micro in step)
             num_tokens = sum(micro.mask_BT.sum() for micro in step)
             for micro in step:
-                outputs = token_logprobs(policy, micro, args.temperature, entropy_grad=has_bonus)
+                outputs = token_logprobs(
+                    policy, micro, args.temperature, replay=micro.replay_BSLK, entropy_grad=has_bonus
+                )
                 loss, stats = policy_loss(
                     outputs.logprobs_BT,
                     micro.old_logprobs_BT,

@@ -202,7 +202,7 @@ def main(args):
             old = old_policy(policy, micro, args, router_logits=True)
             micro.old_logprobs_BT = old.logprobs_BT
             micro.old_experts_BTLK = old.experts_BTLK  # of an MoE
-            micro.replayed_experts_BSLK = old.replayed_experts_BSLK  # None without --routing_replay
+            micro.replay_BSLK = old.replay_BSLK  # experts of --routing_replay, or None
             micro.experts_BTLK = active_experts(micro, old.experts_BTLK)  # e_jk
             micro.old_scores_BTLK = expert_logprobs(old.router_logits, micro.experts_BTLK)
             micro.correction_weights = rollout_correction(micro, args, per_sequence=True)
@@ -212,7 +212,9 @@ def main(args):
         for step in steps * args.update_epochs:
             num_sequences = sum(len(micro) for micro in step)
             for micro in step:
-                outputs = token_logprobs(policy, micro, args.temperature, router_logits=True)
+                outputs = token_logprobs(
+                    policy, micro, args.temperature, replay=micro.replay_BSLK, router_logits=True
+                )
                 scores_BTLK = expert_logprobs(outputs.routers.logits, micro.experts_BTLK)
                 router_shift_BT = router_shift(scores_BTLK, micro.old_scores_BTLK)
                 loss, stats = policy_loss(

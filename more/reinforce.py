@@ -147,13 +147,13 @@ def main(args):
                 old = old_policy(policy, micro, args)
                 micro.old_logprobs_BT = old.logprobs_BT
                 micro.old_experts_BTLK = old.experts_BTLK  # of an MoE
-                micro.replayed_experts_BSLK = old.replayed_experts_BSLK  # None without --routing_replay
+                micro.replay_BSLK = old.replay_BSLK  # experts of --routing_replay, or None
                 micro.correction_weights = rollout_correction(micro, args)
                 micro.advantages = micro.correction_weights * micro.advantages  # times 1 by default
 
         # ----------------------------------------------------------------------------------- update
         for micro in chain(*steps):  # a single step
-            outputs = token_logprobs(policy, micro, args.temperature)
+            outputs = token_logprobs(policy, micro, args.temperature, replay=micro.replay_BSLK)
             loss, stats = policy_loss(
                 outputs.logprobs_BT,
                 micro.old_logprobs_BT,

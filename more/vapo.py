@@ -272,7 +272,7 @@ def main(args):
             old = old_policy(policy, micro, args)
             micro.old_logprobs_BT = old.logprobs_BT
             micro.old_experts_BTLK = old.experts_BTLK  # of an MoE
-            micro.replayed_experts_BSLK = old.replayed_experts_BSLK  # None without --routing_replay
+            micro.replay_BSLK = old.replay_BSLK  # experts of --routing_replay, or None
             if reference is not None:
                 micro.ref_logprobs_BT = reference_logprobs(reference, micro, args)
             micro.correction_weights = rollout_correction(micro, args)
@@ -317,7 +317,13 @@ def main(args):
             for micro in step:
                 # [1] Without gradients AdamW leaves the policy and its moments unchanged.
                 with torch.set_grad_enabled(iteration > args.pretraining_iterations):
-                    outputs = token_logprobs(policy, micro, args.temperature, entropy_grad=has_bonus)
+                    outputs = token_logprobs(
+                        policy,
+                        micro,
+                        args.temperature,
+                        replay=micro.replay_BSLK,
+                        entropy_grad=has_bonus,
+                    )
                 loss, stats = policy_loss(
                     outputs.logprobs_BT,
                     micro.old_logprobs_BT,

@@ -144,6 +144,25 @@ def checkpoint_layers(model):
 
 # -------------------------------------------------------------------------------------------- memory
 
+
+def similar_lengths(completions, max_tokens):
+    """Splits completions into batches of similar length, so that little is padding. A batch has at most
+    `max_tokens` tokens, padding included, or one completion."""
+
+    def total_length(c):
+        return len(c.problem.prompt_ids) + len(c.ids)
+
+    batches = []
+    current = []
+    for c in sorted(completions, key=total_length):
+        num_tokens = (len(current) + 1) * total_length(c)  # this is the longest one so far
+        if num_tokens > max_tokens and current:
+            batches.append(current)
+            current = []
+        current.append(c)
+    return [*batches, current]
+
+
 # Logits that are in float32 at a time, on a CPU and on a GPU
 CPU_CHUNK = 2**22
 GPU_CHUNK = 2**26

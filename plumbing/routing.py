@@ -165,11 +165,11 @@ class RouterOutputs(NamedTuple):
 
 
 def active_experts(batch, own_experts_BTLK):
-    """The sorted experts that are active where each response token is predicted: the replayed ones if
-    known, else the routers' own choice."""
-    if batch.replayed_experts_BSLK is None:
+    """The sorted experts that are active in the update where each response token is predicted: the
+    replayed ones if known, else the routers' own choice."""
+    if batch.replay_BSLK is None:
         return own_experts_BTLK
-    replayed_BTLK = batch.where_predicted(batch.replayed_experts_BSLK.flatten(0, 1)).sort().values
+    replayed_BTLK = batch.where_predicted(batch.replay_BSLK.flatten(0, 1)).sort().values
     return torch.where(replayed_BTLK < 0, own_experts_BTLK, replayed_BTLK)
 
 

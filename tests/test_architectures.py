@@ -144,13 +144,13 @@ def check_sampler_and_training_forward(policy, args):
     completions = sample(policy, PROBLEMS, 4, args, torch.Generator().manual_seed(0))
     assert len({len(c.ids) for c in completions}) > 2
     batch = collate(completions, PROMPTS[0][0], args)
-    outputs = token_logprobs(policy, batch, args.temperature, replay=False)
+    outputs = token_logprobs(policy, batch, args.temperature)
     gap_BT = outputs.logprobs_BT - batch.sampler_logprobs_BT
     assert gap_BT[batch.mask_BT].abs().max() < 1e-4
     if policy.routers.num_experts > 0:
-        is_known_BS = batch.replayed_experts_BSLK[..., 0, 0] >= 0
+        is_known_BS = batch.sampler_experts_BSLK[..., 0, 0] >= 0
         assert is_known_BS.sum() == batch.is_token_BS.sum() - len(batch)  # all but each one's last
-        theirs = batch.replayed_experts_BSLK[is_known_BS]
+        theirs = batch.sampler_experts_BSLK[is_known_BS]
         assert torch.equal(theirs, outputs.routers.choices_BSLK[is_known_BS])
     assert (outputs.aux_loss > 0) == policy.routers.are_balanced
     (outputs.logprobs_BT.sum() + outputs.aux_loss).backward()
@@ -168,14 +168,14 @@ def check_fixed_cache(policy, can_be_fixed):
             check_stretches(policy, PROMPTS * 2, Eager())
 
 
-def given_to_experts(policy, batch):
+def given_to_experts(policy, batch, replay=None):
     """(the training forward's result, [(indices, weights)] that each layer's experts were given)"""
     given = []
     hooks = []
     for module in find_experts(policy.model):
         note = lambda module, inputs: given.append(inputs[1:3])  # noqa: E731
         hooks.append(module.register_forward_pre_hook(note))
-    outputs = token_logprobs(policy, batch, 1.0, router_logits=True)
+    outputs = token_logprobs(policy, batch, 1.0, replay=replay, router_logits=True)
     for hook in hooks:
         hook.remove()
     return outputs, given
@@ -202,24 +202,23 @@ def check_replay(policy):
         assert torch.equal(own.routers.choices_BSLK[0, :, layer], indices.short())
         assert torch.equal(own.routers.experts_BTLK[0, :, layer], indices[3:-1].sort().values.short())
     own_gradients = gradients_of(policy, own)
-    batch.replayed_experts_BSLK = own.routers.choices_BSLK
     for _ in range(2):
-        again = token_logprobs(policy, batch, 1.0)
+        again = token_logprobs(policy, batch, 1.0, replay=own.routers.choices_BSLK)
         assert torch.equal(again.logprobs_BT, own.logprobs_BT)
         for gradient, expected in zip(gradients_of(policy, again), own_gradients, strict=True):
             assert torch.equal(torch.as_tensor(gradient), torch.as_tensor(expected))
         checkpoint_layers(policy.model)  # for the second time, and below
     # Different experts, the same for each token
     num_experts = policy.routers.num_experts
-    batch.replayed_experts_BSLK = (own.routers.choices_BSLK[:, :1] + 1) % num_experts
-    batch.replayed_experts_BSLK = batch.replayed_experts_BSLK.expand_as(own.routers.choices_BSLK)
-    outputs, given = given_to_experts(policy, batch)
+    others_B1LK = (own.routers.choices_BSLK[:, :1] + 1) % num_experts
+    replay_BSLK = others_B1LK.expand_as(own.routers.choices_BSLK)
+    outputs, given = given_to_experts(policy, batch, replay_BSLK)
     assert not torch.equal(outputs.logprobs_BT, own.logprobs_BT)
     assert torch.equal(outputs.routers.choices_BSLK[:, :1, 0], own.routers.choices_BSLK[:, :1, 0])
     assert not any(module._forward_pre_hooks for module in policy.model.modules())
     gradients_of(policy, outputs)
     for layer, (indices, weights) in enumerate(given):
-        replayed = batch.replayed_experts_BSLK[0, :, layer]
+        replayed = replay_BSLK[0, :, layer]
         assert torch.equal(indices.short(), replayed) and (weights > 0).all()
         if policy.routers.has_softmax:
             logits = outputs.routers.logits[layer : layer + 1]

@@ -70,8 +70,8 @@ def test_the_aux_loss_stays_live(own_policy, batch):
     own_policy.model.model.layers = own_policy.model.model.layers[:1]
     policy = own_policy.with_model(own_policy.model)
     live = token_logprobs(policy, batch, 1.0, router_logits=True)
-    batch.replayed_experts_BSLK = others(live.routers.choices_BSLK)
-    replayed = token_logprobs(policy, batch, 1.0, router_logits=True)
+    replay_BSLK = others(live.routers.choices_BSLK)
+    replayed = token_logprobs(policy, batch, 1.0, replay=replay_BSLK, router_logits=True)
     assert not torch.equal(replayed.logprobs_BT, live.logprobs_BT)
     assert live.aux_loss.requires_grad and not live.routers.logits[0].requires_grad
     torch.testing.assert_close(replayed.routers.logits, live.routers.logits)
@@ -102,16 +102,16 @@ def test_what_old_policy_update_and_reference_replay(tiny_policy, batch):
     old = old_policy(tiny_policy, batch, args)
     torch.testing.assert_close(old.logprobs_BT, live.logprobs_BT)
     real = batch.is_token_BS
-    assert torch.equal(old.replayed_experts_BSLK[real], live.routers.choices_BSLK[real])
+    assert torch.equal(old.replay_BSLK[real], live.routers.choices_BSLK[real])
     assert torch.equal(old.experts_BTLK[batch.mask_BT], live.routers.experts_BTLK[batch.mask_BT])
     args.routing_replay = "r3"
-    batch.replayed_experts_BSLK = experts = others(live.routers.choices_BSLK)
+    batch.sampler_experts_BSLK = experts = others(live.routers.choices_BSLK)
     old = old_policy(tiny_policy, batch, args)
     assert not torch.allclose(old.logprobs_BT, live.logprobs_BT, atol=1e-5)
-    assert old.replayed_experts_BSLK is experts
+    assert old.replay_BSLK is experts
     args.old_logprobs = "sampler"
     old = old_policy(None, batch, args)
-    assert old.logprobs_BT is batch.sampler_logprobs_BT and old.replayed_experts_BSLK is experts
+    assert old.logprobs_BT is batch.sampler_logprobs_BT and old.replay_BSLK is experts
     torch.testing.assert_close(reference_logprobs(tiny_policy, batch, args), live.logprobs_BT)
 
 
@@ -163,10 +163,10 @@ def test_fraction_of_experts_that_the_sampler_did_not_share(tiny_policy, batch):
     own = token_logprobs(tiny_policy, batch, 1.0)
     batch.old_logprobs_BT = own.logprobs_BT.detach()
     batch.old_experts_BTLK = own.routers.experts_BTLK
-    batch.replayed_experts_BSLK = own.routers.choices_BSLK.flip(-1).clone()  # in any order
+    batch.replay_BSLK = own.routers.choices_BSLK.flip(-1).clone()  # in any order
     assert correction_stats([batch], args)["moe/sampler_flip_frac"] == 0
     prompt, response = LENGTHS[0]
-    theirs_SLK = batch.replayed_experts_BSLK[0]
+    theirs_SLK = batch.replay_BSLK[0]
     for uncounted in (0, prompt + response - 1):  # a prompt's token, and what follows the last one
         theirs_SLK[uncounted] = others(theirs_SLK[uncounted])
     theirs_SLK[prompt] = -1  # not recorded

@@ -128,7 +128,7 @@ def grade(completions):
     return [c._replace(reward=x, verdict=verdicts[x]) for c, x in zip(completions, marks, strict=True)]
 
 
-SIZES = [  # --rollout_batch_size; rows at a time, of five prompts: with four answers each, in an evaluation
+SIZES = [  # --rollout_batch_size; rows at a time, of five problems: four answers each, an evaluation
     (0, [20], [5]),
     (10, [10, 10], [5]),
     (4, [4, 4, 4, 4, 4], [4, 1]),
@@ -216,7 +216,7 @@ def test_chunks_save_memory(tiny_policy, monkeypatch):
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             token_logprobs(tiny_policy, batch, 0.7, entropy_grad=True)
         kept.append(sum(sizes))
-    assert kept[0] - kept[1] > 2 * 17 * len(batch.response_N)
+    assert kept[0] - kept[1] > 2 * 17 * len(batch.predictor_N)
 
 
 # ------------------------------------------------------------------------- batches and their parts
@@ -264,7 +264,7 @@ def test_the_default_limit_on_tokens(device, gradient_checkpointing, limit):
     completions = [Completion(Problem("", "", [3] * 8), [4] * 8, [])] * (limit // 16 + 1)
     args = script_args("grpo", gradient_checkpointing=gradient_checkpointing)[1]
     args.device = device
-    batches = similar_lengths(completions, args)
+    batches = similar_lengths(completions, args.max_micro_batch_tokens)
     assert [len(batch) for batch in batches] == [limit // 16, 1]
 
 
