@@ -22,7 +22,7 @@ from plumbing.decoding import graphs_for, new_decoder, pad
 from plumbing.metrics import clock, critic_stats, rollout_summary
 from plumbing.model import TrainedModel, in_chunks, load_unchecked, similar_lengths
 from plumbing.reward import load_grader
-from plumbing.routing import RouterOutputs, Routing, active_experts, balancing_loss
+from plumbing.routing import Replay, RouterOutputs, Routing, active_experts, balancing_loss
 from plumbing.run import Run
 
 # ------------------------------------------------------------------------------------------ rollout
@@ -258,7 +258,8 @@ def token_logprobs(
             logprobs_NV = logprobs_NV.detach()
         return logprobs_N, -(logprobs_NV.exp() * logprobs_NV).sum(-1)
 
-    with Routing(policy.routers, replay) as routing:
+    routing = Routing(policy.routers) if replay is None else Replay(policy.routers, replay)
+    with routing:
         # With a mask, the logits are (N, V): where a response token is predicted, and nowhere else.
         output = policy.model(batch.tokens_BS, logits_to_keep=batch.predicts_BS, use_cache=False)
     logits_NV = output.logits.flatten(0, -2)

@@ -58,28 +58,17 @@ class Routers:
         return dataclasses.replace(self, experts=find_experts(model), modules=find_routers(model)[0])
 
 
-class Routing(TorchFunctionMode):
+class Routing:
     """This context records the experts that are used in one forward, in the order in which they were
-    chosen, and the router logits. With `replayed_BSLK`, the routers choose these experts, except where
-    they are negative.
-
-    Only the choice, the result of torch.topk, is replaced. The router's own code still computes softmax
-    and norm from its own logits, so the router still learns. Contexts do not nest.
-    """
+    chosen, and the router logits. Contexts do not nest."""
 
     active = None  # the current forward's context, for its recomputation in the backward pass
 
-    def __init__(self, routers, replayed_BSLK=None):
-        super().__init__()
+    def __init__(self, routers):
         self.routers = routers
-        self.replayed = None
-        if replayed_BSLK is not None:
-            self.replayed = replayed_BSLK.flatten(0, 1)  # (tokens, L, K)
         # By layer. A recomputation in the backward pass comes second and changes nothing.
         self.used = {}  # experts that were used, (tokens, K)
-        self.own = {}  # the routers' own choices, during replay
         self.logits = {}  # (tokens, E)
-        self.functions = set()  # names of functions that the routers call, during replay
 
     def __enter__(self):
         assert Routing.active is None, "contexts do not nest"
@@ -91,10 +80,6 @@ class Routing(TorchFunctionMode):
         for layer, module in enumerate(self.routers.modules):
             note = functools.partial(self.note_logits, layer)
             self.hooks.append(module.register_forward_hook(note))
-            if self.replayed is not None:
-                enter = functools.partial(self.enter_router, layer)
-                self.hooks.append(module.register_forward_pre_hook(enter))
-                self.hooks.append(module.register_forward_hook(self.leave_router, always_call=True))
         return self
 
     def __exit__(self, *exception):
@@ -110,29 +95,9 @@ class Routing(TorchFunctionMode):
         logits = output[self.routers.logits_index] if isinstance(output, tuple) else output
         self.logits.setdefault(layer, logits)
 
-    def enter_router(self, layer, *_):
-        self.layer = layer
-        super().__enter__()  # until the router returns, calls to torch go through __torch_function__
-
-    def leave_router(self, *_):
-        super().__exit__(None, None, None)
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        self.functions.add(getattr(function, "__name__", ""))
-        is_top_k = function in (torch.topk, torch.Tensor.topk)
-        # Some routers first choose groups of experts, with separate topk calls.
-        if not is_top_k or args[0].shape[1:] != (self.routers.experts[self.layer].num_experts,):
-            return result
-        self.own.setdefault(self.layer, result.indices.to(torch.int16))
-        replayed = self.replayed[:, self.layer]
-        indices = torch.where(replayed < 0, result.indices, replayed)
-        return torch.return_types.topk((args[0].gather(-1, indices), indices))
-
     def choices(self):
-        """The routers' own choices, even during replay: (tokens, L, K). Not for a dense model."""
-        by_layer = self.used if self.replayed is None else self.own
-        return torch.stack([by_layer[layer] for layer in range(len(by_layer))], dim=1)
+        """The routers' own choices, (tokens, L, K). Not for a dense model."""
+        return torch.stack([self.used[layer] for layer in range(len(self.used))], dim=1)
 
     def outputs(self, batch, with_logits):
         """`RouterOutputs` of a forward of this batch; None for a dense model."""
@@ -154,6 +119,58 @@ class Routing(TorchFunctionMode):
         if self.routers.are_probabilities:
             layers = [probs.clamp(min=1e-30).log() for probs in layers]
         return tuple(layers)
+
+
+class Replay(Routing):
+    """A `Routing` in which the routers choose `replay_BSLK`, except where it is negative.
+
+    Only the choice, the result of torch.topk, is replaced. The router's own code still computes softmax
+    and norm from its own logits, so the router still learns."""
+
+    def __init__(self, routers, replay_BSLK):
+        super().__init__(routers)
+        self.replayed = replay_BSLK.flatten(0, 1)  # (tokens, L, K)
+        self.own = {}  # the routers' own choices
+        self.functions = set()  # names of functions that the routers call
+
+    def __enter__(self):
+        super().__enter__()
+        for layer, module in enumerate(self.routers.modules):
+            mode = ReplacedChoice(self, layer)
+            self.hooks.append(module.register_forward_pre_hook(mode.enter))
+            self.hooks.append(module.register_forward_hook(mode.leave, always_call=True))
+        return self
+
+    def choices(self):
+        return torch.stack([self.own[layer] for layer in range(len(self.own))], dim=1)
+
+
+class ReplacedChoice(TorchFunctionMode):
+    """While a layer's router runs, its calls to torch go through this."""
+
+    def __init__(self, replay, layer):
+        super().__init__()
+        self.replay = replay
+        self.layer = layer
+
+    def enter(self, *_):
+        self.__enter__()
+
+    def leave(self, *_):
+        self.__exit__(None, None, None)
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.replay.functions.add(getattr(function, "__name__", ""))
+        num_experts = self.replay.routers.num_experts
+        # Some routers first choose groups of experts, with topk calls on other shapes. `read_routers`
+        # tries whether this finds the right one.
+        if function not in (torch.topk, torch.Tensor.topk) or args[0].shape[1:] != (num_experts,):
+            return result
+        self.replay.own.setdefault(self.layer, result.indices.to(torch.int16))
+        replayed = self.replay.replayed[:, self.layer]
+        indices = torch.where(replayed < 0, result.indices, replayed)
+        return torch.return_types.topk((args[0].gather(-1, indices), indices))
 
 
 class RouterOutputs(NamedTuple):
@@ -199,7 +216,7 @@ def read_routers(model):
     weights = []  # of the replayed experts, by layer
     note = lambda module, inputs: weights.append(inputs[2])  # noqa: E731
     hooks = [module.register_forward_pre_hook(note) for module in experts]
-    with Routing(routers, others[None]) as replay:
+    with Replay(routers, others[None]) as replay:
         model.base_model(tokens, use_cache=False)
     for hook in hooks:
         hook.remove()
