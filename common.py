@@ -139,19 +139,15 @@ def with_advantages(completions, advantages_PG):
     return [c._replace(advantage=advantage) for c, advantage in pairs]
 
 
-def optimizer_steps(completions, args):
-    """The rollout as tensors, for one epoch: a list of `--num_minibatches` optimizer steps, each a list
-    of `Batch`es, which go through the model one by one. Steps take the completions in their order.
-    (If dapo could not fill the rollout, there are fewer steps, of about the same size.)"""
-    full_step = args.prompts_per_iteration * args.group_size / args.num_minibatches
-    num_steps = max(1, round(len(completions) / full_step))
-    # Padding is a real token: a pad token's embedding may be 0, where a norm's gradient is NaN.
-    filler = completions[0].problem.prompt_ids[0]
+def split_into_steps(completions, num_steps, args):
+    """The rollout as tensors, for one epoch: a list of optimizer steps, each a list of `Batch`es, which
+    go through the model one by one. Steps take the completions in their order; within a step, batches
+    are of similar length."""
     steps = []
     for rows in torch.arange(len(completions)).tensor_split(num_steps):
         in_step = [completions[row] for row in rows]
         batches = similar_lengths(in_step, args.max_micro_batch_tokens)
-        steps.append([collate(batch, filler, args) for batch in batches])
+        steps.append([collate(batch, args) for batch in batches])
     return steps
 
 
@@ -176,7 +172,7 @@ class Batch:
     old_experts_BTLK: torch.Tensor | None = None  # the routers' own choice, sorted; None if unknown
     replay_BSLK: torch.Tensor | None = None  # experts that the update's routers must use
     ref_logprobs_BT: torch.Tensor | None = None
-    correction_weights: torch.Tensor | None = None  # (B, T) or (B, 1)
+    correction_weights: torch.Tensor | float = 1.0  # (B, T) or (B, 1)
 
     def __len__(self):
         return len(self.completions)
@@ -191,9 +187,11 @@ class Batch:
         return self.as_rows(x[self.predictor_N])
 
 
-def collate(completions, filler, args):
-    """[Completion] -> `Batch` on `--device`. Sequences are padded with the filler, a token id."""
+def collate(completions, args):
+    """[Completion] -> `Batch` on `--device`."""
     device = args.torch_device
+    # Padding is a real token: a pad token's embedding may be 0, where a norm's gradient is NaN.
+    filler = completions[0].problem.prompt_ids[0]
     sequences = []
     predicts = []
     for c in completions:
@@ -378,7 +376,7 @@ def rollout_correction(batch, args, per_sequence=False):
     """The weights that `--rollout_correction` asks for, a factor on advantages; 1 by default.
     per_sequence: one weight per completion."""
     if args.rollout_correction == "none":
-        return torch.ones(len(batch), 1, device=args.torch_device)
+        return 1.0
     return rollout_weights(
         batch.old_logprobs_BT,
         batch.sampler_logprobs_BT,
@@ -447,7 +445,7 @@ def check_sampler(policy, args):
             short = completions[i]
             length = (num_tokens + 1) // 2
             completions[i] = short._replace(ids=short.ids[:length], logprobs=short.logprobs[:length])
-        batch = collate(completions, ids[0], args)
+        batch = collate(completions, args)
         with torch.no_grad():
             logprobs_BT = token_logprobs(tried, batch, temperature=1.0, only_logprobs=True).logprobs_BT
         gap = (logprobs_BT - batch.sampler_logprobs_BT)[batch.mask_BT].abs().max().item()

@@ -31,7 +31,7 @@ from typing import Literal
 import torch
 
 from common import Run, RunArgs, evaluate, flag, launch, load_grader, load_policy, load_problems
-from common import old_policy, optimizer_steps, rollout_correction, sample, token_logprobs
+from common import old_policy, rollout_correction, sample, split_into_steps, token_logprobs
 from common import with_advantages
 
 
@@ -160,15 +160,16 @@ def main(args):
         # ------------------------------------------------------------------------------- old policy
         # Its log-probs come from the training forward, in the update's own micro-batches, so that the
         # ratio is exactly 1 in the first step.
-        steps = optimizer_steps(completions, args)
+        steps = split_into_steps(completions, args.num_minibatches, args)
         for micro in chain(*steps):
             old = old_policy(policy, micro, args)
             micro.old_logprobs_BT = old.logprobs_BT
             micro.old_experts_BTLK = old.experts_BTLK  # of an MoE
             micro.replay_BSLK = old.replay_BSLK  # experts of --routing_replay, or None
             is_gspo = args.variant == "gspo"  # one ratio, and so one weight, per completion
-            micro.correction_weights = rollout_correction(micro, args, per_sequence=is_gspo)
-            micro.advantages = micro.correction_weights * micro.advantages  # times 1 by default
+            micro.correction_weights = rollout_correction(
+                micro, args, per_sequence=is_gspo
+            )  # 1 by default
 
         # ----------------------------------------------------------------------------------- update
         for step in steps * args.update_epochs:
@@ -178,7 +179,7 @@ def main(args):
                 loss, stats = policy_loss(
                     outputs.logprobs_BT,
                     micro.old_logprobs_BT,
-                    micro.advantages,
+                    micro.correction_weights * micro.advantages,
                     micro.mask_BT,
                     clip_eps_low=args.clip_eps_low,
                     clip_eps_high=args.clip_eps_high,

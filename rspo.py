@@ -40,8 +40,8 @@ from typing import Literal
 import torch
 
 from common import Run, RunArgs, UserError, active_experts, evaluate, flag, launch, load_grader
-from common import load_policy, load_problems, old_policy, optimizer_steps, rollout_correction
-from common import sample, token_logprobs, with_advantages
+from common import load_policy, load_problems, old_policy, rollout_correction, sample, split_into_steps
+from common import token_logprobs, with_advantages
 
 
 @dataclass
@@ -197,7 +197,7 @@ def main(args):
         # ------------------------------------------------------------------------------- old policy
         # Its log-probs come from the training forward, in the update's own micro-batches, so that the
         # ratio is exactly 1 in the first step.
-        steps = optimizer_steps(completions, args)
+        steps = split_into_steps(completions, args.num_minibatches, args)
         for micro in chain(*steps):
             old = old_policy(policy, micro, args, router_logits=True)
             micro.old_logprobs_BT = old.logprobs_BT
@@ -205,8 +205,9 @@ def main(args):
             micro.replay_BSLK = old.replay_BSLK  # experts of --routing_replay, or None
             micro.experts_BTLK = active_experts(micro, old.experts_BTLK)  # e_jk
             micro.old_scores_BTLK = expert_logprobs(old.router_logits, micro.experts_BTLK)
-            micro.correction_weights = rollout_correction(micro, args, per_sequence=True)
-            micro.advantages = micro.correction_weights * micro.advantages  # times 1 by default
+            micro.correction_weights = rollout_correction(
+                micro, args, per_sequence=True
+            )  # 1 by default
 
         # ----------------------------------------------------------------------------------- update
         for step in steps * args.update_epochs:
@@ -220,7 +221,7 @@ def main(args):
                 loss, stats = policy_loss(
                     outputs.logprobs_BT,
                     micro.old_logprobs_BT,
-                    micro.advantages,
+                    micro.correction_weights * micro.advantages,
                     micro.mask_BT,
                     log_ratio_clip=args.log_ratio_clip,
                     gamma_min=args.gamma_min,

@@ -37,7 +37,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run as a file, it finds common too
 
 from common import Run, RunArgs, evaluate, flag, launch, load_grader, load_policy, load_problems
-from common import old_policy, optimizer_steps, reference_logprobs, rollout_correction, sample
+from common import old_policy, reference_logprobs, rollout_correction, sample, split_into_steps
 from common import token_logprobs, with_advantages
 
 
@@ -183,7 +183,7 @@ def main(args):
         # ------------------------------------------------------------------------------- old policy
         # Its log-probs come from the training forward, in the update's own micro-batches, so that the
         # ratio is exactly 1 in the first step.
-        steps = optimizer_steps(completions, args)
+        steps = split_into_steps(completions, args.num_minibatches, args)
         for micro in chain(*steps):
             old = old_policy(policy, micro, args)
             micro.old_logprobs_BT = old.logprobs_BT
@@ -191,8 +191,7 @@ def main(args):
             micro.replay_BSLK = old.replay_BSLK  # experts of --routing_replay, or None
             if reference is not None:
                 micro.ref_logprobs_BT = reference_logprobs(reference, micro, args)
-            micro.correction_weights = rollout_correction(micro, args)
-            micro.advantages = micro.correction_weights * micro.advantages  # times 1 by default
+            micro.correction_weights = rollout_correction(micro, args)  # 1 by default
 
         # ----------------------------------------------------------------------------------- update
         for step in steps * args.update_epochs:
@@ -202,7 +201,7 @@ def main(args):
                 loss, stats = policy_loss(
                     outputs.logprobs_BT,
                     micro.old_logprobs_BT,
-                    micro.advantages,
+                    micro.correction_weights * micro.advantages,
                     micro.mask_BT,
                     clip_eps_low=args.clip_eps_low,
                     clip_eps_high=args.clip_eps_high,

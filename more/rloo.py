@@ -36,7 +36,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run as a file, it finds common too
 
 from common import Run, RunArgs, evaluate, flag, launch, load_grader, load_policy, load_problems
-from common import old_policy, optimizer_steps, rollout_correction, sample, token_logprobs
+from common import old_policy, rollout_correction, sample, split_into_steps, token_logprobs
 from common import with_advantages
 
 
@@ -139,15 +139,14 @@ def main(args):
 
         # ------------------------------------------------------------------------------- old policy
         # There is no ratio, so its log-probs are needed only to correct for the sampler.
-        steps = optimizer_steps(completions, args)
+        steps = split_into_steps(completions, args.num_minibatches, args)
         if args.rollout_correction != "none" or args.routing_replay != "none":
             for micro in chain(*steps):
                 old = old_policy(policy, micro, args)
                 micro.old_logprobs_BT = old.logprobs_BT
                 micro.old_experts_BTLK = old.experts_BTLK  # of an MoE
                 micro.replay_BSLK = old.replay_BSLK  # experts of --routing_replay, or None
-                micro.correction_weights = rollout_correction(micro, args)
-                micro.advantages = micro.correction_weights * micro.advantages  # times 1 by default
+                micro.correction_weights = rollout_correction(micro, args)  # 1 by default
 
         # ----------------------------------------------------------------------------------- update
         for micro in chain(*steps):  # a single step
@@ -155,7 +154,7 @@ def main(args):
             loss, stats = policy_loss(
                 outputs.logprobs_BT,
                 micro.old_logprobs_BT,
-                micro.advantages,
+                micro.correction_weights * micro.advantages,
                 micro.mask_BT,
                 num_sequences=len(completions),
             )

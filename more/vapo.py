@@ -44,8 +44,8 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run as a file, it finds common too
 
 from common import Run, RunArgs, TrainedModel, UserError, critic_stats, evaluate, flag, launch
-from common import load_grader, load_policy, load_problems, old_policy, optimizer_steps
-from common import reference_logprobs, rollout_correction, sample, token_logprobs
+from common import load_grader, load_policy, load_problems, old_policy, reference_logprobs
+from common import rollout_correction, sample, split_into_steps, token_logprobs
 
 
 @dataclass
@@ -266,7 +266,7 @@ def main(args):
         # ------------------------------------------------------------------------------- old policy
         # Its log-probs come from the training forward, in the update's own micro-batches, so that the
         # ratio is exactly 1 in the first step.
-        steps = optimizer_steps(completions, args)
+        steps = split_into_steps(completions, args.num_minibatches, args)
         batches = list(chain(*steps))
         for micro in batches:
             old = old_policy(policy, micro, args)
@@ -275,7 +275,7 @@ def main(args):
             micro.replay_BSLK = old.replay_BSLK  # experts of --routing_replay, or None
             if reference is not None:
                 micro.ref_logprobs_BT = reference_logprobs(reference, micro, args)
-            micro.correction_weights = rollout_correction(micro, args)
+            micro.correction_weights = rollout_correction(micro, args)  # 1 by default
             with torch.no_grad():
                 micro.values_BT = critic.model(micro)
 
@@ -304,8 +304,7 @@ def main(args):
             micro.is_right_B1 = torch.tensor(is_right, device=args.torch_device)
         all_N = torch.cat([micro.gae_BT[micro.mask_BT] for micro in batches])
         for micro in batches:
-            whitened_BT = whiten(micro.gae_BT, micro.mask_BT, all_N)
-            micro.advantages = micro.correction_weights * whitened_BT  # times 1 by default
+            micro.advantages = whiten(micro.gae_BT, micro.mask_BT, all_N)
         numbers = critic_stats(batches)  # for the log
 
         # ----------------------------------------------------------------------------------- update
@@ -327,7 +326,7 @@ def main(args):
                 loss, stats = policy_loss(
                     outputs.logprobs_BT,
                     micro.old_logprobs_BT,
-                    micro.advantages,
+                    micro.correction_weights * micro.advantages,
                     micro.mask_BT,
                     clip_eps_low=args.clip_eps_low,
                     clip_eps_high=args.clip_eps_high,

@@ -10,8 +10,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import common
 import plumbing.model
-from common import Completion, Problem, UserError, check_sampler, collate, evaluate, optimizer_steps
-from common import next_token, rollout_weights, sample, similar_lengths, token_logprobs
+from common import Completion, Problem, UserError, check_sampler, collate, evaluate
+from common import next_token, rollout_weights, sample, similar_lengths, split_into_steps
+from common import token_logprobs
 from plumbing.model import Policy
 
 
@@ -68,7 +69,7 @@ def test_sampler_slow_loop_and_training_forward_agree(own_policy):
     assert [c.problem for c in completions] == [p for p in problems for _ in range(4)]
     assert {c.ids[-1] for c in completions} > ends and len({len(c.ids) for c in completions}) > 3
     noise = torch.rand(20, args.max_new_tokens, generator=noise_of(2))
-    batch = collate(completions, 3, args)
+    batch = collate(completions, args)
     with torch.no_grad():
         logprobs_BT = token_logprobs(policy, batch, args.temperature).logprobs_BT
     for i, c in enumerate(completions):
@@ -177,7 +178,7 @@ def test_entropies_are_those_of_the_distribution_that_was_sampled(entropy_grad, 
     of one completion at a time."""
     problems = problems_of(tiny_policy, *MIXED)
     completions = sample(tiny_policy, problems, 1, settings(), noise_of(0))
-    batch = collate(completions, 3, settings())
+    batch = collate(completions, settings())
     logprobs_BT, _, entropy_BT, _ = token_logprobs(tiny_policy, batch, 0.7, entropy_grad=entropy_grad)
     assert (logprobs_BT[~batch.mask_BT] == 0).all()
     assert entropy_BT.requires_grad == entropy_grad and (entropy_BT[~batch.mask_BT] == 0).all()
@@ -192,7 +193,7 @@ def test_entropies_are_those_of_the_distribution_that_was_sampled(entropy_grad, 
 def test_log_probs_in_chunks_are_the_same(chunk, own_policy, monkeypatch):
     """To the bit, with their gradients, whether a chunk has one token or all of them."""
     problems = problems_of(own_policy, *MIXED)
-    batch = collate(sample(own_policy, problems, 1, settings(), noise_of(0)), 3, settings())
+    batch = collate(sample(own_policy, problems, 1, settings(), noise_of(0)), settings())
     results = []
     for size in (1000 * 17, chunk):
         monkeypatch.setattr(plumbing.model, "CPU_CHUNK", size)
@@ -207,7 +208,7 @@ def test_log_probs_in_chunks_are_the_same(chunk, own_policy, monkeypatch):
 def test_chunks_save_memory(tiny_policy, monkeypatch):
     """The backward pass keeps logits, and of float32 only what the body of the model keeps."""
     problems = problems_of(tiny_policy, *MIXED)
-    batch = collate(sample(tiny_policy, problems, 4, settings(), noise_of(0)), 3, settings())
+    batch = collate(sample(tiny_policy, problems, 4, settings(), noise_of(0)), settings())
     kept = []
     for size in (1000 * 17, 17):
         monkeypatch.setattr(plumbing.model, "CPU_CHUNK", size)
@@ -222,7 +223,7 @@ def test_chunks_save_memory(tiny_policy, monkeypatch):
 # ------------------------------------------------------------------------- batches and their parts
 
 
-def rows_of_steps(lengths, **settings):
+def rows_of_steps(lengths, num_steps, micro_batch_tokens):
     """Which of the completions with these lengths of (prompt, response) share a batch: for each step
     [[row, ...] of each batch]."""
     completions = []
@@ -230,10 +231,7 @@ def rows_of_steps(lengths, **settings):
         ids = [3] + [0] * (prompt - 1)  # 0 is also what tensors are padded with
         completion = Completion(Problem("", "", ids), [4] * response, [0.0] * response)
         completions.append(completion._replace(reward=row))
-    flags = {"prompts_per_iteration": len(lengths), "group_size": 2, "num_minibatches": 1} | settings
-    args = script_args("grpo", **flags)[1]
-    args.group_size = 1
-    steps = optimizer_steps(completions, args)
+    steps = split_into_steps(completions, num_steps, settings(micro_batch_tokens=micro_batch_tokens))
     for batch in itertools.chain(*steps):  # only as wide as its own rows
         sizes = [lengths[c.reward] for c in batch.completions]
         assert batch.tokens_BS.shape[1] == max(map(sum, sizes))
@@ -246,9 +244,9 @@ def rows_of_steps(lengths, **settings):
 def test_micro_batches_have_rows_of_similar_length():
     """Sorted by length, ties by row: as many tokens with padding as the limit says, or one row."""
     lengths = [(2, 6), (70, 1), (5, 10), (1, 15), (1, 15), (6, 10)]
-    assert rows_of_steps(lengths, micro_batch_tokens=64) == [[[0, 2, 3, 4], [5], [1]]]
-    assert rows_of_steps(lengths, micro_batch_tokens=63) == [[[0, 2, 3], [4, 5], [1]]]
-    assert rows_of_steps(lengths, micro_batch_tokens=1) == [[[0], [2], [3], [4], [5], [1]]]
+    assert rows_of_steps(lengths, 1, 64) == [[[0, 2, 3, 4], [5], [1]]]
+    assert rows_of_steps(lengths, 1, 63) == [[[0, 2, 3], [4, 5], [1]]]
+    assert rows_of_steps(lengths, 1, 1) == [[[0], [2], [3], [4], [5], [1]]]
 
 
 LIMITS = [  # device, --gradient_checkpointing, tokens in a batch by default
@@ -269,11 +267,9 @@ def test_the_default_limit_on_tokens(device, gradient_checkpointing, limit):
 
 
 def test_steps_have_rows_in_the_rollouts_order():
-    """Of nearly equal size, and fewer if the rollout has fewer rows than it should have."""
+    """And are of nearly equal size."""
     lengths = [(1, 5), (1, 4), (1, 3), (1, 2), (1, 1)]
-    steps = rows_of_steps(lengths, num_minibatches=2, micro_batch_tokens=10)
-    assert steps == [[[2, 1], [0]], [[4, 3]]]
-    assert rows_of_steps(lengths, num_minibatches=2, prompts_per_iteration=9) == [[[4, 3, 2, 1, 0]]]
+    assert rows_of_steps(lengths, 2, 10) == [[[2, 1], [0]], [[4, 3]]]
 
 
 @pytest.mark.parametrize("rule", ["sequence_tis", "sequence_mis", "geo_mask", "geo_filter", "icepop"])
