@@ -2,8 +2,8 @@
 correction, evaluation; and the check of a model. It also re-exports what scripts need from plumbing/.
 
 A tensor's suffix names its axes:
-  P prompts, G completions per prompt, B rows at hand, R rows that the sampler has not finished
-  T response tokens, S prompt + response, V vocabulary
+  P prompts, G completions per prompt, B rows at hand, R rows that are still sampled
+  T response tokens (in the sampler, as many as there may be), S prompt + response, V vocabulary
   N response tokens of all rows, one row after the other, without padding
   L layers, E experts, K active experts, 1 for a size-1 axis
 A "step" is an optimizer step; an "iteration" is a rollout and its steps.
@@ -27,7 +27,7 @@ from plumbing.run import Run
 
 # ------------------------------------------------------------------------------------------ rollout
 
-ROLLOUT_TOKENS = 2**17  # that the KV cache may hold, if all answers are as long as they may be
+ROLLOUT_TOKENS = 2**17  # in the KV cache at most, if all answers are as long as they may be
 
 
 class Completion(NamedTuple):
@@ -37,17 +37,17 @@ class Completion(NamedTuple):
     truncated: bool = False  # hit the cap before EOS
     text: str = ""
     experts: torch.Tensor | None = None  # (prompt and response, L, K), if recorded
-    reward: float | None = None  # grading sets this and the next
+    reward: float | None = None  # set by grading, with the verdict
     verdict: str | None = None  # correct, wrong, no_answer or truncated; None if --reward gave none
     advantage: float | None = None  # set by with_advantages
 
 
 def sample(policy, problems, group_size, args, generator=None, greedy=False, experts=True):
     """[Completion]: `group_size` in a row for each problem, sampled from the full distribution at
-    `--temperature` (no top-k, no top-p), or greedily. All noise is drawn in advance, so a completion
-    does not depend on the rest of its batch. With `--routing_replay r3` the routers' choices are
-    recorded, unless `experts` is False. Scripts pass `policy.sampler(iteration)`: the policy itself,
-    unless `--rollout_dtype` or `--rollout_refresh_every` asks for a copy."""
+    `--temperature` (no top-k, no top-p), or greedily. All noise is drawn in advance, so that, up to
+    rounding, a completion does not depend on the rest of its batch. With `--routing_replay r3` the
+    routers' choices are recorded, unless `experts` is False. Scripts pass `policy.sampler(iteration)`:
+    the policy itself, unless `--rollout_dtype` or `--rollout_refresh_every` asks for a copy."""
     problems = [problem for problem in problems for _ in range(group_size)]  # one for each completion
     noise_BT = torch.rand(len(problems), args.max_new_tokens, generator=generator)
     longest = max(len(problem.prompt_ids) for problem in problems) + args.max_new_tokens
@@ -92,9 +92,9 @@ def sample_batch(policy, problems, noise_BT, *, temperature, greedy, record_expe
 
     decoder = new_decoder(policy, max_new_tokens, record_experts)  # the model, with its KV cache
     logits_RV = decoder.prefill([problem.prompt_ids for problem in problems])
-    rows_R = torch.arange(B, device=device)  # the index of each row's completion
-    start = 0  # the first token that may have ended one of these rows
+    has_ended_R = torch.zeros(B, dtype=torch.bool, device=device)
     for t in range(max_new_tokens):
+        rows_R = decoder.rows  # the index of each row's completion
         logprobs_RV = torch.log_softmax(logits_RV.float() / temperature, dim=-1)
         token_R1 = next_token(logprobs_RV, noise_BT[rows_R, t, None], greedy)
         ids_BT[rows_R, t] = token_R1[:, 0]
@@ -102,17 +102,12 @@ def sample_batch(policy, problems, noise_BT, *, temperature, greedy, record_expe
 
         if t == max_new_tokens - 1:
             break
-        if decoder.should_look:
-            has_ended_R = torch.isin(ids_BT[rows_R, start : t + 1], ends).any(1)
-            kept = (~has_ended_R).nonzero()[:, 0]
-            if len(kept) == 0:
-                break
-            if decoder.can_drop:
-                start = t + 1
-                if len(kept) < len(rows_R):
-                    decoder.keep(kept)
-                    rows_R = rows_R[kept]
-                    token_R1 = token_R1[kept]
+        has_ended_R |= torch.isin(token_R1[:, 0], ends)
+        kept = decoder.drop(has_ended_R)  # the rows that go on
+        has_ended_R = has_ended_R[kept]
+        token_R1 = token_R1[kept]
+        if len(token_R1) == 0:
+            break
         logits_RV = decoder(token_R1)
 
     completions = []
@@ -134,7 +129,7 @@ def sample_batch(policy, problems, noise_BT, *, temperature, greedy, record_expe
 
 
 def with_advantages(completions, advantages_PG):
-    """The completions, each with its advantage, since batches will have them in another order."""
+    """The completions, each with its advantage: batches will have them in another order."""
     pairs = zip(completions, advantages_PG.flatten().tolist(), strict=True)
     return [c._replace(advantage=advantage) for c, advantage in pairs]
 
@@ -160,12 +155,11 @@ class Batch:
     completions: list  # of the rows
     tokens_BS: torch.Tensor
     is_token_BS: torch.Tensor  # True on prompt and response
-    predicts_BS: torch.Tensor  # True where a response token is predicted, a column before that token
+    predicts_BS: torch.Tensor  # True where the next token is a response token
     predictor_N: torch.Tensor  # the indices of these places in a flattened (B, S)
     mask_BT: torch.Tensor  # True on the response, including EOS
     sampler_logprobs_BT: torch.Tensor
-    # (B, 1), if the completions have some; scripts may replace them with (B, T)
-    advantages: torch.Tensor | None = None
+    advantages: torch.Tensor | None = None  # (B, 1), if completions have some; ppo sets (B, T)
     sampler_experts_BSLK: torch.Tensor | None = None  # with r3, in top-k order; -1 if not recorded
     # set by the scripts
     old_logprobs_BT: torch.Tensor | None = None
@@ -299,7 +293,7 @@ def old_policy(policy, batch, args, router_logits=False):
 
 @torch.no_grad()
 def reference_logprobs(reference, batch, args):
-    """Log-probs of the sampled tokens under a frozen policy, (B, T). Experts are not replayed."""
+    """Log-probs of the sampled tokens under a frozen policy, (B, T). Its routers choose freely."""
     return token_logprobs(reference, batch, args.temperature, only_logprobs=True).logprobs_BT
 
 

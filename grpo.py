@@ -10,12 +10,12 @@
 Suffixes name axes: P prompts, G completions each, B rows, T tokens, 1 for a size-1 axis.
 
 Parent: ppo.py. Differs only in:
-  1. Group baseline: the mean reward of the group, so all tokens of a completion share one advantage.
+  1. Group baseline: the mean reward of the group. A completion has one advantage for all its tokens.
      No critic, no GAE, no whitening, no entropy bonus.
   2. KL in the loss: a separate term, not part of the reward.
   3. Sequence-mean: tokens are averaged within a completion, then completions are averaged.
 
-Not specified in the paper: eps (here 0.2) and which std (here the unbiased one, plus 1e-6). If all
+Not specified in the paper: eps (here 0.2) and which std (here with G - 1, plus 1e-6). If all
 rewards of a group are equal, its advantages are exactly 0; only KL and load-balancing loss then act.
 We take 16 optimizer steps per rollout, as DeepSeek-R1 does. The paper takes one, so its r is always 1
 and its clip never acts. (R1's minibatches are random, its beta is 0.001, its eps is 10, and its
@@ -67,7 +67,7 @@ def masked_mean(x, mask):
 
 
 def compute_advantages(rewards_PG):
-    """Rewards -> advantages, (P, G): A = (R - mean) / std in each group, 0 if all rewards are equal."""
+    """Rewards -> advantages, (P, G): [1] A = (R - mean) / std in each group, 0 if all are equal."""
     rewards_PG = 1.0 * rewards_PG  # rewards may be integers or booleans
     advantages_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
     advantages_PG = advantages_PG / (rewards_PG.std(1, keepdim=True) + 1e-6)
@@ -88,8 +88,8 @@ def policy_loss(
     ref_logprobs_BT=None,
     num_sequences=None,
 ):
-    """Returns (loss, stats). loss: -J of this micro-batch, divided by the step's num_sequences, so that
-    micro-batch losses add up. stats: {name: scalar} for the log.
+    """Returns (loss, stats). loss: this micro-batch's part of -J: its sum, divided by the whole step's
+    num_sequences. The parts add up to the step's -J. stats: {name: scalar} for the log.
 
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
     old_logprobs_BT  the same, under the policy before this rollout's first step [None: on-policy]
@@ -121,8 +121,8 @@ def policy_loss(
     objective_BT = torch.min(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
     if ref_logprobs_BT is not None:
         # [2] k3 = x - log x - 1, x = pi_ref / pi; expm1, as exp(log x) - 1 loses digits near x = 1
-        # Clamped only above, where exp overflows; below, the KL keeps its gradient. Where pi_ref is 0,
-        # log x is -inf and the loss is infinite, which ends the run.
+        # Clamped only above, where exp overflows: a clamp below would stop the KL's gradient. Where
+        # pi_ref is 0, log x is -inf and the loss is infinite, which ends the run.
         log_x_BT = torch.where(mask_BT, ref_logprobs_BT - logprobs_BT, 0).clamp(max=20)
         k3_BT = log_x_BT.expm1() - log_x_BT
         objective_BT = objective_BT - kl_coef * k3_BT
@@ -161,18 +161,17 @@ def main(args):
         completions = grade(completions)
 
         # ------------------------------------------------------------------------------- advantages
-        # [1] Group baseline: a row of rewards for each prompt
         rewards_PG = torch.tensor([c.reward for c in completions]).view(-1, args.group_size)
         completions = with_advantages(completions, compute_advantages(rewards_PG))
 
         # ------------------------------------------------------------------------------- old policy
-        # Its log-probs come from the training forward, in the update's own micro-batches, so that the
-        # ratio is exactly 1 in the first step.
+        # Its log-probs come from the same forward and the same micro-batches as the update's, so that
+        # the ratio is exactly 1 in the first step.
         steps = split_into_steps(completions, args.num_minibatches, args)
         for micro in chain(*steps):
             old = old_policy(policy, micro, args)
             micro.old_logprobs_BT = old.logprobs_BT
-            micro.old_experts_BTLK = old.experts_BTLK  # of an MoE
+            micro.old_experts_BTLK = old.experts_BTLK  # of an MoE, for the log
             micro.replay_BSLK = old.replay_BSLK  # experts of --routing_replay, or None
             if reference is not None:
                 micro.ref_logprobs_BT = reference_logprobs(reference, micro, args)
@@ -194,7 +193,7 @@ def main(args):
                     ref_logprobs_BT=micro.ref_logprobs_BT,
                     num_sequences=num_sequences,
                 )
-                # aux_loss is a product of means, so it is averaged over micro-batches, not summed.
+                # aux_loss is made of means over the micro-batch, so it counts by its share of the step.
                 share = len(micro) / num_sequences
                 total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
                 total_loss.backward()

@@ -138,7 +138,7 @@ def token_rewards(rewards_B1, kl_BT, mask_BT, kl_coef):
 
 
 def value_loss(values_BT, old_values_BT, returns_BT, mask_BT, *, value_clip=0.2, num_tokens=None):
-    """L_V of this micro-batch, divided by the step's num_tokens, so that micro-batch losses add up.
+    """This micro-batch's part of L_V: its sum, divided by the whole step's num_tokens. Parts add up.
 
     values_BT, old_values_BT, returns_BT, mask_BT: (B, T), the first with gradient. value_clip 0
     means the plain squared error. num_tokens: as in policy_loss.
@@ -167,8 +167,8 @@ def policy_loss(
     clip_eps_high=0.2,
     num_tokens=None,
 ):
-    """Returns (loss, stats). loss: the clipped term of -J of this micro-batch, divided by the step's
-    num_tokens, so that micro-batch losses add up. stats: {name: scalar} for the log.
+    """Returns (loss, stats). loss: this micro-batch's part of the clipped term of -J: its sum, divided
+    by the whole step's num_tokens. The parts add up. stats: {name: scalar} for the log.
 
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
     old_logprobs_BT  the same, under the policy before this rollout's first step [None: on-policy]
@@ -233,14 +233,14 @@ def main(args):
         completions = grade(completions)
 
         # ------------------------------------------------------------------------------- old policy
-        # Its log-probs come from the training forward, in the update's own micro-batches, so that the
-        # ratio is exactly 1 in the first step.
+        # Its log-probs come from the same forward and the same micro-batches as the update's, so that
+        # the ratio is exactly 1 in the first step.
         steps = split_into_steps(completions, args.num_minibatches, args)
         batches = list(chain(*steps))
         for micro in batches:
             old = old_policy(policy, micro, args)
             micro.old_logprobs_BT = old.logprobs_BT
-            micro.old_experts_BTLK = old.experts_BTLK  # of an MoE
+            micro.old_experts_BTLK = old.experts_BTLK  # of an MoE, for the log
             micro.replay_BSLK = old.replay_BSLK  # experts of --routing_replay, or None
             if reference is not None:
                 micro.ref_logprobs_BT = reference_logprobs(reference, micro, args)
@@ -297,7 +297,7 @@ def main(args):
                 # H is divided by the step's tokens, like the loss; the logged entropy is a plain mean.
                 entropy = torch.where(micro.mask_BT, outputs.entropy_BT, 0).sum() / num_tokens
                 total_loss = loss + args.value_coef * critic_loss - args.entropy_coef * entropy
-                # aux_loss is a product of means, so it is averaged over micro-batches, not summed.
+                # aux_loss is made of means over the micro-batch, so it counts by its share of the step.
                 share = len(micro) / num_sequences
                 total_loss = total_loss + args.router_aux_coef * outputs.aux_loss * share
                 total_loss.backward()

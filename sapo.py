@@ -78,8 +78,8 @@ def policy_loss(
     tau_neg=1.05,
     num_sequences=None,
 ):
-    """Returns (loss, stats). loss: -J of this micro-batch, divided by the step's num_sequences, so that
-    micro-batch losses add up. stats: {name: scalar} for the log.
+    """Returns (loss, stats). loss: this micro-batch's part of -J: its sum, divided by the whole step's
+    num_sequences. The parts add up to the step's -J. stats: {name: scalar} for the log.
 
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
     old_logprobs_BT  the same, under the policy before this rollout's first step [None: on-policy]
@@ -142,13 +142,13 @@ def main(args):
         completions = with_advantages(completions, compute_advantages(rewards_PG))
 
         # ------------------------------------------------------------------------------- old policy
-        # Its log-probs come from the training forward, in the update's own micro-batches, so that the
-        # ratio is exactly 1 in the first step.
+        # Its log-probs come from the same forward and the same micro-batches as the update's, so that
+        # the ratio is exactly 1 in the first step.
         steps = split_into_steps(completions, args.num_minibatches, args)
         for micro in chain(*steps):
             old = old_policy(policy, micro, args)
             micro.old_logprobs_BT = old.logprobs_BT
-            micro.old_experts_BTLK = old.experts_BTLK  # of an MoE
+            micro.old_experts_BTLK = old.experts_BTLK  # of an MoE, for the log
             micro.replay_BSLK = old.replay_BSLK  # experts of --routing_replay, or None
             micro.correction_weights = rollout_correction(micro, args)  # 1 by default
 
@@ -166,7 +166,7 @@ def main(args):
                     tau_neg=args.tau_neg,
                     num_sequences=num_sequences,
                 )
-                # aux_loss is a product of means, so it is averaged over micro-batches, not summed.
+                # aux_loss is made of means over the micro-batch, so it counts by its share of the step.
                 share = len(micro) / num_sequences
                 total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
                 total_loss.backward()

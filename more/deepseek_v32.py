@@ -93,8 +93,8 @@ def policy_loss(
     sampler_logprobs_BT=None,
     num_sequences=None,
 ):
-    """Returns (loss, stats). loss: -J of this micro-batch, divided by the step's num_sequences, so that
-    micro-batch losses add up. stats: {name: scalar} for the log.
+    """Returns (loss, stats). loss: this micro-batch's part of -J: its sum, divided by the whole step's
+    num_sequences. The parts add up to the step's -J. stats: {name: scalar} for the log.
 
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
     old_logprobs_BT  the same, under the policy before this rollout's first step [None: on-policy]
@@ -136,8 +136,8 @@ def policy_loss(
     objective_BT = torch.where(is_dropped_B1, 0, objective_BT)
     if ref_logprobs_BT is not None:
         # k3 = x - log x - 1, x = pi_ref / pi; expm1, as exp(log x) - 1 loses digits near x = 1
-        # Clamped only above, where exp overflows; below, the KL keeps its gradient. Where pi_ref is 0,
-        # log x is -inf and the loss is infinite, which ends the run.
+        # Clamped only above, where exp overflows: a clamp below would stop the KL's gradient. Where
+        # pi_ref is 0, log x is -inf and the loss is infinite, which ends the run.
         log_x_BT = torch.where(mask_BT, ref_logprobs_BT - logprobs_BT, 0).clamp(max=20)
         k3_BT = log_x_BT.expm1() - log_x_BT
         objective_BT = objective_BT - kl_coef * log_w_BT.exp() * k3_BT  # [2] w is not detached
@@ -181,13 +181,13 @@ def main(args):
         completions = with_advantages(completions, compute_advantages(rewards_PG))
 
         # ------------------------------------------------------------------------------- old policy
-        # Its log-probs come from the training forward, in the update's own micro-batches, so that the
-        # ratio is exactly 1 in the first step.
+        # Its log-probs come from the same forward and the same micro-batches as the update's, so that
+        # the ratio is exactly 1 in the first step.
         steps = split_into_steps(completions, args.num_minibatches, args)
         for micro in chain(*steps):
             old = old_policy(policy, micro, args)
             micro.old_logprobs_BT = old.logprobs_BT
-            micro.old_experts_BTLK = old.experts_BTLK  # of an MoE
+            micro.old_experts_BTLK = old.experts_BTLK  # of an MoE, for the log
             micro.replay_BSLK = old.replay_BSLK  # experts of --routing_replay, or None
             if reference is not None:
                 micro.ref_logprobs_BT = reference_logprobs(reference, micro, args)
@@ -211,7 +211,7 @@ def main(args):
                     sampler_logprobs_BT=micro.sampler_logprobs_BT,
                     num_sequences=num_sequences,
                 )
-                # aux_loss is a product of means, so it is averaged over micro-batches, not summed.
+                # aux_loss is made of means over the micro-batch, so it counts by its share of the step.
                 share = len(micro) / num_sequences
                 total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
                 total_loss.backward()

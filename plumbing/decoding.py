@@ -14,6 +14,7 @@ from plumbing.routing import Routing, experts_by_completion
 
 STRETCH = (64, 256)  # fewest and most tokens that are decoded with one CUDA graph
 LITTLE_MEMORY = 2**31  # free bytes
+ALL = slice(None)
 
 
 def pad(rows, device, side="right", value=0):
@@ -31,7 +32,8 @@ def new_decoder(policy, max_new_tokens, record_experts=False):
 
 class Decoder:
     """Returns the logits of each row's next token: `prefill` of the first one, and a call, which takes
-    the token that was chosen, of each one after that. `keep` drops rows."""
+    the token that was chosen, of each one after that. `rows` has the index of each row's completion,
+    since `drop` drops rows that have ended."""
 
     can_drop = True  # whether `keep` may be called now
 
@@ -45,8 +47,8 @@ class Decoder:
 
     @property
     def should_look(self):
-        """Whether the sampler should look for rows that have ended: rarely on a GPU, since the host has
-        to wait there for the answer."""
+        """Whether `drop` should look for rows that have ended: rarely on a GPU, since the host has to
+        wait there for the answer."""
         return self.policy.model.device.type != "cuda" or self.num_tokens % 16 == 0
 
     def prefill(self, prompts):
@@ -66,7 +68,7 @@ class Decoder:
         self.note_experts()
         self.num_tokens = 1
         self.keep(copies)
-        self.rows = torch.arange(len(copies), device=device)  # the index of each row's completion
+        self.rows = torch.arange(len(copies), device=device)
         return logits_PV[copies]
 
     def __call__(self, token_R1):
@@ -94,6 +96,19 @@ class Decoder:
         if type(self.cache) is not transformers.DynamicCache:
             raise TypeError("it has no cache that allows rows to be copied and removed")
         return output.logits[:, -1]
+
+    def drop(self, has_ended_R):
+        """Drops rows that have ended, if it may now. Returns the indices of those that go on: none if
+        all have ended."""
+        if not self.should_look:
+            return ALL
+        kept = (~has_ended_R).nonzero()[:, 0]
+        if len(kept) == 0:
+            return kept
+        if len(kept) == len(has_ended_R) or not self.can_drop:
+            return ALL
+        self.keep(kept)
+        return kept
 
     def keep(self, rows):
         """Drops all rows but these."""
