@@ -52,18 +52,13 @@ def sample(policy, problems, group_size, args, generator=None, greedy=False, exp
     noise_BT = torch.rand(len(problems), args.max_new_tokens, generator=generator)
     longest = max(len(problem.prompt_ids) for problem in problems) + args.max_new_tokens
     rows_at_a_time = args.rollout_batch_size or max(1, ROLLOUT_TOKENS // longest)
+    record_experts = experts and args.routing_replay == "r3"
+    options = (args.temperature, greedy, record_experts)
     completions = []
     with clock("rollout"):
         for start in range(0, len(problems), rows_at_a_time):
             rows = slice(start, start + rows_at_a_time)
-            completions += sample_batch(
-                policy,
-                problems[rows],
-                noise_BT[rows],
-                temperature=args.temperature,
-                greedy=greedy,
-                record_experts=experts and args.routing_replay == "r3",
-            )
+            completions += sample_batch(policy, problems[rows], noise_BT[rows], *options)
     return completions
 
 
@@ -79,7 +74,7 @@ def next_token(logprobs_RV, noise_R1, greedy):
 
 
 @torch.inference_mode()
-def sample_batch(policy, problems, noise_BT, *, temperature, greedy, record_experts=False):
+def sample_batch(policy, problems, noise_BT, temperature, greedy, record_experts=False):
     """`sample` with a problem and noise for each completion. Rows that have ended are dropped from time
     to time."""
     device = policy.model.device
@@ -254,10 +249,9 @@ def token_logprobs(
     with routing:
         # With a mask, the logits are (N, V): where a response token is predicted, and nowhere else.
         output = policy.model(batch.tokens_BS, logits_to_keep=batch.predicts_BS, use_cache=False)
-    logits_NV = output.logits.flatten(0, -2)
     ids_N = batch.tokens_BS.flatten()[batch.predictor_N + 1]  # the tokens that were predicted
     # In float32, all logits at once would take too much memory.
-    results = in_chunks(logprobs_and_entropy, logits_NV, ids_N)
+    results = in_chunks(logprobs_and_entropy, output.logits, ids_N)
     logprobs_BT = batch.as_rows(results[0])
     routers = routing.outputs(batch, router_logits)
     if only_logprobs:

@@ -92,9 +92,9 @@ def test_evaluations_record_no_experts(tiny_policy, monkeypatch):
     asked = []
     original = common.sample_batch
 
-    def sample_batch(*inputs, record_experts, **keywords):
-        asked.append(record_experts)
-        return original(*inputs, record_experts=record_experts, **keywords)
+    def sample_batch(*inputs):
+        asked.append(inputs[-1])
+        return original(*inputs)
 
     monkeypatch.setattr(common, "sample_batch", sample_batch)
     args = settings(routing_replay="r3")
@@ -142,9 +142,9 @@ def test_completions_do_not_depend_on_the_rollout_batch_size(tiny_policy, monkey
     """Nor on torch's global noise, which they leave alone."""
     counts = []
 
-    def sample_batch(policy, problems, noise_NT, **keywords):
-        counts.append(len(noise_NT))
-        return original(policy, problems, noise_NT, **keywords)
+    def sample_batch(policy, problems, noise_BT, *options):
+        counts.append(len(noise_BT))
+        return original(policy, problems, noise_BT, *options)
 
     original = common.sample_batch
     monkeypatch.setattr(common, "sample_batch", sample_batch)
