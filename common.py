@@ -133,11 +133,13 @@ def split_into_steps(completions, num_steps, args):
     """The rollout as tensors, for one epoch: a list of optimizer steps, each a list of `Batch`es, which
     go through the model one by one. Steps take the completions in their order; within a step, batches
     are of similar length."""
+    # Padding is a real token: a pad token's embedding may be 0, where a norm's gradient is NaN.
+    filler = completions[0].problem.prompt_ids[0]
     steps = []
     for rows in torch.arange(len(completions)).tensor_split(num_steps):
         in_step = [completions[row] for row in rows]
         batches = similar_lengths(in_step, args.max_micro_batch_tokens)
-        steps.append([collate(batch, args) for batch in batches])
+        steps.append([collate(batch, filler, args) for batch in batches])
     return steps
 
 
@@ -176,11 +178,9 @@ class Batch:
         return self.as_rows(x[self.predictor_N])
 
 
-def collate(completions, args):
-    """[Completion] -> `Batch` on `--device`."""
+def collate(completions, filler, args):
+    """[Completion] -> `Batch` on `--device`, padded with the filler, a token id."""
     device = args.torch_device
-    # Padding is a real token: a pad token's embedding may be 0, where a norm's gradient is NaN.
-    filler = completions[0].problem.prompt_ids[0]
     sequences = []
     predicts = []
     for c in completions:
@@ -433,7 +433,7 @@ def check_sampler(policy, args):
             short = completions[i]
             length = (num_tokens + 1) // 2
             completions[i] = short._replace(ids=short.ids[:length], logprobs=short.logprobs[:length])
-        batch = collate(completions, args)
+        batch = collate(completions, ids[0], args)
         with torch.no_grad():
             logprobs_BT = token_logprobs(tried, batch, temperature=1.0, only_logprobs=True).logprobs_BT
         gap = (logprobs_BT - batch.sampler_logprobs_BT)[batch.mask_BT].abs().max().item()

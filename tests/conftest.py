@@ -213,7 +213,7 @@ def problems_of(policy, *texts):
 def batch_of_ids(rows):
     """[(prompt ids, response ids)] -> a batch."""
     completions = [Completion(Problem("", "", prompt), ids, [0.0] * len(ids)) for prompt, ids in rows]
-    return collate(completions, script_args("grpo")[1])
+    return collate(completions, rows[0][0][0], script_args("grpo")[1])
 
 
 def save(model, folder):

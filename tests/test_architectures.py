@@ -143,7 +143,7 @@ def check_sampler_and_training_forward(policy, args):
     """They agree on log-probs and experts of answers of different lengths. Gradients are finite."""
     completions = sample(policy, PROBLEMS, 4, args, torch.Generator().manual_seed(0))
     assert len({len(c.ids) for c in completions}) > 2
-    batch = collate(completions, args)
+    batch = collate(completions, PROMPTS[0][0], args)
     outputs = token_logprobs(policy, batch, args.temperature)
     gap_BT = outputs.logprobs_BT - batch.sampler_logprobs_BT
     assert gap_BT[batch.mask_BT].abs().max() < 1e-4

@@ -19,7 +19,7 @@ def test_the_masters_never_compute(own_policy):
     for master in (policy.master, critic.master):
         master.register_forward_pre_hook(lambda *_: pytest.fail("float32"))
     _, args = script_args("grpo", max_new_tokens=12)
-    batch = collate(sample(policy, problems_of(policy, *MIXED), 4, args), args)
+    batch = collate(sample(policy, problems_of(policy, *MIXED), 4, args), 3, args)
     old_policy(policy, batch, args)
     critic.model(batch)
     assert token_logprobs(policy, batch, 1.0).logprobs_BT.requires_grad

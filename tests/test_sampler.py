@@ -69,7 +69,7 @@ def test_sampler_slow_loop_and_training_forward_agree(own_policy):
     assert [c.problem for c in completions] == [p for p in problems for _ in range(4)]
     assert {c.ids[-1] for c in completions} > ends and len({len(c.ids) for c in completions}) > 3
     noise = torch.rand(20, args.max_new_tokens, generator=noise_of(2))
-    batch = collate(completions, args)
+    batch = collate(completions, 3, args)
     with torch.no_grad():
         logprobs_BT = token_logprobs(policy, batch, args.temperature).logprobs_BT
     for i, c in enumerate(completions):
@@ -178,7 +178,7 @@ def test_entropies_are_those_of_the_distribution_that_was_sampled(entropy_grad, 
     of one completion at a time."""
     problems = problems_of(tiny_policy, *MIXED)
     completions = sample(tiny_policy, problems, 1, settings(), noise_of(0))
-    batch = collate(completions, settings())
+    batch = collate(completions, 3, settings())
     logprobs_BT, _, entropy_BT, _ = token_logprobs(tiny_policy, batch, 0.7, entropy_grad=entropy_grad)
     assert (logprobs_BT[~batch.mask_BT] == 0).all()
     assert entropy_BT.requires_grad == entropy_grad and (entropy_BT[~batch.mask_BT] == 0).all()
@@ -193,7 +193,7 @@ def test_entropies_are_those_of_the_distribution_that_was_sampled(entropy_grad, 
 def test_log_probs_in_chunks_are_the_same(chunk, own_policy, monkeypatch):
     """To the bit, with their gradients, whether a chunk has one token or all of them."""
     problems = problems_of(own_policy, *MIXED)
-    batch = collate(sample(own_policy, problems, 1, settings(), noise_of(0)), settings())
+    batch = collate(sample(own_policy, problems, 1, settings(), noise_of(0)), 3, settings())
     results = []
     for size in (1000 * 17, chunk):
         monkeypatch.setattr(plumbing.model, "CPU_CHUNK", size)
@@ -208,7 +208,7 @@ def test_log_probs_in_chunks_are_the_same(chunk, own_policy, monkeypatch):
 def test_chunks_save_memory(tiny_policy, monkeypatch):
     """The backward pass keeps logits, and of float32 only what the body of the model keeps."""
     problems = problems_of(tiny_policy, *MIXED)
-    batch = collate(sample(tiny_policy, problems, 4, settings(), noise_of(0)), settings())
+    batch = collate(sample(tiny_policy, problems, 4, settings(), noise_of(0)), 3, settings())
     kept = []
     for size in (1000 * 17, 17):
         monkeypatch.setattr(plumbing.model, "CPU_CHUNK", size)

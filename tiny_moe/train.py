@@ -117,7 +117,7 @@ def train(folder, prompts):
         completions = []
         for prompt, answer in zip(prompt_ids, answer_ids, strict=True):
             completions.append(Completion(Problem("", "", prompt), answer[:CAP], logprobs=[]))
-        batch = collate(completions, SimpleNamespace(torch_device="cpu"))
+        batch = collate(completions, prompt_ids[0][0], SimpleNamespace(torch_device="cpu"))
         outputs = token_logprobs(policy, batch, temperature=1.0)
         loss = 0.001 * outputs.aux_loss - mean_over([outputs.logprobs_BT], [batch.mask_BT])
         loss.backward()
