@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from plumbing.answers import final_answer, verify
 from plumbing.args import RunArgs, UserError, flag, launch, one_line
 from plumbing.data import Problem, addition_problems, load_problems
-from plumbing.decoding import graphs_for, new_decoder, pad
+from plumbing.decoding import graphs_for, new_decoder
 from plumbing.metrics import clock, critic_stats, rollout_summary
 from plumbing.model import TrainedModel, in_chunks, load_unchecked, similar_lengths
 from plumbing.reward import load_grader
@@ -181,26 +181,28 @@ class Batch:
 def collate(completions, filler, args):
     """[Completion] -> `Batch` on `--device`, padded with the filler, a token id."""
     device = args.torch_device
-    sequences = []
-    predicts = []
-    for c in completions:
-        prompt_ids = c.problem.prompt_ids
-        sequences.append(prompt_ids + c.ids)
-        predicts.append([False] * (len(prompt_ids) - 1) + [True] * len(c.ids) + [False])
-    predicts_BS = pad(predicts, "cpu")
+    sequences = [torch.tensor(c.problem.prompt_ids + c.ids) for c in completions]
+    tokens_BS = pad_sequence(sequences, batch_first=True, padding_value=filler)
+    column_S = torch.arange(tokens_BS.shape[1])
+    prompt_B1 = torch.tensor([[len(c.problem.prompt_ids)] for c in completions])
+    response_B1 = torch.tensor([[len(c.ids)] for c in completions])
+    end_B1 = prompt_B1 + response_B1
+    predicts_BS = (prompt_B1 - 1 <= column_S) & (column_S < end_B1 - 1)
+    logprobs = [torch.tensor(c.logprobs) for c in completions]
     batch = Batch(
         completions=completions,
-        tokens_BS=pad(sequences, device, value=filler),
-        is_token_BS=pad([[True] * len(sequence) for sequence in sequences], device),
+        tokens_BS=tokens_BS.to(device),
+        is_token_BS=(column_S < end_B1).to(device),
         predicts_BS=predicts_BS.to(device),
         predictor_N=predicts_BS.flatten().nonzero()[:, 0].to(device),
-        mask_BT=pad([[True] * len(c.ids) for c in completions], device),
-        sampler_logprobs_BT=pad([c.logprobs for c in completions], device),
+        mask_BT=(torch.arange(response_B1.max()) < response_B1).to(device),
+        sampler_logprobs_BT=pad_sequence(logprobs, batch_first=True).to(device),
     )
     if completions[0].advantage is not None:
         batch.advantages = torch.tensor([[c.advantage] for c in completions], device=device)
     if completions[0].experts is not None:
-        batch.sampler_experts_BSLK = pad([c.experts for c in completions], device, value=-1)
+        experts = [c.experts.to(device) for c in completions]
+        batch.sampler_experts_BSLK = pad_sequence(experts, batch_first=True, padding_value=-1)
     return batch
 
 

@@ -215,7 +215,7 @@ def main(args):
     grade = load_grader(args)  # the verifier, or --reward
     policy = load_policy(args)  # a transformers model, without dropout, and its tokenizer
     problems, held_out = load_problems(args, policy, grade)
-    reference = policy.frozen_copy() if args.kl_coef > 0 else None
+    reference = policy.frozen_copy() if args.kl_coef > 0 else None  # before Run, which may resume
     critic = TrainedModel(Critic(policy), args.dtype)
     policy_group = {"params": list(policy.parameters()), "lr": args.lr}
     critic_group = {"params": list(critic.parameters()), "lr": args.critic_lr}

@@ -164,7 +164,7 @@ def main(args):
     grade = load_grader(args)  # the verifier, or --reward
     policy = load_policy(args)  # a transformers model, without dropout, and its tokenizer
     problems, held_out = load_problems(args, policy, grade)
-    reference = policy.frozen_copy() if args.kl_coef > 0 else None
+    reference = policy.frozen_copy() if args.kl_coef > 0 else None  # before Run, which may resume
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
     run = Run(args, policy, problems, optimizer=optimizer, reference=reference)  # logs, saves, resumes
     if run.needs_first_eval:

@@ -10,17 +10,17 @@ import transformers
 from torch.nn.utils.rnn import pad_sequence
 from transformers.cache_utils import DynamicLayer
 
-from plumbing.routing import Routing, experts_by_completion
+from plumbing.routing import Routing
 
 STRETCH = (64, 256)  # fewest and most tokens that are decoded with one CUDA graph
 LITTLE_MEMORY = 2**31  # free bytes
 ALL = slice(None)
 
 
-def pad(rows, device, side="right", value=0):
-    """Lists or tensors of different lengths -> one tensor on the device."""
-    rows = [torch.as_tensor(row) for row in rows]
-    return pad_sequence(rows, batch_first=True, padding_value=value, padding_side=side).to(device)
+def pad_left(rows, device):
+    """Lists of different lengths -> one tensor."""
+    tensors = [torch.tensor(row) for row in rows]
+    return pad_sequence(tensors, batch_first=True, padding_side="left").to(device)
 
 
 def new_decoder(policy, max_new_tokens, record_experts=False):
@@ -42,7 +42,9 @@ class Decoder:
         self.record_experts = record_experts
         self.cache = None
         self.experts = None  # that the last forward used, (tokens, L, K)
-        self.noted = []  # for with_experts
+        # Rows and their experts at each step. The first step has those of all prompts, and which of
+        # these prompts each completion has.
+        self.noted = []
         self.num_tokens = 0  # that each row was given logits for
 
     @property
@@ -59,8 +61,8 @@ class Decoder:
         for ids in prompts:
             numbers.setdefault(tuple(ids), len(numbers))
         copies = torch.tensor([numbers[tuple(ids)] for ids in prompts], device=device)
-        tokens_PS = pad(numbers, device, "left")
-        self.attention = pad([[1] * len(ids) for ids in numbers], device, "left")
+        tokens_PS = pad_left(numbers, device)
+        self.attention = pad_left([[1] * len(ids) for ids in numbers], device)
         positions_PS = (self.attention.cumsum(1) - 1).clamp(min=0)
         logits_PV = self.forward(tokens_PS, self.attention, positions_PS)
         self.positions = positions_PS[:, -1:] + 1  # of each row's next token
@@ -122,11 +124,27 @@ class Decoder:
             self.noted.append((self.rows, self.experts.clone()))
 
     def with_experts(self, completions):
-        """The completions, one per row, each with the experts that it used, if they were recorded."""
+        """The completions, one per row, each with the experts that it used, if they were recorded. Its
+        last token needed none: -1."""
         if not self.record_experts:
             return completions
-        experts = experts_by_completion(self.noted, completions)
-        return [c._replace(experts=used) for c, used in zip(completions, experts, strict=True)]
+        rows, of_prompts = self.noted[0]
+        L, K = of_prompts.shape[1:]
+        of_prompts = of_prompts.view(int(rows.max()) + 1, -1, L, K)  # padded on the left
+        width = of_prompts.shape[1]
+        table = of_prompts.new_full((len(completions), width + len(self.noted), L, K), -1)
+        table[:, :width] = of_prompts[rows]
+        for step, (rows, experts) in enumerate(self.noted[1:]):
+            table[rows, width + step] = experts
+        table = table.cpu()
+        results = []
+        for i, c in enumerate(completions):
+            end = width + len(c.ids)
+            table[i, end - 1] = -1
+            # A copy, since a view would keep the whole table in memory.
+            used = table[i, width - len(c.problem.prompt_ids) : end].clone()
+            results.append(c._replace(experts=used))
+        return results
 
 
 # --------------------------------------------------------------------------------------- CUDA graphs

@@ -240,26 +240,3 @@ def routing_contexts():
     """For torch's checkpoint: a context for the forward pass (none: it is inside a `Routing` already),
     and one for its recomputation in the backward pass, which needs that same `Routing`."""
     return contextlib.nullcontext(), Routing.active or contextlib.nullcontext()
-
-
-def experts_by_completion(noted, completions):
-    """The experts used in sampling -> [(prompt and response, L, K)], one tensor per completion. `noted`
-    has (rows, (tokens, L, K)) for each step: first for all prompts, padded on the left, and which of
-    them each completion has; then for the token that each row sampled last. A completion's final token
-    needs no experts: -1."""
-    rows, of_prompts = noted[0]
-    L, K = of_prompts.shape[1:]
-    of_prompts = of_prompts.view(int(rows.max()) + 1, -1, L, K)
-    width = of_prompts.shape[1]
-    table = of_prompts.new_full((len(completions), width + len(noted), L, K), -1)
-    table[:, :width] = of_prompts[rows]
-    for step, (rows, experts) in enumerate(noted[1:]):
-        table[rows, width + step] = experts
-    table = table.cpu()
-    result = []
-    for i, c in enumerate(completions):
-        end = width + len(c.ids)
-        table[i, end - 1] = -1
-        # A copy, since a view would keep the whole table in memory.
-        result.append(table[i, width - len(c.problem.prompt_ids) : end].clone())
-    return result
