@@ -201,8 +201,9 @@ def collate(completions, filler, args):
     if completions[0].advantage is not None:
         batch.advantages = torch.tensor([[c.advantage] for c in completions], device=device)
     if completions[0].experts is not None:
-        experts = [c.experts.to(device) for c in completions]
-        batch.sampler_experts_BSLK = pad_sequence(experts, batch_first=True, padding_value=-1)
+        experts = [c.experts for c in completions]
+        experts_BSLK = pad_sequence(experts, batch_first=True, padding_value=-1)
+        batch.sampler_experts_BSLK = experts_BSLK.to(device)
     return batch
 
 
