@@ -214,7 +214,7 @@ class TokenOutputs(NamedTuple):
     """The training forward's results; the last two are None if `only_logprobs`."""
 
     logprobs_BT: torch.Tensor  # of the sampled tokens; 0 on padding
-    routers: RouterOutputs | None  # what an MoE's routers chose; None for a dense model
+    routers: RouterOutputs  # what an MoE's routers chose
     entropy_BT: torch.Tensor | None = None  # in nats; 0 on padding
     aux_loss: torch.Tensor | None = None  # an MoE's load-balancing loss, a scalar; 0 without one
 
@@ -268,9 +268,9 @@ class OldOutputs(NamedTuple):
     """The policy before the update, on one batch."""
 
     logprobs_BT: torch.Tensor
-    experts_BTLK: torch.Tensor | None  # the routers' own choice, sorted; None if dense or unknown
+    experts_BTLK: torch.Tensor | None  # the routers' own choice, sorted; None if not known
     replay_BSLK: torch.Tensor | None  # for the update: with r2 its own experts, with r3 the sampler's
-    router_logits: list | None  # if asked for: L tensors (B, T, E)
+    router_logits: list  # if asked for: L tensors (B, T, E)
 
 
 @torch.no_grad()
@@ -278,11 +278,9 @@ def old_policy(policy, batch, args, router_logits=False):
     """`OldOutputs`, by the training forward. `--old_logprobs sampler` takes the sampler's log-probs."""
     replay_BSLK = batch.sampler_experts_BSLK
     if args.old_logprobs == "sampler":
-        return OldOutputs(batch.sampler_logprobs_BT, None, replay_BSLK, None)
+        return OldOutputs(batch.sampler_logprobs_BT, None, replay_BSLK, [])
     options = {"replay": replay_BSLK, "only_logprobs": True, "router_logits": router_logits}
     logprobs_BT, routers, *_ = token_logprobs(policy, batch, args.temperature, **options)
-    if routers is None:
-        return OldOutputs(logprobs_BT, None, None, None)
     if args.routing_replay == "r2":
         replay_BSLK = routers.choices_BSLK
     return OldOutputs(logprobs_BT, routers.experts_BTLK, replay_BSLK, routers.logits)

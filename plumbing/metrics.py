@@ -91,9 +91,9 @@ def router_stats(outputs, micro, num_experts):
     expert_flip_frac, if the old policy's experts are known: the fraction of (token, layer) pairs for
     which the routers now choose different experts."""
     mask_BT = micro.mask_BT
-    if outputs.routers is None:
-        return {}
     own_BTLK = outputs.routers.experts_BTLK
+    if own_BTLK is None:
+        return {}
     L, K = own_BTLK.shape[2:]
     layer_L1 = torch.arange(L, device=mask_BT.device)[:, None]
     expert_BTLK = own_BTLK + num_experts * layer_L1

@@ -100,9 +100,9 @@ class Routing:
         return torch.stack([self.used[layer] for layer in range(len(self.used))], dim=1)
 
     def outputs(self, batch, with_logits):
-        """`RouterOutputs` of a forward of this batch; None for a dense model."""
+        """`RouterOutputs` of a forward of this batch."""
         if self.routers.num_experts == 0:
-            return None
+            return RouterOutputs(None, None, [])
         choices = self.choices()
         logits = self.token_logits() if with_logits else ()
         return RouterOutputs(
@@ -174,10 +174,10 @@ class ReplacedChoice(TorchFunctionMode):
 
 
 class RouterOutputs(NamedTuple):
-    """What an MoE's routers chose in a forward, even where replay overrode it."""
+    """What routers chose in a forward, even where replay overrode it; None for a dense model."""
 
-    choices_BSLK: torch.Tensor  # at every token, in top-k order
-    experts_BTLK: torch.Tensor  # where a response token is predicted, sorted
+    choices_BSLK: torch.Tensor | None  # at every token, in top-k order
+    experts_BTLK: torch.Tensor | None  # where a response token is predicted, sorted
     logits: list  # there, if asked for: L tensors (B, T, E), detached
 
 

@@ -97,6 +97,7 @@ def test_the_hash_of_a_model_is_that_of_its_bits(own_policy):
 
 def test_nothing_is_kept_of_a_policy_that_is_gone(tiny_model):
     model, tokenizer = tiny_model
+    gc.collect()  # what earlier tests left
     before = len(plumbing.model.TRAINED)
     policy = Policy(copy.deepcopy(model), tokenizer, "bfloat16", "int4")
     policy.sampler(1)
