@@ -8,7 +8,6 @@ training and after 20 iterations of dr_grpo.py, three seeds sample 8 answers to 
 problems. A model that has a row is not measured again; to repeat it, delete the file and runs/baseline.
 """
 
-import argparse
 import itertools
 import json
 import subprocess
@@ -17,7 +16,7 @@ import sys
 import stats
 import torch
 from experiments import BASELINES
-from scripts import ROOT
+from scripts import ROOT, command_line
 from sweep import append
 
 import common
@@ -152,8 +151,7 @@ def draw():
 
 
 def main():
-    raw = argparse.RawDescriptionHelpFormatter
-    argparse.ArgumentParser(description=__doc__, formatter_class=raw).parse_args()
+    command_line(__doc__).parse_args()
     torch.set_num_threads(1)
     measure_all()
     draw().savefig(PATH, dpi=150, metadata={"Software": None})

@@ -7,13 +7,12 @@ The first panel has the held-out accuracy: greedy as a line, at temperature 1 as
 has none, since the reward gives no verdicts, it has the mean reward.
 """
 
-import argparse
-import json
 import math
 import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+from scripts import command_line, read_lines
 
 PANELS = {  # title: keys in metrics.jsonl, whose values are added
     "reward": ["rollout/reward_mean"],
@@ -29,13 +28,7 @@ PANELS = {  # title: keys in metrics.jsonl, whose values are added
 
 def read(folder):
     """(metrics of each iteration, evaluations) of a run."""
-    logs = []
-    for name in ("metrics.jsonl", "evaluations.jsonl"):
-        path = Path(folder, name)
-        if not path.exists():
-            sys.exit(f"there is no {path}: is {folder} the folder of a run?")
-        logs.append([json.loads(line) for line in path.read_text().splitlines()])
-    return logs
+    return read_lines(folder, "metrics.jsonl"), read_lines(folder, "evaluations.jsonl")
 
 
 def held_out(evaluations, way, name):
@@ -73,8 +66,7 @@ def draw(runs, panels):
 
 
 def main():
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser = command_line(__doc__)
     parser.add_argument("folders", nargs="+", metavar="RUN_DIR")
     parser.add_argument(
         "--keys", nargs="+", default=[], help="draw these keys of metrics.jsonl instead"

@@ -5,7 +5,6 @@
 Lines differ in style or lightness as well as color, so you can tell them apart in grayscale.
 """
 
-import argparse
 import importlib
 import inspect
 import math
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
-from scripts import SCRIPTS, changes_of, parent_of, title_of
+from scripts import SCRIPTS, changes_of, command_line, parent_of, title_of
 
 PATH = Path(__file__).parent / "figures" / "gradients.png"
 NUM_TOKENS = 10
@@ -95,8 +94,7 @@ def draw():
 
 
 def main():
-    raw = argparse.RawDescriptionHelpFormatter
-    argparse.ArgumentParser(description=__doc__, formatter_class=raw).parse_args()
+    command_line(__doc__).parse_args()
     draw().savefig(PATH, dpi=150, metadata={"Software": None})
     print(PATH)
 

@@ -9,7 +9,6 @@ figures/microscope_<name>.png. microscope.toml has the text: each panel's questi
 the paper says, and the titles of its plots.
 """
 
-import argparse
 import functools
 import importlib
 import itertools
@@ -17,8 +16,8 @@ import textwrap
 import tomllib
 from pathlib import Path
 
-import scripts  # noqa: F401  puts the scripts' folder on the path
 import torch
+from scripts import command_line
 
 FOLDER = Path(__file__).parent
 FIGURES = FOLDER / "figures"
@@ -218,17 +217,13 @@ def draw(name):
 
 
 def main():
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("panels", nargs="*", metavar="PANEL", help=", ".join(PANELS))
+    parser = command_line(__doc__)
+    parser.add_argument("panels", nargs="*", choices=[*PANELS])
     names = parser.parse_args().panels or PANELS
-    for name in names:
-        if name not in PANELS:
-            parser.error(f"no panel {name}; there are {', '.join(PANELS)}")
     torch.set_num_threads(1)
     for name in names:
         path = draw(name)
-        seen = textwrap.fill(" ".join(WORDS[name]["seen"].split()), 100)
+        seen = textwrap.fill(WORDS[name]["seen"], 100)
         print(f"{WORDS[name]['question']}\n{seen}\nThe picture: {path}\n")
 
 

@@ -5,7 +5,6 @@
 The page is a single file, runs/study.html, and needs no server and no network.
 """
 
-import argparse
 import difflib
 import itertools
 import json
@@ -16,7 +15,7 @@ from pathlib import Path
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
-from scripts import MORE, ROOT, SCRIPTS, file_of, parent_of
+from scripts import MORE, ROOT, SCRIPTS, command_line, file_of, parent_of
 
 FOLDER = Path(__file__).parent
 NAMES = SCRIPTS + MORE
@@ -70,8 +69,7 @@ def build():
 
 
 def main():
-    raw = argparse.RawDescriptionHelpFormatter
-    argparse.ArgumentParser(description=__doc__, formatter_class=raw).parse_args()
+    command_line(__doc__).parse_args()
     path = ROOT / "runs" / "study.html"
     path.parent.mkdir(exist_ok=True)
     path.write_text(build())

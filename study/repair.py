@@ -6,19 +6,16 @@ python study/repair.py 7 --hint
 python study/repair.py 7 --check    # does it behave like the original?
 """
 
-import argparse
 import contextlib
 import io
-import json
 import math
 import runpy
 import sys
 import tempfile
 import tomllib
 import zlib
-from pathlib import Path
 
-from scripts import ROOT
+from scripts import ROOT, command_line, read_lines
 
 SHOP = ROOT / "runs" / "repair"
 
@@ -53,8 +50,8 @@ def metrics_of_a_run(script):
         contextlib.redirect_stderr(silence),
     ):
         script["main"](script["Args"](**JOB, run_dir=folder))
-        for line in Path(folder, "metrics.jsonl").read_text().splitlines():
-            for key, value in json.loads(line).items():
+        for row in read_lines(folder, "metrics.jsonl"):
+            for key, value in row.items():
                 if "second" not in key:
                     found.setdefault(key, []).append(value)
     return found
@@ -86,8 +83,7 @@ def differences(found, expected):
 
 
 def main():
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser = command_line(__doc__)
     bugs = load_bugs()
     parser.add_argument("number", type=int, choices=bugs, metavar=f"1..{len(bugs)}")
     parser.add_argument("--hint", action="store_true", help="where to look")

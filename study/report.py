@@ -7,7 +7,6 @@ content comes from the scripts' headers, their diffs, and results/. A script wit
 left out of the tables of results.
 """
 
-import argparse
 import difflib
 import re
 import textwrap
@@ -16,8 +15,8 @@ import microscope as panels
 import stats
 from experiments import ACTED, BASELINES, BUG_JOBS, STABILITY, SYMPTOMS, bug_variant, shown_bugs
 from experiments import exercises as all_exercises
-from scripts import MORE, ROOT, SCRIPTS, changed_lines, changes_of, differences_of, file_of, paper_of
-from scripts import parent_of, read, title_of
+from scripts import MORE, ROOT, SCRIPTS, changed_lines, changes_of, command_line, differences_of
+from scripts import file_of, paper_of, parent_of, read, title_of
 from stats import interval, mean, mean_std, values
 
 FILES = [ROOT / "README.md", ROOT / "study" / "README.md"]
@@ -314,8 +313,7 @@ def filled(text):
 
 
 def main():
-    raw = argparse.RawDescriptionHelpFormatter
-    argparse.ArgumentParser(description=__doc__, formatter_class=raw).parse_args()
+    command_line(__doc__).parse_args()
     for path in FILES:
         path.write_text(filled(path.read_text()))
 

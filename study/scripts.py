@@ -1,9 +1,12 @@
-"""What the scripts say about themselves. A new script is found by its last line; its title, paper,
-parent and differences are read from its header."""
+"""What the tools share: their command lines, the logs of runs, and what the scripts say about
+themselves. A new script is found by its last line; its title, paper, parent and differences are read
+from its header."""
 
+import argparse
 import ast
 import difflib
 import functools
+import json
 import re
 import sys
 from pathlib import Path
@@ -11,6 +14,17 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
+
+
+def command_line(docstring):
+    """A tool's parser, whose --help shows its docstring."""
+    raw = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=docstring, formatter_class=raw)
+
+
+def read_lines(folder, log):
+    """The rows of a log, such as metrics.jsonl, in the folder of a run."""
+    return [json.loads(line) for line in Path(folder, log).read_text().splitlines()]
 
 
 def file_of(name):

@@ -3,7 +3,6 @@
 python study/stats.py runs/sapo-seed? --minus runs/grpo-seed?
 """
 
-import argparse
 import csv
 import json
 import math
@@ -13,6 +12,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import numpy
+from scripts import command_line, read_lines
 
 RESULTS = Path(__file__).parent / "results"
 TEXT = {"script", "variant", "commit", "flags"}
@@ -73,23 +73,19 @@ def interval(ours, theirs):
 
 def measured(folder):
     """(seed, {name: number}) of a run: its mean reward over all rollouts, and its last evaluation."""
-    try:
-        seed = json.loads(Path(folder, "settings.json").read_text())["seed"]
-        lines = Path(folder, "metrics.jsonl").read_text().splitlines()
-        last = json.loads(Path(folder, "evaluations.jsonl").read_text().splitlines()[-1])
-        numbers = {"reward": statistics.mean(json.loads(line)["rollout/reward_mean"] for line in lines)}
-    except (OSError, ValueError, LookupError) as error:
-        sys.exit(f"{folder} is not the folder of a run that has ended: {error}")
+    settings = json.loads(Path(folder, "settings.json").read_text())
+    rewards = [line["rollout/reward_mean"] for line in read_lines(folder, "metrics.jsonl")]
+    numbers = {"reward": statistics.mean(rewards)}
+    *_, last = read_lines(folder, "evaluations.jsonl")
     for way in ("greedy", "sampled"):
         for name in ("accuracy", "reward_mean"):
             if name in last.get(way, {}):
                 numbers[f"{way} {name}"] = last[way][name]
-    return seed, numbers
+    return settings["seed"], numbers
 
 
 def main():
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser = command_line(__doc__)
     parser.add_argument("folders", nargs="+", metavar="RUN_DIR")
     parser.add_argument("--minus", nargs="+", metavar="RUN_DIR", required=True)
     args = parser.parse_args()

@@ -7,7 +7,6 @@ results/X.csv has a row for each run. An interrupted sweep continues where it st
 row is not repeated. To measure again, delete the file.
 """
 
-import argparse
 import csv
 import itertools
 import json
@@ -22,7 +21,7 @@ from statistics import mean
 import numpy
 import stats
 from experiments import EXPERIMENTS, changed_scripts
-from scripts import ROOT
+from scripts import ROOT, command_line, read_lines
 
 RUNS = ROOT / "runs" / "sweep"
 ENVIRONMENT = {
@@ -57,9 +56,9 @@ def run(name, job):
     if done.returncode != 0:
         return None
     settings = json.loads((run_dir / "settings.json").read_text())
-    lines = lines_of(run_dir / "metrics.jsonl")
+    lines = read_lines(run_dir, "metrics.jsonl")
     count_completions(lines, settings)
-    end = lines_of(run_dir / "evaluations.jsonl")[-1]
+    *_, end = read_lines(run_dir, "evaluations.jsonl")
     row = {"script": job.script, "variant": job.variant, "seed": job.seed}
     row |= {"area": area(lines), "largest_drop": largest_drop(lines)}
     row |= {column: average(lines, *source) for column, source in EXPERIMENTS[name].columns.items()}
@@ -68,10 +67,6 @@ def run(name, job):
     row |= {"commit": settings["versions"].get("commit", "")[:7], "flags": job.flags}
     shutil.rmtree(run_dir)
     return row
-
-
-def lines_of(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 # ------------------------------------------------------------------------------------------ one row
@@ -149,8 +144,7 @@ def sweep(name, num_processes):
 
 
 def main():
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser = command_line(__doc__)
     parser.add_argument("names", nargs="+", choices=[*EXPERIMENTS, "all"])
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     args = parser.parse_args()
