@@ -18,8 +18,6 @@ generate().
           --per_device_train_batch_size
 """
 
-import argparse
-import json
 import math
 import os
 import re
@@ -28,11 +26,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
 import torch
 import transformers
-from scripts import ROOT
+from scripts import ROOT, command_line, read_lines
 
 import common
 import grpo
@@ -80,10 +77,11 @@ def run(file, flags):
     return result.stdout
 
 
-def metrics_of(flags, folder):
+def metrics_of(flags):
     """Runs grpo.py. Returns the metrics of each iteration."""
-    run("grpo.py", f"{flags} --run_dir {folder} --eval_every 0 --save_every 0")
-    return [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+    with tempfile.TemporaryDirectory() as folder:
+        run("grpo.py", f"{flags} --run_dir {folder} --eval_every 0 --save_every 0")
+        return read_lines(folder, "metrics.jsonl")
 
 
 def print_pairs(pairs, form):
@@ -136,19 +134,20 @@ def generate(policy, problems, args):
     )
     ends = torch.tensor(policy.end_ids, device=output.device)
     is_end = torch.isin(output[:, inputs.input_ids.shape[1] :], ends)
-    is_after = is_end.cumsum(1) - is_end.int() > 0
-    return (~is_after).sum().item()
+    num_ends_before = is_end.cumsum(1) - is_end.int()
+    return (num_ends_before == 0).sum().item()
 
 
 # ------------------------------------------------------------------------------------- an iteration
 
 
 def trl(flags, ours, theirs, num_pairs):
+    use_cpu = "" if torch.cuda.is_available() else "--use_cpu"
     pairs = []
     for _ in range(num_pairs):
+        lines = metrics_of(f"{flags} {ours}")
         with tempfile.TemporaryDirectory() as folder:
-            lines = metrics_of(f"{flags} {ours}", f"{folder}/ours")
-            words = f"--algorithm grpo {flags} {theirs} --save_every 0 --output_dir {folder}/trl"
+            words = f"{flags} {theirs} {use_cpu} --save_every 0 --output_dir {folder}"
             printed = run("examples/trl_trainer.py", words)
         (seconds,) = re.findall(r"'train_runtime': '?([\d.]+)", printed)
         phases = [f"charts/{phase}_seconds" for phase in ("rollout", "reward", "update")]
@@ -161,18 +160,15 @@ def trl(flags, ours, theirs, num_pairs):
 
 
 def memory(flags):
-    with tempfile.TemporaryDirectory() as folder:
-        *_, last = metrics_of(flags, folder)
+    *_, last = metrics_of(flags)
     gib = last.get("charts/peak_memory_gib", math.nan)
     seconds = [last[f"charts/{phase}_seconds"] for phase in ("rollout", "update")]
     print(f"| {gib:.1f} | {seconds[0]:.1f} | {seconds[1]:.1f} |")
 
 
 def main():
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser = command_line(__doc__)
     parser.add_argument("command", choices=["sampler", "trl", "memory"])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--model", default="tiny-moe")
     for name in ("--flags", "--ours", "--theirs"):
@@ -186,14 +182,12 @@ def main():
             model = folder
         iterations = 7 if model == "tiny-moe" else 2
         flags = f"--model {model} --iterations {iterations} --num_held_out 8 --lr 1e-9 {args.flags}"
-        device = f"--device {args.device}"
         if args.command == "sampler":
-            sampler(f"{flags} {device}", args.pairs)
+            sampler(flags, args.pairs)
         elif args.command == "trl":
-            use_cpu = "--use_cpu" if args.device == "cpu" else ""
-            trl(flags, f"{args.ours} {device}", f"{args.theirs} {use_cpu}", args.pairs)
+            trl(flags, args.ours, args.theirs, args.pairs)
         else:
-            memory(f"{flags} {device}")
+            memory(flags)
 
 
 if __name__ == "__main__":
