@@ -10,12 +10,12 @@ problems. A model that has a row is not measured again; to repeat it, delete the
 
 import itertools
 import json
+import statistics
 import subprocess
 import sys
 
 import stats
 import torch
-from experiments import BASELINES
 from scripts import ROOT, command_line
 from sweep import append
 
@@ -53,7 +53,7 @@ def score(policy, completion):
 
 def noise(rewards_PG, squares_PG):
     """The columns of a row: E[R], b*, |s|^2 of right and of wrong answers, and E[(R - b)^2 |s|^2] for
-    each of BASELINES. squares_PG: |s|^2."""
+    each baseline. squares_PG: |s|^2."""
     G = rewards_PG.shape[1]
     sum_P1 = rewards_PG.sum(1, keepdim=True)
     best = (rewards_PG * squares_PG).mean() / squares_PG.mean()
@@ -70,47 +70,42 @@ def noise(rewards_PG, squares_PG):
         "square_right": squares_PG[rewards_PG == 1].mean().item(),
         "square_wrong": squares_PG[rewards_PG == 0].mean().item(),
     }
-    for name in BASELINES:
-        found[name] = ((rewards_PG - baselines[name]) ** 2 * squares_PG).mean().item()
+    for name, baseline in baselines.items():
+        found[name] = ((rewards_PG - baseline) ** 2 * squares_PG).mean().item()
     return found
 
 
 def measure(model, seed):
     """The columns of a row, from completions of this model."""
-    args = dr_grpo.Args(model=str(model), seed=seed)
+    args = dr_grpo.Args(model=model, seed=seed)
     policy = common.load_policy(args)
     grade = common.load_grader(args)
     _, held_out = common.load_problems(args, policy, grade)
     generator = torch.Generator().manual_seed(seed)
     completions = common.sample(policy, held_out[:NUM_PROMPTS], args.group_size, args, generator)
     completions = grade(completions)
-    squares = []
-    lengths = []
-    rewarded = []  # R s, summed over each group
-    plain = []  # s, summed over each group
-    for i, completion in enumerate(completions):
-        s = score(policy, completion)
-        if i % args.group_size == 0:
-            rewarded.append(torch.zeros_like(s))
-            plain.append(torch.zeros_like(s))
-        rewarded[-1] += completion.reward * s
-        plain[-1] += s
-        squares.append(s.double().square().sum())
-        lengths.append(len(completion.ids))
     rewards_PG = torch.tensor([c.reward for c in completions], dtype=torch.float64)
     rewards_PG = rewards_PG.view(-1, args.group_size)
-    squares_PG = torch.stack(squares).view_as(rewards_PG)
+    squares = []
+    rewarded = []  # R s, summed over each group
+    plain = []  # s, summed over each group
+    for p, rewards_G in enumerate(rewards_PG):
+        group = completions[p * args.group_size : (p + 1) * args.group_size]
+        scores_GN = torch.stack([score(policy, completion) for completion in group]).double()
+        squares.append(scores_GN.square().sum(1))
+        rewarded.append(rewards_G @ scores_GN)
+        plain.append(scores_GN.sum(0))
+    squares_PG = torch.stack(squares)
     found = noise(rewards_PG, squares_PG)
     # |E[g]|^2 from products of different groups alone, which are independent; with the best baseline,
     # since that has the least noise.
-    groups_PN = torch.stack(rewarded).double() - found["best_baseline"] * torch.stack(plain).double()
+    groups_PN = torch.stack(rewarded) - found["best_baseline"] * torch.stack(plain)
     groups_PN = groups_PN / args.group_size
     P = len(groups_PN)
     total = groups_PN.sum(0).square().sum() - groups_PN.square().sum()
     found["squared_gradient"] = (total / (P * (P - 1))).item()
-    lengths_N = torch.tensor(lengths, dtype=torch.float64)
-    both_2N = torch.stack([squares_PG.flatten(), lengths_N])
-    found["length_correlation"] = torch.corrcoef(both_2N)[0, 1].item()
+    lengths = [len(c.ids) for c in completions]
+    found["length_correlation"] = statistics.correlation(squares_PG.flatten().tolist(), lengths)
     return found
 
 

@@ -63,7 +63,7 @@ def run(name, job):
     row |= {"area": area(lines), "largest_drop": largest_drop(lines)}
     row |= {column: average(lines, *source) for column, source in EXPERIMENTS[name].columns.items()}
     for way in ("greedy", "sampled"):
-        row[f"after_{way}_accuracy"] = end[way].get("accuracy", "")  # it needs verdicts
+        row[f"after_{way}_accuracy"] = end[way]["accuracy"]
     row |= {"commit": settings["versions"].get("commit", "")[:7], "flags": job.flags}
     shutil.rmtree(run_dir)
     return row
@@ -88,23 +88,23 @@ def average(lines, key, count):
 
 
 def area(lines):
-    """Mean height of the accuracy curve over the first END completions; "" if the curve ends earlier or
-    has gaps. A rollout's accuracy is what was learned from the completions before it, so the curve's
-    last point is where the last rollout starts."""
+    """Mean height of the accuracy curve over the first END completions; "" if the curve ends earlier. A
+    rollout's accuracy is what was learned from the completions before it, so the curve's last point is
+    where the last rollout starts."""
     starts = [0] + [line["generated"] for line in lines[:-1]]
-    accuracies = [line["rollout/accuracy"] for line in lines if "rollout/accuracy" in line]
-    if starts[-1] < END or len(accuracies) < len(lines):
+    if starts[-1] < END:
         return ""
+    accuracies = [line["rollout/accuracy"] for line in lines]
     xs = [start for start in starts if start < END] + [END]
     ys = numpy.interp(xs, starts, accuracies)
     return numpy.trapezoid(ys, xs) / END
 
 
 def largest_drop(lines):
-    """The largest drop from the highest accuracy so far to a later one; "" if there is none."""
-    accuracies = [line["rollout/accuracy"] for line in lines if "rollout/accuracy" in line]
-    highest = itertools.accumulate(accuracies, max)
-    return max((high - now for high, now in zip(highest, accuracies, strict=True)), default="")
+    """The largest drop from the highest accuracy so far to a later one."""
+    accuracies = [line["rollout/accuracy"] for line in lines]
+    highest = numpy.maximum.accumulate(accuracies)
+    return (highest - accuracies).max()
 
 
 # ------------------------------------------------------------------------------------------ results
