@@ -86,16 +86,6 @@ ROUTING_COLUMNS = {
     "ratio_max": ("losses/ratio_max", 0),
 }
 
-# -------------------------------------------------------------------------------------- baselines
-
-BASELINES = {  # column of baseline.py: words
-    "none": "none, b = 0",
-    "mean": "E[R], the same for all prompts",
-    "loo": "the mean of the group's other answers (rloo)",
-    "group": "the group's mean (dr_grpo)",
-    "best": "b*, the same for all prompts",
-}
-
 # ------------------------------------------------------------------------------------- exercises
 
 # Each changed script has the seeds of its original, so both start from the same rollout.

@@ -34,9 +34,6 @@ def load_bugs():
     """{number: bug}. The numbers do not give anything away."""
     kinds = tomllib.loads((ROOT / "study" / "bugs.toml").read_text())
     bugs = sorted(sum(kinds.values(), []), key=lambda bug: zlib.crc32(bug["title"].encode()))
-    for bug in bugs:
-        bug["original"] = ROOT / f"{bug['script']}.py"
-        bug["broken"] = changed(bug)
     return dict(enumerate(bugs, start=1))
 
 
@@ -94,7 +91,7 @@ def main():
     if args.hint:
         print(bug["hint"])
     elif args.check:
-        lines = differences(behavior(path), behavior(bug["original"]))
+        lines = differences(behavior(path), behavior(ROOT / f"{bug['script']}.py"))
         if lines:
             sys.exit("\n".join(["not fixed:", *lines]))
         print(f"fixed: {bug['title']}. {bug['wrong']}\nFix: {bug['fix']} {bug.get('seen', '')}")
@@ -102,7 +99,7 @@ def main():
         sys.exit(f"{path} exists: remove it to start again")
     else:
         SHOP.mkdir(parents=True, exist_ok=True)
-        path.write_text(bug["broken"])
+        path.write_text(changed(bug))
         print(f"{path} has a bug. To run it: python -m runs.repair.{path.stem}")
 
 

@@ -13,7 +13,7 @@ import textwrap
 
 import microscope as panels
 import stats
-from experiments import ACTED, BASELINES, BUG_JOBS, STABILITY, SYMPTOMS, bug_variant, shown_bugs
+from experiments import ACTED, BUG_JOBS, STABILITY, SYMPTOMS, bug_variant, shown_bugs
 from experiments import exercises as all_exercises
 from scripts import MORE, ROOT, SCRIPTS, changed_lines, changes_of, command_line, differences_of
 from scripts import file_of, paper_of, parent_of, read, title_of
@@ -52,13 +52,11 @@ def scripts():
     rows = []
     for name in names:
         path = file_of(name)
-        paper = title_of(name)
-        if paper_of(name):
-            paper = f"[{paper}](https://arxiv.org/abs/{paper_of(name)})"
-        changes = (
-            ", ".join(lower(words) for words in changes_of(name)) or "the root: ratio, clip, critic"
-        )
-        if len(changes_of(name)) == 1:
+        paper = f"[{title_of(name)}](https://arxiv.org/abs/{paper_of(name)})"
+        changes = ", ".join(lower(words) for words in changes_of(name))
+        if not changes:
+            changes = "the root: ratio, clip, critic"
+        elif len(changes_of(name)) == 1:
             changes = lower(differences_of(name)[0].split(". ")[0].removesuffix("."))
         other = compared_with(name)
         size = f"{changed_lines(other, name)} lines ({other})" if other else ""
@@ -180,6 +178,15 @@ def routing():
     return markdown(["script", "sampler", "replay", *names], rows, "lllrrrrr")
 
 
+BASELINES = {  # column of baseline.csv: words
+    "none": "none, b = 0",
+    "mean": "E[R], the same for all prompts",
+    "loo": "the mean of the group's other answers (rloo)",
+    "group": "the group's mean (dr_grpo)",
+    "best": "b*, the same for all prompts",
+}
+
+
 def baselines():
     """The noise of the gradient with each baseline, and that divided by the squared mean gradient."""
     runs = stats.runs("baseline")
@@ -209,13 +216,9 @@ def exercises():
 
 def answers():
     """What the curves show, and why."""
-    found = all_exercises().values()
     runs = stats.runs("exercises")
-    variants = [(each["script"], "original") for each in found]
-    variants += [(each["script"], each["title"]) for each in found]
     rows = []
-    for script, variant in dict.fromkeys(variants):
-        ours = runs[script, variant]
+    for (script, variant), ours in runs.items():
         theirs = values(runs[script, "original"], "mean_accuracy")
         delta = interval(values(ours, "mean_accuracy"), theirs) if variant != "original" else ""
         cells = [mean_std(ours, "mean_accuracy"), delta]
@@ -225,7 +228,7 @@ def answers():
         rows.append([f"`{file_of(script)}`, {variant}", *cells])
     header = ["runs", "accuracy", "minus original", "greedy", "temperature 1", "entropy"]
     lines = [*markdown([*header, "largest ratio", "gradient norm"], rows, "lrrrrrrr"), ""]
-    for number, each in enumerate(found, start=1):
+    for number, each in enumerate(all_exercises().values(), start=1):
         words = f"{number}. **{each['title']}.** {each['answer']}"
         lines += textwrap.wrap(words, 120, subsequent_indent="   ", break_on_hyphens=False)
     return lines

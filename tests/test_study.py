@@ -111,10 +111,10 @@ def test_the_main_page_has_the_summary_of_the_symptoms():
 
 def test_each_bug_applies_exactly_once():
     for bug in BUGS.values():
-        original = bug["original"].read_text()
+        original = path_of(bug["script"]).read_text()
         assert original.count(bug["old"]) == 1, bug["title"]
-        assert bug["broken"] != original
-        compile(bug["broken"], bug["title"], "exec")
+        assert repair.changed(bug) != original
+        compile(repair.changed(bug), bug["title"], "exec")
     assert f"has {len(BUGS)} bugs, one per entry" in (ROOT / "study" / "README.md").read_text()
 
 
@@ -154,6 +154,6 @@ def expected_of(script):
 def test_the_check_refuses_each_bug(number, tmp_path):
     bug = BUGS[number]
     path = tmp_path / "script.py"
-    path.write_text(bug["broken"])
+    path.write_text(repair.changed(bug))
     found = repair.behavior(path)
     assert repair.differences(found, expected_of(bug["script"])) != []
