@@ -3,7 +3,7 @@
 import tomllib
 from typing import NamedTuple
 
-from repair import changed, load_bugs
+from repair import load_bugs
 from scripts import MORE, ROOT, SCRIPTS, file_of
 
 
@@ -112,11 +112,6 @@ def exercise_jobs():
         for file, each in exercises().items():
             jobs.append(Job(each["script"], each["title"], seed, EXERCISE_FLAGS, file))
     return jobs
-
-
-def changed_scripts():
-    """{file that sweep.py writes: its text}"""
-    return {file: changed(change) for file, change in (shown_bugs() | exercises()).items()}
 
 
 # ---------------------------------------------------------------------------------- planted bugs

@@ -20,7 +20,8 @@ from statistics import mean
 
 import numpy
 import stats
-from experiments import EXPERIMENTS, changed_scripts
+from experiments import EXPERIMENTS, exercises, shown_bugs
+from repair import changed
 from scripts import ROOT, command_line, read_lines
 
 RUNS = ROOT / "runs" / "sweep"
@@ -35,10 +36,10 @@ END = 8_000  # completions that `area` covers; the last rollout of every default
 
 
 def write_changed_scripts():
-    for file, text in changed_scripts().items():
+    for file, change in (shown_bugs() | exercises()).items():
         path = ROOT / file
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        path.write_text(changed(change))
 
 
 def run(name, job):
