@@ -218,8 +218,9 @@ def draw(name):
 
 def main():
     parser = command_line(__doc__)
-    parser.add_argument("panels", nargs="*", choices=[*PANELS])
-    names = parser.parse_args().panels or PANELS
+    parser.add_argument("panels", nargs="*", choices=[*PANELS, "all"], default="all")
+    panels = parser.parse_args().panels
+    names = PANELS if "all" in panels else panels
     torch.set_num_threads(1)
     for name in names:
         path = draw(name)

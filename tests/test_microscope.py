@@ -12,7 +12,8 @@ import microscope
 @pytest.mark.extras
 def test_the_command_prints_question_answer_and_picture(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(microscope, "FIGURES", tmp_path)
-    monkeypatch.setattr(sys, "argv", ["microscope.py", "group"])
+    monkeypatch.setattr(microscope, "PANELS", {"group": microscope.group})  # one is enough
+    monkeypatch.setattr(sys, "argv", ["microscope.py"])
     microscope.main()
     printed = capsys.readouterr().out
     assert printed.startswith("Which prompts get the gradient?\nWith the mean alone")
