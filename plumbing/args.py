@@ -169,6 +169,7 @@ RANGES = [
 ]
 # A flag, and the values of a different flag with which it is not read
 UNREAD = [
+    ("rollout_correction", "old_logprobs", "sampler"),
     ("rollout_cap", "rollout_correction", "none geo_filter icepop"),
     ("rollout_mask_low", "rollout_correction", "none token_tis sequence_tis sequence_mis icepop"),
     ("rollout_mask_high", "rollout_correction", "none token_tis sequence_tis sequence_mis icepop"),
@@ -224,8 +225,6 @@ def check_flags(args):
         raise UserError(f"--num_minibatches does not divide {completions} completions into equal parts")
     if args.old_logprobs == "sampler" and args.routing_replay == "r2":
         raise UserError("--old_logprobs sampler skips the forward pass that r2 takes experts from")
-    if args.old_logprobs == "sampler" and args.rollout_correction != "none":
-        raise UserError("--old_logprobs sampler leaves nothing for --rollout_correction to correct")
     for name, dataset in (("dataset_split", args.dataset), ("eval_split", args.eval_dataset)):
         if getattr(args, name) != getattr(RunArgs, name) and not has_splits(dataset):
             raise UserError(f"--{name} is for a folder or hub id, and there is none that it applies to")

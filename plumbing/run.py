@@ -381,15 +381,15 @@ def versions():
 
 # ------------------------------------------------------------------------------------ printed lines
 
-# Title of a column: key in metrics.jsonl, format
+# Title of a column: format, keys in metrics.jsonl, whose sum is shown
 COLUMNS = {
-    "iteration": ("iteration", "d"),
-    "reward": ("rollout/reward_mean", ".3f"),
-    "accuracy": ("rollout/accuracy", ".3f"),
-    "length": ("rollout/response_len_mean", ".1f"),
-    "entropy": ("losses/entropy", ".3f"),
-    "clipped": ("clipped", ".2%"),
-    "held-out": ("held-out", ".3f"),
+    "iteration": ("d", "iteration"),
+    "reward": (".3f", "rollout/reward_mean"),
+    "accuracy": (".3f", "rollout/accuracy"),
+    "length": (".1f", "rollout/response_len_mean"),
+    "entropy": (".3f", "losses/entropy"),
+    "clipped": (".2%", "losses/clipfrac_low", "losses/clipfrac_high"),
+    "held-out": (".3f", "eval/accuracy", "eval/reward_mean"),  # only one of them
 }
 TITLES = "  ".join(COLUMNS)
 NO_VERDICTS = (
@@ -400,15 +400,10 @@ NO_VERDICTS = (
 
 def progress_line(metrics):
     """A line below `TITLES`. Cells without a metric (a key in metrics.jsonl) stay blank."""
-    clips = [metrics[key] for key in ("losses/clipfrac_low", "losses/clipfrac_high") if key in metrics]
-    if clips:
-        metrics = metrics | {"clipped": sum(clips)}
-    for key in ("eval/accuracy", "eval/reward_mean"):
-        if key in metrics:
-            metrics = metrics | {"held-out": metrics[key]}
     cells = []
-    for title, (key, kind) in COLUMNS.items():
-        text = f"{metrics[key]:{kind}}" if key in metrics else ""
+    for title, (kind, *keys) in COLUMNS.items():
+        values = [metrics[key] for key in keys if key in metrics]
+        text = f"{sum(values):{kind}}" if values else ""
         cells.append(text.rjust(len(title)))
     return "  ".join(cells).rstrip()
 
