@@ -67,7 +67,7 @@ def masked_mean(x, mask):
 
 
 def compute_advantages(rewards_PG):
-    """Rewards -> advantages, (P, G): [1] A = (R - mean) / std in each group, 0 if all are equal."""
+    """Rewards -> advantages, (P, G): A = (R - mean) / std in each group, 0 if all rewards are equal."""
     rewards_PG = 1.0 * rewards_PG  # rewards may be integers or booleans
     advantages_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
     advantages_PG = advantages_PG / (rewards_PG.std(1, keepdim=True) + 1e-6)
@@ -161,6 +161,7 @@ def main(args):
         completions = grade(completions)
 
         # ------------------------------------------------------------------------------- advantages
+        # [1] Group baseline: a row of rewards for each prompt
         rewards_PG = torch.tensor([c.reward for c in completions]).view(-1, args.group_size)
         completions = with_advantages(completions, compute_advantages(rewards_PG))
 

@@ -93,6 +93,16 @@ def test_a_stretch_ends_when_all_rows_have_ended(own_policy):
     assert sampled(own_policy, None, 0, max_new_tokens=40)[1] == longest
 
 
+def test_a_stretch_keeps_rows_that_have_ended(own_policy):
+    """Whether the host looks before its end or not."""
+    own_policy.model.generation_config.eos_token_id = [1, 5]  # ends some rows soon
+    growing, _ = sampled(own_policy, None, 1, max_new_tokens=40, temperature=1.5)
+    fixed, _ = sampled(own_policy, Eager(), 1, max_new_tokens=40, temperature=1.5)
+    assert_same(fixed, growing)
+    lengths = [len(c.ids) for c in growing]
+    assert min(lengths) < 16 < max(lengths)
+
+
 def test_the_stretches_of_a_long_answer(tiny_policy):
     """As many tokens as there are, from 64 to 256, up to the cap, with columns in multiples of 16."""
     decoder = StretchDecoder(tiny_policy, False, Eager(), 700, decoding.STRETCH)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import batch_of_ids, completes, metrics, script_args
+from conftest import MORE, SCRIPTS, batch_of_ids, completes, metrics, script_args
 
 import common
 import rspo
@@ -133,13 +133,31 @@ def test_old_policy_and_reference_compute_only_what_is_read(tiny_policy, batch, 
     assert [outputs.routers.logits for outputs in seen] == [[], []]
 
 
-def test_run_r3_replays_the_samplers_experts_before_the_update_and_in_it(tmp_path, monkeypatch):
-    """Here the last two of eight, for which rspo then measures gamma, too. The first ratio is 1."""
-    measured = []
+def sample_and_make_up(*inputs):
+    """The experts are the last two of eight."""
+    completions = []
+    for c in sample(*inputs):
+        made_up = torch.tensor([6, 7]).expand_as(c.experts)
+        completions.append(c._replace(experts=torch.where(c.experts < 0, -1, made_up)))
+    return completions
 
-    def sample_and_make_up(*inputs):
-        experts = torch.tensor([6, 7])
-        return [c._replace(experts=experts.expand_as(c.experts)) for c in sample(*inputs)]
+
+@pytest.mark.parametrize("name", [*SCRIPTS, *MORE])
+def test_run_r3_replays_the_samplers_experts_before_the_update_and_in_it(
+    name, tmp_path, monkeypatch, reward_file
+):
+    """So the first ratio is 1, though the routers would choose other experts."""
+    script, args = script_args(name)
+    monkeypatch.setattr(script, "sample", sample_and_make_up)
+    flags = ["--iterations", 1 + getattr(args, "pretraining_iterations", 0)]
+    flags += ["--reward", reward_file("return len(text) > 7")]  # so that dapo finds mixed groups
+    completes(name, *flags, "--routing_replay", "r3", "--run_dir", tmp_path)
+    line = metrics(tmp_path)[-1]
+    assert line["losses/first_step_ratio_error_max"] == 0 and line["moe/sampler_flip_frac"] > 0.5
+
+
+def test_run_r3_lets_rspo_measure_the_replayed_experts(tmp_path, monkeypatch):
+    measured = []
 
     def expert_logprobs(router_logits, experts_BTLK):
         measured.extend(experts_BTLK[:, 0].flatten().tolist())  # the first token is no padding
@@ -150,8 +168,6 @@ def test_run_r3_replays_the_samplers_experts_before_the_update_and_in_it(tmp_pat
     monkeypatch.setattr(rspo, "expert_logprobs", expert_logprobs)
     completes("rspo", "--routing_replay", "r3", "--run_dir", tmp_path)
     assert set(measured) == {6, 7}
-    (line,) = metrics(tmp_path)
-    assert line["losses/first_step_ratio_error_max"] == 0 and line["moe/sampler_flip_frac"] > 0
 
 
 # ------------------------------------------------------------------------------------- statistics

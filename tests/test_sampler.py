@@ -88,6 +88,15 @@ def test_a_token_with_probability_0_is_never_sampled():
     assert next_token(probs_RV.log(), noise_R1, greedy=False).tolist() == [[1], [3], [3]]
 
 
+def test_equal_prompts_go_through_the_model_once(own_policy):
+    rows = []
+    hook = lambda module, inputs, keywords: rows.append(len(keywords["input_ids"]))  # noqa: E731
+    own_policy.model.base_model.register_forward_pre_hook(hook, with_kwargs=True)
+    problems = problems_of(own_policy, *MIXED)
+    sample(own_policy, [problems[0], *problems], 4, settings(), noise_of(0))
+    assert rows[:2] == [len(MIXED), 4 * (1 + len(MIXED))]
+
+
 def test_evaluations_record_no_experts(tiny_policy, monkeypatch):
     asked = []
     original = common.sample_batch
