@@ -4,20 +4,21 @@ test_run_folder.py."""
 
 import dataclasses
 import importlib
+import io
 import json
+import sys
 from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from conftest import MORE, OWN_LR, SCRIPTS, SMALL, fields_of, refused, run, script_args, started
-from conftest import write_lines
+from conftest import MORE, OWN_LR, SCRIPTS, fields_of, refused, run, script_args
 
 import grpo
 import ppo
 from common import UserError
-from plumbing.args import allowed_in, parse_args
+from plumbing.args import allowed_in, launch, parse_args
 
 FLAGS = [row.strip().split(" | ") for row in (Path(__file__).parent / "bad_flags.txt").open()]
 
@@ -156,15 +157,10 @@ def test_a_bug_has_a_traceback(tmp_path, reward_file):
         run("grpo", "--reward", reward_file("return 1 / 0"), "--run_dir", tmp_path)
 
 
-# ---------------------------------------------------------------------------------- as a user starts it
-
-
-def test_run_prints_into_a_file_whose_encoding_lacks_a_character(tmp_path, monkeypatch):
+def test_prints_into_a_file_whose_encoding_lacks_a_character(tmp_path, monkeypatch):
     """As `> log.txt` on Windows."""
-    rows = [{"question": f"{i}+1=", "answer": "\u03c0"} for i in range(20)]
-    flags = ["--dataset", write_lines(tmp_path / "data.jsonl", rows), "--run_dir", tmp_path / "run"]
-    monkeypatch.setenv("PYTHONIOENCODING", "cp1252")
-    process = started("grpo", *SMALL, "--num_held_out", 4, *flags)
-    printed, errors = process.communicate()
-    assert process.returncode == 0 and errors == ""
-    assert "(sampled; the answer is \\u03c0)" in printed
+    file = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(file, encoding="cp1252"))
+    monkeypatch.setattr(sys, "argv", ["grpo.py", "--run_dir", str(tmp_path)])
+    launch(lambda args: print("the answer is \u03c0"), grpo.Args)
+    assert file.getvalue() == b"the answer is \\u03c0\n"

@@ -119,9 +119,7 @@ configs:
   - {split: train, path: main/train*}
   - {split: test, path: main/test*}
 - config_name: socratic
-  data_files:
-  - {split: train, path: socratic/train*}
-  - {split: test, path: socratic/test*}
+  data_files: socratic/train*
 ---
 """
 
@@ -129,7 +127,7 @@ configs:
 @pytest.fixture
 def like_gsm8k(tmp_path):
     """A folder with two configs, as on the hub."""
-    for name in ("main/train", "main/test", "socratic/train", "socratic/test"):
+    for name in ("main/train", "main/test", "socratic/train"):
         Dataset.from_list(sums(9)).to_parquet(tmp_path / "gsm" / f"{name}-00000-of-00001.parquet")
     (tmp_path / "gsm" / "README.md").write_text(CARD)
     return tmp_path / "gsm"
@@ -159,35 +157,20 @@ def test_a_folder_with_a_card_is_read_again_after_a_change(like_gsm8k):
         assert read(like_gsm8k, dataset_config="main") == sums(count)
 
 
-def word_problems(first):
-    """With the marks that GSM8K has for a calculator."""
-    rows = []
-    for n in range(first, first + 6):
-        work = f"{n} are ripe.\nThat is {n}*1000=$<<{n}*1000={n}000>>{n},000."
-        rows.append(row(f"{n} of Ada's plums are ripe. Each costs $1,000.", f"{work}\n#### {n},000"))
-    return rows
-
-
 def test_run_the_command_for_gsm8k(like_gsm8k, tmp_path):
     """README's, with a folder and a tiny model in place of the hub's."""
     model = save(new_model("qwen2", vocab_size=300, max_position_embeddings=1024), tmp_path / "model")
     tokenizer = ByT5Tokenizer(extra_ids=0)
     tokenizer.chat_template = TURNS
     tokenizer.save_pretrained(model)
-    for n, split in enumerate(("train", "test"), start=1):
-        path = like_gsm8k / "main" / f"{split}-00000-of-00001.parquet"
-        Dataset.from_list(word_problems(20 * n)).to_parquet(path)
     text = (ROOT / "README.md").read_text()
     (command,) = re.findall(r"^python grpo.py --model Qwen.*?(?=^```)", text, re.DOTALL | re.MULTILINE)
     paths = {"openai/gsm8k": like_gsm8k, "Qwen/Qwen2.5-0.5B-Instruct": model}
     words = [paths.get(word, word) for word in shlex.split(command.replace("\\\n", ""))]
     output = completes("grpo", *words[2:], *SMALL, "--run_dir", tmp_path / "run")
-    assert "problems: 6 to train on, 6 held out\n" in output
+    assert "problems: 9 to train on, the first 8 of 9 held out; 8 of those" in output
     instruction = words[words.index("--instruction") + 1]
-    known = set()
-    for problem in word_problems(20):
-        prompt = f"<user>{problem['question']}\n{instruction}<assistant>"
-        known.add((prompt, problem["answer"].rpartition("#### ")[2]))
+    known = {(f"<user>{i}+1=\n{instruction}<assistant>", str(i + 1)) for i in range(9)}
     samples = read_lines(tmp_path / "run" / "samples.jsonl")
     shown = {(sample["prompt"], sample["answer"]) for sample in samples}
     assert len(shown) == 4 and shown < known
@@ -216,10 +199,6 @@ def test_images_and_audio_that_nobody_reads_are_not_decoded(tmp_path):
     Dataset(table).save_to_disk(tmp_path / "saved")
     for path in tmp_path.iterdir():
         assert read(path) == rows
-
-
-def test_the_default_dataset_can_be_evaluated_on():
-    assert read("addition", "eval_dataset") == read("addition")
 
 
 LINES = {  # what is in a file: its rows
@@ -291,12 +270,6 @@ def test_a_column_may_be_a_path_or_several(prompt_column, answer_column, prompt,
     assert (text, gold, len(ids)) == (prompt, answer, len(prompt))
     assert columns.items() > NESTED.items()
     assert capsys.readouterr().out == f"prompt: {prompt_column}, {line}\n"
-
-
-@pytest.mark.parametrize("column, found", [("n", "5"), ("{n} {level}", "None")])
-def test_a_prompt_is_text_of_columns_that_are_all_there(column, found):
-    expected = f"without a prompt in --prompt_column {column} (first: row 1 {found})"
-    assert expected in refusal([NESTED], prompt_column=column, answer_column="n")
 
 
 def test_reward_functions_get_all_columns(capsys):
@@ -379,7 +352,6 @@ GOLD = [  # the cell, the gold answer of the verifier, and that of a reward func
     (f"{SOLUTION}\n#### 16", "16", "16"),
     (SOLUTION, SOLUTION, SOLUTION),  # it is short: the line at the start shows it
     (f"{SOLUTION}\nThe answer is: 16", "", f"{SOLUTION}\nThe answer is: 16"),
-    (f"{SOLUTION} " * 5, "", (f"{SOLUTION} " * 5).strip()),
     ("7" * 200, "7" * 200, "7" * 200),
     ("7" * 201, "", "7" * 201),
     (None, "", ""),
@@ -400,31 +372,20 @@ def test_a_gold_answer_is_short_or_behind_a_marker(cell, expected, rewarded):
             assert "1 without a gold answer" in refusal([row("1+1=", cell)], reward=reward)
 
 
-OPTIONS = [  # --chat_template_kwargs that make it something else
-    {"tokenize": True},
-    {"tokenize": True, "return_dict": True},
-    {"continue_final_message": True},
-    {"messages": []},
-    {"conversation": []},
+HALF = {"prompt_column": "{n} {level}", "answer_column": "n"}
+AIME = {"problem": "1+1=", "solution": "2"}
+REFUSALS = [  # rows, flags, and what the line says
+    ([], {}, "--dataset mine has no rows"),
+    ([row(answer="")], {"reward": "my.py:f"}, "answer (if --reward needs none, drop `answer`"),
+    ([NESTED], HALF, "without a prompt in --prompt_column {n} {level} (first: row 1 None)"),
+    # As AIME beside DAPO-17k: the columns of the training set would not be of help.
+    ([AIME], {"eval_dataset": "x.json"}, "--prompt_column and --answer_column are the same for both"),
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-def test_options_of_the_chat_template_that_cannot_be_used_are_refused(options):
-    assert REFUSED in refusal(sums(3), policy_with(TURNS), chat_template_kwargs=options)
-
-
-def test_a_refusal_without_rows_or_columns_or_gold_answers():
-    assert refusal([]) == "--dataset mine has no rows"
-    assert "1 unreadable (first: row 1 'x')" in refusal(["x"])
-    message = refusal([row(answer="")] * 16, reward="my.py:f")
-    assert "16 without a gold answer in --answer_column answer (if --reward needs none, drop" in message
-
-
-def test_the_eval_dataset_has_the_same_columns():
-    """As AIME beside DAPO-17k: the columns of the training set would not be of help."""
-    message = refusal([{"problem": "1+1=", "solution": "2"}], eval_dataset="aime.jsonl")
-    assert message.endswith("--prompt_column and --answer_column are the same for both datasets")
+@pytest.mark.parametrize("rows, flags, expected", REFUSALS)
+def test_a_refusal_of_all_rows_says_what_to_change(rows, flags, expected):
+    assert expected in refusal(rows, **flags)
 
 
 # ----------------------------------------------------------------------------- rows that are left out

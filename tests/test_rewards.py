@@ -247,40 +247,24 @@ def test_run_rows_need_a_gold_answer_only_if_the_function_does(tmp_path):
 
 # ------------------------------------------------------------------------- rewards without verdicts
 
-RESULTS = [  # a script, and what a reward function returns
-    ("grpo", "40 + len(text) / 8"),  # of a reward model
-    ("grpo", "len(text) % 2"),
-    ("dapo", "-5 + len(text) / 2"),
-    ("ppo", "len(text) / 20"),
-]
+VERDICTS = {"accuracy", "no_answer_frac", "direct_frac", "pass@1", "pass@2"}  # need them
+RESULTS = {"40 + len(text) / 8": set(), "len(text) % 2": VERDICTS}  # the first is a reward model's
 
 
-@pytest.mark.parametrize("name, result", RESULTS)
-def test_accuracy_is_there_only_with_verdicts_and_the_reward_always(
-    name, result, tmp_path, reward_file
-):
-    """Both iterations of dapo have groups to learn from."""
-    reward = reward_file(f"return {result}")
-    flags = ("--iterations", 2, "--eval_samples", 2, "--eval_every", 1, "--run_dir", tmp_path / "run")
-    printed = completes(name, *flags, "--reward", reward)
-    has_verdicts = "%" in result
-    first, second = metrics(tmp_path / "run")
-    assert second["iteration"] == 2
-    for line in (first, second):
-        assert ("rollout/accuracy" in line) == ("eval/accuracy" in line) == has_verdicts
-        assert ("eval/reward_mean" in line) == (not has_verdicts)
-        assert "eval/response_len_mean" in line
-    for line in read_lines(tmp_path / "run" / "evaluations.jsonl"):
-        for way in {"greedy", "sampled"} & line.keys():
-            assert "reward_mean" in line[way]
-            for key in ("accuracy", "no_answer_frac", "direct_frac"):
-                assert (key in line[way]) == has_verdicts
-        assert ("pass@2" in line.get("sampled", {})) <= has_verdicts
+@pytest.mark.parametrize("result", RESULTS)
+def test_accuracy_is_there_only_with_verdicts_and_the_reward_always(result, tmp_path, reward_file):
+    run = tmp_path / "run"
+    flags = ("--eval_samples", 2, "--eval_every", 1, "--run_dir", run)
+    printed = completes("grpo", *flags, "--reward", reward_file(f"return {result}"))
+    has_verdicts = RESULTS[result] != set()
+    (line,) = metrics(run)
+    assert ("rollout/accuracy" in line) == ("eval/accuracy" in line) == has_verdicts
+    assert ("eval/reward_mean" in line) == (not has_verdicts) and "rollout/reward_mean" in line
+    for line in read_lines(run / "evaluations.jsonl"):
+        assert "reward_mean" in line["greedy"] and VERDICTS & line["sampled"].keys() == RESULTS[result]
     assert ("has no verdict, accuracy is blank" in printed) == (not has_verdicts)
-    rows = [line.split() for line in printed.splitlines()]
-    (row,) = [row for row in rows if row[:1] == ["reward_mean"]]
-    assert len(row) == 5
-    assert any(row[:1] == ["accuracy"] for row in rows) == has_verdicts
+    titles = [row.split()[0] for row in printed.splitlines() if len(row.split()) == 5]
+    assert "reward_mean" in titles and ("accuracy" in titles) == has_verdicts
 
 
 def test_the_column_of_held_out_problems_falls_back_to_the_reward():

@@ -4,7 +4,6 @@ is. Scripts that are called from Python."""
 import errno
 import json
 import os
-import resource
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -122,16 +121,6 @@ def test_run_with_other_settings(text, expected, folder):
     assert content(folder) == before
 
 
-@pytest.mark.parametrize("name", LOGS)
-def test_run_whose_log_is_longer_than_the_checkpoint_knows(name, folder):
-    """What comes after the lines that it knows is cut. That these must be whole: the test above."""
-    path = folder / name
-    old = path.read_bytes()
-    path.write_bytes(old + b'{"iteration": 2, "cut')
-    completes("grpo", *resume(folder, "--iterations", 2))
-    assert path.read_bytes().startswith(old) and b"cut" not in path.read_bytes()
-
-
 @pytest.mark.parametrize("name", [*LOGS, "settings.json", "checkpoint-000000", "checkpoint-000007"])
 def test_a_new_run_replaces_nothing_of_the_users(name, tmp_path):
     for how in ("a folder", "a link to nothing", "cut"):
@@ -168,14 +157,9 @@ def test_run_resumed_under_other_versions_says_so(folder):
 
 
 def test_run_on_a_disk_without_room(tmp_path):
-    """Files longer than 100 bytes cannot be written. A new run starts when there is room."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
-    try:
-        refused("grpo", "--run_dir", tmp_path, expected=f"--run_dir {tmp_path} cannot be written")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    completes("grpo", "--run_dir", tmp_path)
+    (tmp_path / "settings.json.tmp").symlink_to("/dev/full")
+    expected = f"--run_dir {tmp_path} cannot be written: OSError [Errno 28]"
+    refused("grpo", "--run_dir", tmp_path, expected=expected)
 
 
 @pytest.mark.parametrize("name", LOGS)
@@ -257,7 +241,6 @@ def test_args_keep_what_was_given_and_resolve_it_when_asked(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     args = grpo.Args()
     assert args.device == args.run_dir == ""
-    assert args.torch_device in ("cpu", "cuda")
     assert grpo.Args(device="cpu:0").torch_device == "cpu"
     assert args.folder == tmp_path / "runs" / "grpo-seed1"
     assert replace(args, seed=2).folder == tmp_path / "runs" / "grpo-seed2"

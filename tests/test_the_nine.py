@@ -154,23 +154,6 @@ def test_two_bounds_on_the_product_drop_long_answers(length, kept):
     assert f"{kept} at {length:,}" in PAGE
 
 
-def test_baseline_with_the_least_variance():
-    """By enumeration of four one-token answers: E[R |s|^2] / E[|s|^2], which is not E[R]."""
-    pi_V = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=F64)
-    R_V1 = torch.tensor([[0.0], [1.0], [0.5], [1.0]], dtype=F64)
-    s_VV = torch.eye(4, dtype=F64) - pi_V  # d log pi(v) / d logits
-
-    def variance(baseline):
-        gradient_VV = (R_V1 - baseline) * s_VV
-        mean_V = pi_V @ gradient_VV
-        return pi_V @ ((gradient_VV - mean_V) ** 2).sum(1)
-
-    weight_V = pi_V * (s_VV**2).sum(1)
-    best = (weight_V @ R_V1 / weight_V.sum()).item()
-    assert variance(best) < min(variance(best - 0.01), variance(best + 0.01))
-    assert variance(best) < 0.99 * variance((pi_V @ R_V1).item())
-
-
 @pytest.mark.parametrize("G", [2, 3])
 def test_expected_gradient_of_rloo_is_the_true_one(G):
     """By enumeration of all groups of three one-token answers. With the mean of all G it is shorter."""
