@@ -278,10 +278,7 @@ def test_a_file_is_imported_as_python_imports_it(ask, tmp_path, monkeypatch, cap
     with pytest.raises(SystemExit, match="False"):
         command.main("check.py")
     capsys.readouterr()
-    for line, error in (
-        ("import nowhere", "ModuleNotFoundError: No module named"),
-        ("exit()", "SystemExit"),
-    ):
+    for line, error in [("import nowhere", "ModuleNotFoundError: No module"), ("exit()", "SystemExit")]:
         code, text = ask(f"{line}\n{PRELUDE}", name="right")
         assert code == 2 and error in text and "copy it to a file of its own" in text
         assert text.count("\n") == 1
@@ -291,17 +288,9 @@ INPUTS = "logprobs, old_logprobs, advantages, mask"
 KL = "per_row(surrogate(lp, old, A) + beta * k3(ref - lp), mask)"
 V32 = "v32(lp, old, A, mask, ref, 0.05, mu=sampler_lp)"
 ADAPTED = [  # (algorithm, a function that is refused, what completes its adapter)
-    (
-        "dapo",
-        "def loss(lp, old, A, mask, cfg, labels): return right(lp, old, A, labels)",
-        ["0", "mask"],
-    ),
+    ("dapo", "def loss(lp, old, A, mask, cfg, m): return right(lp, old, A, m)", ["0", "mask"]),
     ("dapo", "def loss(batch): return right(*batch)", [f"({INPUTS})"]),
-    (
-        "dapo",
-        "def loss(x, A, /, *, y, mask): return right(x, y, A, mask)",
-        ["logprobs", "old_logprobs"],
-    ),
+    ("dapo", "def f(x, A, /, *, y, mask): return right(x, y, A, mask)", ["logprobs", "old_logprobs"]),
     ("dapo", "class Loss:\n def __init__(self, x): 0\n __call__ = staticmethod(right)", ["0", INPUTS]),
     ("grpo", f"def loss(lp, old, A, mask, ref, beta): return {KL}", ["0.04"]),
     ("deepseek_v32", f"def loss(lp, old, A, mask, ref, sampler_lp, cfg): return {V32}", ["0"]),

@@ -201,6 +201,10 @@ def test_images_and_audio_that_nobody_reads_are_not_decoded(tmp_path):
         assert read(path) == rows
 
 
+def test_the_default_dataset_can_be_evaluated_on():
+    assert read("addition", "eval_dataset") == read("addition")
+
+
 LINES = {  # what is in a file: its rows
     SUM + "what?\n": [row(), "what?"],
     "[" * 10_000 + "\n" + SUM: ["[" * 10_000, row()],
@@ -321,6 +325,7 @@ FIRST = "{{ messages[0].content }}"
 BAD_ROWS = [  # prompt, answer, chat template, why the row is left out
     (" \n", "2", TURNS, f"{NO_PROMPT}' \\n')"),
     (["1+1="], "2", TURNS, f"{NO_PROMPT}['1+1='])"),
+    (5, "2", TURNS, f"{NO_PROMPT}5)"),
     (chat("user", [*PARTS, {"type": "image"}]), "2", TURNS, NO_PROMPT),
     ([{"content": "3"}], "2", TURNS, NO_PROMPT),
     ("<user>3</s>", "2", TURNS, f"{REFUSED}\"it already has the chat template's special tokens"),
