@@ -20,12 +20,12 @@ import grpo
 import ppo
 from plumbing.run import Run
 
-FLAGS = """--prompts_per_iteration 4 --group_size 4 --max_new_tokens 16 --num_minibatches 2
+FLAGS = """--prompts_per_iteration 8 --group_size 4 --max_new_tokens 16 --num_minibatches 2
 --eval_every 2 --iterations 5 --save_every 1 --num_held_out 8""".split()
 
 
 def flags_of(name, folder, *more):
-    own = ["--prompts_per_iteration", "16"] if name in ("ppo", "more.reinforce") else []
+    own = ["--prompts_per_iteration", "32"] if name in ("ppo", "more.reinforce") else []
     own += ["--dataset", str(SUMS), "--run_dir", str(folder), *map(str, more)]
     return [*flags_it_has(name, FLAGS), *own]
 
