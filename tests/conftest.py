@@ -121,11 +121,11 @@ def refused(name, *flags, expected=""):
     return line
 
 
-def started(name, *flags, stdout=subprocess.PIPE):
+def started(name, *flags):
     """A script in a process of its own, as a user starts it. It computes with one thread, as `run`."""
     command = [sys.executable, "-m", name, *map(str, flags)]
     options = {"cwd": ROOT, "env": os.environ | {"OMP_NUM_THREADS": "1"}, "text": True}
-    options |= {"stdout": stdout, "stderr": subprocess.PIPE}
+    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     # One that waits for ever ends by this signal.
     return subprocess.Popen(command, preexec_fn=lambda: signal.alarm(600), **options)
 
