@@ -135,10 +135,10 @@ def like_gsm8k(tmp_path):
 
 SUM = '{"question": "1+1=", "answer": "2"}\n'
 OTHER = '{"problem": "1+1=", "solution": "2"}\n'
-UNREADABLE = [  # a flag, the files in its folder, and what the line says: flags and first cause
-    ("dataset", {"test.jsonl": SUM}, "--dataset_split train: ValueError Unknown split .*\\['test'\\]"),
-    ("eval_dataset", {"train.jsonl": SUM}, "--eval_split test: ValueError Unknown split"),
-    ("dataset", {"train.jsonl": SUM, "test.jsonl": OTHER}, "CastError .*column names don't match"),
+UNREADABLE = [  # a flag, the files in its folder, and what the line says: flag and first cause
+    ("dataset", {"test.jsonl": SUM}, "--dataset_split train: ValueError "),
+    ("eval_dataset", {"train.jsonl": SUM}, "--eval_split test: ValueError "),
+    ("dataset", {"train.jsonl": SUM, "test.jsonl": OTHER}, "--dataset_split train: CastError "),
 ]
 
 
