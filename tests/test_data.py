@@ -345,6 +345,11 @@ def test_a_refusal_names_the_reason_the_cell_and_the_columns(prompt, answer, tem
     assert expected in message and message.endswith("its columns are question, answer")
 
 
+def test_a_prompt_in_tokens_that_the_model_does_not_know_is_refused(tiny_policy):
+    message = refusal([row("What is 1+1?")], tiny_policy)
+    assert f"{REFUSED}'no token, or tokens that the model does not know')" in message
+
+
 SOLUTION = "She has 7 apples and picks 9, so she has 16."
 GOLD = [  # the cell, the gold answer of the verifier, and that of a reward function
     ("2 ", "2", "2"),
@@ -400,8 +405,8 @@ def test_a_tenth_may_be_left_out_besides_equal_prompts():
     """For all reasons together."""
     bad = [row("", "1"), row("9" * 200, "2")]
     policy = policy_with(TURNS, limit=200)
-    assert len(problems_of(sums(18) + bad, policy)) == 18
-    assert "2 rows cannot be used" in refusal(sums(17) + bad, policy)
+    assert len(problems_of(bad + sums(18), policy)) == 18
+    assert "2 rows cannot be used" in refusal(bad + sums(17), policy)
     assert len(problems_of((sums(49) + bad[:1]) * 20, policy)) == 49
 
 
@@ -462,14 +467,15 @@ def test_held_out_problems_are_apart_and_the_same_for_all_seeds(tmp_path, tiny_p
 
 def test_eval_dataset_gives_the_held_out_problems(tmp_path, own_policy, capsys):
     """Its first ones. Nothing is held out from training; prompts that are in both are counted."""
-    path = str(write_lines(tmp_path / "evaluation.jsonl", sums(49)[37:]))
+    path = str(write_lines(tmp_path / "evaluation.jsonl", [*sums(49)[37:], row("")]))
     flags = {"eval_dataset": path, "num_held_out": 8}
     stream, held_out = load(tmp_path / "data.jsonl", own_policy, sums(40), **flags)
     assert len(stream.problems) == 40
     assert [p.prompt for p in held_out] == [f"{i}+1=" for i in range(37, 45)]
     line = capsys.readouterr().out
     assert "\n--eval_dataset: prompt: question, answer: answer (the first: 38)\n" in line
-    assert "the first 8 of 12 held out; 3 of those held out are also in --dataset" in line
+    assert "the first 8 of 12 held out; left out of --eval_dataset: 1 without a prompt in" in line
+    assert "; 3 of those held out are also in --dataset" in line
 
 
 def test_leaks_are_counted_by_what_the_model_reads(tmp_path, own_policy, capsys):
