@@ -94,7 +94,6 @@ def test_every_kind_of_file_has_the_same_rows(tmp_path):
     write_csv(tmp_path / "cells.tsv", EXACT, "\t")
     Dataset.from_list(EXACT).to_parquet(tmp_path / "data[1].parquet")
     Dataset.from_list(EXACT).save_to_disk(tmp_path / "saved")
-    DatasetDict(train=Dataset.from_list(EXACT)).save_to_disk(tmp_path / "splits")
     paths = list(tmp_path.iterdir())
     Dataset.from_list(sums(9)).to_parquet(tmp_path / "data1.parquet")  # [1] is not a pattern
     for path in paths:
@@ -110,6 +109,11 @@ def test_a_folder_has_splits(tmp_path):
     assert read(folder) == read(folder, "eval_dataset", eval_split="train") == sums(9)
     assert read(folder, dataset_split="test[:3]") == EXACT[:3]
     assert read(folder, "eval_dataset") == EXACT
+    # One that was saved has any names; `load_dataset` would read only those that it knows.
+    splits = DatasetDict(train=Dataset.from_list(sums(9)), train_sft=Dataset.from_list(EXACT))
+    splits.save_to_disk(tmp_path / "saved")
+    assert read(tmp_path / "saved") == sums(9)
+    assert read(tmp_path / "saved", dataset_split="train_sft") == EXACT
 
 
 CARD = """---
