@@ -6,7 +6,7 @@ A tensor's suffix names its axes:
   T response tokens (in the sampler, as many as there may be), S prompt + response, V vocabulary
   N response tokens of all rows, one row after the other, without padding
   L layers, E experts, K active experts, 1 for a size-1 axis
-A "step" is an optimizer step; an "iteration" is a rollout and its steps.
+A "step" is an optimizer step; a `Batch` is a micro-batch; an "iteration" is a rollout and its steps.
 """
 
 import dataclasses
@@ -45,20 +45,20 @@ class Completion(NamedTuple):
 def sample(policy, problems, group_size, args, generator=None, greedy=False, experts=True):
     """[Completion]: `group_size` in a row for each problem, sampled from the full distribution at
     `--temperature` (no top-k, no top-p), or greedily. All noise is drawn in advance, so that, up to
-    rounding, a completion does not depend on the rest of its batch. With `--routing_replay r3` the
-    routers' choices are recorded, unless `experts` is False. Scripts pass `policy.sampler(iteration)`:
-    the policy itself, unless `--rollout_dtype` or `--rollout_refresh_every` asks for a copy."""
+    rounding, a completion does not depend on its batch. `experts`: record them, with `--routing_replay
+    r3`. Scripts pass `policy.sampler(iteration)`: the policy, or its copy in `--rollout_dtype`."""
     problems = [problem for problem in problems for _ in range(group_size)]  # one for each completion
     noise_BT = torch.rand(len(problems), args.max_new_tokens, generator=generator)
     longest = max(len(problem.prompt_ids) for problem in problems) + args.max_new_tokens
     rows_at_a_time = args.rollout_batch_size or max(1, ROLLOUT_TOKENS // longest)
     record_experts = experts and args.routing_replay == "r3"
-    options = (args.temperature, greedy, record_experts)
     completions = []
     with clock("rollout"):
         for start in range(0, len(problems), rows_at_a_time):
             rows = slice(start, start + rows_at_a_time)
-            completions += sample_batch(policy, problems[rows], noise_BT[rows], *options)
+            completions += sample_batch(
+                policy, problems[rows], noise_BT[rows], args.temperature, greedy, record_experts
+            )
     return completions
 
 
@@ -75,8 +75,7 @@ def next_token(logprobs_RV, noise_R1, greedy):
 
 @torch.inference_mode()
 def sample_batch(policy, problems, noise_BT, temperature, greedy, record_experts=False):
-    """`sample` with a problem and noise for each completion. Rows that have ended are dropped from time
-    to time."""
+    """`sample` with a problem and noise for each completion."""
     device = policy.model.device
     B, max_new_tokens = noise_BT.shape
     end_ids = policy.end_ids
@@ -98,7 +97,8 @@ def sample_batch(policy, problems, noise_BT, temperature, greedy, record_experts
         if t == max_new_tokens - 1:
             break
         has_ended_R |= torch.isin(token_R1[:, 0], ends)
-        kept = decoder.drop(has_ended_R)  # the rows that go on
+        # The decoder drops ended rows when it may. `kept` are those that stay; none if all have ended.
+        kept = decoder.drop(has_ended_R)
         has_ended_R = has_ended_R[kept]
         token_R1 = token_R1[kept]
         if len(token_R1) == 0:
@@ -153,7 +153,7 @@ class Batch:
     tokens_BS: torch.Tensor
     is_token_BS: torch.Tensor  # True on prompt and response
     predicts_BS: torch.Tensor  # True where the next token is a response token
-    predictor_N: torch.Tensor  # the indices of these places in a flattened (B, S)
+    predictor_N: torch.Tensor  # its indices in a flattened (B, S): a mask would make a GPU wait
     mask_BT: torch.Tensor  # True on the response, including EOS
     sampler_logprobs_BT: torch.Tensor
     advantages: torch.Tensor | None = None  # (B, 1), if completions have some; ppo sets (B, T)

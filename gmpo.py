@@ -88,8 +88,8 @@ def policy_loss(
     advantages_B1    one per completion, (B, 1) or (B,)
     mask_BT          1 on response tokens, including EOS (bool or float); other tokens, such as
                      padding or tool output, get no gradient and are excluded from all means
-    num_sequences    completions in the whole optimizer step [None: this is the whole step]. Divide it
-                     by what divides gradients later: DDP's world size, accelerate's accumulation steps.
+    num_sequences    completions in the whole optimizer step [None: this is the whole step]. DDP
+                     averages gradients: divide it by the world size; accelerate: by accumulation steps.
                      (HF Trainer: set loss_is_scaled_for_ga = True and don't divide by the steps)
     """
     if old_logprobs_BT is None:
@@ -153,17 +153,15 @@ def main(args):
         completions = with_advantages(completions, compute_advantages(rewards_PG))
 
         # ------------------------------------------------------------------------------- old policy
-        # Its log-probs come from the same forward and the same micro-batches as the update's, so that
-        # the ratio is exactly 1 in the first step.
+        # By default its log-probs come from the update's own forward and micro-batches, so that the
+        # ratio is exactly 1 in the first step.
         steps = split_into_steps(completions, args.num_minibatches, args)
         for micro in chain(*steps):
             old = old_policy(policy, micro, args)
             micro.old_logprobs_BT = old.logprobs_BT
             micro.old_experts_BTLK = old.experts_BTLK  # of an MoE, for the log
             micro.replay_BSLK = old.replay_BSLK  # experts of --routing_replay, or None
-            micro.correction_weights = rollout_correction(
-                micro, args, per_sequence=True
-            )  # 1 by default
+            micro.correction_weights = rollout_correction(micro, args, per_sequence=True)  # default: 1
 
         # ----------------------------------------------------------------------------------- update
         for step in steps * args.update_epochs:
@@ -179,7 +177,7 @@ def main(args):
                     clip_level=args.clip_level,
                     num_sequences=num_sequences,
                 )
-                # aux_loss is made of means over the micro-batch, so it counts by its share of the step.
+                # aux_loss is a product of means, so it is averaged over completions, not summed.
                 share = len(micro) / num_sequences
                 total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
                 total_loss.backward()

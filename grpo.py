@@ -97,8 +97,8 @@ def policy_loss(
     mask_BT          1 on response tokens, including EOS (bool or float); other tokens, such as
                      padding or tool output, get no gradient and are excluded from all means
     ref_logprobs_BT  log-probs under the reference [None: no KL]
-    num_sequences    completions in the whole optimizer step [None: this is the whole step]. Divide it
-                     by what divides gradients later: DDP's world size, accelerate's accumulation steps.
+    num_sequences    completions in the whole optimizer step [None: this is the whole step]. DDP
+                     averages gradients: divide it by the world size; accelerate: by accumulation steps.
                      (HF Trainer: set loss_is_scaled_for_ga = True and don't divide by the steps)
     """
     if old_logprobs_BT is None:
@@ -121,7 +121,7 @@ def policy_loss(
     objective_BT = torch.min(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
     if ref_logprobs_BT is not None:
         # [2] k3 = x - log x - 1, x = pi_ref / pi; expm1, as exp(log x) - 1 loses digits near x = 1
-        # Clamped only above, where exp overflows: a clamp below would stop the KL's gradient. Where
+        # Clamped only above, to keep exp finite: a clamp below would stop the KL's gradient. Where
         # pi_ref is 0, log x is -inf and the loss is infinite, which ends the run.
         log_x_BT = torch.where(mask_BT, ref_logprobs_BT - logprobs_BT, 0).clamp(max=20)
         k3_BT = log_x_BT.expm1() - log_x_BT
@@ -166,8 +166,8 @@ def main(args):
         completions = with_advantages(completions, compute_advantages(rewards_PG))
 
         # ------------------------------------------------------------------------------- old policy
-        # Its log-probs come from the same forward and the same micro-batches as the update's, so that
-        # the ratio is exactly 1 in the first step.
+        # By default its log-probs come from the update's own forward and micro-batches, so that the
+        # ratio is exactly 1 in the first step.
         steps = split_into_steps(completions, args.num_minibatches, args)
         for micro in chain(*steps):
             old = old_policy(policy, micro, args)
@@ -176,7 +176,7 @@ def main(args):
             micro.replay_BSLK = old.replay_BSLK  # experts of --routing_replay, or None
             if reference is not None:
                 micro.ref_logprobs_BT = reference_logprobs(reference, micro, args)
-            micro.correction_weights = rollout_correction(micro, args)  # 1 by default
+            micro.correction_weights = rollout_correction(micro, args)  # default: 1
 
         # ----------------------------------------------------------------------------------- update
         for step in steps * args.update_epochs:
@@ -194,7 +194,7 @@ def main(args):
                     ref_logprobs_BT=micro.ref_logprobs_BT,
                     num_sequences=num_sequences,
                 )
-                # aux_loss is made of means over the micro-batch, so it counts by its share of the step.
+                # aux_loss is a product of means, so it is averaged over completions, not summed.
                 share = len(micro) / num_sequences
                 total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
                 total_loss.backward()

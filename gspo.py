@@ -91,8 +91,8 @@ def policy_loss(
     advantages_BT    (B, 1) or (B,), one per completion; with variant "gspo_token" also (B, T)
     mask_BT          1 on response tokens, including EOS (bool or float); other tokens, such as
                      padding or tool output, get no gradient and are excluded from all means
-    num_sequences    completions in the whole optimizer step [None: this is the whole step]. Divide it
-                     by what divides gradients later: DDP's world size, accelerate's accumulation steps.
+    num_sequences    completions in the whole optimizer step [None: this is the whole step]. DDP
+                     averages gradients: divide it by the world size; accelerate: by accumulation steps.
                      (HF Trainer: set loss_is_scaled_for_ga = True and don't divide by the steps)
     """
     if old_logprobs_BT is None:
@@ -158,8 +158,8 @@ def main(args):
         completions = with_advantages(completions, compute_advantages(rewards_PG))
 
         # ------------------------------------------------------------------------------- old policy
-        # Its log-probs come from the same forward and the same micro-batches as the update's, so that
-        # the ratio is exactly 1 in the first step.
+        # By default its log-probs come from the update's own forward and micro-batches, so that the
+        # ratio is exactly 1 in the first step.
         steps = split_into_steps(completions, args.num_minibatches, args)
         for micro in chain(*steps):
             old = old_policy(policy, micro, args)
@@ -167,9 +167,7 @@ def main(args):
             micro.old_experts_BTLK = old.experts_BTLK  # of an MoE, for the log
             micro.replay_BSLK = old.replay_BSLK  # experts of --routing_replay, or None
             is_gspo = args.variant == "gspo"  # one ratio, and so one weight, per completion
-            micro.correction_weights = rollout_correction(
-                micro, args, per_sequence=is_gspo
-            )  # 1 by default
+            micro.correction_weights = rollout_correction(micro, args, per_sequence=is_gspo)
 
         # ----------------------------------------------------------------------------------- update
         for step in steps * args.update_epochs:
@@ -186,7 +184,7 @@ def main(args):
                     variant=args.variant,
                     num_sequences=num_sequences,
                 )
-                # aux_loss is made of means over the micro-batch, so it counts by its share of the step.
+                # aux_loss is a product of means, so it is averaged over completions, not summed.
                 share = len(micro) / num_sequences
                 total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
                 total_loss.backward()

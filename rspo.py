@@ -12,7 +12,8 @@
             --routing_replay); sg[] stops the gradient
   A_i       = (R_i - mean) / std, over the rewards R of the prompt's G completions
 
-Suffixes name axes: P prompts, G completions each, B rows, T tokens, L layers.
+Suffixes name axes: P prompts, G completions each, B rows, T tokens, L layers, E experts, K active
+ones, 1 for a size-1 axis.
 
 Parent: gmpo.py. Differs only in:
   1. Router shift: gamma is 1 while the router's scores are as they were before the update, and falls
@@ -118,8 +119,8 @@ def policy_loss(
     mask_BT          1 on response tokens, including EOS (bool or float); other tokens, such as
                      padding or tool output, get no gradient and are excluded from all means
     router_shift_BT  gamma, before its floor; 1 where the router has not moved [None: 1 everywhere]
-    num_sequences    completions in the whole optimizer step [None: this is the whole step]. Divide it
-                     by what divides gradients later: DDP's world size, accelerate's accumulation steps.
+    num_sequences    completions in the whole optimizer step [None: this is the whole step]. DDP
+                     averages gradients: divide it by the world size; accelerate: by accumulation steps.
                      (HF Trainer: set loss_is_scaled_for_ga = True and don't divide by the steps)
     """
     if old_logprobs_BT is None:
@@ -195,8 +196,8 @@ def main(args):
         completions = with_advantages(completions, compute_advantages(rewards_PG))
 
         # ------------------------------------------------------------------------------- old policy
-        # Its log-probs come from the same forward and the same micro-batches as the update's, so that
-        # the ratio is exactly 1 in the first step.
+        # By default its log-probs come from the update's own forward and micro-batches, so that the
+        # ratio is exactly 1 in the first step.
         steps = split_into_steps(completions, args.num_minibatches, args)
         for micro in chain(*steps):
             old = old_policy(policy, micro, args, router_logits=True)
@@ -205,9 +206,7 @@ def main(args):
             micro.replay_BSLK = old.replay_BSLK  # experts of --routing_replay, or None
             micro.experts_BTLK = active_experts(micro, old.experts_BTLK)  # e_jk
             micro.old_scores_BTLK = expert_logprobs(old.router_logits, micro.experts_BTLK)
-            micro.correction_weights = rollout_correction(
-                micro, args, per_sequence=True
-            )  # 1 by default
+            micro.correction_weights = rollout_correction(micro, args, per_sequence=True)  # default: 1
 
         # ----------------------------------------------------------------------------------- update
         for step in steps * args.update_epochs:
@@ -229,7 +228,7 @@ def main(args):
                     router_shift_BT=router_shift_BT,
                     num_sequences=num_sequences,
                 )
-                # aux_loss is made of means over the micro-batch, so it counts by its share of the step.
+                # aux_loss is a product of means, so it is averaged over completions, not summed.
                 share = len(micro) / num_sequences
                 total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
                 total_loss.backward()

@@ -88,8 +88,8 @@ def policy_loss(
     advantages_BT    (B, 1) or (B,), broadcast over the tokens, or (B, T)
     mask_BT          1 on response tokens, including EOS (bool or float); other tokens, such as
                      padding or tool output, get no gradient and are excluded from all means
-    num_sequences    completions in the whole optimizer step [None: this is the whole step]. Divide it
-                     by what divides gradients later: DDP's world size, accelerate's accumulation steps.
+    num_sequences    completions in the whole optimizer step [None: this is the whole step]. DDP
+                     averages gradients: divide it by the world size; accelerate: by accumulation steps.
                      (HF Trainer: set loss_is_scaled_for_ga = True and don't divide by the steps)
     """
     if old_logprobs_BT is None:
@@ -146,7 +146,7 @@ def main(args):
                 micro.old_logprobs_BT = old.logprobs_BT
                 micro.old_experts_BTLK = old.experts_BTLK  # of an MoE, for the log
                 micro.replay_BSLK = old.replay_BSLK  # experts of --routing_replay, or None
-                micro.correction_weights = rollout_correction(micro, args)  # 1 by default
+                micro.correction_weights = rollout_correction(micro, args)  # default: 1
 
         # ----------------------------------------------------------------------------------- update
         for micro in chain(*steps):  # a single step
@@ -158,7 +158,7 @@ def main(args):
                 micro.mask_BT,
                 num_sequences=len(completions),
             )
-            # aux_loss is made of means over the micro-batch, so it counts by its share of the step.
+            # aux_loss is a product of means, so it is averaged over completions, not summed.
             share = len(micro) / len(completions)
             total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
             total_loss.backward()

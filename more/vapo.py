@@ -204,8 +204,8 @@ def policy_loss(
     advantages_BT    (B, 1) or (B,), broadcast over the tokens, or (B, T)
     mask_BT          1 on response tokens, including EOS (bool or float); other tokens, such as
                      padding or tool output, get no gradient and are excluded from all means
-    num_tokens       response tokens in the whole optimizer step [None: this is the whole step]. Divide
-                     it by what divides gradients later: DDP's world size, accelerate's accumulation
+    num_tokens       response tokens in the whole optimizer step [None: this is the whole step]. DDP
+                     averages gradients: divide it by the world size; accelerate: by accumulation
                      steps. (HF Trainer: set loss_is_scaled_for_ga = True and don't divide by the steps)
     """
     if old_logprobs_BT is None:
@@ -264,8 +264,8 @@ def main(args):
         completions = grade(completions)
 
         # ------------------------------------------------------------------------------- old policy
-        # Its log-probs come from the same forward and the same micro-batches as the update's, so that
-        # the ratio is exactly 1 in the first step.
+        # By default its log-probs come from the update's own forward and micro-batches, so that the
+        # ratio is exactly 1 in the first step.
         steps = split_into_steps(completions, args.num_minibatches, args)
         batches = list(chain(*steps))
         for micro in batches:
@@ -275,7 +275,7 @@ def main(args):
             micro.replay_BSLK = old.replay_BSLK  # experts of --routing_replay, or None
             if reference is not None:
                 micro.ref_logprobs_BT = reference_logprobs(reference, micro, args)
-            micro.correction_weights = rollout_correction(micro, args)  # 1 by default
+            micro.correction_weights = rollout_correction(micro, args)  # default: 1
             with torch.no_grad():
                 micro.values_BT = critic.model(micro)
 
@@ -351,7 +351,7 @@ def main(args):
                 total_loss = loss + args.value_coef * critic_loss - args.entropy_coef * entropy
                 # [5] J has -mu L_LM, the loss +mu L_LM
                 total_loss = total_loss + args.positive_lm_coef * lm_loss
-                # aux_loss is made of means over the micro-batch, so it counts by its share of the step.
+                # aux_loss is a product of means, so it is averaged over completions, not summed.
                 share = len(micro) / num_sequences
                 total_loss = total_loss + args.router_aux_coef * outputs.aux_loss * share
                 total_loss.backward()

@@ -331,11 +331,21 @@ def read_row(row, known, policy, args, reads_answers):
     return key, Problem(text, answer, [], {**row, "prompts": prompt})
 
 
+def longest_sequence(config):
+    """The most tokens that a model takes. (longrope changes the angles of all tokens in a sequence that
+    is longer than its original length, but the keys in a cache keep the old ones.)"""
+    lengths = [getattr(config, "max_position_embeddings", None) or math.inf]
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for rope in [parameters, *parameters.values()]:  # some models have one for each kind of layer
+        if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
+            lengths.append(rope["original_max_position_embeddings"])
+    return min(lengths)
+
+
 def tokenized(problems, policy, args):
     """Yields each of the problems with its ids, or a BadRow that says why the model cannot take it."""
     tokenizer = policy.tokenizer
-    config = policy.model.config.get_text_config()  # where a multimodal model keeps its limit
-    limit = getattr(config, "max_position_embeddings", None) or math.inf
+    limit = longest_sequence(policy.model.config.get_text_config())  # a multimodal model has several
     num_embeddings = policy.model.get_input_embeddings().num_embeddings
     numbers = list(range(num_embeddings))  # shared by all prompts: new ones would take 28 bytes a token
     for start in range(0, len(problems), BATCH):

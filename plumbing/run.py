@@ -142,7 +142,7 @@ class Run:
         signal it also ends the program. If a script leaves the loop before this, `finish` logs what is
         known of the iteration, and saves it.
 
-        steps        of the update, as from `optimizer_steps`; [] if there was no update
+        steps        of the update, as from `split_into_steps`; [] if there was no update
         completions  all that were generated
         rewards      those that the update used, (P, G), or (B, 1) if groups are not the baseline
         numbers      others, named as in metrics.jsonl

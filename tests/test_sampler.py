@@ -2,17 +2,20 @@
 share a batch; rollout weights that are NaN."""
 
 import itertools
+import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import MIXED, completes, metrics, problems_of, script_args
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, Phi3Config, Phi3ForCausalLM
 
 import common
 import plumbing.model
 from common import Completion, Problem, UserError, check_sampler, collate, evaluate
 from common import next_token, rollout_weights, sample, similar_lengths, split_into_steps
 from common import token_logprobs
+from plumbing.data import longest_sequence
 from plumbing.model import Policy
 
 
@@ -119,6 +122,31 @@ def test_the_check_at_loading_needs_no_more_positions_than_the_run(max_new_token
     check_sampler(policy, settings(max_new_tokens=max_new_tokens))
     with pytest.raises((IndexError, UserError)):
         check_sampler(policy, settings(max_new_tokens=max_new_tokens + 1))
+
+
+def test_longrope_is_limited_to_lengths_for_which_cached_keys_stay_right(own_policy):
+    """Beyond its original length the angles of all tokens change, also those of cached keys."""
+    torch.manual_seed(0)
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [9.0] * 4}
+    sizes = dict(vocab_size=17, hidden_size=32, intermediate_size=32, num_hidden_layers=2)
+    sizes |= dict(num_attention_heads=4, initializer_range=0.5, max_position_embeddings=64)
+    sizes |= dict(original_max_position_embeddings=16)
+    config = Phi3Config(**sizes, rope_parameters=rope, pad_token_id=0, bos_token_id=2, eos_token_id=1)
+    policy = Policy(Phi3ForCausalLM(config).eval(), own_policy.tokenizer)
+    gaps = []
+    for limit in (longest_sequence(config), 24):
+        args = settings(max_new_tokens=limit - 4, temperature=1.0)
+        (c,) = sample(policy, [Problem("", "", [3, 4, 5, 6])], 1, args, noise_of(0))
+        assert len(c.ids) == args.max_new_tokens
+        batch = collate([c], 3, args)
+        difference_BT = token_logprobs(policy, batch, 1.0).logprobs_BT - batch.sampler_logprobs_BT
+        gaps.append(difference_BT.abs().max().item())
+    assert gaps[0] < 1e-4 and gaps[1] > 1e-2
+    nested = SimpleNamespace(max_position_embeddings=64, rope_parameters={"full": rope, "other": None})
+    assert longest_sequence(nested) == 16
+    assert longest_sequence(SimpleNamespace(max_position_embeddings=64)) == 64
+    assert longest_sequence(SimpleNamespace()) == math.inf
 
 
 def test_dapo_copies_the_weights_once_per_iteration(tmp_path, monkeypatch, reward_file):
