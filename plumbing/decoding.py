@@ -39,6 +39,7 @@ class Decoder:
 
     def __init__(self, policy, record_experts):
         self.policy = policy
+        self.device = policy.model.device
         self.record_experts = record_experts
         self.cache = None
         self.experts = None  # that the last forward used, (tokens, L, K)
@@ -51,18 +52,17 @@ class Decoder:
     def should_look(self):
         """Whether `drop` should look for rows that have ended: rarely on a GPU, since the host has to
         wait there for the answer."""
-        return self.policy.model.device.type != "cuda" or self.num_tokens % 16 == 0
+        return self.device.type != "cuda" or self.num_tokens % 16 == 0
 
     def prefill(self, prompts):
         """Logits (B, V), for a prompt per row. Prompts that are equal go through the model once, and
         their part of the KV cache is then copied to their rows."""
-        device = self.policy.model.device
         numbers = {}  # {prompt: its number among those that differ}
         for ids in prompts:
             numbers.setdefault(tuple(ids), len(numbers))
-        copies = torch.tensor([numbers[tuple(ids)] for ids in prompts], device=device)
-        tokens_PS = pad_left(numbers, device)
-        self.attention = pad_left([[1] * len(ids) for ids in numbers], device)
+        copies = torch.tensor([numbers[tuple(ids)] for ids in prompts], device=self.device)
+        tokens_PS = pad_left(numbers, self.device)
+        self.attention = pad_left([[1] * len(ids) for ids in numbers], self.device)
         positions_PS = (self.attention.cumsum(1) - 1).clamp(min=0)
         logits_PV = self.forward(tokens_PS, self.attention, positions_PS)
         self.positions = positions_PS[:, -1:] + 1  # of each row's next token
@@ -70,7 +70,7 @@ class Decoder:
         self.note_experts()
         self.num_tokens = 1
         self.keep(copies)
-        self.rows = torch.arange(len(copies), device=device)
+        self.rows = torch.arange(len(copies), device=self.device)
         return logits_PV[copies]
 
     def __call__(self, token_R1):
@@ -179,7 +179,7 @@ class StretchDecoder(Decoder):
         self.num_left -= self.num_spare
         end = width + self.num_spare
         aligned_end = end + -end % 16  # attention's kernels would copy a mask that is not aligned
-        self.column_1 = torch.full((1,), width, device=self.attention.device)  # of the next token
+        self.column_1 = torch.full((1,), width, device=self.device)  # of the next token
         self.mask = F.pad(self.attention, (0, aligned_end - width)).bool()[:, None, None]
         self.attention = F.pad(self.attention, (0, self.num_spare), value=1)  # after the stretch
         self.token_R1 = torch.zeros_like(self.positions)
