@@ -145,16 +145,16 @@ def split_into_steps(completions, num_steps, args):
 
 @dataclasses.dataclass
 class Batch:
-    """Completions that go through the model together, one row each: prompt and response side by side,
-    padding on the right. Masks come from lengths, never from token ids, since EOS may double as
-    padding. Scripts add fields of their own."""
+    """Completions that go through the model together, one row each, padded on the right. Masks come
+    from lengths, never from token ids, since EOS may double as padding. Scripts add fields of their
+    own. The comments show a row of three prompt tokens (p) and two response tokens (r)."""
 
     completions: list  # of the rows
-    tokens_BS: torch.Tensor
-    is_token_BS: torch.Tensor  # True on prompt and response
-    predicts_BS: torch.Tensor  # True where the next token is a response token
-    predictor_N: torch.Tensor  # its indices in a flattened (B, S): a mask would make a GPU wait
-    mask_BT: torch.Tensor  # True on the response, including EOS
+    tokens_BS: torch.Tensor  # p p p r r -
+    is_token_BS: torch.Tensor  # 1 1 1 1 1 0: prompt and response
+    predicts_BS: torch.Tensor  # 0 0 1 1 0 0: the next token is a response token
+    predictor_N: torch.Tensor  # 2 3: the same as indices into (B * S); a mask would make a GPU wait
+    mask_BT: torch.Tensor  # 1 1: the response, including EOS
     sampler_logprobs_BT: torch.Tensor
     advantages: torch.Tensor | None = None  # (B, 1), if completions have some; ppo sets (B, T)
     sampler_experts_BSLK: torch.Tensor | None = None  # with r3, in top-k order; -1 if not recorded
