@@ -3,7 +3,7 @@ correction, evaluation; and the check of a model. It also re-exports what script
 
 A tensor's suffix names its axes:
   P prompts, G completions per prompt, B rows at hand, R rows that are still sampled
-  T response tokens (in the sampler, as many as there may be), S prompt + response, V vocabulary
+  T response tokens (in the sampler: --max_new_tokens), S prompt + response, V vocabulary
   N response tokens of all rows, one row after the other, without padding
   L layers, E experts, K active experts, 1 for a size-1 axis
 A "step" is an optimizer step; a `Batch` is a micro-batch; an "iteration" is a rollout and its steps.
@@ -27,7 +27,7 @@ from plumbing.run import Run
 
 # ------------------------------------------------------------------------------------------ rollout
 
-ROLLOUT_TOKENS = 2**17  # in the KV cache at most, if all answers are as long as they may be
+ROLLOUT_TOKENS = 2**17  # most tokens in the KV cache, if every answer has full length
 
 
 class Completion(NamedTuple):
@@ -75,7 +75,7 @@ def next_token(logprobs_RV, noise_R1, greedy):
 
 @torch.inference_mode()
 def sample_batch(policy, problems, noise_BT, temperature, greedy, record_experts=False):
-    """`sample` with a problem and noise for each completion."""
+    """Samples one completion for each problem, with its row of noise."""
     device = policy.model.device
     B, max_new_tokens = noise_BT.shape
     end_ids = policy.end_ids
@@ -97,7 +97,7 @@ def sample_batch(policy, problems, noise_BT, temperature, greedy, record_experts
         if t == max_new_tokens - 1:
             break
         has_ended_R |= torch.isin(token_R1[:, 0], ends)
-        # The decoder drops ended rows when it may. `kept` are those that stay; none if all have ended.
+        # The decoder drops ended rows when it can. `kept` are those that stay; none if all have ended.
         kept = decoder.drop(has_ended_R)
         has_ended_R = has_ended_R[kept]
         token_R1 = token_R1[kept]
@@ -231,7 +231,7 @@ def token_logprobs(
 ):
     """The training forward: log-probs of the response tokens at the sampling temperature, in float32,
     and, unless `only_logprobs`, entropies and the aux loss. Entropies have a gradient only with
-    `entropy_grad`. replay: experts that the routers must use, (B, S, L, K); -1 leaves them the choice.
+    `entropy_grad`. replay: experts that the routers must use, (B, S, L, K); -1: their own choice.
 
     Every sequence begins in column 0, and causal attention never looks at the padding behind it, so the
     model needs no attention mask and no positions."""
@@ -265,7 +265,7 @@ def token_logprobs(
 
 
 class OldOutputs(NamedTuple):
-    """The policy before the update, on one batch."""
+    """What the policy gave for a batch before the update."""
 
     logprobs_BT: torch.Tensor
     experts_BTLK: torch.Tensor | None  # the routers' own choice, sorted; None if not known

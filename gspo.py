@@ -91,8 +91,8 @@ def policy_loss(
     advantages_BT    (B, 1) or (B,), one per completion; with variant "gspo_token" also (B, T)
     mask_BT          1 on response tokens, including EOS (bool or float); other tokens, such as
                      padding or tool output, get no gradient and are excluded from all means
-    num_sequences    completions in the whole optimizer step [None: this is the whole step]. DDP
-                     averages gradients: divide it by the world size; accelerate: by accumulation steps.
+    num_sequences    completions in the whole optimizer step [None: this is the whole step]. With
+                     DDP, divide it by the world size; with accelerate, by the accumulation steps.
                      (HF Trainer: set loss_is_scaled_for_ga = True and don't divide by the steps)
     """
     if old_logprobs_BT is None:
@@ -158,8 +158,8 @@ def main(args):
         completions = with_advantages(completions, compute_advantages(rewards_PG))
 
         # ------------------------------------------------------------------------------- old policy
-        # By default its log-probs come from the update's own forward and micro-batches, so that the
-        # ratio is exactly 1 in the first step.
+        # By default, old log-probs come from the same forward and micro-batches as the update's, so
+        # the ratio is exactly 1 in the first step.
         steps = split_into_steps(completions, args.num_minibatches, args)
         for micro in chain(*steps):
             old = old_policy(policy, micro, args)
@@ -177,7 +177,7 @@ def main(args):
                 loss, stats = policy_loss(
                     outputs.logprobs_BT,
                     micro.old_logprobs_BT,
-                    micro.correction_weights * micro.advantages,
+                    micro.correction_weights * micro.advantages,  # weights are 1 by default
                     micro.mask_BT,
                     clip_eps_low=args.clip_eps_low,
                     clip_eps_high=args.clip_eps_high,

@@ -175,9 +175,9 @@ def policy_loss(
     advantages_BT    (B, 1) or (B,), broadcast over the tokens, or (B, T)
     mask_BT          1 on response tokens, including EOS (bool or float); other tokens, such as
                      padding or tool output, get no gradient and are excluded from all means
-    num_tokens       response tokens in the whole optimizer step [None: this is the whole step]. DDP
-                     averages gradients: divide it by the world size; accelerate: by accumulation
-                     steps. (HF Trainer: set loss_is_scaled_for_ga = True and don't divide by the steps)
+    num_tokens       response tokens in the whole optimizer step [None: this is the whole step]. With
+                     DDP, divide it by the world size; with accelerate, by the accumulation steps.
+                     (HF Trainer: set loss_is_scaled_for_ga = True and don't divide by the steps)
     """
     if old_logprobs_BT is None:
         old_logprobs_BT = logprobs_BT.detach()
@@ -222,7 +222,6 @@ def main(args):
     optimizer = torch.optim.AdamW([policy_group, critic_group], weight_decay=0.0, fused=True)
     parts = {"optimizer": optimizer, "critic": critic, "reference": reference}
     run = Run(args, policy, problems, **parts)  # logs, saves, resumes
-    has_bonus = args.entropy_coef > 0
     if run.needs_first_eval:
         run.log_eval(evaluate(policy, held_out, grade, args, sampled=True))
 
@@ -233,8 +232,8 @@ def main(args):
         completions = grade(completions)
 
         # ------------------------------------------------------------------------------- old policy
-        # By default its log-probs come from the update's own forward and micro-batches, so that the
-        # ratio is exactly 1 in the first step.
+        # By default, old log-probs come from the same forward and micro-batches as the update's, so
+        # the ratio is exactly 1 in the first step.
         steps = split_into_steps(completions, args.num_minibatches, args)
         batches = list(chain(*steps))
         for micro in batches:
@@ -244,7 +243,7 @@ def main(args):
             micro.replay_BSLK = old.replay_BSLK  # experts of --routing_replay, or None
             if reference is not None:
                 micro.ref_logprobs_BT = reference_logprobs(reference, micro, args)
-            micro.correction_weights = rollout_correction(micro, args)  # default: 1
+            micro.correction_weights = rollout_correction(micro, args)
             with torch.no_grad():
                 micro.values_BT = critic.model(micro)
 
@@ -270,6 +269,7 @@ def main(args):
         numbers = critic_stats(batches)  # for the log
 
         # ----------------------------------------------------------------------------------- update
+        has_bonus = args.entropy_coef > 0
         for step in steps * args.update_epochs:
             num_sequences = sum(len(micro) for micro in step)
             num_tokens = sum(micro.mask_BT.sum() for micro in step)
@@ -280,7 +280,7 @@ def main(args):
                 loss, stats = policy_loss(
                     outputs.logprobs_BT,
                     micro.old_logprobs_BT,
-                    micro.correction_weights * micro.advantages,
+                    micro.correction_weights * micro.advantages,  # weights are 1 by default
                     micro.mask_BT,
                     clip_eps_low=args.clip_eps_low,
                     clip_eps_high=args.clip_eps_high,
@@ -294,7 +294,7 @@ def main(args):
                     value_clip=args.value_clip,
                     num_tokens=num_tokens,
                 )
-                # H is divided by the step's tokens, like the loss; the logged entropy is a plain mean.
+                # H is divided by the whole step's tokens, like the loss.
                 entropy = torch.where(micro.mask_BT, outputs.entropy_BT, 0).sum() / num_tokens
                 total_loss = loss + args.value_coef * critic_loss - args.entropy_coef * entropy
                 # aux_loss is a product of means, so it is averaged over completions, not summed.

@@ -103,8 +103,8 @@ def policy_loss(
                      padding or tool output, get no gradient and are excluded from all means
     ref_logprobs_BT  log-probs under the reference [None: no KL]
     sampler_logprobs_BT  log-probs under mu [None: old_logprobs_BT]
-    num_sequences    completions in the whole optimizer step [None: this is the whole step]. DDP
-                     averages gradients: divide it by the world size; accelerate: by accumulation steps.
+    num_sequences    completions in the whole optimizer step [None: this is the whole step]. With
+                     DDP, divide it by the world size; with accelerate, by the accumulation steps.
                      (HF Trainer: set loss_is_scaled_for_ga = True and don't divide by the steps)
     """
     if old_logprobs_BT is None:
@@ -181,8 +181,8 @@ def main(args):
         completions = with_advantages(completions, compute_advantages(rewards_PG))
 
         # ------------------------------------------------------------------------------- old policy
-        # By default its log-probs come from the update's own forward and micro-batches, so that the
-        # ratio is exactly 1 in the first step.
+        # By default, old log-probs come from the same forward and micro-batches as the update's, so
+        # the ratio is exactly 1 in the first step.
         steps = split_into_steps(completions, args.num_minibatches, args)
         for micro in chain(*steps):
             old = old_policy(policy, micro, args)
@@ -191,7 +191,7 @@ def main(args):
             micro.replay_BSLK = old.replay_BSLK  # experts of --routing_replay, or None
             if reference is not None:
                 micro.ref_logprobs_BT = reference_logprobs(reference, micro, args)
-            micro.correction_weights = rollout_correction(micro, args)  # default: 1
+            micro.correction_weights = rollout_correction(micro, args)
 
         # ----------------------------------------------------------------------------------- update
         for step in steps * args.update_epochs:
@@ -201,7 +201,7 @@ def main(args):
                 loss, stats = policy_loss(
                     outputs.logprobs_BT,
                     micro.old_logprobs_BT,
-                    micro.correction_weights * micro.advantages,
+                    micro.correction_weights * micro.advantages,  # weights are 1 by default
                     micro.mask_BT,
                     clip_eps_low=args.clip_eps_low,
                     clip_eps_high=args.clip_eps_high,

@@ -84,8 +84,8 @@ def policy_loss(
     advantages_BT    (B, 1) or (B,), broadcast over the tokens, or (B, T)
     mask_BT          1 on response tokens, including EOS (bool or float); other tokens, such as
                      padding or tool output, get no gradient and are excluded from all means
-    num_sequences    completions in the whole optimizer step [None: this is the whole step]. DDP
-                     averages gradients: divide it by the world size; accelerate: by accumulation steps.
+    num_sequences    completions in the whole optimizer step [None: this is the whole step]. With
+                     DDP, divide it by the world size; with accelerate, by the accumulation steps.
                      (HF Trainer: set loss_is_scaled_for_ga = True and don't divide by the steps)
     """
     if old_logprobs_BT is None:
@@ -148,7 +148,7 @@ def main(args):
                 micro.old_logprobs_BT = old.logprobs_BT
                 micro.old_experts_BTLK = old.experts_BTLK  # of an MoE, for the log
                 micro.replay_BSLK = old.replay_BSLK  # experts of --routing_replay, or None
-                micro.correction_weights = rollout_correction(micro, args)  # default: 1
+                micro.correction_weights = rollout_correction(micro, args)
 
         # ----------------------------------------------------------------------------------- update
         for micro in chain(*steps):  # a single step
@@ -156,7 +156,7 @@ def main(args):
             loss, stats = policy_loss(
                 outputs.logprobs_BT,
                 micro.old_logprobs_BT,
-                micro.correction_weights * micro.advantages,
+                micro.correction_weights * micro.advantages,  # weights are 1 by default
                 micro.mask_BT,
                 num_sequences=len(completions),
             )

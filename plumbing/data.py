@@ -334,12 +334,11 @@ def read_row(row, known, policy, args, reads_answers):
 def longest_sequence(config):
     """The most tokens that a model takes. (longrope changes the angles of all tokens in a sequence that
     is longer than its original length, but the keys in a cache keep the old ones.)"""
-    lengths = [getattr(config, "max_position_embeddings", None) or math.inf]
-    parameters = getattr(config, "rope_parameters", None) or {}
-    for rope in [parameters, *parameters.values()]:  # some models have one for each kind of layer
-        if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
-            lengths.append(rope["original_max_position_embeddings"])
-    return min(lengths)
+    limit = getattr(config, "max_position_embeddings", None) or math.inf
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        return min(limit, rope["original_max_position_embeddings"])
+    return limit
 
 
 def tokenized(problems, policy, args):

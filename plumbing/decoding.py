@@ -43,8 +43,8 @@ class Decoder:
         self.record_experts = record_experts
         self.cache = None
         self.experts = None  # that the last forward used, (tokens, L, K)
-        # Rows and their experts at each step. The first step has those of all prompts, and which of
-        # these prompts each completion has.
+        # (rows, experts) of each step. First come the experts of the prompts, with the number of each
+        # completion's prompt for its row.
         self.noted = []
         self.num_tokens = 0  # that each row was given logits for
 
@@ -100,7 +100,7 @@ class Decoder:
         return output.logits[:, -1]
 
     def drop(self, has_ended_R):
-        """Drops rows that have ended, if it may now. Returns the indices of those that go on: none if
+        """Drops rows that have ended, if it can now. Returns the indices of those that stay: none if
         all have ended."""
         if not self.should_look:
             return ALL

@@ -143,8 +143,7 @@ def test_longrope_is_limited_to_lengths_for_which_cached_keys_stay_right(own_pol
         difference_BT = token_logprobs(policy, batch, 1.0).logprobs_BT - batch.sampler_logprobs_BT
         gaps.append(difference_BT.abs().max().item())
     assert gaps[0] < 1e-4 and gaps[1] > 1e-2
-    nested = SimpleNamespace(max_position_embeddings=64, rope_parameters={"full": rope, "other": None})
-    assert longest_sequence(nested) == 16
+    assert longest_sequence(config) == 16
     assert longest_sequence(SimpleNamespace(max_position_embeddings=64)) == 64
     assert longest_sequence(SimpleNamespace()) == math.inf
 
