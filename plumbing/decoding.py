@@ -23,7 +23,7 @@ def pad_left(rows, device):
     return pad_sequence(tensors, batch_first=True, padding_side="left").to(device)
 
 
-def new_decoder(policy, max_new_tokens, record_experts=False):
+def new_decoder(policy, max_new_tokens, record_experts):
     """A `Decoder` for one batch of prompts."""
     if policy.graphs is None:
         return Decoder(policy, record_experts)
@@ -31,9 +31,8 @@ def new_decoder(policy, max_new_tokens, record_experts=False):
 
 
 class Decoder:
-    """Returns the logits of each row's next token: `prefill` of the first one, and a call, which takes
-    the token that was chosen, of each one after that. `rows` has the index of each row's completion,
-    since `drop` drops rows that have ended."""
+    """Gives the logits of each row's next token: first `prefill`, then a call with the tokens that were
+    chosen. `drop` drops rows that have ended, so `rows` has the index of each row's completion."""
 
     can_drop = True  # whether `keep` may be called now
 
@@ -124,8 +123,8 @@ class Decoder:
             self.noted.append((self.rows, self.experts.clone()))
 
     def with_experts(self, completions):
-        """The completions, one per row, each with the experts that it used, if they were recorded. Its
-        last token needed none: -1."""
+        """The completions with the experts that they used, if these were recorded. A completion's last
+        token has none, -1, since the model never read it."""
         if not self.record_experts:
             return completions
         rows, of_prompts = self.noted[0]

@@ -164,7 +164,7 @@ class ReplacedChoice(TorchFunctionMode):
         self.replay.functions.add(getattr(function, "__name__", ""))
         num_experts = self.replay.routers.num_experts
         # Some routers first choose groups of experts, with topk calls on other shapes. `read_routers`
-        # tries whether this finds the right one.
+        # checks that this finds the right call.
         if function not in (torch.topk, torch.Tensor.topk) or args[0].shape[1:] != (num_experts,):
             return result
         self.replay.own.setdefault(self.layer, result.indices.to(torch.int16))
