@@ -441,4 +441,4 @@ def check_sampler(policy, args):
         if model is policy.master and not gap < 1e-3:  # a NaN fails this too
             raise UserError(f"its log-probs differ from the training forward's by {gap:.2g}")
     for sampling in dict.fromkeys([policy, sampler]):  # evaluations sample with the policy itself
-        sampling.graphs = graphs_for(sampling, prompts, args.max_new_tokens)
+        sampling.graphs, sampling.why_no_graphs = graphs_for(sampling, prompts, args.max_new_tokens)

@@ -1,7 +1,6 @@
 """Runs the sampler's model: the prompts first, then one token per row at a time."""
 
 import contextlib
-import sys
 import warnings
 
 import torch
@@ -237,7 +236,12 @@ class Graphs:
 
     def __init__(self):
         self.stream = torch.cuda.Stream()
-        self.pool = torch.cuda.MemPool()
+        # torch fails when it captures into a pool that no graph holds any more. So one graph, which is
+        # never replayed, holds the pool.
+        self.holder = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.holder, stream=self.stream, capture_error_mode="thread_local"):
+            torch.zeros(1, device="cuda")
+        self.pool = self.holder.pool()
 
     @contextlib.contextmanager
     def on_stream(self):
@@ -257,10 +261,12 @@ class Graphs:
         graph = torch.cuda.CUDAGraph()
         with self.on_stream():
             # A reward function may launch kernels in a thread of its own.
-            graph.capture_begin(self.pool.id, capture_error_mode="thread_local")
+            graph.capture_begin(self.pool, capture_error_mode="thread_local")
             try:
                 step()
-            except Exception:
+            except (
+                BaseException
+            ):  # also Ctrl-C: a notebook goes on, and its stream must not stay captured
                 with contextlib.suppress(RuntimeError):  # the first exception is the one to show
                     graph.capture_end()
                 raise
@@ -285,10 +291,12 @@ NUM_CHECKED = 6
 
 
 def graphs_for(policy, prompts, max_new_tokens):
-    """Decides before training, once, how a policy samples: returns `Graphs` if a step can be captured,
-    and None, which means a cache that grows, if not, or if there is no GPU. prompts: of token ids."""
-    if policy.model.device.type != "cuda" or max_new_tokens <= NUM_CHECKED:
-        return None
+    """Decides before training, once, how a policy samples. Returns (`Graphs`, "") if a step can be
+    captured, else (None, why not): then the cache grows. prompts: of token ids."""
+    if policy.model.device.type != "cuda":
+        return None, "there is no CUDA GPU"
+    if max_new_tokens <= NUM_CHECKED:
+        return None, "the answers are too short"
     try:
         graphs = Graphs()
         check_stretches(policy, prompts, graphs)
@@ -296,9 +304,11 @@ def graphs_for(policy, prompts, max_new_tokens):
         raise
     except Exception as error:  # some architectures cannot, each in its own way
         reason = str(error).strip().partition("\n")[0]
-        print(f"note: the sampler runs without CUDA graphs: {reason:.200}", file=sys.stderr)
-        return None
-    return graphs
+        if "synchronizing" in reason:
+            part = "experts wait" if policy.routers.num_experts > 0 else "layers wait"
+            reason = f"its {part} for the GPU"
+        return None, f"{reason:.200}"
+    return graphs, ""
 
 
 @torch.inference_mode()

@@ -54,9 +54,9 @@ def load_unchecked(args):
         raise UserError(f"--model {args.model} is a run: pass its {checkpoints[-1].name}")
     with one_line(f"--model {args.model} cannot be used"):  # damaged folders may raise anything
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        if args.torch_device.startswith("cuda"):
-            torch.cuda.set_device(args.torch_device)  # for what uses the current one: graphs, memory
         model = load_weights(source).to(args.torch_device).eval()
+        if model.device.type == "cuda":
+            torch.cuda.set_device(model.device)  # for what uses the current one: graphs, memory
         config = model.config.get_text_config()
         # Router logits come from our own hooks; if transformers' are on, decoding fails.
         if getattr(config, "output_router_logits", False):
@@ -246,6 +246,7 @@ class Policy(TrainedModel):
         self.rollout_dtype = rollout_dtype
         self.refresh_every = refresh_every  # iterations
         self.graphs = None  # set before training, if the sampler's steps can be CUDA graphs
+        self.why_no_graphs = ""
         self.rollout_policy = None
         if rollout_dtype != "same" or refresh_every > 1:
             # int4 weights are only rounded; their products are computed in --dtype.

@@ -58,8 +58,7 @@ class Run:
         self.parts = {name: part for name, part in parts.items() if part is not None}
         self.parts["problems"] = problems
         self.open_folder(problems)
-        num_parameters = sum(weight.numel() for weight in policy.parameters())
-        print(f"model: {num_parameters:,} parameters, {args.dtype}, on {args.torch_device}")
+        print(model_line(args, policy))
         print(TITLES)
         self.bar = tqdm(
             desc=args.script,
@@ -225,6 +224,7 @@ class Run:
         result["charts/tokens_per_second"] = num_tokens / training_seconds
         if self.args.torch_device.startswith("cuda"):
             result["charts/peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            result["charts/peak_reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
         return result
 
     def write_log(self, completions):
@@ -396,6 +396,30 @@ NO_VERDICTS = (
     "note: where a reward other than 0 and 1 has no verdict, accuracy is blank, and held-out is the "
     "mean reward; return (number, verdict)"
 )
+
+
+def model_line(args, policy):
+    """What runs where, in words."""
+    count = sum(weight.numel() for weight in policy.parameters())
+    size = f"{count:,}" if count < 1e7 else f"{count / 1e6:,.0f} million"
+    line = f"model: {size} parameters, {args.dtype}, on {device_name(args)}"
+    if not args.torch_device.startswith("cuda"):
+        return line
+    sampler = policy.rollout_policy or policy
+    if sampler.graphs is None:
+        return f"{line}; sampling without CUDA graphs ({sampler.why_no_graphs})"
+    return f"{line}; sampling with CUDA graphs"
+
+
+def device_name(args):
+    """The name of a GPU. If the CPU is used but was not asked for, also the reason."""
+    if args.torch_device.startswith("cuda"):
+        return torch.cuda.get_device_name()
+    if args.torch_device != "cpu" or args.device:
+        return args.torch_device
+    if torch.backends.cuda.is_built():
+        return "cpu (torch finds no GPU)"
+    return "cpu (this torch is built without CUDA)"
 
 
 def progress_line(metrics):

@@ -70,9 +70,15 @@ def flags_it_has(name, flags):
     return [word for pair in pairs if pair[0][2:] in fields_of(name) for word in pair]
 
 
+def on_cpu(flags):
+    """The flags with `--device cpu`, unless they name a device: a test is about the CPU, also on a
+    machine with a GPU."""
+    return flags if "--device" in flags else ("--device", "cpu", *flags)
+
+
 def run(name, *flags):
     """Runs a script as from its command line, but in this process, which saves the imports. The dataset
-    is a small one, unless a flag names another."""
+    is a small one, and the device the CPU, unless a flag names another."""
     module = importlib.import_module(name)
     out = io.StringIO()
     err = io.StringIO()
@@ -82,7 +88,7 @@ def run(name, *flags):
     data = [] if "--resume" in flags else ["--dataset", SUMS, "--num_held_out", 8]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
-        patch.setattr(sys, "argv", [str(path_of(name)), *map(str, (*data, *flags))])
+        patch.setattr(sys, "argv", [str(path_of(name)), *map(str, (*data, *on_cpu(flags)))])
         try:
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
                 launch(module.main, module.Args)
@@ -123,7 +129,7 @@ def refused(name, *flags, expected=""):
 
 def started(name, *flags):
     """A script in a process of its own, as a user starts it. It computes with one thread, as `run`."""
-    command = [sys.executable, "-m", name, *map(str, flags)]
+    command = [sys.executable, "-m", name, *map(str, on_cpu(flags))]
     options = {"cwd": ROOT, "env": os.environ | {"OMP_NUM_THREADS": "1"}, "text": True}
     options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     # One that waits for ever ends by this signal.
@@ -153,7 +159,7 @@ SUMS = write_lines(  # read faster than the default dataset
 
 # The same job for a script that is called from Python
 SMALL_ARGS = {name[2:]: int(value) for name, value in zip(SMALL[::2], SMALL[1::2], strict=True)}
-SMALL_ARGS |= {"dataset": SUMS, "num_held_out": 8}
+SMALL_ARGS |= {"dataset": SUMS, "num_held_out": 8, "device": "cpu"}
 
 
 def checkpoint_of(folder):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from conftest import batch_of_ids, refused, save, script_args
-from test_decoding import Eager
+from test_decoding import Tapes
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -162,10 +162,10 @@ def check_sampler_and_training_forward(policy, args):
 def check_fixed_cache(policy, can_be_fixed):
     """On a GPU, the sampler's steps would be CUDA graphs."""
     if can_be_fixed:
-        check_stretches(policy, PROMPTS * 2, Eager())
+        check_stretches(policy, PROMPTS * 2, Tapes())
     else:
         with pytest.raises(ValueError, match="its (attention is not sdpa|cache does not keep all)"):
-            check_stretches(policy, PROMPTS * 2, Eager())
+            check_stretches(policy, PROMPTS * 2, Tapes())
 
 
 def given_to_experts(policy, batch, replay=None):

@@ -1,5 +1,5 @@
-"""The sampler's fixed cache, which CUDA graphs need, against its growing one. Here a graph is the step
-itself. Which architectures can use it: test_architectures.py; what only a GPU shows: test_gpu.py."""
+"""The sampler's fixed cache, which CUDA graphs need, against its growing one. Here a graph is a tape.
+Which architectures can use it: test_architectures.py; what only a GPU shows: test_gpu.py."""
 
 import contextlib
 from types import SimpleNamespace
@@ -8,18 +8,68 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from conftest import MIXED, problems_of, script_args
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import common
 from common import sample
 from plumbing import decoding
-from plumbing.decoding import Decoder, FixedLayer, Graphs, StretchDecoder, check_stretches, graphs_for
+from plumbing.decoding import Decoder, FixedLayer, StretchDecoder, check_stretches, graphs_for
 
 
-class Eager:
-    """In place of `Graphs`: runs a step where a GPU would replay its graph. Notes what was asked."""
+def storage_of(tensor):
+    return tensor.untyped_storage().data_ptr()
+
+
+class Tape(TorchDispatchMode):
+    """In place of a CUDA graph: notes the operators of a step, with their tensors and numbers, and runs
+    these again, not the step. Since a capture computes nothing, `rewind` undoes what was written and
+    fills new tensors with garbage."""
+
+    def __init__(self):
+        super().__init__()
+        self.operators = []  # (operator, arguments, keywords, result)
+        self.written = {}  # {storage: (a tensor in it, all its content before)}
+        self.made = {}  # {storage: a tensor in it}
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        for argument, value in zip(operator._schema.arguments, args, strict=False):
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            if is_written and storage_of(value) not in self.written | self.made:
+                self.written[storage_of(value)] = value, value.untyped_storage().clone()
+        result = operator(*args, **kwargs)
+        known = {storage_of(x) for x in given}
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor) and storage_of(x) not in known:
+                self.made[storage_of(x)] = x
+        self.operators.append((operator, args, kwargs, result))
+        return result
+
+    def rewind(self):
+        for x, content in self.written.values():
+            x.untyped_storage().copy_(content)
+        for x in self.made.values():
+            x.fill_(torch.nan if x.is_floating_point() else -1)
+
+    def play(self):
+        for operator, args, kwargs, result in self.operators:
+            again = tree_leaves(operator(*args, **kwargs))
+            for noted, x in zip(tree_leaves(result), again, strict=True):
+                if isinstance(x, torch.Tensor) and storage_of(x) != storage_of(noted):
+                    noted.copy_(x)
+
+
+class Tapes:
+    """In place of `Graphs`. Notes what was asked."""
 
     def __init__(self):
         self.calls = []
+
+    @property
+    def num_steps(self):
+        return self.calls.count("run") + self.calls.count("play")
 
     def run(self, step):
         self.calls.append("run")
@@ -27,7 +77,16 @@ class Eager:
 
     def capture(self, step):
         self.calls.append("capture")
-        return step
+        tape = Tape()
+        with tape:
+            step()
+        tape.rewind()
+
+        def play():
+            self.calls.append("play")
+            tape.play()
+
+        return play
 
     @contextlib.contextmanager
     def refuse_to_wait(self):
@@ -39,15 +98,11 @@ PROMPTS = ([3, 8, 4, 9, 6], [3, 4, 12], [10])
 
 
 def sampled(policy, graphs, seed, **changes):
-    """Completions of prompts of mixed lengths, and the number of forwards that they took."""
+    """Completions of prompts of mixed lengths."""
     _, args = script_args("grpo", **{"max_new_tokens": 20} | changes)
     policy.graphs = graphs
-    count = []
-    hook = policy.model.base_model.register_forward_pre_hook(lambda *_: count.append(1))
     noise = torch.Generator().manual_seed(seed)
-    completions = sample(policy, problems_of(policy, *MIXED), 4, args, noise)
-    hook.remove()
-    return completions, len(count)
+    return sample(policy, problems_of(policy, *MIXED), 4, args, noise)
 
 
 def assert_same(completions, others):
@@ -65,47 +120,49 @@ def test_a_fixed_cache_gives_the_same_completions(stretch, routing_replay, own_p
     monkeypatch.setattr(decoding, "STRETCH", (stretch, stretch))
     own_policy.model.generation_config.eos_token_id = [1, 5]
     changes = {"routing_replay": routing_replay, "temperature": 1.5, "max_new_tokens": 16}
-    growing, _ = sampled(own_policy, None, 1, **changes)
-    graphs = Eager()
-    fixed, _ = sampled(own_policy, graphs, 1, **changes)
+    growing = sampled(own_policy, None, 1, **changes)
+    graphs = Tapes()
+    fixed = sampled(own_policy, graphs, 1, **changes)
     assert_same(fixed, growing)
-    assert graphs.calls[:4] == ["run", "capture", "run", "capture"]  # one graph per stretch
+    of_a_stretch = ["run", "capture", *["play"] * (stretch - 1)]
+    assert graphs.calls[: stretch + 3] == [*of_a_stretch, "run", "capture"]
     places = {(len(c.ids) - 1) % stretch for c in growing}  # the first token is before any stretch
     assert 0 in places and len(places) > 1
 
 
-@pytest.mark.parametrize("cap, calls", [(1, []), (2, ["run"]), (3, ["run", "capture"])])
+@pytest.mark.parametrize("cap, calls", [(1, []), (2, ["run"]), (3, ["run", "capture", "play"])])
 def test_a_fixed_cache_with_a_low_cap(cap, calls, tiny_policy):
     """One token needs no forward after the prompts', and two tokens no graph."""
-    growing, _ = sampled(tiny_policy, None, 0, max_new_tokens=cap)
-    graphs = Eager()
-    fixed, count = sampled(tiny_policy, graphs, 0, max_new_tokens=cap)
-    assert_same(fixed, growing)
-    assert count == cap and graphs.calls == calls
+    growing = sampled(tiny_policy, None, 0, max_new_tokens=cap)
+    graphs = Tapes()
+    assert_same(sampled(tiny_policy, graphs, 0, max_new_tokens=cap), growing)
+    assert graphs.calls == calls
 
 
 def test_a_stretch_ends_when_all_rows_have_ended(own_policy):
     """The host looks for that every 16 tokens."""
     own_policy.model.generation_config.eos_token_id = list(range(3, 10))  # ends most rows soon
-    completions, count = sampled(own_policy, Eager(), 0, max_new_tokens=40)
+    graphs = Tapes()
+    completions = sampled(own_policy, graphs, 0, max_new_tokens=40)
     longest = max(len(c.ids) for c in completions)
-    assert 1 < longest <= 16 and count == 16
-    assert sampled(own_policy, None, 0, max_new_tokens=40)[1] == longest
+    assert 1 < longest <= 16
+    assert graphs.num_steps == 15  # the first token comes from the prompts
 
 
 def test_a_stretch_keeps_rows_that_have_ended(own_policy):
     """Whether the host looks before its end or not."""
     own_policy.model.generation_config.eos_token_id = [1, 5]  # ends some rows soon
-    growing, _ = sampled(own_policy, None, 1, max_new_tokens=40, temperature=1.5)
-    fixed, _ = sampled(own_policy, Eager(), 1, max_new_tokens=40, temperature=1.5)
+    growing = sampled(own_policy, None, 1, max_new_tokens=40, temperature=1.5)
+    fixed = sampled(own_policy, Tapes(), 1, max_new_tokens=40, temperature=1.5)
     assert_same(fixed, growing)
     lengths = [len(c.ids) for c in growing]
     assert min(lengths) < 16 < max(lengths)
 
 
+@torch.inference_mode()
 def test_the_stretches_of_a_long_answer(tiny_policy):
     """As many tokens as there are, from 64 to 256, up to the cap, with columns in multiples of 16."""
-    decoder = StretchDecoder(tiny_policy, False, Eager(), 700, decoding.STRETCH)
+    decoder = StretchDecoder(tiny_policy, False, Tapes(), 700, decoding.STRETCH)
     token_R1 = decoder.prefill([[3] * 10] * 2).argmax(1, keepdim=True)
     widths = []
     for _ in range(699):
@@ -145,6 +202,15 @@ def wrong_position(decoder):
     decoder.column_1.add_(1)
 
 
+def number_of_the_host(decoder):
+    """Right, if the step itself ran each time: a graph repeats the number."""
+    column = decoder.attention.shape[1] - decoder.num_spare
+    decoder.mask[..., column] = True
+    decoder.logits_RV = decoder.forward(decoder.token_R1, decoder.mask, decoder.positions)
+    decoder.positions.add_(1)
+    decoder.column_1.add_(1)
+
+
 def stale_experts(decoder):
     decoder.noted.append((decoder.rows, decoder.experts))
     decoder.experts = torch.zeros_like(decoder.experts)
@@ -153,6 +219,7 @@ def stale_experts(decoder):
 WRONG = [  # what a model might do to one
     (FixedLayer, "update", wrong_column, "its distributions differ by"),
     (StretchDecoder, "step", wrong_position, "its distributions differ by"),
+    (StretchDecoder, "step", number_of_the_host, "its distributions differ by"),
     (StretchDecoder, "note_experts", stale_experts, "its routers choose different experts"),
 ]
 
@@ -163,7 +230,7 @@ def test_the_check_sees_a_fixed_cache_that_is_wrong(
 ):
     monkeypatch.setattr(owner, name, function)
     with pytest.raises(ValueError, match=expected):
-        check_stretches(tiny_policy, PROMPTS * 2, Eager())
+        check_stretches(tiny_policy, PROMPTS * 2, Tapes())
 
 
 def test_the_check_decodes_two_stretches_and_drops_a_row(tiny_policy, monkeypatch):
@@ -176,72 +243,49 @@ def test_the_check_decodes_two_stretches_and_drops_a_row(tiny_policy, monkeypatc
         original(decoder, rows)
 
     monkeypatch.setattr(StretchDecoder, "keep", keep)
-    graphs = Eager()
+    graphs = Tapes()
     check_stretches(tiny_policy, PROMPTS * 2, graphs)
-    assert graphs.calls == ["refuse", "run", "refuse", "capture", "refuse"] * 2
+    assert graphs.calls == ["refuse", "run", "refuse", "capture", "play", "refuse", "play"] * 2
     assert kept == [6, 5]  # from prompts to rows, and then without the first one
 
     def wait(step):
         raise RuntimeError("called a synchronizing CUDA operation")
 
-    graphs = Eager()
+    graphs = Tapes()
     graphs.run = wait
     with pytest.raises(RuntimeError, match="synchronizing"):
         check_stretches(tiny_policy, PROMPTS * 2, graphs)
     assert graphs.calls == ["refuse"]
 
 
-ON_GPU = SimpleNamespace(model=SimpleNamespace(device=torch.device("cuda")))
+ON_GPU = SimpleNamespace(
+    model=SimpleNamespace(device=torch.device("cuda")), routers=SimpleNamespace(num_experts=0)
+)
 
 
-def test_what_cannot_be_captured_is_sampled_with_a_growing_cache(monkeypatch, capsys):
-    """With a line that says why. Running out of memory is not a reason."""
-    monkeypatch.setattr(decoding, "Graphs", Eager)
-    fails = MagicMock(side_effect=RuntimeError("it waits\nhere"))
-    monkeypatch.setattr(decoding, "check_stretches", fails)
-    assert graphs_for(ON_GPU, PROMPTS, 48) is None
-    assert capsys.readouterr().err == "note: the sampler runs without CUDA graphs: it waits\n"
-    fails.side_effect = torch.OutOfMemoryError
+def test_what_cannot_be_captured_is_sampled_with_a_growing_cache(monkeypatch):
+    """And the reason is given. Running out of memory is not one."""
+    monkeypatch.setattr(decoding, "Graphs", Tapes)
+    check = MagicMock(side_effect=RuntimeError("its mask is odd\nhere"))
+    monkeypatch.setattr(decoding, "check_stretches", check)
+    assert graphs_for(ON_GPU, PROMPTS, 48) == (None, "its mask is odd")
+    check.side_effect = RuntimeError("called a synchronizing CUDA operation")
+    assert graphs_for(ON_GPU, PROMPTS, 48) == (None, "its layers wait for the GPU")
+    check.side_effect = torch.OutOfMemoryError
     with pytest.raises(torch.OutOfMemoryError):
         graphs_for(ON_GPU, PROMPTS, 48)
-    fails.side_effect = None
-    assert graphs_for(ON_GPU, PROMPTS, 6) is None  # the model may have no positions for the check
-    assert type(graphs_for(ON_GPU, PROMPTS, 7)) is Eager
+    check.side_effect = None
+    graphs, reason = graphs_for(ON_GPU, PROMPTS, 6)  # the model may have no positions for the check
+    assert graphs is None and reason != ""
+    graphs, reason = graphs_for(ON_GPU, PROMPTS, 7)
+    assert type(graphs) is Tapes and reason == ""
 
 
 def test_the_policy_and_its_rollout_copy_are_told(monkeypatch):
     """Each samples: the policy in evaluations. Other copies, such as a reference, never do."""
     asked = []
-    monkeypatch.setattr(common, "graphs_for", lambda policy, *_: asked.append(policy) or "graphs")
+    monkeypatch.setattr(common, "graphs_for", lambda policy, *_: asked.append(policy) or ("graphs", ""))
     policy = common.load_policy(script_args("grpo", rollout_dtype="bfloat16")[1])
     assert asked == [policy, policy.rollout_policy]
     assert policy.graphs == policy.rollout_policy.graphs == policy.sampler(1).graphs == "graphs"
     assert policy.frozen_copy().graphs is None
-
-
-def test_graphs_share_one_stream_and_one_pool(monkeypatch):
-    """And leave other threads alone. An exception in a capture is not hidden by what follows it."""
-    cuda = MagicMock()
-    cuda.mem_get_info.return_value = (2**40, 2**40)
-    cuda.get_sync_debug_mode.return_value = 1
-    monkeypatch.setattr(torch, "cuda", cuda)
-    graphs = Graphs()
-    for _ in range(2):
-        graphs.capture(lambda: None)
-    graphs.run(lambda: None)
-    assert cuda.Stream.call_count == cuda.MemPool.call_count == 1
-    begin = cuda.CUDAGraph.return_value.capture_begin
-    assert begin.call_count == 2
-    begin.assert_called_with(graphs.pool.id, capture_error_mode="thread_local")
-    assert [call.args[0] for call in cuda.stream.call_args_list] == [graphs.stream] * 3
-    end = cuda.CUDAGraph.return_value.capture_end
-    end.reset_mock()
-    with pytest.raises(torch.OutOfMemoryError):
-        graphs.capture(MagicMock(side_effect=torch.OutOfMemoryError))
-    assert end.called and not cuda.empty_cache.called
-    cuda.mem_get_info.return_value = (2**20, 2**40)
-    graphs.capture(lambda: None)
-    assert cuda.empty_cache.called
-    with pytest.raises(KeyError), graphs.refuse_to_wait():
-        raise KeyError
-    assert [call.args[0] for call in cuda.set_sync_debug_mode.call_args_list] == ["error", 1]

@@ -151,7 +151,7 @@ def test_a_line_of_metrics_jsonl_by_hand(first_iteration, tmp_path, monkeypatch)
 ELSEWHERE = """rollout/weight_zero_frac rollout/weight_cap_frac rollout/weight_mean rollout/groups_*
 rollout/weight_effective_size losses/gate_slope losses/approx_kl losses/kl_ref losses/clipfrac_high
 losses/offpolicy_mask_frac moe/sampler_flip_frac moe/router_shift moe/router_floor_frac
-charts/*_seconds charts/peak_memory_gib eval/reward_mean""".split()
+charts/*_seconds charts/peak_memory_gib charts/peak_reserved_gib eval/reward_mean""".split()
 
 
 def test_every_key_that_the_page_explains_is_computed_by_hand():

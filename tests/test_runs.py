@@ -4,11 +4,13 @@ import dataclasses
 import math
 
 import pytest
+import torch
 from conftest import MORE, SCRIPTS, checkpoint_of, completes, metrics, read_lines, resume, run
 
 import dapo
 import grpo
 from plumbing.metrics import pass_at_k
+from plumbing.run import model_line
 
 
 def keys(prefix, names):
@@ -41,6 +43,22 @@ EXTRA_KEYS = {
     "more.rloo": UNIFORM,
     "more.vapo": CLIPS | VALUE | {"losses/positive_lm_loss"},
 }
+
+
+@pytest.mark.parametrize(
+    "device, is_built, where",
+    [
+        ("cpu", True, "cpu"),
+        ("", True, "cpu (torch finds no GPU)"),
+        ("", False, "cpu (this torch is built without CUDA)"),
+    ],
+)
+def test_a_run_says_what_runs_where(device, is_built, where, tiny_policy, monkeypatch):
+    """On a GPU: test_gpu.py."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: is_built)
+    args = grpo.Args(device=device)
+    assert model_line(args, tiny_policy) == f"model: 223,680 parameters, float32, on {where}"
 
 
 def test_no_iterations_only_evaluate(tmp_path, monkeypatch):
