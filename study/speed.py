@@ -2,7 +2,7 @@
 
     python study/speed.py sampler    # tokens per second: common.sample() and model.generate()
     python study/speed.py trl        # seconds per iteration: grpo.py and examples/trl_trainer.py
-    python study/speed.py memory     # peak memory of grpo.py, and seconds per iteration
+    python study/speed.py memory     # peak memory of grpo.py, in tensors and reserved, and seconds
 
 Prints one row. `sampler` and `trl` measure two sides in turn, with the same weights. They print the
 medians of both sides, and the minimum, median and maximum of their ratio. On a CPU everything uses one
@@ -160,10 +160,11 @@ def trl(flags, ours, theirs, num_pairs):
 
 
 def memory(flags):
+    """GiB of tensors, GiB that torch holds, seconds of the rollout, seconds of the update."""
     *_, last = metrics_of(flags)
-    gib = last.get("charts/peak_memory_gib", math.nan)
-    seconds = [last[f"charts/{phase}_seconds"] for phase in ("rollout", "update")]
-    print(f"| {gib:.1f} | {seconds[0]:.1f} | {seconds[1]:.1f} |")
+    names = ("peak_memory_gib", "peak_reserved_gib", "rollout_seconds", "update_seconds")
+    cells = [f"{last.get(f'charts/{name}', math.nan):.1f}" for name in names]
+    print(f"| {' | '.join(cells)} |")
 
 
 def main():
@@ -175,6 +176,7 @@ def main():
         parser.add_argument(name, default="")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
         model = args.model
         if model in SHAPES:
