@@ -186,6 +186,8 @@ class StretchDecoder(Decoder):
             values = layer.values[:, :, :width]
             self.cache.layers[i] = FixedLayer(keys, values, aligned_end, self.column_1)
         self.is_warm = False
+        # This destroys the last stretch's graph, and torch then clears the stream's cuBLAS workspaces.
+        # The next warm step and capture come after it, since the next graph uses what they make.
         self.replay = None
 
     def __call__(self, token_R1):
