@@ -16,14 +16,14 @@ Suffixes name axes: B rows, T tokens, 1 for a size-1 axis.
 This is the root of the family. The header of its child, grpo.py, lists the differences.
 
 Not specified in the papers:
-  - After the last token V is 0, even if the completion was truncated. If the critic's value there were
-    added to its reward, and the reward is not 0, the policy would learn to be truncated.
   - d is 0.2.
   - There are 256 prompts with one completion each, as many completions as in the siblings.
 As in InstructGPT:
   - gamma is 1, so that a right answer is worth the same at any length.
   - beta is 0.02 (with --kl_coef 0 there is no reference).
   - There is one epoch per rollout.
+Unlike PPO's equations 10 to 12, V is 0 after the last token, even if the completion was truncated: the
+reward ends it. With the critic's value beside that reward, the policy would learn to be truncated.
 Unlike the papers: A is whitened, and L_V is clipped, not the plain square, as in most RLHF code. c_e is
 0 and c_v 0.5 (PPO on Atari: 0.01 and 1). The two models share no weights, so c_v only scales the
 critic's gradient. AdamW ignores that, except where the gradient is clipped first (--max_grad_norm). The

@@ -20,7 +20,8 @@ Parent: grpo.py. Differs only in:
 Not specified: d (here 0.9). There are 256 prompts with one completion each, as many completions as in
 the siblings. The learning rate is higher than theirs, since a rollout has one step instead of 16.
 J grows with a completion's length, and so does its gradient. AdamW ignores a constant scale, but
---max_grad_norm 1 acts first: it clips 12 to 19 of the 40 gradients (rloo.py: 33 to 35; three seeds).
+--max_grad_norm 1 acts first: it clips 12 to 19 of the 40 gradients (rloo.py: 33 to 35; three seeds, at
+commit dded9c0).
 
 Run:    python -m more.reinforce
 Expect: greedy held-out accuracy on sums of two numbers rises from 0.43 to at least 0.98 in under a

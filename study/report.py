@@ -178,33 +178,6 @@ def routing():
     return markdown(["script", "sampler", "replay", *names], rows, "lllrrrrr")
 
 
-BASELINES = {  # column of baseline.csv: words
-    "none": "none, b = 0",
-    "mean": "E[R], the same for all prompts",
-    "loo": "the mean of the group's other answers (rloo)",
-    "group": "the group's mean (dr_grpo)",
-    "best": "b*, the same for all prompts",
-}
-
-
-def baselines():
-    """The noise of the gradient with each baseline, and that divided by the squared mean gradient."""
-    runs = stats.runs("baseline")
-    rows = []
-    for name, words in BASELINES.items():
-        cells = []
-        for variant in ("before", "after"):
-            ours = runs["dr_grpo", variant]
-            squared_gradient = mean(ours, "squared_gradient")
-            if name == "group":
-                squared_gradient *= (7 / 8) ** 2  # it includes the completion itself: 7/8 of rloo's A
-            cells.append(f"{mean(ours, name):.0f}")
-            cells.append(f"{mean(ours, name) / squared_gradient:.0f}")
-        rows.append([words, *cells])
-    header = ["baseline", "before: noise", "relative", "after: noise", "relative"]
-    return markdown(header, rows, "lrrrr")
-
-
 def exercises():
     """What to change, and what to ask."""
     rows = []
@@ -266,12 +239,12 @@ def symptoms_found():
 
 
 def symptoms_summary():
-    """The table in a sentence."""
+    """The table in a sentence, which the main page has."""
     found = [metrics["default"] for _, metrics in symptoms_found()]
     num_lower = sum("accuracy on average ↓" in metrics for metrics in found)
     num_higher = sum("accuracy on average ↑" in metrics for metrics in found)
     return (
-        f"We planted {len(found)} bugs. In 25 iterations of the default job, only {num_lower} "
+        f"We ran {len(found)} planted bugs. In 25 iterations of the default job, only {num_lower} "
         f"hurt accuracy, {num_higher} improved it, and {found.count([])} left no trace in any of "
         f"{len(SYMPTOMS)} metrics."
     )
@@ -290,17 +263,12 @@ def symptoms():
         num_found = sum(len(metrics) for metrics in found.values())
         rows.append((num_found, cells))
     rows.sort()
-    return [
-        *markdown(["bug", *BUG_JOBS, "fix"], [row for _, row in rows]),
-        "",
-        symptoms_summary(),
-    ]
+    return markdown(["bug", *BUG_JOBS, "fix"], [row for _, row in rows])
 
 
 # -------------------------------------------------------------------------------------------- pages
 
-MAKERS = [lesson, scripts, exercises, answers, microscope, nine, baselines, stability, routing]
-MAKERS += [symptoms]
+MAKERS = [lesson, scripts, exercises, answers, microscope, nine, stability, routing, symptoms]
 PARTS = {make.__name__: make for make in MAKERS}
 PART = re.compile(r"<!-- generated: (\w+) -->.*?<!-- end: \1 -->", re.DOTALL)
 

@@ -3,12 +3,10 @@
 import importlib
 
 import pytest
-import torch
 from conftest import SUMS, write_lines
 
 from plumbing.args import parse_args
 
-import baseline
 import stats
 import sweep
 from experiments import EXPERIMENTS, Experiment, Job
@@ -65,16 +63,6 @@ def test_two_sets_of_runs_are_compared_by_seed(tmp_path, monkeypatch, capsys):
     stats.main()
     lines = [line.rsplit(" ", 1) for line in capsys.readouterr().out.splitlines()[1:]]
     assert {name.strip(): x for name, x in lines} == {"reward": "+0.375", "greedy accuracy": "+0.200"}
-
-
-def test_noise_of_the_gradient_by_hand():
-    """Two prompts, two answers each; b* is 1/2. The group's mean halves rloo's A, as (G - 1) / G."""
-    rewards_PG = torch.tensor([[1.0, 0.0], [1.0, 1.0]])
-    squares_PG = torch.tensor([[2.0, 8.0], [4.0, 2.0]])
-    found = baseline.noise(rewards_PG, squares_PG)
-    expected = {"reward": 0.75, "best_baseline": 0.5, "square_right": 8 / 3, "square_wrong": 8}
-    expected |= {"none": 2, "mean": 1.25, "loo": 2.5, "group": 0.625, "best": 1}
-    assert found == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

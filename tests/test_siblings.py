@@ -1,5 +1,4 @@
-"""Siblings stay siblings: what is not the algorithm is the same in all nine and in the three of
-more/."""
+"""Siblings stay siblings: what is not the algorithm is the same in all nine and in those of more/."""
 
 import dataclasses
 import difflib

@@ -17,7 +17,7 @@ import report
 
 NAMES = SCRIPTS + MORE
 BUGS = repair.load_bugs()
-TOOLS = "baseline curves figures microscope page repair report speed sweep".split()
+TOOLS = "curves figures microscope page repair report speed sweep".split()
 
 
 def test_no_script_is_overlooked():
