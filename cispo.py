@@ -167,6 +167,8 @@ def main(args):
             micro.old_logprobs_BT = old.logprobs_BT
             micro.old_experts_BTLK = old.experts_BTLK  # of an MoE, for the log
             micro.replay_BSLK = old.replay_BSLK  # experts of --routing_replay, or None
+            advantages = [[c.advantage] for c in micro.completions]
+            micro.advantages = torch.tensor(advantages, device=args.torch_device)
             micro.correction_weights = rollout_correction(micro, args)
 
         # ----------------------------------------------------------------------------------- update

@@ -156,13 +156,13 @@ class Batch:
     predictor_N: torch.Tensor  # 2 3: the same as indices into (B * S); a mask would make a GPU wait
     mask_BT: torch.Tensor  # 1 1: the response, including EOS
     sampler_logprobs_BT: torch.Tensor
-    advantages: torch.Tensor | None = None  # (B, 1), if completions have some; ppo sets (B, T)
     sampler_experts_BSLK: torch.Tensor | None = None  # with r3, in top-k order; -1 if not recorded
     # set by the scripts
     old_logprobs_BT: torch.Tensor | None = None
     old_experts_BTLK: torch.Tensor | None = None  # the routers' own choice, sorted; None if unknown
     replay_BSLK: torch.Tensor | None = None  # experts that the update's routers must use
     ref_logprobs_BT: torch.Tensor | None = None
+    advantages: torch.Tensor | None = None  # (B, 1); in ppo (B, T)
     correction_weights: torch.Tensor | float = 1.0  # (B, T) or (B, 1)
 
     def __len__(self):
@@ -198,8 +198,6 @@ def collate(completions, filler, args):
         mask_BT=(torch.arange(response_B1.max()) < response_B1).to(device),
         sampler_logprobs_BT=pad_sequence(logprobs, batch_first=True).to(device),
     )
-    if completions[0].advantage is not None:
-        batch.advantages = torch.tensor([[c.advantage] for c in completions], device=device)
     if completions[0].experts is not None:
         experts = [c.experts for c in completions]
         experts_BSLK = pad_sequence(experts, batch_first=True, padding_value=-1)

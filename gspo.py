@@ -167,6 +167,8 @@ def main(args):
             micro.old_experts_BTLK = old.experts_BTLK  # of an MoE, for the log
             micro.replay_BSLK = old.replay_BSLK  # experts of --routing_replay, or None
             is_gspo = args.variant == "gspo"  # one ratio, and so one weight, per completion
+            advantages = [[c.advantage] for c in micro.completions]
+            micro.advantages = torch.tensor(advantages, device=args.torch_device)
             micro.correction_weights = rollout_correction(micro, args, per_sequence=is_gspo)
 
         # ----------------------------------------------------------------------------------- update

@@ -206,6 +206,8 @@ def main(args):
             micro.replay_BSLK = old.replay_BSLK  # experts of --routing_replay, or None
             micro.experts_BTLK = active_experts(micro, old.experts_BTLK)  # e_jk
             micro.old_scores_BTLK = expert_logprobs(old.router_logits, micro.experts_BTLK)
+            advantages = [[c.advantage] for c in micro.completions]
+            micro.advantages = torch.tensor(advantages, device=args.torch_device)
             micro.correction_weights = rollout_correction(micro, args, per_sequence=True)
 
         # ----------------------------------------------------------------------------------- update

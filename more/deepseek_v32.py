@@ -191,6 +191,8 @@ def main(args):
             micro.replay_BSLK = old.replay_BSLK  # experts of --routing_replay, or None
             if reference is not None:
                 micro.ref_logprobs_BT = reference_logprobs(reference, micro, args)
+            advantages = [[c.advantage] for c in micro.completions]
+            micro.advantages = torch.tensor(advantages, device=args.torch_device)
             micro.correction_weights = rollout_correction(micro, args)
 
         # ----------------------------------------------------------------------------------- update

@@ -142,8 +142,11 @@ def main(args):
         # ------------------------------------------------------------------------------- old policy
         # There is no ratio, so its log-probs are needed only to correct for the sampler.
         steps = split_into_steps(completions, args.num_minibatches, args)
-        if args.rollout_correction != "none" or args.routing_replay != "none":
-            for micro in chain(*steps):
+        needs_old = args.rollout_correction != "none" or args.routing_replay != "none"
+        for micro in chain(*steps):
+            advantages = [[c.advantage] for c in micro.completions]
+            micro.advantages = torch.tensor(advantages, device=args.torch_device)
+            if needs_old:
                 old = old_policy(policy, micro, args)
                 micro.old_logprobs_BT = old.logprobs_BT
                 micro.old_experts_BTLK = old.experts_BTLK  # of an MoE, for the log

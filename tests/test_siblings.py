@@ -9,6 +9,8 @@ import re
 import pytest
 from conftest import MORE, ROOT, SCRIPTS, functions_of, path_of, script_args
 
+from common import Batch
+
 SIBLINGS = [*SCRIPTS, *MORE]
 KNOBS = """iterations prompts_per_iteration group_size max_new_tokens temperature lr update_epochs
 num_minibatches max_grad_norm router_aux_coef""".split()
@@ -99,6 +101,16 @@ def test_every_flag_is_read(name):
     for field in dataclasses.fields(script_args(name)[0].Args):
         used = rf"\b(args|self)\.{field.name}\b"  # args.dataset does not use a flag `data`
         assert re.search(used, text), f"--{field.name} does nothing"
+
+
+@pytest.mark.parametrize("name", SIBLINGS)
+def test_main_sets_what_it_reads_of_a_batch(name):
+    """Unless `collate` has set it, so that a reader of the update finds each tensor a few lines above."""
+    main = functions_of(name)["main"]
+    read = {*re.findall(r"\bmicro\.(\w+)", main)}
+    set_here = {*re.findall(r"\bmicro\.(\w+) = ", main)}
+    given = {field.name for field in dataclasses.fields(Batch) if field.default is dataclasses.MISSING}
+    assert read <= set_here | given
 
 
 # ---------------------------------------------------------------------------------------- imports
