@@ -143,6 +143,14 @@ def split_into_steps(completions, num_steps, args):
     return steps
 
 
+class OldOutputs(NamedTuple):
+    """What the policy gave for a batch before the update; empty if a script does without it."""
+
+    logprobs_BT: torch.Tensor | None = None
+    routers: RouterOutputs = RouterOutputs()  # what an MoE's routers chose; empty if unknown
+    replay_BSLK: torch.Tensor | None = None  # for the update: these choices (r2) or the sampler's (r3)
+
+
 @dataclasses.dataclass
 class Batch:
     """Completions that go through the model together, one row each, padded on the right. Masks come
@@ -158,9 +166,7 @@ class Batch:
     sampler_logprobs_BT: torch.Tensor
     sampler_experts_BSLK: torch.Tensor | None = None  # with r3, in top-k order; -1 if not recorded
     # set by the scripts
-    old_logprobs_BT: torch.Tensor | None = None
-    old_experts_BTLK: torch.Tensor | None = None  # the routers' own choice, sorted; None if unknown
-    replay_BSLK: torch.Tensor | None = None  # experts that the update's routers must use
+    old: OldOutputs = OldOutputs()
     ref_logprobs_BT: torch.Tensor | None = None
     advantages: torch.Tensor | None = None  # (B, 1); in ppo (B, T)
     correction_weights: torch.Tensor | float = 1.0  # (B, T) or (B, 1)
@@ -262,26 +268,17 @@ def token_logprobs(
     return TokenOutputs(logprobs_BT, routers, entropy_BT, aux_loss)
 
 
-class OldOutputs(NamedTuple):
-    """What the policy gave for a batch before the update."""
-
-    logprobs_BT: torch.Tensor
-    experts_BTLK: torch.Tensor | None  # the routers' own choice, sorted; None if not known
-    replay_BSLK: torch.Tensor | None  # for the update: with r2 its own experts, with r3 the sampler's
-    router_logits: list  # if asked for: L tensors (B, T, E)
-
-
 @torch.no_grad()
 def old_policy(policy, batch, args, router_logits=False):
     """`OldOutputs`, by the training forward. `--old_logprobs sampler` takes the sampler's log-probs."""
     replay_BSLK = batch.sampler_experts_BSLK
     if args.old_logprobs == "sampler":
-        return OldOutputs(batch.sampler_logprobs_BT, None, replay_BSLK, [])
+        return OldOutputs(batch.sampler_logprobs_BT, replay_BSLK=replay_BSLK)
     options = {"replay": replay_BSLK, "only_logprobs": True, "router_logits": router_logits}
     logprobs_BT, routers, *_ = token_logprobs(policy, batch, args.temperature, **options)
     if args.routing_replay == "r2":
         replay_BSLK = routers.choices_BSLK
-    return OldOutputs(logprobs_BT, routers.experts_BTLK, replay_BSLK, routers.logits)
+    return OldOutputs(logprobs_BT, routers, replay_BSLK)
 
 
 @torch.no_grad()
@@ -365,7 +362,7 @@ def rollout_correction(batch, args, per_sequence=False):
     if args.rollout_correction == "none":
         return 1.0
     return rollout_weights(
-        batch.old_logprobs_BT,
+        batch.old.logprobs_BT,
         batch.sampler_logprobs_BT,
         batch.mask_BT,
         rule=args.rollout_correction,

@@ -237,10 +237,7 @@ def main(args):
         steps = split_into_steps(completions, args.num_minibatches, args)
         batches = list(chain(*steps))
         for micro in batches:
-            old = old_policy(policy, micro, args)
-            micro.old_logprobs_BT = old.logprobs_BT
-            micro.old_experts_BTLK = old.experts_BTLK  # of an MoE, for the log
-            micro.replay_BSLK = old.replay_BSLK  # experts of --routing_replay, or None
+            micro.old = old_policy(policy, micro, args)
             if reference is not None:
                 micro.ref_logprobs_BT = reference_logprobs(reference, micro, args)
             micro.correction_weights = rollout_correction(micro, args)
@@ -251,9 +248,9 @@ def main(args):
         for micro in batches:
             # token_rewards subtracts log(pi_old / pi_ref), the plain KL estimator for the old policy.
             # grpo.py uses k3 for the policy that is being updated.
-            micro.kl_BT = torch.zeros_like(micro.old_logprobs_BT)
+            micro.kl_BT = torch.zeros_like(micro.old.logprobs_BT)
             if reference is not None:
-                log_ratio_BT = micro.old_logprobs_BT - micro.ref_logprobs_BT
+                log_ratio_BT = micro.old.logprobs_BT - micro.ref_logprobs_BT
                 micro.kl_BT = torch.where(micro.mask_BT, log_ratio_BT, 0)
             rewards = [[c.reward] for c in micro.completions]
             rewards_B1 = torch.tensor(rewards, device=args.torch_device)
@@ -275,11 +272,15 @@ def main(args):
             num_tokens = sum(micro.mask_BT.sum() for micro in step)
             for micro in step:
                 outputs = token_logprobs(
-                    policy, micro, args.temperature, replay=micro.replay_BSLK, entropy_grad=has_bonus
+                    policy,
+                    micro,
+                    args.temperature,
+                    replay=micro.old.replay_BSLK,
+                    entropy_grad=has_bonus,
                 )
                 loss, stats = policy_loss(
                     outputs.logprobs_BT,
-                    micro.old_logprobs_BT,
+                    micro.old.logprobs_BT,
                     micro.correction_weights * micro.advantages,  # weights are 1 by default
                     micro.mask_BT,
                     clip_eps_low=args.clip_eps_low,

@@ -200,12 +200,10 @@ def main(args):
         # the ratio is exactly 1 in the first step.
         steps = split_into_steps(completions, args.num_minibatches, args)
         for micro in chain(*steps):
-            old = old_policy(policy, micro, args, router_logits=True)
-            micro.old_logprobs_BT = old.logprobs_BT
-            micro.old_experts_BTLK = old.experts_BTLK  # of an MoE, for the log
-            micro.replay_BSLK = old.replay_BSLK  # experts of --routing_replay, or None
-            micro.experts_BTLK = active_experts(micro, old.experts_BTLK)  # e_jk
-            micro.old_scores_BTLK = expert_logprobs(old.router_logits, micro.experts_BTLK)
+            micro.old = old_policy(policy, micro, args, router_logits=True)
+            micro.active_experts_BTLK = active_experts(micro)  # e_jk
+            micro.old_scores_BTLK = expert_logprobs(micro.old.routers.logits, micro.active_experts_BTLK)
+            micro.old.routers.logits.clear()  # (B, T, L, K) is kept, (B, T, L, E) would be too much
             advantages = [[c.advantage] for c in micro.completions]
             micro.advantages = torch.tensor(advantages, device=args.torch_device)
             micro.correction_weights = rollout_correction(micro, args, per_sequence=True)
@@ -215,13 +213,17 @@ def main(args):
             num_sequences = sum(len(micro) for micro in step)
             for micro in step:
                 outputs = token_logprobs(
-                    policy, micro, args.temperature, replay=micro.replay_BSLK, router_logits=True
+                    policy,
+                    micro,
+                    args.temperature,
+                    replay=micro.old.replay_BSLK,
+                    router_logits=True,
                 )
-                scores_BTLK = expert_logprobs(outputs.routers.logits, micro.experts_BTLK)
+                scores_BTLK = expert_logprobs(outputs.routers.logits, micro.active_experts_BTLK)
                 router_shift_BT = router_shift(scores_BTLK, micro.old_scores_BTLK)
                 loss, stats = policy_loss(
                     outputs.logprobs_BT,
-                    micro.old_logprobs_BT,
+                    micro.old.logprobs_BT,
                     micro.correction_weights * micro.advantages,  # weights are 1 by default
                     micro.mask_BT,
                     log_ratio_clip=args.log_ratio_clip,

@@ -146,10 +146,7 @@ def main(args):
         # the ratio is exactly 1 in the first step.
         steps = split_into_steps(completions, args.num_minibatches, args)
         for micro in chain(*steps):
-            old = old_policy(policy, micro, args)
-            micro.old_logprobs_BT = old.logprobs_BT
-            micro.old_experts_BTLK = old.experts_BTLK  # of an MoE, for the log
-            micro.replay_BSLK = old.replay_BSLK  # experts of --routing_replay, or None
+            micro.old = old_policy(policy, micro, args)
             advantages = [[c.advantage] for c in micro.completions]
             micro.advantages = torch.tensor(advantages, device=args.torch_device)
             micro.correction_weights = rollout_correction(micro, args)
@@ -158,10 +155,10 @@ def main(args):
         for step in steps * args.update_epochs:
             num_sequences = sum(len(micro) for micro in step)
             for micro in step:
-                outputs = token_logprobs(policy, micro, args.temperature, replay=micro.replay_BSLK)
+                outputs = token_logprobs(policy, micro, args.temperature, replay=micro.old.replay_BSLK)
                 loss, stats = policy_loss(
                     outputs.logprobs_BT,
-                    micro.old_logprobs_BT,
+                    micro.old.logprobs_BT,
                     micro.correction_weights * micro.advantages,  # weights are 1 by default
                     micro.mask_BT,
                     tau_pos=args.tau_pos,

@@ -145,18 +145,15 @@ def main(args):
             advantages = [[c.advantage] for c in micro.completions]
             micro.advantages = torch.tensor(advantages, device=args.torch_device)
             if needs_old:
-                old = old_policy(policy, micro, args)
-                micro.old_logprobs_BT = old.logprobs_BT
-                micro.old_experts_BTLK = old.experts_BTLK  # of an MoE, for the log
-                micro.replay_BSLK = old.replay_BSLK  # experts of --routing_replay, or None
+                micro.old = old_policy(policy, micro, args)
                 micro.correction_weights = rollout_correction(micro, args)
 
         # ----------------------------------------------------------------------------------- update
         for micro in chain(*steps):  # a single step
-            outputs = token_logprobs(policy, micro, args.temperature, replay=micro.replay_BSLK)
+            outputs = token_logprobs(policy, micro, args.temperature, replay=micro.old.replay_BSLK)
             loss, stats = policy_loss(
                 outputs.logprobs_BT,
-                micro.old_logprobs_BT,
+                micro.old.logprobs_BT,
                 micro.correction_weights * micro.advantages,  # weights are 1 by default
                 micro.mask_BT,
                 num_sequences=len(completions),

@@ -105,7 +105,7 @@ def test_every_flag_is_read(name):
 
 @pytest.mark.parametrize("name", SIBLINGS)
 def test_main_sets_what_it_reads_of_a_batch(name):
-    """Unless `collate` has set it, so that a reader of the update finds each tensor a few lines above."""
+    """Unless `collate` has set it: a reader of the update finds each tensor a few lines above."""
     main = functions_of(name)["main"]
     read = {*re.findall(r"\bmicro\.(\w+)", main)}
     set_here = {*re.findall(r"\bmicro\.(\w+) = ", main)}
