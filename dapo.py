@@ -183,7 +183,7 @@ def main(args):
         # ---------------------------------------------------------------------------------- rollout
         # [2] Dynamic sampling: each round draws one prompt for every mixed group still missing.
         generated = []  # all completions, with their verdicts
-        sampler = policy.sampler(iteration)  # once, since it may copy the weights
+        sampler = policy.sampler(iteration)  # the policy, or a copy that may be stale or less precise
         rounds = 0
         missing = args.prompts_per_iteration
         while missing > 0 and rounds < args.max_sampling_rounds:

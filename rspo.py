@@ -188,7 +188,8 @@ def main(args):
     for iteration in run.iterations():
         # ---------------------------------------------------------------------------------- rollout
         prompts = problems.take(args.prompts_per_iteration)
-        completions = sample(policy.sampler(iteration), prompts, args.group_size, args, run.noise)
+        sampler = policy.sampler(iteration)  # the policy, or a copy that may be stale or less precise
+        completions = sample(sampler, prompts, args.group_size, args, run.noise)
         completions = grade(completions)
 
         # ------------------------------------------------------------------------------- advantages
