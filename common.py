@@ -97,10 +97,8 @@ def sample_batch(policy, problems, noise_BT, temperature, greedy, record_experts
         if t == max_new_tokens - 1:
             break
         has_ended_R |= torch.isin(token_R1[:, 0], ends)
-        # The decoder drops ended rows when it can. `kept` are those that stay; none if all have ended.
-        kept = decoder.drop(has_ended_R)
-        has_ended_R = has_ended_R[kept]
-        token_R1 = token_R1[kept]
+        # The rows that are left: the decoder drops ended ones when it can; none if all have ended.
+        token_R1, has_ended_R = decoder.drop(token_R1, has_ended_R)
         if len(token_R1) == 0:
             break
         logits_RV = decoder(token_R1)
@@ -240,6 +238,12 @@ def token_logprobs(
     Every sequence begins in column 0, and causal attention never looks at the padding behind it, so the
     model needs no attention mask and no positions."""
 
+    routing = Routing(policy.routers) if replay is None else Replay(policy.routers, replay)
+    with routing:
+        # With a mask, the logits are (N, V): where a response token is predicted, and nowhere else.
+        output = policy.model(batch.tokens_BS, logits_to_keep=batch.predicts_BS, use_cache=False)
+    ids_N = batch.tokens_BS.flatten()[batch.predictor_N + 1]  # the tokens that were predicted
+
     def logprobs_and_entropy(logits_NV, ids_N):
         logits_NV = logits_NV.float()
         if temperature != 1:
@@ -252,11 +256,6 @@ def token_logprobs(
             logprobs_NV = logprobs_NV.detach()
         return logprobs_N, -(logprobs_NV.exp() * logprobs_NV).sum(-1)
 
-    routing = Routing(policy.routers) if replay is None else Replay(policy.routers, replay)
-    with routing:
-        # With a mask, the logits are (N, V): where a response token is predicted, and nowhere else.
-        output = policy.model(batch.tokens_BS, logits_to_keep=batch.predicts_BS, use_cache=False)
-    ids_N = batch.tokens_BS.flatten()[batch.predictor_N + 1]  # the tokens that were predicted
     # In float32, all logits at once would take too much memory.
     results = in_chunks(logprobs_and_entropy, output.logits, ids_N)
     logprobs_BT = batch.as_rows(results[0])
