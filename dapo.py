@@ -37,9 +37,11 @@ from typing import Literal
 
 import torch
 
-from common import Run, RunArgs, evaluate, flag, launch, load_grader, load_policy, load_problems
-from common import old_policy, rollout_correction, sample, split_into_steps, token_logprobs
+from common import RunArgs, flag, launch
+from common import load_grader, load_policy, load_problems, Run
+from common import evaluate, sample
 from common import with_advantages
+from common import split_into_steps, old_policy, rollout_correction, token_logprobs
 
 
 @dataclass
@@ -64,9 +66,9 @@ class Args(RunArgs):  # more flags: --help
     max_sampling_rounds: int = flag(10, "maximum rounds to fill the batch with mixed groups")
 
     def check(self):
+        self.check_range(2, 1e6, "group_size")  # one reward has no group baseline
         self.check_range(0, 1, "clip_eps_low")
         self.check_range(1, 1e9, "max_sampling_rounds")
-        self.check_range(2, 1e6, "group_size")  # one reward has no group baseline
         if self.overlong == "soft":
             self.check_range(0, self.max_new_tokens - 1, "overlong_cache")
 
@@ -81,7 +83,7 @@ def compute_advantages(rewards_PG):
     rewards_PG = 1.0 * rewards_PG  # rewards may be integers or booleans
     advantages_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
     advantages_PG = advantages_PG / (rewards_PG.std(1, keepdim=True) + 1e-6)
-    # Rounding can make the mean of equal floats inexact, and dividing by a tiny std would amplify that.
+    # Rounding can make the mean of equal floats inexact, and a tiny std, or AdamW, would amplify that.
     is_uniform_P1 = (rewards_PG == rewards_PG[:, :1]).all(1, keepdim=True)
     return torch.where(is_uniform_P1, 0, advantages_PG)
 
@@ -175,7 +177,12 @@ def main(args):
     policy = load_policy(args)  # a transformers model, without dropout, and its tokenizer
     problems, held_out = load_problems(args, policy, grade)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
-    run = Run(args, policy, problems, optimizer=optimizer)  # logs, saves, resumes
+    run = Run(  # logs, saves, resumes
+        args,
+        policy,
+        problems,
+        optimizer=optimizer,
+    )
     if run.needs_first_eval:
         run.log_eval(evaluate(policy, held_out, grade, args, sampled=True))
 
@@ -210,6 +217,7 @@ def main(args):
             lengths_B = torch.tensor([len(c.ids) for c in kept])
             overlong_cache = args.overlong_cache or max(1, args.max_new_tokens // 4)
             rewards_B += overlong_penalty(lengths_B, args.max_new_tokens, overlong_cache)
+        # a row of rewards for each prompt
         rewards_PG = rewards_B.view(-1, args.group_size)
         kept = with_advantages(kept, compute_advantages(rewards_PG))
 

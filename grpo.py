@@ -33,9 +33,12 @@ from itertools import chain
 
 import torch
 
-from common import Run, RunArgs, evaluate, flag, launch, load_grader, load_policy, load_problems
-from common import old_policy, reference_logprobs, rollout_correction, sample, split_into_steps
-from common import token_logprobs, with_advantages
+from common import RunArgs, flag, launch
+from common import load_grader, load_policy, load_problems, Run
+from common import evaluate, sample
+from common import with_advantages
+from common import split_into_steps, old_policy, rollout_correction, token_logprobs
+from common import reference_logprobs
 
 
 @dataclass
@@ -57,8 +60,8 @@ class Args(RunArgs):  # more flags: --help
     ref_reset_every: int = flag(0, "reset the reference every n iterations [0: never]")
 
     def check(self):
-        self.check_range(0, 1, "clip_eps_low")
         self.check_range(2, 1e6, "group_size")  # one reward has no group baseline
+        self.check_range(0, 1, "clip_eps_low")
 
 
 def masked_mean(x, mask):
@@ -71,7 +74,7 @@ def compute_advantages(rewards_PG):
     rewards_PG = 1.0 * rewards_PG  # rewards may be integers or booleans
     advantages_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
     advantages_PG = advantages_PG / (rewards_PG.std(1, keepdim=True) + 1e-6)
-    # Rounding can make the mean of equal floats inexact, and dividing by a tiny std would amplify that.
+    # Rounding can make the mean of equal floats inexact, and a tiny std, or AdamW, would amplify that.
     is_uniform_P1 = (rewards_PG == rewards_PG[:, :1]).all(1, keepdim=True)
     return torch.where(is_uniform_P1, 0, advantages_PG)
 
@@ -150,7 +153,13 @@ def main(args):
     problems, held_out = load_problems(args, policy, grade)
     reference = policy.frozen_copy() if args.kl_coef > 0 else None  # before Run, which may resume
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
-    run = Run(args, policy, problems, optimizer=optimizer, reference=reference)  # logs, saves, resumes
+    run = Run(  # logs, saves, resumes
+        args,
+        policy,
+        problems,
+        optimizer=optimizer,
+        reference=reference,
+    )
     if run.needs_first_eval:
         run.log_eval(evaluate(policy, held_out, grade, args, sampled=True))
 
@@ -162,7 +171,7 @@ def main(args):
         completions = grade(completions)
 
         # ------------------------------------------------------------------------------- advantages
-        # [1] Group baseline: a row of rewards for each prompt
+        # a row of rewards for each prompt
         rewards_PG = torch.tensor([c.reward for c in completions]).view(-1, args.group_size)
         completions = with_advantages(completions, compute_advantages(rewards_PG))
 

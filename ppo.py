@@ -41,9 +41,12 @@ from itertools import chain
 import torch
 from torch import nn
 
-from common import Run, RunArgs, TrainedModel, critic_stats, evaluate, flag, launch, load_grader
-from common import load_policy, load_problems, old_policy, reference_logprobs, rollout_correction
-from common import sample, split_into_steps, token_logprobs
+from common import RunArgs, flag, launch
+from common import load_grader, load_policy, load_problems, Run
+from common import TrainedModel, critic_stats
+from common import evaluate, sample
+from common import split_into_steps, old_policy, rollout_correction, token_logprobs
+from common import reference_logprobs
 
 
 @dataclass
@@ -220,8 +223,14 @@ def main(args):
     policy_group = {"params": list(policy.parameters()), "lr": args.lr}
     critic_group = {"params": list(critic.parameters()), "lr": args.critic_lr}
     optimizer = torch.optim.AdamW([policy_group, critic_group], weight_decay=0.0, fused=True)
-    parts = {"optimizer": optimizer, "critic": critic, "reference": reference}
-    run = Run(args, policy, problems, **parts)  # logs, saves, resumes
+    run = Run(  # logs, saves, resumes
+        args,
+        policy,
+        problems,
+        optimizer=optimizer,
+        reference=reference,
+        critic=critic,
+    )
     if run.needs_first_eval:
         run.log_eval(evaluate(policy, held_out, grade, args, sampled=True))
 

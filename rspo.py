@@ -40,9 +40,13 @@ from typing import Literal
 
 import torch
 
-from common import Run, RunArgs, UserError, active_experts, evaluate, flag, launch, load_grader
-from common import load_policy, load_problems, old_policy, rollout_correction, sample, split_into_steps
-from common import token_logprobs, with_advantages
+from common import RunArgs, flag, launch
+from common import UserError
+from common import load_grader, load_policy, load_problems, Run
+from common import evaluate, sample
+from common import with_advantages
+from common import split_into_steps, old_policy, rollout_correction, token_logprobs
+from common import active_experts
 
 
 @dataclass
@@ -63,10 +67,10 @@ class Args(RunArgs):  # more flags: --help
     shift: Literal["damped", "literal", "before_clip"] = flag("damped", "where gamma enters")
 
     def check(self):
-        self.check_range(0, 1, "gamma_min")
-        if self.old_logprobs == "sampler":
-            raise UserError("--old_logprobs sampler skips the forward pass that rspo needs")
         self.check_range(2, 1e6, "group_size")  # one reward has no group baseline
+        self.check_range(0, 1, "gamma_min")
+        if self.old_logprobs == "sampler":  # [1] gamma compares with the old router's scores
+            raise UserError("--old_logprobs sampler skips the forward pass that rspo needs")
 
 
 def masked_mean(x, mask):
@@ -79,7 +83,7 @@ def compute_advantages(rewards_PG):
     rewards_PG = 1.0 * rewards_PG  # rewards may be integers or booleans
     advantages_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
     advantages_PG = advantages_PG / (rewards_PG.std(1, keepdim=True) + 1e-6)
-    # Rounding can make the mean of equal floats inexact, and dividing by a tiny std would amplify that.
+    # Rounding can make the mean of equal floats inexact, and a tiny std, or AdamW, would amplify that.
     is_uniform_P1 = (rewards_PG == rewards_PG[:, :1]).all(1, keepdim=True)
     return torch.where(is_uniform_P1, 0, advantages_PG)
 
@@ -170,6 +174,11 @@ def policy_loss(
         "clipfrac_low": masked_mean(clips_low_BT.float(), mask_BT),
         "clipfrac_high": masked_mean(clips_high_BT.float(), mask_BT),
     }
+    if router_shift_BT is not None:
+        # [1] gamma before its floor, and the fraction of tokens below that
+        is_floored_BT = router_shift_BT < gamma_min
+        stats["moe/router_shift"] = masked_mean(router_shift_BT, mask_BT)
+        stats["moe/router_floor_frac"] = masked_mean(is_floored_BT.float(), mask_BT)
     return loss, {name: value.detach() for name, value in stats.items()}
 
 
@@ -177,11 +186,16 @@ def main(args):
     # ---------------------------------------------------------------------------------------- setup
     grade = load_grader(args)  # the verifier, or --reward
     policy = load_policy(args)  # a transformers model, without dropout, and its tokenizer
-    if not policy.routers.has_softmax:
+    if not policy.routers.has_softmax:  # [1] gamma is not defined then
         raise UserError(f"--model {args.model} has no experts chosen by a softmax: use gmpo.py")
     problems, held_out = load_problems(args, policy, grade)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
-    run = Run(args, policy, problems, optimizer=optimizer)  # logs, saves, resumes
+    run = Run(  # logs, saves, resumes
+        args,
+        policy,
+        problems,
+        optimizer=optimizer,
+    )
     if run.needs_first_eval:
         run.log_eval(evaluate(policy, held_out, grade, args, sampled=True))
 
@@ -193,6 +207,7 @@ def main(args):
         completions = grade(completions)
 
         # ------------------------------------------------------------------------------- advantages
+        # a row of rewards for each prompt
         rewards_PG = torch.tensor([c.reward for c in completions]).view(-1, args.group_size)
         completions = with_advantages(completions, compute_advantages(rewards_PG))
 
@@ -237,9 +252,6 @@ def main(args):
                 share = len(micro) / num_sequences
                 total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
                 total_loss.backward()
-                is_floored_BT = router_shift_BT < args.gamma_min
-                stats["moe/router_shift"] = masked_mean(router_shift_BT, micro.mask_BT)
-                stats["moe/router_floor_frac"] = masked_mean(is_floored_BT.float(), micro.mask_BT)
                 run.record(loss, stats, outputs, micro)
             grad_norm = policy.clip_gradients(args.max_grad_norm)
             run.record_step(num_sequences, grad_norm)  # stops the run if the loss or norm is not finite

@@ -36,9 +36,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run as a file, it finds common too
 
-from common import Run, RunArgs, evaluate, flag, launch, load_grader, load_policy, load_problems
-from common import old_policy, reference_logprobs, rollout_correction, sample, split_into_steps
-from common import token_logprobs, with_advantages
+from common import RunArgs, flag, launch
+from common import load_grader, load_policy, load_problems, Run
+from common import evaluate, sample
+from common import with_advantages
+from common import split_into_steps, old_policy, rollout_correction, token_logprobs
+from common import reference_logprobs
 
 
 @dataclass
@@ -61,8 +64,8 @@ class Args(RunArgs):  # more flags: --help
     ref_reset_every: int = flag(0, "reset the reference every n iterations [0: never]")
 
     def check(self):
-        self.check_range(0, 1, "clip_eps_low")
         self.check_range(2, 1e6, "group_size")  # one reward has no group baseline
+        self.check_range(0, 1, "clip_eps_low")
 
 
 def masked_mean(x, mask):
@@ -74,7 +77,7 @@ def compute_advantages(rewards_PG):
     """[1] Rewards -> advantages, (P, G): A = R - mean in each group, 0 if all rewards are equal."""
     rewards_PG = 1.0 * rewards_PG  # rewards may be integers or booleans
     advantages_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
-    # Rounding can make the mean of equal floats inexact.
+    # Rounding can make the mean of equal floats inexact, and a tiny std, or AdamW, would amplify that.
     is_uniform_P1 = (rewards_PG == rewards_PG[:, :1]).all(1, keepdim=True)
     return torch.where(is_uniform_P1, 0, advantages_PG)
 
@@ -166,7 +169,13 @@ def main(args):
     problems, held_out = load_problems(args, policy, grade)
     reference = policy.frozen_copy() if args.kl_coef > 0 else None  # before Run, which may resume
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
-    run = Run(args, policy, problems, optimizer=optimizer, reference=reference)  # logs, saves, resumes
+    run = Run(  # logs, saves, resumes
+        args,
+        policy,
+        problems,
+        optimizer=optimizer,
+        reference=reference,
+    )
     if run.needs_first_eval:
         run.log_eval(evaluate(policy, held_out, grade, args, sampled=True))
 
@@ -178,6 +187,7 @@ def main(args):
         completions = grade(completions)
 
         # ------------------------------------------------------------------------------- advantages
+        # a row of rewards for each prompt
         rewards_PG = torch.tensor([c.reward for c in completions]).view(-1, args.group_size)
         completions = with_advantages(completions, compute_advantages(rewards_PG))
 

@@ -36,9 +36,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run as a file, it finds common too
 
-from common import Run, RunArgs, evaluate, flag, launch, load_grader, load_policy, load_problems
-from common import old_policy, rollout_correction, sample, split_into_steps, token_logprobs
+from common import RunArgs, flag, launch
+from common import load_grader, load_policy, load_problems, Run
+from common import evaluate, sample
 from common import with_advantages
+from common import split_into_steps, old_policy, rollout_correction, token_logprobs
 
 
 @dataclass
@@ -119,7 +121,12 @@ def main(args):
     policy = load_policy(args)  # a transformers model, without dropout, and its tokenizer
     problems, held_out = load_problems(args, policy, grade)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
-    run = Run(args, policy, problems, optimizer=optimizer)  # logs, saves, resumes
+    run = Run(  # logs, saves, resumes
+        args,
+        policy,
+        problems,
+        optimizer=optimizer,
+    )
     run.extra_state.setdefault("baseline", 0.0)
     if run.needs_first_eval:
         run.log_eval(evaluate(policy, held_out, grade, args, sampled=True))
@@ -132,6 +139,7 @@ def main(args):
         completions = grade(completions)
 
         # ------------------------------------------------------------------------------- advantages
+        # a row of rewards for each prompt
         rewards_PG = torch.tensor([c.reward for c in completions]).view(-1, args.group_size)
         baseline = run.extra_state["baseline"]
         completions = with_advantages(completions, compute_advantages(rewards_PG, baseline))

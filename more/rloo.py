@@ -35,9 +35,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run as a file, it finds common too
 
-from common import Run, RunArgs, evaluate, flag, launch, load_grader, load_policy, load_problems
-from common import old_policy, rollout_correction, sample, split_into_steps, token_logprobs
+from common import RunArgs, flag, launch
+from common import load_grader, load_policy, load_problems, Run
+from common import evaluate, sample
 from common import with_advantages
+from common import split_into_steps, old_policy, rollout_correction, token_logprobs
 
 
 @dataclass
@@ -67,7 +69,7 @@ def compute_advantages(rewards_PG):
     num_others = rewards_PG.shape[1] - 1
     mean_of_others_PG = (rewards_PG.sum(1, keepdim=True) - rewards_PG) / num_others
     advantages_PG = rewards_PG - mean_of_others_PG
-    # Rounding can make the mean of equal floats inexact.
+    # Rounding can make the mean of equal floats inexact, and a tiny std, or AdamW, would amplify that.
     is_uniform_P1 = (rewards_PG == rewards_PG[:, :1]).all(1, keepdim=True)
     return torch.where(is_uniform_P1, 0, advantages_PG)
 
@@ -123,7 +125,12 @@ def main(args):
     policy = load_policy(args)  # a transformers model, without dropout, and its tokenizer
     problems, held_out = load_problems(args, policy, grade)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
-    run = Run(args, policy, problems, optimizer=optimizer)  # logs, saves, resumes
+    run = Run(  # logs, saves, resumes
+        args,
+        policy,
+        problems,
+        optimizer=optimizer,
+    )
     if run.needs_first_eval:
         run.log_eval(evaluate(policy, held_out, grade, args, sampled=True))
 
@@ -135,6 +142,7 @@ def main(args):
         completions = grade(completions)
 
         # ------------------------------------------------------------------------------- advantages
+        # a row of rewards for each prompt
         rewards_PG = torch.tensor([c.reward for c in completions]).view(-1, args.group_size)
         completions = with_advantages(completions, compute_advantages(rewards_PG))
 

@@ -43,9 +43,13 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run as a file, it finds common too
 
-from common import Run, RunArgs, TrainedModel, UserError, critic_stats, evaluate, flag, launch
-from common import load_grader, load_policy, load_problems, old_policy, reference_logprobs
-from common import rollout_correction, sample, split_into_steps, token_logprobs
+from common import RunArgs, flag, launch
+from common import UserError
+from common import load_grader, load_policy, load_problems, Run
+from common import TrainedModel, critic_stats
+from common import evaluate, sample
+from common import split_into_steps, old_policy, rollout_correction, token_logprobs
+from common import reference_logprobs
 
 
 @dataclass
@@ -249,8 +253,14 @@ def main(args):
     policy_group = {"params": list(policy.parameters()), "lr": args.lr}
     critic_group = {"params": list(critic.parameters()), "lr": args.critic_lr}
     optimizer = torch.optim.AdamW([policy_group, critic_group], weight_decay=0.0, fused=True)
-    parts = {"optimizer": optimizer, "critic": critic, "reference": reference}
-    run = Run(args, policy, problems, **parts)  # logs, saves, resumes
+    run = Run(  # logs, saves, resumes
+        args,
+        policy,
+        problems,
+        optimizer=optimizer,
+        reference=reference,
+        critic=critic,
+    )
     if run.needs_first_eval:
         results = evaluate(policy, held_out, grade, args, sampled=True)
         check_verdicts(results, args.positive_lm_coef)

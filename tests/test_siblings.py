@@ -116,6 +116,13 @@ def test_main_sets_what_it_reads_of_a_batch(name):
 # ---------------------------------------------------------------------------------------- imports
 
 
+def test_a_name_is_imported_by_the_same_line_in_all():
+    """So that a script that needs one more differs by one line."""
+    lines = {*re.findall(r"^from common import .+$", "\n".join(map(source, SIBLINGS)), re.MULTILINE)}
+    names = [name for line in lines for name in line.removeprefix("from common import ").split(", ")]
+    assert {name for name in names if names.count(name) > 1} == set()
+
+
 def imported_of_ours(path):
     """The files and folders of ours from which a file imports, wherever in it."""
     found = re.findall(r"^ *(?:from|import) (\w+)", path.read_text(), re.MULTILINE)
