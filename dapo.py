@@ -22,10 +22,10 @@ Parent: grpo.py. Differs only in:
   5. No KL, so no reference model.
 
 Not specified in the paper: how many prompts a round draws (here one per missing group), and the number
-of rounds (--max_sampling_rounds; after that we train on the groups we have, and end the run if there
-are none). Generation is cut off at the cap, where the soft penalty reaches -1. Unlike the paper, R is
-1 or 0, not 1 or -1, so the penalty weighs more, and tokens are counted over the whole optimizer step,
-not over one prompt's group.
+of rounds (--max_sampling_rounds; after that we train on the groups we have, in fewer steps of about
+full size, and end the run if there are none). Generation is cut off at the cap, where the soft penalty
+reaches -1. Unlike the paper, R is 1 or 0, not 1 or -1, so the penalty weighs more, and tokens are
+counted over the whole optimizer step, not over one prompt's group.
 
 Run:    python dapo.py
 Expect: like grpo.py, greedy held-out accuracy rises from 0.43 to at least 0.97.
@@ -71,6 +71,11 @@ class Args(RunArgs):  # more flags: --help
         self.check_range(1, 1e9, "max_sampling_rounds")
         if self.overlong == "soft":
             self.check_range(0, self.max_new_tokens - 1, "overlong_cache")
+
+    @property
+    def overlong_cache_tokens(self):
+        """The number that `--overlong_cache` means."""
+        return self.overlong_cache or max(1, self.max_new_tokens // 4)
 
 
 def masked_mean(x, mask):
@@ -189,10 +194,11 @@ def main(args):
     for iteration in run.iterations():
         # ---------------------------------------------------------------------------------- rollout
         # [2] Dynamic sampling: each round draws one prompt for every mixed group still missing.
-        generated = []  # all completions, with their verdicts
         sampler = policy.sampler(iteration)  # the policy, or a copy that may be stale or less precise
-        rounds = 0
+        generated = []  # all completions, with their verdicts
+        kept, counts = mixed_groups(generated, args.group_size)  # none yet
         missing = args.prompts_per_iteration
+        rounds = 0
         while missing > 0 and rounds < args.max_sampling_rounds:
             prompts = problems.take(missing)
             completions = sample(sampler, prompts, args.group_size, args, run.noise)
@@ -201,9 +207,12 @@ def main(args):
             missing = args.prompts_per_iteration - len(kept) // args.group_size
             rounds += 1
         counts["rollout/groups_sampling_rounds"] = rounds
+
+        # ---------------------------------------------------------------------------- missing groups
         if missing > 0:
             run.say(f"iteration {iteration}: {missing} mixed groups missing after {rounds} rounds")
         if not kept:
+            # [2] There is nothing to learn from: the run ends here, as after its last iteration.
             rewards_PG = torch.tensor([c.reward for c in generated]).view(-1, args.group_size)
             run.log_eval(evaluate(policy, held_out, grade, args, sampled=True))
             run.log([], generated, rewards_PG, **counts)
@@ -215,8 +224,7 @@ def main(args):
         if args.overlong == "soft":
             # [4] R falls by up to 1
             lengths_B = torch.tensor([len(c.ids) for c in kept])
-            overlong_cache = args.overlong_cache or max(1, args.max_new_tokens // 4)
-            rewards_B += overlong_penalty(lengths_B, args.max_new_tokens, overlong_cache)
+            rewards_B += overlong_penalty(lengths_B, args.max_new_tokens, args.overlong_cache_tokens)
         # a row of rewards for each prompt
         rewards_PG = rewards_B.view(-1, args.group_size)
         kept = with_advantages(kept, compute_advantages(rewards_PG))
@@ -224,8 +232,10 @@ def main(args):
         # ------------------------------------------------------------------------------- old policy
         # By default, old log-probs come from the same forward and micro-batches as the update's, so
         # the ratio is exactly 1 in the first step.
+        # [2] If groups are missing: fewer steps of about full size, not as many small ones. (Our rule,
+        # not the paper's.)
         full_step = args.prompts_per_iteration * args.group_size / args.num_minibatches
-        num_steps = max(1, round(len(kept) / full_step))  # fewer if the rollout could not be filled
+        num_steps = max(1, round(len(kept) / full_step))
         steps = split_into_steps(kept, num_steps, args)
         for micro in chain(*steps):
             micro.old = old_policy(policy, micro, args)

@@ -121,11 +121,9 @@ def compute_gae(rewards_BT, values_BT, mask_BT, gamma, lam):
     return advantages_BT, advantages_BT + values_BT
 
 
-def whiten(x_BT, mask_BT, all_N=None):
-    """Mean 0 and standard deviation 1 over the tokens of the mask; 0 if all are equal. all_N: x at all
-    tokens of the rollout, if this is a part of it [None: it is all]."""
-    if all_N is None:
-        all_N = x_BT[mask_BT.bool()]
+def whiten(x_BT, all_N):
+    """x minus the mean of all_N, divided by their standard deviation; 0 if all_N are equal. all_N: x at
+    all tokens of the rollout, of which x_BT may be a part."""
     mean = all_N.mean()
     std = all_N.std(correction=0)
     # Equal up to rounding, which dividing by a tiny std would amplify.
@@ -241,38 +239,34 @@ def main(args):
         completions = sample(sampler, prompts, args.group_size, args, run.noise)
         completions = grade(completions)
 
-        # ------------------------------------------------------------------------------- old policy
+        # ------------------------------------------------------------------- old policy, advantages
         # By default, old log-probs come from the same forward and micro-batches as the update's, so
         # the ratio is exactly 1 in the first step.
         steps = split_into_steps(completions, args.num_minibatches, args)
         batches = list(chain(*steps))
         for micro in batches:
             micro.old = old_policy(policy, micro, args)
-            if reference is not None:
-                micro.ref_logprobs_BT = reference_logprobs(reference, micro, args)
-            micro.correction_weights = rollout_correction(micro, args)
-            with torch.no_grad():
-                micro.values_BT = critic.model(micro)
-
-        # ------------------------------------------------------------------------------- advantages
-        for micro in batches:
-            # token_rewards subtracts log(pi_old / pi_ref), the plain KL estimator for the old policy.
-            # grpo.py uses k3 for the policy that is being updated.
             micro.kl_BT = torch.zeros_like(micro.old.logprobs_BT)
             if reference is not None:
+                # log(pi_old / pi_ref), the plain KL estimator for the old policy. grpo.py uses k3 for
+                # the policy that is being updated.
+                micro.ref_logprobs_BT = reference_logprobs(reference, micro, args)
                 log_ratio_BT = micro.old.logprobs_BT - micro.ref_logprobs_BT
                 micro.kl_BT = torch.where(micro.mask_BT, log_ratio_BT, 0)
-            rewards = [[c.reward] for c in micro.completions]
-            rewards_B1 = torch.tensor(rewards, device=args.torch_device)
-            token_rewards_BT = token_rewards(rewards_B1, micro.kl_BT, micro.mask_BT, args.kl_coef)
-            # A GPU would mostly wait for the host to launch compute_gae's many small operations.
-            inputs = [x.cpu() for x in (token_rewards_BT, micro.values_BT, micro.mask_BT)]
+            with torch.no_grad():
+                micro.values_BT = critic.model(micro)
+            # On the CPU: a GPU would mostly wait for the host to launch GAE's many small operations.
+            mask_BT = micro.mask_BT.cpu()
+            rewards_B1 = torch.tensor([[c.reward] for c in micro.completions])
+            token_rewards_BT = token_rewards(rewards_B1, micro.kl_BT.cpu(), mask_BT, args.kl_coef)
+            inputs = (token_rewards_BT, micro.values_BT.cpu(), mask_BT)
             gae_BT, returns_BT = compute_gae(*inputs, args.gamma, args.gae_lambda)
             micro.gae_BT = gae_BT.to(args.torch_device)
             micro.returns_BT = returns_BT.to(args.torch_device)
-        all_N = torch.cat([micro.gae_BT[micro.mask_BT] for micro in batches])
+            micro.correction_weights = rollout_correction(micro, args)
+        gae_N = torch.cat([micro.gae_BT[micro.mask_BT] for micro in batches])
         for micro in batches:
-            micro.advantages = whiten(micro.gae_BT, micro.mask_BT, all_N)
+            micro.advantages = whiten(micro.gae_BT, gae_N)  # over the whole rollout
         numbers = critic_stats(batches)  # for the log
 
         # ----------------------------------------------------------------------------------- update
