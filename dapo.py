@@ -3,11 +3,14 @@
   J = 1/(sum_i |o_i|) sum_i sum_t min(r_it A_i, clip(r_it, 1 - eps_low, 1 + eps_high) A_i)
 
   o_i    a completion of |o_i| tokens, EOS included; sum_i: over all completions in an optimizer step
+  o_it   its token t; pi(o_it): its probability under the policy, given the prompt and o_i,<t
   r_it   = pi(o_it) / pi_old(o_it); pi_old: the policy before the rollout's first optimizer step
-  A_i    = (R_i - mean) / std, over the rewards R of the prompt's G completions, of which some, but not
-         all, are right
+  eps_low, eps_high: --clip_eps_low, --clip_eps_high
+  A_i    = (R_i - mean) / std; R_i: the reward of o_i; mean, std: over the prompt's G completions,
+         of which some, but not all, are right
 
-Suffixes name axes: P prompts, G completions each, B rows, T tokens, 1 for a size-1 axis.
+Suffixes name axes: P prompts, G completions each, B rows, T response tokens, S prompt and response,
+L layers of an MoE, K active experts, 1 for a size-1 axis.
 
 Parent: grpo.py. Differs only in:
   1. Clip-higher: eps_high 0.28 over eps_low 0.2, more headroom for low-probability tokens.
@@ -181,6 +184,7 @@ def main(args):
     grade = load_grader(args)  # the verifier, or --reward
     policy = load_policy(args)  # a transformers model, without dropout, and its tokenizer
     problems, held_out = load_problems(args, policy, grade)
+    # no reference
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
     run = Run(  # logs, saves, resumes
         args,

@@ -3,11 +3,14 @@
   J = mean_i 1/L_max sum_t min(r_it A_i, clip(r_it, 1 - eps, 1 + eps) A_i)
 
   o_i    a completion of |o_i| tokens, EOS included; mean_i: over all completions in an optimizer step
+  o_it   its token t; pi(o_it): its probability under the policy, given the prompt and o_i,<t
   r_it   = pi(o_it) / pi_old(o_it); pi_old: the policy before the rollout's first optimizer step
-  A_i    = R_i - mean, over the rewards R of the prompt's G completions
+  eps    --clip_eps_low and --clip_eps_high
+  A_i    = R_i - mean; R_i: the reward of o_i; mean: over the prompt's G completions
   L_max  = --max_new_tokens, a constant
 
-Suffixes name axes: P prompts, G completions each, B rows, T tokens, 1 for a size-1 axis.
+Suffixes name axes: P prompts, G completions each, B rows, T response tokens, S prompt and response,
+L layers of an MoE, K active experts, 1 for a size-1 axis.
 
 Parent: grpo.py. Differs only in:
   1. No std: dividing by it gives more weight to prompts that are almost always or almost never solved.
@@ -65,6 +68,7 @@ def compute_advantages(rewards_PG):
     """Rewards -> advantages, (P, G): [1] A = R - mean in each group, 0 if all rewards are equal."""
     rewards_PG = 1.0 * rewards_PG  # rewards may be integers or booleans
     advantages_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
+    # no std
     # Rounding can make the mean of equal floats inexact, and a tiny std, or AdamW, would amplify that.
     is_uniform_P1 = (rewards_PG == rewards_PG[:, :1]).all(1, keepdim=True)
     return torch.where(is_uniform_P1, 0, advantages_PG)
@@ -130,6 +134,7 @@ def main(args):
     grade = load_grader(args)  # the verifier, or --reward
     policy = load_policy(args)  # a transformers model, without dropout, and its tokenizer
     problems, held_out = load_problems(args, policy, grade)
+    # no reference
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
     run = Run(  # logs, saves, resumes
         args,

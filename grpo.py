@@ -3,11 +3,15 @@
   J = mean_i 1/|o_i| sum_t [ min(r_it A_i, clip(r_it, 1 - eps, 1 + eps) A_i) - beta k3_it ]
 
   o_i    a completion of |o_i| tokens, EOS included; mean_i: over all completions in an optimizer step
+  o_it   its token t; pi(o_it): its probability under the policy, given the prompt and o_i,<t
   r_it   = pi(o_it) / pi_old(o_it); pi_old: the policy before the rollout's first optimizer step
-  A_i    = (R_i - mean) / std, over the rewards R of the prompt's G completions
+  eps    --clip_eps_low and --clip_eps_high
+  A_i    = (R_i - mean) / std; R_i: the reward of o_i; mean, std: over the prompt's G completions
+  beta   --kl_coef; pi_ref: the policy before training, or at the last reset (--ref_reset_every)
   k3_it  = x - log x - 1, x = pi_ref(o_it) / pi(o_it): an estimate of KL(pi || pi_ref), never negative
 
-Suffixes name axes: P prompts, G completions each, B rows, T tokens, 1 for a size-1 axis.
+Suffixes name axes: P prompts, G completions each, B rows, T response tokens, S prompt and response,
+L layers of an MoE, K active experts, 1 for a size-1 axis.
 
 Parent: ppo.py. Differs only in:
   1. Group baseline: the mean reward of the group. A completion has one advantage for all its tokens.
@@ -151,7 +155,8 @@ def main(args):
     grade = load_grader(args)  # the verifier, or --reward
     policy = load_policy(args)  # a transformers model, without dropout, and its tokenizer
     problems, held_out = load_problems(args, policy, grade)
-    reference = policy.frozen_copy() if args.kl_coef > 0 else None  # before Run, which may resume
+    # pi_ref has the initial weights: it is copied before Run, which may resume with later ones.
+    reference = policy.frozen_copy() if args.kl_coef > 0 else None
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
     run = Run(  # logs, saves, resumes
         args,

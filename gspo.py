@@ -3,15 +3,18 @@
   J = mean_i min(s_i A_i, clip(s_i, 1 - eps_low, 1 + eps_high) A_i)
 
   o_i    a completion of |o_i| tokens, EOS included; mean_i: over all completions in an optimizer step
+  o_it   its token t; pi(o_it): its probability under the policy, given the prompt and o_i,<t
   s_i    = exp(1/|o_i| sum_t log(pi(o_it) / pi_old(o_it))), with gradient; pi_old: the policy before the
          rollout's first optimizer step
-  A_i    = (R_i - mean) / std, over the rewards R of the prompt's G completions
+  eps_low, eps_high: --clip_eps_low, --clip_eps_high
+  A_i    = (R_i - mean) / std; R_i: the reward of o_i; mean, std: over the prompt's G completions
 
-Suffixes name axes: P prompts, G completions each, B rows, T tokens, 1 for a size-1 axis.
+Suffixes name axes: P prompts, G completions each, B rows, T response tokens, S prompt and response,
+L layers of an MoE, K active experts, 1 for a size-1 axis.
 
 Parent: grpo.py. Differs only in:
   1. Sequence ratio: a completion has one ratio, the geometric mean of its tokens' ratios, which is
-     clipped as a whole.
+     clipped as a whole. Its range is narrower.
   2. No KL, so no reference model. The paper leaves it out of its formulas only "for brevity".
 
 Unlike the paper: the range. Its 3e-4 and 4e-4 are for answers of thousands of tokens. A mean over about
@@ -144,6 +147,7 @@ def main(args):
     grade = load_grader(args)  # the verifier, or --reward
     policy = load_policy(args)  # a transformers model, without dropout, and its tokenizer
     problems, held_out = load_problems(args, policy, grade)
+    # no reference
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
     run = Run(  # logs, saves, resumes
         args,

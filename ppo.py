@@ -3,15 +3,20 @@
   J = 1/(sum_i |o_i|) sum_i sum_t min(r_it A_it, clip(r_it, 1 - eps, 1 + eps) A_it) - c_v L_V + c_e H
 
   o_i      a completion of |o_i| tokens, EOS included; sum_i: over all completions in an optimizer step
+  o_it     its token t; pi(o_it): its probability under the policy, given the prompt and o_i,<t
   r_it     = pi(o_it) / pi_old(o_it); pi_old: the policy before the rollout's first optimizer step
+  eps      --clip_eps_low and --clip_eps_high
   A_it     = sum_k (gamma lambda)^k delta_i,t+k, whitened (GAE)
-  delta_it = rew_it + gamma V_i,t+1 - V_it
-  rew_it   = -beta log(pi_old(o_it) / pi_ref(o_it)), plus the verifier's reward R_i at the last token
+  delta_it = rew_it + gamma V_i,t+1 - V_it; gamma, lambda: --gamma, --gae_lambda
+  rew_it   = -beta log(pi_old(o_it) / pi_ref(o_it)), plus at the last token R_i: the reward of o_i
+  beta     --kl_coef; pi_ref: the policy before training
   V_it     the critic's value where o_it is predicted; V_old: before the rollout's first optimizer step
   L_V      = mean over tokens of max((V - ret)^2, (V_old + clip(V - V_old, -d, d) - ret)^2)
   ret_it   = A_it + V_old,it, before A is whitened;  H: mean entropy over tokens
+  c_v, c_e, d: --value_coef, --entropy_coef, --value_clip
 
-Suffixes name axes: B rows, T tokens, 1 for a size-1 axis.
+Suffixes name axes: B rows, T response tokens, N those of all rows, S prompt and response, L layers of
+an MoE, K active experts, 1 for a size-1 axis.
 
 This is the root of the family. The header of its child, grpo.py, lists the differences.
 
@@ -216,7 +221,8 @@ def main(args):
     grade = load_grader(args)  # the verifier, or --reward
     policy = load_policy(args)  # a transformers model, without dropout, and its tokenizer
     problems, held_out = load_problems(args, policy, grade)
-    reference = policy.frozen_copy() if args.kl_coef > 0 else None  # before Run, which may resume
+    # pi_ref has the initial weights: it is copied before Run, which may resume with later ones.
+    reference = policy.frozen_copy() if args.kl_coef > 0 else None
     critic = TrainedModel(Critic(policy), args.dtype)
     policy_group = {"params": list(policy.parameters()), "lr": args.lr}
     critic_group = {"params": list(critic.parameters()), "lr": args.critic_lr}

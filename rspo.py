@@ -4,16 +4,19 @@
 
   o_i       a completion of |o_i| tokens, EOS included; mean_i: over all completions in an optimizer
             step
-  c_it      = min(l_it, eps) if A_i > 0, max(l_it, -eps) if A_i < 0
+  o_it      its token t; pi(o_it): its probability under the policy, given the prompt and o_i,<t
+  c_it      = min(l_it, eps) if A_i > 0, max(l_it, -eps) if A_i < 0; eps: --log_ratio_clip
   l_it      = log(pi(o_it) / pi_old(o_it)); pi_old: the policy before the rollout's first optimizer step
   gamma_it  = sg[max(gamma_min, exp(-1/L sum_j 1/K sum_k |log p_j(e_jk) - log p_old_j(e_jk)|))]
+  gamma_min --gamma_min; sg[] stops the gradient
   p_j       = softmax over all experts of layer j's router logits, where o_it is predicted
+  p_old_j   = the same under the old policy
   e_jk      the K experts that were active there under the old policy (the replayed ones with
-            --routing_replay); sg[] stops the gradient
-  A_i       = (R_i - mean) / std, over the rewards R of the prompt's G completions
+            --routing_replay)
+  A_i       = (R_i - mean) / std; R_i: the reward of o_i; mean, std: over the prompt's G completions
 
-Suffixes name axes: P prompts, G completions each, B rows, T tokens, L layers, E experts, K active
-ones, 1 for a size-1 axis.
+Suffixes name axes: P prompts, G completions each, B rows, T response tokens, S prompt and response,
+L layers of an MoE, E experts, K active experts, 1 for a size-1 axis.
 
 Parent: gmpo.py. Differs only in:
   1. Router shift: gamma is 1 while the router's scores are as they were before the update, and falls
@@ -189,6 +192,7 @@ def main(args):
     if not policy.routers.has_softmax:  # [1] gamma is not defined then
         raise UserError(f"--model {args.model} has no experts chosen by a softmax: use gmpo.py")
     problems, held_out = load_problems(args, policy, grade)
+    # no reference
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
     run = Run(  # logs, saves, resumes
         args,

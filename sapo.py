@@ -3,11 +3,13 @@
   J = mean_i 1/|o_i| sum_t f(r_it) A_i
 
   o_i    a completion of |o_i| tokens, EOS included; mean_i: over all completions in an optimizer step
-  f(r)   = sigmoid(tau (r - 1)) 4 / tau,  tau = tau_pos if A_i > 0 else tau_neg
+  o_it   its token t; pi(o_it): its probability under the policy, given the prompt and o_i,<t
   r_it   = pi(o_it) / pi_old(o_it); pi_old: the policy before the rollout's first optimizer step
-  A_i    = (R_i - mean) / std, over the rewards R of the prompt's G completions
+  f(r)   = sigmoid(tau (r - 1)) 4 / tau,  tau = --tau_pos if A_i > 0 else --tau_neg
+  A_i    = (R_i - mean) / std; R_i: the reward of o_i; mean, std: over the prompt's G completions
 
-Suffixes name axes: P prompts, G completions each, B rows, T tokens, 1 for a size-1 axis.
+Suffixes name axes: P prompts, G completions each, B rows, T response tokens, S prompt and response,
+L layers of an MoE, K active experts, 1 for a size-1 axis.
 
 Parent: grpo.py. Differs only in:
   1. Soft gate: f replaces the clip and the min. Its slope f'(r) = sech^2(tau (r - 1) / 2) is 1 at
@@ -128,6 +130,7 @@ def main(args):
     grade = load_grader(args)  # the verifier, or --reward
     policy = load_policy(args)  # a transformers model, without dropout, and its tokenizer
     problems, held_out = load_problems(args, policy, grade)
+    # no reference
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
     run = Run(  # logs, saves, resumes
         args,

@@ -3,13 +3,17 @@
   J = mean_i 1/|o_i| sum_t [ M_i min(r_it A_i, clip(r_it, 1 - eps, 1 + eps) A_i) - beta w_it k3_it ]
 
   o_i    a completion of |o_i| tokens, EOS included; mean_i: over all completions in an optimizer step
+  o_it   its token t; pi(o_it): its probability under the policy, given the prompt and o_i,<t
   r_it   = pi(o_it) / pi_old(o_it); pi_old: the policy before the rollout's first optimizer step
+  eps    --clip_eps_low and --clip_eps_high
   w_it   = pi(o_it) / mu(o_it); mu: the sampler, which may be quantized or have older weights
-  M_i    = 0 if A_i < 0 and mean_t log(mu(o_it) / pi(o_it)) > delta, else 1
-  A_i    = R_i - mean, over the rewards R of the prompt's G completions
+  M_i    = 0 if A_i < 0 and mean_t log(mu(o_it) / pi(o_it)) > delta, else 1; delta: --offpolicy_mask
+  A_i    = R_i - mean; R_i: the reward of o_i; mean: over the prompt's G completions
+  beta   --kl_coef; pi_ref: the policy before training, or at the last reset (--ref_reset_every)
   k3_it  = x - log x - 1, x = pi_ref(o_it) / pi(o_it)
 
-Suffixes name axes: P prompts, G completions each, B rows, T tokens, 1 for a size-1 axis.
+Suffixes name axes: P prompts, G completions each, B rows, T response tokens, S prompt and response,
+L layers of an MoE, K active experts, 1 for a size-1 axis.
 
 Parent: grpo.py. Differs only in:
   1. No std: an advantage is the reward minus the group's mean.
@@ -77,6 +81,7 @@ def compute_advantages(rewards_PG):
     """[1] Rewards -> advantages, (P, G): A = R - mean in each group, 0 if all rewards are equal."""
     rewards_PG = 1.0 * rewards_PG  # rewards may be integers or booleans
     advantages_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
+    # no std
     # Rounding can make the mean of equal floats inexact, and a tiny std, or AdamW, would amplify that.
     is_uniform_P1 = (rewards_PG == rewards_PG[:, :1]).all(1, keepdim=True)
     return torch.where(is_uniform_P1, 0, advantages_PG)
@@ -167,7 +172,8 @@ def main(args):
     grade = load_grader(args)  # the verifier, or --reward
     policy = load_policy(args)  # a transformers model, without dropout, and its tokenizer
     problems, held_out = load_problems(args, policy, grade)
-    reference = policy.frozen_copy() if args.kl_coef > 0 else None  # before Run, which may resume
+    # pi_ref has the initial weights: it is copied before Run, which may resume with later ones.
+    reference = policy.frozen_copy() if args.kl_coef > 0 else None
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
     run = Run(  # logs, saves, resumes
         args,

@@ -3,11 +3,13 @@
   J = mean_i (R_i - b) sum_t log pi(o_it)
 
   o_i    a completion; sum_t: over its tokens, EOS included; mean_i: over completions in an iteration
+  o_it   its token t; pi(o_it): its probability under the policy, given the prompt and o_i,<t
   R_i    the verifier's reward of o_i
   b      the exponential mean of the rewards of earlier iterations, 0 before the first:
-         after each one, b becomes d b + (1 - d) mean R
+         after each one, b becomes d b + (1 - d) mean R; d: --baseline_decay
 
-Suffixes name axes: P prompts, G completions each, B rows, T tokens, 1 for a size-1 axis.
+Suffixes name axes: P prompts, G completions each, B rows, T response tokens, S prompt and response,
+L layers of an MoE, K active experts, 1 for a size-1 axis.
 
 Parent: grpo.py. Differs only in:
   1. Running baseline: b, the same for all prompts; no group, no std. It is fixed before the rollout,
@@ -67,6 +69,7 @@ def masked_mean(x, mask):
 
 def compute_advantages(rewards_PG, baseline):
     """Rewards -> advantages, (P, G): [1] A = R - b."""
+    # no std
     return 1.0 * rewards_PG - baseline  # rewards may be integers or booleans
 
 
@@ -120,6 +123,7 @@ def main(args):
     grade = load_grader(args)  # the verifier, or --reward
     policy = load_policy(args)  # a transformers model, without dropout, and its tokenizer
     problems, held_out = load_problems(args, policy, grade)
+    # no reference
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
     run = Run(  # logs, saves, resumes
         args,

@@ -3,10 +3,12 @@
   J = mean_i A_i sum_t log pi(o_it)
 
   o_i    a completion; sum_t: over its tokens, EOS included; mean_i: over completions in an iteration
+  o_it   its token t; pi(o_it): its probability under the policy, given the prompt and o_i,<t
   A_i    = R_i - mean of the rewards of the other G - 1 completions of the same prompt
-         = G / (G - 1) (R_i - mean of the rewards of all G)
+         = G / (G - 1) (R_i - mean of the rewards of all G); R_i: the reward of o_i
 
-Suffixes name axes: P prompts, G completions each, B rows, T tokens, 1 for a size-1 axis.
+Suffixes name axes: P prompts, G completions each, B rows, T response tokens, S prompt and response,
+L layers of an MoE, K active experts, 1 for a size-1 axis.
 
 Parent: reinforce.py. Differs only in:
   1. Leave-one-out baseline: each completion is compared with the others of its prompt. Their rewards
@@ -69,6 +71,7 @@ def compute_advantages(rewards_PG):
     num_others = rewards_PG.shape[1] - 1
     mean_of_others_PG = (rewards_PG.sum(1, keepdim=True) - rewards_PG) / num_others
     advantages_PG = rewards_PG - mean_of_others_PG
+    # no std
     # Rounding can make the mean of equal floats inexact, and a tiny std, or AdamW, would amplify that.
     is_uniform_P1 = (rewards_PG == rewards_PG[:, :1]).all(1, keepdim=True)
     return torch.where(is_uniform_P1, 0, advantages_PG)
@@ -124,6 +127,7 @@ def main(args):
     grade = load_grader(args)  # the verifier, or --reward
     policy = load_policy(args)  # a transformers model, without dropout, and its tokenizer
     problems, held_out = load_problems(args, policy, grade)
+    # no reference
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
     run = Run(  # logs, saves, resumes
         args,

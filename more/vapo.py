@@ -3,20 +3,28 @@
   J = 1/(sum_i |o_i|) sum_i sum_t min(r_it A_it, clip(r_it, 1 - eps_low, 1 + eps_high) A_it)
       - mu L_LM - c_v L_V + c_e H
 
-  o_i    a completion of |o_i| tokens, EOS included; sum_i: over all completions in an optimizer step
-  r_it   = pi(o_it) / pi_old(o_it); pi_old: the policy before the rollout's first optimizer step
-  A_it   = sum_k (gamma lambda_i)^k delta_i,t+k, whitened;  delta_it = rew_it + gamma V_i,t+1 - V_it
-  rew_it = -beta log(pi_old(o_it) / pi_ref(o_it)), plus the verifier's reward R_i at the last token
-  L_V    = mean over tokens of max((V - ret)^2, (V_old + clip(V - V_old, -d, d) - ret)^2)
-  ret_it = sum_k gamma^k rew_i,t+k, the Monte Carlo return;  H: mean entropy over tokens
-  L_LM   = mean of -log pi(o_it) over the tokens of all right completions of an optimizer step
+  o_i      a completion of |o_i| tokens, EOS included; sum_i: over all completions in an optimizer step
+  o_it     its token t; pi(o_it): its probability under the policy, given the prompt and o_i,<t
+  r_it     = pi(o_it) / pi_old(o_it); pi_old: the policy before the rollout's first optimizer step
+  eps_low, eps_high: --clip_eps_low, --clip_eps_high
+  A_it     = sum_k (gamma lambda_i)^k delta_i,t+k, whitened; gamma: --gamma; lambda_i: see 3.
+  delta_it = rew_it + gamma V_i,t+1 - V_it
+  rew_it   = -beta log(pi_old(o_it) / pi_ref(o_it)), plus at the last token R_i: the reward of o_i
+  beta     --kl_coef; pi_ref: the policy before training
+  V_it     the critic's value where o_it is predicted; V_old: before the rollout's first optimizer step
+  L_V      = mean over tokens of max((V - ret)^2, (V_old + clip(V - V_old, -d, d) - ret)^2)
+  ret_it   = sum_k gamma^k rew_i,t+k, the Monte Carlo return;  H: mean entropy over tokens
+  L_LM     = mean of -log pi(o_it) over the tokens of all right completions of an optimizer step
+  c_v, c_e, d, mu: --value_coef, --entropy_coef, --value_clip, --positive_lm_coef
 
-Suffixes name axes: B rows, T tokens, 1 for a size-1 axis.
+Suffixes name axes: B rows, T response tokens, N those of all rows, S prompt and response, L layers of
+an MoE, K active experts, 1 for a size-1 axis.
 
 Parent: ppo.py. Differs only in:
   1. Value pre-training: in the first iterations only the critic learns.
   2. Decoupled GAE: lambda is 1 for the returns that the critic learns, and smaller for the policy's A.
-  3. Length-adaptive GAE: the policy's lambda is max(0, 1 - 1/(alpha |o_i|)), higher for long o_i.
+  3. Length-adaptive GAE: the policy's lambda is max(0, 1 - 1/(alpha |o_i|)), higher for long o_i
+     (alpha: --lambda_alpha).
   4. Clip-higher: eps_high 0.28 over eps_low 0.2.
   5. Positive-example LM loss: right completions are also imitated. Their weight is the paper's mu;
      elsewhere in this project mu is the sampler. A reward without a verdict is refused before training,
@@ -246,7 +254,8 @@ def main(args):
     grade = load_grader(args)  # the verifier, or --reward
     policy = load_policy(args)  # a transformers model, without dropout, and its tokenizer
     problems, held_out = load_problems(args, policy, grade)
-    reference = policy.frozen_copy() if args.kl_coef > 0 else None  # before Run, which may resume
+    # pi_ref has the initial weights: it is copied before Run, which may resume with later ones.
+    reference = policy.frozen_copy() if args.kl_coef > 0 else None
     critic = TrainedModel(Critic(policy), args.dtype)
     policy_group = {"params": list(policy.parameters()), "lr": args.lr}
     critic_group = {"params": list(critic.parameters()), "lr": args.critic_lr}
