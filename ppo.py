@@ -94,8 +94,9 @@ class Critic(nn.Module):
         """Values, (B, T): V_t, read where token t is predicted."""
         # No attention mask: padding is on the right, and attention is causal.
         hidden = self.body(batch.tokens_BS, use_cache=False).last_hidden_state
-        values_N = self.head(hidden.flatten(0, 1)[batch.predictor_N])[:, 0]
-        return batch.as_rows(values_N.float())
+        # In float32, as the head is: near 0.5, bfloat16 has steps of 0.002 to 0.004.
+        hidden_N = hidden.flatten(0, 1)[batch.predictor_N].float()
+        return batch.as_rows(self.head(hidden_N)[:, 0])
 
 
 def masked_mean(x, mask):
