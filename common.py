@@ -97,7 +97,7 @@ def sample_batch(policy, problems, noise_BT, temperature, greedy, record_experts
         if t == max_new_tokens - 1:
             break
         has_ended_R |= torch.isin(token_R1[:, 0], ends)
-        # The rows that are left: the decoder drops ended ones when it can; none if all have ended.
+        # The decoder drops ended rows when it can. No row is left if all have ended.
         token_R1, has_ended_R = decoder.drop(token_R1, has_ended_R)
         if len(token_R1) == 0:
             break
@@ -237,7 +237,6 @@ def token_logprobs(
 
     Every sequence begins in column 0, and causal attention never looks at the padding behind it, so the
     model needs no attention mask and no positions."""
-
     routing = Routing(policy.routers) if replay is None else Replay(policy.routers, replay)
     with routing:
         # With a mask, the logits are (N, V): where a response token is predicted, and nowhere else.

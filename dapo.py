@@ -222,6 +222,9 @@ def main(args):
             run.log([], generated, rewards_PG, **counts)
             run.early_end = "too few mixed groups"
             break
+        # [2] Fewer steps of about full size, not as many small ones. (Our rule, not the paper's.)
+        full_step = args.prompts_per_iteration * args.group_size / args.num_minibatches
+        num_steps = max(1, round(len(kept) / full_step))
 
         # ------------------------------------------------------------------------------- advantages
         rewards_B = torch.tensor([c.reward for c in kept])
@@ -236,10 +239,6 @@ def main(args):
         # ------------------------------------------------------------------------------- old policy
         # By default, old log-probs come from the same forward and micro-batches as the update's, so
         # the ratio is exactly 1 in the first step.
-        # [2] If groups are missing: fewer steps of about full size, not as many small ones. (Our rule,
-        # not the paper's.)
-        full_step = args.prompts_per_iteration * args.group_size / args.num_minibatches
-        num_steps = max(1, round(len(kept) / full_step))
         steps = split_into_steps(kept, num_steps, args)
         for micro in chain(*steps):
             micro.old = old_policy(policy, micro, args)
@@ -276,7 +275,7 @@ def main(args):
                 run.record(loss, stats, outputs, micro)
             grad_norm = policy.clip_gradients(args.max_grad_norm)
             run.record_step(num_sequences, grad_norm)  # stops the run if the loss or norm is not finite
-            optimizer.step()  # a hook then refreshes the copies that compute in bfloat16
+            optimizer.step()  # with --dtype bfloat16, a hook then refreshes the copies that compute
             optimizer.zero_grad()
 
         # -------------------------------------------------------------------------------------- log

@@ -184,7 +184,7 @@ def main(args):
                 run.record(loss, stats, outputs, micro)
             grad_norm = policy.clip_gradients(args.max_grad_norm)
             run.record_step(num_sequences, grad_norm)  # stops the run if the loss or norm is not finite
-            optimizer.step()  # a hook then refreshes the copies that compute in bfloat16
+            optimizer.step()  # with --dtype bfloat16, a hook then refreshes the copies that compute
             optimizer.zero_grad()
 
         # -------------------------------------------------------------------------------------- log

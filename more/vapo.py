@@ -373,7 +373,7 @@ def main(args):
             critic_norm = critic.clip_gradients(args.max_grad_norm)
             # Stops the run here, before the step, if a loss or norm is not finite.
             run.record_step(num_sequences, grad_norm, critic_grad_norm=critic_norm)
-            optimizer.step()  # a hook then refreshes the copies that compute in bfloat16
+            optimizer.step()  # with --dtype bfloat16, a hook then refreshes the copies that compute
             optimizer.zero_grad()
 
         # -------------------------------------------------------------------------------------- log
