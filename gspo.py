@@ -176,9 +176,9 @@ def main(args):
         steps = split_into_steps(completions, args.num_minibatches, args)
         for micro in chain(*steps):
             micro.old = old_policy(policy, micro, args)
-            is_gspo = args.variant == "gspo"  # one ratio, and so one weight, per completion
             advantages = [[c.advantage] for c in micro.completions]
             micro.advantages = torch.tensor(advantages, device=args.torch_device)
+            is_gspo = args.variant == "gspo"  # one ratio, and so one weight, per completion
             micro.correction_weights = rollout_correction(micro, args, per_sequence=is_gspo)
 
         # ----------------------------------------------------------------------------------- update
