@@ -151,7 +151,7 @@ def main(args):
         completions = with_advantages(completions, compute_advantages(rewards_PG))
 
         # ------------------------------------------------------------------------------- old policy
-        # There is no ratio, so its log-probs are needed only to correct for the sampler.
+        # There is no ratio: a forward is needed only to correct for the sampler, or to replay experts.
         steps = split_into_steps(completions, args.num_minibatches, args)
         needs_old = args.rollout_correction != "none" or args.routing_replay != "none"
         for micro in chain(*steps):
