@@ -3,11 +3,13 @@
   J = 1/(sum_i |o_i|) sum_i sum_t sg[min(r_it, cap)] A_i log pi(o_it)
 
   o_i    a completion of |o_i| tokens, EOS included; sum_i: over all completions in an optimizer step
+  o_it   its token t; pi(o_it): its probability under the policy, given the prompt and o_i,<t
   r_it   = pi(o_it) / pi_old(o_it); pi_old: the policy before the rollout's first optimizer step
-  sg[]   stops the gradient
-  A_i    = (R_i - mean) / std, over the rewards R of the prompt's G completions
+  cap    --is_weight_cap; sg[] stops the gradient
+  A_i    = (R_i - mean) / std; R_i: the reward of o_i; mean, std: over the prompt's G completions
 
-Suffixes name axes: P prompts, G completions each, B rows, T tokens, 1 for a size-1 axis.
+Suffixes name axes: P prompts, G completions each, B rows, T response tokens, S prompt and response,
+L layers of an MoE, K active experts, 1 for a size-1 axis.
 
 Parent: grpo.py. Differs only in:
   1. Capped weight: REINFORCE with a truncated importance weight, instead of a clipped update. The
@@ -31,9 +33,11 @@ from itertools import chain
 
 import torch
 
-from common import Run, RunArgs, evaluate, flag, launch, load_grader, load_policy, load_problems
-from common import old_policy, rollout_correction, sample, split_into_steps, token_logprobs
+from common import RunArgs, flag, launch
+from common import load_grader, load_policy, load_problems, Run
+from common import evaluate, sample
 from common import with_advantages
+from common import split_into_steps, old_policy, rollout_correction, token_logprobs
 
 
 @dataclass
@@ -56,10 +60,10 @@ class Args(RunArgs):  # more flags: --help
     clip_eps_high: float = flag(0.2, "the ratio is clipped above 1 + this")
 
     def check(self):
+        self.check_range(2, 1e6, "group_size")  # one reward has no group baseline
         self.check_range(0, 1, "clip_eps_low")
         self.check_range(1e-9, 1e9, "is_weight_cap")
         self.check_range(0, self.is_weight_cap, "is_weight_floor")
-        self.check_range(2, 1e6, "group_size")  # one reward has no group baseline
 
 
 def masked_mean(x, mask):
@@ -72,7 +76,7 @@ def compute_advantages(rewards_PG):
     rewards_PG = 1.0 * rewards_PG  # rewards may be integers or booleans
     advantages_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
     advantages_PG = advantages_PG / (rewards_PG.std(1, keepdim=True) + 1e-6)
-    # Rounding can make the mean of equal floats inexact, and dividing by a tiny std would amplify that.
+    # Rounding can make the mean of equal floats inexact, and a tiny std, or AdamW, would amplify that.
     is_uniform_P1 = (rewards_PG == rewards_PG[:, :1]).all(1, keepdim=True)
     return torch.where(is_uniform_P1, 0, advantages_PG)
 
@@ -143,18 +147,26 @@ def main(args):
     grade = load_grader(args)  # the verifier, or --reward
     policy = load_policy(args)  # a transformers model, without dropout, and its tokenizer
     problems, held_out = load_problems(args, policy, grade)
+    # no reference
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
-    run = Run(args, policy, problems, optimizer=optimizer)  # logs, saves, resumes
+    run = Run(  # logs, saves, resumes
+        args,
+        policy,
+        problems,
+        optimizer=optimizer,
+    )
     if run.needs_first_eval:
         run.log_eval(evaluate(policy, held_out, grade, args, sampled=True))
 
     for iteration in run.iterations():
         # ---------------------------------------------------------------------------------- rollout
         prompts = problems.take(args.prompts_per_iteration)
-        completions = sample(policy.sampler(iteration), prompts, args.group_size, args, run.noise)
+        sampler = policy.sampler(iteration)  # the policy, or a copy that may be stale or less precise
+        completions = sample(sampler, prompts, args.group_size, args, run.noise)
         completions = grade(completions)
 
         # ------------------------------------------------------------------------------- advantages
+        # a row of rewards for each prompt
         rewards_PG = torch.tensor([c.reward for c in completions]).view(-1, args.group_size)
         completions = with_advantages(completions, compute_advantages(rewards_PG))
 
@@ -163,10 +175,9 @@ def main(args):
         # the ratio is exactly 1 in the first step.
         steps = split_into_steps(completions, args.num_minibatches, args)
         for micro in chain(*steps):
-            old = old_policy(policy, micro, args)
-            micro.old_logprobs_BT = old.logprobs_BT
-            micro.old_experts_BTLK = old.experts_BTLK  # of an MoE, for the log
-            micro.replay_BSLK = old.replay_BSLK  # experts of --routing_replay, or None
+            micro.old = old_policy(policy, micro, args)
+            advantages = [[c.advantage] for c in micro.completions]
+            micro.advantages = torch.tensor(advantages, device=args.torch_device)
             micro.correction_weights = rollout_correction(micro, args)
 
         # ----------------------------------------------------------------------------------- update
@@ -174,10 +185,10 @@ def main(args):
             num_sequences = sum(len(micro) for micro in step)
             num_tokens = sum(micro.mask_BT.sum() for micro in step)
             for micro in step:
-                outputs = token_logprobs(policy, micro, args.temperature, replay=micro.replay_BSLK)
+                outputs = token_logprobs(policy, micro, args.temperature, replay=micro.old.replay_BSLK)
                 loss, stats = policy_loss(
                     outputs.logprobs_BT,
-                    micro.old_logprobs_BT,
+                    micro.old.logprobs_BT,
                     micro.correction_weights * micro.advantages,  # weights are 1 by default
                     micro.mask_BT,
                     is_weight_cap=args.is_weight_cap,
@@ -194,7 +205,7 @@ def main(args):
                 run.record(loss, stats, outputs, micro)
             grad_norm = policy.clip_gradients(args.max_grad_norm)
             run.record_step(num_sequences, grad_norm)  # stops the run if the loss or norm is not finite
-            optimizer.step()
+            optimizer.step()  # with --dtype bfloat16, a hook then refreshes the copies that compute
             optimizer.zero_grad()
 
         # -------------------------------------------------------------------------------------- log

@@ -97,10 +97,8 @@ def sample_batch(policy, problems, noise_BT, temperature, greedy, record_experts
         if t == max_new_tokens - 1:
             break
         has_ended_R |= torch.isin(token_R1[:, 0], ends)
-        # The decoder drops ended rows when it can. `kept` are those that stay; none if all have ended.
-        kept = decoder.drop(has_ended_R)
-        has_ended_R = has_ended_R[kept]
-        token_R1 = token_R1[kept]
+        # The decoder drops ended rows when it can. No row is left if all have ended.
+        token_R1, has_ended_R = decoder.drop(token_R1, has_ended_R)
         if len(token_R1) == 0:
             break
         logits_RV = decoder(token_R1)
@@ -143,6 +141,14 @@ def split_into_steps(completions, num_steps, args):
     return steps
 
 
+class OldOutputs(NamedTuple):
+    """What the policy gave for a batch before the update; empty if a script does without it."""
+
+    logprobs_BT: torch.Tensor | None = None
+    routers: RouterOutputs = RouterOutputs()  # what an MoE's routers chose; empty if unknown
+    replay_BSLK: torch.Tensor | None = None  # for the update: these choices (r2) or the sampler's (r3)
+
+
 @dataclasses.dataclass
 class Batch:
     """Completions that go through the model together, one row each, padded on the right. Masks come
@@ -156,13 +162,11 @@ class Batch:
     predictor_N: torch.Tensor  # 2 3: the same as indices into (B * S); a mask would make a GPU wait
     mask_BT: torch.Tensor  # 1 1: the response, including EOS
     sampler_logprobs_BT: torch.Tensor
-    advantages: torch.Tensor | None = None  # (B, 1), if completions have some; ppo sets (B, T)
     sampler_experts_BSLK: torch.Tensor | None = None  # with r3, in top-k order; -1 if not recorded
     # set by the scripts
-    old_logprobs_BT: torch.Tensor | None = None
-    old_experts_BTLK: torch.Tensor | None = None  # the routers' own choice, sorted; None if unknown
-    replay_BSLK: torch.Tensor | None = None  # experts that the update's routers must use
+    old: OldOutputs = OldOutputs()
     ref_logprobs_BT: torch.Tensor | None = None
+    advantages: torch.Tensor | None = None  # (B, 1); in ppo (B, T)
     correction_weights: torch.Tensor | float = 1.0  # (B, T) or (B, 1)
 
     def __len__(self):
@@ -198,8 +202,6 @@ def collate(completions, filler, args):
         mask_BT=(torch.arange(response_B1.max()) < response_B1).to(device),
         sampler_logprobs_BT=pad_sequence(logprobs, batch_first=True).to(device),
     )
-    if completions[0].advantage is not None:
-        batch.advantages = torch.tensor([[c.advantage] for c in completions], device=device)
     if completions[0].experts is not None:
         experts = [c.experts for c in completions]
         experts_BSLK = pad_sequence(experts, batch_first=True, padding_value=-1)
@@ -235,6 +237,11 @@ def token_logprobs(
 
     Every sequence begins in column 0, and causal attention never looks at the padding behind it, so the
     model needs no attention mask and no positions."""
+    routing = Routing(policy.routers) if replay is None else Replay(policy.routers, replay)
+    with routing:
+        # With a mask, the logits are (N, V): where a response token is predicted, and nowhere else.
+        output = policy.model(batch.tokens_BS, logits_to_keep=batch.predicts_BS, use_cache=False)
+    ids_N = batch.tokens_BS.flatten()[batch.predictor_N + 1]  # the tokens that were predicted
 
     def logprobs_and_entropy(logits_NV, ids_N):
         logits_NV = logits_NV.float()
@@ -248,11 +255,6 @@ def token_logprobs(
             logprobs_NV = logprobs_NV.detach()
         return logprobs_N, -(logprobs_NV.exp() * logprobs_NV).sum(-1)
 
-    routing = Routing(policy.routers) if replay is None else Replay(policy.routers, replay)
-    with routing:
-        # With a mask, the logits are (N, V): where a response token is predicted, and nowhere else.
-        output = policy.model(batch.tokens_BS, logits_to_keep=batch.predicts_BS, use_cache=False)
-    ids_N = batch.tokens_BS.flatten()[batch.predictor_N + 1]  # the tokens that were predicted
     # In float32, all logits at once would take too much memory.
     results = in_chunks(logprobs_and_entropy, output.logits, ids_N)
     logprobs_BT = batch.as_rows(results[0])
@@ -264,26 +266,17 @@ def token_logprobs(
     return TokenOutputs(logprobs_BT, routers, entropy_BT, aux_loss)
 
 
-class OldOutputs(NamedTuple):
-    """What the policy gave for a batch before the update."""
-
-    logprobs_BT: torch.Tensor
-    experts_BTLK: torch.Tensor | None  # the routers' own choice, sorted; None if not known
-    replay_BSLK: torch.Tensor | None  # for the update: with r2 its own experts, with r3 the sampler's
-    router_logits: list  # if asked for: L tensors (B, T, E)
-
-
 @torch.no_grad()
 def old_policy(policy, batch, args, router_logits=False):
     """`OldOutputs`, by the training forward. `--old_logprobs sampler` takes the sampler's log-probs."""
     replay_BSLK = batch.sampler_experts_BSLK
     if args.old_logprobs == "sampler":
-        return OldOutputs(batch.sampler_logprobs_BT, None, replay_BSLK, [])
+        return OldOutputs(batch.sampler_logprobs_BT, replay_BSLK=replay_BSLK)
     options = {"replay": replay_BSLK, "only_logprobs": True, "router_logits": router_logits}
     logprobs_BT, routers, *_ = token_logprobs(policy, batch, args.temperature, **options)
     if args.routing_replay == "r2":
         replay_BSLK = routers.choices_BSLK
-    return OldOutputs(logprobs_BT, routers.experts_BTLK, replay_BSLK, routers.logits)
+    return OldOutputs(logprobs_BT, routers, replay_BSLK)
 
 
 @torch.no_grad()
@@ -367,7 +360,7 @@ def rollout_correction(batch, args, per_sequence=False):
     if args.rollout_correction == "none":
         return 1.0
     return rollout_weights(
-        batch.old_logprobs_BT,
+        batch.old.logprobs_BT,
         batch.sampler_logprobs_BT,
         batch.mask_BT,
         rule=args.rollout_correction,

@@ -3,11 +3,14 @@
   J = 1/(sum_i |o_i|) sum_i sum_t min(r_it A_i, clip(r_it, 1 - eps_low, 1 + eps_high) A_i)
 
   o_i    a completion of |o_i| tokens, EOS included; sum_i: over all completions in an optimizer step
+  o_it   its token t; pi(o_it): its probability under the policy, given the prompt and o_i,<t
   r_it   = pi(o_it) / pi_old(o_it); pi_old: the policy before the rollout's first optimizer step
-  A_i    = (R_i - mean) / std, over the rewards R of the prompt's G completions, of which some, but not
-         all, are right
+  eps_low, eps_high: --clip_eps_low, --clip_eps_high
+  A_i    = (R_i - mean) / std; R_i: the reward of o_i; mean, std: over the prompt's G completions,
+         of which some, but not all, are right
 
-Suffixes name axes: P prompts, G completions each, B rows, T tokens, 1 for a size-1 axis.
+Suffixes name axes: P prompts, G completions each, B rows, T response tokens, S prompt and response,
+L layers of an MoE, K active experts, 1 for a size-1 axis.
 
 Parent: grpo.py. Differs only in:
   1. Clip-higher: eps_high 0.28 over eps_low 0.2, more headroom for low-probability tokens.
@@ -22,10 +25,10 @@ Parent: grpo.py. Differs only in:
   5. No KL, so no reference model.
 
 Not specified in the paper: how many prompts a round draws (here one per missing group), and the number
-of rounds (--max_sampling_rounds; after that we train on the groups we have, and end the run if there
-are none). Generation is cut off at the cap, where the soft penalty reaches -1. Unlike the paper, R is
-1 or 0, not 1 or -1, so the penalty weighs more, and tokens are counted over the whole optimizer step,
-not over one prompt's group.
+of rounds (--max_sampling_rounds; after that we train on the groups we have, in fewer steps of about
+full size, and end the run if there are none). Generation is cut off at the cap, where the soft penalty
+reaches -1. Unlike the paper, R is 1 or 0, not 1 or -1, so the penalty weighs more, and tokens are
+counted over the whole optimizer step, not over one prompt's group.
 
 Run:    python dapo.py
 Expect: like grpo.py, greedy held-out accuracy rises from 0.43 to at least 0.97.
@@ -37,9 +40,11 @@ from typing import Literal
 
 import torch
 
-from common import Run, RunArgs, evaluate, flag, launch, load_grader, load_policy, load_problems
-from common import old_policy, rollout_correction, sample, split_into_steps, token_logprobs
+from common import RunArgs, flag, launch
+from common import load_grader, load_policy, load_problems, Run
+from common import evaluate, sample
 from common import with_advantages
+from common import split_into_steps, old_policy, rollout_correction, token_logprobs
 
 
 @dataclass
@@ -64,11 +69,16 @@ class Args(RunArgs):  # more flags: --help
     max_sampling_rounds: int = flag(10, "maximum rounds to fill the batch with mixed groups")
 
     def check(self):
+        self.check_range(2, 1e6, "group_size")  # one reward has no group baseline
         self.check_range(0, 1, "clip_eps_low")
         self.check_range(1, 1e9, "max_sampling_rounds")
-        self.check_range(2, 1e6, "group_size")  # one reward has no group baseline
         if self.overlong == "soft":
             self.check_range(0, self.max_new_tokens - 1, "overlong_cache")
+
+    @property
+    def overlong_cache_tokens(self):
+        """The number that `--overlong_cache` means."""
+        return self.overlong_cache or max(1, self.max_new_tokens // 4)
 
 
 def masked_mean(x, mask):
@@ -81,7 +91,7 @@ def compute_advantages(rewards_PG):
     rewards_PG = 1.0 * rewards_PG  # rewards may be integers or booleans
     advantages_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
     advantages_PG = advantages_PG / (rewards_PG.std(1, keepdim=True) + 1e-6)
-    # Rounding can make the mean of equal floats inexact, and dividing by a tiny std would amplify that.
+    # Rounding can make the mean of equal floats inexact, and a tiny std, or AdamW, would amplify that.
     is_uniform_P1 = (rewards_PG == rewards_PG[:, :1]).all(1, keepdim=True)
     return torch.where(is_uniform_P1, 0, advantages_PG)
 
@@ -174,18 +184,25 @@ def main(args):
     grade = load_grader(args)  # the verifier, or --reward
     policy = load_policy(args)  # a transformers model, without dropout, and its tokenizer
     problems, held_out = load_problems(args, policy, grade)
+    # no reference
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
-    run = Run(args, policy, problems, optimizer=optimizer)  # logs, saves, resumes
+    run = Run(  # logs, saves, resumes
+        args,
+        policy,
+        problems,
+        optimizer=optimizer,
+    )
     if run.needs_first_eval:
         run.log_eval(evaluate(policy, held_out, grade, args, sampled=True))
 
     for iteration in run.iterations():
         # ---------------------------------------------------------------------------------- rollout
         # [2] Dynamic sampling: each round draws one prompt for every mixed group still missing.
+        sampler = policy.sampler(iteration)  # the policy, or a copy that may be stale or less precise
         generated = []  # all completions, with their verdicts
-        sampler = policy.sampler(iteration)  # once, since it may copy the weights
-        rounds = 0
+        kept, counts = mixed_groups(generated, args.group_size)  # none yet
         missing = args.prompts_per_iteration
+        rounds = 0
         while missing > 0 and rounds < args.max_sampling_rounds:
             prompts = problems.take(missing)
             completions = sample(sampler, prompts, args.group_size, args, run.noise)
@@ -194,36 +211,39 @@ def main(args):
             missing = args.prompts_per_iteration - len(kept) // args.group_size
             rounds += 1
         counts["rollout/groups_sampling_rounds"] = rounds
+
+        # ---------------------------------------------------------------------------- missing groups
         if missing > 0:
             run.say(f"iteration {iteration}: {missing} mixed groups missing after {rounds} rounds")
         if not kept:
+            # [2] There is nothing to learn from: the run ends here, as after its last iteration.
             rewards_PG = torch.tensor([c.reward for c in generated]).view(-1, args.group_size)
             run.log_eval(evaluate(policy, held_out, grade, args, sampled=True))
             run.log([], generated, rewards_PG, **counts)
             run.early_end = "too few mixed groups"
             break
+        # [2] Fewer steps of about full size, not as many small ones. (Our rule, not the paper's.)
+        full_step = args.prompts_per_iteration * args.group_size / args.num_minibatches
+        num_steps = max(1, round(len(kept) / full_step))
 
         # ------------------------------------------------------------------------------- advantages
         rewards_B = torch.tensor([c.reward for c in kept])
         if args.overlong == "soft":
             # [4] R falls by up to 1
             lengths_B = torch.tensor([len(c.ids) for c in kept])
-            overlong_cache = args.overlong_cache or max(1, args.max_new_tokens // 4)
-            rewards_B += overlong_penalty(lengths_B, args.max_new_tokens, overlong_cache)
+            rewards_B += overlong_penalty(lengths_B, args.max_new_tokens, args.overlong_cache_tokens)
+        # a row of rewards for each prompt
         rewards_PG = rewards_B.view(-1, args.group_size)
         kept = with_advantages(kept, compute_advantages(rewards_PG))
 
         # ------------------------------------------------------------------------------- old policy
         # By default, old log-probs come from the same forward and micro-batches as the update's, so
         # the ratio is exactly 1 in the first step.
-        full_step = args.prompts_per_iteration * args.group_size / args.num_minibatches
-        num_steps = max(1, round(len(kept) / full_step))  # fewer if the rollout could not be filled
         steps = split_into_steps(kept, num_steps, args)
         for micro in chain(*steps):
-            old = old_policy(policy, micro, args)
-            micro.old_logprobs_BT = old.logprobs_BT
-            micro.old_experts_BTLK = old.experts_BTLK  # of an MoE, for the log
-            micro.replay_BSLK = old.replay_BSLK  # experts of --routing_replay, or None
+            micro.old = old_policy(policy, micro, args)
+            advantages = [[c.advantage] for c in micro.completions]
+            micro.advantages = torch.tensor(advantages, device=args.torch_device)
             micro.correction_weights = rollout_correction(micro, args)
 
         # ------------------------------------------------------------------------- overlong filter
@@ -238,10 +258,10 @@ def main(args):
             num_sequences = sum(len(micro) for micro in step)
             num_tokens = sum(micro.mask_BT.sum() for micro in step).clamp(min=1)  # filter may mask all
             for micro in step:
-                outputs = token_logprobs(policy, micro, args.temperature, replay=micro.replay_BSLK)
+                outputs = token_logprobs(policy, micro, args.temperature, replay=micro.old.replay_BSLK)
                 loss, stats = policy_loss(
                     outputs.logprobs_BT,
-                    micro.old_logprobs_BT,
+                    micro.old.logprobs_BT,
                     micro.correction_weights * micro.advantages,  # weights are 1 by default
                     micro.mask_BT,
                     clip_eps_low=args.clip_eps_low,
@@ -255,7 +275,7 @@ def main(args):
                 run.record(loss, stats, outputs, micro)
             grad_norm = policy.clip_gradients(args.max_grad_norm)
             run.record_step(num_sequences, grad_norm)  # stops the run if the loss or norm is not finite
-            optimizer.step()
+            optimizer.step()  # with --dtype bfloat16, a hook then refreshes the copies that compute
             optimizer.zero_grad()
 
         # -------------------------------------------------------------------------------------- log

@@ -4,16 +4,19 @@
 
   o_i       a completion of |o_i| tokens, EOS included; mean_i: over all completions in an optimizer
             step
-  c_it      = min(l_it, eps) if A_i > 0, max(l_it, -eps) if A_i < 0
+  o_it      its token t; pi(o_it): its probability under the policy, given the prompt and o_i,<t
+  c_it      = min(l_it, eps) if A_i > 0, max(l_it, -eps) if A_i < 0; eps: --log_ratio_clip
   l_it      = log(pi(o_it) / pi_old(o_it)); pi_old: the policy before the rollout's first optimizer step
   gamma_it  = sg[max(gamma_min, exp(-1/L sum_j 1/K sum_k |log p_j(e_jk) - log p_old_j(e_jk)|))]
+  gamma_min --gamma_min; sg[] stops the gradient
   p_j       = softmax over all experts of layer j's router logits, where o_it is predicted
+  p_old_j   = the same under the old policy
   e_jk      the K experts that were active there under the old policy (the replayed ones with
-            --routing_replay); sg[] stops the gradient
-  A_i       = (R_i - mean) / std, over the rewards R of the prompt's G completions
+            --routing_replay)
+  A_i       = (R_i - mean) / std; R_i: the reward of o_i; mean, std: over the prompt's G completions
 
-Suffixes name axes: P prompts, G completions each, B rows, T tokens, L layers, E experts, K active
-ones, 1 for a size-1 axis.
+Suffixes name axes: P prompts, G completions each, B rows, T response tokens, S prompt and response,
+L layers of an MoE, E experts, K active experts, 1 for a size-1 axis.
 
 Parent: gmpo.py. Differs only in:
   1. Router shift: gamma is 1 while the router's scores are as they were before the update, and falls
@@ -40,9 +43,13 @@ from typing import Literal
 
 import torch
 
-from common import Run, RunArgs, UserError, active_experts, evaluate, flag, launch, load_grader
-from common import load_policy, load_problems, old_policy, rollout_correction, sample, split_into_steps
-from common import token_logprobs, with_advantages
+from common import RunArgs, flag, launch
+from common import UserError
+from common import load_grader, load_policy, load_problems, Run
+from common import evaluate, sample
+from common import with_advantages
+from common import split_into_steps, old_policy, rollout_correction, token_logprobs
+from common import active_experts
 
 
 @dataclass
@@ -63,10 +70,10 @@ class Args(RunArgs):  # more flags: --help
     shift: Literal["damped", "literal", "before_clip"] = flag("damped", "where gamma enters")
 
     def check(self):
-        self.check_range(0, 1, "gamma_min")
-        if self.old_logprobs == "sampler":
-            raise UserError("--old_logprobs sampler skips the forward pass that rspo needs")
         self.check_range(2, 1e6, "group_size")  # one reward has no group baseline
+        self.check_range(0, 1, "gamma_min")
+        if self.old_logprobs == "sampler":  # [1] gamma compares with the old router's scores
+            raise UserError("--old_logprobs sampler skips the forward pass that rspo needs")
 
 
 def masked_mean(x, mask):
@@ -79,7 +86,7 @@ def compute_advantages(rewards_PG):
     rewards_PG = 1.0 * rewards_PG  # rewards may be integers or booleans
     advantages_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
     advantages_PG = advantages_PG / (rewards_PG.std(1, keepdim=True) + 1e-6)
-    # Rounding can make the mean of equal floats inexact, and dividing by a tiny std would amplify that.
+    # Rounding can make the mean of equal floats inexact, and a tiny std, or AdamW, would amplify that.
     is_uniform_P1 = (rewards_PG == rewards_PG[:, :1]).all(1, keepdim=True)
     return torch.where(is_uniform_P1, 0, advantages_PG)
 
@@ -170,6 +177,11 @@ def policy_loss(
         "clipfrac_low": masked_mean(clips_low_BT.float(), mask_BT),
         "clipfrac_high": masked_mean(clips_high_BT.float(), mask_BT),
     }
+    if router_shift_BT is not None:
+        # [1] gamma before its floor, and the fraction of tokens below that
+        is_floored_BT = router_shift_BT < gamma_min
+        stats["moe/router_shift"] = masked_mean(router_shift_BT, mask_BT)
+        stats["moe/router_floor_frac"] = masked_mean(is_floored_BT.float(), mask_BT)
     return loss, {name: value.detach() for name, value in stats.items()}
 
 
@@ -177,21 +189,29 @@ def main(args):
     # ---------------------------------------------------------------------------------------- setup
     grade = load_grader(args)  # the verifier, or --reward
     policy = load_policy(args)  # a transformers model, without dropout, and its tokenizer
-    if not policy.routers.has_softmax:
+    if not policy.routers.has_softmax:  # [1] gamma is not defined then
         raise UserError(f"--model {args.model} has no experts chosen by a softmax: use gmpo.py")
     problems, held_out = load_problems(args, policy, grade)
+    # no reference
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
-    run = Run(args, policy, problems, optimizer=optimizer)  # logs, saves, resumes
+    run = Run(  # logs, saves, resumes
+        args,
+        policy,
+        problems,
+        optimizer=optimizer,
+    )
     if run.needs_first_eval:
         run.log_eval(evaluate(policy, held_out, grade, args, sampled=True))
 
     for iteration in run.iterations():
         # ---------------------------------------------------------------------------------- rollout
         prompts = problems.take(args.prompts_per_iteration)
-        completions = sample(policy.sampler(iteration), prompts, args.group_size, args, run.noise)
+        sampler = policy.sampler(iteration)  # the policy, or a copy that may be stale or less precise
+        completions = sample(sampler, prompts, args.group_size, args, run.noise)
         completions = grade(completions)
 
         # ------------------------------------------------------------------------------- advantages
+        # a row of rewards for each prompt
         rewards_PG = torch.tensor([c.reward for c in completions]).view(-1, args.group_size)
         completions = with_advantages(completions, compute_advantages(rewards_PG))
 
@@ -200,12 +220,12 @@ def main(args):
         # the ratio is exactly 1 in the first step.
         steps = split_into_steps(completions, args.num_minibatches, args)
         for micro in chain(*steps):
-            old = old_policy(policy, micro, args, router_logits=True)
-            micro.old_logprobs_BT = old.logprobs_BT
-            micro.old_experts_BTLK = old.experts_BTLK  # of an MoE, for the log
-            micro.replay_BSLK = old.replay_BSLK  # experts of --routing_replay, or None
-            micro.experts_BTLK = active_experts(micro, old.experts_BTLK)  # e_jk
-            micro.old_scores_BTLK = expert_logprobs(old.router_logits, micro.experts_BTLK)
+            micro.old = old_policy(policy, micro, args, router_logits=True)
+            micro.active_experts_BTLK = active_experts(micro)  # e_jk
+            micro.old_scores_BTLK = expert_logprobs(micro.old.routers.logits, micro.active_experts_BTLK)
+            micro.old.routers.logits.clear()  # (B, T, L, K) is kept, (B, T, L, E) would be too much
+            advantages = [[c.advantage] for c in micro.completions]
+            micro.advantages = torch.tensor(advantages, device=args.torch_device)
             micro.correction_weights = rollout_correction(micro, args, per_sequence=True)
 
         # ----------------------------------------------------------------------------------- update
@@ -213,13 +233,17 @@ def main(args):
             num_sequences = sum(len(micro) for micro in step)
             for micro in step:
                 outputs = token_logprobs(
-                    policy, micro, args.temperature, replay=micro.replay_BSLK, router_logits=True
+                    policy,
+                    micro,
+                    args.temperature,
+                    replay=micro.old.replay_BSLK,
+                    router_logits=True,
                 )
-                scores_BTLK = expert_logprobs(outputs.routers.logits, micro.experts_BTLK)
+                scores_BTLK = expert_logprobs(outputs.routers.logits, micro.active_experts_BTLK)
                 router_shift_BT = router_shift(scores_BTLK, micro.old_scores_BTLK)
                 loss, stats = policy_loss(
                     outputs.logprobs_BT,
-                    micro.old_logprobs_BT,
+                    micro.old.logprobs_BT,
                     micro.correction_weights * micro.advantages,  # weights are 1 by default
                     micro.mask_BT,
                     log_ratio_clip=args.log_ratio_clip,
@@ -232,13 +256,10 @@ def main(args):
                 share = len(micro) / num_sequences
                 total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
                 total_loss.backward()
-                is_floored_BT = router_shift_BT < args.gamma_min
-                stats["moe/router_shift"] = masked_mean(router_shift_BT, micro.mask_BT)
-                stats["moe/router_floor_frac"] = masked_mean(is_floored_BT.float(), micro.mask_BT)
                 run.record(loss, stats, outputs, micro)
             grad_norm = policy.clip_gradients(args.max_grad_norm)
             run.record_step(num_sequences, grad_norm)  # stops the run if the loss or norm is not finite
-            optimizer.step()
+            optimizer.step()  # with --dtype bfloat16, a hook then refreshes the copies that compute
             optimizer.zero_grad()
 
         # -------------------------------------------------------------------------------------- log

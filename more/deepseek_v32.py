@@ -3,13 +3,17 @@
   J = mean_i 1/|o_i| sum_t [ M_i min(r_it A_i, clip(r_it, 1 - eps, 1 + eps) A_i) - beta w_it k3_it ]
 
   o_i    a completion of |o_i| tokens, EOS included; mean_i: over all completions in an optimizer step
+  o_it   its token t; pi(o_it): its probability under the policy, given the prompt and o_i,<t
   r_it   = pi(o_it) / pi_old(o_it); pi_old: the policy before the rollout's first optimizer step
+  eps    --clip_eps_low and --clip_eps_high
   w_it   = pi(o_it) / mu(o_it); mu: the sampler, which may be quantized or have older weights
-  M_i    = 0 if A_i < 0 and mean_t log(mu(o_it) / pi(o_it)) > delta, else 1
-  A_i    = R_i - mean, over the rewards R of the prompt's G completions
+  M_i    = 0 if A_i < 0 and mean_t log(mu(o_it) / pi(o_it)) > delta, else 1; delta: --offpolicy_mask
+  A_i    = R_i - mean; R_i: the reward of o_i; mean: over the prompt's G completions
+  beta   --kl_coef; pi_ref: the policy before training, or at the last reset (--ref_reset_every)
   k3_it  = x - log x - 1, x = pi_ref(o_it) / pi(o_it)
 
-Suffixes name axes: P prompts, G completions each, B rows, T tokens, 1 for a size-1 axis.
+Suffixes name axes: P prompts, G completions each, B rows, T response tokens, S prompt and response,
+L layers of an MoE, K active experts, 1 for a size-1 axis.
 
 Parent: grpo.py. Differs only in:
   1. No std: an advantage is the reward minus the group's mean.
@@ -36,9 +40,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run as a file, it finds common too
 
-from common import Run, RunArgs, evaluate, flag, launch, load_grader, load_policy, load_problems
-from common import old_policy, reference_logprobs, rollout_correction, sample, split_into_steps
-from common import token_logprobs, with_advantages
+from common import RunArgs, flag, launch
+from common import load_grader, load_policy, load_problems, Run
+from common import evaluate, sample
+from common import with_advantages
+from common import split_into_steps, old_policy, rollout_correction, token_logprobs
+from common import reference_logprobs
 
 
 @dataclass
@@ -61,8 +68,8 @@ class Args(RunArgs):  # more flags: --help
     ref_reset_every: int = flag(0, "reset the reference every n iterations [0: never]")
 
     def check(self):
-        self.check_range(0, 1, "clip_eps_low")
         self.check_range(2, 1e6, "group_size")  # one reward has no group baseline
+        self.check_range(0, 1, "clip_eps_low")
 
 
 def masked_mean(x, mask):
@@ -74,7 +81,8 @@ def compute_advantages(rewards_PG):
     """[1] Rewards -> advantages, (P, G): A = R - mean in each group, 0 if all rewards are equal."""
     rewards_PG = 1.0 * rewards_PG  # rewards may be integers or booleans
     advantages_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
-    # Rounding can make the mean of equal floats inexact.
+    # no std
+    # Rounding can make the mean of equal floats inexact, and a tiny std, or AdamW, would amplify that.
     is_uniform_P1 = (rewards_PG == rewards_PG[:, :1]).all(1, keepdim=True)
     return torch.where(is_uniform_P1, 0, advantages_PG)
 
@@ -164,19 +172,28 @@ def main(args):
     grade = load_grader(args)  # the verifier, or --reward
     policy = load_policy(args)  # a transformers model, without dropout, and its tokenizer
     problems, held_out = load_problems(args, policy, grade)
-    reference = policy.frozen_copy() if args.kl_coef > 0 else None  # before Run, which may resume
+    # pi_ref has the initial weights: it is copied before Run, which may resume with later ones.
+    reference = policy.frozen_copy() if args.kl_coef > 0 else None
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
-    run = Run(args, policy, problems, optimizer=optimizer, reference=reference)  # logs, saves, resumes
+    run = Run(  # logs, saves, resumes
+        args,
+        policy,
+        problems,
+        optimizer=optimizer,
+        reference=reference,
+    )
     if run.needs_first_eval:
         run.log_eval(evaluate(policy, held_out, grade, args, sampled=True))
 
     for iteration in run.iterations():
         # ---------------------------------------------------------------------------------- rollout
         prompts = problems.take(args.prompts_per_iteration)
-        completions = sample(policy.sampler(iteration), prompts, args.group_size, args, run.noise)
+        sampler = policy.sampler(iteration)  # the policy, or a copy that may be stale or less precise
+        completions = sample(sampler, prompts, args.group_size, args, run.noise)
         completions = grade(completions)
 
         # ------------------------------------------------------------------------------- advantages
+        # a row of rewards for each prompt
         rewards_PG = torch.tensor([c.reward for c in completions]).view(-1, args.group_size)
         completions = with_advantages(completions, compute_advantages(rewards_PG))
 
@@ -185,22 +202,21 @@ def main(args):
         # the ratio is exactly 1 in the first step.
         steps = split_into_steps(completions, args.num_minibatches, args)
         for micro in chain(*steps):
-            old = old_policy(policy, micro, args)
-            micro.old_logprobs_BT = old.logprobs_BT
-            micro.old_experts_BTLK = old.experts_BTLK  # of an MoE, for the log
-            micro.replay_BSLK = old.replay_BSLK  # experts of --routing_replay, or None
+            micro.old = old_policy(policy, micro, args)
             if reference is not None:
                 micro.ref_logprobs_BT = reference_logprobs(reference, micro, args)
+            advantages = [[c.advantage] for c in micro.completions]
+            micro.advantages = torch.tensor(advantages, device=args.torch_device)
             micro.correction_weights = rollout_correction(micro, args)
 
         # ----------------------------------------------------------------------------------- update
         for step in steps * args.update_epochs:
             num_sequences = sum(len(micro) for micro in step)
             for micro in step:
-                outputs = token_logprobs(policy, micro, args.temperature, replay=micro.replay_BSLK)
+                outputs = token_logprobs(policy, micro, args.temperature, replay=micro.old.replay_BSLK)
                 loss, stats = policy_loss(
                     outputs.logprobs_BT,
-                    micro.old_logprobs_BT,
+                    micro.old.logprobs_BT,
                     micro.correction_weights * micro.advantages,  # weights are 1 by default
                     micro.mask_BT,
                     clip_eps_low=args.clip_eps_low,
@@ -218,7 +234,7 @@ def main(args):
                 run.record(loss, stats, outputs, micro)
             grad_norm = policy.clip_gradients(args.max_grad_norm)
             run.record_step(num_sequences, grad_norm)  # stops the run if the loss or norm is not finite
-            optimizer.step()
+            optimizer.step()  # with --dtype bfloat16, a hook then refreshes the copies that compute
             optimizer.zero_grad()
         if reference is not None and args.ref_reset_every > 0 and iteration % args.ref_reset_every == 0:
             reference.load_state_dict(policy.state_dict())

@@ -3,10 +3,12 @@
   J = mean_i A_i sum_t log pi(o_it)
 
   o_i    a completion; sum_t: over its tokens, EOS included; mean_i: over completions in an iteration
+  o_it   its token t; pi(o_it): its probability under the policy, given the prompt and o_i,<t
   A_i    = R_i - mean of the rewards of the other G - 1 completions of the same prompt
-         = G / (G - 1) (R_i - mean of the rewards of all G)
+         = G / (G - 1) (R_i - mean of the rewards of all G); R_i: the reward of o_i
 
-Suffixes name axes: P prompts, G completions each, B rows, T tokens, 1 for a size-1 axis.
+Suffixes name axes: P prompts, G completions each, B rows, T response tokens, S prompt and response,
+L layers of an MoE, K active experts, 1 for a size-1 axis.
 
 Parent: reinforce.py. Differs only in:
   1. Leave-one-out baseline: each completion is compared with the others of its prompt. Their rewards
@@ -35,9 +37,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run as a file, it finds common too
 
-from common import Run, RunArgs, evaluate, flag, launch, load_grader, load_policy, load_problems
-from common import old_policy, rollout_correction, sample, split_into_steps, token_logprobs
+from common import RunArgs, flag, launch
+from common import load_grader, load_policy, load_problems, Run
+from common import evaluate, sample
 from common import with_advantages
+from common import split_into_steps, old_policy, rollout_correction, token_logprobs
 
 
 @dataclass
@@ -67,7 +71,8 @@ def compute_advantages(rewards_PG):
     num_others = rewards_PG.shape[1] - 1
     mean_of_others_PG = (rewards_PG.sum(1, keepdim=True) - rewards_PG) / num_others
     advantages_PG = rewards_PG - mean_of_others_PG
-    # Rounding can make the mean of equal floats inexact.
+    # no std
+    # Rounding can make the mean of equal floats inexact, and a tiny std, or AdamW, would amplify that.
     is_uniform_P1 = (rewards_PG == rewards_PG[:, :1]).all(1, keepdim=True)
     return torch.where(is_uniform_P1, 0, advantages_PG)
 
@@ -122,38 +127,46 @@ def main(args):
     grade = load_grader(args)  # the verifier, or --reward
     policy = load_policy(args)  # a transformers model, without dropout, and its tokenizer
     problems, held_out = load_problems(args, policy, grade)
+    # no reference
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
-    run = Run(args, policy, problems, optimizer=optimizer)  # logs, saves, resumes
+    run = Run(  # logs, saves, resumes
+        args,
+        policy,
+        problems,
+        optimizer=optimizer,
+    )
     if run.needs_first_eval:
         run.log_eval(evaluate(policy, held_out, grade, args, sampled=True))
 
     for iteration in run.iterations():
         # ---------------------------------------------------------------------------------- rollout
         prompts = problems.take(args.prompts_per_iteration)
-        completions = sample(policy.sampler(iteration), prompts, args.group_size, args, run.noise)
+        sampler = policy.sampler(iteration)  # the policy, or a copy that may be stale or less precise
+        completions = sample(sampler, prompts, args.group_size, args, run.noise)
         completions = grade(completions)
 
         # ------------------------------------------------------------------------------- advantages
+        # a row of rewards for each prompt
         rewards_PG = torch.tensor([c.reward for c in completions]).view(-1, args.group_size)
         completions = with_advantages(completions, compute_advantages(rewards_PG))
 
         # ------------------------------------------------------------------------------- old policy
-        # There is no ratio, so its log-probs are needed only to correct for the sampler.
+        # There is no ratio: a forward is needed only to correct for the sampler, or to replay experts.
         steps = split_into_steps(completions, args.num_minibatches, args)
-        if args.rollout_correction != "none" or args.routing_replay != "none":
-            for micro in chain(*steps):
-                old = old_policy(policy, micro, args)
-                micro.old_logprobs_BT = old.logprobs_BT
-                micro.old_experts_BTLK = old.experts_BTLK  # of an MoE, for the log
-                micro.replay_BSLK = old.replay_BSLK  # experts of --routing_replay, or None
+        needs_old = args.rollout_correction != "none" or args.routing_replay != "none"
+        for micro in chain(*steps):
+            advantages = [[c.advantage] for c in micro.completions]
+            micro.advantages = torch.tensor(advantages, device=args.torch_device)
+            if needs_old:
+                micro.old = old_policy(policy, micro, args)
                 micro.correction_weights = rollout_correction(micro, args)
 
         # ----------------------------------------------------------------------------------- update
         for micro in chain(*steps):  # a single step
-            outputs = token_logprobs(policy, micro, args.temperature, replay=micro.replay_BSLK)
+            outputs = token_logprobs(policy, micro, args.temperature, replay=micro.old.replay_BSLK)
             loss, stats = policy_loss(
                 outputs.logprobs_BT,
-                micro.old_logprobs_BT,
+                micro.old.logprobs_BT,
                 micro.correction_weights * micro.advantages,  # weights are 1 by default
                 micro.mask_BT,
                 num_sequences=len(completions),
@@ -165,7 +178,7 @@ def main(args):
             run.record(loss, stats, outputs, micro)
         grad_norm = policy.clip_gradients(args.max_grad_norm)
         run.record_step(len(completions), grad_norm)  # stops the run if the loss or norm is not finite
-        optimizer.step()
+        optimizer.step()  # with --dtype bfloat16, a hook then refreshes the copies that compute
         optimizer.zero_grad()
 
         # -------------------------------------------------------------------------------------- log

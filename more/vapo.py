@@ -3,20 +3,28 @@
   J = 1/(sum_i |o_i|) sum_i sum_t min(r_it A_it, clip(r_it, 1 - eps_low, 1 + eps_high) A_it)
       - mu L_LM - c_v L_V + c_e H
 
-  o_i    a completion of |o_i| tokens, EOS included; sum_i: over all completions in an optimizer step
-  r_it   = pi(o_it) / pi_old(o_it); pi_old: the policy before the rollout's first optimizer step
-  A_it   = sum_k (gamma lambda_i)^k delta_i,t+k, whitened;  delta_it = rew_it + gamma V_i,t+1 - V_it
-  rew_it = -beta log(pi_old(o_it) / pi_ref(o_it)), plus the verifier's reward R_i at the last token
-  L_V    = mean over tokens of max((V - ret)^2, (V_old + clip(V - V_old, -d, d) - ret)^2)
-  ret_it = sum_k gamma^k rew_i,t+k, the Monte Carlo return;  H: mean entropy over tokens
-  L_LM   = mean of -log pi(o_it) over the tokens of all right completions of an optimizer step
+  o_i      a completion of |o_i| tokens, EOS included; sum_i: over all completions in an optimizer step
+  o_it     its token t; pi(o_it): its probability under the policy, given the prompt and o_i,<t
+  r_it     = pi(o_it) / pi_old(o_it); pi_old: the policy before the rollout's first optimizer step
+  eps_low, eps_high: --clip_eps_low, --clip_eps_high
+  A_it     = sum_k (gamma lambda_i)^k delta_i,t+k, whitened; gamma: --gamma; lambda_i: see 3.
+  delta_it = rew_it + gamma V_i,t+1 - V_it
+  rew_it   = -beta log(pi_old(o_it) / pi_ref(o_it)), plus at the last token R_i: the reward of o_i
+  beta     --kl_coef; pi_ref: the policy before training
+  V_it     the critic's value where o_it is predicted; V_old: before the rollout's first optimizer step
+  L_V      = mean over tokens of max((V - ret)^2, (V_old + clip(V - V_old, -d, d) - ret)^2)
+  ret_it   = sum_k gamma^k rew_i,t+k, the Monte Carlo return;  H: mean entropy over tokens
+  L_LM     = mean of -log pi(o_it) over the tokens of all right completions of an optimizer step
+  c_v, c_e, d, mu: --value_coef, --entropy_coef, --value_clip, --positive_lm_coef
 
-Suffixes name axes: B rows, T tokens, 1 for a size-1 axis.
+Suffixes name axes: B rows, T response tokens, N those of all rows, S prompt and response, L layers of
+an MoE, K active experts, 1 for a size-1 axis.
 
 Parent: ppo.py. Differs only in:
   1. Value pre-training: in the first iterations only the critic learns.
   2. Decoupled GAE: lambda is 1 for the returns that the critic learns, and smaller for the policy's A.
-  3. Length-adaptive GAE: the policy's lambda is max(0, 1 - 1/(alpha |o_i|)), higher for long o_i.
+  3. Length-adaptive GAE: the policy's lambda is max(0, 1 - 1/(alpha |o_i|)), higher for long o_i
+     (alpha: --lambda_alpha).
   4. Clip-higher: eps_high 0.28 over eps_low 0.2.
   5. Positive-example LM loss: right completions are also imitated. Their weight is the paper's mu;
      elsewhere in this project mu is the sampler. A reward without a verdict is refused before training,
@@ -43,9 +51,13 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run as a file, it finds common too
 
-from common import Run, RunArgs, TrainedModel, UserError, critic_stats, evaluate, flag, launch
-from common import load_grader, load_policy, load_problems, old_policy, reference_logprobs
-from common import rollout_correction, sample, split_into_steps, token_logprobs
+from common import RunArgs, flag, launch
+from common import UserError
+from common import load_grader, load_policy, load_problems, Run
+from common import TrainedModel, critic_stats
+from common import evaluate, sample
+from common import split_into_steps, old_policy, rollout_correction, token_logprobs
+from common import reference_logprobs
 
 
 @dataclass
@@ -94,8 +106,9 @@ class Critic(nn.Module):
         """Values, (B, T): V_t, read where token t is predicted."""
         # No attention mask: padding is on the right, and attention is causal.
         hidden = self.body(batch.tokens_BS, use_cache=False).last_hidden_state
-        values_N = self.head(hidden.flatten(0, 1)[batch.predictor_N])[:, 0]
-        return batch.as_rows(values_N.float())
+        # In float32, as the head is: near 0.5, bfloat16 has steps of 0.002 to 0.004.
+        hidden_N = hidden.flatten(0, 1)[batch.predictor_N].float()
+        return batch.as_rows(self.head(hidden_N)[:, 0])
 
 
 def masked_mean(x, mask):
@@ -126,11 +139,9 @@ def compute_gae(rewards_BT, values_BT, mask_BT, gamma, lam):
     return advantages_BT, advantages_BT + values_BT
 
 
-def whiten(x_BT, mask_BT, all_N=None):
-    """Mean 0 and standard deviation 1 over the tokens of the mask; 0 if all are equal. all_N: x at all
-    tokens of the rollout, if this is a part of it [None: it is all]."""
-    if all_N is None:
-        all_N = x_BT[mask_BT.bool()]
+def whiten(x_BT, all_N):
+    """x minus the mean of all_N, divided by their standard deviation; 0 if all_N are equal. all_N: x at
+    all tokens of the rollout, of which x_BT may be a part."""
     mean = all_N.mean()
     std = all_N.std(correction=0)
     # Equal up to rounding, which dividing by a tiny std would amplify.
@@ -244,13 +255,20 @@ def main(args):
     grade = load_grader(args)  # the verifier, or --reward
     policy = load_policy(args)  # a transformers model, without dropout, and its tokenizer
     problems, held_out = load_problems(args, policy, grade)
-    reference = policy.frozen_copy() if args.kl_coef > 0 else None  # before Run, which may resume
+    # pi_ref has the initial weights: it is copied before Run, which may resume with later ones.
+    reference = policy.frozen_copy() if args.kl_coef > 0 else None
     critic = TrainedModel(Critic(policy), args.dtype)
     policy_group = {"params": list(policy.parameters()), "lr": args.lr}
     critic_group = {"params": list(critic.parameters()), "lr": args.critic_lr}
     optimizer = torch.optim.AdamW([policy_group, critic_group], weight_decay=0.0, fused=True)
-    parts = {"optimizer": optimizer, "critic": critic, "reference": reference}
-    run = Run(args, policy, problems, **parts)  # logs, saves, resumes
+    run = Run(  # logs, saves, resumes
+        args,
+        policy,
+        problems,
+        optimizer=optimizer,
+        reference=reference,
+        critic=critic,
+    )
     if run.needs_first_eval:
         results = evaluate(policy, held_out, grade, args, sampled=True)
         check_verdicts(results, args.positive_lm_coef)
@@ -259,38 +277,31 @@ def main(args):
     for iteration in run.iterations():
         # ---------------------------------------------------------------------------------- rollout
         prompts = problems.take(args.prompts_per_iteration)
-        completions = sample(policy.sampler(iteration), prompts, args.group_size, args, run.noise)
+        sampler = policy.sampler(iteration)  # the policy, or a copy that may be stale or less precise
+        completions = sample(sampler, prompts, args.group_size, args, run.noise)
         completions = grade(completions)
 
-        # ------------------------------------------------------------------------------- old policy
+        # ------------------------------------------------------------------- old policy, advantages
         # By default, old log-probs come from the same forward and micro-batches as the update's, so
         # the ratio is exactly 1 in the first step.
         steps = split_into_steps(completions, args.num_minibatches, args)
         batches = list(chain(*steps))
         for micro in batches:
-            old = old_policy(policy, micro, args)
-            micro.old_logprobs_BT = old.logprobs_BT
-            micro.old_experts_BTLK = old.experts_BTLK  # of an MoE, for the log
-            micro.replay_BSLK = old.replay_BSLK  # experts of --routing_replay, or None
+            micro.old = old_policy(policy, micro, args)
+            micro.kl_BT = torch.zeros_like(micro.old.logprobs_BT)
             if reference is not None:
+                # log(pi_old / pi_ref), the plain KL estimator for the old policy. grpo.py uses k3 for
+                # the policy that is being updated.
                 micro.ref_logprobs_BT = reference_logprobs(reference, micro, args)
-            micro.correction_weights = rollout_correction(micro, args)
+                log_ratio_BT = micro.old.logprobs_BT - micro.ref_logprobs_BT
+                micro.kl_BT = torch.where(micro.mask_BT, log_ratio_BT, 0)
             with torch.no_grad():
                 micro.values_BT = critic.model(micro)
-
-        # ------------------------------------------------------------------------------- advantages
-        for micro in batches:
-            # token_rewards subtracts log(pi_old / pi_ref), the plain KL estimator for the old policy.
-            # grpo.py uses k3 for the policy that is being updated.
-            micro.kl_BT = torch.zeros_like(micro.old_logprobs_BT)
-            if reference is not None:
-                log_ratio_BT = micro.old_logprobs_BT - micro.ref_logprobs_BT
-                micro.kl_BT = torch.where(micro.mask_BT, log_ratio_BT, 0)
-            rewards = [[c.reward] for c in micro.completions]
-            rewards_B1 = torch.tensor(rewards, device=args.torch_device)
-            token_rewards_BT = token_rewards(rewards_B1, micro.kl_BT, micro.mask_BT, args.kl_coef)
-            # A GPU would mostly wait for the host to launch compute_gae's many small operations.
-            inputs = [x.cpu() for x in (token_rewards_BT, micro.values_BT, micro.mask_BT)]
+            # On the CPU: a GPU would mostly wait for the host to launch GAE's many small operations.
+            mask_BT = micro.mask_BT.cpu()
+            rewards_B1 = torch.tensor([[c.reward] for c in micro.completions])
+            token_rewards_BT = token_rewards(rewards_B1, micro.kl_BT.cpu(), mask_BT, args.kl_coef)
+            inputs = (token_rewards_BT, micro.values_BT.cpu(), mask_BT)
             # [2] With lambda 1 returns do not depend on the critic.
             _, returns_BT = compute_gae(*inputs, args.gamma, 1.0)
             # [3] lambda_i = max(0, 1 - 1/(alpha |o_i|))
@@ -299,11 +310,12 @@ def main(args):
             gae_BT, _ = compute_gae(*inputs, args.gamma, lambda_B)
             micro.gae_BT = gae_BT.to(args.torch_device)
             micro.returns_BT = returns_BT.to(args.torch_device)
+            micro.correction_weights = rollout_correction(micro, args)
             is_right = [[c.verdict == "correct"] for c in micro.completions]
             micro.is_right_B1 = torch.tensor(is_right, device=args.torch_device)
-        all_N = torch.cat([micro.gae_BT[micro.mask_BT] for micro in batches])
+        gae_N = torch.cat([micro.gae_BT[micro.mask_BT] for micro in batches])
         for micro in batches:
-            micro.advantages = whiten(micro.gae_BT, micro.mask_BT, all_N)
+            micro.advantages = whiten(micro.gae_BT, gae_N)  # over the whole rollout
         numbers = critic_stats(batches)  # for the log
 
         # ----------------------------------------------------------------------------------- update
@@ -320,12 +332,12 @@ def main(args):
                         policy,
                         micro,
                         args.temperature,
-                        replay=micro.replay_BSLK,
+                        replay=micro.old.replay_BSLK,
                         entropy_grad=has_bonus,
                     )
                 loss, stats = policy_loss(
                     outputs.logprobs_BT,
-                    micro.old_logprobs_BT,
+                    micro.old.logprobs_BT,
                     micro.correction_weights * micro.advantages,  # weights are 1 by default
                     micro.mask_BT,
                     clip_eps_low=args.clip_eps_low,
@@ -361,7 +373,7 @@ def main(args):
             critic_norm = critic.clip_gradients(args.max_grad_norm)
             # Stops the run here, before the step, if a loss or norm is not finite.
             run.record_step(num_sequences, grad_norm, critic_grad_norm=critic_norm)
-            optimizer.step()
+            optimizer.step()  # with --dtype bfloat16, a hook then refreshes the copies that compute
             optimizer.zero_grad()
 
         # -------------------------------------------------------------------------------------- log

@@ -13,7 +13,6 @@ from plumbing.routing import Routing
 
 STRETCH = (64, 256)  # fewest and most tokens that are decoded with one CUDA graph
 LITTLE_MEMORY = 2**31  # free bytes
-ALL = slice(None)
 
 
 def pad_left(rows, device):
@@ -97,25 +96,25 @@ class Decoder:
             raise TypeError("it has no cache that allows rows to be copied and removed")
         return output.logits[:, -1]
 
-    def drop(self, has_ended_R):
-        """Drops rows that have ended, if it can now. Returns the indices of those that stay: none if
-        all have ended."""
+    def drop(self, token_R1, has_ended_R):
+        """Drops rows that have ended, if it can now. Returns both tensors for the rows that are left:
+        all if none was dropped, and none if all have ended."""
         if not self.should_look:
-            return ALL
+            return token_R1, has_ended_R
         kept = (~has_ended_R).nonzero()[:, 0]
         if len(kept) == 0:
-            return kept
-        if len(kept) == len(has_ended_R) or not self.can_drop:
-            return ALL
-        self.keep(kept)
-        return kept
+            return token_R1[:0], has_ended_R[:0]
+        if len(kept) < len(has_ended_R) and self.can_drop:
+            self.keep(kept)
+            return token_R1[kept], has_ended_R[kept]
+        return token_R1, has_ended_R
 
-    def keep(self, rows):
-        """Drops all rows but these."""
-        self.cache.reorder_cache(rows)
-        self.attention = self.attention[rows]
-        self.positions = self.positions[rows]
-        self.rows = self.rows[rows]
+    def keep(self, kept):
+        """Drops all rows but those with these indices."""
+        self.cache.reorder_cache(kept)
+        self.attention = self.attention[kept]
+        self.positions = self.positions[kept]
+        self.rows = self.rows[kept]
 
     def note_experts(self):
         if self.record_experts:

@@ -74,9 +74,9 @@ def policy_stats(outputs, micro, ratio_is_one):
     forward's."""
     mask_BT = micro.mask_BT
     stats = {"entropy": mean_over([outputs.entropy_BT], [mask_BT])}
-    if micro.old_logprobs_BT is None:
+    if micro.old.logprobs_BT is None:
         return stats
-    logratio_BT = outputs.logprobs_BT - micro.old_logprobs_BT
+    logratio_BT = outputs.logprobs_BT - micro.old.logprobs_BT
     logratio_B = torch.where(mask_BT, logratio_BT, 0).sum(1) / mask_BT.sum(1).clamp(min=1)
     stats["sequence_ratio_max"] = torch.where(mask_BT.any(1), logratio_B, -math.inf).max().exp()
     if ratio_is_one:
@@ -101,8 +101,9 @@ def router_stats(outputs, micro, num_experts):
     counts = torch.zeros(L * num_experts, dtype=torch.long, device=mask_BT.device)
     counts.index_add_(0, expert_BTLK.flatten(), is_counted_BTLK.flatten())
     stats = {"moe/load_max": counts.max() / (K * mask_BT.sum()).clamp(min=1)}
-    if micro.old_experts_BTLK is not None:
-        flips_BTL = (own_BTLK != micro.old_experts_BTLK).any(-1)
+    old_BTLK = micro.old.routers.experts_BTLK
+    if old_BTLK is not None:
+        flips_BTL = (own_BTLK != old_BTLK).any(-1)
         stats["moe/expert_flip_frac"] = mean_over([flips_BTL.float().mean(-1)], [mask_BT])
     return stats
 
@@ -125,18 +126,17 @@ def correction_stats(batches, args):
     that, weighted equally, would have the same variance."""
     stats = {}
     masks = [batch.mask_BT for batch in batches]
-    if args.old_logprobs == "trainer" and batches[0].old_logprobs_BT is not None:
+    if args.old_logprobs == "trainer" and batches[0].old.logprobs_BT is not None:
         kls = []
         for batch in batches:
-            logratio_BT = batch.old_logprobs_BT - batch.sampler_logprobs_BT
+            logratio_BT = batch.old.logprobs_BT - batch.sampler_logprobs_BT
             # r - 1 - log r, whose mean estimates KL(mu || pi_old); near 0, exp(x) - 1 would be noise
             kls.append(logratio_BT.expm1() - logratio_BT)
         stats["sampler_kl"] = mean_over(kls, masks)
         if args.routing_replay == "r3":
             flips = []
             for batch in batches:
-                own_BTLK = batch.old_experts_BTLK
-                flips_BTL = (active_experts(batch, own_BTLK) != own_BTLK).any(-1)
+                flips_BTL = (active_experts(batch) != batch.old.routers.experts_BTLK).any(-1)
                 flips.append(flips_BTL.float().mean(-1))
             stats["moe/sampler_flip_frac"] = mean_over(flips, masks)
     if args.rollout_correction != "none":

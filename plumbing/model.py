@@ -340,10 +340,11 @@ def copied(model, dtype):
 
 def kept_in_float32(model):
     """ids of the weights that stay in float32 when transformers loads the model in bfloat16: those that
-    the architecture lists, and those that it creates in float32."""
+    the architecture lists, and those that it creates in float32; and of a critic's head."""
     bodies = [part for part in model.modules() if isinstance(part, transformers.PreTrainedModel)]
     kept = set()
     for body in bodies[:1]:  # the whole model, or a critic's body
+        kept |= {id(weight) for weight in model.parameters()} - {id(x) for x in body.parameters()}
         with torch.device("meta"):  # without allocating weights
             empty = type(body)._from_config(copy.deepcopy(body.config), dtype=torch.bfloat16)
         patterns = [pattern.replace("*", ".*") for pattern in empty._get_dtype_plan(torch.bfloat16)]

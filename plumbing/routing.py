@@ -102,13 +102,15 @@ class Routing:
     def outputs(self, batch, with_logits):
         """`RouterOutputs` of a forward of this batch."""
         if self.routers.num_experts == 0:
-            return RouterOutputs(None, None, [])
+            return RouterOutputs()
         choices = self.choices()
-        logits = self.token_logits() if with_logits else ()
+        logits = None
+        if with_logits:
+            logits = [batch.where_predicted(layer.detach()) for layer in self.token_logits()]
         return RouterOutputs(
             choices_BSLK=choices.unflatten(0, batch.tokens_BS.shape),
             experts_BTLK=batch.where_predicted(choices).sort().values,
-            logits=[batch.where_predicted(layer.detach()) for layer in logits],
+            logits=logits,
         )
 
     def token_logits(self):
@@ -176,18 +178,19 @@ class ReplacedChoice(TorchFunctionMode):
 class RouterOutputs(NamedTuple):
     """What routers chose in a forward, even where replay overrode it; None for a dense model."""
 
-    choices_BSLK: torch.Tensor | None  # at every token, in top-k order
-    experts_BTLK: torch.Tensor | None  # where a response token is predicted, sorted
-    logits: list  # there, if asked for: L tensors (B, T, E), detached
+    choices_BSLK: torch.Tensor | None = None  # at every token, in top-k order
+    experts_BTLK: torch.Tensor | None = None  # where a response token is predicted, sorted
+    logits: list | None = None  # there, if asked for: L tensors (B, T, E), detached
 
 
-def active_experts(batch, own_experts_BTLK):
+def active_experts(batch):
     """The sorted experts that are active in the update where each response token is predicted: the
-    replayed ones if known, else the routers' own choice."""
-    if batch.replay_BSLK is None:
-        return own_experts_BTLK
-    replayed_BTLK = batch.where_predicted(batch.replay_BSLK.flatten(0, 1)).sort().values
-    return torch.where(replayed_BTLK < 0, own_experts_BTLK, replayed_BTLK)
+    replayed ones if known, else the old policy's own choice."""
+    own_BTLK = batch.old.routers.experts_BTLK
+    if batch.old.replay_BSLK is None:
+        return own_BTLK
+    replayed_BTLK = batch.where_predicted(batch.old.replay_BSLK.flatten(0, 1)).sort().values
+    return torch.where(replayed_BTLK < 0, own_BTLK, replayed_BTLK)
 
 
 def balancing_loss(routing, is_token_BS):

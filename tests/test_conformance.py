@@ -41,7 +41,10 @@ NOT_OF_SCRIPTS = ["grouped_advantages", "replayed_gate", "grpo_offpolicy"]
 def function_of(section):
     """A script's function as it is copied, with nothing but torch around it."""
     module, name = OURS.get(section, f"{MODULES.get(section)}:policy_loss").split(":")
-    return getattr(common if module == "common" else copied(module), name)
+    function = getattr(common if module == "common" else copied(module), name)
+    if section == "whiten":
+        return lambda advantages, mask: function(advantages, advantages[mask])
+    return function
 
 
 # ---------------------------------------------------------------------------------------- the vectors

@@ -12,7 +12,7 @@ from torch.optim import AdamW
 
 import plumbing.run
 import rspo
-from common import Completion, Problem, Run, UserError, load_grader
+from common import Completion, OldOutputs, Problem, RouterOutputs, Run, UserError, load_grader
 from plumbing.data import ProblemStream
 
 
@@ -37,9 +37,8 @@ def micro_batch(mask, logratios, entropies, experts, old_experts, aux_loss):
     old_experts_BTLK[:, :, 0, 0] = torch.tensor(old_experts)
     micro = Micro(
         mask_BT=mask_BT,
-        old_logprobs_BT=zeros_BT,
         sampler_logprobs_BT=zeros_BT - 0.1,
-        old_experts_BTLK=old_experts_BTLK,
+        old=OldOutputs(zeros_BT, RouterOutputs(experts_BTLK=old_experts_BTLK)),
     )
     outputs = SimpleNamespace(
         logprobs_BT=torch.tensor(logratios),

@@ -3,6 +3,7 @@ correct for the difference. Those of routers: test_metrics.py. The weights: test
 test_main.py; what the sampler records, and replay in other architectures: test_architectures.py."""
 
 import math
+from itertools import chain
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from conftest import MORE, SCRIPTS, batch_of_ids, completes, metrics, script_arg
 
 import common
 import rspo
-from common import old_policy, reference_logprobs, sample, token_logprobs
+from common import OldOutputs, old_policy, reference_logprobs, sample, token_logprobs
 from plumbing.model import checkpoint_layers
 from plumbing.metrics import add, correction_stats, summarize
 from plumbing.routing import Routing
@@ -20,7 +21,7 @@ from plumbing.routing import Routing
 def halves(batch):
     """Two batches of one row each."""
     rows = [{name: tensor[i : i + 1] for name, tensor in vars(batch).items()} for i in (0, 1)]
-    return [SimpleNamespace(**row) for row in rows]
+    return [SimpleNamespace(**row, old=OldOutputs(row["old_logprobs_BT"])) for row in rows]
 
 
 def test_statistics_of_the_mismatch_and_the_weights():
@@ -103,7 +104,8 @@ def test_what_old_policy_update_and_reference_replay(tiny_policy, batch):
     torch.testing.assert_close(old.logprobs_BT, live.logprobs_BT)
     real = batch.is_token_BS
     assert torch.equal(old.replay_BSLK[real], live.routers.choices_BSLK[real])
-    assert torch.equal(old.experts_BTLK[batch.mask_BT], live.routers.experts_BTLK[batch.mask_BT])
+    own_BTLK = old.routers.experts_BTLK
+    assert torch.equal(own_BTLK[batch.mask_BT], live.routers.experts_BTLK[batch.mask_BT])
     args.routing_replay = "r3"
     batch.sampler_experts_BSLK = experts = others(live.routers.choices_BSLK)
     old = old_policy(tiny_policy, batch, args)
@@ -130,7 +132,7 @@ def test_old_policy_and_reference_compute_only_what_is_read(tiny_policy, batch, 
     reference_logprobs(tiny_policy, batch, args)
     assert [outputs.entropy_BT for outputs in seen] == [None, None]
     assert [outputs.aux_loss for outputs in seen] == [None, None]
-    assert [outputs.routers.logits for outputs in seen] == [[], []]
+    assert [outputs.routers.logits for outputs in seen] == [None, None]
 
 
 def sample_and_make_up(*inputs):
@@ -157,7 +159,16 @@ def test_run_r3_replays_the_samplers_experts_before_the_update_and_in_it(
 
 
 def test_run_r3_lets_rspo_measure_the_replayed_experts(tmp_path, monkeypatch):
+    """Of the old policy's router logits, it keeps theirs alone."""
     measured = []
+    kept = []
+
+    def log(run, steps, *inputs):
+        kept.extend(micro.old.routers.logits for micro in chain(*steps))
+        original_log(run, steps, *inputs)
+
+    original_log = rspo.Run.log
+    monkeypatch.setattr(rspo.Run, "log", log)
 
     def expert_logprobs(router_logits, experts_BTLK):
         measured.extend(experts_BTLK[:, 0].flatten().tolist())  # the first token is no padding
@@ -167,7 +178,7 @@ def test_run_r3_lets_rspo_measure_the_replayed_experts(tmp_path, monkeypatch):
     monkeypatch.setattr(rspo, "sample", sample_and_make_up)
     monkeypatch.setattr(rspo, "expert_logprobs", expert_logprobs)
     completes("rspo", "--routing_replay", "r3", "--run_dir", tmp_path)
-    assert set(measured) == {6, 7}
+    assert set(measured) == {6, 7} and not any(kept)
 
 
 # ------------------------------------------------------------------------------------- statistics
@@ -177,12 +188,11 @@ def test_fraction_of_experts_that_the_sampler_did_not_share(tiny_policy, batch):
     """Against the old policy's choice, for response tokens whose experts the sampler has recorded."""
     _, args = script_args("grpo", routing_replay="r3")
     own = token_logprobs(tiny_policy, batch, 1.0)
-    batch.old_logprobs_BT = own.logprobs_BT.detach()
-    batch.old_experts_BTLK = own.routers.experts_BTLK
-    batch.replay_BSLK = own.routers.choices_BSLK.flip(-1).clone()  # in any order
+    replay_BSLK = own.routers.choices_BSLK.flip(-1).clone()  # in any order
+    batch.old = OldOutputs(own.logprobs_BT.detach(), own.routers, replay_BSLK)
     assert correction_stats([batch], args)["moe/sampler_flip_frac"] == 0
     prompt, response = LENGTHS[0]
-    theirs_SLK = batch.replay_BSLK[0]
+    theirs_SLK = replay_BSLK[0]
     for uncounted in (0, prompt + response - 1):  # a prompt's token, and what follows the last one
         theirs_SLK[uncounted] = others(theirs_SLK[uncounted])
     theirs_SLK[prompt] = -1  # not recorded

@@ -8,6 +8,8 @@ import re
 import pytest
 from conftest import MORE, ROOT, SCRIPTS, functions_of, path_of, script_args
 
+from common import Batch
+
 SIBLINGS = [*SCRIPTS, *MORE]
 KNOBS = """iterations prompts_per_iteration group_size max_new_tokens temperature lr update_epochs
 num_minibatches max_grad_norm router_aux_coef""".split()
@@ -100,7 +102,62 @@ def test_every_flag_is_read(name):
         assert re.search(used, text), f"--{field.name} does nothing"
 
 
+@pytest.mark.parametrize("name", SIBLINGS)
+def test_main_sets_what_it_reads_of_a_batch(name):
+    """Unless `collate` has set it: a reader of the update finds each tensor a few lines above."""
+    main = functions_of(name)["main"]
+    read = {*re.findall(r"\bmicro\.(\w+)", main)}
+    set_here = {*re.findall(r"\bmicro\.(\w+) = ", main)}
+    given = {field.name for field in dataclasses.fields(Batch) if field.default is dataclasses.MISSING}
+    assert read <= set_here | given
+
+
+# ------------------------------------------------------------------------------------------ headers
+
+SUBSCRIPTED = r"(?!sum_)[A-Za-z]\w*?_(?:it|i|old|ref|v|e|V|LM|low|high|min|max|jk|j)"
+SYMBOL = rf"(?<!--)\b(?:{SUBSCRIPTED}|beta|gamma|lambda|delta|eps|mu|cap|[bdfH])\b(?!,t)"
+
+
+def header_of(name):
+    """The paragraphs of a docstring: title, objective, symbols, suffixes, and so on."""
+    return script_args(name)[0].__doc__.split("\n\n")
+
+
+@pytest.mark.parametrize("name", SIBLINGS)
+def test_every_symbol_of_an_objective_is_defined_in_its_header(name):
+    """At the start of a line, or in front of a colon or an equals sign."""
+    _, objective, definitions, *_ = header_of(name)
+    for symbol in {*re.findall(SYMBOL, objective + definitions)}:
+        is_defined = rf"^  {symbol}\b|\b{symbol}(, \w+)*: |\b{symbol} = "
+        assert re.search(is_defined, definitions, re.MULTILINE), symbol
+
+
+@pytest.mark.parametrize("name", SIBLINGS)
+def test_the_header_names_every_axis_that_the_file_has(name):
+    (line,) = [paragraph for paragraph in header_of(name) if paragraph.startswith("Suffixes")]
+    code = source(name).split('"""', 2)[2]
+    suffixes = re.findall(r"[a-z0-9]_([A-Z1]+)\b", code)
+    shapes = re.findall(r"\(([A-Z1](?:, [A-Z1])*),?\)", code)
+    assert {*re.findall(r"\b[A-Z1](?= )", line)} == {*"".join(suffixes + shapes)} - {*", "}
+
+
+@pytest.mark.parametrize("name", SIBLINGS)
+def test_what_is_absent_is_said_where_it_would_be(name):
+    own = functions_of(name)
+    assert ("# no reference\n" in own["main"]) == ("reference = " not in own["main"])
+    if "compute_advantages" in own:
+        has_std = ".std(" in own["compute_advantages"]
+        assert ("# no std\n" in own["compute_advantages"]) == (not has_std)
+
+
 # ---------------------------------------------------------------------------------------- imports
+
+
+def test_a_name_is_imported_by_the_same_line_in_all():
+    """So that a script that needs one more differs by one line."""
+    lines = {*re.findall(r"^from common import .+$", "\n".join(map(source, SIBLINGS)), re.MULTILINE)}
+    names = [name for line in lines for name in line.removeprefix("from common import ").split(", ")]
+    assert {name for name in names if names.count(name) > 1} == set()
 
 
 def imported_of_ours(path):
