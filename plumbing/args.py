@@ -16,25 +16,8 @@ import torch
 import transformers
 from tqdm import tqdm
 
-
-class UserError(Exception):
-    """Something the user can fix: one sentence with the flag and what was found. `launch` prints it and
-    exits with code 2."""
-
-
-@contextlib.contextmanager
-def one_line(message):
-    """Turns any exception inside into a UserError: this message, and what the first cause says."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except (Exception, SystemExit) as error:
-        cause = error
-        while cause.__cause__ is not None and not isinstance(cause, UserError):
-            cause = cause.__cause__
-        kind = "" if isinstance(cause, UserError) else f"{type(cause).__name__} "
-        raise UserError(f"{message}: {kind}{' '.join(str(cause).split()):.250}") from error
+from plumbing.errors import UserError, one_line
+from plumbing.folder import check_folder
 
 
 def flag(default, help):
@@ -154,6 +137,19 @@ class RunArgs:
             values["reward"] = f"{self.reward.__module__}:{name}"
         return {"script": self.script, **values}
 
+    def saved_settings(self):
+        """What is in the settings.json of `--run_dir`; {} if there is none. UserError if a flag is
+        missing, or has a value of the wrong type."""
+        path = self.folder / "settings.json"
+        if not os.path.lexists(path):
+            return {}
+        with one_line(f"{path} does not hold a run's settings"):
+            saved = dict(**json.loads(path.read_text()))
+            if saved["script"] == self.script:
+                for f in fields(self):
+                    typed(f, saved[f.name])
+            return saved
+
 
 # ------------------------------------------------------------------------------------------- checks
 
@@ -233,68 +229,6 @@ def check_flags(args):
             torch.zeros(1, device=args.device).item()  # fails on meta, which cannot compute
 
 
-# ------------------------------------------------------------------------------------- a run's folder
-
-LOGS = ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl")
-CHECKPOINT = "checkpoint-" + 6 * "[0-9]"  # a copy such as checkpoint-best-2 belongs to the user
-# What may change when a run is resumed. If model or data have moved, they must still be the same. The
-# last four change results only by rounding (and an MoE's load-balancing loss, which is a product of
-# means over a micro-batch, by a few percent if micro-batches change).
-MAY_CHANGE = """run_dir resume iterations eval_every save_every model dataset eval_dataset
-device micro_batch_tokens rollout_batch_size gradient_checkpointing""".split()
-
-
-def checkpoints_in(folder):
-    """The checkpoints in a run's folder, oldest first."""
-    return sorted(folder.glob(CHECKPOINT))
-
-
-def saved_settings(args):
-    """What is in a run's settings.json; {} if there is none. UserError if a flag is missing, or has a
-    value of the wrong type."""
-    path = args.folder / "settings.json"
-    if not os.path.lexists(path):
-        return {}
-    with one_line(f"{path} does not hold a run's settings"):
-        saved = dict(**json.loads(path.read_text()))
-        if saved["script"] == args.script:
-            for f in fields(args):
-                typed(f, saved[f.name])
-        return saved
-
-
-def check_same(args, saved):
-    """UserError if these settings of the run to be resumed differ from its flags."""
-    for name, value in args.settings().items():
-        if name not in MAY_CHANGE and saved.get(name) != value:
-            raise UserError(f"--resume: {args.folder} has {name} {saved.get(name)}, not {value}")
-
-
-def check_folder(args):
-    """The settings of the run to be resumed; {} for a new run. UserError if `--run_dir` holds a
-    different run, one that cannot be resumed, or anything that a new run would erase."""
-    folder = args.folder
-    if folder.match(CHECKPOINT):
-        raise UserError(f"--run_dir {folder} is a checkpoint: pass the folder that contains it")
-    saved = saved_settings(args)
-    with one_line(f"--run_dir {folder} cannot be used"):
-        checkpoints = checkpoints_in(folder)
-    if args.resume:
-        if not saved:
-            raise UserError(f"--resume: {folder} holds no run, since it has no settings.json")
-        check_same(args, saved)
-        if checkpoints:
-            return saved
-    # A run that logged nothing may leave settings and checkpoint 0, which a new run replaces.
-    for path in [*(folder / name for name in LOGS), *checkpoints]:
-        is_empty = os.path.isfile(path) and os.path.getsize(path) == 0
-        is_spare = is_empty or (saved and path.name == "checkpoint-000000")
-        if os.path.lexists(path) and not is_spare:
-            message = "a new run needs an empty folder; --resume continues one from its checkpoint"
-            raise UserError(f"--run_dir {folder} already has {path.name}: {message}")
-    return saved if args.resume else {}
-
-
 # ------------------------------------------------------------------------------------- command line
 
 
@@ -310,9 +244,10 @@ def json_object(text):
 
 
 def add_flags(parser, args_class, names=None):
-    """Adds the flags of an `Args` (all, or those with these names) to a parser. What the parser returns
-    has only the flags that were given."""
-    for f in fields(args_class):
+    """Adds the flags of an `Args` (all, or those with these names) to a parser, the script's own first.
+    What the parser returns has only the flags that were given."""
+    shared = {f.name for f in fields(RunArgs)}
+    for f in sorted(fields(args_class), key=lambda f: f.name in shared):
         if names is not None and f.name not in names:
             continue
         help = f.metadata["help"].replace("%", "%%")
@@ -345,7 +280,7 @@ def parse_args(args_class, words):
     saved = {}
     if given.get("resume"):
         named = args_class(**{name: given[name] for name in given.keys() & {"run_dir", "seed"}})
-        saved = saved_settings(named)
+        saved = named.saved_settings()
     names = {f.name for f in fields(args_class)} - {"resume", "run_dir", "device"}
     kept = {name: saved[name] for name in names & saved.keys()}
     return args_class(**kept | given)

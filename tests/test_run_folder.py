@@ -20,7 +20,7 @@ from test_resume import interfere
 
 import grpo
 from common import UserError
-from plumbing.args import LOGS
+from plumbing.folder import LOGS
 
 WEIGHTS = "model.safetensors"
 STATE = "trainer_state.pt"
