@@ -68,9 +68,10 @@ def check_hashes(args, saved, hashes):
 
 
 def lock_folder(args, hashes):
-    """(lock, settings of the run to be resumed, or {}), after all checks. UserError if it is in use."""
+    """Creates `--run_dir` if needed, and checks and locks it. Returns (lock, settings of the run to be
+    resumed, or {}). UserError if another process uses it."""
     folder = args.folder
-    saved = check_folder(args)
+    check_folder(args)  # a refused run leaves neither folder nor lock
     # A singleton for all threads, since a run that failed in this process may still hold the lock.
     lock = FileLock(folder / "lock", is_singleton=True, thread_local=False)
     with one_line(f"--run_dir {folder} cannot be used"):
@@ -80,6 +81,7 @@ def lock_folder(args, hashes):
         except Timeout as error:
             message = "another process uses it; scripts run in one (several GPUs: examples/)"
             raise UserError(message) from error
+    saved = check_folder(args)  # again, since another run may have come and gone before the lock
     check_hashes(args, saved, hashes)
     return lock, saved
 

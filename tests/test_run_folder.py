@@ -32,8 +32,9 @@ def settings_of(folder):
 
 
 def content(folder):
-    """{path: content, or None for a folder or a link to nothing}"""
-    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+    """{path in the folder: content, or None for a folder or a link to nothing}"""
+    paths = folder.rglob("*")
+    return {path.relative_to(folder): path.read_bytes() if path.is_file() else None for path in paths}
 
 
 @pytest.fixture(scope="session")
@@ -206,6 +207,18 @@ def test_a_folder_that_holds_a_run_is_refused(folder, monkeypatch):
     assert content(folder) == before
     shutil.rmtree(checkpoint_of(folder))
     refused("grpo", *resume(folder), expected="already has")  # a log that nothing can continue
+
+
+def test_a_run_that_comes_and_goes_before_the_lock_is_kept(run_of_one_iteration, tmp_path, monkeypatch):
+    """The folder was checked before: it was empty then."""
+    folder = tmp_path / "run"
+
+    def come_and_go(*_, **__):
+        shutil.copytree(run_of_one_iteration, folder, dirs_exist_ok=True)
+
+    interfere(monkeypatch, FileLock, "acquire", come_and_go, 1)
+    refused("grpo", "--run_dir", folder, expected="a new run needs an empty folder; --resume")
+    assert content(folder) == content(run_of_one_iteration)
 
 
 def test_run_a_resumed_run_keeps_its_flags_except_those_given_again(folder, tmp_path):
