@@ -69,6 +69,7 @@ class Args(RunArgs):  # more flags: --help
         self.check_range(2, 1e6, "group_size")  # one reward has no group baseline
         if self.overlong == "soft":
             self.check_range(0, self.max_new_tokens - 1, "overlong_cache")
+        self.check_unread("overlong", "filter none", "overlong_cache")
 
 
 def masked_mean(x, mask):

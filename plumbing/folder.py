@@ -63,8 +63,9 @@ def check_hashes(args, saved, hashes):
         message = "have different prompts or gold answers than when the run started"
         raise UserError(f"--resume: --dataset {args.dataset} or --eval_dataset {message}")
     if saved and saved.get("model_hash") != hashes["model_hash"]:  # the reference is loaded from it
-        message = "has different weights than when the run started"
-        raise UserError(f"--resume: --model {args.model} {message}")
+        message = "has different weights than when the run started, or an older version started it"
+        advice = "(settings.json names its commit, which can resume it)"
+        raise UserError(f"--resume: --model {args.model} {message} {advice}")
 
 
 def lock_folder(args, hashes):
@@ -110,8 +111,9 @@ def restore(run, checkpoint):
     check_same(run.args, settings)  # the optimizer, for example, keeps its lr
     sizes = {}
     for path, (size, digest) in logs.items():
-        with one_line(f"--resume: {path} is damaged"):
-            content = path.read_bytes()
+        with one_line(f"--resume: {path} cannot be continued"):
+            with open(path, "rb+") as file:  # fails if it may not be written
+                content = file.read()
             if hashlib.sha256(content[:size]).hexdigest() != digest:
                 raise UserError("lines that it had are lost or changed")
         # Checkpoint 0 is older than the evaluation before training.

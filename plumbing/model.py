@@ -166,8 +166,8 @@ class TrainedModel:
         self.refresh()
 
     def hash(self):
-        """Of the master weights' bits: the same on all devices."""
-        return hash_of([weight.view(torch.int32).sum().item() for weight in self.parameters()])
+        """Of the master weights' bits, in their order: the same on all devices."""
+        return hash_of([sum_of_bits(weight.detach()) for weight in self.parameters()])
 
     def clip_gradients(self, max_norm):
         """Clips the gradients' norm; returns the norm before clipping."""
@@ -180,6 +180,19 @@ class TrainedModel:
             weights = zip(self.model.parameters(), self.master.parameters(), strict=True)
             for weight, master_weight in weights:
                 weight.copy_(master_weight)
+
+
+def sum_of_bits(weight):
+    """An integer sum in which each number's place counts, modulo 2^64. It is computed on the device:
+    to hash bytes, all weights would have to go through the host."""
+    bits_N = weight.flatten().view(torch.int32)
+    total = 0
+    start = 1
+    for part_N in bits_N.split(2**24):  # as 64 bits they take more memory
+        place_N = torch.arange(start, start + len(part_N), device=weight.device)
+        total = total + (part_N * place_N * place_N).sum()
+        start += len(part_N)
+    return int(total)
 
 
 class Policy(TrainedModel):

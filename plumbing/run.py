@@ -103,6 +103,9 @@ class Run:
                 clock.seconds.clear()
                 self.start = time.perf_counter()
                 yield self.iteration
+                if self.num_logged < self.iteration:
+                    message = "call run.log before `continue`: each has a line in metrics.jsonl"
+                    raise RuntimeError(f"iteration {self.iteration} was not logged; {message}")
         finally:
             for kind, handler in handlers.items():
                 signal.signal(kind, handler)

@@ -53,6 +53,7 @@ FROM_SAMPLER |= {"kl_coef": 0.5, "lr": 1e-3}  # with 2e-3, log-ratios are so lar
 BASELINE = {"iterations": 3, "max_grad_norm": 2.0, "baseline_decay": 0.75}
 STALE = {"rollout_dtype": "same", "rollout_refresh_every": 2}
 MASKED = {"rollout_correction": "geo_mask", "rollout_mask_low": 0.98, "rollout_mask_high": 1.01}
+UNCLIPPED = {"clip_eps_low": 0.2, "clip_eps_high": 0.2}  # by default, only ppo_mask reads them
 CASES = {  # variants that change no line of main are compared by test_conformance.py
     "ppo": ("ppo", ALONE | CRITIC),
     "grpo": ("grpo", {"kl_coef": 0.5}),
@@ -66,7 +67,7 @@ CASES = {  # variants that change no line of main are compared by test_conforman
     "dapo, one round": ("dapo", {"overlong": "none", "max_sampling_rounds": 1, "num_minibatches": 5}),
     "gspo": ("gspo", {}),
     "gspo_token": ("gspo", {"variant": "gspo_token"}),
-    "cispo": ("cispo", {"is_weight_cap": 1.2, "is_weight_floor": 0.8}),
+    "cispo": ("cispo", {"is_weight_cap": 1.2, "is_weight_floor": 0.8} | UNCLIPPED),
     "gmpo": ("gmpo", MASKED | {"log_ratio_clip": 0.2}),
     "rspo": ("rspo", {"log_ratio_clip": 0.3, "gamma_min": 0.9}),
     "sapo": ("sapo", {"tau_pos": 2.0, "tau_neg": 1.5}),

@@ -100,6 +100,20 @@ def test_run_with_a_damaged_file(name, how, run_of_one_iteration, tmp_path):
         assert content(folder) == before
 
 
+def test_a_log_that_may_not_be_written_is_refused_before_any_is_cut(folder):
+    log = folder / LOGS[-1]
+    for name in LOGS:
+        with open(folder / name, "a") as file:
+            file.write("{}\n")  # after the checkpoint
+    log.chmod(0o400)
+    if os.access(log, os.W_OK):
+        pytest.skip("this user may write everything")
+    before = content(folder)
+    expected = f"--resume: {log} cannot be continued: PermissionError"
+    refused("grpo", *resume(folder, "--iterations", 2), expected=expected)
+    assert content(folder) == before
+
+
 SETTINGS = [  # what settings.json holds (changes of the run's own, or other text), and the message
     ("null", "does not hold a run's settings: TypeError"),
     ("{}", "does not hold a run's settings: KeyError 'script'"),
