@@ -88,11 +88,11 @@ class Run:
         return self.is_last or (every > 0 and self.iteration % every == 0)
 
     def iterations(self):
-        """Yields the numbers of the remaining iterations. During the loop a signal makes `log` end the
-        program, and a second one ends it at once."""
+        """Yields the numbers of the remaining iterations; each must be logged. During the loop a signal
+        makes `log` end the program, and the next one goes to the handler that was there before."""
         is_main = threading.current_thread() is threading.main_thread()
         kinds = (signal.SIGINT, signal.SIGTERM) if is_main else ()  # other threads cannot set handlers
-        handlers = {kind: signal.signal(kind, self.on_signal) for kind in kinds}
+        self.handlers = {kind: signal.signal(kind, self.on_signal) for kind in kinds}
         try:
             while not self.is_last:
                 self.iteration += 1
@@ -107,7 +107,7 @@ class Run:
                     message = "call run.log before `continue`: each has a line in metrics.jsonl"
                     raise RuntimeError(f"iteration {self.iteration} was not logged; {message}")
         finally:
-            for kind, handler in handlers.items():
+            for kind, handler in self.handlers.items():
                 signal.signal(kind, handler)
 
     def record(self, loss, stats, outputs, micro, **losses):
@@ -213,7 +213,7 @@ class Run:
     def on_signal(self, number, frame):
         self.is_stopped = True
         self.say("stopping after this iteration")
-        signal.signal(number, signal.SIG_DFL)  # the next one ends the program
+        signal.signal(number, self.handlers[number])  # on a command line the next one ends the program
 
     def times(self, num_tokens):
         """{key: number} on the current iteration's time and memory."""
