@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import shutil
+from itertools import pairwise
 
 import torch
 from filelock import FileLock, Timeout
@@ -87,6 +88,35 @@ def lock_folder(args, hashes):
     return lock, saved
 
 
+def check_space(args, first, full):
+    """UserError if the disk cannot hold a run's checkpoints at their peak: one is removed only when the
+    next is complete. first, full: bytes of checkpoint 0 and of later ones, which have the optimizer's
+    moments."""
+    folder = args.folder
+    done = 0
+    sizes = [0, first]
+    removed = [folder / "checkpoint.tmp", folder / "checkpoint-000000"]  # if they are there
+    if args.resume and checkpoints_in(folder):
+        newest = checkpoints_in(folder)[-1]
+        done = int(newest.name[-6:])
+        sizes = [bytes_in(newest)]
+        removed = [folder / "checkpoint.tmp"]
+    every = args.save_every or args.iterations
+    saved = [i for i in range(done + 1, args.iterations + 1) if i % every == 0 or i == args.iterations]
+    sizes += [full for _ in saved]
+    needed = max(map(sum, pairwise(sizes)), default=0) - sizes[0]
+    with one_line(f"--run_dir {folder} cannot be used"):
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+        free = shutil.disk_usage(there).free + sum(map(bytes_in, removed))
+    if free < needed:
+        message = f"has {free / 1e9:.3g} GB of free space, and checkpoints need {needed / 1e9:.3g} GB"
+        raise UserError(f"--run_dir {folder} {message} at their peak")
+
+
+def bytes_in(folder):
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
 def write_settings(folder, settings, is_resumed):
     """Writes settings.json and, for a new run, empty logs."""
     scratch = folder / "settings.json.tmp"
@@ -132,11 +162,16 @@ def write_checkpoint(checkpoint, policy, state):
         contents = {name: (folder / name).read_bytes() for name in LOGS}
         logs = {name: (len(x), hashlib.sha256(x).hexdigest()) for name, x in contents.items()}
         shutil.rmtree(scratch, ignore_errors=True)
-        policy.save_pretrained(scratch)
-        torch.save({**state, "logs": logs}, scratch / STATE)
-        for path in [*scratch.rglob("*"), scratch, *(folder / name for name in LOGS)]:
-            sync(path)
-        scratch.rename(checkpoint)
+        try:
+            policy.save_pretrained(scratch)
+            with open(scratch / STATE, "wb") as file:  # given a path, torch would not say why it fails
+                torch.save({**state, "logs": logs}, file)
+            for path in [*scratch.rglob("*"), scratch, *(folder / name for name in LOGS)]:
+                sync(path)
+            scratch.rename(checkpoint)
+        except Exception:
+            shutil.rmtree(scratch, ignore_errors=True)  # it may fill the disk
+            raise
         sync(folder)
     for path in checkpoints_in(folder)[:-1]:
         shutil.rmtree(path, ignore_errors=True)

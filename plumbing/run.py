@@ -17,7 +17,8 @@ import transformers
 from tqdm import tqdm
 
 from plumbing.errors import UserError, one_line
-from plumbing.folder import checkpoints_in, lock_folder, restore, write_checkpoint, write_settings
+from plumbing.folder import check_space, checkpoints_in, lock_folder, restore
+from plumbing.folder import write_checkpoint, write_settings
 from plumbing.metrics import (
     add,
     clock,
@@ -257,6 +258,7 @@ class Run:
 
     def open_folder(self, problems):
         """Locks the run's folder, and resumes the run in it or writes the first checkpoint."""
+        check_space(self.args, *self.checkpoint_bytes())
         hashes = {"problems_hash": problems.hash, "model_hash": self.policy.hash()}
         self.lock, saved = lock_folder(self.args, hashes)
         now = versions()
@@ -269,7 +271,19 @@ class Run:
             restore(self, checkpoints[-1])
         write_settings(self.folder, settings, is_resumed)
         if not is_resumed:
-            self.save()  # fails early if that is impossible
+            self.save()
+
+    def checkpoint_bytes(self):
+        """Of checkpoint 0, and of later ones, which have two moments of each trained weight."""
+        models = [part for part in self.parts.values() if hasattr(part, "parameters")]
+        optimizers = [part for part in self.parts.values() if hasattr(part, "param_groups")]
+        first = sum(map(len, self.policy.tokenizer_files.values()))
+        for model in (self.policy, *models):
+            first += sum(weight.nbytes for weight in model.parameters())
+        full = first
+        for group in chain(*(optimizer.param_groups for optimizer in optimizers)):
+            full += sum(2 * weight.nbytes for weight in group["params"])
+        return first, full
 
     def state(self):
         """What a checkpoint holds in addition to the policy and the state of the logs."""

@@ -4,10 +4,12 @@ is. Scripts that are called from Python."""
 import errno
 import json
 import os
+import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -20,7 +22,8 @@ from test_resume import interfere
 
 import grpo
 from common import UserError
-from plumbing.folder import LOGS
+from plumbing.folder import LOGS, bytes_in
+from plumbing.model import Policy
 
 WEIGHTS = "model.safetensors"
 STATE = "trainer_state.pt"
@@ -177,6 +180,46 @@ def test_run_on_a_disk_without_room(tmp_path):
     refused("grpo", "--run_dir", tmp_path, expected=expected)
 
 
+JOBS = [
+    ("grpo", "--iterations 0"),
+    ("grpo", "--iterations 2 --save_every 0"),
+    ("grpo", "--iterations 3 --save_every 1"),
+    ("grpo", "--iterations 2 --save_every 1 --ref_reset_every 2 --rollout_refresh_every 2"),
+    ("ppo", "--iterations 2 --save_every 1 --dtype bfloat16"),
+]
+
+
+@pytest.mark.parametrize("name, flags", JOBS)
+def test_a_disk_that_is_too_small_is_refused_at_the_start(name, flags, tmp_path, monkeypatch):
+    """The line names what the same run writes elsewhere at its peak, when a new checkpoint is complete
+    and the last one is still there. Headers and logs, of a few KB each, are not counted."""
+    peaks = []
+    folder = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        measure = lambda *_: peaks.append(bytes_in(folder))  # noqa: E731
+        interfere(patch, Path, "rename", measure, 1)
+        completes(name, *flags.split(), "--eval_every", 0, "--run_dir", folder)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1e5))
+    new = tmp_path / "new" / "run"
+    line = refused(name, *flags.split(), "--run_dir", new, expected="has 0.0001 GB of free space")
+    (needed,) = re.findall(r"checkpoints need (\S+) GB at their peak", line)
+    assert 0.9 * max(peaks) < 1e9 * float(needed) <= max(peaks)
+    assert not new.parent.exists()
+
+
+def test_space_of_a_resumed_run(folder, monkeypatch):
+    """What is there is not counted again, and what is removed first is free."""
+    (last,) = checkpoint_of(folder).parent.glob("checkpoint-*")
+    full = bytes_in(last)
+    unfinished = folder / "checkpoint.tmp"
+    unfinished.mkdir()
+    (unfinished / "x").write_bytes(bytes(full))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    completes("grpo", *resume(folder, "--iterations", 1))
+    completes("grpo", *resume(folder, "--iterations", 3, "--save_every", 1))
+    refused("grpo", *resume(folder, "--iterations", 4), expected="has 0 GB of free space")
+
+
 @pytest.mark.parametrize("name", LOGS)
 def test_run_whose_log_cannot_be_written(name, tmp_path, monkeypatch):
     path = tmp_path / name
@@ -189,18 +232,30 @@ def test_run_whose_log_cannot_be_written(name, tmp_path, monkeypatch):
     refused("grpo", "--run_dir", tmp_path, expected=f"{path} cannot be written: OSError [Errno 28]")
 
 
-WRITES = [(torch, "save", 1), (os, "fsync", 3), (Path, "rename", 1)]
+def fail(*_, **__):
+    raise OSError(errno.ENOSPC, "No space left")
+
+
+def fill(policy, checkpoint):
+    """torch.save then raises a RuntimeError about a position."""
+    checkpoint.mkdir()
+    (checkpoint / STATE).symlink_to("/dev/full")
+
+
+WRITES = [(Policy, "save_pretrained", fill, 1), (os, "fsync", fail, 3), (Path, "rename", fail, 1)]
 
 
 @pytest.mark.parametrize("write", WRITES)
 def test_run_keeps_the_old_checkpoint_until_the_new_one_is_on_disk(write, folder, monkeypatch):
-    owner, name, number = write
+    owner, name, action, number = write
     before = content(folder / CHECKPOINT)
     with monkeypatch.context() as patch:
-        interfere(patch, owner, name, Mock(side_effect=OSError(errno.ENOSPC, "full")), number)
-        expected = "checkpoint-000002 cannot be written; existing checkpoints are intact: OSError"
+        interfere(patch, owner, name, action, number)
+        expected = "checkpoint-000002 cannot be written; existing checkpoints are intact: "
+        expected += "OSError [Errno 28] No space left"
         refused("grpo", *resume(folder, "--iterations", 2), expected=expected)
     assert content(folder / CHECKPOINT) == before
+    assert [path.name for path in folder.glob("checkpoint*")] == [CHECKPOINT]  # no checkpoint.tmp
     completes("grpo", *resume(folder, "--iterations", 2))
     assert [line["iteration"] for line in metrics(folder)] == [1, 2]
 
