@@ -47,6 +47,7 @@ SMALL = dict(
 )
 ALONE = {"prompts_per_iteration": 15}  # of scripts with one completion per prompt
 CRITIC = {"entropy_coef": 0.1, "kl_coef": 0.3, "critic_lr": 3e-3, "value_clip": 0.05, "gamma": 0.9}
+CRITIC |= {"max_grad_norm": 0.5}  # which some of the critic's steps exceed, too
 PRETRAINED = {"iterations": 3, "pretraining_iterations": 1}
 FROM_SAMPLER = {"old_logprobs": "sampler", "rollout_correction": "none", "rollout_cap": 2.0}
 FROM_SAMPLER |= {"kl_coef": 0.5, "lr": 1e-3}  # with 2e-3, log-ratios are so large that scripts cap them
