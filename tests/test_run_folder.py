@@ -77,14 +77,26 @@ DAMAGE = {
     "a folder": lambda path, content: path.mkdir(),
     "a link to nothing": lambda path, content: path.symlink_to("nowhere"),
 }
-FILES = ["settings.json", "metrics.jsonl", "samples.jsonl", "evaluations.jsonl", "lock"]
-FILES += [f"{CHECKPOINT}/{name}" for name in ("config.json", WEIGHTS, STATE, "tokenizer.json")]
-FILES += [CHECKPOINT]
+DAMAGED = [
+    ("settings.json", "missing"),
+    ("settings.json", "cut"),
+    ("metrics.jsonl", "missing"),
+    ("metrics.jsonl", "a folder"),
+    ("samples.jsonl", "changed"),
+    ("evaluations.jsonl", "empty"),
+    ("lock", "empty"),
+    ("lock", "a folder"),
+    (f"{CHECKPOINT}/config.json", "cut"),
+    (f"{CHECKPOINT}/{WEIGHTS}", "cut"),
+    (f"{CHECKPOINT}/{STATE}", "empty"),
+    (f"{CHECKPOINT}/{STATE}", "changed"),
+    (f"{CHECKPOINT}/tokenizer.json", "changed"),
+    (CHECKPOINT, "a link to nothing"),
+]
 NOT_READ = {"lock", f"{CHECKPOINT}/tokenizer.json"}  # a resumed run has the tokenizer of --model
 
 
-@pytest.mark.parametrize("how", DAMAGE)
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name, how", DAMAGED)
 def test_run_with_a_damaged_file(name, how, run_of_one_iteration, tmp_path):
     """A run is resumed from what is whole, or refused in a line; nothing is lost then, nor replaced."""
     folder = shutil.copytree(run_of_one_iteration, tmp_path / "run")
@@ -220,15 +232,14 @@ def test_space_of_a_resumed_run(folder, monkeypatch):
     refused("grpo", *resume(folder, "--iterations", 4), expected="has 0 GB of free space")
 
 
-@pytest.mark.parametrize("name", LOGS)
-def test_run_whose_log_cannot_be_written(name, tmp_path, monkeypatch):
-    path = tmp_path / name
+def test_run_whose_log_cannot_be_written(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
 
     def fill(*_, **__):
         path.unlink()
         path.symlink_to("/dev/full")
 
-    interfere(monkeypatch, grpo, "evaluate" if name == "evaluations.jsonl" else "sample", fill, 1)
+    interfere(monkeypatch, grpo, "sample", fill, 1)
     refused("grpo", "--run_dir", tmp_path, expected=f"{path} cannot be written: OSError [Errno 28]")
 
 
