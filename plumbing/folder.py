@@ -93,21 +93,24 @@ def check_space(args, first, full):
     next is complete. first, full: bytes of checkpoint 0 and of later ones, which have the optimizer's
     moments."""
     folder = args.folder
-    done = 0
-    sizes = [0, first]
-    removed = [folder / "checkpoint.tmp", folder / "checkpoint-000000"]  # if they are there
-    if args.resume and checkpoints_in(folder):
-        newest = checkpoints_in(folder)[-1]
-        done = int(newest.name[-6:])
-        sizes = [bytes_in(newest)]
-        removed = [folder / "checkpoint.tmp"]
+    checkpoints = checkpoints_in(folder)
+    replaced = [folder / "checkpoint.tmp"]  # if it is there, it is removed first
+    if args.resume and checkpoints:
+        done = int(checkpoints[-1].name[-6:])
+        sizes = [bytes_in(checkpoints[-1])]
+    else:
+        done = 0
+        sizes = [0, first]
+        replaced += checkpoints  # of a run that logged nothing
     every = args.save_every or args.iterations
-    saved = [i for i in range(done + 1, args.iterations + 1) if i % every == 0 or i == args.iterations]
-    sizes += [full for _ in saved]
-    needed = max(map(sum, pairwise(sizes)), default=0) - sizes[0]
+    due = {i for i in range(done + 1, args.iterations) if i % every == 0}
+    if done < args.iterations:
+        due.add(args.iterations)
+    sizes += [full for _ in due]
+    needed = max(map(sum, pairwise(sizes)), default=0) - sizes[0]  # the first one is there
     with one_line(f"--run_dir {folder} cannot be used"):
-        there = next(path for path in (folder, *folder.parents) if path.exists())
-        free = shutil.disk_usage(there).free + sum(map(bytes_in, removed))
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        free = shutil.disk_usage(existing).free + sum(map(bytes_in, replaced))
     if free < needed:
         message = f"has {free / 1e9:.3g} GB of free space, and checkpoints need {needed / 1e9:.3g} GB"
         raise UserError(f"--run_dir {folder} {message} at their peak")

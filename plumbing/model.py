@@ -188,7 +188,7 @@ def sum_of_bits(weight):
     bits_N = weight.flatten().view(torch.int32)
     total = 0
     start = 1
-    for part_N in bits_N.split(2**24):  # as 64 bits they take more memory
+    for part_N in bits_N.split(2**18):  # what fits into a CPU's cache is ten times as fast
         place_N = torch.arange(start, start + len(part_N), device=weight.device)
         total = total + (part_N * place_N * place_N).sum()
         start += len(part_N)

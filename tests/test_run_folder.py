@@ -221,8 +221,7 @@ def test_a_disk_that_is_too_small_is_refused_at_the_start(name, flags, tmp_path,
 
 def test_space_of_a_resumed_run(folder, monkeypatch):
     """What is there is not counted again, and what is removed first is free."""
-    (last,) = checkpoint_of(folder).parent.glob("checkpoint-*")
-    full = bytes_in(last)
+    full = bytes_in(checkpoint_of(folder))
     unfinished = folder / "checkpoint.tmp"
     unfinished.mkdir()
     (unfinished / "x").write_bytes(bytes(full))
@@ -279,8 +278,11 @@ def test_a_folder_that_holds_a_run_is_refused(folder, monkeypatch):
     All but the last is checked before a model is loaded, and the folder stays as it is."""
     with FileLock(folder / "lock"):
         refused("grpo", *resume(folder, "--iterations", 2), expected="another process uses it")
-    monkeypatch.setattr(grpo, "load_policy", lambda args: pytest.fail("loaded"))
+    (folder / "lock").unlink()
     before = content(folder)
+    with pytest.raises(UserError, match="a new run needs an empty folder; --resume"):
+        grpo.main(grpo.Args(**SMALL_ARGS, run_dir=folder))
+    monkeypatch.setattr(grpo, "load_policy", lambda args: pytest.fail("loaded"))
     refused("grpo", "--run_dir", folder, expected="a new run needs an empty folder; --resume")
     refused("grpo", *resume(folder, "--lr", 1e-3), expected="has lr 0.0002, not 0.001")
     refused("sapo", *resume(folder), expected="has script grpo, not sapo")
