@@ -62,8 +62,10 @@ class Args(RunArgs):  # more flags: --help
     def check(self):
         self.check_range(2, 1e6, "group_size")  # one reward has no group baseline
         self.check_range(0, 1, "clip_eps_low")
-        self.check_range(1e-9, 1e9, "is_weight_cap")
+        self.check_range(1, 1e9, "is_weight_cap")
         self.check_range(0, self.is_weight_cap, "is_weight_floor")
+        self.check_unread("ppo_mask", "True", "is_weight_cap", "is_weight_floor")
+        self.check_unread("ppo_mask", "False", "clip_eps_low", "clip_eps_high")
 
 
 def masked_mean(x, mask):

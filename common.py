@@ -19,8 +19,9 @@ from plumbing.answers import final_answer, verify
 from plumbing.args import RunArgs, UserError, flag, launch, one_line
 from plumbing.data import Problem, addition_problems, load_problems
 from plumbing.decoding import graphs_for, new_decoder
+from plumbing.memory import in_chunks, similar_lengths
 from plumbing.metrics import clock, critic_stats, rollout_summary
-from plumbing.model import TrainedModel, in_chunks, load_unchecked, similar_lengths
+from plumbing.model import TrainedModel, load_unchecked
 from plumbing.reward import load_grader
 from plumbing.routing import Replay, RouterOutputs, Routing, active_experts, balancing_loss
 from plumbing.run import Run

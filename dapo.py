@@ -74,6 +74,7 @@ class Args(RunArgs):  # more flags: --help
         self.check_range(1, 1e9, "max_sampling_rounds")
         if self.overlong == "soft":
             self.check_range(0, self.max_new_tokens - 1, "overlong_cache")
+        self.check_unread("overlong", "filter none", "overlong_cache")
 
     @property
     def overlong_cache_tokens(self):

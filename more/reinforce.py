@@ -61,6 +61,7 @@ class Args(RunArgs):  # more flags: --help
 
     def check(self):
         self.check_range(0, 1, "baseline_decay")
+        self.check_unread("routing_replay", "none", "old_logprobs")  # there is no ratio
 
 
 def masked_mean(x, mask):

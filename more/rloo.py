@@ -57,6 +57,7 @@ class Args(RunArgs):  # more flags: --help
 
     def check(self):
         self.check_range(2, 1e6, "group_size")  # the rest of the group is the baseline
+        self.check_unread("routing_replay", "none", "old_logprobs")  # there is no ratio
 
 
 def masked_mean(x, mask):

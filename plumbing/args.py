@@ -9,32 +9,15 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from types import NoneType
-from typing import Literal, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 import transformers
 from tqdm import tqdm
 
-
-class UserError(Exception):
-    """Something the user can fix: one sentence with the flag and what was found. `launch` prints it and
-    exits with code 2."""
-
-
-@contextlib.contextmanager
-def one_line(message):
-    """Turns any exception inside into a UserError: this message, and what the first cause says."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except (Exception, SystemExit) as error:
-        cause = error
-        while cause.__cause__ is not None and not isinstance(cause, UserError):
-            cause = cause.__cause__
-        kind = "" if isinstance(cause, UserError) else f"{type(cause).__name__} "
-        raise UserError(f"{message}: {kind}{' '.join(str(cause).split()):.250}") from error
+from plumbing.errors import UserError, one_line
+from plumbing.folder import check_folder
 
 
 def flag(default, help):
@@ -89,7 +72,7 @@ class RunArgs:
     )
     # run
     seed: int = flag(1, "seed for prompt order and sampling")
-    device: str = flag("", "cpu, cuda or mps [cuda if available]")
+    device: str = flag("", "cpu, cuda or mps [cuda if available, else cpu, on a Mac too]")
     eval_every: int = flag(10, "evaluate every n iterations [0: only at the end]")
     eval_samples: int = flag(1, "samples per held-out problem, before and after training, for pass@k")
     save_every: int = flag(20, "save a checkpoint every n iterations [0: only at the end]")
@@ -120,6 +103,15 @@ class RunArgs:
             if not low <= value <= high:  # a NaN fails this too
                 raise UserError(f"--{name} must be from {low:g} to {high:g}, not {value}")
 
+    def check_unread(self, other, values, *names):
+        """UserError if one of these flags is given although it is not read: the flag `other` has one of
+        these values."""
+        value = str(getattr(self, other, ""))
+        for name in names:
+            is_given = getattr(self, name) != getattr(type(self), name)
+            if is_given and value in values.split():
+                raise UserError(f"--{name} has no effect if --{other} is {value}")
+
     @property
     def torch_device(self):
         """The name of the device that `--device` means. cpu:0 is the CPU, too."""
@@ -147,12 +139,25 @@ class RunArgs:
         return Path(self.run_dir or f"runs/{self.script}-seed{self.seed}").absolute()
 
     def settings(self):
-        """The script and all flags, for settings.json. A function made in Python is module:name."""
+        """The script and all fields, as JSON has them. A function made in Python is module:name."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         if callable(self.reward):
             name = getattr(self.reward, "__qualname__", type(self.reward).__name__)
             values["reward"] = f"{self.reward.__module__}:{name}"
-        return {"script": self.script, **values}
+        return json.loads(json.dumps({"script": self.script, **values}, default=str))
+
+    def saved_settings(self):
+        """What is in the settings.json of `--run_dir`; {} if there is none. UserError if a flag is
+        missing, or has a value of the wrong type."""
+        path = self.folder / "settings.json"
+        if not os.path.lexists(path):
+            return {}
+        with one_line(f"{path} does not hold a run's settings"):
+            saved = dict(**json.loads(path.read_text()))
+            if saved["script"] == self.script:
+                for f in flags_of(self):
+                    typed(f, saved[f.name])
+            return saved
 
 
 # ------------------------------------------------------------------------------------------- checks
@@ -167,13 +172,16 @@ RANGES = [
     (1e-9, 1e9, "temperature lr critic_lr max_grad_norm rollout_cap"),
     (0, 1, "rollout_mask_low"),
 ]
-# A flag, and the values of a different flag with which it is not read
+# A flag, values with which others are not read, and these others; a script's check() may add some.
 UNREAD = [
-    ("rollout_correction", "old_logprobs", "sampler"),
-    ("rollout_cap", "rollout_correction", "none geo_filter icepop"),
-    ("rollout_mask_low", "rollout_correction", "none token_tis sequence_tis sequence_mis icepop"),
-    ("rollout_mask_high", "rollout_correction", "none token_tis sequence_tis sequence_mis icepop"),
-    ("ref_reset_every", "kl_coef", "0.0"),
+    ("old_logprobs", "sampler", "rollout_correction"),
+    ("rollout_correction", "none geo_filter icepop", "rollout_cap"),
+    (
+        "rollout_correction",
+        "none token_tis sequence_tis sequence_mis icepop",
+        "rollout_mask_low rollout_mask_high",
+    ),
+    ("kl_coef", "0.0", "ref_reset_every"),
 ]
 
 
@@ -183,116 +191,75 @@ def has_splits(dataset):
 
 
 def allowed_in(f):
-    """What a field may be, by its annotation: types (a command line takes the first), or choices."""
-    return get_args(f.type) or (f.type,)
+    """What a field may be, by its annotation: types, or choices."""
+    has_several = get_origin(f.type) in (Literal, Union, UnionType)
+    return get_args(f.type) if has_several else (f.type,)
+
+
+def kind_of(f):
+    """The type of a flag on the command line, or None: a subclass may have fields that are no flags,
+    such as a list. They are left alone."""
+    allowed = allowed_in(f)
+    has_choices = get_origin(f.type) is Literal
+    kinds = {type(choice) for choice in allowed} if has_choices else {*allowed}
+    kinds -= {Callable, NoneType}
+    is_flag = "help" in f.metadata and len(kinds) == 1 and kinds <= {str, int, float, bool, dict}
+    return kinds.pop() if is_flag else None
+
+
+def flags_of(args):
+    """The fields of an `Args` that are flags."""
+    return [f for f in fields(args) if kind_of(f) is not None]
 
 
 def typed(f, value):
-    """The value of a field, as its type. UserError if that would change it: 4.0 is an int; 2.5, "4" and
+    """The value of a flag, as its type. UserError if that would change it: 4.0 is an int; 2.5, "4" and
     NaN are not. True is not taken for a number."""
     allowed = allowed_in(f)
-    if isinstance(value, os.PathLike):
-        value = os.fspath(value)
     if (Callable in allowed and callable(value)) or (NoneType in allowed and value is None):
         return value
-    has_choices = get_origin(f.type) is Literal
-    kind = str if has_choices else allowed[0]
+    kind = kind_of(f)
+    found = value
     with contextlib.suppress(Exception):  # such as int([7])
+        if isinstance(value, os.PathLike):
+            value = os.fspath(value)
+        if hasattr(value, "tolist"):  # numpy's and torch's
+            value = value.tolist()
         if kind is dict:
             value = json.loads(json.dumps(value))
         is_bool = isinstance(value, bool) and kind is not bool
-        is_choice = value in allowed if has_choices else True
+        is_choice = value in allowed if get_origin(f.type) is Literal else True
         if kind(value) == value and is_choice and not is_bool:
             return kind(value)
-    names = " or ".join(getattr(kind, "__name__", kind) for kind in allowed if kind is not NoneType)
-    raise UserError(f"--{f.name} must be {names}, not {value!r:.100}")
+    names = " or ".join(getattr(x, "__name__", str(x)) for x in allowed if x is not NoneType)
+    raise UserError(f"--{f.name} must be {names}, not {found!r:.100}")
 
 
 def check_flags(args):
     """UserError if a flag has an invalid value, or flags contradict each other."""
-    for f in fields(args):
+    for f in flags_of(args):
         setattr(args, f.name, typed(f, getattr(args, f.name)))
     for low, high, names in RANGES:
         args.check_range(low, high, *[name for name in names.split() if hasattr(args, name)])
-    args.check_range(0, 1e9, *[f.name for f in fields(args) if f.type in (int, float)])
+    args.check_range(0, 1e9, *[f.name for f in flags_of(args) if f.type in (int, float)])
     args.check()
-    for name, other, values in UNREAD:
-        value = str(getattr(args, other, ""))
-        if getattr(args, name) != getattr(type(args), name) and value in values.split():
-            raise UserError(f"--{name} has no effect with --{other} {value}")
+    for other, values, names in UNREAD:
+        args.check_unread(other, values, *names.split())
     completions = args.prompts_per_iteration * args.group_size
     if completions % args.num_minibatches > 0:
         raise UserError(f"--num_minibatches does not divide {completions} completions into equal parts")
     if args.old_logprobs == "sampler" and args.routing_replay == "r2":
         raise UserError("--old_logprobs sampler skips the forward pass that r2 takes experts from")
+    for name in ("model", "dataset", "eval_dataset"):
+        path = getattr(args, name)
+        with one_line(f"--{name} {path:.100} cannot be used"):
+            Path(path, "config.json").exists()  # fails if its name is too long, or it may not be read
     for name, dataset in (("dataset_split", args.dataset), ("eval_split", args.eval_dataset)):
         if getattr(args, name) != getattr(RunArgs, name) and not has_splits(dataset):
             raise UserError(f"--{name} is for a folder or hub id, and there is none that it applies to")
     if args.device:
         with one_line(f"--device {args.device} is not available"):
             torch.zeros(1, device=args.device).item()  # fails on meta, which cannot compute
-
-
-# ------------------------------------------------------------------------------------- a run's folder
-
-LOGS = ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl")
-CHECKPOINT = "checkpoint-" + 6 * "[0-9]"  # a copy such as checkpoint-best-2 belongs to the user
-# What may change when a run is resumed. If model or data have moved, they must still be the same. The
-# last four change results only by rounding (and an MoE's load-balancing loss, which is a product of
-# means over a micro-batch, by a few percent if micro-batches change).
-MAY_CHANGE = """run_dir resume iterations eval_every save_every model dataset eval_dataset
-device micro_batch_tokens rollout_batch_size gradient_checkpointing""".split()
-
-
-def checkpoints_in(folder):
-    """The checkpoints in a run's folder, oldest first."""
-    return sorted(folder.glob(CHECKPOINT))
-
-
-def saved_settings(args):
-    """What is in a run's settings.json; {} if there is none. UserError if a flag is missing, or has a
-    value of the wrong type."""
-    path = args.folder / "settings.json"
-    if not os.path.lexists(path):
-        return {}
-    with one_line(f"{path} does not hold a run's settings"):
-        saved = dict(**json.loads(path.read_text()))
-        if saved["script"] == args.script:
-            for f in fields(args):
-                typed(f, saved[f.name])
-        return saved
-
-
-def check_same(args, saved):
-    """UserError if these settings of the run to be resumed differ from its flags."""
-    for name, value in args.settings().items():
-        if name not in MAY_CHANGE and saved.get(name) != value:
-            raise UserError(f"--resume: {args.folder} has {name} {saved.get(name)}, not {value}")
-
-
-def check_folder(args):
-    """The settings of the run to be resumed; {} for a new run. UserError if `--run_dir` holds a
-    different run, one that cannot be resumed, or anything that a new run would erase."""
-    folder = args.folder
-    if folder.match(CHECKPOINT):
-        raise UserError(f"--run_dir {folder} is a checkpoint: pass the folder that contains it")
-    saved = saved_settings(args)
-    with one_line(f"--run_dir {folder} cannot be used"):
-        checkpoints = checkpoints_in(folder)
-    if args.resume:
-        if not saved:
-            raise UserError(f"--resume: {folder} holds no run, since it has no settings.json")
-        check_same(args, saved)
-        if checkpoints:
-            return saved
-    # A run that logged nothing may leave settings and checkpoint 0, which a new run replaces.
-    for path in [*(folder / name for name in LOGS), *checkpoints]:
-        is_empty = os.path.isfile(path) and os.path.getsize(path) == 0
-        is_spare = is_empty or (saved and path.name == "checkpoint-000000")
-        if os.path.lexists(path) and not is_spare:
-            message = "a new run needs an empty folder; --resume continues one from its checkpoint"
-            raise UserError(f"--run_dir {folder} already has {path.name}: {message}")
-    return saved if args.resume else {}
 
 
 # ------------------------------------------------------------------------------------- command line
@@ -310,19 +277,20 @@ def json_object(text):
 
 
 def add_flags(parser, args_class, names=None):
-    """Adds the flags of an `Args` (all, or those with these names) to a parser. What the parser returns
-    has only the flags that were given."""
-    for f in fields(args_class):
+    """Adds the flags of an `Args` (all, or those with these names) to a parser, the script's own first.
+    What the parser returns has only the flags that were given."""
+    shared = {f.name for f in fields(RunArgs)}
+    for f in sorted(flags_of(args_class), key=lambda f: f.name in shared):
         if names is not None and f.name not in names:
             continue
+        kind = kind_of(f)
         help = f.metadata["help"].replace("%", "%%")
-        kind = allowed_in(f)[0]
         options = {"type": json_object if kind is dict else kind, "metavar": "X"}
         if kind is bool:
             options = {"action": argparse.BooleanOptionalAction}
         elif get_origin(f.type) is Literal:
-            options = {"choices": allowed_in(f), "metavar": "X"}
-            help += f" ({', '.join(options['choices'])})"
+            options["choices"] = allowed_in(f)
+            help += f" ({', '.join(map(str, options['choices']))})"
         if f.default not in ("", False, None):
             help += f" (default: {f.default})"
         parser.add_argument(f"--{f.name}", help=help, default=argparse.SUPPRESS, **options)
@@ -345,8 +313,8 @@ def parse_args(args_class, words):
     saved = {}
     if given.get("resume"):
         named = args_class(**{name: given[name] for name in given.keys() & {"run_dir", "seed"}})
-        saved = saved_settings(named)
-    names = {f.name for f in fields(args_class)} - {"resume", "run_dir", "device"}
+        saved = named.saved_settings()
+    names = {f.name for f in flags_of(args_class)} - {"resume", "run_dir", "device"}
     kept = {name: saved[name] for name in names & saved.keys()}
     return args_class(**kept | given)
 

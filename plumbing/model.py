@@ -14,12 +14,12 @@ import huggingface_hub
 import torch
 import transformers
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.checkpoint import checkpoint
-from transformers.modeling_layers import GradientCheckpointingLayer
 
-from plumbing.args import UserError, checkpoints_in, one_line
 from plumbing.data import hash_of
-from plumbing.routing import find_routers, read_routers, routing_contexts
+from plumbing.errors import UserError, one_line
+from plumbing.folder import checkpoints_in
+from plumbing.memory import checkpoint_layers
+from plumbing.routing import find_routers, read_routers
 
 TINY_MOE = Path(__file__).parent.parent / "tiny_moe"  # the folder that --model tiny-moe means
 TOKENIZER_FILES = """tokenizer* special_tokens_map.json added_tokens.json vocab* merges.txt *.model
@@ -132,55 +132,6 @@ def tokenizer_files(source):
     return files
 
 
-def checkpoint_layers(model):
-    """Makes layers store only their inputs and recompute the rest in the backward pass. transformers'
-    own switch works only in train(), which would turn dropout on."""
-    options = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": routing_contexts}
-    recompute = functools.partial(checkpoint, **options)
-    for layer in model.modules():
-        if isinstance(layer, GradientCheckpointingLayer):
-            layer.forward = functools.partial(recompute, layer.forward)
-
-
-# -------------------------------------------------------------------------------------------- memory
-
-
-def similar_lengths(completions, max_tokens):
-    """Splits completions into batches of similar length, so that little is padding. A batch has at most
-    `max_tokens` tokens, padding included, or one completion."""
-
-    def total_length(c):
-        return len(c.problem.prompt_ids) + len(c.ids)
-
-    batches = []
-    current = []
-    for c in sorted(completions, key=total_length):
-        num_tokens = (len(current) + 1) * total_length(c)  # this is the longest one so far
-        if num_tokens > max_tokens and current:
-            batches.append(current)
-            current = []
-        current.append(c)
-    return [*batches, current]
-
-
-# Logits that are in float32 at a time, on a CPU and on a GPU
-CPU_CHUNK = 2**22
-GPU_CHUNK = 2**26
-
-
-def in_chunks(function, logits_NV, ids_N):
-    """function(logits_NV, ids_N), a tuple of tensors (N,), computed from a part of the rows at a time.
-    The backward pass computes each part again, so of all rows it keeps only the logits."""
-    size = max(1, (CPU_CHUNK if logits_NV.is_cpu else GPU_CHUNK) // logits_NV.shape[1])
-    if len(logits_NV) <= size:
-        return function(logits_NV, ids_N)
-    options = {"use_reentrant": False, "preserve_rng_state": False}
-    parts = []
-    for inputs in zip(logits_NV.split(size), ids_N.split(size), strict=True):
-        parts.append(checkpoint(function, *inputs, **options))
-    return tuple(torch.cat(results) for results in zip(*parts, strict=True))
-
-
 # ------------------------------------------------------------------------------------------- weights
 
 
@@ -215,8 +166,8 @@ class TrainedModel:
         self.refresh()
 
     def hash(self):
-        """Of the master weights' bits: the same on all devices."""
-        return hash_of([weight.view(torch.int32).sum().item() for weight in self.parameters()])
+        """Of the master weights' bits, in their order: the same on all devices."""
+        return hash_of([sum_of_bits(weight.detach()) for weight in self.parameters()])
 
     def clip_gradients(self, max_norm):
         """Clips the gradients' norm; returns the norm before clipping."""
@@ -229,6 +180,19 @@ class TrainedModel:
             weights = zip(self.model.parameters(), self.master.parameters(), strict=True)
             for weight, master_weight in weights:
                 weight.copy_(master_weight)
+
+
+def sum_of_bits(weight):
+    """An integer sum in which each number's place counts, modulo 2^64. It is computed on the device:
+    to hash bytes, all weights would have to go through the host."""
+    bits_N = weight.flatten().view(torch.int32)
+    total = 0
+    start = 1
+    for part_N in bits_N.split(2**18):  # what fits into a CPU's cache is ten times as fast
+        place_N = torch.arange(start, start + len(part_N), device=weight.device)
+        total = total + (part_N * place_N * place_N).sum()
+        start += len(part_N)
+    return int(total)
 
 
 class Policy(TrainedModel):

@@ -1,6 +1,5 @@
 """A run's bookkeeping: what it logs, prints and saves, and how it ends and resumes."""
 
-import hashlib
 import json
 import math
 import os
@@ -15,10 +14,11 @@ from pathlib import Path
 
 import torch
 import transformers
-from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from plumbing.args import LOGS, UserError, check_folder, check_same, checkpoints_in, one_line
+from plumbing.errors import UserError, one_line
+from plumbing.folder import check_space, checkpoints_in, lock_folder, restore
+from plumbing.folder import write_checkpoint, write_settings
 from plumbing.metrics import (
     add,
     clock,
@@ -29,8 +29,6 @@ from plumbing.metrics import (
     router_stats,
     summarize,
 )
-
-STATE = "trainer_state.pt"  # in a checkpoint: everything except the policy
 
 
 class Run:
@@ -90,11 +88,11 @@ class Run:
         return self.is_last or (every > 0 and self.iteration % every == 0)
 
     def iterations(self):
-        """Yields the numbers of the remaining iterations. During the loop a signal makes `log` end the
-        program, and a second one ends it at once."""
+        """Yields the numbers of the remaining iterations; each must be logged. During the loop a signal
+        makes `log` end the program, and the next one goes to the handler that was there before."""
         is_main = threading.current_thread() is threading.main_thread()
         kinds = (signal.SIGINT, signal.SIGTERM) if is_main else ()  # other threads cannot set handlers
-        handlers = {kind: signal.signal(kind, self.on_signal) for kind in kinds}
+        self.handlers = {kind: signal.signal(kind, self.on_signal) for kind in kinds}
         try:
             while not self.is_last:
                 self.iteration += 1
@@ -105,8 +103,11 @@ class Run:
                 clock.seconds.clear()
                 self.start = time.perf_counter()
                 yield self.iteration
+                if self.num_logged < self.iteration:
+                    message = "call run.log before `continue`: each has a line in metrics.jsonl"
+                    raise RuntimeError(f"iteration {self.iteration} was not logged; {message}")
         finally:
-            for kind, handler in handlers.items():
+            for kind, handler in self.handlers.items():
                 signal.signal(kind, handler)
 
     def record(self, loss, stats, outputs, micro, **losses):
@@ -212,7 +213,7 @@ class Run:
     def on_signal(self, number, frame):
         self.is_stopped = True
         self.say("stopping after this iteration")
-        signal.signal(number, signal.SIG_DFL)  # the next one ends the program
+        signal.signal(number, self.handlers[number])  # on a command line the next one ends the program
 
     def times(self, num_tokens):
         """{key: number} on the current iteration's time and memory."""
@@ -257,102 +258,54 @@ class Run:
 
     def open_folder(self, problems):
         """Locks the run's folder, and resumes the run in it or writes the first checkpoint."""
-        args = self.args
-        saved = check_folder(args)
-        # A singleton for all threads, since a run that failed in this process may still hold the lock.
-        self.lock = FileLock(self.folder / "lock", is_singleton=True, thread_local=False)
-        with one_line(f"--run_dir {self.folder} cannot be used"):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            try:
-                self.lock.acquire(timeout=0)
-            except Timeout as error:
-                message = "another process uses it; scripts run in one (several GPUs: examples/)"
-                raise UserError(message) from error
-        if saved and saved.get("problems_hash") != problems.hash:
-            message = "have different prompts or gold answers than when the run started"
-            raise UserError(f"--resume: --dataset {args.dataset} or --eval_dataset {message}")
+        check_space(self.args, *self.checkpoint_bytes())
         hashes = {"problems_hash": problems.hash, "model_hash": self.policy.hash()}
-        if saved and saved.get("model_hash") != hashes["model_hash"]:  # the reference is loaded from it
-            message = "has different weights than when the run started"
-            raise UserError(f"--resume: --model {args.model} {message}")
+        self.lock, saved = lock_folder(self.args, hashes)
         now = versions()
-        settings = {"versions": now, **saved, **args.settings(), **hashes}
+        settings = {"versions": now, **saved, **self.args.settings(), **hashes}
         if settings["versions"] != now:
             print(f"note: the run began with {settings['versions']}, and goes on with {now}")
         checkpoints = checkpoints_in(self.folder)
-        is_resumed = args.resume and len(checkpoints) > 0
+        is_resumed = self.args.resume and len(checkpoints) > 0
         if is_resumed:
-            self.restore(checkpoints[-1])
-        scratch = self.folder / "settings.json.tmp"
-        with one_line(f"--run_dir {self.folder} cannot be written"):
-            if not is_resumed:
-                # A run that ended before its first iteration may have left checkpoint 0.
-                shutil.rmtree(self.folder / "checkpoint-000000", ignore_errors=True)
-                for name in LOGS:
-                    (self.folder / name).touch()
-            scratch.write_text(json.dumps(settings, indent=1))
-            scratch.replace(self.folder / "settings.json")  # so it is never half written
+            restore(self, checkpoints[-1])
+        write_settings(self.folder, settings, is_resumed)
         if not is_resumed:
-            self.save()  # fails early if that is impossible
+            self.save()
 
-    def restore(self, folder):
-        """Loads a checkpoint, and cuts what was logged after it."""
-        with one_line(f"--resume: {folder} cannot be read"):  # a damaged file may raise anything
-            saved = torch.load(folder / STATE, weights_only=True, map_location="cpu")
-            self.policy.load_pretrained(folder)
-            self.noise.set_state(saved["noise"])
-            for name, part in self.parts.items():
-                part.load_state_dict(saved["parts"][name])
-            self.iteration = saved["iteration"]
-            self.num_logged = self.iteration
-            self.extra_state = saved["extra_state"]
-            settings = saved["settings"]
-            logs = {self.folder / name: saved["logs"][name] for name in LOGS}
-        check_same(self.args, settings)  # the optimizer, for example, keeps its lr
-        sizes = {}
-        for path, (size, digest) in logs.items():
-            with one_line(f"--resume: {path} is damaged"):
-                content = path.read_bytes()
-                if hashlib.sha256(content[:size]).hexdigest() != digest:
-                    raise UserError("lines that it had are lost or changed")
-            # Checkpoint 0 is older than the evaluation before training.
-            if self.iteration == 0 and path.name == "evaluations.jsonl":
-                size = content.find(b"\n") + 1
-            sizes[path] = size
-        for path, size in sizes.items():
-            os.truncate(path, size)  # later lines will be written again
+    def checkpoint_bytes(self):
+        """Of checkpoint 0, and of later ones, which have two moments of each trained weight."""
+        models = [part for part in self.parts.values() if hasattr(part, "parameters")]
+        optimizers = [part for part in self.parts.values() if hasattr(part, "param_groups")]
+        first = sum(map(len, self.policy.tokenizer_files.values()))
+        for model in (self.policy, *models):
+            first += sum(weight.nbytes for weight in model.parameters())
+        full = first
+        for group in chain(*(optimizer.param_groups for optimizer in optimizers)):
+            full += sum(2 * weight.nbytes for weight in group["params"])
+        return first, full
+
+    def state(self):
+        """What a checkpoint holds in addition to the policy and the state of the logs."""
+        return {
+            "iteration": self.iteration,
+            "settings": self.args.settings(),
+            "extra_state": self.extra_state,
+            "noise": self.noise.get_state(),
+            "parts": {name: part.state_dict() for name, part in self.parts.items()},
+        }
+
+    def load_state(self, saved):
+        self.noise.set_state(saved["noise"])
+        for name, part in self.parts.items():
+            part.load_state_dict(saved["parts"][name])
+        self.iteration = saved["iteration"]
+        self.num_logged = self.iteration
+        self.extra_state = saved["extra_state"]
 
     def save(self):
         """Writes a checkpoint and removes the previous one."""
-        scratch = self.folder / "checkpoint.tmp"
-        folder = self.checkpoint
-        with one_line(f"{folder} cannot be written; existing checkpoints are intact"):
-            contents = {name: (self.folder / name).read_bytes() for name in LOGS}
-            saved = {
-                "iteration": self.iteration,
-                "settings": self.args.settings(),
-                "extra_state": self.extra_state,
-                "logs": {name: (len(x), hashlib.sha256(x).hexdigest()) for name, x in contents.items()},
-                "noise": self.noise.get_state(),
-                "parts": {name: part.state_dict() for name, part in self.parts.items()},
-            }
-            shutil.rmtree(scratch, ignore_errors=True)
-            self.policy.save_pretrained(scratch)
-            torch.save(saved, scratch / STATE)
-            for path in [*scratch.rglob("*"), scratch, *(self.folder / name for name in LOGS)]:
-                sync(path)
-            scratch.rename(folder)
-            sync(self.folder)
-        for path in checkpoints_in(self.folder)[:-1]:
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def sync(path):
-    """Waits until a file or folder is on disk."""
-    if os.name == "posix":  # Windows cannot open a folder
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
+        write_checkpoint(self.checkpoint, self.policy, self.state())
 
 
 def reset_signals():

@@ -6,18 +6,20 @@ import dataclasses
 import importlib
 import io
 import json
+import os
 import sys
 from pathlib import Path
+from typing import Literal
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from conftest import MORE, OWN_LR, SCRIPTS, fields_of, refused, run, script_args
+from conftest import MORE, OWN_LR, SCRIPTS, SMALL_ARGS, fields_of, refused, run, script_args
 
 import grpo
 import ppo
-from common import UserError
+from common import UserError, flag
 from plumbing.args import allowed_in, launch, parse_args
 
 FLAGS = [row.strip().split(" | ") for row in (Path(__file__).parent / "bad_flags.txt").open()]
@@ -45,6 +47,8 @@ WRONG = [  # a flag, a value of the wrong type, and what the message says about 
     ("lr", np.float32("nan"), "must be float, not np.float32(nan)"),
     ("group_size", 2.5, "must be int, not 2.5"),
     ("group_size", True, "must be int, not True"),
+    ("group_size", np.True_, "must be int, not np.True_"),
+    ("lr", torch.tensor(True), "must be float, not tensor(True)"),
     ("seed", float("inf"), "must be int, not inf"),
     ("gradient_checkpointing", "False", "must be bool, not 'False'"),
     ("dataset", [{"question": "1+1="}] * 10_000, "must be str, not [{'question': '1+1='}, {"),
@@ -92,15 +96,15 @@ def test_a_wrong_type_of_every_flag_is_refused(name, tmp_path):
     args = script_args(name)[1]
     settings = args.settings()
     for field in dataclasses.fields(args):
-        flag = field.name
-        if name != "grpo" and flag in fields_of("grpo"):
+        own = field.name
+        if name != "grpo" and own in fields_of("grpo"):
             continue
         if allowed_in(field)[0] is not str:
-            refused(name, f"--{flag}=[7]", "--run_dir", tmp_path / "new", expected=f"argument --{flag}")
-        with pytest.raises(UserError, match=f"^--{flag} must be "):
-            script_args(name, **{flag: [7]})
-        (tmp_path / "settings.json").write_text(json.dumps(settings | {flag: [7]}))
-        expected = f"{tmp_path}/settings.json does not hold a run's settings: --{flag} must be "
+            refused(name, f"--{own}=[7]", "--run_dir", tmp_path / "new", expected=f"argument --{own}")
+        with pytest.raises(UserError, match=f"^--{own} must be "):
+            script_args(name, **{own: [7]})
+        (tmp_path / "settings.json").write_text(json.dumps(settings | {own: [7]}))
+        expected = f"{tmp_path}/settings.json does not hold a run's settings: --{own} must be "
         refused(name, "--resume", "--run_dir", tmp_path, expected=expected)
 
 
@@ -132,6 +136,49 @@ def test_types_may_be_text(tmp_path, monkeypatch):
     assert args_class().top == 3 and parse_args(args_class, ["--top", "4"]).top == 4
     with pytest.raises(UserError, match="--top must be int, not 'x'"):
         args_class(top="x")
+
+
+@dataclasses.dataclass
+class OwnArgs(grpo.Args):
+    layers: list[int] = dataclasses.field(default_factory=lambda: [1, 2])
+    betas: tuple = (0.9, 0.95)
+    plots: Path = flag(Path("plots"), "not a type of flags")
+    mixed: int | float = flag(0.5, "neither one")
+    count: int = -1
+    level: Literal[1, 2] = flag(1, "a choice of numbers")
+
+
+def test_other_fields_of_a_subclass_are_left_alone(tmp_path):
+    """Also when a run is resumed. They are no flags, except a choice of numbers."""
+    own = {"layers": [3], "betas": (0.9,), "plots": tmp_path, "mixed": 2.5, "count": -2}
+    args = OwnArgs(**SMALL_ARGS, **own, run_dir=tmp_path / "run")
+    assert {name: getattr(args, name) for name in own} == own
+    grpo.main(args)
+    again = dataclasses.replace(args, iterations=2, resume=True)
+    grpo.main(again)
+    with pytest.raises(UserError, match=r"has layers \[3\], not \[4\]"):
+        grpo.main(dataclasses.replace(again, layers=[4]))
+    parsed = parse_args(OwnArgs, ["--resume", "--run_dir", str(args.folder), "--level", "2"])
+    assert (parsed.level, parsed.layers, parsed.iterations) == (2, [1, 2], 2)
+    with pytest.raises(UserError, match="--level must be 1 or 2, not 1.5"):
+        OwnArgs(level=1.5)
+
+
+def test_a_path_that_is_too_long_for_a_file(tmp_path):
+    for name in ("model", "dataset", "eval_dataset", "reward"):
+        flags = (f"--{name}", 300 * "x", "--run_dir", tmp_path)
+        refused("grpo", *flags, expected=f"error: --{name} ")
+
+
+def test_a_folder_that_may_not_be_read(tmp_path):
+    tmp_path.chmod(0)
+    try:
+        if os.access(tmp_path, os.X_OK):
+            pytest.skip("this user may read everything")
+        for name in ("model", "dataset", "run_dir"):
+            refused("grpo", f"--{name}", tmp_path, expected=f"error: --{name} ")
+    finally:
+        tmp_path.chmod(0o700)
 
 
 FULL = "--gradient_checkpointing, --micro_batch_tokens, --rollout_batch_size, --dtype"

@@ -47,12 +47,14 @@ SMALL = dict(
 )
 ALONE = {"prompts_per_iteration": 15}  # of scripts with one completion per prompt
 CRITIC = {"entropy_coef": 0.1, "kl_coef": 0.3, "critic_lr": 3e-3, "value_clip": 0.05, "gamma": 0.9}
+CRITIC |= {"max_grad_norm": 0.5}  # which some of the critic's steps exceed, too
 PRETRAINED = {"iterations": 3, "pretraining_iterations": 1}
 FROM_SAMPLER = {"old_logprobs": "sampler", "rollout_correction": "none", "rollout_cap": 2.0}
 FROM_SAMPLER |= {"kl_coef": 0.5, "lr": 1e-3}  # with 2e-3, log-ratios are so large that scripts cap them
 BASELINE = {"iterations": 3, "max_grad_norm": 2.0, "baseline_decay": 0.75}
 STALE = {"rollout_dtype": "same", "rollout_refresh_every": 2}
 MASKED = {"rollout_correction": "geo_mask", "rollout_mask_low": 0.98, "rollout_mask_high": 1.01}
+UNCLIPPED = {"clip_eps_low": 0.2, "clip_eps_high": 0.2}  # by default, only ppo_mask reads them
 CASES = {  # variants that change no line of main are compared by test_conformance.py
     "ppo": ("ppo", ALONE | CRITIC),
     "grpo": ("grpo", {"kl_coef": 0.5}),
@@ -66,7 +68,7 @@ CASES = {  # variants that change no line of main are compared by test_conforman
     "dapo, one round": ("dapo", {"overlong": "none", "max_sampling_rounds": 1, "num_minibatches": 5}),
     "gspo": ("gspo", {}),
     "gspo_token": ("gspo", {"variant": "gspo_token"}),
-    "cispo": ("cispo", {"is_weight_cap": 1.2, "is_weight_floor": 0.8}),
+    "cispo": ("cispo", {"is_weight_cap": 1.2, "is_weight_floor": 0.8} | UNCLIPPED),
     "gmpo": ("gmpo", MASKED | {"log_ratio_clip": 0.2}),
     "rspo": ("rspo", {"log_ratio_clip": 0.3, "gamma_min": 0.9}),
     "sapo": ("sapo", {"tau_pos": 2.0, "tau_neg": 1.5}),

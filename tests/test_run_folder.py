@@ -4,10 +4,12 @@ is. Scripts that are called from Python."""
 import errno
 import json
 import os
+import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -20,7 +22,8 @@ from test_resume import interfere
 
 import grpo
 from common import UserError
-from plumbing.args import LOGS
+from plumbing.folder import LOGS, bytes_in
+from plumbing.model import Policy
 
 WEIGHTS = "model.safetensors"
 STATE = "trainer_state.pt"
@@ -32,8 +35,9 @@ def settings_of(folder):
 
 
 def content(folder):
-    """{path: content, or None for a folder or a link to nothing}"""
-    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+    """{path in the folder: content, or None for a folder or a link to nothing}"""
+    paths = folder.rglob("*")
+    return {path.relative_to(folder): path.read_bytes() if path.is_file() else None for path in paths}
 
 
 @pytest.fixture(scope="session")
@@ -73,14 +77,26 @@ DAMAGE = {
     "a folder": lambda path, content: path.mkdir(),
     "a link to nothing": lambda path, content: path.symlink_to("nowhere"),
 }
-FILES = ["settings.json", "metrics.jsonl", "samples.jsonl", "evaluations.jsonl", "lock"]
-FILES += [f"{CHECKPOINT}/{name}" for name in ("config.json", WEIGHTS, STATE, "tokenizer.json")]
-FILES += [CHECKPOINT]
+DAMAGED = [
+    ("settings.json", "missing"),
+    ("settings.json", "cut"),
+    ("metrics.jsonl", "missing"),
+    ("metrics.jsonl", "a folder"),
+    ("samples.jsonl", "changed"),
+    ("evaluations.jsonl", "empty"),
+    ("lock", "empty"),
+    ("lock", "a folder"),
+    (f"{CHECKPOINT}/config.json", "cut"),
+    (f"{CHECKPOINT}/{WEIGHTS}", "cut"),
+    (f"{CHECKPOINT}/{STATE}", "empty"),
+    (f"{CHECKPOINT}/{STATE}", "changed"),
+    (f"{CHECKPOINT}/tokenizer.json", "changed"),
+    (CHECKPOINT, "a link to nothing"),
+]
 NOT_READ = {"lock", f"{CHECKPOINT}/tokenizer.json"}  # a resumed run has the tokenizer of --model
 
 
-@pytest.mark.parametrize("how", DAMAGE)
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name, how", DAMAGED)
 def test_run_with_a_damaged_file(name, how, run_of_one_iteration, tmp_path):
     """A run is resumed from what is whole, or refused in a line; nothing is lost then, nor replaced."""
     folder = shutil.copytree(run_of_one_iteration, tmp_path / "run")
@@ -97,6 +113,20 @@ def test_run_with_a_damaged_file(name, how, run_of_one_iteration, tmp_path):
         assert result.returncode == 2 and line.startswith("grpo.py: error: ")
         assert name.partition("/")[0] in line or how == "missing"
         assert content(folder) == before
+
+
+def test_a_log_that_may_not_be_written_is_refused_before_any_is_cut(folder):
+    log = folder / LOGS[-1]
+    for name in LOGS:
+        with open(folder / name, "a") as file:
+            file.write("{}\n")  # after the checkpoint
+    log.chmod(0o400)
+    if os.access(log, os.W_OK):
+        pytest.skip("this user may write everything")
+    before = content(folder)
+    expected = f"--resume: {log} cannot be continued: PermissionError"
+    refused("grpo", *resume(folder, "--iterations", 2), expected=expected)
+    assert content(folder) == before
 
 
 SETTINGS = [  # what settings.json holds (changes of the run's own, or other text), and the message
@@ -162,30 +192,80 @@ def test_run_on_a_disk_without_room(tmp_path):
     refused("grpo", "--run_dir", tmp_path, expected=expected)
 
 
-@pytest.mark.parametrize("name", LOGS)
-def test_run_whose_log_cannot_be_written(name, tmp_path, monkeypatch):
-    path = tmp_path / name
+JOBS = [
+    ("grpo", "--iterations 0"),
+    ("grpo", "--iterations 2 --save_every 0"),
+    ("grpo", "--iterations 3 --save_every 1"),
+    ("grpo", "--iterations 2 --save_every 1 --ref_reset_every 2 --rollout_refresh_every 2"),
+    ("ppo", "--iterations 2 --save_every 1 --dtype bfloat16"),
+]
+
+
+@pytest.mark.parametrize("name, flags", JOBS)
+def test_a_disk_that_is_too_small_is_refused_at_the_start(name, flags, tmp_path, monkeypatch):
+    """The line names what the same run writes elsewhere at its peak, when a new checkpoint is complete
+    and the last one is still there. Headers and logs, of a few KB each, are not counted."""
+    peaks = []
+    folder = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        measure = lambda *_: peaks.append(bytes_in(folder))  # noqa: E731
+        interfere(patch, Path, "rename", measure, 1)
+        completes(name, *flags.split(), "--eval_every", 0, "--run_dir", folder)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1e5))
+    new = tmp_path / "new" / "run"
+    line = refused(name, *flags.split(), "--run_dir", new, expected="has 0.0001 GB of free space")
+    (needed,) = re.findall(r"checkpoints need (\S+) GB at their peak", line)
+    assert 0.9 * max(peaks) < 1e9 * float(needed) <= max(peaks)
+    assert not new.parent.exists()
+
+
+def test_space_of_a_resumed_run(folder, monkeypatch):
+    """What is there is not counted again, and what is removed first is free."""
+    full = bytes_in(checkpoint_of(folder))
+    unfinished = folder / "checkpoint.tmp"
+    unfinished.mkdir()
+    (unfinished / "x").write_bytes(bytes(full))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    completes("grpo", *resume(folder, "--iterations", 1))
+    completes("grpo", *resume(folder, "--iterations", 3, "--save_every", 1))
+    refused("grpo", *resume(folder, "--iterations", 4), expected="has 0 GB of free space")
+
+
+def test_run_whose_log_cannot_be_written(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
 
     def fill(*_, **__):
         path.unlink()
         path.symlink_to("/dev/full")
 
-    interfere(monkeypatch, grpo, "evaluate" if name == "evaluations.jsonl" else "sample", fill, 1)
+    interfere(monkeypatch, grpo, "sample", fill, 1)
     refused("grpo", "--run_dir", tmp_path, expected=f"{path} cannot be written: OSError [Errno 28]")
 
 
-WRITES = [(torch, "save", 1), (os, "fsync", 3), (Path, "rename", 1)]
+def fail(*_, **__):
+    raise OSError(errno.ENOSPC, "No space left")
+
+
+def fill(policy, checkpoint):
+    """torch.save then raises a RuntimeError about a position."""
+    checkpoint.mkdir()
+    (checkpoint / STATE).symlink_to("/dev/full")
+
+
+WRITES = [(Policy, "save_pretrained", fill, 1), (os, "fsync", fail, 3), (Path, "rename", fail, 1)]
 
 
 @pytest.mark.parametrize("write", WRITES)
 def test_run_keeps_the_old_checkpoint_until_the_new_one_is_on_disk(write, folder, monkeypatch):
-    owner, name, number = write
+    owner, name, action, number = write
     before = content(folder / CHECKPOINT)
     with monkeypatch.context() as patch:
-        interfere(patch, owner, name, Mock(side_effect=OSError(errno.ENOSPC, "full")), number)
-        expected = "checkpoint-000002 cannot be written; existing checkpoints are intact: OSError"
+        interfere(patch, owner, name, action, number)
+        expected = "checkpoint-000002 cannot be written; existing checkpoints are intact: "
+        expected += "OSError [Errno 28] No space left"
         refused("grpo", *resume(folder, "--iterations", 2), expected=expected)
     assert content(folder / CHECKPOINT) == before
+    assert [path.name for path in folder.glob("checkpoint*")] == [CHECKPOINT]  # no checkpoint.tmp
     completes("grpo", *resume(folder, "--iterations", 2))
     assert [line["iteration"] for line in metrics(folder)] == [1, 2]
 
@@ -198,14 +278,29 @@ def test_a_folder_that_holds_a_run_is_refused(folder, monkeypatch):
     All but the last is checked before a model is loaded, and the folder stays as it is."""
     with FileLock(folder / "lock"):
         refused("grpo", *resume(folder, "--iterations", 2), expected="another process uses it")
-    monkeypatch.setattr(grpo, "load_policy", lambda args: pytest.fail("loaded"))
+    (folder / "lock").unlink()
     before = content(folder)
+    with pytest.raises(UserError, match="a new run needs an empty folder; --resume"):
+        grpo.main(grpo.Args(**SMALL_ARGS, run_dir=folder))
+    monkeypatch.setattr(grpo, "load_policy", lambda args: pytest.fail("loaded"))
     refused("grpo", "--run_dir", folder, expected="a new run needs an empty folder; --resume")
     refused("grpo", *resume(folder, "--lr", 1e-3), expected="has lr 0.0002, not 0.001")
     refused("sapo", *resume(folder), expected="has script grpo, not sapo")
     assert content(folder) == before
     shutil.rmtree(checkpoint_of(folder))
     refused("grpo", *resume(folder), expected="already has")  # a log that nothing can continue
+
+
+def test_a_run_that_comes_and_goes_before_the_lock_is_kept(run_of_one_iteration, tmp_path, monkeypatch):
+    """The folder was checked before: it was empty then."""
+    folder = tmp_path / "run"
+
+    def come_and_go(*_, **__):
+        shutil.copytree(run_of_one_iteration, folder, dirs_exist_ok=True)
+
+    interfere(monkeypatch, FileLock, "acquire", come_and_go, 1)
+    refused("grpo", "--run_dir", folder, expected="a new run needs an empty folder; --resume")
+    assert content(folder) == content(run_of_one_iteration)
 
 
 def test_run_a_resumed_run_keeps_its_flags_except_those_given_again(folder, tmp_path):

@@ -142,12 +142,15 @@ def test_run_prints_each_of_the_first_five_iterations(tmp_path):
 
 
 def test_run_help_explains_every_flag(monkeypatch):
+    """Those of the script come first."""
     monkeypatch.setenv("COLUMNS", "80")
     text = " ".join(run("dapo", "--help").stdout.split())
     assert f"Trains a language model with {dapo.__doc__.splitlines()[0]}" in text
     for field in dataclasses.fields(dapo.Args):
         assert field.metadata["help"] in text
         assert f"--{field.name} " in text or f"--{field.name}, --no-{field.name} " in text
+    first = [text.index(f"--{name}") for name in dapo.Args.__annotations__]
+    assert max(first) < text.index("--model ")
 
 
 DEFAULT = ("--dataset", "addition", "--num_held_out", 256)

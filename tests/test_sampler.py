@@ -11,7 +11,7 @@ from conftest import MIXED, completes, metrics, problems_of, script_args
 from transformers import GPT2Config, GPT2LMHeadModel, Phi3Config, Phi3ForCausalLM
 
 import common
-import plumbing.model
+import plumbing.memory
 from common import Completion, Problem, UserError, check_sampler, collate, evaluate
 from common import next_token, rollout_weights, sample, similar_lengths, split_into_steps
 from common import token_logprobs
@@ -232,7 +232,7 @@ def test_log_probs_in_chunks_are_the_same(chunk, own_policy, monkeypatch):
     batch = collate(sample(own_policy, problems, 1, settings(), noise_of(0)), 3, settings())
     results = []
     for size in (1000 * 17, chunk):
-        monkeypatch.setattr(plumbing.model, "CPU_CHUNK", size)
+        monkeypatch.setattr(plumbing.memory, "CPU_CHUNK", size)
         outputs = token_logprobs(own_policy, batch, 0.7, entropy_grad=True)
         own_policy.model.zero_grad()
         (outputs.logprobs_BT.sum() + 0.1 * outputs.entropy_BT.sum()).backward()
@@ -247,7 +247,7 @@ def test_chunks_save_memory(tiny_policy, monkeypatch):
     batch = collate(sample(tiny_policy, problems, 4, settings(), noise_of(0)), 3, settings())
     kept = []
     for size in (1000 * 17, 17):
-        monkeypatch.setattr(plumbing.model, "CPU_CHUNK", size)
+        monkeypatch.setattr(plumbing.memory, "CPU_CHUNK", size)
         sizes = []
         note = lambda tensor: sizes.append(tensor.numel()) or tensor  # noqa: B023, E731
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
