@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import re
+import resource
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -242,27 +243,31 @@ def test_run_whose_log_cannot_be_written(tmp_path, monkeypatch):
     refused("grpo", "--run_dir", tmp_path, expected=f"{path} cannot be written: OSError [Errno 28]")
 
 
-def fail(*_, **__):
-    raise OSError(errno.ENOSPC, "No space left")
+@pytest.fixture
+def limited_files():
+    """A file cannot grow beyond 1 MiB, more than the weights: torch.save fails, and says "unexpected
+    pos"."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda *_: resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def fill(policy, checkpoint):
-    """torch.save then raises a RuntimeError about a position."""
-    checkpoint.mkdir()
-    (checkpoint / STATE).symlink_to("/dev/full")
+def test_a_checkpoint_that_cannot_grow(folder, limited_files, monkeypatch):
+    interfere(monkeypatch, Policy, "save_pretrained", limited_files, 1)
+    expected = "existing checkpoints are intact: OSError [Errno 27] File too large"
+    refused("grpo", *resume(folder, "--iterations", 2), expected=expected)
 
 
-WRITES = [(Policy, "save_pretrained", fill, 1), (os, "fsync", fail, 3), (Path, "rename", fail, 1)]
+WRITES = [(torch, "save", 1), (os, "fsync", 3), (Path, "rename", 1)]
 
 
 @pytest.mark.parametrize("write", WRITES)
 def test_run_keeps_the_old_checkpoint_until_the_new_one_is_on_disk(write, folder, monkeypatch):
-    owner, name, action, number = write
+    owner, name, number = write
     before = content(folder / CHECKPOINT)
     with monkeypatch.context() as patch:
-        interfere(patch, owner, name, action, number)
-        expected = "checkpoint-000002 cannot be written; existing checkpoints are intact: "
-        expected += "OSError [Errno 28] No space left"
+        interfere(patch, owner, name, Mock(side_effect=OSError(errno.ENOSPC, "full")), number)
+        expected = "checkpoint-000002 cannot be written; existing checkpoints are intact: OSError"
         refused("grpo", *resume(folder, "--iterations", 2), expected=expected)
     assert content(folder / CHECKPOINT) == before
     assert [path.name for path in folder.glob("checkpoint*")] == [CHECKPOINT]  # no checkpoint.tmp
