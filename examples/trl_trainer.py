@@ -383,7 +383,12 @@ def main(argv):
     config.router_aux_loss_coef = args.router_aux_coef if is_moe else 0.0
 
     trainer = PluggedTrainer(script, args, config, policy, stream, grade)
-    trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
+    folder = config.resume_from_checkpoint
+    if folder and list(Path(folder).glob("*.safetensors")):
+        # Trainer skips an MoE's experts: in the file they are one by one, in the model they are fused.
+        saved = load_policy(dataclasses.replace(args, dtype="float32", model=folder))
+        policy.master.load_state_dict(saved.master.state_dict())
+    trainer.train(resume_from_checkpoint=folder)
     trainer.save_model()  # complete, even if FSDP has sharded it
     if trainer.accelerator.is_main_process:
         trained = load_policy(dataclasses.replace(args, model=config.output_dir))

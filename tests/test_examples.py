@@ -322,9 +322,10 @@ def trained(trl_trainer, folder, *flags):
 
 
 @pytest.mark.extras
-def test_a_resumed_run_is_the_same(trl_trainer, tmp_path):
+def test_a_resumed_run_is_the_same(trl_trainer, tmp_path, reward_file):
     """Prompts, noise and optimizer."""
-    flags = ["--iterations", 3, "--save_total_limit", 3]
+    reward = reward_file("return text.count('1') / 7")
+    flags = ["--reward", reward, "--iterations", 3, "--save_total_limit", 3]
     expected = trained(trl_trainer, tmp_path / "whole", *flags)
     checkpoint = tmp_path / "whole" / "checkpoint-2"
     found = trained(trl_trainer, tmp_path / "rest", *flags, "--resume_from_checkpoint", checkpoint)
@@ -336,7 +337,7 @@ def test_a_resumed_run_is_the_same(trl_trainer, tmp_path):
 def test_dapo_without_a_mixed_group_ends_before_the_step(trl_trainer, tmp_path, reward_file, capsys):
     """Here in the second iteration, when Adam has a momentum."""
     lines = ["reward.calls = getattr(reward, 'calls', 0) + 1"]
-    lines += ["return float(reward.calls <= 16 and len(text) % 2)"]
+    lines += ["return text.count('1') / 7 if reward.calls <= 16 else 0.0"]
     flags = ["--reward", reward_file(*lines), "--iterations", 3, "--max_sampling_rounds", 1]
     found = trained(trl_trainer, tmp_path / "run", *flags)
     assert torch.equal(found, weights_of(checkpoint_of(tmp_path / "run")))
