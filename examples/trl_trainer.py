@@ -18,11 +18,12 @@ one GPU, even if DeepSpeed or FSDP shards it later.
 
 With dapo, TRL's log shows the groups that are trained on. If some are missing after
 --max_sampling_rounds, the iteration has as many steps as ever, but fewer tokens in each. With rspo, a
-process stores 6 bytes for each token, layer and active expert of its part of a rollout.
+process stores 6 bytes for each token, layer and active expert of its part of a rollout. A resumed run
+ends with the weights of one that was not interrupted.
 
 Not supported: ppo (TRL's trainer has no critic), routing replay, corrections for vLLM's log-probs,
-PEFT, --torch_compile, and expert, tensor or context parallelism. This has run on one GPU and in several
-processes on a CPU, but not on several GPUs.
+PEFT, --torch_compile, and expert, tensor or context parallelism. All algorithms have run in two
+processes on a CPU, and grpo on one GPU. We have not tried several GPUs, vLLM or DeepSpeed.
 """
 
 import argparse

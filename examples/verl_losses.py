@@ -21,19 +21,19 @@ nine_gmpo     clip_ratio_high=0.4
 nine_sapo     (nothing)
 
 loss_agg_mode applies only to KL and entropy: each loss averages as in its paper. rspo cannot be plugged
-in because verl provides no router scores.
+in because verl provides no router scores. dapo is more than its loss: verl has algorithm.filter_groups
+for dynamic sampling and the reward manager dapo for the overlong penalty, both off by default.
 
-With nine_ppo, the critic, GAE and the KL in the reward are verl's. These settings, which are not its
-defaults, match ppo.py:
+With nine_ppo, the critic, GAE and the KL in the reward are verl's. These settings match ppo.py. By
+default, verl has a lambda of 1, no KL, a weight decay of 0.01, and learning rates of 1e-6 and 1e-5:
 
 algorithm.adv_estimator=gae algorithm.lam=0.95 critic.cliprange_value=0.2
 algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.02
 actor_rollout_ref.actor.optim.weight_decay=0 critic.optim.weight_decay=0
-actor_rollout_ref.actor.optim.lr=<--lr> critic.optim.lr=<--critic_lr>  (verl: 1e-6 and 1e-5)
+actor_rollout_ref.actor.optim.lr=<--lr> critic.optim.lr=<--critic_lr>
 
-Three differences remain: verl whitens advantages with the unbiased std, its critic's head has a bias,
-and it starts at random instead of at 0. By these settings, its token rewards, returns and value loss
-are those of ppo.py.
+Then verl's token rewards, returns and value loss are those of ppo.py. Two differences remain: it
+whitens advantages with the unbiased std, and its critic's head has a bias and starts at random.
 """
 
 import importlib

@@ -271,7 +271,6 @@ def takes_the_scripts_steps(tmp_path, tiny_model, reward_file, monkeypatch):
             expected = weights_of(checkpoint_of(folder))
             moved = expected - weights_of(model)
             gap = weights_of(tmp_path / name) - expected
-            print(name, gap.norm().item() / moved.norm().item())
             assert moved.norm() > 0.01 and gap.norm() < 1e-4 * moved.norm(), name
         return printed
 
