@@ -1,4 +1,4 @@
-"""Trains on several GPUs: plugs a loss of this repository into TRL's GRPOTrainer.
+"""Trains on several GPUs: plugs an algorithm of this repository into TRL's GRPOTrainer.
 
     pip install -r examples/requirements.txt
     accelerate launch --multi_gpu --num_processes 2 examples/trl_trainer.py --algorithm gspo --use_cpu
@@ -9,16 +9,21 @@ that begins with "problems:", and the last line of the output names their number
 Expect: greedy held-out accuracy rises from 0.43 to at least 0.9, and the model is in runs/trl-gspo.
 
 It takes the script's flags (`python gspo.py --help`) for model, data, reward, rollouts, steps and loss,
-and TRL's (GRPOConfig) for the rest, such as --output_dir, --use_cpu, --use_vllm, --deepspeed or
---report_to; --per_device_train_batch_size is by default a process's part of a whole step. Any other
-flag of the script is an error, and so is a flag of TRL for the loss or the size of a step.
-Each process grades its own completions, so a reward function that takes lists gets only those. With
---dtype bfloat16, TRL uses autocast. The model, in float32, has to fit on one GPU, even if DeepSpeed or
-FSDP shards it later.
+and TRL's (GRPOConfig) for the rest, such as --output_dir, --resume_from_checkpoint, --use_cpu,
+--use_vllm, --deepspeed or --report_to; --per_device_train_batch_size is by default a process's part of
+a whole step. Any other flag of the script is an error that names TRL's, and so is a flag of TRL for the
+loss or the size of a step. Each process grades its own completions, so a reward function that takes
+lists gets only those. With --dtype bfloat16, TRL uses autocast. The model, in float32, has to fit on
+one GPU, even if DeepSpeed or FSDP shards it later.
 
-Not supported: ppo (its critic), rspo (the old policy's router scores), dapo's dynamic sampling and
-overlong penalty, and any correction for vLLM's log-probs. This has run on one GPU, but not
-on several.
+With dapo, TRL's log shows the groups that are trained on. If some are missing after
+--max_sampling_rounds, the iteration has as many steps as ever, but fewer tokens in each. With rspo, a
+process stores 6 bytes for each token, layer and active expert of its part of a rollout. A resumed run
+ends with the weights of one that was not interrupted.
+
+Not supported: ppo (TRL's trainer has no critic), routing replay, corrections for vLLM's log-probs,
+PEFT, --torch_compile, and expert, tensor or context parallelism. All algorithms have run in two
+processes on a CPU, and grpo on one GPU. We have not tried several GPUs, vLLM or DeepSpeed.
 """
 
 import argparse
@@ -26,51 +31,226 @@ import dataclasses
 import importlib
 import importlib.metadata
 import inspect
+import math
 import os
 import sys
 from pathlib import Path
 
 import torch
+from accelerate.utils import gather_object
 from datasets import Dataset
-from transformers import HfArgumentParser
+from transformers import HfArgumentParser, TrainerCallback
+from transformers.trainer_callback import ExportableState
 from trl import GRPOConfig, GRPOTrainer
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from common import Completion, UserError, evaluate, load_grader, load_policy, load_problems
+from common import Completion, Routing, UserError, evaluate, load_grader, load_policy, load_problems
 from plumbing.args import add_flags, one_line
 
 TRL = "1.16.0"
-ALGORITHMS = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "sapo"]
+ALGORITHMS = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "rspo", "sapo"]
 # Flags of the script that are used, in addition to those of its policy_loss
 USED = """answer_column chat_template_kwargs dataset dataset_config dataset_split dtype eval_dataset
-eval_samples eval_split group_size instruction iterations lr max_new_tokens model num_held_out
-num_minibatches prompt_column prompts_per_iteration reward rollout_batch_size router_aux_coef save_every
-system_prompt temperature update_epochs""".split()
+eval_samples eval_split group_size instruction iterations lr max_new_tokens max_sampling_rounds model
+num_held_out num_minibatches overlong overlong_cache prompt_column prompts_per_iteration reward
+rollout_batch_size router_aux_coef save_every system_prompt temperature update_epochs""".split()
+# What to do instead of giving other flags of the script. TRL has nothing like the rest.
+INSTEAD = {
+    "device": "use --use_cpu, or nothing for the GPU",
+    "eval_every": "held-out problems are answered only at the end",
+    "micro_batch_tokens": "use --per_device_train_batch_size",
+    "ref_reset_every": "use --sync_ref_model and --ref_model_sync_steps",
+    "resume": "use --resume_from_checkpoint FOLDER",
+    "run_dir": "use --output_dir",
+}
 # Prefixes of TRL's flags that have no effect here
 UNUSED = """delta do_ entropy_ epsilon importance_sampling loss_type model_init multi_objective
-num_train_epochs off_policy_mask reward_weights router_aux sapo_ scale_rewards steps_per_generation
-top_entropy trust_remote use_adaptive use_bias_correction vespo_ vllm_importance_sampling""".split()
-DEFAULTS = """--seed 1 --disable_dropout True --gradient_checkpointing False
+num_train_epochs off_policy_mask restore_callback reward_weights router_aux sapo_ scale_rewards
+shuffle_dataset steps_per_generation top_entropy trust_remote use_adaptive use_bias_correction vespo_
+vllm_importance_sampling""".split()
+DEFAULTS = """--seed 1 --disable_dropout True --gradient_checkpointing False --save_total_limit 1
 --lr_scheduler_type constant --vllm_importance_sampling_correction False""".split()
 
 
+class StreamPosition(TrainerCallback, ExportableState):
+    """Saves how many problems a run has taken, so that a resumed run goes on with the next one."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def state(self):
+        return {"args": {}, "attributes": self.stream.state_dict()}
+
+    def on_train_begin(self, args, state, control, **others):
+        self.stream.load_state_dict(state.stateful_callbacks["StreamPosition"]["attributes"])
+
+
+def reward(known, **others):
+    """TRL's reward function. Its rows come with their rewards."""
+    return known
+
+
 class PluggedTrainer(GRPOTrainer):
-    """Uses `policy_loss` and `compute_advantages` of `script`, with the flags in `values`."""
+    """TRL samples, steps, logs and saves. Prompts, rewards, advantages and loss are the script's."""
 
-    def _tokenize_prompts(self, prompts):
-        # A rendered prompt may begin with BOS already, and TRL would add another.
-        return [self.prompt_ids[prompt] for prompt in prompts], None, {}
+    def __init__(self, script, args, config, policy, stream, grade):
+        # TRL's data loader only counts: one epoch is one iteration. Problems come from the stream.
+        rows = Dataset.from_list([{"prompt": ""}] * args.prompts_per_iteration)
+        super().__init__(
+            policy.master,
+            reward,
+            config,
+            train_dataset=rows,
+            processing_class=policy.tokenizer,
+            callbacks=[StreamPosition(stream)],
+        )
+        self.script = script
+        self.script_args = args
+        self.policy = policy
+        self.stream = stream
+        self.grade = grade
+        self.rollout_func = self.known_rollout
+        self.has_router_shift = hasattr(script, "router_shift")
 
-    def _calculate_rewards(self, *args):
-        rewards = super()._calculate_rewards(*args)  # from all processes
-        self.rewards_PG = rewards.view(-1, self.num_generations)
-        return rewards
+    # --------------------------------------------------------------------------------- rollout
+
+    def own_part(self, rows):
+        """This process's part of the rows of all processes."""
+        share = len(rows) // self.accelerator.num_processes
+        first = self.accelerator.process_index * share
+        return rows[first : first + share]
+
+    def sampled(self, problems):
+        """A group of completions for each problem, graded: each process samples and grades its part,
+        and gets all."""
+        G = self.num_generations
+        own = self.own_part([problem for problem in problems for _ in range(G)])
+        prompt_ids = [problem.prompt_ids for problem in own]
+        sampled_ids, _ = self._generate_single_turn(prompt_ids, None, {}, G)
+        completions = []
+        for problem, ids in zip(own, sampled_ids, strict=True):
+            is_truncated = ids[-1] not in self.policy.end_ids
+            text = self.policy.tokenizer.decode(ids if is_truncated else ids[:-1])
+            completions.append(Completion(problem, ids, [], is_truncated, text))
+        return gather_object(self.grade(completions))
+
+    def mixed(self):
+        """dapo's dynamic sampling, as in its main: each round draws one prompt for every mixed group
+        still missing. All processes know all completions, so they make the same rounds. Returns
+        (completions of the mixed groups, all completions)."""
+        args = self.script_args
+        G = self.num_generations
+        even = math.lcm(G, self.accelerator.num_processes) // G  # so many groups have equal parts
+        generated = []
+        rounds = 0
+        missing = args.prompts_per_iteration
+        while missing > 0 and rounds < args.max_sampling_rounds:
+            generated += self.sampled(self.stream.take(math.ceil(missing / even) * even))
+            kept, counts = self.script.mixed_groups(generated, G)
+            missing = args.prompts_per_iteration - len(kept) // G
+            rounds += 1
+        counts["rollout/groups_sampling_rounds"] = rounds
+        for name, count in counts.items():
+            self._metrics["train"][name].append(count)
+        if missing > 0:
+            self.accelerator.print(f"{missing} mixed groups missing after {rounds} rounds")
+        return kept, generated
+
+    def rollout(self):
+        """The completions of an iteration, of all processes, and how many of them, from the first one
+        on, count in the loss."""
+        args = self.script_args
+        num_rows = args.prompts_per_iteration * args.group_size
+        if not hasattr(self.script, "mixed_groups"):
+            return self.sampled(self.stream.take(args.prompts_per_iteration)), num_rows
+        kept, generated = self.mixed()
+        if not kept:
+            self.accelerator.print("training ends: too few mixed groups")
+            self.control.should_training_stop = True
+            # TRL still takes this step, which would move the weights by Adam's momentum.
+            for group in self.optimizer.param_groups:
+                group["lr"] = 0.0
+        # TRL needs as many rows as ever. Where groups are missing, any completions fill their place.
+        return [*kept, *generated][:num_rows], len(kept)
+
+    def rewards_of(self, completions):
+        """R, (B,), with dapo's soft penalty, as in its main."""
+        args = self.script_args
+        rewards_B = torch.tensor([c.reward for c in completions])
+        if getattr(args, "overlong", "none") == "soft":
+            lengths_B = torch.tensor([len(c.ids) for c in completions])
+            overlong_cache = args.overlong_cache or max(1, args.max_new_tokens // 4)
+            rewards_B += self.script.overlong_penalty(lengths_B, args.max_new_tokens, overlong_cache)
+        return rewards_B
+
+    def known_rollout(self, prompts, trainer):
+        """TRL calls this to sample. A rendered prompt is not tokenized again: it may begin with BOS
+        already, and TRL would add another."""
+        prompt_ids = [c.problem.prompt_ids for c in self.own_rollout]
+        completion_ids = [c.ids for c in self.own_rollout]
+        return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": None}
 
     def _generate_and_score_completions(self, inputs):
-        output = super()._generate_and_score_completions(inputs)
-        first = self.accelerator.process_index * len(inputs)
-        advantages_N = self.script.compute_advantages(self.rewards_PG).flatten()
-        return {**output, "advantages": advantages_N[first : first + len(inputs)]}
+        """TRL calls this once per iteration, with rows of its own, which we replace. It makes tensors,
+        runs the old policy and logs; advantages are the script's."""
+        rollout, num_counted = self.rollout()
+        self.own_rollout = self.own_part(rollout)
+        rewards_B = self.rewards_of(rollout)
+        rewards_PG = rewards_B.view(-1, self.num_generations)
+        advantages_B = self.script.compute_advantages(rewards_PG).flatten()
+        is_counted_B = torch.arange(len(rollout)) < num_counted
+        if getattr(self.script_args, "overlong", "none") == "filter":
+            is_counted_B &= torch.tensor([not c.truncated for c in rollout])
+
+        own_rewards = self.own_part(rewards_B).tolist()
+        rows = []
+        for completion, R in zip(self.own_rollout, own_rewards, strict=True):
+            rows.append({"prompt": completion.problem.prompt, "known": R})
+        output = super()._generate_and_score_completions(rows)
+        # TRL shuffles and splits all tensors of `output` that have a row for each completion.
+        device = self.accelerator.device
+        is_counted_B1 = self.own_part(is_counted_B)[:, None].to(device)
+        output["loss_mask"] = output["completion_mask"] * is_counted_B1
+        output["advantages"] = self.own_part(advantages_B).to(device)
+        if self.has_router_shift and "old_per_token_logps" in output:
+            output["old_experts_BTLK"], output["old_scores_BTLK"] = self.old_routers
+        return output
+
+    # ----------------------------------------------------------------- rspo's router scores
+
+    def forward_with_routers(self, model, ids, attention, num_tokens, experts_BTLK=None, **options):
+        """(what TRL's method below returns, experts, their scores), the last two (B, T, L, K). The
+        experts are by default those that this forward uses where each token is predicted."""
+        parts = []
+
+        def forward(input_ids, **inputs):
+            with Routing(self.policy.routers) as routing:
+                outputs = model(input_ids=input_ids, **inputs)
+
+            def where_predicted(x):
+                return x.detach().unflatten(0, input_ids.shape)[:, -num_tokens - 1 : -1]
+
+            logits = [where_predicted(layer) for layer in routing.token_logits()]
+            experts = experts_BTLK
+            if experts is None:
+                experts = where_predicted(routing.choices())
+            parts.append((experts, self.script.expert_logprobs(logits, experts)))
+            return outputs
+
+        outputs = super()._get_per_token_logps_and_entropies(
+            forward, ids, attention, num_tokens, **options
+        )
+        experts_BTLK, scores_BTLK = [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
+        return outputs, experts_BTLK, scores_BTLK
+
+    def _get_per_token_logps_and_entropies(self, *args, **options):
+        """TRL calls this for the old policy, with a whole rollout, which it splits."""
+        if not self.has_router_shift:
+            return super()._get_per_token_logps_and_entropies(*args, **options)
+        outputs, *self.old_routers = self.forward_with_routers(*args, **options)
+        return outputs
+
+    # ------------------------------------------------------------------------------------ loss
 
     def step_counts(self):
         """The normalizers N / W, where N is the number of completions or tokens in the whole optimizer
@@ -79,7 +259,7 @@ class PluggedTrainer(GRPOTrainer):
         accumulation = self.current_gradient_accumulation_steps
         first = self._step % self.args.steps_per_generation // accumulation * accumulation
         micro_batches = self._buffered_inputs[first : first + accumulation]
-        masks = [micro_batch["completion_mask"] for micro_batch in micro_batches]
+        masks = [micro_batch["loss_mask"] for micro_batch in micro_batches]
         num_tokens = sum(mask.sum() for mask in masks).float()
         return {
             "num_sequences": sum(len(mask) for mask in masks),  # the same in every process
@@ -87,21 +267,35 @@ class PluggedTrainer(GRPOTrainer):
         }
 
     def _compute_loss(self, model, inputs):
-        mask_BT = inputs["completion_mask"]
+        """The script's instead of TRL's."""
+        mask_BT = inputs["loss_mask"]
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
-        attention = torch.cat([inputs["prompt_mask"], mask_BT], dim=1)
-        logprobs_BT, _, aux_loss = self._get_per_token_logps_and_entropies(
-            model, ids, attention, mask_BT.shape[1], compute_aux_loss=self.aux_loss_enabled
-        )
+        attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        forward = (model, ids, attention, mask_BT.shape[1])
+        options = {"compute_aux_loss": self.aux_loss_enabled}
+        values = vars(self.script_args) | self.step_counts()
+        values["ref_logprobs_BT"] = inputs.get("ref_per_token_logps")
+        router_stats = {}
+        if self.has_router_shift:
+            options["experts_BTLK"] = inputs.get("old_experts_BTLK")
+            outputs, _, scores_BTLK = self.forward_with_routers(*forward, **options)
+            old_scores_BTLK = inputs.get("old_scores_BTLK", scores_BTLK)
+            router_shift_BT = self.script.router_shift(scores_BTLK, old_scores_BTLK)
+            is_floored_BT = router_shift_BT < self.script_args.gamma_min
+            values["router_shift_BT"] = router_shift_BT
+            masked_mean = self.script.masked_mean
+            router_stats["moe/router_shift"] = masked_mean(router_shift_BT, mask_BT)
+            router_stats["moe/router_floor_frac"] = masked_mean(is_floored_BT.float(), mask_BT)
+        else:
+            outputs = self._get_per_token_logps_and_entropies(*forward, **options)
+        logprobs_BT, _, aux_loss = outputs
         # None with one optimizer step per rollout: TRL does not compute them then.
         old_logprobs_BT = inputs.get("old_per_token_logps")
-        values = self.values | self.step_counts()
-        values["ref_logprobs_BT"] = inputs.get("ref_per_token_logps")
         names = inspect.signature(self.script.policy_loss).parameters
         keywords = {name: values[name] for name in names if name in values}
         A_B = inputs["advantages"]
         loss, stats = self.script.policy_loss(logprobs_BT, old_logprobs_BT, A_B, mask_BT, **keywords)
-        for name, value in stats.items():
+        for name, value in (stats | router_stats).items():
             self._metrics["train"][name].append(self.accelerator.gather(value).mean().item())
         if self.aux_loss_enabled:
             loss += self.router_aux_loss_coef * aux_loss / self.current_gradient_accumulation_steps
@@ -138,16 +332,20 @@ def to_trl(args, processes, micro_batch):
     }
 
 
+def fields_of(kind):
+    return {field.name for field in dataclasses.fields(kind)}
+
+
 def parse(argv):
     """The command line -> (the script, its Args, TRL's config)."""
-    parser = argparse.ArgumentParser(usage=__doc__, allow_abbrev=False)
+    options = {"allow_abbrev": False, "exit_on_error": False}
+    parser = argparse.ArgumentParser(usage=__doc__, **options)
     parser.add_argument("--algorithm", choices=ALGORITHMS, default="grpo")
     parser.add_argument("--per_device_train_batch_size", type=int, default=0)  # 0: a whole step
     choice, argv = parser.parse_known_args(argv)
     script = importlib.import_module(choice.algorithm)
 
-    options = {"add_help": False, "allow_abbrev": False, "exit_on_error": False}
-    parser = argparse.ArgumentParser(**options)
+    parser = argparse.ArgumentParser(add_help=False, **options)
     add_flags(parser, script.Args, {*USED, *inspect.signature(script.policy_loss).parameters})
     given, argv = parser.parse_known_args(argv)
     args = script.Args(**vars(given))
@@ -156,9 +354,14 @@ def parse(argv):
     ours = to_trl(args, processes, choice.per_device_train_batch_size)
     for word in argv:
         name = word.partition("=")[0].removeprefix("--").replace("-", "_")
-        if word.startswith("--") and (name in ours or name.startswith(tuple(UNUSED))):
+        if not word.startswith("--"):
+            continue
+        if name in ours or name.startswith(tuple(UNUSED)):
             raise UserError(f"--{name} has no effect here: use the flags of {choice.algorithm}.py")
-    parser = HfArgumentParser(GRPOConfig, **options)
+        if name in fields_of(script.Args) - fields_of(GRPOConfig):
+            advice = INSTEAD.get(name, "TRL has nothing like it")
+            raise UserError(f"--{name} has no effect here: {advice}")
+    parser = HfArgumentParser(GRPOConfig, add_help=False, **options)
     words = [*DEFAULTS, f"--output_dir=runs/trl-{choice.algorithm}", *argv]
     words += [f"--{name}={value}" for name, value in ours.items()]
     with one_line("TRL"):
@@ -174,29 +377,19 @@ def main(argv):
     script, args, config = parse(argv)
     grade = load_grader(args)
     policy = load_policy(dataclasses.replace(args, dtype="float32"))  # TRL casts
+    if hasattr(script, "router_shift") and not policy.routers.has_softmax:
+        raise UserError(f"--model {args.model} has no experts chosen by a softmax: use gmpo.py")
     stream, held_out = load_problems(args, policy, grade)
-    problems = stream.problems
-    if len(problems) < args.prompts_per_iteration:
-        raise UserError(f"--prompts_per_iteration: there are only {len(problems)} training problems")
     is_moe = hasattr(policy.master.config.get_text_config(), "output_router_logits")
     config.router_aux_loss_coef = args.router_aux_coef if is_moe else 0.0
 
-    def reward(number, completion_ids, **others):
-        completions = []
-        for i, ids in zip(number, completion_ids, strict=True):
-            is_truncated = ids[-1] not in policy.end_ids
-            text = policy.tokenizer.decode(ids if is_truncated else ids[:-1])
-            completions.append(Completion(problems[i], ids, [], is_truncated, text))
-        return [c.reward for c in grade(completions)]
-
-    data = Dataset.from_list([{"prompt": p.prompt, "number": i} for i, p in enumerate(problems)])
-    trainer = PluggedTrainer(
-        policy.master, reward, config, train_dataset=data, processing_class=policy.tokenizer
-    )
-    trainer.script = script
-    trainer.values = vars(args)
-    trainer.prompt_ids = {p.prompt: p.prompt_ids for p in problems}
-    trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
+    trainer = PluggedTrainer(script, args, config, policy, stream, grade)
+    folder = config.resume_from_checkpoint
+    if folder and list(Path(folder).glob("*.safetensors")):
+        # Trainer skips an MoE's experts: in the file they are one by one, in the model they are fused.
+        saved = load_policy(dataclasses.replace(args, dtype="float32", model=folder))
+        policy.master.load_state_dict(saved.master.state_dict())
+    trainer.train(resume_from_checkpoint=folder)
     trainer.save_model()  # complete, even if FSDP has sharded it
     if trainer.accelerator.is_main_process:
         trained = load_policy(dataclasses.replace(args, model=config.output_dir))

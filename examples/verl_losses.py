@@ -1,4 +1,4 @@
-"""The losses of this repository in verl 0.9, registered as nine_grpo, nine_dapo and so on.
+"""The losses of this repository in verl 0.9, registered as nine_ppo, nine_grpo and so on.
 
     pip install torch==2.13.0 verl==0.9.1    # in a separate environment: it pins its own transformers
     PYTHONPATH=. python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo \
@@ -11,6 +11,7 @@ Advantages, KL and entropy bonus are verl's. Settings come from verl's flags, ac
 whose defaults are not always the paper's. A clip_ratio* or tau_* that a loss does not read has to stay
 at verl's default. These settings match our scripts:
 
+nine_ppo      (nothing; for the rest of PPO see below)
 nine_grpo     use_kl_loss=True kl_loss_coef=0.04 loss_agg_mode=seq-mean-token-mean
 nine_dr_grpo  loss_scale_factor=<longest response>, and algorithm.norm_adv_by_std_in_grpo=False
 nine_dapo     clip_ratio_high=0.28
@@ -20,7 +21,19 @@ nine_gmpo     clip_ratio_high=0.4
 nine_sapo     (nothing)
 
 loss_agg_mode applies only to KL and entropy: each loss averages as in its paper. rspo cannot be plugged
-in because verl provides no router scores, and ppo cannot because its critic is verl's.
+in because verl provides no router scores. dapo is more than its loss: verl has algorithm.filter_groups
+for dynamic sampling and the reward manager dapo for the overlong penalty, both off by default.
+
+With nine_ppo, the critic, GAE and the KL in the reward are verl's. These settings match ppo.py. By
+default, verl has a lambda of 1, no KL, a weight decay of 0.01, and learning rates of 1e-6 and 1e-5:
+
+algorithm.adv_estimator=gae algorithm.lam=0.95 critic.cliprange_value=0.2
+algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.02
+actor_rollout_ref.actor.optim.weight_decay=0 critic.optim.weight_decay=0
+actor_rollout_ref.actor.optim.lr=<--lr> critic.optim.lr=<--critic_lr>
+
+Then verl's token rewards, returns and value loss are those of ppo.py. Two differences remain: it
+whitens advantages with the unbiased std, and its critic's head has a bias and starts at random.
 """
 
 import importlib
@@ -34,6 +47,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 CLIP = {"clip_ratio_low": "clip_eps_low", "clip_ratio_high": "clip_eps_high"}
 READS = {  # algorithm: {verl's setting: our flag}
+    "ppo": CLIP,
     "grpo": CLIP,
     "dr_grpo": CLIP | {"loss_scale_factor": "max_new_tokens"},
     "dapo": CLIP,

@@ -3,6 +3,7 @@
 Tests marked `extras` need examples/requirements.txt. verl needs a separate environment: here the losses
 are called as its actor does; conformance/engines.md tells of the real one."""
 
+import argparse
 import functools
 import importlib
 import inspect
@@ -16,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from conftest import ROOT, SUMS, batch_of_ids, save, script_args
+from conftest import ROOT, SMALL, SUMS, TINY_MOE, checkpoint_of, fields_of, run, save, script_args
 from test_losses import data, gradient_of, loss_of
 from tokenizers.processors import TemplateProcessing
 
@@ -118,17 +119,37 @@ def test_the_scripts_flags_set_those_of_trl(trl_trainer):
     flags = """--use_cpu --num_minibatches 2 --update_epochs 3 --iterations 4 --save_every 5
     --max_new_tokens 20 --temperature 0.5 --dtype bfloat16"""
     _, _, config = trl_trainer.parse(flags.split())
-    assert (config.max_steps, config.save_steps) == (24, 30)
+    assert (config.max_steps, config.save_steps, config.save_total_limit) == (24, 30, 1)
     assert (config.max_completion_length, config.temperature, config.bf16) == (20, 0.5, True)
+
+
+@pytest.mark.extras
+def test_flags_that_both_have_mean_the_same(trl_trainer):
+    """A flag that is not used goes to TRL if TRL has one of this name. These three may."""
+    for name in trl_trainer.ALGORITHMS:
+        used = {*trl_trainer.USED, *inspect.signature(script_args(name)[0].policy_loss).parameters}
+        passed = (fields_of(name) - used) & trl_trainer.fields_of(trl_trainer.GRPOConfig)
+        assert passed == {"gradient_checkpointing", "max_grad_norm", "seed"}
+
+
+NO_EFFECT = "has no effect here:"
 
 
 @pytest.mark.extras
 @pytest.mark.parametrize(
     "words, line",
     [
-        ("--loss_type=dapo", "--loss_type has no effect here: use the flags of grpo.py"),
-        ("--learning-rate 1", "--learning_rate has no effect here: use the flags of grpo.py"),
-        ("--rollout_cap 3", "unknown argument --rollout_cap"),
+        ("--loss_type=dapo", f"--loss_type {NO_EFFECT} use the flags of grpo.py"),
+        ("--learning-rate 1", f"--learning_rate {NO_EFFECT} use the flags of grpo.py"),
+        ("--run_dir x", f"--run_dir {NO_EFFECT} use --output_dir"),
+        ("--resume", f"--resume {NO_EFFECT} use --resume_from_checkpoint FOLDER"),
+        ("--eval_every 5", f"--eval_every {NO_EFFECT} held-out problems are answered only at the end"),
+        (
+            "--micro_batch_tokens=9",
+            f"--micro_batch_tokens {NO_EFFECT} use --per_device_train_batch_size",
+        ),
+        ("--rollout_cap 3", f"--rollout_cap {NO_EFFECT} TRL has nothing like it"),
+        ("--overlong filter", "unknown argument --overlong"),
         ("--no_flag 1", "unknown argument --no_flag"),
         ("--per_device_train_batch_size 3", "--per_device_train_batch_size 3 does not divide 16"),
         ("", "--num_minibatches: 3 processes cannot share a step of 16"),
@@ -139,6 +160,12 @@ def test_what_trl_cannot_use_is_one_line(trl_trainer, monkeypatch, words, line):
         monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(UserError, match=f"^{re.escape(line)}"):
         trl_trainer.parse(["--use_cpu", *words.split()])
+
+
+@pytest.mark.extras
+def test_ppo_in_trl_is_refused(trl_trainer):
+    with pytest.raises(argparse.ArgumentError, match="invalid choice: 'ppo'"):
+        trl_trainer.parse(["--algorithm", "ppo"])
 
 
 def launched(file, *words):
@@ -170,14 +197,14 @@ from examples import trl_trainer
 
 {function}
 
-class Fixed(trl_trainer.PluggedTrainer):
-    def _generate_single_turn(self, prompts, *_):
-        first = len(prompts) * self.accelerator.process_index
-        rows = enumerate(prompts, first)
-        return [fixed_completion(ids, row % 8) for row, ids in rows], None
+def fixed(self, prompts, *_):
+    first = len(prompts) * self.accelerator.process_index
+    rows = enumerate(prompts, first)
+    return [fixed_completion(ids, row % 8) for row, ids in rows], None
 
-trl_trainer.PluggedTrainer = Fixed
-for name in trl_trainer.ALGORITHMS:
+
+trl_trainer.GRPOTrainer._generate_single_turn = fixed
+for name in {names}:
     trl_trainer.main(["--algorithm", name, "--output_dir", "{folder}/" + name, *sys.argv[1:]])
 """
 
@@ -185,21 +212,40 @@ for name in trl_trainer.ALGORITHMS:
 def fixed_completion(prompt_ids, i):
     """The i-th completion of a group: ids that are the same in every process."""
     rng = random.Random(f"{prompt_ids} {i}")
-    return [rng.randrange(2, 17) for _ in range(rng.randint(1, 11))] + [1]
+    ids = [rng.randrange(2, 17) for _ in range(rng.randint(4, 12))]
+    return ids if len(ids) == 12 else [*ids, 1]
 
 
-def weights_of(model):
+def fixed_sample(policy, problems, group_size, *_):
+    """Stands in for a script's `sample`."""
+    completions = []
+    for problem in problems:
+        for i in range(group_size):
+            ids = fixed_completion(problem.prompt_ids, i)
+            truncated = ids[-1] != 1
+            text = policy.tokenizer.decode(ids if truncated else ids[:-1])
+            completion = common.Completion(problem, ids, [0.0] * len(ids), truncated, text)
+            completions.append(completion)
+    return completions
+
+
+def weights_of(folder):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
-@pytest.mark.extras
-def test_two_processes_take_the_scripts_steps(tmp_path, tiny_model, trl_trainer):
-    """Two epochs over three groups of eight, the middle one split between the processes, in three
-    micro-batches each: the weights are those of plain SGD on the whole loss."""
-    function = inspect.getsource(fixed_completion)
-    code = STEP.format(root=str(ROOT), folder=tmp_path, function=function)
-    (tmp_path / "step.py").write_text(code)
-    (tmp_path / "rewards.py").write_text("def f(text): return text.count('1') / 7")
+# Three groups of eight, the middle one split between two processes. The group of the one odd answer is
+# all right.
+STEPS = """--num_held_out 4 --prompts_per_iteration 3 --group_size 8 --max_new_tokens 12
+--num_minibatches 1 --update_epochs 2 --iterations 1 --router_aux_coef 0 --lr 0.03
+--max_grad_norm 1e9""".split()
+REWARD = "return 1.0 if int(answer) % 2 else text.count('3') / 7"
+
+
+@pytest.fixture
+def takes_the_scripts_steps(tmp_path, tiny_model, reward_file, monkeypatch):
+    """Two epochs in two processes with three micro-batches each: the weights are those of the script,
+    which takes the same steps with plain SGD. Returns what the example prints."""
     (tmp_path / "data.jsonl").write_text("\n".join(SUMS.read_text().splitlines()[:7]))
     # Like many chat models: the template begins with BOS, and the tokenizer adds it to plain text.
     model = save(tiny_model[0], tmp_path / "model")
@@ -208,45 +254,101 @@ def test_two_processes_take_the_scripts_steps(tmp_path, tiny_model, trl_trainer)
     add_bos = TemplateProcessing(single="<pad> $A", special_tokens=[("<pad>", 0)])
     tokenizer.backend_tokenizer.post_processor = add_bos
     tokenizer.save_pretrained(model)
-    flags = f"""--model {model} --dataset {tmp_path}/data.jsonl --reward {tmp_path}/rewards.py:f
-    --num_held_out 4 --prompts_per_iteration 3 --group_size 8 --max_new_tokens 12 --num_minibatches 1
-    --update_epochs 2 --iterations 1 --per_device_train_batch_size 4 --router_aux_coef 0 --optim sgd
-    --lr 0.1 --max_grad_norm 1e9 --disable_tqdm True""".split()
-    launched(tmp_path / "step.py", *flags)
-    data = str(tmp_path / "data.jsonl")
-    args = script_args("grpo", model=str(model), dataset=data, num_held_out=4)[1]
-    policy = common.load_policy(args)
-    stream, _ = common.load_problems(args, policy, common.load_grader(args))
-    prompts = [problem.prompt_ids for problem in stream.problems]
-    assert [ids.count(0) for ids in prompts] == [1, 1, 1]
-    rows = [(ids, fixed_completion(ids, i)) for ids in prompts for i in range(8)]
-    rewards = [tokenizer.decode(ids).count("1") / 7 for _, ids in rows]
-    batch = batch_of_ids(rows)
-    for name in trl_trainer.ALGORITHMS:
-        script = importlib.import_module(name)
-        advantages_B = script.compute_advantages(torch.tensor(rewards).view(3, 8)).flatten()
-        policy = common.load_policy(args)
-        start = weights_of(policy)
-        optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
-        old_BT = common.token_logprobs(policy, batch, 1.0).logprobs_BT.detach()
-        own = {"grpo": {"ref_logprobs_BT": old_BT}, "dr_grpo": {"max_new_tokens": 12}}
-        for _ in range(2):
-            new_BT = common.token_logprobs(policy, batch, 1.0).logprobs_BT
-            tensors = new_BT, old_BT, advantages_B, batch.mask_BT
-            loss, _ = script.policy_loss(*tensors, **own.get(name, {}))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        moved = weights_of(policy) - start
-        trained = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
-        gap = weights_of(trained) - weights_of(policy)
-        assert moved.norm() > 0.01 and gap.norm() < 1e-4 * moved.norm(), name
+    monkeypatch.setattr(torch.optim, "AdamW", lambda weights, lr, **_: torch.optim.SGD(weights, lr))
+
+    def check(names, *flags):
+        function = inspect.getsource(fixed_completion)
+        code = STEP.format(root=str(ROOT), folder=tmp_path, function=function, names=names)
+        (tmp_path / "step.py").write_text(code)
+        files = ["--model", model, "--dataset", tmp_path / "data.jsonl"]
+        shared = [*files, "--reward", reward_file(REWARD), *STEPS, *flags]
+        own = ["--per_device_train_batch_size", "4", "--optim", "sgd", "--disable_tqdm", "True"]
+        printed = launched(tmp_path / "step.py", *shared, *own)
+        for name in names:
+            monkeypatch.setattr(importlib.import_module(name), "sample", fixed_sample)
+            folder = tmp_path / f"script-{name}"
+            assert run(name, *shared, "--run_dir", folder).returncode == 0
+            expected = weights_of(checkpoint_of(folder))
+            moved = expected - weights_of(model)
+            gap = weights_of(tmp_path / name) - expected
+            assert moved.norm() > 0.01 and gap.norm() < 1e-4 * moved.norm(), name
+        return printed
+
+    return check
+
+
+@pytest.mark.extras
+def test_two_processes_take_the_scripts_steps(takes_the_scripts_steps, trl_trainer):
+    takes_the_scripts_steps(trl_trainer.ALGORITHMS)
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize("flags", ["--overlong filter", "--overlong none --max_sampling_rounds 1"])
+def test_dapo_samples_until_three_groups_are_mixed(takes_the_scripts_steps, flags):
+    printed = takes_the_scripts_steps(["dapo"], *flags.split())
+    is_short = "1 mixed groups missing after 1 rounds" in printed
+    assert is_short == ("max_sampling_rounds" in flags)
+    counts = {"generated": 3 if is_short else 4, "kept": 2 if is_short else 3, "dropped_all_right": 1}
+    for name, count in counts.items():
+        assert f"'rollout/groups_{name}': '{count}'" in printed
+
+
+@pytest.mark.extras
+def test_rspo_in_trl_needs_routers_with_a_softmax(trl_trainer, tmp_path):
+    sizes = dict(vocab_size=17, hidden_size=16, intermediate_size=32, num_hidden_layers=1)
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, eos_token_id=1)
+    folder = save(transformers.LlamaForCausalLM(config), tmp_path / "dense")
+    with pytest.raises(UserError, match="dense has no experts chosen by a softmax: use gmpo.py$"):
+        trl_trainer.main(["--use_cpu", "--algorithm", "rspo", "--model", str(folder)])
+
+
+def trained(trl_trainer, folder, *flags):
+    """The weights of a small job in this process."""
+    small = [
+        "--dataset",
+        SUMS,
+        "--num_held_out",
+        8,
+        *SMALL,
+        "--algorithm",
+        "dapo",
+        "--output_dir",
+        folder,
+    ]
+    others = ["--save_every", 1, "--use_cpu", "--disable_tqdm", "True"]
+    trl_trainer.main([*map(str, small + others), *map(str, flags)])
+    return weights_of(folder)
+
+
+@pytest.mark.extras
+def test_a_resumed_run_is_the_same(trl_trainer, tmp_path, reward_file):
+    """Prompts, noise and optimizer."""
+    reward = reward_file("return text.count('1') / 7")
+    flags = ["--reward", reward, "--iterations", 3, "--save_total_limit", 3]
+    expected = trained(trl_trainer, tmp_path / "whole", *flags)
+    checkpoint = tmp_path / "whole" / "checkpoint-2"
+    found = trained(trl_trainer, tmp_path / "rest", *flags, "--resume_from_checkpoint", checkpoint)
+    assert torch.equal(found, expected)
+    assert not torch.equal(weights_of(checkpoint), expected)
+
+
+@pytest.mark.extras
+def test_dapo_without_a_mixed_group_ends_before_the_step(trl_trainer, tmp_path, reward_file, capsys):
+    """Here in the second iteration, when Adam has a momentum."""
+    lines = ["reward.calls = getattr(reward, 'calls', 0) + 1"]
+    lines += ["return text.count('1') / 7 if reward.calls <= 16 else 0.0"]
+    flags = ["--reward", reward_file(*lines), "--iterations", 3, "--max_sampling_rounds", 1]
+    found = trained(trl_trainer, tmp_path / "run", *flags)
+    assert torch.equal(found, weights_of(checkpoint_of(tmp_path / "run")))
+    assert not torch.equal(found, weights_of(TINY_MOE))
+    assert capsys.readouterr().out.count("training ends: too few mixed groups") == 1
 
 
 # ---------------------------------------------------------------------------------------------- verl
 
 
 VERL = {  # the settings that match the scripts, as in the example's header
+    "ppo": {},
     "grpo": {},
     "dr_grpo": {"loss_scale_factor": 48},
     "dapo": {"clip_ratio_high": 0.28},
