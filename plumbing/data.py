@@ -63,6 +63,7 @@ class ProblemStream:
 def load_problems(args, policy, grade):
     """`--dataset` -> (stream of training problems, [held-out problems]). The held-out ones, which come
     from it or from `--eval_dataset`, are the same for all seeds. `grade` is from `load_grader`."""
+    check_template(policy, args)
     reading = (policy, args, grade.reads_answers)
     training, notes = usable_rows(read_rows(args, "dataset"), "dataset", *reading)
     others = {}  # the held-out problems are the first ones of these
@@ -281,13 +282,44 @@ def read_answer(cell, args):
     return final_answer(text) or whole
 
 
-def render(messages, policy, args):
-    """Messages -> the text that the model reads. A row for which this raises is left out."""
+def turn_tokens(policy, args):
+    """The token that the chat template writes before a user's message, and the one that it writes after
+    an assistant's. None where it writes none."""
+    tokenizer = policy.tokenizer
+    messages = [{"role": "user", "content": "USER"}, {"role": "assistant", "content": "ASSISTANT"}]
+    options = args.chat_template_kwargs or {}
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    except Exception:  # there is no template, or it raises its own exception
+        return None, None
+    tokens = [token.content for token in tokenizer.added_tokens_decoder.values()]
+    before, _, rest = text.partition("USER")
+    after = rest.partition("ASSISTANT")[2]
+    start = max((token for token in tokens if token in before), key=before.rfind, default=None)
+    end = min((token for token in tokens if token in after), key=after.find, default=None)
+    return start, end
+
+
+def check_template(policy, args):
+    """UserError if there is no chat template for `--chat_template_kwargs`. Prints a note if the model
+    would not stop where the template ends a turn."""
+    tokenizer = policy.tokenizer
+    if args.chat_template_kwargs and not tokenizer.chat_template:
+        raise UserError(f"--chat_template_kwargs: --model {args.model} has no chat template")
+    end = turn_tokens(policy, args)[1]
+    if end is not None and tokenizer.convert_tokens_to_ids(end) not in policy.end_ids:
+        known = " or ".join(map(tokenizer.decode, dict.fromkeys(policy.end_ids)))
+        message = f"ends an answer with {end}, but the model stops only at {known}"
+        print(f"note: the chat template {message} (eos_token_id in generation_config.json)")
+
+
+def render(messages, policy, args, start):
+    """Messages -> the text that the model reads. A row for which this raises is left out. start: the
+    token that the template writes before a user's message."""
     tokenizer = policy.tokenizer
     if tokenizer.chat_template:
-        for message in messages:
-            if any(token in message["content"] for token in tokenizer.all_special_tokens):
-                raise ValueError("it already has the chat template's special tokens")
+        if start and any(start in message["content"] for message in messages):
+            raise ValueError(f"it already has the chat template's {start}")
         options = {"tokenize": False, "add_generation_prompt": True}
         text = tokenizer.apply_chat_template(messages, **options, **args.chat_template_kwargs or {})
     elif len(messages) == 1:
@@ -299,7 +331,7 @@ def render(messages, policy, args):
     return text
 
 
-def read_row(row, known, policy, args, reads_answers):
+def read_row(row, known, policy, args, reads_answers, start):
     """A row -> (hash of its prompt, Problem without ids: the known one, if any). BadRow if it cannot be
     used."""
     if not isinstance(row, dict) or None in row:  # where csv puts cells without a column
@@ -324,7 +356,7 @@ def read_row(row, known, policy, args, reads_answers):
         messages = [{"role": "system", "content": args.system_prompt}, *messages]
     prompt = messages[-1]["content"] if is_text else messages
     try:
-        text = render(messages, policy, args)
+        text = render(messages, policy, args, start)
         (text + answer).encode()  # fails for half a surrogate pair, as in "\ud83d"
     except Exception as error:  # templates raise their own exceptions
         raise BadRow("that the model or its chat template cannot take", f"{error}: {prompt}") from error
@@ -370,6 +402,7 @@ def usable_rows(rows, flag, policy, args, reads_answers=True):
     why, if anything]). UserError if more than a tenth is left out."""
     if len(rows) == 0:
         raise UserError(f"--{flag} {getattr(args, flag)} has no rows")
+    start, _ = turn_tokens(policy, args)
     columns = {}
     problems = {}
     numbers = {}  # {hash of the prompt: number of its first row}
@@ -383,7 +416,7 @@ def usable_rows(rows, flag, policy, args, reads_answers=True):
         if isinstance(row, dict):
             columns |= dict.fromkeys(map(str, row))
         try:
-            key, problem = read_row(row, problems, policy, args, reads_answers)
+            key, problem = read_row(row, problems, policy, args, reads_answers, start)
         except BadRow as error:
             leave_out(number, error)
         else:

@@ -17,15 +17,16 @@ from transformers import ByT5Tokenizer
 
 import plumbing.data
 from common import UserError, load_grader, load_problems
-from plumbing.data import ProblemStream, read_rows, usable_rows
+from plumbing.data import ProblemStream, check_template, read_rows, usable_rows
 
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}{{ end }}<assistant>"
 
 
 def policy_with(template=None, limit=None):
-    """A model with a limit on positions, and a tokenizer with a token for each byte, which appends an
-    EOS."""
+    """A model with a limit on positions, and a tokenizer with a token for each byte and two special
+    ones, which appends an EOS."""
     tokenizer = ByT5Tokenizer(extra_ids=0)
+    tokenizer.add_tokens(["<turn>", "<think>"], special_tokens=True)
     tokenizer.chat_template = template
     config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=limit))
     embeddings = SimpleNamespace(num_embeddings=len(tokenizer))
@@ -326,13 +327,15 @@ NO_GOLD = (
 )
 REFUSED = "that the model or its chat template cannot take (first: row 1 "
 FIRST = "{{ messages[0].content }}"
+# With a default system prompt that names a special token, as Magistral's
+MARKED = "<think>Be brief.{% for m in messages %}<turn>{{ m.role }} {{ m.content }}</s>{% endfor %}"
 BAD_ROWS = [  # prompt, answer, chat template, why the row is left out
     (" \n", "2", TURNS, f"{NO_PROMPT}' \\n')"),
     (["1+1="], "2", TURNS, f"{NO_PROMPT}['1+1='])"),
     (5, "2", TURNS, f"{NO_PROMPT}5)"),
     (chat("user", [*PARTS, {"type": "image"}]), "2", TURNS, NO_PROMPT),
     ([{"content": "3"}], "2", TURNS, NO_PROMPT),
-    ("<user>3</s>", "2", TURNS, f"{REFUSED}\"it already has the chat template's special tokens"),
+    ("<turn>user 3</s>", "2", MARKED, f"{REFUSED}\"it already has the chat template's <turn>"),
     (chat("user", "3", "user", "4"), "2", None, f'{REFUSED}"several messages'),
     ([*SHOT, *chat("user", "3")], "2", FIRST, f'{REFUSED}"the chat template drops the last message'),
     ("3", "2", "{{ raise_exception('no!') }}", f"{REFUSED}'no!: 3')"),
@@ -347,6 +350,12 @@ BAD_ROWS = [  # prompt, answer, chat template, why the row is left out
 def test_a_refusal_names_the_reason_the_cell_and_the_columns(prompt, answer, template, expected):
     message = refusal([row(prompt, answer)], policy_with(template, limit=150))
     assert expected in message and message.endswith("its columns are question, answer")
+
+
+def test_a_prompt_may_name_special_tokens_that_do_not_begin_a_turn():
+    flags = {"system_prompt": "<think> first.", "instruction": "Stop with </s>."}
+    ((prompt, *_),) = problems_of([row("1+1=<think>")], policy_with(MARKED), **flags)
+    assert "<turn>user 1+1=<think>\nStop with </s>.</s>" in prompt
 
 
 def test_a_prompt_in_tokens_that_the_model_does_not_know_is_refused(tiny_policy):
@@ -419,7 +428,7 @@ def test_a_prompt_is_rendered_once_and_a_template_that_always_fails_a_few_times(
     render = Mock(wraps=policy.tokenizer.apply_chat_template)
     policy.tokenizer.apply_chat_template = render
     problems_of(sums(10) * 5, policy)
-    assert render.call_count == 10
+    assert render.call_count == 10 + 1  # what the template writes around a message
     render.side_effect = ValueError
     refusal(sums(3000), policy)
     assert render.call_count < 100
@@ -494,6 +503,25 @@ def test_leaks_are_counted_by_what_the_model_reads(tmp_path, own_policy, capsys)
     load(tmp_path / "data.jsonl", own_policy, sums(10) + messages, num_held_out=10)
     line = capsys.readouterr().out
     assert "10 to train on, 10 held out; " in line and "of those held out are also in" in line
+
+
+NOTE = "note: the chat template ends an answer with <pad>, but the model stops only at <eos> "
+TURN_ENDS = {"<pad>": NOTE, "<eos>": "", "{{ raise_exception('no!') }}": "", "": ""}
+
+
+@pytest.mark.parametrize("end", TURN_ENDS)
+def test_a_model_that_does_not_stop_where_its_turns_end_is_told(end, tmp_path, own_policy, capsys):
+    """A base model with the chat template of an instruct model never ends."""
+    template = "{% for m in messages %}<unk>{{ m.content }}" + end + "\n{% endfor %}"
+    own_policy.tokenizer.chat_template = template
+    args = script_args("grpo")[1]
+    check_template(own_policy, args)
+    assert capsys.readouterr().out[: len(NOTE)] == TURN_ENDS[end]
+
+
+def test_chat_template_kwargs_need_a_template(tmp_path, tiny_policy):
+    with pytest.raises(UserError, match="--chat_template_kwargs: --model tiny-moe has no chat template"):
+        load(tmp_path / "data.jsonl", tiny_policy, sums(9), chat_template_kwargs={"a": 1})
 
 
 def test_without_training_all_problems_may_be_held_out(tmp_path, tiny_policy):
