@@ -10,10 +10,11 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
-from plumbing.answers import final_answer
+from plumbing.answers import MARKERS, final_answer
 from plumbing.args import UserError, has_splits, one_line
 
 
@@ -112,6 +113,22 @@ def addition_problems(count=10_496):
 # -------------------------------------------------------------------------------------------- files
 
 
+TEXT_FILES = (".jsonl", ".json", ".csv", ".tsv")
+
+
+def check_files(args):
+    """UserError if `--dataset` or `--eval_dataset` names a file that is not there, or is of an unknown
+    kind. `load_grader` calls this, since it comes before the model is loaded, which takes longer."""
+    for flag in ("dataset", "eval_dataset"):
+        name = getattr(args, flag)
+        is_known = Path(name).suffix.lower() in (*TEXT_FILES, ".parquet")
+        with one_line(f"--{flag} {name} cannot be read"):
+            if is_known:
+                Path(name).stat()
+            elif Path(name).is_file():
+                raise UserError(f"it is none of these: {', '.join(TEXT_FILES)}, .parquet")
+
+
 def read_rows(args, flag):
     """The rows of the dataset that `flag` names: "dataset" or "eval_dataset". A row that is not a dict
     was unreadable. Files have no splits."""
@@ -119,10 +136,7 @@ def read_rows(args, flag):
     if name == "addition":
         return [{"question": prompt, "answer": answer} for prompt, answer in addition_problems()]
     kind = Path(name).suffix.lower()
-    if kind not in (".json", ".jsonl", ".csv", ".tsv"):
-        if Path(name).is_file() and kind != ".parquet":
-            kinds = ".jsonl, .json, .csv, .tsv, .parquet"
-            raise UserError(f"--{flag} {name} is none of these files: {kinds}")
+    if kind not in TEXT_FILES:
         return load_rows(name, args, flag)
     # Not with datasets, which guesses types (007 becomes 7) and rejects a file for one bad line. Bytes
     # that are not UTF-8 become lone surrogates, so that only their rows are left out.
@@ -196,17 +210,31 @@ def load_rows(name, args, flag):
 
 
 def as_dicts(rows):
-    """A dataset as a list of rows. Labels become their names. Images and audio are not decoded, since
-    nobody reads them."""
+    """A dataset as a list of rows. Images and audio are not decoded, since nobody reads them."""
     columns = rows.with_format("arrow")[:].to_pydict()
     for column, feature in rows.features.items():
-        kind = getattr(feature, "_type", "")
-        if kind == "ClassLabel":
-            names = dict(enumerate(feature.names))  # not -1, which is no label
-            columns[column] = [names.get(cell) for cell in columns[column]]
-        elif kind == "Json":
-            columns[column] = [parsed(cell or "null") for cell in columns[column]]
+        if getattr(feature, "dtype", "") != "string":  # text needs no look at each of a million cells
+            columns[column] = [as_shown(cell, feature) for cell in columns[column]]
     return [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
+
+
+def as_shown(cell, feature):
+    """A cell as its file shows it, at every depth: a label is its name, JSON its value, and 0.1 in
+    float32 is 0.1, not 0.10000000149011612."""
+    kind = getattr(feature, "_type", "")
+    if cell is None:
+        return None
+    if isinstance(feature, dict):
+        return {name: as_shown(cell[name], feature[name]) for name in cell}
+    if kind in ("List", "LargeList"):
+        return [as_shown(item, feature.feature) for item in cell]
+    if kind == "ClassLabel":
+        return feature.names[cell] if cell >= 0 else None  # -1 is no label
+    if kind == "Json":
+        return parsed(cell)
+    if kind == "Value" and feature.dtype in ("float16", "float32"):
+        return float(str(np.dtype(feature.dtype).type(cell)))
+    return cell
 
 
 # --------------------------------------------------------------------------------------------- rows
@@ -232,6 +260,7 @@ def cell_of(row, column):
         return re.sub(IN_BRACES, lambda found: shown(cells[found[1]]), column) if is_whole else None
     cell = row
     for name in column.split("."):
+        cell = parsed(cell) if isinstance(cell, str) else cell
         cell = cell.get(name) if isinstance(cell, dict) else None
     return cell
 
@@ -270,15 +299,19 @@ def read_prompt(cell, args):
 
 
 def read_answer(cell, args):
-    """The gold answer in a cell: what is behind a marker, or else all of it; of a list of one, also as
-    text, the element. "" if there is none: to the verifier, a long text without a marker is none."""
-    items = parsed(cell) if isinstance(cell, str) and cell.lstrip().startswith("[") else cell
-    if isinstance(items, list) and len(items) == 1 and not isinstance(items[0], (list, dict)):
+    """The gold answer in a cell: what is behind a marker, or else all of it; of a list of one text, even
+    as JSON, that text. "" if there is none. For the verifier, none of these is one: a long text, a
+    marker with nothing behind it, and a JSON object, which holds the tests of a program."""
+    items = parsed(cell) if isinstance(cell, str) and cell.lstrip()[:1] in ("[", "{") else cell
+    if isinstance(items, list) and len(items) == 1 and isinstance(items[0], str):
         cell = items[0]
+    elif isinstance(items, dict) and not args.reward:
+        return ""
     is_number = isinstance(cell, int) or (isinstance(cell, float) and math.isfinite(cell))
     text = shown(cell).strip() if is_number or isinstance(cell, str) else ""
     is_solution = "\n" in text or len(text) > LONGEST_GOLD
-    whole = "" if is_solution and not args.reward else text
+    has_marker = any(marker in text for marker in MARKERS)
+    whole = "" if (is_solution or has_marker) and not args.reward else text
     return final_answer(text) or whole
 
 
@@ -344,7 +377,8 @@ def read_row(row, known, policy, args, reads_answers, start):
         advice = "it is one short line, or behind #### or \\boxed"
         if args.reward:
             advice = "if --reward needs none, drop `answer` from its parameters"
-        raise BadRow(f"without a gold answer in --answer_column {args.answer_column} ({advice})", gold)
+        found = row.get(args.answer_column.partition(".")[0]) if gold is None else gold
+        raise BadRow(f"without a gold answer in --answer_column {args.answer_column} ({advice})", found)
     is_text = isinstance(cell, str)
     key = hash_of(cell if is_text else messages)
     if key in known:
@@ -422,8 +456,6 @@ def usable_rows(rows, flag, policy, args, reads_answers=True):
         else:
             problems[key] = problem
             numbers.setdefault(key, number)
-        if number == 20 and not problems:
-            break  # the chat template, for example, would refuse every other row, too
     no_cells = dict.fromkeys(columns)
     results = tokenized(list(problems.values()), policy, args)
     for key, result in zip(list(problems), results, strict=True):

@@ -1,6 +1,7 @@
 """The functions of --reward: how they are found and called, and what they may return."""
 
 import json
+import os
 import sys
 
 import pytest
@@ -14,6 +15,7 @@ from common import Completion, Problem, UserError, load_grader
 from plumbing.metrics import missing_signal
 from plumbing.run import progress_line
 
+CHAT = [{"role": "user", "content": "1+1="}]
 TEXTS = {"2": False, "?": False, "300": False, "2.": True, "40": True}  # {text: truncated}
 
 
@@ -52,7 +54,7 @@ def length(text, nums):
 """
 
 
-@pytest.mark.parametrize("prompt", ["1+1=", [{"role": "user", "content": "1+1="}]], ids=type)
+@pytest.mark.parametrize("prompt", ["1+1=", CHAT], ids=type)
 def test_functions_of_lists_and_of_one_completion(prompt, tmp_path):
     """Completions are messages if prompts are. What a function does to a column or to ids does not
     change them."""
@@ -188,8 +190,12 @@ def test_a_file_is_run_once_for_each_run(tmp_path):
     path.write_text("def f(text) return 1")
     with pytest.raises(UserError, match="SyntaxError"):
         graded(path)
-    path.write_text("def f(text): return 3")
-    assert [c.reward for c in graded(path)] == [3] * 5
+    for value in (3, 4):  # two files of one second and one size
+        path.write_text(f"def f(text): return {value}")
+        assert [c.reward for c in graded(path)] == [value] * 5
+    path.write_text("def g(text): return 3")
+    with pytest.raises(UserError, match="has no attribute 'f'"):
+        graded(path)
 
 
 BAD_FILES = [  # a file and its content, and what the line says
@@ -209,22 +215,55 @@ def test_a_file_whose_function_cannot_be_found_or_called_is_refused(name, source
         graded(tmp_path / name)
 
 
-FAILS = [  # a function's parameter, the prompt, and what completions are
-    ("text", "1+1=", "text; in a list they are messages if prompts are"),
-    ("completions", "1+1=", "text; in a list they are messages if prompts are"),
-    ("completions", [{"role": "user", "content": "1+1="}], "messages, since prompts are"),
+TEXT = "text; in a list they are messages if prompts are. The"
+
+
+class Judge(torch.nn.Module):
+    def forward(self, completions, level):
+        return torch.tensor(level) + torch.nn.Linear(1, 1).bias * 0
+
+
+def test_a_torch_module_is_a_function_with_the_parameters_of_its_forward():
+    grade = load_grader(script_args("grpo", reward=Judge())[1])
+    assert [c.reward for c in grade(completions(level=3))] == [3] * 5
+    with pytest.raises(UserError, match="missing a required argument: 'level'"):
+        grade(completions())
+
+
+def test_a_resume_tells_that_the_file_has_changed(tmp_path, capsys):
+    """That is allowed, but the run is no longer one experiment."""
+    path = write(tmp_path, "def f(text): return 1")
+    args = script_args("grpo", reward=f"{path}:f", run_dir=tmp_path, resume=True)[1]
+    (tmp_path / "settings.json").write_text("{}")
+    for seconds, expected in ((-9, ""), (9, f"note: {path} has changed since the run last began\n")):
+        moment = (tmp_path / "settings.json").stat().st_mtime + seconds
+        os.utime(path, (moment, moment))
+        load_grader(args)
+        assert capsys.readouterr().out == expected
+
+
+FAILS = [  # a function's parameter and body, the prompt, and what completions are
+    ("text", "fail()", "1+1=", f"{TEXT} prompt"),
+    ("completions", "fail()", "1+1=", f"{TEXT} first prompt"),
+    ("completions", "yield fail()", CHAT, "messages, since prompts are. The first prompt"),
+    ("completions", "return map(fail, [1])", "1+1=", f"{TEXT} first prompt"),
 ]
 
 
-@pytest.mark.parametrize("parameter, prompt, expected", FAILS, ids=str)
+@pytest.mark.parametrize("parameter, body, prompt, expected", FAILS, ids=str)
 def test_an_error_in_a_function_has_a_line_and_its_traceback(
-    parameter, prompt, expected, tmp_path, capsys
+    parameter, body, prompt, expected, tmp_path, capsys
 ):
-    """Also one that looks like an error of ours."""
-    path = write(tmp_path, f"def f({parameter}): raise BrokenPipeError(32, 'a worker')")
+    """Also one that looks like an error of ours, and one that comes only when results are taken."""
+    fail = "def fail(*_): raise BrokenPipeError(32, 'a worker')\n"
+    path = write(tmp_path, f"{fail}def f({parameter}): {body}")
+    (tmp_path / "checkpoint-000020").mkdir()
     with pytest.raises(BrokenPipeError):
-        graded(path, prompt=prompt)
-    assert capsys.readouterr().err == f"--reward {path}:f failed. Completions are {expected}.\n"
+        load_grader(script_args("grpo", reward=f"{path}:f", run_dir=tmp_path)[1])(completions(prompt))
+    expected += (
+        f" is '1+1=', and its gold answer '2'. The last checkpoint is {tmp_path}/checkpoint-000020."
+    )
+    assert capsys.readouterr().err == f"--reward {path}:f failed. Completions are {expected}\n"
 
 
 GOLD = """
