@@ -11,7 +11,7 @@ from conftest import resume, script_args, started, write_lines
 
 import dapo
 import grpo
-from common import Completion, Problem, UserError, load_grader
+from common import Completion, Problem, UserError, load_grader, load_problems
 from plumbing.metrics import missing_signal
 from plumbing.run import progress_line
 
@@ -272,16 +272,19 @@ def lists(completions, level, difficulty=None, **rest): return [x / 20 for x in 
 """
 
 
-def test_run_rows_need_a_gold_answer_only_if_the_function_does(tmp_path):
+def test_rows_need_a_gold_answer_only_if_the_function_does(tmp_path, tiny_policy):
     """The dataset has the columns question and level."""
     rows = [{"question": f"{i}+1=", "level": i} for i in range(20)]
-    data = write_lines(tmp_path / "data.jsonl", rows)
+    flags = {"dataset": str(write_lines(tmp_path / "data.jsonl", rows)), "num_held_out": 8}
     path = write(tmp_path, GOLD)
-    flags = ("--dataset", data, "--run_dir", tmp_path / "run", "--reward")
-    refused("grpo", *flags, f"{path}:one", expected="20 without a gold answer")
-    completes("grpo", *flags, f"{path}:lists")
-    (line,) = metrics(tmp_path / "run")
-    assert 0 < line["rollout/reward_mean"] < 1
+    args = script_args("grpo", **flags, reward=f"{path}:one")[1]
+    with pytest.raises(UserError, match="20 without a gold answer"):
+        load_problems(args, tiny_policy, load_grader(args))
+    args = script_args("grpo", **flags, reward=f"{path}:lists")[1]
+    grade = load_grader(args)
+    _, held_out = load_problems(args, tiny_policy, grade)
+    graded = grade([Completion(problem, [1], [0.0]) for problem in held_out])
+    assert [c.reward for c in graded] == [p.columns["level"] / 20 for p in held_out]
 
 
 # ------------------------------------------------------------------------- rewards without verdicts
