@@ -125,7 +125,7 @@ def check_files(args):
         with one_line(f"--{flag} {name} cannot be read"):
             if is_known:
                 Path(name).stat()
-            elif Path(name).is_file():
+            elif has_splits(name) and Path(name).is_file():
                 raise UserError(f"it is none of these: {', '.join(TEXT_FILES)}, .parquet")
 
 
@@ -319,15 +319,17 @@ def turn_tokens(policy, args):
     """The token that the chat template writes before a user's message, and the one that it writes after
     an assistant's. None where it writes none."""
     tokenizer = policy.tokenizer
-    messages = [{"role": "user", "content": "USER"}, {"role": "assistant", "content": "ASSISTANT"}]
+    question = "What is 7+8?"  # words that no template has
+    reply = "It is 15."
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
     options = args.chat_template_kwargs or {}
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
     except Exception:  # there is no template, or it raises its own exception
         return None, None
     tokens = [token.content for token in tokenizer.added_tokens_decoder.values()]
-    before, _, rest = text.partition("USER")
-    after = rest.partition("ASSISTANT")[2]
+    before = text.partition(question)[0]
+    after = text.partition(reply)[2]
     start = max((token for token in tokens if token in before), key=before.rfind, default=None)
     end = min((token for token in tokens if token in after), key=after.find, default=None)
     return start, end
