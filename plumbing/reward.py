@@ -119,7 +119,7 @@ def failure(c, takes_lists, folder):
     which = "first prompt" if takes_lists else "prompt"
     message = f"Completions are {kind}. The {which} is {c.problem.prompt!r:.300}"
     message += f", and its gold answer {c.problem.answer!r:.100}."
-    checkpoints = sorted(folder.glob("checkpoint-??????"))
+    checkpoints = sorted(folder.glob("checkpoint-[0-9]?????"))
     return f"{message} The last checkpoint is {checkpoints[-1]}." if checkpoints else message
 
 

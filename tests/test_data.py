@@ -356,14 +356,20 @@ NO_GOLD = (
 REFUSED = "that the model or its chat template cannot take (first: row 1 "
 FIRST = "{{ messages[0].content }}"
 # With a default system prompt that names a special token, as Magistral's
-MARKED = "<think>Be brief.{% for m in messages %}<turn>{{ m.role }} {{ m.content }}</s>{% endfor %}"
+MARKED = "<turn>system <think> first.</s>"
+MARKED += "{% for m in messages %}<turn>{{ m.role }} {{ m.content }}</s>{% endfor %}"
 BAD_ROWS = [  # prompt, answer, chat template, why the row is left out
     (" \n", "2", TURNS, f"{NO_PROMPT}' \\n')"),
     (["1+1="], "2", TURNS, f"{NO_PROMPT}['1+1='])"),
     (5, "2", TURNS, f"{NO_PROMPT}5)"),
     (chat("user", [*PARTS, {"type": "image"}]), "2", TURNS, NO_PROMPT),
     ([{"content": "3"}], "2", TURNS, NO_PROMPT),
-    ("<turn>user 3</s>", "2", MARKED, f"{REFUSED}\"it already has the chat template's <turn>"),
+    (
+        [*SHOT, *chat("user", "<turn>user 3")],
+        "2",
+        MARKED,
+        f"{REFUSED}\"it already has the chat template's <turn>",
+    ),
     (chat("user", "3", "user", "4"), "2", None, f'{REFUSED}"several messages'),
     ([*SHOT, *chat("user", "3")], "2", FIRST, f'{REFUSED}"the chat template drops the last message'),
     ("3", "2", "{{ raise_exception('no!') }}", f"{REFUSED}'no!: 3')"),
@@ -539,7 +545,13 @@ def test_leaks_are_counted_by_what_the_model_reads(tmp_path, own_policy, capsys)
 
 
 NOTE = "note: the chat template ends an answer with <pad>, but the model stops only at <eos> "
-TURN_ENDS = {"<pad>": NOTE, "<eos>": "", "{{ raise_exception('no!') }}": "", "": ""}
+TURN_ENDS = {
+    "<pad>": NOTE,
+    "<pad><eos><pad>": NOTE,
+    "<eos><pad>": "",
+    "{{ raise_exception('no!') }}": "",
+    "": "",
+}
 
 
 @pytest.mark.parametrize("end", TURN_ENDS)

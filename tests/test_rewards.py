@@ -30,8 +30,8 @@ def completions(prompt="1+1=", **columns):
     return [Completion(problem, [1], [0.0], cut, text) for text, cut in TEXTS.items()]
 
 
-def load(name):
-    return load_grader(script_args("grpo", reward=name)[1])
+def load(reward, **flags):
+    return load_grader(script_args("grpo", reward=reward, **flags)[1])
 
 
 def graded(path, name="f", **columns):
@@ -215,16 +215,13 @@ def test_a_file_whose_function_cannot_be_found_or_called_is_refused(name, source
         graded(tmp_path / name)
 
 
-TEXT = "text; in a list they are messages if prompts are. The"
-
-
 class Judge(torch.nn.Module):
     def forward(self, completions, level):
         return torch.tensor(level) + torch.nn.Linear(1, 1).bias * 0
 
 
 def test_a_torch_module_is_a_function_with_the_parameters_of_its_forward():
-    grade = load_grader(script_args("grpo", reward=Judge())[1])
+    grade = load(Judge())
     assert [c.reward for c in grade(completions(level=3))] == [3] * 5
     with pytest.raises(UserError, match="missing a required argument: 'level'"):
         grade(completions())
@@ -233,36 +230,39 @@ def test_a_torch_module_is_a_function_with_the_parameters_of_its_forward():
 def test_a_resume_tells_that_the_file_has_changed(tmp_path, capsys):
     """That is allowed, but the run is no longer one experiment."""
     path = write(tmp_path, "def f(text): return 1")
-    args = script_args("grpo", reward=f"{path}:f", run_dir=tmp_path, resume=True)[1]
     (tmp_path / "settings.json").write_text("{}")
     for seconds, expected in ((-9, ""), (9, f"note: {path} has changed since the run last began\n")):
         moment = (tmp_path / "settings.json").stat().st_mtime + seconds
         os.utime(path, (moment, moment))
-        load_grader(args)
+        load(f"{path}:f", run_dir=tmp_path, resume=True)
         assert capsys.readouterr().out == expected
 
 
-FAILS = [  # a function's parameter and body, the prompt, and what completions are
-    ("text", "fail()", "1+1=", f"{TEXT} prompt"),
-    ("completions", "fail()", "1+1=", f"{TEXT} first prompt"),
-    ("completions", "yield fail()", CHAT, "messages, since prompts are. The first prompt"),
-    ("completions", "return map(fail, [1])", "1+1=", f"{TEXT} first prompt"),
+TEXT = "text; in a list they are messages if prompts are."
+FIRST = "The first prompt is '1+1=', and its gold answer '2'."
+SECOND = "The prompt is '1+2=', and its gold answer '3'."
+FAILS = [  # a function's parameters and body, the prompt, and what the line says
+    ("text, answer", "answer == '3' and fail()", "1+1=", f"{TEXT} {SECOND}"),
+    ("completions", "fail()", "1+1=", f"{TEXT} {FIRST}"),
+    ("completions", "yield fail()", CHAT, f"messages, since prompts are. {FIRST}"),
+    ("completions", "return map(fail, [1])", "1+1=", f"{TEXT} {FIRST}"),
 ]
 
 
-@pytest.mark.parametrize("parameter, body, prompt, expected", FAILS, ids=str)
+@pytest.mark.parametrize("parameters, body, prompt, expected", FAILS, ids=str)
 def test_an_error_in_a_function_has_a_line_and_its_traceback(
-    parameter, body, prompt, expected, tmp_path, capsys
+    parameters, body, prompt, expected, tmp_path, capsys
 ):
     """Also one that looks like an error of ours, and one that comes only when results are taken."""
     fail = "def fail(*_): raise BrokenPipeError(32, 'a worker')\n"
-    path = write(tmp_path, f"{fail}def f({parameter}): {body}")
-    (tmp_path / "checkpoint-000020").mkdir()
+    path = write(tmp_path, f"{fail}def f({parameters}): {body}")
+    for name in ("checkpoint-000020", "checkpoint-000040", "checkpoint-best"):
+        (tmp_path / name).mkdir()
+    (first, *_) = completions(prompt)
+    second = first._replace(problem=first.problem._replace(prompt="1+2=", answer="3"))
     with pytest.raises(BrokenPipeError):
-        load_grader(script_args("grpo", reward=f"{path}:f", run_dir=tmp_path)[1])(completions(prompt))
-    expected += (
-        f" is '1+1=', and its gold answer '2'. The last checkpoint is {tmp_path}/checkpoint-000020."
-    )
+        load(f"{path}:f", run_dir=tmp_path)([first, second])
+    expected += f" The last checkpoint is {tmp_path}/checkpoint-000040."
     assert capsys.readouterr().err == f"--reward {path}:f failed. Completions are {expected}\n"
 
 
