@@ -341,11 +341,15 @@ def check_template(policy, args):
     tokenizer = policy.tokenizer
     if args.chat_template_kwargs and not tokenizer.chat_template:
         raise UserError(f"--chat_template_kwargs: --model {args.model} has no chat template")
-    end = turn_tokens(policy, args)[1]
-    if end is not None and tokenizer.convert_tokens_to_ids(end) not in policy.end_ids:
+    _, end = turn_tokens(policy, args)
+    if end is None:
+        return
+    number = tokenizer.convert_tokens_to_ids(end)
+    if number not in policy.end_ids:
         known = " or ".join(map(tokenizer.decode, dict.fromkeys(policy.end_ids)))
         message = f"ends an answer with {end}, but the model stops only at {known}"
-        print(f"note: the chat template {message} (eos_token_id in generation_config.json)")
+        advice = f"if its answers run on, add {number} to eos_token_id in its generation_config.json"
+        print(f"note: the chat template {message}; {advice}")
 
 
 def render(messages, policy, args, start):

@@ -544,7 +544,7 @@ def test_leaks_are_counted_by_what_the_model_reads(tmp_path, own_policy, capsys)
     assert "10 to train on, 10 held out; " in line and "of those held out are also in" in line
 
 
-NOTE = "note: the chat template ends an answer with <pad>, but the model stops only at <eos> "
+NOTE = "note: the chat template ends an answer with <pad>, but the model stops only at <eos>; "
 TURN_ENDS = {
     "<pad>": NOTE,
     "<pad><eos><pad>": NOTE,
