@@ -10,10 +10,11 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
-from plumbing.answers import final_answer
+from plumbing.answers import MARKERS, final_answer
 from plumbing.args import UserError, has_splits, one_line
 
 
@@ -63,6 +64,7 @@ class ProblemStream:
 def load_problems(args, policy, grade):
     """`--dataset` -> (stream of training problems, [held-out problems]). The held-out ones, which come
     from it or from `--eval_dataset`, are the same for all seeds. `grade` is from `load_grader`."""
+    check_template(policy, args)
     reading = (policy, args, grade.reads_answers)
     training, notes = usable_rows(read_rows(args, "dataset"), "dataset", *reading)
     others = {}  # the held-out problems are the first ones of these
@@ -111,6 +113,22 @@ def addition_problems(count=10_496):
 # -------------------------------------------------------------------------------------------- files
 
 
+TEXT_FILES = (".jsonl", ".json", ".csv", ".tsv")
+
+
+def check_files(args):
+    """UserError if `--dataset` or `--eval_dataset` names a file that is not there, or is of an unknown
+    kind. `load_grader` calls this, since it comes before the model is loaded, which takes longer."""
+    for flag in ("dataset", "eval_dataset"):
+        name = getattr(args, flag)
+        is_known = Path(name).suffix.lower() in (*TEXT_FILES, ".parquet")
+        with one_line(f"--{flag} {name} cannot be read"):
+            if is_known:
+                Path(name).stat()
+            elif has_splits(name) and Path(name).is_file():
+                raise UserError(f"it is none of these: {', '.join(TEXT_FILES)}, .parquet")
+
+
 def read_rows(args, flag):
     """The rows of the dataset that `flag` names: "dataset" or "eval_dataset". A row that is not a dict
     was unreadable. Files have no splits."""
@@ -118,10 +136,7 @@ def read_rows(args, flag):
     if name == "addition":
         return [{"question": prompt, "answer": answer} for prompt, answer in addition_problems()]
     kind = Path(name).suffix.lower()
-    if kind not in (".json", ".jsonl", ".csv", ".tsv"):
-        if Path(name).is_file() and kind != ".parquet":
-            kinds = ".jsonl, .json, .csv, .tsv, .parquet"
-            raise UserError(f"--{flag} {name} is none of these files: {kinds}")
+    if kind not in TEXT_FILES:
         return load_rows(name, args, flag)
     # Not with datasets, which guesses types (007 becomes 7) and rejects a file for one bad line. Bytes
     # that are not UTF-8 become lone surrogates, so that only their rows are left out.
@@ -195,17 +210,31 @@ def load_rows(name, args, flag):
 
 
 def as_dicts(rows):
-    """A dataset as a list of rows. Labels become their names. Images and audio are not decoded, since
-    nobody reads them."""
+    """A dataset as a list of rows. Images and audio are not decoded, since nobody reads them."""
     columns = rows.with_format("arrow")[:].to_pydict()
     for column, feature in rows.features.items():
-        kind = getattr(feature, "_type", "")
-        if kind == "ClassLabel":
-            names = dict(enumerate(feature.names))  # not -1, which is no label
-            columns[column] = [names.get(cell) for cell in columns[column]]
-        elif kind == "Json":
-            columns[column] = [parsed(cell or "null") for cell in columns[column]]
+        if getattr(feature, "dtype", "") != "string":  # text needs no look at each of a million cells
+            columns[column] = [as_shown(cell, feature) for cell in columns[column]]
     return [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
+
+
+def as_shown(cell, feature):
+    """A cell as its file shows it, at every depth: a label is its name, JSON its value, and 0.1 in
+    float32 is 0.1, not 0.10000000149011612."""
+    kind = getattr(feature, "_type", "")
+    if cell is None:
+        return None
+    if isinstance(feature, dict):
+        return {name: as_shown(cell[name], feature[name]) for name in cell}
+    if kind in ("List", "LargeList"):
+        return [as_shown(item, feature.feature) for item in cell]
+    if kind == "ClassLabel":
+        return feature.names[cell] if cell >= 0 else None  # -1 is no label
+    if kind == "Json":
+        return parsed(cell)
+    if kind == "Value" and feature.dtype in ("float16", "float32"):
+        return float(str(np.dtype(feature.dtype).type(cell)))
+    return cell
 
 
 # --------------------------------------------------------------------------------------------- rows
@@ -231,6 +260,7 @@ def cell_of(row, column):
         return re.sub(IN_BRACES, lambda found: shown(cells[found[1]]), column) if is_whole else None
     cell = row
     for name in column.split("."):
+        cell = parsed(cell) if isinstance(cell, str) else cell
         cell = cell.get(name) if isinstance(cell, dict) else None
     return cell
 
@@ -269,25 +299,66 @@ def read_prompt(cell, args):
 
 
 def read_answer(cell, args):
-    """The gold answer in a cell: what is behind a marker, or else all of it; of a list of one, also as
-    text, the element. "" if there is none: to the verifier, a long text without a marker is none."""
-    items = parsed(cell) if isinstance(cell, str) and cell.lstrip().startswith("[") else cell
-    if isinstance(items, list) and len(items) == 1 and not isinstance(items[0], (list, dict)):
+    """The gold answer in a cell: what is behind a marker, or else all of it; of a list of one text,
+    which may be JSON, that text. "" if there is none. To the verifier, none of these is one: a long
+    text, a marker with nothing behind it, and a JSON object, which holds the tests of a program."""
+    items = parsed(cell) if isinstance(cell, str) and cell.lstrip()[:1] in ("[", "{") else cell
+    if isinstance(items, list) and len(items) == 1 and isinstance(items[0], str):
         cell = items[0]
+    elif isinstance(items, dict) and not args.reward:
+        return ""
     is_number = isinstance(cell, int) or (isinstance(cell, float) and math.isfinite(cell))
     text = shown(cell).strip() if is_number or isinstance(cell, str) else ""
     is_solution = "\n" in text or len(text) > LONGEST_GOLD
-    whole = "" if is_solution and not args.reward else text
+    has_marker = any(marker in text for marker in MARKERS)
+    whole = "" if (is_solution or has_marker) and not args.reward else text
     return final_answer(text) or whole
 
 
-def render(messages, policy, args):
-    """Messages -> the text that the model reads. A row for which this raises is left out."""
+def turn_tokens(policy, args):
+    """The token that the chat template writes before a user's message, and the one that it writes after
+    an assistant's. None where it writes none."""
+    tokenizer = policy.tokenizer
+    question = "What is 7+8?"  # words that no template has
+    reply = "It is 15."
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
+    options = args.chat_template_kwargs or {}
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    except Exception:  # there is no template, or it raises its own exception
+        return None, None
+    tokens = [token.content for token in tokenizer.added_tokens_decoder.values()]
+    before = text.partition(question)[0]
+    after = text.partition(reply)[2]
+    start = max((token for token in tokens if token in before), key=before.rfind, default=None)
+    end = min((token for token in tokens if token in after), key=after.find, default=None)
+    return start, end
+
+
+def check_template(policy, args):
+    """UserError if there is no chat template for `--chat_template_kwargs`. Prints a note if the model
+    would not stop where the template ends a turn."""
+    tokenizer = policy.tokenizer
+    if args.chat_template_kwargs and not tokenizer.chat_template:
+        raise UserError(f"--chat_template_kwargs: --model {args.model} has no chat template")
+    _, end = turn_tokens(policy, args)
+    if end is None:
+        return
+    number = tokenizer.convert_tokens_to_ids(end)
+    if number not in policy.end_ids:
+        known = " or ".join(map(tokenizer.decode, dict.fromkeys(policy.end_ids)))
+        message = f"ends an answer with {end}, but the model stops only at {known}"
+        advice = f"if its answers run on, add {number} to eos_token_id in its generation_config.json"
+        print(f"note: the chat template {message}; {advice}")
+
+
+def render(messages, policy, args, start):
+    """Messages -> the text that the model reads. A row for which this raises is left out. start: the
+    token that the template writes before a user's message."""
     tokenizer = policy.tokenizer
     if tokenizer.chat_template:
-        for message in messages:
-            if any(token in message["content"] for token in tokenizer.all_special_tokens):
-                raise ValueError("it already has the chat template's special tokens")
+        if start and any(start in message["content"] for message in messages):
+            raise ValueError(f"it already has the chat template's {start}")
         options = {"tokenize": False, "add_generation_prompt": True}
         text = tokenizer.apply_chat_template(messages, **options, **args.chat_template_kwargs or {})
     elif len(messages) == 1:
@@ -299,7 +370,7 @@ def render(messages, policy, args):
     return text
 
 
-def read_row(row, known, policy, args, reads_answers):
+def read_row(row, known, policy, args, reads_answers, start):
     """A row -> (hash of its prompt, Problem without ids: the known one, if any). BadRow if it cannot be
     used."""
     if not isinstance(row, dict) or None in row:  # where csv puts cells without a column
@@ -312,7 +383,8 @@ def read_row(row, known, policy, args, reads_answers):
         advice = "it is one short line, or behind #### or \\boxed"
         if args.reward:
             advice = "if --reward needs none, drop `answer` from its parameters"
-        raise BadRow(f"without a gold answer in --answer_column {args.answer_column} ({advice})", gold)
+        found = row.get(args.answer_column.partition(".")[0]) if gold is None else gold
+        raise BadRow(f"without a gold answer in --answer_column {args.answer_column} ({advice})", found)
     is_text = isinstance(cell, str)
     key = hash_of(cell if is_text else messages)
     if key in known:
@@ -324,7 +396,7 @@ def read_row(row, known, policy, args, reads_answers):
         messages = [{"role": "system", "content": args.system_prompt}, *messages]
     prompt = messages[-1]["content"] if is_text else messages
     try:
-        text = render(messages, policy, args)
+        text = render(messages, policy, args, start)
         (text + answer).encode()  # fails for half a surrogate pair, as in "\ud83d"
     except Exception as error:  # templates raise their own exceptions
         raise BadRow("that the model or its chat template cannot take", f"{error}: {prompt}") from error
@@ -370,6 +442,7 @@ def usable_rows(rows, flag, policy, args, reads_answers=True):
     why, if anything]). UserError if more than a tenth is left out."""
     if len(rows) == 0:
         raise UserError(f"--{flag} {getattr(args, flag)} has no rows")
+    start, _ = turn_tokens(policy, args)
     columns = {}
     problems = {}
     numbers = {}  # {hash of the prompt: number of its first row}
@@ -383,14 +456,12 @@ def usable_rows(rows, flag, policy, args, reads_answers=True):
         if isinstance(row, dict):
             columns |= dict.fromkeys(map(str, row))
         try:
-            key, problem = read_row(row, problems, policy, args, reads_answers)
+            key, problem = read_row(row, problems, policy, args, reads_answers, start)
         except BadRow as error:
             leave_out(number, error)
         else:
             problems[key] = problem
             numbers.setdefault(key, number)
-        if number == 20 and not problems:
-            break  # the chat template, for example, would refuse every other row, too
     no_cells = dict.fromkeys(columns)
     results = tokenized(list(problems.values()), policy, args)
     for key, result in zip(list(problems), results, strict=True):

@@ -1,7 +1,7 @@
 """Grades completions: with the verifier, or with the user's reward function."""
 
 import copy
-import importlib
+import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from plumbing.answers import verify
 from plumbing.args import UserError, one_line
+from plumbing.data import check_files
 from plumbing.metrics import clock
 
 VERDICTS = ("correct", "wrong", "no_answer", "truncated")
@@ -34,8 +35,9 @@ def verify_all(completions):
 
 
 def import_function(reward):
-    """FILE.py:FUNCTION -> the function. The file is imported under its own name, so that a pool's
-    processes can import it too; and again for each run, since it may have changed, as in a notebook."""
+    """FILE.py:FUNCTION -> the function. The file is a module under its own name, so that a pool's
+    processes can import it too. Each run gets a new one, compiled from the source: reloaded, it would
+    keep what the file no longer has."""
     file, _, name = reward.rpartition(":")
     if not file:
         raise UserError("it names no file")
@@ -43,52 +45,63 @@ def import_function(reward):
     if not path.exists():
         raise UserError(f"there is no file {path}; if it was a function made in Python, pass it again")
     sys.path.append(str(path.parent))
-    is_known = path.stem in sys.modules
-    module = importlib.import_module(path.stem)
-    if Path(module.__file__).resolve() != path.resolve():
-        raise ImportError(f"rename {path.name}: `import {path.stem}` finds {module.__file__}")
-    return getattr(importlib.reload(module) if is_known else module, name)
+    importlib.invalidate_caches()  # the file may be new
+    spec = importlib.util.find_spec(path.stem)
+    found = spec and spec.origin
+    if not found or Path(found).resolve() != path.resolve():
+        raise ImportError(f"rename {path.name}: `import {path.stem}` finds {found}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    exec(compile(path.read_bytes(), path, "exec"), module.__dict__)
+    return getattr(module, name)
 
 
 def load_grader(args):
     """A `Grader` with `verify`, or with `--reward` (FILE.py:FUNCTION, or a function). The names of its
     parameters decide what it gets: text, answer, truncated and columns of one completion, or, if one is
     named `completions`, lists for all completions, as in TRL."""
+    check_files(args)
     if not args.reward:
         return Grader(verify_all, reads_answers=True)
     reward = args.settings()["reward"]
     with one_line(f"--reward {reward} must be FILE.py:FUNCTION"):
         function = args.reward if callable(args.reward) else import_function(reward)
-        signature = inspect.signature(function)
+        # A torch module's own signature takes anything.
+        signature = inspect.signature(getattr(function, "forward", function))
+    settings = args.folder / "settings.json"  # written whenever the run begins or goes on
+    if args.resume and not callable(args.reward) and settings.exists():
+        file = Path(reward.rpartition(":")[0])
+        if file.stat().st_mtime > settings.stat().st_mtime:
+            print(f"note: {file} has changed since the run last began")
     parameters = signature.parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     takes_lists = "completions" in parameters
 
-    def call(values):
+    def call(values, first):
         named = {name: values[name] for name in values if takes_all or name in parameters}
         with one_line(f"--reward {reward} can be passed {', '.join(values)}"):
             signature.bind(**named)  # the dataset may lack a column that it needs
             if not named:
                 raise UserError("its parameters must have names")
         try:
-            return function(**named)
+            result = function(**named)
+            # An iterator computes, and may fail, only when its elements are taken.
+            return list(result) if isinstance(result, Iterator) else result
         except SystemExit as error:
             raise UserError(f"--reward {reward} ends the program: SystemExit {error}") from error
         except Exception:
-            kind = "text; in a list they are messages if prompts are"
-            if takes_lists and isinstance(values["prompts"][0], list):
-                kind = "messages, since prompts are"
-            tqdm.write(f"--reward {reward} failed. Completions are {kind}.", file=sys.stderr)
+            message = failure(first, takes_lists, args.folder)
+            tqdm.write(f"--reward {reward} failed. {message}", file=sys.stderr)
             raise
 
     def grade_all(completions):
         if takes_lists:
-            results = call(lists_of(completions))
+            results = call(lists_of(completions), completions[0])
         else:
-            results = [call(values_of(c)) for c in completions]
+            results = [call(values_of(c), c) for c in completions]
         with one_line(f"--reward {reward} must return a number, or (number, verdict), for each"):
             # Nothing without an order: a dict would give its keys.
-            if not isinstance(results, (list, tuple, Iterator)) and not hasattr(results, "tolist"):
+            if not isinstance(results, (list, tuple)) and not hasattr(results, "tolist"):
                 raise UserError(f"not one {type(results).__name__} for {len(completions)} completions")
             results = list(results)
             if len(results) != len(completions):
@@ -96,6 +109,18 @@ def load_grader(args):
             return [graded(result, c) for c, result in zip(completions, results, strict=True)]
 
     return Grader(grade_all, reads_answers="answer" in parameters and not takes_lists)
+
+
+def failure(c, takes_lists, folder):
+    """What a function that failed got, first or alone, and the run's last checkpoint, if any."""
+    kind = "text; in a list they are messages if prompts are"
+    if takes_lists and isinstance(c.problem.columns["prompts"], list):
+        kind = "messages, since prompts are"
+    which = "first prompt" if takes_lists else "prompt"
+    message = f"Completions are {kind}. The {which} is {c.problem.prompt!r:.300}"
+    message += f", and its gold answer {c.problem.answer!r:.100}."
+    checkpoints = sorted(folder.glob("checkpoint-[0-9]?????"))
+    return f"{message} The last checkpoint is {checkpoints[-1]}." if checkpoints else message
 
 
 def columns_of(c):

@@ -96,8 +96,9 @@ STARTS = ["", "#### ", "#### 5 ", "#### $5", "\\boxed{", "Answer: x=", "<answer>
 def test_hostile_text_is_cheap(piece):
     """A search whose time is quadratic would take minutes for the long text."""
     start_time = time.thread_time()
-    for start, length in product(STARTS, (990, 10**5)):
-        text = start + piece * (length // len(piece))
-        verify(text + "}</answer>", "365")
-        verify(text[:990] + "s", piece * (990 // len(piece)))
+    gold = piece * (990 // len(piece))
+    for start in STARTS:
+        verify(start + gold + "}</answer>", "365")
+        verify(start + gold[: 990 - len(start)] + "s", gold)
+        verify(start + piece * (10**5 // len(piece)) + "}</answer>", "365")
     assert time.thread_time() - start_time < 1

@@ -1,10 +1,12 @@
 """Datasets: files, columns, prompts, gold answers, rows that are left out, held-out problems."""
 
 import csv
+import dataclasses
 import json
 import math
 import re
 import shlex
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -16,16 +18,17 @@ from test_architectures import new_model
 from transformers import ByT5Tokenizer
 
 import plumbing.data
-from common import UserError, load_grader, load_problems
-from plumbing.data import ProblemStream, read_rows, usable_rows
+from common import RunArgs, UserError, load_grader, load_problems
+from plumbing.data import ProblemStream, check_template, read_rows, usable_rows
 
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}{{ end }}<assistant>"
 
 
 def policy_with(template=None, limit=None):
-    """A model with a limit on positions, and a tokenizer with a token for each byte, which appends an
-    EOS."""
+    """A model with a limit on positions, and a tokenizer with a token for each byte and two special
+    ones, which appends an EOS."""
     tokenizer = ByT5Tokenizer(extra_ids=0)
+    tokenizer.add_tokens(["<turn>", "<think>"], special_tokens=True)
     tokenizer.chat_template = template
     config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=limit))
     embeddings = SimpleNamespace(num_embeddings=len(tokenizer))
@@ -180,29 +183,53 @@ def test_run_the_command_for_gsm8k(like_gsm8k, tmp_path):
     assert len(shown) == 4 and shown < known
 
 
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.xlsx", "a.txt", "a"])
-def test_other_kinds_of_files_are_not_looked_up_on_the_hub(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(plumbing.data, "load_rows", lambda *_: pytest.fail("looked up"))
-    (tmp_path / name).write_bytes(b"7")
-    with pytest.raises(UserError, match=f"{name} .* files: .jsonl, .json, .csv, .tsv, .parquet"):
-        read(tmp_path / name)
+MISSING = [  # a file that exists, the flag and its value, and what the line says
+    ("a.jsonl.gz", "dataset", "a.jsonl.gz", "none of these: .jsonl, .json, .csv, .tsv, .parquet"),
+    ("a", "eval_dataset", "a", "none of these: .jsonl, .json, .csv, .tsv, .parquet"),
+    ("a", "dataset", "b.jsonl", "FileNotFoundError"),
+    ("a", "eval_dataset", "b.parquet", "FileNotFoundError"),
+    ("a", "dataset", "b" * 300, "File name too long"),
+]
 
 
-def test_images_and_audio_that_nobody_reads_are_not_decoded(tmp_path):
-    """They are damaged, and need libraries. Lists of them are common. A column of JSON is
-    decoded, or it would be text; a label is its name."""
-    junk = {"bytes": b"junk", "path": None}
-    rows = [row() | {"image": junk, "images": [junk], "audio": junk, "extra": {"image": junk}}]
-    kinds = {"image": Image(), "images": List(Image()), "audio": Audio(), "extra": {"image": Image()}}
-    kinds |= {"question": Value("string"), "answer": Value("string"), "json": Json()}
-    kinds |= {"label": ClassLabel(names=["no", "yes"]), "none": ClassLabel(names=["no"])}
-    raw = rows[0] | {"json": '{"a": 1}', "label": 1, "none": -1}
+@pytest.mark.parametrize("file, flag, name, expected", MISSING)
+def test_a_file_is_looked_for_before_the_model_is_loaded(file, flag, name, expected, tmp_path):
+    """By `load_grader`, which every script calls first. No file is looked up on the hub."""
+    (tmp_path / file).write_bytes(b"7")
+    args = SimpleNamespace(**{"dataset": "addition", "eval_dataset": "", flag: str(tmp_path / name)})
+    with pytest.raises(UserError, match=f"^--{flag} .*{name} cannot be read: .*{expected}"):
+        load_grader(args)
+
+
+JUNK = {"bytes": b"junk", "path": None}  # an image or audio, which would need a library
+LABEL = ClassLabel(names=["no", "yes"])
+KINDS = [  # of a cell: what it is in the table, and what its file shows
+    (Image(), JUNK, JUNK),
+    (Audio(), JUNK, JUNK),
+    (LABEL, 1, "yes"),
+    (LABEL, -1, None),
+    (LABEL, None, None),
+    (Value("float32"), 0.1, 0.1),
+    (Value("float32"), 16777216.0, 16777216.0),
+    (Value("float64"), 0.1, 0.1),
+]
+
+
+def test_a_cell_is_as_its_file_shows_it_at_every_depth(tmp_path):
+    kinds = {"json": Json()}
+    raw = {"json": '{"a": 1}'}
+    shown = {"json": {"a": 1}}
+    for i, (kind, cell, expected) in enumerate(KINDS):
+        name = str(i)
+        kinds[name] = kind
+        kinds[name + "s"] = List({"deep": kind})
+        raw |= {name: cell, name + "s": [{"deep": cell}]}
+        shown |= {name: expected, name + "s": [{"deep": expected}]}
     table = pyarrow.Table.from_pylist([raw], Features(kinds).arrow_schema)
-    rows[0] |= {"json": {"a": 1}, "label": "yes", "none": None}
     pyarrow.parquet.write_table(table, tmp_path / "data.parquet")
     Dataset(table).save_to_disk(tmp_path / "saved")
     for path in tmp_path.iterdir():
-        assert read(path) == rows
+        assert read(path) == [shown]
 
 
 def test_the_default_dataset_can_be_evaluated_on():
@@ -262,11 +289,13 @@ def test_a_csv_file_is_read_exactly_or_refused(text, expected, tmp_path):
 
 
 NESTED = {"prompt": chat("user", "1+1="), "extra": {"gold": "2"}, "a.b": "3", "a": {"b": "4"}, "n": 5}
+NESTED["j"] = '{"k": {"gold": ["6"]}}'
 COLUMNS = [  # columns, prompt and gold answer, and what the line at the start says
-    ("prompt", "extra.gold", "1+1=", "2", "answer: extra.gold (the first: 2), not used: a.b, a, n"),
-    ("prompt", "a.b", "1+1=", "3", "answer: a.b (the first: 3), not used: extra, a, n"),
-    ("{a.b} and {n}", "n", "3 and 5", "5", "answer: n (the first: 5), not used: prompt, extra, a"),
-    ("{extra.gold}{a}", "n", '2{"b": "4"}', "5", "answer: n (the first: 5), not used: prompt, a.b"),
+    ("prompt", "extra.gold", "1+1=", "2", "answer: extra.gold (the first: 2), not used: a.b, a, n, j"),
+    ("prompt", "a.b", "1+1=", "3", "answer: a.b (the first: 3), not used: extra, a, n, j"),
+    ("{a.b} and {n}", "n", "3 and 5", "5", "answer: n (the first: 5), not used: prompt, extra, a, j"),
+    ("prompt", "j.k.gold", "1+1=", "6", "answer: j.k.gold (the first: 6), not used: extra, a.b, a, n"),
+    ("{extra.gold}{a}", "n", '2{"b": "4"}', "5", "answer: n (the first: 5), not used: prompt, a.b, j"),
 ]
 
 
@@ -326,13 +355,21 @@ NO_GOLD = (
 )
 REFUSED = "that the model or its chat template cannot take (first: row 1 "
 FIRST = "{{ messages[0].content }}"
+# With a default system prompt that names a special token, as Magistral's
+MARKED = "<turn>system <think> first.</s>"
+MARKED += "{% for m in messages %}<turn>{{ m.role }} {{ m.content }}</s>{% endfor %}"
 BAD_ROWS = [  # prompt, answer, chat template, why the row is left out
     (" \n", "2", TURNS, f"{NO_PROMPT}' \\n')"),
     (["1+1="], "2", TURNS, f"{NO_PROMPT}['1+1='])"),
     (5, "2", TURNS, f"{NO_PROMPT}5)"),
     (chat("user", [*PARTS, {"type": "image"}]), "2", TURNS, NO_PROMPT),
     ([{"content": "3"}], "2", TURNS, NO_PROMPT),
-    ("<user>3</s>", "2", TURNS, f"{REFUSED}\"it already has the chat template's special tokens"),
+    (
+        [*SHOT, *chat("user", "<turn>user 3")],
+        "2",
+        MARKED,
+        f"{REFUSED}\"it already has the chat template's <turn>",
+    ),
     (chat("user", "3", "user", "4"), "2", None, f'{REFUSED}"several messages'),
     ([*SHOT, *chat("user", "3")], "2", FIRST, f'{REFUSED}"the chat template drops the last message'),
     ("3", "2", "{{ raise_exception('no!') }}", f"{REFUSED}'no!: 3')"),
@@ -349,6 +386,12 @@ def test_a_refusal_names_the_reason_the_cell_and_the_columns(prompt, answer, tem
     assert expected in message and message.endswith("its columns are question, answer")
 
 
+def test_a_prompt_may_name_special_tokens_that_do_not_begin_a_turn():
+    flags = {"system_prompt": "<think> first.", "instruction": "Stop with </s>."}
+    ((prompt, *_),) = problems_of([row("1+1=<think>")], policy_with(MARKED), **flags)
+    assert "<turn>user 1+1=<think>\nStop with </s>.</s>" in prompt
+
+
 def test_a_prompt_in_tokens_that_the_model_does_not_know_is_refused(tiny_policy):
     message = refusal([row("What is 1+1?")], tiny_policy)
     assert f"{REFUSED}'no token, or tokens that the model does not know')" in message
@@ -359,9 +402,14 @@ GOLD = [  # the cell, the gold answer of the verifier, and that of a reward func
     ("2 ", "2", "2"),
     (2.5, "2.5", "2.5"),
     (False, "false", "false"),
-    ([10], "10", "10"),
+    ([10], "", ""),
+    ("[10]", "[10]", "[10]"),
     ('["20"]', "20", "20"),
     ("[1, 2]", "[1, 2]", "[1, 2]"),
+    ("{1, 2}", "{1, 2}", "{1, 2}"),
+    ('{"fn_name": "f"}', "", '{"fn_name": "f"}'),
+    ("So x is 4. ####", "", "So x is 4. ####"),
+    ("\\boxed{4", "", "\\boxed{4"),
     (["so \\boxed{3}"], "3", "3"),
     (f"{SOLUTION}\n#### 16", "16", "16"),
     (SOLUTION, SOLUTION, SOLUTION),  # it is short: the line at the start shows it
@@ -391,6 +439,7 @@ AIME = {"problem": "1+1=", "solution": "2"}
 REFUSALS = [  # rows, flags, and what the line says
     ([], {}, "--dataset mine has no rows"),
     ([row(answer="")], {"reward": "my.py:f"}, "answer (if --reward needs none, drop `answer`"),
+    ([{"question": "1+1=", "a": "{'b': 2}"}], {"answer_column": "a.b"}, "row 1 \"{'b': 2}\")"),
     ([NESTED], HALF, "without a prompt in --prompt_column {n} {level} (first: row 1 None)"),
     # As AIME beside DAPO-17k: the columns of the training set would not be of help.
     ([AIME], {"eval_dataset": "x.json"}, "--prompt_column and --answer_column are the same for both"),
@@ -412,17 +461,16 @@ def test_a_tenth_may_be_left_out_besides_equal_prompts():
     assert len(problems_of(bad + sums(18), policy)) == 18
     assert "2 rows cannot be used" in refusal(bad + sums(17), policy)
     assert len(problems_of((sums(49) + bad[:1]) * 20, policy)) == 49
+    for rows in (bad[:1] * 25 + sums(975), sums(975) + bad[:1] * 25):  # in any order
+        assert len(problems_of(rows, policy)) == 975
 
 
-def test_a_prompt_is_rendered_once_and_a_template_that_always_fails_a_few_times():
+def test_a_prompt_is_rendered_once():
     policy = policy_with(TURNS)
     render = Mock(wraps=policy.tokenizer.apply_chat_template)
     policy.tokenizer.apply_chat_template = render
     problems_of(sums(10) * 5, policy)
-    assert render.call_count == 10
-    render.side_effect = ValueError
-    refusal(sums(3000), policy)
-    assert render.call_count < 100
+    assert render.call_count == 10 + 1  # what the template writes around a message
 
 
 def test_the_line_at_the_start_counts_the_rows_that_are_left_out():
@@ -494,6 +542,39 @@ def test_leaks_are_counted_by_what_the_model_reads(tmp_path, own_policy, capsys)
     load(tmp_path / "data.jsonl", own_policy, sums(10) + messages, num_held_out=10)
     line = capsys.readouterr().out
     assert "10 to train on, 10 held out; " in line and "of those held out are also in" in line
+
+
+NOTE = "note: the chat template ends an answer with <pad>, but the model stops only at <eos>; "
+TURN_ENDS = {
+    "<pad>": NOTE,
+    "<pad><eos><pad>": NOTE,
+    "<eos><pad>": "",
+    "{{ raise_exception('no!') }}": "",
+    "": "",
+}
+
+
+@pytest.mark.parametrize("end", TURN_ENDS)
+def test_a_model_that_does_not_stop_where_its_turns_end_is_told(end, tmp_path, own_policy, capsys):
+    """A base model with the chat template of an instruct model never ends."""
+    template = "{% for m in messages %}<unk>{{ m.content }}" + end + "\n{% endfor %}"
+    own_policy.tokenizer.chat_template = template
+    args = script_args("grpo")[1]
+    check_template(own_policy, args)
+    assert capsys.readouterr().out[: len(NOTE)] == TURN_ENDS[end]
+
+
+def test_chat_template_kwargs_need_a_template(tmp_path, tiny_policy):
+    with pytest.raises(UserError, match="--chat_template_kwargs: --model tiny-moe has no chat"):
+        load(tmp_path / "data.jsonl", tiny_policy, sums(9), chat_template_kwargs={"a": 1})
+
+
+def test_the_command_that_evaluates_a_checkpoint_has_every_flag_that_changes_a_prompt():
+    """It says "all flags from `dataset` to `reward`", which must be all those that this code reads."""
+    names = [field.name for field in dataclasses.fields(RunArgs)]
+    has = {*names[names.index("dataset") : names.index("reward") + 1], "max_new_tokens"}
+    reads = set(re.findall(r"\bargs\.([a-z_]+)", Path(plumbing.data.__file__).read_text()))
+    assert reads - has == {"iterations", "model", "seed"}
 
 
 def test_without_training_all_problems_may_be_held_out(tmp_path, tiny_policy):

@@ -62,7 +62,6 @@ def test_the_call_from_python_runs(monkeypatch, tmp_path):
     exec(textwrap.dedent(snippet), {"__name__": "__main__"})
     settings = json.loads((tmp_path / "runs" / "x" / "settings.json").read_text())
     assert settings["reward"] == "__main__:f"
-    assert settings["chat_template_kwargs"] == {"enable_thinking": False}
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -1,6 +1,7 @@
 """The functions of --reward: how they are found and called, and what they may return."""
 
 import json
+import os
 import sys
 
 import pytest
@@ -10,10 +11,11 @@ from conftest import resume, script_args, started, write_lines
 
 import dapo
 import grpo
-from common import Completion, Problem, UserError, load_grader
+from common import Completion, Problem, UserError, load_grader, load_problems
 from plumbing.metrics import missing_signal
 from plumbing.run import progress_line
 
+CHAT = [{"role": "user", "content": "1+1="}]
 TEXTS = {"2": False, "?": False, "300": False, "2.": True, "40": True}  # {text: truncated}
 
 
@@ -28,8 +30,8 @@ def completions(prompt="1+1=", **columns):
     return [Completion(problem, [1], [0.0], cut, text) for text, cut in TEXTS.items()]
 
 
-def load(name):
-    return load_grader(script_args("grpo", reward=name)[1])
+def load(reward, **flags):
+    return load_grader(script_args("grpo", reward=reward, **flags)[1])
 
 
 def graded(path, name="f", **columns):
@@ -52,7 +54,7 @@ def length(text, nums):
 """
 
 
-@pytest.mark.parametrize("prompt", ["1+1=", [{"role": "user", "content": "1+1="}]], ids=type)
+@pytest.mark.parametrize("prompt", ["1+1=", CHAT], ids=type)
 def test_functions_of_lists_and_of_one_completion(prompt, tmp_path):
     """Completions are messages if prompts are. What a function does to a column or to ids does not
     change them."""
@@ -188,8 +190,12 @@ def test_a_file_is_run_once_for_each_run(tmp_path):
     path.write_text("def f(text) return 1")
     with pytest.raises(UserError, match="SyntaxError"):
         graded(path)
-    path.write_text("def f(text): return 3")
-    assert [c.reward for c in graded(path)] == [3] * 5
+    for value in (3, 4):  # two files of one second and one size
+        path.write_text(f"def f(text): return {value}")
+        assert [c.reward for c in graded(path)] == [value] * 5
+    path.write_text("def g(text): return 3")
+    with pytest.raises(UserError, match="has no attribute 'f'"):
+        graded(path)
 
 
 BAD_FILES = [  # a file and its content, and what the line says
@@ -209,22 +215,55 @@ def test_a_file_whose_function_cannot_be_found_or_called_is_refused(name, source
         graded(tmp_path / name)
 
 
-FAILS = [  # a function's parameter, the prompt, and what completions are
-    ("text", "1+1=", "text; in a list they are messages if prompts are"),
-    ("completions", "1+1=", "text; in a list they are messages if prompts are"),
-    ("completions", [{"role": "user", "content": "1+1="}], "messages, since prompts are"),
+class Judge(torch.nn.Module):
+    def forward(self, completions, level):
+        return torch.tensor(level) + torch.nn.Linear(1, 1).bias * 0
+
+
+def test_a_torch_module_is_a_function_with_the_parameters_of_its_forward():
+    grade = load(Judge())
+    assert [c.reward for c in grade(completions(level=3))] == [3] * 5
+    with pytest.raises(UserError, match="missing a required argument: 'level'"):
+        grade(completions())
+
+
+def test_a_resume_tells_that_the_file_has_changed(tmp_path, capsys):
+    """That is allowed, but the run is no longer one experiment."""
+    path = write(tmp_path, "def f(text): return 1")
+    (tmp_path / "settings.json").write_text("{}")
+    for seconds, expected in ((-9, ""), (9, f"note: {path} has changed since the run last began\n")):
+        moment = (tmp_path / "settings.json").stat().st_mtime + seconds
+        os.utime(path, (moment, moment))
+        load(f"{path}:f", run_dir=tmp_path, resume=True)
+        assert capsys.readouterr().out == expected
+
+
+TEXT = "text; in a list they are messages if prompts are."
+FIRST = "The first prompt is '1+1=', and its gold answer '2'."
+SECOND = "The prompt is '1+2=', and its gold answer '3'."
+FAILS = [  # a function's parameters and body, the prompt, and what the line says
+    ("text, answer", "answer == '3' and fail()", "1+1=", f"{TEXT} {SECOND}"),
+    ("completions", "fail()", "1+1=", f"{TEXT} {FIRST}"),
+    ("completions", "yield fail()", CHAT, f"messages, since prompts are. {FIRST}"),
+    ("completions", "return map(fail, [1])", "1+1=", f"{TEXT} {FIRST}"),
 ]
 
 
-@pytest.mark.parametrize("parameter, prompt, expected", FAILS, ids=str)
+@pytest.mark.parametrize("parameters, body, prompt, expected", FAILS, ids=str)
 def test_an_error_in_a_function_has_a_line_and_its_traceback(
-    parameter, prompt, expected, tmp_path, capsys
+    parameters, body, prompt, expected, tmp_path, capsys
 ):
-    """Also one that looks like an error of ours."""
-    path = write(tmp_path, f"def f({parameter}): raise BrokenPipeError(32, 'a worker')")
+    """Also one that looks like an error of ours, and one that comes only when results are taken."""
+    fail = "def fail(*_): raise BrokenPipeError(32, 'a worker')\n"
+    path = write(tmp_path, f"{fail}def f({parameters}): {body}")
+    for name in ("checkpoint-000020", "checkpoint-000040", "checkpoint-best"):
+        (tmp_path / name).mkdir()
+    (first, *_) = completions(prompt)
+    second = first._replace(problem=first.problem._replace(prompt="1+2=", answer="3"))
     with pytest.raises(BrokenPipeError):
-        graded(path, prompt=prompt)
-    assert capsys.readouterr().err == f"--reward {path}:f failed. Completions are {expected}.\n"
+        load(f"{path}:f", run_dir=tmp_path)([first, second])
+    expected += f" The last checkpoint is {tmp_path}/checkpoint-000040."
+    assert capsys.readouterr().err == f"--reward {path}:f failed. Completions are {expected}\n"
 
 
 GOLD = """
@@ -233,16 +272,19 @@ def lists(completions, level, difficulty=None, **rest): return [x / 20 for x in 
 """
 
 
-def test_run_rows_need_a_gold_answer_only_if_the_function_does(tmp_path):
+def test_rows_need_a_gold_answer_only_if_the_function_does(tmp_path, tiny_policy):
     """The dataset has the columns question and level."""
     rows = [{"question": f"{i}+1=", "level": i} for i in range(20)]
-    data = write_lines(tmp_path / "data.jsonl", rows)
+    flags = {"dataset": str(write_lines(tmp_path / "data.jsonl", rows)), "num_held_out": 8}
     path = write(tmp_path, GOLD)
-    flags = ("--dataset", data, "--run_dir", tmp_path / "run", "--reward")
-    refused("grpo", *flags, f"{path}:one", expected="20 without a gold answer")
-    completes("grpo", *flags, f"{path}:lists")
-    (line,) = metrics(tmp_path / "run")
-    assert 0 < line["rollout/reward_mean"] < 1
+    args = script_args("grpo", **flags, reward=f"{path}:one")[1]
+    with pytest.raises(UserError, match="20 without a gold answer"):
+        load_problems(args, tiny_policy, load_grader(args))
+    args = script_args("grpo", **flags, reward=f"{path}:lists")[1]
+    grade = load_grader(args)
+    _, held_out = load_problems(args, tiny_policy, grade)
+    graded = grade([Completion(problem, [1], [0.0]) for problem in held_out])
+    assert [c.reward for c in graded] == [p.columns["level"] / 20 for p in held_out]
 
 
 # ------------------------------------------------------------------------- rewards without verdicts
