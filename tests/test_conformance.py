@@ -35,7 +35,6 @@ OURS = {  # the project's functions for sections that have not the name of a scr
     "rollout_weights": "common:rollout_weights",
 }
 ASKED = ["value_loss", "group_advantages", "group_differences", "leave_one_out", "gae", "whiten"]
-NOT_OF_SCRIPTS = ["grouped_advantages", "replayed_gate", "grpo_offpolicy"]
 
 
 def function_of(section):
@@ -48,11 +47,9 @@ def function_of(section):
 
 
 OF_SCRIPTS = []
-for section in sorted(SECTIONS.keys() - NOT_OF_SCRIPTS):
+for section in SECTIONS:
     for case in SECTIONS[section]["cases"]:
-        # ppo.py adds what is behind the cap to the last reward; grpo.py's KL is plain GRPO's.
-        if "bootstrap" not in case["keywords"] and not case["keywords"].get("kl_is_corrected"):
-            OF_SCRIPTS.append(pytest.param(section, case, id=case["id"]))
+        OF_SCRIPTS.append(pytest.param(section, case, id=case["id"]))
 
 
 @pytest.mark.parametrize("section, case", OF_SCRIPTS)
@@ -350,7 +347,7 @@ def test_the_table_of_the_readme(name):
     rows = [row + [0] * (8 - len(row)) for row in (*old, *new)]
     inputs = {"logprobs": rows[2:], "old_logprobs": rows[:2], "advantages": [[1.0], [-1.0]]}
     inputs["mask"] = [[1] * 8, [1, 1, 0, 0, 0, 0, 0, 0]]
-    keywords = {"clip_eps_low": 0.2, "clip_eps_high": 0.2, "kl_coef": 0.04, "kl_is_corrected": False}
+    keywords = {"clip_eps_low": 0.2, "clip_eps_high": 0.2, "kl_coef": 0.04}
     case = {"inputs": inputs, "keywords": keywords | {"ref_logprobs": rows[:2]}, "gradient": None}
     value, gradient = reference.evaluate("grpo", case, GRPO[name])
     long, short = np.abs(gradient).sum(1)

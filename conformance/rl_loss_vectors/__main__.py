@@ -25,8 +25,7 @@ def arguments(program):
     parser = argparse.ArgumentParser(program, description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("target", help="FILE.py:FUNCTION or pkg.module:FUNCTION, which is run")
-    losses = [name for name in LOSSES if name != "grpo_offpolicy"]
-    add("--algorithm", choices=losses, help="whose loss or advantages the function computes")
+    add("--algorithm", choices=LOSSES, help="whose loss or advantages the function computes")
     what = ["loss", "advantages", "gae", "value_loss", "whiten"]
     add("--what", choices=what, default="loss", help="what the function computes (default: loss)")
     add("--set", action="append", default=[], metavar="NAME=VALUE", help="a number or tensor's name")
