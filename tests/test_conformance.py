@@ -290,6 +290,11 @@ ADAPTED = [  # (algorithm, a function that is refused, what completes its adapte
     ("dapo", "def f(x, A, /, *, y, mask): return right(x, y, A, mask)", ["logprobs", "old_logprobs"]),
     ("dapo", "class Loss:\n def __init__(self, x): 0\n __call__ = staticmethod(right)", ["0", INPUTS]),
     ("grpo", f"def loss(lp, old, A, mask, ref, beta): return {KL}", ["0.04"]),
+    (
+        "dapo",
+        "def loss(newlogprob, logprob, A, mask): return right(*locals().values())",
+        ["old_logprobs"],
+    ),
     ("deepseek_v32", f"def loss(lp, old, A, mask, ref, sampler_lp, cfg): return {V32}", ["0"]),
 ]
 
