@@ -60,8 +60,8 @@ def test_curves_without_verdicts(tmp_path):
     write_lines(tmp_path / "metrics.jsonl", rows)
     write_lines(tmp_path / "evaluations.jsonl", [{"iteration": 0, **mixed}])
     figure = curves.draw({tmp_path: curves.read(tmp_path)}, curves.PANELS)
-    held_out = figure.axes[0]
-    assert "held-out reward_mean" in held_out.get_title()
+    held_out, reward = [axis for axis in figure.axes if axis.get_visible()]
+    assert "held-out reward_mean" in held_out.get_title() and reward.get_title() == "reward"
     assert [line.get_ydata().tolist() for line in held_out.lines] == [[41.0], [43.0]]
 
 
