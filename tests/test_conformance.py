@@ -20,8 +20,8 @@ import common
 
 README = (ROOT / "conformance" / "README.md").read_text()
 SECTIONS = VECTORS["sections"]
-LOSSES = [name.removeprefix("more.") for name in (*SCRIPTS, *MORE)]
-MODULES = dict(zip(LOSSES, (*SCRIPTS, *MORE), strict=True))
+MODULES = {name.removeprefix("more."): name for name in (*SCRIPTS, *MORE)}
+LOSSES = [name for name in MODULES if name in SECTIONS]
 OURS = {  # the project's functions for sections that have not the name of a script
     "value_loss": "ppo:value_loss",
     "positive_lm_loss": "more.vapo:positive_lm_loss",
@@ -44,6 +44,11 @@ def function_of(section):
 
 
 # ---------------------------------------------------------------------------------------- the vectors
+
+
+def test_every_script_has_vectors():
+    missing = MODULES.keys() - LOSSES
+    assert not missing, f"{missing}: .github/CONTRIBUTING.md, To contribute it, says how to add vectors"
 
 
 OF_SCRIPTS = []
