@@ -37,7 +37,15 @@ def held_out(evaluations, way, name):
     return [line["iteration"] for line in lines], [line[way][name] for line in lines]
 
 
+def keys_of(runs):
+    """The keys that some run has in metrics.jsonl."""
+    return {key for rows, _ in runs.values() for row in rows for key in row}
+
+
 def draw(runs, panels):
+    """A figure with the held-out accuracy, and those panels whose keys some run has."""
+    known = keys_of(runs)
+    panels = {title: keys for title, keys in panels.items() if known.issuperset(keys)}
     plt.rcParams |= {"font.size": 9, "axes.titlesize": 9, "legend.frameon": False}
     num_columns = min(3, len(panels) + 1)
     num_rows = math.ceil((len(panels) + 1) / num_columns)
@@ -74,7 +82,7 @@ def main():
     parser.add_argument("--out", type=Path, default=Path("runs/curves.png"))
     args = parser.parse_args()
     runs = {folder: read(folder) for folder in args.folders}
-    known = {key for rows, _ in runs.values() for row in rows for key in row}
+    known = keys_of(runs)
     for key in args.keys:
         if key not in known:
             sys.exit(f"--keys: no run has {key}; they have {', '.join(sorted(known))}")

@@ -1,5 +1,6 @@
 """A repair shop: writes a script with one bug from bugs.toml, and checks whether you have fixed it.
 
+python study/repair.py --list       # the numbers, and which script each one changes
 python study/repair.py 7            # writes runs/repair/bug_7.py
 python -m runs.repair.bug_7         # run it, read it and its metrics, fix it
 python study/repair.py 7 --hint
@@ -82,10 +83,17 @@ def differences(found, expected):
 def main():
     parser = command_line(__doc__)
     bugs = load_bugs()
-    parser.add_argument("number", type=int, choices=bugs, metavar=f"1..{len(bugs)}")
+    parser.add_argument("number", type=int, nargs="?", choices=bugs, metavar=f"1..{len(bugs)}")
+    parser.add_argument("--list", action="store_true", help="the numbers, with their scripts")
     parser.add_argument("--hint", action="store_true", help="where to look")
     parser.add_argument("--check", action="store_true", help="does it behave like the original?")
     args = parser.parse_args()
+    if args.list:
+        for number, bug in bugs.items():
+            print(f"{number:2}  {bug['script']}.py")
+        return
+    if args.number is None:
+        parser.error("which bug? Name a number, or --list")
     bug = bugs[args.number]
     path = SHOP / f"bug_{args.number}.py"
     if args.hint:

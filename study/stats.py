@@ -1,6 +1,9 @@
 """Means, and differences with their 95% intervals, paired by seed: of the CSVs in results/, or of runs.
 
 python study/stats.py runs/sapo-seed? --minus runs/grpo-seed?
+
+Rollout accuracy and reward are means over the run. The reward is the one that the update uses: dapo's
+is shaped, and only of groups that it keeps.
 """
 
 import csv
@@ -16,6 +19,8 @@ from scripts import command_line, read_lines
 
 RESULTS = Path(__file__).parent / "results"
 TEXT = {"script", "variant", "commit", "flags"}
+ROLLOUT = {"rollout accuracy": "rollout/accuracy", "rollout reward": "rollout/reward_mean"}
+NO_FLAGS = {"script", "versions", "problems_hash", "model_hash", "seed", "run_dir", "resume"}
 
 
 def read_csv(name):
@@ -72,16 +77,57 @@ def interval(ours, theirs):
 
 
 def measured(folder):
-    """(seed, {name: number}) of a run: its mean reward over all rollouts, and its last evaluation."""
+    """(settings, {name: number}) of a finished run: means over rollouts, and its last evaluation."""
+    evaluations = []
+    if Path(folder, "evaluations.jsonl").exists():
+        evaluations = read_lines(folder, "evaluations.jsonl")
+    if not evaluations:
+        sys.exit(f"{folder} has no run, or only its beginning")
     settings = json.loads(Path(folder, "settings.json").read_text())
-    rewards = [line["rollout/reward_mean"] for line in read_lines(folder, "metrics.jsonl")]
-    numbers = {"reward": statistics.mean(rewards)}
-    *_, last = read_lines(folder, "evaluations.jsonl")
+    last = evaluations[-1]
+    if last["iteration"] != settings["iterations"]:
+        when = f"after iteration {last['iteration']} of {settings['iterations']}"
+        sys.exit(f"{folder} is not finished: its last evaluation is {when}")
+    rollouts = read_lines(folder, "metrics.jsonl")
+    numbers = {}
+    for name, key in ROLLOUT.items():
+        if values(rollouts, key):
+            numbers[name] = mean(rollouts, key)
     for way in ("greedy", "sampled"):
         for name in ("accuracy", "reward_mean"):
             if name in last.get(way, {}):
                 numbers[f"{way} {name}"] = last[way][name]
-    return settings["seed"], numbers
+    return settings, numbers
+
+
+def by_seed(folders):
+    """{seed: what is measured in its run}"""
+    found = {}
+    names = {}
+    for folder in folders:
+        settings, numbers = measured(folder)
+        seed = settings["seed"]
+        if seed in found:
+            sys.exit(f"seed {seed} twice: {names[seed]} and {folder}")
+        found[seed] = (settings, numbers)
+        names[seed] = folder
+    return found
+
+
+def different_flags(ours, theirs):
+    """["lr (0.1, not 0.2)"]: the flags of both scripts that differ. Both: [settings]"""
+    lines = []
+    for flag in ours[0]:
+        left = [settings[flag] for settings in ours]
+        right = [settings.get(flag) for settings in theirs]
+        is_of_both = all(flag in settings for settings in theirs)
+        if is_of_both and flag not in NO_FLAGS and left != right:
+            lines.append(f"{flag} ({shown(left)}, not {shown(right)})")
+    return lines
+
+
+def shown(found):
+    return " and ".join(dict.fromkeys(map(str, found)))
 
 
 def main():
@@ -89,14 +135,17 @@ def main():
     parser.add_argument("folders", nargs="+", metavar="RUN_DIR")
     parser.add_argument("--minus", nargs="+", metavar="RUN_DIR", required=True)
     args = parser.parse_args()
-    ours = dict(map(measured, args.folders))
-    theirs = dict(map(measured, args.minus))
+    ours = by_seed(args.folders)
+    theirs = by_seed(args.minus)
     seeds = sorted(ours.keys() & theirs.keys())
     if not seeds:
         sys.exit("no seed is in both sets of runs")
+    differences = different_flags(*([runs[seed][0] for seed in seeds] for runs in (ours, theirs)))
+    if differences:
+        print("different flags:", ", ".join(differences))
     print("difference, paired by seed:", *seeds)
-    for name in ours[seeds[0]]:
-        pairs = [(ours[seed], theirs[seed]) for seed in seeds]
+    for name in ours[seeds[0]][1]:
+        pairs = [(ours[seed][1], theirs[seed][1]) for seed in seeds]
         pairs = [(a[name], b[name]) for a, b in pairs if name in a and name in b]
         if pairs:
             print(f"{name:20} {interval(*zip(*pairs, strict=True))}")

@@ -64,6 +64,11 @@ def fields_of(name):
     return {field.name for field in dataclasses.fields(importlib.import_module(name).Args)}
 
 
+def has_one_ratio(name):
+    """Whether a loss has one ratio, and so one advantage, per completion; its docstring says so."""
+    return "one per completion" in importlib.import_module(name).policy_loss.__doc__
+
+
 def flags_it_has(name, flags):
     """The pairs `--flag value` that a script has: ppo has no groups, reinforce takes one step."""
     pairs = zip(flags[::2], flags[1::2], strict=True)

@@ -6,12 +6,10 @@ import math
 
 import pytest
 import torch
-from conftest import MORE, SCRIPTS, script_args
+from conftest import MORE, SCRIPTS, functions_of, has_one_ratio, script_args
 
 F64 = torch.float64
 SIBLINGS = [*SCRIPTS, *MORE]
-ONE_RATIO = ("gspo", "gmpo", "rspo")  # per completion
-WITH_CRITIC = ("ppo", "more.vapo")
 
 
 def data(seed=0):
@@ -27,10 +25,14 @@ def data(seed=0):
     return lp.requires_grad_(), old, adv, mask
 
 
+def parameters_of(name, function="policy_loss"):
+    return inspect.signature(getattr(script_args(name)[0], function)).parameters
+
+
 def loss_of(name, lp, old, adv, mask, changes=None, **tensors):
     """(loss, stats) with the flags' defaults, except for the changes."""
     module, _ = script_args(name)
-    needed = {"max_new_tokens": 48} if name == "dr_grpo" else {}
+    needed = {"max_new_tokens": 48} if "max_new_tokens" in parameters_of(name) else {}
     return module.policy_loss(lp, old, adv, mask, **needed, **(changes or {}), **tensors)
 
 
@@ -51,7 +53,7 @@ def test_half_precision_and_advantages_of_another_shape_are_refused(name):
         with pytest.raises(AssertionError, match="logits.float()"):
             loss_of(name, *pair, adv, mask)
     wrong = [adv[:1], adv.T, adv[:8, 0], adv[:, :, None]]
-    if name in ONE_RATIO:
+    if has_one_ratio(name):
         wrong.append(adv.expand(9, 9))
     for advantages in wrong:
         with pytest.raises(AssertionError, match="advantages_B"):
@@ -66,7 +68,7 @@ def test_rows_without_tokens_and_other_shapes_of_advantages_change_nothing(name)
     nan = torch.full((3, 9), math.nan, dtype=F64)
     more = [torch.cat([x, nan[:, : x.shape[1]]]) for x in (lp, old, adv)]
     forms = [(lp, old, adv[:, 0], mask), (*more, torch.cat([mask, torch.zeros(3, 9).bool()]))]
-    if name not in ONE_RATIO:
+    if not has_one_ratio(name):
         forms.append((lp, old, adv.expand(12, 9), mask))
     expected, expected_stats = loss_of(name, lp, old, adv, mask)
     for form in forms:
@@ -75,9 +77,12 @@ def test_rows_without_tokens_and_other_shapes_of_advantages_change_nothing(name)
         torch.testing.assert_close(stats, expected_stats, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("name", [name for name in SIBLINGS if name not in WITH_CRITIC])
+WITHOUT_CRITIC = [name for name in SIBLINGS if "compute_advantages" in functions_of(name)]
+
+
+@pytest.mark.parametrize("name", WITHOUT_CRITIC)
 def test_rewards_may_be_integers_or_booleans(name):
-    given = (0.25,) if name == "more.reinforce" else ()  # the baseline
+    given = [0.25 for _ in [*parameters_of(name, "compute_advantages")][1:]]  # reinforce's baseline
     rewards = torch.tensor([[1, 0, 0, 0], [1, 1, 1, 1]])
     advantages = script_args(name)[0].compute_advantages
     for kind in (torch.int64, torch.bool):
@@ -185,12 +190,12 @@ def test_statistics_are_of_the_response_alone(name):
     r = math.exp(-0.5)
     assert stats["ratio_max"].item() == pytest.approx(r)
     assert stats["approx_kl"].item() == pytest.approx(r - 1 + 0.5)
-    if name == "sapo":
+    if "gate_slope" in stats:
         assert stats["gate_slope"].item() == pytest.approx(1 / math.cosh((r - 1) / 2) ** 2)
     assert not any(value.requires_grad for value in stats.values())
     near = 1e-5 * torch.randn(100, 100, generator=torch.Generator().manual_seed(0))
     zero = torch.zeros(100, 100)
-    ref = {"ref_logprobs_BT": zero} if name == "grpo" else {}
+    ref = {"ref_logprobs_BT": zero} if "ref_logprobs_BT" in parameters_of(name) else {}
     _, stats = loss_of(name, near, zero, torch.ones(100, 1), zero + 1, **ref)
     for key in {"approx_kl", "kl_ref"} & set(stats):
         expected = (near.double() ** 2 / 2).mean().item()
@@ -199,16 +204,15 @@ def test_statistics_are_of_the_response_alone(name):
 
 # ----------------------------------------------------------------------------------------- keywords
 
-LOSSES = [(name, "policy_loss") for name in SIBLINGS] + [("ppo", "value_loss")]
-LOSSES += [("more.vapo", "value_loss"), ("more.vapo", "positive_lm_loss")]
+LOSSES = [(name, each) for name in SIBLINGS for each in functions_of(name) if each.endswith("_loss")]
 
 
 @pytest.mark.parametrize("name, function", LOSSES)
 def test_keywords_have_the_names_and_defaults_of_the_flags(name, function):
     """A keyword that is no flag is the normalizer, or an optional tensor. That main passes all of them:
     test_main.py, and test_siblings.py, where every flag is read."""
-    module, args = script_args(name)
-    parameters = inspect.signature(getattr(module, function)).parameters.values()
+    _, args = script_args(name)
+    parameters = parameters_of(name, function).values()
     keywords = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
     for keyword, default in keywords.items():
         if keyword == "max_new_tokens":

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import MORE, SCRIPTS, SUMS, fields_of, metrics, script_args
+from conftest import MORE, SCRIPTS, SUMS, fields_of, functions_of, has_one_ratio, metrics, script_args
 from rl_loss_vectors import reference
 from torch.func import functional_call
 from torch.nn.utils.rnn import pad_sequence
@@ -78,8 +78,13 @@ CASES = {  # variants that change no line of main are compared by test_conforman
     "deepseek_v32": ("more.deepseek_v32", {"kl_coef": 0.5, "offpolicy_mask": 0.02}),
     "vapo": ("more.vapo", CRITIC | PRETRAINED | {"lambda_alpha": 0.3, "kl_coef": 0.0}),
 }
-for name in {*SCRIPTS, *MORE} - {script for script, _ in CASES.values()}:
-    CASES[name] = (name, {})  # a new script needs no case of its own
+KNOWN = dict.fromkeys(script for script, _ in CASES.values())
+for name in [*SCRIPTS, *MORE]:
+    if name not in KNOWN:  # a new script needs no case of its own
+        changes = {} if "group_size" in fields_of(name) else ALONE
+        if "pretraining_iterations" in fields_of(name):
+            changes = changes | PRETRAINED
+        CASES[name] = (name, changes)
 # Here the master weights have a working copy, as with bfloat16, but in float32, so that numbers agree.
 WITH_COPIES = ["ppo", "grpo, reset", "grpo, stale", "dapo", "vapo"]
 ADVANTAGES = {
@@ -87,6 +92,33 @@ ADVANTAGES = {
     "more.deepseek_v32": reference.group_differences,
     "more.rloo": reference.leave_one_out,
 }
+
+
+def objective_of(name):
+    """The function of reference.py; for a new script that is not there, the one of the script with the
+    same policy_loss."""
+    text = functions_of(name)["policy_loss"]
+    for each in [name, *KNOWN]:
+        found = getattr(reference, each.removeprefix("more."), None)
+        if found and functions_of(each)["policy_loss"] == text:
+            return found
+    short = name.removeprefix("more.")
+    pytest.fail(f"its objective is missing: write `{short}` in rl_loss_vectors/reference.py")
+
+
+def advantages_of(name):
+    """The function of reference.py; for a new script the one that gives its numbers."""
+    if name in KNOWN:
+        return ADVANTAGES.get(name, reference.group_advantages)
+    rewards = torch.tensor([[0.5, 0.25, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
+    found = script_args(name)[0].compute_advantages(rewards)
+    for function in (reference.group_advantages, *ADVANTAGES.values()):
+        if torch.allclose(function(batch(rewards=rewards)), found):
+            return function
+    pytest.fail(
+        f"the advantages of {name} are missing: write them in rl_loss_vectors/reference.py, and "
+        "name the function in ADVANTAGES, here"
+    )
 
 
 def watched(name, args, with_copies):
@@ -193,10 +225,10 @@ def rounded(model, weights):
 # -------------------------------------------------------------------------- before an update
 
 
-def learned_from(name, args, rounds):
+def learned_from(args, rounds):
     """The completions of an iteration; dapo samples until it has enough groups with right and wrong
     ones."""
-    if name != "dapo":
+    if not hasattr(args, "max_sampling_rounds"):
         assert len(rounds) == 1
         return rounds[0]
     kept = []
@@ -218,7 +250,7 @@ def correction_weights(name, args, old, mu, mask):
         return torch.ones_like(old)
     log_rho = torch.where(mask, old - mu, 0)
     log_mean = (log_rho.sum(1) / mask.sum(1))[:, None].expand_as(mask)
-    if name in ("gmpo", "rspo") or getattr(args, "variant", "") == "gspo":
+    if has_one_ratio(name) and getattr(args, "variant", "") != "gspo_token":
         log_rho = log_mean
     weights = log_rho.exp().clamp(max=args.rollout_cap)
     if args.rollout_correction == "geo_mask":
@@ -235,23 +267,23 @@ def batch(**fields):
 def plain_advantages(name, args, completions, baseline):
     """(N, 1)"""
     rewards = torch.tensor([c.reward for c in completions], dtype=torch.float64)
-    if name == "dapo" and args.overlong == "soft":
+    if getattr(args, "overlong", "") == "soft":
         cache = args.overlong_cache or args.max_new_tokens // 4
         over = [len(c.ids) - (args.max_new_tokens - cache) for c in completions]
         rewards -= torch.tensor([max(0, tokens) / cache for tokens in over])
-    if name == "more.reinforce":
+    if hasattr(args, "baseline_decay"):
         return (rewards - baseline)[:, None]
     b = batch(rewards=rewards.view(-1, args.group_size))
-    return ADVANTAGES.get(name, reference.group_advantages)(b).view(-1, 1)
+    return advantages_of(name)(b).view(-1, 1)
 
 
-def advantages_of_a_critic(name, args, completions, old, ref, values, mask):
+def advantages_of_a_critic(args, completions, old, ref, values, mask):
     """(advantages, returns), (N, T)"""
     rewards = torch.where(mask, -args.kl_coef * (old - ref), 0)
     for i, c in enumerate(completions):
         rewards[i, len(c.ids) - 1] += c.reward
     b = batch(rewards=rewards, values=values, mask=mask, gamma=args.gamma)
-    if name == "ppo":
+    if hasattr(args, "gae_lambda"):
         b.lam = args.gae_lambda
         advantages, returns = reference.gae(b)
     else:
@@ -281,12 +313,11 @@ def before_update(name, args, completions, weights, ref_weights, baseline, model
     if len(weights) == 2:
         values = [values_of(model, weights[1], c) for c in completions]
         values = pad_sequence(values, batch_first=True)
-        inputs = completions, old, ref, values, mask
-        advantages, returns = advantages_of_a_critic(name, args, *inputs)
+        advantages, returns = advantages_of_a_critic(args, completions, old, ref, values, mask)
     else:
         advantages = plain_advantages(name, args, completions, baseline)
     factors = correction_weights(name, args, old, mu, mask)
-    if name == "dapo" and args.overlong == "filter":
+    if getattr(args, "overlong", "") == "filter":
         mask = mask & torch.tensor([[not c.truncated] for c in completions])
     return SimpleNamespace(
         completions=completions,
@@ -321,19 +352,19 @@ def total_loss(name, args, before, rows, weights, model):
     if before.ref is not None:
         b.ref_logprobs = before.ref[rows]
     b.sampler_logprobs = before.mu[rows]
-    if name == "rspo":
+    if hasattr(args, "gamma_min"):
         old_answers = [before.answers[i] for i in rows]
         b.scores = expert_logprobs(answers, old_answers)
         b.old_scores = expert_logprobs(old_answers, old_answers)
         b.router_shift = reference.router_shift(b).detach()
-    loss = -getattr(reference, name.removeprefix("more."))(b)
+    loss = -objective_of(name)(b)
     if len(weights) == 2:
         b.old_values = before.values[rows]
         b.returns = before.returns[rows]
         b.values = table([values_of(model, weights[1], c) for c in completions])
         entropy = torch.cat([a.entropies for a in answers]).mean()
         loss = loss + args.value_coef * reference.value_loss(b) - args.entropy_coef * entropy
-    if name == "more.vapo":
+    if hasattr(args, "positive_lm_coef"):
         b.is_right = torch.tensor([[c.verdict == "correct"] for c in completions])
         loss = loss + args.positive_lm_coef * reference.positive_lm_loss(b)
     # A product of two means, and so the one that depends on how the rows are parted.
@@ -414,9 +445,9 @@ def test_run_has_the_gradients_of_the_literal_objective(case, tmp_path, tiny_mod
         weights = seen.steps[0].weights
         if iteration > 1 and getattr(args, "ref_reset_every", 0) > 0:
             ref_weights = weights[0]
-        completions = learned_from(name, args, seen.rounds)
+        completions = learned_from(args, seen.rounds)
         before = before_update(name, args, completions, weights, ref_weights, baseline, model)
-        if name == "more.reinforce":
+        if hasattr(args, "baseline_decay"):
             mean_reward = sum(c.reward for c in completions) / len(completions)
             baseline = args.baseline_decay * baseline + (1 - args.baseline_decay) * mean_reward
         check_sampler(args, before, first_weights, weights[0], model, line)

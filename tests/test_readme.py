@@ -38,9 +38,8 @@ def links(path):
 
 @pytest.mark.parametrize("path", report.FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_generated_parts_are_up_to_date(path):
-    """If not: python study/report.py"""
     text = path.read_text()
-    assert report.filled(text) == text
+    assert report.filled(text) == text, "run: python study/report.py"
 
 
 def test_the_snippet_runs():

@@ -60,8 +60,8 @@ def test_curves_without_verdicts(tmp_path):
     write_lines(tmp_path / "metrics.jsonl", rows)
     write_lines(tmp_path / "evaluations.jsonl", [{"iteration": 0, **mixed}])
     figure = curves.draw({tmp_path: curves.read(tmp_path)}, curves.PANELS)
-    held_out = figure.axes[0]
-    assert "held-out reward_mean" in held_out.get_title()
+    held_out, reward = [axis for axis in figure.axes if axis.get_visible()]
+    assert "held-out reward_mean" in held_out.get_title() and reward.get_title() == "reward"
     assert [line.get_ydata().tolist() for line in held_out.lines] == [[41.0], [43.0]]
 
 
@@ -113,8 +113,10 @@ def test_each_bug_applies_exactly_once():
     for bug in BUGS.values():
         original = path_of(bug["script"]).read_text()
         assert original.count(bug["old"]) == 1, bug["title"]
-        assert repair.changed(bug) != original
-        compile(repair.changed(bug), bug["title"], "exec")
+        changed = repair.changed(bug)
+        assert changed != original
+        compile(changed, bug["title"], "exec")
+        assert max(map(len, changed.splitlines())) <= 104, bug["title"]  # or it would stand out
     assert f"has {len(BUGS)} bugs, one per entry" in (ROOT / "study" / "README.md").read_text()
 
 
@@ -126,6 +128,16 @@ def test_each_exercise_changes_one_line():
         compile(changed, exercise["title"], "exec")
         pairs = zip(original.splitlines(), changed.splitlines(), strict=True)
         assert sum(old != new for old, new in pairs) == 1, exercise["title"]
+
+
+def test_the_shop_lists_its_bugs_without_their_titles(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["repair.py", "--list"])
+    repair.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [f"{number:2}  {bug['script']}.py" for number, bug in BUGS.items()]
+    monkeypatch.setattr(sys, "argv", ["repair.py"])
+    with pytest.raises(SystemExit, match="2"):
+        repair.main()
 
 
 def test_a_bug_from_the_shop_is_found_and_fixed(monkeypatch, capsys, tmp_path):

@@ -9,13 +9,14 @@ import argparse
 import ast
 import importlib
 import inspect
+import re
 import sys
 import textwrap
 import warnings
 from pathlib import Path
 
 from rl_loss_vectors import doctor
-from rl_loss_vectors.call import VECTORS, Refusal, optional_of, role_of
+from rl_loss_vectors.call import VECTORS, Refusal, optional_of, roles_of
 from rl_loss_vectors.reference import LOSSES
 
 ADVANTAGES = dict.fromkeys(["dr_grpo", "deepseek_v32"], "group_differences") | {"rloo": "leave_one_out"}
@@ -25,8 +26,7 @@ def arguments(program):
     parser = argparse.ArgumentParser(program, description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("target", help="FILE.py:FUNCTION or pkg.module:FUNCTION, which is run")
-    losses = [name for name in LOSSES if name != "grpo_offpolicy"]
-    add("--algorithm", choices=losses, help="whose loss or advantages the function computes")
+    add("--algorithm", choices=LOSSES, help="whose loss or advantages the function computes")
     what = ["loss", "advantages", "gae", "value_loss", "whiten"]
     add("--what", choices=what, default="loss", help="what the function computes (default: loss)")
     add("--set", action="append", default=[], metavar="NAME=VALUE", help="a number or tensor's name")
@@ -79,13 +79,15 @@ def load(target):
 
 def passed_to(function, section, settings):
     """`x=mask, y=...`: what an adapter passes: all that it knows, and what has no default."""
-    known = [*VECTORS["sections"][section]["arguments"], *optional_of(section)]
+    offered = [*VECTORS["sections"][section]["arguments"], *optional_of(section)]
     given = {name: str(x) for name, x in settings.items()}
     given |= {name.split(".")[0]: "..." for name in settings if "." in name}  # a field of it
+    parameters = inspect.signature(function).parameters
+    roles, _ = roles_of(parameters, section, settings)
     passed = []
-    for name, x in inspect.signature(function).parameters.items():
-        role = role_of(name, section)
-        value = given.get(name, role if role in known else "...")
+    for name, x in parameters.items():
+        role = roles.get(name)
+        value = given.get(name, role if role in offered else "...")
         is_variable = x.kind in (x.VAR_POSITIONAL, x.VAR_KEYWORD)
         is_required = x.default is x.empty and not is_variable and name != "self"
         if is_required or value != "..." or name in given:
@@ -104,7 +106,8 @@ def adapter(target, found, section, settings):
     passed = "..."
     if not inspect.isclass(found):
         passed = passed_to(getattr(found, "forward", found), section, settings) or "..."
-    optional = [x for x in optional_of(section) if f"={x}" in passed or "logprobs" not in passed]
+    names = optional_of(section)
+    optional = [x for x in names if re.search(rf"\b{x}\b(?!=)", passed) or "logprobs" not in passed]
     return f"""\
 import sys
 

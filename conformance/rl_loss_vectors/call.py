@@ -33,14 +33,16 @@ WORDS = {  # what a word of a parameter's name stands for; "" if it adds nothing
     "rewards": "reward rewards scores",
     "values": "value values vpreds",
     "returns": "return returns target targets",
-    "": "policy actor trainer training pi theta model loss valid assistant batch all sequence seq "
+    "": "policy actor trainer training pi theta model loss valid assistant batch b mb all sequence seq "
     "per token tokens level action actions response responses completion",
 }
 MEANINGS = {word: meaning for meaning, words in WORDS.items() for word in words.split()}
 ROLES = ["logprobs", "old_logprobs", "ref_logprobs", "advantages", "mask", "rewards", "values"]
 ROLES += ["old_values", "returns", "sampler_logprobs"]
 ALIASES = {"new": "logprobs", "new_logprobs": "logprobs", "old": "old_logprobs", "ref": "ref_logprobs"}
-ALIASES |= {"num_generations": "group_size", "num_items_in": "num_tokens", "lambd": "lam"}
+ALIASES |= {"new_values": "values", "num_generations": "group_size", "num_items_in": "num_tokens"}
+ALIASES |= {"lambd": "lam"}
+NO_GRAPH = "no graph leads from its loss to {}: it is detached, a number, or has called backward()"
 
 
 class Refusal(Exception):
@@ -54,12 +56,13 @@ def plain(name):
 
 def role_of(name, section):
     """Which of our tensors or numbers a parameter is; its own name, if we do not know."""
-    words = re.sub(r"log_(probs?|ps?|probabilit(y|ies))(?![a-z])", "logprobs", plain(name)).split("_")
+    name = re.sub("^(new|old|ref)(?=log|val)", r"\1_", plain(name))  # newlogprob
+    words = re.sub(r"log_(probs?|ps?|probabilit(y|ies))(?![a-z])", "logprobs", name).split("_")
     meanings = [x for x in [MEANINGS.get(word, word) for word in words] if x]
     role = "_".join(sorted(meanings, key=lambda word: word not in ("new", "old", "ref")))
     if section == "whiten" and role in ("x", "values"):
         return "advantages"
-    return ALIASES.get(role, role if role in ROLES else plain(name))
+    return ALIASES.get(role, role if role in ROLES else name)
 
 
 def numbers_of(section):
@@ -73,6 +76,26 @@ def optional_of(section):
     """The tensors that a function of this section may take beside its arguments."""
     more = {"deepseek_v32": ["sampler_logprobs"], "rspo": ["router_shift"]}
     return ["ref_logprobs", *more.get(section, [])] if section in LOSSES else []
+
+
+def roles_of(parameters, section, settings):
+    """({parameter: which of our tensors or numbers it is}, {second parameter of one: the first}). Each
+    is passed once, first where a setting says. Single letters mean nothing without a longer name."""
+    known = [*VECTORS["sections"][section]["arguments"], *optional_of(section), "group_size", *COUNTS]
+    words = {x: name for name, x in settings.items() if isinstance(x, str)}
+    firsts = dict(words)
+    seconds = {}
+    for name, parameter in parameters.items():
+        role = role_of(name, section)
+        if role not in known or name in settings:
+            continue
+        first = firsts.setdefault(role, name)
+        if first != name and parameter.default is parameter.empty:
+            seconds[name] = first
+    roles = {name: role for role, name in firsts.items() if role not in words}
+    if not words and all(len(plain(name)) == 1 for name in roles):
+        return {}, {}
+    return roles, seconds
 
 
 def parameters_of(function):
@@ -101,6 +124,7 @@ class Subject:
 
     kind = KINDS[0]  # how tensors are passed; `fitted` finds out
     shape = SHAPES[0]
+    has_graph = False  # from an output to the first argument
 
     def __init__(self, function, section, settings, open=()):
         self.function = function
@@ -111,41 +135,41 @@ class Subject:
         self.is_loss = section in LOSSES
         self.parameters = parameters_of(function)
         self.numbers = numbers_of(section)
-        changed = {k: x for k, x in settings.items() if k in self.numbers or k in self.arguments}
-        self.open = {k: x for k, x in dict(open).items() if k not in changed}
-        self.constants = self.numbers | self.open | changed
-        self.bound = {}  # {parameter: our name}
-        self.bind()
+        names = [*self.numbers, *(x for x in ("gamma", "lam") if x in self.arguments)]
+        set_to = {k: x for k, x in settings.items() if k in names and type(x) in (int, float)}
+        self.open = {k: x for k, x in dict(open).items() if k not in set_to}
+        self.constants = self.numbers | self.open | set_to
+        self.bind(set_to)
 
-    def bind(self):
-        known = [*self.arguments, *optional_of(self.section), "group_size", *COUNTS]
+    def bind(self, set_to):
+        """Finds out what each parameter gets. set_to: the constants that its author has set."""
+        self.bound, seconds = roles_of(self.parameters, self.section, self.settings)
         unknown = []
         for name, parameter in self.parameters.items():
-            role = role_of(name, self.section)
-            is_required = parameter.default is parameter.empty
-            if name in self.settings:
+            has_value = parameter.default is not parameter.empty or name in self.settings
+            if has_value or name in self.bound or name in seconds:
                 continue
-            if role in known and role not in self.bound.values():
-                self.bound[name] = role
-            elif is_required and role in self.constants:
+            role = role_of(name, self.section)
+            if role in self.constants:
                 self.settings = self.settings | {name: self.constants[role]}
-            elif is_required:
+            else:
                 unknown.append(name)
         self.is_by_order = len(unknown) == len(self.arguments) and not self.bound
         if self.is_by_order:
             self.bound = dict(zip(unknown, self.arguments, strict=True))
             unknown = []
         needed = [x for x in self.arguments if x not in ("mask", "old_logprobs", "old_values")]
-        meant = [*self.parameters, *self.constants]
-        given = [*self.bound.values(), *self.settings, *map(str, self.settings.values())]
+        given = [*self.bound.values(), *self.settings.values(), *set_to]
+        meant = [*self.parameters, *set_to]
         problems = {
+            "look like the same tensor": [f"{first} and {name}" for name, first in seconds.items()],
             "unknown parameters": unknown,
             "no parameter is known as": [x for x in needed if x not in given],
             "no parameter and no constant": [x for x in self.settings if x not in meant],
         }
-        for problem, names in problems.items():
-            if names:
-                raise Refusal(f"{problem}: {', '.join(names)}")
+        found = [f"{problem}: {', '.join(names)}" for problem, names in problems.items() if names]
+        if found:
+            raise Refusal("; ".join(found))
 
     def takes(self, role):
         return role in [*self.bound.values(), *self.settings.values()]
@@ -158,13 +182,14 @@ class Subject:
     def call(self, part):
         """The function's output for {our name: tensor or number}, as a tensor."""
         output = self.output(part)
-        if not self.is_loss or self.kind[0] is not np.float64:
+        if "gradient" not in self.about["cases"][0] or self.kind[0] is not np.float64:
             return output
         # The gradient of a numpy function: central differences
-        x = part["logprobs"]
+        first = self.arguments[0]
+        x = part[first]
         steps = 1e-5 * torch.eye(x.numel(), dtype=x.dtype).view(-1, *x.shape)
-        above = torch.stack([self.output(part | {"logprobs": x + step}) for step in steps])
-        below = torch.stack([self.output(part | {"logprobs": x - step}) for step in steps])
+        above = torch.stack([self.output(part | {first: x + step}) for step in steps])
+        below = torch.stack([self.output(part | {first: x - step}) for step in steps])
         gradient = (above - below).view(x.shape) / 2e-5
         return output + (gradient * (x - x.detach()).nan_to_num()).sum()
 
@@ -208,14 +233,19 @@ class Subject:
             part = {name: x[rows] if torch.is_tensor(x) else x for name, x in fields.items()}
             first = part[self.arguments[0]].requires_grad_(has_gradient)
             output = self.call(part)
+            # Without a graph there is no gradient, and a backward() inside uses the graph up.
+            is_joined = output.requires_grad and first.grad is None
             if self.is_loss and output.shape == part["mask"].shape:  # terms
                 divisors = torch.tensor(case["denominator"])[rows]
                 output = (torch.where(part["mask"], output, 0) / divisors).sum()
             elif self.is_loss and output.numel() != 1:
                 raise Refusal(f"a loss is one number, not a tensor of shape {tuple(output.shape)}")
-            if has_gradient and output.requires_grad:
+            found = None
+            if has_gradient and is_joined:
                 (found,) = torch.autograd.grad(output.sum(), first, allow_unused=True)
-                gradient[rows] = 0 if found is None else found.double().numpy()
+            if found is not None:
+                gradient[rows] = found.double().numpy()
+                self.has_graph = True
             value = value + output.detach().double().numpy()
         value = value.reshape(np.shape(case["value"]))
         is_by_token = not has_gradient and "mask" in case["inputs"]
@@ -260,13 +290,21 @@ class Subject:
         return None
 
     def has_one_A(self, case):
-        """Whether it takes, or reads, one advantage for each completion: the first column."""
+        """Whether it takes, or reads, one advantage for each completion: a token's gradient depends on
+        other tokens' advantages."""
         if self.section in A_FOR_EACH_TOKEN:
             return self.shape == "B"
         case = self.adapted(case)
-        first = copy.deepcopy(case)
-        first["inputs"]["advantages"] = [row[:1] for row in case["inputs"]["advantages"]]
-        return np.array_equal(self.answer(first)[1], self.answer(case)[1])
+        _, expected = self.answer(case)
+        A = np.array(case["inputs"]["advantages"])
+        for t in range(A.shape[1]):
+            moved = 1.01 * A
+            moved[:, t] = A[:, t]
+            inputs = case["inputs"] | {"advantages": moved.tolist()}
+            _, gradient = self.answer(case | {"inputs": inputs})
+            if not np.allclose(gradient[:, t], expected[:, t], rtol=1e-4, atol=1e-6):
+                return True
+        return False
 
 
 def fitted(subject, is_good):
@@ -281,6 +319,8 @@ def fitted(subject, is_good):
             subject.shape = shape
             try:
                 subject.answer(case)
+                if "gradient" in case and not subject.has_graph:
+                    raise Refusal(NO_GRAPH.format(subject.arguments[0]))
                 found[shape] = not subject.is_loss or is_good(subject)
             except (Exception, SystemExit) as error:
                 errors.append(error)

@@ -160,11 +160,14 @@ class Report:
         missing = [x for x in ("mask", "old_logprobs") if x in subject.arguments]
         lines += [f"tested without {x}" for x in missing if not subject.takes(x)]
         for name, x in subject.open.items():
-            lines.append(f"{name} is {x:g}, not our {subject.numbers[name]:g}, as the paper allows")
+            why = f"not our {subject.numbers[name]:g}, as the paper allows"
+            if subject.section == "gspo":
+                why = f"as the paper prints (ours is {subject.numbers[name]:g})"
+            lines.append(f"{name} is {x:g}, {why}")
         reasons = {}
         for case, why in self.results:
             if isinstance(why, str):
-                reasons.setdefault(why, []).append(case["id"].split("-")[-1])
+                reasons.setdefault(why, []).append(case["id"])
         return lines + [f"not tested: {', '.join(ids)} ({why})" for why, ids in reasons.items()]
 
 
