@@ -179,8 +179,8 @@ class PluggedTrainer(GRPOTrainer):
         rewards_B = torch.tensor([c.reward for c in completions])
         if getattr(args, "overlong", "none") == "soft":
             lengths_B = torch.tensor([len(c.ids) for c in completions])
-            overlong_cache = args.overlong_cache or max(1, args.max_new_tokens // 4)
-            rewards_B += self.script.overlong_penalty(lengths_B, args.max_new_tokens, overlong_cache)
+            options = (args.max_new_tokens, args.overlong_cache_tokens)
+            rewards_B += self.script.overlong_penalty(lengths_B, *options)
         return rewards_B
 
     def known_rollout(self, prompts, trainer):
