@@ -106,8 +106,12 @@ def adapter(target, found, section, settings):
     passed = "..."
     if not inspect.isclass(found):
         passed = passed_to(getattr(found, "forward", found), section, settings) or "..."
-    names = optional_of(section)
-    optional = [x for x in names if re.search(rf"\b{x}\b(?!=)", passed) or "logprobs" not in passed]
+    tensors = VECTORS["sections"][section]["arguments"]
+    names = [*tensors, *optional_of(section)]
+    names = [x for x in names if re.search(rf"\b{x}\b(?!=)", passed)] or names
+    optional = [x for x in optional_of(section) if x in names]
+    left = ", ".join(x for x in tensors if x not in names)
+    comment = f"# Leave out what you do not pass: {left}\n" if left else ""
     return f"""\
 import sys
 
@@ -115,7 +119,7 @@ sys.path.insert(0, {folder!r})
 from {module} import {first}
 
 
-def adapter({", ".join([*VECTORS["sections"][section]["arguments"], *optional])}):
+{comment}def adapter({", ".join([*tensors, *optional])}):
     return {".".join([made, *rest])}({passed})"""
 
 
