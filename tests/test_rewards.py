@@ -217,7 +217,7 @@ def test_a_file_whose_function_cannot_be_found_or_called_is_refused(name, source
 
 class Judge(torch.nn.Module):
     def forward(self, completions, level):
-        return torch.tensor(level) + torch.nn.Linear(1, 1).bias * 0
+        return torch.tensor(level)
 
 
 def test_a_torch_module_is_a_function_with_the_parameters_of_its_forward():
