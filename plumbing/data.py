@@ -15,7 +15,8 @@ import torch
 from tqdm import tqdm
 
 from plumbing.answers import MARKERS, final_answer
-from plumbing.args import UserError, has_splits, one_line
+from plumbing.args import has_splits
+from plumbing.errors import UserError, one_line
 
 
 def hash_of(content):

@@ -11,8 +11,9 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from plumbing.answers import verify
-from plumbing.args import UserError, one_line
 from plumbing.data import check_files
+from plumbing.errors import UserError, one_line
+from plumbing.folder import checkpoints_in
 from plumbing.metrics import clock
 
 VERDICTS = ("correct", "wrong", "no_answer", "truncated")
@@ -119,7 +120,7 @@ def failure(c, takes_lists, folder):
     which = "first prompt" if takes_lists else "prompt"
     message = f"Completions are {kind}. The {which} is {c.problem.prompt!r:.300}"
     message += f", and its gold answer {c.problem.answer!r:.100}."
-    checkpoints = sorted(folder.glob("checkpoint-[0-9]?????"))
+    checkpoints = checkpoints_in(folder)
     return f"{message} The last checkpoint is {checkpoints[-1]}." if checkpoints else message
 
 
