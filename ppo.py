@@ -29,11 +29,12 @@ As in InstructGPT:
   - There is one epoch per rollout.
 Unlike PPO's equations 10 to 12, V is 0 after the last token, even if the completion was truncated: the
 reward ends it. With the critic's value beside that reward, the policy would learn to be truncated.
-Unlike the papers, but as in most RLHF code: A is whitened, and L_V is clipped, not the plain square.
-c_e is 0 and c_v 0.5 (PPO on Atari: 0.01 and 1). The two models share no weights, so c_v only scales the
-critic's gradient. AdamW ignores that, except where the gradient is clipped first (--max_grad_norm). The
-critic starts as a second copy of the base model with a linear head of zeros, so its lr is ten times the
-policy's. InstructGPT's starts from the reward model, with an lr of 9e-6 (5e-6 beside its 175B policy).
+Unlike the papers, but as in verl 0.9.1 and OpenRLHF 0.11.2: A is whitened, and L_V is clipped.
+Unlike the papers: c_e is 0 and c_v 0.5 (PPO on Atari: 0.01 and 1). The two models share no weights, so
+c_v only scales the critic's gradient. AdamW ignores that, except where the gradient is clipped first
+(--max_grad_norm). The critic starts as a second copy of the base model with a linear head of zeros, so
+its lr is ten times the policy's. InstructGPT's starts from the reward model, with an lr of 9e-6 (5e-6
+beside its 175B policy).
 
 Run:    python ppo.py
 Expect: greedy held-out accuracy on sums of two numbers rises from 0.43 to at least 0.97 in under a
