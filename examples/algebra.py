@@ -1,7 +1,7 @@
 """A reward that handles algebra: math-verify rechecks the answers that common.verify calls wrong.
 
     pip install -r examples/requirements.txt
-    python grpo.py --reward examples/algebra.py:grade
+    python grpo.py --reward examples/algebra.py:grade --run_dir runs/algebra
 
 Expect: the same results as without the flag, because the model's sums need no algebra. On a math
 dataset it also accepts x^2+x for x(x+1), and lists, sets, and matrices in a different notation. But it

@@ -1,6 +1,6 @@
 """A reward that adds up two rewards: is the answer right, and does the completion show its work?
 
-    python grpo.py --reward examples/format_and_accuracy.py:grade
+    python grpo.py --reward examples/format_and_accuracy.py:grade --run_dir runs/format
 
 Expect: greedy held-out accuracy of at least 0.97, as without the flag, and work in almost every answer.
 The format has a small weight, so a right answer in the wrong format beats a wrong answer in the right
