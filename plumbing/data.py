@@ -322,17 +322,19 @@ def turn_tokens(policy, args):
     tokenizer = policy.tokenizer
     question = "What is 7+8?"  # words that no template has
     reply = "It is 15."
-    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
     options = args.chat_template_kwargs or {}
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        text = tokenizer.apply_chat_template(2 * turns, tokenize=False, **options)
     except Exception:  # there is no template, or it raises its own exception
         return None, None
     tokens = [token.content for token in tokenizer.added_tokens_decoder.values()]
+    text = text.partition(reply)[2]  # without what is before the first turn, such as a system prompt
     before = text.partition(question)[0]
     after = text.partition(reply)[2]
-    start = max((token for token in tokens if token in before), key=before.rfind, default=None)
     end = min((token for token in tokens if token in after), key=after.find, default=None)
+    others = [token for token in tokens if token in before and token != end]
+    start = max(others, key=before.rfind, default=None)
     return start, end
 
 

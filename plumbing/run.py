@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from itertools import chain
@@ -139,8 +138,8 @@ class Run:
 
     def log(self, steps, completions, rewards, **numbers):
         """Ends an iteration: writes its metrics and some completions and, if due, a checkpoint. After a
-        signal it also ends the program. If a script leaves the loop before this, `finish` logs what is
-        known of the iteration, and saves it.
+        signal it then raises KeyboardInterrupt. If a script leaves the loop before this, `finish` logs
+        what is known of the iteration, and saves it.
 
         steps        of the update, as from `split_into_steps`; [] if there was no update
         completions  all that were generated
@@ -172,7 +171,8 @@ class Run:
         if self.is_stopped:
             self.bar.close()
             self.say(f"saved; to continue: --resume --run_dir {self.folder}")
-            sys.exit(130)
+            self.lock.release(force=True)
+            raise KeyboardInterrupt  # SystemExit would end a Python session with its variables
 
     def log_eval(self, results):
         """Records the results of `evaluate` before training, during it, or after the last iteration."""
@@ -206,7 +206,8 @@ class Run:
         if self.early_end:
             print(f"ended early, after iteration {self.iteration}: {self.early_end}")
         print(f"the trained model: {checkpoints_in(self.folder)[-1]}")
-        self.lock.release()
+        # Forced, since the traceback of a run that failed before in this process may hold it, too.
+        self.lock.release(force=True)
 
     # -------------------------------------------------------------------------------- an iteration
 

@@ -241,6 +241,7 @@ class Static:
     loss = staticmethod(right)
 module = torch.nn.Module()
 module.forward = right
+unreadable = torch.exp
 """
 LOADED = [  # (name of the function, flags, exit code, what is printed)
     ("Loss", "ppo", 2, "    return Loss(clip_eps=...)(...)\n"),
@@ -253,6 +254,7 @@ LOADED = [  # (name of the function, flags, exit code, what is printed)
     ("capped.loss", "dr_grpo", 0, "max_new_tokens is 256, not our 8, as the paper allows"),
     ("Static.loss", "dapo", 0, "\nright\n"),
     ("module", "dapo", 0, "\nright\n"),
+    ("unreadable", "dapo", 2, "    return unreadable(...)\n"),
     ("nothing", "dapo", 2, "has no attribute 'nothing'. The target is FILE.py:FUNCTION"),
 ]
 

@@ -358,6 +358,7 @@ FIRST = "{{ messages[0].content }}"
 # With a default system prompt that names a special token, as Magistral's
 MARKED = "<turn>system <think> first.</s>"
 MARKED += "{% for m in messages %}<turn>{{ m.role }} {{ m.content }}</s>{% endfor %}"
+UNMARKED = "A <think> first.{% for m in messages %} {{ m.role }}: {{ m.content }}</s>{% endfor %}"
 BAD_ROWS = [  # prompt, answer, chat template, why the row is left out
     (" \n", "2", TURNS, f"{NO_PROMPT}' \\n')"),
     (["1+1="], "2", TURNS, f"{NO_PROMPT}['1+1='])"),
@@ -386,10 +387,11 @@ def test_a_refusal_names_the_reason_the_cell_and_the_columns(prompt, answer, tem
     assert expected in message and message.endswith("its columns are question, answer")
 
 
-def test_a_prompt_may_name_special_tokens_that_do_not_begin_a_turn():
+@pytest.mark.parametrize("template", [MARKED, UNMARKED])
+def test_a_prompt_may_name_special_tokens_that_do_not_begin_a_turn(template):
     flags = {"system_prompt": "<think> first.", "instruction": "Stop with </s>."}
-    ((prompt, *_),) = problems_of([row("1+1=<think>")], policy_with(MARKED), **flags)
-    assert "<turn>user 1+1=<think>\nStop with </s>.</s>" in prompt
+    ((prompt, *_),) = problems_of([row("1+1=<think>")], policy_with(template), **flags)
+    assert "1+1=<think>\nStop with </s>." in prompt
 
 
 def test_a_prompt_in_tokens_that_the_model_does_not_know_is_refused(tiny_policy):

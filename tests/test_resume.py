@@ -185,7 +185,7 @@ def test_run_a_signal_ends_the_run_after_a_checkpoint(tmp_path, monkeypatch):
     interfere(monkeypatch, grpo, "sample", interrupt, 2)
     result = run("grpo", *flags_of("grpo", tmp_path, "--save_every", 0, "--iterations", 3))
     assert next_handlers == [signal.default_int_handler]
-    assert result.returncode == 130 and result.stderr == ""
+    assert (result.returncode, result.stderr) == (130, "stopped\n")
     lines = result.stdout.splitlines()
     assert lines.count("stopping after this iteration") == 1
     assert lines[-1] == f"saved; to continue: --resume --run_dir {tmp_path}"

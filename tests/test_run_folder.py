@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import shutil
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -341,6 +342,24 @@ def test_args_keep_what_was_given_and_resolve_it_when_asked(tmp_path, monkeypatc
     assert grpo.Args(device="cpu:0").torch_device == "cpu"
     assert args.folder == tmp_path / "runs" / "grpo-seed1"
     assert replace(args, seed=2).folder == tmp_path / "runs" / "grpo-seed2"
+
+
+def test_the_lock_is_free_after_a_run(folder, monkeypatch):
+    """One that was stopped, and one that goes on after an error. A Python session keeps tracebacks, and
+    so the locks of runs that failed."""
+    args = grpo.Args(**SMALL_ARGS | {"iterations": 3}, run_dir=folder, resume=True)
+    others = FileLock(folder / "lock", timeout=0)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) as stopped:
+        interfere(patch, grpo, "sample", lambda *_, **__: signal.raise_signal(signal.SIGINT), 1)
+        grpo.main(args)
+    with others:
+        assert stopped.traceback and checkpoint_of(folder).name == "checkpoint-000002"
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError) as failed:
+        patch.setattr(grpo, "sample", Mock(side_effect=ZeroDivisionError))
+        grpo.main(args)
+    grpo.main(args)
+    with others:
+        assert failed.traceback and checkpoint_of(folder).name == "checkpoint-000003"
 
 
 def test_a_script_runs_in_a_thread(tmp_path, monkeypatch):

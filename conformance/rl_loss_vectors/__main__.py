@@ -82,7 +82,10 @@ def passed_to(function, section, settings):
     offered = [*VECTORS["sections"][section]["arguments"], *optional_of(section)]
     given = {name: str(x) for name, x in settings.items()}
     given |= {name.split(".")[0]: "..." for name in settings if "." in name}  # a field of it
-    parameters = inspect.signature(function).parameters
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # compiled code may have no signature
+        return "..."
     roles, _ = roles_of(parameters, section, settings)
     passed = []
     for name, x in parameters.items():

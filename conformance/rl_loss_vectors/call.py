@@ -114,6 +114,8 @@ def main_output(result):
     result = result[0] if isinstance(result, (tuple, list)) else result
     if not isinstance(result, (torch.Tensor, np.ndarray, np.number, int, float)):
         raise Refusal(f"it returns {type(result).__name__}, not a tensor")
+    if isinstance(result, float):  # torch would round it to float32
+        result = np.float64(result)
     return torch.as_tensor(result)
 
 
