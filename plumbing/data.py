@@ -1,5 +1,7 @@
 """Reads datasets, renders prompts for the model, and streams training problems."""
 
+import ast
+import contextlib
 import csv
 import glob
 import hashlib
@@ -282,6 +284,18 @@ def chat_message(item):
     return known | {"role": item["role"], "content": content + ""}
 
 
+def as_chat(cell):
+    """The messages that text holds in a CSV, as JSON or as Python prints them; any other cell as it
+    is."""
+    if isinstance(cell, str) and re.match(r"\s*\[\s*\{", cell):
+        for read in (json.loads, ast.literal_eval):
+            with contextlib.suppress(Exception):
+                items = read(cell.strip())
+                if all("role" in item for item in items):
+                    return items
+    return cell
+
+
 def read_prompt(cell, args):
     """The chat messages in a cell: one from the user if it is text. Replies at the end are dropped."""
     reason = f"without a prompt in --prompt_column {args.prompt_column}"
@@ -378,7 +392,7 @@ def read_row(row, known, policy, args, reads_answers, start):
     used."""
     if not isinstance(row, dict) or None in row:  # where csv puts cells without a column
         raise BadRow("unreadable", row)
-    cell = cell_of(row, args.prompt_column)
+    cell = as_chat(cell_of(row, args.prompt_column))
     messages = read_prompt(cell, args)
     gold = cell_of(row, args.answer_column)
     answer = read_answer(gold, args)

@@ -328,6 +328,9 @@ PROMPTS = [  # cell, flags, rendered prompt, what reward functions get (None: th
     ("1+3=", {}, "<user>1+3=", None),
     (chat("user", " 1+3=\n"), {}, "<user>1+3=", None),
     (chat("user", PARTS), {}, "<user>1+3=", chat("user", "1+3=")),
+    (json.dumps(SYSTEM, indent=1), {}, "<system>s<user>3", SYSTEM),
+    (f" {SHOT}", {}, "<user>1+1=", SHOT[:1]),  # as pandas writes it into a CSV
+    ("[{1}, 2]", {}, "<user>[{1}, 2]", "[{1}, 2]"),
     ([*SHOT, *chat("user", "2")], {}, "<user>1+1=<assistant>2<user>2", None),
     ([*SHOT, *chat("assistant", "#### 2")], {}, "<user>1+1=", SHOT[:1]),
     ("3", FLAGS, "<system>S<user>3\nI", "3\nI"),
