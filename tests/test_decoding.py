@@ -187,33 +187,6 @@ def test_the_host_of_a_gpu_looks_rarely_for_rows_that_have_ended():
     assert looks == {"cpu": list(range(1, 50)), "cuda": [16, 32, 48]}
 
 
-# Which of three rows have ended, whether rows can be dropped now, and which ones go on
-ENDED = [
-    ([False, False, False], True, [0, 1, 2]),
-    ([True, False, False], True, [1, 2]),
-    ([True, False, False], False, [0, 1, 2]),
-    ([True, True, True], True, []),
-    ([True, True, True], False, []),
-]
-
-
-@pytest.mark.parametrize("has_ended, can_drop, expected", ENDED)
-def test_rows_that_have_ended_are_dropped_when_they_can_be(has_ended, can_drop, expected, tiny_policy):
-    """And if none is dropped, nothing is copied."""
-    decoder = Decoder(tiny_policy, False)
-    decoder.prefill([[3], [4], [5]])
-    decoder.can_drop = can_drop
-    token_R1 = torch.tensor([[6], [7], [8]])
-    has_ended_R = torch.tensor(has_ended)
-    kept_R1, kept_R = decoder.drop(token_R1, has_ended_R)
-    assert kept_R1[:, 0].tolist() == [6 + row for row in expected]
-    assert kept_R.tolist() == [has_ended[row] for row in expected]
-    if len(expected) == 3:
-        assert kept_R1 is token_R1 and kept_R is has_ended_R
-    if expected:
-        assert decoder.rows.tolist() == expected and len(decoder.positions) == len(expected)
-
-
 # --------------------------------------------------------------------------------- the check at loading
 
 

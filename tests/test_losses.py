@@ -160,16 +160,6 @@ def test_clip_fractions_count_where_the_clip_takes_the_gradient(case):
     assert all(seen.values())
 
 
-def test_the_share_of_completions_that_the_offpolicy_mask_drops():
-    """As counted by the gradient: with a clip this wide, only the mask takes it."""
-    lp, old, adv, mask = data()
-    wide = {"clip_eps_low": 1.0, "clip_eps_high": 99.0, "kl_coef": 0.0, "offpolicy_mask": 0.05}
-    loss, stats = loss_of("more.deepseek_v32", lp, old, adv, mask, wide)
-    is_dropped = (gradient_of(loss, lp) == 0).all(1) & (adv[:, 0] != 0)
-    assert 0 < stats["offpolicy_mask_frac"] < 1
-    assert stats["offpolicy_mask_frac"].item() == pytest.approx(is_dropped.double().mean().item())
-
-
 @pytest.mark.parametrize("distance, advantage, share", [(0.5, -1, 0), (0.625, -1, 1), (0.625, 1, 0)])
 def test_the_offpolicy_mask_drops_what_is_farther_than_its_edge(distance, advantage, share):
     """By hand, in numbers that are exact: at the edge a completion stays, and so does a good one."""

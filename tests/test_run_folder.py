@@ -82,10 +82,8 @@ DAMAGED = [
     ("settings.json", "missing"),
     ("settings.json", "cut"),
     ("metrics.jsonl", "missing"),
-    ("metrics.jsonl", "a folder"),
     ("samples.jsonl", "changed"),
     ("evaluations.jsonl", "empty"),
-    ("lock", "empty"),
     ("lock", "a folder"),
     (f"{CHECKPOINT}/config.json", "cut"),
     (f"{CHECKPOINT}/{WEIGHTS}", "cut"),
@@ -116,22 +114,19 @@ def test_run_with_a_damaged_file(name, how, run_of_one_iteration, tmp_path):
         assert content(folder) == before
 
 
-def test_a_log_that_may_not_be_written_is_refused_before_any_is_cut(folder):
+def test_no_log_is_cut_if_another_one_cannot_be_continued(folder):
     log = folder / LOGS[-1]
-    for name in LOGS:
-        with open(folder / name, "a") as file:
-            file.write("{}\n")  # after the checkpoint
-    log.chmod(0o400)
-    if os.access(log, os.W_OK):
-        pytest.skip("this user may write everything")
+    log.unlink()
+    log.mkdir()
+    with open(folder / LOGS[0], "a") as file:
+        file.write("{}\n")  # after the checkpoint
     before = content(folder)
-    expected = f"--resume: {log} cannot be continued: PermissionError"
+    expected = f"--resume: {log} cannot be continued: IsADirectoryError"
     refused("grpo", *resume(folder, "--iterations", 2), expected=expected)
     assert content(folder) == before
 
 
 SETTINGS = [  # what settings.json holds (changes of the run's own, or other text), and the message
-    ("null", "does not hold a run's settings: TypeError"),
     ("{}", "does not hold a run's settings: KeyError 'script'"),
     ({"eval_every": ...}, "does not hold a run's settings: KeyError 'eval_every'"),
     ({"problems_hash": ...}, "have different prompts or gold answers"),
@@ -195,7 +190,6 @@ def test_run_on_a_disk_without_room(tmp_path):
 
 JOBS = [
     ("grpo", "--iterations 0"),
-    ("grpo", "--iterations 2 --save_every 0"),
     ("grpo", "--iterations 3 --save_every 1"),
     ("grpo", "--iterations 2 --save_every 1 --ref_reset_every 2 --rollout_refresh_every 2"),
     ("ppo", "--iterations 2 --save_every 1 --dtype bfloat16"),
