@@ -19,16 +19,8 @@ from tqdm import tqdm
 from plumbing.errors import UserError, one_line
 from plumbing.folder import check_space, checkpoints_in, lock_folder, restore
 from plumbing.folder import write_checkpoint, write_settings
-from plumbing.metrics import (
-    add,
-    clock,
-    correction_stats,
-    missing_signal,
-    policy_stats,
-    rollout_summary,
-    router_stats,
-    summarize,
-)
+from plumbing.metrics import add, clock, correction_stats, missing_signal, policy_stats
+from plumbing.metrics import rollout_summary, router_stats, summarize
 
 
 class Run:

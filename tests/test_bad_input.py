@@ -41,12 +41,10 @@ class Reward:
 
 WRONG = [  # a flag, a value of the wrong type, and what the message says about it
     ("lr", "1e-6", "must be float, not '1e-6'"),
-    ("lr", torch.ones(2), "must be float, not tensor([1., 1.])"),
     ("lr", np.float32("nan"), "must be float, not np.float32(nan)"),
     ("group_size", 2.5, "must be int, not 2.5"),
     ("group_size", True, "must be int, not True"),
     ("lr", torch.tensor(True), "must be float, not tensor(True)"),
-    ("seed", float("inf"), "must be int, not inf"),
     ("gradient_checkpointing", "False", "must be bool, not 'False'"),
     ("dataset", [{"question": "1+1="}] * 10_000, "must be str, not [{'question': '1+1='}, {"),
     ("dtype", np.array(["float32", "bfloat16"]), "must be float32 or bfloat16, not array("),
@@ -70,7 +68,6 @@ MEANT = [  # a flag, a value of a different type, and what is meant
     ("lr", np.float64(0.5), 0.5),
     ("gradient_checkpointing", np.bool_(True), True),
     ("run_dir", Path("a/b"), "a/b"),
-    ("model", np.str_("a"), "a"),
     ("chat_template_kwargs", {"enable_thinking": False}, {"enable_thinking": False}),
     ("reward", reward, "test_bad_input:reward"),
     ("reward", Reward(), "test_bad_input:Reward"),

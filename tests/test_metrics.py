@@ -206,6 +206,15 @@ def test_a_loss_or_norm_that_is_not_finite_ends_the_run(loss, norm, critic_norm,
         first_iteration.record_step(1, torch.tensor(norm), **norms)
 
 
+def test_continue_before_the_log_is_an_error(first_iteration):
+    """In the last iteration, too."""
+    first_iteration.args.iterations = 2
+    iterations = first_iteration.iterations()
+    next(iterations)
+    with pytest.raises(RuntimeError, match="iteration 2 was not logged; call run.log"):
+        next(iterations)
+
+
 def test_run_of_rspo_counts_tokens_below_the_floor(tmp_path, monkeypatch):
     """Here the first token of each answer is."""
 

@@ -130,38 +130,19 @@ def test_run_as_a_process_that_is_killed(tmp_path):
 # ------------------------------------------------------------------- signals, errors, and a break
 
 
-@pytest.fixture
-def leaving_script(tmp_path, monkeypatch):
-    """A copy of grpo.py that executes a statement, `break` or `continue`, before run.log in the
-    iteration LEFT."""
+def test_a_break_loses_nothing(tmp_path, monkeypatch):
+    """A copy of grpo.py leaves the loop before the second iteration's log. What is known of it is
+    logged and saved. (A break after the log: dapo's, in test_runs.py.)"""
+    text = path_of("grpo").read_text()
+    (log,) = re.findall(r"^        run\.log\(.*\n", text, re.MULTILINE)
+    check = "        if iteration == LEFT:\n            break\n"
+    path = tmp_path / "leaves.py"
+    path.write_text(text.replace(log, check + log))
+    spec = importlib.util.spec_from_file_location("leaves", path)
+    script = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "leaves", script)
+    spec.loader.exec_module(script)
 
-    def copied(statement):
-        text = path_of("grpo").read_text()
-        (log,) = re.findall(r"^        run\.log\(.*\n", text, re.MULTILINE)
-        check = f"        if iteration == LEFT:\n            {statement}\n"
-        path = tmp_path / "leaves.py"
-        path.write_text(text.replace(log, check + log))
-        spec = importlib.util.spec_from_file_location("leaves", path)
-        script = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, "leaves", script)
-        spec.loader.exec_module(script)
-        return script
-
-    return copied
-
-
-def test_continue_before_the_log_is_an_error(leaving_script, tmp_path):
-    """In the last iteration, too."""
-    script = leaving_script("continue")
-    script.LEFT = 1
-    with pytest.raises(RuntimeError, match="iteration 1 was not logged; call run.log"):
-        script.main(script.Args(**SMALL_ARGS, run_dir=tmp_path))
-
-
-def test_a_break_loses_nothing(leaving_script, tmp_path):
-    """Before the second iteration's log. What is known of it is logged and saved. (A break after the
-    log: dapo's, in test_runs.py.)"""
-    script = leaving_script("break")
     flags = SMALL_ARGS | {"iterations": 4, "eval_every": 2, "save_every": 0}
     script.LEFT = 2
     script.main(script.Args(**flags, run_dir=tmp_path))
