@@ -285,8 +285,6 @@ class PluggedTrainer(GRPOTrainer):
         keywords = {name: values[name] for name in names if name in values}
         A_B = inputs["advantages"]
         loss, stats = self.script.policy_loss(logprobs_BT, old_logprobs_BT, A_B, mask_BT, **keywords)
-        if self.has_router_shift:
-            stats["moe/router_shift"] = self.script.masked_mean(values["router_shift_BT"], mask_BT)
         for name, value in stats.items():
             self._metrics["train"][name].append(self.accelerator.gather(value).mean().item())
         if self.aux_loss_enabled:

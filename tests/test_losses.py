@@ -115,11 +115,17 @@ def test_no_tokens_no_rows_and_extreme_ratios_stay_finite(name):
     assert gradient_of(loss, lp).isfinite().all()
 
 
-def test_no_gradient_through_the_router_shift():
+def test_the_router_shift_has_no_gradient_and_is_counted_below_its_floor():
+    """Here that of each completion's first token is."""
     lp, old, adv, mask = data()
-    gamma = torch.full((12, 9), 0.9, dtype=F64, requires_grad=True)
-    loss_of("rspo", lp, old, adv, mask, router_shift_BT=gamma)[0].backward()
+    gamma = torch.full((12, 9), 0.9, dtype=F64)
+    gamma[:, 0] = 0.5
+    loss, stats = loss_of("rspo", lp, old, adv, mask, router_shift_BT=gamma.requires_grad_())
+    loss.backward()
     assert gamma.grad is None and lp.grad.any()
+    share = 12 / mask.sum().item()
+    assert stats["moe/router_floor_frac"].item() == pytest.approx(share)
+    assert stats["moe/router_shift"].item() == pytest.approx(0.9 - 0.4 * share)
 
 
 # --------------------------------------------------------------------------------------- statistics

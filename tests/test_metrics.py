@@ -7,11 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, completes, metrics, script_args
+from conftest import ROOT, metrics, script_args
 from torch.optim import AdamW
 
 import plumbing.run
-import rspo
 from common import Completion, OldOutputs, Problem, RouterOutputs, Run, UserError, critic_stats
 from plumbing.data import ProblemStream
 
@@ -213,19 +212,3 @@ def test_continue_before_the_log_is_an_error(first_iteration):
     next(iterations)
     with pytest.raises(RuntimeError, match="iteration 2 was not logged; call run.log"):
         next(iterations)
-
-
-def test_run_of_rspo_counts_tokens_below_the_floor(tmp_path, monkeypatch):
-    """Here the first token of each answer is."""
-
-    def router_shift(scores_BTLK, old_scores_BTLK):
-        gamma_BT = torch.full(scores_BTLK.shape[:2], 0.9)
-        gamma_BT[:, 0] = 0.5
-        return gamma_BT
-
-    monkeypatch.setattr(rspo, "router_shift", router_shift)
-    completes("rspo", "--run_dir", tmp_path)
-    (line,) = metrics(tmp_path)
-    share = 1 / line["rollout/response_len_mean"]
-    assert line["moe/router_floor_frac"] == pytest.approx(share, rel=1e-5)
-    assert line["moe/router_shift"] == pytest.approx(0.9 - 0.4 * share, rel=1e-5)
