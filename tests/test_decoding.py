@@ -7,7 +7,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from conftest import MIXED, problems_of, script_args
+from conftest import MIXED, interfere, problems_of, script_args
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -232,13 +232,7 @@ def test_the_check_sees_a_fixed_cache_that_is_wrong(
 def test_the_check_decodes_two_stretches_and_drops_a_row(tiny_policy, monkeypatch):
     """No step may wait for the GPU, and one that would is never captured."""
     kept = []
-    original = StretchDecoder.keep
-
-    def keep(decoder, rows):
-        kept.append(len(rows))
-        original(decoder, rows)
-
-    monkeypatch.setattr(StretchDecoder, "keep", keep)
+    interfere(monkeypatch, StretchDecoder, "keep", lambda decoder, rows: kept.append(len(rows)))
     graphs = Tapes()
     check_stretches(tiny_policy, PROMPTS * 2, graphs)
     assert graphs.calls == ["refuse", "run", "refuse", "capture", "play", "refuse", "play"] * 2

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SMALL_ARGS, SUMS, checkpoint_of, flags_it_has, metrics, path_of, read_lines
-from conftest import resume, run, started
+from conftest import SMALL_ARGS, SUMS, checkpoint_of, flags_it_has, interfere, metrics, path_of
+from conftest import read_lines, resume, run, started
 from safetensors.torch import load_file
 
 import grpo
@@ -71,20 +71,6 @@ def kill_in_a_removal(path, **_):
     if "checkpoint-" in str(path):  # not checkpoint.tmp, which is unfinished
         next(Path(path).glob("*.safetensors")).unlink()
         kill()
-
-
-def interfere(patch, owner, name, action, n):
-    """Calls the action, with the same arguments, before the n-th and each later call of a function."""
-    original = getattr(owner, name)
-    calls = []
-
-    def function(*args, **keywords):
-        calls.append(None)
-        if len(calls) >= n:
-            action(*args, **keywords)
-        return original(*args, **keywords)
-
-    patch.setattr(owner, name, function)
 
 
 def run_until(moments, name, *flags):
@@ -177,7 +163,7 @@ def test_run_a_signal_ends_the_run_after_a_checkpoint(tmp_path, monkeypatch):
 
 
 def test_ctrl_c_outside_of_an_iteration_ends_the_run_at_once(tmp_path, monkeypatch):
-    interfere(monkeypatch, grpo, "evaluate", lambda *_, **__: signal.raise_signal(signal.SIGINT), 1)
+    interfere(monkeypatch, grpo, "evaluate", lambda *_, **__: signal.raise_signal(signal.SIGINT))
     result = run("grpo", *flags_of("grpo", tmp_path))
     assert (result.returncode, result.stderr) == (130, "stopped\n")
 
@@ -187,7 +173,7 @@ def test_run_a_loss_that_is_not_finite_ends_the_run_before_the_step(tmp_path, mo
         advantages.fill_(math.nan)
 
     steps = []
-    interfere(monkeypatch, torch.optim.AdamW, "step", lambda *_: steps.append(None), 1)
+    interfere(monkeypatch, torch.optim.AdamW, "step", lambda *_: steps.append(None))
     interfere(monkeypatch, grpo, "policy_loss", spoil, 4)  # of the second iteration's second step
     result = run("grpo", *flags_of("grpo", tmp_path))
     assert result.returncode == 2 and len(steps) == 3

@@ -15,11 +15,10 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import SMALL_ARGS, SUMS, checkpoint_of, completes, metrics, read_lines, refused, resume
-from conftest import run, write_lines
+from conftest import SMALL_ARGS, SUMS, checkpoint_of, completes, interfere, metrics, read_lines
+from conftest import refused, resume, run, write_lines
 from filelock import FileLock
 from safetensors.torch import load_file, save_file
-from test_resume import interfere
 
 import grpo
 from common import UserError
@@ -204,7 +203,7 @@ def test_a_disk_that_is_too_small_is_refused_at_the_start(name, flags, tmp_path,
     folder = tmp_path / "run"
     with monkeypatch.context() as patch:
         measure = lambda *_: peaks.append(bytes_in(folder))  # noqa: E731
-        interfere(patch, Path, "rename", measure, 1)
+        interfere(patch, Path, "rename", measure)
         completes(name, *flags.split(), "--eval_every", 0, "--run_dir", folder)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1e5))
     new = tmp_path / "new" / "run"
@@ -233,7 +232,7 @@ def test_run_whose_log_cannot_be_written(tmp_path, monkeypatch):
         path.unlink()
         path.symlink_to("/dev/full")
 
-    interfere(monkeypatch, grpo, "sample", fill, 1)
+    interfere(monkeypatch, grpo, "sample", fill)
     refused("grpo", "--run_dir", tmp_path, expected=f"{path} cannot be written: OSError [Errno 28]")
 
 
@@ -247,7 +246,7 @@ def limited_files():
 
 
 def test_a_checkpoint_that_cannot_grow(folder, limited_files, monkeypatch):
-    interfere(monkeypatch, Policy, "save_pretrained", limited_files, 1)
+    interfere(monkeypatch, Policy, "save_pretrained", limited_files)
     expected = "existing checkpoints are intact: OSError [Errno 27] File too large"
     refused("grpo", *resume(folder, "--iterations", 2), expected=expected)
 
@@ -297,7 +296,7 @@ def test_a_run_that_comes_and_goes_before_the_lock_is_kept(run_of_one_iteration,
     def come_and_go(*_, **__):
         shutil.copytree(run_of_one_iteration, folder, dirs_exist_ok=True)
 
-    interfere(monkeypatch, FileLock, "acquire", come_and_go, 1)
+    interfere(monkeypatch, FileLock, "acquire", come_and_go)
     refused("grpo", "--run_dir", folder, expected="a new run needs an empty folder; --resume")
     assert content(folder) == content(run_of_one_iteration)
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import MIXED, completes, metrics, problems_of, script_args
+from conftest import MIXED, completes, interfere, metrics, problems_of, script_args
 from transformers import GPT2Config, GPT2LMHeadModel, Phi3Config, Phi3ForCausalLM
 
 import common
@@ -136,8 +136,7 @@ def test_longrope_is_limited_to_lengths_for_which_cached_keys_stay_right(own_pol
 def test_dapo_copies_the_weights_once_per_iteration(tmp_path, monkeypatch, reward_file):
     """However often it samples. The check at loading asks for the sampler, too."""
     asked = []
-    sampler = Policy.sampler
-    monkeypatch.setattr(Policy, "sampler", lambda self, i: asked.append(i) or sampler(self, i))
+    interfere(monkeypatch, Policy, "sampler", lambda policy, iteration: asked.append(iteration))
     flags = ("--iterations", 2, "--rollout_dtype", "bfloat16", "--run_dir", tmp_path)
     completes("dapo", *flags, "--reward", reward_file("return len(text) > 7"))
     assert max(line["rollout/groups_sampling_rounds"] for line in metrics(tmp_path)) > 1
@@ -160,13 +159,7 @@ SIZES = [  # --rollout_batch_size; rows at a time, of five problems: four answer
 def test_completions_do_not_depend_on_the_rollout_batch_size(tiny_policy, monkeypatch):
     """Nor on torch's global noise, which they leave alone."""
     counts = []
-
-    def sample_batch(policy, problems, noise_BT, *options):
-        counts.append(len(noise_BT))
-        return original(policy, problems, noise_BT, *options)
-
-    original = common.sample_batch
-    monkeypatch.setattr(common, "sample_batch", sample_batch)
+    interfere(monkeypatch, common, "sample_batch", lambda *inputs: counts.append(len(inputs[2])))
     global_noise = torch.get_rng_state()
     problems = problems_of(tiny_policy, *MIXED)
     results = []
