@@ -299,7 +299,7 @@ ADAPTED = [  # (algorithm, a function that is refused, what completes its adapte
 
 
 @pytest.mark.parametrize("algorithm, text, completions", ADAPTED)
-def test_an_adapter_runs_when_it_is_completed(algorithm, text, completions, ask, tmp_path):
+def test_an_adapter_runs_when_it_is_completed(algorithm, text, completions, ask):
     name = re.search(r"(?:def|class) (\w+)", text)[1]
     flags = f"--algorithm {algorithm} --allow nan"
     code, printed = ask(f"{PRELUDE}\n{text}", flags, name, "theirs.py")

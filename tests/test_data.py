@@ -542,12 +542,11 @@ TURN_ENDS = {
 
 
 @pytest.mark.parametrize("end", TURN_ENDS)
-def test_a_model_that_does_not_stop_where_its_turns_end_is_told(end, tmp_path, own_policy, capsys):
+def test_a_model_that_does_not_stop_where_its_turns_end_is_told(end, own_policy, capsys):
     """A base model with the chat template of an instruct model never ends."""
     template = "{% for m in messages %}<unk>{{ m.content }}" + end + "\n{% endfor %}"
     own_policy.tokenizer.chat_template = template
-    args = script_args("grpo")[1]
-    check_template(own_policy, args)
+    check_template(own_policy, script_args("grpo")[1])
     assert capsys.readouterr().out[: len(NOTE)] == TURN_ENDS[end]
 
 

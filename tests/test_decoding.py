@@ -192,12 +192,6 @@ def wrong_column(layer, keys, values, *_, **__):
     return layer.keys, layer.values
 
 
-def wrong_position(decoder):
-    decoder.logits_RV = decoder.forward(decoder.token_R1, decoder.mask, decoder.positions)
-    decoder.mask.index_fill_(3, decoder.column_1, True)
-    decoder.column_1.add_(1)
-
-
 def number_of_the_host(decoder):
     """Right, if the step itself ran each time: a graph repeats the number."""
     column = decoder.attention.shape[1] - decoder.num_spare
@@ -214,7 +208,6 @@ def stale_experts(decoder):
 
 WRONG = [  # what a model might do to one
     (FixedLayer, "update", wrong_column, "its distributions differ by"),
-    (StretchDecoder, "step", wrong_position, "its distributions differ by"),
     (StretchDecoder, "step", number_of_the_host, "its distributions differ by"),
     (StretchDecoder, "note_experts", stale_experts, "its routers choose different experts"),
 ]
