@@ -21,8 +21,9 @@ The paper also has DAPO's dynamic sampling and length penalty, which are left ou
 Not specified in the paper: the cap. --is_weight_cap 5 is the cap on the weight itself, not an offset
 from 1. The paper's formula also has a lower bound, which its runs do not use: --is_weight_floor.
 Unlike the paper, tokens are counted over the whole optimizer step, not over one prompt's group.
---ppo_mask is the paper's unified form, with PPO's mask M_it and without a cap. Its gradient is exactly
-that of the clipped objective at the same bounds (dapo.py's, with --clip_eps_high 0.28).
+--ppo_mask is the paper's unified form, with PPO's mask M_it (its bounds: --clip_eps_low and
+--clip_eps_high) and without a cap. Its gradient is exactly that of the clipped objective at the same
+bounds (dapo.py's, with --clip_eps_high 0.28).
 
 Run:    python cispo.py
 Expect: like grpo.py, greedy held-out accuracy rises from 0.43 to at least 0.97.
@@ -60,7 +61,7 @@ class Args(RunArgs):  # more flags: --help
     clip_eps_high: float = flag(0.2, "the ratio is clipped above 1 + this")
 
     def check(self):
-        self.check_range(2, 1e6, "group_size")  # one reward has no group baseline
+        self.check_range(2, 1e6, "group_size")  # a group of one has no baseline
         self.check_range(0, 1, "clip_eps_low")
         self.check_range(1, 1e9, "is_weight_cap")
         self.check_range(0, self.is_weight_cap, "is_weight_floor")
@@ -78,7 +79,7 @@ def compute_advantages(rewards_PG):
     rewards_PG = 1.0 * rewards_PG  # rewards may be integers or booleans
     advantages_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
     advantages_PG = advantages_PG / (rewards_PG.std(1, keepdim=True) + 1e-6)
-    # Rounding can make the mean of equal floats inexact, and a tiny std, or AdamW, would amplify that.
+    # Rounding can make the mean of equal floats inexact. A tiny std, or AdamW, would amplify that.
     is_uniform_P1 = (rewards_PG == rewards_PG[:, :1]).all(1, keepdim=True)
     return torch.where(is_uniform_P1, 0, advantages_PG)
 
@@ -104,7 +105,7 @@ def policy_loss(
     advantages_BT    (B, 1) or (B,), broadcast over the tokens, or (B, T)
     mask_BT          1 on response tokens, including EOS (bool or float); other tokens, such as
                      padding or tool output, get no gradient and are excluded from all means
-    num_tokens       response tokens in the whole optimizer step [None: this is the whole step]. With
+    num_tokens       response tokens in the whole optimizer step, on all ranks [None: this is all]. With
                      DDP, divide it by the world size; with accelerate, by the accumulation steps.
                      (HF Trainer: set loss_is_scaled_for_ga = True and don't divide by the steps)
     """
@@ -160,7 +161,7 @@ def main(args):
     if run.needs_first_eval:
         run.log_eval(evaluate(policy, held_out, grade, args, sampled=True))
 
-    for iteration in run.iterations():
+    for iteration in run.iterations():  # from 1
         # ---------------------------------------------------------------------------------- rollout
         prompts = problems.take(args.prompts_per_iteration)
         sampler = policy.sampler(iteration)  # the policy, or a copy that may be stale or less precise
@@ -173,8 +174,8 @@ def main(args):
         completions = with_advantages(completions, compute_advantages(rewards_PG))
 
         # ------------------------------------------------------------------------------- old policy
-        # By default, old log-probs come from the same forward and micro-batches as the update's, so
-        # the ratio is exactly 1 in the first step.
+        # By default, old log-probs are computed as in the update, on the same micro-batches, so the
+        # ratio is exactly 1 in the first step.
         steps = split_into_steps(completions, args.num_minibatches, args)
         for micro in chain(*steps):
             micro.old = old_policy(policy, micro, args)
@@ -200,14 +201,14 @@ def main(args):
                     clip_eps_high=args.clip_eps_high,
                     num_tokens=num_tokens,
                 )
-                # aux_loss is a product of means, so it is averaged over completions, not summed.
+                # loss is a part of the step's; aux_loss is this micro-batch's own, so it gets a share.
                 share = len(micro) / num_sequences
                 total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
                 total_loss.backward()
                 run.record(loss, stats, outputs, micro)
             grad_norm = policy.clip_gradients(args.max_grad_norm)
             run.record_step(num_sequences, grad_norm)  # stops the run if the loss or norm is not finite
-            optimizer.step()  # with --dtype bfloat16, a hook then refreshes the copies that compute
+            optimizer.step()  # with --dtype bfloat16, a hook then updates the bfloat16 copies
             optimizer.zero_grad()
 
         # -------------------------------------------------------------------------------------- log

@@ -2,7 +2,7 @@
 correction, evaluation; and the check of a model. It also re-exports what scripts need from plumbing/.
 
 A tensor's suffix names its axes:
-  P prompts, G completions per prompt, B rows at hand, R rows that are still sampled
+  P prompts, G completions per prompt, B rows at hand, R rows still being sampled
   T response tokens (in the sampler: --max_new_tokens), S prompt + response, V vocabulary
   N response tokens of all rows, one row after the other, without padding
   L layers, E experts, K active experts, 1 for a size-1 axis
@@ -160,7 +160,7 @@ class Batch:
     tokens_BS: torch.Tensor  # p p p r r -
     is_token_BS: torch.Tensor  # 1 1 1 1 1 0: prompt and response
     predicts_BS: torch.Tensor  # 0 0 1 1 0 0: the next token is a response token
-    predictor_N: torch.Tensor  # 2 3: the same as indices into (B * S); a mask would make a GPU wait
+    predictor_N: torch.Tensor  # 2 3: the same as indices into (B * S): a wait less on a GPU
     mask_BT: torch.Tensor  # 1 1: the response, including EOS
     sampler_logprobs_BT: torch.Tensor
     sampler_experts_BSLK: torch.Tensor | None = None  # with r3, in top-k order; -1 if not recorded
@@ -236,7 +236,7 @@ def token_logprobs(
     and, unless `only_logprobs`, entropies and the aux loss. Entropies have a gradient only with
     `entropy_grad`. replay: experts that the routers must use, (B, S, L, K); -1: their own choice.
 
-    Every sequence begins in column 0, and causal attention never looks at the padding behind it, so the
+    Every sequence begins in column 0, and causal attention never looks at the padding after it, so the
     model needs no attention mask and no positions."""
     routing = Routing(policy.routers) if replay is None else Replay(policy.routers, replay)
     with routing:
@@ -331,26 +331,26 @@ def rollout_weights(
     rho_BT = log_rho_BT.exp()
     ratio = mean_B1 if per_sequence else rho_BT  # for the token rules
     if rule == "token_tis":
-        # w_t = min(rho_t, C)
+        # w_t = min(rho_t, cap)
         weights = ratio.clamp(max=cap)
     elif rule == "sequence_tis":
-        # w_i = min(prod_t rho_t, C)
+        # w_i = min(prod_t rho_t, cap)
         weights = product_B1.clamp(max=cap)
     elif rule == "sequence_mis":
-        # w_i = prod_t rho_t, or 0 above C
+        # w_i = prod_t rho_t, or 0 above the cap
         weights = torch.where(product_B1 <= cap, product_B1, 0)
     elif rule == "geo_mask":
-        # w_t = min(rho_t, C), or 0 for the whole completion unless low <= mean_i <= high
+        # w_t = min(rho_t, cap), or 0 for the whole completion if its mean is outside the bounds
         weights = torch.where(is_near_B1, ratio.clamp(max=cap), 0)
     elif rule == "geo_filter":
-        # w_i = 1, or 0 unless low <= mean_i <= high: only the mask
+        # w_i = 1, or 0 if the completion's mean is outside the bounds: only the mask
         weights = is_near_B1.to(rho_BT.dtype)
     elif rule == "icepop":
         # w_t = rho_t, or 0 outside [0.5, 5]
         weights = torch.where((ratio >= 0.5) & (ratio <= 5), ratio, 0)
     else:
         raise ValueError(f"unknown rule: {rule}")
-    # NaN stays NaN, which ends the run. The comparisons would turn it into the cap or 0.
+    # NaN stays NaN, which ends the run. Comparisons would turn it into 0.
     return torch.where(mean_B1.isnan(), mean_B1, weights)
 
 
@@ -400,8 +400,8 @@ def evaluate(policy, problems, grade, args, sampled=False):
 
 
 def load_policy(args):
-    """`--model` -> `Policy`, if the sampler, with its cache, and the training forward give the same
-    log-probs, and if a model in lower precision runs: else UserError."""
+    """`--model` -> `Policy`. UserError if the sampler, with its cache, and the training forward give
+    different log-probs, or if a copy in lower precision does not run."""
     policy = load_unchecked(args)
     with one_line(f"--model {args.model}: the sampler cannot run this architecture"):
         check_sampler(policy, args)

@@ -18,10 +18,10 @@ Parent: grpo.py. Differs only in:
      nor all wrong according to the verifier, before reward shaping. (Where a reward comes without a
      verdict, the group's rewards must not all be equal.) An iteration generates more completions, so we
      run fewer iterations: 22 generate about as many as grpo.py's 40.
-  3. Token-mean: every token in an optimizer step has the same weight, in long and short completions.
+  3. Token-mean: every token in an optimizer step has the same weight.
   4. Overlong reward shaping: R falls by up to 1 over the last L_cache tokens (--overlong_cache) before
-     the cap, --max_new_tokens (soft), or truncated completions get no gradient and are not counted
-     (filter), or neither (none).
+     the cap, --max_new_tokens (soft), or the tokens of truncated completions get no policy gradient
+     and are not counted (filter), or neither (none).
   5. No KL, so no reference model.
 
 Not specified in the paper: how many prompts a round draws (here one per missing group), and the number
@@ -69,7 +69,7 @@ class Args(RunArgs):  # more flags: --help
     max_sampling_rounds: int = flag(10, "maximum rounds to fill the batch with mixed groups")
 
     def check(self):
-        self.check_range(2, 1e6, "group_size")  # one reward has no group baseline
+        self.check_range(2, 1e6, "group_size")  # a group of one has no baseline
         self.check_range(0, 1, "clip_eps_low")
         self.check_range(1, 1e9, "max_sampling_rounds")
         if self.overlong == "soft":
@@ -92,7 +92,7 @@ def compute_advantages(rewards_PG):
     rewards_PG = 1.0 * rewards_PG  # rewards may be integers or booleans
     advantages_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
     advantages_PG = advantages_PG / (rewards_PG.std(1, keepdim=True) + 1e-6)
-    # Rounding can make the mean of equal floats inexact, and a tiny std, or AdamW, would amplify that.
+    # Rounding can make the mean of equal floats inexact. A tiny std, or AdamW, would amplify that.
     is_uniform_P1 = (rewards_PG == rewards_PG[:, :1]).all(1, keepdim=True)
     return torch.where(is_uniform_P1, 0, advantages_PG)
 
@@ -123,7 +123,7 @@ def mixed_groups(completions, group_size):
 
 
 def overlong_penalty(lengths_B, max_new_tokens, overlong_cache):
-    """[4] Soft penalty, (B,): 0 up to L_max - L_cache tokens, then linear to -1 at L_max."""
+    """[4] Soft penalty, (B,): 0 up to L_cache tokens before the cap, then linear to -1 at the cap."""
     return ((max_new_tokens - overlong_cache - lengths_B) / overlong_cache).clamp(-1, 0)
 
 
@@ -145,7 +145,7 @@ def policy_loss(
     advantages_BT    (B, 1) or (B,), broadcast over the tokens, or (B, T)
     mask_BT          1 on response tokens, including EOS (bool or float); other tokens, such as
                      padding or tool output, get no gradient and are excluded from all means
-    num_tokens       response tokens in the whole optimizer step [None: this is the whole step]. With
+    num_tokens       response tokens in the whole optimizer step, on all ranks [None: this is all]. With
                      DDP, divide it by the world size; with accelerate, by the accumulation steps.
                      (HF Trainer: set loss_is_scaled_for_ga = True and don't divide by the steps)
     """
@@ -168,7 +168,7 @@ def policy_loss(
     objective_BT = torch.min(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
     # [3] Token-mean: 1/(sum_i |o_i|) sum_i sum_t
     loss = -torch.where(mask_BT, objective_BT, 0).sum() / num_tokens
-    # For the log. The clip removes the gradient where A < 0 and r < 1 - eps, or A > 0 and r > 1 + eps.
+    # For the log. No gradient where A < 0 and r is below the clip's range, or A > 0 and r above it.
     clips_low_BT = (ratio_BT < clipped_BT) & (advantages_BT < 0)
     clips_high_BT = (ratio_BT > clipped_BT) & (advantages_BT > 0)
     stats = {
@@ -196,12 +196,12 @@ def main(args):
     if run.needs_first_eval:
         run.log_eval(evaluate(policy, held_out, grade, args, sampled=True))
 
-    for iteration in run.iterations():
+    for iteration in run.iterations():  # from 1
         # ---------------------------------------------------------------------------------- rollout
         # [2] Dynamic sampling: each round draws one prompt for every mixed group still missing.
         sampler = policy.sampler(iteration)  # the policy, or a copy that may be stale or less precise
         generated = []  # all completions, with their verdicts
-        kept, counts = mixed_groups(generated, args.group_size)  # none yet
+        kept, counts = mixed_groups(generated, args.group_size)  # none before the first round
         missing = args.prompts_per_iteration
         rounds = 0
         while missing > 0 and rounds < args.max_sampling_rounds:
@@ -238,8 +238,8 @@ def main(args):
         kept = with_advantages(kept, compute_advantages(rewards_PG))
 
         # ------------------------------------------------------------------------------- old policy
-        # By default, old log-probs come from the same forward and micro-batches as the update's, so
-        # the ratio is exactly 1 in the first step.
+        # By default, old log-probs are computed as in the update, on the same micro-batches, so the
+        # ratio is exactly 1 in the first step.
         steps = split_into_steps(kept, num_steps, args)
         for micro in chain(*steps):
             micro.old = old_policy(policy, micro, args)
@@ -249,7 +249,7 @@ def main(args):
 
         # ------------------------------------------------------------------------- overlong filter
         if args.overlong == "filter":
-            # [4] Truncated completions get no gradient, and their tokens are not counted.
+            # [4] Tokens of truncated completions get no policy gradient, and are not counted.
             for micro in chain(*steps):
                 is_whole = [[not c.truncated] for c in micro.completions]
                 micro.mask_BT &= torch.tensor(is_whole, device=args.torch_device)
@@ -269,14 +269,14 @@ def main(args):
                     clip_eps_high=args.clip_eps_high,
                     num_tokens=num_tokens,
                 )
-                # aux_loss is a product of means, so it is averaged over completions, not summed.
+                # loss is a part of the step's; aux_loss is this micro-batch's own, so it gets a share.
                 share = len(micro) / num_sequences
                 total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
                 total_loss.backward()
                 run.record(loss, stats, outputs, micro)
             grad_norm = policy.clip_gradients(args.max_grad_norm)
             run.record_step(num_sequences, grad_norm)  # stops the run if the loss or norm is not finite
-            optimizer.step()  # with --dtype bfloat16, a hook then refreshes the copies that compute
+            optimizer.step()  # with --dtype bfloat16, a hook then updates the bfloat16 copies
             optimizer.zero_grad()
 
         # -------------------------------------------------------------------------------------- log

@@ -55,7 +55,7 @@ class Args(RunArgs):  # more flags: --help
     clip_eps_high: float = flag(0.2, "the ratio is clipped above 1 + this")
 
     def check(self):
-        self.check_range(2, 1e6, "group_size")  # one reward has no group baseline
+        self.check_range(2, 1e6, "group_size")  # a group of one has no baseline
         self.check_range(0, 1, "clip_eps_low")
 
 
@@ -69,7 +69,7 @@ def compute_advantages(rewards_PG):
     rewards_PG = 1.0 * rewards_PG  # rewards may be integers or booleans
     advantages_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
     # no std
-    # Rounding can make the mean of equal floats inexact, and a tiny std, or AdamW, would amplify that.
+    # Rounding can make the mean of equal floats inexact. A tiny std, or AdamW, would amplify that.
     is_uniform_P1 = (rewards_PG == rewards_PG[:, :1]).all(1, keepdim=True)
     return torch.where(is_uniform_P1, 0, advantages_PG)
 
@@ -94,7 +94,7 @@ def policy_loss(
     mask_BT          1 on response tokens, including EOS (bool or float); other tokens, such as
                      padding or tool output, get no gradient and are excluded from all means
     max_new_tokens   L_max, the normalizer in place of |o_i|: the cap on the length of a completion
-    num_sequences    completions in the whole optimizer step [None: this is the whole step]. With
+    num_sequences    completions in the whole optimizer step, on all ranks [None: this is all]. With
                      DDP, divide it by the world size; with accelerate, by the accumulation steps.
                      (HF Trainer: set loss_is_scaled_for_ga = True and don't divide by the steps)
     """
@@ -117,7 +117,7 @@ def policy_loss(
     objective_BT = torch.min(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
     # [2] Constant: mean_i 1/L_max sum_t
     loss = -torch.where(mask_BT, objective_BT, 0).sum() / (num_sequences * max_new_tokens)
-    # For the log. The clip removes the gradient where A < 0 and r < 1 - eps, or A > 0 and r > 1 + eps.
+    # For the log. No gradient where A < 0 and r is below the clip's range, or A > 0 and r above it.
     clips_low_BT = (ratio_BT < clipped_BT) & (advantages_BT < 0)
     clips_high_BT = (ratio_BT > clipped_BT) & (advantages_BT > 0)
     stats = {
@@ -145,7 +145,7 @@ def main(args):
     if run.needs_first_eval:
         run.log_eval(evaluate(policy, held_out, grade, args, sampled=True))
 
-    for iteration in run.iterations():
+    for iteration in run.iterations():  # from 1
         # ---------------------------------------------------------------------------------- rollout
         prompts = problems.take(args.prompts_per_iteration)
         sampler = policy.sampler(iteration)  # the policy, or a copy that may be stale or less precise
@@ -158,8 +158,8 @@ def main(args):
         completions = with_advantages(completions, compute_advantages(rewards_PG))
 
         # ------------------------------------------------------------------------------- old policy
-        # By default, old log-probs come from the same forward and micro-batches as the update's, so
-        # the ratio is exactly 1 in the first step.
+        # By default, old log-probs are computed as in the update, on the same micro-batches, so the
+        # ratio is exactly 1 in the first step.
         steps = split_into_steps(completions, args.num_minibatches, args)
         for micro in chain(*steps):
             micro.old = old_policy(policy, micro, args)
@@ -182,14 +182,14 @@ def main(args):
                     max_new_tokens=args.max_new_tokens,
                     num_sequences=num_sequences,
                 )
-                # aux_loss is a product of means, so it is averaged over completions, not summed.
+                # loss is a part of the step's; aux_loss is this micro-batch's own, so it gets a share.
                 share = len(micro) / num_sequences
                 total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
                 total_loss.backward()
                 run.record(loss, stats, outputs, micro)
             grad_norm = policy.clip_gradients(args.max_grad_norm)
             run.record_step(num_sequences, grad_norm)  # stops the run if the loss or norm is not finite
-            optimizer.step()  # with --dtype bfloat16, a hook then refreshes the copies that compute
+            optimizer.step()  # with --dtype bfloat16, a hook then updates the bfloat16 copies
             optimizer.zero_grad()
 
         # -------------------------------------------------------------------------------------- log

@@ -7,7 +7,7 @@
   r_it     = pi(o_it) / pi_old(o_it); pi_old: the policy before the rollout's first optimizer step
   eps      --clip_eps_low and --clip_eps_high
   A_it     = sum_k (gamma lambda)^k delta_i,t+k, whitened (GAE)
-  delta_it = rew_it + gamma V_i,t+1 - V_it; gamma, lambda: --gamma, --gae_lambda
+  delta_it = rew_it + gamma V_old,i,t+1 - V_old,it; gamma, lambda: --gamma, --gae_lambda
   rew_it   = -beta log(pi_old(o_it) / pi_ref(o_it)), plus at the last token R_i: the reward of o_i
   beta     --kl_coef; pi_ref: the policy before training
   V_it     the critic's value where o_it is predicted; V_old: before the rollout's first optimizer step
@@ -29,11 +29,12 @@ As in InstructGPT:
   - There is one epoch per rollout.
 Unlike PPO's equations 10 to 12, V is 0 after the last token, even if the completion was truncated: the
 reward ends it. With the critic's value beside that reward, the policy would learn to be truncated.
-Unlike the papers: A is whitened, and L_V is clipped, not the plain square, as in most RLHF code. c_e is
-0 and c_v 0.5 (PPO on Atari: 0.01 and 1). The two models share no weights, so c_v only scales the
-critic's gradient. AdamW ignores that, except where the gradient is clipped first (--max_grad_norm). The
-critic starts as a second copy of the base model with a linear head of zeros, so its lr is ten times the
-policy's. InstructGPT's starts from the reward model, with an lr of 9e-6 (5e-6 beside its 175B policy).
+Unlike the papers, but as in verl 0.9.1 and OpenRLHF 0.11.2: A is whitened, and L_V is clipped.
+Unlike the papers: c_e is 0 and c_v 0.5 (PPO on Atari: 0.01 and 1). The two models share no weights, so
+c_v only scales the critic's gradient. AdamW ignores that, except where the gradient is clipped first
+(--max_grad_norm). The critic starts as a second copy of the base model with a linear head of zeros, so
+its lr is ten times the policy's. InstructGPT's starts from the reward model, with an lr of 9e-6 (5e-6
+beside its 175B policy).
 
 Run:    python ppo.py
 Expect: greedy held-out accuracy on sums of two numbers rises from 0.43 to at least 0.97 in under a
@@ -57,7 +58,7 @@ from common import reference_logprobs
 @dataclass
 class Args(RunArgs):  # more flags: --help
     iterations: int = flag(40, "number of iterations (one rollout plus its updates)")
-    prompts_per_iteration: int = flag(256, "prompts per rollout")  # one completion each
+    prompts_per_iteration: int = flag(256, "prompts per rollout")  # group_size is 1
     max_new_tokens: int = flag(48, "maximum tokens per completion")
     temperature: float = flag(1.0, "temperature for sampling and for all log-probs")
     lr: float = flag(2e-4, "AdamW's constant learning rate")
@@ -106,6 +107,7 @@ def masked_mean(x, mask):
 
 def compute_gae(rewards_BT, values_BT, mask_BT, gamma, lam):
     """Generalized advantage estimation: (advantages, returns), both (B, T), 0 where the mask is 0.
+    lam: a number, or (B,).
 
     The value after the last token is 0. A hole in the mask, such as tool output, is skipped: each token
     is followed by the next one in the mask.
@@ -113,7 +115,7 @@ def compute_gae(rewards_BT, values_BT, mask_BT, gamma, lam):
     mask_BT = mask_BT.bool()
     rewards_BT = torch.where(mask_BT, rewards_BT, 0)
     values_BT = torch.where(mask_BT, values_BT, 0)
-    advantages_BT = torch.zeros_like(rewards_BT + values_BT)  # rewards may be integers
+    advantages_BT = torch.zeros_like(rewards_BT + values_BT)  # rewards may be integers or booleans
     next_advantage_B = torch.zeros_like(advantages_BT[:, 0])
     next_value_B = torch.zeros_like(values_BT[:, 0])
     for t in reversed(range(rewards_BT.shape[1])):
@@ -128,11 +130,11 @@ def compute_gae(rewards_BT, values_BT, mask_BT, gamma, lam):
 
 
 def whiten(x_BT, all_N):
-    """x minus the mean of all_N, divided by their standard deviation; 0 if all_N are equal. all_N: x at
-    all tokens of the rollout, of which x_BT may be a part."""
+    """x minus the mean of all_N, divided by their standard deviation; 0 if all_N are equal, up to
+    rounding. all_N: x at all tokens of the rollout, of which x_BT may be a part."""
     mean = all_N.mean()
     std = all_N.std(correction=0)
-    # Equal up to rounding, which dividing by a tiny std would amplify.
+    # Dividing by a tiny std would amplify rounding.
     is_constant = std <= 1e-6 * all_N.abs().max().clamp(min=1)
     return torch.where(is_constant, 0, (x_BT - mean) / (std + 1e-8))
 
@@ -182,7 +184,7 @@ def policy_loss(
     advantages_BT    (B, 1) or (B,), broadcast over the tokens, or (B, T)
     mask_BT          1 on response tokens, including EOS (bool or float); other tokens, such as
                      padding or tool output, get no gradient and are excluded from all means
-    num_tokens       response tokens in the whole optimizer step [None: this is the whole step]. With
+    num_tokens       response tokens in the whole optimizer step, on all ranks [None: this is all]. With
                      DDP, divide it by the world size; with accelerate, by the accumulation steps.
                      (HF Trainer: set loss_is_scaled_for_ga = True and don't divide by the steps)
     """
@@ -205,7 +207,7 @@ def policy_loss(
     objective_BT = torch.min(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
     # Token-mean: 1/(sum_i |o_i|) sum_i sum_t
     loss = -torch.where(mask_BT, objective_BT, 0).sum() / num_tokens
-    # For the log. The clip removes the gradient where A < 0 and r < 1 - eps, or A > 0 and r > 1 + eps.
+    # For the log. No gradient where A < 0 and r is below the clip's range, or A > 0 and r above it.
     clips_low_BT = (ratio_BT < clipped_BT) & (advantages_BT < 0)
     clips_high_BT = (ratio_BT > clipped_BT) & (advantages_BT > 0)
     stats = {
@@ -224,7 +226,7 @@ def main(args):
     problems, held_out = load_problems(args, policy, grade)
     # pi_ref has the initial weights: it is copied before Run, which may resume with later ones.
     reference = policy.frozen_copy() if args.kl_coef > 0 else None
-    critic = TrainedModel(Critic(policy), args.dtype)
+    critic = TrainedModel(Critic(policy), args.dtype)  # critic.model is what computes
     policy_group = {"params": list(policy.parameters()), "lr": args.lr}
     critic_group = {"params": list(critic.parameters()), "lr": args.critic_lr}
     optimizer = torch.optim.AdamW([policy_group, critic_group], weight_decay=0.0, fused=True)
@@ -239,7 +241,7 @@ def main(args):
     if run.needs_first_eval:
         run.log_eval(evaluate(policy, held_out, grade, args, sampled=True))
 
-    for iteration in run.iterations():
+    for iteration in run.iterations():  # from 1
         # ---------------------------------------------------------------------------------- rollout
         prompts = problems.take(args.prompts_per_iteration)
         sampler = policy.sampler(iteration)  # the policy, or a copy that may be stale or less precise
@@ -247,8 +249,8 @@ def main(args):
         completions = grade(completions)
 
         # ------------------------------------------------------------------- old policy, advantages
-        # By default, old log-probs come from the same forward and micro-batches as the update's, so
-        # the ratio is exactly 1 in the first step.
+        # By default, old log-probs are computed as in the update, on the same micro-batches, so the
+        # ratio is exactly 1 in the first step.
         steps = split_into_steps(completions, args.num_minibatches, args)
         batches = list(chain(*steps))
         for micro in batches:
@@ -258,8 +260,8 @@ def main(args):
                 # log(pi_old / pi_ref), the plain KL estimator for the old policy. grpo.py uses k3 for
                 # the policy that is being updated.
                 micro.ref_logprobs_BT = reference_logprobs(reference, micro, args)
-                log_ratio_BT = micro.old.logprobs_BT - micro.ref_logprobs_BT
-                micro.kl_BT = torch.where(micro.mask_BT, log_ratio_BT, 0)
+                kl_BT = micro.old.logprobs_BT - micro.ref_logprobs_BT
+                micro.kl_BT = torch.where(micro.mask_BT, kl_BT, 0)
             with torch.no_grad():
                 micro.values_BT = critic.model(micro)
             # On the CPU: a GPU would mostly wait for the host to launch GAE's many small operations.
@@ -309,16 +311,16 @@ def main(args):
                 # H is divided by the whole step's tokens, like the loss.
                 entropy = torch.where(micro.mask_BT, outputs.entropy_BT, 0).sum() / num_tokens
                 total_loss = loss + args.value_coef * critic_loss - args.entropy_coef * entropy
-                # aux_loss is a product of means, so it is averaged over completions, not summed.
+                # loss is a part of the step's; aux_loss is this micro-batch's own, so it gets a share.
                 share = len(micro) / num_sequences
                 total_loss = total_loss + args.router_aux_coef * outputs.aux_loss * share
                 total_loss.backward()
                 run.record(loss, stats, outputs, micro, value_loss=critic_loss)
             grad_norm = policy.clip_gradients(args.max_grad_norm)
             critic_norm = critic.clip_gradients(args.max_grad_norm)
-            # Stops the run here, before the step, if a loss or norm is not finite.
+            # Stops the run here, before the step, if the loss or a norm is not finite.
             run.record_step(num_sequences, grad_norm, critic_grad_norm=critic_norm)
-            optimizer.step()  # with --dtype bfloat16, a hook then refreshes the copies that compute
+            optimizer.step()  # with --dtype bfloat16, a hook then updates the bfloat16 copies
             optimizer.zero_grad()
 
         # -------------------------------------------------------------------------------------- log

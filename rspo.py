@@ -70,7 +70,7 @@ class Args(RunArgs):  # more flags: --help
     shift: Literal["damped", "literal", "before_clip"] = flag("damped", "where gamma enters")
 
     def check(self):
-        self.check_range(2, 1e6, "group_size")  # one reward has no group baseline
+        self.check_range(2, 1e6, "group_size")  # a group of one has no baseline
         self.check_range(0, 1, "gamma_min")
         if self.old_logprobs == "sampler":  # [1] gamma compares with the old router's scores
             raise UserError("--old_logprobs sampler skips the forward pass that rspo needs")
@@ -86,7 +86,7 @@ def compute_advantages(rewards_PG):
     rewards_PG = 1.0 * rewards_PG  # rewards may be integers or booleans
     advantages_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
     advantages_PG = advantages_PG / (rewards_PG.std(1, keepdim=True) + 1e-6)
-    # Rounding can make the mean of equal floats inexact, and a tiny std, or AdamW, would amplify that.
+    # Rounding can make the mean of equal floats inexact. A tiny std, or AdamW, would amplify that.
     is_uniform_P1 = (rewards_PG == rewards_PG[:, :1]).all(1, keepdim=True)
     return torch.where(is_uniform_P1, 0, advantages_PG)
 
@@ -101,7 +101,7 @@ def expert_logprobs(router_logits, experts_BTLK):
 
 
 def router_shift(scores_BTLK, old_scores_BTLK):
-    """[1] gamma, (B, T), before its floor: exp(-1/L sum_l 1/K sum_k |log p - log p_old|)."""
+    """[1] gamma, (B, T), before its floor: exp(-1/L sum_j 1/K sum_k |log p - log p_old|)."""
     return (-(scores_BTLK - old_scores_BTLK).abs().mean(dim=(2, 3))).exp()
 
 
@@ -126,7 +126,7 @@ def policy_loss(
     mask_BT          1 on response tokens, including EOS (bool or float); other tokens, such as
                      padding or tool output, get no gradient and are excluded from all means
     router_shift_BT  gamma, before its floor; 1 where the router has not moved [None: 1 everywhere]
-    num_sequences    completions in the whole optimizer step [None: this is the whole step]. With
+    num_sequences    completions in the whole optimizer step, on all ranks [None: this is all]. With
                      DDP, divide it by the world size; with accelerate, by the accumulation steps.
                      (HF Trainer: set loss_is_scaled_for_ga = True and don't divide by the steps)
     """
@@ -178,7 +178,7 @@ def policy_loss(
         "clipfrac_high": masked_mean(clips_high_BT.float(), mask_BT),
     }
     if router_shift_BT is not None:
-        # [1] gamma before its floor, and the fraction of tokens below that
+        # [1] gamma before its floor, and the fraction of tokens below it
         is_floored_BT = router_shift_BT < gamma_min
         stats["moe/router_shift"] = masked_mean(router_shift_BT, mask_BT)
         stats["moe/router_floor_frac"] = masked_mean(is_floored_BT.float(), mask_BT)
@@ -203,7 +203,7 @@ def main(args):
     if run.needs_first_eval:
         run.log_eval(evaluate(policy, held_out, grade, args, sampled=True))
 
-    for iteration in run.iterations():
+    for iteration in run.iterations():  # from 1
         # ---------------------------------------------------------------------------------- rollout
         prompts = problems.take(args.prompts_per_iteration)
         sampler = policy.sampler(iteration)  # the policy, or a copy that may be stale or less precise
@@ -216,8 +216,8 @@ def main(args):
         completions = with_advantages(completions, compute_advantages(rewards_PG))
 
         # ------------------------------------------------------------------------------- old policy
-        # By default, old log-probs come from the same forward and micro-batches as the update's, so
-        # the ratio is exactly 1 in the first step.
+        # By default, old log-probs are computed as in the update, on the same micro-batches, so the
+        # ratio is exactly 1 in the first step.
         steps = split_into_steps(completions, args.num_minibatches, args)
         for micro in chain(*steps):
             micro.old = old_policy(policy, micro, args, router_logits=True)
@@ -252,14 +252,14 @@ def main(args):
                     router_shift_BT=router_shift_BT,
                     num_sequences=num_sequences,
                 )
-                # aux_loss is a product of means, so it is averaged over completions, not summed.
+                # loss is a part of the step's; aux_loss is this micro-batch's own, so it gets a share.
                 share = len(micro) / num_sequences
                 total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
                 total_loss.backward()
                 run.record(loss, stats, outputs, micro)
             grad_norm = policy.clip_gradients(args.max_grad_norm)
             run.record_step(num_sequences, grad_norm)  # stops the run if the loss or norm is not finite
-            optimizer.step()  # with --dtype bfloat16, a hook then refreshes the copies that compute
+            optimizer.step()  # with --dtype bfloat16, a hook then updates the bfloat16 copies
             optimizer.zero_grad()
 
         # -------------------------------------------------------------------------------------- log

@@ -11,7 +11,7 @@ Expect: greedy held-out accuracy rises from 0.43 to at least 0.9, and the model 
 It takes the script's flags (`python gspo.py --help`) for model, data, reward, rollouts, steps and loss,
 and TRL's (GRPOConfig) for the rest, such as --output_dir, --resume_from_checkpoint, --use_cpu,
 --use_vllm, --deepspeed or --report_to; --per_device_train_batch_size is by default a process's part of
-a whole step. Any other flag of the script is an error that names TRL's, and so is a flag of TRL for the
+a whole step. Any other flag of the script is an error, which names TRL's. So is a flag of TRL for the
 loss or the size of a step. Each process grades its own completions, so a reward function that takes
 lists gets only those. With --dtype bfloat16, TRL uses autocast. The model, in float32, has to fit on
 one GPU, even if DeepSpeed or FSDP shards it later. A resumed run ends with the weights of one that was

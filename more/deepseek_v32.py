@@ -68,7 +68,7 @@ class Args(RunArgs):  # more flags: --help
     ref_reset_every: int = flag(0, "reset the reference every n iterations [0: never]")
 
     def check(self):
-        self.check_range(2, 1e6, "group_size")  # one reward has no group baseline
+        self.check_range(2, 1e6, "group_size")  # a group of one has no baseline
         self.check_range(0, 1, "clip_eps_low")
 
 
@@ -82,7 +82,7 @@ def compute_advantages(rewards_PG):
     rewards_PG = 1.0 * rewards_PG  # rewards may be integers or booleans
     advantages_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
     # no std
-    # Rounding can make the mean of equal floats inexact, and a tiny std, or AdamW, would amplify that.
+    # Rounding can make the mean of equal floats inexact. A tiny std, or AdamW, would amplify that.
     is_uniform_P1 = (rewards_PG == rewards_PG[:, :1]).all(1, keepdim=True)
     return torch.where(is_uniform_P1, 0, advantages_PG)
 
@@ -111,7 +111,7 @@ def policy_loss(
                      padding or tool output, get no gradient and are excluded from all means
     ref_logprobs_BT  log-probs under the reference [None: no KL]
     sampler_logprobs_BT  log-probs under mu [None: old_logprobs_BT]
-    num_sequences    completions in the whole optimizer step [None: this is the whole step]. With
+    num_sequences    completions in the whole optimizer step, on all ranks [None: this is all]. With
                      DDP, divide it by the world size; with accelerate, by the accumulation steps.
                      (HF Trainer: set loss_is_scaled_for_ga = True and don't divide by the steps)
     """
@@ -144,7 +144,7 @@ def policy_loss(
     objective_BT = torch.where(is_dropped_B1, 0, objective_BT)
     if ref_logprobs_BT is not None:
         # k3 = x - log x - 1, x = pi_ref / pi; expm1, as exp(log x) - 1 loses digits near x = 1
-        # Clamped only above, to keep exp finite: a clamp below would stop the KL's gradient. Where
+        # Clamped only above, to keep exp finite: a clamp below would stop the gradient there, too. If
         # pi_ref is 0, log x is -inf and the loss is infinite, which ends the run.
         log_x_BT = torch.where(mask_BT, ref_logprobs_BT - logprobs_BT, 0).clamp(max=20)
         k3_BT = log_x_BT.expm1() - log_x_BT
@@ -152,7 +152,7 @@ def policy_loss(
     # Sequence-mean: mean_i 1/|o_i| sum_t
     objective_B1 = torch.where(mask_BT, objective_BT, 0).sum(1, keepdim=True) / length_B1
     loss = -objective_B1.sum() / num_sequences
-    # For the log. The clip removes the gradient where A < 0 and r < 1 - eps, or A > 0 and r > 1 + eps.
+    # For the log. No gradient where A < 0 and r is below the clip's range, or A > 0 and r above it.
     clips_low_BT = (ratio_BT < clipped_BT) & (advantages_BT < 0)
     clips_high_BT = (ratio_BT > clipped_BT) & (advantages_BT > 0)
     stats = {
@@ -185,7 +185,7 @@ def main(args):
     if run.needs_first_eval:
         run.log_eval(evaluate(policy, held_out, grade, args, sampled=True))
 
-    for iteration in run.iterations():
+    for iteration in run.iterations():  # from 1
         # ---------------------------------------------------------------------------------- rollout
         prompts = problems.take(args.prompts_per_iteration)
         sampler = policy.sampler(iteration)  # the policy, or a copy that may be stale or less precise
@@ -198,8 +198,8 @@ def main(args):
         completions = with_advantages(completions, compute_advantages(rewards_PG))
 
         # ------------------------------------------------------------------------------- old policy
-        # By default, old log-probs come from the same forward and micro-batches as the update's, so
-        # the ratio is exactly 1 in the first step.
+        # By default, old log-probs are computed as in the update, on the same micro-batches, so the
+        # ratio is exactly 1 in the first step.
         steps = split_into_steps(completions, args.num_minibatches, args)
         for micro in chain(*steps):
             micro.old = old_policy(policy, micro, args)
@@ -227,14 +227,14 @@ def main(args):
                     sampler_logprobs_BT=micro.sampler_logprobs_BT,
                     num_sequences=num_sequences,
                 )
-                # aux_loss is a product of means, so it is averaged over completions, not summed.
+                # loss is a part of the step's; aux_loss is this micro-batch's own, so it gets a share.
                 share = len(micro) / num_sequences
                 total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
                 total_loss.backward()
                 run.record(loss, stats, outputs, micro)
             grad_norm = policy.clip_gradients(args.max_grad_norm)
             run.record_step(num_sequences, grad_norm)  # stops the run if the loss or norm is not finite
-            optimizer.step()  # with --dtype bfloat16, a hook then refreshes the copies that compute
+            optimizer.step()  # with --dtype bfloat16, a hook then updates the bfloat16 copies
             optimizer.zero_grad()
         if reference is not None and args.ref_reset_every > 0 and iteration % args.ref_reset_every == 0:
             reference.load_state_dict(policy.state_dict())

@@ -2,9 +2,9 @@
 
   J = mean_i (R_i - b) sum_t log pi(o_it)
 
-  o_i    a completion; sum_t: over its tokens, EOS included; mean_i: over completions in an iteration
+  o_i    a completion; sum_t: over its tokens, EOS included; mean_i: over all completions of a step
   o_it   its token t; pi(o_it): its probability under the policy, given the prompt and o_i,<t
-  R_i    the verifier's reward of o_i
+  R_i    the reward of o_i
   b      the exponential mean of the rewards of earlier iterations, 0 before the first:
          after each one, b becomes d b + (1 - d) mean R; d: --baseline_decay
 
@@ -19,11 +19,11 @@ Parent: grpo.py. Differs only in:
   3. No length: log-probs are summed over a completion, which gives the log of its probability.
   4. No KL, so no reference model.
 
-Not specified: d (here 0.9). There are 256 prompts with one completion each, as many completions as in
-the siblings. The learning rate is higher than theirs, since a rollout has one step instead of 16.
-J grows with a completion's length, and so does its gradient. AdamW ignores a constant scale, but
---max_grad_norm 1 acts first: it clips 12 to 19 of the 40 gradients (rloo.py: 33 to 35; three seeds, at
-commit dded9c0).
+Not specified in the paper: d (here 0.9). There are 256 prompts with one completion each, as many
+completions as in the siblings. The learning rate is higher than theirs, since a rollout has one step
+instead of 16. J grows with a completion's length, and so does its gradient. AdamW ignores a constant
+scale, but --max_grad_norm 1 acts first: it clips 12 to 19 of the 40 gradients (rloo.py: 33 to 35; three
+seeds, at commit dded9c0).
 
 Run:    python -m more.reinforce
 Expect: greedy held-out accuracy on sums of two numbers rises from 0.43 to at least 0.98 in under a
@@ -91,7 +91,7 @@ def policy_loss(
     advantages_BT    (B, 1) or (B,), broadcast over the tokens, or (B, T)
     mask_BT          1 on response tokens, including EOS (bool or float); other tokens, such as
                      padding or tool output, get no gradient and are excluded from all means
-    num_sequences    completions in the whole optimizer step [None: this is the whole step]. With
+    num_sequences    completions in the whole optimizer step, on all ranks [None: this is all]. With
                      DDP, divide it by the world size; with accelerate, by the accumulation steps.
                      (HF Trainer: set loss_is_scaled_for_ga = True and don't divide by the steps)
     """
@@ -137,7 +137,7 @@ def main(args):
     if run.needs_first_eval:
         run.log_eval(evaluate(policy, held_out, grade, args, sampled=True))
 
-    for iteration in run.iterations():
+    for iteration in run.iterations():  # from 1
         # ---------------------------------------------------------------------------------- rollout
         prompts = problems.take(args.prompts_per_iteration)
         sampler = policy.sampler(iteration)  # the policy, or a copy that may be stale or less precise
@@ -175,14 +175,14 @@ def main(args):
                 micro.mask_BT,
                 num_sequences=len(completions),
             )
-            # aux_loss is a product of means, so it is averaged over completions, not summed.
+            # loss is a part of the step's; aux_loss is this micro-batch's own, so it gets a share.
             share = len(micro) / len(completions)
             total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
             total_loss.backward()
             run.record(loss, stats, outputs, micro)
         grad_norm = policy.clip_gradients(args.max_grad_norm)
         run.record_step(len(completions), grad_norm)  # stops the run if the loss or norm is not finite
-        optimizer.step()  # with --dtype bfloat16, a hook then refreshes the copies that compute
+        optimizer.step()  # with --dtype bfloat16, a hook then updates the bfloat16 copies
         optimizer.zero_grad()
 
         # -------------------------------------------------------------------------------------- log

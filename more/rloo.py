@@ -2,7 +2,7 @@
 
   J = mean_i A_i sum_t log pi(o_it)
 
-  o_i    a completion; sum_t: over its tokens, EOS included; mean_i: over completions in an iteration
+  o_i    a completion; sum_t: over its tokens, EOS included; mean_i: over all completions of a step
   o_it   its token t; pi(o_it): its probability under the policy, given the prompt and o_i,<t
   A_i    = R_i - mean of the rewards of the other G - 1 completions of the same prompt
          = G / (G - 1) (R_i - mean of the rewards of all G); R_i: the reward of o_i
@@ -73,7 +73,7 @@ def compute_advantages(rewards_PG):
     mean_of_others_PG = (rewards_PG.sum(1, keepdim=True) - rewards_PG) / num_others
     advantages_PG = rewards_PG - mean_of_others_PG
     # no std
-    # Rounding can make the mean of equal floats inexact, and a tiny std, or AdamW, would amplify that.
+    # Rounding can make the mean of equal floats inexact. A tiny std, or AdamW, would amplify that.
     is_uniform_P1 = (rewards_PG == rewards_PG[:, :1]).all(1, keepdim=True)
     return torch.where(is_uniform_P1, 0, advantages_PG)
 
@@ -94,7 +94,7 @@ def policy_loss(
     advantages_BT    (B, 1) or (B,), broadcast over the tokens, or (B, T)
     mask_BT          1 on response tokens, including EOS (bool or float); other tokens, such as
                      padding or tool output, get no gradient and are excluded from all means
-    num_sequences    completions in the whole optimizer step [None: this is the whole step]. With
+    num_sequences    completions in the whole optimizer step, on all ranks [None: this is all]. With
                      DDP, divide it by the world size; with accelerate, by the accumulation steps.
                      (HF Trainer: set loss_is_scaled_for_ga = True and don't divide by the steps)
     """
@@ -139,7 +139,7 @@ def main(args):
     if run.needs_first_eval:
         run.log_eval(evaluate(policy, held_out, grade, args, sampled=True))
 
-    for iteration in run.iterations():
+    for iteration in run.iterations():  # from 1
         # ---------------------------------------------------------------------------------- rollout
         prompts = problems.take(args.prompts_per_iteration)
         sampler = policy.sampler(iteration)  # the policy, or a copy that may be stale or less precise
@@ -172,14 +172,14 @@ def main(args):
                 micro.mask_BT,
                 num_sequences=len(completions),
             )
-            # aux_loss is a product of means, so it is averaged over completions, not summed.
+            # loss is a part of the step's; aux_loss is this micro-batch's own, so it gets a share.
             share = len(micro) / len(completions)
             total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
             total_loss.backward()
             run.record(loss, stats, outputs, micro)
         grad_norm = policy.clip_gradients(args.max_grad_norm)
         run.record_step(len(completions), grad_norm)  # stops the run if the loss or norm is not finite
-        optimizer.step()  # with --dtype bfloat16, a hook then refreshes the copies that compute
+        optimizer.step()  # with --dtype bfloat16, a hook then updates the bfloat16 copies
         optimizer.zero_grad()
 
         # -------------------------------------------------------------------------------------- log

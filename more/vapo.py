@@ -8,7 +8,7 @@
   r_it     = pi(o_it) / pi_old(o_it); pi_old: the policy before the rollout's first optimizer step
   eps_low, eps_high: --clip_eps_low, --clip_eps_high
   A_it     = sum_k (gamma lambda_i)^k delta_i,t+k, whitened; gamma: --gamma; lambda_i: see 3.
-  delta_it = rew_it + gamma V_i,t+1 - V_it
+  delta_it = rew_it + gamma V_old,i,t+1 - V_old,it
   rew_it   = -beta log(pi_old(o_it) / pi_ref(o_it)), plus at the last token R_i: the reward of o_i
   beta     --kl_coef; pi_ref: the policy before training
   V_it     the critic's value where o_it is predicted; V_old: before the rollout's first optimizer step
@@ -118,6 +118,7 @@ def masked_mean(x, mask):
 
 def compute_gae(rewards_BT, values_BT, mask_BT, gamma, lam):
     """Generalized advantage estimation: (advantages, returns), both (B, T), 0 where the mask is 0.
+    lam: a number, or (B,).
 
     The value after the last token is 0. A hole in the mask, such as tool output, is skipped: each token
     is followed by the next one in the mask.
@@ -125,7 +126,7 @@ def compute_gae(rewards_BT, values_BT, mask_BT, gamma, lam):
     mask_BT = mask_BT.bool()
     rewards_BT = torch.where(mask_BT, rewards_BT, 0)
     values_BT = torch.where(mask_BT, values_BT, 0)
-    advantages_BT = torch.zeros_like(rewards_BT + values_BT)  # rewards may be integers
+    advantages_BT = torch.zeros_like(rewards_BT + values_BT)  # rewards may be integers or booleans
     next_advantage_B = torch.zeros_like(advantages_BT[:, 0])
     next_value_B = torch.zeros_like(values_BT[:, 0])
     for t in reversed(range(rewards_BT.shape[1])):
@@ -140,11 +141,11 @@ def compute_gae(rewards_BT, values_BT, mask_BT, gamma, lam):
 
 
 def whiten(x_BT, all_N):
-    """x minus the mean of all_N, divided by their standard deviation; 0 if all_N are equal. all_N: x at
-    all tokens of the rollout, of which x_BT may be a part."""
+    """x minus the mean of all_N, divided by their standard deviation; 0 if all_N are equal, up to
+    rounding. all_N: x at all tokens of the rollout, of which x_BT may be a part."""
     mean = all_N.mean()
     std = all_N.std(correction=0)
-    # Equal up to rounding, which dividing by a tiny std would amplify.
+    # Dividing by a tiny std would amplify rounding.
     is_constant = std <= 1e-6 * all_N.abs().max().clamp(min=1)
     return torch.where(is_constant, 0, (x_BT - mean) / (std + 1e-8))
 
@@ -215,7 +216,7 @@ def policy_loss(
     advantages_BT    (B, 1) or (B,), broadcast over the tokens, or (B, T)
     mask_BT          1 on response tokens, including EOS (bool or float); other tokens, such as
                      padding or tool output, get no gradient and are excluded from all means
-    num_tokens       response tokens in the whole optimizer step [None: this is the whole step]. With
+    num_tokens       response tokens in the whole optimizer step, on all ranks [None: this is all]. With
                      DDP, divide it by the world size; with accelerate, by the accumulation steps.
                      (HF Trainer: set loss_is_scaled_for_ga = True and don't divide by the steps)
     """
@@ -238,7 +239,7 @@ def policy_loss(
     objective_BT = torch.min(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
     # Token-mean: 1/(sum_i |o_i|) sum_i sum_t
     loss = -torch.where(mask_BT, objective_BT, 0).sum() / num_tokens
-    # For the log. The clip removes the gradient where A < 0 and r < 1 - eps, or A > 0 and r > 1 + eps.
+    # For the log. No gradient where A < 0 and r is below the clip's range, or A > 0 and r above it.
     clips_low_BT = (ratio_BT < clipped_BT) & (advantages_BT < 0)
     clips_high_BT = (ratio_BT > clipped_BT) & (advantages_BT > 0)
     stats = {
@@ -257,7 +258,7 @@ def main(args):
     problems, held_out = load_problems(args, policy, grade)
     # pi_ref has the initial weights: it is copied before Run, which may resume with later ones.
     reference = policy.frozen_copy() if args.kl_coef > 0 else None
-    critic = TrainedModel(Critic(policy), args.dtype)
+    critic = TrainedModel(Critic(policy), args.dtype)  # critic.model is what computes
     policy_group = {"params": list(policy.parameters()), "lr": args.lr}
     critic_group = {"params": list(critic.parameters()), "lr": args.critic_lr}
     optimizer = torch.optim.AdamW([policy_group, critic_group], weight_decay=0.0, fused=True)
@@ -274,7 +275,7 @@ def main(args):
         check_verdicts(results, args.positive_lm_coef)
         run.log_eval(results)
 
-    for iteration in run.iterations():
+    for iteration in run.iterations():  # from 1
         # ---------------------------------------------------------------------------------- rollout
         prompts = problems.take(args.prompts_per_iteration)
         sampler = policy.sampler(iteration)  # the policy, or a copy that may be stale or less precise
@@ -282,8 +283,8 @@ def main(args):
         completions = grade(completions)
 
         # ------------------------------------------------------------------- old policy, advantages
-        # By default, old log-probs come from the same forward and micro-batches as the update's, so
-        # the ratio is exactly 1 in the first step.
+        # By default, old log-probs are computed as in the update, on the same micro-batches, so the
+        # ratio is exactly 1 in the first step.
         steps = split_into_steps(completions, args.num_minibatches, args)
         batches = list(chain(*steps))
         for micro in batches:
@@ -293,8 +294,8 @@ def main(args):
                 # log(pi_old / pi_ref), the plain KL estimator for the old policy. grpo.py uses k3 for
                 # the policy that is being updated.
                 micro.ref_logprobs_BT = reference_logprobs(reference, micro, args)
-                log_ratio_BT = micro.old.logprobs_BT - micro.ref_logprobs_BT
-                micro.kl_BT = torch.where(micro.mask_BT, log_ratio_BT, 0)
+                kl_BT = micro.old.logprobs_BT - micro.ref_logprobs_BT
+                micro.kl_BT = torch.where(micro.mask_BT, kl_BT, 0)
             with torch.no_grad():
                 micro.values_BT = critic.model(micro)
             # On the CPU: a GPU would mostly wait for the host to launch GAE's many small operations.
@@ -363,7 +364,7 @@ def main(args):
                 total_loss = loss + args.value_coef * critic_loss - args.entropy_coef * entropy
                 # [5] J has -mu L_LM, the loss +mu L_LM
                 total_loss = total_loss + args.positive_lm_coef * lm_loss
-                # aux_loss is a product of means, so it is averaged over completions, not summed.
+                # loss is a part of the step's; aux_loss is this micro-batch's own, so it gets a share.
                 share = len(micro) / num_sequences
                 total_loss = total_loss + args.router_aux_coef * outputs.aux_loss * share
                 total_loss.backward()
@@ -371,9 +372,9 @@ def main(args):
                 run.record(loss, stats, outputs, micro, **losses)
             grad_norm = policy.clip_gradients(args.max_grad_norm)
             critic_norm = critic.clip_gradients(args.max_grad_norm)
-            # Stops the run here, before the step, if a loss or norm is not finite.
+            # Stops the run here, before the step, if the loss or a norm is not finite.
             run.record_step(num_sequences, grad_norm, critic_grad_norm=critic_norm)
-            optimizer.step()  # with --dtype bfloat16, a hook then refreshes the copies that compute
+            optimizer.step()  # with --dtype bfloat16, a hook then updates the bfloat16 copies
             optimizer.zero_grad()
 
         # -------------------------------------------------------------------------------------- log

@@ -172,7 +172,7 @@ RANGES = [
     (1e-9, 1e9, "temperature lr critic_lr max_grad_norm rollout_cap"),
     (0, 1, "rollout_mask_low"),
 ]
-# A flag, values with which others are not read, and these others; a script's check() may add some.
+# (a flag, some of its values, the flags that are not read then); a script's check() may add some.
 UNREAD = [
     ("old_logprobs", "sampler", "rollout_correction"),
     ("rollout_correction", "none geo_filter icepop", "rollout_cap"),

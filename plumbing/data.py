@@ -300,9 +300,9 @@ def read_prompt(cell, args):
 
 
 def read_answer(cell, args):
-    """The gold answer in a cell: what is behind a marker, or else all of it; of a list of one text,
-    which may be JSON, that text. "" if there is none. To the verifier, none of these is one: a long
-    text, a marker with nothing behind it, and a JSON object, which holds the tests of a program."""
+    """The gold answer in a cell: what is behind a marker, or else all of it. A list of one text, which
+    may be JSON, counts as that text. "" if there is no answer. For the verifier, a long text, a marker
+    with nothing behind it, and a JSON object (the tests of a program) are no answers."""
     items = parsed(cell) if isinstance(cell, str) and cell.lstrip()[:1] in ("[", "{") else cell
     if isinstance(items, list) and len(items) == 1 and isinstance(items[0], str):
         cell = items[0]

@@ -166,7 +166,7 @@ class TrainedModel:
         self.refresh()
 
     def hash(self):
-        """Of the master weights' bits, in their order: the same on all devices."""
+        """A hash of the master weights' bits, in their order: the same on all devices."""
         return hash_of([sum_of_bits(weight.detach()) for weight in self.parameters()])
 
     def clip_gradients(self, max_norm):

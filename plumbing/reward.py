@@ -113,7 +113,7 @@ def load_grader(args):
 
 
 def failure(c, takes_lists, folder):
-    """What a function that failed got, first or alone, and the run's last checkpoint, if any."""
+    """For a function that failed: its (first) prompt and gold answer, and the run's last checkpoint."""
     kind = "text; in a list they are messages if prompts are"
     if takes_lists and isinstance(c.problem.columns["prompts"], list):
         kind = "messages, since prompts are"

@@ -104,7 +104,7 @@ class Run:
 
     def record(self, loss, stats, outputs, micro, **losses):
         """Records a micro-batch, after its backward pass. Losses are summed to the step's; `stats`,
-        {name: scalar}, are averaged over tokens."""
+        {name: scalar}, are averaged over tokens, or are maxima."""
         for name, value in {"policy_loss": loss, **losses}.items():
             self.step_losses[name] = self.step_losses.get(name, 0) + value.detach()
         routers = self.policy.routers
