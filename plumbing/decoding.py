@@ -265,9 +265,7 @@ class Graphs:
             graph.capture_begin(self.pool, capture_error_mode="thread_local")
             try:
                 step()
-            except (
-                BaseException
-            ):  # also Ctrl-C: a notebook goes on, and its stream must not stay captured
+            except BaseException:  # after Ctrl-C, a notebook goes on: its stream must not stay captured
                 with contextlib.suppress(RuntimeError):  # the first exception is the one to show
                     graph.capture_end()
                 raise

@@ -18,16 +18,8 @@ from tqdm import tqdm
 from plumbing.errors import UserError, one_line
 from plumbing.folder import check_space, checkpoints_in, lock_folder, restore
 from plumbing.folder import write_checkpoint, write_settings
-from plumbing.metrics import (
-    add,
-    clock,
-    correction_stats,
-    missing_signal,
-    policy_stats,
-    rollout_summary,
-    router_stats,
-    summarize,
-)
+from plumbing.metrics import add, clock, correction_stats, missing_signal, policy_stats
+from plumbing.metrics import rollout_summary, router_stats, summarize
 
 
 class Run:
@@ -276,15 +268,14 @@ class Run:
 
     def checkpoint_bytes(self):
         """Of checkpoint 0, and of later ones, which have two moments of each trained weight."""
-        models = [part for part in self.parts.values() if hasattr(part, "parameters")]
-        optimizers = [part for part in self.parts.values() if hasattr(part, "param_groups")]
         first = sum(map(len, self.policy.tokenizer_files.values()))
-        for model in (self.policy, *models):
-            first += sum(weight.nbytes for weight in model.parameters())
-        full = first
-        for group in chain(*(optimizer.param_groups for optimizer in optimizers)):
-            full += sum(2 * weight.nbytes for weight in group["params"])
-        return first, full
+        moments = 0
+        for part in (self.policy, *self.parts.values()):
+            if hasattr(part, "parameters"):
+                first += sum(weight.nbytes for weight in part.parameters())
+            for group in getattr(part, "param_groups", ()):
+                moments += sum(2 * weight.nbytes for weight in group["params"])
+        return first, first + moments
 
     def state(self):
         """What a checkpoint holds in addition to the policy and the state of the logs."""

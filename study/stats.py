@@ -115,19 +115,10 @@ def by_seed(folders):
 
 
 def different_flags(ours, theirs):
-    """["lr (0.1, not 0.2)"]: the flags of both scripts that differ. Both: [settings]"""
-    lines = []
-    for flag in ours[0]:
-        left = [settings[flag] for settings in ours]
-        right = [settings.get(flag) for settings in theirs]
-        is_of_both = all(flag in settings for settings in theirs)
-        if is_of_both and flag not in NO_FLAGS and left != right:
-            lines.append(f"{flag} ({shown(left)}, not {shown(right)})")
-    return lines
-
-
-def shown(found):
-    return " and ".join(dict.fromkeys(map(str, found)))
+    """{"lr (0.1, not 0.2)"}: the flags of both scripts that differ between two runs' settings."""
+    shared = (ours.keys() & theirs.keys()) - NO_FLAGS
+    differing = [flag for flag in shared if ours[flag] != theirs[flag]]
+    return {f"{flag} ({ours[flag]}, not {theirs[flag]})" for flag in differing}
 
 
 def main():
@@ -140,9 +131,11 @@ def main():
     seeds = sorted(ours.keys() & theirs.keys())
     if not seeds:
         sys.exit("no seed is in both sets of runs")
-    differences = different_flags(*([runs[seed][0] for seed in seeds] for runs in (ours, theirs)))
+    differences = set()
+    for seed in seeds:
+        differences |= different_flags(ours[seed][0], theirs[seed][0])
     if differences:
-        print("different flags:", ", ".join(differences))
+        print("different flags:", ", ".join(sorted(differences)))
     print("difference, paired by seed:", *seeds)
     for name in ours[seeds[0]][1]:
         pairs = [(ours[seed][1], theirs[seed][1]) for seed in seeds]

@@ -141,6 +141,20 @@ def started(name, *flags):
     return subprocess.Popen(command, preexec_fn=lambda: signal.alarm(600), **options)
 
 
+def interfere(patch, owner, name, action, n=1):
+    """Calls the action, with the same arguments, before the n-th and each later call of a function."""
+    original = getattr(owner, name)
+    calls = []
+
+    def function(*args, **keywords):
+        calls.append(None)
+        if len(calls) >= n:
+            action(*args, **keywords)
+        return original(*args, **keywords)
+
+    patch.setattr(owner, name, function)
+
+
 def metrics(folder):
     """The lines of metrics.jsonl. NaN and infinity, which are not JSON, fail."""
     return read_lines(folder / "metrics.jsonl")

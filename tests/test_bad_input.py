@@ -6,7 +6,6 @@ import dataclasses
 import importlib
 import io
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Literal
@@ -42,14 +41,10 @@ class Reward:
 
 WRONG = [  # a flag, a value of the wrong type, and what the message says about it
     ("lr", "1e-6", "must be float, not '1e-6'"),
-    ("lr", None, "must be float, not None"),
-    ("lr", torch.ones(2), "must be float, not tensor([1., 1.])"),
     ("lr", np.float32("nan"), "must be float, not np.float32(nan)"),
     ("group_size", 2.5, "must be int, not 2.5"),
     ("group_size", True, "must be int, not True"),
-    ("group_size", np.True_, "must be int, not np.True_"),
     ("lr", torch.tensor(True), "must be float, not tensor(True)"),
-    ("seed", float("inf"), "must be int, not inf"),
     ("gradient_checkpointing", "False", "must be bool, not 'False'"),
     ("dataset", [{"question": "1+1="}] * 10_000, "must be str, not [{'question': '1+1='}, {"),
     ("dtype", np.array(["float32", "bfloat16"]), "must be float32 or bfloat16, not array("),
@@ -73,7 +68,6 @@ MEANT = [  # a flag, a value of a different type, and what is meant
     ("lr", np.float64(0.5), 0.5),
     ("gradient_checkpointing", np.bool_(True), True),
     ("run_dir", Path("a/b"), "a/b"),
-    ("model", np.str_("a"), "a"),
     ("chat_template_kwargs", {"enable_thinking": False}, {"enable_thinking": False}),
     ("reward", reward, "test_bad_input:reward"),
     ("reward", Reward(), "test_bad_input:Reward"),
@@ -108,11 +102,6 @@ def test_a_wrong_type_of_every_flag_is_refused(name, tmp_path):
         refused(name, "--resume", "--run_dir", tmp_path, expected=expected)
 
 
-def test_a_switch_can_be_turned_off_again():
-    for word, expected in (("--gradient_checkpointing", True), ("--no-gradient_checkpointing", False)):
-        assert parse_args(grpo.Args, [word]).gradient_checkpointing is expected
-
-
 def test_advice_for_your_own_model_on_a_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(ppo, "main", lambda args: None)
     monkeypatch.setattr(ppo.Args, "torch_device", "cuda")
@@ -141,7 +130,6 @@ def test_types_may_be_text(tmp_path, monkeypatch):
 @dataclasses.dataclass
 class OwnArgs(grpo.Args):
     layers: list[int] = dataclasses.field(default_factory=lambda: [1, 2])
-    betas: tuple = (0.9, 0.95)
     plots: Path = flag(Path("plots"), "not a type of flags")
     mixed: int | float = flag(0.5, "neither one")
     count: int = -1
@@ -150,14 +138,11 @@ class OwnArgs(grpo.Args):
 
 def test_other_fields_of_a_subclass_are_left_alone(tmp_path):
     """Also when a run is resumed. They are no flags, except a choice of numbers."""
-    own = {"layers": [3], "betas": (0.9,), "plots": tmp_path, "mixed": 2.5, "count": -2}
+    own = {"layers": [3], "plots": tmp_path, "mixed": 2.5, "count": -2}
     args = OwnArgs(**SMALL_ARGS, **own, run_dir=tmp_path / "run")
     assert {name: getattr(args, name) for name in own} == own
     grpo.main(args)
-    again = dataclasses.replace(args, iterations=2, resume=True)
-    grpo.main(again)
-    with pytest.raises(UserError, match=r"has layers \[3\], not \[4\]"):
-        grpo.main(dataclasses.replace(again, layers=[4]))
+    grpo.main(dataclasses.replace(args, iterations=2, resume=True))
     parsed = parse_args(OwnArgs, ["--resume", "--run_dir", str(args.folder), "--level", "2"])
     assert (parsed.level, parsed.layers, parsed.iterations) == (2, [1, 2], 2)
     with pytest.raises(UserError, match="--level must be 1 or 2, not 1.5"):
@@ -168,17 +153,6 @@ def test_a_path_that_is_too_long_for_a_file(tmp_path):
     for name in ("model", "dataset", "eval_dataset", "reward"):
         flags = (f"--{name}", 300 * "x", "--run_dir", tmp_path)
         refused("grpo", *flags, expected=f"error: --{name} ")
-
-
-def test_a_folder_that_may_not_be_read(tmp_path):
-    tmp_path.chmod(0)
-    try:
-        if os.access(tmp_path, os.X_OK):
-            pytest.skip("this user may read everything")
-        for name in ("model", "dataset", "run_dir"):
-            refused("grpo", f"--{name}", tmp_path, expected=f"error: --{name} ")
-    finally:
-        tmp_path.chmod(0o700)
 
 
 FULL = "--gradient_checkpointing, --micro_batch_tokens, --rollout_batch_size, --dtype"

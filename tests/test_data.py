@@ -1,12 +1,10 @@
 """Datasets: files, columns, prompts, gold answers, rows that are left out, held-out problems."""
 
 import csv
-import dataclasses
 import json
 import math
 import re
 import shlex
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -17,8 +15,7 @@ from datasets import Audio, ClassLabel, Dataset, DatasetDict, Features, Image, J
 from test_architectures import new_model
 from transformers import ByT5Tokenizer
 
-import plumbing.data
-from common import RunArgs, UserError, load_grader, load_problems
+from common import UserError, load_grader, load_problems
 from plumbing.data import ProblemStream, check_template, read_rows, usable_rows
 
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}{{ end }}<assistant>"
@@ -185,10 +182,8 @@ def test_run_the_command_for_gsm8k(like_gsm8k, tmp_path):
 
 MISSING = [  # a file that exists, the flag and its value, and what the line says
     ("a.jsonl.gz", "dataset", "a.jsonl.gz", "none of these: .jsonl, .json, .csv, .tsv, .parquet"),
-    ("a", "eval_dataset", "a", "none of these: .jsonl, .json, .csv, .tsv, .parquet"),
     ("a", "dataset", "b.jsonl", "FileNotFoundError"),
     ("a", "eval_dataset", "b.parquet", "FileNotFoundError"),
-    ("a", "dataset", "b" * 300, "File name too long"),
 ]
 
 
@@ -208,9 +203,7 @@ KINDS = [  # of a cell: what it is in the table, and what its file shows
     (Audio(), JUNK, JUNK),
     (LABEL, 1, "yes"),
     (LABEL, -1, None),
-    (LABEL, None, None),
     (Value("float32"), 0.1, 0.1),
-    (Value("float32"), 16777216.0, 16777216.0),
     (Value("float64"), 0.1, 0.1),
 ]
 
@@ -365,7 +358,6 @@ UNMARKED = "A <think> first.{% for m in messages %} {{ m.role }}: {{ m.content }
 BAD_ROWS = [  # prompt, answer, chat template, why the row is left out
     (" \n", "2", TURNS, f"{NO_PROMPT}' \\n')"),
     (["1+1="], "2", TURNS, f"{NO_PROMPT}['1+1='])"),
-    (5, "2", TURNS, f"{NO_PROMPT}5)"),
     (chat("user", [*PARTS, {"type": "image"}]), "2", TURNS, NO_PROMPT),
     ([{"content": "3"}], "2", TURNS, NO_PROMPT),
     (
@@ -411,7 +403,6 @@ GOLD = [  # the cell, the gold answer of the verifier, and that of a reward func
     ("[10]", "[10]", "[10]"),
     ('["20"]', "20", "20"),
     ("[1, 2]", "[1, 2]", "[1, 2]"),
-    ("{1, 2}", "{1, 2}", "{1, 2}"),
     ('{"fn_name": "f"}', "", '{"fn_name": "f"}'),
     ("So x is 4. ####", "", "So x is 4. ####"),
     ("\\boxed{4", "", "\\boxed{4"),
@@ -419,12 +410,10 @@ GOLD = [  # the cell, the gold answer of the verifier, and that of a reward func
     (f"{SOLUTION}\n#### 16", "16", "16"),
     (SOLUTION, SOLUTION, SOLUTION),  # it is short: the line at the start shows it
     (f"{SOLUTION}\nThe answer is: 16", "", f"{SOLUTION}\nThe answer is: 16"),
-    ("7" * 200, "7" * 200, "7" * 200),
     ("7" * 201, "", "7" * 201),
     (None, "", ""),
     (math.inf, "", ""),
     (["1", "2"], "", ""),
-    ([["1"]], "", ""),
 ]
 
 
@@ -552,34 +541,23 @@ def test_leaks_are_counted_by_what_the_model_reads(tmp_path, own_policy, capsys)
 NOTE = "note: the chat template ends an answer with <pad>, but the model stops only at <eos>; "
 TURN_ENDS = {
     "<pad>": NOTE,
-    "<pad><eos><pad>": NOTE,
     "<eos><pad>": "",
     "{{ raise_exception('no!') }}": "",
-    "": "",
 }
 
 
 @pytest.mark.parametrize("end", TURN_ENDS)
-def test_a_model_that_does_not_stop_where_its_turns_end_is_told(end, tmp_path, own_policy, capsys):
+def test_a_model_that_does_not_stop_where_its_turns_end_is_told(end, own_policy, capsys):
     """A base model with the chat template of an instruct model never ends."""
     template = "{% for m in messages %}<unk>{{ m.content }}" + end + "\n{% endfor %}"
     own_policy.tokenizer.chat_template = template
-    args = script_args("grpo")[1]
-    check_template(own_policy, args)
+    check_template(own_policy, script_args("grpo")[1])
     assert capsys.readouterr().out[: len(NOTE)] == TURN_ENDS[end]
 
 
 def test_chat_template_kwargs_need_a_template(tmp_path, tiny_policy):
     with pytest.raises(UserError, match="--chat_template_kwargs: --model tiny-moe has no chat"):
         load(tmp_path / "data.jsonl", tiny_policy, sums(9), chat_template_kwargs={"a": 1})
-
-
-def test_the_command_that_evaluates_a_checkpoint_has_every_flag_that_changes_a_prompt():
-    """It says "all flags from `dataset` to `reward`", which must be all those that this code reads."""
-    names = [field.name for field in dataclasses.fields(RunArgs)]
-    has = {*names[names.index("dataset") : names.index("reward") + 1], "max_new_tokens"}
-    reads = set(re.findall(r"\bargs\.([a-z_]+)", Path(plumbing.data.__file__).read_text()))
-    assert reads - has == {"iterations", "model", "seed"}
 
 
 def test_without_training_all_problems_may_be_held_out(tmp_path, tiny_policy):

@@ -3,7 +3,6 @@
 Tests marked `extras` need examples/requirements.txt. verl needs a separate environment: here the losses
 are called as its actor does; conformance/engines.md tells of the real one."""
 
-import argparse
 import functools
 import importlib
 import inspect
@@ -39,13 +38,6 @@ def test_run_own_dataset_writes_rows_that_the_scripts_read(tmp_path):
         assert int(a) + int(b) == int(row["answer"])
 
 
-class Table(torch.nn.Embedding):
-    """A policy with a weight for each log-prob. Because of **kwargs Trainer passes the labels."""
-
-    def forward(self, rows, **kwargs):
-        return super().forward(rows)
-
-
 class Trainer(transformers.Trainer):
     loss_is_scaled_for_ga = True
 
@@ -57,9 +49,9 @@ class Trainer(transformers.Trainer):
 
 
 @pytest.mark.extras
-@pytest.mark.parametrize("batch", [{"rows"}, {"rows", "labels"}])
-def test_in_hf_trainer_accumulation_divides_nothing(batch, tmp_path):
-    """As the losses' docstrings say. Four micro-batches of three rows make one step of SGD."""
+def test_in_hf_trainer_accumulation_divides_nothing(tmp_path):
+    """As the losses' docstrings say. Four micro-batches of three rows make one step of SGD. The policy
+    has a weight for each log-prob."""
     lp, old, adv, mask = data()
     expected = lp - gradient_of(loss_of("grpo", lp, old, adv, mask)[0], lp)
     settings = transformers.TrainingArguments(
@@ -74,8 +66,8 @@ def test_in_hf_trainer_accumulation_divides_nothing(batch, tmp_path):
         use_cpu=True,
         remove_unused_columns=False,
     )
-    model = Table.from_pretrained(lp.detach().clone(), freeze=False)
-    examples = [dict.fromkeys(batch, i) for i in range(12)]
+    model = torch.nn.Embedding.from_pretrained(lp.detach().clone(), freeze=False)
+    examples = [{"rows": i} for i in range(12)]
     Trainer(model, settings, train_dataset=examples).train()
     torch.testing.assert_close(model.weight, expected, rtol=1e-12, atol=0)
 
@@ -141,16 +133,10 @@ NO_EFFECT = "has no effect here:"
     [
         ("--loss_type=dapo", f"--loss_type {NO_EFFECT} use the flags of grpo.py"),
         ("--learning-rate 1", f"--learning_rate {NO_EFFECT} use the flags of grpo.py"),
-        ("--run_dir x", f"--run_dir {NO_EFFECT} use --output_dir"),
-        ("--resume", f"--resume {NO_EFFECT} use --resume_from_checkpoint FOLDER"),
+        ("--run_dir=x", f"--run_dir {NO_EFFECT} use --output_dir"),
         ("--eval_every 5", f"--eval_every {NO_EFFECT} held-out problems are answered only at the end"),
-        (
-            "--micro_batch_tokens=9",
-            f"--micro_batch_tokens {NO_EFFECT} use --per_device_train_batch_size",
-        ),
         ("--rollout_cap 3", f"--rollout_cap {NO_EFFECT} TRL has nothing like it"),
         ("--overlong filter", "unknown argument --overlong"),
-        ("--no_flag 1", "unknown argument --no_flag"),
         ("--per_device_train_batch_size 3", "--per_device_train_batch_size 3 does not divide 16"),
         ("", "--num_minibatches: 3 processes cannot share a step of 16"),
     ],
@@ -160,12 +146,6 @@ def test_what_trl_cannot_use_is_one_line(trl_trainer, monkeypatch, words, line):
         monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(UserError, match=f"^{re.escape(line)}"):
         trl_trainer.parse(["--use_cpu", *words.split()])
-
-
-@pytest.mark.extras
-def test_ppo_in_trl_is_refused(trl_trainer):
-    with pytest.raises(argparse.ArgumentError, match="invalid choice: 'ppo'"):
-        trl_trainer.parse(["--algorithm", "ppo"])
 
 
 def launched(file, *words):
@@ -182,8 +162,8 @@ def test_run_trl_trains_the_default_job(tmp_path):
     """The command in the header, with a quarter of the iterations."""
     flags = ["--algorithm", "gspo", "--iterations", "10", "--output_dir", tmp_path / "trl"]
     found = launched("examples/trl_trainer.py", *flags)
-    assert found.count("problems: ") == 2  # one for each process
-    (greedy,) = re.findall(r"2 processes, held-out accuracy {'greedy': ([0-9.]+)", found)
+    assert "trained in 2 processes" in found
+    (greedy,) = re.findall(r"held-out problems, greedy: {'accuracy': ([0-9.]+)", found)
     assert float(greedy) >= 0.9
 
 
@@ -304,19 +284,9 @@ def test_rspo_in_trl_needs_routers_with_a_softmax(trl_trainer, tmp_path):
 
 def trained(trl_trainer, folder, *flags):
     """The weights of a small job in this process."""
-    small = [
-        "--dataset",
-        SUMS,
-        "--num_held_out",
-        8,
-        *SMALL,
-        "--algorithm",
-        "dapo",
-        "--output_dir",
-        folder,
-    ]
-    others = ["--save_every", 1, "--use_cpu", "--disable_tqdm", "True"]
-    trl_trainer.main([*map(str, small + others), *map(str, flags)])
+    job = ["--algorithm", "dapo", "--dataset", SUMS, "--num_held_out", 8, *SMALL, "--save_every", 1]
+    others = ["--output_dir", folder, "--use_cpu", "--disable_tqdm", "True"]
+    trl_trainer.main([str(word) for word in (*job, *others, *flags)])
     return weights_of(folder)
 
 

@@ -7,13 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, completes, metrics, script_args
+from conftest import ROOT, metrics, script_args
 from torch.optim import AdamW
 
 import plumbing.run
-import rspo
 from common import Completion, OldOutputs, Problem, RouterOutputs, Run, UserError, critic_stats
-from common import load_grader
 from plumbing.data import ProblemStream
 
 
@@ -207,25 +205,10 @@ def test_a_loss_or_norm_that_is_not_finite_ends_the_run(loss, norm, critic_norm,
         first_iteration.record_step(1, torch.tensor(norm), **norms)
 
 
-def test_run_of_rspo_counts_tokens_below_the_floor(tmp_path, monkeypatch):
-    """Here the first token of each answer is."""
-
-    def router_shift(scores_BTLK, old_scores_BTLK):
-        gamma_BT = torch.full(scores_BTLK.shape[:2], 0.9)
-        gamma_BT[:, 0] = 0.5
-        return gamma_BT
-
-    monkeypatch.setattr(rspo, "router_shift", router_shift)
-    completes("rspo", "--run_dir", tmp_path)
-    (line,) = metrics(tmp_path)
-    share = 1 / line["rollout/response_len_mean"]
-    assert line["moe/router_floor_frac"] == pytest.approx(share, rel=1e-5)
-    assert line["moe/router_shift"] == pytest.approx(0.9 - 0.4 * share, rel=1e-5)
-
-
-def test_the_verifier_is_told_what_was_cut_off():
-    """36 may become 365."""
-    problem = Problem("", "36", [4])
-    texts = [Completion(problem, [1], [0.0], cut, text="#### 36") for cut in (False, True)]
-    graded = load_grader(script_args("grpo")[1])(texts)
-    assert [(c.reward, c.verdict) for c in graded] == [(1.0, "correct"), (0.0, "truncated")]
+def test_continue_before_the_log_is_an_error(first_iteration):
+    """In the last iteration, too."""
+    first_iteration.args.iterations = 2
+    iterations = first_iteration.iterations()
+    next(iterations)
+    with pytest.raises(RuntimeError, match="iteration 2 was not logged; call run.log"):
+        next(iterations)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import MORE, SCRIPTS, batch_of_ids, completes, metrics, script_args
+from conftest import MORE, SCRIPTS, batch_of_ids, completes, interfere, metrics, script_args
 
 import common
 import rspo
@@ -163,20 +163,15 @@ def test_run_r3_lets_rspo_measure_the_replayed_experts(tmp_path, monkeypatch):
     measured = []
     kept = []
 
-    def log(run, steps, *inputs):
-        kept.extend(micro.old.routers.logits for micro in chain(*steps))
-        original_log(run, steps, *inputs)
-
-    original_log = rspo.Run.log
-    monkeypatch.setattr(rspo.Run, "log", log)
-
-    def expert_logprobs(router_logits, experts_BTLK):
+    def at_scores(router_logits, experts_BTLK):
         measured.extend(experts_BTLK[:, 0].flatten().tolist())  # the first token is no padding
-        return original(router_logits, experts_BTLK)
 
-    original = rspo.expert_logprobs
+    def at_log(run, steps, *_):
+        kept.extend(micro.old.routers.logits for micro in chain(*steps))
+
     monkeypatch.setattr(rspo, "sample", sample_and_make_up)
-    monkeypatch.setattr(rspo, "expert_logprobs", expert_logprobs)
+    interfere(monkeypatch, rspo, "expert_logprobs", at_scores)
+    interfere(monkeypatch, rspo.Run, "log", at_log)
     completes("rspo", "--routing_replay", "r3", "--run_dir", tmp_path)
     assert set(measured) == {6, 7} and not any(kept)
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SMALL_ARGS, SUMS, checkpoint_of, flags_it_has, metrics, path_of, read_lines
-from conftest import resume, run, started
+from conftest import SMALL_ARGS, SUMS, checkpoint_of, flags_it_has, interfere, metrics, path_of
+from conftest import read_lines, resume, run, started
 from safetensors.torch import load_file
 
 import grpo
@@ -73,20 +73,6 @@ def kill_in_a_removal(path, **_):
         kill()
 
 
-def interfere(patch, owner, name, action, n):
-    """Calls the action, with the same arguments, before the n-th and each later call of a function."""
-    original = getattr(owner, name)
-    calls = []
-
-    def function(*args, **keywords):
-        calls.append(None)
-        if len(calls) >= n:
-            action(*args, **keywords)
-        return original(*args, **keywords)
-
-    patch.setattr(owner, name, function)
-
-
 def run_until(moments, name, *flags):
     """Starts a run that is killed before the first of these calls, resumes it until the next, ..."""
     for i, moment in enumerate(moments):
@@ -130,38 +116,19 @@ def test_run_as_a_process_that_is_killed(tmp_path):
 # ------------------------------------------------------------------- signals, errors, and a break
 
 
-@pytest.fixture
-def leaving_script(tmp_path, monkeypatch):
-    """A copy of grpo.py that executes a statement, `break` or `continue`, before run.log in the
-    iteration LEFT."""
+def test_a_break_loses_nothing(tmp_path, monkeypatch):
+    """A copy of grpo.py leaves the loop before the second iteration's log. What is known of it is
+    logged and saved. (A break after the log: dapo's, in test_runs.py.)"""
+    text = path_of("grpo").read_text()
+    (log,) = re.findall(r"^        run\.log\(.*\n", text, re.MULTILINE)
+    check = "        if iteration == LEFT:\n            break\n"
+    path = tmp_path / "leaves.py"
+    path.write_text(text.replace(log, check + log))
+    spec = importlib.util.spec_from_file_location("leaves", path)
+    script = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "leaves", script)
+    spec.loader.exec_module(script)
 
-    def copied(statement):
-        text = path_of("grpo").read_text()
-        (log,) = re.findall(r"^        run\.log\(.*\n", text, re.MULTILINE)
-        check = f"        if iteration == LEFT:\n            {statement}\n"
-        path = tmp_path / "leaves.py"
-        path.write_text(text.replace(log, check + log))
-        spec = importlib.util.spec_from_file_location("leaves", path)
-        script = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, "leaves", script)
-        spec.loader.exec_module(script)
-        return script
-
-    return copied
-
-
-def test_continue_before_the_log_is_an_error(leaving_script, tmp_path):
-    """In the last iteration, too."""
-    script = leaving_script("continue")
-    script.LEFT = 1
-    with pytest.raises(RuntimeError, match="iteration 1 was not logged; call run.log"):
-        script.main(script.Args(**SMALL_ARGS, run_dir=tmp_path))
-
-
-def test_a_break_loses_nothing(leaving_script, tmp_path):
-    """Before the second iteration's log. What is known of it is logged and saved. (A break after the
-    log: dapo's, in test_runs.py.)"""
-    script = leaving_script("break")
     flags = SMALL_ARGS | {"iterations": 4, "eval_every": 2, "save_every": 0}
     script.LEFT = 2
     script.main(script.Args(**flags, run_dir=tmp_path))
@@ -196,7 +163,7 @@ def test_run_a_signal_ends_the_run_after_a_checkpoint(tmp_path, monkeypatch):
 
 
 def test_ctrl_c_outside_of_an_iteration_ends_the_run_at_once(tmp_path, monkeypatch):
-    interfere(monkeypatch, grpo, "evaluate", lambda *_, **__: signal.raise_signal(signal.SIGINT), 1)
+    interfere(monkeypatch, grpo, "evaluate", lambda *_, **__: signal.raise_signal(signal.SIGINT))
     result = run("grpo", *flags_of("grpo", tmp_path))
     assert (result.returncode, result.stderr) == (130, "stopped\n")
 
@@ -206,7 +173,7 @@ def test_run_a_loss_that_is_not_finite_ends_the_run_before_the_step(tmp_path, mo
         advantages.fill_(math.nan)
 
     steps = []
-    interfere(monkeypatch, torch.optim.AdamW, "step", lambda *_: steps.append(None), 1)
+    interfere(monkeypatch, torch.optim.AdamW, "step", lambda *_: steps.append(None))
     interfere(monkeypatch, grpo, "policy_loss", spoil, 4)  # of the second iteration's second step
     result = run("grpo", *flags_of("grpo", tmp_path))
     assert result.returncode == 2 and len(steps) == 3

@@ -77,9 +77,7 @@ def test_functions_of_lists_and_of_one_completion(prompt, tmp_path):
 VALUES = [  # what a function returns, the reward, the verdicts of "2" and "40", which is truncated
     ("not truncated", 1.0, "correct", "truncated"),
     ("None", 0.0, "wrong", "truncated"),
-    ("0", 0.0, "wrong", "truncated"),
     ("torch.tensor([1])", 1.0, "correct", "correct"),
-    ("numpy.bool_(True)", 1.0, "correct", "correct"),
     ("fractions.Fraction(1)", 1.0, "correct", "correct"),
     ("40", 40.0, None, None),
     ("-1", -1.0, None, None),
@@ -90,21 +88,17 @@ VALUES = [  # what a function returns, the reward, the verdicts of "2" and "40",
 
 @pytest.mark.parametrize("value, reward, verdict, cut_verdict", VALUES)
 def test_a_result_becomes_a_float_and_a_verdict(value, reward, verdict, cut_verdict, tmp_path):
-    path = write(tmp_path, f"import fractions, numpy, torch\ndef f(text, truncated): return {value}")
+    path = write(tmp_path, f"import fractions, torch\ndef f(text, truncated): return {value}")
     first, *_, last = graded(path)
     assert (first.reward, first.verdict, last.verdict) == (reward, verdict, cut_verdict)
     assert type(first.reward) is float
 
 
-NO_NUMBERS = ("'1'", "1.1e9", "float('nan')", "(1.0, 'perfect')", "(1.0, None)", "1j", "[1.0]", "{}")
-NO_NUMBERS += ("torch.tensor(torch.inf).half()", "-torch.tensor(torch.inf).half()", "b'1'", "f")
+NO_NUMBERS = ("'1'", "1.1e9", "float('nan')", "(1.0, 'perfect')", "(1.0, None)", "1j", "[1.0]")
 BAD = [("text", value, "for each: ") for value in NO_NUMBERS]
 BAD += [  # for all five
-    ("completions", "0.5", "not one float for 5 completions"),
     ("completions", "{i: 1.0 for i in range(5)}", "not one dict for 5 completions"),
-    ("completions", "'01010'", "not one str for 5 completions"),
     ("completions", "[1.0] * 4", "not 4 for 5 completions"),
-    ("completions", "[[1.0] * 5]", "not 1 for 5 completions"),
     ("completions", "torch.ones(5, 2)", ""),
 ]
 
@@ -187,9 +181,6 @@ def test_a_file_is_run_once_for_each_run(tmp_path):
     for _ in range(2):
         grade = load(f"{path}:f")
         assert [c.reward for c in grade(completions()) + grade(completions())] == list(range(1, 11))
-    path.write_text("def f(text) return 1")
-    with pytest.raises(UserError, match="SyntaxError"):
-        graded(path)
     for value in (3, 4):  # two files of one second and one size
         path.write_text(f"def f(text): return {value}")
         assert [c.reward for c in graded(path)] == [value] * 5
@@ -245,7 +236,6 @@ FAILS = [  # a function's parameters and body, the prompt, and what the line say
     ("text, answer", "answer == '3' and fail()", "1+1=", f"{TEXT} {SECOND}"),
     ("completions", "fail()", "1+1=", f"{TEXT} {FIRST}"),
     ("completions", "yield fail()", CHAT, f"messages, since prompts are. {FIRST}"),
-    ("completions", "return map(fail, [1])", "1+1=", f"{TEXT} {FIRST}"),
 ]
 
 
@@ -332,7 +322,6 @@ GROUPS = [  # rewards and verdicts of a group, whether it is kept; right and wro
     ([40, 41], [None, None], True, 0, 0),
     ([40, 40], [None, None], False, 0, 0),
     ([1, 0.5], ["correct", None], True, 0, 0),
-    ([0, 0.5], ["wrong", None], True, 0, 0),
 ]
 
 
@@ -362,7 +351,6 @@ SIGNALS = [  # (reward, verdict, cut off) of each completion, the size of a grou
     ([WRONG] * 4, 1, "all rewards are equal"),
     ([RIGHT, RIGHT, WRONG, WRONG], 2, "the rewards of each group are all equal"),
     ([RIGHT, RIGHT, WRONG, WRONG], 1, ""),
-    ([RIGHT, WRONG, WRONG, WRONG], 2, ""),
     ([SEVEN, SEVEN, SEVEN_CUT, SEVEN_CUT], 1, "all rewards are equal"),
     ([SEVEN, SEVEN_CUT, SEVEN_CUT, SEVEN_CUT], 1, f"all rewards are equal, and 75% {WERE_CUT}"),
 ]
@@ -379,3 +367,5 @@ def test_run_a_first_iteration_without_a_signal_says_why(tmp_path):
     printed = completes("grpo", "--max_new_tokens", 2, "--iterations", 2, "--run_dir", tmp_path)
     (line,) = [line for line in printed.splitlines() if "no learning signal" in line]
     assert line.endswith("in iteration 1: all completions were cut off at --max_new_tokens")
+    samples = read_lines(tmp_path / "samples.jsonl")
+    assert {sample["verdict"] for sample in samples} == {"truncated"}  # the verifier is told

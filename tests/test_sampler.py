@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import MIXED, completes, metrics, problems_of, script_args
+from conftest import MIXED, completes, interfere, metrics, problems_of, script_args
 from transformers import GPT2Config, GPT2LMHeadModel, Phi3Config, Phi3ForCausalLM
 
 import common
@@ -91,28 +91,13 @@ def test_a_token_with_probability_0_is_never_sampled():
     assert next_token(probs_RV.log(), noise_R1, greedy=False).tolist() == [[1], [3], [3]]
 
 
-def test_equal_prompts_go_through_the_model_once(own_policy):
+def test_equal_prompts_go_through_the_model_once_and_rows_that_have_ended_no_more(own_policy):
     rows = []
     hook = lambda module, inputs, keywords: rows.append(len(keywords["input_ids"]))  # noqa: E731
     own_policy.model.base_model.register_forward_pre_hook(hook, with_kwargs=True)
     problems = problems_of(own_policy, *MIXED)
     sample(own_policy, [problems[0], *problems], 4, settings(), noise_of(0))
-    assert rows[:2] == [len(MIXED), 4 * (1 + len(MIXED))]
-
-
-def test_evaluations_record_no_experts(tiny_policy, monkeypatch):
-    asked = []
-    original = common.sample_batch
-
-    def sample_batch(*inputs):
-        asked.append(inputs[-1])
-        return original(*inputs)
-
-    monkeypatch.setattr(common, "sample_batch", sample_batch)
-    args = settings(routing_replay="r3")
-    evaluate(tiny_policy, problems_of(tiny_policy, *MIXED), grade, args, sampled=True)
-    sample(tiny_policy, problems_of(tiny_policy, *MIXED), 1, args, noise_of(0))
-    assert asked == [False, False, True]
+    assert rows[:2] == [len(MIXED), 4 * (1 + len(MIXED))] and rows[-1] < rows[1]
 
 
 @pytest.mark.parametrize("max_new_tokens", [1, 2, 3])
@@ -151,8 +136,7 @@ def test_longrope_is_limited_to_lengths_for_which_cached_keys_stay_right(own_pol
 def test_dapo_copies_the_weights_once_per_iteration(tmp_path, monkeypatch, reward_file):
     """However often it samples. The check at loading asks for the sampler, too."""
     asked = []
-    sampler = Policy.sampler
-    monkeypatch.setattr(Policy, "sampler", lambda self, i: asked.append(i) or sampler(self, i))
+    interfere(monkeypatch, Policy, "sampler", lambda policy, iteration: asked.append(iteration))
     flags = ("--iterations", 2, "--rollout_dtype", "bfloat16", "--run_dir", tmp_path)
     completes("dapo", *flags, "--reward", reward_file("return len(text) > 7"))
     assert max(line["rollout/groups_sampling_rounds"] for line in metrics(tmp_path)) > 1
@@ -167,23 +151,15 @@ def grade(completions):
 
 SIZES = [  # --rollout_batch_size; rows at a time, of five problems: four answers each, an evaluation
     (0, [20], [5]),
-    (10, [10, 10], [5]),
     (4, [4, 4, 4, 4, 4], [4, 1]),
     (3, [3] * 6 + [2], [3, 2]),
-    (1, [1] * 20, [1] * 5),
 ]
 
 
 def test_completions_do_not_depend_on_the_rollout_batch_size(tiny_policy, monkeypatch):
     """Nor on torch's global noise, which they leave alone."""
     counts = []
-
-    def sample_batch(policy, problems, noise_BT, *options):
-        counts.append(len(noise_BT))
-        return original(policy, problems, noise_BT, *options)
-
-    original = common.sample_batch
-    monkeypatch.setattr(common, "sample_batch", sample_batch)
+    interfere(monkeypatch, common, "sample_batch", lambda *inputs: counts.append(len(inputs[2])))
     global_noise = torch.get_rng_state()
     problems = problems_of(tiny_policy, *MIXED)
     results = []

@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-from conftest import TINY_MOE, script_args
+from conftest import TINY_MOE, interfere, script_args
 
 from common import evaluate, load_grader, load_policy, load_problems
 from tiny_moe import train
@@ -13,13 +13,7 @@ from tiny_moe import train
 def test_trained_again_the_base_model_is_as_good(tmp_path, monkeypatch):
     """Not equal to the bit, since processors round differently. It has not seen a held-out problem."""
     learned = set()
-    original = train.demonstration
-
-    def demonstration(prompt, *args):
-        learned.add(prompt)
-        return original(prompt, *args)
-
-    monkeypatch.setattr(train, "demonstration", demonstration)
+    interfere(monkeypatch, train, "demonstration", lambda prompt, *_: learned.add(prompt))
     monkeypatch.setattr(sys, "argv", [train.__file__, str(tmp_path)])
     train.main()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
