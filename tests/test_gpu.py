@@ -79,6 +79,20 @@ def add_one(x, error=None):
     return step
 
 
+def test_graphs_that_follow_each_other():
+    """In one pool, as the stretches of a rollout: each is destroyed before the next one is captured."""
+    graphs = Graphs()
+    x = torch.zeros(2, device="cuda")
+    for number in range(1, 4):
+        step = add_one(x)
+        graphs.run(step)
+        replay = graphs.capture(step)
+        replay()
+        assert x.tolist() == [2 * number] * 2
+        del replay
+    torch.cuda.empty_cache()
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), torch.OutOfMemoryError(), KeyError()])
 def test_an_exception_ends_a_capture(error):
     """And is the one that is raised. Afterwards the GPU, its random numbers and captures work."""

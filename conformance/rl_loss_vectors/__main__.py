@@ -16,7 +16,7 @@ import warnings
 from pathlib import Path
 
 from rl_loss_vectors import doctor
-from rl_loss_vectors.call import VECTORS, Refusal, optional_of, roles_of
+from rl_loss_vectors.call import NO_GRAPH, VECTORS, Refusal, optional_of, roles_of
 from rl_loss_vectors.reference import LOSSES
 
 ADVANTAGES = dict.fromkeys(["dr_grpo", "deepseek_v32"], "group_differences") | {"rloo": "leave_one_out"}
@@ -114,7 +114,7 @@ def adapter(target, found, section, settings):
     names = [x for x in names if re.search(rf"\b{x}\b(?!=)", passed)] or names
     optional = [x for x in optional_of(section) if x in names]
     left = ", ".join(x for x in tensors if x not in names)
-    comment = f"# Leave out what you do not pass: {left}\n" if left else ""
+    comment = f"# Not passed yet, and to be left out if it stays so: {left}\n" if left else ""
     return f"""\
 import sys
 
@@ -139,9 +139,9 @@ def main(program=None):
         report = doctor.examine(function, args.section, settings, args.allow, args.verbose)
     except Refusal as error:
         print(f"{args.target} cannot be called as {args.section}: {error}")
-        if function is not None:
-            print("--set NAME=0.2 passes a number, --set NAME=mask a tensor. Or complete the last line")
-            print("of this file, and check that:\n")
+        if function is not None and NO_GRAPH.partition("{")[0] not in str(error):
+            print("--set NAME=0.2 passes a number, --set NAME=mask the tensor of that name.")
+            print("Or save this as adapter.py, replace each `...`, and check adapter.py:adapter:\n")
             print(textwrap.indent(adapter(args.target, function, args.section, settings), "    "))
         sys.exit(2)
     constants = " ".join(f"{name}={x:g}" for name, x in report.subject.constants.items())

@@ -34,7 +34,7 @@ WORDS = {  # what a word of a parameter's name stands for; "" if it adds nothing
     "values": "value values vpreds",
     "returns": "return returns target targets",
     "": "policy actor trainer training pi theta model loss valid assistant batch b mb all sequence seq "
-    "per token tokens level action actions response responses completion",
+    "per token tokens level action actions resp response responses completion",
 }
 MEANINGS = {word: meaning for meaning, words in WORDS.items() for word in words.split()}
 ROLES = ["logprobs", "old_logprobs", "ref_logprobs", "advantages", "mask", "rewards", "values"]
