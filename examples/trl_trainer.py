@@ -136,11 +136,11 @@ class PluggedTrainer(GRPOTrainer):
 
     def mixed(self):
         """dapo's dynamic sampling, as in its main: each round draws one prompt for every mixed group
-        still missing. All processes know all completions, so they make the same rounds. Returns
-        (completions of the mixed groups, all completions)."""
+        still missing, or a few more, so that processes get equal parts. All know all completions, so
+        they make the same rounds. Returns (completions of the mixed groups, all completions)."""
         args = self.script_args
         G = self.num_generations
-        even = math.lcm(G, self.accelerator.num_processes) // G  # so many groups have equal parts
+        even = math.lcm(G, self.accelerator.num_processes) // G  # fewest groups in equal parts
         generated = []
         rounds = 0
         missing = args.prompts_per_iteration

@@ -153,7 +153,7 @@ class RunArgs:
         if not os.path.lexists(path):
             return {}
         with one_line(f"{path} does not hold a run's settings"):
-            saved = dict(**json.loads(path.read_text()))
+            saved = json_object(path.read_text())
             if saved["script"] == self.script:
                 for f in flags_of(self):
                     typed(f, saved[f.name])
@@ -185,9 +185,13 @@ UNREAD = [
 ]
 
 
+FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
+
+
 def has_splits(dataset):
-    is_file = dataset.endswith((".json", ".jsonl", ".csv", ".tsv", ".parquet"))
-    return dataset not in ("", "addition") and not is_file and not Path(dataset, "state.json").exists()
+    if dataset in ("", "addition") or Path(dataset).suffix.lower() in FILES:
+        return False
+    return not Path(dataset, "state.json").exists()  # written by save_to_disk
 
 
 def allowed_in(f):
@@ -273,7 +277,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def json_object(text):
-    return dict(**json.loads(text))
+    return dict(**json.loads(text))  # fails if it is no object
 
 
 def add_flags(parser, args_class, names=None):
@@ -297,8 +301,8 @@ def add_flags(parser, args_class, names=None):
 
 
 def parse_args(args_class, words):
-    """A command line as `args_class`. A resumed run takes its flags from its settings.json, unless they
-    are given again."""
+    """A command line as `args_class`. A resumed run keeps its flags, except --device, unless they are
+    given again."""
     title = (sys.modules[args_class.__module__].__doc__ or "").partition("\n")[0]
     parser = Parser(
         description=f"Trains a language model with {title}",
@@ -320,7 +324,7 @@ def parse_args(args_class, words):
 
 
 def advise(args):
-    """Says which defaults do not suit a user's own model."""
+    """Prints advice on flags for a user's own model."""
     if args.model == RunArgs.model:
         return
     typical = {"max_new_tokens": "512"}
@@ -347,7 +351,7 @@ def launch(main, args_class):
     transformers.utils.logging.disable_progress_bar()
     try:
         args = parse_args(args_class, sys.argv[1:])
-        check_folder(args)  # before any work is done; Run compares it again
+        check_folder(args)  # before any work is done; Run checks it again
         advise(args)
         main(args)
     except KeyboardInterrupt:  # during an iteration: see Run.on_signal

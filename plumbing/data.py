@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from plumbing.answers import MARKERS, final_answer
-from plumbing.args import has_splits
+from plumbing.args import FILES, has_splits
 from plumbing.errors import UserError, one_line
 
 
@@ -124,12 +124,12 @@ def check_files(args):
     kind. `load_grader` calls this, since it comes before the model is loaded, which takes longer."""
     for flag in ("dataset", "eval_dataset"):
         name = getattr(args, flag)
-        is_known = Path(name).suffix.lower() in (*TEXT_FILES, ".parquet")
+        is_known = Path(name).suffix.lower() in FILES
         with one_line(f"--{flag} {name} cannot be read"):
             if is_known:
                 Path(name).stat()
             elif has_splits(name) and Path(name).is_file():
-                raise UserError(f"it is none of these: {', '.join(TEXT_FILES)}, .parquet")
+                raise UserError(f"it is none of these: {', '.join(FILES)}")
 
 
 def read_rows(args, flag):
@@ -190,7 +190,7 @@ def load_rows(name, args, flag):
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # an error is one line, which we print
-    split_flag = {"dataset": "dataset_split", "eval_dataset": "eval_split"}[flag]
+    split_flag = "dataset_split" if flag == "dataset" else "eval_split"
     split = args.dataset_split if flag == "dataset" else args.eval_split
     path = Path(name)
     message = f"--{flag} {name} cannot be read"
@@ -343,7 +343,7 @@ def turn_tokens(policy, args):
     except Exception:  # there is no template, or it raises its own exception
         return None, None
     tokens = [token.content for token in tokenizer.added_tokens_decoder.values()]
-    text = text.partition(reply)[2]  # without what is before the first turn, such as a system prompt
+    text = text.partition(reply)[2]  # what follows the first reply, so no system prompt
     before = text.partition(question)[0]
     after = text.partition(reply)[2]
     end = min((token for token in tokens if token in after), key=after.find, default=None)

@@ -32,7 +32,7 @@ class Decoder:
     """Gives the logits of each row's next token: first `prefill`, then a call with the tokens that were
     chosen. `drop` drops rows that have ended, so `rows` has the index of each row's completion."""
 
-    can_drop = True  # whether `keep` may be called now
+    can_drop = True  # whether rows may be dropped now
 
     def __init__(self, policy, record_experts):
         self.policy = policy
@@ -40,10 +40,10 @@ class Decoder:
         self.record_experts = record_experts
         self.cache = None
         self.experts = None  # that the last forward used, (tokens, L, K)
-        # (rows, experts) of each step. First come the experts of the prompts, with the number of each
-        # completion's prompt for its row.
+        # (rows, experts) of each step. The first pair is different: for each completion the number of
+        # its prompt, and the experts of the prompts.
         self.noted = []
-        self.num_tokens = 0  # that each row was given logits for
+        self.num_tokens = 0  # per row, with logits so far
 
     @property
     def should_look(self):
@@ -110,7 +110,7 @@ class Decoder:
         return token_R1, has_ended_R
 
     def keep(self, kept):
-        """Drops all rows but those with these indices."""
+        """Keeps the rows with these indices, which may repeat."""
         self.cache.reorder_cache(kept)
         self.attention = self.attention[kept]
         self.positions = self.positions[kept]
@@ -122,7 +122,7 @@ class Decoder:
 
     def with_experts(self, completions):
         """The completions with the experts that they used, if these were recorded. A completion's last
-        token has none, -1, since the model never read it."""
+        token has none, -1, since nothing was sampled after it."""
         if not self.record_experts:
             return completions
         rows, of_prompts = self.noted[0]
@@ -171,7 +171,7 @@ class StretchDecoder(Decoder):
     def begin_stretch(self):
         width = self.attention.shape[1]
         fewest, most = self.stretch
-        # About as many as there are, so that the spare columns, which attention reads too, are few.
+        # A stretch at most doubles a long cache, since attention reads the spare columns, too.
         self.num_spare = min(max(fewest, width), most, self.num_left)
         self.num_left -= self.num_spare
         end = width + self.num_spare
@@ -186,7 +186,7 @@ class StretchDecoder(Decoder):
             self.cache.layers[i] = FixedLayer(keys, values, aligned_end, self.column_1)
         self.is_warm = False
         # This destroys the last stretch's graph, and torch then clears the stream's cuBLAS workspaces.
-        # The next warm step and capture come after it, since the next graph uses what they make.
+        # So the next warm step, which makes new ones for the next graph, comes after it.
         self.replay = None
 
     def __call__(self, token_R1):

@@ -19,7 +19,7 @@ def cause_of(error):
 
 @contextlib.contextmanager
 def one_line(message):
-    """Turns any exception inside into a UserError: this message, and what the first cause says."""
+    """Turns an exception inside, except out of memory, into a UserError: this message and its cause."""
     try:
         yield
     except torch.OutOfMemoryError:

@@ -27,7 +27,7 @@ def checkpoints_in(folder):
 
 
 def check_same(args, saved):
-    """UserError if these settings of the run to be resumed differ from its flags."""
+    """UserError if the flags differ from the saved settings of the run to be resumed."""
     for name, value in args.settings().items():
         if name not in MAY_CHANGE and saved.get(name) != value:
             raise UserError(f"--resume: {args.folder} has {name} {saved.get(name)}, not {value}")
@@ -158,7 +158,7 @@ def restore(run, checkpoint):
 
 
 def write_checkpoint(checkpoint, policy, state):
-    """Writes a checkpoint, and removes the previous one when it is complete and on disk."""
+    """Writes a checkpoint and, once it is on disk, removes the previous one."""
     folder = checkpoint.parent
     scratch = folder / "checkpoint.tmp"
     with one_line(f"{checkpoint} cannot be written; existing checkpoints are intact"):

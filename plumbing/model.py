@@ -303,19 +303,20 @@ def copied(model, dtype):
 
 
 def kept_in_float32(model):
-    """ids of the weights that stay in float32 when transformers loads the model in bfloat16: those that
-    the architecture lists, and those that it creates in float32; and of a critic's head."""
+    """ids of the weights that stay in float32: a critic's head, and what transformers keeps in float32
+    in a bfloat16 model, because the architecture lists it or creates it so."""
     bodies = [part for part in model.modules() if isinstance(part, transformers.PreTrainedModel)]
-    kept = set()
-    for body in bodies[:1]:  # the whole model, or a critic's body
-        kept |= {id(weight) for weight in model.parameters()} - {id(x) for x in body.parameters()}
-        with torch.device("meta"):  # without allocating weights
-            empty = type(body)._from_config(copy.deepcopy(body.config), dtype=torch.bfloat16)
-        patterns = [pattern.replace("*", ".*") for pattern in empty._get_dtype_plan(torch.bfloat16)]
-        for name, weight in empty.named_parameters():
-            is_listed = any(re.search(pattern, name) for pattern in patterns)
-            if is_listed or weight.dtype == torch.float32:
-                kept.add(id(body.get_parameter(name)))
+    if not bodies:
+        return set()
+    body = bodies[0]  # the whole model, or a critic's body
+    kept = {id(weight) for weight in model.parameters()} - {id(x) for x in body.parameters()}
+    with torch.device("meta"):  # without allocating weights
+        empty = type(body)._from_config(copy.deepcopy(body.config), dtype=torch.bfloat16)
+    patterns = [pattern.replace("*", ".*") for pattern in empty._get_dtype_plan(torch.bfloat16)]
+    for name, weight in empty.named_parameters():
+        is_listed = any(re.search(pattern, name) for pattern in patterns)
+        if is_listed or weight.dtype == torch.float32:
+            kept.add(id(body.get_parameter(name)))
     return kept
 
 

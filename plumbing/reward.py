@@ -153,7 +153,7 @@ def graded(result, c):
     number, verdict = result if has_verdict else (result, None)
     if number is None:
         number = 0.0  # this function does not grade it
-    number = float(number + 0)  # text has no sum
+    number = float(number + 0)  # rejects "1"
     if not -1e9 <= number <= 1e9 or (has_verdict and verdict not in VERDICTS):  # NaN fails this too
         raise ValueError(f"not {result!r:.80} (verdicts: {', '.join(VERDICTS)})")
     if not has_verdict and number == 1:

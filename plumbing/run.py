@@ -357,7 +357,7 @@ def model_line(args, policy):
 
 
 def device_name(args):
-    """The name of a GPU. If the CPU is used but was not asked for, also the reason."""
+    """The device's name. For a CPU that was not asked for, also the reason."""
     if args.torch_device.startswith("cuda"):
         return torch.cuda.get_device_name()
     if args.torch_device != "cpu" or args.device:
@@ -378,8 +378,8 @@ def progress_line(metrics):
 
 
 def results_text(evaluations):
-    """{"before" and, if there was an evaluation after training, "after": results of common.evaluate} as
-    a table, and some completions."""
+    """Results of common.evaluate, {"before": ...} or also {"after": ...}, as a table, and some
+    completions."""
     before = evaluations["before"]
     header = "held-out problems"
     for mode in ("greedy", "sampled"):

@@ -157,7 +157,7 @@ def test_a_stretch_keeps_rows_that_have_ended(own_policy):
 
 @torch.inference_mode()
 def test_the_stretches_of_a_long_answer(tiny_policy):
-    """As many tokens as there are, from 64 to 256, up to the cap, with columns in multiples of 16."""
+    """As many tokens as the cache has, from 64 to 256, up to the cap; columns in multiples of 16."""
     decoder = StretchDecoder(tiny_policy, False, Tapes(), 700, decoding.STRETCH)
     token_R1 = decoder.prefill([[3] * 10] * 2).argmax(1, keepdim=True)
     widths = []
@@ -177,9 +177,10 @@ def test_the_host_of_a_gpu_looks_rarely_for_rows_that_have_ended():
         policy = SimpleNamespace(model=SimpleNamespace(device=torch.device(device)))
         decoder = Decoder(policy, False)
         looks[device] = []
-        for decoder.num_tokens in range(1, 50):
+        for num_tokens in range(1, 50):
+            decoder.num_tokens = num_tokens
             if decoder.should_look:
-                looks[device].append(decoder.num_tokens)
+                looks[device].append(num_tokens)
     assert looks == {"cpu": list(range(1, 50)), "cuda": [16, 32, 48]}
 
 
@@ -206,7 +207,7 @@ def stale_experts(decoder):
     decoder.experts = torch.zeros_like(decoder.experts)
 
 
-WRONG = [  # what a model might do to one
+WRONG = [  # faults of a fixed cache
     (FixedLayer, "update", wrong_column, "its distributions differ by"),
     (StretchDecoder, "step", number_of_the_host, "its distributions differ by"),
     (StretchDecoder, "note_experts", stale_experts, "its routers choose different experts"),
