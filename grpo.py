@@ -158,13 +158,8 @@ def main(args):
     # pi_ref has the initial weights: it is copied before Run, which may resume with later ones.
     reference = policy.frozen_copy() if args.kl_coef > 0 else None
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
-    run = Run(  # logs, saves, resumes
-        args,
-        policy,
-        problems,
-        optimizer=optimizer,
-        reference=reference,
-    )
+    # Run logs, saves, and resumes.
+    run = Run(args, policy, problems, optimizer=optimizer, reference=reference)
     if run.needs_first_eval:
         run.log_eval(evaluate(policy, held_out, grade, args, sampled=True))
 

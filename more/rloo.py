@@ -130,12 +130,8 @@ def main(args):
     problems, held_out = load_problems(args, policy, grade)
     # no reference
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
-    run = Run(  # logs, saves, resumes
-        args,
-        policy,
-        problems,
-        optimizer=optimizer,
-    )
+    # Run logs, saves, and resumes.
+    run = Run(args, policy, problems, optimizer=optimizer)
     if run.needs_first_eval:
         run.log_eval(evaluate(policy, held_out, grade, args, sampled=True))
 

@@ -262,14 +262,8 @@ def main(args):
     policy_group = {"params": list(policy.parameters()), "lr": args.lr}
     critic_group = {"params": list(critic.parameters()), "lr": args.critic_lr}
     optimizer = torch.optim.AdamW([policy_group, critic_group], weight_decay=0.0, fused=True)
-    run = Run(  # logs, saves, resumes
-        args,
-        policy,
-        problems,
-        optimizer=optimizer,
-        reference=reference,
-        critic=critic,
-    )
+    # Run logs, saves, and resumes.
+    run = Run(args, policy, problems, optimizer=optimizer, reference=reference, critic=critic)
     if run.needs_first_eval:
         results = evaluate(policy, held_out, grade, args, sampled=True)
         check_verdicts(results, args.positive_lm_coef)
