@@ -285,8 +285,8 @@ def chat_message(item):
 
 
 def as_chat(cell):
-    """The messages that text holds in a CSV, as JSON or as Python prints them; any other cell as it
-    is."""
+    """The messages in a cell that has them as text, in JSON or as Python prints them, as in a CSV. Any
+    other cell stays as it is."""
     if isinstance(cell, str) and re.match(r"\s*\[\s*\{", cell):
         for read in (json.loads, ast.literal_eval):
             with contextlib.suppress(Exception):

@@ -314,6 +314,7 @@ def test_reward_functions_get_all_columns(capsys):
 SHOT = chat("user", "1+1=", "assistant", "2")
 PARTS = [{"type": "text", "text": "1+", "image": None}, {"type": "text", "text": "3="}]
 SYSTEM = chat("system", "s", "user", "3")
+NAMED = [message | {"name": None} for message in SYSTEM]  # null in JSON, which is not Python
 CALL = chat("user", "1+3=", "assistant", None, "tool", "4", "user", "so?")
 CALL[1]["tool_calls"] = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
 FLAGS = {"system_prompt": "S", "instruction": "I"}
@@ -321,7 +322,7 @@ PROMPTS = [  # cell, flags, rendered prompt, what reward functions get (None: th
     ("1+3=", {}, "<user>1+3=", None),
     (chat("user", " 1+3=\n"), {}, "<user>1+3=", None),
     (chat("user", PARTS), {}, "<user>1+3=", chat("user", "1+3=")),
-    (json.dumps(SYSTEM, indent=1), {}, "<system>s<user>3", SYSTEM),
+    (json.dumps(NAMED, indent=1), {}, "<system>s<user>3", SYSTEM),
     (f" {SHOT}", {}, "<user>1+1=", SHOT[:1]),  # as pandas writes it into a CSV
     ("[{1}, 2]", {}, "<user>[{1}, 2]", "[{1}, 2]"),
     ([*SHOT, *chat("user", "2")], {}, "<user>1+1=<assistant>2<user>2", None),
