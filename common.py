@@ -1,5 +1,5 @@
-"""Shared by all scripts, in the order of the loop: rollout, batch, log-probs, rollout
-correction, evaluation; and the check of a model. It also re-exports what scripts need from plumbing/.
+"""Shared by all scripts, in the order of the loop: rollout, batch, log-probs, evaluation; and the
+check of a model. It also re-exports what scripts need from plumbing/.
 
 A tensor's suffix names its axes:
   P prompts, G completions per prompt, B rows at hand, R rows still being sampled
@@ -23,7 +23,7 @@ from plumbing.memory import in_chunks, similar_lengths
 from plumbing.metrics import clock, critic_stats, rollout_summary
 from plumbing.model import TrainedModel, load_unchecked
 from plumbing.reward import load_grader
-from plumbing.routing import Replay, RouterOutputs, Routing, active_experts, balancing_loss
+from plumbing.routing import Routing, balancing_loss
 from plumbing.run import Run
 
 # ------------------------------------------------------------------------------------------ rollout
@@ -37,29 +37,24 @@ class Completion(NamedTuple):
     logprobs: list  # of ids, under the sampler
     truncated: bool = False  # hit the cap before EOS
     text: str = ""
-    experts: torch.Tensor | None = None  # (prompt and response, L, K), if recorded
     reward: float | None = None  # set by grading, with the verdict
     verdict: str | None = None  # correct, wrong, no_answer or truncated; None if --reward gave none
-    advantage: float | None = None  # set by with_advantages
 
 
-def sample(policy, problems, group_size, args, generator=None, greedy=False, experts=True):
+def sample(policy, problems, group_size, args, generator=None, greedy=False):
     """[Completion]: `group_size` in a row for each problem, sampled from the full distribution at
     `--temperature` (no top-k, no top-p), or greedily. All noise is drawn in advance, so that, up to
-    rounding, a completion does not depend on its batch. `experts`: record them, with `--routing_replay
-    r3`. Scripts pass `policy.sampler(iteration)`: the policy, or its copy in `--rollout_dtype`."""
+    rounding, a completion does not depend on its batch."""
     problems = [problem for problem in problems for _ in range(group_size)]  # one for each completion
     noise_BT = torch.rand(len(problems), args.max_new_tokens, generator=generator)
     longest = max(len(problem.prompt_ids) for problem in problems) + args.max_new_tokens
     rows_at_a_time = args.rollout_batch_size or max(1, ROLLOUT_TOKENS // longest)
-    record_experts = experts and args.routing_replay == "r3"
     completions = []
     with clock("rollout"):
         for start in range(0, len(problems), rows_at_a_time):
             rows = slice(start, start + rows_at_a_time)
-            completions += sample_batch(
-                policy, problems[rows], noise_BT[rows], args.temperature, greedy, record_experts
-            )
+            inputs = (problems[rows], noise_BT[rows], args.temperature, greedy)
+            completions += sample_batch(policy, *inputs)
     return completions
 
 
@@ -75,7 +70,7 @@ def next_token(logprobs_RV, noise_R1, greedy):
 
 
 @torch.inference_mode()
-def sample_batch(policy, problems, noise_BT, temperature, greedy, record_experts=False):
+def sample_batch(policy, problems, noise_BT, temperature, greedy):
     """Samples one completion for each problem, with its row of noise."""
     device = policy.model.device
     B, max_new_tokens = noise_BT.shape
@@ -85,7 +80,7 @@ def sample_batch(policy, problems, noise_BT, temperature, greedy, record_experts
     ids_BT = torch.zeros_like(noise_BT, dtype=torch.long)
     logprobs_BT = torch.zeros_like(noise_BT)
 
-    decoder = new_decoder(policy, max_new_tokens, record_experts)  # the model, with its KV cache
+    decoder = new_decoder(policy, max_new_tokens)  # the model, with its KV cache
     logits_RV = decoder.prefill([problem.prompt_ids for problem in problems])
     has_ended_R = torch.zeros(B, dtype=torch.bool, device=device)
     for t in range(max_new_tokens):
@@ -116,16 +111,10 @@ def sample_batch(policy, problems, noise_BT, temperature, greedy, record_experts
         text = policy.tokenizer.decode(shown, skip_special_tokens=False)
         completion = Completion(problem, ids[:length], logprobs[:length], truncated, text)
         completions.append(completion)
-    return decoder.with_experts(completions)
+    return completions
 
 
 # ------------------------------------------------------------------------------------------- batch
-
-
-def with_advantages(completions, advantages_PG):
-    """The completions, each with its advantage: batches will have them in another order."""
-    pairs = zip(completions, advantages_PG.flatten().tolist(), strict=True)
-    return [c._replace(advantage=advantage) for c, advantage in pairs]
 
 
 def split_into_steps(completions, num_steps, args):
@@ -135,19 +124,23 @@ def split_into_steps(completions, num_steps, args):
     # Padding is a real token: a pad token's embedding may be 0, where a norm's gradient is NaN.
     filler = completions[0].problem.prompt_ids[0]
     steps = []
-    for rows in torch.arange(len(completions)).tensor_split(num_steps):
-        in_step = [completions[row] for row in rows]
-        batches = similar_lengths(in_step, args.max_micro_batch_tokens)
-        steps.append([collate(batch, filler, args) for batch in batches])
+    for in_step in torch.arange(len(completions)).tensor_split(num_steps):
+        step = []
+        for rows in similar_lengths(completions, in_step.tolist(), args.max_micro_batch_tokens):
+            step.append(collate([completions[row] for row in rows], filler, args, rows))
+        steps.append(step)
     return steps
 
 
-class OldOutputs(NamedTuple):
-    """What the policy gave for a batch before the update; empty if a script does without it."""
+class TokenOutputs(NamedTuple):
+    """The training forward's results; empty if a script does without it. `only_logprobs` leaves out the
+    last two, a dense model has no experts."""
 
-    logprobs_BT: torch.Tensor | None = None
-    routers: RouterOutputs = RouterOutputs()  # what an MoE's routers chose; empty if unknown
-    replay_BSLK: torch.Tensor | None = None  # for the update: these choices (r2) or the sampler's (r3)
+    logprobs_BT: torch.Tensor | None = None  # of the sampled tokens; 0 on padding
+    experts_BTLK: torch.Tensor | None = None  # that were chosen where each token is predicted, sorted
+    router_logits: list | None = None  # there, if asked for: L tensors (B, T, E), detached
+    entropy_BT: torch.Tensor | None = None  # in nats; 0 on padding
+    aux_loss: torch.Tensor | None = None  # an MoE's load-balancing loss, a scalar; 0 without one
 
 
 @dataclasses.dataclass
@@ -156,6 +149,7 @@ class Batch:
     from lengths, never from token ids, since EOS may double as padding. Scripts add fields of their
     own. The comments show a row of three prompt tokens (p) and two response tokens (r)."""
 
+    rows_B: torch.Tensor  # their numbers in the rollout
     completions: list  # of the rows
     tokens_BS: torch.Tensor  # p p p r r -
     is_token_BS: torch.Tensor  # 1 1 1 1 1 0: prompt and response
@@ -163,12 +157,9 @@ class Batch:
     predictor_N: torch.Tensor  # 2 3: the same as indices into (B * S): a wait less on a GPU
     mask_BT: torch.Tensor  # 1 1: the response, including EOS
     sampler_logprobs_BT: torch.Tensor
-    sampler_experts_BSLK: torch.Tensor | None = None  # with r3, in top-k order; -1 if not recorded
-    # set by the scripts
-    old: OldOutputs = OldOutputs()
-    ref_logprobs_BT: torch.Tensor | None = None
-    advantages: torch.Tensor | None = None  # (B, 1); in ppo (B, T)
-    correction_weights: torch.Tensor | float = 1.0  # (B, T) or (B, 1)
+    # set by the scripts, without gradient
+    old: TokenOutputs = TokenOutputs()  # of the policy before the update
+    ref: TokenOutputs = TokenOutputs()  # of the reference
 
     def __len__(self):
         return len(self.completions)
@@ -183,7 +174,7 @@ class Batch:
         return self.as_rows(x[self.predictor_N])
 
 
-def collate(completions, filler, args):
+def collate(completions, filler, args, rows=()):
     """[Completion] -> `Batch` on `--device`, padded with the filler, a token id."""
     device = args.torch_device
     sequences = [torch.tensor(c.problem.prompt_ids + c.ids) for c in completions]
@@ -194,7 +185,8 @@ def collate(completions, filler, args):
     end_B1 = prompt_B1 + response_B1
     predicts_BS = (prompt_B1 - 1 <= column_S) & (column_S < end_B1 - 1)
     logprobs = [torch.tensor(c.logprobs) for c in completions]
-    batch = Batch(
+    return Batch(
+        rows_B=torch.tensor(rows, dtype=torch.long).to(device),
         completions=completions,
         tokens_BS=tokens_BS.to(device),
         is_token_BS=(column_S < end_B1).to(device),
@@ -203,23 +195,9 @@ def collate(completions, filler, args):
         mask_BT=(torch.arange(response_B1.max()) < response_B1).to(device),
         sampler_logprobs_BT=pad_sequence(logprobs, batch_first=True).to(device),
     )
-    if completions[0].experts is not None:
-        experts = [c.experts for c in completions]
-        experts_BSLK = pad_sequence(experts, batch_first=True, padding_value=-1)
-        batch.sampler_experts_BSLK = experts_BSLK.to(device)
-    return batch
 
 
 # ---------------------------------------------------------------------------------------- log-probs
-
-
-class TokenOutputs(NamedTuple):
-    """The training forward's results; the last two are None if `only_logprobs`."""
-
-    logprobs_BT: torch.Tensor  # of the sampled tokens; 0 on padding
-    routers: RouterOutputs  # what an MoE's routers chose
-    entropy_BT: torch.Tensor | None = None  # in nats; 0 on padding
-    aux_loss: torch.Tensor | None = None  # an MoE's load-balancing loss, a scalar; 0 without one
 
 
 def token_logprobs(
@@ -227,18 +205,18 @@ def token_logprobs(
     batch,
     temperature,
     *,
-    replay=None,
     only_logprobs=False,
     entropy_grad=False,
     router_logits=False,
+    routing=None,
 ):
     """The training forward: log-probs of the response tokens at the sampling temperature, in float32,
     and, unless `only_logprobs`, entropies and the aux loss. Entropies have a gradient only with
-    `entropy_grad`. replay: experts that the routers must use, (B, S, L, K); -1: their own choice.
+    `entropy_grad`. routing: the `Routing` that records what an MoE's routers choose [None: a new one].
 
     Every sequence begins in column 0, and causal attention never looks at the padding after it, so the
     model needs no attention mask and no positions."""
-    routing = Routing(policy.routers) if replay is None else Replay(policy.routers, replay)
+    routing = routing or Routing(policy.routers)
     with routing:
         # With a mask, the logits are (N, V): where a response token is predicted, and nowhere else.
         output = policy.model(batch.tokens_BS, logits_to_keep=batch.predicts_BS, use_cache=False)
@@ -258,118 +236,17 @@ def token_logprobs(
 
     # In float32, all logits at once would take too much memory.
     results = in_chunks(logprobs_and_entropy, output.logits, ids_N)
-    logprobs_BT = batch.as_rows(results[0])
-    routers = routing.outputs(batch, router_logits)
-    if only_logprobs:
-        return TokenOutputs(logprobs_BT, routers)
-    entropy_BT = batch.as_rows(results[1])
-    aux_loss = balancing_loss(routing, batch.is_token_BS)
-    return TokenOutputs(logprobs_BT, routers, entropy_BT, aux_loss)
-
-
-@torch.no_grad()
-def old_policy(policy, batch, args, router_logits=False):
-    """`OldOutputs`, by the training forward. `--old_logprobs sampler` takes the sampler's log-probs."""
-    replay_BSLK = batch.sampler_experts_BSLK
-    if args.old_logprobs == "sampler":
-        return OldOutputs(batch.sampler_logprobs_BT, replay_BSLK=replay_BSLK)
-    options = {"replay": replay_BSLK, "only_logprobs": True, "router_logits": router_logits}
-    logprobs_BT, routers, *_ = token_logprobs(policy, batch, args.temperature, **options)
-    if args.routing_replay == "r2":
-        replay_BSLK = routers.choices_BSLK
-    return OldOutputs(logprobs_BT, routers, replay_BSLK)
-
-
-@torch.no_grad()
-def reference_logprobs(reference, batch, args):
-    """Log-probs of the sampled tokens under a frozen policy, (B, T). Its routers choose freely."""
-    return token_logprobs(reference, batch, args.temperature, only_logprobs=True).logprobs_BT
-
-
-# ------------------------------------------------------------------------------- rollout correction
-
-
-def rollout_weights(
-    old_logprobs_BT,
-    sampler_logprobs_BT,
-    mask_BT,
-    *,
-    rule,
-    cap=2.0,
-    mask_low=0.95,
-    mask_high=1.05,
-    per_sequence=False,
-):
-    """Importance weights that correct for a sampler mu that differs from the trainer's pi_old: engines
-    often sample at lower precision or with stale weights.
-
-    The decoupled objective is w min(r A, clip(r) A): r = pi / pi_old is clipped as usual, but w, which
-    is computed from rho = pi_old / mu, is not. (Clipping pi / mu as a whole would remove more of the
-    gradient from a staler batch, as if the learning rate depended on the batch.) Since w is never
-    negative, it can be a factor on A.
-
-    old_logprobs_BT      log-probs under the training forward, before the first step
-    sampler_logprobs_BT  log-probs of the same tokens under the sampler
-    mask_BT              1 on response tokens
-    rule                 token_tis, sequence_tis, sequence_mis, geo_mask, geo_filter or icepop
-    per_sequence         for objectives with one ratio, and so one weight, per completion: token rules
-                         then apply to the geometric mean of rho over the completion
-
-    Returns weights that are at least 0: (B, T), or (B, 1) if one per completion.
-    Sources: Hilton et al., arXiv 2110.00641 (the decoupled objective); Yao et al. 2025 (truncated
-    weights); Liu, Li et al. 2025, "When Speed Kills Stability" (weights and masks of sequences, and the
-    geometric mean); the Ling team, arXiv 2510.18855 (icepop).
-    """
-    mask_BT = mask_BT.bool()
-    length_B1 = mask_BT.sum(1, keepdim=True).clamp(min=1)
-    # As in the losses: mask before exp, and clamp to keep exp finite.
-    log_rho_BT = torch.where(mask_BT, old_logprobs_BT - sampler_logprobs_BT, 0).clamp(-20, 20)
-    log_product_B1 = log_rho_BT.sum(1, keepdim=True)
-    product_B1 = log_product_B1.exp()  # may be infinite; the cap is not
-    mean_B1 = (log_product_B1 / length_B1).exp()  # geometric
-    is_near_B1 = (mask_low <= mean_B1) & (mean_B1 <= mask_high)
-    rho_BT = log_rho_BT.exp()
-    ratio = mean_B1 if per_sequence else rho_BT  # for the token rules
-    if rule == "token_tis":
-        # w_t = min(rho_t, cap)
-        weights = ratio.clamp(max=cap)
-    elif rule == "sequence_tis":
-        # w_i = min(prod_t rho_t, cap)
-        weights = product_B1.clamp(max=cap)
-    elif rule == "sequence_mis":
-        # w_i = prod_t rho_t, or 0 above the cap
-        weights = torch.where(product_B1 <= cap, product_B1, 0)
-    elif rule == "geo_mask":
-        # w_t = min(rho_t, cap), or 0 for the whole completion if its mean is outside the bounds
-        weights = torch.where(is_near_B1, ratio.clamp(max=cap), 0)
-    elif rule == "geo_filter":
-        # w_i = 1, or 0 if the completion's mean is outside the bounds: only the mask
-        weights = is_near_B1.to(rho_BT.dtype)
-    elif rule == "icepop":
-        # w_t = rho_t, or 0 outside [0.5, 5]
-        weights = torch.where((ratio >= 0.5) & (ratio <= 5), ratio, 0)
-    else:
-        raise ValueError(f"unknown rule: {rule}")
-    # NaN stays NaN, which ends the run. Comparisons would turn it into 0.
-    return torch.where(mean_B1.isnan(), mean_B1, weights)
-
-
-@torch.no_grad()
-def rollout_correction(batch, args, per_sequence=False):
-    """The weights that `--rollout_correction` asks for, a factor on advantages; 1 by default.
-    per_sequence: one weight per completion."""
-    if args.rollout_correction == "none":
-        return 1.0
-    return rollout_weights(
-        batch.old.logprobs_BT,
-        batch.sampler_logprobs_BT,
-        batch.mask_BT,
-        rule=args.rollout_correction,
-        cap=args.rollout_cap,
-        mask_low=args.rollout_mask_low,
-        mask_high=args.rollout_mask_high,
-        per_sequence=per_sequence,
-    )
+    outputs = TokenOutputs(batch.as_rows(results[0]))
+    if policy.routers.num_experts > 0:
+        experts_BTLK = batch.where_predicted(routing.choices()).sort().values
+        outputs = outputs._replace(experts_BTLK=experts_BTLK)
+    if router_logits:
+        logits = [batch.where_predicted(layer.detach()) for layer in routing.token_logits()]
+        outputs = outputs._replace(router_logits=logits)
+    if not only_logprobs:
+        aux_loss = balancing_loss(routing, batch.is_token_BS)
+        outputs = outputs._replace(entropy_BT=batch.as_rows(results[1]), aux_loss=aux_loss)
+    return outputs
 
 
 # --------------------------------------------------------------------------------------- evaluation
@@ -383,7 +260,7 @@ def evaluate(policy, problems, grade, args, sampled=False):
 
     def answers(group_size, greedy):
         noise = torch.Generator().manual_seed(0)
-        return grade(sample(policy, problems, group_size, args, noise, greedy=greedy, experts=False))
+        return grade(sample(policy, problems, group_size, args, noise, greedy=greedy))
 
     with clock("evaluation"):
         shown = answers(1, greedy=True)
@@ -418,9 +295,7 @@ def check_sampler(policy, args):
     problems = [Problem("", "", prompt) for prompt in prompts]
     num_tokens = min(4, args.max_new_tokens)  # the model may have no positions for more
     noise_BT = torch.zeros(6, num_tokens)
-    sampler = policy.sampler(1)
-    models = [policy.master, policy.model, sampler.model]
-    for model in dict.fromkeys(models):  # each one once; with default flags all are the same
+    for model in dict.fromkeys([policy.master, policy.model]):  # in float32 both are the same
         tried = policy.with_model(model)
         # Two equal answers to each prompt; the first one is then cut in half.
         completions = sample_batch(tried, problems, noise_BT, temperature=1.0, greedy=True)
@@ -432,7 +307,7 @@ def check_sampler(policy, args):
         with torch.no_grad():
             logprobs_BT = token_logprobs(tried, batch, temperature=1.0, only_logprobs=True).logprobs_BT
         gap = (logprobs_BT - batch.sampler_logprobs_BT)[batch.mask_BT].abs().max().item()
-        if model is policy.master and not gap < 1e-3:  # a NaN fails this too
+        is_exact = model is policy.master and model.dtype == torch.float32
+        if is_exact and not gap < 1e-3:  # a NaN fails this too
             raise UserError(f"its log-probs differ from the training forward's by {gap:.2g}")
-    for sampling in dict.fromkeys([policy, sampler]):  # evaluations sample with the policy itself
-        sampling.graphs, sampling.why_no_graphs = graphs_for(sampling, prompts, args.max_new_tokens)
+    policy.graphs, policy.why_no_graphs = graphs_for(policy, prompts, args.max_new_tokens)

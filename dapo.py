@@ -9,8 +9,7 @@
   A_i    = (R_i - mean) / std; R_i: the reward of o_i; mean, std: over the prompt's G completions,
          of which some, but not all, are right
 
-Suffixes name axes: P prompts, G completions each, B rows, T response tokens, S prompt and response,
-L layers of an MoE, K active experts, 1 for a size-1 axis.
+Suffixes name axes: P prompts, G completions each, B rows, T response tokens, 1 for a size-1 axis.
 
 Parent: grpo.py. Differs only in:
   1. Clip-higher: eps_high 0.28 over eps_low 0.2, more headroom for low-probability tokens.
@@ -43,8 +42,7 @@ import torch
 from common import RunArgs, flag, launch
 from common import load_grader, load_policy, load_problems, Run
 from common import evaluate, sample
-from common import with_advantages
-from common import split_into_steps, old_policy, rollout_correction, token_logprobs
+from common import split_into_steps, token_logprobs
 
 
 @dataclass
@@ -74,7 +72,7 @@ class Args(RunArgs):  # more flags: --help
         self.check_range(1, 1e9, "max_sampling_rounds")
         if self.overlong == "soft":
             self.check_range(0, self.max_new_tokens - 1, "overlong_cache")
-        self.check_unread("overlong", "filter none", "overlong_cache")
+        self.check_unread("overlong", ["filter", "none"], "overlong_cache")
 
     @property
     def overlong_cache_tokens(self):
@@ -195,14 +193,13 @@ def main(args):
     for iteration in run.iterations():  # from 1
         # ---------------------------------------------------------------------------------- rollout
         # [2] Dynamic sampling: each round draws one prompt for every mixed group still missing.
-        sampler = policy.sampler(iteration)  # the policy, or a copy that may be stale or less precise
         generated = []  # all completions, with their verdicts
         kept, counts = mixed_groups(generated, args.group_size)  # none before the first round
         missing = args.prompts_per_iteration
         rounds = 0
         while missing > 0 and rounds < args.max_sampling_rounds:
             prompts = problems.take(missing)
-            completions = sample(sampler, prompts, args.group_size, args, run.noise)
+            completions = sample(policy, prompts, args.group_size, args, run.noise)
             generated += grade(completions)
             kept, counts = mixed_groups(generated, args.group_size)
             missing = args.prompts_per_iteration - len(kept) // args.group_size
@@ -231,17 +228,14 @@ def main(args):
             rewards_B += overlong_penalty(lengths_B, args.max_new_tokens, args.overlong_cache_tokens)
         # a row of rewards for each prompt
         rewards_PG = rewards_B.view(-1, args.group_size)
-        kept = with_advantages(kept, compute_advantages(rewards_PG))
+        advantages_B1 = compute_advantages(rewards_PG).view(-1, 1).to(args.torch_device)
 
         # ------------------------------------------------------------------------------- old policy
-        # By default, old log-probs are computed as in the update, on the same micro-batches, so the
-        # ratio is exactly 1 in the first step.
+        # As in the update, on the same micro-batches, so the ratio is exactly 1 in the first step.
         steps = split_into_steps(kept, num_steps, args)
-        for micro in chain(*steps):
-            micro.old = old_policy(policy, micro, args)
-            advantages = [[c.advantage] for c in micro.completions]
-            micro.advantages = torch.tensor(advantages, device=args.torch_device)
-            micro.correction_weights = rollout_correction(micro, args)
+        with torch.no_grad():
+            for micro in chain(*steps):
+                micro.old = token_logprobs(policy, micro, args.temperature, only_logprobs=True)
 
         # ------------------------------------------------------------------------- overlong filter
         if args.overlong == "filter":
@@ -255,11 +249,11 @@ def main(args):
             num_sequences = sum(len(micro) for micro in step)
             num_tokens = sum(micro.mask_BT.sum() for micro in step).clamp(min=1)  # filter may mask all
             for micro in step:
-                outputs = token_logprobs(policy, micro, args.temperature, replay=micro.old.replay_BSLK)
+                outputs = token_logprobs(policy, micro, args.temperature)
                 loss, stats = policy_loss(
                     outputs.logprobs_BT,
                     micro.old.logprobs_BT,
-                    micro.correction_weights * micro.advantages,  # weights are 1 by default
+                    advantages_B1[micro.rows_B],
                     micro.mask_BT,
                     clip_eps_low=args.clip_eps_low,
                     clip_eps_high=args.clip_eps_high,

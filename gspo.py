@@ -9,8 +9,7 @@
   eps_low, eps_high: --clip_eps_low, --clip_eps_high
   A_i    = (R_i - mean) / std; R_i: the reward of o_i; mean, std: over the prompt's G completions
 
-Suffixes name axes: P prompts, G completions each, B rows, T response tokens, S prompt and response,
-L layers of an MoE, K active experts, 1 for a size-1 axis.
+Suffixes name axes: P prompts, G completions each, B rows, T response tokens, 1 for a size-1 axis.
 
 Parent: grpo.py. Differs only in:
   1. Sequence ratio: a completion has one ratio, the geometric mean of its tokens' ratios, which is
@@ -36,8 +35,7 @@ import torch
 from common import RunArgs, flag, launch
 from common import load_grader, load_policy, load_problems, Run
 from common import evaluate, sample
-from common import with_advantages
-from common import split_into_steps, old_policy, rollout_correction, token_logprobs
+from common import split_into_steps, token_logprobs
 
 
 @dataclass
@@ -157,35 +155,30 @@ def main(args):
     for iteration in run.iterations():  # from 1
         # ---------------------------------------------------------------------------------- rollout
         prompts = problems.take(args.prompts_per_iteration)
-        sampler = policy.sampler(iteration)  # the policy, or a copy that may be stale or less precise
-        completions = sample(sampler, prompts, args.group_size, args, run.noise)
+        completions = sample(policy, prompts, args.group_size, args, run.noise)
         completions = grade(completions)
 
         # ------------------------------------------------------------------------------- advantages
         # a row of rewards for each prompt
         rewards_PG = torch.tensor([c.reward for c in completions]).view(-1, args.group_size)
-        completions = with_advantages(completions, compute_advantages(rewards_PG))
+        advantages_B1 = compute_advantages(rewards_PG).view(-1, 1).to(args.torch_device)
 
         # ------------------------------------------------------------------------------- old policy
-        # By default, old log-probs are computed as in the update, on the same micro-batches, so the
-        # ratio is exactly 1 in the first step.
+        # As in the update, on the same micro-batches, so the ratio is exactly 1 in the first step.
         steps = split_into_steps(completions, args.num_minibatches, args)
-        for micro in chain(*steps):
-            micro.old = old_policy(policy, micro, args)
-            advantages = [[c.advantage] for c in micro.completions]
-            micro.advantages = torch.tensor(advantages, device=args.torch_device)
-            is_gspo = args.variant == "gspo"  # one ratio, and so one weight, per completion
-            micro.correction_weights = rollout_correction(micro, args, per_sequence=is_gspo)
+        with torch.no_grad():
+            for micro in chain(*steps):
+                micro.old = token_logprobs(policy, micro, args.temperature, only_logprobs=True)
 
         # ----------------------------------------------------------------------------------- update
         for step in steps * args.update_epochs:
             num_sequences = sum(len(micro) for micro in step)
             for micro in step:
-                outputs = token_logprobs(policy, micro, args.temperature, replay=micro.old.replay_BSLK)
+                outputs = token_logprobs(policy, micro, args.temperature)
                 loss, stats = policy_loss(
                     outputs.logprobs_BT,
                     micro.old.logprobs_BT,
-                    micro.correction_weights * micro.advantages,  # weights are 1 by default
+                    advantages_B1[micro.rows_B],
                     micro.mask_BT,
                     clip_eps_low=args.clip_eps_low,
                     clip_eps_high=args.clip_eps_high,

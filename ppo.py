@@ -15,8 +15,8 @@
   ret_it   = A_it + V_old,it, before A is whitened;  H: mean entropy over tokens
   c_v, c_e, d: --value_coef, --entropy_coef, --value_clip
 
-Suffixes name axes: B rows, T response tokens, N those of all rows, S prompt and response, L layers of
-an MoE, K active experts, 1 for a size-1 axis.
+Suffixes name axes: B rows, T response tokens, N those of all rows, S prompt and response, 1 for a
+size-1 axis.
 
 This is the root of the family. The header of its child, grpo.py, lists the differences.
 
@@ -51,8 +51,7 @@ from common import RunArgs, flag, launch
 from common import load_grader, load_policy, load_problems, Run
 from common import TrainedModel, critic_stats
 from common import evaluate, sample
-from common import split_into_steps, old_policy, rollout_correction, token_logprobs
-from common import reference_logprobs
+from common import split_into_steps, token_logprobs
 
 
 @dataclass
@@ -238,26 +237,25 @@ def main(args):
     for iteration in run.iterations():  # from 1
         # ---------------------------------------------------------------------------------- rollout
         prompts = problems.take(args.prompts_per_iteration)
-        sampler = policy.sampler(iteration)  # the policy, or a copy that may be stale or less precise
-        completions = sample(sampler, prompts, args.group_size, args, run.noise)
+        completions = sample(policy, prompts, args.group_size, args, run.noise)
         completions = grade(completions)
 
         # ------------------------------------------------------------------- old policy, advantages
-        # By default, old log-probs are computed as in the update, on the same micro-batches, so the
-        # ratio is exactly 1 in the first step.
+        # As in the update, on the same micro-batches, so the ratio is exactly 1 in the first step.
         steps = split_into_steps(completions, args.num_minibatches, args)
         batches = list(chain(*steps))
         for micro in batches:
-            micro.old = old_policy(policy, micro, args)
+            with torch.no_grad():
+                micro.old = token_logprobs(policy, micro, args.temperature, only_logprobs=True)
+                if reference is not None:
+                    micro.ref = token_logprobs(reference, micro, args.temperature, only_logprobs=True)
+                micro.values_BT = critic.model(micro)
             micro.kl_BT = torch.zeros_like(micro.old.logprobs_BT)
             if reference is not None:
                 # log(pi_old / pi_ref), the plain KL estimator for the old policy. grpo.py uses k3 for
                 # the policy that is being updated.
-                micro.ref_logprobs_BT = reference_logprobs(reference, micro, args)
-                kl_BT = micro.old.logprobs_BT - micro.ref_logprobs_BT
+                kl_BT = micro.old.logprobs_BT - micro.ref.logprobs_BT
                 micro.kl_BT = torch.where(micro.mask_BT, kl_BT, 0)
-            with torch.no_grad():
-                micro.values_BT = critic.model(micro)
             # On the CPU: a GPU would mostly wait for the host to launch GAE's many small operations.
             mask_BT = micro.mask_BT.cpu()
             rewards_B1 = torch.tensor([[c.reward] for c in micro.completions])
@@ -266,10 +264,9 @@ def main(args):
             gae_BT, returns_BT = compute_gae(*inputs, args.gamma, args.gae_lambda)
             micro.gae_BT = gae_BT.to(args.torch_device)
             micro.returns_BT = returns_BT.to(args.torch_device)
-            micro.correction_weights = rollout_correction(micro, args)
         gae_N = torch.cat([micro.gae_BT[micro.mask_BT] for micro in batches])
         for micro in batches:
-            micro.advantages = whiten(micro.gae_BT, gae_N)  # over the whole rollout
+            micro.advantages_BT = whiten(micro.gae_BT, gae_N)  # over the whole rollout
         numbers = critic_stats(batches)  # for the log
 
         # ----------------------------------------------------------------------------------- update
@@ -278,17 +275,11 @@ def main(args):
             num_sequences = sum(len(micro) for micro in step)
             num_tokens = sum(micro.mask_BT.sum() for micro in step)
             for micro in step:
-                outputs = token_logprobs(
-                    policy,
-                    micro,
-                    args.temperature,
-                    replay=micro.old.replay_BSLK,
-                    entropy_grad=has_bonus,
-                )
+                outputs = token_logprobs(policy, micro, args.temperature, entropy_grad=has_bonus)
                 loss, stats = policy_loss(
                     outputs.logprobs_BT,
                     micro.old.logprobs_BT,
-                    micro.correction_weights * micro.advantages,  # weights are 1 by default
+                    micro.advantages_BT,
                     micro.mask_BT,
                     clip_eps_low=args.clip_eps_low,
                     clip_eps_high=args.clip_eps_high,

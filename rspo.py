@@ -11,12 +11,11 @@
   gamma_min --gamma_min; sg[] stops the gradient
   p_j       = softmax over all experts of layer j's router logits, where o_it is predicted
   p_old_j   = the same under the old policy
-  e_jk      the K experts that were active there under the old policy (the replayed ones with
-            --routing_replay)
+  e_jk      the K experts that were active there under the old policy
   A_i       = (R_i - mean) / std; R_i: the reward of o_i; mean, std: over the prompt's G completions
 
-Suffixes name axes: P prompts, G completions each, B rows, T response tokens, S prompt and response,
-L layers of an MoE, E experts, K active experts, 1 for a size-1 axis.
+Suffixes name axes: P prompts, G completions each, B rows, T response tokens, L layers of an MoE,
+E experts, K active experts, 1 for a size-1 axis.
 
 Parent: gmpo.py. Differs only in:
   1. Router shift: gamma is 1 while the router's scores are as they were before the update, and falls
@@ -47,9 +46,7 @@ from common import RunArgs, flag, launch
 from common import UserError
 from common import load_grader, load_policy, load_problems, Run
 from common import evaluate, sample
-from common import with_advantages
-from common import split_into_steps, old_policy, rollout_correction, token_logprobs
-from common import active_experts
+from common import split_into_steps, token_logprobs
 
 
 @dataclass
@@ -72,8 +69,6 @@ class Args(RunArgs):  # more flags: --help
     def check(self):
         self.check_range(2, 1e6, "group_size")  # a group of one has no baseline
         self.check_range(0, 1, "gamma_min")
-        if self.old_logprobs == "sampler":  # [1] gamma compares with the old router's scores
-            raise UserError("--old_logprobs sampler skips the forward pass that rspo needs")
 
 
 def masked_mean(x, mask):
@@ -202,45 +197,41 @@ def main(args):
     for iteration in run.iterations():  # from 1
         # ---------------------------------------------------------------------------------- rollout
         prompts = problems.take(args.prompts_per_iteration)
-        sampler = policy.sampler(iteration)  # the policy, or a copy that may be stale or less precise
-        completions = sample(sampler, prompts, args.group_size, args, run.noise)
+        completions = sample(policy, prompts, args.group_size, args, run.noise)
         completions = grade(completions)
 
         # ------------------------------------------------------------------------------- advantages
         # a row of rewards for each prompt
         rewards_PG = torch.tensor([c.reward for c in completions]).view(-1, args.group_size)
-        completions = with_advantages(completions, compute_advantages(rewards_PG))
+        advantages_B1 = compute_advantages(rewards_PG).view(-1, 1).to(args.torch_device)
 
         # ------------------------------------------------------------------------------- old policy
-        # By default, old log-probs are computed as in the update, on the same micro-batches, so the
-        # ratio is exactly 1 in the first step.
+        # As in the update, on the same micro-batches, so the ratio is exactly 1 in the first step.
         steps = split_into_steps(completions, args.num_minibatches, args)
-        for micro in chain(*steps):
-            micro.old = old_policy(policy, micro, args, router_logits=True)
-            micro.active_experts_BTLK = active_experts(micro)  # e_jk
-            micro.old_scores_BTLK = expert_logprobs(micro.old.routers.logits, micro.active_experts_BTLK)
-            micro.old.routers.logits.clear()  # (B, T, L, K) is kept, (B, T, L, E) would be too much
-            advantages = [[c.advantage] for c in micro.completions]
-            micro.advantages = torch.tensor(advantages, device=args.torch_device)
-            micro.correction_weights = rollout_correction(micro, args, per_sequence=True)
+        with torch.no_grad():
+            for micro in chain(*steps):
+                micro.old = token_logprobs(
+                    policy,
+                    micro,
+                    args.temperature,
+                    only_logprobs=True,
+                    router_logits=True,
+                )
+                # log p_old(e_jk)
+                micro.old_scores_BTLK = expert_logprobs(micro.old.router_logits, micro.old.experts_BTLK)
+                micro.old.router_logits.clear()  # (B, T, L, K) is kept, (B, T, L, E) would be too much
 
         # ----------------------------------------------------------------------------------- update
         for step in steps * args.update_epochs:
             num_sequences = sum(len(micro) for micro in step)
             for micro in step:
-                outputs = token_logprobs(
-                    policy,
-                    micro,
-                    args.temperature,
-                    replay=micro.old.replay_BSLK,
-                    router_logits=True,
-                )
-                scores_BTLK = expert_logprobs(outputs.routers.logits, micro.active_experts_BTLK)
+                outputs = token_logprobs(policy, micro, args.temperature, router_logits=True)
+                scores_BTLK = expert_logprobs(outputs.router_logits, micro.old.experts_BTLK)
                 router_shift_BT = router_shift(scores_BTLK, micro.old_scores_BTLK)
                 loss, stats = policy_loss(
                     outputs.logprobs_BT,
                     micro.old.logprobs_BT,
-                    micro.correction_weights * micro.advantages,  # weights are 1 by default
+                    advantages_B1[micro.rows_B],
                     micro.mask_BT,
                     log_ratio_clip=args.log_ratio_clip,
                     gamma_min=args.gamma_min,

@@ -3,33 +3,27 @@
     pip install -r examples/requirements.txt
     accelerate launch --multi_gpu --num_processes 2 examples/trl_trainer.py --algorithm gspo --use_cpu
 
-Without --multi_gpu, accelerate starts a single process and does not say so: the last line of the output
-names the number of processes.
-
+Without --multi_gpu, accelerate silently starts a single process; the last line says how many ran.
 Expect: greedy held-out accuracy rises from 0.43 to at least 0.9, and the model is in runs/trl-gspo.
 
-It takes the script's flags (`python gspo.py --help`) for model, data, reward, rollouts, steps and loss,
-and TRL's (GRPOConfig) for the rest, such as --output_dir, --resume_from_checkpoint, --use_cpu,
---use_vllm, --deepspeed or --report_to; --per_device_train_batch_size is by default a process's part of
-a whole step. Any other flag of the script is an error, which names TRL's. So is a flag of TRL for the
-loss or the size of a step. Each process grades its own completions, so a reward function that takes
-lists gets only those. With --dtype bfloat16, TRL uses autocast. The model, in float32, has to fit on
-one GPU, even if DeepSpeed or FSDP shards it later. A resumed run ends with the weights of one that was
-not interrupted.
-
-If dapo lacks groups after --max_sampling_rounds, the iteration has as many steps as ever, but fewer
-tokens in each. With rspo, a process stores 6 bytes for each token, layer and active expert of its part
-of a rollout.
+It takes the script's flags for model, data, reward, rollouts, steps, loss and seed, and TRL's
+(GRPOConfig) for folders, devices, sharding, vLLM, optimizer and logs, such as --output_dir, --use_cpu,
+--use_vllm, --deepspeed or --report_to: see `--algorithm gspo --help`. --per_device_train_batch_size is
+by default a process's part of a whole step. Each process grades its own completions, so a reward
+function that takes lists gets only those. With --dtype bfloat16, TRL uses autocast. The model, in
+float32, has to fit on one GPU, even if DeepSpeed or FSDP shards it later. A resumed run
+(--resume_from_checkpoint FOLDER, or true for the newest) ends with the weights of one that was not
+interrupted. To evaluate a checkpoint: `gspo.py --iterations 0 --model runs/trl-gspo/checkpoint-640`.
 
 Not supported: ppo (TRL's trainer has no critic), routing replay, corrections for vLLM's log-probs,
-PEFT, --torch_compile, and expert, tensor or context parallelism. All algorithms have run in two
-processes on a CPU, and grpo on one GPU. We have not tried several GPUs, vLLM or DeepSpeed.
+--ref_reset_every, PEFT, --torch_compile, and expert, tensor or context parallelism. If dapo still lacks
+groups after --max_sampling_rounds, the iteration has as many steps as ever, but fewer tokens in each.
+All algorithms have run in two processes on a CPU, and grpo on one GPU. We have not tried several GPUs,
+vLLM or DeepSpeed.
 """
 
-import argparse
 import dataclasses
 import importlib
-import importlib.metadata
 import inspect
 import math
 import os
@@ -39,50 +33,40 @@ from pathlib import Path
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
-from transformers import HfArgumentParser, TrainerCallback
+from transformers import HfArgumentParser, TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
-from trl import GRPOConfig, GRPOTrainer
+from transformers.trainer_utils import get_last_checkpoint
+from trl import GRPOConfig, GRPOTrainer, __version__
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from common import Completion, Routing, UserError, evaluate, load_grader, load_policy, load_problems
-from plumbing.args import add_flags, one_line
+from plumbing.args import Parser, add_flags, fail, one_line
+from plumbing.folder import check_same
+from plumbing.run import results_text
 
 TRL = "1.16.0"
 ALGORITHMS = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "rspo", "sapo"]
-# Flags of the script that are used, in addition to those of its policy_loss
-USED = """answer_column chat_template_kwargs dataset dataset_config dataset_split dtype eval_dataset
-eval_samples eval_split group_size instruction iterations lr max_new_tokens max_sampling_rounds model
-num_held_out num_minibatches overlong overlong_cache prompt_column prompts_per_iteration reward
-rollout_batch_size router_aux_coef save_every system_prompt temperature update_epochs""".split()
-# What to do instead of giving other flags of the script. TRL has nothing like the rest.
-INSTEAD = {
-    "device": "use --use_cpu, or nothing for the GPU",
-    "eval_every": "held-out problems are answered only at the end",
-    "micro_batch_tokens": "use --per_device_train_batch_size",
-    "ref_reset_every": "use --sync_ref_model and --ref_model_sync_steps",
-    "resume": "use --resume_from_checkpoint FOLDER",
-    "run_dir": "use --output_dir",
-}
-# Prefixes of TRL's flags that have no effect here
-UNUSED = """delta do_ entropy_ epsilon importance_sampling loss_type model_init multi_objective
-num_train_epochs off_policy_mask restore_callback reward_weights router_aux sapo_ scale_rewards
-shuffle_dataset steps_per_generation top_entropy trust_remote use_adaptive use_bias_correction vespo_
-vllm_importance_sampling""".split()
-DEFAULTS = """--seed 1 --disable_dropout True --gradient_checkpointing False --save_total_limit 1
---lr_scheduler_type constant --vllm_importance_sampling_correction False""".split()
+# The flags of the script, in addition to those of its policy_loss, and of TRL: any other is an error.
+FLAGS = """chat_template_kwargs dataset dtype eval_dataset eval_samples gradient_checkpointing
+group_size iterations lr max_grad_norm max_new_tokens max_sampling_rounds model num_held_out
+num_minibatches overlong overlong_cache prompts_per_iteration reward rollout_batch_size router_aux_coef
+save_every seed temperature update_epochs""".split()
+TRL_FLAGS = """output_dir resume_from_checkpoint save_total_limit report_to run_name log_completions
+disable_tqdm per_device_train_batch_size activation_checkpointing_kwargs weight_decay lr_scheduler_type
+lr_scheduler_kwargs warmup_steps optim use_cpu ddp_timeout ddp_find_unused_parameters deepspeed fsdp
+fsdp_config ds3_gather_for_generation use_vllm vllm_mode vllm_enable_sleep_mode vllm_server_host
+vllm_server_port vllm_gpu_memory_utilization vllm_max_model_length vllm_tensor_parallel_size""".split()
 
 
-class StreamPosition(TrainerCallback, ExportableState):
-    """Saves how many problems a run has taken, so that a resumed run goes on with the next one."""
+class Progress(TrainerCallback, ExportableState):
+    """Saves the script's flags, which a resumed run must have too, and how many problems were taken."""
 
-    def __init__(self, stream):
+    def __init__(self, args, stream):
+        self.args = args
         self.stream = stream
 
     def state(self):
-        return {"args": {}, "attributes": self.stream.state_dict()}
-
-    def on_train_begin(self, args, state, control, **others):
-        self.stream.load_state_dict(state.stateful_callbacks["StreamPosition"]["attributes"])
+        return {"args": {}, "attributes": self.args.settings() | self.stream.state_dict()}
 
 
 def reward(known, **others):
@@ -96,14 +80,8 @@ class PluggedTrainer(GRPOTrainer):
     def __init__(self, script, args, config, policy, stream, grade):
         # TRL's data loader only counts: one epoch is one iteration. Problems come from the stream.
         rows = Dataset.from_list([{"prompt": ""}] * args.prompts_per_iteration)
-        super().__init__(
-            policy.master,
-            reward,
-            config,
-            train_dataset=rows,
-            processing_class=policy.tokenizer,
-            callbacks=[StreamPosition(stream)],
-        )
+        options = {"processing_class": policy.tokenizer, "callbacks": [Progress(args, stream)]}
+        super().__init__(policy.master, reward, config, train_dataset=rows, **options)
         self.script = script
         self.script_args = args
         self.policy = policy
@@ -157,8 +135,7 @@ class PluggedTrainer(GRPOTrainer):
         return kept, generated
 
     def rollout(self):
-        """The completions of an iteration, of all processes, and how many of them, from the first one
-        on, count in the loss."""
+        """(All processes' completions of an iteration, how many count in the loss, the first ones)."""
         args = self.script_args
         num_rows = args.prompts_per_iteration * args.group_size
         if not hasattr(self.script, "mixed_groups"):
@@ -202,16 +179,15 @@ class PluggedTrainer(GRPOTrainer):
         if getattr(self.script_args, "overlong", "none") == "filter":
             is_counted_B &= torch.tensor([not c.truncated for c in rollout])
 
-        own_rewards = self.own_part(rewards_B).tolist()
-        rows = []
-        for completion, R in zip(self.own_rollout, own_rewards, strict=True):
-            rows.append({"prompt": completion.problem.prompt, "known": R})
+        pairs = zip(self.own_rollout, self.own_part(rewards_B).tolist(), strict=True)
+        rows = [{"prompt": c.problem.prompt, "known": R} for c, R in pairs]
         output = super()._generate_and_score_completions(rows)
         # TRL shuffles and splits all tensors of `output` that have a row for each completion.
         device = self.accelerator.device
         is_counted_B1 = self.own_part(is_counted_B)[:, None].to(device)
         output["loss_mask"] = output["completion_mask"] * is_counted_B1
         output["advantages"] = self.own_part(advantages_B).to(device)
+        self._logs["advantages"].extend(advantages_B.tolist())  # of as many rows, so TRL's own drop out
         if self.has_router_shift and "old_per_token_logps" in output:
             output["old_experts_BTLK"], output["old_scores_BTLK"] = self.routers
         return output
@@ -291,16 +267,23 @@ class PluggedTrainer(GRPOTrainer):
             loss += self.router_aux_loss_coef * aux_loss / self.current_gradient_accumulation_steps
         return loss
 
+    def _get_grad_norm(self, *args, **options):
+        """TRL calls this before each step, in all processes. A NaN would end up in the weights."""
+        grad_norm = super()._get_grad_norm(*args, **options)
+        if not math.isfinite(grad_norm or 0.0):  # DeepSpeed may have none
+            raise UserError(f"step {self.state.global_step + 1}: grad_norm is not finite: lower --lr")
+        return grad_norm
+
 
 def to_trl(args, processes, micro_batch):
-    """{TRL's flag: value} for the rollouts, steps and KL that the script's flags describe."""
+    """{TRL's flag: value}: what the script's flags mean, and two that must not be different."""
     rollout = args.prompts_per_iteration * args.group_size
     step = rollout // args.num_minibatches
     if step % processes > 0:
         raise UserError(f"--num_minibatches: {processes} processes cannot share a step of {step}")
     share = step // processes
     micro_batch = min(micro_batch or share, share)
-    if share % micro_batch > 0:
+    if micro_batch < 0 or share % micro_batch > 0:
         name = f"--per_device_train_batch_size {micro_batch}"
         raise UserError(f"{name} does not divide {share}, a process's part of a step")
     steps = args.update_epochs * args.num_minibatches
@@ -317,81 +300,97 @@ def to_trl(args, processes, micro_batch):
         "max_completion_length": args.max_new_tokens,
         "temperature": args.temperature,
         "learning_rate": args.lr,
+        "max_grad_norm": args.max_grad_norm,
         "bf16": args.dtype == "bfloat16",
+        "activation_checkpointing": args.gradient_checkpointing,
         "beta": getattr(args, "kl_coef", 0.0),  # above 0, TRL creates a reference model
+        "seed": args.seed,
+        "disable_dropout": True,
+        "vllm_importance_sampling_correction": False,
     }
 
 
-def fields_of(kind):
-    return {field.name for field in dataclasses.fields(kind)}
+def checkpoint_of(folder, checkpoint):
+    """The checkpoint to resume from, or None. UserError if TRL would remove those of another run."""
+    with one_line(f"--output_dir {folder} cannot be used"):
+        if checkpoint == "true":
+            checkpoint = get_last_checkpoint(folder) or f"{folder}/checkpoint-*"
+        is_own = checkpoint and Path(checkpoint).resolve().parent == Path(folder).resolve()
+        if os.path.exists(folder) and os.listdir(folder) and not is_own:
+            raise UserError("a new run needs an empty one; to continue: --resume_from_checkpoint true")
+    return checkpoint
 
 
 def parse(argv):
     """The command line -> (the script, its Args, TRL's config)."""
-    options = {"allow_abbrev": False, "exit_on_error": False}
-    parser = argparse.ArgumentParser(usage=__doc__, **options)
+    parser = Parser(usage=__doc__, add_help=False, allow_abbrev=False)
     parser.add_argument("--algorithm", choices=ALGORITHMS, default="grpo")
-    parser.add_argument("--per_device_train_batch_size", type=int, default=0)  # 0: a whole step
     choice, argv = parser.parse_known_args(argv)
     script = importlib.import_module(choice.algorithm)
 
-    parser = argparse.ArgumentParser(add_help=False, **options)
-    add_flags(parser, script.Args, {*USED, *inspect.signature(script.policy_loss).parameters})
-    given, argv = parser.parse_known_args(argv)
-    args = script.Args(**vars(given))
-
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    ours = to_trl(args, processes, choice.per_device_train_batch_size)
-    for word in argv:
-        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
-        if not word.startswith("--"):
-            continue
-        if name in ours or name.startswith(tuple(UNUSED)):
-            raise UserError(f"--{name} has no effect here: use the flags of {choice.algorithm}.py")
-        if name in fields_of(script.Args) - fields_of(GRPOConfig):
-            advice = INSTEAD.get(name, "TRL has nothing like it")
-            raise UserError(f"--{name} has no effect here: {advice}")
-    parser = HfArgumentParser(GRPOConfig, add_help=False, **options)
-    words = [*DEFAULTS, f"--output_dir=runs/trl-{choice.algorithm}", *argv]
-    words += [f"--{name}={value}" for name, value in ours.items()]
-    with one_line("TRL"):
-        config, rest = parser.parse_args_into_dataclasses(words, return_remaining_strings=True)
+    parser.add_argument("--help", action="help")
+    used = {*FLAGS, *inspect.signature(script.policy_loss).parameters}
+    add_flags(parser, script.Args, used)
+    for field in dataclasses.fields(GRPOConfig):
+        if field.name in TRL_FLAGS:
+            HfArgumentParser._parse_dataclass_field(parser, field)
+    parser.set_defaults(output_dir=f"runs/trl-{choice.algorithm}", save_total_limit=1)
+    parser.set_defaults(lr_scheduler_type="constant", per_device_train_batch_size=0)  # 0: a whole step
+    given, rest = parser.parse_known_args(argv)
     if rest:
-        raise UserError(f"unknown argument {rest[0]}")
-    return script, dataclasses.replace(args, device=str(config.device)), config
+        instead = "--output_dir, --resume_from_checkpoint, --use_cpu, --per_device_train_batch_size"
+        raise UserError(f"not used here: {' '.join(rest)}. TRL has {instead} and others: see --help")
+
+    values = vars(given)
+    args = script.Args(**{name: values[name] for name in used & values.keys()})
+    ours = to_trl(args, int(os.environ.get("WORLD_SIZE", 1)), given.per_device_train_batch_size)
+    folder = os.path.expanduser(given.output_dir)
+    values["resume_from_checkpoint"] = checkpoint_of(folder, given.resume_from_checkpoint)
+    with one_line("TRL"):
+        config = GRPOConfig(**{name: values[name] for name in TRL_FLAGS} | ours)
+    return script, dataclasses.replace(args, device=str(config.device), run_dir=folder), config
 
 
 def main(argv):
-    if importlib.metadata.version("trl") != TRL:
+    if __version__ != TRL:
         raise UserError(f"it overrides private methods of TRL {TRL}: pip install trl=={TRL}")
     script, args, config = parse(argv)
+    checkpoint = config.resume_from_checkpoint
+    if checkpoint:
+        with one_line(f"--resume_from_checkpoint {checkpoint} cannot be read"):
+            state = TrainerState.load_from_json(Path(checkpoint, "trainer_state.json"))
+            saved = state.stateful_callbacks["Progress"]["attributes"]
+        check_same(dataclasses.replace(args, run_dir=checkpoint), saved)
     grade = load_grader(args)
-    policy = load_policy(dataclasses.replace(args, dtype="float32"))  # TRL casts
+    plain = dataclasses.replace(args, dtype="float32", gradient_checkpointing=False)  # TRL does both
+    policy = load_policy(plain)
     if hasattr(script, "router_shift") and not policy.routers.has_softmax:
         raise UserError(f"--model {args.model} has no experts chosen by a softmax: use gmpo.py")
     stream, held_out = load_problems(args, policy, grade)
     is_moe = hasattr(policy.master.config.get_text_config(), "output_router_logits")
     config.router_aux_loss_coef = args.router_aux_coef if is_moe else 0.0
+    with one_line("TRL"):
+        trainer = PluggedTrainer(script, args, config, policy, stream, grade)
 
-    trainer = PluggedTrainer(script, args, config, policy, stream, grade)
-    folder = config.resume_from_checkpoint
-    if folder and list(Path(folder).glob("*.safetensors")):
+    if trainer.is_world_process_zero():
+        results = {"before": evaluate(policy, held_out, grade, args, sampled=True)}
+    if checkpoint:
+        stream.load_state_dict(saved)
+    if checkpoint and list(Path(checkpoint).glob("*.safetensors")):
         # Trainer skips an MoE's experts: in the file they are one by one, in the model they are fused.
-        saved = load_policy(dataclasses.replace(args, dtype="float32", model=folder))
-        policy.master.load_state_dict(saved.master.state_dict())
-    trainer.train(resume_from_checkpoint=folder)
+        policy.load_pretrained(checkpoint)
+    if args.iterations > 0:  # TRL takes 0 steps for "not set"
+        trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()  # complete, even if FSDP has sharded it
-    if trainer.accelerator.is_main_process:
-        trained = load_policy(dataclasses.replace(args, model=config.output_dir))
-        after = evaluate(trained, held_out, grade, args, sampled=True)
-        for way in ("greedy", "sampled"):
-            print(f"held-out problems, {way}: {after[way]}")
+    if trainer.is_world_process_zero():
+        trained = load_policy(dataclasses.replace(plain, model=config.output_dir))
+        results["after"] = evaluate(trained, held_out, grade, args, sampled=True)
+        print(results_text(results))
         print(f"trained in {config.world_size} processes: {config.output_dir}")
 
 
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except (UserError, argparse.ArgumentError) as error:
-        print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
-        sys.exit(2)
+    except UserError as error:
+        fail(f"{Path(__file__).name}: error: {error}", 2)

@@ -12,8 +12,7 @@
   beta   --kl_coef; pi_ref: the policy before training, or at the last reset (--ref_reset_every)
   k3_it  = x - log x - 1, x = pi_ref(o_it) / pi(o_it)
 
-Suffixes name axes: P prompts, G completions each, B rows, T response tokens, S prompt and response,
-L layers of an MoE, K active experts, 1 for a size-1 axis.
+Suffixes name axes: P prompts, G completions each, B rows, T response tokens, 1 for a size-1 axis.
 
 Parent: grpo.py. Differs only in:
   1. No std: an advantage is the reward minus the group's mean.
@@ -23,11 +22,11 @@ Parent: grpo.py. Differs only in:
      not its KL, and still counts.
 
 Not specified in the paper: eps and beta (here grpo.py's), and delta (here 0.05). If A varies within a
-completion, as with --rollout_correction, the mask reads the sign of its sum.
-The paper also replays the sampler's experts, here --routing_replay r3, and the sampler's top-p mask,
-which a sampler without top-p does not need.
+completion, the mask reads the sign of its sum. Here mu is pi_old, up to rounding.
+The paper also replays the sampler's experts, as mismatch.py does with --routing_replay r3, and the
+sampler's top-p mask, which a sampler without top-p does not need.
 
-Run:    python -m more.deepseek_v32 --rollout_dtype int4 --rollout_refresh_every 2
+Run:    python -m more.deepseek_v32
 Expect: like grpo.py, greedy held-out accuracy rises from 0.43 to at least 0.97.
 """
 
@@ -43,9 +42,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # run as a file, it finds
 from common import RunArgs, flag, launch
 from common import load_grader, load_policy, load_problems, Run
 from common import evaluate, sample
-from common import with_advantages
-from common import split_into_steps, old_policy, rollout_correction, token_logprobs
-from common import reference_logprobs
+from common import split_into_steps, token_logprobs
 
 
 @dataclass
@@ -136,7 +133,7 @@ def policy_loss(
     # PPO's pessimistic bound: the smaller of r A and clip(r) A
     objective_BT = torch.min(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
     # [3] M_i = 0 if A_i < 0 and mean_t log(mu / pi) > delta, else 1. The sign is that of the sum of A
-    # over the tokens, since a correction may give any one of them a weight of 0.
+    # over the tokens, since any one of them may have A = 0.
     log_w_BT = torch.where(mask_BT, logprobs_BT - sampler_logprobs_BT, 0).clamp(-20, 20)
     distance_B1 = -log_w_BT.sum(1, keepdim=True) / length_B1
     is_bad_B1 = torch.where(mask_BT, advantages_BT, 0).sum(1, keepdim=True) < 0
@@ -183,42 +180,38 @@ def main(args):
     for iteration in run.iterations():  # from 1
         # ---------------------------------------------------------------------------------- rollout
         prompts = problems.take(args.prompts_per_iteration)
-        sampler = policy.sampler(iteration)  # the policy, or a copy that may be stale or less precise
-        completions = sample(sampler, prompts, args.group_size, args, run.noise)
+        completions = sample(policy, prompts, args.group_size, args, run.noise)
         completions = grade(completions)
 
         # ------------------------------------------------------------------------------- advantages
         # a row of rewards for each prompt
         rewards_PG = torch.tensor([c.reward for c in completions]).view(-1, args.group_size)
-        completions = with_advantages(completions, compute_advantages(rewards_PG))
+        advantages_B1 = compute_advantages(rewards_PG).view(-1, 1).to(args.torch_device)
 
         # ------------------------------------------------------------------------------- old policy
-        # By default, old log-probs are computed as in the update, on the same micro-batches, so the
-        # ratio is exactly 1 in the first step.
+        # As in the update, on the same micro-batches, so the ratio is exactly 1 in the first step.
         steps = split_into_steps(completions, args.num_minibatches, args)
-        for micro in chain(*steps):
-            micro.old = old_policy(policy, micro, args)
-            if reference is not None:
-                micro.ref_logprobs_BT = reference_logprobs(reference, micro, args)
-            advantages = [[c.advantage] for c in micro.completions]
-            micro.advantages = torch.tensor(advantages, device=args.torch_device)
-            micro.correction_weights = rollout_correction(micro, args)
+        with torch.no_grad():
+            for micro in chain(*steps):
+                micro.old = token_logprobs(policy, micro, args.temperature, only_logprobs=True)
+                if reference is not None:
+                    micro.ref = token_logprobs(reference, micro, args.temperature, only_logprobs=True)
 
         # ----------------------------------------------------------------------------------- update
         for step in steps * args.update_epochs:
             num_sequences = sum(len(micro) for micro in step)
             for micro in step:
-                outputs = token_logprobs(policy, micro, args.temperature, replay=micro.old.replay_BSLK)
+                outputs = token_logprobs(policy, micro, args.temperature)
                 loss, stats = policy_loss(
                     outputs.logprobs_BT,
                     micro.old.logprobs_BT,
-                    micro.correction_weights * micro.advantages,  # weights are 1 by default
+                    advantages_B1[micro.rows_B],
                     micro.mask_BT,
                     clip_eps_low=args.clip_eps_low,
                     clip_eps_high=args.clip_eps_high,
                     offpolicy_mask=args.offpolicy_mask,
                     kl_coef=args.kl_coef,
-                    ref_logprobs_BT=micro.ref_logprobs_BT,
+                    ref_logprobs_BT=micro.ref.logprobs_BT,
                     sampler_logprobs_BT=micro.sampler_logprobs_BT,
                     num_sequences=num_sequences,
                 )

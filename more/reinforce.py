@@ -8,8 +8,7 @@
   b      the exponential mean of the rewards of earlier iterations, 0 before the first:
          after each one, b becomes d b + (1 - d) mean R; d: --baseline_decay
 
-Suffixes name axes: P prompts, G completions each, B rows, T response tokens, S prompt and response,
-L layers of an MoE, K active experts, 1 for a size-1 axis.
+Suffixes name axes: P prompts, G completions each, B rows, T response tokens, 1 for a size-1 axis.
 
 Parent: grpo.py. Differs only in:
   1. Running baseline: b, the same for all prompts; no group, no std. It is fixed before the rollout,
@@ -32,7 +31,6 @@ Expect: greedy held-out accuracy on sums of two numbers rises from 0.43 to at le
 
 import sys
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -42,8 +40,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # run as a file, it finds
 from common import RunArgs, flag, launch
 from common import load_grader, load_policy, load_problems, Run
 from common import evaluate, sample
-from common import with_advantages
-from common import split_into_steps, old_policy, rollout_correction, token_logprobs
+from common import split_into_steps, token_logprobs
 
 
 @dataclass
@@ -61,7 +58,6 @@ class Args(RunArgs):  # more flags: --help
 
     def check(self):
         self.check_range(0, 1, "baseline_decay")
-        self.check_unread("routing_replay", "none", "old_logprobs")  # there is no ratio
 
 
 def masked_mean(x, mask):
@@ -136,38 +132,30 @@ def main(args):
     for iteration in run.iterations():  # from 1
         # ---------------------------------------------------------------------------------- rollout
         prompts = problems.take(args.prompts_per_iteration)
-        sampler = policy.sampler(iteration)  # the policy, or a copy that may be stale or less precise
-        completions = sample(sampler, prompts, args.group_size, args, run.noise)
+        completions = sample(policy, prompts, args.group_size, args, run.noise)
         completions = grade(completions)
 
         # ------------------------------------------------------------------------------- advantages
         # a row of rewards for each prompt
         rewards_PG = torch.tensor([c.reward for c in completions]).view(-1, args.group_size)
         baseline = run.extra_state["baseline"]
-        completions = with_advantages(completions, compute_advantages(rewards_PG, baseline))
+        advantages_PG = compute_advantages(rewards_PG, baseline)
+        advantages_B1 = advantages_PG.view(-1, 1).to(args.torch_device)
         # [1] b becomes d b + (1 - d) mean R, for the next iteration
         baseline *= args.baseline_decay
         baseline += (1 - args.baseline_decay) * rewards_PG.mean().item()
         run.extra_state["baseline"] = baseline
 
-        # ------------------------------------------------------------------------------- old policy
-        # There is no ratio: a forward is needed only to correct for the sampler, or to replay experts.
-        steps = split_into_steps(completions, args.num_minibatches, args)
-        needs_old = args.rollout_correction != "none" or args.routing_replay != "none"
-        for micro in chain(*steps):
-            advantages = [[c.advantage] for c in micro.completions]
-            micro.advantages = torch.tensor(advantages, device=args.torch_device)
-            if needs_old:
-                micro.old = old_policy(policy, micro, args)
-                micro.correction_weights = rollout_correction(micro, args)
+        # no old policy: it takes a single step, whose ratio is 1
 
         # ----------------------------------------------------------------------------------- update
-        for micro in chain(*steps):  # a single step
-            outputs = token_logprobs(policy, micro, args.temperature, replay=micro.old.replay_BSLK)
+        (step,) = split_into_steps(completions, 1, args)
+        for micro in step:
+            outputs = token_logprobs(policy, micro, args.temperature)
             loss, stats = policy_loss(
                 outputs.logprobs_BT,
-                micro.old.logprobs_BT,
-                micro.correction_weights * micro.advantages,  # weights are 1 by default
+                None,  # on-policy
+                advantages_B1[micro.rows_B],
                 micro.mask_BT,
                 num_sequences=len(completions),
             )
@@ -185,7 +173,7 @@ def main(args):
         if run.is_due(args.eval_every):
             run.log_eval(evaluate(policy, held_out, grade, args, sampled=run.is_last))
         # [1] no groups
-        run.log(steps, completions, rewards_PG.view(-1, 1))  # logs, saves when due, stops on Ctrl-C
+        run.log([step], completions, rewards_PG.view(-1, 1))  # logs, saves when due, stops on Ctrl-C
     run.finish()  # prints held-out accuracy before and after, and some answers
 
 

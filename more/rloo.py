@@ -7,8 +7,7 @@
   A_i    = R_i - mean of the rewards of the other G - 1 completions of the same prompt
          = G / (G - 1) (R_i - mean of the rewards of all G); R_i: the reward of o_i
 
-Suffixes name axes: P prompts, G completions each, B rows, T response tokens, S prompt and response,
-L layers of an MoE, K active experts, 1 for a size-1 axis.
+Suffixes name axes: P prompts, G completions each, B rows, T response tokens, 1 for a size-1 axis.
 
 Parent: reinforce.py. Differs only in:
   1. Leave-one-out baseline: each completion is compared with the others of its prompt. Their rewards
@@ -30,7 +29,6 @@ Expect: greedy held-out accuracy on sums of two numbers rises from 0.43 to at le
 
 import sys
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -40,8 +38,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # run as a file, it finds
 from common import RunArgs, flag, launch
 from common import load_grader, load_policy, load_problems, Run
 from common import evaluate, sample
-from common import with_advantages
-from common import split_into_steps, old_policy, rollout_correction, token_logprobs
+from common import split_into_steps, token_logprobs
 
 
 @dataclass
@@ -57,7 +54,6 @@ class Args(RunArgs):  # more flags: --help
 
     def check(self):
         self.check_range(2, 1e6, "group_size")  # the rest of the group is the baseline
-        self.check_unread("routing_replay", "none", "old_logprobs")  # there is no ratio
 
 
 def masked_mean(x, mask):
@@ -138,33 +134,24 @@ def main(args):
     for iteration in run.iterations():  # from 1
         # ---------------------------------------------------------------------------------- rollout
         prompts = problems.take(args.prompts_per_iteration)
-        sampler = policy.sampler(iteration)  # the policy, or a copy that may be stale or less precise
-        completions = sample(sampler, prompts, args.group_size, args, run.noise)
+        completions = sample(policy, prompts, args.group_size, args, run.noise)
         completions = grade(completions)
 
         # ------------------------------------------------------------------------------- advantages
         # a row of rewards for each prompt
         rewards_PG = torch.tensor([c.reward for c in completions]).view(-1, args.group_size)
-        completions = with_advantages(completions, compute_advantages(rewards_PG))
+        advantages_B1 = compute_advantages(rewards_PG).view(-1, 1).to(args.torch_device)
 
-        # ------------------------------------------------------------------------------- old policy
-        # There is no ratio: a forward is needed only to correct for the sampler, or to replay experts.
-        steps = split_into_steps(completions, args.num_minibatches, args)
-        needs_old = args.rollout_correction != "none" or args.routing_replay != "none"
-        for micro in chain(*steps):
-            advantages = [[c.advantage] for c in micro.completions]
-            micro.advantages = torch.tensor(advantages, device=args.torch_device)
-            if needs_old:
-                micro.old = old_policy(policy, micro, args)
-                micro.correction_weights = rollout_correction(micro, args)
+        # no old policy: it takes a single step, whose ratio is 1
 
         # ----------------------------------------------------------------------------------- update
-        for micro in chain(*steps):  # a single step
-            outputs = token_logprobs(policy, micro, args.temperature, replay=micro.old.replay_BSLK)
+        (step,) = split_into_steps(completions, 1, args)
+        for micro in step:
+            outputs = token_logprobs(policy, micro, args.temperature)
             loss, stats = policy_loss(
                 outputs.logprobs_BT,
-                micro.old.logprobs_BT,
-                micro.correction_weights * micro.advantages,  # weights are 1 by default
+                None,  # on-policy
+                advantages_B1[micro.rows_B],
                 micro.mask_BT,
                 num_sequences=len(completions),
             )
@@ -181,7 +168,7 @@ def main(args):
         # -------------------------------------------------------------------------------------- log
         if run.is_due(args.eval_every):
             run.log_eval(evaluate(policy, held_out, grade, args, sampled=run.is_last))
-        run.log(steps, completions, rewards_PG)  # logs, saves when due, stops on Ctrl-C
+        run.log([step], completions, rewards_PG)  # logs, saves when due, stops on Ctrl-C
     run.finish()  # prints held-out accuracy before and after, and some answers
 
 

@@ -1,16 +1,16 @@
 """The flags that all scripts share, the ranges of their values, and the launch of a script."""
 
 import argparse
-import contextlib
+import importlib.util
 import io
 import json
 import os
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Literal, Union, get_args, get_origin, get_type_hints
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import torch
 import transformers
@@ -32,16 +32,9 @@ class RunArgs:
     # model
     model: str = flag("tiny-moe", "tiny-moe, or a folder or hub id of a causal LM")
     # data and reward
-    dataset: str = flag("addition", "addition, a file (.jsonl, .csv, ...), a folder, or a hub id")
-    dataset_config: str = flag("", "config of a hub dataset, if it has several")
-    dataset_split: str = flag("train", "split of a folder or hub dataset")
-    prompt_column: str = flag("question", "column with the prompts: text or chat messages")
-    answer_column: str = flag("answer", "column with the gold answers, or a path such as extra.gold")
+    dataset: str | Callable = flag("addition", "addition, a .jsonl file, or FILE.py:FUNCTION")
+    eval_dataset: str | Callable = flag("", "the same for the held-out problems [part of the dataset]")
     chat_template_kwargs: dict | None = flag(None, 'JSON for the template: {"enable_thinking": false}')
-    system_prompt: str = flag("", "system message before each prompt; replaces the dataset's")
-    instruction: str = flag("", "text to add after each prompt, on a new line")
-    eval_dataset: str = flag("", "like dataset, but for the held-out problems [part of the dataset]")
-    eval_split: str = flag("test", "split of the eval dataset")
     num_held_out: int = flag(256, "problems held out for evaluation")
     reward: str | Callable = flag("", "FILE.py:FUNCTION that replaces the verifier")
     # precision and memory
@@ -55,21 +48,6 @@ class RunArgs:
         0, "completions sampled at a time [0: as many as 131,072 tokens of prompt and answer allow]"
     )
     gradient_checkpointing: bool = flag(False, "trade time for memory")
-    # sampler
-    rollout_dtype: Literal["same", "float32", "bfloat16", "int4"] = flag(
-        "same", "precision of the model that samples"
-    )
-    rollout_refresh_every: int = flag(1, "refresh the sampler's weights every n iterations")
-    old_logprobs: Literal["trainer", "sampler"] = flag("trainer", "where old log-probs come from")
-    rollout_correction: Literal[
-        "none", "token_tis", "sequence_tis", "sequence_mis", "geo_mask", "geo_filter", "icepop"
-    ] = flag("none", "importance weights that correct for sampler/trainer mismatch")
-    rollout_cap: float = flag(2.0, "cap on the correction weights (unused by icepop and geo_filter)")
-    rollout_mask_low: float = flag(0.95, "geo_mask, geo_filter: lowest mean ratio that is kept")
-    rollout_mask_high: float = flag(1.05, "geo_mask, geo_filter: highest mean ratio that is kept")
-    routing_replay: Literal["none", "r2", "r3"] = flag(
-        "none", "replay MoE routing in the update: r2 from the old policy, r3 from the sampler"
-    )
     # run
     seed: int = flag(1, "seed for prompt order and sampling")
     device: str = flag("", "cpu, cuda or mps [cuda if available, else cpu, on a Mac too]")
@@ -84,11 +62,6 @@ class RunArgs:
     update_epochs = 1
     num_minibatches = 1
     ref_reset_every = 0
-
-    def __init_subclass__(cls):
-        # Under `from __future__ import annotations` types are text.
-        hints = get_type_hints(cls)
-        cls.__annotations__ = {name: hints[name] for name in cls.__annotations__}
 
     def __post_init__(self):
         check_flags(self)
@@ -106,10 +79,10 @@ class RunArgs:
     def check_unread(self, other, values, *names):
         """UserError if one of these flags is given although it is not read: the flag `other` has one of
         these values."""
-        value = str(getattr(self, other, ""))
+        value = getattr(self, other, None)  # None: this script has no such flag
         for name in names:
             is_given = getattr(self, name) != getattr(type(self), name)
-            if is_given and value in values.split():
+            if is_given and value in values:
                 raise UserError(f"--{name} has no effect if --{other} is {value}")
 
     @property
@@ -139,24 +112,27 @@ class RunArgs:
         return Path(self.run_dir or f"runs/{self.script}-seed{self.seed}").absolute()
 
     def settings(self):
-        """The script and all fields, as JSON has them. A function made in Python is module:name."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        if callable(self.reward):
-            name = getattr(self.reward, "__qualname__", type(self.reward).__name__)
-            values["reward"] = f"{self.reward.__module__}:{name}"
-        return json.loads(json.dumps({"script": self.script, **values}, default=str))
+        """The script and all flags, as JSON has them. A function made in Python is module:name. A
+        dataset's file has its whole path, so that a run can be resumed from any folder."""
+        values = {f.name: getattr(self, f.name) for f in flags_of(self)}
+        for name in ("dataset", "eval_dataset", "reward"):
+            value = values[name]
+            if callable(value):
+                function = getattr(value, "__qualname__", type(value).__name__)
+                values[name] = f"{value.__module__}:{function}"
+            elif name != "reward" and value not in ("", "addition"):
+                values[name] = str(Path(value).absolute())
+        return json.loads(json.dumps({"script": self.script, **values}))
 
     def saved_settings(self):
-        """What is in the settings.json of `--run_dir`; {} if there is none. UserError if a flag is
-        missing, or has a value of the wrong type."""
+        """What is in the settings.json of `--run_dir`; {} if there is none."""
         path = self.folder / "settings.json"
         if not os.path.lexists(path):
             return {}
         with one_line(f"{path} does not hold a run's settings"):
             saved = json_object(path.read_text())
-            if saved["script"] == self.script:
-                for f in flags_of(self):
-                    typed(f, saved[f.name])
+            if "script" not in saved:
+                raise UserError("it names no script")
             return saved
 
 
@@ -166,104 +142,89 @@ class RunArgs:
 # nonnegative; a script's check() may be stricter.
 RANGES = [
     (1, 1e6, "prompts_per_iteration group_size max_new_tokens update_epochs num_minibatches"),
-    (1, 1e9, "num_held_out rollout_mask_high rollout_refresh_every"),
+    (1, 1e9, "num_held_out"),
     (1, 1000, "eval_samples"),
     (0, 999_999, "iterations"),  # a checkpoint's name has six digits
-    (1e-9, 1e9, "temperature lr critic_lr max_grad_norm rollout_cap"),
-    (0, 1, "rollout_mask_low"),
+    (1e-9, 1e9, "temperature lr critic_lr max_grad_norm"),
 ]
 # (a flag, some of its values, the flags that are not read then); a script's check() may add some.
 UNREAD = [
-    ("old_logprobs", "sampler", "rollout_correction"),
-    ("rollout_correction", "none geo_filter icepop", "rollout_cap"),
-    (
-        "rollout_correction",
-        "none token_tis sequence_tis sequence_mis icepop",
-        "rollout_mask_low rollout_mask_high",
-    ),
-    ("kl_coef", "0.0", "ref_reset_every"),
+    ("kl_coef", [0], "ref_reset_every"),
 ]
 
 
-FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
-
-
-def has_splits(dataset):
-    if dataset in ("", "addition") or Path(dataset).suffix.lower() in FILES:
-        return False
-    return not Path(dataset, "state.json").exists()  # written by save_to_disk
-
-
-def allowed_in(f):
-    """What a field may be, by its annotation: types, or choices."""
-    has_several = get_origin(f.type) in (Literal, Union, UnionType)
-    return get_args(f.type) if has_several else (f.type,)
-
-
-def kind_of(f):
-    """The type of a flag on the command line, or None: a subclass may have fields that are no flags,
-    such as a list. They are left alone."""
-    allowed = allowed_in(f)
-    has_choices = get_origin(f.type) is Literal
-    kinds = {type(choice) for choice in allowed} if has_choices else {*allowed}
-    kinds -= {Callable, NoneType}
-    is_flag = "help" in f.metadata and len(kinds) == 1 and kinds <= {str, int, float, bool, dict}
-    return kinds.pop() if is_flag else None
-
-
 def flags_of(args):
-    """The fields of an `Args` that are flags."""
-    return [f for f in fields(args) if kind_of(f) is not None]
+    """The fields of an `Args` that are flags. A subclass may have others, which are its own affair."""
+    return [f for f in fields(args) if "help" in f.metadata]
 
 
-def typed(f, value):
-    """The value of a flag, as its type. UserError if that would change it: 4.0 is an int; 2.5, "4" and
-    NaN are not. True is not taken for a number."""
-    allowed = allowed_in(f)
-    if (Callable in allowed and callable(value)) or (NoneType in allowed and value is None):
-        return value
-    kind = kind_of(f)
-    found = value
-    with contextlib.suppress(Exception):  # such as int([7])
-        if isinstance(value, os.PathLike):
-            value = os.fspath(value)
-        if hasattr(value, "tolist"):  # numpy's and torch's
-            value = value.tolist()
-        if kind is dict:
-            value = json.loads(json.dumps(value))
-        is_bool = isinstance(value, bool) and kind is not bool
-        is_choice = value in allowed if get_origin(f.type) is Literal else True
-        if kind(value) == value and is_choice and not is_bool:
-            return kind(value)
-    names = " or ".join(getattr(x, "__name__", str(x)) for x in allowed if x is not NoneType)
-    raise UserError(f"--{f.name} must be {names}, not {found!r:.100}")
+def kind_of(hint):
+    """(type, choices) of a flag with this annotation: (dict, ()) for `dict | None`."""
+    options = get_args(hint) or (hint,)
+    if get_origin(hint) is Literal:
+        return type(options[0]), options
+    return options[0], ()
+
+
+def plain(value):
+    """numpy's and torch's numbers as Python's, and a path as text, as settings.json has them."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def check_flags(args):
     """UserError if a flag has an invalid value, or flags contradict each other."""
+    hints = get_type_hints(type(args))
     for f in flags_of(args):
-        setattr(args, f.name, typed(f, getattr(args, f.name)))
+        value = plain(getattr(args, f.name))
+        setattr(args, f.name, value)
+        _, choices = kind_of(hints[f.name])
+        if choices and value not in choices:
+            raise UserError(f"--{f.name} must be {' or '.join(map(str, choices))}, not {value}")
     for low, high, names in RANGES:
         args.check_range(low, high, *[name for name in names.split() if hasattr(args, name)])
-    args.check_range(0, 1e9, *[f.name for f in flags_of(args) if f.type in (int, float)])
+    args.check_range(0, 1e9, *[f.name for f in flags_of(args) if type(f.default) in (int, float)])
     args.check()
     for other, values, names in UNREAD:
         args.check_unread(other, values, *names.split())
     completions = args.prompts_per_iteration * args.group_size
     if completions % args.num_minibatches > 0:
         raise UserError(f"--num_minibatches does not divide {completions} completions into equal parts")
-    if args.old_logprobs == "sampler" and args.routing_replay == "r2":
-        raise UserError("--old_logprobs sampler skips the forward pass that r2 takes experts from")
-    for name in ("model", "dataset", "eval_dataset"):
-        path = getattr(args, name)
-        with one_line(f"--{name} {path:.100} cannot be used"):
-            Path(path, "config.json").exists()  # fails if its name is too long, or it may not be read
-    for name, dataset in (("dataset_split", args.dataset), ("eval_split", args.eval_dataset)):
-        if getattr(args, name) != getattr(RunArgs, name) and not has_splits(dataset):
-            raise UserError(f"--{name} is for a folder or hub id, and there is none that it applies to")
+    with one_line(f"--model {args.model!s:.100} cannot be used"):
+        Path(args.model, "config.json").exists()  # fails if its name is too long, or it may not be read
     if args.device:
         with one_line(f"--device {args.device} is not available"):
             torch.zeros(1, device=args.device).item()  # fails on meta, which cannot compute
+
+
+# ---------------------------------------------------------------------------------------- functions
+
+imported = {}  # {path: module}, of the current run: `load_grader` empties it
+
+
+def import_function(value):
+    """FILE.py:FUNCTION -> the function. The file is a module under its own name, so that a pool's
+    processes can import it too. A run imports a file once. The next run does it again, compiled from
+    the source: reloaded, it would keep what the file no longer has."""
+    file, _, name = value.rpartition(":")
+    if not file:
+        raise UserError("it names no function")
+    path = Path(file).absolute()
+    if not path.exists():
+        raise UserError(f"there is no file {path}; if it was a function made in Python, pass it again")
+    if path not in imported:
+        sys.path.append(str(path.parent))
+        importlib.invalidate_caches()  # the file may be new
+        spec = importlib.util.find_spec(path.stem)
+        found = spec and spec.origin
+        if not found or Path(found).resolve() != path.resolve():
+            raise ImportError(f"rename {path.name}: `import {path.stem}` finds {found}")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[path.stem] = module
+        exec(compile(path.read_bytes(), path, "exec"), module.__dict__)
+        imported[path] = module
+    return getattr(imported[path], name)
 
 
 # ------------------------------------------------------------------------------------- command line
@@ -283,19 +244,20 @@ def json_object(text):
 def add_flags(parser, args_class, names=None):
     """Adds the flags of an `Args` (all, or those with these names) to a parser, the script's own first.
     What the parser returns has only the flags that were given."""
+    hints = get_type_hints(args_class)
     shared = {f.name for f in fields(RunArgs)}
     for f in sorted(flags_of(args_class), key=lambda f: f.name in shared):
         if names is not None and f.name not in names:
             continue
-        kind = kind_of(f)
+        kind, choices = kind_of(hints[f.name])
         help = f.metadata["help"].replace("%", "%%")
         options = {"type": json_object if kind is dict else kind, "metavar": "X"}
         if kind is bool:
             options = {"action": argparse.BooleanOptionalAction}
-        elif get_origin(f.type) is Literal:
-            options["choices"] = allowed_in(f)
-            help += f" ({', '.join(map(str, options['choices']))})"
-        if f.default not in ("", False, None):
+        elif choices:
+            options["choices"] = choices
+            help += f" ({', '.join(map(str, choices))})"
+        if f.default not in ("", None) and f.default is not False:
             help += f" (default: {f.default})"
         parser.add_argument(f"--{f.name}", help=help, default=argparse.SUPPRESS, **options)
 
@@ -340,30 +302,56 @@ def advise(args):
         print(f"note: {message}", file=sys.stderr)
 
 
-def launch(main, args_class):
-    """Calls `main` with the command line as `args_class`. A UserError ends the program with one line on
-    stderr and exit code 2; anything else is a bug and shows its traceback."""
-    for stream in (sys.stdout, sys.stderr):
+class Messages:
+    """A standard stream that never ends a run: what cannot be written is dropped. Ctrl-C, for example,
+    also ends the tee that reads it, and a disk may be full."""
+
+    def __init__(self, stream):
+        # None if it is closed, as by >&-
+        self.stream = stream or open(os.devnull, "w")  # noqa: SIM115
         if isinstance(stream, io.TextIOWrapper):
             # Some encodings lack characters. A file should show each line at once.
             stream.reconfigure(errors="backslashreplace", line_buffering=True)
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text):
+        self.attempt(self.stream.write, text)
+
+    def flush(self):
+        self.attempt(self.stream.flush)
+
+    def attempt(self, action, *args):
+        try:
+            action(*args)
+        except (OSError, RuntimeError):  # RuntimeError: a signal's handler, in the middle of a write
+            # What is still buffered goes there, too. Python would fail to write it when it ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+
+
+def launch(main, args_class):
+    """Calls `main` with the command line as `args_class`. A UserError ends the program with one line on
+    stderr and exit code 2; anything else is a bug and shows its traceback."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    try:
-        args = parse_args(args_class, sys.argv[1:])
-        check_folder(args)  # before any work is done; Run checks it again
-        advise(args)
-        main(args)
-    except KeyboardInterrupt:  # during an iteration: see Run.on_signal
-        fail("stopped", 130)
-    except UserError as error:
-        fail(f"{Path(sys.argv[0]).name}: error: {' '.join(str(error).split())}", 2)
-    except Exception as error:
-        # The CPU allocator has no exception class of its own.
-        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-            flags = "--gradient_checkpointing, --micro_batch_tokens, --rollout_batch_size, --dtype"
-            fail(f"{Path(sys.argv[0]).name}: error: out of memory; these flags can help: {flags}", 2)
-        raise
+    script = Path(sys.argv[0]).name
+    with redirect_stdout(Messages(sys.stdout)), redirect_stderr(Messages(sys.stderr)):
+        try:
+            args = parse_args(args_class, sys.argv[1:])
+            check_folder(args)  # before any work is done; Run checks it again
+            advise(args)
+            main(args)
+        except KeyboardInterrupt:  # during an iteration: see Run.on_signal
+            fail("stopped", 130)
+        except UserError as error:
+            fail(f"{script}: error: {' '.join(str(error).split())}", 2)
+        except Exception as error:
+            # The CPU allocator has no exception class of its own.
+            if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+                flags = "--gradient_checkpointing, --micro_batch_tokens, --rollout_batch_size, --dtype"
+                fail(f"{script}: error: out of memory; these flags can help: {flags}", 2)
+            raise
 
 
 def fail(line, code):

@@ -9,8 +9,6 @@ import transformers
 from torch.nn.utils.rnn import pad_sequence
 from transformers.cache_utils import DynamicLayer
 
-from plumbing.routing import Routing
-
 STRETCH = (64, 256)  # fewest and most tokens that are decoded with one CUDA graph
 LITTLE_MEMORY = 2**31  # free bytes
 
@@ -21,11 +19,11 @@ def pad_left(rows, device):
     return pad_sequence(tensors, batch_first=True, padding_side="left").to(device)
 
 
-def new_decoder(policy, max_new_tokens, record_experts):
+def new_decoder(policy, max_new_tokens):
     """A `Decoder` for one batch of prompts."""
     if policy.graphs is None:
-        return Decoder(policy, record_experts)
-    return StretchDecoder(policy, record_experts, policy.graphs, max_new_tokens, STRETCH)
+        return Decoder(policy)
+    return StretchDecoder(policy, policy.graphs, max_new_tokens, STRETCH)
 
 
 class Decoder:
@@ -34,15 +32,10 @@ class Decoder:
 
     can_drop = True  # whether rows may be dropped now
 
-    def __init__(self, policy, record_experts):
+    def __init__(self, policy):
         self.policy = policy
         self.device = policy.model.device
-        self.record_experts = record_experts
         self.cache = None
-        self.experts = None  # that the last forward used, (tokens, L, K)
-        # (rows, experts) of each step. The first pair is different: for each completion the number of
-        # its prompt, and the experts of the prompts.
-        self.noted = []
         self.num_tokens = 0  # per row, with logits so far
 
     @property
@@ -63,8 +56,7 @@ class Decoder:
         positions_PS = (self.attention.cumsum(1) - 1).clamp(min=0)
         logits_PV = self.forward(tokens_PS, self.attention, positions_PS)
         self.positions = positions_PS[:, -1:] + 1  # of each row's next token
-        self.rows = copies  # whose experts these are
-        self.note_experts()
+        self.rows = torch.arange(len(numbers), device=self.device)  # prompts, which `keep` copies
         self.num_tokens = 1
         self.keep(copies)
         self.rows = torch.arange(len(copies), device=self.device)
@@ -73,24 +65,19 @@ class Decoder:
     def __call__(self, token_R1):
         self.attention = F.pad(self.attention, (0, 1), value=1)
         logits_RV = self.forward(token_R1, self.attention, self.positions)
-        self.note_experts()
         self.positions = self.positions + 1
         self.num_tokens += 1
         return logits_RV
 
     def forward(self, tokens, attention, positions):
-        recorder = Routing(self.policy.routers) if self.record_experts else contextlib.nullcontext()
-        with recorder as routing:
-            output = self.policy.model(
-                tokens,
-                attention_mask=attention,
-                position_ids=positions,
-                logits_to_keep=1,
-                use_cache=True,
-                **{self.policy.cache_name: self.cache},
-            )
-        if self.record_experts:
-            self.experts = routing.choices()
+        output = self.policy.model(
+            tokens,
+            attention_mask=attention,
+            position_ids=positions,
+            logits_to_keep=1,
+            use_cache=True,
+            **{self.policy.cache_name: self.cache},
+        )
         self.cache = getattr(output, self.policy.cache_name, None)  # Mamba's is a different kind
         if type(self.cache) is not transformers.DynamicCache:
             raise TypeError("it has no cache that allows rows to be copied and removed")
@@ -116,33 +103,6 @@ class Decoder:
         self.positions = self.positions[kept]
         self.rows = self.rows[kept]
 
-    def note_experts(self):
-        if self.record_experts:
-            self.noted.append((self.rows, self.experts.clone()))
-
-    def with_experts(self, completions):
-        """The completions with the experts that they used, if these were recorded. A completion's last
-        token has none, -1, since nothing was sampled after it."""
-        if not self.record_experts:
-            return completions
-        rows, of_prompts = self.noted[0]
-        L, K = of_prompts.shape[1:]
-        of_prompts = of_prompts.view(int(rows.max()) + 1, -1, L, K)  # padded on the left
-        width = of_prompts.shape[1]
-        table = of_prompts.new_full((len(completions), width + len(self.noted), L, K), -1)
-        table[:, :width] = of_prompts[rows]
-        for step, (rows, experts) in enumerate(self.noted[1:]):
-            table[rows, width + step] = experts
-        table = table.cpu()
-        results = []
-        for i, c in enumerate(completions):
-            end = width + len(c.ids)
-            table[i, end - 1] = -1
-            # A copy, since a view would keep the whole table in memory.
-            used = table[i, width - len(c.problem.prompt_ids) : end].clone()
-            results.append(c._replace(experts=used))
-        return results
-
 
 # --------------------------------------------------------------------------------------- CUDA graphs
 
@@ -153,8 +113,8 @@ class StretchDecoder(Decoder):
     cache gets spare columns for a stretch of tokens, all of which use the same graph. Rows are dropped
     between stretches."""
 
-    def __init__(self, policy, record_experts, graphs, max_new_tokens, stretch):
-        super().__init__(policy, record_experts)
+    def __init__(self, policy, graphs, max_new_tokens, stretch):
+        super().__init__(policy)
         self.graphs = graphs
         self.num_left = max_new_tokens - 1  # tokens that go through the model after the prompts
         self.stretch = stretch
@@ -200,7 +160,6 @@ class StretchDecoder(Decoder):
             if self.replay is None:
                 self.replay = self.graphs.capture(self.step)
             self.replay()
-        self.note_experts()
         self.num_spare -= 1
         self.num_tokens += 1
         return self.logits_RV
@@ -314,9 +273,8 @@ def graphs_for(policy, prompts, max_new_tokens):
 def check_stretches(policy, prompts, graphs):
     """Compares a `StretchDecoder` with a `Decoder`, both given the same tokens, in two stretches with
     fewer rows in the second one. An exception if they differ."""
-    record_experts = policy.routers.num_experts > 0
-    growing = Decoder(policy, record_experts)
-    fixed = StretchDecoder(policy, record_experts, graphs, 1 + NUM_CHECKED, stretch=(3, 3))
+    growing = Decoder(policy)
+    fixed = StretchDecoder(policy, graphs, 1 + NUM_CHECKED, stretch=(3, 3))
     logits_RV = growing.prefill(prompts)
     fixed.prefill(prompts)
     if policy.model.config._attn_implementation != "sdpa":
@@ -340,7 +298,3 @@ def check_stretches(policy, prompts, graphs):
         gap = difference_RV.abs().sum(-1).max().item() / 2
         if not gap < (1e-3 if is_exact else 0.2):  # a NaN fails this too
             raise ValueError(f"its distributions differ by {gap:.2g} from those with a growing cache")
-        if record_experts:
-            share = (fixed.experts == growing.experts).float().mean().item()
-            if share < (1 if is_exact else 0.9):
-                raise ValueError(f"its routers choose different experts, {share:.0%} are the same")

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import shutil
-from itertools import pairwise
+from pathlib import Path
 
 import torch
 from filelock import FileLock, Timeout
@@ -29,8 +29,11 @@ def checkpoints_in(folder):
 def check_same(args, saved):
     """UserError if the flags differ from the saved settings of the run to be resumed."""
     for name, value in args.settings().items():
-        if name not in MAY_CHANGE and saved.get(name) != value:
-            raise UserError(f"--resume: {args.folder} has {name} {saved.get(name)}, not {value}")
+        found = saved.get(name)
+        if name == "reward" and Path(value).name == Path(str(found)).name:
+            continue  # its file may have moved, and it may change: load_grader tells that
+        if name not in MAY_CHANGE and found != value:
+            raise UserError(f"--resume: {args.folder} has {name} {found}, not {value}")
 
 
 def check_folder(args):
@@ -62,7 +65,7 @@ def check_hashes(args, saved, hashes):
     """UserError if the run to be resumed had different problems or a different model."""
     if saved and saved.get("problems_hash") != hashes["problems_hash"]:
         message = "have different prompts or gold answers than when the run started"
-        raise UserError(f"--resume: --dataset {args.dataset} or --eval_dataset {message}")
+        raise UserError(f"--resume: --dataset or --eval_dataset {message}")
     if saved and saved.get("model_hash") != hashes["model_hash"]:  # the reference is loaded from it
         message = "has different weights than when the run started, or an older version started it"
         advice = "(settings.json names its commit, which can resume it)"
@@ -86,38 +89,6 @@ def lock_folder(args, hashes):
     saved = check_folder(args)  # again, since another run may have come and gone before the lock
     check_hashes(args, saved, hashes)
     return lock, saved
-
-
-def check_space(args, first, full):
-    """UserError if the disk cannot hold a run's checkpoints at their peak: one is removed only when the
-    next is complete. first, full: bytes of checkpoint 0 and of later ones, which have the optimizer's
-    moments."""
-    folder = args.folder
-    checkpoints = checkpoints_in(folder)
-    replaced = [folder / "checkpoint.tmp"]  # if it is there, it is removed first
-    if args.resume and checkpoints:
-        done = int(checkpoints[-1].name[-6:])
-        sizes = [bytes_in(checkpoints[-1])]
-    else:
-        done = 0
-        sizes = [0, first]
-        replaced += checkpoints  # of a run that logged nothing
-    every = args.save_every or args.iterations
-    due = {i for i in range(done + 1, args.iterations) if i % every == 0}
-    if done < args.iterations:
-        due.add(args.iterations)
-    sizes += [full for _ in due]
-    needed = max(map(sum, pairwise(sizes)), default=0) - sizes[0]  # the first one is there
-    with one_line(f"--run_dir {folder} cannot be used"):
-        existing = next(path for path in (folder, *folder.parents) if path.exists())
-        free = shutil.disk_usage(existing).free + sum(map(bytes_in, replaced))
-    if free < needed:
-        message = f"has {free / 1e9:.3g} GB of free space, and checkpoints need {needed / 1e9:.3g} GB"
-        raise UserError(f"--run_dir {folder} {message} at their peak")
-
-
-def bytes_in(folder):
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def write_settings(folder, settings, is_resumed):

@@ -9,21 +9,21 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from plumbing.routing import routing_contexts
 
 
-def similar_lengths(completions, max_tokens):
-    """Splits completions into batches of similar length, so that little is padding. A batch has at most
-    `max_tokens` tokens, padding included, or one completion."""
+def similar_lengths(completions, rows, max_tokens):
+    """Splits some rows of the completions into batches of similar length, so that little is padding:
+    [[row]]. A batch has at most `max_tokens` tokens, padding included, or one completion."""
 
-    def total_length(c):
-        return len(c.problem.prompt_ids) + len(c.ids)
+    def total_length(row):
+        return len(completions[row].problem.prompt_ids) + len(completions[row].ids)
 
     batches = []
     current = []
-    for c in sorted(completions, key=total_length):
-        num_tokens = (len(current) + 1) * total_length(c)  # this is the longest one so far
+    for row in sorted(rows, key=total_length):
+        num_tokens = (len(current) + 1) * total_length(row)  # this is the longest one so far
         if num_tokens > max_tokens and current:
             batches.append(current)
             current = []
-        current.append(c)
+        current.append(row)
     return [*batches, current]
 
 

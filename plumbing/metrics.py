@@ -6,8 +6,6 @@ from contextlib import contextmanager
 
 import torch
 
-from plumbing.routing import active_experts
-
 
 class Clock:
     """Times the phases of an iteration, and shows them on the progress bar."""
@@ -68,10 +66,9 @@ def summarize(reports):
 
 
 @torch.no_grad()
-def policy_stats(outputs, micro, ratio_is_one):
+def policy_stats(outputs, micro, is_first_step):
     """{name: scalar} for a micro-batch: the entropy, and how far the policy is from the old one, if
-    that is known. ratio_is_one: in an iteration's first step, if old log-probs are the training
-    forward's."""
+    that is known."""
     mask_BT = micro.mask_BT
     stats = {"entropy": mean_over([outputs.entropy_BT], [mask_BT])}
     if micro.old.logprobs_BT is None:
@@ -79,19 +76,19 @@ def policy_stats(outputs, micro, ratio_is_one):
     logratio_BT = outputs.logprobs_BT - micro.old.logprobs_BT
     logratio_B = torch.where(mask_BT, logratio_BT, 0).sum(1) / mask_BT.sum(1).clamp(min=1)
     stats["sequence_ratio_max"] = torch.where(mask_BT.any(1), logratio_B, -math.inf).max().exp()
-    if ratio_is_one:
+    if is_first_step:
         stats["first_step_ratio_error_max"] = torch.where(mask_BT, logratio_BT.expm1(), 0).abs().max()
     return stats
 
 
 @torch.no_grad()
 def router_stats(outputs, micro, num_experts):
-    """Statistics of the routers' own choices (not of replayed ones) for response tokens; {} for a dense
-    model. load_max: the largest fraction of a layer's choices that goes to one expert.
-    expert_flip_frac, if the old policy's experts are known: the fraction of (token, layer) pairs for
-    which the routers now choose different experts."""
+    """Statistics of the routers' choices for response tokens; {} for a dense model. load_max: the
+    largest fraction of a layer's choices that goes to one expert. expert_flip_frac, if the old policy's
+    experts are known: the fraction of (token, layer) pairs for which the routers now choose different
+    experts."""
     mask_BT = micro.mask_BT
-    own_BTLK = outputs.routers.experts_BTLK
+    own_BTLK = outputs.experts_BTLK
     if own_BTLK is None:
         return {}
     L, K = own_BTLK.shape[2:]
@@ -101,7 +98,7 @@ def router_stats(outputs, micro, num_experts):
     counts = torch.zeros(L * num_experts, dtype=torch.long, device=mask_BT.device)
     counts.index_add_(0, expert_BTLK.flatten(), is_counted_BTLK.flatten())
     stats = {"moe/load_max": counts.max() / (K * mask_BT.sum()).clamp(min=1)}
-    old_BTLK = micro.old.routers.experts_BTLK
+    old_BTLK = micro.old.experts_BTLK
     if old_BTLK is not None:
         flips_BTL = (own_BTLK != old_BTLK).any(-1)
         stats["moe/expert_flip_frac"] = mean_over([flips_BTL.float().mean(-1)], [mask_BT])
@@ -117,39 +114,17 @@ def mean_over(tensors, masks):
 
 
 @torch.no_grad()
-def correction_stats(batches, args):
-    """{name: scalar}: how far the sampler is from the training forward, and statistics of the weights
-    that correct for it, over tokens or, if a completion has one weight, over completions.
-    sampler_flip_frac: the fraction of (response token, layer) pairs where the sampler's experts differ
-    from those that the old policy's routers choose in the training forward, which replays the sampler's
-    experts in earlier layers. weight_effective_size: (sum w)^2 / (n sum w^2), the fraction of n samples
-    that, weighted equally, would have the same variance."""
-    stats = {}
-    masks = [batch.mask_BT for batch in batches]
-    if args.old_logprobs == "trainer" and batches[0].old.logprobs_BT is not None:
-        kls = []
-        for batch in batches:
-            logratio_BT = batch.old.logprobs_BT - batch.sampler_logprobs_BT
-            # r - 1 - log r, whose mean estimates KL(mu || pi_old); near 0, exp(x) - 1 would be noise
-            kls.append(logratio_BT.expm1() - logratio_BT)
-        stats["sampler_kl"] = mean_over(kls, masks)
-        if args.routing_replay == "r3":
-            flips = []
-            for batch in batches:
-                flips_BTL = (active_experts(batch) != batch.old.routers.experts_BTLK).any(-1)
-                flips.append(flips_BTL.float().mean(-1))
-            stats["moe/sampler_flip_frac"] = mean_over(flips, masks)
-    if args.rollout_correction != "none":
-        weights = [batch.correction_weights for batch in batches]
-        stats["weight_zero_frac"] = mean_over([(w == 0).float() for w in weights], masks)
-        is_per_token = all(w.shape == mask.shape for w, mask in zip(weights, masks, strict=True))
-        if not is_per_token:
-            masks = [mask_BT.any(1, keepdim=True) for mask_BT in masks]
-        stats["weight_mean"] = mean_over(weights, masks)
-        stats["weight_cap_frac"] = mean_over([(w == args.rollout_cap).float() for w in weights], masks)
-        mean_square = mean_over([w**2 for w in weights], masks)
-        stats["weight_effective_size"] = stats["weight_mean"] ** 2 / mean_square.clamp(min=1e-20)
-    return stats
+def sampler_stats(batches):
+    """{name: scalar}: how far the sampler is from the training forward, if that ran before the
+    update."""
+    if batches[0].old.logprobs_BT is None:
+        return {}
+    kls = []
+    for batch in batches:
+        logratio_BT = batch.old.logprobs_BT - batch.sampler_logprobs_BT
+        # r - 1 - log r, whose mean estimates KL(mu || pi_old); near 0, exp(x) - 1 would be noise
+        kls.append(logratio_BT.expm1() - logratio_BT)
+    return {"sampler_kl": mean_over(kls, [batch.mask_BT for batch in batches])}
 
 
 def critic_stats(batches):
@@ -160,7 +135,7 @@ def critic_stats(batches):
     values_N = torch.cat([batch.values_BT[batch.mask_BT] for batch in batches])
     variance = (returns_N - values_N).var()
     stats = {"losses/explained_variance": 1 - variance / returns_N.var().clamp(min=1e-8)}
-    if batches[0].ref_logprobs_BT is not None:
+    if batches[0].ref.logprobs_BT is not None:
         stats["losses/kl_ref"] = mean_over([batch.kl_BT for batch in batches], masks)
     return stats
 
@@ -194,15 +169,13 @@ def missing_signal(completions, rewards):
     groups = rewards if rewards.shape[1] > 1 else rewards.T
     if (groups != groups[:, :1]).any():
         return ""
-    if all(c.truncated and c.reward == 0 for c in completions):
-        return "all completions were cut off at --max_new_tokens"
-    if all(c.verdict in ("no_answer", "truncated") for c in completions):
-        return "no answer was found: the verifier looks for ####, \\boxed{}, <answer> or Answer:"
-    reason = "the rewards of each group are all equal" if len(groups) > 1 else "all rewards are equal"
     cut_frac = sum(c.truncated for c in completions) / len(completions)
-    if cut_frac > 0.5:
-        reason += f", and {cut_frac:.0%} of the answers were cut off at --max_new_tokens"
-    return reason
+    cut = f"{cut_frac:.0%} of the completions were cut off at --max_new_tokens"
+    if all(c.verdict in ("no_answer", "truncated") for c in completions):
+        mute = "no answer was found: the verifier looks for ####, \\boxed{}, <answer> or Answer:"
+        return cut if cut_frac > 0.5 else mute
+    reason = "the rewards of each group are all equal" if len(groups) > 1 else "all rewards are equal"
+    return f"{reason}, and {cut}" if cut_frac > 0.5 else reason
 
 
 def pass_at_k(verdicts, group_size):

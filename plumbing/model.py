@@ -1,5 +1,4 @@
-"""Loads a model, and keeps its float32 master weights, a working copy that computes, and a copy that
-samples."""
+"""Loads a model, and keeps its float32 master weights and a working copy that computes."""
 
 import copy
 import functools
@@ -19,8 +18,9 @@ from plumbing.data import hash_of
 from plumbing.errors import UserError, one_line
 from plumbing.folder import checkpoints_in
 from plumbing.memory import checkpoint_layers
-from plumbing.routing import find_routers, read_routers
+from plumbing.routing import read_routers
 
+NUM_THREADS = torch.get_num_threads()  # before a run with a tiny model takes one
 TINY_MOE = Path(__file__).parent.parent / "tiny_moe"  # the folder that --model tiny-moe means
 TOKENIZER_FILES = """tokenizer* special_tokens_map.json added_tokens.json vocab* merges.txt *.model
 *.tiktoken *chat_template* additional_chat_templates/*""".split()
@@ -63,19 +63,16 @@ def load_unchecked(args):
             config.output_router_logits = False
         if args.gradient_checkpointing:
             checkpoint_layers(model)
-        policy = Policy(model, tokenizer, args.dtype, args.rollout_dtype, args.rollout_refresh_every)
+        policy = Policy(model, tokenizer, args.dtype)
         policy.tokenizer_files = tokenizer_files(source)
         check_policy(policy)
-    # A tiny model's operators are so small that threads would mostly wait for each other.
-    is_tiny = args.torch_device == "cpu" and model.num_parameters() < 10_000_000
-    if is_tiny and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
+    if args.torch_device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        # A tiny model's operators are so small that threads would mostly wait for each other.
+        is_tiny = model.num_parameters() < 10_000_000
+        torch.set_num_threads(1 if is_tiny else NUM_THREADS)
     # In bfloat16, CUDA prefers cuDNN's attention, which makes a new plan for every shape, and so for
     # every sampled token.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    if args.routing_replay != "none" and not policy.routers.can_replay:
-        reason = "it is dense, or its routers do not support replay"
-        raise UserError(f"--routing_replay cannot be used with --model {args.model}: {reason}")
     return policy
 
 
@@ -196,10 +193,9 @@ def sum_of_bits(weight):
 
 
 class Policy(TrainedModel):
-    """A language model with its tokenizer, what was detected about its routers, and the copy that
-    samples."""
+    """A language model with its tokenizer, and what was detected about its routers."""
 
-    def __init__(self, master, tokenizer, dtype="float32", rollout_dtype="same", refresh_every=1):
+    def __init__(self, master, tokenizer, dtype="float32"):
         super().__init__(master, dtype)
         self.tokenizer = tokenizer
         self.tokenizer_files = {}  # {name: bytes}
@@ -207,18 +203,8 @@ class Policy(TrainedModel):
         # transformers 5.24 calls it cache, and warns of the old name.
         is_renamed = "cache" in inspect.signature(master.forward).parameters
         self.cache_name = "cache" if is_renamed else "past_key_values"
-        self.rollout_dtype = rollout_dtype
-        self.refresh_every = refresh_every  # iterations
         self.graphs = None  # set before training, if the sampler's steps can be CUDA graphs
         self.why_no_graphs = ""
-        self.rollout_policy = None
-        if rollout_dtype != "same" or refresh_every > 1:
-            # int4 weights are only rounded; their products are computed in --dtype.
-            kind = rollout_dtype if rollout_dtype in ("float32", "bfloat16") else dtype
-            self.rollout_policy = self.with_model(copied(master, kind).requires_grad_(False))
-        self.rounded = set()  # ids of the sampler's weights that are rounded
-        if rollout_dtype == "int4":
-            self.rounded = rounded_to_int4(self.rollout_policy.model)
 
     @property
     def end_ids(self):
@@ -233,30 +219,16 @@ class Policy(TrainedModel):
         policy.master = policy.model = model
         policy.routers = self.routers.of(model)
         policy.graphs = None
-        policy.rollout_policy = None
         return policy
 
-    def frozen_copy(self):
-        """A reference: the current weights, frozen."""
-        return self.with_model(copy.deepcopy(self.model).requires_grad_(False))
+    def frozen_copy(self, dtype=None):
+        """The current weights, frozen, such as a reference; `dtype` None: that of the policy."""
+        model = copied(self.master, dtype) if dtype else copy.deepcopy(self.model)
+        return self.with_model(model.requires_grad_(False))
 
     def body_copy(self):
         """A critic's body: the current weights without the head, in float32, to be trained."""
         return copy.deepcopy(self.master.base_model)
-
-    @torch.no_grad()
-    def sampler(self, iteration):
-        """The policy itself, or its copy in --rollout_dtype, which gets the current weights in
-        iteration 1 and every --rollout_refresh_every iterations after that."""
-        if self.rollout_policy is None:
-            return self
-        if (iteration - 1) % self.refresh_every == 0:
-            weights = self.rollout_policy.model.parameters()
-            for weight, master_weight in zip(weights, self.parameters(), strict=True):
-                if id(weight) in self.rounded:
-                    master_weight = fake_quantize(master_weight)
-                weight.copy_(master_weight)
-        return self.rollout_policy
 
     def save_pretrained(self, folder):
         """Writes the master weights and the tokenizer as an ordinary transformers folder."""
@@ -318,21 +290,3 @@ def kept_in_float32(model):
         if is_listed or weight.dtype == torch.float32:
             kept.add(id(body.get_parameter(name)))
     return kept
-
-
-def rounded_to_int4(model):
-    """ids of the weights that int4 rounds: all except vectors, embeddings (and a head tied to them),
-    routers, and what stays in float32."""
-    exact = {id(model.get_input_embeddings().weight)} | kept_in_float32(model)
-    routers, _ = find_routers(model)
-    for router in routers:
-        exact |= {id(weight) for weight in router.parameters()}
-    return {id(weight) for weight in model.parameters() if weight.dim() > 1} - exact
-
-
-def fake_quantize(weight):
-    """The weight rounded to 15 values, from -7 to 7 times a scale along the last axis: for nearly all
-    weights, one scale per output channel."""
-    scale = weight.abs().amax(-1, keepdim=True) / 7
-    scale = torch.where(scale > 0, scale, 1)
-    return (weight / scale).round() * scale

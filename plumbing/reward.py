@@ -1,7 +1,6 @@
 """Grades completions: with the verifier, or with the user's reward function."""
 
 import copy
-import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -11,7 +10,8 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from plumbing.answers import verify
-from plumbing.data import check_files
+from plumbing.args import import_function, imported
+from plumbing.data import dataset_function
 from plumbing.errors import UserError, one_line
 from plumbing.folder import checkpoints_in
 from plumbing.metrics import clock
@@ -35,33 +35,14 @@ def verify_all(completions):
     return [verify(c.text, c.problem.answer, c.truncated) for c in completions]
 
 
-def import_function(reward):
-    """FILE.py:FUNCTION -> the function. The file is a module under its own name, so that a pool's
-    processes can import it too. Each run gets a new one, compiled from the source: reloaded, it would
-    keep what the file no longer has."""
-    file, _, name = reward.rpartition(":")
-    if not file:
-        raise UserError("it names no file")
-    path = Path(file).absolute()
-    if not path.exists():
-        raise UserError(f"there is no file {path}; if it was a function made in Python, pass it again")
-    sys.path.append(str(path.parent))
-    importlib.invalidate_caches()  # the file may be new
-    spec = importlib.util.find_spec(path.stem)
-    found = spec and spec.origin
-    if not found or Path(found).resolve() != path.resolve():
-        raise ImportError(f"rename {path.name}: `import {path.stem}` finds {found}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    exec(compile(path.read_bytes(), path, "exec"), module.__dict__)
-    return getattr(module, name)
-
-
 def load_grader(args):
     """A `Grader` with `verify`, or with `--reward` (FILE.py:FUNCTION, or a function). The names of its
     parameters decide what it gets: text, answer, truncated and columns of one completion, or, if one is
     named `completions`, lists for all completions, as in TRL."""
-    check_files(args)
+    imported.clear()  # files may have changed since the last run in this process
+    for flag in ("dataset", "eval_dataset"):
+        if getattr(args, flag):
+            dataset_function(args, flag)  # a wrong name should not wait until the model is loaded
     if not args.reward:
         return Grader(verify_all, reads_answers=True)
     reward = args.settings()["reward"]
@@ -127,8 +108,7 @@ def failure(c, takes_lists, folder):
 def columns_of(c):
     """{column: value}, and the prompt as the model reads it: a template may have begun the answer. They
     are copies, which the function may change: other completions have the same problem."""
-    columns = copy.deepcopy(c.problem.columns)
-    return {"answer": c.problem.answer, "rendered_prompt": c.problem.prompt, **columns}
+    return {"rendered_prompt": c.problem.prompt} | copy.deepcopy(c.problem.columns)
 
 
 def values_of(c):
@@ -138,7 +118,7 @@ def values_of(c):
 
 def lists_of(completions):
     """{parameter: list} for a function of all completions. They are messages if prompts are."""
-    columns = [columns_of(c) for c in completions]
+    columns = [{"answer": c.problem.answer} | columns_of(c) for c in completions]
     lists = {name: [row[name] for row in columns] for name in columns[0]}
     lists["completion_ids"] = [list(c.ids) for c in completions]
     lists["completions"] = [c.text for c in completions]

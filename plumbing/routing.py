@@ -1,10 +1,9 @@
-"""Records and replays an MoE's experts, and detects how its routers choose."""
+"""Records which experts an MoE uses, and detects how its routers choose them."""
 
 import contextlib
 import dataclasses
 import functools
 import inspect
-from typing import NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -46,7 +45,6 @@ class Routers:
     modules: list = ()  # the routers, in layer order
     logits_index: int = 0  # of the router logits in what a router returns
     num_experts: int = 0  # per layer; 0 if dense, or if the choices cannot be read
-    can_replay: bool = False  # whether the choice of experts can be replaced
     has_softmax: bool = False  # whether experts are chosen by a softmax over all of them
     are_probabilities: bool = False  # what transformers calls router logits are probabilities
     are_balanced: bool = False  # by a loss, not by other means
@@ -99,20 +97,6 @@ class Routing:
         """The routers' own choices, (tokens, L, K). Not for a dense model."""
         return torch.stack([self.used[layer] for layer in range(len(self.used))], dim=1)
 
-    def outputs(self, batch, with_logits):
-        """`RouterOutputs` of a forward of this batch."""
-        if self.routers.num_experts == 0:
-            return RouterOutputs()
-        choices = self.choices()
-        logits = None
-        if with_logits:
-            logits = [batch.where_predicted(layer.detach()) for layer in self.token_logits()]
-        return RouterOutputs(
-            choices_BSLK=choices.unflatten(0, batch.tokens_BS.shape),
-            experts_BTLK=batch.where_predicted(choices).sort().values,
-            logits=logits,
-        )
-
     def token_logits(self):
         """The router logits: L tensors (tokens, E); () without a softmax."""
         if not self.routers.has_softmax:
@@ -123,74 +107,16 @@ class Routing:
         return tuple(layers)
 
 
-class Replay(Routing):
-    """A `Routing` in which the routers choose `replay_BSLK`, except where it is negative.
+class Functions(TorchFunctionMode):
+    """Notes the names of the functions that are called in this context."""
 
-    Only the choice, the result of torch.topk, is replaced. The router's own code still computes softmax
-    and norm from its own logits, so the router still learns."""
-
-    def __init__(self, routers, replay_BSLK):
-        super().__init__(routers)
-        self.replayed = replay_BSLK.flatten(0, 1)  # (tokens, L, K)
-        self.own = {}  # the routers' own choices
-        self.functions = set()  # names of functions that the routers call
-
-    def __enter__(self):
-        super().__enter__()
-        for layer, module in enumerate(self.routers.modules):
-            mode = ReplacedChoice(self, layer)
-            self.hooks.append(module.register_forward_pre_hook(mode.enter))
-            self.hooks.append(module.register_forward_hook(mode.leave, always_call=True))
-        return self
-
-    def choices(self):
-        return torch.stack([self.own[layer] for layer in range(len(self.own))], dim=1)
-
-
-class ReplacedChoice(TorchFunctionMode):
-    """While a layer's router runs, its calls to torch go through this."""
-
-    def __init__(self, replay, layer):
+    def __init__(self):
         super().__init__()
-        self.replay = replay
-        self.layer = layer
-
-    def enter(self, *_):
-        self.__enter__()
-
-    def leave(self, *_):
-        self.__exit__(None, None, None)
+        self.names = set()
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        self.replay.functions.add(getattr(function, "__name__", ""))
-        num_experts = self.replay.routers.num_experts
-        # Some routers first choose groups of experts, with topk calls on other shapes. `read_routers`
-        # checks that this finds the right call.
-        if function not in (torch.topk, torch.Tensor.topk) or args[0].shape[1:] != (num_experts,):
-            return result
-        self.replay.own.setdefault(self.layer, result.indices.to(torch.int16))
-        replayed = self.replay.replayed[:, self.layer]
-        indices = torch.where(replayed < 0, result.indices, replayed)
-        return torch.return_types.topk((args[0].gather(-1, indices), indices))
-
-
-class RouterOutputs(NamedTuple):
-    """What routers chose in a forward, even where replay overrode it; None for a dense model."""
-
-    choices_BSLK: torch.Tensor | None = None  # at every token, in top-k order
-    experts_BTLK: torch.Tensor | None = None  # where a response token is predicted, sorted
-    logits: list | None = None  # there, if asked for: L tensors (B, T, E), detached
-
-
-def active_experts(batch):
-    """The sorted experts that are active in the update where each response token is predicted: the
-    replayed ones if known, else the old policy's own choice."""
-    own_BTLK = batch.old.routers.experts_BTLK
-    if batch.old.replay_BSLK is None:
-        return own_BTLK
-    replayed_BTLK = batch.where_predicted(batch.old.replay_BSLK.flatten(0, 1)).sort().values
-    return torch.where(replayed_BTLK < 0, own_BTLK, replayed_BTLK)
+        self.names.add(getattr(function, "__name__", ""))
+        return function(*args, **(kwargs or {}))
 
 
 def balancing_loss(routing, is_token_BS):
@@ -213,26 +139,22 @@ def read_routers(model):
     num_experts = experts[0].num_experts
     routers = Routers(experts, modules, logits_index, num_experts)
     tokens = torch.arange(8, device=model.device)[None]
+    calls = []  # of the routers
+    note = lambda *call: calls.append(call)  # noqa: E731
+    hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in modules]
     with Routing(routers) as routing:
-        model.base_model(tokens, use_cache=False)
-    others = (routing.choices() + 1) % num_experts
-    weights = []  # of the replayed experts, by layer
-    note = lambda module, inputs: weights.append(inputs[2])  # noqa: E731
-    hooks = [module.register_forward_pre_hook(note) for module in experts]
-    with Replay(routers, others[None]) as replay:
         model.base_model(tokens, use_cache=False)
     for hook in hooks:
         hook.remove()
-    # Some routers do not use a single torch.topk, or give no weight to experts they did not choose.
-    layers = range(len(experts))
-    routers.can_replay = all(torch.equal(replay.used[layer], others[:, layer]) for layer in layers)
-    routers.can_replay &= all(layer.all().item() for layer in weights)
+    with Functions() as functions:
+        for module, args, kwargs in calls:
+            module(*args, **kwargs)
     names = [name for module in modules for name in module.state_dict()]
     has_bias = any(name.endswith("_bias") for name in names)  # which is not part of the softmax
     logits = list(routing.logits.values())
     shape = (tokens.numel(), num_experts)
     has_logits = len(logits) == len(experts) and all(layer.shape == shape for layer in logits)
-    routers.has_softmax = "softmax" in replay.functions and has_logits and not has_bias
+    routers.has_softmax = "softmax" in functions.names and has_logits and not has_bias
     sums = [layer.sum(-1) for layer in logits]
     routers.are_probabilities = all(((x - 1).abs() < 1e-4).all().item() for x in sums)
     routers.are_balanced = routers.has_softmax and hasattr(model, "router_aux_loss_coef")

@@ -16,10 +16,10 @@ import transformers
 from tqdm import tqdm
 
 from plumbing.errors import UserError, one_line
-from plumbing.folder import check_space, checkpoints_in, lock_folder, restore
+from plumbing.folder import checkpoints_in, lock_folder, restore
 from plumbing.folder import write_checkpoint, write_settings
-from plumbing.metrics import add, clock, correction_stats, missing_signal, policy_stats
-from plumbing.metrics import rollout_summary, router_stats, summarize
+from plumbing.metrics import add, clock, missing_signal, policy_stats, rollout_summary
+from plumbing.metrics import router_stats, sampler_stats, summarize
 
 
 class Run:
@@ -42,8 +42,6 @@ class Run:
         # Without resets the reference can be loaded from --model again.
         if args.ref_reset_every == 0:
             parts["reference"] = None
-        if args.rollout_refresh_every > 1:
-            parts["sampler"] = policy.rollout_policy.model  # its weights are not the current ones
         self.parts = {name: part for name, part in parts.items() if part is not None}
         self.parts["problems"] = problems
         self.open_folder(problems)
@@ -80,7 +78,7 @@ class Run:
 
     def iterations(self):
         """Yields the numbers of the remaining iterations; each must be logged. During the loop a signal
-        makes `log` end the program, and the next one goes to the handler that was there before."""
+        makes `log` raise KeyboardInterrupt, and the next one goes to the handler that was there."""
         is_main = threading.current_thread() is threading.main_thread()
         kinds = (signal.SIGINT, signal.SIGTERM) if is_main else ()  # other threads cannot set handlers
         self.handlers = {kind: signal.signal(kind, self.on_signal) for kind in kinds}
@@ -107,8 +105,7 @@ class Run:
         for name, value in {"policy_loss": loss, **losses}.items():
             self.step_losses[name] = self.step_losses.get(name, 0) + value.detach()
         routers = self.policy.routers
-        ratio_is_one = self.num_steps == 0 and self.args.old_logprobs == "trainer"
-        stats = stats | policy_stats(outputs, micro, ratio_is_one)
+        stats = stats | policy_stats(outputs, micro, self.num_steps == 0)
         stats = stats | router_stats(outputs, micro, routers.num_experts)
         add(self.reports, "losses", stats, micro.mask_BT.sum())
         if routers.are_balanced:
@@ -126,7 +123,7 @@ class Run:
         add(self.reports, "charts", {"grad_norm": grad_norm}, 1)
         self.step_losses = {}
         self.num_steps += 1
-        clock.show(f"update {self.num_steps}/{self.args.num_minibatches * self.args.update_epochs}")
+        clock.show(f"update, step {self.num_steps}")
 
     def log(self, steps, completions, rewards, **numbers):
         """Ends an iteration: writes its metrics and some completions and, if due, a checkpoint. After a
@@ -148,8 +145,7 @@ class Run:
             is_uniform_P = (rewards == rewards[:, :1]).all(1)
             rollout["frac_zero_std_groups"] = is_uniform_P.float().mean().item()
         if steps:
-            batches = list(chain(*steps))
-            add(self.reports, "rollout", correction_stats(batches, self.args), 1)
+            add(self.reports, "rollout", sampler_stats(list(chain(*steps))), 1)
         self.metrics |= summarize(self.reports) | {f"rollout/{name}": x for name, x in rollout.items()}
         self.metrics |= {key: float(value) for key, value in numbers.items()}
         self.metrics |= self.times(sum(len(c.ids) for c in completions))
@@ -230,8 +226,12 @@ class Run:
         is_evaluated = "eval/response_len_mean" in metrics
         if self.iteration < 5 or self.iteration % 5 == 0 or is_evaluated:
             self.say(progress_line(metrics))
+        if self.iteration == 1 and self.bar.disable and not self.is_last:
+            left = self.args.iterations - 1
+            minutes = left * sum(clock.seconds.values()) / 60
+            self.say(f"note: {left} more iterations will take about {minutes:.1f} minutes")
         kl = metrics.get("rollout/sampler_kl", 0)
-        is_exact = self.policy.rollout_policy is None and self.args.dtype == "float32"
+        is_exact = "sampler" not in self.parts and self.args.dtype == "float32"
         if self.iteration == 1 and is_exact and kl > 1e-3:
             self.say(f"warning: sampler and training forward disagree: rollout/sampler_kl is {kl:.2g}")
         self.bar.update()
@@ -251,7 +251,6 @@ class Run:
 
     def open_folder(self, problems):
         """Locks the run's folder, and resumes the run in it or writes the first checkpoint."""
-        check_space(self.args, *self.checkpoint_bytes())
         hashes = {"problems_hash": problems.hash, "model_hash": self.policy.hash()}
         self.lock, saved = lock_folder(self.args, hashes)
         now = versions()
@@ -264,18 +263,25 @@ class Run:
             restore(self, checkpoints[-1])
         write_settings(self.folder, settings, is_resumed)
         if not is_resumed:
+            self.check_space()
             self.save()
 
-    def checkpoint_bytes(self):
-        """Of checkpoint 0, and of later ones, which have two moments of each trained weight."""
-        first = sum(map(len, self.policy.tokenizer_files.values()))
-        moments = 0
-        for part in (self.policy, *self.parts.values()):
-            if hasattr(part, "parameters"):
-                first += sum(weight.nbytes for weight in part.parameters())
-            for group in getattr(part, "param_groups", ()):
-                moments += sum(2 * weight.nbytes for weight in group["params"])
-        return first, first + moments
+    def check_space(self):
+        """UserError if the disk cannot hold a new run's checkpoints at their peak: one is removed only
+        when the next is complete. All but the first have two moments of each trained weight."""
+        models = [part for part in (self.policy, *self.parts.values()) if hasattr(part, "parameters")]
+        weights = [weight for model in models for weight in model.parameters()]
+        first = sum(weight.nbytes for weight in weights)
+        later = first + sum(2 * weight.nbytes for weight in weights if weight.requires_grad)
+        needed = first
+        if self.args.iterations > 0:
+            needed += later
+        if 0 < self.args.save_every < self.args.iterations:
+            needed = 2 * later
+        free = shutil.disk_usage(self.folder).free
+        if free < needed:
+            message = f"{free / 1e9:.3g} GB of free space, and checkpoints need {needed / 1e9:.3g} GB"
+            raise UserError(f"--run_dir {self.folder} has {message}")
 
     def state(self):
         """What a checkpoint holds in addition to the policy and the state of the logs."""
@@ -326,9 +332,11 @@ def versions():
 
 # ------------------------------------------------------------------------------------ printed lines
 
+PHASES = ("rollout", "reward", "update", "evaluation")
 # Title of a column: format, keys in metrics.jsonl, whose sum is shown
 COLUMNS = {
     "iteration": ("d", "iteration"),
+    "seconds": (".1f", *[f"charts/{phase}_seconds" for phase in PHASES]),
     "reward": (".3f", "rollout/reward_mean"),
     "accuracy": (".3f", "rollout/accuracy"),
     "length": (".1f", "rollout/response_len_mean"),
@@ -350,9 +358,8 @@ def model_line(args, policy):
     line = f"model: {size} parameters, {args.dtype}, on {device_name(args)}"
     if not args.torch_device.startswith("cuda"):
         return line
-    sampler = policy.rollout_policy or policy
-    if sampler.graphs is None:
-        return f"{line}; sampling without CUDA graphs ({sampler.why_no_graphs})"
+    if policy.graphs is None:
+        return f"{line}; sampling without CUDA graphs ({policy.why_no_graphs})"
     return f"{line}; sampling with CUDA graphs"
 
 

@@ -62,30 +62,6 @@ for name, flags in STABILITY.items():
     # In 13 iterations dapo generates about as many completions as the others in 20.
     STABILITY_RUNS["dapo", name] = f"{flags} --iterations 13"
 
-# --------------------------------------------------------------- an MoE's routes
-
-STALE = "--rollout_dtype int4 --rollout_refresh_every 4"
-ROUTES = {  # variant: flags
-    "fresh": "",
-    "fresh-r3": "--routing_replay r3",
-    "stale": STALE,
-    "stale-r2": f"{STALE} --routing_replay r2",
-    "stale-r3": f"{STALE} --routing_replay r3",
-}
-ROUTING = {}
-for variant, flags in ROUTES.items():
-    ROUTING["grpo", variant] = f"--kl_coef 0 {flags}"
-    ROUTING["gspo", variant] = flags
-    if variant in ("fresh", "stale", "stale-r3"):
-        ROUTING["sapo", variant] = flags
-        ROUTING["rspo", variant] = flags
-ROUTING_COLUMNS = {
-    "mean_accuracy": ("rollout/accuracy", 0),
-    "flipped": ("moe/expert_flip_frac", 0),
-    "sampler_flipped": ("moe/sampler_flip_frac", 0),
-    "ratio_max": ("losses/ratio_max", 0),
-}
-
 # ------------------------------------------------------------------------------------- exercises
 
 # Each changed script has the seeds of its original, so both start from the same rollout.
@@ -170,7 +146,6 @@ EXPERIMENTS = {
     "nine": Experiment(crossed(range(1, 6), NINE, DEFAULTS), ACTED_COLUMNS),
     "more": Experiment(crossed(range(1, 4), NINE, MORE_DEFAULTS)),
     "stability": Experiment(crossed(range(1, 4), SHORT, STABILITY_RUNS)),
-    "routing": Experiment(crossed(range(201, 204), SHORT, ROUTING), ROUTING_COLUMNS),
     "symptoms": Experiment(bug_jobs(), SYMPTOMS),
     "exercises": Experiment(exercise_jobs(), EXERCISE_COLUMNS),
 }

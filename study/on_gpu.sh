@@ -58,10 +58,10 @@ part 150 "seconds of an iteration and of TRL's: asked for 0.25" \
     --ours "--micro_batch_tokens 32768 --gradient_checkpointing" --theirs "--per_device_train_batch_size 16"
 part 120 "every script learns and resumes" python -m pytest -n 4 -m slow tests/test_gpu.py -k learns
 if [ -n "$smollm2" ]; then
-    part 300 "a real model learns sums below 1,000" \
+    part 300 "a real model learns sums below 100" \
         python grpo.py --model "$smollm2" --dtype bfloat16 --lr 5e-6 --kl_coef 0 --max_new_tokens 64 \
-        --num_minibatches 4 --iterations 60 --num_held_out 128 \
-        --instruction "Think briefly. End with #### and the number alone, as in #### 42" --run_dir "$out/smollm2"
+        --num_minibatches 4 --iterations 60 --num_held_out 128 --dataset examples/own_dataset.py:sums \
+        --run_dir "$out/smollm2"
     part 20 "its curve" python study/curves.py "$out/smollm2" --out "$out/smollm2.png"
 fi
 part 120 "the default tests" python -m pytest -n 8

@@ -102,10 +102,6 @@ def by_script(runs):
     return sorted(runs.items(), key=lambda item: (names.index(item[0][0]), item[0][1]))
 
 
-def percent(ours, column):
-    return f"{mean(ours, column):.2%}" if values(ours, column) else ""
-
-
 def what_acted(ours):
     """What each mechanism did, in words."""
     words = []
@@ -155,27 +151,6 @@ def stability():
             rows.append([label(script, ending == "-free"), *cells])
     words = [setting.replace("lr", "lr ").replace("-steps", ", steps ") for setting in STABILITY]
     return markdown(["script", *words], rows, "lrrr")
-
-
-def routing():
-    """The effect of replaying an MoE's experts, with a fresh sampler or a stale one."""
-    rows = []
-    for (script, variant), ours in by_script(stats.runs("routing")):
-        sampler, _, replay = variant.partition("-")
-        rows.append(
-            [
-                label(script, script == "grpo"),
-                sampler,
-                replay,
-                mean_std(ours, "mean_accuracy"),
-                mean_std(ours, "after_sampled_accuracy"),
-                f"{mean(ours, 'ratio_max'):.2f}",
-                percent(ours, "flipped"),
-                percent(ours, "sampler_flipped"),
-            ]
-        )
-    names = ["accuracy", "held-out", "largest ratio", "flipped", "sampler's"]
-    return markdown(["script", "sampler", "replay", *names], rows, "lllrrrrr")
 
 
 def exercises():
@@ -268,7 +243,7 @@ def symptoms():
 
 # -------------------------------------------------------------------------------------------- pages
 
-MAKERS = [lesson, scripts, exercises, answers, microscope, nine, stability, routing, symptoms]
+MAKERS = [lesson, scripts, exercises, answers, microscope, nine, stability, symptoms]
 PARTS = {make.__name__: make for make in MAKERS}
 PART = re.compile(r"<!-- generated: (\w+) -->.*?<!-- end: \1 -->", re.DOTALL)
 

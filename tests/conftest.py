@@ -128,7 +128,7 @@ def refused(name, *flags, expected=""):
     (line,) = result.stderr.splitlines()
     assert line.startswith(f"{path_of(name).name}: error: ") and expected in line, line
     assert len(line) < 450
-    assert result.stdout == "" or result.stdout.startswith(("prompt: ", "problems: "))
+    assert result.stdout == "" or result.stdout.startswith(("--dataset: ", "problems: "))
     return line
 
 

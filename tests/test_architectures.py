@@ -12,7 +12,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import ppo
 import rspo
-from common import Problem, collate, load_policy, sample, token_logprobs
+from common import Problem, Routing, collate, load_policy, sample, token_logprobs
+from more.mismatch import Replay, can_replay, refresh
 from plumbing.decoding import check_stretches
 from plumbing.model import Policy, TrainedModel, checkpoint_layers
 from plumbing.routing import find_experts
@@ -126,32 +127,25 @@ def test_an_architecture_works(name, tmp_path):
     folder = save(new_model(name), tmp_path / "model")
     args = arguments(folder, max_new_tokens=16, temperature=0.9)
     policy = load_policy(args)
-    if policy.routers.num_experts > 0:
-        args.routing_replay = "r3"  # the sampler records experts
     check_sampler_and_training_forward(policy, args)
     check_fixed_cache(policy, row.can_be_fixed)
     routers = policy.routers
     assert routers.has_softmax == (row.routers == SOFTMAX)
     assert routers.are_balanced == (row.routers == SOFTMAX and row.has_aux_loss)
-    assert routers.can_replay == (row.routers != "none" and row.can_replay)
-    if routers.can_replay:
+    assert can_replay(policy) == (row.routers != "none" and row.can_replay)
+    if can_replay(policy):
         check_replay(policy)
     check_bfloat16(folder, row.has_float32)
 
 
 def check_sampler_and_training_forward(policy, args):
-    """They agree on log-probs and experts of answers of different lengths. Gradients are finite."""
+    """They agree on log-probs of answers of different lengths. Gradients are finite."""
     completions = sample(policy, PROBLEMS, 4, args, torch.Generator().manual_seed(0))
     assert len({len(c.ids) for c in completions}) > 2
     batch = collate(completions, PROMPTS[0][0], args)
     outputs = token_logprobs(policy, batch, args.temperature)
     gap_BT = outputs.logprobs_BT - batch.sampler_logprobs_BT
     assert gap_BT[batch.mask_BT].abs().max() < 1e-4
-    if policy.routers.num_experts > 0:
-        is_known_BS = batch.sampler_experts_BSLK[..., 0, 0] >= 0
-        assert is_known_BS.sum() == batch.is_token_BS.sum() - len(batch)  # all but each one's last
-        theirs = batch.sampler_experts_BSLK[is_known_BS]
-        assert torch.equal(theirs, outputs.routers.choices_BSLK[is_known_BS])
     assert (outputs.aux_loss > 0) == policy.routers.are_balanced
     (outputs.logprobs_BT.sum() + outputs.aux_loss).backward()
     gradients = [weight.grad for weight in policy.parameters() if weight.grad is not None]
@@ -168,14 +162,14 @@ def check_fixed_cache(policy, can_be_fixed):
             check_stretches(policy, PROMPTS * 2, Tapes())
 
 
-def given_to_experts(policy, batch, replay=None):
+def given_to_experts(policy, batch, routing):
     """(the training forward's result, [(indices, weights)] that each layer's experts were given)"""
     given = []
     hooks = []
     for module in find_experts(policy.model):
         note = lambda module, inputs: given.append(inputs[1:3])  # noqa: E731
         hooks.append(module.register_forward_pre_hook(note))
-    outputs = token_logprobs(policy, batch, 1.0, replay=replay, router_logits=True)
+    outputs = token_logprobs(policy, batch, 1.0, routing=routing, router_logits=True)
     for hook in hooks:
         hook.remove()
     return outputs, given
@@ -196,32 +190,34 @@ def check_replay(policy):
     the bit, even with gradient checkpointing. If different ones are replayed, they compute with the
     live router's weights, whose gradient reaches the logits; the routers' own choice stays known."""
     batch = one_sequence()
-    own, given = given_to_experts(policy, batch)
-    assert len(given) == own.routers.experts_BTLK.shape[2] > 0
+    routing = Routing(policy.routers)
+    own, given = given_to_experts(policy, batch, routing)
+    choices = routing.choices()
+    assert len(given) == own.experts_BTLK.shape[2] > 0
     for layer, (indices, _) in enumerate(given):
-        assert torch.equal(own.routers.choices_BSLK[0, :, layer], indices.short())
-        assert torch.equal(own.routers.experts_BTLK[0, :, layer], indices[3:-1].sort().values.short())
+        assert torch.equal(choices[:, layer], indices.short())
+        assert torch.equal(own.experts_BTLK[0, :, layer], indices[3:-1].sort().values.short())
     own_gradients = gradients_of(policy, own)
     for _ in range(2):
-        again = token_logprobs(policy, batch, 1.0, replay=own.routers.choices_BSLK)
+        again = token_logprobs(policy, batch, 1.0, routing=Replay(policy.routers, choices))
         assert torch.equal(again.logprobs_BT, own.logprobs_BT)
         for gradient, expected in zip(gradients_of(policy, again), own_gradients, strict=True):
             assert torch.equal(torch.as_tensor(gradient), torch.as_tensor(expected))
         checkpoint_layers(policy.model)  # for the second time, and below
     # Different experts, the same for each token
     num_experts = policy.routers.num_experts
-    others_B1LK = (own.routers.choices_BSLK[:, :1] + 1) % num_experts
-    replay_BSLK = others_B1LK.expand_as(own.routers.choices_BSLK)
-    outputs, given = given_to_experts(policy, batch, replay_BSLK)
+    others = ((choices[:1] + 1) % num_experts).expand_as(choices)
+    replay = Replay(policy.routers, others)
+    outputs, given = given_to_experts(policy, batch, replay)
     assert not torch.equal(outputs.logprobs_BT, own.logprobs_BT)
-    assert torch.equal(outputs.routers.choices_BSLK[:, :1, 0], own.routers.choices_BSLK[:, :1, 0])
+    assert torch.equal(replay.choices()[:, 0], choices[:, 0])
     assert not any(module._forward_pre_hooks for module in policy.model.modules())
     gradients_of(policy, outputs)
     for layer, (indices, weights) in enumerate(given):
-        replayed = replay_BSLK[0, :, layer]
+        replayed = others[:, layer]
         assert torch.equal(indices.short(), replayed) and (weights > 0).all()
         if policy.routers.has_softmax:
-            logits = outputs.routers.logits[layer : layer + 1]
+            logits = outputs.router_logits[layer : layer + 1]
             (logp,) = rspo.expert_logprobs(logits, indices[None, 3:-1, None])
             difference = weights[3:-1].log() - logp[:, 0]  # their sum may be normalized
             assert (difference - difference[:, :1]).abs().max() < 1e-4
@@ -231,32 +227,30 @@ def check_replay(policy):
 
 
 def check_bfloat16(folder, has_float32):
-    """Policy and rollout copy are the model that transformers serves, to the bit, so routers that stay
-    in float32 choose the same experts. int4 leaves those alone. The critic has the same dtypes."""
+    """Policy and frozen copy are the model that transformers serves, to the bit, so routers that stay
+    in float32 choose the same experts. The critic has the same dtypes."""
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     policy = load_policy(arguments(folder, dtype="bfloat16"))
-    in_bfloat16 = Policy(policy.master, None, rollout_dtype="bfloat16").sampler(1).model
-    in_int4 = Policy(policy.master, None, "bfloat16", "int4").sampler(1).model
+    in_float32 = Policy(policy.master, None)
+    sampler = in_float32.frozen_copy("bfloat16")
+    refresh(sampler, in_float32, is_int4=False)
     tokens = torch.tensor([[3, 8, 4, 9, 11, 5]])
     dtypes = {key: weight.dtype for key, weight in theirs.named_parameters()}
-    for model in (policy.model, in_bfloat16):
+    for model in (policy.model, sampler.model):
         with torch.no_grad():
             assert torch.equal(model(tokens).logits, theirs(tokens).logits)
-    for model in (policy.model, in_bfloat16, in_int4):
         assert {key: weight.dtype for key, weight in model.named_parameters()} == dtypes
     critic = TrainedModel(ppo.Critic(policy), "bfloat16").model
     bodies = zip(critic.body.parameters(), theirs.base_model.parameters(), strict=True)
     assert all(weight.dtype == its.dtype for weight, its in bodies)
     kept = {key for key, dtype in dtypes.items() if dtype == torch.float32}
     assert bool(kept) == has_float32
-    for key, weight in in_int4.named_parameters():
-        assert key not in kept or torch.equal(weight, policy.master.state_dict()[key])
 
 
 REPLAY = ("--routing_replay", "r2")
 UNABLE = [  # script, architecture, flags, expected words
-    ("grpo", "llama", REPLAY, "it is dense, or its routers"),
-    ("grpo", "phimoe", REPLAY, "it is dense, or its routers"),
+    ("more.mismatch", "llama", REPLAY, "it is dense, or its routers"),
+    ("more.mismatch", "phimoe", REPLAY, "it is dense, or its routers"),
     ("rspo", "ernie4_5_moe", (), "no experts chosen by a softmax: use gmpo.py"),
     ("grpo", "mamba", (), "no cache that allows rows to be copied and removed"),
     ("grpo", "mamba2", (), "the sampler cannot run this architecture"),

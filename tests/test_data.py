@@ -1,31 +1,33 @@
-"""Datasets: files, columns, prompts, gold answers, rows that are left out, held-out problems."""
+"""Datasets: rows, questions, gold answers, what is left out, held-out problems."""
 
-import csv
+import dataclasses
 import json
 import math
 import re
 import shlex
+import textwrap
 from types import SimpleNamespace
 from unittest.mock import Mock
 
-import pyarrow.parquet
+import datasets
+import numpy as np
 import pytest
-from conftest import ROOT, SMALL, completes, read_lines, save, script_args, write_lines
-from datasets import Audio, ClassLabel, Dataset, DatasetDict, Features, Image, Json, List, Value
+from conftest import FILE_NUMBERS, ROOT, SMALL, SMALL_ARGS, completes, metrics, read_lines, refused
+from conftest import resume, run, save, script_args, write_lines
 from test_architectures import new_model
 from transformers import ByT5Tokenizer
 
-from common import UserError, load_grader, load_problems
-from plumbing.data import ProblemStream, check_template, read_rows, usable_rows
+import grpo
+from common import Completion, Problem, UserError, load_grader, load_problems
+from plumbing.data import ProblemStream, check_template, dataset_function, read_problems
 
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}{{ end }}<assistant>"
 
 
 def policy_with(template=None, limit=None):
-    """A model with a limit on positions, and a tokenizer with a token for each byte and two special
-    ones, which appends an EOS."""
+    """A model with a limit on positions, and a tokenizer with a token for each byte, which appends an
+    EOS."""
     tokenizer = ByT5Tokenizer(extra_ids=0)
-    tokenizer.add_tokens(["<turn>", "<think>"], special_tokens=True)
     tokenizer.chat_template = template
     config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=limit))
     embeddings = SimpleNamespace(num_embeddings=len(tokenizer))
@@ -33,16 +35,10 @@ def policy_with(template=None, limit=None):
     return SimpleNamespace(tokenizer=tokenizer, model=model)
 
 
-def read(path, flag="dataset", **flags):
-    """The rows of a file or folder."""
-    args = script_args("grpo", **{flag: str(path)}, **flags)[1]
-    return list(read_rows(args, flag))
-
-
 def problems_of(rows, policy=None, reads_answers=True, **flags):
     """[(prompt, gold answer, ids, columns)] of rows."""
-    args = script_args("grpo", dataset="mine", **flags)[1]
-    problems, _ = usable_rows(rows, "dataset", policy or policy_with(), args, reads_answers)
+    args = script_args("grpo", dataset=lambda: rows, **flags)[1]
+    problems, _ = read_problems(args, "dataset", policy or policy_with(), reads_answers)
     return list(problems.values())
 
 
@@ -52,8 +48,8 @@ def refusal(rows, policy=None, **flags):
     return str(error.value)
 
 
-def row(prompt="1+1=", answer="2"):
-    return {"question": prompt, "answer": answer}
+def row(question="1+1=", answer="2"):
+    return {"question": question, "answer": answer}
 
 
 def sums(count):
@@ -67,423 +63,305 @@ def chat(*turns):
     return [{"role": role, "content": content} for role, content in pairs]
 
 
-# --------------------------------------------------------------------------------------------- files
+@pytest.fixture
+def data_file(tmp_path):
+    """Writes a file with a function f -> the value of `--dataset`."""
+
+    def write(source):
+        path = tmp_path / f"data{next(FILE_NUMBERS)}.py"
+        path.write_text(source)
+        return f"{path}:f"
+
+    return write
 
 
-def write_csv(path, rows, delimiter=","):
-    with open(path, "w", newline="", encoding="utf-8-sig") as file:
-        writer = csv.DictWriter(file, rows[0], delimiter=delimiter)
-        writer.writeheader()
-        writer.writerows(rows)
+# ---------------------------------------------------------------------------------- files, functions
 
 
-# Cells that a reader that guesses types would change, and line separators inside a string
-EXACT = [
-    row("2024-01-31", "2024-02-01"),
-    row("12345678901234567890123", "007"),
-    row("None", "NaN"),
-    row("a\u2028b\u0085c", "1e5"),
-    row('"x", \n"y"', "True"),
+def read(dataset, flag="dataset"):
+    args = script_args("grpo", **{flag: dataset})[1]
+    load_grader(args)
+    return list(dataset_function(args, flag)())
+
+
+def test_json_lines_and_functions_give_the_same_rows(tmp_path, data_file):
+    """A line separator inside a string ends no line."""
+    rows = [row("a\u2028b\u0085c", "007"), row(chat("user", "1+1="), 2) | {"level": None}]
+    path = tmp_path / "rows.jsonl"
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    path.write_text("\r\n\n".join(lines), encoding="utf-8-sig", newline="")
+    for dataset in (str(path), data_file(f"def f(): yield from {rows!r}"), lambda: rows):
+        assert read(dataset) == read(dataset, "eval_dataset") == rows
+    assert read("addition", "eval_dataset") == read("addition")
+
+
+BAD_LINES = {b"what?": "JSONDecodeError", b'{"question": "\xb2\xe2"}': "UnicodeDecodeError"}
+
+
+@pytest.mark.parametrize("line", BAD_LINES, ids=str)
+def test_a_line_that_is_not_json_is_named(line, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"question": "1+1="}\n\n' + line)
+    with pytest.raises(UserError) as error:
+        read(str(path), "eval_dataset")
+    assert str(error.value).startswith(f"--eval_dataset {path}: line 3 is not JSON: {BAD_LINES[line]} ")
+
+
+MISSING = [  # a value of the flag, and what the line says
+    ("b.jsonl", "FileNotFoundError"),
+    ("b.py:f", "there is no file"),
+    ("lacks_f.py:f", "has no attribute 'f'"),
+    ("lacks_f.py:of_split", "missing a required argument: 'split'"),
+    ("openai/gsm8k", "such as examples/gsm8k.py:train: it names no function"),
+    ("data.csv", "it names no function"),
 ]
 
 
-def test_every_kind_of_file_has_the_same_rows(tmp_path):
-    write_lines(tmp_path / "LINES.JSONL", EXACT)
-    (tmp_path / "mark.json").write_text("\n" + json.dumps(EXACT, indent=1), encoding="utf-8-sig")
-    write_csv(tmp_path / "cells.csv", EXACT)
-    write_csv(tmp_path / "cells.tsv", EXACT, "\t")
-    Dataset.from_list(EXACT).to_parquet(tmp_path / "data[1].parquet")
-    Dataset.from_list(EXACT).save_to_disk(tmp_path / "saved")
-    paths = list(tmp_path.iterdir())
-    Dataset.from_list(sums(9)).to_parquet(tmp_path / "data1.parquet")  # [1] is not a pattern
-    for path in paths:
-        assert read(path) == EXACT, path
+@pytest.mark.parametrize("flag", ["dataset", "eval_dataset"])
+@pytest.mark.parametrize("value, expected", MISSING)
+def test_a_file_and_its_function_are_looked_for_before_the_model_is_loaded(
+    flag, value, expected, tmp_path, monkeypatch
+):
+    """By `load_grader`, which every script calls first."""
+    monkeypatch.chdir(tmp_path)
+    lacks_f = f"lacks{next(FILE_NUMBERS)}"
+    (tmp_path / f"{lacks_f}.py").write_text("def of_split(split): pass")
+    value = value.replace("lacks_f", lacks_f)
+    args = script_args("grpo", **{flag: value})[1]
+    with pytest.raises(UserError, match=f"^--{flag} {value} must be addition, a .jsonl.*{expected}"):
+        load_grader(args)
 
 
-def test_a_folder_has_splits(tmp_path):
-    """By default --dataset is "train", and --eval_dataset is "test"."""
-    folder = tmp_path / "sums"
-    folder.mkdir()
-    Dataset.from_list(sums(9)).to_parquet(folder / "train-00000-of-00001.parquet")
-    Dataset.from_list(EXACT).to_parquet(folder / "test.parquet")
-    assert read(folder) == read(folder, "eval_dataset", eval_split="train") == sums(9)
-    assert read(folder, dataset_split="test[:3]") == EXACT[:3]
-    assert read(folder, "eval_dataset") == EXACT
-    # One that was saved has any names; `load_dataset` would read only those that it knows.
-    splits = DatasetDict(train=Dataset.from_list(sums(9)), train_sft=Dataset.from_list(EXACT))
-    splits.save_to_disk(tmp_path / "saved")
-    assert read(tmp_path / "saved") == sums(9)
-    assert read(tmp_path / "saved", dataset_split="train_sft") == EXACT
+def test_an_error_in_a_function_shows_its_traceback(data_file, tmp_path):
+    dataset = data_file("def f():\n    yield {'question': {}['prompt']}")
+    with pytest.raises(KeyError, match="prompt") as error:
+        run("grpo", "--dataset", dataset, "--run_dir", tmp_path)
+    assert str(error.traceback[-1].path) == dataset.removesuffix(":f")
 
 
-CARD = """---
-configs:
-- config_name: main
-  data_files:
-  - {split: train, path: main/train*}
-  - {split: test, path: main/test*}
-- config_name: socratic
-  data_files: socratic/train*
----
+NO_ROWS = [  # what a function returns, and what the line says
+    (None, " must return or yield rows, not None"),
+    ([], " has no rows"),
+    ({"train": sums(2)}, ": row 1 cannot be used: it is not a dict: 'train'"),
+]
+
+
+@pytest.mark.parametrize("rows, expected", NO_ROWS)
+def test_a_function_that_returns_no_rows_is_refused(rows, expected):
+    assert refusal(rows) == f"--dataset test_data:problems_of.<locals>.<lambda>{expected}"
+
+
+POOL = """
+from multiprocessing import get_context
+
+texts = []
+
+def f():
+    texts.append("1+1=")
+    return [{"question": text, "answer": 2} for text in texts]
+
+def length(text):
+    return len(text)
+
+def lengths(completions):
+    with get_context("fork").Pool(1) as pool:
+        return pool.map(length, texts * len(completions))
 """
 
 
-@pytest.fixture
-def like_gsm8k(tmp_path):
-    """A folder with two configs, as on the hub."""
-    for name in ("main/train", "main/test", "socratic/train"):
-        Dataset.from_list(sums(9)).to_parquet(tmp_path / "gsm" / f"{name}-00000-of-00001.parquet")
-    (tmp_path / "gsm" / "README.md").write_text(CARD)
-    return tmp_path / "gsm"
+def test_a_file_for_data_and_reward_is_one_module(data_file):
+    """What one function stores, the other one sees, and the processes of a pool find it. The next run
+    gets a new module."""
+    dataset = data_file(POOL)
+    args = script_args("grpo", dataset=dataset, reward=f"{dataset.removesuffix('f')}lengths")[1]
+    problem = Problem("1+1=", "2", [4, 5], {"prompts": "1+1="})
+    for _ in range(2):
+        grade = load_grader(args)
+        assert dataset_function(args, "dataset")() == [{"question": "1+1=", "answer": 2}]
+        (completion,) = grade([Completion(problem, [1], [0.0])])
+        assert completion.reward == 4
 
 
-SUM = '{"question": "1+1=", "answer": "2"}\n'
-OTHER = '{"problem": "1+1=", "solution": "2"}\n'
-UNREADABLE = [  # a flag, the files in its folder, and what the line says: flag and first cause
-    ("dataset", {"test.jsonl": SUM}, "--dataset_split train: ValueError "),
-    ("eval_dataset", {"train.jsonl": SUM}, "--eval_split test: ValueError "),
-    ("dataset", {"train.jsonl": SUM, "test.jsonl": OTHER}, "--dataset_split train: CastError "),
-]
+def test_run_a_resume_finds_the_function_from_any_folder(tmp_path, monkeypatch):
+    """Even if its name was relative. A function made in Python must be passed again."""
+    rows = [row(f"{i}+1=", i + 1) for i in range(20)]
+    (tmp_path / "my_sums.py").write_text(f"def f(): return {rows}\n")
+    monkeypatch.chdir(tmp_path)
+    values = {"moved": "my_sums.py:f", "passed": lambda: rows}
+    for name, dataset in values.items():
+        grpo.main(grpo.Args(**SMALL_ARGS | {"dataset": dataset}, run_dir=name))
+    completes("grpo", *resume(tmp_path / "moved", "--iterations", 2))
+    flags = resume(tmp_path / "passed", "--iterations", 2)
+    refused("grpo", *flags, expected="if it was a function made in Python, pass it again")
+    args = grpo.Args(**SMALL_ARGS | {"dataset": values["passed"]}, run_dir="passed", resume=True)
+    grpo.main(dataclasses.replace(args, iterations=2))
+    assert [len(metrics(tmp_path / name)) for name in values] == [2, 2]
 
 
-@pytest.mark.parametrize("flag, files, expected", UNREADABLE)
-def test_a_folder_that_cannot_be_read_is_told_by_its_first_cause(flag, files, expected, tmp_path):
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    with pytest.raises(UserError, match=f"--{flag} {tmp_path} cannot be read with .*{expected}"):
-        read(tmp_path, flag)
+# ------------------------------------------------------------------------------------- what pages show
 
 
-def test_a_folder_with_a_card_is_read_again_after_a_change(like_gsm8k):
-    for count in (5, 7):
-        path = like_gsm8k / "main" / "train-00000-of-00001.parquet"
-        Dataset.from_list(sums(count)).to_parquet(path)
-        assert read(like_gsm8k, dataset_config="main") == sums(count)
+def test_run_the_command_for_gsm8k(tmp_path, monkeypatch):
+    """README's, without the hub, and with a tiny model."""
+    asked = []
 
+    def load_dataset(*names, split):
+        asked.append((*names, split))
+        return sums(9)
 
-def test_run_the_command_for_gsm8k(like_gsm8k, tmp_path):
-    """README's, with a folder and a tiny model in place of the hub's."""
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     model = save(new_model("qwen2", vocab_size=300, max_position_embeddings=1024), tmp_path / "model")
     tokenizer = ByT5Tokenizer(extra_ids=0)
     tokenizer.chat_template = TURNS
     tokenizer.save_pretrained(model)
     text = (ROOT / "README.md").read_text()
     (command,) = re.findall(r"^python grpo.py --model Qwen.*?(?=^```)", text, re.DOTALL | re.MULTILINE)
-    paths = {"openai/gsm8k": like_gsm8k, "Qwen/Qwen2.5-0.5B-Instruct": model}
-    words = [paths.get(word, word) for word in shlex.split(command.replace("\\\n", ""))]
+    words = shlex.split(command.replace("\\\n", ""))
+    words[words.index("--model") + 1] = model
     output = completes("grpo", *words[2:], *SMALL, "--run_dir", tmp_path / "run")
+    assert asked == [("openai/gsm8k", "main", "train"), ("openai/gsm8k", "main", "test")]
     assert "problems: 9 to train on, the first 8 of 9 held out; 8 of those" in output
-    instruction = words[words.index("--instruction") + 1]
-    known = {(f"<user>{i}+1=\n{instruction}<assistant>", str(i + 1)) for i in range(9)}
     samples = read_lines(tmp_path / "run" / "samples.jsonl")
-    shown = {(sample["prompt"], sample["answer"]) for sample in samples}
-    assert len(shown) == 4 and shown < known
+    assert len(samples) == 4
+    for sample in samples:
+        question, advice = sample["prompt"].split("\n")
+        assert question == f"<user>{int(sample['answer']) - 1}+1=" and advice.endswith("42<assistant>")
 
 
-MISSING = [  # a file that exists, the flag and its value, and what the line says
-    ("a.jsonl.gz", "dataset", "a.jsonl.gz", "none of these: .jsonl, .json, .csv, .tsv, .parquet"),
-    ("a", "dataset", "b.jsonl", "FileNotFoundError"),
-    ("a", "eval_dataset", "b.parquet", "FileNotFoundError"),
-]
-
-
-@pytest.mark.parametrize("file, flag, name, expected", MISSING)
-def test_a_file_is_looked_for_before_the_model_is_loaded(file, flag, name, expected, tmp_path):
-    """By `load_grader`, which every script calls first. No file is looked up on the hub."""
-    (tmp_path / file).write_bytes(b"7")
-    args = SimpleNamespace(**{"dataset": "addition", "eval_dataset": "", flag: str(tmp_path / name)})
-    with pytest.raises(UserError, match=f"^--{flag} .*{name} cannot be read: .*{expected}"):
-        load_grader(args)
-
-
-JUNK = {"bytes": b"junk", "path": None}  # an image or audio, which would need a library
-LABEL = ClassLabel(names=["no", "yes"])
-KINDS = [  # of a cell: what it is in the table, and what its file shows
-    (Image(), JUNK, JUNK),
-    (Audio(), JUNK, JUNK),
-    (LABEL, 1, "yes"),
-    (LABEL, -1, None),
-    (Value("float32"), 0.1, 0.1),
-    (Value("float64"), 0.1, 0.1),
-]
-
-
-def test_a_cell_is_as_its_file_shows_it_at_every_depth(tmp_path):
-    kinds = {"json": Json()}
-    raw = {"json": '{"a": 1}'}
-    shown = {"json": {"a": 1}}
-    for i, (kind, cell, expected) in enumerate(KINDS):
-        name = str(i)
-        kinds[name] = kind
-        kinds[name + "s"] = List({"deep": kind})
-        raw |= {name: cell, name + "s": [{"deep": cell}]}
-        shown |= {name: expected, name + "s": [{"deep": expected}]}
-    table = pyarrow.Table.from_pylist([raw], Features(kinds).arrow_schema)
-    pyarrow.parquet.write_table(table, tmp_path / "data.parquet")
-    Dataset(table).save_to_disk(tmp_path / "saved")
-    for path in tmp_path.iterdir():
-        assert read(path) == [shown]
-
-
-def test_the_default_dataset_can_be_evaluated_on():
-    assert read("addition", "eval_dataset") == read("addition")
-
-
-LINES = {  # what is in a file: its rows
-    SUM + "what?\n": [row(), "what?"],
-    "[" * 10_000 + "\n" + SUM: ["[" * 10_000, row()],
-    '["a", "b"]\n["c"]\n' + SUM: [["a", "b"], ["c"], row()],
-    "[" + SUM.strip() + ",\n" + SUM.strip() + "]": [row(), row()],
-    "\n\r\n" + SUM: [row()],
-    '{\n "data": [\n  7\n ]\n}': [{"data": [7]}],
-    "": [],
+TURN = {"from": "human", "value": "1+1="}
+FILES = {  # what the functions read, as these datasets have it
+    "cells.csv": "problem,answer\n1+1=,2\n",
+    "chats.jsonl": {"conversations": [TURN, {"from": "gpt", "value": "2"}]},
+    "dapo-math-17k.parquet": {"prompt": chat("user", "1+1="), "reward_model": {"ground_truth": "2"}},
+    "openai/gsm8k": row("1+1=", "It is 2.\n#### 2"),
+    "EleutherAI/hendrycks_math": {"problem": "1+1=", "solution": "It is $\\boxed{2}$."},
 }
 
 
-@pytest.mark.parametrize("text", LINES, ids=lambda text: f"{text:.10}")
-def test_a_line_that_is_not_json_is_an_unreadable_row(text, tmp_path):
-    path = tmp_path / "text.jsonl"
-    path.write_text(text)
-    assert read(path) == LINES[text]
+def test_the_functions_of_the_pages_give_rows(tmp_path, monkeypatch):
+    (tmp_path / "cells.csv").write_text(FILES["cells.csv"])
+    monkeypatch.chdir(tmp_path)
+
+    def load_dataset(name, *_, split, data_files=None):
+        return [FILES[data_files or name]]
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    names = {"__name__": "page"}
+    for page in ("README.md", "plumbing/README.md"):
+        snippets = re.findall(r"^ *```python\n(.*?)^ *```", (ROOT / page).read_text(), re.S | re.M)
+        (snippet,) = [text for text in snippets if "load_dataset" in text]
+        exec(textwrap.dedent(snippet), names)
+    functions = [x for x in names.values() if getattr(x, "__module__", "") == "page"]
+    assert len(functions) == 5
+    for function in functions:
+        ((prompt, answer, _, _),) = problems_of(function(), policy_with(TURNS))
+        assert prompt.startswith("<user>1+1=") and answer == "2"
 
 
-def test_bytes_that_are_not_utf8_cost_only_their_rows(tmp_path):
-    """As when lines of two files were put together."""
-    path = tmp_path / "data.csv"
-    write_csv(path, [*sums(20), row("né", "2"), row("2", "né")])
-    path.write_bytes(path.read_bytes().replace("é".encode(), "é".encode("latin-1")))
-    found = read(path)
-    assert found[:20] == sums(20) and len(problems_of(found)) == 20
+# ---------------------------------------------------------------------------------------------- rows
 
 
-HEADER = "question,answer\n"
-CSV = [  # a file's text, and its rows or what the line says
-    (HEADER + "1" * 200_000 + ",3\n", [row("1" * 200_000, "3")]),
-    (HEADER + '"1,000\n+1=",1001\n', [row("1,000\n+1=", "1001")]),
-    (HEADER + '12" + 1",13"\n', [row('12" + 1"', '13"')]),
-    (HEADER + "7+1=\n1,000+1=,1001\n", [row("7+1=", None), row("1", "000+1=") | {None: ["1001"]}]),
-    (HEADER + '1+1=,2\n"2+1=,3\n3+1=,4\n', "a quote in row 2 may not be closed"),
-    ("question,answer,answer\n1+1=,2,3\n", "two columns with the name answer"),
-]
-
-
-@pytest.mark.parametrize("text, expected", CSV, ids=lambda x: f"{x!s:.40}")
-def test_a_csv_file_is_read_exactly_or_refused(text, expected, tmp_path):
-    path = tmp_path / "cells.csv"
-    path.write_text(text)
-    if isinstance(expected, list):
-        assert read(path) == expected
-    else:
-        with pytest.raises(UserError, match=f"--dataset {path} cannot be read: .*{expected}"):
-            read(path)
-
-
-# ---------------------------------------------------------------------------------- columns, prompts
-
-
-NESTED = {"prompt": chat("user", "1+1="), "extra": {"gold": "2"}, "a.b": "3", "a": {"b": "4"}, "n": 5}
-NESTED["j"] = '{"k": {"gold": ["6"]}}'
-COLUMNS = [  # columns, prompt and gold answer, and what the line at the start says
-    ("prompt", "extra.gold", "1+1=", "2", "answer: extra.gold (the first: 2), not used: a.b, a, n, j"),
-    ("prompt", "a.b", "1+1=", "3", "answer: a.b (the first: 3), not used: extra, a, n, j"),
-    ("{a.b} and {n}", "n", "3 and 5", "5", "answer: n (the first: 5), not used: prompt, extra, a, j"),
-    ("prompt", "j.k.gold", "1+1=", "6", "answer: j.k.gold (the first: 6), not used: extra, a.b, a, n"),
-    ("{extra.gold}{a}", "n", '2{"b": "4"}', "5", "answer: n (the first: 5), not used: prompt, a.b, j"),
-]
-
-
-@pytest.mark.parametrize("prompt_column, answer_column, prompt, answer, line", COLUMNS)
-def test_a_column_may_be_a_path_or_several(prompt_column, answer_column, prompt, answer, line, capsys):
-    """A column with the whole name comes first. The EOS that the tokenizer appends is dropped."""
-    flags = {"prompt_column": prompt_column, "answer_column": answer_column}
-    ((text, gold, ids, columns),) = problems_of([NESTED], **flags)
-    assert (text, gold, len(ids)) == (prompt, answer, len(prompt))
-    assert columns.items() > NESTED.items()
-    assert capsys.readouterr().out == f"prompt: {prompt_column}, {line}\n"
-
-
-def test_reward_functions_get_all_columns(capsys):
+def test_reward_functions_get_all_keys():
     """One that only other rows have is None."""
     first, second = problems_of([row(), row("1+2=") | {"level": 3}], reward="my.py:f")
     assert first.columns == row() | {"level": None, "prompts": "1+1="} and second.columns["level"] == 3
-    assert capsys.readouterr().out.endswith("(the first: 2), columns for --reward alone: level\n")
-    problems_of([{"question": "1+1="}], reward="my.py:f", reads_answers=False)
-    assert capsys.readouterr().out == "prompt: question, answer: none\n"
+    ((_, answer, _, _),) = problems_of([{"question": "1+1="}], reads_answers=False)
+    assert answer == ""
 
 
-SHOT = chat("user", "1+1=", "assistant", "2")
-PARTS = [{"type": "text", "text": "1+", "image": None}, {"type": "text", "text": "3="}]
-SYSTEM = chat("system", "s", "user", "3")
-NAMED = [message | {"name": None} for message in SYSTEM]  # null in JSON, which is not Python
-CALL = chat("user", "1+3=", "assistant", None, "tool", "4", "user", "so?")
-CALL[1]["tool_calls"] = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
-FLAGS = {"system_prompt": "S", "instruction": "I"}
-PROMPTS = [  # cell, flags, rendered prompt, what reward functions get (None: the cell)
-    ("1+3=", {}, "<user>1+3=", None),
-    (chat("user", " 1+3=\n"), {}, "<user>1+3=", None),
-    (chat("user", PARTS), {}, "<user>1+3=", chat("user", "1+3=")),
-    (json.dumps(NAMED, indent=1), {}, "<system>s<user>3", SYSTEM),
-    (f" {SHOT}", {}, "<user>1+1=", SHOT[:1]),  # as pandas writes it into a CSV
-    ("[{1}, 2]", {}, "<user>[{1}, 2]", "[{1}, 2]"),
-    ([*SHOT, *chat("user", "2")], {}, "<user>1+1=<assistant>2<user>2", None),
-    ([*SHOT, *chat("assistant", "#### 2")], {}, "<user>1+1=", SHOT[:1]),
-    ("3", FLAGS, "<system>S<user>3\nI", "3\nI"),
-    ("3", {"chat_template_kwargs": {"end": "!"}}, "<user>3!", None),
-    (SYSTEM, FLAGS, "<system>S<user>3\nI", chat("system", "S", "user", "3\nI")),
-    (
-        CALL,
-        {},
-        "<user>1+3=<assistant><tool>4<user>so?",
-        [*CALL[:1], CALL[1] | {"content": ""}, *CALL[2:]],
-    ),
+SOLUTION = "She has 7 apples and picks 9.\nThe answer is: 16"
+SHOT = chat("system", "s", "user", "1+1=", "assistant", "2", "user", " 2\n")
+QUESTIONS = [  # a question, the template's settings, and the prompt
+    ("1+3=", None, "<user>1+3="),
+    (SHOT, None, "<system>s<user>1+1=<assistant>2<user>2"),
+    (chat("user", "3"), {"end": "!"}, "<user>3!"),
 ]
 
 
-@pytest.mark.parametrize("cell, flags, expected, shown", PROMPTS)
-def test_prompts_are_text_or_messages_without_trailing_replies(cell, flags, expected, shown):
-    ((prompt, _, ids, columns),) = problems_of([row(cell)], policy_with(TURNS), **flags)
+@pytest.mark.parametrize("question, settings, expected", QUESTIONS)
+def test_a_question_is_text_or_messages(question, settings, expected):
+    flags = {"chat_template_kwargs": settings}
+    ((prompt, _, ids, columns),) = problems_of([row(question)], policy_with(TURNS), **flags)
     assert prompt == f"{expected}<assistant>" and len(ids) == len(prompt)
-    assert columns["prompts"] == (cell if shown is None else shown) and columns["question"] == cell
+    assert columns["prompts"] == columns["question"] == question
 
 
-NO_PROMPT = "without a prompt in --prompt_column question (first: row 1 "
-NO_GOLD = (
-    "without a gold answer in --answer_column answer (it is one short line, or behind #### or \\boxed)"
-)
-REFUSED = "that the model or its chat template cannot take (first: row 1 "
-FIRST = "{{ messages[0].content }}"
-# With a default system prompt that names a special token, as Magistral's
-MARKED = "<turn>system <think> first.</s>"
-MARKED += "{% for m in messages %}<turn>{{ m.role }} {{ m.content }}</s>{% endfor %}"
-UNMARKED = "A <think> first.{% for m in messages %} {{ m.role }}: {{ m.content }}</s>{% endfor %}"
-BAD_ROWS = [  # prompt, answer, chat template, why the row is left out
-    (" \n", "2", TURNS, f"{NO_PROMPT}' \\n')"),
-    (["1+1="], "2", TURNS, f"{NO_PROMPT}['1+1='])"),
-    (chat("user", [*PARTS, {"type": "image"}]), "2", TURNS, NO_PROMPT),
-    ([{"content": "3"}], "2", TURNS, NO_PROMPT),
-    (
-        [*SHOT, *chat("user", "<turn>user 3")],
-        "2",
-        MARKED,
-        f"{REFUSED}\"it already has the chat template's <turn>",
-    ),
-    (chat("user", "3", "user", "4"), "2", None, f'{REFUSED}"several messages'),
-    ([*SHOT, *chat("user", "3")], "2", FIRST, f'{REFUSED}"the chat template drops the last message'),
-    ("3", "2", "{{ raise_exception('no!') }}", f"{REFUSED}'no!: 3')"),
-    ("3\ud83d", "2", TURNS, REFUSED),
-    ("3", "\ud83d", TURNS, REFUSED),
-    ("1" * 90, "2", TURNS, "the model's limit of 150 tokens (first: row 1"),
-    ("3", {"gold": "2"}, TURNS, f"{NO_GOLD} (first: row 1 {{'gold': '2'}})"),
+def test_messages_need_a_chat_template_that_takes_them():
+    """Text does not. The EOS that the tokenizer appends is dropped."""
+    ((prompt, _, ids, _),) = problems_of([row("1+3=")])
+    assert prompt == "1+3=" and len(ids) == 4
+    assert "row 1 cannot be used: ValueError Cannot use chat template" in refusal([row(SHOT)])
+    message = refusal([row(SHOT)], policy_with("{{ raise_exception('no!') }}"))
+    assert message.endswith("row 1 cannot be used: TemplateError no!")
+
+
+GOLD = [  # a row's answer, and the gold answer
+    ("2 ", "2"),
+    (2.5, "2.5"),
+    (np.int64(2), "2"),
+    (f"{SOLUTION}\n#### 16", "16"),
+    ("so \\boxed{3}", "3"),
 ]
 
 
-@pytest.mark.parametrize("prompt, answer, template, expected", BAD_ROWS)
-def test_a_refusal_names_the_reason_the_cell_and_the_columns(prompt, answer, template, expected):
-    message = refusal([row(prompt, answer)], policy_with(template, limit=150))
-    assert expected in message and message.endswith("its columns are question, answer")
+@pytest.mark.parametrize("answer, expected", GOLD)
+def test_a_gold_answer_is_behind_a_marker_or_all(answer, expected):
+    ((_, gold, _, _),) = problems_of([row(answer=answer)])
+    assert gold == expected
 
 
-@pytest.mark.parametrize("template", [MARKED, UNMARKED])
-def test_a_prompt_may_name_special_tokens_that_do_not_begin_a_turn(template):
-    flags = {"system_prompt": "<think> first.", "instruction": "Stop with </s>."}
-    ((prompt, *_),) = problems_of([row("1+1=<think>")], policy_with(template), **flags)
-    assert "1+1=<think>\nStop with </s>." in prompt
+PARTS = [{"role": "user", "content": [{"type": "text", "text": "1+3="}]}]
+NO_QUESTION = "its question must be text, or messages with a role and text as content, not "
+NO_ANSWER = (
+    "its answer must be a number or one short line, or have one behind #### or in \\boxed{}, not "
+)
+BAD_ROWS = [  # a row, and why it cannot be used
+    ({"problem": "3", 4: "2"}, "it has no question; its keys are problem, 4"),
+    (row(""), f"{NO_QUESTION}''"),
+    (row([]), f"{NO_QUESTION}[]"),
+    (row(7), f"{NO_QUESTION}7"),
+    (row(["3"]), f"{NO_QUESTION}['3']"),
+    (row(PARTS), NO_QUESTION),
+    (row([TURN]), NO_QUESTION),
+    (row(SHOT[:3]), "its question ends with the assistant's reply"),
+    ({"question": "3", "gold": 4}, "it has no answer; its keys are question, gold"),
+    (row(answer=" "), f"{NO_ANSWER}' '"),
+    (row(answer=math.nan), f"{NO_ANSWER}nan"),
+    (row(answer=["2"]), f"{NO_ANSWER}['2']"),
+    (row(answer=SOLUTION), f"{NO_ANSWER}{SOLUTION!r}"),
+    (row(answer="7" * 201), f"{NO_ANSWER}'777"),
+    (row(answer="So x is 4. ####"), f"{NO_ANSWER}'So x is 4. ####'"),
+]
+
+
+@pytest.mark.parametrize("bad, expected", BAD_ROWS)
+def test_the_first_row_that_cannot_be_used_ends_the_run(bad, expected):
+    message = refusal([row("4"), bad, {}], policy_with(TURNS))
+    assert f": row 2 cannot be used: {expected}" in message and len(message) < 450
+
+
+def test_a_reward_function_may_read_a_whole_solution():
+    ((_, answer, _, _),) = problems_of([row(answer=SOLUTION)], reward="my.py:f")
+    assert answer == SOLUTION
 
 
 def test_a_prompt_in_tokens_that_the_model_does_not_know_is_refused(tiny_policy):
-    message = refusal([row("What is 1+1?")], tiny_policy)
-    assert f"{REFUSED}'no token, or tokens that the model does not know')" in message
+    message = refusal([row(), row("Sum?")], tiny_policy)
+    expected = "'Sum?' has no token, or tokens that the model does not know"
+    assert message.endswith(f"row 2 cannot be used: {expected}")
 
 
-SOLUTION = "She has 7 apples and picks 9, so she has 16."
-GOLD = [  # the cell, the gold answer of the verifier, and that of a reward function
-    ("2 ", "2", "2"),
-    (2.5, "2.5", "2.5"),
-    (False, "false", "false"),
-    ([10], "", ""),
-    ("[10]", "[10]", "[10]"),
-    ('["20"]', "20", "20"),
-    ("[1, 2]", "[1, 2]", "[1, 2]"),
-    ('{"fn_name": "f"}', "", '{"fn_name": "f"}'),
-    ("So x is 4. ####", "", "So x is 4. ####"),
-    ("\\boxed{4", "", "\\boxed{4"),
-    (["so \\boxed{3}"], "3", "3"),
-    (f"{SOLUTION}\n#### 16", "16", "16"),
-    (SOLUTION, SOLUTION, SOLUTION),  # it is short: the line at the start shows it
-    (f"{SOLUTION}\nThe answer is: 16", "", f"{SOLUTION}\nThe answer is: 16"),
-    ("7" * 201, "", "7" * 201),
-    (None, "", ""),
-    (math.inf, "", ""),
-    (["1", "2"], "", ""),
-]
-
-
-@pytest.mark.parametrize("cell, expected, rewarded", GOLD, ids=lambda x: f"{x!s:.20}")
-def test_a_gold_answer_is_short_or_behind_a_marker(cell, expected, rewarded):
-    """Anything else leaves the row out, unless a reward function reads it."""
-    for reward, gold in (("", expected), ("my.py:f", rewarded)):
-        if gold:
-            ((_, answer, _, _),) = problems_of([row("1+1=", cell)], reward=reward)
-            assert answer == gold
-        else:
-            assert "1 without a gold answer" in refusal([row("1+1=", cell)], reward=reward)
-
-
-HALF = {"prompt_column": "{n} {level}", "answer_column": "n"}
-AIME = {"problem": "1+1=", "solution": "2"}
-REFUSALS = [  # rows, flags, and what the line says
-    ([], {}, "--dataset mine has no rows"),
-    ([row(answer="")], {"reward": "my.py:f"}, "answer (if --reward needs none, drop `answer`"),
-    ([{"question": "1+1=", "a": "{'b': 2}"}], {"answer_column": "a.b"}, "row 1 \"{'b': 2}\")"),
-    ([NESTED], HALF, "without a prompt in --prompt_column {n} {level} (first: row 1 None)"),
-    # As AIME beside DAPO-17k: the columns of the training set would not be of help.
-    ([AIME], {"eval_dataset": "x.json"}, "--prompt_column and --answer_column are the same for both"),
-]
-
-
-@pytest.mark.parametrize("rows, flags, expected", REFUSALS)
-def test_a_refusal_of_all_rows_says_what_to_change(rows, flags, expected):
-    assert expected in refusal(rows, **flags)
-
-
-# ----------------------------------------------------------------------------- rows that are left out
-
-
-def test_a_tenth_may_be_left_out_besides_equal_prompts():
-    """For all reasons together."""
-    bad = [row("", "1"), row("9" * 200, "2")]
+def test_equal_questions_and_long_prompts_are_left_out():
+    """And counted. A prompt is rendered once."""
     policy = policy_with(TURNS, limit=200)
-    assert len(problems_of(bad + sums(18), policy)) == 18
-    assert "2 rows cannot be used" in refusal(bad + sums(17), policy)
-    assert len(problems_of((sums(49) + bad[:1]) * 20, policy)) == 49
-    for rows in (bad[:1] * 25 + sums(225), sums(225) + bad[:1] * 25):  # in any order
-        assert len(problems_of(rows, policy)) == 225
-
-
-def test_a_prompt_is_rendered_once():
-    policy = policy_with(TURNS)
-    render = Mock(wraps=policy.tokenizer.apply_chat_template)
-    policy.tokenizer.apply_chat_template = render
-    problems_of(sums(10) * 5, policy)
-    assert render.call_count == 10 + 1  # what the template writes around a message
-
-
-def test_the_line_at_the_start_counts_the_rows_that_are_left_out():
-    """With the first row of each kind. A row has one reason."""
-    bad = [row("", "1"), row("x", {"gold": 1}), "x", row("", "2"), row("1+1=", "3"), row("9" * 200)]
-    args = script_args("grpo", dataset="mine")[1]
-    problems, notes = usable_rows(sums(60) + bad, "dataset", policy_with(TURNS, limit=200), args)
-    kinds = [
-        f"2 {NO_PROMPT}'')",
-        f"1 {NO_GOLD} (first: row 62 {{'gold': 1}})",
-        "1 unreadable (first: row 63 'x')",
-        "1 too long for --max_new_tokens and the model's limit of 200 tokens (first: row 66 '<user>999",
-        "1 with the prompt of an earlier row",
-    ]
-    kinds[0] = kinds[0].replace("row 1 ", "row 61 ")
-    (note,) = notes
-    assert len(problems) == 60 and note.startswith(f"left out of --dataset: {kinds[0]}")
-    assert all(kind in note for kind in kinds)
+    policy.tokenizer.apply_chat_template = Mock(wraps=policy.tokenizer.apply_chat_template)
+    rows = sums(10) + [row("9" * 200)] + sums(3)
+    problems, notes = read_problems(script_args("grpo", dataset=lambda: rows)[1], "dataset", policy)
+    assert [problem.answer for problem in problems.values()] == [str(i + 1) for i in range(10)]
+    too_long = "1 too long for --max_new_tokens and the model's limit of 200 tokens"
+    assert notes == [f"left out of --dataset: {too_long}, 3 with the question of an earlier row"]
+    assert policy.tokenizer.apply_chat_template.call_count == 11
+    assert f"has no problem; left out of --dataset: {too_long}" in refusal(rows[10:11], policy)
 
 
 # ------------------------------------------------------------------------------- training and held out
@@ -501,7 +379,7 @@ def test_held_out_problems_are_apart_and_the_same_for_all_seeds(tmp_path, tiny_p
     stream, held_out = load(path, tiny_policy, rows + rows[:30], num_held_out=50, seed=1)
     assert capsys.readouterr().err == ""
     other, same_held_out = load(path, tiny_policy, rows[::-1], num_held_out=51, seed=2)
-    line = "prompt: question, answer: answer (the first: 100)"
+    line = "--dataset: the first prompt is '99+1=', and its answer '100'"
     assert capsys.readouterr().out == f"{line}\nproblems: 49 to train on, 51 held out\n"
     assert stream.problems[1:] == other.problems and held_out == same_held_out[:50]
     assert not {p.prompt for p in stream.problems} & {p.prompt for p in held_out}
@@ -514,15 +392,14 @@ def test_held_out_problems_are_apart_and_the_same_for_all_seeds(tmp_path, tiny_p
 
 def test_eval_dataset_gives_the_held_out_problems(tmp_path, own_policy, capsys):
     """Its first ones. Nothing is held out from training; prompts that are in both are counted."""
-    path = str(write_lines(tmp_path / "evaluation.jsonl", [*sums(49)[37:], row("")]))
+    path = str(write_lines(tmp_path / "evaluation.jsonl", sums(49)[37:]))
     flags = {"eval_dataset": path, "num_held_out": 8}
     stream, held_out = load(tmp_path / "data.jsonl", own_policy, sums(40), **flags)
     assert len(stream.problems) == 40
     assert [p.prompt for p in held_out] == [f"{i}+1=" for i in range(37, 45)]
     line = capsys.readouterr().out
-    assert "\n--eval_dataset: prompt: question, answer: answer (the first: 38)\n" in line
-    assert "the first 8 of 12 held out; left out of --eval_dataset: 1 without a prompt in" in line
-    assert "; 3 of those held out are also in --dataset" in line
+    assert "\n--eval_dataset: the first prompt is '37+1=', and its answer '38'\n" in line
+    assert "the first 8 of 12 held out; 3 of those held out are also in --dataset" in line
 
 
 def test_leaks_are_counted_by_what_the_model_reads(tmp_path, own_policy, capsys):

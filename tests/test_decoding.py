@@ -105,17 +105,14 @@ def assert_same(completions, others):
     for c, other in zip(completions, others, strict=True):
         assert c.ids == other.ids and c.truncated == other.truncated
         assert c.logprobs == pytest.approx(other.logprobs, abs=1e-5)
-        assert (c.experts is None) == (other.experts is None)
-        assert c.experts is None or torch.equal(c.experts, other.experts)
 
 
 @pytest.mark.parametrize("stretch", [3, 4, 5, 6, 7])
-@pytest.mark.parametrize("routing_replay", ["none", "r3"])
-def test_a_fixed_cache_gives_the_same_completions(stretch, routing_replay, own_policy, monkeypatch):
-    """And the same experts, whether rows end inside a stretch or at its edge."""
+def test_a_fixed_cache_gives_the_same_completions(stretch, own_policy, monkeypatch):
+    """Whether rows end inside a stretch or at its edge."""
     monkeypatch.setattr(decoding, "STRETCH", (stretch, stretch))
     own_policy.model.generation_config.eos_token_id = [1, 5]
-    changes = {"routing_replay": routing_replay, "temperature": 1.5, "max_new_tokens": 16}
+    changes = {"temperature": 1.5, "max_new_tokens": 16}
     growing = sampled(own_policy, None, 1, **changes)
     graphs = Tapes()
     fixed = sampled(own_policy, graphs, 1, **changes)
@@ -158,7 +155,7 @@ def test_a_stretch_keeps_rows_that_have_ended(own_policy):
 @torch.inference_mode()
 def test_the_stretches_of_a_long_answer(tiny_policy):
     """As many tokens as the cache has, from 64 to 256, up to the cap; columns in multiples of 16."""
-    decoder = StretchDecoder(tiny_policy, False, Tapes(), 700, decoding.STRETCH)
+    decoder = StretchDecoder(tiny_policy, Tapes(), 700, decoding.STRETCH)
     token_R1 = decoder.prefill([[3] * 10] * 2).argmax(1, keepdim=True)
     widths = []
     for _ in range(699):
@@ -175,7 +172,7 @@ def test_the_host_of_a_gpu_looks_rarely_for_rows_that_have_ended():
     looks = {}
     for device in ("cpu", "cuda"):
         policy = SimpleNamespace(model=SimpleNamespace(device=torch.device(device)))
-        decoder = Decoder(policy, False)
+        decoder = Decoder(policy)
         looks[device] = []
         for num_tokens in range(1, 50):
             decoder.num_tokens = num_tokens
@@ -202,15 +199,9 @@ def number_of_the_host(decoder):
     decoder.column_1.add_(1)
 
 
-def stale_experts(decoder):
-    decoder.noted.append((decoder.rows, decoder.experts))
-    decoder.experts = torch.zeros_like(decoder.experts)
-
-
 WRONG = [  # faults of a fixed cache
     (FixedLayer, "update", wrong_column, "its distributions differ by"),
     (StretchDecoder, "step", number_of_the_host, "its distributions differ by"),
-    (StretchDecoder, "note_experts", stale_experts, "its routers choose different experts"),
 ]
 
 
@@ -265,11 +256,12 @@ def test_what_cannot_be_captured_is_sampled_with_a_growing_cache(monkeypatch):
     assert type(graphs) is Tapes and reason == ""
 
 
-def test_the_policy_and_its_rollout_copy_are_told(monkeypatch):
-    """Each samples: the policy in evaluations. Other copies, such as a reference, never do."""
-    asked = []
-    monkeypatch.setattr(common, "graphs_for", lambda policy, *_: asked.append(policy) or ("graphs", ""))
-    policy = common.load_policy(script_args("grpo", rollout_dtype="bfloat16")[1])
-    assert asked == [policy, policy.rollout_policy]
-    assert policy.graphs == policy.rollout_policy.graphs == policy.sampler(1).graphs == "graphs"
-    assert policy.frozen_copy().graphs is None
+def test_a_policy_that_samples_is_told(monkeypatch):
+    """Copies, such as a reference, are not, unless they are checked, too."""
+    monkeypatch.setattr(common, "graphs_for", lambda *_: ("graphs", ""))
+    args = script_args("grpo")[1]
+    policy = common.load_policy(args)
+    sampler = policy.frozen_copy("bfloat16")
+    assert policy.graphs == "graphs" and sampler.graphs is None
+    common.check_sampler(sampler, args)
+    assert sampler.graphs == "graphs"

@@ -3,6 +3,7 @@
 Tests marked `extras` need examples/requirements.txt. verl needs a separate environment: here the losses
 are called as its actor does; conformance/engines.md tells of the real one."""
 
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -13,29 +14,27 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import pyarrow.parquet
 import pytest
 import torch
 import transformers
-from conftest import ROOT, SMALL, SUMS, TINY_MOE, checkpoint_of, fields_of, run, save, script_args
+from conftest import ROOT, SMALL, SUMS, TINY_MOE, checkpoint_of, run, save
 from test_losses import data, gradient_of, loss_of
 from tokenizers.processors import TemplateProcessing
 
 import common
 from common import UserError
-from examples import format_and_accuracy
-from plumbing.data import read_rows
+from examples import format_and_accuracy, own_dataset
 
 # --------------------------------------------------------------------------- data, models and rewards
 
 
-def test_run_own_dataset_writes_rows_that_the_scripts_read(tmp_path):
-    command = [sys.executable, "examples/own_dataset.py", tmp_path / "sums.jsonl"]
-    subprocess.run(command, cwd=ROOT, check=True)
-    rows = read_rows(script_args("grpo", dataset=str(tmp_path / "sums.jsonl"))[1], "dataset")
+def test_own_dataset_has_sums():
+    rows = list(own_dataset.sums())
     assert len(rows) == 4000
     for row in rows:
         a, b = row["question"][-1]["content"].split(" + ")
-        assert int(a) + int(b) == int(row["answer"])
+        assert int(a) + int(b) == row["answer"]
 
 
 class Trainer(transformers.Trainer):
@@ -100,8 +99,9 @@ def test_format_and_accuracy_are_added():
 
 
 @pytest.fixture
-def trl_trainer(monkeypatch):
+def trl_trainer(monkeypatch, tmp_path):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.chdir(tmp_path)  # a run without --output_dir writes here
     return importlib.import_module("examples.trl_trainer")
 
 
@@ -109,35 +109,41 @@ def trl_trainer(monkeypatch):
 def test_the_scripts_flags_set_those_of_trl(trl_trainer):
     """Those that are not seen in the steps that two processes take."""
     flags = """--use_cpu --num_minibatches 2 --update_epochs 3 --iterations 4 --save_every 5
-    --max_new_tokens 20 --temperature 0.5 --dtype bfloat16"""
-    _, _, config = trl_trainer.parse(flags.split())
+    --max_new_tokens 20 --temperature 0.5 --dtype bfloat16 --seed 7 --gradient_checkpointing"""
+    _, args, config = trl_trainer.parse(flags.split())
     assert (config.max_steps, config.save_steps, config.save_total_limit) == (24, 30, 1)
     assert (config.max_completion_length, config.temperature, config.bf16) == (20, 0.5, True)
+    assert (args.seed, config.seed, config.activation_checkpointing) == (7, 7, True)
+    assert args.folder == Path("runs/trl-grpo").absolute()
 
 
 @pytest.mark.extras
-def test_flags_that_both_have_mean_the_same(trl_trainer):
-    """A flag that is not used goes to TRL if TRL has one of this name. These three may."""
-    for name in trl_trainer.ALGORITHMS:
-        used = {*trl_trainer.USED, *inspect.signature(script_args(name)[0].policy_loss).parameters}
-        passed = (fields_of(name) - used) & trl_trainer.fields_of(trl_trainer.GRPOConfig)
-        assert passed == {"gradient_checkpointing", "max_grad_norm", "seed"}
+def test_each_flag_of_trl_is_allowed_or_the_scripts_or_refused(trl_trainer):
+    flags = {field.name for field in dataclasses.fields(trl_trainer.GRPOConfig)}
+    allowed = {*trl_trainer.TRL_FLAGS}
+    shared = flags & {*trl_trainer.FLAGS}
+    assert allowed < flags and not allowed & shared
+    own = {"chat_template_kwargs", "gradient_checkpointing", "max_grad_norm", "seed", "temperature"}
+    assert shared == own
+    for name in flags - allowed - own:
+        with pytest.raises(UserError, match=f"^not used here: --{name}=1. TRL has --output_dir, "):
+            trl_trainer.parse([f"--{name}=1"])
 
 
-NO_EFFECT = "has no effect here:"
+SIZE = "--per_device_train_batch_size"
 
 
 @pytest.mark.extras
 @pytest.mark.parametrize(
     "words, line",
     [
-        ("--loss_type=dapo", f"--loss_type {NO_EFFECT} use the flags of grpo.py"),
-        ("--learning-rate 1", f"--learning_rate {NO_EFFECT} use the flags of grpo.py"),
-        ("--run_dir=x", f"--run_dir {NO_EFFECT} use --output_dir"),
-        ("--eval_every 5", f"--eval_every {NO_EFFECT} held-out problems are answered only at the end"),
-        ("--rollout_cap 3", f"--rollout_cap {NO_EFFECT} TRL has nothing like it"),
-        ("--overlong filter", "unknown argument --overlong"),
-        ("--per_device_train_batch_size 3", "--per_device_train_batch_size 3 does not divide 16"),
+        ("--run_dir=x --resume", "not used here: --run_dir=x --resume. TRL has --output_dir, "),
+        ("--overlong filter", "not used here: --overlong filter. TRL has "),
+        ("--lr x", "argument --lr: invalid float value: 'x'"),
+        ("--lr 0", "--lr must be from 1e-09 to 1e+09, not 0.0"),
+        ("--warmup_steps -1", "TRL: ValueError Got warmup_steps = -1.0"),
+        (f"{SIZE} 3", f"{SIZE} 3 does not divide 16, a process's part of a step"),
+        (f"{SIZE} -2", f"{SIZE} -2 does not divide 16, a process's part of a step"),
         ("", "--num_minibatches: 3 processes cannot share a step of 16"),
     ],
 )
@@ -163,8 +169,8 @@ def test_run_trl_trains_the_default_job(tmp_path):
     flags = ["--algorithm", "gspo", "--iterations", "10", "--output_dir", tmp_path / "trl"]
     found = launched("examples/trl_trainer.py", *flags)
     assert "trained in 2 processes" in found
-    (greedy,) = re.findall(r"held-out problems, greedy: {'accuracy': ([0-9.]+)", found)
-    assert float(greedy) >= 0.9
+    ((before, after),) = re.findall(r"accuracy +([0-9.]+) +([0-9.]+)", found)
+    assert 0.4 < float(before) < 0.5 and float(after) >= 0.9
 
 
 STEP = """
@@ -303,10 +309,68 @@ def test_a_resumed_run_is_the_same(trl_trainer, tmp_path, reward_file):
 
 
 @pytest.mark.extras
+def test_an_earlier_run_in_trl_is_kept_or_resumed(trl_trainer, tmp_path, reward_file):
+    folder = tmp_path / "run"
+    reward = ["--reward", reward_file("return text.count('1') / 7")]
+    trained(trl_trainer, folder, *reward)
+    before = sorted(folder.rglob("*"))
+    resume = "--resume_from_checkpoint"
+    in_use = f"--output_dir {folder} cannot be used: a new run needs an empty one"
+    wrong = {
+        "": in_use,
+        f"{resume} nowhere": in_use,
+        f"{resume} {folder}/checkpoint-9": f"{resume} {folder}/checkpoint-9 cannot be read: FileNot",
+        f"{resume} true --output_dir {tmp_path}": f"{resume} {tmp_path}/checkpoint-* cannot be read: ",
+        f"{resume} true --algorithm gspo": f"--resume: {folder}/checkpoint-2 has script dapo, not gspo",
+        f"{resume} true --lr 1": f"--resume: {folder}/checkpoint-2 has lr 0.0002, not 1.0",
+    }
+    for flags, line in wrong.items():
+        with pytest.raises(UserError, match=f"^{re.escape(line)}"):
+            trained(trl_trainer, folder, *reward, *flags.split())
+    assert sorted(folder.rglob("*")) == before
+    trained(trl_trainer, folder, *reward, "--iterations", 2, resume, "true")
+    assert checkpoint_of(folder).name == "checkpoint-4"
+
+
+@pytest.mark.extras
+def test_trl_logs_the_scripts_advantages(trl_trainer, tmp_path, reward_file):
+    reward = ["--reward", reward_file("return text.count('1') / 7")]
+    trained(trl_trainer, tmp_path / "run", *reward, "--algorithm", "dr_grpo", "--log_completions")
+    (path,) = (tmp_path / "run" / "completions").iterdir()
+    table = pyarrow.parquet.read_table(path).to_pydict()
+    rewards_PG = torch.tensor(table["reward"]).view(-1, 4)
+    expected = importlib.import_module("dr_grpo").compute_advantages(rewards_PG).flatten()
+    torch.testing.assert_close(torch.tensor(table["advantage"]), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.extras
+def test_trl_without_iterations_evaluates_only(trl_trainer, tmp_path, reward_file, capsys):
+    flags = ["--reward", reward_file("return text.count('1') / 7"), "--iterations", 0]
+    assert torch.equal(trained(trl_trainer, tmp_path / "run", *flags), weights_of(TINY_MOE))
+    ((before, after),) = re.findall(r"reward_mean +([0-9.]+) +([0-9.]+)", capsys.readouterr().out)
+    assert before == after
+
+
+@pytest.mark.extras
+def test_a_run_in_trl_ends_before_a_step_that_is_not_finite(trl_trainer, tmp_path, reward_file):
+    reward = ["--reward", reward_file("return text.count('1') / 7")]
+    with pytest.raises(UserError, match="^step 2: grad_norm is not finite: "):
+        trained(trl_trainer, tmp_path / "run", *reward, "--lr", 1e9)
+    assert not list((tmp_path / "run").iterdir())
+
+
+@pytest.mark.extras
+def test_what_trl_lacks_is_one_line(trl_trainer, tmp_path):
+    with pytest.raises(UserError, match="^TRL: ValueError paper is not supported, only "):
+        trained(trl_trainer, tmp_path / "run", "--report_to", "paper")
+
+
+@pytest.mark.extras
 def test_dapo_without_a_mixed_group_ends_before_the_step(trl_trainer, tmp_path, reward_file, capsys):
-    """Here in the second iteration, when Adam has a momentum."""
+    """Here in the second iteration, when Adam has a momentum. The evaluation before training grades 16
+    completions, and so does an iteration."""
     lines = ["reward.calls = getattr(reward, 'calls', 0) + 1"]
-    lines += ["return text.count('1') / 7 if reward.calls <= 16 else 0.0"]
+    lines += ["return text.count('1') / 7 if reward.calls <= 32 else 0.0"]
     flags = ["--reward", reward_file(*lines), "--iterations", 3, "--max_sampling_rounds", 1]
     found = trained(trl_trainer, tmp_path / "run", *flags)
     assert torch.equal(found, weights_of(checkpoint_of(tmp_path / "run")))

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import MORE, SCRIPTS, SUMS, fields_of, functions_of, has_one_ratio, metrics, script_args
+from conftest import MORE, SCRIPTS, SUMS, fields_of, functions_of, metrics, script_args
 from rl_loss_vectors import reference
 from torch.func import functional_call
 from torch.nn.utils.rnn import pad_sequence
@@ -49,7 +49,8 @@ ALONE = {"prompts_per_iteration": 15}  # of scripts with one completion per prom
 CRITIC = {"entropy_coef": 0.1, "kl_coef": 0.3, "critic_lr": 3e-3, "value_clip": 0.05, "gamma": 0.9}
 CRITIC |= {"max_grad_norm": 0.5}  # which some of the critic's steps exceed, too
 PRETRAINED = {"iterations": 3, "pretraining_iterations": 1}
-FROM_SAMPLER = {"old_logprobs": "sampler", "rollout_correction": "none", "rollout_cap": 2.0}
+UNWEIGHTED = {"rollout_correction": "none", "rollout_cap": 2.0}
+FROM_SAMPLER = {"old_logprobs": "sampler"} | UNWEIGHTED
 FROM_SAMPLER |= {"kl_coef": 0.5, "lr": 1e-3}  # with 2e-3, log-ratios are so large that scripts cap them
 BASELINE = {"iterations": 3, "max_grad_norm": 2.0, "baseline_decay": 0.75}
 STALE = {"rollout_dtype": "same", "rollout_refresh_every": 2}
@@ -59,9 +60,11 @@ CASES = {  # variants that change no line of main are compared by test_conforman
     "ppo": ("ppo", ALONE | CRITIC),
     "grpo": ("grpo", {"kl_coef": 0.5}),
     "grpo, reset": ("grpo", {"kl_coef": 0.5, "ref_reset_every": 1}),
-    "grpo, sampler": ("grpo", FROM_SAMPLER),
-    "grpo, stale": ("grpo", STALE | {"kl_coef": 0.0}),
-    "dr_grpo": ("dr_grpo", {"max_grad_norm": 0.2, "max_new_tokens": 40} | MASKED),  # more than any has
+    "mismatch": ("more.mismatch", {"kl_coef": 0.5}),
+    "mismatch, masked": ("more.mismatch", MASKED),
+    "mismatch, sampler": ("more.mismatch", FROM_SAMPLER),
+    "mismatch, stale": ("more.mismatch", STALE | {"kl_coef": 0.0}),
+    "dr_grpo": ("dr_grpo", {"max_grad_norm": 0.2, "max_new_tokens": 40}),  # more than any has
     "dapo": ("dapo", {"overlong_cache": 6}),
     "dapo, default": ("dapo", {"max_new_tokens": 32}),
     "dapo, filter": ("dapo", {"overlong": "filter", "max_new_tokens": 20}),
@@ -69,12 +72,11 @@ CASES = {  # variants that change no line of main are compared by test_conforman
     "gspo": ("gspo", {}),
     "gspo_token": ("gspo", {"variant": "gspo_token"}),
     "cispo": ("cispo", {"is_weight_cap": 1.2, "is_weight_floor": 0.8} | UNCLIPPED),
-    "gmpo": ("gmpo", MASKED | {"log_ratio_clip": 0.2}),
+    "gmpo": ("gmpo", {"log_ratio_clip": 0.2}),
     "rspo": ("rspo", {"log_ratio_clip": 0.3, "gamma_min": 0.9}),
     "sapo": ("sapo", {"tau_pos": 2.0, "tau_neg": 1.5}),
     "reinforce": ("more.reinforce", ALONE | BASELINE),
     "rloo": ("more.rloo", {"max_grad_norm": 3.0}),
-    # Some completions are masked by pi / mu that pi / pi_old or pi_old / mu would keep, and vice versa.
     "deepseek_v32": ("more.deepseek_v32", {"kl_coef": 0.5, "offpolicy_mask": 0.02}),
     "vapo": ("more.vapo", CRITIC | PRETRAINED | {"lambda_alpha": 0.3, "kl_coef": 0.0}),
 }
@@ -86,7 +88,7 @@ for name in [*SCRIPTS, *MORE]:
             changes = changes | PRETRAINED
         CASES[name] = (name, changes)
 # Here the master weights have a working copy, as with bfloat16, but in float32, so that numbers agree.
-WITH_COPIES = ["ppo", "grpo, reset", "grpo, stale", "dapo", "vapo"]
+WITH_COPIES = ["ppo", "grpo, reset", "mismatch, stale", "dapo", "vapo"]
 ADVANTAGES = {
     "dr_grpo": reference.group_differences,
     "more.deepseek_v32": reference.group_differences,
@@ -243,15 +245,12 @@ def learned_from(args, rounds):
     return kept
 
 
-def correction_weights(name, args, old, mu, mask):
-    """min(rho, cap): a token's, or where there is one ratio per completion the geometric mean's. With
-    geo_mask, 0 where that mean is out of bounds."""
-    if args.rollout_correction == "none":
+def correction_weights(args, old, mu, mask):
+    """min(rho, cap). With geo_mask, 0 where the completion's geometric mean is out of bounds."""
+    if getattr(args, "rollout_correction", "none") == "none":
         return torch.ones_like(old)
     log_rho = torch.where(mask, old - mu, 0)
     log_mean = (log_rho.sum(1) / mask.sum(1))[:, None].expand_as(mask)
-    if has_one_ratio(name) and getattr(args, "variant", "") != "gspo_token":
-        log_rho = log_mean
     weights = log_rho.exp().clamp(max=args.rollout_cap)
     if args.rollout_correction == "geo_mask":
         weights[log_mean < math.log(args.rollout_mask_low)] = 0
@@ -307,7 +306,7 @@ def before_update(name, args, completions, weights, ref_weights, baseline, model
     mu = pad_sequence([torch.tensor(c.logprobs).double() for c in completions], batch_first=True)
     old_answers, old = logprobs_under(weights[0])
     _, ref = logprobs_under(ref_weights)
-    if args.old_logprobs == "sampler":
+    if getattr(args, "old_logprobs", "") == "sampler":
         old = mu
     values = returns = None
     if len(weights) == 2:
@@ -316,7 +315,7 @@ def before_update(name, args, completions, weights, ref_weights, baseline, model
         advantages, returns = advantages_of_a_critic(args, completions, old, ref, values, mask)
     else:
         advantages = plain_advantages(name, args, completions, baseline)
-    factors = correction_weights(name, args, old, mu, mask)
+    factors = correction_weights(args, old, mu, mask)
     if getattr(args, "overlong", "") == "filter":
         mask = mask & torch.tensor([[not c.truncated] for c in completions])
     return SimpleNamespace(
@@ -406,16 +405,18 @@ def check_step(name, args, before, rows, step, is_pretraining, model):
 
 
 def check_sampler(args, before, first_weights, weights, model, line):
-    """Completions come from the policy of now in int4, or from that of the first iteration. The log has
-    the KL to the policy of now, over the tokens of all steps."""
-    sampler = first_weights
-    if args.rollout_refresh_every == 1:
+    """Completions come from the policy of now, perhaps in int4, or from that of the first iteration.
+    The log has the KL to the policy of now, over the tokens of all steps."""
+    sampler = weights
+    if getattr(args, "rollout_refresh_every", 1) > 1:
+        sampler = first_weights
+    elif getattr(args, "rollout_dtype", "same") == "int4":
         sampler = rounded(model, weights)
     with torch.no_grad():
         for c in before.completions:
             logprobs = answer(model, sampler, c, args.temperature).logprobs
             assert c.logprobs == pytest.approx(logprobs.tolist(), abs=1e-4)
-    if args.old_logprobs == "trainer":
+    if "rollout/sampler_kl" in line:
         log_rho = (before.logprobs - before.mu)[before.mask]
         kl = (log_rho.expm1() - log_rho).mean().item()
         assert line["rollout/sampler_kl"] == pytest.approx(kl, rel=1e-3, abs=1e-8)

@@ -11,7 +11,7 @@ from conftest import ROOT, metrics, script_args
 from torch.optim import AdamW
 
 import plumbing.run
-from common import Completion, OldOutputs, Problem, RouterOutputs, Run, UserError, critic_stats
+from common import Completion, Problem, Run, TokenOutputs, UserError, critic_stats
 from plumbing.data import ProblemStream
 
 
@@ -37,12 +37,12 @@ def micro_batch(mask, logratios, entropies, experts, old_experts, aux_loss):
     micro = Micro(
         mask_BT=mask_BT,
         sampler_logprobs_BT=zeros_BT - 0.1,
-        old=OldOutputs(zeros_BT, RouterOutputs(experts_BTLK=old_experts_BTLK)),
+        old=TokenOutputs(zeros_BT, old_experts_BTLK),
     )
     outputs = SimpleNamespace(
         logprobs_BT=torch.tensor(logratios),
         entropy_BT=torch.tensor(entropies),
-        routers=SimpleNamespace(experts_BTLK=two_layers(experts)),
+        experts_BTLK=two_layers(experts),
         aux_loss=torch.tensor(aux_loss),
     )
     return micro, outputs
@@ -72,14 +72,14 @@ CRITIC_BATCHES = [
         mask_BT=torch.tensor([[True, True], [True, False]]),
         returns_BT=torch.tensor([[1.0, 3.0], [2.0, 50.0]]),
         values_BT=torch.tensor([[0.0, 2.0], [3.0, 9.0]]),
-        ref_logprobs_BT=torch.zeros(2, 2),
+        ref=TokenOutputs(torch.zeros(2, 2)),
         kl_BT=torch.tensor([[0.4, -0.1], [0.2, 7.0]]),
     ),
     SimpleNamespace(
         mask_BT=torch.tensor([[True]]),
         returns_BT=torch.tensor([[6.0]]),
         values_BT=torch.tensor([[5.0]]),
-        ref_logprobs_BT=torch.zeros(1, 1),
+        ref=TokenOutputs(torch.zeros(1, 1)),
         kl_BT=torch.tensor([[-0.9]]),
     ),
 ]

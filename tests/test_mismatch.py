@@ -1,6 +1,6 @@
-"""When the sampler is not the trainer: routing replay, and statistics of it and of the weights that
-correct for the difference. Those of routers: test_metrics.py. The weights: test_conformance.py and
-test_main.py; what the sampler records, and replay in other architectures: test_architectures.py."""
+"""more/mismatch.py: the sampler's weights, routing replay, and statistics. What weights the rules give:
+test_conformance.py. The gradients of a run: test_main.py. Replay in other architectures:
+test_architectures.py."""
 
 import math
 from itertools import chain
@@ -8,43 +8,74 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import MORE, SCRIPTS, batch_of_ids, completes, interfere, metrics, script_args
+from conftest import batch_of_ids, completes, interfere, metrics
 
-import common
 import rspo
-from common import OldOutputs, old_policy, reference_logprobs, sample, token_logprobs
+from common import Routing, TokenOutputs, token_logprobs
+from more import mismatch
+from more.mismatch import Replay, refresh, rollout_weights, sampler_flips, weight_stats
+from plumbing.metrics import add, sampler_stats, summarize
 from plumbing.model import checkpoint_layers
-from plumbing.metrics import add, correction_stats, summarize
-from plumbing.routing import Routing
+
+# ----------------------------------------------------------------------------- sampler and weights
+
+
+def test_the_sampler_gets_the_policys_weights(own_policy):
+    """int4 rounds all matrices but embeddings and routers, each row to 15 values."""
+    sampler = own_policy.frozen_copy("float32")
+    with torch.no_grad():
+        for weight in own_policy.parameters():
+            weight.mul_(1.1)
+    refresh(sampler, own_policy, is_int4=False)
+    assert sampler.hash() == own_policy.hash()
+    refresh(sampler, own_policy, is_int4=True)
+    pairs = zip(sampler.model.named_parameters(), own_policy.parameters(), strict=True)
+    for (name, weight), own_weight in pairs:
+        is_rounded = weight.dim() > 1 and "embed" not in name and "mlp.gate.weight" not in name
+        assert torch.equal(weight, own_weight) != is_rounded, name
+        if is_rounded:
+            row = weight.flatten(0, -2)[0]
+            own_row = own_weight.flatten(0, -2)[0]
+            assert len(row.unique()) <= 15
+            assert (row - own_row).abs().max() <= own_row.abs().max() / 14 + 1e-6
+
+
+@pytest.mark.parametrize("rule", ["sequence_tis", "sequence_mis", "geo_mask", "geo_filter", "icepop"])
+def test_a_weight_of_a_logprob_that_is_nan_is_nan(rule):
+    """It must end the run, not become 0 or the cap. Other rows keep their weights."""
+    sampler_BT = torch.zeros(2, 3)
+    sampler_BT[0, 1] = torch.nan
+    weights = rollout_weights(torch.zeros(2, 3), sampler_BT, torch.ones(2, 3), rule=rule)
+    assert weights[0].isnan().any() and (weights[1] == 1).all()
 
 
 def halves(batch):
     """Two batches of one row each."""
     rows = [{name: tensor[i : i + 1] for name, tensor in vars(batch).items()} for i in (0, 1)]
-    return [SimpleNamespace(**row, old=OldOutputs(row["old_logprobs_BT"])) for row in rows]
+    return [SimpleNamespace(**row, old=TokenOutputs(row["old_logprobs_BT"])) for row in rows]
 
 
 def test_statistics_of_the_mismatch_and_the_weights():
     """By hand, over two batches."""
-    args = script_args("grpo", rollout_correction="token_tis", rollout_cap=1.0)[1]
     batch = SimpleNamespace(
         old_logprobs_BT=torch.tensor([[0.2, -0.4], [0.1, math.nan]]),
         sampler_logprobs_BT=torch.zeros(2, 2),
         mask_BT=torch.tensor([[True, True], [True, False]]),
-        correction_weights=torch.tensor([[1, 0.5], [0, 9]]),
+        weights=torch.tensor([[1, 0.5], [0, 9]]),
     )
+    kl = (math.exp(0.2) + math.exp(-0.4) + math.exp(0.1) - 3 + 0.1) / 3
+    assert sampler_stats(halves(batch)) == pytest.approx({"sampler_kl": kl})
     expected = {
-        "sampler_kl": (math.exp(0.2) + math.exp(-0.4) + math.exp(0.1) - 3 + 0.1) / 3,
-        "weight_zero_frac": 1 / 3,
-        "weight_cap_frac": 1 / 3,
-        "weight_mean": 1.5 / 3,
-        "weight_effective_size": 1.5**2 / (3 * 1.25),
+        "rollout/weight_zero_frac": 1 / 3,
+        "rollout/weight_cap_frac": 1 / 3,
+        "rollout/weight_mean": 1.5 / 3,
+        "rollout/weight_effective_size": 1.5**2 / (3 * 1.25),
     }
-    assert correction_stats(halves(batch), args) == pytest.approx(expected)
-    batch.correction_weights = torch.tensor([[0.5], [1.0]])  # one per completion
-    expected |= {"weight_zero_frac": 0, "weight_cap_frac": 1 / 2, "weight_mean": 1.5 / 2}
-    expected["weight_effective_size"] = 1.5**2 / (2 * 1.25)
-    assert correction_stats(halves(batch), args) == pytest.approx(expected)
+    assert weight_stats(halves(batch), cap=1.0) == pytest.approx(expected)
+    batch.weights = torch.tensor([[0.5], [1.0]])  # one per completion: 0.5 twice
+    expected |= {"rollout/weight_zero_frac": 0, "rollout/weight_mean": 2 / 3}
+    expected["rollout/weight_effective_size"] = 2**2 / (3 * 1.5)
+    assert weight_stats(halves(batch), cap=1.0) == pytest.approx(expected)
 
 
 # ----------------------------------------------------------------------------- routing replay
@@ -70,21 +101,22 @@ def test_the_aux_loss_stays_live(own_policy, batch):
     is replayed; alone, it has the same aux loss."""
     own_policy.model.model.layers = own_policy.model.model.layers[:1]
     policy = own_policy.with_model(own_policy.model)
-    live = token_logprobs(policy, batch, 1.0, router_logits=True)
-    replay_BSLK = others(live.routers.choices_BSLK)
-    replayed = token_logprobs(policy, batch, 1.0, replay=replay_BSLK, router_logits=True)
+    routing = Routing(policy.routers)
+    live = token_logprobs(policy, batch, 1.0, router_logits=True, routing=routing)
+    replay = Replay(policy.routers, others(routing.choices()))
+    replayed = token_logprobs(policy, batch, 1.0, router_logits=True, routing=replay)
     assert not torch.equal(replayed.logprobs_BT, live.logprobs_BT)
-    assert live.aux_loss.requires_grad and not live.routers.logits[0].requires_grad
-    torch.testing.assert_close(replayed.routers.logits, live.routers.logits)
+    assert live.aux_loss.requires_grad and not live.router_logits[0].requires_grad
+    torch.testing.assert_close(replayed.router_logits, live.router_logits)
     torch.testing.assert_close(replayed.aux_loss, live.aux_loss)
+    assert torch.equal(replayed.experts_BTLK, live.experts_BTLK)  # the routers' own choice
 
 
-def test_a_recomputation_leaves_what_the_forward_recorded(own_policy, batch, monkeypatch):
+def test_a_recomputation_leaves_what_the_forward_recorded(own_policy, batch):
     """The logits' graph is that of the forward, which the aux loss needs."""
     recorded = Routing(own_policy.routers)
-    monkeypatch.setattr(common, "Routing", lambda *_: recorded)
     checkpoint_layers(own_policy.model)
-    outputs = token_logprobs(own_policy, batch, 1.0)
+    outputs = token_logprobs(own_policy, batch, 1.0, routing=recorded)
     before = [*recorded.used.items(), *recorded.logits.items()]
     calls = []
     own_policy.routers.modules[0].register_forward_hook(lambda *_: calls.append(None))
@@ -94,107 +126,69 @@ def test_a_recomputation_leaves_what_the_forward_recorded(own_policy, batch, mon
     assert all(old is new for (_, old), (_, new) in zip(before, after, strict=True))
 
 
-def test_what_old_policy_update_and_reference_replay(tiny_policy, batch):
-    """With r2 the old policy routes live, and the update replays its experts. With r3 both replay those
-    of the sampler. A reference always routes live."""
-    _, args = script_args("grpo", routing_replay="r2", num_minibatches=2)
-    with torch.no_grad():
-        live = token_logprobs(tiny_policy, batch, 1.0)
-    old = old_policy(tiny_policy, batch, args)
-    torch.testing.assert_close(old.logprobs_BT, live.logprobs_BT)
-    real = batch.is_token_BS
-    assert torch.equal(old.replay_BSLK[real], live.routers.choices_BSLK[real])
-    own_BTLK = old.routers.experts_BTLK
-    assert torch.equal(own_BTLK[batch.mask_BT], live.routers.experts_BTLK[batch.mask_BT])
-    args.routing_replay = "r3"
-    batch.sampler_experts_BSLK = experts = others(live.routers.choices_BSLK)
-    old = old_policy(tiny_policy, batch, args)
-    assert not torch.allclose(old.logprobs_BT, live.logprobs_BT, atol=1e-5)
-    assert old.replay_BSLK is experts
-    args.old_logprobs = "sampler"
-    old = old_policy(None, batch, args)
-    assert old.logprobs_BT is batch.sampler_logprobs_BT and old.replay_BSLK is experts
-    torch.testing.assert_close(reference_logprobs(tiny_policy, batch, args), live.logprobs_BT)
-
-
-def test_old_policy_and_reference_compute_only_what_is_read(tiny_policy, batch, monkeypatch):
+def test_only_logprobs_are_computed_before_the_update(tiny_policy, batch):
     """With a large vocabulary, entropies would take a quarter of the update."""
-    seen = []
-
-    def token_logprobs(*inputs, **keywords):
-        seen.append(original(*inputs, **keywords))
-        return seen[-1]
-
-    original = common.token_logprobs
-    monkeypatch.setattr(common, "token_logprobs", token_logprobs)
-    _, args = script_args("grpo")
-    old_policy(tiny_policy, batch, args)
-    reference_logprobs(tiny_policy, batch, args)
-    assert [outputs.entropy_BT for outputs in seen] == [None, None]
-    assert [outputs.aux_loss for outputs in seen] == [None, None]
-    assert [outputs.routers.logits for outputs in seen] == [None, None]
+    outputs = token_logprobs(tiny_policy, batch, 1.0, only_logprobs=True)
+    assert outputs.entropy_BT is outputs.aux_loss is outputs.router_logits is None
+    whole = token_logprobs(tiny_policy, batch, 1.0)
+    assert torch.equal(outputs.logprobs_BT, whole.logprobs_BT)
 
 
-def sample_and_make_up(*inputs):
-    """The experts are the last two of eight."""
-    completions = []
-    for c in sample(*inputs):
-        made_up = torch.tensor([6, 7]).expand_as(c.experts)
-        completions.append(c._replace(experts=torch.where(c.experts < 0, -1, made_up)))
-    return completions
+WHOSE = [("r2", "policy"), ("r3", "sampler")]
 
 
-@pytest.mark.parametrize("name", [*SCRIPTS, *MORE])
-def test_run_r3_replays_the_samplers_experts_before_the_update_and_in_it(
-    name, tmp_path, monkeypatch, reward_file
+@pytest.mark.parametrize("routing_replay, whose", WHOSE)
+def test_run_replays_the_experts_before_the_update_and_in_it(
+    routing_replay, whose, tmp_path, monkeypatch
 ):
-    """So the first ratio is 1, though the routers would choose other experts."""
-    script, args = script_args(name)
-    monkeypatch.setattr(script, "sample", sample_and_make_up)
-    flags = ["--iterations", 1 + getattr(args, "pretraining_iterations", 0)]
-    flags += ["--reward", reward_file("return len(text) > 7")]  # so that dapo finds mixed groups
-    completes(name, *flags, "--routing_replay", "r3", "--run_dir", tmp_path)
-    line = metrics(tmp_path)[-1]
-    assert line["losses/first_step_ratio_error_max"] == 0 and line["moe/sampler_flip_frac"] > 0.5
+    """So the first ratio is 1, though the routers would choose other experts. Those of the sampler are
+    the ones that its rounded weights choose."""
+    found = []
+
+    def made_up(model, micro, args):
+        is_trained = any(weight.requires_grad for weight in model.parameters())
+        found.append("policy" if is_trained else "sampler")
+        experts = real(model, micro, args)
+        return torch.tensor([6, 7], dtype=torch.int16).expand_as(experts)
+
+    real = mismatch.experts_of
+    monkeypatch.setattr(mismatch, "experts_of", made_up)
+    completes("more.mismatch", "--routing_replay", routing_replay, "--run_dir", tmp_path)
+    (line,) = metrics(tmp_path)
+    assert {*found} == {whose} and line["losses/first_step_ratio_error_max"] == 0
+    if routing_replay == "r3":
+        assert line["moe/sampler_flip_frac"] > 0.5
 
 
-def test_run_r3_lets_rspo_measure_the_replayed_experts(tmp_path, monkeypatch):
-    """Of the old policy's router logits, it keeps theirs alone."""
-    measured = []
+def test_run_rspo_keeps_no_router_logits(tmp_path, monkeypatch):
     kept = []
 
-    def at_scores(router_logits, experts_BTLK):
-        measured.extend(experts_BTLK[:, 0].flatten().tolist())  # the first token is no padding
-
     def at_log(run, steps, *_):
-        kept.extend(micro.old.routers.logits for micro in chain(*steps))
+        kept.extend(micro.old.router_logits for micro in chain(*steps))
 
-    monkeypatch.setattr(rspo, "sample", sample_and_make_up)
-    interfere(monkeypatch, rspo, "expert_logprobs", at_scores)
     interfere(monkeypatch, rspo.Run, "log", at_log)
-    completes("rspo", "--routing_replay", "r3", "--run_dir", tmp_path)
-    assert set(measured) == {6, 7} and not any(kept)
+    completes("rspo", "--run_dir", tmp_path)
+    assert kept and not any(kept)
 
 
 # ------------------------------------------------------------------------------------- statistics
 
 
 def test_fraction_of_experts_that_the_sampler_did_not_share(tiny_policy, batch):
-    """Against the old policy's choice, for response tokens whose experts the sampler has recorded."""
-    _, args = script_args("grpo", routing_replay="r3")
-    own = token_logprobs(tiny_policy, batch, 1.0)
-    replay_BSLK = own.routers.choices_BSLK.flip(-1).clone()  # in any order
-    batch.old = OldOutputs(own.logprobs_BT.detach(), own.routers, replay_BSLK)
-    assert correction_stats([batch], args)["moe/sampler_flip_frac"] == 0
+    """Against the old policy's choice, where a response token is predicted."""
+    routing = Routing(tiny_policy.routers)
+    with torch.no_grad():
+        batch.old = token_logprobs(tiny_policy, batch, 1.0, routing=routing)
+    batch.replayed = routing.choices().flip(-1).clone()  # in any order
+    assert sampler_flips([batch])["moe/sampler_flip_frac"] == 0
+    theirs_SLK = batch.replayed[: batch.tokens_BS.shape[1]]
     prompt, response = LENGTHS[0]
-    theirs_SLK = replay_BSLK[0]
     for uncounted in (0, prompt + response - 1):  # a prompt's token, and what follows the last one
         theirs_SLK[uncounted] = others(theirs_SLK[uncounted])
-    theirs_SLK[prompt] = -1  # not recorded
     used = theirs_SLK[prompt - 1, 1]  # of the last layer, for the first token
     used[0] = next(expert for expert in range(8) if expert not in used)
-    stats = correction_stats([batch], args)
-    assert stats["moe/sampler_flip_frac"].item() == pytest.approx(1 / 2 / 18, rel=1e-5)
+    flips = sampler_flips([batch])["moe/sampler_flip_frac"].item()
+    assert flips == pytest.approx(1 / 2 / 18, rel=1e-5)
 
 
 def test_means_weigh_and_keep_extremes():

@@ -101,10 +101,10 @@ def test_nothing_is_kept_of_a_policy_that_is_gone(tiny_model):
     model, tokenizer = tiny_model
     gc.collect()  # what earlier tests left
     before = len(plumbing.model.TRAINED)
-    policy = Policy(copy.deepcopy(model), tokenizer, "bfloat16", "int4")
-    policy.sampler(1)
-    copies = [weakref.ref(policy.model), weakref.ref(policy.rollout_policy.model)]
-    del policy
+    policy = Policy(copy.deepcopy(model), tokenizer, "bfloat16")
+    reference = policy.frozen_copy()
+    copies = [weakref.ref(policy.model), weakref.ref(reference.model)]
+    del policy, reference
     gc.collect()
     assert [copy() for copy in copies] == [None, None] and len(plumbing.model.TRAINED) == before
 
@@ -144,17 +144,15 @@ def test_weights_in_mxfp4_are_dequantized_where_there_are_kernels_for_them(tmp_p
     assert not hasattr(model.config, "quantization_config")  # a checkpoint is an ordinary folder
 
 
-@pytest.mark.parametrize("flag", ["dtype", "rollout_dtype"])
-def test_the_check_at_loading_runs_the_copy_in_bfloat16(flag, own_policy, monkeypatch):
+def test_the_check_at_loading_runs_the_copy_in_bfloat16(own_policy, monkeypatch):
     def fail(*_):
         raise RuntimeError("no kernel for BFloat16")
 
-    policy = Policy(own_policy.master, own_policy.tokenizer, **{flag: "bfloat16"})
-    copied = policy.model if flag == "dtype" else policy.rollout_policy.model
-    copied.base_model.register_forward_pre_hook(fail)
+    policy = Policy(own_policy.master, own_policy.tokenizer, "bfloat16")
+    policy.model.base_model.register_forward_pre_hook(fail)
     monkeypatch.setattr(common, "load_unchecked", lambda args: policy)
     with pytest.raises(UserError, match="--model .*no kernel"):
-        load_policy(script_args("grpo", **{flag: "bfloat16"})[1])
+        load_policy(script_args("grpo", dtype="bfloat16")[1])
 
 
 def test_a_cached_model_is_loaded_from_its_folder_if_the_hub_does_not_answer(tmp_path, monkeypatch):

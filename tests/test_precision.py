@@ -8,19 +8,18 @@ from conftest import MIXED, problems_of, script_args
 from torch import nn
 
 import ppo
-from common import collate, old_policy, sample, token_logprobs
+from common import collate, sample, token_logprobs
 from plumbing.model import Policy, TrainedModel, working_copy
 
 
 def test_the_masters_never_compute(own_policy):
-    """Neither in sampling, nor for old log-probs, values, and the update."""
+    """Neither in sampling, nor for log-probs and values."""
     policy = Policy(own_policy.master, own_policy.tokenizer, "bfloat16")
     critic = TrainedModel(ppo.Critic(policy), "bfloat16")
     for master in (policy.master, critic.master):
         master.register_forward_pre_hook(lambda *_: pytest.fail("float32"))
     args = script_args("grpo", max_new_tokens=12)[1]
     batch = collate(sample(policy, problems_of(policy, *MIXED), 4, args), 3, args)
-    old_policy(policy, batch, args)
     assert critic.model(batch).dtype == torch.float32  # a head in bfloat16 has steps of 0.002 near 0.5
     assert token_logprobs(policy, batch, 1.0).logprobs_BT.requires_grad
 

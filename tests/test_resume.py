@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 import grpo
 import ppo
+from more import mismatch
 from plumbing.run import Run
 
 FLAGS = """--prompts_per_iteration 8 --group_size 4 --max_new_tokens 16 --num_minibatches 2
@@ -97,9 +98,10 @@ def test_killed_at_every_kind_of_moment(tmp_path):
 def test_killed_with_more_in_the_checkpoint(tmp_path):
     """float32 weights, a stale sampler, a new reference."""
     more = ("--dtype", "bfloat16", "--rollout_refresh_every", 2, "--ref_reset_every", 2)
-    moments = [(Run, "save", kill, 3), (grpo, "sample", kill, 3)]  # in iterations 2 and 4
-    run_until(moments, "grpo", *flags_of("grpo", tmp_path / "parts", *more))
-    check("grpo", tmp_path, *more)
+    name = "more.mismatch"
+    moments = [(Run, "save", kill, 3), (mismatch, "sample", kill, 3)]  # in iterations 2 and 4
+    run_until(moments, name, *flags_of(name, tmp_path / "parts", *more))
+    check(name, tmp_path, *more)
 
 
 def test_run_as_a_process_that_is_killed(tmp_path):
@@ -160,6 +162,20 @@ def test_run_a_signal_ends_the_run_after_a_checkpoint(tmp_path, monkeypatch):
     monkeypatch.undo()
     assert run("grpo", *resume(tmp_path, "--iterations", 4)).returncode == 0
     assert iterations(tmp_path) == [1, 2, 3, 4]
+
+
+def test_run_as_a_process_whose_messages_nobody_reads_is_saved_on_ctrl_c(tmp_path):
+    """Ctrl-C also ends tee, to which the run prints."""
+    flags = flags_of("grpo", tmp_path, "--save_every", 0, "--iterations", 999)
+    log = tmp_path / "metrics.jsonl"
+    with started("grpo", *flags) as process:
+        process.stdout.close()
+        process.stderr.close()
+        while process.poll() is None and not (log.exists() and log.read_text().count("\n") >= 2):
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+    assert process.returncode == 130
+    assert checkpoint_of(tmp_path).name == f"checkpoint-{len(metrics(tmp_path)):06d}"
 
 
 def test_ctrl_c_outside_of_an_iteration_ends_the_run_at_once(tmp_path, monkeypatch):

@@ -175,6 +175,20 @@ def test_run_with_a_function_made_in_python(tmp_path):
     assert len(metrics(folder)) == 2
 
 
+def test_run_resumed_with_a_file_that_has_moved(tmp_path, monkeypatch):
+    path = write(tmp_path, "def f(text): return 1\ndef g(text): return 2")
+    folder = tmp_path / "run"
+    completes("grpo", "--run_dir", folder, "--reward", f"{path}:f")
+    (tmp_path / "moved").mkdir()
+    moved = path.rename(tmp_path / "moved" / path.name)
+    monkeypatch.delitem(sys.modules, path.stem)
+    again = resume(folder, "--iterations", 2)
+    refused("grpo", *again, expected=f"there is no file {path}")
+    refused("grpo", *again, "--reward", f"{moved}:g", expected=f"has reward {path}:f, not {moved}:g")
+    completes("grpo", *again, "--reward", f"{moved}:f")
+    assert len(metrics(folder)) == 2
+
+
 def test_a_file_is_run_once_for_each_run(tmp_path):
     """It may have changed, as in a notebook."""
     path = write(tmp_path, "calls = []\ndef f(text): calls.append(text); return len(calls)")
@@ -268,7 +282,9 @@ def test_rows_need_a_gold_answer_only_if_the_function_does(tmp_path, tiny_policy
     flags = {"dataset": str(write_lines(tmp_path / "data.jsonl", rows)), "num_held_out": 8}
     path = write(tmp_path, GOLD)
     args = script_args("grpo", **flags, reward=f"{path}:one")[1]
-    with pytest.raises(UserError, match="20 without a gold answer"):
+    with pytest.raises(
+        UserError, match="row 1 cannot be used: it has no answer; its keys are question"
+    ):
         load_problems(args, tiny_policy, load_grader(args))
     args = script_args("grpo", **flags, reward=f"{path}:lists")[1]
     grade = load_grader(args)
@@ -342,11 +358,12 @@ RIGHT = (1, "correct", False)
 MUTE = (0, "no_answer", False)
 SEVEN = (7, None, False)
 SEVEN_CUT = (7, None, True)
-WERE_CUT = "of the answers were cut off at --max_new_tokens"
+WERE_CUT = "of the completions were cut off at --max_new_tokens"
 NO_ANSWER = "no answer was found: the verifier looks for ####, \\boxed{}, <answer> or Answer:"
 SIGNALS = [  # (reward, verdict, cut off) of each completion, the size of a group, what the line says
-    ([CUT] * 4, 2, "all completions were cut off at --max_new_tokens"),
-    ([MUTE, CUT] * 2, 2, NO_ANSWER),
+    ([CUT] * 4, 2, f"100% {WERE_CUT}"),
+    ([MUTE, CUT, CUT, CUT], 2, f"75% {WERE_CUT}"),
+    ([MUTE, MUTE, MUTE, CUT], 2, NO_ANSWER),
     ([WRONG] * 4, 2, "the rewards of each group are all equal"),
     ([WRONG] * 4, 1, "all rewards are equal"),
     ([RIGHT, RIGHT, WRONG, WRONG], 2, "the rewards of each group are all equal"),
@@ -366,6 +383,6 @@ def test_what_an_iteration_without_a_signal_lacks(grades, group_size, expected):
 def test_run_a_first_iteration_without_a_signal_says_why(tmp_path):
     printed = completes("grpo", "--max_new_tokens", 2, "--iterations", 2, "--run_dir", tmp_path)
     (line,) = [line for line in printed.splitlines() if "no learning signal" in line]
-    assert line.endswith("in iteration 1: all completions were cut off at --max_new_tokens")
+    assert line.endswith(f"in iteration 1: 100% {WERE_CUT}")
     samples = read_lines(tmp_path / "samples.jsonl")
     assert {sample["verdict"] for sample in samples} == {"truncated"}  # the verifier is told

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 import grpo
 from common import UserError
-from plumbing.folder import LOGS, bytes_in
+from plumbing.folder import LOGS
 from plumbing.model import Policy
 
 WEIGHTS = "model.safetensors"
@@ -125,8 +125,9 @@ def test_no_log_is_cut_if_another_one_cannot_be_continued(folder):
 
 
 SETTINGS = [  # what settings.json holds (changes of the run's own, or other text), and the message
-    ("{}", "does not hold a run's settings: KeyError 'script'"),
-    ({"eval_every": ...}, "does not hold a run's settings: KeyError 'eval_every'"),
+    ("{}", "does not hold a run's settings: it names no script"),
+    ("[]", "does not hold a run's settings: TypeError"),
+    ({"kl_coef": ...}, "has kl_coef None, not 0.04"),
     ({"problems_hash": ...}, "have different prompts or gold answers"),
     ({"model_hash": ...}, "--model tiny-moe has different weights than when the run started"),
     ({"lr": 1e-3}, "has lr 0.0002, not 0.001"),  # the optimizer in the checkpoint has the old one
@@ -135,7 +136,7 @@ SETTINGS = [  # what settings.json holds (changes of the run's own, or other tex
 
 @pytest.mark.parametrize("text, expected", SETTINGS)
 def test_run_with_other_settings(text, expected, folder):
-    """Nothing else is taken for a run's own. Values of wrong types: test_bad_input.py"""
+    """Nothing else is taken for a run's own."""
     if isinstance(text, dict):
         changed = settings_of(folder) | text
         text = json.dumps({name: value for name, value in changed.items() if value is not ...})
@@ -188,8 +189,8 @@ def test_run_on_a_disk_without_room(tmp_path):
 
 JOBS = [
     ("grpo", "--iterations 0"),
-    ("grpo", "--iterations 3 --save_every 1"),
-    ("grpo", "--iterations 2 --save_every 1 --ref_reset_every 2 --rollout_refresh_every 2"),
+    ("grpo", "--save_every 0"),
+    ("more.mismatch", "--iterations 2 --save_every 1 --ref_reset_every 2"),
     ("ppo", "--iterations 2 --save_every 1 --dtype bfloat16"),
 ]
 
@@ -197,31 +198,20 @@ JOBS = [
 @pytest.mark.parametrize("name, flags", JOBS)
 def test_a_disk_that_is_too_small_is_refused_at_the_start(name, flags, tmp_path, monkeypatch):
     """The line names what the same run writes elsewhere at its peak, when a new checkpoint is complete
-    and the last one is still there. Headers and logs, of a few KB each, are not counted."""
+    and the last one is still there. Headers, tokenizer and logs, of a few KB each, are not counted."""
     peaks = []
     folder = tmp_path / "run"
+
+    def measure(*_):
+        peaks.append(sum(len(part) for part in content(folder).values() if part))
+
     with monkeypatch.context() as patch:
-        measure = lambda *_: peaks.append(bytes_in(folder))  # noqa: E731
         interfere(patch, Path, "rename", measure)
         completes(name, *flags.split(), "--eval_every", 0, "--run_dir", folder)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1e5))
-    new = tmp_path / "new" / "run"
-    line = refused(name, *flags.split(), "--run_dir", new, expected="has 0.0001 GB of free space")
-    (needed,) = re.findall(r"checkpoints need (\S+) GB at their peak", line)
+    line = refused(name, *flags.split(), "--run_dir", tmp_path / "new", expected="has 0.0001 GB")
+    (needed,) = re.findall(r"checkpoints need (\S+) GB", line)
     assert 0.9 * max(peaks) < 1e9 * float(needed) <= max(peaks)
-    assert not new.parent.exists()
-
-
-def test_space_of_a_resumed_run(folder, monkeypatch):
-    """What is there is not counted again, and what is removed first is free."""
-    full = bytes_in(checkpoint_of(folder))
-    unfinished = folder / "checkpoint.tmp"
-    unfinished.mkdir()
-    (unfinished / "x").write_bytes(bytes(full))
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
-    completes("grpo", *resume(folder, "--iterations", 1))
-    completes("grpo", *resume(folder, "--iterations", 3, "--save_every", 1))
-    refused("grpo", *resume(folder, "--iterations", 4), expected="has 0 GB of free space")
 
 
 def test_run_whose_log_cannot_be_written(tmp_path, monkeypatch):

@@ -32,6 +32,7 @@ CLIPS = keys("losses/", "clipfrac_low clipfrac_high")
 UNIFORM = {"rollout/frac_zero_std_groups"}
 DAPO = "kept dropped_all_right dropped_all_wrong generated sampling_rounds"
 VALUE = keys("losses/", "value_loss explained_variance kl_ref")
+WEIGHTS = keys("rollout/weight_", "zero_frac cap_frac mean effective_size")
 EXTRA_KEYS = {
     "ppo": CLIPS | VALUE,
     "grpo": CLIPS | UNIFORM | {"losses/kl_ref"},
@@ -39,6 +40,7 @@ EXTRA_KEYS = {
     "sapo": UNIFORM | {"losses/gate_slope"},
     "dapo": CLIPS | UNIFORM | keys("rollout/groups_", DAPO),
     "more.deepseek_v32": CLIPS | UNIFORM | keys("losses/", "kl_ref offpolicy_mask_frac"),
+    "more.mismatch": CLIPS | UNIFORM | {"losses/kl_ref"} | WEIGHTS,
     "more.reinforce": set(),
     "more.rloo": UNIFORM,
     "more.vapo": CLIPS | VALUE | {"losses/positive_lm_loss"},
@@ -84,6 +86,8 @@ def test_run_of_each_script_logs_sensible_numbers(name, tmp_path):
     flags = "--max_new_tokens 32 --eval_every 1 --iterations 2 --prompts_per_iteration 8".split()
     if name == "more.vapo":
         flags += ["--pretraining_iterations", 1]
+    if name == "more.mismatch":
+        flags += ["--rollout_dtype", "same"]
     completes(name, *flags, "--run_dir", tmp_path)
     lines = metrics(tmp_path)
     assert [line["iteration"] for line in lines] == [1, 2]
@@ -133,9 +137,13 @@ def test_pass_at_k():
 def test_run_prints_each_of_the_first_five_iterations(tmp_path):
     printed = completes("grpo", "--iterations", 11, "--eval_every", 0, "--run_dir", tmp_path)
     lines = printed.partition("held-out\n")[2].splitlines()
-    words = [line.split()[0] for line in lines if line.strip()]
-    numbers = [word for word in words if word != "warning:"]  # no answer is right
+    rows = [line.split() for line in lines if line.strip()]
+    numbers = [row[0] for row in rows if row[0].isdigit()]
     assert numbers[:8] == ["0", "1", "2", "3", "4", "5", "10", "11"]
+    (line,) = (line for line in metrics(tmp_path) if line["iteration"] == 11)
+    seconds = sum(value for key, value in line.items() if key.endswith("_seconds"))
+    assert ["11", f"{seconds:.1f}"] in [row[:2] for row in rows]
+    assert "note: 10 more iterations will take about 0." in printed
 
 
 def test_run_help_explains_every_flag(monkeypatch):
@@ -146,6 +154,7 @@ def test_run_help_explains_every_flag(monkeypatch):
     for field in dataclasses.fields(dapo.Args):
         assert field.metadata["help"] in text
         assert f"--{field.name} " in text or f"--{field.name}, --no-{field.name} " in text
+    assert "[0: a quarter of the cap] (default: 0)" in text
     first = [text.index(f"--{name}") for name in dapo.Args.__annotations__]
     assert max(first) < text.index("--model ")
 

@@ -1,5 +1,5 @@
 """The sampler against a slow loop without a cache and against the training forward; which completions
-share a batch; rollout weights that are NaN."""
+share a batch."""
 
 import itertools
 import math
@@ -7,14 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import MIXED, completes, interfere, metrics, problems_of, script_args
+from conftest import MIXED, interfere, problems_of, script_args
 from transformers import GPT2Config, GPT2LMHeadModel, Phi3Config, Phi3ForCausalLM
 
 import common
 import plumbing.memory
 from common import Completion, Problem, UserError, check_sampler, collate, evaluate
-from common import next_token, rollout_weights, sample, similar_lengths, split_into_steps
-from common import token_logprobs
+from common import next_token, sample, similar_lengths, split_into_steps, token_logprobs
 from plumbing.data import longest_sequence
 from plumbing.model import Policy
 
@@ -133,16 +132,6 @@ def test_longrope_is_limited_to_lengths_for_which_cached_keys_stay_right(own_pol
     assert longest_sequence(SimpleNamespace()) == math.inf
 
 
-def test_dapo_copies_the_weights_once_per_iteration(tmp_path, monkeypatch, reward_file):
-    """However often it samples. The check at loading asks for the sampler, too."""
-    asked = []
-    interfere(monkeypatch, Policy, "sampler", lambda policy, iteration: asked.append(iteration))
-    flags = ("--iterations", 2, "--rollout_dtype", "bfloat16", "--run_dir", tmp_path)
-    completes("dapo", *flags, "--reward", reward_file("return len(text) > 7"))
-    assert max(line["rollout/groups_sampling_rounds"] for line in metrics(tmp_path)) > 1
-    assert asked == [1, 1, 2]
-
-
 def grade(completions):
     marks = [len(c.text) % 2 for c in completions]
     verdicts = ("wrong", "correct")
@@ -191,7 +180,9 @@ def test_entropies_are_those_of_the_distribution_that_was_sampled(entropy_grad, 
     problems = problems_of(tiny_policy, *MIXED)
     completions = sample(tiny_policy, problems, 1, settings(), noise_of(0))
     batch = collate(completions, 3, settings())
-    logprobs_BT, _, entropy_BT, _ = token_logprobs(tiny_policy, batch, 0.7, entropy_grad=entropy_grad)
+    outputs = token_logprobs(tiny_policy, batch, 0.7, entropy_grad=entropy_grad)
+    logprobs_BT = outputs.logprobs_BT
+    entropy_BT = outputs.entropy_BT
     assert (logprobs_BT[~batch.mask_BT] == 0).all()
     assert entropy_BT.requires_grad == entropy_grad and (entropy_BT[~batch.mask_BT] == 0).all()
     for row, c in enumerate(completions):
@@ -245,6 +236,7 @@ def rows_of_steps(lengths, num_steps, micro_batch_tokens):
         completions.append(completion._replace(reward=row))
     steps = split_into_steps(completions, num_steps, settings(micro_batch_tokens=micro_batch_tokens))
     for batch in itertools.chain(*steps):  # only as wide as its own rows
+        assert batch.rows_B.tolist() == [c.reward for c in batch.completions]
         sizes = [lengths[c.reward] for c in batch.completions]
         assert batch.tokens_BS.shape[1] == max(map(sum, sizes))
         assert batch.mask_BT.shape == (len(batch), max(response for _, response in sizes))
@@ -274,7 +266,7 @@ def test_the_default_limit_on_tokens(device, gradient_checkpointing, limit):
     completions = [Completion(Problem("", "", [3] * 8), [4] * 8, [])] * (limit // 16 + 1)
     args = script_args("grpo", gradient_checkpointing=gradient_checkpointing)[1]
     args.device = device
-    batches = similar_lengths(completions, args.max_micro_batch_tokens)
+    batches = similar_lengths(completions, range(limit // 16 + 1), args.max_micro_batch_tokens)
     assert [len(batch) for batch in batches] == [limit // 16, 1]
 
 
@@ -282,14 +274,3 @@ def test_steps_have_rows_in_the_rollouts_order():
     """And are of nearly equal size."""
     lengths = [(1, 5), (1, 4), (1, 3), (1, 2), (1, 1)]
     assert rows_of_steps(lengths, 2, 10) == [[[2, 1], [0]], [[4, 3]]]
-
-
-@pytest.mark.parametrize("rule", ["sequence_tis", "sequence_mis", "geo_mask", "geo_filter", "icepop"])
-def test_a_weight_of_a_logprob_that_is_nan_is_nan(rule):
-    """It must end the run, not become 0 or the cap. Other rows keep their weights."""
-    sampler_BT = torch.zeros(2, 3)
-    sampler_BT[0, 1] = torch.nan
-    for per_sequence in (False, True):
-        arguments = (torch.zeros(2, 3), sampler_BT, torch.ones(2, 3))
-        weights = rollout_weights(*arguments, rule=rule, per_sequence=per_sequence)
-        assert weights[0].isnan().any() and (weights[1] == 1).all()

@@ -40,7 +40,6 @@ def main_diff(left, right):
 def unexplained(left, right):
     """Places where two mains differ without a reason: neither a [1] nor a name that only one has."""
     reasons = own_names(left) ^ own_names(right)
-    reasons.add("per_sequence")  # with one ratio per completion, the correction has one weight
     places = []
     for line in main_diff(left, right):
         if line.startswith("@@"):

@@ -9,7 +9,7 @@ from conftest import ROOT
 
 import gmpo
 import grpo
-from common import rollout_weights
+from more.mismatch import rollout_weights
 from more import deepseek_v32, rloo
 
 F64 = torch.float64
