@@ -127,7 +127,9 @@ def split_into_steps(completions, num_steps, args):
     for in_step in torch.arange(len(completions)).tensor_split(num_steps):
         step = []
         for rows in similar_lengths(completions, in_step.tolist(), args.max_micro_batch_tokens):
-            step.append(collate([completions[row] for row in rows], filler, args, rows))
+            batch = collate([completions[row] for row in rows], filler, args)
+            batch.rows_B = torch.tensor(rows, device=args.torch_device)
+            step.append(batch)
         steps.append(step)
     return steps
 
@@ -149,7 +151,6 @@ class Batch:
     from lengths, never from token ids, since EOS may double as padding. Scripts add fields of their
     own. The comments show a row of three prompt tokens (p) and two response tokens (r)."""
 
-    rows_B: torch.Tensor  # their numbers in the rollout
     completions: list  # of the rows
     tokens_BS: torch.Tensor  # p p p r r -
     is_token_BS: torch.Tensor  # 1 1 1 1 1 0: prompt and response
@@ -157,6 +158,7 @@ class Batch:
     predictor_N: torch.Tensor  # 2 3: the same as indices into (B * S): a wait less on a GPU
     mask_BT: torch.Tensor  # 1 1: the response, including EOS
     sampler_logprobs_BT: torch.Tensor
+    rows_B: torch.Tensor | None = None  # the completions' indices in the rollout
     # set by the scripts, without gradient
     old: TokenOutputs = TokenOutputs()  # of the policy before the update
     ref: TokenOutputs = TokenOutputs()  # of the reference
@@ -174,7 +176,7 @@ class Batch:
         return self.as_rows(x[self.predictor_N])
 
 
-def collate(completions, filler, args, rows=()):
+def collate(completions, filler, args):
     """[Completion] -> `Batch` on `--device`, padded with the filler, a token id."""
     device = args.torch_device
     sequences = [torch.tensor(c.problem.prompt_ids + c.ids) for c in completions]
@@ -186,7 +188,6 @@ def collate(completions, filler, args, rows=()):
     predicts_BS = (prompt_B1 - 1 <= column_S) & (column_S < end_B1 - 1)
     logprobs = [torch.tensor(c.logprobs) for c in completions]
     return Batch(
-        rows_B=torch.tensor(rows, dtype=torch.long).to(device),
         completions=completions,
         tokens_BS=tokens_BS.to(device),
         is_token_BS=(column_S < end_B1).to(device),
@@ -277,37 +278,41 @@ def evaluate(policy, problems, grade, args, sampled=False):
 
 
 def load_policy(args):
-    """`--model` -> `Policy`. UserError if the sampler, with its cache, and the training forward give
-    different log-probs, or if a copy in lower precision does not run."""
+    """`--model` -> `Policy`, ready to sample."""
     policy = load_unchecked(args)
-    with one_line(f"--model {args.model}: the sampler cannot run this architecture"):
-        check_sampler(policy, args)
+    prepare_sampling(policy, args)
     return policy
 
 
-def check_sampler(policy, args):
-    """Compares log-probs of answers of up to four tokens to prompts of three lengths. It also decides
-    whether sampling can use CUDA graphs."""
+def prepare_sampling(policy, args):
+    """Checks that a policy can sample, and chooses how: with CUDA graphs, if it can. UserError if the
+    sampler, with its cache, and the training forward give different log-probs."""
     special = policy.tokenizer.all_special_ids
     ids = [token for token in range(len(policy.tokenizer)) if token not in special][:6]
     half = ids[: len(ids) // 2 + 1]
     prompts = [ids, ids, half, half, ids[:1], ids[:1]]
+    with one_line(f"--model {args.model}: the sampler cannot run this architecture"):
+        check_sampler(policy, prompts, args)
+    policy.graphs, policy.why_no_graphs = graphs_for(policy, prompts, args.max_new_tokens)
+
+
+def check_sampler(policy, prompts, args):
+    """UserError if log-probs of answers of up to four tokens differ. Of two equal prompts that follow
+    each other, the first one's answer is cut in half."""
     problems = [Problem("", "", prompt) for prompt in prompts]
     num_tokens = min(4, args.max_new_tokens)  # the model may have no positions for more
-    noise_BT = torch.zeros(6, num_tokens)
+    noise_BT = torch.zeros(len(prompts), num_tokens)
     for model in dict.fromkeys([policy.master, policy.model]):  # in float32 both are the same
         tried = policy.with_model(model)
-        # Two equal answers to each prompt; the first one is then cut in half.
         completions = sample_batch(tried, problems, noise_BT, temperature=1.0, greedy=True)
-        for i in (0, 2, 4):
+        for i in range(0, len(prompts), 2):
             short = completions[i]
             length = (num_tokens + 1) // 2
             completions[i] = short._replace(ids=short.ids[:length], logprobs=short.logprobs[:length])
-        batch = collate(completions, ids[0], args)
+        batch = collate(completions, prompts[0][0], args)
         with torch.no_grad():
             logprobs_BT = token_logprobs(tried, batch, temperature=1.0, only_logprobs=True).logprobs_BT
         gap = (logprobs_BT - batch.sampler_logprobs_BT)[batch.mask_BT].abs().max().item()
         is_exact = model is policy.master and model.dtype == torch.float32
         if is_exact and not gap < 1e-3:  # a NaN fails this too
             raise UserError(f"its log-probs differ from the training forward's by {gap:.2g}")
-    policy.graphs, policy.why_no_graphs = graphs_for(policy, prompts, args.max_new_tokens)

@@ -194,7 +194,6 @@ def main(args):
         # ---------------------------------------------------------------------------------- rollout
         # [2] Dynamic sampling: each round draws one prompt for every mixed group still missing.
         generated = []  # all completions, with their verdicts
-        kept, counts = mixed_groups(generated, args.group_size)  # none before the first round
         missing = args.prompts_per_iteration
         rounds = 0
         while missing > 0 and rounds < args.max_sampling_rounds:

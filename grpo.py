@@ -100,13 +100,15 @@ def policy_loss(
     advantages_BT    (B, 1) or (B,), broadcast over the tokens, or (B, T)
     mask_BT          1 on response tokens, including EOS (bool or float); other tokens, such as
                      padding or tool output, get no gradient and are excluded from all means
-    ref_logprobs_BT  log-probs under the reference [None: no KL]
+    ref_logprobs_BT  log-probs under the reference [None: no KL, whatever kl_coef is]
     num_sequences    completions in the whole optimizer step, on all ranks [None: this is all]. With
                      DDP, divide it by the world size; with accelerate, by the accumulation steps.
                      (HF Trainer: set loss_is_scaled_for_ga = True and don't divide by the steps)
     """
     if old_logprobs_BT is None:
         old_logprobs_BT = logprobs_BT.detach()
+    if kl_coef == 0:  # 0 * inf would be NaN
+        ref_logprobs_BT = None
     dtypes = {logprobs_BT.dtype, old_logprobs_BT.dtype}
     assert dtypes <= {torch.float32, torch.float64}, "log-probs need logits.float().log_softmax(-1)"
     if advantages_BT.dim() == 1:

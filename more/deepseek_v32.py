@@ -106,7 +106,7 @@ def policy_loss(
     advantages_BT    (B, 1) or (B,), broadcast over the tokens, or (B, T)
     mask_BT          1 on response tokens, including EOS (bool or float); other tokens, such as
                      padding or tool output, get no gradient and are excluded from all means
-    ref_logprobs_BT  log-probs under the reference [None: no KL]
+    ref_logprobs_BT  log-probs under the reference [None: no KL, whatever kl_coef is]
     sampler_logprobs_BT  log-probs under mu [None: old_logprobs_BT]
     num_sequences    completions in the whole optimizer step, on all ranks [None: this is all]. With
                      DDP, divide it by the world size; with accelerate, by the accumulation steps.
@@ -114,6 +114,8 @@ def policy_loss(
     """
     if old_logprobs_BT is None:
         old_logprobs_BT = logprobs_BT.detach()
+    if kl_coef == 0:  # 0 * inf would be NaN
+        ref_logprobs_BT = None
     if sampler_logprobs_BT is None:
         sampler_logprobs_BT = old_logprobs_BT
     dtypes = {logprobs_BT.dtype, old_logprobs_BT.dtype}

@@ -6,22 +6,23 @@
   o_it   its token t; pi(o_it): its probability under the policy, given the prompt and o_i,<t
   r_it   = pi(o_it) / pi_old(o_it); pi_old: the policy before the rollout's first optimizer step
   eps    --clip_eps_low and --clip_eps_high
-  w_it   the weight of o_it, at least 0, from rho_it = pi_old(o_it) / mu(o_it): --rollout_correction
+  w_it   the weight of o_it, a function of rho_it = pi_old(o_it) / mu(o_it): --rollout_correction
   mu     the sampler: --rollout_dtype, --rollout_refresh_every
   A_i    = (R_i - mean) / std; R_i: the reward of o_i; mean, std: over the prompt's G completions
   beta   --kl_coef; pi_ref: the policy before training, or at the last reset (--ref_reset_every)
   k3_it  = x - log x - 1, x = pi_ref(o_it) / pi(o_it): an estimate of KL(pi || pi_ref), never negative
 
-Suffixes name axes: P prompts, G completions each, B rows, T response tokens, L layers of an MoE,
-K active experts, N tokens of all rows, 1 for a size-1 axis.
+Suffixes name axes: P prompts, G completions each, B rows, T response tokens, S prompt and response,
+L layers of an MoE, K active experts, N response tokens of all rows, 1 for a size-1 axis.
 
 Parent: grpo.py. Differs only in:
-  1. Sampler: a copy of the policy with rounded weights, or with old ones. Engines often sample so.
+  1. Sampler: a copy of the policy with rounded or stale weights, as inference engines have them.
   2. Weights: r is clipped as usual; w, which corrects for pi_old / mu, is not. (Clipping pi / mu as a
      whole would remove more of the gradient from a staler batch.) w is never negative, so it can be
-     a factor on A. The KL has no weight. With --old_logprobs sampler, mu takes the place of pi_old.
-  3. Routing replay: in the update, an MoE's routers choose the experts that the old policy (r2) or
-     the sampler (r3) chose. The reference's routers choose freely.
+     a factor on A. The KL has no weight. With --old_logprobs sampler, mu takes the place of pi_old,
+     and w is 1.
+  3. Routing replay: in the update, an MoE's routers use the experts that the old policy (r2) or the
+     sampler (r3) chose. The reference's routers choose freely.
 
 rollout_weights can be copied into any of the scripts. gspo, gmpo and rspo have one ratio, and so one
 weight, per completion: there, the token rules take the geometric mean of rho over the completion.
@@ -49,7 +50,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # run as a file, it finds
 from common import RunArgs, flag, launch
 from common import UserError
 from common import load_grader, load_policy, load_problems, Run
-from common import check_sampler
+from common import prepare_sampling
 from common import evaluate, sample
 from common import split_into_steps, token_logprobs
 from common import Routing
@@ -95,6 +96,9 @@ class Args(RunArgs):  # more flags: --help
         self.check_unread("rollout_correction", ["none", "geo_filter", "icepop"], "rollout_cap")
         unmasked = ["none", "token_tis", "sequence_tis", "sequence_mis", "icepop"]
         self.check_unread("rollout_correction", unmasked, "rollout_mask_low", "rollout_mask_high")
+        if self.old_logprobs == "sampler" and self.rollout_correction != "none":
+            message = "has no rho to correct: --rollout_correction must be none"
+            raise UserError(f"--old_logprobs sampler {message}, not {self.rollout_correction}")
 
 
 def masked_mean(x, mask):
@@ -132,13 +136,15 @@ def policy_loss(
     advantages_BT    (B, 1) or (B,), broadcast over the tokens, or (B, T)
     mask_BT          1 on response tokens, including EOS (bool or float); other tokens, such as
                      padding or tool output, get no gradient and are excluded from all means
-    ref_logprobs_BT  log-probs under the reference [None: no KL]
+    ref_logprobs_BT  log-probs under the reference [None: no KL, whatever kl_coef is]
     num_sequences    completions in the whole optimizer step, on all ranks [None: this is all]. With
                      DDP, divide it by the world size; with accelerate, by the accumulation steps.
                      (HF Trainer: set loss_is_scaled_for_ga = True and don't divide by the steps)
     """
     if old_logprobs_BT is None:
         old_logprobs_BT = logprobs_BT.detach()
+    if kl_coef == 0:  # 0 * inf would be NaN
+        ref_logprobs_BT = None
     dtypes = {logprobs_BT.dtype, old_logprobs_BT.dtype}
     assert dtypes <= {torch.float32, torch.float64}, "log-probs need logits.float().log_softmax(-1)"
     if advantages_BT.dim() == 1:
@@ -193,7 +199,8 @@ def fake_quantize(weight):
 @torch.no_grad()
 def refresh(sampler, policy, is_int4):
     """Copies the policy's weights into the sampler. int4 rounds all except vectors, embeddings (and a
-    head tied to them) and routers; products are computed in --dtype."""
+    head tied to them) and routers, also what transformers keeps in float32. The rounded weights, and
+    so the products, are in --dtype."""
     exact = set()
     for module in (sampler.model.get_input_embeddings(), *sampler.routers.modules):
         exact |= {id(weight) for weight in module.parameters()}
@@ -221,7 +228,7 @@ def rollout_weights(
     old_logprobs_BT      log-probs under the training forward, before the first step
     sampler_logprobs_BT  log-probs of the same tokens under the sampler
     mask_BT              1 on response tokens
-    rule                 token_tis, sequence_tis, sequence_mis, geo_mask, geo_filter or icepop
+    rule                 none, token_tis, sequence_tis, sequence_mis, geo_mask, geo_filter or icepop
     """
     mask_BT = mask_BT.bool()
     length_B1 = mask_BT.sum(1, keepdim=True).clamp(min=1)
@@ -232,7 +239,9 @@ def rollout_weights(
     mean_B1 = (log_product_B1 / length_B1).exp()  # geometric
     is_near_B1 = (mask_low <= mean_B1) & (mean_B1 <= mask_high)
     rho_BT = log_rho_BT.exp()
-    if rule == "token_tis":
+    if rule == "none":
+        weights = torch.ones_like(rho_BT)
+    elif rule == "token_tis":
         # w_t = min(rho_t, cap)
         weights = rho_BT.clamp(max=cap)
     elif rule == "sequence_tis":
@@ -256,14 +265,13 @@ def rollout_weights(
     return torch.where(mean_B1.isnan(), mean_B1, weights)
 
 
-def weight_stats(batches, cap):
+def weight_stats(batches):
     """{key: scalar} for the log, over tokens. weight_effective_size: (sum w)^2 / (N sum w^2), the
     fraction of N tokens that, weighted equally, would have the same variance."""
     weights_N = torch.cat([micro.weights.expand_as(micro.mask_BT)[micro.mask_BT] for micro in batches])
     mean_square = (weights_N**2).mean().clamp(min=1e-20)
     return {
         "rollout/weight_zero_frac": (weights_N == 0).float().mean(),
-        "rollout/weight_cap_frac": (weights_N == cap).float().mean(),
         "rollout/weight_mean": weights_N.mean(),
         "rollout/weight_effective_size": weights_N.mean() ** 2 / mean_square,
     }
@@ -273,7 +281,7 @@ def weight_stats(batches, cap):
 
 
 class Replay(Routing):
-    """A forward in which the routers choose the given experts, (tokens, L, K).
+    """A forward in which the routers use the given experts, (B * S, L, K).
 
     Only the choice, the result of torch.topk, is replaced. The router's own code still computes softmax
     and norm from its own logits, so the router still learns."""
@@ -281,7 +289,7 @@ class Replay(Routing):
     def __init__(self, routers, experts):
         super().__init__(routers)
         self.experts = experts.long()
-        self.own = {}  # the routers' own choices, by layer
+        self.own = {}  # what the routers chose before it was replaced, by layer
 
     def __enter__(self):
         super().__enter__()
@@ -292,6 +300,7 @@ class Replay(Routing):
         return self
 
     def choices(self):
+        """What the routers would have used, (B * S, L, K)."""
         return torch.stack([self.own[layer] for layer in range(len(self.own))], dim=1)
 
 
@@ -310,15 +319,18 @@ class ReplacedChoice(TorchFunctionMode):
         self.__exit__(None, None, None)
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        if function not in (torch.topk, torch.Tensor.topk):
+            return result
+        scores = args[0] if args else kwargs["input"]
         # Some routers first choose groups of experts, with topk calls on other shapes.
-        num_experts = self.replay.routers.num_experts
-        if function not in (torch.topk, torch.Tensor.topk) or args[0].shape[1:] != (num_experts,):
+        if scores.shape[1:] != (self.replay.routers.num_experts,):
             return result
         # A recomputation in the backward pass comes second and changes nothing.
         self.replay.own.setdefault(self.layer, result.indices.to(torch.int16))
         indices = self.replay.experts[:, self.layer]
-        return torch.return_types.topk((args[0].gather(-1, indices), indices))
+        return torch.return_types.topk((scores.gather(-1, indices), indices))
 
 
 @torch.no_grad()
@@ -343,18 +355,19 @@ def can_replay(policy):
     return torch.equal(torch.stack(used, dim=1), others) and all(layer.all() for layer in weights)
 
 
-def experts_of(policy, micro, args):
-    """The experts that its routers choose, (tokens, L, K)."""
-    routing = Routing(policy.routers)
-    token_logprobs(policy, micro, args.temperature, only_logprobs=True, routing=routing)
+def sampler_experts(sampler, micro, args):
+    """The experts that the sampler's routers choose, (B * S, L, K), in a forward over whole sequences.
+    In float32 they are the ones that it used while sampling; in bfloat16 a few in a thousand differ."""
+    routing = Routing(sampler.routers)
+    token_logprobs(sampler, micro, args.temperature, only_logprobs=True, routing=routing)
     return routing.choices()
 
 
-def logprobs_with_replay(policy, micro, args, only_logprobs=False):
-    """token_logprobs, in which the routers choose the micro-batch's experts, if it has some."""
-    routing = None if micro.replayed is None else Replay(policy.routers, micro.replayed)
-    options = {"only_logprobs": only_logprobs, "routing": routing}
-    return token_logprobs(policy, micro, args.temperature, **options)
+def routing_for(policy, micro):
+    """Replay of the micro-batch's experts, if it has some."""
+    if micro.replayed is None:
+        return Routing(policy.routers)
+    return Replay(policy.routers, micro.replayed)
 
 
 def sampler_flips(batches):
@@ -379,7 +392,7 @@ def main(args):
     # [1] mu
     dtype = args.rollout_dtype if args.rollout_dtype in ("float32", "bfloat16") else args.dtype
     sampler = policy.frozen_copy(dtype)
-    check_sampler(sampler, args)
+    prepare_sampling(sampler, args)
     # pi_ref has the initial weights: it is copied before Run, which may resume with later ones.
     reference = policy.frozen_copy() if args.kl_coef > 0 else None
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
@@ -406,39 +419,42 @@ def main(args):
         steps = split_into_steps(completions, args.num_minibatches, args)
         with torch.no_grad():
             for micro in chain(*steps):
-                micro.replayed = None  # [3] experts, (tokens, L, K)
+                micro.replayed = None  # [3] experts, (B * S, L, K)
+                if args.routing_replay == "r3":
+                    micro.replayed = sampler_experts(sampler, micro, args)
+                routing = routing_for(policy, micro)
+                options = {"only_logprobs": True, "routing": routing}
+                micro.old = token_logprobs(policy, micro, args.temperature, **options)
                 if args.routing_replay == "r2":
-                    micro.replayed = experts_of(policy, micro, args)
-                elif args.routing_replay == "r3":
-                    micro.replayed = experts_of(sampler, micro, args)
-                micro.old = logprobs_with_replay(policy, micro, args, only_logprobs=True)
+                    micro.replayed = routing.choices()
+                # [2]
+                micro.old_logprobs_BT = micro.old.logprobs_BT
                 if args.old_logprobs == "sampler":
-                    micro.old = micro.old._replace(logprobs_BT=micro.sampler_logprobs_BT)
-                micro.weights = torch.ones_like(advantages_B1[micro.rows_B])  # [2]
-                if args.rollout_correction != "none":
-                    micro.weights = rollout_weights(
-                        micro.old.logprobs_BT,
-                        micro.sampler_logprobs_BT,
-                        micro.mask_BT,
-                        rule=args.rollout_correction,
-                        cap=args.rollout_cap,
-                        mask_low=args.rollout_mask_low,
-                        mask_high=args.rollout_mask_high,
-                    )
+                    micro.old_logprobs_BT = micro.sampler_logprobs_BT
+                micro.weights = rollout_weights(
+                    micro.old.logprobs_BT,
+                    micro.sampler_logprobs_BT,
+                    micro.mask_BT,
+                    rule=args.rollout_correction,
+                    cap=args.rollout_cap,
+                    mask_low=args.rollout_mask_low,
+                    mask_high=args.rollout_mask_high,
+                )
                 if reference is not None:
                     micro.ref = token_logprobs(reference, micro, args.temperature, only_logprobs=True)
-        numbers = weight_stats(chain(*steps), args.rollout_cap)  # for the log
+        metrics = weight_stats(chain(*steps))
         if args.routing_replay == "r3":
-            numbers |= sampler_flips(chain(*steps))
+            metrics |= sampler_flips(chain(*steps))
 
         # ----------------------------------------------------------------------------------- update
         for step in steps * args.update_epochs:
             num_sequences = sum(len(micro) for micro in step)
             for micro in step:
-                outputs = logprobs_with_replay(policy, micro, args)  # [3]
+                routing = routing_for(policy, micro)  # [3]
+                outputs = token_logprobs(policy, micro, args.temperature, routing=routing)
                 loss, stats = policy_loss(
                     outputs.logprobs_BT,
-                    micro.old.logprobs_BT,
+                    micro.old_logprobs_BT,
                     micro.weights * advantages_B1[micro.rows_B],  # [2]
                     micro.mask_BT,
                     clip_eps_low=args.clip_eps_low,
@@ -462,8 +478,8 @@ def main(args):
         # -------------------------------------------------------------------------------------- log
         if run.is_due(args.eval_every):
             run.log_eval(evaluate(policy, held_out, grade, args, sampled=run.is_last))
-        # [2] [3] with numbers on the weights, and on the sampler's experts
-        run.log(steps, completions, rewards_PG, **numbers)  # logs, saves when due, stops on Ctrl-C
+        # [2] [3] with metrics of the weights, and of the sampler's experts
+        run.log(steps, completions, rewards_PG, **metrics)  # logs, saves when due, stops on Ctrl-C
     run.finish()  # prints held-out accuracy before and after, and some answers
 
 

@@ -308,7 +308,6 @@ def main(args):
         gae_N = torch.cat([micro.gae_BT[micro.mask_BT] for micro in batches])
         for micro in batches:
             micro.advantages_BT = whiten(micro.gae_BT, gae_N)  # over the whole rollout
-        numbers = critic_stats(batches)  # for the log
 
         # ----------------------------------------------------------------------------------- update
         has_bonus = args.entropy_coef > 0
@@ -366,7 +365,8 @@ def main(args):
         if run.is_due(args.eval_every):
             run.log_eval(evaluate(policy, held_out, grade, args, sampled=run.is_last))
         rewards_B1 = torch.tensor([[c.reward] for c in completions])
-        run.log(steps, completions, rewards_B1, **numbers)  # logs, saves when due, stops on Ctrl-C
+        metrics = critic_stats(batches)
+        run.log(steps, completions, rewards_B1, **metrics)  # logs, saves when due, stops on Ctrl-C
     run.finish()  # prints held-out accuracy before and after, and some answers
 
 

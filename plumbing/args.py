@@ -1,6 +1,7 @@
 """The flags that all scripts share, the ranges of their values, and the launch of a script."""
 
 import argparse
+import contextlib
 import importlib.util
 import io
 import json
@@ -57,11 +58,13 @@ class RunArgs:
     resume: bool = flag(False, "continue the run in --run_dir, with its flags")
     run_dir: str = flag("", "output folder [runs/<script>-seed<seed>]")
 
-    # For scripts without these flags: one completion per prompt, one step per rollout, no resets.
+    # For scripts without these flags: one completion per prompt, one step per rollout, no resets, and a
+    # sampler that is the policy.
     group_size = 1
     update_epochs = 1
     num_minibatches = 1
     ref_reset_every = 0
+    rollout_refresh_every = 1
 
     def __post_init__(self):
         check_flags(self)
@@ -112,15 +115,15 @@ class RunArgs:
         return Path(self.run_dir or f"runs/{self.script}-seed{self.seed}").absolute()
 
     def settings(self):
-        """The script and all flags, as JSON has them. A function made in Python is module:name. A
-        dataset's file has its whole path, so that a run can be resumed from any folder."""
+        """The script and all flags, as JSON has them. A function made in Python is module:name. Files
+        have their whole paths, so that a run can be resumed from any folder."""
         values = {f.name: getattr(self, f.name) for f in flags_of(self)}
         for name in ("dataset", "eval_dataset", "reward"):
             value = values[name]
             if callable(value):
                 function = getattr(value, "__qualname__", type(value).__name__)
                 values[name] = f"{value.__module__}:{function}"
-            elif name != "reward" and value not in ("", "addition"):
+            elif value not in ("", "addition"):
                 values[name] = str(Path(value).absolute())
         return json.loads(json.dumps({"script": self.script, **values}))
 
@@ -210,7 +213,7 @@ def import_function(value):
     file, _, name = value.rpartition(":")
     if not file:
         raise UserError("it names no function")
-    path = Path(file).absolute()
+    path = Path(file).resolve()
     if not path.exists():
         raise UserError(f"there is no file {path}; if it was a function made in Python, pass it again")
     if path not in imported:
@@ -218,7 +221,7 @@ def import_function(value):
         importlib.invalidate_caches()  # the file may be new
         spec = importlib.util.find_spec(path.stem)
         found = spec and spec.origin
-        if not found or Path(found).resolve() != path.resolve():
+        if not found or Path(found).resolve() != path:
             raise ImportError(f"rename {path.name}: `import {path.stem}` finds {found}")
         module = importlib.util.module_from_spec(spec)
         sys.modules[path.stem] = module
@@ -276,13 +279,14 @@ def parse_args(args_class, words):
     if [word.partition("=")[0] for word in words].count("--reward") > 1:
         example = "examples/format_and_accuracy.py adds several up"
         raise UserError(f"--reward names one function, and was given more than once; {example}")
-    saved = {}
-    if given.get("resume"):
-        named = args_class(**{name: given[name] for name in given.keys() & {"run_dir", "seed"}})
-        saved = named.saved_settings()
+    if not given.get("resume"):
+        return args_class(**given)
+    named = args_class(**{name: given[name] for name in given.keys() & {"run_dir", "seed"}})
+    saved = named.saved_settings()
     names = {f.name for f in flags_of(args_class)} - {"resume", "run_dir", "device"}
     kept = {name: saved[name] for name in names & saved.keys()}
-    return args_class(**kept | given)
+    with one_line(f"--resume: the flags in {named.folder / 'settings.json'} cannot be used"):
+        return args_class(**kept | given)
 
 
 def advise(args):
@@ -297,37 +301,41 @@ def advise(args):
         if default is not None and getattr(args, name) == default:
             message = f"--{name} {default:g} suits {RunArgs.model}"
             print(f"warning: {message}; for your own model {value} is typical", file=sys.stderr)
-    if args.torch_device != "cpu" and args.dtype == "float32":
+    is_cuda = args.torch_device.startswith("cuda")
+    is_emulated = is_cuda and not torch.cuda.is_bf16_supported(including_emulation=False)
+    if is_emulated and args.dtype == "bfloat16":
+        print("note: this GPU only emulates bfloat16, which is slow", file=sys.stderr)
+    elif args.torch_device != "cpu" and args.dtype == "float32" and not is_emulated:
         message = "float32 is slow on a GPU; --dtype bfloat16 keeps float32 weights for AdamW"
         print(f"note: {message}", file=sys.stderr)
 
 
 class Messages:
-    """A standard stream that never ends a run: what cannot be written is dropped. Ctrl-C, for example,
-    also ends the tee that reads it, and a disk may be full."""
+    """A standard stream that never ends a run: text that cannot be written is dropped. Ctrl-C, for
+    example, also ends the tee that reads it, and a disk may be full for a while."""
 
     def __init__(self, stream):
         # None if it is closed, as by >&-
         self.stream = stream or open(os.devnull, "w")  # noqa: SIM115
-        if isinstance(stream, io.TextIOWrapper):
-            # Some encodings lack characters. A file should show each line at once.
-            stream.reconfigure(errors="backslashreplace", line_buffering=True)
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # it has no file, or is closed
+            # Unbuffered, as with python -u: a buffer would keep what could not be written, and fail
+            # again when Python ends. Some encodings lack characters.
+            file = open(self.stream.fileno(), "wb", buffering=0, closefd=False)  # noqa: SIM115
+            self.stream.flush()
+            self.stream = io.TextIOWrapper(
+                file, self.stream.encoding, errors="backslashreplace", write_through=True
+            )
 
     def __getattr__(self, name):
         return getattr(self.stream, name)
 
     def write(self, text):
-        self.attempt(self.stream.write, text)
+        with contextlib.suppress(OSError, ValueError):
+            self.stream.write(text)
 
     def flush(self):
-        self.attempt(self.stream.flush)
-
-    def attempt(self, action, *args):
-        try:
-            action(*args)
-        except (OSError, RuntimeError):  # RuntimeError: a signal's handler, in the middle of a write
-            # What is still buffered goes there, too. Python would fail to write it when it ends.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+        with contextlib.suppress(OSError, ValueError):
+            self.stream.flush()
 
 
 def launch(main, args_class):

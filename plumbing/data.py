@@ -8,7 +8,6 @@ import math
 import random
 from collections.abc import Iterable
 from numbers import Number
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -136,19 +135,39 @@ def dataset_function(args, flag):
     if value == "addition":
         return addition_rows
     kinds = "addition, a .jsonl file, or FILE.py:FUNCTION, such as examples/gsm8k.py:train"
-    with one_line(f"--{flag} {value:.100} must be {kinds}"):
+    with one_line(f"--{flag} {value!s:.100} must be {kinds}"):
+        if not isinstance(value, str):
+            raise UserError(f"it is a {type(value).__name__}; a function can return it")
         if value.endswith(".jsonl"):
-            Path(value).stat()
+            open(value, "rb").close()  # fails if it cannot be read
             return functools.partial(json_rows, flag, value)
         function = import_function(value)
         inspect.signature(function).bind()  # it is called without arguments
         return function
 
 
+def read_rows(args, flag):
+    """Yields the rows of `--dataset` or `--eval_dataset`."""
+    name = f"--{flag} {args.settings()[flag]}"
+    try:
+        rows = dataset_function(args, flag)()
+        if not isinstance(rows, Iterable):
+            raise UserError(f"{name} must return or yield rows, not {rows!r:.100}")
+        yield from tqdm(rows, desc="rows", leave=False, disable=None, delay=5)
+    except SystemExit as error:
+        raise UserError(f"{name} ends the program: SystemExit {error}") from error
+
+
+# What a reward function can ask for besides a row's keys
+TAKEN = {"text", "truncated", "prompts", "rendered_prompt", "completions", "completion_ids"}
+
+
 def check_row(row, reads_answers):
-    """UserError if a row is not a dict, or lacks a key that is needed."""
+    """UserError if a row is not a dict, lacks a key that is needed, or has one that is taken."""
     if not isinstance(row, dict):
         raise UserError(f"it is not a dict: {row!r:.100}")
+    for key in TAKEN & row.keys():
+        raise UserError(f"rename its key {key}: --reward uses that name for something else")
     needed = ["question", "answer"] if reads_answers else ["question"]
     for key in needed:
         if key not in row:
@@ -189,20 +208,21 @@ def read_problems(args, flag, policy, reads_answers=True):
     """`--dataset` or `--eval_dataset` -> ({hash of the question: Problem}, [what was left out and why,
     if anything]). UserError if a row cannot be used."""
     name = f"--{flag} {args.settings()[flag]}"
-    rows = dataset_function(args, flag)()
-    if not isinstance(rows, Iterable):
-        raise UserError(f"{name} must return or yield rows, not {rows!r:.100}")
     problems = {}
     columns = {}
-    num_rows = 0
-    for row in tqdm(rows, desc="rows", leave=False, disable=None, delay=5):
-        num_rows += 1
-        with one_line(f"{name}: row {num_rows} cannot be used"):
+    num_repeated = 0
+    num_contradicting = 0
+    for number, row in enumerate(read_rows(args, flag), 1):
+        with one_line(f"{name}: row {number} cannot be used"):
             check_row(row, reads_answers)
             key = hash_of(row["question"])
             if key not in problems:
                 problems[key] = read_row(row, policy, args, reads_answers)
                 columns |= dict.fromkeys(row)
+            elif problems[key].columns.get("answer") == row.get("answer"):
+                num_repeated += 1
+            else:
+                num_contradicting += 1
     if not problems:
         raise UserError(f"{name} has no rows")
     no_cells = dict.fromkeys(columns)
@@ -215,8 +235,11 @@ def read_problems(args, flag, policy, reads_answers=True):
     if len(usable) < len(problems):
         message = f"too long for --max_new_tokens and the model's limit of {limit} tokens"
         left_out.append(f"{len(problems) - len(usable):,} {message}")
-    if len(problems) < num_rows:
-        left_out.append(f"{num_rows - len(problems):,} with the question of an earlier row")
+    if num_repeated > 0:
+        left_out.append(f"{num_repeated:,} with the question of an earlier row")
+    if num_contradicting > 0:
+        message = "with the question of an earlier row and a different answer"
+        left_out.append(f"{num_contradicting:,} {message}")
     notes = [f"left out of --{flag}: {', '.join(left_out)}"] if left_out else []
     if not usable:
         raise UserError(f"{name} has no problem; {notes[0]}")
@@ -280,11 +303,11 @@ def check_template(policy, args):
     end = min((token for token in tokens if token in after), key=after.find, default=None)
     if end is None:
         return
-    number = tokenizer.convert_tokens_to_ids(end)
-    if number not in policy.end_ids:
+    end_id = tokenizer.convert_tokens_to_ids(end)
+    if end_id not in policy.end_ids:
         known = " or ".join(map(tokenizer.decode, dict.fromkeys(policy.end_ids)))
         message = f"ends an answer with {end}, but the model stops only at {known}"
-        advice = f"if its answers run on, add {number} to eos_token_id in its generation_config.json"
+        advice = f"if its answers run on, add {end_id} to eos_token_id in its generation_config.json"
         print(f"note: the chat template {message}; {advice}")
 
 

@@ -47,16 +47,16 @@ class Decoder:
     def prefill(self, prompts):
         """Logits (B, V), for a prompt per row. Prompts that are equal go through the model once, and
         their part of the KV cache is then copied to their rows."""
-        numbers = {}  # {prompt: its number among those that differ}
+        index_of = {}  # {prompt: its index among those that differ}
         for ids in prompts:
-            numbers.setdefault(tuple(ids), len(numbers))
-        copies = torch.tensor([numbers[tuple(ids)] for ids in prompts], device=self.device)
-        tokens_PS = pad_left(numbers, self.device)
-        self.attention = pad_left([[1] * len(ids) for ids in numbers], self.device)
+            index_of.setdefault(tuple(ids), len(index_of))
+        copies = torch.tensor([index_of[tuple(ids)] for ids in prompts], device=self.device)
+        tokens_PS = pad_left(index_of, self.device)
+        self.attention = pad_left([[1] * len(ids) for ids in index_of], self.device)
         positions_PS = (self.attention.cumsum(1) - 1).clamp(min=0)
         logits_PV = self.forward(tokens_PS, self.attention, positions_PS)
         self.positions = positions_PS[:, -1:] + 1  # of each row's next token
-        self.rows = torch.arange(len(numbers), device=self.device)  # prompts, which `keep` copies
+        self.rows = torch.arange(len(index_of), device=self.device)  # prompts, which `keep` copies
         self.num_tokens = 1
         self.keep(copies)
         self.rows = torch.arange(len(copies), device=self.device)

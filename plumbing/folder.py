@@ -20,6 +20,9 @@ CHECKPOINT = "checkpoint-" + 6 * "[0-9]"  # a copy such as checkpoint-best-2 bel
 MAY_CHANGE = """run_dir resume iterations eval_every save_every model dataset eval_dataset
 device micro_batch_tokens rollout_batch_size gradient_checkpointing""".split()
 
+# What settings.json has besides the flags
+RECORDED = {"versions", "problems_hash", "model_hash", "reward_hash"}
+
 
 def checkpoints_in(folder):
     """The checkpoints in a run's folder, oldest first."""
@@ -28,12 +31,16 @@ def checkpoints_in(folder):
 
 def check_same(args, saved):
     """UserError if the flags differ from the saved settings of the run to be resumed."""
-    for name, value in args.settings().items():
+    settings = args.settings()
+    for name, value in settings.items():
         found = saved.get(name)
         if name == "reward" and Path(value).name == Path(str(found)).name:
-            continue  # its file may have moved, and it may change: load_grader tells that
+            continue  # its file may have moved, and it may change: Run prints a note
         if name not in MAY_CHANGE and found != value:
             raise UserError(f"--resume: {args.folder} has {name} {found}, not {value}")
+    for name in sorted(saved.keys() - settings.keys() - RECORDED):
+        message = f"has --{name}, which {args.script}.py does not have"
+        raise UserError(f"--resume: {args.folder} {message}; the commit in its settings.json has it")
 
 
 def check_folder(args):

@@ -6,13 +6,11 @@ import inspect
 import os
 import re
 import sys
-import weakref
 from pathlib import Path
 
 import huggingface_hub
 import torch
 import transformers
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from plumbing.data import hash_of
 from plumbing.errors import UserError, one_line
@@ -132,17 +130,6 @@ def tokenizer_files(source):
 # ------------------------------------------------------------------------------------------- weights
 
 
-TRAINED = weakref.WeakSet()  # every TrainedModel
-
-
-def refresh_all(*_):
-    for model in TRAINED:
-        model.refresh()
-
-
-register_optimizer_step_post_hook(refresh_all)  # after each step of any optimizer
-
-
 class TrainedModel:
     """Master weights, which the optimizer changes, and the model that computes with them: a policy or
     a critic. In float32 both are the same model."""
@@ -150,7 +137,6 @@ class TrainedModel:
     def __init__(self, master, dtype="float32"):
         self.master = master
         self.model = working_copy(master, dtype)
-        TRAINED.add(self)
 
     def parameters(self):
         return self.master.parameters()

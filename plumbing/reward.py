@@ -4,7 +4,6 @@ import copy
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 from tqdm import tqdm
@@ -45,16 +44,11 @@ def load_grader(args):
             dataset_function(args, flag)  # a wrong name should not wait until the model is loaded
     if not args.reward:
         return Grader(verify_all, reads_answers=True)
-    reward = args.settings()["reward"]
+    reward = args.settings()["reward"] if callable(args.reward) else args.reward
     with one_line(f"--reward {reward} must be FILE.py:FUNCTION"):
         function = args.reward if callable(args.reward) else import_function(reward)
         # A torch module's own signature takes anything.
         signature = inspect.signature(getattr(function, "forward", function))
-    settings = args.folder / "settings.json"  # written whenever the run begins or goes on
-    if args.resume and not callable(args.reward) and settings.exists():
-        file = Path(reward.rpartition(":")[0])
-        if file.stat().st_mtime > settings.stat().st_mtime:
-            print(f"note: {file} has changed since the run last began")
     parameters = signature.parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     takes_lists = "completions" in parameters

@@ -65,8 +65,8 @@ class Routing:
     def __init__(self, routers):
         self.routers = routers
         # By layer. A recomputation in the backward pass comes second and changes nothing.
-        self.used = {}  # experts that were used, (tokens, K)
-        self.logits = {}  # (tokens, E)
+        self.used = {}  # experts that were used, (B * S, K)
+        self.logits = {}  # (B * S, E)
 
     def __enter__(self):
         assert Routing.active is None, "contexts do not nest"
@@ -94,11 +94,11 @@ class Routing:
         self.logits.setdefault(layer, logits)
 
     def choices(self):
-        """The routers' own choices, (tokens, L, K). Not for a dense model."""
+        """The experts that were used, (B * S, L, K). Not for a dense model."""
         return torch.stack([self.used[layer] for layer in range(len(self.used))], dim=1)
 
     def token_logits(self):
-        """The router logits: L tensors (tokens, E); () without a softmax."""
+        """The router logits: L tensors (B * S, E); () without a softmax."""
         if not self.routers.has_softmax:
             return ()
         layers = [self.logits[layer].float() for layer in range(len(self.routers.modules))]

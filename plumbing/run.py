@@ -1,5 +1,6 @@
 """A run's bookkeeping: what it logs, prints and saves, and how it ends and resumes."""
 
+import functools
 import json
 import math
 import os
@@ -15,11 +16,13 @@ import torch
 import transformers
 from tqdm import tqdm
 
+from plumbing.data import hash_of
 from plumbing.errors import UserError, one_line
 from plumbing.folder import checkpoints_in, lock_folder, restore
 from plumbing.folder import write_checkpoint, write_settings
 from plumbing.metrics import add, clock, missing_signal, policy_stats, rollout_summary
 from plumbing.metrics import router_stats, sampler_stats, summarize
+from plumbing.model import TrainedModel
 
 
 class Run:
@@ -39,13 +42,20 @@ class Run:
         self.metrics = {"iteration": 0}  # of the current iteration
         self.early_end = ""  # a script sets this: why it left the loop
         self.is_stopped = False  # by a signal
-        # Without resets the reference can be loaded from --model again.
+        self.sampler = parts.get("sampler", policy)
+        # Without resets the reference can be loaded from --model again, and a sampler that is refreshed
+        # in each iteration is a copy of the policy.
         if args.ref_reset_every == 0:
             parts["reference"] = None
+        if args.rollout_refresh_every == 1:
+            parts["sampler"] = None
         self.parts = {name: part for name, part in parts.items() if part is not None}
         self.parts["problems"] = problems
+        for part in self.parts.values():
+            if isinstance(part, torch.optim.Optimizer):
+                part.register_step_post_hook(self.refresh)
         self.open_folder(problems)
-        print(model_line(args, policy))
+        print(model_line(args, policy, self.sampler))
         print(TITLES)
         self.bar = tqdm(
             desc=args.script,
@@ -79,6 +89,7 @@ class Run:
     def iterations(self):
         """Yields the numbers of the remaining iterations; each must be logged. During the loop a signal
         makes `log` raise KeyboardInterrupt, and the next one goes to the handler that was there."""
+        leave_signals_to_the_run()
         is_main = threading.current_thread() is threading.main_thread()
         kinds = (signal.SIGINT, signal.SIGTERM) if is_main else ()  # other threads cannot set handlers
         self.handlers = {kind: signal.signal(kind, self.on_signal) for kind in kinds}
@@ -125,15 +136,15 @@ class Run:
         self.num_steps += 1
         clock.show(f"update, step {self.num_steps}")
 
-    def log(self, steps, completions, rewards, **numbers):
+    def log(self, steps, completions, rewards, **script_metrics):
         """Ends an iteration: writes its metrics and some completions and, if due, a checkpoint. After a
         signal it then raises KeyboardInterrupt. If a script leaves the loop before this, `finish` logs
         what is known of the iteration, and saves it.
 
-        steps        of the update, as from `split_into_steps`; [] if there was no update
-        completions  all that were generated
-        rewards      those that the update used, (P, G), or (B, 1) if groups are not the baseline
-        numbers      others, named as in metrics.jsonl
+        steps           of the update, as from `split_into_steps`; [] if there was no update
+        completions     all that were generated
+        rewards         those that the update used, (P, G), or (B, 1) if groups are not the baseline
+        script_metrics  the script's own numbers, named as in metrics.jsonl
         """
         rollout = rollout_summary(completions)
         rollout["reward_mean"] = rewards.mean().item()
@@ -147,7 +158,7 @@ class Run:
         if steps:
             add(self.reports, "rollout", sampler_stats(list(chain(*steps))), 1)
         self.metrics |= summarize(self.reports) | {f"rollout/{name}": x for name, x in rollout.items()}
-        self.metrics |= {key: float(value) for key, value in numbers.items()}
+        self.metrics |= {key: float(value) for key, value in script_metrics.items()}
         self.metrics |= self.times(sum(len(c.ids) for c in completions))
         self.write_log(completions)
         reason = missing_signal(completions, rewards)
@@ -199,6 +210,12 @@ class Run:
 
     # -------------------------------------------------------------------------------- an iteration
 
+    def refresh(self, *_):
+        """After a step of an optimizer: bfloat16 copies get the new master weights."""
+        for part in (self.policy, *self.parts.values()):
+            if isinstance(part, TrainedModel):
+                part.refresh()
+
     def on_signal(self, number, frame):
         self.is_stopped = True
         self.say("stopping after this iteration")
@@ -231,7 +248,7 @@ class Run:
             minutes = left * sum(clock.seconds.values()) / 60
             self.say(f"note: {left} more iterations will take about {minutes:.1f} minutes")
         kl = metrics.get("rollout/sampler_kl", 0)
-        is_exact = "sampler" not in self.parts and self.args.dtype == "float32"
+        is_exact = self.sampler is self.policy and self.args.dtype == "float32"
         if self.iteration == 1 and is_exact and kl > 1e-3:
             self.say(f"warning: sampler and training forward disagree: rollout/sampler_kl is {kl:.2g}")
         self.bar.update()
@@ -251,24 +268,30 @@ class Run:
 
     def open_folder(self, problems):
         """Locks the run's folder, and resumes the run in it or writes the first checkpoint."""
+        if not self.args.resume:
+            self.check_space()
         hashes = {"problems_hash": problems.hash, "model_hash": self.policy.hash()}
         self.lock, saved = lock_folder(self.args, hashes)
         now = versions()
         settings = {"versions": now, **saved, **self.args.settings(), **hashes}
+        settings["reward_hash"] = reward_hash(self.args.reward)
         if settings["versions"] != now:
             print(f"note: the run began with {settings['versions']}, and goes on with {now}")
+        reward = {name: settings[name] for name in ("reward", "reward_hash")}
+        if saved and not reward.items() <= saved.items():
+            print(f"note: --reward was {saved['reward']}; since then its file has moved or changed")
         checkpoints = checkpoints_in(self.folder)
         is_resumed = self.args.resume and len(checkpoints) > 0
         if is_resumed:
             restore(self, checkpoints[-1])
         write_settings(self.folder, settings, is_resumed)
         if not is_resumed:
-            self.check_space()
             self.save()
 
     def check_space(self):
         """UserError if the disk cannot hold a new run's checkpoints at their peak: one is removed only
         when the next is complete. All but the first have two moments of each trained weight."""
+        parents = [path for path in (self.folder, *self.folder.parents) if path.exists()]
         models = [part for part in (self.policy, *self.parts.values()) if hasattr(part, "parameters")]
         weights = [weight for model in models for weight in model.parameters()]
         first = sum(weight.nbytes for weight in weights)
@@ -278,7 +301,7 @@ class Run:
             needed += later
         if 0 < self.args.save_every < self.args.iterations:
             needed = 2 * later
-        free = shutil.disk_usage(self.folder).free
+        free = shutil.disk_usage(parents[0]).free
         if free < needed:
             message = f"{free / 1e9:.3g} GB of free space, and checkpoints need {needed / 1e9:.3g} GB"
             raise UserError(f"--run_dir {self.folder} has {message}")
@@ -306,17 +329,26 @@ class Run:
         write_checkpoint(self.checkpoint, self.policy, self.state())
 
 
-def reset_signals():
-    """In a process that a reward function forked, Ctrl-C is left to the run, and SIGTERM, with which a
+@functools.cache  # once: it cannot be undone
+def leave_signals_to_the_run():
+    """In a process that a reward function forks, Ctrl-C is left to the run, and SIGTERM, with which a
     pool ends its processes, acts at once. (A Python handler runs between two bytecodes, so a process
     that gets the signal just before it waits for a lock would wait forever.)"""
-    for kind, action in ((signal.SIGINT, signal.SIG_IGN), (signal.SIGTERM, signal.SIG_DFL)):
-        if getattr(signal.getsignal(kind), "__func__", None) is Run.on_signal:
-            signal.signal(kind, action)
+
+    def reset_signals():
+        for kind, action in ((signal.SIGINT, signal.SIG_IGN), (signal.SIGTERM, signal.SIG_DFL)):
+            if getattr(signal.getsignal(kind), "__func__", None) is Run.on_signal:
+                signal.signal(kind, action)
+
+    if hasattr(os, "register_at_fork"):  # not on Windows
+        os.register_at_fork(after_in_child=reset_signals)
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=reset_signals)
+def reward_hash(reward):
+    """A hash of the file that FILE.py:FUNCTION names; "" for a function, or without one."""
+    if callable(reward) or not reward:
+        return ""
+    return hash_of(Path(reward.rpartition(":")[0]).read_bytes())
 
 
 def versions():
@@ -351,15 +383,15 @@ NO_VERDICTS = (
 )
 
 
-def model_line(args, policy):
+def model_line(args, policy, sampler):
     """What runs where, in words."""
     count = sum(weight.numel() for weight in policy.parameters())
     size = f"{count:,}" if count < 1e7 else f"{count / 1e6:,.0f} million"
     line = f"model: {size} parameters, {args.dtype}, on {device_name(args)}"
     if not args.torch_device.startswith("cuda"):
         return line
-    if policy.graphs is None:
-        return f"{line}; sampling without CUDA graphs ({policy.why_no_graphs})"
+    if sampler.graphs is None:
+        return f"{line}; sampling without CUDA graphs ({sampler.why_no_graphs})"
     return f"{line}; sampling with CUDA graphs"
 
 

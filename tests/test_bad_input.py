@@ -4,8 +4,8 @@ test_run_folder.py."""
 
 import dataclasses
 import importlib
-import io
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -75,6 +75,7 @@ def test_values_from_python_are_in_their_range_and_among_the_choices():
 def test_advice_for_your_own_model_on_a_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(ppo, "main", lambda args: None)
     monkeypatch.setattr(ppo.Args, "torch_device", "cuda")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
     flags = ("--model", "mine", "--run_dir", tmp_path)
     starts = ["warning: --max_new_tokens 48 suits", "warning: --lr 0.0002 suits"]
     starts += ["warning: --critic_lr 0.002 suits", "note: float32 is slow"]
@@ -83,6 +84,9 @@ def test_advice_for_your_own_model_on_a_gpu(monkeypatch, tmp_path):
     own = ("--max_new_tokens", 512, "--dtype", "bfloat16")
     assert run("ppo", *flags, *own, *OWN_LR, "--critic_lr", 1e-5).stderr == ""
     assert run("ppo", *flags, *own, "--iterations", 0).stderr == ""  # no rate matters
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
+    (line,) = run("ppo", *flags, *own, "--iterations", 0).stderr.splitlines()
+    assert line == "note: this GPU only emulates bfloat16, which is slow"
 
 
 def test_types_may_be_text(tmp_path, monkeypatch):
@@ -150,16 +154,39 @@ def test_a_bug_has_a_traceback(tmp_path, reward_file):
 
 def test_prints_into_a_file_whose_encoding_lacks_a_character(tmp_path, monkeypatch):
     """As `> log.txt` on Windows."""
-    file = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(file, encoding="cp1252"))
+    path = tmp_path / "log.txt"
     monkeypatch.setattr(sys, "argv", ["grpo.py", "--run_dir", str(tmp_path)])
-    launch(lambda args: print("the answer is \u03c0"), grpo.Args)
-    assert file.getvalue() == b"the answer is \\u03c0\n"
+    with open(path, "w", encoding="cp1252") as file:
+        monkeypatch.setattr(sys, "stdout", file)
+        launch(lambda args: print("the answer is \u03c0"), grpo.Args)
+    assert path.read_bytes() == b"the answer is \\u03c0\n"
 
 
-@pytest.mark.parametrize("path", ["/dev/full", None])
-def test_what_cannot_be_printed_is_dropped(path, tmp_path, monkeypatch):
-    """The disk is full, or a stream is closed, as by >&-. A caller's own streams come back."""
+class Unwritable:
+    def write(self, text):
+        raise OSError("nobody reads it")
+
+    def flush(self):
+        raise OSError("nobody reads it")
+
+
+def closed_stream():
+    file = open("/dev/null", "w")  # noqa: SIM115
+    file.close()
+    return file
+
+
+STREAMS = {
+    "a full disk": lambda: open("/dev/full", "w"),  # noqa: SIM115
+    "closed by >&-": lambda: None,
+    "closed": closed_stream,
+    "without a file": Unwritable,
+}
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+def test_what_cannot_be_printed_is_dropped(kind, tmp_path, monkeypatch):
+    """A caller's own streams come back, with nothing left in their buffers."""
 
     def main(args):
         print("lost", end="", flush=True)
@@ -167,11 +194,31 @@ def test_what_cannot_be_printed_is_dropped(path, tmp_path, monkeypatch):
         raise UserError("lost")
 
     monkeypatch.setattr(sys, "argv", ["grpo.py", "--run_dir", str(tmp_path)])
-    streams = [path and open(path, "w") for _ in range(2)]  # noqa: SIM115
+    streams = [STREAMS[kind]() for _ in range(2)]
     monkeypatch.setattr(sys, "stdout", streams[0])
     monkeypatch.setattr(sys, "stderr", streams[1])
     with pytest.raises(SystemExit) as exit:
         launch(main, grpo.Args)
     assert exit.value.code == 2 and [sys.stdout, sys.stderr] == streams
-    for stream in filter(None, streams):
-        stream.close()  # writes nothing more
+    if kind == "a full disk":
+        for stream in streams:
+            stream.close()
+
+
+def test_only_what_cannot_be_printed_is_dropped(tmp_path, monkeypatch):
+    """Here a pipe is full for a while."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+
+    def main(args):
+        for _ in range(100):
+            print(1000 * "x")
+        assert os.read(reading, 2**20)
+        print("read")
+
+    monkeypatch.setattr(sys, "argv", ["grpo.py", "--run_dir", str(tmp_path)])
+    with open(writing, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        launch(main, grpo.Args)
+    with open(reading) as stream:
+        assert stream.read().endswith("read\n")

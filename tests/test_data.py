@@ -6,6 +6,7 @@ import math
 import re
 import shlex
 import textwrap
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -114,6 +115,7 @@ MISSING = [  # a value of the flag, and what the line says
     ("lacks_f.py:of_split", "missing a required argument: 'split'"),
     ("openai/gsm8k", "such as examples/gsm8k.py:train: it names no function"),
     ("data.csv", "it names no function"),
+    (".jsonl", "IsADirectoryError"),
 ]
 
 
@@ -124,12 +126,27 @@ def test_a_file_and_its_function_are_looked_for_before_the_model_is_loaded(
 ):
     """By `load_grader`, which every script calls first."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / ".jsonl").mkdir()
     lacks_f = f"lacks{next(FILE_NUMBERS)}"
     (tmp_path / f"{lacks_f}.py").write_text("def of_split(split): pass")
     value = value.replace("lacks_f", lacks_f)
     args = script_args("grpo", **{flag: value})[1]
     with pytest.raises(UserError, match=f"^--{flag} {value} must be addition, a .jsonl.*{expected}"):
         load_grader(args)
+
+
+def test_rows_that_no_function_returns_are_refused():
+    args = script_args("grpo", dataset=sums(20))[1]
+    with pytest.raises(UserError, match="it is a list; a function can return it"):
+        load_grader(args)
+
+
+def test_a_function_that_ends_the_program_is_refused(data_file, tmp_path):
+    dataset = data_file(
+        "import sys\ndef f():\n    yield {'question': '1+1=', 'answer': 2}\n    sys.exit(3)"
+    )
+    expected = f"--dataset {dataset} ends the program: SystemExit 3"
+    refused("grpo", "--dataset", dataset, "--run_dir", tmp_path, expected=expected)
 
 
 def test_an_error_in_a_function_shows_its_traceback(data_file, tmp_path):
@@ -173,7 +190,9 @@ def test_a_file_for_data_and_reward_is_one_module(data_file):
     """What one function stores, the other one sees, and the processes of a pool find it. The next run
     gets a new module."""
     dataset = data_file(POOL)
-    args = script_args("grpo", dataset=dataset, reward=f"{dataset.removesuffix('f')}lengths")[1]
+    file = Path(dataset.removesuffix(":f"))
+    other_spelling = file.parent / ".." / file.parent.name / file.name
+    args = script_args("grpo", dataset=dataset, reward=f"{other_spelling}:lengths")[1]
     problem = Problem("1+1=", "2", [4, 5], {"prompts": "1+1="})
     for _ in range(2):
         grade = load_grader(args)
@@ -325,6 +344,7 @@ BAD_ROWS = [  # a row, and why it cannot be used
     (row([TURN]), NO_QUESTION),
     (row(SHOT[:3]), "its question ends with the assistant's reply"),
     ({"question": "3", "gold": 4}, "it has no answer; its keys are question, gold"),
+    (row() | {"text": "3"}, "rename its key text: --reward uses that name for something else"),
     (row(answer=" "), f"{NO_ANSWER}' '"),
     (row(answer=math.nan), f"{NO_ANSWER}nan"),
     (row(answer=["2"]), f"{NO_ANSWER}['2']"),
@@ -355,11 +375,13 @@ def test_equal_questions_and_long_prompts_are_left_out():
     """And counted. A prompt is rendered once."""
     policy = policy_with(TURNS, limit=200)
     policy.tokenizer.apply_chat_template = Mock(wraps=policy.tokenizer.apply_chat_template)
-    rows = sums(10) + [row("9" * 200)] + sums(3)
+    rows = sums(10) + [row("9" * 200)] + sums(3) + [sums(1)[0] | {"answer": "7"}]
     problems, notes = read_problems(script_args("grpo", dataset=lambda: rows)[1], "dataset", policy)
     assert [problem.answer for problem in problems.values()] == [str(i + 1) for i in range(10)]
     too_long = "1 too long for --max_new_tokens and the model's limit of 200 tokens"
-    assert notes == [f"left out of --dataset: {too_long}, 3 with the question of an earlier row"]
+    repeated = "with the question of an earlier row"
+    two_answers = f"1 {repeated} and a different answer"
+    assert notes == [f"left out of --dataset: {too_long}, 3 {repeated}, {two_answers}"]
     assert policy.tokenizer.apply_chat_template.call_count == 11
     assert f"has no problem; left out of --dataset: {too_long}" in refusal(rows[10:11], policy)
 

@@ -263,5 +263,5 @@ def test_a_policy_that_samples_is_told(monkeypatch):
     policy = common.load_policy(args)
     sampler = policy.frozen_copy("bfloat16")
     assert policy.graphs == "graphs" and sampler.graphs is None
-    common.check_sampler(sampler, args)
+    common.prepare_sampling(sampler, args)
     assert sampler.graphs == "graphs"

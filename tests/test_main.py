@@ -306,8 +306,6 @@ def before_update(name, args, completions, weights, ref_weights, baseline, model
     mu = pad_sequence([torch.tensor(c.logprobs).double() for c in completions], batch_first=True)
     old_answers, old = logprobs_under(weights[0])
     _, ref = logprobs_under(ref_weights)
-    if getattr(args, "old_logprobs", "") == "sampler":
-        old = mu
     values = returns = None
     if len(weights) == 2:
         values = [values_of(model, weights[1], c) for c in completions]
@@ -322,7 +320,8 @@ def before_update(name, args, completions, weights, ref_weights, baseline, model
         completions=completions,
         answers=old_answers,
         mask=mask,
-        logprobs=old,
+        trainer=old,
+        logprobs=mu if getattr(args, "old_logprobs", "") == "sampler" else old,
         ref=ref if getattr(args, "kl_coef", 0) > 0 else None,
         mu=mu,
         values=values,
@@ -417,7 +416,7 @@ def check_sampler(args, before, first_weights, weights, model, line):
             logprobs = answer(model, sampler, c, args.temperature).logprobs
             assert c.logprobs == pytest.approx(logprobs.tolist(), abs=1e-4)
     if "rollout/sampler_kl" in line:
-        log_rho = (before.logprobs - before.mu)[before.mask]
+        log_rho = (before.trainer - before.mu)[before.mask]
         kl = (log_rho.expm1() - log_rho).mean().item()
         assert line["rollout/sampler_kl"] == pytest.approx(kl, rel=1e-3, abs=1e-8)
 

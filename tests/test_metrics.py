@@ -168,7 +168,7 @@ def test_a_line_of_metrics_jsonl_by_hand(first_iteration, tmp_path, monkeypatch)
 # first two lines are given to the test above, which only averages them.
 ELSEWHERE = """losses/policy_loss losses/value_loss losses/positive_lm_loss losses/clipfrac_low
 losses/ratio_max moe/aux_loss charts/grad_norm
-rollout/weight_zero_frac rollout/weight_cap_frac rollout/weight_mean rollout/groups_*
+rollout/weight_zero_frac rollout/weight_mean rollout/groups_*
 rollout/weight_effective_size losses/gate_slope losses/approx_kl losses/clipfrac_high
 losses/offpolicy_mask_frac moe/sampler_flip_frac moe/router_shift moe/router_floor_frac
 charts/*_seconds charts/peak_memory_gib charts/peak_reserved_gib eval/reward_mean""".split()

@@ -5,15 +5,18 @@ test_architectures.py."""
 import math
 from itertools import chain
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import batch_of_ids, completes, interfere, metrics
+from conftest import batch_of_ids, checkpoint_of, completes, interfere, metrics, refused
 
+import common
 import rspo
 from common import Routing, TokenOutputs, token_logprobs
 from more import mismatch
-from more.mismatch import Replay, refresh, rollout_weights, sampler_flips, weight_stats
+from more.mismatch import ReplacedChoice, Replay, refresh, rollout_weights, sampler_flips
+from more.mismatch import weight_stats
 from plumbing.metrics import add, sampler_stats, summarize
 from plumbing.model import checkpoint_layers
 
@@ -67,15 +70,14 @@ def test_statistics_of_the_mismatch_and_the_weights():
     assert sampler_stats(halves(batch)) == pytest.approx({"sampler_kl": kl})
     expected = {
         "rollout/weight_zero_frac": 1 / 3,
-        "rollout/weight_cap_frac": 1 / 3,
         "rollout/weight_mean": 1.5 / 3,
         "rollout/weight_effective_size": 1.5**2 / (3 * 1.25),
     }
-    assert weight_stats(halves(batch), cap=1.0) == pytest.approx(expected)
+    assert weight_stats(halves(batch)) == pytest.approx(expected)
     batch.weights = torch.tensor([[0.5], [1.0]])  # one per completion: 0.5 twice
     expected |= {"rollout/weight_zero_frac": 0, "rollout/weight_mean": 2 / 3}
     expected["rollout/weight_effective_size"] = 2**2 / (3 * 1.5)
-    assert weight_stats(halves(batch), cap=1.0) == pytest.approx(expected)
+    assert weight_stats(halves(batch)) == pytest.approx(expected)
 
 
 # ----------------------------------------------------------------------------- routing replay
@@ -134,30 +136,63 @@ def test_only_logprobs_are_computed_before_the_update(tiny_policy, batch):
     assert torch.equal(outputs.logprobs_BT, whole.logprobs_BT)
 
 
-WHOSE = [("r2", "policy"), ("r3", "sampler")]
-
-
-@pytest.mark.parametrize("routing_replay, whose", WHOSE)
+@pytest.mark.parametrize("routing_replay, forwards", [("r2", 3), ("r3", 4)])
 def test_run_replays_the_experts_before_the_update_and_in_it(
-    routing_replay, whose, tmp_path, monkeypatch
+    routing_replay, forwards, tmp_path, monkeypatch
 ):
-    """So the first ratio is 1, though the routers would choose other experts. Those of the sampler are
-    the ones that its rounded weights choose."""
-    found = []
+    """So the first ratio is 1. The sampler's experts, here made up, are replayed in the old policy's
+    forward, too; the old policy's own are those of that forward."""
+    replays = []
+    calls = []
 
-    def made_up(model, micro, args):
-        is_trained = any(weight.requires_grad for weight in model.parameters())
-        found.append("policy" if is_trained else "sampler")
-        experts = real(model, micro, args)
+    def note_replay(replay, *_):
+        used = torch.stack(list(replay.used.values()), dim=1)
+        replays.append((used, replay.experts))
+
+    def made_up(sampler, micro, args):
+        experts = real(sampler, micro, args)
         return torch.tensor([6, 7], dtype=torch.int16).expand_as(experts)
 
-    real = mismatch.experts_of
-    monkeypatch.setattr(mismatch, "experts_of", made_up)
-    completes("more.mismatch", "--routing_replay", routing_replay, "--run_dir", tmp_path)
+    real = mismatch.sampler_experts
+    monkeypatch.setattr(mismatch, "sampler_experts", made_up)
+    interfere(monkeypatch, mismatch, "token_logprobs", lambda *_, **__: calls.append(None))
+    interfere(monkeypatch, Replay, "__exit__", note_replay)
+    flags = ("--routing_replay", routing_replay, "--lr", 0.01)
+    completes("more.mismatch", *flags, "--run_dir", tmp_path)
     (line,) = metrics(tmp_path)
-    assert {*found} == {whose} and line["losses/first_step_ratio_error_max"] == 0
+    assert line["losses/first_step_ratio_error_max"] == 0 and line["moe/expert_flip_frac"] > 0
+    assert len(calls) == 2 * forwards
+    assert all(torch.equal(used, given) for used, given in replays)
     if routing_replay == "r3":
         assert line["moe/sampler_flip_frac"] > 0.5
+        assert all(
+            (given == torch.tensor([6, 7])).all() for _, given in replays[1:]
+        )  # after can_replay
+
+
+def test_a_router_may_name_the_arguments_of_topk(tiny_policy):
+    experts = torch.tensor([[[6, 7]], [[1, 0]]])  # (B * S, L, K)
+    replay = Replay(tiny_policy.routers, experts)
+    scores = torch.arange(16.0).view(2, 8)
+    with ReplacedChoice(replay, 0):
+        chosen = torch.topk(input=scores, k=2, dim=-1)
+    assert torch.equal(chosen.indices, experts[:, 0])
+    assert chosen.values.tolist() == [[6, 7], [9, 8]]
+
+
+def test_a_copy_that_cannot_sample_is_refused(tmp_path, monkeypatch):
+    """The policy is checked first."""
+    fail = Mock(side_effect=ValueError("in int4"))
+    interfere(monkeypatch, common, "check_sampler", fail, 2)
+    expected = "--model tiny-moe: the sampler cannot run this architecture: ValueError in int4"
+    refused("more.mismatch", "--run_dir", tmp_path, expected=expected)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_run_saves_only_a_sampler_that_may_be_stale(every, tmp_path):
+    completes("more.mismatch", "--rollout_refresh_every", every, "--run_dir", tmp_path)
+    saved = torch.load(checkpoint_of(tmp_path) / "trainer_state.pt")
+    assert ("sampler" in saved["parts"]) == (every > 1)
 
 
 def test_run_rspo_keeps_no_router_logits(tmp_path, monkeypatch):

@@ -1,7 +1,6 @@
 """The functions of --reward: how they are found and called, and what they may return."""
 
 import json
-import os
 import sys
 
 import pytest
@@ -175,18 +174,28 @@ def test_run_with_a_function_made_in_python(tmp_path):
     assert len(metrics(folder)) == 2
 
 
-def test_run_resumed_with_a_file_that_has_moved(tmp_path, monkeypatch):
+def test_run_resumed_says_that_the_file_has_moved_or_changed(tmp_path, monkeypatch):
+    """Both are allowed, but the run may no longer be one experiment."""
+
+    def notes(*flags):
+        printed = completes("grpo", *resume(folder, "--iterations", len(metrics(folder)) + 1), *flags)
+        return [line for line in printed.splitlines() if line.startswith("note: --reward")]
+
     path = write(tmp_path, "def f(text): return 1\ndef g(text): return 2")
+    monkeypatch.chdir(tmp_path)
     folder = tmp_path / "run"
-    completes("grpo", "--run_dir", folder, "--reward", f"{path}:f")
+    grpo.main(grpo.Args(**SMALL_ARGS | {"reward": f"{path.name}:f"}, run_dir=str(folder)))
+    assert notes() == []
+    path.write_text("def f(text): return 0")
+    expected = [f"note: --reward was {path}:f; since then its file has moved or changed"]
+    assert notes() == expected and notes() == []
     (tmp_path / "moved").mkdir()
     moved = path.rename(tmp_path / "moved" / path.name)
     monkeypatch.delitem(sys.modules, path.stem)
-    again = resume(folder, "--iterations", 2)
-    refused("grpo", *again, expected=f"there is no file {path}")
-    refused("grpo", *again, "--reward", f"{moved}:g", expected=f"has reward {path}:f, not {moved}:g")
-    completes("grpo", *again, "--reward", f"{moved}:f")
-    assert len(metrics(folder)) == 2
+    refused("grpo", *resume(folder, "--iterations", 9), expected=f"there is no file {path}")
+    flags = resume(folder, "--iterations", 9, "--reward", f"{moved}:g")
+    refused("grpo", *flags, expected=f"has reward {path}:f, not {moved}:g")
+    assert notes("--reward", f"{moved}:f") == expected and notes() == []
 
 
 def test_a_file_is_run_once_for_each_run(tmp_path):
@@ -230,17 +239,6 @@ def test_a_torch_module_is_a_function_with_the_parameters_of_its_forward():
     assert [c.reward for c in grade(completions(level=3))] == [3] * 5
     with pytest.raises(UserError, match="missing a required argument: 'level'"):
         grade(completions())
-
-
-def test_a_resume_tells_that_the_file_has_changed(tmp_path, capsys):
-    """That is allowed, but the run is no longer one experiment."""
-    path = write(tmp_path, "def f(text): return 1")
-    (tmp_path / "settings.json").write_text("{}")
-    for seconds, expected in ((-9, ""), (9, f"note: {path} has changed since the run last began\n")):
-        moment = (tmp_path / "settings.json").stat().st_mtime + seconds
-        os.utime(path, (moment, moment))
-        load(f"{path}:f", run_dir=tmp_path, resume=True)
-        assert capsys.readouterr().out == expected
 
 
 TEXT = "text; in a list they are messages if prompts are."

@@ -131,6 +131,8 @@ SETTINGS = [  # what settings.json holds (changes of the run's own, or other tex
     ({"problems_hash": ...}, "have different prompts or gold answers"),
     ({"model_hash": ...}, "--model tiny-moe has different weights than when the run started"),
     ({"lr": 1e-3}, "has lr 0.0002, not 0.001"),  # the optimizer in the checkpoint has the old one
+    ({"lr": [1]}, "settings.json cannot be used: TypeError"),
+    ({"routing_replay": "r3"}, "has --routing_replay, which grpo.py does not have"),
 ]
 
 
@@ -210,6 +212,7 @@ def test_a_disk_that_is_too_small_is_refused_at_the_start(name, flags, tmp_path,
         completes(name, *flags.split(), "--eval_every", 0, "--run_dir", folder)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1e5))
     line = refused(name, *flags.split(), "--run_dir", tmp_path / "new", expected="has 0.0001 GB")
+    assert not (tmp_path / "new").exists()
     (needed,) = re.findall(r"checkpoints need (\S+) GB", line)
     assert 0.9 * max(peaks) < 1e9 * float(needed) <= max(peaks)
 

@@ -32,7 +32,7 @@ CLIPS = keys("losses/", "clipfrac_low clipfrac_high")
 UNIFORM = {"rollout/frac_zero_std_groups"}
 DAPO = "kept dropped_all_right dropped_all_wrong generated sampling_rounds"
 VALUE = keys("losses/", "value_loss explained_variance kl_ref")
-WEIGHTS = keys("rollout/weight_", "zero_frac cap_frac mean effective_size")
+WEIGHTS = keys("rollout/weight_", "zero_frac mean effective_size")
 EXTRA_KEYS = {
     "ppo": CLIPS | VALUE,
     "grpo": CLIPS | UNIFORM | {"losses/kl_ref"},
@@ -56,8 +56,8 @@ def test_a_run_says_what_runs_where(is_built, tiny_policy, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: is_built)
     line = "model: 223,680 parameters, float32, on cpu"
-    assert model_line(grpo.Args(device="cpu"), tiny_policy) == line
-    assert model_line(grpo.Args(), tiny_policy) == f"{line} ({REASONS[is_built]})"
+    assert model_line(grpo.Args(device="cpu"), tiny_policy, tiny_policy) == line
+    assert model_line(grpo.Args(), tiny_policy, tiny_policy) == f"{line} ({REASONS[is_built]})"
 
 
 def test_no_iterations_only_evaluate(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Phi3Config, Phi3ForCausalL
 
 import common
 import plumbing.memory
-from common import Completion, Problem, UserError, check_sampler, collate, evaluate
+from common import Completion, Problem, UserError, collate, evaluate, prepare_sampling
 from common import next_token, sample, similar_lengths, split_into_steps, token_logprobs
 from plumbing.data import longest_sequence
 from plumbing.model import Policy
@@ -103,9 +103,9 @@ def test_equal_prompts_go_through_the_model_once_and_rows_that_have_ended_no_mor
 def test_the_check_at_loading_needs_no_more_positions_than_the_run(max_new_tokens, own_policy):
     """Here it and its prompt of six tokens have exactly as many positions as they need."""
     policy = policy_with_learned_positions(own_policy.tokenizer, 6 + max_new_tokens)
-    check_sampler(policy, settings(max_new_tokens=max_new_tokens))
-    with pytest.raises((IndexError, UserError)):
-        check_sampler(policy, settings(max_new_tokens=max_new_tokens + 1))
+    prepare_sampling(policy, settings(max_new_tokens=max_new_tokens))
+    with pytest.raises(UserError):
+        prepare_sampling(policy, settings(max_new_tokens=max_new_tokens + 1))
 
 
 def test_longrope_is_limited_to_lengths_for_which_cached_keys_stay_right(own_policy):

@@ -4,6 +4,8 @@ import dataclasses
 import difflib
 import inspect
 import re
+import subprocess
+import sys
 
 import pytest
 from conftest import MORE, ROOT, SCRIPTS, functions_of, path_of, script_args
@@ -103,12 +105,12 @@ def test_every_flag_is_read(name):
 
 @pytest.mark.parametrize("name", SIBLINGS)
 def test_main_sets_what_it_reads_of_a_batch(name):
-    """Unless `collate` has set it: a reader of the update finds each tensor a few lines above."""
+    """Unless `split_into_steps` has: a reader of the update finds each tensor a few lines above."""
     main = functions_of(name)["main"]
     read = {*re.findall(r"\bmicro\.(\w+)", main)}
     set_here = {*re.findall(r"\bmicro\.(\w+) = ", main)}
     given = {field.name for field in dataclasses.fields(Batch) if field.default is dataclasses.MISSING}
-    assert read <= set_here | given
+    assert read <= set_here | given | {"rows_B"}
 
 
 # ------------------------------------------------------------------------------------------ headers
@@ -136,8 +138,8 @@ def test_the_header_names_every_axis_that_the_file_has(name):
     (line,) = [paragraph for paragraph in header_of(name) if paragraph.startswith("Suffixes")]
     code = source(name).split('"""', 2)[2]
     suffixes = re.findall(r"[a-z0-9]_([A-Z1]+)\b", code)
-    shapes = re.findall(r"\(([A-Z1](?:, [A-Z1])*),?\)", code)
-    assert {*re.findall(r"\b[A-Z1](?= )", line)} == {*"".join(suffixes + shapes)} - {*", "}
+    shapes = re.findall(r"\(([A-Z1](?:(?:,| \*) [A-Z1])*),?\)", code)
+    assert {*re.findall(r"\b[A-Z1](?= )", line)} == {*"".join(suffixes + shapes)} - {*", *"}
 
 
 @pytest.mark.parametrize("name", SIBLINGS)
@@ -150,6 +152,31 @@ def test_what_is_absent_is_said_where_it_would_be(name):
 
 
 # ---------------------------------------------------------------------------------------- imports
+
+
+IMPORTS = """
+import importlib, os, signal, sys, threading
+import torch, transformers
+from torch.optim import optimizer
+
+def state():
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    hooks = [len(value) for name, value in vars(optimizer).items() if name.endswith("_hooks")]
+    streams = (sys.stdout, sys.stderr)
+    return handlers, hooks, streams, threading.enumerate(), torch.get_num_threads(), {**os.environ}
+
+before = state()
+del os.register_at_fork
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+assert state() == before
+"""
+
+
+def test_importing_scripts_changes_nothing_in_the_process():
+    """Neither hooks nor signals nor threads."""
+    done = subprocess.run([sys.executable, "-c", IMPORTS, *SIBLINGS], cwd=ROOT, capture_output=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_name_is_imported_by_the_same_line_in_all():
