@@ -2,6 +2,8 @@
 
 import importlib
 import math
+import re
+import textwrap
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ from more import deepseek_v32, rloo
 
 F64 = torch.float64
 STUDY = (ROOT / "study" / "README.md").read_text()
-PAGE = " ".join((ROOT / "study" / "the_nine.md").read_text().split())
+TEXT = (ROOT / "study" / "the_nine.md").read_text()
+PAGE = " ".join(TEXT.split())
 
 
 def keeps_a_gradient(name, *log_ratios, A=1.0, **keywords):
@@ -172,3 +175,16 @@ def test_expected_gradient_of_rloo_is_the_true_one(G):
     (truth,) = torch.autograd.grad((logits.softmax(0) * R).sum(), logits)
     torch.testing.assert_close(gradient("more.rloo"), truth)
     torch.testing.assert_close(gradient("dr_grpo"), truth * (G - 1) / G)
+
+
+def test_the_advantages_of_gdpo():
+    """The page's snippet: in a group of two, both parts right count twice as much as one, in grpo the
+    same. The whole batch has a std of 1."""
+    (snippet,) = re.findall(r"^  ```python\n(.*?)^  ```", TEXT, re.DOTALL | re.MULTILINE)
+    names = {"grpo": grpo}
+    exec(textwrap.dedent(snippet), names)
+    parts_PGK = torch.tensor([[[1, 0], [0, 0]], [[1, 1], [0, 0]]])
+    advantages_PG = names["compute_advantages"](parts_PGK)
+    torch.testing.assert_close(advantages_PG[1], 2 * advantages_PG[0])
+    torch.testing.assert_close(advantages_PG.std(), torch.tensor(1.0))
+    assert [f"{A:.3f}" for A in grpo.compute_advantages(parts_PGK.sum(2))[:, 0]] == ["0.707", "0.707"]
