@@ -1,4 +1,4 @@
-"""Means, and differences with their 95% intervals, paired by seed: of the CSVs in results/, or of runs.
+"""Differences between runs with their 95% intervals, paired by seed.
 
 python study/stats.py runs/sapo-seed? --minus runs/grpo-seed?
 
@@ -6,39 +6,17 @@ Rollout accuracy and reward are means over the run. The reward is the one that t
 is shaped, and only of groups that it keeps.
 """
 
-import csv
 import json
 import math
 import statistics
 import sys
-from collections import defaultdict
 from pathlib import Path
 
 import numpy
 from scripts import command_line, read_lines
 
-RESULTS = Path(__file__).parent / "results"
-TEXT = {"script", "variant", "commit", "flags"}
 ROLLOUT = {"rollout accuracy": "rollout/accuracy", "rollout reward": "rollout/reward_mean"}
 NO_FLAGS = {"script", "versions", "problems_hash", "model_hash", "seed", "run_dir", "resume"}
-
-
-def read_csv(name):
-    """The rows of results/<name>.csv as text; none if there is no such file."""
-    path = RESULTS / f"{name}.csv"
-    if not path.exists():
-        return []
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def runs(name):
-    """{(script, variant): [row of results/<name>.csv]} with numbers, by seed, without empty cells."""
-    groups = defaultdict(list)
-    for row in sorted(read_csv(name), key=lambda row: int(row["seed"])):
-        numbers = {column: float(row[column]) for column in row.keys() - TEXT if row[column]}
-        groups[row["script"], row["variant"]].append(numbers)
-    return dict(groups)
 
 
 def values(rows, column):
@@ -47,11 +25,6 @@ def values(rows, column):
 
 def mean(rows, column):
     return statistics.mean(values(rows, column))
-
-
-def mean_std(rows, column):
-    found = values(rows, column)
-    return f"{statistics.mean(found):.3f} ± {statistics.stdev(found):.3f}"
 
 
 def t_quantile(freedom):
