@@ -77,7 +77,8 @@ def first_lines(runs):
     """A table of what differs in six digits between the runs' first iterations, without times."""
     firsts = [rows[0] if rows else {} for _, rows, _ in runs.values()]
     lines = [f"{'':32}" + "".join(f"  {Path(folder).name:>16}" for folder in runs)]
-    for key in dict.fromkeys(key for first in firsts for key in first):
+    keys = dict.fromkeys(key for first in firsts for key in first)
+    for key in keys:
         cells = [f"{first[key]:.6g}" if key in first else "" for first in firsts]
         if len(set(cells)) > 1 and "second" not in key:
             lines.append(f"{key:32}" + "".join(f"  {cell:>16}" for cell in cells))
