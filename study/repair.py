@@ -25,10 +25,10 @@ JOB = {"iterations": 2, "prompts_per_iteration": 6, "num_minibatches": 2, "micro
 JOB |= {"lr": 1e-3, "num_held_out": 2, "device": "cpu"}
 
 
-def changed(change):
-    """The script that an entry of bugs.toml or exercises.toml changes, as text."""
-    original = (ROOT / f"{change['script']}.py").read_text()
-    return original.replace(change["old"], change["new"])
+def changed(bug):
+    """The script that the bug is in, with the bug, as text."""
+    original = (ROOT / f"{bug['script']}.py").read_text()
+    return original.replace(bug["old"], bug["new"])
 
 
 def load_bugs():

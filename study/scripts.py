@@ -23,8 +23,19 @@ def command_line(docstring):
 
 
 def read_lines(folder, log):
-    """The rows of a log, such as metrics.jsonl, in the folder of a run."""
-    return [json.loads(line) for line in Path(folder, log).read_text().splitlines()]
+    """The rows of a log, such as metrics.jsonl, in the folder of a run. A last line without its newline
+    is left out: it is being written, or the run was killed."""
+    *lines, _ = Path(folder, log).read_text().split("\n")
+    return [json.loads(line) for line in lines]
+
+
+def read_run(folder):
+    """(settings, rows of metrics.jsonl, rows of evaluations.jsonl) of a run."""
+    try:
+        settings = json.loads(Path(folder, "settings.json").read_text())
+        return settings, read_lines(folder, "metrics.jsonl"), read_lines(folder, "evaluations.jsonl")
+    except (OSError, ValueError) as error:
+        sys.exit(f"{folder} is not the folder of a run: {error}")
 
 
 def file_of(name):

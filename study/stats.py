@@ -1,4 +1,4 @@
-"""Means, and differences with their 95% intervals, paired by seed: of the CSVs in results/, or of runs.
+"""Differences between runs with their 95% intervals, paired by seed.
 
 python study/stats.py runs/sapo-seed? --minus runs/grpo-seed?
 
@@ -6,52 +6,15 @@ Rollout accuracy and reward are means over the run. The reward is the one that t
 is shaped, and only of groups that it keeps.
 """
 
-import csv
-import json
 import math
 import statistics
 import sys
-from collections import defaultdict
-from pathlib import Path
 
 import numpy
-from scripts import command_line, read_lines
+from scripts import command_line, read_run
 
-RESULTS = Path(__file__).parent / "results"
-TEXT = {"script", "variant", "commit", "flags"}
 ROLLOUT = {"rollout accuracy": "rollout/accuracy", "rollout reward": "rollout/reward_mean"}
-NO_FLAGS = {"script", "versions", "problems_hash", "model_hash", "seed", "run_dir", "resume"}
-
-
-def read_csv(name):
-    """The rows of results/<name>.csv as text; none if there is no such file."""
-    path = RESULTS / f"{name}.csv"
-    if not path.exists():
-        return []
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def runs(name):
-    """{(script, variant): [row of results/<name>.csv]} with numbers, by seed, without empty cells."""
-    groups = defaultdict(list)
-    for row in sorted(read_csv(name), key=lambda row: int(row["seed"])):
-        numbers = {column: float(row[column]) for column in row.keys() - TEXT if row[column]}
-        groups[row["script"], row["variant"]].append(numbers)
-    return dict(groups)
-
-
-def values(rows, column):
-    return [row[column] for row in rows if column in row]
-
-
-def mean(rows, column):
-    return statistics.mean(values(rows, column))
-
-
-def mean_std(rows, column):
-    found = values(rows, column)
-    return f"{statistics.mean(found):.3f} ± {statistics.stdev(found):.3f}"
+NO_FLAGS = {"versions", "problems_hash", "model_hash", "seed", "run_dir", "resume"}
 
 
 def t_quantile(freedom):
@@ -64,11 +27,9 @@ def t_quantile(freedom):
     return numpy.interp(0.475, integral, x)
 
 
-def interval(ours, theirs):
-    """'+0.013 ± 0.010': mean difference, paired by seed, and half the width of its 95% interval, over
-    the seeds that both have. The half width has two digits, and the mean has as many decimals. A single
-    seed has no interval."""
-    deltas = [a - b for a, b in zip(ours, theirs, strict=False)]
+def interval(deltas):
+    """'+0.013 ± 0.010': the mean difference, and half the width of its 95% interval. The half width has
+    two digits, and the mean has as many decimals. A single difference has no interval."""
     if len(deltas) == 1:
         return f"{deltas[0]:+.3f}"
     half = t_quantile(len(deltas) - 1) * statistics.stdev(deltas) / math.sqrt(len(deltas))
@@ -78,24 +39,23 @@ def interval(ours, theirs):
 
 def measured(folder):
     """(settings, {name: number}) of a finished run: means over rollouts, and its last evaluation."""
-    evaluations = []
-    if Path(folder, "evaluations.jsonl").exists():
-        evaluations = read_lines(folder, "evaluations.jsonl")
-    if not evaluations:
-        sys.exit(f"{folder} has no run, or only its beginning")
-    settings = json.loads(Path(folder, "settings.json").read_text())
-    last = evaluations[-1]
-    if last["iteration"] != settings["iterations"]:
-        when = f"after iteration {last['iteration']} of {settings['iterations']}"
-        sys.exit(f"{folder} is not finished: its last evaluation is {when}")
-    rollouts = read_lines(folder, "metrics.jsonl")
+    settings, rollouts, evaluations = read_run(folder)
+    planned = settings["iterations"]
+    end = rollouts[-1]["iteration"] if rollouts else planned
+    last = evaluations[-1] if evaluations else {}
+    # Where a run ends, which dapo may do early, the evaluation is also sampled.
+    if "sampled" not in last or last["iteration"] != end:
+        sys.exit(f"{folder} is not finished: {len(rollouts)} of {planned} iterations")
+    if end != planned:
+        print(f"{folder} ended after iteration {end} of {planned}")
     numbers = {}
     for name, key in ROLLOUT.items():
-        if values(rollouts, key):
-            numbers[name] = mean(rollouts, key)
+        values = [row[key] for row in rollouts if key in row]
+        if values:
+            numbers[name] = statistics.mean(values)
     for way in ("greedy", "sampled"):
         for name in ("accuracy", "reward_mean"):
-            if name in last.get(way, {}):
+            if name in last[way]:
                 numbers[f"{way} {name}"] = last[way][name]
     return settings, numbers
 
@@ -115,10 +75,16 @@ def by_seed(folders):
 
 
 def different_flags(ours, theirs):
-    """{"lr (0.1, not 0.2)"}: the flags of both scripts that differ between two runs' settings."""
-    shared = (ours.keys() & theirs.keys()) - NO_FLAGS
-    differing = [flag for flag in shared if ours[flag] != theirs[flag]]
-    return {f"{flag} ({ours[flag]}, not {theirs[flag]})" for flag in differing}
+    """{"lr (0.1, not 0.2)"}: the flags that differ between two runs' settings."""
+    found = set()
+    for flag in (ours.keys() | theirs.keys()) - NO_FLAGS:
+        if flag not in theirs:
+            found.add(f"{flag} (only {ours['script']}'s)")
+        elif flag not in ours:
+            found.add(f"{flag} (only {theirs['script']}'s)")
+        elif ours[flag] != theirs[flag]:
+            found.add(f"{flag} ({ours[flag]}, not {theirs[flag]})")
+    return found
 
 
 def main():
@@ -137,11 +103,10 @@ def main():
     if differences:
         print("different flags:", ", ".join(sorted(differences)))
     print("difference, paired by seed:", *seeds)
+    pairs = [(ours[seed][1], theirs[seed][1]) for seed in seeds]
     for name in ours[seeds[0]][1]:
-        pairs = [(ours[seed][1], theirs[seed][1]) for seed in seeds]
-        pairs = [(a[name], b[name]) for a, b in pairs if name in a and name in b]
-        if pairs:
-            print(f"{name:20} {interval(*zip(*pairs, strict=True))}")
+        if all(name in a and name in b for a, b in pairs):
+            print(f"{name:20} {interval([a[name] - b[name] for a, b in pairs])}")
 
 
 if __name__ == "__main__":

@@ -11,13 +11,11 @@ import sys
 import pytest
 from conftest import MORE, ROOT, SCRIPTS, path_of, write_lines
 
-import experiments
 import repair
-import report
 
 NAMES = SCRIPTS + MORE
 BUGS = repair.load_bugs()
-TOOLS = "curves figures microscope page repair report speed sweep".split()
+TOOLS = "curves figures microscope page repair report speed stats".split()
 
 
 def test_no_script_is_overlooked():
@@ -34,35 +32,94 @@ def test_every_tool_runs_from_anywhere(tool, tmp_path):
     assert done.stdout.startswith("usage:"), done.stderr
 
 
+ROWS = [  # of metrics.jsonl; only the second iteration was evaluated
+    {
+        "iteration": 1,
+        "losses/ratio_max": 1.5,
+        "rollout/reward_mean": 40.0,
+        "charts/rollout_seconds": 1.0,
+    },
+    {"iteration": 2, "losses/ratio_max": 1.5, "rollout/reward_mean": 40.0, "eval/accuracy": 0.9},
+]
+
+
 @pytest.mark.extras
-def test_curves_draw_the_evaluations_and_any_key(tmp_path):
+def test_curves_draw_the_evaluations_and_any_key():
+    """A key that not all rows have gets markers."""
     import curves
 
-    rows = [{"iteration": i, "losses/ratio_max": 1.5} for i in (1, 2)]
     evaluations = [{"iteration": 0, "greedy": {"accuracy": 0.4}, "sampled": {"accuracy": 0.3}}]
     evaluations.append({"iteration": 2, "greedy": {"accuracy": 0.9}})
-    write_lines(tmp_path / "metrics.jsonl", rows)
-    write_lines(tmp_path / "evaluations.jsonl", evaluations)
-    figure = curves.draw({tmp_path: curves.read(tmp_path)}, {"losses/ratio_max": ["losses/ratio_max"]})
-    held_out, ratio = figure.axes
+    panels = {key: [key] for key in ("losses/ratio_max", "eval/accuracy")}
+    held_out, ratio, sparse = curves.draw({"run": ({}, ROWS, evaluations)}, panels).axes
     assert held_out.lines[0].get_xydata().tolist() == [[0, 0.4], [2, 0.9]]
     assert held_out.lines[1].get_ydata()[0] == 0.3
     assert ratio.lines[0].get_ydata().tolist() == [1.5, 1.5]
+    assert sparse.lines[0].get_xydata().tolist() == [[2, 0.9]]
+    assert [axis.lines[0].get_marker() for axis in (held_out, ratio, sparse)] == [".", "None", "."]
 
 
 @pytest.mark.extras
-def test_curves_without_verdicts(tmp_path):
+def test_curves_without_verdicts():
     """The mean reward stands in for the accuracy."""
     import curves
 
-    rows = [{"iteration": i, "rollout/reward_mean": 40.0} for i in (1, 2)]
     mixed = {"greedy": {"reward_mean": 41.0}, "sampled": {"accuracy": 0.5, "reward_mean": 43.0}}
-    write_lines(tmp_path / "metrics.jsonl", rows)
-    write_lines(tmp_path / "evaluations.jsonl", [{"iteration": 0, **mixed}])
-    figure = curves.draw({tmp_path: curves.read(tmp_path)}, curves.PANELS)
+    figure = curves.draw({"run": ({}, ROWS, [{"iteration": 0, **mixed}])}, curves.PANELS)
     held_out, reward = [axis for axis in figure.axes if axis.get_visible()]
     assert "held-out reward_mean" in held_out.get_title() and reward.get_title() == "reward"
     assert [line.get_ydata().tolist() for line in held_out.lines] == [[41.0], [43.0]]
+
+
+REFUSED = [  # arguments, beginning of the line
+    ("run --keys eval/acuracy", "--keys: no run has eval/acuracy; the closest are eval/accuracy, "),
+    ("run --out x.xyz", "--out x.xyz: Format 'xyz' is not supported"),
+    ("run --out run/settings.json/x.png", "--out run/settings.json/x.png: [Errno "),
+    ("trl", "trl is not the folder of a run: [Errno 2]"),
+]
+
+
+@pytest.fixture
+def run_folder(tmp_path, monkeypatch):
+    """A run whose last line is still being written, and a folder of another tool."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "trl" / "checkpoint-32").mkdir(parents=True)
+    (tmp_path / "run").mkdir()
+    write_lines(tmp_path / "run" / "settings.json", [{}])
+    write_lines(tmp_path / "run" / "evaluations.jsonl", [])
+    with open(write_lines(tmp_path / "run" / "metrics.jsonl", ROWS), "a") as log:
+        log.write('{"iteration": 3, "losses')
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize("words, expected", REFUSED)
+def test_curves_refuse_in_one_line(words, expected, run_folder, monkeypatch):
+    import curves
+
+    monkeypatch.setattr(sys, "argv", ["curves.py", *words.split()])
+    with pytest.raises(SystemExit) as refusal:
+        curves.main()
+    assert str(refusal.value).startswith(expected) and "\n" not in str(refusal.value)
+
+
+@pytest.mark.extras
+def test_curves_draw_a_run_that_is_being_written(run_folder, monkeypatch, capsys):
+    import curves
+
+    monkeypatch.setattr(sys, "argv", ["curves.py", "run", "--out", "pictures/x.png"])
+    curves.main()
+    assert capsys.readouterr().out == "pictures/x.png\n"
+
+
+@pytest.mark.extras
+def test_first_lines_show_only_what_differs():
+    import curves
+
+    other = [ROWS[0] | {"losses/ratio_max": 1.25, "losses/kl_ref": 0.5, "charts/rollout_seconds": 2.0}]
+    table = curves.first_lines({"runs/a": ({}, ROWS, []), "runs/b": ({}, other, [])})
+    cells = [line.split() for line in table.splitlines()]
+    assert cells == [["a", "b"], ["losses/ratio_max", "1.5", "1.25"], ["losses/kl_ref", "0.5"]]
+    assert "do not differ" in curves.first_lines({"a": ({}, ROWS, []), "b": ({}, ROWS, [])})
 
 
 # ------------------------------------------------------------------------------------------ the page
@@ -92,20 +149,6 @@ def test_the_page_has_every_line_of_any_two_scripts():
     assert not re.search(r"://|\ssrc=|@import|url\(", text)
 
 
-# ------------------------------------------------------------------------------------------ symptoms
-
-
-@pytest.mark.parametrize("values, expected", [([20, 21, 19.5], ["length ↑"]), ([-1, -0.5, 20], [])])
-def test_a_bug_shows_where_all_its_runs_lie_outside(values, expected):
-    sick = [{"length": value, "reward": 1.0} for value in values]
-    healthy = [{"length": value} for value in range(20)]
-    assert report.shows(sick, healthy) == expected
-
-
-def test_the_main_page_has_the_summary_of_the_symptoms():
-    assert report.symptoms_summary() in " ".join((ROOT / "README.md").read_text().split())
-
-
 # --------------------------------------------------------------------------------------- repair shop
 
 
@@ -121,13 +164,14 @@ def test_each_bug_applies_exactly_once():
 
 
 def test_each_exercise_changes_one_line():
-    for exercise in experiments.exercises().values():
-        original = path_of(exercise["script"]).read_text()
-        assert original.count(exercise["old"]) == 1, exercise["title"]
-        changed = repair.changed(exercise)
-        compile(changed, exercise["title"], "exec")
-        pairs = zip(original.splitlines(), changed.splitlines(), strict=True)
-        assert sum(old != new for old, new in pairs) == 1, exercise["title"]
+    text = (ROOT / "study" / "README.md").read_text()
+    row = r"^\| \d \| `(\w+)\.py` \| `- (.+?)`<br>`\+ (.+?)` \|"
+    exercises = re.findall(row, text, re.MULTILINE)
+    assert len(exercises) == 6
+    for script, old, new in exercises:
+        original = path_of(script).read_text()
+        assert original.count(old) == 1, old
+        compile(original.replace(old, new), old, "exec")
 
 
 def test_the_shop_lists_its_bugs_without_their_titles(monkeypatch, capsys):
