@@ -2,7 +2,7 @@
 check of a model. It also re-exports what scripts need from plumbing/.
 
 A tensor's suffix names its axes:
-  P prompts, G completions per prompt, B rows at hand, R rows still being sampled
+  P prompts, G completions per prompt, B rows of a batch, R rows still in the decoder
   T response tokens (in the sampler: --max_new_tokens), S prompt + response, V vocabulary
   N response tokens of all rows, one row after the other, without padding
   L layers, E experts, K active experts, 1 for a size-1 axis
@@ -52,9 +52,9 @@ def sample(policy, problems, group_size, args, generator=None, greedy=False):
     completions = []
     with clock("rollout"):
         for start in range(0, len(problems), rows_at_a_time):
-            rows = slice(start, start + rows_at_a_time)
-            inputs = (problems[rows], noise_BT[rows], args.temperature, greedy)
-            completions += sample_batch(policy, *inputs)
+            batch = problems[start : start + rows_at_a_time]
+            noise = noise_BT[start : start + rows_at_a_time]
+            completions += sample_batch(policy, batch, noise, args.temperature, greedy)
     return completions
 
 
@@ -104,9 +104,9 @@ def sample_batch(policy, problems, noise_BT, temperature, greedy):
     for problem, ids, logprobs in rows:
         # Cut at the first EOS. The row may have run on until it was dropped.
         is_end = [token in end_ids for token in ids]
-        truncated = True not in is_end
+        truncated = not any(is_end)
         length = max_new_tokens if truncated else is_end.index(True) + 1
-        # Without the end token, but with other special tokens: <answer> may be one.
+        # Without the end token, but with other special tokens, since <answer> may be one
         shown = ids if truncated else ids[: length - 1]
         text = policy.tokenizer.decode(shown, skip_special_tokens=False)
         completion = Completion(problem, ids[:length], logprobs[:length], truncated, text)
@@ -119,9 +119,9 @@ def sample_batch(policy, problems, noise_BT, temperature, greedy):
 
 def split_into_steps(completions, num_steps, args):
     """The rollout as tensors, for one epoch: a list of optimizer steps, each a list of `Batch`es, which
-    go through the model one by one. Steps take the completions in their order; within a step, batches
-    are of similar length."""
-    # Padding is a real token: a pad token's embedding may be 0, where a norm's gradient is NaN.
+    go through the model one by one. Steps take the completions in their order; in a batch, all rows
+    have similar lengths."""
+    # Padding is a real token: a pad token's embedding may be 0, where some norms' gradient is NaN.
     filler = completions[0].problem.prompt_ids[0]
     steps = []
     for in_step in torch.arange(len(completions)).tensor_split(num_steps):
@@ -135,12 +135,12 @@ def split_into_steps(completions, num_steps, args):
 
 
 class TokenOutputs(NamedTuple):
-    """The training forward's results; empty if a script does without it. `only_logprobs` leaves out the
-    last two, a dense model has no experts."""
+    """What the training forward returns. None: not computed, as entropies and the aux loss with
+    `only_logprobs`, or the experts of a dense model."""
 
     logprobs_BT: torch.Tensor | None = None  # of the sampled tokens; 0 on padding
     experts_BTLK: torch.Tensor | None = None  # that were chosen where each token is predicted, sorted
-    router_logits: list | None = None  # there, if asked for: L tensors (B, T, E), detached
+    router_logits: list | None = None  # only if asked for: L tensors (B, T, E), detached
     entropy_BT: torch.Tensor | None = None  # in nats; 0 on padding
     aux_loss: torch.Tensor | None = None  # an MoE's load-balancing loss, a scalar; 0 without one
 
@@ -155,7 +155,7 @@ class Batch:
     tokens_BS: torch.Tensor  # p p p r r -
     is_token_BS: torch.Tensor  # 1 1 1 1 1 0: prompt and response
     predicts_BS: torch.Tensor  # 0 0 1 1 0 0: the next token is a response token
-    predictor_N: torch.Tensor  # 2 3: the same as indices into (B * S): a wait less on a GPU
+    predictor_N: torch.Tensor  # 2 3: the same as flat indices; with a mask, the host waits for a GPU
     mask_BT: torch.Tensor  # 1 1: the response, including EOS
     sampler_logprobs_BT: torch.Tensor
     rows_B: torch.Tensor | None = None  # the completions' indices in the rollout
@@ -219,7 +219,7 @@ def token_logprobs(
     model needs no attention mask and no positions."""
     routing = routing or Routing(policy.routers)
     with routing:
-        # With a mask, the logits are (N, V): where a response token is predicted, and nowhere else.
+        # With this mask, transformers computes logits only where a response token is predicted: (N, V).
         output = policy.model(batch.tokens_BS, logits_to_keep=batch.predicts_BS, use_cache=False)
     ids_N = batch.tokens_BS.flatten()[batch.predictor_N + 1]  # the tokens that were predicted
 
@@ -256,8 +256,8 @@ def token_logprobs(
 def evaluate(policy, problems, grade, args, sampled=False):
     """Answers the held-out problems greedily and, with `sampled`, also `--eval_samples` times at the
     training temperature with fixed noise. Returns {"greedy": summary, "sampled": summary if asked,
-    "examples": [[prompt, gold answer, text]]}, with sampled answers if there are any. A summary is that
-    of `rollout_summary`."""
+    "examples": [[prompt, gold answer, text]]}, sampled ones if there are any. `rollout_summary` makes
+    the summaries."""
 
     def answers(group_size, greedy):
         noise = torch.Generator().manual_seed(0)
@@ -285,11 +285,12 @@ def load_policy(args):
 
 
 def prepare_sampling(policy, args):
-    """Checks that a policy can sample, and chooses how: with CUDA graphs, if it can. UserError if the
-    sampler, with its cache, and the training forward give different log-probs."""
+    """Checks that a policy can sample, and chooses how: with CUDA graphs, if it can. UserError if it
+    cannot, or if sampler, with its cache, and training forward give different log-probs in float32."""
     special = policy.tokenizer.all_special_ids
     ids = [token for token in range(len(policy.tokenizer)) if token not in special][:6]
     half = ids[: len(ids) // 2 + 1]
+    # Three lengths, so that there is padding; each twice, since the check cuts one of two answers.
     prompts = [ids, ids, half, half, ids[:1], ids[:1]]
     with one_line(f"--model {args.model}: the sampler cannot run this architecture"):
         check_sampler(policy, prompts, args)
@@ -297,8 +298,7 @@ def prepare_sampling(policy, args):
 
 
 def check_sampler(policy, prompts, args):
-    """UserError if log-probs of answers of up to four tokens differ. Of two equal prompts that follow
-    each other, the first one's answer is cut in half."""
+    """UserError if the log-probs of answers of up to four tokens differ."""
     problems = [Problem("", "", prompt) for prompt in prompts]
     num_tokens = min(4, args.max_new_tokens)  # the model may have no positions for more
     noise_BT = torch.zeros(len(prompts), num_tokens)

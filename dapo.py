@@ -90,7 +90,7 @@ def compute_advantages(rewards_PG):
     rewards_PG = 1.0 * rewards_PG  # rewards may be integers or booleans
     advantages_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
     advantages_PG = advantages_PG / (rewards_PG.std(1, keepdim=True) + 1e-6)
-    # Rounding can make the mean of equal floats inexact. A tiny std, or AdamW, would amplify that.
+    # The mean of equal floats may be off by rounding, which a tiny std, or AdamW, would amplify.
     is_uniform_P1 = (rewards_PG == rewards_PG[:, :1]).all(1, keepdim=True)
     return torch.where(is_uniform_P1, 0, advantages_PG)
 
@@ -135,17 +135,18 @@ def policy_loss(
     clip_eps_high=0.28,
     num_tokens=None,
 ):
-    """Returns (loss, stats). loss: this micro-batch's part of -J: its sum, divided by the whole step's
-    num_tokens. The parts add up to the step's -J. stats: {name: scalar} for the log.
+    """Returns (loss, stats). loss: the sum over this micro-batch, divided by the whole step's
+    num_tokens, so the micro-batches of a step add up to -J. stats: {name: scalar} for the log.
 
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
     old_logprobs_BT  the same, under the policy before this rollout's first step [None: on-policy]
     advantages_BT    (B, 1) or (B,), broadcast over the tokens, or (B, T)
     mask_BT          1 on response tokens, including EOS (bool or float); other tokens, such as
                      padding or tool output, get no gradient and are excluded from all means
-    num_tokens       response tokens in the whole optimizer step, on all ranks [None: this is all]. With
-                     DDP, divide it by the world size; with accelerate, by the accumulation steps.
-                     (HF Trainer: set loss_is_scaled_for_ga = True and don't divide by the steps)
+    num_tokens       response tokens in the whole optimizer step, in all micro-batches, on all ranks
+                     [None: this call has them all]. If the framework averages afterward, divide it
+                     by what that averages over: ranks (DDP), accumulation steps (accelerate; not
+                     with HF Trainer if loss_is_scaled_for_ga is True)
     """
     if old_logprobs_BT is None:
         old_logprobs_BT = logprobs_BT.detach()
@@ -230,7 +231,7 @@ def main(args):
         advantages_B1 = compute_advantages(rewards_PG).view(-1, 1).to(args.torch_device)
 
         # ------------------------------------------------------------------------------- old policy
-        # As in the update, on the same micro-batches, so the ratio is exactly 1 in the first step.
+        # The update's forward on the update's micro-batches: in the first step, the ratio is exactly 1.
         steps = split_into_steps(kept, num_steps, args)
         with torch.no_grad():
             for micro in chain(*steps):
@@ -258,7 +259,7 @@ def main(args):
                     clip_eps_high=args.clip_eps_high,
                     num_tokens=num_tokens,
                 )
-                # loss is a part of the step's; aux_loss is this micro-batch's own, so it gets a share.
+                # loss is a part of the step's. aux_loss, the mean of this micro-batch, gets its share.
                 share = len(micro) / num_sequences
                 total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
                 total_loss.backward()

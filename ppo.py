@@ -175,17 +175,19 @@ def policy_loss(
     clip_eps_high=0.2,
     num_tokens=None,
 ):
-    """Returns (loss, stats). loss: this micro-batch's part of the clipped term of -J: its sum, divided
-    by the whole step's num_tokens. The parts add up. stats: {name: scalar} for the log.
+    """Returns (loss, stats). loss: the sum over this micro-batch, divided by the whole step's
+    num_tokens, so the micro-batches of a step add up to the clipped term of -J. stats: {name: scalar}
+    for the log.
 
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
     old_logprobs_BT  the same, under the policy before this rollout's first step [None: on-policy]
     advantages_BT    (B, 1) or (B,), broadcast over the tokens, or (B, T)
     mask_BT          1 on response tokens, including EOS (bool or float); other tokens, such as
                      padding or tool output, get no gradient and are excluded from all means
-    num_tokens       response tokens in the whole optimizer step, on all ranks [None: this is all]. With
-                     DDP, divide it by the world size; with accelerate, by the accumulation steps.
-                     (HF Trainer: set loss_is_scaled_for_ga = True and don't divide by the steps)
+    num_tokens       response tokens in the whole optimizer step, in all micro-batches, on all ranks
+                     [None: this call has them all]. If the framework averages afterward, divide it
+                     by what that averages over: ranks (DDP), accumulation steps (accelerate; not
+                     with HF Trainer if loss_is_scaled_for_ga is True)
     """
     if old_logprobs_BT is None:
         old_logprobs_BT = logprobs_BT.detach()
@@ -241,7 +243,7 @@ def main(args):
         completions = grade(completions)
 
         # ------------------------------------------------------------------- old policy, advantages
-        # As in the update, on the same micro-batches, so the ratio is exactly 1 in the first step.
+        # The update's forward on the update's micro-batches: in the first step, the ratio is exactly 1.
         steps = split_into_steps(completions, args.num_minibatches, args)
         batches = list(chain(*steps))
         for micro in batches:
@@ -295,7 +297,7 @@ def main(args):
                 # H is divided by the whole step's tokens, like the loss.
                 entropy = torch.where(micro.mask_BT, outputs.entropy_BT, 0).sum() / num_tokens
                 total_loss = loss + args.value_coef * critic_loss - args.entropy_coef * entropy
-                # loss is a part of the step's; aux_loss is this micro-batch's own, so it gets a share.
+                # loss is a part of the step's. aux_loss, the mean of this micro-batch, gets its share.
                 share = len(micro) / num_sequences
                 total_loss = total_loss + args.router_aux_coef * outputs.aux_loss * share
                 total_loss.backward()

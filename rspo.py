@@ -29,7 +29,7 @@ The paper has two versions, and the first one's text and formula differ on where
   --shift before_clip  c(l + log gamma): the second version, which scales the ratio before clipping and
                        aggregation. A token keeps its gradient up to r = e^eps / gamma if A > 0, and
                        only down to r = e^-eps / gamma if A < 0
-gamma_min is 0.8; our sources don't give the paper's.
+gamma_min is 0.8; we don't know the paper's value.
 A model without a softmax over its experts is rejected, since p is undefined. For those, use gmpo.py.
 
 Run:    python rspo.py
@@ -81,7 +81,7 @@ def compute_advantages(rewards_PG):
     rewards_PG = 1.0 * rewards_PG  # rewards may be integers or booleans
     advantages_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
     advantages_PG = advantages_PG / (rewards_PG.std(1, keepdim=True) + 1e-6)
-    # Rounding can make the mean of equal floats inexact. A tiny std, or AdamW, would amplify that.
+    # The mean of equal floats may be off by rounding, which a tiny std, or AdamW, would amplify.
     is_uniform_P1 = (rewards_PG == rewards_PG[:, :1]).all(1, keepdim=True)
     return torch.where(is_uniform_P1, 0, advantages_PG)
 
@@ -112,8 +112,8 @@ def policy_loss(
     router_shift_BT=None,
     num_sequences=None,
 ):
-    """Returns (loss, stats). loss: this micro-batch's part of -J: its sum, divided by the whole step's
-    num_sequences. The parts add up to the step's -J. stats: {name: scalar} for the log.
+    """Returns (loss, stats). loss: the sum over this micro-batch, divided by the whole step's
+    num_sequences, so the micro-batches of a step add up to -J. stats: {name: scalar} for the log.
 
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
     old_logprobs_BT  the same, under the policy before this rollout's first step [None: on-policy]
@@ -121,9 +121,10 @@ def policy_loss(
     mask_BT          1 on response tokens, including EOS (bool or float); other tokens, such as
                      padding or tool output, get no gradient and are excluded from all means
     router_shift_BT  gamma, before its floor; 1 where the router has not moved [None: 1 everywhere]
-    num_sequences    completions in the whole optimizer step, on all ranks [None: this is all]. With
-                     DDP, divide it by the world size; with accelerate, by the accumulation steps.
-                     (HF Trainer: set loss_is_scaled_for_ga = True and don't divide by the steps)
+    num_sequences    completions in the whole optimizer step, in all micro-batches, on all ranks
+                     [None: this call has them all]. If the framework averages afterward, divide it
+                     by what that averages over: ranks (DDP), accumulation steps (accelerate; not
+                     with HF Trainer if loss_is_scaled_for_ga is True)
     """
     if old_logprobs_BT is None:
         old_logprobs_BT = logprobs_BT.detach()
@@ -140,7 +141,7 @@ def policy_loss(
         num_sequences = mask_BT.any(1).sum().clamp(min=1)
     # Mask before exp: 0 * inf is NaN, in the backward pass too. The clamp keeps exp finite.
     logratio_BT = torch.where(mask_BT, logprobs_BT - old_logprobs_BT, 0).clamp(-20, 20)
-    # [1] sg[max(gamma, gamma_min)], and 1 on padding
+    # [1] log gamma: floored, without gradient, and 0 on padding
     log_gamma_BT = torch.zeros_like(logratio_BT)
     if router_shift_BT is not None:
         log_gamma_BT = router_shift_BT.detach().clamp(min=gamma_min).log()
@@ -206,7 +207,7 @@ def main(args):
         advantages_B1 = compute_advantages(rewards_PG).view(-1, 1).to(args.torch_device)
 
         # ------------------------------------------------------------------------------- old policy
-        # As in the update, on the same micro-batches, so the ratio is exactly 1 in the first step.
+        # The update's forward on the update's micro-batches: in the first step, the ratio is exactly 1.
         steps = split_into_steps(completions, args.num_minibatches, args)
         with torch.no_grad():
             for micro in chain(*steps):
@@ -219,7 +220,7 @@ def main(args):
                 )
                 # log p_old(e_jk)
                 micro.old_scores_BTLK = expert_logprobs(micro.old.router_logits, micro.old.experts_BTLK)
-                micro.old.router_logits.clear()  # (B, T, L, K) is kept, (B, T, L, E) would be too much
+                micro.old.router_logits.clear()  # (B, T, L, E) would be too much to keep
 
         # ----------------------------------------------------------------------------------- update
         for step in steps * args.update_epochs:
@@ -239,7 +240,7 @@ def main(args):
                     router_shift_BT=router_shift_BT,
                     num_sequences=num_sequences,
                 )
-                # loss is a part of the step's; aux_loss is this micro-batch's own, so it gets a share.
+                # loss is a part of the step's. aux_loss, the mean of this micro-batch, gets its share.
                 share = len(micro) / num_sequences
                 total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
                 total_loss.backward()

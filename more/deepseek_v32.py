@@ -79,7 +79,7 @@ def compute_advantages(rewards_PG):
     rewards_PG = 1.0 * rewards_PG  # rewards may be integers or booleans
     advantages_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
     # no std
-    # Rounding can make the mean of equal floats inexact. A tiny std, or AdamW, would amplify that.
+    # The mean of equal floats may be off by rounding, which a tiny std, or AdamW, would amplify.
     is_uniform_P1 = (rewards_PG == rewards_PG[:, :1]).all(1, keepdim=True)
     return torch.where(is_uniform_P1, 0, advantages_PG)
 
@@ -98,8 +98,8 @@ def policy_loss(
     sampler_logprobs_BT=None,
     num_sequences=None,
 ):
-    """Returns (loss, stats). loss: this micro-batch's part of -J: its sum, divided by the whole step's
-    num_sequences. The parts add up to the step's -J. stats: {name: scalar} for the log.
+    """Returns (loss, stats). loss: the sum over this micro-batch, divided by the whole step's
+    num_sequences, so the micro-batches of a step add up to -J. stats: {name: scalar} for the log.
 
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
     old_logprobs_BT  the same, under the policy before this rollout's first step [None: on-policy]
@@ -108,9 +108,10 @@ def policy_loss(
                      padding or tool output, get no gradient and are excluded from all means
     ref_logprobs_BT  log-probs under the reference [None: no KL, whatever kl_coef is]
     sampler_logprobs_BT  log-probs under mu [None: old_logprobs_BT]
-    num_sequences    completions in the whole optimizer step, on all ranks [None: this is all]. With
-                     DDP, divide it by the world size; with accelerate, by the accumulation steps.
-                     (HF Trainer: set loss_is_scaled_for_ga = True and don't divide by the steps)
+    num_sequences    completions in the whole optimizer step, in all micro-batches, on all ranks
+                     [None: this call has them all]. If the framework averages afterward, divide it
+                     by what that averages over: ranks (DDP), accumulation steps (accelerate; not
+                     with HF Trainer if loss_is_scaled_for_ga is True)
     """
     if old_logprobs_BT is None:
         old_logprobs_BT = logprobs_BT.detach()
@@ -191,7 +192,7 @@ def main(args):
         advantages_B1 = compute_advantages(rewards_PG).view(-1, 1).to(args.torch_device)
 
         # ------------------------------------------------------------------------------- old policy
-        # As in the update, on the same micro-batches, so the ratio is exactly 1 in the first step.
+        # The update's forward on the update's micro-batches: in the first step, the ratio is exactly 1.
         steps = split_into_steps(completions, args.num_minibatches, args)
         with torch.no_grad():
             for micro in chain(*steps):
@@ -217,7 +218,7 @@ def main(args):
                     sampler_logprobs_BT=micro.sampler_logprobs_BT,
                     num_sequences=num_sequences,
                 )
-                # loss is a part of the step's; aux_loss is this micro-batch's own, so it gets a share.
+                # loss is a part of the step's. aux_loss, the mean of this micro-batch, gets its share.
                 share = len(micro) / num_sequences
                 total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
                 total_loss.backward()
@@ -226,7 +227,7 @@ def main(args):
             run.record_step(num_sequences, grad_norm)  # stops the run if the loss or norm is not finite
             optimizer.step()  # with --dtype bfloat16, a hook then updates the bfloat16 copies
             optimizer.zero_grad()
-        if reference is not None and args.ref_reset_every > 0 and iteration % args.ref_reset_every == 0:
+        if args.ref_reset_every > 0 and iteration % args.ref_reset_every == 0:
             reference.load_state_dict(policy.state_dict())
 
         # -------------------------------------------------------------------------------------- log

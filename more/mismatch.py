@@ -17,8 +17,8 @@ L layers of an MoE, K active experts, N response tokens of all rows, 1 for a siz
 
 Parent: grpo.py. Differs only in:
   1. Sampler: a copy of the policy with rounded or stale weights, as inference engines have them.
-  2. Weights: r is clipped as usual; w, which corrects for pi_old / mu, is not. (Clipping pi / mu as a
-     whole would remove more of the gradient from a staler batch.) w is never negative, so it can be
+  2. Weights: r is clipped as usual; w, which corrects for pi_old / mu, is not. (If pi / mu were clipped
+     instead, a staler batch would lose more of its gradient.) w is never negative, so it can be
      a factor on A. The KL has no weight. With --old_logprobs sampler, mu takes the place of pi_old,
      and w is 1.
   3. Routing replay: in the update, an MoE's routers use the experts that the old policy (r2) or the
@@ -80,7 +80,7 @@ class Args(RunArgs):  # more flags: --help
     rollout_correction: Literal[
         "none", "token_tis", "sequence_tis", "sequence_mis", "geo_mask", "geo_filter", "icepop"
     ] = flag("sequence_tis", "the rule for w")
-    rollout_cap: float = flag(2.0, "cap on w (unused by icepop and geo_filter)")
+    rollout_cap: float = flag(2.0, "cap on w (unused by none, geo_filter and icepop)")
     rollout_mask_low: float = flag(0.95, "geo_mask, geo_filter: lowest mean rho that is kept")
     rollout_mask_high: float = flag(1.05, "geo_mask, geo_filter: highest mean rho that is kept")
     old_logprobs: Literal["trainer", "sampler"] = flag("trainer", "whose log-probs pi_old has")
@@ -111,7 +111,7 @@ def compute_advantages(rewards_PG):
     rewards_PG = 1.0 * rewards_PG  # rewards may be integers or booleans
     advantages_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
     advantages_PG = advantages_PG / (rewards_PG.std(1, keepdim=True) + 1e-6)
-    # Rounding can make the mean of equal floats inexact. A tiny std, or AdamW, would amplify that.
+    # The mean of equal floats may be off by rounding, which a tiny std, or AdamW, would amplify.
     is_uniform_P1 = (rewards_PG == rewards_PG[:, :1]).all(1, keepdim=True)
     return torch.where(is_uniform_P1, 0, advantages_PG)
 
@@ -128,8 +128,8 @@ def policy_loss(
     ref_logprobs_BT=None,
     num_sequences=None,
 ):
-    """Returns (loss, stats). loss: this micro-batch's part of -J: its sum, divided by the whole step's
-    num_sequences. The parts add up to the step's -J. stats: {name: scalar} for the log.
+    """Returns (loss, stats). loss: the sum over this micro-batch, divided by the whole step's
+    num_sequences, so the micro-batches of a step add up to -J. stats: {name: scalar} for the log.
 
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
     old_logprobs_BT  the same, under the policy before this rollout's first step [None: on-policy]
@@ -137,9 +137,10 @@ def policy_loss(
     mask_BT          1 on response tokens, including EOS (bool or float); other tokens, such as
                      padding or tool output, get no gradient and are excluded from all means
     ref_logprobs_BT  log-probs under the reference [None: no KL, whatever kl_coef is]
-    num_sequences    completions in the whole optimizer step, on all ranks [None: this is all]. With
-                     DDP, divide it by the world size; with accelerate, by the accumulation steps.
-                     (HF Trainer: set loss_is_scaled_for_ga = True and don't divide by the steps)
+    num_sequences    completions in the whole optimizer step, in all micro-batches, on all ranks
+                     [None: this call has them all]. If the framework averages afterward, divide it
+                     by what that averages over: ranks (DDP), accumulation steps (accelerate; not
+                     with HF Trainer if loss_is_scaled_for_ga is True)
     """
     if old_logprobs_BT is None:
         old_logprobs_BT = logprobs_BT.detach()
@@ -162,13 +163,13 @@ def policy_loss(
     # PPO's pessimistic bound: the smaller of r A and clip(r) A
     objective_BT = torch.min(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
     if ref_logprobs_BT is not None:
-        # [2] k3 = x - log x - 1, x = pi_ref / pi. Near x = 1, exp(log x) - 1 would lose digits.
+        # k3 = x - log x - 1, x = pi_ref / pi. Near x = 1, exp(log x) - 1 would lose digits.
         # Clamped only above, to keep exp finite: a clamp below would stop the gradient there, too. If
         # pi_ref is 0, log x is -inf and the loss is infinite, which ends the run.
         log_x_BT = torch.where(mask_BT, ref_logprobs_BT - logprobs_BT, 0).clamp(max=20)
         k3_BT = log_x_BT.expm1() - log_x_BT
         objective_BT = objective_BT - kl_coef * k3_BT
-    # [3] Sequence-mean: mean_i 1/|o_i| sum_t
+    # Sequence-mean: mean_i 1/|o_i| sum_t
     objective_B1 = torch.where(mask_BT, objective_BT, 0).sum(1, keepdim=True) / length_B1
     loss = -objective_B1.sum() / num_sequences
     # For the log. No gradient where A < 0 and r is below the clip's range, or A > 0 and r above it.
@@ -197,10 +198,10 @@ def fake_quantize(weight):
 
 
 @torch.no_grad()
-def refresh(sampler, policy, is_int4):
-    """Copies the policy's weights into the sampler. int4 rounds all except vectors, embeddings (and a
-    head tied to them) and routers, also what transformers keeps in float32. The rounded weights, and
-    so the products, are in --dtype."""
+def refresh_sampler(sampler, policy, is_int4):
+    """Copies the policy's weights into the sampler. int4 rounds every weight except vectors, embeddings
+    (and a head tied to them) and routers; also those that transformers keeps in float32. Rounded
+    weights are stored and multiplied in --dtype."""
     exact = set()
     for module in (sampler.model.get_input_embeddings(), *sampler.routers.modules):
         exact |= {id(weight) for weight in module.parameters()}
@@ -236,7 +237,7 @@ def rollout_weights(
     log_rho_BT = torch.where(mask_BT, old_logprobs_BT - sampler_logprobs_BT, 0).clamp(-20, 20)
     log_product_B1 = log_rho_BT.sum(1, keepdim=True)
     product_B1 = log_product_B1.exp()  # may be infinite; the cap is not
-    mean_B1 = (log_product_B1 / length_B1).exp()  # geometric
+    mean_B1 = (log_product_B1 / length_B1).exp()  # the geometric mean of rho
     is_near_B1 = (mask_low <= mean_B1) & (mean_B1 <= mask_high)
     rho_BT = log_rho_BT.exp()
     if rule == "none":
@@ -269,11 +270,10 @@ def weight_stats(batches):
     """{key: scalar} for the log, over tokens. weight_effective_size: (sum w)^2 / (N sum w^2), the
     fraction of N tokens that, weighted equally, would have the same variance."""
     weights_N = torch.cat([micro.weights.expand_as(micro.mask_BT)[micro.mask_BT] for micro in batches])
-    mean_square = (weights_N**2).mean().clamp(min=1e-20)
     return {
         "rollout/weight_zero_frac": (weights_N == 0).float().mean(),
         "rollout/weight_mean": weights_N.mean(),
-        "rollout/weight_effective_size": weights_N.mean() ** 2 / mean_square,
+        "rollout/weight_effective_size": weights_N.mean() ** 2 / (weights_N**2).mean(),
     }
 
 
@@ -289,7 +289,7 @@ class Replay(Routing):
     def __init__(self, routers, experts):
         super().__init__(routers)
         self.experts = experts.long()
-        self.own = {}  # what the routers chose before it was replaced, by layer
+        self.replaced = {}  # what the routers chose, by layer
 
     def __enter__(self):
         super().__enter__()
@@ -300,8 +300,8 @@ class Replay(Routing):
         return self
 
     def choices(self):
-        """What the routers would have used, (B * S, L, K)."""
-        return torch.stack([self.own[layer] for layer in range(len(self.own))], dim=1)
+        """What the routers chose, and did not use, (B * S, L, K)."""
+        return torch.stack([self.replaced[layer] for layer in range(len(self.replaced))], dim=1)
 
 
 class ReplacedChoice(TorchFunctionMode):
@@ -328,7 +328,7 @@ class ReplacedChoice(TorchFunctionMode):
         if scores.shape[1:] != (self.replay.routers.num_experts,):
             return result
         # A recomputation in the backward pass comes second and changes nothing.
-        self.replay.own.setdefault(self.layer, result.indices.to(torch.int16))
+        self.replay.replaced.setdefault(self.layer, result.indices.to(torch.int16))
         indices = self.replay.experts[:, self.layer]
         return torch.return_types.topk((scores.gather(-1, indices), indices))
 
@@ -345,8 +345,11 @@ def can_replay(policy):
         policy.model(tokens, use_cache=False)
     others = (routing.choices() + 1) % routers.num_experts
     weights = []  # by layer
-    note = lambda module, inputs: weights.append(inputs[2])  # noqa: E731
-    hooks = [module.register_forward_pre_hook(note) for module in routers.experts]
+
+    def record_weights(module, inputs):
+        weights.append(inputs[2])
+
+    hooks = [module.register_forward_pre_hook(record_weights) for module in routers.experts]
     with Replay(routers, others) as replay:
         policy.model(tokens, use_cache=False)
     for hook in hooks:
@@ -357,7 +360,7 @@ def can_replay(policy):
 
 def sampler_experts(sampler, micro, args):
     """The experts that the sampler's routers choose, (B * S, L, K), in a forward over whole sequences.
-    In float32 they are the ones that it used while sampling; in bfloat16 a few in a thousand differ."""
+    In float32 they are the ones that it used while sampling; in bfloat16 a few differ."""
     routing = Routing(sampler.routers)
     token_logprobs(sampler, micro, args.temperature, only_logprobs=True, routing=routing)
     return routing.choices()
@@ -405,7 +408,7 @@ def main(args):
         # ---------------------------------------------------------------------------------- rollout
         prompts = problems.take(args.prompts_per_iteration)
         if (iteration - 1) % args.rollout_refresh_every == 0:
-            refresh(sampler, policy, is_int4=args.rollout_dtype == "int4")  # [1]
+            refresh_sampler(sampler, policy, is_int4=args.rollout_dtype == "int4")  # [1]
         completions = sample(sampler, prompts, args.group_size, args, run.noise)
         completions = grade(completions)
 
@@ -415,7 +418,8 @@ def main(args):
         advantages_B1 = compute_advantages(rewards_PG).view(-1, 1).to(args.torch_device)
 
         # ------------------------------------------------------------------------------- old policy
-        # As in the update, on the same micro-batches, so the ratio is exactly 1 in the first step.
+        # The update's forward on the update's micro-batches: in the first step, the ratio is exactly 1
+        # (with --old_logprobs trainer).
         steps = split_into_steps(completions, args.num_minibatches, args)
         with torch.no_grad():
             for micro in chain(*steps):
@@ -423,14 +427,18 @@ def main(args):
                 if args.routing_replay == "r3":
                     micro.replayed = sampler_experts(sampler, micro, args)
                 routing = routing_for(policy, micro)
-                options = {"only_logprobs": True, "routing": routing}
-                micro.old = token_logprobs(policy, micro, args.temperature, **options)
+                micro.old = token_logprobs(
+                    policy,
+                    micro,
+                    args.temperature,
+                    only_logprobs=True,
+                    routing=routing,
+                )
                 if args.routing_replay == "r2":
                     micro.replayed = routing.choices()
-                # [2]
-                micro.old_logprobs_BT = micro.old.logprobs_BT
+                micro.prox_logprobs_BT = micro.old.logprobs_BT  # [2] the ratio's denominator
                 if args.old_logprobs == "sampler":
-                    micro.old_logprobs_BT = micro.sampler_logprobs_BT
+                    micro.prox_logprobs_BT = micro.sampler_logprobs_BT
                 micro.weights = rollout_weights(
                     micro.old.logprobs_BT,
                     micro.sampler_logprobs_BT,
@@ -454,7 +462,7 @@ def main(args):
                 outputs = token_logprobs(policy, micro, args.temperature, routing=routing)
                 loss, stats = policy_loss(
                     outputs.logprobs_BT,
-                    micro.old_logprobs_BT,
+                    micro.prox_logprobs_BT,
                     micro.weights * advantages_B1[micro.rows_B],  # [2]
                     micro.mask_BT,
                     clip_eps_low=args.clip_eps_low,
@@ -463,7 +471,7 @@ def main(args):
                     ref_logprobs_BT=micro.ref.logprobs_BT,
                     num_sequences=num_sequences,
                 )
-                # loss is a part of the step's; aux_loss is this micro-batch's own, so it gets a share.
+                # loss is a part of the step's. aux_loss, the mean of this micro-batch, gets its share.
                 share = len(micro) / num_sequences
                 total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
                 total_loss.backward()
@@ -472,7 +480,7 @@ def main(args):
             run.record_step(num_sequences, grad_norm)  # stops the run if the loss or norm is not finite
             optimizer.step()  # with --dtype bfloat16, a hook then updates the bfloat16 copies
             optimizer.zero_grad()
-        if reference is not None and args.ref_reset_every > 0 and iteration % args.ref_reset_every == 0:
+        if args.ref_reset_every > 0 and iteration % args.ref_reset_every == 0:
             reference.load_state_dict(policy.state_dict())
 
         # -------------------------------------------------------------------------------------- log

@@ -69,7 +69,7 @@ def compute_advantages(rewards_PG):
     mean_of_others_PG = (rewards_PG.sum(1, keepdim=True) - rewards_PG) / num_others
     advantages_PG = rewards_PG - mean_of_others_PG
     # no std
-    # Rounding can make the mean of equal floats inexact. A tiny std, or AdamW, would amplify that.
+    # The mean of equal floats may be off by rounding, which a tiny std, or AdamW, would amplify.
     is_uniform_P1 = (rewards_PG == rewards_PG[:, :1]).all(1, keepdim=True)
     return torch.where(is_uniform_P1, 0, advantages_PG)
 
@@ -82,17 +82,18 @@ def policy_loss(
     *,
     num_sequences=None,
 ):
-    """Returns (loss, stats). loss: this micro-batch's part of -J: its sum, divided by the whole step's
-    num_sequences. The parts add up to the step's -J. stats: {name: scalar} for the log.
+    """Returns (loss, stats). loss: the sum over this micro-batch, divided by the whole step's
+    num_sequences, so the micro-batches of a step add up to -J. stats: {name: scalar} for the log.
 
     logprobs_BT      log-probs of the sampled tokens under the current policy, with gradient
     old_logprobs_BT  the same, under the policy before this rollout's first step [None: on-policy]
     advantages_BT    (B, 1) or (B,), broadcast over the tokens, or (B, T)
     mask_BT          1 on response tokens, including EOS (bool or float); other tokens, such as
                      padding or tool output, get no gradient and are excluded from all means
-    num_sequences    completions in the whole optimizer step, on all ranks [None: this is all]. With
-                     DDP, divide it by the world size; with accelerate, by the accumulation steps.
-                     (HF Trainer: set loss_is_scaled_for_ga = True and don't divide by the steps)
+    num_sequences    completions in the whole optimizer step, in all micro-batches, on all ranks
+                     [None: this call has them all]. If the framework averages afterward, divide it
+                     by what that averages over: ranks (DDP), accumulation steps (accelerate; not
+                     with HF Trainer if loss_is_scaled_for_ga is True)
     """
     if old_logprobs_BT is None:
         old_logprobs_BT = logprobs_BT.detach()
@@ -155,7 +156,7 @@ def main(args):
                 micro.mask_BT,
                 num_sequences=len(completions),
             )
-            # loss is a part of the step's; aux_loss is this micro-batch's own, so it gets a share.
+            # loss is a part of the step's. aux_loss, the mean of this micro-batch, gets its share.
             share = len(micro) / len(completions)
             total_loss = loss + args.router_aux_coef * outputs.aux_loss * share
             total_loss.backward()

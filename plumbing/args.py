@@ -157,7 +157,7 @@ UNREAD = [
 
 
 def flags_of(args):
-    """The fields of an `Args` that are flags. A subclass may have others, which are its own affair."""
+    """The fields of an `Args` that are flags. Other fields of a subclass are not."""
     return [f for f in fields(args) if "help" in f.metadata]
 
 
@@ -195,7 +195,7 @@ def check_flags(args):
     if completions % args.num_minibatches > 0:
         raise UserError(f"--num_minibatches does not divide {completions} completions into equal parts")
     with one_line(f"--model {args.model!s:.100} cannot be used"):
-        Path(args.model, "config.json").exists()  # fails if its name is too long, or it may not be read
+        Path(args.model, "config.json").exists()  # fails if its name is too long, or access is denied
     if args.device:
         with one_line(f"--device {args.device} is not available"):
             torch.zeros(1, device=args.device).item()  # fails on meta, which cannot compute
@@ -208,8 +208,8 @@ imported = {}  # {path: module}, of the current run: `load_grader` empties it
 
 def import_function(value):
     """FILE.py:FUNCTION -> the function. The file is a module under its own name, so that a pool's
-    processes can import it too. A run imports a file once. The next run does it again, compiled from
-    the source: reloaded, it would keep what the file no longer has."""
+    processes can import it too. A run imports a file once. The next run compiles the source again:
+    importlib.reload would keep names that were deleted from the file."""
     file, _, name = value.rpartition(":")
     if not file:
         raise UserError("it names no function")

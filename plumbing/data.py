@@ -26,8 +26,7 @@ class Problem(NamedTuple):
     prompt: str  # as the model reads it
     answer: str  # the gold answer alone
     prompt_ids: list
-    # The dataset's row, for a reward function, and its question once more: prompts
-    columns: dict | None = None
+    columns: dict | None = None  # for --reward: the dataset's row, and its question again as `prompts`
 
 
 class ProblemStream:
@@ -190,7 +189,7 @@ def is_message(item):
 
 def gold_answer(answer, args, reads_answers):
     """What is behind a marker in a row's answer, or else all of it. For the verifier, a long text and a
-    marker with nothing behind it are no answers. UserError if there is none, and one is needed."""
+    marker with nothing behind it don't count. UserError if there is no answer, and one is needed."""
     # NaN, which pandas has for an empty cell, does not equal itself.
     is_given = isinstance(answer, (str, Number)) and answer == answer
     text = str(answer).strip() if is_given else ""
@@ -269,7 +268,8 @@ def render(question, policy, args):
             return question
         question = [{"role": "user", "content": question}]
     options = {"tokenize": False, "add_generation_prompt": True}
-    return tokenizer.apply_chat_template(question, **options, **args.chat_template_kwargs or {})
+    own_options = args.chat_template_kwargs or {}
+    return tokenizer.apply_chat_template(question, **options, **own_options)
 
 
 def token_ids(prompt, policy):

@@ -14,11 +14,11 @@ from plumbing.errors import UserError, one_line
 LOGS = ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl")
 STATE = "trainer_state.pt"  # in a checkpoint: everything except the policy
 CHECKPOINT = "checkpoint-" + 6 * "[0-9]"  # a copy such as checkpoint-best-2 belongs to the user
-# What may change when a run is resumed. If model or data have moved, they must still be the same. The
-# last four change results only by rounding (and an MoE's load-balancing loss, which is a product of
-# means over a micro-batch, by a few percent if micro-batches change).
-MAY_CHANGE = """run_dir resume iterations eval_every save_every model dataset eval_dataset
-device micro_batch_tokens rollout_batch_size gradient_checkpointing""".split()
+# What may change when a run is resumed. If model or data have moved, they must still be the same.
+MAY_CHANGE = "run_dir resume iterations eval_every save_every model dataset eval_dataset".split()
+# These change results only by rounding (and an MoE's load-balancing loss, which is a product of means
+# over a micro-batch, by a few percent if micro-batches change).
+MAY_CHANGE += "device micro_batch_tokens rollout_batch_size gradient_checkpointing".split()
 
 # What settings.json has besides the flags
 RECORDED = {"versions", "problems_hash", "model_hash", "reward_hash"}

@@ -47,7 +47,7 @@ class Routers:
     num_experts: int = 0  # per layer; 0 if dense, or if the choices cannot be read
     has_softmax: bool = False  # whether experts are chosen by a softmax over all of them
     are_probabilities: bool = False  # what transformers calls router logits are probabilities
-    are_balanced: bool = False  # by a loss, not by other means
+    are_balanced: bool = False  # by a load-balancing loss, not by other means
 
     def of(self, model):
         """The same for a different model of this architecture."""
@@ -94,7 +94,7 @@ class Routing:
         self.logits.setdefault(layer, logits)
 
     def choices(self):
-        """The experts that were used, (B * S, L, K). Not for a dense model."""
+        """What the routers chose, (B * S, L, K). Not for a dense model."""
         return torch.stack([self.used[layer] for layer in range(len(self.used))], dim=1)
 
     def token_logits(self):

@@ -37,19 +37,19 @@ class Run:
         self.folder = args.folder
         self.noise = torch.Generator().manual_seed(args.seed)  # for sampling
         self.iteration = 0  # the current one, or the last one done
-        self.num_logged = 0  # iterations; `log` counts them
+        self.last_logged = 0  # the last iteration in metrics.jsonl
         self.extra_state = {}  # {name: number} that a script adds to checkpoints
         self.metrics = {"iteration": 0}  # of the current iteration
         self.early_end = ""  # a script sets this: why it left the loop
         self.is_stopped = False  # by a signal
         self.sampler = parts.get("sampler", policy)
-        # Without resets the reference can be loaded from --model again, and a sampler that is refreshed
-        # in each iteration is a copy of the policy.
-        if args.ref_reset_every == 0:
-            parts["reference"] = None
-        if args.rollout_refresh_every == 1:
-            parts["sampler"] = None
         self.parts = {name: part for name, part in parts.items() if part is not None}
+        # Not saved: a reference without resets, which --model has, and a sampler that is refreshed in
+        # each iteration, which the policy has.
+        if args.ref_reset_every == 0:
+            self.parts.pop("reference", None)
+        if args.rollout_refresh_every == 1:
+            self.parts.pop("sampler", None)
         self.parts["problems"] = problems
         for part in self.parts.values():
             if isinstance(part, torch.optim.Optimizer):
@@ -87,8 +87,9 @@ class Run:
         return self.is_last or (every > 0 and self.iteration % every == 0)
 
     def iterations(self):
-        """Yields the numbers of the remaining iterations; each must be logged. During the loop a signal
-        makes `log` raise KeyboardInterrupt, and the next one goes to the handler that was there."""
+        """Yields the numbers of the remaining iterations; each must be logged. In the loop, the first
+        Ctrl-C or SIGTERM lets the iteration finish; `log` then saves and raises KeyboardInterrupt. A
+        second one acts as before the run."""
         leave_signals_to_the_run()
         is_main = threading.current_thread() is threading.main_thread()
         kinds = (signal.SIGINT, signal.SIGTERM) if is_main else ()  # other threads cannot set handlers
@@ -103,7 +104,7 @@ class Run:
                 clock.seconds.clear()
                 self.start = time.perf_counter()
                 yield self.iteration
-                if self.num_logged < self.iteration:
+                if self.last_logged < self.iteration:
                     message = "call run.log before `continue`: each has a line in metrics.jsonl"
                     raise RuntimeError(f"iteration {self.iteration} was not logged; {message}")
         finally:
@@ -111,7 +112,7 @@ class Run:
                 signal.signal(kind, handler)
 
     def record(self, loss, stats, outputs, micro, **losses):
-        """Records a micro-batch, after its backward pass. Losses are summed to the step's; `stats`,
+        """Records a micro-batch, after its backward pass. Losses are added up over the step; `stats`,
         {name: scalar}, are averaged over tokens, or are maxima."""
         for name, value in {"policy_loss": loss, **losses}.items():
             self.step_losses[name] = self.step_losses.get(name, 0) + value.detach()
@@ -127,7 +128,7 @@ class Run:
         the policy's loss or a norm is not finite."""
         finite = {"loss": self.step_losses["policy_loss"], "grad_norm": grad_norm, **norms}
         for name, scalar in finite.items():
-            if not math.isfinite(scalar):  # the first one waits for the GPU; the others are then ready
+            if not math.isfinite(scalar):  # waits for the GPU, once
                 advice = "a new run from the last checkpoint (--model) with a lower --lr may help"
                 raise UserError(f"iteration {self.iteration}: {name} is not finite; {advice}")
         add(self.reports, "losses", self.step_losses, num_sequences)
@@ -164,7 +165,7 @@ class Run:
         reason = missing_signal(completions, rewards)
         if reason and self.iteration == 1:
             self.say(f"warning: no learning signal in iteration 1: {reason}")
-        self.num_logged = self.iteration
+        self.last_logged = self.iteration
         if self.is_due(self.args.save_every) or self.is_stopped:
             self.save()
         if self.is_stopped:
@@ -191,7 +192,7 @@ class Run:
         """After the loop, also if the script left it early: saves what is not saved, and prints how the
         run went."""
         self.bar.close()
-        if self.num_logged < self.iteration:  # the script left the loop before `log`
+        if self.last_logged < self.iteration:  # the script left the loop before `log`
             self.metrics |= summarize(self.reports)
             self.write_metrics()
         if not self.checkpoint.exists():
@@ -225,7 +226,7 @@ class Run:
         """{key: number} on the current iteration's time and memory."""
         seconds = time.perf_counter() - self.start
         training_seconds = seconds - clock.seconds.get("evaluation", 0)
-        # The rest: also old log-probs, reference and advantages
+        # All that is not timed, such as old and reference log-probs, counts as update.
         clock.seconds["update"] = seconds - sum(clock.seconds.values())
         result = {f"charts/{name}_seconds": value for name, value in clock.seconds.items()}
         result["charts/tokens_per_second"] = num_tokens / training_seconds
@@ -321,7 +322,7 @@ class Run:
         for name, part in self.parts.items():
             part.load_state_dict(saved["parts"][name])
         self.iteration = saved["iteration"]
-        self.num_logged = self.iteration
+        self.last_logged = self.iteration
         self.extra_state = saved["extra_state"]
 
     def save(self):

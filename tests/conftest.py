@@ -45,6 +45,11 @@ def functions_of(name):
     return {node.name: ast.get_source_segment(text, node) for node in nodes}
 
 
+def loss_of(name):
+    """The code of a script's policy_loss, without comments."""
+    return ast.unparse(ast.parse(functions_of(name)["policy_loss"]))
+
+
 @functools.cache
 def copied(name):
     """What a reader copies from a script: `import torch`, and all functions except main."""

@@ -13,7 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import ppo
 import rspo
 from common import Problem, Routing, collate, load_policy, sample, token_logprobs
-from more.mismatch import Replay, can_replay, refresh
+from more.mismatch import Replay, can_replay, refresh_sampler
 from plumbing.decoding import check_stretches
 from plumbing.model import Policy, TrainedModel, checkpoint_layers
 from plumbing.routing import find_experts
@@ -233,7 +233,7 @@ def check_bfloat16(folder, has_float32):
     policy = load_policy(arguments(folder, dtype="bfloat16"))
     in_float32 = Policy(policy.master, None)
     sampler = in_float32.frozen_copy("bfloat16")
-    refresh(sampler, in_float32, is_int4=False)
+    refresh_sampler(sampler, in_float32, is_int4=False)
     tokens = torch.tensor([[3, 8, 4, 9, 11, 5]])
     dtypes = {key: weight.dtype for key, weight in theirs.named_parameters()}
     for model in (policy.model, sampler.model):

@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import MORE, ROOT, SCRIPTS, copied, functions_of
+from conftest import MORE, ROOT, SCRIPTS, copied, loss_of
 from rl_loss_vectors import VECTORS, diagnose, doctor, mistakes, reference
 from rl_loss_vectors import __main__ as command
 from rl_loss_vectors.call import COUNTS, Subject, plain
@@ -48,8 +48,8 @@ def function_of(section):
 
 
 def test_every_script_has_vectors():
-    known = {functions_of(MODULES[name])["policy_loss"] for name in LOSSES}
-    missing = [x for x in MODULES if functions_of(MODULES[x])["policy_loss"] not in known]
+    known = {loss_of(MODULES[name]) for name in LOSSES}
+    missing = [name for name in MODULES if loss_of(MODULES[name]) not in known]
     assert not missing, f"{missing}: .github/CONTRIBUTING.md, To contribute it, says how to add vectors"
 
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import MORE, SCRIPTS, SUMS, fields_of, functions_of, metrics, script_args
+from conftest import MORE, SCRIPTS, SUMS, fields_of, loss_of, metrics, script_args
 from rl_loss_vectors import reference
 from torch.func import functional_call
 from torch.nn.utils.rnn import pad_sequence
@@ -99,10 +99,10 @@ ADVANTAGES = {
 def objective_of(name):
     """The function of reference.py; for a new script that is not there, the one of the script with the
     same policy_loss."""
-    text = functions_of(name)["policy_loss"]
+    loss = loss_of(name)
     for each in [name, *KNOWN]:
         found = getattr(reference, each.removeprefix("more."), None)
-        if found and functions_of(each)["policy_loss"] == text:
+        if found and loss_of(each) == loss:
             return found
     short = name.removeprefix("more.")
     pytest.fail(f"its objective is missing: write `{short}` in rl_loss_vectors/reference.py")

@@ -15,7 +15,7 @@ import common
 import rspo
 from common import Routing, TokenOutputs, token_logprobs
 from more import mismatch
-from more.mismatch import ReplacedChoice, Replay, refresh, rollout_weights, sampler_flips
+from more.mismatch import ReplacedChoice, Replay, refresh_sampler, rollout_weights, sampler_flips
 from more.mismatch import weight_stats
 from plumbing.metrics import add, sampler_stats, summarize
 from plumbing.model import checkpoint_layers
@@ -29,9 +29,9 @@ def test_the_sampler_gets_the_policys_weights(own_policy):
     with torch.no_grad():
         for weight in own_policy.parameters():
             weight.mul_(1.1)
-    refresh(sampler, own_policy, is_int4=False)
+    refresh_sampler(sampler, own_policy, is_int4=False)
     assert sampler.hash() == own_policy.hash()
-    refresh(sampler, own_policy, is_int4=True)
+    refresh_sampler(sampler, own_policy, is_int4=True)
     pairs = zip(sampler.model.named_parameters(), own_policy.parameters(), strict=True)
     for (name, weight), own_weight in pairs:
         is_rounded = weight.dim() > 1 and "embed" not in name and "mlp.gate.weight" not in name
