@@ -118,6 +118,8 @@ def test_the_scripts_flags_set_those_of_trl(trl_trainer):
     assert (config.max_completion_length, config.temperature, config.bf16) == (20, 0.5, True)
     assert (args.seed, config.seed, config.activation_checkpointing) == (7, 7, True)
     assert config.output_dir == str(args.folder) == str(Path("runs/trl-grpo").absolute())
+    _, _, flags = trl_trainer.parse([*words.split(), "--save_every", "0"])
+    assert flags["save_steps"] == 24  # only at the end
 
 
 @pytest.mark.extras
