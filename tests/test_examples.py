@@ -3,6 +3,7 @@
 Tests marked `extras` need examples/requirements.txt. verl needs a separate environment: here the losses
 are called as its actor does; conformance/engines.md tells of the real one."""
 
+import copy
 import dataclasses
 import functools
 import importlib
@@ -19,6 +20,7 @@ import pytest
 import torch
 import transformers
 from conftest import ROOT, SMALL, SUMS, TINY_MOE, checkpoint_of, run, save
+from filelock import FileLock
 from test_losses import data, gradient_of, loss_of
 from tokenizers.processors import TemplateProcessing
 
@@ -108,29 +110,41 @@ def trl_trainer(monkeypatch, tmp_path):
 @pytest.mark.extras
 def test_the_scripts_flags_set_those_of_trl(trl_trainer):
     """Those that are not seen in the steps that two processes take."""
-    flags = """--use_cpu --num_minibatches 2 --update_epochs 3 --iterations 4 --save_every 5
+    words = """--use_cpu --num_minibatches 2 --update_epochs 3 --iterations 4 --save_every 5
     --max_new_tokens 20 --temperature 0.5 --dtype bfloat16 --seed 7 --gradient_checkpointing"""
-    _, args, config = trl_trainer.parse(flags.split())
+    _, args, flags = trl_trainer.parse(words.split())
+    config = trl_trainer.GRPOConfig(**flags)
     assert (config.max_steps, config.save_steps, config.save_total_limit) == (24, 30, 1)
     assert (config.max_completion_length, config.temperature, config.bf16) == (20, 0.5, True)
     assert (args.seed, config.seed, config.activation_checkpointing) == (7, 7, True)
-    assert args.folder == Path("runs/trl-grpo").absolute()
+    assert config.output_dir == str(args.folder) == str(Path("runs/trl-grpo").absolute())
+    _, _, flags = trl_trainer.parse([*words.split(), "--save_every", "0"])
+    assert flags["save_steps"] == 24  # only at the end
 
 
 @pytest.mark.extras
-def test_each_flag_of_trl_is_allowed_or_the_scripts_or_refused(trl_trainer):
-    flags = {field.name for field in dataclasses.fields(trl_trainer.GRPOConfig)}
-    allowed = {*trl_trainer.TRL_FLAGS}
-    shared = flags & {*trl_trainer.FLAGS}
-    assert allowed < flags and not allowed & shared
-    own = {"chat_template_kwargs", "gradient_checkpointing", "max_grad_norm", "seed", "temperature"}
-    assert shared == own
-    for name in flags - allowed - own:
-        with pytest.raises(UserError, match=f"^not used here: --{name}=1. TRL has --output_dir, "):
-            trl_trainer.parse([f"--{name}=1"])
+def test_each_flag_of_trl_is_allowed_or_set_by_us_or_refused(trl_trainer):
+    names = {field.name for field in dataclasses.fields(trl_trainer.GRPOConfig)}
+    allowed = {*trl_trainer.TRL_FLAGS, *trl_trainer.OPTIMIZER_FLAGS}
+    assert allowed <= names
+    for algorithm in trl_trainer.ALGORITHMS:
+        script, args, flags = trl_trainer.parse(["--algorithm", algorithm])
+        loss = inspect.signature(script.policy_loss).parameters
+        own = names & {*trl_trainer.FLAGS, *loss}
+        # chat_template_kwargs are used where prompts are rendered, and the first one sets another flag
+        not_passed = {"gradient_checkpointing", "chat_template_kwargs"}
+        assert own == not_passed | {"max_grad_norm", "seed", "temperature"}
+        ours = trl_trainer.to_trl(args, 1, 0).keys()
+        assert ours & allowed == {"output_dir", "per_device_train_batch_size"}
+        assert flags.keys() == ours | allowed and own - ours == not_passed
+        for name in names - allowed - own:
+            with pytest.raises(UserError, match=f"^not used here: --{name}=1. TRL has --output_dir, "):
+                trl_trainer.parse(["--algorithm", algorithm, f"--{name}=1"])
 
 
-SIZE = "--per_device_train_batch_size"
+def cannot_share(size, processes=1):
+    flag = f"--per_device_train_batch_size {size}"
+    return f"{processes} processes with {flag} cannot share a step of 16 completions"
 
 
 @pytest.mark.extras
@@ -141,15 +155,16 @@ SIZE = "--per_device_train_batch_size"
         ("--overlong filter", "not used here: --overlong filter. TRL has "),
         ("--lr x", "argument --lr: invalid float value: 'x'"),
         ("--lr 0", "--lr must be from 1e-09 to 1e+09, not 0.0"),
-        ("--warmup_steps -1", "TRL: ValueError Got warmup_steps = -1.0"),
-        (f"{SIZE} 3", f"{SIZE} 3 does not divide 16, a process's part of a step"),
-        (f"{SIZE} -2", f"{SIZE} -2 does not divide 16, a process's part of a step"),
-        ("", "--num_minibatches: 3 processes cannot share a step of 16"),
+        ("--reward a.py:f --reward=b.py:f", "--reward was given twice: examples/format_and"),
+        ("--per_device_train_batch_size 3", cannot_share(3)),
+        ("--per_device_train_batch_size 32", cannot_share(32)),
+        ("--per_device_train_batch_size -2", cannot_share(-2)),
+        ("", cannot_share(5, 3)),
+        ("", cannot_share(1, 32)),
     ],
 )
 def test_what_trl_cannot_use_is_one_line(trl_trainer, monkeypatch, words, line):
-    if "3 processes" in line:
-        monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("WORLD_SIZE", line.split()[0] if not words else "1")
     with pytest.raises(UserError, match=f"^{re.escape(line)}"):
         trl_trainer.parse(["--use_cpu", *words.split()])
 
@@ -272,8 +287,7 @@ def test_two_processes_take_the_scripts_steps(takes_the_scripts_steps, trl_train
 @pytest.mark.parametrize("flags", ["--overlong filter", "--overlong none --max_sampling_rounds 1"])
 def test_dapo_samples_until_three_groups_are_mixed(takes_the_scripts_steps, flags):
     printed = takes_the_scripts_steps(["dapo"], *flags.split())
-    is_short = "1 mixed groups missing after 1 rounds" in printed
-    assert is_short == ("max_sampling_rounds" in flags)
+    is_short = "max_sampling_rounds" in flags
     counts = {"generated": 3 if is_short else 4, "kept": 2 if is_short else 3, "dropped_all_right": 1}
     for name, count in counts.items():
         assert f"'rollout/groups_{name}': '{count}'" in printed
@@ -288,6 +302,24 @@ def test_rspo_in_trl_needs_routers_with_a_softmax(trl_trainer, tmp_path):
         trl_trainer.main(["--use_cpu", "--algorithm", "rspo", "--model", str(folder)])
 
 
+@pytest.mark.extras
+def test_a_run_resumed_in_two_processes_is_the_same(tmp_path, reward_file):
+    """Prompts, noise and optimizer."""
+    reward = ["--reward", reward_file("return text.count('1') / 7")]
+    flags = ["--algorithm", "dapo", *SMALL, *reward, "--num_held_out", "8", "--save_every", "1"]
+    flags += ["--iterations", "3", "--save_total_limit", "3", "--output_dir"]
+    launched("examples/trl_trainer.py", *flags, tmp_path / "whole")
+    expected = weights_of(tmp_path / "whole")
+    checkpoint = tmp_path / "whole" / "checkpoint-2"
+    assert not torch.equal(weights_of(checkpoint), expected)
+    flags += [tmp_path / "rest", "--resume_from_checkpoint", checkpoint]
+    launched("examples/trl_trainer.py", *flags)
+    assert torch.equal(weights_of(tmp_path / "rest"), expected)
+
+
+RESUME = ["--resume_from_checkpoint", "true"]
+
+
 def trained(trl_trainer, folder, *flags):
     """The weights of a small job in this process."""
     job = ["--algorithm", "dapo", "--dataset", SUMS, "--num_held_out", 8, *SMALL, "--save_every", 1]
@@ -297,39 +329,96 @@ def trained(trl_trainer, folder, *flags):
 
 
 @pytest.mark.extras
-def test_a_resumed_run_is_the_same(trl_trainer, tmp_path, reward_file):
-    """Prompts, noise and optimizer."""
-    reward = reward_file("return text.count('1') / 7")
-    flags = ["--reward", reward, "--iterations", 3, "--save_total_limit", 3]
-    expected = trained(trl_trainer, tmp_path / "whole", *flags)
-    checkpoint = tmp_path / "whole" / "checkpoint-2"
-    found = trained(trl_trainer, tmp_path / "rest", *flags, "--resume_from_checkpoint", checkpoint)
-    assert torch.equal(found, expected)
-    assert not torch.equal(weights_of(checkpoint), expected)
-
-
-@pytest.mark.extras
-def test_an_earlier_run_in_trl_is_kept_or_resumed(trl_trainer, tmp_path, reward_file):
+def test_an_earlier_run_in_trl_is_kept(trl_trainer, tmp_path, reward_file):
     folder = tmp_path / "run"
     reward = ["--reward", reward_file("return text.count('1') / 7")]
     trained(trl_trainer, folder, *reward)
-    before = sorted(folder.rglob("*"))
-    resume = "--resume_from_checkpoint"
-    in_use = f"--output_dir {folder} cannot be used: a new run needs an empty one"
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != "lock"}
+    in_use = (
+        f"--output_dir {folder} cannot be used: a new run needs an empty one; to continue: --resume"
+    )
+    for flags in ([], ["--resume_from_checkpoint", "nowhere"]):
+        with pytest.raises(UserError, match=f"^{re.escape(in_use)}"):
+            trained(trl_trainer, folder, *reward, *flags)
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+@pytest.mark.extras
+def test_trl_goes_on_from_the_newest_complete_checkpoint(trl_trainer, tmp_path, reward_file):
+    """The run was killed while it saved a later one. A run that is finished takes no step."""
+    folder = tmp_path / "run"
+    flags = ["--reward", reward_file("return text.count('1') / 7"), "--save_total_limit", 9]
+    trained(trl_trainer, folder, *flags)
+    expected = trained(trl_trainer, tmp_path / "whole", *flags, "--iterations", 2)
+    # Six digits are also those of the scripts' checkpoints, which the model may have beside it.
+    (folder / "checkpoint-100000").mkdir()
+    for iterations in (2, 2, 1):
+        found = trained(trl_trainer, folder, *flags, "--iterations", iterations, *RESUME)
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.extras
+def test_a_run_in_trl_goes_on_only_as_it_began(trl_trainer, tmp_path, tiny_model, reward_file):
+    folder = tmp_path / "run"
+    reward = ["--reward", reward_file("return text.count('1') / 7")]
+    trained(trl_trainer, folder, *reward)
+    before = weights_of(folder)
+    rows = SUMS.read_text().splitlines()
+    (tmp_path / "others.jsonl").write_text("\n".join(rows[:-1]))
+    model = copy.deepcopy(tiny_model[0])
+    model.lm_head.weight.data *= 2
+    save(model, tmp_path / "model")
     wrong = {
-        "": in_use,
-        f"{resume} nowhere": in_use,
-        f"{resume} {folder}/checkpoint-9": f"{resume} {folder}/checkpoint-9 cannot be read: FileNot",
-        f"{resume} true --output_dir {tmp_path}": f"{resume} {tmp_path}/checkpoint-* cannot be read: ",
-        f"{resume} true --algorithm gspo": f"--resume: {folder}/checkpoint-2 has script dapo, not gspo",
-        f"{resume} true --lr 1": f"--resume: {folder}/checkpoint-2 has lr 0.0002, not 1.0",
+        "--algorithm gspo": "has script dapo, not gspo",
+        "--lr 1": "has lr 0.0002, not 1.0",
+        "--weight_decay 0.1": "has weight_decay 0.0, not 0.1",
+        "--warmup_steps 3": "has warmup_steps 0, not 3.0",
+        f"--dataset {tmp_path}/others.jsonl": "has problems_hash ",
+        f"--model {tmp_path}/model": "has model_hash ",
     }
-    for flags, line in wrong.items():
-        with pytest.raises(UserError, match=f"^{re.escape(line)}"):
-            trained(trl_trainer, folder, *reward, *flags.split())
-    assert sorted(folder.rglob("*")) == before
-    trained(trl_trainer, folder, *reward, "--iterations", 2, resume, "true")
-    assert checkpoint_of(folder).name == "checkpoint-4"
+    for flags, difference in wrong.items():
+        with pytest.raises(UserError, match=f"^--resume: {folder}/checkpoint-2 {difference}"):
+            trained(trl_trainer, folder, *reward, *RESUME, *flags.split())
+    assert torch.equal(weights_of(checkpoint_of(folder)), before)
+
+
+@pytest.mark.extras
+def test_a_folder_that_trl_cannot_continue_from_is_one_line(trl_trainer, tmp_path):
+    (tmp_path / "completions").mkdir()
+    advice = "it has no checkpoint to continue from: empty it, or name a different one$"
+    for folder, flags in [(tmp_path, []), (tmp_path, RESUME), (tmp_path / "new", RESUME)]:
+        with pytest.raises(UserError, match=f"^--output_dir {folder} cannot be used: {advice}"):
+            trained(trl_trainer, folder, *flags)
+    line = "--resume_from_checkpoint nowhere cannot be read: FileNotFoundError "
+    with pytest.raises(UserError, match=f"^{line}"):
+        trained(trl_trainer, tmp_path / "run", "--resume_from_checkpoint", "nowhere")
+
+
+@pytest.mark.extras
+def test_two_runs_in_trl_cannot_share_a_folder(trl_trainer, tmp_path):
+    with (
+        FileLock(tmp_path / "lock"),
+        pytest.raises(UserError, match=f"^--output_dir {tmp_path} cannot be used: Timeout "),
+    ):
+        trained(trl_trainer, tmp_path)
+
+
+@pytest.mark.extras
+def test_trl_computes_in_the_scripts_dtype(trl_trainer, tmp_path, reward_file, monkeypatch):
+    """Also if accelerate is configured for a different one."""
+    reward = ["--reward", reward_file("return text.count('1') / 7")]
+    expected = trained(trl_trainer, tmp_path / "float32", *reward)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert torch.equal(trained(trl_trainer, tmp_path / "run", *reward), expected)
+
+
+@pytest.mark.extras
+def test_trl_gets_the_scripts_advice(trl_trainer, tmp_path, tiny_model, capsys):
+    model = save(tiny_model[0], tmp_path / "model")
+    trained(trl_trainer, tmp_path / "run", "--model", model, "--iterations", 0)
+    assert "warning: --max_new_tokens 48 suits tiny-moe" not in capsys.readouterr().err
+    trained(trl_trainer, tmp_path / "run2", "--model", model)
+    assert "warning: --lr 0.0002 suits tiny-moe" in capsys.readouterr().err
 
 
 @pytest.mark.extras
@@ -356,13 +445,15 @@ def test_a_run_in_trl_ends_before_a_step_that_is_not_finite(trl_trainer, tmp_pat
     reward = ["--reward", reward_file("return text.count('1') / 7")]
     with pytest.raises(UserError, match="^step 2: grad_norm is not finite: "):
         trained(trl_trainer, tmp_path / "run", *reward, "--lr", 1e9)
-    assert not list((tmp_path / "run").iterdir())
+    assert not list((tmp_path / "run").glob("checkpoint-*"))
 
 
 @pytest.mark.extras
-def test_what_trl_lacks_is_one_line(trl_trainer, tmp_path):
+def test_what_trl_refuses_is_one_line(trl_trainer, tmp_path):
+    with pytest.raises(UserError, match="^TRL: ValueError Got warmup_steps = -1.0"):
+        trained(trl_trainer, tmp_path / "config", "--warmup_steps", -1)
     with pytest.raises(UserError, match="^TRL: ValueError paper is not supported, only "):
-        trained(trl_trainer, tmp_path / "run", "--report_to", "paper")
+        trained(trl_trainer, tmp_path / "trainer", "--report_to", "paper")
 
 
 @pytest.mark.extras
