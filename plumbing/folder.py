@@ -31,16 +31,12 @@ def checkpoints_in(folder):
 
 def check_same(args, saved):
     """UserError if the flags differ from the saved settings of the run to be resumed."""
-    settings = args.settings()
-    for name, value in settings.items():
+    for name, value in args.settings().items():
         found = saved.get(name)
         if name == "reward" and Path(value).name == Path(str(found)).name:
             continue  # its file may have moved, and it may change: Run prints a note
         if name not in MAY_CHANGE and found != value:
             raise UserError(f"--resume: {args.folder} has {name} {found}, not {value}")
-    for name in sorted(saved.keys() - settings.keys() - RECORDED):
-        message = f"has --{name}, which {args.script}.py does not have"
-        raise UserError(f"--resume: {args.folder} {message}; the commit in its settings.json has it")
 
 
 def check_folder(args):
@@ -56,6 +52,9 @@ def check_folder(args):
         if not saved:
             raise UserError(f"--resume: {folder} holds no run, since it has no settings.json")
         check_same(args, saved)
+        for name in sorted(saved.keys() - args.settings().keys() - RECORDED):
+            message = f"has --{name}, which {args.script}.py does not have"
+            raise UserError(f"--resume: {folder} {message}; the commit in its settings.json has it")
         if checkpoints:
             return saved
     # A run that logged nothing may leave settings and checkpoint 0, which a new run replaces.

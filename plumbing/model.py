@@ -48,7 +48,7 @@ def load_unchecked(args):
     if Path(source, "adapter_config.json").exists():
         raise UserError(f"--model {args.model} is an adapter: merge it into its base model first")
     checkpoints = checkpoints_in(Path(source))
-    if checkpoints:
+    if checkpoints and not Path(source, "config.json").exists():
         raise UserError(f"--model {args.model} is a run: pass its {checkpoints[-1].name}")
     with one_line(f"--model {args.model} cannot be used"):  # damaged folders may raise anything
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)

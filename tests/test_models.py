@@ -188,7 +188,6 @@ BAD_FILES = {  # {what is wrong: (changes of JSON files, expected words)}
     "more layers": ({CONFIG: {"num_hidden_layers": 3, "layer_types": None}}, "do not fit its config"),
     "no EOS": (eos(None), "no EOS"),  # every completion would be truncated
     "EOS in nested lists": (eos([[1]]), "EOS ids must be integers"),
-    "run": ({"checkpoint-000020": {}}, "model is a run: pass its checkpoint-000020"),
 }
 
 
@@ -205,6 +204,19 @@ def test_a_model_that_cannot_be_used_is_refused(how, tiny_model, tmp_path):
             change_json(folder / name, **changes)
     refused("grpo", "--model", folder, "--run_dir", tmp_path / "run", expected=expected)
     assert not (folder / "ran").exists()
+
+
+def test_a_run_is_refused_with_the_name_of_its_checkpoint(tmp_path):
+    (tmp_path / "checkpoint-000020").mkdir()
+    expected = f"{tmp_path.name} is a run: pass its checkpoint-000020"
+    refused("grpo", "--model", tmp_path, "--run_dir", tmp_path / "run", expected=expected)
+
+
+def test_a_model_may_have_checkpoints_of_an_engine_beside_it(tiny_model, tmp_path):
+    """TRL's have six digits, too, from step 100,000 on."""
+    folder = save(tiny_model[0], tmp_path)
+    (folder / "checkpoint-100000").mkdir()
+    load_policy(script_args("grpo", model=str(folder))[1])
 
 
 def test_weights_that_are_nan_or_pickled_are_refused(tiny_model, tmp_path):
