@@ -46,7 +46,8 @@ def sample(policy, problems, group_size, args, generator=None, greedy=False):
     `--temperature` (no top-k, no top-p), or greedily. All noise is drawn in advance, so that, up to
     rounding, a completion does not depend on its batch."""
     problems = [problem for problem in problems for _ in range(group_size)]  # one for each completion
-    noise_BT = torch.rand(len(problems), args.max_new_tokens, generator=generator)
+    shape = (len(problems), args.max_new_tokens)
+    noise_BT = torch.rand(shape, generator=generator, dtype=torch.float64)
     longest = max(len(problem.prompt_ids) for problem in problems) + args.max_new_tokens
     rows_at_a_time = args.rollout_batch_size or max(1, ROLLOUT_TOKENS // longest)
     completions = []
@@ -62,9 +63,10 @@ def next_token(logprobs_RV, noise_R1, greedy):
     """The next token of each row, (R, 1): the most likely one, or one drawn using the noise."""
     if greedy:
         return logprobs_RV.argmax(dim=-1, keepdim=True)
-    # Inverse-CDF sampling. Because of rounding the CDF may not end at exactly 1. With a vocabulary of
-    # 150,000 entries, rounding also moves about 0.001 of the probability to other tokens.
-    cumulative_RV = logprobs_RV.exp().cumsum(-1)
+    # Inverse-CDF sampling, in float64: float32's noise and sums are so coarse that, in a vocabulary of
+    # 150,000, up to 0.0015 of the probability would be with other tokens. Because of rounding, the CDF
+    # may not end at exactly 1.
+    cumulative_RV = logprobs_RV.exp().cumsum(-1, dtype=noise_R1.dtype)
     token_R1 = torch.searchsorted(cumulative_RV, noise_R1 * cumulative_RV[:, -1:], right=True)
     return token_R1.clamp(max=cumulative_RV.shape[1] - 1)
 
@@ -76,9 +78,10 @@ def sample_batch(policy, problems, noise_BT, temperature, greedy):
     B, max_new_tokens = noise_BT.shape
     end_ids = policy.end_ids
     ends = torch.tensor(end_ids, device=device)
-    noise_BT = noise_BT.to(device)
+    # Apple's GPUs have no float64.
+    noise_BT = noise_BT.to(device, torch.float32 if device.type == "mps" else torch.float64)
     ids_BT = torch.zeros_like(noise_BT, dtype=torch.long)
-    logprobs_BT = torch.zeros_like(noise_BT)
+    logprobs_BT = torch.zeros_like(noise_BT, dtype=torch.float32)
 
     decoder = new_decoder(policy, max_new_tokens)  # the model, with its KV cache
     logits_RV = decoder.prefill([problem.prompt_ids for problem in problems])

@@ -70,7 +70,7 @@ def test_sampler_slow_loop_and_training_forward_agree(own_policy):
     completions = sample(policy, problems, 4, args, noise_of(2))
     assert [c.problem for c in completions] == [p for p in problems for _ in range(4)]
     assert {c.ids[-1] for c in completions} > ends and len({len(c.ids) for c in completions}) > 3
-    noise = torch.rand(20, args.max_new_tokens, generator=noise_of(2))
+    noise = torch.rand(20, args.max_new_tokens, generator=noise_of(2), dtype=torch.float64)
     batch = collate(completions, 3, args)
     with torch.no_grad():
         logprobs_BT = token_logprobs(policy, batch, args.temperature).logprobs_BT
@@ -88,6 +88,15 @@ def test_a_token_with_probability_0_is_never_sampled():
     probs_RV = torch.tensor([[0.0, 0.5, 0.0, 0.5]]).expand(3, 4)
     noise_R1 = torch.tensor([[0.0], [0.5], [1 - 2**-24]])
     assert next_token(probs_RV.log(), noise_R1, greedy=False).tolist() == [[1], [3], [3]]
+
+
+def test_tokens_of_a_large_vocabulary_have_their_probabilities():
+    """Each one is drawn by noise in the middle of its part of the CDF."""
+    logprobs_1V = torch.randn(1, 150_000, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+    probs_1V = logprobs_1V.double().exp()
+    probs_1V = probs_1V / probs_1V.sum()
+    noise_1V = probs_1V.cumsum(-1) - probs_1V / 2
+    assert next_token(logprobs_1V, noise_1V, greedy=False)[0].tolist() == list(range(150_000))
 
 
 def test_equal_prompts_go_through_the_model_once_and_rows_that_have_ended_no_more(own_policy):
