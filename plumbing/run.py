@@ -244,10 +244,10 @@ class Run:
         is_evaluated = "eval/response_len_mean" in metrics
         if self.iteration < 5 or self.iteration % 5 == 0 or is_evaluated:
             self.say(progress_line(metrics))
-        if self.iteration == 1 and self.bar.disable and not self.is_last:
-            left = self.args.iterations - 1
-            minutes = left * sum(clock.seconds.values()) / 60
-            self.say(f"note: {left} more iterations will take about {minutes:.1f} minutes")
+        left = self.args.iterations - 1
+        minutes = left * sum(clock.seconds.values()) / 60
+        if self.iteration == 1 and self.bar.disable and minutes >= 1:
+            self.say(f"note: the other {left} iterations will take about {minutes:.0f} minutes")
         kl = metrics.get("rollout/sampler_kl", 0)
         is_exact = self.sampler is self.policy and self.args.dtype == "float32"
         if self.iteration == 1 and is_exact and kl > 1e-3:

@@ -5,11 +5,12 @@ import math
 
 import pytest
 import torch
-from conftest import MORE, SCRIPTS, checkpoint_of, completes, metrics, read_lines, resume, run
+from conftest import MORE, SCRIPTS, checkpoint_of, completes, interfere, metrics, read_lines
+from conftest import resume, run
 
 import dapo
 import grpo
-from plumbing.metrics import pass_at_k
+from plumbing.metrics import clock, pass_at_k
 from plumbing.run import model_line
 
 
@@ -143,7 +144,14 @@ def test_run_prints_each_of_the_first_five_iterations(tmp_path):
     (line,) = (line for line in metrics(tmp_path) if line["iteration"] == 11)
     seconds = sum(value for key, value in line.items() if key.endswith("_seconds"))
     assert ["11", f"{seconds:.1f}"] in [row[:2] for row in rows]
-    assert "note: 10 more iterations will take about 0." in printed
+
+
+def test_run_without_a_terminal_says_after_one_iteration_how_long_the_others_will_take(
+    tmp_path, monkeypatch
+):
+    interfere(monkeypatch, grpo.Run, "write_log", lambda *_: clock.seconds.update(rollout=90))
+    printed = completes("grpo", "--iterations", 3, "--eval_every", 0, "--run_dir", tmp_path)
+    assert printed.count("note: the other 2 iterations will take about 3 minutes") == 1
 
 
 def test_run_help_explains_every_flag(monkeypatch):
