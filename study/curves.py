@@ -53,7 +53,7 @@ def draw(runs, panels):
     first, *others = axes.flat
     summaries = [line["greedy"] for _, _, evaluations in runs.values() for line in evaluations]
     name = "accuracy" if all("accuracy" in summary for summary in summaries) else "reward_mean"
-    first.set_title(f"held-out {name} (line: greedy, dots: sampled)")
+    first.set_title(f"held-out {name} (dots: sampled)")
     for folder, (_, rows, evaluations) in runs.items():
         (line,) = first.plot(*held_out(evaluations, "greedy", name), ".-", label=folder)
         first.plot(*held_out(evaluations, "sampled", name), "o", color=line.get_color(), markersize=4)
