@@ -88,6 +88,14 @@ def test_the_scripts_agree(section, case):
     assert doctor.is_right(exact, (value, gradient))
 
 
+@pytest.mark.parametrize("script", ["ppo", "more.vapo"])
+def test_gae_and_whitening_give_0_outside_the_mask(script):
+    mask = torch.tensor([[True, True, False], [True, False, True]])
+    x = torch.where(mask, torch.arange(6.0).view(2, 3), torch.nan)
+    for result in (*copied(script).compute_gae(x, x, mask, 1, 0.9), copied(script).whiten(x, mask)):
+        assert (result[~mask] == 0).all()
+
+
 @pytest.mark.parametrize("section", SECTIONS)
 def test_the_file_is_what_make_gives(section):
     """To the last bits, which may depend on the processor."""

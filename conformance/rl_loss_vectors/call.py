@@ -23,8 +23,7 @@ COUNTS = ["num_sequences", "num_tokens"]  # of the whole step
 BY_TOKENS = ["ppo", "dapo", "vapo", "cispo", "value_loss"]  # a mean over all tokens of the step
 A_FOR_EACH_TOKEN = ["ppo", "vapo"]  # GAE's; in other papers all tokens of a completion share one A
 SHAPES = ["B1", "BT", "B"]  # of advantages
-KINDS = [*itertools.product([torch.float64, torch.float32], ["bool", "float"])]
-NUMPY = (np.float64, "bool")  # not for losses, which need a gradient
+KINDS = [*itertools.product([torch.float64, torch.float32], ["bool", "float"]), (np.float64, "bool")]
 WORDS = {  # what a word of a parameter's name stands for; "" if it adds nothing
     "logprobs": "logprob logp logps lp lps logprobs",
     "new": "new current curr cur",
@@ -150,9 +149,9 @@ class Subject:
         self.numbers = numbers_of(section)
         names = [*self.numbers, *(x for x in ("gamma", "lam") if x in self.arguments)]
         set_to = {k: x for k, x in settings.items() if k in names and type(x) in (int, float)}
-        unset = {k: x.default for k, x in self.parameters.items() if k not in settings}
-        defaults = {role_of(k, section): x for k, x in unset.items() if type(x) in (int, float)}
-        self.defaults = {k: x for k, x in defaults.items() if k in names}
+        numeric = {k: x.default for k, x in self.parameters.items() if type(x.default) in (int, float)}
+        defaults = {role_of(name, section): x for name, x in numeric.items()}
+        self.defaults = {name: x for name, x in defaults.items() if name in self.numbers}
         is_one_eps = defaults.get(RANGE[0]) == defaults.get(RANGE[1])  # the papers have one
         self.open = [x for x in OPEN.get(section, []) if is_one_eps or x not in RANGE]
         own = {k: x for k, x in self.defaults.items() if k in self.open}
@@ -224,7 +223,7 @@ class Subject:
         dtype, mask = self.kind
         x = torch.as_tensor(x) if name in COUNTS else x  # as trainers pass it
         if torch.is_tensor(x) and dtype is np.float64:
-            return x.numpy().copy()
+            return x.numpy().copy()  # which raises an error if a gradient is needed
         is_float = torch.is_tensor(x) and x.is_floating_point()
         return x.to(dtype) if is_float or (name, mask) == ("mask", "float") else x
 
@@ -317,7 +316,7 @@ def fitted(subject):
     apart, or else in the first that it takes."""
     case = subject.adapted(subject.about["cases"][0])
     errors = []
-    for kind in KINDS if "gradient" in case else [*KINDS, NUMPY]:
+    for kind in KINDS:
         found = {}
         for shape in SHAPES if subject.is_loss else SHAPES[:1]:
             subject.kind = kind
