@@ -32,7 +32,7 @@ WORDS = {  # what a word of a parameter's name stands for; "" if it adds nothing
     "advantages": "adv advs advantage advantages a",
     "mask": "mask masks",
     "rewards": "reward rewards scores",
-    "values": "value values vpreds",
+    "values": "value values vpred vpreds",
     "returns": "return returns target targets",
     "": "policy actor trainer training pi theta model loss valid assistant batch b mb all sequence seq "
     "per token tokens level action actions resp response responses completion",
