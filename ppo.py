@@ -128,14 +128,17 @@ def compute_gae(rewards_BT, values_BT, mask_BT, gamma, lam):
     return advantages_BT, advantages_BT + values_BT
 
 
-def whiten(x_BT, all_N):
-    """x minus the mean of all_N, divided by their standard deviation; 0 if all_N are equal, up to
-    rounding. all_N: x at all tokens of the rollout, of which x_BT may be a part."""
+def whiten(x_BT, mask_BT, all_N=None):
+    """x minus the mean of all_N, divided by their standard deviation; 0 where the mask is 0, and if
+    all_N are equal, up to rounding. all_N: x at all tokens of the rollout [None: x_BT has them all]."""
+    mask_BT = mask_BT.bool()
+    if all_N is None:
+        all_N = x_BT[mask_BT]
     mean = all_N.mean()
     std = all_N.std(correction=0)
     # Dividing by a tiny std would amplify rounding.
     is_constant = std <= 1e-6 * all_N.abs().max().clamp(min=1)
-    return torch.where(is_constant, 0, (x_BT - mean) / (std + 1e-8))
+    return torch.where(mask_BT & ~is_constant, (x_BT - mean) / (std + 1e-8), 0)
 
 
 def token_rewards(rewards_B1, kl_BT, mask_BT, kl_coef):
@@ -268,7 +271,7 @@ def main(args):
             micro.returns_BT = returns_BT.to(args.torch_device)
         gae_N = torch.cat([micro.gae_BT[micro.mask_BT] for micro in batches])
         for micro in batches:
-            micro.advantages_BT = whiten(micro.gae_BT, gae_N)  # over the whole rollout
+            micro.advantages_BT = whiten(micro.gae_BT, micro.mask_BT, gae_N)
 
         # ----------------------------------------------------------------------------------- update
         has_bonus = args.entropy_coef > 0

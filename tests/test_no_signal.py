@@ -68,4 +68,4 @@ def test_weights_lie_in_memory_as_those_of_a_copy():
 def test_whitening_does_not_amplify_rounding(middle):
     """Advantages that are equal up to rounding do not become 1 and -1."""
     x_BT = middle + 1e-7 * torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
-    assert ppo.whiten(x_BT, x_BT.flatten()).abs().max() <= max(1e-3, x_BT.abs().max())
+    assert ppo.whiten(x_BT, torch.ones_like(x_BT)).abs().max() <= max(1e-3, x_BT.abs().max())

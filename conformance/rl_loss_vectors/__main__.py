@@ -20,6 +20,7 @@ from rl_loss_vectors.call import NO_GRAPH, VECTORS, Refusal, optional_of, roles_
 from rl_loss_vectors.reference import LOSSES
 
 ADVANTAGES = dict.fromkeys(["dr_grpo", "deepseek_v32"], "group_differences") | {"rloo": "leave_one_out"}
+ADVANTAGES |= dict.fromkeys(["ppo", "vapo", "reinforce"])  # no advantages of groups
 
 
 def arguments(program):
@@ -38,6 +39,8 @@ def arguments(program):
     if args.what in sections and args.algorithm is None:
         parser.error("--algorithm is needed")
     args.section = sections.get(args.what, args.what)
+    if args.section is None:
+        parser.error(f"there are no advantages of {args.algorithm} (GAE: --what gae)")
     return args
 
 

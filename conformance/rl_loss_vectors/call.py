@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from rl_loss_vectors.reference import LOSSES, fields_of, with_results
+from rl_loss_vectors.tables import is_separate
 
 HERE = Path(__file__).parent
 VECTORS = json.loads((HERE / "vectors.json").read_text())
@@ -31,7 +32,7 @@ WORDS = {  # what a word of a parameter's name stands for; "" if it adds nothing
     "advantages": "adv advs advantage advantages a",
     "mask": "mask masks",
     "rewards": "reward rewards scores",
-    "values": "value values vpreds",
+    "values": "value values vpred vpreds",
     "returns": "return returns target targets",
     "": "policy actor trainer training pi theta model loss valid assistant batch b mb all sequence seq "
     "per token tokens level action actions resp response responses completion",
@@ -42,7 +43,16 @@ ROLES += ["old_values", "returns", "sampler_logprobs"]
 ALIASES = {"new": "logprobs", "new_logprobs": "logprobs", "old": "old_logprobs", "ref": "ref_logprobs"}
 ALIASES |= {"new_values": "values", "num_generations": "group_size", "num_items_in": "num_tokens"}
 ALIASES |= {"lambd": "lam"}
-NO_GRAPH = "no graph leads from its loss to {}: it is detached, a number, or has called backward()"
+RANGE = ["clip_eps_low", "clip_eps_high"]
+OPEN = {  # constants for which a paper gives no number
+    "grpo": RANGE,
+    "dr_grpo": ["max_new_tokens"],
+    "cispo": ["is_weight_cap"],
+    "deepseek_v32": [*RANGE, "kl_coef", "offpolicy_mask"],
+    "group_advantages": ["eps"],
+    "value_loss": ["value_clip"],
+}
+NO_GRAPH = "no graph leads from its loss to {}: it is detached, not a tensor, or has called backward()"
 
 
 class Refusal(Exception):
@@ -121,14 +131,14 @@ def main_output(result):
 
 class Subject:
     """A function under test. settings: {name: value} of its own parameters, where a word is the name of
-    a tensor, and of the paper's constants, if its author means others. open: other constants that the
-    paper's formula gets, but not the function."""
+    a tensor, and of the paper's constants, if its author means others. paper: constants that the paper
+    prints, where vectors.json has others."""
 
     kind = KINDS[0]  # how tensors are passed; `fitted` finds out
     shape = SHAPES[0]
     has_graph = False  # from an output to the first argument
 
-    def __init__(self, function, section, settings, open=()):
+    def __init__(self, function, section, settings, paper=()):
         self.function = function
         self.section = section
         self.settings = settings
@@ -139,8 +149,13 @@ class Subject:
         self.numbers = numbers_of(section)
         names = [*self.numbers, *(x for x in ("gamma", "lam") if x in self.arguments)]
         set_to = {k: x for k, x in settings.items() if k in names and type(x) in (int, float)}
-        self.open = {k: x for k, x in dict(open).items() if k not in set_to}
-        self.constants = self.numbers | self.open | set_to
+        numeric = {k: x.default for k, x in self.parameters.items() if type(x.default) in (int, float)}
+        defaults = {role_of(name, section): x for name, x in numeric.items()}
+        self.defaults = {name: x for name, x in defaults.items() if name in self.numbers}
+        is_one_eps = defaults.get(RANGE[0]) == defaults.get(RANGE[1])  # the papers have one
+        self.open = [x for x in OPEN.get(section, []) if is_one_eps or x not in RANGE]
+        own = {k: x for k, x in self.defaults.items() if k in self.open}
+        self.constants = self.numbers | dict(paper) | own | set_to
         self.bind(set_to)
 
     def bind(self, set_to):
@@ -183,19 +198,6 @@ class Subject:
 
     def call(self, part):
         """The function's output for {our name: tensor or number}, as a tensor."""
-        output = self.output(part)
-        if "gradient" not in self.about["cases"][0] or self.kind[0] is not np.float64:
-            return output
-        # The gradient of a numpy function: central differences
-        first = self.arguments[0]
-        x = part[first]
-        steps = 1e-5 * torch.eye(x.numel(), dtype=x.dtype).view(-1, *x.shape)
-        above = torch.stack([self.output(part | {first: x + step}) for step in steps])
-        below = torch.stack([self.output(part | {first: x - step}) for step in steps])
-        gradient = (above - below).view(x.shape) / 2e-5
-        return output + (gradient * (x - x.detach()).nan_to_num()).sum()
-
-    def output(self, part):
         part = dict(part)
         if self.is_loss:
             A = part["advantages"]
@@ -221,7 +223,7 @@ class Subject:
         dtype, mask = self.kind
         x = torch.as_tensor(x) if name in COUNTS else x  # as trainers pass it
         if torch.is_tensor(x) and dtype is np.float64:
-            return x.detach().numpy().copy()
+            return x.numpy().copy()  # which raises an error if a gradient is needed
         is_float = torch.is_tensor(x) and x.is_floating_point()
         return x.to(dtype) if is_float or (name, mask) == ("mask", "float") else x
 
@@ -270,8 +272,8 @@ class Subject:
         for name, same_as in (("ref_logprobs", "logprobs"), ("sampler_logprobs", "old_logprobs")):
             if self.needs(name):
                 keywords.setdefault(name, inputs[same_as])
-        if self.constants != self.numbers and "gradient" in case:
-            # Inputs have two decimals, and so may an author's bound: no token may be exactly there.
+        if self.constants != self.numbers and "id" in case and "gradient" in case:
+            # The file's inputs have two decimals, and so may a bound: no token may be exactly there.
             rows = enumerate(inputs[self.arguments[0]])
             moved = [[x + 1e-5 * math.sin(1 + 7 * n + t) for t, x in enumerate(row)] for n, row in rows]
             inputs[self.arguments[0]] = moved
@@ -309,9 +311,9 @@ class Subject:
         return False
 
 
-def fitted(subject, is_good):
-    """The subject in the first dtype that it takes, with advantages in the first shape that is good, or
-    else in the first that it takes."""
+def fitted(subject):
+    """The subject in the first dtype that it takes, with advantages in the first shape that keeps rows
+    apart, or else in the first that it takes."""
     case = subject.adapted(subject.about["cases"][0])
     errors = []
     for kind in KINDS:
@@ -323,7 +325,7 @@ def fitted(subject, is_good):
                 subject.answer(case)
                 if "gradient" in case and not subject.has_graph:
                     raise Refusal(NO_GRAPH.format(subject.arguments[0]))
-                found[shape] = not subject.is_loss or is_good(subject)
+                found[shape] = not subject.is_loss or is_separate(subject)
             except (Exception, SystemExit) as error:
                 errors.append(error)
         if found:
@@ -331,6 +333,8 @@ def fitted(subject, is_good):
             return subject
     # Some functions take no bool mask, and few take numpy: such errors say little.
     error = min(errors, key=lambda x: any(hint in str(x) for hint in ("bool", "indices", "numpy")))
+    if "Tensor that requires grad" in str(error):  # numpy has been given tensors
+        error = Refusal(NO_GRAPH.format(subject.arguments[0]))
     raise error if isinstance(error, Refusal) else Refusal(said(error)) from error
 
 

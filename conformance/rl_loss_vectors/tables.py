@@ -40,7 +40,7 @@ class Table(NamedTuple):
         for k in columns[:most]:
             label = self.labels[k]
             numbers = [f"{x[k] + 0:.4g}" for x in (self.yours, self.paper)]  # no -0
-            texts.append([label if isinstance(label, str) else f"{label:.5g}", *numbers])
+            texts.append([label if isinstance(label, str) else f"{label:.7g}", *numbers])
         widths = [max(map(len, column)) for column in texts]
         rows = ["  ".join(map(str.rjust, row, widths)) for row in zip(*texts, strict=True)]
         if len(columns) > most:
@@ -98,7 +98,7 @@ def ratios_for(subject):
     c = subject.constants
     bounds = [1 - c.get("clip_eps_low", 0), 1 + c.get("clip_eps_high", 0), c.get("is_weight_cap", 1)]
     bounds += [math.exp(x * c.get("log_ratio_clip", 0)) for x in (-1, 1)]
-    near = [x * y for x in bounds if x > 0 and x != 1 for y in (0.998, 1.002)]
+    near = [x**y for x in bounds if x > 0 and x != 1 for y in (0.998, 1.002)]
     return sorted([*RATIOS, *near])
 
 
@@ -157,6 +157,9 @@ def tables_of_loss(subject):
     if subject.takes("ref_logprobs"):
         both = relative(by_ratio(gradients, subject, 0, 0, 0, 1), unit)
         yield Table("ref", title, "pi_ref/pi", ratios, *both)
+        both = gradients(subject, new, advantages=np.zeros((4, 1)), ref_logprobs=new - 1, mask=MASK)
+        title = "share of a token (x) in the KL, by its completion's mask, where pi_ref/pi = 1/e"
+        yield share_table(title, both)
 
 
 def tables_of_case(subject, case, answer):
