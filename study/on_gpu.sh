@@ -52,7 +52,7 @@ part 90 "tokens/s of the sampler and of generate(): asked for 5 times" \
     python study/speed.py sampler --model qwen --pairs 5 --flags "$rows --dtype bfloat16"
 part 60 "memory of README's command: asked for less than 22 GiB reserved" \
     python study/speed.py memory --model qwen --flags "--max_new_tokens 400 --num_minibatches 4 \
-    --kl_coef 0 --dtype bfloat16 --gradient_checkpointing"
+    --kl_coef 0 --dtype bfloat16 --gradient_checkpointing --micro_batch_tokens 16384"
 part 150 "seconds of an iteration and of TRL's: asked for 0.25" \
     python study/speed.py trl --model qwen --pairs 3 --flags "$rows --dtype bfloat16" \
     --ours "--micro_batch_tokens 32768 --gradient_checkpointing" --theirs "--per_device_train_batch_size 16"
