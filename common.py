@@ -78,8 +78,9 @@ def sample_batch(policy, problems, noise_BT, temperature, greedy):
     B, max_new_tokens = noise_BT.shape
     end_ids = policy.end_ids
     ends = torch.tensor(end_ids, device=device)
-    # Apple's GPUs have no float64.
-    noise_BT = noise_BT.to(device, torch.float32 if device.type == "mps" else torch.float64)
+    if device.type == "mps":  # it has no float64; noise must not be rounded to 1
+        noise_BT = noise_BT.float().clamp(max=1 - 2**-24)
+    noise_BT = noise_BT.to(device)
     ids_BT = torch.zeros_like(noise_BT, dtype=torch.long)
     logprobs_BT = torch.zeros_like(noise_BT, dtype=torch.float32)
 

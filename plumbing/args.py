@@ -2,10 +2,12 @@
 
 import argparse
 import contextlib
+import functools
 import importlib.util
 import io
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
@@ -123,7 +125,7 @@ class RunArgs:
             if callable(value):
                 function = getattr(value, "__qualname__", type(value).__name__)
                 values[name] = f"{value.__module__}:{function}"
-            elif value not in ("", "addition"):
+            elif isinstance(value, str) and value not in ("", "addition"):
                 values[name] = str(Path(value).absolute())
         return json.loads(json.dumps({"script": self.script, **values}))
 
@@ -317,7 +319,9 @@ class Messages:
     def __init__(self, stream):
         # None if it is closed, as by >&-
         self.stream = stream or open(os.devnull, "w")  # noqa: SIM115
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # it has no file, or is closed
+        if not isinstance(self.stream, io.TextIOWrapper):
+            return  # a notebook's, for example
+        with contextlib.suppress(OSError, ValueError):  # it has no file, or is closed
             # Unbuffered, as with python -u: a buffer would keep what could not be written, and fail
             # again when Python ends. Some encodings lack characters.
             file = open(self.stream.fileno(), "wb", buffering=0, closefd=False)  # noqa: SIM115
@@ -338,11 +342,26 @@ class Messages:
             self.stream.flush()
 
 
+@functools.cache  # once: it cannot be undone
+def leave_ctrl_c_to_this_process():
+    """From now on, processes that are forked, such as a reward function's pool, ignore Ctrl-C, which they
+    get, too. SIGTERM, with which a pool ends them, acts at once. (A Python handler runs between two
+    bytecodes, so a process that gets the signal just before it waits for a lock would wait forever.)"""
+
+    def reset_signals():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    if hasattr(os, "register_at_fork"):  # not on Windows
+        os.register_at_fork(after_in_child=reset_signals)
+
+
 def launch(main, args_class):
     """Calls `main` with the command line as `args_class`. A UserError ends the program with one line on
     stderr and exit code 2; anything else is a bug and shows its traceback."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    leave_ctrl_c_to_this_process()  # before the reward's file is imported: it may make a pool
     script = Path(sys.argv[0]).name
     with redirect_stdout(Messages(sys.stdout)), redirect_stderr(Messages(sys.stderr)):
         try:

@@ -167,10 +167,12 @@ def check_row(row, reads_answers):
         raise UserError(f"it is not a dict: {row!r:.100}")
     for key in TAKEN & row.keys():
         raise UserError(f"rename its key {key}: --reward uses that name for something else")
+    if not all(isinstance(key, str) for key in row):
+        raise UserError(f"its keys must be text: {list(row)!s:.100}")
     needed = ["question", "answer"] if reads_answers else ["question"]
     for key in needed:
         if key not in row:
-            raise UserError(f"it has no {key}; its keys are {', '.join(map(str, row))}")
+            raise UserError(f"it has no {key}; its keys are {', '.join(row)}")
 
 
 def check_question(question):
@@ -191,7 +193,7 @@ def gold_answer(answer, args, reads_answers):
     """What is behind a marker in a row's answer, or else all of it. For the verifier, a long text and a
     marker with nothing behind it don't count. UserError if there is no answer, and one is needed."""
     # NaN, which pandas has for an empty cell, does not equal itself.
-    is_given = isinstance(answer, (str, Number)) and answer == answer
+    is_given = isinstance(answer, (str, Number)) and not isinstance(answer, bool) and answer == answer
     text = str(answer).strip() if is_given else ""
     has_marker = any(marker in text for marker in MARKERS)
     is_solution = "\n" in text or len(text) > LONGEST_GOLD
@@ -218,7 +220,7 @@ def read_problems(args, flag, policy, reads_answers=True):
             if key not in problems:
                 problems[key] = read_row(row, policy, args, reads_answers)
                 columns |= dict.fromkeys(row)
-            elif problems[key].columns.get("answer") == row.get("answer"):
+            elif repr(problems[key].columns.get("answer")) == repr(row.get("answer")):
                 num_repeated += 1
             else:
                 num_contradicting += 1

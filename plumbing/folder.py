@@ -33,7 +33,7 @@ def check_same(args, saved):
     """UserError if the flags differ from the saved settings of the run to be resumed."""
     for name, value in args.settings().items():
         found = saved.get(name)
-        if name == "reward" and Path(value).name == Path(str(found)).name:
+        if name == "reward" and Path(str(value)).name == Path(str(found)).name:
             continue  # its file may have moved, and it may change: Run prints a note
         if name not in MAY_CHANGE and found != value:
             raise UserError(f"--resume: {args.folder} has {name} {found}, not {value}")

@@ -1,9 +1,7 @@
 """A run's bookkeeping: what it logs, prints and saves, and how it ends and resumes."""
 
-import functools
 import json
 import math
-import os
 import shutil
 import signal
 import subprocess
@@ -16,6 +14,7 @@ import torch
 import transformers
 from tqdm import tqdm
 
+from plumbing.args import leave_ctrl_c_to_this_process
 from plumbing.data import hash_of
 from plumbing.errors import UserError, one_line
 from plumbing.folder import checkpoints_in, lock_folder, restore
@@ -51,9 +50,12 @@ class Run:
         if args.rollout_refresh_every == 1:
             self.parts.pop("sampler", None)
         self.parts["problems"] = problems
-        for part in self.parts.values():
-            if isinstance(part, torch.optim.Optimizer):
-                part.register_step_post_hook(self.refresh)
+        optimizers = [part for part in self.parts.values() if isinstance(part, torch.optim.Optimizer)]
+        assert optimizers, (
+            "Run needs the optimizer: it saves it, and refreshes bfloat16 copies after a step"
+        )
+        for optimizer in optimizers:
+            optimizer.register_step_post_hook(self.refresh)
         self.open_folder(problems)
         print(model_line(args, policy, self.sampler))
         print(TITLES)
@@ -90,7 +92,7 @@ class Run:
         """Yields the numbers of the remaining iterations; each must be logged. In the loop, the first
         Ctrl-C or SIGTERM lets the iteration finish; `log` then saves and raises KeyboardInterrupt. A
         second one acts as before the run."""
-        leave_signals_to_the_run()
+        leave_ctrl_c_to_this_process()
         is_main = threading.current_thread() is threading.main_thread()
         kinds = (signal.SIGINT, signal.SIGTERM) if is_main else ()  # other threads cannot set handlers
         self.handlers = {kind: signal.signal(kind, self.on_signal) for kind in kinds}
@@ -328,21 +330,6 @@ class Run:
     def save(self):
         """Writes a checkpoint and removes the previous one."""
         write_checkpoint(self.checkpoint, self.policy, self.state())
-
-
-@functools.cache  # once: it cannot be undone
-def leave_signals_to_the_run():
-    """In a process that a reward function forks, Ctrl-C is left to the run, and SIGTERM, with which a
-    pool ends its processes, acts at once. (A Python handler runs between two bytecodes, so a process
-    that gets the signal just before it waits for a lock would wait forever.)"""
-
-    def reset_signals():
-        for kind, action in ((signal.SIGINT, signal.SIG_IGN), (signal.SIGTERM, signal.SIG_DFL)):
-            if getattr(signal.getsignal(kind), "__func__", None) is Run.on_signal:
-                signal.signal(kind, action)
-
-    if hasattr(os, "register_at_fork"):  # not on Windows
-        os.register_at_fork(after_in_child=reset_signals)
 
 
 def reward_hash(reward):
