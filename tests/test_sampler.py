@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import MIXED, interfere, problems_of, script_args
-from transformers import GPT2Config, GPT2LMHeadModel, Phi3Config, Phi3ForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import common
 import plumbing.memory
@@ -117,25 +117,10 @@ def test_the_check_at_loading_needs_no_more_positions_than_the_run(max_new_token
         prepare_sampling(policy, settings(max_new_tokens=max_new_tokens + 1))
 
 
-def test_longrope_is_limited_to_lengths_for_which_cached_keys_stay_right(own_policy):
-    """Beyond its original length the angles of all tokens change, also those of cached keys."""
-    torch.manual_seed(0)
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
-    rope |= {"short_factor": [1.0] * 4, "long_factor": [9.0] * 4}
-    sizes = dict(vocab_size=17, hidden_size=32, intermediate_size=32, num_hidden_layers=2)
-    sizes |= dict(num_attention_heads=4, initializer_range=0.5, max_position_embeddings=64)
-    sizes |= dict(original_max_position_embeddings=16)
-    config = Phi3Config(**sizes, rope_parameters=rope, pad_token_id=0, bos_token_id=2, eos_token_id=1)
-    policy = Policy(Phi3ForCausalLM(config).eval(), own_policy.tokenizer)
-    gaps = []
-    for limit in (longest_sequence(config), 24):
-        args = settings(max_new_tokens=limit - 4, temperature=1.0)
-        (c,) = sample(policy, [Problem("", "", [3, 4, 5, 6])], 1, args, noise_of(0))
-        assert len(c.ids) == args.max_new_tokens
-        batch = collate([c], 3, args)
-        difference_BT = token_logprobs(policy, batch, 1.0).logprobs_BT - batch.sampler_logprobs_BT
-        gaps.append(difference_BT.abs().max().item())
-    assert gaps[0] < 1e-4 and gaps[1] > 1e-2
+def test_the_longest_sequence_is_one_for_which_cached_keys_stay_right():
+    """Beyond longrope's original length the angles of all tokens change, also those of cached keys."""
+    longrope = {"rope_type": "longrope", "original_max_position_embeddings": 16}
+    config = SimpleNamespace(max_position_embeddings=64, rope_parameters=longrope)
     assert longest_sequence(config) == 16
     assert longest_sequence(SimpleNamespace(max_position_embeddings=64)) == 64
     assert longest_sequence(SimpleNamespace()) == math.inf
@@ -201,9 +186,9 @@ def test_entropies_are_those_of_the_distribution_that_was_sampled(entropy_grad, 
         torch.testing.assert_close(entropy_BT[row][batch.mask_BT[row]], expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("chunk", [1, 5 * 17, 1000 * 17])
+@pytest.mark.parametrize("chunk", [1, 5 * 17])
 def test_log_probs_in_chunks_are_the_same(chunk, own_policy, monkeypatch):
-    """To the bit, with their gradients, whether a chunk has one token or all of them."""
+    """To the bit, with their gradients, as from one chunk with all tokens."""
     problems = problems_of(own_policy, *MIXED)
     batch = collate(sample(own_policy, problems, 1, settings(), noise_of(0)), 3, settings())
     results = []
