@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 import common
 from common import sample
 from plumbing import decoding
-from plumbing.decoding import Decoder, FixedLayer, StretchDecoder, check_stretches, graphs_for
+from plumbing.decoding import FixedLayer, StretchDecoder, check_stretches, graphs_for
 
 
 def storage_of(tensor):
@@ -169,16 +169,6 @@ def test_the_stretches_of_a_long_answer(tiny_policy):
             assert 0 <= columns - widths[-1] < 16 and columns % 16 == 0
             assert decoder.mask.shape == (2, 1, 1, columns)
     assert widths == [74, 148, 296, 552, 709]
-
-
-def test_the_host_of_a_gpu_looks_rarely_for_rows_that_have_ended():
-    decoder = Decoder(ON_GPU)
-    looks = []
-    for num_tokens in range(1, 50):
-        decoder.num_tokens = num_tokens
-        if decoder.should_look:
-            looks.append(num_tokens)
-    assert looks == [16, 32, 48]
 
 
 # --------------------------------------------------------------------------------- the check at loading

@@ -1,18 +1,15 @@
 """A run that is killed at any moment and resumed has the same metrics and, bit for bit, the same
 weights and optimizer state. A run that ends by a signal or NaN says so, and can go on."""
 
-import importlib.util
 import math
-import re
 import shutil
 import signal
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import SMALL_ARGS, SUMS, checkpoint_of, flags_it_has, interfere, metrics, path_of
+from conftest import SUMS, checkpoint_of, flags_it_has, interfere, metrics
 from conftest import read_lines, resume, run, started
 from safetensors.torch import load_file
 
@@ -116,30 +113,6 @@ def test_run_as_a_process_that_is_killed(tmp_path):
 
 
 # ------------------------------------------------------------------- signals, errors, and a break
-
-
-def test_a_break_loses_nothing(tmp_path, monkeypatch):
-    """A copy of grpo.py leaves the loop before the second iteration's log. What is known of it is
-    logged and saved. (A break after the log: dapo's, in test_runs.py.)"""
-    text = path_of("grpo").read_text()
-    (log,) = re.findall(r"^        run\.log\(.*\n", text, re.MULTILINE)
-    check = "        if iteration == LEFT:\n            break\n"
-    path = tmp_path / "leaves.py"
-    path.write_text(text.replace(log, check + log))
-    spec = importlib.util.spec_from_file_location("leaves", path)
-    script = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "leaves", script)
-    spec.loader.exec_module(script)
-
-    flags = SMALL_ARGS | {"iterations": 4, "eval_every": 2, "save_every": 0}
-    script.LEFT = 2
-    script.main(script.Args(**flags, run_dir=tmp_path))
-    assert iterations(tmp_path) == [1, 2]
-    assert {"losses/policy_loss", "eval/response_len_mean"} < metrics(tmp_path)[1].keys()
-    assert checkpoint_of(tmp_path).name == "checkpoint-000002"
-    script.LEFT = None
-    script.main(script.Args(**flags, run_dir=tmp_path, resume=True))
-    assert iterations(tmp_path) == [1, 2, 3, 4]
 
 
 def test_run_a_signal_ends_the_run_after_a_checkpoint(tmp_path, monkeypatch):
