@@ -18,7 +18,6 @@ from more import mismatch
 from more.mismatch import ReplacedChoice, Replay, rollout_weights, sampler_flips
 from more.mismatch import weight_stats
 from plumbing.metrics import add, sampler_stats, summarize
-from plumbing.model import checkpoint_layers
 
 # ----------------------------------------------------------------------------- sampler and weights
 
@@ -92,20 +91,6 @@ def test_the_aux_loss_stays_live(own_policy, batch):
     torch.testing.assert_close(replayed.router_logits, live.router_logits)
     torch.testing.assert_close(replayed.aux_loss, live.aux_loss)
     assert torch.equal(replayed.experts_BTLK, live.experts_BTLK)  # the routers' own choice
-
-
-def test_a_recomputation_leaves_what_the_forward_recorded(own_policy, batch):
-    """The logits' graph is that of the forward, which the aux loss needs."""
-    recorded = Routing(own_policy.routers)
-    checkpoint_layers(own_policy.model)
-    outputs = token_logprobs(own_policy, batch, 1.0, routing=recorded)
-    before = [*recorded.used.items(), *recorded.logits.items()]
-    calls = []
-    own_policy.routers.modules[0].register_forward_hook(lambda *_: calls.append(None))
-    outputs.logprobs_BT.sum().backward()
-    assert calls
-    after = [*recorded.used.items(), *recorded.logits.items()]
-    assert all(old is new for (_, old), (_, new) in zip(before, after, strict=True))
 
 
 @pytest.mark.parametrize("routing_replay, forwards", [("r2", 3), ("r3", 4)])

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 from conftest import SMALL, SMALL_ARGS, SUMS, completes, metrics, read_lines, refused
-from conftest import resume, script_args, started, write_lines
+from conftest import resume, script_args, started
 
 import dapo
 import grpo
@@ -249,27 +249,19 @@ def test_an_error_in_a_function_has_a_line_and_its_traceback(
     assert capsys.readouterr().err == f"--reward {path}:f failed. Completions are {expected}\n"
 
 
-GOLD = """
+ANSWERS = """
 def one(text, answer): return 0
-def lists(completions, level, difficulty=None, **rest): return [x / 20 for x in level]
+def lists(completions, answer): return completions
 """
 
 
-def test_rows_need_a_gold_answer_only_if_the_function_does(python_file, tmp_path, tiny_policy):
-    """The dataset has the columns question and level."""
-    rows = [{"question": f"{i}+1=", "level": i} for i in range(20)]
-    flags = {"dataset": str(write_lines(tmp_path / "data.jsonl", rows)), "num_held_out": 8}
-    path = python_file(GOLD)
-    args = script_args("grpo", **flags, reward=f"{path}:one")[1]
-    with pytest.raises(
-        UserError, match="row 1 cannot be used: it has no answer; its keys are question"
-    ):
-        load_problems(args, tiny_policy, load_grader(args))
-    args = script_args("grpo", **flags, reward=f"{path}:lists")[1]
-    grade = load_grader(args)
-    _, held_out = load_problems(args, tiny_policy, grade)
-    graded = grade([Completion(problem, [1], [0.0]) for problem in held_out])
-    assert [c.reward for c in graded] == [p.columns["level"] / 20 for p in held_out]
+def test_rows_need_a_gold_answer_only_if_a_function_of_one_completion_does(python_file, tiny_policy):
+    path = python_file(ANSWERS)
+    rows = [{"question": f"{i}+1="} for i in range(9)]
+    args = script_args("grpo", dataset=lambda: rows, num_held_out=8)[1]
+    load_problems(args, tiny_policy, load(f"{path}:lists"))
+    with pytest.raises(UserError, match="row 1 cannot be used: it has no answer"):
+        load_problems(args, tiny_policy, load(f"{path}:one"))
 
 
 # ------------------------------------------------------------------------- rewards without verdicts
@@ -310,7 +302,6 @@ GROUPS = [  # rewards and verdicts of a group, whether it is kept; right and wro
     ([1, 0], ["correct", "wrong"], True, 0, 0),
     ([1.2, 1.0], ["correct", "correct"], False, 1, 0),
     ([0.2, 0.0], ["wrong", "no_answer"], False, 0, 1),
-    ([1.0, 1.0], ["correct", "wrong"], True, 0, 0),
     ([40, 41], [None, None], True, 0, 0),
     ([40, 40], [None, None], False, 0, 0),
     ([1, 0.5], ["correct", None], True, 0, 0),
@@ -341,7 +332,6 @@ SIGNALS = [  # (reward, verdict, cut off) of each completion, the size of a grou
     ([MUTE, CUT, CUT, CUT], 2, f"75% {WERE_CUT}"),
     ([MUTE, MUTE, MUTE, CUT], 2, NO_ANSWER),
     ([WRONG] * 4, 2, "the rewards of each group are all equal"),
-    ([WRONG] * 4, 1, "all rewards are equal"),
     ([RIGHT, RIGHT, WRONG, WRONG], 2, "the rewards of each group are all equal"),
     ([RIGHT, RIGHT, WRONG, WRONG], 1, ""),
     ([SEVEN, SEVEN, SEVEN_CUT, SEVEN_CUT], 1, "all rewards are equal"),
