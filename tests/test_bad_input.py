@@ -54,7 +54,7 @@ VALUES = [  # a flag, a value that Python may give it, and what settings.json ha
 
 
 @pytest.mark.parametrize("name, value, expected", VALUES)
-def test_settings_have_what_json_has(name, value, expected):
+def test_settings_are_json(name, value, expected):
     args = grpo.Args(**{name: value})
     in_settings = args.settings()[name]
     assert (in_settings, type(in_settings)) == (expected, type(expected))
@@ -112,7 +112,7 @@ def test_errors_of_users_and_lack_of_memory_are_one_line(error, expected, monkey
     refused("grpo", "--run_dir", tmp_path, expected=expected)
 
 
-def test_prints_into_a_file_whose_encoding_lacks_a_character(tmp_path, monkeypatch):
+def test_a_character_that_the_output_lacks_is_printed_as_its_code(tmp_path, monkeypatch):
     """As `> log.txt` on Windows."""
     path = tmp_path / "log.txt"
     monkeypatch.setattr(sys, "argv", ["grpo.py", "--run_dir", str(tmp_path)])

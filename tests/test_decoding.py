@@ -241,7 +241,7 @@ def test_what_cannot_be_captured_is_sampled_with_a_growing_cache(monkeypatch):
     assert type(graphs) is Tapes and reason == ""
 
 
-def test_a_policy_that_samples_is_told(monkeypatch):
+def test_only_a_policy_that_samples_has_graphs(monkeypatch):
     """Copies, such as a reference, are not, unless they are checked, too."""
     monkeypatch.setattr(common, "graphs_for", lambda *_: ("graphs", ""))
     args = script_args("grpo")[1]

@@ -214,8 +214,8 @@ def test_continue_before_the_log_is_an_error(first_iteration):
         next(iterations)
 
 
-def test_what_is_known_of_an_iteration_without_a_log_is_logged_and_saved(first_iteration, tmp_path):
-    """The script left the loop before it."""
+def test_leaving_the_loop_before_the_log_loses_nothing(first_iteration, tmp_path):
+    """What is known of the iteration is logged, and saved."""
     micro, outputs = FIRST
     first_iteration.record(torch.tensor(0.5), {}, outputs, micro)
     first_iteration.record_step(1, torch.tensor(1.0))

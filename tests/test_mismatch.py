@@ -183,7 +183,7 @@ def test_fraction_of_experts_that_the_sampler_did_not_share(tiny_policy, batch):
     assert flips == pytest.approx(1 / 2 / 18, rel=1e-5)
 
 
-def test_means_weigh_and_keep_extremes():
+def test_metrics_are_weighted_means_or_maxima():
     """Where no token counts, a key is absent, as is a mean over no token, which must not be NaN."""
     reports = {}
     for a, b, weight in ((1.0, -3.0, 1), (4.0, -5.0, 2), (9.0, 9.0, 0)):

@@ -92,7 +92,7 @@ def test_killed_at_every_kind_of_moment(tmp_path):
     check("ppo", tmp_path)
 
 
-def test_killed_with_more_in_the_checkpoint(tmp_path):
+def test_killed_with_masters_a_sampler_and_a_reference_in_the_checkpoint(tmp_path):
     """float32 weights, a stale sampler, a new reference."""
     more = ("--dtype", "bfloat16", "--rollout_refresh_every", 2, "--ref_reset_every", 2)
     name = "more.mismatch"
@@ -101,7 +101,7 @@ def test_killed_with_more_in_the_checkpoint(tmp_path):
     check(name, tmp_path, *more)
 
 
-def test_run_as_a_process_that_is_killed(tmp_path):
+def test_kill_9_loses_only_what_came_after_the_last_checkpoint(tmp_path):
     """By kill -9, wherever it is after two lines of its log. A checkpoint has a running baseline."""
     log = tmp_path / "parts" / "metrics.jsonl"
     with started("more.reinforce", *flags_of("more.reinforce", tmp_path / "parts")) as process:
@@ -137,7 +137,7 @@ def test_run_a_signal_ends_the_run_after_a_checkpoint(tmp_path, monkeypatch):
     assert iterations(tmp_path) == [1, 2, 3, 4]
 
 
-def test_run_as_a_process_whose_messages_nobody_reads_is_saved_on_ctrl_c(tmp_path):
+def test_ctrl_c_saves_a_run_whose_messages_nobody_reads(tmp_path):
     """Ctrl-C also ends tee, to which the run prints."""
     flags = flags_of("grpo", tmp_path, "--save_every", 0, "--iterations", 999)
     log = tmp_path / "metrics.jsonl"

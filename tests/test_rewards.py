@@ -340,7 +340,7 @@ SIGNALS = [  # (reward, verdict, cut off) of each completion, the size of a grou
 
 
 @pytest.mark.parametrize("grades, group_size, expected", SIGNALS, ids=str)
-def test_what_an_iteration_without_a_signal_lacks(grades, group_size, expected):
+def test_the_reason_for_no_learning_signal(grades, group_size, expected):
     rows = [Completion(None, [1], [0.0], cut, reward=r, verdict=v) for r, v, cut in grades]
     rewards = torch.tensor([reward for reward, *_ in grades]).view(-1, group_size)
     assert missing_signal(rows, rewards) == expected

@@ -101,7 +101,7 @@ SETTINGS = [  # what settings.json holds (changes of the run's own, or other tex
 
 
 @pytest.mark.parametrize("text, expected", SETTINGS)
-def test_run_with_other_settings(text, expected, folder):
+def test_a_resume_with_other_settings_is_refused(text, expected, folder):
     """Nothing else is taken for a run's own."""
     if isinstance(text, dict):
         text = json.dumps(settings_of(folder) | text)
@@ -122,7 +122,7 @@ def test_a_new_run_replaces_nothing_of_the_users(name, tmp_path):
         assert content(path.parent) == before
 
 
-def test_run_that_logged_nothing_may_be_started_again(tmp_path, monkeypatch):
+def test_a_run_that_logged_nothing_may_be_started_again(tmp_path, monkeypatch):
     """With other flags, too; or resumed, with its own."""
     with monkeypatch.context() as patch:
         patch.setattr(grpo, "evaluate", Mock(side_effect=UserError("a reward function that fails")))
@@ -146,7 +146,7 @@ def test_run_resumed_under_other_versions_says_so(folder):
 # ----------------------------------------------------------------------------------------- full disks
 
 
-def test_run_on_a_disk_without_room(tmp_path):
+def test_settings_on_a_full_disk_are_one_line(tmp_path):
     (tmp_path / "settings.json.tmp").symlink_to("/dev/full")
     expected = f"--run_dir {tmp_path} cannot be written: OSError [Errno 28]"
     refused("grpo", "--run_dir", tmp_path, expected=expected)
@@ -180,7 +180,7 @@ def test_a_disk_that_is_too_small_is_refused_at_the_start(name, flags, tmp_path,
     assert 0.9 * max(peaks) < 1e9 * float(needed) <= max(peaks)
 
 
-def test_run_whose_log_cannot_be_written(tmp_path, monkeypatch):
+def test_a_log_on_a_full_disk_is_one_line(tmp_path, monkeypatch):
     path = tmp_path / "metrics.jsonl"
 
     def fill(*_, **__):

@@ -15,7 +15,7 @@ INTERVALS = [  # differences, and their mean with its interval
 
 
 @pytest.mark.parametrize("deltas, expected", INTERVALS)
-def test_the_interval_is_student_s(deltas, expected):
+def test_the_interval_is_that_of_students_t(deltas, expected):
     assert stats.interval(deltas) == expected
 
 
