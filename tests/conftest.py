@@ -219,13 +219,25 @@ FILE_NUMBERS = itertools.count()
 
 
 @pytest.fixture
-def reward_file(tmp_path):
+def python_file(tmp_path):
+    """Writes a file -> its path. Each has its own name, since a process imports only one of the same
+    name."""
+
+    def write(source):
+        path = tmp_path / f"file{next(FILE_NUMBERS)}.py"
+        path.write_text(source)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def reward_file(python_file):
     """Writes a reward function: the body of `def reward(text, answer, truncated)` -> the value of
-    `--reward`. Each file has its own name, since a process imports only one of the same name."""
+    `--reward`."""
 
     def write(*lines):
-        path = tmp_path / f"rewards{next(FILE_NUMBERS)}.py"
-        path.write_text("def reward(text, answer, truncated):\n    " + "\n    ".join(lines) + "\n")
+        path = python_file("def reward(text, answer, truncated):\n    " + "\n    ".join(lines) + "\n")
         return f"{path}:reward"
 
     return write

@@ -19,7 +19,7 @@ ROWS = [line.split("\t") for line in LINES if "\t" in line]
 
 
 @pytest.mark.parametrize("expected, gold, text", ROWS)
-def test_a_row_of_answers_tsv(expected, gold, text):
+def test_each_answer_of_the_table_has_its_verdict(expected, gold, text):
     if expected in ("same", "different"):
         assert is_same(text, gold) == (expected == "same")
         assert is_same(gold, text) == (expected == "same")
@@ -56,7 +56,7 @@ GOLD = r"365; -1,234.5; $0.5; 1/2; \frac{1}{2}; 4.5e3; 10^{6}; 2 \times 10^3; x=
 
 
 @pytest.mark.parametrize("gold", GOLD)
-def test_a_number_with_one_character_changed_or_inserted_is_the_same_only_if_its_value_is(gold):
+def test_a_changed_number_is_the_same_only_if_its_value_is(gold):
     characters = ["", *"0123456789.,-+/*^ex={}()$% "]
     value = value_in_python(gold)
     assert value is not None
@@ -64,20 +64,6 @@ def test_a_number_with_one_character_changed_or_inserted_is_the_same_only_if_its
         found = gold[:start] + character + gold[start + width :]
         if is_same(found, gold):
             assert value_in_python(found) == value, found
-
-
-BETWEEN = (" ", "  ", "\\ ", "\\, ", "\\text{ ", "~", "")
-WORDS = """negative squared repeating dozen factorial cups cm radians of over i x pi \\pi ° € ! ^\\circ
-\\mathrm{cm} (mod 7) or _2 ' ²""".split()
-
-
-@pytest.mark.parametrize("gold", GOLD)
-def test_a_number_with_anything_behind_it_is_text(gold):
-    """It may be a different number."""
-    for between, word in product(BETWEEN, WORDS):
-        found = gold + between + word + "}" * between.count("{")
-        assert not is_same(found, gold) and not is_same(gold, found), found
-        assert is_same(found, found)
 
 
 # ------------------------------------------------------------------------------------ hostile text

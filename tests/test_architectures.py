@@ -258,6 +258,8 @@ UNABLE = [  # script, architecture, flags, expected words
 
 
 @pytest.mark.parametrize("name, architecture, flags, expected", UNABLE)
-def test_what_an_architecture_cannot_do_is_one_line(name, architecture, flags, expected, tmp_path):
+def test_a_script_refuses_an_architecture_that_it_cannot_use(
+    name, architecture, flags, expected, tmp_path
+):
     folder = save(new_model(architecture), tmp_path / "model")
     refused(name, "--model", folder, *flags, "--run_dir", tmp_path / "run", expected=expected)

@@ -1,24 +1,20 @@
 """Datasets: rows, questions, gold answers, what is left out, held-out problems."""
 
-import dataclasses
 import json
 import math
 import re
 import shlex
+import sys
 import textwrap
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import datasets
-import numpy as np
 import pytest
-from conftest import FILE_NUMBERS, ROOT, SMALL, SMALL_ARGS, completes, metrics, read_lines, refused
-from conftest import resume, run, save, script_args, write_lines
+from conftest import ROOT, SMALL, completes, read_lines, run, save, script_args, write_lines
 from test_architectures import new_model
 from transformers import ByT5Tokenizer
 
-import grpo
 from common import Completion, Problem, UserError, load_grader, load_problems
 from plumbing.data import ProblemStream, check_template, dataset_function, read_problems
 
@@ -64,18 +60,6 @@ def chat(*turns):
     return [{"role": role, "content": content} for role, content in pairs]
 
 
-@pytest.fixture
-def data_file(tmp_path):
-    """Writes a file with a function f -> the value of `--dataset`."""
-
-    def write(source):
-        path = tmp_path / f"data{next(FILE_NUMBERS)}.py"
-        path.write_text(source)
-        return f"{path}:f"
-
-    return write
-
-
 # ---------------------------------------------------------------------------------- files, functions
 
 
@@ -85,36 +69,34 @@ def read(dataset, flag="dataset"):
     return list(dataset_function(args, flag)())
 
 
-def test_json_lines_and_functions_give_the_same_rows(tmp_path, data_file):
+def test_json_lines_and_functions_give_the_same_rows(tmp_path, python_file):
     """A line separator inside a string ends no line."""
     rows = [row("a\u2028b\u0085c", "007"), row(chat("user", "1+1="), 2) | {"level": None}]
     path = tmp_path / "rows.jsonl"
     lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     path.write_text("\r\n\n".join(lines), encoding="utf-8-sig", newline="")
-    for dataset in (str(path), data_file(f"def f(): yield from {rows!r}"), lambda: rows):
+    function = f"{python_file(f'def f(): yield from {rows!r}')}:f"
+    for dataset in (str(path), function, lambda: rows):
         assert read(dataset) == read(dataset, "eval_dataset") == rows
     assert read("addition", "eval_dataset") == read("addition")
 
 
-BAD_LINES = {b"what?": "JSONDecodeError", b'{"question": "\xb2\xe2"}': "UnicodeDecodeError"}
-
-
-@pytest.mark.parametrize("line", BAD_LINES, ids=str)
-def test_a_line_that_is_not_json_is_named(line, tmp_path):
+def test_a_line_that_is_not_json_is_named(tmp_path):
     path = tmp_path / "rows.jsonl"
-    path.write_bytes(b'{"question": "1+1="}\n\n' + line)
+    path.write_bytes(b'{"question": "1+1="}\n\n{"question": "\xb2\xe2"}')
     with pytest.raises(UserError) as error:
         read(str(path), "eval_dataset")
-    assert str(error.value).startswith(f"--eval_dataset {path}: line 3 is not JSON: {BAD_LINES[line]} ")
+    assert str(error.value).startswith(
+        f"--eval_dataset {path}: line 3 is not JSON: UnicodeDecodeError "
+    )
 
 
 MISSING = [  # a value of the flag, and what the line says
     ("b.jsonl", "FileNotFoundError"),
     ("b.py:f", "there is no file"),
-    ("lacks_f.py:f", "has no attribute 'f'"),
-    ("lacks_f.py:of_split", "missing a required argument: 'split'"),
+    ("of_split.py:f", "has no attribute 'f'"),
+    ("of_split.py:g", "missing a required argument: 'split'"),
     ("openai/gsm8k", "such as examples/gsm8k.py:train: it names no function"),
-    ("data.csv", "it names no function"),
     (".jsonl", "IsADirectoryError"),
 ]
 
@@ -122,14 +104,12 @@ MISSING = [  # a value of the flag, and what the line says
 @pytest.mark.parametrize("flag", ["dataset", "eval_dataset"])
 @pytest.mark.parametrize("value, expected", MISSING)
 def test_a_file_and_its_function_are_looked_for_before_the_model_is_loaded(
-    flag, value, expected, tmp_path, monkeypatch
+    flag, value, expected, python_file, tmp_path, monkeypatch
 ):
     """By `load_grader`, which every script calls first."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".jsonl").mkdir()
-    lacks_f = f"lacks{next(FILE_NUMBERS)}"
-    (tmp_path / f"{lacks_f}.py").write_text("def of_split(split): pass")
-    value = value.replace("lacks_f", lacks_f)
+    value = value.replace("of_split.py", python_file("def g(split): pass").name)
     args = script_args("grpo", **{flag: value})[1]
     with pytest.raises(UserError, match=f"^--{flag} {value} must be addition, a .jsonl.*{expected}"):
         load_grader(args)
@@ -141,25 +121,23 @@ def test_rows_that_no_function_returns_are_refused():
         load_grader(args)
 
 
-def test_a_function_that_ends_the_program_is_refused(data_file, tmp_path):
-    dataset = data_file(
-        "import sys\ndef f():\n    yield {'question': '1+1=', 'answer': 2}\n    sys.exit(3)"
-    )
-    expected = f"--dataset {dataset} ends the program: SystemExit 3"
-    refused("grpo", "--dataset", dataset, "--run_dir", tmp_path, expected=expected)
-
-
-def test_an_error_in_a_function_shows_its_traceback(data_file, tmp_path):
-    dataset = data_file("def f():\n    yield {'question': {}['prompt']}")
+def test_an_error_in_a_function_shows_its_traceback(python_file, tmp_path):
+    path = python_file("def f():\n    yield {'question': {}['prompt']}")
     with pytest.raises(KeyError, match="prompt") as error:
-        run("grpo", "--dataset", dataset, "--run_dir", tmp_path)
-    assert str(error.traceback[-1].path) == dataset.removesuffix(":f")
+        run("grpo", "--dataset", f"{path}:f", "--run_dir", tmp_path)
+    assert error.traceback[-1].path == path
+
+
+def rows_and_exit():
+    yield row()
+    sys.exit(3)
 
 
 NO_ROWS = [  # what a function returns, and what the line says
     (None, " must return or yield rows, not None"),
     ([], " has no rows"),
     ({"train": sums(2)}, ": row 1 cannot be used: it is not a dict: 'train'"),
+    (rows_and_exit(), " ends the program: SystemExit 3"),
 ]
 
 
@@ -168,53 +146,29 @@ def test_a_function_that_returns_no_rows_is_refused(rows, expected):
     assert refusal(rows) == f"--dataset test_data:problems_of.<locals>.<lambda>{expected}"
 
 
-POOL = """
-from multiprocessing import get_context
-
+SHARED = """
 texts = []
 
 def f():
     texts.append("1+1=")
     return [{"question": text, "answer": 2} for text in texts]
 
-def length(text):
-    return len(text)
-
 def lengths(completions):
-    with get_context("fork").Pool(1) as pool:
-        return pool.map(length, texts * len(completions))
+    return [len(text) for text in texts * len(completions)]
 """
 
 
-def test_a_file_for_data_and_reward_is_one_module(data_file):
-    """What one function stores, the other one sees, and the processes of a pool find it. The next run
-    gets a new module."""
-    dataset = data_file(POOL)
-    file = Path(dataset.removesuffix(":f"))
-    other_spelling = file.parent / ".." / file.parent.name / file.name
-    args = script_args("grpo", dataset=dataset, reward=f"{other_spelling}:lengths")[1]
+def test_a_file_for_data_and_reward_is_one_module(python_file):
+    """What one function stores, the other one sees. The next run gets a new module."""
+    path = python_file(SHARED)
+    other_spelling = path.parent / ".." / path.parent.name / path.name
+    args = script_args("grpo", dataset=f"{path}:f", reward=f"{other_spelling}:lengths")[1]
     problem = Problem("1+1=", "2", [4, 5], {"prompts": "1+1="})
     for _ in range(2):
         grade = load_grader(args)
         assert dataset_function(args, "dataset")() == [{"question": "1+1=", "answer": 2}]
         (completion,) = grade([Completion(problem, [1], [0.0])])
         assert completion.reward == 4
-
-
-def test_run_a_resume_finds_the_function_from_any_folder(tmp_path, monkeypatch):
-    """Even if its name was relative. A function made in Python must be passed again."""
-    rows = [row(f"{i}+1=", i + 1) for i in range(20)]
-    (tmp_path / "my_sums.py").write_text(f"def f(): return {rows}\n")
-    monkeypatch.chdir(tmp_path)
-    values = {"moved": "my_sums.py:f", "passed": lambda: rows}
-    for name, dataset in values.items():
-        grpo.main(grpo.Args(**SMALL_ARGS | {"dataset": dataset}, run_dir=name))
-    completes("grpo", *resume(tmp_path / "moved", "--iterations", 2))
-    flags = resume(tmp_path / "passed", "--iterations", 2)
-    refused("grpo", *flags, expected="if it was a function made in Python, pass it again")
-    args = grpo.Args(**SMALL_ARGS | {"dataset": values["passed"]}, run_dir="passed", resume=True)
-    grpo.main(dataclasses.replace(args, iterations=2))
-    assert [len(metrics(tmp_path / name)) for name in values] == [2, 2]
 
 
 # ------------------------------------------------------------------------------------- what pages show
@@ -317,7 +271,6 @@ def test_messages_need_a_chat_template_that_takes_them():
 GOLD = [  # a row's answer, and the gold answer
     ("2 ", "2"),
     (2.5, "2.5"),
-    (np.int64(2), "2"),
     (f"{SOLUTION}\n#### 16", "16"),
     ("so \\boxed{3}", "3"),
 ]
@@ -337,15 +290,11 @@ NO_ANSWER = (
 BAD_ROWS = [  # a row, and why it cannot be used
     ({"problem": "3", 4: "2"}, "it has no question; its keys are problem, 4"),
     (row(""), f"{NO_QUESTION}''"),
-    (row([]), f"{NO_QUESTION}[]"),
     (row(7), f"{NO_QUESTION}7"),
-    (row(["3"]), f"{NO_QUESTION}['3']"),
     (row(PARTS), NO_QUESTION),
-    (row([TURN]), NO_QUESTION),
     (row(SHOT[:3]), "its question ends with the assistant's reply"),
     ({"question": "3", "gold": 4}, "it has no answer; its keys are question, gold"),
     (row() | {"text": "3"}, "rename its key text: --reward uses that name for something else"),
-    (row(answer=" "), f"{NO_ANSWER}' '"),
     (row(answer=math.nan), f"{NO_ANSWER}nan"),
     (row(answer=["2"]), f"{NO_ANSWER}['2']"),
     (row(answer=SOLUTION), f"{NO_ANSWER}{SOLUTION!r}"),
@@ -410,6 +359,8 @@ def test_held_out_problems_are_apart_and_the_same_for_all_seeds(tmp_path, tiny_p
         assert p.answer == str(int(p.prompt.removesuffix("+1=")) + 1)
     with pytest.raises(UserError, match="^--num_held_out 100 leaves no problem for training: .* 100$"):
         load(path, tiny_policy, rows, num_held_out=100)
+    stream, held_out = load(path, tiny_policy, rows, num_held_out=100, iterations=0)
+    assert stream.problems == [] and len(held_out) == 100
 
 
 def test_eval_dataset_gives_the_held_out_problems(tmp_path, own_policy, capsys):
@@ -425,17 +376,13 @@ def test_eval_dataset_gives_the_held_out_problems(tmp_path, own_policy, capsys):
 
 
 def test_leaks_are_counted_by_what_the_model_reads(tmp_path, own_policy, capsys):
-    """Here one side is text, and the other messages or text with spaces that the template drops. Which
-    problems are held out depends on the rows as they are."""
+    """Here one side is text, and the other messages or text with spaces that the template drops."""
     own_policy.tokenizer.chat_template = "{{ messages[0].content | trim }}"
     messages = [row(chat("user", f"{i}+1=")) for i in range(10)]
     spaces = [row(f" {i}+1=") for i in range(10, 15)]
     path = str(write_lines(tmp_path / "evaluation.jsonl", messages + spaces + [row("77+1=")]))
     load(tmp_path / "data.jsonl", own_policy, sums(40), eval_dataset=path)
     assert "16 held out; 15 of those held out are also in --dataset" in capsys.readouterr().out
-    load(tmp_path / "data.jsonl", own_policy, sums(10) + messages, num_held_out=10)
-    line = capsys.readouterr().out
-    assert "10 to train on, 10 held out; " in line and "of those held out are also in" in line
 
 
 NOTE = "note: the chat template ends an answer with <pad>, but the model stops only at <eos>; "
@@ -453,16 +400,6 @@ def test_a_model_that_does_not_stop_where_its_turns_end_is_told(end, own_policy,
     own_policy.tokenizer.chat_template = template
     check_template(own_policy, script_args("grpo")[1])
     assert capsys.readouterr().out[: len(NOTE)] == TURN_ENDS[end]
-
-
-def test_chat_template_kwargs_need_a_template(tmp_path, tiny_policy):
-    with pytest.raises(UserError, match="--chat_template_kwargs: --model tiny-moe has no chat"):
-        load(tmp_path / "data.jsonl", tiny_policy, sums(9), chat_template_kwargs={"a": 1})
-
-
-def test_without_training_all_problems_may_be_held_out(tmp_path, tiny_policy):
-    stream, held_out = load(tmp_path / "data.jsonl", tiny_policy, sums(9), iterations=0)
-    assert stream.problems == [] and len(held_out) == 9
 
 
 # -------------------------------------------------------------------------------------------- epochs

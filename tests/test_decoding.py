@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 import common
 from common import sample
 from plumbing import decoding
-from plumbing.decoding import Decoder, FixedLayer, StretchDecoder, check_stretches, graphs_for
+from plumbing.decoding import FixedLayer, StretchDecoder, check_stretches, graphs_for
 
 
 def storage_of(tensor):
@@ -90,6 +90,9 @@ class Tapes:
         yield
 
 
+ON_GPU = SimpleNamespace(
+    model=SimpleNamespace(device=torch.device("cuda")), routers=SimpleNamespace(num_experts=0)
+)
 PROMPTS = ([3, 8, 4, 9, 6], [3, 4, 12], [10])
 
 
@@ -107,7 +110,7 @@ def assert_same(completions, others):
         assert c.logprobs == pytest.approx(other.logprobs, abs=1e-5)
 
 
-@pytest.mark.parametrize("stretch", [3, 4, 5, 6, 7])
+@pytest.mark.parametrize("stretch", [3, 5])
 def test_a_fixed_cache_gives_the_same_completions(stretch, own_policy, monkeypatch):
     """Whether rows end inside a stretch or at its edge."""
     monkeypatch.setattr(decoding, "STRETCH", (stretch, stretch))
@@ -168,19 +171,6 @@ def test_the_stretches_of_a_long_answer(tiny_policy):
     assert widths == [74, 148, 296, 552, 709]
 
 
-def test_the_host_of_a_gpu_looks_rarely_for_rows_that_have_ended():
-    looks = {}
-    for device in ("cpu", "cuda"):
-        policy = SimpleNamespace(model=SimpleNamespace(device=torch.device(device)))
-        decoder = Decoder(policy)
-        looks[device] = []
-        for num_tokens in range(1, 50):
-            decoder.num_tokens = num_tokens
-            if decoder.should_look:
-                looks[device].append(num_tokens)
-    assert looks == {"cpu": list(range(1, 50)), "cuda": [16, 32, 48]}
-
-
 # --------------------------------------------------------------------------------- the check at loading
 
 
@@ -233,11 +223,6 @@ def test_the_check_decodes_two_stretches_and_drops_a_row(tiny_policy, monkeypatc
     assert graphs.calls == ["refuse"]
 
 
-ON_GPU = SimpleNamespace(
-    model=SimpleNamespace(device=torch.device("cuda")), routers=SimpleNamespace(num_experts=0)
-)
-
-
 def test_what_cannot_be_captured_is_sampled_with_a_growing_cache(monkeypatch):
     """And the reason is given. Running out of memory is not one."""
     monkeypatch.setattr(decoding, "Graphs", Tapes)
@@ -256,7 +241,7 @@ def test_what_cannot_be_captured_is_sampled_with_a_growing_cache(monkeypatch):
     assert type(graphs) is Tapes and reason == ""
 
 
-def test_a_policy_that_samples_is_told(monkeypatch):
+def test_only_a_policy_that_samples_has_graphs(monkeypatch):
     """Copies, such as a reference, are not, unless they are checked, too."""
     monkeypatch.setattr(common, "graphs_for", lambda *_: ("graphs", ""))
     args = script_args("grpo")[1]

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, metrics, script_args
+from conftest import ROOT, checkpoint_of, metrics, script_args
 from torch.optim import AdamW
 
 import plumbing.run
@@ -212,3 +212,16 @@ def test_continue_before_the_log_is_an_error(first_iteration):
     next(iterations)
     with pytest.raises(RuntimeError, match="iteration 2 was not logged; call run.log"):
         next(iterations)
+
+
+def test_leaving_the_loop_before_the_log_loses_nothing(first_iteration, tmp_path):
+    """What is known of the iteration is logged, and saved."""
+    micro, outputs = FIRST
+    first_iteration.record(torch.tensor(0.5), {}, outputs, micro)
+    first_iteration.record_step(1, torch.tensor(1.0))
+    summary = {"accuracy": 0.25, "response_len_mean": 6.0}
+    first_iteration.log_eval({"greedy": summary, "sampled": summary, "examples": []})
+    first_iteration.finish()
+    (line,) = metrics(tmp_path)
+    assert line["losses/policy_loss"] == 0.5 and line["eval/accuracy"] == 0.25
+    assert checkpoint_of(tmp_path).name == "checkpoint-000001"

@@ -31,7 +31,7 @@ def at(line, x):
     return numpy.interp(x, *zip(*points, strict=True))
 
 
-def test_words_on_clip_and_group():
+def test_the_words_have_the_numbers_of_clip_and_group():
     (clipped,) = microscope.clip()
     token, mean, paper, _ = clipped.values()
     for line, length, words in [
@@ -50,7 +50,7 @@ def test_words_on_clip_and_group():
 
 
 @pytest.mark.slow
-def test_words_on_what_is_trained():
+def test_the_words_have_the_numbers_of_what_is_trained():
     (lines,) = microscope.rare()
     after_five = [f"{at(line, 5):.2f}" for line in lines.values()]
     words = "{} with the clip at 1.2, {} at 1.28, {} at 1.4, {} with gmpo"

@@ -1,12 +1,10 @@
 """Models that people bring: with chat templates, or quantized; and folders that cannot be used."""
 
 import copy
-import gc
 import json
 import math
 import shutil
 import types
-import weakref
 from unittest.mock import Mock
 
 import huggingface_hub
@@ -33,10 +31,10 @@ def change_json(path, **changes):
     path.write_text(json.dumps(old | changes))
 
 
-OLD = ["unknown", "4.57.6", "5.10.4", "5.20.2"]
+OLD = ["4.57.6", "5.20.2"]
 
 
-@pytest.mark.parametrize("version", [*OLD, "5.21.0", "5.24.0.dev0", "5.100.1", "6.0"])
+@pytest.mark.parametrize("version", [*OLD, "5.21.0", "5.100.1.dev0", "6.0"])
 def test_an_old_transformers_is_refused_before_a_model_is_loaded(version, monkeypatch):
     monkeypatch.setattr("transformers.__version__", version)
     monkeypatch.setattr("plumbing.model.load_weights", Mock(side_effect=UserError("loaded")))
@@ -95,16 +93,6 @@ def test_the_hash_of_a_model_is_that_of_its_bits(own_policy):
         exchanged = own_policy.hash()
         weight[0] = torch.nextafter(weight[0], torch.tensor(1.0))
     assert len({before, exchanged, own_policy.hash()}) == 3
-
-
-def test_nothing_is_kept_of_a_policy_that_is_gone(tiny_model):
-    model, tokenizer = tiny_model
-    policy = Policy(copy.deepcopy(model), tokenizer, "bfloat16")
-    reference = policy.frozen_copy()
-    copies = [weakref.ref(policy.model), weakref.ref(reference.model)]
-    del policy, reference
-    gc.collect()
-    assert [copy() for copy in copies] == [None, None]
 
 
 def numbers_kept(is_on):
@@ -206,17 +194,13 @@ def test_a_model_that_cannot_be_used_is_refused(how, tiny_model, tmp_path):
     assert not (folder / "ran").exists()
 
 
-def test_a_run_is_refused_with_the_name_of_its_checkpoint(tmp_path):
-    (tmp_path / "checkpoint-000020").mkdir()
-    expected = f"{tmp_path.name} is a run: pass its checkpoint-000020"
+def test_a_run_is_refused_with_the_name_of_its_checkpoint(tiny_model, tmp_path):
+    """But a model may have checkpoints of an engine beside it: TRL's have six digits, too, from step
+    100,000 on."""
+    (tmp_path / "checkpoint-100000").mkdir()
+    expected = f"{tmp_path.name} is a run: pass its checkpoint-100000"
     refused("grpo", "--model", tmp_path, "--run_dir", tmp_path / "run", expected=expected)
-
-
-def test_a_model_may_have_checkpoints_of_an_engine_beside_it(tiny_model, tmp_path):
-    """TRL's have six digits, too, from step 100,000 on."""
-    folder = save(tiny_model[0], tmp_path)
-    (folder / "checkpoint-100000").mkdir()
-    load_policy(script_args("grpo", model=str(folder))[1])
+    load_policy(script_args("grpo", model=str(save(tiny_model[0], tmp_path)))[1])
 
 
 def test_weights_that_are_nan_or_pickled_are_refused(tiny_model, tmp_path):

@@ -1,18 +1,15 @@
 """A run that is killed at any moment and resumed has the same metrics and, bit for bit, the same
 weights and optimizer state. A run that ends by a signal or NaN says so, and can go on."""
 
-import importlib.util
 import math
-import re
 import shutil
 import signal
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import SMALL_ARGS, SUMS, checkpoint_of, flags_it_has, interfere, metrics, path_of
+from conftest import SUMS, checkpoint_of, flags_it_has, interfere, metrics
 from conftest import read_lines, resume, run, started
 from safetensors.torch import load_file
 
@@ -95,7 +92,7 @@ def test_killed_at_every_kind_of_moment(tmp_path):
     check("ppo", tmp_path)
 
 
-def test_killed_with_more_in_the_checkpoint(tmp_path):
+def test_killed_with_masters_a_sampler_and_a_reference_in_the_checkpoint(tmp_path):
     """float32 weights, a stale sampler, a new reference."""
     more = ("--dtype", "bfloat16", "--rollout_refresh_every", 2, "--ref_reset_every", 2)
     name = "more.mismatch"
@@ -104,7 +101,7 @@ def test_killed_with_more_in_the_checkpoint(tmp_path):
     check(name, tmp_path, *more)
 
 
-def test_run_as_a_process_that_is_killed(tmp_path):
+def test_kill_9_loses_only_what_came_after_the_last_checkpoint(tmp_path):
     """By kill -9, wherever it is after two lines of its log. A checkpoint has a running baseline."""
     log = tmp_path / "parts" / "metrics.jsonl"
     with started("more.reinforce", *flags_of("more.reinforce", tmp_path / "parts")) as process:
@@ -116,30 +113,6 @@ def test_run_as_a_process_that_is_killed(tmp_path):
 
 
 # ------------------------------------------------------------------- signals, errors, and a break
-
-
-def test_a_break_loses_nothing(tmp_path, monkeypatch):
-    """A copy of grpo.py leaves the loop before the second iteration's log. What is known of it is
-    logged and saved. (A break after the log: dapo's, in test_runs.py.)"""
-    text = path_of("grpo").read_text()
-    (log,) = re.findall(r"^        run\.log\(.*\n", text, re.MULTILINE)
-    check = "        if iteration == LEFT:\n            break\n"
-    path = tmp_path / "leaves.py"
-    path.write_text(text.replace(log, check + log))
-    spec = importlib.util.spec_from_file_location("leaves", path)
-    script = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "leaves", script)
-    spec.loader.exec_module(script)
-
-    flags = SMALL_ARGS | {"iterations": 4, "eval_every": 2, "save_every": 0}
-    script.LEFT = 2
-    script.main(script.Args(**flags, run_dir=tmp_path))
-    assert iterations(tmp_path) == [1, 2]
-    assert {"losses/policy_loss", "eval/response_len_mean"} < metrics(tmp_path)[1].keys()
-    assert checkpoint_of(tmp_path).name == "checkpoint-000002"
-    script.LEFT = None
-    script.main(script.Args(**flags, run_dir=tmp_path, resume=True))
-    assert iterations(tmp_path) == [1, 2, 3, 4]
 
 
 def test_run_a_signal_ends_the_run_after_a_checkpoint(tmp_path, monkeypatch):
@@ -164,7 +137,7 @@ def test_run_a_signal_ends_the_run_after_a_checkpoint(tmp_path, monkeypatch):
     assert iterations(tmp_path) == [1, 2, 3, 4]
 
 
-def test_run_as_a_process_whose_messages_nobody_reads_is_saved_on_ctrl_c(tmp_path):
+def test_ctrl_c_saves_a_run_whose_messages_nobody_reads(tmp_path):
     """Ctrl-C also ends tee, to which the run prints."""
     flags = flags_of("grpo", tmp_path, "--save_every", 0, "--iterations", 999)
     log = tmp_path / "metrics.jsonl"

@@ -5,23 +5,16 @@ import sys
 
 import pytest
 import torch
-from conftest import FILE_NUMBERS, SMALL, SMALL_ARGS, SUMS, completes, metrics, read_lines, refused
-from conftest import resume, script_args, started, write_lines
+from conftest import SMALL, SMALL_ARGS, SUMS, completes, metrics, read_lines, refused
+from conftest import resume, script_args, started
 
 import dapo
 import grpo
 from common import Completion, Problem, UserError, load_grader, load_problems
 from plumbing.metrics import missing_signal
-from plumbing.run import progress_line
 
 CHAT = [{"role": "user", "content": "1+1="}]
 TEXTS = {"2": False, "?": False, "300": False, "2.": True, "40": True}  # {text: truncated}
-
-
-def write(tmp_path, source):
-    path = tmp_path / f"rw{next(FILE_NUMBERS)}.py"
-    path.write_text(source)
-    return path
 
 
 def completions(prompt="1+1=", **columns):
@@ -54,10 +47,10 @@ def length(text, nums):
 
 
 @pytest.mark.parametrize("prompt", ["1+1=", CHAT], ids=type)
-def test_functions_of_lists_and_of_one_completion(prompt, tmp_path):
+def test_functions_of_lists_and_of_one_completion(prompt, python_file):
     """Completions are messages if prompts are. What a function does to a column or to ids does not
     change them."""
-    path = write(tmp_path, SOURCE)
+    path = python_file(SOURCE)
     columns = {"prompt": prompt, "level": 2, "nums": [7, 3]}
     grades = graded(path, "right", **columns)
     assert [c.reward for c in grades] == [0.6, 0, 0, 0.6, 0] and all(c.ids == [1] for c in grades)
@@ -77,45 +70,42 @@ VALUES = [  # what a function returns, the reward, the verdicts of "2" and "40",
     ("not truncated", 1.0, "correct", "truncated"),
     ("None", 0.0, "wrong", "truncated"),
     ("torch.tensor([1])", 1.0, "correct", "correct"),
-    ("fractions.Fraction(1)", 1.0, "correct", "correct"),
     ("40", 40.0, None, None),
     ("-1", -1.0, None, None),
     ("(1, 'no_answer')", 1.0, "no_answer", "no_answer"),
-    ("(None, 'wrong')", 0.0, "wrong", "wrong"),
 ]
 
 
 @pytest.mark.parametrize("value, reward, verdict, cut_verdict", VALUES)
-def test_a_result_becomes_a_float_and_a_verdict(value, reward, verdict, cut_verdict, tmp_path):
-    path = write(tmp_path, f"import fractions, torch\ndef f(text, truncated): return {value}")
+def test_a_result_becomes_a_float_and_a_verdict(value, reward, verdict, cut_verdict, python_file):
+    path = python_file(f"import torch\ndef f(text, truncated): return {value}")
     first, *_, last = graded(path)
     assert (first.reward, first.verdict, last.verdict) == (reward, verdict, cut_verdict)
     assert type(first.reward) is float
 
 
-NO_NUMBERS = ("'1'", "1.1e9", "float('nan')", "(1.0, 'perfect')", "(1.0, None)", "1j", "[1.0]")
+NO_NUMBERS = ("'1'", "1.1e9", "float('nan')", "(1.0, 'perfect')", "(1.0, None)")
 BAD = [("text", value, "for each: ") for value in NO_NUMBERS]
 BAD += [  # for all five
     ("completions", "{i: 1.0 for i in range(5)}", "not one dict for 5 completions"),
     ("completions", "[1.0] * 4", "not 4 for 5 completions"),
-    ("completions", "torch.ones(5, 2)", ""),
 ]
 
 
 @pytest.mark.parametrize("parameter, value, expected", BAD)
-def test_results_that_are_not_one_number_each_are_refused(parameter, value, expected, tmp_path):
-    path = write(tmp_path, f"import torch\ndef f({parameter}): return {value}")
+def test_results_that_are_not_one_number_each_are_refused(parameter, value, expected, python_file):
+    path = python_file(f"def f({parameter}): return {value}")
     with pytest.raises(UserError, match="^--reward .*:f must return a number") as error:
         graded(path)
     assert expected in str(error.value)
 
 
-LISTS = ("[3.0] * 5", "(3, 3, 3, 3, 3)", "numpy.full(5, 3)", "map(int, '33333')")
+LISTS = ("(3, 3, 3, 3, 3)", "numpy.full(5, 3)", "map(int, '33333')")
 
 
 @pytest.mark.parametrize("value", LISTS)
-def test_lists_arrays_and_iterators_are_results_for_all(value, tmp_path):
-    path = write(tmp_path, f"import numpy\ndef f(completions): return {value}")
+def test_lists_arrays_and_iterators_are_results_for_all(value, python_file):
+    path = python_file(f"import numpy\ndef f(completions): return {value}")
     assert [c.reward for c in graded(path)] == [3.0] * 5
 
 
@@ -138,15 +128,15 @@ def lengths(completions, kinds=("fork",)):
 """
 
 
-def test_spawned_processes_find_the_function(tmp_path):
-    completions = graded(write(tmp_path, POOL), "lengths", kinds="spawn")
+def test_spawned_processes_find_the_function(python_file):
+    completions = graded(python_file(POOL), "lengths", kinds="spawn")
     assert [c.reward for c in completions] == list(map(len, TEXTS))
 
 
-def test_run_forked_processes_ignore_ctrl_c_and_end_on_sigterm(tmp_path):
+def test_run_forked_processes_ignore_ctrl_c_and_end_on_sigterm(python_file, tmp_path):
     """With a handler in Python for SIGTERM, one in a hundred pools never ended."""
     flags = ("--num_held_out", 8, "--dataset", SUMS, "--run_dir", tmp_path / "run")
-    with started("grpo", *SMALL, *flags, "--reward", f"{write(tmp_path, POOL)}:lengths") as process:
+    with started("grpo", *SMALL, *flags, "--reward", f"{python_file(POOL)}:lengths") as process:
         assert process.wait() == 0
         assert process.stderr.read() == "" and "stopping" not in process.stdout.read()
     assert len(metrics(tmp_path / "run")) == 1
@@ -174,49 +164,40 @@ def test_run_with_a_function_made_in_python(tmp_path):
     assert len(metrics(folder)) == 2
 
 
-def test_run_resumed_says_that_the_file_has_moved_or_changed(tmp_path, monkeypatch):
+def test_run_resumed_says_that_the_file_has_moved_or_changed(python_file, tmp_path, monkeypatch):
     """Both are allowed, but the run may no longer be one experiment."""
 
-    def notes(*flags):
-        printed = completes("grpo", *resume(folder, "--iterations", len(metrics(folder)) + 1), *flags)
-        return [line for line in printed.splitlines() if line.startswith("note: --reward")]
-
-    path = write(tmp_path, "def f(text): return 1\ndef g(text): return 2")
+    path = python_file("def f(text): return 1\ndef g(text): return 2")
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "run"
     grpo.main(grpo.Args(**SMALL_ARGS | {"reward": f"{path.name}:f"}, run_dir=str(folder)))
-    assert notes() == []
+    note = f"note: --reward was {path}:f; since then its file has moved or changed"
     path.write_text("def f(text): return 0")
-    expected = [f"note: --reward was {path}:f; since then its file has moved or changed"]
-    assert notes() == expected and notes() == []
+    assert note in completes("grpo", *resume(folder, "--iterations", 2))
+    assert "note: --reward" not in completes("grpo", *resume(folder, "--iterations", 3))
     (tmp_path / "moved").mkdir()
     moved = path.rename(tmp_path / "moved" / path.name)
     monkeypatch.delitem(sys.modules, path.stem)
-    refused("grpo", *resume(folder, "--iterations", 9), expected=f"there is no file {path}")
-    flags = resume(folder, "--iterations", 9, "--reward", f"{moved}:g")
-    refused("grpo", *flags, expected=f"has reward {path}:f, not {moved}:g")
-    assert notes("--reward", f"{moved}:f") == expected and notes() == []
+    flags = resume(folder, "--iterations", 4, "--reward")
+    refused("grpo", *flags, f"{moved}:g", expected=f"has reward {path}:f, not {moved}:g")
+    assert note in completes("grpo", *flags, f"{moved}:f")
 
 
-def test_a_file_is_run_once_for_each_run(tmp_path):
+def test_a_file_is_run_once_for_each_run(python_file):
     """It may have changed, as in a notebook."""
-    path = write(tmp_path, "calls = []\ndef f(text): calls.append(text); return len(calls)")
+    path = python_file("calls = []\ndef f(text): calls.append(text); return len(calls)")
     for _ in range(2):
         grade = load(f"{path}:f")
         assert [c.reward for c in grade(completions()) + grade(completions())] == list(range(1, 11))
     for value in (3, 4):  # two files of one second and one size
         path.write_text(f"def f(text): return {value}")
         assert [c.reward for c in graded(path)] == [value] * 5
-    path.write_text("def g(text): return 3")
-    with pytest.raises(UserError, match="has no attribute 'f'"):
-        graded(path)
 
 
 BAD_FILES = [  # a file and its content, and what the line says
     ("json.py", "", "rename json.py"),
     ("bad1.py", "import sys\nsys.exit()", "must be FILE.py:FUNCTION: SystemExit"),
     ("bad3.py", "f = print", "its parameters must have names"),
-    ("bad6.py", "async def f(text): yield 1.0", "must return a number"),
     ("bad7.py", "import sys\ndef f(text): sys.exit(3)", "ends the program: SystemExit 3"),
     ("bad8.py", "def f(text, solution_str): return 0", "missing a required argument: 'solution_str'"),
 ]
@@ -253,11 +234,11 @@ FAILS = [  # a function's parameters and body, the prompt, and what the line say
 
 @pytest.mark.parametrize("parameters, body, prompt, expected", FAILS, ids=str)
 def test_an_error_in_a_function_has_a_line_and_its_traceback(
-    parameters, body, prompt, expected, tmp_path, capsys
+    parameters, body, prompt, expected, python_file, tmp_path, capsys
 ):
     """Also one that looks like an error of ours, and one that comes only when results are taken."""
     fail = "def fail(*_): raise BrokenPipeError(32, 'a worker')\n"
-    path = write(tmp_path, f"{fail}def f({parameters}): {body}")
+    path = python_file(f"{fail}def f({parameters}): {body}")
     for name in ("checkpoint-000020", "checkpoint-000040", "checkpoint-best"):
         (tmp_path / name).mkdir()
     (first, *_) = completions(prompt)
@@ -268,27 +249,19 @@ def test_an_error_in_a_function_has_a_line_and_its_traceback(
     assert capsys.readouterr().err == f"--reward {path}:f failed. Completions are {expected}\n"
 
 
-GOLD = """
+ANSWERS = """
 def one(text, answer): return 0
-def lists(completions, level, difficulty=None, **rest): return [x / 20 for x in level]
+def lists(completions, answer): return completions
 """
 
 
-def test_rows_need_a_gold_answer_only_if_the_function_does(tmp_path, tiny_policy):
-    """The dataset has the columns question and level."""
-    rows = [{"question": f"{i}+1=", "level": i} for i in range(20)]
-    flags = {"dataset": str(write_lines(tmp_path / "data.jsonl", rows)), "num_held_out": 8}
-    path = write(tmp_path, GOLD)
-    args = script_args("grpo", **flags, reward=f"{path}:one")[1]
-    with pytest.raises(
-        UserError, match="row 1 cannot be used: it has no answer; its keys are question"
-    ):
-        load_problems(args, tiny_policy, load_grader(args))
-    args = script_args("grpo", **flags, reward=f"{path}:lists")[1]
-    grade = load_grader(args)
-    _, held_out = load_problems(args, tiny_policy, grade)
-    graded = grade([Completion(problem, [1], [0.0]) for problem in held_out])
-    assert [c.reward for c in graded] == [p.columns["level"] / 20 for p in held_out]
+def test_rows_need_a_gold_answer_only_if_a_function_of_one_completion_does(python_file, tiny_policy):
+    path = python_file(ANSWERS)
+    rows = [{"question": f"{i}+1="} for i in range(9)]
+    args = script_args("grpo", dataset=lambda: rows, num_held_out=8)[1]
+    load_problems(args, tiny_policy, load(f"{path}:lists"))
+    with pytest.raises(UserError, match="row 1 cannot be used: it has no answer"):
+        load_problems(args, tiny_policy, load(f"{path}:one"))
 
 
 # ------------------------------------------------------------------------- rewards without verdicts
@@ -309,13 +282,10 @@ def test_accuracy_is_there_only_with_verdicts_and_the_reward_always(result, tmp_
     for line in read_lines(run / "evaluations.jsonl"):
         assert "reward_mean" in line["greedy"] and VERDICTS & line["sampled"].keys() == RESULTS[result]
     assert ("has no verdict, accuracy is blank" in printed) == (not has_verdicts)
+    before = [row.split() for row in printed.splitlines() if row.startswith("        0")]
+    assert [len(row) for row in before] == [2]  # the column of held-out problems has one or the other
     titles = [row.split()[0] for row in printed.splitlines() if len(row.split()) == 5]
     assert "reward_mean" in titles and ("accuracy" in titles) == has_verdicts
-
-
-def test_the_column_of_held_out_problems_falls_back_to_the_reward():
-    for key in ("eval/accuracy", "eval/reward_mean"):
-        assert progress_line({"iteration": 3, key: 0.25}).split() == ["3", "0.250"]
 
 
 def test_vapo_needs_verdicts_before_it_trains(tmp_path, reward_file):
@@ -332,7 +302,6 @@ GROUPS = [  # rewards and verdicts of a group, whether it is kept; right and wro
     ([1, 0], ["correct", "wrong"], True, 0, 0),
     ([1.2, 1.0], ["correct", "correct"], False, 1, 0),
     ([0.2, 0.0], ["wrong", "no_answer"], False, 0, 1),
-    ([1.0, 1.0], ["correct", "wrong"], True, 0, 0),
     ([40, 41], [None, None], True, 0, 0),
     ([40, 40], [None, None], False, 0, 0),
     ([1, 0.5], ["correct", None], True, 0, 0),
@@ -363,7 +332,6 @@ SIGNALS = [  # (reward, verdict, cut off) of each completion, the size of a grou
     ([MUTE, CUT, CUT, CUT], 2, f"75% {WERE_CUT}"),
     ([MUTE, MUTE, MUTE, CUT], 2, NO_ANSWER),
     ([WRONG] * 4, 2, "the rewards of each group are all equal"),
-    ([WRONG] * 4, 1, "all rewards are equal"),
     ([RIGHT, RIGHT, WRONG, WRONG], 2, "the rewards of each group are all equal"),
     ([RIGHT, RIGHT, WRONG, WRONG], 1, ""),
     ([SEVEN, SEVEN, SEVEN_CUT, SEVEN_CUT], 1, "all rewards are equal"),
@@ -372,7 +340,7 @@ SIGNALS = [  # (reward, verdict, cut off) of each completion, the size of a grou
 
 
 @pytest.mark.parametrize("grades, group_size, expected", SIGNALS, ids=str)
-def test_what_an_iteration_without_a_signal_lacks(grades, group_size, expected):
+def test_the_reason_for_no_learning_signal(grades, group_size, expected):
     rows = [Completion(None, [1], [0.0], cut, reward=r, verdict=v) for r, v, cut in grades]
     rewards = torch.tensor([reward for reward, *_ in grades]).view(-1, group_size)
     assert missing_signal(rows, rewards) == expected

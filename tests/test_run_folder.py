@@ -5,11 +5,11 @@ import errno
 import json
 import os
 import re
-import resource
 import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -19,12 +19,11 @@ import torch
 from conftest import SMALL_ARGS, SUMS, checkpoint_of, completes, interfere, metrics, read_lines
 from conftest import refused, resume, run, write_lines
 from filelock import FileLock
-from safetensors.torch import load_file, save_file
 
 import grpo
 from common import UserError
+from plumbing.errors import one_line
 from plumbing.folder import LOGS
-from plumbing.model import Policy
 
 WEIGHTS = "model.safetensors"
 STATE = "trainer_state.pt"
@@ -55,81 +54,46 @@ def folder(run_of_one_iteration, tmp_path):
     return shutil.copytree(run_of_one_iteration, tmp_path / "run")
 
 
-def test_a_damaged_checkpoint_is_refused(folder):
-    """With code in its state, which loading would import; or without a weight, for which transformers
-    would use random numbers."""
-    checkpoint = checkpoint_of(folder)
-    refusal = {"expected": f"--resume: {checkpoint} cannot be read"}
-    state = torch.load(checkpoint / STATE)
-    torch.save(state | {"code": os.getpid}, checkpoint / STATE)
-    refused("grpo", *resume(folder, "--iterations", 2), **refusal)
-    torch.save(state, checkpoint / STATE)
-    weights = load_file(checkpoint / WEIGHTS)
-    del weights["model.layers.0.self_attn.q_proj.weight"]
-    save_file(weights, checkpoint / WEIGHTS, metadata={"format": "pt"})
-    refused("grpo", *resume(folder, "--iterations", 2), **refusal)
-
-
+CODE = {"code": os.getpid}  # which loading would import
 DAMAGE = {
     "missing": lambda path, content: None,
     "empty": lambda path, content: path.write_bytes(b""),
     "changed": lambda path, content: path.write_bytes(b"\0" + content[1:]),
     "cut": lambda path, content: path.write_bytes(content[: len(content) // 2]),
+    "with code": lambda path, content: torch.save(torch.load(BytesIO(content)) | CODE, path),
     "a folder": lambda path, content: path.mkdir(),
     "a link to nothing": lambda path, content: path.symlink_to("nowhere"),
 }
 DAMAGED = [
-    ("settings.json", "missing"),
     ("settings.json", "cut"),
     ("metrics.jsonl", "missing"),
     ("samples.jsonl", "changed"),
     ("evaluations.jsonl", "empty"),
     ("lock", "a folder"),
     (f"{CHECKPOINT}/{WEIGHTS}", "cut"),
-    (f"{CHECKPOINT}/{STATE}", "changed"),
-    (f"{CHECKPOINT}/tokenizer.json", "changed"),
+    (f"{CHECKPOINT}/{STATE}", "with code"),
     (CHECKPOINT, "a link to nothing"),
 ]
-NOT_READ = {"lock", f"{CHECKPOINT}/tokenizer.json"}  # a resumed run has the tokenizer of --model
 
 
 @pytest.mark.parametrize("name, how", DAMAGED)
-def test_run_with_a_damaged_file(name, how, run_of_one_iteration, tmp_path):
-    """A run is resumed from what is whole, or refused in a line; nothing is lost then, nor replaced."""
-    folder = shutil.copytree(run_of_one_iteration, tmp_path / "run")
+def test_a_damaged_run_is_refused_and_stays_as_it_is(name, how, folder):
+    """Also what a log has after the checkpoint, if another log cannot be continued."""
+    with open(folder / "samples.jsonl", "a") as file:
+        file.write("{}\n")
     path = folder / name
     old = b"" if path.is_dir() else path.read_bytes()
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     DAMAGE[how](path, old)
     before = content(folder)
-    result = run("grpo", *resume(folder, "--iterations", 2))
-    if name in NOT_READ and result.returncode == 0:
-        assert [line["iteration"] for line in metrics(folder)] == [1, 2]
-    else:
-        (line,) = result.stderr.splitlines()
-        assert result.returncode == 2 and line.startswith("grpo.py: error: ")
-        assert name.partition("/")[0] in line or how == "missing"
-        assert content(folder) == before
-
-
-def test_no_log_is_cut_if_another_one_cannot_be_continued(folder):
-    log = folder / LOGS[-1]
-    log.unlink()
-    log.mkdir()
-    with open(folder / LOGS[0], "a") as file:
-        file.write("{}\n")  # after the checkpoint
-    before = content(folder)
-    expected = f"--resume: {log} cannot be continued: IsADirectoryError"
-    refused("grpo", *resume(folder, "--iterations", 2), expected=expected)
+    refused("grpo", *resume(folder, "--iterations", 2), expected=name.partition("/")[0])
     assert content(folder) == before
 
 
 SETTINGS = [  # what settings.json holds (changes of the run's own, or other text), and the message
     ("{}", "does not hold a run's settings: it names no script"),
-    ("[]", "does not hold a run's settings: TypeError"),
-    ({"kl_coef": ...}, "has kl_coef None, not 0.04"),
-    ({"problems_hash": ...}, "have different prompts or gold answers"),
-    ({"model_hash": ...}, "--model tiny-moe has different weights than when the run started"),
+    ({"problems_hash": ""}, "have different prompts or gold answers"),
+    ({"model_hash": ""}, "--model tiny-moe has different weights than when the run started"),
     ({"lr": 1e-3}, "has lr 0.0002, not 0.001"),  # the optimizer in the checkpoint has the old one
     ({"lr": [1]}, "settings.json cannot be used: TypeError"),
     ({"routing_replay": "r3"}, "has --routing_replay, which grpo.py does not have"),
@@ -137,11 +101,10 @@ SETTINGS = [  # what settings.json holds (changes of the run's own, or other tex
 
 
 @pytest.mark.parametrize("text, expected", SETTINGS)
-def test_run_with_other_settings(text, expected, folder):
+def test_a_resume_with_other_settings_is_refused(text, expected, folder):
     """Nothing else is taken for a run's own."""
     if isinstance(text, dict):
-        changed = settings_of(folder) | text
-        text = json.dumps({name: value for name, value in changed.items() if value is not ...})
+        text = json.dumps(settings_of(folder) | text)
     (folder / "settings.json").write_text(text)
     before = content(folder)
     refused("grpo", *resume(folder, "--iterations", 2), expected=expected)
@@ -159,7 +122,7 @@ def test_a_new_run_replaces_nothing_of_the_users(name, tmp_path):
         assert content(path.parent) == before
 
 
-def test_run_that_logged_nothing_may_be_started_again(tmp_path, monkeypatch):
+def test_a_run_that_logged_nothing_may_be_started_again(tmp_path, monkeypatch):
     """With other flags, too; or resumed, with its own."""
     with monkeypatch.context() as patch:
         patch.setattr(grpo, "evaluate", Mock(side_effect=UserError("a reward function that fails")))
@@ -183,7 +146,7 @@ def test_run_resumed_under_other_versions_says_so(folder):
 # ----------------------------------------------------------------------------------------- full disks
 
 
-def test_run_on_a_disk_without_room(tmp_path):
+def test_settings_on_a_full_disk_are_one_line(tmp_path):
     (tmp_path / "settings.json.tmp").symlink_to("/dev/full")
     expected = f"--run_dir {tmp_path} cannot be written: OSError [Errno 28]"
     refused("grpo", "--run_dir", tmp_path, expected=expected)
@@ -217,7 +180,7 @@ def test_a_disk_that_is_too_small_is_refused_at_the_start(name, flags, tmp_path,
     assert 0.9 * max(peaks) < 1e9 * float(needed) <= max(peaks)
 
 
-def test_run_whose_log_cannot_be_written(tmp_path, monkeypatch):
+def test_a_log_on_a_full_disk_is_one_line(tmp_path, monkeypatch):
     path = tmp_path / "metrics.jsonl"
 
     def fill(*_, **__):
@@ -228,22 +191,16 @@ def test_run_whose_log_cannot_be_written(tmp_path, monkeypatch):
     refused("grpo", "--run_dir", tmp_path, expected=f"{path} cannot be written: OSError [Errno 28]")
 
 
-@pytest.fixture
-def limited_files():
-    """A file cannot grow beyond 1 MiB, more than the weights: torch.save fails, and says "unexpected
-    pos"."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda *_: resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+def test_an_error_that_follows_one_of_the_disk_is_told_by_that():
+    """torch says only "unexpected pos" then."""
+    with pytest.raises(UserError, match="^it failed: OSError full$"), one_line("it failed"):
+        try:
+            raise OSError("full")
+        finally:
+            raise RuntimeError("unexpected pos")
 
 
-def test_a_checkpoint_that_cannot_grow(folder, limited_files, monkeypatch):
-    interfere(monkeypatch, Policy, "save_pretrained", limited_files)
-    expected = "existing checkpoints are intact: OSError [Errno 27] File too large"
-    refused("grpo", *resume(folder, "--iterations", 2), expected=expected)
-
-
-WRITES = [(torch, "save", 1), (os, "fsync", 3), (Path, "rename", 1)]
+WRITES = [(os, "fsync", 3), (Path, "rename", 1)]
 
 
 @pytest.mark.parametrize("write", WRITES)
@@ -256,8 +213,6 @@ def test_run_keeps_the_old_checkpoint_until_the_new_one_is_on_disk(write, folder
         refused("grpo", *resume(folder, "--iterations", 2), expected=expected)
     assert content(folder / CHECKPOINT) == before
     assert [path.name for path in folder.glob("checkpoint*")] == [CHECKPOINT]  # no checkpoint.tmp
-    completes("grpo", *resume(folder, "--iterations", 2))
-    assert [line["iteration"] for line in metrics(folder)] == [1, 2]
 
 
 # -----------------------------------------------------------------------------------------------------
@@ -281,14 +236,16 @@ def test_a_folder_that_holds_a_run_is_refused(folder, monkeypatch):
     refused("grpo", *resume(folder), expected="already has")  # a log that nothing can continue
 
 
-def test_a_run_that_comes_and_goes_before_the_lock_is_kept(run_of_one_iteration, tmp_path, monkeypatch):
+def test_a_run_finished_by_another_process_before_the_lock_is_kept(
+    run_of_one_iteration, tmp_path, monkeypatch
+):
     """The folder was checked before: it was empty then."""
     folder = tmp_path / "run"
 
-    def come_and_go(*_, **__):
+    def run_elsewhere(*_, **__):
         shutil.copytree(run_of_one_iteration, folder, dirs_exist_ok=True)
 
-    interfere(monkeypatch, FileLock, "acquire", come_and_go)
+    interfere(monkeypatch, FileLock, "acquire", run_elsewhere)
     refused("grpo", "--run_dir", folder, expected="a new run needs an empty folder; --resume")
     assert content(folder) == content(run_of_one_iteration)
 

@@ -64,7 +64,7 @@ def test_main_differs_from_the_most_similar_one_only_for_a_reason(name):
     assert places == [], f"{nearest}\n" + "\n\n".join(places)
 
 
-def test_what_is_copied_is_the_same_in_all():
+def test_functions_that_readers_copy_are_the_same_in_all():
     """The last lines; each function that several scripts have, unless its text says with a [1] what is
     different."""
     texts = set()
