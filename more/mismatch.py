@@ -18,14 +18,14 @@ L layers of an MoE, K active experts, N response tokens of all rows, 1 for a siz
 Parent: grpo.py. Differs only in:
   1. Sampler: a copy of the policy with rounded or stale weights, as inference engines have them.
   2. Weights: r is clipped as usual; w, which corrects for pi_old / mu, is not. (If pi / mu were clipped
-     instead, a staler batch would lose more of its gradient.) w is never negative, so it can be
-     a factor on A. The KL has no weight. With --old_logprobs sampler, mu takes the place of pi_old,
-     and w is 1.
+     instead, a staler batch would lose more of its gradient, as if its learning rate were lower.) w is
+     never negative, so it can be a factor on A. The KL has no weight. With --old_logprobs sampler, mu
+     takes the place of pi_old, and w is 1.
   3. Routing replay: in the update, an MoE's routers use the experts that the old policy (r2) or the
      sampler (r3) chose. The reference's routers choose freely.
 
 rollout_weights can be copied into any of the scripts. gspo, gmpo and rspo have one ratio, and so one
-weight, per completion: there, the token rules take the geometric mean of rho over the completion.
+weight, per completion: give the token rules the geometric mean of rho over the completion there.
 
 Sources: Hilton et al., arXiv 2110.00641 (the decoupled objective); Yao et al. 2025 (truncated weights);
 Liu, Li et al. 2025, "When Speed Kills Stability" (weights and masks of sequences, and the geometric

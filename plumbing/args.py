@@ -344,9 +344,10 @@ class Messages:
 
 @functools.cache  # once: it cannot be undone
 def leave_ctrl_c_to_this_process():
-    """From now on, processes that are forked, such as a reward function's pool, ignore Ctrl-C, which they
-    get, too. SIGTERM, with which a pool ends them, acts at once. (A Python handler runs between two
-    bytecodes, so a process that gets the signal just before it waits for a lock would wait forever.)"""
+    """From now on, forked processes, such as a reward function's pool, ignore Ctrl-C, which goes to
+    them, too. SIGTERM, with which a pool ends them, acts at once. (A Python handler runs between two
+    bytecodes, so a process that gets the signal just before it waits for a lock would wait
+    forever.)"""
 
     def reset_signals():
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -51,9 +51,7 @@ class Run:
             self.parts.pop("sampler", None)
         self.parts["problems"] = problems
         optimizers = [part for part in self.parts.values() if isinstance(part, torch.optim.Optimizer)]
-        assert optimizers, (
-            "Run needs the optimizer: it saves it, and refreshes bfloat16 copies after a step"
-        )
+        assert optimizers, "pass it the optimizer: it is saved, and a step refreshes bfloat16 copies"
         for optimizer in optimizers:
             optimizer.register_step_post_hook(self.refresh)
         self.open_folder(problems)

@@ -48,6 +48,7 @@ VALUES = [  # a flag, a value that Python may give it, and what settings.json ha
     ("run_dir", Path("a/b"), "a/b"),
     ("dataset", "rows.jsonl", str(Path("rows.jsonl").absolute())),  # a resume finds it from anywhere
     ("eval_dataset", "rows.py:f", str(Path("rows.py:f").absolute())),
+    ("reward", None, None),
     ("reward", reward, "test_bad_input:reward"),
     ("reward", Reward(), "test_bad_input:Reward"),
 ]
@@ -159,6 +160,16 @@ def test_what_cannot_be_printed_is_dropped(kind, tmp_path, monkeypatch):
     if kind == "a full disk":
         for stream in streams:
             stream.close()
+
+
+def test_a_stream_that_is_no_file_gets_what_is_printed(tmp_path, monkeypatch):
+    """A notebook's, for example, though it also names a file, the terminal's."""
+    texts = []
+    stream = SimpleNamespace(write=texts.append, flush=lambda: None, fileno=lambda: 1)
+    monkeypatch.setattr(sys, "argv", ["grpo.py", "--run_dir", str(tmp_path)])
+    monkeypatch.setattr(sys, "stdout", stream)
+    launch(lambda args: print("shown"), grpo.Args)
+    assert "".join(texts) == "shown\n"
 
 
 def test_only_what_cannot_be_printed_is_dropped(tmp_path, monkeypatch):

@@ -288,7 +288,9 @@ NO_ANSWER = (
     "its answer must be a number or one short line, or have one behind #### or in \\boxed{}, not "
 )
 BAD_ROWS = [  # a row, and why it cannot be used
-    ({"problem": "3", 4: "2"}, "it has no question; its keys are problem, 4"),
+    ({"problem": "3", "gold": "2"}, "it has no question; its keys are problem, gold"),
+    (row() | {None: ["2"]}, "its keys must be text: ['question', 'answer', None]"),  # by csv.DictReader
+    (row(answer=True), f"{NO_ANSWER}True"),
     (row(""), f"{NO_QUESTION}''"),
     (row(7), f"{NO_QUESTION}7"),
     (row(PARTS), NO_QUESTION),

@@ -128,6 +128,26 @@ def lengths(completions, kinds=("fork",)):
 """
 
 
+KEPT = """
+import multiprocessing, signal
+
+def length(text):
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    return len(text)
+
+def lengths(completions):
+    return pool.map(length, completions)
+
+pool = multiprocessing.get_context("fork").Pool(2)
+"""
+
+
+def test_run_processes_of_a_pool_that_is_made_with_the_file_ignore_ctrl_c(python_file, tmp_path):
+    flags = ("--num_held_out", 8, "--dataset", SUMS, "--run_dir", tmp_path / "run")
+    with started("grpo", *SMALL, *flags, "--reward", f"{python_file(KEPT)}:lengths") as process:
+        assert process.wait() == 0, process.stderr.read()
+
+
 def test_spawned_processes_find_the_function(python_file):
     completions = graded(python_file(POOL), "lengths", kinds="spawn")
     assert [c.reward for c in completions] == list(map(len, TEXTS))

@@ -23,6 +23,7 @@ from filelock import FileLock
 import grpo
 from common import UserError
 from plumbing.errors import one_line
+from plumbing.data import ProblemStream
 from plumbing.folder import LOGS
 
 WEIGHTS = "model.safetensors"
@@ -96,8 +97,15 @@ SETTINGS = [  # what settings.json holds (changes of the run's own, or other tex
     ({"model_hash": ""}, "--model tiny-moe has different weights than when the run started"),
     ({"lr": 1e-3}, "has lr 0.0002, not 0.001"),  # the optimizer in the checkpoint has the old one
     ({"lr": [1]}, "settings.json cannot be used: TypeError"),
+    ({"reward": None}, "has reward , not None"),
     ({"routing_replay": "r3"}, "has --routing_replay, which grpo.py does not have"),
 ]
+
+
+def test_a_script_has_to_pass_its_optimizer(tiny_policy, tmp_path):
+    """Else it would not be saved, and bfloat16 copies would stay as they are."""
+    with pytest.raises(AssertionError, match="pass it the optimizer"):
+        grpo.Run(grpo.Args(run_dir=str(tmp_path)), tiny_policy, ProblemStream([], 1))
 
 
 @pytest.mark.parametrize("text, expected", SETTINGS)
