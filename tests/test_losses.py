@@ -177,6 +177,15 @@ def test_the_offpolicy_mask_drops_what_is_farther_than_its_edge(distance, advant
     assert stats["offpolicy_mask_frac"] == share
 
 
+@pytest.mark.parametrize("name", [name for name in SIBLINGS if "kl_coef" in parameters_of(name)])
+def test_without_a_coefficient_there_is_no_kl(name):
+    """Also where the reference has no probability: 0 * inf would be NaN."""
+    lp, old, adv, mask = data()
+    ref = torch.full_like(old, -math.inf)
+    loss, stats = loss_of(name, lp, old, adv, mask, {"kl_coef": 0}, ref_logprobs_BT=ref)
+    assert loss == loss_of(name, lp, old, adv, mask)[0] and "kl_ref" not in stats
+
+
 @pytest.mark.parametrize("name", SIBLINGS)
 def test_statistics_are_of_the_response_alone(name):
     """By hand: the ratio of padding, 1, is not the largest where all others are e^-0.5. No statistic
