@@ -21,7 +21,7 @@ from scripts import ROOT, command_line, read_lines
 SHOP = ROOT / "runs" / "repair"
 
 # Two iterations, because some bugs show only in the next rollout; several micro-batches per step.
-JOB = {"iterations": 2, "prompts_per_iteration": 6, "num_minibatches": 2, "micro_batch_tokens": 256}
+JOB = {"iterations": 2, "prompts_per_iteration": 12, "num_minibatches": 2, "micro_batch_tokens": 256}
 JOB |= {"lr": 1e-3, "num_held_out": 2, "device": "cpu"}
 
 
